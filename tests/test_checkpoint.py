@@ -108,7 +108,7 @@ def test_an_interrupted_save_leaves_no_checkpoint(tmp_path: Path, monkeypatch: p
 def test_prune_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
     for step in (2, 10, 9, 30, 40):
         make(tmp_path, step)
-    checkpoint.prune(tmp_path, keep=2, best=9)
+    checkpoint.prune(tmp_path, keep=2, best=[None, 9])
     assert checkpoint.list_steps(tmp_path) == [9, 30, 40]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-30", "step-40", "step-9"]
 

@@ -117,10 +117,10 @@ def test_early_stopping_of_wrong_kinds_tells_each() -> None:
     with pytest.raises(BadInput) as refused:
         ipu_pipe.EarlyStopping(3, mode="up", patience="x", min_delta=-1.0)  # type: ignore[arg-type]
     assert refused.value.faults == [
-        "early_stopping.metric: 3: must be text",
-        "early_stopping.mode: up: must be min or max",
-        "early_stopping.patience: x: must be a whole number >= 1",
-        "early_stopping.min_delta: -1.0: must be a number >= 0",
+        "EarlyStopping: metric: 3: must be text",
+        "EarlyStopping: mode: up: must be min or max",
+        "EarlyStopping: patience: x: must be a whole number >= 1",
+        "EarlyStopping: min_delta: -1.0: must be a number >= 0",
     ]
 
 

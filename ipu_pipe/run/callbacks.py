@@ -8,16 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
+from pydantic import ValidationError
 from torch import nn
 
+from ipu_pipe.config.faults import format_faults
 from ipu_pipe.config.schema import Config
 from ipu_pipe.config.sections import EarlyStoppingConfig, Entry
-from ipu_pipe.config.values import to_number
 from ipu_pipe.errors import BadInput, RunFault
 from ipu_pipe.job.import_strings import call_entry, check_arguments, resolve_entry
 from ipu_pipe.job.metrics import Metric
 from ipu_pipe.job.user_code import attribute_faults
-from ipu_pipe.text import describe_kind, list_some, show
+from ipu_pipe.text import describe_kind, list_some
 
 
 @dataclass(frozen=True)
@@ -157,16 +158,17 @@ class Callbacks:
 def make_callbacks(config: Config, given: Optional[Sequence[Any]]) -> List[Callback]:
     """Return the callbacks given in Python, or else make the config's. Raise `BadInput`, one line for each fault."""
     if given is None:
-        return _each(config.callbacks, _made)
-    return _each(given, lambda value: _checked(value, "callbacks"))
+        return _collect(config.callbacks, lambda value: _check(call_entry(*_resolve(value)), f"callbacks.{_get_name(value)}"))
+    return _collect(given, lambda value: _check(value, "callbacks"))
 
 
 def check_callbacks(config: Config) -> None:
     """Raise `BadInput`, one line for each callback of the config that cannot be made, without making any."""
-    _each(config.callbacks, lambda value: check_arguments(*_named(value)))
+    _collect(config.callbacks, lambda value: check_arguments(*_resolve(value)))
 
 
-def _each(values: Sequence[Any], make: Callable[[Any], Any]) -> List[Any]:
+def _collect(values: Sequence[Any], make: Callable[[Any], Any]) -> List[Any]:
+    """Return what `make` gives for each value. Raise `BadInput` with the faults of all."""
     callbacks, faults = [], []
     for value in values:
         try:
@@ -178,18 +180,17 @@ def _each(values: Sequence[Any], make: Callable[[Any], Any]) -> List[Any]:
     return callbacks
 
 
-def _named(value: Union[str, Entry]) -> Tuple[Callable[..., Any], Mapping[str, Any], str]:
+def _get_name(value: Union[str, Entry]) -> str:
+    return value if isinstance(value, str) else value.entry
+
+
+def _resolve(value: Union[str, Entry]) -> Tuple[Callable[..., Any], Mapping[str, Any], str]:
     """Return the callable that a config names, its arguments, and the place to name in a fault."""
-    name, args = (value.entry, value.args) if isinstance(value, Entry) else (value, {})
-    return resolve_entry(name, "callbacks"), args, f"callbacks.{name}"
+    args: Mapping[str, Any] = {} if isinstance(value, str) else value.args
+    return resolve_entry(_get_name(value), "callbacks"), args, f"callbacks.{_get_name(value)}"
 
 
-def _made(value: Union[str, Entry]) -> Callback:
-    function, args, place = _named(value)
-    return _checked(call_entry(function, args, place), place)
-
-
-def _checked(value: Any, place: str) -> Callback:
+def _check(value: Any, place: str) -> Callback:
     if not isinstance(value, Callback):
         raise BadInput(f"{place}: {describe_kind(value)}: must be an object of a class derived from ipu_pipe.Callback")
     unknown = [name for name in dir(value) if name.startswith("on_") and name not in HOOKS]
@@ -224,27 +225,17 @@ class EarlyStopping(Callback):
         min_delta: float = 0.0,
         restore_best: bool = False,
     ) -> None:
-        is_whole = isinstance(patience, int) and not isinstance(patience, bool)
-        delta = to_number(min_delta)
-        wrong = {
-            f"metric: {describe_kind(metric)}: must be text": not isinstance(metric, str),
-            f"mode: {show(mode)}: must be min or max": mode not in (None, "min", "max"),
-            f"patience: {show(patience)}: must be a whole number >= 1": not is_whole or patience < 1,
-            f"min_delta: {show(min_delta)}: must be a number >= 0": delta is None or delta < 0,
-            f"restore_best: {show(restore_best)}: must be true or false": not isinstance(restore_best, bool),
-        }
-        if any(wrong.values()):
-            raise BadInput([f"early_stopping.{fault}" for fault, is_so in wrong.items() if is_so])
-        self.metric, self.patience, self.min_delta, self.restore_best = metric, patience, min_delta, restore_best
+        values = {"metric": metric, "mode": mode, "patience": patience, "min_delta": min_delta, "restore_best": restore_best}
+        try:
+            config = EarlyStoppingConfig.model_validate(values)
+        except ValidationError as error:
+            raise BadInput(format_faults(error.errors(), {}, "EarlyStopping", EarlyStoppingConfig, {})) from None
+        self.metric, self.patience, self.min_delta = config.metric, config.patience, config.min_delta
+        self.restore_best = config.restore_best
         self.mode = mode or ("max" if metric.startswith(GREATER) else "min")
         self.best: Optional[float] = None
         self.best_step: Optional[int] = None
         self.waited = 0
-
-    @classmethod
-    def from_config(cls, config: EarlyStoppingConfig) -> "EarlyStopping":
-        """Make one from the config's section."""
-        return cls(config.metric, config.mode, config.patience, config.min_delta, config.restore_best)
 
     def refuse_unmeasured(self, metrics: Sequence[Metric]) -> None:
         """Raise `BadInput` if no evaluation measures the metric."""

@@ -121,9 +121,9 @@ def tidy(folder: Path) -> None:
         raise RunFault(f"{folder}: cannot clear away unfinished checkpoints: {error}") from error
 
 
-def prune(folder: Path, keep: int, best: Optional[int], others: Collection[int] = ()) -> None:
-    """Delete all checkpoints except the newest `keep`, the one of step `best` and those of the steps `others`."""
-    delete_steps(folder, [step for step in list_steps(folder)[:-keep] if step != best and step not in others])
+def prune(folder: Path, keep: int, best: Collection[Optional[int]]) -> None:
+    """Delete all checkpoints except the newest `keep` and those of the steps `best`."""
+    delete_steps(folder, [step for step in list_steps(folder)[:-keep] if step not in best])
 
 
 def delete_steps(folder: Path, steps: List[int]) -> None:

@@ -21,7 +21,6 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Set,
 from ipu_pipe.config.yaml_files import read_yaml
 from ipu_pipe.errors import BadInput, RunFault, guard_writing
 from ipu_pipe.files import write
-from ipu_pipe.job.record import Begun
 from ipu_pipe.report.summary import check_schema
 from ipu_pipe.run import checkpoint
 
@@ -246,12 +245,6 @@ class RunFolder:
                 _remove(path / "traceback.txt")  # of the fault that ended what is resumed now
         except OSError as error:
             raise BadInput(f"--out: {path}: {error.strerror or error}") from None
-
-    def describe(self, config: str, begun: Optional[Begun]) -> None:
-        """Write what the run is, and what it has of the weights that it begins with, where these need not all fit."""
-        self.write_text("config.yaml", config)
-        if begun is not None:
-            self.write_json("init_from.json", begun._asdict())
 
     def forget_after(self, update: int, say: Callable[[str], None]) -> None:
         """Delete the summary of a finished run and the checkpoints after `update`, from which it is resumed, and say so."""

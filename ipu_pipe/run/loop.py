@@ -6,7 +6,7 @@ import contextlib
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence
+from typing import Any, Dict, List, Optional, Sequence
 
 from ipu_pipe.backends.interface import Engine, Report
 from ipu_pipe.backends.ranks import are_joined, is_main, run_on_main
@@ -32,107 +32,6 @@ from ipu_pipe.run.progress import Log, Progress, log_nothing, open_log
 from ipu_pipe.run.resume import make_manifest, restore
 
 
-def write_start(
-    job: Job, run: RunFolder, resumes: bool, position: Position, say: Callable[[str], None]
-) -> Dict[str, Any]:
-    """Write what is known of a run before it trains. Return the record of this start, the last in `record.json`."""
-    if resumes:
-        run.forget_after(position.update, say)
-    run.describe(dump_config(job.config), job.begun)
-    record = {**describe_start(job.read), "first_update": position.update}
-    run.write_json("record.json", [*(read_starts(run.path) if resumes else []), record])
-    run.open_metrics(position.update)
-    return record
-
-
-def save_checkpoint(
-    job: Job, engine: Engine, run: Optional[RunFolder], position: Position, callbacks: Callbacks
-) -> Optional[Path]:
-    """Write a checkpoint, to which every process contributes its part, and return its folder on the main process.
-
-    Raise `RunFault` if the disk refuses.
-    """
-    state = engine.state()
-    if run is None or state is None:
-        return None
-    manifest = make_manifest(job, position, state.plain, callbacks.collect_states())
-    folder = checkpoint.save(run.checkpoints, position.update, state.model, state.optimizer, manifest)
-    checkpoint.prune(run.checkpoints, job.config.checkpoint.keep, position.best_step, callbacks.list_best_steps())
-    return folder
-
-
-class RunEnd(NamedTuple):
-    """The end of a run.
-
-    `tested` are the results of the last evaluation by block, `profile` the times of the stages' passes, `stopped` why it ended
-    sooner than planned, `record` the record of its start, `restored` the step whose weights the model has afterwards (None: the
-    newest).
-    """
-
-    position: Position
-    final: EvaluationResult
-    tested: Sequence[EvaluationResult]
-    profile: Optional[StageSeconds]
-    stopped: Optional[str]
-    record: Dict[str, Any]
-    restored: Optional[int]
-
-
-def write_end(
-    job: Job, engine: Engine, run: Optional[RunFolder], ended: RunEnd, say: Callable[[str], None]
-) -> Dict[str, Any]:
-    """Write the files of a run that has ended and print its closing words. Return its summary, on every process."""
-    measured = engine.report()
-
-    def written() -> Dict[str, Any]:
-        assert run is not None and measured is not None
-        report = _write(job, run, ended, measured)
-        on_devices = not get_backend(job.config).emulates  # which in one process does the work of all
-        say(format_closing(report, run.path, predict_rate(job) if on_devices else None))
-        return report
-
-    return run_on_main(written)
-
-
-def _write(job: Job, run: RunFolder, ended: RunEnd, measured: Report) -> Dict[str, Any]:
-    has_clocks = measured.events is not None
-    costs = None if has_clocks else choose_stage_costs(job, ended.profile, ended.position)
-    report = summarize(job, ended.position, ended.final, measured, ended.tested, costs, ended.stopped)
-    if ended.restored is not None:
-        report["restored_step"] = ended.restored
-    if measured.times is None:
-        run.forget_trace()
-    if costs is not None and job.traced:
-        write_modelled_trace(job, run.path, costs)
-    elif job.traced:
-        write_measured_trace(job, run.path / "trace.json.gz", measured)
-    for name, value in (measured.files or {}).items():
-        run.write_json(name, value)
-    run.write_json("memory.json", build_memory_record(job, measured))
-    run.write_json("record.json", [*read_starts(run.path)[:-1], {**ended.record, "ended": get_timestamp()}])
-    run.write_json("summary.json", report)  # last: a run with a summary is finished
-    return report
-
-
-def restore_best_weights(job: Job, out: Path, step: int, newest: int, say: Callable[[str], None]) -> None:
-    """Load the weights of the checkpoint of `step` into the model, on every process that holds a whole model, and say so.
-
-    `newest` is the step whose weights the model has. Raise `BadInput` if the checkpoint is not whole any more.
-    """
-    path = out / "checkpoints" / f"step-{step}"
-    if step == newest:
-        say(f"the newest weights are the best: step {step}")
-        return
-    if are_joined() and not job.numbers.is_given:  # each process has its stage's, and no one the model
-        say(f"the best weights are those of step {step}: {path}")
-        return
-    weights, blocks = run_on_main(lambda: checkpoint.read_weights(path)), get_blocks(job.model)
-    with job.numbers.whole(loads=True):
-        # auxiliary heads stay as they are
-        checkpoint.load_weights(job.model if blocks is None else blocks.model, weights, str(path))
-    say(f"the model has the best weights again, those of step {step}: {path}")
-
-
 class TrainingLoop:
     """The part of this process in a run: the main process alone has a folder to write into."""
 
@@ -153,6 +52,7 @@ class TrainingLoop:
         self.update_seconds = 0.0  # what an update of the newest call took
         self.unwritten: Dict[str, Any] = {}  # the newest update's line of metrics.jsonl
         self.tested: List[EvaluationResult] = []  # at the last evaluation, by block
+        self.record: Dict[str, Any] = {}  # of this start, the last in record.json
         self.callbacks = Callbacks(callbacks if is_main() else ())
         # what all processes must know alike: whether the run may be asked to end, and after any update
         self.may_stop, self.at_steps = run_on_main(lambda: (bool(self.callbacks.own), self.callbacks.at_steps))
@@ -167,7 +67,7 @@ class TrainingLoop:
         if self.resume:
             self.position = restore(job, self.out, self.progress.say, self.callbacks)
         position = self.position
-        record = write_start(job, self.run, self.resume, position, self.progress.say) if self.run else {}
+        self._write_start()
         self.progress.say(format_opening(job, position.update))
         engine = make_engine(job, position.update)
         try:
@@ -191,13 +91,71 @@ class TrainingLoop:
             if self.run:
                 self.run.close()
         restored = run_on_main(self.callbacks.get_restored_step)
-        ended = RunEnd(position, final, self.tested, profile, self.now.stopped, record, restored)
-        report = write_end(job, engine, self.run, ended, self.progress.say)
+        measured = engine.report()
+        report = run_on_main(lambda: self._write_end(measured, final, profile, restored))
         if restored is not None:
-            restore_best_weights(job, self.out, restored, position.update, self.progress.say)
+            self._restore_weights(restored)
         with keep_traceback_of(self.out):
             self._call_back("on_end", engine)
         return report
+
+    def _write_start(self) -> None:
+        """Write what is known of the run before it trains, on the main process."""
+        job, run, done = self.job, self.run, self.position.update
+        if run is None:
+            return
+        if self.resume:
+            run.forget_after(done, self.progress.say)
+        run.write_text("config.yaml", dump_config(job.config))
+        if job.begun is not None:
+            run.write_json("init_from.json", job.begun._asdict())
+        self.record = {**describe_start(job.read), "first_update": done}
+        run.write_json("record.json", [*(read_starts(run.path) if self.resume else []), self.record])
+        run.open_metrics(done)
+
+    def _write_end(
+        self, measured: Optional[Report], final: EvaluationResult, profile: Optional[StageSeconds], restored: Optional[int]
+    ) -> Dict[str, Any]:
+        """Write the files of the run, which has ended, print its closing words and return its summary, on the main process."""
+        job, run, position = self.job, self.run, self.position
+        assert run is not None and measured is not None
+        costs = None if measured.events is not None else choose_stage_costs(job, profile, position)
+        report = summarize(job, position, final, measured, self.tested, costs, self.now.stopped)
+        if restored is not None:
+            report["restored_step"] = restored
+        if measured.times is None:
+            run.forget_trace()
+        if costs is not None and job.traced:
+            write_modelled_trace(job, run.path, costs)
+        elif job.traced:
+            write_measured_trace(job, run.path / "trace.json.gz", measured)
+        for name, value in (measured.files or {}).items():
+            run.write_json(name, value)
+        run.write_json("memory.json", build_memory_record(job, measured))
+        run.write_json("record.json", [*read_starts(run.path)[:-1], {**self.record, "ended": get_timestamp()}])
+        run.write_json("summary.json", report)  # last: a run with a summary is finished
+        # an emulator does in one process the work of all devices
+        predicted = None if get_backend(job.config).emulates else predict_rate(job)
+        self.progress.say(format_closing(report, run.path, predicted))
+        return report
+
+    def _restore_weights(self, step: int) -> None:
+        """Load the weights of the checkpoint of `step` into the model, on every process that holds a whole model, and say so.
+
+        Raise `BadInput` if the checkpoint is not whole any more.
+        """
+        job, say, path = self.job, self.progress.say, self.out / "checkpoints" / f"step-{step}"
+        if step == self.position.update:
+            say(f"the newest weights are the best: step {step}")
+            return
+        if are_joined() and not job.numbers.is_given:  # each process has its stage's, and no one the model
+            say(f"the best weights are those of step {step}: {path}")
+            return
+        weights, blocks = run_on_main(lambda: checkpoint.read_weights(path)), get_blocks(job.model)
+        with job.numbers.whole(loads=True):
+            # auxiliary heads stay as they are
+            checkpoint.load_weights(job.model if blocks is None else blocks.model, weights, str(path))
+        say(f"the model has the best weights again, those of step {step}: {path}")
 
     def _train(self, engine: Engine, log: Log) -> Optional[EvaluationResult]:
         """Carry out all updates to come, and return the result of the last evaluation, None if there was none."""
@@ -297,8 +255,17 @@ class TrainingLoop:
         return whole
 
     def _save(self, engine: Engine) -> None:
-        """Write a checkpoint and call the callbacks."""
-        folder = save_checkpoint(self.job, engine, self.run, self.position, self.callbacks)
-        if folder is not None:
-            self.now = replace(self.now, checkpoint=folder)
-            self._call_back("on_checkpoint", engine)
+        """Write a checkpoint, to which every process contributes its part, and call the callbacks.
+
+        Raise `RunFault` if the disk refuses.
+        """
+        job, run, position = self.job, self.run, self.position
+        state = engine.state()
+        if run is None or state is None:
+            return
+        manifest = make_manifest(job, position, state.plain, self.callbacks.collect_states())
+        folder = checkpoint.save(run.checkpoints, position.update, state.model, state.optimizer, manifest)
+        best = [position.best_step, *self.callbacks.list_best_steps()]
+        checkpoint.prune(run.checkpoints, job.config.checkpoint.keep, best)
+        self.now = replace(self.now, checkpoint=folder)
+        self._call_back("on_checkpoint", engine)

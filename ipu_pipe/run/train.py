@@ -102,7 +102,7 @@ def train(
     with attribute_faults(lambda: "before training"):
         called = make_callbacks(config, callbacks)
         if config.early_stopping is not None:
-            called.append(EarlyStopping.from_config(config.early_stopping))
+            called.append(EarlyStopping(**config.early_stopping.model_dump()))
     config = describe_overrides(config, model, data, loss, optimizer, output, callbacks=callbacks, **others_given)
     say = Progress(quiet or not is_main()).say
     resume = resume or resume_from is not None
