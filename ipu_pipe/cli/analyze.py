@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
+import importlib
 import importlib.util
 import json
 from pathlib import Path
@@ -27,9 +27,9 @@ def make_parser() -> Parser:
     """Return the command's parser."""
     p = Parser(prog="tools/analyze.py", description=__doc__, epilog=EPILOG)
     p.add_argument("run", metavar="RUN", type=Path, help="a run's folder, or a trace file")
-    p.add_argument("--against", metavar="RUN2", type=Path, help="another one, to stand beside it")
-    p.add_argument("--json", action="store_true", help="for programs")
-    p.add_argument("--html", metavar="FILE", type=Path, help="write a page of its own with a timeline to zoom into")
+    p.add_argument("--against", metavar="RUN2", type=Path, help="another run, to compare with the first")
+    p.add_argument("--json", action="store_true", help="print JSON")
+    p.add_argument("--html", metavar="FILE", type=Path, help="write a self-contained page with a timeline to zoom into")
     p.add_argument("--png", metavar="FILE", type=Path, help="write the timeline as a picture")
     add_quiet(p)
     add_traceback(p)
@@ -40,49 +40,44 @@ def main(arguments: Optional[Sequence[str]] = None) -> None:
     """Run the command."""
     args = make_parser().parse_args(arguments)
     with show_traceback(args.traceback):
-        _run(args)
+        outputs = {"--png": args.png, "--html": args.html}
+        faults = [f"{name}: {file}: is a folder, must be a file" for name, file in outputs.items() if file and file.is_dir()]
+        if faults:
+            raise BadInput(faults)
+        from ipu_pipe.trace.reading import PROFILE
+
+        if args.run.name == PROFILE:
+            print(json.dumps({"source": str(args.run), "profile": _read_profile(args.run)}, indent=1))
+        else:
+            _analyze(args.run, args.against, args.png, args.html, args.json, args.quiet)
 
 
-def _run(args: argparse.Namespace) -> None:
-    from ipu_pipe.trace.reading import PROFILE
+def _analyze(run: Path, against: Optional[Path], png: Optional[Path], html: Optional[Path], json_: bool, quiet: bool) -> None:
+    """Analyze a run, write its picture and page, and print the analysis."""
+    from ipu_pipe.report.analysis.text import compute_differences, format_analysis, format_comparison
 
-    _check_outputs(args)
-    if args.run.name == PROFILE:
-        _print_profile(args)
-        return
-    trace, analysis = _analyze(args.run)
-    say = get_say(args.quiet)
-    other = None if args.against is None else _analyze(args.against)[1]
-    if args.png is not None:
-        from ipu_pipe.report.analysis.picture import draw_timeline
-
-        args.png.parent.mkdir(parents=True, exist_ok=True)
-        draw_timeline(args.png, trace, analysis)
-        say(f"written: {args.png}")
-    if args.html is not None:
-        from ipu_pipe.report.page.write import write_page
-
-        args.html.parent.mkdir(parents=True, exist_ok=True)
-        write_page(args.html, trace, analysis)
-        say(f"written: {args.html}")
-    _print(analysis, other, args)
-
-
-def _check_outputs(args: argparse.Namespace) -> None:
-    faults = [
-        f"--{name}: {file}: is a folder, must be a file"
-        for name, file in (("png", args.png), ("html", args.html))
-        if file is not None and file.is_dir()
-    ]
-    if faults:
-        raise BadInput(faults)
-    if args.png is not None:
+    if png is not None:  # matplotlib may be missing: say so before the analysis
         from ipu_pipe.report.plots import check_plots
 
         check_plots()
+    trace, analysis = _read(run)
+    other = None if against is None else _read(against)[1]
+    for file, writer in ((png, "analysis.picture:draw_timeline"), (html, "page.write:write_page")):
+        if file is not None:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            module, _, name = writer.partition(":")
+            getattr(importlib.import_module(f"ipu_pipe.report.{module}"), name)(file, trace, analysis)
+            get_say(quiet)(f"written: {file}")
+    if json_:
+        more = {} if other is None else {"other": other, "differences": compute_differences(analysis, other)}
+        print(json.dumps({**analysis, **({"against": more} if more else {})}, indent=1))
+        return
+    get_tell(quiet)(format_analysis(analysis))
+    if other is not None:
+        get_tell(quiet)("\n" + format_comparison(analysis, other))
 
 
-def _analyze(run: Path) -> Tuple[Any, Dict[str, Any]]:
+def _read(run: Path) -> Tuple[Any, Dict[str, Any]]:
     from ipu_pipe.report.analysis.analyze import analyze
     from ipu_pipe.trace.reading import read_trace
 
@@ -90,31 +85,15 @@ def _analyze(run: Path) -> Tuple[Any, Dict[str, Any]]:
     return trace, analyze(trace, str(run))
 
 
-def _print(analysis: Dict[str, Any], other: Optional[Dict[str, Any]], args: argparse.Namespace) -> None:
-    from ipu_pipe.report.analysis.text import compute_differences, format_analysis, format_comparison
-
-    if args.json:
-        more = (
-            {} if other is None else {"against": {"other": other, "differences": compute_differences(analysis, other)}}
-        )
-        print(json.dumps({**analysis, **more}, indent=1))
-        return
-    tell = get_tell(args.quiet)
-    tell(format_analysis(analysis))
-    if other is not None:
-        tell("\n" + format_comparison(analysis, other))
-
-
-def _print_profile(args: argparse.Namespace) -> None:
-    """Print PopVision's profile, which has cycles and memory but no events."""
+def _read_profile(file: Path) -> Any:
+    """Return PopVision's profile, which has cycles and memory but no events. Raise `BadInput` if it cannot be read."""
     from ipu_pipe.backends.ipu.profile import read_profile
 
-    if not args.run.is_file():
-        raise BadInput(f"{args.run}: no such profile")
+    if not file.is_file():
+        raise BadInput(f"{file}: no such profile")
     if importlib.util.find_spec("pva") is None:
-        raise BadInput(f"{args.run}: is read by Graphcore's pva, which is not installed: open it with PopVision")
+        raise BadInput(f"{file}: is read by Graphcore's pva, which is not installed: open it with PopVision")
     try:
-        profile = read_profile(args.run)
+        return read_profile(file)
     except (RuntimeError, AttributeError, ValueError, OSError) as error:
-        raise BadInput(f"{args.run}: cannot be read by pva: {error}") from None
-    print(json.dumps({"source": str(args.run), "profile": profile}, indent=1))
+        raise BadInput(f"{file}: cannot be read by pva: {error}") from None

@@ -51,8 +51,9 @@ def positive(text: str) -> float:
     return value
 
 
-def add_set(parser: argparse.ArgumentParser, says: str = "change keys of the config; VALUE is YAML") -> None:
-    """Add the option --set KEY=VALUE ... with the help text `says`."""
+def add_set(parser: argparse.ArgumentParser) -> None:
+    """Add the option --set KEY=VALUE ..."""
+    says = "change keys of the config; VALUE is YAML"
     parser.add_argument("--set", action="extend", nargs="+", default=[], metavar="KEY=VALUE", help=says)
 
 
@@ -90,13 +91,9 @@ def tell(text: str) -> None:
 
 def get_say(quiet: bool) -> Callable[[str], None]:
     """Return `say`, or a function that prints nothing if `quiet`."""
-    return _ignore if quiet else say
+    return (lambda text: None) if quiet else say
 
 
 def get_tell(quiet: bool) -> Callable[[str], None]:
     """Return `tell`, or a function that prints nothing if `quiet`."""
-    return _ignore if quiet else tell
-
-
-def _ignore(text: str) -> None:
-    """Print nothing."""
+    return (lambda text: None) if quiet else tell

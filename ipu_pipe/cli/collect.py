@@ -25,23 +25,13 @@ def make_parser() -> Parser:
     """Return the command's parser."""
     p = Parser(prog="tools/collect.py", description=__doc__, epilog=EPILOG)
     p.add_argument("config", metavar="CONFIG", nargs="?", help="a YAML file")
-    add_set(p, "replace keys of the config")
-    p.add_argument(
-        "--methods", metavar="A,B,...", help="default: the config's own, then local_chunked at the same boundaries"
-    )
-    p.add_argument(
-        "--steps",
-        type=whole(0, MOST_UPDATES),
-        metavar="K",
-        help="updates (default the config's; at least 2 to time; 0: plan only)",
-    )
-    p.add_argument(
-        "--rounds",
-        type=whole(1, 1000),
-        default=1,
-        metavar="N",
-        help="each method has a turn in each of N rounds: the median and the range of its rates (default 1)",
-    )
+    add_set(p)
+    methods = "methods to compare (default: the config's, and local_chunked with the same stages)"
+    p.add_argument("--methods", metavar="A,B,...", help=methods)
+    steps = "updates of each run (default: the config's; at least 2 for a throughput; 0: plan only)"
+    p.add_argument("--steps", type=whole(0, MOST_UPDATES), metavar="K", help=steps)
+    rounds = "run every method N times, in turn, and report median and range of the throughput (default 1)"
+    p.add_argument("--rounds", type=whole(1, 1000), default=1, metavar="N", help=rounds)
     p.add_argument("--out", type=folder, metavar="DIR", help="the folder to write into")
     p.add_argument("--overwrite", action="store_true", help="replace runs that DIR holds")
     add_quiet(p)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from pathlib import Path
-from typing import Any, List, Optional, Sequence
+from typing import Dict, List, Optional, Sequence
 
 from ipu_pipe.cli.arguments import folder
 from ipu_pipe.errors import BadInput, Parser
@@ -48,39 +48,23 @@ def make_script(shell: str) -> str:
     import shtab
 
     from ipu_pipe.cli import COMMANDS
+    from ipu_pipe.data.fetch import PACKAGES
 
+    words: Dict[str, List[str]] = {"method": [*METHODS], "methods": [*METHODS], "name": [*PACKAGES]}
+    for argument, kind in (("hardware", "hardware"), ("experiment", "experiments")):
+        words[argument] = sorted(path.stem for path in (find_configs() / kind).glob("*.yaml"))
     whole = Parser(prog=COMMAND)
     whole.add_argument("--version", action="store_true", help="print the version")
     subparsers = whole.add_subparsers()
     for command, summary in COMMANDS.items():
         parent = importlib.import_module(f"ipu_pipe.cli.{command}").make_parser()
         for action in parent._actions:
-            _set_completion(action, command)
+            if action.dest in words or (action.dest == "against" and command == "train"):  # of analyze it is a run
+                action.choices = words.get(action.dest, words["method"])
+            elif action.type is folder:
+                action.complete = shtab.DIRECTORY
+            elif action.type is Path or action.dest in ("config", "what", "against"):
+                action.complete = shtab.FILE
         subparsers.add_parser(command.replace("_", "-"), parents=[parent], add_help=False, help=summary)
     script: str = shtab.complete(whole, shell)
     return script
-
-
-def _set_completion(action: Any, command: str) -> None:
-    """Set the words that an argument can be, or that it is a file or folder."""
-    import shtab
-
-    from ipu_pipe.data.fetch import PACKAGES
-
-    words = {
-        **dict.fromkeys(("method", "methods"), list(METHODS)),
-        "against": list(METHODS) if command == "train" else [],  # of analyze it is a run
-        "name": list(PACKAGES),
-        "hardware": _list_stems("hardware"),
-        "experiment": _list_stems("experiments"),
-    }.get(action.dest)
-    if words:
-        action.choices = words
-    elif action.type is folder:
-        action.complete = shtab.DIRECTORY
-    elif action.type is Path or action.dest in ("config", "what", "against"):
-        action.complete = shtab.FILE
-
-
-def _list_stems(folder_name: str) -> List[str]:
-    return sorted(path.stem for path in (find_configs() / folder_name).glob("*.yaml"))

@@ -16,56 +16,43 @@ def make_parser() -> Parser:
 
     p = Parser(
         prog="tools/measure_hardware.py",
-        description="Measure what a process computes, copies and sends in a second on this machine, and write it as a hardware\n"
-        "description, which --hardware this (without --out) or --hardware FILE then reads. Best on a machine that is idle.",
+        description="Measure how fast a process computes, copies and sends on this machine, and write the figures as a hardware\n"
+        "description for --hardware this (or --hardware FILE, with --out FILE). Run it on an idle machine.",
     )
-    p.add_argument("--out", type=Path, metavar="FILE", help=f"where it is written (default: {find_this_file()})")
-    p.add_argument(
-        "--threads",
-        type=whole(1, MOST_THREADS),
-        default=1,
-        metavar="N",
-        help="threads of a process, a device (default 1)",
-    )
-    p.add_argument(
-        "--device",
-        choices=("cpu", "cuda"),
-        default="cpu",
-        help="what a device is: a process on the CPU, or a GPU (not run)",
-    )
-    p.add_argument(
-        "--seconds", type=float, default=0.3, metavar="S", help="at least so long for each figure (default 0.3)"
-    )
+    p.add_argument("--out", type=Path, metavar="FILE", help=f"YAML file to write (default: {find_this_file()})")
+    threads = whole(1, MOST_THREADS)
+    p.add_argument("--threads", type=threads, default=1, metavar="N", help="threads of each device's process (default 1)")
+    kinds = ("cpu", "cuda")
+    p.add_argument("--device", choices=kinds, default="cpu", help="device: a process on the CPU, or a GPU (not run on one)")
+    p.add_argument("--seconds", type=float, default=0.3, metavar="S", help="least time for each measurement (default 0.3)")
     add_quiet(p)
     return p
 
 
 def main(arguments: Optional[Sequence[str]] = None) -> None:
     """Run the command."""
-    from ipu_pipe.config.yaml_files import dump_yaml as as_yaml
     from ipu_pipe.hardware.description import find_this_file, read_hardware
 
     args = make_parser().parse_args(arguments)
     out: Path = args.out or find_this_file()
-    faults = []
-    if not 0 < args.seconds <= 60:
-        faults.append(f"--seconds: {args.seconds}: must be a number > 0 and <= 60")
-    if out.suffix not in (".yaml", ".yml"):
-        faults.append(f"--out: {out}: must be a YAML file, so that --hardware takes it for one")
-    if args.out and not out.absolute().parent.is_dir():
-        faults.append(f"--out: {out}: no such folder {out.parent}")
-    if faults:
-        raise BadInput(faults)
+    wrong = {
+        f"--seconds: {args.seconds}: must be a number > 0 and <= 60": not 0 < args.seconds <= 60,
+        f"--out: {out}: must be a YAML file, so that --hardware takes it for one": out.suffix not in (".yaml", ".yml"),
+        f"--out: {out}: no such folder {out.parent}": args.out and not out.absolute().parent.is_dir(),
+    }
+    if any(wrong.values()):
+        raise BadInput([fault for fault, is_so in wrong.items() if is_so])
 
     import torch  # after the arguments are read: --help must not wait for it
 
+    from ipu_pipe.config.yaml_files import dump_yaml
     from ipu_pipe.errors import guard_writing
     from ipu_pipe.files import write
     from ipu_pipe.hardware.measuring import measure
 
     if args.device == "cuda" and not torch.cuda.is_available():
         raise BadInput("--device: cuda: this PyTorch finds no GPU: must be cpu")
-    text = as_yaml(measure(args.threads, args.device, args.seconds))
+    text = dump_yaml(measure(args.threads, args.device, args.seconds))
     with guard_writing(out):
         out.parent.mkdir(parents=True, exist_ok=True)
     write(out, text)

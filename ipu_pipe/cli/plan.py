@@ -14,8 +14,8 @@ from ipu_pipe.config.values import MOST_STAGES
 from ipu_pipe.errors import BadInput, Parser, show_traceback
 
 EPILOG = """
-All figures are predicted: from the model's FLOPs and bytes and the figures of the hardware's file, or, with --measure, from the
-times that the model's parts take on this machine. docs/planner.md says how, and how well it agrees with what was measured.
+All figures are predictions: from the model's FLOPs and bytes and the hardware's figures, or, with --measure, from the times that
+the model's parts take on this machine. docs/planner.md describes the method and compares predictions with measurements.
 
 examples:
   python tools/plan.py configs/resnet50_ipu4.yaml --hardware pod16 --devices 8
@@ -24,10 +24,6 @@ examples:
 """
 USUAL, IN_LOCKSTEP = ("pipedream_2bw", "pipedream_flush", "gpipe"), ("pipedream_flush",)
 LOCAL = ("local_greedy", "local_chunked")  # a stage is a block
-METHODS_HELP = (
-    f"pipelines, or {' or '.join(LOCAL)}, a block a stage (default: the config's and {', '.join(USUAL)}; on hardware in "
-    f"lock-step, such as IPUs, {' and '.join(IN_LOCKSTEP)} and a config's local method)"
-)
 MOST_BATCH = 10**6  # samples of an update: more than any run had; every microbatch of it is scheduled
 SIZES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 
@@ -49,31 +45,27 @@ def make_parser() -> Parser:
     """Return the command's parser."""
     p = Parser(prog="tools/plan.py", description=__doc__, epilog=EPILOG)
     p.add_argument("config", metavar="CONFIG", nargs="?", help="a YAML file")
-    add_set(p, "replace keys of the config")
-    p.add_argument(
-        "--hardware", metavar="NAME|FILE", help="of configs/hardware/, or a file like those (default: the config's)"
+    add_set(p)
+    hardware = "hardware: a name in configs/hardware/, or a YAML file (default: the config's)"
+    p.add_argument("--hardware", metavar="NAME|FILE", help=hardware)
+    devices = whole(1, MOST_STAGES)
+    p.add_argument("--devices", type=devices, metavar="N", help="number of devices (default: all that the hardware has)")
+    memory = "memory of a device, such as 16GB (default: the hardware's)"
+    p.add_argument("--memory", type=_parse_size, metavar="SIZE", help=memory)
+    methods = (
+        f"methods to rank: pipelines, {' or '.join(LOCAL)} (default: the config's, {', '.join(USUAL)}; on hardware in lock-step, "
+        f"such as IPUs, {', '.join(IN_LOCKSTEP)} and the config's if it is local)"
     )
-    p.add_argument(
-        "--devices",
-        type=whole(1, MOST_STAGES),
-        metavar="N",
-        help="how many (default: as many as the hardware's file says)",
-    )
-    p.add_argument(
-        "--memory", type=_parse_size, metavar="SIZE", help="of a device, such as 16GB, in place of the file's"
-    )
-    p.add_argument("--methods", metavar="A,B,...", help=METHODS_HELP)
-    p.add_argument(
-        "--batch", type=whole(1, MOST_BATCH), metavar="SAMPLES", help="greatest global batch (default: the config's)"
-    )
-    p.add_argument(
-        "--precision", metavar="P", help="in place of the config's; also float16, of GPUs, with a float32 master copy"
-    )
-    p.add_argument("--measure", action="store_true", help="time the model's parts here instead of counting their FLOPs")
-    p.add_argument("--top", type=count, default=10, metavar="K", help="how many configurations to show (default 10)")
-    p.add_argument("--json", action="store_true", help="for programs")
-    p.add_argument("--write", type=Path, metavar="FILE", help="write the best one as a config that tools/train.py runs")
-    p.add_argument("--overwrite", action="store_true", help="replace FILE")
+    p.add_argument("--methods", metavar="A,B,...", help=methods)
+    batch = whole(1, MOST_BATCH)
+    p.add_argument("--batch", type=batch, metavar="SAMPLES", help="largest global batch (default: the config's)")
+    precision = "precision (default: the config's); also float16: on GPUs, with float32 master weights"
+    p.add_argument("--precision", metavar="P", help=precision)
+    p.add_argument("--measure", action="store_true", help="time the model's parts on this machine instead of counting FLOPs")
+    p.add_argument("--top", type=count, default=10, metavar="K", help="configurations to print (default 10)")
+    p.add_argument("--json", action="store_true", help="print JSON")
+    p.add_argument("--write", type=Path, metavar="FILE", help="write the best configuration as a config for tools/train.py")
+    p.add_argument("--overwrite", action="store_true", help="replace FILE if it exists")
     add_quiet(p)
     add_traceback(p)
     return p
@@ -92,12 +84,17 @@ def main(arguments: Optional[Sequence[str]] = None) -> None:
 def _run(args: argparse.Namespace) -> None:
     from ipu_pipe.config.load import load_config
     from ipu_pipe.files import write
+    from ipu_pipe.hardware.description import read_hardware
     from ipu_pipe.plan import answer
-    from ipu_pipe.plan.answer import make_planned_config
     from ipu_pipe.plan.planner import make_plan
 
     config = load_config(args.config, args.set)
-    hardware = _read_hardware(config, args)
+    named, key = (config.hardware, "hardware") if args.hardware is None else (args.hardware, "--hardware")
+    if named is None:
+        raise BadInput("--hardware: missing, and the config names none: must be a name of configs/hardware/ or a file")
+    hardware = read_hardware(named, key)
+    if args.devices is not None:
+        hardware = hardware.with_devices(args.devices)
     methods = _choose_methods(config, args, hardware.lockstep)
     problem, how = _make_problem(config, args, hardware, methods)
     batch = args.batch or config.micro_batch_size * config.gradient_accumulation * config.replicas
@@ -107,40 +104,25 @@ def _run(args: argparse.Namespace) -> None:
     else:
         get_tell(args.quiet)(f"{answer.format_answer(plan)}\n\nthe model: {how}")
     if not plan.plans:
-        raise BadInput(
-            f"no configuration fits {problem.hardware.name}: {plan.smallest_change or 'the batch is too small'}"
-        )
-    if args.write is not None:
-        named = args.hardware if args.hardware is not None else config.hardware
-        args.write.parent.mkdir(parents=True, exist_ok=True)
-        write(args.write, make_planned_config(config, plan.problem, plan.plans[0][0], named))
-        get_say(args.quiet)(
-            f"written: {args.write}: {_format_commands(config, args.write, plan.plans[0][0].asked.devices)}"
-        )
-
-
-def _format_commands(config: Any, path: Path, devices: int) -> str:
-    """Return the command lines that train by the planned config."""
-    here = f"python tools/train.py {path}"
-    if devices == 1 or config.backend.name == "poptorch":
-        return here
-    processes = f"torchrun --nproc_per_node {devices} tools/train.py {path}"
-    return (
-        processes if config.backend.name == "distributed" else f"{processes} --set backend.name=distributed, or {here}"
-    )
-
-
-def _read_hardware(config: Any, args: argparse.Namespace) -> Any:
-    from ipu_pipe.hardware.description import read_hardware
-
-    if args.hardware is None and config.hardware is None:
-        raise BadInput("--hardware: missing, and the config names none: must be a name of configs/hardware/ or a file")
-    hardware = read_hardware(args.hardware) if args.hardware is not None else read_hardware(config.hardware, "hardware")
-    return hardware if args.devices is None else hardware.with_devices(args.devices)
+        why = plan.smallest_change or "the batch is too small"
+        raise BadInput(f"no configuration fits {problem.hardware.name}: {why}")
+    if args.write is None:
+        return
+    best = plan.plans[0][0]
+    args.write.parent.mkdir(parents=True, exist_ok=True)
+    write(args.write, answer.make_planned_config(config, plan.problem, best, named))
+    commands = [f"python tools/train.py {args.write}"]
+    if best.asked.devices > 1 and config.backend.name != "poptorch":
+        processes = f"torchrun --nproc_per_node {best.asked.devices} tools/train.py {args.write}"
+        if config.backend.name == "distributed":
+            commands = [processes]
+        else:
+            commands.insert(0, f"{processes} --set backend.name=distributed")
+    get_say(args.quiet)(f"written: {args.write}: {', or '.join(commands)}")
 
 
 def _make_problem(config: Any, args: argparse.Namespace, hardware: Any, methods: Sequence[str]) -> Tuple[Any, str]:
-    """Return what is to be planned, and how the model's figures were plan, in words."""
+    """Return the planning problem, and how the model's costs were determined, in words."""
     from ipu_pipe.hardware.precision import PRECISIONS
     from ipu_pipe.plan.of_config import make_problem
     from ipu_pipe.run.planning import count_config_units

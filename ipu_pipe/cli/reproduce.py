@@ -29,21 +29,13 @@ def make_parser() -> Parser:
     p = Parser(prog="tools/reproduce.py", description="Run the papers' experiments.", epilog=EPILOG)
     p.add_argument("experiment", metavar="EXPERIMENT", nargs="*", help="names, files, or all; none lists them")
     p.add_argument("--json", action="store_true", help="print the results as JSON")
-    p.add_argument(
-        "--out", type=folder, metavar="DIR", help="tables and plots go to DIR/EXPERIMENT (default: with the runs)"
-    )
-    p.add_argument(
-        "--runs", type=folder, default=Path("runs/experiments"), metavar="DIR", help="where runs are kept (%(default)s)"
-    )
+    p.add_argument("--out", type=folder, metavar="DIR", help="write tables and plots to DIR/EXPERIMENT (default: with the runs)")
+    runs = Path("runs/experiments")
+    p.add_argument("--runs", type=folder, default=runs, metavar="DIR", help="where runs are kept (default %(default)s)")
     p.add_argument("--seeds", type=whole(0, 2**63 - 1), nargs="+", metavar="S", help="instead of the experiment's own")
     p.add_argument("--rows", nargs="+", metavar="LABEL", help="only these rows")
-    p.add_argument(
-        "--jobs",
-        type=whole(1, 1024),
-        default=os.cpu_count() or 1,
-        metavar="N",
-        help="runs at a time (default: cores, %(default)s)",
-    )
+    jobs, cores = "runs at a time (default: the cores, %(default)s)", os.cpu_count() or 1
+    p.add_argument("--jobs", type=whole(1, 1024), default=cores, metavar="N", help=jobs)
     p.add_argument("--full", action="store_true", help="at the paper's size")
     add_quiet(p)
     return p

@@ -30,6 +30,32 @@ MOST_SLOTS = 100_000
 MOST_PASSES = {"text": 10_000_000, "csv": 2_000_000, "json": 2_000_000}
 
 
+def make_parser() -> Parser:
+    """Return the command's parser."""
+    p = Parser(prog="tools/schedule.py", description=__doc__)
+    p.add_argument("method", metavar="METHOD", help=f"one of {', '.join(METHODS)}")
+    p.add_argument("--stages", metavar="P", type=int, required=True, help="stages of the pipeline")
+    p.add_argument("--microbatches", metavar="M", type=int, required=True, help="microbatches in the whole run")
+    accumulate = (
+        "microbatches an update (default: M for gpipe and pipedream_flush, P for pipedream_2bw, 1 for the others); a last batch "
+        "that is not full runs without an update"
+    )
+    p.add_argument("--accumulate", metavar="N", type=int, help=accumulate)
+    formats = (
+        "text: the timeline as papers draw it (default); csv: what PyTorch's pipeline schedules load, flush methods only; json: "
+        "everything, for programs"
+    )
+    p.add_argument("--format", choices=("text", "csv", "json"), default="text", help=formats)
+    p.add_argument("--slots", metavar="A:B", type=_parse_slots, help="text: print the slots from A up to, not including, B")
+    drains = "microbatches, multiples of N, before which the pipeline empties and refills"
+    p.add_argument("--drains", metavar="m", type=int, nargs="+", default=[], help=drains)
+    axes = p.add_argument_group("changes to an asynchronous method (method_args in a config)")
+    axes.add_argument("--schedule", choices=("1f1b", "dataflow"), help="one pass a slot, or both in each step")
+    axes.add_argument("--turn", metavar="0|1", type=int, help="dataflow: steps from the last forward to its backward")
+    axes.add_argument("--stash", metavar="true|false", type=_parse_bool, help="backwards read their forward's weights")
+    return p
+
+
 def main(arguments: Optional[Sequence[str]] = None) -> None:
     """Run the command."""
     args = make_parser().parse_args(arguments)
@@ -39,63 +65,34 @@ def main(arguments: Optional[Sequence[str]] = None) -> None:
             f"method: {method.name}: has no timeline: stages, microbatches and delays are drawn, without a pipeline"
             " (its order and delays: schedule are those of pipedream)"
         )
-    accumulate = args.accumulate if args.accumulate is not None else max(1, method.accumulate_for(args.stages, args.microbatches))
-    _check_size(args)
+    if args.stages > MOST_STAGES:
+        raise BadInput(f"--stages: {show(args.stages)}: at most {MOST_STAGES}: every stage is proved")
+    most = MOST_PASSES[args.format] // max(args.stages, 1)
+    if args.microbatches > most:
+        why = f"on {args.stages} stages at most {most} can be proved and written as {args.format}"
+        raise BadInput(f"--microbatches: {show(args.microbatches)}: {why}")
+    usual = max(1, method.accumulate_for(args.stages, args.microbatches))
+    accumulate = usual if args.accumulate is None else args.accumulate
     schedule = make_schedule(method, args.stages, args.microbatches, accumulate, args.drains)
     if args.slots is not None and args.format != "text":
         raise BadInput(f"--slots: only --format text prints a part of the slots; {args.format} spells out all")
-    {"text": _write_text, "csv": _write_csv, "json": _write_json}[args.format](schedule, method, args, sys.stdout)
-
-
-def _check_size(args: argparse.Namespace) -> None:
-    """Raise `BadInput` if the schedule cannot be proved and written within half a minute and a gigabyte."""
-    faults = []
-    if args.stages > MOST_STAGES:
-        faults.append(f"--stages: {show(args.stages)}: at most {MOST_STAGES}: every stage is proved")
-    most, passes = MOST_PASSES[args.format], max(args.stages, 0) * max(args.microbatches, 0)
-    if not faults and passes > most:
-        faults.append(
-            f"--microbatches: {show(args.microbatches)}: on {args.stages} stages at most {most // args.stages} can be proved"
-            f" and written as {args.format}"
-        )
-    if args.slots and args.slots[1] - args.slots[0] > MOST_SLOTS:
-        faults.append(f"--slots: {show(args.slots[1] - args.slots[0])} slots: at most {MOST_SLOTS} can be shown")
-    if faults:
-        raise BadInput(faults)
-
-
-def make_parser() -> Parser:
-    """Return the command's parser."""
-    p = Parser(prog="tools/schedule.py", description=__doc__)
-    p.add_argument("method", metavar="METHOD", help=f"one of {', '.join(METHODS)}")
-    p.add_argument("--stages", metavar="P", type=int, required=True, help="stages of the pipeline")
-    p.add_argument("--microbatches", metavar="M", type=int, required=True, help="microbatches in the whole run")
-    p.add_argument(
-        "--accumulate", metavar="N", type=int,
-        help="microbatches an update (default: M for gpipe and pipedream_flush, P for pipedream_2bw, 1 for the others);"
-        " a last batch that is not full runs without an update",
-    )  # fmt: skip
-    p.add_argument(
-        "--format", choices=("text", "csv", "json"), default="text",
-        help="text: the timeline as papers draw it (default); csv: what PyTorch's pipeline schedules load, flush"
-        " methods only; json: everything, for programs",
-    )  # fmt: skip
-    p.add_argument("--slots", metavar="A:B", type=_parse_slots, help="text: print the slots from A up to, not with, B")
-    p.add_argument(
-        "--drains", metavar="m", type=int, nargs="+", default=[],
-        help="microbatches, multiples of N, before which the pipeline empties and refills",
-    )  # fmt: skip
-    axes = p.add_argument_group("changes to an asynchronous method (method_args in a config)")
-    axes.add_argument("--schedule", choices=("1f1b", "dataflow"), help="one pass a slot, or both in each step")
-    axes.add_argument("--turn", metavar="0|1", type=int, help="dataflow: steps from the last forward to its backward")
-    axes.add_argument("--stash", metavar="true|false", type=_parse_bool, help="backwards read their forward's weights")
-    return p
+    if args.format == "csv":
+        rows = format_csv(schedule)
+        if schedule.microbatches > schedule.accumulate:
+            print("note: the rows hold several batches; PyTorch's loader knows no updates between them", file=sys.stderr)
+        sys.stdout.writelines(rows)
+    elif args.format == "json":
+        _write_json(schedule, method, sys.stdout)
+    else:
+        _write_text(schedule, method, args.slots or (0, SHOWN_SLOTS), sys.stdout)
 
 
 def _parse_slots(text: str) -> Tuple[int, int]:
     first, colon, last = text.partition(":")
     if not (colon and first.isdecimal() and last.isdecimal() and int(first) < int(last)):
         raise argparse.ArgumentTypeError(f"{text!r}: must be two slots A:B, A below B")
+    if int(last) - int(first) > MOST_SLOTS:
+        raise argparse.ArgumentTypeError(f"{show(text)}: at most {MOST_SLOTS} slots can be shown")
     return int(first), int(last)
 
 
@@ -105,8 +102,8 @@ def _parse_bool(text: str) -> bool:
     return text.lower() == "true"
 
 
-def _write_text(schedule: Schedule, method: Method, args: argparse.Namespace, out: TextIO) -> None:
-    first, last = args.slots or (0, SHOWN_SLOTS)
+def _write_text(schedule: Schedule, method: Method, slots: Tuple[int, int], out: TextIO) -> None:
+    first, last = slots
     if first >= schedule.slot_count:
         raise BadInput(f"--slots: {first}:{last}: the schedule ends before slot {schedule.slot_count}")
     table = VersionTable(schedule, method)
@@ -146,14 +143,7 @@ def _format_stages(schedule: Schedule, table: VersionTable) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _write_csv(schedule: Schedule, method: Method, args: argparse.Namespace, out: TextIO) -> None:
-    rows = format_csv(schedule)
-    if schedule.microbatches > schedule.accumulate:
-        print("note: the rows hold several batches; PyTorch's loader knows no updates between them", file=sys.stderr)
-    out.writelines(rows)
-
-
-def _write_json(schedule: Schedule, method: Method, args: argparse.Namespace, out: TextIO) -> None:
+def _write_json(schedule: Schedule, method: Method, out: TextIO) -> None:
     """Write one stage's row at a time: a large schedule's text does not fit in memory."""
     table = VersionTable(schedule, method)
     greatest, mean = summarize_history_delays(table)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
+import sys
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Sequence
+from typing import Any, Dict, Optional, Sequence
 
 from ipu_pipe.cli.arguments import add_quiet, add_set, add_traceback, folder, get_say, get_tell, positive, whole
 from ipu_pipe.errors import BadInput, Parser, show_traceback
 from ipu_pipe.shipped import find_config
 from ipu_pipe.text import find_nearest, show
 
+OUT = Path("runs/stability")
 EXPERIMENTS = {"pipemare_17": "pipemare_recompute_resnet20", "pipemare_18": "pipemare_recompute_translation"}
 EPILOG = """
 examples:
@@ -19,36 +23,28 @@ examples:
   python tools/stability.py configs/mlp_digits.yaml             the stages of a run: delays, largest stable rates, what helps
   python tools/stability.py configs/mlp_digits.yaml --json --set method=pipemare optimizer.lr=0.5
   python tools/stability.py pipemare_5a pb_5                    figures as data and pictures, into runs/stability
-  python tools/stability.py all --out docs/results/stability    all that need no training
+  python tools/stability.py all --out docs/results/stability    all figures that need no training
 
-The curvature of a run is measured where it starts (init_from: elsewhere) by power iteration on the Hessian of the training
-loss, or given by --curvature. docs/stability.md says what the theory assumes. pipemare_17 and pipemare_18 are training runs:
-they run the experiments of tools/reproduce.py.
+The curvature is the largest eigenvalue of the training loss's Hessian at the start of the run (init_from sets another start),
+found by power iteration, or given by --curvature. docs/stability.md states the theory's assumptions. pipemare_17 and pipemare_18
+train: they run experiments of tools/reproduce.py.
 """
 
 
 def make_parser() -> Parser:
     """Return the command's parser."""
     p = Parser(prog="tools/stability.py", description=__doc__, epilog=EPILOG)
-    p.add_argument("what", metavar="CONFIG|FIGURE", nargs="*", help="a YAML file, or figures' names, or all")
+    p.add_argument("what", metavar="CONFIG|FIGURE", nargs="*", help="a YAML file, or names of figures, or all")
     add_set(p)
-    p.add_argument("--json", action="store_true", help="for programs")
-    p.add_argument("--out", type=folder, metavar="DIR", help="of figures: where they go (default: runs/stability)")
-    p.add_argument(
-        "--samples", type=whole(1, 10**6), default=128, metavar="N", help="of which the curvature is (%(default)s)"
-    )
-    p.add_argument(
-        "--iterations", type=whole(1, 10**6), default=100, metavar="N", help="of the power, at most (%(default)s)"
-    )
-    p.add_argument(
-        "--seed",
-        type=whole(0, 2**63 - 1),
-        default=0,
-        metavar="S",
-        help="of the vector that it starts from (%(default)s)",
-    )
-    p.add_argument("--curvature", type=positive, metavar="X", help="given instead of measured")
-    p.add_argument("--by-stage", action="store_true", help="measure each stage's own curvature, not the model's")
+    p.add_argument("--json", action="store_true", help="print JSON")
+    p.add_argument("--out", type=folder, metavar="DIR", help="folder for figures (default: runs/stability)")
+    many = whole(1, 10**6)
+    p.add_argument("--samples", type=many, default=128, metavar="N", help="training samples for the curvature (%(default)s)")
+    p.add_argument("--iterations", type=many, default=100, metavar="N", help="limit of power iterations (%(default)s)")
+    seed = "seed of the power iteration's first vector (%(default)s)"
+    p.add_argument("--seed", type=whole(0, 2**63 - 1), default=0, metavar="S", help=seed)
+    p.add_argument("--curvature", type=positive, metavar="X", help="use this curvature instead of measuring it")
+    p.add_argument("--by-stage", action="store_true", help="measure the curvature of each stage instead of the model's")
     add_quiet(p)
     add_traceback(p)
     return p
@@ -70,15 +66,14 @@ def _examine_config(args: argparse.Namespace) -> None:
     if args.out is not None:
         raise BadInput(f"--out: {args.out}: is where figures go; of a config nothing is written")
     if args.by_stage and args.curvature is not None:
-        raise BadInput(
-            "--by-stage: not together with --curvature: either each stage's is measured, or one is given for all"
-        )
+        why = "either each stage's is measured, or one is given for all"
+        raise BadInput(f"--by-stage: not together with --curvature: {why}")
     from ipu_pipe.config.load import load_config
     from ipu_pipe.studies.run_stability import analyze_config, format_stability
 
     config = load_config(find_config(args.what[0]), args.set)
-    how = {"samples": args.samples, "iterations": args.iterations, "seed": args.seed, "curvature": args.curvature}
-    result = {"config": args.what[0], **analyze_config(config, **how, by_stage=args.by_stage)}
+    how = {key: getattr(args, key) for key in ("samples", "iterations", "seed", "curvature", "by_stage")}
+    result = {"config": args.what[0], **analyze_config(config, **how)}
     get_tell(args.quiet and not args.json)(json.dumps(result, indent=1) if args.json else format_stability(result))
 
 
@@ -88,27 +83,22 @@ def _make_figures(args: argparse.Namespace) -> None:
     known = [*FIGURES, *EXPERIMENTS]
     unknown = [name for name in args.what if name not in known and name != "all"]
     if unknown:
-        name = unknown[0]
-        close = find_nearest(name, known)
-        raise BadInput(
-            f"CONFIG|FIGURE: {show(name)}: is not a file, nor one of {', '.join(known)}, all"
-            + (f"; did you mean {close}?" if close else "")
-        )
+        close = find_nearest(unknown[0], known)
+        allowed = f"is not a file, nor one of {', '.join(known)}, all" + (f"; did you mean {close}?" if close else "")
+        raise BadInput(f"CONFIG|FIGURE: {show(unknown[0])}: {allowed}")
     if args.set:
         raise BadInput("--set: changes keys of a config, and figures have none: name a YAML file")
     if not args.what:
         listed = {name: (make.__doc__ or "").strip() for name, make in FIGURES.items()}
-        listed.update(
-            {name: f"Training runs: tools/reproduce.py {experiment}." for name, experiment in EXPERIMENTS.items()}
-        )
+        listed.update({name: f"Training runs: tools/reproduce.py {of}." for name, of in EXPERIMENTS.items()})
         words = "\n".join(f"{k:12s} {v}" for k, v in listed.items())
         get_tell(args.quiet and not args.json)(json.dumps(listed, indent=1) if args.json else words)
         return
     from ipu_pipe.report.plots import check_plots
 
     check_plots()
-    wanted = list(dict.fromkeys(name for asked in args.what for name in (FIGURES if asked == "all" else [asked])))
-    figures = {name: _make_figure(name, args) for name in wanted}
+    names = list(dict.fromkeys(name for asked in args.what for name in (FIGURES if asked == "all" else [asked])))
+    figures = {name: _run_experiment(name, args) if name in EXPERIMENTS else _make_figure(name, args) for name in names}
     if args.json:
         print(json.dumps(figures, indent=1))
 
@@ -118,9 +108,7 @@ def _make_figure(name: str, args: argparse.Namespace) -> Any:
     from ipu_pipe.studies.theory_figures import FIGURES
     from ipu_pipe.studies.theory_panels import convert_to_json, draw
 
-    out: Path = args.out or Path("runs/stability")
-    if name in EXPERIMENTS:
-        return _run_experiment(EXPERIMENTS[name], out, args)
+    out: Path = args.out or OUT
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -136,17 +124,11 @@ def _make_figure(name: str, args: argparse.Namespace) -> Any:
     return data
 
 
-def _run_experiment(name: str, out: Path, args: argparse.Namespace) -> Any:
+def _run_experiment(name: str, args: argparse.Namespace) -> Any:
     """Make a figure of training runs, as tools/reproduce.py does."""
-    import contextlib
-    import io
-
     from ipu_pipe.cli import reproduce
 
-    arguments: List[str] = [name, "--out", str(out), *(["--quiet"] if args.quiet else [])]
-    if not args.json:
-        reproduce.main(arguments)
-        return None
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        reproduce.main([*arguments, "--json"])
-    return json.loads(printed.getvalue())
+    options = [*(["--quiet"] if args.quiet else []), *(["--json"] if args.json else [])]
+    with contextlib.redirect_stdout(io.StringIO() if args.json else sys.stdout) as printed:
+        reproduce.main([EXPERIMENTS[name], "--out", str(args.out or OUT), *options])
+    return json.loads(printed.getvalue()) if isinstance(printed, io.StringIO) else None

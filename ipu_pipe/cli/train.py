@@ -6,7 +6,7 @@ import argparse
 import datetime
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Dict, Optional, Sequence
+from typing import TYPE_CHECKING, Optional, Sequence
 
 from ipu_pipe.cli.arguments import add_quiet, add_set, add_traceback, counts, folder, take_config, tell, whole
 from ipu_pipe.errors import BadInput, Parser, show_traceback
@@ -36,32 +36,19 @@ def make_parser() -> Parser:
     p.add_argument("--out", type=folder, metavar="DIR", help="folder of the run (default: a dated folder under runs/)")
     how = p.add_mutually_exclusive_group()
     how.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in DIR")
-    how.add_argument(
-        "--resume-from",
-        type=whole(0),
-        metavar="STEP",
-        help="go on from the checkpoint of this step in DIR; later checkpoints and lines of metrics are deleted",
-    )
+    resume_from = "go on from the checkpoint of this step in DIR; later checkpoints and lines of metrics are deleted"
+    how.add_argument("--resume-from", type=whole(0), metavar="STEP", help=resume_from)
     how.add_argument("--overwrite", action="store_true", help="delete the run that DIR holds")
-    p.add_argument(
-        "--dry-run", action="store_true", help="print stages, schedule, delays, memory; train nothing, write nothing"
+    dry_run = "print stages, schedule, delays and memory; train nothing, write nothing"
+    p.add_argument("--dry-run", action="store_true", help=dry_run)
+    p.add_argument("--evaluate", type=Path, metavar="PATH", help="evaluate a run, a checkpoint or a state dict; print JSON")
+    against = "then train by METHOD in DIR/METHOD, with as many samples and with as much time, and print how far apart they end"
+    p.add_argument("--against", metavar="METHOD", help=against)
+    accumulate = (
+        "with --against: the microbatches an update that METHOD is tried with at equal time (default, for a method that "
+        "empties the pipeline: 1, 2, 4 and 8 times the config's)"
     )
-    p.add_argument(
-        "--evaluate", type=Path, metavar="PATH", help="evaluate a run, a checkpoint or a state dict, print JSON"
-    )
-    p.add_argument(
-        "--against",
-        metavar="METHOD",
-        help="then train by METHOD in DIR/METHOD, with as many samples and with as much time, and print how far apart they end",
-    )
-    p.add_argument(
-        "--accumulate",
-        type=counts,
-        default=(),
-        metavar="K,...",
-        help="with --against: the microbatches an update that METHOD is tried with at equal time (default, of a method that"
-        " empties the pipeline: 1, 2, 4 and 8 times the config's)",
-    )
+    p.add_argument("--accumulate", type=counts, default=(), metavar="K,...", help=accumulate)
     add_quiet(p)
     add_traceback(p)
     return p
@@ -92,15 +79,17 @@ def _run(args: argparse.Namespace) -> None:
     from ipu_pipe.backends.ranks import is_main, report_once
     from ipu_pipe.backends.table import launch, leave
 
+    # what must be the same for all processes of a run
+    options = ("out", "resume", "resume_from", "overwrite", "dry_run", "evaluate", "against", "accumulate")
     with report_once():
-        launch(config, _list_options(args))
-        result = _do(args, config, other)
+        launch(config, {f"--{name.replace('_', '-')}": getattr(args, name) for name in options})
+        result = _train(args, config, other)
         leave()
         if result is not None and is_main() and (args.evaluate or not args.quiet):
             tell(result)
 
 
-def _do(args: argparse.Namespace, config: Config, other: Optional[Config]) -> Optional[str]:
+def _train(args: argparse.Namespace, config: Config, other: Optional[Config]) -> Optional[str]:
     """Do what is asked for and return what is to be printed at the end. `other`: the config of the run to compare with."""
     from ipu_pipe.backends.ranks import run_on_main
     from ipu_pipe.report.run_text import format_plan
@@ -111,21 +100,11 @@ def _do(args: argparse.Namespace, config: Config, other: Optional[Config]) -> Op
         return format_plan(build_for_planning(config))
     if args.evaluate:
         return json.dumps(evaluate_checkpoint(config, args.evaluate), indent=1)
-    out = args.out or run_on_main(lambda: _dated(Path(args.config).stem))  # the same on all processes
+    dated = f"{datetime.datetime.now():%Y-%m-%d_%H-%M-%S}_{Path(args.config).stem}"
+    out = args.out or run_on_main(lambda: Path("runs") / dated)  # the same on all processes
     if other is None:
         train(config, out, resume=args.resume, resume_from=args.resume_from, overwrite=args.overwrite, quiet=args.quiet)
         return None
     from ipu_pipe.studies.against import train_against
 
     return train_against(config, other, out, args.accumulate, args.resume, args.overwrite, args.quiet)
-
-
-def _list_options(args: argparse.Namespace) -> Dict[str, object]:
-    """Return the options that must be the same for all processes of a run."""
-    options = ("out", "resume", "resume_from", "overwrite", "dry_run", "evaluate", "against", "accumulate")
-    return {f"--{name.replace('_', '-')}": getattr(args, name) for name in options}
-
-
-def _dated(name: str) -> Path:
-    stamp = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-    return Path("runs") / f"{stamp}_{name}"
