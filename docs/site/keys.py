@@ -15,13 +15,12 @@ from pydantic import BaseModel, ValidationError
 
 from ipu_pipe.config.faults import WRITTEN, format_faults
 from ipu_pipe.config.load import configure
-from ipu_pipe.config.outer import find_section
-from ipu_pipe.config.schema import Config
+from ipu_pipe.config.schema import Config, import_outer
 from ipu_pipe.config.sections import StageCount, StageFinest
 from ipu_pipe.errors import BadInput
 
 # the sections of keys whose annotation names none
-FORMS: Dict[str, Tuple[Type[BaseModel], ...]] = {"stages": (StageCount, StageFinest), "ipu": (find_section("ipu"),)}
+FORMS: Dict[str, Tuple[Type[BaseModel], ...]] = {"stages": (StageCount, StageFinest), "ipu": (import_outer("ipu"),)}
 # one or several keys and a colon, in a docstring
 ENTRY = re.compile(r"((?:`\w+`(?:, | and )?)+): ")
 # faults of the type, which the table has in a column of its own

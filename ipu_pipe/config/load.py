@@ -9,8 +9,7 @@ from typing import Any, Dict, List, Sequence, Set, Tuple, Union
 from pydantic import ValidationError
 
 from ipu_pipe.config.faults import find_origin, format_faults
-from ipu_pipe.config.outer import check_backend, find_sections, read_hardware
-from ipu_pipe.config.schema import Config
+from ipu_pipe.config.schema import Config, import_outer
 from ipu_pipe.config.sections import GIVEN, OLD_TRACE, StageCount
 from ipu_pipe.config.yaml_files import Origins, apply_override, read_with_origins
 from ipu_pipe.errors import BadInput
@@ -66,12 +65,13 @@ def _validate(raw: Dict[str, Any], origins: Origins, place: str, faults: List[st
     except ValidationError as error:
         details = error.errors()
         # the types of these keys do not say which section they hold
-        faults += format_faults(details, origins, place, Config, {"stages": StageCount, **find_sections()})
+        forms = {"stages": StageCount, "ipu": import_outer("ipu"), "hardware": import_outer("hardware")}
+        faults += format_faults(details, origins, place, Config, forms)
         for detail in details:
             key = tuple(map(str, (*detail["loc"], *filter(None, [detail.get("ctx", {}).get("key")]))))
             wrong |= {key[:1], key[:2]}
     if isinstance(raw.get("hardware"), str):
-        faults += _collect(read_hardware, raw["hardware"], f"{find_origin('hardware', origins, place)}: hardware")
+        faults += _collect(import_outer("read_hardware"), raw["hardware"], f"{find_origin('hardware', origins, place)}: hardware")
     if ("method",) not in wrong:  # also where other keys are wrong
         args = raw.get("method_args", {})
         args = args if isinstance(args, dict) else {}
@@ -82,7 +82,7 @@ def _validate(raw: Dict[str, Any], origins: Origins, place: str, faults: List[st
         method = resolve_method(config.method, config.method_settings())
         always, of_optimizer = _check_rules(config, method)
         config._optimizer_faults = tuple(put_place(of_optimizer))
-        faults += put_place([*always, *check_backend(config, method)])
+        faults += put_place([*always, *import_outer("check_backend")(config, method)])
     if faults or config is None:
         raise BadInput(faults)
     return config

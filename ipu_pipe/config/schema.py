@@ -5,13 +5,12 @@ The docstring of a section says what its keys mean, each as `key`: meaning; the 
 
 from __future__ import annotations
 
+import importlib
 from typing import Any, Dict, List, Mapping, Optional, Tuple, Type, Union
 
 from pydantic import PrivateAttr, StrictBool, field_validator, model_validator
 from typing_extensions import Literal
 
-from ipu_pipe.config.method_args import MethodArgs
-from ipu_pipe.config.outer import find_section
 from ipu_pipe.config.sections import (
     GIVEN,
     CheckpointConfig,
@@ -24,14 +23,31 @@ from ipu_pipe.config.sections import (
     InitFrom,
     LogConfig,
     LrSchedule,
+    MethodArgs,
     ModelConfig,
     OptimizerConfig,
     StageCount,
     StageFinest,
     validate_entries,
-)
+)  # fmt: skip
 from ipu_pipe.config.values import MOST_STAGES, Count, Seconds, Section, Seed, Threads, Updates, key_fault
 from ipu_pipe.schedule.methods import METHODS, Reads
+
+# Sections and checks that belong to folders above this one, "module:name", imported when a config needs them. A backend keeps its
+# own section and says what it cannot run: adding one touches its folder and a line here.
+OUTER = {
+    "ipu": "ipu_pipe.backends.ipu.config:IpuConfig",  # section of backend.ipu
+    "hardware": "ipu_pipe.hardware.description:Hardware",
+    "check_stages": "ipu_pipe.backends.ipu.refusals:check_placement",  # (config, method, stages) -> faults
+    "check_backend": "ipu_pipe.backends.ipu.refusals:check_config",  # (config, method) -> "key: value: what is allowed"
+    "read_hardware": "ipu_pipe.hardware.description:read_hardware",  # (name or file, place in faults); raises BadInput
+}
+
+
+def import_outer(key: str) -> Any:
+    """Import and return a section or function of the table `OUTER`."""
+    module, _, attribute = OUTER[key].partition(":")
+    return getattr(importlib.import_module(module), attribute)
 
 
 class BackendConfig(Section):
@@ -59,7 +75,7 @@ class BackendConfig(Section):
     @classmethod
     def _validate_ipu(cls, value: Any) -> Any:
         if isinstance(value, Mapping):
-            return find_section("ipu").model_validate(value)
+            return import_outer("ipu").model_validate(value)
         if value is None or isinstance(value, Section):
             return value
         raise ValueError("must be a mapping of keys to values")
@@ -146,7 +162,7 @@ class Config(Section):
     def _validate_hardware(cls, value: Any) -> Any:
         """Validate null, a name or file (which is read with the config), or a mapping of a file's keys."""
         if isinstance(value, Mapping):
-            find_section("hardware").model_validate({"name": "given", **value})
+            import_outer("hardware").model_validate({"name": "given", **value})
         elif not (value is None or isinstance(value, str)):
             allowed = "null, a name of configs/hardware, a YAML file such as those there, or a mapping of its keys"
             raise ValueError(f"must be {allowed}")

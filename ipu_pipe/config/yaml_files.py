@@ -9,18 +9,18 @@ import os
 import re
 import stat
 from pathlib import Path
-from typing import Any, Dict, List, Optional
+from typing import Any, Dict, List, Tuple
 
 import yaml
 
 from ipu_pipe.errors import BadInput
 from ipu_pipe.text import show
 
-MOST_BYTES = 2**19  # of a file
+MOST_BYTES = 2**18  # of a file
 MOST_VALUES = 50_000  # of a file; what an alias repeats counts again
 MOST_LEVELS = 50  # of mappings and lists inside one another
-MOST_DIGITS = 400  # characters of a number: the longest float has 309 before its point
 MOST_FILES = 20  # that extend one another
+_TOO_LARGE = f"nested deeper than {MOST_LEVELS} levels, or more than {MOST_VALUES} values: no config needs that"
 
 Origins = Dict[str, str]  # key with dots -> the file or option that it came from
 
@@ -41,26 +41,8 @@ _SCALARS = {
 class _Loader(yaml.SafeLoader):
     """PyYAML's safe loader for plain data alone, with the scalars of YAML 1.2; a key may appear once."""
 
-    composed = 0
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        self.composed += 1
-        if self.composed > MOST_VALUES:
-            raise yaml.MarkedYAMLError(problem=f"more than {MOST_VALUES} values", problem_mark=self.get_mark())  # type: ignore[no-untyped-call]
-        return super().compose_node(parent, index)  # type: ignore[no-untyped-call]
-
-    def construct_object(self, node: Any, deep: bool = False) -> Any:
-        try:
-            return super().construct_object(node, deep)  # type: ignore[no-untyped-call]
-        except (ValueError, KeyError) as error:  # !!int abc, !!bool 3
-            problem = f"{show(node.value)}: is not a valid {node.tag.replace(_TAG, '!!')}"
-            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark) from error
-
     def construct_number(self, node: Any) -> Any:
         text = str(self.construct_scalar(node)).lower()
-        if len(text) > MOST_DIGITS:
-            problem = f"{show(text)}: longer than any number meant"
-            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
         if node.tag.endswith("float"):
             return float(text.replace(".inf", "inf").replace(".nan", "nan"))
         return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
@@ -116,10 +98,10 @@ def parse_yaml(text: str, place: str, level: int = 0) -> Any:
         mark = getattr(error, "problem_mark", None)
         line = mark.line + 1 if mark else text.count("\n", 0, getattr(error, "position", 0)) + 1
         raise BadInput(f"{place}: line {line}: is not valid YAML: {getattr(error, 'problem', None) or error}") from None
-    except (ValueError, OverflowError) as error:  # the escape "\UFFFFFFFF" names no character
+    except (ValueError, KeyError, OverflowError) as error:  # !!int abc, the escape "\UFFFFFFFF", a number of 5,000 digits
         raise BadInput(f"{place}: is not valid YAML: {error}") from None
     except RecursionError:
-        raise BadInput(f"{place}: nested deeper than {MOST_LEVELS} levels: no config needs that") from None
+        raise BadInput(f"{place}: {_TOO_LARGE}") from None
     _check_size(parsed, place, level)
     return parsed
 
@@ -131,12 +113,7 @@ def _check_size(parsed: Any, place: str, level: int) -> None:
         value, level = waiting.pop()
         count += 1
         if level >= MOST_LEVELS or count > MOST_VALUES:
-            why = (
-                f"nested deeper than {MOST_LEVELS} levels"
-                if level >= MOST_LEVELS
-                else f"more than {MOST_VALUES} values"
-            )
-            raise BadInput(f"{place}: {why}: no config needs that")
+            raise BadInput(f"{place}: {_TOO_LARGE}")
         if isinstance(value, str) and any("\ud800" <= c <= "\udfff" for c in value):  # by an escape such as "\ud800"
             raise BadInput(f"{place}: {show(value)}: holds half a character")
         inner = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else ()
@@ -150,18 +127,24 @@ def dump_yaml(value: Any) -> str:
 
 def read_with_origins(path: Path, origins: Origins) -> Dict[str, Any]:
     """Return the keys of a file on top of those of the file that its `extends` names, and fill in `origins`."""
-    chain: List[Path] = []  # `path` and what it extends, in order
-    layers: List[Dict[str, Any]] = []
-    target: Optional[Path] = path
-    while target is not None:
-        raw = parse_yaml(_read_text(target), str(target))
+    layers: List[Tuple[Path, Dict[str, Any]]] = []  # `path` and what it extends, in order
+    place, target = str(path), path
+    for _ in range(MOST_FILES):
+        raw = parse_yaml(_read_text(target, place), str(target))
         if not isinstance(raw, dict):
             raise BadInput(f"{target}: must be a mapping of keys to values, as in configs/mlp_digits.yaml")
-        chain.append(target)
-        layers.append(raw)
-        target = _find_extended(raw.pop("extends"), chain) if "extends" in raw else None
+        layers.append((target, raw))
+        if "extends" not in raw:
+            break
+        name = raw.pop("extends")
+        place = f"{target}: extends: {show(name)}"
+        if not isinstance(name, str) or not name:
+            raise BadInput(f"{place}: must be a file name")
+        target = target.parent / name
+    else:
+        raise BadInput(f"{place}: more than {MOST_FILES} files extend one another, or in a circle")
     merged: Dict[str, Any] = {}
-    for file, raw in zip(reversed(chain), reversed(layers)):
+    for file, raw in reversed(layers):
         note_origin(raw, "", str(file), origins)
         merged = merge_keys(merged, raw)
     return merged
@@ -172,52 +155,24 @@ def read_yaml(path: Path) -> Dict[str, Any]:
     return read_with_origins(path, {})
 
 
-def _find_extended(name: Any, chain: List[Path]) -> Path:
-    """Return the path of the file `name`, which the last of `chain` extends."""
-    path = chain[-1]
-    place = f"{path}: extends: {show(name)}"
-    if not isinstance(name, str) or not name:
-        raise BadInput(f"{place}: must be a file name")
-    target = path.parent / name
-    try:
-        circle = any(os.path.samefile(target, other) for other in chain)
-        is_file = target.is_file()
-    except FileNotFoundError:
-        raise BadInput(f"{place}: no such file beside {path.name}") from None
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
-        raise BadInput(f"{place}: {getattr(error, 'strerror', None) or error}") from None
-    if circle:
-        raise BadInput(f"{place}: the files extend one another in a circle")
-    if not is_file:
-        raise BadInput(f"{place}: is not a file")
-    if len(chain) >= MOST_FILES:
-        raise BadInput(f"{place}: more than {MOST_FILES} files extend one another")
-    return target
-
-
-def _read_text(path: Path) -> str:
+def _read_text(path: Path, place: str) -> str:
     """Return a file's text. Refuse a pipe or a device unread: it may never end, or never begin."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         with open(handle, "rb") as file:
-            if not stat.S_ISREG(os.fstat(handle).st_mode):
-                raise BadInput(f"{path}: is a pipe or a device, must be a file")
-            content = file.read(MOST_BYTES + 1)
-        if len(content) > MOST_BYTES:
-            raise BadInput(f"{path}: larger than {MOST_BYTES // 1024} KiB: no config is")
+            is_file = stat.S_ISREG(os.fstat(handle).st_mode)
+            content = file.read(MOST_BYTES + 1) if is_file else b""
+    except FileNotFoundError:
+        raise BadInput(f"{place}: no such config file") from None
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        raise BadInput(f"{place}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    if not is_file or len(content) > MOST_BYTES:
+        raise BadInput(f"{place}: must be a file of at most {MOST_BYTES // 1024} KiB")
+    try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        byte = f"0x{content[error.start]:02x}"
+        line, byte = content.count(b"\n", 0, error.start) + 1, f"0x{content[error.start]:02x}"
         raise BadInput(f"{path}: line {line}: byte {byte} is not UTF-8: save the file as UTF-8") from None
-    except FileNotFoundError:
-        raise BadInput(f"{path}: no such config file") from None
-    except OSError as error:
-        raise BadInput(f"{path}: cannot be read: {error.strerror or error}") from None
-    except ValueError as error:
-        if isinstance(error, BadInput):
-            raise
-        raise BadInput(f"{path}: cannot be read: {error}") from None  # a NUL in the name
 
 
 def note_origin(value: Any, key: str, origin: str, origins: Origins) -> None:
@@ -245,7 +200,7 @@ def apply_override(raw: Dict[str, Any], text: str, origins: Origins) -> None:
         raise BadInput(f"--set: {show(text)}: must be KEY=VALUE, such as optimizer.lr=0.1")
     place = f"--set {show(text)}"
     if len(names) > MOST_LEVELS:
-        raise BadInput(f"{place}: nested deeper than {MOST_LEVELS} levels: no config needs that")
+        raise BadInput(f"{place}: {_TOO_LARGE}")
     parsed = parse_yaml(value, place, level=len(names))
     section = raw
     for depth, name in enumerate(names[:-1], 1):

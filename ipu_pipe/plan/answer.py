@@ -7,8 +7,8 @@ from typing import Any, Dict, List
 
 from ipu_pipe.config.compare import dump_config
 from ipu_pipe.config.load import configure
-from ipu_pipe.config.method_args import MethodArgs
 from ipu_pipe.config.schema import Config
+from ipu_pipe.config.sections import MethodArgs
 from ipu_pipe.config.yaml_files import parse_yaml
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.record import Job

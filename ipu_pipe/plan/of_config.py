@@ -11,8 +11,7 @@ from typing import Any, List, NamedTuple, Optional, Sequence, Tuple
 import numpy as np
 from torch import nn
 
-from ipu_pipe.config.outer import check_stages
-from ipu_pipe.config.schema import Config
+from ipu_pipe.config.schema import Config, import_outer
 from ipu_pipe.errors import BadInput
 from ipu_pipe.hardware.description import Hardware, read_hardware
 from ipu_pipe.hardware.model_units import FEW, count_units
@@ -171,7 +170,7 @@ def _can_run(config: Config, method: Method, depth: int) -> bool:
         check_sizes(method, depth, config.gradient_accumulation, config.gradient_accumulation)
     except BadInput:
         return False
-    return not check_stages(config, method, depth)
+    return not import_outer("check_stages")(config, method, depth)
 
 
 def _count_sample_bytes(x: Any) -> float:

@@ -9,8 +9,7 @@ from typing import Any, Dict, List, Tuple
 
 import yaml
 
-from ipu_pipe.config.outer import find_section
-from ipu_pipe.config.schema import Config
+from ipu_pipe.config.schema import Config, import_outer
 from ipu_pipe.schedule.methods import METHODS
 from tests.hostile.cases import BASE, Bases, Case, damage, value
 
@@ -19,7 +18,7 @@ def _keys(model: Any, above: Tuple[str, ...] = ()) -> List[Tuple[str, ...]]:
     found: List[Tuple[str, ...]] = []
     for name, field in model.model_fields.items():
         found.append((*above, name))
-        outer = (find_section("ipu"),) if name == "ipu" else ()
+        outer = (import_outer("ipu"),) if name == "ipu" else ()
         for part in (*outer, field.annotation, *getattr(field.annotation, "__args__", ())):
             if hasattr(part, "model_fields"):
                 found += _keys(part, (*above, name))

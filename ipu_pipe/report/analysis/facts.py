@@ -7,7 +7,7 @@ from typing import Any, Dict, List, Mapping, Optional, Tuple
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 from typing_extensions import Annotated
 
-from ipu_pipe.config.method_args import MethodArgs
+from ipu_pipe.config.sections import MethodArgs
 from ipu_pipe.errors import BadInput
 from ipu_pipe.schedule.methods import Method, resolve_method
 from ipu_pipe.schedule.timelines import compute_utilization, make_schedule
