@@ -20,7 +20,7 @@ from ipu_pipe.report.analysis.analyze import analyze
 from ipu_pipe.report.page.write import write_page
 from ipu_pipe.trace import store
 from ipu_pipe.trace.chrome import write_chrome
-from ipu_pipe.trace.events import Counter, Counters, Event, Events, Trace
+from ipu_pipe.trace.events import EVENT_TYPES, Counter, Counters, Event, Events, Trace
 from ipu_pipe.trace.reading import read_trace
 from tests.test_tools_analyze import run_folder
 
@@ -47,6 +47,7 @@ ARGS: List[Any] = [
 ]
 
 Block = Tuple[bytes, int, bytes]  # tag, rows, payload
+ROW_BYTES = sum(np.dtype(kind).itemsize for kind in EVENT_TYPES.values())
 
 
 def blocks_of(path: Path) -> List[Block]:
@@ -166,8 +167,8 @@ def test_damage_is_refused(name: str, tmp_path: Path) -> None:
 def test_a_trace_that_unpacks_to_gigabytes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Story: a file of 26 MB unpacked to 6 GB, which were asked for before anything was checked."""
     monkeypatch.setattr("ipu_pipe.trace.reading.MOST_BYTES", 1 << 20)
-    rows = (1 << 20) // store.ROW_BYTES // 2
-    zeros = (store.EVENTS, rows, bytes(rows * store.ROW_BYTES))
+    rows = (1 << 20) // ROW_BYTES // 2
+    zeros = (store.EVENTS, rows, bytes(rows * ROW_BYTES))
     assert outcome(write_blocks(tmp_path / "small.trace", [zeros]))
     assert not outcome(write_blocks(tmp_path / "large.trace", [zeros, zeros, zeros]))
     assert not outcome(write_blocks(tmp_path / "block.trace", [(store.EVENTS, 1, bytes(1 << 21))]))

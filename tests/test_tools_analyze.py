@@ -147,7 +147,7 @@ def test_exit_codes(tmp_path: Path) -> None:
         check=False,
     )
     assert (ended.returncode, ended.stdout) == (2, "")
-    assert ended.stderr == "error: cut.json: cannot be read as a Chrome trace: ends too early\n"
+    assert ended.stderr.startswith("error: cut.json: cannot be read as a Chrome trace: ") and ended.stderr.count("\n") == 1
 
 
 def test_the_benchmark_runs(tmp_path: Path) -> None:

@@ -396,5 +396,5 @@ def test_the_file_that_the_broken_ones_are_made_of_is_read(tmp_path: Path) -> No
 def test_a_missing_file_and_an_empty_folder_are_bad_input(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="t: no such run or trace"):
         read_trace(tmp_path / "t")
-    with pytest.raises(BadInput, match="holds no trace: must be a run's folder"):
+    with pytest.raises(BadInput, match="is a run or a folder without a trace"):
         read_trace(tmp_path)

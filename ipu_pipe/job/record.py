@@ -27,7 +27,7 @@ from ipu_pipe.schedule.methods import METHODS, Method
 from ipu_pipe.schedule.table import Schedule
 from ipu_pipe.schedule.timelines import amortize_utilization, make_schedule
 from ipu_pipe.schedule.versions import VersionTable
-from ipu_pipe.trace.events import SCHEMA, TraceMetadata, TraceWindow
+from ipu_pipe.trace.events import SCHEMA
 from ipu_pipe.update import rates as lr
 from ipu_pipe.update.apply import UpdateRules
 from ipu_pipe.update.groups import Groups
@@ -283,25 +283,25 @@ def list_drains(config: Config, updates: int, per_epoch: Optional[int], done: in
     return sorted(marks)
 
 
-def make_trace_metadata(job: Job) -> TraceMetadata:
-    """Return the metadata of a run's trace that the job alone decides."""
+def make_trace_metadata(job: Job) -> Dict[str, Any]:
+    """Return the metadata of a run's trace that the job alone decides; docs/traces.md says what each means."""
     config, schedule, traced = job.config, job.schedule, job.traced
     planned = job.planned_utilization()
-    return TraceMetadata(
-        schema=SCHEMA,
-        run="" if job.folder is None else job.folder.resolve().name,
-        method=job.method.name,
-        method_args=config.method_args.model_dump(mode="json", exclude_none=True),
-        backend=config.backend.name,
-        stages=len(job.part),
-        replicas=config.replicas,
-        microbatches=schedule.microbatches,
-        accumulate=schedule.accumulate,
-        step_samples=job.batch,
-        device_of_stage=list(schedule.device_of_stage),
-        window=TraceWindow(begin=traced.start, end=traced.stop, every=traced.step),
-        gradients_cross=job.method.structure is None,
-        planned_utilization=planned,
-        planned_bubble_fraction=1 - planned,
-        units=list(job.footprint.units),
-    )
+    return {
+        "schema": SCHEMA,
+        "run": "" if job.folder is None else job.folder.resolve().name,
+        "method": job.method.name,
+        "method_args": config.method_args.model_dump(mode="json", exclude_none=True),
+        "backend": config.backend.name,
+        "stages": len(job.part),
+        "replicas": config.replicas,
+        "microbatches": schedule.microbatches,
+        "accumulate": schedule.accumulate,
+        "step_samples": job.batch,
+        "device_of_stage": list(schedule.device_of_stage),
+        "window": {"begin": traced.start, "end": traced.stop, "every": traced.step},
+        "gradients_cross": job.method.structure is None,
+        "planned_utilization": planned,
+        "planned_bubble_fraction": 1 - planned,
+        "units": list(job.footprint.units),
+    }

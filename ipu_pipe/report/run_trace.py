@@ -4,7 +4,7 @@ the measured times of its stages; and the rates that follow from that play."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Dict, NamedTuple, Optional
+from typing import NamedTuple, Optional
 
 import numpy as np
 
@@ -54,7 +54,7 @@ def write_modelled_trace(job: Job, folder: Path, costs: CostsOfStages) -> None:
     """Write the played schedule of the updates that `log.trace` names into a run's folder, as columns and as Chrome JSON."""
     schedule, batch = job.schedule, job.schedule.accumulate
     count = min(schedule.microbatches, job.traced.stop * batch)
-    metadata: Dict[str, Any] = {**make_trace_metadata(job), "modelled": True, "why_modelled": costs.why}
+    metadata = {**make_trace_metadata(job), "modelled": True, "why_modelled": costs.why}
     events, counters = build_modelled_events(
         clock(schedule, costs.costs, count),
         (job.table.forward(0, count), job.table.backward(0, count)),

@@ -36,8 +36,6 @@ LETTERS = {kind.word: kind.value for kind in (*PASSES, Kind.UPDATE)}
 WAIT_COLOUR = '"cname":"grey",'  # for chrome://tracing; Perfetto colours by name
 LEVEL = 5  # of gzip
 ROWS = 1 << 14  # records that are formatted at once
-# Viewers hold microseconds as floats, which distinguish nanoseconds up to this time. Later times are counted from the first.
-MOST_NS = 1 << 52
 
 # What a pass hands on to a pass of its kind on another stage, as an index into PAYLOADS, and how many stages on that is.
 HANDS_ON = {
@@ -62,15 +60,10 @@ def write_chrome(
     """Write a trace file, completely or not at all. Raise `RunFault` if the disk refuses.
 
     A true `metadata["modelled"]` is repeated on every event. A false `metadata["gradients_cross"]` omits the arrows between
-    backwards. Where times are too large for a viewer's floats, they count from the first one, which is "begin_ns" of "otherData".
+    backwards. Times should count from the run's first event: viewers hold microseconds as floats, exact up to 52 days.
     """
     events = events if isinstance(events, Events) else Events.from_rows(events)
     counters = counters if isinstance(counters, Counters) else Counters.from_rows(counters)
-    times = np.concatenate([events.start, events.end, counters.time])
-    if len(times) and int(times.max()) >= MOST_NS:
-        begin = int(times.min())
-        events = events._replace(start=events.start - begin, end=events.end - begin)
-        counters, metadata = counters._replace(time=counters.time - begin), {**metadata, "begin_ns": begin}
     with atomic_file(path, "the trace") as temporary, gzip.open(temporary, "wb", compresslevel=LEVEL) as file:
         file.write(('{"displayTimeUnit":"ms","otherData":' + json.dumps(metadata) + ',"traceEvents":[').encode())
         separator = "\n"
@@ -101,30 +94,13 @@ def _format_records(events: Events, counters: Counters, metadata: Dict[str, Any]
 
 
 def _assign_tracks(events: Events) -> Tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return each event's track on its device (even: passes and waits, odd: communication) and its thread number.
+    """Return each event's track on its device (0: passes and waits, 1: communication) and its thread number.
 
-    Viewers drop events that overlap on one track, so these go to further tracks. Viewers tell threads apart by their number
-    alone, and show first a process's thread with the same number: passes and waits.
+    Viewers tell threads apart by their number alone, and show first a process's thread with the same number: passes and waits.
+    They drop events that overlap on one track, which no two of a device do.
     """
     track = events.is_kind(*COMMUNICATION).astype(np.int64)
-    order = np.lexsort((events.end, events.start, track, events.device))
-    device, on, start, end = events.device[order], track[order], events.start[order], events.end[order]
-    overlap = (device[1:] == device[:-1]) & (on[1:] == on[:-1]) & (start[1:] < end[:-1])
-    for where, kind in {*zip(device[1:][overlap].tolist(), on[1:][overlap].tolist())}:
-        mine = order[(device == where) & (on == kind)]
-        track[mine] += 2 * np.array(_assign_lanes(events.start[mine].tolist(), events.end[mine].tolist()))
     return track, track * (int(events.device.max(initial=0)) + 1) + events.device
-
-
-def _assign_lanes(starts: List[int], ends: List[int]) -> List[int]:
-    """Return for each event, in order of start, the first lane that is free."""
-    free_from: List[int] = []
-    lanes = []
-    for start, end in zip(starts, ends):
-        lane = next((lane for lane, free in enumerate(free_from) if free <= start), len(free_from))
-        free_from[lane : lane + 1] = [end]
-        lanes.append(lane)
-    return lanes
 
 
 def _name_tracks(events: Events, track: NDArray[np.int64], thread: NDArray[np.int64]) -> Iterator[Dict[str, Any]]:
@@ -139,8 +115,8 @@ def _name_tracks(events: Events, track: NDArray[np.int64], thread: NDArray[np.in
         yield {"pid": device, "tid": device, "name": "process_name", "args": {"name": f"device {device}"}}
         yield {"pid": device, "tid": device, "name": "process_sort_index", "args": {"sort_index": device}}
         for on, number in threads[device].items():
-            name = ("communication" if on % 2 else "compute") + (f" {on // 2 + 1}" if on > 1 else "")
-            name += f", stage {', '.join(map(str, stages_of_device))}" if stages_of_device and not on % 2 else ""
+            name = "communication" if on else "compute"
+            name += f", stage {', '.join(map(str, stages_of_device))}" if stages_of_device and not on else ""
             yield {"pid": device, "tid": number, "name": "thread_name", "args": {"name": name}}
 
 

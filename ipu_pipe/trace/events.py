@@ -12,8 +12,7 @@ norms in its middle. `microbatch` of a message is the update's index where it ca
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any, Dict, Iterable, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple, TypedDict
+from typing import Any, Dict, Iterable, Iterator, Mapping, NamedTuple, Optional, Sequence, Tuple, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -160,42 +159,9 @@ class UnitRow(TypedDict):
     crossing_bytes: int
 
 
-class TraceWindow(TypedDict):
-    """Which updates are recorded: from `begin` up to, not including, `end`, one in `every`."""
-
-    begin: int
-    end: int
-    every: int
-
-
-class TraceMetadata(TypedDict, total=False):
-    """The keys of a trace's metadata; unknown ones are left out. `modelled`: the times come from the clock, for the reason
-    `why_modelled`, not from a device. `method_args`: as in the config, so that the schedule can be made again.
-    `device_of_stage`: of one replica; the devices of replica r follow those of r - 1. `planned_utilization`,
-    `planned_bubble_fraction`: of the schedule in unit slots. `step_samples`: samples of an update."""
-
-    schema: int
-    run: str
-    method: str
-    method_args: Dict[str, Any]
-    backend: str
-    stages: int
-    replicas: int
-    microbatches: int
-    accumulate: int
-    step_samples: int
-    device_of_stage: List[int]
-    window: TraceWindow
-    modelled: bool
-    why_modelled: str
-    gradients_cross: bool
-    planned_utilization: float
-    planned_bubble_fraction: float
-    units: List[UnitRow]
-
-
 class Trace(NamedTuple):
-    """What is known of a run's devices. `metadata`: keys of `TraceMetadata`; `notes`: what a reader left out, and why."""
+    """What is known of a run's devices. `metadata`: as `job.record.make_trace_metadata` returns them; `notes`: what a reader left
+    out, and why."""
 
     events: Events
     counters: Counters
@@ -271,49 +237,36 @@ def build_counter_series(counters: Counters) -> Iterator[CounterSeries]:
 # ---- checks of what a file holds, which another program may have written
 
 
-def refuse_later_schema(metadata: Mapping[str, Any], path: Path) -> None:
-    """Raise `BadInput` for a trace of a later ipu_pipe."""
-    schema = metadata.get("schema")
-    if isinstance(schema, int) and schema > SCHEMA:
-        raise BadInput(f"{path}: schema: {schema}: this version reads up to {SCHEMA}; use the ipu_pipe that wrote it")
-
-
 def build_integer_column(name: str, values: Sequence[Any], kind: Any) -> NDArray[Any]:
     """Return integers as a column of the type `kind`. Raise ValueError for other values and for those that do not fit."""
     column = np.array(values) if len(values) else np.zeros(0, np.int64)
-    if column.dtype.kind not in "iu" or column.ndim != 1:
-        wrong = next((value for value in values if not isinstance(value, int)), "too large")
-        raise ValueError(f"{name}: {wrong!r}: must be a whole number")
-    limits = np.iinfo(kind)
-    if len(column) and not limits.min <= int(column.min()) <= int(column.max()) <= limits.max:
-        raise ValueError(f"{name}: {int(np.abs(column).max())}: too large")
+    if column.dtype.kind not in "iu" or column.ndim != 1 or not np.array_equal(column, column.astype(kind)):
+        raise ValueError(f"{name}: must be whole numbers of {np.dtype(kind)}")
     return column.astype(kind)
 
 
 def build_time_column(name: str, microseconds: Sequence[Any]) -> NDArray[np.int64]:
     """Return times, given in microseconds, as nanoseconds. Raise ValueError for other values and for times too far from 0."""
     column = np.array(microseconds) if len(microseconds) else np.zeros(0)
-    if column.dtype.kind not in "iuf" or column.ndim != 1:
-        wrong = next((value for value in microseconds if not isinstance(value, (int, float))), "too large")
-        raise ValueError(f"{name}: {wrong!r}: must be a number")
-    if not (np.abs(column) < FARTHEST_NS / 1000).all():  # which NaN is not
-        raise ValueError(f"{name}: must be a number of microseconds, below {FARTHEST_NS // 1000:.0e}")
+    # which NaN is not below either
+    if column.dtype.kind not in "iuf" or column.ndim != 1 or not (np.abs(column) < FARTHEST_NS / 1000).all():
+        raise ValueError(f"{name}: must be numbers of microseconds, below {FARTHEST_NS // 1000:.0e}")
     return np.rint(column.astype(np.float64) * 1000).astype(np.int64)
 
 
-def check_columns(where: Any, events: Events, counters: Counters) -> None:
-    """Raise `BadInput` for columns that no run writes: events that end before they begin, negative devices, times too far from 0
-    and counters without a name."""
-    faults = []
-    backwards = np.flatnonzero(events.end < events.start)
-    if len(backwards):
-        faults.append(f"event {int(backwards[0])}: ends before it begins")
-    if (events.device < 0).any():
-        faults.append("device: below 0")
-    for name, times in (("start", events.start), ("end", events.end), ("time", counters.time)):
-        if len(times) and not -FARTHEST_NS < int(times.min()) <= int(times.max()) < FARTHEST_NS:
-            faults.append(f"{name}: a time too far from 0")
-    if ((counters.name < 0) | (counters.name >= len(counters.names))).any():
-        faults.append("counters: a counter without a name")
-    if faults:
-        raise BadInput([f"{where}: cannot be read as a trace: {fault}" for fault in faults])
+def check_trace(where: Any, events: Events, counters: Counters, metadata: Mapping[str, Any]) -> None:
+    """Raise `BadInput` for what no run of this or an earlier version writes: events that end before they begin, negative devices,
+    times too far from 0, counters without a name."""
+    schema = metadata.get("schema")
+    if isinstance(schema, int) and schema > SCHEMA:
+        raise BadInput(f"{where}: schema: {schema}: this version reads up to {SCHEMA}; use the ipu_pipe that wrote it")
+    times = np.concatenate([events.start, events.end, counters.time])
+    faults = (
+        ((events.end < events.start).any(), "an event ends before it begins"),
+        ((events.device < 0).any(), "device: below 0"),
+        (len(times) and not -FARTHEST_NS < int(times.min()) <= int(times.max()) < FARTHEST_NS, "a time is too far from 0"),
+        (((counters.name < 0) | (counters.name >= len(counters.names))).any(), "a counter has no name"),
+    )
+    found_faults = [f"{where}: cannot be read as a trace: {fault}" for is_wrong, fault in faults if is_wrong]
+    if found_faults:
+        raise BadInput(found_faults)

@@ -13,14 +13,17 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 import numpy as np
 
 from ipu_pipe.errors import BadInput
+from ipu_pipe.text import show
 from ipu_pipe.trace.events import (
     COLLECTIVE,
+    FARTHEST_NS,
     KINDS,
     UNSPECIFIED,
     Counters,
     Events,
     Trace,
     build_time_column,
+    check_trace,
     concatenate_events,
 )
 
@@ -76,29 +79,29 @@ class ProfilerRank:
 
 def merge_ranks(files: Sequence[Tuple[Path, Dict[str, Any], ProfilerRank]]) -> Trace:
     """Return one trace of all ranks, from each file's path, keys and events; times count from the first file's base. Raise
-    `BadInput` for two files of one rank, ValueError for a base that is not an integer."""
+    `BadInput` for two files of one rank, a base that is not an integer, and files without events."""
+    paths, first, notes = [path for path, _, _ in files], files[0][0], [NOTE]
     ranks = [_find_rank(path, keys) for path, keys, _ in files]
-    notes = [NOTE]
     if None in ranks and len(files) > 1:
         notes.append("the files do not say their ranks: they are numbered in the order of their names")
     numbers = list(range(len(files))) if None in ranks else [rank for rank in ranks if rank is not None]
     repeated = sorted({number for number in numbers if numbers.count(number) > 1})
     if repeated:
-        same = [str(path) for (path, _, _), number in zip(files, numbers) if number == repeated[0]]
+        same = [str(path) for path, number in zip(paths, numbers) if number == repeated[0]]
         raise BadInput(f"{', '.join(same)}: are all of rank {repeated[0]}: must be one file a rank")
     bases = [keys.get("baseTimeNanoseconds", 0) for _, keys, _ in files]
-    for base in bases:
-        if not isinstance(base, int):
-            raise ValueError(f"baseTimeNanoseconds: {base}: must be a whole number")
+    if not all(isinstance(base, int) and abs(base) < FARTHEST_NS * 2 for base in bases):
+        raise BadInput(f"{first}: baseTimeNanoseconds: {show(bases[0])}: must be a whole number of nanoseconds in every file")
     hosts = {str(keys["host_name"]) for _, keys, _ in files if "host_name" in keys}
     if len(hosts) > 1:
         notes.append(f"ranks on {len(hosts)} hosts: their times differ by as much as the hosts' clocks do")
     parts = [rank.build_events(number, base - bases[0]) for (_, _, rank), number, base in zip(files, numbers, bases)]
-    notes += [
-        f"{path}: holds no kernel and no operation" for (path, _, _), part in zip(files, parts) if not len(part.start)
-    ]
-    metadata = {"backend": "PyTorch profiler", "modelled": False}
-    return Trace(concatenate_events(parts), Counters.from_rows([]), metadata, tuple(notes))
+    notes += [f"{path}: holds no kernel and no operation" for path, part in zip(paths, parts) if not len(part.start)]
+    events, metadata = concatenate_events(parts), {"backend": "PyTorch profiler", "modelled": False}
+    if not len(events.start):
+        raise BadInput(f"{first}: holds neither events of ipu_pipe nor kernels or operations of PyTorch's profiler")
+    check_trace(first.parent, events, Counters.from_rows([]), metadata)
+    return Trace(events, Counters.from_rows([]), metadata, tuple(notes))
 
 
 def _identify(category: str, name: str) -> Optional[Tuple[int, bool]]:

@@ -13,12 +13,12 @@ import json
 import struct
 import zlib
 from pathlib import Path
-from typing import Any, BinaryIO, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, BinaryIO, Dict, Iterator, List, Sequence, Tuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ipu_pipe.errors import BadInput, RunFault
+from ipu_pipe.errors import BadInput, guard_writing
 from ipu_pipe.trace.events import (
     COUNTER_TYPES,
     EVENT_TYPES,
@@ -28,10 +28,9 @@ from ipu_pipe.trace.events import (
     Counters,
     Events,
     Trace,
-    check_columns,
+    check_trace,
     concatenate_counters,
     concatenate_events,
-    refuse_later_schema,
 )
 
 SUFFIX = ".trace"
@@ -40,10 +39,6 @@ HEAD = struct.Struct("<4sIII")
 META, EVENTS, COUNTERS, CLOCK = b"meta", b"evnt", b"cntr", b"clck"
 ROWS = 1 << 16  # of a block, at most
 LEVEL = 1  # of zlib
-ROW_BYTES = sum(np.dtype(kind).itemsize for kind in EVENT_TYPES.values())
-# A file of zeros is a thousandth of what it unpacks to. More than this is refused before memory is taken for it.
-MOST_BYTES = 1 << 30  # 22 million events
-MOST_METADATA = 1 << 26
 
 
 class TraceWriter:
@@ -51,12 +46,10 @@ class TraceWriter:
 
     def __init__(self, path: Path, metadata: Dict[str, Any]) -> None:
         self.path = path
-        try:
+        with guard_writing(path, "the trace"):
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file: BinaryIO = path.open("wb")
             self._file.write(MAGIC)
-        except OSError as error:
-            raise self._make_fault(error) from None
         self.add_metadata({"kinds": KINDS, "carried": PAYLOADS, **metadata})
 
     def add_metadata(self, metadata: Dict[str, Any]) -> None:
@@ -82,60 +75,30 @@ class TraceWriter:
 
     def flush(self) -> None:
         """Hand what was written to the operating system, which keeps it if this process is killed."""
-        try:
+        with guard_writing(self.path, "the trace"):
             self._file.flush()
-        except OSError as error:
-            raise self._make_fault(error) from None
 
     def close(self) -> None:
         """Flush and close the file."""
-        if not self._file.closed:
-            self.flush()
+        with guard_writing(self.path, "the trace"):
             self._file.close()
 
     def _write(self, tag: bytes, rows: int, payload: bytes) -> None:
         packed = zlib.compress(payload, LEVEL)
-        try:
+        with guard_writing(self.path, "the trace"):
             self._file.write(HEAD.pack(tag, rows, len(packed), zlib.crc32(packed)) + packed)
-        except OSError as error:
-            raise self._make_fault(error) from None
-
-    def _make_fault(self, error: OSError) -> RunFault:
-        return RunFault(f"{self.path}: the trace cannot be written: {error.strerror or error}")
 
 
-class Allowance:
-    """How many bytes may still be unpacked, of all files of a trace."""
-
-    def __init__(self, left: int) -> None:
-        self.left = left
-
-    def unpack(self, packed: bytes, most: int) -> bytes:
-        """Decompress a block of at most `most` bytes. Raise ValueError if it has more, or more than are left."""
-        unpacker, most = zlib.decompressobj(), min(most, self.left)
-        payload = unpacker.decompress(packed, most + 1)
-        self.take(len(payload) if len(payload) <= most else self.left + 1)
-        if not unpacker.eof:
-            raise ValueError("a block ends too early")
-        return payload
-
-    def take(self, size: int) -> None:
-        """Use up `size` bytes. Raise ValueError if fewer are left."""
-        self.left -= size
-        if self.left < 0:
-            raise ValueError("holds too much: record fewer updates (log.trace)")
-
-
-def read_store(path: Path, allowance: Optional[Allowance] = None) -> Trace:
-    """Read a trace file; its times are those of the run's first rank. Raise `BadInput` if it is not a trace, is damaged, or holds
-    more than the `allowance` (None: no limit, for a run's own file)."""
+def read_store(path: Path, most_bytes: int = 1 << 62) -> Trace:
+    """Read a trace file; its times are those of the run's first rank. Raise `BadInput` if it is not a trace, is damaged, or
+    unpacks to more than `most_bytes` (by default no limit, for a run's own file)."""
     notes: List[str] = []
     metadata: Dict[str, Any] = {}
     events: List[Events] = []
     counters: List[Counters] = []
     clock: List[Tuple[int, int]] = []
     try:
-        for tag, rows, payload in _read_blocks(path, notes, allowance or Allowance(1 << 62)):
+        for tag, rows, payload in _read_blocks(path, notes, most_bytes):
             if tag == META:
                 metadata.update(json.loads(payload))
             elif tag == EVENTS:
@@ -143,9 +106,8 @@ def read_store(path: Path, allowance: Optional[Allowance] = None) -> Trace:
             elif tag == COUNTERS:
                 (length,) = struct.unpack_from("<I", payload)
                 names = tuple(map(str, json.loads(payload[4 : 4 + length])))
-                device, name, time, value = _unpack(payload[4 + length :], rows, COUNTER_TYPES)
-                counters.append(Counters(device, name, time, value, names))
-                check_columns(path, Events.from_rows([]), counters[-1])
+                counters.append(Counters(*_unpack(payload[4 + length :], rows, COUNTER_TYPES), names))  # type: ignore[call-arg]
+                check_trace(path, Events.from_rows([]), counters[-1], {})  # before its names are looked up
             elif tag == CLOCK:
                 clock.append(struct.unpack("<qq", payload))
                 if max(map(abs, clock[-1])) >= FARTHEST_NS:
@@ -156,11 +118,10 @@ def read_store(path: Path, allowance: Optional[Allowance] = None) -> Trace:
     except (ValueError, struct.error, TypeError, IndexError, RecursionError, zlib.error) as error:
         raise BadInput(f"{path}: cannot be read as a trace: {error}") from None
     all_counters = concatenate_counters(counters)
-    check_columns(path, all_events, all_counters)
+    check_trace(path, all_events, all_counters, metadata)
     if clock:
         start, end, time = (_convert(times, clock) for times in (all_events.start, all_events.end, all_counters.time))
         all_events, all_counters = all_events._replace(start=start, end=end), all_counters._replace(time=time)
-    refuse_later_schema(metadata, path)
     return Trace(all_events, all_counters, metadata, tuple(notes))
 
 
@@ -181,8 +142,8 @@ def _unpack(payload: bytes, rows: int, types: Dict[str, Any]) -> List[Any]:
     return [np.frombuffer(payload[end - size : end], kind) for size, end, kind in zip(sizes, ends, types.values())]
 
 
-def _read_blocks(path: Path, notes: List[str], allowance: Allowance) -> Iterator[Tuple[bytes, int, bytes]]:
-    """Yield the tag, the number of rows and the unpacked bytes of each block."""
+def _read_blocks(path: Path, notes: List[str], most_bytes: int) -> Iterator[Tuple[bytes, int, bytes]]:
+    """Yield the tag, the number of rows and the unpacked bytes of each block. Raise ValueError for more than `most_bytes`."""
     try:
         file = path.open("rb")
     except OSError as error:
@@ -201,7 +162,12 @@ def _read_blocks(path: Path, notes: List[str], allowance: Allowance) -> Iterator
                 return
             if zlib.crc32(packed) != checksum:
                 raise BadInput(f"{path}: is damaged: the block at byte {at} does not have its checksum")
-            yield tag, rows, allowance.unpack(packed, MOST_METADATA if tag == META else MOST_BYTES)
+            # unpacked no further than is allowed: a file of zeros is a thousandth of what it unpacks to
+            payload = zlib.decompressobj().decompress(packed, most_bytes + 1)
+            most_bytes -= len(payload)
+            if most_bytes < 0:
+                raise ValueError("holds too much: record fewer updates (log.trace)")
+            yield tag, rows, payload
 
 
 def _map_codes(events: Events, metadata: Dict[str, Any]) -> Events:

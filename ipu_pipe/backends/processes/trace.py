@@ -312,7 +312,7 @@ def open_file(job: Job, rank: int, recorder: TraceRecorder, first_update: int, o
     """
     if job.folder is None or not job.traced:
         return
-    path, metadata = _path_of(job.folder, rank), dict(make_trace_metadata(job))
+    path, metadata = _path_of(job.folder, rank), make_trace_metadata(job)
     earlier = _read_earlier(path, metadata, first_update) if first_update else None
     if rank == 0:  # files of ranks that are no more
         for other in {*find_store_files(job.folder)} - {_path_of(job.folder, r) for r in range(dist.get_world_size())}:

@@ -33,7 +33,7 @@ class UnitFacts(BaseModel):
 
 
 class RunFacts(BaseModel):
-    """What the metadata say of the run; None and empty: nothing. See `ipu_pipe.trace.events.TraceMetadata`."""
+    """What the metadata say of the run; None: nothing. See `ipu_pipe.job.record.make_trace_metadata`."""
 
     model_config = ConfigDict(strict=True)
     method: Optional[str] = None
