@@ -5,10 +5,11 @@ A nest of one tensor is that tensor. None may stand in a nest, for what a model 
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Sequence, Tuple
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_flatten
 
 from ipu_pipe.errors import BadInput
 
@@ -61,6 +62,22 @@ def iterate_tensors(values: Any) -> Iterator[torch.Tensor]:
             yield value
         elif isinstance(value, (list, tuple)):
             yield from iterate_tensors(value)
+
+
+def list_leaves(value: Any) -> Sequence[Any]:
+    """Return the leaves of what a model or a function returned, of whatever classes PyTorch knows as nests."""
+    if isinstance(value, torch.Tensor):
+        return (value,)
+    leaves: List[Any] = []
+    for leaf in tree_flatten(value)[0]:
+        # what torch.max and the like give is no nest for older versions
+        leaves += leaf if isinstance(leaf, tuple) else (leaf,)
+    return leaves
+
+
+def flatten_tensors(value: Any) -> List[torch.Tensor]:
+    """Return the tensors of what a model or a function returned."""
+    return [leaf for leaf in list_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def get_first_tensor(nest: Any) -> torch.Tensor:

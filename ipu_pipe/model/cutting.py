@@ -26,24 +26,26 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from ipu_pipe.errors import BadInput
-from ipu_pipe.model.batch import sort_keys, walk_leaves
-from ipu_pipe.model.observation import find_running_ancestor, get_storage
+from ipu_pipe.model.batch import flatten_tensors, list_leaves, sort_keys, walk_leaves
+from ipu_pipe.model.observation import find_running_ancestor
 from ipu_pipe.model.precision import enter_model_autocast
 from ipu_pipe.model.restoring import attributes_restored, buffers_restored, modes_restored, weights_restored
-from ipu_pipe.model.templates import (
+from ipu_pipe.model.tracing import (
+    AutogradState,
     Getter,
     Key,
     Nest,
+    ReadsValues,
+    RecordedCall,
+    Recording,
     Template,
     Value,
     Weight,
-    flatten_tensors,
     is_alike,
     iterate_keys,
-    list_leaves,
     make_getter,
+    record_forward,
 )
-from ipu_pipe.model.tracing import AutogradState, Liveness, ReadsValues, RecordedCall, Recording, record_forward
 
 
 def get_memory_order(tensor: torch.Tensor) -> Tuple[int, ...]:
@@ -174,22 +176,25 @@ class StagedRecording:
         return [list(dict.fromkeys(names)) for names in called]
 
 
-def split_recording(found: Recording, liveness: Liveness, count: int, homes: Mapping[str, int]) -> StagedRecording:
+def split_recording(seen: Recording, count: int, homes: Mapping[str, int]) -> StagedRecording:
     """Split a recording into `count` stages. `homes`: stages of the modules that ran in an earlier recording, where their
     weights stay. Raise BadInput."""
-    split = _Split(found, liveness, count, {**found.reached, **homes})
-    crossing = [split.crossing(cut) for cut in range(count - 1)]
+    split = _Split(seen, count, {**seen.reached, **homes})
+    crossing = [split.list_crossing(cut) for cut in range(count - 1)]
     parts = []
     for s in range(count):
         enters = crossing[s - 1] if s else []
-        leaves = found.output if s == count - 1 else _together(crossing[s])
-        copied: Set[Key] = {k for k in enters if isinstance(k, Value) and liveness.is_written(found.tensors[k], s)}
-        entering = tuple(tuple(split.tensor(key).shape) for key in enters)
-        parts.append(StageCalls(split.nodes_of(s), enters, leaves, copied, entering))
-    shapes = [Crossing(tuple(split.shape(key) for key in keys)) for keys in crossing]
-    stages = range(count)
-    written = {name for name, weight in found.weights.items() if any(liveness.is_written(weight, s) for s in stages)}
-    return StagedRecording(parts, shapes, found.reached, found.base, written, found.runs)
+        leaves = seen.output if s == count - 1 else _join(crossing[s])
+        copied: Set[Key] = {k for k in enters if isinstance(k, Value) and seen.is_written(seen.tensors[k], s)}
+        entering = tuple(tuple(split.get_tensor(key).shape) for key in enters)
+        parts.append(StageCalls(split.list_nodes(s), enters, leaves, copied, entering))
+    shapes = [Crossing(tuple(_describe(split.get_tensor(key)) for key in keys)) for keys in crossing]
+    written = {name for name, weight in seen.weights.items() if any(seen.is_written(weight, s) for s in range(count))}
+    return StagedRecording(parts, shapes, seen.reached, seen.base, written, seen.runs)
+
+
+def _describe(tensor: torch.Tensor) -> Shape:
+    return Shape(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, get_memory_order(tensor))
 
 
 def find_difference(a: StagedRecording, b: StagedRecording, numbers: bool = False) -> Optional[str]:
@@ -206,79 +211,57 @@ def find_difference(a: StagedRecording, b: StagedRecording, numbers: bool = Fals
     return None
 
 
-def _together(keys: Sequence[Key]) -> Template:
+def _join(keys: Sequence[Key]) -> Template:
     return keys[0] if len(keys) == 1 else Nest(tuple(keys), tuple, tuple)
 
 
 class _Split:
     """Where the values of a recording are made and last needed."""
 
-    def __init__(self, found: Recording, liveness: Liveness, count: int, homes: Mapping[str, int]) -> None:
-        self._found, self._liveness, self._count, self._homes = found, liveness, count, homes
+    def __init__(self, seen: Recording, count: int, homes: Mapping[str, int]) -> None:
+        self._seen, self._homes = seen, homes
         self._last: Dict[Key, int] = {}  # the last stage that needs it
         self._again: List[Set[int]] = [set() for _ in range(count)]  # nodes made again, by stage
-        for node in found.nodes:
+        for node in seen.nodes:
             if not node.free:
                 for key in node.needs():
                     self._need(key, node.stage, node.name)
-        for key in iterate_keys(found.output):
+        for key in iterate_keys(seen.output):
             self._need(key, count - 1, "the output")
-        for cut in range(count - 1):
-            self._refuse_shared_memory(cut)
 
     def _need(self, key: Key, stage: int, name: str) -> None:
-        if isinstance(key, Value) and self._found.nodes[key.node].free:
+        if isinstance(key, Value) and self._seen.nodes[key.node].free:
             if key.node not in self._again[stage]:
                 self._again[stage].add(key.node)
-                for needed in self._found.nodes[key.node].needs():
+                for needed in self._seen.nodes[key.node].needs():
                     self._need(needed, stage, name)
             return
-        home = self._made(key)
-        if home > stage:  # of a weight
+        home = self._find_home(key)
+        if isinstance(key, Weight) and home > stage:
             raise BadInput(
-                f"model: {self.told(key)}: {name} uses it on stage {stage}, and it lies on stage {home}, where its module first"
+                f"model: {key.name}: {name} uses it on stage {stage}, and it lies on stage {home}, where its module first"
                 " runs: begin that stage before"
             )
         self._last[key] = max(self._last.get(key, 0), stage)
 
-    def _made(self, key: Key) -> int:
+    def _find_home(self, key: Key) -> int:
+        """Return the stage that makes a value, or holds a weight."""
         if isinstance(key, Value):
-            return self._found.nodes[key.node].stage
+            return self._seen.nodes[key.node].stage
         return self._homes[find_running_ancestor(key.name.rpartition(".")[0], self._homes)]
 
-    def told(self, key: Key) -> str:
-        """Describe a value or weight for the user."""
-        return key.name if isinstance(key, Weight) else f"what {self._found.nodes[key.node].name or 'the input'} gives"
-
-    def _refuse_shared_memory(self, cut: int) -> None:
-        """Raise BadInput if tensors that cross are views of each other and a later stage overwrites one: copies arrive."""
-        keys = self.crossing(cut)
-        places = [get_storage(self.tensor(key)) for key in keys]
-        for key, place in zip(keys, places):
-            behind = [s for s in range(cut + 1, self._count) if self._liveness.is_written(self.tensor(key), s)]
-            if behind and places.count(place) > 1:
-                raise BadInput(
-                    f"stages: {self.told(key)} and a view of it both go on to stage {cut + 1}, and stage {behind[0]} overwrites"
-                    " them: clone one of them before, or begin the stage elsewhere"
-                )
-
-    def crossing(self, cut: int) -> List[Key]:
+    def list_crossing(self, cut: int) -> List[Key]:
         """Return what is made up to stage `cut` and needed after it: weights, then values in order."""
-        keys = [key for key, last in self._last.items() if self._made(key) <= cut < last]
+        keys = [key for key, last in self._last.items() if self._find_home(key) <= cut < last]
         return sorted(keys, key=lambda key: (key.node, key.leaf) if isinstance(key, Value) else (-1, 0))
 
-    def nodes_of(self, stage: int) -> List[RecordedCall]:
+    def list_nodes(self, stage: int) -> List[RecordedCall]:
         """Return the calls that a stage makes."""
-        return [n for n in self._found.nodes if n.index in self._again[stage] or (n.stage == stage and not n.free)]
+        return [n for n in self._seen.nodes if n.index in self._again[stage] or (n.stage == stage and not n.free)]
 
-    def tensor(self, key: Key) -> torch.Tensor:
+    def get_tensor(self, key: Key) -> torch.Tensor:
         """Return the tensor of the recording."""
-        return self._found.tensors[key] if isinstance(key, Value) else self._found.weights[key.name]
-
-    def shape(self, key: Key) -> Shape:
-        """Return how a tensor crosses."""
-        tensor = self.tensor(key)
-        return Shape(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, get_memory_order(tensor))
+        return self._seen.tensors[key] if isinstance(key, Value) else self._seen.weights[key.name]
 
 
 class _Step(NamedTuple):
@@ -455,8 +438,8 @@ class Recordings:
         ):
             model.train(training)
             with torch.set_grad_enabled(training or torch.is_grad_enabled()):
-                recording, liveness = record_forward(model, self.begins, batch, traced)
-                return split_recording(recording, liveness, len(self.begins) + 1, self.homes)
+                recording = record_forward(model, self.begins, batch, traced)
+                return split_recording(recording, len(self.begins) + 1, self.homes)
 
     def _refuse_elsewhere(self, made: StagedRecording) -> None:
         """Raise BadInput if a module runs on a stage that does not hold it."""

@@ -14,13 +14,12 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from ipu_pipe.errors import BadInput, summarize
-from ipu_pipe.model.batch import call_model
+from ipu_pipe.model.batch import call_model, flatten_tensors
 from ipu_pipe.model.cutting import Piece, cut_model, find_difference, get_memory_order, invert_order, record_twice
 from ipu_pipe.model.observation import ForwardEffects, observe_effects
 from ipu_pipe.model.precision import is_cast
 from ipu_pipe.model.randomness import KeyedRandomness, derive_seed
 from ipu_pipe.model.restoring import modes_restored, undisturbed
-from ipu_pipe.model.templates import flatten_tensors
 
 Found = Dict[str, Optional[torch.Tensor]]
 

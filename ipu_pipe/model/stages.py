@@ -22,7 +22,7 @@ from torch import nn
 
 from ipu_pipe.errors import BadInput
 from ipu_pipe.model.balance import WeightedCuts, balance, find_greatest
-from ipu_pipe.model.batch import call_model, clone_tensors, get_first_tensor
+from ipu_pipe.model.batch import call_model, clone_tensors, flatten_tensors, get_first_tensor
 from ipu_pipe.model.observation import (
     ModuleCall,
     Observation,
@@ -36,7 +36,6 @@ from ipu_pipe.model.observation import (
     observe_execution,
 )
 from ipu_pipe.model.restoring import undisturbed
-from ipu_pipe.model.templates import flatten_tensors
 from ipu_pipe.model.timing import time_passes
 from ipu_pipe.text import find_nearest
 from ipu_pipe.trace.events import UnitRow

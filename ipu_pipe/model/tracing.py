@@ -7,11 +7,20 @@
 A module is one call unless a boundary lies inside it: then what it does is recorded in its place. Module calls are seen by
 hooks, torch functions between them by a TorchFunctionMode, both silent inside of a recorded call. Python in between runs once,
 while recording: its sizes, branches and counters are the recording's.
+
+Arguments and results are nests in which what stands for a tensor is put in its place when a piece runs:
+
+    call       torch.cat((a, b), dim=1)
+    template   Nest((Nest((Value(3, 0), Value(7, 0)), tuple), Constant(1)), ...)
+
+What a recording cannot see, the rehearsal finds (ipu_pipe.model.rehearsal); refused here is what that could miss: branches on
+values, tensors kept aside from stage to stage, Python's counters and random numbers.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import pickle
 import random
 from dataclasses import dataclass, field
@@ -22,26 +31,120 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ipu_pipe.errors import BadInput
-from ipu_pipe.model.batch import call_model, iterate_tensors
+from ipu_pipe.model.batch import call_model, flatten_tensors, iterate_tensors, list_leaves
+from ipu_pipe.model.meta import OperationWatch
 from ipu_pipe.model.observation import get_storage, join_name, list_ancestors
-from ipu_pipe.model.randomness import list_generators
-from ipu_pipe.model.templates import (
-    Constant,
-    Key,
-    Template,
-    Value,
-    Weight,
-    flatten_tensors,
-    iterate_keys,
-    list_leaves,
-    make_template,
-)
+
+# ---- templates
+
+
+@dataclass(frozen=True)
+class Value:
+    """A tensor that a node gives: number `leaf` of its results."""
+
+    node: int
+    leaf: int
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A parameter or buffer, read by its name when it is needed."""
+
+    name: str
+
+
+Key = Union[Value, Weight]
+
+
+@dataclass(frozen=True)
+class Constant:
+    """What is the same each time."""
+
+    value: Any
+
+
+@dataclass(frozen=True)
+class Nest:
+    """Parts and how they are put together; `kind`: of what, for comparing."""
+
+    parts: Tuple[Any, ...]
+    build: Callable[[List[Any]], Any]
+    kind: Any
+
+
+Template = Union[Value, Weight, Constant, Nest]
+
+
+def make_template(value: Any, of_leaf: Callable[[Any], Template]) -> Template:
+    """Make the template of a nest; `of_leaf` makes that of a leaf (a tensor or anything that is not a nest)."""
+    kind = type(value)
+    if kind in (tuple, list):
+        return Nest(tuple(make_template(part, of_leaf) for part in value), kind, kind)
+    if kind is dict:
+        keys = tuple(value)
+        parts = tuple(make_template(part, of_leaf) for part in value.values())
+        return Nest(parts, lambda leaves: dict(zip(keys, leaves)), keys)
+    if kind is slice:
+        ends = tuple(make_template(part, of_leaf) for part in (value.start, value.stop, value.step))
+        return Nest(ends, lambda leaves: slice(*leaves), kind)
+    if isinstance(value, torch.Tensor) or kind.__name__.endswith("Cache"):
+        return of_leaf(value)
+    leaves, spec = tree_flatten(value)
+    if len(leaves) == 1 and leaves[0] is value:
+        return of_leaf(value)
+    parts = tuple(make_template(leaf, of_leaf) for leaf in leaves)
+    return Nest(parts, functools.partial(_unflatten, spec), kind)
+
+
+def _unflatten(spec: Any, leaves: List[Any]) -> Any:
+    return tree_unflatten(leaves, spec)
+
+
+def iterate_keys(template: Template) -> Iterator[Key]:
+    """Iterate over the values and weights of a template, in order."""
+    if isinstance(template, (Value, Weight)):
+        yield template
+    elif isinstance(template, Nest):
+        for part in template.parts:
+            yield from iterate_keys(part)
+
+
+Getter = Callable[[List[Any]], Any]  # of all values by then
+
+
+def make_getter(template: Template, get: Callable[[Key], Getter]) -> Getter:
+    """Make the function from all values so far to what a template stands for. `get` makes that of a value or weight."""
+    if isinstance(template, (Value, Weight)):
+        return get(template)
+    if isinstance(template, Constant):
+        value = template.value
+        return lambda values: value
+    parts, build = [make_getter(part, get) for part in template.parts], template.build
+    if template.kind in (tuple, slice) and all(isinstance(part, Constant) for part in template.parts):
+        constant = build([part.value for part in template.parts])
+        return lambda values: constant
+    return lambda values: build([part(values) for part in parts])
+
+
+def is_alike(a: Template, b: Template, numbers: bool) -> bool:
+    """Tell whether two templates are the same; `numbers`: numbers (sizes, above all) included."""
+    if isinstance(a, Nest) and isinstance(b, Nest):
+        same = a.kind == b.kind and len(a.parts) == len(b.parts)
+        return same and all(is_alike(x, y, numbers) for x, y in zip(a.parts, b.parts))
+    if isinstance(a, Constant) and isinstance(b, Constant):
+        compared = (bool, str, type(None), *((int, float, complex, torch.Size) if numbers else ()))
+        same = type(a.value) is type(b.value) and (not isinstance(a.value, compared) or a.value == b.value)
+        return same or (type(a.value) is type(b.value) is float and a.value != a.value and b.value != b.value)
+    return a == b
+
+
+# ---- the recording
+
 
 Autocast = Tuple[Tuple[str, bool, Any], ...]
-DEVICES = ("cpu", "cuda")  # whose autocast is followed
 
 
 class AutogradState(NamedTuple):
@@ -51,27 +154,18 @@ class AutogradState(NamedTuple):
     autocast: Autocast = ()
 
 
-def read_autograd_state(outside: int) -> AutogradState:
-    """Return the grad mode and autocast now; `outside`: the autocast depth around the forward."""
-    return AutogradState(torch.is_grad_enabled(), _autocast() if count_autocast_blocks() != outside else ())
-
-
-def count_autocast_blocks() -> int:
+def _count_autocast_blocks() -> int:
     """Return the current autocast nesting depth."""
     torch.autocast_increment_nesting()
     return int(torch.autocast_decrement_nesting())
 
 
-def _autocast() -> Autocast:
-    settings: List[Tuple[str, bool, Any]] = []
-    for device in DEVICES:
-        if hasattr(torch, "get_autocast_dtype"):
-            settings.append((device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)))
-        elif device == "cpu":
-            settings.append((device, torch.is_autocast_cpu_enabled(), torch.get_autocast_cpu_dtype()))
-        else:
-            settings.append((device, torch.is_autocast_enabled(), torch.get_autocast_gpu_dtype()))
-    return tuple(settings)
+def _read_autocast() -> Autocast:
+    if hasattr(torch, "get_autocast_dtype"):
+        devices = ("cpu", "cuda")
+        return tuple((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices)
+    cpu = ("cpu", torch.is_autocast_cpu_enabled(), torch.get_autocast_cpu_dtype())
+    return (cpu, ("cuda", torch.is_autocast_enabled(), torch.get_autocast_gpu_dtype()))
 
 
 @dataclass
@@ -111,237 +205,28 @@ def name_operation(function: Any) -> str:
 class Recording:
     """All of one forward. Its tensors are there as long as this is."""
 
+    weights: Dict[str, torch.Tensor]  # parameters and buffers, by the first of their names
+    base: AutogradState
     nodes: List[RecordedCall] = field(default_factory=list)
     output: Template = Constant(None)
     tensors: Dict[Value, torch.Tensor] = field(default_factory=dict)
-    weights: Dict[str, torch.Tensor] = field(
-        default_factory=dict
-    )  # parameters and buffers, by the first of their names
     reached: Dict[str, int] = field(default_factory=dict)  # module that ran -> stage of its first run
-    base: AutogradState = AutogradState(True)
     runs: Dict[Tuple[int, str], int] = field(default_factory=dict)  # (stage, module) -> how often it runs
-
-    def settle(self, is_live: Callable[[torch.Tensor], bool]) -> None:
-        """Find out which nodes are free: what was written into later is no more what its node gave."""
-        for value, tensor in self.tensors.items():
-            self.nodes[value.node].free &= not is_live(tensor)
-        for node in self.nodes:
-            node.free &= all(isinstance(key, Value) and self.nodes[key.node].free for key in node.needs())
-
-
-@dataclass
-class Whereabouts:
-    """Where a forward stands: its stage, the modules around cuts that it is in, the module or function called last."""
-
-    model: nn.Module
-    stage: int = 0
-    around: List[str] = field(default_factory=list)
-    called: str = "the model"
-
-    def refuse(self, operation: str, why: str, kind: Type[BadInput] = BadInput) -> NoReturn:
-        """Raise BadInput: what is done here cannot be cut."""
-        where = (self.around[-1] if self.around else "") or "the model's own forward"
-        raise kind(f"model: {type(self.model).__name__}: stage {self.stage}: {operation} in {where}: {why}")
-
-
-ANYWHERE = -1  # in place of a stage: of weights and buffers, which every stage may read by name
-VALUE_READS = {
-    "_local_scalar_dense",
-    "equal",
-    "is_nonzero",
-    "allclose",
-}  # operations that give Python a tensor's values
-
-
-class Liveness(TorchDispatchMode):
-    """Follows the forward of a model whose stage is `stage`. `read(operation)` is called where values of live memory reach
-    Python, `hidden(operation)` where memory of an earlier stage is read that nobody handed on: both only raise."""
-
-    def __init__(
-        self,
-        weights: Sequence[torch.Tensor],
-        given: Sequence[torch.Tensor],
-        read: Callable[[str], None],
-        hidden: Callable[[str], None],
-    ) -> None:
-        super().__init__()
-        self.stage = 0
-        self._made: Dict[int, int] = {get_storage(t): ANYWHERE for t in weights}  # live memory -> stage
-        self._made.update({get_storage(t): 0 for t in given})
-        self._handed: Set[int] = set()  # memory that this stage was handed
-        self._written: Dict[int, Set[int]] = {}  # stage -> memory
-        self._kept: List[Any] = [*weights, *given]
-        self._since: Set[int] = set()  # memory that the node that runs has made
-        self._read, self._hidden = read, hidden
-        self._writing: Dict[Any, List[Any]] = {}  # operation -> what it writes: numbers and names of arguments
-
-    def enter(self, stage: int) -> None:
-        """Begin the next stage."""
-        self.stage = stage
-        self._handed = set()
-
-    def begin(self) -> None:
-        """Begin a node."""
-        self._since = set()
-
-    def hand(self, tensor: torch.Tensor) -> None:
-        """Note that this stage has been given `tensor`."""
-        self._handed.add(get_storage(tensor))
-
-    def is_live(self, tensor: torch.Tensor) -> bool:
-        """Tell whether a tensor depends on the input or on weights."""
-        return get_storage(tensor) in self._made
+    written: Dict[int, Set[int]] = field(default_factory=dict)  # stage -> memory that it writes
 
     def is_written(self, tensor: torch.Tensor, stage: int) -> bool:
         """Tell whether a stage wrote into a tensor's memory."""
-        return get_storage(tensor) in self._written.get(stage, ())
-
-    def _keep(self, tensor: torch.Tensor) -> None:
-        """Keep memory from being freed, so that its number does not come again."""
-        self._kept.append(StorageWeakRef(tensor.untyped_storage()) if tensor.layout is torch.strided else tensor)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        storages_read = {get_storage(t) for t in iterate_tensors((*args, *kwargs.values()))}
-        stages = [self._made[place] for place in storages_read if place in self._made]
-        if stages:
-            name = func.overloadpacket.__name__
-            if name in VALUE_READS:
-                self._read(name)
-            earlier = [s for s in storages_read if ANYWHERE < self._made.get(s, ANYWHERE) < self.stage]
-            if any(place not in self._handed for place in earlier):
-                self._hidden(name)
-        result = func(*args, **kwargs)
-        for tensor in iterate_tensors((result,)):
-            place = get_storage(tensor)
-            if place in storages_read:
-                continue
-            self._since.add(place)
-            self._keep(tensor)
-            if stages:
-                self._made[place] = self.stage
-        for place in self._writes(func, args, kwargs):
-            self._written.setdefault(self.stage, set()).add(place)
-            if stages or place not in self._since:
-                self._made.setdefault(place, self.stage)
-        return result
-
-    def _writes(self, func: Any, args: Any, kwargs: Any) -> List[int]:
-        if func not in self._writing:
-            arguments = func._schema.arguments
-            self._writing[func] = [
-                (i, argument.name)
-                for i, argument in enumerate(arguments)
-                if argument.alias_info is not None and argument.alias_info.is_write
-            ]
-        written = [args[i] if i < len(args) else kwargs.get(name) for i, name in self._writing[func]]
-        return [get_storage(t) for t in iterate_tensors(written)]
+        return get_storage(tensor) in self.written.get(stage, ())
 
 
-PLAIN = (
-    type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format,
-    torch.Size, type(Ellipsis), type, nn.Module,
-)  # fmt: skip
-MOST_SEEN = 10_000  # objects looked at for tensors inside
+class ReadsValues(BadInput):
+    """The forward reads a tensor's values where it is cut."""
 
 
-class Arguments:
-    """Of the calls of one forward, in order."""
-
-    def __init__(self, found: Recording, place: Whereabouts, liveness: Liveness) -> None:
-        self._found, self._place, self._liveness = found, place, liveness
-        self._weights = {id(tensor): name for name, tensor in found.weights.items()}
-        self._values: Dict[int, Value] = {}  # by the id of a tensor
-        self._differentiable: Dict[Value, bool] = {}
-        self._kept: List[Any] = []  # whose ids must stay theirs
-
-    def taken(self, value: Any) -> Template:
-        """Return the template of what a call takes, or the model returns. Raise BadInput."""
-        return make_template(value, self._leaf)
-
-    def given(self, node: RecordedCall, result: Any) -> None:
-        """Note what a call returns."""
-        for i, tensor in enumerate(list_leaves(result)):
-            if isinstance(tensor, torch.Tensor):
-                value = Value(node.index, i)
-                self._values[id(tensor)] = value
-                self._found.tensors[value], self._differentiable[value] = tensor, tensor.requires_grad
-        for key in node.needs():  # what is changed in place may have come to need a gradient
-            if isinstance(key, Value):
-                self._differentiable[key] = self._found.tensors[key].requires_grad
-
-    def refuse_filled(self, value: Any) -> None:
-        """Raise BadInput if a call has put tensors into an object that it took."""
-        make_template(value, self._look)
-
-    def _leaf(self, value: Any) -> Template:
-        if isinstance(value, torch.Tensor):
-            return self._tensor(value)
-        self._look(value)
-        self._kept.append(value)
-        return Constant(value)
-
-    def _tensor(self, tensor: torch.Tensor) -> Template:
-        if id(tensor) in self._values:
-            value = self._values[id(tensor)]
-            self._liveness.hand(tensor)
-            if tensor.requires_grad != self._differentiable[value]:
-                self._place.refuse(
-                    self._found.nodes[value.node].name,
-                    "it runs inside of an autograd function (torch.autograd.Function, checkpoint with use_reentrant), where the"
-                    " model is cut: put that into a module that stays whole, or use_reentrant=False",
-                )
-            return value
-        if id(tensor) in self._weights:
-            return Weight(self._weights[id(tensor)])
-        if self._liveness.is_live(tensor):
-            self._place.refuse(
-                f"a tensor of shape {tuple(tensor.shape)}",
-                "it was kept aside (an attribute, an object that a module gave): modules around a cut must be given tensors and"
-                " give them, in tuples, lists and dicts",
-            )
-        self._kept.append(tensor)
-        return Constant(tensor)
-
-    def _look(self, value: Any) -> Template:
-        """Raise BadInput if an object collects tensors of this forward."""
-        if not isinstance(value, (torch.Tensor, *PLAIN)) and not callable(value):
-            for tensor in _held(value):
-                if id(tensor) not in self._weights and self._liveness.is_live(tensor):
-                    kind = type(value).__name__
-                    hint = "config.use_cache = False" if "Cache" in kind else "hand on tensors instead"
-                    self._place.refuse(
-                        self._place.called,
-                        f"it takes a {kind}, which keeps tensors from call to call and cannot cross: {hint}",
-                    )
-        return Constant(None)
-
-
-def _held(value: Any) -> Iterator[torch.Tensor]:
-    """Iterate over the tensors inside an object."""
-    seen: Set[int] = set()
-    todo: List[Any] = [value]
-    while todo and len(seen) < MOST_SEEN:
-        one = todo.pop()
-        if id(one) in seen or isinstance(one, PLAIN):
-            continue
-        seen.add(id(one))
-        if isinstance(one, torch.Tensor):
-            yield one
-        elif isinstance(one, dict):
-            todo += one.values()
-        elif isinstance(one, (list, tuple, set)):
-            todo += one
-        elif hasattr(one, "__dict__") and not callable(one):
-            todo += vars(one).values()
-
-
-PYTHON_READS = {
-    "tolist",
-    "numpy",
-    "__array__",
-    "__dlpack__",
-}  # what gives Python a tensor's values without an operation
+ANYWHERE = -1  # in place of a stage: of weights and buffers, which every stage may read by name
+# operations that give Python a tensor's values, and functions that do so without an operation
+VALUE_READS = {"_local_scalar_dense", "equal", "is_nonzero", "allclose"}
+PYTHON_READS = {"tolist", "numpy", "__array__", "__dlpack__"}
 KEPT = {"register_hook", "retain_grad"}  # recorded although they give no tensor
 
 
@@ -350,96 +235,137 @@ class Recorder(TorchFunctionMode):
 
     def __init__(self, model: nn.Module, begins: Sequence[str], x: Any) -> None:
         super().__init__()
-        self.found, self._place = Recording(base=AutogradState(torch.is_grad_enabled())), Whereabouts(model)
-        self._stages = len(begins)
+        inputs, weights = flatten_tensors(x), [*model.parameters(), *model.buffers()]
+        named = dict([*model.named_parameters(), *model.named_buffers()])
+        self.seen = Recording(named, AutogradState(torch.is_grad_enabled()))
+        self._model, self._stages, self._stage = model, len(begins), 0
         self._begins = {id(model.get_submodule(name)): (name, s) for s, name in enumerate(begins, 1)}
         self._around = {id(model.get_submodule(name)) for name in list_cut_modules(begins)}
         self._names = {id(module): name for name, module in model.named_modules()}
-        self._inside, self._quiet = 0, 0  # of recorded calls; of what this does itself
-        self._has_read = False  # the module that runs, a tensor's values
-        inputs, weights = flatten_tensors(x), [*model.parameters(), *model.buffers()]
-        self._drawing = list_generators(inputs[0].device if inputs else torch.device("cpu"))
-        self._before = self._drawn()  # the module that runs
-        self.liveness = Liveness(weights, inputs, self._refuse_read, self._refuse_hidden)
-        self.found.weights.update([*model.named_parameters(), *model.named_buffers()])
-        self._arguments = Arguments(self.found, self._place, self.liveness)
-        self._outside = count_autocast_blocks()
-        self._called = self._add(None, Constant(()), Constant({}), read_autograd_state(self._outside))
-        self._arguments.given(self._called, x)
+        self._path: List[str] = []  # the modules around cuts that run
+        self._inside, self._quiet = 0, False  # depth in a recorded call; whether this itself is at work
+        self._outside = _count_autocast_blocks()
+        self._weights = {id(tensor): name for name, tensor in named.items()}
+        self._values: Dict[int, Value] = {}  # by the id of a tensor
+        self._kept: List[Any] = [*weights, *inputs]  # whose ids and memory must stay theirs
+        # memory that depends on the input or on weights -> the stage that made it
+        self._live: Dict[int, int] = {get_storage(t): ANYWHERE for t in weights}
+        self._live.update({get_storage(t): 0 for t in inputs})
+        self._handed: Set[int] = set()  # memory that this stage was handed
+        self._made: Set[int] = set()  # memory that the node that runs has made
+        self._called = self._add(None, (), {}, self._read_state())
+        self._note_result(self._called, x)
 
-    def _add(self, target: Any, args: Template, keywords: Template, state: AutogradState) -> RecordedCall:
-        node = RecordedCall(len(self.found.nodes), self._place.stage, target, args, keywords, state)
-        self.found.nodes.append(node)
+    def _add(self, target: Any, args: Any, keywords: Any, state: AutogradState) -> RecordedCall:
+        templates = make_template(args, self._make_leaf), make_template(keywords, self._make_leaf)
+        node = RecordedCall(len(self.seen.nodes), self._stage, target, *templates, state)
+        self.seen.nodes.append(node)
         return node
 
-    # --- refusals
+    def _read_state(self) -> AutogradState:
+        return AutogradState(
+            torch.is_grad_enabled(), _read_autocast() if _count_autocast_blocks() != self._outside else ()
+        )
 
-    def _refuse_read(self, operation: str) -> None:
-        self._has_read = True
-        if not self._inside:
-            name = {"_local_scalar_dense": "a number read from a tensor (if, item, int)"}.get(operation, operation)
-            self._place.refuse(
-                name,
-                kind=ReadsValues,
-                why="what the forward does there depends on a tensor's values, where it is cut: begin stages at whole"
-                " modules around it, put it into a module of its own, or use backend: {name: emulator}",
-            )
+    def _refuse(self, operation: str, why: str, kind: Type[BadInput] = BadInput) -> NoReturn:
+        """Raise BadInput: what is done here cannot be cut."""
+        where = (self._path[-1] if self._path else "") or "the model's own forward"
+        raise kind(f"model: {type(self._model).__name__}: stage {self._stage}: {operation} in {where}: {why}")
 
-    def _refuse_hidden(self, operation: str) -> None:
-        if self._inside:
-            self._place.refuse(
+    def _refuse_read(self, operation: str) -> NoReturn:
+        self._refuse(
+            {"_local_scalar_dense": "a number read from a tensor (if, item, int)"}.get(operation, operation),
+            "what the forward does there depends on a tensor's values, where it is cut: begin stages at whole modules around it,"
+            " put it into a module of its own, or use backend: {name: emulator}",
+            ReadsValues,
+        )
+
+    # --- memory
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operation and follow the memory that it reads, makes and writes."""
+        places = {get_storage(t) for t in iterate_tensors((*args, *kwargs.values()))}
+        is_live, name = not places.isdisjoint(self._live), func.overloadpacket.__name__
+        if is_live and name in VALUE_READS and not self._inside:
+            self._refuse_read(name)
+        if self._inside and any(
+            ANYWHERE < self._live.get(place, ANYWHERE) < self._stage and place not in self._handed for place in places
+        ):
+            self._refuse(
                 self._called.name,
-                f"its {operation} reads a tensor that an earlier stage made and kept aside (an attribute, a list): give it to"
-                " the module as an argument, or begin the stage elsewhere",
+                f"its {name} reads a tensor that an earlier stage made and kept aside (an attribute, a list): give it to the"
+                " module as an argument, or begin the stage elsewhere",
             )
+        result = func(*args, **kwargs)
+        for tensor in iterate_tensors((result,)):
+            place = get_storage(tensor)
+            if place not in places:
+                self._made.add(place)
+                # memory is not freed, so that its number does not come again
+                self._kept.append(
+                    StorageWeakRef(tensor.untyped_storage()) if tensor.layout is torch.strided else tensor
+                )
+                if is_live:
+                    self._live[place] = self._stage
+        for place in _list_written(func, args, kwargs):
+            self.seen.written.setdefault(self._stage, set()).add(place)
+            if is_live or place not in self._made:
+                self._live.setdefault(place, self._stage)
+        return result
 
-    def _refuse_numbers(self, output: Any) -> None:
-        """Raise BadInput if a module returns numbers that come from values or from chance: they are the recording's each
-        time."""
-        others = [leaf for leaf in list_leaves(output) if not (leaf is None or isinstance(leaf, torch.Tensor))]
-        if others and (self._has_read or self._before != self._drawn()):
-            self._place.refuse(
-                self._called.name,
-                f"it gives a {type(others[0]).__name__}, and reads tensors' values or draws random numbers: give a tensor"
-                " instead, or begin stages at modules around what uses it",
+    # --- arguments and results
+
+    def _make_leaf(self, value: Any) -> Template:
+        if not isinstance(value, torch.Tensor):
+            if type(value).__name__.endswith("Cache"):
+                self._refuse(
+                    self._called.name,
+                    f"it takes a {type(value).__name__}, which keeps tensors from call to call and cannot cross:"
+                    " config.use_cache = False",
+                )
+        elif id(value) in self._values:
+            self._handed.add(get_storage(value))
+            return self._values[id(value)]
+        elif id(value) in self._weights:
+            return Weight(self._weights[id(value)])
+        elif _is_wrapped(value) or get_storage(value) in self._live:
+            self._refuse(
+                f"a tensor of shape {tuple(value.shape)}",
+                "it was kept aside (an attribute, an object that a module gave), or made inside of torch.func: modules around a"
+                " cut must be given tensors and give them, in tuples, lists and dicts",
             )
+        self._kept.append(value)
+        return Constant(value)
+
+    def _note_result(self, node: RecordedCall, result: Any) -> None:
+        for i, tensor in enumerate(list_leaves(result)):
+            if isinstance(tensor, torch.Tensor):
+                self._values[id(tensor)] = Value(node.index, i)
+                self.seen.tensors[Value(node.index, i)] = tensor
 
     # --- functions
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self._quiet or self._inside:
-            self._has_read |= getattr(func, "__name__", "") in PYTHON_READS
             return func(*args, **kwargs)
         if func is torch.Tensor.__iter__:
-            return iter(self._function(torch.Tensor.unbind, args, {}))
-        return self._function(func, args, kwargs)
+            return iter(self._record_function(torch.Tensor.unbind, args, {}))
+        return self._record_function(func, args, kwargs)
 
-    def _function(self, func: Any, args: Any, kwargs: Any) -> Any:
-        name = name_operation(func)
-        if any(map(_is_wrapped, flatten_tensors((args, kwargs)))):
-            self._place.refuse(name, "it runs inside of torch.func (vmap, grad): put that into a module of its own")
-        if name in PYTHON_READS and self.liveness.is_live(args[0]):
+    def _record_function(self, func: Any, args: Any, kwargs: Any) -> Any:
+        name, state = name_operation(func), self._read_state()
+        if name in PYTHON_READS and get_storage(args[0]) in self._live:
             self._refuse_read(name)
-        drawn, state = self._drawn(), read_autograd_state(self._outside)
-        self.liveness.begin()
+        self._made = set()
         result = func(*args, **kwargs)
         gives = bool(flatten_tensors(result))
         if not gives and not (result is None and flatten_tensors((args, kwargs))) and name not in KEPT:
             return result  # sizes, types
-        if drawn != self._drawn():
-            self._place.refuse(
-                name,
-                "draws random numbers outside of the modules that stay whole: begin stages at modules around it, or draw in a"
-                " module (nn.Dropout)",
-            )
-        node = self._add(func, self._arguments.taken(args), self._arguments.taken(kwargs), state)
+        node = self._add(func, args, kwargs, state)
         node.free = gives
-        self._arguments.given(node, result)
+        self._note_result(node, result)
         return result
-
-    def _drawn(self) -> List[bytes]:
-        return [generator.get_state().numpy().tobytes() for generator in self._drawing]
 
     # --- modules
 
@@ -448,59 +374,71 @@ class Recorder(TorchFunctionMode):
         name = self._names[id(module)]
         if id(module) in self._begins:
             self._enter(*self._begins[id(module)])
-        run = self._place.stage, name
-        self.found.runs[run] = self.found.runs.get(run, 0) + 1
+        run = self._stage, name
+        self.seen.runs[run] = self.seen.runs.get(run, 0) + 1
         if self._inside:
             self._inside += 1
             return
-        self.found.reached.setdefault(name, self._place.stage)
+        self.seen.reached.setdefault(name, self._stage)
         if id(module) in self._around:
-            self._place.around.append(name)
+            self._path.append(name)
             return
-        self._quiet += 1
-        self._place.called = name or "the model"
-        taken = self._arguments.taken(args), self._arguments.taken(kwargs)
-        self._called = self._add(name, *taken, read_autograd_state(self._outside))
-        self._has_read, self._before = False, self._drawn()
-        self.liveness.begin()
-        self._quiet -= 1
-        self._inside += 1
+        self._quiet = True
+        self._called = RecordedCall(-1, self._stage, name, Constant(()), Constant({}), self.seen.base)  # for refusals
+        self._called = self._add(name, args, kwargs, self._read_state())
+        self._made = set()
+        self._quiet, self._inside = False, 1
 
     def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Note that a module has run."""
         if not self._inside:
-            self._place.around.pop()
+            self._path.pop()
             return
         if self._inside == 1:
-            self._arguments.refuse_filled((args, kwargs))
-            self._refuse_numbers(output)
-            self._arguments.given(self._called, output)
+            self._note_result(self._called, output)
         self._inside -= 1
 
     def _enter(self, name: str, stage: int) -> None:
-        now = self._place.stage
-        if stage <= now:
+        if stage <= self._stage:
             return  # it runs once more
-        if stage != now + 1:
-            raise BadInput(f"stages: {name}: begins stage {stage}, but runs while stage {now} does: must be in order")
+        if stage != self._stage + 1:
+            raise BadInput(
+                f"stages: {name}: begins stage {stage}, but runs while stage {self._stage} does: must be in order"
+            )
         if self._inside:
             raise BadInput(
                 f"stages: {name}: first runs inside of {self._called.name}, which is no module around it: no stage can begin"
                 " there"
             )
-        self._place.stage = stage
-        self.liveness.enter(stage)
+        self._stage, self._handed = stage, set()
 
     def finish(self, output: Any) -> Recording:
         """Note the model's output and return the recording."""
-        if self._place.stage != self._stages:
-            late = next(name for name, stage in self._begins.values() if stage > self._place.stage)
+        if self._stage != self._stages:
+            late = next(name for name, stage in self._begins.values() if stage > self._stage)
             raise BadInput(
                 f"stages: {late}: does not run in this forward after the stages before: no stage can begin there"
             )
-        self.found.output = self._arguments.taken(output)
-        self.found.settle(self.liveness.is_live)
-        return self.found
+        nodes = self.seen.nodes
+        self.seen.output = make_template(output, self._make_leaf)
+        for value, tensor in self.seen.tensors.items():  # what was written into later is no more what its node gave
+            nodes[value.node].free &= get_storage(tensor) not in self._live
+        for node in nodes:
+            node.free &= all(isinstance(key, Value) and nodes[key.node].free for key in node.needs())
+        return self.seen
+
+
+@functools.lru_cache(maxsize=None)
+def _find_written_arguments(func: Any) -> List[Tuple[int, str]]:
+    """Return the numbers and names of the arguments that an operation writes."""
+    arguments = enumerate(func._schema.arguments)
+    return [(i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write]
+
+
+def _list_written(func: Any, args: Any, kwargs: Any) -> List[int]:
+    """Return the memory that an operation writes."""
+    written = [args[i] if i < len(args) else kwargs.get(name) for i, name in _find_written_arguments(func)]
+    return [get_storage(t) for t in iterate_tensors(written)]
 
 
 def list_cut_modules(begins: Sequence[str]) -> List[str]:
@@ -513,25 +451,14 @@ def _is_wrapped(tensor: torch.Tensor) -> bool:
     return bool(torch._C._functorch.is_batchedtensor(tensor) or torch._C._functorch.is_gradtrackingtensor(tensor))
 
 
-def _counters(model: nn.Module, begins: Sequence[str]) -> Dict[str, Any]:
-    """Return the numbers that modules around cuts have as attributes."""
+def _read_python_state(model: nn.Module, begins: Sequence[str]) -> Dict[str, Any]:
+    """Return what Python keeps between forwards: numbers of the modules around cuts, and states of its and numpy's generators."""
     owners = [(name, model.get_submodule(name)) for name in list_cut_modules(begins)]
-    return {
-        join_name(n, attribute): v for n, o in owners for attribute, v in vars(o).items() if type(v) in (int, float)
-    }
+    state = {join_name(n, key): v for n, owner in owners for key, v in vars(owner).items() if type(v) in (int, float)}
+    return {**state, RANDOM: (random.getstate(), pickle.dumps(np.random.get_state()))}
 
 
-def _random_states() -> Any:
-    """Return the states of Python's and numpy's generators."""
-    return random.getstate(), pickle.dumps(np.random.get_state())
-
-
-def _buffers(model: nn.Module, begins: Sequence[str]) -> Dict[str, Any]:
-    """Return the buffers of the modules around cuts."""
-    owners = [(name, model.get_submodule(name)) for name in list_cut_modules(begins)]
-    return {
-        join_name(name, attribute): tensor for name, owner in owners for attribute, tensor in owner._buffers.items()
-    }
+RANDOM = " random"  # no name of an attribute
 
 
 def _refuse_hooks(model: nn.Module, begins: Sequence[str]) -> None:
@@ -546,7 +473,7 @@ def _refuse_hooks(model: nn.Module, begins: Sequence[str]) -> None:
 
 
 @contextlib.contextmanager
-def _watched(model: nn.Module, recorder: Recorder, traced: bool) -> Iterator[None]:
+def _watch_modules(model: nn.Module, recorder: Recorder, traced: bool) -> Iterator[None]:
     """Put hooks on all modules. `traced`: what models leave out where nothing is padded, unless they are traced, is not left out.
     Hooks of backwards, of which there is none, are away: they would wrap what a module gives after it was seen."""
     handles, tables = [], [table for m in model.modules() for table in (m._backward_hooks, m._backward_pre_hooks)]
@@ -562,7 +489,7 @@ def _watched(model: nn.Module, recorder: Recorder, traced: bool) -> Iterator[Non
     caches = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)  # a weight that two stages use would be cast in the first alone
     try:
-        with recorder.liveness, recorder:
+        with OperationWatch(recorder.run), recorder:
             yield
     finally:
         torch.jit.is_tracing = is_tracing
@@ -573,34 +500,24 @@ def _watched(model: nn.Module, recorder: Recorder, traced: bool) -> Iterator[Non
             table.update(saved_hooks)
 
 
-class ReadsValues(BadInput):
-    """The forward reads a tensor's values where it is cut."""
-
-
-def record_forward(model: nn.Module, begins: Sequence[str], x: Any, traced: bool) -> Tuple[Recording, Liveness]:
+def record_forward(model: nn.Module, begins: Sequence[str], x: Any, traced: bool) -> Recording:
     """Record one forward of input `x`, which it may overwrite, in the mode in which the model is; `traced`: with
     `torch.jit.is_tracing` true, for which models leave out branches on values. Raises BadInput."""
     _refuse_hooks(model, begins)
-    drawn, buffers, counters = _random_states(), _buffers(model, begins), _counters(model, begins)
+    before = _read_python_state(model, begins)
     recorder = Recorder(model, begins, x)
-    with _watched(model, recorder, traced):
+    with _watch_modules(model, recorder, traced):
         output = call_model(model, x)
     recording = recorder.finish(output)
-    for name, tensor in _buffers(model, begins).items():
-        if tensor is not buffers.get(name):
-            raise BadInput(
-                f"model: {name}: the forward binds another tensor to this buffer, in a module that is cut: write it in place"
-                " (self.count.add_(1)), or begin no stage inside of that module"
-            )
-    for name, number in _counters(model, begins).items():
-        if counters.get(name, number) != number:
+    for name, value in _read_python_state(model, begins).items():
+        if before.get(name, value) != value:
+            if name == RANDOM:
+                raise BadInput(
+                    f"model: {type(model).__name__}: its forward draws from Python's random or numpy's, which no seed of a "
+                    "microbatch reaches: draw from torch"
+                )
             raise BadInput(
                 f"model: {name}: the forward changes this number, in a module that is cut, where Python runs once: keep it in a"
                 " buffer (self.count.add_(1)) or in a module inside, or begin no stage inside of that module"
             )
-    if _random_states() != drawn:
-        raise BadInput(
-            f"model: {type(model).__name__}: its forward draws from Python's random or numpy's, which no seed of a microbatch "
-            "reaches: draw from torch"
-        )
-    return recording, recorder.liveness
+    return recording
