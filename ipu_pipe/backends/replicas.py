@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import torch
@@ -82,7 +83,7 @@ class IndependentReplicas:
         self._buffers = [_get_buffers(self._places)]
         for _ in range(1, count):
             self._weights.append([w.clone() for w in self._weights[0]])
-            self._states.append({p: {key: _copy(v) for key, v in s.items()} for p, s in self._states[0].items()})
+            self._states.append({p: copy.deepcopy(state) for p, state in self._states[0].items()})
             self._buffers.append([None if b is None else b.clone() for b in self._buffers[0]])
 
     @classmethod
@@ -112,12 +113,12 @@ class IndependentReplicas:
         self._buffers[self._entered] = _get_buffers(self._places)
 
     def end_step(self, work: Work, step: int) -> None:
-        """Average the replicas if the step, which all have done, is the last of a round."""
-        if work.schedule.stretch(step)[1] == step + 1:
-            self.average()
+        """Give every replica the mean of all, added up in their order, and put the first into the model.
 
-    def average(self) -> None:
-        """Give every replica the mean of all, added up in their order, and put the first into the model."""
+        Do nothing unless the step, which all have done, is the last of a round.
+        """
+        if work.schedule.stretch(step)[1] != step + 1:
+            return
         self._save()
         with torch.no_grad():
             for tensors in (*zip(*self._weights), *zip(*self._buffers)):
@@ -131,10 +132,6 @@ class IndependentReplicas:
     def held_bytes(self) -> int:
         """Bytes of the weights that are not in the model."""
         return sum(w.numel() * w.element_size() for w in self._weights[0]) * (self.count - 1)
-
-
-def _copy(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def _average(values: Sequence[Any]) -> None:

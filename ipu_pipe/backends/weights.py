@@ -29,6 +29,7 @@ from ipu_pipe.schedule.table import IntArray
 from ipu_pipe.update.apply import PLAIN
 
 Tensors = List[torch.Tensor]
+Copies = List[Tuple[torch.Tensor, torch.Tensor]]  # (to, value)
 View = Tuple[int, int]  # version, code
 Versions = Union[int, Sequence[int]]
 Offset = Callable[[int, int, int], List[Tuple[Tensors, float]]]  # (stage, code, version) -> the x, c of w + c x
@@ -135,7 +136,7 @@ class _VersionedStore(WeightStore):
         for x, c in self._offset(stage, code, self._newest[stage]):
             torch._foreach_add_(exact, x, alpha=c)
         rounded = [i for i, master in enumerate(masters) if master is not None]
-        copy_all([to[i] for i in rounded], [exact[i] for i in rounded])
+        copy_all([(to[i], exact[i]) for i in rounded])
 
     def before_update(self, keep: Sequence[Set[int]], updates: Optional[Sequence[int]] = None) -> None:
         self.rest()
@@ -158,27 +159,28 @@ class OverwritingStore(_VersionedStore):
         self._home = [[p.data for p in stage] for stage in self._parameters]
 
     def _put(self, views: Sequence[Tuple[int, View]]) -> None:
-        saved, written = _Copies(), _Copies()
+        saved: Copies = []
+        written: Copies = []
         corrected: List[Tuple[int, int]] = []
         for stage, view in views:
             views_of_stage, home, newest = self._kept[stage], self._home[stage], (self._newest[stage], PLAIN)
             if newest not in views_of_stage:  # it is in the parameters, about to be overwritten
                 views_of_stage[newest] = self._fresh(stage)
-                saved.add(views_of_stage[newest], home)
+                saved += zip(views_of_stage[newest], home)
             if view in views_of_stage:
-                written.add(home, views_of_stage[view])
+                written += zip(home, views_of_stage[view])
             else:
                 assert view[0] == newest[0], f"stage {stage}: view {view} is read but was not kept"
                 if not self._holds_newest(stage):
-                    written.add(home, views_of_stage[newest])
+                    written += zip(home, views_of_stage[newest])
                 corrected.append((stage, view[1]))
-        saved.do()
-        written.do()
+        copy_all(saved)
+        copy_all(written)
         for stage, code in corrected:
             self._correct(stage, code, self._home[stage])
 
     def _keep(self, stages: Sequence[int], keep: Sequence[Set[int]]) -> None:
-        copies = _Copies()
+        copies: Copies = []
         new: List[Tuple[int, int, Tensors]] = []
         for stage in stages:
             codes, newest = keep[stage], self._newest[stage]
@@ -188,9 +190,9 @@ class OverwritingStore(_VersionedStore):
                 view = (newest, code)
                 if view not in self._kept[stage]:
                     self._kept[stage][view] = self._fresh(stage)
-                    copies.add(self._kept[stage][view], self._home[stage])
+                    copies += zip(self._kept[stage][view], self._home[stage])
                     new.append((stage, code, self._kept[stage][view]))
-        copies.do()
+        copy_all(copies)
         for stage, code, tensors in new:
             self._correct(stage, code, tensors)
 
@@ -210,9 +212,7 @@ class SwappingStore(_VersionedStore):
 
     def _make(self, stage: int, code: int, plain: Tensors) -> None:
         tensors = self._fresh(stage)
-        copies = _Copies()
-        copies.add(tensors, plain)
-        copies.do()
+        copy_all(list(zip(tensors, plain)))
         self._correct(stage, code, tensors)
         self._kept[stage][(self._newest[stage], code)] = tensors
 
@@ -221,7 +221,7 @@ class SwappingStore(_VersionedStore):
             parameter.data = tensor
 
     def _keep(self, stages: Sequence[int], keep: Sequence[Set[int]]) -> None:
-        copies = _Copies()
+        copies: Copies = []
         for stage in stages:
             codes, views, newest = keep[stage], self._kept[stage], self._newest[stage]
             tensors = [p.data for p in self._parameters[stage]]
@@ -235,8 +235,8 @@ class SwappingStore(_VersionedStore):
                 views[newest, PLAIN] = tensors
                 new = self._fresh(stage)
                 self._point(stage, new)
-                copies.add(new, tensors)
-        copies.do()
+                copies += zip(new, tensors)
+        copy_all(copies)
 
 
 def make_weight_store(work: Work, stages: Sequence[int], versions: Optional[IntArray] = None) -> WeightStore:
@@ -253,27 +253,13 @@ def make_weight_store(work: Work, stages: Sequence[int], versions: Optional[IntA
     )
 
 
-class _Copies:
-    """Copies that are done in one call."""
-
-    def __init__(self) -> None:
-        self._to: Tensors = []
-        self._values: Tensors = []
-
-    def add(self, to: Tensors, values: Tensors) -> None:
-        self._to += to
-        self._values += values
-
-    def do(self) -> None:
-        copy_all(self._to, self._values)
-
-
-def copy_all(to: Tensors, values: Tensors) -> None:
-    """Write `values` into the storages of `to`, in one call where this PyTorch has one (2.1 and later)."""
-    if not to:
+def copy_all(copies: Sequence[Tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Write the second tensor of each pair into the storage of the first, in one call if this PyTorch has one (2.1 and later)."""
+    if not copies:
         return
+    to, values = zip(*copies)
     if hasattr(torch, "_foreach_copy_"):
         torch._foreach_copy_(to, values)
     else:
-        for target, value in zip(to, values):
+        for target, value in copies:
             target.copy_(value)
