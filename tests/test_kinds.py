@@ -68,7 +68,6 @@ WRONG: Dict[str, Dict[str, Any]] = {  # story: most of these ended in an Attribu
     "model.output: logits: the model returns a tensor .* of which it is no part: leave it out": {"output": "logits"},
     "output: 1.5: must be a field's name": {"output": 1.5},
     "model: it fails on a microbatch .* which loss: model calls with the labels too: TypeError": {"loss": "model"},
-    "optimizer_args: a list: must be a mapping": {"optimizer": torch.optim.SGD, "optimizer_args": [0.1]},
     "optimizer: SGD: .* unexpected keyword argument 'lrr'": {"optimizer": functools.partial(torch.optim.SGD, lrr=1)},
     "lr_scheduler: a str: must be a function of an optimizer": {"lr_scheduler": "cosine"},
     "lr_scheduler: a StepLR: must be a function of an optimizer": {
@@ -91,11 +90,8 @@ WRONG: Dict[str, Dict[str, Any]] = {  # story: most of these ended in an Attribu
     "early_stopping.metric: f: no evaluation gives it: must be one of loss, accuracy": {
         "callbacks": [ipu_pipe.EarlyStopping("f")]
     },
-    "resume: a str: must be True or False": {"resume": "yes"},
-    "resume_from: -1: must be a whole number >= 1": {"resume_from": -1},
     "overwrite: True: not together with resume": {"overwrite": True, "resume": True},
     "--resume-from: 3: .* holds no run": {"resume_from": 3},
-    "keep_dtype: 1: must be True or False": {"keep_dtype": 1},
 }
 
 

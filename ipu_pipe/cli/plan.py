@@ -12,6 +12,7 @@ from typing import Any, List, Optional, Sequence, Tuple
 from ipu_pipe.cli.arguments import add_quiet, add_set, add_traceback, count, get_say, get_tell, take_config, whole
 from ipu_pipe.config.values import MOST_STAGES
 from ipu_pipe.errors import BadInput, Parser, show_traceback
+from ipu_pipe.text import show
 
 EPILOG = """
 All figures are predictions: from the model's FLOPs and bytes and the hardware's figures, or, with --measure, from the times that
@@ -30,14 +31,10 @@ SIZES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "M
 
 def _parse_size(text: str) -> float:
     """Convert an argument such as "16GB", "900MiB" or "16e9" to bytes."""
-    match = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?)\s*([kMGT]i?)?B?", text.strip())
-    try:
-        assert match is not None
-        size = float(match.group(1)) * SIZES[match.group(2) or ""]
-    except (AssertionError, ValueError):
-        size = 0.0
+    match = re.fullmatch(r"((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[0-9]+)?)\s*([kMGT]i?)?B?", text.strip())
+    size = float(match.group(1)) * SIZES[match.group(2) or ""] if match else 0.0
     if not 0 < size < 1e18:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be a number of bytes, such as 16GB or 900MiB")
+        raise argparse.ArgumentTypeError(f"{show(text)}: must be a number of bytes, such as 16GB or 900MiB")
     return size
 
 

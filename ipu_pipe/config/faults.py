@@ -96,7 +96,8 @@ def find_origin(key: str, origins: Mapping[str, str], place: str) -> str:
 def _suggest_section(parts: List[str], value: Any, schema: Schema) -> str:
     """Return the section as it would be with the value that was given in its place."""
     field = schema.model_fields.get(parts[0]) if len(parts) == 1 else None
-    meant = [key for key in MEANT.get(type(value), ()) if field is not None and key in _list_keys(field)]
+    known = _list_keys(field.annotation) if field is not None else []
+    meant = [key for key in MEANT.get(type(value), ()) if key in known]
     return f", such as {{{meant[0]}: {show(value)}}}" if meant else ""
 
 
@@ -113,26 +114,23 @@ def _suggest_key(parts: List[str], schema: Schema, forms: Mapping[str, Schema]) 
         inside = field is not None and get_origin(field.annotation) in (list, tuple, dict)
         if section is None:
             return ""
-    known = list(section.model_fields)
-    if parts[-1] in known:  # of another form of `stages`
+    fields, key = section.model_fields, parts[-1]
+    if key in fields:  # of another form of `stages`
         return ""
-    called = KEYS_ALSO_CALLED.get(parts[-1].lower().replace("-", "_"), "")
-    if called and len(parts) == 1 and (called.startswith("--") or called.partition(".")[0] in known):
+    called = KEYS_ALSO_CALLED.get(key.lower().replace("-", "_"), "") if len(parts) == 1 else ""
+    if called.startswith("--") or called.partition(".")[0] in fields:
         return f", nearest is {called}"
-    inner = [(name, key) for name in known if name not in WRITTEN for key in _list_keys(section.model_fields[name])]
-    near = " or ".join(f"{name}.{key}" for name, key in inner if key == parts[-1])
-    near = near or find_nearest(parts[-1], known, alike=0.5)
-    return f", nearest is {near}" if near else f", allowed are {', '.join(known)}"
+    inner = [name for name in fields if name not in WRITTEN and key in _list_keys(fields[name].annotation)]
+    near = " or ".join(f"{name}.{key}" for name in inner) or find_nearest(key, fields, alike=0.5)
+    return f", nearest is {near}" if near else f", allowed are {', '.join(fields)}"
 
 
-def _list_keys(field: Any) -> List[str]:
-    """Return the keys of a field that is a section; none of any other."""
-    section = _find_section(field.annotation)
+def _list_keys(annotation: Any) -> List[str]:
+    """Return the keys of the section in a type; none if there is no section."""
+    section = _find_section(annotation)
     return list(section.model_fields) if section is not None else []
 
 
 def _find_section(annotation: Any) -> Any:
-    for candidate in (annotation, *getattr(annotation, "__args__", ())):
-        if inspect.isclass(candidate) and issubclass(candidate, BaseModel):
-            return candidate
-    return None
+    types = (annotation, *getattr(annotation, "__args__", ()))
+    return next((one for one in types if inspect.isclass(one) and issubclass(one, BaseModel)), None)

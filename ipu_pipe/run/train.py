@@ -90,8 +90,9 @@ def train(
     others_given: Dict[str, Any] = {"metrics": metrics, "lr_scheduler": lr_scheduler}
     asked: Dict[str, Any] = {"resume": resume, "resume_from": resume_from, "overwrite": overwrite}
     objects: Dict[str, Any] = {"model": model, "data": data, "loss": loss, "output": output, "callbacks": callbacks}
-    others: Dict[str, Any] = {"optimizer_args": optimizer_args, "quiet": quiet, "keep_dtype": keep_dtype}
-    check_arguments(config, **objects, **others_given, **others, **asked)
+    check_arguments(config, **objects, **others_given)
+    if overwrite and (resume or resume_from is not None):
+        raise BadInput("overwrite: True: not together with resume, which keeps the run that is there")
     out = parse_folder(out)
     launch(config, {"out": out, **asked})
     refuse_missing(config, model=model, output=output, data=data, loss=loss, optimizer=optimizer, **others_given)
@@ -210,11 +211,6 @@ def evaluate_checkpoint(config: Config, path: Union[str, Path]) -> Dict[str, Any
     return {"weights": str(path), **result.to_record()}
 
 
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-_FLAG = (lambda value: isinstance(value, bool), "True or False")
 # argument of `train` -> whether a value fits, and what is allowed
 _KINDS: Dict[str, Tuple[Callable[[Any], bool], str]] = {
     "config": (lambda value: isinstance(value, Config), "what ipu_pipe.configure or ipu_pipe.load_config gives"),
@@ -228,10 +224,9 @@ _KINDS: Dict[str, Tuple[Callable[[Any], bool], str]] = {
         "a function of outputs and labels, such as torch.nn.CrossEntropyLoss(), or the name of one",
     ),
     "output": (
-        lambda value: isinstance(value, str) or _is_whole(value) or callable(value),
+        lambda value: isinstance(value, (str, int)) or callable(value),
         "a field's name, an index, or a function of the model's output",
     ),
-    "optimizer_args": (lambda value: isinstance(value, Mapping), "a mapping of arguments"),
     "lr_scheduler": (
         callable, "a function of an optimizer that makes a scheduler, such as functools.partial(torch.optim.lr_scheduler.StepLR, "
         "step_size=30)",
@@ -243,8 +238,6 @@ _KINDS: Dict[str, Tuple[Callable[[Any], bool], str]] = {
     "callbacks": (
         lambda value: isinstance(value, (list, tuple)), "a list of objects of classes derived from ipu_pipe.Callback"
     ),
-    "resume_from": (lambda value: _is_whole(value) and value >= 1, "a whole number >= 1, the step of a checkpoint"),
-    **dict.fromkeys(("resume", "overwrite", "quiet", "keep_dtype"), _FLAG),
 }  # fmt: skip
 
 
@@ -255,8 +248,6 @@ def check_arguments(config: Config, **given: Any) -> None:
         fits, allowed = _KINDS[name]
         if (value is not None or name == "config") and not fits(value):
             faults.append(f"{name}: {describe_kind(value)}: must be {allowed}")
-    if given.get("overwrite") and (given.get("resume") or given.get("resume_from")):
-        faults.append("overwrite: True: not together with resume, which keeps the run that is there")
     needed = {"model": config.model.entry, "data": config.data.name} if isinstance(config, Config) else {}
     faults += [
         f"{key}: missing: must be given, to ipu_pipe.train or ipu_pipe.configure"
