@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from importlib import util
-from typing import Callable, Dict, NamedTuple
+from typing import Callable, Dict, Mapping, NamedTuple, Optional, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,7 +33,7 @@ from ipu_pipe.stability.roots import (
     find_least_half_life,
     find_least_half_lives,
 )
-from ipu_pipe.studies.theory_panels import ColourMap, Panel, TheoryFigure, make_line, round_values
+from ipu_pipe.studies.theory_panels import ColourMap, Panel, TheoryFigure, make_panel, round_values
 
 YANG = "Yang et al. 2021 (PipeMare)"
 KOSSON = "Kosson et al. 2021 (Pipelined Backpropagation at Scale)"
@@ -43,21 +43,23 @@ NOISE = "one path of the recurrence each, with the same noise, of seed 0"
 # ---- PipeMare
 
 
+def draw_normal_noise(updates: int) -> Floats:
+    """Draw the noise of a path, of seed 0."""
+    return np.random.default_rng(0).normal(size=updates)
+
+
 def compute_pipemare_5a() -> TheoryFigure:
     """Compute trajectories of the plain model with noise, by delay."""
     updates, step = 250, 0.2
-    noise = np.random.default_rng(0).normal(size=updates)
-    delays, limits = (0, 5, 10), {d: 2 * math.sin(math.pi / (4 * d + 2)) for d in (0, 5, 10)}
-    paths = {d: simulate(make_delayed_sgd(d), steps=step, updates=updates, noise=noise) for d in delays}
-    lines = [
-        make_line(f"delay {d} (stable below {limits[d]:.3f})", range(updates + 1), paths[d] ** 2 / 2) for d in delays
-    ]
-    ends = {d: float((paths[d][-50:] ** 2 / 2).max()) for d in delays}
-    panel = Panel("", "update", "loss w²/2", tuple(lines), y_scale="log", y_range=(1e-4, 1e6))
+    noise, delays = draw_normal_noise(updates), (0, 5, 10)
+    losses = {d: simulate(make_delayed_sgd(d), steps=step, updates=updates, noise=noise) ** 2 / 2 for d in delays}
+    labels = {d: f"delay {d} (stable below {2 * math.sin(math.pi / (4 * d + 2)):.3f})" for d in delays}
+    lines = {labels[d]: loss for d, loss in losses.items()}
+    ends = ", ".join(f"{loss[-50:].max():.3g} with delay {d}" for d, loss in losses.items())
+    panel = make_panel("update", "loss w²/2", range(updates + 1), lines, y_scale="log", y_range=(1e-4, 1e6))
     return TheoryFigure(
         f"{YANG}, Figure 5(a)", f"A quadratic of curvature 1, step {step}, noise N(0, 1), by delay", (panel,),
-        f"greatest loss of the last 50 updates: {', '.join(f'{ends[d]:.3g} with delay {d}' for d in delays)}",
-        note=NOISE,
+        f"greatest loss of the last 50 updates: {ends}", note=NOISE,
     )  # fmt: skip
 
 
@@ -65,28 +67,15 @@ def compute_pipemare_5b(updates: int = 100_000) -> TheoryFigure:
     """Compute losses of delayed SGD on a linear regression, by step and delay."""
     data = load_regression()
     steps, delays = np.geomspace(1e-3, 1, 25), np.array([1, 2, 4, 8, 16, 32, 64, 128])
-    final_losses = train_delayed(data, steps, delays, updates)
-    curvature = compute_largest_curvature(data)
-    limit = 2 / curvature * np.sin(np.pi / (4 * delays + 2))
-    alive = [float(steps[np.isfinite(row)].max()) for row in final_losses]
-    ratio = np.array(alive) / limit
-    colours = ColourMap(
-        round_values(delays),
-        round_values(steps),
-        np.where(np.isfinite(final_losses), final_losses, np.nan).T.tolist(),
-        "loss",
-        1.0,
-        "red",
-    )
-    panel = Panel(
-        "",
-        "delay (updates)",
-        "step",
-        (make_line("Lemma 1, largest curvature", delays, limit, "k-"),),
-        colours,
-        "log",
-        "log",
-    )
+    losses = train_delayed(data, steps, delays, updates)
+    limit = 2 / compute_largest_curvature(data) * np.sin(np.pi / (4 * delays + 2))
+    ratio = np.array([float(steps[np.isfinite(row)].max()) for row in losses]) / limit
+    values = np.where(np.isfinite(losses), losses, np.nan).T.tolist()
+    colours = ColourMap(round_values(delays), round_values(steps), values, "loss", 1.0, "red")
+    panel = make_panel(
+        "delay (updates)", "step", delays, {"Lemma 1, largest curvature": limit}, style="k-", colours=colours,
+        x_scale="log", y_scale="log",
+    )  # fmt: skip
     return TheoryFigure(
         f"{YANG}, Figure 5(b)",
         f"Linear regression by delayed SGD, {data.name}, {updates:,} updates of {data.batch} samples;\nred: diverged",
@@ -100,28 +89,29 @@ def compute_pipemare_5b(updates: int = 100_000) -> TheoryFigure:
 def compute_pipemare_6() -> TheoryFigure:
     """Compute discrepancy between the passes' weights, and T2 against it."""
     forward, backward, step, updates = 10, 6, 0.05, 250
-    noise = np.random.default_rng(0).normal(size=updates)
-    gamma = compute_discrepancy_decay(0.1, forward - backward)
-    paths = {
-        d: simulate(make_pipemare(forward, backward, d), steps=step, updates=updates, noise=noise)
+    noise = draw_normal_noise(updates)
+    losses = {
+        f"discrepancy {d:g}": simulate(make_pipemare(forward, backward, d), steps=step, updates=updates, noise=noise) ** 2 / 2
         for d in (0.0, 3.0, 5.0)
     }
-    trajectories = [make_line(f"discrepancy {d:g}", range(updates + 1), path**2 / 2) for d, path in paths.items()]
     models = {
         "discrepancy 5": make_pipemare(forward, backward, 5.0),
-        "discrepancy 5, T2 (D = 0.1)": make_pipemare(forward, backward, 5.0, gamma),
+        "discrepancy 5, T2 (D = 0.1)": make_pipemare(
+            forward, backward, 5.0, compute_discrepancy_decay(0.1, forward - backward)
+        ),
         "no discrepancy": make_pipemare(forward, backward),
     }
+    paths = make_panel(
+        "update", "loss w²/2", range(updates + 1), losses, title=f"step {step}, noise N(0, 1)",
+        y_scale="log", y_range=(1e-4, 1e8),
+    )  # fmt: skip
     return TheoryFigure(
         f"{YANG}, Figure 6",
         f"Passes that read different weights: forward delay {forward}, backward {backward}, curvature 1",
-        (
-            Panel(f"step {step}, noise N(0, 1)", "update", "loss w²/2", tuple(trajectories), y_scale="log", y_range=(1e-4,
-            1e8)), _draw_radii(models, np.linspace(0.001, 0.25, 120)),
-        ),
-        "largest stable steps: " + _list_limits(models),
+        (paths, compute_radii(models)),
+        "largest stable steps: " + list_limits(models),
         note=f"left: {NOISE}; right: from the characteristic polynomials",
-    )  # fmt: skip
+    )
 
 
 def compute_pipemare_10() -> TheoryFigure:
@@ -129,107 +119,93 @@ def compute_pipemare_10() -> TheoryFigure:
     forward, backward = 40, 10
     gamma = compute_discrepancy_decay(None, forward - backward)
     sensitivities = np.linspace(-100, 100, 401)
-    limits = {
-        label: np.array(
-            [
-                find_largest_stable_step(derive_loop_gain(make_pipemare(forward, backward, d, decay)))
-                for d in sensitivities.tolist()
-            ]
-        )
-        for label, decay in (("without T2", None), (f"T2, gamma = 1 - 2/31 = {gamma:.3f}", gamma))
-    }
-    plain, corrected = limits.values()
+
+    def find_limits(decay: Optional[float]) -> Floats:
+        models = [make_pipemare(forward, backward, d, decay) for d in sensitivities.tolist()]
+        return np.array([find_largest_stable_step(derive_loop_gain(model)) for model in models])
+
+    plain, corrected = find_limits(None), find_limits(gamma)
     gains = corrected[sensitivities > 0] / plain[sensitivities > 0]
     worse = sensitivities[corrected < plain * (1 - 1e-9)]
+    lines = {"without T2": plain, f"T2, gamma = 1 - 2/31 = {gamma:.3f}": corrected}
     return TheoryFigure(
         f"{YANG}, Figure 10",
         f"Largest stable step by discrepancy: forward delay {forward}, backward {backward}, curvature 1",
-        (
-            Panel("", "discrepancy", "largest stable step", tuple(make_line(k, sensitivities, v) for k, v in limits.items()),
-                  y_scale="log"),
-        ),
+        (make_panel("discrepancy", "largest stable step", sensitivities, lines, y_scale="log"),),
         f"for discrepancies above 0 T2 raises the step by {gains.min():.2f} to {gains.max():.2f} times;"
         + (f" it lowers it between {worse.min():g} and {worse.max():g}" if len(worse) else " it lowers it nowhere"),
-    )  # fmt: skip
+    )
 
 
 def compute_pipemare_16() -> TheoryFigure:
     """Compute recomputation with other weights, and T2 against it."""
-    gamma = compute_discrepancy_decay(0.1, 9)
     models = {
         "recomputed with other weights": make_pipemare(10, 1, 10.0, recompute=(4, -5.0)),
-        "the same, T2 (D = 0.1)": make_pipemare(10, 1, 10.0, gamma, (4, -5.0)),
+        "the same, T2 (D = 0.1)": make_pipemare(10, 1, 10.0, compute_discrepancy_decay(0.1, 9), (4, -5.0)),
         "no recomputation, discrepancy 10": make_pipemare(10, 1, 10.0),
         "no discrepancy": make_pipemare(10, 1),
     }
     return TheoryFigure(
         f"{YANG}, Figure 16",
         "Recomputation with other weights: forward delay 10, recomputation 4, backward 1;\ndiscrepancy 10, Phi -5, curvature 1",
-        (_draw_radii(models, np.linspace(0.001, 0.25, 120)),),
-        "largest stable steps: " + _list_limits(models),
+        (compute_radii(models),),
+        "largest stable steps: " + list_limits(models),
     )
 
 
-def _draw_radii(models: Dict[str, Recurrence], steps: Floats) -> Panel:
-    lines = [
-        make_line(label, steps, compute_root_radius(derive_loop_gain(one), steps)) for label, one in models.items()
-    ]
-    edge = make_line("stable below", steps[[0, -1]], [1, 1], "k:")
-    return Panel("greatest root by step", "step", "greatest root", (*lines, edge))
+def compute_radii(models: Dict[str, Recurrence]) -> Panel:
+    """Return the greatest root of each model by step."""
+    steps = np.linspace(0.001, 0.25, 120)
+    lines = {label: compute_root_radius(derive_loop_gain(model), steps) for label, model in models.items()}
+    panel = make_panel("step", "greatest root", steps, lines, title="greatest root by step")
+    edge = make_panel("", "", steps[[0, -1]], {"stable below": [1, 1]}, style="k:")
+    return panel._replace(lines=(*panel.lines, *edge.lines))
 
 
-def _list_limits(models: Dict[str, Recurrence]) -> str:
+def list_limits(models: Dict[str, Recurrence]) -> str:
+    """Return the largest stable step of each model in words."""
     return ", ".join(
-        f"{find_largest_stable_step(derive_loop_gain(one)):.4f} ({label})" for label, one in models.items()
+        f"{find_largest_stable_step(derive_loop_gain(model)):.4f} ({label})" for label, model in models.items()
     )
 
 
 # ---- pipelined backpropagation
 
-
 Rule = Callable[[float], LoopGain]  # momentum -> loop
 
 
-def make_gdm(delay: int) -> Rule:
-    """Return SGD with momentum."""
-    return lambda m: derive_loop_gain(make_delayed_sgd(delay, m))
+def make_rule(delay: int, spike: bool = False, horizon: float = 0.0) -> Rule:
+    """Return SGD with momentum, with spike compensation SC_D if `spike` and weight prediction LWP over `horizon` updates."""
+
+    def make(m: float) -> LoopGain:
+        coefficients = compute_spike_coefficients(m, delay) if spike else (1.0, 0.0)
+        return derive_loop_gain(make_delayed_sgd(delay, m, coefficients, horizon))
+
+    return make
 
 
-def make_compensated(delay: int) -> Rule:
-    """Return spike compensation SC_D."""
-    return lambda m: derive_loop_gain(make_delayed_sgd(delay, m, compute_spike_coefficients(m, delay)))
-
-
-def make_predicted(delay: int, horizon: float) -> Rule:
-    """Return linear weight prediction LWP."""
-    return lambda m: derive_loop_gain(make_delayed_sgd(delay, m, horizon=horizon))
-
-
-def make_combined(delay: int) -> Rule:
-    """Return the combination LWP_w,D + SC_D."""
-    return lambda m: derive_loop_gain(make_delayed_sgd(delay, m, compute_spike_coefficients(m, delay), delay))
-
-
-def make_nesterov(delay: int) -> Rule:
-    """Return Nesterov's momentum, w <- w - step (m v + g)."""
-    return lambda m: derive_loop_gain(make_delayed_sgd(delay, m, (m, 1.0)))
+def make_nesterov(m: float) -> LoopGain:
+    """Return Nesterov's momentum without delay, w <- w - step (m v + g)."""
+    return derive_loop_gain(make_delayed_sgd(0, m, (m, 1.0)))
 
 
 def compute_pb_3() -> TheoryFigure:
     """Compute what a gradient adds to each update."""
     delay, m, times = 6, 0.85, 25
-    spike = compute_spike_coefficients(m, delay)
     early = compute_impulse_response(make_delayed_sgd(0, m), times)
-    panels = [
-        Panel(title, "update after the gradient was computed", "contribution", (make_line("this", range(times), response, "o-"),
-              make_line("no delay", range(times), early, ":")))
-        for title, response in (
-            ("no delay", early),
-            (f"delay {delay}", compute_impulse_response(make_delayed_sgd(delay, m), times)),
-            (f"delay {delay}, spike compensation", compute_impulse_response(make_delayed_sgd(delay, m, spike), times)),
+    late = compute_impulse_response(make_delayed_sgd(delay, m, compute_spike_coefficients(m, delay)), times)
+    responses = {
+        "no delay": early,
+        f"delay {delay}": compute_impulse_response(make_delayed_sgd(delay, m), times),
+        f"delay {delay}, spike compensation": late,
+    }
+    panels = []
+    for title, response in responses.items():
+        panel = make_panel(
+            "update after the gradient was computed", "contribution", range(times), {"this": response}, title, "o-"
         )
-    ]  # fmt: skip
-    late = compute_impulse_response(make_delayed_sgd(delay, m, spike), times)
+        without = make_panel("", "", range(times), {"no delay": early}, style=":")
+        panels.append(panel._replace(lines=(*panel.lines, *without.lines)))
     return TheoryFigure(
         f"{KOSSON}, Figure 3", f"Impulse response of SGD with momentum {m}", tuple(panels),
         f"the spike, {late[delay]:.3f}, is the sum of the contributions missed by then, {early[: delay + 1].sum():.3f}; after it"
@@ -241,25 +217,20 @@ def compute_pb_4() -> TheoryFigure:
     """Compute the greatest root by normalized rate and momentum."""
     rates, rest = np.geomspace(1e-9, 4, 56), np.geomspace(1, 1e-5, 41)
     rules = {
-        "SGD with momentum, no delay": make_gdm(0),
-        "SGD with momentum, delay 1": make_gdm(1),
-        "SC_D, delay 1": make_compensated(1),
-        "Nesterov's momentum, no delay": make_nesterov(0),
-        "LWP_D, delay 1": make_predicted(1, 1.0),
-        "LWP_w,D + SC_D, delay 1": make_combined(1),
+        "SGD with momentum, no delay": make_rule(0),
+        "SGD with momentum, delay 1": make_rule(1),
+        "SC_D, delay 1": make_rule(1, spike=True),
+        "Nesterov's momentum, no delay": make_nesterov,
+        "LWP_D, delay 1": make_rule(1, horizon=1.0),
+        "LWP_w,D + SC_D, delay 1": make_rule(1, spike=True, horizon=1),
     }
     panels, areas = [], []
     for title, rule in rules.items():
         radius = np.stack([compute_root_radius(rule(1 - r), rates) for r in rest.tolist()])
         areas.append(f"{(radius < 1).mean():.3f} ({title})")
         margin = np.where(radius < 1, np.log10(np.maximum(1 - radius, 1e-12)), np.nan)
-        colours = ColourMap(
-            round_values(rates),
-            round_values(rest),
-            [round_values(row) for row in margin],
-            "log10 (1 - greatest root)",
-            0.0,
-        )
+        values = [round_values(row) for row in margin]
+        colours = ColourMap(round_values(rates), round_values(rest), values, "log10 (1 - greatest root)", 0.0)
         panels.append(Panel(title, "rate times curvature", "1 - momentum", (), colours, "log", "log"))
     return TheoryFigure(
         f"{KOSSON}, Figure 4", "Greatest root by normalized rate and momentum; black: unstable", tuple(panels),
@@ -267,28 +238,33 @@ def compute_pb_4() -> TheoryFigure:
     )  # fmt: skip
 
 
+def make_half_life_figure(
+    number: int, title: str, x_label: str, x: Sequence[float], lines: Mapping[str, Sequence[float]], seen: str,
+    x_scale: str = "linear", y_range: Optional[Sequence[float]] = None,
+) -> TheoryFigure:  # fmt: skip
+    """Return one of Kosson et al.'s figures of the least half-life of the error on a quadratic."""
+    panel = make_panel(x_label, "half-life (updates)", x, lines, x_scale=x_scale, y_scale="log", y_range=y_range)
+    return TheoryFigure(f"{KOSSON}, Figure {number}", f"Least half-life {title}", (panel,), seen)
+
+
 def compute_pb_5() -> TheoryFigure:
     """Compute the least half-life by condition number."""
     conditions, rest = np.geomspace(1, 1e6, 37), np.geomspace(1, 1e-5, 121)
     rules = {
-        "SGD with momentum, delay 1": make_gdm(1),
-        "SC_D, delay 1": make_compensated(1),
-        "LWP_D, delay 1": make_predicted(1, 1.0),
-        "LWP_w,D + SC_D, delay 1": make_combined(1),
-        "SGD with momentum, no delay": make_gdm(0),
+        "SGD with momentum, delay 1": make_rule(1),
+        "SC_D, delay 1": make_rule(1, spike=True),
+        "LWP_D, delay 1": make_rule(1, horizon=1.0),
+        "LWP_w,D + SC_D, delay 1": make_rule(1, spike=True, horizon=1),
+        "SGD with momentum, no delay": make_rule(0),
     }
     half_lives = {
         label: np.stack([find_least_half_lives(rule(1 - r), conditions, 300) for r in rest.tolist()]).min(axis=0)
         for label, rule in rules.items()
     }
-    at = {label: values[18] for label, values in half_lives.items()}
-    return TheoryFigure(
-        f"{KOSSON}, Figure 5", "Least half-life of the error on a quadratic, over all rates and momenta",
-        (
-            Panel("", "condition number", "half-life (updates)",
-                  tuple(make_line(k, conditions, v) for k, v in half_lives.items()), x_scale="log", y_scale="log"),
-        ),
-        "at a condition number of 1000: " + ", ".join(f"{value:.3g} ({label})" for label, value in at.items()),
+    at_1000 = ", ".join(f"{values[18]:.3g} ({label})" for label, values in half_lives.items())
+    return make_half_life_figure(
+        5, "of the error on a quadratic, over all rates and momenta", "condition number", conditions.tolist(),
+        {label: values.tolist() for label, values in half_lives.items()}, f"at a condition number of 1000: {at_1000}", "log",
     )  # fmt: skip
 
 
@@ -296,50 +272,42 @@ def compute_pb_6() -> TheoryFigure:
     """Compute the least half-life by delay."""
     delays = list(range(17))
     rules: Dict[str, Callable[[int], Rule]] = {
-        "SGD with momentum": make_gdm, "LWP_D": lambda d: make_predicted(d, float(d)), "LWP_w,D + SC_D": make_combined,
-    }  # fmt: skip
+        "SGD with momentum": make_rule,
+        "LWP_D": lambda d: make_rule(d, horizon=float(d)),
+        "LWP_w,D + SC_D": lambda d: make_rule(d, spike=True, horizon=d),
+    }
     half_lives = {label: [find_best_momentum(rule(d), 1e3)[0] for d in delays] for label, rule in rules.items()}
-    return TheoryFigure(
-        f"{KOSSON}, Figure 6", "Least half-life on a quadratic of condition number 1000, over all rates and momenta",
-        (Panel("", "delay (updates)", "half-life (updates)", tuple(make_line(k, delays, v) for k, v in half_lives.items()),
-        y_scale="log"),), "at a delay of 16: " + ", ".join(f"{values[-1]:.4g} ({label})" for label, values in half_lives.items()),
+    return make_half_life_figure(
+        6, "on a quadratic of condition number 1000, over all rates and momenta", "delay (updates)", delays, half_lives,
+        "at a delay of 16: " + ", ".join(f"{values[-1]:.4g} ({label})" for label, values in half_lives.items()),
     )  # fmt: skip
 
 
 def compute_pb_7() -> TheoryFigure:
     """Compute the least half-life by momentum and horizon."""
-    rest = np.geomspace(1, 1e-5, 51)
-    rules = {f"LWP, T = {T}": make_predicted(5, float(T)) for T in (0, 3, 5, 10, 20)}
-    rules["LWP_w,D + SC_D"] = make_combined(5)
-    half_lives = {
-        label: [find_least_half_life(rule(1 - r), 1e3) for r in rest.tolist()] for label, rule in rules.items()
-    }
+    rest = np.geomspace(1, 1e-5, 51).tolist()
+    rules = {f"LWP, T = {T}": make_rule(5, horizon=float(T)) for T in (0, 3, 5, 10, 20)}
+    rules["LWP_w,D + SC_D"] = make_rule(5, spike=True, horizon=5)
+    half_lives = {label: [find_least_half_life(rule(1 - r), 1e3) for r in rest] for label, rule in rules.items()}
     best = {label: 1 - rest[int(np.argmin(values))] for label, values in half_lives.items()}
-    return TheoryFigure(
-        f"{KOSSON}, Figure 7", "Least half-life on a quadratic of condition number 1000, delay 5, over all rates",
-        (
-            Panel("", "1 - momentum", "half-life (updates)", tuple(make_line(k, rest, v) for k, v in half_lives.items()),
-                  x_scale="log", y_scale="log", y_range=(1e2, 1e4)),
-        ),
+    return make_half_life_figure(
+        7, "on a quadratic of condition number 1000, delay 5, over all rates", "1 - momentum", rest, half_lives,
         "best momentum: " + ", ".join(f"{m:.4g}, half-life {min(half_lives[k]):.3g} ({k})" for k, m in best.items()),
+        "log", (1e2, 1e4),
     )  # fmt: skip
 
 
 def compute_pb_12() -> TheoryFigure:
     """Compute the least half-life by horizon."""
-    scales = np.concatenate([np.linspace(0, 4, 17), np.linspace(4.5, 10, 12)])
+    scales = np.concatenate([np.linspace(0, 4, 17), np.linspace(4.5, 10, 12)]).tolist()
     cases = {f"condition {c:g}, delay {d}": (c, d) for c, d in ((1e3, 4), (1e3, 10), (1e5, 4))}
     half_lives = {
-        label: [find_best_momentum(make_predicted(d, scale * d), c)[0] for scale in scales.tolist()]
+        label: [find_best_momentum(make_rule(d, horizon=scale * d), c)[0] for scale in scales]
         for label, (c, d) in cases.items()
     }
     best = {label: scales[int(np.argmin(values))] for label, values in half_lives.items()}
-    return TheoryFigure(
-        f"{KOSSON}, Figure 12", "Least half-life with LWP of horizon scale x delay, over all rates and momenta",
-        (
-            Panel("", "prediction scale T / D", "half-life (updates)",
-                  tuple(make_line(k, scales, v) for k, v in half_lives.items()), y_scale="log"),
-        ),
+    return make_half_life_figure(
+        12, "with LWP of horizon scale x delay, over all rates and momenta", "prediction scale T / D", scales, half_lives,
         "best scales: " + ", ".join(f"{scale:g} ({label})" for label, scale in best.items()),
     )  # fmt: skip
 
@@ -398,15 +366,9 @@ def train_delayed(data: Regression, steps: Floats, delays: NDArray[np.int64], up
 
 
 FIGURES: Dict[str, Callable[[], TheoryFigure]] = {
-    "pipemare_5a": compute_pipemare_5a,
-    "pipemare_5b": compute_pipemare_5b,
-    "pipemare_6": compute_pipemare_6,
-    "pipemare_10": compute_pipemare_10,
-    "pipemare_16": compute_pipemare_16,
-    "pb_3": compute_pb_3,
-    "pb_4": compute_pb_4,
-    "pb_5": compute_pb_5,
-    "pb_6": compute_pb_6,
-    "pb_7": compute_pb_7,
-    "pb_12": compute_pb_12,
-}
+    function.__name__[len("compute_") :]: function
+    for function in (
+        compute_pipemare_5a, compute_pipemare_5b, compute_pipemare_6, compute_pipemare_10, compute_pipemare_16,
+        compute_pb_3, compute_pb_4, compute_pb_5, compute_pb_6, compute_pb_7, compute_pb_12,
+    )
+}  # fmt: skip

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from ipu_pipe.report.plots import open_figure
-from ipu_pipe.stability.recurrences import Floats
 
 
 class Line(NamedTuple):
@@ -43,7 +42,7 @@ class Panel(NamedTuple):
     colours: Optional[ColourMap] = None
     x_scale: str = "linear"
     y_scale: str = "linear"
-    y_range: Optional[Tuple[float, float]] = None
+    y_range: Optional[Sequence[float]] = None
 
 
 class TheoryFigure(NamedTuple):
@@ -58,9 +57,18 @@ class TheoryFigure(NamedTuple):
     note: str = "from the characteristic polynomials: nothing is trained, nothing drawn at random"
 
 
-def make_line(label: str, x: ArrayLike, y: ArrayLike, style: str = "-") -> Line:
-    """Return a line rounded to four digits, as pictures show."""
-    return Line(label, round_values(x), round_values(y), style)
+def make_panel(
+    x_label: str,
+    y_label: str,
+    x: ArrayLike,
+    lines: Mapping[str, ArrayLike],
+    title: str = "",
+    style: str = "-",
+    **scales: Any,
+) -> Panel:
+    """Return a panel with a line for each label, rounded to four digits, as pictures show."""
+    rounded = tuple(Line(label, round_values(x), round_values(y), style) for label, y in lines.items())
+    return Panel(title, x_label, y_label, rounded, **scales)
 
 
 def round_values(values: ArrayLike) -> List[float]:
@@ -94,7 +102,7 @@ def _draw_panel(axes: Any, panel: Panel) -> None:
     axes.set(xscale=panel.x_scale, yscale=panel.y_scale, xlabel=panel.x_label, ylabel=panel.y_label)
     axes.set_title(panel.title, fontsize="medium")
     if panel.colours is not None:
-        _draw_colours(axes, panel.colours, panel.x_scale == "log", panel.y_scale == "log")
+        _draw_colours(axes, panel.colours)
     for line in panel.lines:
         axes.plot(line.x, line.y, line.style, label=line.label, markersize=3)
     if panel.y_range is not None:
@@ -103,20 +111,11 @@ def _draw_panel(axes: Any, panel: Panel) -> None:
         axes.legend(fontsize="x-small")
 
 
-def _draw_colours(axes: Any, colours: ColourMap, log_x: bool, log_y: bool) -> None:
+def _draw_colours(axes: Any, colours: ColourMap) -> None:
     values = np.array(colours.values, np.float64)
     masked = np.ma.masked_invalid(np.where(values <= colours.most, values, np.nan))
     axes.set_facecolor(colours.beyond)
-    edges = _find_edges(colours.x, log_x), _find_edges(colours.y, log_y)
-    mesh = axes.pcolormesh(*edges, masked, shading="flat", cmap="viridis", rasterized=True)
+    mesh = axes.pcolormesh(colours.x, colours.y, masked, shading="nearest", cmap="viridis", rasterized=True)
     axes.figure.colorbar(mesh, ax=axes, label=colours.label)
     if colours.y[0] > colours.y[-1]:
         axes.invert_yaxis()
-
-
-def _find_edges(middles: Sequence[float], log: bool) -> Floats:
-    """Return the edges of cells with these middles, halfway between them on the scale."""
-    at = np.log(middles) if log else np.array(middles)
-    between = (at[1:] + at[:-1]) / 2
-    edges = np.concatenate([[2 * at[0] - between[0]], between, [2 * at[-1] - between[-1]]])
-    return np.exp(edges) if log else edges
