@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
 
 from ipu_pipe.errors import BadInput
 from ipu_pipe.local import costs
@@ -65,21 +64,11 @@ def test_the_laws_meet_where_the_methods_are_one() -> None:
         costs.compute_sequential("pipedream", c, 1, 1)
 
 
-def test_pytorchs_counter_on_actual_modules() -> None:
-    pytest.importorskip("torch.utils.flop_counter")
-    x, y = torch.randn(4, 12), torch.randint(0, 10, (4,))
-    found = costs.count_flops(perceptron(12, 16, 3), nn.functional.cross_entropy, x, y)
-    assert found.forward == (2 * 12 * 16 + 2 * 2 * 16 * 16) / 3 and found.auxiliary == 2 * 16 * 10
-    # of the backward's products the gradient of the input is left out
-    forward = found.forward * 3 + found.auxiliary
-    assert found.backward == pytest.approx((2 * forward - 2 * 12 * 16) / forward)
-    assert found.parameters == sum(p.numel() for p in mlp(12, 16, 3).parameters())
+def test_the_paper_counts_no_convolutions() -> None:
     images = torch.randn(2, 3, 32, 32)
     made, _ = make_blocks(resnet18(classes=10), images, Structure(), ["layer1", "layer2", "layer3", "layer4"])
     blocks = get_blocks(made)
     assert blocks is not None
-    counted = costs.count_flops(blocks, nn.functional.cross_entropy, images, torch.zeros(2, dtype=torch.long))
-    assert counted.layers == 5 and 1.8 < counted.backward < 2
     with pytest.raises(BadInput, match="^model: Conv2d: "):
         costs.count_by_paper(blocks, images, 10)
 

@@ -9,9 +9,8 @@ from torch import nn
 
 from ipu_pipe.errors import BadInput
 from ipu_pipe.local import structures
-from ipu_pipe.local.blocks import Blocks, get_activation
+from ipu_pipe.local.blocks import Blocks
 from ipu_pipe.local.structures import STRUCTURES, Flops, Law
-from ipu_pipe.model.loss import Loss
 
 LOSS_FLOPS = 5  # of softmax cross-entropy, per class
 BACKPROPAGATION = "backpropagation"
@@ -68,7 +67,8 @@ def count_by_paper(blocks: Blocks, x: torch.Tensor, classes: int) -> Flops:
     auxiliary = sum(heads) / len(heads)
     layers = len(blocks.pieces)
     forward = (sum(counts) + LOSS_FLOPS * classes - auxiliary) / layers  # the last block ends with the model's own head
-    return Flops(forward, auxiliary, 1.5, layers, _parameters(blocks))
+    parameters = sum(p.numel() for p in blocks.model.parameters())
+    return Flops(forward, auxiliary, 1.5, layers, parameters)
 
 
 def _count_forward(blocks: Blocks, x: torch.Tensor, count: Any, counts: List[float]) -> List[float]:
@@ -93,44 +93,6 @@ def _count_forward(blocks: Blocks, x: torch.Tensor, count: Any, counts: List[flo
         for handle in handles:
             handle.remove()
     return heads
-
-
-def count_flops(blocks: Blocks, loss: Loss, x: torch.Tensor, y: torch.Tensor) -> Flops:
-    """Count the FLOPs of products and convolutions, forward and backward, with PyTorch's counter (torch 2.1 or later).
-
-    A multiplication and an addition are two.
-    """
-    try:
-        from torch.utils.flop_counter import FlopCounterMode
-    except ImportError:
-        raise BadInput("FLOPs are counted by torch.utils.flop_counter: needs torch 2.1 or later") from None
-
-    def flops(work: Any) -> Tuple[float, Any]:
-        with FlopCounterMode(display=False) as counter:
-            result = work()
-        return float(counter.get_total_flops()) / len(x), result
-
-    first = blocks.pieces[0]
-    first.cut.prepare(x, first.training)  # recording a microbatch of this size is not part of its cost
-    forward, heads, value = 0.0, [], x
-    for index, piece in enumerate(blocks.pieces):
-        entering = value
-        piece_flops, value = flops(lambda: piece(entering))
-        forward += piece_flops
-        head = blocks.head(index)
-        if head is not None:
-            activation = get_activation(value)
-            heads.append(flops(lambda: head(activation))[0])
-    result = loss(value, y)
-    trained = [p for p in blocks.model.parameters() if p.requires_grad]
-    backward, _ = flops(lambda: torch.autograd.grad(result, trained, allow_unused=True))
-    auxiliary = sum(heads) / len(heads) if heads else 0.0
-    layers = len(blocks.pieces)
-    return Flops((forward - auxiliary) / layers, auxiliary, backward / forward, layers, _parameters(blocks))
-
-
-def _parameters(blocks: Blocks) -> int:
-    return sum(p.numel() for p in blocks.model.parameters())
 
 
 # ---- fronts

@@ -155,17 +155,6 @@ def simulate(
         return np.sum([np.stack(w) for w in weights], axis=0)
 
 
-def measure_growth(path: Floats, window: int) -> Floats:
-    """Return the factor per update by which a simulated w, shape (updates + 1, ...), grew over its last two windows.
-
-    It is nearly the root radius; infinity where w overflowed, 0 where it vanished.
-    """
-    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-        last, previous = (np.abs(path[-window:]).max(axis=0), np.abs(path[-2 * window : -window]).max(axis=0))
-        factor = (last / previous) ** (1 / window)
-    return np.where(np.isfinite(last), np.where(previous > 0, factor, 0.0), np.inf)
-
-
 def compute_impulse_response(stage: Recurrence, times: int) -> Floats:
     """Return what a gradient of 1, computed at time 0, adds to the update at each of `times` times, for a step of 1.
 

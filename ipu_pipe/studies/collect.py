@@ -23,6 +23,7 @@ from ipu_pipe.errors import BadInput, RunFault
 from ipu_pipe.files import write_json
 from ipu_pipe.job.record import Job
 from ipu_pipe.model.flops import BACKWARD, HOW
+from ipu_pipe.report.analysis.text import format_table
 from ipu_pipe.report.memory import build_memory_table
 from ipu_pipe.report.summary import plan_links, plan_shared_links
 from ipu_pipe.run.folder import check_folder, check_unlocked, read_summary
@@ -151,17 +152,12 @@ def check_folders(folders: Sequence[Path], resume: bool, overwrite: bool) -> Non
         check_unlocked(folder)
 
 
-def needs_processes(config: Config) -> bool:
-    """Return whether a run needs processes that no launcher has started."""
-    return not get_backend(config).emulates and not is_distributed()
-
-
 def run_turn(config: Config, out: Path, processes: int, overwrite: bool = False) -> Dict[str, Any]:
     """Train by `config` into `out` and return the summary; start `processes` processes if the run needs them.
 
     Raise `RunFault` if one of them fails, with its message.
     """
-    if not needs_processes(config):
+    if get_backend(config).emulates or is_distributed():
         return train(config, out, overwrite=overwrite, quiet=True)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "config.yaml"
@@ -196,32 +192,31 @@ def _describe_throughput(
 
     On the emulator one machine does the work of all devices, so that there is no measured speedup.
     """
-    rates = _list_values(runs, "throughput_samples_per_second")
-    first_rates = _list_values(first_runs, "throughput_samples_per_second")
+
+    def list_values(runs: Sequence[Mapping[str, Any]], key: str) -> List[float]:
+        return [run[key] for run in runs if run[key] is not None]
+
+    def compute_median(key: str) -> Optional[float]:
+        values = list_values(runs, key)
+        return statistics.median(values) if values else None
+
+    rates = list_values(runs, "throughput_samples_per_second")
+    first_rates = list_values(first_runs, "throughput_samples_per_second")
     stages, accumulate = len(job.part), job.config.gradient_accumulation
     modelled, first_modelled = model_rate(job), model_rate(first_job)
     has_devices = bool(rates) and not BACKENDS[runs[0]["backend"]].emulates
     return {
-        "samples_per_second": statistics.median(rates) if rates else None,
+        "samples_per_second": compute_median("throughput_samples_per_second"),
         "samples_per_second_by_round": rates,
-        "modelled_samples_per_second": _compute_median(runs, "modelled_samples_per_second"),
+        "modelled_samples_per_second": compute_median("modelled_samples_per_second"),
         "gradient_accumulation": accumulate,
-        "utilization": _compute_median(runs, "utilization"),
-        "modelled_utilization": _compute_median(runs, "modelled_utilization"),
+        "utilization": compute_median("utilization"),
+        "modelled_utilization": compute_median("modelled_utilization"),
         "planned_utilization": job.planned_utilization(),
         "planned_utilization_steady": timelines.compute_utilization(job.method, stages, accumulate),
         "measured_speedup": statistics.median(rates) / statistics.median(first_rates) if has_devices else None,
         "modelled_speedup": None if modelled is None or first_modelled is None else modelled / first_modelled,
     }
-
-
-def _list_values(runs: Sequence[Mapping[str, Any]], key: str) -> List[float]:
-    return [run[key] for run in runs if run[key] is not None]
-
-
-def _compute_median(runs: Sequence[Mapping[str, Any]], key: str) -> Optional[float]:
-    values = _list_values(runs, key)
-    return statistics.median(values) if values else None
 
 
 def model_rate(job: Job) -> Optional[float]:
@@ -300,7 +295,7 @@ def make_comparison_table(comparison: Mapping[str, Mapping[str, Any]]) -> str:
         *(_make_row(comparison, name) for name in comparison["throughput"]),
     ]  # fmt: skip
     return "\n".join([
-        *_align(rows),
+        *format_table(rows[0], rows[1:], left=1, most=len(rows)),
         "",
         *_describe_traffic(comparison["communication"]),
         "",
@@ -340,18 +335,7 @@ def _describe_traffic(methods: Mapping[str, Any]) -> List[str]:
     for name, traffic in methods.items():
         for key in ("received", "transmitted"):
             rows.append([name, key, *(f"{device[f'{key}_bytes'] / MIB:.4f}" for device in traffic["devices"])])
-    return _align(rows)
-
-
-def _align(rows: Sequence[Sequence[str]]) -> List[str]:
-    """Return rows as lines with aligned columns, the first to the left."""
-    count = max(map(len, rows))
-    full = [[*row, *[""] * (count - len(row))] for row in rows]
-    widths = [max(len(row[i]) for row in full) for i in range(count)]
-    return [
-        "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:]))]).rstrip()
-        for row in full
-    ]
+    return format_table(rows[0], rows[1:], left=2, most=len(rows))
 
 
 def _show(value: Optional[float], form: str) -> str:

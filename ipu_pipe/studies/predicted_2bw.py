@@ -78,18 +78,6 @@ def cut_equally(units: Tuple[Unit, ...], depth: int) -> List[int]:
     return [0, *(1 + blocks * s // depth for s in range(1, depth))]
 
 
-def predict_single_worker() -> float:
-    """Return the FLOPs per second of the 355M-parameter GPT (24 blocks of 1024) on one device.
-
-    The paper states about 45e12; the hardware file's share of the peak is fitted to it.
-    """
-    problem = make_problem(count_gpt(1024, 24), 1)
-    candidate = Candidate(FLUSH, 1, 1, 8, 1, False)
-    costs = Costing(problem, candidate, list_layouts(1, 1)[0], Sums(problem, 8)).costs([0])
-    flops = sum(unit.forward_flops + unit.backward_flops for unit in problem.units)
-    return 8 * flops / (costs.forward[0] + costs.backward[0])
-
-
 def predict(problem: Problem, candidate: Candidate, starts: List[int]) -> Prediction:
     """Return the prediction for the fastest layout of a candidate."""
     sums = Sums(problem, candidate.micro_batch_size)

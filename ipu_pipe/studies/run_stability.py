@@ -20,6 +20,7 @@ from ipu_pipe.errors import BadInput
 from ipu_pipe.job.record import Job
 from ipu_pipe.job.stability import derive_recurrence, list_inapplicable
 from ipu_pipe.model.batch import map_tensors
+from ipu_pipe.report.analysis.text import format_table
 from ipu_pipe.run.build import build
 from ipu_pipe.stability.advice import (
     StabilityMargin,
@@ -187,7 +188,7 @@ def format_stability(found: Dict[str, Any]) -> str:
     if c.get("discrepancy") is not None:
         lines.append(f"discrepancy (the backward's part of it): {c['discrepancy']:.3g} of the curvature")
     head = ["stage", "delay", "share", "rate", "largest stable", "margin", "raised most by"]
-    rows = [head]
+    rows = []
     for s in found["stages"]:
         best = s["raised_by"][0] if s["raised_by"] else None
         rows.append([
@@ -199,8 +200,7 @@ def format_stability(found: Dict[str, Any]) -> str:
     if found["whole"] is not None:
         w = found["whole"]
         rows.append(["all", "", "1", _show(w["rate"]), _show(w["largest_stable_rate"]), _show(w["margin"]), ""])
-    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
-    lines += ["", *("  ".join(cell.rjust(w) for cell, w in zip(row, widths)).rstrip() for row in rows), ""]
+    lines += ["", *format_table(head, rows, most=len(rows)), ""]
     return "\n".join([*lines, *found["advice"]])
 
 

@@ -16,11 +16,8 @@ from ipu_pipe.update.rules import Follow, Reading, Rule, Setting, Step, Tensors,
 
 Floats = NDArray[np.float64]
 
-PLAIN, FORWARD, BACKWARD = (
-    0,
-    1,
-    2,
-)  # how a version is corrected; -n: by what reads the lag of a backward, for a lag of n
+# how a version is corrected; -n: by what reads the lag of a backward, for a lag of n
+PLAIN, FORWARD, BACKWARD = 0, 1, 2
 
 
 @dataclass
@@ -102,11 +99,6 @@ class UpdateRules:
     def entries(self, stage: int) -> List[str]:
         """List the names of the state that rules keep for each parameter of the stage beside the optimizer's own."""
         return [name for rule, setting in self._on(stage) if rule.state is not None for name in rule.state(setting)]
-
-    def list_known_entries(self) -> List[str]:
-        """List the names of the state that rules would keep on any stage, were its lag another."""
-        states = [rule.state(settings[0]) for rule, settings in self._rules if rule.state is not None]
-        return [name for names in states for name in names]
 
     def _on(self, stage: int) -> List[Tuple[Rule, Setting]]:
         """List the rules that act on a stage, with their settings."""
