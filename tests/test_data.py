@@ -636,6 +636,16 @@ def test_image_folder_shapes_and_classes(folder: Path) -> None:
             assert int(image.mean(dim=(1, 2)).argmax()) == 2 - label  # sorted: blue, green, red
 
 
+def test_image_folder_with_graphcores_name_of_the_test_images(folder: Path) -> None:
+    before = next(iter(load_data("image_folder", folder, size=16).test_batches(6)))
+    (folder / "val").rename(folder / "validation")
+    after = next(iter(load_data("image_folder", folder, size=16).test_batches(6)))
+    assert all(torch.equal(a, b) for a, b in zip(before, after))
+    (folder / "validation").rename(folder / "else")
+    with pytest.raises(BadInput, match=f"data.root: {folder / 'val'}: "):
+        load_data("image_folder", folder, size=16)
+
+
 def test_image_folder_middle_of_test_images(folder: Path) -> None:
     x, _ = next(iter(load_data("image_folder", folder, size=16).test_batches(1)))
     blue = x[0, 2] * 0.225 + 0.406

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from ipu_pipe.backends.ipu import options, refusals, wrapping
-from ipu_pipe.backends.ipu.check_model import ModelFacts, observe_model
 from ipu_pipe.backends.ipu.config import IpuConfig
+from ipu_pipe.backends.ipu.model_facts import ModelFacts, observe_model
 from ipu_pipe.backends.ipu.options import RECOMPUTATION
 from ipu_pipe.backends.ipu.placement import Execution, Placement, get_execution, place_stages
 from ipu_pipe.backends.ipu.refusals import check_method
@@ -356,6 +356,16 @@ def test_there_is_a_config_for_every_pod_depth_and_way() -> None:
         for how in ("pipelined", "local")
     }
     assert names == wanted | {"pod4_resnet50_decoupled"}
+
+
+def test_graphcores_own_recipe_is_a_config() -> None:
+    path = ROOT / "configs" / "pod" / "graphcore_pod16_resnet50.yaml"
+    for settings, replicas in (([], 16), (["replicas=64", "gradient_accumulation=14"], 64)):
+        stated = load_config(path, settings)
+        batch = stated.micro_batch_size * stated.gradient_accumulation * stated.replicas
+        assert stated.replicas == replicas and batch == {16: 16416, 64: 16128}[replicas]
+    assert stated.ipu.use_combined_accum and stated.ipu.tensor_locations.optimizer.on_chip is None
+    assert stated.model.args["norm"] == "batch" and stated.evaluate.every == 0  # evaluated after training
 
 
 @functools.lru_cache(maxsize=None)

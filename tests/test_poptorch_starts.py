@@ -34,7 +34,7 @@ from ipu_pipe.run.train import train
 from models.transformer import transformer_lm, transformer_translation
 
 pytest_plugins = ["poptorch_double"]  # the fixture `poptorch`
-PODS = sorted((Path(__file__).resolve().parents[1] / "configs" / "pod").glob("pod*.yaml"))
+PODS = sorted((Path(__file__).resolve().parents[1] / "configs" / "pod").glob("*pod*.yaml"))
 ASYNC = {"data_loading": {"mode": "async"}}
 
 
@@ -58,7 +58,7 @@ def on_a_small_scale(path: Path) -> Any:
     raw["steps"] = 1
     del raw["lr_schedule"], raw["optimizer"]["lr"]
     local = raw["backend"]["ipu"].get("local", "fused")
-    same = {**raw, "micro_batch_size": 1, "replicas": 1, "gradient_accumulation": 16}
+    same = {**raw, "micro_batch_size": 2, "replicas": 1, "gradient_accumulation": 16}
     same["backend"] = {"name": "poptorch", "ipu": {"local": local}}
     return replace(built(json.dumps(same, sort_keys=True)), config=configure(**raw))
 
@@ -66,7 +66,7 @@ def on_a_small_scale(path: Path) -> Any:
 @pytest.mark.parametrize("path", PODS, ids=lambda path: str(path.stem))
 def test_a_pods_job_starts_with_exactly_its_ipus(path: Path, poptorch: Any, monkeypatch: Any) -> None:
     stated = load_config(path)
-    pod = int(path.stem.split("_")[0][3:])
+    pod = int(path.stem.partition("pod")[2].partition("_")[0])
     job = on_a_small_scale(path)
     if stated.backend.ipu.local == "decoupled":
         start_blocks(job, poptorch, monkeypatch, pod)

@@ -22,7 +22,8 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's traini
 
 
 class ImageFolder:
-    """Images in `root/train/CLASS/*` and `root/val/CLASS/*`; classes are the sorted folder names of `train`.
+    """Images in `root/train/CLASS/*` and `root/val/CLASS/*` or `root/validation/CLASS/*`; classes are the sorted folder names of
+    `train`.
 
     Training images are a random part of 8 to 100 % of the area and an aspect from 3/4 to 4/3, scaled to `size` and mirrored at
     random; test images have their shorter side scaled to 8/7 of `size` and the middle cut out. `threads` decode at a time. If
@@ -57,7 +58,7 @@ class ImageFolder:
             return [files[i] for i in torch.randperm(len(files), generator=generator)[:count].tolist()]
 
         self._train = some("subset", subset, _listed(Path(root) / "train", classes))
-        self._test = some("test_subset", test_subset, _listed(Path(root) / "val", classes))
+        self._test = some("test_subset", test_subset, _listed(_find_test_folder(Path(root)), classes))
         self._threads, self._pool, self._pool_process = threads, ThreadPoolExecutor(threads), os.getpid()
         self._epoch, self._order = -1, torch.empty(0)
 
@@ -167,6 +168,12 @@ def _pillow() -> Any:
     return Image
 
 
+def _find_test_folder(root: Path) -> Path:
+    """Return the folder of the test images: val, or validation where that is there and val is not."""
+    other = root / "validation"
+    return other if other.is_dir() and not (root / "val").is_dir() else root / "val"
+
+
 def _classes(folder: Path) -> List[str]:
     names = sorted(path.name for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
     if not names:
@@ -176,7 +183,7 @@ def _classes(folder: Path) -> List[str]:
 
 def _listed(folder: Path, classes: List[str]) -> List[Tuple[Path, int]]:
     if not folder.is_dir():
-        raise BadInput(f"data.root: {folder}: not there: image_folder needs train/ and val/")
+        raise BadInput(f"data.root: {folder}: not there: image_folder needs train/ and val/ (or validation/)")
     strange = sorted(p.name for p in folder.iterdir() if p.is_dir() and p.name not in classes)
     if strange:
         raise BadInput(f"data.root: {folder / strange[0]}: a class that train/ does not have")

@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from ipu_pipe.backends.interface import Backend, Engine
 from ipu_pipe.backends.ipu import blocks as ipu_blocks
-from ipu_pipe.backends.ipu.check_model import observe_model
 from ipu_pipe.backends.ipu.engine import PoptorchEngine
+from ipu_pipe.backends.ipu.model_facts import observe_model
 from ipu_pipe.backends.ipu.placement import is_pipelined, is_under_poprun, place_stages, read_instance
 from ipu_pipe.backends.ipu.refusals import check_model
 from ipu_pipe.backends.ranks import is_distributed

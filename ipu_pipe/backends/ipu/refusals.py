@@ -24,7 +24,7 @@ from ipu_pipe.schedule.methods import Method
 from ipu_pipe.text import list_some
 
 if TYPE_CHECKING:
-    from ipu_pipe.backends.ipu.check_model import ModelFacts
+    from ipu_pipe.backends.ipu.model_facts import ModelFacts
 
 MOST_IPUS = 64  # of one process
 HALF = ("16.16", "16.32", "32.32")  # precisions of IPUs alone

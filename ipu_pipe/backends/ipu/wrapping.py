@@ -13,7 +13,7 @@ so that each block's gradient is its own loss's alone. A loss is computed where 
 from __future__ import annotations
 
 import copy
-from typing import Any, Dict, Iterator, Optional, Sequence, Tuple
+from typing import Any, Iterator, Optional, Sequence, Tuple
 
 import torch
 from torch import nn
@@ -56,12 +56,6 @@ class LocalBlocks(nn.Module):
         self._first = first
         last = len(cut) - 1
         self.losses = sum(i == last or str(first + i) in heads for i in range(len(cut)))
-
-    def __deepcopy__(self, memo: Dict[int, Any]) -> LocalBlocks:
-        model, heads = copy.deepcopy(self.model, memo), copy.deepcopy(self.heads, memo)
-        memo[id(self)] = copied = LocalBlocks(model, heads, self._pieces, self._first)
-        copied.training = self.training
-        return copied
 
     def walk(self, x: torch.Tensor) -> Iterator[Tuple[Any, Any]]:
         """Yield (outputs, activations handed on without a gradient) of each block that has a loss, the model's own last; asking

@@ -11,6 +11,7 @@ from typing import Any, Dict, Iterator, List, Mapping, NamedTuple, Sequence, Set
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten
 
@@ -23,7 +24,6 @@ _SHAPE_ONLY = frozenset(
     "detach zeros_like ones_like full_like empty_like rand_like randn_like new_zeros new_ones new_full new_empty new_tensor "
     "__get__".split()
 )
-_CONVOLUTIONS = tuple(f"conv{kind}{n}d" for kind in ("", "_transpose") for n in (1, 2, 3))
 
 
 class ModelFacts(NamedTuple):
@@ -31,7 +31,7 @@ class ModelFacts(NamedTuple):
     that a forward begins them. `empty`: stages at which nothing begins. `written`: floating-point buffers that training writes;
     `counters`: integer ones. `optimizer`: its kind (`get_kind`) and parameter groups. `functions`: classes of
     torch.autograd.Function in the gradient's path. `ungraded`: operations inside torch.no_grad() through which a gradient would
-    flow without it. `biased_convolutions`: modules that call a convolution with a bias. `input_type`: of the model's input."""
+    flow without it. `biased_convolutions`: names of modules. `input_type`: of the model's input."""
 
     stages: int
     shared: Mapping[str, Sequence[int]]
@@ -56,7 +56,6 @@ class _Observer(TorchFunctionMode):
         self.stage = 0
         self.stages: Dict[str, Set[int]] = {}
         self.ungraded: List[str] = []
-        self.biased: List[str] = []
         self.modules: List[str] = []  # those that are running, the innermost last
         self._names = {id(t): name for name, t in [*model.named_parameters(), *model.named_buffers()]}
 
@@ -67,11 +66,8 @@ class _Observer(TorchFunctionMode):
         for tensor in inputs:
             if id(tensor) in self._names:
                 self.stages.setdefault(self._names[id(tensor)], set()).add(self.stage)
-        if name in _CONVOLUTIONS and (kwargs.get("bias") is not None or (len(args) > 2 and args[2] is not None)):
-            self.biased.append(where)
-        loses_gradient = (
-            not torch.is_grad_enabled() and name not in _SHAPE_ONLY and any(t.requires_grad for t in inputs)
-        )
+        without_gradient = not torch.is_grad_enabled() and name not in _SHAPE_ONLY
+        loses_gradient = without_gradient and any(t.requires_grad for t in inputs)
         result = func(*args, **kwargs)
         if loses_gradient:
             outputs = [value for value in tree_flatten(result)[0] if isinstance(value, torch.Tensor)]
@@ -84,17 +80,15 @@ def observe_model(job: Job) -> ModelFacts:
     """Return the facts that one training forward of the job's example and its loss, on the CPU, show of its model."""
     model, part, (x, y) = job.model, job.part, job.example
     observer, order, handles = _Observer(model), [], []
-    for name, stage in part.begins.items():
-
-        def enter_stage(module: nn.Module, inputs: Any, stage: int = stage) -> None:
-            observer.stage = stage
-            order.append(stage)
-
-        handles.append(model.get_submodule(name).register_forward_pre_hook(enter_stage))
     for name, module in model.named_modules():
-        handles.append(
-            module.register_forward_pre_hook(lambda _, __, name=name: observer.modules.append(name or "model"))
-        )
+
+        def enter(module: nn.Module, inputs: Any, name: str = name) -> None:
+            observer.modules.append(name or "model")
+            if name in part.begins:
+                observer.stage = part.begins[name]
+                order.append(observer.stage)
+
+        handles.append(module.register_forward_pre_hook(enter))
         handles.append(module.register_forward_hook(lambda *_: observer.modules.pop() and None))
     before = {name: (t, t.clone()) for name, t in model.named_buffers()}
     try:
@@ -120,7 +114,7 @@ def observe_model(job: Job) -> ModelFacts:
         counters=[name for name in moving if not before[name][0].is_floating_point() and not _is_counted(model, name)],
         functions=functions,
         ungraded=[] if functions else sorted(set(observer.ungraded)),  # autograd runs their forwards without a gradient
-        biased_convolutions=sorted(set(observer.biased)),
+        biased_convolutions=[name for name, m in model.named_modules() if isinstance(m, _ConvNd) and m.bias is not None],
         input_type=x.dtype,
     )
 
@@ -134,12 +128,12 @@ def _is_counted(model: nn.Module, name: str) -> bool:
 
 def _find_functions(loss: torch.Tensor) -> Iterator[str]:
     """Yield the names of the torch.autograd.Function classes through which the loss's gradient flows."""
-    waiting, seen = [loss.grad_fn], set()
+    waiting: List[Any] = [loss.grad_fn]
+    seen = {None}
     while waiting:
-        node: Any = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if isinstance(node, torch.autograd.function.BackwardCFunction):
-            yield type(node).__name__.replace("Backward", "")
-        waiting += [following for following, _ in node.next_functions]
+        node = waiting.pop()
+        if node not in seen:
+            seen.add(node)
+            waiting += [following for following, _ in node.next_functions]
+            if isinstance(node, torch.autograd.function.BackwardCFunction):
+                yield type(node).__name__.replace("Backward", "")
