@@ -45,7 +45,7 @@ def escape_lines(text: str) -> str:
     return "\n".join(map(escape, text.split("\n")))
 
 
-# Words of other libraries for names of ours; for what is missing here (interleaved, zero-bubble) the nearest.
+# Words of other libraries for names of ours.
 ALSO_CALLED = {
     "1f1b": "pipedream_flush", "dapple": "pipedream_flush", "2bw": "pipedream_2bw", "pb": "pipelined_backprop",
     "localsgd": "local_sgd", "rpd": "randomized_pipedream", "bf16": "bfloat16",
@@ -54,8 +54,8 @@ ALSO_CALLED = {
     "fp64": "float64", "double": "float64",
     "accumulation_steps": "gradient_accumulation", "grad_accum": "gradient_accumulation", "max_steps": "steps",
     "learning_rate": "lr", "gpu": "cuda",
-    "interleaved": "pipedream_flush", "interleaved_1f1b": "pipedream_flush", "zero_bubble": "pipedream_flush",
-    "zb_h1": "pipedream_flush", "dualpipe": "pipedream_flush", "schedulegpipe": "gpipe", "schedule1f1b": "pipedream_flush",
+    "interleaved": "interleaved_1f1b", "zero_bubble": "zb_h1", "zb1p": "zb_h1", "zb2p": "zb_h2", "dualpipe": "dualpipe_v",
+    "dualpipev": "dualpipe_v", "zbvzerobubble": "zbv", "schedulegpipe": "gpipe", "schedule1f1b": "pipedream_flush",
     "gloo": "distributed", "nccl": "distributed", "torchrun": "distributed",
     "processes": "distributed", "ipu": "poptorch", "cosineannealinglr": "cosine", "multisteplr": "step", "steplr": "step",
 }  # fmt: skip

@@ -146,7 +146,10 @@ def _choose_methods(config: Any, args: argparse.Namespace, lockstep: bool) -> Li
         if faults or not asked:
             raise BadInput(faults or f"--methods: {args.methods}: must be names of methods, by commas")
         return asked
-    if METHODS[config.method].structure is not None and config.method not in LOCAL:
-        get_say(args.quiet)(f"method: {config.method}: is not planned: pipelines of one loss are, in its place")
+    row = METHODS.get(config.method)
+    if (row is None or row.structure is not None) and config.method not in LOCAL:
+        get_say(args.quiet)(
+            f"method: {config.method}: is not planned: {'others' if row is None else 'pipelines of one loss'} are, in its place"
+        )
     configured = [config.method] if config.method in (LOCAL if lockstep else planned) else []
     return list(dict.fromkeys([*configured, *(IN_LOCKSTEP if lockstep else USUAL)]))

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
-from typing import Any, Callable, List, Optional, Sequence, TextIO, Tuple
+from typing import Any, Callable, Dict, List, Optional, Sequence, TextIO, Tuple
 
 from ipu_pipe.config.values import MOST_STAGES
 from ipu_pipe.errors import BadInput, Parser
 from ipu_pipe.schedule.actions import Kind
+from ipu_pipe.schedule.clock import measure_bubbles
 from ipu_pipe.schedule.drawing import format_csv, format_text
 from ipu_pipe.schedule.global_history import summarize_history_delays
-from ipu_pipe.schedule.methods import METHODS, Method, resolve_method
+from ipu_pipe.schedule.methods import METHODS, ORDERED, Method, resolve_method
 from ipu_pipe.schedule.table import Schedule
 from ipu_pipe.schedule.timelines import compute_utilization, make_schedule
 from ipu_pipe.schedule.versions import VersionTable, count_weight_copies
@@ -28,13 +30,15 @@ SHOWN_SLOTS, SHOWN_STAGES = 120, 64
 MOST_SLOTS = 100_000
 # passes of a schedule, stages times microbatches: proving and drawing takes a microsecond each, writing JSON or CSV ten
 MOST_PASSES = {"text": 10_000_000, "csv": 2_000_000, "json": 2_000_000}
+MOST_TIMED = 500_000  # the clock plays pass by pass
+MOST_ORDERED = 30_000  # orders are laid out pass by pass, and some are planned several times
 
 
 def make_parser() -> Parser:
     """Return the command's parser."""
     p = Parser(prog="tools/schedule.py", description=__doc__)
-    p.add_argument("method", metavar="METHOD", help=f"one of {', '.join(METHODS)}")
-    p.add_argument("--stages", metavar="P", type=int, required=True, help="stages of the pipeline")
+    p.add_argument("method", metavar="METHOD", help=f"one of {', '.join([*METHODS, *ORDERED])}")
+    p.add_argument("--stages", metavar="S", type=int, required=True, help="stages of the pipeline, on all devices")
     p.add_argument("--microbatches", metavar="M", type=int, required=True, help="microbatches in the whole run")
     accumulate = (
         "microbatches an update (default: M for gpipe and pipedream_flush, P for pipedream_2bw, 1 for the others); a last batch "
@@ -46,9 +50,19 @@ def make_parser() -> Parser:
         "everything, for programs"
     )
     p.add_argument("--format", choices=("text", "csv", "json"), default="text", help=formats)
-    p.add_argument("--slots", metavar="A:B", type=_parse_slots, help="text: print the slots from A up to, not including, B")
+    p.add_argument(
+        "--slots", metavar="A:B", type=_parse_slots, help="text: print the slots from A up to, not including, B"
+    )
     drains = "microbatches, multiples of N, before which the pipeline empties and refills"
     p.add_argument("--drains", metavar="m", type=int, nargs="+", default=[], help=drains)
+    orders = p.add_argument_group("devices and times (json: makespan, span, their bubble rates, peak activations)")
+    orders.add_argument("--stages-per-device", metavar="V", type=int, help="stages on each of S / V devices")
+    durations = "times of a device's microbatch: forward, input gradient, weight gradient (default: 1,1,1)"
+    orders.add_argument("--durations", metavar="F,I,W", type=_parse_durations, help=durations)
+    orders.add_argument("--link", metavar="C", type=_parse_time, help="time of a message between devices (default: 0)")
+    limit = "zb_auto: what a device may hold, in units of what 1F1B holds (default: 1)"
+    orders.add_argument("--activation-limit", metavar="X", type=_parse_time, help=limit)
+    orders.add_argument("--file", metavar="NAME.csv", help="rows: the rows, in PyTorch's format")
     axes = p.add_argument_group("changes to an asynchronous method (method_args in a config)")
     axes.add_argument("--schedule", choices=("1f1b", "dataflow"), help="one pass a slot, or both in each step")
     axes.add_argument("--turn", metavar="0|1", type=int, help="dataflow: steps from the last forward to its backward")
@@ -59,7 +73,10 @@ def make_parser() -> Parser:
 def main(arguments: Optional[Sequence[str]] = None) -> None:
     """Run the command."""
     args = make_parser().parse_args(arguments)
-    method = resolve_method(args.method, {"schedule": args.schedule, "turn": args.turn, "stash": args.stash})
+    # durations and links are times of any schedule, and what planned ones depend on
+    times: Dict[str, Any] = {"durations": args.durations or (1.0, 1.0, 1.0), "link": args.link or 0.0}
+    keys = ("schedule", "turn", "stash", "stages_per_device", "activation_limit", "file")
+    method = resolve_method(args.method, {**times, **{key: getattr(args, key) for key in keys}})
     if method.history is not None:
         raise BadInput(
             f"method: {method.name}: has no timeline: stages, microbatches and delays are drawn, without a pipeline"
@@ -67,7 +84,11 @@ def main(arguments: Optional[Sequence[str]] = None) -> None:
         )
     if args.stages > MOST_STAGES:
         raise BadInput(f"--stages: {show(args.stages)}: at most {MOST_STAGES}: every stage is proved")
-    most = MOST_PASSES[args.format] // max(args.stages, 1)
+    is_timed = method.order is not None or any(
+        value is not None for value in (args.durations, args.link, args.stages_per_device)
+    )
+    most = MOST_ORDERED if method.order is not None else MOST_TIMED if is_timed else MOST_PASSES[args.format]
+    most //= max(args.stages, 1)
     if args.microbatches > most:
         why = f"on {args.stages} stages at most {most} can be proved and written as {args.format}"
         raise BadInput(f"--microbatches: {show(args.microbatches)}: {why}")
@@ -79,10 +100,12 @@ def main(arguments: Optional[Sequence[str]] = None) -> None:
     if args.format == "csv":
         rows = format_csv(schedule)
         if schedule.microbatches > schedule.accumulate:
-            print("note: the rows hold several batches; PyTorch's loader knows no updates between them", file=sys.stderr)
+            print(
+                "note: the rows hold several batches; PyTorch's loader knows no updates between them", file=sys.stderr
+            )
         sys.stdout.writelines(rows)
     elif args.format == "json":
-        _write_json(schedule, method, sys.stdout)
+        _write_json(schedule, method, _time(schedule, method, **times) if is_timed else {}, sys.stdout)
     else:
         _write_text(schedule, method, args.slots or (0, SHOWN_SLOTS), sys.stdout)
 
@@ -94,6 +117,23 @@ def _parse_slots(text: str) -> Tuple[int, int]:
     if int(last) - int(first) > MOST_SLOTS:
         raise argparse.ArgumentTypeError(f"{show(text)}: at most {MOST_SLOTS} slots can be shown")
     return int(first), int(last)
+
+
+def _parse_time(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{show(text)}: must be a number >= 0")
+    return seconds
+
+
+def _parse_durations(text: str) -> Tuple[float, ...]:
+    times = tuple(map(_parse_time, text.split(",")))
+    if len(times) != 3:
+        raise argparse.ArgumentTypeError(f"{show(text)}: must be three times F,I,W")
+    return times
 
 
 def _parse_bool(text: str) -> bool:
@@ -143,7 +183,17 @@ def _format_stages(schedule: Schedule, table: VersionTable) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _write_json(schedule: Schedule, method: Method, out: TextIO) -> None:
+def _time(schedule: Schedule, method: Method, durations: Sequence[float], link: float) -> Dict[str, Any]:
+    """Return the keys of JSON about devices and times."""
+    share = 1.0 if method.order is None else method.order.weight_share
+    return {
+        "placement": list(schedule.device_of_stage),
+        **measure_bubbles(schedule, durations, link)._asdict(),
+        "peak_activations": schedule.peak_activations(share),
+    }
+
+
+def _write_json(schedule: Schedule, method: Method, timed: Dict[str, Any], out: TextIO) -> None:
     """Write one stage's row at a time: a large schedule's text does not fit in memory."""
     table = VersionTable(schedule, method)
     greatest, mean = summarize_history_delays(table)
@@ -171,6 +221,7 @@ def _write_json(schedule: Schedule, method: Method, out: TextIO) -> None:
         "weight_copies": count_weight_copies(table).tolist(),
         "max_delay": greatest,
         "mean_delay": mean,
+        **timed,
     }
     before = "{"
     for key, value in parts.items():

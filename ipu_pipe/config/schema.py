@@ -115,6 +115,7 @@ class Config(Section):
     method: str = "gpipe"
     method_args: MethodArgs = MethodArgs()
     stages: Any = None
+    stages_per_device: Optional[Count] = None
     loss: str = "cross_entropy"
     backend: BackendConfig = BackendConfig()
     micro_batch_size: Count = 8
@@ -244,5 +245,6 @@ class Config(Section):
         return self._optimizer_faults
 
     def method_settings(self) -> Dict[str, Any]:
-        """Return the `method_args` that are not null."""
-        return {key: value for key, value in self.method_args.model_dump().items() if value is not None}
+        """Return the `method_args` and `stages_per_device` that are not null."""
+        settings = {**self.method_args.model_dump(), "stages_per_device": self.stages_per_device}
+        return {key: value for key, value in settings.items() if value is not None}

@@ -77,7 +77,7 @@ def choose_stages(
     where a config names none. Raises BadInput where no cut is possible.
     """
     said = "auto" if config.stages == "auto" else f"{{count: {config.stages['count']}, by: hardware}}"
-    unplanned = _explain_unplanned(method)
+    unplanned = f"{method.name} is not planned" if method.order is not None else _explain_unplanned(method)
     if unplanned is not None:
         raise BadInput(f"stages: {said}: {unplanned}: must be names, a count or finest")
     count = processes if config.stages == "auto" else config.stages["count"]

@@ -88,11 +88,14 @@ def needs(
     replicas: int = 1,
     passes: Tuple[Kind, ...] = PASSES,
     heads: Collection[int] = (),
+    whole: Collection[Tuple[int, int]] = (),
 ) -> List[Action]:
     """Return what must be done before `action`, on P `stages` with N = `accumulate` microbatches per update.
 
     `local` as in `pass_needs`; `passes` of every microbatch, PASSES or SPLIT_PASSES; `heads`: the first stages of the segments of
-    recomputation. All must be done in earlier slots, except that an update comes in the slot of its batch's last pass, and that
+    recomputation. `whole`: the (stage, microbatch) whose two halves are one backward, which passes its gradient on at its end.
+
+    All must be done in earlier slots, except that an update comes in the slot of its batch's last pass, and that
     a stage whose slot holds two passes does the forward first.
     """
     if action.kind is Kind.AVERAGE:
@@ -100,8 +103,10 @@ def needs(
     if action.kind is Kind.UPDATE:
         batch = range(action.index * accumulate, (action.index + 1) * accumulate)
         return [Action(passes[-1], microbatch, action.stage, action.replica) for microbatch in batch]
-    return [
-        Action(need.kind, action.index, action.stage + need.offset, action.replica)
-        for need in pass_needs(action.kind, local, action.stage in heads)
-        if 0 <= action.stage + need.offset < stages
-    ]
+    before = []
+    for kind, offset in pass_needs(action.kind, local, action.stage in heads):
+        stage = action.stage + offset
+        if 0 <= stage < stages:
+            ends_later = kind is Kind.INPUT_GRADIENT and offset > 0 and (stage, action.index) in whole
+            before.append(Action(Kind.WEIGHT_GRADIENT if ends_later else kind, action.index, stage, action.replica))
+    return before

@@ -41,7 +41,7 @@ class Costs:
     """Durations by stage, in any unit of time. Raises BadInput unless there is one for every stage and boundary.
 
     forward, backward, update: of the passes and of a stage's update.
-    weight_gradient: the part of `backward` that a split backward does on its own; only schedules that split it need it.
+    weight_gradient: the part of `backward` that a split backward does on its own; empty: half of it.
     link: of a message between neighbouring stages, where `onward` and `back` are empty; links are then not shared.
     onward, back: the transfer from stage s to s + 1 and from s + 1 to s, by s.
     reduce: what the replicas of stage s exchange before its update; empty: nothing.
@@ -81,9 +81,10 @@ class Costs:
         """Return the durations of each of these passes, by stage."""
         if Kind.BACKWARD in passes:
             return {Kind.FORWARD: self.forward, Kind.BACKWARD: self.backward}
-        assert len(self.weight_gradient) == len(self.backward), "a schedule with split backwards needs weight_gradient"
-        rest = [whole - part for whole, part in zip(self.backward, self.weight_gradient)]
-        return {Kind.FORWARD: self.forward, Kind.INPUT_GRADIENT: rest, Kind.WEIGHT_GRADIENT: self.weight_gradient}
+        # a matrix product has two gradients of its own cost
+        second = self.weight_gradient or [whole / 2 for whole in self.backward]
+        first = [whole - part for whole, part in zip(self.backward, second)]
+        return {Kind.FORWARD: self.forward, Kind.INPUT_GRADIENT: first, Kind.WEIGHT_GRADIENT: second}
 
     def get_transfer(self, source: int, target: int) -> Transfer:
         """Return the transfer between two neighbouring stages."""
@@ -128,6 +129,36 @@ def time_first_updates(schedule: Schedule, costs: Costs, updates: int) -> FloatA
     return np.array(player.updates, np.float64)[:, :updates, 1]
 
 
+class Bubbles(NamedTuple):
+    """What a batch costs beside M (F + I + W), the work of a device: as shares of `makespan` and of `span`.
+
+    span: the longest time from a device's first forward to the end of its last pass. Devices need not begin or end together.
+    """
+
+    makespan: float
+    span: float
+    bubble_rate: float
+    span_bubble_rate: float
+
+
+def measure_bubbles(schedule: Schedule, durations: Sequence[float], link: float = 0.0) -> Bubbles:
+    """Time a schedule: F, I and W of a device's microbatch take `durations`, shared by its stages, and a message `link`."""
+    devices = schedule.device_of_stage
+    shares = [1 / devices.count(device) for device in devices]
+    forward, rest, weight = durations
+    costs = Costs(
+        [forward * share for share in shares], [(rest + weight) * share for share in shares], [0.0] * schedule.stages,
+        link, weight_gradient=[weight * share for share in shares],
+    )  # fmt: skip
+    times = clock(schedule, costs)
+    begin = times.start[Kind.FORWARD].min(axis=1)
+    end = np.max([times.end[kind].max(axis=1) for kind in schedule.passes], axis=0)
+    rows = [[stage for stage, other in enumerate(devices) if other == device] for device in set(devices)]
+    makespan, span = float(end.max() - begin.min()), max(float(end[row].max() - begin[row].min()) for row in rows)
+    ideal = schedule.microbatches * sum(durations)
+    return Bubbles(makespan, span, *((cost - ideal) / cost if cost else 0.0 for cost in (makespan, span)))
+
+
 def sum_link_times(flows: Iterable[Tuple[int, Transfer]]) -> Dict[str, float]:
     """Return how long each link is busy with these numbers of transfers."""
     busy: Dict[str, float] = {}
@@ -135,6 +166,12 @@ def sum_link_times(flows: Iterable[Tuple[int, Transfer]]) -> Dict[str, float]:
         for link in transfer.links if count else ():
             busy[link] = busy.get(link, 0.0) + count * transfer.seconds
     return busy
+
+
+def get_transfer(schedule: Schedule, costs: Costs, source: int, target: int) -> Transfer:
+    """Return the transfer between two neighbouring stages: none where they are on one device."""
+    is_own = schedule.placement and schedule.placement[source] == schedule.placement[target]
+    return Transfer() if is_own else costs.get_transfer(source, target)
 
 
 class _Player:
@@ -163,7 +200,20 @@ class _Player:
                 for need, offset in pass_needs(kind, schedule.local):
                     if offset and 0 <= stage + offset < P:
                         source = self.kinds.index(need) * P + stage + offset
-                        self.transfers.append((source, place * P + stage, costs.get_transfer(stage + offset, stage)))
+                        transfer = get_transfer(schedule, costs, stage + offset, stage)
+                        self.transfers.append((source, place * P + stage, transfer))
+        # halves of whole backwards, pass and microbatch: the second is done with the first
+        self.whole = (
+            set(zip(*(part.tolist() for part in np.nonzero(schedule.is_whole)))) if len(self.kinds) > 2 else set()
+        )
+
+    def measure_pass(self, which: int, microbatch: int) -> float:
+        """Return how long a pass takes. Of a whole backward the first half takes the time of both."""
+        stage = which % self.schedule.stages
+        if self.whole and which >= self.schedule.stages and (stage, microbatch) in self.whole:
+            first, second = self.duration[self.schedule.stages + stage], self.duration[2 * self.schedule.stages + stage]
+            return first + second if which < 2 * self.schedule.stages else 0.0
+        return self.duration[which]
 
     def complete_pass(self, done: int, microbatch: int) -> Optional[int]:
         """Note a last pass; return the update of its stage that waited for it alone, or None."""
@@ -242,7 +292,7 @@ class _EagerPlayer(_Player):
                     start = needed[m]
                     if start == math.inf:  # what it needs is not sent yet
                         continue
-                end = start + duration[which]
+                end = start + (self.measure_pass(which, m) if self.whole else duration[which])
                 starts[which][m] = start
                 ends[which][m] = free[device] = end
                 following[device], runs[device] = next(coming[device], None), True
@@ -299,7 +349,7 @@ class _LockstepPlayer(_Player):
             sent: List[Transfer] = []
             for _, done, m in cycle:
                 device, stage = self.device[done], done % P
-                start, used[device] = used[device], used[device] + self.duration[done]
+                start, used[device] = used[device], used[device] + self.measure_pass(done, m)
                 self.start[done][m], self.end[done][m] = start, used[device]
                 sent += sends.get(done, ())
                 k = self.complete_pass(done, m)

@@ -6,7 +6,11 @@ import csv
 import io
 from typing import Dict, Iterator, List, Optional, Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ipu_pipe.errors import BadInput
+from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.table import Schedule, SlotHolds
 
 
@@ -15,9 +19,10 @@ def format_text(
 ) -> str:
     """Draw the slots [first_slot, last_slot) as papers do: a row per stage, a column per slot.
 
-    F3 is the forward of microbatch 3, B3 its backward (I3 and W3 its halves), B3* a pass after which the stage is updated,
-    . an idle slot. Where a device has several stages there is a row per device, and F3@2 is of stage 2. `stages`: print only
-    the first of these rows. The last line says what is left out.
+    F3 is the forward of microbatch 3, B3 its backward (I3 and W3 its halves; = the second slot of a whole one where others are
+    split), B3* a pass after which the stage is updated, . an idle slot. Where a device has several stages there is a row per
+    device, and F3@2 is of stage 2. `stages`: print only the first of these rows. The last line
+    says what is left out.
     """
     end = schedule.slot_count if last_slot is None else min(last_slot, schedule.slot_count)
     stages_of = _group_stages(schedule)
@@ -52,9 +57,20 @@ def _draw_row(schedule: Schedule, stages: Sequence[int], first_slot: int, end: i
         where = f"@{stage}" if len(stages) > 1 else ""
         updates = schedule.update_grid(first_slot, end, slice(stage, stage + 1))[0] >= 0
         cells = ([word + where for word in (cell or "").split()] for cell in schedule.cells(stage, first_slot, end))
-        columns.append([" ".join(cell) + "*" * bool(mark) for cell, mark in zip(cells, updates)])
+        rest = _find_second_slots(schedule, stage, first_slot, end)
+        columns.append(
+            ["=" * bool(second) + " ".join(cell) + "*" * bool(mark) for second, cell, mark in zip(rest, cells, updates)]
+        )
     slots = (sorted(filter(None, cells), key=lambda cell: cell[0] != "F") for cells in zip(*columns))
     return [" ".join(cells) or "." for cells in slots]
+
+
+def _find_second_slots(schedule: Schedule, stage: int, first_slot: int, end: int) -> NDArray[np.bool_]:
+    """Return which of the slots are the second one of a whole backward, where others are split."""
+    if Kind.WEIGHT_GRADIENT not in schedule.passes:
+        return np.zeros(end - first_slot, np.bool_)
+    grid = schedule.spell_out(first_slot, end, slice(stage, stage + 1))[Kind.WEIGHT_GRADIENT][0]
+    return np.asarray((grid >= 0) & schedule.is_whole[stage][grid])
 
 
 def format_csv(schedule: Schedule) -> Iterator[str]:
@@ -68,8 +84,7 @@ def format_csv(schedule: Schedule) -> Iterator[str]:
         raise BadInput("format: csv: PyTorch's schedules hold one action per slot; this one has steps that hold both")
     if any(stretch.microbatches > schedule.accumulate for stretch in schedule.stretches):
         raise BadInput(
-            "format: csv: PyTorch's schedules have no updates between microbatches; only methods that flush"
-            " (naive, gpipe, pipedream_flush) can be written"
+            "format: csv: PyTorch's schedules have no updates between microbatches; only methods that flush can be written"
         )
     return _write_rows(schedule)
 

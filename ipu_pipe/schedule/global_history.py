@@ -65,7 +65,7 @@ def count_history_delays(table: VersionTable, first: int, last: int) -> HistoryD
     """
     schedule, N = table.schedule, table.schedule.accumulate
     forward = schedule.slots(Kind.FORWARD, first, last)
-    backward = schedule.slots(Kind.BACKWARD, first, last)
+    backward = schedule.slots(schedule.passes[-1], first, last)  # after which the gradient is applied
     if table.method.forward_reads is Reads.NEWEST:
         return HistoryDelays(*_count_entries_before(table, backward, forward))
     version = table.forward(first, last)

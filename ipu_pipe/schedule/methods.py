@@ -29,6 +29,17 @@ class Pipeline(Enum):
     DATAFLOW = "dataflow"  # a forward and a backward on every stage in each step
     LOCAL = "local"  # a forward and, at once, its backward on every stage in each step; no stage waits for a later one
     LOCAL_SHARED = "local_shared"  # the same, but updates wait for the next stage's gradient of the shared layer
+    # the order of each device's passes is generated (`schedule.orders`); all drain after every batch
+    INTERLEAVED_1F1B = "interleaved_1f1b"  # 1F1B with several stages on a device
+    LOOPED_BFS = "looped_bfs"  # GPipe with several stages on a device, stage by stage
+    INTERLEAVED_ZB = "interleaved_zb"  # interleaved 1F1B with split backwards; with one stage on a device, ZB-H1
+    ZB_H2 = "zb_h2"  # the same with twice the warm-up, so that no device waits between its first and its last pass
+    ZB_AUTO = "zb_auto"  # planned by durations within a limit of activations
+    ZBV = "zbv"  # planned by durations, two stages on a device in a V, with the activations of 1F1B
+    V_HALF = "v_half"  # two stages on a device in a V, with half the activations of 1F1B
+    V_MIN = "v_min"  # the same with a third
+    DUALPIPE_V = "dualpipe_v"  # DeepSeek's DualPipe, cut in half: two stages on a device in a V
+    ROWS = "rows"  # read from a file
 
 
 class Reads(Enum):
@@ -73,6 +84,35 @@ class Rounds:
 
 
 @dataclass(frozen=True)
+class Order:
+    """What a generated order of passes depends on besides the sizes (`schedule.orders`).
+
+    stages_per_device: v; stages are dealt to devices in turn, or `turns`: there and back, so that the last device turns around.
+    fixed: v cannot be changed.
+    activation_limit: of a device that plans by durations, in units of what 1F1B holds (P microbatches of a device).
+    weight_share: the share of a microbatch's activations that its weight gradient still needs and frees.
+    durations: of F, I and W of a device's microbatch; link: of a message between devices. Only planned orders depend on them.
+    file: CSV rows in PyTorch's format.
+    """
+
+    stages_per_device: int = 1
+    turns: bool = False
+    fixed: bool = False
+    activation_limit: float = 1.0
+    weight_share: float = 1.0
+    durations: Tuple[float, float, float] = (1.0, 1.0, 1.0)
+    link: float = 0.0
+    file: str = ""
+
+    def place(self, stages: int) -> Tuple[int, ...]:
+        """Return the device of each stage."""
+        devices = stages // self.stages_per_device
+        if self.turns:
+            return tuple(min(stage, stages - 1 - stage) for stage in range(stages))
+        return tuple(stage % devices for stage in range(stages))
+
+
+@dataclass(frozen=True)
 class Method:
     """One way to train a pipeline.
 
@@ -85,6 +125,7 @@ class Method:
     history: updates of single stages, from gradients at old iterates; the reads above are then those of the schedule.
     rounds: replicas with their own weights.
     one_version: all stages read one version for a microbatch, so that several may use one weight.
+    order: of a pipeline that is given by each device's order of passes.
     """
 
     name: str
@@ -102,6 +143,7 @@ class Method:
     history: Optional[History] = None
     rounds: Optional[Rounds] = None
     one_version: bool = False
+    order: Optional[Order] = None
 
     @property
     def is_stale(self) -> bool:
@@ -201,6 +243,34 @@ _ROWS = (
 METHODS: Dict[str, Method] = {row.name: row for row in _ROWS}
 
 
+def _order(name: str, pipeline: Pipeline, source: str, **order: Any) -> Method:
+    return Method(
+        name, pipeline, 0, Reads.NEWEST, Reads.NEWEST, True, DefaultAccumulate.MICROBATCHES, source, one_version=True,
+        order=Order(**order),
+    )  # fmt: skip
+
+
+_V: Dict[str, Any] = {"stages_per_device": 2, "turns": True, "fixed": True}
+# The share of activations that weight gradients free in the smallest GPT of Qi et al.: 32 h / (34 h + 5 a s), h = 2304, a = 24
+# heads, s = 1024.
+_GPT_WEIGHT_SHARE = 0.366
+_ORDERED_ROWS = (
+    _order("interleaved_1f1b", Pipeline.INTERLEAVED_1F1B, "Narayanan et al. 2021 (Megatron-LM), section 2.2"),
+    _order("looped_bfs", Pipeline.LOOPED_BFS, "Lamy-Poirier 2023, breadth-first pipeline parallelism"),
+    _order("zb_h1", Pipeline.INTERLEAVED_ZB, "Qi et al. 2023 (Zero Bubble), section 2.1", fixed=True),
+    _order("zb_h2", Pipeline.ZB_H2, "Qi et al. 2023, section 2.2", fixed=True),
+    _order("interleaved_zb", Pipeline.INTERLEAVED_ZB, "ZB-H1 with several stages on a device, as in PyTorch"),
+    _order("zb_auto", Pipeline.ZB_AUTO, "Qi et al. 2023, section 3", fixed=True, weight_share=_GPT_WEIGHT_SHARE),
+    _order("zbv", Pipeline.ZBV, "Qi et al. 2023, section 6", **_V),
+    _order("v_half", Pipeline.V_HALF, "Qi et al. 2024 (Controllable Memory)", **_V),
+    _order("v_min", Pipeline.V_MIN, "Qi et al. 2024 (Controllable Memory)", **_V),
+    _order("dualpipe_v", Pipeline.DUALPIPE_V, "DeepSeek-AI 2024; DualPipeV, 2025", **_V),
+    _order("rows", Pipeline.ROWS, "a file of rows in PyTorch's format"),
+)
+# Methods that are drawn, proved and timed; a backend that runs one of them says so (`Backend.pipelines`).
+ORDERED: Dict[str, Method] = {row.name: row for row in _ORDERED_ROWS}
+
+
 # ---- a method's name and arguments -> its row
 
 # keys of method_args that belong to one method
@@ -208,8 +278,10 @@ OWNERS = {
     "blocks": "local_chunked", "overlap": "local_overlapping", "layers": "last_layers",
     "delay_bound": "randomized_pipedream", "delays": "randomized_pipedream", "order": "randomized_pipedream",
     "nag": "randomized_pipedream", "replicas": "local_sgd", "local_steps": "local_sgd",
+    "activation_limit": "zb_auto", "file": "rows",
 }  # fmt: skip
 # keys that change when passes run or which weights they read; pipelines that have delays of their own take them
+OF_ORDERS = ("stages_per_device", "durations", "link")
 AXES = ("schedule", "turn", "stash", "hogwild", "constant_delay", "recompute")
 
 
@@ -238,6 +310,12 @@ _ALLOWED: Dict[str, Tuple[Callable[[Any], bool], str]] = {
     "nag": (_is_positive, "a number > 0, the extrapolation's beta"),
     "replicas": (lambda value: _is_int(value, 1), "an integer >= 1"),
     "local_steps": (lambda value: _is_int(value, 1), "an integer >= 1"),
+    "activation_limit": (
+        lambda value: _is_positive(value) and value >= 1,
+        "a number >= 1, in units of what 1F1B holds",
+    ),
+    "file": (lambda value: isinstance(value, str) and bool(value), "the name of a CSV file"),
+    "stages_per_device": (lambda value: _is_int(value, 1), "an integer >= 1"),
 }
 
 
@@ -248,15 +326,19 @@ def resolve_method(name: str, args: Mapping[str, Any] = {}) -> Method:
     {updates}, `recompute` {segments}, and those in OWNERS of one method. None means not given. Other keys belong to the
     update rules and are ignored. Raises BadInput for an unknown name and for arguments that the method cannot take.
     """
-    if name not in METHODS:
-        close = find_nearest(name, METHODS)
+    known = {**METHODS, **ORDERED}
+    if name not in known:
+        close = find_nearest(name, known)
         hint = f"; did you mean {close}?" if close else ""
-        raise BadInput(f"method: {show(name)}: must be one of {', '.join(METHODS)}{hint}")
-    method = METHODS[name]
-    settings = {key: args[key] for key in (*AXES, *OWNERS) if args.get(key) is not None}
+        raise BadInput(f"method: {show(name)}: must be one of {', '.join(known)}{hint}")
+    method = known[name]
+    settings = {key: args[key] for key in (*AXES, *OWNERS, *OF_ORDERS) if args.get(key) is not None}
     faults = _find_bad_values(settings) or _find_misfits(method, settings)
     if faults:
         raise BadInput(faults)
+    if method.order is not None:
+        return replace(method, order=replace(method.order, **settings))
+    settings = {key: value for key, value in settings.items() if key not in OF_ORDERS}
     if method.history is not None:
         beta = settings.get("nag")
         history = History(
@@ -310,6 +392,9 @@ def _find_misfits(method: Method, settings: Mapping[str, Any]) -> List[str]:
     reasons = {
         key: f"belongs to {OWNERS[key]} alone" for key in settings if OWNERS.get(key, method.name) != method.name
     }
+    usual = 1 if method.order is None else method.order.stages_per_device
+    if (method.order is None or method.order.fixed) and settings.get("stages_per_device", usual) != usual:
+        reasons["stages_per_device"] = f"{method.name} has {usual} on each device"
     fixed = _explain_fixed_axes(method)
     for key in (key for key in settings if key in AXES):
         if fixed is not None and not (method.predicts and key in ("schedule", "turn")):
@@ -362,6 +447,11 @@ def check_sizes(method: Method, stages: int, microbatches: int, accumulate: int)
         faults.append(
             f"accumulate: {accumulate}: {method.name} keeps two weight versions, which suffice only with at least as"
             f" many microbatches per update as stages, here {stages}"
+        )
+    if not faults and method.order is not None and stages % method.order.stages_per_device:
+        faults.append(
+            f"stages: {stages}: must be a multiple of the {method.order.stages_per_device} stages on each device of"
+            f" {method.name}"
         )
     if faults:
         raise BadInput(faults)

@@ -1,10 +1,13 @@
-"""Schedules from rows written by hand: actions get the earliest possible slots, and a deadlock is refused with its cycle."""
+"""Schedules from rows, written by hand or read from a file: actions get the earliest possible slots, a deadlock is refused."""
 
 from __future__ import annotations
 
+import csv
 import re
 from collections import Counter
-from typing import Dict, Iterator, List, Optional, Sequence, Tuple, Union
+from dataclasses import replace
+from pathlib import Path
+from typing import Collection, Dict, Iterator, List, NamedTuple, Optional, Sequence, Set, Tuple, Union
 
 import numpy as np
 
@@ -13,10 +16,18 @@ from ipu_pipe.schedule.actions import PASSES, SPLIT_PASSES, Action, Kind, needs
 from ipu_pipe.schedule.policies import play_slots
 from ipu_pipe.schedule.runs import CODE, RUN, Stretch
 from ipu_pipe.schedule.table import Schedule, SlotHolds
+from ipu_pipe.text import show
 
 _CELL = re.compile(r"([FBIW])(\d+)(?:@(\d+))?", re.ASCII)
 
 Row = Sequence[Union[Action, str]]
+
+
+class DeviceRows(NamedTuple):
+    """The passes of each device in order, and the device of each stage."""
+
+    rows: List[List[Action]]
+    placement: Tuple[int, ...]
 
 
 def from_rows(
@@ -25,19 +36,90 @@ def from_rows(
     """Make a schedule from each device's passes in order, `Action`s or cells such as "F0", without updates.
 
     `placement`: the device of each stage; without it stage s is on device s. "F0@2" is of stage 2; "F0" is enough where the
-    device has one stage. A backward is one pass, "B0", or everywhere two: "I0", which the previous stage waits for, and "W0".
-    Every action is given the first slot in which it can be done. Raises BadInput where an action is missing, double or
-    misplaced, and, where the rows wait for one another, names the cycle.
+    device has one stage. A backward is one pass, "B0", or two: "I0", which the previous stage waits for, and "W0". Where any
+    backward is split, a whole one takes two slots. Every action is given the first slot in which it can be done. Raises BadInput
+    where an action is missing, double or misplaced, and, where the rows wait for one another, names the cycle.
     """
     placement = tuple(placement) or tuple(range(len(rows)))
     _check_placement(placement, len(rows))
     actions = [_parse_row(device, row, placement) for device, row in enumerate(rows)]
-    microbatches, passes = _check_complete(actions, len(placement))
-    slots = _find_earliest_slots(actions, placement, slot_holds is SlotHolds.BOTH)
-    runs = np.array(list(_compress(slots, len(placement), microbatches, passes)), RUN)
-    stretch = Stretch(0, 0, 1, max(slots.values()) + 1, microbatches, runs)
+    stretch = lay_out(DeviceRows(actions, placement), slot_holds is SlotHolds.BOTH)
     stated = () if placement == tuple(range(len(rows))) else placement
-    return Schedule(len(placement), microbatches, accumulate, slot_holds, (stretch,), placement=stated)
+    return Schedule(len(placement), stretch.microbatches, accumulate, slot_holds, (stretch,), placement=stated)
+
+
+def lay_out(device_rows: DeviceRows, both: bool = False, place: str = "rows") -> Stretch:
+    """Give every action of complete rows the first slot in which it can be done; `both`: as in SlotHolds.
+
+    `place`: what to call the rows where they cannot run.
+    """
+    rows, placement = device_rows
+    microbatches, passes = _check_complete(rows, len(placement), place)
+    whole: Set[Tuple[int, int]] = set()
+    if passes == SPLIT_PASSES:
+        whole = {(action.stage, action.index) for row in rows for action in row if action.kind is Kind.BACKWARD}
+        rows = [[part for action in row for part in _halve(action)] for row in rows]
+    slots = _find_earliest_slots(rows, placement, both, whole, place)
+    runs = np.array(list(_compress(slots, len(placement), microbatches, passes)), RUN)
+    is_whole = np.zeros((len(placement), microbatches), np.bool_)
+    is_whole[tuple(np.array(sorted(whole), np.int64).reshape(-1, 2).T)] = True
+    return Stretch(0, 0, 1, max(slots.values()) + 1, microbatches, runs, is_whole if whole else None)
+
+
+def _halve(action: Action) -> Tuple[Action, ...]:
+    """Return the two halves of a whole backward; any other action is its own."""
+    if action.kind is not Kind.BACKWARD:
+        return (action,)
+    return tuple(replace(action, kind=kind) for kind in SPLIT_PASSES[1:])
+
+
+_CSV_CELL = re.compile(r"(\d+)([FBIW])(\d+)", re.ASCII)
+_OVERLAPPED = re.compile(r"\((\d+F\d+);(\d+[BI]\d+)\)OVERLAP_F_B", re.ASCII)
+
+
+def read_csv(name: str) -> DeviceRows:
+    """Read rows in PyTorch's format: a line per device of cells such as 0F3 (stage, pass, microbatch), empty where it is idle.
+
+    An overlapped pair is a forward and then a backward. Raise `BadInput`, with row and cell, unless the rows are complete.
+    """
+    try:
+        lines = list(csv.reader(Path(name).read_text(encoding="utf-8").splitlines()))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise BadInput(f"{name}: {getattr(error, 'strerror', None) or error}") from None
+    rows: List[List[Action]] = []
+    device_of: Dict[int, int] = {}
+    places: Dict[Action, str] = {}
+    faults = []
+    for device, line in enumerate(lines):
+        rows.append([])
+        for column, cell in enumerate(line):
+            where = f"{name}: row {device + 1}, cell {column + 1}: {show(cell)}"
+            pair = _OVERLAPPED.fullmatch(cell.strip())
+            for word in pair.groups() if pair else (cell.strip(),) if cell.strip() else ():
+                match = _CSV_CELL.fullmatch(word)
+                if match is None:
+                    faults.append(
+                        f"{where}: must be a stage, F, B, I or W, and a microbatch, such as 0F3, or a pair (1F4;0B2)OVERLAP_F_B"
+                    )
+                    continue
+                action = Action(Kind(match.group(2)), int(match.group(3)), int(match.group(1)))
+                if device_of.setdefault(action.stage, device) != device:
+                    faults.append(
+                        f"{where}: stage {action.stage} is on the device of row {device_of[action.stage] + 1}"
+                    )
+                elif action in places:
+                    faults.append(f"{where}: is done already in {places[action]}")
+                places.setdefault(action, f"row {device + 1}, cell {column + 1}")
+                rows[-1].append(action)
+        if not any(cell.strip() for cell in line):
+            faults.append(f"{name}: row {device + 1}: has no action: every device needs a stage")
+    stages = 1 + max(device_of, default=-1)
+    faults += [
+        f"{name}: stage {stage}: is on no device" for stage in range(min(stages, 10_000)) if stage not in device_of
+    ]
+    if faults or not rows:
+        raise BadInput(faults or f"{name}: has no rows")
+    return DeviceRows(rows, tuple(device_of[stage] for stage in range(stages)))
 
 
 def _check_placement(placement: Sequence[int], devices: int) -> None:
@@ -82,34 +164,42 @@ def _parse_row(device: int, row: Row, placement: Sequence[int]) -> List[Action]:
     return actions
 
 
-def _check_complete(rows: Sequence[Sequence[Action]], stages: int) -> Tuple[int, Tuple[Kind, ...]]:
+def _check_complete(rows: Sequence[Sequence[Action]], stages: int, place: str) -> Tuple[int, Tuple[Kind, ...]]:
     """Return the number of microbatches and their passes; raise BadInput unless every stage does each pass once."""
     times = Counter(action for row in rows for action in row)
     microbatches = 1 + max((action.index for action in times), default=-1)
     if microbatches == 0:
-        raise BadInput("rows: a schedule needs a stage and a microbatch")
-    split = any(action.kind in SPLIT_PASSES[1:] for action in times)
-    passes = SPLIT_PASSES if split else PASSES
-    faults = [
-        f"rows: {action}: appears {times[action]} times: every stage must do it once"
-        for action in (Action(kind, m, s) for s in range(stages) for kind in passes for m in range(microbatches))
-        if times[action] != 1
-    ]
-    faults += [
-        f"rows: {action}: other backwards are split: split all or none" for action in times if action.kind not in passes
-    ]
+        raise BadInput(f"{place}: a schedule needs a stage and a microbatch")
+    faults: List[str] = []
+    for stage in range(stages):
+        for m in range(microbatches):
+            is_split = any(Action(kind, m, stage) in times for kind in SPLIT_PASSES[1:])
+            expected = {kind: int(kind in (SPLIT_PASSES if is_split else PASSES)) for kind in CODE}
+            faults += [
+                f"{place}: {action}: appears {times[action]} times: every stage must do it once, whole or split"
+                for action, count in ((Action(kind, m, stage), count) for kind, count in expected.items())
+                if times[action] != count
+            ]
+            if len(faults) > 20:
+                raise BadInput(faults)
     if faults:
         raise BadInput(faults)
-    return microbatches, passes
+    return microbatches, SPLIT_PASSES if any(action.kind in SPLIT_PASSES[1:] for action in times) else PASSES
 
 
-def _find_earliest_slots(rows: Sequence[Sequence[Action]], placement: Sequence[int], both: bool) -> Dict[Action, int]:
-    """Return each action's first possible slot in the order of the rows; `both`: as in SlotHolds."""
+def _find_earliest_slots(
+    rows: Sequence[Sequence[Action]],
+    placement: Sequence[int],
+    both: bool,
+    whole: Collection[Tuple[int, int]],
+    place: str,
+) -> Dict[Action, int]:
+    """Return each action's first possible slot in the order of the rows; `both`: as in SlotHolds, `whole`: as in `needs`."""
     slots: Dict[Action, int] = {}
     heads = [0] * len(rows)
 
     def is_ready(action: Action, beside: Optional[Action] = None) -> bool:
-        return all(need == beside or need in slots for need in needs(action, len(placement), 1))
+        return all(need == beside or need in slots for need in needs(action, len(placement), 1, whole=whole))
 
     def choose(device: int) -> Sequence[Action]:
         first, second = (*rows[device][heads[device] : heads[device] + 2], None, None)[:2]
@@ -124,7 +214,7 @@ def _find_earliest_slots(rows: Sequence[Sequence[Action]], placement: Sequence[i
 
     play_slots(len(rows), choose, complete)
     if any(head < len(row) for head, row in zip(heads, rows)):
-        raise BadInput("rows: the schedule cannot run: " + _describe_cycle(rows, placement, heads, slots))
+        raise BadInput(f"{place}: the schedule cannot run: " + _describe_cycle(rows, placement, heads, slots))
     return slots
 
 

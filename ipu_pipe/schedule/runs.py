@@ -109,7 +109,8 @@ class Pieces:
 class Stretch:
     """What a pipeline does from empty to empty, `repeats` times in a row.
 
-    Each repeat takes `slots` slots and `microbatches` microbatches; `runs` (dtype RUN) count from the repeat's start.
+    Each repeat takes `slots` slots and `microbatches` microbatches; `runs` (dtype RUN) count from the repeat's start. `whole`:
+    where backwards are split, those (P, microbatches) whose halves are nevertheless one pass, of two slots; None: none.
     """
 
     first_slot: int
@@ -118,6 +119,7 @@ class Stretch:
     slots: int
     microbatches: int
     runs: RunArray
+    whole: Optional[NDArray[np.bool_]] = None
     pieces: Dict[Kind, Pieces] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:

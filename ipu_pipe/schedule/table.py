@@ -19,9 +19,10 @@ from functools import cached_property
 from typing import Dict, List, Optional, Tuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ipu_pipe.errors import BadInput
-from ipu_pipe.schedule.actions import Kind
+from ipu_pipe.schedule.actions import PASSES, Kind
 from ipu_pipe.schedule.proof import check_stretches, check_update_order
 from ipu_pipe.schedule.runs import (
     ALL_STAGES,
@@ -86,6 +87,16 @@ class Schedule:
     def update_count(self) -> int:
         """Return the updates of every stage in the whole run: full batches only."""
         return self.microbatches // self.accumulate
+
+    @cached_property
+    def is_whole(self) -> NDArray[np.bool_]:
+        """Return, where backwards are split, which of them (P, M) are one pass all the same."""
+        parts = [
+            np.zeros((self.stages, part.microbatches), np.bool_) if part.whole is None else part.whole
+            for part in self.stretches
+            for _ in range(part.repeats)
+        ]
+        return np.concatenate(parts, axis=1)
 
     @property
     def device_of_stage(self) -> Tuple[int, ...]:
@@ -182,10 +193,36 @@ class Schedule:
         """Return one stage's slots as text: "F0", "B3", "F5 B2" where a slot holds both, None where it is idle."""
         end = self.slot_count if last_slot is None else last_slot
         grids = self.spell_out(first_slot, end, slice(stage, stage + 1))
+        if any(stretch.whole is not None for stretch in self.stretches):
+            is_whole = np.append(self.is_whole[stage], False)  # the last for idle slots, whose microbatch is -1
+            halves = {kind: np.where(is_whole[grid], grid, -1) for kind, grid in grids.items()}
+            grids = {
+                kind: np.where(is_whole[grid] & (kind is not Kind.FORWARD), -1, grid) for kind, grid in grids.items()
+            }
+            grids[Kind.BACKWARD] = halves[Kind.INPUT_GRADIENT]  # in the first of its slots
         words = ([f"{kind.value}{m}" if m >= 0 else "" for m in grid[0].tolist()] for kind, grid in grids.items())
         return [" ".join(filter(None, cell)) or None for cell in zip(*words)]
 
     # --- activations
+
+    def peak_activations(self, weight_share: float = 1.0) -> List[float]:
+        """Return the most that each device holds at once, in microbatches of all its stages.
+
+        A forward adds its stage's share; a whole backward frees it, of a split one the input gradient all but `weight_share` of
+        it and the weight gradient the rest. Where a slot holds two passes, the forward is first.
+        """
+        changes = dict.fromkeys(self.passes, -1.0)
+        if len(self.passes) > len(PASSES):
+            changes = {self.passes[1]: weight_share - 1, self.passes[2]: -weight_share}
+        changes[Kind.FORWARD] = 1.0
+        devices, peaks = np.array(self.device_of_stage), []
+        slots = {kind: 2 * self.slots(kind, 0, self.microbatches) + (kind is not Kind.FORWARD) for kind in self.passes}
+        for device in sorted(set(self.device_of_stage)):
+            stages = np.flatnonzero(devices == device)
+            when = np.concatenate([slots[kind][stages].ravel() for kind in self.passes])
+            change = np.repeat([changes[kind] for kind in self.passes], len(stages) * self.microbatches)
+            peaks.append(float(np.cumsum(change[np.argsort(when, kind="stable")]).max()) / len(stages))
+        return peaks
 
     def max_in_flight(self) -> IntArray:
         """Return the most microbatches (P,) between their forward and their last pass on a stage at once.

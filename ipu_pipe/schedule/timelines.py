@@ -5,6 +5,7 @@ P stages, M microbatches, N microbatches per update; s and m are a stage and a m
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import groupby
 from typing import Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
@@ -13,7 +14,9 @@ import numpy as np
 from ipu_pipe.errors import BadInput
 from ipu_pipe.schedule.actions import PASSES, Kind
 from ipu_pipe.schedule.methods import Method, Pipeline, check_sizes
+from ipu_pipe.schedule.orders import make_device_rows
 from ipu_pipe.schedule.policies import Policy, Sight
+from ipu_pipe.schedule.rows import lay_out
 from ipu_pipe.schedule.runs import RunArray, Stretch, make_runs
 from ipu_pipe.schedule.table import Schedule, SlotHolds
 
@@ -36,6 +39,9 @@ def make_schedule(
     does (PipeMare's warm-up, W). Raises BadInput for sizes that cannot be (see `check_sizes`).
     """
     check_sizes(method, stages, microbatches, accumulate)
+    if method.order is not None:
+        _split_at_drains(drains, microbatches, accumulate)  # it is empty there anyway
+        return _make_ordered(method, stages, microbatches, accumulate)
     turn = method.turn if stages > 1 else 0  # one stage is no pipeline
     _split_at_drains(drains, microbatches, accumulate)  # refuses bad ones, also where nothing is drained
     warm = min(synchronous, microbatches)
@@ -71,6 +77,28 @@ def make_schedule(
                 stretches.append(Stretch(first_slot, first, repeats, slots, length, runs))
     last = PIPELINES[method.pipeline]
     return Schedule(stages, microbatches, accumulate, last.slot_holds, tuple(stretches), last.local)
+
+
+def _make_ordered(method: Method, stages: int, microbatches: int, accumulate: int) -> Schedule:
+    """Make the schedule of a method that is given by its devices' orders: batch after batch, the last one not always full."""
+    stretches: List[Stretch] = []
+    placement: Tuple[int, ...] = ()
+    whole, rest = divmod(microbatches, accumulate)
+    for length, repeats in ((accumulate, whole), (rest, 1)):
+        if length and repeats:
+            assert method.order is not None
+            rows = make_device_rows(method, stages, length)
+            first_slot, first = (stretches[-1].end_slot, stretches[-1].end_microbatch) if stretches else (0, 0)
+            stretches.append(
+                replace(
+                    lay_out(rows, place=method.order.file or "rows"),
+                    first_slot=first_slot,
+                    first_microbatch=first,
+                    repeats=repeats,
+                )
+            )
+            placement = rows.placement
+    return Schedule(stages, microbatches, accumulate, SlotHolds.ONE, tuple(stretches), placement=placement)
 
 
 def _split_at_drains(drains: Sequence[int], microbatches: int, accumulate: int) -> List[Tuple[int, int]]:

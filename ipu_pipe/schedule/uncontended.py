@@ -12,7 +12,7 @@ from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 
-from ipu_pipe.schedule.clock import Costs, FloatArray, Transfer
+from ipu_pipe.schedule.clock import Costs, FloatArray, Transfer, get_transfer
 from ipu_pipe.schedule.runs import IntArray
 from ipu_pipe.schedule.table import Schedule
 
@@ -56,7 +56,7 @@ def time_uncontended(schedule: Schedule, costs: Costs, updates: int) -> Unconten
 
     `costs` without `slot` and not in lock-step.
     """
-    assert schedule.in_order and not costs.slot and not costs.lockstep
+    assert schedule.in_order and not costs.slot and not costs.lockstep and schedule.stretches[0].whole is None
     P, M = schedule.stages, schedule.microbatches
     program = _make_program(schedule)
     durations = costs.get_durations(schedule.passes)
@@ -96,8 +96,8 @@ def time_uncontended(schedule: Schedule, costs: Costs, updates: int) -> Unconten
 def _list_transfers(schedule: Schedule, costs: Costs) -> List[Transfer]:
     """Return what takes the result of each pass to another stage."""
     P = schedule.stages
-    onward = [costs.get_transfer(s, s + 1) for s in range(P - 1)]
-    back = [] if schedule.local else [costs.get_transfer(s, s - 1) for s in range(1, P)]
+    onward = [get_transfer(schedule, costs, s, s + 1) for s in range(P - 1)]
+    back = [] if schedule.local else [get_transfer(schedule, costs, s, s - 1) for s in range(1, P)]
     none = [NOTHING] * P
     return [*onward, NOTHING, NOTHING, *back, *none][: 2 * P] + none * (len(schedule.passes) - 2)
 

@@ -41,11 +41,11 @@ class VersionTable:
 
     def __init__(self, schedule: Schedule, method: Method, seed: int = 0) -> None:
         """`seed`: of drawn delays, if the method draws any."""
-        if schedule.passes != PASSES:
-            raise BadInput("schedule: which versions its passes read is known only where a backward is one pass")
         if schedule.stages == 1 and method.delay is None:
             method = replace(method, forward_reads=Reads.NEWEST)  # one stage is no pipeline: plain training
         self.schedule, self.method = schedule, method
+        # of a split backward the input gradient reads weights, and the weight gradient none
+        self._reading = dict(zip(PASSES, schedule.passes))
         if method.delay is not None and method.delay.drawn:
             self.sampler = DelaySampler(method.delay, self._mean_delays, seed)
 
@@ -61,7 +61,7 @@ class VersionTable:
 
     def window(self, first: int, last: int, stages: slice = ALL_STAGES) -> Tuple[IntArray, IntArray]:
         """Return forward and backward versions of the microbatches [first, last), checked."""
-        newest = {kind: self._find_newest(kind, first, last, stages) for kind in PASSES}
+        newest = {kind: self._find_newest(self._reading[kind], first, last, stages) for kind in PASSES}
         # these count from the gradient's use, or by replica: the schedule does not bound them
         if self.method.delay is not None or self.method.rounds is not None:
             newest[Kind.FORWARD] = newest[Kind.BACKWARD] = self._find_batch(first, newest[Kind.BACKWARD])
@@ -122,7 +122,8 @@ class VersionTable:
             if wrong.any():
                 row, column = np.unravel_index(int(np.argmax(wrong)), wrong.shape)
                 stage = range(*stages.indices(self.schedule.stages))[int(row)]
-                raise BadInput(f"schedule: {Action(kind, first + int(column), stage)} {what}: it cannot be replayed")
+                action = Action(self._reading[kind], first + int(column), stage)
+                raise BadInput(f"schedule: {action} {what}: it cannot be replayed")
 
     # --- lags, in updates of the stage itself
 
@@ -162,6 +163,8 @@ class VersionTable:
         history = self.method.history
         if history is not None and history.delays != "schedule":
             return history.greatest_lag(P), history.greatest_lag(P)
+        if self.method.flushes:
+            return np.zeros(P, np.int64), np.zeros(P, np.int64)
         start = N * (-(-2 * P // N) + 1)  # from microbatch 2P on, lags repeat with period N, to the last microbatch
         steady = VersionTable(make_schedule(self.method, P, start + N, N), self.method)
         forward_lag, backward_lag = np.zeros(P, np.int64), np.zeros(P, np.int64)
@@ -216,8 +219,8 @@ def _count_alive(table: VersionTable, first: int, last: int, stages: slice) -> I
     end = np.full_like(begin, -1)
     end[:, first // N - oldest : -1] = update_moment  # and supersedes version k
     end[:, -1] = 3 * table.schedule.slot_count
-    for moment, (kind, version) in enumerate(((Kind.FORWARD, forward), (Kind.BACKWARD, backward))):
-        read = 3 * table.schedule.slots(kind, first, last, stages) + moment
+    for moment, version in enumerate((forward, backward)):
+        read = 3 * table.schedule.slots(table.schedule.passes[moment], first, last, stages) + moment
         np.maximum.at(end, (rows, version - oldest), read)
     # two ascending halves, which a stable sort merges fast
     events = np.sort(np.concatenate([2 * end, 2 * begin + 1], axis=1), axis=1, kind="stable")

@@ -68,6 +68,11 @@ def find_users(cut: Sequence[Piece]) -> Dict[str, List[int]]:
 
 def place(config: Config, method: Method, model: nn.Module, x: torch.Tensor) -> Placed:
     """Return the stages of a run, and this rank's. `x`: a microbatch of input. Raise `BadInput` if they cannot be one a rank."""
+    if method.order is not None:
+        raise BadInput(
+            f"method: {method.name}: processes run one stage each, whose backwards are whole: use gpipe, pipedream_flush, or"
+            " backend: {name: emulator}"
+        )
     world, replicas = dist.get_world_size(), config.replicas
     if world % replicas:
         raise BadInput(f"replicas: {replicas}: {world} processes cannot be so many replicas of a pipeline")

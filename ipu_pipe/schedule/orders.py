@@ -1,0 +1,263 @@
+"""Orders: pipelines that drain after every batch, each given by the order in which its devices do their passes.
+
+P devices with v stages each, M microbatches of a batch, d a device. Every stage does each of its passes in the order of the
+microbatches, so that a row of (pass, stage) says all: microbatches follow by counting; a whole backward counts as both halves.
+
+dealt in turn     stage s on device s mod P                  P = 2, v = 2: stages 0 2 on device 0, 1 3 on device 1
+there and back    stages d and 2P-1-d on device d: a V       P = 2, v = 2: stages 0 3 on device 0, 1 2 on device 1
+
+The drawings have a column per slot and lower case for a device's second stage; the = of a whole backward is its second slot.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Callable, Dict, Iterator, List, Set, Tuple
+from typing import Counter as CounterOf
+
+from ipu_pipe.errors import BadInput
+from ipu_pipe.schedule.actions import Action, Kind, pass_needs
+from ipu_pipe.schedule.methods import Method, Order, Pipeline
+from ipu_pipe.schedule.planned_orders import Pass, plan_straight, plan_v
+from ipu_pipe.schedule.policies import play_slots
+from ipu_pipe.schedule.rows import DeviceRows, read_csv
+
+F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT  # noqa: E741
+HALVES = {F: (F,), B: (I, W), I: (I,), W: (W,)}
+Rows = List[List[Pass]]
+
+
+def make_device_rows(method: Method, stages: int, microbatches: int) -> DeviceRows:
+    """Return what each device does, in order, for a batch of M `microbatches` on S `stages`.
+
+    Raise `BadInput` for sizes that the order does not have.
+    """
+    order = method.order
+    assert order is not None
+    if method.pipeline is Pipeline.ROWS:
+        return _read_file(order.file, stages, microbatches)
+    rows = ORDERS[method.pipeline](order, stages // order.stages_per_device, microbatches)
+    return DeviceRows([list(_count(row, microbatches)) for row in rows], order.place(stages))
+
+
+def _count(row: List[Pass], microbatches: int) -> Iterator[Action]:
+    """Yield the actions of a row: of each pass on each stage the microbatches in order, as far as there are any."""
+    done: CounterOf[Pass] = Counter()
+    for kind, stage in row:
+        microbatch = done[HALVES[kind][0], stage]
+        done.update((half, stage) for half in HALVES[kind])
+        if microbatch < microbatches:
+            yield Action(kind, microbatch, stage)
+
+
+def _read_file(name: str, stages: int, microbatches: int) -> DeviceRows:
+    """Read a file of rows; raise `BadInput` unless it has as many stages and microbatches."""
+    if not name:
+        raise BadInput("method_args: file: none: method rows needs the name of a CSV file")
+    device_rows = read_csv(name)
+    count = 1 + max(action.index for row in device_rows.rows for action in row)
+    faults = []
+    if len(device_rows.placement) != stages:
+        faults.append(f"stages: {stages}: {name} has {len(device_rows.placement)}")
+    if count != microbatches:
+        faults.append(f"accumulate: {microbatches}: {name} has {count} microbatches, one batch")
+    if faults:
+        raise BadInput(faults)
+    return device_rows
+
+
+# ---- dealt in turn
+
+
+def interleaved_1f1b(order: Order, P: int, M: int) -> Rows:
+    """Alternate forwards and whole backwards after a warm-up, P microbatches at a time on each stage. P = 2, v = 2, M = 4:
+
+    device 0  F0 F1 f0 f1 F2 b0 F3 b1 f2 B0 f3 B1 .  b2 .  b3 B2 B3
+    device 1  .  F0 F1 f0 b0 f1 b1 F2 B0 F3 B1 f2 b2 f3 b3 B2 B3 .
+    """
+    return _alternate(order.stages_per_device, P, M, (B,), ahead=2)
+
+
+def interleaved_zb(order: Order, P: int, M: int) -> Rows:
+    """Split the backwards: half the warm-up suffices, and weight gradients fill the end. With v = 1 ZB-H1. P = 3, v = 1, M = 4:
+
+    device 0  F0 F1 F2 .  .  I0 W0 F3 I1 W1 I2 W2 I3 W3
+    device 1  .  F0 F1 .  I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
+    device 2  .  .  F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
+    """
+    return _alternate(order.stages_per_device, P, M, (I, W), ahead=1)
+
+
+def zb_h2(order: Order, P: int, M: int) -> Rows:
+    """Warm up twice as long as ZB-H1, which fills the wait for the first backward. P = 3, M = 6:
+
+    device 0  F0 F1 F2 F3 F4 I0 W0 F5 I1 W1 I2 W2 I3 W3 I4 W4 I5 W5 .  .
+    device 1  .  F0 F1 F2 I0 F3 I1 F4 I2 W0 F5 I3 W1 I4 W2 I5 W3 W4 W5 .
+    device 2  .  .  F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 W0 F5 I5 W1 W2 W3 W4 W5
+    """
+    return _alternate(1, P, M, (I, W), ahead=2)
+
+
+def _alternate(v: int, P: int, M: int, backward: Tuple[Kind, ...], ahead: int) -> Rows:
+    """Warm up by `ahead` forwards for each later device, then alternate; weight gradients wait until all devices hold alike."""
+    rounds = max(M // P, 1)
+    if M % rounds:
+        raise BadInput(f"accumulate: {M}: must be a multiple of {rounds}, its rounds of {P} microbatches, one a device")
+    group = M // rounds  # microbatches that a stage does before the device goes on to its next stage
+    rows = []
+    for d in range(P):
+        stages = [k // group % v * P + d for k in range(v * M)]
+        forwards = [(F, stage) for stage in stages]
+        backwards = [(backward[0], (v - 1) * P + 2 * d - stage) for stage in stages]
+        warm = (v - 1) * group + ahead * (P - 1 - d)
+        late = (v - 1) * group + ahead * d if W in backward else 0
+        row = forwards[:warm]
+        for k, one in enumerate(backwards):
+            row += [*forwards[warm + k : warm + k + 1], one]
+            if W in backward and k >= late:
+                row.append((W, backwards[k - late][1]))
+        rows.append(row + [(W, stage) for _, stage in backwards[len(backwards) - min(late, len(backwards)) :]])
+    return rows
+
+
+def looped_bfs(order: Order, P: int, M: int) -> Rows:
+    """Run the whole batch through one stage of a device after the other, and back. P = 2, v = 2, M = 2:
+
+    device 0  F0 F1 f0 f1 .  .  b0 b1 B0 B1
+    device 1  .  F0 F1 f0 f1 b0 b1 B0 B1 .
+    """
+    stages = [range(d, order.stages_per_device * P, P) for d in range(P)]
+    return [
+        [(F, stage) for stage in row for _ in range(M)] + [(B, stage) for stage in reversed(row) for _ in range(M)]
+        for row in stages
+    ]
+
+
+# ---- there and back
+
+
+def v_half(order: Order, P: int, M: int) -> Rows:
+    """Repeat a block in which microbatches go through the first stages slowly: half the activations of 1F1B. P = 4, M = 3:
+
+    device 0  F0 F1 F2 .  .  .  .  f0 i0 f1 i1 f2 i2 w0 w1 I0 W0 I1 w2 I2 W1 W2 .
+    device 1  .  F0 F1 F2 .  .  f0 .  f1 i0 f2 i1 w0 i2 I0 w1 I1 W0 I2 w2 W1 W2 .
+    device 2  .  .  F0 F1 F2 f0 .  f1 .  f2 i0 w0 i1 I0 i2 I1 W0 I2 w1 W1 w2 W2 .
+    device 3  .  .  .  F0 f0 F1 f1 F2 f2 .  .  i0 I0 i1 I1 i2 I2 w0 W0 w1 W1 w2 W2
+    """
+    gap = 0 if P % 2 else 3
+    return _repeat_blocks([[2 * d, 3 * P - d - 2, 3 * P + gap + 2 * d - 1, 6 * P + gap - d - 2] for d in range(P)], M)
+
+
+def v_min(order: Order, P: int, M: int) -> Rows:
+    """Repeat the block of a microbatch that goes through without a wait: a third of the activations of 1F1B. P = 4, M = 3:
+
+    device 0  F0 F1 F2 .  .  .  .  f0 i0 w0 .  .  f1 i1 w1 I0 W0 .  .  f2 i2 I1 w2 W1 .  .  .  I2 W2
+    device 1  .  F0 F1 F2 .  .  f0 .  .  i0 w0 f1 .  .  I0 i1 W0 w1 f2 .  I1 i2 W1 w2 .  .  I2 W2 .
+    device 2  .  .  F0 F1 .  f0 .  f1 .  .  i0 w0 F2 I0 W0 .  i1 f2 w1 I1 W1 .  i2 w2 .  I2 W2 .  .
+    device 3  .  .  .  F0 f0 F1 f1 .  .  .  .  i0 I0 w0 W0 F2 f2 i1 I1 w1 W1 .  .  i2 I2 w2 W2 .  .
+    """
+    gap = 0 if P % 3 else 2
+    return _repeat_blocks([[d, 2 * P - d - 1, 2 * P + gap + d, 4 * P + gap - d - 1] for d in range(P)], M)
+
+
+def _repeat_blocks(blocks: List[List[int]], M: int) -> Rows:
+    """Repeat, every six slots, a block: the slots of F and I there and F and I back of microbatch 0, for each device.
+
+    Weight gradients fill the gaps. Then every device does early what it can (`_pull_forward`).
+    """
+    P, rows = len(blocks), []
+    for d, block in enumerate(blocks):
+        passes: List[Pass] = [(F, d), (F, 2 * P - 1 - d), (I, 2 * P - 1 - d), (I, d)]
+        planned = {slot + 6 * m: one for m in range(M) for slot, one in zip(block, passes)}
+        row: List[Pass] = []
+        waiting: List[Pass] = []
+        for slot in range(max(planned) + 1):
+            if slot in planned:
+                row.append(planned[slot])
+                waiting += [(W, stage) for kind, stage in [planned[slot]] if kind is I]
+            elif waiting:
+                row.append(waiting.pop(0))
+        rows.append(row + waiting)
+    return _pull_forward(rows, M)
+
+
+def _pull_forward(rows: Rows, M: int) -> Rows:
+    """Let devices do, slot by slot, the first pass of their rows that is ready and never makes them hold more than the rows do.
+
+    A weight gradient keeps its place until the device has had all microbatches once, and then only fills slots.
+    """
+    change = {F: 1, I: 0, W: -1}
+    most = max(sum(change[kind] for kind, _ in row[:end]) for row in rows for end in range(len(row) + 1))
+    done: CounterOf[Pass] = Counter()
+    held = [0] * len(rows)
+    left, pulled = [list(row) for row in rows], [[] for _ in rows]  # type: Rows, Rows
+
+    def choose(device: int) -> List[Action]:
+        seen: Set[Pass] = set()
+        filler, highest, then = None, held[device], held[device]
+        for place, one in enumerate(left[device]):
+            kind, stage = one
+            if one not in seen:
+                seen.add(one)
+                needed = (
+                    (need, stage + offset) for need, offset in pass_needs(kind) if 0 <= stage + offset < 2 * len(rows)
+                )
+                if all(done[need] > done[one] for need in needed) and (kind is not F or highest < most):
+                    if kind is not W or (place == 0 and done[F, device] < M):
+                        return [Action(kind, place, stage)]
+                    filler = filler if filler is not None else Action(kind, place, stage)
+            then += change[kind]
+            highest = max(highest, then)
+            if len(seen) == 6:
+                break
+        return [filler] if filler is not None else []
+
+    def complete(action: Action, slot: int) -> None:
+        device = min(action.stage, 2 * len(rows) - 1 - action.stage)
+        one = left[device].pop(action.index)  # here the index is the place in the row
+        pulled[device].append(one)
+        done[one] += 1
+        held[device] += change[one[0]]
+
+    play_slots(len(rows), choose, complete)
+    return pulled
+
+
+def dualpipe_v(order: Order, P: int, M: int) -> Rows:
+    """Pair forwards of one direction with backwards of the other, as F then B; split backwards at the ends. P = 2, M = 4:
+
+    device 0  F0 F1 F2 f0 i0 w0 f1 F3 b1 =  f2 B0 =  b2 =  f3 .  B1 =  b3 =  I2 W2 I3 W3
+    device 1  .  F0 f0 F1 f1 F2 b0 =  f2 B0 =  F3 b1 =  f3 B1 =  b2 =  B2 =  i3 I3 w3 W3
+    """
+    if M < 2 * P:
+        raise BadInput(f"accumulate: {M}: dualpipe_v needs at least as many microbatches as stages, {2 * P}")
+    rows = []
+    for d in range(P):
+        there, back = d, 2 * P - 1 - d
+        row: List[Pass] = [(F, there)] * (2 * (P - 1 - d))
+        row += [(F, there), (F, back)] * (d + 1)
+        row += [(I, back), (W, back), (F, back)] * (P - 1 - d)
+        row += [(F, there), (B, back), (F, back), (B, there)] * (M - 2 * P + d + 1)
+        row += [(B, back), (F, back), (B, there)] * (P - 1 - d)
+        # of the last backwards the first half are whole, and the weight gradients of the others come at the end
+        last = [stage for _ in range(d + 1) for stage in (back, there)] + [there] * (P - 1 - d)
+        whole = d + 1
+        late = [(W, stage) for stage in last[whole:]]
+        row += [(B, stage) for stage in last[:whole]] + [(I, stage) for stage in last[whole : 2 * d + 2]]
+        for stage in last[2 * d + 2 :]:
+            row += [late.pop(0), (I, stage)]
+        rows.append(row + late)
+    return rows
+
+
+ORDERS: Dict[Pipeline, Callable[[Order, int, int], Rows]] = {
+    Pipeline.INTERLEAVED_1F1B: interleaved_1f1b,
+    Pipeline.LOOPED_BFS: looped_bfs,
+    Pipeline.INTERLEAVED_ZB: interleaved_zb,
+    Pipeline.ZB_H2: zb_h2,
+    Pipeline.ZB_AUTO: plan_straight,
+    Pipeline.ZBV: plan_v,
+    Pipeline.V_HALF: v_half,
+    Pipeline.V_MIN: v_min,
+    Pipeline.DUALPIPE_V: dualpipe_v,
+}

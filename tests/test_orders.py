@@ -1,0 +1,304 @@
+"""Orders of passes by device: the papers' bubbles and rates, PyTorch's own orders, and files of rows."""
+
+from __future__ import annotations
+
+import types
+from pathlib import Path
+from typing import Any, Dict, List, Sequence, Tuple
+
+import pytest
+
+from ipu_pipe.errors import BadInput
+from ipu_pipe.schedule.actions import Action, Kind, needs
+from ipu_pipe.schedule.clock import Bubbles, measure_bubbles
+from ipu_pipe.schedule.drawing import format_csv, format_text
+from ipu_pipe.schedule.methods import ORDERED, resolve_method
+from ipu_pipe.schedule.rows import from_rows, lay_out, read_csv
+from ipu_pipe.schedule.table import Schedule
+from ipu_pipe.schedule.timelines import make_schedule
+from ipu_pipe.schedule.versions import VersionTable, count_weight_copies
+
+GENERATED = [name for name in ORDERED if name != "rows"]
+
+
+def make(name: str, P: int, M: int, durations: Sequence[float] = (1, 1, 1), link: float = 0.0, **args: Any) -> Schedule:
+    """The schedule of a batch on P devices."""
+    method = resolve_method(name, {**args, "durations": durations, "link": link})
+    stages = P * (1 if method.order is None else method.order.stages_per_device)
+    return make_schedule(method, stages, M, M)
+
+
+def time(schedule: Schedule, durations: Sequence[float] = (1, 1, 1), link: float = 0.0) -> Tuple[float, float]:
+    """What makespan and span have beside the work of a device."""
+    bubbles = measure_bubbles(schedule, durations, link)
+    work = schedule.microbatches * sum(durations)
+    return bubbles.makespan - work, bubbles.span - work
+
+
+# --- the papers' figures
+
+
+def halve(P: int) -> Tuple[float, float]:
+    """V-half's bubble and activations, as the generator of its authors has them for P > 2."""
+    return ((3 * P - 4) / 2 if P % 2 else (3 * P - 7) / 2), P // 2 + 1
+
+
+def thirds(P: int) -> Tuple[float, float]:
+    """V-min's."""
+    return (2 * P - 3.5 if P % 3 == 0 else 2 * P - 2.5), (P + 2 + (P % 3 == 2) * 2) // 3 + (P % 3 == 0)
+
+
+@pytest.mark.parametrize("P", [3, 4, 5, 8])
+@pytest.mark.parametrize("rounds", [2, 3])
+def test_bubbles_and_activations_in_unit_times(P: int, rounds: int) -> None:
+    M = rounds * P
+    expected: Dict[Tuple[str, int], Tuple[float, float, float]] = {  # makespan, span, most activations
+        ("interleaved_1f1b", 2): (1.5 * (P - 1), 1.5 * (P - 1), (3 * P - 1) / 2),
+        ("interleaved_1f1b", 3): (P - 1, P - 1, (4 * P - 1) / 3),
+        ("looped_bfs", 2): (1.5 * (P - 1), 1.5 * (P - 1), M),
+        ("zb_h1", 1): (P - 1, P - 1, P),
+        ("interleaved_zb", 1): (P - 1, P - 1, P),
+        ("interleaved_zb", 2): ((P - 1) / 2, (P - 1) / 2, 1.5 * P),
+        ("zb_h2", 1): (P - 1, 0, 2 * P - 1),
+        ("zbv", 2): ((P - 1) / 2, 0, P),
+        ("v_half", 2): (halve(P)[0], halve(P)[0], halve(P)[1]),
+        ("v_min", 2): (thirds(P)[0], thirds(P)[0], thirds(P)[1]),
+        ("dualpipe_v", 2): ((P - 1) / 2, (P - 1) / 2, P + 0.5),
+    }
+    for (name, v), (makespan, span, peak) in expected.items():
+        schedule = make(name, P, M, stages_per_device=v)
+        assert time(schedule) == pytest.approx((makespan, span), abs=1e-9), name
+        assert max(schedule.peak_activations()) == pytest.approx(peak), name
+    assert make("interleaved_1f1b", P, M, stages_per_device=2).peak_activations()[-1] == (P + 1) / 2
+    assert set(make("zb_h1", P, M).peak_activations()) == {P}
+
+
+# p, m, F, I, W, c and the rates that the authors print (Qi et al. 2023): 1F1B, ZB-H1, ZB-H2, ZB-1p, ZB-2p
+PRINTED = [
+    (8, 24, 18522, 18086, 9337, 601, 0.2431, 0.1585, 0.1083, 0.1585, 0.0433),
+    (8, 64, 29935, 29621, 19388, 535, 0.1091, 0.0554, 0.0294, 0.0554, 0.0010),
+    (16, 48, 11347, 11248, 8132, 377, 0.2552, 0.1397, 0.0672, 0.1397, 0.0066),
+]
+
+
+@pytest.mark.parametrize("row", PRINTED)
+def test_rates_of_zero_bubble_to_every_printed_digit(row: Tuple[Any, ...]) -> None:
+    P, M, *times, link, plain, h1, h2, one, two = row
+
+    def measure(name: str, **args: Any) -> Bubbles:
+        return measure_bubbles(make(name, P, M, times, link, **args), times, link)
+
+    assert round(measure("pipedream_flush").bubble_rate, 4) == plain
+    assert round(measure("zb_h1").bubble_rate, 4) == h1
+    assert round(measure("zb_h2").span_bubble_rate, 4) == h2
+    for limit, printed in ((1, one), (2, two)):
+        method = resolve_method("zb_auto", {"activation_limit": limit})
+        assert method.order is not None
+        schedule = make("zb_auto", P, M, times, link, activation_limit=limit)
+        assert round(measure_bubbles(schedule, times, link).span_bubble_rate, 4) <= printed
+        assert max(schedule.peak_activations(method.order.weight_share)) <= limit * P + 1e-9
+
+
+@pytest.mark.parametrize(
+    ("P", "M", "times", "link", "rate"),  # times of a chunk, as printed
+    [(16, 48, (14407, 14380, 9676), 1610, 0.0697), (24, 72, (6763, 6969, 5251), 755, 0.0638)],
+)
+def test_rates_of_zbv_to_every_printed_digit(P: int, M: int, times: Tuple[int, ...], link: int, rate: float) -> None:
+    both = [2 * time for time in times]
+    schedule = make("zbv", P, M, both, link)
+    assert round(measure_bubbles(schedule, both, link).span_bubble_rate, 4) == rate
+    assert max(schedule.peak_activations()) <= P
+
+
+def test_interleaving_divides_the_bubble_and_multiplies_the_messages() -> None:
+    """The first microbatch crosses all v P stages, and so does the last one's gradient."""
+    P, v, M, link = 4, 3, 8, 0.01
+    schedule = make("interleaved_1f1b", P, M, stages_per_device=v)
+    assert time(schedule, link=link)[0] == pytest.approx(3 * (P - 1) / v + 2 * (v * P - 1) * link)
+
+
+# --- what every order is
+
+
+@pytest.mark.parametrize("name", GENERATED)
+@pytest.mark.parametrize(("P", "M"), [(1, 2), (2, 4), (3, 7), (4, 8), (5, 10)])
+def test_orders_run_flush_and_take_microbatches_in_order(name: str, P: int, M: int) -> None:
+    if M % max(M // P, 1):
+        M -= M % P  # whole rounds
+    v = ORDERED[name].order.stages_per_device  # type: ignore[union-attr]
+    schedule = make_schedule(ORDERED[name], P * v, 2 * M + (M if P > 1 else 0), M, drains=[M])
+    assert all(piece.ascends() for stretch in schedule.stretches for piece in stretch.pieces.values())
+    slots = {kind: schedule.slots(kind, 0, schedule.microbatches) for kind in schedule.passes}
+    whole = {(s, m) for s, m in zip(*map(list, schedule.is_whole.nonzero()))}
+    for kind, table in slots.items():
+        for stage, row in enumerate(table.tolist()):
+            for m, slot in enumerate(row):
+                for need in needs(Action(kind, m, stage), schedule.stages, M, whole=whole):
+                    assert slots[need.kind][need.stage, need.index] < slot
+    versions = VersionTable(schedule, ORDERED[name])
+    batches = [[m // M for m in range(schedule.microbatches)]] * schedule.stages
+    assert versions.forward(0, schedule.microbatches).tolist() == batches
+    assert versions.backward(0, schedule.microbatches).tolist() == batches
+    assert count_weight_copies(versions).tolist() == [1] * schedule.stages
+
+
+def test_a_whole_backward_among_split_ones_passes_its_gradient_on_at_its_end() -> None:
+    schedule = from_rows([["F0", "I0", "W0"], ["F0", "B0"]], 1)
+    assert format_text(schedule) == (
+        "slot     0   1   2   3   4   5\nstage 0  F0  .   .   .   I0  W0*\nstage 1  .   F0  B0  =*  .   .\n"
+    )
+    assert [schedule.cells(s) for s in (0, 1)] == [
+        ["F0", None, None, None, "I0", "W0"],
+        [None, "F0", "B0", None, None, None],
+    ]
+    assert measure_bubbles(schedule, (2, 3, 5), 1).makespan == 2 + 1 + 2 + 3 + 5 + 1 + 3 + 5
+
+
+def test_stages_of_one_device_send_no_message() -> None:
+    schedule = make("zbv", 1, 4)
+    assert measure_bubbles(schedule, (1, 1, 1), 100).makespan == 12
+
+
+# --- PyTorch as judge
+
+
+def load_torch() -> Any:
+    torch = pytest.importorskip("torch")
+    if tuple(int(number) for number in torch.__version__.split(".")[:2]) < (2, 13):
+        pytest.skip("PyTorch's own orders are those of torch 2.13")
+    from torch.distributed.pipelining import schedules
+
+    return schedules
+
+
+@pytest.mark.parametrize("name", GENERATED)
+@pytest.mark.parametrize(("P", "M"), [(2, 4), (4, 8)])
+def test_pytorch_validates_our_csv(name: str, P: int, M: int, tmp_path: Path) -> None:
+    schedules = load_torch()
+    schedule = make(name, P, M)
+    path = tmp_path / "rows.csv"
+    path.write_text("".join(format_csv(schedule)))
+    lines = [line.split(",") for line in path.read_text().splitlines()]
+    actions = {rank: [schedules._Action.from_str(cell) for cell in line] for rank, line in enumerate(lines)}
+    placement = schedules._validate_schedule(actions, P, schedule.stages, M)
+    assert tuple(placement[stage] for stage in range(schedule.stages)) == schedule.device_of_stage
+    back = make_schedule(resolve_method("rows", {"file": str(path)}), schedule.stages, M, M)
+    assert format_text(back) == format_text(schedule)
+
+
+def order_of(schedules: Any, name: str, P: int, v: int, M: int) -> Dict[int, List[Any]]:
+    """The order of one of PyTorch's classes, which needs of a real one only its sizes."""
+    made = getattr(schedules, name).__new__(getattr(schedules, name))
+    made.pp_group_size, made._n_microbatches, made.n_local_stages, made._stages = P, M, v, [types.SimpleNamespace()] * v
+    made.num_stages = made._num_stages = P * v
+    made.number_of_rounds = max(1, M // P)
+    made.microbatches_per_round = M // made.number_of_rounds
+    order = {}
+    for rank in range(P):
+        made.rank = made._stage_index = rank
+        made._stage = types.SimpleNamespace(stage_index=rank, group_size=P, group_rank=rank)
+        calculate = getattr(made, "_calculate_single_rank_operations", None)
+        order[rank] = calculate(rank) if calculate else None
+    orders: Dict[int, Any] = made._get_pipeline_order() if None in order.values() else order
+    return orders
+
+
+@pytest.mark.parametrize(
+    ("theirs", "v", "ours"),
+    [
+        ("ScheduleGPipe", 1, "gpipe"),
+        ("ScheduleInterleaved1F1B", 2, "interleaved_1f1b"),
+        ("ScheduleInterleaved1F1B", 3, "interleaved_1f1b"),
+        ("ScheduleLoopedBFS", 2, None),  # its backwards come in reversed order
+        ("ScheduleInterleavedZeroBubble", 1, "interleaved_zb"),
+        ("ScheduleInterleavedZeroBubble", 2, None),  # its weight gradients come earlier
+        ("ScheduleZBVZeroBubble", 2, None),  # not planned
+        ("ScheduleDualPipeV", 2, "dualpipe_v"),
+    ],
+)
+@pytest.mark.parametrize(("P", "M"), [(2, 4), (4, 8), (4, 12)])
+def test_pytorchs_own_orders_are_read(theirs: str, v: int, ours: Any, P: int, M: int, tmp_path: Path) -> None:
+    """And equal ours where ours are meant to be theirs."""
+    order = order_of(load_torch(), theirs, P, v, M)
+    path = tmp_path / "theirs.csv"
+    cells = {rank: [str(cell or "") for cell in row if "REDUCE" not in str(cell)] for rank, row in order.items()}
+    path.write_text("".join(",".join(cells[rank]) + "\n" for rank in range(P)))
+    rows = read_csv(str(path))
+    schedule = make_schedule(resolve_method("rows", {"file": str(path)}), P * v, M, M)
+    assert VersionTable(schedule, ORDERED["rows"]).backward(0, M).tolist() == [[0] * M] * (P * v)
+    if ours is not None:
+        same = make(ours, P, M, stages_per_device=v)
+        assert format_text(same) == format_text(schedule) and same.device_of_stage == rows.placement
+    if theirs == "ScheduleZBVZeroBubble":
+        assert time(schedule) == pytest.approx(((P - 1) / 2, 0))
+    if theirs == "ScheduleLoopedBFS":
+        assert not schedule.in_order and time(schedule) == pytest.approx((1.5 * (P - 1), 1.5 * (P - 1)))
+
+
+# --- bad input
+
+
+@pytest.mark.parametrize(
+    ("text", "where"),
+    [
+        ("0F0,0B0\n1F0,1X0\n", "row 2, cell 2: 1X0: "),
+        ("0F0,0F0,0B0\n", "row 1, cell 2: 0F0: "),
+        ("0F0,0B0\n0F1\n", "row 2, cell 1: 0F1: stage 0 "),
+        ("0F0,0B0\n2F0,2B0\n", "stage 1: "),
+        ("0F0,0B0\n,,\n", "row 2: "),
+        ("(0F1;0F0)OVERLAP_F_B\n", "row 1, cell 1: "),
+        ("", ""),
+    ],
+)
+def test_a_bad_cell_is_named_with_file_row_and_cell(text: str, where: str, tmp_path: Path) -> None:
+    path = tmp_path / "bad.csv"
+    path.write_text(text)
+    with pytest.raises(BadInput) as refused:
+        read_csv(str(path))
+    assert len(refused.value.faults) == 1 and refused.value.faults[0].startswith(f"{path}: {where}")
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("0F0,0B0,0F1\n", "B1 on stage 0"),
+        ("0F0,0I0\n", "W0 on stage 0"),
+        ("0B0,0F0\n", "B0 on stage 0 waits for F0 on stage 0"),
+    ],
+)
+def test_rows_that_cannot_run_name_the_file_and_the_action(text: str, what: str, tmp_path: Path) -> None:
+    path = tmp_path / "bad.csv"
+    path.write_text(text)
+    with pytest.raises(BadInput) as refused:
+        make_schedule(resolve_method("rows", {"file": str(path)}), 1, 1 + text.count("F1"), 1 + text.count("F1"))
+    assert refused.value.faults[0].startswith(f"{path}: ") and what in refused.value.faults[0]
+
+
+def test_an_overlapped_pair_is_a_forward_and_then_a_backward(tmp_path: Path) -> None:
+    path = tmp_path / "pair.csv"
+    path.write_text("0F0,(0F1;0B0)OVERLAP_F_B,0B1\n")
+    assert lay_out(read_csv(str(path))).slots == 4
+    assert [action.kind for action in read_csv(str(path)).rows[0]][1:3] == [Kind.FORWARD, Kind.BACKWARD]
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "stages", "microbatches", "key"),
+    [
+        ("zbv", {}, 3, 4, "stages: 3: "),
+        ("interleaved_1f1b", {"stages_per_device": 3}, 4, 4, "stages: 4: "),
+        ("interleaved_1f1b", {"stages_per_device": 2}, 8, 9, "accumulate: 9: "),
+        ("dualpipe_v", {}, 4, 3, "accumulate: 3: "),
+        ("zbv", {"stages_per_device": 4}, 8, 8, "method_args: stages_per_device: 4: "),
+        ("gpipe", {"stages_per_device": 2}, 4, 4, "method_args: stages_per_device: 2: "),
+        ("zb_h1", {"activation_limit": 2}, 4, 4, "method_args: activation_limit: 2: "),
+        ("zb_auto", {"activation_limit": 0.5}, 4, 4, "method_args: activation_limit: 0.5: "),
+        ("rows", {}, 4, 4, "method_args: file: "),
+        ("rows", {"file": "no/such.csv"}, 4, 4, "no/such.csv: "),
+    ],
+)
+def test_impossible_sizes_and_arguments_are_refused(
+    name: str, args: Dict[str, Any], stages: int, microbatches: int, key: str
+) -> None:
+    with pytest.raises(BadInput) as refused:
+        make_schedule(resolve_method(name, args), stages, microbatches, microbatches)
+    assert [fault[: len(key)] for fault in refused.value.faults] == [key]
