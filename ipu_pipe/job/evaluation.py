@@ -34,12 +34,6 @@ class EvaluationResult(NamedTuple):
         values = {"loss": self.loss, "accuracy": self.accuracy, **self.metrics}
         return {f"{prefix}{name}": value for name, value in values.items()}
 
-    @classmethod
-    def from_saved(cls, saved: Any) -> "EvaluationResult":
-        """Return the evaluation of a list in a checkpoint: loss, and metrics or, in earlier ones, the accuracy."""
-        loss, second = saved
-        return cls(loss, dict(second) if isinstance(second, dict) else {"accuracy": second})
-
 
 @dataclass
 class Position:
@@ -97,6 +91,7 @@ class Tally:
     def __init__(self, loss: Loss, metrics: Sequence[Metric] = DEFAULT, sums: Optional[torch.Tensor] = None) -> None:
         """`sums`: of a tally that is complete: loss, its weight, then those of each metric."""
         self._loss = loss.loss if isinstance(loss, SumOfLosses) else loss
+        self._counts_labels = is_cross_entropy(get_given_loss(get_plain_loss(self._loss)))
         self._metrics, self._complete = metrics, sums
         self._losses = Counting(self._sum_loss, 2)
         self._counting = [metric.begin() for metric in metrics]
@@ -115,11 +110,7 @@ class Tally:
 
     def _sum_loss(self, output: Any, y: Any, samples: int) -> torch.Tensor:
         """Return the loss times its weight, and the weight  # (2,)"""
-        answers = (
-            count_right(take_scores(self._loss, output), y)
-            if is_cross_entropy(get_given_loss(get_plain_loss(self._loss)))
-            else None
-        )
+        answers = count_right(take_scores(self._loss, output), y) if self._counts_labels else None
         loss = self._loss(output, y).detach().double().reshape(())
         weight = torch.full_like(loss, samples) if answers is None else answers[1].double()
         # all stays on its device: reading a batch's numbers would make a GPU wait

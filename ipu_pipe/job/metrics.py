@@ -112,70 +112,49 @@ def _share(sums: Sequence[float]) -> Optional[float]:
     return right / counted if counted and not without else None
 
 
-def _subtract(name: str, output: Any, y: Any) -> Tuple[torch.Tensor, torch.Tensor]:
-    """Return outputs minus labels, and labels, flat and in float64; a last dimension of 1 may be on one of them alone."""
+def _sum_errors(output: Any, y: Any, samples: int, name: str) -> torch.Tensor:
+    """Return the number of values, the squared and the absolute differences, the labels, and their squares  # (5,)
+
+    A last dimension of 1 may be on outputs or labels alone.
+    """
     shapes = [tuple(t.shape) if isinstance(t, torch.Tensor) else type(t).__name__ for t in (output, y)]
     alike = [shape[:-1] if isinstance(shape, tuple) and shape[-1:] == (1,) else shape for shape in shapes]
     if isinstance(shapes[0], str) or isinstance(shapes[1], str) or (shapes[0] != shapes[1] and alike[0] != alike[1]):
         raise BadInput(f"metrics: {name}: outputs {shapes[0]} and labels {shapes[1]}: must be tensors of one shape")
     labels = y.detach().double().reshape(-1)
-    return output.detach().double().reshape(-1) - labels, labels
+    errors = output.detach().double().reshape(-1) - labels
+    count = errors.new_tensor(float(errors.numel()))
+    return torch.stack([count, errors.square().sum(), errors.abs().sum(), labels.sum(), labels.square().sum()])
 
 
-def _sum_squares(output: Any, y: Any, samples: int) -> torch.Tensor:
-    """Return the number of values, and the squared differences  # (2,)"""
-    apart, _ = _subtract("mse", output, y)
-    return torch.stack([apart.new_tensor(float(apart.numel())), apart.square().sum()])
-
-
-def _sum_absolutes(output: Any, y: Any, samples: int) -> torch.Tensor:
-    apart, _ = _subtract("mae", output, y)
-    return torch.stack([apart.new_tensor(float(apart.numel())), apart.abs().sum()])
-
-
-def _sum_r2(output: Any, y: Any, samples: int) -> torch.Tensor:
-    """Return the number of values, the squared differences, the labels, and their squares  # (4,)"""
-    apart, labels = _subtract("r2", output, y)
-    count = apart.new_tensor(float(apart.numel()))
-    return torch.stack([count, apart.square().sum(), labels.sum(), labels.square().sum()])
-
-
-def _mean(sums: Sequence[float]) -> Optional[float]:
-    return sums[1] / sums[0] if sums[0] else None
-
-
-def _root(sums: Sequence[float]) -> Optional[float]:
-    return math.sqrt(sums[1] / sums[0]) if sums[0] else None
-
-
-def _r2(sums: Sequence[float]) -> Optional[float]:
+def _compute_r2(sums: Sequence[float]) -> Optional[float]:
     """Return 1 - (residual sum of squares) / (total sum of squares about the mean)."""
-    count, residual, total, squares = sums
+    count, residual, _, total, squares = sums
     about = squares - total * total / count if count else 0.0
     return 1 - residual / about if about > 0 else None
 
 
-_NAMED: Dict[str, Tuple[SumBatch, int, Callable[[Sequence[float]], Optional[float]]]] = {
-    ACCURACY: (_sum_answers, 3, _share),
-    "mse": (_sum_squares, 2, _mean),
-    "rmse": (_sum_squares, 2, _root),
-    "mae": (_sum_absolutes, 2, _mean),
-    "r2": (_sum_r2, 4, _r2),
+# The value of each metric of errors, from the sums of `_sum_errors`.
+_ERRORS: Dict[str, Callable[[Sequence[float]], Optional[float]]] = {
+    "mse": lambda sums: sums[1] / sums[0] if sums[0] else None,
+    "rmse": lambda sums: math.sqrt(sums[1] / sums[0]) if sums[0] else None,
+    "mae": lambda sums: sums[2] / sums[0] if sums[0] else None,
+    "r2": _compute_r2,
 }
 
 
 @functools.lru_cache(maxsize=None)
 def _find_metric(name: str) -> Metric:
     """Return the library's metric of that name."""
+    if name in _ERRORS:
+        return Metric(name, 5, lambda: Counting(functools.partial(_sum_errors, name=name), 5), _ERRORS[name])
     top = re.fullmatch(r"top([1-9]\d{0,8})", name)
-    if top is None and name not in _NAMED:
-        near = find_nearest(name, _NAMED)
-        known = f"must be one of {', '.join(_NAMED)}, top5 (or another number), or an import string module:name"
+    if top is None and name != ACCURACY:
+        near = find_nearest(name, (ACCURACY, *_ERRORS))
+        known = f"must be one of {', '.join((ACCURACY, *_ERRORS))}, top5 (or another number), or an import string module:name"
         raise BadInput(f"metrics: {show(name)}: {f'nearest is {near}' if near else known}")
-    sum_batch, width, value = _NAMED[ACCURACY if top else name]
-    if top:
-        sum_batch = functools.partial(_sum_answers, among=int(top.group(1)))
-    return Metric(name, width, lambda: Counting(sum_batch, width), value)
+    sum_answers = functools.partial(_sum_answers, among=int(top.group(1)) if top else 1)
+    return Metric(name, 3, lambda: Counting(sum_answers, 3), _share)
 
 
 DEFAULT = (_find_metric(ACCURACY),)
@@ -190,17 +169,13 @@ def _wrap(name: str, metric: Any) -> Metric:
         return Metric(name, 2, lambda: _CountingByObject(metric), lambda sums: sums[0] / sums[1] if sums[1] else None)
 
     def sum_batch(output: Any, y: Any, samples: int) -> torch.Tensor:
-        value = metric(output, y)
-        if not isinstance(value, torch.Tensor):
-            value = torch.tensor(float(value), dtype=torch.float64)
+        value = torch.as_tensor(metric(output, y), dtype=torch.float64).detach()
         if value.numel() != 1:
-            raise BadInput(
-                f"metrics: {name}: gave a tensor of shape {tuple(value.shape)}, must give one number a batch"
-            )
-        value = value.detach().double().reshape(())
-        return torch.stack([value.new_tensor(float(samples)), value * samples])
+            shape = tuple(value.shape)
+            raise BadInput(f"metrics: {name}: gave a tensor of shape {shape}, must give one number a batch")
+        return torch.stack([value.new_tensor(float(samples)), value.reshape(()) * samples])
 
-    return Metric(name, 2, lambda: Counting(sum_batch, 2), _mean)
+    return Metric(name, 2, lambda: Counting(sum_batch, 2), lambda sums: sums[1] / sums[0] if sums[0] else None)
 
 
 def _make_metric(value: Any, name: Optional[str]) -> Metric:
@@ -234,13 +209,13 @@ def make_metrics(chosen: Union[Sequence[Any], Mapping[str, Any]]) -> Tuple[Metri
         except BadInput as error:
             faults += error.faults
     names = [metric.name for metric in metrics]
-    faults += [f"metrics: {name}: appears twice" for name in dict.fromkeys(names) if names.count(name) > 1]
-    faults += [f"metrics: {name}: is always there" for name in names if name == "loss"]
-    faults += [
-        f"metrics: {show(name)}: must be letters, digits and _"
-        for name in names
-        if not (isinstance(name, str) and re.fullmatch(r"\w+", name))
-    ]
+    for name in dict.fromkeys(names):
+        if names.count(name) > 1:
+            faults.append(f"metrics: {name}: appears twice")
+        if name == "loss":
+            faults.append("metrics: loss: is always there")
+        if not (isinstance(name, str) and re.fullmatch(r"\w+", name)):
+            faults.append(f"metrics: {show(name)}: must be letters, digits and _")
     if faults:
         raise BadInput(faults)
     return tuple(metrics)

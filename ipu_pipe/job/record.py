@@ -284,7 +284,7 @@ def list_drains(config: Config, updates: int, per_epoch: Optional[int], done: in
 
 
 def make_trace_metadata(job: Job) -> Dict[str, Any]:
-    """Return the metadata of a run's trace that the job alone decides; docs/traces.md says what each means."""
+    """Return the metadata of a run's trace that the job alone decides."""
     config, schedule, traced = job.config, job.schedule, job.traced
     planned = job.planned_utilization()
     return {

@@ -66,7 +66,7 @@ def restore(job: Job, out: Path, say: Callable[[str], None], callbacks: Callback
     callbacks.load(saved.manifest.get("callbacks"))
     position = saved.manifest["position"]
     say(f"resuming after update {job.done} from {path}")
-    return Position(**{**position, "initial": EvaluationResult.from_saved(position["initial"])})
+    return Position(**{**position, "initial": EvaluationResult(*position["initial"])})
 
 
 def check_run(job: Job, saved: Checkpoint, path: Path) -> None:
