@@ -26,7 +26,7 @@ def run_folder(path: Path, slow: int = 20, microbatches: int = 6) -> Path:
         metadata = {
             "method": "pipedream", "method_args": {}, "stages": 2, "accumulate": 1, "microbatches": microbatches,
             "backend": "distributed",
-            "device_of_stage": [0, 1], "modelled": False,
+            "device_of_stage": [0, 1], "modelled": False, "planned_bubble_fraction": 0.25,
             "units": [{"name": f"layer{i}", "stage": int(i > 1), "forward_flops": 1e6, "backward_flops": 1e6, "crossing_bytes": 8}
                       for i in range(6)],
         }  # fmt: skip

@@ -6,17 +6,10 @@ from typing import Any, Dict, List
 
 from ipu_pipe.report.analysis.bottleneck import find_bottleneck
 from ipu_pipe.report.analysis.boundaries import find_best_move
-from ipu_pipe.report.analysis.devices import find_span, measure_devices
+from ipu_pipe.report.analysis.devices import find_span, measure_devices, measure_memory
 from ipu_pipe.report.analysis.facts import read_run_facts
 from ipu_pipe.report.analysis.links import measure_links
-from ipu_pipe.report.analysis.memory import measure_memory
-from ipu_pipe.report.analysis.stages import (
-    infer_accumulate,
-    infer_placement,
-    measure_stages,
-    measure_staleness,
-    sum_busy_by_device,
-)
+from ipu_pipe.report.analysis.stages import measure_stages, measure_staleness, sum_busy_by_device
 from ipu_pipe.trace.events import Trace
 
 Figures = Dict[str, Any]
@@ -29,8 +22,7 @@ def analyze(trace: Trace, source: str) -> Figures:
     begin, end = find_span(events)
     devices, overlap = measure_devices(events, facts.devices, (begin, end))
     stages, stragglers = measure_stages(events, begin, facts.sum_flops())
-    links = measure_links(events, facts.device_of_stage or infer_placement(stages), facts.gradients_cross is not False)
-    accumulate = facts.accumulate or infer_accumulate(events)
+    links = measure_links(events)
     training_ns = sum(end - begin - device["outside_ns"] for device in devices)
     utilization = sum(device["busy_ns"] for device in devices) / training_ns if training_ns else None
     loads = sum_busy_by_device(stages)
@@ -45,18 +37,18 @@ def analyze(trace: Trace, source: str) -> Figures:
         "devices": devices,
         "utilization": utilization,
         "bubble_fraction": None if utilization is None else 1 - utilization,
-        "planned_bubble_fraction": facts.plan_bubble_fraction(),
+        "planned_bubble_fraction": facts.planned_bubble_fraction,
         "stages": stages,
         "imbalance": 1 - sum(loads.values()) / len(loads) / max(loads.values()) if any(loads.values()) else None,
         "overlap": overlap,
         "bottleneck": None,
         "links": links,
-        "staleness": measure_staleness(events, accumulate),
+        "staleness": measure_staleness(events, facts.accumulate),
         "memory": measure_memory(trace.counters, events, begin),
         "stragglers": stragglers,
         "notes": [*trace.notes],
     }
-    figures["bottleneck"] = find_bottleneck(figures, loads, find_best_move(facts, stages, links, accumulate), facts)
+    figures["bottleneck"] = find_bottleneck(figures, loads, find_best_move(facts, stages, links), facts)
     figures["notes"] += _list_notes(figures, facts.why_no_method)
     return figures
 

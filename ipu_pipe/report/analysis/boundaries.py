@@ -11,15 +11,16 @@ from numpy.typing import NDArray
 from ipu_pipe.errors import BadInput
 from ipu_pipe.model.balance import find_best_cut
 from ipu_pipe.plan.batches import compute_batch_time
-from ipu_pipe.report.analysis.facts import MOST_PLANNED, RunFacts
+from ipu_pipe.report.analysis.facts import RunFacts
 from ipu_pipe.schedule.clock import Costs, Transfer
 
 MOST_STAGES = 128  # more take seconds to play
+MOST_PLANNED = 1 << 20  # passes of an update
 FloatArray = NDArray[np.float64]
 Row = Dict[str, Any]
 
 
-def find_best_move(facts: RunFacts, stages: Sequence[Row], links: Sequence[Row], accumulate: Optional[int]) -> Row:
+def find_best_move(facts: RunFacts, stages: Sequence[Row], links: Sequence[Row]) -> Row:
     """Compare the cut whose slowest stage is the fastest possible with the cut of the run.
 
     Return keys of the analysis's row of the bottleneck. `gain`: how much throughput the other cut adds (0.25: a quarter), by the
@@ -28,12 +29,12 @@ def find_best_move(facts: RunFacts, stages: Sequence[Row], links: Sequence[Row],
     share of its stage's measured time that its FLOPs have in those of the stage.
     """
     answer: Row = {"gain": None, "why_no_gain": None, "gain_if_balanced": None, "move": None}
-    answer["why_no_gain"] = _find_missing(facts, stages, accumulate)
+    answer["why_no_gain"] = _find_missing(facts, stages)
     if answer["why_no_gain"]:
         return answer
     forward = np.array([stage["forward_ns"] for stage in stages], np.float64)
     backward = np.array([stage["backward_ns"] for stage in stages], np.float64)
-    play = _make_player(facts, stages, links, accumulate or 0)
+    play = _make_player(facts, stages, links)
     try:
         now = play(forward, backward)
         even = play(np.full(len(stages), forward.mean()), np.full(len(stages), backward.mean()))
@@ -62,20 +63,20 @@ def find_best_move(facts: RunFacts, stages: Sequence[Row], links: Sequence[Row],
     return {**answer, "gain": now / then - 1, "move": move}
 
 
-def _find_missing(facts: RunFacts, stages: Sequence[Row], accumulate: Optional[int]) -> Optional[str]:
+def _find_missing(facts: RunFacts, stages: Sequence[Row]) -> Optional[str]:
     """Return the first reason why cuts cannot be played; None without any."""
     count, devices = len(stages), facts.device_of_stage or []
     has_all = [stage["index"] for stage in stages] == list(range(count)) and (facts.stages or count) == count
     without_times = any(not stage["forward_ns"] or stage["backward_ns"] is None for stage in stages)
     reasons = (
         (facts.known_method is None, facts.why_no_method),
-        (not accumulate, "the trace does not say how many microbatches an update has"),
+        (not facts.accumulate, "the trace does not say how many microbatches an update has"),
         (not has_all, "the trace does not hold all stages"),
         (bool(devices) and len(devices) != count, "the trace does not say the device of each stage"),
         (len(set(devices)) < len(devices), "several stages share a device, and the order of its passes is not known"),
         (without_times, "the trace does not hold forwards and backwards of all stages"),
         (count == 1, "there is one stage"),
-        (count * (accumulate or 0) > MOST_PLANNED, f"updates of more than {MOST_PLANNED} passes are not played"),
+        (count * (facts.accumulate or 0) > MOST_PLANNED, f"updates of more than {MOST_PLANNED} passes are not played"),
         (count > MOST_STAGES, f"more than {MOST_STAGES} stages are not played"),
     )
     return next((why for applies, why in reasons if applies), None)
@@ -89,11 +90,11 @@ def _divide(times: FloatArray, stage_of_unit: NDArray[np.int64], flops: Sequence
 
 
 def _make_player(
-    facts: RunFacts, stages: Sequence[Row], links: Sequence[Row], accumulate: int
+    facts: RunFacts, stages: Sequence[Row], links: Sequence[Row]
 ) -> Callable[[FloatArray, FloatArray], float]:
     """Return a function from the times of forwards and backwards (P,) to the time of an update, by the run's schedule."""
-    method = facts.known_method
-    assert method is not None
+    method, accumulate = facts.known_method, facts.accumulate
+    assert method is not None and accumulate is not None
     update = [stage["update_ns"] or 0.0 for stage in stages]
     devices = facts.device_of_stage or [stage["devices"][0] for stage in stages]
     latency: Dict[Tuple[int, int], float] = {}

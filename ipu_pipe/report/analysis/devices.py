@@ -1,4 +1,4 @@
-"""How each device spent the span of a trace: rows of parts that add up to it, to the nanosecond."""
+"""How each device spent the span of a trace, in parts that add up to it, to the nanosecond, and what filled its memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any, Dict, List, NamedTuple, Sequence, Tuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ipu_pipe.trace.events import COMMUNICATION, COMPUTE, KINDS, OUTSIDE, WAIT, Events, group_places
+from ipu_pipe.schedule.actions import Kind
+from ipu_pipe.trace.events import COMMUNICATION, COMPUTE, KINDS, MEMORY, OUTSIDE, WAIT, Counters, Events, group_places
 
 HOST = "host"  # idle time of which no event tells
 # A group for each kind's code: 0 compute, 1 communication, 2 wait, 3 and on OUTSIDE, of which an earlier one hides a later one
@@ -146,3 +147,65 @@ def _share_overlaps(start: TimeColumn, end: TimeColumn) -> Tuple[TimeColumn, Tim
     start = np.maximum(start, np.concatenate([start[:1], reach[:-1]]))
     left = end > start
     return start[left], end[left], order[left]
+
+
+# ---- memory, from the counters: bytes by category, and what made up the greatest sum
+
+IMPLAUSIBLE = 2.0**60  # bytes; NaN is ignored too
+MOST_POINTS = 400
+MOST_MICROBATCHES = 64
+_COMPLETING = (Kind.BACKWARD.word, Kind.WEIGHT_GRADIENT.word)
+
+
+def measure_memory(counters: Counters, events: Events, begin_ns: int) -> List[Dict[str, Any]]:
+    """Return a row for each device that has counters of memory; times count from `begin_ns`."""
+    codes = [code for code, name in enumerate(counters.names) if name in MEMORY.values()]
+    chosen = np.flatnonzero(np.isin(counters.name, codes) & (np.abs(counters.value) < IMPLAUSIBLE))
+    by_device = {device: events.select(places) for device, places in group_places(events.device)}
+    nothing = events.select(slice(0))
+    return [
+        _measure_device_memory(device, counters.select(chosen[places]), by_device.get(device, nothing), begin_ns)
+        for device, places in group_places(counters.device[chosen])
+    ]
+
+
+def _measure_device_memory(device: int, counters: Counters, events: Events, begin_ns: int) -> Dict[str, Any]:
+    counters = counters.select(np.argsort(counters.time, kind="stable"))
+    change = np.zeros(len(counters.value))
+    for _, places in group_places(counters.name):
+        change[places] = np.diff(counters.value[places], prepend=0.0)
+    # of several changes at one time all together
+    is_last = np.append(counters.time[1:] != counters.time[:-1], True)
+    times, total = counters.time[is_last], np.rint(np.cumsum(change)[is_last]).astype(np.int64)
+    peak = int(total.argmax())
+    at = int(times[peak])
+    bytes_by_name: Dict[str, int] = {}
+    for code, places in group_places(counters.name):
+        before = places[counters.time[places] <= at]
+        bytes_by_name[counters.names[code]] = int(counters.value[before[-1]]) if len(before) else 0
+    return {
+        "device": device,
+        "peak_bytes": int(total[peak]),
+        "at_ns": at - begin_ns,
+        "categories": {category: bytes_by_name[name] for category, name in MEMORY.items() if name in bytes_by_name},
+        "microbatches": _list_in_flight(events, at),
+        "over_time": _thin(times - begin_ns, total),
+    }
+
+
+def _list_in_flight(events: Events, at: int) -> List[int]:
+    """Return the microbatches of which a device's events began a forward, and did not complete the backward, by a moment."""
+    keys = (events.stage.astype(np.int64) << 32) + events.microbatch
+    known = events.microbatch >= 0
+    begun = known & (events.start <= at) & events.is_kind(Kind.FORWARD.word)
+    completed = known & (events.end <= at) & events.is_kind(*_COMPLETING)
+    in_flight = np.unique(np.setdiff1d(keys[begun], keys[completed]) & 0xFFFFFFFF)
+    return [int(microbatch) for microbatch in in_flight[:MOST_MICROBATCHES]]
+
+
+def _thin(times: NDArray[np.int64], total: NDArray[np.int64]) -> List[List[int]]:
+    """Return points (time, bytes), of many the greatest bytes of each interval."""
+    if len(times) > MOST_POINTS:
+        edges = np.linspace(0, len(times), MOST_POINTS + 1).astype(np.int64)[:-1]
+        times, total = times[edges], np.maximum.reduceat(total, edges)
+    return [list(point) for point in zip(times.tolist(), total.tolist())]

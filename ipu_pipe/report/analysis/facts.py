@@ -10,11 +10,8 @@ from typing_extensions import Annotated
 from ipu_pipe.config.sections import MethodArgs
 from ipu_pipe.errors import BadInput
 from ipu_pipe.schedule.methods import Method, resolve_method
-from ipu_pipe.schedule.timelines import compute_utilization, make_schedule
 from ipu_pipe.text import show
 
-MOST_STAGES = 1 << 12
-MOST_PLANNED = 1 << 20  # stages times microbatches of a schedule that is made again only to be counted
 MOST_DEVICES = 1 << 16
 
 Count = Annotated[int, Field(ge=1, lt=1 << 31)]
@@ -43,7 +40,6 @@ class RunFacts(BaseModel):
     why_modelled: Optional[str] = None
     stages: Optional[Count] = None
     accumulate: Optional[Count] = None
-    microbatches: Optional[Annotated[int, Field(ge=0, lt=1 << 31)]] = None
     replicas: Optional[Count] = None
     device_of_stage: Optional[List[Device]] = None
     gradients_cross: Optional[bool] = None
@@ -74,21 +70,6 @@ class RunFacts(BaseModel):
             flops = unit.forward_flops + unit.backward_flops
             flops_by_stage[unit.stage] = flops_by_stage.get(unit.stage, 0) + flops
         return flops_by_stage
-
-    def plan_bubble_fraction(self) -> Optional[float]:
-        """Return the bubble of the schedule in unit slots: as the metadata say, or of the schedule made again (where it is long,
-        of its steady state)."""
-        method = self.known_method
-        if self.planned_bubble_fraction is not None or method is None or not self.stages or not self.accumulate:
-            return self.planned_bubble_fraction
-        if self.stages > MOST_STAGES:
-            return None
-        try:
-            if not self.microbatches or self.stages * self.microbatches > MOST_PLANNED:
-                return 1 - compute_utilization(method, self.stages, self.accumulate)
-            return 1 - make_schedule(method, self.stages, self.microbatches, self.accumulate).busy_share()
-        except BadInput:  # the metadata do not fit together
-            return None
 
 
 def read_run_facts(where: Any, metadata: Mapping[str, Any]) -> RunFacts:

@@ -2,47 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Optional
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ipu_pipe.schedule.actions import Kind
-from ipu_pipe.trace.events import PAYLOADS, WAIT, Events, concatenate_events, group_places
+from ipu_pipe.trace.events import PAYLOADS, WAIT, Events, group_places
 
-MESSAGES, PASSES = "messages", "passes"  # what a link was counted from
 Row = Dict[str, Any]
 
 
-def measure_links(events: Events, device_of_stage: Sequence[int], gradients_cross: bool) -> List[Row]:
-    """Return the analysis's rows of links, one for each direction between two devices and each payload.
-
-    Counted from the messages, or where none are recorded from the bytes that passes hand on.
-    """
+def measure_links(events: Events) -> List[Row]:
+    """Return the analysis's rows of links, one for each direction between two devices and each payload, from the messages."""
     sends = events.select(events.is_kind("send") & (events.peer >= 0))
-    if len(sends.start):
-        return _measure_messages(sends, events.select(events.is_kind(WAIT) & (events.peer >= 0)), MESSAGES)
-    return _measure_messages(_infer_sends(events, device_of_stage, gradients_cross), events.select(slice(0)), PASSES)
-
-
-def _infer_sends(events: Events, device_of_stage: Sequence[int], gradients_cross: bool) -> Events:
-    """Return the passes that hand something on to another device, as if they were messages to it."""
-    devices, count = np.array(device_of_stage, np.int32), len(device_of_stage)
-    directions: List[Tuple[Tuple[str, ...], int, str]] = [((Kind.FORWARD.word,), 1, "activations")]
-    if gradients_cross:
-        directions.append(((Kind.BACKWARD.word, Kind.INPUT_GRADIENT.word), -1, "gradients"))
-    parts = []
-    for kinds, step, payload in directions:
-        target = events.stage + step
-        is_known = (events.stage >= 0) & (events.stage < count) & (target >= 0) & (target < count)
-        passes = events.select(events.is_kind(*kinds) & (events.bytes >= 0) & is_known)
-        peer = passes.device + devices[passes.stage + step] - devices[passes.stage]  # of the same replica
-        carries = np.full(len(peer), PAYLOADS.index(payload), np.int8)
-        parts.append(passes._replace(peer=peer, carries=carries).select((peer != passes.device) & (peer >= 0)))
-    return concatenate_events(parts)
-
-
-def _measure_messages(sends: Events, waits: Events, counted: str) -> List[Row]:
+    waits = events.select(events.is_kind(WAIT) & (events.peer >= 0))
+    if not len(sends.start):
+        return []
     # one number for a direction and a payload, at both of its ends
     devices = 1 + int(max(column.max(initial=0) for column in (sends.device, sends.peer, waits.device, waits.peer)))
     wide = np.int64(devices) * len(PAYLOADS)
@@ -55,7 +30,7 @@ def _measure_messages(sends: Events, waits: Events, counted: str) -> List[Row]:
     rows = []
     for number, places in group_places(link):
         source, target = divmod(int(links[number]), int(wide))
-        rows.append(_add_up(sends.select(places), source, target // len(PAYLOADS), latencies.get(number), counted))
+        rows.append(_add_up(sends.select(places), source, target // len(PAYLOADS), latencies.get(number)))
     return rows
 
 
@@ -82,10 +57,10 @@ def _measure_latencies(
     }
 
 
-def _add_up(events: Events, source: int, target: int, latency: Optional[Row], counted: str) -> Row:
+def _add_up(events: Events, source: int, target: int, latency: Optional[Row]) -> Row:
     size = int(events.bytes.sum()) if (events.bytes >= 0).all() else None
     microbatches = len(np.unique(events.microbatch[events.microbatch >= 0]))
-    busy_ns = int((events.end - events.start).sum()) if counted == MESSAGES else None
+    busy_ns = int((events.end - events.start).sum())
     return {
         "src": source,
         "dst": target,
@@ -94,7 +69,7 @@ def _add_up(events: Events, source: int, target: int, latency: Optional[Row], co
         "bytes": size,
         "bytes_per_microbatch": size / microbatches if size is not None and microbatches else None,
         "busy_ns": busy_ns,
-        "busy_ns_per_microbatch": busy_ns / microbatches if busy_ns is not None and microbatches else None,
+        "busy_ns_per_microbatch": busy_ns / microbatches if microbatches else None,
         "latency_ns": latency,
-        "counted": counted,
+        "counted": "messages",
     }

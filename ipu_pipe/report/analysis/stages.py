@@ -101,14 +101,6 @@ def sum_busy_by_device(stages: Sequence[Row]) -> Dict[int, float]:
 # ---- staleness
 
 
-def infer_accumulate(events: Events) -> Optional[int]:
-    """Return the microbatches of an update, from the numbers of forwards and updates; None where these do not fit."""
-    updates_made = events.select(events.is_kind(_UPDATE))
-    places = np.stack([updates_made.stage, updates_made.device, updates_made.microbatch])
-    updates, forwards = np.unique(places, axis=1).shape[1], int(np.count_nonzero(events.is_kind(_FORWARD)))
-    return forwards // updates if updates and forwards >= updates and forwards % updates == 0 else None
-
-
 def measure_staleness(events: Events, accumulate: Optional[int]) -> List[Row]:
     """Return a row for each stage that has forwards: how many updates older than the newest the weights are that its passes read,
     when the update that applies their gradient is made; and the time from a forward's begin to that update's end."""
@@ -152,11 +144,3 @@ def _measure_time_until_applied(forward: Events, update: Events, accumulate: int
 
 def _make_keys(device: NDArray[np.int32], index: NDArray[np.int32]) -> NDArray[np.int64]:
     return (device.astype(np.int64) << 32) + index
-
-
-def infer_placement(stages: Sequence[Row]) -> List[int]:
-    """Return the device of each stage, where every stage was seen, each on one device; else nothing."""
-    complete = [stage["index"] for stage in stages] == list(range(len(stages)))
-    if not complete or any(len(stage["devices"]) != 1 for stage in stages):
-        return []
-    return [stage["devices"][0] for stage in stages]
