@@ -21,8 +21,7 @@ import torch.distributed as dist
 from ipu_pipe.backends.interface import CheckpointState, Engine, Report, StepResult
 from ipu_pipe.backends.ipu import profile as ipu_profile
 from ipu_pipe.backends.ipu.engine import check_finite
-from ipu_pipe.backends.ipu.executors import Executors
-from ipu_pipe.backends.ipu.faults import check_hardware
+from ipu_pipe.backends.ipu.executors import Executors, check_hardware
 from ipu_pipe.backends.ipu.feed import convert_input, convert_label, split_into_calls, trim_output
 from ipu_pipe.backends.ipu.optimizer import count_state_bytes, export_state, import_state
 from ipu_pipe.backends.ipu.options import make_options

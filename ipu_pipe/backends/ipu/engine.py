@@ -25,8 +25,14 @@ from torch import nn
 from ipu_pipe.backends.interface import CheckpointState, Engine, Report, StepResult
 from ipu_pipe.backends.ipu import profile as ipu_profile
 from ipu_pipe.backends.ipu.config import DataLoading
-from ipu_pipe.backends.ipu.executors import Executors, Snapshot
-from ipu_pipe.backends.ipu.faults import check_hardware, describe_error, describe_errors, forget_frames
+from ipu_pipe.backends.ipu.executors import (
+    Executors,
+    Snapshot,
+    check_hardware,
+    describe_error,
+    describe_errors,
+    forget_frames,
+)
 from ipu_pipe.backends.ipu.feed import Calls, Feed, split_into_calls, trim_output
 from ipu_pipe.backends.ipu.optimizer import count_state_bytes, export_state, import_state
 from ipu_pipe.backends.ipu.options import make_options

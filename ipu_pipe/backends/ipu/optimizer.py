@@ -39,7 +39,7 @@ def translate_optimizer(
     for group in optimizer.param_groups:
         chosen = [own[names[p]] for p in group["params"] if p in names and names[p] in own]
         if chosen:
-            settings = {key: _convert_setting(group[key]) for key in SETTINGS[kind]}
+            settings = {key: _convert_setting(key, group[key]) for key in SETTINGS[kind]}
             groups.append({"params": chosen, "stage": group["stage"], **settings})
     if not groups:
         raise BadInput("model: it has no parameter that needs a gradient here: nothing to train")
@@ -62,11 +62,11 @@ def translate_optimizer(
     return translated
 
 
-def _convert_setting(value: Any) -> Any:
-    """Return a setting in the type that PopTorch asks for: nesterov stays a bool, betas are a tuple."""
-    if isinstance(value, (tuple, list)):
+def _convert_setting(key: str, value: Any) -> Any:
+    """Return a setting in the type that PopTorch asks for."""
+    if key == "betas":
         return tuple(float(one) for one in value)
-    return value if isinstance(value, bool) else float(value)
+    return bool(value) if key == "nesterov" else float(value)
 
 
 def set_rates(optimizer: Any, rates: Any) -> bool:

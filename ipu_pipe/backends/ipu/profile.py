@@ -110,7 +110,6 @@ def read_profile(path: Path) -> Dict[str, Any]:
     target = report.compilation.target
     tiles_per_ipu, ipus = target.tilesPerIpu, target.numIPUs
     tiles = [tile.memory for tile in report.compilation.tiles]
-    always = [memory.alwaysLiveBytes for memory in tiles]
     devices: List[Dict[str, Any]] = []
     for index in range(ipus):
         memories = tiles[index * tiles_per_ipu : (index + 1) * tiles_per_ipu]
@@ -121,19 +120,16 @@ def read_profile(path: Path) -> Dict[str, Any]:
                 "memory_bytes": sum(sizes),
                 "greatest_tile_bytes": max(sizes, default=None),
                 "always_live_bytes": sum(memory.alwaysLiveBytes for memory in memories),
-                "cycles": None,
-                "exchange_in_bytes": None,
-                "exchange_out_bytes": None,
             }
         )
     cycles = None
+    exchanged = {"cycles": "cycles", "exchange_in_bytes": "dataIn", "exchange_out_bytes": "dataOut"}
+    for device in devices:
+        device.update(dict.fromkeys(exchanged))
     with contextlib.suppress(AttributeError, RuntimeError):  # an execution profile was not asked for, or did not fit
-        steps = report.execution.steps
         for index, device in enumerate(devices):
-            steps_here = [step.ipus[index] for step in steps]
-            device["cycles"] = sum(one.cycles for one in steps_here)
-            device["exchange_in_bytes"] = sum(one.dataIn for one in steps_here)
-            device["exchange_out_bytes"] = sum(one.dataOut for one in steps_here)
+            steps = [step.ipus[index] for step in report.execution.steps]
+            device.update({key: sum(getattr(step, name) for step in steps) for key, name in exchanged.items()})
         cycles = report.execution.totalCycles.total
     live = [step.notAlwaysLiveMemory.bytes for step in report.compilation.livenessProgramSteps]
     return {
@@ -141,7 +137,7 @@ def read_profile(path: Path) -> Dict[str, Any]:
         "clock_hz": target.clockFrequency,
         "ipus": ipus,
         "replicas": target.numReplicas,
-        "peak_live_bytes": sum(always) + max(live, default=0),
+        "peak_live_bytes": sum(device["always_live_bytes"] for device in devices) + max(live, default=0),
         "total_cycles": cycles,
         "devices": devices,
     }

@@ -198,19 +198,14 @@ def check_placement(config: Config, method: Method, stages: int) -> List[str]:
     if ipu.use_ipu_model or ipu.offline_target is not None:
         return faults
     total = place.ipus * config.replicas
+    reserved = round_up_ipus(total)
     counted = f"{place.ipus} IPUs x replicas {config.replicas} = {total}" if config.replicas > 1 else f"{total} IPUs"
-    if total != round_up_ipus(total) and not ipu.auto_round_num_ipus:
-        faults.append(
-            f"stages: {counted}: IPUs are reserved by powers of 2, here {round_up_ipus(total)}: take another number of stages "
-            "or replicas, put two stages on one with backend.ipu.ipus, or auto_round_num_ipus: true, which leaves "
-            f"{round_up_ipus(total) - total} idle"
-        )
-    elif round_up_ipus(total) > MOST_IPUS and not is_under_poprun():
-        faults.append(
-            f"replicas: {config.replicas}: {counted}: a process drives at most {MOST_IPUS}: take fewer, or start several "
-            "processes with poprun --num-instances"
-        )
-    return faults
+    if total != reserved and not ipu.auto_round_num_ipus:
+        why = f"IPUs are reserved by powers of 2, here {reserved}: take another number of stages or replicas, put two stages on "
+        why += f"one with backend.ipu.ipus, or auto_round_num_ipus: true, which leaves {reserved - total} idle"
+        return [*faults, f"stages: {counted}: {why}"]
+    why = f"{counted}: a process drives at most {MOST_IPUS}: take fewer, or start several with poprun --num-instances"
+    return faults + _list_faults(config, (reserved > MOST_IPUS and not is_under_poprun(), "replicas", why))
 
 
 def check_model(
@@ -226,6 +221,7 @@ def check_model(
     if faults:
         return faults
     place = Placement((0,)) if decoupled else place_stages(ipu, stages)
+    iterations, every = ipu.device_iterations, config.evaluate.interval(facts.updates_per_epoch)
     # fmt: off
     faults = _list_faults(
         config,
@@ -239,71 +235,54 @@ def check_model(
         (local_replicas is not None and round_up_ipus(place.ipus * config.replicas) > MOST_IPUS, "replicas",
          f"of each process, on {place.ipus} IPUs each: a process drives at most {MOST_IPUS}: start more with poprun "
          "--num-instances"),
-    )
-    # fmt: on
-    if not decoupled:
-        faults += _check_layout(facts, place, method)
-    if local_replicas is not None:
-        faults += _check_locations(config)  # weights are sharded over a process's own replicas
-    faults += _check_forward(facts, config.precision) + _check_optimizer(*facts.optimizer, config)
-    iterations, every = ipu.device_iterations, config.evaluate.interval(facts.updates_per_epoch)
-    # fmt: off
-    return faults + _list_faults(
-        config,
         (facts.updates % iterations, "ipu.device_iterations",
          f"a call is so many updates: must divide the run's {facts.updates} (steps, epochs)"),
         (every < facts.updates and every % iterations, "ipu.device_iterations",
          f"must divide the {every} updates between evaluations (evaluate.every)"),
     )
     # fmt: on
+    faults += [] if decoupled else _check_layout(facts, place, method)
+    if local_replicas is not None:
+        faults += _check_locations(config)  # weights are sharded over a process's own replicas
+    return faults + _check_forward(facts, config.precision) + _check_optimizer(*facts.optimizer, config)
 
 
 def _check_layout(facts: ModelFacts, place: Placement, method: Method) -> List[str]:
+    """Return which stages or weights do not lie on the IPUs one after the other."""
     faults = []
     if facts.empty:
-        faults.append(
-            f"stages: {', '.join(map(str, facts.empty))}: nothing begins there, so it cannot be on an IPU: take fewer "
-            "stages, or names"
-        )
+        empty = ", ".join(map(str, facts.empty))
+        faults.append(f"stages: {empty}: nothing begins there, so it cannot be on an IPU: take fewer stages, or names")
     if list(facts.order) != sorted(set(facts.order)):
-        faults.append(
-            f"stages: a forward begins them in the order {', '.join(map(str, facts.order))}: on IPUs each must begin "
-            "once, in order"
-        )
+        order = ", ".join(map(str, facts.order))
+        faults.append(f"stages: a forward begins them in the order {order}: on IPUs each must begin once, in order")
     for name, stages in facts.shared.items() if is_pipelined(method) else ():
         used = sorted({place.ipu_of[s] for s in stages})
         if len(used) > 1:
-            faults.append(
-                f"model: {name}: used by stages {', '.join(map(str, stages))} on IPUs {', '.join(map(str, used))}, "
-                "but a weight or buffer lies on one: put them on the same with backend.ipu.ipus, or cut elsewhere"
-            )
+            where = f"stages {', '.join(map(str, stages))} on IPUs {', '.join(map(str, used))}"
+            why = "but a weight or buffer lies on one: put them on the same with backend.ipu.ipus, or cut elsewhere"
+            faults.append(f"model: {name}: used by {where}, {why}")
     return faults
 
 
 def _check_forward(facts: ModelFacts, precision: str) -> List[str]:
     """Return what of the forward PopTorch would accept and compute otherwise, or refuse when it compiles."""
-    faults = [
-        f"model: {name}: PopTorch differentiates the operations of a torch.autograd.Function's forward and never calls its "
-        "backward: write it as plain operations"
-        for name in facts.functions
-    ]
+    input_type = str(facts.input_type).replace("torch.", "")
+    # fmt: off
     whys = (
-        (facts.ungraded, "torch.no_grad() has no effect inside a forward on an IPU: use .detach() on what is read there"),
-        (facts.counters, "training writes an integer buffer, which is a constant on an IPU: keep it in float32, or out of the "
-         "forward"),
-    )  # fmt: skip
-    faults += [f"model: {list_some(names, 3)}: {why}" for names, why in whys if names]
-    if precision == "16.32" and not facts.input_type.is_floating_point:
-        faults.append(
-            f"precision: 16.32: inputs are {str(facts.input_type).replace('torch.', '')}, so that nothing would be computed in "
-            "half precision: use 16.16 or 32.32"
-        )
-    elif precision == "16.32" and facts.biased_convolutions:
-        faults.append(
-            f"precision: 16.32: {list_some(facts.biased_convolutions, 3)}: torch 2.0.1 has no convolution of half-precision "
-            "inputs with a float32 bias: use bias=False, 16.16 or 32.32"
-        )
-    return faults
+        ("model", facts.functions, "PopTorch differentiates the operations of a torch.autograd.Function's forward and never "
+         "calls its backward: write it as plain operations"),
+        ("model", facts.ungraded, "torch.no_grad() has no effect inside a forward on an IPU: use .detach() on what is read"),
+        ("model", facts.counters, "training writes an integer buffer, which is a constant on an IPU: keep it in float32, or "
+         "out of the forward"),
+        ("precision: 16.32", [] if facts.input_type.is_floating_point else [f"inputs are {input_type}"],
+         "nothing would be computed in half precision: use 16.16 or 32.32"),
+        ("precision: 16.32", facts.biased_convolutions, "torch 2.0.1 has no convolution of half-precision inputs with a float32 "
+         "bias: use bias=False, 16.16 or 32.32"),
+    )
+    # fmt: on
+    keys = ("model", f"precision: {precision}")
+    return [f"{key}: {list_some(names, 3)}: {why}" for key, names, why in whys if names and key in keys]
 
 
 def _check_optimizer(kind: str, groups: Sequence[Mapping[str, Any]], config: Config) -> List[str]:
@@ -320,23 +299,17 @@ def _check_optimizer(kind: str, groups: Sequence[Mapping[str, Any]], config: Con
         (ipu.use_combined_accum and kind != "sgd", "ipu.use_combined_accum", f"{kind} has none: it is of sgd"),
         (config.clip is not None and kind == "rmsprop", "clip.norm", "PopTorch does not clip with rmsprop: must be null"),
     )
-    settings = {key for group in groups for key, value in group.items() if value is True}
-    for key in sorted(settings & {"maximize", "differentiable", "capturable", "amsgrad"}):
+    chosen = {key for group in groups for key, value in group.items() if key != "params" and value}
+    for key in sorted(chosen & {"maximize", "differentiable", "capturable", "amsgrad"}):
         faults.append(f"optimizer.{key}: true: PopTorch does not have it: must be false")
-    if any(group.get("dampening") for group in groups):
-        faults.append(
-            "optimizer.dampening: PopART's velocity starts at zero, PyTorch's at the first gradient, so that they would differ: "
-            "must be 0"
-        )
+    if "dampening" in chosen:
+        why = "PopART's velocity starts at zero, PyTorch's at the first gradient, so that they would differ"
+        faults.append(f"optimizer.dampening: {why}: must be 0")
     # PopART's Nesterov step takes the accumulator as it is (compoundscalarhelper.cpp: NesterovDampeningScaleFactor times
     # DampeningScaleFactor is 1 / loss scale, whatever the mean's divisor): it is the mean only where that is kept running.
     accumulates = config.gradient_accumulation * config.replicas > 1 or ipu.local == "decoupled"
     running = ipu.mean_reduction_strategy == "running" or ipu.accum_type == "float16"
-    if "nesterov" in settings and ipu.use_combined_accum:
-        faults.append("optimizer.nesterov: true: PopART would take the sum of the gradients: not with use_combined_accum")
-    elif "nesterov" in settings and accumulates and not running:
-        faults.append(
-            "optimizer.nesterov: true: PopART would take the sum of the microbatches' gradients: set "
-            "backend.ipu.mean_reduction_strategy=running"
-        )
+    if "nesterov" in chosen and (ipu.use_combined_accum or (accumulates and not running)):
+        remedy = "backend.ipu.mean_reduction_strategy=running and use_combined_accum=false"
+        faults.append(f"optimizer.nesterov: true: PopART would take the sum of the microbatches' gradients: set {remedy}")
     return faults
