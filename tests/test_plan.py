@@ -16,9 +16,10 @@ from ipu_pipe.hardware.description import Hardware, read_hardware
 from ipu_pipe.hardware.memory import make_lockstep_schedule
 from ipu_pipe.hardware.unit_costs import Unit
 from ipu_pipe.plan.batches import compute_batch_time
-from ipu_pipe.plan.candidates import Candidate, list_candidates
-from ipu_pipe.plan.layouts import (
+from ipu_pipe.plan.candidates import (
+    Candidate,
     ReplicaLayout,
+    list_candidates,
     list_layouts,
     make_boundary_transfer,
     make_reduce_transfer,

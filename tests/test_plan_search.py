@@ -12,8 +12,7 @@ from ipu_pipe.hardware.description import Hardware, read_hardware
 from ipu_pipe.hardware.unit_costs import Unit
 from ipu_pipe.plan import batches
 from ipu_pipe.plan.batches import Batches, compute_batch_time
-from ipu_pipe.plan.candidates import Candidate, list_candidates
-from ipu_pipe.plan.layouts import list_layouts
+from ipu_pipe.plan.candidates import Candidate, list_candidates, list_layouts
 from ipu_pipe.plan.prediction import Costing, Prediction, Problem, Sums, make_batches, predict_cut
 from ipu_pipe.plan.search import ALIKE, NO_ROOM, search
 from ipu_pipe.schedule.actions import Kind

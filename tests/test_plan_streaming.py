@@ -15,8 +15,7 @@ from ipu_pipe.config.load import configure, load_config
 from ipu_pipe.hardware.description import read_hardware
 from ipu_pipe.hardware.unit_costs import Unit
 from ipu_pipe.plan.answer import convert_to_json, format_answer
-from ipu_pipe.plan.candidates import Candidate
-from ipu_pipe.plan.layouts import list_layouts
+from ipu_pipe.plan.candidates import Candidate, list_layouts
 from ipu_pipe.plan.of_config import make_problem
 from ipu_pipe.plan.planner import make_plan
 from ipu_pipe.plan.prediction import Costing, Problem, Sums, predict_cut

@@ -19,8 +19,7 @@ from ipu_pipe.hardware.unit_costs import Unit
 from ipu_pipe.model.flops import FlopCounterMode
 from ipu_pipe.plan.batches import compute_batch_time
 from ipu_pipe.plan.blocks import BlockUnits, count_blocks
-from ipu_pipe.plan.candidates import Candidate, list_candidates
-from ipu_pipe.plan.layouts import list_layouts
+from ipu_pipe.plan.candidates import Candidate, list_candidates, list_layouts
 from ipu_pipe.plan.prediction import Costing, Problem, Sums, predict_cut
 from ipu_pipe.plan.search import search
 from ipu_pipe.schedule.clock import HOST

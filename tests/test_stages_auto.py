@@ -18,7 +18,7 @@ from ipu_pipe.errors import BadInput
 from ipu_pipe.hardware.description import read_hardware
 from ipu_pipe.hardware.model_units import FEW, count_units
 from ipu_pipe.plan.blocks import count_blocks
-from ipu_pipe.plan.layouts import list_layouts
+from ipu_pipe.plan.candidates import list_layouts
 from ipu_pipe.plan.of_config import choose_stages, make_candidate, make_problem, predict_own_cut
 from ipu_pipe.plan.prediction import Costing, Sums, predict_cut
 from ipu_pipe.report.memory import build_memory_table

@@ -88,8 +88,7 @@ def main() -> None:
 
 def _predict(problem: Any, method: str, cut: str, size: int) -> float:
     """Return the predicted samples per second."""
-    from ipu_pipe.plan.candidates import Candidate
-    from ipu_pipe.plan.layouts import list_layouts
+    from ipu_pipe.plan.candidates import Candidate, list_layouts
     from ipu_pipe.plan.prediction import Costing, Sums, predict_cut
 
     names = [unit.name for unit in problem.units]

@@ -1,4 +1,4 @@
-"""The time of an update of any number of microbatches, from batches that are played by the clock.
+"""The time of an update of any number of microbatches, from batches that are played by the clock, and lower bounds of it.
 
 Long batches are not played to their end: in the steady state each further microbatch takes as long as the previous one, so the
 time of a batch is that of a short one plus a multiple of the steady state's.
@@ -12,10 +12,11 @@ from typing import Callable, Dict, List, NamedTuple, Sequence, Tuple
 import numpy as np
 
 from ipu_pipe.hardware.memory import make_lockstep_schedule
-from ipu_pipe.model.balance import FloatArray
+from ipu_pipe.model.balance import FloatArray, IntArray
+from ipu_pipe.plan.candidates import Candidate
 from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.clock import Costs, Transfer, clock, sum_link_times, time_first_updates
-from ipu_pipe.schedule.methods import Method
+from ipu_pipe.schedule.methods import METHODS, Method
 from ipu_pipe.schedule.table import Schedule
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.uncontended import UncontendedTimes, time_uncontended
@@ -139,3 +140,46 @@ def _make_schedule(method: Method, depth: int, microbatches: int, accumulate: in
 def compute_batch_time(method: Method, depth: int, accumulate: int, costs: Costs) -> BatchTime:
     """Return the time of an update of N = `accumulate` microbatches on `depth` stages, in the steady state."""
     return Batches(method, depth, costs).time(accumulate)
+
+
+# ---- lower bounds, before anything is played: what the search goes by
+
+
+def bound_seconds(asked: Candidate, work: float) -> float:
+    """Return the least seconds of a batch, however the stages are cut, if a microbatch takes `work` on all of them together.
+
+    Stages can at best be busy all the time. Where the pipeline drains, stage s begins when the previous ones have done a forward,
+    and they end a backward after it: T >= w_0 + ... + w_(s-1) + N w_s for every s, which is least where all are equal, with
+    w_s = w_0 (1 - 1/N)^s.
+    """
+    depth, count = asked.depth, asked.gradient_accumulation
+    if METHODS[asked.method].flushes:
+        return work / (1 - (1 - 1 / count) ** depth)
+    return work * count / depth
+
+
+def bound_by_costs(asked: Candidate, costs: Costs, in_flight: IntArray, local: bool, whole_work: float) -> float:
+    """Return the least seconds of a batch with stages of these `costs`.
+
+    Neither a stage nor a link is busy for longer than there is time, and no stage holds more than `in_flight` (P,) microbatches
+    at once, each of which is away for the passes of all later stages (Little's law). `local`: blocks wait for no later stage.
+    `whole_work`: seconds of a microbatch on all stages together, however they are cut.
+    """
+    count, flushes = asked.gradient_accumulation, METHODS[asked.method].flushes
+    work: FloatArray = np.add(costs.forward, costs.backward)
+    reduce = costs.reduce or (Transfer(),) * len(work)
+    back = () if local else costs.back
+    flows = [(count, transfer) for transfer in (*costs.onward, *back)] + [(1, transfer) for transfer in reduce]
+    updates = [update + transfer.seconds + transfer.latency for update, transfer in zip(costs.update, reduce)]
+    bounds = [float((count * work + updates).max()) + count * costs.enter, *sum_link_times(flows).values()]
+    if local:
+        return max(bound_seconds(asked, whole_work), *bounds)
+    crossing = [
+        one.seconds + one.latency + other.seconds + other.latency for one, other in zip(costs.onward, costs.back)
+    ]
+    away = np.cumsum((work + np.array([*crossing, 0.0]))[::-1])[::-1]
+    bounds.append(count * float((away / in_flight).max()))
+    if flushes:  # what previous stages do happens before a stage begins and after it ends
+        before = np.cumsum([0.0, *(work[:-1] + crossing)])
+        bounds.append(float((before + count * work).max()) + updates[0])
+    return max(bound_seconds(asked, float(work.sum())), *bounds)

@@ -25,8 +25,7 @@ from ipu_pipe.model.batch import count_bytes, count_samples, take_samples
 from ipu_pipe.model.loss import Loss
 from ipu_pipe.plan.blocks import BlockUnits, count_blocks
 from ipu_pipe.plan.candidates import Candidate
-from ipu_pipe.plan.layouts import list_layouts
-from ipu_pipe.plan.prediction import Costing, Prediction, Problem, Sums, predict_cut
+from ipu_pipe.plan.prediction import Prediction, Problem, predict_fastest
 from ipu_pipe.plan.reasons import Binding, find_binding
 from ipu_pipe.plan.search import find_least_memory, search
 from ipu_pipe.schedule.methods import Method, check_sizes
@@ -203,13 +202,7 @@ def predict_own_cut(job: Job) -> OwnCut:
     blocks = _count_blocks(config, job.method, model, x, units)
     problem = replace(make_problem(config, units, _count_sample_bytes(x), hardware), blocks=blocks)
     names = [unit.name for unit in units]
-    starts = [0, *[names.index(name) for name in begins]]
-    asked = make_candidate(config, depth)
-    sums = Sums(problem.resolve(asked.method), asked.micro_batch_size)
-    costings = [Costing(problem, asked, layout, sums) for layout in list_layouts(depth, asked.width)]
-    prediction = max(
-        (predict_cut(costing, starts) for costing in costings), key=lambda prediction: prediction.samples_per_second
-    )
+    prediction = predict_fastest(problem, make_candidate(config, depth), [0, *map(names.index, begins)])
     return OwnCut(problem, prediction, find_binding(problem, prediction))
 
 

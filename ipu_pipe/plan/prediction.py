@@ -18,11 +18,17 @@ from ipu_pipe.hardware.memory import StageMemory, StashCounts, compute_stage_mem
 from ipu_pipe.hardware.precision import PRECISIONS, resolve_precision
 from ipu_pipe.hardware.unit_costs import Unit, compute_pass_seconds, compute_update_seconds, count_state_bytes
 from ipu_pipe.model.balance import FloatArray, IntArray, StagePrices, find_best_cut
-from ipu_pipe.plan.batches import Batches
+from ipu_pipe.plan.batches import Batches, bound_by_costs
 from ipu_pipe.plan.blocks import BlockUnits
-from ipu_pipe.plan.bounds import bound_by_costs
-from ipu_pipe.plan.candidates import Candidate
-from ipu_pipe.plan.layouts import BoundaryTransfers, ReplicaLayout, make_reduce_transfer, make_transfers, scale_transfer
+from ipu_pipe.plan.candidates import (
+    BoundaryTransfers,
+    Candidate,
+    ReplicaLayout,
+    list_layouts,
+    make_reduce_transfer,
+    make_transfers,
+    scale_transfer,
+)
 from ipu_pipe.schedule.clock import Costs, Transfer
 from ipu_pipe.schedule.methods import METHODS, Pipeline
 
@@ -185,7 +191,7 @@ class Costing:
         return total <= self.problem.memory_bytes * self.asked.depth
 
     def least_seconds(self, costs: Costs) -> float:
-        """Return a lower bound of a batch with stages of these `costs` (see plan.bounds)."""
+        """Return a lower bound of a batch with stages of these `costs` (see plan.batches)."""
         in_flight = np.maximum(self.stashed.inputs, self.stashed.activations)
         return bound_by_costs(self.asked, costs, in_flight, self.local, float(self.work.sum()))
 
@@ -321,6 +327,14 @@ def predict_cut(costing: Costing, starts: Sequence[int], batches: Optional[Batch
     time = batches.time(asked.gradient_accumulation)
     memory = tuple(costing.memories(starts))
     return Prediction(asked, costing.layout, tuple(starts), batches.costs, memory, time.seconds, time.link_busy)
+
+
+def predict_fastest(problem: Problem, asked: Candidate, starts: Sequence[int]) -> Prediction:
+    """Return the prediction for the fastest layout of a candidate that is cut at `starts`."""
+    sums = Sums(problem.resolve(asked.method), asked.micro_batch_size)
+    layouts = list_layouts(asked.depth, asked.width)
+    predictions = [predict_cut(Costing(problem, asked, layout, sums), starts) for layout in layouts]
+    return max(predictions, key=lambda prediction: prediction.samples_per_second)
 
 
 def remove_transfers(costs: Costs) -> Costs:

@@ -18,10 +18,8 @@ from dataclasses import dataclass
 from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Set, Tuple
 
 from ipu_pipe.model.balance import bound_slowest
-from ipu_pipe.plan.batches import Batches
-from ipu_pipe.plan.bounds import bound_seconds
-from ipu_pipe.plan.candidates import Candidate
-from ipu_pipe.plan.layouts import BoundaryTransfers, ReplicaLayout, list_layouts, make_transfers
+from ipu_pipe.plan.batches import Batches, bound_seconds
+from ipu_pipe.plan.candidates import BoundaryTransfers, Candidate, ReplicaLayout, list_layouts, make_transfers
 from ipu_pipe.plan.prediction import Costing, Prediction, Problem, Sums, make_batches, predict_cut
 from ipu_pipe.schedule.methods import METHODS
 

@@ -22,9 +22,8 @@ from ipu_pipe.hardware.precision import PRECISIONS
 from ipu_pipe.hardware.unit_costs import Unit
 from ipu_pipe.job.import_strings import resolve_entry
 from ipu_pipe.model.flops import HOW
-from ipu_pipe.plan.candidates import Candidate, list_candidates
-from ipu_pipe.plan.layouts import list_layouts
-from ipu_pipe.plan.prediction import Costing, Prediction, Problem, Sums, predict_cut
+from ipu_pipe.plan.candidates import Candidate, list_candidates, list_layouts
+from ipu_pipe.plan.prediction import Costing, Prediction, Problem, Sums, predict_fastest
 from ipu_pipe.plan.search import search
 from ipu_pipe.studies.experiment import PredictedRows, make_prediction
 
@@ -78,16 +77,6 @@ def cut_equally(units: Tuple[Unit, ...], depth: int) -> List[int]:
     return [0, *(1 + blocks * s // depth for s in range(1, depth))]
 
 
-def predict(problem: Problem, candidate: Candidate, starts: List[int]) -> Prediction:
-    """Return the prediction for the fastest layout of a candidate."""
-    sums = Sums(problem, candidate.micro_batch_size)
-    predictions = [
-        predict_cut(Costing(problem, candidate, layout, sums), starts)
-        for layout in list_layouts(candidate.depth, candidate.width)
-    ]
-    return max(predictions, key=lambda prediction: prediction.samples_per_second)
-
-
 def find_fullest(problem: Problem, prediction: Prediction) -> float:
     """Return the bytes of the fullest stage.
 
@@ -115,7 +104,7 @@ def predict_throughputs(width: int, depth: int, batch: int) -> Dict[str, float]:
     count = batch // replicas // size
 
     def predict_method(method: str, microbatches: int) -> Prediction:
-        return predict(problem, Candidate(method, depth, replicas, size, microbatches, True), starts)
+        return predict_fastest(problem, Candidate(method, depth, replicas, size, microbatches, True), starts)
 
     def fits(microbatches: int) -> bool:
         return find_fullest(problem, predict_method(GPIPE, microbatches)) <= problem.memory_bytes
@@ -130,7 +119,7 @@ def predict_memory() -> Dict[str, float]:
     problem = make_problem(count_gpt(1920), 8)
     starts = cut_equally(problem.units, 8)
     return {
-        method: find_fullest(problem, predict(problem, Candidate(method, 8, 1, 8, 8, True), starts)) for method in NAMES
+        method: find_fullest(problem, predict_fastest(problem, Candidate(method, 8, 1, 8, 8, True), starts)) for method in NAMES
     }
 
 

@@ -19,8 +19,7 @@ from ipu_pipe.hardware.unit_costs import Unit
 from ipu_pipe.job.import_strings import resolve_entry
 from ipu_pipe.model.flops import HOW
 from ipu_pipe.plan.blocks import BlockUnits, count_blocks
-from ipu_pipe.plan.candidates import Candidate
-from ipu_pipe.plan.layouts import list_layouts
+from ipu_pipe.plan.candidates import Candidate, list_layouts
 from ipu_pipe.plan.prediction import Costing, Prediction, Problem, Sums, predict_cut
 from ipu_pipe.studies.experiment import PredictedRows, make_prediction
 
