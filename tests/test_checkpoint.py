@@ -89,6 +89,9 @@ def test_another_schema_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(BadInput) as error:
         checkpoint.load(path)
     assert error.value.faults[0].startswith(f"{path / 'manifest.json'}: schema: 99: ")
+    assert f"init_from: {path / 'model.safetensors'}" in error.value.faults[0]
+    for weights in (path, path / "model.safetensors"):  # what the line says to begin with
+        assert set(checkpoint.read_weights(weights)) == {"weight", "bias"}
 
 
 def test_an_interrupted_save_leaves_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from ipu_pipe.config.compare import (
     compare_deciding,
     describe_changes,
     dump_config,
-    keep_recorded_stages,
+    keep_recorded_choices,
     select_deciding,
 )
 from ipu_pipe.config.load import configure, load_config
@@ -441,13 +441,13 @@ def test_stages_measured_by_time_are_the_same_as_the_names_they_came_to() -> Non
 
     names, measured = staged(["b", "c"]), staged({"count": 3, "by": "time"})
     assert (
-        keep_recorded_stages(names, measured).stages == ["b", "c"]
-        and describe_changes(names, keep_recorded_stages(names, measured)) == []
+        keep_recorded_choices(names, measured).stages == ["b", "c"]
+        and describe_changes(names, keep_recorded_choices(names, measured)) == []
     )
     for other in ({"count": 4, "by": "time"}, {"count": 3, "by": "flops"}, 3, ["b", "d"]):
-        assert keep_recorded_stages(names, staged(other)) == staged(other)
-        assert len(describe_changes(names, keep_recorded_stages(names, staged(other)))) >= 1
-    assert keep_recorded_stages(measured, measured) == measured
+        assert keep_recorded_choices(names, staged(other)) == staged(other)
+        assert len(describe_changes(names, keep_recorded_choices(names, staged(other)))) >= 1
+    assert keep_recorded_choices(measured, measured) == measured
 
 
 def test_a_key_that_an_earlier_version_lacked_counts_as_its_default() -> None:

@@ -61,22 +61,18 @@ def describe_changes(old: Config, new: Config) -> List[str]:
     return [f"{show(key)}: {show(before)} -> {show(after)}" for key, before, after in changes]
 
 
-def keep_recorded_stages(old: Config, new: Config) -> Config:
-    """Return `new` with the stages of a run's own config `old`, if `new` would measure or plan the same number of stages again.
+def keep_recorded_choices(old: Config, new: Config) -> Config:
+    """Return `new` with what a run of `old` chose for itself, where `new` leaves it open.
 
-    Times differ from one measurement to the next. On processes the planner is asked again: there may be others.
+    Stages: if `new` would measure or plan the same number again, since times differ from one measurement to the next.
+    On processes the planner is asked again: there may be others. Blocks and replicas: if the method is the same.
     """
     by = new.stages.get("by") if isinstance(new.stages, dict) else None
     count = len(old.stages) + 1 if isinstance(old.stages, list) else old.stages
     chosen = new.stages == "auto" or (by in ("time", "hardware") and count == new.stages["count"])
     again = by != "time" and (new.hardware != old.hardware or new.backend.name == "distributed")
     if chosen and not again and (isinstance(old.stages, list) or old.stages == 1):
-        return new.model_copy(update={"stages": old.stages})
-    return new
-
-
-def keep_recorded_counts(old: Config, new: Config) -> Config:
-    """Return `new` with the number of blocks or replicas that a run of `old` chose, where `new` leaves it open."""
+        new = new.model_copy(update={"stages": old.stages})
     method = METHODS[new.method]
     key = "blocks" if method.structure is not None else "replicas" if method.rounds is not None else None
     if key is None or new.method != old.method or getattr(new.method_args, key) is not None:

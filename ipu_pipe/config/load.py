@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from ipu_pipe.config.faults import find_origin, format_faults
 from ipu_pipe.config.schema import Config, import_outer
-from ipu_pipe.config.sections import GIVEN, OLD_TRACE, StageCount
+from ipu_pipe.config.sections import GIVEN, StageCount
 from ipu_pipe.config.yaml_files import Origins, apply_override, read_with_origins
 from ipu_pipe.errors import BadInput
 from ipu_pipe.schedule.methods import Method, resolve_method
@@ -38,7 +38,7 @@ def load_recorded(path: Path) -> Config:
     """
     raw = read_with_origins(path, {})
     if isinstance(raw.get("log"), dict):
-        raw["log"].pop(OLD_TRACE, None)
+        raw["log"].pop("trace_microbatches", None)  # what `trace` was called
     return _validate(raw, {}, str(path), [])
 
 

@@ -257,9 +257,6 @@ class TraceConfig(Section):
         return range(self.begin, end, self.every)
 
 
-OLD_TRACE = "trace_microbatches"  # what `trace` was called
-
-
 class LogConfig(Section):
     """What a run writes as it goes. `every`: updates between two lines of metrics.jsonl. `tensorboard`: the same for TensorBoard.
     `trace`: which updates' events are recorded; null, or false, for none."""
@@ -267,14 +264,6 @@ class LogConfig(Section):
     every: Count = 10
     tensorboard: StrictBool = True
     trace: Optional[TraceConfig] = TraceConfig()
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_old_key(cls, value: Any) -> Any:
-        if isinstance(value, Mapping) and OLD_TRACE in value:
-            now = "is now trace: {begin, end, every}, which counts updates, not microbatches"
-            raise key_fault(OLD_TRACE, value[OLD_TRACE], now)
-        return value
 
     @field_validator("trace", mode="before")
     @classmethod

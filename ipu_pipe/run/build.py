@@ -111,18 +111,17 @@ def _begin(model: nn.Module, begin: InitFrom, heads_too: bool = True) -> Optiona
 
     Return what was loaded where the weights need not all fit, else None.
     """
+    state, tensors = model.state_dict(), None
     try:
         path = find_newest(Path(begin.path))
         tensors = read_weights(path)
+        left_out, new = load_weights(model, tensors, str(path), heads_too, begin.strict)
     except BadInput as error:
-        raise BadInput([f"init_from: {fault}" for fault in error.faults]) from None
-    state = model.state_dict()
-    try:
-        left_out, new = load_weights(model, tensors, f"init_from: {path}", heads_too, begin.strict)
-    except BadInput as error:
-        fits = any(name in state and state[name].shape == value.shape for name, value in tensors.items())
-        way = "; init_from: {path: ..., strict: false} takes what fits" if fits else "; nothing in it fits"
-        raise BadInput([*error.faults[:-1], error.faults[-1] + way]) from None
+        faults = [f"init_from: {fault}" for fault in error.faults]
+        if tensors is not None:
+            fits = any(name in state and state[name].shape == value.shape for name, value in tensors.items())
+            faults[-1] += "; init_from: {path: ..., strict: false} takes what fits" if fits else "; nothing in it fits"
+        raise BadInput(faults) from None
     return None if begin.strict else Begun(str(path), len(state) - len(new), left_out, new)
 
 

@@ -158,8 +158,11 @@ def load(path: Path) -> Checkpoint:
     return Checkpoint(read_tensors(path / MODEL), read_tensors(path / OPTIMIZER), manifest)
 
 
-def read_manifest(path: Path) -> Dict[str, Any]:
-    """Read the manifest of the checkpoint folder `path` and compare the files with their hashes in it. Raise `BadInput`."""
+def read_manifest(path: Path, resumes: bool = True) -> Dict[str, Any]:
+    """Read the manifest of the checkpoint folder `path` and compare the files with their hashes in it.
+
+    Raise `BadInput` if they differ, or if a run `resumes` from a checkpoint of another version.
+    """
     file = path / MANIFEST
     if not os.path.isfile(file):
         raise BadInput(f"{file}: corrupt checkpoint: the file is missing{_advise(path)}")
@@ -171,12 +174,13 @@ def read_manifest(path: Path) -> Dict[str, Any]:
         raise BadInput(f"{file}: corrupt checkpoint: {error}{_advise(path)}") from None
     if len(written) != len(_NO_HASH) or _seal(text.replace(written, _NO_HASH, 1)) != text:
         raise BadInput(f"{file}: corrupt checkpoint: its SHA-256 is not the one it says{_advise(path)}")
-    if manifest.get("schema") != SCHEMA:
+    if resumes and manifest.get("schema") != SCHEMA:
         raise BadInput(
             f"{file}: schema: {manifest.get('schema')}: this version resumes {SCHEMA}: use the ipu_pipe that wrote it, "
             f"or begin a new run from the weights (init_from: {path / MODEL})"
         )
-    for name, sha256 in manifest["files"].items():
+    for name, record in manifest.get("files", {}).items():
+        sha256 = record["sha256"] if isinstance(record, dict) else record  # a mapping in schema 2
         try:
             is_saved = os.path.isfile(path / name) and hash_file(path / name, "sha256") == sha256
         except OSError as error:
@@ -203,10 +207,10 @@ def read_weights(path: Path) -> Dict[str, torch.Tensor]:
     """
     path = find_newest(path)
     if os.path.isdir(path):
-        read_manifest(path)
+        read_manifest(path, resumes=False)
         return read_tensors(path / MODEL)
     if path.name in FILES and os.path.isfile(path.parent / MANIFEST):
-        read_manifest(path.parent)
+        read_manifest(path.parent, resumes=False)
     return read_tensors(path)
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from ipu_pipe.backends.ranks import is_main, run_on_main
 from ipu_pipe.backends.table import launch
-from ipu_pipe.config.compare import classify_changes, keep_recorded_counts, keep_recorded_stages
+from ipu_pipe.config.compare import classify_changes, keep_recorded_choices
 from ipu_pipe.config.load import load_recorded
 from ipu_pipe.config.schema import Config
 from ipu_pipe.config.sections import GIVEN
@@ -184,7 +184,7 @@ def _find_start(
         option = "--resume" if step is None else f"--resume-from: {step}"
         raise BadInput(f"{option}: {out}: holds no run to resume")
     recorded = load_recorded(saved)
-    config = keep_recorded_counts(recorded, keep_recorded_stages(recorded, config))
+    config = keep_recorded_choices(recorded, config)
     used = {
         "model": config.model.entry, "output": config.model.output, "data": config.data.name, "loss": config.loss,
         "optimizer": config.optimizer.name, "lr_scheduler": config.lr_schedule.name,

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 from ipu_pipe.backends.ranks import are_joined, is_main, run_on_main
-from ipu_pipe.config.compare import keep_recorded_stages
+from ipu_pipe.config.compare import keep_recorded_choices
 from ipu_pipe.config.load import load_recorded
 from ipu_pipe.config.schema import Config
 from ipu_pipe.errors import RunFault
@@ -72,7 +72,7 @@ def train_against(
     with reserve_folder(second, resume=resume_second, overwrite=overwrite):
         summary = train(config, out, resume=resume, overwrite=overwrite, quiet=quiet)
     say(f"\nas many samples by {other.method}:")
-    other = keep_recorded_stages(load_recorded(out / "config.yaml"), other)
+    other = keep_recorded_choices(load_recorded(out / "config.yaml"), other)
     other_summary = train(other, second, resume=resume_second, overwrite=overwrite, quiet=quiet)
     pair = read_run(config, summary, out), read_run(other, other_summary, second)
     timed: List[ComparedRun] = []
