@@ -369,100 +369,31 @@ class Program:
         return stack
 
 
-Shapes = Tuple[Tuple[int, ...], ...]
+def _record(model: nn.Module, begins: Sequence[str], x: Any, training: bool, homes: Dict[str, int]) -> StagedRecording:
+    """Record one more forward of `x`, in stages. It leaves all but attributes as they were."""
+    try:
+        return _record_once(model, begins, x, training, homes, traced=False)
+    except ReadsValues:  # where models read values they may leave that out while they are traced
+        return _record_once(model, begins, x, training, homes, traced=True)
 
 
-def _shapes(value: Any) -> Shapes:
-    return tuple(tuple(t.shape) for t in flatten_tensors(value))
-
-
-class Recordings:
-    """What was recorded of a model's forward with stages that begin at `begins`, by mode, shapes and dtypes of the input."""
-
-    def __init__(self, model: nn.Module, begins: Sequence[str]) -> None:
-        self.model, self.begins = model, list(begins)
-        self.homes: Dict[str, int] = {}  # stage in which a module first runs, in the first recording
-        self._found: Dict[Any, StagedRecording] = {}
-        self._latest: Dict[bool, StagedRecording] = {}  # by mode
-
-    def key(self, x: Any, training: bool) -> Any:
-        """Return what tells forwards apart that need recordings of their own."""
-        kinds = tuple((name, t is not None and (tuple(t.shape), t.dtype)) for name, t in walk_leaves(sort_keys(x)))
-        return (training, training or torch.is_grad_enabled(), kinds)
-
-    def of(self, x: Any, training: bool) -> StagedRecording:
-        """Return the recording of an input like `x`; record it if there is none."""
-        key = self.key(x, training)
-        if key not in self._found:
-            with attributes_restored(self.model):
-                self._found[key] = self.record(x, training)
-        self._latest[training] = self._found[key]
-        return self._found[key]
-
-    def latest(self, training: bool) -> StagedRecording:
-        """Return the recording that was asked for last."""
-        return self._latest.get(training) or self._latest[not training]
-
-    def entering(self, stage: int, value: Any, training: bool) -> StagedRecording:
-        """Return the latest recording in which tensors of such shapes enter a stage. Raise BadInput if there is none."""
-        shapes = _shapes(value)
-        latest = self.latest(training)
-        if latest.parts[stage].entering == shapes:
-            return latest
-        for key, recording in reversed(list(self._found.items())):
-            if key[0] == training and recording.parts[stage].entering == shapes:
-                return recording
-        raise BadInput(
-            f"model: {type(self.model).__name__}: stage {stage} is given tensors of shapes {list(shapes)}, and no such forward"
-            " was recorded: microbatches must be of one size"
-        )
-
-    def record(self, x: Any, training: bool) -> StagedRecording:
-        """Record one more forward of `x`. It leaves all but attributes as they were."""
-        try:
-            staged = self._record(x, training, traced=False)
-        except ReadsValues:  # where models read values they may leave that out while they are traced
-            staged = self._record(x, training, traced=True)
-        if not self.homes:
-            self.homes = dict(staged.homes)
-        else:
-            self._refuse_elsewhere(staged)
-        return staged
-
-    def _record(self, x: Any, training: bool, traced: bool) -> StagedRecording:
-        model = self.model
-        batch = tree_map(lambda t: t.detach().clone() if isinstance(t, torch.Tensor) else t, sort_keys(x))
-        devices = [t.device for t in flatten_tensors(x)[:1] if t.is_cuda]
-        with torch.random.fork_rng(devices=devices), buffers_restored(model), modes_restored(model), weights_restored(
-            model
-        ):
-            model.train(training)
-            with torch.set_grad_enabled(training or torch.is_grad_enabled()):
-                recording = record_forward(model, self.begins, batch, traced)
-                return split_recording(recording, len(self.begins) + 1, self.homes)
-
-    def _refuse_elsewhere(self, made: StagedRecording) -> None:
-        """Raise BadInput if a module runs on a stage that does not hold it."""
-        names_by_stage = next(iter(self._found.values())).modules
-        for stage, names in enumerate(made.modules):
-            for name in names:
-                home, module = self.homes[find_running_ancestor(name, self.homes)], self.model.get_submodule(name)
-                if (
-                    name not in names_by_stage[stage]
-                    and home != stage
-                    and any(True for _ in (*module.parameters(), *module.buffers()))
-                ):
-                    raise BadInput(
-                        f"model: {name}: runs on stage {stage}, and lies on stage {home} by the first forward in training: begin"
-                        " stages where both agree"
-                    )
+def _record_once(
+    model: nn.Module, begins: Sequence[str], x: Any, training: bool, homes: Dict[str, int], traced: bool
+) -> StagedRecording:
+    batch = tree_map(lambda t: t.detach().clone() if isinstance(t, torch.Tensor) else t, sort_keys(x))
+    devices = [t.device for t in flatten_tensors(x)[:1] if t.is_cuda]
+    with torch.random.fork_rng(devices=devices), buffers_restored(model), modes_restored(model), weights_restored(model):
+        model.train(training)
+        with torch.set_grad_enabled(training or torch.is_grad_enabled()):
+            recording = record_forward(model, begins, batch, traced)
+            return split_recording(recording, len(begins) + 1, homes)
 
 
 def record_twice(model: nn.Module, begins: Sequence[str], x: Any, then: Any) -> Tuple[StagedRecording, StagedRecording]:
     """Record the first training forward, of `x`, and the next one, of an input of the same shapes: a model that counts its
     forwards, or looks at values, may do something else then."""
     with attributes_restored(model):
-        one, other = (Recordings(model, begins).record(batch, training=True) for batch in (x, then))
+        one, other = (_record(model, begins, batch, True, {}) for batch in (x, then))
     return one, other
 
 
@@ -477,26 +408,26 @@ class _Owned(nn.Module):
 
 
 class Cut:
-    """A model cut where stages begin."""
+    """A model cut where stages begin, by what was recorded of its forward for each mode, and shapes and dtypes of the input."""
 
-    def __init__(self, model: nn.Module, recordings: Recordings, first: StagedRecording) -> None:
-        self.model, self.recordings, self.first = model, recordings, first
+    def __init__(self, model: nn.Module, begins: Sequence[str], x: Any) -> None:
+        """Cut a model that takes `x` in training. Raise BadInput if it cannot be cut."""
+        self.model, self.begins = model, list(begins)
+        self._recorded_model = model
+        self._homes: Dict[str, int] = {}  # stage in which a module first runs, in the first recording
+        self._recordings: Dict[Any, StagedRecording] = {}
+        self._latest: Dict[bool, StagedRecording] = {}  # by mode, that which was asked for last
         self._programs: Dict[Tuple[int, int], Program] = {}
         self.compiles = False  # whether pieces call compiled modules from their next new program on
-        self.crossings = list(first.crossings)
+        self.first = self._find_recording(x, training=True)
+        self.crossings = list(self.first.crossings)
         self.gradient_orders: List[List[Tuple[int, ...]]] = []  # by cut and tensor, where the pieces were rehearsed
-        self.names = first.modules  # by stage, of the modules that are called
+        self.names = self.first.modules  # by stage, of the modules that are called
         inside = {id(m) for names in self.names for name in names for m in model.get_submodule(name).modules()}
         self.owners: List[List[str]] = [[] for _ in self.names]  # by stage, of those that own tensors besides
         for name, module in model.named_modules():
             if id(module) not in inside and (module._parameters or module._buffers):
-                self.owners[recordings.homes[find_running_ancestor(name, recordings.homes)]].append(name)
-
-    @classmethod
-    def of(cls, model: nn.Module, begins: Sequence[str], x: Any) -> Cut:
-        """Cut a model that takes `x` in training. Raise BadInput if it cannot be cut."""
-        recordings = Recordings(model, begins)
-        return cls(model, recordings, recordings.of(x, training=True))
+                self.owners[self._homes[find_running_ancestor(name, self._homes)]].append(name)
 
     def on(self, model: nn.Module) -> Cut:
         """Return the same cut of a copy of the model, or of the part of it that exists."""
@@ -518,25 +449,71 @@ class Cut:
 
     def is_prepared(self, x: Any, training: bool) -> bool:
         """Tell whether a forward like that of `x` has been recorded."""
-        return self.recordings.key(x, training) in self.recordings._found
+        return _make_key(x, training) in self._recordings
 
     def prepare(self, x: Any, training: bool) -> List[Crossing]:
         """Record the forward of `x` and return what crosses each cut. Later stages, which see no input, know by it what
         enters them."""
-        return self.recordings.of(x, training).crossings
+        return self._find_recording(x, training).crossings
 
     def program(self, stage: int, value: Any, training: bool) -> Program:
         """Return the program of a stage that is given `value`."""
-        if torch.jit.is_tracing() or self.model is not self.recordings.model:  # a copy sees microbatches of one size
-            staged = self.recordings.latest(training)
+        if torch.jit.is_tracing() or self.model is not self._recorded_model:  # a copy sees microbatches of one size
+            staged = self._get_latest(training)
         elif stage == 0:
-            staged = self.recordings.of(value, training)
+            staged = self._find_recording(value, training)
         else:
-            staged = self.recordings.entering(stage, value, training)
+            staged = self._find_entering(stage, value, training)
         key = (id(staged), stage)
         if key not in self._programs:
             self._programs[key] = Program(self.model, staged.parts[stage], staged.base, self.compiles)
         return self._programs[key]
+
+    def _get_latest(self, training: bool) -> StagedRecording:
+        return self._latest.get(training) or self._latest[not training]
+
+    def _find_recording(self, x: Any, training: bool) -> StagedRecording:
+        """Return the recording of an input like `x`; record it if there is none."""
+        key, model = _make_key(x, training), self._recorded_model
+        if key not in self._recordings:
+            with attributes_restored(model):
+                staged = _record(model, self.begins, x, training, self._homes)
+            if self._recordings:
+                self._refuse_elsewhere(staged)
+            self._homes = self._homes or dict(staged.homes)
+            self._recordings[key] = staged
+        self._latest[training] = self._recordings[key]
+        return self._recordings[key]
+
+    def _find_entering(self, stage: int, value: Any, training: bool) -> StagedRecording:
+        """Return the latest recording in which tensors of such shapes enter a stage. Raise BadInput if there is none."""
+        shapes = tuple(tuple(t.shape) for t in flatten_tensors(value))
+        recordings = [recording for (mode, *_), recording in self._recordings.items() if mode == training]
+        for recording in (self._get_latest(training), *reversed(recordings)):
+            if recording.parts[stage].entering == shapes:
+                return recording
+        raise BadInput(
+            f"model: {type(self.model).__name__}: stage {stage} is given tensors of shapes {list(shapes)}, and no such forward"
+            " was recorded: microbatches must be of one size"
+        )
+
+    def _refuse_elsewhere(self, staged: StagedRecording) -> None:
+        """Raise BadInput if a module runs on a stage that does not hold it."""
+        for stage, (names, held_names) in enumerate(zip(staged.modules, self.names)):
+            for name in names:
+                home, module = self._homes[find_running_ancestor(name, self._homes)], self.model.get_submodule(name)
+                owns_tensors = any(True for _ in (*module.parameters(), *module.buffers()))
+                if name not in held_names and home != stage and owns_tensors:
+                    raise BadInput(
+                        f"model: {name}: runs on stage {stage}, and lies on stage {home} by the first forward in training: begin"
+                        " stages where both agree"
+                    )
+
+
+def _make_key(x: Any, training: bool) -> Any:
+    """Return what tells forwards apart that need recordings of their own."""
+    kinds = tuple((name, t is not None and (tuple(t.shape), t.dtype)) for name, t in walk_leaves(sort_keys(x)))
+    return (training, training or torch.is_grad_enabled(), kinds)
 
 
 class Piece(nn.Module):
@@ -592,7 +569,7 @@ class Piece(nn.Module):
 
 def cut_model(model: nn.Module, begins: Sequence[str], x: Any) -> List[Piece]:
     """Cut the model, which takes `x` in training, before each of `begins`, names of modules in the order in which they run."""
-    cut = Cut.of(model, begins, x)
+    cut = Cut(model, begins, x)
     return [Piece(cut, stage) for stage in range(len(cut.names))]
 
 

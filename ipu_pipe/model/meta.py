@@ -8,16 +8,15 @@ raises, and who asked takes the tensors themselves.
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Callable, Dict, Iterator, Tuple
+from typing import Any, Dict, Iterator, Tuple
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from ipu_pipe.model.batch import count_numbers, get_first_tensor, iterate_tensors, list_tensors
 from ipu_pipe.model.restoring import attributes_restored
+from ipu_pipe.model.watching import FunctionWatch, OperationWatch
 
 SMALL = 300_000  # numbers
 
@@ -52,7 +51,7 @@ def to_meta(value: Any) -> Any:
 @contextlib.contextmanager
 def compute_on_meta() -> Iterator[None]:
     """Keep computations with meta tensors on the meta device, with the operations that the CPU would take."""
-    with _FusedAttention(), OperationWatch(_run_on_meta):
+    with FunctionWatch(_call_as_cpu), OperationWatch(_run_on_meta):
         yield
 
 
@@ -87,17 +86,6 @@ def move_to_meta(model: nn.Module) -> Iterator[None]:
             yield
 
 
-class OperationWatch(TorchDispatchMode):
-    """Have `run(operation, arguments, keywords)` run every operation inside and return its result."""
-
-    def __init__(self, run: Callable[[Any, Any, Any], Any]) -> None:
-        super().__init__()
-        self._run = run
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self._run(func, args, kwargs or {})
-
-
 def _run_on_meta(func: Any, args: Any, kwargs: Any) -> Any:
     """Move tensors that the forward makes or keeps elsewhere to the meta device where they meet one that is there."""
     if len({tensor.is_meta for tensor in iterate_tensors((*args, *kwargs.values()))}) > 1:
@@ -108,16 +96,14 @@ def _run_on_meta(func: Any, args: Any, kwargs: Any) -> Any:
 # ---- attention
 
 
-class _FusedAttention(TorchFunctionMode):
-    """Attention as the CPU takes it: on shapes PyTorch would write it out, which keeps other tensors for the backward."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if _casts():  # of the CPU's tensors alone
-            raise RuntimeError("autocast: what it makes of shapes is not what the CPU makes")
-        if func is nn.functional.scaled_dot_product_attention and FUSED is not None:
-            return _attention(*args, **kwargs)
-        return func(*args, **kwargs)
+def _call_as_cpu(func: Any, args: Any, kwargs: Any) -> Any:
+    """Call a function; attention as the CPU takes it: on shapes PyTorch would write it out, which keeps other tensors for the
+    backward."""
+    if _casts():  # of the CPU's tensors alone
+        raise RuntimeError("autocast: what it makes of shapes is not what the CPU makes")
+    if func is nn.functional.scaled_dot_product_attention and FUSED is not None:
+        return _attention(*args, **kwargs)
+    return func(*args, **kwargs)
 
 
 def _casts() -> bool:

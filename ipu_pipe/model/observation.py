@@ -27,10 +27,11 @@ from torch.utils._pytree import tree_flatten
 from ipu_pipe.errors import BadInput
 from ipu_pipe.model.batch import call_model, clone_tensors, get_first_tensor, iterate_tensors, list_tensors
 from ipu_pipe.model.flops import BACKWARD, FlopCounterMode, count_by_formula, get_formulas, separate_attention
-from ipu_pipe.model.meta import OperationWatch, is_faster_on_meta, move_to_meta, to_meta
+from ipu_pipe.model.meta import is_faster_on_meta, move_to_meta, to_meta
 from ipu_pipe.model.precision import is_cast, uncast_temporarily
 from ipu_pipe.model.randomness import list_generators
 from ipu_pipe.model.restoring import undisturbed
+from ipu_pipe.model.watching import OperationWatch
 
 
 @dataclass

@@ -7,7 +7,8 @@ the way, tensors kept aside). What comes out otherwise is refused instead of tra
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+from functools import partial
+from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch import nn
@@ -20,8 +21,6 @@ from ipu_pipe.model.observation import ForwardEffects, observe_effects
 from ipu_pipe.model.precision import is_cast
 from ipu_pipe.model.randomness import KeyedRandomness, derive_seed
 from ipu_pipe.model.restoring import modes_restored, undisturbed
-
-Found = Dict[str, Optional[torch.Tensor]]
 
 
 class Rehearsed(NamedTuple):
@@ -46,7 +45,7 @@ def rehearse(model: nn.Module, parts: Sequence[Piece], x: Any) -> Rehearsed:
     if any(t.is_meta for t in flatten_tensors(x)):  # no values, nothing to compare
         return Rehearsed(ForwardEffects({}, [], []), [], [])
     cut, few = parts[0].cut, _few(x)
-    begins = cut.recordings.begins
+    begins = cut.begins
     if few is not None:
         with contextlib.suppress(Exception):  # whatever the user's model raises: all samples tell
             less = cut_model(model, begins, few[0])
@@ -74,34 +73,34 @@ def _few(x: Any) -> Optional[Tuple[Any, Any]]:
 
 def _compare(model: nn.Module, parts: Sequence[Piece], recorded: Any, x: Any) -> Rehearsed:
     """Raise BadInput if pieces and whole differ on `x`; the pieces are of what was `recorded`."""
-    moved: List[str] = []
-    again_in_whole: List[str] = []
-    again_in_pieces: List[str] = []
     with torch.no_grad():
         parts[0].cut.prepare(recorded, training=False)
     effects = observe_effects(model, x)
-    keyed = effects.draws
+    seen = Rehearsed(effects, [], [])
     for training in (True, False):
-        whole = _run(model, parts, x, keyed, training, chained=False, moved=moved, again=again_in_whole)
+        whole = _run(model, parts, x, effects.draws, training, chained=False)
         try:
-            chained = _run(model, parts, x, keyed, training, chained=True, again=again_in_pieces)
+            chained = _run(model, parts, x, effects.draws, training, chained=True)
         except Exception as error:  # whatever the user's model raises
             raise _refusal(model, f"its pieces fail: {summarize(error)}") from error
-        wrong = [what for what in [*whole, *chained] if not _same(whole.get(what), chained.get(what))]
+        a, b = whole.tensors, chained.tensors
+        wrong = [what for what in [*a, *b] if not _same(a.get(what), b.get(what))]
         if wrong:  # what differs from time to time proves nothing
-            again = _run(model, parts, x, keyed, training, chained=False)
-            drawn = [what for what in wrong if not _same(whole.get(what), again.get(what))]
+            again = _run(model, parts, x, effects.draws, training, chained=False).tensors
+            drawn = [what for what in wrong if not _same(a.get(what), again.get(what))]
             wrong = [what for what in wrong if what not in drawn]
             if drawn and not wrong and drawn[0].startswith(("output", "result")) and not flatten_tensors(x)[0].is_cuda:
                 why = "draws random numbers that no seed of a microbatch reaches (a generator of its own)"
                 raise _refusal(model, f"the {drawn[0]} is another one each time: something {why}", "draw without one")
         if wrong:
             way = OUTSIDE
-            both = whole.get(wrong[0]) is not None and chained.get(wrong[0]) is not None
+            both = a.get(wrong[0]) is not None and b.get(wrong[0]) is not None
             if wrong[0].startswith("gradient") and both and is_cast(model):
                 way = "autocast sums that of a weight which several stages use in bfloat16: take precision: float32 or bfloat16"
-            raise _refusal(model, _told(wrong[0], whole.get(wrong[0]), chained.get(wrong[0]), parts), way)
-    return Rehearsed(effects, moved, [name for name in again_in_whole if name not in again_in_pieces])
+            raise _refusal(model, _describe_difference(wrong[0], a.get(wrong[0]), b.get(wrong[0]), parts), way)
+        if training:
+            seen = Rehearsed(effects, whole.moved, [name for name in whole.again if name not in chained.again])
+    return seen
 
 
 OUTSIDE = "move what its forward does outside modules into modules"
@@ -114,16 +113,14 @@ def _refusal(model: nn.Module, why: str, way: str = OUTSIDE) -> BadInput:
     )
 
 
-def _told(what: str, whole: Any, piece: Any, parts: Sequence[Piece]) -> str:
+def _describe_difference(what: str, whole: Any, piece: Any, parts: Sequence[Piece]) -> str:
     kind, _, name = what.partition(" ")
     stage = next((s for s, part in enumerate(parts) if name in part.names), None)
     place = f"{kind} of {name}" + (f" (stage {stage})" if stage is not None else "") if name else kind
-    if whole is None or piece is None:
-        return f"the {place} is there in only one of them (no_grad around modules?)"
+    if whole is None or piece is None or whole.requires_grad != piece.requires_grad:
+        return f"the {place} has a gradient in only one of them (no_grad around modules?)"
     if whole.dtype != piece.dtype:
         return f"the {place} is {piece.dtype} in pieces, {whole.dtype} in the whole (autocast around modules?)"
-    if whole.requires_grad != piece.requires_grad:
-        return f"the {place} needs a gradient in only one of them (no_grad around modules?)"
     return f"the {place} differs"
 
 
@@ -134,22 +131,29 @@ def _same(a: Optional[torch.Tensor], b: Optional[torch.Tensor]) -> bool:
     return alike and bool(((a == b) | ((a != a) & (b != b))).all())
 
 
+class _Pass(NamedTuple):
+    """All that a pass gives, by name: outputs of modules, gradients and buffers, in training; the names of the buffers that its
+    backward moved, and of the modules that its backward ran again."""
+
+    tensors: Dict[str, Optional[torch.Tensor]]
+    moved: List[str]
+    again: List[str]
+
+
 def _run(
-    model: nn.Module, parts: Sequence[Piece], x: Any, keyed: Mapping[str, int], training: bool, chained: bool,
-    moved: Optional[List[str]] = None, again: Optional[List[str]] = None,
-) -> Found:  # fmt: skip
-    """Return all that a forward gives, in order; in training what modules give out, gradients and buffers, too. Into `moved` go
-    the names of buffers that the backward changes, into `again` those of modules that it runs."""
-    results_by_name: Found = {}
+    model: nn.Module, parts: Sequence[Piece], x: Any, keyed: Mapping[str, int], training: bool, chained: bool
+) -> _Pass:
+    tensors: Dict[str, Optional[torch.Tensor]] = {}
+    again: List[str] = []
     handles: List[Any] = []
 
-    def keep(name: str) -> Any:
-        def after(module: nn.Module, inputs: Any, output: Any) -> None:
-            for i, tensor in enumerate(flatten_tensors(output)):
-                what = f"output {name}" if not i else f"output {name} [{i}]"
-                results_by_name[what] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    def keep(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        for i, tensor in enumerate(flatten_tensors(output)):
+            what = f"output {name}" if not i else f"output {name} [{i}]"
+            tensors[what] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
-        return after
+    def note(name: str, module: nn.Module, inputs: Any) -> None:
+        again.append(name)
 
     with undisturbed(model), modes_restored(*parts), torch.set_grad_enabled(training):
         model.train(training)
@@ -158,20 +162,17 @@ def _run(
         randomness = KeyedRandomness(model, keyed, 0, flatten_tensors(x)[0].device)
         try:
             for part in parts if training else ():  # in evaluation hooks would keep some modules off their fast ways
-                handles += [link.register_forward_hook(keep(name)) for name, link in zip(part.names, part.links)]
+                handles += [link.register_forward_hook(partial(keep, n)) for n, link in zip(part.names, part.links)]
             torch.manual_seed(derive_seed("rehearsal"))
             batch = tree_map(lambda t: t.clone() if isinstance(t, torch.Tensor) else t, x)
             with randomness.forward(0):
                 outputs, backward = _chain(parts, batch) if chained else (call_model(model, batch), None)
             results = [t for t in flatten_tensors(outputs) if t.requires_grad]
-            results_by_name.update(
-                {f"result [{i}]": t.detach().clone() for i, t in enumerate(flatten_tensors(outputs))}
-            )
+            tensors.update({f"result [{i}]": t.detach().clone() for i, t in enumerate(flatten_tensors(outputs))})
             generator = torch.Generator().manual_seed(derive_seed("rehearsal"))
             before = {name: b.clone() for name, b in model.named_buffers()}
             directions = [torch.randn(t.shape, generator=generator).to(t.device, t.dtype) for t in results]
-            if again is not None:
-                handles += [m.register_forward_pre_hook(_append_to(again, name)) for name, m in model.named_modules()]
+            handles += [m.register_forward_pre_hook(partial(note, name)) for name, m in model.named_modules()]
             with randomness.backward(0):
                 if results:
                     torch.autograd.backward(results, directions)
@@ -181,16 +182,11 @@ def _run(
             randomness.remove()
             for handle in handles:
                 handle.remove()
-        if moved is not None:
-            moved += [name for name, b in model.named_buffers() if not _same(b, before[name])]
+        moved = [name for name, b in model.named_buffers() if not _same(b, before[name])]
         named = model.named_parameters()
-        results_by_name.update({f"gradient {name}": None if p.grad is None else p.grad.clone() for name, p in named})
-        results_by_name.update({f"buffer {name}": b.detach().clone() for name, b in model.named_buffers()})
-    return results_by_name
-
-
-def _append_to(names: List[str], name: str) -> Callable[..., None]:
-    return lambda module, inputs: names.append(name)
+        tensors.update({f"gradient {name}": None if p.grad is None else p.grad.clone() for name, p in named})
+        tensors.update({f"buffer {name}": b.detach().clone() for name, b in model.named_buffers()})
+    return _Pass(tensors, moved, again)
 
 
 def _chain(parts: Sequence[Piece], x: Any) -> Any:

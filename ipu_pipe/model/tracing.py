@@ -5,7 +5,7 @@
     being a boundary                          stage 0                     |   stage 1
 
 A module is one call unless a boundary lies inside it: then what it does is recorded in its place. Module calls are seen by
-hooks, torch functions between them by a TorchFunctionMode, both silent inside of a recorded call. Python in between runs once,
+hooks, torch functions between them by a `FunctionWatch`, both silent inside of a recorded call. Python in between runs once,
 while recording: its sizes, branches and counters are the recording's.
 
 Arguments and results are nests in which what stands for a tensor is put in its place when a piece runs:
@@ -30,13 +30,12 @@ import numpy as np
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ipu_pipe.errors import BadInput
 from ipu_pipe.model.batch import call_model, flatten_tensors, iterate_tensors, list_leaves
-from ipu_pipe.model.meta import OperationWatch
 from ipu_pipe.model.observation import get_storage, join_name, list_ancestors
+from ipu_pipe.model.watching import FunctionWatch, OperationWatch
 
 # ---- templates
 
@@ -230,11 +229,10 @@ PYTHON_READS = {"tolist", "numpy", "__array__", "__dlpack__"}
 KEPT = {"register_hook", "retain_grad"}  # recorded although they give no tensor
 
 
-class Recorder(TorchFunctionMode):
+class Recorder:
     """Watches one forward. `begins`: the modules at which stages 1 and on begin; those around them are no calls of their own."""
 
     def __init__(self, model: nn.Module, begins: Sequence[str], x: Any) -> None:
-        super().__init__()
         inputs, weights = flatten_tensors(x), [*model.parameters(), *model.buffers()]
         named = dict([*model.named_parameters(), *model.named_buffers()])
         self.seen = Recording(named, AutogradState(torch.is_grad_enabled()))
@@ -345,8 +343,8 @@ class Recorder(TorchFunctionMode):
 
     # --- functions
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Call a function and record it, unless it is inside of a recorded call."""
         if self._quiet or self._inside:
             return func(*args, **kwargs)
         if func is torch.Tensor.__iter__:
@@ -489,7 +487,7 @@ def _watch_modules(model: nn.Module, recorder: Recorder, traced: bool) -> Iterat
     caches = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)  # a weight that two stages use would be cast in the first alone
     try:
-        with OperationWatch(recorder.run), recorder:
+        with OperationWatch(recorder.run), FunctionWatch(recorder.call):
             yield
     finally:
         torch.jit.is_tracing = is_tracing

@@ -10,62 +10,57 @@ weights that are in memory by then. Here the model runs twice:
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, List, Sequence, Tuple
+from typing import Any, Callable, Dict, Sequence, Tuple
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.user_code import StageWatch
 from ipu_pipe.model.restoring import buffers_restored
 from ipu_pipe.model.stages import Partition
+from ipu_pipe.model.watching import FunctionWatch
 
 Place = Tuple[int, int]  # operation, argument
 
 
 class Recomputation:
-    """Runs a model twice. `segment_of`: the last stage of each stage's segment."""
+    """Runs a model twice, and knows of every tensor of a forward in which segment it was computed. `segment_of`: the last stage
+    of each stage's segment."""
 
     def __init__(self, model: nn.Module, part: Partition, segment_of: Sequence[int]) -> None:
         self._model, self._part, self._segment_of = model, part, list(segment_of)
-        self._entered: Dict[Place, torch.Tensor] = {}
+        self._repeats = False
+        self._entered: Dict[Place, torch.Tensor] = {}  # what crosses into a later segment
+        # of one forward: by id of a tensor, which is held so that no other gets its id
+        self._segments: Dict[int, Tuple[int, torch.Tensor]] = {}
+        self._replaced: Dict[int, torch.Tensor] = {}
+        self._operation = 0
 
     def record(self, run: Callable[[], Any]) -> Any:
         """Return `run()`, a forward of the model without a graph, and remember what crosses into later segments."""
         self._entered = {}
-        with torch.no_grad(), StageWatch(self._model, self._part) as watch:
-            with _Crossing(watch, self._segment_of, self._entered, repeats=False):
-                return run()
+        with torch.no_grad():
+            return self._run(run, repeats=False)
 
     def repeat(self, run: Callable[[], Any]) -> Any:
         """Return `run()`, the same forward with the parameters as they are now, and leave buffers as they are."""
-        with buffers_restored(self._model), StageWatch(self._model, self._part) as watch:
-            with _Crossing(watch, self._segment_of, self._entered, repeats=True):
-                result = run()
+        with buffers_restored(self._model):
+            result = self._run(run, repeats=True)
         self._entered = {}
         return result
 
+    def _run(self, run: Callable[[], Any], repeats: bool) -> Any:
+        self._repeats, self._operation = repeats, 0
+        with StageWatch(self._model, self._part) as self._watch, FunctionWatch(self._call):
+            result = run()
+        self._segments, self._replaced = {}, {}
+        return result
 
-class _Crossing(TorchFunctionMode):
-    """Sees every operation of a forward with its arguments, and knows in which segment each tensor was computed.
-
-    `entered`: tensors that cross into a later segment, by operation and argument; `repeats`: they replace those of this forward.
-    """
-
-    def __init__(
-        self, watch: StageWatch, segment_of: List[int], entered: Dict[Place, torch.Tensor], repeats: bool
-    ) -> None:
-        super().__init__()
-        self._watch, self._segment_of, self._entered, self._repeats = watch, segment_of, entered, repeats
-        self._segments: Dict[int, Tuple[int, torch.Tensor]] = {}  # by id of a tensor, which is held so that no other gets its id
-        self._replaced: Dict[int, torch.Tensor] = {}
-        self._operation = 0
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
         segment = self._segment_of[self._watch.stage]
-        flat, shape = tree_flatten((args, kwargs or {}))
+        flat, shape = tree_flatten((args, kwargs))
         for place, value in enumerate(flat):
             if isinstance(value, torch.Tensor) and self._segments.get(id(value), (segment, value))[0] < segment:
                 flat[place] = self._cross(func, value, (self._operation, place))

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten
 
 from ipu_pipe.job.record import Job
 from ipu_pipe.model.restoring import buffers_restored
+from ipu_pipe.model.watching import FunctionWatch
 from ipu_pipe.update.optimizer import get_kind
 
 # These read a tensor's shape alone: a gradient could not flow through them anyway.
@@ -48,19 +48,18 @@ class ModelFacts(NamedTuple):
     input_type: torch.dtype = torch.float32
 
 
-class _Observer(TorchFunctionMode):
+class _Observer:
     """Notes, operation by operation, the stage that uses each weight and what PopTorch would compute otherwise."""
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__()
         self.stage = 0
         self.stages: Dict[str, Set[int]] = {}
         self.ungraded: List[str] = []
         self.modules: List[str] = []  # those that are running, the innermost last
         self._names = {id(t): name for name, t in [*model.named_parameters(), *model.named_buffers()]}
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Call a function and note what it reads."""
         name, where = getattr(func, "__name__", str(func)), self.modules[-1] if self.modules else "the loss"
         inputs = [value for value in tree_flatten((args, kwargs))[0] if isinstance(value, torch.Tensor)]
         for tensor in inputs:
@@ -93,7 +92,7 @@ def observe_model(job: Job) -> ModelFacts:
     before = {name: (t, t.clone()) for name, t in model.named_buffers()}
     try:
         with torch.enable_grad(), torch.random.fork_rng(devices=[]), buffers_restored(model):
-            with observer:
+            with FunctionWatch(observer.call):
                 loss = job.loss(model(x.clone()), y)
             now = dict(model.named_buffers())
             moving = [name for name, (t, old) in before.items() if now[name] is not t or not torch.equal(t, old)]
