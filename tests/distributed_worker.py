@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import traceback
 from pathlib import Path
-from typing import Any, Dict, List, Tuple
+from typing import Any, Dict, List, Sequence, Tuple
 
 import torch
 import torch.distributed as dist
@@ -84,15 +84,16 @@ def clip_of(case: Case) -> Any:
     return next(((0.3, scope) for word, scope in scopes.items() if case[0].startswith(word)), None)
 
 
-def channels_of(case: Case, ranks: int, tied: Any) -> Any:
+def channels_of(case: Case, placement: Sequence[int], tied: Any) -> Any:
     """Groups in the place of tags, which behave as those of nccl, where the case's name asks for it."""
     if not case[0].startswith("channels"):
         return None
-    order = list_links(ranks, resolve_method(case[1], case[2]), tied)
-    return {link: dist.new_group(sorted(link[:2])) for link in order}
+    order = list_links(len(placement), resolve_method(case[1], case[2]), tied)
+    ranks = {link: sorted(placement[stage] for stage in link[:2]) for link in order}
+    return {link: dist.new_group(pair) for link, pair in ranks.items() if pair[0] != pair[1]}
 
 
-def run_case(case: Case, rank: int, ranks: int) -> Dict[str, torch.Tensor]:
+def run_case(case: Case, rank: int, placement: Sequence[int]) -> Dict[str, torch.Tensor]:
     from ipu_pipe.backends.processes.interpreter import Interpreter
     from ipu_pipe.backends.processes.layout import RankLayout
     from ipu_pipe.backends.processes.mail import TorchMail
@@ -105,28 +106,32 @@ def run_case(case: Case, rank: int, ranks: int) -> Dict[str, torch.Tensor]:
     model = fresh(model_name)
     numbers = numbers_of(case, model)
     data = data_of(case, numbers)
-    names = begins(model, ranks)
+    stages = len(placement)
+    names = begins(model, stages)
     part = partition(model, data[0][0], names, one_stage=method.one_stage)
-    schedule = make_schedule(method, ranks, len(data), accumulate, drains_of(case), switch * accumulate)
+    schedule = make_schedule(method, stages, len(data), accumulate, drains_of(case), switch * accumulate)
     table = VersionTable(schedule, method)
-    layout = RankLayout(rank, ranks)
+    layout = RankLayout(rank, tuple(placement))
     cut = cut_model(model, names, data[0][0])
     across = list_crossings(cut)
     make = ADAMW if "adamw" in case[0] else SGD
-    optimizer = make(select_stage(replace_parameters(make_groups(model, part), numbers.trained), rank))
+    groups = replace_parameters(make_groups(model, part), numbers.trained)
+    optimizer = make([group for s in layout.held for group in select_stage(groups, s)])
     rate = make.keywords["lr"]
     rules = UpdateRules(args, method, table.rule_lag(), accumulate, optimizer, lambda k: rate, switch, numbers.masters)
     keyed = KeyedRandomness(model, observe_effects(model, data[0][0]).draws, 0, torch.device("cpu"))
-    ties = find_ties(model, cut, rank)
-    channels = channels_of(case, ranks, ties.links)
+    ties = {s: find_ties(model, cut, s, placement) for s in layout.held}
+    channels = channels_of(case, placement, ties[layout.held[0]].links)
     double = NcclDouble(list((channels or {}).values()))
-    double.watch(cut[rank], optimizer)
+    for s in layout.held:
+        double.watch(cut[s], optimizer)
     cpu = torch.device("cpu")
     work = Work(numbers.loss(nn.functional.cross_entropy), table, rules, clip_of(case))
-    recorder = TraceRecorder(rank, rank, range(512))
-    mail = TorchMail(rank, cpu, recorder, 300.0, channels=channels)
-    stage = Stage(work, StageModel(layout, cut[rank], across, lambda m: data[m], cpu, keyed, ties=ties), mail, recorder)
-    engine = Interpreter(work, {rank: stage}, mail, recorder, channels=channels)
+    recorder = TraceRecorder(rank, layout.held[0], range(512))
+    mail = TorchMail(layout, cpu, recorder, 300.0, channels=channels)
+    models = [StageModel(layout, s, cut[s], across, lambda m: data[m], cpu, keyed, ties=ties[s]) for s in layout.held]
+    held = {model.stage: Stage(work, model, mail, recorder) for model in models}
+    engine = Interpreter(work, held, mail, recorder, channels=channels)
     with double:
         losses = []
         for k in range(updates_of(case)):
@@ -134,26 +139,28 @@ def run_case(case: Case, rank: int, ranks: int) -> Dict[str, torch.Tensor]:
                 assert not double.pending(), "receives are posted while the pipeline is empty"
             losses.append(engine.step(k))
         engine.close()
-    with numbers.whole():
-        state = cut[rank].state()
-        held = [model.get_parameter(name) for name in (*part.stages[rank].parameters, *part.replicas(rank))]
-        own = sum(p.numel() * p.element_size() for p in held)
-    if own:  # weight versions besides the newest, at most
-        state[f"versions {rank}"] = torch.tensor(stage.peak_version_bytes / own)
-    if stage.model.is_last:
-        state["losses"] = torch.tensor([average(table)[0] for table in losses])  # type: ignore[arg-type]
+    state: Dict[str, torch.Tensor] = {}
+    for s, stage in held.items():
+        with numbers.whole():
+            state.update(cut[s].state())
+            weights = [model.get_parameter(name) for name in (*part.stages[s].parameters, *part.replicas(s))]
+            size = sum(p.numel() * p.element_size() for p in weights)
+        if size:  # weight versions besides the newest, at most
+            state[f"versions {s}"] = torch.tensor(stage.peak_version_bytes / size)
+        if stage.model.is_last:
+            state["losses"] = torch.tensor([average(tables[s])[0] for tables in losses])
     return {key: value.clone() for key, value in state.items()}
 
 
-def main(rank: int, ranks: int, folder: str, cases: List[Case]) -> None:
+def main(rank: int, placement: Sequence[int], folder: str, cases: List[Case]) -> None:
     from ipu_pipe.backends.processes import interpreter
 
     interpreter.CHUNK = 8  # so that rows of several chunks are seen
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=max(placement) + 1)
     try:
         for case in cases:
-            torch.save(run_case(case, rank, ranks), Path(folder) / f"{case[0]}-{rank}.pt")
+            torch.save(run_case(case, rank, placement), Path(folder) / f"{case[0]}-{rank}.pt")
         dist.barrier()
     except BaseException:
         traceback.print_exc()

@@ -459,7 +459,7 @@ def test_replicas_wait_for_an_evaluation_as_long_as_it_gets_on(monkeypatch: pyte
     mail: Any = SimpleNamespace(limit=timedelta(seconds=0.3))
 
     def wait(replica: int) -> None:
-        wait_for_first_replica(RankLayout(rank=replica, stages=1, replicas=2), mail, 1)
+        wait_for_first_replica(RankLayout(replica, (0,), 2), mail, 1)
 
     with pytest.raises(LostRank):
         wait(1)

@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from ipu_pipe.backends.processes.collect import free, zero_freed
+from ipu_pipe.backends.processes.layout import RankLayout
 from ipu_pipe.backends.processes.mail import Message, TorchMail
 from ipu_pipe.backends.processes.trace import TraceRecorder
 from ipu_pipe.backends.processes.update import average_over_replicas
@@ -135,6 +136,31 @@ def test_replicas_of_a_pipeline_average_their_gradients(tmp_path: Path) -> None:
     assert report["batch"]["global_batch_size"] == 64
     assert_same(tmp_path / "ranks", tmp_path / "one")
     assert metrics_of(tmp_path / "ranks") == metrics_of(tmp_path / "one")
+
+
+@pytest.mark.parametrize(
+    "ranks, how",
+    [
+        (2, ["method=pipedream", "stages=4", "early_stopping={metric: loss, patience: 9}"]),
+        (2, ["method=pipemare", "stages=4", "clip={norm: 0.5, scope: delayed_global}"]),
+        (2, ["method=gpipe", "stages=4", "clip={norm: 0.5, scope: global}"]),
+        (2, ["method=pipedream", "stages=2", "replicas=2"]),
+    ],
+    ids=["pipedream", "delayed norm", "global norm", "replicas"],
+)
+def test_stages_that_share_a_process_keep_their_own_delays(ranks: int, how: List[str], tmp_path: Path) -> None:
+    code, _, error = run(ranks, tmp_path / "ranks", *how)
+    assert code == 0, error
+    expected = emulate(tmp_path / "one", *how)
+    assert_same(tmp_path / "ranks", tmp_path / "one")
+    report = json.loads((tmp_path / "ranks" / "summary.json").read_text())
+    assert report["final"] == expected["final"]
+    keys = ("forward_delay", "backward_delay", "weight_copies", "optimizer_bytes")
+    assert [[stage[key] for key in keys] for stage in report["stages"]] == [
+        [stage[key] for key in keys] for stage in expected["stages"]
+    ]
+    crossing = {(link["src"], link["dst"]) for link in report["links"]}
+    assert crossing == ({(1, 2), (2, 1)} if "stages=4" in how else set())  # the others are handed over
 
 
 def test_a_run_goes_on_on_another_layout(tmp_path: Path) -> None:
@@ -360,19 +386,19 @@ def _send_many(rank: int, folder: str) -> None:
     mail = make_mail(rank)
     if rank == 0:
         for m in range(count):
-            mail.send(1, Message("F", m), [torch.full((3,), float(m))])
+            mail.send(Message("F", m, 0, 1), [torch.full((3,), float(m))])
         assert mail.buffer_bytes([]) < 50 * 3 * 4  # of 200 messages
         mail.flush()
     else:
         shapes = (Shape((3,), torch.float32, True),)
-        mail.expect(0, [(Message("F", m), shapes) for m in range(count)])
-        assert all(float(mail.receive(0, Message("F", m))[0][0]) == m for m in range(count))
+        mail.expect([(Message("F", m, 0, 1), shapes) for m in range(count)])
+        assert all(float(mail.receive(Message("F", m, 0, 1))[0][0]) == m for m in range(count))
     torch.distributed.barrier()
     end_process(0)
 
 
 def make_mail(rank: int) -> TorchMail:
-    return TorchMail(rank, torch.device("cpu"), TraceRecorder(rank, rank, range(0)), 60.0)
+    return TorchMail(RankLayout(rank, (0, 1)), torch.device("cpu"), TraceRecorder(rank, rank, range(0)), 60.0)
 
 
 def test_the_mean_over_replicas_is_the_emulators_whatever_their_number(tmp_path: Path) -> None:

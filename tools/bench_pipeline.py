@@ -201,9 +201,10 @@ def _make_engine(rank: int, name: str, data: List[Any], accumulate: int, count: 
     optimizer = torch.optim.SGD(select_stage(make_groups(model, part), rank), lr=RATE, momentum=0.9)
     rules = UpdateRules({}, method, table.rule_lag(), accumulate, optimizer, lambda k: RATE)
     work, cpu = Work(torch.nn.functional.cross_entropy, table, rules), torch.device("cpu")
-    stage_model = StageModel(RankLayout(rank, 2), cut[rank], list_crossings(cut), lambda m: data[m % len(data)], cpu)
+    layout = RankLayout(rank, (0, 1))
+    stage_model = StageModel(layout, rank, cut[rank], list_crossings(cut), lambda m: data[m % len(data)], cpu)
     recorder = TraceRecorder(rank, rank, range(count))
-    mail = TorchMail(rank, cpu, recorder, 300.0, group)
+    mail = TorchMail(layout, cpu, recorder, 300.0, group)
     return Interpreter(work, {rank: Stage(work, stage_model, mail, recorder)}, mail, recorder)
 
 

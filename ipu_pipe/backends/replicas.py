@@ -79,7 +79,7 @@ class IndependentReplicas:
         self._parameters, self._places = list(parameters), _find_buffers(model)
         self._optimizer_state = optimizer.state
         self._weights = [[p.data for p in self._parameters]]
-        self._states: List[Dict[Any, Dict[str, Any]]] = [dict(optimizer.state)]
+        self._states: List[Dict[Any, Dict[str, Any]]] = [self._get_states()]
         self._buffers = [_get_buffers(self._places)]
         for _ in range(1, count):
             self._weights.append([w.clone() for w in self._weights[0]])
@@ -87,11 +87,11 @@ class IndependentReplicas:
             self._buffers.append([None if b is None else b.clone() for b in self._buffers[0]])
 
     @classmethod
-    def create(cls, work: Work, model: nn.Module) -> Optional[IndependentReplicas]:
-        """Return the replicas of the stages that are here, None if the job has no such replicas."""
+    def create(cls, work: Work, model: nn.Module, stages: Sequence[int]) -> Optional[IndependentReplicas]:
+        """Return the replicas of `stages`, whose module is `model`; None if the job has no such replicas."""
         if work.method.rounds is None:
             return None
-        parameters = [p for stage in work.rules.stages.values() for p in stage.parameters]
+        parameters = [p for stage in stages if stage in work.rules.stages for p in work.rules.stages[stage].parameters]
         return cls(model, parameters, work.rules.optimizer, work.schedule.accumulate)
 
     def enter(self, replica: int) -> None:
@@ -102,14 +102,18 @@ class IndependentReplicas:
         self._entered = replica
         for p, w in zip(self._parameters, self._weights[replica]):
             p.data = w
-        self._optimizer_state.clear()
+        for p in self._parameters:
+            self._optimizer_state.pop(p, None)
         self._optimizer_state.update(self._states[replica])
         _set_buffers(self._places, self._buffers[replica])
+
+    def _get_states(self) -> Dict[Any, Dict[str, Any]]:
+        return {p: self._optimizer_state[p] for p in self._parameters if p in self._optimizer_state}
 
     def _save(self) -> None:
         """Keep what the model and the optimizer hold now for the replica that is in them."""
         self._weights[self._entered] = [p.data for p in self._parameters]
-        self._states[self._entered] = dict(self._optimizer_state)
+        self._states[self._entered] = self._get_states()
         self._buffers[self._entered] = _get_buffers(self._places)
 
     def end_step(self, work: Work, step: int) -> None:

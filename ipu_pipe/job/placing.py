@@ -21,14 +21,16 @@ class Placed(NamedTuple):
     """A model placed on devices.
 
     model: as it trains: with heads, where blocks have losses of their own.
-    own: the stage of this process; None: all stages are here.
+    held: the stages of this process; None: all stages are here.
+    placement: the device of each stage; empty: stage s is on device s.
     note: what the user should know of the stages.
     pieces: the model cut into its stages, where they are on devices of their own.
     """
 
     model: nn.Module
     part: Partition
-    own: Optional[int] = None
+    held: Optional[Sequence[int]] = None
+    placement: Sequence[int] = ()
     note: str = ""
     pieces: Sequence[Piece] = ()
 
@@ -63,9 +65,9 @@ def place_whole(config: Config, method: Method, model: nn.Module, x: Any) -> Pla
 
 
 def place_blocks(
-    config: Config, method: Method, model: nn.Module, x: Any, count: Optional[int] = None, own: Optional[int] = None
+    config: Config, method: Method, model: nn.Module, x: Any, count: Optional[int] = None, held: Optional[int] = None
 ) -> Placed:
-    """Place blocks with losses of their own. `count`: how many there must be; `own`: the block of this process."""
+    """Place blocks with losses of their own. `count`: how many there must be; `held`: the block of this process."""
     assert method.structure is not None
     if isinstance(config.stages, dict) and config.stages.get("by") == "time":
         why = "times differ from run to run, and blocks are what is trained: must be flops or parameters"
@@ -76,4 +78,4 @@ def place_blocks(
     model, part = make_blocks(
         model, x, method.structure, config.stages, config.seed, count, head, method.one_stage or "", take
     )
-    return Placed(model, part, own)
+    return Placed(model, part, None if held is None else [held])

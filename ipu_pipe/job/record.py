@@ -134,6 +134,7 @@ class Job(Setup):
     folder: Optional[Path] = None  # of the run, where every process may write what it did
     read: Optional[Dict[str, Any]] = None  # of the data, for the run's record
     pieces: Sequence[Piece] = ()  # the model cut into its stages, on processes
+    placement: Tuple[int, ...] = ()  # the device of each stage
 
     @property
     def effects(self) -> ForwardEffects:

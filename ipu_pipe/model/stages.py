@@ -510,15 +510,22 @@ def _make_units(
 def merge_stages(
     model: nn.Module, part: Partition, count: int, x: Any, where: Optional[Sequence[str]] = None
 ) -> List[str]:
-    """Return the names of the modules at which `count` stages begin that are consecutive stages of `part` taken together, the
-    greatest sum of FLOPs being least; empty for one stage.
+    """Return the names of the modules at which the groups of `group_stages` begin, without the first."""
+    return list(group_stages(model, part, count, x, where).values())
+
+
+def group_stages(
+    model: nn.Module, part: Partition, count: int, x: Any, where: Optional[Sequence[str]] = None
+) -> Dict[int, str]:
+    """Return the stages at which `count` groups of consecutive stages of `part` begin, without the first, and the names of the
+    modules there, the greatest sum of FLOPs of a group being least.
 
     If enough stages begin between modules of the model's top-level sequence, only those places are kept. `where`: names at
     which stages may begin; None: anywhere. Raise BadInput if there are not that many places.
     """
     names = part.begin_names()
     if count == len(names) + 1 and where is None:
-        return names
+        return dict(enumerate(names, 1))
     seen = observe_execution(model, x, counted=True)
     tops = find_top_places(seen, names)
     starts = [s for s, name in enumerate(names, 1) if name in tops and (where is None or name in where)]
@@ -533,7 +540,8 @@ def merge_stages(
     edges = [0, *starts, len(part)]  # names are of stages 1 and on
     flops = make_footprint(model, part, seen).forward_flops
     costs = [sum(flops[a:b]) for a, b in zip(edges, edges[1:])]
-    return [tops.get(names[edges[k] - 1], names[edges[k] - 1]) for k in balance(costs, count)[1:]]
+    begins = [edges[k] for k in balance(costs, count)[1:]]
+    return {stage: tops.get(names[stage - 1], names[stage - 1]) for stage in begins}
 
 
 COSTS = ("flops", "parameters", "time")

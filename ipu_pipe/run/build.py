@@ -176,7 +176,7 @@ def _assemble(
     if is_chosen(config.stages):
         config = _choose_stages(config, method, model, chosen_loss, example)
     placed = get_backend(config).place(config, method, model, example[0])
-    model, part, own_stage = placed.model, placed.part, placed.own
+    model, part, held = placed.model, placed.part, placed.held
     if method.structure is not None:
         if config.init_from:  # again, now with the heads that it may hold
             _begin(model, config.init_from, heads_too=False)
@@ -202,11 +202,11 @@ def _assemble(
     if method.segments is not None:
         find_segment_ends(len(part), method.segments)  # refuses more than there are stages
     groups = replace_parameters(make_groups(model, part, config.optimizer.no_decay), setup.numbers.trained)
-    local_groups = groups if own_stage is None else select_stage(groups, own_stage)
+    local_groups = groups if held is None else [group for stage in held for group in select_stage(groups, stage)]
     blocks = get_blocks(model)
-    if own_stage and blocks is not None and blocks.overlap:  # this process's duplicate of the stage before
-        shared = {id(p) for p in blocks.pieces[own_stage - 1].parameters()}
-        local_groups = [*local_groups, *select_parameters(select_stage(groups, own_stage - 1), shared)]
+    if held and held[0] and blocks is not None and blocks.overlap:  # this process's duplicate of the stage before
+        shared = {id(p) for p in blocks.pieces[held[0] - 1].parameters()}
+        local_groups = [*local_groups, *select_parameters(select_stage(groups, held[0] - 1), shared)]
     factory = optimizer or make_factory(config)
     stage_optimizer = factory(local_groups)
     _check_groups(stage_optimizer)
@@ -237,6 +237,7 @@ def _assemble(
         config, model, chosen_loss, data, setup.device, setup.numbers, part, method, schedule, table, groups, stage_optimizer,
         rules, base, per_epoch, updates, example, measure_footprint(model, part, seen), seen,
         placed.note, done, Given(optimizer=describe_optimizer(whole), loss=loss_used), played, pieces=placed.pieces,
+        placement=tuple(placed.placement) or tuple(range(len(part))),
     )  # fmt: skip
     for name in ("begun", "label_range", "device_kind", "pins_memory", "metrics", "asks"):
         setattr(job, name, getattr(setup, name))

@@ -166,15 +166,21 @@ class UpdateRules:
         return rate
 
     def step(self, k: int, clip: Callable[[], None], stages: Optional[Sequence[int]] = None) -> None:
-        """Carry out update k of these stages (all if None) from the gradients at hand, and delete the gradients of all stages.
+        """Carry out update k of these stages (all if None) from the gradients at hand, and delete their gradients.
 
-        Gradients of blocks that gather several batches before they step stay.
+        Gradients of other stages, and of blocks that gather several batches before they step, stay.
         """
         active = self._active if k >= self.switch else []
+        rounded = self.rounded
+        others: List[StageState] = []
         if stages is not None:
             active = [(stage, rule, at) for stage, rule, at in active if stage.index in stages]
-            _forget_others(self.stages, stages)
-        gathering = _gather(self.stages.values(), self._every, k)
+            others = [stage for stage in self.stages.values() if stage.index not in stages]
+        gathering = _take_gradients(others)
+        if others:
+            masters = {id(p) for stage in others for p in stage.parameters}
+            rounded = [(weight, master) for weight, master in rounded if id(master) not in masters]
+        gathering += _gather(self.stages.values(), self._every, k)
         rates = self.rates(k)
         for group, share in zip(self.optimizer.param_groups, self._shares):
             group["lr"] = float(rates[group["stage"]]) * share
@@ -193,7 +199,7 @@ class UpdateRules:
             for stage, entries in followed:
                 now = [p.detach() for p in stage.parameters]
                 _follow(stage, entries, list(torch._foreach_sub(now, before[stage.index])))
-        write_weights(self.rounded)
+        write_weights(rounded)
         self.optimizer.zero_grad(set_to_none=True)
         for p, gradient in gathering:
             p.grad = gradient
@@ -215,29 +221,27 @@ def _by_stage(optimizer: torch.optim.Optimizer) -> Dict[int, StageState]:
     return {index: StageState(index, groups, optimizer.state) for index, groups in groups_by_stage.items()}
 
 
-def _forget_others(every: Mapping[int, StageState], stages: Sequence[int]) -> None:
-    """Delete the gradients of all stages except `stages`: no optimizer steps a parameter without one."""
-    for index, stage in every.items():
-        if index not in stages:
-            for p in stage.parameters:
-                p.grad = None
+def _take_gradients(stages: Iterable[StageState]) -> List[Tuple[torch.nn.Parameter, torch.Tensor]]:
+    """Take out the gradients of stages and return them: no optimizer steps a parameter without one."""
+    taken = [(p, p.grad) for stage in stages for p in stage.parameters if p.grad is not None]
+    for p, _ in taken:
+        p.grad = None
+    return taken
 
 
 def _gather(
     stages: Iterable[StageState], every: Sequence[int], k: int
-) -> List[Tuple[torch.nn.Parameter, Optional[torch.Tensor]]]:
+) -> List[Tuple[torch.nn.Parameter, torch.Tensor]]:
     """Take out the gradients of stages that do not step at update k; those that do get the mean of what they gathered."""
-    taken: List[Tuple[torch.nn.Parameter, Optional[torch.Tensor]]] = []
+    taken: List[Tuple[torch.nn.Parameter, torch.Tensor]] = []
     for stage in stages:
         count = every[stage.index]
         if (k + 1) % count:
-            taken += [(p, p.grad) for p in stage.parameters]
+            taken += _take_gradients([stage])
         elif count > 1:
             for p in stage.parameters:
                 if p.grad is not None:
                     p.grad /= count
-    for p, _ in taken:
-        p.grad = None
     return taken
 
 

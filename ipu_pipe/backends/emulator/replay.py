@@ -70,7 +70,7 @@ class Emulator:
         draws = observe_effects(model, example[0]).draws if draws is None else draws
         self._random = KeyedRandomness(model, draws, seed, get_first_tensor(example[0]).device)
         self._replica_count = replicas
-        self._independent = IndependentReplicas.create(work, model)
+        self._independent = IndependentReplicas.create(work, model, range(len(part)))
         self._averaged: Optional[GradientReplicas] = None
         if replicas > 1 and self._independent is None:
             parameters = [p for of_stage in stages.values() for p in of_stage]
@@ -197,6 +197,8 @@ class Emulator:
         first = int(replay.updates[0])
         step = self.work.find_step(self.update, first, int(versions[first]))
         self.work.rules.step(step, lambda: self._clipping(step), stages)
+        if stages is not None:  # gradients gather until any stage is updated
+            self.work.rules.optimizer.zero_grad(set_to_none=True)
         self.update += 1
         self.weights.release(self._plan.find_oldest(self._number))
         self._doing = "data"

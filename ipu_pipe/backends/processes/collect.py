@@ -24,7 +24,7 @@ from ipu_pipe.job.evaluation import EvaluationResult, Tally, load_test_batches
 from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import HEADS, get_activation, get_blocks
 from ipu_pipe.model.batch import count_samples
-from ipu_pipe.model.cutting import Piece, Shape
+from ipu_pipe.model.cutting import Crossing, Piece, Shape
 from ipu_pipe.model.loss import get_labels
 from ipu_pipe.model.restoring import modes_restored
 from ipu_pipe.trace.events import Trace, concatenate_counters, concatenate_events
@@ -48,24 +48,28 @@ def gather(mail: Mail, value: Value) -> Optional[List[Value]]:
 # ---- weights and optimizer state
 
 
-def export_stage(job: Job, model: StageModel, names: Dict[nn.Parameter, str]) -> CheckpointState:
-    """Return a stage's part of a checkpoint, on the host. `names`: of all parameters that the optimizer trains."""
-    parameters = [*model.piece.tensors(), *(model.head.parameters() if model.head is not None else ())]
+def export_stages(job: Job, models: Sequence[StageModel], names: Dict[nn.Parameter, str]) -> CheckpointState:
+    """Return a rank's part of a checkpoint, on the host. `names`: of all parameters that the optimizer trains."""
+    parameters: List[torch.Tensor] = []
+    for model in models:
+        parameters += [*model.piece.tensors(), *(model.head.parameters() if model.head is not None else ())]
     trained = {id(job.numbers.trained(p)) for p in parameters if isinstance(p, nn.Parameter)}
     names = {p: name for p, name in names.items() if id(p) in trained}
     tensors, plain = optimizer.export_state(job.optimizer, names)
-    with job.numbers.whole():
-        weights = {key: value.detach().cpu() for key, value in model.piece.state().items()}
-    if model.head is not None:
-        head = f"{HEADS}.{model.stage}"
-        weights.update({f"{head}.{key}": value.detach().cpu() for key, value in model.head.state_dict().items()})
+    weights: Dict[str, torch.Tensor] = {}
+    for model in models:
+        with job.numbers.whole():
+            weights.update({key: value.detach().cpu() for key, value in model.piece.state().items()})
+        if model.head is not None:
+            head = f"{HEADS}.{model.stage}"
+            weights.update({f"{head}.{key}": value.detach().cpu() for key, value in model.head.state_dict().items()})
     return CheckpointState(weights, {key: value.cpu() for key, value in tensors.items()}, plain)
 
 
-def merge_stages(job: Job, stages: Sequence[CheckpointState]) -> CheckpointState:
-    """Return the state of the unsplit model from those of one replica's stages."""
+def merge_ranks(job: Job, ranks: Sequence[CheckpointState]) -> CheckpointState:
+    """Return the state of the unsplit model from those of one replica's ranks."""
     merged = CheckpointState({}, {}, {})
-    for stage in stages:
+    for stage in ranks:
         for into, part in zip(merged, stage):
             into.update(part)
     with job.numbers.whole():
@@ -80,16 +84,18 @@ def find_holders(model: nn.Module, cut: Sequence[Piece]) -> Dict[str, int]:
     return {name: stage_of[id(tensor)] for name, tensor in named if id(tensor) in stage_of}
 
 
-def broadcast_weights(mail: Mail, model: nn.Module, holders: Dict[str, int]) -> None:
-    """Copy what the stages of the first replica hold into every rank's model; `holders`: from `find_holders`."""
+def broadcast_weights(mail: Mail, model: nn.Module, holders: Dict[str, int], placement: Sequence[int]) -> None:
+    """Copy what the stages of the first replica hold into every rank's model; `holders`: from `find_holders`; `placement`: the
+    device, and rank, of each stage."""
     mail.all_gather(torch.zeros(1))
     for stage in sorted({*holders.values()}):
         tensors = {name: operator.attrgetter(name)(model) for name, s in holders.items() if s == stage}
         sent: Any = [None]
-        if dist.get_rank() == stage:
+        source = placement[stage]
+        if dist.get_rank() == source:
             sent = [{name: t.detach().cpu() for name, t in tensors.items()}]
-        with detect_lost_rank(stage, mail.limit):
-            dist.broadcast_object_list(sent, src=stage)
+        with detect_lost_rank(source, mail.limit):
+            dist.broadcast_object_list(sent, src=source)
         for name, tensor in tensors.items():
             tensor.data = sent[0][name].to(tensor.device)
 
@@ -97,15 +103,17 @@ def broadcast_weights(mail: Mail, model: nn.Module, holders: Dict[str, int]) -> 
 # ---- memory of the other ranks' stages
 
 
-def free_other_stages(job: Job, model: StageModel, cut: Sequence[Piece]) -> List[torch.Tensor]:
+def free_other_stages(job: Job, models: Sequence[StageModel], cut: Sequence[Piece]) -> List[torch.Tensor]:
     """Free the tensors of the model that other ranks hold, and return them."""
-    here = {id(t) for piece in (model.piece, model.previous) if piece is not None for t in piece.tensors()}
+    pieces = [piece for model in models for piece in (model.piece, model.previous) if piece is not None]
+    here = {id(t) for piece in pieces for t in piece.tensors()}
     others = [t for piece in cut for t in piece.tensors()]
     blocks = get_blocks(job.model)
     if blocks is not None:
         blocks.forget_duplicates()
         for index, head in blocks.heads.items():
-            others += [*head.parameters(), *head.buffers()] if index != str(model.stage) else []
+            if index not in [str(model.stage) for model in models]:
+                others += [*head.parameters(), *head.buffers()]
     others = [t for t in others if id(t) not in here]
     return free([*others, *(job.numbers.trained(t) for t in others if isinstance(t, nn.Parameter))])
 
@@ -141,17 +149,17 @@ class Evaluation:
 
     def __init__(self, job: Job, interpreter: Interpreter, with_loss: List[int], freed: List[torch.Tensor]) -> None:
         self._job, self._interpreter, self._with_loss, self._freed = job, interpreter, with_loss, freed
-        self._model, self._mail = interpreter.stage.model, interpreter.mail
-        self._count = 0
+        self._models, self._mail = [stage.model for stage in interpreter.stages.values()], interpreter.mail
+        self._layout, self._count = interpreter.layout, 0
 
     def __call__(self) -> List[EvaluationResult]:
         """Return loss and metrics of each stage with a loss, the same on every rank."""
-        model, layout = self._model, self._model.layout
+        layout = self._layout
         self._interpreter.load_newest()
         self._mail.flush()  # what the training sent is through: no wait for it is an event inside the evaluation's
-        # sums of a tally, and last the checksum of the test set that the rank has read
-        sums = torch.zeros(len(Tally.of(self._job).sums) + 1, dtype=torch.float64)
-        modules = [module for module in (model.piece, model.head) if module is not None]
+        # of each stage the sums of a tally, and last the checksum of the test set that the rank has read
+        sums = torch.zeros(layout.stages, len(Tally.of(self._job).sums) + 1, dtype=torch.float64)
+        modules = [m for model in self._models for m in (model.piece, model.head) if m is not None]
         with torch.no_grad(), modes_restored(*modules):
             for module in modules:
                 module.eval()
@@ -161,53 +169,57 @@ class Evaluation:
             self._count += 1
             wait_for_first_replica(layout, self._mail, self._count)
         self._mail.flush()  # of activations of the test set nothing stays in memory
-        by_stage = self._mail.all_gather(sums)
+        of_ranks = self._mail.all_gather(sums)
+        by_stage = [of_ranks[device][stage] for stage, device in enumerate(layout.placement)]
         # stages between them use shapes alone
         if len({float(by_stage[stage][-1]) for stage in (0, *self._with_loss)}) > 1:
             raise RunFault(f"data: {self._job.data_name}: evaluation: the ranks read different test sets: {DRAW_ALIKE}")
         return [Tally.of(self._job, by_stage[stage][:-1]).evaluation for stage in self._with_loss]
 
     def _tally(self) -> torch.Tensor:
-        tally, model, s = Tally.of(self._job), self._model, self._model.stage
+        tallies = {model.stage: Tally.of(self._job) for model in self._models}
         read = 0
         for batch, (x, y) in enumerate(load_test_batches(self._job)):
-            value: Any = x
             read = compute_checksum((x, get_labels(y)), read)
-            cut = model.piece.cut
+            cut = self._models[0].piece.cut
             with contextlib.nullcontext() if cut.is_prepared(x, training=False) else zero_freed(self._freed):
                 crossings = cut.prepare(x, training=False)
-            if not model.is_first:
-                enters = crossings[s - 1]
-                number = DIMENSIONS * batch
-                value = enters.unflatten(
-                    [self._receive(number + i, shape.dtype) for i, shape in enumerate(enters.tensors)]
-                )
-            output = model.piece(value)
-            if not model.is_last:
-                for i, tensor in enumerate(crossings[s].flatten(output)):
-                    self._send(DIMENSIONS * batch + i, tensor)
-            if model.head is not None:
-                output = model.head(get_activation(output))
-            if s in self._with_loss:
-                tally.add(output, y, count_samples(x))
-            if model.layout.replicas > 1:
+            for model in self._models:
+                output = self._run(model, batch, x, crossings)
+                if model.stage in self._with_loss:
+                    tallies[model.stage].add(output, y, count_samples(x))
+            if self._layout.replicas > 1:
                 store, limit = dist.distributed_c10d._get_default_store(), self._mail.limit.total_seconds()
                 answer_within(limit, lambda: store.add(EVALUATED, 1))
-        return torch.cat([tally.sums, torch.tensor([read], dtype=torch.float64)])
+        sums = torch.zeros(self._layout.stages, len(Tally.of(self._job).sums) + 1, dtype=torch.float64)
+        for stage, tally in tallies.items():
+            sums[stage] = torch.cat([tally.sums, torch.tensor([read], dtype=torch.float64)])
+        return sums
 
-    def _send(self, number: int, tensor: torch.Tensor) -> None:
+    def _run(self, model: StageModel, batch: int, x: Any, crossings: Sequence[Crossing]) -> Any:
+        """Return the output of a stage on a batch of the test set, after handing it on."""
+        value, s = x, model.stage
+        if not model.is_first:
+            shapes = enumerate(crossings[s - 1].tensors)
+            value = crossings[s - 1].unflatten([self._receive(model, DIMENSIONS * batch + i, t.dtype) for i, t in shapes])
+        output = model.piece(value)
+        if not model.is_last:
+            for i, tensor in enumerate(crossings[s].flatten(output)):
+                self._send(model, DIMENSIONS * batch + i, tensor)
+        return output if model.head is None else model.head(get_activation(output))
+
+    def _send(self, model: StageModel, number: int, tensor: torch.Tensor) -> None:
         """Send a tensor whose shape the receiver does not know."""
         shape = torch.tensor([tensor.dim(), *tensor.shape, *[0] * (DIMENSIONS - tensor.dim())])
-        target = self._model.layout.rank_of(self._model.stage + 1)
-        self._mail.send(target, Message(SHAPE, number), [shape])
-        self._mail.send(target, Message(TEST, number), [tensor])
+        self._mail.send(Message(SHAPE, number, model.stage, model.stage + 1), [shape])
+        self._mail.send(Message(TEST, number, model.stage, model.stage + 1), [tensor])
 
-    def _receive(self, number: int, dtype: torch.dtype) -> torch.Tensor:
-        source = self._model.layout.rank_of(self._model.stage - 1)
-        self._mail.expect(source, [(Message(SHAPE, number), (Shape((1 + DIMENSIONS,), torch.int64, False),))])
-        dimensions, *sizes = self._mail.receive(source, Message(SHAPE, number))[0].tolist()
-        self._mail.expect(source, [(Message(TEST, number), (Shape(tuple(sizes[:dimensions]), dtype, False),))])
-        return self._mail.receive(source, Message(TEST, number))[0].to(self._model.device)
+    def _receive(self, model: StageModel, number: int, dtype: torch.dtype) -> torch.Tensor:
+        shape, tensor = (Message(kind, number, model.stage - 1, model.stage) for kind in (SHAPE, TEST))
+        self._mail.expect([(shape, (Shape((1 + DIMENSIONS,), torch.int64, False),))])
+        dimensions, *sizes = self._mail.receive(shape)[0].tolist()
+        self._mail.expect([(tensor, (Shape(tuple(sizes[:dimensions]), dtype, False),))])
+        return self._mail.receive(tensor)[0].to(model.device)
 
 
 def wait_for_first_replica(layout: RankLayout, mail: Mail, number: int) -> None:
@@ -218,7 +230,7 @@ def wait_for_first_replica(layout: RankLayout, mail: Mail, number: int) -> None:
         return
     progress, since, limit = -1, time.monotonic(), mail.limit.total_seconds()
     try:
-        while answer_within(limit, lambda: store.add(done, 0)) < layout.stages:
+        while answer_within(limit, lambda: store.add(done, 0)) < layout.devices:
             batches = answer_within(limit, lambda: store.add(EVALUATED, 0))
             if batches != progress:
                 progress, since = batches, time.monotonic()
@@ -233,50 +245,50 @@ def wait_for_first_replica(layout: RankLayout, mail: Mail, number: int) -> None:
 # ---- reports
 
 
-class StageReport(NamedTuple):
-    """What one rank measured: bytes of optimizer state, greatest bytes of weight versions besides the newest, bytes and messages
-    sent to each stage, the same of shared layers' gradients, how it spent its time, the greatest bytes held, what it recorded."""
+class RankReport(NamedTuple):
+    """What one rank measured: bytes of optimizer state by stage, greatest bytes of weight versions besides the newest by stage,
+    bytes and messages sent by source and target stage, the same of shared layers' gradients, how it spent its time, the greatest
+    bytes held, what it recorded."""
 
-    optimizer_bytes: int
-    version_bytes: int
-    sent: Dict[int, Tuple[int, int]]
-    sent_shared: Dict[int, Tuple[int, int]]
+    optimizer_bytes: Dict[int, int]
+    version_bytes: Dict[int, int]
+    sent: Dict[Tuple[int, int], Tuple[int, int]]
+    sent_shared: Dict[Tuple[int, int], Tuple[int, int]]
     times: DeviceTimes
     peaks: Dict[str, int]
     trace: Optional[Trace]
 
 
-def report_stage(job: Job, interpreter: Interpreter, trace: Optional[Trace]) -> StageReport:
+def report_rank(job: Job, interpreter: Interpreter, trace: Optional[Trace]) -> RankReport:
     """Return this rank's report; `trace`: what it recorded, by rank 0's clock."""
-    recorder, stages = interpreter.recorder, interpreter.layout.stages
-    # all stages of the optimizer: a shared layer of the stage before is here, too
-    optimizer_bytes = sum(optimizer.count_state_bytes(job.optimizer, stages)) + interpreter.memory.master_bytes
-    return StageReport(
+    recorder, stages = interpreter.recorder, interpreter.stages
+    by_stage, masters = optimizer.count_state_bytes(job.optimizer, interpreter.layout.stages), job.count_master_bytes()
+    optimizer_bytes = {s: by_stage[s] + masters[s] for s in stages}
+    # where local blocks overlap, a layer of the stage before is here, too
+    total = sum(by_stage) + interpreter.memory.master_bytes
+    optimizer_bytes[min(stages)] += total - sum(optimizer_bytes.values())
+    return RankReport(
         optimizer_bytes,
-        sum(stage.peak_version_bytes for stage in interpreter.stages.values()),
-        {rank % stages: traffic for rank, traffic in recorder.sent.items()},
-        {rank % stages: traffic for rank, traffic in recorder.sent_shared.items()},
+        {s: stage.peak_version_bytes for s, stage in stages.items()},
+        recorder.sent,
+        recorder.sent_shared,
         recorder.times,
         interpreter.memory.peaks,
         trace,
     )
 
 
-def merge_reports(ranks: Sequence[StageReport], stages: int, microbatches: int) -> Report:
+def merge_reports(ranks: Sequence[RankReport], layout: RankLayout, microbatches: int) -> Report:
     """Return the report of a run: by stage that of the first replica; events, times and memory of all ranks."""
-    first = ranks[:stages]
+    first = ranks[: layout.devices]
     traces = [rank.trace for rank in ranks if rank.trace is not None]
     return Report(
-        [stage.optimizer_bytes for stage in first],
-        [stage.version_bytes for stage in first],
-        {(source, target): traffic for source, stage in enumerate(first) for target, traffic in stage.sent.items()},
+        [first[device].optimizer_bytes[stage] for stage, device in enumerate(layout.placement)],
+        [first[device].version_bytes[stage] for stage, device in enumerate(layout.placement)],
+        {link: traffic for rank in first for link, traffic in rank.sent.items()},
         concatenate_events([trace.events for trace in traces]),
         microbatches,
-        {
-            (source, target): traffic
-            for source, stage in enumerate(first)
-            for target, traffic in stage.sent_shared.items()
-        },
+        {link: traffic for rank in first for link, traffic in rank.sent_shared.items()},
         concatenate_counters([trace.counters for trace in traces]),
         times=[rank.times for rank in ranks],
         peak_memory=[rank.peaks for rank in ranks],

@@ -64,13 +64,15 @@ def make_channels(job: Job, layout: RankLayout, tied: Sequence[StageLink]) -> Op
         return None
     channels: Dict[Link, Any] = {}
     for replica in range(layout.replicas):
-        first = replica * layout.stages
-        for source, target, kind in list_links(layout.stages, job.method, tied):
-            pair = sorted((first + source, first + target))
+        for link in list_links(layout.stages, job.method, tied):
+            pair = sorted(layout.ranks_with(stage)[replica] for stage in link[:2])
+            if pair[0] == pair[1]:
+                continue
             group = make_group(
                 pair, job.config.backend.deadline, timeout=datetime.timedelta(days=1), backend="nccl"
             )
-            channels[first + source, first + target, kind] = group
+            if replica == layout.replica:
+                channels[link] = group
     return channels
 
 
@@ -86,12 +88,12 @@ def touch_channels(
     limit: datetime.timedelta,
 ) -> None:  # fmt: skip
     """Use each of this rank's channels once, in the order of `links`, which all ranks share."""
-    for source_stage, target_stage, kind in links:
-        if layout.stage in (source_stage, target_stage):
-            source, target = layout.rank_of(source_stage), layout.rank_of(target_stage)
+    for link in links:
+        source, target = map(layout.rank_of, link[:2])
+        if source != target and layout.rank in (source, target):
             exchange, other = (dist.isend, target) if layout.rank == source else (dist.irecv, source)
             with detect_lost_rank(other, limit):
-                work = exchange(torch.zeros(1, device=device), other, channels[source, target, kind])
+                work = exchange(torch.zeros(1, device=device), other, channels[link])
                 wait_for_channel(work, limit)
 
 
@@ -114,6 +116,7 @@ def rehearse(work: Work, stage: Stage, parameters: Sequence[nn.Parameter]) -> No
             rules.step(
                 max(stage.update, rules.switch),
                 lambda: clipping.clip_to_norm(bound, parameters, clipping.compute_gradient_norms(parameters)),
+                [model.stage],
             )
         if model.device.type == "cuda":
             torch.cuda.synchronize()

@@ -51,19 +51,23 @@ def detect_lost_rank(rank: Optional[int], limit: timedelta) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def name_faults(rank: int, stage: int, action: Callable[[], str], doing: Callable[[], str]) -> Iterator[None]:
-    """Add rank, stage and action to faults: raise `RunFault` for a lost rank, and let the user's own exceptions pass as they are.
+def name_faults(
+    rank: int, stage: Callable[[], int], action: Callable[[], str], doing: Callable[[], str]
+) -> Iterator[None]:
+    """Add rank, stage and action to faults: raise `RunFault` for a lost rank, and let the user's own exceptions pass as they
+    are.
 
-    `action`: the letter and number of the current action; `doing`: the same in words, with the update.
+    `stage`: the one that acts now; `action`: the letter and number of the current action; `doing`: the same in words, with the
+    update.
     """
     try:
         yield
     except (BadInput, RunFault):
         raise
     except LostRank as error:
-        raise RunFault(f"rank {rank}, stage {stage}, action {action()}: {error}") from error
+        raise RunFault(f"rank {rank}, stage {stage()}, action {action()}: {error}") from error
     except Exception as error:
-        attribute_fault(error, f"rank {rank}, stage {stage}, {doing()}")
+        attribute_fault(error, f"rank {rank}, stage {stage()}, {doing()}")
         raise
 
 

@@ -1,4 +1,4 @@
-"""One job on several processes: each rank holds one stage and interprets its row of the schedule (`interpreter`).
+"""One job on several processes: each rank holds stages and interprets its row of the schedule (`interpreter`).
 
 Rank 0 prints and writes. Gradients are averaged between the ranks of one stage in all replicas (`layout.RankLayout`).
 """
@@ -6,6 +6,7 @@ Rank 0 prints and writes. Gradients are averaged between the ranks of one stage 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 from typing import Any, Dict, Iterator, List, Optional, Tuple
 
@@ -36,39 +37,41 @@ from ipu_pipe.update.rules import select_rules
 
 
 class ProcessEngine(Engine):
-    """This rank's stage, and what all ranks do together."""
+    """This rank's stages, and what all ranks do together."""
 
     def __init__(self, job: Job, first_update: int) -> None:
         super().__init__(job)
         config, work = job.config, Work.of(job, first_update)
-        self._layout = layout = RankLayout(dist.get_rank(), len(job.part), config.replicas)
+        self._layout = layout = RankLayout(dist.get_rank(), job.placement, config.replicas)
         self.is_main = layout.rank == 0
         self._first_update, self._aligned, self._steps = first_update, first_update, 0
-        groups: List[Any] = [None] * layout.stages  # of each stage, its ranks in all replicas
+        groups: List[Any] = []  # of each stage, its ranks in all replicas
         if layout.replicas > 1:
-            groups = [make_group(layout.ranks_with(s), config.backend.deadline) for s in range(layout.stages)]
-        model, cut = cut_stage(job, layout)
+            ranks = [range(d, dist.get_world_size(), layout.devices) for d in range(layout.devices)]
+            of_device = [make_group(ranks_of, config.backend.deadline) for ranks_of in ranks]
+            groups = [of_device[device] for device in layout.placement]
+        models, cut = cut_stages(job, layout)
+        first = models[0]
         stream = trace.StreamClock() if job.device.type == "cuda" else None
-        self._recorder = trace.TraceRecorder(layout.rank, layout.stage, job.traced, stream)
-        channels = make_channels(job, layout, model.ties.links)
+        self._recorder = trace.TraceRecorder(layout.rank, first.stage, job.traced, stream)
+        channels = make_channels(job, layout, first.ties.links)
         self._mail = TorchMail(
-            layout.rank, job.device, self._recorder, config.backend.deadline, None, channels, 8 * (layout.stages + 1)
+            layout, job.device, self._recorder, config.backend.deadline, None, channels, 8 * (layout.stages + 1)
         )
         self._early: Optional[BatchAnnouncements] = None
         if job.may_stop:
             batch, updates = job.schedule.accumulate, job.updates
             self._early = BatchAnnouncements(self._mail, layout.rank, batch, updates, first_update, channels is None)
-        stage = Stage(work, model, self._mail, self._recorder)
+        stages = {model.stage: Stage(work, model, self._mail, self._recorder) for model in models}
         self._interpreter = Interpreter(
-            work, {layout.stage: stage}, self._mail, self._recorder, groups[layout.stage], self._early,
-            job.may_stop_empty, channels,
-        )  # fmt: skip
+            work, stages, self._mail, self._recorder, groups, self._early, job.may_stop_empty, channels
+        )
         # of a model that the caller holds
         self._holders = collect.find_holders(job.model, cut) if job.numbers.is_given else {}
-        freed = collect.free_other_stages(job, model, cut)
+        freed = collect.free_other_stages(job, models, cut)
         self._results = ResultCollection(
             self._mail, self._recorder, layout, _list_stages_with_loss(job), job.schedule.accumulate, job.batch,
-            job.data_name, groups[0],
+            job.data_name, groups[0] if groups else None,
         )  # fmt: skip
         self._evaluation = collect.Evaluation(job, self._interpreter, self._results.with_loss, freed)
         importlib.import_module("torch._dynamo")  # an optimizer's first step would, and that would be part of its time
@@ -76,11 +79,11 @@ class ProcessEngine(Engine):
             trace.open_file(job, layout.rank, self._recorder, first_update, trace.compare_clocks())
 
     def _name_faults(self) -> Any:
-        interpreter, layout = self._interpreter, self._layout
-        return name_faults(layout.rank, layout.stage, lambda: interpreter.doing, lambda: interpreter.place)
+        interpreter = self._interpreter
+        return name_faults(self._layout.rank, lambda: self._recorder.stage, lambda: interpreter.doing, lambda: interpreter.place)
 
     def step(self, k: int) -> StepResult:
-        interpreter, early, is_first = self._interpreter, self._early, self._layout.stage == 0
+        interpreter, early, is_first = self._interpreter, self._early, 0 in self._layout.held
         with self._name_faults():
             # the first stage goes on until nothing that it can send is missing for update k
             last = self.job.count_done(k) if is_first else k + 1
@@ -92,7 +95,9 @@ class ProcessEngine(Engine):
                 update = interpreter.update
                 if is_first and early is not None:
                     self._results.expect(update, update + 1)
-                self._results.send(update, interpreter.step(update), interpreter.stage.model.checksums)
+                tables = interpreter.step(update)
+                for s, stage in interpreter.stages.items():
+                    self._results.send(update, s, tables.get(s), stage.model.checksums)
             result = self._results.collect(k)
             self._recorder.end_step()
             return result
@@ -113,9 +118,9 @@ class ProcessEngine(Engine):
     def state(self) -> Optional[CheckpointState]:
         with self._drained("checkpoint", "checkpoint"):
             self._interpreter.load_newest()
-            stage = collect.export_stage(self.job, self._interpreter.stage.model, self.names)
-            stages = collect.gather(self._mail, stage)
-        return None if stages is None else collect.merge_stages(self.job, stages[: self._layout.stages])
+            models = [stage.model for stage in self._interpreter.stages.values()]
+            ranks = collect.gather(self._mail, collect.export_stages(self.job, models, self.names))
+        return None if ranks is None else collect.merge_ranks(self.job, ranks[: self._layout.devices])
 
     @contextlib.contextmanager
     def _drained(self, kind: str, doing: str) -> Iterator[None]:
@@ -142,9 +147,9 @@ class ProcessEngine(Engine):
             self._aligned = 0
             self._align_clocks()
             recorded = trace.read_back(self.job, self._layout.rank, self._recorder)
-            ranks = collect.gather(self._mail, collect.report_stage(self.job, self._interpreter, recorded))
+            ranks = collect.gather(self._mail, collect.report_rank(self.job, self._interpreter, recorded))
         microbatches = (self._interpreter.update - self._first_update) * self.job.schedule.accumulate
-        return None if ranks is None else collect.merge_reports(ranks, self._layout.stages, microbatches)
+        return None if ranks is None else collect.merge_reports(ranks, self._layout, microbatches)
 
     def close(self) -> None:
         self._interpreter.doing = "end"
@@ -152,7 +157,7 @@ class ProcessEngine(Engine):
             self._interpreter.close()
             if self._holders:
                 with self.job.numbers.whole(loads=True):
-                    collect.broadcast_weights(self._mail, self.job.model, self._holders)
+                    collect.broadcast_weights(self._mail, self.job.model, self._holders, self._layout.placement)
         self.abort()
 
     def abort(self) -> None:
@@ -161,31 +166,51 @@ class ProcessEngine(Engine):
         self.release_blocks()
 
 
-def cut_stage(job: Job, layout: RankLayout) -> Tuple[StageModel, List[Piece]]:
-    """Return this rank's stage of a job's model, and the pieces of all stages."""
-    s, blocks = layout.stage, get_blocks(job.model)
-    local: Optional[LocalBlock] = None
-    if blocks is not None:
-        cut, across, ties = blocks.pieces, blocks.crossings, Ties()
-        local = LocalBlock.of(cut, s, blocks.overlap > 0, blocks.head(s))
-    else:
-        cut = list(job.pieces)
-        across, ties = list_crossings(cut), find_ties(job.model, cut, s)
+def cut_stages(job: Job, layout: RankLayout) -> Tuple[List[StageModel], List[Piece]]:
+    """Return this rank's stages of a job's model, and the pieces of all stages."""
+    blocks = get_blocks(job.model)
+    cut = list(job.pieces) if blocks is None else blocks.pieces
+    across = list_crossings(cut) if blocks is None else blocks.crossings
     if job.config.model.compile:
         cut[0].cut.compile()
     keyed = KeyedRandomness(job.model, job.effects.draws, job.config.seed, job.device)
-    # replicas with weights of their own take turns in one row
-    turns = job.width if job.method.rounds is not None else None
-    checksums: Dict[int, int] = {}
+    source = Microbatches(job, layout)
+    models = []
+    for s in layout.held:
+        ties, local = Ties(), None
+        if blocks is None:
+            ties = find_ties(job.model, cut, s, layout.placement)
+        else:
+            local = LocalBlock.of(cut, s, blocks.overlap > 0, blocks.head(s))
+        checksums: Dict[int, int] = {}
+        read = functools.partial(source.read, checksums)
+        models.append(StageModel(layout, s, cut[s], across, read, job.device, keyed, local, ties, checksums))
+    return models, cut
 
-    def read(m: int) -> Tuple[Any, Any]:
-        batch = job.read_microbatch(m, layout.replica) if turns is None else job.read_microbatch(m // turns, m % turns)
-        checksums[m] = compute_checksum(batch)
+
+class Microbatches:
+    """The microbatches of a rank, each read once: the first stage takes its inputs, and later a stage with a loss its labels."""
+
+    def __init__(self, job: Job, layout: RankLayout) -> None:
+        self._job, self._replica = job, layout.replica
+        # replicas with weights of their own take turns in one row
+        self._turns = job.width if job.method.rounds is not None else None
+        self._readers = len({0, *_list_stages_with_loss(job)} & {*layout.held})
+        self._kept: Dict[int, Tuple[int, Any, int]] = {}  # reads to come, the batch and its checksum, by microbatch
+
+    def read(self, checksums: Dict[int, int], m: int) -> Tuple[Any, Any]:
+        """Return inputs and labels of microbatch m, and note its checksum."""
+        job, turns = self._job, self._turns
+        left, batch, checksum = self._kept.pop(m, (self._readers, None, 0))
+        if left == self._readers:
+            batch = job.read_microbatch(m, self._replica) if turns is None else job.read_microbatch(m // turns, m % turns)
+            checksum = compute_checksum(batch)
+        if left > 1:
+            self._kept[m] = left - 1, batch, checksum
+        checksums[m] = checksum
         x, y = job.prepare_batch(batch)
         check_same_shapes(x, job.example[0], m)
         return x, y
-
-    return StageModel(layout, cut[s], across, read, job.device, keyed, local, ties, checksums), cut
 
 
 def _list_stages_with_loss(job: Job) -> List[int]:

@@ -2,13 +2,22 @@
 
     F  Stage.forward     R  Stage.recompute     B  Stage.backward     U  Interpreter._update
 
-Before a chunk of the row begins, the mail is told the messages that it needs. F(m) of stage s sends to s + 1 when done, B(m) to
-s - 1. Every wait is for an action of an earlier slot, which the schedule was proved to have, so ranks cannot wait in a circle.
+The row is that of the rank's stages together, slot by slot:
+
+    slot      0   1   2   3   4   5   6   7   8            pipedream, 4 stages on 2 devices
+    stage 0   F0  F1  F2  F3  .   .   .   B0  F4
+    stage 1   .   F0  F1  F2  .   .   B0  F3  B1
+    rank 0    F0  F1 F0' F2 F1' F3 F2'  B0'  B0 F3'  F4 B1'    (': of stage 1)
+
+Before a chunk of a stage's row begins, the mail is told the messages that it needs. F(m) of stage s sends to s + 1 when done,
+B(m) to s - 1. Every wait is for an action of an earlier slot, which the schedule was proved to have, so ranks cannot wait in a
+circle.
 """
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, NamedTuple, Optional, Tuple
+import heapq
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 import torch
@@ -34,17 +43,24 @@ ORDER = (FORWARD, RECOMPUTE, BACKWARD, UPDATE)  # within a slot
 
 
 class RowAction(NamedTuple):
-    """One action of a row: its kind, the number of its microbatch or update, its stage."""
+    """One action of a row: its slot and its place there (`ORDER`), its stage, the number of its microbatch or update."""
 
-    kind: str
-    number: int
+    slot: int
+    order: int
     stage: int
+    number: int
+
+    @property
+    def kind(self) -> str:
+        """The letter of its kind."""
+        return ORDER[self.order]
 
 
-def spell_row(work: Work, stage: int) -> Iterator[List[RowAction]]:
+def spell_row(work: Work, stage: int, together: Sequence[int] = ()) -> Iterator[List[RowAction]]:
     """Yield the actions of a stage from the work's first microbatch on, in order, in chunks that end with an update.
 
     A chunk has the backwards of some batches, their updates, and the forwards and recomputations up to the last of these slots.
+    `together`: stages that are updated in one slot, the last one's: their method flushes, and no pass comes before it.
     """
     schedule, method, source = work.schedule, work.method, work.source([0])
     here = slice(stage, stage + 1)
@@ -61,7 +77,11 @@ def spell_row(work: Work, stage: int) -> Iterator[List[RowAction]]:
         # the replays that update this stage
         ends = np.flatnonzero(source.window(begin, end).updates[stage])
         updates = source.count_updates(begin)[stage] + np.arange(len(ends))
-        rows = [(BACKWARD, backward, np.arange(begin, end)), (UPDATE, backward[ends], updates)]
+        update_slots = backward[ends]
+        if together:
+            slots_of_all = [schedule.slots(Kind.BACKWARD, begin, end, slice(s, s + 1))[0][ends] for s in together]
+            update_slots = np.max(slots_of_all, axis=0)
+        rows = [(BACKWARD, backward, np.arange(begin, end)), (UPDATE, update_slots, updates)]
         for kind, slots_of in ahead.items():
             first, last = next_of[kind], min(end + source.reach, schedule.microbatches)
             slots = slots_of(first, last)
@@ -73,7 +93,7 @@ def spell_row(work: Work, stage: int) -> Iterator[List[RowAction]]:
             np.stack([slots, np.full_like(slots, ORDER.index(kind)), index], axis=1) for kind, slots, index in rows
         ])  # (actions, 3): slot, order within the slot, index
         table = table[np.lexsort((table[:, 1], table[:, 0]))]
-        yield [RowAction(ORDER[order], index, stage) for _, order, index in table.tolist()]
+        yield [RowAction(slot, order, stage, index) for slot, order, index in table.tolist()]
 
 
 class BatchAnnouncements:
@@ -122,58 +142,66 @@ class BatchAnnouncements:
     def _send_word(self, b: int) -> bool:
         word = torch.tensor([0 if self._is_asked else 1])
         for rank in range(1, dist.get_world_size()):
-            self._mail.send(rank, Message(WORD, b), [word])
+            self._mail.send(Message(WORD, b, 0, rank), [word])
         return not self._is_asked
 
     def _receive_word(self, b: int) -> bool:
         self._expect(b)
-        goes = bool(self._mail.receive(0, Message(WORD, b))[0].item())
+        goes = bool(self._mail.receive(Message(WORD, b, 0, self._rank))[0].item())
         if goes and b + 1 < self.end:  # after a "no" there is no word any more
             self._expect(b + 1)
         return goes
 
     def _expect(self, b: int) -> None:
         if self._expected <= b:
-            self._mail.expect(0, [(Message(WORD, b), self.SHAPES)])
+            self._mail.expect([(Message(WORD, b, 0, self._rank), self.SHAPES)])
             self._expected = b + 1
 
 
 class Interpreter:
-    """Carries out a rank's row: `step(k)` up to and including update k.
+    """Carries out a rank's row: `step(k)` up to and including update k of each of its stages.
 
     `stages`: those that the rank holds, by number; `doing`: the current action, or what else. `replicas`: the process group of
-    the stage's replicas, None if there is one. `early`: of a run that may be asked to end after any update; `ends_empty`: it may
+    each stage's replicas, None if there is one. `early`: of a run that may be asked to end after any update; `ends_empty`: it may
     be where the pipeline is empty. No receive may wait then for what comes after: it would take a message of the next run away.
     `channels`: the mail's, which must be used once before anything is posted.
     """
 
     def __init__(
-        self, work: Work, stages: Mapping[int, Stage], mail: Mail, recorder: TraceRecorder, replicas: Any = None,
+        self, work: Work, stages: Mapping[int, Stage], mail: Mail, recorder: TraceRecorder, replicas: Sequence[Any] = (),
         early: Optional[BatchAnnouncements] = None, ends_empty: bool = False, channels: Optional[Mapping[Link, Any]] = None,
     ) -> None:  # fmt: skip
-        assert len(stages) == 1, "several stages on a rank are not carried out yet"
         self.stages, self.mail, self.recorder, self._work, self._early = stages, mail, recorder, work, early
-        (self.stage,) = stages.values()
-        model = self.stage.model
-        self.layout = model.layout
-        self.updates = {s: StageUpdate(work, stage.model, mail, recorder, replicas) for s, stage in stages.items()}
-        self._parameters = [p for update in self.updates.values() for p in update.parameters]
+        models = {s: stage.model for s, stage in stages.items()}
+        self.layout = next(iter(models.values())).layout
+        # a norm over all stages is known when all have their gradients
+        together = work.clip is not None and work.clip[1] == "global"
+        groups = [list(models)] if together else [[s] for s in models]
+        self.updates: Dict[int, StageUpdate] = {}
+        for group in groups:
+            update = StageUpdate(work, [models[s] for s in group], mail, recorder, replicas[group[0]] if replicas else None)
+            self.updates.update(dict.fromkeys(group, update))
+        self._parameters = {s: work.rules.stages[s].parameters for s in stages if s in work.rules.stages}
+        parameters = [p for of_stage in self._parameters.values() for p in of_stage]
+        tensors = list({id(t): t for model in models.values() for t in model.tensors}.values())
         filled = work.update + self.layout.stages + 2
-        self.memory = MemoryCounters(model.tensors, work.rules, self._parameters, mail, recorder, filled)
-        self._replicas = IndependentReplicas.create(work, model.piece)
+        self.memory = MemoryCounters(tensors, work.rules, parameters, stages, mail, recorder, filled)
+        self._replicas = {s: IndependentReplicas.create(work, model.piece, [s]) for s, model in models.items()}
         self._untouched, self._posts_by_stretch = channels, channels is not None or ends_empty
-        self._table: Optional[torch.Tensor] = None  # of the newest update's microbatches
+        self._tables: Dict[int, Dict[int, torch.Tensor]] = {}  # of the microbatches of updates, by update and stage
         self._carry_out: Dict[str, Callable[[Stage, int], None]] = {
             FORWARD: self._forward, RECOMPUTE: Stage.recompute, BACKWARD: self._backward, UPDATE: self._update,
         }  # fmt: skip
-        self._row = self._read_row(model.stage)
+        rows = [self._read_row(stage, groups[0] if together else ()) for stage in stages.values()]
+        row: Iterable[RowAction] = heapq.merge(*rows)
+        self._row = iter(row if early is None else early.filter(row))
         self.doing = "start"
         recorder.begin_update(self.update)
 
     @property
     def update(self) -> int:
-        """The next update."""
-        return self.stage.update
+        """The next update: the one that not all stages have done."""
+        return min(stage.update for stage in self.stages.values())
 
     @property
     def place(self) -> str:
@@ -185,92 +213,104 @@ class Interpreter:
             return f"update {index}"
         return f"update {int(index) // self._work.schedule.accumulate}, microbatch {index}, action {self.doing}"
 
-    def _read_row(self, stage: int) -> Iterator[RowAction]:
-        for chunk in spell_row(self._work, stage):
-            messages: Dict[int, List[Tuple[Message, Shapes]]] = {}
-            for action in chunk:
-                for source, message, shapes in self._list_needs(action):
-                    messages.setdefault(source, []).append((message, shapes))
-            for source, of_source in messages.items():
-                self.mail.expect(source, of_source)
-            yield from chunk if self._early is None else self._early.filter(chunk)
+    def _read_row(self, stage: Stage, together: Sequence[int]) -> Iterator[RowAction]:
+        """Yield the actions of a stage, and announce the messages that they need."""
+        for chunk in spell_row(self._work, stage.model.stage, together):
+            self.mail.expect(need for action in chunk for need in self._list_needs(stage, action))
+            yield from chunk
 
-    def _list_needs(self, action: RowAction) -> Iterator[Tuple[int, Message, Shapes]]:
+    def _list_needs(self, stage: Stage, action: RowAction) -> Iterator[Tuple[Message, Shapes]]:
         if action.kind == UPDATE:
-            yield from self.updates[action.stage].needs(action.number)
-        else:
-            for source, kind, shapes in self.stages[action.stage].needs(action.kind):
-                yield source, Message(kind, action.number), shapes
+            return self.updates[action.stage].list_needs(stage.model, action.number)
+        return stage.list_needs(action.kind, action.number)
 
-    def step(self, k: int) -> Optional[torch.Tensor]:
-        """Carry out the row up to update k. Return the table of its microbatches (`losses.tabulate`), None without a loss."""
+    def step(self, k: int) -> Dict[int, torch.Tensor]:
+        """Carry out the row up to update k. Return by stage the table of its microbatches (`losses.tabulate`), where there is a
+        loss."""
         assert k == self.update, f"update {self.update} is next, not {k}"
         if self._posts_by_stretch:
             self._post(k)
-        for kind, index, s in self._row:
+        for action in self._row:
             Termination.check()
-            self.doing = f"{kind}{index}"
-            stage = self.stages[s]
+            kind, index, stage = action.kind, action.number, self.stages[action.stage]
+            self.doing, self.recorder.stage = f"{kind}{index}", action.stage
             self._carry_out[kind](stage, index)
             stepped = kind == UPDATE
-            self.memory.sample(stage.update, stage.stash, stage.version_bytes, kind in (BACKWARD, UPDATE), stepped)
-            if stepped:
-                assert index == k
+            self.memory.sample(self.update, kind in (BACKWARD, UPDATE), stepped)
+            if stepped and self.update > k:
                 self.mail.is_warm = self.mail.is_warm or self._have_all_stages_begun(k)
-                return self._table
+                return self._tables.pop(k, {})
         raise AssertionError(f"the schedule ends before update {k}")
 
     def _have_all_stages_begun(self, k: int) -> bool:
         """Return whether all stages have begun when update k is done: where no gradient comes back to tell, after so many updates
         that the first stage, which runs no further ahead, shows it."""
-        return k - self._work.update >= (self.layout.stages + 1 if self.stage.model.local is not None else 0)
+        is_local = any(stage.model.local is not None for stage in self.stages.values())
+        return k - self._work.update >= (self.layout.stages + 1 if is_local else 0)
 
     # ---- one function for each kind of action
 
     def _forward(self, stage: Stage, m: int) -> None:
-        if self._replicas is not None:  # those of LocalSGD take turns, each with weights of its own
-            self._replicas.enter(m % self._replicas.count)
+        replicas = self._replicas[stage.model.stage]
+        if replicas is not None:  # those of LocalSGD take turns, each with weights of its own
+            replicas.enter(m % replicas.count)
         stage.forward(m)
 
     def _backward(self, stage: Stage, m: int) -> None:
-        if self._replicas is None:
+        replicas = self._replicas[stage.model.stage]
+        if replicas is None:
             stage.backward(m)
             return
-        self._replicas.enter(m % self._replicas.count)
+        replicas.enter(m % replicas.count)
         stage.backward(m)
-        self.updates[stage.model.stage].step(m // self._replicas.count)
+        self.updates[stage.model.stage].step(m // replicas.count)
 
     def _update(self, stage: Stage, k: int) -> None:
-        update, schedule = self.updates[stage.model.stage], self._work.schedule
-        if stage.model.has_loss:
-            self._table = tabulate(stage.results[: schedule.accumulate])
-            del stage.results[: schedule.accumulate]
-            self._work.refuse_nonfinite(k, [average(self._table)[0]])
-        if self._replicas is not None:
+        if stage.update > k:  # with the other stages that are updated together
+            return
+        update = self.updates[stage.model.stage]
+        group = [self.stages[model.stage] for model in update.models]
+        for one in group:
+            self._tabulate(one, k)
+        replicas = self._replicas[stage.model.stage]
+        if replicas is not None:
             with update.record(k):
-                self._replicas.end_step(self._work, k)
+                replicas.end_step(self._work, k)
                 stage.after_update()
         else:
             update.gather(k)
             with update.record(k):
-                stage.before_update()
-                self.memory.sample(k, stage.stash, stage.version_bytes)
+                for one in group:
+                    one.before_update()
+                self.memory.sample(k)
                 update.step(k)
-                stage.after_update()
-            stage.tied.send_weights(k)
+                for one in group:
+                    one.after_update()
+            for one in group:
+                one.tied.send_weights(k)
             # no receive of a channel may wait while the pipeline is empty
-            if schedule.stretch(k)[1] == stage.update:
-                stage.tied.load(stage.update)
-        self.recorder.begin_update(stage.update)
+            if self._work.schedule.stretch(k)[1] == self.update:
+                for one in self.stages.values():
+                    one.tied.load(self.update)
+        self.recorder.begin_update(self.update)
+
+    def _tabulate(self, stage: Stage, k: int) -> None:
+        if stage.model.has_loss:
+            count = self._work.schedule.accumulate
+            table = self._tables.setdefault(k, {})[stage.model.stage] = tabulate(stage.results[:count])
+            del stage.results[:count]
+            self._work.refuse_nonfinite(k, [average(table)[0]])
 
     # ---- where the pipeline is empty
 
     def _post(self, k: int) -> None:
         """Allow receives to be posted up to where the pipeline empties next; first of all use channels and kernels once."""
         if self._untouched is not None:
-            links = cuda.list_links(self.layout.stages, self._work.method, self.stage.model.ties.links)
-            cuda.touch_channels(self._untouched, links, self.layout, self.stage.model.device, self.mail.limit)
-            cuda.rehearse(self._work, self.stage, self._parameters)
+            first = next(iter(self.stages.values())).model
+            links = cuda.list_links(self.layout.stages, self._work.method, first.ties.links)
+            cuda.touch_channels(self._untouched, links, self.layout, first.device, self.mail.limit)
+            for s, stage in self.stages.items():
+                cuda.rehearse(self._work, stage, self._parameters.get(s, []))
             self._untouched = None
         end = self._work.schedule.stretch(k)[1]
         if self._early is not None:
@@ -284,7 +324,7 @@ class Interpreter:
 
     def close(self) -> None:
         """Let all messages through, put the newest weights into the parameters and take the hooks off the model."""
-        for update in self.updates.values():
+        for update in {id(update): update for update in self.updates.values()}.values():
             update.clipping.discard_rest()
         self.load_newest()
         self.mail.flush()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 from typing import Dict, List, Sequence, Tuple
 
@@ -15,46 +16,52 @@ from ipu_pipe.errors import BadInput
 from ipu_pipe.job.placing import Placed, place_blocks
 from ipu_pipe.model.cutting import Piece, cut_model
 from ipu_pipe.model.rehearsal import Rehearsed, rehearse
-from ipu_pipe.model.stages import merge_stages, partition, refuse_shared, share_weights
+from ipu_pipe.model.stages import group_stages, partition, refuse_shared, share_weights
 from ipu_pipe.schedule.methods import Method, Reads
 from ipu_pipe.text import list_some
 
 
 @dataclass(frozen=True)
 class RankLayout:
-    """The place of `rank` among the ranks of a run, which has `replicas` of a pipeline of `stages`, one stage a rank.
+    """The place of `rank` among the ranks of a run, which has `replicas` of a pipeline. `placement`: the device of each stage;
+    each device of each replica is a rank.
 
-    rank       0    1    2    3    4    5        3 stages, 2 replicas
-    stage      0    1    2    0    1    2
-    replica    0    0    0    1    1    1
+    rank       0    1    2    3         placement 0 1 0 1 of 4 stages, 2 replicas
+    stages    0 2  1 3  0 2  1 3
+    replica    0    0    1    1
     """
 
     rank: int
-    stages: int
+    placement: Tuple[int, ...]
     replicas: int = 1
 
     @property
-    def stage(self) -> int:
-        """The stage of this rank."""
-        return self.rank % self.stages
+    def stages(self) -> int:
+        """The number of stages."""
+        return len(self.placement)
+
+    @property
+    def devices(self) -> int:
+        """The number of devices of a replica."""
+        return max(self.placement) + 1
+
+    @property
+    def held(self) -> List[int]:
+        """The stages of this rank, ascending."""
+        return [stage for stage, device in enumerate(self.placement) if device == self.rank % self.devices]
 
     @property
     def replica(self) -> int:
         """The replica of this rank."""
-        return self.rank // self.stages
+        return self.rank // self.devices
 
     def rank_of(self, stage: int) -> int:
         """Return the rank that holds `stage` in this rank's replica."""
-        return self.replica * self.stages + stage
-
-    @property
-    def other_stages(self) -> List[int]:
-        """All stages but this rank's."""
-        return [stage for stage in range(self.stages) if stage != self.stage]
+        return self.replica * self.devices + self.placement[stage]
 
     def ranks_with(self, stage: int) -> List[int]:
         """Return the ranks of a stage, one in each replica."""
-        return [replica * self.stages + stage for replica in range(self.replicas)]
+        return [replica * self.devices + self.placement[stage] for replica in range(self.replicas)]
 
 
 def find_users(cut: Sequence[Piece]) -> Dict[str, List[int]]:
@@ -67,7 +74,7 @@ def find_users(cut: Sequence[Piece]) -> Dict[str, List[int]]:
 
 
 def place(config: Config, method: Method, model: nn.Module, x: torch.Tensor) -> Placed:
-    """Return the stages of a run, and this rank's. `x`: a microbatch of input. Raise `BadInput` if they cannot be one a rank."""
+    """Return the stages of a run, and this rank's. `x`: a microbatch of input. Raise `BadInput` if there are fewer than ranks."""
     if method.order is not None:
         raise BadInput(
             f"method: {method.name}: processes run one stage each, whose backwards are whole: use gpipe, pipedream_flush, or"
@@ -76,36 +83,57 @@ def place(config: Config, method: Method, model: nn.Module, x: torch.Tensor) -> 
     world, replicas = dist.get_world_size(), config.replicas
     if world % replicas:
         raise BadInput(f"replicas: {replicas}: {world} processes cannot be so many replicas of a pipeline")
-    count = world // replicas
-    stage = RankLayout(dist.get_rank(), count, replicas).stage
+    devices = world // replicas
+    device = dist.get_rank() % devices
     structure = method.structure
     if structure is None:
-        return _place_stages(config, method, model, x, count, stage)
+        return _place_stages(config, method, model, x, devices, device)
     if structure.blocks is not None and config.method_args.blocks is None:  # as many chunks as ranks
-        method = replace(method, structure=replace(structure, blocks=count))
-    return place_blocks(config, method, model, x, count, stage)
+        method = replace(method, structure=replace(structure, blocks=devices))
+    return place_blocks(config, method, model, x, devices, device)
 
 
-def _place_stages(config: Config, method: Method, model: nn.Module, x: torch.Tensor, count: int, stage: int) -> Placed:
-    """Merge neighboring stages until there are `count`."""
+def _place_stages(
+    config: Config, method: Method, model: nn.Module, x: torch.Tensor, devices: int, device: int
+) -> Placed:
+    """Put neighboring stages on one device until there are `devices`, the greatest sum of FLOPs being least."""
     # on one rank, since measured times differ from rank to rank
     wished = run_on_main(lambda: partition(model, x, config.stages, one_stage=method.one_stage))
-    begins = merge_stages(model, wished, count, x)
-    note = ""
-    if len(wished) != count:
-        names = list_some(begins, 8) or "the model"
-        note = f"{len(wished)} stages on {count} processes: taken together, stages begin at {names}"
+    groups, note = group_stages(model, wished, devices, x), ""
+    begins, firsts = wished.begin_names(), list(groups.values())
+    placement = tuple(itertools.accumulate(int(stage in groups) for stage in range(len(wished))))
+    if wished.spread:  # weights of one module cannot be cut apart
+        begins, placement = firsts, tuple(range(devices))
     cut = cut_model(model, begins, x)
+    if len(cut) != len(wished):
+        names = list_some(begins, 8) or "the model"
+        note = f"{len(wished)} stages on {devices} processes: taken together, stages begin at {names}"
+    elif len(cut) != devices:
+        note = (
+            f"{len(wished)} stages on {devices} processes, which begin at {list_some(firsts, 8) or 'the model'}: what is planned"
+            " in unit slots is of one stage a device"
+        )
     # on every rank alike, before any waits for another
     rehearsed = rehearse(model, cut, x)
     _refuse_reads(method, cut, rehearsed.again)
     _refuse_shared_changes(model, cut, rehearsed)
     _refuse_shared_memory(cut)
+    _refuse_ties(method, cut, placement)
     part = partition(model, x, begins if begins else 1, one_stage=method.one_stage)
     part = share_weights(part, find_users(cut), model)
     if method.one_stage is not None:
         refuse_shared(part, method.one_stage)
-    return Placed(model, part, stage, note, cut)
+    return Placed(model, part, RankLayout(device, placement).held, placement, note, cut)
+
+
+def _refuse_ties(method: Method, cut: Sequence[Piece], placement: Sequence[int]) -> None:
+    """Raise `BadInput` for weights of which stages of one device would need different versions in one tensor."""
+    for name, stages in find_users(cut).items():
+        if method.reads_old(len(cut)) and len({placement[stage] for stage in stages}) < len(stages):
+            raise BadInput(
+                f"model: {name}: stages {' and '.join(map(str, stages))} use this weight, several on one process, and"
+                f" {method.name} reads versions that are not the newest: use as many processes as stages, or untie it"
+            )
 
 
 def _refuse_reads(method: Method, cut: Sequence[Piece], again: Sequence[str]) -> None:

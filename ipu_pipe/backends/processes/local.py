@@ -14,7 +14,6 @@ from typing import Iterator, List, Optional, Sequence, Tuple
 import torch
 from torch import nn
 
-from ipu_pipe.backends.processes.layout import RankLayout
 from ipu_pipe.backends.processes.mail import SHARED, Mail, Message, Shapes
 from ipu_pipe.local.blocks import average_gradients
 from ipu_pipe.model.cutting import Crossing, Piece, Shape
@@ -51,12 +50,12 @@ class LocalBlock:
         for neighbor, weights in self.shared:
             yield neighbor, tuple(Shape(tuple(p.shape), p.dtype, False) for p in weights)
 
-    def average_gradients(self, k: int, layout: RankLayout, mail: Mail) -> None:
-        """Replace the gradients of the shared layers by the mean over the stages that hold them."""
+    def average_gradients(self, k: int, stage: int, mail: Mail) -> None:
+        """Replace the gradients of the shared layers of `stage` by the mean over the stages that hold them."""
         for neighbor, weights in self.shared:
             gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in weights]
-            mail.send(layout.rank_of(neighbor), Message(SHARED, k), gradients)
+            mail.send(Message(SHARED, k, stage, neighbor), gradients)
         for neighbor, weights in self.shared:
-            for p, theirs in zip(weights, mail.receive(layout.rank_of(neighbor), Message(SHARED, k))):
+            for p, theirs in zip(weights, mail.receive(Message(SHARED, k, neighbor, stage))):
                 if p.grad is not None or bool(theirs.any()):  # else no block reaches it
                     p.grad = average_gradients([p.grad, theirs])

@@ -1,8 +1,8 @@
 """Messages between ranks.
 
-A message is what an action needs from another rank; its kind and number (of a microbatch or update) name it on both sides.
-Receives are posted ahead of their need. Sends are kept until they are through: compute waits for one only when so many later ones
-are on their way that its action is long past.
+A message is what an action needs from another stage; its kind, number (of a microbatch or update) and two stages name it on both
+sides. Receives are posted ahead of their need. Sends are kept until they are through: compute waits for one only when so many
+later ones are on their way that its action is long past. Two stages of one rank hand the tensors over.
 
     gloo     all messages in one group, told apart by tags; a GPU's tensors go through the host's memory
     nccl     has no tags: a group for each link (`cuda.make_channels`), in which both sides go by the order of microbatches
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ipu_pipe.backends.processes.deadlines import LostRank, wait_for_channel, wait_limit
+from ipu_pipe.backends.processes.layout import RankLayout
 from ipu_pipe.backends.processes.trace import TraceRecorder
 from ipu_pipe.model.cutting import Shape
 from ipu_pipe.schedule.actions import Kind
@@ -40,19 +41,28 @@ BY_UPDATE = (SHARED, NORM, WEIGHTS)  # the number is an update's, not a microbat
 AHEAD = 3  # receives posted of a kind and source; one of weights, which are large and come once an update
 UNLIMITED = 1 << 62
 
-Link = Tuple[int, int, str]  # source rank, target rank, kind of message
+Link = Tuple[int, int, str]  # source stage, target stage, kind of message
 Shapes = Tuple[Shape, ...]
 
 
 class Message(NamedTuple):
-    """A message's `kind`, and the microbatch or update of the action that needs it."""
+    """A message's `kind`, the microbatch or update of the action that needs it, and the stages between which it goes, in one
+    replica; of a WORD the ranks."""
 
     kind: str
     number: int
+    source: int = 0
+    target: int = 0
 
-    def tag(self, tensor: int) -> int:
-        """Return the tag of tensor number `tensor`, the same on both sides."""
-        return (8 * (len(KINDS) * self.number + KINDS.index(self.kind)) + tensor % 8) % (1 << 30)
+    @property
+    def link(self) -> Link:
+        """The messages among which this one has its place in order."""
+        return self.source, self.target, self.kind
+
+    def tag(self, tensor: int, ends: int) -> int:
+        """Return the tag of tensor number `tensor`, the same on both sides; `ends`: more than any stage or rank."""
+        place = ((self.number * len(KINDS) + KINDS.index(self.kind)) * ends + self.source) * ends + self.target
+        return (8 * place + tensor % 8) % (1 << 30)
 
 
 class Mail(Protocol):
@@ -67,13 +77,13 @@ class Mail(Protocol):
     def post(self, microbatch: int, update: int) -> None:
         """Allow receives to be posted for what comes before this microbatch, or update. Never called: for all."""
 
-    def expect(self, source: int, messages: Iterable[Tuple[Message, Shapes]]) -> None:
-        """Announce messages that rank `source` will send, those of a kind in the order in which they are needed."""
+    def expect(self, messages: Iterable[Tuple[Message, Shapes]]) -> None:
+        """Announce messages that will come, those of a link in the order in which they are needed."""
 
-    def receive(self, source: int, message: Message) -> List[torch.Tensor]:
+    def receive(self, message: Message) -> List[torch.Tensor]:
         """Wait for an expected message and return its tensors. Raise `LostRank`."""
 
-    def send(self, target: int, message: Message, tensors: Sequence[torch.Tensor]) -> None:
+    def send(self, message: Message, tensors: Sequence[torch.Tensor]) -> None:
         """Send tensors, which must not change until they are through."""
 
     def all_gather(self, tensor: torch.Tensor, group: Any = None) -> List[torch.Tensor]:
@@ -82,8 +92,9 @@ class Mail(Protocol):
     def flush(self) -> None:
         """Wait until all that was sent is through."""
 
-    def buffer_bytes(self, in_flight: Iterable[int]) -> int:
-        """Return the bytes of posted receives and kept sends, without what the microbatches `in_flight` keep anyhow."""
+    def buffer_bytes(self, in_flight: Iterable[Tuple[int, int]]) -> int:
+        """Return the bytes of posted receives and kept sends, without what the microbatches `in_flight` (stage, microbatch) keep
+        anyhow."""
 
 
 class _Sent(NamedTuple):
@@ -106,7 +117,7 @@ class TorchMail:
 
     def __init__(
         self,
-        rank: int,
+        layout: RankLayout,
         device: torch.device,
         recorder: TraceRecorder,
         deadline: float,
@@ -114,17 +125,19 @@ class TorchMail:
         channels: Optional[Mapping[Link, Any]] = None,
         most_kept: int = 24,
     ) -> None:
-        self._rank, self._device, self._recorder = rank, device, recorder
+        self._layout, self._device, self._recorder = layout, device, recorder
+        self._ends = max(layout.stages, layout.devices * layout.replicas)
         self._deadline, self._group, self._channels, self._most_kept = deadline, group, channels, most_kept
         self._through_host = device.type != "cpu" and channels is None
-        self._expected: Dict[Tuple[int, str], Deque[Tuple[Message, Shapes]]] = {}  # by source and kind
-        self._posted: Dict[Tuple[int, Message], List[Tuple[Any, torch.Tensor]]] = {}
-        self._posted_count: Dict[Tuple[int, str], int] = {}
+        self._expected: Dict[Link, Deque[Tuple[Message, Shapes]]] = {}
+        self._posted: Dict[Message, List[Tuple[Any, torch.Tensor]]] = {}
+        self._posted_count: Dict[Link, int] = {}
+        self._handed: Dict[Message, List[torch.Tensor]] = {}  # from one stage of this rank to another
         self._posted_bytes = 0
         self._limit = UNLIMITED, UNLIMITED  # microbatch and update whose receive may not be posted yet
         self._sent: Dict[int, Deque[_Sent]] = {}  # by target
         self._sent_bytes = 0
-        self._lent: Dict[int, int] = {}  # by microbatch
+        self._lent: Dict[Tuple[int, int], int] = {}  # by stage and microbatch
         self.is_warm = False  # the first step is done
         if channels is not None:  # nothing may be posted before each channel was used once
             self._limit = 0, 0
@@ -140,51 +153,55 @@ class TorchMail:
         """Allow receives to be posted for what comes before this microbatch, or update."""
         if self._limit != (microbatch, update):
             self._limit = microbatch, update
-            for source, kind in list(self._expected):
-                self._post(source, kind)
+            for link in list(self._expected):
+                self._post(link)
 
-    def expect(self, source: int, messages: Iterable[Tuple[Message, Shapes]]) -> None:
-        """Announce messages that rank `source` will send."""
-        kinds: Dict[str, None] = {}  # a set's order would differ from rank to rank
+    def expect(self, messages: Iterable[Tuple[Message, Shapes]]) -> None:
+        """Announce messages that will come."""
+        links: Dict[Link, None] = {}  # a set's order would differ from rank to rank
         for message, shapes in messages:
-            kinds[message.kind] = None
-            self._expected.setdefault((source, message.kind), deque()).append((message, shapes))
-        for kind in kinds:
-            self._post(source, kind)
+            if self._find_rank(message, message.source) != self._layout.rank:
+                links[message.link] = None
+                self._expected.setdefault(message.link, deque()).append((message, shapes))
+        for link in links:
+            self._post(link)
 
-    def _post(self, source: int, kind: str) -> None:
-        queue, link = self._expected[source, kind], (source, kind)
+    def _post(self, link: Link) -> None:
+        queue, kind = self._expected[link], link[2]
         most = 1 if kind == WEIGHTS else AHEAD
         limit = UNLIMITED if kind in (RESULT, WORD, SHAPE, TEST) else self._limit[kind in BY_UPDATE]
         while queue and self._posted_count.get(link, 0) < most and queue[0][0].number < limit:
             message, shapes = queue.popleft()
+            source = self._find_rank(message, message.source)
             device = "cpu" if self._through_host or kind in ON_HOST else self._device
             received = []
             for number, shape in enumerate(shapes):
                 buffer = torch.empty(shape.sent, dtype=shape.dtype, device=device)
-                group, tag = self._route((source, self._rank, kind), message, number)
+                group, tag = self._route(message, number)
                 try:
                     received.append((dist.irecv(buffer, source, group, tag), buffer))
                 except RuntimeError as error:
                     raise LostRank(source, self.limit.total_seconds()) from error
-            self._posted[source, message] = received
+            self._posted[message] = received
             self._posted_bytes += _count_bytes(received) if kind in CARRIES else 0
             self._posted_count[link] = self._posted_count.get(link, 0) + 1
 
-    def receive(self, source: int, message: Message) -> List[torch.Tensor]:
+    def receive(self, message: Message) -> List[torch.Tensor]:
         """Wait for an expected message and return its tensors."""
-        kind, recorder = message.kind, self._recorder
+        kind, recorder, source = message.kind, self._recorder, self._find_rank(message, message.source)
+        if source == self._layout.rank:
+            return self._handed.pop(message)
         carries = CARRIES.get(kind)
         start = recorder.mark()
-        received = self._posted.pop((source, message))
+        received = self._posted.pop(message)
         for work, _ in received:
             self._wait(work, source, kind)
         size = _count_bytes(received)
         if carries is not None:
             start = recorder.add("wait", message.number, start, peer=source, carries=carries)
-        self._posted_count[source, kind] -= 1
+        self._posted_count[message.link] -= 1
         self._posted_bytes -= size if carries is not None else 0
-        self._post(source, kind)
+        self._post(message.link)
         tensors = [buffer if kind in ON_HOST else buffer.to(self._device) for _, buffer in received]
         if carries is not None:
             recorder.add("recv", message.number, start, size=size, peer=source, carries=carries)
@@ -192,16 +209,19 @@ class TorchMail:
 
     # ---- sending
 
-    def send(self, target: int, message: Message, tensors: Sequence[torch.Tensor]) -> None:
+    def send(self, message: Message, tensors: Sequence[torch.Tensor]) -> None:
         """Send tensors; if too many are on their way to this rank, wait for the oldest."""
-        kind, m = message
+        kind, m, target = message.kind, message.number, self._find_rank(message, message.target)
+        if target == self._layout.rank:
+            self._handed[message] = [tensor.detach().contiguous() for tensor in tensors]
+            return
         carries, recorder = CARRIES.get(kind), self._recorder
         start, size = recorder.mark(), 0
         sent = self._sent.setdefault(target, deque())
         for number, tensor in enumerate(tensors):
             value = tensor.detach().contiguous()
             value = value.cpu() if self._through_host or kind in ON_HOST else value
-            group, tag = self._route((self._rank, target, kind), message, number)
+            group, tag = self._route(message, number)
             try:
                 work = dist.isend(value, target, group, tag)
             except RuntimeError as error:
@@ -215,10 +235,10 @@ class TorchMail:
             size += bytes_
             self._sent_bytes += kept
             if lent:
-                self._lent[m] = self._lent.get(m, 0) + lent
+                self._lent[message.source, m] = self._lent.get((message.source, m), 0) + lent
         if carries is not None:
             if kind not in ON_HOST:
-                recorder.count_message(target, kind == SHARED, size)
+                recorder.count_message(message.source, message.target, kind == SHARED, size)
             start = recorder.add("send", m, start, size=size, peer=target, carries=carries)
         while len(sent) > self._most_kept:  # the oldest was for an action long past: it is through, or soon
             oldest = self._finish_oldest(target)
@@ -229,9 +249,10 @@ class TorchMail:
         work, _, message, size, lent = self._sent[target].popleft()
         self._sent_bytes -= size
         if lent:
-            left = self._lent.pop(message.number) - lent
+            place = message.source, message.number
+            left = self._lent.pop(place) - lent
             if left:
-                self._lent[message.number] = left
+                self._lent[place] = left
         self._wait(work, target, message.kind)
         return message
 
@@ -241,9 +262,10 @@ class TorchMail:
             while sent:
                 self._finish_oldest(target)
 
-    def buffer_bytes(self, in_flight: Iterable[int]) -> int:
-        """Return the bytes of posted receives and kept sends, without what the microbatches `in_flight` keep anyhow."""
-        return self._posted_bytes + self._sent_bytes - sum(self._lent.get(m, 0) for m in in_flight)
+    def buffer_bytes(self, in_flight: Iterable[Tuple[int, int]]) -> int:
+        """Return the bytes of posted receives and kept sends, without what the microbatches `in_flight` (stage, microbatch) keep
+        anyhow."""
+        return self._posted_bytes + self._sent_bytes - sum(self._lent.get(place, 0) for place in in_flight)
 
     # ---- waiting
 
@@ -256,11 +278,14 @@ class TorchMail:
             raise LostRank(None, self.limit.total_seconds()) from error
         return tensors
 
-    def _route(self, link: Link, message: Message, number: int) -> Tuple[Any, int]:
+    def _find_rank(self, message: Message, end: int) -> int:
+        return end if message.kind == WORD else self._layout.rank_of(end)
+
+    def _route(self, message: Message, number: int) -> Tuple[Any, int]:
         """Return group and tag of tensor number `number`."""
         if self._channels is None or message.kind in ON_HOST:
-            return self._group, message.tag(number)
-        return self._channels[link], 0
+            return self._group, message.tag(number, self._ends)
+        return self._channels[message.link], 0
 
     def _wait(self, work: Any, rank: int, kind: str) -> None:
         try:

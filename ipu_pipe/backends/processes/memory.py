@@ -8,7 +8,7 @@ counts for the microbatch as long as that keeps it, too, and for the buffers aft
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterable, Iterator, List, Mapping, Optional, Protocol, Sequence, Tuple
 
 import torch
 
@@ -67,6 +67,16 @@ class ActivationStash:
         self.held_bytes -= self.bytes_by_microbatch.pop(m, 0)
 
 
+class Holder(Protocol):
+    """A stage, as far as its memory goes."""
+
+    stash: ActivationStash
+
+    @property
+    def version_bytes(self) -> int:
+        """Bytes of weight versions besides those in the parameters."""
+
+
 class MemoryCounters:
     """Records what a rank holds and the greatest of each category, over the updates that are recorded and those up to `filled`,
     in which the pipeline fills."""
@@ -76,13 +86,16 @@ class MemoryCounters:
         tensors: Sequence[torch.Tensor],
         rules: UpdateRules,
         parameters: Sequence[torch.nn.Parameter],
+        stages: Mapping[int, Holder],
         mail: Mail,
         recorder: TraceRecorder,
         filled: int,
     ) -> None:
-        """`tensors`: parameters and buffers that are here; `parameters`: those that the optimizer trains."""
+        """`tensors`: parameters and buffers that are here; `parameters`: those that the optimizer trains; `stages`: whose stashes
+        and weight versions are counted."""
         self._optimizer_states: Mapping[Any, Any] = next((stage.state for stage in rules.stages.values()), {})
-        self._parameters, self._mail, self._recorder, self._filled = parameters, mail, recorder, filled
+        self._parameters, self._stages, self._mail = parameters, stages, mail
+        self._recorder, self._filled = recorder, filled
         self._weight_bytes = count_bytes(tensors)
         self.master_bytes = count_bytes(master for _, master in rules.rounded)
         self._device = tensors[0].device if tensors else torch.device("cpu")
@@ -90,9 +103,7 @@ class MemoryCounters:
         self._recorded: Tuple[int, ...] = (-1,) * len(MEMORY)
         self._greatest = [0] * len(MEMORY)
 
-    def sample(
-        self, update: int, stash: ActivationStash, version_bytes: int, gradients: bool = True, stepped: bool = False
-    ) -> None:
+    def sample(self, update: int, gradients: bool = True, stepped: bool = False) -> None:
         """Count now. `gradients`: some may have come or gone since the last time; `stepped`: the optimizer has."""
         recorder = self._recorder
         if not (recorder.is_recording or update < self._filled):
@@ -102,10 +113,11 @@ class MemoryCounters:
         if stepped or self._optimizer_bytes < 0:
             states = [v for s in self._optimizer_states.values() for v in s.values() if torch.is_tensor(v)]
             self._optimizer_bytes = count_bytes(states) + self.master_bytes
-        buffers = self._mail.buffer_bytes(stash.bytes_by_microbatch)
+        buffers = self._mail.buffer_bytes((i, m) for i, stage in self._stages.items() for m in stage.stash.bytes_by_microbatch)
         # in the order of MEMORY
         now = (
-            self._weight_bytes, version_bytes, self._gradient_bytes, self._optimizer_bytes, stash.held_bytes, buffers,
+            self._weight_bytes, sum(stage.version_bytes for stage in self._stages.values()), self._gradient_bytes,
+            self._optimizer_bytes, sum(stage.stash.held_bytes for stage in self._stages.values()), buffers,
         )  # fmt: skip
         mark = recorder.mark()
         for i, value in enumerate(now):

@@ -1,4 +1,4 @@
-"""One stage on a rank: forward, recomputation and backward of a microbatch, with the weights that each reads.
+"""A stage of a rank: forward, recomputation and backward of a microbatch, with the weights that each reads.
 
 A stage needs no version table to find the newest weights: it reads what its memory holds, and its row says when that changes.
 
@@ -44,7 +44,7 @@ Outputs = Tuple[
 
 @dataclass(frozen=True)
 class StageModel:
-    """What a rank holds of the model for one stage.
+    """What a rank holds of the model for one `stage`.
 
     `crossings`: the tensors that cross each cut. `source(m)`: microbatch m as (x, y); only the first stage and those with a loss
     ask. `checksums`: CRC-32 of the batches that were read, by microbatch, until they are compared with those of other ranks.
@@ -53,6 +53,7 @@ class StageModel:
     """
 
     layout: RankLayout
+    stage: int
     piece: Piece
     crossings: Sequence[Crossing]
     source: Callable[[int], Tuple[Any, Any]]
@@ -61,11 +62,6 @@ class StageModel:
     local: Optional[LocalBlock] = None
     ties: Ties = Ties()
     checksums: Dict[int, int] = field(default_factory=dict)
-
-    @property
-    def stage(self) -> int:
-        """The number of the stage."""
-        return self.layout.stage
 
     @property
     def is_first(self) -> bool:
@@ -157,10 +153,9 @@ class Stage:
     def __init__(self, work: Work, model: StageModel, mail: Mail, recorder: TraceRecorder) -> None:
         self.model, self._work, self._mail, self._recorder = model, work, mail, recorder
         layout = model.layout
-        self._previous_rank, self._next_rank = layout.rank_of(model.stage - 1), layout.rank_of(model.stage + 1)
         self._plan = ReplayPlan(work.source([layout.replica]), work.rules, work.microbatch)
         self.weights = make_weight_store(work, [model.stage])
-        self.tied = TiedWeights(model.ties, layout, mail, work.update)
+        self.tied = TiedWeights(model.ties, model.stage, mail, work.update)
         self.stash = ActivationStash(model.tensors)
         self.results: List[MicrobatchResult] = []
         self.update, self.forwarded = work.update, work.microbatch - 1
@@ -170,24 +165,25 @@ class Stage:
         # the stage keeps its input, and needs no recomputation of the stage before
         self._begins_segment = bool(heads[model.stage])
         self._ends_segment = model.is_last or bool(heads[model.stage + 1])
-        self._needs = {kind: list(self._list_needs(Kind(kind))) for kind in (FORWARD, RECOMPUTE, BACKWARD)}
+        self._needs = {kind: list(self._find_needs(Kind(kind))) for kind in (FORWARD, RECOMPUTE, BACKWARD)}
 
     # ---- what passes need
 
-    def needs(self, kind: str) -> List[Tuple[int, str, Shapes]]:
-        """Return source rank, kind and shapes of the messages that a pass needs."""
-        return self._needs[kind]
+    def list_needs(self, kind: str, m: int) -> Iterator[Tuple[Message, Shapes]]:
+        """Yield the messages that a pass of microbatch m needs, with their shapes."""
+        for source, message_kind, shapes in self._needs[kind]:
+            yield Message(message_kind, m, source, self.model.stage), shapes
 
-    def _list_needs(self, kind: Kind) -> Iterator[Tuple[int, str, Shapes]]:
+    def _find_needs(self, kind: Kind) -> Iterator[Tuple[int, str, Shapes]]:
         model, s = self.model, self.model.stage
         if not (kind is Kind.FORWARD and model.enters is None):
             for need in pass_needs(kind, model.local is not None, self._begins_segment):
                 source = s + need.offset
                 if need.offset and 0 <= source < model.layout.stages:
-                    yield model.layout.rank_of(source), kind.value, self._shapes(kind, source)
+                    yield source, kind.value, self._shapes(kind, source)
         if kind is Kind.BACKWARD:
             for source, shapes in model.ties.needs(TIED):
-                yield model.layout.rank_of(source), TIED, shapes
+                yield source, TIED, shapes
 
     def _shapes(self, kind: Kind, source: int) -> Shapes:
         if kind is Kind.FORWARD and self.model.enters is not None:
@@ -199,14 +195,14 @@ class Stage:
 
     def forward(self, m: int) -> None:
         """Carry out F(m), whose time begins when its inputs are there."""
-        model, recorder = self.model, self._recorder
+        model, recorder, s = self.model, self._recorder, self.model.stage
         start = recorder.mark()
         x, labels = model.load_data(m)
         if x is not None or labels is not None:
             recorder.add("wait", m, start, carries="data")
         inputs: List[Any] = [x]
         if model.enters is not None:
-            inputs = self._mail.receive(self._previous_rank, Message(FORWARD, m))
+            inputs = self._mail.receive(Message(FORWARD, m, s - 1, s))
         replay = self._plan.replay(m).on(model.stage)
         version = int(replay.forward.versions[0])
         self.tied.load(version)
@@ -222,7 +218,7 @@ class Stage:
             self.results.append(MicrobatchResult(result.loss.detach(), result.answers))
         recorder.add(Kind.FORWARD.word, m, start, version=version)
         if model.leaves is not None:
-            self._mail.send(self._next_rank, Message(FORWARD, m), outputs)
+            self._mail.send(Message(FORWARD, m, s, s + 1), outputs)
 
     def _run_counted(self, m: int, inputs: List[Any], labels: Any) -> Outputs:
         with self.stash.watch_forward(m, list_tensors([*inputs, labels])) as kept:
@@ -252,10 +248,10 @@ class Stage:
 
     def recompute(self, m: int) -> None:
         """Carry out R(m): the forward again, with the weights that are in memory by now."""
-        flight = self._in_flight[m]
+        flight, s = self._in_flight[m], self.model.stage
         received = None
         if not self._begins_segment:
-            received = self._mail.receive(self._previous_rank, Message(RECOMPUTE, m))
+            received = self._mail.receive(Message(RECOMPUTE, m, s - 1, s))
         start = self._recorder.mark()
         if received is not None:
             assert self.model.enters is not None
@@ -267,7 +263,7 @@ class Stage:
             flight.loss = result.loss if result else None
         self._recorder.add(Kind.RECOMPUTE.word, m, start, version=self.update)
         if not self._ends_segment:
-            self._mail.send(self._next_rank, Message(RECOMPUTE, m), flight.outputs)
+            self._mail.send(Message(RECOMPUTE, m, s, s + 1), flight.outputs)
 
     def backward(self, m: int) -> None:
         """Carry out B(m)."""
@@ -275,7 +271,7 @@ class Stage:
         is_local = model.local is not None
         gradients: List[torch.Tensor] = []
         if not model.is_last and not is_local:
-            gradients = self._mail.receive(self._next_rank, Message(BACKWARD, m))
+            gradients = self._mail.receive(Message(BACKWARD, m, s + 1, s))
         tied = self.tied.receive_gradients(m)
         start = self._recorder.mark()
         version = int(flight.replay.backward.versions[0])
@@ -283,7 +279,7 @@ class Stage:
             assert version == self.update, f"stage {s}, B{m}: not of version {self.update} in memory but {version}"
         self.weights.load(flight.replay.backward)
         self.tied.load(version)
-        with model.draw_backward(m):
+        with model.draw_backward(m), self.tied.gradients_apart():
             if flight.loss is not None:
                 (flight.loss / self._work.accumulate).backward()  # type: ignore[no-untyped-call]
             elif not is_local:
@@ -303,7 +299,7 @@ class Stage:
         self._release()
         self._recorder.add(Kind.BACKWARD.word, m, start, version=version)
         if hands_on:
-            self._mail.send(self._previous_rank, Message(BACKWARD, m), input_gradients)
+            self._mail.send(Message(BACKWARD, m, s, s - 1), input_gradients)
         self.tied.send_gradients(m)
 
     # ---- around an update

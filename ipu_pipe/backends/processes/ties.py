@@ -12,13 +12,14 @@ backward, to the last bit. Two stages exchange all their weights in one message.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, field
-from typing import Dict, Iterator, List, Mapping, Sequence, Tuple
+from typing import Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 from torch import nn
 
-from ipu_pipe.backends.processes.layout import RankLayout, find_users
+from ipu_pipe.backends.processes.layout import find_users
 from ipu_pipe.backends.processes.mail import TIED, WEIGHTS, Mail, Message, Shapes
 from ipu_pipe.model.cutting import Piece, Shape
 
@@ -31,7 +32,8 @@ class Ties:
     """The weights that a stage shares, by the other stage.
 
     `gradients_to`, `gradients_from`: whose gradients it sends and gets; `copies_of`: its copies of weights that the other holds;
-    `copied_to`: its own weights that the other copies. `links`: between all stages, in the same order on every rank.
+    `copied_to`: its own weights that the other copies: two stages of one rank use the same tensor. `links`: between all stages,
+    in the same order on every rank.
     """
 
     gradients_to: Mapping[int, Weights] = field(default_factory=dict)
@@ -46,8 +48,8 @@ class Ties:
             yield source, tuple(Shape(tuple(p.shape), p.dtype, False) for p in weights)
 
 
-def find_ties(model: nn.Module, cut: Sequence[Piece], stage: int) -> Ties:
-    """Return the ties of a stage of a model that is cut."""
+def find_ties(model: nn.Module, cut: Sequence[Piece], stage: int, placement: Sequence[int]) -> Ties:
+    """Return the ties of a stage of a model that is cut. `placement`: the device of each stage."""
     ties = Ties({}, {}, {}, {})
     links: Dict[StageLink, None] = {}
     parameters = dict(model.named_parameters())
@@ -55,12 +57,10 @@ def find_ties(model: nn.Module, cut: Sequence[Piece], stage: int) -> Ties:
         holder = stages[0]
         for before, user in zip(stages, stages[1:]):
             links.update(dict.fromkeys([(user, before, TIED), (holder, user, WEIGHTS)]))
-            for here, other, table in (
-                (user, before, ties.gradients_to),
-                (before, user, ties.gradients_from),
-                (user, holder, ties.copies_of),
-                (holder, user, ties.copied_to),
-            ):
+            tables = [(user, before, ties.gradients_to), (before, user, ties.gradients_from)]
+            if placement[user] != placement[holder]:
+                tables += [(user, holder, ties.copies_of), (holder, user, ties.copied_to)]
+            for here, other, table in tables:
                 if here == stage:
                     table.setdefault(other, []).append(parameters[name])  # type: ignore[attr-defined]
     return Ties(ties.gradients_to, ties.gradients_from, ties.copies_of, ties.copied_to, sorted(links))
@@ -69,12 +69,13 @@ def find_ties(model: nn.Module, cut: Sequence[Piece], stage: int) -> Ties:
 class TiedWeights:
     """Sends and gets what a stage's ties need. `version`: of the copies, now."""
 
-    def __init__(self, ties: Ties, layout: RankLayout, mail: Mail, version: int) -> None:
-        self._ties, self._layout, self._mail = ties, layout, mail
+    def __init__(self, ties: Ties, stage: int, mail: Mail, version: int) -> None:
+        self._ties, self._stage, self._mail = ties, stage, mail
         self._copies = [p for weights in ties.copies_of.values() for p in weights]
         self._size = sum(p.numel() * p.element_size() for p in self._copies)
         self._versions: Dict[int, List[torch.Tensor]] = {version: [p.data for p in self._copies]}
         self._newest = self._loaded = version
+        self._gradients: List[Optional[torch.Tensor]] = []  # of the newest backward, still to be sent
         self.peak_bytes = 0
 
     @property
@@ -88,7 +89,7 @@ class TiedWeights:
             return
         while self._newest < version:
             received = [
-                self._mail.receive(self._layout.rank_of(source), Message(WEIGHTS, self._newest))
+                self._mail.receive(Message(WEIGHTS, self._newest, source, self._stage))
                 for source in self._ties.copies_of
             ]
             self._newest += 1
@@ -108,19 +109,32 @@ class TiedWeights:
         received = [
             (p, gradient)
             for source, weights in self._ties.gradients_from.items()
-            for p, gradient in zip(weights, self._mail.receive(self._layout.rank_of(source), Message(TIED, m)))
+            for p, gradient in zip(weights, self._mail.receive(Message(TIED, m, source, self._stage)))
         ]
         return [(p, gradient) for p, gradient in received if bool(gradient.any())]
 
+    @contextlib.contextmanager
+    def gradients_apart(self) -> Iterator[None]:
+        """Keep the gradients that a backward in here leaves for the stages before apart from what is gathered already, where
+        their holder is on this rank."""
+        copies = [p for weights in self._ties.gradients_to.values() for p in weights]
+        gathered = [p.grad for p in copies]
+        for p in copies:
+            p.grad = None
+        yield
+        self._gradients = [p.grad for p in copies]
+        for p, gradient in zip(copies, gathered):
+            p.grad = gradient
+
     def send_gradients(self, m: int) -> None:
-        """Send the gradients that the backward of microbatch m has left to the stages before, and clear them here."""
+        """Send the gradients that the backward of microbatch m has left to the stages before."""
+        gradients = iter(self._gradients)
         for target, weights in self._ties.gradients_to.items():
-            gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in weights]
-            for p in weights:
-                p.grad = None
-            self._mail.send(self._layout.rank_of(target), Message(TIED, m), gradients)
+            values = [torch.zeros_like(p) if gradient is None else gradient for p, gradient in zip(weights, gradients)]
+            self._mail.send(Message(TIED, m, self._stage, target), values)
+        self._gradients = []
 
     def send_weights(self, k: int) -> None:
         """Send what update k has made of the weights that this stage holds to the stages with copies."""
         for target, weights in self._ties.copied_to.items():
-            self._mail.send(self._layout.rank_of(target), Message(WEIGHTS, k), weights)
+            self._mail.send(Message(WEIGHTS, k, self._stage, target), weights)

@@ -45,7 +45,7 @@ from ipu_pipe.trace.events import (
 )
 from ipu_pipe.trace.store import SUFFIX, TraceWriter, find_store_files, read_store
 
-Record = Tuple[int, int, int, int, int, int, int, int]  # kind, microbatch, start, end, version, bytes, peer, carries
+Record = Tuple[int, int, int, int, int, int, int, int, int]  # stage, kind, microbatch, start, end, version, bytes, peer, carries
 Pending = Tuple[Any, Any, Callable[[int, int], None]]  # two marks of a GPU, and what to do with their times
 ROWS = 4096  # events that are written at once
 SECONDS = 1.0  # after which they are written though they are fewer: what a killed run may lose
@@ -103,10 +103,11 @@ class StreamClock:
 
 
 class TraceRecorder:
-    """Records what a rank does for its `stage`. `traced`: the updates whose events are recorded; `stream`: a GPU's clock."""
+    """Records what a rank does for a `stage`, which changes from action to action. `traced`: the updates whose events are
+    recorded; `stream`: a GPU's clock."""
 
     def __init__(self, rank: int, stage: int, traced: range, stream: Optional[StreamClock] = None) -> None:
-        self._rank, self._stage, self._traced, self._stream = rank, stage, traced, stream
+        self._rank, self.stage, self._traced, self._stream = rank, stage, traced, stream
         self.mark: Callable[[], Any] = time.perf_counter_ns if stream is None else stream.mark
         self._records: List[Record] = []
         self._counters: List[Counter] = []
@@ -118,8 +119,9 @@ class TraceRecorder:
         self._stopped: Optional[Any] = None  # mark at which recording stopped
         self.update = 0
         self.is_recording, self._is_timed = False, False
-        self.sent: Dict[int, Tuple[int, int]] = {}  # by target rank: bytes, messages of activations and their gradients
-        self.sent_shared: Dict[int, Tuple[int, int]] = {}  # the same of the gradients of shared layers
+        # by source and target stage: bytes, messages of activations and their gradients
+        self.sent: Dict[Tuple[int, int], Tuple[int, int]] = {}
+        self.sent_shared: Dict[Tuple[int, int], Tuple[int, int]] = {}  # the same of the gradients of shared layers
 
     def begin_update(self, update: int) -> None:
         """Record what follows, if the update is one of `traced`."""
@@ -138,22 +140,26 @@ class TraceRecorder:
         """Add an event from the mark `start` to now, of microbatch (or update) `index`; return the mark of its end."""
         end = self.mark()
         if self._stream is None:
-            self._take(self.is_recording, self._is_timed, kind, (index, version, size, peer, carries), start, end)
+            self._take(
+                self.is_recording, self._is_timed, kind, (self.stage, index, version, size, peer, carries), start, end
+            )
         else:
-            details = (self.is_recording, self._is_timed, kind, (index, version, size, peer, carries))
+            details = (self.is_recording, self._is_timed, kind, (self.stage, index, version, size, peer, carries))
             self._pending.append((start, end, functools.partial(self._take, *details)))
         return end
 
     def _take(
-        self, recorded: bool, timed: bool, kind: str, details: Tuple[int, int, int, int, str], start: int, end: int
+        self, recorded: bool, timed: bool, kind: str, details: Tuple[int, int, int, int, int, str], start: int, end: int
     ) -> None:
         if timed:
             total = _TOTAL[kind]
             if total is not None:
                 self._totals[total] += end - start
         if recorded:
-            index, version, size, peer, carries = details
-            self._records.append((KIND_CODE[kind], index, start, end, version, size, peer, PAYLOAD_CODE[carries]))
+            stage, index, version, size, peer, carries = details
+            self._records.append(
+                (stage, KIND_CODE[kind], index, start, end, version, size, peer, PAYLOAD_CODE[carries])
+            )
 
     def count(self, name: str, value: float, mark: Any) -> None:
         """Record a counter's value from a mark on."""
@@ -167,11 +173,11 @@ class TraceRecorder:
     def _take_counter(self, name: str, value: float, now: int, _: int) -> None:
         self._counters.append(Counter(self._rank, name, now, value))
 
-    def count_message(self, target: int, is_shared: bool, size: int) -> None:
-        """Count a message that was sent to a rank; `is_shared`: with gradients of a shared layer."""
+    def count_message(self, source: int, target: int, is_shared: bool, size: int) -> None:
+        """Count a message that a stage has sent to another; `is_shared`: with gradients of a shared layer."""
         traffic = self.sent_shared if is_shared else self.sent
-        total, messages = traffic.get(target, (0, 0))
-        traffic[target] = (total + size, messages + 1)
+        total, messages = traffic.get((source, target), (0, 0))
+        traffic[source, target] = (total + size, messages + 1)
 
     def begin_step(self, is_timed: bool) -> None:
         """Begin a step of the run; `is_timed`: it counts for throughput, and in the totals."""
@@ -201,9 +207,9 @@ class TraceRecorder:
         return self._columns()
 
     def _columns(self) -> Events:
-        count, names = len(self._records), [name for name in EVENT_TYPES if name not in ("stage", "device")]
+        count, names = len(self._records), [name for name in EVENT_TYPES if name != "device"]
         table = np.array(self._records, np.int64).reshape(count, len(names)).T
-        return Events.from_columns(count, stage=self._stage, device=self._rank, **dict(zip(names, table)))
+        return Events.from_columns(count, device=self._rank, **dict(zip(names, table)))
 
     def _read(self, wait: bool) -> None:
         if self._stream is not None and self._pending:
@@ -225,7 +231,7 @@ class TraceRecorder:
         self._file.write_counters(values._replace(time=values.time + shift_ns))
         end = int(events.end.max())
         if self.is_recording:
-            self._take(True, False, "pause", (-1, update, -1, -1, ""), end, time.perf_counter_ns())
+            self._take(True, False, "pause", (self.stage, -1, update, -1, -1, ""), end, time.perf_counter_ns())
         elif self._stream is None:
             self._stopped = end
 

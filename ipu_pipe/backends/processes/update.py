@@ -29,40 +29,46 @@ DRAW_ALIKE = (
 
 
 class StageUpdate:
-    """Carries out the updates of a stage. `replicas`: the process group of its replicas, None if there is one."""
+    """Carries out the updates of a stage of this rank, or of several that are updated together. `replicas`: the process group of
+    their replicas, None if there is one."""
 
-    def __init__(self, work: Work, model: StageModel, mail: Mail, recorder: TraceRecorder, replicas: Any = None) -> None:
-        self._work, self._model, self._mail, self._recorder, self._replicas = work, model, mail, recorder, replicas
-        stages = work.rules.stages
-        self.parameters = stages[model.stage].parameters if model.stage in stages else []
-        self._norms = OtherRanksNorms(work, model.layout, mail, recorder, len(self.parameters), self._interrupt)
-        clipped = {s: state.parameters for s, state in stages.items()}
-        self.clipping = GradientClipping(work.clip, clipped, work.schedule, self._norms)
+    def __init__(
+        self, work: Work, models: Sequence[StageModel], mail: Mail, recorder: TraceRecorder, replicas: Any = None
+    ) -> None:
+        self.models, self._work, self._mail, self._recorder, self._replicas = models, work, mail, recorder, replicas
+        self._layout, chosen = models[0].layout, [model.stage for model in models]
+        # a layer that overlaps is a stage of another rank, and stepped here too
+        others = [s for s in work.rules.stages if s not in self._layout.held]
+        self._stages = [s for s in work.rules.stages if s in chosen or s in others]
+        parameters = {s: work.rules.stages[s].parameters for s in self._stages}
+        self._norms = OtherRanksNorms(work, self._layout, chosen, mail, recorder, self._interrupt)
+        self._parameters = [p for s in self._stages for p in parameters[s]]
+        self._own = [p for s in self._stages if s in chosen for p in parameters[s]]
+        self.clipping = GradientClipping(work.clip, parameters, work.schedule, self._norms)
         self._update, self._start = -1, recorder.mark()
 
-    def needs(self, k: int) -> Iterator[Tuple[int, Message, Shapes]]:
-        """Yield source rank, message and shapes of what update k needs, or sends to this stage."""
-        layout = self._model.layout
-        if self._model.local is not None:
-            for neighbor, shapes in self._model.local.needs():
-                yield layout.rank_of(neighbor), Message(SHARED, k), shapes
-        for holder, shapes in self._model.ties.needs(WEIGHTS):
-            yield layout.rank_of(holder), Message(WEIGHTS, k), shapes
+    def list_needs(self, model: StageModel, k: int) -> Iterator[Tuple[Message, Shapes]]:
+        """Yield the messages that update k of a stage needs, or that come to the stage after it, with their shapes."""
+        s = model.stage
+        if model.local is not None:
+            for neighbor, shapes in model.local.needs():
+                yield Message(SHARED, k, neighbor, s), shapes
+        for holder, shapes in model.ties.needs(WEIGHTS):
+            yield Message(WEIGHTS, k, holder, s), shapes
         delayed = self.clipping.delayed
         source = delayed.source(k) if delayed is not None else None
         if source is not None:
-            self._norms.expected.add(source)
-            for stage in layout.other_stages:
-                yield layout.rank_of(stage), Message(NORM, source), NORM_SHAPE
+            yield from self._norms.list_needs(source)
 
     def gather(self, k: int) -> None:
         """Average the gradients of update k with the other ranks that have a part in them."""
         if self._replicas is not None:
-            start, size = self._recorder.mark(), sum(p.numel() * p.element_size() for p in self.parameters)
-            average_over_replicas(self.parameters, self._mail, self._replicas)
+            start, size = self._recorder.mark(), sum(p.numel() * p.element_size() for p in self._own)
+            average_over_replicas(self._own, self._mail, self._replicas)
             self._recorder.add(Kind.AVERAGE.word, k, start, size=size, carries="gradients")
-        if self._model.local is not None:
-            self._model.local.average_gradients(k, self._model.layout, self._mail)
+        for model in self.models:
+            if model.local is not None:
+                model.local.average_gradients(k, model.stage, self._mail)
 
     @contextlib.contextmanager
     def record(self, k: int) -> Iterator[None]:
@@ -82,8 +88,8 @@ class StageUpdate:
 
     def step(self, k: int) -> None:
         """Clip the gradients of update k and let the optimizer and the rules step."""
-        with keep_version_counters(self.parameters):
-            self._work.rules.step(k, lambda: self.clipping(k))
+        with keep_version_counters(self._parameters):
+            self._work.rules.step(k, lambda: self.clipping(k), self._stages)
 
 
 def average_over_replicas(parameters: Sequence[torch.nn.Parameter], mail: Mail, group: Any = None) -> None:
@@ -105,56 +111,68 @@ def average_over_replicas(parameters: Sequence[torch.nn.Parameter], mail: Mail, 
 
 
 class OtherRanksNorms(OtherStages):
-    """The norms of the gradients of the same replica's other stages. `count`: parameters of the stage that is here; `interrupt`:
-    around what belongs to messages and not to the update; `expected`: updates whose norms the mail expects."""
+    """The norms of the gradients of the same replica's stages besides `here`. `interrupt`: around what belongs to messages and
+    not to the update."""
 
     def __init__(
-        self, work: Work, layout: RankLayout, mail: Mail, recorder: TraceRecorder, count: int,
+        self, work: Work, layout: RankLayout, here: Sequence[int], mail: Mail, recorder: TraceRecorder,
         interrupt: Callable[[], ContextManager[None]],
     ) -> None:  # fmt: skip
         self._layout, self._mail, self._recorder, self._interrupt = layout, mail, recorder, interrupt
-        self._rules = work.rules
-        self.expected: Set[int] = set()
-        self._counts: List[int] = []  # of parameters on each rank
+        self._parameters = {s: work.rules.stages[s].parameters for s in here if s in work.rules.stages}
+        self._here = here
+        self._others = [stage for stage in range(layout.stages) if stage not in here]
+        self._expected: Set[int] = set()  # updates whose norms the mail expects
+        self._most = 0  # parameters of a stage
         if work.clip is not None and work.clip[1] == "global":
-            self._counts = [int(n) for n in mail.all_gather(torch.tensor([count]))]
+            most = max(map(len, self._parameters.values()), default=0)
+            self._most = max(int(n) for n in mail.all_gather(torch.tensor([most])))
+
+    def list_needs(self, k: int) -> Iterator[Tuple[Message, Shapes]]:
+        """Yield the messages with the norms of update k."""
+        self._expected.add(k)
+        for message in self._list_messages(k):
+            yield message, NORM_SHAPE
+
+    def _list_messages(self, k: int) -> List[Message]:
+        return [Message(NORM, k, other, stage) for stage in self._here for other in self._others]
 
     def gather_norms(self, norms: Sequence[torch.Tensor]) -> List[torch.Tensor]:
-        padded = torch.full((max(self._counts),), NO_GRADIENT, dtype=torch.float64)
-        if norms:
-            padded[: len(norms)] = torch.stack([norm.double().cpu() for norm in norms])
+        by_stage = torch.full((self._layout.stages, self._most), NO_GRADIENT, dtype=torch.float64)
+        rest = iter(norms)
+        for stage, parameters in self._parameters.items():
+            for i, p in enumerate(parameters):
+                by_stage[stage, i] = NO_GRADIENT if p.grad is None else next(rest).double().cpu()
         with self._interrupt():
             start = self._recorder.mark()
-            gathered = self._mail.all_gather(padded)
+            of_ranks = self._mail.all_gather(by_stage)
             self._recorder.add("wait", self._recorder.update, start, carries="norms")
-        first = self._layout.rank_of(0)
-        of_replica = slice(first, first + self._layout.stages)
-        every = torch.cat([rank[:count] for rank, count in zip(gathered[of_replica], self._counts[of_replica])])
-        parameter = self._rules.stages[self._layout.stage].parameters[0]
-        return list(every[every != NO_GRADIENT].to(parameter.device, parameter.dtype))
+        every = torch.cat([of_ranks[self._layout.rank_of(stage)][stage] for stage in range(self._layout.stages)])
+        every = every[every != NO_GRADIENT]
+        return list(every.to(norms[0].device, norms[0].dtype) if norms else every)
 
     def receive(self, k: int) -> Dict[int, Optional[float]]:
         norms: Dict[int, Optional[float]] = {}
         with self._interrupt():
-            self.expected.discard(k)
-            for stage in self._layout.other_stages:
-                norm = float(self._mail.receive(self._layout.rank_of(stage), Message(NORM, k))[0])
-                norms[stage] = None if norm == NO_GRADIENT else norm
+            self._expected.discard(k)
+            for message in self._list_messages(k):
+                norm = float(self._mail.receive(message)[0])
+                norms[message.source] = None if norm == NO_GRADIENT else norm
         return norms
 
     def send(self, k: int, norms: Mapping[int, Optional[float]]) -> None:
-        norm = norms.get(self._layout.stage)
         with self._interrupt():
-            for stage in self._layout.other_stages:
+            for stage in self._here:
+                norm = norms.get(stage)
                 value = torch.tensor([NO_GRADIENT if norm is None else norm], dtype=torch.float64)
-                self._mail.send(self._layout.rank_of(stage), Message(NORM, k), [value])
+                for other in self._others:
+                    self._mail.send(Message(NORM, k, stage, other), [value])
 
     def discard(self, k: int) -> None:
-        for stage in self._layout.other_stages:
-            rank = self._layout.rank_of(stage)
-            if k not in self.expected:
-                self._mail.expect(rank, [(Message(NORM, k), NORM_SHAPE)])
-            self._mail.receive(rank, Message(NORM, k))
+        if k not in self._expected:
+            self._mail.expect(list(self.list_needs(k)))
+        for message in self._list_messages(k):
+            self._mail.receive(message)
 
 
 @contextlib.contextmanager
@@ -193,22 +211,21 @@ class ResultCollection:
         first = max(first, self._expected)
         for stage in self.with_loss:
             if stage:
-                messages = [(Message(RESULT, k), self._shapes) for k in range(first, last)]
-                self._mail.expect(self._layout.rank_of(stage), messages)
+                self._mail.expect([(Message(RESULT, k, stage, 0), self._shapes) for k in range(first, last)])
         self._expected = max(first, last)
 
-    def send(self, k: int, table: Optional[torch.Tensor], checksums: Dict[int, int]) -> None:
+    def send(self, k: int, stage: int, table: Optional[torch.Tensor], checksums: Dict[int, int]) -> None:
         """Send a stage's table of update k, None if it has no loss; remove the update's microbatches from `checksums`."""
         microbatches = range(k * self._microbatches, (k + 1) * self._microbatches)
         column = torch.tensor([checksums.pop(m, 0) for m in microbatches], dtype=torch.float64)
-        if self._layout.stage == 0:
+        if stage == 0:
             self._on_first[k] = table, column
         elif table is not None:
-            self._mail.send(self._layout.rank_of(0), Message(RESULT, k), [torch.cat([table, column[:, None]], dim=1)])
+            self._mail.send(Message(RESULT, k, stage, 0), [torch.cat([table, column[:, None]], dim=1)])
 
     def collect(self, k: int) -> StepResult:
         """Return the result of update k, which only the first stages know. Raise `RunFault` if stages read different batches."""
-        if self._layout.stage:
+        if 0 not in self._layout.held:
             return StepResult(float("nan"), None, self._samples)
         on_first, checksums = self._on_first.pop(k)
         tables = []
@@ -217,7 +234,7 @@ class ResultCollection:
                 assert on_first is not None
                 tables.append(on_first)
                 continue
-            received = self._mail.receive(self._layout.rank_of(stage), Message(RESULT, k))[0]
+            received = self._mail.receive(Message(RESULT, k, stage, 0))[0]
             if not torch.equal(checksums, received[:, -1]):
                 ranks = self._layout.rank_of(0), self._layout.rank_of(stage)
                 raise RunFault(
