@@ -337,62 +337,6 @@ def test_a_merged_trace_is_modelled_if_a_part_is() -> None:
     assert merge_traces([part_of(0, modelled=False), part_of(1)]).metadata == {"modelled": False}
 
 
-# ---- files that are no traces
-
-
-def whole_file() -> Dict[str, Any]:
-    args = {"stage": 0, "microbatch": 1, "version": 0}
-    return {"traceEvents": [{"ph": "X", "ts": 1, "dur": 1, "pid": 0, "cat": "forward", "args": args}], "otherData": {}}
-
-
-def changed(**keys: Any) -> bytes:
-    held = whole_file()
-    held["traceEvents"][0].update(keys)
-    return gzip.compress(json.dumps(held).encode())
-
-
-def damaged() -> bytes:
-    data = bytearray(gzip.compress(json.dumps({"traceEvents": [], "otherData": list(range(999))}).encode()))
-    for place in range(20, 80):
-        data[place] ^= 0xFF
-    return bytes(data)
-
-
-BROKEN = {
-    "empty": b"",
-    "cut off": changed()[:-30],
-    "damaged": damaged(),
-    "no text": gzip.compress(b"\xff\xfe"),
-    "no JSON": gzip.compress(b"{"),
-    "a list": gzip.compress(b"[]"),
-    "null": gzip.compress(b"null"),
-    "no events": gzip.compress(b"{}"),
-    "metadata are a list": gzip.compress(b'{"traceEvents": [], "otherData": [1]}'),
-    "an event of another program": gzip.compress(b'{"traceEvents": [{"ph": "X", "ts": 1, "pid": 0, "cat": "cpu_op"}]}'),
-    "an unknown kind": changed(cat="cpu_op"),
-    "a stage that is no number": changed(args={"stage": "0", "microbatch": 1, "version": 0}),
-    "a device that is no number": changed(pid="a"),
-    "an endless time": changed(ts=float("inf")),
-    "a time that is no number": changed(ts=float("nan")),
-    "a time in words": changed(ts="soon"),
-}
-
-
-@pytest.mark.parametrize("name", BROKEN)
-def test_a_file_that_is_no_trace_is_bad_input(tmp_path: Path, name: str) -> None:
-    (tmp_path / "t").write_bytes(BROKEN[name])
-    with pytest.raises(BadInput) as error:
-        read_chrome(tmp_path / "t")
-    (fault,) = error.value.faults
-    assert fault.startswith(f"{tmp_path / 't'}: ") and "\n" not in fault
-
-
-def test_the_file_that_the_broken_ones_are_made_of_is_read(tmp_path: Path) -> None:
-    for content in (changed(), json.dumps(whole_file()).encode()):
-        (tmp_path / "t").write_bytes(content)
-        assert read_chrome(tmp_path / "t") == ([Event(0, 0, "forward", 1, 1000, 2000, 0, None)], [], {})
-
-
 def test_a_missing_file_and_an_empty_folder_are_bad_input(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="t: no such run or trace"):
         read_trace(tmp_path / "t")

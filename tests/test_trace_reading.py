@@ -178,7 +178,8 @@ def bad(tmp_path: Path) -> Dict[str, Path]:
         "negative.json": chrome(dur=-5), "no device.json": chrome(pid=-1), "far.json": chrome(ts=1e300),
         "nan.json": chrome(ts=float("nan")),
         "stage.json": chrome(args={"stage": "x", "microbatch": 0, "version": 0}), "large.json": chrome(pid=1 << 40),
-        "metadata.json": b'{"otherData": [], "traceEvents": []}',
+        "metadata.json": b'{"otherData": [], "traceEvents": []}', "kind.json": chrome(cat="cpu_op"),
+        "no text.json.gz": gzip.compress(b"\xff\xfe"), "flipped.json.gz": packed[:40] + bytes(9) + packed[49:],
     }  # fmt: skip
     found = {}
     for name, content in contents.items():
