@@ -28,7 +28,7 @@ from ipu_pipe.config.sections import (
     OptimizerConfig,
     StageCount,
     StageFinest,
-    validate_entries,
+    is_entry_mapping,
 )  # fmt: skip
 from ipu_pipe.config.values import MOST_STAGES, Count, Seconds, Section, Seed, Threads, Updates, key_fault
 from ipu_pipe.schedule.methods import METHODS, Reads
@@ -96,7 +96,8 @@ class Config(Section):
 
     `model`: the model to train. `data`: the data to train it on. `method`: the training method, see docs/rules.md.
     `method_args`: changes of the method, and rules against staleness. `stages`: where the model is cut, see
-    docs/configuration.md; null: where its own boundaries are. `loss`: cross_entropy, "module:callable" of (output, target), or
+    docs/configuration.md; null: where its own boundaries are. `stages_per_device`: virtual stages on each device, of schedules
+    that have them; null: the method's own number. `loss`: cross_entropy, "module:callable" of (output, target), or
     model: the model's own, see docs/data.md. `backend`: where the run computes. `micro_batch_size`: samples of a microbatch,
     which passes through the stages together. `gradient_accumulation`: microbatches per update. `replicas`: copies of the whole
     pipeline, each with its share of the samples. `optimizer`: an optimizer of torch.optim. `lr_schedule`: how the learning rate
@@ -142,15 +143,14 @@ class Config(Section):
     # why the update rules cannot act with the config's own optimizer; reported unless Python gives another
     _optimizer_faults: Tuple[str, ...] = PrivateAttr(default=())
 
-    @field_validator("metrics", mode="before")
+    @field_validator("metrics", "callbacks", mode="before")
     @classmethod
-    def _validate_metrics(cls, value: Any) -> Any:
-        return validate_entries(value, "names such as accuracy, or import strings module:name")
-
-    @field_validator("callbacks", mode="before")
-    @classmethod
-    def _validate_callbacks(cls, value: Any) -> Any:
-        return validate_entries(value, "import strings module:name")
+    def _validate_entries(cls, value: Any) -> Any:
+        """Validate a list of names or import strings, or of mappings of an Entry's keys, which become Entries."""
+        entries = value if isinstance(value, (list, tuple)) else [None]
+        if all(isinstance(one, (str, Entry)) or is_entry_mapping(one) for one in entries):
+            return [one if isinstance(one, (str, Entry)) else Entry.model_validate(one) for one in entries]
+        raise ValueError("must be a list of names such as accuracy, or import strings module:name, or of {entry, args}")
 
     @field_validator("precision", mode="before")
     @classmethod

@@ -280,17 +280,8 @@ class Entry(Section):
     args: Dict[str, Any] = {}
 
 
-def validate_entries(value: Any, what: str) -> Any:
-    """Validate a list of names or import strings, or of mappings of an Entry's keys, of which it makes Entries.
-
-    Raise ValueError, which says in the words `what` what is allowed.
-    """
-    if isinstance(value, (list, tuple)) and all(isinstance(one, (str, Entry)) or _is_entry(one) for one in value):
-        return [one if isinstance(one, (str, Entry)) else Entry.model_validate(one) for one in value]
-    raise ValueError(f"must be a list of {what}, or of {{entry, args}}")
-
-
-def _is_entry(value: Any) -> bool:
+def is_entry_mapping(value: Any) -> bool:
+    """Return whether a value has the keys of an `Entry`."""
     return isinstance(value, Mapping) and isinstance(value.get("entry"), str) and set(value) <= {"entry", "args"}
 
 
