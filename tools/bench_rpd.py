@@ -24,7 +24,7 @@ if __name__ == "__main__":
 
 import numpy as np  # noqa: E402
 
-from ipu_pipe.errors import run_command  # noqa: E402
+from ipu_pipe.errors import Parser, run_command  # noqa: E402
 from ipu_pipe.studies.objectives import make_random_quadratic  # noqa: E402
 from ipu_pipe.studies.vector_runs import make_randomized_source, run_randomized  # noqa: E402
 from tests.support.vectors import PLAIN  # noqa: E402
@@ -35,8 +35,16 @@ RATES = np.asarray(2.0 ** np.arange(-8, 1))
 COMPARED = 3  # learning rates: the smallest ones, which do not diverge
 
 
+def make_parser() -> Parser:
+    """Build the parser of the command line."""
+    p = Parser(prog="tools/bench_rpd.py", description=__doc__)
+    p.add_argument("--rounds", type=int, default=5, help="turns of the vectorized runs; the fastest counts (default 5)")
+    return p
+
+
 def main() -> None:
     """Time both kinds of runs, and compare their iterates."""
+    args = make_parser().parse_args()
     objective = make_random_quadratic(2000, 512, 100)
     objective.compute_gradient(np.zeros((512, 1)), 0)  # computes the products that all runs share
     sources = [
@@ -46,7 +54,7 @@ def main() -> None:
     source, count = sources[0], sources[0].count
     for name, chosen in (("grid", sources[:1]), ("grid and bounds", sources)):
         seconds, runs = [], []
-        for _ in range(5):
+        for _ in range(args.rounds):
             start = time.process_time()
             runs = run_randomized(objective, chosen, RATES, 0, points=1)
             seconds.append(time.process_time() - start)

@@ -186,13 +186,17 @@ def _by_channel(values: Optional[Sequence[float]], x: torch.Tensor) -> Optional[
     return torch.tensor(values, dtype=torch.float32).view(1, -1, *[1] * (x.dim() - 2))
 
 
-def check_limit(key: str, wanted: Optional[int], most: Optional[int] = None) -> None:
-    """Raise `BadInput` if the number `wanted` of `key` is not whole, or not from 1 to `most`; None is no limit."""
-    if wanted is None or (type(wanted) is int and wanted >= 1 and (most is None or wanted <= most)):
-        return
-    raise BadInput(
-        f"data.{key}: {show(wanted)}: must be " + (f"from 1 to {most}" if most is not None else "a whole number >= 1")
-    )
+def check_whole(key: str, value: Any, least: int = 1, most: Optional[int] = None) -> None:
+    """Raise `BadInput` if the value of `key` is not a whole number from `least` to `most`."""
+    if type(value) is not int or value < least or (most is not None and value > most):
+        allowed = f"a whole number >= {least}" if most is None else f"from {least} to {most}"
+        raise BadInput(f"data.{key}: {show(value)}: must be {allowed}")
+
+
+def check_limit(key: str, wanted: Optional[int], most: int) -> None:
+    """Raise `BadInput` if the limit `wanted` of `key` is not from 1 to `most`; None is no limit."""
+    if wanted is not None:
+        check_whole(key, wanted, 1, most)
 
 
 def take_subset(train: Pair, test: Pair, subset: Optional[int], test_subset: Optional[int]) -> Tuple[Pair, Pair]:

@@ -14,7 +14,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tarfile
 import tempfile
 from dataclasses import dataclass
 from importlib import metadata
@@ -102,22 +101,18 @@ def _run(command: Sequence[str], folder: Path, what: str) -> None:
 
 
 def _unpack(package: Package, work: Path, ending: str, left_by: str) -> None:
-    """Check the hash of the one archive that a package manager left in `work`, and unpack its files that belong below it."""
+    """Check the hash of the one archive that a package manager left in `work`, and unpack it there."""
     archives = sorted(work.glob(f"*{ending}"))
     if len(archives) != 1:
         raise RunFault(f"{package.name}: {left_by} left {len(archives)} archives, must be one")
     digest = hash_file(archives[0], "sha256")
     if digest != package.sha256:
-        raise _other_package(package, digest)
-    with tarfile.open(archives[0]) as archive:
-        for member in archive.getmembers():
-            inside = (work / member.name).resolve()
-            if member.isfile() and str(inside).startswith(str(work.resolve()) + os.sep):
-                archive.extract(member, work)
+        raise _make_hash_fault(package, digest)
+    shutil.unpack_archive(archives[0], work)  # known by its hash: it holds no path that leads out
 
 
-def _other_package(package: Package, found: str) -> BadInput:
-    return BadInput(f"{package.name} {package.version}: SHA-256 of the package is {found}, must be {package.sha256}")
+def _make_hash_fault(package: Package, digest: str) -> BadInput:
+    return BadInput(f"{package.name} {package.version}: SHA-256 of the package is {digest}, must be {package.sha256}")
 
 
 # ---- npm packages
@@ -193,7 +188,7 @@ def _sdist(package: Package, work: Path) -> Path:
         match = re.search(r"Got +([0-9a-f]{64})", str(error))
         if match is None:
             raise
-        raise _other_package(package, match.group(1)) from None
+        raise _make_hash_fault(package, match.group(1)) from None
     _unpack(package, work, ".tar.gz", "pip download")
     return work / f"{package.name}-{package.version}"
 

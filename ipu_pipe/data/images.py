@@ -12,7 +12,7 @@ from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 import numpy as np
 import torch
 
-from ipu_pipe.data.batches import Pair, check_limit
+from ipu_pipe.data.batches import Pair, check_limit, check_whole
 from ipu_pipe.errors import BadInput
 from ipu_pipe.model.randomness import derive_seed
 
@@ -42,7 +42,7 @@ class ImageFolder:
         bytes: bool = False,
     ) -> None:
         for key, count in (("size", size), ("threads", threads)):
-            check_limit(key, -1 if count is None else count)
+            check_whole(key, count)
         self._image, self._size, self._seed, self._bytes = _pillow(), size, seed, bytes
         if root is None:
             raise BadInput("data.root: must be given for image_folder: the folder that holds train/ and val/")

@@ -28,7 +28,7 @@ from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Tupl
 import numpy as np
 import torch
 
-from ipu_pipe.data.batches import DataSource, Pair, SyntheticData, TensorData, check_limit, split_off_test, take_subset
+from ipu_pipe.data.batches import DataSource, Pair, SyntheticData, TensorData, check_whole, split_off_test, take_subset
 from ipu_pipe.data.hashes import hash_file
 from ipu_pipe.data.text import TextData, TranslationData
 from ipu_pipe.errors import BadInput
@@ -236,9 +236,7 @@ def _synthetic(
             f"data.shape: {show(shape)}, data.classes: {show(classes)}: must be whole numbers >= 1, as shape: [3, 32, 32]"
         )
     for key, count in (("subset", subset), ("test_subset", test_subset)):
-        if count is None:
-            raise BadInput(f"data.{key}: {show(count)}: must be a whole number >= 1")
-        check_limit(key, count)
+        check_whole(key, count)
     return SyntheticData(sizes, classes, subset, test_subset, seed, bytes)
 
 

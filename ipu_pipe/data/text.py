@@ -9,16 +9,10 @@ from typing import Any, Iterator, List, Optional, Sequence
 import numpy as np
 import torch
 
-from ipu_pipe.data.batches import Pair, TensorData, check_limit, split_off_test, take_subset
+from ipu_pipe.data.batches import Pair, TensorData, check_limit, check_whole, split_off_test, take_subset
 from ipu_pipe.errors import BadInput
 from ipu_pipe.model.randomness import derive_seed
 from ipu_pipe.text import show
-
-
-def _check_least(key: str, value: Any, least: int) -> None:
-    """Raise `BadInput` if the value of `key` is not an integer >= `least`."""
-    if type(value) is not int or value < least:
-        raise BadInput(f"data.{key}: {show(value)}: must be a whole number >= {least}")
 
 
 class TextData:
@@ -39,10 +33,9 @@ class TextData:
         subset: Optional[int] = None,
         test_subset: Optional[int] = None,
     ) -> None:
-        _check_least("context", context, 1)
+        check_whole("context", context)
         if characters is not None:
-            _check_least("characters", characters, 20)
-        check_limit("characters", characters, len(text))
+            check_whole("characters", characters, 20, len(text))
         codes = np.frombuffer(text, dtype=np.uint8)
         characters_used, numbers = np.unique(codes, return_inverse=True)
         self.vocabulary, self.vocabulary_size = characters_used.tobytes().decode("latin-1"), len(characters_used)
@@ -119,9 +112,8 @@ class TranslationData(TensorData):
         subset: Optional[int] = None,
         test_subset: Optional[int] = None,
     ) -> None:
-        _check_least("length", length, 2)
-        check_limit("length", length, LONGEST)
-        _check_least("vocabulary", vocabulary, len(SPECIAL) + 1)
+        check_whole("length", length, 2, LONGEST)
+        check_whole("vocabulary", vocabulary, len(SPECIAL) + 1)
         read = [(split_into_tokens(source), split_into_tokens(target)) for source, target in zip(sources, targets)]
         pairs = [(source, target) for source, target in read if len(source) <= length and len(target) < length]
         self.left_out = len(read) - len(pairs)

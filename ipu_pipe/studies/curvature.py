@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
-from typing import Any, ContextManager, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, ContextManager, List, Optional, Sequence, Tuple
 
 import torch
 from torch import nn
@@ -105,7 +105,7 @@ def _compute_gradient(
     gradients = torch.autograd.grad(
         loss(call_model(model, clone_tensors(x)), y), list(parameters), create_graph=create_graph, allow_unused=True
     )
-    return [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, gradients)]
+    return _fill_missing(gradients, parameters)
 
 
 def _multiply_hessian(gradient: Vector, parameters: Sequence[nn.Parameter], v: Vector) -> Vector:
@@ -115,7 +115,7 @@ def _multiply_hessian(gradient: Vector, parameters: Sequence[nn.Parameter], v: V
     gradients = torch.autograd.grad(
         [g for g, _ in curved], list(parameters), [part for _, part in curved], retain_graph=True, allow_unused=True
     )
-    return [torch.zeros_like(part) if h is None else h for h, part in zip(gradients, v)]
+    return _fill_missing(gradients, v)
 
 
 def _dot(a: Vector, b: Vector) -> float:
@@ -153,27 +153,22 @@ def _measure_discrepancy(
     It is a central difference, with weights written in place between forward and backward.
     """
     far = 1e-3 * float(sum((p.detach() ** 2).sum() for p in parameters)) ** 0.5
-    with _move_between(parameters, v, far) as plus:
-        forward = plus(model, loss, x, y)
-    with _move_between(parameters, v, -far) as minus:
-        backward = minus(model, loss, x, y)
-    return -(_dot(forward, v) - _dot(backward, v)) / (2 * far)
-
-
-@contextlib.contextmanager
-def _move_between(parameters: Sequence[nn.Parameter], v: Vector, far: float) -> Iterator[Any]:
-    """Yield a function that computes a gradient whose backward reads weights moved by far v; restore the weights at the end."""
     before = [p.detach().clone() for p in parameters]
 
-    def gradient(model: nn.Module, loss: Loss, x: Any, y: Any) -> Vector:
+    def compute_slope(distance: float) -> float:
+        """Return the gradient along v of a pass whose backward reads weights moved by `distance` times v."""
         value = loss(call_model(model, clone_tensors(x)), y)
-        for p, part in zip(parameters, v):
-            p.data.add_(part, alpha=far)
-        gradients = torch.autograd.grad(value, list(parameters), allow_unused=True)
-        return [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, gradients)]
+        try:
+            for p, part in zip(parameters, v):
+                p.data.add_(part, alpha=distance)
+            gradients = torch.autograd.grad(value, list(parameters), allow_unused=True)
+        finally:
+            for p, weights in zip(parameters, before):
+                p.data.copy_(weights)
+        return _dot(_fill_missing(gradients, parameters), v)
 
-    try:
-        yield gradient
-    finally:
-        for p, value in zip(parameters, before):
-            p.data.copy_(value)
+    return -(compute_slope(far) - compute_slope(-far)) / (2 * far)
+
+
+def _fill_missing(gradients: Sequence[Optional[torch.Tensor]], like: Sequence[torch.Tensor]) -> Vector:
+    return [torch.zeros_like(p) if g is None else g for p, g in zip(like, gradients)]
