@@ -10,7 +10,7 @@ import platform
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Optional, Sequence
+from typing import Any, Dict, List, Mapping, Optional
 
 import numpy as np
 import torch
@@ -98,9 +98,8 @@ def fingerprint_data(job: Job, earlier: Mapping[str, Any]) -> Dict[str, Any]:
     paths = [os.fspath(file) for file in getattr(job.data, "data_files", ())]
     folder = os.path.dirname(os.path.commonprefix(paths))
     named = {path[len(os.path.join(folder, "")) if folder else 0 :]: Path(path) for path in paths}
-    known = _as_mapping(earlier.get("files"))
     try:
-        files = hash_files(named, known) if len(named) <= MOST_FILES else {}
+        files = hash_files(named, _as_mapping(earlier.get("files"))) if len(named) <= MOST_FILES else {}
     except OSError as error:
         raise BadInput(f"data: {error.filename}: {error.strerror or error}") from None
     names = hashlib.sha256("\n".join(sorted(named)).encode()).hexdigest()
@@ -113,32 +112,31 @@ def fingerprint_data(job: Job, earlier: Mapping[str, Any]) -> Dict[str, Any]:
 def compare_data(job: Job, before: Mapping[str, Any], now: Mapping[str, Any]) -> List[str]:
     """Return a line for each difference between two fingerprints of data, with both values. What was not recorded is not
     compared, nor is the first microbatch of a source that draws another one each time."""
-    faults, files = [], (_as_mapping(before.get("files")), _as_mapping(now.get("files")))
-    for name in sorted({*files[0], *files[1]}) if before.get("files") and now.get("files") else ():
+    faults: List[str] = []
+
+    def compare(what: str, then: Any, today: Any) -> None:
+        if None not in (then, today) and then != today:
+            faults.append(f"data: {what} was {str(then)[:SHOWN]}, is {str(today)[:SHOWN]}")
+
+    files = [_as_mapping(record.get("files")) for record in (before, now)]
+    for name in sorted({*files[0], *files[1]}) if all(files) else ():
         then, today = (_as_mapping(record.get(name)) for record in files)
-        for key, what in (("sha256", "SHA-256"), ("bytes", "size")):
-            values = then.get(key), today.get(key)
-            if None not in values and values[0] != values[1]:
-                faults.append(_format_change(f"{name}: its {what}", values))
-                break
         if not (then and today):
             faults.append(f"data: {name}: was {'not ' if today else ''}read, is {'' if today else 'not '}now")
-    lists = [_as_mapping(record.get("file_names")).get("sha256") for record in (before, now)]
-    if not faults and None not in lists and lists[0] != lists[1]:
-        faults.append(_format_change("the SHA-256 of the names of its files", lists))
-    microbatches = before.get("sha256"), now.get("sha256")
-    if not faults and None not in microbatches and microbatches[0] != microbatches[1] and _is_repeatable(job, now):
-        faults.append(_format_change("the SHA-256 of the first microbatch", microbatches))
+        elif then.get("sha256") and today.get("sha256"):
+            compare(f"{name}: its SHA-256", then["sha256"], today["sha256"])
+        else:
+            compare(f"{name}: its size", then.get("bytes"), today.get("bytes"))
+    names = [_as_mapping(record.get("file_names")).get("sha256") for record in (before, now)]
+    if not faults:
+        compare("the SHA-256 of the names of its files", *names)
+    if not faults and before.get("sha256") != now.get("sha256") and _is_repeatable(job, now):
+        compare("the SHA-256 of the first microbatch", before.get("sha256"), now.get("sha256"))
     return faults
 
 
-def _format_change(what: str, values: Sequence[Any]) -> str:
-    then, now = (str(value)[:SHOWN] for value in values)
-    return f"data: {what} was {then}, is {now}"
-
-
 def _as_mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
+    return value if isinstance(value, Mapping) else {}  # a record that was changed by hand
 
 
 def _is_repeatable(job: Job, now: Mapping[str, Any]) -> bool:
