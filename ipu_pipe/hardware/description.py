@@ -161,7 +161,7 @@ class Hardware(Section):
                     f"links.{place}.holds", level.holds, f"must be a larger multiple of {inner}, the level's inside"
                 )
             inner = level.holds or inner
-        if not self._can_join(self.devices):
+        if self.devices > (self.most_devices or self.devices):
             raise key_fault(
                 "devices", self.devices, f"must be at most {self.most_devices}: no level of links holds more"
             )
@@ -172,12 +172,9 @@ class Hardware(Section):
         """Return how many devices the links can join; None: any number."""
         return self.links[-1].holds if self.links else 1
 
-    def _can_join(self, devices: int) -> bool:
-        return self.most_devices is None or devices <= self.most_devices
-
     def with_devices(self, devices: int) -> "Hardware":
         """Return a copy with another number of devices. Raises BadInput where no level of links joins them."""
-        if devices < 1 or not self._can_join(devices):
+        if not 1 <= devices <= (self.most_devices or devices):
             most = "" if self.most_devices is None else f" to {self.most_devices}, all that its links join"
             raise BadInput(f"--devices: {show(devices)}: hardware {self.name}: must be an integer from 1{most}")
         return self.model_copy(update={"devices": devices})

@@ -6,6 +6,7 @@ operations, which are nested. The records do not say microbatches, versions and 
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence, Tuple
@@ -46,16 +47,12 @@ class ProfilerRank:
     """The events of one rank, from its records."""
 
     def __init__(self) -> None:
-        self._kinds: Dict[Tuple[Any, Any], Optional[Tuple[int, bool]]] = {}
         self._parts: List[Tuple[Any, Any, Any, Any]] = []
 
     def read_row(self, record: Dict[str, Any]) -> Optional[Tuple[Any, ...]]:
         """Return the kind's code, whether it was on a GPU, begin and duration (us) of a record; None if it says nothing of the
         device."""
-        key = record.get("cat", ""), record["name"]
-        if key not in self._kinds:  # names repeat
-            self._kinds[key] = _identify(str(key[0]), str(key[1]))
-        kind = self._kinds[key]
+        kind = _identify(str(record.get("cat", "")), str(record["name"]))
         return None if kind is None else (*kind, record["ts"], record["dur"])
 
     def add(self, rows: Sequence[Tuple[Any, ...]]) -> None:
@@ -104,6 +101,7 @@ def merge_ranks(files: Sequence[Tuple[Path, Dict[str, Any], ProfilerRank]]) -> T
     return Trace(events, Counters.from_rows([]), metadata, tuple(notes))
 
 
+@functools.lru_cache(maxsize=1 << 16)  # names repeat
 def _identify(category: str, name: str) -> Optional[Tuple[int, bool]]:
     """Return the code of the kind and whether it was on a GPU; None for records that say nothing of the device."""
     communicates = COMMUNICATES.search(name) is not None or (category == "gpu_memcpy" and "DtoD" not in name)
