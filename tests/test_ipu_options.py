@@ -17,7 +17,7 @@ from ipu_pipe.backends.ipu import options, refusals, wrapping
 from ipu_pipe.backends.ipu.config import IpuConfig
 from ipu_pipe.backends.ipu.model_facts import ModelFacts, observe_model
 from ipu_pipe.backends.ipu.options import RECOMPUTATION
-from ipu_pipe.backends.ipu.placement import Execution, Placement, get_execution, place_stages
+from ipu_pipe.backends.ipu.placement import PIPELINED, Placement, get_execution, place_stages
 from ipu_pipe.backends.ipu.refusals import check_method
 from ipu_pipe.backends.table import make_engine
 from ipu_pipe.config.compare import dump_config
@@ -158,7 +158,7 @@ def test_a_row_of_which_nobody_said_that_poptorch_runs_it_is_refused(what: str, 
         said.startswith("method: invented: nobody has said that PopTorch runs") and "gpipe or pipedream_flush" in said
     )
     own = replace(GPIPE, name="invented", source="another", default_accumulate=DefaultAccumulate.ONE)
-    assert check_method(own) == [] and get_execution(own) is Execution.PIPELINED  # neither alters what runs
+    assert check_method(own) == [] and get_execution(own) == PIPELINED  # neither alters what runs
 
 
 def test_a_fault_names_the_file_it_came_from(tmp_path: Path) -> None:

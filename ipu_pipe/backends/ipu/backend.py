@@ -8,7 +8,7 @@ import importlib.util
 import json
 import os
 import sys
-from typing import Iterator, List, Mapping, Optional
+from typing import Any, Dict, Iterator, List, Mapping, Optional
 
 import numpy as np
 import torch
@@ -31,6 +31,7 @@ from ipu_pipe.model.loss import OwnLoss, takes_whole_output
 from ipu_pipe.schedule.runs import IntArray
 from ipu_pipe.update.groups import OWN_RATES, has_own_rates
 
+COMPILATION = 3600.0  # seconds that a process may have to wait for another's compiler
 MISSING = (
     "PopTorch is not installed: it is a wheel inside Graphcore's Poplar SDK 3.4 (not on PyPI), for Python 3.8 and "
     "torch 2.0.1; what runs here is backend.name=emulator with backend.ipu=null and precision=float32"
@@ -73,25 +74,26 @@ def start(config: Config, asked: Mapping[str, object]) -> None:
             f"backend.name: poptorch: PopTorch is there but cannot be imported: {summarize(error)}: source the SDK's enable "
             "scripts, and use its Python 3.8 and torch 2.0.1"
         ) from error
+    where: Dict[str, Any] = {}
+    is_one_of_several = ipu.local == "decoupled"
     if is_under_poprun():
-        _join_poprun(backend.deadline)
-    elif ipu.local == "decoupled":
-        ipu_blocks.start(backend)
+        where = _find_instances()
+        is_one_of_several = where["world_size"] > 1
+    if is_one_of_several and not dist.is_initialized():
+        patience = datetime.timedelta(seconds=max(backend.deadline, COMPILATION))
+        dist.init_process_group("gloo", timeout=patience, **where)
 
 
-def _join_poprun(deadline: float) -> None:
-    """Join poprun's instances in a gloo group too, by which the first one's decisions reach all (not run on hardware).
+def _find_instances() -> Dict[str, Any]:
+    """Return how poprun's instances join a gloo group too, by which the first one's decisions reach all (not run on hardware).
     MASTER_ADDR and MASTER_PORT say where, 127.0.0.1 and 29500 by default."""
     import popdist
 
     popdist.init()
-    rank, world = popdist.getInstanceIndex(), popdist.getNumInstances()
+    rank, world, launch = popdist.getInstanceIndex(), popdist.getNumInstances(), read_launch()
     announce_rank(rank, world)
-    if world > 1 and not dist.is_initialized():
-        launch = read_launch()
-        where = f"tcp://{launch.address or '127.0.0.1'}:{launch.port or 29500}"
-        patience = datetime.timedelta(seconds=max(deadline, ipu_blocks.COMPILATION))
-        dist.init_process_group("gloo", init_method=where, rank=rank, world_size=world, timeout=patience)
+    address = f"tcp://{launch.address or '127.0.0.1'}:{launch.port or 29500}"
+    return {"init_method": address, "rank": rank, "world_size": world}
 
 
 @contextlib.contextmanager

@@ -11,7 +11,6 @@ own pipeline cannot do. The price is that activations leave the IPU-Links. Not r
 from __future__ import annotations
 
 import contextlib
-import datetime
 from collections import deque
 from typing import Any, Deque, Dict, Iterator, List, Optional, Tuple
 
@@ -27,7 +26,6 @@ from ipu_pipe.backends.ipu.optimizer import count_state_bytes, export_state, imp
 from ipu_pipe.backends.ipu.options import make_options
 from ipu_pipe.backends.ipu.placement import Placement
 from ipu_pipe.backends.ipu.wrapping import get_unsplit_name, wrap
-from ipu_pipe.config.schema import BackendConfig
 from ipu_pipe.errors import BadInput, RunFault, summarize
 from ipu_pipe.job.evaluation import EvaluationResult, Tally, load_test_batches
 from ipu_pipe.job.record import Job
@@ -37,16 +35,8 @@ from ipu_pipe.model.randomness import derive_seed
 from ipu_pipe.model.restoring import load_state
 from ipu_pipe.trace.events import Counters, Events, concatenate_counters, concatenate_events
 
-COMPILATION = 3600.0  # seconds that a process may have to wait for another's compiler
 OUTSTANDING = 4  # messages on their way to the next block
 RESULT_TAG, EVALUATION_TAG = 1 << 28, 1 << 29
-
-
-def start(backend: BackendConfig) -> None:
-    """Join the processes that torchrun started."""
-    if not dist.is_initialized():
-        patience = datetime.timedelta(seconds=max(backend.deadline, COMPILATION))
-        dist.init_process_group("gloo", timeout=patience)
 
 
 @contextlib.contextmanager
@@ -242,12 +232,8 @@ class BlockEngine(Engine):
             gathered = self._gather(self._read_state())
         if gathered is None:
             return None
-        model, tensors, plain = dict(self.job.model.state_dict()), {}, {}
-        for part in gathered:
-            model.update(part[0])
-            tensors.update(part[1])
-            plain.update(part[2])
-        return CheckpointState(model, tensors, plain)
+        model, tensors, plain = ({key: v for part in parts for key, v in part.items()} for parts in zip(*gathered))
+        return CheckpointState({**self.job.model.state_dict(), **model}, tensors, plain)
 
     def _gather(self, value: Any) -> Optional[List[Any]]:
         gathered: Optional[List[Any]] = [None] * self.depth if self.is_main else None

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any, Optional
 
 from ipu_pipe.backends.ipu.config import LOCATIONS, IpuConfig, TensorLocation, TensorLocations
-from ipu_pipe.backends.ipu.placement import Execution, Placement, get_execution
+from ipu_pipe.backends.ipu.placement import PIPELINED, Placement, get_execution
 from ipu_pipe.config.schema import Config
 from ipu_pipe.schedule.methods import Method
 
@@ -35,10 +35,10 @@ def make_options(
         if ipu_id is not None:
             options.useIpuId(ipu_id)
     stages = [poptorch.Stage(*map(name_stage, stages)).ipu(index) for index, stages in place.runs]
-    options.setExecutionStrategy(getattr(poptorch, execution.value)(*stages))
+    options.setExecutionStrategy(getattr(poptorch, execution)(*stages))
     options.autoRoundNumIPUs(ipu.auto_round_num_ipus)
     options.broadcastBuffers(ipu.broadcast_buffers)
-    pipelined = execution is Execution.PIPELINED
+    pipelined = execution == PIPELINED
     if training:
         _set_training(options, ipu, accumulation or config.gradient_accumulation)
         _set_recomputation(options, ipu.recomputation, config.recompute, pipelined and place.ipus > 1)

@@ -13,7 +13,6 @@ Sources: PopTorch, branch sdk-release-3.4 (popart_compiler/source/CompilerImpl.c
 from __future__ import annotations
 
 import importlib.util
-from enum import Enum
 from typing import Any, Callable, List, NamedTuple, Optional, Tuple
 
 from ipu_pipe.backends.ipu.config import IpuConfig
@@ -21,24 +20,18 @@ from ipu_pipe.config.schema import Config
 from ipu_pipe.errors import BadInput
 from ipu_pipe.schedule.methods import Method, Pipeline, Reads, Structure
 
-
-class Execution(str, Enum):
-    """PopTorch's execution strategies, by the names of their classes."""
-
-    SHARDED = "ShardedExecution"  # one stage at a time
-    PIPELINED = "PipelinedExecution"
-
+SHARDED, PIPELINED = "ShardedExecution", "PipelinedExecution"  # PopTorch's classes; sharded: one stage at a time
 
 # pipeline -> how PopTorch runs it, whether it is flushed before every update, whether its blocks have losses of their own
 RUNS = {
-    Pipeline.SEQUENTIAL: (Execution.SHARDED, True, False),
-    Pipeline.FILL_DRAIN: (Execution.PIPELINED, True, False),
-    Pipeline.ONE_F_ONE_B_FLUSH: (Execution.PIPELINED, True, False),
-    Pipeline.LOCAL: (Execution.PIPELINED, False, True),
+    Pipeline.SEQUENTIAL: (SHARDED, True, False),
+    Pipeline.FILL_DRAIN: (PIPELINED, True, False),
+    Pipeline.ONE_F_ONE_B_FLUSH: (PIPELINED, True, False),
+    Pipeline.LOCAL: (PIPELINED, False, True),
 }
 
 
-def get_execution(method: Method) -> Optional[Execution]:
+def get_execution(method: Method) -> Optional[str]:
     """Return how PopTorch runs the method; None where no row says that it does. What a row does not state must be as in a plain
     method, so that a new field of methods is refused where it says anything."""
     execution, flushes, in_blocks = RUNS.get(method.pipeline, (None, False, False))
@@ -53,7 +46,7 @@ def get_execution(method: Method) -> Optional[Execution]:
 def is_pipelined(method: Method) -> bool:
     """Tell whether PopTorch runs the method as a pipeline. A method that it does not run is judged as one, so that its other
     faults are told, too."""
-    return get_execution(method) is not Execution.SHARDED
+    return get_execution(method) != SHARDED
 
 
 class Placement(NamedTuple):
