@@ -82,6 +82,23 @@ def list_faults(job: Any, path: Path, change: Callable[[Dict[str, torch.Tensor]]
     return []
 
 
+def write_schema_2(path: Path) -> None:
+    """Rewrite a checkpoint as the version before schema 3 wrote it."""
+    manifest = checkpoint.load(path).manifest
+    state = {key: manifest[key] for key in ("position", "optimizer", "callbacks")}
+    (path / "state.json").write_text(json.dumps({**state, "schema": 2, "step": manifest["step"]}, indent=1))
+    files = {
+        name: {"bytes": (path / name).stat().st_size, "sha256": hashlib.sha256((path / name).read_bytes()).hexdigest()}
+        for name in (*checkpoint.FILES, "state.json")
+    }
+    body = {
+        "sha256": "0" * 64, "schema": 2, "step": manifest["step"], "updates": manifest["updates"], "stages": [2, 2, 2],
+        "files": files, "keys_sha256": "1" * 64, "keys": manifest["keys"],
+    }  # fmt: skip
+    text = json.dumps(body, indent=1) + "\n"
+    (path / "manifest.json").write_text(text.replace("0" * 64, hashlib.sha256(text.encode()).hexdigest(), 1))
+
+
 def write_schema_1(path: Path) -> None:
     """Rewrite a checkpoint as the versions before manifests wrote it."""
     manifest = checkpoint.load(path).manifest
@@ -323,6 +340,17 @@ def test_a_run_whose_trace_was_counted_in_microbatches_goes_on(trained: Path, cu
     (cut / "config.yaml").write_text(yaml.safe_dump(recorded))
     train(config(*keys()), cut, resume=True)
     assert same(weights(cut), weights(trained))
+
+
+def test_a_checkpoint_of_schema_2_is_resumed(trained: Path, cut: Path) -> None:
+    folder = cut / "checkpoints" / "step-8"
+    write_schema_2(folder)
+    resumed(cut)
+    assert same(weights(cut), weights(trained))
+    (folder / "state.json").write_text((folder / "state.json").read_text().replace('"update": 8', '"update": 0'))
+    with pytest.raises(BadInput) as error:
+        checkpoint.load(folder)
+    assert error.value.faults[0].startswith(f"{folder / 'state.json'}: corrupt checkpoint")
 
 
 def test_a_checkpoint_without_a_manifest_is_refused_with_a_way_to_go_on(cut: Path, tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from ipu_pipe.text import show
 
 MODEL, OPTIMIZER, MANIFEST = "model.safetensors", "optimizer.safetensors", "manifest.json"
 FILES = (MODEL, OPTIMIZER)
-SCHEMA = 3  # before it a file state.json held the position and the optimizer's plain values
+SCHEMA = 3  # in schema 2 a file state.json held the position and the optimizer's plain values; schema 1 had no manifest
 WRAPPERS = ("module.", "_orig_mod.")  # prefixes of names in the state dict of DataParallel and torch.compile
 MOST_FAULTS = 5  # of one checkpoint that are printed; the others are counted
 SAFE_TORCH = (2, 6)  # before it torch.load could run a file's code in spite of weights_only (CVE-2025-32434)
@@ -174,9 +174,9 @@ def read_manifest(path: Path, resumes: bool = True) -> Dict[str, Any]:
         raise BadInput(f"{file}: corrupt checkpoint: {error}{_advise(path)}") from None
     if len(written) != len(_NO_HASH) or _seal(text.replace(written, _NO_HASH, 1)) != text:
         raise BadInput(f"{file}: corrupt checkpoint: its SHA-256 is not the one it says{_advise(path)}")
-    if resumes and manifest.get("schema") != SCHEMA:
+    if resumes and manifest.get("schema") not in (2, SCHEMA):
         raise BadInput(
-            f"{file}: schema: {manifest.get('schema')}: this version resumes {SCHEMA}: use the ipu_pipe that wrote it, "
+            f"{file}: schema: {manifest.get('schema')}: this version resumes 2 and {SCHEMA}: use the ipu_pipe that wrote it, "
             f"or begin a new run from the weights (init_from: {path / MODEL})"
         )
     for name, record in manifest.get("files", {}).items():
@@ -188,6 +188,8 @@ def read_manifest(path: Path, resumes: bool = True) -> Dict[str, Any]:
         if not is_saved:
             why = "is missing, or its SHA-256 is not the one that was saved"
             raise BadInput(f"{path / name}: corrupt checkpoint: {why}{_advise(path)}")
+    if manifest.get("schema") == 2:
+        manifest = {**json.loads((path / "state.json").read_text(encoding="utf-8")), **manifest}
     return manifest
 
 
