@@ -63,18 +63,18 @@ def count_blocks(
         raise
     except Exception as error:  # whatever the user's code raises
         raise BadInput(f"model: its blocks cannot be counted by shape: {summarize(error)}") from error
-    own, behind = _split_calls(seen.calls, [unit.name for unit in units])
+    calls_of_units, calls_of_heads = _split_calls(seen.calls, [unit.name for unit in units])
     first = tuple(
         replace(
             unit,
-            backward_flops=sum(each.backward_flops for each in calls) / count_samples(x),
-            backward_moved=sum(each.backward_moved for each in calls) / count_samples(x),
+            backward_flops=sum(call.backward_flops for call in calls) / count_samples(x),
+            backward_moved=sum(call.backward_moved for call in calls) / count_samples(x),
         )
-        for unit, calls in zip(units, own)
+        for unit, calls in zip(units, calls_of_units)
     )
     heads = tuple(
-        _make_head_unit(unit, made, calls, {place for each in before for place in each.saved}, count_samples(x))
-        for unit, made, calls, before in zip(units, whole.heads, behind, own)
+        _make_head_unit(unit, head_module, calls, {place for call in before for place in call.saved}, count_samples(x))
+        for unit, head_module, calls, before in zip(units, whole.heads, calls_of_heads, calls_of_units)
     )
     return BlockUnits(heads, first)
 
@@ -122,30 +122,30 @@ def _split_calls(
 ) -> Tuple[List[List[ModuleCall]], List[List[ModuleCall]]]:
     """Return the calls of each unit, and of each head."""
     at: Dict[str, int] = {f"model.{name}" if name else "model": i for i, name in enumerate(names)}
-    own: List[List[ModuleCall]] = [[] for _ in names]
+    of_units: List[List[ModuleCall]] = [[] for _ in names]
     heads: List[List[ModuleCall]] = [[] for _ in names[1:]]
-    part = own[0]
-    for each in calls:
-        outer = each.name.split(".")
+    part = of_units[0]
+    for call in calls:
+        outer = call.name.split(".")
         if outer[0] == "heads" and len(outer) > 1:
             part = heads[int(outer[1])]
-        elif each.name in at:
-            part = own[at[each.name]]
-        part.append(each)
-    return own, heads
+        elif call.name in at:
+            part = of_units[at[call.name]]
+        part.append(call)
+    return of_units, heads
 
 
 def _make_head_unit(unit: Unit, head: nn.Module, calls: Sequence[ModuleCall], kept: Any, samples: int) -> Unit:
     """Return a head as a unit, without the tensors that its block keeps anyhow (`kept`)."""
-    saved = {place: size for each in calls for place, size in each.saved.items() if place not in kept}
+    saved = {place: size for call in calls for place, size in call.saved.items() if place not in kept}
     return Unit(
         f"head behind {unit.name}",
-        sum(each.flops for each in calls) / samples,
-        sum(each.backward_flops for each in calls) / samples,
+        sum(call.flops for call in calls) / samples,
+        sum(call.backward_flops for call in calls) / samples,
         sum(parameter.numel() for parameter in head.parameters() if parameter.requires_grad),
         0.0,
         sum(saved.values()) / samples,
         unit.number_bytes,
-        forward_moved=sum(each.moved for each in calls) / samples,
-        backward_moved=sum(each.backward_moved for each in calls) / samples,
+        forward_moved=sum(call.moved for call in calls) / samples,
+        backward_moved=sum(call.backward_moved for call in calls) / samples,
     )

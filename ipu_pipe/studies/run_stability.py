@@ -175,21 +175,21 @@ def _drop_nonfinite(value: float) -> Optional[float]:
     return value if math.isfinite(value) else None
 
 
-def format_stability(found: Dict[str, Any]) -> str:
+def format_stability(stability: Dict[str, Any]) -> str:
     """Return the stability as text: the curvature, a table of stages, and advice."""
-    c = found["curvature"]
+    c = stability["curvature"]
     how = c["how"]
     if "iterations" in c:
         how += (
             f": {c['iterations']} iterations, residual {c['residual']:.2g}, seed {c['seed']}, {c['samples']} samples, "
         )
         how += f"weights {c['weights']}"
-    lines = [f"{found['method']}: curvature {c['value']:.4g} ({how})"]
+    lines = [f"{stability['method']}: curvature {c['value']:.4g} ({how})"]
     if c.get("discrepancy") is not None:
         lines.append(f"discrepancy (the backward's part of it): {c['discrepancy']:.3g} of the curvature")
     head = ["stage", "delay", "share", "rate", "largest stable", "margin", "raised most by"]
     rows = []
-    for s in found["stages"]:
+    for s in stability["stages"]:
         best = s["raised_by"][0] if s["raised_by"] else None
         rows.append([
             str(s["index"]),
@@ -197,11 +197,11 @@ def format_stability(found: Dict[str, Any]) -> str:
             _show(s["share"]), _show(s["rate"]), _show(s["largest_stable_rate"]), _show(s["margin"]),
             f"{best['rule']} ({_show(best['margin'])})" if best else "-",
         ])  # fmt: skip
-    if found["whole"] is not None:
-        w = found["whole"]
+    if stability["whole"] is not None:
+        w = stability["whole"]
         rows.append(["all", "", "1", _show(w["rate"]), _show(w["largest_stable_rate"]), _show(w["margin"]), ""])
     lines += ["", *format_table(head, rows, most=len(rows)), ""]
-    return "\n".join([*lines, *found["advice"]])
+    return "\n".join([*lines, *stability["advice"]])
 
 
 def _show(value: Optional[float]) -> str:
