@@ -128,6 +128,7 @@ class LiteralStage:
         self.states = [State(self.history[0])]
         self.in_flight: Dict[int, Any] = {}
         self.forward_version: Dict[int, int] = {}
+        self.computed: Dict[int, Weights] = {}
 
     def _now(self) -> Weights:
         return {name: p.detach().clone() for name, p in self.parameters.items()}
@@ -184,7 +185,10 @@ class LiteralStage:
         self.in_flight[m] = (read, received, outputs)
         return outputs
 
-    def backward(self, m: int, outputs: Sequence[torch.Tensor], gradients: Sequence[Any], newest: bool) -> List[Any]:
+    def backward(
+        self, m: int, outputs: Sequence[torch.Tensor], gradients: Sequence[Any], newest: bool, split: bool = False
+    ) -> List[Any]:
+        """`split`: the weight gradients are gathered later."""
         read, received, _ = self.in_flight.pop(m)
         if newest:  # the backward finds in memory what the stage holds now
             for name, w in {**self._read_now(m), **self._tied()}.items():
@@ -195,11 +199,18 @@ class LiteralStage:
             if (m, name) in self.came:
                 w.grad = self.came.pop((m, name)) + w.grad
         self.gives = [(stage.came, (m, there), read[name].grad) for name, (stage, there) in self.ties.items()]
+        self.computed[m] = read
+        if not split:
+            self.gather(m)
+        return [x.grad for x in received]
+
+    def gather(self, m: int) -> None:
+        """Add the weight gradients of a microbatch, which a split backward has only now."""
+        read = self.computed.pop(m)
         for name, p in self.parameters.items():
             if read[name].grad is not None:
                 gradient = read[name].grad.to(p.dtype)
                 p.grad = gradient.clone() if p.grad is None else p.grad + gradient
-        return [x.grad for x in received]
 
     def update(self) -> None:
         k, rules = self.version, self.rules
@@ -257,7 +268,10 @@ def replay(
     last, accumulate = len(stages) - 1, schedule.accumulate
     count = schedule.microbatches
     forwards = _by_slot(schedule.slots(Kind.FORWARD, 0, count))
-    backwards = _by_slot(schedule.slots(Kind.BACKWARD, 0, count))
+    # of a split backward the input gradient, and the weight gradient
+    backwards, completions = (
+        _by_slot(schedule.slots(kind, 0, count)) for kind in (schedule.passes[1], schedule.passes[-1])
+    )
     again = _recomputations(schedule, method) if method.segments is not None else {}
     activations: Dict[Tuple[int, int], Sequence[torch.Tensor]] = {(0, m): (x,) for m, (x, _) in enumerate(batches)}
     gradients: Dict[Tuple[int, int], Sequence[Any]] = {}
@@ -300,8 +314,13 @@ def replay(
                     outputs = (loss(outputs[0], batches[m][1]) / accumulate,)
                 else:
                     grads = gradients.pop((s, m))
-                back = stage.backward(m, outputs, grads, newest=method.backward_reads is Reads.NEWEST)
+                newest = method.backward_reads is Reads.NEWEST
+                back = stage.backward(m, outputs, grads, newest, split=len(schedule.passes) > 2)
                 sent += [(gradients, (s - 1, m), back), *stage.gives]
+            m = completions.get((slot, s))
+            if m is not None:
+                if m in stage.computed:
+                    stage.gather(m)
                 if (m + 1) % accumulate == 0:
                     stage.update()
         for box, key, tensors in sent:

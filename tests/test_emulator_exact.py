@@ -14,7 +14,7 @@ from torch import nn
 from ipu_pipe.backends.emulator.replay import Emulator
 from ipu_pipe.backends.work import Work
 from ipu_pipe.model.stages import partition
-from ipu_pipe.schedule.methods import METHODS, Method, Reads, resolve_method
+from ipu_pipe.schedule.methods import METHODS, ORDERED, Method, Reads, resolve_method
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.update.apply import UpdateRules
@@ -114,6 +114,11 @@ VARIANTS: List[Tuple[str, dict]] = [(name, {}) for name in WHOLE] + [  # type: i
     ("pipelined_backprop", {"turn": 1}),
     ("pipedream", {"stash": False}),
     ("pipedream", {"schedule": "dataflow"}),
+    ("pipedream", {"split_backward": True}),
+    ("pipedream", {"split_backward": True, "activation_limit": 2}),
+    ("pipelined_backprop", {"split_backward": True}),
+    *((name, {"stages_per_device": 2}) for name in ("pipedream", "pipelined_backprop")),
+    ("pipedream", {"stages_per_device": 2, "split_backward": True}),
 ]
 
 
@@ -126,8 +131,10 @@ VARIANTS: List[Tuple[str, dict]] = [(name, {}) for name in WHOLE] + [  # type: i
 def test_weights_equal_those_of_the_literal_replay(
     method: str, args: Any, model: str, optimizer: str, accumulate: int
 ) -> None:
-    chosen = resolve_method(method, args)
     stages = fresh(model)
+    if len(stages) % args.get("stages_per_device", 1):
+        args = {**args, "stages_per_device": len(stages)}  # all on one device
+    chosen = resolve_method(method, args)
     if chosen.forward_reads is Reads.DOUBLE_BUFFERED and accumulate < len(stages):
         accumulate += len(stages)
     data = batches(accumulate * 9)
@@ -142,6 +149,18 @@ def test_weights_equal_those_of_the_literal_replay(
     for p, q in zip(ours, theirs):
         for entry, value in emulator.work.rules.stages[0].state[p].items():
             assert torch.equal(value, states[id(q)][entry]), entry
+
+
+@pytest.mark.parametrize("name", [name for name in ORDERED if name != "rows"])
+def test_orders_by_device_train_as_gpipe(name: str) -> None:
+    """They flush, and every stage sums the gradients of a batch in the order of the microbatches."""
+    trained, gpipe = whole(fresh("mlp")), whole(fresh("mlp"))
+    data = batches(3 * 8)
+    args = {} if ORDERED[name].order.fixed else {"stages_per_device": 2}  # type: ignore[union-attr]
+    emulate(trained, resolve_method(name, args), 8, data, OPTIMIZERS["adamw"])
+    emulate(gpipe, METHODS["gpipe"], 8, data, OPTIMIZERS["adamw"])
+    for mine, theirs in zip(trained.parameters(), gpipe.parameters()):
+        assert torch.equal(mine, theirs)
 
 
 @pytest.mark.parametrize("method", ["pipemare", "pipedream", "pipedream_2bw", "pipelined_backprop"])

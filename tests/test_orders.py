@@ -6,6 +6,7 @@ import types
 from pathlib import Path
 from typing import Any, Dict, List, Sequence, Tuple
 
+import numpy as np
 import pytest
 
 from ipu_pipe.errors import BadInput
@@ -13,6 +14,7 @@ from ipu_pipe.schedule.actions import Action, Kind, needs
 from ipu_pipe.schedule.clock import Bubbles, measure_bubbles
 from ipu_pipe.schedule.drawing import format_csv, format_text
 from ipu_pipe.schedule.methods import ORDERED, resolve_method
+from ipu_pipe.schedule.orders import make_device_rows
 from ipu_pipe.schedule.rows import from_rows, lay_out, read_csv
 from ipu_pipe.schedule.table import Schedule
 from ipu_pipe.schedule.timelines import make_schedule
@@ -157,6 +159,43 @@ def test_a_whole_backward_among_split_ones_passes_its_gradient_on_at_its_end() -
 def test_stages_of_one_device_send_no_message() -> None:
     schedule = make("zbv", 1, 4)
     assert measure_bubbles(schedule, (1, 1, 1), 100).makespan == 12
+
+
+# --- asynchronous
+
+
+ASYNCHRONOUS: List[Dict[str, Any]] = [
+    {"split_backward": True},
+    {"split_backward": True, "activation_limit": 2},
+    {"stages_per_device": 2},
+]
+
+
+@pytest.mark.parametrize("args", ASYNCHRONOUS)
+@pytest.mark.parametrize(("P", "M"), [(2, 57), (3, 94)])
+def test_a_long_run_repeats_its_middle(args: Dict[str, Any], P: int, M: int) -> None:
+    """Slots, and so versions, are those of all rows laid out."""
+    method = resolve_method("pipedream", args)
+    stages = P * args.get("stages_per_device", 1)
+    schedule = make_schedule(method, stages, M, 1)
+    whole = lay_out(make_device_rows(method, stages, M))
+    for kind in schedule.passes:
+        assert (schedule.slots(kind, 0, M) == whole.pieces[kind].find_slots(np.arange(M))).all()
+    versions = VersionTable(schedule, method)
+    lags = np.arange(M) - versions.forward(0, M)
+    assert lags[:, M // 2 :].max(axis=1).tolist() == versions.greatest_lag().tolist()
+    assert len(make_schedule(method, stages, 20_000 * P, 1).stretches[0].runs) < 1000 or "stages_per_device" in args
+
+
+def test_late_weight_gradients_fill_waits_for_slow_links_at_the_price_of_lag() -> None:
+    P, M, link = 4, 60, 0.7
+    plain, split = (resolve_method("pipedream", args) for args in ({}, ASYNCHRONOUS[0]))
+    schedules = [make_schedule(method, P, M, 1) for method in (plain, split)]
+    waits = [measure_bubbles(schedule, (1, 1, 1), link).span_bubble_rate for schedule in schedules]
+    assert waits[1] < waits[0]
+    lags = [VersionTable(schedule, method).greatest_lag() for schedule, method in zip(schedules, (plain, split))]
+    assert (lags[1] >= lags[0]).all() and lags[1].sum() > lags[0].sum()
+    assert max(schedules[1].peak_activations()) <= P
 
 
 # --- PyTorch as judge

@@ -171,6 +171,9 @@ class ReplayPlan:
             self._updates = updates + np.cumsum(window.updates, axis=1) - window.updates
             check_reads(window, self._updates, start, source.reach)
             self._views = self._correct(window)
+            self._kept: List[str] = [name for name in ("forward", "recompute") if name in self._views]
+            if window.backward is not None and (window.backward < self._updates).any():  # weight gradients come later
+                self._kept.append("backward")
             # a view goes when no replay to come reads its version; drawn delays make versions go up and down
             self._oldest = np.minimum.accumulate(window.forward[:, ::-1], axis=1)[:, ::-1]
         assert self._start <= number < self._stop, f"replay {number} is not one of {self._start} to {self._stop}"
@@ -208,14 +211,14 @@ class ReplayPlan:
         return self._oldest[:, self._locate(number)]
 
     def find_later_reads(self, versions: IntArray, after: int) -> List[Set[int]]:
-        """Return, per stage, the codes with which forwards or recomputations later than replay `after` read `versions` (P,).
+        """Return, per stage, the codes with which passes later than replay `after` read `versions` (P,).
 
-        A backward reads the newest version or, stashed, what its forward read: it needs none kept for itself.
+        A whole backward reads the newest version or, stashed, what its forward read: it needs none kept for itself.
         """
         start = self._locate(after) + 1
         stop = start + self._source.reach
         later: List[Set[int]] = [set() for _ in versions]
-        for name in ("forward", "recompute") if "recompute" in self._views else ("forward",):
+        for name in self._kept:
             read, codes = (array[:, start:stop] for array in self._views[name])
             rows, columns = np.nonzero(read == versions[:, None])
             for stage, code in set(zip(rows.tolist(), codes[rows, columns].tolist())):

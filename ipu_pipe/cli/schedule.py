@@ -60,7 +60,8 @@ def make_parser() -> Parser:
     durations = "times of a device's microbatch: forward, input gradient, weight gradient (default: 1,1,1)"
     orders.add_argument("--durations", metavar="F,I,W", type=_parse_durations, help=durations)
     orders.add_argument("--link", metavar="C", type=_parse_time, help="time of a message between devices (default: 0)")
-    limit = "zb_auto: what a device may hold, in units of what 1F1B holds (default: 1)"
+    orders.add_argument("--split-backward", metavar="true|false", type=_parse_bool, help="of an asynchronous method")
+    limit = "zb_auto and split backwards: what a device may hold, in units of what 1F1B holds (default: 1)"
     orders.add_argument("--activation-limit", metavar="X", type=_parse_time, help=limit)
     orders.add_argument("--file", metavar="NAME.csv", help="rows: the rows, in PyTorch's format")
     axes = p.add_argument_group("changes to an asynchronous method (method_args in a config)")
@@ -75,7 +76,7 @@ def main(arguments: Optional[Sequence[str]] = None) -> None:
     args = make_parser().parse_args(arguments)
     # durations and links are times of any schedule, and what planned ones depend on
     times: Dict[str, Any] = {"durations": args.durations or (1.0, 1.0, 1.0), "link": args.link or 0.0}
-    keys = ("schedule", "turn", "stash", "stages_per_device", "activation_limit", "file")
+    keys = ("schedule", "turn", "stash", "stages_per_device", "split_backward", "activation_limit", "file")
     method = resolve_method(args.method, {**times, **{key: getattr(args, key) for key in keys}})
     if method.history is not None:
         raise BadInput(

@@ -445,7 +445,9 @@ class MethodArgs(Section):
     null: PipeDream's own. `delays`: of randomized_pipedream: uniform, a constant of each stage, or exactly PipeDream's.
     `order`: of randomized_pipedream: of stages and microbatches. `nag`: of randomized_pipedream: Nesterov's factor.
     `replicas`: of local_sgd: null: as many as stages. `local_steps`: of local_sgd: steps of a replica between two averages.
-    `activation_limit`: of zb_auto: what a device may hold, in units of what 1F1B holds. `file`: of rows: CSV in PyTorch's format.
+    `split_backward`: of pipedream and pipelined_backprop: true: 1F1B whose weight gradients come later.
+    `activation_limit`: of zb_auto and split backwards: what a device may hold, in units of what 1F1B
+    holds. `file`: of rows: CSV in PyTorch's format.
     """
 
     # keys of type Any are validated with their method, by ipu_pipe.schedule.methods
@@ -473,5 +475,6 @@ class MethodArgs(Section):
     nag: Optional[Positive] = None
     replicas: Optional[Annotated[int, integer(1, 4096)]] = None
     local_steps: Optional[Count] = None
+    split_backward: Any = None
     activation_limit: Any = None
     file: Any = None

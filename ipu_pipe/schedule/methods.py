@@ -29,7 +29,8 @@ class Pipeline(Enum):
     DATAFLOW = "dataflow"  # a forward and a backward on every stage in each step
     LOCAL = "local"  # a forward and, at once, its backward on every stage in each step; no stage waits for a later one
     LOCAL_SHARED = "local_shared"  # the same, but updates wait for the next stage's gradient of the shared layer
-    # the order of each device's passes is generated (`schedule.orders`); all drain after every batch
+    # the order of each device's passes is generated (`schedule.orders`); all but the first drain after every batch
+    CONTINUOUS_1F1B = "continuous_1f1b"  # interleaved 1F1B that never drains, of asynchronous methods
     INTERLEAVED_1F1B = "interleaved_1f1b"  # 1F1B with several stages on a device
     LOOPED_BFS = "looped_bfs"  # GPipe with several stages on a device, stage by stage
     INTERLEAVED_ZB = "interleaved_zb"  # interleaved 1F1B with split backwards; with one stage on a device, ZB-H1
@@ -89,6 +90,7 @@ class Order:
 
     stages_per_device: v; stages are dealt to devices in turn, or `turns`: there and back, so that the last device turns around.
     fixed: v cannot be changed.
+    splits: backwards of an asynchronous method are split.
     activation_limit: of a device that plans by durations, in units of what 1F1B holds (P microbatches of a device).
     weight_share: the share of a microbatch's activations that its weight gradient still needs and frees.
     durations: of F, I and W of a device's microbatch; link: of a message between devices. Only planned orders depend on them.
@@ -98,6 +100,7 @@ class Order:
     stages_per_device: int = 1
     turns: bool = False
     fixed: bool = False
+    splits: bool = False
     activation_limit: float = 1.0
     weight_share: float = 1.0
     durations: Tuple[float, float, float] = (1.0, 1.0, 1.0)
@@ -278,10 +281,12 @@ OWNERS = {
     "blocks": "local_chunked", "overlap": "local_overlapping", "layers": "last_layers",
     "delay_bound": "randomized_pipedream", "delays": "randomized_pipedream", "order": "randomized_pipedream",
     "nag": "randomized_pipedream", "replicas": "local_sgd", "local_steps": "local_sgd",
-    "activation_limit": "zb_auto", "file": "rows",
+    "file": "rows",
 }  # fmt: skip
+# asynchronous methods that also run 1F1B with several stages on a device, and with split backwards
+BY_DEVICE = ("pipedream", "pipelined_backprop")
 # keys that change when passes run or which weights they read; pipelines that have delays of their own take them
-OF_ORDERS = ("stages_per_device", "durations", "link")
+OF_ORDERS = ("stages_per_device", "split_backward", "activation_limit", "durations", "link")
 AXES = ("schedule", "turn", "stash", "hogwild", "constant_delay", "recompute")
 
 
@@ -316,6 +321,7 @@ _ALLOWED: Dict[str, Tuple[Callable[[Any], bool], str]] = {
     ),
     "file": (lambda value: isinstance(value, str) and bool(value), "the name of a CSV file"),
     "stages_per_device": (lambda value: _is_int(value, 1), "an integer >= 1"),
+    "split_backward": (lambda value: isinstance(value, bool), "true or false"),
 }
 
 
@@ -338,6 +344,7 @@ def resolve_method(name: str, args: Mapping[str, Any] = {}) -> Method:
         raise BadInput(faults)
     if method.order is not None:
         return replace(method, order=replace(method.order, **settings))
+    method = _go_by_device(method, settings)
     settings = {key: value for key, value in settings.items() if key not in OF_ORDERS}
     if method.history is not None:
         beta = settings.get("nag")
@@ -352,6 +359,17 @@ def resolve_method(name: str, args: Mapping[str, Any] = {}) -> Method:
         changes: Dict[str, Any] = {key: tuple(v) if isinstance(v, (list, tuple)) else v for key, v in settings.items()}
         return replace(method, structure=replace(method.structure, **changes)) if changes else method
     return _change_axes(method, settings)
+
+
+def _go_by_device(method: Method, settings: Mapping[str, Any]) -> Method:
+    """Let an asynchronous method run 1F1B on several stages of a device, with whole or split backwards."""
+    splits = bool(settings.get("split_backward"))
+    order = Order(
+        settings.get("stages_per_device", 1), splits=splits, activation_limit=settings.get("activation_limit", 1.0)
+    )
+    if order.stages_per_device == 1 and not splits:
+        return method
+    return replace(method, pipeline=Pipeline.CONTINUOUS_1F1B, turn=0, order=order)
 
 
 def _change_axes(method: Method, settings: Mapping[str, Any]) -> Method:
@@ -393,8 +411,20 @@ def _find_misfits(method: Method, settings: Mapping[str, Any]) -> List[str]:
         key: f"belongs to {OWNERS[key]} alone" for key in settings if OWNERS.get(key, method.name) != method.name
     }
     usual = 1 if method.order is None else method.order.stages_per_device
-    if (method.order is None or method.order.fixed) and settings.get("stages_per_device", usual) != usual:
+    goes_by_device = method.name in BY_DEVICE and not {"schedule", "turn", "hogwild", "constant_delay", "recompute"} & {
+        *settings
+    }
+    is_fixed = not goes_by_device if method.order is None else method.order.fixed
+    if is_fixed and settings.get("stages_per_device", usual) != usual:
         reasons["stages_per_device"] = f"{method.name} has {usual} on each device"
+    if settings.get("split_backward") and not goes_by_device:
+        reasons["split_backward"] = f"belongs to {' and '.join(BY_DEVICE)}, without another schedule, turn or delay"
+    if (
+        "activation_limit" in settings
+        and method.name != "zb_auto"
+        and not (goes_by_device and settings.get("split_backward"))
+    ):
+        reasons["activation_limit"] = "belongs to zb_auto and to asynchronous methods with split_backward: true"
     fixed = _explain_fixed_axes(method)
     for key in (key for key in settings if key in AXES):
         if fixed is not None and not (method.predicts and key in ("schedule", "turn")):

@@ -36,7 +36,10 @@ def make_device_rows(method: Method, stages: int, microbatches: int) -> DeviceRo
     assert order is not None
     if method.pipeline is Pipeline.ROWS:
         return _read_file(order.file, stages, microbatches)
-    rows = ORDERS[method.pipeline](order, stages // order.stages_per_device, microbatches)
+    rounded = microbatches
+    if not method.flushes:  # whole rounds, whose last microbatches are left out
+        rounded = -(-microbatches // get_period(order, stages)) * get_period(order, stages)
+    rows = ORDERS[method.pipeline](order, stages // order.stages_per_device, rounded)
     return DeviceRows([list(_count(row, microbatches)) for row in rows], order.place(stages))
 
 
@@ -98,8 +101,31 @@ def zb_h2(order: Order, P: int, M: int) -> Rows:
     return _alternate(1, P, M, (I, W), ahead=2)
 
 
-def _alternate(v: int, P: int, M: int, backward: Tuple[Kind, ...], ahead: int) -> Rows:
-    """Warm up by `ahead` forwards for each later device, then alternate; weight gradients wait until all devices hold alike."""
+def continuous_1f1b(order: Order, P: int, M: int) -> Rows:
+    """Update after every microbatch, without a drain: interleaved 1F1B, or ZB-H1 with weight gradients as late as memory allows.
+
+    P = 3, v = 1, split backwards, limit 1 (* an update), M = 4:
+
+    device 0  F0 F1 F2 .  .  I0 W0* F3 I1 W1* I2 W2* I3 W3*
+    device 1  .  F0 F1 .  I0 F2 I1 W0* F3 I2 W1* I3 W2* W3*
+    device 2  .  .  F0 I0 F1 I1 F2 I2 W0* F3 I3 W1* W2* W3*
+    """
+    v = order.stages_per_device
+    if not order.splits:
+        return _alternate(v, P, M, (B,), ahead=2)
+    return _alternate(v, P, M, (I, W), ahead=1, later=round((order.activation_limit - 1) * P * v))
+
+
+def get_period(order: Order, stages: int) -> int:
+    """Return after how many microbatches `continuous_1f1b` repeats: each stage of a device does one for every device."""
+    return stages // order.stages_per_device
+
+
+def _alternate(v: int, P: int, M: int, backward: Tuple[Kind, ...], ahead: int, later: int = 0) -> Rows:
+    """Warm up by `ahead` forwards for each later device, then alternate; weight gradients wait until all devices hold alike.
+
+    `later`: for so many more input gradients.
+    """
     rounds = max(M // P, 1)
     if M % rounds:
         raise BadInput(f"accumulate: {M}: must be a multiple of {rounds}, its rounds of {P} microbatches, one a device")
@@ -110,7 +136,7 @@ def _alternate(v: int, P: int, M: int, backward: Tuple[Kind, ...], ahead: int) -
         forwards = [(F, stage) for stage in stages]
         backwards = [(backward[0], (v - 1) * P + 2 * d - stage) for stage in stages]
         warm = (v - 1) * group + ahead * (P - 1 - d)
-        late = (v - 1) * group + ahead * d if W in backward else 0
+        late = (v - 1) * group + ahead * d + later if W in backward else 0
         row = forwards[:warm]
         for k, one in enumerate(backwards):
             row += [*forwards[warm + k : warm + k + 1], one]
@@ -251,6 +277,7 @@ def dualpipe_v(order: Order, P: int, M: int) -> Rows:
 
 
 ORDERS: Dict[Pipeline, Callable[[Order, int, int], Rows]] = {
+    Pipeline.CONTINUOUS_1F1B: continuous_1f1b,
     Pipeline.INTERLEAVED_1F1B: interleaved_1f1b,
     Pipeline.LOOPED_BFS: looped_bfs,
     Pipeline.INTERLEAVED_ZB: interleaved_zb,

@@ -14,7 +14,7 @@ import numpy as np
 from ipu_pipe.errors import BadInput
 from ipu_pipe.schedule.actions import PASSES, SPLIT_PASSES, Action, Kind, needs
 from ipu_pipe.schedule.policies import play_slots
-from ipu_pipe.schedule.runs import CODE, RUN, Stretch
+from ipu_pipe.schedule.runs import CODE, RUN, IntArray, Stretch
 from ipu_pipe.schedule.table import Schedule, SlotHolds
 from ipu_pipe.text import show
 
@@ -60,7 +60,11 @@ def lay_out(device_rows: DeviceRows, both: bool = False, place: str = "rows") ->
         whole = {(action.stage, action.index) for row in rows for action in row if action.kind is Kind.BACKWARD}
         rows = [[part for action in row for part in _halve(action)] for row in rows]
     slots = _find_earliest_slots(rows, placement, both, whole, place)
-    runs = np.array(list(_compress(slots, len(placement), microbatches, passes)), RUN)
+    table = {
+        kind: np.array([[slots[Action(kind, m, s)] for m in range(microbatches)] for s in range(len(placement))])
+        for kind in passes
+    }
+    runs = np.array(list(_compress(table)), RUN)
     is_whole = np.zeros((len(placement), microbatches), np.bool_)
     is_whole[tuple(np.array(sorted(whole), np.int64).reshape(-1, 2).T)] = True
     return Stretch(0, 0, 1, max(slots.values()) + 1, microbatches, runs, is_whole if whole else None)
@@ -241,18 +245,35 @@ def _describe_cycle(
     return words
 
 
-def _compress(
-    slots: Dict[Action, int], stages: int, microbatches: int, passes: Sequence[Kind]
-) -> Iterator[Tuple[int, ...]]:
-    """Yield the rows' slots as runs (dtype RUN), each as long as its slots stay affine."""
-    for stage in range(stages):
-        for kind in passes:
-            row = [slots[Action(kind, m, stage)] for m in range(microbatches)]
+def lengthen(stretch: Stretch, more: int, period: int) -> Stretch:
+    """Repeat the middle of a stretch, in which `period` microbatches follow one another alike, for `more` microbatches."""
+    head = stretch.microbatches // 2
+    stages, m = int(stretch.runs["stage"].max()) + 1, np.arange(stretch.microbatches)
+    slots = {kind: pieces.find_slots(m) for kind, pieces in stretch.pieces.items()}
+    cut = int(slots[Kind.FORWARD][0, head])
+    span = int(slots[Kind.FORWARD][0, head + period]) - cut
+    longer = {}
+    for kind, table in slots.items():
+        longer[kind] = np.empty((stages, stretch.microbatches + more), np.int64)
+        for stage, row in enumerate(table):
+            n = int(np.searchsorted(row, cut))
+            rounds, place = np.divmod(np.arange(more), period)
+            middle = row[n + place] + span * rounds
+            longer[kind][stage] = np.concatenate([row[:n], middle, row[n:] + span * more // period])
+    runs = np.array(list(_compress(longer)), RUN)
+    return Stretch(0, 0, 1, stretch.slots + span * more // period, stretch.microbatches + more, runs)
+
+
+def _compress(slots: Dict[Kind, IntArray]) -> Iterator[Tuple[int, ...]]:
+    """Yield the slots (P, M) of each kind as runs (dtype RUN), each as long as its slots stay affine."""
+    for kind, table in slots.items():
+        for stage, row in enumerate(table):
+            steps = np.diff(row)
+            changes = np.flatnonzero(np.diff(steps)) + 1  # a run of which this is the first other step ends before it
             first = 0
-            while first < microbatches:
-                last = first + 1
-                step = row[last] - row[first] if last < microbatches else 1
-                while last < microbatches and row[last] - row[last - 1] == step:
-                    last += 1
-                yield stage, CODE[kind], first, last - first, row[first], step
+            while first < len(row):
+                later = changes[np.searchsorted(changes, first, side="right") :]
+                last = int(later[0]) + 1 if len(later) else len(row)
+                step = int(steps[first]) if first + 1 < len(row) else 1
+                yield stage, CODE[kind], first, last - first, int(row[first]), step
                 first = last

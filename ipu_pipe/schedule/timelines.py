@@ -14,9 +14,9 @@ import numpy as np
 from ipu_pipe.errors import BadInput
 from ipu_pipe.schedule.actions import PASSES, Kind
 from ipu_pipe.schedule.methods import Method, Pipeline, check_sizes
-from ipu_pipe.schedule.orders import make_device_rows
+from ipu_pipe.schedule.orders import get_period, make_device_rows
 from ipu_pipe.schedule.policies import Policy, Sight
-from ipu_pipe.schedule.rows import lay_out
+from ipu_pipe.schedule.rows import lay_out, lengthen
 from ipu_pipe.schedule.runs import RunArray, Stretch, make_runs
 from ipu_pipe.schedule.table import Schedule, SlotHolds
 
@@ -40,8 +40,11 @@ def make_schedule(
     """
     check_sizes(method, stages, microbatches, accumulate)
     if method.order is not None:
-        _split_at_drains(drains, microbatches, accumulate)  # it is empty there anyway
-        return _make_ordered(method, stages, microbatches, accumulate)
+        lengths = _split_at_drains(drains, microbatches, accumulate)
+        if method.flushes:  # it is empty there anyway
+            whole, rest = divmod(microbatches, accumulate)
+            lengths = [(accumulate, whole), (rest, 1)]
+        return _make_ordered(method, stages, microbatches, accumulate, lengths)
     turn = method.turn if stages > 1 else 0  # one stage is no pipeline
     _split_at_drains(drains, microbatches, accumulate)  # refuses bad ones, also where nothing is drained
     warm = min(synchronous, microbatches)
@@ -79,26 +82,31 @@ def make_schedule(
     return Schedule(stages, microbatches, accumulate, last.slot_holds, tuple(stretches), last.local)
 
 
-def _make_ordered(method: Method, stages: int, microbatches: int, accumulate: int) -> Schedule:
-    """Make the schedule of a method that is given by its devices' orders: batch after batch, the last one not always full."""
+def _make_ordered(
+    method: Method, stages: int, microbatches: int, accumulate: int, lengths: Sequence[Tuple[int, int]]
+) -> Schedule:
+    """Make the schedule of a method that is given by its devices' orders, from stretches of these lengths, so many of each."""
     stretches: List[Stretch] = []
     placement: Tuple[int, ...] = ()
-    whole, rest = divmod(microbatches, accumulate)
-    for length, repeats in ((accumulate, whole), (rest, 1)):
+    for length, repeats in lengths:
         if length and repeats:
-            assert method.order is not None
-            rows = make_device_rows(method, stages, length)
+            stretch, placement = _lay_out_order(method, stages, length)
             first_slot, first = (stretches[-1].end_slot, stretches[-1].end_microbatch) if stretches else (0, 0)
-            stretches.append(
-                replace(
-                    lay_out(rows, place=method.order.file or "rows"),
-                    first_slot=first_slot,
-                    first_microbatch=first,
-                    repeats=repeats,
-                )
-            )
-            placement = rows.placement
+            stretches.append(replace(stretch, first_slot=first_slot, first_microbatch=first, repeats=repeats))
     return Schedule(stages, microbatches, accumulate, SlotHolds.ONE, tuple(stretches), placement=placement)
+
+
+def _lay_out_order(method: Method, stages: int, length: int) -> Tuple[Stretch, Tuple[int, ...]]:
+    """Return a stretch of `length` microbatches and its placement; of many microbatches the steady middle is repeated."""
+    order = method.order
+    assert order is not None
+    period = get_period(order, stages)
+    # by then the pipeline has filled; weight gradients may be late by the activation limit
+    known = 2 * (6 + round(order.activation_limit)) * period
+    more = 0 if method.flushes else max(length - known - length % period, 0)
+    rows = make_device_rows(method, stages, length - more)
+    stretch = lay_out(rows, place=order.file or "rows")
+    return (lengthen(stretch, more, period) if more else stretch), rows.placement
 
 
 def _split_at_drains(drains: Sequence[int], microbatches: int, accumulate: int) -> List[Tuple[int, int]]:
@@ -131,8 +139,11 @@ def compute_utilization(method: Method, stages: int, accumulate: int) -> float:
         return make_schedule(method, stages, batches * accumulate, accumulate).busy_share()
     # all pipelines that never drain repeat every one or two slots, or with each batch, from slot 3P at the latest.
     period = accumulate + (stages > 1) if method.pipeline is Pipeline.LOCAL_SHARED else 2
-    long = make_schedule(method, stages, 4 * stages + 2 + period, accumulate)
-    return long.busy_share(3 * stages, 3 * stages + period)
+    start, length = 3 * stages, 4 * stages + 2 + period
+    if method.order is not None:
+        start, period = 9 * stages * method.order.stages_per_device, stages * (3 if method.order.splits else 2)
+        length = 12 * stages
+    return make_schedule(method, stages, length, accumulate).busy_share(start, start + period)
 
 
 def compute_gpipe_utilization(stages: int, microbatches: int) -> float:

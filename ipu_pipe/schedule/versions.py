@@ -165,12 +165,16 @@ class VersionTable:
             return history.greatest_lag(P), history.greatest_lag(P)
         if self.method.flushes:
             return np.zeros(P, np.int64), np.zeros(P, np.int64)
-        start = N * (-(-2 * P // N) + 1)  # from microbatch 2P on, lags repeat with period N, to the last microbatch
-        steady = VersionTable(make_schedule(self.method, P, start + N, N), self.method)
+        start, end = N * (-(-2 * P // N) + 1), N * (-(-2 * P // N) + 2)
+        # from microbatch 2P on, lags repeat with period N, to the last microbatch; by device with that of the rounds
+        if self.method.order is not None:
+            start = N * (-(-6 * P // N) + round(self.method.order.activation_limit) * P)
+            end = start + N * P
+        steady = VersionTable(make_schedule(self.method, P, end, N), self.method)
         forward_lag, backward_lag = np.zeros(P, np.int64), np.zeros(P, np.int64)
         width = max(WINDOW // P, 1)
-        for first in range(start, start + N, width):
-            last = min(first + width, start + N)
+        for first in range(start, end, width):
+            last = min(first + width, end)
             batch = np.arange(first, last) // N  # the gradient of m is applied to version floor(m/N)
             forward, backward = steady.window(first, last)
             forward_lag = np.maximum(forward_lag, (batch - forward).max(axis=1))
