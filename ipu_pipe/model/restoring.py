@@ -39,13 +39,6 @@ def buffers_restored(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def all_restored(model: nn.Module) -> Iterator[None]:
-    """Put back buffers and attributes, training modes with them."""
-    with attributes_restored(model), buffers_restored(model):
-        yield
-
-
-@contextlib.contextmanager
 def attributes_restored(model: nn.Module) -> Iterator[None]:
     """Put back the attributes of modules, and the contents of their containers (tables of parameters and buffers, a cache of
     masks): a forward may keep tensors or counters there."""
@@ -95,7 +88,8 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     parameters = list(model.parameters())
     gradients = [p.grad for p in parameters]
     cuda = [t.device for t in parameters[:1] if t.is_cuda]
-    with torch.random.fork_rng(devices=cuda), all_restored(model), weights_restored(model):
+    # attributes hold the modes too
+    with torch.random.fork_rng(devices=cuda), attributes_restored(model), buffers_restored(model), weights_restored(model):
         try:
             for p in parameters:
                 p.grad = None
