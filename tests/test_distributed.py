@@ -48,6 +48,8 @@ def cases() -> List[Case]:
         skipping = "skipping-frozen" if rereads else "skipping"
         made += [(f"{way}-{method}-{n}", method, {}, n, skipping, 0) for way in ("plain", "channels") for n in (1, 4)]
         made.append((f"short-{method}", method, {}, 1, "residual", 0))
+    for method in ("interleaved_1f1b", "looped_bfs", "interleaved_zb"):
+        made.append((f"two-{method}", method, {"stages_per_device": 2}, 4, "residual", 0))
     recompute = {"recompute": {"segments": 2}}
     made += [
         (f"channels-recompute-{n}", "pipemare", recompute, n, model, 0)
@@ -111,7 +113,10 @@ def _counts_versions(case: Case) -> bool:
 
 
 def _can_share(case: Case, placement: Sequence[int]) -> bool:
-    """Whether no two stages of one device use one weight in different versions."""
+    """Whether the method has so many stages, and no two stages of one device use one weight in different versions."""
+    order = resolve_method(case[1], case[2]).order
+    if order is not None and len(placement) % order.stages_per_device:
+        return False
     apart = len(set(placement)) == len(placement)
     return apart or case[4] not in ("tied", "thrice", "twice") or METHODS[case[1]].flushes
 

@@ -145,8 +145,10 @@ def test_replicas_of_a_pipeline_average_their_gradients(tmp_path: Path) -> None:
         (2, ["method=pipemare", "stages=4", "clip={norm: 0.5, scope: delayed_global}"]),
         (2, ["method=gpipe", "stages=4", "clip={norm: 0.5, scope: global}"]),
         (2, ["method=pipedream", "stages=2", "replicas=2"]),
+        (2, ["method=interleaved_1f1b", "stages=4", "stages_per_device=2"]),
+        (2, ["method=zbv", "stages=4"]),
     ],
-    ids=["pipedream", "delayed norm", "global norm", "replicas"],
+    ids=["pipedream", "delayed norm", "global norm", "replicas", "interleaved", "V-shaped"],
 )
 def test_stages_that_share_a_process_keep_their_own_delays(ranks: int, how: List[str], tmp_path: Path) -> None:
     code, _, error = run(ranks, tmp_path / "ranks", *how)
@@ -160,7 +162,10 @@ def test_stages_that_share_a_process_keep_their_own_delays(ranks: int, how: List
         [stage[key] for key in keys] for stage in expected["stages"]
     ]
     crossing = {(link["src"], link["dst"]) for link in report["links"]}
-    assert crossing == ({(1, 2), (2, 1)} if "stages=4" in how else set())  # the others are handed over
+    # the others are handed over
+    expected_links = {"interleaved_1f1b": {(0, 1), (1, 2), (2, 3)}, "zbv": {(0, 1), (2, 3)}}.get(how[0][7:], {(1, 2)})
+    expected_links = expected_links if "stages=4" in how else set()
+    assert crossing == {pair for a, b in expected_links for pair in ((a, b), (b, a))}
 
 
 def test_a_run_goes_on_on_another_layout(tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ from ipu_pipe.model.cutting import Shape
 from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.recompute import recompute_slots
 from ipu_pipe.schedule.runs import IntArray
+from ipu_pipe.schedule.table import Schedule
 
 CHUNK = 512  # microbatches of which the row is spelled out at a time
 ORDER = (FORWARD, RECOMPUTE, BACKWARD, UPDATE)  # within a slot
@@ -60,10 +61,11 @@ def spell_row(work: Work, stage: int, together: Sequence[int] = ()) -> Iterator[
     """Yield the actions of a stage from the work's first microbatch on, in order, in chunks that end with an update.
 
     A chunk has the backwards of some batches, their updates, and the forwards and recomputations up to the last of these slots.
+    Of a split backward both halves are done in the slot of the first; the update comes where the second completes its batch.
     `together`: stages that are updated in one slot, the last one's: their method flushes, and no pass comes before it.
     """
     schedule, method, source = work.schedule, work.method, work.source([0])
-    here = slice(stage, stage + 1)
+    here, returns = slice(stage, stage + 1), schedule.passes[1]
     ahead: Dict[str, Callable[[int, int], IntArray]] = {
         FORWARD: lambda first, last: schedule.slots(Kind.FORWARD, first, last, here)[0]
     }
@@ -73,19 +75,19 @@ def spell_row(work: Work, stage: int, together: Sequence[int] = ()) -> Iterator[
     length = max(CHUNK // work.accumulate, 1) * work.accumulate
     for begin in range(work.microbatch, schedule.microbatches, length):
         end = min(begin + length, schedule.microbatches)
-        backward = schedule.slots(Kind.BACKWARD, begin, end, here)[0]
+        backward = schedule.slots(returns, begin, end, here)[0]
+        completed = _find_completed_slots(schedule, begin, end, stage)
         # the replays that update this stage
         ends = np.flatnonzero(source.window(begin, end).updates[stage])
         updates = source.count_updates(begin)[stage] + np.arange(len(ends))
-        update_slots = backward[ends]
+        update_slots = completed[ends]
         if together:
-            slots_of_all = [schedule.slots(Kind.BACKWARD, begin, end, slice(s, s + 1))[0][ends] for s in together]
-            update_slots = np.max(slots_of_all, axis=0)
+            update_slots = np.max([_find_completed_slots(schedule, begin, end, s)[ends] for s in together], axis=0)
         rows = [(BACKWARD, backward, np.arange(begin, end)), (UPDATE, update_slots, updates)]
         for kind, slots_of in ahead.items():
             first, last = next_of[kind], min(end + source.reach, schedule.microbatches)
             slots = slots_of(first, last)
-            count = int(np.searchsorted(slots, backward[-1], side="right"))
+            count = int((slots <= completed[-1]).sum())
             assert count < len(slots) or last == schedule.microbatches, "the reach is too short"
             rows.append((kind, slots[:count], np.arange(first, first + count)))
             next_of[kind] += count
@@ -94,6 +96,12 @@ def spell_row(work: Work, stage: int, together: Sequence[int] = ()) -> Iterator[
         ])  # (actions, 3): slot, order within the slot, index
         table = table[np.lexsort((table[:, 1], table[:, 0]))]
         yield [RowAction(slot, order, stage, index) for slot, order, index in table.tolist()]
+
+
+def _find_completed_slots(schedule: Schedule, begin: int, end: int, stage: int) -> IntArray:
+    """Return the slots after which the microbatches from `begin` up to each one in [begin, end) are done on a stage."""
+    done: IntArray = np.maximum.accumulate(schedule.slots(schedule.passes[-1], begin, end, slice(stage, stage + 1))[0])
+    return done
 
 
 class BatchAnnouncements:

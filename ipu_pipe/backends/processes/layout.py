@@ -16,8 +16,8 @@ from ipu_pipe.errors import BadInput
 from ipu_pipe.job.placing import Placed, place_blocks
 from ipu_pipe.model.cutting import Piece, cut_model
 from ipu_pipe.model.rehearsal import Rehearsed, rehearse
-from ipu_pipe.model.stages import group_stages, partition, refuse_shared, share_weights
-from ipu_pipe.schedule.methods import Method, Reads
+from ipu_pipe.model.stages import Partition, group_stages, partition, refuse_shared, share_weights
+from ipu_pipe.schedule.methods import Method, Order, Reads
 from ipu_pipe.text import list_some
 
 
@@ -75,11 +75,6 @@ def find_users(cut: Sequence[Piece]) -> Dict[str, List[int]]:
 
 def place(config: Config, method: Method, model: nn.Module, x: torch.Tensor) -> Placed:
     """Return the stages of a run, and this rank's. `x`: a microbatch of input. Raise `BadInput` if there are fewer than ranks."""
-    if method.order is not None:
-        raise BadInput(
-            f"method: {method.name}: processes run one stage each, whose backwards are whole: use gpipe, pipedream_flush, or"
-            " backend: {name: emulator}"
-        )
     world, replicas = dist.get_world_size(), config.replicas
     if world % replicas:
         raise BadInput(f"replicas: {replicas}: {world} processes cannot be so many replicas of a pipeline")
@@ -99,20 +94,45 @@ def _place_stages(
     """Put neighboring stages on one device until there are `devices`, the greatest sum of FLOPs being least."""
     # on one rank, since measured times differ from rank to rank
     wished = run_on_main(lambda: partition(model, x, config.stages, one_stage=method.one_stage))
+    if method.order is not None:
+        return _place_by_order(method, method.order, model, wished, devices, device, x)
     groups, note = group_stages(model, wished, devices, x), ""
     begins, firsts = wished.begin_names(), list(groups.values())
     placement = tuple(itertools.accumulate(int(stage in groups) for stage in range(len(wished))))
     if wished.spread:  # weights of one module cannot be cut apart
         begins, placement = firsts, tuple(range(devices))
-    cut = cut_model(model, begins, x)
-    if len(cut) != len(wished):
+    if len(begins) + 1 != len(wished):
         names = list_some(begins, 8) or "the model"
         note = f"{len(wished)} stages on {devices} processes: taken together, stages begin at {names}"
-    elif len(cut) != devices:
+    elif len(wished) != devices:
         note = (
             f"{len(wished)} stages on {devices} processes, which begin at {list_some(firsts, 8) or 'the model'}: what is planned"
             " in unit slots is of one stage a device"
         )
+    return _cut(method, model, begins, placement, device, x, note)
+
+
+def _place_by_order(
+    method: Method, order: Order, model: nn.Module, wished: Partition, devices: int, device: int, x: torch.Tensor
+) -> Placed:
+    """Put the stages where the method's order has them."""
+    if order.file:
+        raise BadInput(f"method: {method.name}: rows of a file run on the emulator: use backend: {{name: emulator}}")
+    count = devices * order.stages_per_device
+    if len(wished) != count:
+        raise BadInput(
+            f"stages: {len(wished)}: {method.name} has {order.stages_per_device} on each of {devices} processes: must be {count}"
+            + (f", or stages_per_device {len(wished) // devices}" if len(wished) % devices == 0 and not order.fixed else "")
+        )
+    return _cut(method, model, wished.begin_names(), order.place(count), device, x)
+
+
+def _cut(
+    method: Method, model: nn.Module, begins: Sequence[str], placement: Tuple[int, ...], device: int, x: torch.Tensor,
+    note: str = "",
+) -> Placed:  # fmt: skip
+    """Cut the model where stages begin, and check that ranks can share it so."""
+    cut = cut_model(model, begins, x)
     # on every rank alike, before any waits for another
     rehearsed = rehearse(model, cut, x)
     _refuse_reads(method, cut, rehearsed.again)
