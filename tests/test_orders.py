@@ -184,7 +184,8 @@ def test_a_long_run_repeats_its_middle(args: Dict[str, Any], P: int, M: int) -> 
     versions = VersionTable(schedule, method)
     lags = np.arange(M) - versions.forward(0, M)
     assert lags[:, M // 2 :].max(axis=1).tolist() == versions.greatest_lag().tolist()
-    assert len(make_schedule(method, stages, 20_000 * P, 1).stretches[0].runs) < 1000 or "stages_per_device" in args
+    if method.order is not None and method.order.stages_per_device == 1:
+        assert len(make_schedule(method, stages, 2_000, 1).stretches[0].runs) < 200
 
 
 def test_late_weight_gradients_fill_waits_for_slow_links_at_the_price_of_lag() -> None:
