@@ -15,7 +15,7 @@ MOST_UPDATES = 10_000_000  # of a run: at 10 updates a second eleven days
 MOST_STOPS = 1_000_000  # evaluations, or checkpoints, of a run
 MOST_STAGES = 4_096  # of a pipeline: the deepest that the papers emulate has 1,000
 MOST_COUNT = 1_000_000_000  # of anything else
-MOST_THREADS = 1_024  # each has a stack of megabytes
+MOST_THREADS = 512  # each has a stack of megabytes: where memory is limited, OpenMP ends the process for 1,000
 MOST_REAL = 1e18  # of any other setting: the product of two is still a float32
 MOST_SECONDS = 1e7  # of waiting: four months
 
