@@ -48,7 +48,7 @@ def cases() -> List[Case]:
         skipping = "skipping-frozen" if rereads else "skipping"
         made += [(f"{way}-{method}-{n}", method, {}, n, skipping, 0) for way in ("plain", "channels") for n in (1, 4)]
         made.append((f"short-{method}", method, {}, 1, "residual", 0))
-    for method in ("interleaved_1f1b", "looped_bfs", "interleaved_zb"):
+    for method in ("interleaved_1f1b", "looped_bfs", "interleaved_zb", "pipedream", "pipelined_backprop"):
         made.append((f"two-{method}", method, {"stages_per_device": 2}, 4, "residual", 0))
     recompute = {"recompute": {"segments": 2}}
     made += [
@@ -149,7 +149,7 @@ def emulated(case: Case, ranks: int) -> Dict[str, torch.Tensor]:
 
 
 # One stage a device; neighbors together; V-shaped; interleaved; all on one. The last two take every third case.
-PLACEMENTS = {(0, 1): 1, (0, 1, 2, 3): 1, (0, 0, 1, 1): 1, (0, 1, 1, 0): 1, (0, 1, 0, 1): 3, (0, 0, 0): 3}
+PLACEMENTS = {(0, 1): 1, (0, 1, 2, 3): 1, (0, 0, 1, 1): 1, (0, 1, 1, 0): 1, (0, 1, 0, 1): 3, (0, 0, 0, 0): 3}
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)

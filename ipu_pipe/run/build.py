@@ -176,7 +176,7 @@ def _assemble(
     if is_chosen(config.stages):
         config = _choose_stages(config, method, model, chosen_loss, example)
     placed = get_backend(config).place(config, method, model, example[0])
-    model, part, held = placed.model, placed.part, placed.held
+    model, part, held_stages = placed.model, placed.part, placed.held
     if method.structure is not None:
         if config.init_from:  # again, now with the heads that it may hold
             _begin(model, config.init_from, heads_too=False)
@@ -202,11 +202,11 @@ def _assemble(
     if method.segments is not None:
         find_segment_ends(len(part), method.segments)  # refuses more than there are stages
     groups = replace_parameters(make_groups(model, part, config.optimizer.no_decay), setup.numbers.trained)
-    local_groups = groups if held is None else [group for stage in held for group in select_stage(groups, stage)]
+    local_groups = groups if held_stages is None else [group for stage in held_stages for group in select_stage(groups, stage)]
     blocks = get_blocks(model)
-    if held and held[0] and blocks is not None and blocks.overlap:  # this process's duplicate of the stage before
-        shared = {id(p) for p in blocks.pieces[held[0] - 1].parameters()}
-        local_groups = [*local_groups, *select_parameters(select_stage(groups, held[0] - 1), shared)]
+    if held_stages and held_stages[0] and blocks is not None and blocks.overlap:  # this process's duplicate of the stage before
+        shared = {id(p) for p in blocks.pieces[held_stages[0] - 1].parameters()}
+        local_groups = [*local_groups, *select_parameters(select_stage(groups, held_stages[0] - 1), shared)]
     factory = optimizer or make_factory(config)
     stage_optimizer = factory(local_groups)
     _check_groups(stage_optimizer)

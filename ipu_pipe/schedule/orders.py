@@ -215,12 +215,12 @@ def _pull_forward(rows: Rows, M: int) -> Rows:
     change = {F: 1, I: 0, W: -1}
     most = max(sum(change[kind] for kind, _ in row[:end]) for row in rows for end in range(len(row) + 1))
     done: CounterOf[Pass] = Counter()
-    held = [0] * len(rows)
+    in_flight = [0] * len(rows)
     left, pulled = [list(row) for row in rows], [[] for _ in rows]  # type: Rows, Rows
 
     def choose(device: int) -> List[Action]:
         seen: Set[Pass] = set()
-        filler, highest, then = None, held[device], held[device]
+        filler, highest, then = None, in_flight[device], in_flight[device]
         for place, one in enumerate(left[device]):
             kind, stage = one
             if one not in seen:
@@ -243,7 +243,7 @@ def _pull_forward(rows: Rows, M: int) -> Rows:
         one = left[device].pop(action.index)  # here the index is the place in the row
         pulled[device].append(one)
         done[one] += 1
-        held[device] += change[one[0]]
+        in_flight[device] += change[one[0]]
 
     play_slots(len(rows), choose, complete)
     return pulled

@@ -233,9 +233,9 @@ def _is_better_late(plan: Plan, device: int) -> bool:
     if device + 1 == len(plan.rows) or plan.count(F, device) < plan.count(F, device + 1) + 2:
         return False
     arrival = plan.free[device + 1] + plan.seconds[F] + plan.seconds[I] + plan.order.link
-    room, held = 0, plan.held[device]
-    while held + 1 > plan.most + 1e-9 and room < len(plan.late[device]):
-        room, held = room + 1, held + plan.frees[W]
+    room, activations = 0, plan.held[device]
+    while activations + 1 > plan.most + 1e-9 and room < len(plan.late[device]):
+        room, activations = room + 1, activations + plan.frees[W]
     begin = plan.free[device]
     if begin >= arrival:
         return True
