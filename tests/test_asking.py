@@ -110,10 +110,8 @@ def test_what_cannot_be_taken_is_told() -> None:
 
 def test_ipus_give_a_loss_outputs_and_labels_alone() -> None:
     job = build(settings(), Two(), ipu_pipe.from_loader([(a, y) for a, _, y in PARTS]), smooth)
-    assert faults(job) == [
-        "loss: takes batch of the batch: IPUs (backend.name: poptorch) give a loss outputs and labels alone: use backend.name: "
-        "emulator or distributed"
-    ]
+    (fault,) = faults(job)
+    assert fault.startswith("loss: takes batch of the batch: ")
 
 
 # ---- on two processes

@@ -304,9 +304,8 @@ def test_ipus_take_pairs_of_tensors() -> None:
 
     a, b, y = PARTS[0]
     job = build(settings(), Two(), ipu_pipe.from_loader([(a, b, y)] * 4))
-    assert faults(job) == [
-        "data: IPUs (backend.name: poptorch) take batches (x, y) of two tensors: use backend.name: emulator or distributed"
-    ]
+    (fault,) = faults(job)
+    assert fault.startswith("data: ")
     job = build(settings(), Two(), ipu_pipe.from_loader([(a, y)] * 4), output=lambda scores: scores)
     assert "model.output: IPUs" in faults(job)[0]
 

@@ -62,12 +62,16 @@ def test_later_microbatches_are_looked_at_on_the_host_before_a_gpu_gets_them() -
     assert setup.label_range is None  # nothing is known of the model yet
 
 
-def test_the_trial_loss_is_read_inside_the_check() -> None:
-    """A GPU's kernels tell what is wrong when their result is read."""
+def test_a_gpus_kernels_are_waited_for_inside_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They tell what is wrong when they are waited for."""
 
     class Faulty(torch.Tensor):
-        def item(self) -> Any:
-            raise RuntimeError("device-side assert triggered")
+        is_cuda = True
+
+    def fail() -> None:
+        raise RuntimeError("device-side assert triggered")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", fail)
 
     def loss(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return output.mean().as_subclass(Faulty)

@@ -63,7 +63,7 @@ def _train(rank: int, folder: str, port: int, keys: Dict[str, Any]) -> None:
         method="pipedream", stages=["two"], micro_batch_size=BATCH, evaluate={"every": 0},
         backend={"name": "distributed", "threads": 1}, optimizer={"lr": 0.01, "momentum": 0.9}, **keys,
     )  # fmt: skip
-    real = loop._write
+    real = loop.TrainingLoop._write_end
 
     def seen(*given: Any) -> Any:
         held = next(each for each in given if isinstance(each, Report))._asdict()
@@ -71,7 +71,7 @@ def _train(rank: int, folder: str, port: int, keys: Dict[str, Any]) -> None:
         (Path(folder) / "measured.json").write_text(json.dumps(told))
         return real(*given)
 
-    loop._write = seen
+    loop.TrainingLoop._write_end = seen  # type: ignore[method-assign]
     train.train(
         config,
         Path(folder) / "run",
