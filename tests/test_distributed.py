@@ -148,8 +148,8 @@ def emulated(case: Case, ranks: int) -> Dict[str, torch.Tensor]:
     return {**state, "losses": torch.tensor(losses), **held}
 
 
-# One stage a device; neighbors together; V-shaped; interleaved; all on one. The last two take every third case.
-PLACEMENTS = {(0, 1): 1, (0, 1, 2, 3): 1, (0, 0, 1, 1): 1, (0, 1, 1, 0): 1, (0, 1, 0, 1): 3, (0, 0, 0, 0): 3}
+# One stage a device; neighbors together; V-shaped; interleaved; all on one: each with every how many-th case.
+PLACEMENTS = {(0, 1): 1, (0, 1, 2, 3): 1, (0, 0, 1, 1): 3, (0, 1, 1, 0): 3, (0, 1, 0, 1): 4, (0, 0, 0, 0): 6}
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
