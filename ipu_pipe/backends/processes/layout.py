@@ -99,11 +99,10 @@ def _place_stages(
     groups, note = group_stages(model, wished, devices, x), ""
     begins, firsts = wished.begin_names(), list(groups.values())
     placement = tuple(itertools.accumulate(int(stage in groups) for stage in range(len(wished))))
-    if wished.spread:  # weights of one module cannot be cut apart
+    if not _can_cut(method, model, wished, x):
         begins, placement = firsts, tuple(range(devices))
-    if len(begins) + 1 != len(wished):
         names = list_some(begins, 8) or "the model"
-        note = f"{len(wished)} stages on {devices} processes: taken together, stages begin at {names}"
+        note = f"{len(wished)} stages divide modules, which processes cannot: merged to {devices}, which begin at {names}"
     elif len(wished) != devices:
         note = (
             f"{len(wished)} stages on {devices} processes, which begin at {list_some(firsts, 8) or 'the model'}: what is planned"
@@ -126,7 +125,17 @@ def _place_by_order(
             f"stages: {len(wished)}: {method.name} has {order.stages_per_device} on each of {devices} processes: must be {count}"
             + (f", or stages_per_device {len(wished) // devices}" if len(wished) % devices == 0 and not order.fixed else "")
         )
+    if not _can_cut(method, model, wished, x):
+        raise BadInput(f"stages: {len(wished)}: they divide the weights of modules, which processes cannot: use fewer stages")
     return _cut(method, model, wished.begin_names(), order.place(count), device, x)
+
+
+def _can_cut(method: Method, model: nn.Module, wished: Partition, x: torch.Tensor) -> bool:
+    """Return whether the model can be cut into these stages: not where they divide the weights of a module."""
+    if not wished.spread:
+        return True
+    part = partition(model, x, wished.begin_names() or 1, one_stage=method.one_stage)
+    return [set(stage.parameters) for stage in part.stages] == [set(stage.parameters) for stage in wished.stages]
 
 
 def _cut(
