@@ -41,8 +41,8 @@ def make_parser() -> Parser:
     p.add_argument("--stages", metavar="S", type=int, required=True, help="stages of the pipeline, on all devices")
     p.add_argument("--microbatches", metavar="M", type=int, required=True, help="microbatches in the whole run")
     accumulate = (
-        "microbatches an update (default: M for gpipe and pipedream_flush, P for pipedream_2bw, 1 for the others); a last batch "
-        "that is not full runs without an update"
+        "microbatches an update (default: M for gpipe, pipedream_flush and those from interleaved_1f1b on, P for "
+        "pipedream_2bw, 1 for the others); a last batch that is not full runs without an update"
     )
     p.add_argument("--accumulate", metavar="N", type=int, help=accumulate)
     formats = (

@@ -397,9 +397,14 @@ def _change_axes(method: Method, settings: Mapping[str, Any]) -> Method:
     return method
 
 
+def _name_place(key: str) -> str:
+    """Return where a config has a setting of a method."""
+    return key if key == "stages_per_device" else f"method_args: {key}"
+
+
 def _find_bad_values(settings: Mapping[str, Any]) -> List[str]:
     return [
-        f"method_args: {key}: {show(settings[key])}: must be {allowed}"
+        f"{_name_place(key)}: {show(settings[key])}: must be {allowed}"
         for key, (is_allowed, allowed) in _ALLOWED.items()
         if key in settings and not is_allowed(settings[key])
     ]
@@ -443,7 +448,7 @@ def _find_misfits(method: Method, settings: Mapping[str, Any]) -> List[str]:
                 reasons["delays"] = "PipeDream's delays need PipeDream's order of updates: set order: schedule"
             if "delay_bound" in settings:
                 reasons["delay_bound"] = "delays: schedule has PipeDream's own bound: leave it out"
-    return [f"method_args: {key}: {show(settings[key])}: {reason}" for key, reason in reasons.items()]
+    return [f"{_name_place(key)}: {show(settings[key])}: {reason}" for key, reason in reasons.items()]
 
 
 def _explain_fixed_axes(method: Method) -> Optional[str]:
