@@ -163,7 +163,7 @@ def test_memory_is_what_the_tensors_take_to_the_byte(slept: Path) -> None:
     for device in (0, 1):
         counters = of_rank(slept, device).counters
         for name, counter in MEMORY.items():
-            values = counters.value[counters.name == counters.names.index(counter)]
+            values = counters.value[counters.name == counter]
             assert values.max() == peaks[device][name]
 
 
@@ -214,7 +214,7 @@ def test_a_killed_run_leaves_its_trace_and_one_that_goes_on_takes_it_up(tmp_path
         norms = events.is_kind("wait") & (events.carries == PAYLOADS.index("norms"))
         assert norms.any() and set(events.peer[norms].tolist()) == {1 - rank}
         # also what changed before the window
-        assert set(trace.counters.names) == set(MEMORY.values())
+        assert set(trace.counters.name.tolist()) == set(MEMORY.values())
 
 
 # ---- what is recorded, without processes

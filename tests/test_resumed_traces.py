@@ -35,7 +35,7 @@ def check(resumed: Trace, whole: Trace, ended: int = 0) -> None:
     more, less = multiset(resumed) - multiset(whole), multiset(whole) - multiset(resumed)
     assert not less and sum(more.values()) == ended and {event[2] for event in more} <= {"evaluate"}
     assert resumed.metadata == whole.metadata
-    assert set(resumed.counters.names) == set(whole.counters.names)
+    assert set(resumed.counters.name.tolist()) == set(whole.counters.name.tolist())
     assert resumed.notes == whole.notes == ()
 
 

@@ -29,11 +29,10 @@ def some_events(count: int) -> List[Event]:
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     events, path = some_events(10_000), tmp_path / "trace" / "rank-0.trace"
-    writer = TraceWriter(path, {"method": "gpipe", "stages": 4})
+    writer = TraceWriter(path, {"method": "gpipe", "stages": 5})
     counters = [Counter(e.device, f"name {n % 3}", e.start_ns, n / 7) for n, e in enumerate(events)]
     writer.write_events(Events.from_rows(events))
     writer.write_counters(Counters.from_rows(counters))
-    writer.add_metadata({"stages": 5})
     writer.close()
     found = read_store(path)
     assert list(found.events.rows()) == events

@@ -140,8 +140,8 @@ def _make_counters(rank: int, microbatches: int) -> Counters:
     count = microbatches // 10
     time_ns = np.arange(count, dtype=np.int64) * 7_000_000
     values = (np.arange(count) % 17).astype(np.float64) * 1e6
-    names = (MEMORY["activations"], MEMORY["gradients"])
-    return Counters(np.full(count, rank, np.int32), (np.arange(count) % 2).astype(np.int16), time_ns, values, names)
+    names = np.array([MEMORY["activations"], MEMORY["gradients"]], object)[np.arange(count) % 2]
+    return Counters(np.full(count, rank, np.int32), names, time_ns, values)
 
 
 def make_foreign(path: Path, events: int) -> int:

@@ -12,7 +12,8 @@ norms in its middle. `microbatch` of a message is the update's index where it ca
 
 from __future__ import annotations
 
-from typing import Any, Dict, Iterable, Iterator, Mapping, NamedTuple, Optional, Sequence, Tuple, TypedDict
+from itertools import chain
+from typing import Any, Dict, Iterable, Iterator, Mapping, NamedTuple, Optional, Tuple, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,7 +47,6 @@ EVENT_TYPES: Dict[str, Any] = {
     "stage": np.int32, "device": np.int32, "kind": np.int8, "microbatch": np.int32, "start": np.int64, "end": np.int64,
     "version": np.int32, "bytes": np.int64, "peer": np.int32, "carries": np.int8,
 }  # fmt: skip
-COUNTER_TYPES: Dict[str, Any] = {"device": np.int32, "name": np.int16, "time": np.int64, "value": np.float64}
 FARTHEST_NS = 1 << 60  # greatest time, so that sums and differences of three fit into int64
 SCHEMA = 1  # of the metadata
 
@@ -102,7 +102,7 @@ class Events(NamedTuple):
             (*e[:2], KIND_CODE[e.kind], *e[3:7], -1 if e.bytes is None else e.bytes, e.peer, PAYLOAD_CODE[e.carries])
             for e in events
         ]
-        return cls.from_columns(len(rows), **dict(zip(EVENT_TYPES, zip(*rows) if rows else [()] * len(EVENT_TYPES))))
+        return cls.from_columns(len(rows), **dict(zip(EVENT_TYPES, zip(*rows))))
 
     def select(self, chosen: Any) -> "Events":
         """Return the events that a mask, an array of indices or a slice chooses."""
@@ -121,31 +121,26 @@ class Events(NamedTuple):
 
 
 class Counters(NamedTuple):
-    """Counters as columns of one length; `name` holds indices into `names`."""
+    """Counters as columns of one length."""
 
     device: NDArray[np.int32]
-    name: NDArray[np.int16]
+    name: NDArray[np.object_]  # str
     time: NDArray[np.int64]
     value: NDArray[np.float64]
-    names: Tuple[str, ...]
 
     @classmethod
-    def from_rows(cls, counters: Sequence[Counter]) -> "Counters":
+    def from_rows(cls, counters: Iterable[Counter]) -> "Counters":
         """Return the columns of `counters`."""
-        codes = {name: code for code, name in enumerate(dict.fromkeys(counter.name for counter in counters))}
-        rows = [(counter.device, codes[counter.name], counter.time_ns, counter.value) for counter in counters]
-        columns = zip(*rows) if rows else [()] * len(COUNTER_TYPES)
-        device, name, time, value = (np.array(column, kind) for column, kind in zip(columns, COUNTER_TYPES.values()))
-        return cls(device, name, time, value, tuple(codes))
+        columns = list(zip(*counters)) or [()] * len(cls._fields)
+        return cls(*(np.array(column, kind) for column, kind in zip(columns, (np.int32, object, np.int64, np.float64))))
 
     def select(self, chosen: Any) -> "Counters":
         """Return the values that a mask, an array of indices or a slice chooses."""
-        return Counters(self.device[chosen], self.name[chosen], self.time[chosen], self.value[chosen], self.names)
+        return Counters(*(column[chosen] for column in self))
 
     def rows(self) -> Iterator[Counter]:
         """Yield one record for each value; slow for many."""
-        for device, name, time, value in zip(*(column.tolist() for column in self[:4])):
-            yield Counter(device, self.names[name], time, value)
+        yield from map(Counter, *(column.tolist() for column in self))
 
 
 class UnitRow(TypedDict):
@@ -169,29 +164,14 @@ class Trace(NamedTuple):
     notes: Tuple[str, ...] = ()
 
 
-class CounterSeries(NamedTuple):
-    """Counters of a device as curves, valid from each of `times` on: the categories of memory together, any other counter under
-    its own name. NaN before a curve's first value."""
-
-    name: str  # "memory", or the counter's
-    device: int
-    times: NDArray[np.int64]  # ns, rising
-    values: Dict[str, NDArray[np.float64]]
-
-
-def concatenate_events(parts: Sequence[Events]) -> Events:
+def concatenate_events(parts: Iterable[Events]) -> Events:
     """Return several as one, in the order given."""
-    return Events(*(np.concatenate(columns) for columns in zip(*parts))) if parts else Events.from_rows([])
+    return Events(*map(np.concatenate, zip(Events.from_rows([]), *parts)))
 
 
-def concatenate_counters(parts: Sequence[Counters]) -> Counters:
+def concatenate_counters(parts: Iterable[Counters]) -> Counters:
     """Return several as one, in the order given."""
-    if not parts:
-        return Counters.from_rows([])
-    names = tuple(dict.fromkeys(name for part in parts for name in part.names))
-    codes = [np.array([names.index(name) for name in part.names] or [0], np.int16)[part.name] for part in parts]
-    device, time, value = (np.concatenate([part[place] for part in parts]) for place in (0, 2, 3))
-    return Counters(device, np.concatenate(codes), time, value, names)
+    return Counters(*map(np.concatenate, zip(Counters.from_rows([]), *parts)))
 
 
 def find_updates(events: Events, accumulate: int) -> NDArray[np.int64]:
@@ -216,57 +196,45 @@ def group_places(column: NDArray[Any]) -> Iterator[Tuple[int, NDArray[np.intp]]]
         yield int(column[places[0]]), places
 
 
+class CounterSeries(NamedTuple):
+    """Counters of a device as curves, valid from each of `times` on: the categories of memory together, any other counter under
+    its own name. NaN before a curve's first value."""
+
+    name: str  # "memory", or the counter's
+    device: int
+    times: NDArray[np.int64]  # ns, rising
+    values: Dict[str, NDArray[np.float64]]
+
+
 def build_counter_series(counters: Counters) -> Iterator[CounterSeries]:
     """Yield all curves, those of memory first. Of several values at one time the last counts."""
-    memory = [counters.names.index(name) for name in MEMORY.values() if name in counters.names]
-    others = [[code] for code in range(len(counters.names)) if code not in memory]
-    for codes in [memory, *others]:
-        chosen = np.flatnonzero(np.isin(counters.name, codes))
+    memory = tuple(MEMORY.values())
+    others = ((name,) for name in dict.fromkeys(counters.name.tolist()) if name not in memory)
+    for names in chain([memory], others):
+        chosen = np.flatnonzero(np.isin(counters.name, names))
         for device, places in group_places(counters.device[chosen]):
             of_device = counters.select(chosen[places])
             times, values = np.unique(of_device.time), {}
-            for code in codes:
-                curve = of_device.select(of_device.name == code)
+            for name in names:
+                curve = of_device.select(of_device.name == name)
                 curve = curve.select(np.argsort(curve.time, kind="stable"))
                 last = np.searchsorted(curve.time, times, side="right") - 1  # -1, so NaN: no value yet
                 if len(curve.time):
-                    values[counters.names[code]] = np.append(curve.value, np.nan)[last]
-            yield CounterSeries("memory" if codes is memory else counters.names[codes[0]], device, times, values)
-
-
-# ---- checks of what a file holds, which another program may have written
-
-
-def build_integer_column(name: str, values: Sequence[Any], kind: Any) -> NDArray[Any]:
-    """Return integers as a column of the type `kind`. Raise ValueError for other values and for those that do not fit."""
-    column = np.array(values) if len(values) else np.zeros(0, np.int64)
-    if column.dtype.kind not in "iu" or column.ndim != 1 or not np.array_equal(column, column.astype(kind)):
-        raise ValueError(f"{name}: must be whole numbers of {np.dtype(kind)}")
-    return column.astype(kind)
-
-
-def build_time_column(name: str, microseconds: Sequence[Any]) -> NDArray[np.int64]:
-    """Return times, given in microseconds, as nanoseconds. Raise ValueError for other values and for times too far from 0."""
-    column = np.array(microseconds) if len(microseconds) else np.zeros(0)
-    # which NaN is not below either
-    if column.dtype.kind not in "iuf" or column.ndim != 1 or not (np.abs(column) < FARTHEST_NS / 1000).all():
-        raise ValueError(f"{name}: must be numbers of microseconds, below {FARTHEST_NS // 1000:.0e}")
-    return np.rint(column.astype(np.float64) * 1000).astype(np.int64)
+                    values[name] = np.append(curve.value, np.nan)[last]
+            yield CounterSeries("memory" if names is memory else names[0], device, times, values)
 
 
 def check_trace(where: Any, events: Events, counters: Counters, metadata: Mapping[str, Any]) -> None:
     """Raise `BadInput` for what no run of this or an earlier version writes: events that end before they begin, negative devices,
-    times too far from 0, counters without a name."""
+    times too far from 0."""
     schema = metadata.get("schema")
     if isinstance(schema, int) and schema > SCHEMA:
         raise BadInput(f"{where}: schema: {schema}: this version reads up to {SCHEMA}; use the ipu_pipe that wrote it")
-    times = np.concatenate([events.start, events.end, counters.time])
+    times = (events.start, events.end, counters.time)
     faults = (
         ((events.end < events.start).any(), "an event ends before it begins"),
         ((events.device < 0).any(), "device: below 0"),
-        (len(times) and not -FARTHEST_NS < int(times.min()) <= int(times.max()) < FARTHEST_NS, "a time is too far from 0"),
-        (((counters.name < 0) | (counters.name >= len(counters.names))).any(), "a counter has no name"),
+        (any(((t <= -FARTHEST_NS) | (t >= FARTHEST_NS)).any() for t in times), "a time is too far from 0"),
     )
-    found_faults = [f"{where}: cannot be read as a trace: {fault}" for is_wrong, fault in faults if is_wrong]
-    if found_faults:
-        raise BadInput(found_faults)
+    if any(is_wrong for is_wrong, _ in faults):
+        raise BadInput(f"{where}: cannot be read as a trace: {fault}" for is_wrong, fault in faults if is_wrong)

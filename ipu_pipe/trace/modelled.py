@@ -15,22 +15,14 @@ from numpy.typing import NDArray
 from ipu_pipe.schedule.actions import Kind, pass_needs
 from ipu_pipe.schedule.clock import Times
 from ipu_pipe.schedule.runs import IntArray
-from ipu_pipe.trace.events import (
-    KIND_CODE,
-    KINDS,
-    PAYLOAD_CODE,
-    WAIT,
-    Counters,
-    Events,
-    concatenate_counters,
-    concatenate_events,
-)
+from ipu_pipe.trace import events as ev
+from ipu_pipe.trace.events import KIND_CODE, PAYLOAD_CODE, WAIT, Counters, Events
 
 IN_FLIGHT = "microbatches in flight"
 CROSSING = {-1: "activations", +1: "gradients"}  # what comes from the previous and from the next stage
 # The order of events that begin at one time; passes come last.
 _ORDER = {"send": 0, Kind.UPDATE.word: 1, WAIT: 2, "pause": 2}
-_ORDER_OF_CODE = np.array([_ORDER.get(kind, 3) for kind in KINDS], np.int8)
+_ORDER_OF_CODE = np.array([_ORDER.get(kind, 3) for kind in ev.KINDS], np.int8)
 
 
 def build_modelled_events(
@@ -54,63 +46,57 @@ def build_modelled_events(
     )
     stages = len(device_of_stage)
 
-    def get_sent_bytes(kind: Kind, s: int) -> Optional[int]:
-        """Return the bytes that a pass of stage s leaves for another stage; None without any."""
-        if boundary_bytes is None:
-            return None
-        if kind is Kind.FORWARD:
-            return boundary_bytes[s] if s < stages - 1 else None
-        returns = kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT) and gradients_cross
-        return boundary_bytes[s - 1] if returns and s else None
-
-    def build_actions(kind: Kind, s: int) -> Events:
+    def build_actions(kind: Kind, s: int) -> Tuple[Events, Events, IntArray]:
+        """Return the actions of a stage, their messages, and when what each action needs from another device was there, that
+        device, and the payload: (3, n), -1 where it needs nothing."""
         index = np.arange(start[kind].shape[1])
-        is_update = kind is Kind.UPDATE
-        version = index + 1 if is_update else versions[kind is not Kind.FORWARD][s, : len(index)]
-        size = get_sent_bytes(kind, s)
-        return Events.from_columns(
-            len(index), stage=s, device=device_of_stage[s], kind=KIND_CODE[kind.word], microbatch=index,
-            start=start[kind][s], end=end[kind][s], version=version, bytes=-1 if size is None else size,
-        )  # fmt: skip
-
-    def find_needed(kind: Kind, s: int) -> IntArray:
-        """Return when what each action needs from another device was there, that device, and the payload; (3, n), -1: nothing."""
-        needed = np.full((3, start[kind].shape[1]), -1, np.int64)
-        for need in pass_needs(kind, local=not gradients_cross) if kind is not Kind.UPDATE else ():
+        is_update, is_forward = kind is Kind.UPDATE, kind is Kind.FORWARD
+        version = index + 1 if is_update else versions[not is_forward][s, : len(index)]
+        target = (
+            s + 1 if is_forward else s - 1 if kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT) and gradients_cross else -1
+        )
+        sends = boundary_bytes is not None and 0 <= target < stages
+        columns = {
+            "stage": s, "device": device_of_stage[s], "microbatch": index, "end": end[kind][s],
+            "bytes": boundary_bytes[min(s, target)] if boundary_bytes is not None and sends else -1,
+        }  # fmt: skip
+        actions = Events.from_columns(
+            len(index), **columns, kind=KIND_CODE[kind.word], start=start[kind][s], version=version
+        )
+        messages = Events.from_rows([])
+        if sends and device_of_stage[target] != device_of_stage[s]:
+            # at the end of each pass; the clock lets messages take no time of the device
+            messages = Events.from_columns(
+                len(index), **columns, kind=KIND_CODE["send"], start=end[kind][s], peer=device_of_stage[target],
+                carries=PAYLOAD_CODE[CROSSING[s - target]],
+            )  # fmt: skip
+        needed = np.full((3, len(index)), -1, np.int64)
+        for need in pass_needs(kind, local=not gradients_cross) if not is_update else ():
             other = s + need.offset
             if 0 <= other < stages and device_of_stage[other] != device_of_stage[s]:
                 needed[0], needed[1] = end[need.kind][other], device_of_stage[other]
-                needed[2] = PAYLOAD_CODE[CROSSING[other - s]]
+                needed[2] = PAYLOAD_CODE[CROSSING[need.offset]]
                 break
-        return needed
-
-    def build_sends(kind: Kind, s: int) -> Events:
-        """Return a message at the end of each pass; the clock lets messages take no time of the device."""
-        size, other = get_sent_bytes(kind, s), s + 1 if kind is Kind.FORWARD else s - 1
-        if size is None or device_of_stage[other] == device_of_stage[s]:
-            return Events.from_rows([])
-        ends = end[kind][s]
-        return Events.from_columns(
-            len(ends), stage=s, device=device_of_stage[s], kind=KIND_CODE["send"], microbatch=np.arange(len(ends)),
-            start=ends, end=ends, bytes=size, peer=device_of_stage[other], carries=PAYLOAD_CODE[CROSSING[s - other]],
-        )  # fmt: skip
+        return actions, messages, needed
 
     completing = list(start)[-2]  # the pass before the update, which completes a microbatch on its stage
     events: List[Events] = []
     counters: List[Counters] = []
     for device in dict.fromkeys(device_of_stage):
         here = [s for s in range(stages) if device_of_stage[s] == device]
-        actions = concatenate_events([build_actions(kind, s) for s in here for kind in start])
-        needed = np.concatenate([find_needed(kind, s) for s in here for kind in start], axis=1)
-        sends = [build_sends(kind, s) for s in here for kind in start]
-        all_events = concatenate_events([actions, _find_waits(actions, needed), *sends])
-        events.append(_select_updates(all_events.select(_order(all_events)), accumulate, updates))
+        actions, messages, needed = zip(*(build_actions(kind, s) for s in here for kind in start))
+        waits = _find_waits(ev.concatenate_events(actions), np.concatenate(needed, axis=1))
+        events.append(_select_updates(_sort(ev.concatenate_events([*actions, waits, *messages])), accumulate, updates))
         counters.append(_count_in_flight(device, end[Kind.FORWARD][here].ravel(), end[completing][here].ravel()))
-    return concatenate_events(events), concatenate_counters(counters)
+    return ev.concatenate_events(events), ev.concatenate_counters(counters)
 
 
 def _order(events: Events) -> NDArray[np.intp]:
     return np.lexsort((_ORDER_OF_CODE[events.kind], events.start))
+
+
+def _sort(events: Events) -> Events:
+    return events.select(_order(events))
 
 
 def _find_waits(actions: Events, needed: IntArray) -> Events:
@@ -133,25 +119,22 @@ def _select_updates(events: Events, accumulate: int, updates: Optional[range]) -
         return events
     update = np.where(events.is_kind(Kind.UPDATE.word), events.microbatch, events.microbatch // accumulate)
     recorded = np.flatnonzero(np.isin(update, updates))
-    if not len(recorded):
-        return events.select(recorded)
-    gap = np.diff(recorded) > 1
-    start, end = np.maximum.accumulate(events.end)[recorded[:-1][gap]], events.start[recorded[1:][gap]]
-    start, end = start[end > start], end[end > start]
+    before, after = recorded[:-1], recorded[1:]
+    start, end = np.maximum.accumulate(events.end)[before], events.start[after]
+    pause = (after - before > 1) & (end > start)
     pauses = Events.from_columns(
-        len(start), device=int(events.device[0]), kind=KIND_CODE["pause"], start=start, end=end
+        int(pause.sum()), device=events.device[:1], kind=KIND_CODE["pause"], start=start[pause], end=end[pause]
     )
-    selected = concatenate_events([events.select(recorded), pauses])
-    return selected.select(_order(selected))
+    return _sort(ev.concatenate_events([events.select(recorded), pauses]))
 
 
 def _count_in_flight(device: int, forward_ends: IntArray, last_ends: IntArray) -> Counters:
     """Count the microbatches whose activations a device holds: from the end of the forward to the end of the last pass."""
     times = np.concatenate([forward_ends, last_ends])
-    steps = np.concatenate([np.ones(len(forward_ends), np.int64), -np.ones(len(last_ends), np.int64)])
+    steps = np.repeat([1.0, -1.0], [len(forward_ends), len(last_ends)])
     order = np.argsort(times, kind="stable")
-    values, times = np.cumsum(steps[order]).astype(np.float64), times[order]
+    values, times = np.cumsum(steps[order]), times[order]
     is_last = np.append(times[1:] != times[:-1], True)  # of several changes at one time
     count = int(is_last.sum())
-    device_column, name_column = np.full(count, device, np.int32), np.zeros(count, np.int16)
-    return Counters(device_column, name_column, times[is_last], values[is_last], (IN_FLIGHT,))
+    names = np.full(count, IN_FLIGHT, object)
+    return Counters(np.full(count, device, np.int32), names, times[is_last], values[is_last])

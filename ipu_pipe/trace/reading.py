@@ -9,23 +9,12 @@ from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ipu_pipe.errors import BadInput
-from ipu_pipe.trace.events import (
-    EVENT_TYPES,
-    KIND_CODE,
-    PAYLOAD_CODE,
-    Counter,
-    Counters,
-    Events,
-    Trace,
-    build_integer_column,
-    build_time_column,
-    check_trace,
-    concatenate_counters,
-    concatenate_events,
-)
-from ipu_pipe.trace.kineto import ProfilerRank, merge_ranks
+from ipu_pipe.trace import events as ev
+from ipu_pipe.trace.events import Counter, Counters, Events, Trace
+from ipu_pipe.trace.kineto import identify_record, merge_ranks
 from ipu_pipe.trace.store import MAGIC, SUFFIX, find_store_files, read_store
 
 CHROME = "trace.json.gz"
@@ -58,14 +47,11 @@ def merge_traces(traces: Sequence[Trace]) -> Trace:
     result is modelled if one of them is."""
     if len(traces) == 1:
         return traces[0]
-    metadata: Dict[str, Any] = {}
-    for trace in reversed(traces):
-        metadata.update(trace.metadata)
+    metadata = {key: value for trace in reversed(traces) for key, value in trace.metadata.items()}
     if any(trace.metadata.get("modelled") for trace in traces):
         metadata["modelled"] = True
-    events, counters = [trace.events for trace in traces], [trace.counters for trace in traces]
-    notes = tuple(note for trace in traces for note in trace.notes)
-    return Trace(concatenate_events(events), concatenate_counters(counters), metadata, notes)
+    events, counters, _, notes = zip(*traces)
+    return Trace(ev.concatenate_events(events), ev.concatenate_counters(counters), metadata, sum(notes, ()))
 
 
 def _find_files(path: Path) -> List[Path]:
@@ -105,14 +91,14 @@ def _is_store(path: Path) -> bool:
 def _read_json_files(files: Sequence[Path]) -> Trace:
     """Read one or several files of ours, or PyTorch's profiler's, one a rank."""
     ours: List[Trace] = []
-    ranks: List[Tuple[Path, Dict[str, Any], ProfilerRank]] = []
+    ranks: List[Tuple[Path, Dict[str, Any], Events]] = []
     for path in files:
         try:
             records, keys = _parse(path)
             if records.is_ours or (records.is_ours is None and "otherData" in keys):
                 ours.append(records.build_trace(path, keys))
             else:
-                ranks.append((path, keys, records.rank))
+                ranks.append((path, keys, ev.concatenate_events(records.parts)))
         except (OSError, EOFError, zlib.error) as error:  # a damaged gzip header is an OSError without an errno
             raise BadInput(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError, AttributeError) as error:
@@ -146,10 +132,10 @@ class _Records:
 
     def __init__(self) -> None:
         self.is_ours: Optional[bool] = None
-        self.rank = ProfilerRank()
+        self.parts: List[Events] = []
         self._rows: List[Tuple[Any, ...]] = []
-        self._parts: List[Events] = []
         self._counters: List[Counter] = []
+        self._on_gpu = False
 
     def take(self, record: Dict[str, Any]) -> Optional[Dict[str, Any]]:
         """Take a record and return None; return other objects, such as a record's arguments, as they are."""
@@ -159,46 +145,69 @@ class _Records:
         if phase == "X":
             args = record.get("args")
             if self.is_ours is None:
-                self.is_ours = record.get("cat") in KIND_CODE and isinstance(args, dict) and "stage" in args
-            row = _read_row(record, args) if self.is_ours else self.rank.read_row(record)
-            if row is not None:
-                self._rows.append(row)
+                self.is_ours = record.get("cat") in ev.KIND_CODE and isinstance(args, dict) and "stage" in args
+            if self.is_ours:
+                self._rows.append(_read_row(record, args))
+            else:
+                self._take_foreign(record)
         elif phase == "C" and self.is_ours is not False:
-            (time,) = build_time_column("ts", [record["ts"]]).tolist()
+            (time,) = _build_times("ts", [record["ts"]]).tolist()
+            (device,) = _build_integers("pid", [record["pid"]], np.int32).tolist()
             for name, value in record["args"].items():
                 name = str(record["name"] if name == "value" else name)
-                self._counters.append(Counter(record["pid"], name, time, float("nan" if value is None else value)))
+                self._counters.append(Counter(device, name, time, float("nan" if value is None else value)))
         if len(self._rows) == BATCH:
             self.pack()
         return None
 
+    def _take_foreign(self, record: Dict[str, Any]) -> None:
+        kind, on_gpu = identify_record(str(record.get("cat", "")), str(record["name"]))
+        if on_gpu and not self._on_gpu:  # a GPU's time is that of its kernels alone
+            self._on_gpu, self._rows, self.parts = True, [], []
+        if kind >= 0 and on_gpu == self._on_gpu:
+            self._rows.append((-1, 0, kind, -1, record["ts"], record["dur"], -1, -1, -1, 0))
+
     def pack(self) -> None:
         """Make the rows that were taken into columns."""
-        rows, self._rows = self._rows, []
-        if rows and self.is_ours:
-            columns: Dict[str, Any] = dict(zip(EVENT_TYPES, zip(*rows)))
-            start = build_time_column("ts", columns.pop("start"))
-            end = start + build_time_column("dur", columns.pop("end"))
-            integers = {name: build_integer_column(name, values, EVENT_TYPES[name]) for name, values in columns.items()}
-            self._parts.append(Events(start=start, end=end, **integers))
-        elif rows:
-            self.rank.add(rows)
+        columns: Dict[str, Any] = dict(zip(ev.EVENT_TYPES, zip(*self._rows)))
+        self._rows = []
+        if columns:
+            start = _build_times("ts", columns.pop("start"))
+            end = start + _build_times("dur", columns.pop("end"))
+            integers = {name: _build_integers(name, column, ev.EVENT_TYPES[name]) for name, column in columns.items()}
+            self.parts.append(Events(start=start, end=end, **integers))
 
     def build_trace(self, path: Path, keys: Dict[str, Any]) -> Trace:
         """Return the trace that `write_chrome` wrote. Raise `BadInput` or ValueError where it cannot have."""
         metadata = keys.get("otherData", {})
         if not isinstance(metadata, dict):
             raise ValueError("otherData: must be an object")
-        build_integer_column("pid", [counter.device for counter in self._counters], np.int32)
-        events, counters = concatenate_events(self._parts), Counters.from_rows(self._counters)
-        check_trace(path, events, counters, metadata)
-        return Trace(events, counters, metadata)
+        trace = Trace(ev.concatenate_events(self.parts), Counters.from_rows(self._counters), metadata)
+        ev.check_trace(path, *trace[:3])
+        return trace
 
 
 def _read_row(record: Dict[str, Any], args: Any) -> Tuple[Any, ...]:
     """Return the columns of one event, its duration in the place of its end."""
     return (
-        args["stage"], record["pid"], KIND_CODE[record["cat"]], args["k"] if "k" in args else args["microbatch"],
+        args["stage"], record["pid"], ev.KIND_CODE[record["cat"]], args["k"] if "k" in args else args["microbatch"],
         record["ts"], record["dur"], args["version"], args.get("bytes", -1), args.get("peer", -1),
-        PAYLOAD_CODE[args.get("carries", "")],
+        ev.PAYLOAD_CODE[args.get("carries", "")],
     )  # fmt: skip
+
+
+def _build_integers(name: str, values: Sequence[Any], kind: Any) -> NDArray[Any]:
+    """Return integers as a column of the type `kind`. Raise ValueError for other values and for those that do not fit."""
+    column = np.array(values)
+    if column.dtype.kind not in "iu" or column.ndim != 1 or not np.array_equal(column, column.astype(kind)):
+        raise ValueError(f"{name}: must be whole numbers of {np.dtype(kind)}")
+    return column.astype(kind)
+
+
+def _build_times(name: str, microseconds: Sequence[Any]) -> NDArray[np.int64]:
+    """Return times, given in microseconds, as nanoseconds. Raise ValueError for other values and for times too far from 0."""
+    column = np.array(microseconds)
+    # which NaN is not below either
+    if column.dtype.kind not in "iuf" or column.ndim != 1 or not (np.abs(column) < ev.FARTHEST_NS / 1000).all():
+        raise ValueError(f"{name}: must be numbers of microseconds, below {ev.FARTHEST_NS // 1000:.0e}")
+    return np.rint(column.astype(np.float64) * 1000).astype(np.int64)

@@ -2,9 +2,10 @@
 
     ipu_pipe trace 1\\n  block  block  ...           block:  tag (4 bytes), rows, bytes, checksum (each uint32), zlib's bytes
 
-The blocks of events and counters hold their columns one after another. "clck" says what to add to this file's times to get those
-of the run's first rank. "meta" is JSON and extends the metadata, which also name the codes of the columns. A block that the end
-of the file cuts off is left out; a block with a wrong checksum makes the file unreadable.
+The blocks of events and counters hold their columns one after another; a block of counters begins with the length of a JSON list
+of names, of which its second column holds the index. "clck" says what to add to this file's times to get those of the run's first
+rank. "meta" is JSON and extends the metadata, which also name the codes of the columns. A block that the end of the file cuts off
+is left out; a block with a wrong checksum makes the file unreadable.
 """
 
 from __future__ import annotations
@@ -19,24 +20,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ipu_pipe.errors import BadInput, guard_writing
-from ipu_pipe.trace.events import (
-    COUNTER_TYPES,
-    EVENT_TYPES,
-    FARTHEST_NS,
-    KINDS,
-    PAYLOADS,
-    Counters,
-    Events,
-    Trace,
-    check_trace,
-    concatenate_counters,
-    concatenate_events,
-)
+from ipu_pipe.trace import events as ev
+from ipu_pipe.trace.events import KINDS, PAYLOADS, Counters, Events, Trace
 
 SUFFIX = ".trace"
 MAGIC = b"ipu_pipe trace 1\n"
 HEAD = struct.Struct("<4sIII")
 META, EVENTS, COUNTERS, CLOCK = b"meta", b"evnt", b"cntr", b"clck"
+COUNTER_TYPES = (np.int32, np.uint16, np.int64, np.float64)
 ROWS = 1 << 16  # of a block, at most
 LEVEL = 1  # of zlib
 
@@ -50,11 +41,7 @@ class TraceWriter:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file: BinaryIO = path.open("wb")
             self._file.write(MAGIC)
-        self.add_metadata({"kinds": KINDS, "carried": PAYLOADS, **metadata})
-
-    def add_metadata(self, metadata: Dict[str, Any]) -> None:
-        """Add keys to the metadata, or replace their values."""
-        self._write(META, 0, json.dumps(metadata).encode())
+        self._write(META, 0, json.dumps({"kinds": KINDS, "carried": PAYLOADS, **metadata}).encode())
 
     def synchronize(self, local_ns: int, offset_ns: int) -> None:
         """Record that around the local time `local_ns` the first rank's clock is `offset_ns` ahead of this one's."""
@@ -64,13 +51,15 @@ class TraceWriter:
         """Write events, in blocks."""
         for begin in range(0, len(events.start), ROWS):
             part = events.select(slice(begin, begin + ROWS))
-            self._write(EVENTS, len(part.start), _pack(part, EVENT_TYPES))
+            self._write(EVENTS, len(part.start), b"".join(column.tobytes() for column in part))
 
     def write_counters(self, counters: Counters) -> None:
         """Write counters as one block."""
         if len(counters.time):
-            names = json.dumps(counters.names).encode()
-            payload = struct.pack("<I", len(names)) + names + _pack(counters[:4], COUNTER_TYPES)
+            codes = {name: code for code, name in enumerate(dict.fromkeys(counters.name.tolist()))}
+            text = json.dumps(list(codes)).encode()
+            columns = counters._replace(name=np.array([codes[name] for name in counters.name.tolist()], np.uint16))
+            payload = struct.pack("<I", len(text)) + text + b"".join(column.tobytes() for column in columns)
             self._write(COUNTERS, len(counters.time), payload)
 
     def flush(self) -> None:
@@ -89,6 +78,11 @@ class TraceWriter:
             self._file.write(HEAD.pack(tag, rows, len(packed), zlib.crc32(packed)) + packed)
 
 
+def find_store_files(folder: Path) -> List[Path]:
+    """Return the trace files of a run's folder, one a rank."""
+    return sorted((folder / "trace").glob(f"*{SUFFIX}"))
+
+
 def read_store(path: Path, most_bytes: int = 1 << 62) -> Trace:
     """Read a trace file; its times are those of the run's first rank. Raise `BadInput` if it is not a trace, is damaged, or
     unpacks to more than `most_bytes` (by default no limit, for a run's own file)."""
@@ -102,44 +96,31 @@ def read_store(path: Path, most_bytes: int = 1 << 62) -> Trace:
             if tag == META:
                 metadata.update(json.loads(payload))
             elif tag == EVENTS:
-                events.append(Events(*_unpack(payload, rows, EVENT_TYPES)))
+                events.append(Events(*_unpack(payload, rows, [*ev.EVENT_TYPES.values()])))
             elif tag == COUNTERS:
-                (length,) = struct.unpack_from("<I", payload)
-                names = tuple(map(str, json.loads(payload[4 : 4 + length])))
-                counters.append(Counters(*_unpack(payload[4 + length :], rows, COUNTER_TYPES), names))  # type: ignore[call-arg]
-                check_trace(path, Events.from_rows([]), counters[-1], {})  # before its names are looked up
+                begin = 4 + struct.unpack_from("<I", payload)[0]
+                names = np.array([str(name) for name in json.loads(payload[4:begin])], object)
+                device, codes, times, values = _unpack(payload[begin:], rows, COUNTER_TYPES)
+                counters.append(Counters(device, names[codes], times, values))
             elif tag == CLOCK:
                 clock.append(struct.unpack("<qq", payload))
-                if max(map(abs, clock[-1])) >= FARTHEST_NS:
-                    raise ValueError("a reading of the clock is too far from 0")
-        all_events = _map_codes(concatenate_events(events), metadata)
+        trace = Trace(ev.concatenate_events(events), ev.concatenate_counters(counters), metadata, tuple(notes))
+        if max((abs(value) for reading in clock for value in reading), default=0) >= ev.FARTHEST_NS:
+            raise ValueError("a reading of the clock is too far from 0")
+        trace = trace._replace(events=_map_codes(trace.events, metadata))
     except BadInput:
         raise
     except (ValueError, struct.error, TypeError, IndexError, RecursionError, zlib.error) as error:
         raise BadInput(f"{path}: cannot be read as a trace: {error}") from None
-    all_counters = concatenate_counters(counters)
-    check_trace(path, all_events, all_counters, metadata)
-    if clock:
-        start, end, time = (_convert(times, clock) for times in (all_events.start, all_events.end, all_counters.time))
-        all_events, all_counters = all_events._replace(start=start, end=end), all_counters._replace(time=time)
-    return Trace(all_events, all_counters, metadata, tuple(notes))
+    ev.check_trace(path, trace.events, trace.counters, metadata)
+    return _shift_times(trace, clock) if clock else trace
 
 
-def find_store_files(folder: Path) -> List[Path]:
-    """Return the trace files of a run's folder, one a rank."""
-    return sorted((folder / "trace").glob(f"*{SUFFIX}"))
-
-
-def _pack(columns: Sequence[Any], types: Dict[str, Any]) -> bytes:
-    return b"".join(np.ascontiguousarray(column, kind).tobytes() for column, kind in zip(columns, types.values()))
-
-
-def _unpack(payload: bytes, rows: int, types: Dict[str, Any]) -> List[Any]:
-    sizes = [rows * np.dtype(kind).itemsize for kind in types.values()]
-    if len(payload) != sum(sizes):
-        raise ValueError(f"a block of {rows} rows has {len(payload)} bytes, not {sum(sizes)}")
-    ends = np.cumsum(sizes).tolist()
-    return [np.frombuffer(payload[end - size : end], kind) for size, end, kind in zip(sizes, ends, types.values())]
+def _unpack(payload: bytes, rows: int, types: Sequence[Any]) -> List[Any]:
+    ends = np.cumsum([rows * np.dtype(kind).itemsize for kind in types]).tolist()
+    if len(payload) != ends[-1]:
+        raise ValueError(f"a block of {rows} rows has {len(payload)} bytes, not {ends[-1]}")
+    return [np.frombuffer(payload[begin:end], kind) for begin, end, kind in zip([0, *ends], ends, types)]
 
 
 def _read_blocks(path: Path, notes: List[str], most_bytes: int) -> Iterator[Tuple[bytes, int, bytes]]:
@@ -155,9 +136,9 @@ def _read_blocks(path: Path, notes: List[str], most_bytes: int) -> Iterator[Tupl
             at, head = file.tell(), file.read(HEAD.size)
             if not head:
                 return
-            tag, rows, size, checksum = HEAD.unpack(head) if len(head) == HEAD.size else (b"", 0, 0, 0)
+            tag, rows, size, checksum = HEAD.unpack(head) if len(head) == HEAD.size else (b"", 0, 1, 0)
             packed = file.read(size)
-            if len(head) < HEAD.size or len(packed) < size:
+            if len(packed) < size:
                 notes.append(f"{path}: ends within a block (byte {at}), which is left out")
                 return
             if zlib.crc32(packed) != checksum:
@@ -178,18 +159,23 @@ def _map_codes(events: Events, metadata: Dict[str, Any]) -> Events:
         unknown = [name for name in names_then if name not in names]
         if unknown:
             raise ValueError(f"{key}: {', '.join(map(str, unknown))}: not known to this version")
-        if ((codes < 0) | (codes >= len(names_then))).any():
+        if (codes < 0).any():
             raise ValueError(f"{column}: a code without a name")
-        if tuple(names_then) != names:
-            code_now = np.array([names.index(name) for name in names_then], np.int8)
-            events = events._replace(**{column: code_now[codes]})
+        if tuple(names_then) != names or (codes >= len(names)).any():
+            events = events._replace(**{column: np.array([names.index(name) for name in names_then], np.int8)[codes]})
     return events
 
 
-def _convert(times: NDArray[np.int64], clock: Sequence[Tuple[int, int]]) -> NDArray[np.int64]:
-    """Return times by the first rank's clock, from readings (local time, offset): the offset is interpolated between two readings
-    and constant before the first and after the last."""
+def _shift_times(trace: Trace, clock: Sequence[Tuple[int, int]]) -> Trace:
+    """Return a trace by the first rank's clock, from readings (local time, offset): the offset is interpolated between two
+    readings and constant before the first and after the last."""
     local, offset = np.array(sorted(clock), np.int64).T
-    # relative to the first reading, because a float64 does not hold all digits of the times themselves
-    drift = np.interp(times - local[0], local - local[0], offset - offset[0])
-    return times + offset[0] + np.rint(drift).astype(np.int64)
+
+    def shift(times: NDArray[np.int64]) -> NDArray[np.int64]:
+        # relative to the first reading, because a float64 does not hold all digits of the times themselves
+        drift = np.interp(times - local[0], local - local[0], offset - offset[0])
+        return times + offset[0] + np.rint(drift).astype(np.int64)
+
+    events, counters = trace.events, trace.counters
+    events = events._replace(start=shift(events.start), end=shift(events.end))
+    return trace._replace(events=events, counters=counters._replace(time=shift(counters.time)))

@@ -159,8 +159,7 @@ _COMPLETING = (Kind.BACKWARD.word, Kind.WEIGHT_GRADIENT.word)
 
 def measure_memory(counters: Counters, events: Events, begin_ns: int) -> List[Dict[str, Any]]:
     """Return a row for each device that has counters of memory; times count from `begin_ns`."""
-    codes = [code for code, name in enumerate(counters.names) if name in MEMORY.values()]
-    chosen = np.flatnonzero(np.isin(counters.name, codes) & (np.abs(counters.value) < IMPLAUSIBLE))
+    chosen = np.flatnonzero(np.isin(counters.name, [*MEMORY.values()]) & (np.abs(counters.value) < IMPLAUSIBLE))
     by_device = {device: events.select(places) for device, places in group_places(events.device)}
     nothing = events.select(slice(0))
     return [
@@ -171,23 +170,25 @@ def measure_memory(counters: Counters, events: Events, begin_ns: int) -> List[Di
 
 def _measure_device_memory(device: int, counters: Counters, events: Events, begin_ns: int) -> Dict[str, Any]:
     counters = counters.select(np.argsort(counters.time, kind="stable"))
-    change = np.zeros(len(counters.value))
-    for _, places in group_places(counters.name):
+    change, places_of = np.zeros(len(counters.value)), {}
+    for category, name in MEMORY.items():
+        places_of[category] = places = np.flatnonzero(counters.name == name)
         change[places] = np.diff(counters.value[places], prepend=0.0)
     # of several changes at one time all together
     is_last = np.append(counters.time[1:] != counters.time[:-1], True)
     times, total = counters.time[is_last], np.rint(np.cumsum(change)[is_last]).astype(np.int64)
     peak = int(total.argmax())
     at = int(times[peak])
-    bytes_by_name: Dict[str, int] = {}
-    for code, places in group_places(counters.name):
+    categories: Dict[str, int] = {}
+    for category, places in places_of.items():
         before = places[counters.time[places] <= at]
-        bytes_by_name[counters.names[code]] = int(counters.value[before[-1]]) if len(before) else 0
+        if len(places):
+            categories[category] = int(counters.value[before[-1]]) if len(before) else 0
     return {
         "device": device,
         "peak_bytes": int(total[peak]),
         "at_ns": at - begin_ns,
-        "categories": {category: bytes_by_name[name] for category, name in MEMORY.items() if name in bytes_by_name},
+        "categories": categories,
         "microbatches": _list_in_flight(events, at),
         "over_time": _thin(times - begin_ns, total),
     }
