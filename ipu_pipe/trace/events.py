@@ -236,5 +236,6 @@ def check_trace(where: Any, events: Events, counters: Counters, metadata: Mappin
         ((events.device < 0).any(), "device: below 0"),
         (any(((t <= -FARTHEST_NS) | (t >= FARTHEST_NS)).any() for t in times), "a time is too far from 0"),
     )
-    if any(is_wrong for is_wrong, _ in faults):
-        raise BadInput(f"{where}: cannot be read as a trace: {fault}" for is_wrong, fault in faults if is_wrong)
+    texts = [f"{where}: cannot be read as a trace: {fault}" for is_wrong, fault in faults if is_wrong]
+    if texts:
+        raise BadInput(texts)

@@ -47,8 +47,8 @@ def merge_ranks(files: Sequence[Tuple[Path, Dict[str, Any], Events]]) -> Trace:
     """Return one trace of all ranks, from each file's path, keys and events; times count from the first file's base. Raise
     `BadInput` for two files of one rank, a base that is not an integer, and files without events."""
     first, notes = files[0][0], [NOTE]
-    ranks = [_find_rank(path, keys) for path, keys, _ in files]
-    if None in ranks:
+    ranks = [rank for rank in (_find_rank(path, keys) for path, keys, _ in files) if rank is not None]
+    if len(ranks) < len(files):
         ranks = [*range(len(files))]
         if len(files) > 1:
             notes.append("the files do not say their ranks: they are numbered in the order of their names")
