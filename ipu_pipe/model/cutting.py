@@ -16,34 +16,28 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
 import math
 from dataclasses import dataclass, replace
-from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple
+from typing import Any, Callable, ContextManager, Dict, List, Mapping, NamedTuple, Sequence, Set, Tuple
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from ipu_pipe.errors import BadInput
 from ipu_pipe.model.batch import flatten_tensors, list_leaves, sort_keys, walk_leaves
 from ipu_pipe.model.observation import find_running_ancestor
 from ipu_pipe.model.precision import enter_model_autocast
-from ipu_pipe.model.restoring import attributes_restored, buffers_restored, modes_restored, weights_restored
+from ipu_pipe.model.restoring import attributes_restored, buffers_restored, weights_restored
 from ipu_pipe.model.tracing import (
     AutogradState,
-    Getter,
     Key,
-    Nest,
     ReadsValues,
     RecordedCall,
     Recording,
     Template,
     Value,
     Weight,
-    is_alike,
-    iterate_keys,
-    make_getter,
     record_forward,
 )
 
@@ -148,13 +142,13 @@ class Crossing:
 
 @dataclass(frozen=True)
 class StageCalls:
-    """One stage of a recording. `copied`: what enters and is overwritten here."""
+    """One stage of a recording. `copied`: what enters and is overwritten here; `entering`: shapes of what enters."""
 
-    nodes: List[RecordedCall]
+    calls: List[RecordedCall]
     enters: List[Key]
     leaves: Template
     copied: Set[Key]
-    entering: Tuple[Tuple[int, ...], ...]  # shapes, as tensors have them
+    entering: Tuple[Tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -165,236 +159,201 @@ class StagedRecording:
     parts: List[StageCalls]
     crossings: List[Crossing]
     homes: Mapping[str, int]
-    base: AutogradState
     written: Set[str]
     runs: Mapping[Tuple[int, str], int]
 
     @property
     def modules(self) -> List[List[str]]:
         """Return by stage the modules that it calls, in the order of their first runs."""
-        called = [[n.target for n in part.nodes if isinstance(n.target, str)] for part in self.parts]
-        return [list(dict.fromkeys(names)) for names in called]
+        return [list(dict.fromkeys(c.target for c in part.calls if isinstance(c.target, str))) for part in self.parts]
 
 
 def split_recording(seen: Recording, count: int, homes: Mapping[str, int]) -> StagedRecording:
     """Split a recording into `count` stages. `homes`: stages of the modules that ran in an earlier recording, where their
     weights stay. Raise BadInput."""
-    split = _Split(seen, count, {**seen.reached, **homes})
-    crossing = [split.list_crossing(cut) for cut in range(count - 1)]
+    homes = {**seen.reached, **homes}
+    makers = {call.index: call.stage for call in seen.calls}
+    home_of: Dict[Key, int] = {}  # the stage that makes a value, or holds a weight
+    last: Dict[Key, int] = {}  # the last stage that needs it
+    needs = [(key, call.stage, call.name) for call in seen.calls for key in call.arguments.keys]
+    for key, stage, name in [*needs, *((key, count - 1, "the output") for key in seen.output.keys)]:
+        if isinstance(key, Value):
+            home_of[key] = makers[key.call]
+        else:
+            home_of[key] = homes[find_running_ancestor(key.name.rpartition(".")[0], homes)]
+            if home_of[key] > stage:
+                raise BadInput(
+                    f"model: {key.name}: {name} uses it on stage {stage}, and it lies on stage {home_of[key]}, where its module"
+                    " first runs: begin that stage before"
+                )
+        last[key] = max(last.get(key, 0), stage)
+
+    def get_tensor(key: Key) -> torch.Tensor:
+        return seen.tensors[key] if isinstance(key, Value) else seen.weights[key.name]
+
+    crossing: List[List[Key]] = []  # by cut: weights, then values in order
+    for cut in range(count - 1):
+        keys = [key for key in last if home_of[key] <= cut < last[key]]
+        crossing.append(sorted(keys, key=lambda key: (key.call, key.leaf) if isinstance(key, Value) else (-1, 0)))
     parts = []
     for s in range(count):
         enters = crossing[s - 1] if s else []
-        leaves = seen.output if s == count - 1 else _join(crossing[s])
         copied: Set[Key] = {k for k in enters if isinstance(k, Value) and seen.is_written(seen.tensors[k], s)}
-        entering = tuple(tuple(split.get_tensor(key).shape) for key in enters)
-        parts.append(StageCalls(split.list_nodes(s), enters, leaves, copied, entering))
-    shapes = [Crossing(tuple(_describe(split.get_tensor(key)) for key in keys)) for keys in crossing]
+        entering = tuple(tuple(get_tensor(key).shape) for key in enters)
+        leaves = seen.output if s == count - 1 else _join(crossing[s])
+        parts.append(StageCalls([c for c in seen.calls if c.stage == s], enters, leaves, copied, entering))
+    shapes = [Crossing(tuple(_describe(get_tensor(key)) for key in keys)) for keys in crossing]
     written = {name for name, weight in seen.weights.items() if any(seen.is_written(weight, s) for s in range(count))}
-    return StagedRecording(parts, shapes, seen.reached, seen.base, written, seen.runs)
+    return StagedRecording(parts, shapes, seen.reached, written, seen.runs)
 
 
 def _describe(tensor: torch.Tensor) -> Shape:
     return Shape(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, get_memory_order(tensor))
 
 
-def find_difference(a: StagedRecording, b: StagedRecording, numbers: bool = False) -> Optional[str]:
-    """Describe the first call in which two recordings of one model differ, sizes apart; `numbers`: sizes too. Return None if
-    they do not differ."""
-    for stage, (one, other) in enumerate(zip(a.parts, b.parts)):
-        for x, y in itertools.zip_longest(one.nodes, other.nodes):
-            if x is None or y is None or x.target != y.target:
-                return f"stage {stage}: {x.name if x else 'nothing'} once, {y.name if y else 'nothing'} another time"
-            if not (is_alike(x.args, y.args, numbers) and is_alike(x.keywords, y.keywords, numbers)):
-                return f"stage {stage}: {x.name} is given something else another time"
-        if not is_alike(one.leaves, other.leaves, numbers):
-            return f"stage {stage}: it gives something else"
-    return None
-
-
 def _join(keys: Sequence[Key]) -> Template:
-    return keys[0] if len(keys) == 1 else Nest(tuple(keys), tuple, tuple)
-
-
-class _Split:
-    """Where the values of a recording are made and last needed."""
-
-    def __init__(self, seen: Recording, count: int, homes: Mapping[str, int]) -> None:
-        self._seen, self._homes = seen, homes
-        self._last: Dict[Key, int] = {}  # the last stage that needs it
-        self._again: List[Set[int]] = [set() for _ in range(count)]  # nodes made again, by stage
-        for node in seen.nodes:
-            if not node.free:
-                for key in node.needs():
-                    self._need(key, node.stage, node.name)
-        for key in iterate_keys(seen.output):
-            self._need(key, count - 1, "the output")
-
-    def _need(self, key: Key, stage: int, name: str) -> None:
-        if isinstance(key, Value) and self._seen.nodes[key.node].free:
-            if key.node not in self._again[stage]:
-                self._again[stage].add(key.node)
-                for needed in self._seen.nodes[key.node].needs():
-                    self._need(needed, stage, name)
-            return
-        home = self._find_home(key)
-        if isinstance(key, Weight) and home > stage:
-            raise BadInput(
-                f"model: {key.name}: {name} uses it on stage {stage}, and it lies on stage {home}, where its module first"
-                " runs: begin that stage before"
-            )
-        self._last[key] = max(self._last.get(key, 0), stage)
-
-    def _find_home(self, key: Key) -> int:
-        """Return the stage that makes a value, or holds a weight."""
-        if isinstance(key, Value):
-            return self._seen.nodes[key.node].stage
-        return self._homes[find_running_ancestor(key.name.rpartition(".")[0], self._homes)]
-
-    def list_crossing(self, cut: int) -> List[Key]:
-        """Return what is made up to stage `cut` and needed after it: weights, then values in order."""
-        keys = [key for key, last in self._last.items() if self._find_home(key) <= cut < last]
-        return sorted(keys, key=lambda key: (key.node, key.leaf) if isinstance(key, Value) else (-1, 0))
-
-    def list_nodes(self, stage: int) -> List[RecordedCall]:
-        """Return the calls that a stage makes."""
-        return [n for n in self._seen.nodes if n.index in self._again[stage] or (n.stage == stage and not n.free)]
-
-    def get_tensor(self, key: Key) -> torch.Tensor:
-        """Return the tensor of the recording."""
-        return self._seen.tensors[key] if isinstance(key, Value) else self._seen.weights[key.name]
+    """Return the template of what crosses: one value, or a tuple."""
+    return Template(tuple(keys), tree_flatten(0 if len(keys) == 1 else (0,) * len(keys))[1])
 
 
 class _Step(NamedTuple):
-    """A call to make; `gives`: places of those of its results that are needed; `done`: places of what no later step needs."""
+    """A call to make. `places`: of its arguments, the last of them by the keywords `names`; `spec`: how they are put together,
+    where they are not all tensors and constants; `gives`: places of those of its results that are needed; `done`: places of
+    what no later step needs."""
 
     function: Callable[..., Any]
-    args: Getter
-    keywords: Getter
+    places: List[int]
+    names: Tuple[str, ...]
+    spec: Any
     gives: List[Tuple[int, int]]
     done: List[int]
 
 
 class Program:
-    """The steps of one stage of one recording, on a model's modules; `compiles`: by torch.compile, a module each."""
+    """The steps of one stage of one recording, on a model's modules; `compiles`: by torch.compile, a module each.
 
-    def __init__(self, model: nn.Module, part: StageCalls, base: AutogradState, compiles: bool = False) -> None:
-        self._model, self._part, self._base = model, part, base
-        self._places: Dict[Key, int] = {}  # of values, in the order in which they come
-        self._enters = [self._place(key) for key in part.enters]
+    All that its steps take has a place in one list: constants, weights, which are read when it runs, and values.
+    """
+
+    def __init__(self, model: nn.Module, part: StageCalls, compiles: bool = False) -> None:
+        self._places: Dict[Key, int] = {}
+        self._constants: List[Any] = []  # by place; None where there is another thing
+        self._weights: List[Tuple[int, nn.Module, str]] = []
+        self._model = model
+        self._enters = [self._add_place(key) for key in part.enters]
         self._copied = [self._places[key] for key in part.copied]
         self._given: List[Tuple[int, int]] = []  # of the model's input
-        used = {key for node in part.nodes for key in node.needs()} | set(iterate_keys(part.leaves))
-        wanted: Dict[int, List[Value]] = {}
-        for key in used:
+        used: Dict[int, List[Value]] = {}
+        last: Dict[Key, int] = {}
+        for call in part.calls:
+            last.update(dict.fromkeys(call.arguments.keys, call.index))
+        for key in {**last, **dict.fromkeys(part.leaves.keys)}:
             if isinstance(key, Value) and key not in self._places:
-                wanted.setdefault(key.node, []).append(key)
-                self._place(key)
-        done = self._last_uses(part)
+                used.setdefault(key.call, []).append(key)
+        for key in part.leaves.keys:
+            last.pop(key, None)
         self._runs: List[Tuple[AutogradState, List[_Step]]] = []
-        for node in part.nodes:
-            gives = [(key.leaf, self._places[key]) for key in wanted.get(node.index, ())]
-            if node.target is None:
+        for call in part.calls:
+            gives = [(key.leaf, self._place(key)) for key in used.get(call.index, ())]
+            if call.target is None:
                 self._given = gives
                 continue
-            if not self._runs or self._runs[-1][0] != node.state:
-                self._runs.append((node.state, []))
-            function = model.get_submodule(node.target) if isinstance(node.target, str) else node.target
-            if compiles and isinstance(node.target, str):
+            function = model.get_submodule(call.target) if isinstance(call.target, str) else call.target
+            if compiles and isinstance(call.target, str):
                 # dropout draws the numbers that it draws uncompiled
                 function = torch.compile(function, options={"fallback_random": True})  # type: ignore[arg-type]
-            args, keywords = make_getter(node.args, self._getter), make_getter(node.keywords, self._getter)
-            self._runs[-1][1].append(_Step(function, args, keywords, gives, done.get(node.index, [])))
-        self._leaves = make_getter(part.leaves, self._apart)
+            if not self._runs or self._runs[-1][0] != call.state:
+                self._runs.append((call.state, []))
+            places, spec = [self._place(leaf) for leaf in call.arguments.leaves], call.arguments.spec
+            args, keywords = tree_unflatten(list(range(len(places))), spec)
+            is_flat = [*args, *keywords.values()] == list(range(len(places)))
+            done = [self._places[key] for key in call.arguments.keys if last.get(key) == call.index]
+            self._runs[-1][1].append(_Step(function, places, tuple(keywords), None if is_flat else spec, gives, done))
+        # a weight that is handed on is cloned: it may be updated before it is sent
+        self._leaves = [(self._place(leaf), isinstance(leaf, Weight)) for leaf in part.leaves.leaves]
+        self._spec = part.leaves.spec
 
-    def _place(self, key: Key) -> int:
-        return self._places.setdefault(key, len(self._places))
+    def _add_place(self, leaf: Any) -> int:
+        is_key = isinstance(leaf, (Value, Weight))
+        if is_key:
+            self._places[leaf] = len(self._constants)
+        self._constants.append(None if is_key else leaf)
+        return len(self._constants) - 1
 
-    def _last_uses(self, part: StageCalls) -> Dict[int, List[int]]:
-        """Return node -> places of the values that no later node needs."""
-        last = {key: node.index for node in part.nodes for key in node.needs() if key in self._places}
-        handed_on, done = set(iterate_keys(part.leaves)), {}  # type: ignore[var-annotated]
-        for key, index in last.items():
-            if key not in handed_on:
-                done.setdefault(index, []).append(self._places[key])
-        return done
-
-    def _getter(self, key: Key) -> Getter:
-        if key in self._places:
-            place = self._places[key]
-            return lambda values: values[place]
-        assert isinstance(key, Weight), key
-        path, _, name = key.name.rpartition(".")
-        owner = self._model.get_submodule(path)
-        return lambda values: getattr(owner, name)
-
-    def _apart(self, key: Key) -> Getter:
-        """Make the getter of a value that is handed on. Clone a weight: it may be updated before it is sent."""
-        get = self._getter(key)
-        return get if key in self._places else lambda values: get(values).clone()
+    def _place(self, leaf: Any) -> int:
+        """Return the place of what a step takes or gives; a new one if it has none."""
+        if isinstance(leaf, (Value, Weight)) and leaf in self._places:
+            return self._places[leaf]
+        if isinstance(leaf, Weight):
+            path, _, name = leaf.name.rpartition(".")
+            self._weights.append((len(self._constants), self._model.get_submodule(path), name))
+        return self._add_place(leaf)
 
     def run(self, value: Any) -> Any:
         """Run the stage and return what the next piece takes, or the model's output."""
-        values: List[Any] = [None] * len(self._places)
+        values = self._constants.copy()
+        for place, owner, name in self._weights:
+            values[place] = getattr(owner, name)
         for place, tensor in zip(self._enters, value if len(self._enters) > 1 else (value,)):
             values[place] = tensor
         for place in self._copied:
             values[place] = values[place].clone()
-        if self._given:
-            leaves = list_leaves(value)
-            for leaf, place in self._given:
-                values[place] = leaves[leaf]
+        leaves: Sequence[Any] = list_leaves(value) if self._given else ()
+        for leaf, place in self._given:
+            values[place] = leaves[leaf]
         for state, steps in self._runs:
-            with self._as_recorded(state):
-                for function, args, keywords, gives, done in steps:
-                    result = function(*args(values), **keywords(values))
+            with _as_recorded(state):
+                for function, places, names, spec, gives, done in steps:
+                    args = [values[place] for place in places]
+                    if spec is not None:
+                        args, keywords = tree_unflatten(args, spec)
+                        result = function(*args, **keywords)
+                    elif names:
+                        count = len(args) - len(names)
+                        result = function(*args[:count], **dict(zip(names, args[count:])))
+                    else:
+                        result = function(*args)
                     if gives:
                         leaves = (result,) if isinstance(result, torch.Tensor) else list_leaves(result)
                         for leaf, place in gives:
                             values[place] = leaves[leaf]
                     for place in done:
                         values[place] = None
-                result, leaves = None, ()
-        return self._leaves(values)
+                args, result, leaves = [], None, ()
+        return tree_unflatten(
+            [values[place].clone() if is_weight else values[place] for place, is_weight in self._leaves], self._spec
+        )
 
-    def _as_recorded(self, state: AutogradState) -> Any:
-        """Enter the grad mode and autocast that the model's forward sets."""
-        if state == self._base:
-            return contextlib.nullcontext()
-        stack = contextlib.ExitStack()
-        if state.grad != self._base.grad:
-            stack.enter_context(torch.set_grad_enabled(state.grad))
-        for device, on, dtype in state.autocast:
-            if device == "cpu" or torch.cuda.is_available():
-                stack.enter_context(torch.autocast(device, dtype=dtype, enabled=on))
-        return stack
+
+def _as_recorded(state: AutogradState) -> ContextManager[Any]:
+    """Enter the grad mode and autocast that the model's forward sets."""
+    if state == AutogradState():
+        return contextlib.nullcontext()
+    stack = contextlib.ExitStack()
+    if state.grad is not None:
+        stack.enter_context(torch.set_grad_enabled(state.grad))
+    for device, on, dtype in state.autocast:
+        stack.enter_context(torch.autocast(device, dtype=dtype, enabled=on))
+    return stack
 
 
 def _record(model: nn.Module, begins: Sequence[str], x: Any, training: bool, homes: Dict[str, int]) -> StagedRecording:
-    """Record one more forward of `x`, in stages. It leaves all but attributes as they were."""
-    try:
-        return _record_once(model, begins, x, training, homes, traced=False)
-    except ReadsValues:  # where models read values they may leave that out while they are traced
-        return _record_once(model, begins, x, training, homes, traced=True)
-
-
-def _record_once(
-    model: nn.Module, begins: Sequence[str], x: Any, training: bool, homes: Dict[str, int], traced: bool
-) -> StagedRecording:
-    batch = tree_map(lambda t: t.detach().clone() if isinstance(t, torch.Tensor) else t, sort_keys(x))
+    """Record one more forward of `x`, in stages. It leaves the model as it was."""
     devices = [t.device for t in flatten_tensors(x)[:1] if t.is_cuda]
-    with torch.random.fork_rng(devices=devices), buffers_restored(model), modes_restored(model), weights_restored(model):
-        model.train(training)
-        with torch.set_grad_enabled(training or torch.is_grad_enabled()):
-            recording = record_forward(model, begins, batch, traced)
-            return split_recording(recording, len(begins) + 1, homes)
 
+    def record(traced: bool) -> StagedRecording:
+        batch = tree_map(lambda t: t.detach().clone() if isinstance(t, torch.Tensor) else t, sort_keys(x))
+        with torch.random.fork_rng(devices=devices), attributes_restored(model), buffers_restored(
+            model
+        ), weights_restored(model):
+            model.train(training)
+            with torch.set_grad_enabled(training or torch.is_grad_enabled()):
+                return split_recording(record_forward(model, begins, batch, traced), len(begins) + 1, homes)
 
-def record_twice(model: nn.Module, begins: Sequence[str], x: Any, then: Any) -> Tuple[StagedRecording, StagedRecording]:
-    """Record the first training forward, of `x`, and the next one, of an input of the same shapes: a model that counts its
-    forwards, or looks at values, may do something else then."""
-    with attributes_restored(model):
-        one, other = (_record(model, begins, batch, True, {}) for batch in (x, then))
-    return one, other
+    try:
+        return record(traced=False)
+    except ReadsValues:  # where models read values they may leave that out while they are traced
+        return record(traced=True)
 
 
 class _Owned(nn.Module):
@@ -421,7 +380,6 @@ class Cut:
         self.compiles = False  # whether pieces call compiled modules from their next new program on
         self.first = self._find_recording(x, training=True)
         self.crossings = list(self.first.crossings)
-        self.gradient_orders: List[List[Tuple[int, ...]]] = []  # by cut and tensor, where the pieces were rehearsed
         self.names = self.first.modules  # by stage, of the modules that are called
         inside = {id(m) for names in self.names for name in names for m in model.get_submodule(name).modules()}
         self.owners: List[List[str]] = [[] for _ in self.names]  # by stage, of those that own tensors besides
@@ -437,7 +395,6 @@ class Cut:
 
     def remember_gradients(self, orders: Sequence[Sequence[Tuple[int, ...]]]) -> None:
         """Note the order in which the dimensions of each crossing tensor's gradient lie in memory."""
-        self.gradient_orders = [list(tensor_orders) for tensor_orders in orders]
         for i, (crossing, tensor_orders) in enumerate(zip(self.crossings, orders)):
             self.crossings[i] = Crossing(
                 tuple(t.with_gradient_in(order) for t, order in zip(crossing.tensors, tensor_orders))
@@ -466,7 +423,7 @@ class Cut:
             staged = self._find_entering(stage, value, training)
         key = (id(staged), stage)
         if key not in self._programs:
-            self._programs[key] = Program(self.model, staged.parts[stage], staged.base, self.compiles)
+            self._programs[key] = Program(self.model, staged.parts[stage], self.compiles)
         return self._programs[key]
 
     def _get_latest(self, training: bool) -> StagedRecording:
@@ -476,8 +433,7 @@ class Cut:
         """Return the recording of an input like `x`; record it if there is none."""
         key, model = _make_key(x, training), self._recorded_model
         if key not in self._recordings:
-            with attributes_restored(model):
-                staged = _record(model, self.begins, x, training, self._homes)
+            staged = _record(model, self.begins, x, training, self._homes)
             if self._recordings:
                 self._refuse_elsewhere(staged)
             self._homes = self._homes or dict(staged.homes)
@@ -559,7 +515,7 @@ class Piece(nn.Module):
 
     def weights_handed_on(self) -> List[str]:
         """Return those of `weights` that a later piece is given with the activations."""
-        handed = {key.name for key in iterate_keys(self.cut.first.parts[self.stage].leaves) if isinstance(key, Weight)}
+        handed = {key.name for key in self.cut.first.parts[self.stage].leaves.keys if isinstance(key, Weight)}
         return [name for name in self.weights() if name in handed]
 
     def tensors(self) -> List[torch.Tensor]:

@@ -1,14 +1,14 @@
 """Pieces of a model rehearsed before they train: whole against chained pieces, on one microbatch, bit for bit.
 
 The recording that pieces are made from may not see all that a forward does (numbers that Python works out of a tensor's values on
-the way, tensors kept aside). What comes out otherwise is refused instead of trained.
+the way, counters, tensors kept aside). So pieces and whole run on other values than the recorded ones, twice in training, and
+what comes out otherwise is refused instead of trained.
 """
 
 from __future__ import annotations
 
-import contextlib
 from functools import partial
-from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 
 from ipu_pipe.errors import BadInput, summarize
 from ipu_pipe.model.batch import call_model, flatten_tensors
-from ipu_pipe.model.cutting import Piece, cut_model, find_difference, get_memory_order, invert_order, record_twice
+from ipu_pipe.model.cutting import Piece, get_memory_order, invert_order
 from ipu_pipe.model.observation import ForwardEffects, observe_effects
 from ipu_pipe.model.precision import is_cast
 from ipu_pipe.model.randomness import KeyedRandomness, derive_seed
@@ -28,87 +28,62 @@ class Rehearsed(NamedTuple):
     again), and modules that its backward runs again while the pieces' backward does not (the checkpoint itself is cut)."""
 
     effects: ForwardEffects
-    moved: List[str]
-    again: List[str]
-
-
-FEW = 2  # samples; a batch norm refuses one
+    moved: List[str] = []
+    again: List[str] = []
 
 
 def rehearse(model: nn.Module, parts: Sequence[Piece], x: Any) -> Rehearsed:
     """Raise BadInput if pieces do not compute what the model does: modules' outputs, gradients and buffers in training, the
-    output in evaluation.
-
-    A few samples tell as much as all, in less time, where the model takes so few and its forward does the same with them. What
-    was recorded of some is compared on others, so that what depends on values shows. The model is left as it was.
-    """
+    output in evaluation. The model is left as it was."""
     if any(t.is_meta for t in flatten_tensors(x)):  # no values, nothing to compare
-        return Rehearsed(ForwardEffects({}, [], []), [], [])
-    cut, few = parts[0].cut, _few(x)
-    begins = cut.begins
-    if few is not None:
-        with contextlib.suppress(Exception):  # whatever the user's model raises: all samples tell
-            less = cut_model(model, begins, few[0])
-            same = find_difference(cut.first, less[0].cut.first) is None
-            if same and find_difference(*record_twice(model, begins, *few), numbers=True) is None:
-                seen = _compare(model, less, *few)
-                parts[0].cut.remember_gradients(less[0].cut.gradient_orders)
-                return seen
-    others = tree_map(lambda t: t.flip(0) if isinstance(t, torch.Tensor) and t.dim() else t, x)
-    other = find_difference(*record_twice(model, begins, x, others), numbers=True)
-    if other is not None:
-        raise _refusal(model, f"its forward is not the same each time: {other}")
-    return _compare(model, parts, x, others)
-
-
-def _few(x: Any) -> Optional[Tuple[Any, Any]]:
-    """Return the last samples of `x`, and the first; None if it has no more, or has none."""
-    sizes = {len(t) for t in flatten_tensors(x) if t.dim()}
-    if len(sizes) != 1 or max(sizes) <= FEW:
-        return None
-    places = slice(-FEW, None), slice(FEW)
-    last, first = (tree_map(lambda t: t[p] if isinstance(t, torch.Tensor) and t.dim() else t, x) for p in places)
-    return last, first
-
-
-def _compare(model: nn.Module, parts: Sequence[Piece], recorded: Any, x: Any) -> Rehearsed:
-    """Raise BadInput if pieces and whole differ on `x`; the pieces are of what was `recorded`."""
+        return Rehearsed(ForwardEffects())
     with torch.no_grad():
-        parts[0].cut.prepare(recorded, training=False)
-    effects = observe_effects(model, x)
-    seen = Rehearsed(effects, [], [])
+        parts[0].cut.prepare(x, training=False)
+    x = tree_map(_vary, x)
+    rehearsed = Rehearsed(observe_effects(model, x))
     for training in (True, False):
-        whole = _run(model, parts, x, effects.draws, training, chained=False)
+        run = partial(_run, model, parts, x, rehearsed.effects, training)
+        whole = run(chained=False)
         try:
-            chained = _run(model, parts, x, effects.draws, training, chained=True)
+            chained = run(chained=True)
         except Exception as error:  # whatever the user's model raises
-            raise _refusal(model, f"its pieces fail: {summarize(error)}") from error
+            raise _make_refusal(model, f"its pieces fail: {summarize(error)}") from error
         a, b = whole.tensors, chained.tensors
-        wrong = [what for what in [*a, *b] if not _same(a.get(what), b.get(what))]
+        wrong = [what for what in [*a, *b] if not _is_same(a.get(what), b.get(what))]
         if wrong:  # what differs from time to time proves nothing
-            again = _run(model, parts, x, effects.draws, training, chained=False).tensors
-            drawn = [what for what in wrong if not _same(a.get(what), again.get(what))]
+            again = run(chained=False).tensors
+            drawn = [what for what in wrong if not _is_same(a.get(what), again.get(what))]
             wrong = [what for what in wrong if what not in drawn]
             if drawn and not wrong and drawn[0].startswith(("output", "result")) and not flatten_tensors(x)[0].is_cuda:
                 why = "draws random numbers that no seed of a microbatch reaches (a generator of its own)"
-                raise _refusal(model, f"the {drawn[0]} is another one each time: something {why}", "draw without one")
+                raise _make_refusal(
+                    model, f"the {drawn[0]} is another one each time: something {why}", "draw without one"
+                )
         if wrong:
-            way = OUTSIDE
-            both = a.get(wrong[0]) is not None and b.get(wrong[0]) is not None
-            if wrong[0].startswith("gradient") and both and is_cast(model):
-                way = "autocast sums that of a weight which several stages use in bfloat16: take precision: float32 or bfloat16"
-            raise _refusal(model, _describe_difference(wrong[0], a.get(wrong[0]), b.get(wrong[0]), parts), way)
+            first, other = a.get(wrong[0]), b.get(wrong[0])
+            remedy = OUTSIDE
+            if wrong[0].startswith("gradient") and first is not None and other is not None and is_cast(model):
+                remedy = "autocast sums that of a weight which several stages use in bfloat16: use precision float32 or bfloat16"
+            raise _make_refusal(model, _describe_difference(wrong[0], first, other, parts), remedy)
         if training:
-            seen = Rehearsed(effects, whole.moved, [name for name in whole.again if name not in chained.again])
-    return seen
+            again_in_whole = [name for name in whole.again if name not in chained.again]
+            rehearsed = rehearsed._replace(moved=whole.moved, again=again_in_whole)
+    return rehearsed
+
+
+def _vary(t: Any) -> Any:
+    """Return an input of other values, which a model takes too."""
+    if not isinstance(t, torch.Tensor) or not t.dim():
+        return t
+    return t.flip(0) / 2 if t.is_floating_point() else t[torch.arange(len(t), device=t.device) // 2]
 
 
 OUTSIDE = "move what its forward does outside modules into modules"
 
 
-def _refusal(model: nn.Module, why: str, way: str = OUTSIDE) -> BadInput:
+def _make_refusal(model: nn.Module, why: str, remedy: str = OUTSIDE) -> BadInput:
     return BadInput(
-        f"model: {type(model).__name__}: cut into pieces it is not the same model: {why}: {way}, or use backend: "
+        f"model: {type(model).__name__}: cut into pieces it is not the same model: {why}: {remedy}, or use backend: "
         "{name: emulator} with a method without blocks"
     )
 
@@ -124,7 +99,7 @@ def _describe_difference(what: str, whole: Any, piece: Any, parts: Sequence[Piec
     return f"the {place} differs"
 
 
-def _same(a: Optional[torch.Tensor], b: Optional[torch.Tensor]) -> bool:
+def _is_same(a: Optional[torch.Tensor], b: Optional[torch.Tensor]) -> bool:
     if a is None or b is None:
         return a is b
     alike = a.shape == b.shape and a.dtype == b.dtype and a.requires_grad == b.requires_grad
@@ -141,7 +116,7 @@ class _Pass(NamedTuple):
 
 
 def _run(
-    model: nn.Module, parts: Sequence[Piece], x: Any, keyed: Mapping[str, int], training: bool, chained: bool
+    model: nn.Module, parts: Sequence[Piece], x: Any, effects: ForwardEffects, training: bool, chained: bool
 ) -> _Pass:
     tensors: Dict[str, Optional[torch.Tensor]] = {}
     again: List[str] = []
@@ -159,14 +134,17 @@ def _run(
         model.train(training)
         for part in parts:
             part.training = training
-        randomness = KeyedRandomness(model, keyed, 0, flatten_tensors(x)[0].device)
+        randomness = KeyedRandomness(model, effects.draws, 0, flatten_tensors(x)[0].device)
         try:
             for part in parts if training else ():  # in evaluation hooks would keep some modules off their fast ways
                 handles += [link.register_forward_hook(partial(keep, n)) for n, link in zip(part.names, part.links)]
-            torch.manual_seed(derive_seed("rehearsal"))
-            batch = tree_map(lambda t: t.clone() if isinstance(t, torch.Tensor) else t, x)
-            with randomness.forward(0):
-                outputs, backward = _chain(parts, batch) if chained else (call_model(model, batch), None)
+            for _ in range(
+                2 if training else 1
+            ):  # a model that counts its forwards may do something else in the second
+                torch.manual_seed(derive_seed("rehearsal"))
+                batch = tree_map(lambda t: t.clone() if isinstance(t, torch.Tensor) else t, x)
+                with randomness.forward(0):
+                    outputs, backward = _chain(parts, batch) if chained else (call_model(model, batch), None)
             results = [t for t in flatten_tensors(outputs) if t.requires_grad]
             tensors.update({f"result [{i}]": t.detach().clone() for i, t in enumerate(flatten_tensors(outputs))})
             generator = torch.Generator().manual_seed(derive_seed("rehearsal"))
@@ -182,41 +160,39 @@ def _run(
             randomness.remove()
             for handle in handles:
                 handle.remove()
-        moved = [name for name, b in model.named_buffers() if not _same(b, before[name])]
+        moved = [name for name, b in model.named_buffers() if not _is_same(b, before[name])]
         named = model.named_parameters()
         tensors.update({f"gradient {name}": None if p.grad is None else p.grad.clone() for name, p in named})
         tensors.update({f"buffer {name}": b.detach().clone() for name, b in model.named_buffers()})
     return _Pass(tensors, moved, again)
 
 
-def _chain(parts: Sequence[Piece], x: Any) -> Any:
+def _chain(parts: Sequence[Piece], x: Any) -> Tuple[Any, Callable[[], None]]:
     """Return the output of the last piece, each piece given copies of what the previous one hands on, as over messages; and
     a function that runs the backwards of the others once the last one's is done."""
-    handed: List[List[torch.Tensor]] = []
-    gradients: List[
-        List[List[torch.Tensor]]
-    ] = []  # by cut and tensor, as they come: a leaf's own take its memory layout
+    sent: List[List[torch.Tensor]] = []  # by cut
+    # by cut and tensor, as they come: a leaf's own take its memory layout
+    gradients: List[List[List[torch.Tensor]]] = []
     value: Any = x
     for part in parts:
         value = part(value)
         if part is not parts[-1]:
-            handed.append(flatten_tensors(value))
+            sent.append(flatten_tensors(value))
             value = tree_map(lambda t: t.detach().clone().requires_grad_(t.requires_grad), value)
-            gradients.append([[] for _ in handed[-1]])
-            for t, came in zip(flatten_tensors(value), gradients[-1]):
+            gradients.append([[] for _ in sent[-1]])
+            for t, arrived in zip(flatten_tensors(value), gradients[-1]):
                 if t.requires_grad:
-                    t.register_hook(came.append)
+                    t.register_hook(arrived.append)
 
     def backward() -> None:
         orders: List[List[Tuple[int, ...]]] = []
-        for part, outs, came in zip(reversed(parts[:-1]), reversed(handed), reversed(gradients)):
-            orders.insert(
-                0, [get_memory_order(grads[0]) if grads else get_memory_order(out) for out, grads in zip(outs, came)]
-            )
+        for part, outs, arrived in zip(reversed(parts[:-1]), reversed(sent), reversed(gradients)):
+            orders.insert(0, [get_memory_order(grads[0] if grads else out) for out, grads in zip(outs, arrived)])
             pairs = [
-                (out, _as_sent(grads[0], order)) for out, grads, order in zip(outs, came, orders[0])
+                (out, _as_sent(grads[0], order))
+                for out, grads, order in zip(outs, arrived, orders[0])
                 if grads and out.requires_grad
-            ]  # fmt: skip
+            ]
             # of a weight that later pieces use, too: autograd adds to what came first
             later = [(p, p.grad) for p in part.parameters() if p.grad is not None]
             for p, _ in later:
