@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Callable, Iterable, List, Optional, Sequence, Tuple
 
+from torch import nn
+
 from ipu_pipe.backends.randomized import RandomizedReplays
 from ipu_pipe.backends.replays import Replays, RoundReplays, TableReplays
 from ipu_pipe.errors import RunFault
@@ -14,6 +16,7 @@ from ipu_pipe.job.record import Job
 from ipu_pipe.job.stability import explain_divergence
 from ipu_pipe.model.batch import get_first_tensor
 from ipu_pipe.model.loss import Loss
+from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.methods import Method, Reads
 from ipu_pipe.schedule.table import Schedule
 from ipu_pipe.schedule.versions import VersionTable
@@ -148,6 +151,7 @@ def list_exactness_faults(job: Job) -> List[str]:
             f"model: {list_some(job.effects.weights)}: the forward writes this weight (max_norm of an embedding?), and {why}:"
             " write no weight, or use a method that flushes, without replicas"
         )
+    reasons += _list_order_faults(job)
     if method.reads_old(stages) and method.backward_reads is Reads.NEWEST:
         names = job.seen.derived
         if names:
@@ -157,3 +161,24 @@ def list_exactness_faults(job: Job) -> List[str]:
                 "that use their weights directly, or method_args: {stash: true}"
             )
     return reasons
+
+
+def _list_order_faults(job: Job) -> List[str]:
+    """Return what of a model needs the order of the microbatches, where a file of rows has another one."""
+    schedule, order = job.schedule, job.method.order
+    if order is None or not order.file:
+        return []
+    forwards = all(stretch.pieces[Kind.FORWARD].ascends() for stretch in schedule.stretches)
+    norms = [name for name, module in job.model.named_modules() if isinstance(module, nn.modules.batchnorm._NormBase)]
+    faults = []
+    if not forwards and (norms or job.effects.buffers):
+        faults.append(
+            f"method_args.file: {order.file}: a stage does its forwards in another order than the microbatches', and the model's"
+            f" forward changes buffers ({list_some([*norms, *job.effects.buffers])}): list the forwards in order"
+        )
+    if not schedule.in_order and job.part.shared:
+        faults.append(
+            f"method_args.file: {order.file}: a stage does its backwards in another order than the microbatches', and stages"
+            f" share weights ({list_some([*job.part.shared])}): list the backwards in order"
+        )
+    return faults

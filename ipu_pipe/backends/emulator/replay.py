@@ -10,13 +10,14 @@ of the replays checks it). So the microbatches that a pipeline works on at once 
 With recomputation the model runs forward twice, [2] with the forward's weights and again with those of the recomputation.
 
 Gradients accumulate in the order of the microbatches, as in plain training, so a synchronous method's numbers are plain
-training's to the last bit. BatchNorm's running statistics are the stage's own state, moved by every forward in the order
-of the microbatches and never versioned: a stage of the pipeline does its forwards in that order too.
+training's to the last bit; where a file of rows does a stage's backwards in another order, in that one. BatchNorm's running
+statistics are the stage's own state, moved by every forward in the order of the microbatches and never versioned: a stage of
+the pipeline does its forwards in that order too.
 """
 
 from __future__ import annotations
 
-from typing import Any, Dict, Iterable, List, Mapping, Optional, Tuple
+from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 from torch import nn
@@ -36,6 +37,7 @@ from ipu_pipe.model.observation import observe_effects
 from ipu_pipe.model.randomness import KeyedRandomness
 from ipu_pipe.model.stages import Partition
 from ipu_pipe.schedule.recompute import find_segment_ends
+from ipu_pipe.schedule.table import Schedule
 from ipu_pipe.update.clipping import GradientClipping
 
 Microbatch = Tuple[Any, Any]  # x, y
@@ -75,6 +77,7 @@ class Emulator:
         if replicas > 1 and self._independent is None:
             parameters = [p for of_stage in stages.values() for p in of_stage]
             self._averaged = GradientReplicas(model, parameters, replicas)
+        self._row_order = None if work.schedule.in_order else GradientsInRowOrder(work.schedule, stages)
         self._watch, self._last_stage = StageWatch(model, part), len(part) - 1
         self._buffers = StageBuffers(model, self._watch) if work.block_updates > 1 else None
         self._recomputation: Optional[Recomputation] = None
@@ -145,6 +148,8 @@ class Emulator:
         with self._random.backward(self._draw_key(replay)):  # where checkpoints run forwards again
             torch.autograd.backward([loss / self.work.accumulate for loss in losses_for_backward])
         self.work.rules.collect()
+        if self._row_order:
+            self._row_order.gather(replay.replica, replay.microbatch)
         if self._averaged:
             self._averaged.leave(replay.replica)
         if self._independent:  # it steps at once: other replicas do not wait for it, nor it for them
@@ -226,6 +231,34 @@ class Emulator:
         self._watch.remove()
         if self._buffers:
             self._buffers.remove()
+
+
+class GradientsInRowOrder:
+    """Sums the gradients of a batch in the order in which each stage's row does its backwards.
+
+    `stages`: the parameters of each.
+    """
+
+    def __init__(self, schedule: Schedule, stages: Mapping[int, Sequence[nn.Parameter]]) -> None:
+        self._schedule, self._stages = schedule, stages
+        self._by_replica: Dict[int, List[Dict[nn.Parameter, torch.Tensor]]] = {}
+
+    def gather(self, replica: int, microbatch: int) -> None:
+        """Take the gradients of a microbatch out of the parameters; put the sums in after the last of a batch."""
+        parameters = [p for of_stage in self._stages.values() for p in of_stage]
+        batch = self._by_replica.setdefault(replica, [])
+        batch.append({p: p.grad for p in parameters if p.grad is not None})
+        for p in parameters:
+            p.grad = None
+        if len(batch) < self._schedule.accumulate:
+            return
+        del self._by_replica[replica]
+        ends = self._schedule.slots(self._schedule.passes[-1], microbatch + 1 - len(batch), microbatch + 1)
+        for stage, order in enumerate(ends.argsort(axis=1).tolist()):
+            for p in self._stages.get(stage, ()):
+                for gradients in (batch[m] for m in order):
+                    if p in gradients:
+                        p.grad = gradients[p] if p.grad is None else p.grad + gradients[p]
 
 
 class StageBuffers:
