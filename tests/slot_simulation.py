@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Dict, List, NamedTuple, Tuple
 
-from ipu_pipe.schedule.methods import Pipeline
+from ipu_pipe.schedule.methods import METHODS, Pipeline
 from ipu_pipe.schedule.policies import play_policy
 from ipu_pipe.schedule.timelines import PIPELINES
 
 Slots = Dict[Tuple[int, str, int], int]
+# Methods with a policy for each stage; the others give each device an order of passes (see test_orders).
+PLAYED = {name: method for name, method in METHODS.items() if method.order is None}
 # How many microbatches go through between an empty pipeline and an empty one, as a function of N; the others never empty.
 EMPTIES = {
     Pipeline.SEQUENTIAL: lambda accumulate: 1,

@@ -30,6 +30,7 @@ from tests.distributed_worker import (
     numbers_of,
     updates_of,
 )
+from tests.slot_simulation import PLAYED
 from tests.test_rules import ROWS
 
 pytestmark = pytest.mark.skipif(
@@ -40,7 +41,7 @@ pytestmark = pytest.mark.skipif(
 
 def cases() -> List[Case]:
     made: List[Case] = []
-    for method in (name for name, chosen in METHODS.items() if chosen.is_pipeline):  # see test_local
+    for method in (name for name, chosen in PLAYED.items() if chosen.is_pipeline):  # see test_local
         for model in ("mlp", "convolution", "residual"):
             for accumulate in (1, 4):
                 made.append((f"{method}-{model}-{accumulate}", method, {}, accumulate, model, 0))
@@ -82,7 +83,7 @@ def cases() -> List[Case]:
     made.append(("mixed-channels", "pipemare", recompute, 4, "residual", 0))
     made.append(("mixed-adamw", "pipemare", {}, 4, "mlp", 0))
     made.append(("channels-local_sgd", "local_sgd", {"replicas": 3, "local_steps": 2}, 3, "residual", 0))
-    for method in (name for name, chosen in METHODS.items() if chosen.one_version):
+    for method in (name for name, chosen in PLAYED.items() if chosen.one_version):
         clips = ["clip-global"] if METHODS[method].flushes else ["clip-stage", "clip-delayed"]
         for way, model in zip(["plain", "channels", "adamw", *clips], ("tied", "thrice", "twice", "tied", "thrice")):
             made.append((f"{way}-{method}-{model}", method, {}, 1 if method == "naive" else 4, model, 0))

@@ -14,12 +14,13 @@ from torch import nn
 from ipu_pipe.backends.emulator.replay import Emulator
 from ipu_pipe.backends.work import Work
 from ipu_pipe.model.stages import partition
-from ipu_pipe.schedule.methods import METHODS, ORDERED, Method, Reads, resolve_method
+from ipu_pipe.schedule.methods import METHODS, Method, Reads, resolve_method
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.update.apply import UpdateRules
 from ipu_pipe.update.groups import make_groups
 from tests.literal_replay import LiteralRules, LiteralStage, replay
+from tests.slot_simulation import PLAYED
 from tests.staged_models import MODELS, batches, whole
 
 OPTIMIZERS = {
@@ -106,7 +107,7 @@ def fresh(name: str, dtype: torch.dtype = torch.float64) -> List[nn.Module]:
 
 
 # spectrain: see test_rules; blocks with losses of their own: see test_local; the others: see test_asynchrony
-WHOLE = [name for name, method in METHODS.items() if name != "spectrain" and method.is_pipeline]
+WHOLE = [name for name, method in PLAYED.items() if name != "spectrain" and method.is_pipeline]
 VARIANTS: List[Tuple[str, dict]] = [(name, {}) for name in WHOLE] + [  # type: ignore[type-arg]
     ("pipemare", {"stash": True}),
     ("pipemare", {"schedule": "1f1b"}),
@@ -151,12 +152,12 @@ def test_weights_equal_those_of_the_literal_replay(
             assert torch.equal(value, states[id(q)][entry]), entry
 
 
-@pytest.mark.parametrize("name", [name for name in ORDERED if name != "rows"])
+@pytest.mark.parametrize("name", [name for name, method in METHODS.items() if method.order and name != "rows"])
 def test_orders_by_device_train_as_gpipe(name: str) -> None:
     """They flush, and every stage sums the gradients of a batch in the order of the microbatches."""
     trained, gpipe = whole(fresh("mlp")), whole(fresh("mlp"))
     data = batches(3 * 8)
-    args = {} if ORDERED[name].order.fixed else {"stages_per_device": 2}  # type: ignore[union-attr]
+    args = {} if METHODS[name].order.fixed else {"stages_per_device": 2}  # type: ignore[union-attr]
     emulate(trained, resolve_method(name, args), 8, data, OPTIMIZERS["adamw"])
     emulate(gpipe, METHODS["gpipe"], 8, data, OPTIMIZERS["adamw"])
     for mine, theirs in zip(trained.parameters(), gpipe.parameters()):

@@ -19,13 +19,14 @@ from ipu_pipe.job.numerics import set_numerics
 from ipu_pipe.model.observation import observe_effects
 from ipu_pipe.model.randomness import KeyedRandomness
 from ipu_pipe.run.train import train
-from ipu_pipe.schedule.methods import METHODS, resolve_method
+from ipu_pipe.schedule.methods import resolve_method
+from tests.slot_simulation import PLAYED
 from tests.staged_models import MODELS, batches, whole
 from tests.test_emulator_exact import OPTIMIZERS, assert_equal, emulate, fresh, literal
 from tests.test_rules import ROWS
 
 # spectrain is a row of the rules, blocks with losses of their own are those of test_local
-WHOLE = [name for name, m in METHODS.items() if name != "spectrain" and m.is_pipeline]
+WHOLE = [name for name, m in PLAYED.items() if name != "spectrain" and m.is_pipeline]
 pytestmark = pytest.mark.gpu
 
 

@@ -132,7 +132,7 @@ def test_layers_in_two_blocks_are_refused_and_all_other_methods_run() -> None:
     (said,) = faults(method="local_overlapping")
     assert "two IPUs" in said and "local_greedy" in said
     for name, method in METHODS.items():
-        refused = method.is_stale or name in ("local_overlapping", "local_sgd")
+        refused = method.is_stale or method.order is not None or name in ("local_overlapping", "local_sgd")
         assert bool(check_method(method)) == refused, name
 
 

@@ -13,14 +13,14 @@ from ipu_pipe.errors import BadInput
 from ipu_pipe.schedule.actions import Action, Kind, needs
 from ipu_pipe.schedule.clock import Bubbles, measure_bubbles
 from ipu_pipe.schedule.drawing import format_csv, format_text
-from ipu_pipe.schedule.methods import ORDERED, resolve_method
+from ipu_pipe.schedule.methods import METHODS, resolve_method
 from ipu_pipe.schedule.orders import make_device_rows
 from ipu_pipe.schedule.rows import from_rows, lay_out, read_csv
 from ipu_pipe.schedule.table import Schedule
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable, count_weight_copies
 
-GENERATED = [name for name in ORDERED if name != "rows"]
+GENERATED = [name for name, method in METHODS.items() if method.order and name != "rows"]
 
 
 def make(name: str, P: int, M: int, durations: Sequence[float] = (1, 1, 1), link: float = 0.0, **args: Any) -> Schedule:
@@ -127,8 +127,8 @@ def test_interleaving_divides_the_bubble_and_multiplies_the_messages() -> None:
 def test_orders_run_flush_and_take_microbatches_in_order(name: str, P: int, M: int) -> None:
     if M % max(M // P, 1):
         M -= M % P  # whole rounds
-    v = ORDERED[name].order.stages_per_device  # type: ignore[union-attr]
-    schedule = make_schedule(ORDERED[name], P * v, 2 * M + (M if P > 1 else 0), M, drains=[M])
+    v = METHODS[name].order.stages_per_device  # type: ignore[union-attr]
+    schedule = make_schedule(METHODS[name], P * v, 2 * M + (M if P > 1 else 0), M, drains=[M])
     assert all(piece.ascends() for stretch in schedule.stretches for piece in stretch.pieces.values())
     slots = {kind: schedule.slots(kind, 0, schedule.microbatches) for kind in schedule.passes}
     whole = {(s, m) for s, m in zip(*map(list, schedule.is_whole.nonzero()))}
@@ -137,7 +137,7 @@ def test_orders_run_flush_and_take_microbatches_in_order(name: str, P: int, M: i
             for m, slot in enumerate(row):
                 for need in needs(Action(kind, m, stage), schedule.stages, M, whole=whole):
                     assert slots[need.kind][need.stage, need.index] < slot
-    versions = VersionTable(schedule, ORDERED[name])
+    versions = VersionTable(schedule, METHODS[name])
     batches = [[m // M for m in range(schedule.microbatches)]] * schedule.stages
     assert versions.forward(0, schedule.microbatches).tolist() == batches
     assert versions.backward(0, schedule.microbatches).tolist() == batches
@@ -265,7 +265,7 @@ def test_pytorchs_own_orders_are_read(theirs: str, v: int, ours: Any, P: int, M:
     path.write_text("".join(",".join(cells[rank]) + "\n" for rank in range(P)))
     rows = read_csv(str(path))
     schedule = make_schedule(resolve_method("rows", {"file": str(path)}), P * v, M, M)
-    assert VersionTable(schedule, ORDERED["rows"]).backward(0, M).tolist() == [[0] * M] * (P * v)
+    assert VersionTable(schedule, METHODS["rows"]).backward(0, M).tolist() == [[0] * M] * (P * v)
     if ours is not None:
         same = make(ours, P, M, stages_per_device=v)
         assert format_text(same) == format_text(schedule) and same.device_of_stage == rows.placement

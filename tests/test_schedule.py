@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from slot_simulation import Simulated, simulate
+from slot_simulation import PLAYED, Simulated, simulate
 
 from ipu_pipe.errors import BadInput
 from ipu_pipe.schedule.actions import SPLIT_PASSES, Action, Kind, needs
@@ -41,7 +41,7 @@ def simulated(method: Method, P: int, M: int, N: int) -> Simulated:
 # --- the closed forms
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", PLAYED)
 def test_slots_are_those_of_the_rules_played_out(name: str) -> None:
     method = METHODS[name]
     for P, M in SIZES:
@@ -56,7 +56,7 @@ def test_slots_are_those_of_the_rules_played_out(name: str) -> None:
             assert [[(slot, k) for k, slot in enumerate(row)] for row in updates] == expected.updates
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", PLAYED)
 def test_spelled_out_windows_counts_and_flight_agree_with_the_rules(name: str) -> None:
     method = METHODS[name]
     for P, M, N in ((1, 5, 2), (3, 20, 3), (4, 11, 5), (6, 7, 7), (7, 20, 8)):
@@ -77,7 +77,7 @@ def test_spelled_out_windows_counts_and_flight_agree_with_the_rules(name: str) -
         assert schedule.busy_share() == pytest.approx(busy, rel=1e-12)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", PLAYED)
 def test_most_in_flight_is_the_count_over_the_rules(name: str) -> None:
     method = METHODS[name]
     for P, M in SIZES[::3]:
@@ -116,7 +116,7 @@ def test_in_flight_closed_forms(size: Tuple[int, int, int]) -> None:
 def test_timeline_lengths(size: Tuple[int, int, int]) -> None:
     P, M, N = size
     tail = 2 * (M % N + P - 1) if M % N else 0
-    lengths = {name: make_schedule(method, P, M, max(N, P)).slot_count for name, method in METHODS.items()}
+    lengths = {name: make_schedule(method, P, M, max(N, P)).slot_count for name, method in PLAYED.items()}
     assert lengths["pipedream"] == lengths["pipedream_2bw"] == 2 * M + 2 * (P - 1)
     assert lengths["pipelined_backprop"] == M + 2 * P - 2
     assert lengths["pipemare"] == M + 2 * P - 2 + (P > 1)  # one stage is no pipeline and has no turn
@@ -141,7 +141,7 @@ def test_planned_utilization(P: int) -> None:
 
 
 def test_thousands_of_stages_stay_a_few_runs() -> None:
-    for name, method in METHODS.items():
+    for name, method in PLAYED.items():
         schedule = make_schedule(method, 2000, 20000, 2000 if name == "pipedream_2bw" else 1)
         steps = (
             1 if method.rounds is None else method.rounds.steps
@@ -152,7 +152,7 @@ def test_thousands_of_stages_stay_a_few_runs() -> None:
 # --- drains
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", PLAYED)
 def test_the_pipeline_is_empty_at_a_drain_and_then_starts_over(name: str) -> None:
     method, P, N = METHODS[name], 3, 4
     schedule = make_schedule(method, P, 30, N, drains=(8, 16, 28))

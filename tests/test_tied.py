@@ -19,10 +19,11 @@ from ipu_pipe.model.stages import begin_stage, partition
 from ipu_pipe.schedule.methods import METHODS, resolve_method
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
+from tests.slot_simulation import PLAYED
 from tests.staged_models import TIED, TIES, batches, twice, whole
 from tests.test_emulator_exact import OPTIMIZERS, emulate, literal, plain_training
 
-SHARING = [name for name, method in METHODS.items() if method.one_version]
+SHARING = [name for name, method in PLAYED.items() if method.one_version]
 FLUSHING = [name for name in SHARING if METHODS[name].flushes]
 
 

@@ -15,6 +15,7 @@ from ipu_pipe.schedule.methods import METHODS, resolve_method
 from ipu_pipe.schedule.rows import from_rows
 from ipu_pipe.schedule.table import SlotHolds
 from ipu_pipe.schedule.timelines import make_schedule
+from tests.slot_simulation import PLAYED
 
 
 @pytest.mark.parametrize("stages, accumulate", [(2, 2), (2, 8), (4, 4), (4, 16)])
@@ -39,7 +40,7 @@ def test_one_microbatch_at_a_time_takes_all_passes_and_links_in_turn() -> None:
     assert clock(schedule, costs).finish == pytest.approx(5 * (21 + 4 * 0.5))
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", PLAYED)
 def test_unit_costs_give_the_slots(name: str) -> None:
     """Of the whole and of a window; where a slot holds both passes, the forward takes its first half."""
     for P, M, N in ((1, 5, 2), (3, 20, 3), (4, 11, 5), (6, 7, 7)):

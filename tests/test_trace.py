@@ -21,6 +21,7 @@ from ipu_pipe.trace import chrome as trace
 from ipu_pipe.trace.events import COLLECTIVE, KINDS, UNSPECIFIED, Counter, Counters, Event, Events, Trace
 from ipu_pipe.trace.modelled import build_modelled_events
 from ipu_pipe.trace.reading import merge_traces, read_trace
+from tests.slot_simulation import PLAYED
 
 # GPipe, 3 stages, 2 microbatches an update, 2 updates:
 #     slot      0  1  2  3  4  5  6  7 |  8  9
@@ -152,7 +153,7 @@ BOTH: List[Tuple[str, Dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "args"), [*((name, {}) for name in METHODS), *BOTH])
+@pytest.mark.parametrize(("name", "args"), [*((name, {}) for name in PLAYED), *BOTH])
 def test_on_every_schedule_a_device_does_one_thing_at_a_time_and_results_go_forward_in_time(
     name: str, args: Dict[str, Any], tmp_path: Path
 ) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from slot_simulation import Simulated, simulate
+from slot_simulation import PLAYED, Simulated, simulate
 
 from ipu_pipe.errors import BadInput
 from ipu_pipe.schedule.actions import Kind
@@ -20,7 +20,7 @@ from ipu_pipe.schedule.versions import VersionTable, count_weight_copies
 
 # Every preset, and the other schedules and reads that can be asked for.
 VARIANTS: Dict[str, Method] = {
-    **{name: method for name, method in METHODS.items() if method.history is None and method.rounds is None},
+    **{name: method for name, method in PLAYED.items() if method.history is None and method.rounds is None},
     "pb stashing": resolve_method("pipelined_backprop", {"stash": True}),
     "pipedream dataflow": resolve_method("pipedream", {"schedule": "dataflow", "turn": 1}),
     "pipemare 1f1b": resolve_method("pipemare", {"schedule": "1f1b"}),
@@ -151,7 +151,7 @@ def test_greatest_steady_lag(P: int, N: int) -> None:
 
 
 def test_one_stage_is_plain_training() -> None:
-    for name, method in METHODS.items():
+    for name, method in PLAYED.items():
         if name != "pipedream_2bw":  # two versions by definition: delay 1 on every stage
             assert table(method, 1, 9, 1).greatest_lag().tolist() == [0], name
 

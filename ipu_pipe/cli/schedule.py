@@ -19,7 +19,7 @@ from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.clock import measure_bubbles
 from ipu_pipe.schedule.drawing import format_csv, format_text
 from ipu_pipe.schedule.global_history import summarize_history_delays
-from ipu_pipe.schedule.methods import METHODS, ORDERED, Method, resolve_method
+from ipu_pipe.schedule.methods import METHODS, Method, resolve_method
 from ipu_pipe.schedule.table import Schedule
 from ipu_pipe.schedule.timelines import compute_utilization, make_schedule
 from ipu_pipe.schedule.versions import VersionTable, count_weight_copies
@@ -37,7 +37,7 @@ MOST_ORDERED = 30_000  # orders are laid out pass by pass, and some are planned 
 def make_parser() -> Parser:
     """Return the command's parser."""
     p = Parser(prog="tools/schedule.py", description=__doc__)
-    p.add_argument("method", metavar="METHOD", help=f"one of {', '.join([*METHODS, *ORDERED])}")
+    p.add_argument("method", metavar="METHOD", help=f"one of {', '.join(METHODS)}")
     p.add_argument("--stages", metavar="S", type=int, required=True, help="stages of the pipeline, on all devices")
     p.add_argument("--microbatches", metavar="M", type=int, required=True, help="microbatches in the whole run")
     accumulate = (

@@ -184,6 +184,18 @@ class Method:
         }[self.default_accumulate]
 
 
+def _order(name: str, pipeline: Pipeline, source: str, **order: Any) -> Method:
+    return Method(
+        name, pipeline, 0, Reads.NEWEST, Reads.NEWEST, True, DefaultAccumulate.MICROBATCHES, source, one_version=True,
+        order=Order(**order),
+    )  # fmt: skip
+
+
+_V: Dict[str, Any] = {"stages_per_device": 2, "turns": True, "fixed": True}
+# The share of activations that weight gradients free in the smallest GPT of Qi et al.: 32 h / (34 h + 5 a s), h = 2304, a = 24
+# heads, s = 1024.
+_GPT_WEIGHT_SHARE = 0.366
+
 _ROWS = (
     Method(
         "naive", Pipeline.SEQUENTIAL, 0, Reads.NEWEST, Reads.NEWEST, True, DefaultAccumulate.ONE,
@@ -241,23 +253,6 @@ _ROWS = (
         "randomized_pipedream", Pipeline.ONE_F_ONE_B, 0, Reads.NEWEST, Reads.STASHED, False, DefaultAccumulate.ONE,
         "the randomized PipeDream paper, Algorithm 1", history=History(),
     ),
-)  # fmt: skip
-
-METHODS: Dict[str, Method] = {row.name: row for row in _ROWS}
-
-
-def _order(name: str, pipeline: Pipeline, source: str, **order: Any) -> Method:
-    return Method(
-        name, pipeline, 0, Reads.NEWEST, Reads.NEWEST, True, DefaultAccumulate.MICROBATCHES, source, one_version=True,
-        order=Order(**order),
-    )  # fmt: skip
-
-
-_V: Dict[str, Any] = {"stages_per_device": 2, "turns": True, "fixed": True}
-# The share of activations that weight gradients free in the smallest GPT of Qi et al.: 32 h / (34 h + 5 a s), h = 2304, a = 24
-# heads, s = 1024.
-_GPT_WEIGHT_SHARE = 0.366
-_ORDERED_ROWS = (
     _order("interleaved_1f1b", Pipeline.INTERLEAVED_1F1B, "Narayanan et al. 2021 (Megatron-LM), section 2.2"),
     _order("looped_bfs", Pipeline.LOOPED_BFS, "Lamy-Poirier 2023, breadth-first pipeline parallelism"),
     _order("zb_h1", Pipeline.INTERLEAVED_ZB, "Qi et al. 2023 (Zero Bubble), section 2.1", fixed=True),
@@ -269,9 +264,9 @@ _ORDERED_ROWS = (
     _order("v_min", Pipeline.V_MIN, "Qi et al. 2024 (Controllable Memory)", **_V),
     _order("dualpipe_v", Pipeline.DUALPIPE_V, "DeepSeek-AI 2024; DualPipeV, 2025", **_V),
     _order("rows", Pipeline.ROWS, "a file of rows in PyTorch's format"),
-)
-# Methods that are drawn, proved and timed; a backend that runs one of them says so (`Backend.pipelines`).
-ORDERED: Dict[str, Method] = {row.name: row for row in _ORDERED_ROWS}
+)  # fmt: skip
+
+METHODS: Dict[str, Method] = {row.name: row for row in _ROWS}
 
 
 # ---- a method's name and arguments -> its row
@@ -332,12 +327,11 @@ def resolve_method(name: str, args: Mapping[str, Any] = {}) -> Method:
     {updates}, `recompute` {segments}, and those in OWNERS of one method. None means not given. Other keys belong to the
     update rules and are ignored. Raises BadInput for an unknown name and for arguments that the method cannot take.
     """
-    known = {**METHODS, **ORDERED}
-    if name not in known:
-        close = find_nearest(name, known)
+    if name not in METHODS:
+        close = find_nearest(name, METHODS)
         hint = f"; did you mean {close}?" if close else ""
-        raise BadInput(f"method: {show(name)}: must be one of {', '.join(known)}{hint}")
-    method = known[name]
+        raise BadInput(f"method: {show(name)}: must be one of {', '.join(METHODS)}{hint}")
+    method = METHODS[name]
     settings = {key: args[key] for key in (*AXES, *OWNERS, *OF_ORDERS) if args.get(key) is not None}
     faults = _find_bad_values(settings) or _find_misfits(method, settings)
     if faults:

@@ -126,7 +126,7 @@ def _alternate(v: int, P: int, M: int, backward: Tuple[Kind, ...], ahead: int, l
 
     `later`: for so many more input gradients.
     """
-    rounds = max(M // P, 1)
+    rounds = max(M // P, 1) if v > 1 else 1
     if M % rounds:
         raise BadInput(f"accumulate: {M}: must be a multiple of {rounds}, its rounds of {P} microbatches, one a device")
     group = M // rounds  # microbatches that a stage does before the device goes on to its next stage
