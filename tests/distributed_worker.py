@@ -22,6 +22,7 @@ from ipu_pipe.model.observation import observe_effects
 from ipu_pipe.model.precision import ModelPrecision
 from ipu_pipe.model.randomness import KeyedRandomness
 from ipu_pipe.model.stages import partition
+from ipu_pipe.schedule.actions import SPLIT_PASSES
 from ipu_pipe.schedule.methods import resolve_method
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
@@ -131,6 +132,9 @@ def run_case(case: Case, rank: int, placement: Sequence[int]) -> Dict[str, torch
     mail = TorchMail(layout, cpu, recorder, 300.0, channels=channels)
     models = [StageModel(layout, s, cut[s], across, lambda m: data[m], cpu, keyed, ties=ties[s]) for s in layout.held]
     held = {model.stage: Stage(work, model, mail, recorder) for model in models}
+    if schedule.passes == SPLIT_PASSES:
+        for s, stage in held.items():
+            assert stage.rehearse_split(data[0]) or model_name in ("checkpointed", "redrawing"), (case, s)
     engine = Interpreter(work, held, mail, recorder, channels=channels)
     with double:
         losses = []

@@ -51,6 +51,14 @@ def cases() -> List[Case]:
         made.append((f"short-{method}", method, {}, 1, "residual", 0))
     for method in ("interleaved_1f1b", "looped_bfs", "interleaved_zb", "pipedream", "pipelined_backprop"):
         made.append((f"two-{method}", method, {"stages_per_device": 2}, 4, "residual", 0))
+    splits = {"split_backward": True}
+    for method in ("pipedream", "pipelined_backprop"):
+        made += [(f"split-{method}-{model}", method, splits, n, model, 0) for n, model in ((1, "residual"), (4, "convolution"))]
+        made.append((f"channels-split-{method}", method, {**splits, "activation_limit": 2}, 1, "residual", 0))
+        made.append((f"mixed-split-{method}", method, {**splits, "stages_per_device": 2}, 4, "residual", 0))
+        made.append((f"clip-stage-split-{method}", method, splits, 4, "redrawing", 0))
+    made += [(f"plain-zb_h1-{model}", "zb_h1", {}, 4, model, 0) for model in ("checkpointed", "redrawing")]
+    made.append(("mixed-zb_h1", "zb_h1", {}, 4, "residual", 0))
     recompute = {"recompute": {"segments": 2}}
     made += [
         (f"channels-recompute-{n}", "pipemare", recompute, n, model, 0)

@@ -147,9 +147,11 @@ def test_replicas_of_a_pipeline_average_their_gradients(tmp_path: Path) -> None:
         (2, ["method=pipedream", "stages=2", "replicas=2"]),
         (2, ["method=interleaved_1f1b", "stages=4", "stages_per_device=2"]),
         (2, ["method=zbv", "stages=4"]),
+        (2, ["method=dualpipe_v", "stages=4"]),
+        (2, ["method=pipedream", "stages=4", "stages_per_device=2", "method_args={split_backward: true}"]),
         (2, ["method=pipedream", "stages=finest"]),
     ],
-    ids=["pipedream", "delayed norm", "global norm", "replicas", "interleaved", "V-shaped", "finest"],
+    ids=["pipedream", "delayed norm", "global norm", "replicas", "interleaved", "V-shaped", "mixed", "split", "finest"],
 )
 def test_stages_that_share_a_process_keep_their_own_delays(ranks: int, how: List[str], tmp_path: Path) -> None:
     code, _, error = run(ranks, tmp_path / "ranks", *how)
@@ -164,9 +166,16 @@ def test_stages_that_share_a_process_keep_their_own_delays(ranks: int, how: List
     ]
     crossing = {(link["src"], link["dst"]) for link in report["links"]}
     # the others are handed over
-    expected_links = {"interleaved_1f1b": {(0, 1), (1, 2), (2, 3)}, "zbv": {(0, 1), (2, 3)}}.get(how[0][7:], {(1, 2)})
+    v_shaped = {(0, 1), (2, 3)}
+    expected_links = {"zbv": v_shaped, "dualpipe_v": v_shaped}.get(how[0][7:], {(1, 2)})
+    expected_links = {(0, 1), (1, 2), (2, 3)} if "stages_per_device=2" in how else expected_links
     expected_links = set() if "replicas=2" in how else expected_links
     assert crossing == {pair for a, b in expected_links for pair in ((a, b), (b, a))}
+    trace = json.loads(gzip.decompress((tmp_path / "ranks" / "trace.json.gz").read_bytes()))
+    kinds = {event.get("cat") for event in trace["traceEvents"]}
+    is_split = how[0] in ("method=zbv", "method=dualpipe_v") or "split_backward" in how[-1]
+    assert ({"input gradient", "weight gradient"} <= kinds) == is_split
+    assert ("backward" in kinds) == (not is_split or how[0] == "method=dualpipe_v")
 
 
 def test_a_run_goes_on_on_another_layout(tmp_path: Path) -> None:
@@ -463,7 +472,6 @@ def test_what_is_forgotten_is_zero_while_shapes_are_looked_at() -> None:
         (["method=gpipe", "clip={norm: 1.0, scope: delayed_global}"], "use scope: global"),
         (["method=zbv", "stages=2"], "error: stages: 2: "),
         (["method=interleaved_1f1b", "stages=8", "stages_per_device=4"], "error: stages: 8: "),  # they divide modules
-        (["method=pipedream", "stages=2", "method_args.split_backward=true"], "error: method_args.split_backward: true: "),
     ],
 )
 def test_what_makes_no_sense_on_processes_is_refused(how: List[str], told: str, tmp_path: Path) -> None:

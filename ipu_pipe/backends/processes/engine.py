@@ -8,8 +8,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import warnings
 from typing import Any, Dict, Iterator, List, Optional, Tuple
 
+import torch
 import torch.distributed as dist
 
 from ipu_pipe.backends.interface import Backend, CheckpointState, Engine, Report, StepResult, refuse_poptorch_state
@@ -32,6 +34,7 @@ from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.model.batch import check_same_shapes
 from ipu_pipe.model.cutting import Piece, list_crossings
 from ipu_pipe.model.randomness import KeyedRandomness
+from ipu_pipe.schedule.actions import SPLIT_PASSES
 from ipu_pipe.text import list_some
 from ipu_pipe.update.rules import select_rules
 
@@ -63,6 +66,8 @@ class ProcessEngine(Engine):
             batch, updates = job.schedule.accumulate, job.updates
             self._early = BatchAnnouncements(self._mail, layout.rank, batch, updates, first_update, channels is None)
         stages = {model.stage: Stage(work, model, self._mail, self._recorder) for model in models}
+        if job.schedule.passes == SPLIT_PASSES:
+            self._split_backwards(stages)
         self._interpreter = Interpreter(
             work, stages, self._mail, self._recorder, groups, self._early, job.may_stop_empty, channels
         )
@@ -77,6 +82,19 @@ class ProcessEngine(Engine):
         importlib.import_module("torch._dynamo")  # an optimizer's first step would, and that would be part of its time
         with self._name_faults(), detect_lost_rank(None, self._mail.limit):
             trace.open_file(job, layout.rank, self._recorder, first_update, trace.compare_clocks())
+
+    def _split_backwards(self, stages: Dict[int, Stage]) -> None:
+        """Find out, on every rank at once, which stages' backwards can be split, and say on rank 0 which cannot."""
+        is_whole = torch.zeros(self._layout.stages, dtype=torch.int64)
+        for s, stage in stages.items():
+            is_whole[s] = not stage.rehearse_split(self.job.example)
+        whole = torch.stack(self._mail.all_gather(is_whole)).amax(dim=0).nonzero().flatten().tolist()
+        if whole:
+            warnings.warn(
+                f"stages {', '.join(map(str, whole))}: W is computed with I: their backward does not come out the same, bit for"
+                " bit, when its weight gradients are computed later",
+                stacklevel=2,
+            )
 
     def _name_faults(self) -> Any:
         interpreter = self._interpreter

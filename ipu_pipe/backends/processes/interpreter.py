@@ -1,6 +1,6 @@
 """The interpreter of a rank's row of the schedule: one loop over its actions, one function for each kind.
 
-    F  Stage.forward     R  Stage.recompute     B  Stage.backward     U  Interpreter._update
+    F  Stage.forward     R  Stage.recompute     B, I  Stage.backward     W  Stage.add_weight_gradients     U  Interpreter._update
 
 The row is that of the rank's stages together, slot by slot:
 
@@ -10,23 +10,37 @@ The row is that of the rank's stages together, slot by slot:
     rank 0    F0  F1 F0' F2 F1' F3 F2'  B0'  B0 F3'  F4 B1'    (': of stage 1)
 
 Before a chunk of a stage's row begins, the mail is told the messages that it needs. F(m) of stage s sends to s + 1 when done,
-B(m) to s - 1. Every wait is for an action of an earlier slot, which the schedule was proved to have, so ranks cannot wait in a
-circle.
+B(m) or I(m) to s - 1. Every wait is for an action of an earlier slot, which the schedule was proved to have, so ranks cannot wait
+in a circle.
 """
 
 from __future__ import annotations
 
+import functools
 import heapq
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 
 from ipu_pipe.backends.losses import average, tabulate
 from ipu_pipe.backends.processes import cuda
 from ipu_pipe.backends.processes.deadlines import Termination
-from ipu_pipe.backends.processes.mail import BACKWARD, FORWARD, RECOMPUTE, UPDATE, WORD, Link, Mail, Message, Shapes
+from ipu_pipe.backends.processes.mail import (
+    BACKWARD,
+    FORWARD,
+    INPUT_GRADIENT,
+    RECOMPUTE,
+    UPDATE,
+    WEIGHT_GRADIENT,
+    WORD,
+    Link,
+    Mail,
+    Message,
+    Shapes,
+)
 from ipu_pipe.backends.processes.memory import MemoryCounters
 from ipu_pipe.backends.processes.stage import Stage
 from ipu_pipe.backends.processes.trace import TraceRecorder
@@ -34,13 +48,12 @@ from ipu_pipe.backends.processes.update import StageUpdate
 from ipu_pipe.backends.replicas import IndependentReplicas
 from ipu_pipe.backends.work import Work
 from ipu_pipe.model.cutting import Shape
-from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.recompute import recompute_slots
 from ipu_pipe.schedule.runs import IntArray
 from ipu_pipe.schedule.table import Schedule
 
 CHUNK = 512  # microbatches of which the row is spelled out at a time
-ORDER = (FORWARD, RECOMPUTE, BACKWARD, UPDATE)  # within a slot
+ORDER = (FORWARD, RECOMPUTE, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, UPDATE)  # within a slot
 
 
 class RowAction(NamedTuple):
@@ -60,22 +73,21 @@ class RowAction(NamedTuple):
 def spell_row(work: Work, stage: int, together: Sequence[int] = ()) -> Iterator[List[RowAction]]:
     """Yield the actions of a stage from the work's first microbatch on, in order, in chunks that end with an update.
 
-    A chunk has the backwards of some batches, their updates, and the forwards and recomputations up to the last of these slots.
-    Of a split backward both halves are done in the slot of the first; the update comes where the second completes its batch.
-    `together`: stages that are updated in one slot, the last one's: their method flushes, and no pass comes before it.
+    A chunk has the updates of some batches and all passes up to the last of them. A whole backward among split ones is in the
+    slot of its first half. `together`: stages that are updated in one slot, the last one's: their method flushes, and no pass
+    comes before it.
     """
     schedule, method, source = work.schedule, work.method, work.source([0])
-    here, returns = slice(stage, stage + 1), schedule.passes[1]
-    ahead: Dict[str, Callable[[int, int], IntArray]] = {
-        FORWARD: lambda first, last: schedule.slots(Kind.FORWARD, first, last, here)[0]
+    here = slice(stage, stage + 1)
+    slots_of: Dict[str, Callable[[int, int], IntArray]] = {
+        kind.value: functools.partial(schedule.slots, kind, stages=here) for kind in schedule.passes
     }
     if method.segments is not None and method.reads_old(schedule.stages):
-        ahead[RECOMPUTE] = lambda first, last: recompute_slots(schedule, method, first, last, here)[0]
-    next_of = dict.fromkeys(ahead, work.microbatch)
+        slots_of[RECOMPUTE] = functools.partial(recompute_slots, schedule, method, stages=here)
+    next_of = dict.fromkeys(slots_of, work.microbatch)
     length = max(CHUNK // work.accumulate, 1) * work.accumulate
     for begin in range(work.microbatch, schedule.microbatches, length):
         end = min(begin + length, schedule.microbatches)
-        backward = schedule.slots(returns, begin, end, here)[0]
         completed = _find_completed_slots(schedule, begin, end, stage)
         # the replays that update this stage
         ends = np.flatnonzero(source.window(begin, end).updates[stage])
@@ -83,19 +95,31 @@ def spell_row(work: Work, stage: int, together: Sequence[int] = ()) -> Iterator[
         update_slots = completed[ends]
         if together:
             update_slots = np.max([_find_completed_slots(schedule, begin, end, s)[ends] for s in together], axis=0)
-        rows = [(BACKWARD, backward, np.arange(begin, end)), (UPDATE, update_slots, updates)]
-        for kind, slots_of in ahead.items():
-            first, last = next_of[kind], min(end + source.reach, schedule.microbatches)
-            slots = slots_of(first, last)
-            count = int((slots <= completed[-1]).sum())
-            assert count < len(slots) or last == schedule.microbatches, "the reach is too short"
-            rows.append((kind, slots[:count], np.arange(first, first + count)))
+        rows = [(UPDATE, update_slots, updates)]
+        for kind, find_slots in slots_of.items():
+            first, reach, count = next_of[kind], source.reach, 0
+            slots = np.zeros(0, np.int64)
+            while count == len(slots) and first + len(slots) < schedule.microbatches:  # it may run further ahead
+                slots = find_slots(first, min(end + reach, schedule.microbatches))[0]
+                count, reach = int((slots <= completed[-1]).sum()), 2 * reach
             next_of[kind] += count
+            rows.append((kind, slots[:count], np.arange(first, first + count)))
         table = np.concatenate([
             np.stack([slots, np.full_like(slots, ORDER.index(kind)), index], axis=1) for kind, slots, index in rows
         ])  # (actions, 3): slot, order within the slot, index
+        if any(stretch.whole is not None for stretch in schedule.stretches):
+            table = _join_halves(table, schedule.is_whole[stage])
         table = table[np.lexsort((table[:, 1], table[:, 0]))]
         yield [RowAction(slot, order, stage, index) for slot, order, index in table.tolist()]
+
+
+def _join_halves(table: IntArray, is_whole: NDArray[np.bool_]) -> IntArray:
+    """Put a backward in the place of the two halves of microbatches that are whole."""
+    first, second = (table[:, 1] == ORDER.index(kind) for kind in (INPUT_GRADIENT, WEIGHT_GRADIENT))
+    of_whole = (first | second) & is_whole[np.where(first | second, table[:, 2], 0)]
+    table[of_whole & first, 1] = ORDER.index(BACKWARD)
+    joined: IntArray = table[~(of_whole & second)]
+    return joined
 
 
 def _find_completed_slots(schedule: Schedule, begin: int, end: int, stage: int) -> IntArray:
@@ -198,7 +222,8 @@ class Interpreter:
         self._untouched, self._posts_by_stretch = channels, channels is not None or ends_empty
         self._tables: Dict[int, Dict[int, torch.Tensor]] = {}  # of the microbatches of updates, by update and stage
         self._carry_out: Dict[str, Callable[[Stage, int], None]] = {
-            FORWARD: self._forward, RECOMPUTE: Stage.recompute, BACKWARD: self._backward, UPDATE: self._update,
+            FORWARD: self._forward, RECOMPUTE: Stage.recompute, BACKWARD: self._backward, INPUT_GRADIENT: Stage.backward_input,
+            WEIGHT_GRADIENT: Stage.add_weight_gradients, UPDATE: self._update,
         }  # fmt: skip
         rows = [self._read_row(stage, groups[0] if together else ()) for stage in stages.values()]
         row: Iterable[RowAction] = heapq.merge(*rows)
@@ -244,7 +269,7 @@ class Interpreter:
             self.doing, self.recorder.stage = f"{kind}{index}", action.stage
             self._carry_out[kind](stage, index)
             stepped = kind == UPDATE
-            self.memory.sample(self.update, kind in (BACKWARD, UPDATE), stepped)
+            self.memory.sample(self.update, kind in (BACKWARD, WEIGHT_GRADIENT, UPDATE), stepped)
             if stepped and self.update > k:
                 self.mail.is_warm = self.mail.is_warm or self._have_all_stages_begun(k)
                 return self._tables.pop(k, {})

@@ -117,8 +117,6 @@ def _place_by_order(
     """Put the stages where the method's order has them."""
     if order.file:
         raise BadInput(f"method: {method.name}: rows of a file run on the emulator: use backend: {{name: emulator}}")
-    if order.splits:  # the next microbatch's gradient may come before the update that waits for the second half
-        raise BadInput("method_args.split_backward: true: runs on the emulator: use backend: {name: emulator}")
     count = devices * order.stages_per_device
     if len(wished) != count:
         raise BadInput(

@@ -23,9 +23,7 @@ from ipu_pipe.backends.processes.trace import TraceRecorder
 from ipu_pipe.model.cutting import Shape
 from ipu_pipe.schedule.actions import Kind
 
-FORWARD, RECOMPUTE, BACKWARD, UPDATE = (
-    kind.value for kind in (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD, Kind.UPDATE)
-)
+FORWARD, RECOMPUTE, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, UPDATE = (kind.value for kind in Kind if kind is not Kind.AVERAGE)
 # Besides the passes' own messages: with an update the norm, gradients of a shared layer, results; of a weight that several stages
 # use the gradients of a backward, and what an update makes of it; whether another batch starts; in an evaluation the shape of an
 # activation, and the activation.

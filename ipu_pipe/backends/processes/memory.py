@@ -62,6 +62,14 @@ class ActivationStash:
         self.bytes_by_microbatch[m] = self._bytes_by_shapes[key]
         self.held_bytes += self._bytes_by_shapes[key]
 
+    def replace(self, m: int, tensors: Sequence[torch.Tensor]) -> None:
+        """Count only `tensors` for microbatch m, which is between the two halves of its backward."""
+        self.drop(m)
+        weights = {get_storage(t) for t in self._weights}
+        storages = {get_storage(t): t.untyped_storage().nbytes() for t in tensors}
+        self.bytes_by_microbatch[m] = sum(size for place, size in storages.items() if place not in weights)
+        self.held_bytes += self.bytes_by_microbatch[m]
+
     def drop(self, m: int) -> None:
         """Forget microbatch m, which is done or whose forward runs again."""
         self.held_bytes -= self.bytes_by_microbatch.pop(m, 0)

@@ -8,7 +8,7 @@ A stage needs no version table to find the newest weights: it reads what its mem
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Callable, ContextManager, Dict, Iterator, List, Optional, Sequence, Set, Tuple
@@ -20,8 +20,19 @@ from torch import nn
 from ipu_pipe.backends.losses import MicrobatchResult
 from ipu_pipe.backends.processes.layout import RankLayout
 from ipu_pipe.backends.processes.local import LocalBlock
-from ipu_pipe.backends.processes.mail import BACKWARD, FORWARD, RECOMPUTE, TIED, Mail, Message, Shapes
+from ipu_pipe.backends.processes.mail import (
+    BACKWARD,
+    FORWARD,
+    INPUT_GRADIENT,
+    RECOMPUTE,
+    TIED,
+    WEIGHT_GRADIENT,
+    Mail,
+    Message,
+    Shapes,
+)
 from ipu_pipe.backends.processes.memory import ActivationStash
+from ipu_pipe.backends.processes.split import WeightGradients, backward_input, backward_whole, is_split_exact
 from ipu_pipe.backends.processes.ties import TiedWeights, Ties
 from ipu_pipe.backends.processes.trace import TraceRecorder
 from ipu_pipe.backends.replays import Replay, ReplayPlan
@@ -32,7 +43,7 @@ from ipu_pipe.local.blocks import compute_losses, extract_scores, get_activation
 from ipu_pipe.model.batch import list_tensors
 from ipu_pipe.model.cutting import Crossing, Piece
 from ipu_pipe.model.randomness import KeyedRandomness
-from ipu_pipe.model.restoring import buffers_restored
+from ipu_pipe.model.restoring import buffers_restored, undisturbed
 from ipu_pipe.schedule.actions import Kind, pass_needs
 from ipu_pipe.schedule.methods import Reads
 from ipu_pipe.schedule.recompute import find_segment_ends, find_segment_heads
@@ -135,6 +146,12 @@ class StageModel:
         return self.random.backward(m * self.layout.replicas + self.layout.replica)
 
 
+def _draw(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if not dtype.is_floating_point:
+        return torch.zeros(*shape, dtype=dtype, device=device)
+    return torch.randn(*shape, dtype=dtype, device=device)
+
+
 @dataclass
 class _InFlight:
     """A microbatch between its forward and its backward on this stage. `inputs`: the batch's, or the tensors that came."""
@@ -157,15 +174,19 @@ class Stage:
         self.weights = make_weight_store(work, [model.stage])
         self.tied = TiedWeights(model.ties, model.stage, mail, work.update)
         self.stash = ActivationStash(model.tensors)
+        self._trained = [t for t in model.tensors if t.is_leaf and t.requires_grad]
         self.results: List[MicrobatchResult] = []
         self.update, self.forwarded = work.update, work.microbatch - 1
         self._in_flight: Dict[int, _InFlight] = {}
+        self._left: Dict[int, WeightGradients] = {}  # by I for W
+        self.splits = True  # else I computes what W adds
         segments = work.method.segments
         heads = find_segment_heads(find_segment_ends(layout.stages, segments or 0))
         # the stage keeps its input, and needs no recomputation of the stage before
         self._begins_segment = bool(heads[model.stage])
         self._ends_segment = model.is_last or bool(heads[model.stage + 1])
-        self._needs = {kind: list(self._find_needs(Kind(kind))) for kind in (FORWARD, RECOMPUTE, BACKWARD)}
+        needs = {kind: list(self._find_needs(Kind(kind))) for kind in (FORWARD, RECOMPUTE, BACKWARD)}
+        self._needs = {**needs, INPUT_GRADIENT: needs[BACKWARD], WEIGHT_GRADIENT: []}
 
     # ---- what passes need
 
@@ -267,6 +288,13 @@ class Stage:
 
     def backward(self, m: int) -> None:
         """Carry out B(m)."""
+        self._return(m, Kind.BACKWARD)
+
+    def backward_input(self, m: int) -> None:
+        """Carry out I(m), which leaves the gradients of the weights to W(m)."""
+        self._return(m, Kind.INPUT_GRADIENT)
+
+    def _return(self, m: int, kind: Kind) -> None:
         model, flight, s = self.model, self._in_flight[m], self.model.stage
         is_local = model.local is not None
         gradients: List[torch.Tensor] = []
@@ -276,31 +304,74 @@ class Stage:
         start = self._recorder.mark()
         version = int(flight.replay.backward.versions[0])
         if self._work.method.backward_reads is Reads.NEWEST:
-            assert version == self.update, f"stage {s}, B{m}: not of version {self.update} in memory but {version}"
+            assert version == self.update, f"stage {s}, {kind.value}{m}: not of version {self.update} in memory but {version}"
         self.weights.load(flight.replay.backward)
         self.tied.load(version)
-        with model.draw_backward(m), self.tied.gradients_apart():
-            if flight.loss is not None:
-                (flight.loss / self._work.accumulate).backward()  # type: ignore[no-untyped-call]
-            elif not is_local:
-                leaves = model.crossings[s]
-                outputs = [t for t, shape in zip(flight.outputs, leaves.tensors) if shape.differentiable]
-                gradients = leaves.gradients(gradients)
-                pairs = [(t, g) for t, g in zip(outputs, gradients) if t.requires_grad] + tied
-                if pairs:
-                    torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
-        self._work.rules.collect()
+        roots: List[Tuple[torch.Tensor, Optional[torch.Tensor]]] = []
+        if flight.loss is not None:
+            roots = [(flight.loss / self._work.accumulate, None)]
+        elif not is_local:
+            leaves = model.crossings[s]
+            outputs = [t for t, shape in zip(flight.outputs, leaves.tensors) if shape.differentiable]
+            roots = [(t, g) for t, g in zip(outputs, leaves.gradients(gradients)) if t.requires_grad]
+        roots += tied
+        with model.draw_backward(m):
+            self._run_backward(m, kind, flight, [t for t, _ in roots], [g for _, g in roots])
         input_gradients: List[torch.Tensor] = []
         hands_on = not model.is_first and not is_local
         if hands_on:
             input_gradients = model.crossings[s - 1].leave(flight.inputs)
         del self._in_flight[m]
-        self.stash.drop(m)
         self._release()
-        self._recorder.add(Kind.BACKWARD.word, m, start, version=version)
+        self._recorder.add(kind.word, m, start, version=version)
         if hands_on:
             self._mail.send(Message(BACKWARD, m, s, s - 1), input_gradients)
         self.tied.send_gradients(m)
+
+    def _run_backward(
+        self, m: int, kind: Kind, flight: _InFlight, roots: List[torch.Tensor], gradients: List[Optional[torch.Tensor]]
+    ) -> None:
+        if kind is Kind.BACKWARD:
+            with self.tied.gradients_apart():
+                if roots:
+                    torch.autograd.backward(roots, gradients)  # type: ignore[arg-type]
+            self._work.rules.collect()
+            self.stash.drop(m)
+            return
+        left = WeightGradients()
+        if roots and self.splits:
+            left = backward_input(roots, gradients, list_tensors(flight.inputs), self.tied.weights)
+        elif roots:
+            left = backward_whole(roots, gradients, self._trained)
+        self.tied.take_gradients(left)
+        self._left[m] = left
+        self.stash.replace(m, left.tensors)
+
+    def add_weight_gradients(self, m: int) -> None:
+        """Carry out W(m): add what I(m) has left to the gradients of the weights."""
+        start = self._recorder.mark()
+        self._left.pop(m).add()
+        self._work.rules.collect()
+        self.stash.drop(m)
+        self._recorder.add(Kind.WEIGHT_GRADIENT.word, m, start)
+
+    def rehearse_split(self, example: Tuple[Any, Any]) -> bool:
+        """Return whether backwards are split: I and W give the bits of B, on the microbatch `example` or on random inputs."""
+        model, inputs = self.model, [example[0]]
+        with ExitStack() as stack:
+            for module in model.modules:
+                stack.enter_context(undisturbed(module))
+            if model.enters is not None:
+                inputs = model.enters.enter([_draw(shape.sent, shape.dtype, model.device) for shape in model.enters.tensors])
+            outputs, result = self.run(self.forwarded + 1, inputs, example[1])
+            roots = [t for t in (outputs if result is None else [result.loss]) if t.requires_grad]
+            gradients = [_draw(t.shape, t.dtype, t.device) if result is None else None for t in roots]
+            entered = [t for t in list_tensors(inputs) if t.requires_grad]
+            # whatever a user's module raises whose backward cannot be run in parts
+            with suppress(Exception):
+                self.splits = False
+                self.splits = is_split_exact(roots, gradients, entered, self._trained, self.tied.weights)
+        return self.splits
 
     # ---- around an update
 

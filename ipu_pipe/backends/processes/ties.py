@@ -21,6 +21,7 @@ from torch import nn
 
 from ipu_pipe.backends.processes.layout import find_users
 from ipu_pipe.backends.processes.mail import TIED, WEIGHTS, Mail, Message, Shapes
+from ipu_pipe.backends.processes.split import WeightGradients
 from ipu_pipe.model.cutting import Piece, Shape
 
 Weights = List[nn.Parameter]
@@ -112,6 +113,16 @@ class TiedWeights:
             for p, gradient in zip(weights, self._mail.receive(Message(TIED, m, source, self._stage)))
         ]
         return [(p, gradient) for p, gradient in received if bool(gradient.any())]
+
+    @property
+    def weights(self) -> List[nn.Parameter]:
+        """The weights whose gradients it sends or gets."""
+        tables = (self._ties.gradients_to, self._ties.gradients_from)
+        return [p for table in tables for weights in table.values() for p in weights]
+
+    def take_gradients(self, left: WeightGradients) -> None:
+        """Take the gradients for the stages before out of what a split backward has left."""
+        self._gradients = [left.take(p) for weights in self._ties.gradients_to.values() for p in weights]
 
     @contextlib.contextmanager
     def gradients_apart(self) -> Iterator[None]:

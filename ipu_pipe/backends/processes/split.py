@@ -1,0 +1,223 @@
+"""Split backwards: the gradient of a stage's input now (I), those of its weights later (W).
+
+    graph      y <- conv2 <- relu <- bn1 <- conv1 <- x          <-  gradients go this way
+    I(m)            |g2      .       .       |g1      gx         gx is sent on; g1, g2 and what conv1, conv2 saved are kept,
+                                                                 and the finished gradients of bn1; all the rest is dropped
+    W(m)       w2 += f(g2, x2)   w1 += f(g1, x1)   bn1 += ...    the same functions that a whole backward calls, no other
+
+The graph's operations whose weight gradient is a product of its own (`_OPERATIONS`) are done by W. Gradients of other weights
+(of norms, embeddings, biases that are added) come almost for nothing with I, and W adds them to the sum, so that all of a
+microbatch are added where its row has W. W reads no weights: an update may come between.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
+
+import torch
+from torch.autograd.graph import GradientEdge
+
+Gradients = Sequence[Optional[torch.Tensor]]  # of a loss: None
+Edge = Tuple[Any, int]  # a node of autograd's graph, and which of its outputs
+
+
+class _Operation(NamedTuple):
+    """A node whose weight gradients W computes: the edges to its weights, by the place of the gradient in `compute`'s result."""
+
+    node: Any
+    edges: Dict[int, Edge]
+    leaves: List[Any]
+
+
+class WeightGradients:
+    """What I leaves to W. `finished`: the gradients that I has computed already, by the node that adds one to its weight."""
+
+    def __init__(self) -> None:
+        self._products: List[Tuple[Callable[[torch.Tensor], Gradients], torch.Tensor, Dict[int, Edge]]] = []
+        self.finished: Dict[Any, torch.Tensor] = {}
+        self.tensors: List[torch.Tensor] = []  # that are kept for W
+
+    def take(self, weight: torch.Tensor) -> Optional[torch.Tensor]:
+        """Return the finished gradient of a weight, None if it is zero, and let W not add it."""
+        return next((self.finished.pop(node) for node in list(self.finished) if node.variable is weight), None)
+
+    def add(self) -> None:
+        """Carry out W: compute what is left, and add all gradients to those of the weights."""
+        edges: List[GradientEdge] = []
+        gradients: List[torch.Tensor] = []
+        for compute, gradient, places in self._products:
+            computed = compute(gradient)
+            for place, edge in places.items():
+                value = computed[place]
+                assert value is not None
+                edges.append(GradientEdge(*edge))
+                gradients.append(value)
+        if edges:
+            torch.autograd.backward(edges, gradients)  # type: ignore[arg-type]
+        for node, gradient in self.finished.items():
+            node(gradient)
+
+
+def backward_whole(
+    roots: Sequence[torch.Tensor], gradients: Gradients, weights: Sequence[torch.Tensor]
+) -> WeightGradients:
+    """Carry out I of a stage whose backward cannot be split: compute all gradients now, which W adds."""
+    left, gathered = WeightGradients(), [p.grad for p in weights]
+    for p in weights:
+        p.grad = None
+    torch.autograd.backward(roots, gradients)  # type: ignore[arg-type]
+    left.finished = {_get_leaf(p): p.grad for p in weights if p.grad is not None}
+    for p, gradient in zip(weights, gathered):
+        p.grad = gradient
+    left.tensors += left.finished.values()
+    return left
+
+
+def backward_input(
+    roots: Sequence[torch.Tensor], gradients: Gradients, entered: Sequence[torch.Tensor],
+    at_once: Sequence[torch.Tensor] = (),
+) -> WeightGradients:  # fmt: skip
+    """Carry out I: leave the gradients of what `entered` there, and return what W has to do.
+
+    `gradients`: of the roots. `at_once`: weights whose gradients I finishes.
+    """
+    inputs = [t for t in entered if t.requires_grad]
+    operations, leaves = _list_operations(roots, {id(t) for t in inputs}, {id(t) for t in at_once})
+    left = WeightGradients()
+    prepared = [_OPERATIONS[operation.node.name()](operation.node, left.tensors) for operation in operations]
+    edges = [GradientEdge(operation.node, 0) for operation in operations]
+    weights = [leaf.variable for leaf in leaves]
+    if not (inputs or weights or edges):
+        return left
+    values = torch.autograd.grad(roots, [*inputs, *weights, *edges], gradients, allow_unused=True)
+    for t, value in zip(inputs, values):
+        t.grad = value
+    values = values[len(inputs) :]
+    left.finished = {leaf: value for leaf, value in zip(leaves, values) if value is not None}
+    for operation, compute, value in zip(operations, prepared, values[len(leaves) :]):
+        if value is not None:
+            left._products.append((compute, value, operation.edges))
+            left.tensors.append(value)
+    left.tensors += left.finished.values()
+    return left
+
+
+def _list_operations(roots: Sequence[torch.Tensor], inputs: Any, at_once: Any) -> Tuple[List[_Operation], List[Any]]:
+    """Walk a graph; return the operations whose weight gradients can wait, and the leaves of the other weights."""
+    operations: List[_Operation] = []
+    soon: Dict[Any, None] = {}
+    waiting = [t.grad_fn for t in roots if t.grad_fn is not None]
+    seen = set(waiting)
+    for root in roots:
+        if root.grad_fn is None and root.requires_grad and id(root) not in inputs:
+            soon[_get_leaf(root)] = None
+    while waiting:
+        node = waiting.pop()
+        operation = _Operation(node, {}, []) if node.name() in _OPERATIONS else None
+        for place, edge in enumerate(node.next_functions):
+            child = edge[0]
+            if child is None:
+                continue
+            leaf = _follow(child)
+            if leaf is None:
+                if child not in seen:
+                    seen.add(child)
+                    waiting.append(child)
+            elif id(leaf.variable) in inputs:
+                continue
+            elif operation is not None and place in _PLACES[node.name()] and id(leaf.variable) not in at_once:
+                operation.edges[place] = edge
+                operation.leaves.append(leaf)
+            else:
+                soon[leaf] = None
+        if operation is not None and operation.edges:
+            operations.append(operation)
+    # a weight that is used both ways is finished at once: its gradients are summed before they are added
+    while True:
+        mixed = [operation for operation in operations if any(leaf in soon for leaf in operation.leaves)]
+        if not mixed:
+            return operations, list(soon)
+        soon.update(dict.fromkeys(leaf for operation in mixed for leaf in operation.leaves))
+        operations = [operation for operation in operations if operation not in mixed]
+
+
+def _follow(node: Any) -> Any:
+    """Return the leaf at the end of a chain of operations with one argument (a transposition, a cast), None if there is none."""
+    following = node.next_functions
+    while len(following) == 1 and following[0][0] is not None:
+        node = following[0][0]
+        following = node.next_functions
+    return node if not following and hasattr(node, "variable") else None
+
+
+def _get_leaf(weight: torch.Tensor) -> Any:
+    return weight.view_as(weight).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+
+
+def _prepare_convolution(node: Any, kept: List[torch.Tensor]) -> Callable[[torch.Tensor], Gradients]:
+    x, weight = node._saved_input, node._saved_weight
+    settings = (
+        node._saved_bias_sym_sizes_opt, node._saved_stride, node._saved_padding, node._saved_dilation, node._saved_transposed,
+        node._saved_output_padding, node._saved_groups,
+    )  # fmt: skip
+    mask = [False, *(child is not None for child, _ in node.next_functions[1:])]
+    kept.append(x)
+    backward = torch.ops.aten.convolution_backward.default
+    return lambda gradient: backward(gradient, x, weight, *settings, mask)
+
+
+def _prepare_product(node: Any, kept: List[torch.Tensor]) -> Callable[[torch.Tensor], Gradients]:
+    """The gradient of the second factor (m, n) of a product, as autograd computes it, and of a bias that was added."""
+    is_sum = len(node.next_functions) == 3
+    x = node._saved_mat1 if is_sum else node._saved_self
+    assert not is_sum or (node._saved_alpha == 1 and node._saved_beta == 1)
+    kept.append(x)
+    rows, strides = node._saved_mat2_sym_sizes[0], node._saved_mat2_sym_strides
+    is_transposed = strides[0] == 1 and strides[1] == rows
+    bias = node.next_functions[0][0] if is_sum else None
+
+    def compute(gradient: torch.Tensor) -> Gradients:
+        factor = gradient.t().mm(x).t() if is_transposed else x.t().mm(gradient)
+        if not is_sum:
+            return None, factor
+        return None if bias is None else gradient.sum_to_size(gradient.shape[1:]), None, factor
+
+    return compute
+
+
+_OPERATIONS: Dict[str, Callable[[Any, List[torch.Tensor]], Callable[[torch.Tensor], Gradients]]] = {
+    "ConvolutionBackward0": _prepare_convolution,
+    "AddmmBackward0": _prepare_product,
+    "MmBackward0": _prepare_product,
+}
+_PLACES = {"ConvolutionBackward0": (1, 2), "AddmmBackward0": (0, 2), "MmBackward0": (1,)}
+
+
+def is_split_exact(
+    roots: Sequence[torch.Tensor], gradients: Gradients, entered: Sequence[torch.Tensor],
+    weights: Sequence[torch.Tensor], at_once: Sequence[torch.Tensor],
+) -> bool:  # fmt: skip
+    """Return whether I and W leave the gradients of a whole backward, bit for bit.
+
+    Gradients are added to random ones, and W runs with other weights than I: it must read none.
+    """
+    sums = [torch.randn_like(p) for p in weights]
+
+    def begin() -> None:
+        for t in entered:
+            t.grad = None
+        for p, value in zip(weights, sums):
+            p.grad = value.clone()
+
+    begin()
+    torch.autograd.backward(roots, gradients, retain_graph=True)  # type: ignore[arg-type]
+    expected = [t.grad for t in (*entered, *weights)]
+    begin()
+    left, values = backward_input(roots, gradients, entered, at_once), [p.data for p in weights]
+    for p in weights:
+        p.data = torch.full_like(p, float("nan"))
+    left.add()
+    for p, value in zip(weights, values):
+        p.data = value
+    pairs = zip(expected, [t.grad for t in (*entered, *weights)])
+    return all(a is b or (a is not None and b is not None and torch.equal(a, b)) for a, b in pairs)
