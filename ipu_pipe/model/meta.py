@@ -14,11 +14,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from ipu_pipe.model.batch import count_numbers, get_first_tensor, iterate_tensors, list_tensors
+from ipu_pipe.model.batch import iterate_tensors, list_tensors
 from ipu_pipe.model.restoring import attributes_restored
 from ipu_pipe.model.watching import FunctionWatch, OperationWatch
-
-SMALL = 300_000  # numbers
 
 
 def can_run_on_meta(model: nn.Module, x: Any) -> bool:
@@ -27,13 +25,6 @@ def can_run_on_meta(model: nn.Module, x: Any) -> bool:
     devices = {t.device.type for t in [*list_tensors(x), *model.parameters(), *model.buffers()]}
     return devices == {"meta"} or (
         devices == {"cpu"} and not any(isinstance(module, nn.RNNBase) for module in model.modules())
-    )
-
-
-def is_faster_on_meta(model: nn.Module, x: Any) -> bool:
-    """Tell whether a forward of `x` may run on the meta device and is faster there: a small one is not."""
-    return can_run_on_meta(model, x) and (
-        get_first_tensor(x).is_meta or count_numbers(x) + sum(p.numel() for p in model.parameters()) > SMALL
     )
 
 

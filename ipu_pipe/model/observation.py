@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_flatten
 from ipu_pipe.errors import BadInput
 from ipu_pipe.model.batch import call_model, clone_tensors, get_first_tensor, iterate_tensors, list_tensors
 from ipu_pipe.model.flops import BACKWARD, FlopCounterMode, count_by_formula, get_formulas, separate_attention
-from ipu_pipe.model.meta import is_faster_on_meta, move_to_meta, to_meta
+from ipu_pipe.model.meta import move_to_meta
 from ipu_pipe.model.precision import is_cast, uncast_temporarily
 from ipu_pipe.model.randomness import list_generators
 from ipu_pipe.model.restoring import undisturbed
@@ -103,17 +103,14 @@ def count_saved_bytes(calls: Sequence[ModuleCall]) -> int:
     return sum({storage: size for call in calls for storage, size in call.saved.items()}.values())
 
 
-def observe_order(model: nn.Module, x: Any, forward: Callable[[], Any]) -> Observation:
-    """Observe only the order of modules in `forward`, a pass of the model's input `x`. Gradients may be asked for inside."""
+def observe_costs(model: nn.Module, x: Any, forward: Callable[[], Any], counted: bool = True) -> Observation:
+    """Observe all of `forward`, a pass of the model's input `x` that returns a loss or outputs, and of its backward; only the
+    order of modules if not `counted`."""
     seen = Observation()
-    with _watch_calls(model, seen, []), torch.enable_grad():
-        forward()
-    return seen
-
-
-def observe_costs(model: nn.Module, x: Any, forward: Callable[[], Any]) -> Observation:
-    """Observe all of `forward`, a pass of the model's input `x` that returns a loss or outputs, and of its backward."""
-    seen = Observation()
+    if not counted:
+        with _watch_calls(model, seen, []), torch.enable_grad():
+            forward()
+        return seen
     counter = _Counter(model, x, seen.calls)
     with separate_attention(), torch.enable_grad():
         with _watch_calls(model, seen, counter.running, counter.begin), OperationWatch(counter.run):
@@ -140,32 +137,14 @@ def observe_costs(model: nn.Module, x: Any, forward: Callable[[], Any]) -> Obser
 
 
 def observe_training(model: nn.Module, x: Any, y: Any, run: Callable[[Any, Any], Any]) -> Observation:
-    """Observe a training pass of one microbatch, its backward and its effects. `run(x, y)` makes the loss.
-
-    The first `run` is of the numbers, if there are any. What it costs is counted on the meta device where that is faster and
-    possible, else in the same pass.
-    """
+    """Observe a training pass of one microbatch, its backward and its effects. `run(x, y)` makes the loss."""
     if get_first_tensor(x).is_meta:
         with move_to_meta(model):
             return observe_costs(model, x, lambda: run(x, y))
-    a, by_shape = clone_tensors(x), is_faster_on_meta(model, x)
+    a = clone_tensors(x)
     with undisturbed(model), _watch_effects(model, get_first_tensor(x).device) as read_effects:
-        seen = Observation()
-        if by_shape:
-            run(a, y)
-        else:
-            seen = observe_costs(model, a, lambda: run(a, y))
-        effects = read_effects()
-    if by_shape:
-        try:
-            with move_to_meta(model):
-                a, b = to_meta((x, y))
-                seen = observe_costs(model, a, lambda: run(a, b))
-        except Exception:  # model or loss look at values: what the user's code raises then may be anything
-            a = clone_tensors(x)
-            with undisturbed(model):
-                seen = observe_costs(model, a, lambda: run(a, y))
-    seen.effects = effects
+        seen = observe_costs(model, a, lambda: run(a, y))
+        seen.effects = read_effects()
     return seen
 
 
@@ -396,8 +375,7 @@ def observe_execution(model: nn.Module, example: Any, counted: bool = False) -> 
     """Observe the order in which all modules run; `counted`: with what each costs.
 
     One forward is observed in evaluation mode, in which nothing is left to chance (stochastic depth), and, where modules did
-    not run there, one in training mode, which counts if it runs more (auxiliary heads): on the meta device if the model can run
-    there.
+    not run there, one in training mode, which counts if it runs more (auxiliary heads).
     """
     seen = _observe(model, example, False, counted)
     can_run = {name for name, m in model.named_modules() if type(m).forward is not nn.Module.forward}
@@ -409,40 +387,27 @@ def observe_execution(model: nn.Module, example: Any, counted: bool = False) -> 
 
 
 def _observe(model: nn.Module, example: Any, training: bool, counted: bool) -> Observation:
-    observe = observe_costs if counted else observe_order
-
-    def run(x: Any) -> Observation:
-        return observe(model, x, lambda: _run_quietly(model, x, training))
-
-    def run_anywhere() -> Observation:
-        if is_faster_on_meta(model, example):
-            try:
-                with move_to_meta(model):
-                    return run(to_meta(example))
-            except Exception:  # its forward looks at values: what the user's code raises then may be anything
-                pass
-        return run(example)
-
-    try:
-        with uncast_temporarily(model):
-            return run_anywhere()
-    except Exception:  # it may have a block of its own, whose bfloat16 goes on to layers that count on ours
-        if not is_cast(model):
-            raise
-        return run_anywhere()
-
-
-def _run_quietly(model: nn.Module, example: Any, training: bool) -> Any:
-    """Run one forward and leave weights, buffers, modes and random states as they were.
+    """Observe one forward, and its backward if `counted`; the model is left as it was.
 
     BatchNorm stays in evaluation mode: in training it refuses an example of one value a channel.
     """
-    with undisturbed(model):
-        model.train(training)
-        for module in model.modules():
-            if isinstance(module, nn.modules.batchnorm._NormBase):
-                module.training = False
-        return call_model(model, clone_tensors(example))
+
+    def observe() -> Observation:
+        x = clone_tensors(example)
+        with undisturbed(model), move_to_meta(model) if get_first_tensor(x).is_meta else contextlib.nullcontext():
+            model.train(training)
+            for module in model.modules():
+                if isinstance(module, nn.modules.batchnorm._NormBase):
+                    module.training = False
+            return observe_costs(model, x, lambda: call_model(model, x), counted)
+
+    try:
+        with uncast_temporarily(model):
+            return observe()
+    except Exception:  # it may have a block of its own, whose bfloat16 goes on to layers that count on ours
+        if not is_cast(model):
+            raise
+        return observe()
 
 
 def check_runs_modules(calls: List[ModuleCall]) -> None:

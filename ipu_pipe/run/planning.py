@@ -20,7 +20,7 @@ from ipu_pipe.job.import_strings import resolve_entry
 from ipu_pipe.job.placing import make_take_of_heads
 from ipu_pipe.job.record import Job
 from ipu_pipe.model.batch import count_bytes, count_numbers, count_samples, map_tensors
-from ipu_pipe.model.meta import SMALL, build_on_meta, compute_on_meta
+from ipu_pipe.model.meta import build_on_meta, compute_on_meta
 from ipu_pipe.plan.blocks import BlockUnits, count_blocks
 from ipu_pipe.run.build import build, set_up
 from ipu_pipe.run.callbacks import check_callbacks
@@ -44,6 +44,9 @@ def build_for_planning(config: Config) -> Job:
 def _may_be_shapes(config: Config) -> bool:
     times = isinstance(config.stages, dict) and config.stages.get("by") == "time"
     return get_backend(config).emulates and config.backend.device == "cpu" and not config.init_from and not times
+
+
+SMALL = 300_000  # numbers
 
 
 def _tells(job: Job) -> bool:
