@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, List
 
 import pytest
 import torch
@@ -11,10 +11,14 @@ from torch import nn
 from ipu_pipe.errors import BadInput
 from ipu_pipe.model.cutting import cut_model, list_crossings
 from ipu_pipe.model.observation import observe_execution
-from ipu_pipe.model.stages import begin_stage, find_top_places, merge_stages, partition
+from ipu_pipe.model.stages import Partition, begin_stage, find_top_places, group_stages, partition
 from models.resnet import preact_resnet20, resnet18
 from models.transformer import transformer_lm, transformer_translation
 from tests.staged_models import Skipping, residual, whole
+
+
+def merge_stages(model: nn.Module, part: Partition, count: int, x: Any, where: Any = None) -> List[str]:
+    return list(group_stages(model, part, count, x, where).values())
 
 
 def test_what_stays_whole_keeps_its_name() -> None:

@@ -8,7 +8,7 @@ each unit's passes of a real microbatch, on the device where it lies.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Dict, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 from torch import nn
 
@@ -28,8 +28,7 @@ from ipu_pipe.model.meta import can_run_on_meta, move_to_meta, to_meta
 from ipu_pipe.model.observation import (
     Observation,
     check_runs_modules,
-    find_running_ancestor,
-    list_parameters,
+    find_weight_uses,
     observe_costs,
     observe_execution,
 )
@@ -91,7 +90,7 @@ def count_units(
                 name,
                 sum(call.flops for call in calls_inside) / samples,
                 sum(call.backward_flops for call in calls_inside) / samples,
-                sum(owned.get(call.name, 0) for call in calls_inside),
+                sum(owned[a:b]),
                 (seen.live[b] if b < len(seen.calls) else 0) / samples,
                 sum(saved.values()) / samples,
                 next((p.element_size() for p in model.parameters()), 4),
@@ -122,17 +121,12 @@ def _observe(model: nn.Module, x: Any, loss: Optional[Loss], y: Any) -> Tuple[Ob
         return observe_costs(model, some, lambda: run_pass(some, take_samples(y, FEW))), count_samples(some)
 
 
-def _count_parameters(model: nn.Module, seen: Observation) -> Dict[str, int]:
+def _count_parameters(model: nn.Module, seen: Observation) -> List[int]:
     """Return the trained numbers of each call, a weight used twice where it is used first."""
-    order = {call.name: i for i, call in enumerate(seen.calls)}
-    first: Dict[int, Tuple[int, int]] = {}
-    for module, _, parameter in list_parameters(model):
-        if parameter.requires_grad:
-            place = order[find_running_ancestor(module, order)]
-            first[id(parameter)] = (min(place, first.get(id(parameter), (place, 0))[0]), parameter.numel())
-    counts: Dict[str, int] = {}
-    for place, size in first.values():
-        counts[seen.calls[place].name] = counts.get(seen.calls[place].name, 0) + size
+    counts = [0] * len(seen.calls)
+    for name, uses in find_weight_uses(model, seen).items():
+        parameter = model.get_parameter(name)
+        counts[min(use.call for use in uses)] += parameter.numel() * parameter.requires_grad
     return counts
 
 

@@ -33,7 +33,7 @@ from ipu_pipe.local.blocks import BlockedModel, Blocks
 from ipu_pipe.local.heads import MakeHead
 from ipu_pipe.model.cutting import cut_model
 from ipu_pipe.model.loss import Take
-from ipu_pipe.model.stages import Partition, merge_stages, partition
+from ipu_pipe.model.stages import Partition, group_stages, partition
 from ipu_pipe.schedule.methods import Structure
 
 OPTIMIZER_FLOPS = 10  # per parameter and update
@@ -141,7 +141,8 @@ def _begin_chunks(staged: StagedModel) -> List[str]:
     assert wanted is not None
     part = staged.make_partition()
     try:
-        return merge_stages(staged.model, part, wanted, staged.x, staged.select_single(part.begin_names()))
+        groups = group_stages(staged.model, part, wanted, staged.x, staged.select_single(part.begin_names()))
+        return list(groups.values())
     except BadInput as error:
         key = f"method_args.blocks: {wanted}:"
         raise BadInput([fault.replace(f"stages: {len(part)}:", key) for fault in error.faults]) from None

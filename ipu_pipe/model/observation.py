@@ -18,7 +18,7 @@ import bisect
 import contextlib
 import itertools
 from dataclasses import dataclass, field
-from typing import Any, Callable, Dict, FrozenSet, Iterable, Iterator, List, Mapping, NamedTuple, Sequence, Set, Tuple
+from typing import Any, Callable, Dict, FrozenSet, Iterator, List, Mapping, NamedTuple, Sequence, Set, Tuple
 
 import torch
 from torch import nn
@@ -79,23 +79,6 @@ class Observation:
     backward: bool = False
     derived: List[str] = field(default_factory=list)
     effects: ForwardEffects = ForwardEffects()
-
-    def by_stage(self, stage_of: Mapping[str, int], count: int) -> List[List[ModuleCall]]:
-        """Return the calls of each of `count` stages."""
-        stages: List[List[ModuleCall]] = [[] for _ in range(count)]
-        for call in self.calls:
-            stages[stage_of[call.name]].append(call)
-        return stages
-
-    def crossing(self, stage_of: Mapping[str, int], count: int) -> List[int]:
-        """Return the bytes that cross each of the boundaries of `count` stages."""
-        sizes = [0] * (count - 1)
-        before = 0
-        for call, size in zip(self.calls, self.live):
-            for boundary in range(before, stage_of[call.name]):
-                sizes[boundary] = size
-            before = max(before, stage_of[call.name])
-        return sizes
 
 
 def count_saved_bytes(calls: Sequence[ModuleCall]) -> int:
@@ -423,29 +406,60 @@ def find_running_ancestor(name: str, at_call: Mapping[str, int]) -> str:
 
 
 def join_name(module: str, name: str) -> str:
+    """Return a name in the model of what a module calls `name`."""
     return f"{module}.{name}" if module else name
 
 
-def list_parameters(model: nn.Module) -> Iterable[Tuple[str, str, nn.Parameter]]:
-    """Iterate over (module name, parameter's own name, parameter), shared ones once for every owner."""
-    for module_name, module in model.named_modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            yield module_name, name, parameter
+class WeightUse(NamedTuple):
+    """A use of a weight: index of the call by then, that of its module's first run, which is another one where the module runs
+    again, and the weight's name there."""
+
+    call: int
+    first: int
+    name: str
+
+
+def find_weight_uses(model: nn.Module, seen: Observation) -> Dict[str, List[WeightUse]]:
+    """Return the uses of every parameter: by the nearest running module around it, again where that runs again, and by modules
+    in which no other runs, which hold another's and compute with it."""
+    order = {call.name: i for i, call in enumerate(seen.calls)}
+    names = {id(p): name for name, p in model.named_parameters()}
+    uses: Dict[str, List[WeightUse]] = {name: [] for name in names.values()}
+    owned: Dict[str, List[Tuple[str, str]]] = {}  # running module -> (weight, its name there)
+    known: Set[int] = set()
+    for module, owner in model.named_modules(remove_duplicate=False):
+        user = find_running_ancestor(module, order)
+        if id(owner) in known and not seen.calls[order[user]].alone:
+            continue
+        for name, parameter in owner.named_parameters(module, recurse=False):
+            weight = names[id(parameter)]
+            uses[weight].append(WeightUse(order[user], order[user], name))
+            if id(owner) not in known:
+                owned.setdefault(user, []).append((weight, name))
+        known.add(id(owner))
+    ran: Set[str] = set()
+    reached = 0
+    for module in seen.runs:
+        reached = max(reached, order[module])
+        for weight, name in owned.get(module, ()) if module in ran else ():
+            uses[weight].append(WeightUse(reached, order[module], name))
+        ran.add(module)
+    return uses
 
 
 def group_weights(model: nn.Module, calls: List[ModuleCall]) -> List[Tuple[ModuleCall, List[str]]]:
     """Return (module that runs, parameter names) of each weight in the order of execution, a bias joined to the previous
     weight."""
-    order = {call.name: call for call in calls}
-    at_call = dict.fromkeys(order, 0)
-    owned: Dict[str, List[List[str]]] = {}
-    for module, name, _ in list_parameters(model):
-        groups = owned.setdefault(find_running_ancestor(module, at_call), [])
-        if groups and "bias" in name and groups[-1][0].rpartition(".")[0] == module:
-            groups[-1].append(join_name(module, name))
-        else:
-            groups.append([join_name(module, name)])
-    return [(call, group) for call in calls for group in owned.get(call.name, [])]
+    order = {call.name: i for i, call in enumerate(calls)}
+    owned: List[List[List[str]]] = [[] for _ in calls]
+    for module, owner in model.named_modules():
+        for name, _ in owner.named_parameters(module, recurse=False):
+            groups = owned[order[find_running_ancestor(module, order)]]
+            if groups and "bias" in name.rpartition(".")[2] and groups[-1][0].rpartition(".")[0] == module:
+                groups[-1].append(name)
+            else:
+                groups.append([name])
+    return [(call, group) for call, groups in zip(calls, owned) for group in groups]
 
 
 def find_unkeyed_draws(model: nn.Module, device: torch.device) -> List[str]:

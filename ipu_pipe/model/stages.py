@@ -28,11 +28,9 @@ from ipu_pipe.model.observation import (
     Observation,
     check_runs_modules,
     count_saved_bytes,
-    find_running_ancestor,
+    find_weight_uses,
     group_weights,
-    join_name,
     list_ancestors,
-    list_parameters,
     observe_execution,
 )
 from ipu_pipe.model.restoring import undisturbed
@@ -222,74 +220,43 @@ def check_names(model: nn.Module, calls: List[ModuleCall], names: Sequence[str])
         raise BadInput(faults)
 
 
-def build_partition(model: nn.Module, seen: Observation, begins: Dict[str, int]) -> Partition:
-    """Build stages from boundaries between modules: a parameter lies where the module that owns it first runs."""
-    at_call = map_calls_to_stages(seen.calls, begins)
-    owner = {name: at_call[find_running_ancestor(name, at_call)] for name, _ in model.named_modules()}
-    stage_of = {join_name(m, p): owner[m] for m, p, _ in list_parameters(model)}
-    return _finish_partition(model, seen, begins, stage_of)
+def build_partition(
+    model: nn.Module, seen: Observation, begins: Dict[str, int], spread: Optional[Mapping[str, int]] = None
+) -> Partition:
+    """Build stages from boundaries between modules: a parameter lies where the module that owns it first runs. `spread`: stages
+    of single weights, which lie there instead."""
+    stage_at = map_calls_to_stages(seen.calls, begins)
+    shared: Dict[str, Tuple[Use, ...]] = {}
+    holders: Dict[str, int] = {}
+    for name, weight_uses in find_weight_uses(model, seen).items():
+        by_stage: Dict[int, Use] = {}
+        for call, first, used_name in weight_uses:
+            if call == first:
+                stage = (spread or {}).get(used_name, stage_at[call])
+                by_stage.setdefault(stage, Use(stage, used_name))
+            elif stage_at[call] != stage_at[first]:
+                by_stage.setdefault(stage_at[call], Use(stage_at[call], used_name, again=True))
+        holders[name] = min(by_stage)
+        if len(by_stage) > 1:
+            shared[name] = tuple(by_stage[stage] for stage in sorted(by_stage))
+    first_module: Dict[int, str] = {}
+    for stage, module_call in zip(stage_at, seen.calls):
+        if module_call.works:
+            first_module.setdefault(stage, module_call.name)
+    names: List[List[str]] = [[] for _ in range(1 + max([0, *begins.values(), *(spread or {}).values()]))]
+    for name, stage in holders.items():
+        names[stage].append(name)
+    stages = (PartitionStage(s, first_module.get(s, ""), tuple(stage_names)) for s, stage_names in enumerate(names))
+    return Partition(tuple(stages), begins, shared=shared)
 
 
-def map_calls_to_stages(calls: Sequence[ModuleCall], begins: Mapping[str, int]) -> Dict[str, int]:
-    at_call, stage = {}, 0
+def map_calls_to_stages(calls: Sequence[ModuleCall], begins: Mapping[str, int]) -> List[int]:
+    """Return the stage of each call."""
+    stages, stage = [], 0
     for call in calls:
         stage = begins.get(call.name, stage)
-        at_call[call.name] = stage
-    return at_call
-
-
-def _finish_partition(
-    model: nn.Module, seen: Observation, begins: Dict[str, int], stage_of: Dict[str, int]
-) -> Partition:
-    """Build stages from boundaries and from the stage in which each parameter is first used under each of its names."""
-    at_call = map_calls_to_stages(seen.calls, begins)
-    alone = {call.name: at_call[call.name] for call in seen.calls if call.alone}
-    uses = _find_uses(model, seen.runs, begins, stage_of, alone)
-    count = 1 + max([0, *begins.values(), *stage_of.values()])
-    first_module: Dict[int, str] = {}
-    for call in seen.calls:
-        if call.works:
-            first_module.setdefault(at_call[call.name], call.name)
-    names: List[List[str]] = [[] for _ in range(count)]
-    for name, _ in model.named_parameters():
-        names[uses[name][0].stage].append(name)
-    stages = tuple(PartitionStage(s, first_module.get(s, ""), tuple(names[s])) for s in range(count))
-    return Partition(
-        stages, begins, shared={name: weight_uses for name, weight_uses in uses.items() if len(weight_uses) > 1}
-    )
-
-
-def _find_uses(
-    model: nn.Module,
-    runs: List[str],
-    begins: Mapping[str, int],
-    stage_of: Mapping[str, int],
-    alone: Mapping[str, int],
-) -> Dict[str, Tuple[Use, ...]]:
-    """Return the stages that use each weight, ascending. `alone`: stages of the modules in which no other runs: they compute
-    with what they hold of another's weights."""
-    uses_by_weight: Dict[int, List[Use]] = {}
-    owned: Dict[str, List[Tuple[int, str]]] = {}
-    for module, weight_uses, parameter in list_parameters(model):
-        name = join_name(module, weight_uses)
-        uses_by_weight.setdefault(id(parameter), []).append(Use(stage_of[name], name))
-        owned.setdefault(module, []).append((id(parameter), name))
-    known = {name for name, _ in model.named_modules()}
-    for module, owner in model.named_modules(remove_duplicate=False):
-        around = find_running_ancestor(module, {"": 0, **alone})
-        if module not in known and around in alone:
-            for name, parameter in owner.named_parameters(module, recurse=False):
-                uses_by_weight[id(parameter)].append(Use(alone[around], name))
-    reach: Dict[str, int] = {}
-    stage = 0
-    for module in runs:  # one that runs again later uses its weights there
-        stage = max(stage, begins.get(module, stage))
-        if reach.setdefault(module, stage) != stage:
-            for weight, name in owned.get(module, ()):
-                uses_by_weight[weight].append(Use(stage, name, again=True))
-    names = {id(p): name for name, p in model.named_parameters()}
-    by_stage = {names[weight]: {use.stage: use for use in reversed(uses)} for weight, uses in uses_by_weight.items()}
-    return {name: tuple(uses[stage] for stage in sorted(uses)) for name, uses in by_stage.items()}
+        stages.append(stage)
+    return stages
 
 
 def share_weights(part: Partition, stages: Mapping[str, Sequence[int]], model: nn.Module) -> Partition:
@@ -357,7 +324,7 @@ def spread_weights(model: nn.Module, seen: Observation, groups: WeightGroups, co
         stage_of.update(dict.fromkeys(names, stage))
         if stage and call.name not in begins and stage not in begins.values():
             begins[call.name] = stage
-    part = _finish_partition(model, seen, begins, stage_of)
+    part = build_partition(model, seen, begins, stage_of)
     empty = tuple(PartitionStage(s, "", ()) for s in range(len(part), count))
     return replace(part, stages=part.stages + empty, spread=True)
 
@@ -441,18 +408,8 @@ def _list_places(calls: Sequence[ModuleCall], together: Set[int]) -> List[_Place
 
 def _find_held_together(model: nn.Module, seen: Observation) -> Set[int]:
     """Return the calls at which no stage can begin: between two uses of one weight."""
-    order = {call.name: i for i, call in enumerate(seen.calls)}
-    uses: Dict[int, List[int]] = {}
-    reached = 0
-    users = {name: find_running_ancestor(name, order) for name, _ in model.named_modules()}
-    owned: Dict[str, List[int]] = {}
-    for module, _, parameter in list_parameters(model):
-        owned.setdefault(users[module], []).append(id(parameter))
-    for name in seen.runs:
-        reached = max(reached, order[name])
-        for weight in owned.get(name, ()):
-            uses.setdefault(weight, []).append(reached)
-    return {i for places in uses.values() for i in range(min(places) + 1, max(places) + 1)}
+    calls = [[use.call for use in uses] for uses in find_weight_uses(model, seen).values()]
+    return {i for places in calls for i in range(min(places) + 1, max(places) + 1)}
 
 
 def _sums(values: Sequence[float], places: Sequence[_Place]) -> List[float]:
@@ -476,21 +433,24 @@ class Footprint:
 
 def make_footprint(model: nn.Module, part: Partition, seen: Observation) -> Footprint:
     """Return what one observed microbatch computes and leaves on each stage and sends over each boundary."""
-    at_call = map_calls_to_stages(seen.calls, part.begins)
-    calls_by_stage = seen.by_stage(at_call, len(part))
+    stage_at = map_calls_to_stages(seen.calls, part.begins)
+    calls_by_stage: List[List[ModuleCall]] = [[] for _ in part.stages]
+    crossing = [0] * (len(part) - 1)
+    for call, size, before, stage in zip(seen.calls, seen.live, [0, *stage_at], stage_at):
+        calls_by_stage[stage].append(call)
+        for boundary in range(before, stage):
+            crossing[boundary] = size
     backward = tuple(sum(call.backward_flops for call in calls) for calls in calls_by_stage) if seen.backward else None
     return Footprint(
         tuple(map(count_saved_bytes, calls_by_stage)),
-        tuple(seen.crossing(at_call, len(part))),
+        tuple(crossing),
         tuple(sum(call.flops for call in calls) for calls in calls_by_stage),
         backward,
-        _make_units(model, part, seen, at_call),
+        _make_units(model, part, seen, stage_at),
     )
 
 
-def _make_units(
-    model: nn.Module, part: Partition, seen: Observation, stage_of: Mapping[str, int]
-) -> Tuple[UnitRow, ...]:
+def _make_units(model: nn.Module, part: Partition, seen: Observation, stage_at: Sequence[int]) -> Tuple[UnitRow, ...]:
     """Return the units: what runs between one place where a stage may begin on every backend, or begins, and the next."""
     first, *others = list_top_places(model, seen)
     places = {*others, *part.begins}
@@ -498,20 +458,13 @@ def _make_units(
     return tuple(
         UnitRow(
             name=seen.calls[a].name if a else first,
-            stage=stage_of[seen.calls[a].name],
+            stage=stage_at[a],
             forward_flops=sum(call.flops for call in seen.calls[a:b]),
             backward_flops=sum(call.backward_flops for call in seen.calls[a:b]),
             crossing_bytes=seen.live[a],
         )
         for a, b in zip(starts, [*starts[1:], len(seen.calls)])
     )
-
-
-def merge_stages(
-    model: nn.Module, part: Partition, count: int, x: Any, where: Optional[Sequence[str]] = None
-) -> List[str]:
-    """Return the names of the modules at which the groups of `group_stages` begin, without the first."""
-    return list(group_stages(model, part, count, x, where).values())
 
 
 def group_stages(
