@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import ipu_pipe
-from ipu_pipe.backends.ipu.backend import faults
+from ipu_pipe.backends.ipu.backend import list_faults
 from ipu_pipe.backends.table import make_engine
 from ipu_pipe.config.schema import BackendConfig
 from ipu_pipe.errors import end_process
@@ -110,7 +110,7 @@ def test_what_cannot_be_taken_is_told() -> None:
 
 def test_ipus_give_a_loss_outputs_and_labels_alone() -> None:
     job = build(settings(), Two(), ipu_pipe.from_loader([(a, y) for a, _, y in PARTS]), smooth)
-    (fault,) = faults(job)
+    (fault,) = list_faults(job)
     assert fault.startswith("loss: takes batch of the batch: ")
 
 

@@ -300,14 +300,14 @@ def test_batches_that_cannot_be_are_told() -> None:
 
 
 def test_ipus_take_pairs_of_tensors() -> None:
-    from ipu_pipe.backends.ipu.backend import faults
+    from ipu_pipe.backends.ipu.backend import list_faults
 
     a, b, y = PARTS[0]
     job = build(settings(), Two(), ipu_pipe.from_loader([(a, b, y)] * 4))
-    (fault,) = faults(job)
+    (fault,) = list_faults(job)
     assert fault.startswith("data: ")
     job = build(settings(), Two(), ipu_pipe.from_loader([(a, y)] * 4), output=lambda scores: scores)
-    assert "model.output: IPUs" in faults(job)[0]
+    assert "model.output: IPUs" in list_faults(job)[0]
 
 
 def test_heads_of_blocks_give_what_is_taken_already() -> None:

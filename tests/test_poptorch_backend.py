@@ -22,7 +22,7 @@ from ipu_pipe.backends.ipu import engine as ipu_engine
 from ipu_pipe.backends.ipu.feed import convert_input, convert_label
 from ipu_pipe.backends.ipu.optimizer import import_state
 from ipu_pipe.cli import train as tool
-from ipu_pipe.config.load import configure
+from ipu_pipe.config.load import configure, load_config
 from ipu_pipe.data.batches import TensorData
 from ipu_pipe.errors import BadInput, RunFault, run_command
 from ipu_pipe.run import loop
@@ -422,6 +422,28 @@ def test_velocities_follow_the_loss_scaling_when_a_run_is_resumed(poptorch: Any,
         assert torch.allclose(value, weights(tmp_path / "half")[name], atol=1e-4)
 
 
+CHANGES = [[0, 2.0], [2, 64.0], [5, 0.5]]
+
+
+@pytest.mark.parametrize("ipu", [{}, {"device_iterations": 2}, {"use_combined_accum": True}], ids=str)
+@pytest.mark.parametrize("optimizer", [SGD, PLAIN, ADAM], ids=["momentum", "plain", "adam"])
+def test_a_loss_scaling_that_changes_in_a_run_changes_no_weight(
+    poptorch: Any, tmp_path: Path, ipu: Any, optimizer: Any
+) -> None:
+    """PopTorch keeps velocities times the loss scaling: they are rescaled where it changes, and after a resume."""
+    if "use_combined_accum" in ipu and optimizer is ADAM:
+        return
+    run(config(on="poptorch", ipu=ipu, optimizer=optimizer), tmp_path / "straight", "mlp")
+    changing = config(on="poptorch", ipu={**ipu, "loss_scaling": CHANGES}, optimizer=optimizer)
+    run(changing, tmp_path / "changing", "mlp")
+    assert_same(weights(tmp_path / "straight"), weights(tmp_path / "changing"))
+    interrupted(tmp_path / "resumed", changing, 4)
+    run(changing, tmp_path / "resumed", "mlp", resume=True)
+    assert_same(weights(tmp_path / "straight"), weights(tmp_path / "resumed"))
+    assert not poptorch.recorded.warnings
+    assert load_config(tmp_path / "changing" / "config.yaml").ipu.loss_scaling == changing.ipu.loss_scaling
+
+
 @pytest.mark.parametrize("combined", [True, False])
 def test_velocities_of_the_other_variant_are_refused(poptorch: Any, tmp_path: Path, combined: bool) -> None:
     """Their names differ: PopTorch warned, and went on without momentum."""
@@ -778,6 +800,31 @@ def test_poprun_sets_replicas_and_nothing_it_forbids_is_called(poptorch: Any, tm
         check(config("local_greedy", "poptorch", {"local": "decoupled"}), tmp_path / "none")
 
 
+def test_instances_evaluate_shares_of_the_test_set(tmp_path: Path) -> None:
+    """Two instances of poprun, one of which has a batch more; both make as many calls, since their replicas wait for one
+    another."""
+    image = pytest.importorskip("PIL.Image")
+    for part, count in (("train", 8), ("val", 150)):
+        for label in range(2):
+            (tmp_path / part / str(label)).mkdir(parents=True)
+            for number in range(count):
+                image.new("RGB", (9, 9), (label * 200, number, 0)).save(tmp_path / part / str(label) / f"{number}.png")
+    keys = ["model.entry=models.mlp:mlp", "model.args={inputs: 192, width: 8, layers: 1, classes: 2}", "stages=2", "steps=2"]
+    keys += ["data={name: image_folder, size: 8, root: %s}" % tmp_path, "method=gpipe", "replicas=2"]
+    keys += ["micro_batch_size=2", "gradient_accumulation=4", "log.tensorboard=false"]
+    summaries = {}
+    for name, on in (("emulator", []), ("ipus", ["backend.name=poptorch"])):
+        arguments = [DIGITS, "--set", *keys, *on, "--out", str(tmp_path / name)]
+        ranks = {"POPDIST_NUM_INSTANCES": "2", "POPDIST_NUM_LOCAL_REPLICAS": "1"}
+        if on:
+            code, _, error = forked.run_ranks(2, "train", arguments, PYTHONPATH=DOUBLE, POPTORCH_DOUBLE_ALONE="1", **ranks)
+        else:
+            code, _, error = forked.run_command("train", *arguments)
+        assert code == 0, error
+        summaries[name] = json.loads((tmp_path / name / "summary.json").read_text())
+    assert summaries["ipus"]["initial"] == pytest.approx(summaries["emulator"]["initial"], rel=1e-6)
+
+
 def test_launchers_that_do_not_fit_are_refused(poptorch: Any, tmp_path: Path, monkeypatch: Any) -> None:
     with pytest.raises(BadInput, match="decoupled: each block runs in a process of its own: start it with torchrun"):
         check(config("local_greedy", "poptorch", {"local": "decoupled"}), tmp_path / "none")
@@ -863,6 +910,4 @@ def test_blocks_on_ipus_of_their_own_give_the_emulators_weights(tmp_path: Path) 
 
 
 def tool_config(sets: List[str]) -> Any:
-    from ipu_pipe.config.load import load_config
-
     return load_config(DIGITS, sets)

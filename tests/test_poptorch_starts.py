@@ -19,9 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ipu_pipe.backends.ipu import backend as row
 from ipu_pipe.backends.ipu import blocks as ipu_blocks
-from ipu_pipe.backends.ipu import profile as ipu_profile
 from ipu_pipe.backends.ipu.config import DataLoading
 from ipu_pipe.backends.ipu.feed import Calls, Feed, convert_input
+from ipu_pipe.backends.ipu.profile import CallTimes
 from ipu_pipe.backends.processes import launch as processes
 from ipu_pipe.backends.table import make_engine
 from ipu_pipe.config.load import configure, load_config
@@ -78,7 +78,7 @@ def test_a_pods_job_starts_with_exactly_its_ipus(path: Path, poptorch: Any, monk
     executors.training.compile(x, y)
     assert poptorch._device.held and sum(poptorch._device.held.values()) == poptorch._device.largest[0] == pod
     executors.training.detachFromDevice()
-    executors._make_inference()
+    executors.make_inference()
     assert sum(poptorch._device.held.values()) == poptorch._device.largest[0] == pod  # by all replicas
     assert [made.ipus for made in poptorch.recorded.compilations] == [pod, pod]
     loader = poptorch.recorded.of("DataLoader")
@@ -176,7 +176,7 @@ def test_what_is_loaded_ahead_is_what_is_loaded_when_asked_for(poptorch: Any, tm
 def test_a_report_is_removed_when_the_feed_is_closed(poptorch: Any, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     options = poptorch.Options()
-    calls = Calls(Source(), config(), 10, 0, 2, 0, 1)
+    calls = Calls(Source(), config(), 10, range(2), range(1))
     feed = Feed(calls, DataLoading(mode="async", sharing_strategy="fork"), options)
     assert [path.suffix for path in tmp_path.glob("ipu_pipe-*")] == [".json"] and len(feed.take()) == 2
     feed.close()
@@ -218,7 +218,7 @@ def test_images_are_read_by_a_forked_process(poptorch: Any, tmp_path: Path) -> N
     source = ImageFolder(str(tmp_path), seed=1, size=8, threads=1)
     first = source.train_batch(0, 0, 2)  # its threads are there
     settings = config(gradient_accumulation=2, method="naive")
-    calls = Calls(source, settings, 4, 0, 2, 0, 1)
+    calls = Calls(source, settings, 4, range(2), range(1))
     feed = Feed(calls, DataLoading(mode="async", sharing_strategy="fork"), poptorch.Options())
     x, y = feed.take()
     feed.close()
@@ -312,7 +312,7 @@ def test_a_run_does_not_end_for_want_of_a_time(poptorch: Any, tmp_path: Path, mo
     run(config({"log_cycle_count": True}), tmp_path)
     told = json.loads((tmp_path / "ipu.json").read_text())
     assert set(told["latency_seconds"]) == {"compute", "ipu_to_host"} and told["cycles_of_the_last_call"] is None
-    assert ipu_profile.CallTimes(range(1)).latency == {}
+    assert CallTimes(range(1)).latency == {}
 
 
 def test_importing_needs_a_stderr_that_is_a_file(poptorch: Any, monkeypatch: Any) -> None:

@@ -104,7 +104,11 @@ class ImageFolder:
 
     def test_batches(self, batch_size: int) -> Iterator[Pair]:
         """Yield the test set in order."""
-        for start in range(0, len(self._test), batch_size):
+        return self.test_shard(batch_size, 0, 1)
+
+    def test_shard(self, batch_size: int, shard: int, shards: int) -> Iterator[Pair]:
+        """Yield the batches of the test set with `number % shards == shard`, and read no others."""
+        for start in range(shard * batch_size, len(self._test), shards * batch_size):
             yield self._stack(list(self._workers().map(self._middle, self._test[start : start + batch_size])))
 
     def _stack(self, samples: List[Tuple[np.ndarray, int]]) -> Pair:

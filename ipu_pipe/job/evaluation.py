@@ -72,15 +72,21 @@ def collect_by_block(evaluations: Sequence[EvaluationResult]) -> Dict[str, List[
     return {name: [record[name] for record in records] for name in records[0]}
 
 
-def load_test_batches(setup: Setup) -> Iterator[Tuple[Any, Any]]:
-    """Yield the test set in batches on the run's device, up to `evaluate.subset` samples."""
+def load_test_batches(setup: Setup, shard: int = 0, shards: int = 1) -> Iterator[Tuple[Any, Any]]:
+    """Yield the test set in batches on the run's device, up to `evaluate.subset` samples; of several shards the batches with
+    `number % shards == shard`. Data with `test_shard(batch_size, shard, shards)` reads no others."""
     subset, seen = setup.config.evaluate.subset, 0
-    for batch in setup.data.test_batches(TEST_BATCH):
+    read_shard = getattr(setup.data, "test_shard", None)
+    if shards > 1 and read_shard is not None and not subset:
+        yield from map(setup.prepare_batch, read_shard(TEST_BATCH, shard, shards))
+        return
+    for number, batch in enumerate(setup.data.test_batches(TEST_BATCH)):
         x, y = setup.prepare_batch(batch)
         if subset:
             x, y = take_samples(x, subset - seen), take_samples(y, subset - seen)
         seen += count_samples(x)
-        yield x, y
+        if number % shards == shard:
+            yield x, y
         if subset and seen >= subset:
             return
 

@@ -8,14 +8,14 @@ import importlib.util
 import json
 import os
 import sys
-from typing import Any, Dict, Iterator, List, Mapping, Optional
+from typing import Any, Dict, List, Mapping, Optional
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from ipu_pipe.backends.interface import Backend, Engine
-from ipu_pipe.backends.ipu import blocks as ipu_blocks
+from ipu_pipe.backends.ipu.blocks import BlockEngine
 from ipu_pipe.backends.ipu.engine import PoptorchEngine
 from ipu_pipe.backends.ipu.model_facts import observe_model
 from ipu_pipe.backends.ipu.placement import is_pipelined, is_under_poprun, place_stages, read_instance
@@ -60,14 +60,16 @@ def check_launch(backend: BackendConfig) -> None:
 
 def start(config: Config, asked: Mapping[str, object]) -> None:
     """Import PopTorch, with what it and Poplar read from the environment at that time, and join other processes."""
-    backend, ipu = config.backend, config.ipu
+    ipu = config.ipu
     if ipu.profile.pvti is not None:
         # libpvti looks at it when it is imported
         os.environ.setdefault("PVTI_OPTIONS", json.dumps({"enable": "true", "directory": ipu.profile.pvti}))
     if ipu.wait_for_ipu:
         os.environ.setdefault("POPTORCH_WAIT_FOR_IPU", "1")
+    # importing PopTorch has crashes written to the file of sys.stderr, which a notebook's has not; it stays open
+    terminal = sys.__stderr__ or open(os.devnull, "w")
     try:
-        with _give_stderr_a_file():
+        with contextlib.redirect_stderr(terminal):
             import poptorch  # noqa: F401
     except (ImportError, AssertionError, OSError) as error:
         raise BadInput(
@@ -80,7 +82,7 @@ def start(config: Config, asked: Mapping[str, object]) -> None:
         where = _find_instances()
         is_one_of_several = where["world_size"] > 1
     if is_one_of_several and not dist.is_initialized():
-        patience = datetime.timedelta(seconds=max(backend.deadline, COMPILATION))
+        patience = datetime.timedelta(seconds=max(config.backend.deadline, COMPILATION))
         dist.init_process_group("gloo", timeout=patience, **where)
 
 
@@ -96,69 +98,44 @@ def _find_instances() -> Dict[str, Any]:
     return {"init_method": address, "rank": rank, "world_size": world}
 
 
-@contextlib.contextmanager
-def _give_stderr_a_file() -> Iterator[None]:
-    """Give sys.stderr a file while PopTorch is imported, which has crashes written to it; a notebook's stderr is not one."""
-    stderr = sys.stderr
-    try:
-        stderr.fileno()
-    except (AttributeError, OSError, ValueError):
-        sys.stderr = sys.__stderr__ or open(os.devnull, "w")  # kept open: a crash is written to it
-    try:
-        yield
-    finally:
-        sys.stderr = stderr
-
-
-def faults(job: Job) -> List[str]:
+def list_faults(job: Job) -> List[str]:
     """Return the reasons why PopTorch cannot run the job, one line each; empty if none is known before compiling."""
-    config = job.config
-    unfit = _check_batch(job)
+    config, others = job.config, "use backend.name: emulator or distributed"
+    unfit = []
+    if job.asks:
+        asks = ", ".join(job.asks)
+        unfit.append(f"loss: takes {asks} of the batch: on IPUs a loss takes outputs and labels alone: {others}")
+    elif not all(isinstance(part, torch.Tensor) for part in job.example):
+        unfit.append(f"data: IPUs take batches (x, y) of two tensors: {others}")
+    elif not takes_whole_output(job.loss):
+        key = "loss: model" if isinstance(job.loss, OwnLoss) else "model.output"
+        unfit.append(f"{key}: IPUs take a model that gives a tensor: {others}")
+    elif job.updates_per_epoch is None:
+        unfit.append(f"data: the training data has no length, which IPUs need: {others}")
     if has_own_rates(job.optimizer, job.base_rate):
         unfit.append(f"{OWN_RATES}: not with backend.name poptorch: must have one")
-    if unfit or job.updates_per_epoch is None:
+    if unfit:
         return unfit
     local = read_instance(config).replicas if importlib.util.find_spec("poptorch") is not None else None
     return check_model(config, job.method, observe_model(job), local if local != config.replicas else None)
 
 
-def _check_batch(job: Job) -> List[str]:
-    """Return why the batches or the loss do not fit: models on IPUs take one tensor and its labels."""
-    others = "use backend.name: emulator or distributed"
-    if job.asks:
-        return [f"loss: takes {', '.join(job.asks)} of the batch: on IPUs a loss takes outputs and labels alone: {others}"]
-    if not all(isinstance(part, torch.Tensor) for part in job.example):
-        return [f"data: IPUs take batches (x, y) of two tensors: {others}"]
-    if not takes_whole_output(job.loss):
-        key = "loss: model" if isinstance(job.loss, OwnLoss) else "model.output"
-        return [f"{key}: IPUs take a model that gives a tensor: {others}"]
-    if job.updates_per_epoch is None:
-        return [f"data: the training data has no length, which IPUs need: {others}"]
-    return []
-
-
 def note(job: Job) -> str:
     """Describe for the user how PopTorch will run the stages."""
     config, stages = job.config, len(job.part)
-    ipu = config.ipu
-    if ipu.local == "decoupled":
+    if config.ipu.local == "decoupled":
         return f"{stages} blocks on {stages} IPUs, each in a process of its own; activations go through the hosts"
-    place = place_stages(ipu, stages)
+    place = place_stages(config.ipu, stages)
+    where = f"{stages} stages on {place.ipus} IPUs of each replica"
     if not is_pipelined(job.method):
-        return f"{stages} stages on {place.ipus} IPUs of each replica, one of which works at a time (ShardedExecution)"
-    accumulation = config.gradient_accumulation
-    share = accumulation / place.cycles(accumulation)
-    return (
-        f"{stages} stages on {place.ipus} IPUs of each replica (PipelinedExecution): {place.cycles(accumulation)} "
-        f"pipeline cycles an update, {share:.1%} of them full"
-    )
+        return f"{where}, one of which works at a time (ShardedExecution)"
+    accumulation, cycles = config.gradient_accumulation, place.cycles(config.gradient_accumulation)
+    return f"{where} (PipelinedExecution): {cycles} pipeline cycles an update, {accumulation / cycles:.1%} of them full"
 
 
 def make(job: Job, first_update: int) -> Engine:
     """Return the engine of this process."""
-    if job.config.ipu.local == "decoupled":
-        return ipu_blocks.BlockEngine(job, first_update)
-    return PoptorchEngine(job, first_update)
+    return (BlockEngine if job.config.ipu.local == "decoupled" else PoptorchEngine)(job, first_update)
 
 
 def count_in_flight(job: Job) -> Optional[IntArray]:
@@ -171,4 +148,4 @@ def count_in_flight(job: Job) -> Optional[IntArray]:
     return np.repeat(stash, [len(stages) for _, stages in runs])
 
 
-BACKEND = Backend(check_launch, start, place_whole, faults, note, make, trains_on="ipu", in_flight=count_in_flight)
+BACKEND = Backend(check_launch, start, place_whole, list_faults, note, make, trains_on="ipu", in_flight=count_in_flight)

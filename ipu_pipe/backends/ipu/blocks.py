@@ -18,14 +18,14 @@ import torch
 import torch.distributed as dist
 
 from ipu_pipe.backends.interface import CheckpointState, Engine, Report, StepResult
-from ipu_pipe.backends.ipu import profile as ipu_profile
 from ipu_pipe.backends.ipu.engine import check_finite
 from ipu_pipe.backends.ipu.executors import Executors, check_hardware
 from ipu_pipe.backends.ipu.feed import convert_input, convert_label, split_into_calls, trim_output
 from ipu_pipe.backends.ipu.optimizer import count_state_bytes, export_state, import_state
 from ipu_pipe.backends.ipu.options import make_options
 from ipu_pipe.backends.ipu.placement import Placement
-from ipu_pipe.backends.ipu.wrapping import get_unsplit_name, wrap
+from ipu_pipe.backends.ipu.profile import CallTimes
+from ipu_pipe.backends.ipu.wrapping import wrap
 from ipu_pipe.errors import BadInput, RunFault, summarize
 from ipu_pipe.job.evaluation import EvaluationResult, Tally, load_test_batches
 from ipu_pipe.job.record import Job
@@ -59,33 +59,22 @@ def describe_block_errors(rank: int, doing: str) -> Iterator[None]:
 
 
 class Messages:
-    """What rank `rank` receives from the one before and sends on; at most `outstanding` on their way, so that memory is bounded.
-    `sent`: bytes and messages of activations in training."""
+    """What this rank sends without waiting; at most `most` are on their way, so that memory is bounded. `sent`: bytes and
+    messages of activations in training."""
 
-    def __init__(self, rank: int, outstanding: int, dtype: torch.dtype) -> None:
-        self._rank, self._outstanding, self._dtype = rank, outstanding, dtype
+    def __init__(self, most: int) -> None:
+        self._most = most
         self._sending: Deque[Tuple[Any, torch.Tensor]] = deque()
         self.sent = [0, 0]
-
-    def receive(self, shape: Tuple[int, ...], tag: int) -> torch.Tensor:
-        """Receive the activations of the previous block."""
-        activations = torch.empty(shape, dtype=self._dtype)
-        dist.recv(activations, self._rank - 1, tag=tag)
-        return activations
-
-    def send(self, tensor: torch.Tensor, tag: int) -> None:
-        """Send activations to the next block."""
-        self.post(tensor.to(self._dtype).contiguous(), self._rank + 1, tag)
 
     def post(self, tensor: torch.Tensor, target: int, tag: int) -> None:
         """Send without waiting, unless too many are on their way."""
         self._sending.append((dist.isend(tensor, target, tag=tag), tensor))
-        while len(self._sending) > self._outstanding:
-            self._sending.popleft()[0].wait()
+        self.flush(self._most)
 
-    def flush(self) -> None:
-        """Wait until all is received."""
-        while self._sending:
+    def flush(self, most: int = 0) -> None:
+        """Wait until no more than `most` are not received."""
+        while len(self._sending) > most:
             self._sending.popleft()[0].wait()
 
 
@@ -114,17 +103,15 @@ class BlockEngine(Engine):
         self.every, self._ahead = block_accumulation[self.rank], self.depth + max(block_accumulation)
         self._first = self._done = first_update
         self._results: Dict[int, torch.Tensor] = {}  # of updates that this block has done: loss, right, counted
-        self._timeline = ipu_profile.CallTimes(job.traced, self.rank, self.rank)
-        half = job.config.precision.startswith("16")
-        self.messages = Messages(self.rank, OUTSTANDING * (1 + self.every), torch.float16 if half else torch.float32)
+        self._timeline = CallTimes(job.traced, self.rank, self.rank)
+        self._type = torch.float16 if job.config.precision.startswith("16") else torch.float32  # of activations
+        self.messages = Messages(OUTSTANDING * (1 + self.every))
         self.example = job.example[0]  # a microbatch of what comes to this block
         if self.rank:
             self.example = torch.zeros(blocks.crossings[self.rank - 1].tensors[0].shape)
         wrapped = wrap(job.model, job.loss, job.part, job.config.precision, job.config.ipu, self.rank)
         saved = import_state(job.optimizer, job.config.ipu)
-        self.executors = Executors(
-            job, wrapped, self._make_options, self.example, saved, first_update, self._timeline
-        )
+        self.executors = Executors(job, wrapped, self._make_options, self.example, saved, first_update, self._timeline)
 
     def _make_options(self, training: bool) -> Any:
         config, ids, local = self.job.config, self.job.config.ipu.ipu_ids, read_launch().local_rank
@@ -139,8 +126,13 @@ class BlockEngine(Engine):
             return make_options(config, self.job.method, Placement((0,)), training, seed, None, ipu_id, accumulation)
 
     def _receive(self, microbatches: int, tag: int) -> torch.Tensor:
-        """Receive the activations of that many microbatches."""
-        return self.messages.receive((microbatches * self.example.shape[0], *self.example.shape[1:]), tag)
+        """Receive the previous block's activations of that many microbatches."""
+        activations = torch.empty((microbatches * self.example.shape[0], *self.example.shape[1:]), dtype=self._type)
+        dist.recv(activations, self.rank - 1, tag=tag)
+        return activations
+
+    def _send(self, activations: torch.Tensor, tag: int) -> None:
+        self.messages.post(activations.to(self._type).contiguous(), self.rank + 1, tag)
 
     # --- training
 
@@ -166,7 +158,7 @@ class BlockEngine(Engine):
             sent = self.messages.sent
             for k, part in zip(updates, others.pop().chunk(self.every)):
                 sent[0], sent[1] = sent[0] + part.numel() * part.element_size(), sent[1] + 1
-                self.messages.send(part, k + 1)
+                self._send(part, k + 1)
         means = losses.double().reshape(len(updates), -1).mean(dim=1)
         right = torch.full((len(updates), 2), float("nan"), dtype=torch.float64)
         if others:
@@ -208,14 +200,15 @@ class BlockEngine(Engine):
     def _tally(self) -> torch.Tensor:
         """Return the sums of the test set through this block. See Tally."""
         tally = Tally.of(self.job)
-        with self.executors.evaluating(detach=True) as run:
-            rows = self.executors.rows
-            for number, (x, y, count) in enumerate(split_into_calls(load_test_batches(self.job), rows)):
-                tag = EVALUATION_TAG + number
-                outputs = run(self._receive(rows // self.job.config.micro_batch_size, tag) if self.rank else x)
-                if not self._is_last:
-                    self.messages.send(outputs.pop(), tag)
-                tally.add(trim_output(outputs[0], count), y[:count], count)
+        self.executors.begin_evaluation()
+        rows = self.executors.rows
+        for number, (x, y, count) in enumerate(split_into_calls(load_test_batches(self.job), rows)):
+            tag = EVALUATION_TAG + number
+            outputs = self.executors.infer(self._receive(rows // self.job.config.micro_batch_size, tag) if self.rank else x)
+            if not self._is_last:
+                self._send(outputs.pop(), tag)
+            tally.add(trim_output(outputs[0], count), y[:count], count)
+        self.executors.end_evaluation()
         return tally.sums
 
     # --- state
@@ -224,8 +217,8 @@ class BlockEngine(Engine):
         """Return the weights, and the tensors and plain values of the optimizer's state, of this block alone."""
         self.messages.flush()
         snapshot = self.executors.snapshot(0)
-        names = [get_unsplit_name(name) for name, _ in self.executors.wrapped.named_parameters()]
-        return (snapshot.model, *export_state(snapshot.optimizer, [name for name in names if name is not None]))
+        names = [name for name in self.executors.wrapped.list_names() if name is not None]
+        return (snapshot.model, *export_state(snapshot.optimizer, names))
 
     def state(self) -> Optional[CheckpointState]:
         with describe_block_errors(self.rank, "checkpoint"):
@@ -242,25 +235,20 @@ class BlockEngine(Engine):
 
     def report(self) -> Optional[Report]:
         timeline = self._timeline
-        measured = {"latency_seconds": timeline.latency or None, "cycles_of_the_last_call": timeline.cycles}
         traced = Events.from_rows(timeline.events), Counters.from_rows(timeline.counters)
         with describe_block_errors(self.rank, "report"):
-            gathered = self._gather((self._optimizer_bytes, self.messages.sent, measured, *traced))
+            gathered = self._gather((self._optimizer_bytes, self.messages.sent, timeline.describe(), *traced))
         if gathered is None:
             return None
-        optimizer_bytes, sent, measured_by_block, events, counters = zip(*gathered)
+        optimizer_bytes, sent, measured, events, counters = zip(*gathered)
+        figures = [{"block": s, **of_block} for s, of_block in enumerate(measured)]
         return Report(
             list(optimizer_bytes), [0] * self.depth,
             {(s, s + 1): (int(size), int(messages)) for s, (size, messages) in enumerate(sent[:-1])},
             concatenate_events(events),
             microbatches=(self._done - self._first) * self.job.config.gradient_accumulation,
             counters=concatenate_counters(counters),
-            files={
-                "ipu.json": {
-                    "execution": "decoupled",
-                    "blocks": [{"block": s, **figures} for s, figures in enumerate(measured_by_block)],
-                }
-            },
+            files={"ipu.json": {"execution": "decoupled", "blocks": figures}},
         )  # fmt: skip
 
     def close(self) -> None:

@@ -5,12 +5,12 @@ Source: PopTorch, branch sdk-release-3.4 (poptorch/python/options.py).
 
 from __future__ import annotations
 
-from typing import Any, Dict, List, Optional, Union
+from typing import Any, Dict, List, Optional, Tuple, Union
 
 from pydantic import BeforeValidator, StrictBool
 from typing_extensions import Annotated, Literal
 
-from ipu_pipe.config.values import Count, NotNegative, Positive, Section, Whole, to_number
+from ipu_pipe.config.values import MOST_REAL, Count, NotNegative, Section, Whole, to_number
 
 LOCATIONS = ("activation", "weight", "optimizer", "accumulator")
 
@@ -29,6 +29,17 @@ def _check_proportion(value: Any) -> Any:
     if not shares or not all(share is not None and 0 <= share <= 1 for share in shares):
         raise ValueError("must be null, a number from 0 to 1, or a list of such, one an IPU")
     return shares if isinstance(value, list) else shares[0]
+
+
+def _check_loss_scaling(value: Any) -> Any:
+    """Validate a number > 0, or a list of [update, number] that begins with update 0 and rises."""
+    pairs = value if isinstance(value, list) else [[0, value]]
+    if all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
+        updates, scales = [pair[0] for pair in pairs], [to_number(pair[1]) for pair in pairs]
+        are_counts = all(type(k) is int for k in updates) and updates[:1] == [0] and updates == sorted(set(updates))
+        if are_counts and all(scale is not None and 0 < scale <= MOST_REAL for scale in scales):
+            return [list(pair) for pair in zip(updates, scales)] if isinstance(value, list) else scales[0]
+    raise ValueError("must be a number > 0, or [[0, number], [update, number], ...] with rising updates")
 
 
 class TensorLocation(Section):
@@ -91,7 +102,7 @@ class IpuConfig(Section):
     floating_point_exceptions: StrictBool = False
     stable_norm: StrictBool = False
     convolution_dithering: StrictBool = False
-    loss_scaling: Positive = 1.0
+    loss_scaling: Annotated[Union[float, List[Tuple[int, float]]], BeforeValidator(_check_loss_scaling)] = 1.0
     automatic_loss_scaling: StrictBool = False
     mean_reduction_strategy: Literal["post", "running", "post_and_loss"] = "post"
     use_combined_accum: StrictBool = False
@@ -123,3 +134,14 @@ class IpuConfig(Section):
     profile: IpuProfile = IpuProfile()
     engine_options: Dict[str, str] = {}
     popart_options: Dict[str, Any] = {}
+
+    @property
+    def changes_loss_scaling(self) -> bool:
+        """Whether the loss scaling is another one at later updates."""
+        return isinstance(self.loss_scaling, list)
+
+    def get_loss_scaling(self, update: int) -> float:
+        """Return the loss scaling of an update."""
+        if not isinstance(self.loss_scaling, list):
+            return self.loss_scaling
+        return [scaling for first, scaling in self.loss_scaling if first <= update][-1]

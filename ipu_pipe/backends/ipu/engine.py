@@ -23,7 +23,6 @@ import torch.distributed as dist
 from torch import nn
 
 from ipu_pipe.backends.interface import CheckpointState, Engine, Report, StepResult
-from ipu_pipe.backends.ipu import profile as ipu_profile
 from ipu_pipe.backends.ipu.config import DataLoading
 from ipu_pipe.backends.ipu.executors import (
     Executors,
@@ -33,10 +32,11 @@ from ipu_pipe.backends.ipu.executors import (
     describe_errors,
     forget_frames,
 )
-from ipu_pipe.backends.ipu.feed import Calls, Feed, split_into_calls, trim_output
+from ipu_pipe.backends.ipu.feed import Calls, Feed, fill_up, split_into_calls, trim_output
 from ipu_pipe.backends.ipu.optimizer import count_state_bytes, export_state, import_state
 from ipu_pipe.backends.ipu.options import make_options
 from ipu_pipe.backends.ipu.placement import is_pipelined, place_stages, read_instance, round_up_ipus
+from ipu_pipe.backends.ipu.profile import CallTimes, read_profiles
 from ipu_pipe.backends.ipu.wrapping import get_unsplit_name, wrap
 from ipu_pipe.backends.ranks import are_joined
 from ipu_pipe.backends.work import refuse_nonfinite
@@ -58,16 +58,12 @@ def check_finite(config: Config, update: int, losses: Sequence[float]) -> None:
         refuse_nonfinite(config.method, update, losses, ", with half precision another backend.ipu.loss_scaling")
 
 
-def count_losses(job: Job) -> int:
-    """Count the model's losses: one, or one for each block that trains."""
-    blocks = get_blocks(job.model)
-    return 1 if blocks is None else len(blocks.heads) + 1
-
-
 class PoptorchEngine(Engine):
     """The executors of this process's replicas, the input of their calls, and what to start new ones from."""
 
     def __init__(self, job: Job, first_update: int) -> None:
+        import poptorch
+
         super().__init__(job)
         self.ipu = job.config.ipu
         self.updates_per_call = job.config.updates_per_call
@@ -77,15 +73,18 @@ class PoptorchEngine(Engine):
             )
         self._share = read_instance(job.config)
         self.is_main = self._share.first == 0
-        self._place = place_stages(self.ipu, len(job.part))
+        self._others = dist.get_world_size() - 1 if are_joined() else 0  # of poprun's instances, which cannot go back
+        self._place, blocks = place_stages(self.ipu, len(job.part)), get_blocks(job.model)
+        self._losses = 1 if blocks is None else len(blocks.heads) + 1
         start = {name: value.detach().clone() for name, value in job.model.state_dict().items()}
         self._last = Snapshot(first_update, start, import_state(job.optimizer, self.ipu))
         check_hardware(self.ipu, round_up_ipus(self._place.ipus * self._share.replicas))
         self._done, self._may_retry = first_update, True
         self._fetched = first_update  # the update whose weights the job's model holds
         self._results: Deque[StepResult] = deque()
-        self._timeline = ipu_profile.CallTimes(job.traced)
-        self._channel = ipu_profile.open_channel()
+        self._timeline = CallTimes(job.traced)
+        # of PopVision's system trace; it writes where the SDK's libpvti is there and PVTI_OPTIONS was set
+        self._channel = poptorch.profiling.Channel("ipu_pipe")
         self.executors: Optional[Executors] = None
         self._start()
         if self.ipu.compile_only:
@@ -99,21 +98,17 @@ class PoptorchEngine(Engine):
         with torch.no_grad():
             for name, value in last.model.items():
                 tensors[name].copy_(value)
-        executors = Executors(
-            job, wrapped, self._make_options, job.example[0], last.optimizer, last.update, self._timeline
-        )
-        self.calls = Calls(
-            job.data, job.config, job.updates_per_epoch, last.update, job.updates, share.first, share.replicas
-        )
+        executors = Executors(job, wrapped, self._make_options, job.example[0], last.optimizer, last.update, self._timeline)
+        replicas = range(share.first, share.first + share.replicas)
+        self.calls = Calls(job.data, job.config, job.updates_per_epoch, range(last.update, job.updates), replicas)
         with describe_errors("starting the data loader"):
             loading = DataLoading() if self.ipu.compile_only else self.ipu.data_loading
             self._feed = Feed(self.calls, loading, executors.training_options)
         self.executors = executors
 
     def _make_options(self, training: bool) -> Any:
-        base = None
+        base, ipus = None, self._place.ipus
         if self._share.base is not None:
-            ipus = self._place.ipus
             base = self._share.base(round_up_ipus(ipus) if self.ipu.auto_round_num_ipus else ipus)
         seed = derive_seed(self.job.config.seed, "ipu", self._last.update) % 2**32
         with torch.random.fork_rng(devices=[]):  # randomSeed seeds the host's generator, too
@@ -121,24 +116,25 @@ class PoptorchEngine(Engine):
             return make_options(self.job.config, self.job.method, self._place, training, seed, base, ipu_id)
 
     def _compile_only(self) -> None:
-        """Compile, say so and leave with exit code 0: nothing is trained."""
+        """Compile both models, run none, say so and leave with exit code 0."""
+
+        def compile_both(executors: Executors) -> None:
+            executors.compile(*self.calls[0])
+            executors.leave_training(True)  # the second model needs the first one's IPUs
+            executors.make_inference()
+
         try:
-            self._guarded(lambda executors: executors.compile_both(*self.calls[0]))
+            self._guarded(compile_both)
         finally:
             self.abort()
         if self.is_main:
             cache = f", cached in {self.ipu.executable_cache}" if self.ipu.executable_cache else ""
             print(f"compiled for {self._place.ipus} IPUs x replicas {self._share.replicas}{cache}; nothing was run")
-        if self._has_others:
+        if self._others:
             end_process(0)
         sys.exit(0)
 
     # --- faults of the device
-
-    @property
-    def _has_others(self) -> bool:
-        """Tell whether other instances of poprun take part, which cannot go back."""
-        return are_joined() and dist.get_world_size() > 1
 
     def _guarded(self, work: Callable[[Executors], Result]) -> Result:
         """Run `work`; after a recoverable device error run it once more, from the last checkpoint's state."""
@@ -148,23 +144,23 @@ class PoptorchEngine(Engine):
         try:
             return work(self.executors)
         except poptorch.RecoverableError as error:
-            if not self._may_retry or self._has_others:
+            if not self._may_retry or self._others:
                 raise self._give_up(error) from error
-            said = f"device error ({error.recovery_action}): {describe_error(error)}"
+            reason = f"device error ({error.recovery_action}): {describe_error(error)}"
             forget_frames(error)
         try:
-            self._recover(said)
+            self._recover(reason)
             return work(self.executors)
         except poptorch.RecoverableError as error:
             raise self._give_up(error) from error
 
-    def _recover(self, said: str) -> None:
-        """Start new executors and bring them to where the lost ones were. `said`: the error in words."""
+    def _recover(self, reason: str) -> None:
+        """Start new executors and bring them to where the lost ones were."""
         self._may_retry = False
         if self.is_main:
             again = self._done - self._last.update
             text = f"starting anew from update {self._last.update}; {again} updates are done again"
-            print(f"poptorch: {said}: {text}", file=sys.stderr, flush=True)
+            print(f"poptorch: {reason}: {text}", file=sys.stderr, flush=True)
         self._drop()
         self._start()
         assert self.executors is not None
@@ -175,7 +171,7 @@ class PoptorchEngine(Engine):
         """Return the fault for a device error from which this run cannot go back."""
         forget_frames(error)
         times, then = " for the second time since the last checkpoint", "do what it asks for (vipu reset partition, gc-reset)"
-        if self._has_others:
+        if self._others:
             times, then = "", "the other instances cannot go back: do what it asks for"
         return RunFault(
             f"poptorch: after update {self._done}: device error ({error.recovery_action}){times}: {describe_error(error)}: "
@@ -195,30 +191,26 @@ class PoptorchEngine(Engine):
     def _call(self, executors: Executors, k: int) -> List[StepResult]:
         """Make the updates k to k + D of one call. Return mean losses and shares of right answers over what the output mode
         gives."""
-        config, blocks, iterations = self.job.config, count_losses(self.job), self.updates_per_call
+        job, blocks, iterations = self.job, self._losses, self.updates_per_call
         x, y = self._feed.take()
         _, losses, *answers = executors.call(range(k, k + iterations), k, x, y)
         parts = iterations if self.ipu.output_mode in ("all", "every_n") else 1
         means = losses.double().reshape(parts, -1, blocks).mean(dim=1)
         if self.ipu.output_mode == "sum":
-            means /= iterations * config.gradient_accumulation
+            means /= iterations * job.config.gradient_accumulation
         right = torch.full((parts, blocks, 2), float("nan"), dtype=torch.float64)
         if answers:
             right = answers[0].double().reshape(parts, -1, blocks, 2).sum(dim=1)
-        if are_joined():
+        if self._others:
             dist.all_reduce(means)
             dist.all_reduce(right)
-            means /= dist.get_world_size()
-        samples = config.micro_batch_size * config.gradient_accumulation * config.replicas
+            means /= self._others + 1
         results = []
-        for i in range(k, k + iterations):
-            part = min(i - k, parts - 1)
-            row = means[part].tolist()
-            check_finite(config, i, row)
-            by_block = tuple(
-                (loss, count[0] / max(count[1], 1) if answers else None) for loss, count in zip(row, right[part].tolist())
-            )
-            results.append(StepResult(*by_block[-1], samples, by_block if blocks > 1 else ()))
+        for i in range(iterations):
+            row, counts = means[min(i, parts - 1)].tolist(), right[min(i, parts - 1)].tolist()
+            check_finite(job.config, k + i, row)
+            by_block = tuple((loss, n / max(of, 1) if answers else None) for loss, (n, of) in zip(row, counts))
+            results.append(StepResult(*by_block[-1], job.batch, by_block if blocks > 1 else ()))
         return results
 
     def end(self, done: int, asked: bool) -> int:
@@ -234,13 +226,26 @@ class PoptorchEngine(Engine):
         return results
 
     def _tally(self, executors: Executors) -> List[EvaluationResult]:
-        """Evaluate the test set on the inference model, with the training model's weights."""
-        tallies = [Tally.of(self.job) for _ in range(count_losses(self.job))]
-        with executors.evaluating(self.ipu.detach_for_evaluation) as run:
-            for x, y, count in split_into_calls(load_test_batches(self.job), executors.rows):
-                for tally, output in zip(tallies, run(x)):
+        """Evaluate the test set on the inference model, each of poprun's instances a share of the batches."""
+        tallies = [Tally.of(self.job) for _ in range(self._losses)]
+        executors.begin_evaluation()
+        rank, world = (dist.get_rank(), dist.get_world_size()) if self._others else (0, 1)
+        calls = split_into_calls(load_test_batches(self.job, rank, world), executors.rows)
+        while True:
+            x, y, count = next(calls, (self.job.example[0], self.job.example[1], 0))
+            waiting = torch.tensor([count])
+            if self._others:  # replicas of all instances wait for one another: where one has no batch it sends any
+                dist.all_reduce(waiting)
+            if not waiting:
+                break
+            for tally, output in zip(tallies, executors.infer(fill_up(x, executors.rows))):
+                if count:
                     tally.add(trim_output(output, count), y[:count], count)
-        return [tally.evaluation for tally in tallies]
+        executors.end_evaluation()
+        sums = [tally.sums for tally in tallies]
+        for part in sums if self._others else ():
+            dist.all_reduce(part)
+        return [Tally.of(self.job, part).evaluation for part in sums]
 
     def state(self) -> Optional[CheckpointState]:
         assert not self._results, "a checkpoint inside a call"
@@ -250,9 +255,10 @@ class PoptorchEngine(Engine):
         self._fetch(self._last)
         self._may_retry = True
         self._timeline.add("checkpoint", self._done, start, time.perf_counter_ns())
-        if not self.is_main:
-            return None
-        return CheckpointState(self._last.model, *export_state(self._last.optimizer, list(self.names.values())))
+        return CheckpointState(self._last.model, *self._export()) if self.is_main else None
+
+    def _export(self) -> Any:
+        return export_state(self._last.optimizer, list(self.names.values()))
 
     def _fetch(self, snapshot: Snapshot) -> None:
         """Copy a snapshot's weights into the user's model."""
@@ -276,13 +282,11 @@ class PoptorchEngine(Engine):
             "execution": "PipelinedExecution" if pipelined else "ShardedExecution",
             "pipeline_cycles_an_update": place.cycles(accumulation) if pipelined else None,
             "full_cycles_share": busy,
-            "latency_seconds": self._timeline.latency or None,
-            "cycles_of_the_last_call": self._timeline.cycles,
-            "profiles": ipu_profile.read_profiles(self.ipu),
+            **self._timeline.describe(),
+            "profiles": read_profiles(self.ipu),
         }
-        tensors, _ = export_state(self._last.optimizer, list(self.names.values()))
         return Report(
-            count_state_bytes(tensors, self.job.part), [0], None, Events.from_rows(self._timeline.events),
+            count_state_bytes(self._export()[0], self.job.part), [0], None, Events.from_rows(self._timeline.events),
             counters=Counters.from_rows(self._timeline.counters), utilization=busy, files={"ipu.json": numbers},
         )  # fmt: skip
 

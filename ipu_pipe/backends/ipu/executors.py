@@ -13,15 +13,19 @@ import torch
 
 from ipu_pipe.backends.ipu.config import IpuConfig
 from ipu_pipe.backends.ipu.feed import convert_input, fill_up
-from ipu_pipe.backends.ipu.optimizer import IpuState, read_state, set_rates, translate_optimizer, write_state
+from ipu_pipe.backends.ipu.optimizer import (
+    IpuState,
+    read_state,
+    set_rates,
+    translate_optimizer,
+    update_optimizer,
+    write_state,
+)
 from ipu_pipe.backends.ipu.profile import CallTimes
 from ipu_pipe.backends.ipu.wrapping import Wrapped, get_unsplit_name
 from ipu_pipe.errors import BadInput, RunFault
 from ipu_pipe.job.record import Job
 from ipu_pipe.model.restoring import modes_restored
-
-Run = Callable[[torch.Tensor], List[Any]]  # the inference model: inputs of a call -> outputs
-
 
 # words of a message -> what helps
 HINTS = {
@@ -94,6 +98,7 @@ class Executors:
     """Training and inference model of a wrapped copy, and their optimizer. One of the two is attached at a time, unless there is
     room for both. `rows`: samples of an evaluation's call, once the inference model is made."""
 
+    @describe_errors("making the training model")
     def __init__(
         self, job: Job, wrapped: Wrapped, options: Callable[[bool], Any], example: torch.Tensor,
         optimizer: Optional[IpuState], first_update: int, timeline: CallTimes,
@@ -104,121 +109,100 @@ class Executors:
 
         self.job, self.wrapped, self.options, self.timeline = job, wrapped, options, timeline
         self._example, self._saved, self._starts_anew = example, optimizer, first_update == 0
-        parameters = {get_unsplit_name(name): p for name, p in wrapped.named_parameters()}
-        of_model = {name: p for name, p in parameters.items() if name is not None}
+        ipu, clip = job.config.ipu, job.config.clip
+        self._detaches = ipu.detach_for_evaluation or ipu.local == "decoupled"
+        own = {name: p for name, p in zip(wrapped.list_names(), wrapped.parameters()) if name is not None}
         names = {p: name for name, p in job.model.named_parameters()}
-        clip = job.config.clip.norm if job.config.clip else None
-        with describe_errors("making the optimizer"):
-            self.optimizer: Any = translate_optimizer(job.optimizer, names, of_model, job.config.ipu, clip)
+        norm = clip.norm if clip else None
+        self.optimizer: Any = translate_optimizer(job.optimizer, names, own, ipu, first_update, norm)
         set_rates(self.optimizer, job.rules.rates(first_update))
-        with describe_errors("making the training model"):
-            self.training_options = options(True)
-            self.training: Any = poptorch.trainingModel(wrapped, self.training_options, self.optimizer)
+        self.training_options = options(True)
+        self.training: Any = poptorch.trainingModel(wrapped, self.training_options, self.optimizer)
         self.inference: Any = None
         self.rows = 0
 
-    @property
-    def _is_training_attached(self) -> bool:
-        return bool(self.training.isCompiled() and self.training.isAttachedToDevice())
-
     # --- training
 
-    def _compile(self, x: torch.Tensor, y: torch.Tensor) -> None:
-        with describe_errors("compiling the training model"):
-            self.training.compile(x, y)
-
-    def compile_both(self, x: torch.Tensor, y: torch.Tensor) -> None:
-        """Compile both models for the input of a call, run none. Compiling attaches, and the second model needs the first one's
-        IPUs."""
-        self._compile(x, y)
-        with describe_errors("leaving the IPUs"):
-            if self.training.isAttachedToDevice():
-                self.training.detachFromDevice()
-        self._make_inference()
+    @describe_errors("compiling the training model")
+    def compile(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        """Compile the training model for the input of a call, and attach to the IPUs."""
+        self.training.compile(x, y)
 
     def call(self, updates: range, rates_of: int, x: torch.Tensor, y: torch.Tensor) -> Sequence[torch.Tensor]:
         """Make these updates in one call at the rates of update `rates_of`, and return what the model gives."""
-        if not self.training.isCompiled():
-            self._compile(x, y)
-            if not self._starts_anew:  # only the compiled model says which names it keeps
-                with describe_errors("restoring the optimizer's state"):
+        with describe_errors(f"update {updates[0]}"):
+            if not self.training.isCompiled():
+                self.compile(x, y)
+                if not self._starts_anew:  # only the compiled model says which names it keeps
                     write_state(self.training, self.optimizer, self._saved)
-            self._saved = None
-        with describe_errors("attaching to the IPUs"):
+                self._saved = None
             if not self.training.isAttachedToDevice():
                 self.training.attachToDevice()
-        # when attached: PopTorch asserts that detached states are not changed on both sides
-        if set_rates(self.optimizer, self.job.rules.rates(rates_of)):
-            with describe_errors("setting the learning rate"):
-                self.training.setOptimizer(self.optimizer)
-        start_ns = time.perf_counter_ns()
-        with describe_errors(f"update {updates[0]}"):
+            scaling = self.job.config.ipu.get_loss_scaling(rates_of)
+            update_optimizer(self.training, self.optimizer, self.job.rules.rates(rates_of), scaling)
+            start_ns = time.perf_counter_ns()
             outputs: Sequence[torch.Tensor] = self.training(x, y)
         end_ns = time.perf_counter_ns()
         sent, received = (sum(t.numel() * t.element_size() for t in tensors) for tensors in ((x, y), outputs))
-        self.timeline.add_call(self.training, updates[0], len(updates), start_ns, end_ns, len(x), sent, received)
+        self.timeline.add_call(self.training, updates, start_ns, end_ns, len(x), sent, received)
         return outputs
 
     # --- evaluation
 
-    def _make_inference(self) -> Any:
-        """Return the inference model, made after the training model and compiled in evaluation mode."""
+    @describe_errors("compiling the inference model")
+    def make_inference(self) -> None:
+        """Make the inference model, after the training model, and compile it in evaluation mode. That needs IPUs."""
         import poptorch
 
+        config, options = self.job.config, self.options(False)
+        with modes_restored(self.wrapped):
+            self.rows = config.micro_batch_size * options.device_iterations * options.replication_factor
+            inference = poptorch.inferenceModel(self.wrapped.eval(), options)
+            inference.compile(convert_input(fill_up(self._example, self.rows), config.precision))
+        self.inference = inference
+
+    @describe_errors("making room for the evaluation")
+    def begin_evaluation(self) -> None:
+        """Attach the inference model, with the training model's weights."""
+        self.leave_training(self._detaches)
         if self.inference is None:
-            config = self.job.config
-            with modes_restored(self.wrapped), describe_errors("compiling the inference model"):
-                options = self.options(False)
-                self.rows = config.micro_batch_size * options.device_iterations * options.replication_factor
-                inference = poptorch.inferenceModel(self.wrapped.eval(), options)
-                inference.compile(convert_input(fill_up(self._example, self.rows), config.precision))
-            self.inference = inference
-        return self.inference
+            self.make_inference()
+        if self.inference.isAttachedToDevice():
+            self.inference.copyWeightsToDevice()
+        else:
+            self.inference.attachToDevice()
 
-    @contextlib.contextmanager
-    def evaluating(self, detach: bool) -> Iterator[Run]:
-        """Yield the inference model, attached, with the training model's weights. `detach`: there is no room for both models."""
-        with describe_errors("making room for the evaluation"):
-            if self._is_training_attached:
-                if detach:
-                    self.training.detachFromDevice()  # weights and optimizer state come to the host
-                else:
-                    self.training.copyWeightsToHostIfNeeded()
-        inference = self._make_inference()
-        with describe_errors("attaching to the IPUs"):
-            if inference.isAttachedToDevice():
-                inference.copyWeightsToDevice()
-            else:
-                inference.attachToDevice()
+    def leave_training(self, detaches: bool) -> None:
+        """Bring the training model's weights to the host, and with `detaches` free its IPUs."""
+        if self.training.isCompiled() and self.training.isAttachedToDevice():
+            self.training.detachFromDevice() if detaches else self.training.copyWeightsToHostIfNeeded()
 
-        def run(x: torch.Tensor) -> List[Any]:
-            with describe_errors("evaluation"):
-                return list(inference(convert_input(x, self.job.config.precision)))
+    @describe_errors("evaluation")
+    def infer(self, x: torch.Tensor) -> List[Any]:
+        """Return the outputs of one call of the inference model, of `rows` samples."""
+        return list(self.inference(convert_input(x, self.job.config.precision)))
 
-        yield run
-        if detach:
-            with describe_errors("leaving the evaluation's IPUs"):
-                inference.detachFromDevice()
+    @describe_errors("leaving the evaluation's IPUs")
+    def end_evaluation(self) -> None:
+        """Free the IPUs for the training model where there is no room for both."""
+        if self._detaches:
+            self.inference.detachFromDevice()
 
     # --- state
 
+    @describe_errors("reading the weights")
     def snapshot(self, update: int, with_optimizer: bool = True) -> Snapshot:
         """Return copies of weights and optimizer state as they are."""
         like = self.job.model.state_dict()
-        with describe_errors("reading the weights"):
-            if self._is_training_attached:
-                self.training.copyWeightsToHostIfNeeded()
-            state = {get_unsplit_name(name): value for name, value in self.wrapped.state_dict().items()}
-            model = {
-                name: value.detach().clone().to(like[name].dtype) for name, value in state.items() if name is not None
-            }
-            return Snapshot(update, model, read_state(self.optimizer) if with_optimizer else None)
+        self.leave_training(False)
+        state = {get_unsplit_name(name): value for name, value in self.wrapped.state_dict().items()}
+        model = {name: t.detach().clone().to(like[name].dtype) for name, t in state.items() if name is not None}
+        return Snapshot(update, model, read_state(self.optimizer) if with_optimizer else None)
 
     def drop(self) -> None:
         """Give the IPUs back, without a word where they are lost already. `destroy` first reads what a lost device no longer
         tells and so frees nothing: then what holds the IPUs goes with the last reference to it."""
         for executor in (self.inference, self.training):
-            if executor is not None:
-                with contextlib.suppress(Exception):
-                    executor.destroy()
+            with contextlib.suppress(Exception):
+                executor.destroy()
         self.training = self.inference = self.optimizer = None

@@ -39,41 +39,33 @@ def convert_label(value: torch.Tensor) -> torch.Tensor:
 
 class Calls(Dataset):  # type: ignore[type-arg]
     """Inputs of PopTorch's calls in order, item i the one of updates first + i D and on: samples of D updates, of their
-    microbatches, of the replicas from `replica` on. It can go to another process, where `report` names the file into which that
-    writes what goes wrong: PopTorch tells no more than that it ended."""
+    microbatches, of these `replicas`. It can go to another process, where `report` names the file into which that writes what
+    goes wrong: PopTorch tells no more than that it ended."""
 
     report: Optional[str] = None
 
-    def __init__(
-        self, data: DataSource, config: Config, updates_per_epoch: Optional[int], first: int, updates: int, replica: int,
-        replicas: int,
-    ) -> None:  # fmt: skip
-        self._data, self._config, self._per_epoch = data, config, updates_per_epoch
-        self._first, self._iterations = first, config.ipu.device_iterations
-        self._count = max(updates - first, 0) // self._iterations
-        self._replicas = range(replica, replica + replicas)
+    def __init__(self, data: DataSource, config: Config, per_epoch: Optional[int], updates: range, replicas: range) -> None:
+        self._data, self._config, self._per_epoch, self._replicas = data, config, per_epoch, replicas
+        self._firsts = updates[:: config.ipu.device_iterations]
 
     def __len__(self) -> int:
-        return self._count
+        return len(self._firsts)
 
     def __getitem__(self, index: int) -> Tuple[torch.Tensor, torch.Tensor]:
-        if not 0 <= index < self._count:
-            raise IndexError(index)
         if self.report is None:
-            return self._read_call(index)
+            return self._read_call(self._firsts[index])
         try:
-            return self._read_call(index)
+            return self._read_call(self._firsts[index])
         except Exception as error:
             is_input = isinstance(error, BadInput)
-            said = str(error) if is_input or isinstance(error, RunFault) else summarize(error)
+            reason = str(error) if is_input or isinstance(error, RunFault) else summarize(error)
             with open(self.report, "w") as file:
-                json.dump({"bad_input": is_input, "said": " ".join(said.split())}, file)
+                json.dump({"bad_input": is_input, "reason": " ".join(reason.split())}, file)
             raise SystemExit(1) from None  # no traceback beside the line that will tell it
 
-    def _read_call(self, index: int) -> Tuple[torch.Tensor, torch.Tensor]:
-        first, precision = self._first + index * self._iterations, self._config.precision
-        pairs = [pair for k in range(first, first + self._iterations) for pair in self._read_update(k)]
-        x = torch.cat([convert_input(x, precision) for x, _ in pairs])
+    def _read_call(self, first: int) -> Tuple[torch.Tensor, torch.Tensor]:
+        pairs = [pair for k in range(first, first + self._config.ipu.device_iterations) for pair in self._read_update(k)]
+        x = torch.cat([convert_input(x, self._config.precision) for x, _ in pairs])
         return x, torch.cat([convert_label(y) for _, y in pairs])
 
     def _read_update(self, k: int) -> List[Tuple[torch.Tensor, torch.Tensor]]:
@@ -93,9 +85,10 @@ class Feed:
     """The calls' inputs, one after another from the first. `close` ends the worker."""
 
     def __init__(self, calls: Calls, loading: DataLoading, options: Any) -> None:
-        self._calls, self._next = calls, 0
+        self._calls = calls
         self._loader: Optional[Any] = None
-        self._source: Optional[Iterator[Any]] = None
+        # not an iterator of a Dataset: that would end for an IndexError of the data, too
+        self._source: Iterator[Any] = (calls[i] for i in range(len(calls)))
         if loading.mode == "async":
             self._start(loading, options)
 
@@ -111,20 +104,16 @@ class Feed:
             ) from error
         handle, self._calls.report = tempfile.mkstemp(prefix="ipu_pipe-", suffix=".json")
         os.close(handle)
+        settings = loading.model_dump(exclude={"mode"})
+        settings["sharing_strategy"] = find_member(poptorch.SharingStrategy, loading.sharing_strategy)
         try:
-            self._loader = poptorch.DataLoader(
+            loader: Any = poptorch.DataLoader(
                 options, self._calls, batch_size=None, shuffle=False,
                 drop_last=False,  # True is PopTorch's default, which torch refuses without a batch size
                 auto_distributed_partitioning=False, mode=poptorch.DataLoaderMode.Async,
-                async_options={
-                    "buffer_size": loading.buffer_size,
-                    "miss_sleep_time_in_ms": float(loading.miss_sleep_time_in_ms),
-                    "early_preload": loading.early_preload,
-                    "load_indefinitely": False,
-                    "sharing_strategy": find_member(poptorch.SharingStrategy, loading.sharing_strategy),
-                },
+                async_options={**settings, "load_indefinitely": False},
             )  # fmt: skip
-            self._source = iter(self._loader)
+            self._loader, self._source = loader, iter(loader)
         except (poptorch.Error, AssertionError, OSError) as error:
             self._raise_fault(error)
         except BaseException:
@@ -133,9 +122,8 @@ class Feed:
 
     def take(self) -> Tuple[torch.Tensor, torch.Tensor]:
         """Return (x, y) of the next call. Raises BadInput or RunFault with the worker's fault."""
-        if self._source is None:
-            self._next += 1
-            return self._calls[self._next - 1]
+        if self._loader is None:
+            return next(self._source)  # type: ignore[no-any-return]
         try:
             x, y = next(self._source)
         except (StopIteration, AssertionError, OSError) as error:
@@ -154,15 +142,15 @@ class Feed:
             ) from error
         report = json.loads(text)
         if report["bad_input"]:
-            raise BadInput(report["said"]) from error
-        raise RunFault(f"poptorch: loading data: {report['said']}") from error
+            raise BadInput(report["reason"]) from error
+        raise RunFault(f"poptorch: loading data: {report['reason']}") from error
 
     def close(self) -> None:
         """End the worker, if there is one."""
-        if self._loader is not None:
-            with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception):
+            if self._loader is not None:
                 self._loader.terminate()
-        self._loader = self._source = None
+        self._loader = None
         if self._calls.report is not None:
             with contextlib.suppress(OSError):
                 os.unlink(self._calls.report)

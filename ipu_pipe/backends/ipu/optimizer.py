@@ -1,4 +1,4 @@
-"""A job's optimizer as poptorch.optim's, and its state in checkpoints."""
+"""A job's optimizer as poptorch.optim's, its rates and loss scaling as they change, and its state in checkpoints."""
 
 from __future__ import annotations
 
@@ -9,49 +9,48 @@ from torch import nn
 
 from ipu_pipe.backends.interface import MARK
 from ipu_pipe.backends.ipu.config import IpuConfig
+from ipu_pipe.backends.ipu.refusals import ACCUMULATORS
 from ipu_pipe.errors import BadInput
 from ipu_pipe.model.stages import Partition
 from ipu_pipe.text import list_some
 from ipu_pipe.update.optimizer import get_kind
 
-# PopTorch's optimizers by our names: the settings of a group that are handed on, and the tensors that may be float16
-_MOMENTS = ("accum_type", "first_order_momentum_accum_type", "second_order_momentum_accum_type")
-SETTINGS = {
-    "sgd": ("lr", "momentum", "weight_decay", "nesterov"),
-    "adam": ("lr", "betas", "eps", "weight_decay"),
-    "adamw": ("lr", "betas", "eps", "weight_decay"),
-    "rmsprop": ("lr", "alpha", "eps", "weight_decay", "momentum"),
+# PopTorch's optimizers by our names: the settings of a group that are handed on, with the type that PopTorch asks for
+_ADAM = {"lr": float, "betas": lambda pair: tuple(map(float, pair)), "eps": float, "weight_decay": float}
+SETTINGS: Dict[str, Dict[str, Any]] = {
+    "sgd": {"lr": float, "momentum": float, "weight_decay": float, "nesterov": bool},
+    "adam": _ADAM,
+    "adamw": _ADAM,
+    "rmsprop": {"lr": float, "alpha": float, "eps": float, "weight_decay": float, "momentum": float},
 }
-ACCUMULATORS = {kind: ("accum_type", "velocity_accum_type") if kind == "sgd" else _MOMENTS for kind in SETTINGS}
 
 
 def translate_optimizer(
     optimizer: torch.optim.Optimizer, names: Mapping[Any, str], own: Mapping[str, nn.Parameter], ipu: IpuConfig,
-    clip_norm: Optional[float] = None,
+    first_update: int, clip_norm: Optional[float],
 ) -> Any:  # fmt: skip
     """Return the poptorch.optim optimizer that does what torch.optim's does. `names`: of its parameters; `own`: those on the IPU
-    by the same names, others are left out. Only the learning rate may change later: the other settings are constants of the
-    graph."""
+    by the same names, others are left out. Only the learning rate and the loss scaling may change later: the other settings are
+    constants of the graph."""
     import poptorch
 
-    kind = get_kind(optimizer)
-    groups: List[Dict[str, Any]] = []
+    kind, groups = get_kind(optimizer), []
     for group in optimizer.param_groups:
         chosen = [own[names[p]] for p in group["params"] if p in names and names[p] in own]
         if chosen:
-            settings = {key: _convert_setting(key, group[key]) for key in SETTINGS[kind]}
+            settings = {key: convert(group[key]) for key, convert in SETTINGS[kind].items()}
             groups.append({"params": chosen, "stage": group["stage"], **settings})
     if not groups:
         raise BadInput("model: it has no parameter that needs a gradient here: nothing to train")
     settings = {key: groups[0][key] for key in SETTINGS[kind]}
     if kind == "rmsprop":
         settings["centered"] = bool(optimizer.param_groups[0]["centered"])
-    if ipu.loss_scaling != 1.0:
-        settings["loss_scaling"] = ipu.loss_scaling
     if ipu.use_combined_accum:
         settings["use_combined_accum"] = True
-        if ipu.loss_scaling != 1.0:
-            settings["velocity_scaling"] = ipu.loss_scaling  # PopTorch copies it for the separate variant alone
+    if ipu.changes_loss_scaling or ipu.get_loss_scaling(0) != 1.0:
+        settings["loss_scaling"] = ipu.get_loss_scaling(first_update)
+        if ipu.use_combined_accum:  # of the other variant PopTorch makes it the loss scaling
+            settings["velocity_scaling"] = ipu.get_loss_scaling(0)
     settings.update({key: torch.float16 for key in ACCUMULATORS[kind] if getattr(ipu, key) == "float16"})
     if clip_norm is not None:
         settings["max_grad_norm"] = float(clip_norm)
@@ -62,19 +61,24 @@ def translate_optimizer(
     return translated
 
 
-def _convert_setting(key: str, value: Any) -> Any:
-    """Return a setting in the type that PopTorch asks for."""
-    if key == "betas":
-        return tuple(float(one) for one in value)
-    return bool(value) if key == "nesterov" else float(value)
-
-
 def set_rates(optimizer: Any, rates: Any) -> bool:
-    """Set every group's rate to its stage's of `rates` (P,); whether any changed."""
+    """Set every group's rate to its stage's of `rates` (P,); return whether any changed."""
     before = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = float(rates[group["stage"]])
     return before != [group["lr"] for group in optimizer.param_groups]
+
+
+def update_optimizer(executor: Any, optimizer: Any, rates: Any, loss_scaling: float) -> None:
+    """Set the rates and the loss scaling of the next call, where they change. An attached executor is needed: PopTorch asserts
+    that detached state is not changed on both sides."""
+    changed = set_rates(optimizer, rates)
+    if loss_scaling != optimizer.loss_scaling:
+        saved = read_state(optimizer)
+        optimizer.loss_scaling = loss_scaling
+        write_state(executor, optimizer, saved)  # PopART keeps velocities times the scaling
+    elif changed:
+        executor.setOptimizer(optimizer)
 
 
 # ---- its state in checkpoints
@@ -87,7 +91,7 @@ _GO_ON = f"resume with the backend.ipu keys that it was written with, or {_ANEW}
 
 class IpuState(NamedTuple):
     """PopTorch's optimizer state by PopART's names, and the factor that SGD's velocities are kept times (PopART's velocity
-    scaling, which PopTorch sets to the loss scaling; compoundscalarhelper.hpp). None where a checkpoint does not say it."""
+    scaling; compoundscalarhelper.hpp). None where a checkpoint does not say it."""
 
     tensors: Dict[str, torch.Tensor]
     scale: Optional[float]
@@ -95,37 +99,35 @@ class IpuState(NamedTuple):
 
 def read_state(optimizer: Any) -> Optional[IpuState]:
     """Return a copy of the state of a PopTorch optimizer; None where it keeps nothing from update to update."""
-    tensors = optimizer.state_dict().get(STATE) or {}
-    scale = optimizer.loss_scaling if isinstance(optimizer, torch.optim.SGD) else 1.0  # type: ignore[attr-defined]
+    tensors, scale = optimizer.state_dict().get(STATE) or {}, 1.0
+    if isinstance(optimizer, torch.optim.SGD):
+        combined = optimizer.use_combined_accum  # type: ignore[attr-defined]
+        scale = optimizer.param_groups[0]["velocity_scaling"] if combined else optimizer.loss_scaling  # type: ignore[attr-defined]
     return IpuState({key: value.detach().cpu().clone() for key, value in tensors.items()}, scale) if tensors else None
 
 
 def write_state(executor: Any, optimizer: Any, saved: Optional[IpuState]) -> None:
-    """Put a checkpoint's state into a compiled and attached executor whose optimizer has none yet: all that the executor keeps,
-    velocities in its tensor scale. Raises BadInput where a name is missing or a shape differs: PopTorch would only warn."""
+    """Hand the optimizer to a compiled and attached executor with the state `saved`: all that the executor keeps, velocities in
+    its tensor scale. Raise `BadInput` where a name is missing or a shape differs: PopTorch would only warn."""
     wanted = read_state(optimizer)
-    if wanted is None:
-        return
-    saved = saved or IpuState({}, None)
-    needed = {name: value for name, value in wanted.tensors.items() if "___" in name}  # others: the loss scaling's
-    unfit = [name for name in needed if name not in saved.tensors or saved.tensors[name].shape != needed[name].shape]
-    if unfit:
-        raise BadInput(
-            f"--resume: the checkpoint's optimizer state has no {list_some(unfit, 2)} of the shape that this run keeps: {_GO_ON}"
-        )
-    state = {}
-    for name, value in wanted.tensors.items():
-        tensor = saved.tensors.get(name, value)
-        if saved.scale is not None and name.startswith((SEPARATE, COMBINED)):
-            tensor = tensor.float() * ((wanted.scale or 1.0) / saved.scale)
-        state[name] = tensor.to(value.dtype)
-    optimizer.load_state_dict({**optimizer.get_state_dict(), STATE: state})
+    if wanted is not None:
+        saved = saved or IpuState({}, None)
+        needed = {name: value for name, value in wanted.tensors.items() if "___" in name}  # others: the loss scaling's
+        unfit = [n for n, value in needed.items() if n not in saved.tensors or saved.tensors[n].shape != value.shape]
+        if unfit:
+            some = list_some(unfit, 2)
+            raise BadInput(f"--resume: the checkpoint's optimizer state has no {some} of the shape that this run keeps: {_GO_ON}")
+        state = {}
+        for name, value in wanted.tensors.items():
+            tensor = saved.tensors.get(name, value)
+            if saved.scale is not None and name.startswith((SEPARATE, COMBINED)):
+                tensor = tensor.float() * ((wanted.scale or 1.0) / saved.scale)
+            state[name] = tensor.to(value.dtype)
+        optimizer.load_state_dict({**optimizer.get_state_dict(), STATE: state})
     executor.setOptimizer(optimizer)
 
 
-def export_state(
-    saved: Optional[IpuState], names: Sequence[str]
-) -> Tuple[Dict[str, torch.Tensor], Dict[str, Any]]:
+def export_state(saved: Optional[IpuState], names: Sequence[str]) -> Tuple[Dict[str, torch.Tensor], Dict[str, Any]]:
     """Return (tensors, plain values) of PopTorch's state for a checkpoint, keyed `parameter/poptorch:section:name`. PopART's
     names stay as they are; an entry is with the parameter whose name it ends in, else with the first."""
     if saved is None:
@@ -146,8 +148,7 @@ def import_state(optimizer: torch.optim.Optimizer, ipu: IpuConfig) -> Optional[I
     tensors, scale = {}, None
     for state in optimizer.state.values():
         for entry, value in state.items():
-            mark, _, rest = str(entry).partition(":")
-            section, _, key = rest.partition(":")
+            mark, section, key = (*str(entry).split(":", 2), "", "")[:3]
             if mark != MARK and value is not None:
                 raise BadInput(
                     "--resume: the checkpoint's optimizer state is torch.optim's, of which PopTorch can load none: go on "
@@ -161,17 +162,14 @@ def import_state(optimizer: torch.optim.Optimizer, ipu: IpuConfig) -> Optional[I
     if not tensors:
         return None
     if get_kind(optimizer) == "sgd":
-        other = SEPARATE if ipu.use_combined_accum else COMBINED
-        if any(name.startswith(other) for name in tensors):
-            raise BadInput(
-                f"backend.ipu.use_combined_accum: {str(ipu.use_combined_accum).lower()}: the checkpoint's velocities are of the "
-                f"other variant, which PopTorch would drop: {_GO_ON}"
-            )
-        if scale is None and ipu.loss_scaling != 1.0:
-            raise BadInput(
-                f"backend.ipu.loss_scaling: {ipu.loss_scaling}: the checkpoint, of an earlier version, does not say the loss "
-                f"scaling of its velocities: {_ANEW}"
-            )
+        why = ""
+        if any(name.startswith(SEPARATE if ipu.use_combined_accum else COMBINED) for name in tensors):
+            key = "use_combined_accum"
+            why = f"the checkpoint's velocities are of the other variant, which PopTorch would drop: {_GO_ON}"
+        elif scale is None and ipu.loss_scaling != 1.0:
+            key, why = "loss_scaling", f"the checkpoint does not say the loss scaling of its velocities: {_ANEW}"
+        if why:
+            raise BadInput(f"backend.ipu.{key}: {str(getattr(ipu, key)).lower()}: {why}")
     return IpuState(tensors, scale)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, Optional
 
-from ipu_pipe.backends.ipu.config import LOCATIONS, IpuConfig, TensorLocation, TensorLocations
+from ipu_pipe.backends.ipu.config import LOCATIONS, IpuConfig, TensorLocations
 from ipu_pipe.backends.ipu.placement import PIPELINED, Placement, get_execution
 from ipu_pipe.config.schema import Config
 from ipu_pipe.schedule.methods import Method
@@ -25,8 +25,7 @@ def make_options(
     config's."""
     import poptorch  # only here
 
-    ipu = config.ipu
-    execution = get_execution(method)
+    ipu, execution = config.ipu, get_execution(method)
     assert execution is not None, "a config with a method that no row says runs is refused"
     options = poptorch.Options() if base is None else base
     if base is None:
@@ -38,20 +37,20 @@ def make_options(
     options.setExecutionStrategy(getattr(poptorch, execution)(*stages))
     options.autoRoundNumIPUs(ipu.auto_round_num_ipus)
     options.broadcastBuffers(ipu.broadcast_buffers)
-    pipelined = execution == PIPELINED
-    if training:
-        _set_training(options, ipu, accumulation or config.gradient_accumulation)
-        _set_recomputation(options, ipu.recomputation, config.recompute, pipelined and place.ipus > 1)
-    else:
-        # an evaluation's call has as many microbatches as keep the stages busy, unless the config says otherwise
-        options.deviceIterations(ipu.inference_device_iterations or (place.forward_stages if pipelined else 1))
-        options.outputMode(poptorch.OutputMode.All)
-    _set_numbers(options, ipu, place, training)
-    _set_locations(options, ipu.tensor_locations, training)
-    _set_target(options, ipu)
     options.logCycleCount(ipu.log_cycle_count)
     options.modelName(TRAINING if training else INFERENCE)
     options.randomSeed(seed)
+    is_pipeline = execution == PIPELINED
+    if training:
+        _set_training(options, ipu, accumulation or config.gradient_accumulation)
+        _set_recomputation(options, ipu.recomputation, config.recompute, is_pipeline and place.ipus > 1)
+    else:
+        # an evaluation's call has as many microbatches as keep the stages busy, unless the config says otherwise
+        options.deviceIterations(ipu.inference_device_iterations or (place.forward_stages if is_pipeline else 1))
+        options.outputMode(poptorch.OutputMode.All)
+    _set_numbers(options, ipu, place.ipus, training)
+    _set_locations(options, ipu.tensor_locations, training)
+    _set_target(options, ipu)
     for name, value in ipu.popart_options.items():
         options._Popart.set(name, value)
     return options
@@ -81,16 +80,16 @@ def _set_training(options: Any, ipu: IpuConfig, accumulation: int) -> None:
     options.outputMode(find_member(poptorch.OutputMode, ipu.output_mode), *period)
 
 
-def _set_recomputation(options: Any, mode: str, recompute: bool, pipelined: bool) -> None:
-    if mode == "auto" and recompute and not pipelined:
+def _set_recomputation(options: Any, mode: str, recompute: bool, is_pipeline: bool) -> None:
+    if mode == "auto" and recompute and not is_pipeline:
         mode = "standard"  # a pipeline recomputes unless told not to
     if mode != "auto":
         options._Popart.set("autoRecomputation", RECOMPUTATION[mode])
-        if not pipelined and mode in ("standard", "recompute_all"):
+        if not is_pipeline and mode in ("standard", "recompute_all"):
             options._Popart.set("explicitRecomputation", True)
 
 
-def _set_numbers(options: Any, ipu: IpuConfig, place: Placement, training: bool) -> None:
+def _set_numbers(options: Any, ipu: IpuConfig, ipus: int, training: bool) -> None:
     import torch
 
     options.Precision.setPartialsType({"float": torch.float, "half": torch.half}[ipu.partials])
@@ -105,8 +104,18 @@ def _set_numbers(options: Any, ipu: IpuConfig, place: Placement, training: bool)
         options._Popart.set("convolutionOptions", {**partials, "enableConvDithering": "true"})
     share = ipu.available_memory_proportion
     if share is not None:
-        shares = share if isinstance(share, list) else [share] * place.ipus
+        shares = share if isinstance(share, list) else [share] * ipus
         options.setAvailableMemoryProportion({f"IPU{index}": float(one) for index, one in enumerate(shares)})
+
+
+SETTERS = {
+    "on_chip": "useOnChipStorage",
+    "replicated_tensor_sharding": "useReplicatedTensorSharding",
+    "min_elements_for_off_chip": "minElementsForOffChip",
+    "min_elements_for_replicated_tensor_sharding": "minElementsForReplicatedTensorSharding",
+    "io_tiles_to_load": "useIOTilesToLoad",
+    "io_tiles_to_store": "useIOTilesToStore",
+}
 
 
 def _set_locations(options: Any, locations: TensorLocations, training: bool) -> None:
@@ -116,21 +125,13 @@ def _set_locations(options: Any, locations: TensorLocations, training: bool) -> 
     if locations.num_io_tiles is not None:
         options.TensorLocations.numIOTiles(locations.num_io_tiles)
     for name in LOCATIONS if training else ("activation", "weight"):
-        wanted: TensorLocation = getattr(locations, name)
-        if wanted == TensorLocation():
+        wanted = getattr(locations, name).model_dump(exclude_defaults=True)
+        if not wanted:
             continue
         settings = poptorch.TensorLocationSettings()
-        values = {
-            "useOnChipStorage": wanted.on_chip,
-            "useReplicatedTensorSharding": (wanted.replicated_tensor_sharding and training) or None,
-            "minElementsForOffChip": wanted.min_elements_for_off_chip,
-            "minElementsForReplicatedTensorSharding": wanted.min_elements_for_replicated_tensor_sharding,
-            "useIOTilesToLoad": wanted.io_tiles_to_load or None,
-            "useIOTilesToStore": wanted.io_tiles_to_store or None,
-        }
-        for setter, value in values.items():
-            if value is not None:
-                getattr(settings, setter)(value)
+        for key, value in wanted.items():
+            if training or key != "replicated_tensor_sharding":
+                getattr(settings, SETTERS[key])(value)
         getattr(options.TensorLocations, f"set{name.capitalize()}Location")(settings)
 
 
@@ -153,13 +154,11 @@ def _set_target(options: Any, ipu: IpuConfig) -> None:
         options._Popart.set("defaultPrefetchBufferingDepth", ipu.prefetch_buffering_depth)
     if ipu.executable_cache is not None:
         options.enableExecutableCaching(ipu.executable_cache)
-    engine = {}
-    if ipu.profile.directory is not None:
-        engine = {
-            "debug.allowOutOfMemory": "true", "autoReport.all": "true", "autoReport.directory": ipu.profile.directory,
-        }  # fmt: skip
+    engine, folder = dict(ipu.engine_options), ipu.profile.directory
+    if folder is not None:
+        report = {"debug.allowOutOfMemory": "true", "autoReport.all": "true", "autoReport.directory": folder}
         if ipu.profile.blocks is not None:
-            engine["profiler.blocks.filter"] = ipu.profile.blocks
-    engine.update(ipu.engine_options)
+            report["profiler.blocks.filter"] = ipu.profile.blocks
+        engine = {**report, **engine}
     if engine:
         options._Popart.setEngineOptions(engine)

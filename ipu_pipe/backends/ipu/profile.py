@@ -14,8 +14,11 @@ from ipu_pipe.backends.ipu.config import IpuConfig
 from ipu_pipe.backends.ipu.options import INFERENCE, TRAINING
 from ipu_pipe.trace.events import Counter, Event
 
-ALL = 0  # the device of events of the whole pipeline
-NO_STAGE = -1
+ALL, NO_STAGE = 0, -1  # device and stage of events of the whole pipeline
+GETTERS = {
+    "host_to_ipu": "getHostIpuLatency", "compute": "getComputeLatency", "ipu_to_host": "getIpuHostLatency",
+    "round_trip": "getLatency",
+}  # fmt: skip
 
 
 class CallTimes:
@@ -27,36 +30,43 @@ class CallTimes:
         self.counters: List[Counter] = []
         self.cycles: Optional[int] = None  # of the last call, of the first replica
         self.latency: Dict[str, float] = {}  # seconds, means over the last call's microbatches, by PopTorch
-        self._updates = updates
-        self._stage, self._device = stage, device
+        self._updates, self._stage, self._device = updates, stage, device
 
     def add_call(
-        self, executor: Any, k: int, iterations: int, start_ns: int, end_ns: int, samples: int, sent: int, received: int
+        self, executor: Any, updates: range, start_ns: int, end_ns: int, samples: int, sent: int, received: int
     ) -> None:
-        """Add the events of one call that made `iterations` updates from k on, of so many samples, `sent` and `received`
-        bytes."""
-        self.latency = _read_latencies(executor)
+        """Add the events of one call that made `updates`, of so many samples, `sent` and `received` bytes."""
+        latencies = {name: _read_figure(getattr(executor, getter)) for name, getter in GETTERS.items()}
+        self.latency = {name: times[2] for name, times in latencies.items() if times is not None}  # (least, most, mean)
         if executor.options._Popart.options.get("instrumentWithHardwareCycleCounter"):
             self.cycles = _read_figure(executor.cycleCount)
-        if not any(update in self._updates for update in range(k, k + iterations)):
+        if not any(update in self._updates for update in updates):
             return
-        add = self.events.append
         begin = min(start_ns + round(self.latency.get("host_to_ipu", 0.0) * 1e9), end_ns)
         end = max(end_ns - round(self.latency.get("ipu_to_host", 0.0) * 1e9), begin)
-        add(Event(self._stage, self._device, "send", -1, start_ns, begin, k, sent))
-        for i in range(iterations):
-            edges = [begin + (end - begin) * j // iterations for j in (i, i + 1)]
-            add(Event(self._stage, self._device, "update", k + i, edges[0], edges[1], k + i + 1, None))
-        add(Event(self._stage, self._device, "recv", -1, end, end_ns, k + iterations, received))
-        self.counters.append(Counter(self._device, "samples/s", start_ns, samples * 1e9 / max(end_ns - start_ns, 1)))
-        for name, seconds in self.latency.items():
-            self.counters.append(Counter(self._device, f"{name} latency (ms)", start_ns, seconds * 1e3))
+        edges = [begin + (end - begin) * i // len(updates) for i in range(len(updates) + 1)]
+        self._add("send", -1, start_ns, begin, updates.start, sent)
+        for k, start, stop in zip(updates, edges, edges[1:]):
+            self._add("update", k, start, stop, k + 1)
+        self._add("recv", -1, end, end_ns, updates.stop, received)
+        figures = {"samples/s": samples * 1e9 / max(end_ns - start_ns, 1)}
+        figures.update({f"{name} latency (ms)": seconds * 1e3 for name, seconds in self.latency.items()})
         if self.cycles is not None:
-            self.counters.append(Counter(self._device, "IPU cycles an update", start_ns, self.cycles / iterations))
+            figures["IPU cycles an update"] = self.cycles / len(updates)
+        self.counters += [Counter(self._device, name, start_ns, value) for name, value in figures.items()]
+
+    def _add(
+        self, kind: str, number: int, start_ns: int, end_ns: int, version: int, size: Optional[int] = None
+    ) -> None:
+        self.events.append(Event(self._stage, self._device, kind, number, start_ns, end_ns, version, size))
 
     def add(self, kind: str, k: int, start_ns: int, end_ns: int) -> None:
         """Add an evaluation or checkpoint after k updates."""
-        self.events.append(Event(self._stage, self._device, kind, -1, start_ns, end_ns, k, None))
+        self._add(kind, -1, start_ns, end_ns, k)
+
+    def describe(self) -> Dict[str, Any]:
+        """Return the figures of the last call, as `ipu.json` has them."""
+        return {"latency_seconds": self.latency or None, "cycles_of_the_last_call": self.cycles}
 
 
 def _read_figure(figure: Callable[[], Any]) -> Any:
@@ -68,36 +78,14 @@ def _read_figure(figure: Callable[[], Any]) -> Any:
         return None
 
 
-def _read_latencies(executor: Any) -> Dict[str, float]:
-    asked = {
-        "host_to_ipu": executor.getHostIpuLatency,
-        "compute": executor.getComputeLatency,
-        "ipu_to_host": executor.getIpuHostLatency,
-        "round_trip": executor.getLatency,
-    }
-    latencies = {name: _read_figure(getter) for name, getter in asked.items()}
-    return {name: times[2] for name, times in latencies.items() if times is not None}  # (least, most, mean)
-
-
-def open_channel() -> Any:
-    """Open a channel of PopVision's system trace; it writes where the SDK's libpvti is there and PVTI_OPTIONS was set."""
-    import poptorch
-
-    return poptorch.profiling.Channel("ipu_pipe")
-
-
 def read_profiles(ipu: IpuConfig) -> Optional[Dict[str, Any]]:
     """Read each model's profile.pop (training, inference) once its engine is gone; None where none was asked for."""
     if ipu.profile.directory is None:
         return None
     if importlib.util.find_spec("pva") is None:
         return {"note": f"libpva is not installed: open the profiles in {ipu.profile.directory} with PopVision"}
-    profiles: Dict[str, Any] = {}
-    for model in (TRAINING, INFERENCE):
-        path = Path(ipu.profile.directory) / model / "profile.pop"
-        if path.is_file():
-            profiles[model] = read_profile(path)
-    return profiles
+    paths = {model: Path(ipu.profile.directory) / model / "profile.pop" for model in (TRAINING, INFERENCE)}
+    return {model: read_profile(path) for model, path in paths.items() if path.is_file()}
 
 
 def read_profile(path: Path) -> Dict[str, Any]:
@@ -108,11 +96,11 @@ def read_profile(path: Path) -> Dict[str, Any]:
     debug = path.parent.parent / "debug.cbor"
     report = pva.openReport(str(path), str(debug)) if debug.is_file() else pva.openReport(str(path))
     target = report.compilation.target
-    tiles_per_ipu, ipus = target.tilesPerIpu, target.numIPUs
     tiles = [tile.memory for tile in report.compilation.tiles]
+    exchanged = {"cycles": "cycles", "exchange_in_bytes": "dataIn", "exchange_out_bytes": "dataOut"}
     devices: List[Dict[str, Any]] = []
-    for index in range(ipus):
-        memories = tiles[index * tiles_per_ipu : (index + 1) * tiles_per_ipu]
+    for index in range(target.numIPUs):
+        memories = tiles[index * target.tilesPerIpu : (index + 1) * target.tilesPerIpu]
         sizes = [memory.total.includingGaps for memory in memories]
         devices.append(
             {
@@ -120,12 +108,10 @@ def read_profile(path: Path) -> Dict[str, Any]:
                 "memory_bytes": sum(sizes),
                 "greatest_tile_bytes": max(sizes, default=None),
                 "always_live_bytes": sum(memory.alwaysLiveBytes for memory in memories),
+                **dict.fromkeys(exchanged),
             }
         )
     cycles = None
-    exchanged = {"cycles": "cycles", "exchange_in_bytes": "dataIn", "exchange_out_bytes": "dataOut"}
-    for device in devices:
-        device.update(dict.fromkeys(exchanged))
     with contextlib.suppress(AttributeError, RuntimeError):  # an execution profile was not asked for, or did not fit
         for index, device in enumerate(devices):
             steps = [step.ipus[index] for step in report.execution.steps]
@@ -135,7 +121,7 @@ def read_profile(path: Path) -> Dict[str, Any]:
     return {
         "poplar": report.poplarVersion.string,
         "clock_hz": target.clockFrequency,
-        "ipus": ipus,
+        "ipus": target.numIPUs,
         "replicas": target.numReplicas,
         "peak_live_bytes": sum(device["always_live_bytes"] for device in devices) + max(live, default=0),
         "total_cycles": cycles,

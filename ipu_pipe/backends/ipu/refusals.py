@@ -7,7 +7,7 @@ hardware. No torch is imported here: reading a config does not wait for it.
 from __future__ import annotations
 
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, List, Mapping, Optional, Sequence, Tuple
+from typing import TYPE_CHECKING, Any, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 from ipu_pipe.backends.ipu.config import LOCATIONS, IpuProfile, TensorLocation
 from ipu_pipe.backends.ipu.placement import (
@@ -28,43 +28,36 @@ if TYPE_CHECKING:
 
 MOST_IPUS = 64  # of one process
 HALF = ("16.16", "16.32", "32.32")  # precisions of IPUs alone
-_NEAREST = {
-    "pipedream": "pipedream_flush (1F1B with a flush), or local_greedy, whose blocks wait for no gradient",
-    "pipedream_2bw": "pipedream_flush with a larger gradient_accumulation",
-    "pipemare": "pipedream_flush, or local_greedy",
-    "pipelined_backprop": "pipedream_flush, or local_greedy",
-    "spectrain": "pipedream_flush, or local_greedy",
-    "local_overlapping": "local_greedy, or local_chunked with larger blocks",
-}
+_MOMENTS = ("accum_type", "first_order_momentum_accum_type", "second_order_momentum_accum_type")
+# PopTorch's optimizers by our names: the tensors that may be float16
+ACCUMULATORS = {"sgd": ("accum_type", "velocity_accum_type"), **dict.fromkeys(("adam", "adamw", "rmsprop"), _MOMENTS)}
 
 Case = Tuple[Any, str, str]  # whether it applies, the key (`ipu.` stands for backend.ipu.), the reason and the remedy
 
 
-def show_key(config: Config, key: str) -> str:
-    """Return `key: value` of a config's key, as the lines about it begin."""
-    value = attrgetter(key)(config)
-    section = "backend." if key.startswith("ipu.") else ""
-    return f"{section}{key}: {str(value).lower() if isinstance(value, bool) else value}"
-
-
-def _list_faults(config: Config, *cases: Case) -> List[str]:
-    return [f"{show_key(config, key)}: {why}" for applies, key, why in cases if applies]
+def list_faults(config: Config, *cases: Case) -> List[str]:
+    """Return `key: value: reason` of the cases that apply."""
+    faults = []
+    for applies, key, why in cases:
+        if applies:
+            value, section = attrgetter(key)(config), "backend." if key.startswith("ipu.") else ""
+            faults.append(f"{section}{key}: {str(value).lower() if isinstance(value, bool) else value}: {why}")
+    return faults
 
 
 def check_method(method: Method) -> List[str]:
     """Return why PopTorch cannot run the method, and which similar one it can."""
     if get_execution(method) is not None:
         return []
-    nearest = _NEAREST.get(method.name, "gpipe or pipedream_flush")
-    why = (
-        f"nobody has said that PopTorch runs its schedule ({method.pipeline.value}) with its reads "
-        f"({method.forward_reads.value}, {method.backward_reads.value})"
-    )
+    nearest = "gpipe or pipedream_flush"
     if method.is_stale:
-        why = "a PopTorch pipeline is flushed at every weight update and keeps one version of the weights, so no pass can read "
-        why += "old ones"
+        why = "a PopTorch pipeline is flushed at every weight update and keeps one version of the weights"
+        nearest = "pipedream_flush (1F1B with a flush), local_greedy, whose blocks wait for no gradient"
     elif method.structure is not None and method.structure.overlap:
-        why = "a layer's weights would be on two IPUs, which PopART refuses in a pipeline"
+        why, nearest = "a layer's weights would be on two IPUs, which PopART refuses in a pipeline", "local_greedy, local_chunked"
+    else:
+        reads = f"{method.forward_reads.value}, {method.backward_reads.value}"
+        why = f"nobody has said that PopTorch runs its schedule ({method.pipeline.value}) with its reads ({reads})"
     return [f"method: {method.name}: {why}: use {nearest}, or backend.name emulator or distributed"]
 
 
@@ -74,143 +67,115 @@ def check_config(config: Config, method: Method) -> List[str]:
     name = config.backend.name
     if name != "poptorch":
         why = f"is of backend.name poptorch, must be float32, float64, bfloat16 or {MIXED} with {name}"
-        return _list_faults(config, (config.precision in HALF, "precision", why))
-    ipu, locations, device = config.ipu, config.ipu.tensor_locations, config.backend.device
-    accumulation, clip = config.gradient_accumulation, config.clip
-    iterations, overlaps, offline = ipu.device_iterations, ipu.overlapped_io != "none", ipu.offline_target is not None
-    faults = check_method(method)
-    # fmt: off
-    faults += _list_faults(
-        config,
-        (config.precision not in ("float32", *HALF), "precision",
-         f"no IPU computes in it: must be {', '.join(HALF)} or float32"),
-        (device != "cpu", "backend.device", "poptorch's host is the CPU: must be cpu"),
-        (clip is not None and clip.scope != "global", "clip.scope",
-         "PopTorch clips by the global norm alone (max_grad_norm): must be global"),
-        (ipu.use_combined_accum and locations.optimizer != TensorLocation(), "ipu.use_combined_accum",
-         "leaves no optimizer state that tensor_locations.optimizer could place: use false, or leave that out"),
-        (overlaps and is_pipelined(method), "ipu.overlapped_io",
-         "PopTorch overlaps no input and output with a pipeline: must be none (prefetch_buffering_depth buffers instead), or "
-         "method naive"),
-        (overlaps and locations.num_io_tiles is None, "ipu.overlapped_io", "needs tensor_locations.num_io_tiles, 32 or more"),
-        (overlaps and ipu.output_mode not in ("all", "sum"), "ipu.output_mode", "with overlapped_io it must be all or sum"),
-        (ipu.output_mode == "every_n" and accumulation % ipu.output_return_period, "ipu.output_return_period",
-         f"must divide gradient_accumulation {accumulation}"),
-        (ipu.output_mode != "every_n" and ipu.output_return_period != 1, "ipu.output_return_period",
-         f"is of output_mode every_n: must be 1 with {ipu.output_mode}"),
-        (config.recompute and ipu.recomputation == "none", "recompute",
-         "contradicts backend.ipu.recomputation none: set one of them otherwise"),
-        *[(every and every % iterations, "ipu.device_iterations", f"a call is so many updates: must divide {key} {every}")
-          for key, every in (("steps", config.steps), ("checkpoint.every", config.checkpoint.every))],
-        (ipu.ipu_ids is not None and is_under_poprun(), "ipu.ipu_ids",
-         "not under poprun, which chooses the devices: leave it out"),
-        (offline and not ipu.compile_only, "ipu.offline_target", "nothing can run on it: needs compile_only: true"),
-        (offline and ipu.use_ipu_model, "ipu.use_ipu_model", "not together with offline_target: set one of them"),
-        *[(offline and getattr(ipu, key), f"ipu.{key}", "not with offline_target, which has no device: leave it out")
-          for key in ("ipu_ids", "log_cycle_count")],
-        (ipu.log_cycle_count and ipu.use_ipu_model, "ipu.log_cycle_count",
-         "cycles are counted by hardware alone: must be false"),
-    )
-    # fmt: on
-    faults += _check_locations(config) + _check_blocks(config, method)
-    if not faults and ipu.local == "fused" and method.structure is None:
+        return list_faults(config, (config.precision in HALF, "precision", why))
+    cases = [*_list_option_cases(config, method), *_list_location_cases(config), *_list_block_cases(config, method)]
+    faults = check_method(method) + list_faults(config, *cases)
+    if not faults and config.ipu.local == "fused" and method.structure is None:
         stages = config.stages.get("count") if isinstance(config.stages, dict) else config.stages
         count = len(stages) + 1 if isinstance(stages, list) else stages
         faults += check_placement(config, method, count) if isinstance(count, int) else []
     return faults
 
 
-def _check_locations(config: Config) -> List[str]:
-    """Return where tensors cannot be placed: sharded over one replica, or by tiles that are not set aside for it."""
-    locations, why = config.ipu.tensor_locations, "needs tensor_locations.num_io_tiles, 32 or more"
-    unfit = {
-        "replicated_tensor_sharding": (
-            config.replicas == 1,
-            "shards over replicas, of which there is one: must be false, or replicas 2 or more",
-        ),
-        "io_tiles_to_load": (locations.num_io_tiles is None, why),
-        "io_tiles_to_store": (locations.num_io_tiles is None, why),
-    }
-    cases = [
-        (applies and attrgetter(f"{name}.{key}")(locations), f"ipu.tensor_locations.{name}.{key}", why)
-        for name in LOCATIONS
-        for key, (applies, why) in unfit.items()
-    ]
-    return _list_faults(config, *cases)
+# fmt: off
+def _list_option_cases(config: Config, method: Method) -> Iterator[Case]:
+    """Yield the cases of options that do not fit together."""
+    ipu, clip, period = config.ipu, config.clip, config.ipu.output_return_period
+    overlaps, offline, every_n = ipu.overlapped_io != "none", ipu.offline_target is not None, ipu.output_mode == "every_n"
+    yield config.precision not in ("float32", *HALF), "precision", f"no IPU computes in it: must be {', '.join(HALF)} or float32"
+    yield config.backend.device != "cpu", "backend.device", "poptorch's host is the CPU: must be cpu"
+    yield clip and clip.scope != "global", "clip.scope", "PopTorch clips by the global norm (max_grad_norm): must be global"
+    yield (ipu.use_combined_accum and ipu.tensor_locations.optimizer != TensorLocation(), "ipu.use_combined_accum",
+           "leaves no optimizer state that tensor_locations.optimizer could place: use false, or leave that out")
+    yield (overlaps and is_pipelined(method), "ipu.overlapped_io",
+           "PopTorch does not overlap it with a pipeline: must be none (prefetch_buffering_depth buffers), or method naive")
+    yield (overlaps and ipu.tensor_locations.num_io_tiles is None, "ipu.overlapped_io",
+           "needs tensor_locations.num_io_tiles, 32 or more")
+    yield overlaps and ipu.output_mode not in ("all", "sum"), "ipu.output_mode", "with overlapped_io it must be all or sum"
+    yield (every_n and config.gradient_accumulation % period, "ipu.output_return_period",
+           f"must divide gradient_accumulation {config.gradient_accumulation}")
+    yield not every_n and period != 1, "ipu.output_return_period", "must be 1, or output_mode every_n"
+    yield (config.recompute and ipu.recomputation == "none", "recompute",
+           "contradicts backend.ipu.recomputation none: set one of them otherwise")
+    for key, every in (("steps", config.steps), ("checkpoint.every", config.checkpoint.every)):
+        yield (every and every % ipu.device_iterations, "ipu.device_iterations",
+               f"the updates of a call: must divide {key} {every}")
+    yield (ipu.automatic_loss_scaling and ipu.changes_loss_scaling, "ipu.loss_scaling",
+           "must be one number with automatic_loss_scaling")
+    yield ipu.ipu_ids and is_under_poprun(), "ipu.ipu_ids", "not under poprun, which chooses the devices: leave it out"
+    yield offline and not ipu.compile_only, "ipu.offline_target", "nothing can run on it: needs compile_only: true"
+    yield offline and ipu.use_ipu_model, "ipu.use_ipu_model", "not together with offline_target: set one of them"
+    for key in ("ipu_ids", "log_cycle_count"):
+        yield offline and getattr(ipu, key), f"ipu.{key}", "not with offline_target, which has no device: leave it out"
+    yield (ipu.log_cycle_count and ipu.use_ipu_model, "ipu.log_cycle_count",
+           "cycles are counted by hardware alone: must be false")
 
 
-def _check_blocks(config: Config, method: Method) -> List[str]:
-    """Return what does not fit blocks with losses of their own, in one graph (fused) or in a process each (decoupled)."""
-    ipu, blocks, decoupled = config.ipu, method.structure, config.ipu.local == "decoupled"
-    accumulation = config.method_settings().get("block_accumulation")
-    # fmt: off
-    faults = _list_faults(
-        config,
-        (blocks is not None and config.clip is not None, "clip.norm",
-         f"PopTorch's norm is over all blocks, those of {method.name} know only their own: must be null"),
-        (accumulation is not None and not decoupled, "method_args.block_accumulation",
-         "in one graph all blocks are updated together: leave it out, or set backend.ipu.local=decoupled"),
-        (not decoupled and ipu.ipu_ids is not None and len(ipu.ipu_ids) != 1, "ipu.ipu_ids",
-         "must be one id of gc-info, that of a device with all the IPUs"),
-    )
-    if not decoupled:
-        return faults
-    return faults + _list_faults(
-        config,
-        (blocks is None, "ipu.local", f"{method.name} has one loss: must be fused, or a local_ method"),
-        (blocks is not None and blocks.layers is not None, "ipu.local",
-         f"{method.name} trains one block alone: must be fused"),
-        (config.replicas > 1, "replicas", "not with backend.ipu.local decoupled: must be 1"),
-        (ipu.device_iterations > 1, "ipu.device_iterations", "must be 1 with local decoupled"),
-        (ipu.ipus is not None, "ipu.ipus",
-         "with local decoupled every block has a device of its own: use ipu_ids, ids of gc-info"),
-        (ipu.data_loading.mode == "async", "ipu.data_loading.mode", "must be sync with local decoupled"),
-        (ipu.output_mode != "all", "ipu.output_mode", "must be all with local decoupled, which hands activations on"),
-        (ipu.compile_only, "ipu.compile_only", "not with local decoupled: must be false, or local fused"),
-        (ipu.profile != IpuProfile(), "ipu.local",
-         "its processes would write one profile over the other: leave backend.ipu.profile out"),
-    )
-    # fmt: on
+def _list_location_cases(config: Config) -> Iterator[Case]:
+    """Yield where tensors cannot be placed: sharded over one replica, or by tiles that are not set aside for it."""
+    has_tiles = config.ipu.tensor_locations.num_io_tiles is not None
+    for name in LOCATIONS:
+        location, key = getattr(config.ipu.tensor_locations, name), f"ipu.tensor_locations.{name}"
+        yield (location.replicated_tensor_sharding and config.replicas == 1, f"{key}.replicated_tensor_sharding",
+               "shards over replicas, of which there is one: must be false, or replicas 2 or more")
+        for way in ("io_tiles_to_load", "io_tiles_to_store"):
+            yield (getattr(location, way) and not has_tiles, f"{key}.{way}",
+                   "needs tensor_locations.num_io_tiles, 32 or more")
+
+
+def _list_block_cases(config: Config, method: Method) -> Iterator[Case]:
+    """Yield what does not fit blocks with losses of their own, in one graph (fused) or in a process each (decoupled)."""
+    ipu, blocks = config.ipu, method.structure
+    yield (blocks and config.clip, "clip.norm",
+           f"PopTorch's norm is over all blocks, those of {method.name} know only their own: must be null")
+    if ipu.local == "fused":
+        yield (config.method_settings().get("block_accumulation"), "method_args.block_accumulation",
+               "in one graph all blocks are updated together: leave it out, or set backend.ipu.local=decoupled")
+        yield (ipu.ipu_ids is not None and len(ipu.ipu_ids) != 1, "ipu.ipu_ids",
+               "must be one id of gc-info, that of a device with all the IPUs")
+        return
+    yield not blocks, "ipu.local", f"{method.name} has one loss: must be fused, or a local_ method"
+    yield blocks and blocks.layers is not None, "ipu.local", f"{method.name} trains one block alone: must be fused"
+    yield ipu.profile != IpuProfile(), "ipu.local", "its processes would write one profile over the other: leave profile out"
+    wanted = {"replicas": 1, "ipu.device_iterations": 1, "ipu.ipus": None, "ipu.data_loading.mode": "sync",
+              "ipu.output_mode": "all", "ipu.compile_only": False}
+    for key, value in wanted.items():
+        yield attrgetter(key)(config) != value, key, f"must be {str(value).lower()} with backend.ipu.local decoupled"
 
 
 def check_placement(config: Config, method: Method, stages: int) -> List[str]:
     """Return why that many stages cannot run on their IPUs; empty on other backends than PopTorch's."""
     if config.backend.ipu is None:
         return []
-    ipu, shares, wished = config.ipu, config.ipu.available_memory_proportion, config.ipu.inference_device_iterations
+    ipu, shares, iterations = config.ipu, config.ipu.available_memory_proportion, config.ipu.inference_device_iterations
     if ipu.ipus is not None and len(ipu.ipus) != stages:
-        return [f"{show_key(config, 'ipu.ipus')}: must name an IPU for each of {stages} stages"]
+        return list_faults(config, (True, "ipu.ipus", f"must name an IPU for each of {stages} stages"))
     place = place_stages(ipu, stages)
     forward, least, pipelined = place.forward_stages, place.least_accumulation, is_pipelined(method)
-    # fmt: off
-    faults = _list_faults(
+    total = place.ipus * config.replicas
+    reserved, is_simulated = round_up_ipus(total), ipu.use_ipu_model or ipu.offline_target is not None
+    counted = f"{place.ipus} IPUs x replicas {config.replicas} = {total}" if config.replicas > 1 else f"{total} IPUs"
+    faults = list_faults(
         config,
         (place.ipu_of[0] != 0, "ipu.ipus", "the first stage must be on IPU 0, which PopTorch counts as a stage anyhow"),
         (pipelined and place.ipus > 1 and config.gradient_accumulation < least, "gradient_accumulation",
          f"a PopTorch pipeline of {forward} stages needs at least 2 x {forward} - 1 = {least} microbatches an update: raise it "
          "(and lower micro_batch_size), take fewer stages, or method naive"),
-        (wished is not None and pipelined and wished < forward, "ipu.inference_device_iterations",
+        (iterations is not None and pipelined and iterations < forward, "ipu.inference_device_iterations",
          f"a pipeline of {forward} stages needs as many at least"),
         (isinstance(shares, list) and len(shares) != place.ipus, "ipu.available_memory_proportion",
          f"must be one number, or {place.ipus}, one an IPU"),
     )
-    # fmt: on
-    if ipu.use_ipu_model or ipu.offline_target is not None:
+    if is_simulated:
         return faults
-    total = place.ipus * config.replicas
-    reserved = round_up_ipus(total)
-    counted = f"{place.ipus} IPUs x replicas {config.replicas} = {total}" if config.replicas > 1 else f"{total} IPUs"
     if total != reserved and not ipu.auto_round_num_ipus:
-        why = f"IPUs are reserved by powers of 2, here {reserved}: take another number of stages or replicas, put two stages on "
-        why += f"one with backend.ipu.ipus, or auto_round_num_ipus: true, which leaves {reserved - total} idle"
-        return [*faults, f"stages: {counted}: {why}"]
+        remedy = "take another number of stages or replicas, put two on one with backend.ipu.ipus, or auto_round_num_ipus: true"
+        return [*faults, f"stages: {counted}: IPUs are reserved by powers of 2, here {reserved}: {remedy}"]
     why = f"{counted}: a process drives at most {MOST_IPUS}: take fewer, or start several with poprun --num-instances"
-    return faults + _list_faults(config, (reserved > MOST_IPUS and not is_under_poprun(), "replicas", why))
+    return faults + list_faults(config, (reserved > MOST_IPUS and not is_under_poprun(), "replicas", why))
 
 
-def check_model(
-    config: Config, method: Method, facts: ModelFacts, local_replicas: Optional[int] = None
-) -> List[str]:
+def check_model(config: Config, method: Method, facts: ModelFacts, local_replicas: Optional[int] = None) -> List[str]:
     """Return why PopTorch cannot run the job, each reason with its remedy; empty if none is known. `local_replicas`: of this
     process, where poprun started several."""
     ipu, shares, stages = config.ipu, config.ipu.available_memory_proportion, facts.stages
@@ -222,8 +187,7 @@ def check_model(
         return faults
     place = Placement((0,)) if decoupled else place_stages(ipu, stages)
     iterations, every = ipu.device_iterations, config.evaluate.interval(facts.updates_per_epoch)
-    # fmt: off
-    faults = _list_faults(
+    faults = list_faults(
         config,
         (decoupled and ipu.ipu_ids is not None and len(ipu.ipu_ids) != stages, "ipu.ipu_ids",
          f"must name a device for each of {stages} blocks"),
@@ -232,18 +196,17 @@ def check_model(
         (facts.written and config.replicas > 1 and ipu.broadcast_buffers, "ipu.broadcast_buffers",
          f"training writes {list_some(facts.written, 3)} on each of {config.replicas} replicas apart, which PopTorch does not "
          "broadcast: set it to false (the first replica's are kept), or use GroupNorm"),
-        (local_replicas is not None and round_up_ipus(place.ipus * config.replicas) > MOST_IPUS, "replicas",
+        (local_replicas and round_up_ipus(place.ipus * config.replicas) > MOST_IPUS, "replicas",
          f"of each process, on {place.ipus} IPUs each: a process drives at most {MOST_IPUS}: start more with poprun "
          "--num-instances"),
         (facts.updates % iterations, "ipu.device_iterations",
-         f"a call is so many updates: must divide the run's {facts.updates} (steps, epochs)"),
+         f"the updates of a call: must divide the run's {facts.updates} (steps, epochs)"),
         (every < facts.updates and every % iterations, "ipu.device_iterations",
          f"must divide the {every} updates between evaluations (evaluate.every)"),
+        # weights are sharded over a process's own replicas
+        *(_list_location_cases(config) if local_replicas is not None else ()),
     )
-    # fmt: on
     faults += [] if decoupled else _check_layout(facts, place, method)
-    if local_replicas is not None:
-        faults += _check_locations(config)  # weights are sharded over a process's own replicas
     return faults + _check_forward(facts, config.precision) + _check_optimizer(*facts.optimizer, config)
 
 
@@ -257,59 +220,54 @@ def _check_layout(facts: ModelFacts, place: Placement, method: Method) -> List[s
         order = ", ".join(map(str, facts.order))
         faults.append(f"stages: a forward begins them in the order {order}: on IPUs each must begin once, in order")
     for name, stages in facts.shared.items() if is_pipelined(method) else ():
-        used = sorted({place.ipu_of[s] for s in stages})
-        if len(used) > 1:
-            where = f"stages {', '.join(map(str, stages))} on IPUs {', '.join(map(str, used))}"
-            why = "but a weight or buffer lies on one: put them on the same with backend.ipu.ipus, or cut elsewhere"
-            faults.append(f"model: {name}: used by {where}, {why}")
+        ipus = sorted({place.ipu_of[s] for s in stages})
+        if len(ipus) > 1:
+            where = f"stages {', '.join(map(str, stages))} on IPUs {', '.join(map(str, ipus))}"
+            faults.append(f"model: {name}: used by {where}, but a weight or buffer lies on one: put them on the same with "
+                          "backend.ipu.ipus, or cut elsewhere")
     return faults
 
 
 def _check_forward(facts: ModelFacts, precision: str) -> List[str]:
     """Return what of the forward PopTorch would accept and compute otherwise, or refuse when it compiles."""
-    input_type = str(facts.input_type).replace("torch.", "")
-    # fmt: off
+    integers = [] if facts.input_type.is_floating_point else [f"inputs are {str(facts.input_type).replace('torch.', '')}"]
     whys = (
         ("model", facts.functions, "PopTorch differentiates the operations of a torch.autograd.Function's forward and never "
          "calls its backward: write it as plain operations"),
         ("model", facts.ungraded, "torch.no_grad() has no effect inside a forward on an IPU: use .detach() on what is read"),
         ("model", facts.counters, "training writes an integer buffer, which is a constant on an IPU: keep it in float32, or "
          "out of the forward"),
-        ("precision: 16.32", [] if facts.input_type.is_floating_point else [f"inputs are {input_type}"],
-         "nothing would be computed in half precision: use 16.16 or 32.32"),
+        ("precision: 16.32", integers, "nothing would be computed in half precision: use 16.16 or 32.32"),
         ("precision: 16.32", facts.biased_convolutions, "torch 2.0.1 has no convolution of half-precision inputs with a float32 "
          "bias: use bias=False, 16.16 or 32.32"),
     )
-    # fmt: on
     keys = ("model", f"precision: {precision}")
     return [f"{key}: {list_some(names, 3)}: {why}" for key, names, why in whys if names and key in keys]
 
 
 def _check_optimizer(kind: str, groups: Sequence[Mapping[str, Any]], config: Config) -> List[str]:
     """Return what PopTorch does not have of the optimizer that trains, whatever the config's own says."""
-    from ipu_pipe.backends.ipu.optimizer import ACCUMULATORS
-
     if kind not in ACCUMULATORS:
         return [f"optimizer: {kind}: PopTorch has none such: must be torch.optim's SGD, Adam, AdamW or RMSprop"]
-    ipu = config.ipu
-    types = sorted({key for keys in ACCUMULATORS.values() for key in keys} - set(ACCUMULATORS[kind]))
-    faults = _list_faults(
-        config,
-        *[(getattr(ipu, key) != "float32", f"ipu.{key}", f"{kind} has none: must be float32") for key in types],
-        (ipu.use_combined_accum and kind != "sgd", "ipu.use_combined_accum", f"{kind} has none: it is of sgd"),
-        (config.clip is not None and kind == "rmsprop", "clip.norm", "PopTorch does not clip with rmsprop: must be null"),
-    )
+    ipu, combined = config.ipu, config.ipu.use_combined_accum
     chosen = {key for group in groups for key, value in group.items() if key != "params" and value}
+    others = {key for keys in ACCUMULATORS.values() for key in keys}.difference(ACCUMULATORS[kind])
+    faults = list_faults(
+        config,
+        *[(getattr(ipu, key) != "float32", f"ipu.{key}", f"{kind} has none: must be float32") for key in sorted(others)],
+        (combined and kind != "sgd", "ipu.use_combined_accum", f"{kind} has none: it is of sgd"),
+        (config.clip and kind == "rmsprop", "clip.norm", "PopTorch does not clip with rmsprop: must be null"),
+    )
     for key in sorted(chosen & {"maximize", "differentiable", "capturable", "amsgrad"}):
         faults.append(f"optimizer.{key}: true: PopTorch does not have it: must be false")
     if "dampening" in chosen:
-        why = "PopART's velocity starts at zero, PyTorch's at the first gradient, so that they would differ"
-        faults.append(f"optimizer.dampening: {why}: must be 0")
+        faults.append("optimizer.dampening: PopART's velocity starts at zero, PyTorch's at the first gradient: must be 0")
     # PopART's Nesterov step takes the accumulator as it is (compoundscalarhelper.cpp: NesterovDampeningScaleFactor times
     # DampeningScaleFactor is 1 / loss scale, whatever the mean's divisor): it is the mean only where that is kept running.
     accumulates = config.gradient_accumulation * config.replicas > 1 or ipu.local == "decoupled"
     running = ipu.mean_reduction_strategy == "running" or ipu.accum_type == "float16"
-    if "nesterov" in chosen and (ipu.use_combined_accum or (accumulates and not running)):
+    if "nesterov" in chosen and (combined or (accumulates and not running)):
         remedy = "backend.ipu.mean_reduction_strategy=running and use_combined_accum=false"
         faults.append(f"optimizer.nesterov: true: PopART would take the sum of the microbatches' gradients: set {remedy}")
     return faults
+# fmt: on

@@ -13,7 +13,7 @@ so that each block's gradient is its own loss's alone. A loss is computed where 
 from __future__ import annotations
 
 import copy
-from typing import Any, Iterator, Optional, Sequence, Tuple
+from typing import Any, Iterator, List, Optional, Sequence, Tuple
 
 import torch
 from torch import nn
@@ -108,6 +108,10 @@ class Wrapped(nn.Module):
         if isinstance(block_loss, nn.Module):
             self.loss = nn.ModuleList([copy.deepcopy(block_loss) for _ in range(body.losses)])
         self._narrow, self._overlap, self._hands_on = narrow, overlap, hands_on
+
+    def list_names(self) -> List[Optional[str]]:
+        """Return the names of all parameters in the user's model, see `get_unsplit_name`."""
+        return [get_unsplit_name(name) for name, _ in self.named_parameters()]
 
     def forward(self, x: torch.Tensor, y: Optional[torch.Tensor] = None) -> Any:
         """Run a microbatch x with its labels y, in training; the module's docstring says what it returns."""

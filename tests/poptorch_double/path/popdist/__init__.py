@@ -24,7 +24,7 @@ def _number(name: str, default: int) -> int:
 
 
 def getInstanceIndex() -> int:
-    return _number("POPDIST_INSTANCE_INDEX", 0)
+    return _number("POPDIST_INSTANCE_INDEX", int(os.environ.get("RANK", "0")))
 
 
 def getNumInstances() -> int:
