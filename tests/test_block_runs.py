@@ -20,7 +20,6 @@ from ipu_pipe.schedule.methods import Method, resolve_method
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.studies import vector_grids, vector_runs
-from ipu_pipe.studies.experiment import Claim
 from ipu_pipe.studies.history_delays import fit_exponent
 from ipu_pipe.studies.objectives import (
     Logistic,
@@ -308,8 +307,9 @@ def test_the_best_step_of_each_row_is_told_with_what_the_paper_says(tmp_path: Pa
     grid = vector_grids.VectorGrid(
         "tiny", "Tiny", "nobody", "small", lambda seed: make_random_quadratic(40, D, 5, seed), [],
         [
-            Claim("A is better than B", lambda finals: finals["A"] < finals["B"]),
-            Claim("B is better than A", lambda finals: finals["B"] < finals["A"]),
+            vector_grids.compare_pairs("A is better than B", [("A", "B")]),
+            vector_grids.compare_pairs("B is better than A", [("B", "A")]),
+            vector_grids.compare_pairs("C is better than A", [("C", "A")]),
         ],
     )  # fmt: skip
     runs = {
@@ -325,18 +325,22 @@ def test_the_best_step_of_each_row_is_told_with_what_the_paper_says(tmp_path: Pa
             make_run("B", 0.5, 9, np.inf),
             make_run("B", 0.25, 9, 5.0),
         ],
+        2: [make_run("A", 0.5, 9, 1.5), make_run("B", 0.25, 9, 4.5)],
     }
     outcome = grid.compare(runs, tmp_path)
     outcome.write(tmp_path)
     results = outcome.results
     a, b = results["rows"]
-    assert (a["final"], a["step_by_seed"], a["final_by_seed"]) == (1.5, {"0": 0.5, "1": 0.25}, {"0": 1.0, "1": 2.0})
+    assert (a["final"], a["step_by_seed"], a["final_by_seed"]) == (
+        1.5,
+        {"0": 0.5, "1": 0.25, "2": 0.5},
+        {"0": 1.0, "1": 2.0, "2": 1.5},
+    )
     assert (b["final"], b["stable_steps"], b["slots"]) == (4.5, [0.25], 2)
-    assert results["agrees"] is False and results["differences"] == ["not reproduced: B is better than A"]
-    held = {each["statement"]: each["reproduced"] for each in results["statements"]}
-    assert held == {"A is better than B": True, "B is better than A": False}
+    assert [verdict["verdict"] for verdict in results["verdicts"]] == ["shown", "contradicted", "not run"]
+    assert results["agrees"] is False and len(results["differences"]) == 2
     assert json.loads((tmp_path / "results.json").read_text())["rows"][0]["step"] == 0.5
-    assert "| A | 2^-1, 2^-2 | 1.5 +- 0.71 | 1, 2 | 1 | 2 |" in (tmp_path / "table.md").read_text()
+    assert "| A | 2^-1, 2^-2, 2^-1 | 1.5 +- 0.5 | 1, 2, 1.5 | 1 | 2 |" in (tmp_path / "table.md").read_text()
     assert (tmp_path / "curves.png").read_bytes()[1:4] == b"PNG"
 
 
@@ -360,9 +364,7 @@ def test_delay_statistics_and_their_fit(tmp_path: Path, capsys: pytest.CaptureFi
         "mean": 31.5,
         "greatest": 60,
     }
-    assert all(
-        (tmp_path / "rpd_delays" / name).stat().st_size > 10_000 for name in ("delays.png", "timelines.png")
-    )
+    assert all((tmp_path / "rpd_delays" / name).stat().st_size > 10_000 for name in ("delays.png", "timelines.png"))
     assert fit_exponent([2, 4, 8], [12, 48, 192]) == pytest.approx(2)
 
 

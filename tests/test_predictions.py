@@ -26,6 +26,7 @@ from ipu_pipe.schedule.clock import HOST
 from ipu_pipe.schedule.methods import METHODS
 from ipu_pipe.studies import catalogue, predicted_2bw, predicted_local
 from ipu_pipe.studies.experiment import PredictedRows, make_prediction
+from ipu_pipe.studies.verdicts import SHOWN, judge_exactly
 
 ROOT = Path(__file__).resolve().parents[1]
 counts = pytest.mark.skipif(FlopCounterMode is None, reason="this PyTorch counts no FLOPs")
@@ -57,7 +58,7 @@ def test_the_local_papers_speedups_are_predicted_within_eight_points() -> None:
     found = predicted_local.predict_speedups()
     same_as_docs("plan_local_table1", found)
     errors = [abs(row["error"]) for row in found.rows]
-    assert sum(errors) / 7 <= 8 and not found.differences
+    assert sum(errors) / 7 <= 8 and found.verdicts[0].verdict == SHOWN
     bounds = [abs(row["bound"] - row["printed"]) for row in found.rows]
     assert sum(bounds) / 7 == pytest.approx(11.6, abs=0.05)
     assert any("the bound times the best constant: 5.4" in note for note in found.notes)
@@ -74,7 +75,7 @@ def test_the_local_papers_memory_is_in_order() -> None:
         by.setdefault((row["network"], row["samples"], row["devices"]), {})[row["method"]] = row["predicted"]
     for sizes in by.values():
         assert sizes["local"] < sizes["backpropagation, recompute"] < sizes.get("backpropagation", 1e9)
-    assert len(found.differences) <= 20
+    assert sum(verdict.difference or 0 for verdict in found.verdicts) <= 20
     assert all(0.6 < row["predicted"] / row["printed"] < 1.2 for row in found.rows)
 
 
@@ -134,12 +135,12 @@ def test_the_command_prints_a_table(monkeypatch: pytest.MonkeyPatch, capsys: Any
         return int(left.value.code or 0)
 
     row = {"what": "a", "printed": 1, "predicted": 2.0}
-    columns = (("what", "what"), ("predicted", "predicted"))
-    made = make_prediction("plan_2bw", "Title", "Paper", columns, lambda: PredictedRows([row], ["note"], ["less"]))
+    columns, less = {"what": "what", "predicted": "predicted"}, judge_exactly("as much", False, -1.0)
+    made = make_prediction("plan_2bw", "Title", "Paper", columns, lambda: PredictedRows([row], ["note"], [less]))
     monkeypatch.setattr(catalogue, "TABLE_2BW", made)
     assert tool("plan_2bw", "--json", "--out", str(tmp_path)) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["rows"] == [row] and found["agrees"] is False and found["differences"] == ["less"] and found["source"]
+    assert found["rows"] == [row] and found["agrees"] is False and found["verdicts"][0]["verdict"] == "contradicted" and found["source"]
     assert "| a | 2 |" in (tmp_path / "plan_2bw" / "table.md").read_text(encoding="utf-8")
     assert tool("plan_2bw", "--seeds", "1") == 2
     assert "error: --seeds: plan_2bw: " in capsys.readouterr().err

@@ -14,11 +14,12 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Sequence, Tuple, TypeVar
+from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Sequence, TypeVar
 
 from ipu_pipe.errors import BadInput, RunFault, find_user_fault, guard_writing
 from ipu_pipe.files import write, write_json
 from ipu_pipe.launcher import end_with
+from ipu_pipe.studies import verdicts
 
 Key = TypeVar("Key")
 Result = Dict[str, Any]  # of a run, as plain data
@@ -58,14 +59,11 @@ class Outcome:
         with guard_writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
         curves = {"curves": self.curves} if self.curves else {}
-        files = [
-            write_json(folder / "results.json", {**self.results, **curves}),
-            write(folder / "table.md", self.table),
-        ]
+        write_json(folder / "results.json", {**self.results, **curves})
+        write(folder / "table.md", self.table)
         for name, draw in self.pictures.items():
             draw(folder / name)
-            files.append(folder / name)
-        return files
+        return [folder / name for name in ("results.json", "table.md", *self.pictures)]
 
 
 @dataclass(frozen=True)
@@ -159,33 +157,16 @@ def call_with_picklable_faults(work: Callable[..., Result], arguments: Sequence[
         raise fault from None
 
 
-# ---- claims and tables
-
-
-class Claim(NamedTuple):
-    """A statement of the paper; `holds` says whether the final values by row label agree with it."""
-
-    text: str
-    holds: Callable[[Mapping[str, float]], bool]
-
-
-def list_statements(holds_by_text: Mapping[str, bool]) -> Dict[str, Any]:
-    """Return the keys "statements", "agrees" and "differences" of the results."""
-    return {
-        "statements": [{"statement": text, "reproduced": holds} for text, holds in holds_by_text.items()],
-        "agrees": all(holds_by_text.values()),
-        "differences": [f"not reproduced: {text}" for text, holds in holds_by_text.items() if not holds],
-    }
+# ---- tables
 
 
 def make_markdown(
     results: Mapping[str, Any], notes: Sequence[str], head: Sequence[str], rows: Sequence[Sequence[Any]]
 ) -> str:
-    """Return title, notes and table as Markdown; if the results have statements, whether each of them holds."""
+    """Return title, notes and table as Markdown, and the verdicts on the paper's claims."""
     lines = [f"# {results['title']}", "", *notes, "", *make_table(head, rows)]
-    if results.get("statements"):
-        verdicts = [(s["statement"], "holds" if s["reproduced"] else "does not hold") for s in results["statements"]]
-        lines += ["", *make_table(("the paper says", "in the means of these runs"), verdicts)]
+    if results["verdicts"]:
+        lines += ["", *make_table(verdicts.COLUMNS, verdicts.make_rows(results["verdicts"]))]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -203,34 +184,31 @@ def make_table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> List[str]:
 
 
 class PredictedRows(NamedTuple):
-    """The rows of a prediction; `notes` on the whole table, assumptions included; `differences` from the paper in words."""
+    """The rows of a prediction; `notes` on the whole table, assumptions included."""
 
     rows: List[Dict[str, Any]]
     notes: List[str]
-    differences: List[str]
+    verdicts: List[verdicts.Verdict]
 
 
 def make_prediction(
-    name: str, title: str, source: str, columns: Sequence[Tuple[str, str]], predict: Callable[[], PredictedRows]
+    name: str, title: str, source: str, columns: Mapping[str, str], predict: Callable[[], PredictedRows]
 ) -> Experiment:
-    """Return a table of what the planner predicts beside what a paper measured.
+    """Return a table of what the planner predicts beside what a paper measured; `columns`: key of a row -> heading.
 
-    `columns` are (key of a row, heading). No run is made: all follows from models by shape, hardware files and schedules, in
-    seconds.
+    No run is made: all follows from models by shape, hardware files and schedules, in seconds.
     """
 
     def run(request: Request) -> Outcome:
         predicted = predict()
         results = {
             **experiment.describe(), "predicted": True, "rows": predicted.rows, "notes": predicted.notes,
-            "agrees": not predicted.differences, "differences": predicted.differences,
+            **verdicts.make_results(predicted.verdicts),
         }  # fmt: skip
         intro = f"Source: {source}. Made by `python tools/reproduce.py {name}`. Everything not printed in the paper is predicted."
-        cells = [[row.get(key) for key, _ in columns] for row in predicted.rows]
-        table = make_markdown(results, [intro], [heading for _, heading in columns], cells)
+        cells = [[row.get(key) for key in columns] for row in predicted.rows]
+        table = make_markdown(results, [intro], list(columns.values()), cells)
         table += "".join(f"\n- {note}" for note in predicted.notes) + "\n"
-        if predicted.differences:
-            table += "\nDifferent from the paper:\n\n" + "\n".join(f"- {text}" for text in predicted.differences) + "\n"
         return Outcome(results, table, request.runs / name)
 
     experiment = Experiment(name, title, source, "predicted", run)

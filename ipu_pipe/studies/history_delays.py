@@ -15,7 +15,8 @@ from ipu_pipe.schedule.global_history import count_history_delays
 from ipu_pipe.schedule.methods import resolve_method
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
-from ipu_pipe.studies.experiment import Experiment, Outcome, Request, list_statements, make_markdown
+from ipu_pipe.studies.experiment import Experiment, Outcome, Request, make_markdown
+from ipu_pipe.studies.verdicts import judge_exactly, make_results
 
 STAGES = range(2, 41)
 
@@ -25,21 +26,24 @@ def run_delays(request: Request) -> Outcome:
     delays = {P: compute_delays(P) for P in STAGES}
     deep = [P for P in STAGES if P >= 10]
     fits = {key: fit_exponent(deep, [delays[P][key] for P in deep]) for key in ("mean", "greatest")}
-    holds_by_text = {
-        "the greatest is P^2 - P/2, for odd P P^2 - (P+1)/2": all(
-            delays[P]["greatest"] == compute_greatest_delay(P) for P in STAGES
-        ),
-        "the mean is (P^2 - 1)/2": all(abs(delays[P]["mean"] - compute_mean_delay(P)) < 1e-9 for P in STAGES),
-        "the least is floor((P-1)/2)": all(delays[P]["least"] == compute_least_delay(P) for P in STAGES),
-        "both grow as P^2 (exponent fitted from P = 10 on within 0.05 of 2)": all(
-            abs(fit - 2) < 0.05 for fit in fits.values()
-        ),
+    laws = {
+        "the greatest is P^2 - P/2, for odd P P^2 - (P+1)/2": ("greatest", compute_greatest_delay),
+        "the mean is (P^2 - 1)/2": ("mean", compute_mean_delay),
+        "the least is floor((P-1)/2)": ("least", compute_least_delay),
     }
+    verdicts = []
+    for text, (key, law) in laws.items():
+        apart = max(abs(delays[P][key] - law(P)) for P in STAGES)
+        verdicts.append(judge_exactly(text, apart < 1e-9, apart))
+    apart = max(abs(fit - 2) for fit in fits.values())
+    verdicts.append(
+        judge_exactly("both grow as P^2 (exponent fitted from P = 10 on within 0.05 of 2)", apart < 0.05, apart)
+    )
     rows = [
         {"method": "pipedream", "args": {"stages": P}, "step": None, "final": delays[P]["greatest"], **delays[P]}
         for P in STAGES
     ]
-    results = {**DELAYS.describe(), "rows": rows, "exponents": fits, **list_statements(holds_by_text)}
+    results = {**DELAYS.describe(), "rows": rows, "exponents": fits, **make_results(verdicts)}
     shown = ", ".join(f"{key} P^{value:.3f}" for key, value in fits.items())
     intro = (
         f"Source: {DELAYS.source}. Made by `python tools/reproduce.py {DELAYS.name}`, from the timeline; fitted from P = 10 on: "

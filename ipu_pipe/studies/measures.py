@@ -392,7 +392,9 @@ class Measure(NamedTuple):
 def _by_epoch_and_time(name: str, y_label: str) -> Dict[str, Draw]:
     return {
         f"{name}_by_epoch.png": functools.partial(draw_means, x=0, x_label="epoch", y_label=y_label),
-        f"{name}_by_time.png": functools.partial(draw_means, x=1, x_label="time (epochs / utilization)", y_label=y_label),
+        f"{name}_by_time.png": functools.partial(
+            draw_means, x=1, x_label="time (epochs / utilization)", y_label=y_label
+        ),
     }
 
 

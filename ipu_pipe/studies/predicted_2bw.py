@@ -26,6 +26,7 @@ from ipu_pipe.plan.candidates import Candidate, list_candidates, list_layouts
 from ipu_pipe.plan.prediction import Costing, Prediction, Problem, Sums, predict_fastest
 from ipu_pipe.plan.search import search
 from ipu_pipe.studies.experiment import PredictedRows, make_prediction
+from ipu_pipe.studies.verdicts import Verdict, judge_exactly
 
 SOURCE = "Narayanan et al. 2021 (PipeDream-2BW)"
 VOCABULARY, SEQUENCE, BLOCKS = 50304, 512, 48
@@ -119,7 +120,8 @@ def predict_memory() -> Dict[str, float]:
     problem = make_problem(count_gpt(1920), 8)
     starts = cut_equally(problem.units, 8)
     return {
-        method: find_fullest(problem, predict_fastest(problem, Candidate(method, 8, 1, 8, 8, True), starts)) for method in NAMES
+        method: find_fullest(problem, predict_fastest(problem, Candidate(method, 8, 1, 8, 8, True), starts))
+        for method in NAMES
     }
 
 
@@ -155,55 +157,68 @@ RATIOS = (
     (FLUSH, NAIVE, 512, 4.1), (FLUSH, NAIVE, 2048, 5.3), (TWO_BW, NAIVE, 2048, 6.1), (TWO_BW, GPIPE, 512, 3.2),
     (FLUSH, GPIPE, 512, 2.1), (FLUSH, GPIPE, 2048, 3.0), (TWO_BW, FLUSH, 512, 1.6), (TWO_BW, FLUSH, 2048, 1.15),
 )  # fmt: skip
+ORDER = (TWO_BW, FLUSH, GPIPE, NAIVE)  # from the fastest
 NAMES = {NAIVE: "inter-layer", GPIPE: "GPipe", FLUSH: "Flush", TWO_BW: "2BW"}
 
 
 def predict_2bw() -> PredictedRows:
     """Predict ratios of throughput, orders of memory and of model sizes, and the planner's choices."""
     rows: List[Dict[str, Any]] = []
-    differences: List[str] = []
+    verdicts: List[Verdict] = []
 
     def add(figure: str, what: str, printed: Any, *predicted: Any) -> None:
-        rows.append({"figure": figure, "what": what, "printed": printed, **dict(zip(("small", "large"), predicted))})
+        row = {"figure": figure, "what": what, "printed": printed, **dict(zip(("small", "large"), predicted))}
+        if isinstance(printed, float):
+            row["error"] = ", ".join(f"{value / printed - 1:+.0%}" for value in predicted)
+        rows.append(row)
 
     rates = {
         (width, batch): predict_throughputs(width, depth, batch) for _, width, depth in MODELS for batch in BATCHES
     }
     for faster, slower, batch, printed in RATIOS:
         models = MODELS[:1] if slower == NAIVE else MODELS  # against inter-layer the paper has the smaller model alone
-        ratios = [rates[width, batch][faster] / rates[width, batch][slower] for _, width, _ in models]
-        add(
-            "6", f"{NAMES[faster]} over {NAMES[slower]}, batch {batch}", printed, *(round(ratio, 2) for ratio in ratios)
-        )
+        ratios = [round(rates[width, batch][faster] / rates[width, batch][slower], 2) for _, width, _ in models]
+        add("6", f"{NAMES[faster]} over {NAMES[slower]}, batch {batch}", printed, *ratios)
+        claim = f"Figure 6: {NAMES[faster]} is up to {printed} times as fast as {NAMES[slower]}, batch {batch}"
+        verdicts.append(judge_exactly(claim, max(ratios) <= printed, printed - max(ratios)))
     for (width, batch), rate in rates.items():
-        order = sorted(NAMES, key=lambda name: -rate[name])
-        if order != [TWO_BW, FLUSH, GPIPE, NAIVE]:
-            names = ", ".join(NAMES[n] for n in order)
-            differences.append(f"Figure 6, width {width}, batch {batch}: the order is {names}")
+        lead = min(rate[a] / rate[b] - 1 for a, b in zip(ORDER, ORDER[1:]))
+        names = ", ".join(NAMES[method] for method in ORDER)
+        verdicts.append(judge_exactly(f"Figure 6, width {width}, batch {batch}: the order is {names}", lead > 0, lead))
     memory = predict_memory()
     for method, size in sorted(memory.items(), key=lambda item: item[1]):
-        printed_memory = "does not fit" if method == GPIPE else None
-        add("7", f"fullest of 8 devices, batch 64, GB: {NAMES[method]}", printed_memory, round(size / GIGA, 1))
-    if not memory[NAIVE] <= memory[FLUSH] < memory[TWO_BW] < memory[GPIPE]:
-        differences.append("Figure 7: the order is not inter-layer, Flush, 2BW, GPipe")
+        add(
+            "7", f"fullest of 8 devices, batch 64, GB: {NAMES[method]}", "does not fit" if method == GPIPE else None,
+            round(size / GIGA, 1),
+        )  # fmt: skip
+    apart = min(memory[FLUSH] / memory[NAIVE], memory[TWO_BW] / memory[FLUSH], memory[GPIPE] / memory[TWO_BW]) - 1
+    verdicts.append(
+        judge_exactly("Figure 7: memory grows from inter-layer over Flush and 2BW to GPipe", apart >= 0, apart)
+    )
     limit = make_problem(count_gpt(1920), 8).memory_bytes
-    if [method for method, size in memory.items() if size > limit] != [GPIPE]:
-        differences.append("Figure 7: GPipe is not the only one that does not fit")
+    apart = min(memory[GPIPE] / limit - 1, *(1 - memory[method] / limit for method in (NAIVE, FLUSH, TWO_BW)))
+    verdicts.append(judge_exactly("Figure 7: GPipe alone does not fit", apart > 0, apart))
     sizes = {depth: find_largest_model(depth) / GIGA for depth in (4, 8, 16, 32, 64)}
     for depth, size in sizes.items():
         printed_size = "almost 30" if depth == 64 else None
         add("9", f"largest model, depth {depth}, billions of parameters", printed_size, round(size, 1))
-    if list(sizes.values()) != sorted(sizes.values()):
-        differences.append("Figure 9: a deeper pipeline does not always hold a larger model")
+    apart = min(sizes[2 * depth] - sizes[depth] for depth in (4, 8, 16, 32))
+    verdicts.append(judge_exactly("Figure 9: a deeper pipeline holds a larger model", apart >= 0, apart))
+    apart = sizes[64] / 30 - 1
+    verdicts.append(
+        judge_exactly("Figure 9: almost 30 billion parameters at depth 64 (margin 10 %)", abs(apart) < 0.1, apart)
+    )
     for batch in BATCHES:
         depths = [choose_depth(width, batch) for _, width, _ in MODELS]
-        printed_depths = " and ".join(str(depth) for *_, depth in MODELS)
-        add("choice", f"depth of the best pipeline, batch {batch}", printed_depths, *depths)
-        differences += [
-            f"the planner's choice for {name} with batches of {batch}: {chosen} deep, the paper's {depth}"
-            for (name, _, depth), chosen in zip(MODELS, depths)
-            if chosen != depth
-        ]
+        add(
+            "choice",
+            f"depth of the best pipeline, batch {batch}",
+            " and ".join(str(depth) for *_, depth in MODELS),
+            *depths,
+        )
+        for (name, _, depth), chosen in zip(MODELS, depths):
+            claim = f"the planner's choice for {name} with batches of {batch} is {depth} deep"
+            verdicts.append(judge_exactly(claim, chosen == depth, chosen - depth))
     notes = [
         "assumed: 48 blocks of width 1920 and 2560, vocabulary 50,304, sequences of 512, float16 with Adam, recomputation by"
         " stage, as many blocks on each stage except for the planner's own choice, microbatches of 8 (batches of 512 with as many"
@@ -211,16 +226,14 @@ def predict_2bw() -> PredictedRows:
         f"FLOPs {HOW}",
         'the paper\'s ratios of Figure 6 are the greatest ("up to") of the models and batches that it tried',
     ]
-    return PredictedRows(rows, notes, differences)
+    return PredictedRows(rows, notes, verdicts)
 
 
 TABLE_2BW = make_prediction(
-    "plan_2bw",
-    "PipeDream-2BW on 64 V100s",
-    f"{SOURCE}, Figures 6, 7 and 9",
-    (
-        ("figure", "figure"), ("what", "what"), ("printed", "printed in the paper"),
-        ("small", "predicted, 2.2 billion, 8 deep"), ("large", "predicted, 3.8 billion, 16 deep"),
-    ),
+    "plan_2bw", "PipeDream-2BW on 64 V100s", f"{SOURCE}, Figures 6, 7 and 9",
+    {
+        "figure": "figure", "what": "what", "printed": "printed in the paper", "small": "predicted, 2.2 billion, 8 deep",
+        "large": "predicted, 3.8 billion, 16 deep", "error": "error",
+    },
     predict_2bw,
 )  # fmt: skip

@@ -91,7 +91,9 @@ def compute_pipemare_6() -> TheoryFigure:
     forward, backward, step, updates = 10, 6, 0.05, 250
     noise = draw_normal_noise(updates)
     losses = {
-        f"discrepancy {d:g}": simulate(make_pipemare(forward, backward, d), steps=step, updates=updates, noise=noise) ** 2 / 2
+        f"discrepancy {d:g}": simulate(make_pipemare(forward, backward, d), steps=step, updates=updates, noise=noise)
+        ** 2
+        / 2
         for d in (0.0, 3.0, 5.0)
     }
     models = {

@@ -6,7 +6,8 @@
     seeds             a list of whole numbers
     rows              label -> keys that replace those of `base`; {} is the base itself
     measure           {name, ...}: what is measured of each run (ipu_pipe.studies.measures; test_accuracy by default)
-    expect            a list of {better, than, by}: the mean final value of row `better` is better than that of row `than` by `by`
+    expect            what the paper says of the rows (ipu_pipe.studies.verdicts), a list: {better, than, by}: row `better` is
+                      better than row `than` by more than `by`; {equal, to, margin}: they differ by less than `margin`
 
 Finished runs are not run again, so an interrupted experiment continues where it was.
 """
@@ -15,12 +16,13 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import statistics
 import time
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional, Sequence
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 from typing_extensions import Annotated
 
 from ipu_pipe.config.faults import format_faults
@@ -30,18 +32,45 @@ from ipu_pipe.config.yaml_files import merge_keys, read_yaml
 from ipu_pipe.errors import BadInput
 from ipu_pipe.files import write_json
 from ipu_pipe.report.plots import describe_sizes
-from ipu_pipe.studies.experiment import Experiment, Outcome, Request, Result, list_statements, make_markdown, run_all
+from ipu_pipe.studies.experiment import Experiment, Outcome, Request, Result, make_markdown, run_all
 from ipu_pipe.studies.measures import MEASURES, Measure, MeasureOptions, Runs
+from ipu_pipe.studies.verdicts import Claim, judge, make_results
 
 Keys = Dict[str, Any]
 
 
 class Expectation(Section):
-    """The final value of row `better` is better than that of row `than`, by `by` or more."""
+    """What a paper says of the final values of two rows: one is better, or they are equal; 0.01 is a point."""
 
-    better: str
-    than: str
+    better: Optional[str] = None
+    than: Optional[str] = None
     by: float = 0.0
+    equal: Optional[str] = None
+    to: Optional[str] = None
+    margin: Annotated[float, Field(gt=0)] = 0.01
+
+    @model_validator(mode="after")
+    def _has_two_rows(self) -> "Expectation":
+        named = [key for key in ("better", "than", "equal", "to") if getattr(self, key) is not None]
+        if named not in (["better", "than"], ["equal", "to"]):
+            raise ValueError("must be {better, than, by} or {equal, to, margin}")
+        return self
+
+    def make_claim(self, measure: Measure) -> Claim:
+        """Return the claim on the values of a measure."""
+        sign = 1 if measure.larger_is_better else -1
+        if self.equal is not None and self.to is not None:
+            text = f"{self.equal} equals {self.to} (margin {format(self.margin, measure.form)})"
+            gap = functools.partial(_compute_gap, self.equal, self.to, sign, 0.0)
+            return Claim(text, (self.equal, self.to), gap, self.margin)
+        assert self.better is not None and self.than is not None
+        by = f" by more than {format(self.by, measure.form)}" if self.by else ""
+        gap = functools.partial(_compute_gap, self.better, self.than, sign, self.by)
+        return Claim(f"{self.better} is better than {self.than}{by}", (self.better, self.than), gap)
+
+
+def _compute_gap(row: str, other: str, sign: int, by: float, finals: Mapping[str, float]) -> float:
+    return sign * (finals[row] - finals[other]) - by
 
 
 class TrainingGrid(Section):
@@ -93,9 +122,10 @@ def _list_faults(grid: TrainingGrid) -> List[str]:
                 place = f"rows.{label} on {'full' if full else 'base'}:"
                 faults += [fault.replace("configure:", place) for fault in error.faults]
     for number, entry in enumerate(grid.expect):
-        for key in ("better", "than"):
-            if getattr(entry, key) not in grid.rows:
-                faults.append(f"expect.{number}.{key}: {getattr(entry, key)}: must be one of the rows")
+        for key in ("better", "than", "equal", "to"):
+            label = getattr(entry, key)
+            if label is not None and label not in grid.rows:
+                faults.append(f"expect.{number}.{key}: {label}: must be one of the rows")
     return faults
 
 
@@ -104,11 +134,8 @@ def make_experiment(name: str, grid: TrainingGrid) -> Experiment:
 
     def run(request: Request) -> Outcome:
         seeds = list(request.seeds) or grid.seeds
-        labels = [label for label in grid.rows if label in request.rows] or list(grid.rows)
-        rows = {label: grid.rows[label] for label in labels}
-        chosen = grid.model_copy(update={
-            "rows": rows, "expect": [entry for entry in grid.expect if {entry.better, entry.than} <= set(rows)]
-        })  # fmt: skip
+        rows = {label: row for label, row in grid.rows.items() if not request.rows or label in request.rows}
+        chosen = grid.model_copy(update={"rows": rows})
         full = request.full and grid.full is not None
         folder = request.runs / (name + ("-full" if full else ""))
         request.say(f"{grid.title}: {len(rows)} rows x {len(seeds)} seeds")
@@ -116,9 +143,7 @@ def make_experiment(name: str, grid: TrainingGrid) -> Experiment:
         results = {**experiment.describe(), **summarize(chosen, runs, full)}
         command = f"python tools/reproduce.py {name}" + (" --full" if full else "")
         curves = [{key: run[key] for key in ("label", "seed", "diverged", "curve")} for run in runs]
-        pictures = {
-            file: functools.partial(draw, results, runs) for file, draw in grid.get_measure().pictures.items()
-        }
+        pictures = {file: functools.partial(draw, results, runs) for file, draw in grid.get_measure().pictures.items()}
         return Outcome(results, make_grid_table(grid, results, command), folder, curves, pictures)
 
     size = f"{len(grid.rows)} rows, {len(grid.seeds)} seeds"
@@ -179,7 +204,7 @@ def run_one(config: Keys, folder: str, options: Keys) -> Result:
 
 
 def summarize(grid: TrainingGrid, runs: Runs, full: bool = False) -> Dict[str, Any]:
-    """Return the results as JSON: a row for each label, and which claims hold."""
+    """Return the results as JSON: a row for each label, and the verdicts on the paper's claims."""
     rows: List[Dict[str, Any]] = []
     for label in grid.rows:
         runs_of_row = [run for run in runs if run["label"] == label]
@@ -200,26 +225,17 @@ def summarize(grid: TrainingGrid, runs: Runs, full: bool = False) -> Dict[str, A
             "normalized_time": statistics.mean(times) if times else None,
             "values": {key: _compute_mean([run["values"][key] for run in ended]) for key in runs_of_row[0]["values"]},
         })  # fmt: skip
-    by_label = {row["label"]: row for row in rows}
-    measure, sign = grid.get_measure(), 1 if grid.get_measure().larger_is_better else -1
-    holds_by_text, differences = {}, []
-    for entry in grid.expect:
-        better, than = by_label[entry.better], by_label[entry.than]
-        by = f" by {format(entry.by, measure.form)}" if entry.by else ""
-        text = f"{entry.better} is better than {entry.than}{by}"
-        # a row that diverged is worse than any other
-        gain = None if better["final"] is None else sign * (better["final"] - (than["final"] or 0.0))
-        holds_by_text[text] = gain is not None and (than["final"] is None or gain >= entry.by)
-        if not holds_by_text[text]:
-            compared = f"{show_final(better, measure)} against {show_final(than, measure)}"
-            differences.append(f"not reproduced: {text}: {compared}")
+    measure = grid.get_measure()
+    worst = -math.inf if measure.larger_is_better else math.inf  # of a run that diverged
+    finals_by_row: Dict[str, Dict[int, float]] = {label: {} for label in grid.rows}
+    for run in runs:
+        finals_by_row[run["label"]][run["seed"]] = worst if run["final"] is None else run["final"]
     return {
         "setting": describe_sizes(configure(**grid.make_config(next(iter(grid.rows)), 0, full))),
         "full_size": full,
         "seeds": sorted({run["seed"] for run in runs}),
         "rows": rows,
-        **list_statements(holds_by_text),
-        "differences": differences,
+        **make_results([judge(entry.make_claim(measure), finals_by_row) for entry in grid.expect]),
     }
 
 

@@ -1,0 +1,60 @@
+"""Verdicts on what a paper says: an order, an equality with a margin, rows that diverged and rows that were not run."""
+
+from __future__ import annotations
+
+import math
+from typing import Dict, List, Optional
+
+import pytest
+
+from ipu_pipe.studies.verdicts import CONTRADICTED, NOT_RUN, SHOWN, UNDECIDED, Claim, judge, judge_exactly, make_results
+
+INF = math.inf
+
+
+def judged(gaps: List[float], margin: Optional[float] = None) -> str:
+    """The verdict on a claim whose gap is a - b, of a row b of zeros."""
+    claim = Claim("a is above b", ("a", "b"), lambda finals: finals["a"] - finals["b"], margin)
+    return judge(claim, {"a": dict(enumerate(gaps)), "b": dict.fromkeys(range(len(gaps)), 0.0)}).verdict
+
+
+@pytest.mark.parametrize(
+    ("gaps", "order", "equality"),
+    [
+        ([3.0, 4.0, 5.0], SHOWN, CONTRADICTED),
+        ([-3.0, -4.0, -5.0], CONTRADICTED, CONTRADICTED),
+        ([0.1, -0.1, 0.0], UNDECIDED, SHOWN),
+        ([0.0, 0.0, 0.0], UNDECIDED, SHOWN),
+        ([5.0, -5.0, 0.0], UNDECIDED, UNDECIDED),
+        ([1.2, 0.8, 1.0], SHOWN, UNDECIDED),  # 1 +- 0.115: above 0, and on the margin
+        ([9.0, 9.1], UNDECIDED, UNDECIDED),  # two seeds
+        ([INF, INF, 2.0], SHOWN, CONTRADICTED),  # the other row diverged
+        ([-INF, 1.0, 1.0], UNDECIDED, UNDECIDED),
+        ([INF, INF, math.nan], UNDECIDED, UNDECIDED),  # both did
+        ([], NOT_RUN, NOT_RUN),
+    ],
+)  # fmt: skip
+def test_verdicts_by_the_gaps_of_the_seeds(gaps: List[float], order: str, equality: str) -> None:
+    assert (judged(gaps), judged(gaps, margin=1.0)) == (order, equality)
+
+
+def test_the_gap_is_taken_seed_by_seed() -> None:
+    """Rows of one seed share data and first weights: what varies with the seed alone does not hide a difference."""
+    finals: Dict[str, Dict[int, float]] = {"a": {0: 1.0, 1: 5.0, 2: 9.0, 7: 0.0}, "b": {0: 0.9, 1: 4.8, 2: 8.9}}
+    verdict = judge(Claim("a", ("a", "b"), lambda row: row["a"] - row["b"]), finals)
+    assert verdict[1:] == (SHOWN, pytest.approx(0.4 / 3), pytest.approx(1 / 30), 3)
+    assert judge(Claim("c", ("a", "c"), lambda row: row["c"]), finals).verdict == NOT_RUN
+
+
+def test_an_experiment_agrees_only_if_all_is_shown() -> None:
+    shown, wrong = judge_exactly("x", True, 0.0), judge_exactly("y", False, 2.0)
+    assert make_results([shown])["agrees"] and not make_results([shown])["differences"]
+    found = make_results([shown, wrong])
+    assert not found["agrees"] and len(found["differences"]) == 1
+    assert found["verdicts"][1] == {
+        "claim": "y",
+        "verdict": CONTRADICTED,
+        "difference": 2.0,
+        "standard_error": 0.0,
+        "seeds": None,
+    }
