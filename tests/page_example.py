@@ -7,7 +7,7 @@ from typing import Any, Dict, Tuple
 from ipu_pipe.report.analysis.analyze import analyze
 from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.clock import Costs, clock
-from ipu_pipe.schedule.methods import METHODS
+from ipu_pipe.schedule.methods import METHODS, resolve_method
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.trace.events import MEMORY, Counter, Counters, Event, Events, Trace
@@ -60,3 +60,18 @@ def example(name: str = "an example") -> Tuple[Trace, Dict[str, Any]]:
     }  # fmt: skip
     trace = Trace(Events.from_rows(events), Counters.from_rows(counters), metadata)
     return trace, analyze(trace, "runs/example")
+
+
+def split_example() -> Tuple[Trace, Dict[str, Any]]:
+    """DualPipeV by the clock: halves of backwards among whole ones, two stages on each of two devices."""
+    method = resolve_method("dualpipe_v")
+    schedule = make_schedule(method, STAGES, 2 * ACCUMULATE, ACCUMULATE)
+    table = VersionTable(schedule, method)
+    versions = table.forward(0, schedule.microbatches), table.backward(0, schedule.microbatches)
+    times = clock(schedule, Costs([1.0] * STAGES, [2.0] * STAGES, [0.2] * STAGES))
+    events, counters = build_modelled_events(
+        times, versions, ACCUMULATE, 1e6, schedule.device_of_stage, is_whole=schedule.is_whole
+    )
+    metadata = {"method": method.name, "stages": STAGES, "accumulate": ACCUMULATE, "device_of_stage": [0, 1, 1, 0]}
+    trace = Trace(events, counters, {**metadata, "modelled": True})
+    return trace, analyze(trace, "runs/split")

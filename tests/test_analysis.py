@@ -133,6 +133,34 @@ def test_a_waiting_device_names_whom_it_waits_for() -> None:
     assert "stage 1 on device 1" in format_analysis(found)
 
 
+def test_what_a_move_gains_where_devices_have_several_stages() -> None:
+    """By the clock, with the halves of backwards as the trace has them."""
+
+    def trace(begins: Sequence[int]) -> Trace:
+        method = resolve_method("zbv")
+        edges = [*begins, len(UNITS)]
+        forward = [sum(UNITS[a:b]) for a, b in zip(edges, edges[1:])]
+        schedule = make_schedule(method, 4, 6, 6)
+        table = VersionTable(schedule, method)
+        costs = Costs(forward, [3 * f for f in forward], [0.5] * 4, weight_gradient=forward)
+        events, _ = build_modelled_events(
+            clock(schedule, costs), (table.forward(0, 6), table.backward(0, 6)), 6, 1000.0, schedule.device_of_stage
+        )
+        units = [
+            {"name": f"layer{i}", "stage": sum(i >= begin for begin in begins) - 1, "forward_flops": each,
+             "backward_flops": 3 * each, "crossing_bytes": 100}
+            for i, each in enumerate(UNITS)
+        ]  # fmt: skip
+        metadata = {"method": "zbv", "stages": 4, "accumulate": 6, "device_of_stage": [0, 1, 1, 0], "units": units}
+        return Trace(events, Counters.from_rows([]), metadata)
+
+    before = analyze(trace([0, 1, 2, 3]), "before")
+    found = before["bottleneck"]
+    begins = [int(unit[len("layer") :]) for unit in found["move"]["begins_then"]]
+    after = analyze(trace(begins), "after")
+    assert found["gain"] > 0.3 and found["gain"] == pytest.approx(before["span_ns"] / after["span_ns"] - 1, rel=1e-6)
+
+
 # ---- stages, stragglers, FLOPs
 
 
@@ -148,6 +176,25 @@ def test_stragglers_and_flops() -> None:
     (stage,) = found["stages"]
     assert stage["flops_per_second"] == pytest.approx(90 * 10 / 2400 * 1e9)
     assert (stage["forward_ns"], stage["busy_ns"], stage["busy_ns_per_microbatch"]) == (100.0, 2400, 200.0)
+
+
+def test_halves_of_backwards_and_several_stages_of_a_device() -> None:
+    """A stage that does whole and split backwards takes for one the mean of both; the device is busy for each of its stages."""
+    events = [event(0, "forward", 100 * m, 100 * m + 10, m) for m in range(4)]
+    events += [event(0, "backward", 100 * m + 20, 100 * m + 50, m) for m in (0, 1, 2)]
+    events += [event(0, "input gradient", 320, 332, 3), event(0, "weight gradient", 340, 346, 3)]
+    events += [event(0, "forward", 100 * m + 60, 100 * m + 65, m, stage=3) for m in range(2)]
+    found = by_hand(events)
+    assert found["devices"][0]["stages"] == [0, 3]
+    assert found["devices"][0]["busy_ns_by_stage"] == {"0": 40 + 90 + 18, "3": 10}
+    assert sum(found["devices"][0]["busy_ns_by_stage"].values()) == found["devices"][0]["busy_ns"]
+    keys = ("backward_ns", "input_gradient_ns", "weight_gradient_ns")
+    assert [found["stages"][0][key] for key in keys] == [(3 * 30 + 18) / 4, 12, 6]
+    assert [found["stages"][1][key] for key in keys] == [None] * 3
+    text = format_analysis(found)
+    assert "weight gradient" in text and "busy in stage" in text
+    plain = format_analysis(by_hand([event(0, "forward", 0, 10), event(0, "backward", 10, 20)]))
+    assert "weight gradient" not in plain and "busy in stage" not in plain
 
 
 # ---- staleness

@@ -44,7 +44,8 @@ def test_a_device_that_waits() -> None:
         (0, "evaluate", 42, 47, -1), (1, "forward", 0, 100, -1),
     )  # fmt: skip
     assert found[0] == {
-        "index": 0, "stages": [0], "busy_ns": 30, "wait_ns": 14, "communication_ns": 6, "ramp_up_ns": 10, "ramp_down_ns": 30,
+        "index": 0, "stages": [0], "busy_ns": 30, "busy_ns_by_stage": {"0": 30},
+            "wait_ns": 14, "communication_ns": 6, "ramp_up_ns": 10, "ramp_down_ns": 30,
         "idle_ns": 10, "waits_for": {"1": 14}, "idle_in": {"evaluate": 5, "checkpoint": 0, "pause": 0, "host": 5},
         "outside_ns": 5, "utilization": 30 / 95,
     }  # fmt: skip

@@ -26,10 +26,10 @@ from ipu_pipe.report.summary import compute_busy_shares
 from ipu_pipe.run.build import build
 from ipu_pipe.run.train import train
 from ipu_pipe.schedule.clock import Costs, clock
-from ipu_pipe.schedule.methods import METHODS
+from ipu_pipe.schedule.methods import METHODS, resolve_method
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
-from ipu_pipe.trace.events import Event
+from ipu_pipe.trace.events import KINDS, Event
 from ipu_pipe.trace.modelled import build_modelled_events
 from ipu_pipe.trace.store import read_store
 
@@ -118,6 +118,33 @@ def test_neighbours_on_one_device_send_nothing() -> None:
     found = events_of("gpipe", Costs([1] * 3, [1] * 3, [0] * 3), 3, 4, 4, device_of_stage=[0, 0, 1])
     assert {(e.device, e.peer) for e in found if e.kind == "send"} == {(0, 1), (1, 0)}
     assert {(e.device, e.peer) for e in found if e.kind == "wait"} <= {(0, 1), (1, 0)}
+
+
+@pytest.mark.parametrize("name", ["zb_h1", "zbv", "dualpipe_v", "interleaved_1f1b"])
+def test_halves_of_backwards_are_events_and_whole_ones_are_backwards(name: str) -> None:
+    method = resolve_method(name, {"stages_per_device": 2} if name == "interleaved_1f1b" else {})
+    schedule = make_schedule(method, 4, 4, 4)
+    table = VersionTable(schedule, method)
+    costs = Costs([3, 11, 5, 4], [7, 2, 13, 8], [1, 2, 3, 1], weight_gradient=[3, 1, 6, 2])
+    found = list(build_modelled_events(
+        clock(schedule, costs), (table.forward(0, 4), table.backward(0, 4)), 4, 1.0, schedule.device_of_stage, [100] * 3,
+        is_whole=schedule.is_whole if len(schedule.passes) > 2 else None,
+    )[0].rows())  # fmt: skip
+    whole = schedule.is_whole if len(schedule.passes) > 2 else np.ones((4, 4), np.bool_)
+    for stage in range(4):
+        own = {kind: [e for e in found if (e.stage, e.kind) == (stage, kind)] for kind in KINDS}
+        assert sorted(e.microbatch for e in own["backward"]) == np.flatnonzero(whole[stage]).tolist()
+        assert {e.end_ns - e.start_ns for e in own["backward"]} <= {costs.backward[stage]}
+        for kind, takes in (("input gradient", costs.backward[stage] - costs.weight_gradient[stage]),
+                            ("weight gradient", costs.weight_gradient[stage])):  # fmt: skip
+            assert sorted(e.microbatch for e in own[kind]) == np.flatnonzero(~whole[stage]).tolist()
+            assert {e.end_ns - e.start_ns for e in own[kind]} <= {takes}
+    for device in set(schedule.device_of_stage):
+        here = [e for e in found if e.device == device and e.kind != "send"]
+        assert here[0].start_ns == 0 and all(a.end_ns == b.start_ns for a, b in zip(here, here[1:]))
+        stages = [s for s in range(4) if schedule.device_of_stage[s] == device]
+        busy = sum(e.end_ns - e.start_ns for e in here if e.kind != "wait")
+        assert busy == sum(4 * (costs.forward[s] + costs.backward[s]) + costs.update[s] for s in stages)
 
 
 def test_only_the_window_is_recorded_with_pauses_between() -> None:

@@ -241,7 +241,7 @@ def test_events_in_the_file(tmp_path: Path) -> None:
     }  # fmt: skip
     assert [r["name"] for r in work] == [
         "F0", "send 0", "recv 0", "wait", "F0", "B0", "U0", "B0", "evaluate", "checkpoint",
-        "recompute 0", "input gradient 0", "weight gradient 0", "average 0", "pause",
+        "recompute 0", "I0", "W0", "average 0", "pause",
     ]  # fmt: skip
     assert work[6]["args"] == {"stage": 1, "k": 0, "version": 1}
     computing, communicating = {0: 0, 1: 1}, {0: 2, 1: 3}  # threads by device

@@ -64,6 +64,7 @@ def write_modelled_trace(job: Job, folder: Path, costs: CostsOfStages) -> None:
         boundary_bytes=job.footprint.boundary_bytes,
         gradients_cross=metadata["gradients_cross"],
         updates=job.traced,
+        is_whole=schedule.is_whole if Kind.WEIGHT_GRADIENT in schedule.passes else None,
     )
     writer = TraceWriter(folder / "trace" / f"modelled{SUFFIX}", metadata)
     writer.write_events(events)

@@ -19,11 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ipu_pipe.files import atomic_file
-from ipu_pipe.schedule.actions import PASSES, Kind, pass_needs
+from ipu_pipe.schedule.actions import PASSES, SPLIT_PASSES, Kind, pass_needs
 from ipu_pipe.trace import events as ev
 from ipu_pipe.trace.events import KINDS, PAYLOADS, WAIT, Counter, Counters, Event, Events
 
-LETTERS = {kind.word: kind.value for kind in (*PASSES, Kind.UPDATE)}
+LETTERS = {kind.word: kind.value for kind in (*PASSES, *SPLIT_PASSES, Kind.UPDATE)}
 NAMES = [LETTERS.get(kind, f"{kind} ") for kind in KINDS]  # of events, before the number of their microbatch
 LEVEL = 5  # of gzip
 ROWS = 1 << 14  # records that are formatted at once

@@ -12,7 +12,7 @@ from typing import List, Optional, Sequence, Tuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ipu_pipe.schedule.actions import Kind, pass_needs
+from ipu_pipe.schedule.actions import SPLIT_PASSES, Kind, pass_needs
 from ipu_pipe.schedule.clock import Times
 from ipu_pipe.schedule.runs import IntArray
 from ipu_pipe.trace import events as ev
@@ -34,12 +34,14 @@ def build_modelled_events(
     boundary_bytes: Optional[Sequence[int]] = None,
     gradients_cross: bool = True,
     updates: Optional[range] = None,
+    is_whole: Optional[NDArray[np.bool_]] = None,
 ) -> Tuple[Events, Counters]:
     """Return the events of a played schedule, device by device in their order, and its counters of microbatches in flight.
 
     `times`: of the actions, a unit of which takes `unit_ns`. `versions`: that each forward and each backward reads, each (P, M).
     `boundary_bytes[s]`: that stage s sends to stage s + 1 for a microbatch, and gets back unless `gradients_cross` is false;
     without them there are no messages. `updates`: those to record (None: all); what is left out between two is a pause.
+    `is_whole`: where others are split, which backwards (P, M) are one pass, as long as their input gradient's time.
     """
     start, end = (
         {kind: np.rint(moments * unit_ns).astype(np.int64) for kind, moments in column.items()} for column in times[:2]
@@ -60,9 +62,10 @@ def build_modelled_events(
             "stage": s, "device": device_of_stage[s], "microbatch": index, "end": end[kind][s],
             "bytes": boundary_bytes[min(s, target)] if boundary_bytes is not None and sends else -1,
         }  # fmt: skip
-        actions = Events.from_columns(
-            len(index), **columns, kind=KIND_CODE[kind.word], start=start[kind][s], version=version
-        )
+        is_half = is_whole is not None and kind in SPLIT_PASSES[1:]
+        whole = is_whole[s, : len(index)] if is_whole is not None and is_half else np.zeros(len(index), np.bool_)
+        code = np.where(whole, KIND_CODE[Kind.BACKWARD.word], KIND_CODE[kind.word])
+        actions = Events.from_columns(len(index), **columns, kind=code, start=start[kind][s], version=version)
         messages = Events.from_rows([])
         if sends and device_of_stage[target] != device_of_stage[s]:
             # at the end of each pass; the clock lets messages take no time of the device
@@ -77,6 +80,8 @@ def build_modelled_events(
                 needed[0], needed[1] = end[need.kind][other], device_of_stage[other]
                 needed[2] = PAYLOAD_CODE[CROSSING[need.offset]]
                 break
+        if kind is Kind.WEIGHT_GRADIENT:
+            actions, needed = actions.select(~whole), needed[:, ~whole]
         return actions, messages, needed
 
     completing = list(start)[-2]  # the pass before the update, which completes a microbatch on its stage

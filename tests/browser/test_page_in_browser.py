@@ -12,7 +12,7 @@ import pytest
 
 from ipu_pipe.report.page import write
 from ipu_pipe.report.page.write import write_page
-from tests.page_example import HOSTILE, MICROBATCHES, STAGES, example
+from tests.page_example import HOSTILE, MICROBATCHES, STAGES, example, split_example
 
 pytestmark = pytest.mark.browser
 FLAGS = (
@@ -212,6 +212,23 @@ def test_searching_hovering_and_choosing_kinds(opened: Callable[..., Page]) -> N
     page.one("#microbatch").clear()
     page.keys("9999\n", "#microbatch")
     page.until(lambda: page.text("#status") == "no events of microbatch 9999")
+
+
+def test_halves_of_backwards_and_stages_of_a_device_are_told_apart(opened: Callable[..., Page]) -> None:
+    page = opened(*split_example())
+    kinds = [button.get_attribute("data-kind") for button in page.driver.find_elements("css selector", "#legend button")]
+    assert {"backward", "input gradient", "weight gradient"} < set(kinds)
+    inks = page.script(
+        "return [...document.querySelectorAll('#legend .swatch')].map(swatch => getComputedStyle(swatch).backgroundColor)"
+    )
+    assert len(set(inks)) == len(kinds)
+    page.keys("3\n", "#microbatch")
+    page.settled()
+    page.one("#in-view summary").click()
+    page.until(lambda: "weight gradient of microbatch" in page.text("#in-view"))
+    assert "0 (" in page.text("#devices tbody tr") and "3 (" in page.text("#devices tbody tr")
+    assert page.text("#stages thead").endswith("forward backward input gradient weight gradient update FLOP/s")
+    page.shot("halves")
 
 
 def test_without_a_mouse_and_as_tables(opened: Callable[..., Page]) -> None:

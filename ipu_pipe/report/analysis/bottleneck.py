@@ -57,6 +57,8 @@ def find_bottleneck(figures: Figures, loads: Dict[int, float], move: Figures, fa
         do = "see what the messages wait for; then send less, or larger messages"
     else:
         reason = f"device {slowest}" + (f" with stage {stage}" if stage is not None else "")
+        others = [str(other["index"]) for other in stages if other["index"] != stage]
+        reason += f" (and {', '.join(others)})" if others else ""
         reason += f" computes {format_time(loads[slowest])} {'for a microbatch' if is_by_microbatch else 'in all'}"
         why = "; ".join([reason + _compare(slowest, loads), *_explain(figures, slowest)])
         do = _advise(figures, loads, move, facts)

@@ -12,10 +12,13 @@ from ipu_pipe.errors import BadInput
 from ipu_pipe.model.balance import find_best_cut
 from ipu_pipe.plan.batches import compute_batch_time
 from ipu_pipe.report.analysis.facts import RunFacts
-from ipu_pipe.schedule.clock import Costs, Transfer
+from ipu_pipe.schedule.clock import Costs, Transfer, clock
+from ipu_pipe.schedule.methods import Pipeline
+from ipu_pipe.schedule.timelines import make_schedule
 
 MOST_STAGES = 128  # more take seconds to play
 MOST_PLANNED = 1 << 20  # passes of an update
+MOST_PLAYED = 1 << 14  # of a method whose updates are played pass by pass
 FloatArray = NDArray[np.float64]
 Row = Dict[str, Any]
 
@@ -67,19 +70,28 @@ def _find_missing(facts: RunFacts, stages: Sequence[Row]) -> Optional[str]:
     """Return the first reason why cuts cannot be played; None without any."""
     count, devices = len(stages), facts.device_of_stage or []
     has_all = [stage["index"] for stage in stages] == list(range(count)) and (facts.stages or count) == count
+    most = MOST_PLANNED if facts.known_method is None or facts.known_method.order is None else MOST_PLAYED
     without_times = any(not stage["forward_ns"] or stage["backward_ns"] is None for stage in stages)
     reasons = (
         (facts.known_method is None, facts.why_no_method),
         (not facts.accumulate, "the trace does not say how many microbatches an update has"),
         (not has_all, "the trace does not hold all stages"),
         (bool(devices) and len(devices) != count, "the trace does not say the device of each stage"),
-        (len(set(devices)) < len(devices), "several stages share a device, and the order of its passes is not known"),
+        (not _knows_order(facts), "several stages share a device, and the order of its passes is not known"),
         (without_times, "the trace does not hold forwards and backwards of all stages"),
         (count == 1, "there is one stage"),
-        (count * (facts.accumulate or 0) > MOST_PLANNED, f"updates of more than {MOST_PLANNED} passes are not played"),
+        (count * (facts.accumulate or 0) > most, f"updates of more than {most} passes are not played"),
         (count > MOST_STAGES, f"more than {MOST_STAGES} stages are not played"),
     )
     return next((why for applies, why in reasons if applies), None)
+
+
+def _knows_order(facts: RunFacts) -> bool:
+    """Return whether devices have one stage each, or a method by device that drains says what they do in which order."""
+    method, devices = facts.known_method, facts.device_of_stage or []
+    if method is None or method.order is None:
+        return len(set(devices)) == len(devices)
+    return method.flushes and method.pipeline is not Pipeline.ROWS and list(method.order.place(len(devices))) == devices
 
 
 def _divide(times: FloatArray, stage_of_unit: NDArray[np.int64], flops: Sequence[float]) -> FloatArray:
@@ -102,12 +114,21 @@ def _make_player(
         if link["latency_ns"]:
             way = link["src"], link["dst"]
             latency[way] = max(latency.get(way, 0.0), link["latency_ns"]["median"])
+    halves = [(stage["input_gradient_ns"], stage["weight_gradient_ns"]) for stage in stages]
+    weight_share = None
+    if all(weight and first is not None for first, weight in halves):
+        weight_share = np.array([weight / (first + weight) for first, weight in halves])
     pairs = list(zip(devices, devices[1:]))
     onward = tuple(Transfer(latency=latency.get((a, b), 0.0)) for a, b in pairs)
     back = tuple(Transfer(latency=latency.get((b, a), 0.0)) for a, b in pairs)
 
     def play(forward: FloatArray, backward: FloatArray) -> float:
-        costs = Costs(forward.tolist(), backward.tolist(), update, onward=onward, back=back)
+        weight = [] if weight_share is None else (backward * weight_share).tolist()
+        costs = Costs(
+            forward.tolist(), backward.tolist(), update, onward=onward, back=back, weight_gradient=weight
+        )
+        if method.order is not None:
+            return clock(make_schedule(method, len(forward), accumulate, accumulate), costs).finish
         return compute_batch_time(method, len(forward), accumulate, costs).seconds
 
     return play

@@ -67,6 +67,7 @@ def _measure_device(device: int, events: Events, span: Tuple[int, int]) -> Tuple
         "index": device,
         "stages": np.unique(events.stage[events.stage >= 0]).tolist(),
         "busy_ns": compute.length,
+        "busy_ns_by_stage": _measure_busy_by_stage(events.select(is_pass & (events.stage >= 0))),
         "wait_ns": wait_ns,
         "communication_ns": inside.length - compute.length,
         "ramp_up_ns": first - span[0],
@@ -78,6 +79,11 @@ def _measure_device(device: int, events: Events, span: Tuple[int, int]) -> Tuple
         "utilization": compute.length / training_ns if training_ns else None,
     }
     return row, (messages.length, messages.length - (worked.length - compute.length))
+
+
+def _measure_busy_by_stage(passes: Events) -> Dict[str, int]:
+    times = ((stage, passes.select(places)) for stage, places in group_places(passes.stage))
+    return {str(stage): merge_intervals(of_stage.start, of_stage.end).length for stage, of_stage in times}
 
 
 def _measure_waits(waits: Events, worked: Intervals, window: Tuple[int, int]) -> Tuple[Dict[int, int], Intervals]:

@@ -93,7 +93,12 @@ def _resolve(facts: RunFacts) -> Tuple[Optional[Method], str]:
         return None, "the trace does not say its method"
     args = facts.method_args or {}
     try:
-        return resolve_method(facts.method, MethodArgs.model_validate(args).model_dump(exclude_none=True)), ""
+        known = MethodArgs.model_validate(args).model_dump(exclude_none=True)
+        devices = facts.device_of_stage or [0]
+        order = resolve_method(facts.method).order
+        if order is not None and not order.fixed:
+            known["stages_per_device"] = len(devices) // len(set(devices))
+        return resolve_method(facts.method, known), ""
     except BadInput as error:
         return None, f"the method's schedule cannot be made again: {error.faults[0]}"
     except ValidationError:

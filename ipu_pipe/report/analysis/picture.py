@@ -25,7 +25,9 @@ LAYERS: Tuple[Tuple[str, Tuple[str, ...], str, Tuple[float, float]], ...] = (
     ("wait", (WAIT,), "#f7d4cf", _FULL),
     ("forward", (Kind.FORWARD.word, UNSPECIFIED), "#4c8ed9", _FULL),
     ("recompute", (Kind.RECOMPUTE.word,), "#9dc3ee", _FULL),
-    ("backward", (Kind.BACKWARD.word, Kind.INPUT_GRADIENT.word, Kind.WEIGHT_GRADIENT.word), "#3f9b62", _FULL),
+    ("backward", (Kind.BACKWARD.word,), "#3f9b62", _FULL),
+    ("input gradient", (Kind.INPUT_GRADIENT.word,), "#1f7a6d", _FULL),
+    ("weight gradient", (Kind.WEIGHT_GRADIENT.word,), "#8bbf5a", _FULL),
     ("update", (Kind.UPDATE.word,), "#e0a030", _FULL),
     ("communication", COMMUNICATION, "#7d4fa8", _THIN),
 )
@@ -86,6 +88,7 @@ def _format_title(figures: Dict[str, Any], window: Window) -> str:
 
 def _draw_devices(axes: Any, events: Events, devices: Sequence[Dict[str, Any]], window: Window) -> None:
     rows = {device["index"]: row for row, device in enumerate(devices)}
+    shared = {device["index"] for device in devices if len(device["stages"]) > 1}
     scale, unit = _choose_unit(window[1] - window[0])
     labelled = set()
     for device, places in group_places(events.device):
@@ -103,9 +106,8 @@ def _draw_devices(axes: Any, events: Events, devices: Sequence[Dict[str, Any]], 
         for event in events.select(events.is_kind(*_NUMBERED)).rows():
             is_wide = event.end_ns - event.start_ns > (window[1] - window[0]) / 90
             if is_wide and event.device in rows and event.microbatch >= 0:
-                axes.text(
-                    (event.start_ns + event.end_ns) / 2 / scale, rows[event.device], event.microbatch, **text_style
-                )
+                number = f"{event.microbatch}" + f"@{event.stage}" * (event.device in shared)
+                axes.text((event.start_ns + event.end_ns) / 2 / scale, rows[event.device], number, **text_style)
     axes.set_xlim(window[0] / scale, max(window[1] / scale, 1e-9))
     axes.set_ylim(len(devices) - 0.45, -0.55)
     step = -(-len(devices) // 24)

@@ -8,14 +8,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ipu_pipe.report.analysis.devices import merge_intervals
-from ipu_pipe.schedule.actions import Kind
+from ipu_pipe.schedule.actions import SPLIT_PASSES, Kind
 from ipu_pipe.trace.events import COMPUTE, KIND_CODE, KINDS, UNSPECIFIED, Events, group_places
 
 FAR = 3.0  # a pass that takes more times the median is a straggler
 LONGEST = 5  # stragglers that are listed one by one
 _FORWARD, _UPDATE = Kind.FORWARD.word, Kind.UPDATE.word
 _RETURNING = (Kind.BACKWARD.word, Kind.INPUT_GRADIENT.word)  # they read weights
-_BACKWARDS = (Kind.RECOMPUTE.word, *_RETURNING, Kind.WEIGHT_GRADIENT.word)
+_HALVES = tuple(kind.word for kind in SPLIT_PASSES[1:])
 Row = Dict[str, Any]
 
 
@@ -42,17 +42,17 @@ def _measure_stage(stage: int, events: Events, begin_ns: int, flops: Optional[fl
     by_device = [merge_intervals(events.start[at], events.end[at]) for _, at in group_places(events.device)]
     busy_ns = sum(intervals.length for intervals in by_device)
     medians: Dict[str, float] = {}
+    counts: Dict[str, int] = {}
     stragglers: List[Row] = []
     passes_ns = 0.0  # all but updates
     for code, places in group_places(events.kind):
         kind, of_kind = KINDS[code], events.select(places)
         durations = of_kind.end - of_kind.start
-        medians[kind] = float(np.median(durations))
+        medians[kind], counts[kind] = float(np.median(durations)), len(durations)
         passes_ns += 0.0 if kind == _UPDATE else float(durations.sum(dtype=np.float64))
         if medians[kind] and kind != UNSPECIFIED:  # of other tools' traces one kind has all sizes
             stragglers += _find_stragglers(stage, kind, medians[kind], of_kind, durations, begin_ns)
     forwards = int(np.count_nonzero(events.kind == KIND_CODE[_FORWARD]))
-    backwards = [medians[kind] for kind in _BACKWARDS if kind in medians]
     # stragglers count as long as others of their kind: a first update of seconds is not a property of the stage
     usual_ns = max(0, busy_ns - sum(group["lost_ns"] for group in stragglers))
     row = {
@@ -60,7 +60,9 @@ def _measure_stage(stage: int, events: Events, begin_ns: int, flops: Optional[fl
         "devices": np.unique(events.device).tolist(),
         "microbatches": forwards or None,
         "forward_ns": medians.get(_FORWARD),
-        "backward_ns": sum(backwards) if backwards else None,  # with its recomputation, or both halves of a split one
+        "backward_ns": _sum_backward(medians, counts),
+        "input_gradient_ns": medians.get(_HALVES[0]),
+        "weight_gradient_ns": medians.get(_HALVES[1]),
         "update_ns": medians.get(_UPDATE),
         "busy_ns": busy_ns,
         "busy_ns_per_microbatch": usual_ns / forwards if forwards else None,
@@ -69,6 +71,16 @@ def _measure_stage(stage: int, events: Events, begin_ns: int, flops: Optional[fl
         "flops_per_second": flops * forwards / passes_ns * 1e9 if flops is not None and passes_ns and forwards else None,
     }
     return row, stragglers
+
+
+def _sum_backward(medians: Mapping[str, float], counts: Mapping[str, int]) -> Optional[float]:
+    """Return what a microbatch's backward takes: whole or both halves, of a stage that does both the mean; with recomputation."""
+    whole, split = counts.get(_RETURNING[0], 0), counts.get(_HALVES[0], 0)
+    if not whole + split:
+        return None
+    halves = sum(medians.get(half, 0.0) for half in _HALVES)
+    backward = (whole * medians.get(_RETURNING[0], 0.0) + split * halves) / (whole + split)
+    return backward + medians.get(Kind.RECOMPUTE.word, 0.0)
 
 
 def _find_stragglers(

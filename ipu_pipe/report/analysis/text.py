@@ -13,9 +13,10 @@ PARTS = ("busy_ns", "communication_ns", "wait_ns", "ramp_up_ns", "ramp_down_ns",
 DEVICE_HEAD = (
     "device", "busy", "communication", "waits", "ramp up", "ramp down", "idle", "waits for device", "idle in",
 )  # fmt: skip
+HALVES = {"input gradient": "input_gradient_ns", "weight gradient": "weight_gradient_ns"}
 STAGE_HEAD = (
-    "stage", "forward", "backward", "update", "a microbatch", "of the slowest", "GFLOP/s", "forward's lag", "backward's lag",
-    "until applied",
+    "stage", "forward", "backward", *HALVES, "update", "a microbatch", "of the slowest", "GFLOP/s", "forward's lag",
+    "backward's lag", "until applied",
 )  # fmt: skip
 LINK_HEAD = ("link", "carries", "messages", "sent", "a microbatch", "least latency", "median")
 STRAGGLER_HEAD = ("stragglers of stage", "kind", "count", "lost", "median", "longest")
@@ -116,12 +117,15 @@ def _format_answer(figures: Figures) -> List[str]:
 
 def _format_devices(figures: Figures) -> List[str]:
     span, rows = figures["span_ns"], []
+    shared = any(len(d["stages"]) > 1 for d in figures["devices"])
     for d in figures["devices"]:
         waits = sorted(d["waits_for"].items(), key=lambda item: -item[1])
         most = ", ".join(f"{device} {format_share(ns, span)}" for device, ns in waits[:3])
         kinds = ", ".join(f"{kind} {format_share(ns, span)}" for kind, ns in d["idle_in"].items() if ns)
-        rows.append([str(d["index"]), *(format_share(d[part], span) for part in PARTS), most or "-", kinds or "-"])
-    return format_table(DEVICE_HEAD, rows)
+        stages = ", ".join(f"{stage} {format_share(ns, span)}" for stage, ns in d["busy_ns_by_stage"].items())
+        shares = [format_share(d[part], span) for part in PARTS]
+        rows.append([str(d["index"]), *[stages or "-"] * shared, *shares, most or "-", kinds or "-"])
+    return format_table([DEVICE_HEAD[0], *["busy in stage"] * shared, *DEVICE_HEAD[1:]], rows)
 
 
 def _format_stages(figures: Figures) -> List[str]:
@@ -130,12 +134,15 @@ def _format_stages(figures: Figures) -> List[str]:
         stale, rate = staleness.get(s["index"], {}), s["flops_per_second"]
         rows.append([
             str(s["index"]),
-            *map(format_time, (s["forward_ns"], s["backward_ns"], s["update_ns"], s["busy_ns_per_microbatch"])),
+            *map(format_time, (s["forward_ns"], s["backward_ns"], *(s[key] for key in HALVES.values()))),
+            *map(format_time, (s["update_ns"], s["busy_ns_per_microbatch"])),
             format_percent(s["of_greatest"]), "-" if rate is None else f"{rate / 1e9:.3g}",
             *(_format_lag(stale.get(key)) for key in ("forward_versions", "backward_versions")),
             format_time((stale.get("time_ns") or {}).get("median")),
         ])  # fmt: skip
-    return format_table(STAGE_HEAD, rows if any(s["microbatches"] for s in figures["stages"]) else [])
+    is_split = any(s[key] is not None for s in figures["stages"] for key in HALVES.values())
+    table = [[cell for cell, name in zip(row, STAGE_HEAD) if is_split or name not in HALVES] for row in (STAGE_HEAD, *rows)]
+    return format_table(table[0], table[1:] if any(s["microbatches"] for s in figures["stages"]) else [])
 
 
 def _format_links(figures: Figures) -> List[str]:

@@ -77,7 +77,8 @@ function devices(analysis, measured) {
         class: ink === "wait" ? "hatched" : null, title: `${name}: ${duration(device[key])}`,
         style: {width: 100 * device[key] / span + "%", "background-color": `var(--${ink})`},
       })));
-    return [`device ${device.index}`, list(device.stages).join(", "), make("td", {class: "stack"}, bar), ...PARTS.map(([key]) => duration(device[key])), percent(device.utilization)];
+    const parts = Object.entries(device.busy_ns_by_stage || {}).map(([stage, ns]) => `${stage} (${duration(ns)})`);
+    return [`device ${device.index}`, (parts.length > 1 ? parts : list(device.stages)).join(", "), make("td", {class: "stack"}, bar), ...PARTS.map(([key]) => duration(device[key])), percent(device.utilization)];
   });
   section("devices", "What each device did", measured, partKey([...PARTS.slice(0, 3), ["", "ramp-up and ramp-down", "ramp"], PARTS[5]].map(([, name, ink]) => [name, ink])),
     rows.length ? make("div", {class: "scroll"}, table(`Parts of the span of ${duration(analysis.span_ns)}`,
@@ -172,10 +173,11 @@ const meter = (value, most, ink) => make("td", {class: "stack"}, make("i", {clas
 function stages(analysis, measured) {
   const found = list(analysis.stages), stale = list(analysis.staleness);
   const most = greatest(found.map(stage => stage.busy_ns_per_microbatch || 0)), worst = (analysis.bottleneck || {}).what === "stage" ? analysis.bottleneck.stage : null;
+  const halves = [["input gradient", "input_gradient_ns"], ["weight gradient", "weight_gradient_ns"]].filter(([, key]) => found.some(stage => known(stage[key])));
   section("stages", "Imbalance of the stages", measured, found.length ? make("div", {class: "scroll"}, table("What each stage computes for a microbatch; passes and updates: medians",
-    ["Stage", "devices", "", "a microbatch", "of the greatest", "forward", "backward", "update", "FLOP/s"], found.map(stage => [
+    ["Stage", "devices", "", "a microbatch", "of the greatest", "forward", "backward", ...halves.map(([name]) => name), "update", "FLOP/s"], found.map(stage => [
       stageName(analysis, stage.index), list(stage.devices).join(", "), meter(stage.busy_ns_per_microbatch, most, stage.index === worst ? "mark" : "forward"), duration(stage.busy_ns_per_microbatch),
-      percent(stage.of_greatest), duration(stage.forward_ns), duration(stage.backward_ns), duration(stage.update_ns),
+      percent(stage.of_greatest), duration(stage.forward_ns), duration(stage.backward_ns), ...halves.map(([, key]) => duration(stage[key])), duration(stage.update_ns),
       known(stage.flops_per_second) ? withUnit(stage.flops_per_second, [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1, ""]]) : "not known",
     ]))) : make("p", {class: "note"}, "Not known."));
   const versions = one => one ? `${plain(one.mean)} (at most ${plain(one.greatest)})` : "not known";

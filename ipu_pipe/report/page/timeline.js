@@ -22,7 +22,9 @@ class Timeline {
   // Of each device two lanes, each with its events in order of start and with how far those up to each one reach.
   byDevice() {
     const {trace} = this, talks = new Set(trace.communication.map(kind => trace.kinds.indexOf(kind)));
-    const lanes = new Map(trace.devices.map(device => [device, [[], []]]));
+    const lanes = new Map(trace.devices.map(device => [device, [[], []]])), stages = new Map(trace.devices.map(device => [device, new Set()]));
+    for (let i = 0; i < trace.rows; i++) if (trace.stage[i] >= 0) stages.get(trace.device[i]).add(trace.stage[i]);
+    this.shared = new Set(trace.devices.filter(device => stages.get(device).size > 1)); // labels name the stage where a device has several
     for (let i = 0; i < trace.rows; i++) lanes.get(trace.device[i])[talks.has(trace.kind[i]) ? 1 : 0].push(i);
     const made = list => {
       const events = Int32Array.from(list), reach = new Float64Array(list.length);
@@ -209,7 +211,7 @@ class Timeline {
   label(event, kind, left, right, y) {
     const {pen, trace} = this, number = trace.microbatch[event];
     const letter = {forward: "F", recompute: "R", backward: "B", "input gradient": "I", "weight gradient": "W", update: "U"}[trace.kinds[kind]];
-    const text = (letter || trace.kinds[kind] + " ") + (number >= 0 ? number : "");
+    const text = (letter || trace.kinds[kind] + " ") + (number >= 0 ? number : "") + (this.shared.has(trace.device[event]) ? `@${trace.stage[event]}` : "");
     if (pen.measureText(text).width > right - left - 6) return;
     pen.fillStyle = this.inks[kind];
     pen.fillText(text, left + 4, y + .5);
