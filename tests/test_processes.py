@@ -178,6 +178,31 @@ def test_stages_that_share_a_process_keep_their_own_delays(ranks: int, how: List
     assert ("backward" in kinds) == (not is_split or how[0] == "method=dualpipe_v")
 
 
+ROWS = """0F1,0F0,0F3,0F2,,,,,0B3,0I1,0I0,0B2,0W1,0W0
+,,1F0,1F1,1I1,1F3,1B3,1F2,1B2,1I0,1W1,1W0
+"""
+
+
+def test_rows_of_a_file_train_in_their_own_order(tmp_path: Path) -> None:
+    """Forwards and backwards out of order, whole and split ones: the sums of the gradients have other last bits than gpipe's."""
+    (tmp_path / "rows.csv").write_text(ROWS)
+    how = ["stages=2", "method=rows", f"method_args.file={tmp_path / 'rows.csv'}"]
+    code, _, error = run(2, tmp_path / "ranks", *how)
+    assert code == 0, error
+    emulate(tmp_path / "one", *how)
+    assert_same(tmp_path / "ranks", tmp_path / "one")
+    assert metrics_of(tmp_path / "ranks") == metrics_of(tmp_path / "one")
+    emulate(tmp_path / "gpipe", "stages=2", "method=gpipe")
+    ours, theirs = (files(tmp_path / name, 12)[0] for name in ("ranks", "gpipe"))
+    assert any(not torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+def test_stages_that_no_one_chose_are_as_many_as_the_method_places(tmp_path: Path) -> None:
+    code, _, error = run(2, tmp_path / "run", "method=zbv", "steps=1", "evaluate.every=0")
+    assert code == 0, error
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["model"]["stages"] == 4
+
+
 def test_a_run_goes_on_on_another_layout(tmp_path: Path) -> None:
     """gpipe's numbers do not depend on the stages: four ranks, then two, then the emulator end where one run does."""
     how = ["method=gpipe", "stages=4", "optimizer.momentum=0.9"]
@@ -471,6 +496,7 @@ def test_what_is_forgotten_is_zero_while_shapes_are_looked_at() -> None:
         (["method=pipemare", "method_args.constant_delay={updates: 2}"], "delays that are not the pipeline's own"),
         (["method=gpipe", "clip={norm: 1.0, scope: delayed_global}"], "use scope: global"),
         (["method=zbv", "stages=2"], "error: stages: 2: "),
+        (["method=dualpipe_v", "stages=4", "gradient_accumulation=3"], "error: gradient_accumulation: 3: "),
         (["method=interleaved_1f1b", "stages=8", "stages_per_device=4"], "error: stages: 8: "),  # they divide modules
     ],
 )

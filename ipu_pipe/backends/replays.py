@@ -162,9 +162,12 @@ class ReplayPlan:
         self._views: Dict[str, Views] = {}  # by pass, (P, n) both
 
     def _locate(self, number: int) -> int:
-        """Return the column of a replay in the window, which moves on if need be; the replay before it stays in the window."""
+        """Return the column of a replay in the window, which moves on if need be.
+
+        Those of the same batch stay in the window: a row may have them in another order.
+        """
         if number >= self._stop:
-            source, start = self._source, max(number - 1, self._start)
+            source, start = self._source, max(number - self._source.reach, self._start)
             updates = self._updates[:, start - self._start, None]
             self._start, self._stop = start, min(number + max(WINDOW, source.reach // 2), source.count)
             self._window = window = source.window(start, min(self._stop + source.reach, source.count))

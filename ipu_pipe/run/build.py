@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
@@ -194,10 +195,13 @@ def _assemble(
     args = config.method_settings()
     # replicas with weights of their own take turns in one timeline
     accumulate = config.gradient_accumulation if method.rounds is None else method.rounds.replicas or 1
-    check_sizes(method, len(part), updates * accumulate, accumulate)
     switch = round(args["warmup"]["epochs"] * per_epoch) if "warmup" in args and per_epoch else 0
     drains = [k * accumulate for k in list_drains(config, updates, per_epoch, done)]
-    schedule = make_schedule(method, len(part), updates * accumulate, accumulate, drains, switch * accumulate)
+    try:
+        check_sizes(method, len(part), updates * accumulate, accumulate)
+        schedule = make_schedule(method, len(part), updates * accumulate, accumulate, drains, switch * accumulate)
+    except BadInput as error:  # a schedule's name for it is another
+        raise BadInput([re.sub("^accumulate:", "gradient_accumulation:", fault) for fault in error.faults]) from None
     table = VersionTable(schedule, method, config.seed)
     if method.segments is not None:
         find_segment_ends(len(part), method.segments)  # refuses more than there are stages

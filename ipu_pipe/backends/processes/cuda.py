@@ -58,9 +58,10 @@ def make_channels(job: Job, layout: RankLayout, tied: Sequence[StageLink]) -> Op
     """Return a group for each link if every rank has a GPU of its own and nccl is there, else None: a GPU's tensors then go
     through the host's memory.
 
-    The deadline of mail ends a wait, and not the groups' timeout: a receive may be posted long before its message.
+    Without tags a file of rows, which may have microbatches in another order on each side, goes through the host, too. The
+    deadline of mail ends a wait, and not the groups' timeout: a receive may be posted long before its message.
     """
-    if job.device.type != "cuda" or not _has_each_a_gpu():
+    if job.device.type != "cuda" or not _has_each_a_gpu() or (job.method.order is not None and job.method.order.file):
         return None
     channels: Dict[Link, Any] = {}
     for replica in range(layout.replicas):

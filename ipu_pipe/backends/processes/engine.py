@@ -35,6 +35,7 @@ from ipu_pipe.model.batch import check_same_shapes
 from ipu_pipe.model.cutting import Piece, list_crossings
 from ipu_pipe.model.randomness import KeyedRandomness
 from ipu_pipe.schedule.actions import SPLIT_PASSES
+from ipu_pipe.schedule.methods import Pipeline
 from ipu_pipe.text import list_some
 from ipu_pipe.update.rules import select_rules
 
@@ -53,14 +54,14 @@ class ProcessEngine(Engine):
             ranks = [range(d, dist.get_world_size(), layout.devices) for d in range(layout.devices)]
             of_device = [make_group(ranks_of, config.backend.deadline) for ranks_of in ranks]
             groups = [of_device[device] for device in layout.placement]
-        models, cut = cut_stages(job, layout)
+        models, cut = cut_stages(job, layout, work.microbatch)
         first = models[0]
         stream = trace.StreamClock() if job.device.type == "cuda" else None
         self._recorder = trace.TraceRecorder(layout.rank, first.stage, job.traced, stream)
         channels = make_channels(job, layout, first.ties.links)
-        self._mail = TorchMail(
-            layout, job.device, self._recorder, config.backend.deadline, None, channels, 8 * (layout.stages + 1)
-        )
+        # a file may have a message's action after those of any number of later messages
+        most_kept = job.schedule.microbatches if job.method.pipeline is Pipeline.ROWS else 8 * (layout.stages + 1)
+        self._mail = TorchMail(layout, job.device, self._recorder, config.backend.deadline, None, channels, most_kept)
         self._early: Optional[BatchAnnouncements] = None
         if job.may_stop:
             batch, updates = job.schedule.accumulate, job.updates
@@ -184,15 +185,15 @@ class ProcessEngine(Engine):
         self.release_blocks()
 
 
-def cut_stages(job: Job, layout: RankLayout) -> Tuple[List[StageModel], List[Piece]]:
-    """Return this rank's stages of a job's model, and the pieces of all stages."""
+def cut_stages(job: Job, layout: RankLayout, first: int) -> Tuple[List[StageModel], List[Piece]]:
+    """Return this rank's stages of a job's model, whose first microbatch is `first`, and the pieces of all stages."""
     blocks = get_blocks(job.model)
     cut = list(job.pieces) if blocks is None else blocks.pieces
     across = list_crossings(cut) if blocks is None else blocks.crossings
     if job.config.model.compile:
         cut[0].cut.compile()
     keyed = KeyedRandomness(job.model, job.effects.draws, job.config.seed, job.device)
-    source = Microbatches(job, layout)
+    source = Microbatches(job, layout, first)
     models = []
     for s in layout.held:
         ties, local = Ties(), None
@@ -207,10 +208,11 @@ def cut_stages(job: Job, layout: RankLayout) -> Tuple[List[StageModel], List[Pie
 
 
 class Microbatches:
-    """The microbatches of a rank, each read once: the first stage takes its inputs, and later a stage with a loss its labels."""
+    """The microbatches of a rank from `first` on, each read once, in order: the first stage takes its inputs, and later a stage
+    with a loss its labels."""
 
-    def __init__(self, job: Job, layout: RankLayout) -> None:
-        self._job, self._replica = job, layout.replica
+    def __init__(self, job: Job, layout: RankLayout, first: int) -> None:
+        self._job, self._replica, self._next = job, layout.replica, first
         # replicas with weights of their own take turns in one row
         self._turns = job.width if job.method.rounds is not None else None
         self._readers = len({0, *_list_stages_with_loss(job)} & {*layout.held})
@@ -218,17 +220,22 @@ class Microbatches:
 
     def read(self, checksums: Dict[int, int], m: int) -> Tuple[Any, Any]:
         """Return inputs and labels of microbatch m, and note its checksum."""
-        job, turns = self._job, self._turns
-        left, batch, checksum = self._kept.pop(m, (self._readers, None, 0))
-        if left == self._readers:
-            batch = job.read_microbatch(m, self._replica) if turns is None else job.read_microbatch(m // turns, m % turns)
-            checksum = compute_checksum(batch)
+        job = self._job
+        while self._next <= m:  # a file of rows may ask for a later one first
+            self._kept[self._next] = self._read(self._next)
+            self._next += 1
+        left, batch, checksum = self._kept.pop(m) if m in self._kept else self._read(m)
         if left > 1:
             self._kept[m] = left - 1, batch, checksum
         checksums[m] = checksum
         x, y = job.prepare_batch(batch)
         check_same_shapes(x, job.example[0], m)
         return x, y
+
+    def _read(self, m: int) -> Tuple[int, Any, int]:
+        job, turns = self._job, self._turns
+        batch = job.read_microbatch(m, self._replica) if turns is None else job.read_microbatch(m // turns, m % turns)
+        return self._readers, batch, compute_checksum(batch)
 
 
 def _list_stages_with_loss(job: Job) -> List[int]:

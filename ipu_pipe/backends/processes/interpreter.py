@@ -330,8 +330,8 @@ class Interpreter:
     def _tabulate(self, stage: Stage, k: int) -> None:
         if stage.model.has_loss:
             count = self._work.schedule.accumulate
-            table = self._tables.setdefault(k, {})[stage.model.stage] = tabulate(stage.results[:count])
-            del stage.results[:count]
+            results = [stage.results.pop(m) for m in range(k * count, (k + 1) * count)]
+            table = self._tables.setdefault(k, {})[stage.model.stage] = tabulate(results)
             self._work.refuse_nonfinite(k, [average(table)[0]])
 
     # ---- where the pipeline is empty

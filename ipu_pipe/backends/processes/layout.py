@@ -18,6 +18,7 @@ from ipu_pipe.model.cutting import Piece, cut_model
 from ipu_pipe.model.rehearsal import Rehearsed, rehearse
 from ipu_pipe.model.stages import Partition, group_stages, partition, refuse_shared, share_weights
 from ipu_pipe.schedule.methods import Method, Order, Reads
+from ipu_pipe.schedule.rows import read_csv
 from ipu_pipe.text import list_some
 
 
@@ -95,7 +96,7 @@ def _place_stages(
     # on one rank, since measured times differ from rank to rank
     wished = run_on_main(lambda: partition(model, x, config.stages, one_stage=method.one_stage))
     if method.order is not None:
-        return _place_by_order(method, method.order, model, wished, devices, device, x)
+        return _place_by_order(config, method, method.order, model, wished, devices, device, x)
     groups, note = group_stages(model, wished, devices, x), ""
     begins, firsts = wished.begin_names(), list(groups.values())
     placement = tuple(itertools.accumulate(int(stage in groups) for stage in range(len(wished))))
@@ -112,20 +113,25 @@ def _place_stages(
 
 
 def _place_by_order(
-    method: Method, order: Order, model: nn.Module, wished: Partition, devices: int, device: int, x: torch.Tensor
-) -> Placed:
-    """Put the stages where the method's order has them."""
-    if order.file:
-        raise BadInput(f"method: {method.name}: rows of a file run on the emulator: use backend: {{name: emulator}}")
-    count = devices * order.stages_per_device
-    if len(wished) != count:
-        raise BadInput(
-            f"stages: {len(wished)}: {method.name} has {order.stages_per_device} on each of {devices} processes: must be {count}"
-            + (f", or stages_per_device {len(wished) // devices}" if len(wished) % devices == 0 and not order.fixed else "")
-        )
+    config: Config, method: Method, order: Order, model: nn.Module, wished: Partition, devices: int, device: int,
+    x: torch.Tensor,
+) -> Placed:  # fmt: skip
+    """Put the stages where the method's order has them; where the config names none, neighbors among the model's own together."""
+    placement = read_csv(order.file).placement if order.file else order.place(devices * order.stages_per_device)
+    count, begins = len(placement), wished.begin_names()
+    if max(placement) + 1 != devices:
+        rows = max(placement) + 1
+        raise BadInput(f"method_args.file: {order.file}: has rows of {rows} devices: must be {devices}, one a process")
+    if config.stages is None and len(wished) > count:
+        begins = list(group_stages(model, wished, count, x).values())
+    elif len(wished) != count:
+        expected = order.file or f"{method.name} with {order.stages_per_device} on each of {devices} processes"
+        may_differ = len(wished) % devices == 0 and not (order.fixed or order.file)
+        more = f", or stages_per_device {len(wished) // devices}" if may_differ else ""
+        raise BadInput(f"stages: {len(wished)}: {expected} has {count}: must be {count}{more}")
     if not _can_cut(method, model, wished, x):
         raise BadInput(f"stages: {len(wished)}: they divide the weights of modules, which processes cannot: use fewer stages")
-    return _cut(method, model, wished.begin_names(), order.place(count), device, x)
+    return _cut(method, model, begins, placement, device, x)
 
 
 def _can_cut(method: Method, model: nn.Module, wished: Partition, x: torch.Tensor) -> bool:

@@ -175,7 +175,7 @@ class Stage:
         self.tied = TiedWeights(model.ties, model.stage, mail, work.update)
         self.stash = ActivationStash(model.tensors)
         self._trained = [t for t in model.tensors if t.is_leaf and t.requires_grad]
-        self.results: List[MicrobatchResult] = []
+        self.results: Dict[int, MicrobatchResult] = {}
         self.update, self.forwarded = work.update, work.microbatch - 1
         self._in_flight: Dict[int, _InFlight] = {}
         self._left: Dict[int, WeightGradients] = {}  # by I for W
@@ -234,9 +234,9 @@ class Stage:
         with torch.set_grad_enabled(replay.recompute is None):
             outputs, result = self._run_counted(m, inputs, labels)
         self._in_flight[m] = _InFlight(replay, inputs, labels, outputs, result.loss if result else None)
-        self.forwarded = m
+        self.forwarded = max(m, self.forwarded)
         if result is not None:
-            self.results.append(MicrobatchResult(result.loss.detach(), result.answers))
+            self.results[m] = MicrobatchResult(result.loss.detach(), result.answers)
         recorder.add(Kind.FORWARD.word, m, start, version=version)
         if model.leaves is not None:
             self._mail.send(Message(FORWARD, m, s, s + 1), outputs)
