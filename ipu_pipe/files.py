@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import math
 import os
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Any, Iterator, Mapping
+from typing import Any, Iterator
 
 from ipu_pipe.errors import guard_writing
 
@@ -54,6 +55,17 @@ def write(file: Path, text: str) -> Path:
     return file
 
 
-def write_json(file: Path, values: Mapping[str, Any]) -> Path:
-    """Write `values` as JSON to a file, whole or not at all, and return the path."""
-    return write(file, json.dumps(values, indent=1) + "\n")
+def write_json(file: Path, value: Any) -> Path:
+    """Write a value as JSON to a file, whole or not at all, and return the path; what is not a finite number becomes null."""
+    return write(file, json.dumps(replace_nonfinite(value), indent=1) + "\n")
+
+
+def replace_nonfinite(value: Any) -> Any:
+    """Replace every float that is not finite by None: JSON has no such numbers."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: replace_nonfinite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [replace_nonfinite(item) for item in value]
+    return value

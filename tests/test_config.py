@@ -24,7 +24,7 @@ from ipu_pipe.config.load import configure, load_config
 from ipu_pipe.config.schema import Config
 from ipu_pipe.errors import BadInput
 from ipu_pipe.hardware.description import read_hardware
-from ipu_pipe.job.import_strings import call_entry, check_arguments, resolve_entry
+from ipu_pipe.job.factories import call_entry, check_arguments, resolve_entry
 
 SMALLEST = "model: {entry: 'models.mlp:mlp'}\ndata: {name: digits}\n"
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"

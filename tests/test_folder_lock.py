@@ -18,7 +18,7 @@ import pytest
 
 from ipu_pipe.config.load import load_config
 from ipu_pipe.errors import BadInput
-from ipu_pipe.run import folder
+from ipu_pipe.run import folder, loop
 from ipu_pipe.run import folder as rundir
 from ipu_pipe.run.folder import RunFolder, check_folder, check_unlocked, lock_folder
 from ipu_pipe.run.train import reserve_folder, train
@@ -204,7 +204,8 @@ def test_a_file_system_without_locks_is_told_and_used(
     monkeypatch.setattr(folder.fcntl, "flock", none)
     said: List[str] = []
     with reserve_folder(tmp_path / "run", say=said.append):
-        RunFolder(tmp_path / "run").write_text("config.yaml", "")
+        RunFolder(tmp_path / "run").forget("trace")
+        (tmp_path / "run" / "config.yaml").write_text("")
     check_unlocked(tmp_path / "run")
     assert said == [f"{tmp_path / 'run'}: no locks on this file system: nothing keeps a second run out of this folder"]
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["config.yaml"]
@@ -224,7 +225,7 @@ def test_overwriting_deletes_what_the_run_wrote_and_nothing_else(tmp_path: Path)
     (tmp_path / "checkpoints" / "step-7").symlink_to(tmp_path / "elsewhere")
     left = {"notes.txt", "tensorboard/mine.txt", "checkpoints/mine.pt", "elsewhere/model.pt"}
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(RunFolder, "write_text", lambda *_: 1 / 0)  # the first thing that is done in the emptied folder
+        patched.setattr(loop, "write", lambda *_: 1 / 0)  # the first thing that is done in the emptied folder
         with pytest.raises(ZeroDivisionError):
             train(config(), tmp_path, overwrite=True, quiet=True)
     assert set(files(tmp_path)) == left

@@ -117,7 +117,7 @@ def test_a_run_whose_rates_follow_its_length_cannot_grow(keys: str, tmp_path: Pa
 
 
 def test_the_length_of_a_schedule_is_that_of_the_run_or_more(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match="lr_schedule.total_steps: 10: the run has 12 updates"):
+    with pytest.raises(BadInput, match="lr_schedule.total_steps: 10: must be at least the 12 updates"):
         went(tmp_path / "run", "lr_schedule={name: cosine, total_steps: 10}", "steps=12")
     with pytest.raises(BadInput, match="lr_schedule.total_steps: 10: "):
         config("lr_schedule.total_steps=10")
@@ -299,17 +299,8 @@ def test_weights_that_do_not_fit_say_what_would(ended: Path, tmp_path: Path) -> 
     assert len(faults) == 2 and faults[-1].endswith("; init_from: {path: ..., strict: false} takes what fits")
     weights = load_file(ended / "checkpoints" / "step-8" / "model.safetensors")
     save_file({f"module.{name}": value for name, value in weights.items()}, tmp_path / "wrapped.safetensors")
-    (fault,) = told(tmp_path / "wrapped.safetensors")
-    assert (
-        "all names begin with module., the prefix of a wrapper: save the state dict of the model inside it; nothing in it fits"
-        in fault
-    )
-    (again,) = told(
-        tmp_path / "wrapped.safetensors", f"init_from={{path: {tmp_path / 'wrapped.safetensors'}, strict: false}}"
-    )
-    assert again == fault
+    for over in ((), (f"init_from={{path: {tmp_path / 'wrapped.safetensors'}, strict: false}}",)):
+        assert told(tmp_path / "wrapped.safetensors", *over)[-1].endswith("; nothing in it fits")
     if checkpoint.read_torch_version() >= checkpoint.SAFE_TORCH:
         torch.save({"epoch": 3, "state_dict": weights}, tmp_path / "nest.pt")
-        assert told(tmp_path / "nest.pt")[0].endswith(
-            "(names to tensors): there is one inside, at state_dict: save that alone"
-        )
+        assert "nest.pt: holds no plain state dict" in told(tmp_path / "nest.pt")[0]

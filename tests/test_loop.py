@@ -14,9 +14,9 @@ from torch import nn
 import ipu_pipe
 from ipu_pipe.config.load import configure, load_config
 from ipu_pipe.errors import BadInput
+from ipu_pipe.job.factories import make_data, make_model
 from ipu_pipe.report.provenance import find_commit
 from ipu_pipe.run.checkpoint import load_weights, read_weights
-from ipu_pipe.run.factories import make_data, make_model
 from tests.test_callbacks import DIGITS, SHORT, go
 
 OFTEN = ["steps=24", "evaluate.every=0.125", "gradient_accumulation=1", "micro_batch_size=8", "checkpoint.keep=1"]
@@ -95,7 +95,7 @@ def test_predictions_of_nests_and_what_is_refused(tmp_path: Path) -> None:
     wrong = {
         "holds no samples": lambda: ipu_pipe.predict(nn.Linear(3, 2), []),
         "data: 3: must be a DataSource": lambda: ipu_pipe.predict(nn.Linear(3, 2), 3),
-        "is not in the folder of a run": lambda: ipu_pipe.predict(tmp_path, a),
+        "predict: .*: no config there names the model": lambda: ipu_pipe.predict(tmp_path, a),
         "into: goes with": lambda: ipu_pipe.predict(nn.Linear(3, 2), a, into=nn.Linear(3, 2)),
         "batch_size: 0": lambda: ipu_pipe.predict(nn.Linear(3, 2), a, batch_size=0),
     }

@@ -11,7 +11,7 @@ import pytest
 
 from ipu_pipe import shipped
 from ipu_pipe.errors import BadInput
-from ipu_pipe.job.import_strings import resolve_entry
+from ipu_pipe.job.factories import resolve_entry
 
 ROOT = Path(__file__).resolve().parents[1]
 

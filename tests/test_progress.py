@@ -15,7 +15,7 @@ from ipu_pipe import load_config, train
 from ipu_pipe.cli import collect
 from ipu_pipe.cli import train as train_command
 from ipu_pipe.job.evaluation import EvaluationResult
-from ipu_pipe.run.progress import Bar, Progress
+from ipu_pipe.run.progress import Bar, Lines, Progress
 
 DIGITS = "configs/mlp_digits.yaml"
 
@@ -32,7 +32,7 @@ class Turned:
 def lines_of(updates: int, seconds: float, per_epoch: Optional[int], evaluates: bool = False) -> List[str]:
     """What a run says whose updates take so long."""
     clock, said = Turned(), []
-    bar = Bar(updates, 0, per_epoch, tell=said.append, clock=clock)
+    bar = Bar(0, per_epoch, Lines(updates, per_epoch, said.append, clock))
     for done in range(1, updates + 1):
         clock.now += seconds
         bar.advance(1.0, 0.5, 64.0)

@@ -93,7 +93,7 @@ def measure(name: str, label: str, rounds: int, updates: int, device: str) -> Di
 
     from ipu_pipe.backends.emulator.replay import Emulator
     from ipu_pipe.backends.work import Work
-    from ipu_pipe.job.import_strings import resolve_entry
+    from ipu_pipe.job.factories import resolve_entry
     from ipu_pipe.model.stages import partition
     from ipu_pipe.schedule.methods import Reads, resolve_method
     from ipu_pipe.schedule.timelines import make_schedule

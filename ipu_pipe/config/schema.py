@@ -248,3 +248,7 @@ class Config(Section):
         """Return the `method_args` and `stages_per_device` that are not null."""
         settings = {**self.method_args.model_dump(), "stages_per_device": self.stages_per_device}
         return {key: value for key, value in settings.items() if value is not None}
+
+    def with_method_args(self, **changes: Any) -> "Config":
+        """Return this config with other `method_args`."""
+        return self.model_copy(update={"method_args": self.method_args.model_copy(update=changes)})

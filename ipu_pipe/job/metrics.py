@@ -19,7 +19,7 @@ from torch import nn
 
 from ipu_pipe.config.sections import Entry
 from ipu_pipe.errors import BadInput
-from ipu_pipe.job.import_strings import call_entry, resolve_entry
+from ipu_pipe.job.factories import call_entry, collect_results, resolve_listed
 from ipu_pipe.model.loss import get_labels
 from ipu_pipe.text import describe_kind, find_nearest, show
 
@@ -183,11 +183,10 @@ def _make_metric(value: Any, name: Optional[str]) -> Metric:
     if isinstance(value, str) and ":" not in value:
         return _find_metric(value)
     if isinstance(value, (str, Entry)):
-        entry, args = (value, {}) if isinstance(value, str) else (value.entry, value.args)
-        metric: Any = resolve_entry(entry, "metrics")
+        metric, args, place = resolve_listed(value, "metrics")
         if args or inspect.isclass(metric):  # what makes the metric
-            metric = call_entry(metric, args, f"metrics.{entry}")
-        value, name = metric, entry.rpartition(":")[2].rpartition(".")[2]
+            metric = call_entry(metric, args, place)
+        value, name = metric, place.rpartition(":")[2].rpartition(".")[2]
     keeps = hasattr(value, "update") and hasattr(value, "compute") and not inspect.isclass(value)
     if not keeps and (not callable(value) or inspect.isclass(value) or isinstance(value, Mapping)):
         allowed = "must be a name, a function (output, y), or an object with update and compute"
@@ -200,22 +199,13 @@ def make_metrics(chosen: Union[Sequence[Any], Mapping[str, Any]]) -> Tuple[Metri
 
     Raise `BadInput` with every fault found.
     """
-    metrics: List[Metric] = []
-    faults: List[str] = []
     pairs = list(chosen.items()) if isinstance(chosen, Mapping) else [(None, value) for value in chosen]
-    for name, value in pairs:
-        try:
-            metrics.append(_make_metric(value, name))
-        except BadInput as error:
-            faults += error.faults
+    metrics: List[Metric] = collect_results(pairs, lambda pair: _make_metric(pair[1], pair[0]))
     names = [metric.name for metric in metrics]
-    for name in dict.fromkeys(names):
-        if names.count(name) > 1:
-            faults.append(f"metrics: {name}: appears twice")
-        if name == "loss":
-            faults.append("metrics: loss: is always there")
-        if not (isinstance(name, str) and re.fullmatch(r"\w+", name)):
-            faults.append(f"metrics: {show(name)}: must be letters, digits and _")
+    faults = [f"metrics: {name}: appears twice" for name in dict.fromkeys(names) if names.count(name) > 1]
+    faults += ["metrics: loss: is always there"] if "loss" in names else []
+    wrong = [name for name in names if not (isinstance(name, str) and re.fullmatch(r"\w+", name))]
+    faults += [f"metrics: {show(name)}: must be letters, digits and _" for name in wrong]
     if faults:
         raise BadInput(faults)
     return tuple(metrics)

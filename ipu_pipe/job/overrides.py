@@ -3,16 +3,83 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Union
+from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Union
 
 import torch
 from torch import nn
 
 from ipu_pipe.config.schema import Config
 from ipu_pipe.config.sections import GIVEN, DataConfig, Description, Given, LrSchedule, ModelConfig, OptimizerConfig
+from ipu_pipe.data import DataSource
 from ipu_pipe.errors import BadInput
+from ipu_pipe.model.loss import Loss
+from ipu_pipe.update.rates import SchedulerFactory
 
 NOT_SETTINGS = ("params", "stage", "initial_lr")  # keys of an optimizer's parameter groups
+FREE = ("metrics", "callbacks")  # no number of a run depends on them
+
+
+class Overrides(NamedTuple):
+    """The objects that Python gives to `ipu_pipe.train`, which says what each may be; None: the config's entry counts."""
+
+    model: Optional[nn.Module] = None
+    data: Optional[DataSource] = None
+    loss: Union[Loss, str, None] = None
+    output: Any = None
+    optimizer: Any = None
+    lr_scheduler: Optional[SchedulerFactory] = None
+    metrics: Union[None, Sequence[Any], Mapping[str, Any]] = None
+    callbacks: Optional[Sequence[Any]] = None
+
+    def refuse_missing(self, config: Config) -> None:
+        """Raise `BadInput` if Python gave the run that wrote `config` an object that it does not give now."""
+        given = {key: getattr(config.given, key, None) for key in self._fields if key not in FREE}
+        missing = [key for key, one in given.items() if one is not None and getattr(self, key) is None]
+        if missing:
+            raise BadInput([
+                f"given.{key}: {getattr(given[key], 'name', 'a list')}: Python gave it to the run that wrote this, and only it"
+                f" can again: ipu_pipe.train(config, out, {', '.join(f'{one}=...' for one in missing)})"
+                for key in missing
+            ])  # fmt: skip
+
+    def describe_in(self, config: Config) -> Config:
+        """Return the config with descriptions of the objects in the place of their keys.
+
+        What a key could say itself (a loss's name, an output's) it says. The optimizer is described when it is made.
+        """
+        descriptions: Dict[str, Any] = {}
+        changes: Dict[str, Any] = {}
+        if self.model is not None:
+            descriptions["model"] = Description(name=qualify(type(self.model)))
+            changes["model"] = ModelConfig(entry=GIVEN, output=config.model.output)
+        if self.output is not None:
+            if callable(self.output):
+                descriptions["output"] = describe(self.output)
+            output = GIVEN if callable(self.output) else self.output
+            changes["model"] = changes.get("model", config.model).model_copy(update={"output": output})
+        if self.data is not None:
+            descriptions["data"], changes["data"] = Description(name=qualify(type(self.data))), DataConfig(name=GIVEN)
+        if isinstance(self.loss, str):
+            changes["loss"] = self.loss
+        elif self.loss is not None:
+            descriptions["loss"], changes["loss"] = describe(self.loss), GIVEN
+        if self.optimizer is not None:
+            descriptions["optimizer"] = None
+            changes["optimizer"] = OptimizerConfig(name=GIVEN, lr=None, no_decay=config.optimizer.no_decay)
+        if self.lr_scheduler is not None:
+            descriptions["lr_scheduler"] = describe(self.lr_scheduler)
+            changes["lr_schedule"] = LrSchedule(name=GIVEN, interval=config.lr_schedule.interval)
+        if self.metrics is not None:
+            descriptions["metrics"], changes["metrics"] = _describe_all(self.metrics), [GIVEN]
+        if self.callbacks is not None:
+            descriptions["callbacks"], changes["callbacks"] = _describe_all(self.callbacks), []
+        return describe_given(config, descriptions).model_copy(update=changes) if changes else config
+
+
+def describe_given(config: Config, descriptions: Mapping[str, Any]) -> Config:
+    """Return the config with these descriptions of objects from Python in its section `given`."""
+    given = (config.given or Given()).model_copy(update=dict(descriptions))
+    return config.model_copy(update={"given": given})
 
 
 def qualify(value: Any) -> str:
@@ -66,69 +133,3 @@ def _describe_all(values: Union[Sequence[Any], Mapping[str, Any]]) -> List[Descr
     return [Description(name=value) if isinstance(value, str) else describe(value) for value in values]
 
 
-def describe_overrides(
-    config: Config,
-    model: Optional[nn.Module],
-    data: Any = None,
-    loss: Any = None,
-    optimizer: Any = None,
-    output: Any = None,
-    *,
-    metrics: Union[None, Sequence[Any], Mapping[str, Any]] = None,
-    callbacks: Optional[Sequence[Any]] = None,
-    lr_scheduler: Any = None,
-) -> Config:
-    """Return the config with descriptions of the objects in the place of their keys.
-
-    What a key could say itself (a loss's name, an output's) it says. The optimizer is described when it is made.
-    """
-    descriptions: Dict[str, Any] = {}
-    changes: Dict[str, Any] = {}
-    if model is not None:
-        descriptions["model"] = Description(name=qualify(type(model)))
-        changes["model"] = ModelConfig(entry=GIVEN, output=config.model.output)
-    if output is not None:
-        if callable(output):
-            descriptions["output"], output = describe(output), GIVEN
-        changes["model"] = changes.get("model", config.model).model_copy(update={"output": output})
-    if data is not None:
-        descriptions["data"], changes["data"] = Description(name=qualify(type(data))), DataConfig(name=GIVEN)
-    if isinstance(loss, str):
-        changes["loss"] = loss
-    elif loss is not None:
-        descriptions["loss"], changes["loss"] = describe(loss), GIVEN
-    if optimizer is not None:
-        descriptions["optimizer"] = None
-        changes["optimizer"] = OptimizerConfig(name=GIVEN, lr=None, no_decay=config.optimizer.no_decay)
-    if lr_scheduler is not None:
-        descriptions["lr_scheduler"] = describe(lr_scheduler)
-        changes["lr_schedule"] = LrSchedule(name=GIVEN, interval=config.lr_schedule.interval)
-    if metrics is not None:
-        descriptions["metrics"], changes["metrics"] = _describe_all(metrics), [GIVEN]
-    if callbacks is not None:
-        descriptions["callbacks"], changes["callbacks"] = _describe_all(callbacks), []
-    return config.model_copy(update={**changes, "given": _update_given(config, descriptions)}) if changes else config
-
-
-def describe_made_optimizer(config: Config, optimizer: torch.optim.Optimizer) -> Config:
-    """Return the config with the description of the optimizer that a function from Python made."""
-    return config.model_copy(update={"given": _update_given(config, {"optimizer": describe_optimizer(optimizer)})})
-
-
-def _update_given(config: Config, given: Mapping[str, Any]) -> Given:
-    return (config.given or Given()).model_copy(update=dict(given))
-
-
-def refuse_missing(config: Config, **objects: Any) -> None:
-    """Raise `BadInput` if Python gave the run of this config an object that it does not give now."""
-    missing = [key for key, value in objects.items() if value is None and getattr(config.given, key, None) is not None]
-    if missing:
-        described = {key: getattr(config.given, key) for key in missing}
-        names = {
-            key: one.name if isinstance(one, Description) else ", ".join(part.name for part in one)
-            for key, one in described.items()
-        }
-        raise BadInput(
-            f"{', '.join(f'given.{key}: {name}' for key, name in names.items())}: Python gave it to the run that wrote this,"
-            f" and only Python can again: ipu_pipe.train(config, out, {', '.join(f'{key}=...' for key in missing)})"
-        )

@@ -7,12 +7,10 @@ from typing import Any, NamedTuple, Optional, Sequence
 from torch import nn
 
 from ipu_pipe.config.schema import Config
-from ipu_pipe.config.sections import GIVEN, OWN
 from ipu_pipe.errors import BadInput
-from ipu_pipe.job.import_strings import resolve_entry
+from ipu_pipe.job.factories import make_take, resolve_entry
 from ipu_pipe.local.structures import find_structure, make_blocks
 from ipu_pipe.model.cutting import Piece
-from ipu_pipe.model.loss import Take, TakePart
 from ipu_pipe.model.stages import Partition, partition
 from ipu_pipe.schedule.methods import Method
 
@@ -35,28 +33,6 @@ class Placed(NamedTuple):
     pieces: Sequence[Piece] = ()
 
 
-def make_take(config: Config) -> Optional[Take]:
-    """Return what `model.output` takes of a model's output: a field, an element, or a function's result; None for all of it."""
-    output = config.model.output
-    if isinstance(output, str) and ":" in output:
-        return resolve_entry(output, "model.output")
-    return None if output is None else TakePart(output)
-
-
-def make_take_of_heads(config: Config) -> Optional[Take]:
-    """Return the same where blocks have losses of their own, whose heads give what a function would take."""
-    output = config.model.output
-    if config.loss == OWN:
-        why = (
-            "the heads of its blocks give no loss of their own: must be a loss of their outputs, such as cross_entropy"
-        )
-        raise BadInput(f"loss: model: {config.method}: {why}")
-    if isinstance(output, str) and (output == GIVEN or ":" in output):
-        why = f"{config.method} takes the outputs of its blocks' heads: must be the name of a field, or an index"
-        raise BadInput(f"model.output: {output}: {why}")
-    return make_take(config)
-
-
 def place_whole(config: Config, method: Method, model: nn.Module, x: Any) -> Placed:
     """Place all stages in this process. `x`: one microbatch of input. Raise `BadInput` if the model has no such stages."""
     if method.structure is not None:
@@ -74,7 +50,7 @@ def place_blocks(
         raise BadInput(f"stages.by: time: {why}")
     entry = config.method_args.head
     head = resolve_entry(entry, "method_args.head") if entry else None
-    take = make_take(config) if find_structure(method.structure).trains_last else make_take_of_heads(config)
+    take = make_take(config, of_heads=not find_structure(method.structure).trains_last)
     model, part = make_blocks(
         model, x, method.structure, config.stages, config.seed, count, head, method.one_stage or "", take
     )

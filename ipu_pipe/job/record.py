@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple
 
@@ -14,7 +14,7 @@ from ipu_pipe.config.sections import GIVEN, Given
 from ipu_pipe.data import DataSource
 from ipu_pipe.data.batches import LabelRange, split_batch
 from ipu_pipe.hardware.precision import MASTERS, MIXED
-from ipu_pipe.job.metrics import DEFAULT, Metric
+from ipu_pipe.job.metrics import Metric
 from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.model.batch import check_holds_tensors, check_same_samples, map_tensors
 from ipu_pipe.model.cutting import Piece
@@ -57,13 +57,12 @@ class Setup:
     data: DataSource
     device: torch.device
     numbers: ModelPrecision  # that the model computes in
-    label_range: Optional[LabelRange] = field(default=None, init=False)  # where the loss asks for one
-    begun: Optional[Begun] = field(default=None, init=False)  # with weights that need not all fit
-
-    device_kind: str = field(default="cpu", init=False)  # what trains: `ipu`, or the type of the device
-    metrics: Tuple[Metric, ...] = field(default=DEFAULT, init=False)  # of evaluations
-    asks: Tuple[str, ...] = field(default=(), init=False)  # what the loss takes of the batch besides labels
-    pins_memory: bool = field(default=False, init=False)  # what is pinned goes to a GPU without waiting
+    metrics: Tuple[Metric, ...]  # of evaluations
+    asks: Tuple[str, ...]  # what the loss takes of the batch besides labels
+    device_kind: str  # what trains: `ipu`, or the type of the device
+    pins_memory: bool  # what is pinned goes to a GPU without waiting
+    begun: Optional[Begun]  # with weights that need not all fit
+    label_range: Optional[LabelRange]  # where the loss asks for one
 
     @property
     def data_name(self) -> str:

@@ -17,7 +17,7 @@ from ipu_pipe.hardware.description import Hardware, read_hardware
 from ipu_pipe.hardware.model_units import FEW, count_units
 from ipu_pipe.hardware.precision import PRECISIONS
 from ipu_pipe.hardware.unit_costs import Unit
-from ipu_pipe.job.import_strings import resolve_entry
+from ipu_pipe.job.factories import resolve_entry
 from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import SumOfLosses, get_blocks
 from ipu_pipe.model.balance import IntArray, StagePrices, find_best_cut

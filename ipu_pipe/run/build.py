@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, Optional, Tuple, Union
 
 import torch
 from torch import nn
@@ -13,21 +13,16 @@ from torch import nn
 from ipu_pipe.backends.ranks import run_on_main
 from ipu_pipe.backends.table import get_backend
 from ipu_pipe.config.schema import Config
-from ipu_pipe.config.sections import OWN, Description, Given, InitFrom
+from ipu_pipe.config.sections import OWN, Description, Given
 from ipu_pipe.config.values import MOST_STOPS, MOST_UPDATES
 from ipu_pipe.data import DataSource
 from ipu_pipe.data.loaders import RandomStates
 from ipu_pipe.errors import BadInput
 from ipu_pipe.hardware.precision import resolve_precision
+from ipu_pipe.job.factories import make_data, make_factory, make_loss, make_model, make_scheduler
 from ipu_pipe.job.metrics import make_metrics
 from ipu_pipe.job.numerics import set_numerics
-from ipu_pipe.job.overrides import (
-    describe,
-    describe_made_optimizer,
-    describe_optimizer,
-    describe_overrides,
-    refuse_missing,
-)
+from ipu_pipe.job.overrides import Overrides, describe, describe_given, describe_optimizer
 from ipu_pipe.job.record import DTYPES, Begun, Job, Setup, compute_rate, list_drains
 from ipu_pipe.job.user_code import attribute_faults
 from ipu_pipe.launcher import read_launch
@@ -40,17 +35,15 @@ from ipu_pipe.model.randomness import derive_seed
 from ipu_pipe.plan.of_config import choose_stages, is_chosen
 from ipu_pipe.run.checkpoint import find_newest, load_weights, read_weights
 from ipu_pipe.run.checks import check_loss, check_metrics, check_model, check_modules, find_faults
-from ipu_pipe.run.factories import Output, make_data, make_factory, make_loss, make_model, make_scheduler
-from ipu_pipe.schedule.methods import METHODS, Method, check_sizes, resolve_method
+from ipu_pipe.schedule.methods import METHODS, check_sizes, resolve_method
 from ipu_pipe.schedule.recompute import find_segment_ends
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.text import describe_kind
-from ipu_pipe.update import optimizer as update
 from ipu_pipe.update.apply import UpdateRules
 from ipu_pipe.update.groups import make_groups, replace_parameters, select_parameters, select_stage
 from ipu_pipe.update.optimizer import make_factory_of
-from ipu_pipe.update.rates import SchedulerFactory, choose_anneal_updates, play_scheduler
+from ipu_pipe.update.rates import choose_anneal_updates, play_scheduler
 
 
 def set_up(
@@ -58,60 +51,55 @@ def set_up(
     model: Optional[nn.Module] = None,
     data: Optional[DataSource] = None,
     loss: Union[Loss, str, None] = None,
+    *,
     by_shape: bool = False,
-    metrics: Union[None, Sequence[Any], Mapping[str, Any]] = None,
-    output: Optional[Output] = None,
+    **others: Any,
 ) -> Setup:
-    """Make the model, loss, data and metrics that `config` describes, ready to run; what is given takes the place of its entry.
+    """Make the model, loss, data and metrics that `config` describes, ready to run.
 
-    If `by_shape`, the model and the microbatches are shapes without numbers (see `ipu_pipe.run.planning`).
+    A model, data, loss and `others` (fields of `Overrides`) that are given take the place of the config's entries. If `by_shape`,
+    the model and the microbatches are shapes without numbers (see `ipu_pipe.run.planning`).
     """
-    refuse_missing(config, model=model, output=output, data=data, loss=loss, metrics=metrics)
-    device = _choose_device(config)
-    kind = device.type
-    seed = derive_seed(config.seed, "model")
-    torch.manual_seed(seed)
-    RandomStates.seeded(seed).write()  # models and data sources may draw from Python's and numpy's generators, too
-    is_given = model is not None
-    if by_shape:
-        device = torch.device("meta")
-    if model is None:
-        with build_on_meta() if by_shape else contextlib.nullcontext():
-            model = make_model(config)
-    check_modules(model, device)
-    begun = _begin(model, config.init_from) if config.init_from else None
-    data = data if data is not None else make_data(config)
-    chosen_loss = make_loss(config, loss, output)
-    weighted = get_plain_loss(chosen_loss)
-    if isinstance(weighted, nn.Module):  # class weights and the like
-        check_loss(weighted, model)
-        weighted.to(device)
-    measured = make_metrics(config.metrics if metrics is None else metrics)
-    row = resolve_precision(config.precision, resolve_method(config.method, config.method_settings()))
-    # last: what fails before leaves a caller's model as it was
-    numbers = ModelPrecision(model.train(), row, DTYPES[row], device, is_given)
-    setup = Setup(config, model, numbers.loss(chosen_loss), data, device, numbers)
-    setup.begun, setup.metrics, setup.asks = begun, measured, getattr(chosen_loss, "asks", ())
-    backend = get_backend(config)
-    setup.device_kind, setup.pins_memory = backend.trains_on or kind, backend.pins_memory
-    return setup
-
-
-def _choose_device(config: Config) -> torch.device:
-    """Return the device of the run and apply the backend's numerics and threads. Raise `BadInput` if there is no such device."""
+    objects = Overrides(model, data, loss, **others)
+    objects.refuse_missing(config)
     if config.backend.device == "cuda" and not torch.cuda.is_available():
         raise BadInput("backend.device: cuda: this machine has no usable CUDA device: use cpu")
     set_numerics(config.backend)
     if config.backend.threads:
         torch.set_num_threads(config.backend.threads)
-    return torch.device(config.backend.device)
+    seed = derive_seed(config.seed, "model")
+    torch.manual_seed(seed)
+    RandomStates.seeded(seed).write()  # models and data sources may draw from Python's and numpy's generators, too
+    device = torch.device("meta" if by_shape else config.backend.device)
+    if model is None:
+        with build_on_meta() if by_shape else contextlib.nullcontext():
+            model = make_model(config)
+    check_modules(model, device)
+    begun = _begin(model, config) if config.init_from else None
+    data = make_data(config) if data is None else data
+    chosen_loss = make_loss(config, objects)
+    weighted = get_plain_loss(chosen_loss)
+    if isinstance(weighted, nn.Module):  # class weights and the like
+        check_loss(weighted, model)
+        weighted.to(device)
+    metrics = make_metrics(config.metrics if objects.metrics is None else objects.metrics)
+    backend, method = get_backend(config), resolve_method(config.method, config.method_settings())
+    row = resolve_precision(config.precision, method)
+    # last: what fails before leaves a caller's model as it was
+    numbers = ModelPrecision(model.train(), row, DTYPES[row], device, objects.model is not None)
+    return Setup(
+        config, model, numbers.loss(chosen_loss), data, device, numbers, metrics, getattr(chosen_loss, "asks", ()),
+        backend.trains_on or config.backend.device, backend.pins_memory, begun, label_range=None,
+    )  # fmt: skip
 
 
-def _begin(model: nn.Module, begin: InitFrom, heads_too: bool = True) -> Optional[Begun]:
+def _begin(model: nn.Module, config: Config, heads_too: bool = True) -> Optional[Begun]:
     """Load the weights that the run begins with into the model. Raise `BadInput` if they do not fit.
 
     Return what was loaded where the weights need not all fit, else None.
     """
+    begin = config.init_from
+    assert begin is not None
     state, tensors = model.state_dict(), None
     try:
         path = find_newest(Path(begin.path))
@@ -131,30 +119,23 @@ def build(
     model: Optional[nn.Module] = None,
     data: Optional[DataSource] = None,
     loss: Union[Loss, str, None] = None,
-    optimizer: Optional[update.OptimizerFactory] = None,
+    *,
     done: int = 0,
     by_shape: bool = False,
-    *,
-    metrics: Union[None, Sequence[Any], Mapping[str, Any]] = None,
-    lr_scheduler: Optional[SchedulerFactory] = None,
-    output: Optional[Output] = None,
+    **others: Any,
 ) -> Job:
     """Build the job that `config` describes; an object given takes the place of the config's entry.
 
-    `done` is the number of updates done already, in the checkpoint that the run resumes from; `by_shape` is as in `set_up`.
-    `optimizer` is a function from parameter groups to a torch.optim optimizer, such as `functools.partial(torch.optim.SGD,
-    lr=0.1)`. Raise `BadInput` if anything does not fit; exceptions of the user's own code are raised as they are.
+    `done` is the number of updates done already, in the checkpoint that the run resumes from; `by_shape` and `others` are as in
+    `set_up`. Raise `BadInput` if anything does not fit; exceptions of the user's own code are raised as they are.
     """
+    objects = Overrides(model, data, loss, **others)
     with attribute_faults(lambda: "before training"):
-        others: Dict[str, Any] = {"metrics": metrics, "lr_scheduler": lr_scheduler}
-        refuse_missing(config, model=model, output=output, data=data, loss=loss, optimizer=optimizer, **others)
-        factory = None if optimizer is None else make_factory_of(optimizer)
-        described = describe_overrides(config, model, data, loss, optimizer, output, **others)
-        setup = set_up(described, model, data, loss, by_shape, metrics, output)
+        setup = set_up(objects.describe_in(config), by_shape=by_shape, **objects._asdict())
     thawed = [p for p in setup.model.parameters() if p.requires_grad]
     try:
         with attribute_faults(lambda: "before training"):
-            return _assemble(setup, factory, lr_scheduler, done)
+            return _assemble(setup, objects, done)
     except BaseException:
         for parameter in thawed:  # a method may have frozen some
             parameter.requires_grad_(True)
@@ -162,12 +143,10 @@ def build(
         raise
 
 
-def _assemble(
-    setup: Setup, optimizer: Optional[update.OptimizerFactory], scheduler: Optional[SchedulerFactory], done: int
-) -> Job:
+def _assemble(setup: Setup, objects: Overrides, done: int) -> Job:
     """Build the job of a model, loss and data that are ready."""
     config, model, chosen_loss, data = setup.config, setup.model, setup.loss, setup.data
-    method = resolve_method(config.method, config.method_settings())
+    backend, method = get_backend(config), resolve_method(config.method, config.method_settings())
     rounds = method.rounds
     per_epoch, updates = _count_updates(config, data, config.replicas if rounds is None else rounds.replicas or 1)
     taken = setup.split_batch(data.train_batch(0, 0, config.micro_batch_size))
@@ -175,18 +154,21 @@ def _assemble(
     setup.label_range, seen = check_model(model, chosen_loss, example, taken[1])
     check_metrics(setup)
     if is_chosen(config.stages):
-        config = _choose_stages(config, method, model, chosen_loss, example)
-    placed = get_backend(config).place(config, method, model, example[0])
+        processes = read_launch().world // config.replicas if config.backend.name == "distributed" else None
+        # on the main process for all: each may have measured its own machine
+        begins = run_on_main(lambda: choose_stages(config, method, model, chosen_loss, example, processes))
+        config = config.model_copy(update={"stages": begins or 1})
+    placed = backend.place(config, method, model, example[0])
     model, part, held_stages = placed.model, placed.part, placed.held
     if method.structure is not None:
         if config.init_from:  # again, now with the heads that it may hold
-            _begin(model, config.init_from, heads_too=False)
+            _begin(model, config, heads_too=False)
         if method.structure.blocks is not None and config.method_args.blocks is None:  # as many as processes
-            config = _set_method_arg(config, "blocks", len(part))
+            config = config.with_method_args(blocks=len(part))
         chosen_loss = SumOfLosses(chosen_loss)
         seen = observe_blocks(model, chosen_loss, example)
     if rounds is not None and rounds.replicas is None:  # as many as stages
-        config = _set_method_arg(config, "replicas", len(part))
+        config = config.with_method_args(replicas=len(part))
         method = resolve_method(config.method, config.method_settings())
         per_epoch, updates = _count_updates(config, data, len(part))
     if isinstance(config.stages, dict) and config.stages.get("by") == "time" and part.begins and not part.spread:
@@ -205,27 +187,25 @@ def _assemble(
     table = VersionTable(schedule, method, config.seed)
     if method.segments is not None:
         find_segment_ends(len(part), method.segments)  # refuses more than there are stages
+
     groups = replace_parameters(make_groups(model, part, config.optimizer.no_decay), setup.numbers.trained)
     local_groups = groups if held_stages is None else [group for stage in held_stages for group in select_stage(groups, stage)]
     blocks = get_blocks(model)
     if held_stages and held_stages[0] and blocks is not None and blocks.overlap:  # this process's duplicate of the stage before
         shared = {id(p) for p in blocks.pieces[held_stages[0] - 1].parameters()}
         local_groups = [*local_groups, *select_parameters(select_stage(groups, held_stages[0] - 1), shared)]
-    factory = optimizer or make_factory(config)
-    stage_optimizer = factory(local_groups)
-    _check_groups(stage_optimizer)
-    whole = stage_optimizer if local_groups is groups else factory(groups)  # a process holds its own stage's alone
-    if optimizer is not None:
-        config = describe_made_optimizer(config, whole)
-    of_loss = get_given_loss(get_plain_loss(setup.loss))
-    loss_used = Description(name=OWN) if isinstance(of_loss, OwnLoss) else describe(of_loss)
-    base = float(whole.param_groups[0]["lr"])
-    played = None
+    factory = make_factory(config) if objects.optimizer is None else make_factory_of(objects.optimizer)
+    optimizer = factory(local_groups)
+    _check_groups(optimizer)
+    whole = optimizer if local_groups is groups else factory(groups)  # a process holds its own stage's alone
+    if objects.optimizer is not None:
+        config = describe_given(config, {"optimizer": describe_optimizer(whole)})
+    base, played = float(whole.param_groups[0]["lr"]), None
     if config.lr_schedule.is_played:
         if config.lr_schedule.interval == "epoch" and per_epoch is None:
             raise BadInput("lr_schedule.interval: epoch: the data have no epochs: must be update")
         every = per_epoch if config.lr_schedule.interval == "epoch" and per_epoch else 1
-        scheduled = play_scheduler(scheduler or make_scheduler(config), whole, base, updates, every)
+        scheduled = play_scheduler(objects.lr_scheduler or make_scheduler(config), whole, base, updates, every)
         played = [scheduled[k - k % config.updates_per_call] for k in range(updates)]
     if "t1" in args and args["t1"]["anneal_updates"] is None:  # T1's K comes from the learning-rate schedule
         rates = config.lr_schedule
@@ -233,37 +213,24 @@ def _assemble(
         anneal = choose_anneal_updates(first, rates.warmup_steps, rates.total_steps or updates)
         args = {**args, "t1": {"anneal_updates": anneal}}
     rules = UpdateRules(
-        args, method, table.rule_lag(), config.gradient_accumulation, stage_optimizer,
+        args, method, table.rule_lag(), config.gradient_accumulation, optimizer,
         lambda k: compute_rate(config, base, k, updates, per_epoch) if played is None else played[min(k, updates - 1)],
         switch, setup.numbers.masters, base,
     )  # fmt: skip
+    of_loss = get_given_loss(get_plain_loss(setup.loss))
+    loss_used = Description(name=OWN) if isinstance(of_loss, OwnLoss) else describe(of_loss)
     job = Job(
-        config, model, chosen_loss, data, setup.device, setup.numbers, part, method, schedule, table, groups, stage_optimizer,
-        rules, base, per_epoch, updates, example, measure_footprint(model, part, seen), seen,
-        placed.note, done, Given(optimizer=describe_optimizer(whole), loss=loss_used), played, pieces=placed.pieces,
+        **{**vars(setup), "config": config, "model": model, "loss": chosen_loss}, part=part, method=method, schedule=schedule,
+        table=table, groups=groups, optimizer=optimizer, rules=rules, base_rate=base, updates_per_epoch=per_epoch,
+        updates=updates, example=example, footprint=measure_footprint(model, part, seen), seen=seen, note=placed.note, done=done,
+        used=Given(optimizer=describe_optimizer(whole), loss=loss_used), played=played, pieces=placed.pieces,
         placement=tuple(placed.placement) or tuple(range(len(part))),
     )  # fmt: skip
-    for name in ("begun", "label_range", "device_kind", "pins_memory", "metrics", "asks"):
-        setattr(job, name, getattr(setup, name))
-    reasons = find_faults(job, config.optimizer_faults() if optimizer is None else ())
+    reasons = find_faults(job, () if objects.optimizer is not None else config.optimizer_faults())
     if reasons:
         raise BadInput(reasons)
-    job.note = job.note or get_backend(config).note(job)
+    job.note = job.note or backend.note(job)
     return job
-
-
-def _choose_stages(config: Config, method: Method, model: nn.Module, loss: Loss, example: Tuple[Any, Any]) -> Config:
-    """Return the config with the modules at which the planner begins stages.
-
-    The main process chooses them for all: each may have measured its own machine.
-    """
-    processes = read_launch().world // config.replicas if config.backend.name == "distributed" else None
-    begins = run_on_main(lambda: choose_stages(config, method, model, loss, example, processes))
-    return config.model_copy(update={"stages": begins or 1})
-
-
-def _set_method_arg(config: Config, key: str, value: int) -> Config:
-    return config.model_copy(update={"method_args": config.method_args.model_copy(update={key: value})})
 
 
 def _count_updates(config: Config, data: DataSource, width: int) -> Tuple[Optional[int], int]:
@@ -272,12 +239,11 @@ def _count_updates(config: Config, data: DataSource, width: int) -> Tuple[Option
     Raise `BadInput` if an epoch does not fill a batch, if data without a length have settings that count in epochs, or if the run
     cannot be planned: planning time grows with its updates and the stops among them.
     """
-    faults: List[str] = []
     microbatches, rates, evaluation = data.train_batches_per_epoch(config.micro_batch_size), config.lr_schedule, config.evaluate
     per_epoch = None if microbatches is None else microbatches // (config.gradient_accumulation * width)
     if per_epoch is None:
         warmup = config.method_args.warmup
-        counts_epochs = {
+        counts_epochs: Dict[str, Any] = {
             "steps: null: must be the updates of the run": config.steps is None,
             f"lr_schedule.milestones: {rates.milestones}: must be none (linear and cosine go by updates)": rates.milestones,
             f"evaluate.every: {evaluation.every}: must be 1 or 0, after the last update, or with evaluate.steps, in updates":
@@ -286,28 +252,31 @@ def _count_updates(config: Config, data: DataSource, width: int) -> Tuple[Option
             f"method: {config.method}: draws delays by the epoch: must be another": METHODS[config.method].history,
         }  # fmt: skip
         why = "the training data has no length, so that it has no epochs"
-        faults = [f"{fault}: {why}" for fault, is_so in counts_epochs.items() if is_so]
+        _refuse({f"{fault}: {why}": is_so for fault, is_so in counts_epochs.items()})
     elif per_epoch < 1:
-        faults.append(
+        raise BadInput(
             f"data: {microbatches} microbatches an epoch do not fill one batch of gradient_accumulation "
             f"{config.gradient_accumulation} x replicas {width}: lower them, micro_batch_size, or take more data"
         )
-    if faults:
-        raise BadInput(faults)
     updates = config.steps if config.steps is not None else config.epochs * (per_epoch or 0)
-    planned = "a run is planned before it starts"
-    if updates > MOST_UPDATES:
-        faults.append(f"epochs: {config.epochs}: {updates} updates, at most {MOST_UPDATES}: {planned}")
-    if rates.total_steps is not None and rates.total_steps < updates:
-        why = f"the run has {updates} updates, and its rate falls to 0 before: must be no less"
-        faults.append(f"lr_schedule.total_steps: {rates.total_steps}: {why}")
+    planned, total = "a run is planned before it starts", rates.total_steps
+    faults: Dict[str, Any] = {
+        f"epochs: {config.epochs}: {updates} updates, at most {MOST_UPDATES}: {planned}": updates > MOST_UPDATES,
+        f"lr_schedule.total_steps: {total}: must be at least the {updates} updates of the run": total and total < updates,
+    }
     for key, every in (("checkpoint", config.checkpoint.every), ("evaluate", evaluation.interval(per_epoch))):
-        if every and updates // every > MOST_STOPS:
-            times = f"{updates // every} times in {updates} updates, at most {MOST_STOPS}"
-            faults.append(f"{key}.every: {getattr(config, key).every}: {times}: {planned}")
-    if faults:
-        raise BadInput(faults)
+        stops = updates // every if every else 0
+        value = getattr(config, key).every
+        faults[f"{key}.every: {value}: {stops} times in {updates} updates, at most {MOST_STOPS}: {planned}"] = stops > MOST_STOPS
+    _refuse(faults)
     return per_epoch, updates
+
+
+def _refuse(faults: Dict[str, Any]) -> None:
+    """Raise `BadInput` with the faults that are so."""
+    lines = [fault for fault, is_so in faults.items() if is_so]
+    if lines:
+        raise BadInput(lines)
 
 
 def _check_groups(optimizer: Any) -> None:
@@ -315,7 +284,5 @@ def _check_groups(optimizer: Any) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise BadInput(f"optimizer: gave {describe_kind(optimizer)}, must give a torch.optim.Optimizer")
     if not all("stage" in group for group in optimizer.param_groups):
-        raise BadInput(
-            "optimizer: made of other parameters: must be made of the groups it is given, as functools.partial(torch.optim.SGD, "
-            "lr=0.1) is"
-        )
+        why = "made of other parameters: must be made of the groups it is given, as functools.partial(torch.optim.SGD, lr=0.1) is"
+        raise BadInput(f"optimizer: {why}")

@@ -6,7 +6,7 @@ import inspect
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
 from pydantic import ValidationError
 from torch import nn
@@ -15,7 +15,7 @@ from ipu_pipe.config.faults import format_faults
 from ipu_pipe.config.schema import Config
 from ipu_pipe.config.sections import EarlyStoppingConfig, Entry
 from ipu_pipe.errors import BadInput, RunFault
-from ipu_pipe.job.import_strings import call_entry, check_arguments, resolve_entry
+from ipu_pipe.job.factories import call_entry, check_arguments, collect_results, resolve_listed
 from ipu_pipe.job.metrics import Metric
 from ipu_pipe.job.user_code import attribute_faults
 from ipu_pipe.text import describe_kind, list_some
@@ -109,8 +109,7 @@ class Callbacks:
         """Call a method of all callbacks, whatever one of them asks for. Raise what they raise, with the place."""
         for callback in self.own:
             name = f"{type(callback).__qualname__}.{method}"
-            with attribute_faults(lambda name=name: f"callback {name} after update {now.step}"):  # type: ignore[misc]
-                answer = getattr(callback, method)(now)
+            answer = _call(callback, method, now, where=f" after update {now.step}")
             if answer is Stop or isinstance(answer, Stop):
                 self.asked = self.asked or getattr(answer, "reason", "") or f"{name} asked for it"
             elif answer is not None:
@@ -125,69 +124,57 @@ class Callbacks:
 
     def get_restored_step(self) -> Optional[int]:
         """Return the best step of the first callback that wants its weights at the end, None for the newest weights."""
-        steps = (getattr(one, "best_step", None) for one in self.own if getattr(one, "restore_best", False))
-        return next((step for step in steps if isinstance(step, int)), None)
+        wanted = Callbacks([callback for callback in self.own if getattr(callback, "restore_best", False)])
+        return next(iter(wanted.list_best_steps()), None)
 
     def collect_states(self) -> List[Any]:
         """Collect the states of all callbacks for a checkpoint. Raise `RunFault` if JSON cannot hold one."""
         states = []
         for callback in self.own:
-            name = f"{type(callback).__qualname__}.state"
-            with attribute_faults(lambda name=name: f"callback {name}"):  # type: ignore[misc]
-                state = callback.state()
+            name, state = type(callback).__qualname__, _call(callback, "state")
             try:
                 json.dumps(state, allow_nan=False)
             except (TypeError, ValueError) as error:
-                raise RunFault(f"callback {name}: cannot be put into a checkpoint as JSON: {error}") from error
-            states.append({"name": type(callback).__qualname__, "state": state})
+                raise RunFault(f"callback {name}.state: cannot be put into a checkpoint as JSON: {error}") from error
+            states.append({"name": name, "state": state})
         return states
 
     def load(self, saved: Any) -> None:
         """Hand each saved state to the callback of the same name and position among those of that name."""
-        left: Dict[str, List[Any]] = {}
-        for one in saved if isinstance(saved, list) else ():
-            if isinstance(one, dict) and one.get("state") is not None:
-                left.setdefault(str(one.get("name")), []).append(one["state"])
+        left = [one for one in saved if one["state"] is not None] if saved else []
         for callback in self.own:
-            name = type(callback).__qualname__
-            if left.get(name):
-                with attribute_faults(lambda name=name: f"callback {name}.load"):  # type: ignore[misc]
-                    callback.load(left[name].pop(0))
+            one = next((one for one in left if one["name"] == type(callback).__qualname__), None)
+            if one is not None:
+                left.remove(one)
+                _call(callback, "load", one["state"])
+
+
+def _call(callback: Callback, method: str, *args: Any, where: str = "") -> Any:
+    with attribute_faults(lambda: f"callback {type(callback).__qualname__}.{method}{where}"):
+        return getattr(callback, method)(*args)
 
 
 def make_callbacks(config: Config, given: Optional[Sequence[Any]]) -> List[Callback]:
-    """Return the callbacks given in Python, or else make the config's. Raise `BadInput`, one line for each fault."""
-    if given is None:
-        return _collect(config.callbacks, lambda value: _check(call_entry(*_resolve(value)), f"callbacks.{_get_name(value)}"))
-    return _collect(given, lambda value: _check(value, "callbacks"))
+    """Return the callbacks given in Python, or else make the config's, and its early stopping.
+
+    Raise `BadInput`, one line for each fault.
+    """
+    if given is not None:
+        callbacks = collect_results(given, lambda value: _check(value, "callbacks"))
+    else:
+        callbacks = collect_results(config.callbacks, _make)
+    stopping = config.early_stopping
+    return callbacks if stopping is None else [*callbacks, EarlyStopping(**stopping.model_dump())]
 
 
 def check_callbacks(config: Config) -> None:
     """Raise `BadInput`, one line for each callback of the config that cannot be made, without making any."""
-    _collect(config.callbacks, lambda value: check_arguments(*_resolve(value)))
+    collect_results(config.callbacks, lambda value: check_arguments(*resolve_listed(value, "callbacks")))
 
 
-def _collect(values: Sequence[Any], make: Callable[[Any], Any]) -> List[Any]:
-    """Return what `make` gives for each value. Raise `BadInput` with the faults of all."""
-    callbacks, faults = [], []
-    for value in values:
-        try:
-            callbacks.append(make(value))
-        except BadInput as error:
-            faults += error.faults
-    if faults:
-        raise BadInput(faults)
-    return callbacks
-
-
-def _get_name(value: Union[str, Entry]) -> str:
-    return value if isinstance(value, str) else value.entry
-
-
-def _resolve(value: Union[str, Entry]) -> Tuple[Callable[..., Any], Mapping[str, Any], str]:
-    """Return the callable that a config names, its arguments, and the place to name in a fault."""
-    args: Mapping[str, Any] = {} if isinstance(value, str) else value.args
-    return resolve_entry(_get_name(value), "callbacks"), args, f"callbacks.{_get_name(value)}"
+def _make(value: Union[str, Entry]) -> Callback:
+    function, args, place = resolve_listed(value, "callbacks")
+    return _check(call_entry(function, args, place), place)
 
 
 def _check(value: Any, place: str) -> Callback:
@@ -218,13 +205,9 @@ class EarlyStopping(Callback):
     """
 
     def __init__(
-        self,
-        metric: str = "loss",
-        mode: Optional[str] = None,
-        patience: int = 3,
-        min_delta: float = 0.0,
+        self, metric: str = "loss", mode: Optional[str] = None, patience: int = 3, min_delta: float = 0.0,
         restore_best: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         values = {"metric": metric, "mode": mode, "patience": patience, "min_delta": min_delta, "restore_best": restore_best}
         try:
             config = EarlyStoppingConfig.model_validate(values)

@@ -21,17 +21,17 @@ from typing import Any, Collection, Dict, List, Mapping, NamedTuple, Optional, T
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from ipu_pipe.data.hashes import hash_file
-from ipu_pipe.errors import BadInput, RunFault
+from ipu_pipe.errors import BadInput, RunFault, guard_writing, summarize
 from ipu_pipe.local.blocks import HEADS
 from ipu_pipe.model.restoring import load_state
-from ipu_pipe.text import show
+from ipu_pipe.text import list_some
 
 MODEL, OPTIMIZER, MANIFEST = "model.safetensors", "optimizer.safetensors", "manifest.json"
 FILES = (MODEL, OPTIMIZER)
 SCHEMA = 3  # in schema 2 a file state.json held the position and the optimizer's plain values; schema 1 had no manifest
-WRAPPERS = ("module.", "_orig_mod.")  # prefixes of names in the state dict of DataParallel and torch.compile
 MOST_FAULTS = 5  # of one checkpoint that are printed; the others are counted
 SAFE_TORCH = (2, 6)  # before it torch.load could run a file's code in spite of weights_only (CVE-2025-32434)
 _STEP = re.compile(r"step-(\d+)$")
@@ -63,15 +63,15 @@ def save(
     """Write `folder/step-K` and return it; `facts` are put into the manifest as JSON. Raise `RunFault` if the disk refuses."""
     final, temporary = folder / f"step-{step}", folder / f".step-{step}.part"
     try:
-        _delete(temporary)
+        shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         for name, tensors in zip(FILES, (model, optimizer)):
             # the format refuses two names of one storage (tied weights), so each name gets a clone
             clones = {key: value.detach().cpu().contiguous().clone() for key, value in tensors.items()}
             save_file(clones, temporary / name)
         files = {name: hash_file(temporary / name, "sha256") for name in FILES}
-        manifest = {"schema": SCHEMA, "step": step, **facts, "files": files}
-        (temporary / MANIFEST).write_text(_seal(json.dumps({"sha256": _NO_HASH, **manifest}, indent=1) + "\n"))
+        manifest = {"sha256": _NO_HASH, "schema": SCHEMA, "step": step, **facts, "files": files}
+        (temporary / MANIFEST).write_text(_seal(json.dumps(manifest, indent=1) + "\n"))
         for file in (*temporary.iterdir(), temporary):
             _flush(file)
         if final.exists():
@@ -80,7 +80,7 @@ def save(
         for path in (folder, folder.parent):
             _flush(path)
     except (OSError, SafetensorError, TypeError, ValueError) as error:
-        _delete(temporary)
+        shutil.rmtree(temporary, ignore_errors=True)
         raise RunFault(f"{final}: cannot write the checkpoint: {error}; earlier checkpoints are whole") from error
     return final
 
@@ -98,10 +98,6 @@ def _flush(path: Path) -> None:
         os.close(handle)
 
 
-def _delete(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-
-
 # ---- the checkpoints of a run
 
 
@@ -113,12 +109,10 @@ def list_steps(folder: Path) -> List[int]:
 
 def tidy(folder: Path) -> None:
     """Delete the half-written and half-deleted checkpoints of a killed run. Raise `RunFault` if the disk refuses."""
-    try:
+    with guard_writing(folder):
         for path in list(folder.iterdir()) if folder.is_dir() else ():
             if _LEFTOVER.match(path.name):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
-    except OSError as error:
-        raise RunFault(f"{folder}: cannot clear away unfinished checkpoints: {error}") from error
 
 
 def prune(folder: Path, keep: int, best: Collection[Optional[int]]) -> None:
@@ -129,13 +123,11 @@ def prune(folder: Path, keep: int, best: Collection[Optional[int]]) -> None:
 def delete_steps(folder: Path, steps: List[int]) -> None:
     """Delete the checkpoints of these steps. Raise `RunFault` if the disk refuses."""
     for step in steps:
-        try:
+        with guard_writing(folder / f"step-{step}"):
             old = folder / f".step-{step}.old"  # renamed first: a half-deleted folder must not look complete
-            _delete(old)
+            shutil.rmtree(old, ignore_errors=True)
             os.replace(folder / f"step-{step}", old)
-            _delete(old)
-        except OSError as error:
-            raise RunFault(f"{folder / f'step-{step}'}: cannot be deleted: {error.strerror or error}") from error
+            shutil.rmtree(old, ignore_errors=True)
 
 
 def find_newest(path: Path) -> Path:
@@ -163,17 +155,23 @@ def read_manifest(path: Path, resumes: bool = True) -> Dict[str, Any]:
 
     Raise `BadInput` if they differ, or if a run `resumes` from a checkpoint of another version.
     """
+    def refuse(file: Path, why: object) -> BadInput:
+        match = _STEP.match(path.name)
+        earlier = [step for step in list_steps(path.parent) if match and step < int(match.group(1))]
+        remedy = f"use an earlier one: --resume-from {max(earlier)}" if earlier else "there is no earlier one"
+        if file.name == MANIFEST and (path / "state.json").is_file():
+            remedy = f"begin a new run from its weights (init_from: {path / MODEL})"  # an early version of ipu_pipe wrote it
+        return BadInput(f"{file}: corrupt checkpoint: {why}; {remedy}")
+
     file = path / MANIFEST
-    if not os.path.isfile(file):
-        raise BadInput(f"{file}: corrupt checkpoint: the file is missing{_advise(path)}")
     try:
-        text = file.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8") if os.path.isfile(file) else ""  # a pipe would be waited for
         manifest: Dict[str, Any] = dict(json.loads(text))
         written = str(manifest.pop("sha256"))
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-        raise BadInput(f"{file}: corrupt checkpoint: {error}{_advise(path)}") from None
+        raise refuse(file, error) from None
     if len(written) != len(_NO_HASH) or _seal(text.replace(written, _NO_HASH, 1)) != text:
-        raise BadInput(f"{file}: corrupt checkpoint: its SHA-256 is not the one it says{_advise(path)}")
+        raise refuse(file, "its SHA-256 is not the one it says")
     if resumes and manifest.get("schema") not in (2, SCHEMA):
         raise BadInput(
             f"{file}: schema: {manifest.get('schema')}: this version resumes 2 and {SCHEMA}: use the ipu_pipe that wrote it, "
@@ -186,20 +184,10 @@ def read_manifest(path: Path, resumes: bool = True) -> Dict[str, Any]:
         except OSError as error:
             raise BadInput(f"{path / name}: cannot be read: {error.strerror or error}") from None
         if not is_saved:
-            why = "is missing, or its SHA-256 is not the one that was saved"
-            raise BadInput(f"{path / name}: corrupt checkpoint: {why}{_advise(path)}")
+            raise refuse(path / name, "is missing, or its SHA-256 is not the one that was saved")
     if manifest.get("schema") == 2:
         manifest = {**json.loads((path / "state.json").read_text(encoding="utf-8")), **manifest}
     return manifest
-
-
-def _advise(path: Path) -> str:
-    """Say what to do instead of resuming from the checkpoint `path`."""
-    if (path / "state.json").is_file() and not (path / MANIFEST).is_file():
-        return f"; an early version of ipu_pipe wrote it: begin a new run from its weights (init_from: {path / MODEL})"
-    match = _STEP.match(path.name)
-    earlier = [step for step in list_steps(path.parent) if match and step < int(match.group(1))]
-    return f"; use an earlier one: --resume-from {max(earlier)}" if earlier else "; there is no earlier one"
 
 
 def read_weights(path: Path) -> Dict[str, torch.Tensor]:
@@ -225,26 +213,19 @@ def read_tensors(path: Path) -> Dict[str, torch.Tensor]:
         raise BadInput(f"{path}: no such file")
     if path.suffix != ".safetensors" and read_torch_version() < SAFE_TORCH:
         raise BadInput(
-            f"{path}: this torch ({torch.__version__}) could run code in such a file, torch 2.6 and later do not: give a "
-            ".safetensors file, made there by safetensors.torch.save_file({name: tensor.clone() for name, tensor in "
-            "torch.load(FILE, map_location='cpu', weights_only=True).items()}, NEW_FILE)"
+            f"{path}: this torch ({torch.__version__}) could run code in such a file, torch 2.6 and later do not: must be a "
+            ".safetensors file, as safetensors.torch.save_file writes it there"
         )
     try:
         if path.suffix == ".safetensors":
             return dict(load_file(path))
         loaded = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # of many kinds, from the readers of the formats
-        reason = str(error).splitlines()[0][:120] if str(error) else type(error).__name__
-        raise BadInput(f"{path}: cannot be read as a state dict: {reason}") from None
-    if not _is_state_dict(loaded):
-        inside = [key for key, value in loaded.items() if _is_state_dict(value)] if isinstance(loaded, dict) else []
-        remedy = f": there is one inside, at {show(inside[0])}: save that alone" if inside else ""
-        raise BadInput(f"{path}: holds no plain state dict (names to tensors){remedy}")
-    return loaded
-
-
-def _is_state_dict(value: Any) -> bool:
-    return isinstance(value, dict) and bool(value) and all(isinstance(item, torch.Tensor) for item in value.values())
+        raise BadInput(f"{path}: cannot be read as a state dict: {summarize(error)[:120]}") from None
+    if isinstance(loaded, dict) and loaded and all(isinstance(value, torch.Tensor) for value in loaded.values()):
+        return loaded
+    keys = f", but {list_some(list(loaded))}" if isinstance(loaded, dict) else ""
+    raise BadInput(f"{path}: holds no plain state dict (names to tensors){keys}")
 
 
 def read_torch_version() -> Tuple[int, ...]:
@@ -263,7 +244,7 @@ class Loaded(NamedTuple):
 
 
 def load_weights(
-    model: torch.nn.Module, tensors: Mapping[str, torch.Tensor], place: str, heads_too: bool = True, strict: bool = True
+    model: nn.Module, tensors: Mapping[str, torch.Tensor], place: str, heads_too: bool = True, strict: bool = True
 ) -> Loaded:
     """Copy a state dict into `model`. Raise `BadInput`, naming the source `place`, if they do not fit.
 
@@ -277,7 +258,10 @@ def load_weights(
         fitting = {n: v for n, v in tensors.items() if n in heads and heads[n].shape == v.shape}
         tensors = {**{n: v for n, v in tensors.items() if not n.startswith(HEADS)}, **heads, **fitting}
     left_out = {name: "the model has no such parameter or buffer" for name in tensors if name not in state}
-    for names in _list_tied_names(model):
+    names_by_parameter: Dict[nn.Parameter, List[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names_by_parameter.setdefault(parameter, []).append(name)
+    for names in names_by_parameter.values():  # several of a tied weight
         present = [name for name in names if name in tensors]
         for name in present[1:]:
             if not torch.equal(tensors[name], tensors[present[0]]):
@@ -288,23 +272,10 @@ def load_weights(
             left_out[name] = f"shape {tuple(tensors[name].shape)}, the model has {tuple(state[name].shape)}"
     fitting = {name: value for name, value in tensors.items() if name not in left_out}
     if strict or not fitting:
-        prefix = next((p for p in WRAPPERS if tensors and all(name.startswith(p) for name in tensors)), None)
-        if prefix is not None and left_out:
-            raise BadInput(
-                f"{place}: all names begin with {prefix}, the prefix of a wrapper: save the state dict of the model inside it"
-            )
         missing = [f"{name}: missing, the model needs it" for name in state if name not in tensors]
         raise_faults(place, missing + [f"{name}: {why}" for name, why in left_out.items()])
     load_state(model, {**state, **fitting})
     return Loaded(left_out, [name for name in state if name not in fitting])
-
-
-def _list_tied_names(model: torch.nn.Module) -> List[List[str]]:
-    """List the names of each parameter that has several."""
-    names_by_parameter: Dict[int, List[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names_by_parameter.setdefault(id(parameter), []).append(name)
-    return [names for names in names_by_parameter.values() if len(names) > 1]
 
 
 def raise_faults(place: object, faults: List[str]) -> None:

@@ -9,18 +9,16 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import math
 import os
 import re
 import shutil
 import socket
-import time
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Set, TextIO, Union
+from typing import Any, Callable, Dict, Iterator, List, Optional, Set, TextIO, Union
 
 from ipu_pipe.config.yaml_files import read_yaml
 from ipu_pipe.errors import BadInput, RunFault, guard_writing
-from ipu_pipe.files import write
+from ipu_pipe.files import replace_nonfinite, write
 from ipu_pipe.report.summary import check_schema
 from ipu_pipe.run import checkpoint
 
@@ -30,7 +28,6 @@ except ImportError:  # not a Unix
     fcntl = None  # type: ignore[assignment]
 
 LOCK = ".lock"
-PATIENCE = 0.3  # seconds in which one who only looks whether a folder is in use lets go of it again
 TAKEN = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 NO_LOCKS = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL)
 
@@ -43,21 +40,19 @@ def lock_folder(folder: Path, say: Callable[[str], None] = print) -> Iterator[No
 
     Raise `BadInput` if another run is on in it. `say` is told if the file system has no locks.
     """
-    file, descriptor = folder / LOCK, None
+    descriptor = None
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
-        try:
+        with _refuse_out(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            descriptor = _lock(file)
-        except OSError as error:
-            if error.errno not in NO_LOCKS:
-                raise BadInput(f"--out: {folder}: {error.strerror or error}") from None
+            descriptor = _lock(folder / LOCK)
+        if descriptor is None:
             say(f"{folder}: no locks on this file system: nothing keeps a second run out of this folder")
         yield
     finally:
         if descriptor is not None:
             with contextlib.suppress(OSError):  # the file goes first, while no one else can hold it
-                file.unlink()
+                (folder / LOCK).unlink()
             _close(descriptor)
         with contextlib.suppress(OSError):  # not empty
             for path in missing:
@@ -66,25 +61,24 @@ def lock_folder(folder: Path, say: Callable[[str], None] = print) -> Iterator[No
 
 def check_unlocked(folder: Path) -> None:
     """Raise `BadInput` if a run is on in `folder`. Change nothing."""
-    if fcntl is None:
-        return
     with contextlib.suppress(OSError):
         descriptor = os.open(str(folder / LOCK), os.O_RDONLY)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            if fcntl is not None:
+                fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in TAKEN:
-                raise _in_use(folder) from None
+                raise _describe_holder(folder) from None
         finally:
             os.close(descriptor)
 
 
-def _lock(file: Path) -> int:
-    """Return a descriptor of `file` that holds its lock. Raise `BadInput` if another process has it, `OSError` otherwise."""
-    if fcntl is None:
-        raise OSError(errno.ENOSYS, "no locks")
-    until = time.monotonic() + PATIENCE
-    while True:
+def _lock(file: Path) -> Optional[int]:
+    """Return a descriptor of `file` that holds its lock, None where the file system has no locks.
+
+    Raise `BadInput` if another process has it.
+    """
+    while fcntl is not None:
         descriptor = os.open(str(file), os.O_RDWR | os.O_CREAT, 0o666)
         _open_here.add(descriptor)
         try:
@@ -98,16 +92,16 @@ def _lock(file: Path) -> int:
             _close(descriptor)
         except OSError as error:
             _close(descriptor)
-            if error.errno in NO_LOCKS:
-                file.unlink()
-            if error.errno not in TAKEN:
+            if error.errno in TAKEN:
+                raise _describe_holder(file.parent) from None
+            if error.errno not in NO_LOCKS:
                 raise
-            if time.monotonic() > until:
-                raise _in_use(file.parent) from None
-            time.sleep(0.02)
+            file.unlink()
+            return None
+    return None
 
 
-def _in_use(folder: Path) -> BadInput:
+def _describe_holder(folder: Path) -> BadInput:
     holder = "another process"
     with contextlib.suppress(OSError, ValueError):
         pid, host = (folder / LOCK).read_text().split()
@@ -117,17 +111,26 @@ def _in_use(folder: Path) -> BadInput:
 
 def _close(descriptor: int) -> None:
     _open_here.discard(descriptor)
-    os.close(descriptor)
+    with contextlib.suppress(OSError):
+        os.close(descriptor)
 
 
 def _close_in_child() -> None:
     for descriptor in list(_open_here):
-        with contextlib.suppress(OSError):
-            _close(descriptor)
+        _close(descriptor)
 
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_close_in_child)
+
+
+@contextlib.contextmanager
+def _refuse_out(path: Path) -> Iterator[None]:
+    """Raise `BadInput` if the system refuses the folder."""
+    try:
+        yield
+    except OSError as error:
+        raise BadInput(f"--out: {path}: {error.strerror or error}") from None
 
 
 # what a run writes, and so what `--overwrite` may delete: nothing else in the folder is touched
@@ -159,26 +162,47 @@ def check_folder(path: Path, resume: bool = False, overwrite: bool = False) -> L
     Raise `BadInput` if they are of another run and neither resuming nor overwriting was asked for, if what is to be overwritten
     is not a run, or if nothing can be written there.
     """
-    try:
+    with _refuse_out(path):
         above = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
         if not above.is_dir():
             raise BadInput(f"--out: {above}: is a file, must be a folder")
         if not os.access(above, os.W_OK | os.X_OK):
             raise BadInput(f"--out: {above}: no permission to write")
         outputs = [name for name in OUTPUTS if (path / name).exists()]
-        foreign = _foreign(path, outputs) if overwrite else None
-    except OSError as error:
-        raise BadInput(f"--out: {path}: {error.strerror or error}") from None
-    odd = [name for name in outputs if (path / name).is_dir() != (name in FOLDERS)]
-    if odd:
-        kind = "no folder" if odd[0] in FOLDERS else "a folder"
-        raise BadInput(f"--out: {path}: {odd[0]} is {kind}, which no run writes")
-    if outputs and not (resume or overwrite):
-        raise BadInput(f"--out: {path}: holds another run ({outputs[0]}): give --resume, --overwrite or another folder")
-    if foreign is not None:
-        why = "what is there is no run to replace: give another folder, or empty it"
-        raise BadInput(f"--overwrite: {path}: {foreign}: {why}")
+        for name in outputs:
+            if (path / name).is_dir() != (name in FOLDERS):
+                kind = "no folder" if name in FOLDERS else "a folder"
+                raise BadInput(f"--out: {path}: {name} is {kind}, which no run writes")
+        if outputs and not (resume or overwrite):
+            raise BadInput(f"--out: {path}: holds another run ({outputs[0]}): give --resume, --overwrite or another folder")
+        foreign = _find_foreign(path, outputs) if overwrite else None
+        if foreign is not None:
+            why = "what is there is no run to replace: give another folder, or empty it"
+            raise BadInput(f"--overwrite: {path}: {foreign}: {why}")
     return outputs
+
+
+def _find_foreign(path: Path, outputs: List[str]) -> Optional[str]:
+    """Return why a folder with files in it is not that of a run (or of several runs), None if it is, or is empty."""
+    if outputs:
+        return None if _is_run(path) else f"{outputs[0]} is there, but no config.yaml of a run"
+    for entry in _list_entries(path):
+        if (_list_entries(entry) or not entry.is_dir()) and not _is_run(entry):  # an empty one is no one's
+            return f"it holds {entry.name}"
+    return None
+
+
+def _list_entries(path: Path) -> List[Path]:
+    """List the entries of the folder except the lock."""
+    return sorted(entry for entry in path.iterdir() if entry.name != LOCK) if path.is_dir() else []
+
+
+def _is_run(path: Path) -> bool:
+    """Return whether the folder has a config.yaml that a run wrote."""
+    try:
+        return (path / "config.yaml").is_file() and SPELT_OUT <= read_yaml(path / "config.yaml").keys()
+    except BadInput:
+        return False
 
 
 def read_summary(path: Path) -> Optional[Dict[str, Any]]:
@@ -204,37 +228,14 @@ def _read_json(file: Path) -> Any:
         return None
 
 
-def _foreign(path: Path, outputs: Sequence[str]) -> Optional[str]:
-    """Return why a folder with files in it is not that of a run (or of several runs), None if it is, or is empty."""
-    if outputs:
-        return None if _is_run(path) else f"{outputs[0]} is there, but no config.yaml of a run"
-    entries = [entry for entry in _list_entries(path) if _list_entries(entry) or not entry.is_dir()]  # an empty one is no one's
-    others = [entry.name for entry in entries if not _is_run(entry)]
-    return f"it holds {others[0]}" if others else None
-
-
-def _list_entries(path: Path) -> List[Path]:
-    """List the entries of the folder except the lock."""
-    return sorted(entry for entry in path.iterdir() if entry.name != LOCK) if path.is_dir() else []
-
-
-def _is_run(path: Path) -> bool:
-    """Return whether the folder has a config.yaml that a run wrote."""
-    try:
-        return (path / "config.yaml").is_file() and SPELT_OUT <= read_yaml(path / "config.yaml").keys()
-    except BadInput:
-        return False
-
-
 class RunFolder:
     """The folder of one run, made or emptied as `check_folder` allows."""
 
     def __init__(self, path: Path, resume: bool = False, overwrite: bool = False) -> None:
-        self.path = path
-        self.checkpoints = path / "checkpoints"
+        self.path, self.checkpoints = path, path / "checkpoints"
         self._metrics: Optional[TextIO] = None
         outputs = check_folder(path, resume, overwrite)
-        try:
+        with _refuse_out(path):
             path.mkdir(parents=True, exist_ok=True)
             if overwrite:
                 for name in reversed(outputs):  # config.yaml last: what is half deleted is still known for a run
@@ -243,24 +244,20 @@ class RunFolder:
             if resume:
                 checkpoint.tidy(self.checkpoints)
                 _remove(path / "traceback.txt")  # of the fault that ended what is resumed now
-        except OSError as error:
-            raise BadInput(f"--out: {path}: {error.strerror or error}") from None
 
     def forget_after(self, update: int, say: Callable[[str], None]) -> None:
         """Delete the summary of a finished run and the checkpoints after `update`, from which it is resumed, and say so."""
-        for name in ("summary.json", "trace/modelled.trace"):
-            with contextlib.suppress(FileNotFoundError):
-                (self.path / name).unlink()
+        self.forget("summary.json")
+        self.forget("trace/modelled.trace")
         later = [step for step in checkpoint.list_steps(self.checkpoints) if step > update]
         checkpoint.delete_steps(self.checkpoints, later[::-1])  # a run killed here goes on from what is left
         if later:
             say(f"deleted, to be made again: step-{', step-'.join(map(str, later))}")
 
-    def forget_trace(self) -> None:
-        """Delete the traces of an earlier start's ranks, where this one has no ranks."""
-        with guard_writing(self.path / "trace"):
-            if (self.path / "trace").is_dir():
-                _remove(self.path / "trace")
+    def forget(self, name: str) -> None:
+        """Delete an output, if it is there. Raise `RunFault` if the disk refuses."""
+        with guard_writing(self.path / name):
+            _remove(self.path / name)
 
     def open_metrics(self, last_step: int) -> None:
         """Open metrics.jsonl for more lines, dropping those after update `last_step` (they will be made again)."""
@@ -268,13 +265,12 @@ class RunFolder:
         if path.exists() and not path.is_file():  # reading a pipe or a device might never end
             raise RunFault(f"{path}: is no file")
         with guard_writing(path):
-            lines = path.read_text(errors="replace").splitlines() if last_step and path.exists() else []
             past = []
-            for line in lines:
+            for line in path.read_text(errors="replace").splitlines() if last_step and path.exists() else ():
                 with contextlib.suppress(ValueError, KeyError, TypeError):  # the line at which the run was killed
                     if json.loads(line)["step"] <= last_step:
                         past.append(line + "\n")
-            self.write_text("metrics.jsonl", "".join(past))
+            write(path, "".join(past))
             self._metrics = open(path, "a")
 
     def write_metrics(self, record: Dict[str, Any]) -> None:
@@ -290,34 +286,14 @@ class RunFolder:
             with contextlib.suppress(OSError):  # every line was flushed: what cannot be written has been told
                 self._metrics.close()
 
-    def write_json(self, name: str, value: Any) -> None:
-        """Write a JSON file whole or not at all; what is not a number becomes null."""
-        self.write_text(name, json.dumps(replace_nonfinite(value), indent=1) + "\n")
-
-    def write_text(self, name: str, text: str) -> None:
-        """Write a text file whole or not at all."""
-        write(self.path / name, text)
-
 
 def _remove(path: Path) -> None:
     """Delete an output of a run. Of a folder of outputs what a run wrote there; the folder itself if nothing is left in it."""
     if path.is_dir():
-        pattern = FOLDERS[path.name]
         for entry in path.iterdir():
-            if pattern.fullmatch(entry.name):
+            if FOLDERS[path.name].fullmatch(entry.name):
                 shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
         with contextlib.suppress(OSError):  # not empty, or a link to a folder elsewhere
             path.rmdir()
     elif path.exists() or path.is_symlink():
         path.unlink()
-
-
-def replace_nonfinite(value: Any) -> Any:
-    """Replace every float that is not finite by None: JSON has no such numbers."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: replace_nonfinite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [replace_nonfinite(item) for item in value]
-    return value

@@ -8,11 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence
 
-from ipu_pipe.backends.interface import Engine, Report
+from ipu_pipe.backends.interface import Report
 from ipu_pipe.backends.ranks import are_joined, is_main, run_on_main
 from ipu_pipe.backends.table import get_backend, make_engine
 from ipu_pipe.config.compare import dump_config
 from ipu_pipe.errors import RunFault
+from ipu_pipe.files import write, write_json
 from ipu_pipe.job.evaluation import EvaluationResult, Position, collect_by_block
 from ipu_pipe.job.metrics import ACCURACY
 from ipu_pipe.job.record import Job
@@ -28,7 +29,7 @@ from ipu_pipe.report.summary import summarize
 from ipu_pipe.run import checkpoint
 from ipu_pipe.run.callbacks import Callback, Callbacks, Moment
 from ipu_pipe.run.folder import RunFolder, read_starts
-from ipu_pipe.run.progress import Log, Progress, log_nothing, open_log
+from ipu_pipe.run.progress import Bar, Log, Progress, log_nothing, open_log
 from ipu_pipe.run.resume import make_manifest, restore
 
 
@@ -47,12 +48,13 @@ class TrainingLoop:
         run_on_main(open_folder)
         job.folder = out
         self.out, self.resume, self.progress = out, resume, Progress(quiet or not is_main())
+        self.log: Log = log_nothing
+        self.bar: Optional[Bar] = None
         self.position = Position()
         self.unread_seconds = 0.0  # of training since a loss was last read
         self.update_seconds = 0.0  # what an update of the newest call took
         self.unwritten: Dict[str, Any] = {}  # the newest update's line of metrics.jsonl
         self.tested: List[EvaluationResult] = []  # at the last evaluation, by block
-        self.record: Dict[str, Any] = {}  # of this start, the last in record.json
         self.callbacks = Callbacks(callbacks if is_main() else ())
         # what all processes must know alike: whether the run may be asked to end, and after any update
         self.may_stop, self.at_steps = run_on_main(lambda: (bool(self.callbacks.own), self.callbacks.at_steps))
@@ -69,18 +71,19 @@ class TrainingLoop:
         position = self.position
         self._write_start()
         self.progress.say(format_opening(job, position.update))
-        engine = make_engine(job, position.update)
+        self.engine = engine = make_engine(job, position.update)
         try:
-            with keep_traceback_of(self.out), open_log(self.run, job.config.log.tensorboard, position.update) as log:
+            with keep_traceback_of(self.out), open_log(self.run, job.config.log.tensorboard, position.update) as self.log:
                 if position.update == 0:
-                    position.initial = self._evaluate(engine, log)
-                final = self._train(engine, log)
-                if final is None:  # resumed after the last update, from a run killed before its summary was written
-                    final = self._evaluate(engine, log_nothing)
+                    position.initial = self._evaluate()
+                self._train()
+                if not self.tested:  # resumed after the last update, from a run killed before its summary was written
+                    self.log = log_nothing
+                    self._evaluate()
         except BaseException as error:
             with contextlib.suppress(Exception):  # the error that ended the run is the one to report
                 engine.abort()
-            # code that no `attributed` encloses, on processes: a status of 0 would say that the run is finished
+            # code that no `attribute_faults` encloses, on processes: a status of 0 would say that the run is finished
             if isinstance(error, SystemExit) and not error.code:
                 raise RunFault(f"after update {position.update}: {exit_words(error)}") from error
             raise
@@ -92,11 +95,11 @@ class TrainingLoop:
                 self.run.close()
         restored = run_on_main(self.callbacks.get_restored_step)
         measured = engine.report()
-        report = run_on_main(lambda: self._write_end(measured, final, profile, restored))
+        report = run_on_main(lambda: self._write_end(measured, profile, restored))
         if restored is not None:
             self._restore_weights(restored)
         with keep_traceback_of(self.out):
-            self._call_back("on_end", engine)
+            self._call_back("on_end")
         return report
 
     def _write_start(self) -> None:
@@ -106,37 +109,38 @@ class TrainingLoop:
             return
         if self.resume:
             run.forget_after(done, self.progress.say)
-        run.write_text("config.yaml", dump_config(job.config))
+        write(self.out / "config.yaml", dump_config(job.config))
         if job.begun is not None:
-            run.write_json("init_from.json", job.begun._asdict())
-        self.record = {**describe_start(job.read), "first_update": done}
-        run.write_json("record.json", [*(read_starts(run.path) if self.resume else []), self.record])
+            write_json(self.out / "init_from.json", job.begun._asdict())
+        start = {**describe_start(job.read), "first_update": done}
+        write_json(self.out / "record.json", [*(read_starts(self.out) if self.resume else []), start])
         run.open_metrics(done)
 
     def _write_end(
-        self, measured: Optional[Report], final: EvaluationResult, profile: Optional[StageSeconds], restored: Optional[int]
+        self, measured: Optional[Report], profile: Optional[StageSeconds], restored: Optional[int]
     ) -> Dict[str, Any]:
         """Write the files of the run, which has ended, print its closing words and return its summary, on the main process."""
-        job, run, position = self.job, self.run, self.position
-        assert run is not None and measured is not None
+        job, position, out = self.job, self.position, self.out
+        assert self.run is not None and measured is not None
         costs = None if measured.events is not None else choose_stage_costs(job, profile, position)
-        report = summarize(job, position, final, measured, self.tested, costs, self.now.stopped)
+        report = summarize(job, position, self.tested[-1], measured, self.tested, costs, self.now.stopped)
         if restored is not None:
             report["restored_step"] = restored
         if measured.times is None:
-            run.forget_trace()
+            self.run.forget("trace")  # of an earlier start's ranks
         if costs is not None and job.traced:
-            write_modelled_trace(job, run.path, costs)
+            write_modelled_trace(job, out, costs)
         elif job.traced:
-            write_measured_trace(job, run.path / "trace.json.gz", measured)
-        for name, value in (measured.files or {}).items():
-            run.write_json(name, value)
-        run.write_json("memory.json", build_memory_record(job, measured))
-        run.write_json("record.json", [*read_starts(run.path)[:-1], {**self.record, "ended": get_timestamp()}])
-        run.write_json("summary.json", report)  # last: a run with a summary is finished
+            write_measured_trace(job, out / "trace.json.gz", measured)
+        *earlier, start = read_starts(out) or [{}]
+        files = {**(measured.files or {}), "memory.json": build_memory_record(job, measured)}
+        files["record.json"] = [*earlier, {**start, "ended": get_timestamp()}]
+        files["summary.json"] = report  # last: a run with a summary is finished
+        for name, value in files.items():
+            write_json(out / name, value)
         # an emulator does in one process the work of all devices
         predicted = None if get_backend(job.config).emulates else predict_rate(job)
-        self.progress.say(format_closing(report, run.path, predicted))
+        self.progress.say(format_closing(report, out, predicted))
         return report
 
     def _restore_weights(self, step: int) -> None:
@@ -147,54 +151,44 @@ class TrainingLoop:
         job, say, path = self.job, self.progress.say, self.out / "checkpoints" / f"step-{step}"
         if step == self.position.update:
             say(f"the newest weights are the best: step {step}")
-            return
-        if are_joined() and not job.numbers.is_given:  # each process has its stage's, and no one the model
+        elif are_joined() and not job.numbers.is_given:  # each process has its stage's, and no one the model
             say(f"the best weights are those of step {step}: {path}")
-            return
-        weights, blocks = run_on_main(lambda: checkpoint.read_weights(path)), get_blocks(job.model)
-        with job.numbers.whole(loads=True):
-            # auxiliary heads stay as they are
-            checkpoint.load_weights(job.model if blocks is None else blocks.model, weights, str(path))
-        say(f"the model has the best weights again, those of step {step}: {path}")
+        else:
+            weights, blocks = run_on_main(lambda: checkpoint.read_weights(path)), get_blocks(job.model)
+            with job.numbers.whole(loads=True):
+                # auxiliary heads stay as they are
+                checkpoint.load_weights(job.model if blocks is None else blocks.model, weights, str(path))
+            say(f"the model has the best weights again, those of step {step}: {path}")
 
-    def _train(self, engine: Engine, log: Log) -> Optional[EvaluationResult]:
-        """Carry out all updates to come, and return the result of the last evaluation, None if there was none."""
+    def _train(self) -> None:
+        """Carry out all updates to come."""
         job, position = self.job, self.position
-        final: Optional[EvaluationResult] = None
-        with self.progress.show_bar(job.updates, position.update, job.updates_per_epoch) as bar:
+        with self.progress.show_bar(job.updates, position.update, job.updates_per_epoch) as self.bar:
             while position.update < self.end:
-                self._step(engine, bar, log)
-                done, is_planned = position.update, False
-                if job.evaluates_after(done):
-                    final, is_planned = self._evaluate(engine, log, bar), True
-                    self._call_back("on_evaluation", engine)
-                if job.saves_after(done):
-                    is_planned = True
-                    self._save(engine)
-                if self.may_stop and (is_planned or self.at_steps) and done < self.end:
-                    self.end = engine.end(done, self.callbacks.asked is not None)
-            if self.end < job.updates:
+                self._step()
+                done = position.update
+                evaluates, saves = job.evaluates_after(done), job.saves_after(done)
+                self._pause(evaluates, saves)
+                if self.may_stop and (evaluates or saves or self.at_steps) and done < self.end:
+                    self.end = self.engine.end(done, self.callbacks.asked is not None)
+            if self.end < job.updates:  # as at the end of a run that was planned this long
                 self.now = replace(self.now, stopped=self.callbacks.asked)
-                final = self._end_early(engine, log, bar, final)
-        return final
+                if self.unwritten:
+                    self.log(**self.unwritten)
+                self._pause(not job.evaluates_after(self.end), not job.saves_after(self.end))
+        self.bar = None
 
-    def _end_early(
-        self, engine: Engine, log: Log, bar: Any, final: Optional[EvaluationResult]
-    ) -> Optional[EvaluationResult]:
-        """Write, evaluate and save as at the end of a run that was planned this long, unless it has just been done."""
-        job, done = self.job, self.position.update
-        if self.unwritten:
-            log(**self.unwritten)
-        if not job.evaluates_after(done):
-            final = self._evaluate(engine, log, bar)
-            self._call_back("on_evaluation", engine)
-        if not job.saves_after(done):
-            self._save(engine)
-        return final
+    def _pause(self, evaluates: bool, saves: bool) -> None:
+        """Evaluate and save a checkpoint, where that is planned, and call the callbacks."""
+        if evaluates:
+            self._evaluate()
+            self._call_back("on_evaluation")
+        if saves:
+            self._save()
 
-    def _step(self, engine: Engine, bar: Any, log: Log) -> None:
+    def _step(self) -> None:
         """Carry out one update, and log its results and those of the updates before it that were not read yet."""
-        job, position = self.job, self.position
+        job, position, engine = self.job, self.position, self.engine
         k = position.update
         start = time.perf_counter()
         results = engine.advance(k, self._reads_after(k + 1))
@@ -210,27 +204,28 @@ class TrainingLoop:
             return
         rate, self.unread_seconds = sum(result.samples for result in results) / self.unread_seconds, 0.0
         shows_accuracy = any(metric.name == ACCURACY for metric in job.metrics)
+        assert self.bar is not None
         for update_index, result in enumerate(results, position.update - len(results)):
             position.add_update(result.loss, begins_epoch=update_index % job.averaged == 0)
-            bar.advance(result.loss, result.accuracy if shows_accuracy else None, rate)
-        epoch = job.epoch(position.update)
-        losses = tuple(loss for loss, _ in result.blocks) or (result.loss,)
-        by_block = {"block_train_loss": list(losses)} if result.blocks else {}
-        line = {"train_loss": result.loss, "lr": job.rate(k), "samples_per_second": rate, **by_block}
-        self.unwritten = {"step": position.update, "epoch": epoch, **line}
+            self.bar.advance(result.loss, result.accuracy if shows_accuracy else None, rate)
+        epoch, losses = job.epoch(position.update), tuple(loss for loss, _ in result.blocks) or (result.loss,)
+        self.unwritten = {
+            "step": position.update, "epoch": epoch, "train_loss": result.loss, "lr": job.rate(k), "samples_per_second": rate,
+            **({"block_train_loss": list(losses)} if result.blocks else {}),
+        }  # fmt: skip
         if position.update % job.config.log.every == 0 or position.update == job.updates:
-            log(**self.unwritten)
+            self.log(**self.unwritten)
             self.unwritten = {}
         self.now = replace(
             self.now, step=position.update, epoch=epoch, losses=losses, rate=job.rate(k), samples_per_second=rate
         )
         if self.at_steps:
-            self._call_back("on_step", engine)
+            self._call_back("on_step")
 
-    def _call_back(self, method: str, engine: Engine) -> None:
+    def _call_back(self, method: str) -> None:
         """Call `method` of the user's callbacks."""
         if self.callbacks.own:
-            self.now = replace(self.now, model=engine.current_model())
+            self.now = replace(self.now, model=self.engine.current_model())
             self.callbacks.call(method, self.now)
 
     def _reads_after(self, done: int) -> bool:
@@ -241,26 +236,26 @@ class TrainingLoop:
         job, known = self.job, self.at_steps or not self.progress.steps
         return known or done % job.config.log.every == 0 or job.evaluates_after(done) or job.saves_after(done)
 
-    def _evaluate(self, engine: Engine, log: Log, bar: Any = None) -> EvaluationResult:
+    def _evaluate(self) -> EvaluationResult:
         """Evaluate on the test set, log the result and return that of the model's own output."""
-        self.tested = engine.evaluate()
+        self.tested = self.engine.evaluate()
         position, whole = self.position, self.tested[-1]
-        if bar is not None:
-            bar.show_evaluation(whole)
+        if self.bar is not None:
+            self.bar.show_evaluation(whole)
         epoch = self.job.epoch(position.update)
         by_block = collect_by_block(self.tested) if len(self.tested) > 1 else {}
-        log(step=position.update, epoch=epoch, **whole.to_record(), **by_block)
+        self.log(step=position.update, epoch=epoch, **whole.to_record(), **by_block)
         position.add_evaluation(whole)
         self.now = replace(self.now, step=position.update, epoch=epoch, metrics=whole.to_record())
         return whole
 
-    def _save(self, engine: Engine) -> None:
+    def _save(self) -> None:
         """Write a checkpoint, to which every process contributes its part, and call the callbacks.
 
         Raise `RunFault` if the disk refuses.
         """
         job, run, position = self.job, self.run, self.position
-        state = engine.state()
+        state = self.engine.state()
         if run is None or state is None:
             return
         manifest = make_manifest(job, position, state.plain, self.callbacks.collect_states())
@@ -268,4 +263,4 @@ class TrainingLoop:
         best = [position.best_step, *self.callbacks.list_best_steps()]
         checkpoint.prune(run.checkpoints, job.config.checkpoint.keep, best)
         self.now = replace(self.now, checkpoint=folder)
-        self._call_back("on_checkpoint", engine)
+        self._call_back("on_checkpoint")

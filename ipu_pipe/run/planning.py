@@ -16,43 +16,34 @@ from ipu_pipe.config.schema import Config
 from ipu_pipe.config.sections import OWN
 from ipu_pipe.data.batches import split_batch
 from ipu_pipe.hardware.model_units import CountedUnits, count_units, measure_units
-from ipu_pipe.job.import_strings import resolve_entry
-from ipu_pipe.job.placing import make_take_of_heads
+from ipu_pipe.job.factories import make_data, make_loss, make_model, make_take, resolve_entry
+from ipu_pipe.job.overrides import Overrides
 from ipu_pipe.job.record import Job
 from ipu_pipe.model.batch import count_bytes, count_numbers, count_samples, map_tensors
 from ipu_pipe.model.meta import build_on_meta, compute_on_meta
 from ipu_pipe.plan.blocks import BlockUnits, count_blocks
 from ipu_pipe.run.build import build, set_up
 from ipu_pipe.run.callbacks import check_callbacks
-from ipu_pipe.run.factories import make_data, make_loss, make_model
+
+
+SMALL = 300_000  # numbers of a model and a microbatch
 
 
 def build_for_planning(config: Config) -> Job:
     """Build the job that `config` describes for its figures alone. Raise `BadInput` as `run.build.build` does."""
     check_callbacks(config)
-    if _may_be_shapes(config):
+    times = isinstance(config.stages, dict) and config.stages.get("by") == "time"
+    if get_backend(config).emulates and config.backend.device == "cpu" and not config.init_from and not times:
         try:
             with compute_on_meta():
                 job = build(config, by_shape=True)
-            if _tells(job):
+            numbers = count_numbers(job.example[0]) + sum(p.numel() for p in job.model.parameters())
+            # small models are computed as they are; shapes do not tell what recurrent layers cost
+            if numbers > SMALL and not any(isinstance(module, nn.RNNBase) for module in job.model.modules()):
                 return job
         except Exception:  # made from numbers, or looking at them, or at fault, which is told below
             pass
     return build(config)
-
-
-def _may_be_shapes(config: Config) -> bool:
-    times = isinstance(config.stages, dict) and config.stages.get("by") == "time"
-    return get_backend(config).emulates and config.backend.device == "cpu" and not config.init_from and not times
-
-
-SMALL = 300_000  # numbers
-
-
-def _tells(job: Job) -> bool:
-    """Return whether shapes tell as much as numbers: not for small models, computed as they are, nor for recurrent layers."""
-    numbers = count_numbers(job.example[0]) + sum(p.numel() for p in job.model.parameters())
-    return numbers > SMALL and not any(isinstance(module, nn.RNNBase) for module in job.model.modules())
 
 
 class ConfigUnits(NamedTuple):
@@ -70,19 +61,19 @@ def count_config_units(config: Config, measured: bool = False, blocks: bool = Fa
     microbatches of the config's size and of twice that. With `blocks` the cost of local losses is added.
     """
     if measured:
-        model, costed, x = _measured(config)
+        model, costed, x = _measure(config)
     else:
-        model, costed, x = _counted(config)
+        model, costed, x = _count(config)
     entering = count_bytes(x) / count_samples(x)
     if not blocks:
         return ConfigUnits(costed, entering)
     entry = config.method_args.head
     head = resolve_entry(entry, "method_args.head") if entry else None
-    return ConfigUnits(costed, entering, count_blocks(model, x, costed.units, head, make_take_of_heads(config)))
+    return ConfigUnits(costed, entering, count_blocks(model, x, costed.units, head, make_take(config, of_heads=True)))
 
 
-def _counted(config: Config) -> Tuple[nn.Module, CountedUnits, Any]:
-    loss = make_loss(config)
+def _count(config: Config) -> Tuple[nn.Module, CountedUnits, Any]:
+    loss = make_loss(config, Overrides())
     data = make_data(config)
     x, y = split_batch(
         data.train_batch(0, 0, 2), getattr(data, "labels", None), config.loss == OWN, getattr(loss, "asks", ())
@@ -100,7 +91,7 @@ def _shape(t: torch.Tensor) -> torch.Tensor:
     return t.to("meta")
 
 
-def _measured(config: Config) -> Tuple[nn.Module, CountedUnits, Any]:
+def _measure(config: Config) -> Tuple[nn.Module, CountedUnits, Any]:
     setup = set_up(config)
     costed = None
     for many in (config.micro_batch_size, 2 * config.micro_batch_size):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from typing import Any, Callable, Iterator, Optional
+from typing import Any, Callable, Dict, Iterator, Optional
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -18,45 +18,30 @@ from ipu_pipe.text import escape_lines
 
 LINE_SECONDS = 30.0  # between lines where there is no terminal
 EPOCH_SECONDS = 1.0  # the same, at an epoch's end or after an evaluation
-Clock = Callable[[], float]  # seconds
 
 
 class Bar:
-    """A progress bar with loss, accuracy and samples a second, each a moving average over updates.
+    """Loss, accuracy and samples a second of a run, each a moving average over updates.
 
-    Without a `rich` bar it passes lines to `tell`, if there is one, at most one in `LINE_SECONDS` of the `clock`.
+    They are passed to `show(updates done, text, is_soon)`; `is_soon` at the end of an epoch and after an evaluation.
     """
 
-    def __init__(
-        self,
-        total: int,
-        done: int,
-        per_epoch: Optional[int],
-        rich: Optional[RichProgress] = None,
-        tell: Optional[Callable[[str], None]] = None,
-        clock: Clock = time.monotonic,
-    ) -> None:
-        self._rich, self._tell, self._clock = rich, tell, clock
-        self._total, self._done, self._per_epoch = total, done, per_epoch
-        self._task = rich.add_task("training", total=total, completed=done, shown="") if rich else None
-        self._loss: Optional[float] = None
-        self._accuracy: Optional[float] = None
-        self._rate = 0.0
+    def __init__(self, done: int, per_epoch: Optional[int], show: Callable[[int, str, bool], None]) -> None:
+        self._show, self._done, self._per_epoch = show, done, per_epoch
+        self._averages: Dict[str, float] = {}
         self._tested = ""
-        self._last_line = clock()
         self._ends_epoch = False  # whether the last update did: its line waits for the evaluation that may follow
 
     def advance(self, loss: float, accuracy: Optional[float], rate: float) -> None:
         """Add an update: its mean loss, accuracy (a fraction or None) and samples a second."""
         self.end_epoch()
         self._done += 1
-        keep = 0.95 if self._loss is not None else 0.0
-        self._loss = keep * (self._loss or 0.0) + (1 - keep) * loss
-        if accuracy is not None:
-            self._accuracy = keep * (self._accuracy or 0.0) + (1 - keep) * accuracy
-        self._rate = keep * self._rate + (1 - keep) * rate
+        keep = 0.95 if self._averages else 0.0
+        for name, value in (("loss", loss), ("accuracy", accuracy), ("rate", rate)):
+            if value is not None:
+                self._averages[name] = keep * self._averages.get(name, 0.0) + (1 - keep) * value
         self._ends_epoch = self._per_epoch is not None and self._done % self._per_epoch == 0
-        self._show(False)
+        self._update(False)
 
     def show_evaluation(self, result: EvaluationResult) -> None:
         """Show the result of an evaluation."""
@@ -64,25 +49,36 @@ class Bar:
             metrics = [f" {name} {value:.3f}" for name, value in result.metrics.items() if value is not None]
             self._tested = f", test loss {result.loss:.3f}{''.join(metrics)}"
         self._ends_epoch = False
-        self._show(True)
+        self._update(True)
 
     def end_epoch(self) -> None:
         """Show the end of an epoch that no evaluation has shown."""
         if self._ends_epoch:
             self._ends_epoch = False
-            self._show(True)
+            self._update(True)
 
-    def _show(self, soon: bool) -> None:
-        """Update the bar, or print a line if the last one is LINE_SECONDS old (EPOCH_SECONDS if `soon`)."""
-        accuracy = f" accuracy {self._accuracy:.3f}" if self._accuracy is not None else ""
-        text = f"loss {self._loss or 0.0:.3f}{accuracy}, {self._rate:.0f} samples/s{self._tested}"
-        now = self._clock()
-        if self._rich and self._task is not None:
-            self._rich.update(self._task, completed=self._done, shown=text)
-        elif self._tell and now - self._last_line >= (EPOCH_SECONDS if soon else LINE_SECONDS):
-            self._last_line = now
-            epochs = f", epoch {round(self._done / self._per_epoch, 2):g}" if self._per_epoch else ""
-            self._tell(f"update {self._done}/{self._total}{epochs}: {text}")
+    def _update(self, is_soon: bool) -> None:
+        means = self._averages
+        accuracy = f" accuracy {means['accuracy']:.3f}" if "accuracy" in means else ""
+        text = f"loss {means.get('loss', 0.0):.3f}{accuracy}, {means.get('rate', 0.0):.0f} samples/s{self._tested}"
+        self._show(self._done, text, is_soon)
+
+
+class Lines:
+    """Prints a line of progress by `tell` if the last is `LINE_SECONDS` of the `clock` old, `EPOCH_SECONDS` if `is_soon`."""
+
+    def __init__(
+        self, total: int, per_epoch: Optional[int], tell: Callable[[str], None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._total, self._per_epoch, self._tell, self._clock = total, per_epoch, tell, clock
+        self._last = clock()
+
+    def __call__(self, done: int, text: str, is_soon: bool) -> None:
+        """Print a line, if it is time."""
+        if self._clock() - self._last >= (EPOCH_SECONDS if is_soon else LINE_SECONDS):
+            self._last = self._clock()
+            epochs = f", epoch {round(done / self._per_epoch, 2):g}" if self._per_epoch else ""
+            self._tell(f"update {done}/{self._total}{epochs}: {text}")
 
 
 class Progress:
@@ -102,21 +98,19 @@ class Progress:
         """Show a bar over `total` updates, of which `done` are done; `per_epoch` updates are an epoch (None: no epochs)."""
         console = Console(file=sys.stderr)
         if self._quiet:
-            yield Bar(total, done, per_epoch)
+            yield Bar(done, per_epoch, lambda done, text, is_soon: None)
         elif not sys.stderr.isatty() or not console.is_terminal or console.is_dumb_terminal:
             # a notebook marks standard error as faults
-            bar = Bar(total, done, per_epoch, tell=self.say if console.is_jupyter else _print_to_standard_error)
+            tell = self.say if console.is_jupyter else lambda text: print(escape_lines(text), file=sys.stderr, flush=True)
+            bar = Bar(done, per_epoch, Lines(total, per_epoch, tell))
             yield bar
             bar.end_epoch()
         else:
             columns = BarColumn(30), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
             shown = TextColumn("{task.fields[shown]}")
             with RichProgress(*columns, shown, console=console, refresh_per_second=4) as rich:
-                yield Bar(total, done, per_epoch, rich)
-
-
-def _print_to_standard_error(text: str) -> None:
-    print(escape_lines(text), file=sys.stderr, flush=True)
+                task = rich.add_task("training", total=total, completed=done, shown="")
+                yield Bar(done, per_epoch, lambda done, text, is_soon: rich.update(task, completed=done, shown=text))
 
 
 # ---- the files of scalars

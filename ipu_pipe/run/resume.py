@@ -38,12 +38,10 @@ def choose_step(folder: Path, step: Optional[int]) -> int:
         steps = checkpoint.list_steps(folder)
     except OSError as error:
         raise BadInput(f"--resume: {folder}: {error.strerror or error}") from None
-    if step is None:
-        return steps[-1] if steps else 0
-    if step not in steps:
-        there = ", ".join(map(str, steps)) if steps else "none"
+    if step is not None and step not in steps:
+        there = ", ".join(map(str, steps)) or "none"
         raise BadInput(f"--resume-from: {step}: {folder} has no such checkpoint, there are {there}")
-    return step
+    return steps[-1] if step is None and steps else step or 0
 
 
 def restore(job: Job, out: Path, say: Callable[[str], None], callbacks: Callbacks) -> Position:
@@ -58,7 +56,7 @@ def restore(job: Job, out: Path, say: Callable[[str], None], callbacks: Callback
     saved = checkpoint.load(path)
     run_on_main(lambda: check_run(job, saved, path))
     with restore_random_states():
-        run_on_main(lambda: check_data(job, out))
+        run_on_main(lambda: _check_data(job, out))
     with job.numbers.whole(loads=True):
         checkpoint.load_weights(job.model, saved.model, str(path))
     names = {parameter: name for name, parameter in job.get_trained().items()}
@@ -84,14 +82,13 @@ def _compare_keys(job: Job, manifest: Mapping[str, Any], path: Path) -> List[str
     step, updates = manifest["step"], manifest["updates"]
     if path.name != f"step-{step}":
         faults.append(f"step: the checkpoint is of step {step}: rename the folder")
+    lengths = f"steps: saved in a run of {updates}, this one has {job.updates}"
+    growing = list_length_dependent(job.config)
     if updates > job.updates:
-        faults.append(f"steps: saved in a run of {updates}, this one has {job.updates}: may only grow")
-    growing = list_length_dependent(job.config) if job.updates > updates else []
-    if growing:
-        faults.append(
-            f"steps: saved in a run of {updates}, this one has {job.updates}, which changes its rates from the beginning: only a "
-            f"run that began with {' and '.join(growing)} can grow; begin a new run from its weights (init_from)"
-        )
+        faults.append(f"{lengths}: may only grow")
+    elif updates < job.updates and growing:
+        remedy = f"only a run that began with {' and '.join(growing)} can grow; begin a new run from its weights (init_from)"
+        faults.append(f"{lengths}, which changes its rates from the beginning: {remedy}")
     return faults
 
 
@@ -120,9 +117,6 @@ def _describe(tensor: Any) -> str:
     return f"{str(tensor.dtype).rpartition('.')[2]} {tuple(tensor.shape)}"
 
 
-# ---- data
-
-
 def read_data_record(out: Path) -> Dict[str, Any]:
     """Return what the run in the folder `out` recorded of its data when it was last started, {} if nothing."""
     starts = read_starts(out)
@@ -130,12 +124,8 @@ def read_data_record(out: Path) -> Dict[str, Any]:
     return data if isinstance(data, dict) else {}
 
 
-def check_data(job: Job, out: Path) -> None:
+def _check_data(job: Job, out: Path) -> None:
     """Raise `BadInput` if the data differ from those that the run in the folder `out` has read so far."""
     faults = compare_data(job, read_data_record(out), job.read or {})
-    if faults:
-        more = f", and {len(faults) - 1} more such" if len(faults) > 1 else ""
-        raise BadInput(
-            f"--resume: {out / 'record.json'}: {faults[0]}{more}: the data of a run cannot change: restore them, or begin "
-            "another run (--overwrite, or another --out)"
-        )
+    why = "the data of a run cannot change: restore them, or begin another run"
+    checkpoint.raise_faults(f"--resume: {out / 'record.json'}", [f"{fault}: {why}" for fault in faults])

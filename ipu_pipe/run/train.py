@@ -18,7 +18,7 @@ from ipu_pipe.data import DataSource
 from ipu_pipe.data.loaders import restore_random_states
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.evaluation import evaluate
-from ipu_pipe.job.overrides import describe_overrides, refuse_missing
+from ipu_pipe.job.overrides import Overrides
 from ipu_pipe.job.record import Job
 from ipu_pipe.job.user_code import attribute_faults
 from ipu_pipe.model.loss import Loss
@@ -27,29 +27,13 @@ from ipu_pipe.report.provenance import fingerprint_data
 from ipu_pipe.run import checkpoint
 from ipu_pipe.run.build import build, set_up
 from ipu_pipe.run.callbacks import Callback, EarlyStopping, make_callbacks
-from ipu_pipe.run.factories import Output
-from ipu_pipe.run.folder import check_folder, check_unlocked, lock_folder, parse_folder, read_summary
+from ipu_pipe.run.folder import check_folder, lock_folder, parse_folder, read_summary
 from ipu_pipe.run.loop import TrainingLoop
 from ipu_pipe.run.progress import Progress
-from ipu_pipe.run.resume import check_data, choose_step, read_data_record
+from ipu_pipe.run.resume import choose_step, read_data_record
 from ipu_pipe.text import describe_kind
 from ipu_pipe.update.optimizer import make_factory_of
 from ipu_pipe.update.rates import SchedulerFactory
-
-Metrics = Union[Sequence[Any], Mapping[str, Any]]
-
-
-class _Start(NamedTuple):
-    """How a run begins.
-
-    `config` is what it trains by, `done` the updates in its checkpoint (0: none), `ended` the summary of a finished run,
-    `resumes` whether there is a run to resume.
-    """
-
-    config: Config
-    done: int = 0
-    ended: Optional[Dict[str, Any]] = None
-    resumes: bool = False
 
 
 def train(
@@ -59,11 +43,11 @@ def train(
     model: Optional[nn.Module] = None,
     data: Optional[DataSource] = None,
     loss: Union[Loss, str, None] = None,
-    output: Optional[Output] = None,
+    output: Union[int, str, Callable[[Any], Any], None] = None,
     optimizer: Any = None,
     optimizer_args: Optional[Mapping[str, Any]] = None,
     lr_scheduler: Optional[SchedulerFactory] = None,
-    metrics: Optional[Metrics] = None,
+    metrics: Union[None, Sequence[Any], Mapping[str, Any]] = None,
     callbacks: Optional[Sequence[Callback]] = None,
     resume: bool = False,
     resume_from: Optional[int] = None,
@@ -87,36 +71,29 @@ def train(
     trained in place, in the config's precision, and has its own dtypes again at the end (unless `keep_dtype`), and its modules
     their modes. On processes every rank has the whole model then; after a fault each has its own stage, not-a-number elsewhere.
     """
-    others_given: Dict[str, Any] = {"metrics": metrics, "lr_scheduler": lr_scheduler}
-    asked: Dict[str, Any] = {"resume": resume, "resume_from": resume_from, "overwrite": overwrite}
-    objects: Dict[str, Any] = {"model": model, "data": data, "loss": loss, "output": output, "callbacks": callbacks}
-    check_arguments(config, **objects, **others_given)
+    objects = Overrides(model, data, loss, output, optimizer, lr_scheduler, metrics, callbacks)
+    check_arguments(config, objects)
     if overwrite and (resume or resume_from is not None):
         raise BadInput("overwrite: True: not together with resume, which keeps the run that is there")
     out = parse_folder(out)
-    launch(config, {"out": out, **asked})
-    refuse_missing(config, model=model, output=output, data=data, loss=loss, optimizer=optimizer, **others_given)
+    launch(config, {"out": out, "resume": resume, "resume_from": resume_from, "overwrite": overwrite})
     if optimizer is not None:
-        optimizer = make_factory_of(optimizer, optimizer_args)
+        objects = objects._replace(optimizer=make_factory_of(optimizer, optimizer_args))
     elif optimizer_args is not None:
         raise BadInput("optimizer_args: need optimizer=..., the class that they are of")
     with attribute_faults(lambda: "before training"):
         called = make_callbacks(config, callbacks)
-        if config.early_stopping is not None:
-            called.append(EarlyStopping(**config.early_stopping.model_dump()))
-    config = describe_overrides(config, model, data, loss, optimizer, output, callbacks=callbacks, **others_given)
+    config = objects.describe_in(config)
     say = Progress(quiet or not is_main()).say
     resume = resume or resume_from is not None
-    with reserve_folder(out, resume=resume, overwrite=overwrite, say=say), modes_restored(
-        *([] if model is None else [model])
-    ):
-        start = run_on_main(lambda: _find_start(config, out, resume, resume_from, overwrite, say))
+    with reserve_folder(out, resume=resume, overwrite=overwrite, say=say), modes_restored(*filter(None, [model])):
+        start = run_on_main(lambda: _find_start(config, objects, out, resume, resume_from, overwrite, say))
         if start.ended is not None:
             why, steps = start.ended.get("stopped"), start.ended.get("steps")
             early = f" (it ended early: {why}; --resume-from {steps} goes on)" if why else ""
             say(f"{out}: this run is finished: nothing to resume{early}")
             return start.ended
-        job = _build(start, model=model, data=data, loss=loss, optimizer=optimizer, output=output, **others_given)
+        job = _build(start, objects)
         try:
             for stopping in called:
                 if isinstance(stopping, EarlyStopping):
@@ -146,32 +123,40 @@ def reserve_folder(
         yield
 
 
-def check(config: Config, out: Union[str, Path], *, resume: bool = False, overwrite: bool = False) -> None:
-    """Raise BadInput where `train` would, without training or writing anything."""
-    out = parse_folder(out)
+def check(config: Config, out: Path, *, resume: bool = False, overwrite: bool = False) -> None:
+    """Raise BadInput where `train` would for the config and the folder, without training or writing anything."""
     launch(config, {"out": out, "resume": resume, "overwrite": overwrite})
-    run_on_main(lambda: check_unlocked(out))
-    start = run_on_main(lambda: _find_start(config, out, resume, None, overwrite, lambda text: None))
+    start = run_on_main(lambda: _find_start(config, Overrides(), out, resume, None, overwrite, lambda text: None))
     with attribute_faults(lambda: "before training"):
         make_callbacks(config, None)
     if start.ended is None:
-        job = _build(start)
-        job.read = run_on_main(lambda: fingerprint_data(job, read_data_record(out) if start.resumes else {}))
-        if start.done:
-            run_on_main(lambda: check_data(job, out))
+        _build(start, Overrides())
 
 
-def _build(start: _Start, **objects: Any) -> Job:
+class _Start(NamedTuple):
+    """How a run begins.
+
+    `config` is what it trains by, `done` the updates in its checkpoint (0: none), `ended` the summary of a finished run,
+    `resumes` whether there is a run to resume.
+    """
+
+    config: Config
+    done: int = 0
+    ended: Optional[Dict[str, Any]] = None
+    resumes: bool = False
+
+
+def _build(start: _Start, objects: Overrides) -> Job:
     """Build the job of a start. Its checkpoint, if any, takes the place of the weights that the run began with."""
     began = start.config.init_from
     config = start.config.model_copy(update={"init_from": None if start.done else began})
-    job = build(config, done=start.done, **objects)
+    job = build(config, done=start.done, **objects._asdict())
     job.config = job.config.model_copy(update={"init_from": began})
     return job
 
 
 def _find_start(
-    config: Config, out: Path, resume: bool, step: Optional[int], overwrite: bool, say: Callable[[str], None]
+    config: Config, objects: Overrides, out: Path, resume: bool, step: Optional[int], overwrite: bool, say: Callable[[str], None]
 ) -> _Start:
     """Return how the run begins, saying what has changed since its last start. Raise `BadInput` if it cannot."""
     outputs = check_folder(out, resume, overwrite)
@@ -184,12 +169,8 @@ def _find_start(
         option = "--resume" if step is None else f"--resume-from: {step}"
         raise BadInput(f"{option}: {out}: holds no run to resume")
     recorded = load_recorded(saved)
+    objects.refuse_missing(recorded)
     config = keep_recorded_choices(recorded, config)
-    used = {
-        "model": config.model.entry, "output": config.model.output, "data": config.data.name, "loss": config.loss,
-        "optimizer": config.optimizer.name, "lr_scheduler": config.lr_schedule.name,
-    }  # fmt: skip
-    refuse_missing(recorded, **{key: value if value == GIVEN else None for key, value in used.items()})
     changes = classify_changes(recorded, config)
     if changes.refused:
         raise BadInput([f"--resume: {saved}: {change}" for change in changes.refused])
@@ -211,48 +192,36 @@ def evaluate_checkpoint(config: Config, path: Union[str, Path]) -> Dict[str, Any
     return {"weights": str(path), **result.to_record()}
 
 
-# argument of `train` -> whether a value fits, and what is allowed
+def _is_function(value: Any) -> bool:
+    return callable(value) and not isinstance(value, type)
+
+
+# argument of `train` -> whether a value fits, and what is allowed; `make_factory_of` checks the optimizer
 _KINDS: Dict[str, Tuple[Callable[[Any], bool], str]] = {
-    "config": (lambda value: isinstance(value, Config), "what ipu_pipe.configure or ipu_pipe.load_config gives"),
     "model": (lambda value: isinstance(value, nn.Module), "a torch.nn.Module"),
     "data": (
         lambda value: isinstance(value, DataSource) and not isinstance(value, type),
         "a DataSource, such as ipu_pipe.from_loader(train, test) gives",
     ),
-    "loss": (
-        lambda value: isinstance(value, str) or (callable(value) and not isinstance(value, type)),
-        "a function of outputs and labels, such as torch.nn.CrossEntropyLoss(), or the name of one",
-    ),
-    "output": (
-        lambda value: isinstance(value, (str, int)) or callable(value),
-        "a field's name, an index, or a function of the model's output",
-    ),
-    "lr_scheduler": (
-        callable, "a function of an optimizer that makes a scheduler, such as functools.partial(torch.optim.lr_scheduler.StepLR, "
-        "step_size=30)",
-    ),
-    "metrics": (
-        lambda value: isinstance(value, (list, tuple, Mapping)),
-        "a list of names, functions (output, y) and objects with update and compute, or a mapping that names them",
-    ),
-    "callbacks": (
-        lambda value: isinstance(value, (list, tuple)), "a list of objects of classes derived from ipu_pipe.Callback"
-    ),
-}  # fmt: skip
+    "loss": (lambda value: isinstance(value, str) or _is_function(value), "a function of outputs and labels, or the name of one"),
+    "output": (lambda value: isinstance(value, (str, int)) or callable(value), "a field's name, an index, or a function of it"),
+    "lr_scheduler": (callable, "a function of an optimizer that makes a torch.optim.lr_scheduler"),
+    "metrics": (lambda value: isinstance(value, (list, tuple, Mapping)), "a list, or a mapping, of names, functions and objects"),
+    "callbacks": (lambda value: isinstance(value, (list, tuple)), "a list of objects of classes derived from ipu_pipe.Callback"),
+}
 
 
-def check_arguments(config: Config, **given: Any) -> None:
+def check_arguments(config: Config, objects: Overrides) -> None:
     """Raise `BadInput`, one line for each argument of `ipu_pipe.train` of another kind, or that is missing."""
+    if not isinstance(config, Config):
+        raise BadInput(f"config: {describe_kind(config)}: must be what ipu_pipe.configure or ipu_pipe.load_config gives")
     faults: List[str] = []
-    for name, value in {"config": config, **given}.items():
-        fits, allowed = _KINDS[name]
-        if (value is not None or name == "config") and not fits(value):
+    for name, (fits, allowed) in _KINDS.items():
+        value = getattr(objects, name)
+        if value is not None and not fits(value):
             faults.append(f"{name}: {describe_kind(value)}: must be {allowed}")
-    needed = {"model": config.model.entry, "data": config.data.name} if isinstance(config, Config) else {}
-    faults += [
-        f"{key}: missing: must be given, to ipu_pipe.train or ipu_pipe.configure"
-        for key, name in needed.items()
-        if name == GIVEN and given.get(key) is None and getattr(config.given, key, None) is None
-    ]
+    for key, named in (("model", config.model.entry), ("data", config.data.name)):
+        if named == GIVEN and getattr(objects, key) is None and getattr(config.given, key, None) is None:
+            faults.append(f"{key}: missing: must be given, to ipu_pipe.train or ipu_pipe.configure")
     if faults:
         raise BadInput(faults)

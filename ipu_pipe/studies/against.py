@@ -24,7 +24,6 @@ from ipu_pipe.errors import RunFault
 from ipu_pipe.files import write_json
 from ipu_pipe.report.plots import open_figure
 from ipu_pipe.report.run_text import format_busy, format_number, format_throughput
-from ipu_pipe.run.folder import replace_nonfinite
 from ipu_pipe.run.progress import Progress
 from ipu_pipe.run.train import check, reserve_folder, train
 from ipu_pipe.schedule.methods import resolve_method
@@ -86,7 +85,7 @@ def train_against(
     record = make_record(config, summary["model"]["stages"], pair, timed)
 
     def write() -> None:
-        write_json(out / "against.json", replace_nonfinite(record))
+        write_json(out / "against.json", record)
         if importlib.util.find_spec("matplotlib") is not None:
             draw(record, out / "against.png")
 

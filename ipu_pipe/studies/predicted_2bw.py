@@ -20,7 +20,7 @@ from ipu_pipe.hardware.description import read_hardware
 from ipu_pipe.hardware.model_units import count_units
 from ipu_pipe.hardware.precision import PRECISIONS
 from ipu_pipe.hardware.unit_costs import Unit
-from ipu_pipe.job.import_strings import resolve_entry
+from ipu_pipe.job.factories import resolve_entry
 from ipu_pipe.model.flops import HOW
 from ipu_pipe.plan.candidates import Candidate, list_candidates, list_layouts
 from ipu_pipe.plan.prediction import Costing, Prediction, Problem, Sums, predict_fastest

@@ -18,7 +18,7 @@ import torch
 from ipu_pipe.hardware.description import LatencyFigure, SizeFigure, read_hardware
 from ipu_pipe.hardware.model_units import count_units
 from ipu_pipe.hardware.unit_costs import Unit
-from ipu_pipe.job.import_strings import resolve_entry
+from ipu_pipe.job.factories import resolve_entry
 from ipu_pipe.model.flops import HOW
 from ipu_pipe.plan.blocks import BlockUnits, count_blocks
 from ipu_pipe.plan.candidates import Candidate, list_layouts

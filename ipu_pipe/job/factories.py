@@ -1,0 +1,205 @@
+"""Objects made from what a config names: the model, the data, the loss, the optimizer and its scheduler.
+
+An import string, `module:name`, names the user's own without registering it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import sys
+from pathlib import Path
+from typing import Any, Callable, Iterable, List, Mapping, Optional, Tuple, Union
+
+from torch import nn
+
+from ipu_pipe.config.schema import Config
+from ipu_pipe.config.sections import GIVEN, OWN, Entry
+from ipu_pipe.data import DataSource, load_data
+from ipu_pipe.errors import BadInput, summarize
+from ipu_pipe.job.overrides import Overrides
+from ipu_pipe.model.loss import Loss, LossOfOutput, OwnLoss, Take, TakePart, list_requested_fields
+from ipu_pipe.shipped import MODELS
+from ipu_pipe.text import find_nearest, show
+from ipu_pipe.update.optimizer import OptimizerFactory, make_factory_by_name, make_factory_of
+from ipu_pipe.update.rates import SchedulerFactory, scale_for_update_size
+
+
+def make_model(config: Config) -> nn.Module:
+    """Make the config's model, on the CPU in float32."""
+    model = call_entry(resolve_entry(config.model.entry, "model.entry"), config.model.args, "model.args")
+    if not isinstance(model, nn.Module):
+        raise BadInput(f"model.entry: {config.model.entry}: gave a {type(model).__name__}, must give a torch.nn.Module")
+    return model
+
+
+def make_data(config: Config) -> DataSource:
+    """Make the config's data source."""
+    name, options = config.data.name, config.data.options()
+    if ":" not in name:
+        return load_data(name, seed=config.seed, **options)
+    source = call_entry(resolve_entry(name, "data.name"), options, "data")
+    if not isinstance(source, DataSource):
+        raise BadInput(f"data.name: {name}: gave a {type(source).__name__}, must give an ipu_pipe.data.DataSource")
+    return source
+
+
+def make_loss(config: Config, objects: Overrides) -> Loss:
+    """Make the loss of a run, over the part of the model's output that `model.output` names.
+
+    A loss or an output that Python gives as a function counts before the config's. A module's class is instantiated. Raise
+    `BadInput` if the loss asks for something that it cannot be given.
+    """
+    take = objects.output if callable(objects.output) else make_take(config)
+    chosen: Any = objects.loss if callable(objects.loss) else None
+    if chosen is None and config.loss == OWN:
+        return OwnLoss(take)
+    if chosen is None and config.loss == "cross_entropy":
+        chosen = nn.functional.cross_entropy
+    elif chosen is None:
+        chosen = resolve_entry(config.loss, "loss")
+        chosen = call_entry(chosen, {}, "loss") if inspect.isclass(chosen) and issubclass(chosen, nn.Module) else chosen
+    asks = list_requested_fields(chosen)
+    return chosen if take is None and not asks else LossOfOutput(chosen, take, asks)
+
+
+def make_take(config: Config, of_heads: bool = False) -> Optional[Take]:
+    """Return what `model.output` takes of a model's output: a field, an element, or a function's result; None for all of it.
+
+    `of_heads`: blocks have losses of their own, and their heads give what a function would take.
+    """
+    output = config.model.output
+    is_function = isinstance(output, str) and (output == GIVEN or ":" in output)
+    if of_heads and config.loss == OWN:
+        why = "the heads of its blocks give no loss of their own: must be a loss of their outputs, such as cross_entropy"
+        raise BadInput(f"loss: model: {config.method}: {why}")
+    if of_heads and is_function:
+        why = f"{config.method} takes the outputs of its blocks' heads: must be the name of a field, or an index"
+        raise BadInput(f"model.output: {output}: {why}")
+    if isinstance(output, str) and ":" in output:
+        return resolve_entry(output, "model.output")
+    return None if output is None else TakePart(output)
+
+
+def make_scheduler(config: Config) -> SchedulerFactory:
+    """Return the config's torch.optim.lr_scheduler as a function of an optimizer."""
+    made_by, args = resolve_torch_name(config.lr_schedule.name, "lr_schedule.name"), config.lr_schedule.args or {}
+    check_arguments(functools.partial(made_by, None), args, "lr_schedule.args")  # besides the optimizer
+    return functools.partial(made_by, **args)
+
+
+def make_factory(config: Config) -> OptimizerFactory:
+    """Return the config's optimizer as a function of parameter groups."""
+    chosen, settings = config.optimizer, config.optimizer.settings()
+    if chosen.is_other:
+        return make_factory_of(resolve_torch_name(chosen.name, "optimizer.name"), settings)
+    if chosen.reference_batch_size:
+        size = config.micro_batch_size * config.gradient_accumulation * config.replicas
+        momentum = settings.get("momentum") or 0.0
+        settings["lr"], settings["momentum"] = scale_for_update_size(
+            settings["lr"], momentum, chosen.reference_batch_size, size
+        )
+    return make_factory_by_name(chosen.name, **settings)
+
+
+# ---- import strings
+
+
+def resolve_torch_name(name: str, key: str) -> Callable[..., Any]:
+    """Import what an import string names, or a name in a module of PyTorch with dots alone."""
+    return resolve_entry(name if ":" in name else ":".join(name.rsplit(".", 1)), key)
+
+
+def resolve_listed(value: Union[str, Entry], key: str) -> Tuple[Callable[..., Any], Mapping[str, Any], str]:
+    """Return the callable that an element of a config's list `key` names, its arguments, and the place to name in a fault."""
+    entry, args = (value, {}) if isinstance(value, str) else (value.entry, value.args)
+    return resolve_entry(entry, key), args, f"{key}.{entry}"
+
+
+def collect_results(values: Iterable[Any], make: Callable[[Any], Any]) -> List[Any]:
+    """Return what `make` gives for each value. Raise `BadInput` with the faults of all."""
+    results, faults = [], []
+    for value in values:
+        try:
+            results.append(make(value))
+        except BadInput as error:
+            faults += error.faults
+    if faults:
+        raise BadInput(faults)
+    return results
+
+
+def resolve_entry(entry: str, key: str) -> Callable[..., Any]:
+    """Import what `module:attribute` names, from the current folder too. Raise `BadInput`, about `key`, if there is none."""
+    place = f"{key}: {show(entry)}"
+    module_name, colon, attribute = entry.partition(":")
+    if not colon or not module_name or not attribute:
+        raise BadInput(f"{place}: must be an import string module:name, such as models.resnet:resnet50")
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        value = _import_module(module_name)
+    except Exception as error:  # whatever the user's module raises
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing and (module_name == missing or module_name.startswith(missing + ".")):
+            raise BadInput(f"{place}: no module {missing} in the current folder or installed") from None
+        raise BadInput(f"{place}: importing {module_name} fails: {type(error).__name__}: {error}") from error
+    for name in attribute.split("."):
+        if not hasattr(value, name):
+            near = find_nearest(name, [known for known in dir(value) if not known.startswith("_")], 3)
+            raise BadInput(f"{place}: {module_name} has no {name}" + (f", nearest are {near}" if near else ""))
+        value = getattr(value, name)
+    if not callable(value):
+        raise BadInput(f"{place}: is a {type(value).__name__}, must be callable")
+    function: Callable[..., Any] = value
+    return function
+
+
+def _import_module(name: str) -> Any:
+    """Import a module: the user's own, else one of the models that come with the library."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        top = name.partition(".")[0]
+        if top != MODELS or error.name not in (top, name):
+            raise
+        try:
+            return importlib.import_module(f"ipu_pipe.{name}")
+        except ModuleNotFoundError as second:
+            missing = name if second.name == f"ipu_pipe.{name}" else error.name
+            raise ModuleNotFoundError(f"No module named {missing!r}", name=missing) from None
+
+
+def check_arguments(function: Callable[..., Any], args: Mapping[str, Any], key: str) -> None:
+    """Raise `BadInput` for all keyword arguments that `function` does not take, or misses; `key` holds them in the config."""
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):  # some built-in callables do not say: calling them will
+        return
+    named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    faults = [
+        f"{key}.{show(name)}: {show(value)}: unknown argument, allowed are {', '.join(named)}"
+        for name, value in args.items()
+        if name not in named and not takes_any
+    ]
+    faults += [
+        f"{key}.{name}: missing: must be given"
+        for name, parameter in named.items()
+        if parameter.default is parameter.empty and name not in args
+    ]
+    if faults:
+        raise BadInput(faults)
+
+
+def call_entry(function: Callable[..., Any], args: Mapping[str, Any], key: str) -> Any:
+    """Return `function(**args)`. Raise `BadInput` if it fails; `key` holds its arguments in the config."""
+    check_arguments(function, args, key)
+    try:
+        return function(**args)
+    except BadInput as error:
+        raise BadInput([f"{key}: {fault}" for fault in error.faults]) from None
+    except Exception as error:  # whatever the user's function raises
+        message = str(error) if isinstance(error, (TypeError, ValueError)) else summarize(error)
+        raise BadInput(f"{key}: {show(dict(args))}: {message}") from error
