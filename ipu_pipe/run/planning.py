@@ -25,7 +25,6 @@ from ipu_pipe.plan.blocks import BlockUnits, count_blocks
 from ipu_pipe.run.build import build, set_up
 from ipu_pipe.run.callbacks import check_callbacks
 
-
 SMALL = 300_000  # numbers of a model and a microbatch
 
 
