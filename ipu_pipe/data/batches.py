@@ -95,7 +95,41 @@ def compute_checksum(batch: Any, before: int = 0) -> int:
     return before
 
 
-class TensorData:
+class SampledData:
+    """Samples of a known number, which subclasses take by their places in an epoch, or in the test set."""
+
+    train_samples: int
+    test_samples: int
+
+    def train_batches_per_epoch(self, batch_size: int) -> int:
+        """Return how many full microbatches an epoch has."""
+        return self.train_samples // batch_size
+
+    def train_batch(self, epoch: int, index: int, batch_size: int) -> Pair:
+        """Return microbatch `index` of `epoch`: the places [index b, (index + 1) b) of the epoch's order."""
+        return self.take_train(epoch, range(index * batch_size, (index + 1) * batch_size))
+
+    def test_batches(self, batch_size: int) -> Iterator[Pair]:
+        """Yield the test set in order."""
+        for start in range(0, self.test_samples, batch_size):
+            yield self.take_test(range(start, min(start + batch_size, self.test_samples)))
+
+    def take_train(self, epoch: int, places: range) -> Pair:
+        """Return the samples at these places of an epoch."""
+        raise NotImplementedError
+
+    def take_test(self, places: range) -> Pair:
+        """Return the samples at these places of the test set."""
+        raise NotImplementedError
+
+
+def draw_order(seed: int, epoch: int, count: int) -> torch.Tensor:
+    """Return the order of an epoch's `count` samples."""
+    generator = torch.Generator().manual_seed(derive_seed(seed, "order", epoch))
+    return torch.randperm(count, generator=generator)
+
+
+class TensorData(SampledData):
     """Samples held in memory: images as bytes (n, C, H, W) or numbers of any shape, with labels (n,).
 
     If `augment`, images are cropped at random out of a zero border of 4 pixels and mirrored at random, drawn by (seed, epoch,
@@ -112,46 +146,36 @@ class TensorData:
         std: Optional[Sequence[float]] = None,
     ) -> None:
         self.train, self.test, self.augment = train, test, augment
+        self.train_samples, self.test_samples = len(train[0]), len(test[0])
         self._seed = seed
         self._mean, self._std = _by_channel(mean, train[0]), _by_channel(std, train[0])
         self._epoch = -1
 
-    def train_batches_per_epoch(self, batch_size: int) -> int:
-        """Return how many full microbatches an epoch has."""
-        return self.train_samples // batch_size
-
-    @property
-    def train_samples(self) -> int:
-        """The samples of an epoch."""
-        return len(self.train[0])
-
-    def train_batch(self, epoch: int, index: int, batch_size: int) -> Pair:
-        """Return microbatch `index` of `epoch`: the places [index b, (index + 1) b) of the epoch's order."""
+    def take_train(self, epoch: int, places: range) -> Pair:
+        """Return the samples at these places of an epoch."""
         self._prepare(epoch)
-        places = slice(index * batch_size, (index + 1) * batch_size)
-        chosen = self._order[places]
+        part = slice(places.start, places.stop)
+        chosen = self._order[part]
         x = self.train[0][chosen]
         if self.augment:
-            x = crop_and_mirror(x, self._shifts[places], self._mirrored[places])
+            x = crop_and_mirror(x, self._shifts[part], self._mirrored[part])
         return self._normalized(x), self.train[1][chosen]
+
+    def take_test(self, places: range) -> Pair:
+        """Return the samples at these places of the test set."""
+        x, y = (part[places.start : places.stop].clone() for part in self.test)  # what works in place gets its own
+        return self._normalized(x), y
 
     def _prepare(self, epoch: int) -> None:
         """Draw the order and the augmentation of an epoch, by place in it."""
         if epoch == self._epoch:
             return
-        count = len(self.train[0])
-        generator = torch.Generator().manual_seed(derive_seed(self._seed, "order", epoch))
-        self._order = torch.randperm(count, generator=generator)
+        count, generator = self.train_samples, torch.Generator()
+        self._order = draw_order(self._seed, epoch, count)
         generator.manual_seed(derive_seed(self._seed, "augmentation", epoch))
         self._shifts = torch.randint(0, 2 * BORDER + 1, (count, 2), generator=generator)
         self._mirrored = torch.randint(0, 2, (count,), generator=generator).bool()
         self._epoch = epoch
-
-    def test_batches(self, batch_size: int) -> Iterator[Pair]:
-        """Yield the test set in order."""
-        for start in range(0, len(self.test[0]), batch_size):
-            x, y = (part[start : start + batch_size].clone() for part in self.test)  # what works in place gets its own
-            yield self._normalized(x), y
 
     def _normalized(self, x: torch.Tensor) -> torch.Tensor:
         is_bytes = x.dtype == torch.uint8  # then what follows is a copy of ours and can be changed in place
@@ -186,27 +210,25 @@ def _by_channel(values: Optional[Sequence[float]], x: torch.Tensor) -> Optional[
     return torch.tensor(values, dtype=torch.float32).view(1, -1, *[1] * (x.dim() - 2))
 
 
-def check_whole(key: str, value: Any, least: int = 1, most: Optional[int] = None) -> None:
-    """Raise `BadInput` if the value of `key` is not a whole number from `least` to `most`."""
+def require_whole(
+    key: str, value: Any, least: int = 1, most: Optional[int] = None, optional: bool = False
+) -> None:
+    """Raise `BadInput` if the value of `key` is not a whole number from `least` to `most`, or None where it is optional."""
+    if optional and value is None:
+        return
     if type(value) is not int or value < least or (most is not None and value > most):
         allowed = f"a whole number >= {least}" if most is None else f"from {least} to {most}"
         raise BadInput(f"data.{key}: {show(value)}: must be {allowed}")
 
 
-def check_limit(key: str, wanted: Optional[int], most: int) -> None:
-    """Raise `BadInput` if the limit `wanted` of `key` is not from 1 to `most`; None is no limit."""
-    if wanted is not None:
-        check_whole(key, wanted, 1, most)
-
-
 def take_subset(train: Pair, test: Pair, subset: Optional[int], test_subset: Optional[int]) -> Tuple[Pair, Pair]:
     """Return the first `subset` training and `test_subset` test samples, all where None. Raise `BadInput`."""
-    check_limit("subset", subset, len(train[0]))
-    check_limit("test_subset", test_subset, len(test[0]))
+    require_whole("subset", subset, 1, len(train[0]), optional=True)
+    require_whole("test_subset", test_subset, 1, len(test[0]), optional=True)
     return (train[0][:subset], train[1][:subset]), (test[0][:test_subset], test[1][:test_subset])
 
 
-class SyntheticData:
+class SyntheticData(SampledData):
     """Random inputs and labels of a stated shape, drawn when asked for: to measure throughput, memory and traffic.
 
     Each sample is drawn by (seed, epoch, place), so that it is the same in microbatches of any size. If `bytes`, inputs are
@@ -216,21 +238,16 @@ class SyntheticData:
     def __init__(
         self, shape: Sequence[int], classes: int, samples: int, test_samples: int, seed: int, bytes: bool = False
     ) -> None:
-        self._shape, self._classes, self.train_samples, self._test = list(shape), classes, samples, test_samples
+        self._shape, self._classes, self.train_samples, self.test_samples = list(shape), classes, samples, test_samples
         self._seed, self._type = seed, torch.uint8 if bytes else torch.float32
 
-    def train_batches_per_epoch(self, batch_size: int) -> int:
-        """Return how many full microbatches an epoch has."""
-        return self.train_samples // batch_size
+    def take_train(self, epoch: int, places: range) -> Pair:
+        """Return the samples at these places of an epoch."""
+        return self._draw(epoch, places)
 
-    def train_batch(self, epoch: int, index: int, batch_size: int) -> Pair:
-        """Return microbatch `index` of `epoch`."""
-        return self._draw(epoch, range(index * batch_size, (index + 1) * batch_size))
-
-    def test_batches(self, batch_size: int) -> Iterator[Pair]:
-        """Yield the test samples."""
-        for start in range(0, self._test, batch_size):
-            yield self._draw("test", range(start, min(start + batch_size, self._test)))
+    def take_test(self, places: range) -> Pair:
+        """Return the samples at these places of the test set."""
+        return self._draw("test", places)
 
     def _draw(self, part: Any, places: range) -> Pair:
         generator = torch.Generator()
@@ -272,11 +289,6 @@ class LabelRange:
             raise BadInput(
                 f"data: label {int(wrong[0])}: the model gives {self.classes} classes: must be from 0 to {self.classes - 1}"
             )
-
-    def check_on_host(self, y: Any) -> None:
-        """Check labels unless they are on a GPU, for which this would wait."""
-        if isinstance(y, torch.Tensor) and y.device.type == "cpu":
-            self.check(y)
 
 
 def find_label_range(loss: Any, output: Any, y: Any) -> Optional[LabelRange]:

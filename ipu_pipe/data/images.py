@@ -12,7 +12,7 @@ from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 import numpy as np
 import torch
 
-from ipu_pipe.data.batches import Pair, check_limit, check_whole
+from ipu_pipe.data.batches import Pair, SampledData, draw_order, require_whole
 from ipu_pipe.errors import BadInput
 from ipu_pipe.model.randomness import derive_seed
 
@@ -21,7 +21,7 @@ MOST_PIXELS = 89_478_485  # of an image: a quarter of a GiB in memory; from here
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's training images, by channel
 
 
-class ImageFolder:
+class ImageFolder(SampledData):
     """Images in `root/train/CLASS/*` and `root/val/CLASS/*` or `root/validation/CLASS/*`; classes are the sorted folder names of
     `train`.
 
@@ -42,7 +42,7 @@ class ImageFolder:
         bytes: bool = False,
     ) -> None:
         for key, count in (("size", size), ("threads", threads)):
-            check_whole(key, count)
+            require_whole(key, count)
         self._image, self._size, self._seed, self._bytes = _pillow(), size, seed, bytes
         if root is None:
             raise BadInput("data.root: must be given for image_folder: the folder that holds train/ and val/")
@@ -51,7 +51,7 @@ class ImageFolder:
         generator = torch.Generator().manual_seed(derive_seed(0, "subset"))
 
         def some(key: str, count: Optional[int], files: List[Tuple[Path, int]]) -> List[Tuple[Path, int]]:
-            check_limit(key, count, len(files))
+            require_whole(key, count, 1, len(files), optional=True)
             if count is None:
                 return files
             # drawn: the first files are all of one class
@@ -60,6 +60,7 @@ class ImageFolder:
         self._train = some("subset", subset, _listed(Path(root) / "train", classes))
         self._test = some("test_subset", test_subset, _listed(_find_test_folder(Path(root)), classes))
         self._threads, self._pool, self._pool_process = threads, ThreadPoolExecutor(threads), os.getpid()
+        self.train_samples, self.test_samples = len(self._train), len(self._test)
         self._epoch, self._order = -1, torch.empty(0)
 
     def __getstate__(self) -> Dict[str, Any]:
@@ -75,41 +76,31 @@ class ImageFolder:
             self._pool, self._pool_process = ThreadPoolExecutor(self._threads), os.getpid()
         return self._pool
 
-    def train_batches_per_epoch(self, batch_size: int) -> int:
-        """Return how many full microbatches an epoch has."""
-        return self.train_samples // batch_size
-
-    @property
-    def train_samples(self) -> int:
-        """The samples of an epoch."""
-        return len(self._train)
-
     @property
     def data_files(self) -> List[Path]:
         """The files of both parts."""
         return [path for path, _ in [*self._train, *self._test]]
 
-    def train_batch(self, epoch: int, index: int, batch_size: int) -> Pair:
-        """Return microbatch `index` of `epoch`."""
-        return self.train_batches(epoch, [index], batch_size)
-
-    def train_batches(self, epoch: int, indices: Sequence[int], batch_size: int) -> Pair:
-        """Return the microbatches `indices` of `epoch` as one batch, whose images all threads decode together."""
+    def take_train(self, epoch: int, places: Sequence[int]) -> Pair:
+        """Return the images at these places of an epoch."""
         if epoch != self._epoch:
-            generator = torch.Generator().manual_seed(derive_seed(self._seed, "order", epoch))
-            self._order, self._epoch = torch.randperm(len(self._train), generator=generator), epoch
-        places = [place for index in indices for place in range(index * batch_size, (index + 1) * batch_size)]
+            self._order, self._epoch = draw_order(self._seed, epoch, len(self._train)), epoch
         chosen = [(self._train[int(self._order[place])], derive_seed(self._seed, epoch, place)) for place in places]
         return self._stack(list(self._workers().map(lambda item: self._random(*item), chosen)))
 
-    def test_batches(self, batch_size: int) -> Iterator[Pair]:
-        """Yield the test set in order."""
-        return self.test_shard(batch_size, 0, 1)
+    def take_test(self, places: range) -> Pair:
+        """Return the images at these places of the test set."""
+        return self._stack(list(self._workers().map(self._middle, self._test[places.start : places.stop])))
 
     def test_shard(self, batch_size: int, shard: int, shards: int) -> Iterator[Pair]:
         """Yield the batches of the test set with `number % shards == shard`, and read no others."""
-        for start in range(shard * batch_size, len(self._test), shards * batch_size):
-            yield self._stack(list(self._workers().map(self._middle, self._test[start : start + batch_size])))
+        for start in range(shard * batch_size, self.test_samples, shards * batch_size):
+            yield self.take_test(range(start, start + batch_size))
+
+    def train_batches(self, epoch: int, indices: Sequence[int], batch_size: int) -> Pair:
+        """Return the microbatches `indices` of `epoch` as one batch, whose images all threads decode together."""
+        places = [place for index in indices for place in range(index * batch_size, (index + 1) * batch_size)]
+        return self.take_train(epoch, places)
 
     def _stack(self, samples: List[Tuple[np.ndarray, int]]) -> Pair:
         x = torch.from_numpy(np.stack([image for image, _ in samples])).permute(0, 3, 1, 2)

@@ -65,9 +65,8 @@ class LoaderData:
         labels: Optional[str] = None,
         files: Sequence[Union[str, Path]] = (),
     ) -> None:
-        _refuse_kind("train", train)
-        if test is not None:
-            _refuse_kind("test", test)
+        for name, loader in (("train", train), ("test", test)):
+            _require_batches(name, loader)
         if not (labels is None or isinstance(labels, str)):
             raise BadInput(f"data: labels: {describe_kind(labels)}: must be their name in batches that are mappings")
         if isinstance(test, Iterator):
@@ -203,8 +202,10 @@ def _generators(loader: Any) -> List[torch.Generator]:
     return list(generators.values())
 
 
-def _refuse_kind(name: str, loader: Any) -> None:
-    """Raise `BadInput` for what gives no batches."""
+def _require_batches(name: str, loader: Any) -> None:
+    """Raise `BadInput` for what gives no batches; there may be no test loader."""
+    if loader is None and name == "test":
+        return
     if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
         raise BadInput(
             f"data: {name}: {describe_kind(loader)}: gives samples, not batches: must be a DataLoader of it (if it gives batches,"

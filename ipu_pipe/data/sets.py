@@ -18,64 +18,67 @@ al. 2017): how many of them a model can learn says how much it can memorize.
 from __future__ import annotations
 
 import gzip
-import inspect
 import os
 from concurrent.futures import ThreadPoolExecutor
 from importlib import util
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
 
 import numpy as np
 import torch
 
-from ipu_pipe.data.batches import DataSource, Pair, SyntheticData, TensorData, check_whole, split_off_test, take_subset
+from ipu_pipe.data.batches import (
+    DataSource,
+    Pair,
+    SyntheticData,
+    TensorData,
+    require_whole,
+    split_off_test,
+    take_subset,
+)
 from ipu_pipe.data.hashes import hash_file
 from ipu_pipe.data.text import TextData, TranslationData
 from ipu_pipe.errors import BadInput
 from ipu_pipe.model.randomness import derive_seed
 from ipu_pipe.text import find_nearest, show
 
-# MD5 and size in bytes of the official files
-CIFAR10 = {
-    "data_batch_1.bin": ("5dd7e06a14cb22eb9f671a540d1b7c25", 30_730_000),
-    "data_batch_2.bin": ("5ea93a67294ea407fff1d09f752e9692", 30_730_000),
-    "data_batch_3.bin": ("942cd6a4bcdd0dd3c604fbe906cb4421", 30_730_000),
-    "data_batch_4.bin": ("ae636b3ba5c66a11e91e8cb52e771fcb", 30_730_000),
-    "data_batch_5.bin": ("53f37980c15c3d472c316c40844f3f0d", 30_730_000),
-    "test_batch.bin": ("803d5f7f4d78ea53de84dbe85f74fb6d", 30_730_000),
+IDX_BYTES = {
+    "train-images-idx3-ubyte": 47_040_016,
+    "train-labels-idx1-ubyte": 60_008,
+    "t10k-images-idx3-ubyte": 7_840_016,
+    "t10k-labels-idx1-ubyte": 10_008,
 }
-MNIST = {
-    "train-images-idx3-ubyte": ("6bbc9ace898e44ae57da46a324031adb", 47_040_016),
-    "train-labels-idx1-ubyte": ("a25bea736e30d166cdddb491f175f624", 60_008),
-    "t10k-images-idx3-ubyte": ("2646ac647ad5339dbf082846283269ea", 7_840_016),
-    "t10k-labels-idx1-ubyte": ("27ae3e4e09519cfbb04c329615203637", 10_008),
-}
-FASHION_MNIST = {
-    "train-images-idx3-ubyte": ("f4a8712d7a061bf5bd6d2ca38dc4d50a", 47_040_016),
-    "train-labels-idx1-ubyte": ("9018921c3c673c538a1fc5bad174d6f9", 60_008),
-    "t10k-images-idx3-ubyte": ("8181f5470baa50b63fa0f6fddb340f0a", 7_840_016),
-    "t10k-labels-idx1-ubyte": ("15d484375f8d13e6eb1aabb0c3f46965", 10_008),
-}
-# and of ours: no set of text is official
-SHAKESPEARE = {"shakespeare.txt": ("0b06525d99aa77283538f1cf04572f7d", 5_057_239)}
-TRANSLATION = {
-    "english.txt": ("60c9e2573b0bce282cf8ff87d4d00a55", 4_025_051),
-    "spanish.txt": ("8ee486bd8b7494b5856071e0d68a6c46", 3_937_698),
-}
-FOLDERS = {
-    "cifar10": "cifar-10-batches-bin",
-    "mnist": "mnist",
-    "fashion_mnist": "fashion-mnist",
-    "shakespeare": "shakespeare",
-    "translation": "translation",
-}
+
+
+def _list_idx_files(*sums: str) -> Dict[str, Tuple[str, int]]:
+    return {file: (md5, size) for (file, size), md5 in zip(IDX_BYTES.items(), sums)}
+
+
+# set -> file -> MD5 and size in bytes: of the official files, and of ours where no set of text is official
 FILES: Dict[str, Dict[str, Tuple[str, int]]] = {
-    "cifar10": CIFAR10,
-    "mnist": MNIST,
-    "fashion_mnist": FASHION_MNIST,
-    "shakespeare": SHAKESPEARE,
-    "translation": TRANSLATION,
-}
+    "cifar10": {
+        "data_batch_1.bin": ("5dd7e06a14cb22eb9f671a540d1b7c25", 30_730_000),
+        "data_batch_2.bin": ("5ea93a67294ea407fff1d09f752e9692", 30_730_000),
+        "data_batch_3.bin": ("942cd6a4bcdd0dd3c604fbe906cb4421", 30_730_000),
+        "data_batch_4.bin": ("ae636b3ba5c66a11e91e8cb52e771fcb", 30_730_000),
+        "data_batch_5.bin": ("53f37980c15c3d472c316c40844f3f0d", 30_730_000),
+        "test_batch.bin": ("803d5f7f4d78ea53de84dbe85f74fb6d", 30_730_000),
+    },
+    "mnist": _list_idx_files(
+        "6bbc9ace898e44ae57da46a324031adb", "a25bea736e30d166cdddb491f175f624",
+        "2646ac647ad5339dbf082846283269ea", "27ae3e4e09519cfbb04c329615203637",
+    ),
+    "fashion_mnist": _list_idx_files(
+        "f4a8712d7a061bf5bd6d2ca38dc4d50a", "9018921c3c673c538a1fc5bad174d6f9",
+        "8181f5470baa50b63fa0f6fddb340f0a", "15d484375f8d13e6eb1aabb0c3f46965",
+    ),
+    "shakespeare": {"shakespeare.txt": ("0b06525d99aa77283538f1cf04572f7d", 5_057_239)},
+    "translation": {
+        "english.txt": ("60c9e2573b0bce282cf8ff87d4d00a55", 4_025_051),
+        "spanish.txt": ("8ee486bd8b7494b5856071e0d68a6c46", 3_937_698),
+    },
+}  # fmt: skip
+FOLDERS = {**{name: name for name in FILES}, "cifar10": "cifar-10-batches-bin", "fashion_mnist": "fashion-mnist"}
 
 
 def get_default_root() -> Path:
@@ -90,24 +93,21 @@ def check_files(name: str, folder: Path, root: Union[str, Path, None]) -> None:
     if not folder.is_dir():
         raise BadInput(f"data: {name}: {folder}: not there: {remedy}")
     remedy = f"delete the folder and {remedy}"  # fetching leaves a folder that is there alone
-    faults = []
-    whole = [folder / file for file, (_, size) in FILES[name].items() if _size(folder / file) == size]
-    with ThreadPoolExecutor() as pool:
-        sums = dict(zip(whole, pool.map(lambda path: hash_file(path, "md5"), whole)))
-    for file, (md5, size) in FILES[name].items():
+    faults, whole = [], {}
+    for file, (_, size) in FILES[name].items():
         path = folder / file
         if not path.is_file():
             faults.append(f"data: {name}: {path}: missing: {remedy}")
         elif path.stat().st_size != size:
             faults.append(f"data: {name}: {path}: {path.stat().st_size} bytes, must be {size}: {remedy}")
-        elif sums.get(path) != md5:
-            faults.append(f"data: {name}: {path}: its MD5 is not {md5}: {remedy}")
+        else:
+            whole[file] = path
+    with ThreadPoolExecutor() as pool:
+        for file, md5 in zip(whole, pool.map(lambda path: hash_file(path, "md5"), whole.values())):
+            if md5 != FILES[name][file][0]:
+                faults.append(f"data: {name}: {whole[file]}: its MD5 is not {FILES[name][file][0]}: {remedy}")
     if faults:
         raise BadInput(faults)
-
-
-def _size(path: Path) -> Optional[int]:
-    return path.stat().st_size if path.is_file() else None
 
 
 def _folder(name: str, root: Optional[str]) -> Path:
@@ -140,7 +140,7 @@ def _cifar10(root: Optional[str], seed: int, augment: bool = True, size: int = 3
     if type(size) is not int or size not in (8, 16, 32):
         raise BadInput(f"data.size: {show(size)}: must be 32, or 16 or 8, to which images are averaged")
     folder = _folder("cifar10", root)
-    parts = [read_cifar(folder / file) for file in CIFAR10]
+    parts = [read_cifar(folder / file) for file in FILES["cifar10"]]
     train = torch.cat([x for x, _ in parts[:-1]]), torch.cat([y for _, y in parts[:-1]])
     small = [(_averaged(x, 32 // size), y) for x, y in (train, parts[-1])]
     # mean and standard deviation of the training images by channel
@@ -236,7 +236,7 @@ def _synthetic(
             f"data.shape: {show(shape)}, data.classes: {show(classes)}: must be whole numbers >= 1, as shape: [3, 32, 32]"
         )
     for key, count in (("subset", subset), ("test_subset", test_subset)):
-        check_whole(key, count)
+        require_whole(key, count)
     return SyntheticData(sizes, classes, subset, test_subset, seed, bytes)
 
 
@@ -265,11 +265,6 @@ _OPTIONS: Dict[str, List[str]] = {
 }
 
 
-def _hint(name: str, known: Iterable[str]) -> str:
-    near = find_nearest(name, known)
-    return f", nearest is {near}" if near else ""
-
-
 def load_data(name: str, root: Union[str, Path, None] = None, seed: int = 0, **options: Any) -> DataSource:
     """Load the set called `name` from the folder `root` (default: `get_default_root()`), in the order of `seed`.
 
@@ -278,23 +273,24 @@ def load_data(name: str, root: Union[str, Path, None] = None, seed: int = 0, **o
     is missing or damaged.
     """
     if name not in SETS:
-        hint = _hint(name, SETS)
+        near = find_nearest(name, SETS)
         raise BadInput(
-            f"data.name: {show(name)}: must be one of {', '.join(SETS)} or an import string module:name{hint}"
+            f"data.name: {show(name)}: must be one of {', '.join(SETS)} or an import string module:name"
+            + (f", nearest is {near}" if near else "")
         )
     allowed = _OPTIONS.get(name, ["augment", "subset", "test_subset", "random_labels"])
     faults = []
     for key, value in options.items():
         if key not in allowed:
-            hint = _hint(key, allowed)
+            near = find_nearest(key, allowed)
             faults.append(
-                f"data.{show(key)}: {show(value)}: unknown key for {name}, allowed are {', '.join(['root', *allowed])}{hint}"
+                f"data.{show(key)}: {show(value)}: unknown key for {name}, allowed are {', '.join(['root', *allowed])}"
+                + (f", nearest is {near}" if near else "")
             )
         elif key in ("augment", "random_labels", "bytes") and not isinstance(value, bool):
             faults.append(f"data.{show(key)}: {show(value)}: must be true or false")
     if faults:
         raise BadInput(faults)
-    assert inspect.isfunction(SETS[name])
     source = SETS[name](str(root) if root is not None else None, seed, **options)
     if name in FILES:
         folder = Path(root or get_default_root()) / FOLDERS[name]

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from typing import Any, Iterator, List, Optional, Sequence
+from typing import Any, List, Optional, Sequence
 
 import numpy as np
 import torch
 
-from ipu_pipe.data.batches import Pair, TensorData, check_limit, check_whole, split_off_test, take_subset
+from ipu_pipe.data.batches import Pair, SampledData, TensorData, draw_order, require_whole, split_off_test, take_subset
 from ipu_pipe.errors import BadInput
 from ipu_pipe.model.randomness import derive_seed
 from ipu_pipe.text import show
 
 
-class TextData:
+class TextData(SampledData):
     """Windows of `context` characters of a text; the label of each character is the one after it.
 
     x, y: (b, context) of numbers of characters, which are counted in the order of the whole text's characters, sorted:
@@ -33,9 +33,8 @@ class TextData:
         subset: Optional[int] = None,
         test_subset: Optional[int] = None,
     ) -> None:
-        check_whole("context", context)
-        if characters is not None:
-            check_whole("characters", characters, 20, len(text))
+        require_whole("context", context)
+        require_whole("characters", characters, 20, len(text), optional=True)
         codes = np.frombuffer(text, dtype=np.uint8)
         characters_used, numbers = np.unique(codes, return_inverse=True)
         self.vocabulary, self.vocabulary_size = characters_used.tobytes().decode("latin-1"), len(characters_used)
@@ -48,31 +47,24 @@ class TextData:
                 " a tenth of them for tests"
             )
         self._text, self._test_text = torch.from_numpy(numbers[:cut]), torch.from_numpy(numbers[cut:])
-        count, self._test_count = cut // context - 1, (len(numbers) - cut - 1) // context
-        check_limit("subset", subset, count)
-        check_limit("test_subset", test_subset, self._test_count)
-        self.train_samples, self._test_count = subset or count, test_subset or self._test_count
+        count, test_count = cut // context - 1, (len(numbers) - cut - 1) // context
+        require_whole("subset", subset, 1, count, optional=True)
+        require_whole("test_subset", test_subset, 1, test_count, optional=True)
+        self.train_samples, self.test_samples = subset or count, test_subset or test_count
         self._context, self._seed, self._epoch = context, seed, -1
 
-    def train_batches_per_epoch(self, batch_size: int) -> int:
-        """Return how many full microbatches an epoch has."""
-        return self.train_samples // batch_size
-
-    def train_batch(self, epoch: int, index: int, batch_size: int) -> Pair:
-        """Return microbatch `index` of `epoch`: the places [index b, (index + 1) b) of the epoch's order."""
+    def take_train(self, epoch: int, places: range) -> Pair:
+        """Return the windows at these places of an epoch."""
         if epoch != self._epoch:
-            generator = torch.Generator().manual_seed(derive_seed(self._seed, "order", epoch))
-            order = torch.randperm(self.train_samples, generator=generator)
-            generator.manual_seed(derive_seed(self._seed, "offset", epoch))
-            self._starts = order * self._context + torch.randint(0, self._context, (), generator=generator)
+            generator = torch.Generator().manual_seed(derive_seed(self._seed, "offset", epoch))
+            offset = torch.randint(0, self._context, (), generator=generator)
+            self._starts = draw_order(self._seed, epoch, self.train_samples) * self._context + offset
             self._epoch = epoch
-        return self._windows(self._text, self._starts[index * batch_size : (index + 1) * batch_size])
+        return self._windows(self._text, self._starts[places.start : places.stop])
 
-    def test_batches(self, batch_size: int) -> Iterator[Pair]:
-        """Yield the test windows in order."""
-        starts = torch.arange(self._test_count) * self._context
-        for start in range(0, self._test_count, batch_size):
-            yield self._windows(self._test_text, starts[start : start + batch_size])
+    def take_test(self, places: range) -> Pair:
+        """Return the windows at these places of the test part."""
+        return self._windows(self._test_text, torch.arange(places.start, places.stop) * self._context)
 
     def _windows(self, text: torch.Tensor, starts: torch.Tensor) -> Pair:
         places = starts[:, None] + torch.arange(self._context)
@@ -112,8 +104,8 @@ class TranslationData(TensorData):
         subset: Optional[int] = None,
         test_subset: Optional[int] = None,
     ) -> None:
-        check_whole("length", length, 2, LONGEST)
-        check_whole("vocabulary", vocabulary, len(SPECIAL) + 1)
+        require_whole("length", length, 2, LONGEST)
+        require_whole("vocabulary", vocabulary, len(SPECIAL) + 1)
         read = [(split_into_tokens(source), split_into_tokens(target)) for source, target in zip(sources, targets)]
         pairs = [(source, target) for source, target in read if len(source) <= length and len(target) < length]
         self.left_out = len(read) - len(pairs)
