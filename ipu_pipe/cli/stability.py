@@ -39,7 +39,9 @@ def make_parser() -> Parser:
     p.add_argument("--json", action="store_true", help="print JSON")
     p.add_argument("--out", type=folder, metavar="DIR", help="folder for figures (default: runs/stability)")
     many = whole(1, 10**6)
-    p.add_argument("--samples", type=many, default=128, metavar="N", help="training samples for the curvature (%(default)s)")
+    p.add_argument(
+        "--samples", type=many, default=128, metavar="N", help="training samples for the curvature (%(default)s)"
+    )
     p.add_argument("--iterations", type=many, default=100, metavar="N", help="limit of power iterations (%(default)s)")
     seed = "seed of the power iteration's first vector (%(default)s)"
     p.add_argument("--seed", type=whole(0, 2**63 - 1), default=0, metavar="S", help=seed)
@@ -105,8 +107,9 @@ def _make_figures(args: argparse.Namespace) -> None:
 
 def _make_figure(name: str, args: argparse.Namespace) -> Any:
     from ipu_pipe.files import write
+    from ipu_pipe.run.folder import replace_nonfinite
     from ipu_pipe.studies.theory_figures import FIGURES
-    from ipu_pipe.studies.theory_panels import convert_to_json, draw
+    from ipu_pipe.studies.theory_panels import draw
 
     out: Path = args.out or OUT
     try:
@@ -115,7 +118,11 @@ def _make_figure(name: str, args: argparse.Namespace) -> Any:
         raise BadInput(f"--out: {out}: cannot be written: {error.strerror or error}") from None
     get_say(args.quiet)(f"{name} ...")
     figure = FIGURES[name]()
-    data: Dict[str, Any] = {"figure": name, **convert_to_json(figure), "command": f"python tools/stability.py {name}"}
+    data: Dict[str, Any] = {
+        "figure": name,
+        **replace_nonfinite(figure._asdict()),
+        "command": f"python tools/stability.py {name}",
+    }
     draw(figure, out / f"{name}.png")
     write(out / f"{name}.json", json.dumps(data) + "\n")
     title = figure.title.replace("\n", " ")

@@ -14,26 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ipu_pipe.errors import BadInput
-from ipu_pipe.stability.recurrences import (
-    Floats,
-    Recurrence,
-    compute_discrepancy_decay,
-    compute_impulse_response,
-    compute_spike_coefficients,
-    make_delayed_sgd,
-    make_pipemare,
-    simulate,
-)
-from ipu_pipe.stability.roots import (
-    LoopGain,
-    compute_root_radius,
-    derive_loop_gain,
-    find_best_momentum,
-    find_largest_stable_step,
-    find_least_half_life,
-    find_least_half_lives,
-)
-from ipu_pipe.studies.theory_panels import ColourMap, Panel, TheoryFigure, make_panel, round_values
+from ipu_pipe.stability import recurrences as model
+from ipu_pipe.stability import roots
+from ipu_pipe.stability.recurrences import Floats, Recurrence
+from ipu_pipe.stability.roots import LoopGain
+from ipu_pipe.studies.theory_panels import Panel, TheoryFigure, add_line, make_colours, make_panel, round_values
 
 YANG = "Yang et al. 2021 (PipeMare)"
 KOSSON = "Kosson et al. 2021 (Pipelined Backpropagation at Scale)"
@@ -52,13 +37,15 @@ def compute_pipemare_5a() -> TheoryFigure:
     """Compute trajectories of the plain model with noise, by delay."""
     updates, step = 250, 0.2
     noise, delays = draw_normal_noise(updates), (0, 5, 10)
-    losses = {d: simulate(make_delayed_sgd(d), steps=step, updates=updates, noise=noise) ** 2 / 2 for d in delays}
+    losses = {
+        d: model.simulate(model.make_delayed_sgd(d), steps=step, updates=updates, noise=noise) ** 2 / 2 for d in delays
+    }
     labels = {d: f"delay {d} (stable below {2 * math.sin(math.pi / (4 * d + 2)):.3f})" for d in delays}
     lines = {labels[d]: loss for d, loss in losses.items()}
     ends = ", ".join(f"{loss[-50:].max():.3g} with delay {d}" for d, loss in losses.items())
     panel = make_panel("update", "loss w²/2", range(updates + 1), lines, y_scale="log", y_range=(1e-4, 1e6))
     return TheoryFigure(
-        f"{YANG}, Figure 5(a)", f"A quadratic of curvature 1, step {step}, noise N(0, 1), by delay", (panel,),
+        f"{YANG}, Figure 5(a)", f"A quadratic of curvature 1, step {step}, noise N(0, 1), by delay", [panel],
         f"greatest loss of the last 50 updates: {ends}", note=NOISE,
     )  # fmt: skip
 
@@ -70,8 +57,7 @@ def compute_pipemare_5b(updates: int = 100_000) -> TheoryFigure:
     losses = train_delayed(data, steps, delays, updates)
     limit = 2 / compute_largest_curvature(data) * np.sin(np.pi / (4 * delays + 2))
     ratio = np.array([float(steps[np.isfinite(row)].max()) for row in losses]) / limit
-    values = np.where(np.isfinite(losses), losses, np.nan).T.tolist()
-    colours = ColourMap(round_values(delays), round_values(steps), values, "loss", 1.0, "red")
+    colours = make_colours(delays, steps, np.where(np.isfinite(losses), losses, np.nan).T, "loss", 1.0, "red")
     panel = make_panel(
         "delay (updates)", "step", delays, {"Lemma 1, largest curvature": limit}, style="k-", colours=colours,
         x_scale="log", y_scale="log",
@@ -79,7 +65,7 @@ def compute_pipemare_5b(updates: int = 100_000) -> TheoryFigure:
     return TheoryFigure(
         f"{YANG}, Figure 5(b)",
         f"Linear regression by delayed SGD, {data.name}, {updates:,} updates of {data.batch} samples;\nred: diverged",
-        (panel,),
+        [panel],
         f"{data.name} in place of cpusmall; greatest step of the grid (a factor of {steps[1] / steps[0]:.2f} apart) that does"
         f" not diverge over Lemma 1's: {ratio.min():.2f} to {ratio.max():.2f}",
         note="one run a cell, all with the same batches, of seed 0",
@@ -91,17 +77,19 @@ def compute_pipemare_6() -> TheoryFigure:
     forward, backward, step, updates = 10, 6, 0.05, 250
     noise = draw_normal_noise(updates)
     losses = {
-        f"discrepancy {d:g}": simulate(make_pipemare(forward, backward, d), steps=step, updates=updates, noise=noise)
+        f"discrepancy {d:g}": model.simulate(
+            model.make_pipemare(forward, backward, d), steps=step, updates=updates, noise=noise
+        )
         ** 2
         / 2
         for d in (0.0, 3.0, 5.0)
     }
     models = {
-        "discrepancy 5": make_pipemare(forward, backward, 5.0),
-        "discrepancy 5, T2 (D = 0.1)": make_pipemare(
-            forward, backward, 5.0, compute_discrepancy_decay(0.1, forward - backward)
+        "discrepancy 5": model.make_pipemare(forward, backward, 5.0),
+        "discrepancy 5, T2 (D = 0.1)": model.make_pipemare(
+            forward, backward, 5.0, model.compute_discrepancy_decay(0.1, forward - backward)
         ),
-        "no discrepancy": make_pipemare(forward, backward),
+        "no discrepancy": model.make_pipemare(forward, backward),
     }
     paths = make_panel(
         "update", "loss w²/2", range(updates + 1), losses, title=f"step {step}, noise N(0, 1)",
@@ -110,7 +98,7 @@ def compute_pipemare_6() -> TheoryFigure:
     return TheoryFigure(
         f"{YANG}, Figure 6",
         f"Passes that read different weights: forward delay {forward}, backward {backward}, curvature 1",
-        (paths, compute_radii(models)),
+        [paths, compute_radii(models)],
         "largest stable steps: " + list_limits(models),
         note=f"left: {NOISE}; right: from the characteristic polynomials",
     )
@@ -119,12 +107,12 @@ def compute_pipemare_6() -> TheoryFigure:
 def compute_pipemare_10() -> TheoryFigure:
     """Compute the largest stable step by discrepancy."""
     forward, backward = 40, 10
-    gamma = compute_discrepancy_decay(None, forward - backward)
+    gamma = model.compute_discrepancy_decay(None, forward - backward)
     sensitivities = np.linspace(-100, 100, 401)
 
     def find_limits(decay: Optional[float]) -> Floats:
-        models = [make_pipemare(forward, backward, d, decay) for d in sensitivities.tolist()]
-        return np.array([find_largest_stable_step(derive_loop_gain(model)) for model in models])
+        models = [model.make_pipemare(forward, backward, d, decay) for d in sensitivities.tolist()]
+        return np.array([roots.find_largest_stable_step(roots.derive_loop_gain(one)) for one in models])
 
     plain, corrected = find_limits(None), find_limits(gamma)
     gains = corrected[sensitivities > 0] / plain[sensitivities > 0]
@@ -133,7 +121,7 @@ def compute_pipemare_10() -> TheoryFigure:
     return TheoryFigure(
         f"{YANG}, Figure 10",
         f"Largest stable step by discrepancy: forward delay {forward}, backward {backward}, curvature 1",
-        (make_panel("discrepancy", "largest stable step", sensitivities, lines, y_scale="log"),),
+        [make_panel("discrepancy", "largest stable step", sensitivities, lines, y_scale="log")],
         f"for discrepancies above 0 T2 raises the step by {gains.min():.2f} to {gains.max():.2f} times;"
         + (f" it lowers it between {worse.min():g} and {worse.max():g}" if len(worse) else " it lowers it nowhere"),
     )
@@ -142,15 +130,15 @@ def compute_pipemare_10() -> TheoryFigure:
 def compute_pipemare_16() -> TheoryFigure:
     """Compute recomputation with other weights, and T2 against it."""
     models = {
-        "recomputed with other weights": make_pipemare(10, 1, 10.0, recompute=(4, -5.0)),
-        "the same, T2 (D = 0.1)": make_pipemare(10, 1, 10.0, compute_discrepancy_decay(0.1, 9), (4, -5.0)),
-        "no recomputation, discrepancy 10": make_pipemare(10, 1, 10.0),
-        "no discrepancy": make_pipemare(10, 1),
+        "recomputed with other weights": model.make_pipemare(10, 1, 10.0, recompute=(4, -5.0)),
+        "the same, T2 (D = 0.1)": model.make_pipemare(10, 1, 10.0, model.compute_discrepancy_decay(0.1, 9), (4, -5.0)),
+        "no recomputation, discrepancy 10": model.make_pipemare(10, 1, 10.0),
+        "no discrepancy": model.make_pipemare(10, 1),
     }
     return TheoryFigure(
         f"{YANG}, Figure 16",
         "Recomputation with other weights: forward delay 10, recomputation 4, backward 1;\ndiscrepancy 10, Phi -5, curvature 1",
-        (compute_radii(models),),
+        [compute_radii(models)],
         "largest stable steps: " + list_limits(models),
     )
 
@@ -158,16 +146,16 @@ def compute_pipemare_16() -> TheoryFigure:
 def compute_radii(models: Dict[str, Recurrence]) -> Panel:
     """Return the greatest root of each model by step."""
     steps = np.linspace(0.001, 0.25, 120)
-    lines = {label: compute_root_radius(derive_loop_gain(model), steps) for label, model in models.items()}
+    lines = {label: roots.compute_root_radius(roots.derive_loop_gain(one), steps) for label, one in models.items()}
     panel = make_panel("step", "greatest root", steps, lines, title="greatest root by step")
-    edge = make_panel("", "", steps[[0, -1]], {"stable below": [1, 1]}, style="k:")
-    return panel._replace(lines=(*panel.lines, *edge.lines))
+    add_line(panel, "stable below", steps[[0, -1]], [1, 1], "k:")
+    return panel
 
 
 def list_limits(models: Dict[str, Recurrence]) -> str:
     """Return the largest stable step of each model in words."""
     return ", ".join(
-        f"{find_largest_stable_step(derive_loop_gain(model)):.4f} ({label})" for label, model in models.items()
+        f"{roots.find_largest_stable_step(roots.derive_loop_gain(one)):.4f} ({label})" for label, one in models.items()
     )
 
 
@@ -180,36 +168,39 @@ def make_rule(delay: int, spike: bool = False, horizon: float = 0.0) -> Rule:
     """Return SGD with momentum, with spike compensation SC_D if `spike` and weight prediction LWP over `horizon` updates."""
 
     def make(m: float) -> LoopGain:
-        coefficients = compute_spike_coefficients(m, delay) if spike else (1.0, 0.0)
-        return derive_loop_gain(make_delayed_sgd(delay, m, coefficients, horizon))
+        coefficients = model.compute_spike_coefficients(m, delay) if spike else (1.0, 0.0)
+        return roots.derive_loop_gain(model.make_delayed_sgd(delay, m, coefficients, horizon))
 
     return make
 
 
 def make_nesterov(m: float) -> LoopGain:
     """Return Nesterov's momentum without delay, w <- w - step (m v + g)."""
-    return derive_loop_gain(make_delayed_sgd(0, m, (m, 1.0)))
+    return roots.derive_loop_gain(model.make_delayed_sgd(0, m, (m, 1.0)))
 
 
 def compute_pb_3() -> TheoryFigure:
     """Compute what a gradient adds to each update."""
     delay, m, times = 6, 0.85, 25
-    early = compute_impulse_response(make_delayed_sgd(0, m), times)
-    late = compute_impulse_response(make_delayed_sgd(delay, m, compute_spike_coefficients(m, delay)), times)
+    early = model.compute_impulse_response(model.make_delayed_sgd(0, m), times)
+    late = model.compute_impulse_response(
+        model.make_delayed_sgd(delay, m, model.compute_spike_coefficients(m, delay)), times
+    )
     responses = {
         "no delay": early,
-        f"delay {delay}": compute_impulse_response(make_delayed_sgd(delay, m), times),
+        f"delay {delay}": model.compute_impulse_response(model.make_delayed_sgd(delay, m), times),
         f"delay {delay}, spike compensation": late,
     }
     panels = []
     for title, response in responses.items():
-        panel = make_panel(
-            "update after the gradient was computed", "contribution", range(times), {"this": response}, title, "o-"
+        panels.append(
+            make_panel(
+                "update after the gradient was computed", "contribution", range(times), {"this": response}, title, "o-"
+            )
         )
-        without = make_panel("", "", range(times), {"no delay": early}, style=":")
-        panels.append(panel._replace(lines=(*panel.lines, *without.lines)))
+        add_line(panels[-1], "no delay", range(times), early, ":")
     return TheoryFigure(
-        f"{KOSSON}, Figure 3", f"Impulse response of SGD with momentum {m}", tuple(panels),
+        f"{KOSSON}, Figure 3", f"Impulse response of SGD with momentum {m}", panels,
         f"the spike, {late[delay]:.3f}, is the sum of the contributions missed by then, {early[: delay + 1].sum():.3f}; after it"
         " the responses are the same",
     )  # fmt: skip
@@ -228,14 +219,14 @@ def compute_pb_4() -> TheoryFigure:
     }
     panels, areas = [], []
     for title, rule in rules.items():
-        radius = np.stack([compute_root_radius(rule(1 - r), rates) for r in rest.tolist()])
+        radius = np.stack([roots.compute_root_radius(rule(1 - r), rates) for r in rest.tolist()])
         areas.append(f"{(radius < 1).mean():.3f} ({title})")
         margin = np.where(radius < 1, np.log10(np.maximum(1 - radius, 1e-12)), np.nan)
-        values = [round_values(row) for row in margin]
-        colours = ColourMap(round_values(rates), round_values(rest), values, "log10 (1 - greatest root)", 0.0)
-        panels.append(Panel(title, "rate times curvature", "1 - momentum", (), colours, "log", "log"))
+        colours = make_colours(rates, rest, [round_values(row) for row in margin], "log10 (1 - greatest root)", 0.0)
+        scales = {"x_scale": "log", "y_scale": "log"}
+        panels.append(make_panel("rate times curvature", "1 - momentum", (), {}, title, colours=colours, **scales))
     return TheoryFigure(
-        f"{KOSSON}, Figure 4", "Greatest root by normalized rate and momentum; black: unstable", tuple(panels),
+        f"{KOSSON}, Figure 4", "Greatest root by normalized rate and momentum; black: unstable", panels,
         f"stable shares of the area shown: {', '.join(areas)}", 2,
     )  # fmt: skip
 
@@ -246,7 +237,7 @@ def make_half_life_figure(
 ) -> TheoryFigure:  # fmt: skip
     """Return one of Kosson et al.'s figures of the least half-life of the error on a quadratic."""
     panel = make_panel(x_label, "half-life (updates)", x, lines, x_scale=x_scale, y_scale="log", y_range=y_range)
-    return TheoryFigure(f"{KOSSON}, Figure {number}", f"Least half-life {title}", (panel,), seen)
+    return TheoryFigure(f"{KOSSON}, Figure {number}", f"Least half-life {title}", [panel], seen)
 
 
 def compute_pb_5() -> TheoryFigure:
@@ -260,7 +251,7 @@ def compute_pb_5() -> TheoryFigure:
         "SGD with momentum, no delay": make_rule(0),
     }
     half_lives = {
-        label: np.stack([find_least_half_lives(rule(1 - r), conditions, 300) for r in rest.tolist()]).min(axis=0)
+        label: np.stack([roots.find_least_half_lives(rule(1 - r), conditions, 300) for r in rest.tolist()]).min(axis=0)
         for label, rule in rules.items()
     }
     at_1000 = ", ".join(f"{values[18]:.3g} ({label})" for label, values in half_lives.items())
@@ -278,7 +269,7 @@ def compute_pb_6() -> TheoryFigure:
         "LWP_D": lambda d: make_rule(d, horizon=float(d)),
         "LWP_w,D + SC_D": lambda d: make_rule(d, spike=True, horizon=d),
     }
-    half_lives = {label: [find_best_momentum(rule(d), 1e3)[0] for d in delays] for label, rule in rules.items()}
+    half_lives = {label: [roots.find_best_momentum(rule(d), 1e3)[0] for d in delays] for label, rule in rules.items()}
     return make_half_life_figure(
         6, "on a quadratic of condition number 1000, over all rates and momenta", "delay (updates)", delays, half_lives,
         "at a delay of 16: " + ", ".join(f"{values[-1]:.4g} ({label})" for label, values in half_lives.items()),
@@ -290,7 +281,7 @@ def compute_pb_7() -> TheoryFigure:
     rest = np.geomspace(1, 1e-5, 51).tolist()
     rules = {f"LWP, T = {T}": make_rule(5, horizon=float(T)) for T in (0, 3, 5, 10, 20)}
     rules["LWP_w,D + SC_D"] = make_rule(5, spike=True, horizon=5)
-    half_lives = {label: [find_least_half_life(rule(1 - r), 1e3) for r in rest] for label, rule in rules.items()}
+    half_lives = {label: [roots.find_least_half_life(rule(1 - r), 1e3) for r in rest] for label, rule in rules.items()}
     best = {label: 1 - rest[int(np.argmin(values))] for label, values in half_lives.items()}
     return make_half_life_figure(
         7, "on a quadratic of condition number 1000, delay 5, over all rates", "1 - momentum", rest, half_lives,
@@ -304,7 +295,7 @@ def compute_pb_12() -> TheoryFigure:
     scales = np.concatenate([np.linspace(0, 4, 17), np.linspace(4.5, 10, 12)]).tolist()
     cases = {f"condition {c:g}, delay {d}": (c, d) for c, d in ((1e3, 4), (1e3, 10), (1e5, 4))}
     half_lives = {
-        label: [find_best_momentum(make_rule(d, horizon=scale * d), c)[0] for scale in scales]
+        label: [roots.find_best_momentum(make_rule(d, horizon=scale * d), c)[0] for scale in scales]
         for label, (c, d) in cases.items()
     }
     best = {label: scales[int(np.argmin(values))] for label, values in half_lives.items()}

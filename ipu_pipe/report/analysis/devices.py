@@ -1,8 +1,15 @@
-"""How each device spent the span of a trace, in parts that add up to it, to the nanosecond, and what filled its memory."""
+"""How each device spent the span of a trace, in parts that add up to it, to the nanosecond, and what filled its memory.
+
+The moments at which events begin and end cut a device's time into pieces, in each of which the same events go on:
+
+    compute   |------|        |---|         a piece counts as the first of: compute, communication, wait, outside, the host's own;
+    wait           |------|                 before the first and after the last compute it is a ramp
+    pieces    |    | |    |   |   |
+"""
 
 from __future__ import annotations
 
-from typing import Any, Dict, List, NamedTuple, Sequence, Tuple
+from typing import Any, Dict, List, Sequence, Tuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,8 +21,6 @@ HOST = "host"  # idle time of which no event tells
 # A group for each kind's code: 0 compute, 1 communication, 2 wait, 3 and on OUTSIDE, of which an earlier one hides a later one
 _GROUPS = (COMPUTE, COMMUNICATION, (WAIT,), *((kind,) for kind in OUTSIDE))
 _GROUP_OF_KIND = np.array([next(i for i, kinds in enumerate(_GROUPS) if kind in kinds) for kind in KINDS], np.int8)
-
-TimeColumn = NDArray[np.int64]
 
 
 def find_span(events: Events) -> Tuple[int, int]:
@@ -39,120 +44,72 @@ def measure_devices(
 
 def _measure_device(device: int, events: Events, span: Tuple[int, int]) -> Tuple[Dict[str, Any], Tuple[int, int]]:
     """Return the row of a device, all its time in communication, and the part of that which lies under compute."""
-    group = _GROUP_OF_KIND[events.kind]
-
-    def find_intervals(which: int) -> Intervals:
-        chosen = group == which
-        return merge_intervals(events.start[chosen], events.end[chosen])
-
+    group, count = _GROUP_OF_KIND[events.kind], len(events.start)
     is_pass = group == 0
     first, last = find_span(events.select(is_pass)) if is_pass.any() else span
-    compute, messages = find_intervals(0), find_intervals(1)
-    worked = compute.unite(messages)
-    inside = worked.clip(first, last)
-    waits_for, waited = _measure_waits(events.select(group == 2), inside, (first, last))
-    # each further set counts where none of the earlier ones covers it
-    covered, outside, idle_in = inside.unite(waited), Intervals(*np.zeros((2, 0), np.int64)), {}
-    for which, kind in enumerate(OUTSIDE, start=3):
-        intervals = find_intervals(which)
-        wider = covered.unite(intervals.clip(first, last))
-        idle_in[kind] = wider.length - covered.length
-        covered, outside = wider, outside.unite(intervals)
-    wait_ns, outside_in_ramps = sum(waits_for.values()), outside.length - outside.clip(first, last).length
-    idle_ns = last - first - inside.length - wait_ns
-    outside_ns = outside_in_ramps + sum(idle_in.values())
-    idle_in[HOST] = idle_ns - sum(idle_in.values())
+    edges, place = np.unique(np.concatenate([events.start, events.end, [first, last]]), return_inverse=True)
+    lengths = np.diff(edges)
+
+    def find_pieces(which: int) -> NDArray[np.bool_]:
+        """Return a mask of the pieces in which an event of a group goes on."""
+        begins, ends = (
+            np.bincount(at[group == which], minlength=len(edges)) for at in (place[:count], place[count:-2])
+        )
+        return np.cumsum(begins - ends)[:-1] > 0
+
+    def measure(pieces: NDArray[np.bool_]) -> int:
+        return int(lengths[pieces].sum())
+
+    compute, messages, waits, *outside = map(find_pieces, range(len(_GROUPS)))
+    is_inside = (edges[:-1] >= first) & (edges[1:] <= last)
+    worked = compute | messages
+    idle = is_inside & ~worked & ~waits
+    outside_ns = measure(np.logical_or.reduce(outside) & (idle | ~is_inside))
+    idle_ns, idle_in = measure(idle), {}
+    for kind, pieces in zip(OUTSIDE, outside):
+        idle_in[kind] = measure(idle & pieces)
+        idle = idle & ~pieces
+    idle_in[HOST] = measure(idle)
+    waits_for = _divide_waits(events.select(group == 2), edges, is_inside & ~worked & waits)
     training_ns = span[1] - span[0] - outside_ns
+    busy_ns = measure(compute)
     row = {
         "index": device,
         "stages": np.unique(events.stage[events.stage >= 0]).tolist(),
-        "busy_ns": compute.length,
+        "busy_ns": busy_ns,
         "busy_ns_by_stage": _measure_busy_by_stage(events.select(is_pass & (events.stage >= 0))),
-        "wait_ns": wait_ns,
-        "communication_ns": inside.length - compute.length,
+        "wait_ns": sum(waits_for.values()),
+        "communication_ns": measure(is_inside & messages & ~compute),
         "ramp_up_ns": first - span[0],
         "ramp_down_ns": span[1] - last,
         "idle_ns": idle_ns,
         "waits_for": {str(who) if who >= 0 else "unknown": ns for who, ns in waits_for.items()},
         "idle_in": idle_in,
         "outside_ns": outside_ns,
-        "utilization": compute.length / training_ns if training_ns else None,
+        "utilization": busy_ns / training_ns if training_ns else None,
     }
-    return row, (messages.length, messages.length - (worked.length - compute.length))
+    return row, (measure(messages), measure(messages & compute))
 
 
 def _measure_busy_by_stage(passes: Events) -> Dict[str, int]:
     times = ((stage, passes.select(places)) for stage, places in group_places(passes.stage))
-    return {str(stage): merge_intervals(of_stage.start, of_stage.end).length for stage, of_stage in times}
+    return {str(stage): measure_union(of_stage.start, of_stage.end) for stage, of_stage in times}
 
 
-def _measure_waits(waits: Events, worked: Intervals, window: Tuple[int, int]) -> Tuple[Dict[int, int], Intervals]:
-    """Return the time within the window in which a device waited and did nothing else, by the device waited for; and the waits
-    themselves. Where waits overlap, the time is that of the one that began first."""
-    start, end, order = _share_overlaps(waits.start, waits.end)
-    start, end = np.maximum(start, window[0]), np.minimum(end, window[1])
-    inside = end > start
-    start, end, peer = start[inside], end[inside], waits.peer[order[inside]]
-    lengths = end - start - (worked.measure_before(end) - worked.measure_before(start))
-    sums = {device: int(lengths[places].sum()) for device, places in group_places(peer)}
-    return {device: ns for device, ns in sums.items() if ns}, Intervals(start, end)
+def _divide_waits(waits: Events, edges: NDArray[np.int64], pieces: NDArray[np.bool_]) -> Dict[int, int]:
+    """Return the time of the pieces, in all of which waits go on, by the device waited for in the wait that began first."""
+    waits = waits.select(np.argsort(waits.start, kind="stable"))
+    reach = np.maximum.accumulate(waits.end)
+    peer = waits.peer[np.searchsorted(reach, edges[:-1][pieces], side="right")]
+    lengths = np.diff(edges)[pieces]
+    return {device: int(lengths[places].sum()) for device, places in group_places(peer)}
 
 
-# ---- sets of moments as disjoint intervals, so that unions and differences are a few array operations
-
-
-class Intervals(NamedTuple):
-    """Disjoint intervals in order, none empty: from each `start` up to, not including, its `end`."""
-
-    start: TimeColumn
-    end: TimeColumn
-
-    @property
-    def length(self) -> int:
-        """Return the sum of the lengths."""
-        return int((self.end - self.start).sum())
-
-    def clip(self, begin: int, end: int) -> Intervals:
-        """Return what lies between two moments."""
-        start, stop = np.maximum(self.start, begin), np.minimum(self.end, end)
-        inside = stop > start
-        return Intervals(start[inside], stop[inside])
-
-    def unite(self, other: Intervals) -> Intervals:
-        """Return the union of two sets."""
-        return merge_intervals(np.concatenate([self.start, other.start]), np.concatenate([self.end, other.end]))
-
-    def measure_before(self, moments: Any) -> TimeColumn:
-        """Return how much of the intervals lies before each of `moments`."""
-        sums = np.concatenate([[0], np.cumsum(self.end - self.start)])
-        place = np.searchsorted(self.start, moments, side="right")
-        last_end = np.concatenate([[np.iinfo(np.int64).min], self.end])[place]
-        return np.asarray(sums[place] - np.where(last_end > moments, last_end - moments, 0), np.int64)
-
-
-def merge_intervals(start: TimeColumn, end: TimeColumn) -> Intervals:
-    """Return the union of intervals that may overlap, be empty, and be in any order."""
-    longer = end > start
-    start, end = start[longer], end[longer]
-    if not len(start):
-        return Intervals(start, end)
-    if (start[1:] < start[:-1]).any():
-        order = np.argsort(start, kind="stable")
-        start, end = start[order], end[order]
-    reach = np.maximum.accumulate(end)
-    begins = np.flatnonzero(np.concatenate([[True], start[1:] > reach[:-1]]))
-    return Intervals(start[begins], reach[np.concatenate([begins[1:] - 1, [len(reach) - 1]])])
-
-
-def _share_overlaps(start: TimeColumn, end: TimeColumn) -> Tuple[TimeColumn, TimeColumn, NDArray[np.intp]]:
-    """Cut intervals so that each moment belongs to the one that began first. Return starts, ends, and the indices of the
-    originals."""
+def measure_union(start: NDArray[np.int64], end: NDArray[np.int64]) -> int:
+    """Return the length of the union of intervals, which may overlap and be in any order."""
     order = np.argsort(start, kind="stable")
-    start, end = start[order], end[order]
-    reach = np.maximum.accumulate(end)
-    start = np.maximum(start, np.concatenate([start[:1], reach[:-1]]))
-    left = end > start
-    return start[left], end[left], order[left]
+    reach = np.maximum.accumulate(end[order])
+    return int((reach - np.maximum(start[order], np.append(start[order[:1]], reach[:-1]))).clip(0).sum())
 
 
 # ---- memory, from the counters: bytes by category, and what made up the greatest sum

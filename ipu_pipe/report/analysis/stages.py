@@ -7,7 +7,7 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ipu_pipe.report.analysis.devices import merge_intervals
+from ipu_pipe.report.analysis.devices import measure_union
 from ipu_pipe.schedule.actions import SPLIT_PASSES, Kind
 from ipu_pipe.trace.events import COMPUTE, KIND_CODE, KINDS, UNSPECIFIED, Events, group_places
 
@@ -39,8 +39,7 @@ def measure_stages(events: Events, begin_ns: int, flops: Mapping[int, float]) ->
 
 
 def _measure_stage(stage: int, events: Events, begin_ns: int, flops: Optional[float]) -> Tuple[Row, List[Row]]:
-    by_device = [merge_intervals(events.start[at], events.end[at]) for _, at in group_places(events.device)]
-    busy_ns = sum(intervals.length for intervals in by_device)
+    busy_ns = sum(measure_union(events.start[at], events.end[at]) for _, at in group_places(events.device))
     medians: Dict[str, float] = {}
     counts: Dict[str, int] = {}
     stragglers: List[Row] = []
@@ -68,7 +67,9 @@ def _measure_stage(stage: int, events: Events, begin_ns: int, flops: Optional[fl
         "busy_ns_per_microbatch": usual_ns / forwards if forwards else None,
         "of_greatest": None,
         "flops_per_microbatch": flops,
-        "flops_per_second": flops * forwards / passes_ns * 1e9 if flops is not None and passes_ns and forwards else None,
+        "flops_per_second": flops * forwards / passes_ns * 1e9
+        if flops is not None and passes_ns and forwards
+        else None,
     }
     return row, stragglers
 
@@ -92,7 +93,9 @@ def _find_stragglers(
         return []
     worst = far[np.argsort(-durations[far], kind="stable")[:LONGEST]]
     columns = zip(events.microbatch[worst].tolist(), events.start[worst].tolist(), durations[worst].tolist())
-    longest = [{"microbatch": m if m >= 0 else None, "at_ns": at - begin_ns, "duration_ns": ns} for m, at, ns in columns]
+    longest = [
+        {"microbatch": m if m >= 0 else None, "at_ns": at - begin_ns, "duration_ns": ns} for m, at, ns in columns
+    ]
     lost_ns = round(float((durations[far] - median).sum()))
     return [
         {"stage": stage, "kind": kind, "count": len(far), "lost_ns": lost_ns, "median_ns": median, "longest": longest}
