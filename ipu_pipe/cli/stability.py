@@ -106,8 +106,7 @@ def _make_figures(args: argparse.Namespace) -> None:
 
 
 def _make_figure(name: str, args: argparse.Namespace) -> Any:
-    from ipu_pipe.files import write
-    from ipu_pipe.run.folder import replace_nonfinite
+    from ipu_pipe.files import replace_nonfinite, write
     from ipu_pipe.studies.theory_figures import FIGURES
     from ipu_pipe.studies.theory_panels import draw
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import base64
 import json
-import math
 import zlib
 from pathlib import Path
 from typing import Any, Dict, List
@@ -13,7 +12,7 @@ from typing import Any, Dict, List
 import numpy as np
 from numpy.typing import NDArray
 
-from ipu_pipe.files import write
+from ipu_pipe.files import replace_nonfinite, write
 from ipu_pipe.trace.events import (
     COMMUNICATION,
     KINDS,
@@ -104,7 +103,7 @@ _PARTS = ("page.css", "data.js", "timeline.js", "figures.js", "page.js")  # the 
 def write_page(path: Path, trace: Trace, analysis: Dict[str, Any]) -> None:
     """Write the page, completely or not at all. `analysis`: as `tools/analyze.py --json` prints it; the page says of what it
     lacks or has as null that it is not known. Raise `RunFault` where the disk refuses."""
-    data = json.dumps(_make_plain({"analysis": analysis, "trace": embed_trace(trace, analysis)}), allow_nan=False)
+    data = json.dumps(replace_nonfinite({"analysis": analysis, "trace": embed_trace(trace, analysis)}), allow_nan=False)
     # names of runs are not trusted: within a script's element nothing may begin a tag
     data = data.replace("<", "\\u003c")
     here = Path(__file__).parent
@@ -113,14 +112,3 @@ def write_page(path: Path, trace: Trace, analysis: Dict[str, Any]) -> None:
         text = text.replace(f"/* {part} */", (here / part).read_text(encoding="utf-8"), 1)
     before, after = text.split("/* data */")
     write(path, before + data + after)
-
-
-def _make_plain(value: Any) -> Any:
-    """Return a value that JSON can hold: NaN and infinity become None."""
-    if isinstance(value, dict):
-        return {str(key): _make_plain(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_make_plain(inner) for inner in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
