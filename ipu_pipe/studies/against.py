@@ -21,7 +21,7 @@ from ipu_pipe.config.compare import keep_recorded_choices
 from ipu_pipe.config.load import load_recorded
 from ipu_pipe.config.schema import Config
 from ipu_pipe.errors import RunFault
-from ipu_pipe.files import replace_nonfinite, write_json
+from ipu_pipe.files import write_json
 from ipu_pipe.report.plots import open_figure
 from ipu_pipe.report.run_text import format_busy, format_number, format_throughput
 from ipu_pipe.run.progress import Progress
