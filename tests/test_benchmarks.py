@@ -19,7 +19,23 @@ ROOT = Path(__file__).resolve().parents[1]
     [
         ("bench.py", ["--models", "resnet20", "--methods", "pipemare", "--rounds", "1", "--updates", "1"]),
         ("bench_trace.py", ["--model", "mlp", "--turns", "11", "--updates", "1"]),
-        ("bench_pipeline.py", ["--accumulate", "2", "--rounds", "1", "--microbatches", "4", "--methods", "pipedream"]),
+        (
+            "bench_pipeline.py",
+            [
+                "--accumulate",
+                "2",
+                "--rounds",
+                "1",
+                "--microbatches",
+                "8",
+                "--methods",
+                "pipedream",
+                "--schedules",
+                "zbv",
+                "--models",
+                "resnet",
+            ],
+        ),
     ],
 )
 def test_benchmarks_run(tool: str, arguments: List[str]) -> None:

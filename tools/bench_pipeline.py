@@ -1,4 +1,4 @@
-"""Benchmark of the distributed backend against PyTorch's own pipeline schedule, in one run: python tools/bench_pipeline.py"""
+"""Benchmark of the distributed backend against PyTorch's own pipeline schedules, in one run: python tools/bench_pipeline.py"""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any, Callable, Dict, List
+from typing import Any, Callable, Dict, List, NamedTuple, Sequence, Tuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -24,30 +24,53 @@ from ipu_pipe.errors import BadInput, Parser, RunFault, end_process, run_command
 
 SIZE = 8  # samples per microbatch
 RATE = 1e-3
+RANKS = 2
+THEIRS = {  # PyTorch's class of the same schedule
+    "pipedream_flush": "Schedule1F1B", "gpipe": "ScheduleGPipe", "interleaved_1f1b": "ScheduleInterleaved1F1B",
+    "looped_bfs": "ScheduleLoopedBFS", "interleaved_zb": "ScheduleInterleavedZeroBubble", "zbv": "ScheduleZBVZeroBubble",
+    "dualpipe_v": "ScheduleDualPipeV",
+}  # fmt: skip
+BY_DEVICE = ["interleaved_1f1b", "zbv", "dualpipe_v"]
+MODELS = ["resnet", "transformer"]
+DEFAULT_WARM_UP = 2  # turns that fill pipelines and caches
+
+
+class Case(NamedTuple):
+    """What is timed together, turn about: methods that have a class of PyTorch's, each beside it, and asynchronous ones."""
+
+    model: str
+    stages: int
+    methods: Sequence[str]
+    asynchronous: Sequence[str]
+    accumulate: int
+    rounds: int
+    microbatches: int
 
 
 def make_parser() -> Parser:
     """Build the parser of the command line."""
     p = Parser(
         prog="tools/bench_pipeline.py",
-        description="Time a pre-activation ResNet-20 in two stages on two processes of one thread each (gloo): with PyTorch's\n"
-        "Schedule1F1B, with this package's pipedream_flush, and with asynchronous methods. Turns alternate within one run.",
+        description="Time pipelines on two processes of one thread each (gloo), in turns that alternate within one run.\n\n"
+        "1. A pre-activation ResNet-20 in two stages: PyTorch's Schedule1F1B, this package's pipedream_flush, and asynchronous\n"
+        "   methods.\n"
+        "2. Models in four stages, two on each process: schedules by device beside PyTorch's classes, with the bubble that the\n"
+        "   trace measures, that of the clock with the measured times, and that of the schedule in unit slots.",
     )
     p.add_argument(
-        "--accumulate",
-        type=int,
-        nargs="+",
-        default=[2, 4, 8],
-        metavar="N",
-        help="microbatches per update (default 2 4 8)",
-    )
+        "--accumulate", type=int, nargs="*", default=[2, 4, 8], metavar="N",
+        help="microbatches per update of part 1; none leaves it out (default 2 4 8)",
+    )  # fmt: skip
     p.add_argument(
-        "--methods",
-        nargs="+",
-        default=["pipedream", "pipemare"],
-        help="asynchronous methods (default pipedream pipemare)",
-    )
-    p.add_argument("--rounds", type=int, default=7, help="turns of each method; medians are printed (default 7)")
+        "--methods", nargs="+", default=["pipedream", "pipemare"],
+        help="asynchronous methods of part 1 (default pipedream pipemare)",
+    )  # fmt: skip
+    p.add_argument(
+        "--schedules", nargs="*", default=BY_DEVICE, choices=[*THEIRS][2:], metavar="NAME",
+        help=f"schedules of part 2, of {', '.join([*THEIRS][2:])}; none leaves it out (default {' '.join(BY_DEVICE)})",
+    )  # fmt: skip
+    p.add_argument("--models", nargs="+", default=MODELS, choices=MODELS, help="models of part 2 (default both)")
+    p.add_argument("--rounds", type=int, default=7, help="turns of each; medians are printed (default 7)")
     p.add_argument("--microbatches", type=int, default=32, help="microbatches per turn (default 32)")
     p.add_argument("--json", action="store_true", help="print JSON")
     return p
@@ -58,126 +81,218 @@ def main() -> None:
     args = make_parser().parse_args()
     from ipu_pipe.schedule.methods import resolve_method
 
-    if args.rounds < 1 or min(args.accumulate) < 1 or any(args.microbatches % n for n in args.accumulate):
+    batch = 8  # microbatches per update of part 2
+    sizes = [*args.accumulate, *[batch] * bool(args.schedules)]
+    if args.rounds < 1 or min(sizes, default=1) < 1 or any(args.microbatches % n for n in sizes):
         raise BadInput(
-            f"--microbatches: {args.microbatches}: must be a multiple of every --accumulate; --rounds at least 1"
+            f"--microbatches: {args.microbatches}: must be a multiple of {', '.join(map(str, sizes))}; --rounds at least 1"
         )
     for name in args.methods:
         resolve_method(name)
+    cases = [
+        Case("resnet", RANKS, ["pipedream_flush"], args.methods, n, args.rounds, args.microbatches)
+        for n in args.accumulate
+    ]
+    if args.schedules:
+        cases += [
+            Case(model, 2 * RANKS, args.schedules, [], batch, args.rounds, args.microbatches) for model in args.models
+        ]
     rows = []
-    for accumulate in args.accumulate:
-        rows.append(measure(accumulate, args.methods, args.rounds, args.microbatches))
+    for case in cases:
+        rows.append(measure(case))
         if not args.json:
-            r = rows[-1]
-            print(
-                f"N = {accumulate}: PyTorch 1F1B {r['torch_ms']:.1f} ms a microbatch; pipedream_flush {r['ratio_flush']:.3f}"
-            )
-            print("  stage times: " + ", ".join(f"{t:.1f} ms" for t in r["stage_ms"]))
-            for name, m in r["methods"].items():
-                gain = f"{m['gain']:.3f} times PyTorch's speed; the stage times allow {m['allowed']:.3f}"
-                print(f"  {name}: {gain}: {m['share']:.3f} of it", flush=True)
+            print(format_row(rows[-1]), flush=True)
     if args.json:
         print(json.dumps({"rows": rows}, indent=1))
 
 
-def measure(accumulate: int, methods: List[str], rounds: int, microbatches: int) -> Dict[str, Any]:
-    """Time all methods with N = `accumulate` on two new processes; return medians over the turns."""
+def format_row(row: Dict[str, Any]) -> str:
+    """Format the figures of a case."""
+    lines = [f"{row['model']} in {row['stages']} stages, N = {row['accumulate']}"]
+    lines.append("  stage times: " + ", ".join(f"{t:.1f} ms" for t in row["stage_ms"]))
+    for name, m in row["methods"].items():
+        lines.append(
+            f"  {name}: {m['ratio']:.3f} times PyTorch's speed ({THEIRS[name]}: {m['torch_ms']:.2f} ms a microbatch); "
+            f"bubble {m['bubble_measured']:.1%} measured, {m['bubble_clock']:.1%} by the clock, {m['bubble_planned']:.1%} planned"
+        )
+    for name, m in row["asynchronous"].items():
+        gain = f"{m['gain']:.3f} times PyTorch's speed; the stage times allow {m['allowed']:.3f}"
+        lines.append(f"  {name}: {gain}: {m['share']:.3f} of it")
+    return "\n".join(lines)
+
+
+def measure(case: Case) -> Dict[str, Any]:
+    """Time a case on new processes; return medians over the turns."""
     with tempfile.TemporaryDirectory() as folder:
         context = multiprocessing.get_context("spawn")
-        work = functools.partial(
-            _time_rank, folder=folder, accumulate=accumulate, methods=methods, rounds=rounds, count=microbatches
-        )
         os.environ["OMP_NUM_THREADS"] = "1"
-        processes = [context.Process(target=work, args=(rank,)) for rank in range(2)]
+        processes = [context.Process(target=_time_rank, args=(rank, case, folder)) for rank in range(RANKS)]
         for process in processes:
             process.start()
         for process in processes:
             process.join()
         if any(process.exitcode for process in processes):
             raise RunFault("a process of the benchmark failed: see above")
-        ranks = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(2)]
-    return _summarize(accumulate, methods, microbatches, ranks)
+        ranks = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(RANKS)]
+    return _summarize(case, ranks)
 
 
-def _summarize(accumulate: int, methods: List[str], count: int, ranks: List[Dict[str, Any]]) -> Dict[str, Any]:
-    """Return milliseconds, ratios to PyTorch's time, and the speed that the stage times allow each asynchronous method."""
+def _summarize(case: Case, ranks: List[Dict[str, Any]]) -> Dict[str, Any]:
+    """Return ratios to PyTorch's times, bubbles, and the speed that the stage times allow each asynchronous method."""
     from ipu_pipe.schedule.clock import Costs, clock
-    from ipu_pipe.schedule.methods import resolve_method
     from ipu_pipe.schedule.timelines import make_schedule
 
     # the slower process decides the time of a turn
     times = {name: [max(pair) for pair in zip(*(rank["times"][name] for rank in ranks))] for name in ranks[0]["times"]}
-    costs = [[rank["costs"][kind] for rank in ranks] for kind in ("forward", "backward", "update")]
-    schedule = make_schedule(resolve_method("pipedream_flush"), 2, accumulate, accumulate)
-    flush = clock(schedule, Costs(costs[0], costs[1], costs[2])).finish * count / accumulate
-    ratios = {
-        name: statistics.median(a / b for a, b in zip(times["torch"], seconds)) for name, seconds in times.items()
-    }
-    gains = {}
-    for name in methods:
-        steady = max(f + b + u / accumulate for f, b, u in zip(*costs)) * count
-        allowed = flush / steady
-        gains[name] = {"gain": ratios[name], "allowed": allowed, "share": ratios[name] / allowed}
+    costs_of, methods = {}, {}
+    for name in case.methods:
+        by_stage = {int(s): costs for rank in ranks for s, costs in rank["costs"][name].items()}
+        forward, backward, weight, update = zip(*(by_stage[s] for s in range(case.stages)))
+        costs_of[name] = costs = Costs(forward, backward, update, weight_gradient=weight if any(weight) else ())
+        schedule = make_schedule(_resolve(case, name), case.stages, case.accumulate, case.accumulate)
+        busy = case.accumulate * (sum(forward) + sum(backward)) + sum(update)
+        spans = zip(*(rank["spans"][name] for rank in ranks))
+        bubbles = [
+            1 - sum(b for _, _, b in turn) / (max(e for _, e, _ in turn) - min(s for s, _, _ in turn)) / RANKS
+            for turn in spans
+        ]
+        methods[name] = {
+            "ratio": statistics.median(a / b for a, b in zip(times[THEIRS[name]], times[name])),
+            "torch_ms": statistics.median(times[THEIRS[name]]) * 1e3 / case.microbatches,
+            "ms": statistics.median(times[name]) * 1e3 / case.microbatches,
+            "bubble_measured": statistics.median(bubbles),
+            "bubble_clock": 1 - busy / RANKS / clock(schedule, costs).finish,
+            "bubble_planned": 1 - schedule.busy_share(),
+        }  # fmt: skip
+    first = case.methods[0]
+    costs, asynchronous = costs_of[first], {}
+    for name in case.asynchronous:
+        gain = statistics.median(a / b for a, b in zip(times[THEIRS[first]], times[name]))
+        schedule = make_schedule(_resolve(case, first), case.stages, case.accumulate, case.accumulate)
+        flush = clock(schedule, costs).finish / case.accumulate
+        allowed = flush / max(
+            f + b + u / case.accumulate for f, b, u in zip(costs.forward, costs.backward, costs.update)
+        )
+        asynchronous[name] = {"gain": gain, "allowed": allowed, "share": gain / allowed}
     return {
-        "accumulate": accumulate,
-        "torch_ms": statistics.median(times["torch"]) * 1e3 / count,
-        "ratio_flush": ratios["pipedream_flush"],
-        "stage_ms": [1e3 * (f + b) for f, b, _ in zip(*costs)],
-        "methods": gains,
-    }
+        "model": case.model, "stages": case.stages, "accumulate": case.accumulate,
+        "stage_ms": [1e3 * (f + b) for f, b in zip(costs.forward, costs.backward)],
+        "methods": methods, "asynchronous": asynchronous,
+    }  # fmt: skip
 
 
-def _time_rank(rank: int, folder: str, accumulate: int, methods: List[str], rounds: int, count: int) -> None:
-    """Time the turns of one rank and write seconds by method, and by pass, into the folder."""
+# ---- in the processes
+
+
+def _time_rank(rank: int, case: Case, folder: str) -> None:
+    """Time the turns of one rank; write seconds by turn, spans by turn, and costs by stage into the folder."""
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    data = [(torch.randn(SIZE, 3, 32, 32), torch.randint(0, 10, (SIZE,))) for _ in range(accumulate)]
-    turns: Dict[str, Callable[[], None]] = {"torch": _make_torch_turn(rank, data, accumulate, count)}
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
+    data = _make_data(case)
+    updates = case.microbatches // case.accumulate  # of a turn
+    turns: Dict[str, Callable[[], None]] = {}
     engines: Dict[str, Any] = {}
-    for name in ["pipedream_flush", *methods]:
-        engines[name] = _make_engine(rank, name, data, accumulate, count * (rounds + 2), dist.new_group([0, 1]))
-        turns[name] = functools.partial(_run_our_turn, engines[name], count // accumulate)
+    for name in [*case.methods, *case.asynchronous]:
+        if name in THEIRS:
+            turns[THEIRS[name]] = _make_torch_turn(rank, case, name, data)
+        engines[name] = _make_engine(rank, case, name, data, dist.new_group(range(RANKS)))
+        turns[name] = functools.partial(_run_our_turn, engines[name], updates)
     times: Dict[str, List[float]] = {name: [] for name in turns}
-    for number in range(rounds + 2):
+    for number in range(case.rounds + DEFAULT_WARM_UP):
         for name, turn in turns.items():
             dist.barrier()
             begun = time.perf_counter()
             turn()
-            if number >= 2:  # the first turns fill pipelines and caches
+            if number >= DEFAULT_WARM_UP:
                 times[name].append(time.perf_counter() - begun)
-    events = engines["pipedream_flush"].recorder.events()
-    events = events.select(events.microbatch >= accumulate)
-    costs = {kind: _compute_pass_seconds(events, kind) for kind in ("forward", "backward", "update")}
-    (Path(folder) / f"{rank}.json").write_text(json.dumps({"times": times, "costs": costs}))
+    spans, costs = {}, {}
+    for name in case.methods:
+        events = engines[name].recorder.events()
+        spans[name] = _measure_turns(events, case, updates)
+        costs[name] = _measure_costs(events.select(events.microbatch >= 2 * updates))
+    (Path(folder) / f"{rank}.json").write_text(json.dumps({"times": times, "costs": costs, "spans": spans}))
     dist.barrier()
     end_process(0)
 
 
-def _compute_pass_seconds(events: Any, kind: str) -> float:
-    """Return the median seconds of a pass of this kind."""
-    passes = events.select(events.is_kind(kind))
-    return statistics.median(((passes.end - passes.start) / 1e9).tolist()) if len(passes.start) else 0.0
+def _measure_turns(events: Any, case: Case, updates: int) -> List[Tuple[int, int, int]]:
+    """Return the begin, the end and the time in passes and updates of each turn, in nanoseconds of the host's clock."""
+    from ipu_pipe.trace.events import COMPUTE
+
+    passes = events.select(events.is_kind(*COMPUTE))
+    update = passes.microbatch.copy()
+    update[~passes.is_kind("update")] //= case.accumulate
+    turns = []
+    for number in range(DEFAULT_WARM_UP, case.rounds + DEFAULT_WARM_UP):
+        of_turn = passes.select(update // updates == number)
+        turns.append((int(of_turn.start.min()), int(of_turn.end.max()), int((of_turn.end - of_turn.start).sum())))
+    return turns
 
 
-def _make_model() -> Any:
+def _measure_costs(events: Any) -> Dict[int, Tuple[float, ...]]:
+    """Return the median seconds of a forward, a backward, its weight gradient and an update, by stage."""
+    costs: Dict[int, Tuple[float, ...]] = {}
+    for stage in sorted(set(events.stage[events.is_kind("forward")].tolist())):
+        of_stage = events.select(events.stage == stage)
+        medians = [
+            _find_median(of_stage, kind) for kind in ("forward", "backward", "input gradient", "weight gradient")
+        ]
+        forward, whole, first, second = medians
+        costs[stage] = (forward, first + second or whole, second, _find_median(of_stage, "update"))
+    return costs
+
+
+def _find_median(events: Any, kind: str) -> float:
+    chosen = events.select(events.is_kind(kind))
+    return statistics.median(((chosen.end - chosen.start) / 1e9).tolist()) if len(chosen.start) else 0.0
+
+
+def _make_model(case: Case) -> Any:
     """Build the model with the same initial weights each time."""
     import torch
 
     from models.resnet import preact_resnet20
+    from models.transformer import transformer_lm
 
     torch.manual_seed(0)
-    return preact_resnet20()
+    return preact_resnet20() if case.model == "resnet" else transformer_lm()
 
 
-CUT = ["layer2.0"]
+def _make_data(case: Case) -> List[Any]:
+    import torch
+
+    if case.model == "resnet":
+        return [(torch.randn(SIZE, 3, 32, 32), torch.randint(0, 10, (SIZE,))) for _ in range(case.accumulate)]
+    return [(torch.randint(0, 256, (SIZE, 64)), torch.randint(0, 256, (SIZE, 64))) for _ in range(case.accumulate)]
 
 
-def _make_engine(rank: int, name: str, data: List[Any], accumulate: int, count: int, group: Any) -> Any:
-    """Build this rank's interpreter of a method's schedule of `count` microbatches."""
+def _find_begins(case: Case, model: Any, x: Any) -> List[str]:
+    """Return the modules at which stages begin: balanced by FLOPs."""
+    from ipu_pipe.model.stages import partition
+
+    if case.model == "resnet" and case.stages == 2:
+        return ["layer2.0"]
+    return list(partition(model, x, case.stages).begins)
+
+
+def _resolve(case: Case, name: str) -> Any:
+    from ipu_pipe.schedule.methods import resolve_method
+
+    return resolve_method(name, {"stages_per_device": case.stages // RANKS})
+
+
+def _place(case: Case, name: str) -> Tuple[int, ...]:
+    """Return the device of each stage."""
+    order = _resolve(case, name).order
+    return tuple(range(case.stages)) if order is None else tuple(order.place(case.stages))
+
+
+def _make_engine(rank: int, case: Case, name: str, data: List[Any], group: Any) -> Any:
+    """Build this rank's interpreter of a method's schedule of all turns."""
     import torch
 
     from ipu_pipe.backends.processes.interpreter import Interpreter
@@ -188,24 +303,26 @@ def _make_engine(rank: int, name: str, data: List[Any], accumulate: int, count: 
     from ipu_pipe.backends.work import Work
     from ipu_pipe.model.cutting import cut_model, list_crossings
     from ipu_pipe.model.stages import partition
-    from ipu_pipe.schedule.methods import resolve_method
     from ipu_pipe.schedule.timelines import make_schedule
     from ipu_pipe.schedule.versions import VersionTable
     from ipu_pipe.update.apply import UpdateRules
     from ipu_pipe.update.groups import make_groups, select_stage
 
-    model, method = _make_model(), resolve_method(name)
-    part = partition(model, data[0][0], CUT)
-    table = VersionTable(make_schedule(method, 2, count, accumulate), method)
-    cut = cut_model(model, CUT, data[0][0])
-    optimizer = torch.optim.SGD(select_stage(make_groups(model, part), rank), lr=RATE, momentum=0.9)
-    rules = UpdateRules({}, method, table.rule_lag(), accumulate, optimizer, lambda k: RATE)
+    count = case.microbatches * (case.rounds + DEFAULT_WARM_UP)
+    model, method = _make_model(case), _resolve(case, name)
+    begins = _find_begins(case, model, data[0][0])
+    part = partition(model, data[0][0], begins)
+    table = VersionTable(make_schedule(method, case.stages, count, case.accumulate), method)
+    cut, layout = cut_model(model, begins, data[0][0]), RankLayout(rank, _place(case, name))
+    groups = make_groups(model, part)
+    optimizer = torch.optim.SGD([g for s in layout.held for g in select_stage(groups, s)], lr=RATE, momentum=0.9)
+    rules = UpdateRules({}, method, table.rule_lag(), case.accumulate, optimizer, lambda k: RATE)
     work, cpu = Work(torch.nn.functional.cross_entropy, table, rules), torch.device("cpu")
-    layout = RankLayout(rank, (0, 1))
-    stage_model = StageModel(layout, rank, cut[rank], list_crossings(cut), lambda m: data[m % len(data)], cpu)
-    recorder = TraceRecorder(rank, rank, range(count))
+    crossings = list_crossings(cut)
+    recorder = TraceRecorder(rank, layout.held[0], range(count))
     mail = TorchMail(layout, cpu, recorder, 300.0, group)
-    return Interpreter(work, {rank: Stage(work, stage_model, mail, recorder)}, mail, recorder)
+    models = [StageModel(layout, s, cut[s], crossings, lambda m: data[m % len(data)], cpu) for s in layout.held]
+    return Interpreter(work, {m.stage: Stage(work, m, mail, recorder) for m in models}, mail, recorder)
 
 
 def _run_our_turn(engine: Any, updates: int) -> None:
@@ -214,25 +331,31 @@ def _run_our_turn(engine: Any, updates: int) -> None:
         engine.step(engine.update)
 
 
-def _make_torch_turn(rank: int, data: List[Any], accumulate: int, count: int) -> Callable[[], None]:
-    """Return a function that trains `count` microbatches with PyTorch's Schedule1F1B."""
+def _make_torch_turn(rank: int, case: Case, name: str, data: List[Any]) -> Callable[[], None]:
+    """Return a function that trains the microbatches of a turn with PyTorch's class of a schedule."""
     import torch
-    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+    from torch.distributed import pipelining
+    from torch.distributed.pipelining import schedules
 
     from ipu_pipe.model.cutting import cut_model
 
-    piece = cut_model(_make_model(), CUT, data[0][0])[rank]
-    optimizer = torch.optim.SGD(piece.parameters(), lr=RATE, momentum=0.9)
-    stage = PipelineStage(piece, rank, 2, torch.device("cpu"))
-    schedule = Schedule1F1B(stage, n_microbatches=accumulate, loss_fn=torch.nn.functional.cross_entropy)
+    model = _make_model(case)
+    cut = cut_model(model, _find_begins(case, model, data[0][0]), data[0][0])
+    held = [stage for stage, device in enumerate(_place(case, name)) if device == rank]
+    optimizer = torch.optim.SGD([p for s in held for p in cut[s].parameters()], lr=RATE, momentum=0.9)
+    stages = [pipelining.PipelineStage(cut[s], s, case.stages, torch.device("cpu")) for s in held]
+    make = getattr(schedules, THEIRS[name])
+    schedule = make(
+        stages if case.stages > RANKS else stages[0],
+        n_microbatches=case.accumulate,
+        loss_fn=torch.nn.functional.cross_entropy,
+    )
     x, y = torch.cat([x for x, _ in data]), torch.cat([y for _, y in data])
+    inputs, targets = [x] if 0 in held else [], y if case.stages - 1 in held else None
 
     def turn() -> None:
-        for _ in range(count // accumulate):
-            if rank == 0:
-                schedule.step(x)
-            else:
-                schedule.step(target=y)
+        for _ in range(case.microbatches // case.accumulate):
+            schedule.step(*inputs, target=targets, return_outputs=False)
             optimizer.step()
             optimizer.zero_grad()
 
