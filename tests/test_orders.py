@@ -144,6 +144,12 @@ def test_orders_run_flush_and_take_microbatches_in_order(name: str, P: int, M: i
     assert count_weight_copies(versions).tolist() == [1] * schedule.stages
 
 
+@pytest.mark.parametrize(("P", "M"), [(P, M) for P in (2, 3, 4) for M in range(1, 2 * P)])
+def test_zbv_runs_fewer_microbatches_than_fill_its_v(P: int, M: int) -> None:
+    """A plan of 2 to 2 P - 2 microbatches failed where a device had begun them all before one came back."""
+    test_orders_run_flush_and_take_microbatches_in_order("zbv", P, M)
+
+
 def test_a_whole_backward_among_split_ones_passes_its_gradient_on_at_its_end() -> None:
     schedule = from_rows([["F0", "I0", "W0"], ["F0", "B0"]], 1)
     assert format_text(schedule) == (

@@ -141,6 +141,8 @@ def plan_v(order: Order, P: int, M: int) -> List[List[Pass]]:
                     plan.put_filled(F, stage, plan.allow(d) if chosen[1] else math.inf)
         plan.finish()
 
+    # fewer microbatches do not fill a V: the rest is left out of the rows (`orders.make_device_rows`)
+    M = max(M, 2 * P)
     return _find_best(order, P, M, run, 2)
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ipu_pipe.backends.interface import CheckpointState, DeviceTimes, Report
-from ipu_pipe.backends.processes.deadlines import LostRank, Termination, answer_within, detect_lost_rank
+from ipu_pipe.backends.processes.deadlines import Termination, answer_within, detect_lost_rank
 from ipu_pipe.backends.processes.interpreter import Interpreter
 from ipu_pipe.backends.processes.layout import RankLayout
 from ipu_pipe.backends.processes.mail import SHAPE, TEST, Mail, Message
@@ -94,7 +94,7 @@ def broadcast_weights(mail: Mail, model: nn.Module, holders: Dict[str, int], pla
         source = placement[stage]
         if dist.get_rank() == source:
             sent = [{name: t.detach().cpu() for name, t in tensors.items()}]
-        with detect_lost_rank(source, mail.limit):
+        with detect_lost_rank(None, mail.limit):
             dist.broadcast_object_list(sent, src=source)
         for name, tensor in tensors.items():
             tensor.data = sent[0][name].to(tensor.device)
@@ -189,8 +189,9 @@ class Evaluation:
                 if model.stage in self._with_loss:
                     tallies[model.stage].add(output, y, count_samples(x))
             if self._layout.replicas > 1:
-                store, limit = dist.distributed_c10d._get_default_store(), self._mail.limit.total_seconds()
-                answer_within(limit, lambda: store.add(EVALUATED, 1))
+                store, limit = dist.distributed_c10d._get_default_store(), self._mail.limit
+                with detect_lost_rank(0, limit):  # which keeps the store, or its launcher
+                    answer_within(limit.total_seconds(), lambda: store.add(EVALUATED, 1))
         sums = torch.zeros(self._layout.stages, len(Tally.of(self._job).sums) + 1, dtype=torch.float64)
         for stage, tally in tallies.items():
             sums[stage] = torch.cat([tally.sums, torch.tensor([read], dtype=torch.float64)])
@@ -225,11 +226,11 @@ class Evaluation:
 def wait_for_first_replica(layout: RankLayout, mail: Mail, number: int) -> None:
     """Wait until the first replica is done with evaluation `number`: as long as it makes progress. Raise `LostRank`."""
     store, done = dist.distributed_c10d._get_default_store(), f"ipu_pipe/evaluation-{number}/done"
-    if layout.replica == 0:
-        store.add(done, 1)
-        return
     progress, since, limit = -1, time.monotonic(), mail.limit.total_seconds()
-    try:
+    with detect_lost_rank("the first replica", mail.limit):
+        if layout.replica == 0:
+            answer_within(limit, lambda: store.add(done, 1))
+            return
         while answer_within(limit, lambda: store.add(done, 0)) < layout.devices:
             batches = answer_within(limit, lambda: store.add(EVALUATED, 0))
             if batches != progress:
@@ -238,8 +239,6 @@ def wait_for_first_replica(layout: RankLayout, mail: Mail, number: int) -> None:
                 raise TimeoutError
             Termination.check()
             time.sleep(0.01)
-    except TimeoutError as error:
-        raise LostRank("the first replica", limit) from error
 
 
 # ---- reports

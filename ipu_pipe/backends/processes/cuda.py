@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ipu_pipe.backends.processes.deadlines import detect_lost_rank, wait_for_channel
+from ipu_pipe.backends.processes.deadlines import answer_within, detect_lost_rank, wait_for_channel
 from ipu_pipe.backends.processes.launch import make_group
 from ipu_pipe.backends.processes.layout import RankLayout
 from ipu_pipe.backends.processes.mail import BACKWARD, FORWARD, RECOMPUTE, SHARED, Link
@@ -93,8 +93,11 @@ def touch_channels(
         source, target = map(layout.rank_of, link[:2])
         if source != target and layout.rank in (source, target):
             exchange, other = (dist.isend, target) if layout.rank == source else (dist.irecv, source)
-            with detect_lost_rank(other, limit):
-                work = exchange(torch.zeros(1, device=device), other, channels[link])
+            value = torch.zeros(1, device=device)
+            with detect_lost_rank(other, limit):  # nccl waits for the other rank's first use without a limit
+                work = answer_within(
+                    limit.total_seconds(), lambda: exchange(value, other, channels[link])  # noqa: B023
+                )
                 wait_for_channel(work, limit)
 
 

@@ -40,14 +40,14 @@ class LostRank(Exception):
 
 
 @contextlib.contextmanager
-def detect_lost_rank(rank: Optional[int], limit: timedelta) -> Iterator[None]:
-    """Raise `LostRank` for what torch.distributed raises in here: nothing else runs in it that could fail."""
+def detect_lost_rank(who: Union[int, str, None], limit: timedelta) -> Iterator[None]:
+    """Raise `LostRank(who)` for what torch.distributed raises in here: nothing else runs in it that could fail."""
     try:
         yield
     except RunFault:
         raise
     except (RuntimeError, TimeoutError) as error:
-        raise LostRank(rank, limit.total_seconds()) from error
+        raise LostRank(who, limit.total_seconds()) from error
 
 
 @contextlib.contextmanager

@@ -81,7 +81,7 @@ class ProcessEngine(Engine):
         )  # fmt: skip
         self._evaluation = collect.Evaluation(job, self._interpreter, self._results.with_loss, freed)
         importlib.import_module("torch._dynamo")  # an optimizer's first step would, and that would be part of its time
-        with self._name_faults(), detect_lost_rank(None, self._mail.limit):
+        with detect_lost_rank(None, self._mail.limit):
             trace.open_file(job, layout.rank, self._recorder, first_update, trace.compare_clocks())
 
     def _split_backwards(self, stages: Dict[int, Stage]) -> None:
@@ -248,7 +248,9 @@ def _list_stages_with_loss(job: Job) -> List[int]:
 def make(job: Job, first_update: int) -> ProcessEngine:
     """Return this rank's engine, which goes on with update `first_update`."""
     refuse_poptorch_state(job.optimizer)
-    return ProcessEngine(job, first_update)
+    layout = RankLayout(dist.get_rank(), job.placement, job.config.replicas)
+    with name_faults(layout.rank, lambda: layout.held[0], lambda: "start", lambda: f"start before update {first_update}"):
+        return ProcessEngine(job, first_update)
 
 
 def list_faults(job: Job) -> List[str]:

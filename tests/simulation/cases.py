@@ -1,0 +1,227 @@
+"""What simulated ranks train: a case is drawn from its number, and the emulator says what must come of it."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import random
+from dataclasses import dataclass
+from typing import Any, Dict, List, NamedTuple, Optional, Tuple
+
+import torch
+from torch import nn
+
+from ipu_pipe.backends.emulator import engine as emulator
+from ipu_pipe.backends.interface import CheckpointState, Engine
+from ipu_pipe.config.load import configure
+from ipu_pipe.config.schema import Config
+from ipu_pipe.data.batches import TensorData
+from ipu_pipe.errors import BadInput
+from ipu_pipe.job.evaluation import EvaluationResult
+from ipu_pipe.job.record import Job
+from ipu_pipe.model.stages import begin_stage
+from ipu_pipe.run.build import build
+from ipu_pipe.schedule.methods import METHODS
+
+WIDTH, CLASSES = 4, 3
+DEADLINE = 300.0  # virtual seconds
+WHOLE = [
+    name for name, row in METHODS.items() if row.is_pipeline and row.rounds is None and row.history is None and row.order is None
+]
+LOCAL = [name for name, row in METHODS.items() if row.structure is not None]
+BY_DEVICE = [name for name, row in METHODS.items() if row.order is not None and name != "rows"]
+VARIANTS: Dict[str, List[Dict[str, Any]]] = {
+    "pipemare": [{"t1": {"anneal_updates": 4}, "t2": {"decay": 0.1}}, {"recompute": {"segments": 2}}, {"stash": True}],
+    "pipelined_backprop": [{"weight_prediction": {"form": "velocity", "scale": 1.0}}, {"schedule": "1f1b"}],
+    "pipedream": [{"schedule": "dataflow"}, {"stash": False}],
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run. `keys`: of its config; `stop_after`: updates after which it is asked to end; `through_channels`: messages go
+    through groups of nccl."""
+
+    model: str
+    layers: int
+    devices: int
+    keys: Dict[str, Any]
+    stop_after: Optional[int] = None
+    through_channels: bool = False
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks."""
+        return self.devices * int(self.keys.get("replicas", 1))
+
+
+class Result(NamedTuple):
+    """What came of a run on the main rank: losses by update, evaluations, states of its checkpoints, the last at the end."""
+
+    losses: List[float]
+    evaluations: List[List[EvaluationResult]]
+    states: List[Optional[CheckpointState]]
+
+
+def draw_case(number: int, ranks: List[int]) -> Tuple[Case, Result]:
+    """Return case number `number`, and what the emulator makes of it; put its ranks into `ranks`, for processes to ask."""
+    draw = random.Random(number)
+    for _ in range(50):
+        case = _draw(draw)
+        try:
+            expected = _emulate(case)
+            ranks[1] = case.ranks
+            build_job(case)  # may be refused on processes
+        except BadInput:
+            continue
+        return case, expected
+    raise AssertionError(f"case {number}: nothing that can be trained was drawn")
+
+
+def _draw(draw: random.Random) -> Case:
+    devices = draw.choice((2, 2, 2, 3, 3, 4))
+    model = draw.choice(("mlp", "mlp", "tied", "norm", "dropout", "skipping"))
+    family = draw.choice(("whole", "whole", "by device", "by device", "virtual", "local", "local_sgd"))
+    stages = devices * draw.choice((1, 1, 1, 2)) + draw.choice((0, 0, 0, 1))
+    keys: Dict[str, Any] = {}
+    if family == "whole":
+        keys["method"] = draw.choice(WHOLE)
+        keys["method_args"] = draw.choice([{}, *VARIANTS.get(keys["method"], [])])
+    elif family == "by device":
+        keys["method"] = draw.choice(BY_DEVICE)
+        order = METHODS[keys["method"]].order
+        assert order is not None
+        per_device = order.stages_per_device if order.fixed else draw.choice((1, 2))
+        stages = devices * per_device
+        if not order.fixed:
+            keys["stages_per_device"] = per_device
+    elif family == "virtual":
+        keys.update(method=draw.choice(("pipedream", "pipelined_backprop")), stages_per_device=2)
+        devices = draw.choice((2, 2, 2, 3))
+        stages = 2 * devices
+    elif family == "local":
+        keys["method"], stages = draw.choice(LOCAL), devices
+        model = draw.choice(("mlp", "norm", "dropout"))
+        if keys["method"] == "local_chunked":
+            keys["method_args"] = {"blocks": devices}
+    else:
+        keys.update(method="local_sgd", method_args={"replicas": draw.choice((2, 3)), "local_steps": draw.choice((1, 2))})
+        stages = min(stages, 4)
+    row = METHODS[keys["method"]]
+    accumulate = draw.choice((1, 1, 2, 3)) if row.order is None else devices * draw.choice((1, 1, 2))
+    if keys["method"] == "pipedream_2bw":
+        accumulate = max(accumulate, stages)
+    if family == "virtual":
+        accumulate = draw.choice((1, 2))
+    keys["gradient_accumulation"] = 1 if family == "local_sgd" or keys["method"] == "naive" else accumulate
+    if draw.random() < 0.25 and devices < 4 and family != "local_sgd":
+        keys["replicas"] = 2
+    if draw.random() < 0.3 and family in ("whole", "by device", "virtual"):
+        keys["clip"] = {"norm": 0.3, "scope": draw.choice(("stage", "global" if row.flushes else "delayed_global"))}
+    keys["optimizer"] = draw.choice((
+        {"name": "adamw", "lr": 0.01, "weight_decay": 0.01}, *2 * ({"name": "sgd", "lr": 0.05, "momentum": 0.9},)
+    ))  # fmt: skip
+    # a few more than fill the pipeline where it never drains
+    updates = draw.randint(2, 3) if row.flushes else max(2, min(stages + draw.randint(0, 2), 5) // accumulate)
+    keys["steps"] = 2 * keys["method_args"]["local_steps"] if family == "local_sgd" else updates
+    keys["stages"] = stages
+    keys["micro_batch_size"] = 2 if model == "norm" else draw.choice((1, 2))
+    keys["evaluate"] = {"steps": 2} if draw.random() < 0.15 else {"every": 0}
+    if draw.random() < 0.2:
+        keys["checkpoint"] = {"every": draw.choice((1, 2))}
+    stops = draw.randint(1, keys["steps"] - 1) if draw.random() < 0.3 else None
+    layers = stages + draw.choice((0, 1)) if model != "tied" else max(stages, 4)
+    return Case(model, layers, devices, keys, stops, through_channels=draw.random() < 0.25)
+
+
+class Skipping(nn.Module):
+    """Values skip stages."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([begin_stage(nn.Linear(WIDTH, WIDTH)) for _ in range(layers - 1)])
+        self.head = begin_stage(nn.Linear(WIDTH, CLASSES))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: (B, WIDTH) -> (B, CLASSES)."""
+        first = x
+        for number, layer in enumerate(self.layers):
+            x = layer(x).tanh()
+            if number == 0:
+                first = x
+        return self.head(x + first)  # type: ignore[no-any-return]
+
+
+def make_model(name: str, count: int) -> nn.Module:
+    """Return a small model, with the same weights each time."""
+    torch.manual_seed(7)
+    if name == "skipping":
+        return Skipping(count)
+    layers: List[nn.Module] = []
+    for number in range(count - 1):
+        linear = nn.Linear(WIDTH, WIDTH)
+        if name == "tied" and number in (count - 3, count - 2):
+            linear.weight = layers[0][0].weight  # type: ignore[index]
+        extra = {"norm": nn.BatchNorm1d(WIDTH), "dropout": nn.Dropout(0.25)}.get(name)
+        layers.append(nn.Sequential(*[m for m in (linear, extra, nn.Tanh()) if m is not None]))
+    return nn.Sequential(*[begin_stage(layer) for layer in layers], begin_stage(nn.Linear(WIDTH, CLASSES)))
+
+
+@functools.lru_cache(maxsize=1)
+def make_data() -> TensorData:
+    """Return random samples."""
+    draw = torch.Generator().manual_seed(5)
+    x, y = torch.randn(512, WIDTH, generator=draw), torch.randint(0, CLASSES, (512,), generator=draw)
+    return TensorData((x, y), (x[:4], y[:4]), 0)
+
+
+def make_config(case: Case, backend: str) -> Config:
+    """Return a case's config."""
+    backend_keys = {"name": backend, **({"deadline": DEADLINE} if backend == "distributed" else {})}
+    log = {"trace": None, "tensorboard": False}
+    return configure(**{"log": log, **case.keys, "backend": backend_keys})
+
+
+def build_job(case: Case, backend: str = "distributed") -> Job:
+    """Return the job of a rank, or of the emulator."""
+    job = build(make_config(case, backend), make_model(case.model, case.layers), make_data())
+    job.may_stop = case.stop_after is not None and job.method.rounds is None
+    job.may_stop_empty = case.stop_after is not None
+    return job
+
+
+def drive(engine: Engine, case: Case) -> Result:
+    """Train as `run.loop` does, and return what came of it."""
+    job, result = engine.job, Result([], [], [])
+    done, end = 0, job.updates
+    if job.config.evaluate.steps:
+        result.evaluations.append(engine.evaluate())
+    while done < end:
+        result.losses.extend(step.loss for step in engine.advance(done, True))
+        done += 1
+        planned = False
+        if done < job.updates and job.evaluates_after(done):
+            result.evaluations.append(engine.evaluate())
+            planned = True
+        if done < job.updates and job.saves_after(done):
+            result.states.append(_copy(engine.state()))
+            planned = True
+        if case.stop_after is not None and (planned or job.may_stop) and done < end:
+            end = engine.end(done, engine.is_main and done >= case.stop_after)
+    if job.config.evaluate.steps:
+        result.evaluations.append(engine.evaluate())
+    result.states.append(_copy(engine.state()))
+    return result
+
+
+def _copy(state: Optional[CheckpointState]) -> Optional[CheckpointState]:
+    """Return a state that training no longer changes."""
+    return copy.deepcopy(state)
+
+
+def _emulate(case: Case) -> Result:
+    job = build_job(case, "emulator")
+    engine = emulator.BACKEND.engine(job, 0)
+    result = drive(engine, case)
+    engine.close()
+    return result

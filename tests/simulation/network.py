@@ -1,0 +1,649 @@
+"""torch.distributed in one process: ranks are threads of which one runs at a time, and a seed decides what comes when.
+
+    rank 0   F0 isend | F1 isend | wait .............. B0      the clock is virtual: it jumps to the next event
+    rank 1   ....... wait | F0 .. isend | wait ....... B0      at every call a rank may be held up
+    events   -------x--------x-----------x------->  deliveries, resumptions, timeouts, by time
+
+Messages of gloo are matched by source, target and tag; those of a channel (nccl) by source and target, and its first use holds
+a rank up until the other uses it, too. A message is on its way when both sides have posted it, and takes a time that is drawn;
+among those of one tag or channel the order is kept. Stricter than either: a message must fit its receive in shape and dtype; a
+tensor that is sent must not change, nor a receive's buffer be written, until it is through; no message may be forgotten, or left
+over at the end. What breaks a rule is a `BrokenRule`, as is a deadlock, with what each rank waits for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import pickle
+import random
+import sys
+import threading
+import traceback
+from collections import deque
+from dataclasses import dataclass, field
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any, Callable, Deque, Dict, Iterator, List, NamedTuple, Optional, Sequence, Set, Tuple
+
+import torch
+import torch.distributed as dist
+
+from ipu_pipe.backends.processes import cuda
+
+CLOSED = "Connection closed by peer"
+UNITS = (0.0, 1e-4, 1e-3, 1e-2, 0.1)  # seconds, of which a seed draws the scale of its delays
+HELD_BACK = 0.8  # of the deadline: a message that comes so late is no fault
+REPLACED = "isend irecv send recv all_gather all_reduce barrier all_gather_object gather_object broadcast_object_list".split()
+REPLACED += ["get_rank", "get_world_size", "is_initialized", "new_group", "destroy_process_group", "is_nccl_available"]
+POISON = -77  # in a buffer of integers that nothing has come into
+
+
+class BrokenRule(AssertionError):
+    """The code under test has broken a rule of the network, or all of its ranks wait."""
+
+
+class Ended(BaseException):
+    """Ends the thread of a rank that is killed, or whose network has come to its end."""
+
+
+class Loss(NamedTuple):
+    """What happens to a rank at its call number `at`: it is killed, or else stopped, and goes on to hold its connections."""
+
+    rank: int
+    at: int
+    is_killed: bool
+
+
+class Outcome(NamedTuple):
+    """How a rank ended: the result, or what it raised; neither where it was lost. `seconds`, `place`: when, and as which one."""
+
+    result: Any = None
+    error: Optional[BaseException] = None
+    seconds: float = 0.0
+    place: int = 0
+
+
+@dataclass(eq=False)
+class Group:
+    """Ranks that were grouped; `is_channel`: by nccl. `touched`: those that have used it."""
+
+    ranks: Tuple[int, ...]
+    is_channel: bool = False
+    touched: Set[int] = field(default_factory=set)
+    use: Optional[Completion] = None
+
+
+@dataclass(eq=False)
+class Completion:
+    """What a rank can wait for. `error`: why it failed."""
+
+    is_done: bool = False
+    error: Optional[str] = None
+    waiting: List[Tuple[Rank, object]] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Rank:
+    """A rank's thread, which runs when it has the baton; `token`: of what it waits for, so that it is resumed once."""
+
+    number: int
+    baton: threading.Lock = field(default_factory=lambda: _make_baton())
+    calls: int = 0
+    naps: int = 0  # since its newest call
+    waits_for: str = ""
+    token: Optional[object] = None
+    has_timed_out: bool = False
+    limit: Optional[float] = None  # of calls that take none
+    is_stopped: bool = False
+    has_failed: bool = False  # something that it asked for has ended with an error
+    outcome: Optional[Outcome] = None
+
+
+@dataclass(eq=False)
+class Post:
+    """One side of a message: a tensor sent, or a buffer."""
+
+    rank: Rank
+    other: int
+    tensor: torch.Tensor
+    label: str
+    through: Completion
+    content: bytes = b""
+    shape: Tuple[Any, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.content, self.shape = _to_bytes(self.tensor), (tuple(self.tensor.shape), self.tensor.dtype)
+
+
+class Work:
+    """What isend, irecv and collectives return. It must not be forgotten before it is through."""
+
+    def __init__(self, network: Network, through: Completion, label: str, finish: Callable[[], None] = lambda: None) -> None:
+        self._network, self._through, self._label, self._finish = network, through, label, finish
+        self._rank = network.current
+
+    def wait(self, timeout: Optional[timedelta] = None) -> None:
+        """Wait until it is through. Raise `RuntimeError` after the limit, or if the other side is gone."""
+        limit = self._network.limit if timeout is None else timeout.total_seconds()
+        self._network.call(f"wait for {self._label}")
+        self._network.wait(self._through, self._label, limit)
+        self._finish()
+
+    def is_completed(self) -> bool:
+        """Return whether it is through."""
+        if self._through.error is not None:
+            self._rank.has_failed = True
+            raise RuntimeError(self._through.error)
+        return self._through.is_done
+
+    def __del__(self) -> None:
+        if not self._through.is_done and not self._rank.has_failed and self._rank.outcome is None:
+            self._network.break_rule(f"{self._label} was forgotten before it was through")
+
+
+class Collective:
+    """One call of a group: what its ranks bring, by rank."""
+
+    def __init__(self, kind: Tuple[Any, ...]) -> None:
+        self.kind = kind
+        self.values: Dict[int, Any] = {}
+        self.through: Dict[int, Completion] = {}
+
+
+class Store:
+    """The store at which the ranks have met, kept by rank 0, or by the launcher."""
+
+    def __init__(self, network: Network, has_agent: bool) -> None:
+        self._network, self._has_agent = network, has_agent
+        self._counts: Dict[str, int] = {}
+
+    def add(self, key: str, number: int) -> int:
+        """Add to a counter and return it."""
+        network, answer, result = self._network, Completion(), [0]
+        network.call(f"store.add {key}")
+        keeper = network.ranks[0]
+
+        def count() -> None:
+            if not self._has_agent and keeper.is_stopped:
+                return
+            if not self._has_agent and keeper.outcome is not None:
+                network.complete(answer, CLOSED)
+                return
+            result[0] = self._counts[key] = self._counts.get(key, 0) + number
+            network.after(network.draw_delay(), lambda: network.complete(answer))
+
+        network.after(network.draw_delay(), count)
+        network.wait(answer, f"the store's answer to {key}", network.current.limit, TimeoutError)
+        return result[0]
+
+
+class Network:
+    """The network of a run: `run(work)` calls `work(rank)` on each of its ranks. In `installed`, it is torch.distributed.
+
+    `limit`: seconds, of waits that take none. `loss`: of a rank. `holds_back`: one message is `HELD_BACK` of the deadline late.
+    """
+
+    def __init__(self, seed: int, ranks: int, deadline: float, loss: Optional[Loss] = None, holds_back: bool = False) -> None:
+        self.random = random.Random(seed)
+        self.ranks = [Rank(number) for number in range(ranks)]
+        self.current = self.ranks[0]
+        self.now, self.limit, self.loss, self.lost_at = 0.0, deadline + 6.0, loss, -1.0
+        self._deadline = deadline
+        self._hold_back_in = self.random.randrange(1, 200) if holds_back else -1
+        self._unit, self._pauses = self.random.choice(UNITS), self.random.choice((0.02, 0.3, 0.9))
+        self._events: List[Tuple[float, float, int, bool, Callable[[], Optional[Rank]]]] = []
+        self._numbered = self._in_flight = 0  # events in all; events to come that are no timeouts
+        self._main, self._fault = _make_baton(), ""
+        self._is_over = False
+        self._everyone = Group(tuple(range(ranks)))
+        self._groups: List[Tuple[Dict[int, Any], Group]] = []  # what ranks have asked for, the group
+        self._grouped = [0] * ranks  # by rank, its calls of new_group
+        self._sends: Dict[Any, Deque[Post]] = {}
+        self._receives: Dict[Any, Deque[Post]] = {}
+        self._last: Dict[Any, float] = {}  # by tag or channel, when its newest message is through
+        self._on_way: List[Tuple[Post, Post]] = []
+        self._slow: Dict[Any, float] = {}
+        self._collectives: Dict[Tuple[int, int], Collective] = {}
+        self._collected: Dict[Tuple[int, int], int] = {}  # by group and rank
+        self.store = Store(self, self.random.random() < 0.5)
+        self.has_one_clock = self.random.random() < 0.8
+
+    # ---- time
+
+    def after(self, seconds: float, act: Callable[[], Any], is_timeout: bool = False) -> None:
+        """Call `act` in so many seconds; it may return a rank that goes on."""
+        self._numbered += 1
+        self._in_flight += not is_timeout
+        heapq.heappush(self._events, (self.now + seconds, self.random.random(), self._numbered, is_timeout, act))
+
+    def draw_delay(self) -> float:
+        """Return a delay in seconds, which may be nothing."""
+        return self._unit * self.random.choice((0.0, 0.1, 1.0, self.random.expovariate(1.0)))
+
+    def complete(self, what: Completion, error: Optional[str] = None) -> None:
+        """Let what was waited for be done."""
+        if what.is_done:
+            return
+        what.is_done, what.error = True, error
+        for rank, token in what.waiting:
+            self.after(self.draw_delay(), lambda rank=rank, token=token: self._resume(rank, token))
+
+    def _resume(self, rank: Rank, token: object) -> Optional[Rank]:
+        return rank if rank.token is token and not rank.is_stopped else None
+
+    def call(self, what: str) -> None:
+        """Begin a call of the running rank, which may be lost at it, or held up."""
+        rank = self.current
+        rank.calls += 1
+        loss = self.loss
+        if self._is_over or rank.outcome is not None:
+            raise Ended
+        if loss is not None and (loss.rank, loss.at) == (rank.number, rank.calls):
+            self.lost_at = self.now
+            rank.has_failed = True
+            if loss.is_killed:
+                raise Ended
+            rank.is_stopped, rank.waits_for = True, f"nothing: stopped at {what}"
+            self._switch()
+        rank.naps = 0
+        if self.random.random() < self._pauses:
+            self._pause(self.draw_delay())
+
+    def sleep(self, seconds: float) -> None:
+        """Let the running rank sleep: the longer, the more often it does nothing else."""
+        self._pause(min(seconds * 2.0**self.current.naps, 1.0))
+        self.current.naps += 1
+
+    def _pause(self, seconds: float) -> None:
+        rank = self.current
+        rank.token = token = object()
+        rank.waits_for = "a moment to pass"
+        self.after(seconds, lambda: self._resume(rank, token))
+        self._switch()
+
+    def wait(self, what: Completion, label: str, limit: Optional[float], error: type = RuntimeError) -> None:
+        """Let the running rank wait until something is done. Raise `error` after the limit, or if it failed."""
+        rank = self.current
+        if not what.is_done:
+            rank.token = token = object()
+            rank.waits_for, rank.has_timed_out = label, False
+            what.waiting.append((rank, token))
+
+            def time_out() -> Optional[Rank]:
+                rank.has_timed_out = rank.token is token
+                return self._resume(rank, token)
+
+            if limit is not None:
+                self.after(limit, time_out, is_timeout=True)
+            self._switch()
+        if not what.is_done:
+            rank.has_failed = True
+            raise error(f"timed out after {limit} s: {label}")
+        if what.error is not None:
+            rank.has_failed = True
+            raise RuntimeError(what.error)
+
+    def _switch(self) -> None:
+        """Let events happen until a rank goes on, and wait for the baton if that is another one."""
+        rank = self.current
+        due = self._find_next()
+        if due is not rank:
+            self._hand_over(due)
+            rank.baton.acquire()
+        if self._is_over:
+            raise Ended
+
+    def _hand_over(self, due: Optional[Rank]) -> None:
+        if due is None:
+            self._main.release()
+        else:
+            self.current = due
+            due.baton.release()
+
+    def _find_next(self) -> Optional[Rank]:
+        while self._events and not self._fault:
+            moment, _, _, is_timeout, act = heapq.heappop(self._events)
+            self._in_flight -= not is_timeout
+            if is_timeout and self.lost_at < 0 and not self._in_flight and not any(rank.has_failed for rank in self.ranks):
+                if all(rank.token is None for rank in self.ranks if rank.outcome is None):
+                    continue
+                self.break_rule(self._describe_waits("deadlock"))
+                return None
+            before, self.now = self.now, moment
+            due = act()
+            if due is not None:
+                due.token, due.waits_for = None, ""
+                return due
+            if is_timeout:  # of a wait that is over
+                self.now = before
+        return None
+
+    def _describe_waits(self, what: str) -> str:
+        lines = [f"rank {rank.number} waits for {rank.waits_for}" for rank in self.ranks if rank.outcome is None]
+        return "\n  ".join([what, *lines])
+
+    def break_rule(self, why: str) -> None:
+        """End the run for a rule that is broken: the first is told."""
+        self._fault = self._fault or f"at {self.now:.6f} s, while rank {self.current.number} runs: {why}"
+
+    # ---- the ranks
+
+    def run(self, work: Callable[[int], Any]) -> List[Outcome]:
+        """Call `work(rank)` on all ranks, and return how they ended. Raise `BrokenRule`."""
+        threads = [threading.Thread(target=self._live, args=(rank, work), daemon=True) for rank in self.ranks]
+        for thread, rank in zip(threads, self.ranks):
+            rank.token = token = object()
+            self.after(self.draw_delay(), lambda rank=rank, token=token: self._resume(rank, token))
+            thread.start()
+        due = self._find_next()
+        if due is not None:
+            self._hand_over(due)
+            self._main.acquire()
+        self._is_over = True
+        for thread, rank in zip(threads, self.ranks):  # those that are stopped, or wait, end one by one
+            if thread.is_alive():
+                self.current = rank
+                rank.baton.release()
+                thread.join()
+        if not self._fault and not any(rank.has_failed or rank.is_stopped for rank in self.ranks) and self.lost_at < 0:
+            self._refuse_left_over()
+        if self._fault:
+            raise BrokenRule(self._fault)
+        return [rank.outcome or Outcome() for rank in self.ranks]
+
+    def _live(self, rank: Rank, work: Callable[[int], Any]) -> None:
+        rank.baton.acquire()
+        outcome = Outcome()
+        try:
+            if not self._is_over:
+                outcome = Outcome(work(rank.number))
+        except Ended:
+            pass
+        except BaseException as error:
+            outcome = Outcome(None, error)
+            rank.has_failed = True
+        outcome = outcome._replace(seconds=self.now, place=sum(other.outcome is not None for other in self.ranks))
+        if self._is_over:
+            if not rank.is_stopped:
+                rank.outcome = outcome
+            return
+        rank.outcome = outcome
+        if not rank.has_failed and outcome.result is not None and (self._is_pending(rank)):
+            self.break_rule(f"rank {rank.number} ended before {self._is_pending(rank)} was through")
+        self._close(rank)
+        self._hand_over(self._find_next())
+
+    def _is_pending(self, rank: Rank) -> str:
+        posts = [post for posts in (*self._sends.values(), *self._receives.values()) for post in posts]
+        posts += [post for pair in self._on_way for post in pair]
+        return ", ".join(post.label for post in posts if post.rank is rank and not post.through.is_done)
+
+    def _close(self, rank: Rank) -> None:
+        """Close the connections of a rank that has ended: what others wait for from it fails, or has just come through."""
+        for send, receive in list(self._on_way):
+            if rank in (send.rank, receive.rank) and self.random.random() < 0.5:
+                self._on_way.remove((send, receive))
+                self._fail_later([send.through, receive.through])
+        for queues in (self._sends, self._receives):
+            for posts in queues.values():
+                self._fail_later([post.through for post in posts if rank.number in (post.rank.number, post.other)])
+        for (group, _), collective in self._collectives.items():
+            ranks = self._group_of(group).ranks  # one that has ended well has sent all of its part
+            if rank.number in ranks and (len(collective.values) < len(ranks) or rank.has_failed and self.random.random() < 0.5):
+                self._fail_later(list(collective.through.values()))
+        for _, channel in self._groups:
+            if rank.number in channel.ranks and channel.use is not None:
+                self._fail_later([channel.use])
+
+    def _fail_later(self, completions: Sequence[Completion]) -> None:
+        for completion in completions:
+            if not completion.is_done:
+                self.after(self.draw_delay(), lambda completion=completion: self.complete(completion, CLOSED))
+
+    def _refuse_left_over(self) -> None:
+        for what, queues in (("nobody receives", self._sends), ("nobody sends", self._receives)):
+            for posts in queues.values():
+                for post in posts:
+                    self.break_rule(f"left over at the end: {post.label}, which {what}")
+        for (group, _), collective in self._collectives.items():
+            missing = {*self._group_of(group).ranks} - {*collective.values}
+            if missing:
+                self.break_rule(f"left over at the end: {collective.kind} of a group, without ranks {missing}")
+
+    # ---- messages
+
+    def isend(self, tensor: torch.Tensor, dst: int, group: Any = None, tag: int = 0) -> Work:
+        """Send a tensor, which must not change until it is through."""
+        return self._post("isend", self._sends, tensor, dst, group, tag)
+
+    def irecv(self, tensor: torch.Tensor, src: int, group: Any = None, tag: int = 0) -> Work:
+        """Let a message come into a tensor."""
+        with torch.no_grad():
+            tensor.fill_(float("nan") if tensor.is_floating_point() else POISON)
+        return self._post("irecv", self._receives, tensor, src, group, tag)
+
+    def send(self, tensor: torch.Tensor, dst: int, group: Any = None, tag: int = 0) -> None:
+        """Send a tensor and wait until it is through."""
+        self.isend(tensor, dst, group, tag).wait()
+
+    def recv(self, tensor: torch.Tensor, src: int, group: Any = None, tag: int = 0) -> None:
+        """Receive into a tensor."""
+        self.irecv(tensor, src, group, tag).wait()
+
+    def _post(self, kind: str, queues: Dict[Any, Deque[Post]], tensor: torch.Tensor, other: int, group: Any, tag: int) -> Work:
+        label = f"{kind} between {self.current.number} and {other}, tag {tag}, {tuple(tensor.shape)}"
+        self.call(label)
+        rank, members = self.current, self._everyone if group is None else group
+        if other == rank.number or other not in members.ranks or rank.number not in members.ranks:
+            self.break_rule(f"{label}: not in the group {members.ranks}")
+        if not tensor.is_contiguous():
+            self.break_rule(f"{label}: not contiguous")
+        if self.ranks[other].outcome is not None:
+            rank.has_failed = True
+            raise RuntimeError(CLOSED)
+        if members.is_channel:
+            self._touch(members)
+        post = Post(rank, other, tensor, label, Completion())
+        pair = (rank.number, other) if queues is self._sends else (other, rank.number)
+        key = (id(members), *pair, tag)
+        queues.setdefault(key, deque()).append(post)
+        sends, receives = self._sends.get(key), self._receives.get(key)
+        while sends and receives:
+            self._carry(key, sends.popleft(), receives.popleft())
+        return Work(self, post.through, label)
+
+    def _touch(self, group: Group) -> None:
+        """Wait until both ranks of a channel use it for the first time."""
+        group.touched.add(self.current.number)
+        group.use = group.use or Completion()
+        if len(group.touched) == len(group.ranks):
+            self.complete(group.use)
+        self.wait(group.use, f"the first use of the channel of ranks {group.ranks}", self.current.limit, TimeoutError)
+
+    def _carry(self, key: Any, send: Post, receive: Post) -> None:
+        """Let a message come through in a while, later than those before it of the same tag or channel."""
+        link = send.rank.number, receive.rank.number
+        if link not in self._slow:  # the first message waits until the connection is made
+            self._slow[link] = self.random.choice((1.0, 1.0, 1.0, 5.0))
+            delay = 10 * self.draw_delay()
+        else:
+            delay = self._slow[link] * self.draw_delay()
+        self._hold_back_in -= 1
+        if self._hold_back_in == 0:
+            delay = HELD_BACK * self._deadline
+        moment = self._last[key] = max(self._last.get(key, 0.0), self.now + delay)
+        self._on_way.append((send, receive))
+        self.after(moment - self.now, lambda: self._deliver(send, receive))
+
+    def _deliver(self, send: Post, receive: Post) -> None:
+        if (send, receive) not in self._on_way:
+            return
+        self._on_way.remove((send, receive))
+        if send.shape != receive.shape:
+            self.break_rule(f"{send.label} {send.shape} comes into {receive.label} {receive.shape}")
+        elif _to_bytes(send.tensor) != send.content:
+            self.break_rule(f"{send.label}: changed before it was through")
+        elif _to_bytes(receive.tensor) != receive.content:
+            self.break_rule(f"{receive.label}: written before it was through")
+        else:
+            receive.tensor.detach().copy_(send.tensor)
+            self.complete(receive.through)
+            self.after(self.draw_delay(), lambda: self.complete(send.through))
+
+    # ---- groups and collectives
+
+    def get_rank(self, group: Any = None) -> int:
+        """Return the running rank."""
+        return self.current.number
+
+    def get_world_size(self, group: Any = None) -> int:
+        """Return the number of ranks of a group."""
+        return len((self._everyone if group is None else group).ranks)
+
+    def is_initialized(self) -> bool:
+        """Return that all ranks have joined."""
+        return True
+
+    def is_nccl_available(self) -> bool:
+        """Return that channels may be asked for."""
+        return True
+
+    def destroy_process_group(self) -> None:
+        """Leave."""
+        self.call("destroy_process_group")
+
+    def new_group(self, ranks: Sequence[int], timeout: Any = None, backend: str = "gloo") -> Group:
+        """Make a group, which all ranks must do in the same order."""
+        number = self._grouped[self.current.number]
+        self._grouped[self.current.number] += 1
+        if number == len(self._groups):
+            self._groups.append(({}, Group(tuple(ranks), backend == "nccl")))
+        group = self._groups[number][1]
+        self._collect(("new_group", tuple(ranks), backend), None, None, self.current.limit)
+        return group
+
+    def _group_of(self, number: int) -> Group:
+        return self._everyone if number < 0 else self._groups[number][1]
+
+    def _begin(self, kind: Tuple[Any, ...], value: Any, group: Optional[Group]) -> Tuple[Collective, Completion]:
+        """Bring a value to the next collective of a group, which is through on each rank in its own time."""
+        number = next((n for n, (_, other) in enumerate(self._groups) if other is group), -1)
+        members, rank = self._group_of(number), self.current
+        self.call(f"{kind} of ranks {members.ranks}")
+        index = self._collected.get((number, rank.number), 0)
+        self._collected[number, rank.number] = index + 1
+        collective = self._collectives.setdefault((number, index), Collective(kind))
+        if collective.kind != kind:
+            self.break_rule(f"rank {rank.number} calls {kind}, others {collective.kind} (number {index} of {members.ranks})")
+        through = collective.through[rank.number] = Completion()
+        collective.values[rank.number] = value
+        if len(collective.values) == len(members.ranks):
+            for completion in collective.through.values():
+                self.after(self.draw_delay(), lambda completion=completion: self.complete(completion))
+        elif any(self.ranks[other].outcome is not None for other in members.ranks):
+            self._fail_later([through])
+        return collective, through
+
+    def _collect(
+        self, kind: Tuple[Any, ...], value: Any, group: Optional[Group], limit: Optional[float] = None
+    ) -> Dict[int, Any]:
+        collective, through = self._begin(kind, value, group)
+        self.wait(through, f"{kind} (here are {sorted(collective.values)})", limit or self.limit)
+        return collective.values
+
+    def all_gather(self, tensors: List[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False) -> Work:
+        """Gather the tensors of all ranks of a group, of one shape and dtype."""
+        content = _to_bytes(tensor)
+        collective, through = self._begin(("all_gather", tuple(tensor.shape), tensor.dtype), tensor.clone(), group)
+
+        def finish() -> None:
+            if _to_bytes(tensor) != content:
+                self.break_rule("all_gather: a tensor changed before it was through")
+            for into, rank in zip(tensors, sorted(collective.values)):
+                into.copy_(collective.values[rank])
+
+        work = Work(self, through, f"all_gather (here are {sorted(collective.values)})", finish)
+        if not async_op:
+            work.wait()
+        return work
+
+    def all_reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -> None:
+        """Put the greatest of all ranks' elements into a tensor: no other operation is used."""
+        assert op == dist.ReduceOp.MAX
+        values = self._collect(("all_reduce", tuple(tensor.shape), tensor.dtype), tensor.clone(), group)
+        tensor.copy_(torch.stack([values[rank] for rank in sorted(values)]).amax(dim=0))
+
+    def barrier(self, group: Any = None) -> None:
+        """Wait for all ranks of a group."""
+        self._collect(("barrier",), None, group)
+
+    def all_gather_object(self, objects: List[Any], value: Any, group: Any = None) -> None:
+        """Gather a value of each rank."""
+        values = self._collect(("all_gather_object",), pickle.dumps(value), group)
+        objects[:] = [pickle.loads(values[rank]) for rank in sorted(values)]
+
+    def gather_object(self, value: Any, objects: Optional[List[Any]] = None, dst: int = 0, group: Any = None) -> None:
+        """Gather a value of each rank on one."""
+        values = self._collect(("gather_object", dst), pickle.dumps(value), group)
+        if (objects is not None) != (self.current.number == dst):
+            self.break_rule("gather_object: a list of objects must be on the target alone")
+        if objects is not None:
+            objects[:] = [pickle.loads(values[rank]) for rank in sorted(values)]
+
+    def broadcast_object_list(self, objects: List[Any], src: int = 0, group: Any = None) -> None:
+        """Copy the values of one rank to all."""
+        values = self._collect(("broadcast_object_list", src, len(objects)), pickle.dumps(objects), group)
+        objects[:] = pickle.loads(values[src])
+
+    # ---- in the place of what the library calls
+
+    def answer_within(self, seconds: float, ask: Callable[[], Any]) -> Any:
+        """Return `ask()`; what it asks for must come within so many seconds."""
+        rank = self.current
+        rank.limit = seconds
+        try:
+            return ask()
+        finally:
+            rank.limit = None
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """Be torch.distributed, the clock and the store of the library's processes."""
+        clock = SimpleNamespace(
+            monotonic=lambda: self.now, perf_counter_ns=lambda: int(self.now * 1e9), sleep=self.sleep,
+            perf_counter=lambda: self.now,
+        )  # fmt: skip
+        places: List[Tuple[Any, str, Any]] = [(dist, name, getattr(self, name)) for name in REPLACED]
+        places += [(dist.distributed_c10d, "_get_default_store", lambda: self.store), (cuda, "_has_each_a_gpu", lambda: True)]
+        for name, module in list(sys.modules.items()):
+            if name.startswith("ipu_pipe.backends.") and ".ipu" not in name:
+                for attribute, double in (("time", clock), ("answer_within", self.answer_within)):
+                    if hasattr(module, attribute):
+                        places.append((module, attribute, double))
+                if hasattr(module, "identify_clock"):
+                    places.append((module, "identify_clock", lambda: "one" if self.has_one_clock else str(self.current.number)))
+        before = [(module, name, getattr(module, name)) for module, name, _ in places]
+        try:
+            for module, name, double in places:
+                setattr(module, name, double)
+            yield
+        finally:
+            for module, name, value in before:
+                setattr(module, name, value)
+
+
+def _make_baton() -> threading.Lock:
+    """Return a lock that nobody has handed over yet."""
+    baton = threading.Lock()
+    baton.acquire()
+    return baton
+
+
+def _to_bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def format_error(error: BaseException) -> str:
+    """Return an exception with its traceback."""
+    return "".join(traceback.format_exception(type(error), error, error.__traceback__))

@@ -1,0 +1,149 @@
+"""One seed: a case, a network and perhaps a lost rank; what comes of it must be the emulator's, or name who was lost."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import random
+import re
+from types import SimpleNamespace
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from ipu_pipe.backends.interface import CheckpointState
+from ipu_pipe.backends.processes import engine as processes
+from ipu_pipe.backends.processes import launch
+from ipu_pipe.backends.processes.cuda import make_channels
+from ipu_pipe.backends.processes.layout import RankLayout
+from ipu_pipe.errors import RunFault
+from ipu_pipe.job.record import Job
+from tests.simulation.cases import DEADLINE, Case, Result, build_job, draw_case, drive
+from tests.simulation.network import Loss, Network, Outcome, format_error
+
+SHARED = 20  # seeds of one case
+SLACK = 60.0  # virtual seconds that ranks may go on after a loss before they wait for the lost one, and after its end is known
+
+
+class Prepared(NamedTuple):
+    """A case, what the emulator makes of it, the job of each rank, and the calls of each rank in a run without a loss."""
+
+    case: Case
+    expected: Result
+    jobs: List[Job]
+    calls: List[int]
+
+
+def prepare(number: int) -> Prepared:
+    """Return case number `number`, ready to run."""
+    ranks = [0, 1]  # this rank, and how many
+    with mock.patch.object(dist, "get_rank", lambda: ranks[0]), mock.patch.object(dist, "get_world_size", lambda: ranks[1]):
+        case, expected = draw_case(number, ranks)
+        jobs = []
+        for ranks[0] in range(case.ranks):
+            jobs.append(build_job(case))
+    prepared = Prepared(case, expected, jobs, [])
+    network = _run(prepared, Network(number, case.ranks, DEADLINE))[1]
+    prepared.calls.extend(rank.calls for rank in network.ranks)
+    return prepared
+
+
+def _run(prepared: Prepared, network: Network) -> Tuple[List[Outcome], Network]:
+    case = prepared.case
+    jobs = copy.deepcopy(prepared.jobs)
+
+    def work(rank: int) -> Result:
+        job = jobs[rank]
+        engine = processes.make(job, 0)
+        try:
+            result = drive(engine, case)
+        except BaseException:
+            engine.abort()
+            raise
+        engine.close()
+        engine.report()
+        launch.leave()
+        return result
+
+    channels = _make_channels if case.through_channels else lambda job, layout, tied: None
+    with network.installed(), mock.patch.object(processes, "make_channels", channels):
+        return network.run(work), network
+
+
+def _make_channels(job: Job, layout: RankLayout, tied: Sequence[Any]) -> Optional[Dict[Any, Any]]:
+    """Make the groups that ranks with a GPU each have."""
+    with_gpu: Any = SimpleNamespace(device=torch.device("cuda"), method=job.method, config=job.config)
+    return make_channels(with_gpu, layout, tied)
+
+
+def split_by_case(seeds: Sequence[int]) -> List[Tuple[int, ...]]:
+    """Return seeds by the case that they share."""
+    return [tuple(group) for _, group in itertools.groupby(seeds, lambda seed: seed // SHARED)]
+
+
+def run_seeds(seeds: Sequence[int]) -> List[str]:
+    """Run seeds that share a case, and return what failed, with the command that runs it alone."""
+    failures: List[str] = []
+    prepared: Optional[Prepared] = None
+    for seed in seeds:
+        try:
+            prepared = prepared or prepare(seed // SHARED)
+            check_seed(seed, prepared)
+        except Exception as error:  # of the code under test, whatever it is
+            case = "" if prepared is None else f"\n{prepared.case}"
+            why = str(error) if isinstance(error, AssertionError) and prepared is not None else format_error(error)
+            failures.append(f"seed {seed} failed: make simulate SEEDS=1 START={seed}{case}\n{why}\n")
+    return failures
+
+
+def check_seed(seed: int, prepared: Prepared) -> None:
+    """Run a seed. Raise `AssertionError` if a rank does anything but what it should."""
+    draw = random.Random(seed)
+    case, loss = prepared.case, None
+    fate = draw.choice(("none", "none", "held back", "killed", "stopped"))
+    if fate in ("killed", "stopped"):
+        rank = draw.randrange(case.ranks)
+        loss = Loss(rank, draw.randint(1, prepared.calls[rank]), fate == "killed")
+    network = Network(seed, case.ranks, DEADLINE, loss, fate == "held back")
+    outcomes, _ = _run(prepared, network)
+    bad = [o for o in outcomes if o.error is not None and not (network.lost_at >= 0 and isinstance(o.error, RunFault))]
+    if bad:
+        first = min(bad, key=lambda outcome: outcome.place)
+        assert first.error is not None
+        raise AssertionError(f"rank {outcomes.index(first)}: {format_error(first.error)}")
+    if network.lost_at < 0:
+        _compare(outcomes[0].result, prepared.expected)
+        return
+    assert loss is not None
+    _check_loss(network, outcomes, loss)
+
+
+def _compare(result: Result, expected: Result) -> None:
+    assert result.losses == expected.losses, f"losses {result.losses}, of the emulator {expected.losses}"
+    assert result.evaluations == expected.evaluations, f"evaluations {result.evaluations}, of the emulator {expected.evaluations}"
+    assert len(result.states) == len(expected.states)
+    for number, (state, other) in enumerate(zip(result.states, expected.states)):
+        assert state is not None and other is not None
+        for part, one, two in zip(CheckpointState._fields, state, other):
+            assert one.keys() == two.keys(), f"checkpoint {number}: {part}: {sorted(one)}, of the emulator {sorted(two)}"
+            for key, value in one.items():
+                same = torch.equal(value, two[key]) if torch.is_tensor(value) else value == two[key]
+                assert same, f"checkpoint {number}: {part}: {key}: {value}, of the emulator {two[key]}"
+
+
+def _check_loss(network: Network, outcomes: Sequence[Outcome], loss: Loss) -> None:
+    """Check that all other ranks end in time, and that the first names the rank that is lost."""
+    faults = {rank: outcome for rank, outcome in enumerate(outcomes) if outcome.error is not None}
+    limit = network.lost_at + network.limit + SLACK
+    for rank, outcome in enumerate(outcomes):
+        if rank == loss.rank:
+            continue
+        assert outcome.error is not None or outcome.result is not None, f"rank {rank} does not end after {loss}"
+        assert outcome.seconds <= limit, f"rank {rank} ends at {outcome.seconds:.1f} s, later than {limit:.1f}: {outcome.error}"
+    if faults:
+        first = min(faults, key=lambda rank: faults[rank].place)
+        named = re.search(r"rank (\d+) is lost", str(faults[first].error))
+        knows = named is None or int(named[1]) == loss.rank or not loss.is_killed
+        assert knows, f"{loss}: rank {first} says {faults[first].error}"
