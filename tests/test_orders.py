@@ -11,7 +11,7 @@ import pytest
 
 from ipu_pipe.errors import BadInput
 from ipu_pipe.schedule.actions import Action, Kind, needs
-from ipu_pipe.schedule.clock import Bubbles, measure_bubbles
+from ipu_pipe.schedule.clock import Bubbles, Costs, clock, compute_busy_share, measure_bubbles
 from ipu_pipe.schedule.drawing import format_csv, format_text
 from ipu_pipe.schedule.methods import METHODS, resolve_method
 from ipu_pipe.schedule.orders import make_device_rows
@@ -348,3 +348,50 @@ def test_impossible_sizes_and_arguments_are_refused(
     with pytest.raises(BadInput) as refused:
         make_schedule(resolve_method(name, args), stages, microbatches, microbatches)
     assert [fault[: len(key)] for fault in refused.value.faults] == [key]
+
+
+# --- stages that share devices
+
+
+def test_stages_of_a_pipeline_take_turns_on_fewer_devices() -> None:
+    """Four stages of 1F1B on two devices: a device's row in the order of slots, as ranks do it."""
+    P, M, placement = 4, 6, (0, 0, 1, 1)
+    schedule = make_schedule(METHODS["pipedream_flush"], P, M, M)
+    costs = Costs([1.0] * P, [1.0] * P, [0.0] * P, link=0.25)
+    times = clock(schedule, costs, placement=placement)
+    rows: List[List[Tuple[int, int, int, Kind]]] = [[], []]
+    for order, kind in enumerate(schedule.passes):
+        for stage, row in enumerate(schedule.slots(kind, 0, M).tolist()):
+            rows[placement[stage]] += [(slot, order * P + stage, m, kind) for m, slot in enumerate(row)]
+    end: Dict[Action, float] = {}
+    free, queues = [0.0, 0.0], [sorted(row) for row in rows]
+    while any(queues):
+        for device, queue in enumerate(queues):
+            _, which, m, kind = queue[0] if queue else (0, 0, 0, Kind.UPDATE)
+            action = Action(kind, m, which % P)
+            needed = needs(action, P, M) if queue else []
+            if queue and all(need in end for need in needed):
+                arrivals = [end[need] + 0.25 * (placement[need.stage] != device) for need in needed]
+                end[action] = free[device] = max([free[device], *arrivals]) + 1
+                queue.pop(0)
+    for action, moment in end.items():
+        assert times.end[action.kind][action.stage, action.index] == moment
+    assert compute_busy_share(schedule, range(P)) == schedule.busy_share() == M / (M + P - 1)
+    alone = clock(schedule, Costs([1.0] * P, [1.0] * P, [0.0] * P), placement=placement).finish
+    assert compute_busy_share(schedule, placement) == 2 * P * M / (2 * alone) > schedule.busy_share()
+    assert compute_busy_share(schedule, (0,) * P) == 1.0
+
+
+def test_activations_of_a_device_are_the_greatest_sum_over_its_stages() -> None:
+    """Not the sum of each stage's most, which come at different times."""
+    schedule, sizes = make("zbv", 2, 8), [5.0, 1.0, 2.0, 7.0]
+    slots = {kind: schedule.slots(kind, 0, 8) for kind in schedule.passes}
+    moments = range(schedule.slot_count)
+    held = [[sum(sizes[s] * (slots[Kind.FORWARD][s] <= t).sum() - sizes[s] * (slots[Kind.WEIGHT_GRADIENT][s] < t).sum()
+                 for s in stages) for t in moments] for stages in ((0, 3), (1, 2))]  # fmt: skip
+    assert schedule.peak_activations(sizes=sizes) == [max(row) for row in held]
+    assert schedule.peak_activations(sizes=sizes)[0] < sum(
+        size * count for size, count in zip(sizes, schedule.max_in_flight()) if size in (5.0, 7.0)
+    )
+    whole = make_schedule(METHODS["pipedream_flush"], 4, 8, 8)
+    assert whole.peak_activations(sizes=[1.0] * 4, placement=(0, 0, 1, 1)) == [7.0, 3.0]

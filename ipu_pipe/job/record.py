@@ -23,6 +23,7 @@ from ipu_pipe.model.observation import ForwardEffects, Observation
 from ipu_pipe.model.precision import ModelPrecision
 from ipu_pipe.model.stages import Footprint, Partition
 from ipu_pipe.schedule.actions import Kind
+from ipu_pipe.schedule.clock import compute_busy_share
 from ipu_pipe.schedule.methods import METHODS, Method
 from ipu_pipe.schedule.table import Schedule
 from ipu_pipe.schedule.timelines import amortize_utilization, make_schedule
@@ -232,7 +233,7 @@ class Job(Setup):
     def describe_phases(self) -> List[Dict[str, Any]]:
         """Return the phases with the share of slots in which stages are busy, warm-up and drain of the pipeline included."""
         return [
-            {"method": name, "updates": updates, "planned_utilization": schedule.busy_share()}
+            {"method": name, "updates": updates, "planned_utilization": compute_busy_share(schedule, self.placement)}
             for name, updates, schedule in self.list_phases()
         ]
 
@@ -299,7 +300,7 @@ def make_trace_metadata(job: Job) -> Dict[str, Any]:
         "microbatches": schedule.microbatches,
         "accumulate": schedule.accumulate,
         "step_samples": job.batch,
-        "device_of_stage": list(schedule.device_of_stage),
+        "device_of_stage": list(job.placement),
         "window": {"begin": traced.start, "end": traced.stop, "every": traced.step},
         "gradients_cross": job.method.structure is None,
         "planned_utilization": planned,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, List, Optional, Sequence
+from typing import Any, Dict, List, Mapping, Optional, Sequence
 
 import torch
 
@@ -13,21 +13,43 @@ from ipu_pipe.hardware.paper_figures import compute_paper_figures
 from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.model.batch import count_bytes
+from ipu_pipe.schedule.table import list_stages
 from ipu_pipe.schedule.versions import count_weight_copies
 from ipu_pipe.update.optimizer import count_moments, get_kind
 
 
 def build_memory_record(job: Job, measured: Report) -> Dict[str, Any]:
-    """Return the contents of `memory.json`: the planned memory of each stage's device; the greatest bytes of weight versions
+    """Return the contents of `memory.json`: the planned memory of each stage and device; the greatest bytes of weight versions
     besides the newest, of each stage's process or of the emulator; `peak_memory`: the greatest bytes of each device, by
     category."""
-    stages = [{"index": s, **row} for s, row in enumerate(build_memory_table(job, measured.optimizer_bytes))]
+    table = build_memory_table(job, measured.optimizer_bytes)
+    stages, devices = [{"index": s, **row} for s, row in enumerate(table)], build_device_memory(job, table)
     peaks = {} if measured.peak_memory is None else {"peak_memory": measured.peak_memory}
     if measured.links is None:
         version_bytes = sum(measured.version_bytes) if get_backend(job.config).emulates else None
-        return {"stages": stages, "emulator_bytes": version_bytes, **peaks}
+        return {"stages": stages, "devices": devices, "emulator_bytes": version_bytes, **peaks}
     rows = [{**row, "version_bytes": size} for row, size in zip(stages, measured.version_bytes)]
-    return {"stages": rows, **peaks}
+    return {"stages": rows, "devices": devices, **peaks}
+
+
+def build_device_memory(job: Job, table: Sequence[Mapping[str, int]]) -> List[Dict[str, Any]]:
+    """Return the planned bytes of each device from those of its stages, the rows of `build_memory_table`.
+
+    Stages of one device hold their most activations at different times: of several, the greatest sum over the schedule counts;
+    with recomputation, the sum of each one's most, which may be a little more.
+    """
+    order, of_device = job.method.order, [row["activation_bytes"] for row in table]
+    if not job.config.recompute and job.method.segments is None and len(set(job.placement)) < len(table):
+        share = 1.0 if order is None else order.weight_share
+        peaks = job.schedule.peak_activations(share, job.footprint.saved_bytes, job.placement)
+    else:
+        peaks = [sum(of_device[s] for s in list_stages(job.placement, d)) for d in sorted(set(job.placement))]
+    rows = []
+    for device, peak in zip(sorted(set(job.placement)), peaks):
+        stages = list_stages(job.placement, device)
+        sums = {kind: sum(table[s][kind] for s in stages) for kind in ("weight_bytes", "gradient_bytes", "optimizer_bytes")}
+        rows.append({"index": device, "stages": stages, **sums, "activation_bytes": int(peak)})
+    return rows
 
 
 def build_memory_table(job: Job, optimizer_bytes: Optional[Sequence[int]] = None) -> List[Dict[str, int]]:

@@ -13,15 +13,11 @@ from ipu_pipe.job.evaluation import Position
 from ipu_pipe.job.record import Job, make_trace_metadata
 from ipu_pipe.model.flops import BACKWARD
 from ipu_pipe.model.timing import StageSeconds
-from ipu_pipe.schedule.actions import Kind
-from ipu_pipe.schedule.clock import Costs, Times, clock
-from ipu_pipe.schedule.table import Schedule
+from ipu_pipe.schedule.clock import Costs, clock, play_run
 from ipu_pipe.trace.chrome import write_chrome
 from ipu_pipe.trace.events import Counters
 from ipu_pipe.trace.modelled import build_modelled_events
 from ipu_pipe.trace.store import SUFFIX, TraceWriter
-
-PLAYED = 40_000  # forwards that are played; the time of a longer run is extrapolated from them
 
 
 class CostsOfStages(NamedTuple):
@@ -56,11 +52,11 @@ def write_modelled_trace(job: Job, folder: Path, costs: CostsOfStages) -> None:
     count = min(schedule.microbatches, job.traced.stop * batch)
     metadata = {**make_trace_metadata(job), "modelled": True, "why_modelled": costs.why}
     events, counters = build_modelled_events(
-        clock(schedule, costs.costs, count),
+        clock(schedule, costs.costs, count, job.placement),
         (job.table.forward(0, count), job.table.backward(0, count)),
         accumulate=batch,
         unit_ns=1e9,
-        device_of_stage=schedule.device_of_stage,
+        device_of_stage=job.placement,
         boundary_bytes=job.footprint.boundary_bytes,
         gradients_cross=metadata["gradients_cross"],
         updates=job.traced,
@@ -98,26 +94,5 @@ def compute_modelled_rates(job: Job, costs: Costs) -> ModelledRates:
     for _, updates, schedule in job.list_phases():
         microbatches = updates * schedule.accumulate
         busy += microbatches * (sum(costs.forward) + sum(costs.backward)) + updates * sum(costs.update)
-        span += compute_played_seconds(schedule, costs, microbatches)
-    devices = len(set(job.schedule.device_of_stage))
-    return ModelledRates(busy / (span * devices), job.updates * job.batch / span)
-
-
-def compute_played_seconds(schedule: Schedule, costs: Costs, microbatches: int) -> float:
-    """Return the seconds of `microbatches`. Of many the first are played; the rest follow on the line through half and all of
-    these."""
-    batch = schedule.accumulate
-    known = min(schedule.microbatches, microbatches)
-    most = max(PLAYED // schedule.stages, 8 * schedule.stages, 4 * batch) // (2 * batch) * 2 * batch
-    if known <= most:
-        # a schedule may be one batch that the run repeats
-        return clock(schedule, costs, known).finish * (microbatches / known)
-    times = clock(schedule, costs, most)
-    half, whole = _find_finish(times, most // 2, batch), times.finish
-    return whole + (microbatches - most) * (whole - half) / (most - most // 2)
-
-
-def _find_finish(times: Times, count: int, batch: int) -> float:
-    """Return when the first `count` microbatches are completed."""
-    ends = [end[:, : count // batch if kind is Kind.UPDATE else count] for kind, end in times.end.items()]
-    return max(float(end.max()) for end in ends if end.size)
+        span += play_run(schedule, costs, microbatches, job.placement)
+    return ModelledRates(busy / (span * len(set(job.placement))), job.updates * job.batch / span)

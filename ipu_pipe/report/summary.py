@@ -145,7 +145,11 @@ def plan_links(job: Job) -> List[Dict[str, int]]:
         for way, size in ways.items():
             known_size, known_messages = sent.get(way, (0, 0))
             sent[way] = known_size + size * messages, known_messages + messages
-    return [_build_link(way, size, messages, microbatches) for way, (size, messages) in sent.items()]
+    return [
+        _build_link(way, size, messages, microbatches)
+        for way, (size, messages) in sent.items()
+        if job.placement[way[0]] != job.placement[way[1]]  # what stays on a device is no message
+    ]
 
 
 def plan_shared_links(job: Job) -> List[Dict[str, int]]:

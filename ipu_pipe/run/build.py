@@ -224,7 +224,7 @@ def _assemble(setup: Setup, objects: Overrides, done: int) -> Job:
         table=table, groups=groups, optimizer=optimizer, rules=rules, base_rate=base, updates_per_epoch=per_epoch,
         updates=updates, example=example, footprint=measure_footprint(model, part, seen), seen=seen, note=placed.note, done=done,
         used=Given(optimizer=describe_optimizer(whole), loss=loss_used), played=played, pieces=placed.pieces,
-        placement=tuple(placed.placement) or tuple(range(len(part))),
+        placement=tuple(placed.placement) or schedule.device_of_stage,
     )  # fmt: skip
     reasons = find_faults(job, () if objects.optimizer is not None else config.optimizer_faults())
     if reasons:

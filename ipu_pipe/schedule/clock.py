@@ -12,7 +12,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Dict, Iterable, List, NamedTuple, Optional, Sequence, Tuple
 
@@ -25,6 +25,7 @@ from ipu_pipe.schedule.table import Schedule
 
 FloatArray = NDArray[np.float64]
 HOST = "link to the host"
+PLAYED = 40_000  # forwards of a run that are played; the time of a longer one is extrapolated from them
 
 
 class Transfer(NamedTuple):
@@ -114,19 +115,57 @@ class Times(NamedTuple):
         return max(float(end.max()) for end in self.end.values() if end.size)
 
 
-def clock(schedule: Schedule, costs: Costs, microbatches: Optional[int] = None) -> Times:
-    """Return the times of the actions of the first `microbatches` (None: all) of `schedule`."""
+def clock(
+    schedule: Schedule, costs: Costs, microbatches: Optional[int] = None, placement: Sequence[int] = ()
+) -> Times:
+    """Return the times of the actions of the first `microbatches` (None: all) of `schedule`.
+
+    `placement`: the device of each stage, in place of the schedule's own. A device does the actions of its stages in the order
+    of their slots.
+    """
     count = schedule.microbatches if microbatches is None else microbatches
-    player = _LockstepPlayer(schedule, costs, count) if costs.lockstep else _EagerPlayer(schedule, costs, count)
+    make = _LockstepPlayer if costs.lockstep else _EagerPlayer
+    player = make(schedule, costs, count, tuple(placement) or schedule.device_of_stage)
     player.play()
     return player.get_times()
 
 
 def time_first_updates(schedule: Schedule, costs: Costs, updates: int) -> FloatArray:
     """Return when the first `updates` of each stage end, (P, updates); later ones are not played. Not in lock-step."""
-    player = _EagerPlayer(schedule, costs, schedule.microbatches)
+    player = _EagerPlayer(schedule, costs, schedule.microbatches, schedule.device_of_stage)
     player.play(updates)
     return np.array(player.updates, np.float64)[:, :updates, 1]
+
+
+def play_run(schedule: Schedule, costs: Costs, microbatches: int, placement: Sequence[int] = ()) -> float:
+    """Return the time of `microbatches`; `placement` as in `clock`.
+
+    Of many the first are played; the rest follow on the line through half and all of these.
+    """
+    batch = schedule.accumulate
+    known = min(schedule.microbatches, microbatches)
+    most = max(PLAYED // schedule.stages, 8 * schedule.stages, 4 * batch) // (2 * batch) * 2 * batch
+    if known <= most:
+        # a schedule may be one batch that the run repeats
+        return clock(schedule, costs, known, placement).finish * (microbatches / known)
+    times = clock(schedule, costs, most, placement)
+    half, whole = _find_finish(times, most // 2, batch), times.finish
+    return whole + (microbatches - most) * (whole - half) / (most - most // 2)
+
+
+def _find_finish(times: Times, count: int, batch: int) -> float:
+    """Return when the first `count` microbatches are completed."""
+    ends = [end[:, : count // batch if kind is Kind.UPDATE else count] for kind, end in times.end.items()]
+    return max(float(end.max()) for end in ends if end.size)
+
+
+def compute_busy_share(schedule: Schedule, placement: Sequence[int]) -> float:
+    """Return the share of the devices' unit slots in which they do passes, with the stages on these devices."""
+    if tuple(placement) == schedule.device_of_stage:
+        return schedule.busy_share()
+    costs = replace(make_slot_costs(schedule), slot=0.0)  # stages of one device take turns, and so run later than their slots
+    work = schedule.microbatches * (sum(costs.forward) + sum(costs.backward))
+    return work / (play_run(schedule, costs, schedule.microbatches, placement) * len(set(placement)))
 
 
 class Bubbles(NamedTuple):
@@ -168,22 +207,21 @@ def sum_link_times(flows: Iterable[Tuple[int, Transfer]]) -> Dict[str, float]:
     return busy
 
 
-def get_transfer(schedule: Schedule, costs: Costs, source: int, target: int) -> Transfer:
+def get_transfer(placement: Sequence[int], costs: Costs, source: int, target: int) -> Transfer:
     """Return the transfer between two neighbouring stages: none where they are on one device."""
-    is_own = schedule.placement and schedule.placement[source] == schedule.placement[target]
-    return Transfer() if is_own else costs.get_transfer(source, target)
+    return Transfer() if placement[source] == placement[target] else costs.get_transfer(source, target)
 
 
 class _Player:
     """What both disciplines share. A *pass* is the number kind * P + stage, the kinds counted in the order of `schedule.passes`;
     with a microbatch it is one action."""
 
-    def __init__(self, schedule: Schedule, costs: Costs, count: int) -> None:
+    def __init__(self, schedule: Schedule, costs: Costs, count: int, placement: Sequence[int]) -> None:
         self.schedule, self.costs, self.count = schedule, costs, count
         P, self.kinds = schedule.stages, schedule.passes
         durations = costs.get_durations(self.kinds)
         self.duration = [seconds for kind in self.kinds for seconds in durations[kind]]
-        self.device = [*schedule.device_of_stage] * len(self.kinds)
+        self.device = [*placement] * len(self.kinds)
         self.rows = _list_passes(schedule, count)
         longest = 1 + max(row[-1] for row in self.rows)
         self.start = [[0.0] * longest for _ in self.duration]
@@ -200,7 +238,7 @@ class _Player:
                 for need, offset in pass_needs(kind, schedule.local):
                     if offset and 0 <= stage + offset < P:
                         source = self.kinds.index(need) * P + stage + offset
-                        transfer = get_transfer(schedule, costs, stage + offset, stage)
+                        transfer = get_transfer(placement, costs, stage + offset, stage)
                         self.transfers.append((source, place * P + stage, transfer))
         # halves of whole backwards, pass and microbatch: the second is done with the first
         self.whole = (

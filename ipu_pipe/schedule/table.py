@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
-from typing import Dict, List, Optional, Tuple
+from typing import Dict, List, Optional, Sequence, Tuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,6 +41,11 @@ class SlotHolds(Enum):
 
     ONE = "one"  # one pass
     BOTH = "both"  # a forward and, after it, a backward, whole or one half of it
+
+
+def list_stages(placement: Sequence[int], device: int) -> List[int]:
+    """Return the stages of a device."""
+    return [stage for stage, other in enumerate(placement) if other == device]
 
 
 @dataclass(frozen=True, eq=False)
@@ -205,24 +210,37 @@ class Schedule:
 
     # --- activations
 
-    def peak_activations(self, weight_share: float = 1.0) -> List[float]:
+    def peak_activations(
+        self, weight_share: float = 1.0, sizes: Sequence[float] = (), placement: Sequence[int] = ()
+    ) -> List[float]:
         """Return the most that each device holds at once, in microbatches of all its stages.
 
         A forward adds its stage's share; a whole backward frees it, of a split one the input gradient all but `weight_share` of
-        it and the weight gradient the rest. Where a slot holds two passes, the forward is first.
+        it and the weight gradient the rest. Where a slot holds two passes, the forward is first. `sizes`: of a microbatch on each
+        stage, in place of equal shares; `placement`: the device of each stage, in place of the schedule's own.
         """
         changes = dict.fromkeys(self.passes, -1.0)
         if len(self.passes) > len(PASSES):
             changes = {self.passes[1]: weight_share - 1, self.passes[2]: -weight_share}
         changes[Kind.FORWARD] = 1.0
-        devices, peaks = np.array(self.device_of_stage), []
-        slots = {kind: 2 * self.slots(kind, 0, self.microbatches) + (kind is not Kind.FORWARD) for kind in self.passes}
-        for device in sorted(set(self.device_of_stage)):
-            stages = np.flatnonzero(devices == device)
-            when = np.concatenate([slots[kind][stages].ravel() for kind in self.passes])
-            change = np.repeat([changes[kind] for kind in self.passes], len(stages) * self.microbatches)
-            peaks.append(float(np.cumsum(change[np.argsort(when, kind="stable")]).max()) / len(stages))
-        return peaks
+        device_of = tuple(placement) or self.device_of_stage
+        share = list(sizes) or [1 / device_of.count(device) for device in device_of]
+        peaks = dict.fromkeys(sorted(set(device_of)), 0.0)
+        # by then a stretch has long been in its steady state; stretches of one length are alike
+        reach = 2 * int(self.max_in_flight().max()) + 4 * (self.stages + self.accumulate)
+        for stretch in {(stretch.microbatches, stretch.slots): stretch for stretch in self.stretches}.values():
+            first = stretch.first_microbatch
+            last = first + min(reach, stretch.microbatches)
+            slots = [2 * self.slots(kind, first, last) + (kind is not Kind.FORWARD) for kind in self.passes]
+            for device in peaks:
+                stages = list_stages(device_of, device)
+                when = np.concatenate([row[stages].ravel() for row in slots])
+                change = np.concatenate([
+                    np.repeat([changes[kind] * share[stage] for stage in stages], last - first) for kind in self.passes
+                ])
+                held = np.cumsum(change[np.argsort(when, kind="stable")])
+                peaks[device] = max(peaks[device], float(held.max()))
+        return list(peaks.values())
 
     def max_in_flight(self) -> IntArray:
         """Return the most microbatches (P,) between their forward and their last pass on a stage at once.

@@ -96,8 +96,9 @@ def time_uncontended(schedule: Schedule, costs: Costs, updates: int) -> Unconten
 def _list_transfers(schedule: Schedule, costs: Costs) -> List[Transfer]:
     """Return what takes the result of each pass to another stage."""
     P = schedule.stages
-    onward = [get_transfer(schedule, costs, s, s + 1) for s in range(P - 1)]
-    back = [] if schedule.local else [get_transfer(schedule, costs, s, s - 1) for s in range(1, P)]
+    devices = schedule.device_of_stage
+    onward = [get_transfer(devices, costs, s, s + 1) for s in range(P - 1)]
+    back = [] if schedule.local else [get_transfer(devices, costs, s, s - 1) for s in range(1, P)]
     none = [NOTHING] * P
     return [*onward, NOTHING, NOTHING, *back, *none][: 2 * P] + none * (len(schedule.passes) - 2)
 

@@ -24,7 +24,7 @@ from ipu_pipe.files import write_json
 from ipu_pipe.job.record import Job
 from ipu_pipe.model.flops import BACKWARD, HOW
 from ipu_pipe.report.analysis.text import format_table
-from ipu_pipe.report.memory import build_memory_table
+from ipu_pipe.report.memory import build_device_memory, build_memory_table
 from ipu_pipe.report.summary import plan_links, plan_shared_links
 from ipu_pipe.run.folder import check_folder, check_unlocked, read_summary
 from ipu_pipe.run.planning import build_for_planning
@@ -74,13 +74,17 @@ def compare_methods(
             size = chosen.micro_batch_size * chosen.gradient_accumulation * chosen.replicas
             part = f", round {r + 1} of {rounds}" if rounds > 1 else ""
             say(f"{name}: {chosen.steps} updates of {size} samples{part}")
-            processes = len(jobs[name].part) * chosen.replicas
+            processes = len(set(jobs[name].placement)) * chosen.replicas
             summaries[name].append(run_turn(chosen, folders[name][r], processes, overwrite))
     comparison: Comparison = {"throughput": {}, "memory": {}, "communication": {}}
     for name, job in jobs.items():
         runs = summaries[name]
         comparison["throughput"][name] = _describe_throughput(job, runs, jobs[methods[0]], summaries[methods[0]])
-        memory = {"stages": [{"index": s, **row} for s, row in enumerate(build_memory_table(job))]}
+        table = build_memory_table(job)
+        memory: Dict[str, Any] = {
+            "stages": [{"index": s, **row} for s, row in enumerate(table)],
+            "devices": build_device_memory(job, table),
+        }
         if runs:
             file = folders[name][0] / "memory.json"
             memory = run_on_main(lambda: dict(json.loads(file.read_text())))
@@ -235,25 +239,23 @@ def model_rate(job: Job) -> Optional[float]:
     times = []
     for count in (length, 2 * length):
         schedule = timelines.make_schedule(job.method, stages, count, accumulate)
-        times.append(clock(schedule, costs).finish)
+        times.append(clock(schedule, costs, placement=job.placement).finish)
     return length / (times[1] - times[0])
 
 
 def _describe_device_memory(memory: Mapping[str, Any]) -> List[Dict[str, Any]]:
     """Return the planned bytes of each device, and the greatest number it held at once, where that was measured."""
     kinds = ("weight_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes")
-    peaks = memory.get("peak_memory") or []
-    if len(peaks) != len(
-        memory["stages"]
-    ):  # the emulator has one device; with replicas there are more devices than stages
-        peaks = [None] * len(memory["stages"])
+    planned, peaks = memory["devices"], memory.get("peak_memory") or []
+    if len(peaks) != len(planned):  # the emulator has one device; with replicas there are more devices than planned ones
+        peaks = [None] * len(planned)
     return [
         {
             "index": row["index"],
             "bytes": sum(row[kind] for kind in kinds),
             "measured_bytes": peak.get("total") if peak else None,
         }
-        for row, peak in zip(memory["stages"], peaks)
+        for row, peak in zip(planned, peaks)
     ]
 
 
@@ -272,11 +274,11 @@ def _describe_communication(job: Job, run: Optional[Mapping[str, Any]]) -> Dict[
 
     def add_up(end: str, device: int) -> int:
         both = [*measured["links"], *measured["shared_layer_links"]]
-        return sum(link["bytes_per_microbatch"] for link in both if link[end] == device)
+        return sum(link["bytes_per_microbatch"] for link in both if job.placement[link[end]] == device)
 
     devices = [
         {"index": d, "received_bytes": add_up("dst", d), "transmitted_bytes": add_up("src", d)}
-        for d in range(len(job.part))
+        for d in sorted(set(job.placement))
     ]
     shared = measured.pop("shared_layer_links")
     return {**measured, **({"shared_layer_links": shared} if shared else {}), "devices": devices}

@@ -105,10 +105,7 @@ def _place_stages(
         names = list_some(begins, 8) or "the model"
         note = f"{len(wished)} stages divide modules, which processes cannot: merged to {devices}, which begin at {names}"
     elif len(wished) != devices:
-        note = (
-            f"{len(wished)} stages on {devices} processes, which begin at {list_some(firsts, 8) or 'the model'}: what is planned"
-            " in unit slots is of one stage a device"
-        )
+        note = f"{len(wished)} stages on {devices} processes, which begin at {list_some(firsts, 8) or 'the model'}"
     return _cut(method, model, begins, placement, device, x, note)
 
 
