@@ -21,7 +21,7 @@ from ipu_pipe.backends.interface import DeviceTimes, Report
 from ipu_pipe.config.load import load_config
 from ipu_pipe.job.evaluation import Position
 from ipu_pipe.model.timing import StageSeconds
-from ipu_pipe.report.run_trace import choose_stage_costs, compute_modelled_rates, compute_played_seconds
+from ipu_pipe.report.run_trace import choose_stage_costs, compute_modelled_rates
 from ipu_pipe.report.summary import compute_busy_shares
 from ipu_pipe.run.build import build
 from ipu_pipe.run.train import train
@@ -271,16 +271,16 @@ def test_the_modelled_share_of_equal_stages_is_the_planned_one() -> None:
 
 
 def test_a_long_run_takes_what_it_takes_played_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ipu_pipe.report import run_trace as module
+    from ipu_pipe.schedule import clock as module
 
     costs = Costs([3, 11, 5], [7, 2, 13], [1, 2, 3])
     for name in ("gpipe", "pipedream", "pipedream_2bw"):
         schedule = make_schedule(METHODS[name], 3, 1200, 3)
         whole = clock(schedule, costs).finish
         monkeypatch.setattr(module, "PLAYED", 40_000)
-        assert compute_played_seconds(schedule, costs, 1200) == whole
+        assert module.play_run(schedule, costs, 1200) == whole
         monkeypatch.setattr(module, "PLAYED", 300)
-        assert compute_played_seconds(schedule, costs, 1200) == pytest.approx(whole, rel=0.01)
+        assert module.play_run(schedule, costs, 1200) == pytest.approx(whole, rel=0.01)
 
 
 def test_measured_shares_are_of_all_devices_time() -> None:

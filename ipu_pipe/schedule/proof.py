@@ -32,7 +32,7 @@ def check_stretches(
         proved[part.microbatches, part.runs.tobytes(), part.slots] = part  # equal stretches need one proof
     assert microbatch == microbatches, "stretches hold all microbatches"
     assert len({part.passes for part in stretches}) == 1, "backwards are whole, or all are split"
-    for part in proved.values():
+    for part in map(Stretch.spell_out_middle, proved.values()):
         fault = _find_missing(part, stages) or _find_disorder(part, stages, both, local)
         fault = fault or _find_collision(part, both, placement)
         if fault:
@@ -41,7 +41,7 @@ def check_stretches(
 
 def _find_missing(part: Stretch, stages: int) -> Optional[str]:
     """Return a fault unless every stage does each pass of each microbatch once, within the stretch's slots."""
-    for kind, pieces in part.pieces.items():
+    for kind, pieces in part.base.items():
         if pieces.first.shape[0] > stages:
             return f"{Action(kind, 0, pieces.first.shape[0] - 1)}: there are {stages} stages, counted from 0"
         if pieces.first.shape[0] < stages:
@@ -68,7 +68,7 @@ def _find_disorder(part: Stretch, stages: int, both: bool, local: bool) -> Optio
             if low >= high:
                 continue
             later, earlier = slice(low, high), slice(low + offset, high + offset)
-            this, other = part.pieces[kind], part.pieces[need]
+            this, other = part.base[kind], part.base[need]
             ends = [this.first[later], (this.first + this.count - 1)[later]]
             ends += [other.first[earlier], (other.first + other.count - 1)[earlier]]
             index = np.clip(np.concatenate(ends, axis=1), 0, part.microbatches - 1)
@@ -89,7 +89,7 @@ def _find_disorder(part: Stretch, stages: int, both: bool, local: bool) -> Optio
 def _find_collision(part: Stretch, both: bool, placement: Sequence[int]) -> Optional[str]:
     """Return a fault unless a slot holds at most one action of a device, or a forward and one other pass."""
     devices = sorted(set(placement))
-    forward, *others = part.pieces.values()
+    forward, *others = part.base.values()
     groups = [[forward], others] if both else [[forward, *others]]
     for group in groups:
         low, stride, count = (

@@ -7,14 +7,14 @@ import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Collection, Dict, Iterator, List, NamedTuple, Optional, Sequence, Set, Tuple, Union
+from typing import Collection, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple, Union
 
 import numpy as np
 
 from ipu_pipe.errors import BadInput
 from ipu_pipe.schedule.actions import PASSES, SPLIT_PASSES, Action, Kind, needs
 from ipu_pipe.schedule.policies import play_slots
-from ipu_pipe.schedule.runs import CODE, RUN, IntArray, Stretch
+from ipu_pipe.schedule.runs import CODE, RUN, Stretch, compress_slots
 from ipu_pipe.schedule.table import Schedule, SlotHolds
 from ipu_pipe.text import show
 
@@ -64,7 +64,7 @@ def lay_out(device_rows: DeviceRows, both: bool = False, place: str = "rows") ->
         kind: np.array([[slots[Action(kind, m, s)] for m in range(microbatches)] for s in range(len(placement))])
         for kind in passes
     }
-    runs = np.array(list(_compress(table)), RUN)
+    runs = np.array(list(compress_slots(table)), RUN)
     is_whole = np.zeros((len(placement), microbatches), np.bool_)
     is_whole[tuple(np.array(sorted(whole), np.int64).reshape(-1, 2).T)] = True
     return Stretch(0, 0, 1, max(slots.values()) + 1, microbatches, runs, is_whole if whole else None)
@@ -243,37 +243,3 @@ def _describe_cycle(
         in_row = one != get_head(one)
         words += f"{', which' if k else ''} waits for {other}" + " (before it in its row)" * in_row
     return words
-
-
-def lengthen(stretch: Stretch, more: int, period: int) -> Stretch:
-    """Repeat the middle of a stretch, in which `period` microbatches follow one another alike, for `more` microbatches."""
-    head = stretch.microbatches // 2
-    stages, m = int(stretch.runs["stage"].max()) + 1, np.arange(stretch.microbatches)
-    slots = {kind: pieces.find_slots(m) for kind, pieces in stretch.pieces.items()}
-    cut = int(slots[Kind.FORWARD][0, head])
-    span = int(slots[Kind.FORWARD][0, head + period]) - cut
-    longer = {}
-    for kind, table in slots.items():
-        longer[kind] = np.empty((stages, stretch.microbatches + more), np.int64)
-        for stage, row in enumerate(table):
-            n = int(np.searchsorted(row, cut))
-            rounds, place = np.divmod(np.arange(more), period)
-            middle = row[n + place] + span * rounds
-            longer[kind][stage] = np.concatenate([row[:n], middle, row[n:] + span * more // period])
-    runs = np.array(list(_compress(longer)), RUN)
-    return Stretch(0, 0, 1, stretch.slots + span * more // period, stretch.microbatches + more, runs)
-
-
-def _compress(slots: Dict[Kind, IntArray]) -> Iterator[Tuple[int, ...]]:
-    """Yield the slots (P, M) of each kind as runs (dtype RUN), each as long as its slots stay affine."""
-    for kind, table in slots.items():
-        for stage, row in enumerate(table):
-            steps = np.diff(row)
-            changes = np.flatnonzero(np.diff(steps)) + 1  # a run of which this is the first other step ends before it
-            first = 0
-            while first < len(row):
-                later = changes[np.searchsorted(changes, first, side="right") :]
-                last = int(later[0]) + 1 if len(later) else len(row)
-                step = int(steps[first]) if first + 1 < len(row) else 1
-                yield stage, CODE[kind], first, last - first, int(row[first]), step
-                first = last

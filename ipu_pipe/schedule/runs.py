@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Dict, Optional, Sequence, Tuple
+from dataclasses import dataclass, field, replace
+from typing import Dict, Iterator, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
 
 import numpy as np
 from numpy.typing import NDArray
@@ -97,6 +97,20 @@ class Pieces:
             total += np.clip(passed, 0, most)
         return total
 
+    def fill_grid(self, first: int, last: int, stages: slice, grid: GridArray) -> None:
+        """Write the microbatches in the slots [first, last) into `grid`."""
+        low, stride, count = self.low[stages], self.stride[stages], self.count[stages]
+        begin = np.clip(-((low - first) // stride), 0, count)  # how many of a run's actions are below the window
+        end = np.clip(-((low - last) // stride), 0, count)
+        head = low + begin * stride - first
+        up = self.step[stages] > 0
+        index = self.first[stages] + np.where(up, begin, count - 1 - begin)
+        for row, k in np.argwhere(end > begin).tolist():
+            length, start, step = int(end[row, k] - begin[row, k]), int(head[row, k]), int(stride[row, k])
+            m, sign = int(index[row, k]), 1 if up[row, k] else -1
+            values = np.arange(m, m + sign * length, sign, dtype=np.int32)
+            grid[row, start : start + (length - 1) * step + 1 : step] = values
+
     def ascends(self) -> bool:
         """Return whether every stage takes its microbatches in order."""
         real = self.count > 0
@@ -105,12 +119,55 @@ class Pieces:
         return bool(forwards.all() and meets.all())
 
 
+class Middle(NamedTuple):
+    """The steady part of a stretch, done `rounds` times more: `span` slots from slot `cut` on, in which every stage does each
+    pass `period` times, in microbatch order."""
+
+    cut: int
+    span: int
+    period: int
+    rounds: int
+
+
+class LongPieces:
+    """`Pieces` of which a `Middle` is repeated."""
+
+    def __init__(self, pieces: Pieces, middle: Middle) -> None:
+        self.pieces, self.middle = pieces, middle
+        self.begin = pieces.count_before(np.array([middle.cut]))  # (P, 1): the first microbatch of the middle
+        after = pieces.count_before(np.array([middle.cut + middle.span]))
+        assert pieces.ascends() and (after - self.begin == middle.period).all(), "every stage is in its steady state"
+
+    def find_slots(self, index: IntArray, stages: slice = ALL_STAGES) -> IntArray:
+        """Return what `Pieces.find_slots` does."""
+        rounds = np.clip((index - self.begin[stages]) // self.middle.period, 0, self.middle.rounds)
+        return self.pieces.find_slots(index - rounds * self.middle.period, stages) + rounds * self.middle.span
+
+    def count_before(self, slot: IntArray, stages: slice = ALL_STAGES) -> IntArray:
+        """Return what `Pieces.count_before` does."""
+        rounds = np.clip((slot - self.middle.cut) // self.middle.span, 0, self.middle.rounds)
+        return self.pieces.count_before(slot - rounds * self.middle.span, stages) + rounds * self.middle.period
+
+    def fill_grid(self, first: int, last: int, stages: slice, grid: GridArray) -> None:
+        """Write the microbatches in the slots [first, last) into `grid`."""
+        ends = self.count_before(np.array([first, last]), stages)
+        for row, stage in enumerate(range(*stages.indices(len(self.begin)))):
+            index = np.arange(*ends[row])
+            if len(index):
+                grid[row, self.find_slots(index, slice(stage, stage + 1))[0] - first] = index
+
+    def ascends(self) -> bool:
+        """Return True: the middle is in order."""
+        return True
+
+
 @dataclass(frozen=True, eq=False)
 class Stretch:
     """What a pipeline does from empty to empty, `repeats` times in a row.
 
     Each repeat takes `slots` slots and `microbatches` microbatches; `runs` (dtype RUN) count from the repeat's start. `whole`:
     where backwards are split, those (P, microbatches) whose halves are nevertheless one pass, of two slots; None: none.
+    `middle`: what of the runs is repeated within the stretch; `microbatches` and `slots` are with it.
     """
 
     first_slot: int
@@ -120,7 +177,9 @@ class Stretch:
     microbatches: int
     runs: RunArray
     whole: Optional[NDArray[np.bool_]] = None
-    pieces: Dict[Kind, Pieces] = field(init=False, repr=False)
+    middle: Optional[Middle] = None
+    base: Dict[Kind, Pieces] = field(init=False, repr=False)  # of the runs alone
+    pieces: Mapping[Kind, Union[Pieces, LongPieces]] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.runs.setflags(write=False)
@@ -129,8 +188,11 @@ class Stretch:
         assert np.isin(self.runs["kind"], [CODE[kind] for kind in passes]).all(), (
             "backwards are whole, or all are split"
         )
-        tables = {k: Pieces(self.runs[self.runs["kind"] == CODE[k]], stages, self.microbatches) for k in passes}
-        object.__setattr__(self, "pieces", tables)
+        count = self.microbatches - (self.middle.period * self.middle.rounds if self.middle else 0)
+        tables = {k: Pieces(self.runs[self.runs["kind"] == CODE[k]], stages, count) for k in passes}
+        object.__setattr__(self, "base", tables)
+        middle = self.middle
+        object.__setattr__(self, "pieces", {k: LongPieces(t, middle) for k, t in tables.items()} if middle else tables)
 
     @property
     def passes(self) -> Tuple[Kind, ...]:
@@ -144,6 +206,33 @@ class Stretch:
     @property
     def end_microbatch(self) -> int:
         return self.first_microbatch + self.repeats * self.microbatches
+
+    def lengthen(self, more: int, period: int) -> Stretch:
+        """Return the stretch with its middle, in which `period` microbatches follow one another alike, repeated for `more`."""
+        head = self.microbatches // 2
+        cut, end = self.pieces[Kind.FORWARD].find_slots(np.array([head, head + period]), slice(0, 1))[0].tolist()
+        middle = Middle(cut, end - cut, period, more // period)
+        longer = self.slots + middle.span * middle.rounds
+        return replace(self, microbatches=self.microbatches + more, slots=longer, middle=middle)
+
+    def spell_out_middle(self) -> Stretch:
+        """Return a stretch of runs alone with as many rounds of the middle as there can be different neighbourhoods.
+
+        A microbatch is in the middles of any two stages at most as many rounds apart as these begin apart. What holds in rounds
+        enough for all of these holds in any number of them.
+        """
+        if self.middle is None:
+            return self
+        begins = np.concatenate([piece.begin for piece in self.pieces.values() if isinstance(piece, LongPieces)])
+        rounds = min(self.middle.rounds, 2 + -(-int(begins.max() - begins.min()) // self.middle.period))
+        dropped = self.middle.rounds - rounds
+        short = replace(
+            self, middle=self.middle._replace(rounds=rounds), slots=self.slots - dropped * self.middle.span,
+            microbatches=self.microbatches - dropped * self.middle.period,
+        )  # fmt: skip
+        index = np.arange(short.microbatches)
+        table = {kind: piece.find_slots(index) for kind, piece in short.pieces.items()}
+        return replace(short, middle=None, runs=np.array(list(compress_slots(table)), RUN))
 
     def find_slots(self, kind: Kind, index: IntArray, stages: slice = ALL_STAGES) -> IntArray:
         """Return the schedule's slots (P, n) of the microbatches `index`, (n,), all of this stretch."""
@@ -187,30 +276,15 @@ def fill_grid(stretch: Stretch, kind: Kind, first_slot: int, last_slot: int, sta
     """Write the microbatches of `kind` in the slots [first_slot, last_slot), all inside `stretch`, into `grid`."""
     if stretch.repeats > 1:
         once = np.full((grid.shape[0], stretch.slots), -1, np.int32)
-        _fill_once(stretch, kind, 0, stretch.slots, stages, once)
+        stretch.pieces[kind].fill_grid(0, stretch.slots, stages, once)
         repeat, column = np.divmod(np.arange(first_slot, last_slot) - stretch.first_slot, stretch.slots)
         np.take(once, column, axis=1, out=grid)
         shift = (stretch.first_microbatch + repeat * stretch.microbatches).astype(np.int32)
         np.add(grid, shift, out=grid, where=grid >= 0)
     else:
-        _fill_once(stretch, kind, first_slot - stretch.first_slot, last_slot - stretch.first_slot, stages, grid)
+        stretch.pieces[kind].fill_grid(first_slot - stretch.first_slot, last_slot - stretch.first_slot, stages, grid)
         if stretch.first_microbatch:
             np.add(grid, np.int32(stretch.first_microbatch), out=grid, where=grid >= 0)
-
-
-def _fill_once(stretch: Stretch, kind: Kind, first: int, last: int, stages: slice, grid: GridArray) -> None:
-    pieces = stretch.pieces[kind]
-    low, stride, count = pieces.low[stages], pieces.stride[stages], pieces.count[stages]
-    begin = np.clip(-((low - first) // stride), 0, count)  # how many of a run's actions are below the window
-    end = np.clip(-((low - last) // stride), 0, count)
-    head = low + begin * stride - first
-    up = pieces.step[stages] > 0
-    index = pieces.first[stages] + np.where(up, begin, count - 1 - begin)
-    for row, k in np.argwhere(end > begin).tolist():
-        length, start, step = int(end[row, k] - begin[row, k]), int(head[row, k]), int(stride[row, k])
-        m, sign = int(index[row, k]), 1 if up[row, k] else -1
-        values = np.arange(m, m + sign * length, sign, dtype=np.int32)
-        grid[row, start : start + (length - 1) * step + 1 : step] = values
 
 
 def count_most_in_flight(stretch: Stretch) -> IntArray:
@@ -218,13 +292,29 @@ def count_most_in_flight(stretch: Stretch) -> IntArray:
 
     Between two ends of runs their number only grows or only falls: the ends are enough.
     """
-    forward, backward = stretch.pieces[Kind.FORWARD], stretch.pieces[stretch.passes[-1]]
+    forward, backward = stretch.base[Kind.FORWARD], stretch.base[stretch.passes[-1]]  # no more in a round of the middle
+    last = int(forward.count[0].sum()) - 1
     if forward.ascends():
         ends = np.concatenate([backward.low, backward.high + 1, forward.low], axis=1)
         next_forward = forward.count_before(ends)
         around = np.concatenate([next_forward - 1, next_forward], axis=1)
-        slots = forward.find_slots(np.clip(around, 0, stretch.microbatches - 1)) + 1
+        slots = forward.find_slots(np.clip(around, 0, last)) + 1
     else:  # rows written by hand: all forwards, whatever their order
-        slots = forward.find_slots(np.arange(stretch.microbatches)) + 1
+        slots = forward.find_slots(np.arange(last + 1)) + 1
     in_flight = forward.count_before(slots) - backward.count_before(slots - 1)
     return np.asarray(in_flight.max(axis=1))
+
+
+def compress_slots(slots: Dict[Kind, IntArray]) -> Iterator[Tuple[int, ...]]:
+    """Yield the slots (P, M) of each kind as runs (dtype RUN), each as long as its slots stay affine."""
+    for kind, table in slots.items():
+        for stage, row in enumerate(table):
+            steps = np.diff(row)
+            changes = np.flatnonzero(np.diff(steps)) + 1  # a run of which this is the first other step ends before it
+            first = 0
+            while first < len(row):
+                later = changes[np.searchsorted(changes, first, side="right") :]
+                last = int(later[0]) + 1 if len(later) else len(row)
+                step = int(steps[first]) if first + 1 < len(row) else 1
+                yield stage, CODE[kind], first, last - first, int(row[first]), step
+                first = last

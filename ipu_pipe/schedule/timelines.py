@@ -16,7 +16,7 @@ from ipu_pipe.schedule.actions import PASSES, Kind
 from ipu_pipe.schedule.methods import Method, Pipeline, check_sizes
 from ipu_pipe.schedule.orders import get_period, make_device_rows
 from ipu_pipe.schedule.policies import Policy, Sight
-from ipu_pipe.schedule.rows import lay_out, lengthen
+from ipu_pipe.schedule.rows import lay_out
 from ipu_pipe.schedule.runs import RunArray, Stretch, make_runs
 from ipu_pipe.schedule.table import Schedule, SlotHolds
 
@@ -106,7 +106,7 @@ def _lay_out_order(method: Method, stages: int, length: int) -> Tuple[Stretch, T
     more = 0 if method.flushes else max(length - known - length % period, 0)
     rows = make_device_rows(method, stages, length - more)
     stretch = lay_out(rows, place=order.file or "rows")
-    return (lengthen(stretch, more, period) if more else stretch), rows.placement
+    return (stretch.lengthen(more, period) if more else stretch), rows.placement
 
 
 def _split_at_drains(drains: Sequence[int], microbatches: int, accumulate: int) -> List[Tuple[int, int]]:
