@@ -13,6 +13,7 @@ from ipu_pipe.job.evaluation import Position
 from ipu_pipe.job.record import Job, make_trace_metadata
 from ipu_pipe.model.flops import BACKWARD
 from ipu_pipe.model.timing import StageSeconds
+from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.clock import Costs, clock, play_run
 from ipu_pipe.trace.chrome import write_chrome
 from ipu_pipe.trace.events import Counters
