@@ -4,8 +4,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# The tested combinations: Python 3.8 with torch 2.0.1, later Pythons with torch 2.13.
-CONSTRAINTS := $(shell $(PYTHON) -c 'import sys; print("constraints/py38-torch2.0.1.txt" if sys.version_info < (3, 9) else "constraints/py311-torch2.13.txt")')
+# The combinations of Python and torch that are tested: 3.8 (the IPUs' floor) with 2.0.1, 3.9 with 2.8, 3.10 and later with 2.13.
+CONSTRAINTS := $(shell $(PYTHON) -c 'import sys; print("constraints/%s.txt" % {(3, 8): "py38-torch2.0.1", (3, 9): "py39-torch2.8", (3, 10): "py310-torch2.13"}.get(sys.version_info[:2], "py311-torch2.13"))')
 PIP := $(BIN)/python -m pip --disable-pip-version-check --retries 5 --timeout 60
 
 .PHONY: help install train test test-ipu-floor lint hostile simulate wheel site browser chromium bench equality reproduce clean
