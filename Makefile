@@ -94,7 +94,7 @@ wheel: install
 	$(PYTHON) -m venv $(WHEEL_VENV)
 	$(PIP) wheel --quiet --no-deps --wheel-dir $(WHEEL_VENV)/dist .
 	env -u PYTHONPATH $(WHEEL_VENV)/bin/python -m pip --disable-pip-version-check --retries 5 --timeout 60 install --quiet \
-	    --constraint $(CONSTRAINTS) "$$(ls $(WHEEL_VENV)/dist/*.whl)[data]"
+	    --constraint $(CONSTRAINTS) $(WHEEL_VENV)/dist/*.whl
 	$(WHEEL_VENV)/bin/python tests/wheel_commands.py
 
 # Build the documentation as a site in build/site. (--quiet would drop the warnings that --strict counts.)
