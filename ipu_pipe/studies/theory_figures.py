@@ -7,13 +7,11 @@ PipeMare's Figures 17 and 18 are training runs: experiments in configs/experimen
 from __future__ import annotations
 
 import math
-from importlib import util
 from typing import Callable, Dict, Mapping, NamedTuple, Optional, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ipu_pipe.errors import BadInput
 from ipu_pipe.stability import recurrences as model
 from ipu_pipe.stability import roots
 from ipu_pipe.stability.recurrences import Floats, Recurrence
@@ -320,9 +318,7 @@ class Regression(NamedTuple):
 
 
 def load_regression() -> Regression:
-    """Return scikit-learn's diabetes set (442 samples, 10 features). Raise `BadInput` if scikit-learn is not installed."""
-    if util.find_spec("sklearn") is None:
-        raise BadInput("pipemare_5b: its data come with scikit-learn, which is not installed: pip install scikit-learn")
+    """Return scikit-learn's diabetes set (442 samples, 10 features)."""
     from sklearn.datasets import load_diabetes
 
     x, y = load_diabetes(return_X_y=True, scaled=False)
