@@ -59,6 +59,7 @@ def cases() -> List[Case]:
         made.append((f"clip-stage-split-{method}", method, splits, 4, "redrawing", 0))
     made += [(f"plain-zb_h1-{model}", "zb_h1", {}, 4, model, 0) for model in ("checkpointed", "redrawing")]
     made.append(("mixed-zb_h1", "zb_h1", {}, 4, "residual", 0))
+    made.append(("capped", "pipedream", {"schedule": "1f1b_capped"}, 1, "residual", 0))
     recompute = {"recompute": {"segments": 2}}
     made += [
         (f"channels-recompute-{n}", "pipemare", recompute, n, model, 0)

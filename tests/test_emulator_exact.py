@@ -115,6 +115,7 @@ VARIANTS: List[Tuple[str, dict]] = [(name, {}) for name in WHOLE] + [  # type: i
     ("pipelined_backprop", {"turn": 1}),
     ("pipedream", {"stash": False}),
     ("pipedream", {"schedule": "dataflow"}),
+    ("pipedream", {"schedule": "1f1b_capped"}),
     ("pipedream", {"split_backward": True}),
     ("pipedream", {"split_backward": True, "activation_limit": 2}),
     ("pipelined_backprop", {"split_backward": True}),

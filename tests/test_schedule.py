@@ -18,7 +18,7 @@ from ipu_pipe.errors import BadInput
 from ipu_pipe.schedule.actions import SPLIT_PASSES, Action, Kind, needs
 from ipu_pipe.schedule.clock import Costs, clock
 from ipu_pipe.schedule.drawing import format_csv, format_text
-from ipu_pipe.schedule.methods import METHODS, Method, Pipeline, Reads, resolve_method
+from ipu_pipe.schedule.methods import METHODS, SCHEDULES, Method, Pipeline, Reads, resolve_method
 from ipu_pipe.schedule.recompute import find_segment_ends, find_segment_heads, recompute_slots
 from ipu_pipe.schedule.rows import from_rows
 from ipu_pipe.schedule.runs import RUN, Stretch
@@ -459,6 +459,15 @@ def test_method_arguments_change_the_axes() -> None:
     assert (late.pipeline, late.turn, late.backward_reads) == (Pipeline.DATAFLOW, 1, Reads.STASHED)
     other = resolve_method("pipemare", {"schedule": "1f1b"})
     assert (other.pipeline, other.turn, other.backward_reads) == (Pipeline.ONE_F_ONE_B, 0, Reads.NEWEST)
+
+
+def test_capped_1f1b_holds_fewer_microbatches_in_the_same_time() -> None:
+    """The randomized PipeDream paper's timeline caps stage 0 alone, the original PipeDream's every stage."""
+    P, M = 6, 40
+    made = {name: make_schedule(resolve_method("pipedream", {"schedule": name}), P, M, 1) for name in SCHEDULES[:2]}
+    assert made["1f1b"].max_in_flight().tolist() == [6, 6, 6, 5, 3, 1]
+    assert made["1f1b_capped"].max_in_flight().tolist() == [6, 5, 4, 3, 2, 1]
+    assert made["1f1b"].slot_count == made["1f1b_capped"].slot_count
 
 
 @pytest.mark.parametrize(

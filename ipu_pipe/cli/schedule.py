@@ -19,7 +19,7 @@ from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.clock import measure_bubbles
 from ipu_pipe.schedule.drawing import format_csv, format_text
 from ipu_pipe.schedule.global_history import summarize_history_delays
-from ipu_pipe.schedule.methods import METHODS, Method, resolve_method
+from ipu_pipe.schedule.methods import METHODS, SCHEDULES, Method, resolve_method
 from ipu_pipe.schedule.table import Schedule
 from ipu_pipe.schedule.timelines import compute_utilization, make_schedule
 from ipu_pipe.schedule.versions import VersionTable, count_weight_copies
@@ -65,7 +65,7 @@ def make_parser() -> Parser:
     orders.add_argument("--activation-limit", metavar="X", type=_parse_time, help=limit)
     orders.add_argument("--file", metavar="NAME.csv", help="rows: the rows, in PyTorch's format")
     axes = p.add_argument_group("changes to an asynchronous method (method_args in a config)")
-    axes.add_argument("--schedule", choices=("1f1b", "dataflow"), help="one pass a slot, or both in each step")
+    axes.add_argument("--schedule", choices=SCHEDULES, help="one pass a slot, or both in each step")
     axes.add_argument("--turn", metavar="0|1", type=int, help="dataflow: steps from the last forward to its backward")
     axes.add_argument("--stash", metavar="true|false", type=_parse_bool, help="backwards read their forward's weights")
     return p

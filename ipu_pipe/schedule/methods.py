@@ -282,6 +282,7 @@ OWNERS = {
 BY_DEVICE = ("pipedream", "pipelined_backprop")
 # keys that change when passes run or which weights they read; pipelines that have delays of their own take them
 OF_ORDERS = ("stages_per_device", "split_backward", "activation_limit", "durations", "link")
+SCHEDULES = tuple(row.value for row in (Pipeline.ONE_F_ONE_B, Pipeline.ONE_F_ONE_B_CAPPED, Pipeline.DATAFLOW))
 AXES = ("schedule", "turn", "stash", "hogwild", "constant_delay", "recompute")
 
 
@@ -298,7 +299,7 @@ def _is_positive(value: Any) -> bool:
 
 
 _ALLOWED: Dict[str, Tuple[Callable[[Any], bool], str]] = {
-    "schedule": (lambda value: value in ("1f1b", "dataflow"), "1f1b or dataflow"),
+    "schedule": (lambda value: value in SCHEDULES, ", ".join(SCHEDULES)),
     "turn": (lambda value: _is_int(value, 0) and value <= 1, "0 or 1"),
     "stash": (lambda value: isinstance(value, bool), "true or false"),
     "blocks": (lambda value: _is_int(value, 1) or _is_names(value), "an integer >= 1 or a list of module names"),
@@ -323,7 +324,7 @@ _ALLOWED: Dict[str, Tuple[Callable[[Any], bool], str]] = {
 def resolve_method(name: str, args: Mapping[str, Any] = {}) -> Method:
     """Return the method `name` with its axes changed by `args`.
 
-    Keys of `args`: `schedule` 1f1b|dataflow, `turn` 0|1, `stash` true|false, `hogwild` {mean, max}, `constant_delay`
+    Keys of `args`: `schedule` 1f1b|1f1b_capped|dataflow, `turn` 0|1, `stash` true|false, `hogwild` {mean, max}, `constant_delay`
     {updates}, `recompute` {segments}, and those in OWNERS of one method. None means not given. Other keys belong to the
     update rules and are ignored. Raises BadInput for an unknown name and for arguments that the method cannot take.
     """
