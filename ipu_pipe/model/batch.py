@@ -5,7 +5,9 @@ A nest of one tensor is that tensor. None may stand in a nest, for what a model 
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Sequence, Tuple
+# not typing's: an isinstance of that takes ten times as long, and passes ask often
+from collections.abc import Mapping
+from typing import Any, Callable, Dict, Iterator, List, Sequence, Tuple
 
 import torch
 from torch import nn

@@ -36,7 +36,7 @@ from ipu_pipe.backends.processes.split import WeightGradients, backward_input, b
 from ipu_pipe.backends.processes.ties import TiedWeights, Ties
 from ipu_pipe.backends.processes.trace import TraceRecorder
 from ipu_pipe.backends.replays import Replay, ReplayPlan
-from ipu_pipe.backends.weights import make_weight_store
+from ipu_pipe.backends.weights import WeightStore, make_weight_store
 from ipu_pipe.backends.work import Work
 from ipu_pipe.job.metrics import count_right
 from ipu_pipe.local.blocks import compute_losses, extract_scores, get_activation
@@ -172,6 +172,7 @@ class Stage:
         layout = model.layout
         self._plan = ReplayPlan(work.source([layout.replica]), work.rules, work.microbatch)
         self.weights = make_weight_store(work, [model.stage])
+        self._keeps_versions = type(self.weights) is not WeightStore or bool(model.ties.copies_of)
         self.tied = TiedWeights(model.ties, model.stage, mail, work.update)
         self.stash = ActivationStash(model.tensors)
         self._trained = [t for t in model.tensors if t.is_leaf and t.requires_grad]
@@ -398,6 +399,8 @@ class Stage:
 
     def _release(self) -> None:
         """Drop the versions that nothing reads any more."""
+        if not self._keeps_versions:
+            return
         versions = [int(flight.replay.backward.versions[0]) for flight in self._in_flight.values()]
         if self.forwarded + 1 < self._work.schedule.microbatches:
             versions.append(int(self._plan.replay(self.forwarded + 1).forward.versions[self.model.stage]))
