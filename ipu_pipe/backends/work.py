@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Callable, Iterable, List, Optional, Sequence, Tuple
 
 from torch import nn
@@ -75,22 +75,22 @@ class Work:
             return RoundReplays(self.schedule)
         return self.replays if self.replays is not None else TableReplays(self.table, replicas)
 
-    @property
+    @cached_property
     def method(self) -> Method:
         """The method of the version table."""
         return self.table.method
 
-    @property
+    @cached_property
     def schedule(self) -> Schedule:
         """The schedule of the version table."""
         return self.table.schedule
 
-    @property
+    @cached_property
     def accumulate(self) -> int:
         """Microbatches of an update; of one replica's update where replicas have weights of their own."""
         return 1 if self.method.rounds is not None else self.table.schedule.accumulate
 
-    @property
+    @cached_property
     def update(self) -> int:
         """The first update to come."""
         return self.microbatch // self.schedule.accumulate

@@ -9,21 +9,20 @@ The row is that of the rank's stages together, slot by slot:
     stage 1   .   F0  F1  F2  .   .   B0  F3  B1
     rank 0    F0  F1 F0' F2 F1' F3 F2'  B0'  B0 F3'  F4 B1'    (': of stage 1)
 
-Before a chunk of a stage's row begins, the mail is told the messages that it needs. F(m) of stage s sends to s + 1 when done,
+Before some actions of a kind begin, the mail is told the messages that they need. F(m) of stage s sends to s + 1 when done,
 B(m) or I(m) to s - 1. Every wait is for an action of an earlier slot, which the schedule was proved to have, so ranks cannot wait
 in a circle.
 """
 
 from __future__ import annotations
 
-import functools
 import heapq
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+from functools import partial
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, NamedTuple, Optional, Sequence
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 
 from ipu_pipe.backends.losses import average, tabulate
 from ipu_pipe.backends.processes import cuda
@@ -39,7 +38,6 @@ from ipu_pipe.backends.processes.mail import (
     Link,
     Mail,
     Message,
-    Shapes,
 )
 from ipu_pipe.backends.processes.memory import MemoryCounters
 from ipu_pipe.backends.processes.stage import Stage
@@ -48,12 +46,12 @@ from ipu_pipe.backends.processes.update import StageUpdate
 from ipu_pipe.backends.replicas import IndependentReplicas
 from ipu_pipe.backends.work import Work
 from ipu_pipe.model.cutting import Shape
+from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.recompute import recompute_slots
-from ipu_pipe.schedule.runs import IntArray
-from ipu_pipe.schedule.table import Schedule
 
-CHUNK = 512  # microbatches of which the row is spelled out at a time
+CHUNK = 512  # microbatches of which a kind of actions is spelled out at a time
 ORDER = (FORWARD, RECOMPUTE, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, UPDATE)  # within a slot
+RETURNS = (BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT)
 
 
 class RowAction(NamedTuple):
@@ -64,68 +62,44 @@ class RowAction(NamedTuple):
     stage: int
     number: int
 
-    @property
-    def kind(self) -> str:
-        """The letter of its kind."""
-        return ORDER[self.order]
 
+def spell_kind(work: Work, kind: str, stage: int, together: Sequence[int]) -> Iterator[List[RowAction]]:
+    """Yield a stage's actions of one kind, of some batches at a time, in the order of their slots.
 
-def spell_row(work: Work, stage: int, together: Sequence[int] = ()) -> Iterator[List[RowAction]]:
-    """Yield the actions of a stage from the work's first microbatch on, in order, in chunks that end with an update.
-
-    A chunk has the updates of some batches and all passes up to the last of them. A whole backward among split ones is in the
-    slot of its first half. `together`: stages that are updated in one slot, the last one's: their method flushes, and no pass
-    comes before it.
+    A whole backward among split ones is in the slot of its first half. `together`: the stages with which it is updated, in the
+    slot of the last one: if there are others, the method flushes, and no pass comes before.
     """
-    schedule, method, source = work.schedule, work.method, work.source([0])
-    here = slice(stage, stage + 1)
-    slots_of: Dict[str, Callable[[int, int], IntArray]] = {
-        kind.value: functools.partial(schedule.slots, kind, stages=here) for kind in schedule.passes
-    }
-    if method.segments is not None and method.reads_old(schedule.stages):
-        slots_of[RECOMPUTE] = functools.partial(recompute_slots, schedule, method, stages=here)
-    next_of = dict.fromkeys(slots_of, work.microbatch)
-    length = max(CHUNK // work.accumulate, 1) * work.accumulate
-    for begin in range(work.microbatch, schedule.microbatches, length):
-        end = min(begin + length, schedule.microbatches)
-        completed = _find_completed_slots(schedule, begin, end, stage)
-        # the replays that update this stage
-        ends = np.flatnonzero(source.window(begin, end).updates[stage])
-        updates = source.count_updates(begin)[stage] + np.arange(len(ends))
-        update_slots = completed[ends]
-        if together:
-            update_slots = np.max([_find_completed_slots(schedule, begin, end, s)[ends] for s in together], axis=0)
-        rows = [(UPDATE, update_slots, updates)]
-        for kind, find_slots in slots_of.items():
-            first, reach, count = next_of[kind], source.reach, 0
-            slots = np.zeros(0, np.int64)
-            while count == len(slots) and first + len(slots) < schedule.microbatches:  # it may run further ahead
-                slots = find_slots(first, min(end + reach, schedule.microbatches))[0]
-                count, reach = int((slots <= completed[-1]).sum()), 2 * reach
-            next_of[kind] += count
-            rows.append((kind, slots[:count], np.arange(first, first + count)))
-        table = np.concatenate([
-            np.stack([slots, np.full_like(slots, ORDER.index(kind)), index], axis=1) for kind, slots, index in rows
-        ])  # (actions, 3): slot, order within the slot, index
-        if any(stretch.whole is not None for stretch in schedule.stretches):
-            table = _join_halves(table, schedule.is_whole[stage])
-        table = table[np.lexsort((table[:, 1], table[:, 0]))]
-        yield [RowAction(slot, order, stage, index) for slot, order, index in table.tolist()]
+    schedule, here, order = work.schedule, slice(stage, stage + 1), ORDER.index(kind)
+    is_mixed = kind in RETURNS and any(stretch.whole is not None for stretch in schedule.stretches)
+    batches = max(CHUNK // schedule.accumulate, 1)
+    for batch in range(work.update, schedule.update_count, batches):
+        last = min(batch + batches, schedule.update_count)
+        if kind == UPDATE:
+            numbers = np.arange(batch, last)
+            of_stages = [schedule.slots(Kind.UPDATE, batch, last, slice(s, s + 1))[0] for s in together]
+            slots = np.max(of_stages, axis=0)
+        else:
+            ends = batch * schedule.accumulate, last * schedule.accumulate
+            numbers = np.arange(*ends)
+            if kind == RECOMPUTE:
+                slots = recompute_slots(schedule, work.method, *ends, here)[0]
+            else:
+                slots = schedule.slots(schedule.passes[1] if kind == BACKWARD else Kind(kind), *ends, here)[0]
+        if is_mixed:
+            chosen = schedule.is_whole[stage, numbers] == (kind == BACKWARD)
+            slots, numbers = slots[chosen], numbers[chosen]
+        places = np.argsort(slots, kind="stable")
+        yield [RowAction(slot, order, stage, m) for slot, m in zip(slots[places].tolist(), numbers[places].tolist())]
 
 
-def _join_halves(table: IntArray, is_whole: NDArray[np.bool_]) -> IntArray:
-    """Put a backward in the place of the two halves of microbatches that are whole."""
-    first, second = (table[:, 1] == ORDER.index(kind) for kind in (INPUT_GRADIENT, WEIGHT_GRADIENT))
-    of_whole = (first | second) & is_whole[np.where(first | second, table[:, 2], 0)]
-    table[of_whole & first, 1] = ORDER.index(BACKWARD)
-    joined: IntArray = table[~(of_whole & second)]
-    return joined
-
-
-def _find_completed_slots(schedule: Schedule, begin: int, end: int, stage: int) -> IntArray:
-    """Return the slots after which the microbatches from `begin` up to each one in [begin, end) are done on a stage."""
-    done: IntArray = np.maximum.accumulate(schedule.slots(schedule.passes[-1], begin, end, slice(stage, stage + 1))[0])
-    return done
+def list_kinds(work: Work) -> List[str]:
+    """List the kinds of actions of a row."""
+    schedule, passes = work.schedule, {kind.value for kind in work.schedule.passes}
+    if any(stretch.whole is not None for stretch in schedule.stretches):
+        passes.add(BACKWARD)
+    if work.method.segments is not None and work.method.reads_old(schedule.stages):
+        passes.add(RECOMPUTE)
+    return [kind for kind in ORDER if kind in passes or kind == UPDATE]
 
 
 class BatchAnnouncements:
@@ -168,7 +142,7 @@ class BatchAnnouncements:
     def filter(self, actions: Iterable[RowAction]) -> Iterator[RowAction]:
         """Yield a row's actions without those of batches that do not start."""
         for action in actions:
-            if action.kind == UPDATE or self.starts(action.number // self._batch):
+            if ORDER[action.order] == UPDATE or self.starts(action.number // self._batch):
                 yield action
 
     def _send_word(self, b: int) -> bool:
@@ -204,29 +178,26 @@ class Interpreter:
         early: Optional[BatchAnnouncements] = None, ends_empty: bool = False, channels: Optional[Mapping[Link, Any]] = None,
     ) -> None:  # fmt: skip
         self.stages, self.mail, self.recorder, self._work, self._early = stages, mail, recorder, work, early
-        models = {s: stage.model for s, stage in stages.items()}
-        self.layout = next(iter(models.values())).layout
+        self.layout = next(iter(stages.values())).model.layout
+        created = {s: IndependentReplicas.create(work, stage.model.piece, [s]) for s, stage in stages.items()}
+        self._independent = {s: replicas_of_stage for s, replicas_of_stage in created.items() if replicas_of_stage is not None}
         # a norm over all stages is known when all have their gradients
-        together = work.clip is not None and work.clip[1] == "global"
-        groups = [list(models)] if together else [[s] for s in models]
-        self.updates: Dict[int, StageUpdate] = {}
-        for group in groups:
-            update = StageUpdate(work, [models[s] for s in group], mail, recorder, replicas[group[0]] if replicas else None)
-            self.updates.update(dict.fromkeys(group, update))
-        self._parameters = {s: work.rules.stages[s].parameters for s in stages if s in work.rules.stages}
-        parameters = [p for of_stage in self._parameters.values() for p in of_stage]
-        tensors = list({id(t): t for model in models.values() for t in model.tensors}.values())
-        filled = work.update + self.layout.stages + 2
-        self.memory = MemoryCounters(tensors, work.rules, parameters, stages, mail, recorder, filled)
-        self._replicas = {s: IndependentReplicas.create(work, model.piece, [s]) for s, model in models.items()}
+        is_global = work.clip is not None and work.clip[1] == "global"
+        self._updates: Dict[int, StageUpdate] = {}
+        for group in [list(stages)] if is_global else [[s] for s in stages]:
+            independent = [self._independent[s] for s in group if s in self._independent]
+            members, among = [stages[s] for s in group], replicas[group[0]] if replicas else None
+            update = StageUpdate(work, members, mail, recorder, among, independent)
+            self._updates.update(dict.fromkeys(group, update))
+        self.memory = MemoryCounters(work, stages, mail, recorder)
         self._untouched, self._posts_by_stretch = channels, channels is not None or ends_empty
         self._tables: Dict[int, Dict[int, torch.Tensor]] = {}  # of the microbatches of updates, by update and stage
         self._carry_out: Dict[str, Callable[[Stage, int], None]] = {
             FORWARD: self._forward, RECOMPUTE: Stage.recompute, BACKWARD: self._backward, INPUT_GRADIENT: Stage.backward_input,
             WEIGHT_GRADIENT: Stage.add_weight_gradients, UPDATE: self._update,
         }  # fmt: skip
-        rows = [self._read_row(stage, groups[0] if together else ()) for stage in stages.values()]
-        row: Iterable[RowAction] = heapq.merge(*rows)
+        kinds = [self._read_kind(stage, kind) for stage in stages.values() for kind in list_kinds(work)]
+        row: Iterable[RowAction] = heapq.merge(*kinds)
         self._row = iter(row if early is None else early.filter(row))
         self.doing = "start"
         recorder.begin_update(self.update)
@@ -246,16 +217,14 @@ class Interpreter:
             return f"update {index}"
         return f"update {int(index) // self._work.schedule.accumulate}, microbatch {index}, action {self.doing}"
 
-    def _read_row(self, stage: Stage, together: Sequence[int]) -> Iterator[RowAction]:
-        """Yield the actions of a stage, and announce the messages that they need."""
-        for chunk in spell_row(self._work, stage.model.stage, together):
-            self.mail.expect(need for action in chunk for need in self._list_needs(stage, action))
-            yield from chunk
-
-    def _list_needs(self, stage: Stage, action: RowAction) -> Iterator[Tuple[Message, Shapes]]:
-        if action.kind == UPDATE:
-            return self.updates[action.stage].list_needs(stage.model, action.number)
-        return stage.list_needs(action.kind, action.number)
+    def _read_kind(self, stage: Stage, kind: str) -> Iterator[RowAction]:
+        """Yield a stage's actions of one kind, and announce the messages that they need."""
+        s, update = stage.model.stage, self._updates[stage.model.stage]
+        together = [member.model.stage for member in update.stages]
+        list_needs = partial(update.list_needs, stage) if kind == UPDATE else partial(stage.list_needs, kind)
+        for actions in spell_kind(self._work, kind, s, together):
+            self.mail.expect(need for action in actions for need in list_needs(action.number))
+            yield from actions
 
     def step(self, k: int) -> Dict[int, torch.Tensor]:
         """Carry out the row up to update k. Return by stage the table of its microbatches (`losses.tabulate`), where there is a
@@ -265,7 +234,7 @@ class Interpreter:
             self._post(k)
         for action in self._row:
             Termination.check()
-            kind, index, stage = action.kind, action.number, self.stages[action.stage]
+            kind, index, stage = ORDER[action.order], action.number, self.stages[action.stage]
             self.doing, self.recorder.stage = f"{kind}{index}", action.stage
             self._carry_out[kind](stage, index)
             stepped = kind == UPDATE
@@ -284,47 +253,33 @@ class Interpreter:
     # ---- one function for each kind of action
 
     def _forward(self, stage: Stage, m: int) -> None:
-        replicas = self._replicas[stage.model.stage]
-        if replicas is not None:  # those of LocalSGD take turns, each with weights of its own
-            replicas.enter(m % replicas.count)
+        self._enter_replica(stage, m)
         stage.forward(m)
 
     def _backward(self, stage: Stage, m: int) -> None:
-        replicas = self._replicas[stage.model.stage]
-        if replicas is None:
-            stage.backward(m)
-            return
-        replicas.enter(m % replicas.count)
+        replicas = self._enter_replica(stage, m)
         stage.backward(m)
-        self.updates[stage.model.stage].step(m // replicas.count)
+        if replicas is not None:
+            self._updates[stage.model.stage].step(m // replicas.count)
+
+    def _enter_replica(self, stage: Stage, m: int) -> Optional[IndependentReplicas]:
+        """Put in the weights of a microbatch's replica, where replicas with weights of their own take turns (LocalSGD)."""
+        replicas = self._independent.get(stage.model.stage)
+        if replicas is not None:
+            replicas.enter(m % replicas.count)
+        return replicas
 
     def _update(self, stage: Stage, k: int) -> None:
         if stage.update > k:  # with the other stages that are updated together
             return
-        update = self.updates[stage.model.stage]
-        group = [self.stages[model.stage] for model in update.models]
-        for one in group:
-            self._tabulate(one, k)
-        replicas = self._replicas[stage.model.stage]
-        if replicas is not None:
-            with update.record(k):
-                replicas.end_step(self._work, k)
-                stage.after_update()
-        else:
-            update.gather(k)
-            with update.record(k):
-                for one in group:
-                    one.before_update()
-                self.memory.sample(k)
-                update.step(k)
-                for one in group:
-                    one.after_update()
-            for one in group:
-                one.tied.send_weights(k)
-            # no receive of a channel may wait while the pipeline is empty
-            if self._work.schedule.stretch(k)[1] == self.update:
-                for one in self.stages.values():
-                    one.tied.load(self.update)
+        update = self._updates[stage.model.stage]
+        for member in update.stages:
+            self._tabulate(member, k)
+        update.carry_out(k, self.memory.sample)
+        # no receive of a channel may wait while the pipeline is empty
+        if not self._independent and self._work.schedule.stretch(k)[1] == self.update:
+            for member in self.stages.values():
+                member.tied.load(self.update)
         self.recorder.begin_update(self.update)
 
     def _tabulate(self, stage: Stage, k: int) -> None:
@@ -343,7 +298,8 @@ class Interpreter:
             links = cuda.list_links(self.layout.stages, self._work.method, first.ties.links)
             cuda.touch_channels(self._untouched, links, self.layout, first.device, self.mail.limit)
             for s, stage in self.stages.items():
-                cuda.rehearse(self._work, stage, self._parameters.get(s, []))
+                of_stage = self._work.rules.stages.get(s)
+                cuda.rehearse(self._work, stage, of_stage.parameters if of_stage is not None else [])
             self._untouched = None
         end = self._work.schedule.stretch(k)[1]
         if self._early is not None:
@@ -357,7 +313,7 @@ class Interpreter:
 
     def close(self) -> None:
         """Let all messages through, put the newest weights into the parameters and take the hooks off the model."""
-        for update in {id(update): update for update in self.updates.values()}.values():
+        for update in dict.fromkeys(self._updates.values()):
             update.clipping.discard_rest()
         self.load_newest()
         self.mail.flush()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Dict, List, Sequence, Tuple
 
 import torch
@@ -36,22 +37,22 @@ class RankLayout:
     placement: Tuple[int, ...]
     replicas: int = 1
 
-    @property
+    @cached_property
     def stages(self) -> int:
         """The number of stages."""
         return len(self.placement)
 
-    @property
+    @cached_property
     def devices(self) -> int:
         """The number of devices of a replica."""
         return max(self.placement) + 1
 
-    @property
+    @cached_property
     def held(self) -> List[int]:
         """The stages of this rank, ascending."""
         return [stage for stage, device in enumerate(self.placement) if device == self.rank % self.devices]
 
-    @property
+    @cached_property
     def replica(self) -> int:
         """The replica of this rank."""
         return self.rank // self.devices

@@ -8,15 +8,15 @@ counts for the microbatch as long as that keeps it, too, and for the buffers aft
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Dict, Iterable, Iterator, List, Mapping, Optional, Protocol, Sequence, Tuple
+from typing import Any, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 
 from ipu_pipe.backends.processes.mail import Mail
 from ipu_pipe.backends.processes.trace import TraceRecorder
+from ipu_pipe.backends.work import Work
 from ipu_pipe.model.observation import get_storage
 from ipu_pipe.trace.events import ALLOCATED, MEMORY
-from ipu_pipe.update.apply import UpdateRules
 
 TOTAL = "total"  # beside the categories: the greatest sum of all at one moment
 _NAMES = tuple(MEMORY.values())
@@ -75,35 +75,16 @@ class ActivationStash:
         self.held_bytes -= self.bytes_by_microbatch.pop(m, 0)
 
 
-class Holder(Protocol):
-    """A stage, as far as its memory goes."""
-
-    stash: ActivationStash
-
-    @property
-    def version_bytes(self) -> int:
-        """Bytes of weight versions besides those in the parameters."""
-
-
 class MemoryCounters:
-    """Records what a rank holds and the greatest of each category, over the updates that are recorded and those up to `filled`,
-    in which the pipeline fills."""
+    """Records what a rank holds and the greatest of each category, over the updates that are recorded and the first ones, in
+    which the pipeline fills. `stages`: those of the rank."""
 
-    def __init__(
-        self,
-        tensors: Sequence[torch.Tensor],
-        rules: UpdateRules,
-        parameters: Sequence[torch.nn.Parameter],
-        stages: Mapping[int, Holder],
-        mail: Mail,
-        recorder: TraceRecorder,
-        filled: int,
-    ) -> None:
-        """`tensors`: parameters and buffers that are here; `parameters`: those that the optimizer trains; `stages`: whose stashes
-        and weight versions are counted."""
+    def __init__(self, work: Work, stages: Mapping[int, Any], mail: Mail, recorder: TraceRecorder) -> None:
+        rules, self._stages, self._mail, self._recorder = work.rules, stages, mail, recorder
         self._optimizer_states: Mapping[Any, Any] = next((stage.state for stage in rules.stages.values()), {})
-        self._parameters, self._stages, self._mail = parameters, stages, mail
-        self._recorder, self._filled = recorder, filled
+        self._parameters = [p for s, stage in rules.stages.items() if s in stages for p in stage.parameters]
+        tensors = list({id(t): t for stage in stages.values() for t in stage.model.tensors}.values())
+        self._filled = work.update + work.schedule.stages + 2
         self._weight_bytes = count_bytes(tensors)
         self.master_bytes = count_bytes(master for _, master in rules.rounded)
         self._device = tensors[0].device if tensors else torch.device("cpu")

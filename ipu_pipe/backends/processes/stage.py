@@ -15,7 +15,6 @@ from typing import Any, Callable, ContextManager, Dict, Iterator, List, Optional
 
 import numpy as np
 import torch
-from torch import nn
 
 from ipu_pipe.backends.losses import MicrobatchResult
 from ipu_pipe.backends.processes.layout import RankLayout
@@ -53,7 +52,7 @@ Outputs = Tuple[
 ]  # for the next stage; loss and answers, if there is a loss
 
 
-@dataclass(frozen=True)
+@dataclass
 class StageModel:
     """What a rank holds of the model for one `stage`.
 
@@ -74,35 +73,16 @@ class StageModel:
     ties: Ties = Ties()
     checksums: Dict[int, int] = field(default_factory=dict)
 
-    @property
-    def is_first(self) -> bool:
-        """Whether it is the first stage."""
-        return self.stage == 0
-
-    @property
-    def is_last(self) -> bool:
-        """Whether it is the last stage."""
-        return self.stage == self.layout.stages - 1
-
-    @property
-    def head(self) -> Optional[nn.Module]:
-        """The auxiliary head, where there is one."""
-        return self.local.head if self.local is not None else None
-
-    @property
-    def previous(self) -> Optional[Piece]:
-        """The piece of the stage before, where this stage runs it too."""
-        return self.local.previous if self.local is not None else None
-
-    @property
-    def has_loss(self) -> bool:
-        """Whether a loss is taken of the stage's output."""
-        return self.head is not None or self.is_last
-
-    @property
-    def modules(self) -> List[nn.Module]:
-        """The modules that are here."""
-        return [module for module in (self.piece, self.previous, self.head) if module is not None]
+    def __post_init__(self) -> None:
+        s, local = self.stage, self.local
+        self.is_first, self.is_last = s == 0, s == self.layout.stages - 1
+        self.head = local.head if local is not None else None  # the auxiliary head
+        self.previous = local.previous if local is not None else None  # the piece of the stage before, where it runs here too
+        self.has_loss = self.head is not None or self.is_last
+        self.modules = [module for module in (self.piece, self.previous, self.head) if module is not None]
+        entries = local.entries(self.crossings) if local is not None else [None, *self.crossings]
+        self.enters = entries[s]  # what a forward receives; None where its input is the data
+        self.leaves = None if self.is_last else entries[s + 1]  # what the next stage receives
 
     @cached_property
     def tensors(self) -> List[torch.Tensor]:
@@ -111,20 +91,6 @@ class StageModel:
         if self.head is not None:
             here += [*self.head.parameters(), *self.head.buffers()]
         return list({id(t): t for t in here}.values())
-
-    @cached_property
-    def _entries(self) -> List[Optional[Crossing]]:
-        return self.local.entries(self.crossings) if self.local is not None else [None, *self.crossings]
-
-    @cached_property
-    def enters(self) -> Optional[Crossing]:
-        """What the stage receives for a forward; None where its input is the data."""
-        return self._entries[self.stage]
-
-    @cached_property
-    def leaves(self) -> Optional[Crossing]:
-        """What the next stage receives; None on the last one."""
-        return None if self.is_last else self._entries[self.stage + 1]
 
     def load_data(self, m: int) -> Tuple[Any, Any]:
         """Return inputs and labels of microbatch m, None for what the stage does not need."""
@@ -378,7 +344,8 @@ class Stage:
 
     def before_update(self) -> None:
         """Keep what passes to come will read of the weights in memory."""
-        self.weights.before_update([self._find_kept_codes()])
+        if self._keeps_versions:
+            self.weights.before_update([self._find_kept_codes()])
 
     def after_update(self) -> None:
         """Count the weights in memory as the next version."""

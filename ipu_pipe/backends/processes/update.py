@@ -12,8 +12,10 @@ from ipu_pipe.backends.interface import StepResult
 from ipu_pipe.backends.losses import COLUMNS, average
 from ipu_pipe.backends.processes.layout import RankLayout
 from ipu_pipe.backends.processes.mail import NORM, RESULT, SHARED, WEIGHTS, Mail, Message, Shapes
-from ipu_pipe.backends.processes.stage import StageModel
+from ipu_pipe.backends.processes.memory import count_bytes
+from ipu_pipe.backends.processes.stage import Stage
 from ipu_pipe.backends.processes.trace import TraceRecorder
+from ipu_pipe.backends.replicas import IndependentReplicas
 from ipu_pipe.backends.work import Work
 from ipu_pipe.errors import RunFault
 from ipu_pipe.model.cutting import Shape
@@ -30,49 +32,72 @@ DRAW_ALIKE = (
 
 class StageUpdate:
     """Carries out the updates of a stage of this rank, or of several that are updated together. `replicas`: the process group of
-    their replicas, None if there is one."""
+    their replicas, None if there is one; `independent`: replicas with weights of their own, which take turns."""
 
     def __init__(
-        self, work: Work, models: Sequence[StageModel], mail: Mail, recorder: TraceRecorder, replicas: Any = None
-    ) -> None:
-        self.models, self._work, self._mail, self._recorder, self._replicas = models, work, mail, recorder, replicas
-        self._layout, chosen = models[0].layout, [model.stage for model in models]
+        self, work: Work, stages: Sequence[Stage], mail: Mail, recorder: TraceRecorder, replicas: Any = None,
+        independent: Sequence[IndependentReplicas] = (),
+    ) -> None:  # fmt: skip
+        self.stages, self._work, self._mail, self._recorder = stages, work, mail, recorder
+        self._replicas, self._independent = replicas, independent
+        layout, chosen = stages[0].model.layout, [stage.model.stage for stage in stages]
         # a layer that overlaps is a stage of another rank, and stepped here too
-        others = [s for s in work.rules.stages if s not in self._layout.held]
-        self._stages = [s for s in work.rules.stages if s in chosen or s in others]
-        parameters = {s: work.rules.stages[s].parameters for s in self._stages}
-        self._norms = OtherRanksNorms(work, self._layout, chosen, mail, recorder, self._interrupt)
-        self._parameters = [p for s in self._stages for p in parameters[s]]
-        self._own = [p for s in self._stages if s in chosen for p in parameters[s]]
+        self._updated = [s for s in work.rules.stages if s in chosen or s not in layout.held]
+        parameters = {s: work.rules.stages[s].parameters for s in self._updated}
+        self._norms = OtherRanksNorms(work, layout, chosen, mail, recorder, self._interrupt)
+        self._parameters = [p for of_stage in parameters.values() for p in of_stage]
+        self._own = [p for s, of_stage in parameters.items() if s in chosen for p in of_stage]
         self.clipping = GradientClipping(work.clip, parameters, work.schedule, self._norms)
         self._update, self._start = -1, recorder.mark()
 
-    def list_needs(self, model: StageModel, k: int) -> Iterator[Tuple[Message, Shapes]]:
+    def list_needs(self, stage: Stage, k: int) -> Iterator[Tuple[Message, Shapes]]:
         """Yield the messages that update k of a stage needs, or that come to the stage after it, with their shapes."""
-        s = model.stage
+        model = stage.model
         if model.local is not None:
             for neighbor, shapes in model.local.needs():
-                yield Message(SHARED, k, neighbor, s), shapes
+                yield Message(SHARED, k, neighbor, model.stage), shapes
         for holder, shapes in model.ties.needs(WEIGHTS):
-            yield Message(WEIGHTS, k, holder, s), shapes
-        delayed = self.clipping.delayed
-        source = delayed.source(k) if delayed is not None else None
+            yield Message(WEIGHTS, k, holder, model.stage), shapes
+        source = self.clipping.delayed.source(k) if self.clipping.delayed is not None else None
         if source is not None:
             yield from self._norms.list_needs(source)
 
-    def gather(self, k: int) -> None:
+    def carry_out(self, k: int, sample: Callable[[int], None]) -> None:
+        """Carry out update k; `sample` counts the memory just before the optimizer steps."""
+        if self._independent:  # their steps came with their backwards
+            with self._record(k):
+                for replicas in self._independent:
+                    replicas.end_step(self._work, k)
+        else:
+            self._gather(k)
+            with self._record(k):
+                for stage in self.stages:
+                    stage.before_update()
+                sample(k)
+                self.step(k)
+        for stage in self.stages:
+            stage.after_update()
+            stage.tied.send_weights(k)
+
+    def _gather(self, k: int) -> None:
         """Average the gradients of update k with the other ranks that have a part in them."""
         if self._replicas is not None:
-            start, size = self._recorder.mark(), sum(p.numel() * p.element_size() for p in self._own)
+            start, size = self._recorder.mark(), count_bytes(self._own)
             average_over_replicas(self._own, self._mail, self._replicas)
             self._recorder.add(Kind.AVERAGE.word, k, start, size=size, carries="gradients")
-        for model in self.models:
-            if model.local is not None:
-                model.local.average_gradients(k, model.stage, self._mail)
+        for stage in self.stages:
+            if stage.model.local is not None:
+                stage.model.local.average_gradients(k, stage.model.stage, self._mail)
+
+    def step(self, k: int) -> None:
+        """Clip the gradients of update k and let the optimizer and the rules step."""
+        with keep_version_counters(self._parameters):
+            self._work.rules.step(k, lambda: self.clipping(k), self._updated)
+
+    # ---- events: those of an update, in parts where other ranks' norms are waited for in its middle
 
     @contextlib.contextmanager
-    def record(self, k: int) -> Iterator[None]:
-        """Record what runs inside as update k, in parts where other ranks' norms are waited for in its middle."""
+    def _record(self, k: int) -> Iterator[None]:
         self._update, self._start = k, self._recorder.mark()
         yield
         self._add_event()
@@ -85,11 +110,6 @@ class StageUpdate:
 
     def _add_event(self) -> None:
         self._recorder.add(Kind.UPDATE.word, self._update, self._start, version=self._update + 1)
-
-    def step(self, k: int) -> None:
-        """Clip the gradients of update k and let the optimizer and the rules step."""
-        with keep_version_counters(self._parameters):
-            self._work.rules.step(k, lambda: self.clipping(k), self._stages)
 
 
 def average_over_replicas(parameters: Sequence[torch.nn.Parameter], mail: Mail, group: Any = None) -> None:
