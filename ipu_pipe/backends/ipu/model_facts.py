@@ -48,51 +48,38 @@ class ModelFacts(NamedTuple):
     input_type: torch.dtype = torch.float32
 
 
-class _Observer:
-    """Notes, operation by operation, the stage that uses each weight and what PopTorch would compute otherwise."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.stage = 0
-        self.stages: Dict[str, Set[int]] = {}
-        self.ungraded: List[str] = []
-        self.modules: List[str] = []  # those that are running, the innermost last
-        self._names = {id(t): name for name, t in [*model.named_parameters(), *model.named_buffers()]}
-
-    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Call a function and note what it reads."""
-        name, where = getattr(func, "__name__", str(func)), self.modules[-1] if self.modules else "the loss"
-        inputs = [value for value in tree_flatten((args, kwargs))[0] if isinstance(value, torch.Tensor)]
-        for tensor in inputs:
-            if id(tensor) in self._names:
-                self.stages.setdefault(self._names[id(tensor)], set()).add(self.stage)
-        without_gradient = not torch.is_grad_enabled() and name not in _SHAPE_ONLY
-        loses_gradient = without_gradient and any(t.requires_grad for t in inputs)
-        result = func(*args, **kwargs)
-        if loses_gradient:
-            outputs = [value for value in tree_flatten(result)[0] if isinstance(value, torch.Tensor)]
-            if any(t.is_floating_point() for t in outputs):
-                self.ungraded.append(f"{name} in {where}")
-        return result
-
-
 def observe_model(job: Job) -> ModelFacts:
     """Return the facts that one training forward of the job's example and its loss, on the CPU, show of its model."""
     model, part, (x, y) = job.model, job.part, job.example
-    observer, order, handles = _Observer(model), [], []
+    names = {id(t): name for name, t in [*model.named_parameters(), *model.named_buffers()]}
+    stages: Dict[str, Set[int]] = {}  # that use each weight
+    ungraded, running, order = set(), ["the loss"], [0]  # running: modules, the innermost last
+
+    def call(func: Any, args: Any, kwargs: Any) -> Any:
+        name, inputs = getattr(func, "__name__", str(func)), _list_tensors((args, kwargs))
+        for tensor in inputs:
+            if id(tensor) in names:
+                stages.setdefault(names[id(tensor)], set()).add(order[-1])
+        without_gradient = not torch.is_grad_enabled() and name not in _SHAPE_ONLY
+        loses_gradient = without_gradient and any(t.requires_grad for t in inputs)
+        result = func(*args, **kwargs)
+        if loses_gradient and any(t.is_floating_point() for t in _list_tensors(result)):
+            ungraded.add(f"{name} in {running[-1]}")
+        return result
+
+    def enter(name: str) -> None:
+        running.append(name or "model")
+        if name in part.begins:
+            order.append(part.begins[name])
+
+    handles = []
     for name, module in model.named_modules():
-
-        def enter(module: nn.Module, inputs: Any, name: str = name) -> None:
-            observer.modules.append(name or "model")
-            if name in part.begins:
-                observer.stage = part.begins[name]
-                order.append(observer.stage)
-
-        handles.append(module.register_forward_pre_hook(enter))
-        handles.append(module.register_forward_hook(lambda *_: observer.modules.pop() and None))
+        handles.append(module.register_forward_pre_hook(lambda *_, name=name: enter(name)))  # type: ignore[misc]
+        handles.append(module.register_forward_hook(lambda *_: running.pop() and None))
     before = {name: (t, t.clone()) for name, t in model.named_buffers()}
     try:
         with torch.enable_grad(), torch.random.fork_rng(devices=[]), buffers_restored(model):
-            with FunctionWatch(observer.call):
+            with FunctionWatch(call):
                 loss = job.loss(model(x.clone()), y)
             now = dict(model.named_buffers())
             moving = [name for name, (t, old) in before.items() if now[name] is not t or not torch.equal(t, old)]
@@ -103,8 +90,8 @@ def observe_model(job: Job) -> ModelFacts:
     assert job.updates_per_epoch is not None, "data without a length is refused before"
     return ModelFacts(
         stages=len(part),
-        shared={name: sorted(stages) for name, stages in observer.stages.items() if len(stages) > 1},
-        order=order,
+        shared={name: sorted(users) for name, users in stages.items() if len(users) > 1},
+        order=order[1:],
         empty=sorted(set(range(1, len(part))) - set(part.begins.values())),
         written=[name for name in moving if before[name][0].is_floating_point()],
         optimizer=(get_kind(job.optimizer), job.optimizer.param_groups),
@@ -112,10 +99,14 @@ def observe_model(job: Job) -> ModelFacts:
         updates_per_epoch=job.updates_per_epoch,
         counters=[name for name in moving if not before[name][0].is_floating_point() and not _is_counted(model, name)],
         functions=functions,
-        ungraded=[] if functions else sorted(set(observer.ungraded)),  # autograd runs their forwards without a gradient
+        ungraded=[] if functions else sorted(ungraded),  # autograd runs their forwards without a gradient
         biased_convolutions=[name for name, m in model.named_modules() if isinstance(m, _ConvNd) and m.bias is not None],
         input_type=x.dtype,
     )
+
+
+def _list_tensors(nest: Any) -> List[torch.Tensor]:
+    return [value for value in tree_flatten(nest)[0] if isinstance(value, torch.Tensor)]
 
 
 def _is_counted(model: nn.Module, name: str) -> bool:
@@ -128,7 +119,7 @@ def _is_counted(model: nn.Module, name: str) -> bool:
 def _find_functions(loss: torch.Tensor) -> Iterator[str]:
     """Yield the names of the torch.autograd.Function classes through which the loss's gradient flows."""
     waiting: List[Any] = [loss.grad_fn]
-    seen = {None}
+    seen: Set[Any] = {None}
     while waiting:
         node = waiting.pop()
         if node not in seen:

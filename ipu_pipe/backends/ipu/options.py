@@ -5,7 +5,8 @@ Source: PopTorch, branch sdk-release-3.4 (poptorch/python/options.py). Not run o
 
 from __future__ import annotations
 
-from typing import Any, Optional
+from operator import attrgetter
+from typing import Any, Dict, Optional
 
 from ipu_pipe.backends.ipu.config import LOCATIONS, IpuConfig, TensorLocations
 from ipu_pipe.backends.ipu.placement import PIPELINED, Placement, get_execution
@@ -24,6 +25,7 @@ def make_options(
     set replicas and processes. `ipu_id`: of gc-info, None for any device. `accumulation`: microbatches of an update, None for the
     config's."""
     import poptorch  # only here
+    import torch
 
     ipu, execution = config.ipu, get_execution(method)
     assert execution is not None, "a config with a method that no row says runs is refused"
@@ -35,24 +37,53 @@ def make_options(
             options.useIpuId(ipu_id)
     stages = [poptorch.Stage(*map(name_stage, stages)).ipu(index) for index, stages in place.runs]
     options.setExecutionStrategy(getattr(poptorch, execution)(*stages))
-    options.autoRoundNumIPUs(ipu.auto_round_num_ipus)
-    options.broadcastBuffers(ipu.broadcast_buffers)
-    options.logCycleCount(ipu.log_cycle_count)
-    options.modelName(TRAINING if training else INFERENCE)
-    options.randomSeed(seed)
     is_pipeline = execution == PIPELINED
+    is_split = is_pipeline and place.ipus > 1
+    # a pipeline recomputes unless told not to
+    mode = "standard" if ipu.recomputation == "auto" and config.recompute and not is_split else ipu.recomputation
+    settings = {
+        "autoRoundNumIPUs": ipu.auto_round_num_ipus,
+        "broadcastBuffers": ipu.broadcast_buffers,
+        "logCycleCount": ipu.log_cycle_count,
+        "modelName": TRAINING if training else INFERENCE,
+        "randomSeed": seed,
+        "Precision.setPartialsType": {"float": torch.float, "half": torch.half}[ipu.partials],
+        # PopTorch advises against stochastic rounding in inference
+        "Precision.enableStochasticRounding": ipu.stochastic_rounding and training,
+        "Precision.enableFloatingPointExceptions": ipu.floating_point_exceptions or None,
+        "enableStableNorm": ipu.stable_norm or None,
+        "setAvailableMemoryProportion": _share_memory(ipu.available_memory_proportion, place.ipus),
+        "useOfflineIpuTarget": ipu.offline_target,
+        "connectionType": find_member(poptorch.ConnectionType, ipu.connection_type) if ipu.offline_target is None else None,
+        "useIpuModel": ipu.use_ipu_model or None,
+        "syncPattern": find_member(poptorch.SyncPattern, ipu.sync_pattern),
+        "showCompilationProgressBar": ipu.progress_bar,
+        "enableSyntheticData": ipu.synthetic_data or None,
+        "enableExecutableCaching": ipu.executable_cache,
+        "TensorLocations.numIOTiles": ipu.tensor_locations.num_io_tiles,
+        "_Popart.setEngineOptions": _make_engine_options(ipu) or None,
+    }
+    popart = {"defaultPrefetchBufferingDepth": ipu.prefetch_buffering_depth}
+    if ipu.convolution_dithering:
+        # with setPartialsType's own, which setConvolutionDithering would replace
+        popart["convolutionOptions"] = {"partialsType": ipu.partials, "enableConvDithering": "true"}
     if training:
-        _set_training(options, ipu, accumulation or config.gradient_accumulation)
-        _set_recomputation(options, ipu.recomputation, config.recompute, is_pipeline and place.ipus > 1)
+        settings.update(_list_training_settings(ipu, accumulation or config.gradient_accumulation))
+        popart["autoRecomputation"] = RECOMPUTATION.get(mode)
+        popart["explicitRecomputation"] = (mode in ("standard", "recompute_all") and not is_split) or None
+        period = [ipu.output_return_period] if ipu.output_mode == "every_n" else []
+        options.outputMode(find_member(poptorch.OutputMode, ipu.output_mode), *period)
     else:
         # an evaluation's call has as many microbatches as keep the stages busy, unless the config says otherwise
-        options.deviceIterations(ipu.inference_device_iterations or (place.forward_stages if is_pipeline else 1))
+        settings["deviceIterations"] = ipu.inference_device_iterations or (place.forward_stages if is_pipeline else 1)
         options.outputMode(poptorch.OutputMode.All)
-    _set_numbers(options, ipu, place.ipus, training)
-    _set_locations(options, ipu.tensor_locations, training)
-    _set_target(options, ipu)
-    for name, value in ipu.popart_options.items():
+    for name, value in settings.items():
+        if value is not None:
+            attrgetter(name)(options)(value)
+    chosen = {name: value for name, value in popart.items() if value is not None}
+    for name, value in {**chosen, **ipu.popart_options}.items():
         options._Popart.set(name, value)
+    _set_locations(options, ipu.tensor_locations, training)
     return options
 
 
@@ -66,46 +97,32 @@ def name_stage(stage: int) -> str:
     return f"stage{stage}"
 
 
-def _set_training(options: Any, ipu: IpuConfig, accumulation: int) -> None:
+def _list_training_settings(ipu: IpuConfig, accumulation: int) -> Dict[str, Any]:
     import poptorch
 
-    options.deviceIterations(ipu.device_iterations)
-    options.Training.gradientAccumulation(accumulation)
-    options.Training.accumulationAndReplicationReductionType(poptorch.ReductionType.Mean)
     strategy = find_member(poptorch.MeanReductionStrategy, ipu.mean_reduction_strategy)
-    options.Training.setMeanAccumulationAndReplicationReductionStrategy(strategy)
-    if ipu.automatic_loss_scaling:
-        options.Training.setAutomaticLossScaling(True)
-    period = [ipu.output_return_period] if ipu.output_mode == "every_n" else []
-    options.outputMode(find_member(poptorch.OutputMode, ipu.output_mode), *period)
+    return {
+        "deviceIterations": ipu.device_iterations,
+        "Training.gradientAccumulation": accumulation,
+        "Training.accumulationAndReplicationReductionType": poptorch.ReductionType.Mean,
+        "Training.setMeanAccumulationAndReplicationReductionStrategy": strategy,
+        "Training.setAutomaticLossScaling": ipu.automatic_loss_scaling or None,
+    }
 
 
-def _set_recomputation(options: Any, mode: str, recompute: bool, is_pipeline: bool) -> None:
-    if mode == "auto" and recompute and not is_pipeline:
-        mode = "standard"  # a pipeline recomputes unless told not to
-    if mode != "auto":
-        options._Popart.set("autoRecomputation", RECOMPUTATION[mode])
-        if not is_pipeline and mode in ("standard", "recompute_all"):
-            options._Popart.set("explicitRecomputation", True)
+def _share_memory(share: Any, ipus: int) -> Optional[Dict[str, float]]:
+    shares = share if isinstance(share, list) else [share] * ipus
+    return None if share is None else {f"IPU{index}": float(one) for index, one in enumerate(shares)}
 
 
-def _set_numbers(options: Any, ipu: IpuConfig, ipus: int, training: bool) -> None:
-    import torch
-
-    options.Precision.setPartialsType({"float": torch.float, "half": torch.half}[ipu.partials])
-    # PopTorch advises against stochastic rounding in inference
-    options.Precision.enableStochasticRounding(ipu.stochastic_rounding and training)
-    if ipu.floating_point_exceptions:
-        options.Precision.enableFloatingPointExceptions(True)
-    if ipu.stable_norm:
-        options.enableStableNorm(True)
-    if ipu.convolution_dithering:
-        partials = {"partialsType": ipu.partials}  # setPartialsType's own, which setConvolutionDithering would replace
-        options._Popart.set("convolutionOptions", {**partials, "enableConvDithering": "true"})
-    share = ipu.available_memory_proportion
-    if share is not None:
-        shares = share if isinstance(share, list) else [share] * ipus
-        options.setAvailableMemoryProportion({f"IPU{index}": float(one) for index, one in enumerate(shares)})
+def _make_engine_options(ipu: IpuConfig) -> Dict[str, str]:
+    """Return Poplar's engine options: merged, since setEngineOptions replaces the whole map."""
+    report, folder = {}, ipu.profile.directory
+    if folder is not None:
+        report = {"debug.allowOutOfMemory": "true", "autoReport.all": "true", "autoReport.directory": folder}
+    if report and ipu.profile.blocks is not None:
+        report["profiler.blocks.filter"] = ipu.profile.blocks
+    return {**report, **ipu.engine_options}
 
 
 SETTERS = {
@@ -122,8 +139,6 @@ def _set_locations(options: Any, locations: TensorLocations, training: bool) -> 
     """Place the tensors of each class; inference has no optimizer, accumulators or sharding."""
     import poptorch
 
-    if locations.num_io_tiles is not None:
-        options.TensorLocations.numIOTiles(locations.num_io_tiles)
     for name in LOCATIONS if training else ("activation", "weight"):
         wanted = getattr(locations, name).model_dump(exclude_defaults=True)
         if not wanted:
@@ -133,32 +148,3 @@ def _set_locations(options: Any, locations: TensorLocations, training: bool) -> 
             if training or key != "replicated_tensor_sharding":
                 getattr(settings, SETTERS[key])(value)
         getattr(options.TensorLocations, f"set{name.capitalize()}Location")(settings)
-
-
-def _set_target(options: Any, ipu: IpuConfig) -> None:
-    """Choose the device, what runs beside the graph, and Poplar's engine options: merged here, since setEngineOptions replaces
-    the whole map."""
-    import poptorch
-
-    if ipu.offline_target is not None:
-        options.useOfflineIpuTarget(ipu.offline_target)
-    else:
-        options.connectionType(find_member(poptorch.ConnectionType, ipu.connection_type))
-    if ipu.use_ipu_model:
-        options.useIpuModel(True)
-    options.syncPattern(find_member(poptorch.SyncPattern, ipu.sync_pattern))
-    options.showCompilationProgressBar(ipu.progress_bar)
-    if ipu.synthetic_data:
-        options.enableSyntheticData(True)
-    if ipu.prefetch_buffering_depth is not None:
-        options._Popart.set("defaultPrefetchBufferingDepth", ipu.prefetch_buffering_depth)
-    if ipu.executable_cache is not None:
-        options.enableExecutableCaching(ipu.executable_cache)
-    engine, folder = dict(ipu.engine_options), ipu.profile.directory
-    if folder is not None:
-        report = {"debug.allowOutOfMemory": "true", "autoReport.all": "true", "autoReport.directory": folder}
-        if ipu.profile.blocks is not None:
-            report["profiler.blocks.filter"] = ipu.profile.blocks
-        engine = {**report, **engine}
-    if engine:
-        options._Popart.setEngineOptions(engine)
