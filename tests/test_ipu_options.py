@@ -3,9 +3,7 @@ for pods. Nothing here ran on an IPU."""
 
 from __future__ import annotations
 
-import functools
 import json
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Dict, List, Tuple
@@ -15,21 +13,20 @@ import torch
 
 from ipu_pipe.backends.ipu import options, refusals, wrapping
 from ipu_pipe.backends.ipu.config import IpuConfig
-from ipu_pipe.backends.ipu.model_facts import ModelFacts, observe_model
+from ipu_pipe.backends.ipu.model_facts import ModelFacts
 from ipu_pipe.backends.ipu.options import RECOMPUTATION
 from ipu_pipe.backends.ipu.placement import PIPELINED, Placement, get_execution, place_stages
 from ipu_pipe.backends.ipu.refusals import check_method
 from ipu_pipe.backends.table import make_engine
 from ipu_pipe.config.compare import dump_config
 from ipu_pipe.config.load import configure, load_config
-from ipu_pipe.config.yaml_files import read_yaml
 from ipu_pipe.errors import BadInput
 from ipu_pipe.run.build import build
 from ipu_pipe.schedule.methods import METHODS, DefaultAccumulate, Method, Pipeline, Reads, resolve_method
+from tests.support.ipu_runs import PODS
+from tests.support.runs import ROOT, list_faults
 
 pytest_plugins = ["poptorch_double"]  # the fixture `poptorch`
-ROOT = Path(__file__).resolve().parents[1]
-PODS = sorted(path for path in (ROOT / "configs" / "pod").glob("pod*.yaml"))
 
 
 def config(ipu: Any = None, **keys: Any) -> Any:
@@ -50,9 +47,7 @@ def make_options(settings: Any, *others: Any, **more: Any) -> Any:
 
 
 def faults(ipu: Any = None, **keys: Any) -> List[str]:
-    with pytest.raises(BadInput) as caught:
-        config(ipu, **keys)
-    return [fault.replace("configure: ", "") for fault in caught.value.faults]
+    return [fault.replace("configure: ", "") for fault in list_faults(config, ipu, **keys)]
 
 
 # ---- refusals from the config alone: key and value that are named, backend.ipu, other keys
@@ -355,7 +350,7 @@ def test_there_is_a_config_for_every_pod_depth_and_way() -> None:
         for depth in (18, 34, 50, 101)
         for how in ("pipelined", "local")
     }
-    assert names == wanted | {"pod4_resnet50_decoupled"}
+    assert names == wanted | {"pod4_resnet50_decoupled", "graphcore_pod16_resnet50"}
 
 
 def test_graphcores_own_recipe_is_a_config() -> None:
@@ -366,53 +361,6 @@ def test_graphcores_own_recipe_is_a_config() -> None:
         assert stated.replicas == replicas and batch == {16: 16416, 64: 16128}[replicas]
     assert stated.ipu.use_combined_accum and stated.ipu.tensor_locations.optimizer.on_chip is None
     assert stated.model.args["norm"] == "batch" and stated.evaluate.every == 0  # evaluated after training
-
-
-@functools.lru_cache(maxsize=None)
-def built(raw: str) -> Any:
-    """The job of a config in JSON, built once for all pods that differ in batch and replicas alone."""
-    return build(configure(**json.loads(raw)))
-
-
-@pytest.mark.parametrize("path", PODS, ids=lambda path: str(path.stem))
-def test_a_pods_config_passes_all_checks_that_need_no_hardware(
-    path: Path, poptorch: Any, monkeypatch: Any, tmp_path: Path
-) -> None:
-    """Small images in the place of ImageNet's; compiled on a double with as many IPUs as the pod has, all of which "
-    "it uses."""
-    pod = int(re.match(r"pod(\d+)_", path.stem).group(1))  # type: ignore[union-attr]
-    stated = load_config(path)
-    assert stated.data.name == "image_folder" and stated.precision == "16.16" and stated.epochs == 90
-    batch = stated.micro_batch_size * stated.gradient_accumulation * stated.replicas
-    assert stated.optimizer.lr == pytest.approx(0.1 * batch / 256)
-    raw = read_yaml(path)
-    raw["data"] = {"name": "synthetic", "shape": [3, 32, 32], "classes": 1000, "subset": 65536, "test_subset": 8}
-    raw["data"]["bytes"] = stated.data.bytes
-    raw["steps"] = 1
-    raw["backend"]["ipu"].update(data_loading={"mode": "sync"}, executable_cache=str(tmp_path))
-    monkeypatch.setenv("POPTORCH_DOUBLE_IPUS", str(pod))
-    del raw["lr_schedule"], raw["optimizer"]["lr"]
-    small = {**raw, "micro_batch_size": 1, "replicas": 1, "gradient_accumulation": 16}
-    small["backend"] = {"name": "poptorch", "ipu": {"local": raw["backend"]["ipu"].get("local", "fused")}}
-    job = replace(built(json.dumps(small, sort_keys=True)), config=configure(**raw))
-    assert len(job.part) == stated.stages
-    if stated.backend.ipu.local == "decoupled":
-        assert stated.backend.ipu.ipu_ids == [0, 1, 2, 3] and "4 blocks on 4 IPUs" in job.note
-        return
-    assert len(job.part) * stated.replicas == pod
-    if stated.replicas > 2:  # the same graph as the smaller pod's
-        assert refuses(job.config, observe_model(job)) == []
-        make_options(job.config, place_stages(stated.backend.ipu, len(job.part)), True, 0)
-        return
-    engine = make_engine(job, 0)
-    engine.executors.training.compile(*engine.calls[0])  # type: ignore[attr-defined]
-    made = poptorch.recorded.compilations[0]
-    assert (
-        made.ipus == pod and made.forward_stages == stated.stages and made.micro_batch[0][0] == stated.micro_batch_size
-    )
-    assert made.options["location_optimizer"]["onChip"] == 0 and made.options["cachePath"] == str(tmp_path)
-    assert poptorch.recorded.runs == []
-    engine.abort()
 
 
 @pytest.mark.parametrize("name", ["resnet34_ipu4", "resnet34_ipu8", "resnet50_ipu4", "resnet50_ipu8", "resnet101_ipu8"])

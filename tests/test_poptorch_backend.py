@@ -10,11 +10,10 @@ import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Callable, Dict, List, Optional
+from typing import Any, Callable, Dict, List
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import nn
 
 from ipu_pipe.backends.ipu import backend as row
@@ -22,7 +21,7 @@ from ipu_pipe.backends.ipu import engine as ipu_engine
 from ipu_pipe.backends.ipu.feed import convert_input, convert_label
 from ipu_pipe.backends.ipu.optimizer import import_state
 from ipu_pipe.cli import train as tool
-from ipu_pipe.config.load import configure, load_config
+from ipu_pipe.config.load import load_config
 from ipu_pipe.data.batches import TensorData
 from ipu_pipe.errors import BadInput, RunFault, run_command
 from ipu_pipe.run import loop
@@ -30,74 +29,35 @@ from ipu_pipe.run.build import build
 from ipu_pipe.run.callbacks import Callback
 from ipu_pipe.run.train import check, train
 from tests import forked
-from tests.staged_models import MODELS, TIED, Odd, Skipping, whole
+from tests.staged_models import Odd
+from tests.support.ipu_runs import SGD, Source, make_config, make_model, run
+from tests.support.runs import (
+    DIGITS,
+    ROOT,
+    assert_close,
+    assert_close_losses,
+    assert_same,
+    assert_same_weights,
+    list_faults,
+    read_column,
+    read_json,
+    read_metrics,
+    read_summary,
+    read_weights,
+)
 
 pytest_plugins = ["poptorch_double"]  # the fixture `poptorch`
-ROOT = Path(__file__).resolve().parents[1]
 DOUBLE = str(ROOT / "tests" / "poptorch_double" / "path")
-DIGITS = str(ROOT / "configs" / "mlp_digits.yaml")
-Weights = Dict[str, torch.Tensor]
-
-
-# ---- small runs
-
-
-def data(seed: int = 5) -> TensorData:
-    generator = torch.Generator().manual_seed(seed)
-    x, y = torch.randn(700, 12, generator=generator), torch.randint(0, 4, (700,), generator=generator)
-    return TensorData((x[:650], y[:650]), (x[650:], y[650:]), seed)
-
-
-def model(name: str) -> nn.Module:
-    with torch.random.fork_rng():
-        torch.manual_seed(3)
-        return Skipping() if name == "skipping" else whole({**MODELS, **TIED}[name]())
-
-
-def config(method: str = "gpipe", on: str = "emulator", ipu: Any = None, **keys: Any) -> Any:
-    """Six updates of 16 microbatches of 2 samples."""
-    section: Dict[str, Any] = {"name": on}
-    if on == "poptorch":
-        section["ipu"] = ipu or {}
-    base = {
-        "micro_batch_size": 2, "gradient_accumulation": 16, "steps": 6, "optimizer": SGD,
-        "log": {"every": 1, "tensorboard": False}, "checkpoint": {"every": 2, "keep": 9},
-    }  # fmt: skip
-    return configure(method=method, backend=section, **{**base, **keys})
-
-
 EVALUATION = 7  # calls: 50 test samples, 8 a call on 4 stages
-SGD = {"name": "sgd", "lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}
 PLAIN = {"name": "sgd", "lr": 0.05}
-
-
-def run(settings: Any, out: Path, name: str = "residual", **keys: Any) -> Dict[str, Any]:
-    keys = {"model": model(name), "data": data(), "overwrite": not keys.get("resume"), "quiet": True, **keys}
-    return train(settings, out, **keys)
-
-
-def weights(out: Path, step: Optional[int] = None) -> Weights:
-    newest = max((out / "checkpoints").iterdir(), key=lambda p: int(p.name.split("-")[1]))
-    return load_file((newest if step is None else out / "checkpoints" / f"step-{step}") / "model.safetensors")
-
-
-def losses(out: Path) -> List[float]:
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [line["train_loss"] for line in lines if "train_loss" in line]
-
-
-def assert_same(a: Weights, b: Weights) -> None:
-    assert a.keys() == b.keys()
-    for name in a:
-        assert a[name].dtype == b[name].dtype and torch.equal(a[name], b[name]), name
 
 
 def both(tmp_path: Path, method: str = "gpipe", name: str = "residual", ipu: Any = None, **keys: Any) -> Any:
     """The same run by the emulator and on the double: equal in weights, close in what is measured of them."""
-    ours = run(config(method, "poptorch", ipu, **keys), tmp_path / "ipu", name)
-    theirs = run(config(method, **{**keys, "precision": "float32"}), tmp_path / "emulator", name)
-    assert_same(weights(tmp_path / "ipu"), weights(tmp_path / "emulator"))
-    assert losses(tmp_path / "ipu") == pytest.approx(losses(tmp_path / "emulator"), rel=1e-6)
+    ours = run(make_config(method, "poptorch", ipu, **keys), tmp_path / "ipu", name)
+    theirs = run(make_config(method, **{**keys, "precision": "float32"}), tmp_path / "emulator", name)
+    assert_same_weights(tmp_path / "ipu", tmp_path / "emulator")
+    assert_close_losses(tmp_path / "ipu", tmp_path / "emulator", 1e-6)
     for when in ("initial", "final"):
         assert ours[when] == pytest.approx(theirs[when], rel=1e-5)
     return ours, theirs
@@ -148,8 +108,8 @@ def test_a_rate_that_changes_at_an_evaluation_reaches_the_device(tmp_path: Path,
         shutil.rmtree(newest)
         (tmp_path / folder / "summary.json").unlink()
         on = "poptorch" if folder == "ipu" else "emulator"
-        run(config(on=on, **how), tmp_path / folder, "mlp", resume=True)
-    assert_same(weights(tmp_path / "ipu"), weights(tmp_path / "emulator"))
+        run(make_config(on=on, **how), tmp_path / folder, "mlp", resume=True)
+    assert_same_weights(tmp_path / "ipu", tmp_path / "emulator")
 
 
 @pytest.mark.parametrize("played", [False, True])
@@ -163,24 +123,19 @@ def test_the_updates_of_a_call_have_the_rate_of_its_first(tmp_path: Path, poptor
         return hold(k) if k % 2 == 0 else 7.0
 
     if not played:
-        run(config(on="poptorch", ipu={"device_iterations": 2}, lr_schedule=COSINE), tmp_path / "cosine", "mlp")
-        whole = config(lr_schedule=COSINE)
-        rates = [build(whole, model("mlp"), data()).rate(k) for k in (0, 0, 2, 2, 4, 4)]
-        assert logged_rates(tmp_path / "cosine") == rates and len(set(rates)) > 1
+        run(make_config(on="poptorch", ipu={"device_iterations": 2}, lr_schedule=COSINE), tmp_path / "cosine", "mlp")
+        whole = make_config(lr_schedule=COSINE)
+        rates = [build(whole, make_model("mlp"), Source()).rate(k) for k in (0, 0, 2, 2, 4, 4)]
+        assert read_column(tmp_path / "cosine", "lr") == rates and len(set(rates)) > 1
         return
     for on, ipu, factor in (("poptorch", {"device_iterations": 2}, move), ("emulator", None, hold)):
 
         def schedule(optimizer: Any, factor: Any = factor) -> Any:
             return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
-        run(config(on=on, ipu=ipu), tmp_path / on, "mlp", lr_scheduler=schedule)
-    assert_same(weights(tmp_path / "poptorch"), weights(tmp_path / "emulator"))
-    assert logged_rates(tmp_path / "poptorch") == logged_rates(tmp_path / "emulator")
-
-
-def logged_rates(out: Path) -> List[float]:
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [line["lr"] for line in lines if "lr" in line]
+        run(make_config(on=on, ipu=ipu), tmp_path / on, "mlp", lr_scheduler=schedule)
+    assert_same_weights(tmp_path / "poptorch", tmp_path / "emulator")
+    assert read_column(tmp_path / "poptorch", "lr") == read_column(tmp_path / "emulator", "lr")
 
 
 class Versioned(nn.Sequential):
@@ -198,7 +153,7 @@ def test_a_model_that_needs_its_version_in_a_state_dict_trains(tmp_path: Path, p
     torch.manual_seed(3)
     own = Versioned(nn.Linear(12, 8), nn.Linear(8, 4))
     before = own[0].weight.clone()
-    run(config(on="poptorch", steps=2, stages=2), tmp_path / "ipu", model=own)
+    run(make_config(on="poptorch", steps=2, stages=2), tmp_path / "ipu", model=own)
     assert not torch.equal(own[0].weight, before)
 
 
@@ -216,8 +171,8 @@ class ByClass(nn.Module):
 def test_a_loss_with_a_tensor_of_its_own_is_on_every_block(tmp_path: Path, poptorch: Any) -> None:
     weighted = ByClass()
     for folder, on in (("ipu", "poptorch"), ("emulator", "emulator")):
-        run(config("local_greedy", on, steps=2), tmp_path / folder, "mlp", loss=weighted)
-    assert_same(weights(tmp_path / "ipu"), weights(tmp_path / "emulator"))
+        run(make_config("local_greedy", on, steps=2), tmp_path / folder, "mlp", loss=weighted)
+    assert_same_weights(tmp_path / "ipu", tmp_path / "emulator")
 
 
 def test_labels_stay_in_float32() -> None:
@@ -239,30 +194,29 @@ def test_weights_are_the_emulators_to_the_bit(poptorch: Any, tmp_path: Path, cas
 def test_an_accumulation_that_is_no_power_of_two_is_close(poptorch: Any, tmp_path: Path) -> None:
     """PopTorch divides the sum, the emulator every loss."""
     for on in ("emulator", "poptorch"):
-        run(config(on=on, gradient_accumulation=7), tmp_path / on, "mlp")
-    a, b = (weights(tmp_path / on) for on in ("emulator", "poptorch"))
+        run(make_config(on=on, gradient_accumulation=7), tmp_path / on, "mlp")
+    a, b = (read_weights(tmp_path / on) for on in ("emulator", "poptorch"))
     assert not all(torch.equal(a[name], b[name]) for name in a)
-    for name in a:
-        assert torch.allclose(a[name], b[name], atol=1e-6)
+    assert_close(a, b, 1e-6)
 
 
 def test_output_modes_report_the_same_losses_but_for_final(poptorch: Any, tmp_path: Path) -> None:
     found = {}
     for mode in ("all", "sum", "final"):
-        run(config(on="poptorch", ipu={"output_mode": mode}), tmp_path / mode, "mlp")
-        found[mode] = losses(tmp_path / mode)
+        run(make_config(on="poptorch", ipu={"output_mode": mode}), tmp_path / mode, "mlp")
+        found[mode] = read_column(tmp_path / mode, "train_loss")
     assert found["sum"] == pytest.approx(found["all"], rel=1e-6)
     assert found["final"] != pytest.approx(found["all"], rel=1e-3)
-    assert_same(weights(tmp_path / "all"), weights(tmp_path / "final"))
+    assert_same_weights(tmp_path / "all", tmp_path / "final")
 
 
 @pytest.mark.parametrize("precision", ["16.16", "16.32"])
 def test_half_precision_ends_in_a_float32_model(poptorch: Any, tmp_path: Path, precision: str) -> None:
-    run(config(), tmp_path / "float32", "mlp")
-    run(config(on="poptorch", precision=precision, ipu={"loss_scaling": 128.0}), tmp_path / "half", "mlp")
-    held = weights(tmp_path / "half")["0.0.weight"]
+    run(make_config(), tmp_path / "float32", "mlp")
+    run(make_config(on="poptorch", precision=precision, ipu={"loss_scaling": 128.0}), tmp_path / "half", "mlp")
+    held = read_weights(tmp_path / "half")["0.0.weight"]
     assert held.dtype == torch.float32
-    assert losses(tmp_path / "half") == pytest.approx(losses(tmp_path / "float32"), rel=2e-3)
+    assert_close_losses(tmp_path / "half", tmp_path / "float32", 2e-3)
     assert torch.equal(held, held.half().float()) == (precision == "16.16")
     compiled = next(c for c in poptorch.recorded.compilations if c.training)
     assert compiled.optimizer["variables"]["loss_scaling"][0] == 128.0
@@ -278,7 +232,7 @@ def compilation(poptorch: Any, training: bool = True) -> Any:
 
 
 def test_stages_blocks_and_the_loss_are_laid_out_as_the_model_says(poptorch: Any, tmp_path: Path) -> None:
-    run(config(on="poptorch"), tmp_path, "mlp")
+    run(make_config(on="poptorch"), tmp_path, "mlp")
     made = compilation(poptorch)
     assert made.strategy == "PipelinedExecution" and made.forward_stages == 4 and made.ipus == 4
     assert made.stages == {0: 0, 1: 1, 2: 2, 3: 3}
@@ -291,40 +245,40 @@ def test_stages_blocks_and_the_loss_are_laid_out_as_the_model_says(poptorch: Any
 
 
 def test_local_losses_are_computed_where_their_blocks_are(poptorch: Any, tmp_path: Path) -> None:
-    run(config("local_greedy", on="poptorch"), tmp_path, "mlp")
+    run(make_config("local_greedy", on="poptorch"), tmp_path, "mlp")
     made = compilation(poptorch)
     assert [(loss.function, loss.ipu) for loss in made.losses] == [
         *[("cross_entropy", ipu) for ipu in range(4)], ("identity_loss", 3),
     ]  # fmt: skip
     heads = {name: ipu for name, ipu in made.parameters.items() if "heads" in name}
     assert heads == {f"body.heads.{i}.{kind}": i for i in range(3) for kind in ("weight", "bias")}
-    assert json.loads((tmp_path / "summary.json").read_text())["blocks"][0]["test_loss"] is not None
+    assert read_summary(tmp_path)["blocks"][0]["test_loss"] is not None
 
 
 def test_rates_reach_the_ipu_when_they_change(poptorch: Any, tmp_path: Path) -> None:
-    run(config(on="poptorch"), tmp_path, "mlp")
+    run(make_config(on="poptorch"), tmp_path, "mlp")
     assert "PoplarExecutor.setOptimizer" not in poptorch.recorded.names()
-    run(config(on="poptorch", lr_schedule={"name": "linear"}), tmp_path, "mlp")
+    run(make_config(on="poptorch", lr_schedule={"name": "linear"}), tmp_path, "mlp")
     assert poptorch.recorded.names().count("PoplarExecutor.setOptimizer") == 5
 
 
 def test_a_small_pod_is_shared_by_training_and_evaluation(poptorch: Any, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("POPTORCH_DOUBLE_IPUS", "4")
-    run(config(on="poptorch"), tmp_path / "shared", "mlp")
+    run(make_config(on="poptorch"), tmp_path / "shared", "mlp")
     with pytest.raises(RunFault, match=r"poptorch_cpp_error: Failed to acquire 4 IPU\(s\).*gc-info"):
-        run(config(on="poptorch", ipu={"detach_for_evaluation": False}), tmp_path / "both", "mlp")
+        run(make_config(on="poptorch", ipu={"detach_for_evaluation": False}), tmp_path / "both", "mlp")
     monkeypatch.setenv("POPTORCH_DOUBLE_IPUS", "8")
-    run(config(on="poptorch", ipu={"detach_for_evaluation": False}), tmp_path / "both", "mlp")
-    assert_same(weights(tmp_path / "shared"), weights(tmp_path / "both"))
-    one, other = (json.loads((tmp_path / name / "summary.json").read_text()) for name in ("shared", "both"))
+    run(make_config(on="poptorch", ipu={"detach_for_evaluation": False}), tmp_path / "both", "mlp")
+    assert_same_weights(tmp_path / "shared", tmp_path / "both")
+    one, other = (read_summary(tmp_path / name) for name in ("shared", "both"))
     assert one["final"] == other["final"]
 
 
 def test_times_cycles_and_profiles_are_told(poptorch: Any, tmp_path: Path) -> None:
     profile = {"directory": str(tmp_path / "profile"), "blocks": "stage.*"}
     ipu = {"log_cycle_count": True, "profile": profile, "engine_options": {"debug.instrument": "true"}}
-    summary = run(config(on="poptorch", ipu=ipu), tmp_path / "run", "mlp")
-    told = json.loads((tmp_path / "run" / "ipu.json").read_text())
+    summary = run(make_config(on="poptorch", ipu=ipu), tmp_path / "run", "mlp")
+    told = read_json(tmp_path / "run" / "ipu.json")
     assert told["pipeline_cycles_an_update"] == 16 + 2 * 4 - 2 and told["cycles_of_the_last_call"] == 22000
     assert summary["planned_utilization"] == told["full_cycles_share"] == 16 / 22
     assert told["latency_seconds"]["round_trip"] > told["latency_seconds"]["compute"] > 0
@@ -358,9 +312,9 @@ def test_the_first_call_is_the_warm_up_and_its_updates_share_its_time(
 
     monkeypatch.setattr(sys.modules["poptorch._executor"], "PoplarExecutor", Clocked)
     monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    summary = run(config(on="poptorch", ipu={"device_iterations": 2}), tmp_path, "mlp")
+    summary = run(make_config(on="poptorch", ipu={"device_iterations": 2}), tmp_path, "mlp")
     assert summary["throughput_samples_per_second"] == 4 * 32 / 2
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    lines = read_metrics(tmp_path)
     assert [line["samples_per_second"] for line in lines if "train_loss" in line] == [32 / 50] * 2 + [64.0] * 4
 
 
@@ -381,10 +335,10 @@ def test_callbacks_see_the_newest_weights_or_none(poptorch: Any, tmp_path: Path)
 
         on_end = on_checkpoint
 
-    run(config(on="poptorch", evaluate={"every": 0.3}), tmp_path, callbacks=[Watch()], model=model("mlp"))
+    run(make_config(on="poptorch", evaluate={"every": 0.3}), tmp_path, callbacks=[Watch()], model=make_model("mlp"))
     assert seen["step"] == [None] * 6 and [step for step, _ in seen["at rest"]] == [2, 4, 6, 6, 6]
     for step, held in seen["at rest"]:
-        assert_same(held, weights(tmp_path, step))
+        assert_same(held, read_weights(tmp_path, step))
 
 
 # ---- resuming
@@ -392,34 +346,33 @@ def test_callbacks_see_the_newest_weights_or_none(poptorch: Any, tmp_path: Path)
 
 @pytest.mark.parametrize("optimizer", [SGD, ADAM, PLAIN])
 def test_a_resumed_run_ends_with_the_same_weights(poptorch: Any, tmp_path: Path, optimizer: Any) -> None:
-    straight = config(on="poptorch", optimizer=optimizer)
+    straight = make_config(on="poptorch", optimizer=optimizer)
     run(straight, tmp_path / "straight", "mlp")
     poptorch.recorded.fail(
         "execute", EVALUATION + 5, poptorch.UnrecoverableError("broken", "poplar_unrecoverable_error")
     )
     with pytest.raises(RunFault, match="update 4: poplar_unrecoverable_error: broken"):
         run(straight, tmp_path / "resumed", "mlp")
-    other = config(on="poptorch", optimizer=optimizer, stages=2)  # on other IPUs
+    other = make_config(on="poptorch", optimizer=optimizer, stages=2)  # on other IPUs
     run(other, tmp_path / "resumed", "mlp", resume=True)
-    assert_same(weights(tmp_path / "straight"), weights(tmp_path / "resumed"))
+    assert_same_weights(tmp_path / "straight", tmp_path / "resumed")
 
 
 def both_halves(tmp_path: Path, first: Any, second: Any, optimizer: Any = SGD) -> None:
     """A run of which the last two updates are made with other keys of `backend.ipu`."""
-    interrupted(tmp_path, config(on="poptorch", optimizer=optimizer, ipu=first), 4)
-    run(config(on="poptorch", optimizer=optimizer, ipu=second), tmp_path, "mlp", resume=True)
+    interrupted(tmp_path, make_config(on="poptorch", optimizer=optimizer, ipu=first), 4)
+    run(make_config(on="poptorch", optimizer=optimizer, ipu=second), tmp_path, "mlp", resume=True)
 
 
 def test_velocities_follow_the_loss_scaling_when_a_run_is_resumed(poptorch: Any, tmp_path: Path) -> None:
     """PopTorch keeps them times the loss scaling: taken as they were, the momentum was off by the ratio."""
-    run(config(on="poptorch"), tmp_path / "straight", "mlp")
+    run(make_config(on="poptorch"), tmp_path / "straight", "mlp")
     both_halves(tmp_path / "scaled", {"loss_scaling": 128.0}, {"loss_scaling": 4.0})
-    assert_same(weights(tmp_path / "straight"), weights(tmp_path / "scaled"))
+    assert_same_weights(tmp_path / "straight", tmp_path / "scaled")
     both_halves(
         tmp_path / "half", {}, {"velocity_accum_type": "float16"}
     )  # PopTorch would misread the other type's memory
-    for name, value in weights(tmp_path / "straight").items():
-        assert torch.allclose(value, weights(tmp_path / "half")[name], atol=1e-4)
+    assert_close(read_weights(tmp_path / "straight"), read_weights(tmp_path / "half"), 1e-4)
 
 
 CHANGES = [[0, 2.0], [2, 64.0], [5, 0.5]]
@@ -433,13 +386,13 @@ def test_a_loss_scaling_that_changes_in_a_run_changes_no_weight(
     """PopTorch keeps velocities times the loss scaling: they are rescaled where it changes, and after a resume."""
     if "use_combined_accum" in ipu and optimizer is ADAM:
         return
-    run(config(on="poptorch", ipu=ipu, optimizer=optimizer), tmp_path / "straight", "mlp")
-    changing = config(on="poptorch", ipu={**ipu, "loss_scaling": CHANGES}, optimizer=optimizer)
+    run(make_config(on="poptorch", ipu=ipu, optimizer=optimizer), tmp_path / "straight", "mlp")
+    changing = make_config(on="poptorch", ipu={**ipu, "loss_scaling": CHANGES}, optimizer=optimizer)
     run(changing, tmp_path / "changing", "mlp")
-    assert_same(weights(tmp_path / "straight"), weights(tmp_path / "changing"))
+    assert_same_weights(tmp_path / "straight", tmp_path / "changing")
     interrupted(tmp_path / "resumed", changing, 4)
     run(changing, tmp_path / "resumed", "mlp", resume=True)
-    assert_same(weights(tmp_path / "straight"), weights(tmp_path / "resumed"))
+    assert_same_weights(tmp_path / "straight", tmp_path / "resumed")
     assert not poptorch.recorded.warnings
     assert load_config(tmp_path / "changing" / "config.yaml").ipu.loss_scaling == changing.ipu.loss_scaling
 
@@ -454,16 +407,15 @@ def test_velocities_of_the_other_variant_are_refused(poptorch: Any, tmp_path: Pa
 
 def test_a_combined_velocity_is_resumed(poptorch: Any, tmp_path: Path) -> None:
     combined = {"use_combined_accum": True, "loss_scaling": 8.0}
-    run(config(on="poptorch", ipu=combined), tmp_path / "straight", "mlp")
+    run(make_config(on="poptorch", ipu=combined), tmp_path / "straight", "mlp")
     both_halves(tmp_path / "resumed", combined, {**combined, "loss_scaling": 64.0})
-    assert_same(weights(tmp_path / "straight"), weights(tmp_path / "resumed"))
-    run(config(), tmp_path / "emulator", "mlp")
-    for name, value in weights(tmp_path / "emulator").items():
-        assert torch.allclose(value, weights(tmp_path / "straight")[name], atol=1e-6)
+    assert_same_weights(tmp_path / "straight", tmp_path / "resumed")
+    run(make_config(), tmp_path / "emulator", "mlp")
+    assert_close(read_weights(tmp_path / "emulator"), read_weights(tmp_path / "straight"), 1e-6)
 
 
 def test_no_state_is_loaded_of_which_a_name_is_missing(poptorch: Any, tmp_path: Path) -> None:
-    interrupted(tmp_path, config(on="poptorch", optimizer=ADAM), 4)
+    interrupted(tmp_path, make_config(on="poptorch", optimizer=ADAM), 4)
 
     def import_less(optimizer: Any, ipu: Any) -> Any:
         state = import_state(optimizer, ipu)
@@ -472,8 +424,8 @@ def test_no_state_is_loaded_of_which_a_name_is_missing(poptorch: Any, tmp_path: 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ipu_engine, "import_state", import_less)
         with pytest.raises(BadInput, match="--resume: .* has no Accl2___body.model.3.bias "):
-            run(config(on="poptorch", optimizer=ADAM), tmp_path, "mlp", resume=True)
-    interrupted(tmp_path / "sgd", config(on="poptorch"), 4)
+            run(make_config(on="poptorch", optimizer=ADAM), tmp_path, "mlp", resume=True)
+    interrupted(tmp_path / "sgd", make_config(on="poptorch"), 4)
 
     def import_unscaled(optimizer: Any, ipu: Any) -> Any:  # an earlier version's checkpoint, which does not say its scale
         for state in optimizer.state.values():
@@ -484,7 +436,7 @@ def test_no_state_is_loaded_of_which_a_name_is_missing(poptorch: Any, tmp_path: 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ipu_engine, "import_state", import_unscaled)
         with pytest.raises(BadInput, match="backend.ipu.loss_scaling: 2.0: "):
-            run(config(on="poptorch", ipu={"loss_scaling": 2.0}), tmp_path / "sgd", "mlp", resume=True)
+            run(make_config(on="poptorch", ipu={"loss_scaling": 2.0}), tmp_path / "sgd", "mlp", resume=True)
 
 
 @pytest.mark.parametrize("scaling", [1.0, 64.0])
@@ -492,46 +444,33 @@ def test_nesterov_momentum_is_pytorchs(poptorch: Any, tmp_path: Path, scaling: f
     """It was refused, though PopTorch has it: right where the mean is kept running (PopART takes the accumulator as it is)."""
     nesterov = {"optimizer": {**SGD, "nesterov": True}}
     run(
-        config(on="poptorch", ipu={"mean_reduction_strategy": "running", "loss_scaling": scaling}, **nesterov),
+        make_config(on="poptorch", ipu={"mean_reduction_strategy": "running", "loss_scaling": scaling}, **nesterov),
         tmp_path / "ipu",
         "mlp",
     )
-    run(config(**nesterov), tmp_path / "emulator", "mlp")
-    for name, value in weights(tmp_path / "emulator").items():
-        assert torch.allclose(value, weights(tmp_path / "ipu")[name], atol=1e-6)
+    run(make_config(**nesterov), tmp_path / "emulator", "mlp")
+    assert_close(read_weights(tmp_path / "emulator"), read_weights(tmp_path / "ipu"), 1e-6)
 
 
-def interrupted(tmp_path: Path, settings: Any, at: int) -> None:
+def interrupted(out: Path, settings: Any, at: int) -> None:
     """A run that is stopped before update `at`."""
-
-    class Stop(TensorData):
-        def train_batch(self, epoch: int, index: int, batch_size: int) -> Any:
-            if index >= at * 16:
-                raise KeyboardInterrupt
-            return super().train_batch(epoch, index, batch_size)
-
-    Stop.__module__, Stop.__qualname__ = (
-        TensorData.__module__,
-        TensorData.__qualname__,
-    )  # the data of the run that goes on
-    source = data()
     with pytest.raises(KeyboardInterrupt):
-        run(settings, tmp_path, "mlp", data=Stop(source.train, source.test, 5))
+        run(settings, out, "mlp", data=Source(at * 16, KeyboardInterrupt()))
 
 
 def test_weights_change_the_backend_and_optimizer_state_does_not(poptorch: Any, tmp_path: Path) -> None:
     for first, second in (("emulator", "poptorch"), ("poptorch", "emulator")):
-        interrupted(tmp_path / first, config(on=first, optimizer=PLAIN), 4)
-        run(config(on=second, optimizer=PLAIN), tmp_path / first, "mlp", resume=True)
-    assert_same(weights(tmp_path / "emulator"), weights(tmp_path / "poptorch"))
-    interrupted(tmp_path / "ours", config(on="poptorch"), 4)
+        interrupted(tmp_path / first, make_config(on=first, optimizer=PLAIN), 4)
+        run(make_config(on=second, optimizer=PLAIN), tmp_path / first, "mlp", resume=True)
+    assert_same_weights(tmp_path / "emulator", tmp_path / "poptorch")
+    interrupted(tmp_path / "ours", make_config(on="poptorch"), 4)
     with pytest.raises(BadInput, match="PopTorch's, which backend.name poptorch alone"):
-        run(config(), tmp_path / "ours", "mlp", resume=True)
-    interrupted(tmp_path / "torch", config(), 4)
+        run(make_config(), tmp_path / "ours", "mlp", resume=True)
+    interrupted(tmp_path / "torch", make_config(), 4)
     with pytest.raises(BadInput, match="torch.optim's, of which PopTorch can load none"):
-        run(config(on="poptorch"), tmp_path / "torch", "mlp", resume=True)
+        run(make_config(on="poptorch"), tmp_path / "torch", "mlp", resume=True)
     initial = tmp_path / "torch" / "checkpoints" / "step-4" / "model.safetensors"
-    run(config(on="poptorch", init_from=str(initial)), tmp_path / "anew", "mlp")
+    run(make_config(on="poptorch", init_from=str(initial)), tmp_path / "anew", "mlp")
 
 
 # ---- faults
@@ -540,22 +479,22 @@ def test_weights_change_the_backend_and_optimizer_state_does_not(poptorch: Any, 
 def test_a_recoverable_error_is_retried_once_from_the_last_checkpoint(
     poptorch: Any, tmp_path: Path, capsys: Any
 ) -> None:
-    settings = config(on="poptorch", ipu={"data_loading": {"mode": "async"}})
+    settings = make_config(on="poptorch", ipu={"data_loading": {"mode": "async"}})
     run(settings, tmp_path / "plain", "mlp")
     for call in (1, 4, 5):  # before any checkpoint, in the middle, at once after one
         poptorch.recorded.fail("execute", EVALUATION + call)
         run(settings, tmp_path / "retried", "mlp")
-        assert_same(weights(tmp_path / "plain"), weights(tmp_path / "retried"))
+        assert_same_weights(tmp_path / "plain", tmp_path / "retried")
         done = (call - 1) % 2
         assert f"{done} updates are done again" in capsys.readouterr().err
-    assert losses(tmp_path / "plain") == losses(tmp_path / "retried")
+    assert read_column(tmp_path / "plain", "train_loss") == read_column(tmp_path / "retried", "train_loss")
     poptorch.recorded.fail("copyWeightsToHost", 1)
     run(settings, tmp_path / "retried", "mlp")
-    assert_same(weights(tmp_path / "plain"), weights(tmp_path / "retried"))
+    assert_same_weights(tmp_path / "plain", tmp_path / "retried")
 
 
 def test_a_second_error_before_the_next_checkpoint_ends_the_run(poptorch: Any, tmp_path: Path) -> None:
-    settings = config(on="poptorch", checkpoint={"every": None})
+    settings = make_config(on="poptorch", checkpoint={"every": None})
     for call in (3, 5):
         poptorch.recorded.fail("execute", EVALUATION + call)
     with pytest.raises(
@@ -587,24 +526,24 @@ def test_both_families_of_errors_are_told_in_one_line(
 ) -> None:
     poptorch.recorded.fail(event, 1, error(poptorch))
     with pytest.raises(RunFault) as caught:
-        run(config(on="poptorch"), tmp_path, "mlp")
+        run(make_config(on="poptorch"), tmp_path, "mlp")
     assert said in str(caught.value) and "\n" not in str(caught.value) and str(caught.value).startswith("poptorch: ")
 
 
 def test_ctrl_c_leaves_no_wrapper_and_no_ipu_held(poptorch: Any, tmp_path: Path) -> None:
-    own = model("residual")
+    own = make_model("residual")
     kinds = [type(part) for part in [*own.modules(), *own.parameters(), *own.buffers()]]
     hooks = [len(part._forward_pre_hooks) for part in own.modules()]
     poptorch.recorded.fail("execute", 12, KeyboardInterrupt())
-    settings = config(on="poptorch", stages=["1", "2", "4"])
+    settings = make_config(on="poptorch", stages=["1", "2", "4"])
     with pytest.raises(KeyboardInterrupt):
         run(settings, tmp_path, model=own)
     assert [type(part) for part in [*own.modules(), *own.parameters(), *own.buffers()]] == kinds
     assert [len(part._forward_pre_hooks) for part in own.modules()] == hooks
-    assert_same(dict(own.state_dict()), weights(tmp_path, 4))  # of the last checkpoint
+    assert_same(dict(own.state_dict()), read_weights(tmp_path, 4))  # of the last checkpoint
     assert poptorch._device.held == {}
     run(settings, tmp_path, model=own)
-    assert_same(dict(own.state_dict()), weights(tmp_path))
+    assert_same(dict(own.state_dict()), read_weights(tmp_path))
     assert [type(part) for part in [*own.modules(), *own.parameters(), *own.buffers()]] == kinds
     assert poptorch._device.held == {}
 
@@ -612,7 +551,7 @@ def test_ctrl_c_leaves_no_wrapper_and_no_ipu_held(poptorch: Any, tmp_path: Path)
 def test_a_loss_that_is_no_number_ends_the_run(poptorch: Any, tmp_path: Path) -> None:
     with pytest.raises(RunFault, match="update 0 of method gpipe: the training loss is nan"):
         run(
-            config(on="poptorch"),
+            make_config(on="poptorch"),
             tmp_path,
             "mlp",
             loss=lambda output, y: nn.functional.cross_entropy(output * float("nan"), y),
@@ -623,35 +562,33 @@ def test_a_loss_that_is_no_number_ends_the_run(poptorch: Any, tmp_path: Path) ->
 
 
 def faults(settings: Any, name: str = "mlp", **keys: Any) -> List[str]:
-    with pytest.raises(BadInput) as caught:
-        build(settings, model=keys.pop("model", None) or model(name), data=keys.pop("data", None) or data(), **keys)
-    return caught.value.faults
+    return list_faults(build, settings, **{"model": make_model(name), "data": Source(), **keys})
 
 
 def test_models_that_no_pipeline_of_ipus_has_are_refused(poptorch: Any) -> None:
     assert "gradient_accumulation: 6: a PopTorch pipeline of 4 stages needs at least 2 x 4 - 1 = 7" in "".join(
-        faults(config(on="poptorch", gradient_accumulation=6))
+        faults(make_config(on="poptorch", gradient_accumulation=6))
     )
-    (said,) = faults(config(on="poptorch"), "convolution")
+    (said,) = faults(make_config(on="poptorch"), "convolution")
     assert "5 IPUs: IPUs are reserved by powers of 2, here 8" in said and "auto_round_num_ipus" in said
-    (said,) = faults(config(on="poptorch", replicas=2, stages=["1", "2", "4"]), "residual")
+    (said,) = faults(make_config(on="poptorch", replicas=2, stages=["1", "2", "4"]), "residual")
     assert "backend.ipu.broadcast_buffers: true" in said and "1.inner.0.running_mean" in said and "GroupNorm" in said
     odd = nn.Sequential(nn.Linear(12, 64), Odd())
-    (said,) = faults(config(on="poptorch", stages=["1.2", "1.4", "1.6"]), model=odd)
+    (said,) = faults(make_config(on="poptorch", stages=["1.2", "1.4", "1.6"]), model=odd)
     assert said.startswith("model: 1.2.table.values: used by stages 1, 2 on IPUs 1, 2") and "backend.ipu.ipus" in said
-    build(config("naive", "poptorch", stages=["1.2", "1.4", "1.6"]), model=odd, data=data())
-    build(config(on="poptorch", stages=["1.2", "1.4", "1.6"], ipu={"ipus": [0, 1, 1, 1]}), model=odd, data=data())
-    (said,) = faults(config(on="poptorch"), "tied")
+    build(make_config("naive", "poptorch", stages=["1.2", "1.4", "1.6"]), model=odd, data=Source())
+    build(make_config(on="poptorch", stages=["1.2", "1.4", "1.6"], ipu={"ipus": [0, 1, 1, 1]}), model=odd, data=Source())
+    (said,) = faults(make_config(on="poptorch"), "tied")
     assert said.startswith("model: 1.0.weight: used by stages 1, 3 on IPUs 1, 3, but a weight or buffer lies on one")
-    (said,) = faults(config("local_greedy", "poptorch"), "tied")
+    (said,) = faults(make_config("local_greedy", "poptorch"), "tied")
     assert "1.0.weight on stage 1 and 3.0.weight on stage 3 are one shared weight" in said and "two gradients" in said
-    (said,) = faults(config(on="poptorch"), optimizer=lambda groups: torch.optim.Adagrad(groups, lr=0.1))
+    (said,) = faults(make_config(on="poptorch"), optimizer=lambda groups: torch.optim.Adagrad(groups, lr=0.1))
     assert said.startswith("optimizer: Adagrad: ")
-    (said,) = faults(config(on="poptorch"), optimizer=lambda groups: torch.optim.AdamW(groups, amsgrad=True))
+    (said,) = faults(make_config(on="poptorch"), optimizer=lambda groups: torch.optim.AdamW(groups, amsgrad=True))
     assert said.startswith("optimizer.amsgrad: true")
-    (said,) = faults(config(on="poptorch", stages={"finest": 16}, gradient_accumulation=32))
+    (said,) = faults(make_config(on="poptorch", stages={"finest": 16}, gradient_accumulation=32))
     assert "nothing begins there" in said
-    (said,) = faults(config(on="poptorch", ipu={"device_iterations": 3}, steps=None, checkpoint={}))
+    (said,) = faults(make_config(on="poptorch", ipu={"device_iterations": 3}, steps=None, checkpoint={}))
     assert "must divide the run's 20" in said
 
 
@@ -702,20 +639,20 @@ def test_what_poptorch_would_compute_otherwise_is_refused_by_name(poptorch: Any,
     def unfaithful(what: str) -> nn.Module:
         return nn.Sequential(Unfaithful(what), nn.Linear(12, 4))
 
-    found = faults(config(on="poptorch", stages=["1"]), model=unfaithful(what))
+    found = faults(make_config(on="poptorch", stages=["1"]), model=unfaithful(what))
     assert len(found) == 1 and re.match(said, found[0]), found
-    build(config(on="poptorch", stages=["1"]), model=unfaithful("nothing"), data=data())
+    build(make_config(on="poptorch", stages=["1"]), model=unfaithful("nothing"), data=Source())
 
 
 def test_a_loss_with_a_gradient_of_its_own_is_refused(poptorch: Any) -> None:
-    (said,) = faults(config(on="poptorch"), loss=lambda output, y: nn.functional.cross_entropy(Own.apply(output), y))
+    (said,) = faults(make_config(on="poptorch"), loss=lambda output, y: nn.functional.cross_entropy(Own.apply(output), y))
     assert said.startswith("model: Own: ")
 
 
 def test_half_inputs_that_stay_float32_or_meet_a_bias_are_refused(poptorch: Any) -> None:
     keys = {"on": "poptorch", "precision": "16.32", "stages": 1}
     biased = nn.Sequential(nn.Unflatten(1, (1, 12)), nn.Conv1d(1, 1, 1), nn.Flatten(), nn.Linear(12, 4))
-    (said,) = faults(config(**keys), model=biased)
+    (said,) = faults(make_config(**keys), model=biased)
     assert said.startswith("precision: 16.32: ") and "bias=False" in said
     x, y = torch.zeros(64, 12, dtype=torch.uint8), torch.zeros(64, dtype=torch.int64)
 
@@ -727,23 +664,23 @@ def test_half_inputs_that_stay_float32_or_meet_a_bias_are_refused(poptorch: Any)
         def _normalized(self, x: torch.Tensor) -> torch.Tensor:
             return x
 
-    (said,) = faults(config(**keys), model=Normalized(12, 4), data=Bytes((x, y), (x, y), 5))
+    (said,) = faults(make_config(**keys), model=Normalized(12, 4), data=Bytes((x, y), (x, y), 5))
     assert said.startswith("precision: 16.32: inputs are uint8")
 
 
 def test_groups_with_rates_of_their_own_are_refused_and_with_other_settings_are_taken(poptorch: Any) -> None:
     def how(**of_biases: float) -> Dict[str, Any]:
-        net = model("mlp")
+        net = make_model("mlp")
         wide, biases = ([p for p in net.parameters() if (p.dim() > 1) is many] for many in (True, False))
         groups: Any = [{"params": wide}, {"params": biases, **of_biases}]
         return {"model": net, "optimizer": torch.optim.SGD(groups, lr=0.05)}
 
-    (said,) = faults(config(on="poptorch"), **how(lr=0.1))
+    (said,) = faults(make_config(on="poptorch"), **how(lr=0.1))
     assert said.startswith(
         "optimizer: parameter groups with learning rates of their own: not with backend.name poptorch"
     )
-    build(config(on="poptorch"), data=data(), **how(weight_decay=0.1))
-    build(config(), data=data(), **how(lr=0.1))
+    build(make_config(on="poptorch"), data=Source(), **how(weight_decay=0.1))
+    build(make_config(), data=Source(), **how(lr=0.1))
 
 
 def test_an_optimizer_of_the_users_own_is_translated(poptorch: Any, tmp_path: Path) -> None:
@@ -751,16 +688,16 @@ def test_an_optimizer_of_the_users_own_is_translated(poptorch: Any, tmp_path: Pa
         return torch.optim.RMSprop(groups, lr=0.01, momentum=0.5, centered=True)
 
     for on in ("emulator", "poptorch"):
-        run(config(on=on), tmp_path / on, "mlp", optimizer=rmsprop)
-    assert_same(weights(tmp_path / "emulator"), weights(tmp_path / "poptorch"))
+        run(make_config(on=on), tmp_path / on, "mlp", optimizer=rmsprop)
+    assert_same_weights(tmp_path / "emulator", tmp_path / "poptorch")
 
 
 def test_a_machine_with_too_few_ipus_is_told_before_compiling(poptorch: Any, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("POPTORCH_DOUBLE_IPUS", "2")
     with pytest.raises(BadInput, match="this machine has no device of 4 IPUs.*compile_only=true"):
-        run(config(on="poptorch"), tmp_path, "mlp")
+        run(make_config(on="poptorch"), tmp_path, "mlp")
     assert poptorch.recorded.compilations == []
-    run(config(on="poptorch", ipu={"use_ipu_model": True}), tmp_path, "mlp")
+    run(make_config(on="poptorch", ipu={"use_ipu_model": True}), tmp_path, "mlp")
 
 
 def test_compiling_alone_needs_no_ipu_and_trains_nothing(
@@ -769,16 +706,16 @@ def test_compiling_alone_needs_no_ipu_and_trains_nothing(
     monkeypatch.setenv("POPTORCH_DOUBLE_IPUS", "0")
     ipu = {"compile_only": True, "offline_target": 2, "executable_cache": "cache"}
     with pytest.raises(SystemExit) as left:
-        run(config(on="poptorch", ipu=ipu), tmp_path / "run", "mlp")
+        run(make_config(on="poptorch", ipu=ipu), tmp_path / "run", "mlp")
     assert left.value.code == 0 and "compiled for 4 IPUs x replicas 1" in capsys.readouterr().out
     assert [c.training for c in poptorch.recorded.compilations] == [True, False] and poptorch.recorded.runs == []
 
 
 def test_data_that_cannot_go_to_another_process_is_refused(poptorch: Any, tmp_path: Path) -> None:
-    source = data()
+    source = Source()
     source.odd = lambda: None  # type: ignore[attr-defined]
     with pytest.raises(BadInput, match="data_loading.mode: async: the data cannot go to another process"):
-        run(config(on="poptorch", ipu={"data_loading": {"mode": "async"}}), tmp_path, "mlp", data=source)
+        run(make_config(on="poptorch", ipu={"data_loading": {"mode": "async"}}), tmp_path, "mlp", data=source)
 
 
 # ---- launchers
@@ -786,18 +723,18 @@ def test_data_that_cannot_go_to_another_process_is_refused(poptorch: Any, tmp_pa
 
 def test_poprun_sets_replicas_and_nothing_it_forbids_is_called(poptorch: Any, tmp_path: Path, monkeypatch: Any) -> None:
     settings = {"replicas": 2, "stages": 2}
-    run(config(**settings), tmp_path / "emulator", "mlp")
+    run(make_config(**settings), tmp_path / "emulator", "mlp")
     for name, value in {"NUM_INSTANCES": 1, "INSTANCE_INDEX": 0, "NUM_LOCAL_REPLICAS": 2}.items():
         monkeypatch.setenv(f"POPDIST_{name}", str(value))
     for name in ("RANK", "WORLD_SIZE"):  # which joining sets
         monkeypatch.setenv(name, "0" if name == "RANK" else "1")
-    run(config(on="poptorch", **settings), tmp_path / "poprun", "mlp")
-    assert_same(weights(tmp_path / "poprun"), weights(tmp_path / "emulator"))
+    run(make_config(on="poptorch", **settings), tmp_path / "poprun", "mlp")
+    assert_same_weights(tmp_path / "poprun", tmp_path / "emulator")
     assert compilation(poptorch).options["replication_factor"] == 2 and compilation(poptorch).ipus == 4
     with pytest.raises(BadInput, match=r"replicas: 4: poprun started 2 \(--num-replicas\)"):
-        run(config(on="poptorch", replicas=4, stages=2), tmp_path / "four", "mlp")
+        run(make_config(on="poptorch", replicas=4, stages=2), tmp_path / "four", "mlp")
     with pytest.raises(BadInput, match="not under poprun"):
-        check(config("local_greedy", "poptorch", {"local": "decoupled"}), tmp_path / "none")
+        check(make_config("local_greedy", "poptorch", {"local": "decoupled"}), tmp_path / "none")
 
 
 def test_instances_evaluate_shares_of_the_test_set(tmp_path: Path) -> None:
@@ -821,17 +758,17 @@ def test_instances_evaluate_shares_of_the_test_set(tmp_path: Path) -> None:
         else:
             code, _, error = forked.run_command("train", *arguments)
         assert code == 0, error
-        summaries[name] = json.loads((tmp_path / name / "summary.json").read_text())
+        summaries[name] = read_summary(tmp_path / name)
     assert summaries["ipus"]["initial"] == pytest.approx(summaries["emulator"]["initial"], rel=1e-6)
 
 
 def test_launchers_that_do_not_fit_are_refused(poptorch: Any, tmp_path: Path, monkeypatch: Any) -> None:
     with pytest.raises(BadInput, match="decoupled: each block runs in a process of its own: start it with torchrun"):
-        check(config("local_greedy", "poptorch", {"local": "decoupled"}), tmp_path / "none")
+        check(make_config("local_greedy", "poptorch", {"local": "decoupled"}), tmp_path / "none")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(BadInput, match="one process drives all IPUs: start it without torchrun"):
-        check(config(on="poptorch"), tmp_path / "none")
+        check(make_config(on="poptorch"), tmp_path / "none")
 
 
 def test_an_sdk_that_is_not_switched_on_is_told(poptorch: Any, monkeypatch: Any) -> None:
@@ -846,7 +783,7 @@ def test_an_sdk_that_is_not_switched_on_is_told(poptorch: Any, monkeypatch: Any)
 
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(BadInput, match="backend.name: poptorch: .*Unable to import PopTorch"):
-        row.start(config(on="poptorch"), {})
+        row.start(make_config(on="poptorch"), {})
 
 
 SHORT = ["steps=4", "log.tensorboard=false", "gradient_accumulation=8", "micro_batch_size=4", "backend.name=poptorch"]
@@ -896,10 +833,10 @@ def test_blocks_on_ipus_of_their_own_give_the_emulators_weights(tmp_path: Path) 
     arguments = [DIGITS, "--set", *keys, *decoupled, "--out", str(tmp_path / "blocks")]
     code, out, error = forked.run_ranks(2, "train", arguments, PYTHONPATH=DOUBLE)
     assert code == 0 and "each in a process of its own" in out, error
-    train(tool_config(keys), tmp_path / "emulator", quiet=True)
-    assert_same(weights(tmp_path / "blocks"), weights(tmp_path / "emulator"))
-    assert losses(tmp_path / "blocks") == pytest.approx(losses(tmp_path / "emulator"), rel=1e-6)
-    one, other = (json.loads((tmp_path / name / "summary.json").read_text()) for name in ("blocks", "emulator"))
+    train(load_config(DIGITS, keys), tmp_path / "emulator", quiet=True)
+    assert_same_weights(tmp_path / "blocks", tmp_path / "emulator")
+    assert_close_losses(tmp_path / "blocks", tmp_path / "emulator", 1e-6)
+    one, other = (read_summary(tmp_path / name) for name in ("blocks", "emulator"))
     for a, b in zip(one["blocks"], other["blocks"]):
         assert a == pytest.approx(b, rel=1e-5)
     assert one["links"][0]["bytes_per_microbatch"] == other["links"][0]["bytes_per_microbatch"]
@@ -907,7 +844,3 @@ def test_blocks_on_ipus_of_their_own_give_the_emulators_weights(tmp_path: Path) 
     code, out, error = forked.run_ranks(2, "train", [*arguments, "--overwrite"], PYTHONPATH=DOUBLE, **broken)
     told = [line for line in error.splitlines() if line.startswith("error: ")]
     assert code != 0 and len(told) == 1 and "device error (PARTITION_RESET)" in told[0] and "--resume" in told[0], error
-
-
-def tool_config(sets: List[str]) -> Any:
-    return load_config(DIGITS, sets)

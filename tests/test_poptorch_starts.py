@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import functools
 import io
-import json
+import re
 import sys
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Dict, List
+from typing import Any, List
 
 import pytest
 import torch
@@ -24,65 +23,50 @@ from ipu_pipe.backends.ipu.feed import Calls, Feed, convert_input
 from ipu_pipe.backends.ipu.profile import CallTimes
 from ipu_pipe.backends.processes import launch as processes
 from ipu_pipe.backends.table import make_engine
-from ipu_pipe.config.load import configure, load_config
-from ipu_pipe.config.yaml_files import read_yaml
-from ipu_pipe.data.batches import TensorData
+from ipu_pipe.config.load import load_config
 from ipu_pipe.data.images import ImageFolder
 from ipu_pipe.errors import BadInput, RunFault
 from ipu_pipe.run.build import build
-from ipu_pipe.run.train import train
 from models.transformer import transformer_lm, transformer_translation
+from tests.support import ipu_runs
+from tests.support.ipu_runs import PODS, Source, build_small, make_model
+from tests.support.runs import assert_same_weights, read_json
 
 pytest_plugins = ["poptorch_double"]  # the fixture `poptorch`
-PODS = sorted((Path(__file__).resolve().parents[1] / "configs" / "pod").glob("*pod*.yaml"))
 ASYNC = {"data_loading": {"mode": "async"}}
 
 
 # ---- the configs for pods
 
 
-@functools.lru_cache(maxsize=None)
-def built(raw: str) -> Any:
-    """The job of a config in JSON, built once for those that differ in batch and replicas alone."""
-    return build(configure(**json.loads(raw)))
-
-
-def on_a_small_scale(path: Path) -> Any:
-    """The job of a pod's config: its own options, loader, method, stages, batch and optimizer; ResNet-18 on images of 8 x 8."""
-    raw = read_yaml(path)
-    raw["model"]["entry"] = "models.resnet:resnet18"
-    kept = {key: value for key, value in raw["data"].items() if key == "bytes"}
-    raw["data"] = {
-        "name": "synthetic", "shape": [3, 8, 8], "classes": 1000, "subset": 65536, "test_subset": 8, **kept,
-    }  # fmt: skip
-    raw["steps"] = 1
-    del raw["lr_schedule"], raw["optimizer"]["lr"]
-    local = raw["backend"]["ipu"].get("local", "fused")
-    same = {**raw, "micro_batch_size": 2, "replicas": 1, "gradient_accumulation": 16}
-    same["backend"] = {"name": "poptorch", "ipu": {"local": local}}
-    return replace(built(json.dumps(same, sort_keys=True)), config=configure(**raw))
-
-
 @pytest.mark.parametrize("path", PODS, ids=lambda path: str(path.stem))
 def test_a_pods_job_starts_with_exactly_its_ipus(path: Path, poptorch: Any, monkeypatch: Any) -> None:
-    stated = load_config(path)
-    pod = int(path.stem.partition("pod")[2].partition("_")[0])
-    job = on_a_small_scale(path)
+    stated, job = load_config(path), build_small(path)
+    pod = int(re.findall(r"pod(\d+)", path.stem)[0])
+    assert stated.data.name == "image_folder" and stated.precision == "16.16"
+    if path.stem.startswith("pod"):
+        batch = stated.micro_batch_size * stated.gradient_accumulation * stated.replicas
+        assert stated.epochs == 90 and stated.optimizer.lr == pytest.approx(0.1 * batch / 256)
     if stated.backend.ipu.local == "decoupled":
+        assert stated.backend.ipu.ipu_ids == [0, 1, 2, 3] and "4 blocks on 4 IPUs" in job.note
         start_blocks(job, poptorch, monkeypatch, pod)
         return
+    assert len(job.part) == stated.stages and stated.stages * stated.replicas == pod
     engine = make_engine(job, 0)
     x, y = engine._feed.take()  # type: ignore[attr-defined]
     executors = engine.executors  # type: ignore[attr-defined]
     assert len(x) == job.batch and x.dtype == convert_input(job.example[0], "16.16").dtype
     executors.training.compile(x, y)
-    assert poptorch._device.held and sum(poptorch._device.held.values()) == poptorch._device.largest[0] == pod
+    assert sum(poptorch._device.held.values()) == poptorch._device.largest[0] == pod
     executors.training.detachFromDevice()
     executors.make_inference()
     assert sum(poptorch._device.held.values()) == poptorch._device.largest[0] == pod  # by all replicas
     assert [made.ipus for made in poptorch.recorded.compilations] == [pod, pod]
-    loader = poptorch.recorded.of("DataLoader")
-    assert len(loader) == 1 and loader[0]["mode"] == poptorch.DataLoaderMode.Async and loader[0]["drop_last"] is False
+    made = poptorch.recorded.compilations[0]
+    assert made.forward_stages == stated.stages and made.micro_batch[0][0] == stated.micro_batch_size
+    assert path.stem.startswith("graphcore") or made.options["location_optimizer"]["onChip"] == 0
+    (loader,) = poptorch.recorded.of("DataLoader")
+    assert loader["mode"] == poptorch.DataLoaderMode.Async and loader["drop_last"] is False
     engine.abort()
     assert poptorch._device.held == {}
 
@@ -109,44 +93,13 @@ def start_blocks(job: Any, poptorch: Any, monkeypatch: Any, pod: int) -> None:
 # ---- small runs
 
 
-class Source(TensorData):
-    """Samples; those of microbatch `at` are not to be had."""
-
-    def __init__(self, at: int = -1, error: Any = None) -> None:
-        generator = torch.Generator().manual_seed(5)
-        x, y = torch.randn(700, 12, generator=generator), torch.randint(0, 4, (700,), generator=generator)
-        super().__init__((x[:650], y[:650]), (x[650:], y[650:]), 5)
-        self.at, self.error = at, error
-
-    def train_batch(self, epoch: int, index: int, size: int) -> Any:
-        if index == self.at:
-            raise self.error
-        return super().train_batch(epoch, index, size)
-
-
 def config(ipu: Any = None, **keys: Any) -> Any:
-    base: Dict[str, Any] = {"method": "gpipe", "micro_batch_size": 2, "gradient_accumulation": 4, "steps": 4, "stages": 2,
-                            "optimizer": {"name": "sgd", "lr": 0.05, "momentum": 0.9}, "checkpoint": {"every": 2},
-                            "log": {"every": 1, "tensorboard": False}}  # fmt: skip
-    return configure(backend={"name": "poptorch", "ipu": ipu or {}}, **{**base, **keys})
+    """Four updates of 4 microbatches on two IPUs."""
+    return ipu_runs.make_config(on="poptorch", ipu=ipu, **{"gradient_accumulation": 4, "steps": 4, "stages": 2, **keys})
 
 
-def mlp() -> nn.Module:
-    with torch.random.fork_rng():
-        torch.manual_seed(3)
-        return nn.Sequential(nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 4))
-
-
-def run(settings: Any, out: Path, **keys: Any) -> nn.Module:
-    """The trained model."""
-    model = keys.pop("model", None) or mlp()
-    train(settings, out, **{"model": model, "data": Source(), "quiet": True, "overwrite": True, **keys})
-    return model
-
-
-def losses(out: Path) -> List[float]:
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [line["train_loss"] for line in lines if "train_loss" in line]
+def run(settings: Any, out: Path, **keys: Any) -> None:
+    ipu_runs.run(settings, out, "two", **keys)
 
 
 # ---- loading
@@ -170,7 +123,7 @@ def test_a_fault_of_the_loading_process_is_told_with_its_cause(poptorch: Any, tm
 def test_what_is_loaded_ahead_is_what_is_loaded_when_asked_for(poptorch: Any, tmp_path: Path) -> None:
     for mode in ("sync", "async"):
         run(config({"data_loading": {"mode": mode}}), tmp_path / mode)
-    assert losses(tmp_path / "sync") == losses(tmp_path / "async")
+    assert_same_weights(tmp_path / "sync", tmp_path / "async")
 
 
 def test_a_report_is_removed_when_the_feed_is_closed(poptorch: Any, tmp_path: Path, monkeypatch: Any) -> None:
@@ -202,7 +155,7 @@ def test_a_calls_microbatches_are_read_together(poptorch: Any, tmp_path: Path) -
     run(config(), tmp_path / "together", data=source)
     run(config(), tmp_path / "alone")
     assert [*range(4)] in source.asked and max(map(len, source.asked)) == 4
-    assert losses(tmp_path / "together") == losses(tmp_path / "alone")
+    assert_same_weights(tmp_path / "together", tmp_path / "alone")
 
 
 def test_images_are_read_by_a_forked_process(poptorch: Any, tmp_path: Path) -> None:
@@ -231,13 +184,13 @@ def test_images_are_read_by_a_forked_process(poptorch: Any, tmp_path: Path) -> N
 def test_a_lost_device_that_cannot_be_read_gives_its_ipus_back(poptorch: Any, tmp_path: Path, capsys: Any) -> None:
     """destroy() raises before it frees anything, and the error's calls hold the session: with as many IPUs as the job needs the
     next session finds them only once all that is gone."""
-    plain = run(config(), tmp_path / "plain")
-    for optimizer in ({"name": "sgd", "lr": 0.05, "momentum": 0.9}, {"name": "adam", "lr": 0.01}):
+    run(config(), tmp_path / "plain")
+    for optimizer in (ipu_runs.SGD, {"name": "adam", "lr": 0.01}):
         poptorch.recorded.fail("execute", 14)  # 13 calls evaluate
-        lost = run(config(optimizer=optimizer), tmp_path / "lost")
+        run(config(optimizer=optimizer), tmp_path / "lost")
         assert "starting anew from update 0; 0 updates are done again" in capsys.readouterr().err
         if optimizer["name"] == "sgd":
-            assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), lost.parameters()))
+            assert_same_weights(tmp_path / "plain", tmp_path / "lost")
     assert poptorch._device.largest == [2] and poptorch._device.held == {}
 
 
@@ -274,7 +227,7 @@ def test_all_replicas_evaluate_and_round_to_nearest(poptorch: Any, tmp_path: Pat
 
 def test_the_optimizer_that_is_given_counts_not_the_configs(poptorch: Any) -> None:
     def job(ipu: Any, given: Any, **keys: Any) -> Any:
-        return build(config(ipu, **keys), mlp(), Source(), optimizer=given)
+        return build(config(ipu, **keys), make_model("two"), Source(), optimizer=given)
 
     adam = functools.partial(torch.optim.Adam, lr=0.1)
     sgd = functools.partial(torch.optim.SGD, lr=0.1)
@@ -310,7 +263,7 @@ def test_a_run_does_not_end_for_want_of_a_time(poptorch: Any, tmp_path: Path, mo
     for name in ("getLatency", "getHostIpuLatency", "cycleCount"):
         monkeypatch.setattr(poptorch.PoplarExecutor, name, none)
     run(config({"log_cycle_count": True}), tmp_path)
-    told = json.loads((tmp_path / "ipu.json").read_text())
+    told = read_json(tmp_path / "ipu.json")
     assert set(told["latency_seconds"]) == {"compute", "ipu_to_host"} and told["cycles_of_the_last_call"] is None
     assert CallTimes(range(1)).latency == {}
 

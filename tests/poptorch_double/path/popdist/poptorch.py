@@ -34,7 +34,7 @@ class Options(_options.Options):
         distributed.set(
             num_distributed_processes=popdist.getNumInstances(), distributed_process_id=popdist.getInstanceIndex()
         )
-        self.__dict__.update(_distributed=distributed, _ipus_per_replica=ipus_per_replica)
+        self.__dict__.update(Distributed=distributed, _ipus_per_replica=ipus_per_replica)
         self.set(replication_factor=popdist.getNumLocalReplicas())
 
 

@@ -9,7 +9,7 @@ import json
 import sys
 import typing
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterable, Optional, Type, TypeVar
+from typing import Any, Callable, Dict, Iterable, TypeVar
 
 import torch
 
@@ -19,7 +19,6 @@ DATA: Dict[str, Any] = json.loads((Path(__file__).resolve().parents[2] / "api.js
 API: Dict[str, Any] = DATA["api"]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _NAMES = {
     "Module": torch.nn.Module,
     "Tensor": torch.Tensor,
@@ -78,42 +77,43 @@ def accepts(value: Any, kind: Any) -> bool:
     return all(accepts(item, inside[0]) for item in value)
 
 
-def typed(
-    name: str, unchecked: Iterable[str] = (), error: Type[BaseException] = AssertionError, says: Optional[str] = None
-) -> Callable[[Function], Function]:
-    """Hold a function to the entry `name` of the data: its arguments are checked and the call is recorded.
+def _parameter(entry: Dict[str, Any]) -> inspect.Parameter:
+    default = entry.get("default", inspect.Parameter.empty)
+    if isinstance(default, dict):
+        enumeration, _, member = default["enum"].partition(".")
+        default = getattr(getattr(sys.modules["poptorch.enums"], enumeration), member)
+    kind = inspect._ParameterKind[entry.get("kind", "POSITIONAL_OR_KEYWORD")]
+    return inspect.Parameter(entry["name"], kind, default=default)
+
+
+def typed(name: str, unchecked: Iterable[str] = ()) -> Callable[[Function], Function]:
+    """Give a function the signature of the entry `name` of the data: a call's arguments are bound and checked by it, recorded,
+    and handed on by position, `self` first where there is one.
 
     `unchecked`: arguments whose annotation PopTorch itself does not keep to; the body checks them.
-    `error`, `says`: where PopTorch refuses with something else than an AssertionError of its options.
     """
-    entry = {parameter["name"]: parameter for parameter in API[name].get("params", [])}
+    params = API[name].get("params", [])
+    types = {param["name"]: param.get("type") for param in params if "kind" not in param and param["name"] not in unchecked}
 
     def decorate(function: Function) -> Function:
-        signature = inspect.signature(function)
-        kinds = {p.name: p.kind for p in signature.parameters.values()}
-
-        def check(option: str, value: Any) -> None:
-            text = entry[option].get("type")
-            default = signature.parameters[option].default
-            if text is None or value is default or kinds[option] in _VARIADIC:
-                return
-            if not accepts(value, _type(text)):
-                text = says or f"Unexpected type {type(value)} for option {option} of {name}. Expected {text}"
-                raise error(text)
+        own = [p for p in inspect.signature(function).parameters.values() if p.name == "self"]
+        signature = inspect.Signature([*own, *map(_parameter, params)])
 
         @functools.wraps(function)
         def checked(*args: Any, **kwargs: Any) -> Any:
-            given = signature.bind(*args, **kwargs).arguments
-            given.pop("self", None)
+            bound = signature.bind(*args, **kwargs)
+            given = {key: value for key, value in bound.arguments.items() if key != "self"}
             with outermost() as first:
                 if first:
                     recorded.calls.append(Call(name, {key: summary(value) for key, value in given.items()}))
                 for option, value in given.items():
-                    if option not in unchecked:
-                        check(option, value)
-                return function(*args, **kwargs)
+                    text = types.get(option)
+                    if text and value is not signature.parameters[option].default and not accepts(value, _type(text)):
+                        raise AssertionError(f"Unexpected type {type(value)} for option {option} of {name}. Expected {text}")
+                bound.apply_defaults()
+                return function(*bound.args, **bound.kwargs)
 
-        checked.entry = name
+        checked.__signature__ = signature
         return checked
 
     return decorate

@@ -6,7 +6,7 @@ Arguments that were given are variable, all others are baked into the executable
 from __future__ import annotations
 
 import math
-from typing import Any, Dict, Iterable, List, Optional, Tuple
+from typing import Any, Dict, List
 
 import torch
 
@@ -103,125 +103,21 @@ class Optimizer:
         return {**state, "ipu_state_is_dirty": self.has_state(), "host_state_is_dirty": False}
 
 
-def _split(arguments: Dict[str, Any], kind: str) -> Tuple[Dict[str, Any], Dict[str, Any], List[str]]:
-    """(torch's arguments that were given, PopTorch's own, names of all that were given) of a constructor's locals()."""
-    arguments = {key: value for key, value in arguments.items() if key not in ("self", "__class__")}
-    own = API[f"optim.{kind}"]["extra_args"]
-    given = [key for key, value in arguments.items() if value is not None]
-    torchs = {key: arguments[key] for key in given if key not in own}
-    return torchs, {key: arguments[key] for key in own}, given
+def _make_optimizer(name: str) -> Any:
+    """Return torch's class of that name with PopTorch's arguments, as the data states them."""
+    parent = getattr(torch.optim, name)
+    names = [param["name"] for param in API[f"optim.{name}"]["params"]]
+    own = API[f"optim.{name}"]["extra_args"]
 
-
-class SGD(Optimizer, torch.optim.SGD):
-    """Stochastic gradient descent; with `use_combined_accum` accumulator and velocity are one tensor."""
-
-    @typed("optim.SGD")
-    def __init__(
-        self,
-        params: Iterable,
-        lr: float,
-        momentum: Optional[float] = None,
-        dampening: Optional[float] = None,
-        weight_decay: Optional[float] = None,
-        nesterov: Optional[bool] = None,
-        maximize: Optional[bool] = None,
-        foreach: Optional[bool] = None,
-        differentiable: Optional[bool] = None,
-        loss_scaling: Optional[float] = None,
-        velocity_scaling: Optional[float] = None,
-        use_combined_accum: Optional[bool] = None,
-        accum_type: Optional[torch.dtype] = None,
-        velocity_accum_type: Optional[torch.dtype] = None,
-        max_grad_norm: Optional[float] = None,
-    ) -> None:
-        torchs, own, given = _split(locals(), "SGD")
+    @typed(f"optim.{name}")
+    def __init__(self: Any, *values: Any) -> None:
+        arguments = dict(zip(names, values))
+        given = [key for key, value in arguments.items() if value is not None]
         Optimizer.__init__(self)
-        torch.optim.SGD.__init__(self, **torchs)
-        self._set_up(own, given)
+        parent.__init__(self, **{key: arguments[key] for key in given if key not in own})
+        self._set_up({key: arguments[key] for key in own}, given)
+
+    return type(name, (Optimizer, parent), {"__init__": __init__, "__module__": __name__})
 
 
-class Adam(Optimizer, torch.optim.Adam):
-    """Adam without AMSGrad."""
-
-    @typed("optim.Adam")
-    def __init__(
-        self,
-        params: Iterable,
-        lr: Optional[float] = None,
-        betas: Optional[Tuple[float, float]] = None,
-        eps: Optional[float] = None,
-        weight_decay: Optional[float] = None,
-        amsgrad: Optional[bool] = None,
-        foreach: Optional[bool] = None,
-        maximize: Optional[bool] = None,
-        capturable: Optional[bool] = None,
-        differentiable: Optional[bool] = None,
-        fused: Optional[bool] = None,
-        loss_scaling: Optional[float] = None,
-        accum_type: Optional[torch.dtype] = None,
-        first_order_momentum_accum_type: Optional[torch.dtype] = None,
-        second_order_momentum_accum_type: Optional[torch.dtype] = None,
-        max_grad_norm: Optional[float] = None,
-    ) -> None:
-        torchs, own, given = _split(locals(), "Adam")
-        Optimizer.__init__(self)
-        torch.optim.Adam.__init__(self, **torchs)
-        self._set_up(own, given)
-
-
-class AdamW(Optimizer, torch.optim.AdamW):
-    """Adam with decoupled weight decay."""
-
-    @typed("optim.AdamW")
-    def __init__(
-        self,
-        params: Iterable,
-        lr: Optional[float] = None,
-        betas: Optional[Tuple[float, float]] = None,
-        eps: Optional[float] = None,
-        weight_decay: Optional[float] = None,
-        amsgrad: Optional[bool] = None,
-        maximize: Optional[bool] = None,
-        foreach: Optional[bool] = None,
-        capturable: Optional[bool] = None,
-        differentiable: Optional[bool] = None,
-        fused: Optional[bool] = None,
-        loss_scaling: Optional[float] = None,
-        bias_correction: Optional[bool] = None,
-        accum_type: Optional[torch.dtype] = None,
-        first_order_momentum_accum_type: Optional[torch.dtype] = None,
-        second_order_momentum_accum_type: Optional[torch.dtype] = None,
-        max_grad_norm: Optional[float] = None,
-    ) -> None:
-        torchs, own, given = _split(locals(), "AdamW")
-        Optimizer.__init__(self)
-        torch.optim.AdamW.__init__(self, **torchs)
-        self._set_up(own, given)
-
-
-class RMSprop(Optimizer, torch.optim.RMSprop):
-    """RMSprop, in PyTorch's or TensorFlow's variant."""
-
-    @typed("optim.RMSprop")
-    def __init__(
-        self,
-        params: Iterable,
-        lr: Optional[float] = None,
-        alpha: Optional[float] = None,
-        eps: Optional[float] = None,
-        weight_decay: Optional[float] = None,
-        momentum: Optional[float] = None,
-        centered: Optional[bool] = None,
-        foreach: Optional[bool] = None,
-        maximize: Optional[bool] = None,
-        differentiable: Optional[bool] = None,
-        loss_scaling: Optional[float] = None,
-        accum_type: Optional[torch.dtype] = None,
-        first_order_momentum_accum_type: Optional[torch.dtype] = None,
-        second_order_momentum_accum_type: Optional[torch.dtype] = None,
-        use_tf_variant: Optional[bool] = None,
-    ) -> None:
-        torchs, own, given = _split(locals(), "RMSprop")
-        Optimizer.__init__(self)
-        torch.optim.RMSprop.__init__(self, **torchs)
-        self._set_up(own, given)
+SGD, Adam, AdamW, RMSprop = map(_make_optimizer, ("SGD", "Adam", "AdamW", "RMSprop"))

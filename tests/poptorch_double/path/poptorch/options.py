@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import types
-from typing import Any, Dict, List, Mapping, Optional, Set, Union
+from typing import Any, Dict, List, Mapping, Optional, Set, Tuple, Union
 
 import torch
 
@@ -47,10 +47,6 @@ class OptionsDict:
 
     def exists(self, option: str) -> bool:
         return option in self.__dict__["_values"]
-
-    def deleteIfExists(self, option: str) -> None:
-        self.checkIsFrozen()
-        self._values.pop(option, None)
 
     def toDict(self) -> Dict[str, Any]:
         return dict(self._values)
@@ -134,92 +130,126 @@ def _popart_kind(value: Any) -> str:
     return "container" if isinstance(value, (list, tuple, set, dict)) else type(value).__name__
 
 
+# ---- methods that set one option: name -> where it is kept ("": declared, "new": or made, "popart"), under which key, converted,
+# ---- and what PopTorch demands of the value beyond its type
+
+PARTIALS = {torch.float: "float", torch.half: "half"}
+SYNTHETIC = DATA["popart_enums_as_int"]["syntheticDataMode"]
+COUNT = (lambda value: value >= 1, "must be at least 1")
+REDUCTION = "accumulationAndReplicationReductionType must be set to poptorch.ReductionType.Mean or poptorch.ReductionType.Sum"
+
+
+def _of(enumeration: Any) -> Any:
+    return enumeration.value
+
+
+def _proportions(shares: Dict[str, float]) -> Dict[int, float]:
+    for key, share in shares.items():
+        assert key.startswith("IPU"), (
+            'Available memory proportions are expected to be in a dictionary of {"IPU0": 0.5} where the 0 in IPU '
+            f"is the index of the IPU. Invalid key: {key}"
+        )
+        assert 0 <= share <= 1, f"{key}: a share of the memory lies between 0 and 1, not {share}"
+    return {int(key[3:]): share for key, share in shares.items()}
+
+
+SETTERS: Dict[str, Tuple[Any, ...]] = {
+    "Options.autoRoundNumIPUs": ("", "auto_round_num_ipus"),
+    "Options.deviceIterations": ("", "device_iterations", None, COUNT),
+    "Options.replicationFactor": ("", "replication_factor", None, COUNT),
+    "Options.broadcastBuffers": ("", "broadcast_buffers"),
+    "Options.modelName": ("new", "model_name"),
+    "Options.setAvailableMemoryProportion": ("", "available_memory_proportion", _proportions),
+    "Options.useIpuModel": ("new", "use_model"),
+    "Options.useIpuId": ("new", "ipu_id"),
+    "Options.connectionType": ("", "connection_type", _of),
+    "Options.syncPattern": ("", "sync_pattern", _of),
+    "Options.enableStableNorm": ("popart", "enableStableNorm"),
+    "Options.logCycleCount": ("popart", "instrumentWithHardwareCycleCounter"),
+    "Options.enableSyntheticData": (
+        "popart", "syntheticDataMode", lambda enabled: SYNTHETIC["RandomNormal" if enabled else "Off"],
+    ),
+    "Precision.enableFloatingPointExceptions": ("popart", "enableFloatingPointChecks"),
+    "Precision.enableStochasticRounding": ("popart", "enableStochasticRounding"),
+    "Training.gradientAccumulation": ("", "gradient_accumulation", None, COUNT),
+    "Training.accumulationAndReplicationReductionType": (
+        "", "accumulation_and_replication_reduction_type", None,
+        (lambda value: value != enums.ReductionType.NoReduction, REDUCTION),
+    ),
+    "Training.setMeanAccumulationAndReplicationReductionStrategy": ("", "meanAccumulationAndReplicationReductionStrategy"),
+    "Training.setAutomaticLossScaling": ("popart", "automaticLossScalingSettings.enabled"),
+    "TensorLocationSettings.minElementsForOffChip": ("new", "minElementsForOffChip"),
+    "TensorLocationSettings.minElementsForReplicatedTensorSharding": ("new", "minElementsForReplicatedTensorSharding"),
+    "TensorLocationSettings.useOnChipStorage": ("new", "onChip", int),
+    "TensorLocationSettings.useReplicatedTensorSharding": ("new", "useReplicatedTensorSharding", int),
+    "TensorLocationSettings.useIOTilesToLoad": ("new", "useIOTilesToLoad", int),
+    "TensorLocationSettings.useIOTilesToStore": ("new", "useIOTilesToStore", int),
+    "TensorLocations.numIOTiles": (
+        "new", "numIOTiles", None,
+        (lambda n: 32 <= n <= 192 and n % 2 == 0, "numIOTiles must be an even number between 32 and 192."),
+    ),
+    **{f"TensorLocations.set{name.capitalize()}Location": ("new", f"location_{name}", lambda location: location.toDict())
+       for name in ("activation", "weight", "optimizer", "accumulator")},
+}  # fmt: skip
+
+
+def _add_setters(kind: Any) -> Any:
+    """Give a class its methods of the table."""
+    owner = kind.__name__.strip("_").replace("PrecisionOptions", "Precision").replace("TrainingOptions", "Training")
+    owner = owner.replace("TensorLocationOptions", "TensorLocations")
+    for name, row in SETTERS.items():
+        if name.split(".")[0] == owner:
+            setattr(kind, name.split(".")[1], _make_setter(name, *row))
+    return kind
+
+
+def _make_setter(name: str, where: str, key: str, convert: Any = None, demand: Any = None) -> Any:
+    @typed(name)
+    def setter(self, value):  # type: ignore[no-untyped-def]
+        self.checkIsFrozen()
+        if demand is not None:
+            assert demand[0](value), f"{name}: {demand[1]}, not {value}"
+        value = value if convert is None else convert(value)
+        if where == "popart":
+            self._popart.set(key, value)
+        else:
+            (self.createOrSet if where else self.set)(**{key: value})
+        return self
+
+    return setter
+
+
+@_add_setters
 class _PrecisionOptions(OptionsDict):
     def __init__(self, popart: _PopartOptions) -> None:
         super().__init__()
         self.__dict__["_popart"] = popart
 
-    @typed("Precision.enableFloatingPointExceptions", says="enableFloatingPointExceptions needs to be set to a bool")
-    def enableFloatingPointExceptions(self, enabled: bool) -> "_PrecisionOptions":
-        self._popart.set("enableFloatingPointChecks", enabled)
-        return self
-
-    @typed("Precision.enableStochasticRounding")
-    def enableStochasticRounding(self, enabled: bool) -> "_PrecisionOptions":
-        self._popart.set("enableStochasticRounding", enabled)
-        return self
-
-    @typed(
-        "Precision.setPartialsType",
-        error=ValueError,
-        says="parameter to setPartialsType should be either torch.float or torch.half",
-    )
+    @typed("Precision.setPartialsType", unchecked=["dtype"])
     def setPartialsType(self, dtype: torch.dtype) -> "_PrecisionOptions":
-        names = {torch.float: "float", torch.half: "half"}
-        if dtype not in names:
+        if dtype not in PARTIALS:
             raise ValueError("parameter to setPartialsType should be either torch.float or torch.half")
-        self._popart.set("partialsTypeMatMuls", names[dtype])
-        self._popart.set("convolutionOptions", {"partialsType": names[dtype]})
+        self._popart.set("partialsTypeMatMuls", PARTIALS[dtype])
+        self._popart.set("convolutionOptions", {"partialsType": PARTIALS[dtype]})
         return self
 
 
+@_add_setters
 class _TrainingOptions(OptionsDict):
     def __init__(self, popart: _PopartOptions) -> None:
-        values = DATA["default_training_values"]
-        reduction = "accumulation_and_replication_reduction_type"
-        strategy = "meanAccumulationAndReplicationReductionStrategy"
-        super().__init__(**{
-            **values,
-            reduction: enums.ReductionType(values[reduction]),
-            strategy: enums.MeanReductionStrategy(values[strategy]),
-        })  # fmt: skip
+        values = dict(DATA["default_training_values"])
+        for key, kind in (("accumulation_and_replication_reduction_type", enums.ReductionType),
+                          ("meanAccumulationAndReplicationReductionStrategy", enums.MeanReductionStrategy)):  # fmt: skip
+            values[key] = kind(values[key])
+        super().__init__(**values)
         self.__dict__["_popart"] = popart
-
-    @typed("Training.gradientAccumulation")
-    def gradientAccumulation(self, gradient_accumulation: int) -> "_TrainingOptions":
-        self.checkIsFrozen()
-        assert gradient_accumulation >= 1, f"gradientAccumulation must be at least 1, not {gradient_accumulation}"
-        self.set(gradient_accumulation=gradient_accumulation)
-        return self
-
-    @typed(
-        "Training.accumulationAndReplicationReductionType",
-        error=ValueError,
-        says="accumulationAndReplicationReductionType must be set to poptorch.ReductionType.Mean or "
-        "poptorch.ReductionType.Sum",
-    )
-    def accumulationAndReplicationReductionType(self, reduction_type: "enums.ReductionType") -> "_TrainingOptions":
-        if reduction_type == enums.ReductionType.NoReduction:
-            raise ValueError(
-                "accumulationAndReplicationReductionType must be set to poptorch.ReductionType.Mean or "
-                "poptorch.ReductionType.Sum"
-            )
-        self.set(accumulation_and_replication_reduction_type=reduction_type)
-        return self
-
-    @typed("Training.setMeanAccumulationAndReplicationReductionStrategy")
-    def setMeanAccumulationAndReplicationReductionStrategy(
-        self, mean_reduction_strategy: "enums.MeanReductionStrategy"
-    ) -> "_TrainingOptions":
-        self.set(meanAccumulationAndReplicationReductionStrategy=mean_reduction_strategy)
-        return self
-
-    @typed("Training.setAutomaticLossScaling")
-    def setAutomaticLossScaling(self, enabled: bool) -> "_TrainingOptions":
-        self._popart.set("automaticLossScalingSettings.enabled", enabled)
-        return self
 
 
 class _DistributedOptions(OptionsDict):
     def __init__(self) -> None:
-        super().__init__(num_distributed_processes=1, distributed_process_id=0)
-        self._from_environment("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")  # so mpirun alone makes it distributed
-
-    def _from_environment(self, size: str, rank: str) -> None:
-        self.set(
-            num_distributed_processes=int(os.environ.get(size, "1")),
-            distributed_process_id=int(os.environ.get(rank, "0")),
-        )
+        # so that mpirun alone makes it distributed
+        size, rank = (int(os.environ.get(f"OMPI_COMM_WORLD_{key}", n)) for key, n in (("SIZE", 1), ("RANK", 0)))
+        super().__init__(num_distributed_processes=size, distributed_process_id=rank)
 
     @typed("Distributed.disable")
     def disable(self) -> "_DistributedOptions":
@@ -235,92 +265,34 @@ class _DistributedOptions(OptionsDict):
         return int(self.num_distributed_processes)
 
 
+@_add_setters
 class TensorLocationSettings(OptionsDict):
     """Where a class of tensors lives."""
 
-    def __init__(self) -> None:
-        super().__init__()
 
-    @typed("TensorLocationSettings.minElementsForOffChip")
-    def minElementsForOffChip(self, min_elements: int) -> "TensorLocationSettings":
-        self.createOrSet(minElementsForOffChip=min_elements)
-        return self
-
-    @typed("TensorLocationSettings.minElementsForReplicatedTensorSharding")
-    def minElementsForReplicatedTensorSharding(self, min_elements: int) -> "TensorLocationSettings":
-        self.createOrSet(minElementsForReplicatedTensorSharding=min_elements)
-        return self
-
-    @typed("TensorLocationSettings.useOnChipStorage", unchecked=["use"])
-    def useOnChipStorage(self, use: bool = True) -> "TensorLocationSettings":
-        if use is None:  # keeps it undefined
-            self.deleteIfExists("onChip")
-        else:
-            assert isinstance(use, bool), f"Unexpected type {type(use)} for option use. Expected {bool}"
-            self.createOrSet(onChip=int(use))
-        return self
-
-    @typed("TensorLocationSettings.useReplicatedTensorSharding")
-    def useReplicatedTensorSharding(self, use: bool = True) -> "TensorLocationSettings":
-        self.createOrSet(useReplicatedTensorSharding=int(use))
-        return self
-
-    @typed("TensorLocationSettings.useIOTilesToLoad")
-    def useIOTilesToLoad(self, use: bool = True) -> "TensorLocationSettings":
-        self.createOrSet(useIOTilesToLoad=int(use))
-        return self
-
-    @typed("TensorLocationSettings.useIOTilesToStore")
-    def useIOTilesToStore(self, use: bool = True) -> "TensorLocationSettings":
-        self.createOrSet(useIOTilesToStore=int(use))
-        return self
-
-
+@_add_setters
 class _TensorLocationOptions(OptionsDict):
-    def __init__(self) -> None:
-        super().__init__()
-
-    @typed("TensorLocations.numIOTiles")
-    def numIOTiles(self, num_tiles: int) -> "_TensorLocationOptions":
-        assert 32 <= num_tiles <= 192 and num_tiles % 2 == 0, "numIOTiles must be an even number between 32 and 192."
-        self.createOrSet(numIOTiles=num_tiles)
-        return self
-
-    @typed("TensorLocations.setActivationLocation")
-    def setActivationLocation(self, location: TensorLocationSettings) -> "_TensorLocationOptions":
-        self.createOrSet(location_activation=location.toDict())
-        return self
-
-    @typed("TensorLocations.setWeightLocation")
-    def setWeightLocation(self, location: TensorLocationSettings) -> "_TensorLocationOptions":
-        self.createOrSet(location_weight=location.toDict())
-        return self
-
-    @typed("TensorLocations.setOptimizerLocation")
-    def setOptimizerLocation(self, location: TensorLocationSettings) -> "_TensorLocationOptions":
-        self.createOrSet(location_optimizer=location.toDict())
-        return self
-
-    @typed("TensorLocations.setAccumulatorLocation")
-    def setAccumulatorLocation(self, location: TensorLocationSettings) -> "_TensorLocationOptions":
-        self.createOrSet(location_accumulator=location.toDict())
-        return self
+    pass
 
 
+PARTS = ("Precision", "Training", "Distributed", "TensorLocations", "_Popart")
+
+
+@_add_setters
 class Options(OptionsDict):
     """All that controls how a model is compiled and run."""
 
     @typed("Options")
     def __init__(self) -> None:
-        values = copy.deepcopy(DATA["default_option_values"])
-        super().__init__(**values)
+        super().__init__(**copy.deepcopy(DATA["default_option_values"]))
         popart = _PopartOptions()
         self.__dict__.update(
+            _Popart=popart,
             _popart=popart,
-            _precision=_PrecisionOptions(popart),
-            _training=_TrainingOptions(popart),
-            _distributed=_DistributedOptions(),
-            _tensor_locations=_TensorLocationOptions(),
+            Precision=_PrecisionOptions(popart),
+            Training=_TrainingOptions(popart),
+            Distributed=_DistributedOptions(),
+            TensorLocations=_TensorLocationOptions(),
             _execution_strategy=PipelinedExecution(),
             _show_compilation_progress_bar=True,
             _ipus_per_replica=None,  # popdist's
@@ -329,51 +301,13 @@ class Options(OptionsDict):
             self.enableExecutableCaching(os.environ["POPTORCH_CACHE_DIR"])
 
     def _freeze(self) -> None:
-        for part in ("_popart", "_precision", "_training", "_distributed", "_tensor_locations"):
+        for part in PARTS:
             self.__dict__[part]._freeze()
         super()._freeze()
 
-    def __deepcopy__(self, memo: Dict[int, Any]) -> Any:
-        other = super().__deepcopy__(memo)
-        for part in ("_precision", "_training"):  # both write into the copy's own _popart, as memo made sure
-            assert other.__dict__[part].__dict__["_popart"] is other.__dict__["_popart"]
-        return other
-
     @typed("Options.showCompilationProgressBar")
-    def showCompilationProgressBar(self, show: bool = True) -> "Options":
+    def showCompilationProgressBar(self, show: bool) -> "Options":
         self._show_compilation_progress_bar = show
-        return self
-
-    @property
-    def TensorLocations(self) -> _TensorLocationOptions:
-        return self._tensor_locations
-
-    @property
-    def Distributed(self) -> _DistributedOptions:
-        return self._distributed
-
-    @property
-    def Precision(self) -> _PrecisionOptions:
-        return self._precision
-
-    @property
-    def Training(self) -> _TrainingOptions:
-        return self._training
-
-    @property
-    def _Popart(self) -> _PopartOptions:
-        return self._popart
-
-    @typed("Options.autoRoundNumIPUs")
-    def autoRoundNumIPUs(self, auto_round_num_ipus: bool = True) -> "Options":
-        self.set(auto_round_num_ipus=auto_round_num_ipus)
-        return self
-
-    @typed("Options.deviceIterations")
-    def deviceIterations(self, device_iterations: int) -> "Options":
-        self.checkIsFrozen()
-        assert device_iterations >= 1, f"deviceIterations must be at least 1, not {device_iterations}"
-        self.set(device_iterations=device_iterations)
         return self
 
     @typed("Options.setExecutionStrategy", unchecked=["strategy"])
@@ -382,66 +316,14 @@ class Options(OptionsDict):
         self._execution_strategy = strategy
         return self
 
-    @typed("Options.setAvailableMemoryProportion")
-    def setAvailableMemoryProportion(self, available_memory_proportion: Dict[str, float]):
-        proportions = {}
-        for key, share in available_memory_proportion.items():
-            assert key.startswith("IPU"), (
-                'Available memory proportions are expected to be in a dictionary of {"IPU0": 0.5} where the 0 in IPU '
-                f"is the index of the IPU. Invalid key: {key}"
-            )
-            assert 0 <= share <= 1, f"{key}: a share of the memory lies between 0 and 1, not {share}"
-            proportions[int(key[3:])] = share
-        self.set(available_memory_proportion=proportions)
-        return self
-
-    @typed("Options.replicationFactor")
-    def replicationFactor(self, replication_factor: int) -> "Options":
-        self.checkIsFrozen()
-        assert replication_factor >= 1, f"replicationFactor must be at least 1, not {replication_factor}"
-        self.set(replication_factor=replication_factor)
-        return self
-
-    @typed("Options.broadcastBuffers")
-    def broadcastBuffers(self, broadcast_buffers: bool = True):
-        self.set(broadcast_buffers=broadcast_buffers)
-        return self
-
-    @typed("Options.modelName")
-    def modelName(self, name: str) -> "Options":
-        self.createOrSet(model_name=name)
-        return self
-
-    @typed("Options.enableExecutableCaching", unchecked=["path"])
+    @typed("Options.enableExecutableCaching")
     def enableExecutableCaching(self, path: str) -> "Options":
-        assert path is None or isinstance(path, str), f"Unexpected type {type(path)} for option path. Expected {str}"
-        if path is not None:
-            self._popart.set("cachePath", path)
-        self._popart.set("enableEngineCaching", path is not None)
-        return self
-
-    @typed("Options.useIpuModel")
-    def useIpuModel(self, use_model: bool) -> "Options":
-        self.createOrSet(use_model=use_model)
-        return self
-
-    @typed("Options.connectionType")
-    def connectionType(self, connection_type: "enums.ConnectionType") -> "Options":
-        self.set(connection_type=connection_type.value)
-        return self
-
-    @typed("Options.syncPattern")
-    def syncPattern(self, sync_pattern: "enums.SyncPattern") -> "Options":
-        self.set(sync_pattern=sync_pattern.value)
-        return self
-
-    @typed("Options.useIpuId")
-    def useIpuId(self, ipu_id: int) -> "Options":
-        self.createOrSet(ipu_id=ipu_id)
+        self._popart.set("cachePath", path)
+        self._popart.set("enableEngineCaching", True)
         return self
 
     @typed("Options.useOfflineIpuTarget")
-    def useOfflineIpuTarget(self, ipu_version: int = 2) -> "Options":
+    def useOfflineIpuTarget(self, ipu_version: int) -> "Options":
         self.checkIsFrozen()
         assert ipu_version in (1, 2, 21), f"no IPU of version {ipu_version}: 1 is Mk1, 2 is Mk2, 21 is Mk2 with FP8"
         self.set(connection_type=enums.ConnectionType.Never.value)
@@ -449,7 +331,7 @@ class Options(OptionsDict):
         return self
 
     @typed("Options.outputMode")
-    def outputMode(self, output_mode: "enums.OutputMode", output_return_period: Optional[int] = None) -> "Options":
+    def outputMode(self, output_mode: Any, output_return_period: Optional[int]) -> "Options":
         if output_mode == enums.OutputMode.EveryN:
             assert output_return_period and output_return_period > 0, (
                 "EveryN anchor must have output_return_period set to valid positive integer"
@@ -468,28 +350,12 @@ class Options(OptionsDict):
         self.createOrSet(random_seed=random_seed)
         return self
 
-    @typed("Options.enableStableNorm")
-    def enableStableNorm(self, enabled: bool) -> "Options":
-        self._popart.set("enableStableNorm", enabled)
-        return self
-
-    @typed("Options.enableSyntheticData")
-    def enableSyntheticData(self, enabled: bool) -> "Options":
-        modes = DATA["popart_enums_as_int"]["syntheticDataMode"]
-        self._popart.set("syntheticDataMode", modes["RandomNormal"] if enabled else modes["Off"])
-        return self
-
-    @typed("Options.logCycleCount")
-    def logCycleCount(self, log_cycle_count: bool) -> "Options":
-        self._popart.set("instrumentWithHardwareCycleCounter", log_cycle_count)
-        return self
-
     @typed("Options.toDict")
     def toDict(self) -> Dict[str, Any]:
         assert not self.defaultOutputMode(), "An output mode must be picked before serialisation"
-        parts = (self._popart.options, self._values, self._training._values, self._distributed._values)
+        parts = (self._popart.options, self._values, self.Training._values, self.Distributed._values)
         out: Dict[str, Any] = {**self._execution_strategy.backendOptions()}
-        for part in (*parts, self._tensor_locations._values):
+        for part in (*parts, self.TensorLocations._values):
             assert not set(out) & set(part), "Can't merge dictionaries, they have some keys in common"
             out.update(part)
         return out

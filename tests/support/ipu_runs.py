@@ -1,0 +1,87 @@
+"""Small runs for the double of PopTorch: a config, data and models that the emulator can train, too."""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Dict
+
+import torch
+from torch import nn
+
+from ipu_pipe.config.load import configure
+from ipu_pipe.config.yaml_files import read_yaml
+from ipu_pipe.data.batches import TensorData
+from ipu_pipe.run.build import build
+from ipu_pipe.run.train import train
+from tests.staged_models import MODELS, TIED, Skipping, whole
+from tests.support.runs import ROOT
+
+PODS = sorted((ROOT / "configs" / "pod").glob("*pod*.yaml"))
+SGD = {"name": "sgd", "lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}
+
+
+class Source(TensorData):
+    """700 samples; those of microbatch `at` are not to be had."""
+
+    def __init__(self, at: int = -1, error: Any = None) -> None:
+        generator = torch.Generator().manual_seed(5)
+        x, y = torch.randn(700, 12, generator=generator), torch.randint(0, 4, (700,), generator=generator)
+        super().__init__((x[:650], y[:650]), (x[650:], y[650:]), 5)
+        self.at, self.error = at, error
+
+    def train_batch(self, epoch: int, index: int, size: int) -> Any:
+        if index == self.at:
+            raise self.error
+        return super().train_batch(epoch, index, size)
+
+
+def make_model(name: str) -> nn.Module:
+    """Return a model of tests.staged_models, always with the same weights; or two layers, of which each is a stage."""
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        if name == "two":
+            return nn.Sequential(nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 4))
+        return Skipping() if name == "skipping" else whole({**MODELS, **TIED}[name]())
+
+
+def make_config(method: str = "gpipe", on: str = "emulator", ipu: Any = None, **keys: Any) -> Any:
+    """Return a config of six updates of 16 microbatches of 2 samples."""
+    section: Dict[str, Any] = {"name": on}
+    if on == "poptorch":
+        section["ipu"] = ipu or {}
+    base = {
+        "micro_batch_size": 2, "gradient_accumulation": 16, "steps": 6, "optimizer": SGD,
+        "log": {"every": 1, "tensorboard": False}, "checkpoint": {"every": 2, "keep": 9},
+    }  # fmt: skip
+    return configure(method=method, backend=section, **{**base, **keys})
+
+
+def run(settings: Any, out: Path, name: str = "residual", **keys: Any) -> Dict[str, Any]:
+    """Train and return the summary."""
+    keys = {"model": make_model(name), "data": Source(), "overwrite": not keys.get("resume"), "quiet": True, **keys}
+    return train(settings, out, **keys)
+
+
+@functools.lru_cache(maxsize=None)
+def build_once(raw: str) -> Any:
+    """Return the job of a config in JSON, built once for those that differ in batch and replicas alone."""
+    return build(configure(**json.loads(raw)))
+
+
+def build_small(path: Path) -> Any:
+    """Return the job of a pod's config: its own options, loader, method, stages, batch and optimizer; ResNet-18 on 8 x 8."""
+    raw = read_yaml(path)
+    raw["model"]["entry"] = "models.resnet:resnet18"
+    kept = {key: value for key, value in raw["data"].items() if key == "bytes"}
+    raw["data"] = {
+        "name": "synthetic", "shape": [3, 8, 8], "classes": 1000, "subset": 65536, "test_subset": 8, **kept,
+    }  # fmt: skip
+    raw["steps"] = 1
+    del raw["lr_schedule"], raw["optimizer"]["lr"]
+    local = raw["backend"]["ipu"].get("local", "fused")
+    same = {**raw, "micro_batch_size": 2, "replicas": 1, "gradient_accumulation": 16}
+    same["backend"] = {"name": "poptorch", "ipu": {"local": local}}
+    return replace(build_once(json.dumps(same, sort_keys=True)), config=configure(**raw))

@@ -1,0 +1,79 @@
+"""What tests of whole runs share: the smallest config, a run's files as Python values, comparisons of weights, faults."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Callable, Dict, List, Mapping, Optional
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ipu_pipe.errors import BadInput
+
+ROOT = Path(__file__).resolve().parents[2]
+DIGITS = str(ROOT / "configs" / "mlp_digits.yaml")
+
+
+def list_faults(call: Callable[..., Any], *arguments: Any, **keys: Any) -> List[str]:
+    """Return the lines with which a call is refused."""
+    with pytest.raises(BadInput) as refused:
+        call(*arguments, **keys)
+    return refused.value.faults
+
+
+def read_json(path: Path) -> Any:
+    """Return a JSON file's value."""
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def read_summary(run: Path) -> Any:
+    """Return a run's summary."""
+    return read_json(run / "summary.json")
+
+
+def read_metrics(run: Path) -> List[Dict[str, Any]]:
+    """Return the lines of a run's metrics."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def read_column(run: Path, key: str) -> List[Any]:
+    """Return the values of one key of a run's metrics, from the lines that have it."""
+    return [line[key] for line in read_metrics(run) if key in line]
+
+
+def find_checkpoint(run: Path, step: Optional[int] = None) -> Path:
+    """Return the folder of the checkpoint after `step` updates, by default of the newest."""
+    folder = run / "checkpoints"
+    newest = max(folder.iterdir(), key=lambda path: int(path.name.split("-")[1]))
+    return newest if step is None else folder / f"step-{step}"
+
+
+def read_weights(run: Path, step: Optional[int] = None) -> Dict[str, torch.Tensor]:
+    """Return the weights of a run's checkpoint."""
+    return load_file(find_checkpoint(run, step) / "model.safetensors")
+
+
+def assert_same(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> None:
+    """Compare two state dicts to the bit."""
+    assert a.keys() == b.keys()
+    for name in a:
+        assert a[name].dtype == b[name].dtype and torch.equal(a[name], b[name]), name
+
+
+def assert_close(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor], atol: float) -> None:
+    """Compare two state dicts within `atol`."""
+    assert a.keys() == b.keys()
+    for name in a:
+        assert torch.allclose(a[name], b[name], atol=atol), name
+
+
+def assert_same_weights(a: Path, b: Path) -> None:
+    """Compare the newest checkpoints of two runs to the bit."""
+    assert_same(read_weights(a), read_weights(b))
+
+
+def assert_close_losses(a: Path, b: Path, rel: float) -> None:
+    """Compare the training losses of two runs."""
+    assert read_column(a, "train_loss") == pytest.approx(read_column(b, "train_loss"), rel=rel)
