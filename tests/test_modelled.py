@@ -219,7 +219,7 @@ def test_the_numbers_of_a_run_are_those_without_a_profile(tmp_path: Path, monkey
         return dict(given.state_dict())
 
     with_profile = weights("a")
-    monkeypatch.setattr(profiling, "time_passes", lambda *_: 1 / 0)
+    monkeypatch.setattr(profiling, "time_passes", lambda *_, **__: 1 / 0)
     without = weights("b")
     assert all(torch.equal(with_profile[key], without[key]) for key in without)
     summary = json.loads((tmp_path / "b" / "summary.json").read_text())

@@ -35,7 +35,7 @@ from ipu_pipe.model.observation import (
 from ipu_pipe.model.precision import get_given_loss, uncast_temporarily
 from ipu_pipe.model.restoring import undisturbed
 from ipu_pipe.model.stages import list_top_places
-from ipu_pipe.model.timing import take_median, time_passes
+from ipu_pipe.model.timing import time_passes
 
 FEW = 2  # samples of a real forward; a batch norm refuses one
 
@@ -142,28 +142,16 @@ def measure_units(
     to the FLOPs of the backwards.
     """
     begins = {unit.name: i for i, unit in enumerate(costed.units)}
-    with undisturbed(model):
-        runs = [
-            time_passes(
-                model,
-                lambda: [loss(call_model(model, clone_tensors(x)), y)],
-                begins,
-                len(begins),
-                get_first_tensor(x).is_cuda,
-            )
-            for _ in range(warm_up + repeats)
-        ]
-    medians = take_median(runs[warm_up:])
-    measured = []
-    for i, unit in enumerate(costed.units):
-        if medians.backward:
-            backward = medians.backward[i]
-        else:
-            whole = sum(other.backward_flops for other in costed.units) or 1.0
-            backward = medians.whole_backward * unit.backward_flops / whole
-        measured.append(
-            replace(unit, measured=(*unit.measured, MeasuredPasses(count_samples(x), medians.forward[i], backward)))
-        )
+    seconds = time_passes(
+        model,
+        lambda: [loss(call_model(model, clone_tensors(x)), y)],
+        begins,
+        [unit.backward_flops for unit in costed.units],
+        repeats,
+        warm_up,
+    )
+    passes = [MeasuredPasses(count_samples(x), *times) for times in zip(seconds.forward, seconds.backward)]
+    measured = [replace(unit, measured=(*unit.measured, times)) for unit, times in zip(costed.units, passes)]
     return CountedUnits(
         tuple(measured),
         f"{costed.how}; seconds measured with {count_samples(x)} samples on {get_first_tensor(x).device.type}",

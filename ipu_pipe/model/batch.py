@@ -22,22 +22,20 @@ def map_tensors(change: Callable[[torch.Tensor], Any], nest: Any) -> Any:
         return change(nest)
     if isinstance(nest, Mapping):
         return {key: map_tensors(change, value) for key, value in nest.items()}
-    if isinstance(nest, (tuple, list)):
-        parts = [map_tensors(change, value) for value in nest]
-        if isinstance(nest, list):
-            return parts
-        return type(nest)(*parts) if hasattr(nest, "_fields") else tuple(parts)  # a named tuple keeps its names
-    return nest
+    return _map_parts(lambda value: map_tensors(change, value), nest) if isinstance(nest, (tuple, list)) else nest
 
 
 def sort_keys(nest: Any) -> Any:
     """Return the nest with the keys of its mappings sorted."""
     if isinstance(nest, Mapping):
         return {key: sort_keys(nest[key]) for key in sorted(nest, key=str)}
-    if isinstance(nest, (tuple, list)):
-        parts = [sort_keys(value) for value in nest]
-        return parts if isinstance(nest, list) else type(nest)(*parts) if hasattr(nest, "_fields") else tuple(parts)
-    return nest
+    return _map_parts(sort_keys, nest) if isinstance(nest, (tuple, list)) else nest
+
+
+def _map_parts(change: Callable[[Any], Any], nest: Any) -> Any:
+    """Return a tuple or list with `change` applied to its parts; a named tuple keeps its names."""
+    parts = [change(value) for value in nest]
+    return parts if isinstance(nest, list) else type(nest)(*parts) if hasattr(nest, "_fields") else tuple(parts)
 
 
 def walk_leaves(nest: Any, name: str = "") -> Iterator[Tuple[str, Any]]:
@@ -116,11 +114,8 @@ def describe_tensors(nest: Any) -> str:
     """Describe a batch's shapes and dtypes for the user."""
     if isinstance(nest, torch.Tensor):
         return f"{tuple(nest.shape)}, {nest.dtype}"
-    return "; ".join(
-        f"{name} {tuple(value.shape)}, {value.dtype}"
-        for name, value in walk_leaves(nest)
-        if isinstance(value, torch.Tensor)
-    )
+    leaves = ((name, value) for name, value in walk_leaves(nest) if isinstance(value, torch.Tensor))
+    return "; ".join(f"{name} {tuple(value.shape)}, {value.dtype}" for name, value in leaves)
 
 
 def check_holds_tensors(nest: Any, what: str) -> None:

@@ -28,7 +28,7 @@ from ipu_pipe.errors import BadInput
 from ipu_pipe.model.batch import flatten_tensors, list_leaves, sort_keys, walk_leaves
 from ipu_pipe.model.observation import find_running_ancestor
 from ipu_pipe.model.precision import enter_model_autocast
-from ipu_pipe.model.restoring import attributes_restored, buffers_restored, weights_restored
+from ipu_pipe.model.restoring import undisturbed
 from ipu_pipe.model.tracing import (
     AutogradState,
     Key,
@@ -339,16 +339,12 @@ def _as_recorded(state: AutogradState) -> ContextManager[Any]:
 
 def _record(model: nn.Module, begins: Sequence[str], x: Any, training: bool, homes: Dict[str, int]) -> StagedRecording:
     """Record one more forward of `x`, in stages. It leaves the model as it was."""
-    devices = [t.device for t in flatten_tensors(x)[:1] if t.is_cuda]
 
     def record(traced: bool) -> StagedRecording:
         batch = tree_map(lambda t: t.detach().clone() if isinstance(t, torch.Tensor) else t, sort_keys(x))
-        with torch.random.fork_rng(devices=devices), attributes_restored(model), buffers_restored(
-            model
-        ), weights_restored(model):
+        with undisturbed(model), torch.set_grad_enabled(training or torch.is_grad_enabled()):
             model.train(training)
-            with torch.set_grad_enabled(training or torch.is_grad_enabled()):
-                return split_recording(record_forward(model, begins, batch, traced), len(begins) + 1, homes)
+            return split_recording(record_forward(model, begins, batch, traced), len(begins) + 1, homes)
 
     try:
         return record(traced=False)
@@ -374,8 +370,7 @@ class Cut:
         self.model, self.begins = model, list(begins)
         self._recorded_model = model
         self._homes: Dict[str, int] = {}  # stage in which a module first runs, in the first recording
-        self._recordings: Dict[Any, StagedRecording] = {}
-        self._latest: Dict[bool, StagedRecording] = {}  # by mode, that which was asked for last
+        self._recordings: Dict[Any, StagedRecording] = {}  # that which was asked for last is the last
         self._programs: Dict[Tuple[int, int], Program] = {}
         self.compiles = False  # whether pieces call compiled modules from their next new program on
         self.first = self._find_recording(x, training=True)
@@ -416,7 +411,7 @@ class Cut:
     def program(self, stage: int, value: Any, training: bool) -> Program:
         """Return the program of a stage that is given `value`."""
         if torch.jit.is_tracing() or self.model is not self._recorded_model:  # a copy sees microbatches of one size
-            staged = self._get_latest(training)
+            staged = self._list_latest(training)[0]
         elif stage == 0:
             staged = self._find_recording(value, training)
         else:
@@ -426,26 +421,27 @@ class Cut:
             self._programs[key] = Program(self.model, staged.parts[stage], self.compiles)
         return self._programs[key]
 
-    def _get_latest(self, training: bool) -> StagedRecording:
-        return self._latest.get(training) or self._latest[not training]
+    def _list_latest(self, training: bool) -> List[StagedRecording]:
+        """Return all recordings, those of a mode first, the one asked for last before others."""
+        keys = [*reversed(list(self._recordings))]
+        return [self._recordings[key] for key in sorted(keys, key=lambda key: key[0] != training)]
 
     def _find_recording(self, x: Any, training: bool) -> StagedRecording:
         """Return the recording of an input like `x`; record it if there is none."""
-        key, model = _make_key(x, training), self._recorded_model
-        if key not in self._recordings:
-            staged = _record(model, self.begins, x, training, self._homes)
-            if self._recordings:
-                self._refuse_elsewhere(staged)
+        key = _make_key(x, training)
+        staged = self._recordings.pop(key, None)
+        if staged is None:
+            staged = _record(self._recorded_model, self.begins, x, training, self._homes)
+            if self._homes:
+                self._require_homes(staged)
             self._homes = self._homes or dict(staged.homes)
-            self._recordings[key] = staged
-        self._latest[training] = self._recordings[key]
-        return self._recordings[key]
+        self._recordings[key] = staged
+        return staged
 
     def _find_entering(self, stage: int, value: Any, training: bool) -> StagedRecording:
         """Return the latest recording in which tensors of such shapes enter a stage. Raise BadInput if there is none."""
         shapes = tuple(tuple(t.shape) for t in flatten_tensors(value))
-        recordings = [recording for (mode, *_), recording in self._recordings.items() if mode == training]
-        for recording in (self._get_latest(training), *reversed(recordings)):
+        for recording in self._list_latest(training):
             if recording.parts[stage].entering == shapes:
                 return recording
         raise BadInput(
@@ -453,7 +449,7 @@ class Cut:
             " was recorded: microbatches must be of one size"
         )
 
-    def _refuse_elsewhere(self, staged: StagedRecording) -> None:
+    def _require_homes(self, staged: StagedRecording) -> None:
         """Raise BadInput if a module runs on a stage that does not hold it."""
         for stage, (names, held_names) in enumerate(zip(staged.modules, self.names)):
             for name in names:

@@ -21,34 +21,6 @@ from torch.utils._pytree import tree_map
 from ipu_pipe.model.loss import Loss, LossOfOutput, OwnLoss
 
 
-class GivenTypes:
-    """The dtypes that a model's parameters and buffers have now."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._parameters = [(p, p.dtype) for p in model.parameters() if p.is_floating_point()]
-        self._buffers: List[Tuple[nn.Module, Dict[str, torch.dtype]]] = [
-            (module, {name: b.dtype for name, b in module._buffers.items() if b is not None and b.is_floating_point()})
-            for module in model.modules()
-        ]
-
-    def give_back(self) -> None:
-        """Cast parameters and buffers back in place, values as trained; drop gradients of another dtype."""
-        for parameter, dtype in self._parameters:
-            if parameter.dtype != dtype:
-                parameter.grad = None
-                parameter.data = parameter.data.to(dtype)
-        for module, dtypes in self._buffers:
-            for name, dtype in dtypes.items():
-                buffer = module._buffers.get(name)
-                if buffer is not None:
-                    module._buffers[name] = buffer.to(dtype)
-
-    def others(self, dtype: torch.dtype) -> List[str]:
-        """Return the names of the dtypes other than `dtype`, such as float32."""
-        kinds = {kind for _, kind in self._parameters} - {dtype}
-        return sorted(_name(kind) for kind in kinds)
-
-
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).partition(".")[2]
 
@@ -85,7 +57,15 @@ class ModelPrecision:
     def __init__(self, model: nn.Module, row: str, dtype: torch.dtype, device: torch.device, is_given: bool) -> None:
         """Convert the model; `dtype` is that of the weights."""
         self.row, self.is_given, self._model, self._dtype = row, is_given, model, dtype
-        self._own = GivenTypes(model) if is_given else None
+        # the dtypes that a caller's model has now
+        modules, parameters = (list(model.modules()), list(model.parameters())) if is_given else ([], [])
+        self._given_types = [(p, p.dtype) for p in parameters if p.is_floating_point()]
+        self._given_buffers = [
+            (module, name, buffer.dtype)
+            for module in modules
+            for name, buffer in module._buffers.items()
+            if buffer is not None and buffer.is_floating_point()
+        ]
         self.masters: Optional[Masters] = None
         self.inputs = self.labels = dtype
         self._autocast: Optional[str] = None
@@ -127,15 +107,22 @@ class ModelPrecision:
 
     def others(self) -> List[str]:
         """Return the dtypes that the caller's model had and does not train in."""
-        return self._own.others(self._dtype) if self._own is not None and self.row != "bfloat16_masters" else []
+        kinds = {kind for _, kind in self._given_types} - {self._dtype}
+        return sorted(map(_name, kinds)) if self.row != "bfloat16_masters" else []
 
     def give_back(self, keep: bool = False) -> None:
         """Give the model back as it was, with the weights as trained; `keep`: in the types that it was trained in."""
         uncast_forward(self._model)
         if not keep and self.masters is not None:
             self.masters.take_over()
-        if not keep and self._own is not None:
-            self._own.give_back()
+        for parameter, dtype in () if keep else self._given_types:
+            if parameter.dtype != dtype:
+                parameter.grad = None
+                parameter.data = parameter.data.to(dtype)
+        for module, name, dtype in () if keep else self._given_buffers:
+            buffer = module._buffers.get(name)
+            if buffer is not None:
+                module._buffers[name] = buffer.to(dtype)
 
 
 LOW = torch.bfloat16

@@ -22,7 +22,7 @@ from torch import nn
 
 from ipu_pipe.errors import BadInput
 from ipu_pipe.model.balance import WeightedCuts, balance, find_greatest
-from ipu_pipe.model.batch import call_model, clone_tensors, flatten_tensors, get_first_tensor
+from ipu_pipe.model.batch import call_model, clone_tensors, flatten_tensors
 from ipu_pipe.model.observation import (
     ModuleCall,
     Observation,
@@ -33,7 +33,7 @@ from ipu_pipe.model.observation import (
     list_ancestors,
     observe_execution,
 )
-from ipu_pipe.model.restoring import undisturbed
+from ipu_pipe.model.restoring import modes_restored
 from ipu_pipe.model.timing import time_passes
 from ipu_pipe.text import find_nearest
 from ipu_pipe.trace.events import UnitRow
@@ -498,7 +498,6 @@ def group_stages(
 
 
 COSTS = ("flops", "parameters", "time")
-REPEATS = 3  # of a pass whose modules are timed
 
 
 def compute_costs(
@@ -519,18 +518,16 @@ def compute_costs(
 
 
 def _time_calls(model: nn.Module, calls: List[ModuleCall], example: Any) -> List[float]:
-    """Return the seconds of each call's passes, forward and backward, the least of a few runs."""
+    """Return the seconds of each call's passes, forward and backward."""
     begins = {call.name: i for i, call in enumerate(calls)}
 
     def run() -> List[torch.Tensor]:
         outputs = flatten_tensors(call_model(model, clone_tensors(example)))
         return [t.sum() for t in outputs if t.is_floating_point()]
 
-    with undisturbed(model), torch.enable_grad():
+    with modes_restored(model), torch.enable_grad():
         for module in model.modules():
             if isinstance(module, nn.modules.batchnorm._NormBase):  # in training it refuses one value a channel
                 module.training = False
-        on_gpu = get_first_tensor(example).is_cuda
-        runs = [time_passes(model, run, begins, len(calls), on_gpu) for _ in range(REPEATS)]
-    # torch 2.0 does not tell the parts of a backward apart: it takes twice its forward
-    return [min(run.forward[i] + (run.backward or [2 * t for t in run.forward])[i] for run in runs) for i in range(len(calls))]
+        seconds = time_passes(model, run, begins, [call.backward_flops for call in calls])
+    return [forward + backward for forward, backward in zip(seconds.forward, seconds.backward)]

@@ -6,6 +6,7 @@ A hook marks where a part begins in the forward, hooks on autograd nodes where i
 from __future__ import annotations
 
 import bisect
+import math
 import statistics
 import time
 from typing import Any, Callable, List, Mapping, NamedTuple, Sequence, Tuple
@@ -13,14 +14,15 @@ from typing import Any, Callable, List, Mapping, NamedTuple, Sequence, Tuple
 import torch
 from torch import nn
 
+from ipu_pipe.model.restoring import undisturbed
+
 
 class PassSeconds(NamedTuple):
-    """Seconds of each part, forward and backward, of one microbatch, and of the whole backward. `backward` is empty where PyTorch
-    does not number its autograd nodes (2.0)."""
+    """Seconds of each part of a microbatch, forward and backward: medians of `repeats` passes."""
 
     forward: List[float]
     backward: List[float]
-    whole_backward: float
+    repeats: int
 
 
 class StageSeconds(NamedTuple):
@@ -33,19 +35,42 @@ class StageSeconds(NamedTuple):
     how: str
 
 
-def take_median(runs: Sequence[PassSeconds]) -> PassSeconds:
-    """Return the median of each part over some runs."""
-    forward, backward = ([statistics.median(values) for values in zip(*(run[way] for run in runs))] for way in (0, 1))
-    return PassSeconds(forward, backward, statistics.median(run.whole_backward for run in runs))
+REPEATS = 3
 
 
 def time_passes(
-    model: nn.Module, losses: Callable[[], Sequence[torch.Tensor]], begins: Mapping[str, int], parts: int, on_gpu: bool
+    model: nn.Module,
+    losses: Callable[[], Sequence[torch.Tensor]],
+    begins: Mapping[str, int],
+    backward_flops: Sequence[float],
+    repeats: int = REPEATS,
+    warm_up: int = 0,
+    enough: float = math.inf,
 ) -> PassSeconds:
-    """Time one forward, `losses()`, and its backward. Gradients are added to the parameters'.
+    """Time forwards, `losses()`, and their backwards: `repeats` after a `warm_up`, but no more after `enough` seconds. The model
+    is left as it was.
 
     begins: module -> the part that begins when it first runs; parts run in order, and what follows the model is the last one's.
+    backward_flops: of each part, by which the backward's time is divided where PyTorch does not number its autograd nodes (2.0).
     """
+    on_gpu = any(p.is_cuda for p in model.parameters())
+    runs: List[Tuple[List[float], List[float]]] = []
+    began = time.perf_counter()
+    with undisturbed(model):
+        while len(runs) < warm_up + repeats and (not runs or time.perf_counter() - began < enough):
+            runs.append(_time_pass(model, losses, begins, backward_flops, on_gpu))
+    forward, backward = ([statistics.median(parts) for parts in zip(*way)] for way in zip(*runs[warm_up:]))
+    return PassSeconds(forward, backward, len(runs) - warm_up)
+
+
+def _time_pass(
+    model: nn.Module,
+    losses: Callable[[], Sequence[torch.Tensor]],
+    begins: Mapping[str, int],
+    backward_flops: Sequence[float],
+    on_gpu: bool,
+) -> Tuple[List[float], List[float]]:
+    parts = len(backward_flops)
     clock = _Clock(parts, on_gpu)
     next_node = getattr(torch._C._autograd, "_get_sequence_nr", None)
     nodes: List[Tuple[int, int]] = [(-1, 0)]  # the first autograd node of a part, and the part
@@ -75,7 +100,10 @@ def time_passes(
     if values:
         torch.autograd.backward(values)
     backward = clock.leave()
-    return PassSeconds(forward, backward if next_node is not None else [], time.perf_counter() - start)
+    if next_node is None:
+        share = (time.perf_counter() - start) / (sum(backward_flops) or 1.0)
+        backward = [share * flops for flops in backward_flops]
+    return forward, backward
 
 
 def _hook_nodes(roots: Sequence[Any], clock: _Clock, part_of: Callable[[int], int]) -> None:

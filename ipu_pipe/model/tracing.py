@@ -20,7 +20,7 @@ import functools
 import pickle
 import random
 from dataclasses import dataclass, field
-from typing import Any, Callable, Dict, Iterator, List, NamedTuple, NoReturn, Sequence, Set, Tuple, Union
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, NoReturn, Sequence, Set, Tuple, Type, Union
 
 import numpy as np
 import torch
@@ -155,8 +155,13 @@ class Recorder:
         self._note_result(self._add(None, (), {}), x)
 
     def _add(self, target: Any, args: Any, keywords: Any) -> RecordedCall:
-        for value in (*args, *keywords.values()):
-            self._refuse_cache(value)  # PyTorch may know it as a nest
+        for value in (*args, *keywords.values(), *tree_flatten((args, keywords))[0]):  # PyTorch may know it as a nest
+            if type(value).__name__.endswith("Cache"):
+                self._fail(
+                    self._called,
+                    f"it takes a {type(value).__name__}, which keeps tensors from call to call and cannot cross:"
+                    " config.use_cache = False",
+                )
         grad, (base_grad, base) = torch.is_grad_enabled(), self._base
         autocast = tuple(setting for setting, usual in zip(_read_autocast(), base) if setting != usual)
         state = AutogradState(None if grad == base_grad else grad, autocast)
@@ -164,20 +169,17 @@ class Recorder:
         self.recording.calls.append(call)
         return call
 
-    def _refuse(self, operation: str, why: str) -> NoReturn:
-        raise BadInput(self._explain(operation, why))
-
-    def _explain(self, operation: str, why: str) -> str:
+    def _fail(self, operation: str, why: str, kind: Type[BadInput] = BadInput) -> NoReturn:
+        """Raise BadInput: what is done here cannot be cut."""
         where = (self._path[-1] if self._path else "") or "the model's own forward"
-        return f"model: {type(self._model).__name__}: stage {self._stage}: {operation} in {where}: {why}"
+        raise kind(f"model: {type(self._model).__name__}: stage {self._stage}: {operation} in {where}: {why}")
 
-    def _refuse_read(self, operation: str) -> NoReturn:
-        raise ReadsValues(
-            self._explain(
-                {"_local_scalar_dense": "a number read from a tensor (if, item, int)"}.get(operation, operation),
-                "what the forward does there depends on a tensor's values, where it is cut: begin stages at whole modules"
-                " around it, put it into a module of its own, or use backend: {name: emulator}",
-            )
+    def _fail_on_values(self, operation: str) -> NoReturn:
+        self._fail(
+            {"_local_scalar_dense": "a number read from a tensor (if, item, int)"}.get(operation, operation),
+            "what the forward does there depends on a tensor's values, where it is cut: begin stages at whole modules around it,"
+            " put it into a module of its own, or use backend: {name: emulator}",
+            ReadsValues,
         )
 
     # --- memory
@@ -187,11 +189,11 @@ class Recorder:
         places = {get_storage(t) for t in iterate_tensors((*args, *kwargs.values()))}
         is_live, name = not places.isdisjoint(self._live), func.overloadpacket.__name__
         if is_live and name in VALUE_READS and not self._inside:
-            self._refuse_read(name)
+            self._fail_on_values(name)
         if self._inside and any(
             ANYWHERE < self._live.get(place, ANYWHERE) < self._stage and place not in self._handed for place in places
         ):
-            self._refuse(
+            self._fail(
                 self._called,
                 f"its {name} reads a tensor that an earlier stage made and kept aside (an attribute, a list): give it to the"
                 " module as an argument, or begin the stage elsewhere",
@@ -218,17 +220,8 @@ class Recorder:
         leaves, spec = tree_flatten(nest)
         return Template(tuple(map(self._name_leaf, leaves)), spec)
 
-    def _refuse_cache(self, value: Any) -> None:
-        if type(value).__name__.endswith("Cache"):
-            self._refuse(
-                self._called,
-                f"it takes a {type(value).__name__}, which keeps tensors from call to call and cannot cross:"
-                " config.use_cache = False",
-            )
-
     def _name_leaf(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
-            self._refuse_cache(value)
             return value
         if id(value) in self._values:
             self._handed.add(get_storage(value))
@@ -236,7 +229,7 @@ class Recorder:
         if id(value) in self._weights:
             return Weight(self._weights[id(value)])
         if _is_wrapped(value) or get_storage(value) in self._live:
-            self._refuse(
+            self._fail(
                 f"a tensor of shape {tuple(value.shape)}",
                 "it was kept aside (an attribute, an object that a module gave), or made inside of torch.func: modules around a"
                 " cut must be given tensors and give them, in tuples, lists and dicts",
@@ -260,7 +253,7 @@ class Recorder:
             return iter(self.call(torch.Tensor.unbind, args, {}))
         name = name_operation(func)
         if name in PYTHON_READS and get_storage(args[0]) in self._live:
-            self._refuse_read(name)
+            self._fail_on_values(name)
         self._called, self._made = name, set()
         result = func(*args, **kwargs)
         # other results are sizes and types

@@ -12,13 +12,12 @@ import torch
 from ipu_pipe.errors import summarize
 from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import compute_losses
-from ipu_pipe.model.batch import call_model, clone_tensors, count_samples, get_first_tensor
+from ipu_pipe.model.batch import call_model, clone_tensors, count_samples
 from ipu_pipe.model.flops import BACKWARD
-from ipu_pipe.model.restoring import undisturbed
-from ipu_pipe.model.timing import PassSeconds, StageSeconds, take_median, time_passes
+from ipu_pipe.model.restoring import modes_restored
+from ipu_pipe.model.timing import REPEATS, PassSeconds, StageSeconds, time_passes
 
-REPEATS = 3  # the process has trained: nothing is left to warm up
-ENOUGH = 0.5  # seconds, after which there is no repeat
+ENOUGH = 0.5  # seconds, after which there is no repeat; the process has trained: nothing is left to warm up
 
 
 def profile(job: Job) -> StageSeconds:
@@ -27,41 +26,28 @@ def profile(job: Job) -> StageSeconds:
     Weights, buffers, gradients and random states stay as they are.
     """
     try:
-        runs = _time_passes(job)
+        passes = _time_passes(job)
         update = _time_updates(job)
     except Exception as error:  # whatever the user's code raises: the run is done, and must not be lost by it
         return StageSeconds((), (), (), f"its stages could not be timed ({summarize(error)})")
-    passes = take_median(runs)
-    backward = passes.backward or _divide_by_flops(job, passes.whole_backward)
+    backward = passes.backward
     if job.method.segments is not None:  # the activations are computed again
         backward = [f + b for f, b in zip(passes.forward, backward)]
-    how = f"medians of {len(runs)} passes of {count_samples(job.example[0])} samples when the training was done"
+    how = f"medians of {passes.repeats} passes of {count_samples(job.example[0])} samples when the training was done"
     return StageSeconds(tuple(passes.forward), tuple(backward), tuple(update), how)
 
 
-def _time_passes(job: Job) -> List[PassSeconds]:
+def _time_passes(job: Job) -> PassSeconds:
     x, y = job.example
-    runs: List[PassSeconds] = []
-    began = time.perf_counter()
-    with undisturbed(job.model):
-        job.model.train()
-        while not runs or (len(runs) < REPEATS and time.perf_counter() - began < ENOUGH):
-            runs.append(
-                time_passes(
-                    job.model, lambda: compute_losses(job.loss, call_model(job.model, clone_tensors(x)), clone_tensors(y)),
-                    job.part.begins, len(job.part),
-                    get_first_tensor(x).is_cuda,
-                )
-            )  # fmt: skip
-    return runs
-
-
-def _divide_by_flops(job: Job, whole: float) -> List[float]:
-    """Return the time of each stage's backward: the whole, divided like the FLOPs. Torch 2.0 does not tell the stages apart."""
     footprint = job.footprint
     flops = footprint.backward_flops or tuple(BACKWARD * f for f in footprint.forward_flops)
-    total = sum(flops) or 1.0
-    return [whole * f / total for f in flops]
+
+    def losses() -> List[torch.Tensor]:
+        return compute_losses(job.loss, call_model(job.model, clone_tensors(x)), clone_tensors(y))
+
+    with modes_restored(job.model):
+        job.model.train()
+        return time_passes(job.model, losses, job.part.begins, flops, enough=ENOUGH)
 
 
 def _time_updates(job: Job) -> List[float]:
