@@ -214,6 +214,7 @@ def test_profiling_leaves_nothing_behind(pairs: Tuple[str, ...]) -> None:
 
 def test_the_numbers_of_a_run_are_those_without_a_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def weights(name: str) -> Dict[str, torch.Tensor]:
+        torch.manual_seed(1)
         given = model(nn.Linear(16, 16))
         train(config("method=pipemare"), tmp_path / name, model=given, quiet=True)
         return dict(given.state_dict())

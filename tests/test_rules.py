@@ -26,7 +26,7 @@ from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.update.apply import UpdateRules
 from ipu_pipe.update.rates import choose_anneal_updates, scale_for_update_size
-from ipu_pipe.update.rules import RULES, Setting, compute_spectrain_horizon, find_faults
+from ipu_pipe.update.rules import RULES, Setting, compute_spectrain_horizon, list_conflicts
 from tests.staged_models import MODELS, batches, whole
 from tests.test_emulator_exact import assert_equal, emulate, fresh, literal, plain_training
 
@@ -460,7 +460,7 @@ def test_hogwild_without_mean_takes_the_pipelines_lags() -> None:
     ],
 )  # fmt: skip
 def test_rules_are_refused_with_the_reason(method: str, args: Any, kind: str, options: Any, said: str) -> None:
-    found = find_faults(args, resolve_method(method, args), kind, options)
+    found = list_conflicts(args, resolve_method(method, args), kind, options)
     assert any(said in fault for fault in found), found
 
 
@@ -482,7 +482,7 @@ def test_axes_are_refused_with_the_reason(method: str, args: Any, said: str) -> 
 
 def test_rules_that_adam_allows_are_allowed() -> None:
     for args in ({"t1": {"anneal_updates": 2}, "t2": {"decay": 0.1}}, {"weight_prediction": WPW}):
-        assert find_faults(args, resolve_method(PB, args), "adamw", {}) == []
+        assert list_conflicts(args, resolve_method(PB, args), "adamw", {}) == []
 
 
 # ---- hyperparameters

@@ -102,6 +102,6 @@ def _check_rules(config: Config, method: Method) -> Tuple[List[str], List[str]]:
     from ipu_pipe.update import rules  # imports torch, which reading a config otherwise does not need
 
     optimizer, args = config.optimizer, config.method_settings()
-    always = rules.find_faults(args, method, "sgd", {"momentum": 0.9})  # an optimizer to which no rule objects
-    of_optimizer = [f for f in rules.find_faults(args, method, optimizer.name, optimizer.settings()) if f not in always]
+    always = rules.list_conflicts(args, method, "sgd", {"momentum": 0.9})  # an optimizer to which no rule objects
+    of_optimizer = [f for f in rules.list_conflicts(args, method, optimizer.name, optimizer.settings()) if f not in always]
     return always, of_optimizer

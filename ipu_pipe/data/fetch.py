@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 from ipu_pipe.data.hashes import hash_file
-from ipu_pipe.data.sets import FILES, FOLDERS, check_files, get_default_root
+from ipu_pipe.data.sets import FILES, FOLDERS, get_default_root, verify_files
 from ipu_pipe.errors import BadInput, RunFault
 
 Say = Callable[[str], None]
@@ -66,7 +66,7 @@ def fetch(name: str, root: Optional[Path] = None, say: Say = print) -> Path:
     base = Path(root) if root is not None else get_default_root()
     folder = base / FOLDERS[name]
     if folder.is_dir():
-        check_files(name, folder, root)
+        verify_files(name, folder, root)
         say(f"{name}: is there, in {folder}")
         return folder
     try:
@@ -80,7 +80,7 @@ def fetch(name: str, root: Optional[Path] = None, say: Say = print) -> Path:
         unfinished = work / FOLDERS[name]
         unfinished.mkdir()
         _MAKERS[name](package, work, unfinished)
-        check_files(name, unfinished, root)
+        verify_files(name, unfinished, root)
         os.replace(unfinished, folder)
     finally:
         shutil.rmtree(work, ignore_errors=True)

@@ -86,7 +86,7 @@ def get_default_root() -> Path:
     return Path(os.environ.get("IPU_PIPE_DATA") or Path.home() / ".cache" / "ipu_pipe")
 
 
-def check_files(name: str, folder: Path, root: Union[str, Path, None]) -> None:
+def verify_files(name: str, folder: Path, root: Union[str, Path, None]) -> None:
     """Raise `BadInput`, one line for each file that is missing, cut short or altered, and say how to fetch it."""
     where = f" --root {root}" if root is not None else ""
     remedy = f"run: python tools/fetch_data.py {name}{where}"
@@ -113,7 +113,7 @@ def check_files(name: str, folder: Path, root: Union[str, Path, None]) -> None:
 def _folder(name: str, root: Optional[str]) -> Path:
     """Return the folder of a set whose files are those of its official layout. Raise `BadInput` if they are not."""
     folder = Path(root or get_default_root()) / FOLDERS[name]
-    check_files(name, folder, root)
+    verify_files(name, folder, root)
     return folder
 
 

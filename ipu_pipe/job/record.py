@@ -16,7 +16,7 @@ from ipu_pipe.data.batches import LabelRange, split_batch
 from ipu_pipe.hardware.precision import MASTERS, MIXED
 from ipu_pipe.job.metrics import Metric
 from ipu_pipe.local.blocks import get_blocks
-from ipu_pipe.model.batch import check_holds_tensors, check_same_samples, map_tensors
+from ipu_pipe.model.batch import map_tensors, require_tensors
 from ipu_pipe.model.cutting import Piece
 from ipu_pipe.model.loss import Labels, Loss, OwnLoss, get_labels
 from ipu_pipe.model.observation import ForwardEffects, Observation
@@ -84,13 +84,11 @@ class Setup:
 
     def move_to_device(self, x: Any, y: Any) -> Tuple[Any, Any]:
         """Return a microbatch on the run's device, inputs in its precision. Raise `BadInput` if it is not made of tensors."""
-        check_holds_tensors(x, "inputs")
-        check_same_samples(x)
+        require_tensors(x, "inputs", by_sample=True)
         if y is not None or not isinstance(self.loss, OwnLoss):
-            check_holds_tensors(get_labels(y), "labels")
+            require_tensors(get_labels(y), "labels")
         if isinstance(y, Labels):
-            check_holds_tensors(y.asked, "what the loss takes")
-            check_same_samples(y.asked)
+            require_tensors(y.asked, "what the loss takes", by_sample=True)
         # the CPU's loss checks labels itself, a GPU's kernel aborts
         labels = get_labels(y)
         if self.label_range is not None and self.device.type == "cuda" and getattr(labels, "is_cpu", False):

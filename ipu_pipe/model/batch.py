@@ -118,16 +118,25 @@ def describe_tensors(nest: Any) -> str:
     return "; ".join(f"{name} {tuple(value.shape)}, {value.dtype}" for name, value in leaves)
 
 
-def check_holds_tensors(nest: Any, what: str) -> None:
-    """Raise BadInput if a nest holds anything but tensors and None, or no tensor. `what` names it for the user."""
-    for name, value in walk_leaves(nest):
-        if not (value is None or isinstance(value, torch.Tensor)):
+def require_tensors(nest: Any, what: str, by_sample: bool = False) -> None:
+    """Raise BadInput if a nest holds anything but tensors and None, or no tensor, or, `by_sample`, if the first dimension of its
+    tensors is not the same batch of samples. `what` names it for the user."""
+    leaves = [(name, value) for name, value in walk_leaves(nest) if value is not None]
+    for name, value in leaves:
+        if not isinstance(value, torch.Tensor):
             raise BadInput(
                 f"data: {what}{name and ': ' + name}: is of type {type(value).__name__}: must be a tensor, or tensors in "
                 "mappings, tuples and lists"
             )
-    if not list_tensors(nest):
+    if not leaves:
         raise BadInput(f"data: {what}: hold no tensor")
+    first, tensor = leaves[0]
+    for name, value in leaves if by_sample and not isinstance(nest, torch.Tensor) else ():
+        if not value.dim() or not tensor.dim() or len(value) != len(tensor):
+            raise BadInput(
+                f"data: {name} has the shape {tuple(value.shape)}, {first} {tuple(tensor.shape)}: the first "
+                "dimension of each input must be the batch's samples"
+            )
 
 
 def check_same_shapes(x: Any, example: Any, m: int) -> None:
@@ -143,20 +152,6 @@ def check_same_shapes(x: Any, example: Any, m: int) -> None:
                     f"data: microbatch {m}: inputs{name and ': ' + name}: of {what} {a}, of the first microbatch {b}: stages on"
                     f" processes take one {what}: pad to one length, or use backend.name: emulator"
                 )
-
-
-def check_same_samples(x: Any) -> None:
-    """Raise BadInput if the first dimension of the input tensors is not the same batch of samples."""
-    if isinstance(x, torch.Tensor):
-        return
-    leaves = [(name, value) for name, value in walk_leaves(x) if value is not None]
-    count = len(leaves[0][1]) if leaves[0][1].dim() else None
-    for name, value in leaves:
-        if not value.dim() or len(value) != count:
-            raise BadInput(
-                f"data: {name} has the shape {tuple(value.shape)}, {leaves[0][0]} {tuple(leaves[0][1].shape)}: the first "
-                "dimension of each input must be the batch's samples"
-            )
 
 
 def call_model(model: nn.Module, x: Any) -> Any:

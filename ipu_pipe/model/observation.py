@@ -24,7 +24,6 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
-from ipu_pipe.errors import BadInput
 from ipu_pipe.model.batch import call_model, clone_tensors, get_first_tensor, iterate_tensors, list_tensors
 from ipu_pipe.model.flops import BACKWARD, FlopCounterMode, count_by_formula, get_formulas, separate_attention
 from ipu_pipe.model.meta import move_to_meta
@@ -391,11 +390,6 @@ def _observe(model: nn.Module, example: Any, training: bool, counted: bool) -> O
         if not is_cast(model):
             raise
         return observe()
-
-
-def check_runs_modules(calls: List[ModuleCall]) -> None:
-    if not any(call.works for call in calls):
-        raise BadInput("model: no module of it runs in forward: nothing to divide into stages")
 
 
 def find_running_ancestor(name: str, at_call: Mapping[str, int]) -> str:

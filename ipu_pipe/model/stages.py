@@ -26,7 +26,6 @@ from ipu_pipe.model.batch import call_model, clone_tensors, flatten_tensors
 from ipu_pipe.model.observation import (
     ModuleCall,
     Observation,
-    check_runs_modules,
     count_saved_bytes,
     find_weight_uses,
     group_weights,
@@ -77,12 +76,11 @@ def partition(
     """
     balances = not (stages is None or isinstance(stages, (list, tuple)) or stages == "finest")
     seen = observe_execution(model, example, counted=balances)
-    check_runs_modules(seen.calls)
     if stages is None:
         marked = {c.name for c in seen.calls if getattr(c.module, "begins_stage", False)}
         part = build_partition(model, seen, open_stages(seen.calls, marked))
     elif isinstance(stages, (list, tuple)):
-        check_names(model, seen.calls, stages)
+        require_names(model, seen.calls, stages)
         part = build_partition(model, seen, open_stages(seen.calls, set(stages)))
     else:
         count, by, finest = _read_choice(stages)
@@ -93,7 +91,7 @@ def partition(
             costs = compute_costs(model, seen.calls, groups, by, example)
             part = balance_stages(model, seen, groups, count, costs, between_top, one_stage is None)
     if one_stage is not None:
-        refuse_shared(part, one_stage)
+        require_one_stage(part, one_stage)
     return part
 
 
@@ -190,7 +188,8 @@ def open_stages(calls: List[ModuleCall], marked: Set[str]) -> Dict[str, int]:
     return begins
 
 
-def check_names(model: nn.Module, calls: List[ModuleCall], names: Sequence[str]) -> None:
+def require_names(model: nn.Module, calls: List[ModuleCall], names: Sequence[str]) -> None:
+    """Raise BadInput unless a stage can begin at each of the modules `names`, in this order."""
     known = [name for name, _ in model.named_modules() if name]
     run = {call.name for call in calls}
     faults = []
@@ -273,7 +272,7 @@ def share_weights(part: Partition, stages: Mapping[str, Sequence[int]], model: n
     return replace(part, stages=tuple(new_stages), shared=shared)
 
 
-def refuse_shared(part: Partition, why: str) -> None:
+def require_one_stage(part: Partition, why: str) -> None:
     """Raise BadInput if two stages use one weight; `why`: appended to the reason."""
     more, faults = f": {why}" if why else "", []
     for first, *others in part.shared.values():

@@ -41,7 +41,7 @@ from ipu_pipe.update.groups import OWN_RATES, has_own_rates
 def find_faults(job: Job, placed: Sequence[str] = ()) -> List[str]:
     """List all reasons to refuse the job. `placed` are faults of a config's optimizer with the places that they come from."""
     args, kind = job.config.method_settings(), update.get_kind(job.optimizer)
-    of_rules = [f for group in job.optimizer.param_groups for f in rules.find_faults(args, job.method, kind, group)]
+    of_rules = [f for group in job.optimizer.param_groups for f in rules.list_conflicts(args, job.method, kind, group)]
     reasons = [*get_backend(job.config).faults(job), *_list_conflicts(job), *_list_block_conflicts(job)]
     reasons += [next((line for line in placed if line.endswith(fault)), fault) for fault in of_rules]
     return list(dict.fromkeys(reasons))

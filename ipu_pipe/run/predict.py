@@ -16,7 +16,7 @@ from ipu_pipe.data import DataSource
 from ipu_pipe.data.batches import LABELS, split_batch
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.factories import make_model
-from ipu_pipe.model.batch import call_model, check_holds_tensors, list_tensors, map_tensors
+from ipu_pipe.model.batch import call_model, list_tensors, map_tensors, require_tensors
 from ipu_pipe.model.restoring import modes_restored
 from ipu_pipe.run import checkpoint
 from ipu_pipe.text import describe_kind
@@ -49,7 +49,7 @@ def predict(
     with torch.no_grad(), modes_restored(model):
         model.eval()
         for x in _list_inputs(data, batch_size):
-            check_holds_tensors(x, "inputs")
+            require_tensors(x, "inputs")
             x = map_tensors(lambda t: t.to(like.device, like.dtype if t.is_floating_point() else t.dtype), x)
             output = call_model(model, x)
             outputs.append(tree_map(lambda value: value.cpu() if isinstance(value, torch.Tensor) else value, output))

@@ -78,7 +78,7 @@ def play_scheduler(
         warnings.simplefilter("ignore")
         try:
             scheduler = make(like)
-            _refuse_odd(scheduler, like)
+            _require_scheduler(scheduler, like)
             for k in range(updates):
                 if k and k % every == 0:
                     like.step()
@@ -116,7 +116,7 @@ def _others(group: Any, known: Any = None) -> Any:
     return {key: value for key, value in group.items() if key not in left and (known is None or key in known)}
 
 
-def _refuse_odd(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
+def _require_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
     """Raise `BadInput` for what is not a scheduler of this optimizer whose rates depend on the update alone."""
     kind = type(scheduler).__name__
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):

@@ -132,7 +132,7 @@ def scale_block_rate(setting: Setting, rate: float, k: int) -> float:
 # ---- steps
 
 
-def _momentum_sgd_faults(key: str, settings: Any, kind: str, options: Mapping[str, Any]) -> List[str]:
+def _list_momentum_conflicts(key: str, settings: Any, kind: str, options: Mapping[str, Any]) -> List[str]:
     """List why the rule `key`, defined on SGD with plain momentum, is not defined on this optimizer."""
     if kind != "sgd":
         return [
@@ -194,7 +194,7 @@ def read_discrepancy(setting: Setting, reading: Reading) -> List[Tuple[str, floa
     return [] if reading.is_forward else [(DELTA, -float(reading.lag))]
 
 
-def check_discrepancy(settings: Any, method: Method, given: Sequence[str]) -> List[str]:
+def list_discrepancy_conflicts(settings: Any, method: Method, given: Sequence[str]) -> List[str]:
     """List why T2 cannot act: the passes read the same weights, or another rule corrects the same discrepancy."""
     if method.backward_reads is not Reads.NEWEST:
         return [
@@ -226,7 +226,7 @@ def read_prediction(setting: Setting, reading: Reading) -> List[Tuple[str, float
     return [(VELOCITY, -reading.rate * horizon)]
 
 
-def check_prediction(settings: Any, method: Method, given: Sequence[str]) -> List[str]:
+def list_prediction_conflicts(settings: Any, method: Method, given: Sequence[str]) -> List[str]:
     """List why a prediction cannot be added: the method predicts by itself, or no paper defines it for recomputation."""
     if method.predicts:
         return [f"method_args.weight_prediction: {method.name} is a weight prediction by itself"]
@@ -235,11 +235,11 @@ def check_prediction(settings: Any, method: Method, given: Sequence[str]) -> Lis
     return []
 
 
-def check_prediction_optimizer(settings: Any, kind: str, options: Mapping[str, Any]) -> List[str]:
+def list_velocity_conflicts(settings: Any, kind: str, options: Mapping[str, Any]) -> List[str]:
     """List why the form `velocity` has no velocity to predict by."""
     if settings["form"] == "difference":
         return []
-    faults = _momentum_sgd_faults("weight_prediction", settings, kind, options)
+    faults = _list_momentum_conflicts("weight_prediction", settings, kind, options)
     if faults and kind != "sgd":
         return [f"{faults[0]}: use form: difference"]
     if not faults and not options.get("momentum"):
@@ -271,11 +271,11 @@ def read_spectrain(setting: Setting, reading: Reading) -> List[Tuple[str, float]
     return [(VELOCITY, -reading.rate * compute_spectrain_horizon(setting, reading.is_forward))]
 
 
-def check_spectrain_optimizer(settings: Any, kind: str, options: Mapping[str, Any]) -> List[str]:
+def list_spectrain_conflicts(settings: Any, kind: str, options: Mapping[str, Any]) -> List[str]:
     """List why the method, which predicts by velocity, cannot use this optimizer."""
     return [
         fault.replace("method_args.weight_prediction", "method").replace(": use form: difference", "")
-        for fault in check_prediction_optimizer(settings, kind, options)
+        for fault in list_velocity_conflicts(settings, kind, options)
     ]
 
 
@@ -308,17 +308,17 @@ RULES: Dict[str, Rule] = _table(
     Rule(
         "spike_compensation", "Kosson et al. 2021, section 3.2", "v <- m v + g; w <- w - lr (a v + b g)",
         step=compensate_spike,
-        optimizer_faults=functools.partial(_momentum_sgd_faults, "spike_compensation"),
+        optimizer_faults=functools.partial(_list_momentum_conflicts, "spike_compensation"),
     ),
     Rule(
         "t2", "PipeMare (Yang et al. 2021), section 3.2, T2",
         "u = w - (tau_fwd - tau_bkwd) delta; delta <- gamma delta + (1 - gamma) (w_{t+1} - w_t)",
-        state=track_discrepancy, read=read_discrepancy, reads_lag=True, method_faults=check_discrepancy,
+        state=track_discrepancy, read=read_discrepancy, reads_lag=True, method_faults=list_discrepancy_conflicts,
     ),
     Rule(
         "weight_prediction", "Kosson et al. 2021, section 3.3", "forward reads w - lr T v, or w + T (w_t - w_{t-1})",
         state=track_last_step, read=read_prediction,
-        method_faults=check_prediction, optimizer_faults=check_prediction_optimizer,
+        method_faults=list_prediction_conflicts, optimizer_faults=list_velocity_conflicts,
     ),
     Rule(
         "block_rates", "each block its own (Laskin et al. 2020, section 3)", "lr_i = f_i lr",
@@ -327,7 +327,7 @@ RULES: Dict[str, Rule] = _table(
     Rule(
         "spectrain", "Chen et al. 2018 (SpecTrain), in the form of Kosson et al. 2021",
         "both passes read w - lr T v; T = s (backward), D + s (forward)",
-        set_by=get_spectrain_settings, read=read_spectrain, needs_lag=False, optimizer_faults=check_spectrain_optimizer,
+        set_by=get_spectrain_settings, read=read_spectrain, needs_lag=False, optimizer_faults=list_spectrain_conflicts,
     ),
     Rule(
         "nag", "the randomized PipeDream paper, appendix I", "both passes read x_(k-d) + beta (x_(k-d) - x_(k-d-1))",
@@ -342,7 +342,7 @@ def select_rules(args: Mapping[str, Any], method: Method) -> List[Tuple[Rule, An
     return [(rule, settings) for rule, settings in settings_of if settings is not None]
 
 
-def find_faults(args: Mapping[str, Any], method: Method, kind: str, options: Mapping[str, Any]) -> List[str]:
+def list_conflicts(args: Mapping[str, Any], method: Method, kind: str, options: Mapping[str, Any]) -> List[str]:
     """List why the rules in `args` (method_args, resolved) cannot act together with this method and optimizer."""
     chosen = select_rules(args, method)
     keys = [rule.key for rule, _ in chosen]

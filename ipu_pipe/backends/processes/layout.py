@@ -17,7 +17,7 @@ from ipu_pipe.errors import BadInput
 from ipu_pipe.job.placing import Placed, place_blocks
 from ipu_pipe.model.cutting import Piece, cut_model
 from ipu_pipe.model.rehearsal import Rehearsed, rehearse
-from ipu_pipe.model.stages import Partition, group_stages, partition, refuse_shared, share_weights
+from ipu_pipe.model.stages import Partition, group_stages, partition, require_one_stage, share_weights
 from ipu_pipe.schedule.methods import Method, Order, Reads
 from ipu_pipe.schedule.rows import read_csv
 from ipu_pipe.text import list_some
@@ -155,7 +155,7 @@ def _cut(
     part = partition(model, x, begins if begins else 1, one_stage=method.one_stage)
     part = share_weights(part, find_users(cut), model)
     if method.one_stage is not None:
-        refuse_shared(part, method.one_stage)
+        require_one_stage(part, method.one_stage)
     return Placed(model, part, RankLayout(device, placement).held, placement, note, cut)
 
 
