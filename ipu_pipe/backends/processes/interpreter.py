@@ -51,7 +51,7 @@ from ipu_pipe.schedule.recompute import recompute_slots
 
 CHUNK = 512  # microbatches of which a kind of actions is spelled out at a time
 ORDER = (FORWARD, RECOMPUTE, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, UPDATE)  # within a slot
-RETURNS = (BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT)
+HALVES = (INPUT_GRADIENT, WEIGHT_GRADIENT)
 
 
 class RowAction(NamedTuple):
@@ -66,11 +66,11 @@ class RowAction(NamedTuple):
 def spell_kind(work: Work, kind: str, stage: int, together: Sequence[int]) -> Iterator[List[RowAction]]:
     """Yield a stage's actions of one kind, of some batches at a time, in the order of their slots.
 
-    A whole backward among split ones is in the slot of its first half. `together`: the stages with which it is updated, in the
-    slot of the last one: if there are others, the method flushes, and no pass comes before.
+    Input gradients include the whole backwards among split ones, which need and send the same messages. `together`: the stages
+    with which it is updated, in the slot of the last one: if there are others, the method flushes, and no pass comes before.
     """
-    schedule, here, order = work.schedule, slice(stage, stage + 1), ORDER.index(kind)
-    is_mixed = kind in RETURNS and any(stretch.whole is not None for stretch in schedule.stretches)
+    schedule, here = work.schedule, slice(stage, stage + 1)
+    is_mixed = kind in HALVES and any(stretch.whole is not None for stretch in schedule.stretches)
     batches = max(CHUNK // schedule.accumulate, 1)
     for batch in range(work.update, schedule.update_count, batches):
         last = min(batch + batches, schedule.update_count)
@@ -84,19 +84,20 @@ def spell_kind(work: Work, kind: str, stage: int, together: Sequence[int]) -> It
             if kind == RECOMPUTE:
                 slots = recompute_slots(schedule, work.method, *ends, here)[0]
             else:
-                slots = schedule.slots(schedule.passes[1] if kind == BACKWARD else Kind(kind), *ends, here)[0]
+                slots = schedule.slots(Kind(kind), *ends, here)[0]
+        orders = np.full(len(numbers), ORDER.index(kind))
         if is_mixed:
-            chosen = schedule.is_whole[stage, numbers] == (kind == BACKWARD)
-            slots, numbers = slots[chosen], numbers[chosen]
-        places = np.argsort(slots, kind="stable")
-        yield [RowAction(slot, order, stage, m) for slot, m in zip(slots[places].tolist(), numbers[places].tolist())]
+            is_whole = schedule.is_whole[stage, numbers]
+            orders[is_whole] = ORDER.index(BACKWARD)
+            if kind == WEIGHT_GRADIENT:  # it is a part of a whole one
+                slots, orders, numbers = slots[~is_whole], orders[~is_whole], numbers[~is_whole]
+        actions = zip(slots.tolist(), orders.tolist(), numbers.tolist())
+        yield sorted(RowAction(slot, order, stage, number) for slot, order, number in actions)
 
 
 def list_kinds(work: Work) -> List[str]:
     """List the kinds of actions of a row."""
     schedule, passes = work.schedule, {kind.value for kind in work.schedule.passes}
-    if any(stretch.whole is not None for stretch in schedule.stretches):
-        passes.add(BACKWARD)
     if work.method.segments is not None and work.method.reads_old(schedule.stages):
         passes.add(RECOMPUTE)
     return [kind for kind in ORDER if kind in passes or kind == UPDATE]
