@@ -301,4 +301,4 @@ def test_bad_input_is_told(arguments: List[str], said: str, capsys: Any) -> None
 
 @pytest.mark.parametrize("text, size", [("16GB", 16e9), ("900MiB", 900 * 2**20), ("16e9", 16e9), ("1.5TB", 1.5e12)])
 def test_sizes_are_bytes(text: str, size: float) -> None:
-    assert command.make_parser().parse_args(["--memory", text]).memory == size
+    assert command.main.make_parser().parse_args(["--memory", text]).memory == size

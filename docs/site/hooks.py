@@ -98,7 +98,7 @@ def commands() -> str:
         "",
     ]
     for name, summary in COMMANDS.items():
-        parser = importlib.import_module(f"ipu_pipe.cli.{name}").make_parser()
+        parser = importlib.import_module(f"ipu_pipe.cli.{name}").main.make_parser()
         lines += [f"## {name.replace('_', '-')}", "", f"{summary[0].upper()}{summary[1:]}.", ""]
         lines += ["```text", name_commands(parser.format_help(), COMMAND).rstrip(), "```", ""]
     return "\n".join(lines)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import importlib.util
 import json
 from pathlib import Path
-from typing import Any, Dict, Optional, Sequence, Tuple
+from typing import Any, Dict, Tuple
 
-from ipu_pipe.cli.arguments import add_quiet, add_traceback, get_say, get_tell
-from ipu_pipe.errors import BadInput, Parser, show_traceback
+from ipu_pipe.cli.arguments import JSON, QUIET, TRACEBACK, command, get_say, get_tell, option
+from ipu_pipe.errors import BadInput
 
 EPILOG = """
 RUN is a run's folder, a *.trace, a Chrome trace of ipu_pipe (trace.json.gz), a trace of PyTorch's profiler or a folder of
@@ -23,58 +24,48 @@ examples:
 """
 
 
-def make_parser() -> Parser:
-    """Return the command's parser."""
-    p = Parser(prog="tools/analyze.py", description=__doc__, epilog=EPILOG)
-    p.add_argument("run", metavar="RUN", type=Path, help="a run's folder, or a trace file")
-    p.add_argument("--against", metavar="RUN2", type=Path, help="another run, to compare with the first")
-    p.add_argument("--json", action="store_true", help="print JSON")
-    p.add_argument("--html", metavar="FILE", type=Path, help="write a self-contained page with a timeline to zoom into")
-    p.add_argument("--png", metavar="FILE", type=Path, help="write the timeline as a picture")
-    add_quiet(p)
-    add_traceback(p)
-    return p
-
-
-def main(arguments: Optional[Sequence[str]] = None) -> None:
+@command(
+    __doc__, EPILOG,
+    option("run", metavar="RUN", type=Path, help="a run's folder, or a trace file"),
+    option("--against", metavar="RUN2", type=Path, help="another run, to compare with the first"),
+    JSON,
+    option("--html", metavar="FILE", type=Path, help="write a self-contained page with a timeline to zoom into"),
+    option("--png", metavar="FILE", type=Path, help="write the timeline as a picture"),
+    QUIET, TRACEBACK,
+)  # fmt: skip
+def main(args: argparse.Namespace) -> None:
     """Run the command."""
-    args = make_parser().parse_args(arguments)
-    with show_traceback(args.traceback):
-        outputs = {"--png": args.png, "--html": args.html}
-        faults = [f"{name}: {file}: is a folder, must be a file" for name, file in outputs.items() if file and file.is_dir()]
-        if faults:
-            raise BadInput(faults)
-        from ipu_pipe.trace.reading import PROFILE
+    outputs = {"--png": args.png, "--html": args.html}
+    faults = [f"{name}: {file}: is a folder, must be a file" for name, file in outputs.items() if file and file.is_dir()]
+    if faults:
+        raise BadInput(faults)
+    from ipu_pipe.trace.reading import PROFILE
 
-        if args.run.name == PROFILE:
-            print(json.dumps({"source": str(args.run), "profile": _read_profile(args.run)}, indent=1))
-        else:
-            _analyze(args.run, args.against, args.png, args.html, args.json, args.quiet)
-
-
-def _analyze(run: Path, against: Optional[Path], png: Optional[Path], html: Optional[Path], json_: bool, quiet: bool) -> None:
-    """Analyze a run, write its picture and page, and print the analysis."""
+    if args.run.name == PROFILE:
+        print(json.dumps({"source": str(args.run), "profile": _read_profile(args.run)}, indent=1))
+        return
     from ipu_pipe.report.analysis.text import compute_differences, format_analysis, format_comparison
 
-    if png is not None:  # matplotlib may be missing: say so before the analysis
+    tell = get_tell(args.quiet)
+    if args.png is not None:  # matplotlib may be missing: say so before the analysis
         from ipu_pipe.report.plots import check_plots
 
         check_plots()
-    trace, analysis = _read(run)
-    other = None if against is None else _read(against)[1]
-    for file, writer in ((png, "analysis.picture:draw_timeline"), (html, "page.write:write_page")):
+    trace, analysis = _read(args.run)
+    other = None if args.against is None else _read(args.against)[1]
+    for file, writer in ((args.png, "analysis.picture:draw_timeline"), (args.html, "page.write:write_page")):
         if file is not None:
             file.parent.mkdir(parents=True, exist_ok=True)
             module, _, name = writer.partition(":")
             getattr(importlib.import_module(f"ipu_pipe.report.{module}"), name)(file, trace, analysis)
-            get_say(quiet)(f"written: {file}")
-    if json_:
-        more = {} if other is None else {"other": other, "differences": compute_differences(analysis, other)}
-        print(json.dumps({**analysis, **({"against": more} if more else {})}, indent=1))
+            get_say(args.quiet)(f"written: {file}")
+    if args.json:
+        against = {} if other is None else {"other": other, "differences": compute_differences(analysis, other)}
+        print(json.dumps({**analysis, **({"against": against} if against else {})}, indent=1))
         return
-    get_tell(quiet)(format_analysis(analysis))
+    tell(format_analysis(analysis))
     if other is not None:
-        get_tell(quiet)("\n" + format_comparison(analysis, other))
+        tell("\n" + format_comparison(analysis, other))
 
 
 def _read(run: Path) -> Tuple[Any, Dict[str, Any]]:

@@ -3,14 +3,75 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 from pathlib import Path
-from typing import Callable, Tuple
+from typing import Any, Callable, Dict, Optional, Sequence, Tuple, Union
 
 from ipu_pipe.config.values import MOST_COUNT
-from ipu_pipe.errors import BadInput
+from ipu_pipe.errors import BadInput, Parser, show_traceback
 from ipu_pipe.shipped import find_config
 from ipu_pipe.text import escape_lines, show
+
+Option = Tuple[Tuple[str, ...], str, Dict[str, Any]]
+Epilog = Union[str, Callable[[], str]]
+Work = Callable[[argparse.Namespace], None]
+
+
+def option(*names: str, group: str = "", **keys: Any) -> Option:
+    """Return an argument of a command, as `argparse.ArgumentParser.add_argument` takes it, and its `group` in the help."""
+    return names, group, keys
+
+
+SET = option("--set", action="extend", nargs="+", default=[], metavar="KEY=VALUE", help="other values of keys, as YAML")
+CONFIG = (option("config", metavar="CONFIG", nargs="?", help="a YAML file, such as those in configs/"), SET)
+JSON = option("--json", action="store_true", help="print JSON")
+QUIET = option("--quiet", action="store_true", help="print faults alone, and JSON where it is asked for")
+TRACEBACK = option("--traceback", action="store_true", help="print a fault's whole traceback, not its line alone")
+
+
+class Command:
+    """A command: `work` on its parsed arguments. `epilog`: text, or a function that returns it when it is shown."""
+
+    def __init__(self, description: Optional[str], epilog: Epilog, options: Sequence[Option], work: Work) -> None:
+        self._description, self._epilog, self._options, self._work = description, epilog, options, work
+
+    def make_parser(self) -> Parser:
+        """Return the command's parser."""
+        epilog = self._epilog if isinstance(self._epilog, str) else self._epilog()
+        name = self._work.__module__.rpartition(".")[2]
+        parser = Parser(prog=f"tools/{name}.py", description=self._description, epilog=epilog)
+        groups: Dict[str, Any] = {"": parser}
+        for names, group, keys in self._options:
+            if group not in groups:
+                groups[group] = parser.add_argument_group(group)
+            groups[group].add_argument(*names, **keys)
+        return parser
+
+    def __call__(self, arguments: Optional[Sequence[str]] = None) -> None:
+        """Run the command on a command line, sys.argv by default."""
+        args = self.make_parser().parse_args(arguments)
+        if "config" in args:
+            args.config = _take_config(args)
+        with show_traceback(getattr(args, "traceback", False)):
+            self._work(args)
+
+
+def command(description: Optional[str], epilog: Epilog, *options: Option) -> Callable[[Work], Command]:
+    """Return a decorator that makes a command of a function of parsed arguments."""
+    return functools.partial(Command, description, epilog, options)
+
+
+def _take_config(args: argparse.Namespace) -> str:
+    """Return the path of the config that CONFIG names: a file, or an example that comes with the library.
+
+    CONFIG may also stand behind the last --set (--set a=1 CONFIG). Raise `BadInput` if it is missing.
+    """
+    if args.config is None and args.set and "=" not in args.set[-1]:
+        args.config = args.set.pop()
+    if args.config is None:
+        raise BadInput("CONFIG: missing: must be a YAML file, such as configs/mlp_digits.yaml")
+    return str(find_config(args.config))
 
 
 def folder(text: str) -> Path:
@@ -51,32 +112,12 @@ def positive(text: str) -> float:
     return value
 
 
-def add_set(parser: argparse.ArgumentParser) -> None:
-    """Add the option --set KEY=VALUE ..."""
-    says = "change keys of the config; VALUE is YAML"
-    parser.add_argument("--set", action="extend", nargs="+", default=[], metavar="KEY=VALUE", help=says)
-
-
-def take_config(args: argparse.Namespace, example: str) -> str:
-    """Return the path of the config that CONFIG names: a file, or an example that comes with the library.
-
-    CONFIG may also stand behind the last --set (--set a=1 CONFIG). Raise `BadInput`, which names `example`, if it is missing.
-    """
-    if args.config is None and args.set and "=" not in args.set[-1]:
-        args.config = args.set.pop()
-    if args.config is None:
-        raise BadInput(f"CONFIG: missing: must be a YAML file, such as {example}")
-    return str(find_config(args.config))
-
-
-def add_quiet(parser: argparse.ArgumentParser) -> None:
-    """Add the option --quiet."""
-    parser.add_argument("--quiet", action="store_true", help="print faults alone, and JSON where it is asked for")
-
-
-def add_traceback(parser: argparse.ArgumentParser) -> None:
-    """Add the option --traceback."""
-    parser.add_argument("--traceback", action="store_true", help="print a fault's whole traceback, not its line alone")
+def split_names(text: str) -> Tuple[str, ...]:
+    """Convert an argument to names separated by commas."""
+    names = tuple(filter(None, text.split(",")))
+    if not names:
+        raise argparse.ArgumentTypeError(f"{show(text)}: must be names, by commas")
+    return names
 
 
 def say(text: str) -> None:

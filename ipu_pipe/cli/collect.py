@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import argparse
-from typing import Optional, Sequence
 
-from ipu_pipe.cli.arguments import add_quiet, add_set, add_traceback, folder, get_say, get_tell, take_config, whole
+from ipu_pipe.cli.arguments import (
+    CONFIG,
+    QUIET,
+    TRACEBACK,
+    command,
+    folder,
+    get_say,
+    get_tell,
+    option,
+    split_names,
+    whole,
+)  # fmt: skip
 from ipu_pipe.config.values import MOST_UPDATES
-from ipu_pipe.errors import BadInput, Parser, show_traceback
 
 EPILOG = """
 DIR gets throughput.json, memory.json, communication.json and a run for each method with its trace.
@@ -21,46 +30,25 @@ examples:
 """
 
 
-def make_parser() -> Parser:
-    """Return the command's parser."""
-    p = Parser(prog="tools/collect.py", description=__doc__, epilog=EPILOG)
-    p.add_argument("config", metavar="CONFIG", nargs="?", help="a YAML file")
-    add_set(p)
-    methods = "methods to compare (default: the config's, and local_chunked with the same stages)"
-    p.add_argument("--methods", metavar="A,B,...", help=methods)
-    steps = "updates of each run (default: the config's; at least 2 for a throughput; 0: plan only)"
-    p.add_argument("--steps", type=whole(0, MOST_UPDATES), metavar="K", help=steps)
-    rounds = "run every method N times, in turn, and report median and range of the throughput (default 1)"
-    p.add_argument("--rounds", type=whole(1, 1000), default=1, metavar="N", help=rounds)
-    p.add_argument("--out", type=folder, metavar="DIR", help="the folder to write into")
-    p.add_argument("--overwrite", action="store_true", help="replace runs that DIR holds")
-    add_quiet(p)
-    add_traceback(p)
-    return p
-
-
-def main(arguments: Optional[Sequence[str]] = None) -> None:
+@command(
+    __doc__, EPILOG,
+    *CONFIG,
+    option("--methods", metavar="A,B,...", type=split_names, help="methods (default: the config's and local_chunked)"),
+    option("--steps", type=whole(0, MOST_UPDATES), metavar="K", help="updates of each run (default: the config's; 0: plan alone)"),
+    option("--rounds", type=whole(1, 1000), default=1, metavar="N", help="runs of each method, for median and range (default 1)"),
+    option("--out", type=folder, required=True, metavar="DIR", help="the folder to write into"),
+    option("--overwrite", action="store_true", help="replace runs that DIR holds"),
+    QUIET, TRACEBACK,
+)  # fmt: skip
+def main(args: argparse.Namespace) -> None:
     """Run the command."""
-    args = make_parser().parse_args(arguments)
-    args.config = take_config(args, "configs/resnet34_ipu4.yaml")
-    if args.out is None:
-        raise BadInput("--out: missing: must be the folder to write into")
-    with show_traceback(args.traceback):
-        _run(args)
-
-
-def _run(args: argparse.Namespace) -> None:
     from ipu_pipe.backends.ranks import is_main, report_once
     from ipu_pipe.backends.table import leave
     from ipu_pipe.config.load import load_config
     from ipu_pipe.studies.collect import compare_methods, make_comparison_table, write_comparison
 
     config = load_config(args.config, args.set)
-    methods = list(dict.fromkeys([config.method, "local_chunked"]))
-    if args.methods is not None:
-        methods = [name for name in args.methods.split(",") if name]
-    if not methods:
-        raise BadInput(f"--methods: {args.methods}: must be names of methods, by commas")
+    methods = args.methods or list(dict.fromkeys([config.method, "local_chunked"]))
     with report_once():
         comparison = compare_methods(
             config, methods, args.out, args.steps, args.overwrite, get_say(args.quiet or not is_main()), args.rounds

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import importlib.util
 from pathlib import Path
-from typing import Dict, List, Optional, Sequence
+from typing import Dict, List
 
-from ipu_pipe.cli.arguments import folder
+from ipu_pipe.cli.arguments import command, folder, option
 from ipu_pipe.errors import BadInput, Parser
 from ipu_pipe.schedule.methods import METHODS
 from ipu_pipe.shipped import COMMAND, find_configs
@@ -23,24 +24,17 @@ It completes the command ipu-pipe, and is made by shtab (pip install shtab). Tes
 """
 
 
-def make_parser() -> Parser:
-    """Return the command's parser."""
-    p = Parser(prog="tools/completion.py", description=__doc__, epilog=EPILOG)
-    p.add_argument("shell", metavar="SHELL", choices=SHELLS, help=f"one of {', '.join(SHELLS)}")
-    return p
-
-
-def main(arguments: Optional[Sequence[str]] = None) -> None:
+@command(__doc__, EPILOG, option("shell", metavar="SHELL", choices=SHELLS, help=f"one of {', '.join(SHELLS)}"))
+def main(args: argparse.Namespace) -> None:
     """Run the command."""
-    shell = make_parser().parse_args(arguments).shell
     if importlib.util.find_spec("shtab") is None:
         raise BadInput("completion is made by shtab, which is not installed: pip install shtab")
     import shtab
 
-    if shell not in shtab.SUPPORTED_SHELLS:
+    if args.shell not in shtab.SUPPORTED_SHELLS:
         known = ", ".join(shtab.SUPPORTED_SHELLS)
-        raise BadInput(f"SHELL: {shell}: this version of shtab supports {known}: pip install -U shtab")
-    print(make_script(shell))
+        raise BadInput(f"SHELL: {args.shell}: this version of shtab supports {known}: pip install -U shtab")
+    print(make_script(args.shell))
 
 
 def make_script(shell: str) -> str:
@@ -56,15 +50,15 @@ def make_script(shell: str) -> str:
     whole = Parser(prog=COMMAND)
     whole.add_argument("--version", action="store_true", help="print the version")
     subparsers = whole.add_subparsers()
-    for command, summary in COMMANDS.items():
-        parent = importlib.import_module(f"ipu_pipe.cli.{command}").make_parser()
+    for name, summary in COMMANDS.items():
+        parent = importlib.import_module(f"ipu_pipe.cli.{name}").main.make_parser()
         for action in parent._actions:
-            if action.dest in words or (action.dest == "against" and command == "train"):  # of analyze it is a run
+            if action.dest in words or (action.dest == "against" and name == "train"):  # of analyze it is a run
                 action.choices = words.get(action.dest, words["method"])
             elif action.type is folder:
                 action.complete = shtab.DIRECTORY
             elif action.type is Path or action.dest in ("config", "what", "against"):
                 action.complete = shtab.FILE
-        subparsers.add_parser(command.replace("_", "-"), parents=[parent], add_help=False, help=summary)
+        subparsers.add_parser(name.replace("_", "-"), parents=[parent], add_help=False, help=summary)
     script: str = shtab.complete(whole, shell)
     return script

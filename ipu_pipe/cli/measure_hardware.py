@@ -1,39 +1,29 @@
-"""Measure this machine, for --hardware this: python tools/measure_hardware.py"""
+"""Measure how fast a process computes, copies and sends on this machine, and write the figures as a hardware
+description for --hardware this (or --hardware FILE, with --out FILE). Run it on an idle machine."""
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
-from typing import Optional, Sequence
 
-from ipu_pipe.cli.arguments import add_quiet, get_tell, whole
+from ipu_pipe.cli.arguments import QUIET, command, get_tell, option, whole
 from ipu_pipe.config.values import MOST_THREADS
-from ipu_pipe.errors import BadInput, Parser
+from ipu_pipe.errors import BadInput, guard_writing
+from ipu_pipe.files import write
 
 
-def make_parser() -> Parser:
-    """Return the command's parser."""
-    from ipu_pipe.hardware.description import find_this_file
-
-    p = Parser(
-        prog="tools/measure_hardware.py",
-        description="Measure how fast a process computes, copies and sends on this machine, and write the figures as a hardware\n"
-        "description for --hardware this (or --hardware FILE, with --out FILE). Run it on an idle machine.",
-    )
-    p.add_argument("--out", type=Path, metavar="FILE", help=f"YAML file to write (default: {find_this_file()})")
-    threads = whole(1, MOST_THREADS)
-    p.add_argument("--threads", type=threads, default=1, metavar="N", help="threads of each device's process (default 1)")
-    kinds = ("cpu", "cuda")
-    p.add_argument("--device", choices=kinds, default="cpu", help="device: a process on the CPU, or a GPU (not run on one)")
-    p.add_argument("--seconds", type=float, default=0.3, metavar="S", help="least time for each measurement (default 0.3)")
-    add_quiet(p)
-    return p
-
-
-def main(arguments: Optional[Sequence[str]] = None) -> None:
+@command(
+    __doc__, "",
+    option("--out", type=Path, metavar="FILE", help="YAML file to write (default: this machine's, in the user's cache)"),
+    option("--threads", type=whole(1, MOST_THREADS), default=1, metavar="N", help="threads of each device's process (default 1)"),
+    option("--device", choices=("cpu", "cuda"), default="cpu", help="device: a process on the CPU, or a GPU (not run on one)"),
+    option("--seconds", type=float, default=0.3, metavar="S", help="least time for each measurement (default 0.3)"),
+    QUIET,
+)  # fmt: skip
+def main(args: argparse.Namespace) -> None:
     """Run the command."""
     from ipu_pipe.hardware.description import find_this_file, read_hardware
 
-    args = make_parser().parse_args(arguments)
     out: Path = args.out or find_this_file()
     wrong = {
         f"--seconds: {args.seconds}: must be a number > 0 and <= 60": not 0 < args.seconds <= 60,
@@ -46,8 +36,6 @@ def main(arguments: Optional[Sequence[str]] = None) -> None:
     import torch  # after the arguments are read: --help must not wait for it
 
     from ipu_pipe.config.yaml_files import dump_yaml
-    from ipu_pipe.errors import guard_writing
-    from ipu_pipe.files import write
     from ipu_pipe.hardware.measuring import measure
 
     if args.device == "cuda" and not torch.cuda.is_available():

@@ -7,11 +7,23 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, List, Optional, Sequence, Tuple
+from typing import Any, List, Sequence, Tuple
 
-from ipu_pipe.cli.arguments import add_quiet, add_set, add_traceback, count, get_say, get_tell, take_config, whole
+from ipu_pipe.cli.arguments import (
+    CONFIG,
+    JSON,
+    QUIET,
+    TRACEBACK,
+    command,
+    count,
+    get_say,
+    get_tell,
+    option,
+    split_names,
+    whole,
+)  # fmt: skip
 from ipu_pipe.config.values import MOST_STAGES
-from ipu_pipe.errors import BadInput, Parser, show_traceback
+from ipu_pipe.errors import BadInput
 from ipu_pipe.text import show
 
 EPILOG = """
@@ -38,47 +50,28 @@ def _parse_size(text: str) -> float:
     return size
 
 
-def make_parser() -> Parser:
-    """Return the command's parser."""
-    p = Parser(prog="tools/plan.py", description=__doc__, epilog=EPILOG)
-    p.add_argument("config", metavar="CONFIG", nargs="?", help="a YAML file")
-    add_set(p)
-    hardware = "hardware: a name in configs/hardware/, or a YAML file (default: the config's)"
-    p.add_argument("--hardware", metavar="NAME|FILE", help=hardware)
-    devices = whole(1, MOST_STAGES)
-    p.add_argument("--devices", type=devices, metavar="N", help="number of devices (default: all that the hardware has)")
-    memory = "memory of a device, such as 16GB (default: the hardware's)"
-    p.add_argument("--memory", type=_parse_size, metavar="SIZE", help=memory)
-    methods = (
-        f"methods to rank: pipelines, {' or '.join(LOCAL)} (default: the config's, {', '.join(USUAL)}; on hardware in lock-step, "
-        f"such as IPUs, {', '.join(IN_LOCKSTEP)} and the config's if it is local)"
-    )
-    p.add_argument("--methods", metavar="A,B,...", help=methods)
-    batch = whole(1, MOST_BATCH)
-    p.add_argument("--batch", type=batch, metavar="SAMPLES", help="largest global batch (default: the config's)")
-    precision = "precision (default: the config's); also float16: on GPUs, with float32 master weights"
-    p.add_argument("--precision", metavar="P", help=precision)
-    p.add_argument("--measure", action="store_true", help="time the model's parts on this machine instead of counting FLOPs")
-    p.add_argument("--top", type=count, default=10, metavar="K", help="configurations to print (default 10)")
-    p.add_argument("--json", action="store_true", help="print JSON")
-    p.add_argument("--write", type=Path, metavar="FILE", help="write the best configuration as a config for tools/train.py")
-    p.add_argument("--overwrite", action="store_true", help="replace FILE if it exists")
-    add_quiet(p)
-    add_traceback(p)
-    return p
-
-
-def main(arguments: Optional[Sequence[str]] = None) -> None:
+@command(
+    __doc__, EPILOG,
+    *CONFIG,
+    option("--hardware", metavar="NAME|FILE", help="a name in configs/hardware/, or a YAML file (default: the config's)"),
+    option("--devices", type=whole(1, MOST_STAGES), metavar="N", help="number of devices (default: all that the hardware has)"),
+    option("--memory", type=_parse_size, metavar="SIZE", help="memory of a device, such as 16GB (default: the hardware's)"),
+    option("--methods", metavar="A,B,...", type=split_names,
+           help=f"methods to rank: pipelines, {' or '.join(LOCAL)} (default: the config's, {', '.join(USUAL)}; on hardware in "
+           f"lock-step, such as IPUs, {', '.join(IN_LOCKSTEP)} and the config's if it is local)"),
+    option("--batch", type=whole(1, MOST_BATCH), metavar="SAMPLES", help="largest global batch (default: the config's)"),
+    option("--precision", metavar="P", help="precision (default: the config's); also float16: on GPUs, with float32 masters"),
+    option("--measure", action="store_true", help="time the model's parts on this machine instead of counting FLOPs"),
+    option("--top", type=count, default=10, metavar="K", help="configurations to print (default 10)"),
+    JSON,
+    option("--write", type=Path, metavar="FILE", help="write the best configuration as a config for tools/train.py"),
+    option("--overwrite", action="store_true", help="replace FILE if it exists"),
+    QUIET, TRACEBACK,
+)  # fmt: skip
+def main(args: argparse.Namespace) -> None:
     """Run the command."""
-    args = make_parser().parse_args(arguments)
-    args.config = take_config(args, "configs/resnet50_ipu4.yaml")
     if args.write is not None and args.write.is_file() and not args.overwrite:
         raise BadInput(f"--write: {args.write}: exists already: take another name, or --overwrite")
-    with show_traceback(args.traceback):
-        _run(args)
-
-
-def _run(args: argparse.Namespace) -> None:
     from ipu_pipe.config.load import load_config
     from ipu_pipe.files import write
     from ipu_pipe.hardware.description import read_hardware
@@ -141,11 +134,10 @@ def _choose_methods(config: Any, args: argparse.Namespace, lockstep: bool) -> Li
     pipelines = [name for name, row in METHODS.items() if row.is_pipeline and name != "naive"]
     planned = [*pipelines, *LOCAL]
     if args.methods is not None:
-        asked = [name for name in args.methods.split(",") if name]
-        faults = [f"--methods: {name}: must be of {', '.join(planned)}" for name in asked if name not in planned]
-        if faults or not asked:
-            raise BadInput(faults or f"--methods: {args.methods}: must be names of methods, by commas")
-        return asked
+        faults = [f"--methods: {name}: must be of {', '.join(planned)}" for name in args.methods if name not in planned]
+        if faults:
+            raise BadInput(faults)
+        return list(args.methods)
     row = METHODS.get(config.method)
     if (row is None or row.structure is not None) and config.method not in LOCAL:
         get_say(args.quiet)(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Sequence
+from typing import Any, Dict, List
 
-from ipu_pipe.cli.arguments import add_quiet, folder, get_say, get_tell, whole
-from ipu_pipe.errors import BadInput, Parser
+from ipu_pipe.cli.arguments import JSON, QUIET, command, folder, get_say, get_tell, option, whole
+from ipu_pipe.errors import BadInput
 
 EPILOG = """\
 examples:
@@ -24,26 +25,20 @@ Exit codes: 0 done (also where results differ from the paper: the table says so)
 """
 
 
-def make_parser() -> Parser:
-    """Return the command's parser."""
-    p = Parser(prog="tools/reproduce.py", description="Run the papers' experiments.", epilog=EPILOG)
-    p.add_argument("experiment", metavar="EXPERIMENT", nargs="*", help="names, files, or all; none lists them")
-    p.add_argument("--json", action="store_true", help="print the results as JSON")
-    p.add_argument("--out", type=folder, metavar="DIR", help="write tables and plots to DIR/EXPERIMENT (default: with the runs)")
-    runs = Path("runs/experiments")
-    p.add_argument("--runs", type=folder, default=runs, metavar="DIR", help="where runs are kept (default %(default)s)")
-    p.add_argument("--seeds", type=whole(0, 2**63 - 1), nargs="+", metavar="S", help="instead of the experiment's own")
-    p.add_argument("--rows", nargs="+", metavar="LABEL", help="only these rows")
-    jobs, cores = "runs at a time (default: the cores, %(default)s)", os.cpu_count() or 1
-    p.add_argument("--jobs", type=whole(1, 1024), default=cores, metavar="N", help=jobs)
-    p.add_argument("--full", action="store_true", help="at the paper's size")
-    add_quiet(p)
-    return p
-
-
-def main(arguments: Optional[Sequence[str]] = None) -> None:
+@command(
+    "Run the papers' experiments.", EPILOG,
+    option("experiment", metavar="EXPERIMENT", nargs="*", help="names, files, or all; none lists them"),
+    JSON,
+    option("--out", type=folder, metavar="DIR", help="write tables and plots to DIR/EXPERIMENT (default: with the runs)"),
+    option("--runs", type=folder, default=Path("runs/experiments"), metavar="DIR", help="folder of runs (default %(default)s)"),
+    option("--seeds", type=whole(0, 2**63 - 1), nargs="+", metavar="S", help="instead of the experiment's own"),
+    option("--rows", nargs="+", metavar="LABEL", help="only these rows"),
+    option("--jobs", type=whole(1, 1024), default=os.cpu_count() or 1, metavar="N", help="runs at a time (default: the cores)"),
+    option("--full", action="store_true", help="at the paper's size"),
+    QUIET,
+)  # fmt: skip
+def main(args: argparse.Namespace) -> None:
     """Run the command."""
-    args = make_parser().parse_args(arguments)
     if args.seeds and len(set(args.seeds)) < len(args.seeds):
         raise BadInput(f"--seeds: {' '.join(map(str, args.seeds))}: must be different")
     from ipu_pipe.studies.catalogue import find_experiments  # it imports torch

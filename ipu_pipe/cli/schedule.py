@@ -11,10 +11,11 @@ import argparse
 import json
 import math
 import sys
-from typing import Any, Callable, Dict, List, Optional, Sequence, TextIO, Tuple
+from typing import Any, Callable, Dict, List, Sequence, TextIO, Tuple
 
+from ipu_pipe.cli.arguments import command, option
 from ipu_pipe.config.values import MOST_STAGES
-from ipu_pipe.errors import BadInput, Parser
+from ipu_pipe.errors import BadInput
 from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.clock import measure_bubbles
 from ipu_pipe.schedule.drawing import format_csv, format_text
@@ -34,46 +35,67 @@ MOST_TIMED = 500_000  # the clock plays pass by pass
 MOST_ORDERED = 30_000  # orders are laid out pass by pass, and some are planned several times
 
 
-def make_parser() -> Parser:
-    """Return the command's parser."""
-    p = Parser(prog="tools/schedule.py", description=__doc__)
-    p.add_argument("method", metavar="METHOD", help=f"one of {', '.join(METHODS)}")
-    p.add_argument("--stages", metavar="S", type=int, required=True, help="stages of the pipeline, on all devices")
-    p.add_argument("--microbatches", metavar="M", type=int, required=True, help="microbatches in the whole run")
-    accumulate = (
-        "microbatches an update (default: M for gpipe, pipedream_flush and those from interleaved_1f1b on, P for "
-        "pipedream_2bw, 1 for the others); a last batch that is not full runs without an update"
-    )
-    p.add_argument("--accumulate", metavar="N", type=int, help=accumulate)
-    formats = (
-        "text: the timeline as papers draw it (default); csv: what PyTorch's pipeline schedules load, flush methods only; json: "
-        "everything, for programs"
-    )
-    p.add_argument("--format", choices=("text", "csv", "json"), default="text", help=formats)
-    p.add_argument(
-        "--slots", metavar="A:B", type=_parse_slots, help="text: print the slots from A up to, not including, B"
-    )
-    drains = "microbatches, multiples of N, before which the pipeline empties and refills"
-    p.add_argument("--drains", metavar="m", type=int, nargs="+", default=[], help=drains)
-    orders = p.add_argument_group("devices and times (json: makespan, span, their bubble rates, peak activations)")
-    orders.add_argument("--stages-per-device", metavar="V", type=int, help="stages on each of S / V devices")
-    durations = "times of a device's microbatch: forward, input gradient, weight gradient (default: 1,1,1)"
-    orders.add_argument("--durations", metavar="F,I,W", type=_parse_durations, help=durations)
-    orders.add_argument("--link", metavar="C", type=_parse_time, help="time of a message between devices (default: 0)")
-    orders.add_argument("--split-backward", metavar="true|false", type=_parse_bool, help="of an asynchronous method")
-    limit = "zb_auto and split backwards: what a device may hold, in units of what 1F1B holds (default: 1)"
-    orders.add_argument("--activation-limit", metavar="X", type=_parse_time, help=limit)
-    orders.add_argument("--file", metavar="NAME.csv", help="rows: the rows, in PyTorch's format")
-    axes = p.add_argument_group("changes to an asynchronous method (method_args in a config)")
-    axes.add_argument("--schedule", choices=SCHEDULES, help="one pass a slot, or both in each step")
-    axes.add_argument("--turn", metavar="0|1", type=int, help="dataflow: steps from the last forward to its backward")
-    axes.add_argument("--stash", metavar="true|false", type=_parse_bool, help="backwards read their forward's weights")
-    return p
+def _parse_slots(text: str) -> Tuple[int, int]:
+    first, colon, last = text.partition(":")
+    if not (colon and first.isdecimal() and last.isdecimal() and int(first) < int(last)):
+        raise argparse.ArgumentTypeError(f"{text!r}: must be two slots A:B, A below B")
+    if int(last) - int(first) > MOST_SLOTS:
+        raise argparse.ArgumentTypeError(f"{show(text)}: at most {MOST_SLOTS} slots can be shown")
+    return int(first), int(last)
 
 
-def main(arguments: Optional[Sequence[str]] = None) -> None:
+def _parse_time(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{show(text)}: must be a number >= 0")
+    return seconds
+
+
+def _parse_durations(text: str) -> Tuple[float, ...]:
+    times = tuple(map(_parse_time, text.split(",")))
+    if len(times) != 3:
+        raise argparse.ArgumentTypeError(f"{show(text)}: must be three times F,I,W")
+    return times
+
+
+def _parse_bool(text: str) -> bool:
+    if text.lower() not in ("true", "false"):
+        raise argparse.ArgumentTypeError(f"{text!r}: must be true or false")
+    return text.lower() == "true"
+
+
+DEVICES = "devices and times (json: makespan, span, their bubble rates, peak activations)"
+AXES = "changes to an asynchronous method (method_args in a config)"
+
+
+@command(
+    __doc__, "",
+    option("method", metavar="METHOD", help=f"one of {', '.join(METHODS)}"),
+    option("--stages", metavar="S", type=int, required=True, help="stages of the pipeline, on all devices"),
+    option("--microbatches", metavar="M", type=int, required=True, help="microbatches in the whole run"),
+    option("--accumulate", metavar="N", type=int,
+           help="microbatches an update (default: M for gpipe, pipedream_flush and those from interleaved_1f1b on, P for "
+           "pipedream_2bw, 1 for the others); a last batch that is not full runs without an update"),
+    option("--format", choices=("text", "csv", "json"), default="text",
+           help="text: as papers draw it (default); csv: as PyTorch loads it, flush methods only; json: for programs"),
+    option("--slots", metavar="A:B", type=_parse_slots, help="text: print the slots from A up to, not including, B"),
+    option("--drains", metavar="m", type=int, nargs="+", default=[], help="microbatches, multiples of N, before which it flushes"),
+    option("--stages-per-device", metavar="V", type=int, group=DEVICES, help="stages on each of S / V devices"),
+    option("--durations", metavar="F,I,W", type=_parse_durations, group=DEVICES,
+           help="times of a device's microbatch: forward, input gradient, weight gradient (default: 1,1,1)"),
+    option("--link", metavar="C", type=_parse_time, group=DEVICES, help="time of a message between devices (default: 0)"),
+    option("--split-backward", metavar="true|false", type=_parse_bool, group=DEVICES, help="of an asynchronous method"),
+    option("--activation-limit", metavar="X", type=_parse_time, group=DEVICES, help="memory of a device in units of 1F1B's"),
+    option("--file", metavar="NAME.csv", group=DEVICES, help="rows: the rows, in PyTorch's format"),
+    option("--schedule", choices=SCHEDULES, group=AXES, help="one pass a slot, or both in each step"),
+    option("--turn", metavar="0|1", type=int, group=AXES, help="dataflow: steps from the last forward to its backward"),
+    option("--stash", metavar="true|false", type=_parse_bool, group=AXES, help="backwards read their forward's weights"),
+)  # fmt: skip
+def main(args: argparse.Namespace) -> None:
     """Run the command."""
-    args = make_parser().parse_args(arguments)
     # durations and links are times of any schedule, and what planned ones depend on
     times: Dict[str, Any] = {"durations": args.durations or (1.0, 1.0, 1.0), "link": args.link or 0.0}
     keys = ("schedule", "turn", "stash", "stages_per_device", "split_backward", "activation_limit", "file")
@@ -109,38 +131,6 @@ def main(arguments: Optional[Sequence[str]] = None) -> None:
         _write_json(schedule, method, _time(schedule, method, **times) if is_timed else {}, sys.stdout)
     else:
         _write_text(schedule, method, args.slots or (0, SHOWN_SLOTS), sys.stdout)
-
-
-def _parse_slots(text: str) -> Tuple[int, int]:
-    first, colon, last = text.partition(":")
-    if not (colon and first.isdecimal() and last.isdecimal() and int(first) < int(last)):
-        raise argparse.ArgumentTypeError(f"{text!r}: must be two slots A:B, A below B")
-    if int(last) - int(first) > MOST_SLOTS:
-        raise argparse.ArgumentTypeError(f"{show(text)}: at most {MOST_SLOTS} slots can be shown")
-    return int(first), int(last)
-
-
-def _parse_time(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0 <= seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"{show(text)}: must be a number >= 0")
-    return seconds
-
-
-def _parse_durations(text: str) -> Tuple[float, ...]:
-    times = tuple(map(_parse_time, text.split(",")))
-    if len(times) != 3:
-        raise argparse.ArgumentTypeError(f"{show(text)}: must be three times F,I,W")
-    return times
-
-
-def _parse_bool(text: str) -> bool:
-    if text.lower() not in ("true", "false"):
-        raise argparse.ArgumentTypeError(f"{text!r}: must be true or false")
-    return text.lower() == "true"
 
 
 def _write_text(schedule: Schedule, method: Method, slots: Tuple[int, int], out: TextIO) -> None:

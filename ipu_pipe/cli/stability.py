@@ -8,10 +8,22 @@ import io
 import json
 import sys
 from pathlib import Path
-from typing import Any, Dict, Optional, Sequence
+from typing import Any, Dict
 
-from ipu_pipe.cli.arguments import add_quiet, add_set, add_traceback, folder, get_say, get_tell, positive, whole
-from ipu_pipe.errors import BadInput, Parser, show_traceback
+from ipu_pipe.cli.arguments import (
+    JSON,
+    QUIET,
+    SET,
+    TRACEBACK,
+    command,
+    folder,
+    get_say,
+    get_tell,
+    option,
+    positive,
+    whole,
+)  # fmt: skip
+from ipu_pipe.errors import BadInput
 from ipu_pipe.shipped import find_config
 from ipu_pipe.text import find_nearest, show
 
@@ -31,37 +43,27 @@ train: they run experiments of tools/reproduce.py.
 """
 
 
-def make_parser() -> Parser:
-    """Return the command's parser."""
-    p = Parser(prog="tools/stability.py", description=__doc__, epilog=EPILOG)
-    p.add_argument("what", metavar="CONFIG|FIGURE", nargs="*", help="a YAML file, or names of figures, or all")
-    add_set(p)
-    p.add_argument("--json", action="store_true", help="print JSON")
-    p.add_argument("--out", type=folder, metavar="DIR", help="folder for figures (default: runs/stability)")
-    many = whole(1, 10**6)
-    p.add_argument(
-        "--samples", type=many, default=128, metavar="N", help="training samples for the curvature (%(default)s)"
-    )
-    p.add_argument("--iterations", type=many, default=100, metavar="N", help="limit of power iterations (%(default)s)")
-    seed = "seed of the power iteration's first vector (%(default)s)"
-    p.add_argument("--seed", type=whole(0, 2**63 - 1), default=0, metavar="S", help=seed)
-    p.add_argument("--curvature", type=positive, metavar="X", help="use this curvature instead of measuring it")
-    p.add_argument("--by-stage", action="store_true", help="measure the curvature of each stage instead of the model's")
-    add_quiet(p)
-    add_traceback(p)
-    return p
-
-
-def main(arguments: Optional[Sequence[str]] = None) -> None:
+@command(
+    __doc__, EPILOG,
+    option("what", metavar="CONFIG|FIGURE", nargs="*", help="a YAML file, or names of figures, or all"),
+    SET,
+    JSON,
+    option("--out", type=folder, metavar="DIR", help="folder for figures (default: runs/stability)"),
+    option("--samples", type=whole(1, 10**6), default=128, metavar="N", help="training samples for the curvature (%(default)s)"),
+    option("--iterations", type=whole(1, 10**6), default=100, metavar="N", help="limit of power iterations (%(default)s)"),
+    option("--seed", type=whole(0, 2**63 - 1), default=0, metavar="S", help="seed of the power iteration (%(default)s)"),
+    option("--curvature", type=positive, metavar="X", help="use this curvature instead of measuring it"),
+    option("--by-stage", action="store_true", help="measure the curvature of each stage instead of the model's"),
+    QUIET, TRACEBACK,
+)  # fmt: skip
+def main(args: argparse.Namespace) -> None:
     """Run the command."""
-    args = make_parser().parse_args(arguments)
     if not args.what and args.set and "=" not in args.set[-1]:  # --set a=1 CONFIG
         args.what = [args.set.pop()]
-    with show_traceback(args.traceback):
-        if len(args.what) == 1 and (args.what[0].endswith((".yaml", ".yml")) or find_config(args.what[0]).is_file()):
-            _examine_config(args)
-        else:
-            _make_figures(args)
+    if len(args.what) == 1 and (args.what[0].endswith((".yaml", ".yml")) or find_config(args.what[0]).is_file()):
+        _examine_config(args)
+    else:
+        _make_figures(args)
 
 
 def _examine_config(args: argparse.Namespace) -> None:

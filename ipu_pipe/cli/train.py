@@ -6,10 +6,10 @@ import argparse
 import datetime
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Optional, Sequence
+from typing import TYPE_CHECKING, Optional
 
-from ipu_pipe.cli.arguments import add_quiet, add_set, add_traceback, counts, folder, take_config, tell, whole
-from ipu_pipe.errors import BadInput, Parser, show_traceback
+from ipu_pipe.cli.arguments import CONFIG, QUIET, TRACEBACK, command, counts, folder, option, tell, whole
+from ipu_pipe.errors import BadInput
 
 if TYPE_CHECKING:
     from ipu_pipe.config.schema import Config
@@ -28,49 +28,32 @@ tools/fetch_data.py fills. Exit codes: 0 done, 2 bad input, 1 fault while runnin
 """
 
 
-def make_parser() -> Parser:
-    """Return the command's parser."""
-    p = Parser(prog="tools/train.py", description="Train a staged model as a config file says.", epilog=EPILOG)
-    p.add_argument("config", metavar="CONFIG", nargs="?", help="a YAML file, such as those in configs/")
-    add_set(p)
-    p.add_argument("--out", type=folder, metavar="DIR", help="folder of the run (default: a dated folder under runs/)")
-    how = p.add_mutually_exclusive_group()
-    how.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in DIR")
-    resume_from = "go on from the checkpoint of this step in DIR; later checkpoints and lines of metrics are deleted"
-    how.add_argument("--resume-from", type=whole(0), metavar="STEP", help=resume_from)
-    how.add_argument("--overwrite", action="store_true", help="delete the run that DIR holds")
-    dry_run = "print stages, schedule, delays and memory; train nothing, write nothing"
-    p.add_argument("--dry-run", action="store_true", help=dry_run)
-    p.add_argument("--evaluate", type=Path, metavar="PATH", help="evaluate a run, a checkpoint or a state dict; print JSON")
-    against = "then train by METHOD in DIR/METHOD, with as many samples and with as much time, and print how far apart they end"
-    p.add_argument("--against", metavar="METHOD", help=against)
-    accumulate = (
-        "with --against: the microbatches an update that METHOD is tried with at equal time (default, for a method that "
-        "empties the pipeline: 1, 2, 4 and 8 times the config's)"
-    )
-    p.add_argument("--accumulate", type=counts, default=(), metavar="K,...", help=accumulate)
-    add_quiet(p)
-    add_traceback(p)
-    return p
-
-
-def main(arguments: Optional[Sequence[str]] = None) -> None:
+@command(
+    "Train a staged model as a config file says.", EPILOG,
+    *CONFIG,
+    option("--out", type=folder, metavar="DIR", help="folder of the run (default: a dated folder under runs/)"),
+    option("--resume", action="store_true", help="go on from the newest checkpoint in DIR"),
+    option("--resume-from", type=whole(0), metavar="STEP", help="go on from the checkpoint of this step, delete later ones"),
+    option("--overwrite", action="store_true", help="delete the run that DIR holds"),
+    option("--dry-run", action="store_true", help="print stages, schedule, delays and memory; train nothing, write nothing"),
+    option("--evaluate", type=Path, metavar="PATH", help="evaluate a run, a checkpoint or a state dict; print JSON"),
+    option("--against", metavar="METHOD", help="then train by METHOD in DIR/METHOD, at equal samples and equal time, and compare"),
+    option("--accumulate", type=counts, default=(), metavar="K,...",
+           help="microbatches an update at equal time (default, for a METHOD that flushes: 1, 2, 4 and 8 times the config's)"),
+    QUIET, TRACEBACK,
+)  # fmt: skip
+def main(args: argparse.Namespace) -> None:
     """Run the command."""
-    args = make_parser().parse_args(arguments)
-    args.config = take_config(args, "configs/mlp_digits.yaml")
-    option = "--resume" if args.resume else "--resume-from"
-    if (args.resume or args.resume_from is not None) and args.out is None:
-        raise BadInput(f"{option}: needs --out DIR, the folder of the run to resume")
-    if args.resume_from is not None and args.against:
-        raise BadInput(f"--resume-from: {args.resume_from}: not together with --against, which has two runs")
-    if args.accumulate and not args.against:
-        raise BadInput("--accumulate: goes with --against METHOD")
-    with show_traceback(args.traceback):
-        _run(args)
-
-
-def _run(args: argparse.Namespace) -> None:
-    """Run the command with its arguments parsed."""
+    option_used = "--resume" if args.resume else "--resume-from" if args.resume_from is not None else ""
+    wrong = {
+        f"{option_used}: needs --out DIR, the folder of the run to resume": option_used and args.out is None,
+        f"{option_used}: not together with --overwrite": option_used and args.overwrite,
+        "--resume-from: not together with --resume": args.resume and args.resume_from is not None,
+        "--resume-from: not together with --against, which has two runs": args.resume_from is not None and args.against,
+        "--accumulate: goes with --against METHOD": args.accumulate and not args.against,
+    }
+    if any(wrong.values()):
+        raise BadInput([fault for fault, is_so in wrong.items() if is_so])
     from ipu_pipe.config.load import load_config  # after the arguments are read: --help must not wait for torch
 
     config = load_config(args.config, args.set)
