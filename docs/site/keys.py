@@ -150,6 +150,9 @@ def _format_default(field: Any) -> str:
 
 def _describe_allowed(section: Type[BaseModel], name: str) -> str:
     """Return the allowed values, from the error message of a value that no key takes; "" if the type tells them all."""
+    bounds = _describe_bounds(section, name)
+    if bounds:
+        return bounds
     messages: List[str] = []
     try:
         section.model_validate({name: object()})
@@ -167,6 +170,20 @@ def _describe_allowed(section: Type[BaseModel], name: str) -> str:
         re.search(r"must be (?:one of )?(.*?)(?:; did you mean.*|: no run has so many)?$", line) for line in messages
     ]
     return " or ".join(dict.fromkeys(match.group(1) for match in matches if match))
+
+
+def _describe_bounds(section: Type[BaseModel], name: str) -> str:
+    """Return the limits of a number; those that only keep slips away are left out."""
+    schema = section.model_json_schema()["properties"][name]
+    texts = []
+    for form in schema.get("anyOf", [schema]):
+        form = form.get("items", form)
+        least = [f"{sign} {form[key]:g}" for key, sign in (("minimum", ">="), ("exclusiveMinimum", ">")) if key in form]
+        most = [f"{sign} {form[key]:g}" for key, sign in (("maximum", "<="), ("exclusiveMaximum", "<")) if key in form]
+        if least:
+            most = most if form.get("maximum", 0) <= 1000 else []
+            texts.append(f"a {'whole ' * (form.get('type') == 'integer')}number {' and '.join([*least, *most])}")
+    return texts[0] if texts else ""
 
 
 def _find_sections(annotation: Any) -> Tuple[Type[BaseModel], ...]:

@@ -34,7 +34,7 @@ examples:
     __doc__, EPILOG,
     *CONFIG,
     option("--methods", metavar="A,B,...", type=split_names, help="methods (default: the config's and local_chunked)"),
-    option("--steps", type=whole(0, MOST_UPDATES), metavar="K", help="updates of each run (default: the config's; 0: plan alone)"),
+    option("--steps", type=whole(0, MOST_UPDATES), metavar="K", help="updates of each run (default: the config's; 0: plan)"),
     option("--rounds", type=whole(1, 1000), default=1, metavar="N", help="runs of each method, for median and range (default 1)"),
     option("--out", type=folder, required=True, metavar="DIR", help="the folder to write into"),
     option("--overwrite", action="store_true", help="replace runs that DIR holds"),

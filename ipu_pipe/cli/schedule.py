@@ -82,7 +82,7 @@ AXES = "changes to an asynchronous method (method_args in a config)"
     option("--format", choices=("text", "csv", "json"), default="text",
            help="text: as papers draw it (default); csv: as PyTorch loads it, flush methods only; json: for programs"),
     option("--slots", metavar="A:B", type=_parse_slots, help="text: print the slots from A up to, not including, B"),
-    option("--drains", metavar="m", type=int, nargs="+", default=[], help="microbatches, multiples of N, before which it flushes"),
+    option("--drains", metavar="m", type=int, nargs="+", default=[], help="microbatches (multiples of N) before which it drains"),
     option("--stages-per-device", metavar="V", type=int, group=DEVICES, help="stages on each of S / V devices"),
     option("--durations", metavar="F,I,W", type=_parse_durations, group=DEVICES,
            help="times of a device's microbatch: forward, input gradient, weight gradient (default: 1,1,1)"),

@@ -37,7 +37,7 @@ tools/fetch_data.py fills. Exit codes: 0 done, 2 bad input, 1 fault while runnin
     option("--overwrite", action="store_true", help="delete the run that DIR holds"),
     option("--dry-run", action="store_true", help="print stages, schedule, delays and memory; train nothing, write nothing"),
     option("--evaluate", type=Path, metavar="PATH", help="evaluate a run, a checkpoint or a state dict; print JSON"),
-    option("--against", metavar="METHOD", help="then train by METHOD in DIR/METHOD, at equal samples and equal time, and compare"),
+    option("--against", metavar="METHOD", help="then train by METHOD in DIR/METHOD, at equal samples and at equal time"),
     option("--accumulate", type=counts, default=(), metavar="K,...",
            help="microbatches an update at equal time (default, for a METHOD that flushes: 1, 2, 4 and 8 times the config's)"),
     QUIET, TRACEBACK,

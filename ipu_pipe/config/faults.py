@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from typing import Any, List, Mapping, Sequence, Type, get_origin
 
 from pydantic import BaseModel
@@ -33,12 +34,14 @@ KEYS_ALSO_CALLED = {
 }  # fmt: skip
 # The key of a section for which a value alone is most likely meant, by the value's type.
 MEANT = {str: ("entry", "name"), int: ("norm", "every"), float: ("norm", "every")}
-WORDS = {  # pydantic's kinds of faults
+WORDS = {  # pydantic's kinds of faults whose own words are not ours
     **dict.fromkeys(("dict_type", "model_type", "model_attributes_type"), "must be a mapping of keys to values"),
     **dict.fromkeys(("string_type", "invalid_key"), "must be text"),
-    **dict.fromkeys(("list_type", "tuple_type"), "must be a list"),
-    "bool_type": "must be true or false",
-}
+    **dict.fromkeys(("int_type", "int_from_float", "int_parsing"), "must be a whole number"),
+    "bool_type": "must be true or false", "missing": "must be given",
+}  # fmt: skip
+BOUNDS = {"greater_than_equal": "ge", "greater_than": "gt", "less_than_equal": "le", "less_than": "lt"}
+SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 Schema = Type[BaseModel]
 
 
@@ -60,30 +63,27 @@ def _format_fault(
     detail: Any, origins: Mapping[str, str], place: str, schema: Schema, forms: Mapping[str, Schema]
 ) -> str:
     parts = [str(part) for part in detail["loc"] if part != "[key]"]
-    kind, value, message = detail["type"], detail.get("input"), detail["msg"]
+    kind, value, context = detail["type"], detail.get("input"), detail.get("ctx", {})
+    message = detail["msg"].replace("Value error, ", "").replace("Input should be", "must be")
     if kind == "setting":  # of `key_fault`
-        parts, value = [*parts, detail["ctx"]["key"]], detail["ctx"]["value"]
-    elif kind == "value_error":
-        message = message[len("Value error, ") :]
+        parts, value = [*parts, context["key"]], context["value"]
     elif kind == "extra_forbidden":
         message = f"unknown key{_suggest_key(parts, schema, forms)}"
     elif kind == "literal_error":
-        allowed = str(detail["ctx"]["expected"])
-        near = find_alias(value, [word for word in allowed.split("'") if word.strip() not in ("", ",", "or")])
-        message = "must be " + allowed.replace("'", "") + (f"; did you mean {near}?" if near else "")
-    elif kind != "missing":
-        message = WORDS.get(kind, message[0].lower() + message[1:])
-        message += _suggest_section(parts, value, schema) if kind.startswith("model_") else ""
+        near = find_alias(value, re.findall("'(.*?)'", message))
+        message = message.replace("'", "") + (f"; did you mean {near}?" if near else "")
+    elif kind in BOUNDS:
+        bound = context[BOUNDS[kind]]
+        message = f"must be {SIGNS[BOUNDS[kind]]} {f'{bound:g}' if isinstance(bound, float) else bound}"
+    elif kind in WORDS:
+        message = WORDS[kind] + (_suggest_section(parts, value, schema) if kind.startswith("model_") else "")
     key = ".".join(parts)
-    rest = "missing: must be given" if kind == "missing" else f"{show_value(value)}: {message}"
-    return f"{find_origin(key, origins, place)}: {show(key)}: {rest}"
+    return f"{find_origin(key, origins, place)}: {show(key)}: {'missing' if kind == 'missing' else show_value(value)}: {message}"
 
 
 def show_value(value: Any) -> str:
     """Return a value as a config file has it."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    return show(value)
+    return {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else show(value)
 
 
 def find_origin(key: str, origins: Mapping[str, str], place: str) -> str:

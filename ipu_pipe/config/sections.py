@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 from typing import Any, Dict, List, Mapping, Optional, Tuple, Union
 
-from pydantic import BaseModel, ConfigDict, StrictBool, field_validator, model_serializer, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, field_validator, model_serializer, model_validator
 from typing_extensions import Annotated, Literal
 
 from ipu_pipe.config.values import (
+    MOST_VERSIONS,
     Count,
     Delayed,
     Epochs,
     Fraction,
+    Integer,
     NotNegative,
     Often,
     PathText,
@@ -23,7 +25,6 @@ from ipu_pipe.config.values import (
     Updates,
     Whole,
     check_path,
-    integer,
     key_fault,
     to_number,
 )  # fmt: skip
@@ -381,7 +382,7 @@ class Hogwild(Section):
     the stage's delay in the method's pipeline."""
 
     mean: Any = None
-    max: Annotated[int, integer(1, 1_000_000)]
+    max: Delayed
 
     @field_validator("mean")
     @classmethod
@@ -469,11 +470,11 @@ class MethodArgs(Section):
     head: Optional[str] = None
     block_rates: Optional[List[Positive]] = None
     block_accumulation: Optional[List[Count]] = None
-    delay_bound: Optional[Annotated[int, integer(0, most=1_000_000, why="so many iterates are kept")]] = None
+    delay_bound: Optional[Annotated[Integer, Field(ge=0, le=MOST_VERSIONS)]] = None
     delays: Optional[Literal["uniform", "offsets", "schedule"]] = None
     order: Optional[Literal["random", "schedule"]] = None
     nag: Optional[Positive] = None
-    replicas: Optional[Annotated[int, integer(1, 4096)]] = None
+    replicas: Optional[Stages] = None
     local_steps: Optional[Count] = None
     split_backward: Any = None
     activation_limit: Any = None

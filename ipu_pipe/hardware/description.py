@@ -11,12 +11,12 @@ import socket
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple, Union
 
-from pydantic import AfterValidator, StrictBool, ValidationError, model_validator
+from pydantic import AfterValidator, Field, StrictBool, ValidationError, model_validator
 from typing_extensions import Annotated, Literal
 
 from ipu_pipe.config import values
 from ipu_pipe.config.faults import format_faults
-from ipu_pipe.config.values import MOST_SECONDS, Count, Section, key_fault, real_number
+from ipu_pipe.config.values import MOST_REAL, MOST_SECONDS, NUMBER, Count, Section, key_fault
 from ipu_pipe.config.yaml_files import Origins, note_origin, read_with_origins
 from ipu_pipe.errors import BadInput
 from ipu_pipe.hardware.precision import PRECISIONS
@@ -54,19 +54,19 @@ class SourcedFigure(Section):
 class SizeFigure(SourcedFigure):
     """A size or rate."""
 
-    value: Annotated[float, real_number(f">= {LEAST_SIZE:g}", lambda value: value >= LEAST_SIZE)]
+    value: Annotated[float, Field(ge=LEAST_SIZE, le=MOST_REAL), NUMBER]
 
 
 class LatencyFigure(SourcedFigure):
     """A latency."""
 
-    value: Annotated[float, real_number(">= 0", lambda value: value >= 0, MOST_SECONDS, "no message takes so long")]
+    value: Annotated[float, Field(ge=0, le=MOST_SECONDS), NUMBER]
 
 
 class ShareFigure(SourcedFigure):
     """A share in (0, 1]."""
 
-    value: Annotated[float, real_number(f">= {LEAST_SHARE:g} and <= 1", lambda value: LEAST_SHARE <= value <= 1)]
+    value: Annotated[float, Field(ge=LEAST_SHARE, le=1), NUMBER]
 
 
 class PartFigure(SourcedFigure):
