@@ -7,7 +7,9 @@ from typing import Tuple
 import pytest
 import torch
 
-from tests.simulation.ranks import run_seeds, split_by_case
+from tests.simulation.cases import DEADLINE, Case
+from tests.simulation.network import Network
+from tests.simulation.ranks import prepare, run_seeds, split_by_case, train
 
 pytestmark = pytest.mark.skipif(
     tuple(map(int, torch.__version__.split(".")[:2])) < (2, 4), reason="processes need torch 2.4"
@@ -19,3 +21,17 @@ SEEDS = 1000
 def test_seeds_of_the_simulated_network(seeds: Tuple[int, ...]) -> None:
     failures = run_seeds(seeds)
     assert not failures, "\n".join(failures)
+
+
+def test_no_more_messages_are_kept_than_microbatches_are_in_flight() -> None:
+    """Each rank kept 24 sent tensors for a neighbor, a multiple of its activations."""
+    keys = {
+        "method": "pipedream_flush", "stages": 2, "gradient_accumulation": 16, "steps": 1, "micro_batch_size": 16,
+        "evaluate": {"every": 0}, "log": {"tensorboard": False},
+    }  # fmt: skip
+    prepared = prepare(Case("mlp", 3, 2, keys))
+    report = train(prepared, Network(1, 2, DEADLINE))[0].result.report
+    message = 16 * 4 * 4  # bytes: samples, width, float32
+    in_flight, posted = 2, 3
+    losses = 16 * 4 * 8  # sent once an update
+    assert report.peak_memory[1]["buffers"] <= (in_flight + posted) * message + losses

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import random
@@ -18,9 +19,9 @@ from ipu_pipe.backends.processes import engine as processes
 from ipu_pipe.backends.processes import launch
 from ipu_pipe.backends.processes.cuda import make_channels
 from ipu_pipe.backends.processes.layout import RankLayout
-from ipu_pipe.errors import RunFault
+from ipu_pipe.errors import BadInput, RunFault
 from ipu_pipe.job.record import Job
-from tests.simulation.cases import DEADLINE, Case, Result, build_job, draw_case, drive
+from tests.simulation.cases import DEADLINE, Case, Result, build_job, draw_case, drive, emulate
 from tests.simulation.network import Loss, Network, Outcome, format_error
 
 SHARED = 20  # seeds of one case
@@ -36,21 +37,30 @@ class Prepared(NamedTuple):
     calls: List[int]
 
 
-def prepare(number: int) -> Prepared:
-    """Return case number `number`, ready to run."""
-    ranks = [0, 1]  # this rank, and how many
-    with mock.patch.object(dist, "get_rank", lambda: ranks[0]), mock.patch.object(dist, "get_world_size", lambda: ranks[1]):
-        case, expected = draw_case(number, ranks)
-        jobs = []
-        for ranks[0] in range(case.ranks):
-            jobs.append(build_job(case))
-    prepared = Prepared(case, expected, jobs, [])
-    network = _run(prepared, Network(number, case.ranks, DEADLINE))[1]
+def prepare(case: Case) -> Prepared:
+    """Return a case ready to run. Raise `BadInput` if it is refused."""
+    expected, jobs = emulate(case), []
+    with mock.patch.object(dist, "get_world_size", lambda: case.ranks):
+        for rank in range(case.ranks):
+            with mock.patch.object(dist, "get_rank", lambda rank=rank: rank):
+                jobs.append(build_job(case))
+    prepared, network = Prepared(case, expected, jobs, []), Network(0, case.ranks, DEADLINE)
+    train(prepared, network)
     prepared.calls.extend(rank.calls for rank in network.ranks)
     return prepared
 
 
-def _run(prepared: Prepared, network: Network) -> Tuple[List[Outcome], Network]:
+def prepare_number(number: int) -> Prepared:
+    """Return case number `number`, ready to run."""
+    draw = random.Random(number)
+    for _ in range(50):
+        with contextlib.suppress(BadInput):
+            return prepare(draw_case(draw))
+    raise AssertionError(f"case {number}: nothing that can be trained was drawn")
+
+
+def train(prepared: Prepared, network: Network) -> List[Outcome]:
+    """Run a case on a network, and return how its ranks ended."""
     case = prepared.case
     jobs = copy.deepcopy(prepared.jobs)
 
@@ -63,13 +73,13 @@ def _run(prepared: Prepared, network: Network) -> Tuple[List[Outcome], Network]:
             engine.abort()
             raise
         engine.close()
-        engine.report()
+        result = result._replace(report=engine.report())
         launch.leave()
         return result
 
     channels = _make_channels if case.through_channels else lambda job, layout, tied: None
     with network.installed(), mock.patch.object(processes, "make_channels", channels):
-        return network.run(work), network
+        return network.run(work)
 
 
 def _make_channels(job: Job, layout: RankLayout, tied: Sequence[Any]) -> Optional[Dict[Any, Any]]:
@@ -89,7 +99,7 @@ def run_seeds(seeds: Sequence[int]) -> List[str]:
     prepared: Optional[Prepared] = None
     for seed in seeds:
         try:
-            prepared = prepared or prepare(seed // SHARED)
+            prepared = prepared or prepare_number(seed // SHARED)
             check_seed(seed, prepared)
         except Exception as error:  # of the code under test, whatever it is
             case = "" if prepared is None else f"\n{prepared.case}"
@@ -107,7 +117,7 @@ def check_seed(seed: int, prepared: Prepared) -> None:
         rank = draw.randrange(case.ranks)
         loss = Loss(rank, draw.randint(1, prepared.calls[rank]), fate == "killed")
     network = Network(seed, case.ranks, DEADLINE, loss, fate == "held back")
-    outcomes, _ = _run(prepared, network)
+    outcomes = train(prepared, network)
     bad = [o for o in outcomes if o.error is not None and not (network.lost_at >= 0 and isinstance(o.error, RunFault))]
     if bad:
         first = min(bad, key=lambda outcome: outcome.place)

@@ -59,9 +59,12 @@ class ProcessEngine(Engine):
         stream = trace.StreamClock() if job.device.type == "cuda" else None
         self._recorder = trace.TraceRecorder(layout.rank, first.stage, job.traced, stream)
         channels = make_channels(job, layout, first.ties.links)
-        # a file may have a message's action after those of any number of later messages
-        most_kept = job.schedule.microbatches if job.method.pipeline is Pipeline.ROWS else 8 * (layout.stages + 1)
-        self._mail = TorchMail(layout, job.device, self._recorder, config.backend.deadline, None, channels, most_kept)
+        in_flight = job.schedule.microbatches  # a file may have a message's action after those of any number of later ones
+        if job.method.pipeline is not Pipeline.ROWS:
+            # blocks with losses of their own wait for no gradient, which would tell that a message is through
+            is_local = job.method.structure is not None
+            in_flight = 8 * (layout.stages + 1) if is_local else int(job.schedule.max_in_flight().max())
+        self._mail = TorchMail(layout, job.device, self._recorder, config.backend.deadline, None, channels, in_flight)
         self._early: Optional[BatchAnnouncements] = None
         if job.may_stop:
             batch, updates = job.schedule.accumulate, job.updates

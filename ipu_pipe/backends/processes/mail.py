@@ -36,6 +36,8 @@ CARRIES = {
 ON_HOST = (NORM, RESULT, WORD, SHAPE, TEST)  # sent from the host, whatever the device
 KEPT_BY_SENDER = (FORWARD, RECOMPUTE)  # the sender needs them for its backward, too
 BY_UPDATE = (SHARED, NORM, WEIGHTS)  # the number is an update's, not a microbatch's
+BY_MICROBATCH = (FORWARD, RECOMPUTE, BACKWARD, TIED)
+MOST_SMALL = 24  # messages of other kinds on their way on a link, which are small or once an update
 AHEAD = 3  # receives posted of a kind and source; one of weights, which are large and come once an update
 UNLIMITED = 1 << 62
 
@@ -109,8 +111,8 @@ class TorchMail:
     """`Mail` over torch.distributed.
 
     `group`: of all messages (all ranks if None), which no one else may use meanwhile. `channels`: groups of nccl that take its
-    place. `deadline`: seconds after which a wait ends, more in the first step (`wait_limit`). `most_kept`: tensors on their way
-    to one rank.
+    place. `deadline`: seconds after which a wait ends, more in the first step (`wait_limit`). `in_flight`: microbatches that a
+    stage has in flight at most: of the messages that go with them no more can be on their way on a link.
     """
 
     def __init__(
@@ -121,11 +123,11 @@ class TorchMail:
         deadline: float,
         group: Any = None,
         channels: Optional[Mapping[Link, Any]] = None,
-        most_kept: int = 24,
+        in_flight: int = 24,
     ) -> None:
         self._layout, self._device, self._recorder = layout, device, recorder
         self._ends = max(layout.stages, layout.devices * layout.replicas)
-        self._deadline, self._group, self._channels, self._most_kept = deadline, group, channels, most_kept
+        self._deadline, self._group, self._channels, self._in_flight = deadline, group, channels, in_flight
         self._through_host = device.type != "cpu" and channels is None
         self._expected: Dict[Link, Deque[Tuple[Message, Shapes]]] = {}
         self._posted: Dict[Message, List[Tuple[Any, torch.Tensor]]] = {}
@@ -133,7 +135,7 @@ class TorchMail:
         self._handed: Dict[Message, List[torch.Tensor]] = {}  # from one stage of this rank to another
         self._posted_bytes = 0
         self._limit = UNLIMITED, UNLIMITED  # microbatch and update whose receive may not be posted yet
-        self._sent: Dict[int, Deque[_Sent]] = {}  # by target
+        self._sent: Dict[Link, Deque[_Sent]] = {}
         self._sent_bytes = 0
         self._lent: Dict[Tuple[int, int], int] = {}  # by stage and microbatch
         self.is_warm = False  # the first step is done
@@ -215,7 +217,7 @@ class TorchMail:
             return
         carries, recorder = CARRIES.get(kind), self._recorder
         start, size = recorder.mark(), 0
-        sent = self._sent.setdefault(target, deque())
+        sent = self._sent.setdefault(message.link, deque())
         for number, tensor in enumerate(tensors):
             value = tensor.detach().contiguous()
             value = value.cpu() if self._through_host or kind in ON_HOST else value
@@ -238,27 +240,29 @@ class TorchMail:
             if kind not in ON_HOST:
                 recorder.count_message(message.source, message.target, kind == SHARED, size)
             start = recorder.add("send", m, start, size=size, peer=target, carries=carries)
-        while len(sent) > self._most_kept:  # the oldest was for an action long past: it is through, or soon
-            oldest = self._finish_oldest(target)
+        # the oldest was for an action that this stage's own actions since have waited for: it is through, or soon
+        most = (self._in_flight if kind in BY_MICROBATCH else MOST_SMALL) * len(tensors)
+        while len(sent) > most:
+            oldest = self._finish_oldest(message.link)
             if oldest.kind in CARRIES:
                 start = recorder.add("wait", oldest.number, start, peer=target, carries=CARRIES[oldest.kind])
 
-    def _finish_oldest(self, target: int) -> Message:
-        work, _, message, size, lent = self._sent[target].popleft()
+    def _finish_oldest(self, link: Link) -> Message:
+        work, _, message, size, lent = self._sent[link].popleft()
         self._sent_bytes -= size
         if lent:
             place = message.source, message.number
             left = self._lent.pop(place) - lent
             if left:
                 self._lent[place] = left
-        self._wait(work, target, message.kind)
+        self._wait(work, self._find_rank(message, message.target), message.kind)
         return message
 
     def flush(self) -> None:
         """Wait until all that was sent is through."""
-        for target, sent in self._sent.items():
+        for link, sent in self._sent.items():
             while sent:
-                self._finish_oldest(target)
+                self._finish_oldest(link)
 
     def buffer_bytes(self, in_flight: Iterable[Tuple[int, int]]) -> int:
         """Return the bytes of posted receives and kept sends, without what the microbatches `in_flight` (stage, microbatch) keep
