@@ -78,6 +78,23 @@ def test_what_a_move_gains_is_what_moving_it_gives(name: str, accumulate: int, b
     assert found["gain"] == pytest.approx(measured, rel=0.02 if name == "pipedream" else 1e-6)
     assert after["bottleneck"]["gain"] == 0.0
     assert f"stage 1 at layer{begins[1]} instead of layer1" in found["do"]
+    # the layers take as long as their FLOPs say
+    assert found["time_per_flop_ratio"] == pytest.approx(1) and found["gain_range"] == pytest.approx([found["gain"]] * 2)
+
+
+@pytest.mark.parametrize("begins", [[0, 1, 2], [0, 5, 7], [0, 3, 6], [0, 6, 7]])
+def test_where_flops_do_not_tell_times_the_gain_lies_in_the_range(begins: List[int]) -> None:
+    units = [
+        {"name": f"layer{i}", "stage": sum(i >= begin for begin in begins) - 1, "forward_flops": 1e9, "backward_flops": 2e9}
+        for i in range(len(UNITS))
+    ]
+    before = analyze(modelled("pipedream_flush", begins, 6, 2, units=units), "before")
+    found = before["bottleneck"]
+    moved = [int(unit[len("layer") :]) for unit in found["move"]["begins_then"]]
+    after = analyze(modelled("pipedream_flush", moved, 6, 2), "after")
+    low, high = found["gain_range"]
+    assert low <= found["gain"] <= high and found["time_per_flop_ratio"] > 1
+    assert low - 1e-9 <= before["span_ns"] / after["span_ns"] - 1 <= high + 1e-9
 
 
 def test_even_stages_are_told_as_the_schedules_own_bubble() -> None:

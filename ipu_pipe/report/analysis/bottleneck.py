@@ -102,10 +102,12 @@ def _advise(figures: Figures, loads: Dict[int, float], move: Figures, facts: Run
     if gain is not None and gain >= WORTHWHILE:
         pairs = enumerate(zip(move["move"]["begins_now"], move["move"]["begins_then"]))
         moves = " and ".join(f"stage {s} at {then} instead of {now}" for s, (now, then) in pairs if now != then)
+        low, high = move["gain_range"]
         return (
-            f"begin {moves}: {gain:.0%} more throughput (predicted: each stage's {describe_origin(figures)} time is divided "
-            "among its layers in proportion to their FLOPs, which real layers do not follow exactly; train for some updates "
-            "with the new boundary to confirm it)"
+            f"{'begin' if low > 0 else 'try to begin'} {moves}: {gain:.0%} more throughput, between {low:+.0%} and {high:+.0%} "
+            f"(predicted: each stage's {describe_origin(figures)} time is divided among its layers in proportion to their FLOPs; "
+            f"the layers that move may differ from that as much as stages do, {move['time_per_flop_ratio']:.2g} times; train for "
+            "some updates with the new boundary to confirm it)"
         )
     if len(figures["devices"]) == 1:
         return "one device: more stages, or a smaller model"

@@ -29,9 +29,11 @@ def find_best_move(facts: RunFacts, stages: Sequence[Row], links: Sequence[Row])
     Return keys of the analysis's row of the bottleneck. `gain`: how much throughput the other cut adds (0.25: a quarter), by the
     clock; `gain_if_balanced`: if all stages took equally long; None where it is not known, for the reason `why_no_gain`. `move`:
     the units at which stages begin now and then, and each stage's time for a microbatch. The time of a unit is estimated as the
-    share of its stage's measured time that its FLOPs have in those of the stage.
+    share of its stage's measured time that its FLOPs have in those of the stage. `gain_range`: the least and the greatest gain if
+    the units that move take up to `time_per_flop_ratio` times longer or shorter for a FLOP than the others of their stage: as
+    much as the stages differ from one another.
     """
-    answer: Row = {"gain": None, "why_no_gain": None, "gain_if_balanced": None, "move": None}
+    answer: Row = dict.fromkeys(("gain", "gain_range", "time_per_flop_ratio", "why_no_gain", "gain_if_balanced", "move"))
     answer["why_no_gain"] = _find_missing(facts, stages)
     if answer["why_no_gain"]:
         return answer
@@ -49,8 +51,8 @@ def find_best_move(facts: RunFacts, stages: Sequence[Row], links: Sequence[Row])
     if (np.diff(stage_of_unit) < 0).any() or set(stage_of_unit.tolist()) != set(range(len(stages))):
         why = "units are not in the order of its stages" if units else "model's units are not in it"
         return {**answer, "why_no_gain": f"the trace cannot tell, since its {why}"}
-    forwards = _divide(forward, stage_of_unit, [unit.forward_flops for unit in units])
-    backwards = _divide(backward, stage_of_unit, [unit.backward_flops for unit in units])
+    flops = np.array([[unit.forward_flops, unit.backward_flops] for unit in units], np.float64).T
+    forwards, backwards = (_divide(*columns) for columns in zip((forward, backward), [stage_of_unit] * 2, flops))
     starts = find_best_cut((forwards + backwards).tolist(), len(stages))
     assert starts is not None, "there are at least as many units as stages"
     then = play(np.add.reduceat(forwards, starts), np.add.reduceat(backwards, starts))
@@ -63,7 +65,17 @@ def find_best_move(facts: RunFacts, stages: Sequence[Row], links: Sequence[Row])
         "busy_now_ns": (forward + backward).tolist(),
         "busy_then_ns": np.add.reduceat(forwards + backwards, starts).tolist(),
     }
-    return {**answer, "gain": now / then - 1, "move": move}
+    ratio = _compare_speeds(forward + backward, np.bincount(stage_of_unit, flops.sum(axis=0)).astype(np.float64))
+    moves = np.searchsorted(starts, np.arange(len(units)), side="right") - 1 != stage_of_unit
+    gains = [now / then - 1]
+    for factor in (ratio, 1 / ratio):
+        other = [
+            np.add.reduceat(_divide(times, stage_of_unit, np.where(moves, work * factor, work)), starts)
+            for times, work in zip((forward, backward), flops)
+        ]
+        gains.append(now / play(*other) - 1)
+    answer.update(gain=gains[0], gain_range=[min(gains), max(gains)], time_per_flop_ratio=ratio, move=move)
+    return answer
 
 
 def _find_missing(facts: RunFacts, stages: Sequence[Row]) -> Optional[str]:
@@ -94,9 +106,16 @@ def _knows_order(facts: RunFacts) -> bool:
     return method.flushes and method.pipeline is not Pipeline.ROWS and list(method.order.place(len(devices))) == devices
 
 
-def _divide(times: FloatArray, stage_of_unit: NDArray[np.int64], flops: Sequence[float]) -> FloatArray:
-    """Return the time of each unit; the units of a stage without FLOPs share its time equally."""
-    work, time = np.array(flops, np.float64), times[stage_of_unit]
+def _compare_speeds(times: FloatArray, flops: FloatArray) -> float:
+    """Return how many times longer the slowest stage takes for a FLOP than the fastest."""
+    known = (flops > 0) & (times > 0)
+    time_per_flop = times[known] / flops[known]
+    return float(time_per_flop.max() / time_per_flop.min()) if known.any() else 1.0
+
+
+def _divide(times: FloatArray, stage_of_unit: NDArray[np.int64], work: FloatArray) -> FloatArray:
+    """Return the time of each unit in proportion to its work; the units of a stage without any share its time equally."""
+    time = times[stage_of_unit]
     sums, counts = np.bincount(stage_of_unit, work)[stage_of_unit], np.bincount(stage_of_unit)[stage_of_unit]
     return np.where(sums > 0, time * work / np.where(sums > 0, sums, 1.0), time / counts)
 
