@@ -106,7 +106,7 @@ def _advise(figures: Figures, loads: Dict[int, float], move: Figures, facts: Run
         return (
             f"{'begin' if low > 0 else 'try to begin'} {moves}: {gain:.0%} more throughput, between {low:+.0%} and {high:+.0%} "
             f"(predicted: each stage's {describe_origin(figures)} time is divided among its layers in proportion to their FLOPs; "
-            f"the layers that move may differ from that as much as stages do, {move['time_per_flop_ratio']:.2g} times; train for "
+            f"those of a stage may differ from that as much as stages do, {move['time_per_flop_ratio']:.2g} times; train for "
             "some updates with the new boundary to confirm it)"
         )
     if len(figures["devices"]) == 1:

@@ -3,6 +3,7 @@ clock."""
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any, Callable, Dict, Optional, Sequence, Tuple
 
 import numpy as np
@@ -19,6 +20,7 @@ from ipu_pipe.schedule.timelines import make_schedule
 MOST_STAGES = 128  # more take seconds to play
 MOST_PLANNED = 1 << 20  # passes of an update
 MOST_PLAYED = 1 << 14  # of a method whose updates are played pass by pass
+MOST_VARIED = 8  # stages whose times are varied
 FloatArray = NDArray[np.float64]
 Row = Dict[str, Any]
 
@@ -30,8 +32,8 @@ def find_best_move(facts: RunFacts, stages: Sequence[Row], links: Sequence[Row])
     clock; `gain_if_balanced`: if all stages took equally long; None where it is not known, for the reason `why_no_gain`. `move`:
     the units at which stages begin now and then, and each stage's time for a microbatch. The time of a unit is estimated as the
     share of its stage's measured time that its FLOPs have in those of the stage. `gain_range`: the least and the greatest gain if
-    the units that move take up to `time_per_flop_ratio` times longer or shorter for a FLOP than the others of their stage: as
-    much as the stages differ from one another.
+    the units of one new stage take up to `time_per_flop_ratio` times longer or shorter for a FLOP than the others with which they
+    share a stage now: as much as the stages differ from one another.
     """
     answer: Row = dict.fromkeys(("gain", "gain_range", "time_per_flop_ratio", "why_no_gain", "gain_if_balanced", "move"))
     answer["why_no_gain"] = _find_missing(facts, stages)
@@ -66,11 +68,13 @@ def find_best_move(facts: RunFacts, stages: Sequence[Row], links: Sequence[Row])
         "busy_then_ns": np.add.reduceat(forwards + backwards, starts).tolist(),
     }
     ratio = _compare_speeds(forward + backward, np.bincount(stage_of_unit, flops.sum(axis=0)).astype(np.float64))
-    moves = np.searchsorted(starts, np.arange(len(units)), side="right") - 1 != stage_of_unit
+    stage_then = np.searchsorted(starts, np.arange(len(units)), side="right") - 1
+    longest = np.argsort(-np.add.reduceat(forwards + backwards, starts))[:MOST_VARIED]
     gains = [now / then - 1]
-    for factor in (ratio, 1 / ratio):
+    for stage, factor in product(longest if starts != starts_now else (), (ratio, 1 / ratio)):
+        scale = np.where(stage_then == stage, factor, 1.0)
         other = [
-            np.add.reduceat(_divide(times, stage_of_unit, np.where(moves, work * factor, work)), starts)
+            np.add.reduceat(_divide(times, stage_of_unit, work * scale), starts)
             for times, work in zip((forward, backward), flops)
         ]
         gains.append(now / play(*other) - 1)
