@@ -9,11 +9,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ipu_pipe.errors import BadInput
 from ipu_pipe.model.stages import partition
 from models import mlp as mlps
 from models import resnet as resnets
 from models.losses import smoothed_cross_entropy
+from tests.support.models import count_weights, find_unreached_weights, on_meta
+from tests.support.runs import list_faults
 
 PREACT = {20: 34, 32: 52, 44: 70, 56: 88, 110: 169}  # depth: stages, Kosson et al. 2021, Table 1
 # torchvision's parameters with 1000 classes, residual blocks, convolutions (projections included)
@@ -26,19 +27,9 @@ RESNETS = {
 }
 
 
-def on_meta(make: Callable[..., nn.Module], **args: Any) -> Any:
-    """The model without memory for its weights: sizes, names and the order of execution are the same."""
-    with torch.device("meta"):
-        return make(**args)
-
-
 def preact(depth: int) -> Callable[..., Any]:
     make: Callable[..., Any] = getattr(resnets, f"preact_resnet{depth}")
     return make
-
-
-def size(model: nn.Module) -> int:
-    return sum(p.numel() for p in model.parameters())
 
 
 def owners(model: nn.Module, example: torch.Tensor) -> List[List[str]]:
@@ -54,7 +45,7 @@ def owners(model: nn.Module, example: torch.Tensor) -> List[List[str]]:
 def test_resnets_have_torchvisions_sizes_and_a_stage_a_block(name: str) -> None:
     parameters, blocks, convolutions = RESNETS[name]
     model = on_meta(getattr(resnets, name))
-    assert size(model) == parameters
+    assert count_weights(model) == parameters
     assert len(partition(model, torch.empty(2, 3, 64, 64, device="meta"))) == blocks + 1
     assert sum(isinstance(m, nn.Conv2d) for m in model.modules()) == convolutions
     assert len(model.state_dict()) == 6 * convolutions + 2  # a norm has 5 entries, the linear layer 2
@@ -64,7 +55,7 @@ def test_resnets_have_torchvisions_sizes_and_a_stage_a_block(name: str) -> None:
 
 def test_resnet50_for_cifar_has_the_size_and_the_107_weights_of_pipemare() -> None:
     model = on_meta(resnets.resnet50, classes=10, small_images=True)
-    assert size(model) == 23_520_842
+    assert count_weights(model) == 23_520_842
     kinds = [type(m) for m in model.modules()]
     assert [kinds.count(k) for k in (nn.Conv2d, nn.BatchNorm2d, nn.Linear)] == [53, 53, 1]
     images = torch.empty(2, 3, 32, 32, device="meta")
@@ -72,58 +63,6 @@ def test_resnet50_for_cifar_has_the_size_and_the_107_weights_of_pipemare() -> No
     before_layer1 = nn.Sequential(*list(model.children())[:-7])  # what is left: four layers, pool, flatten, linear
     assert before_layer1(images).shape == (2, 64, 32, 32)
     assert model(images).shape == (2, 10)
-
-
-# name: shape, as torchvision.models.resnet50().state_dict() has them
-TORCHVISION_RESNET50 = {
-    "conv1.weight": (64, 3, 7, 7),
-    "bn1.weight": (64,),
-    "bn1.bias": (64,),
-    "bn1.running_mean": (64,),
-    "bn1.running_var": (64,),
-    "bn1.num_batches_tracked": (),
-    "layer1.0.conv1.weight": (64, 64, 1, 1),
-    "layer1.0.bn1.weight": (64,),
-    "layer1.0.conv2.weight": (64, 64, 3, 3),
-    "layer1.0.conv3.weight": (256, 64, 1, 1),
-    "layer1.0.bn3.running_var": (256,),
-    "layer1.0.downsample.0.weight": (256, 64, 1, 1),
-    "layer1.0.downsample.1.bias": (256,),
-    "layer1.2.conv1.weight": (64, 256, 1, 1),
-    "layer2.0.conv2.weight": (128, 128, 3, 3),
-    "layer2.0.downsample.0.weight": (512, 256, 1, 1),
-    "layer3.5.conv3.weight": (1024, 256, 1, 1),
-    "layer4.2.bn2.weight": (512,),
-    "layer4.2.conv3.weight": (2048, 512, 1, 1),
-    "fc.weight": (1000, 2048),
-    "fc.bias": (1000,),
-}
-TORCHVISION_RESNET18_BLOCK = [
-    "layer2.0.conv1.weight", "layer2.0.bn1.weight", "layer2.0.bn1.bias", "layer2.0.conv2.weight", "layer2.0.bn2.weight",
-    "layer2.0.bn2.bias", "layer2.0.downsample.0.weight", "layer2.0.downsample.1.weight", "layer2.0.downsample.1.bias",
-]  # fmt: skip
-
-
-def test_state_dicts_interchange_with_torchvisions() -> None:
-    model = on_meta(resnets.resnet50)
-    held = model.state_dict()
-    assert {name: tuple(held[name].shape) for name in TORCHVISION_RESNET50} == TORCHVISION_RESNET50
-    names = [name for name, _ in model.named_children()]
-    assert names == [
-        "conv1",
-        "bn1",
-        "relu",
-        "maxpool",
-        "layer1",
-        "layer2",
-        "layer3",
-        "layer4",
-        "avgpool",
-        "flatten",
-        "fc",
-    ]
-    basic = [name for name, _ in on_meta(resnets.resnet18).named_parameters() if name.startswith("layer2.0.")]
-    assert basic == TORCHVISION_RESNET18_BLOCK
 
 
 def literal_resnet(held: Dict[str, torch.Tensor], depths: List[int], x: torch.Tensor) -> torch.Tensor:
@@ -166,12 +105,6 @@ def test_resnets_compute_what_torchvisions_do(name: str, depths: List[int]) -> N
     x = torch.randn(2, 3, 64, 64, dtype=torch.float64)
     with torch.no_grad():
         torch.testing.assert_close(model.eval()(x), literal_resnet(model.state_dict(), depths, x))
-
-
-def test_a_projection_runs_after_the_branch_as_in_torchvision() -> None:
-    assert order(resnets.resnet18(10), "layer2.0", torch.randn(2, 3, 32, 32)) == [
-        "conv1", "bn1", "relu", "conv2", "bn2", "downsample.0", "downsample.1", "relu",
-    ]  # fmt: skip
 
 
 def test_stem_and_head_lie_in_the_first_and_last_blocks_stages() -> None:
@@ -230,32 +163,6 @@ def test_what_the_stages_of_a_preactivation_resnet_hold() -> None:
     assert held == [*want, ["norm"], [], ["fc"], []]  # last norm, pool, linear, loss
 
 
-def test_the_modules_at_which_stages_begin_in_order() -> None:
-    stages = partition(on_meta(preact(20)), torch.empty(1, 3, 32, 32, device="meta")).stages
-    names = [stage.name for stage in stages]
-    assert names[:4] == ["conv1", "layer1.0.norm1", "layer1.0.norm2", "layer1.0.add"]
-    assert names[10:14] == ["layer2.0.norm1", "layer2.0.conv1", "layer2.0.norm2", "layer2.0.add"]
-    assert names[-4:] == ["norm", "avgpool", "fc", "loss"]
-
-
-def order(model: nn.Module, inside: str, x: torch.Tensor) -> List[str]:
-    """Names of the leaves inside a module as they run."""
-    runs: List[str] = []
-    leaves = [(n, m) for n, m in model.get_submodule(inside).named_modules() if not list(m.children())]
-    hooks = [m.register_forward_pre_hook(lambda m, i, name=name: runs.append(name)) for name, m in leaves]
-    model(x)
-    for hook in hooks:
-        hook.remove()
-    return runs
-
-
-def test_order_of_execution_in_preactivation_blocks() -> None:
-    model, x = preact(20)(), torch.randn(1, 3, 32, 32)
-    ordinary = ["norm1", "relu1", "conv1", "norm2", "relu2", "conv2", "add"]
-    assert order(model, "layer2.0", x) == ["norm1", "relu1", "shortcut", *ordinary[2:]]
-    assert order(model, "layer1.0", x) == order(model, "layer2.1", x) == ordinary
-
-
 def test_a_strided_block_projects_the_shared_preactivation_and_an_ordinary_one_adds_its_input() -> None:
     model = preact(20)()
     block, x = model.layer2[0], torch.randn(2, 16, 8, 8)
@@ -287,7 +194,7 @@ def test_mlp_is_a_stage_a_linear_layer() -> None:
     ]  # fmt: skip
     assert owners(model, x) == [["fc1"], ["fc2"], ["fc3"], ["head"]]
     assert model(x).shape == (4, 5)
-    assert size(model) == (12 * 8 + 8) + 2 * (8 * 8 + 8) + (8 * 5 + 5)
+    assert count_weights(model) == (12 * 8 + 8) + 2 * (8 * 8 + 8) + (8 * 5 + 5)
     assert len(partition(mlps.mlp(), torch.randn(2, 64))) == 5
 
 
@@ -302,15 +209,7 @@ SMALL: Dict[str, Callable[[], nn.Module]] = {
 
 @pytest.mark.parametrize("name", SMALL)
 def test_gradients_reach_every_weight_and_the_seed_decides_the_weights(name: str) -> None:
-    models = []
-    for seed in (3, 3, 4):
-        torch.manual_seed(seed)
-        models.append(SMALL[name]())
-    weights = [torch.cat([p.detach().flatten() for p in m.parameters()]) for m in models]
-    assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
-    torch.manual_seed(0)
-    F.cross_entropy(models[0](torch.randn(2, 3, 32, 32)), torch.tensor([1, 7])).backward()
-    assert [n for n, p in models[0].named_parameters() if p.grad is None or not p.grad.abs().sum() > 0] == []
+    assert find_unreached_weights(SMALL[name], torch.randn(2, 3, 32, 32), torch.tensor([1, 7])) == []
 
 
 def test_convolutions_start_with_he_initialization_by_fan_out_and_norms_as_the_identity() -> None:
@@ -331,6 +230,4 @@ def test_convolutions_start_with_he_initialization_by_fan_out_and_norms_as_the_i
     (mlps.mlp, {"classes": 0}, "mlp: classes: 0: must be at least 1"),
 ])  # fmt: skip
 def test_impossible_arguments_are_refused(make: Callable[..., nn.Module], args: Dict[str, Any], said: str) -> None:
-    with pytest.raises(BadInput) as error:
-        make(**args)
-    assert error.value.faults == [said]
+    assert list_faults(make, **args) == [said]

@@ -47,15 +47,10 @@ def check_launch(backend: BackendConfig) -> None:
     if decoupled and is_under_poprun():
         raise BadInput("backend.ipu.local: decoupled: not under poprun: start it with torchrun, or set fused")
     if decoupled and not is_distributed():
-        raise BadInput(
-            "backend.ipu.local: decoupled: each block runs in a process of its own: start it with"
-            " torchrun --nproc_per_node BLOCKS tools/train.py CONFIG, or set fused"
-        )
+        start_it = "start it with torchrun --nproc_per_node BLOCKS tools/train.py CONFIG, or set fused"
+        raise BadInput(f"backend.ipu.local: decoupled: each block runs in a process of its own: {start_it}")
     if not decoupled and is_distributed() and not is_under_poprun():
-        raise BadInput(
-            "backend.name: poptorch: one process drives all IPUs: start it without torchrun (poprun starts several "
-            "for replicas)"
-        )
+        raise BadInput("backend.name: poptorch: one process drives all IPUs: start it without torchrun (poprun: replicas)")
 
 
 def start(config: Config, asked: Mapping[str, object]) -> None:

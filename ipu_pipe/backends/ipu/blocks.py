@@ -88,16 +88,12 @@ class BlockEngine(Engine):
         self.is_main, self._is_last = self.rank == 0, self.rank == self.depth - 1
         blocks = get_blocks(job.model)
         assert blocks is not None
-        if dist.get_world_size() != self.depth:
-            raise BadInput(
-                f"stages: {self.depth} blocks, each in a process of its own: start as many, not {dist.get_world_size()}"
-            )
+        world = dist.get_world_size()
+        if world != self.depth:
+            raise BadInput(f"stages: {self.depth} blocks, each in a process of its own: start as many, not {world}")
         wide = [i for i, crossing in enumerate(blocks.crossings) if len(crossing.tensors) != 1]
         if wide:
-            raise BadInput(
-                f"stages: more than one tensor crosses to block {wide[0] + 1}: with backend.ipu.local decoupled it "
-                "must be one, or set fused"
-            )
+            raise BadInput(f"stages: several tensors cross to block {wide[0] + 1}: must be one, or backend.ipu.local fused")
         check_hardware(job.config.ipu, 1)
         block_accumulation = job.config.method_settings().get("block_accumulation") or [1] * self.depth
         self.every, self._ahead = block_accumulation[self.rank], self.depth + max(block_accumulation)

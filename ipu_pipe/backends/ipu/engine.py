@@ -68,9 +68,8 @@ class PoptorchEngine(Engine):
         self.ipu = job.config.ipu
         self.updates_per_call = job.config.updates_per_call
         if first_update % self.updates_per_call:
-            raise BadInput(
-                f"backend.ipu.device_iterations: {self.updates_per_call}: must divide the {first_update} updates that are done"
-            )
+            why = f"must divide the {first_update} updates that are done"
+            raise BadInput(f"backend.ipu.device_iterations: {self.updates_per_call}: {why}")
         self._share = read_instance(job.config)
         self.is_main = self._share.first == 0
         self._others = dist.get_world_size() - 1 if are_joined() else 0  # of poprun's instances, which cannot go back

@@ -98,10 +98,8 @@ class Feed:
         try:
             pickle.dumps(self._calls)
         except Exception as error:
-            raise BadInput(
-                "backend.ipu.data_loading.mode: async: the data cannot go to another process "
-                f"({type(error).__name__}): must be sync"
-            ) from error
+            why = f"the data cannot go to another process ({type(error).__name__}): must be sync"
+            raise BadInput(f"backend.ipu.data_loading.mode: async: {why}") from error
         handle, self._calls.report = tempfile.mkstemp(prefix="ipu_pipe-", suffix=".json")
         os.close(handle)
         settings = loading.model_dump(exclude={"mode"})
@@ -136,10 +134,9 @@ class Feed:
             text = file.read()
         self.close()
         if not text:
-            raise RunFault(
-                f"poptorch: loading data: the worker process ended without a word ({summarize(error)}): is there room for "
-                "its buffers in /dev/shm? A smaller backend.ipu.data_loading.buffer_size takes less"
-            ) from error
+            why = f"the worker process ended without a word ({summarize(error)})"
+            remedy = "is there room for its buffers in /dev/shm? A smaller backend.ipu.data_loading.buffer_size takes less"
+            raise RunFault(f"poptorch: loading data: {why}: {remedy}") from error
         report = json.loads(text)
         if report["bad_input"]:
             raise BadInput(report["reason"]) from error

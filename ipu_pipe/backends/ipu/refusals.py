@@ -32,6 +32,7 @@ _MOMENTS = ("accum_type", "first_order_momentum_accum_type", "second_order_momen
 # PopTorch's optimizers by our names: the tensors that may be float16
 ACCUMULATORS = {"sgd": ("accum_type", "velocity_accum_type"), **dict.fromkeys(("adam", "adamw", "rmsprop"), _MOMENTS)}
 
+TILES, CALL = "needs tensor_locations.num_io_tiles, 32 or more", "the updates of a call"
 Case = Tuple[Any, str, str]  # whether it applies, the key (`ipu.` stands for backend.ipu.), the reason and the remedy
 
 
@@ -85,30 +86,25 @@ def _list_option_cases(config: Config, method: Method) -> Iterator[Case]:
     yield config.precision not in ("float32", *HALF), "precision", f"no IPU computes in it: must be {', '.join(HALF)} or float32"
     yield config.backend.device != "cpu", "backend.device", "poptorch's host is the CPU: must be cpu"
     yield clip and clip.scope != "global", "clip.scope", "PopTorch clips by the global norm (max_grad_norm): must be global"
-    yield (ipu.use_combined_accum and ipu.tensor_locations.optimizer != TensorLocation(), "ipu.use_combined_accum",
-           "leaves no optimizer state that tensor_locations.optimizer could place: use false, or leave that out")
-    yield (overlaps and is_pipelined(method), "ipu.overlapped_io",
-           "PopTorch does not overlap it with a pipeline: must be none (prefetch_buffering_depth buffers), or method naive")
-    yield (overlaps and ipu.tensor_locations.num_io_tiles is None, "ipu.overlapped_io",
-           "needs tensor_locations.num_io_tiles, 32 or more")
+    combines = ipu.use_combined_accum and ipu.tensor_locations.optimizer != TensorLocation()
+    yield combines, "ipu.use_combined_accum", "leaves no state to place: must be false, or no tensor_locations.optimizer"
+    yield overlaps and is_pipelined(method), "ipu.overlapped_io", "must be none in a pipeline (prefetch_buffering_depth buffers)"
+    yield overlaps and not ipu.tensor_locations.num_io_tiles, "ipu.overlapped_io", TILES
     yield overlaps and ipu.output_mode not in ("all", "sum"), "ipu.output_mode", "with overlapped_io it must be all or sum"
-    yield (every_n and config.gradient_accumulation % period, "ipu.output_return_period",
-           f"must divide gradient_accumulation {config.gradient_accumulation}")
+    why = f"must divide gradient_accumulation {config.gradient_accumulation}"
+    yield every_n and config.gradient_accumulation % period, "ipu.output_return_period", why
     yield not every_n and period != 1, "ipu.output_return_period", "must be 1, or output_mode every_n"
-    yield (config.recompute and ipu.recomputation == "none", "recompute",
-           "contradicts backend.ipu.recomputation none: set one of them otherwise")
+    yield config.recompute and ipu.recomputation == "none", "recompute", "contradicts backend.ipu.recomputation none"
     for key, every in (("steps", config.steps), ("checkpoint.every", config.checkpoint.every)):
-        yield (every and every % ipu.device_iterations, "ipu.device_iterations",
-               f"the updates of a call: must divide {key} {every}")
-    yield (ipu.automatic_loss_scaling and ipu.changes_loss_scaling, "ipu.loss_scaling",
-           "must be one number with automatic_loss_scaling")
+        yield every and every % ipu.device_iterations, "ipu.device_iterations", f"{CALL}: must divide {key} {every}"
+    is_automatic = ipu.automatic_loss_scaling and ipu.changes_loss_scaling
+    yield is_automatic, "ipu.loss_scaling", "must be one number with automatic_loss_scaling"
     yield ipu.ipu_ids and is_under_poprun(), "ipu.ipu_ids", "not under poprun, which chooses the devices: leave it out"
     yield offline and not ipu.compile_only, "ipu.offline_target", "nothing can run on it: needs compile_only: true"
     yield offline and ipu.use_ipu_model, "ipu.use_ipu_model", "not together with offline_target: set one of them"
     for key in ("ipu_ids", "log_cycle_count"):
         yield offline and getattr(ipu, key), f"ipu.{key}", "not with offline_target, which has no device: leave it out"
-    yield (ipu.log_cycle_count and ipu.use_ipu_model, "ipu.log_cycle_count",
-           "cycles are counted by hardware alone: must be false")
+    yield ipu.log_cycle_count and ipu.use_ipu_model, "ipu.log_cycle_count", "must be false: hardware alone counts cycles"
 
 
 def _list_location_cases(config: Config) -> Iterator[Case]:
@@ -116,23 +112,20 @@ def _list_location_cases(config: Config) -> Iterator[Case]:
     has_tiles = config.ipu.tensor_locations.num_io_tiles is not None
     for name in LOCATIONS:
         location, key = getattr(config.ipu.tensor_locations, name), f"ipu.tensor_locations.{name}"
-        yield (location.replicated_tensor_sharding and config.replicas == 1, f"{key}.replicated_tensor_sharding",
-               "shards over replicas, of which there is one: must be false, or replicas 2 or more")
+        shards = location.replicated_tensor_sharding and config.replicas == 1
+        yield shards, f"{key}.replicated_tensor_sharding", "there is one replica: must be false, or replicas 2 or more"
         for way in ("io_tiles_to_load", "io_tiles_to_store"):
-            yield (getattr(location, way) and not has_tiles, f"{key}.{way}",
-                   "needs tensor_locations.num_io_tiles, 32 or more")
+            yield getattr(location, way) and not has_tiles, f"{key}.{way}", TILES
 
 
 def _list_block_cases(config: Config, method: Method) -> Iterator[Case]:
     """Yield what does not fit blocks with losses of their own, in one graph (fused) or in a process each (decoupled)."""
     ipu, blocks = config.ipu, method.structure
-    yield (blocks and config.clip, "clip.norm",
-           f"PopTorch's norm is over all blocks, those of {method.name} know only their own: must be null")
+    yield blocks and config.clip, "clip.norm", f"PopTorch's norm is over all blocks of {method.name}: must be null"
     if ipu.local == "fused":
-        yield (config.method_settings().get("block_accumulation"), "method_args.block_accumulation",
-               "in one graph all blocks are updated together: leave it out, or set backend.ipu.local=decoupled")
-        yield (ipu.ipu_ids is not None and len(ipu.ipu_ids) != 1, "ipu.ipu_ids",
-               "must be one id of gc-info, that of a device with all the IPUs")
+        key, why = "block_accumulation", "one graph updates all blocks together: leave it out, or set backend.ipu.local=decoupled"
+        yield config.method_settings().get(key), f"method_args.{key}", why
+        yield ipu.ipu_ids and len(ipu.ipu_ids) != 1, "ipu.ipu_ids", "must be one id of gc-info, of a device with all the IPUs"
         return
     yield not blocks, "ipu.local", f"{method.name} has one loss: must be fused, or a local_ method"
     yield blocks and blocks.layers is not None, "ipu.local", f"{method.name} trains one block alone: must be fused"
@@ -159,8 +152,7 @@ def check_placement(config: Config, method: Method, stages: int) -> List[str]:
         config,
         (place.ipu_of[0] != 0, "ipu.ipus", "the first stage must be on IPU 0, which PopTorch counts as a stage anyhow"),
         (pipelined and place.ipus > 1 and config.gradient_accumulation < least, "gradient_accumulation",
-         f"a PopTorch pipeline of {forward} stages needs at least 2 x {forward} - 1 = {least} microbatches an update: raise it "
-         "(and lower micro_batch_size), take fewer stages, or method naive"),
+         f"a PopTorch pipeline of {forward} stages needs at least 2 x {forward} - 1 = {least} microbatches an update"),
         (iterations is not None and pipelined and iterations < forward, "ipu.inference_device_iterations",
          f"a pipeline of {forward} stages needs as many at least"),
         (isinstance(shares, list) and len(shares) != place.ipus, "ipu.available_memory_proportion",
@@ -194,13 +186,11 @@ def check_model(config: Config, method: Method, facts: ModelFacts, local_replica
         (decoupled and isinstance(shares, list) and len(shares) != stages, "ipu.available_memory_proportion",
          f"must be one number, or {stages}, one a block"),
         (facts.written and config.replicas > 1 and ipu.broadcast_buffers, "ipu.broadcast_buffers",
-         f"training writes {list_some(facts.written, 3)} on each of {config.replicas} replicas apart, which PopTorch does not "
-         "broadcast: set it to false (the first replica's are kept), or use GroupNorm"),
+         f"training writes {list_some(facts.written, 3)} on each replica: must be false (the first's count), or GroupNorm"),
         (local_replicas and round_up_ipus(place.ipus * config.replicas) > MOST_IPUS, "replicas",
-         f"of each process, on {place.ipus} IPUs each: a process drives at most {MOST_IPUS}: start more with poprun "
-         "--num-instances"),
+         f"of each process, which drives at most {MOST_IPUS} IPUs: start more with poprun --num-instances"),
         (facts.updates % iterations, "ipu.device_iterations",
-         f"the updates of a call: must divide the run's {facts.updates} (steps, epochs)"),
+         f"{CALL}: must divide the run's {facts.updates} (steps, epochs)"),
         (every < facts.updates and every % iterations, "ipu.device_iterations",
          f"must divide the {every} updates between evaluations (evaluate.every)"),
         # weights are sharded over a process's own replicas
@@ -223,8 +213,7 @@ def _check_layout(facts: ModelFacts, place: Placement, method: Method) -> List[s
         ipus = sorted({place.ipu_of[s] for s in stages})
         if len(ipus) > 1:
             where = f"stages {', '.join(map(str, stages))} on IPUs {', '.join(map(str, ipus))}"
-            faults.append(f"model: {name}: used by {where}, but a weight or buffer lies on one: put them on the same with "
-                          "backend.ipu.ipus, or cut elsewhere")
+            faults.append(f"model: {name}: used by {where}, but it lies on one: use backend.ipu.ipus, or cut elsewhere")
     return faults
 
 
@@ -232,14 +221,12 @@ def _check_forward(facts: ModelFacts, precision: str) -> List[str]:
     """Return what of the forward PopTorch would accept and compute otherwise, or refuse when it compiles."""
     integers = [] if facts.input_type.is_floating_point else [f"inputs are {str(facts.input_type).replace('torch.', '')}"]
     whys = (
-        ("model", facts.functions, "PopTorch differentiates the operations of a torch.autograd.Function's forward and never "
-         "calls its backward: write it as plain operations"),
+        ("model", facts.functions, "PopTorch never calls its backward (a torch.autograd.Function): use plain operations"),
         ("model", facts.ungraded, "torch.no_grad() has no effect inside a forward on an IPU: use .detach() on what is read"),
-        ("model", facts.counters, "training writes an integer buffer, which is a constant on an IPU: keep it in float32, or "
-         "out of the forward"),
+        ("model", facts.counters, "training writes an integer buffer, a constant on an IPU: keep it in float32"),
         ("precision: 16.32", integers, "nothing would be computed in half precision: use 16.16 or 32.32"),
-        ("precision: 16.32", facts.biased_convolutions, "torch 2.0.1 has no convolution of half-precision inputs with a float32 "
-         "bias: use bias=False, 16.16 or 32.32"),
+        ("precision: 16.32", facts.biased_convolutions, "torch 2.0.1 convolves no half inputs with a float32 bias: use "
+         "bias=False, 16.16 or 32.32"),
     )
     keys = ("model", f"precision: {precision}")
     return [f"{key}: {list_some(names, 3)}: {why}" for key, names, why in whys if names and key in keys]
@@ -267,7 +254,7 @@ def _check_optimizer(kind: str, groups: Sequence[Mapping[str, Any]], config: Con
     accumulates = config.gradient_accumulation * config.replicas > 1 or ipu.local == "decoupled"
     running = ipu.mean_reduction_strategy == "running" or ipu.accum_type == "float16"
     if "nesterov" in chosen and (combined or (accumulates and not running)):
-        remedy = "backend.ipu.mean_reduction_strategy=running and use_combined_accum=false"
-        faults.append(f"optimizer.nesterov: true: PopART would take the sum of the microbatches' gradients: set {remedy}")
+        remedy = "set backend.ipu.mean_reduction_strategy=running and use_combined_accum=false"
+        faults.append(f"optimizer.nesterov: true: PopART would take the sum of the microbatches' gradients: {remedy}")
     return faults
 # fmt: on
