@@ -27,6 +27,8 @@ from ipu_pipe.data import DataSource, TensorData, from_loader, load_data, sets
 from ipu_pipe.data.batches import BORDER, crop_and_mirror
 from ipu_pipe.errors import BadInput
 from models.resnet import FromBytes
+from tests.support.data import epoch_of, one_line
+from tests.support.runs import list_faults
 
 Table = Dict[str, Tuple[str, int]]
 CIFAR_ROWS, CIFAR_TEST_ROWS = 3, 4  # in each training file, in the test file
@@ -67,19 +69,6 @@ def idx_files(folder: Path, train: int = 7, test: int = 5) -> Dict[str, np.ndarr
         (folder / f"{part}-labels-idx1-ubyte").write_bytes(header + labels.tobytes())
         arrays[f"{part} images"], arrays[f"{part} labels"] = images, labels
     return arrays
-
-
-def epoch_of(source: DataSource, epoch: int, batch_size: int) -> Tuple[torch.Tensor, torch.Tensor]:
-    batches = [source.train_batch(epoch, i, batch_size) for i in range(source.train_batches_per_epoch(batch_size))]
-    return torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches])
-
-
-def one_line(refused: pytest.ExceptionInfo[BadInput], *parts: str) -> None:
-    assert len(refused.value.faults) == 1
-    (fault,) = refused.value.faults
-    assert "\n" not in fault
-    for part in parts:
-        assert part in fault, fault
 
 
 def numbered(count: int, test: int = 3, seed: int = 0, augment: bool = False) -> TensorData:
@@ -143,9 +132,7 @@ def test_idx_labels_of_another_set_are_refused(tmp_path: Path, monkeypatch: pyte
     os.replace(tmp_path / "mnist" / "t10k-labels-idx1-ubyte", tmp_path / "mnist" / "train-labels-idx1-ubyte")
     (tmp_path / "mnist" / "t10k-labels-idx1-ubyte").write_bytes(b"\0" * 8)
     monkeypatch.setitem(sets.FILES, "mnist", table_of(tmp_path / "mnist", list(sets.FILES["mnist"])))
-    with pytest.raises(BadInput) as refused:
-        load_data("mnist", tmp_path)
-    one_line(refused, "train-images-idx3-ubyte", "train-labels-idx1-ubyte")
+    one_line(list_faults(load_data, "mnist", tmp_path), "train-images-idx3-ubyte", "train-labels-idx1-ubyte")
 
 
 def _cut(path: Path) -> None:
@@ -166,9 +153,8 @@ def _alter(path: Path) -> None:
 def test_damage_is_one_line_with_the_remedy(cifar: Path, damage: Callable[[Path], None], told: str) -> None:
     path = cifar / "cifar-10-batches-bin" / "data_batch_3.bin"
     damage(path)
-    with pytest.raises(BadInput) as refused:
-        load_data("cifar10", cifar)
-    one_line(refused, str(path), told, "delete the folder", f"python tools/fetch_data.py cifar10 --root {cifar}")
+    faults = list_faults(load_data, "cifar10", cifar)
+    one_line(faults, str(path), told, "delete the folder", f"python tools/fetch_data.py cifar10 --root {cifar}")
 
 
 def test_each_damaged_file_has_its_line(cifar: Path) -> None:
@@ -183,18 +169,16 @@ def test_each_damaged_file_has_its_line(cifar: Path) -> None:
 
 @pytest.mark.parametrize("name", list(sets.FILES))
 def test_missing_folder(name: str, tmp_path: Path) -> None:
-    with pytest.raises(BadInput) as refused:
-        load_data(name, tmp_path)
-    one_line(refused, str(tmp_path / sets.FOLDERS[name]), "not there", f"python tools/fetch_data.py {name} --root")
+    faults = list_faults(load_data, name, tmp_path)
+    one_line(faults, str(tmp_path / sets.FOLDERS[name]), "not there", f"python tools/fetch_data.py {name} --root")
 
 
 def test_default_root_is_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("IPU_PIPE_DATA", raising=False)
-    with pytest.raises(BadInput) as refused:
-        load_data("mnist")
-    one_line(refused, str(tmp_path / ".cache" / "ipu_pipe" / "mnist"))
-    assert refused.value.faults[0].endswith("python tools/fetch_data.py mnist")
+    faults = list_faults(load_data, "mnist")
+    one_line(faults, str(tmp_path / ".cache" / "ipu_pipe" / "mnist"))
+    assert faults[0].endswith("python tools/fetch_data.py mnist")
 
 
 def test_the_variable_comes_after_the_root_and_before_the_cache(
@@ -207,9 +191,7 @@ def test_the_variable_comes_after_the_root_and_before_the_cache(
         (None, "image_folder", tmp_path / "variable" / "train"),
         (tmp_path / "given", "image_folder", tmp_path / "given" / "train"),
     ):
-        with pytest.raises(BadInput) as refused:
-            load_data(name, root)
-        one_line(refused, str(place))
+        one_line(list_faults(load_data, name, root), str(place))
 
 
 # ---- order and augmentation
@@ -332,23 +314,14 @@ def test_subsets_are_the_first_samples(cifar: Path) -> None:
     assert load_data("cifar10", cifar, subset=15, test_subset=4).train_batches_per_epoch(15) == 1
 
 
-@pytest.mark.parametrize("wanted", [0, -1, 16, 2.5, "3", True])
-def test_subset_is_refused(cifar: Path, wanted: Any) -> None:
-    with pytest.raises(BadInput) as refused:
-        load_data("cifar10", cifar, subset=wanted)
-    one_line(refused, f"data.subset: {wanted}: must be from 1 to 15")
-
-
-def test_test_subset_is_refused(cifar: Path) -> None:
-    with pytest.raises(BadInput) as refused:
-        load_data("cifar10", cifar, test_subset=5)
-    one_line(refused, "data.test_subset: 5: must be from 1 to 4")
+@pytest.mark.parametrize("key, most", [("subset", 15), ("test_subset", 4)])
+def test_subsets_are_refused(cifar: Path, key: str, most: int) -> None:
+    for wanted in (0, -1, most + 1, 2.5, "3", True):
+        one_line(list_faults(load_data, "cifar10", cifar, **{key: wanted}), f"data.{key}: {wanted}: must be from 1 to {most}")
 
 
 def test_unknown_set_names_the_nearest() -> None:
-    with pytest.raises(BadInput) as refused:
-        load_data("cifar")
-    one_line(refused, "data.name: cifar:", "nearest is cifar10", *sets.SETS)
+    one_line(list_faults(load_data, "cifar"), "data.name: cifar:", "nearest is cifar10", *sets.SETS)
     with pytest.raises(BadInput) as refused:
         load_data("qqqq")
     assert "nearest" not in refused.value.faults[0]
@@ -360,12 +333,9 @@ def test_unknown_options_name_the_nearest() -> None:
     first, second = refused.value.faults
     assert first.startswith("data.agument: True: unknown key for digits") and first.endswith("nearest is augment")
     assert "root, augment, subset, test_subset" in second and "nearest" not in second
-    with pytest.raises(BadInput) as refused:
-        load_data("synthetic", augment=True)
-    one_line(refused, "data.augment", "unknown key for synthetic", "shape, classes, subset, test_subset")
-    with pytest.raises(BadInput) as refused:
-        load_data("digits", augment="yes")
-    one_line(refused, "data.augment: yes: must be true or false")
+    faults = list_faults(load_data, "synthetic", augment=True)
+    one_line(faults, "data.augment", "unknown key for synthetic", "shape, classes, subset, test_subset")
+    one_line(list_faults(load_data, "digits", augment="yes"), "data.augment: yes: must be true or false")
 
 
 # ---- digits and synthetic
@@ -420,17 +390,13 @@ def test_synthetic_samples_do_not_depend_on_the_batch_size() -> None:
 
 @pytest.mark.parametrize("options", [{"shape": []}, {"shape": 3}, {"shape": [3, 0]}, {"shape": ["a"]}, {"classes": 0}])
 def test_synthetic_shape_is_refused(options: Dict[str, Any]) -> None:
-    with pytest.raises(BadInput) as refused:
-        load_data("synthetic", **options)
-    one_line(refused, "data.shape", "data.classes", "whole numbers >= 1")
+    one_line(list_faults(load_data, "synthetic", **options), "data.shape", "data.classes", "whole numbers >= 1")
 
 
 @pytest.mark.parametrize("key", ["subset", "test_subset"])
 @pytest.mark.parametrize("wanted", [0, -3, 1.5, None])
 def test_synthetic_subset_is_refused(key: str, wanted: Any) -> None:
-    with pytest.raises(BadInput) as refused:
-        load_data("synthetic", **{key: wanted})
-    one_line(refused, f"data.{key}: {wanted}: must be a whole number >= 1")
+    one_line(list_faults(load_data, "synthetic", **{key: wanted}), f"data.{key}: {wanted}: must be a whole number >= 1")
 
 
 # ---- a user's own loader
@@ -519,7 +485,7 @@ def test_loader_drops_the_last_short_batch() -> None:
     assert from_loader(batches).train_batches_per_epoch(4) == 3  # any sequence of batches is a loader
     with pytest.raises(BadInput) as refused:
         from_loader(loader(23)).train_batch(0, 5, 4)
-    one_line(refused, "batches of 3, micro_batch_size is 4")
+    one_line(refused.value.faults, "batches of 3, micro_batch_size is 4")
 
 
 def test_loader_counts_what_its_sampler_gives() -> None:
@@ -571,7 +537,7 @@ def test_generators_of_samplers_are_seeded_by_epoch(batched: bool) -> None:
 def test_loader_of_another_batch_size_is_refused() -> None:
     with pytest.raises(BadInput) as refused:
         from_loader(loader(size=4)).train_batch(0, 0, 8)
-    one_line(refused, "batches of 4, micro_batch_size is 8")
+    one_line(refused.value.faults, "batches of 4, micro_batch_size is 8")
 
 
 def test_loader_without_length_says_so() -> None:
@@ -585,7 +551,7 @@ def test_loader_without_length_says_so() -> None:
 def test_loader_that_ends_early_is_refused() -> None:
     with pytest.raises(BadInput) as refused:
         from_loader([(torch.zeros(4, 1), torch.zeros(4))]).train_batch(0, 2, 4)
-    one_line(refused, "ended after 1 batches")
+    one_line(refused.value.faults, "ended after 1 batches")
 
 
 def test_loader_for_tests_comes_as_it_is() -> None:
@@ -682,9 +648,7 @@ def test_bytes_are_normalized_where_the_model_is(folder: Path) -> None:
     raw = drawn.train_batch(0, 0, 64)[0]
     assert raw.dtype == torch.uint8 and (int(raw.min()), int(raw.max())) == (0, 255)
     assert torch.equal(raw[5:6], drawn.train_batch(0, 5, 1)[0])
-    with pytest.raises(BadInput) as refused:
-        load_data("image_folder", folder, bytes=1)
-    one_line(refused, "data.bytes: 1", "must be true or false")
+    one_line(list_faults(load_data, "image_folder", folder, bytes=1), "data.bytes: 1", "must be true or false")
 
 
 def test_image_folder_subsets(folder: Path) -> None:
@@ -705,32 +669,21 @@ def test_image_folder_subsets(folder: Path) -> None:
     ],
 )  # fmt: skip
 def test_image_folder_numbers_are_refused(folder: Path, key: str, wanted: int, allowed: str) -> None:
-    with pytest.raises(BadInput) as refused:
-        load_data("image_folder", folder, **{key: wanted})
-    one_line(refused, f"data.{key}: {wanted}", allowed)
+    one_line(list_faults(load_data, "image_folder", folder, **{key: wanted}), f"data.{key}: {wanted}", allowed)
 
 
 def test_image_folder_refusals(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("IPU_PIPE_DATA", raising=False)
-    with pytest.raises(BadInput) as refused:
-        load_data("image_folder")
-    one_line(refused, "data.root", "train/ and val/")
-    with pytest.raises(BadInput) as refused:
-        load_data("image_folder", tmp_path / "nowhere")
-    one_line(refused, str(tmp_path / "nowhere" / "train"), "one folder of images a class")
+    one_line(list_faults(load_data, "image_folder"), "data.root", "train/ and val/")
+    faults = list_faults(load_data, "image_folder", tmp_path / "nowhere")
+    one_line(faults, str(tmp_path / "nowhere" / "train"), "one folder of images a class")
     (folder / "val" / "yellow").mkdir()
-    with pytest.raises(BadInput) as refused:
-        load_data("image_folder", folder)
-    one_line(refused, str(folder / "val" / "yellow"), "train/ does not have")
+    one_line(list_faults(load_data, "image_folder", folder), str(folder / "val" / "yellow"), "train/ does not have")
     os.rename(folder / "val", folder / "test")
-    with pytest.raises(BadInput) as refused:
-        load_data("image_folder", folder)
-    one_line(refused, str(folder / "val"), "not there")
+    one_line(list_faults(load_data, "image_folder", folder), str(folder / "val"), "not there")
     for name in ("red", "green", "blue"):
         (folder / "val" / name).mkdir(parents=True)
-    with pytest.raises(BadInput) as refused:
-        load_data("image_folder", folder)
-    one_line(refused, str(folder / "val"), "holds no images", ".jpg")
+    one_line(list_faults(load_data, "image_folder", folder), str(folder / "val"), "holds no images", ".jpg")
 
 
 @pytest.mark.parametrize("cut", [False, True])
@@ -741,10 +694,10 @@ def test_image_folder_corrupt_image_is_named(folder: Path, cut: bool) -> None:
     data = load_data("image_folder", folder, size=8)
     with pytest.raises(BadInput) as refused:
         data.train_batch(0, 0, 12)
-    one_line(refused, str(folder / "train" / "green" / "2.JPEG"), "cannot be read as an image")
+    one_line(refused.value.faults, str(folder / "train" / "green" / "2.JPEG"), "cannot be read as an image")
     with pytest.raises(BadInput) as refused:
         list(data.test_batches(6))
-    one_line(refused, str(folder / "val" / "green" / "1.JPEG"), "cannot be read as an image")
+    one_line(refused.value.faults, str(folder / "val" / "green" / "1.JPEG"), "cannot be read as an image")
 
 
 def test_the_middle_of_an_image_is_that_of_the_scaled_whole(folder: Path) -> None:
@@ -775,7 +728,7 @@ def test_an_image_that_unpacks_to_gigabytes_is_refused_unread(
     pytest.importorskip("PIL.Image").new("1", size).save(folder / "val" / "blue" / "0.png")
     with pytest.raises(BadInput) as refused:
         next(iter(load_data("image_folder", folder, size=8).test_batches(3)))
-    one_line(refused, str(folder / "val" / "blue" / "0.png"), told)
+    one_line(refused.value.faults, str(folder / "val" / "blue" / "0.png"), told)
     assert not recwarn.list
 
 
