@@ -38,31 +38,19 @@ def rounded(ipus: int) -> int:
 def reserve(ipus: int, auto_round: bool) -> int:
     """IPUs that have to be reserved for a model that uses so many."""
     count = rounded(ipus)
-    why = ", because PopTorch must reserve a power of 2 or maximum of 64 IPUs per process"
     if count != ipus and not auto_round:
-        raise cpp_error(
-            f"The model specifies the use of {ipus} IPUs, however PopTorch must reserve a minimum of {count} in order to "
-            f"allow the model to run{why}. Please reconfigure your model to use a different number of IPUs or set "
-            "poptorch.Options().autoRoundNumIPUs(True)."
-        )
+        raise cpp_error(f"The model specifies the use of {ipus} IPUs, however PopTorch must reserve a minimum of {count}")
     if count != ipus:
-        recorded.warn(
-            f"Reserving {count} IPUs when the model specifices the use of only {ipus}{why}. {count - ipus} will be "
-            "reserved but not used."
-        )
+        recorded.warn(f"Reserving {count} IPUs when the model specifices the use of only {ipus}")
     if count > MOST_PER_PROCESS:
-        raise cpp_error(
-            f"Too many IPUs requested ({count}). Experiments that need more than 64 IPUs require distributed execution."
-        )
+        raise cpp_error(f"Too many IPUs requested ({count}).")
     return count
 
 
 def acquire(holder: int, ipus: int, ipu_id: Optional[int]) -> None:
     """Attach. POPTORCH_WAIT_FOR_IPU would wait; the double, in which nobody else could free an IPU, never does."""
     if total() == 0:
-        raise cpp_error(
-            f"Failed to acquire {ipus} IPU(s): No IPU detected in the system: are you sure the gateway is enabled?"
-        )
+        raise cpp_error(f"Failed to acquire {ipus} IPU(s): No IPU detected in the system")
     if ipus > total():
         raise cpp_error(f"Failed to acquire {ipus} IPU(s): No device found on the system with {ipus} IPUs")
     if ipu_id is not None and held_ids.get(ipu_id, holder) != holder:

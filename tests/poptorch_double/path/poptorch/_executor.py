@@ -75,16 +75,7 @@ class PoplarExecutor:
             options.outputMode(enums.OutputMode.Final if self._training else enums.OutputMode.All)
         accumulation = options.Training.gradient_accumulation
         if not self._training and accumulation != 1:
-            text = (
-                "You must set poptorch.Options().Training.gradientAccumulation to 1 or leave it as its default value (1) "
-                "when running a poptorch.inferenceModel()."
-            )
-            if _is_pipeline(options._execution_strategy):
-                text += (
-                    " Use poptorch.Options().deviceIterations to process a sufficient number of batches each run for "
-                    "pipelined execution instead."
-                )
-            raise py_error(text)
+            raise py_error("Training.gradientAccumulation must be 1 when running a poptorch.inferenceModel().")
         return options
 
     def _check_all_in_groups(self) -> None:
@@ -287,9 +278,7 @@ class PoplarExecutor:
                 raise cpp_error("Cycle count logging is only supported on actual IPU hardware.")
         steps = options.device_iterations * options.Training.gradient_accumulation
         if options.output_mode == enums.OutputMode.EveryN and steps % options.output_return_period:  # [U]
-            raise cpp_error(
-                f"output_return_period {options.output_return_period} does not divide {steps} micro-batches"
-            )
+            raise cpp_error(f"output_return_period does not divide {steps} micro-batches")
         for name, location in options.TensorLocations.toDict().items():
             if not isinstance(location, dict):
                 continue
@@ -304,33 +293,18 @@ class PoplarExecutor:
         options, stages = self._options, layout.forward_stages
         if trace.overlapped:
             if _is_pipeline(options._execution_strategy):
-                raise cpp_error(
-                    "Overlapped IO is not supported with poptorch.PipelinedExecution. If you are using only one IPU, please "
-                    "switch to poptorch.ShardedExecution."
-                )
+                raise cpp_error("Overlapped IO is not supported with poptorch.PipelinedExecution.")
             if not options.TensorLocations.exists("numIOTiles"):
-                raise cpp_error(
-                    "No IO tiles allocated. You must allocate at least 32 IO tiles using "
-                    "poptorch.Options().TensorLocations.numIOTiles."
-                )
+                raise cpp_error("No IO tiles allocated. You must allocate at least 32 IO tiles.")
             if options.output_mode not in (enums.OutputMode.All, enums.OutputMode.Sum):
-                raise cpp_error(
-                    "Unsupported output mode for overlapped IO. Please switch output mode to poptorch.OutputMode.All or "
-                    "poptorch.OutputMode.Sum."
-                )
+                raise cpp_error("Unsupported output mode for overlapped IO.")
         if not layout.pipelined:
             return
         if self._training and options.Training.gradient_accumulation < 2 * stages - 1:
-            raise cpp_error(
-                "poptorch.Options().Training.gradientAccumulation must be greater than or equal to the number of pipeline "
-                f"stages ({2 * stages - 1}) when using poptorch.PipelinedExecution. Please note that a model with "
-                f"{stages} pipeline stages in PopTorch will have an additional {stages - 1} stages when training."
-            )
+            least = f"must be greater than or equal to the number of pipeline stages ({2 * stages - 1})"
+            raise cpp_error(f"poptorch.Options().Training.gradientAccumulation {least}")
         if not self._training and options.device_iterations < stages:
-            raise cpp_error(
-                "poptorch.Options().deviceIterations must be greater than or equal to the number of pipeline stages "
-                f"({stages}) when using PopTorch.PipelinedExecution."
-            )
+            raise cpp_error(f"deviceIterations must be greater than or equal to the number of pipeline stages ({stages})")
 
     def _on_model(self) -> bool:
         """Whether the simulator is used; the option comes before the environment."""
@@ -414,10 +388,7 @@ class PoplarExecutor:
     def _validate(self, compiled: Any, given: Any) -> None:
         names = list(self._signature.parameters)
         if len(compiled[0]) != len(given[0]):
-            raise py_error(
-                f"Number of positional arguments mismatch: expected {len(compiled[0])} arguments but got "
-                f"{len(given[0])}.{_MISMATCH}"
-            )
+            raise py_error(f"Number of positional arguments mismatch: expected {len(compiled[0])}, got {len(given[0])}.")
         for place, (one, other) in enumerate(zip(compiled[0], given[0])):
             _compare(names[place] if place < len(names) else f"*{names[-1]}[{place}]", one, other)
         _compare("named arguments", compiled[1], given[1])
@@ -598,18 +569,7 @@ def _is_pipeline(strategy: Any) -> bool:
 
 
 def _no_backward(*_: Any, **__: Any) -> None:
-    raise py_error(
-        "backward() cannot be called explicitly on outputs of a PopTorch model. If you're using a trainingModel, the "
-        "backwards pass is performed automatically when invoking the model. If you're using an inferenceModel, you should "
-        "use a trainingModel instead."
-    )
-
-
-_MISMATCH = (
-    "\nThis error occurred because the inputs passed at runtime don't match the inputs used to compile the model.\n"
-    "To recompile the model for the new inputs create a new inferenceModel / trainingModel wrapper or call destroy() on "
-    "the curent one and try again."
-)
+    raise py_error("backward() cannot be called explicitly on outputs of a PopTorch model.")
 
 
 def _compare(name: str, compiled: Any, given: Any) -> None:
@@ -617,24 +577,22 @@ def _compare(name: str, compiled: Any, given: Any) -> None:
     if isinstance(compiled, torch.Tensor) and isinstance(given, torch.Tensor):
         for what, one, other in (("Data type", compiled.dtype, given.dtype), ("Shape", compiled.shape, given.shape)):
             if one != other:
-                raise py_error(f"{what} mismatch for {name}: expected {one} but got {other}.{_MISMATCH}")
+                raise py_error(f"{what} mismatch for {name}: expected {one} but got {other}.")
         return
     if type(compiled) is not type(given):
-        raise py_error(f"Type mismatch for {name}: expected {type(compiled)} but got {type(given)}.{_MISMATCH}")
+        raise py_error(f"Type mismatch for {name}: expected {type(compiled)} but got {type(given)}.")
     if isinstance(compiled, (list, tuple)):
         if len(compiled) != len(given):
-            raise py_error(
-                f"Length mismatch for {name}: expected {len(compiled)} elements but got {len(given)}.{_MISMATCH}"
-            )
+            raise py_error(f"Length mismatch for {name}: expected {len(compiled)} elements but got {len(given)}.")
         for place, (one, other) in enumerate(zip(compiled, given)):
             _compare(f"{name}[{place}]", one, other)
     elif isinstance(compiled, dict):
         if set(compiled) != set(given):
-            raise py_error(f"Keys mismatch for {name}: expected {sorted(compiled)} but got {sorted(given)}.{_MISMATCH}")
+            raise py_error(f"Keys mismatch for {name}: expected {sorted(compiled)} but got {sorted(given)}.")
         for key, one in compiled.items():
             _compare(f"{name}[{key}]", one, given[key])
     elif compiled != given:
-        raise py_error(f"Value mismatch for {name}: expected {compiled} but got {given}.{_MISMATCH}")
+        raise py_error(f"Value mismatch for {name}: expected {compiled} but got {given}.")
 
 
 # ---- the functions of the module
@@ -652,10 +610,7 @@ def trainingModel(
 ) -> PoplarExecutor:
     model = _module_of(model)
     if _wrapping.is_wrapped(model):
-        raise RuntimeError(
-            "Model has already been wrapped in 'poptorch.trainingModel'. Call model.destroy() on the model to unwrap before "
-            "wrapping again."
-        )
+        raise RuntimeError("Model has already been wrapped in 'poptorch.trainingModel'.")
     return PoplarExecutor(copy.copy(model), options, True, optimizer, model)
 
 

@@ -123,17 +123,10 @@ class Program:
             size = tensor.shape[0] if tensor.dim() else 1
             assert size % self.parts == 0, (
                 f"Invalid batch dimension: In the input {tensor.shape}, the batch dimension ({size}) must be a multiple of "
-                f"Options.deviceIterations({self.iterations}) * "
-                f"Options.replicationFactor({self.replicas}) * "
-                f"Options.Training.gradientAccumulation({self.accumulation}) = {self.parts} because it is used to calculate "
-                "the batch size which will be executed on the device in any given iteration. For a full explanation see the "
-                "batching semantics page of the documentation."
+                f"{self.iterations} * {self.replicas} * {self.accumulation} = {self.parts}"
             )
             if tensor.requires_grad:  # PopTorch detaches some of them with a warning
-                raise py_error(
-                    "An input tensor to an IPU model can not have requires_grad set to True, however input "
-                    f"{place} does"
-                )
+                raise py_error(f"An input tensor to an IPU model can not have requires_grad set to True: input {place}")
             if tensor.dtype == torch.bfloat16 or tensor.is_complex() or tensor.is_quantized:
                 raise cpp_error(f"Unsupported tensor input type from pytorch: {tensor.dtype}")
 
@@ -175,10 +168,7 @@ class Program:
         self._check_unchanged(buffers, attributes)
         written = [b for name, b in buffers.items() if b._version != versions[name]]
         if written and self.replicas > 1 and self.options.broadcast_buffers:
-            raise cpp_error(
-                "PopTorch does not support broadcasting buffers. If your model is able to tolerate buffers becoming out of "
-                "sync between replicas, you can disable buffer broadcasting using poptorch.Options.broadcastBuffers(False)."
-            )
+            raise cpp_error("PopTorch does not support broadcasting buffers.")
         with torch.no_grad():
             self._load_buffers(0)
         leaves = _trace.flat(result)
@@ -194,16 +184,10 @@ class Program:
         now = dict(self.model.named_buffers())
         for name in buffers:
             if now.get(name) is not buffers[name]:
-                raise py_error(
-                    f"Buffer {name} is reassigned within the model when calling the forward method. This is not supported. "
-                    f"Consider using self.{name}.copy_(src) to copy data from a source tensor, where src is the name of the "
-                    "source tensor."
-                )
+                raise py_error(f"Buffer {name} is reassigned within the model when calling the forward method.")
         for name, value in _attributes(self.model).items():
             if attributes.get(name, value) != value or name not in attributes:
-                raise DoubleRefuses(
-                    f"the forward changes {name}: PopTorch runs Python once, so that the value would stay as it is in the trace"
-                )
+                raise DoubleRefuses(f"the forward changes {name}: PopTorch runs Python once")
 
     # -- running
 

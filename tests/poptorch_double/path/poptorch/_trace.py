@@ -164,10 +164,7 @@ class Trace(TorchFunctionMode):
     def _check_place(self, name: str, tensor: torch.Tensor) -> None:
         """A tensor is an input, a parameter, a buffer, or was made in the trace; all else is the host's."""
         if isinstance(tensor.grad_fn, torch.autograd.function.BackwardCFunction):
-            raise DoubleRefuses(
-                f"{name} takes a tensor made by {type(tensor.grad_fn).__name__}: Python code of autograd "
-                "(torch.autograd.Function) does not run on an IPU"
-            )
+            raise DoubleRefuses(f"{name} takes a tensor made by {type(tensor.grad_fn).__name__}, which no IPU runs")
         if id(tensor) in self._hosts or (SEES_INDEXING and id(tensor) not in self._known):
             raise cpp_error(f"{name}: expected an IPU tensor, got a CPU tensor of shape {list(tensor.shape)}")
 
@@ -239,16 +236,10 @@ def find_losses(ops: Sequence[Op], outputs: Sequence[Any], training: bool) -> Tu
     if not final:
         raise cpp_error("Couldn't find a loss in graph!")
     if len(final) > 1:
-        raise cpp_error(
-            "Multiple independent losses found in graph. Graph must have one final loss. Wrap final graph loss in "
-            "poptorch.identity_loss."
-        )
+        raise cpp_error("Multiple independent losses found in graph.")
     last = next(loss for loss in found if loss.final)
     if last.returned is None:
-        raise DoubleRefuses(
-            f"the final loss, of {last.function}, is not itself returned: what is computed from it has no part in training. "
-            "Wrap the whole in poptorch.identity_loss and return that"
-        )
+        raise DoubleRefuses(f"the final loss, of {last.function}, is not itself returned")
     return found, last.returned
 
 
@@ -276,17 +267,11 @@ def lay_out(trace: Trace, ops: Sequence[Op], losses: Sequence[Loss], parameters:
     for op in ops:
         ipu = stages.setdefault(op.at.stage, op.at.ipu)
         if pipelined and ipu != op.at.ipu:
-            raise popart_error(
-                f"Ops of blocks in one pipeline have the same pipeline stage {op.at.stage}, but different virtual graph "
-                f"ids: {ipu} and {op.at.ipu} ({op.name} in block '{op.at.block}')"
-            )
+            raise popart_error(f"Ops have the same pipeline stage {op.at.stage}, but different virtual graph ids")
     for name, op in trace.variables(ops):
         ipu = where.setdefault(name, op.at.ipu)
         if pipelined and ipu != op.at.ipu:
-            raise popart_error(
-                f"Can not copy variable tensor {name} between virtual graphs when pipelining ({ipu} and {op.at.ipu}). "
-                "All pipeline stages using this tensor should be on the same graph."
-            )
+            raise popart_error(f"Can not copy variable tensor {name} between virtual graphs when pipelining")
     if pipelined:
         _check_order(ops, losses)
         _check_gaps(trace, stages)
@@ -299,11 +284,7 @@ def _check_order(ops: Sequence[Op], losses: Sequence[Loss]) -> None:
         for tensor in op.inputs:
             earlier = made.get(tensor)
             if earlier is not None and earlier.at.stage > op.at.stage:
-                raise popart_error(
-                    f"{op.name} in block '{op.at.block}', pipeline stage {op.at.stage}, consumes a tensor of {earlier.name} "
-                    f"in block '{earlier.at.block}', stage {earlier.at.stage}: a tensor can not be consumed in an earlier "
-                    "stage than it is produced"
-                )
+                raise popart_error(f"{op.name}: a tensor can not be consumed in an earlier stage than it is produced")
         made.update(dict.fromkeys(op.outputs, op))
     for loss in losses:
         if loss.final:
@@ -315,6 +296,4 @@ def _check_order(ops: Sequence[Op], losses: Sequence[Loss]) -> None:
 def _check_gaps(trace: Trace, stages: Mapping[int, int]) -> None:
     for stage in range(max(stages) + 1):
         if stage not in stages:
-            raise popart_error(
-                f"The set of pipeline stages for all Ops contains {len(stages)} stages, but stage {stage} is missing"
-            )
+            raise popart_error(f"pipeline stage {stage} is missing")
