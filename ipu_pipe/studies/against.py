@@ -190,27 +190,33 @@ def describe(
     ours, theirs = pair
     # accuracy where it has a meaning
     key = "test_loss" if any(run.final.get("test_accuracy") is None for run in pair) else "test_accuracy"
-    name = key.replace("_", " ")
 
     def show(run: ComparedRun) -> str:
         return format_number(run.final.get(key), 3)
 
+    def compare(other: ComparedRun, words: str = "") -> str:
+        a, b = ours.final.get(key), other.final.get(key)
+        apart = (
+            "unknown"
+            if a is None or b is None
+            else f"{a - b:+.3f}"
+            if key == "test_loss"
+            else f"{(a - b) * 100:+.1f} points"
+        )
+        return f"{key.replace('_', ' ')} {show(ours)} by {ours.method}, {show(other)} by {other.method}{words}: {apart}"
+
+    best = find_best(timed, key)
+    at_equal_time = f"the same time: no run of {theirs.method} ended within it"
+    if best is not None:
+        at_equal_time = f"the same time, {ours.slots:,.0f} slots (planned): {compare(best, ' at its best')}"
+    elif not timed and not takes_longer(pair):
+        at_equal_time = f"the same time: {theirs.method} takes no longer"
     lines = [
         "",
-        f"the same samples, {ours.samples:,}: {name} {show(ours)} by {ours.method}, {show(theirs)} by {theirs.method}: "
-        f"{_show_difference(ours, theirs, key)}",
+        f"the same samples, {ours.samples:,}: {compare(theirs)}",
         f"  by the schedule (planned) {ours.method} takes {ours.slots:,.0f} slots, {theirs.method} {theirs.slots:,.0f}",
+        at_equal_time,
     ]
-    best = find_best(timed, key)
-    if not timed and not takes_longer(pair):
-        lines.append(f"the same time: {theirs.method} takes no longer")
-    elif best is None:
-        lines.append(f"the same time: no run of {theirs.method} ended within it")
-    else:
-        lines.append(
-            f"the same time, {ours.slots:,.0f} slots (planned): {name} {show(ours)} by {ours.method}, {show(best)} by "
-            f"{best.method} at its best: {_show_difference(ours, best, key)}"
-        )
     for run in timed:
         rate = "" if run.rate is None else f", rate {run.rate:g}"
         lines.append(
@@ -218,22 +224,17 @@ def describe(
             f"{run.diverged or show(run)}"
         )
     lines += [f"busy by {run.method}: {format_busy(summary)}" for run, summary in zip(pair, (first, second))]
-    lines.append(format_throughput(first))
-    return "\n".join(lines)
+    return "\n".join([*lines, format_throughput(first)])
 
 
 def find_best(runs: Sequence[ComparedRun], key: str) -> Optional[ComparedRun]:
     """Return the run with the best final "test_accuracy" or "test_loss"; the first of equals."""
     sign = 1 if key == "test_accuracy" else -1
-    known = [(sign * value, -i) for i, run in enumerate(runs) for value in [run.final.get(key)] if value is not None]
-    return runs[-max(known)[1]] if known else None
-
-
-def _show_difference(ours: ComparedRun, theirs: ComparedRun, key: str) -> str:
-    a, b = ours.final.get(key), theirs.final.get(key)
-    if a is None or b is None:
-        return "unknown"
-    return f"{(a - b) * 100:+.1f} points" if key == "test_accuracy" else f"{a - b:+.3f}"
+    return max(
+        (run for run in runs if run.final.get(key) is not None),
+        key=lambda run: sign * (run.final[key] or 0.0),
+        default=None,
+    )
 
 
 def make_record(
@@ -242,22 +243,15 @@ def make_record(
     """Return the comparison as JSON: `against.json`."""
 
     def convert(run: ComparedRun) -> Dict[str, Any]:
-        curve = [{"slots": slots, "test_loss": loss, "test_accuracy": accuracy} for slots, loss, accuracy in run.curve]
+        curve = [dict(zip(("slots", "test_loss", "test_accuracy"), point)) for point in run.curve]
         return {**run._asdict(), "final": dict(run.final), "curve": curve}
 
     return {
-        "schema": 1,
-        "model": config.model.entry,
-        "data": config.data.name,
-        "seed": config.seed,
-        "stages": stages,
-        "micro_batch_size": config.micro_batch_size,
-        "evaluated": config.evaluate.subset,
-        "time": "slots of the schedule (planned), one pass of a stage each",
-        "run": convert(pair[0]),
-        "same_samples": convert(pair[1]),
-        "same_time": [convert(run) for run in timed],
-    }
+        "schema": 1, "model": config.model.entry, "data": config.data.name, "seed": config.seed, "stages": stages,
+        "micro_batch_size": config.micro_batch_size, "evaluated": config.evaluate.subset,
+        "time": "slots of the schedule (planned), one pass of a stage each", "run": convert(pair[0]),
+        "same_samples": convert(pair[1]), "same_time": [convert(run) for run in timed],
+    }  # fmt: skip
 
 
 def draw(record: Mapping[str, Any], file: Path) -> None:

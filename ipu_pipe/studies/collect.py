@@ -6,6 +6,7 @@ microbatch: they need no batch to fill a pipeline (Laskin et al. 2020, section 6
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import statistics
@@ -77,9 +78,10 @@ def compare_methods(
             processes = len(set(jobs[name].placement)) * chosen.replicas
             summaries[name].append(run_turn(chosen, folders[name][r], processes, overwrite))
     comparison: Comparison = {"throughput": {}, "memory": {}, "communication": {}}
+    first = jobs[methods[0]], summaries[methods[0]]
     for name, job in jobs.items():
         runs = summaries[name]
-        comparison["throughput"][name] = _describe_throughput(job, runs, jobs[methods[0]], summaries[methods[0]])
+        comparison["throughput"][name] = _describe_throughput(job, runs, *first)
         table = build_memory_table(job)
         memory: Dict[str, Any] = {
             "stages": [{"index": s, **row} for s, row in enumerate(table)],
@@ -197,29 +199,27 @@ def _describe_throughput(
     On the emulator one machine does the work of all devices, so that there is no measured speedup.
     """
 
-    def list_values(runs: Sequence[Mapping[str, Any]], key: str) -> List[float]:
-        return [run[key] for run in runs if run[key] is not None]
-
-    def compute_median(key: str) -> Optional[float]:
-        values = list_values(runs, key)
+    def compute_median(key: str, runs: Sequence[Mapping[str, Any]] = runs) -> Optional[float]:
+        values = [run[key] for run in runs if run[key] is not None]
         return statistics.median(values) if values else None
 
-    rates = list_values(runs, "throughput_samples_per_second")
-    first_rates = list_values(first_runs, "throughput_samples_per_second")
-    stages, accumulate = len(job.part), job.config.gradient_accumulation
-    modelled, first_modelled = model_rate(job), model_rate(first_job)
-    has_devices = bool(rates) and not BACKENDS[runs[0]["backend"]].emulates
+    def divide(value: Optional[float], other: Optional[float]) -> Optional[float]:
+        return None if value is None or other is None else value / other
+
+    rate = "throughput_samples_per_second"
+    speedup = divide(compute_median(rate), compute_median(rate, first_runs))
+    accumulate = job.config.gradient_accumulation
     return {
-        "samples_per_second": compute_median("throughput_samples_per_second"),
-        "samples_per_second_by_round": rates,
+        "samples_per_second": compute_median(rate),
+        "samples_per_second_by_round": [run[rate] for run in runs if run[rate] is not None],
         "modelled_samples_per_second": compute_median("modelled_samples_per_second"),
         "gradient_accumulation": accumulate,
         "utilization": compute_median("utilization"),
         "modelled_utilization": compute_median("modelled_utilization"),
         "planned_utilization": job.planned_utilization(),
-        "planned_utilization_steady": timelines.compute_utilization(job.method, stages, accumulate),
-        "measured_speedup": statistics.median(rates) / statistics.median(first_rates) if has_devices else None,
-        "modelled_speedup": None if modelled is None or first_modelled is None else modelled / first_modelled,
+        "planned_utilization_steady": timelines.compute_utilization(job.method, len(job.part), accumulate),
+        "measured_speedup": None if not runs or BACKENDS[runs[0]["backend"]].emulates else speedup,
+        "modelled_speedup": divide(model_rate(job), model_rate(first_job)),
     }
 
 
@@ -247,13 +247,15 @@ def _describe_device_memory(memory: Mapping[str, Any]) -> List[Dict[str, Any]]:
     """Return the planned bytes of each device, and the greatest number it held at once, where that was measured."""
     kinds = ("weight_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes")
     planned, peaks = memory["devices"], memory.get("peak_memory") or []
-    if len(peaks) != len(planned):  # the emulator has one device; with replicas there are more devices than planned ones
+    if len(peaks) != len(
+        planned
+    ):  # the emulator has one device; with replicas there are more devices than planned ones
         peaks = [None] * len(planned)
     return [
         {
             "index": row["index"],
             "bytes": sum(row[kind] for kind in kinds),
-            "measured_bytes": peak.get("total") if peak else None,
+            "measured_bytes": peak["total"] if peak else None,
         }
         for row, peak in zip(planned, peaks)
     ]
@@ -261,27 +263,23 @@ def _describe_device_memory(memory: Mapping[str, Any]) -> List[Dict[str, Any]]:
 
 def _describe_communication(job: Job, run: Optional[Mapping[str, Any]]) -> Dict[str, Any]:
     """Return the links that a run measured (without one, and on the emulator, as planned) beside the planned ones."""
-    measured: Dict[str, List[Dict[str, Any]]] = {}
+    links: Dict[str, List[Dict[str, Any]]] = {}
     for kind, plan in {"links": plan_links(job), "shared_layer_links": plan_shared_links(job)}.items():
-        expected = {(link["src"], link["dst"]): link["bytes_per_microbatch"] for link in plan}
-        measured[kind] = [
+        planned = {(link["src"], link["dst"]): link["bytes_per_microbatch"] for link in plan}
+        links[kind] = [
             {
                 **{key: link[key] for key in ("src", "dst", "bytes_per_microbatch")},
-                "planned_bytes_per_microbatch": expected.get((link["src"], link["dst"]), 0),
+                "planned_bytes_per_microbatch": planned.get((link["src"], link["dst"]), 0),
             }
             for link in (plan if run is None else run.get(kind) or ())
         ]
-
-    def add_up(end: str, device: int) -> int:
-        both = [*measured["links"], *measured["shared_layer_links"]]
-        return sum(link["bytes_per_microbatch"] for link in both if job.placement[link[end]] == device)
-
-    devices = [
-        {"index": d, "received_bytes": add_up("dst", d), "transmitted_bytes": add_up("src", d)}
-        for d in sorted(set(job.placement))
-    ]
-    shared = measured.pop("shared_layer_links")
-    return {**measured, **({"shared_layer_links": shared} if shared else {}), "devices": devices}
+    devices = {d: {"index": d, "received_bytes": 0, "transmitted_bytes": 0} for d in sorted(set(job.placement))}
+    for link in itertools.chain(*links.values()):
+        devices[job.placement[link["dst"]]]["received_bytes"] += link["bytes_per_microbatch"]
+        devices[job.placement[link["src"]]]["transmitted_bytes"] += link["bytes_per_microbatch"]
+    if not links["shared_layer_links"]:
+        del links["shared_layer_links"]
+    return {**links, "devices": list(devices.values())}
 
 
 # ---- as text
@@ -309,13 +307,12 @@ def make_comparison_table(comparison: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _make_row(comparison: Mapping[str, Mapping[str, Any]], name: str) -> List[str]:
-    speed, devices = comparison["throughput"][name], comparison["memory"][name]["devices"]
-    rates = speed["samples_per_second_by_round"]
-    peaks = [device["measured_bytes"] for device in devices if device["measured_bytes"] is not None]
-    traffic = comparison["communication"][name]
-    all_links = [link for kind in ("links", "shared_layer_links") for link in traffic.get(kind, ())]
-    measured, planned_bytes = (
-        sum(link[key] for link in all_links) / MIB for key in ("bytes_per_microbatch", "planned_bytes_per_microbatch")
+    speed, traffic = comparison["throughput"][name], comparison["communication"][name]
+    rates, devices = speed["samples_per_second_by_round"], comparison["memory"][name]["devices"]
+    peaks = [device["measured_bytes"] / MIB for device in devices if device["measured_bytes"] is not None]
+    links = [*traffic["links"], *traffic.get("shared_layer_links", ())]
+    crosses = (
+        sum(link["bytes_per_microbatch"] for link in links) / MIB if speed["measured_speedup"] is not None else None
     )
     return [
         name,
@@ -323,10 +320,10 @@ def _make_row(comparison: Mapping[str, Mapping[str, Any]], name: str) -> List[st
         f"{min(rates):.1f} to {max(rates):.1f}" if len(rates) > 1 else "-",
         *(_show(speed[key], ".1%") for key in ("utilization", "modelled_utilization", "planned_utilization")),
         *(_show(speed[key], ".2f") for key in ("measured_speedup", "modelled_speedup")),
-        _show(max(peaks) / MIB if peaks else None, ".1f"),
+        _show(max(peaks, default=None), ".1f"),
         f"{max(device['bytes'] for device in devices) / MIB:.1f}",
-        _show(measured if speed["measured_speedup"] is not None else None, ".3f"),
-        f"{planned_bytes:.3f}",
+        _show(crosses, ".3f"),
+        f"{sum(link['planned_bytes_per_microbatch'] for link in links) / MIB:.3f}",
     ]
 
 
