@@ -146,6 +146,7 @@ def test_any_damage_is_read_or_refused(tmp_path: Path) -> None:
 NAMELESS = struct.pack("<I", 5) + b'["a"]' + bytes(4) + b"\x05\0" + bytes(16)
 DAMAGED: Dict[str, List[Block]] = {
     "a counter without a name": [(store.COUNTERS, 1, NAMELESS)],
+    "a kind without a name": [(store.EVENTS, 1, bytes(8) + b"\xff" + bytes(ROW_BYTES - 9))],
     "a clock beyond all times": [
         (store.CLOCK, 1, struct.pack("<qq", 1 << 62, 5)),
         (store.CLOCK, 1, struct.pack("<qq", 0, -(1 << 62))),

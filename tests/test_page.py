@@ -12,7 +12,6 @@ from typing import Any, Dict, List
 import numpy as np
 import pytest
 
-from ipu_pipe.errors import RunFault
 from ipu_pipe.report.page import write
 from ipu_pipe.report.page.write import write_page
 from ipu_pipe.trace.events import KINDS, Counter, Counters, Event, Events, Trace
@@ -131,8 +130,3 @@ def test_of_many_moments_a_curve_keeps_the_greatest(tmp_path: Path) -> None:
     (curve,) = data(written(tmp_path / "p", trace, {}))["trace"]["curves"]
     assert len(curve["times"]) == write.MOST_MOMENTS and 1234 in curve["times"]
     assert sum(curve["values"]["weights (bytes)"]) == 1.0
-
-
-def test_a_disk_that_refuses_is_told(tmp_path: Path) -> None:
-    with pytest.raises(RunFault, match="nowhere"):
-        write_page(tmp_path / "nowhere" / "p.html", *example())

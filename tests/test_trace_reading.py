@@ -12,7 +12,7 @@ import torch
 
 from ipu_pipe.errors import BadInput
 from ipu_pipe.trace.chrome import write_chrome
-from ipu_pipe.trace.events import KINDS, PAYLOADS, Counter, Counters, Event, Events
+from ipu_pipe.trace.events import Counter, Counters, Event, Events
 from ipu_pipe.trace.reading import read_trace
 from ipu_pipe.trace.store import TraceWriter
 
@@ -61,15 +61,6 @@ def test_chrome_json_of_ours(tmp_path: Path, name: str) -> None:
     found = read_trace(tmp_path if name == "trace.json.gz" else tmp_path / name)
     assert [event[:8] for event in found.events.rows()] == [event[:8] for event in [*EVENTS, *waits]]
     assert list(found.counters.rows()) == [Counter(0, "weights", 7, 2.5)] and found.metadata == {"method": "gpipe"}
-
-
-def test_a_killed_run_is_read_with_a_note(tmp_path: Path) -> None:
-    path = stored(tmp_path / "a.trace", EVENTS)
-    whole = path.read_bytes()
-    stored(path, [*EVENTS, EVENTS[0]], x=1)
-    path.write_bytes(whole + whole[20:40])
-    found = read_trace(path)
-    assert len(found.events.start) == len(EVENTS) and "ends within a block" in found.notes[0]
 
 
 # ---- PyTorch's profiler
@@ -201,12 +192,3 @@ def test_what_is_no_trace_is_one_line_each(tmp_path: Path) -> None:
         (fault,) = caught.value.faults
         assert fault.startswith(f"{path}: ") and len(fault) < 400 + len(str(path)), (name, fault)
     assert len(given) > 30
-
-
-def test_codes_are_by_name(tmp_path: Path) -> None:
-    """Files of before these kinds were known are read."""
-    older = [kind for kind in KINDS if kind not in ("compute", "collective")]
-    writer = TraceWriter(tmp_path / "a.trace", {"kinds": older, "carried": list(PAYLOADS)})
-    writer.write_events(Events.from_rows([Event(0, 0, KINDS[older.index("evaluate")], 0, 0, 1, 0, None)]))
-    writer.close()
-    assert [event.kind for event in read_trace(tmp_path / "a.trace").events.rows()] == ["evaluate"]

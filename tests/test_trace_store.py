@@ -68,22 +68,6 @@ def test_what_a_killed_run_leaves(tmp_path: Path) -> None:
         assert found.notes or len(kept) in (0, rows, 2 * rows)  # a cut between two blocks leaves no trace of itself
 
 
-def test_damage_is_told(tmp_path: Path) -> None:
-    path = tmp_path / "a.trace"
-    writer = TraceWriter(path, {})
-    writer.write_events(Events.from_rows(some_events(100)))
-    writer.close()
-    whole = path.read_bytes()
-    broken = bytearray(whole)
-    broken[-20] ^= 1
-    for content, said in ((bytes(broken), "checksum"), (b"", "is not a trace"), (b"{}", "is not a trace")):
-        path.write_bytes(content)
-        with pytest.raises(BadInput, match=said):
-            read_store(path)
-    with pytest.raises(BadInput, match="cannot be read"):
-        read_store(tmp_path / "none.trace")
-
-
 def test_another_versions_codes(tmp_path: Path) -> None:
     path = tmp_path / "a.trace"
     writer = TraceWriter(path, {"kinds": ["backward", "forward", "update"], "carried": list(PAYLOADS)})

@@ -15,7 +15,7 @@ import json
 import math
 import statistics
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence
+from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 import torch
@@ -58,38 +58,37 @@ class MeasureOptions(Section):
 # ---- of the files of a run
 
 
-class TrainedRun(NamedTuple):
-    """A run that has ended: the lines of its metrics.jsonl, each with its "time", and why it diverged, else None.
-
-    The time counts an epoch of a pipeline without bubbles as 1.
-    """
-
-    records: List[Dict[str, Any]]
-    diverged: Optional[str]
-
-    def make_result(self, final: Optional[float], best: Any, curve: Sequence[Any]) -> Result:
-        """Return the run's result with these measured values."""
-        step = max((record["step"] for record in self.records), default=0)
-        ended = bool(curve) and not self.diverged
-        end = {"final": final if ended else None, "best": best if ended else None}
-        return {**end, "curve": list(curve), "values": {}, "diverged": self.diverged, "step": step}
+def make_result(
+    final: Optional[float],
+    curve: Sequence[Any],
+    step: int,
+    values: Mapping[str, Any],
+    best: Any = None,
+    diverged: Any = None,
+) -> Result:
+    """Return a run's result with its measured values. `diverged`: why the loss was not finite, which leaves no final value."""
+    ended = bool(curve) and not diverged
+    measured = {"final": final if ended else None, "best": best if ended else None, "curve": list(curve)}
+    return {**measured, "values": dict(values), "diverged": diverged, "step": step}
 
 
-def train_run(config: Config, out: Path, overwrite: bool) -> TrainedRun:
-    """Train a run, or resume it if it was interrupted. A loss that is not finite is a result: the run diverged."""
+def train_run(config: Config, out: Path, overwrite: bool) -> Tuple[List[Dict[str, Any]], Optional[str]]:
+    """Train a run, or resume it if it was interrupted. Return the lines of its metrics.jsonl, each with its "time", and why it
+    diverged: a loss that is not finite is a result. The time counts an epoch of a pipeline without bubbles as 1."""
+    diverged = None
     try:
         resume = not overwrite and (out / "config.yaml").exists()
         summary = train(config, out, resume=resume, overwrite=overwrite, quiet=True)
-        phases, per_epoch, diverged = summary["phases"], summary["updates_per_epoch"], None
+        phases, per_epoch = summary["phases"], summary["updates_per_epoch"]
     except RunFault as error:
         if "loss is" not in str(error):
             raise
-        job = build(config)
-        phases, per_epoch, diverged = job.describe_phases(), job.updates_per_epoch, str(error).split(";")[0]
+        job, diverged = build(config), str(error).split(";")[0]
+        phases, per_epoch = job.describe_phases(), job.updates_per_epoch
     records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     for record in records:
         record["time"] = compute_normalized_time(phases, record["step"]) / per_epoch
-    return TrainedRun(records, diverged)
+    return records, diverged
 
 
 def compute_normalized_time(phases: Sequence[Mapping[str, Any]], step: int) -> float:
@@ -104,26 +103,27 @@ def compute_normalized_time(phases: Sequence[Mapping[str, Any]], step: int) -> f
 
 def measure_test_accuracy(config: Config, out: Path, options: MeasureOptions, overwrite: bool) -> Result:
     """Train a run; its curve has (epoch, time, test loss, test accuracy) of each evaluation."""
-    run = train_run(config, out, overwrite)
-    evaluations = [record for record in run.records if record.get("test_accuracy") is not None]
-    curve = [[r[key] for key in ("epoch", "time", "test_loss", "test_accuracy")] for r in evaluations]
+    records, diverged = train_run(config, out, overwrite)
+    keys = ("epoch", "time", "test_loss", "test_accuracy")
+    curve = [[record[key] for key in keys] for record in records if record.get("test_accuracy") is not None]
     accuracies = [point[-1] for point in curve] or [0.0]
-    return run.make_result(accuracies[-1], max(accuracies), curve)
+    return make_result(accuracies[-1], curve, _find_last_step(records), {}, max(accuracies), diverged)
 
 
 def measure_training_loss(config: Config, out: Path, options: MeasureOptions, overwrite: bool) -> Result:
     """Train a run that logs every update; its curve has (epoch, time, mean loss) of each window of whole updates."""
-    run = train_run(config, out, overwrite)
-    records = [record for record in run.records if record.get("train_loss") is not None]
-    every = max(options.window // (config.replicas * config.gradient_accumulation), 1)
-    curve = []
-    for end in range(every, len(records) + 1, every):
-        last = records[end - 1]
-        curve.append(
-            [last["epoch"], last["time"], statistics.mean(r["train_loss"] for r in records[end - every : end])]
-        )
-    losses = [point[-1] for point in curve] or [math.inf]
-    return run.make_result(losses[-1], min(losses), curve)
+    records, diverged = train_run(config, out, overwrite)
+    losses = [record for record in records if record.get("train_loss") is not None]
+    every, curve = max(options.window // (config.replicas * config.gradient_accumulation), 1), []
+    for end in range(every, len(losses) + 1, every):
+        mean = statistics.mean(record["train_loss"] for record in losses[end - every : end])
+        curve.append([losses[end - 1]["epoch"], losses[end - 1]["time"], mean])
+    means = [point[-1] for point in curve] or [math.inf]
+    return make_result(means[-1], curve, _find_last_step(records), {}, min(means), diverged)
+
+
+def _find_last_step(records: Sequence[Mapping[str, Any]]) -> int:
+    return max((record["step"] for record in records), default=0)
 
 
 def measure_filters(config: Config, out: Path, options: MeasureOptions, overwrite: bool) -> Result:
@@ -186,10 +186,9 @@ def measure_angles(config: Config, out: Path, options: MeasureOptions, overwrite
     assert blocks is not None
     names = [f"{j}: {piece.names[0]}" for j, piece in enumerate(blocks.pieces)]
     angles = [angle for angle in curve[-1][1:] if angle is not None]
-    return {
-        "final": statistics.mean(angles) if angles else None, "best": None, "curve": curve,
-        "values": dict(zip(names, curve[-1][1:])), "diverged": None, "step": job.updates,
-    }  # fmt: skip
+    return make_result(
+        statistics.mean(angles) if angles else None, curve, job.updates, dict(zip(names, curve[-1][1:]))
+    )
 
 
 def observe_draws(model: nn.Module, x: Any) -> Mapping[str, int]:
@@ -284,9 +283,7 @@ def measure_fit(config: Config, out: Path, options: MeasureOptions, overwrite: b
         "blocks": len(job.part), "train loss": train_result.loss, "train accuracy": train_result.accuracy,
         "test loss": test_result.loss, "test accuracy": test_result.accuracy,
     }  # fmt: skip
-    return {
-        "final": train_result.accuracy, "best": None, "curve": curve, "values": values, "diverged": None, "step": job.updates,
-    }  # fmt: skip
+    return make_result(train_result.accuracy, curve, job.updates, values)
 
 
 # ---- pictures
