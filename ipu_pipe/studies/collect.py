@@ -247,15 +247,14 @@ def _describe_device_memory(memory: Mapping[str, Any]) -> List[Dict[str, Any]]:
     """Return the planned bytes of each device, and the greatest number it held at once, where that was measured."""
     kinds = ("weight_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes")
     planned, peaks = memory["devices"], memory.get("peak_memory") or []
-    if len(peaks) != len(
-        planned
-    ):  # the emulator has one device; with replicas there are more devices than planned ones
+    # the emulator has one device; with replicas there are more devices than planned ones
+    if len(peaks) != len(planned):
         peaks = [None] * len(planned)
     return [
         {
             "index": row["index"],
             "bytes": sum(row[kind] for kind in kinds),
-            "measured_bytes": peak["total"] if peak else None,
+            "measured_bytes": peak.get("total") if peak else None,
         }
         for row, peak in zip(planned, peaks)
     ]
