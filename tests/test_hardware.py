@@ -58,7 +58,21 @@ def faults_of(keys: Dict[str, Any], folder: Path) -> List[str]:
 
 
 def test_every_named_description_is_whole_and_says_where_its_figures_are_from() -> None:
-    wanted = {"gc2", "gc200", "bow", "m2000", "pod4", "pod16", "pod64", "v100x8", "h100x8", "h200x8", "this"}
+    wanted = {
+        "gc2",
+        "gc200",
+        "bow",
+        "m2000",
+        "pod4",
+        "pod16",
+        "pod64",
+        "v100x8",
+        "h100x8",
+        "h200x8",
+        "a100",
+        "t4",
+        "this",
+    }
     assert wanted == set(list_hardware())
     for name in wanted - {"this"}:
         found = read_hardware(name)
@@ -71,7 +85,9 @@ def test_every_named_description_is_whole_and_says_where_its_figures_are_from() 
     }
     assert devices == {"gc200": 1, "m2000": 4, "pod4": 4, "pod16": 16, "pod64": 64, "v100x8": 8, "h100x8": 8}
     assert [read_hardware(name).lockstep for name in ("gc2", "pod64", "v100x8", "h200x8")] == [True, True, False, False]
-    assert read_hardware("v100x8").find_rate("float16") == pytest.approx(71.25e12)  # of products: see test_predictions.py
+    assert read_hardware("v100x8").find_rate("float16") == pytest.approx(
+        71.25e12
+    )  # of products: see test_predictions.py
     shown = read_hardware("m2000").format_figures()
     assert "device.code_share 0.2 (estimate for code and exchange; not confirmed)" in shown
     assert "device.memory_bandwidth 4.75e+13 (Laskin et al. 2020, appendix D)" in shown
@@ -153,9 +169,7 @@ def test_what_does_not_fit_together_is_refused(changes: Dict[str, Any], said: st
 
 
 def test_names_that_are_none_are_refused_with_what_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(
-        BadInput, match=r"^--hardware: pod61: must be one of bow, .*, this or a YAML file; did you mean pod"
-    ):
+    with pytest.raises(BadInput, match=r"^--hardware: pod61: .*\bpod64\b"):
         read_hardware("pod61")
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
     with pytest.raises(
@@ -170,9 +184,7 @@ def test_names_that_are_none_are_refused_with_what_is(tmp_path: Path, monkeypatc
 def test_devices_and_precisions_that_it_does_not_have_are_refused(plain: Hardware) -> None:
     assert plain.with_devices(2).devices == 2 and read_hardware("v100x8").with_devices(64).devices == 64
     for devices in (0, 9):
-        with pytest.raises(
-            BadInput, match=f"^--devices: {devices}: hardware plain: "
-        ):
+        with pytest.raises(BadInput, match=f"^--devices: {devices}: hardware plain: "):
             plain.with_devices(devices)
     with pytest.raises(
         BadInput, match="^precision: 16.16: hardware plain states no rate for float16: device.rates has float32"
@@ -207,12 +219,17 @@ def test_between_measured_sizes_times_lie_on_a_line(plain: Hardware, samples: in
 
 
 def test_one_measured_size_is_scaled(plain: Hardware) -> None:
-    assert unit_costs.compute_pass_seconds(unit(measured=(MeasuredPasses(4, 2.0, 3.0),)), plain, "float32", 2) == (1.0, 1.5)
+    assert unit_costs.compute_pass_seconds(unit(measured=(MeasuredPasses(4, 2.0, 3.0),)), plain, "float32", 2) == (
+        1.0,
+        1.5,
+    )
 
 
 def test_an_update_is_memory_traffic(plain: Hardware) -> None:
     # float32 with Adam: weights and two moments read and written, the gradient read
-    assert unit_costs.compute_update_seconds(unit(), plain, "float32", 2) == pytest.approx(1000 * (2 * 4 * 3 + 4) / 1e11)
+    assert unit_costs.compute_update_seconds(unit(), plain, "float32", 2) == pytest.approx(
+        1000 * (2 * 4 * 3 + 4) / 1e11
+    )
     assert unit_costs.compute_update_seconds(unit(update_seconds=3.0), plain, "float32", 2) == 3.0
 
 
@@ -356,4 +373,6 @@ def test_the_page_shows_the_named_ones_as_their_files_have_them() -> None:
         line for line in page[: page.index("## The named ones")] if line.startswith("    ") and "extends" not in line
     ]
     assert read_hardware({"name": "page", **parse_yaml("\n".join(example), "page")}).with_devices(64).devices == 64
-    assert [line for line in page if line.startswith("| `")] == [row(name) for name in list_hardware() if name != "this"]
+    assert [line for line in page if line.startswith("| `")] == [
+        row(name) for name in list_hardware() if name != "this"
+    ]
