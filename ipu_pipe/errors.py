@@ -9,7 +9,7 @@ import os
 import sys
 import traceback
 import warnings
-from typing import Any, Callable, Iterator, NoReturn, Optional, Sequence, Set, TextIO, Tuple, Type, Union
+from typing import Any, Callable, Iterator, Mapping, NoReturn, Optional, Sequence, Set, TextIO, Tuple, Type, Union
 
 from ipu_pipe import interrupts
 from ipu_pipe.launcher import read_launch
@@ -28,6 +28,13 @@ class BadInput(ValueError):
         self.faults = [fold_lines(fault) for fault in ([faults] if isinstance(faults, str) else faults)]
         assert self.faults, "BadInput needs at least one fault"
         super().__init__("; ".join(self.faults))
+
+
+def raise_faults(faults: Union[Sequence[str], Mapping[str, object]]) -> None:
+    """Raise `BadInput` with the faults; where they are a mapping, with those whose value is true. Return if there are none."""
+    lines = [fault for fault, is_so in faults.items() if is_so] if isinstance(faults, Mapping) else faults
+    if lines:
+        raise BadInput(lines)
 
 
 class RunFault(RuntimeError):
@@ -123,7 +130,7 @@ def run_command(main: Callable[[], None]) -> NoReturn:
     try:
         try:
             interrupts.raise_first()
-            _check_streams()
+            _open_closed_streams()
             main()
             with guard_writing("standard output"):
                 sys.stdout.flush()
@@ -201,15 +208,13 @@ def _show_warning(
         print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
-def _check_streams() -> None:
+def _open_closed_streams() -> None:
     """Open standard streams that are closed: else the next file opened would get their number, and what is printed."""
-    if sys.stdin is None or sys.stderr is None:
+    handle = os.open(os.devnull, os.O_RDWR)
+    while handle < 3:
         handle = os.open(os.devnull, os.O_RDWR)
-        while handle < 3 and handle != 1:
-            handle = os.open(os.devnull, os.O_RDWR)
-        if handle == 1 or handle > 2:
-            os.close(handle)
-        sys.stderr = sys.stderr or open(2, "w", closefd=False)
+    os.close(handle)
+    sys.stderr = sys.stderr or open(2, "w", closefd=False)
     if sys.stdout is None:
         sys.stdout = open(os.devnull, "w")
         raise RunFault("standard output: is closed: nothing can be printed (use > /dev/null if nothing is wanted)")

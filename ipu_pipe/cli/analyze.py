@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Dict, Tuple
 
 from ipu_pipe.cli.arguments import JSON, QUIET, TRACEBACK, command, get_say, get_tell, option
-from ipu_pipe.errors import BadInput
+from ipu_pipe.errors import BadInput, raise_faults
 
 EPILOG = """
 RUN is a run's folder, a *.trace, a Chrome trace of ipu_pipe (trace.json.gz), a trace of PyTorch's profiler or a folder of
@@ -37,8 +37,7 @@ def main(args: argparse.Namespace) -> None:
     """Run the command."""
     outputs = {"--png": args.png, "--html": args.html}
     faults = [f"{name}: {file}: is a folder, must be a file" for name, file in outputs.items() if file and file.is_dir()]
-    if faults:
-        raise BadInput(faults)
+    raise_faults(faults)
     from ipu_pipe.trace.reading import PROFILE
 
     if args.run.name == PROFILE:

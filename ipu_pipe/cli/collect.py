@@ -15,7 +15,7 @@ from ipu_pipe.cli.arguments import (
     option,
     split_names,
     whole,
-)  # fmt: skip
+)
 from ipu_pipe.config.values import MOST_UPDATES
 
 EPILOG = """

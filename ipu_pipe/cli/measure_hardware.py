@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ipu_pipe.cli.arguments import QUIET, command, get_tell, option, whole
 from ipu_pipe.config.values import MOST_THREADS
-from ipu_pipe.errors import BadInput, guard_writing
+from ipu_pipe.errors import BadInput, guard_writing, raise_faults
 from ipu_pipe.files import write
 
 
@@ -25,13 +25,11 @@ def main(args: argparse.Namespace) -> None:
     from ipu_pipe.hardware.description import find_this_file, read_hardware
 
     out: Path = args.out or find_this_file()
-    wrong = {
+    raise_faults({
         f"--seconds: {args.seconds}: must be a number > 0 and <= 60": not 0 < args.seconds <= 60,
         f"--out: {out}: must be a YAML file, so that --hardware takes it for one": out.suffix not in (".yaml", ".yml"),
         f"--out: {out}: no such folder {out.parent}": args.out and not out.absolute().parent.is_dir(),
-    }
-    if any(wrong.values()):
-        raise BadInput([fault for fault, is_so in wrong.items() if is_so])
+    })  # fmt: skip
 
     import torch  # after the arguments are read: --help must not wait for it
 

@@ -15,15 +15,14 @@ from ipu_pipe.cli.arguments import (
     QUIET,
     TRACEBACK,
     command,
-    count,
     get_say,
     get_tell,
     option,
     split_names,
     whole,
-)  # fmt: skip
+)
 from ipu_pipe.config.values import MOST_STAGES
-from ipu_pipe.errors import BadInput
+from ipu_pipe.errors import BadInput, raise_faults
 from ipu_pipe.text import show
 
 EPILOG = """
@@ -62,7 +61,7 @@ def _parse_size(text: str) -> float:
     option("--batch", type=whole(1, MOST_BATCH), metavar="SAMPLES", help="largest global batch (default: the config's)"),
     option("--precision", metavar="P", help="precision (default: the config's); also float16: on GPUs, with float32 masters"),
     option("--measure", action="store_true", help="time the model's parts on this machine instead of counting FLOPs"),
-    option("--top", type=count, default=10, metavar="K", help="configurations to print (default 10)"),
+    option("--top", type=whole(1), default=10, metavar="K", help="configurations to print (default 10)"),
     JSON,
     option("--write", type=Path, metavar="FILE", help="write the best configuration as a config for tools/train.py"),
     option("--overwrite", action="store_true", help="replace FILE if it exists"),
@@ -135,8 +134,7 @@ def _choose_methods(config: Any, args: argparse.Namespace, lockstep: bool) -> Li
     planned = [*pipelines, *LOCAL]
     if args.methods is not None:
         faults = [f"--methods: {name}: must be of {', '.join(planned)}" for name in args.methods if name not in planned]
-        if faults:
-            raise BadInput(faults)
+        raise_faults(faults)
         return list(args.methods)
     row = METHODS.get(config.method)
     if (row is None or row.structure is not None) and config.method not in LOCAL:

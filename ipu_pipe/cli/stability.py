@@ -22,7 +22,7 @@ from ipu_pipe.cli.arguments import (
     option,
     positive,
     whole,
-)  # fmt: skip
+)
 from ipu_pipe.errors import BadInput
 from ipu_pipe.shipped import find_config
 from ipu_pipe.text import find_nearest, show

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Optional
 
 from ipu_pipe.cli.arguments import CONFIG, QUIET, TRACEBACK, command, counts, folder, option, tell, whole
-from ipu_pipe.errors import BadInput
+from ipu_pipe.errors import raise_faults
 
 if TYPE_CHECKING:
     from ipu_pipe.config.schema import Config
@@ -45,15 +45,13 @@ tools/fetch_data.py fills. Exit codes: 0 done, 2 bad input, 1 fault while runnin
 def main(args: argparse.Namespace) -> None:
     """Run the command."""
     option_used = "--resume" if args.resume else "--resume-from" if args.resume_from is not None else ""
-    wrong = {
+    raise_faults({
         f"{option_used}: needs --out DIR, the folder of the run to resume": option_used and args.out is None,
         f"{option_used}: not together with --overwrite": option_used and args.overwrite,
         "--resume-from: not together with --resume": args.resume and args.resume_from is not None,
         "--resume-from: not together with --against, which has two runs": args.resume_from is not None and args.against,
         "--accumulate: goes with --against METHOD": args.accumulate and not args.against,
-    }
-    if any(wrong.values()):
-        raise BadInput([fault for fault, is_so in wrong.items() if is_so])
+    })  # fmt: skip
     from ipu_pipe.config.load import load_config  # after the arguments are read: --help must not wait for torch
 
     config = load_config(args.config, args.set)

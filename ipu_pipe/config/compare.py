@@ -77,8 +77,7 @@ def keep_recorded_choices(old: Config, new: Config) -> Config:
     key = "blocks" if method.structure is not None else "replicas" if method.rounds is not None else None
     if key is None or new.method != old.method or getattr(new.method_args, key) is not None:
         return new
-    method_args = new.method_args.model_copy(update={key: getattr(old.method_args, key)})
-    return new.model_copy(update={"method_args": method_args})
+    return new.with_method_args(**{key: getattr(old.method_args, key)})
 
 
 def find_role(key: str, method: str) -> Role:

@@ -187,42 +187,28 @@ class Config(Section):
         )
 
     @model_validator(mode="after")
-    def _check_stopping(self) -> "Config":
+    def _check_keys(self) -> "Config":
         chosen = self.early_stopping.metric if self.early_stopping is not None else "loss"
         names = ["loss", *(name if isinstance(name, str) else name.entry for name in self.metrics)]
         known = [name.rpartition(":")[2] for name in names]
         if chosen not in known and GIVEN not in known:
-            why = f"no evaluation gives it: must be one of {', '.join(known)}"
-            raise key_fault("early_stopping.metric", chosen, why)
-        return self
-
-    @model_validator(mode="after")
-    def _check_optimizer(self) -> "Config":
+            raise key_fault("early_stopping.metric", chosen, f"no evaluation gives it: must be one of {', '.join(known)}")
         if self.optimizer.name == GIVEN and (self.given is None or self.given.optimizer is None):
             raise key_fault("optimizer.name", GIVEN, "without given.optimizer: must be sgd, adam or adamw")
-        return self
-
-    @model_validator(mode="after")
-    def _check_devices(self) -> "Config":
         by_hardware = isinstance(self.stages, dict) and self.stages.get("by") == "hardware"
-        alone = self.stages == "auto" and self.backend.name != "distributed"
-        if self.hardware is None and (alone or by_hardware):
-            key, value, also = ("stages.by", "hardware", "") if by_hardware else ("stages", "auto", ", or processes")
-            raise key_fault(key, value, f"needs to know the devices: hardware: a name or file{also}")
-        return self
-
-    @model_validator(mode="after")
-    def _check_recompute(self) -> "Config":
-        method = METHODS.get(self.method)
-        if not self.recompute or method is None or self.method_args.recompute:
-            return self
-        reads_newest = method.backward_reads is Reads.NEWEST and method.is_stale and not self.method_args.stash
-        if reads_newest and self.method_args.constant_delay:
-            why = "not together with recompute: true, which recomputes with a forward's weights: its backward reads newer ones"
-            raise key_fault("method_args.constant_delay", self.method_args.constant_delay.updates, why)
-        if reads_newest and not self.method_args.hogwild:
-            why = f"with {self.method} the weights of the recomputation matter: set method_args: {{recompute: {{segments: ...}}}}"
-            raise key_fault("recompute", True, why)
+        if self.hardware is None and by_hardware:
+            raise key_fault("stages.by", "hardware", "needs to know the devices: hardware: a name or file")
+        if self.hardware is None and self.stages == "auto" and self.backend.name != "distributed":
+            raise key_fault("stages", "auto", "needs to know the devices: hardware: a name or file, or processes")
+        method, args = METHODS.get(self.method), self.method_args
+        if self.recompute and method is not None and not args.recompute:
+            reads_newest = method.backward_reads is Reads.NEWEST and method.is_stale and not args.stash
+            if reads_newest and args.constant_delay:
+                why = "not together with recompute: true, which recomputes with older weights than its backward reads"
+                raise key_fault("method_args.constant_delay", args.constant_delay.updates, why)
+            if reads_newest and not args.hogwild:
+                why = f"{self.method} must say which weights recompute: method_args: {{recompute: {{segments: ...}}}}"
+                raise key_fault("recompute", True, why)
         return self
 
     @property

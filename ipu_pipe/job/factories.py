@@ -17,7 +17,7 @@ from torch import nn
 from ipu_pipe.config.schema import Config
 from ipu_pipe.config.sections import GIVEN, OWN, Entry
 from ipu_pipe.data import DataSource, load_data
-from ipu_pipe.errors import BadInput, summarize
+from ipu_pipe.errors import BadInput, raise_faults, summarize
 from ipu_pipe.job.overrides import Overrides
 from ipu_pipe.model.loss import Loss, LossOfOutput, OwnLoss, Take, TakePart, list_requested_fields
 from ipu_pipe.shipped import MODELS
@@ -125,8 +125,7 @@ def collect_results(values: Iterable[Any], make: Callable[[Any], Any]) -> List[A
             results.append(make(value))
         except BadInput as error:
             faults += error.faults
-    if faults:
-        raise BadInput(faults)
+    raise_faults(faults)
     return results
 
 
@@ -189,8 +188,7 @@ def check_arguments(function: Callable[..., Any], args: Mapping[str, Any], key: 
         for name, parameter in named.items()
         if parameter.default is parameter.empty and name not in args
     ]
-    if faults:
-        raise BadInput(faults)
+    raise_faults(faults)
 
 
 def call_entry(function: Callable[..., Any], args: Mapping[str, Any], key: str) -> Any:

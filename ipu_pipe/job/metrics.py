@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from ipu_pipe.config.sections import Entry
-from ipu_pipe.errors import BadInput
+from ipu_pipe.errors import BadInput, raise_faults
 from ipu_pipe.job.factories import call_entry, collect_results, resolve_listed
 from ipu_pipe.model.loss import get_labels
 from ipu_pipe.text import describe_kind, find_nearest, show
@@ -206,6 +206,5 @@ def make_metrics(chosen: Union[Sequence[Any], Mapping[str, Any]]) -> Tuple[Metri
     faults += ["metrics: loss: is always there"] if "loss" in names else []
     wrong = [name for name in names if not (isinstance(name, str) and re.fullmatch(r"\w+", name))]
     faults += [f"metrics: {show(name)}: must be letters, digits and _" for name in wrong]
-    if faults:
-        raise BadInput(faults)
+    raise_faults(faults)
     return tuple(metrics)

@@ -17,7 +17,7 @@ from ipu_pipe.config.sections import OWN, Description, Given
 from ipu_pipe.config.values import MOST_STOPS, MOST_UPDATES
 from ipu_pipe.data import DataSource
 from ipu_pipe.data.loaders import RandomStates
-from ipu_pipe.errors import BadInput
+from ipu_pipe.errors import BadInput, raise_faults
 from ipu_pipe.hardware.precision import resolve_precision
 from ipu_pipe.job.factories import make_data, make_factory, make_loss, make_model, make_scheduler
 from ipu_pipe.job.metrics import make_metrics
@@ -196,7 +196,11 @@ def _assemble(setup: Setup, objects: Overrides, done: int) -> Job:
         local_groups = [*local_groups, *select_parameters(select_stage(groups, held_stages[0] - 1), shared)]
     factory = make_factory(config) if objects.optimizer is None else make_factory_of(objects.optimizer)
     optimizer = factory(local_groups)
-    _check_groups(optimizer)
+    if not isinstance(optimizer, torch.optim.Optimizer):  # by a function of the user's
+        raise BadInput(f"optimizer: gave {describe_kind(optimizer)}, must give a torch.optim.Optimizer")
+    if not all("stage" in group for group in optimizer.param_groups):
+        why = "made of other parameters: must be made of the groups it is given, as functools.partial(torch.optim.SGD, lr=0.1) is"
+        raise BadInput(f"optimizer: {why}")
     whole = optimizer if local_groups is groups else factory(groups)  # a process holds its own stage's alone
     if objects.optimizer is not None:
         config = describe_given(config, {"optimizer": describe_optimizer(whole)})
@@ -226,9 +230,7 @@ def _assemble(setup: Setup, objects: Overrides, done: int) -> Job:
         used=Given(optimizer=describe_optimizer(whole), loss=loss_used), played=played, pieces=placed.pieces,
         placement=tuple(placed.placement) or schedule.device_of_stage,
     )  # fmt: skip
-    reasons = find_faults(job, () if objects.optimizer is not None else config.optimizer_faults())
-    if reasons:
-        raise BadInput(reasons)
+    raise_faults(find_faults(job, () if objects.optimizer is not None else config.optimizer_faults()))
     job.note = job.note or backend.note(job)
     return job
 
@@ -252,7 +254,7 @@ def _count_updates(config: Config, data: DataSource, width: int) -> Tuple[Option
             f"method: {config.method}: draws delays by the epoch: must be another": METHODS[config.method].history,
         }  # fmt: skip
         why = "the training data has no length, so that it has no epochs"
-        _refuse({f"{fault}: {why}": is_so for fault, is_so in counts_epochs.items()})
+        raise_faults({f"{fault}: {why}": is_so for fault, is_so in counts_epochs.items()})
     elif per_epoch < 1:
         raise BadInput(
             f"data: {microbatches} microbatches an epoch do not fill one batch of gradient_accumulation "
@@ -268,21 +270,5 @@ def _count_updates(config: Config, data: DataSource, width: int) -> Tuple[Option
         stops = updates // every if every else 0
         value = getattr(config, key).every
         faults[f"{key}.every: {value}: {stops} times in {updates} updates, at most {MOST_STOPS}: {planned}"] = stops > MOST_STOPS
-    _refuse(faults)
+    raise_faults(faults)
     return per_epoch, updates
-
-
-def _refuse(faults: Dict[str, Any]) -> None:
-    """Raise `BadInput` with the faults that are so."""
-    lines = [fault for fault, is_so in faults.items() if is_so]
-    if lines:
-        raise BadInput(lines)
-
-
-def _check_groups(optimizer: Any) -> None:
-    """Raise `BadInput` if the user's function did not make an optimizer of the parameter groups that it was given."""
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise BadInput(f"optimizer: gave {describe_kind(optimizer)}, must give a torch.optim.Optimizer")
-    if not all("stage" in group for group in optimizer.param_groups):
-        why = "made of other parameters: must be made of the groups it is given, as functools.partial(torch.optim.SGD, lr=0.1) is"
-        raise BadInput(f"optimizer: {why}")

@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from ipu_pipe.data.hashes import hash_file
-from ipu_pipe.errors import BadInput, RunFault, guard_writing, summarize
+from ipu_pipe.errors import BadInput, RunFault, guard_writing, raise_faults, summarize
 from ipu_pipe.local.blocks import HEADS
 from ipu_pipe.model.restoring import load_state
 from ipu_pipe.text import list_some
@@ -273,13 +273,12 @@ def load_weights(
     fitting = {name: value for name, value in tensors.items() if name not in left_out}
     if strict or not fitting:
         missing = [f"{name}: missing, the model needs it" for name in state if name not in tensors]
-        raise_faults(place, missing + [f"{name}: {why}" for name, why in left_out.items()])
+        raise_first(place, missing + [f"{name}: {why}" for name, why in left_out.items()])
     load_state(model, {**state, **fitting})
     return Loaded(left_out, [name for name in state if name not in fitting])
 
 
-def raise_faults(place: object, faults: List[str]) -> None:
+def raise_first(place: object, faults: List[str]) -> None:
     """Raise `BadInput` with the first faults, `place` before each, and the number of the others; return if there are none."""
     more = [f"{len(faults) - MOST_FAULTS} more such faults"] if len(faults) > MOST_FAULTS else []
-    if faults:
-        raise BadInput([f"{place}: {fault}" for fault in faults[:MOST_FAULTS] + more])
+    raise_faults([f"{place}: {fault}" for fault in faults[:MOST_FAULTS] + more])

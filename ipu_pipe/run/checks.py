@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from ipu_pipe.backends.table import get_backend
 from ipu_pipe.data.batches import LabelRange, find_label_range
-from ipu_pipe.errors import BadInput, summarize
+from ipu_pipe.errors import BadInput, raise_faults, summarize
 from ipu_pipe.job.evaluation import load_test_batches
 from ipu_pipe.job.metrics import DEFAULT
 from ipu_pipe.job.record import Job, Setup, list_drains
@@ -144,8 +144,7 @@ def check_modules(model: nn.Module, device: torch.device) -> None:
         "nn.Dropout between layers of num_layers=1, or backend.device: cpu": find_unkeyed_draws(model, device),
     }
     faults = [f"model: {list_some(names)}: {fault}" for fault, names in names_by_fault.items() if names]
-    if faults:
-        raise BadInput(faults)
+    raise_faults(faults)
 
 
 def check_loss(loss: nn.Module, model: nn.Module) -> None:

@@ -69,7 +69,7 @@ def restore(job: Job, out: Path, say: Callable[[str], None], callbacks: Callback
 
 def check_run(job: Job, saved: Checkpoint, path: Path) -> None:
     """Raise `BadInput` if the checkpoint at `path` is of another run: its keys, its length, or its tensors' names and shapes."""
-    checkpoint.raise_faults(path, _compare_keys(job, saved.manifest, path) or _compare_tensors(job, saved))
+    checkpoint.raise_first(path, _compare_keys(job, saved.manifest, path) or _compare_tensors(job, saved))
 
 
 def _compare_keys(job: Job, manifest: Mapping[str, Any], path: Path) -> List[str]:
@@ -128,4 +128,4 @@ def _check_data(job: Job, out: Path) -> None:
     """Raise `BadInput` if the data differ from those that the run in the folder `out` has read so far."""
     faults = compare_data(job, read_data_record(out), job.read or {})
     why = "the data of a run cannot change: restore them, or begin another run"
-    checkpoint.raise_faults(f"--resume: {out / 'record.json'}", [f"{fault}: {why}" for fault in faults])
+    checkpoint.raise_first(f"--resume: {out / 'record.json'}", [f"{fault}: {why}" for fault in faults])

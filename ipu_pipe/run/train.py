@@ -16,7 +16,7 @@ from ipu_pipe.config.schema import Config
 from ipu_pipe.config.sections import GIVEN
 from ipu_pipe.data import DataSource
 from ipu_pipe.data.loaders import restore_random_states
-from ipu_pipe.errors import BadInput
+from ipu_pipe.errors import BadInput, raise_faults
 from ipu_pipe.job.evaluation import evaluate
 from ipu_pipe.job.overrides import Overrides
 from ipu_pipe.job.record import Job
@@ -223,5 +223,4 @@ def check_arguments(config: Config, objects: Overrides) -> None:
     for key, named in (("model", config.model.entry), ("data", config.data.name)):
         if named == GIVEN and getattr(objects, key) is None and getattr(config.given, key, None) is None:
             faults.append(f"{key}: missing: must be given, to ipu_pipe.train or ipu_pipe.configure")
-    if faults:
-        raise BadInput(faults)
+    raise_faults(faults)
