@@ -62,19 +62,11 @@ def check(faults: List[str], *begins: str) -> None:
 WRONG = {
     "optimizer: {lrr: 0.1}": "optimizer.lrr: 0.1: ",
     "batch_size: 8": "batch_size: 8: ",
-    "lr: 0.1": "lr: 0.1: ",
-    "device: cuda": "device: cuda: ",
     "optimizer: {learning_rate: 0.1}": "optimizer.learning_rate: 0.1: ",
     "precision: bf16": "precision: bf16: ",
-    "stage: 3": "stage: 3: ",
-    "log: {qqqqq: 3}": "log.qqqqq: 3: ",
     "log: {trace_microbatches: 64}": "log.trace_microbatches: 64: ",
     "log: {trace: {begin: 3, end: 3}}": "log.trace.end: 3: ",
-    "log: {trace: {steps: 3}}": "log.trace.steps: 3: ",
     "log: {trace: 3}": "log.trace: 3: ",
-    "method_args: {t3: 3}": "method_args.t3: 3: ",
-    "method_args: {qqqqq: 3}": "method_args.qqqqq: 3: ",
-    "method_args: {t1: 3}": "method_args.t1: 3: ",
     "method_args: {t2: {gamma: 3}}": "method_args.t2.gamma: 3: ",
     "method_args: {t2: {decay: 1}}": "method_args.t2.decay: 1: ",
     "method_args: {hogwild: {mean: -1, max: 3}}": "method_args.hogwild.mean: -1: ",
@@ -89,17 +81,11 @@ WRONG = {
     "micro_batch_size: 2.0": "micro_batch_size: 2.0: ",
     "micro_batch_size: '8'": "micro_batch_size: 8: ",
     "micro_batch_size: true": "micro_batch_size: true: ",
-    "gradient_accumulation: 0": "gradient_accumulation: 0: ",
-    "epochs: 0": "epochs: 0: ",
-    "seed: -1": "seed: -1: ",
     "seed: 9223372036854775808": "seed: 9223372036854775808: ",
-    "replicas: 0": "replicas: 0: ",
     "method: pipemare\nrecompute: true": "recompute: true: ",
     "backend: {ipu: {local: fused}}": "backend.ipu: given: ",
     "backend: {deadline: 0}": "backend.deadline: 0: ",
-    "backend: {name: gpu}": "backend.name: gpu: ",
     "backend: {device: tpu}": "backend.device: tpu: ",
-    "precision: float16": "precision: float16: ",
     "optimizer: {lr: fast}": "optimizer.lr: fast: ",
     "optimizer: {lr: true}": "optimizer.lr: true: ",
     "optimizer: {lr: .inf}": "optimizer.lr: inf: ",
@@ -107,7 +93,6 @@ WRONG = {
     "optimizer: {nesterov: true}": "optimizer.nesterov: true: ",
     "optimizer: {name: adam, momentum: 0.9}": "optimizer.momentum: 0.9: ",
     "optimizer: {name: adam, betas: [0.9, 1]}": "optimizer.betas.1: 1: ",
-    "optimizer: {name: lion}": "optimizer.name: lion: ",
     "optimizer: {no_decay: 3}": "optimizer.no_decay: 3: ",
     "optimizer: {no_decay: [1, 2]}": "optimizer.no_decay: [1, 2]: ",
     "optimizer: 3": "optimizer: 3: ",
@@ -116,18 +101,13 @@ WRONG = {
     "lr_schedule: {name: step, milestones: 3}": "lr_schedule.milestones: 3: ",
     "clip: {}": "clip.norm: missing: ",
     "clip: {norm: 0}": "clip.norm: 0: ",
-    "stages: 0": "stages: 0: ",
-    "stages: true": "stages: true: ",
     "stages: lots": "stages: lots: ",
     "stages: []": "stages: []: ",
     "stages: {by: flops}": "stages: {'by': 'flops'}: ",
-    "stages: {count: 0}": "stages.count: 0: ",
     "stages: {count: 4, bi: flops}": "stages.bi: flops: ",
     "stages: {count: 4, by: size}": "stages.by: size: ",
     "stages: {finest: 4, count: 2}": "stages.count: 2: ",
     "log: {tensorboard: no}": "log.tensorboard: no: ",
-    "checkpoint: {every: 0}": "checkpoint.every: 0: ",
-    "hardware: IPU": "hardware: IPU: ",
     "hardware: pod61": "hardware: pod61: ",
     "hardware: 3": "hardware: 3: ",
     "method: 3": "method: 3: ",
@@ -262,21 +242,12 @@ def test_yaml_as_people_mean_it(text: str, value: Any, here: Path) -> None:
     assert read_as == {"a": value} and type(read_as["a"]) is type(value)
 
 
-def test_numbers_written_as_text_are_numbers(here: Path) -> None:
-    assert read("optimizer: {lr: '1e-3'}\n").optimizer.lr == 1e-3
-
-
 def test_merge_keys_and_anchors_work(here: Path) -> None:
     Path("args.yaml").write_text(
         "model: {entry: m:f, args: {a: &a {x: 1, y: 2}, b: {<<: *a, y: 3}}}\ndata: {name: digits}\n"
     )
     config = load_config("args.yaml")
     assert config.model.args == {"a": {"x": 1, "y": 2}, "b": {"x": 1, "y": 3}}
-
-
-def test_a_config_is_frozen() -> None:
-    with pytest.raises(ValueError, match="frozen"):
-        configure().seed = 3  # type: ignore[misc]
 
 
 # ---- extends
@@ -517,13 +488,6 @@ def test_a_file_without_permission_is_told_as_such(here: Path, monkeypatch: pyte
     monkeypatch.setattr(os, "open", refuse)  # root may read all
     with pytest.raises(BadInput, match="^x.yaml: cannot be read: "):
         load_config("x.yaml")
-
-
-def test_a_long_chain_of_files_ends(here: Path) -> None:
-    for number in range(2000):
-        Path(f"{number}.yaml").write_text(f"extends: {number + 1}.yaml\n")
-    with pytest.raises(BadInput, match="^19.yaml: extends: 20.yaml: more than 20 files extend one another, or in a circle$"):
-        load_config("0.yaml")
 
 
 def test_twenty_thousand_keys_are_read_and_their_faults_counted(here: Path) -> None:

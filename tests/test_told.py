@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from pathlib import Path
 from typing import Any, Callable, List
 
@@ -13,7 +12,7 @@ from torch import nn
 
 from ipu_pipe.config.faults import KEYS_ALSO_CALLED
 from ipu_pipe.config.schema import Config
-from ipu_pipe.errors import BadInput, RunFault, end_process
+from ipu_pipe.errors import BadInput, RunFault
 from ipu_pipe.report.run_text import format_opening
 from ipu_pipe.run.build import build
 from ipu_pipe.run.checks import check_modules
@@ -101,67 +100,6 @@ def test_a_wrapped_model_is_refused_by_the_wrappers_name(said: str) -> None:
     with pytest.raises(BadInput) as error:
         check_modules(WRAPPED[said](), torch.device("cpu"))
     assert len(error.value.faults) == 1 and error.value.faults[0].startswith(said)
-
-
-def of_library(module: str, name: str) -> nn.Module:
-    """As one of a class of a library that is not installed, and of a class derived from it."""
-    kind = type(name, (nn.Module,), {"__module__": module})
-    made: nn.Module = type("Own", (kind,), {})()
-    made.add_module("module", plain())
-    return made
-
-
-@pytest.mark.parametrize(
-    ("module", "name", "told"),
-    [
-        ("deepspeed.runtime.engine", "DeepSpeedEngine", "DeepSpeed"),
-        ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel", "FullyShardedDataParallel"),
-        ("torch.nn.parallel.distributed", "DistributedDataParallel", "DistributedDataParallel"),
-        ("poptorch._poplar_executor", "PoplarExecutor", "a PopTorch executor"),
-    ],
-)
-def test_a_model_in_another_librarys_engine_is_refused_by_its_name(
-    module: str, name: str, told: str, tmp_path: Path
-) -> None:
-    with pytest.raises(BadInput) as error:
-        train(config("steps=2"), tmp_path / "run", model=of_library(module, name))
-    assert error.value.faults == [
-        f"model: is wrapped by {told}: give the model itself, which the backend divides over its devices"
-    ]
-    assert not (tmp_path / "run" / "config.yaml").exists()
-
-
-def joined_alone(folder: Path) -> None:
-    """A group of one process, whose wrappers are PyTorch's own; what each is refused with."""
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
-    told = []
-    wrappers: List[Callable[[nn.Module], Any]] = [nn.parallel.DistributedDataParallel, inside_of_ddp]
-    if hasattr(torch.distributed.fsdp, "fully_shard"):
-        wrappers.append(torch.distributed.fsdp.fully_shard)
-    for wrap in wrappers:
-        try:
-            train(config("steps=2"), folder / "run", model=wrap(plain()), quiet=True)
-        except BadInput as error:
-            told += error.faults
-    (folder / "told").write_text("\n".join(told))
-    end_process(0)
-
-
-def inside_of_ddp(model: nn.Module) -> nn.Module:
-    return nn.Sequential(nn.parallel.DistributedDataParallel(model), nn.Identity())
-
-
-@pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no processes")
-def test_ddp_and_fsdp_are_refused_by_name(tmp_path: Path) -> None:
-    process = multiprocessing.get_context("fork").Process(target=joined_alone, args=(tmp_path,))
-    process.start()
-    process.join(60)
-    process.kill()
-    told, inner, *sharded = (tmp_path / "told").read_text().splitlines()
-    remedy = "give the model itself, which the backend divides over its devices"
-    assert told == f"model: is wrapped by DistributedDataParallel: {remedy}"
-    assert inner == f"model: 0: is wrapped by DistributedDataParallel: {remedy}"
-    assert sharded == [f"model: is wrapped by fully_shard: {remedy}"] * hasattr(torch.distributed.fsdp, "fully_shard")
 
 
 @pytest.mark.skipif(not hasattr(nn.Module, "compile"), reason="modules of this torch have no compile()")
