@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from ipu_pipe.config.faults import find_origin, format_faults
 from ipu_pipe.config.schema import Config, import_outer
 from ipu_pipe.config.sections import GIVEN, StageCount
-from ipu_pipe.config.yaml_files import Origins, apply_override, read_with_origins
+from ipu_pipe.config.yaml_files import Origins, apply_override, read_yaml
 from ipu_pipe.errors import BadInput
 from ipu_pipe.schedule.methods import Method, resolve_method
 
@@ -21,7 +21,7 @@ NULL_MEANS = ("stages", "steps", "clip", "hardware", "init_from")  # at other ke
 def load_config(path: Union[str, Path], overrides: Sequence[str] = ()) -> Config:
     """Return the config in the YAML file `path`, changed by KEY=VALUE `overrides`. Raise `BadInput` with every fault found."""
     origins: Origins = {}
-    raw = read_with_origins(Path(path), origins)
+    raw = read_yaml(Path(path), origins)
     faults: List[str] = []
     for text in overrides:
         try:
@@ -36,7 +36,7 @@ def load_recorded(path: Path) -> Config:
 
     Raise `BadInput` with every fault found.
     """
-    raw = read_with_origins(path, {})
+    raw = read_yaml(path)
     if isinstance(raw.get("log"), dict):
         raw["log"].pop("trace_microbatches", None)  # what `trace` was called
     return _validate(raw, {}, str(path), [])

@@ -9,7 +9,7 @@ import os
 import re
 import stat
 from pathlib import Path
-from typing import Any, Dict, List, Tuple
+from typing import Any, Dict, List, Optional, Tuple
 
 import yaml
 
@@ -125,8 +125,9 @@ def dump_yaml(value: Any) -> str:
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False)
 
 
-def read_with_origins(path: Path, origins: Origins) -> Dict[str, Any]:
+def read_yaml(path: Path, origins: Optional[Origins] = None) -> Dict[str, Any]:
     """Return the keys of a file on top of those of the file that its `extends` names, and fill in `origins`."""
+    origins = {} if origins is None else origins
     layers: List[Tuple[Path, Dict[str, Any]]] = []  # `path` and what it extends, in order
     place, target = str(path), path
     for _ in range(MOST_FILES):
@@ -148,11 +149,6 @@ def read_with_origins(path: Path, origins: Origins) -> Dict[str, Any]:
         note_origin(raw, "", str(file), origins)
         merged = merge_keys(merged, raw)
     return merged
-
-
-def read_yaml(path: Path) -> Dict[str, Any]:
-    """Return the keys of a file on top of those of the file that its `extends` names."""
-    return read_with_origins(path, {})
 
 
 def _read_text(path: Path, place: str) -> str:

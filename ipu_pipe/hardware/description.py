@@ -17,7 +17,7 @@ from typing_extensions import Annotated, Literal
 from ipu_pipe.config import values
 from ipu_pipe.config.faults import format_faults
 from ipu_pipe.config.values import MOST_REAL, MOST_SECONDS, NUMBER, Count, Section, key_fault
-from ipu_pipe.config.yaml_files import Origins, note_origin, read_with_origins
+from ipu_pipe.config.yaml_files import Origins, note_origin, read_yaml
 from ipu_pipe.errors import BadInput
 from ipu_pipe.hardware.precision import PRECISIONS
 from ipu_pipe.shipped import find_configs
@@ -246,7 +246,7 @@ def read_hardware(asked: Union[str, Mapping[str, Any]], key: str = "--hardware")
         return _validate({"name": "given", **asked}, origins, key)
     path = _find_file(asked, key)
     origins = {}
-    raw = read_with_origins(path, origins)
+    raw = read_yaml(path, origins)
     return _validate({"name": THIS if asked == THIS else path.stem, **raw}, origins, str(path))
 
 

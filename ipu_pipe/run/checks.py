@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import torch
 from torch import nn
@@ -42,71 +42,61 @@ def find_faults(job: Job, placed: Sequence[str] = ()) -> List[str]:
     """List all reasons to refuse the job. `placed` are faults of a config's optimizer with the places that they come from."""
     args, kind = job.config.method_settings(), update.get_kind(job.optimizer)
     of_rules = [f for group in job.optimizer.param_groups for f in rules.list_conflicts(args, job.method, kind, group)]
-    reasons = [*get_backend(job.config).faults(job), *_list_conflicts(job), *_list_block_conflicts(job)]
+    conflicts = {**_find_conflicts(job), **(_find_block_conflicts(job) if job.method.structure is not None else {})}
+    reasons = [*get_backend(job.config).faults(job), *(fault for fault, is_so in conflicts.items() if is_so)]
     reasons += [next((line for line in placed if line.endswith(fault)), fault) for fault in of_rules]
     return list(dict.fromkeys(reasons))
 
 
-def _list_conflicts(job: Job) -> Iterator[str]:
-    """Yield which settings do not go together, or not with the model."""
-    config, method, clip = job.config, job.method, job.config.clip
-    if config.model.compile and config.backend.name != "distributed":
-        yield "model.compile: true: only backend: {name: distributed} compiles the modules of its stages: must be false"
-    why = ""
+def _find_conflicts(job: Job) -> Dict[str, Any]:
+    """Return which settings do not go together, or not with the model: the fault -> whether it is so."""
+    config, method, args = job.config, job.method, job.config.method_settings()
+    replicas, accumulation, scope = config.replicas, config.gradient_accumulation, config.clip and config.clip.scope
+    alone = f"{method.name} updates single stages" if method.history is not None else ""
     if method.rounds is not None:
-        why = f"{method.name} has replicas that step by themselves (method_args.replicas)"
-    elif method.history is not None:
-        why = f"{method.name} updates single stages"
-    if why:
-        for key in ("replicas", "gradient_accumulation"):
-            if getattr(config, key) > 1:
-                yield f"{key}: {getattr(config, key)}: {why}: must be 1"
-        if clip is not None and clip.scope != "stage":
-            yield f"clip.scope: {clip.scope}: {why}: must be stage"
-    if clip is not None and clip.scope == "delayed_global" and "warmup" in config.method_settings():
-        yield "clip.scope: delayed_global: not together with method_args.warmup, whose norms are not delayed: use stage"
+        alone = f"{method.name} has replicas that step by themselves (method_args.replicas)"
     # copies of a layer would differ by such buffers, and a checkpoint has those of the first copy only
-    has_copies = config.replicas > 1 or method.rounds is not None or (method.structure and method.structure.overlap)
-    if has_copies and job.effects.buffers:
-        yield (
-            f"model: {list_some(job.effects.buffers)}: buffers that training changes and reads: with replicas, or layers that "
-            "two blocks hold, each copy would need its own: leave them out"
-        )
-    if job.rules.read_rates and has_own_rates(job.optimizer, job.base_rate):
-        yield f"{OWN_RATES}: not with a rule that corrects weights by the rate: must have one"
+    has_copies = replicas > 1 or method.rounds is not None or (method.structure and method.structure.overlap)
+    stops = [*list_drains(config, job.updates, job.updates_per_epoch, job.done), job.updates]
+    early = next(((every, k) for every in args.get("block_accumulation", ()) for k in stops if k % every), (0, 0))
+    faults: Dict[str, Any] = {
+        "model.compile: true: only backend: {name: distributed} compiles the modules of its stages: must be false":
+            config.model.compile and config.backend.name != "distributed",
+        f"replicas: {replicas}: {alone}: must be 1": alone and replicas > 1,
+        f"gradient_accumulation: {accumulation}: {alone}: must be 1": alone and accumulation > 1,
+        f"clip.scope: {scope}: {alone}: must be stage": alone and scope not in (None, "stage"),
+        "clip.scope: delayed_global: not together with method_args.warmup, whose norms are not delayed: use stage":
+            scope == "delayed_global" and "warmup" in args,
+        f"model: {list_some(job.effects.buffers)}: buffers that training changes and reads: with replicas, or layers that two "
+        "blocks hold, each copy would need its own: leave them out": has_copies and job.effects.buffers,
+        f"{OWN_RATES}: not with a rule that corrects weights by the rate: must have one":
+            job.rules.read_rates and has_own_rates(job.optimizer, job.base_rate),
+        f"method_args.block_accumulation: {early[0]}: an evaluation or checkpoint comes after {early[1]} updates, it must come "
+        "after a multiple, when no gathered gradient is left (evaluate.every, checkpoint.every, steps)": early[0],
+    }  # fmt: skip
+    for key in ("block_rates", "block_accumulation", "head"):
+        value = args.get(key)
+        blocks = f"must be one for each of {len(job.part)} blocks" if method.structure else f"{method.name} has no blocks"
+        wrong = not method.structure or (key != "head" and len(value or ()) != len(job.part))
+        faults[f"method_args.{key}: {show(value)}: {blocks}"] = value is not None and wrong
+    return faults
 
 
-def _list_block_conflicts(job: Job) -> Iterator[str]:
-    """Yield why the settings of blocks do not fit the blocks, or what local methods do not support."""
-    config, args, method, updates = job.config, job.config.method_settings(), job.method, job.updates
-    for key in ("block_rates", "block_accumulation"):
-        if key in args and len(args[key]) != len(job.part):
-            yield f"method_args.{key}: {show(args[key])}: must be one for each of {len(job.part)} blocks"
-    stops = [*list_drains(config, updates, job.updates_per_epoch, job.done), updates]
-    wrong = [(every, k) for every in args.get("block_accumulation", ()) for k in stops if k % every]
-    if wrong:
-        every, k = wrong[0]
-        yield (
-            f"method_args.block_accumulation: {every}: an evaluation or checkpoint comes after {k} updates, it must come after a "
-            f"multiple of {every}, when no gathered gradient is left (evaluate.every, checkpoint.every, steps)"
-        )
-    if method.structure is None:
-        for key in ("block_rates", "block_accumulation", "head"):
-            if args.get(key) is not None:
-                yield f"method_args.{key}: {method.name} has no blocks"
-        return
-    gathers, clip = bool(args.get("block_accumulation")), config.clip
-    if clip and clip.scope != "stage":
-        yield f"clip.scope: {clip.scope}: a block knows no gradient but its own: must be stage"
-    if gathers and config.replicas > 1:
-        yield f"replicas: {config.replicas}: not with method_args.block_accumulation: use gradient_accumulation"
-    if method.structure.overlap:
-        if clip:
-            yield "clip: local_overlapping: a layer's gradient is the mean of two blocks', which are not clipped"
-        if gathers:
-            yield "method_args.block_accumulation: not with local_overlapping, whose blocks share gradients at each update"
-        if config.replicas > 1:
-            yield f"replicas: {config.replicas}: not with local_overlapping, whose layers have duplicates already"
+def _find_block_conflicts(job: Job) -> Dict[str, Any]:
+    """Return what local methods do not support: the fault -> whether it is so."""
+    config, clip, structure = job.config, job.config.clip, job.method.structure
+    gathers, overlaps = bool(config.method_args.block_accumulation), structure is not None and structure.overlap
+    return {
+        f"clip.scope: {clip and clip.scope}: a block knows no gradient but its own: must be stage":
+            clip and clip.scope != "stage",
+        f"replicas: {config.replicas}: not with method_args.block_accumulation: use gradient_accumulation":
+            gathers and config.replicas > 1,
+        "clip: local_overlapping: a layer's gradient is the mean of two blocks', which are not clipped": overlaps and clip,
+        "method_args.block_accumulation: not with local_overlapping, whose blocks share gradients at each update":
+            overlaps and gathers,
+        f"replicas: {config.replicas}: not with local_overlapping, whose layers have duplicates already":
+            overlaps and config.replicas > 1,
+    }  # fmt: skip
 
 
 # Classes that put another's module inside: whose names, hooks and order of work are not the model's own.
