@@ -20,7 +20,7 @@ from ipu_pipe.config.load import load_config
 from ipu_pipe.errors import BadInput
 from ipu_pipe.run import folder, loop
 from ipu_pipe.run import folder as rundir
-from ipu_pipe.run.folder import RunFolder, check_folder, check_unlocked, lock_folder
+from ipu_pipe.run.folder import RunFolder, check_folder, lock_folder
 from ipu_pipe.run.train import reserve_folder, train
 from ipu_pipe.studies.collect import compare_methods
 from tests.test_train import command
@@ -118,8 +118,8 @@ def test_a_comparison_holds_both_folders(tmp_path: Path, monkeypatch: pytest.Mon
 
     def looking(self: Any, microbatches: Any) -> Any:
         seen.append([(out / name / ".lock").exists() for name in (".", "gpipe")])
-        with pytest.raises(BadInput, match=f"process {os.getpid()} writes a run there"):
-            check_unlocked(out / "gpipe")
+        with pytest.raises(BadInput, match=f"process {os.getpid()} writes a run there"), lock_folder(out / "gpipe"):
+            pass
         return step(self, microbatches)
 
     monkeypatch.setattr(Emulator, "step", looking)
@@ -206,7 +206,6 @@ def test_a_file_system_without_locks_is_told_and_used(
     with reserve_folder(tmp_path / "run", say=said.append):
         RunFolder(tmp_path / "run").forget("trace")
         (tmp_path / "run" / "config.yaml").write_text("")
-    check_unlocked(tmp_path / "run")
     assert said == [f"{tmp_path / 'run'}: no locks on this file system: nothing keeps a second run out of this folder"]
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["config.yaml"]
 

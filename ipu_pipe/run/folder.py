@@ -59,20 +59,6 @@ def lock_folder(folder: Path, say: Callable[[str], None] = print) -> Iterator[No
                 path.rmdir()
 
 
-def check_unlocked(folder: Path) -> None:
-    """Raise `BadInput` if a run is on in `folder`. Change nothing."""
-    with contextlib.suppress(OSError):
-        descriptor = os.open(str(folder / LOCK), os.O_RDONLY)
-        try:
-            if fcntl is not None:
-                fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in TAKEN:
-                raise _describe_holder(folder) from None
-        finally:
-            os.close(descriptor)
-
-
 def _lock(file: Path) -> Optional[int]:
     """Return a descriptor of `file` that holds its lock, None where the file system has no locks.
 

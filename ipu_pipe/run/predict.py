@@ -32,10 +32,8 @@ def predict(
     that the run's config names. `data` is a DataSource (its test set), a loader or other iterable of batches, whose labels are
     left out, or the inputs themselves, a tensor or a mapping of tensors, taken `batch_size` at a time. Raise `BadInput`.
     """
-    if not (isinstance(batch_size, int) and not isinstance(batch_size, bool) and batch_size >= 1):
-        raise BadInput(f"predict: batch_size: {describe_kind(batch_size)}: must be a whole number >= 1")
-    if not (into is None or isinstance(into, nn.Module)):
-        raise BadInput(f"predict: into: {describe_kind(into)}: must be a torch.nn.Module")
+    if batch_size < 1:
+        raise BadInput(f"predict: batch_size: {batch_size}: must be a whole number >= 1")
     if isinstance(model, (str, os.PathLike)):
         model = _load_model(Path(model), into)
     elif not isinstance(model, nn.Module):

@@ -26,7 +26,7 @@ from ipu_pipe.model.restoring import modes_restored
 from ipu_pipe.report.provenance import fingerprint_data
 from ipu_pipe.run import checkpoint
 from ipu_pipe.run.build import build, set_up
-from ipu_pipe.run.callbacks import Callback, EarlyStopping, make_callbacks
+from ipu_pipe.run.callbacks import Callback, make_callbacks
 from ipu_pipe.run.folder import check_folder, lock_folder, parse_folder, read_summary
 from ipu_pipe.run.loop import TrainingLoop
 from ipu_pipe.run.progress import Progress
@@ -95,9 +95,6 @@ def train(
             return start.ended
         job = _build(start, objects)
         try:
-            for stopping in called:
-                if isinstance(stopping, EarlyStopping):
-                    stopping.refuse_unmeasured(job.metrics)
             with restore_random_states():  # the main process reads alone: what it draws must not set its states apart
                 job.read = run_on_main(lambda: fingerprint_data(job, read_data_record(out) if start.resumes else {}))
             return TrainingLoop(job, out, start.resumes, overwrite, quiet, called).run_all()

@@ -27,7 +27,7 @@ from ipu_pipe.model.flops import BACKWARD, HOW
 from ipu_pipe.report.analysis.text import format_table
 from ipu_pipe.report.memory import build_device_memory, build_memory_table
 from ipu_pipe.report.summary import plan_links, plan_shared_links
-from ipu_pipe.run.folder import check_folder, check_unlocked, read_summary
+from ipu_pipe.run.folder import check_folder, read_summary
 from ipu_pipe.run.planning import build_for_planning
 from ipu_pipe.run.train import train
 from ipu_pipe.schedule import timelines
@@ -152,10 +152,9 @@ def switch_method(config: Config, name: str, steps: Optional[int], boundaries: S
 
 
 def check_folders(folders: Sequence[Path], resume: bool, overwrite: bool) -> None:
-    """Raise `BadInput` for folders that hold other runs or are in use."""
+    """Raise `BadInput` for folders that hold other runs."""
     for folder in folders:
         check_folder(folder, resume and (folder / "config.yaml").exists(), overwrite)
-        check_unlocked(folder)
 
 
 def run_turn(config: Config, out: Path, processes: int, overwrite: bool = False) -> Dict[str, Any]:
