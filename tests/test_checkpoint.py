@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -59,23 +58,10 @@ def test_a_tied_weight_is_loaded_by_any_of_its_names_but_not_by_two_that_differ(
     assert torch.equal(model[0].weight, other)
 
 
-def _truncate(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-20])
-
-
-def _flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[-3] ^= 1
-    path.write_bytes(bytes(data))
-
-
-@pytest.mark.parametrize("harm, file", [
-    (_truncate, "model.safetensors"), (_flip, "optimizer.safetensors"), (os.remove, "optimizer.safetensors"),
-    (_truncate, "manifest.json"), (_flip, "manifest.json"), (os.remove, "manifest.json"),
-])  # fmt: skip
-def test_a_corrupt_checkpoint_is_named(tmp_path: Path, harm: Any, file: str) -> None:
+@pytest.mark.parametrize("file", ["optimizer.safetensors", "manifest.json"])
+def test_a_missing_file_is_named(tmp_path: Path, file: str) -> None:
     path = make(tmp_path, 3)
-    harm(path / file)
+    (path / file).unlink()
     with pytest.raises(BadInput) as error:
         checkpoint.load(path)
     (line,) = error.value.faults

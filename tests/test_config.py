@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from ipu_pipe.config.compare import (
     compare_deciding,
-    describe_changes,
     dump_config,
     keep_recorded_choices,
     select_deciding,
@@ -293,7 +292,7 @@ def test_a_dumped_config_reads_as_the_same_config(keys: Dict[str, Any], tmp_path
     config = configure(**keys)
     (tmp_path / "x.yaml").write_text(dump_config(config), encoding="utf-8")
     again = load_config(tmp_path / "x.yaml")
-    assert again == config and describe_changes(config, again) == [] and again.to_dict() == config.to_dict()
+    assert again == config and again.to_dict() == config.to_dict()
 
 
 SCALARS = st.one_of(
@@ -314,19 +313,6 @@ def test_any_value_survives_being_written_and_read(tmp_path: Path, values: Dict[
 def test_a_dumped_config_means_the_same_to_a_reader_of_yaml_1_1() -> None:
     values = {"a": "no", "b": "1:30", "c": "2026-01-01", "d": "1_0", "e": "1e-3"}
     assert yaml.safe_load(dump_config(configure(model={"entry": "m:f", "args": values})))["model"]["args"] == values
-
-
-def test_differences_name_key_old_and_new() -> None:
-    old = configure(seed=1, stages=4, optimizer={"lr": 0.1}, data={"name": "digits", "subset": 10})
-    new = configure(seed=2, stages=["a"], optimizer={"lr": 0.1, "momentum": 0.9}, data={"name": "digits", "noise": 1})
-    assert describe_changes(old, new) == [
-        "data.noise: None -> 1",
-        "data.subset: 10 -> None",
-        "optimizer.momentum: None -> 0.9",
-        "seed: 1 -> 2",
-        "stages: 4 -> ['a']",
-    ]
-    assert describe_changes(old, old) == []
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
@@ -411,13 +397,10 @@ def test_stages_measured_by_time_are_the_same_as_the_names_they_came_to() -> Non
         return configure(stages=stages)
 
     names, measured = staged(["b", "c"]), staged({"count": 3, "by": "time"})
-    assert (
-        keep_recorded_choices(names, measured).stages == ["b", "c"]
-        and describe_changes(names, keep_recorded_choices(names, measured)) == []
-    )
+    assert keep_recorded_choices(names, measured) == names
     for other in ({"count": 4, "by": "time"}, {"count": 3, "by": "flops"}, 3, ["b", "d"]):
         assert keep_recorded_choices(names, staged(other)) == staged(other)
-        assert len(describe_changes(names, keep_recorded_choices(names, staged(other)))) >= 1
+        assert keep_recorded_choices(names, staged(other)) != names
     assert keep_recorded_choices(measured, measured) == measured
 
 

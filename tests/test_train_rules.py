@@ -174,10 +174,10 @@ def test_rules_are_checked_against_an_optimizer_made_in_python(tmp_path: Path) -
 
 
 def test_a_config_of_rules_survives_being_written_and_read(tmp_path: Path) -> None:
-    from ipu_pipe.config.compare import describe_changes, dump_config
+    from ipu_pipe.config.compare import dump_config
 
     for row in ROWS.values():
         chosen = config(*keys(row), *SGD)
         file = tmp_path / "c.yaml"
         file.write_text(dump_config(chosen))
-        assert describe_changes(chosen, load_config(file)) == []
+        assert load_config(file) == chosen

@@ -10,7 +10,6 @@ from ipu_pipe.config.faults import show_value
 from ipu_pipe.config.schema import Config
 from ipu_pipe.config.yaml_files import dump_yaml
 from ipu_pipe.schedule.methods import METHODS
-from ipu_pipe.text import show
 
 MADE_LATER = "given.optimizer"  # described when it is made: compared then
 
@@ -53,12 +52,6 @@ def flatten(value: Any, key: str = "") -> Dict[str, Any]:
 def list_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> List[Tuple[str, Any, Any]]:
     """Return (key, old value, new value) where two results of `flatten` differ; a key that one lacks counts as null."""
     return [(key, old.get(key), new.get(key)) for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
-
-
-def describe_changes(old: Config, new: Config) -> List[str]:
-    """Return `key: old -> new` for every value in which two configs differ."""
-    changes = list_changes(flatten(old.to_dict()), flatten(new.to_dict()))
-    return [f"{show(key)}: {show(before)} -> {show(after)}" for key, before, after in changes]
 
 
 def keep_recorded_choices(old: Config, new: Config) -> Config:

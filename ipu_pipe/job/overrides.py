@@ -33,12 +33,12 @@ class Overrides(NamedTuple):
 
     def refuse_missing(self, config: Config) -> None:
         """Raise `BadInput` if Python gave the run that wrote `config` an object that it does not give now."""
-        given = {key: getattr(config.given, key, None) for key in self._fields if key not in FREE}
-        missing = [key for key, one in given.items() if one is not None and getattr(self, key) is None]
+        described = {key: getattr(config.given, key, None) for key in self._fields if key not in FREE}
+        missing = [key for key, one in described.items() if one is not None and getattr(self, key) is None]
         if missing:
             raise BadInput([
-                f"given.{key}: {getattr(given[key], 'name', 'a list')}: Python gave it to the run that wrote this, and only it"
-                f" can again: ipu_pipe.train(config, out, {', '.join(f'{one}=...' for one in missing)})"
+                f"given.{key}: {getattr(described[key], 'name', 'a list')}: Python gave it to the run that wrote this, and only"
+                f" it can again: ipu_pipe.train(config, out, {', '.join(f'{one}=...' for one in missing)})"
                 for key in missing
             ])  # fmt: skip
 
@@ -78,8 +78,8 @@ class Overrides(NamedTuple):
 
 def describe_given(config: Config, descriptions: Mapping[str, Any]) -> Config:
     """Return the config with these descriptions of objects from Python in its section `given`."""
-    given = (config.given or Given()).model_copy(update=dict(descriptions))
-    return config.model_copy(update={"given": given})
+    section = (config.given or Given()).model_copy(update=dict(descriptions))
+    return config.model_copy(update={"given": section})
 
 
 def qualify(value: Any) -> str:
