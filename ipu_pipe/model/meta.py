@@ -15,8 +15,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from ipu_pipe.model.batch import iterate_tensors, list_tensors
-from ipu_pipe.model.restoring import attributes_restored
-from ipu_pipe.model.watching import FunctionWatch, OperationWatch
+from ipu_pipe.model.restoring import FunctionWatch, OperationWatch, attributes_restored
 
 
 def can_run_on_meta(model: nn.Module, x: Any) -> bool:

@@ -27,10 +27,8 @@ from torch.utils._pytree import tree_flatten
 from ipu_pipe.model.batch import call_model, clone_tensors, get_first_tensor, iterate_tensors, list_tensors
 from ipu_pipe.model.flops import BACKWARD, FlopCounterMode, count_by_formula, get_formulas, separate_attention
 from ipu_pipe.model.meta import move_to_meta
-from ipu_pipe.model.precision import is_cast, uncast_temporarily
 from ipu_pipe.model.randomness import list_generators
-from ipu_pipe.model.restoring import undisturbed
-from ipu_pipe.model.watching import OperationWatch
+from ipu_pipe.model.restoring import OperationWatch, undisturbed
 
 
 @dataclass
@@ -374,22 +372,13 @@ def _observe(model: nn.Module, example: Any, training: bool, counted: bool) -> O
     BatchNorm stays in evaluation mode: in training it refuses an example of one value a channel.
     """
 
-    def observe() -> Observation:
-        x = clone_tensors(example)
-        with undisturbed(model), move_to_meta(model) if get_first_tensor(x).is_meta else contextlib.nullcontext():
-            model.train(training)
-            for module in model.modules():
-                if isinstance(module, nn.modules.batchnorm._NormBase):
-                    module.training = False
-            return observe_costs(model, x, lambda: call_model(model, x), counted)
-
-    try:
-        with uncast_temporarily(model):
-            return observe()
-    except Exception:  # it may have a block of its own, whose bfloat16 goes on to layers that count on ours
-        if not is_cast(model):
-            raise
-        return observe()
+    x = clone_tensors(example)
+    with undisturbed(model), move_to_meta(model) if get_first_tensor(x).is_meta else contextlib.nullcontext():
+        model.train(training)
+        for module in model.modules():
+            if isinstance(module, nn.modules.batchnorm._NormBase):
+                module.training = False
+        return observe_costs(model, x, lambda: call_model(model, x), counted)
 
 
 def find_running_ancestor(name: str, at_call: Mapping[str, int]) -> str:

@@ -18,9 +18,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.user_code import StageWatch
-from ipu_pipe.model.restoring import buffers_restored
+from ipu_pipe.model.restoring import FunctionWatch, buffers_restored
 from ipu_pipe.model.stages import Partition
-from ipu_pipe.model.watching import FunctionWatch
 
 Place = Tuple[int, int]  # operation, argument
 
