@@ -15,7 +15,9 @@ from __future__ import annotations
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
-from torch.autograd.graph import GradientEdge
+
+if hasattr(torch.autograd.graph, "GradientEdge"):  # the torch that IPUs have imports this file and splits nothing
+    from torch.autograd.graph import GradientEdge
 
 Gradients = Sequence[Optional[torch.Tensor]]  # of a loss: None
 Edge = Tuple[Any, int]  # a node of autograd's graph, and which of its outputs
