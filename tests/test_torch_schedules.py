@@ -17,6 +17,7 @@ from ipu_pipe.backends.emulator.replay import Emulator
 from ipu_pipe.backends.work import Work
 from ipu_pipe.config.load import configure
 from ipu_pipe.errors import BadInput, end_process
+from ipu_pipe.model.cutting import cut_model, list_crossings
 from ipu_pipe.model.stages import begin_stage, partition
 from ipu_pipe.run.train import train as run
 from ipu_pipe.schedule.drawing import format_csv
@@ -25,7 +26,7 @@ from ipu_pipe.schedule.table import Schedule
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.update.apply import UpdateRules
-from ipu_pipe.update.groups import make_groups
+from ipu_pipe.update.groups import make_groups, select_stage
 from tests import forked
 from tests.test_orders import load_torch, order_of
 
@@ -111,6 +112,9 @@ def run_rank(rank: int, ranks: int, folder: str) -> None:
             torch.save(run_file(rank, ranks, v, Path(folder) / f"{name}.csv"), Path(folder) / f"{name}-{rank}.pt")
         for name, v in THEIRS.items():
             torch.save(run_class(name, rank, ranks, v, Path(folder)), Path(folder) / f"{name}-{rank}.pt")
+        torch.distributed.barrier()  # their files are written
+        for name in (*OURS, *THEIRS):
+            torch.save(train_on_rank(rank, *make(name, ranks, Path(folder))), Path(folder) / f"ours-{name}-{rank}.pt")
         torch.distributed.barrier()
     except BaseException:
         traceback.print_exc()
@@ -142,7 +146,10 @@ def run_class(name: str, rank: int, ranks: int, v: int, folder: Path) -> Gradien
         if rank == 0:
             order = schedule._get_pipeline_order() if is_single else schedule.pipeline_order
             lines = [",".join(str(action or "") for action in order[r]) for r in range(ranks)]
-            (folder / f"{name}.csv").write_text("\n".join(lines) + "\n")
+            if name == "Schedule1F1B":  # it numbers the forwards of the last rank from 1
+                lines[-1] = re.sub(r"F(\d+)", lambda found: f"F{int(found.group(1)) - 1}", lines[-1])
+            text = re.sub(r",\d+REDUCE_GRAD", "", "\n".join(lines) + "\n")  # with replicas they average there
+            (folder / f"{name}.csv").write_text(text)
 
     return step(make, rank, ranks, v, stages, dump)
 
@@ -163,36 +170,78 @@ def step(
     return get_gradients(model)
 
 
-# ---- our side: the emulator
-
-
-def train(schedule: Schedule, method: Any) -> Gradients:
-    """Run one batch of a schedule on the emulator; return the gradients that its optimizer is given."""
-    model, M, count = make_model(), schedule.microbatches, schedule.stages
-    data = split_data(M)
-    part = partition(model, data[0][0], [str(s * BLOCKS // count) for s in range(1, count)])
-    table = VersionTable(schedule, method)
-    optimizer = Capturing(make_groups(model, part))
-    rules = UpdateRules({}, method, table.rule_lag(), M, optimizer, lambda k: 0.1)
-    emulator = Emulator(Work(F.cross_entropy, table, rules), model, part, data[0])
-    emulator.step(data)
-    emulator.close()
-    return {name: optimizer.gradients[p] for name, p in model.named_parameters()}
+# ---- our side: the emulator, and processes in the same ranks
 
 
 class Capturing(torch.optim.SGD):
-    """Keeps the gradients of its last step."""
+    """Keeps the gradients of the steps."""
 
-    gradients: Dict[torch.Tensor, torch.Tensor]
+    def __init__(self, groups: Any) -> None:
+        super().__init__(groups, lr=0.1)
+        self.gradients: Dict[Any, torch.Tensor] = {}
 
     def step(self, closure: Any = None) -> Any:
-        self.gradients = {p: p.grad.clone() for group in self.param_groups for p in group["params"]}
+        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        self.gradients.update({p: p.grad.clone() for p in parameters})
         return super().step(closure)
 
 
-def make(name: str, ranks: int, **args: Any) -> Tuple[Schedule, Any]:
-    v = {**OURS, **THEIRS}.get(name, args.pop("v", 1))
-    method = resolve_method(name, {**args, **({"stages_per_device": v} if name in OURS and v > 1 else {})})
+class OurSide:
+    """A model in a schedule's stages, and what one batch of it needs; `held`: the stages that are trained here."""
+
+    def __init__(self, schedule: Schedule, method: Any, held: Sequence[int]) -> None:
+        self.model, self.data = make_model(), split_data(schedule.microbatches)
+        count = schedule.stages
+        self.begins = [str(s * BLOCKS // count) for s in range(1, count)]
+        self.part = partition(self.model, self.data[0][0], self.begins)
+        table, groups = VersionTable(schedule, method), make_groups(self.model, self.part)
+        self.optimizer = Capturing([group for s in held for group in select_stage(groups, s)])
+        rules = UpdateRules({}, method, table.rule_lag(), len(self.data), self.optimizer, lambda k: 0.1)
+        self.work = Work(F.cross_entropy, table, rules)
+
+    def get_gradients(self) -> Gradients:
+        """Return the gradients that the optimizer was given."""
+        found = self.optimizer.gradients
+        return {name: found[p] for name, p in self.model.named_parameters() if p in found}
+
+
+def train(schedule: Schedule, method: Any) -> Gradients:
+    """Run one batch of a schedule on the emulator."""
+    side = OurSide(schedule, method, range(schedule.stages))
+    emulator = Emulator(side.work, side.model, side.part, side.data[0])
+    emulator.step(side.data)
+    emulator.close()
+    return side.get_gradients()
+
+
+def train_on_rank(rank: int, schedule: Schedule, method: Any) -> Gradients:
+    """Run one batch of a schedule on processes, of which this is one."""
+    from ipu_pipe.backends.processes.interpreter import Interpreter
+    from ipu_pipe.backends.processes.layout import RankLayout
+    from ipu_pipe.backends.processes.mail import TorchMail
+    from ipu_pipe.backends.processes.stage import Stage, StageModel
+    from ipu_pipe.backends.processes.trace import TraceRecorder
+
+    layout, cpu = RankLayout(rank, schedule.device_of_stage), torch.device("cpu")
+    side = OurSide(schedule, method, layout.held)
+    cut = cut_model(side.model, side.begins, side.data[0][0])
+    recorder = TraceRecorder(rank, layout.held[0], range(1))
+    mail = TorchMail(layout, cpu, recorder, 60.0)
+    crossings = list_crossings(cut)
+    models = [StageModel(layout, s, cut[s], crossings, lambda m: side.data[m], cpu) for s in layout.held]
+    engine = Interpreter(side.work, {m.stage: Stage(side.work, m, mail, recorder) for m in models}, mail, recorder)
+    engine.step(0)
+    engine.close()
+    return side.get_gradients()
+
+
+def make(name: str, ranks: int, folder: Path) -> Tuple[Schedule, Any]:
+    """Make one of our schedules, or that of a file of PyTorch's order in the folder."""
+    if name in THEIRS:
+        v, method = THEIRS[name], resolve_method("rows", {"file": str(folder / f"{name}.csv")})
+    else:
+        v = OURS[name]
+        method = resolve_method(name, {"stages_per_device": v} if v > 1 else {})
     return make_schedule(method, v * ranks, 2 * ranks, 2 * ranks), method
 
 
@@ -201,7 +250,7 @@ def judged(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Tuple[int,
     """Return the number of ranks, and the folder of their files and gradients."""
     ranks, folder = request.param, tmp_path_factory.mktemp("ranks")
     for name in OURS:
-        (folder / f"{name}.csv").write_text("".join(format_csv(make(name, ranks)[0])))
+        (folder / f"{name}.csv").write_text("".join(format_csv(make(name, ranks, folder)[0])))
     processes = [forked.context().Process(target=run_rank, args=(r, ranks, str(folder))) for r in range(ranks)]
     for process in processes:
         process.start()
@@ -224,23 +273,20 @@ def test_pytorchs_runtime_runs_our_rows(judged: Tuple[int, Path]) -> None:
     expected = accumulate_in_order(2 * ranks)
     for name in OURS:
         assert is_equal(load(folder, name, ranks), expected), name
-        assert is_equal(train(*make(name, ranks)), expected), name
+        assert is_equal(load(folder, f"ours-{name}", ranks), expected), name
+        assert is_equal(train(*make(name, ranks, folder)), expected), name
 
 
 def test_our_rows_run_pytorchs_orders(judged: Tuple[int, Path]) -> None:
     ranks, folder = judged
-    for name, v in THEIRS.items():
-        path = folder / f"{name}.csv"
-        if name == "Schedule1F1B":  # which numbers the forwards of the last rank from 1
-            *lines, last = path.read_text().splitlines()
-            last = re.sub(r"F(\d+)", lambda found: f"F{int(found.group(1)) - 1}", last)
-            path.write_text("\n".join([*lines, last]) + "\n")
-        path.write_text(re.sub(r",\d+REDUCE_GRAD", "", path.read_text()))
-        schedule, method = make("rows", ranks, file=str(path), v=v)
+    for name in THEIRS:
+        schedule, method = make(name, ranks, folder)
         assert schedule.in_order == (name != "ScheduleLoopedBFS"), name
         expected = accumulate_as(schedule)
-        assert is_equal(train(schedule, method), expected), name
+        assert is_equal(expected, accumulate_in_order(2 * ranks)) == schedule.in_order  # the order shows in the bits
         assert is_equal(load(folder, name, ranks), expected), name
+        assert is_equal(load(folder, f"ours-{name}", ranks), expected), name
+        assert is_equal(train(schedule, method), expected), name
 
 
 def test_our_rows_run_pytorchs_golden_dualpipe_v(tmp_path: Path) -> None:
