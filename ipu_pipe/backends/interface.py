@@ -11,7 +11,7 @@ from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Tup
 import torch
 from torch import nn
 
-from ipu_pipe.backends.ranks import are_joined, run_on_main
+from ipu_pipe.backends.ranks import run_on_main
 from ipu_pipe.config.schema import BackendConfig, Config
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.evaluation import EvaluationResult
@@ -101,7 +101,7 @@ class Engine:
 
     def current_model(self) -> Optional[nn.Module]:
         """Return the model where it holds the newest weights now, None where they are on other devices."""
-        return None if are_joined() else self.job.model
+        return self.job.model
 
     def evaluate(self) -> List[EvaluationResult]:
         """Return test loss and metrics of each block that has a loss of its own, the model's own last, on every process alike.

@@ -191,13 +191,13 @@ class Job(Setup):
             return self.played[k]
         return compute_rate(self.config, self.base_rate, k, self.updates, self.updates_per_epoch)
 
-    def count_done(self, k: int) -> int:
-        """Return how many updates the first stage has done when the loss of update k is known.
+    def count_ahead(self) -> int:
+        """Return how many updates the first stage may be ahead of the last: it must not wait where no gradient comes back."""
+        return len(self.part) if get_blocks(self.model) is not None else 0
 
-        Where no gradient comes back to it, it must not wait for the last stage.
-        """
-        ahead = len(self.part) if get_blocks(self.model) is not None else 0
-        return min(k + ahead + 1, self.schedule.stretch(k)[1])
+    def count_done(self, k: int) -> int:
+        """Return how many updates the first stage has done when the loss of update k is known."""
+        return min(k + self.count_ahead() + 1, self.schedule.stretch(k)[1])
 
     def count_begun(self, k: int) -> int:
         """Return how many batches have been started when the loss of update k is known.

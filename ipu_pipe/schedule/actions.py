@@ -24,10 +24,8 @@ class Kind(Enum):
     # Enum's own hash is a Python function, which the clock's tables would call a million times
     __hash__ = object.__hash__
 
-    @property
-    def word(self) -> str:
-        """Return the name that traces show."""
-        return self.name.lower().replace("_", " ")
+    def __init__(self, letter: str) -> None:
+        self.word = self.name.lower().replace("_", " ")  # the name that traces show
 
 
 # The passes of every microbatch on every stage. The last of them completes it there: its activations are freed, and the update

@@ -152,7 +152,8 @@ class UpdateRules:
 
     def collect(self) -> None:
         """Hand the gradients of weights to their master copies, after a backward."""
-        collect_gradients(self.rounded)
+        if self.rounded:
+            collect_gradients(self.rounded)
 
     def rates(self, k: int) -> Floats:
         """Return the learning rates (P,) of update k."""
@@ -199,7 +200,8 @@ class UpdateRules:
             for stage, entries in followed:
                 now = [p.detach() for p in stage.parameters]
                 _follow(stage, entries, list(torch._foreach_sub(now, before[stage.index])))
-        write_weights(rounded)
+        if rounded:
+            write_weights(rounded)
         self.optimizer.zero_grad(set_to_none=True)
         for p, gradient in gathering:
             p.grad = gradient

@@ -265,7 +265,8 @@ class PoptorchEngine(Engine):
         self._fetched = snapshot.update
 
     def current_model(self) -> Optional[nn.Module]:
-        return super().current_model() if self._fetched == self._done and not self._results else None
+        is_newest = self._fetched == self._done and not self._results
+        return self.job.model if is_newest and not self._others else None
 
     def report(self) -> Optional[Report]:
         """Return the pipeline by its placement, and what the calls measured."""

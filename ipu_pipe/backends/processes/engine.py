@@ -13,6 +13,7 @@ from typing import Any, Dict, Iterator, List, Optional, Tuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from ipu_pipe.backends.interface import Backend, CheckpointState, Engine, Report, StepResult, refuse_poptorch_state
 from ipu_pipe.backends.processes import collect, trace
@@ -49,6 +50,8 @@ class ProcessEngine(Engine):
         self._layout = layout = RankLayout(dist.get_rank(), job.placement, config.replicas)
         self.is_main = layout.rank == 0
         self._first_update, self._aligned, self._steps = first_update, first_update, 0
+        # the next update before which the pipeline is empty; updates that the first stage may be ahead of the last
+        self._drained_at, self._ahead = 0, job.count_ahead()
         groups: List[Any] = []  # of each stage, its ranks in all replicas
         if layout.replicas > 1:
             ranks = [range(d, dist.get_world_size(), layout.devices) for d in range(layout.devices)]
@@ -108,7 +111,11 @@ class ProcessEngine(Engine):
         interpreter, early, is_first = self._interpreter, self._early, 0 in self._layout.held
         with self._name_faults():
             # the first stage goes on until nothing that it can send is missing for update k
-            last = self.job.count_done(k) if is_first else k + 1
+            last = k + 1
+            if is_first:
+                if k >= self._drained_at:
+                    self._drained_at = self.job.schedule.stretch(k)[1]
+                last = min(k + self._ahead + 1, self._drained_at)
             self._recorder.begin_step(self._steps > 0)  # the first step of a process warms up
             self._steps += 1
             if is_first and early is None:
@@ -123,6 +130,9 @@ class ProcessEngine(Engine):
             result = self._results.collect(k)
             self._recorder.end_step()
             return result
+
+    def current_model(self) -> Optional[nn.Module]:
+        return None
 
     def end(self, done: int, asked: bool) -> int:
         if self._early is None:

@@ -278,8 +278,9 @@ class Interpreter:
             self._tabulate(member, k)
         update.carry_out(k, self.memory.sample)
         # no receive of a channel may wait while the pipeline is empty
-        if not self._independent and self._work.schedule.stretch(k)[1] == self.update:
-            for member in self.stages.values():
+        copying = [member for member in self.stages.values() if member.model.ties.copies_of]
+        if copying and self._work.schedule.stretch(k)[1] == self.update:
+            for member in copying:
                 member.tied.load(self.update)
         self.recorder.begin_update(self.update)
 

@@ -125,7 +125,8 @@ class TorchMail:
         channels: Optional[Mapping[Link, Any]] = None,
         in_flight: int = 24,
     ) -> None:
-        self._layout, self._device, self._recorder = layout, device, recorder
+        self._rank, self._device, self._recorder = layout.rank, device, recorder
+        self._ranks = [layout.rank_of(stage) for stage in range(layout.stages)]
         self._ends = max(layout.stages, layout.devices * layout.replicas)
         self._deadline, self._group, self._channels, self._in_flight = deadline, group, channels, in_flight
         self._through_host = device.type != "cpu" and channels is None
@@ -160,7 +161,7 @@ class TorchMail:
         """Announce messages that will come."""
         links: Dict[Link, None] = {}  # a set's order would differ from rank to rank
         for message, shapes in messages:
-            if self._find_rank(message, message.source) != self._layout.rank:
+            if self._find_rank(message, message.source) != self._rank:
                 links[message.link] = None
                 self._expected.setdefault(message.link, deque()).append((message, shapes))
         for link in links:
@@ -189,7 +190,7 @@ class TorchMail:
     def receive(self, message: Message) -> List[torch.Tensor]:
         """Wait for an expected message and return its tensors."""
         kind, recorder, source = message.kind, self._recorder, self._find_rank(message, message.source)
-        if source == self._layout.rank:
+        if source == self._rank:
             return self._handed.pop(message)
         carries = CARRIES.get(kind)
         start = recorder.mark()
@@ -212,7 +213,7 @@ class TorchMail:
     def send(self, message: Message, tensors: Sequence[torch.Tensor]) -> None:
         """Send tensors; if too many are on their way to this rank, wait for the oldest."""
         kind, m, target = message.kind, message.number, self._find_rank(message, message.target)
-        if target == self._layout.rank:
+        if target == self._rank:
             self._handed[message] = [tensor.detach().contiguous() for tensor in tensors]
             return
         carries, recorder = CARRIES.get(kind), self._recorder
@@ -281,7 +282,7 @@ class TorchMail:
         return tensors
 
     def _find_rank(self, message: Message, end: int) -> int:
-        return end if message.kind == WORD else self._layout.rank_of(end)
+        return end if message.kind == WORD else self._ranks[end]
 
     def _route(self, message: Message, number: int) -> Tuple[Any, int]:
         """Return group and tag of tensor number `number`."""

@@ -139,6 +139,8 @@ class Stage:
         self._plan = ReplayPlan(work.source([layout.replica]), work.rules, work.microbatch)
         self.weights = make_weight_store(work, [model.stage])
         self._keeps_versions = type(self.weights) is not WeightStore or bool(model.ties.copies_of)
+        ties = model.ties
+        self._is_tied = bool(ties.gradients_to or ties.gradients_from or ties.copies_of or ties.copied_to)
         self.tied = TiedWeights(model.ties, model.stage, mail, work.update)
         self.stash = ActivationStash(model.tensors)
         self._trained = [t for t in model.tensors if t.is_leaf and t.requires_grad]
@@ -193,7 +195,8 @@ class Stage:
             inputs = self._mail.receive(Message(FORWARD, m, s - 1, s))
         replay = self._plan.replay(m).on(model.stage)
         version = int(replay.forward.versions[0])
-        self.tied.load(version)
+        if self._is_tied:
+            self.tied.load(version)
         start = recorder.mark()
         if model.enters is not None and model.local is None:
             inputs = model.enters.enter(inputs)
@@ -267,13 +270,14 @@ class Stage:
         gradients: List[torch.Tensor] = []
         if not model.is_last and not is_local:
             gradients = self._mail.receive(Message(BACKWARD, m, s + 1, s))
-        tied = self.tied.receive_gradients(m)
+        tied = self.tied.receive_gradients(m) if self._is_tied else []
         start = self._recorder.mark()
         version = int(flight.replay.backward.versions[0])
         if self._work.method.backward_reads is Reads.NEWEST:
             assert version == self.update, f"stage {s}, {kind.value}{m}: not of version {self.update} in memory but {version}"
         self.weights.load(flight.replay.backward)
-        self.tied.load(version)
+        if self._is_tied:
+            self.tied.load(version)
         roots: List[Tuple[torch.Tensor, Optional[torch.Tensor]]] = []
         if flight.loss is not None:
             roots = [(flight.loss / self._work.accumulate, None)]
@@ -293,13 +297,14 @@ class Stage:
         self._recorder.add(kind.word, m, start, version=version)
         if hands_on:
             self._mail.send(Message(BACKWARD, m, s, s - 1), input_gradients)
-        self.tied.send_gradients(m)
+        if self._is_tied:
+            self.tied.send_gradients(m)
 
     def _run_backward(
         self, m: int, kind: Kind, flight: _InFlight, roots: List[torch.Tensor], gradients: List[Optional[torch.Tensor]]
     ) -> None:
         if kind is Kind.BACKWARD:
-            with self.tied.gradients_apart():
+            with self.tied.gradients_apart() if self._is_tied else nullcontext():
                 if roots:
                     torch.autograd.backward(roots, gradients)  # type: ignore[arg-type]
             self._work.rules.collect()
@@ -310,7 +315,8 @@ class Stage:
             left = backward_input(roots, gradients, list_tensors(flight.inputs), self.tied.weights)
         elif roots:
             left = backward_whole(roots, gradients, self._trained)
-        self.tied.take_gradients(left)
+        if self._is_tied:
+            self.tied.take_gradients(left)
         self._left[m] = left
         self.stash.replace(m, left.tensors)
 
@@ -372,7 +378,8 @@ class Stage:
         if self.forwarded + 1 < self._work.schedule.microbatches:
             versions.append(int(self._plan.replay(self.forwarded + 1).forward.versions[self.model.stage]))
         self.weights.release(np.array([min(versions, default=np.iinfo(np.int64).max)]))
-        self.tied.release(min(versions, default=self.update))
+        if self._is_tied:
+            self.tied.release(min(versions, default=self.update))
 
     @property
     def version_bytes(self) -> int:

@@ -77,7 +77,8 @@ class StageUpdate:
                 self.step(k)
         for stage in self.stages:
             stage.after_update()
-            stage.tied.send_weights(k)
+            if stage.model.ties.copied_to:
+                stage.tied.send_weights(k)
 
     def _gather(self, k: int) -> None:
         """Average the gradients of update k with the other ranks that have a part in them."""
