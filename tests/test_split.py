@@ -1,0 +1,116 @@
+"""Split backwards: I and W leave the gradients of a whole backward, to the last bit, and W reads no weights."""
+
+from __future__ import annotations
+
+from typing import Callable, Dict, List, Tuple
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+pytest.importorskip("torch", minversion="2.4")
+from ipu_pipe.backends.processes.split import backward_input, backward_whole, is_split_exact  # noqa: E402
+
+
+class Twice(nn.Module):
+    """One linear layer twice, whose weight scales something too: a product and another use of one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(torch.tanh(self.layer(x))) * self.layer.weight.sum()
+
+
+class FirstFactor(nn.Module):
+    """A weight that is the first factor of a product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight.mm(x.flatten(1)[:4])
+
+
+class Attention(nn.Module):
+    """Self-attention between residual connections."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(8), nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        return x + self.attention(y, y, y, need_weights=False)[0]
+
+
+Case = Tuple[Callable[[], nn.Module], List[int], int]  # the module, the shape of its input, weights that wait for W
+CASES: Dict[str, Case] = {
+    "convolutions": (lambda: nn.Sequential(nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 3)),
+                     [2, 3, 8, 8], 3),
+    "transposed": (lambda: nn.Sequential(nn.ConvTranspose2d(3, 4, 3, groups=1), nn.ReLU()), [2, 3, 5, 5], 2),
+    "grouped": (lambda: nn.Conv2d(4, 8, 3, groups=2, stride=2, padding=1), [2, 4, 9, 9], 2),
+    "linear": (lambda: nn.Sequential(nn.Linear(6, 7), nn.GELU(), nn.Linear(7, 5, bias=False)), [4, 6], 3),
+    "sequences": (lambda: nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 7), nn.Linear(7, 5, bias=False)), [4, 3, 6], 3),
+    "attention": (Attention, [2, 3, 8], 3),
+    "used twice": (Twice, [4, 6], 0),
+    "first factor": (FirstFactor, [4, 2, 3], 0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_both_halves_give_the_bits_of_the_whole(name: str) -> None:
+    make, shape, waiting = CASES[name]
+    torch.manual_seed(0)
+    module, x = make(), torch.randn(*shape).requires_grad_()
+    weights = list(module.parameters())
+    y = module(x)
+    assert is_split_exact([y], [torch.randn_like(y)], [x], weights, [])
+    for p in weights:
+        p.grad = None
+    y = module(x)
+    left = backward_input([y], [torch.ones_like(y)], [x])
+    assert all(p.grad is None for p in weights), "all gradients are added by W"
+    finished = {id(node.variable) for node in left.finished}
+    assert sum(id(p) not in finished for p in weights) == waiting
+    left.add()
+    assert all(p.grad is not None for p in weights)
+
+
+def test_what_is_to_be_sent_at_once_is_not_added_by_the_second_half() -> None:
+    layer, x = nn.Linear(3, 3), torch.randn(2, 3)
+    left = backward_input([layer(x)], [torch.ones(2, 3)], [], [layer.weight])
+    gradient = left.take(layer.weight)
+    left.add()
+    assert gradient is not None and layer.weight.grad is None and layer.bias.grad is not None
+
+
+def test_the_first_half_drops_what_the_second_does_not_need() -> None:
+    module, x = nn.Sequential(nn.Linear(4, 4), nn.Sigmoid(), nn.Softmax(1), nn.Linear(4, 4)), torch.randn(2, 4)
+    y = module(x)
+    left = backward_input([y], [torch.ones_like(y)], [])
+    with pytest.raises(RuntimeError, match="second time"):
+        y.sum().backward()
+    kept = {t.data_ptr() for t in left.tensors}
+    assert x.data_ptr() in kept and len(kept) == 4, "the inputs and the outputs' gradients of two layers"
+
+
+def test_a_backward_that_cannot_run_in_parts_is_done_at_once() -> None:
+    """A reentrant checkpoint refuses to compute some gradients alone."""
+    layer, x = nn.Linear(3, 3), torch.randn(2, 3).requires_grad_()
+
+    def forward() -> torch.Tensor:
+        return checkpoint(layer, x, use_reentrant=True)  # type: ignore[no-any-return]
+
+    with pytest.raises(RuntimeError):
+        backward_input([forward()], [torch.ones(2, 3)], [x])
+    weights = list(layer.parameters())
+    layer.weight.grad = torch.ones(3, 3)
+    left = backward_whole([forward()], [torch.ones(2, 3)], weights)
+    assert torch.equal(layer.weight.grad, torch.ones(3, 3)) and x.grad is not None
+    left.add()
+    expected = torch.ones(3, 3) + torch.autograd.grad(layer(x).sum(), [layer.weight])[0]
+    assert torch.equal(layer.weight.grad, expected)
