@@ -340,6 +340,8 @@ class Stage:
             roots = [t for t in (outputs if result is None else [result.loss]) if t.requires_grad]
             gradients = [_draw(t.shape, t.dtype, t.device) if result is None else None for t in roots]
             entered = [t for t in list_tensors(inputs) if t.requires_grad]
+            if not roots:  # nothing is trained up to here
+                return True
             # whatever a user's module raises whose backward cannot be run in parts
             with suppress(Exception):
                 self.splits = False
