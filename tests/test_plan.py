@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Tuple
 
@@ -28,10 +29,12 @@ from ipu_pipe.plan.planner import make_plan
 from ipu_pipe.plan.prediction import Costing, Prediction, Problem, Sums, predict_cut
 from ipu_pipe.plan.reasons import find_binding
 from ipu_pipe.plan.search import NO_ROOM, find_least_memory, search
+from ipu_pipe.run.train import train
 from ipu_pipe.schedule.clock import clock
 from ipu_pipe.schedule.methods import METHODS
 from ipu_pipe.schedule.timelines import make_schedule
 
+BY_DEVICE = ["interleaved_1f1b", "zb_h1", "zb_h2", "interleaved_zb", "zb_auto", "zbv", "v_half", "v_min", "dualpipe_v"]
 PIPELINES = ["pipedream_2bw", "pipedream_flush", "gpipe", "pipedream"]
 
 
@@ -74,7 +77,7 @@ def problem(seed: int = 0, count: int = 6, memory: Optional[float] = None, **cha
 def predict(given: Problem, asked: Candidate) -> Optional[Prediction]:
     """With the best cut, on the better layout; None where none fits."""
     found = []
-    for layout in list_layouts(asked.depth, asked.width):
+    for layout in list_layouts(asked.depth, asked.width, asked.placement):
         costing = Costing(given, asked, layout, Sums(given, asked.micro_batch_size))
         starts = costing.cut()
         if starts is not None:
@@ -104,6 +107,51 @@ def test_long_batches_are_extended_as_the_clock_would_play_them(method: str, loc
             assert found == pytest.approx((times[1] - times[0]) / 2, rel=1e-9)
 
 
+@pytest.mark.parametrize("method", BY_DEVICE)
+def test_long_batches_of_orders_are_extended_as_the_clock_would_play_them(method: str) -> None:
+    links = [{"name": "all", "bandwidth": 500.0, "latency": 0.1}]
+    for seed in range(2):
+        given = problem(seed, memory=1e9, devices=3, links=links)
+        (asked,) = (each for each in list_candidates([method], 3, 6, 90, (False,)) if each.shape[1] == 3
+                    and each.micro_batch_size == 1 and each.stages_per_device < 3)  # fmt: skip
+        costing = Costing(given, asked, list_layouts(3, 1, asked.placement)[0], Sums(given, 1))
+        starts = costing.cut()
+        assert starts is not None and asked.gradient_accumulation == 90
+        costs = costing.costs(starts)
+        found = compute_batch_time(asked.row, asked.stages, 90, costs).seconds
+        assert found == pytest.approx(clock(make_schedule(asked.row, asked.stages, 90, 90), costs).finish, rel=1e-6)
+        assert costing.least_seconds(costs) <= found * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("memory", [1e9, 2500.0])
+def test_the_search_finds_what_trying_all_orders_finds(memory: float) -> None:
+    given = problem(1, memory=memory)
+    asked = list(list_candidates(["pipedream_flush", *BY_DEVICE], 4, 6, 8))
+    found = search(given, asked, 6)
+    rates: Dict[Any, float] = {}
+    for each in (predict(given, candidate) for candidate in asked):
+        if each is not None:
+            rates[each.asked.shape] = max(each.samples_per_second, rates.get(each.asked.shape, 0.0))
+            assert max(device.total for device in each.memory) <= memory and len(each.memory) == each.asked.depth
+    best = [each.samples_per_second for each in found.best]
+    assert best == pytest.approx(sorted(rates.values(), reverse=True)[:6], rel=1e-9) and best
+
+
+def test_memory_of_a_device_is_that_of_its_stages_when_it_holds_most() -> None:
+    """On equal units: P microbatches of a device for ZBV, half of that for V-half, and the weights of both of its stages."""
+    given = replace(problem(0, memory=1e9), units=(Unit("u", 1e3, 2e3, 10, 4.0, 100.0, 4),) * 8)
+    held = {}
+    for method in ("zbv", "v_half", "zb_h1", "interleaved_1f1b"):
+        asked = next(each for each in list_candidates([method], 4, 8, 16, (False,)) if each.depth == 4)
+        costing = Costing(given, asked, list_layouts(4, 1, asked.placement)[0], Sums(given, asked.micro_batch_size))
+        starts = costing.cut()
+        assert starts is not None
+        memory = costing.memories(starts)
+        assert {device.weights for device in memory} == {2 * 10 * 4}
+        held[method] = max(device.activations for device in memory) / (2 * 100 * asked.micro_batch_size)
+    assert held == pytest.approx({"zbv": 4, "v_half": 3, "zb_h1": 4, "interleaved_1f1b": 5.5})
+
+
 @pytest.mark.parametrize("lockstep", [False, True])
 def test_bounds_are_never_above_what_is_played(lockstep: bool) -> None:
     """Else the search would pass over what is best."""
@@ -111,7 +159,7 @@ def test_bounds_are_never_above_what_is_played(lockstep: bool) -> None:
     for seed in range(4):
         given = problem(seed, lockstep=lockstep)
         for asked in list_candidates(PIPELINES[:3] if not lockstep else ["pipedream_flush"], 4, 6, 32):
-            for layout in list_layouts(asked.depth, asked.width):
+            for layout in list_layouts(asked.depth, asked.width, asked.placement):
                 costing = Costing(given, asked, layout, Sums(given, asked.micro_batch_size))
                 starts = costing.cut()
                 if starts is not None:
@@ -241,6 +289,22 @@ def test_its_json_is_the_contracts_and_what_it_writes_trains(capsys: Any, tmp_pa
     assert written.micro_batch_size == best["micro_batch_size"] and written.hardware == "v100x8"
 
 
+@pytest.mark.parametrize("method", ["zbv", "interleaved_1f1b"])
+def test_stages_of_a_device_are_planned_written_and_trained(method: str, tmp_path: Path, capsys: Any) -> None:
+    file = tmp_path / "planned.yaml"
+    asked = ["--hardware", "v100x8", "--devices", "2", "--methods", f"pipedream_flush,{method}", "--top", "9", "--json"]
+    command.main(["configs/mlp_digits.yaml", *asked, "--batch", "64"])
+    plans = json.loads(capsys.readouterr().out)["plans"]
+    best = next(each for each in plans if each["method"] == method)
+    assert best["stages_per_device"] == 2 == best["depth"] and len(best["stages"]) == 3
+    assert len(best["memory_bytes"]) == len(best["activation_bytes"]) == 2
+    assert best["devices"] == [[0, 1, 1, 0] if method == "zbv" else [0, 1, 0, 1]]
+    command.main(["configs/mlp_digits.yaml", *asked[:4], "--methods", method, "--batch", "64", "--write", str(file), "--memory", "200kB"])
+    written = load_config(file, ["steps=2", "hardware=null"])
+    summary = train(written, tmp_path / "run", quiet=True)
+    assert summary["steps"] == 2 and len(summary["stages"]) == 4 and written.stages_per_device == 2
+
+
 def test_a_config_is_written_for_what_was_planned_or_not_at_all(capsys: Any, tmp_path: Path) -> None:
     """Also the precision that the plan is for; float16 is for plans alone."""
     file = tmp_path / "planned.yaml"
@@ -274,7 +338,8 @@ def test_local_methods_are_planned_and_written(name: str, asked: List[str], caps
     said = capsys.readouterr()
     plans = json.loads(said.out)["plans"]
     methods = {each["method"] for each in plans}
-    usual = {"local_greedy", "pipedream_flush"} | (set() if name == "pod4" else {"pipedream_2bw", "gpipe"})
+    usual = {"local_greedy", "pipedream_flush"} | (set() if name == "pod4" else {"pipedream_2bw", "gpipe", "zb_h1"})
+    methods -= {*BY_DEVICE} - {"zb_h1"}  # as many as the few units have stages for
     assert methods == ({"local_chunked"} if asked else usual) and "not planned" not in said.err
     written, best = load_config(file), plans[0]
     assert written.method == best["method"] and best["depth"] > 1

@@ -34,7 +34,10 @@ examples:
   python tools/plan.py configs/resnet50_cifar10_finest.yaml --hardware v100x8 --memory 16GB --write runs/planned.yaml
   python tools/train.py runs/planned.yaml
 """
-USUAL, IN_LOCKSTEP = ("pipedream_2bw", "pipedream_flush", "gpipe"), ("pipedream_flush",)
+BY_DEVICE = ("interleaved_1f1b", "zb_h1", "zb_h2", "interleaved_zb", "zb_auto", "zbv", "v_half", "v_min", "dualpipe_v")
+USUAL, IN_LOCKSTEP = ("pipedream_2bw", "pipedream_flush", "gpipe", *BY_DEVICE), ("pipedream_flush",)
+# no pipeline; a file of one size; as slow as interleaved_1f1b with the activations of the whole batch
+UNPLANNED = ("naive", "rows", "looped_bfs")
 LOCAL = ("local_greedy", "local_chunked")  # a stage is a block
 MOST_BATCH = 10**6  # samples of an update: more than any run had; every microbatch of it is scheduled
 SIZES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
@@ -130,10 +133,15 @@ def _make_problem(config: Any, args: argparse.Namespace, hardware: Any, methods:
 def _choose_methods(config: Any, args: argparse.Namespace, lockstep: bool) -> List[str]:
     from ipu_pipe.schedule.methods import METHODS
 
-    pipelines = [name for name, row in METHODS.items() if row.is_pipeline and name != "naive"]
+    pipelines = [name for name, row in METHODS.items() if row.is_pipeline and name not in UNPLANNED]
     planned = [*pipelines, *LOCAL]
     if args.methods is not None:
         faults = [f"--methods: {name}: must be of {', '.join(planned)}" for name in args.methods if name not in planned]
+        faults += [
+            f"--methods: {name}: devices in lock-step, such as IPUs, do not run it: must be of {', '.join(IN_LOCKSTEP)}"
+            for name in args.methods
+            if lockstep and name in planned and METHODS[name].order is not None
+        ]
         raise_faults(faults)
         return list(args.methods)
     row = METHODS.get(config.method)

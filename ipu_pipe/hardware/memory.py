@@ -68,18 +68,18 @@ class StashCounts(NamedTuple):
 
 
 def count_kept_microbatches(
-    in_flight: Sequence[int], recompute: bool, segments: Optional[int] = None, turn: int = 0
+    in_flight: Sequence[float], recompute: bool, segments: Optional[int] = None, turn: int = 0
 ) -> KeptMicrobatches:
     """Return what each stage keeps of the `in_flight` (P,) microbatches.
 
     `recompute`: every stage recomputes from its input. `segments`: else the method recomputes by segments of stages, 0 for its
     own number of them (None: it does not recompute).
     """
-    flying = np.asarray(in_flight, np.int64)
+    flying = np.asarray(in_flight)
     if recompute:
         return KeptMicrobatches(flying, np.ones_like(flying))
     if segments is not None and len(flying) > 1:
-        return count_kept_by_segments(in_flight, segments, turn)
+        return count_kept_by_segments(flying.tolist(), segments, turn)
     return KeptMicrobatches(np.zeros_like(flying), flying)
 
 
@@ -104,7 +104,10 @@ def count_stashed(method: Method, stages: int, accumulate: int, recompute: bool,
     batches = 1 if method.flushes else -(-4 * (stages + accumulate) // accumulate)
     make = make_lockstep_schedule if lockstep else make_schedule
     schedule = make(method, stages, batches * accumulate, accumulate)
-    in_flight = schedule.max_in_flight().tolist()
+    in_flight: Sequence[float] = schedule.max_in_flight().tolist()
+    if method.order is not None:  # stages of one device hold their most at different times
+        held = schedule.count_held(method.order.weight_share)
+        in_flight = np.ceil(held).tolist() if recompute else held
     stashed = count_kept_microbatches(in_flight, recompute, method.segments, method.turn)
     if recompute and lockstep:
         stashed.inputs[-1] = 0

@@ -37,6 +37,7 @@ def convert_to_json(answer: Answer) -> Dict[str, Any]:
             {
                 "method": prediction.asked.method,
                 "depth": prediction.asked.depth,
+                "stages_per_device": prediction.asked.stages_per_device,
                 "width": prediction.asked.width,
                 "micro_batch_size": prediction.asked.micro_batch_size,
                 "gradient_accumulation": prediction.asked.gradient_accumulation,
@@ -46,6 +47,7 @@ def convert_to_json(answer: Answer) -> Dict[str, Any]:
                 "utilization": prediction.utilization,
                 "global_batch_size": prediction.asked.global_batch_size,
                 "memory_bytes": [memory.total for memory in prediction.memory],
+                "activation_bytes": [memory.activations for memory in prediction.memory],
                 "binding": str(reason),
                 "devices": prediction.layout.map(),
             }
@@ -85,15 +87,17 @@ def format_answer(answer: Answer) -> str:
 
 def _format_table(answer: Answer) -> List[str]:
     lines = [
-        "    samples/s  method            depth x width  microbatch x accumulation  recompute  busy  fullest device  held back by"
+        "    samples/s  method                depth x width  microbatch x accumulation  recompute"
+        "  busy  fullest device  of it activations  held back by"
     ]
     for place, (prediction, reason) in enumerate(answer.plans, 1):
-        asked = prediction.asked
+        asked, fullest = prediction.asked, max(prediction.memory, key=lambda memory: memory.total)
+        name = asked.method + (f" v={asked.stages_per_device}" if asked.stages_per_device > 1 else "")
         lines.append(
-            f"{place:2d} {prediction.samples_per_second:10.4g}  {asked.method:16s} {asked.depth:6d} x {asked.width:<5d}"
+            f"{place:2d} {prediction.samples_per_second:10.4g}  {name:20s} {asked.depth:6d} x {asked.width:<5d}"
             f" {asked.micro_batch_size:11d} x {asked.gradient_accumulation:<12d} {'yes' if asked.recompute else 'no':>9s} "
-            f"{prediction.utilization:6.0%} {format_bytes(max(m.total for m in prediction.memory)):>15s}  {reason.kind}"
-            f" ({reason.share:.0%})"
+            f"{prediction.utilization:6.0%} {format_bytes(fullest.total):>15s} {format_bytes(fullest.activations):>18s}"
+            f"  {reason.kind} ({reason.share:.0%})"
         )
     return lines
 
@@ -102,9 +106,11 @@ def _format_best(problem: Problem, prediction: Prediction, reason: Binding) -> L
     work, total = prediction.work, sum(prediction.work)
     lines = [
         "the best one's stages",
-        "stage  begins with                      share of the work     memory  of it activations",
+        "stage  begins with                      share of the work     memory  of it activations"
+        + ("  (of its device)" if prediction.asked.stages_per_device > 1 else ""),
     ]
-    for s, (start, memory) in enumerate(zip(prediction.starts, prediction.memory)):
+    for s, start in enumerate(prediction.starts):
+        memory = prediction.memory[prediction.asked.placement[s]]
         name = problem.units[start].name or "(the model's beginning)"
         lines.append(
             f"{s:5d}  {name:30s} {work[s] / total:18.1%} {format_bytes(memory.total):>10s} "
@@ -132,7 +138,8 @@ def format_own_cut(job: Job) -> List[str]:
         f"predicted on {problem.hardware.name}, nothing here is measured",
         "stage  forward (ms)  backward (ms)     memory  of the usable",
     ]
-    for s, memory in enumerate(prediction.memory):
+    for s, device in enumerate(prediction.asked.placement):
+        memory = prediction.memory[device]
         share = f"{memory.total / limit:14.1%}{'  does not fit' if memory.total > limit else ''}"
         lines.append(
             f"{s:5d} {1e3 * costs.forward[s]:13.4g} {1e3 * costs.backward[s]:14.4g} {format_bytes(memory.total):>10s} {share}"
@@ -163,6 +170,7 @@ def make_planned_config(config: Config, problem: Problem, prediction: Prediction
     changes = {
         "method": asked.method,
         "stages": list_begins(problem, prediction) or 1,
+        "stages_per_device": None if asked.row.order is None else asked.stages_per_device,
         "micro_batch_size": asked.micro_batch_size,
         "gradient_accumulation": asked.gradient_accumulation,
         "replicas": asked.width,

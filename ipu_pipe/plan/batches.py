@@ -16,7 +16,7 @@ from ipu_pipe.model.balance import FloatArray, IntArray
 from ipu_pipe.plan.candidates import Candidate
 from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.clock import Costs, Transfer, clock, sum_link_times, time_first_updates
-from ipu_pipe.schedule.methods import METHODS, Method
+from ipu_pipe.schedule.methods import Method
 from ipu_pipe.schedule.table import Schedule
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.uncontended import UncontendedTimes, time_uncontended
@@ -32,14 +32,17 @@ class BatchTime(NamedTuple):
 
 
 class Batches:
-    """Updates of any number of microbatches on a pipeline of `depth` stages, in the steady state.
+    """Updates of any number of microbatches on a pipeline of `depth` stages, on one device each or as the method places them, in
+    the steady state.
 
     Each length is played once, and pass by pass only where transfers meet on a link.
     """
 
     def __init__(self, method: Method, depth: int, costs: Costs) -> None:
         self.method, self.depth, self.costs = method, depth, costs
-        self._slowest = max([*np.add(costs.forward, costs.backward), *sum_link_times(self._list_flows(1, ())).values()])
+        loads = sum_loads(np.add(costs.forward, costs.backward), method)
+        self._devices = len(loads)
+        self._slowest = max([*loads, *sum_link_times(self._list_flows(1, ())).values()])
         self._known: Dict[int, BatchTime] = {}
         self._uncontended: Dict[int, UncontendedTimes] = {}
 
@@ -63,9 +66,11 @@ class Batches:
         return self._extrapolate(accumulate, play).seconds
 
     def _extrapolate(self, accumulate: int, play: Callable[[int], BatchTime]) -> BatchTime:
-        step = max(self.depth, 4)
-        # where the pipeline does not drain, batches shorter than its fill have a steady state of their own
-        shortest = step if self.method.flushes else 2 * step
+        step = max(self._devices, 4)
+        if self.method.order is not None:  # whole rounds
+            step += -step % self._devices
+        # where the pipeline does not drain, batches shorter than its fill have a steady state of their own; DualPipeV has none
+        shortest = step if self.method.flushes and self.method.order is None else 2 * step
         while accumulate > shortest + 2 * step:
             first, second, third = (play(shortest + more * step) for more in range(3))
             slope, before = third.seconds - second.seconds, second.seconds - first.seconds
@@ -127,6 +132,11 @@ class Batches:
         return float(last[2 * fill - 1] - last[fill - 1]) / fill
 
 
+def sum_loads(work: FloatArray, method: Method) -> FloatArray:
+    """Return what the stages of each device add up to, from the `work` of each stage."""
+    return work if method.order is None else np.bincount(method.order.place(len(work)), work).astype(np.float64)
+
+
 def _count_filling(depth: int, accumulate: int) -> int:
     """Return the batches until the pipeline is in its steady state; as many are measured, and as many drain it."""
     return -(-2 * depth // accumulate)
@@ -150,10 +160,10 @@ def bound_seconds(asked: Candidate, work: float) -> float:
 
     Stages can at best be busy all the time. Where the pipeline drains, stage s begins when the previous ones have done a forward,
     and they end a backward after it: T >= w_0 + ... + w_(s-1) + N w_s for every s, which is least where all are equal, with
-    w_s = w_0 (1 - 1/N)^s.
+    w_s = w_0 (1 - 1/N)^s. Methods with an order of their own fill what they can of that.
     """
     depth, count = asked.depth, asked.gradient_accumulation
-    if METHODS[asked.method].flushes:
+    if asked.row.flushes and asked.row.order is None:
         return work / (1 - (1 - 1 / count) ** depth)
     return work * count / depth
 
@@ -165,14 +175,15 @@ def bound_by_costs(asked: Candidate, costs: Costs, in_flight: IntArray, local: b
     at once, each of which is away for the passes of all later stages (Little's law). `local`: blocks wait for no later stage.
     `whole_work`: seconds of a microbatch on all stages together, however they are cut.
     """
-    count, flushes = asked.gradient_accumulation, METHODS[asked.method].flushes
+    count, flushes = asked.gradient_accumulation, asked.row.flushes
     work: FloatArray = np.add(costs.forward, costs.backward)
     reduce = costs.reduce or (Transfer(),) * len(work)
     back = () if local else costs.back
     flows = [(count, transfer) for transfer in (*costs.onward, *back)] + [(1, transfer) for transfer in reduce]
     updates = [update + transfer.seconds + transfer.latency for update, transfer in zip(costs.update, reduce)]
-    bounds = [float((count * work + updates).max()) + count * costs.enter, *sum_link_times(flows).values()]
-    if local:
+    busy: FloatArray = sum_loads(count * work + updates, asked.row)
+    bounds = [float(busy.max()) + count * costs.enter, *sum_link_times(flows).values()]
+    if local or asked.row.order is not None:
         return max(bound_seconds(asked, whole_work), *bounds)
     crossing = [
         one.seconds + one.latency + other.seconds + other.latency for one, other in zip(costs.onward, costs.back)

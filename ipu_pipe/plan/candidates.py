@@ -13,19 +13,30 @@ Source: Narayanan et al. 2021 (PipeDream-2BW), section 4: expensive communicatio
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Iterator, List, NamedTuple, Sequence, Tuple
 
 from ipu_pipe.hardware.description import Hardware
 from ipu_pipe.hardware.links import count_sharing, make_all_reduce, make_transfer
 from ipu_pipe.schedule.clock import Transfer
-from ipu_pipe.schedule.methods import METHODS, Pipeline, Reads
+from ipu_pipe.schedule.methods import METHODS, Method, Pipeline, Reads
+
+INTERLEAVED = (2, 3, 4)  # stages on a device that are tried where they are dealt in turn
+MOST_STAGES = 64  # of a replica, of methods that are given by each device's order of passes
+
+
+@lru_cache(maxsize=None)
+def get_method(name: str, stages_per_device: int) -> Method:
+    """Return a method's row with so many stages on each device."""
+    row = METHODS[name]
+    return replace(row, order=replace(row.order, stages_per_device=stages_per_device)) if row.order is not None else row
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A configuration but for its boundaries: `depth` stages, `width` replicas of the pipeline. `recompute`: activations are
-    computed again before the backward from each stage's input."""
+    """A configuration but for its boundaries: `depth` devices with `stages_per_device`, `width` replicas of the pipeline.
+    `recompute`: activations are computed again before the backward from each stage's input."""
 
     method: str
     depth: int
@@ -33,6 +44,23 @@ class Candidate:
     micro_batch_size: int
     gradient_accumulation: int
     recompute: bool
+    stages_per_device: int = 1
+
+    @property
+    def row(self) -> Method:
+        """Return the method."""
+        return get_method(self.method, self.stages_per_device)
+
+    @property
+    def stages(self) -> int:
+        """Return the number of stages of a replica."""
+        return self.depth * self.stages_per_device
+
+    @property
+    def placement(self) -> Tuple[int, ...]:
+        """Return the place of each stage's device in its replica."""
+        order = self.row.order
+        return tuple(range(self.depth)) if order is None else order.place(self.stages)
 
     @property
     def devices(self) -> int:
@@ -40,9 +68,9 @@ class Candidate:
         return self.depth * self.width
 
     @property
-    def shape(self) -> Tuple[str, int, int, bool]:
+    def shape(self) -> Tuple[str, int, int, int, bool]:
         """Return all but how an update's samples are divided."""
-        return self.method, self.depth, self.width, self.recompute
+        return self.method, self.depth, self.stages_per_device, self.width, self.recompute
 
     @property
     def global_batch_size(self) -> int:
@@ -62,19 +90,32 @@ def list_candidates(
         width = devices // depth
         for size in _list_powers_of_two(greatest_batch // width):
             for method in methods if depth > 1 else methods[:1]:
-                for accumulate in _list_accumulations(method, depth, greatest_batch // (size * width)):
-                    for recompute in recomputes:
-                        yield Candidate(method, depth, width, size, accumulate, recompute)
+                for v in _list_stages_per_device(METHODS[method], depth, units):
+                    for accumulate in _list_accumulations(get_method(method, v), depth, greatest_batch // (size * width)):
+                        for recompute in recomputes:
+                            yield Candidate(method, depth, width, size, accumulate, recompute, v)
 
 
-def _list_accumulations(method: str, depth: int, most: int) -> List[int]:
+def _list_stages_per_device(row: Method, depth: int, units: int) -> List[int]:
+    """Return how many stages each device may have; those of methods that are laid out pass by pass up to MOST_STAGES in all."""
+    if row.order is None:
+        return [1]
+    tried = (row.order.stages_per_device,) if row.order.fixed else INTERLEAVED
+    return [v for v in tried if depth * v <= min(units, MOST_STAGES)]
+
+
+def _list_accumulations(row: Method, depth: int, most: int) -> List[int]:
     """Return the microbatches per update to try: the most that the batch holds.
 
     GPipe holds the activations of all of them and may do with fewer; two weight versions (2BW) need as many as stages.
+    Interleaved stages take whole rounds of a microbatch for each device, DualPipeV two of them at least.
     """
-    row = METHODS[method]
     if row.forward_reads is Reads.DOUBLE_BUFFERED and most < depth:
         return []
+    if row.order is not None:
+        if row.pipeline is Pipeline.DUALPIPE_V:
+            return [most] if most >= 2 * depth else []
+        return [most - most % depth if most > depth and not row.order.turns and not row.order.fixed else most]
     if row.pipeline is Pipeline.FILL_DRAIN:
         return [most >> k for k in range(most.bit_length())]
     return [most]
@@ -89,15 +130,23 @@ def _list_powers_of_two(most: int) -> List[int]:
 
 @dataclass(frozen=True)
 class ReplicaLayout:
-    """`width` replicas of a pipeline of `depth` stages, the replicas of a stage or the stages of a replica together."""
+    """`width` replicas of a pipeline on `depth` devices, the replicas of a stage or the stages of a replica together.
+    `placement`: the place of each stage's device in its replica; empty: a stage on each."""
 
     depth: int
     width: int
     replicas_together: bool
+    placement: Tuple[int, ...] = ()
+
+    @property
+    def stages(self) -> int:
+        """Return the number of stages of a replica."""
+        return len(self.placement) or self.depth
 
     def get_device(self, replica: int, stage: int) -> int:
         """Return the device of a replica's stage."""
-        return stage * self.width + replica if self.replicas_together else replica * self.depth + stage
+        place = self.placement[stage] if self.placement else stage
+        return place * self.width + replica if self.replicas_together else replica * self.depth + place
 
     def list_replicas(self, stage: int) -> List[int]:
         """Return the devices of all replicas of a stage."""
@@ -105,19 +154,21 @@ class ReplicaLayout:
 
     def map(self) -> List[List[int]]:
         """Return the device of each stage, replica by replica."""
-        return [[self.get_device(replica, stage) for stage in range(self.depth)] for replica in range(self.width)]
+        return [[self.get_device(replica, stage) for stage in range(self.stages)] for replica in range(self.width)]
 
 
-def list_layouts(depth: int, width: int) -> Tuple[ReplicaLayout, ...]:
+def list_layouts(depth: int, width: int, placement: Tuple[int, ...] = ()) -> Tuple[ReplicaLayout, ...]:
     """Return the layouts that differ."""
-    stages = ReplicaLayout(depth, width, False)
-    return (stages,) if depth == 1 or width == 1 else (stages, ReplicaLayout(depth, width, True))
+    stages = ReplicaLayout(depth, width, False, placement)
+    return (stages,) if depth == 1 or width == 1 else (stages, ReplicaLayout(depth, width, True, placement))
 
 
 def make_boundary_transfer(hardware: Hardware, layout: ReplicaLayout, stage: int, back: bool = False) -> Transfer:
     """Return the transfer of one byte from `stage` to the next, or back, while every replica sends one; the slowest replica's."""
     ends = (stage + 1, stage) if back else (stage, stage + 1)
     flows = [(layout.get_device(r, ends[0]), layout.get_device(r, ends[1])) for r in range(layout.width)]
+    if flows[0][0] == flows[0][1]:  # stages of one device
+        return Transfer()
     sharing = count_sharing(hardware, flows)
     transfers = [make_transfer(hardware, *flow, 1.0, at_once) for flow, at_once in zip(flows, sharing)]
     return max(transfers, key=lambda transfer: (transfer.seconds, transfer.latency))
@@ -132,7 +183,7 @@ class BoundaryTransfers(NamedTuple):
 
 def make_transfers(hardware: Hardware, layout: ReplicaLayout) -> BoundaryTransfers:
     """Return the transfers of all boundaries of a layout."""
-    inner = range(layout.depth - 1)
+    inner = range(layout.stages - 1)
     return BoundaryTransfers(
         [make_boundary_transfer(hardware, layout, s) for s in inner],
         [make_boundary_transfer(hardware, layout, s, back=True) for s in inner],

@@ -28,7 +28,8 @@ from ipu_pipe.plan.candidates import Candidate
 from ipu_pipe.plan.prediction import Prediction, Problem, predict_fastest
 from ipu_pipe.plan.reasons import Binding, find_binding
 from ipu_pipe.plan.search import find_least_memory, search
-from ipu_pipe.schedule.methods import Method, check_sizes
+from ipu_pipe.schedule.methods import METHODS, Method, Pipeline
+from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.text import format_bytes
 from ipu_pipe.update.optimizer import count_moments
 
@@ -55,9 +56,12 @@ def make_problem(
 
 def make_candidate(config: Config, depth: int) -> Candidate:
     """Return the config as a candidate with `depth` stages."""
+    order = METHODS[config.method].order
+    usual = 1 if order is None else order.stages_per_device
     return Candidate(
-        config.method, depth, config.replicas, config.micro_batch_size, config.gradient_accumulation, config.recompute
-    )
+        config.method, depth, config.replicas, config.micro_batch_size, config.gradient_accumulation, config.recompute,
+        config.stages_per_device or usual,
+    )  # fmt: skip
 
 
 def is_chosen(stages: Any) -> bool:
@@ -76,10 +80,15 @@ def choose_stages(
     where a config names none. Raises BadInput where no cut is possible.
     """
     said = "auto" if config.stages == "auto" else f"{{count: {config.stages['count']}, by: hardware}}"
-    unplanned = f"{method.name} is not planned" if method.order is not None else _explain_unplanned(method)
+    unplanned = _explain_unplanned(method)
+    if method.structure is not None and isinstance(method.structure.blocks, tuple):
+        unplanned = "method_args.blocks names the blocks, each of which is a stage"
     if unplanned is not None:
         raise BadInput(f"stages: {said}: {unplanned}: must be names, a count or finest")
-    count = processes if config.stages == "auto" else config.stages["count"]
+    v = 1 if method.order is None else method.order.stages_per_device
+    count = config.stages["count"] if config.stages != "auto" else None if processes is None else processes * v
+    if count is not None and count % v:
+        raise BadInput(f"stages: {said}: must be a multiple of the {v} stages on each device of {method.name}")
     if count is None and method.structure is not None and method.structure.blocks is not None:
         assert isinstance(method.structure.blocks, int)
         count = method.structure.blocks  # a block a stage
@@ -91,7 +100,7 @@ def choose_stages(
         starts = _cut_by_flops(units, count, blocks)
         if starts is None:
             raise BadInput(
-                f"stages: {said}: {count} processes: the model has {len(units)} places where a stage may begin"
+                f"stages: {said}: {count} stages: the model has {len(units)} places where a stage may begin"
             )
     else:
         starts = _cut_by_times(config, method, units, blocks, x, said, count)
@@ -101,12 +110,12 @@ def choose_stages(
 def _explain_unplanned(method: Method) -> Optional[str]:
     """Return why the planner cannot cut or predict a method's stages; None where it can."""
     structure = method.structure
+    if method.order is not None and (not method.flushes or method.pipeline is Pipeline.ROWS):
+        return f"{method.name} is not planned by device"
     if structure is None:
         return None
     if structure.overlap or structure.layers:
         return f"the planner knows pipelines of one loss and a block a stage, not the blocks of {method.name}"
-    if isinstance(structure.blocks, tuple):
-        return "method_args.blocks names the blocks, each of which is a stage"
     return None
 
 
@@ -149,8 +158,9 @@ def _cut_by_times(
     if count is None and width > hardware.devices:
         raise BadInput(f"replicas: {width}: stages: {said}: hardware {hardware.name} has {hardware.devices} devices")
     problem = replace(make_problem(config, units, _count_sample_bytes(x), hardware), blocks=blocks)
-    depths = [count] if count is not None else range(1, min(hardware.devices // width, len(units)) + 1)
-    asked = [make_candidate(config, depth) for depth in depths if count is not None or _can_run(config, method, depth)]
+    v = 1 if method.order is None else method.order.stages_per_device
+    depths = [count // v] if count is not None else range(1, min(hardware.devices // width, len(units) // v) + 1)
+    asked = [make_candidate(config, depth) for depth in depths if count is not None or _can_run(config, method, depth * v)]
     best = search(problem, asked, 1).best
     if best:
         return best[0].starts
@@ -163,13 +173,13 @@ def _cut_by_times(
     )
 
 
-def _can_run(config: Config, method: Method, depth: int) -> bool:
-    """Return whether the method and the backend would run the config on `depth` stages."""
+def _can_run(config: Config, method: Method, stages: int) -> bool:
+    """Return whether the method and the backend would run the config on so many stages."""
     try:
-        check_sizes(method, depth, config.gradient_accumulation, config.gradient_accumulation)
+        make_schedule(method, stages, config.gradient_accumulation, config.gradient_accumulation)
     except BadInput:
         return False
-    return not import_outer("check_stages")(config, method, depth)
+    return not import_outer("check_stages")(config, method, stages)
 
 
 def _count_sample_bytes(x: Any) -> float:
@@ -188,9 +198,11 @@ def predict_own_cut(job: Job) -> OwnCut:
     """Predict the stages of a job whose config names hardware. Raises BadInput where that is not possible."""
     config, (x, y) = job.config, job.example
     assert config.hardware is not None
-    hardware, depth = read_hardware(config.hardware, "hardware"), len(job.part)
-    if job.method.structure is not None and (job.method.structure.overlap or job.method.structure.layers):
-        raise BadInput(f"method: {_explain_unplanned(job.method)}")
+    order = job.method.order
+    hardware, depth = read_hardware(config.hardware, "hardware"), len(job.part) // (order.stages_per_device if order else 1)
+    unplanned = _explain_unplanned(job.method)
+    if unplanned is not None:
+        raise BadInput(f"method: {unplanned}")
     if job.part.spread:
         raise BadInput("stages: single weights are spread over them: the planner predicts stages of whole modules")
     hardware = hardware.with_devices(max(hardware.devices, depth * config.replicas))

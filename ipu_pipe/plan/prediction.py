@@ -18,7 +18,7 @@ from ipu_pipe.hardware.memory import StageMemory, StashCounts, compute_stage_mem
 from ipu_pipe.hardware.precision import PRECISIONS, resolve_precision
 from ipu_pipe.hardware.unit_costs import Unit, compute_pass_seconds, compute_update_seconds, count_state_bytes
 from ipu_pipe.model.balance import FloatArray, IntArray, StagePrices, find_best_cut
-from ipu_pipe.plan.batches import Batches, bound_by_costs
+from ipu_pipe.plan.batches import Batches, bound_by_costs, sum_loads
 from ipu_pipe.plan.blocks import BlockUnits
 from ipu_pipe.plan.candidates import (
     BoundaryTransfers,
@@ -30,7 +30,7 @@ from ipu_pipe.plan.candidates import (
     scale_transfer,
 )
 from ipu_pipe.schedule.clock import Costs, Transfer
-from ipu_pipe.schedule.methods import METHODS, Pipeline
+from ipu_pipe.schedule.methods import METHODS, Method, Pipeline
 
 
 @dataclass(frozen=True)
@@ -142,17 +142,16 @@ def _sum_also_kept(units: Tuple[Unit, ...]) -> Optional[FloatArray]:
 
 
 @lru_cache(maxsize=None)
-def _count_stashed(method: str, depth: int, accumulate: int, recompute: bool, lockstep: bool) -> StashCounts:
-    return count_stashed(METHODS[method], depth, accumulate, recompute, lockstep)
+def _count_stashed(method: Method, stages: int, accumulate: int, recompute: bool, lockstep: bool) -> StashCounts:
+    return count_stashed(method, stages, accumulate, recompute, lockstep)
 
 
 def _count_candidate(problem: Problem, asked: Candidate) -> StashCounts:
     """Return what the stages hold."""
     # beyond 2 P the microbatches per update change nothing, except where the pipeline holds a whole batch
-    method = METHODS[asked.method]
-    holds_batch = method.pipeline is Pipeline.FILL_DRAIN and not problem.lockstep
+    holds_batch = asked.row.pipeline is Pipeline.FILL_DRAIN and not problem.lockstep
     count = asked.gradient_accumulation if holds_batch else min(asked.gradient_accumulation, 2 * asked.depth)
-    return _count_stashed(asked.method, asked.depth, count, asked.recompute, problem.lockstep)
+    return _count_stashed(asked.row, asked.stages, count, asked.recompute, problem.lockstep)
 
 
 class Costing:
@@ -169,7 +168,8 @@ class Costing:
         self.problem, self.asked, self.layout, self.sums = problem.resolve(asked.method), asked, layout, sums
         self.stashed = _count_candidate(problem, asked)
         self.onward, self.back = transfers or make_transfers(problem.hardware, layout)
-        self.local = METHODS[asked.method].structure is not None
+        self.local = asked.row.structure is not None
+        self.limit = problem.memory_bytes
         self.work = np.diff(sums.forward) * (2 if asked.recompute else 1) + np.diff(sums.backward)
         if self.local:
             assert sums.blocks is not None, "blocks are planned with the figures of their heads"
@@ -178,8 +178,18 @@ class Costing:
     # ---- cuts
 
     def cut(self) -> Optional[List[int]]:
-        """Return the first units of the stages of the fastest cut that fits the memory; None where none fits."""
-        return find_best_cut(self.work.tolist(), self.asked.depth, self._price_stages)
+        """Return the first units of the stages of the fastest cut that fits the memory; None where none fits.
+
+        The stages of one device are cut as if each were alone; where they do not fit together, each gets its share of the memory.
+        """
+        for share in {1: None, self.asked.stages_per_device: None}:
+            self.limit = self.problem.memory_bytes / share
+            starts = find_best_cut(self.work.tolist(), self.asked.stages, self._price_stages)
+            if starts is None or self.asked.stages_per_device == 1:
+                return starts
+            if max(memory.total for memory in self.memories(starts)) <= self.problem.memory_bytes:
+                return starts
+        return None
 
     def may_fit(self) -> bool:
         """Return False if all devices together have too little, even if every stage held as little as the least."""
@@ -200,9 +210,9 @@ class Costing:
 
         def price(first: IntArray, end: IntArray) -> StagePrices:
             stages, entering = self.sums.make_stage(first, end, self.local), self.sums.entering[first]
-            return lambda k: np.asarray(self._compute_memory(self.asked.depth - k, stages, entering).total, np.float64)
+            return lambda k: np.asarray(self._compute_memory(self.asked.stages - k, stages, entering).total, np.float64)
 
-        starts = find_best_cut([0.0] * len(self.work), self.asked.depth, price)
+        starts = find_best_cut([0.0] * len(self.work), self.asked.stages, price)
         return None if starts is None else max(memory.total for memory in self.memories(starts))
 
     def _price_stages(self, first: IntArray, end: IntArray) -> StagePrices:
@@ -213,10 +223,10 @@ class Costing:
         per_byte = np.add(onward, np.multiply(back, both))
 
         def price(k: IntArray) -> FloatArray:
-            s = self.asked.depth - k
+            s = self.asked.stages - k
             leaving = self.sums.entering[end] * per_byte[s]
             cost = seconds + leaving if self.problem.lockstep else np.maximum(seconds, leaving)
-            fits = self._compute_memory(s, stages, entering).total <= self.problem.memory_bytes
+            fits = self._compute_memory(s, stages, entering).total <= self.limit
             return np.where(fits & self.problem.fits_streaming(stages.parameters), cost, np.inf)
 
         return price
@@ -250,18 +260,25 @@ class Costing:
         )
 
     def memories(self, starts: Sequence[int]) -> List[StageMemory]:
-        """Return the bytes of each stage's device."""
-        memories = []
+        """Return the bytes of each device."""
+        of_devices: Dict[int, List[StageMemory]] = {}
         for s, (a, b) in enumerate(zip(starts, [*starts[1:], len(self.work)])):
             stage = self.sums.make_stage(np.array(a), np.array(b), self.local)
-            memories.append(self._compute_memory(s, stage, self.sums.entering[a]))
-        return [StageMemory(*(int(size) for size in memory)) for memory in memories]
+            memory = self._compute_memory(s, stage, self.sums.entering[a])
+            of_devices.setdefault(self.asked.placement[s], []).append(memory)
+        return [
+            StageMemory(*(int(sum(sizes)) for sizes in zip(*memories)))._replace(code=int(memories[0].code))
+            for _, memories in sorted(of_devices.items())
+        ]
 
     def costs(self, starts: Sequence[int]) -> Costs:
         """Return the costs of the stages that begin at `starts`, for the clock."""
         first, end = np.array(starts), np.array([*starts[1:], len(self.work)])
         sums, asked, hardware = self.sums, self.asked, self.problem.hardware
         forward, backward = self._compute_seconds(first, end)
+        # a matrix product has two gradients of its own cost; what recomputes comes before the first of them
+        split = self.asked.row.order is not None
+        weights = ((backward - forward * asked.recompute) / 2).tolist() if split else ()
         heads = sums.blocks.update[end] if self.local and sums.blocks else 0.0
         update = sums.update[end] - sums.update[first] + heads
         sizes = sums.entering[first[1:]]
@@ -281,6 +298,7 @@ class Costing:
             update.tolist(),
             onward=tuple(scale_transfer(one, float(size)) for one, size in zip(self.onward, sizes)),
             back=tuple(scale_transfer(one, float(size)) for one, size in zip(self.back, sizes)),
+            weight_gradient=weights,
             reduce=reduce,
             lockstep=self.problem.lockstep,
             enter=enter,
@@ -289,8 +307,8 @@ class Costing:
 
 @dataclass(frozen=True)
 class Prediction:
-    """A configuration with its cut and what it would do. `starts`: first units of its stages. `seconds`: of a batch, in which
-    each link is busy for `link_busy`."""
+    """A configuration with its cut and what it would do. `starts`: first units of its stages. `memory`: of its devices.
+    `seconds`: of a batch, in which each link is busy for `link_busy`."""
 
     asked: Candidate
     layout: ReplicaLayout
@@ -311,6 +329,11 @@ class Prediction:
         return [f + b for f, b in zip(self.costs.forward, self.costs.backward)]
 
     @property
+    def loads(self) -> List[float]:
+        """Return the seconds that each device computes for a microbatch."""
+        return [float(load) for load in sum_loads(np.array(self.work), self.asked.row)]
+
+    @property
     def utilization(self) -> float:
         """Return the share of the time in which devices are in passes, on average over the stages."""
         return self.asked.gradient_accumulation * sum(self.work) / (self.asked.depth * self.seconds)
@@ -318,7 +341,7 @@ class Prediction:
 
 def make_batches(costing: Costing, starts: Sequence[int]) -> Batches:
     """Return the updates of a configuration that is cut at `starts`."""
-    return Batches(METHODS[costing.asked.method], costing.asked.depth, costing.costs(starts))
+    return Batches(costing.asked.row, costing.asked.stages, costing.costs(starts))
 
 
 def predict_cut(costing: Costing, starts: Sequence[int], batches: Optional[Batches] = None) -> Prediction:
@@ -332,7 +355,7 @@ def predict_cut(costing: Costing, starts: Sequence[int], batches: Optional[Batch
 def predict_fastest(problem: Problem, asked: Candidate, starts: Sequence[int]) -> Prediction:
     """Return the prediction for the fastest layout of a candidate that is cut at `starts`."""
     sums = Sums(problem.resolve(asked.method), asked.micro_batch_size)
-    layouts = list_layouts(asked.depth, asked.width)
+    layouts = list_layouts(asked.depth, asked.width, asked.placement)
     predictions = [predict_cut(Costing(problem, asked, layout, sums), starts) for layout in layouts]
     return max(predictions, key=lambda prediction: prediction.samples_per_second)
 

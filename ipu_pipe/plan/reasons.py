@@ -13,7 +13,6 @@ from typing import List, NamedTuple
 from ipu_pipe.plan.batches import compute_batch_time
 from ipu_pipe.plan.prediction import Costing, Prediction, Problem, Sums, remove_transfers
 from ipu_pipe.schedule.clock import HOST
-from ipu_pipe.schedule.methods import METHODS
 from ipu_pipe.text import format_bytes
 
 STREAMED = "backend.ipu.tensor_locations.optimizer.on_chip: false"
@@ -56,17 +55,17 @@ def _sum_streaming_seconds(problem: Problem, prediction: Prediction) -> float:
 
 def _list_bindings(problem: Problem, prediction: Prediction) -> List[Binding]:
     """Return everything that holds a configuration back, in no order."""
-    asked, work, seconds = prediction.asked, prediction.work, prediction.seconds
-    count, mean, greatest = asked.gradient_accumulation, sum(work) / asked.depth, max(work)
-    quiet = compute_batch_time(METHODS[asked.method], asked.depth, count, remove_transfers(prediction.costs)).seconds
-    slowest = work.index(greatest)
+    asked, loads, seconds = prediction.asked, prediction.loads, prediction.seconds
+    count, mean, greatest = asked.gradient_accumulation, sum(loads) / asked.depth, max(loads)
+    quiet = compute_batch_time(asked.row, asked.stages, count, remove_transfers(prediction.costs)).seconds
+    slowest, kind = loads.index(greatest), "stage" if asked.stages_per_device == 1 else "device"
     name = problem.units[prediction.starts[slowest]].name or "the model's beginning"
     idle = max(quiet - count * greatest, 0.0) / seconds
     reasons = [
         Binding(
             "imbalance",
             count * (greatest - mean) / seconds,
-            f"stage {slowest} (from {name}) computes {greatest / mean - 1:.0%} more than the mean",
+            f"{kind} {slowest} (from {name}) computes {greatest / mean - 1:.0%} more than the mean",
             "boundaries inside its modules, or a depth that divides the model better, would lift it",
         ),
         # a model on one device has no pipeline to fill or drain: beside its passes it updates its weights
@@ -82,7 +81,7 @@ def _list_bindings(problem: Problem, prediction: Prediction) -> List[Binding]:
             idle,
             f"{idle:.0%} of the time goes to filling, draining and updating",
             "more microbatches an update (a greater batch), fewer stages or a method that does not flush would lift it"
-            if METHODS[asked.method].flushes
+            if asked.row.flushes
             else "more microbatches an update would lift it",
         ),
     ]
@@ -109,7 +108,7 @@ def _list_bindings(problem: Problem, prediction: Prediction) -> List[Binding]:
             Binding(
                 "memory",
                 again,
-                f"stage {fullest} holds {format_bytes(prediction.memory[fullest].total)} of"
+                f"{kind} {fullest} holds {format_bytes(prediction.memory[fullest].total)} of"
                 f" {format_bytes(int(problem.memory_bytes))}; recomputing, which fits, takes {again:.0%} of the time",
                 "more memory a device or more stages would lift it",
             )

@@ -73,7 +73,7 @@ class _Costings:
         row = self._problem.resolve(asked.method).precision
         key = asked.micro_batch_size, asked.recompute, METHODS[asked.method].structure is None, row
         if key not in self._work:
-            self._work[key] = self.make(asked, list_layouts(asked.depth, asked.width)[0]).work.tolist()
+            self._work[key] = self.make(asked, list_layouts(asked.depth, asked.width, asked.placement)[0]).work.tolist()
         return self._work[key]
 
 
@@ -89,7 +89,7 @@ def search(problem: Problem, asked: Iterable[Candidate], count: int) -> Found:
     waiting: List[Tuple[float, int, int, _Progress]] = []  # by least seconds per sample, then as they came
     for order, candidate in enumerate(candidates):
         bound = bound_seconds(candidate, sum(costings.get_work(candidate))) / candidate.global_batch_size
-        for place, layout in enumerate(list_layouts(candidate.depth, candidate.width)):
+        for place, layout in enumerate(list_layouts(candidate.depth, candidate.width, candidate.placement)):
             waiting.append((bound, order, place, _Progress(candidate, layout)))
     heapq.heapify(waiting)
     best: List[Prediction] = []
@@ -119,7 +119,10 @@ def _take_step(progress: _Progress, costings: _Costings) -> Optional[float]:
     asked = progress.asked
     if progress.costing is None:  # [2]
         progress.costing = costings.make(asked, progress.layout)
-        slowest = bound_slowest(costings.get_work(asked), asked.depth)
+        work = costings.get_work(asked)
+        slowest = bound_slowest(work, asked.stages)
+        if asked.stages_per_device > 1 and slowest < math.inf:  # the stages of a device need not follow one another
+            slowest = max(sum(work) / asked.depth, slowest)
         return asked.gradient_accumulation * slowest if slowest < math.inf else None
     if progress.starts is None:  # [3]
         progress.starts = progress.costing.cut() if progress.costing.may_fit() else None
@@ -139,7 +142,7 @@ def find_least_memory(problem: Problem, asked: Iterable[Candidate]) -> Optional[
     """Return the fewest bytes per device with which one of the candidates fits, and that candidate; None if there are none."""
     best: Optional[Tuple[float, Candidate]] = None
     for candidate in asked:
-        layout = list_layouts(candidate.depth, candidate.width)[0]
+        layout = list_layouts(candidate.depth, candidate.width, candidate.placement)[0]
         sums = Sums(problem.resolve(candidate.method), candidate.micro_batch_size)
         needed = Costing(problem, candidate, layout, sums).least_memory()
         if needed is not None and (best is None or needed < best[0]):

@@ -219,13 +219,21 @@ class Schedule:
         it and the weight gradient the rest. Where a slot holds two passes, the forward is first. `sizes`: of a microbatch on each
         stage, in place of equal shares; `placement`: the device of each stage, in place of the schedule's own.
         """
+        held, device_of = self.count_held(weight_share, sizes, placement), tuple(placement) or self.device_of_stage
+        share = list(sizes) or [1 / device_of.count(device) for device in device_of]
+        return [sum(held[s] * share[s] for s in list_stages(device_of, device)) for device in sorted(set(device_of))]
+
+    def count_held(
+        self, weight_share: float = 1.0, sizes: Sequence[float] = (), placement: Sequence[int] = ()
+    ) -> List[float]:
+        """Return the microbatches that each stage holds when its device holds most; arguments as in `peak_activations`."""
         changes = dict.fromkeys(self.passes, -1.0)
         if len(self.passes) > len(PASSES):
             changes = {self.passes[1]: weight_share - 1, self.passes[2]: -weight_share}
         changes[Kind.FORWARD] = 1.0
         device_of = tuple(placement) or self.device_of_stage
         share = list(sizes) or [1 / device_of.count(device) for device in device_of]
-        peaks = dict.fromkeys(sorted(set(device_of)), 0.0)
+        peaks, counts = dict.fromkeys(device_of, 0.0), [0.0] * self.stages
         # by then a stretch has long been in its steady state; stretches of one length are alike
         reach = 2 * int(self.max_in_flight().max()) + 4 * (self.stages + self.accumulate)
         for stretch in {(stretch.microbatches, stretch.slots): stretch for stretch in self.stretches}.values():
@@ -238,9 +246,15 @@ class Schedule:
                 change = np.concatenate([
                     np.repeat([changes[kind] * share[stage] for stage in stages], last - first) for kind in self.passes
                 ])
-                held = np.cumsum(change[np.argsort(when, kind="stable")])
-                peaks[device] = max(peaks[device], float(held.max()))
-        return list(peaks.values())
+                order = np.argsort(when, kind="stable")
+                held = np.cumsum(change[order])
+                peak = int(held.argmax())
+                if held[peak] > peaks[device]:
+                    peaks[device], before = float(held[peak]), order[: peak + 1] // (last - first)
+                    for place, stage in enumerate(stages):
+                        done = np.bincount(before[before % len(stages) == place] // len(stages), minlength=len(self.passes))
+                        counts[stage] = sum(changes[kind] * int(n) for kind, n in zip(self.passes, done))
+        return counts
 
     def max_in_flight(self) -> IntArray:
         """Return the most microbatches (P,) between their forward and their last pass on a stage at once.

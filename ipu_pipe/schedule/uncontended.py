@@ -56,11 +56,16 @@ def time_uncontended(schedule: Schedule, costs: Costs, updates: int) -> Unconten
 
     `costs` without `slot` and not in lock-step.
     """
-    assert schedule.in_order and not costs.slot and not costs.lockstep and schedule.stretches[0].whole is None
+    assert schedule.in_order and not costs.slot and not costs.lockstep
     P, M = schedule.stages, schedule.microbatches
     program = _make_program(schedule)
     durations = costs.get_durations(schedule.passes)
     duration = np.array([durations[kind] for kind in schedule.passes], np.float64).ravel()[program.passes]
+    if schedule.stretches[0].whole is not None:  # the first half takes the time of both
+        halves = np.repeat(np.array([durations[kind] for kind in schedule.passes], np.float64)[:, :, None], M, axis=2)
+        halves[1] += np.where(schedule.is_whole, halves[2], 0.0)
+        halves[2][schedule.is_whole] = 0.0
+        duration = halves.ravel()[program.places]
     transfers = _list_transfers(schedule, costs)
     seconds, latency = (
         np.array(column, np.float64)[program.passes] for column in zip(*(transfer[:2] for transfer in transfers))
