@@ -9,6 +9,7 @@ from typing import Any, Dict, List, Sequence, Tuple
 import numpy as np
 import pytest
 
+from ipu_pipe.backends.ipu.refusals import check_method
 from ipu_pipe.errors import BadInput
 from ipu_pipe.schedule.actions import Action, Kind, needs
 from ipu_pipe.schedule.clock import Bubbles, Costs, clock, compute_busy_share, measure_bubbles
@@ -50,10 +51,12 @@ def thirds(P: int) -> Tuple[float, float]:
     return (2 * P - 3.5 if P % 3 == 0 else 2 * P - 2.5), (P + 2 + (P % 3 == 2) * 2) // 3 + (P % 3 == 0)
 
 
-@pytest.mark.parametrize("P", [3, 4, 5, 8])
-@pytest.mark.parametrize("rounds", [2, 3])
+@pytest.mark.parametrize("P", range(2, 9))
+@pytest.mark.parametrize("rounds", [2, 3, 4])
 def test_bubbles_and_activations_in_unit_times(P: int, rounds: int) -> None:
     M = rounds * P
+    if P == 2:  # the V's of controllable memory are for more
+        assert time(make("v_half", P, M))[0] == time(make("v_min", P, M))[0] == 0.5
     expected: Dict[Tuple[str, int], Tuple[float, float, float]] = {  # makespan, span, most activations
         ("interleaved_1f1b", 2): (1.5 * (P - 1), 1.5 * (P - 1), (3 * P - 1) / 2),
         ("interleaved_1f1b", 3): (P - 1, P - 1, (4 * P - 1) / 3),
@@ -61,6 +64,10 @@ def test_bubbles_and_activations_in_unit_times(P: int, rounds: int) -> None:
         ("zb_h1", 1): (P - 1, P - 1, P),
         ("interleaved_zb", 1): (P - 1, P - 1, P),
         ("interleaved_zb", 2): ((P - 1) / 2, (P - 1) / 2, 1.5 * P),
+        ("interleaved_zb", 3): ((P - 1) / 3, (P - 1) / 3, 5 * P / 3),
+        ("interleaved_zb", 4): ((P - 1) / 4, (P - 1) / 4, 7 * P / 4),
+        ("gpipe", 1): (3 * (P - 1), 3 * (P - 1), M),
+        ("pipedream_flush", 1): (3 * (P - 1), 3 * (P - 1), P),
         ("zb_h2", 1): (P - 1, 0, 2 * P - 1),
         ("zbv", 2): ((P - 1) / 2, 0, P),
         ("v_half", 2): (halve(P)[0], halve(P)[0], halve(P)[1]),
@@ -68,6 +75,8 @@ def test_bubbles_and_activations_in_unit_times(P: int, rounds: int) -> None:
         ("dualpipe_v", 2): ((P - 1) / 2, (P - 1) / 2, P + 0.5),
     }
     for (name, v), (makespan, span, peak) in expected.items():
+        if P == 2 and name in ("v_half", "v_min"):
+            continue
         schedule = make(name, P, M, stages_per_device=v)
         assert time(schedule) == pytest.approx((makespan, span), abs=1e-9), name
         assert max(schedule.peak_activations()) == pytest.approx(peak), name
@@ -110,6 +119,43 @@ def test_rates_of_zbv_to_every_printed_digit(P: int, M: int, times: Tuple[int, .
     schedule = make("zbv", P, M, both, link)
     assert round(measure_bubbles(schedule, both, link).span_bubble_rate, 4) == rate
     assert max(schedule.peak_activations()) <= P
+
+
+@pytest.mark.parametrize(("P", "M"), [(3, 8), (4, 9), (5, 13)])
+def test_zero_bubble_takes_any_number_of_microbatches(P: int, M: int) -> None:
+    assert time(make("zb_h1", P, M)) == (P - 1, P - 1) and time(make("zb_h2", P, M)) == (P - 1, 0)
+    assert max(make("zb_h1", P, M).peak_activations()) == P
+
+
+@pytest.mark.parametrize(("P", "bubble"), [(2, 2), (4, 6), (8, 14)])
+def test_dualpipe_v_with_pairs_as_one_block(P: int, bubble: int) -> None:
+    """(P - 1)(F&B + B - 3W) times of a chunk, if a forward and a backward of the other direction overlap in a block of 3."""
+    M = 2 * P + 2
+    method = METHODS["dualpipe_v"]
+    rows = make_device_rows(method, 2 * P, M).rows
+    blocks: List[List[List[Action]]] = []
+    for device, row in enumerate(rows):
+        blocks.append([])
+        for one, other in zip(row, [*row[1:], None]):
+            if blocks[-1] and one in blocks[-1][-1]:
+                continue
+            # the last device's first pair is not overlapped: its backward may begin earlier
+            is_first = device == P - 1 and not any(len(block) == 2 for block in blocks[-1]) and one.index == P - 1
+            pairs = other is not None and one.kind is Kind.FORWARD and other.kind is Kind.BACKWARD and not is_first
+            blocks[-1].append([one, other] if pairs and other is not None else [one])
+    end: Dict[Action, int] = {}
+    free = [0] * P
+    while any(blocks):
+        for device, queue in enumerate(blocks):
+            needed = [need for one in queue[0] for need in needs(one, 2 * P, M)] if queue else []
+            known = [end.get(need, end.get(Action(Kind.BACKWARD, need.index, need.stage))) for need in needed]
+            known = [end.get(Action(Kind.INPUT_GRADIENT, n.index, n.stage)) if k is None else k for k, n in zip(known, needed)]
+            if queue and None not in known:
+                block = queue.pop(0)
+                length = 3 if len(block) == 2 else 2 if block[0].kind is Kind.BACKWARD else 1
+                free[device] = max([free[device], *(moment for moment in known if moment is not None)]) + length
+                end.update(dict.fromkeys(block, free[device]))
+    assert max(free) - 6 * M == bubble
 
 
 def test_interleaving_divides_the_bubble_and_multiplies_the_messages() -> None:
@@ -160,6 +206,12 @@ def test_a_whole_backward_among_split_ones_passes_its_gradient_on_at_its_end() -
         [None, "F0", "B0", None, None, None],
     ]
     assert measure_bubbles(schedule, (2, 3, 5), 1).makespan == 2 + 1 + 2 + 3 + 5 + 1 + 3 + 5
+
+
+def test_unequal_stages_are_bound_by_the_busiest_device() -> None:
+    schedule = make("zb_h1", 2, 4)
+    bubbles = measure_bubbles(schedule, (1, 1, 1), work=(3, 1))
+    assert bubbles.span == bubbles.makespan == 4 * 3 * 1.5 and bubbles.bubble_rate == 0
 
 
 def test_stages_of_one_device_send_no_message() -> None:
@@ -314,19 +366,37 @@ def test_a_bad_cell_is_named_with_file_row_and_cell(text: str, where: str, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("text", "what"),
+    ("text", "where"),
     [
-        ("0F0,0B0,0F1\n", "B1 on stage 0"),
-        ("0F0,0I0\n", "W0 on stage 0"),
-        ("0B0,0F0\n", "B0 on stage 0 waits for F0 on stage 0"),
+        ("0F0,0B0,0F1\n", "row 1: B1 on stage 0"),  # missing
+        ("0F0,0I0\n", "row 1: W0 on stage 0"),
+        ("0F0,0I0,0W0,,0B0\n", "row 1, cell 5: B0 on stage 0"),
+        ("0B0,0F0\n", "row 1, cell 1: the schedule cannot run: B0 on stage 0 waits for F0 on stage 0"),
+        ("0F0,0B0,0F1,0W1,,0I1\n", "row 1, cell 4: the schedule cannot run: W1 on stage 0"),
     ],
 )
-def test_rows_that_cannot_run_name_the_file_and_the_action(text: str, what: str, tmp_path: Path) -> None:
+def test_rows_that_cannot_run_name_the_file_the_row_and_the_cell(text: str, where: str, tmp_path: Path) -> None:
     path = tmp_path / "bad.csv"
     path.write_text(text)
     with pytest.raises(BadInput) as refused:
         make_schedule(resolve_method("rows", {"file": str(path)}), 1, 1 + text.count("F1"), 1 + text.count("F1"))
-    assert refused.value.faults[0].startswith(f"{path}: ") and what in refused.value.faults[0]
+    assert len(refused.value.faults) == 1 and refused.value.faults[0].startswith(f"{path}: {where}")
+
+
+@pytest.mark.parametrize(
+    ("text", "cell"),
+    [
+        ("0F0,(0F1;0B0)OVERLAP_F_B,0B1\n", "row 1, cell 2: (0F1;0B0)OVERLAP_F_B"),
+        ("0F0,,,0B0\n,1F0,1I0,1W0\n", "row 2, cell 3: 1I0"),
+    ],
+)
+def test_ipus_name_the_cell_that_they_cannot_run(text: str, cell: str, tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text(text)
+    (fault,) = check_method(resolve_method("rows", {"file": str(path)}))
+    assert fault.startswith("method: rows: ") and f"{path}: {cell}" in fault
+    for name, args in (("zb_h1", {}), ("pipedream", {"split_backward": True})):
+        assert [fault[: len(name) + 10] for fault in check_method(resolve_method(name, args))] == [f"method: {name}: "]
 
 
 def test_an_overlapped_pair_is_a_forward_and_then_a_backward(tmp_path: Path) -> None:

@@ -299,7 +299,8 @@ def test_stages_of_a_device_are_planned_written_and_trained(method: str, tmp_pat
     assert best["stages_per_device"] == 2 == best["depth"] and len(best["stages"]) == 3
     assert len(best["memory_bytes"]) == len(best["activation_bytes"]) == 2
     assert best["devices"] == [[0, 1, 1, 0] if method == "zbv" else [0, 1, 0, 1]]
-    command.main(["configs/mlp_digits.yaml", *asked[:4], "--methods", method, "--batch", "64", "--write", str(file), "--memory", "200kB"])
+    small = ["--methods", method, "--batch", "64", "--memory", "200kB", "--write", str(file)]
+    command.main(["configs/mlp_digits.yaml", *asked[:4], *small])
     written = load_config(file, ["steps=2", "hardware=null"])
     summary = train(written, tmp_path / "run", quiet=True)
     assert summary["steps"] == 2 and len(summary["stages"]) == 4 and written.stages_per_device == 2

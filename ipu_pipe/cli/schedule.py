@@ -54,8 +54,12 @@ def _parse_time(text: str) -> float:
     return seconds
 
 
+def _parse_times(text: str) -> Tuple[float, ...]:
+    return tuple(map(_parse_time, text.split(",")))
+
+
 def _parse_durations(text: str) -> Tuple[float, ...]:
-    times = tuple(map(_parse_time, text.split(",")))
+    times = _parse_times(text)
     if len(times) != 3:
         raise argparse.ArgumentTypeError(f"{show(text)}: must be three times F,I,W")
     return times
@@ -87,6 +91,8 @@ AXES = "changes to an asynchronous method (method_args in a config)"
     option("--durations", metavar="F,I,W", type=_parse_durations, group=DEVICES,
            help="times of a device's microbatch: forward, input gradient, weight gradient (default: 1,1,1)"),
     option("--link", metavar="C", type=_parse_time, group=DEVICES, help="time of a message between devices (default: 0)"),
+    option("--work", metavar="W0,W1,...", type=_parse_times, group=DEVICES,
+           help="work of each stage in any unit, where they are unequal; the durations are then those of the mean device"),
     option("--split-backward", metavar="true|false", type=_parse_bool, group=DEVICES, help="of an asynchronous method"),
     option("--activation-limit", metavar="X", type=_parse_time, group=DEVICES, help="memory of a device in units of 1F1B's"),
     option("--file", metavar="NAME.csv", group=DEVICES, help="rows: the rows, in PyTorch's format"),
@@ -108,7 +114,7 @@ def main(args: argparse.Namespace) -> None:
     if args.stages > MOST_STAGES:
         raise BadInput(f"--stages: {show(args.stages)}: at most {MOST_STAGES}: every stage is proved")
     is_timed = method.order is not None or any(
-        value is not None for value in (args.durations, args.link, args.stages_per_device)
+        value is not None for value in (args.durations, args.link, args.stages_per_device, args.work)
     )
     most = MOST_ORDERED if method.order is not None else MOST_TIMED if is_timed else MOST_PASSES[args.format]
     most //= max(args.stages, 1)
@@ -128,7 +134,7 @@ def main(args: argparse.Namespace) -> None:
             )
         sys.stdout.writelines(rows)
     elif args.format == "json":
-        _write_json(schedule, method, _time(schedule, method, **times) if is_timed else {}, sys.stdout)
+        _write_json(schedule, method, _time(schedule, method, work=args.work or (), **times) if is_timed else {}, sys.stdout)
     else:
         _write_text(schedule, method, args.slots or (0, SHOWN_SLOTS), sys.stdout)
 
@@ -174,12 +180,16 @@ def _format_stages(schedule: Schedule, table: VersionTable) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _time(schedule: Schedule, method: Method, durations: Sequence[float], link: float) -> Dict[str, Any]:
+def _time(
+    schedule: Schedule, method: Method, durations: Sequence[float], link: float, work: Sequence[float]
+) -> Dict[str, Any]:
     """Return the keys of JSON about devices and times."""
+    if work and (len(work) != schedule.stages or not sum(work)):
+        raise BadInput(f"--work: {','.join(f'{part:g}' for part in work)}: must be the work of {schedule.stages} stages")
     share = 1.0 if method.order is None else method.order.weight_share
     return {
         "placement": list(schedule.device_of_stage),
-        **measure_bubbles(schedule, durations, link)._asdict(),
+        **measure_bubbles(schedule, durations, link, work)._asdict(),
         "peak_activations": schedule.peak_activations(share),
     }
 

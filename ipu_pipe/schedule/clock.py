@@ -169,7 +169,7 @@ def compute_busy_share(schedule: Schedule, placement: Sequence[int]) -> float:
 
 
 class Bubbles(NamedTuple):
-    """What a batch costs beside M (F + I + W), the work of a device: as shares of `makespan` and of `span`.
+    """What a batch costs beside M (F + I + W), the work of the busiest device: as shares of `makespan` and of `span`.
 
     span: the longest time from a device's first forward to the end of its last pass. Devices need not begin or end together.
     """
@@ -180,10 +180,16 @@ class Bubbles(NamedTuple):
     span_bubble_rate: float
 
 
-def measure_bubbles(schedule: Schedule, durations: Sequence[float], link: float = 0.0) -> Bubbles:
-    """Time a schedule: F, I and W of a device's microbatch take `durations`, shared by its stages, and a message `link`."""
+def measure_bubbles(
+    schedule: Schedule, durations: Sequence[float], link: float = 0.0, work: Sequence[float] = ()
+) -> Bubbles:
+    """Time a schedule: F, I and W of a device's microbatch take `durations`, shared by its stages, and a message `link`.
+
+    `work`: of each stage, in any unit, where the stages are unequal; `durations` are then those of the mean device.
+    """
     devices = schedule.device_of_stage
-    shares = [1 / devices.count(device) for device in devices]
+    work = work or [1 / devices.count(device) for device in devices]
+    shares = [part * len(set(devices)) / sum(work) for part in work]
     forward, rest, weight = durations
     costs = Costs(
         [forward * share for share in shares], [(rest + weight) * share for share in shares], [0.0] * schedule.stages,
@@ -194,7 +200,7 @@ def measure_bubbles(schedule: Schedule, durations: Sequence[float], link: float 
     end = np.max([times.end[kind].max(axis=1) for kind in schedule.passes], axis=0)
     rows = [[stage for stage, other in enumerate(devices) if other == device] for device in set(devices)]
     makespan, span = float(end.max() - begin.min()), max(float(end[row].max() - begin[row].min()) for row in rows)
-    ideal = schedule.microbatches * sum(durations)
+    ideal = schedule.microbatches * sum(durations) * max(sum(shares[stage] for stage in row) for row in rows)
     return Bubbles(makespan, span, *((cost - ideal) / cost if cost else 0.0 for cost in (makespan, span)))
 
 

@@ -102,7 +102,7 @@ def zb_h2(order: Order, P: int, M: int) -> Rows:
 
 
 def continuous_1f1b(order: Order, P: int, M: int) -> Rows:
-    """Update after every microbatch, without a drain: interleaved 1F1B, or ZB-H1 with weight gradients as late as memory allows.
+    """Update after every microbatch, without a drain: interleaved 1F1B, or ZB-H1 with as many more in flight as memory allows.
 
     P = 3, v = 1, split backwards, limit 1 (* an update), M = 4:
 
@@ -113,7 +113,7 @@ def continuous_1f1b(order: Order, P: int, M: int) -> Rows:
     v = order.stages_per_device
     if not order.splits:
         return _alternate(v, P, M, (B,), ahead=2)
-    return _alternate(v, P, M, (I, W), ahead=1, later=round((order.activation_limit - 1) * P * v))
+    return _alternate(v, P, M, (I, W), ahead=1, more=round((order.activation_limit - 1) * P * v))
 
 
 def get_period(order: Order, stages: int) -> int:
@@ -121,10 +121,10 @@ def get_period(order: Order, stages: int) -> int:
     return stages // order.stages_per_device
 
 
-def _alternate(v: int, P: int, M: int, backward: Tuple[Kind, ...], ahead: int, later: int = 0) -> Rows:
+def _alternate(v: int, P: int, M: int, backward: Tuple[Kind, ...], ahead: int, more: int = 0) -> Rows:
     """Warm up by `ahead` forwards for each later device, then alternate; weight gradients wait until all devices hold alike.
 
-    `later`: for so many more input gradients.
+    `more`: in flight on every device, on the first one begun earlier, on the last one with weight gradients that come later.
     """
     rounds = max(M // P, 1) if v > 1 else 1
     if M % rounds:
@@ -135,8 +135,9 @@ def _alternate(v: int, P: int, M: int, backward: Tuple[Kind, ...], ahead: int, l
         stages = [k // group % v * P + d for k in range(v * M)]
         forwards = [(F, stage) for stage in stages]
         backwards = [(backward[0], (v - 1) * P + 2 * d - stage) for stage in stages]
-        warm = (v - 1) * group + ahead * (P - 1 - d)
-        late = (v - 1) * group + ahead * d + later if W in backward else 0
+        early = more * (P - 1 - d) // max(P - 1, 1)
+        warm = (v - 1) * group + ahead * (P - 1 - d) + early
+        late = (v - 1) * group + ahead * d + more - early if W in backward else 0
         row = forwards[:warm]
         for k, one in enumerate(backwards):
             row += [*forwards[warm + k : warm + k + 1], one]

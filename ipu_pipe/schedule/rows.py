@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Collection, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple, Union
+from typing import Collection, Dict, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple, Union
 
 import numpy as np
 
@@ -24,10 +24,20 @@ Row = Sequence[Union[Action, str]]
 
 
 class DeviceRows(NamedTuple):
-    """The passes of each device in order, and the device of each stage."""
+    """The passes of each device in order, and the device of each stage. `name`: of their file; `cells`: where it has each."""
 
     rows: List[List[Action]]
     placement: Tuple[int, ...]
+    name: str = ""
+    cells: Mapping[Action, str] = {}
+
+    def locate(self, action: Action) -> str:
+        """Return the beginning of a fault: the file, the row and the cell of an action, or the row that lacks it."""
+        if not self.name:
+            return "rows: "
+        whole = replace(action, kind=Kind.BACKWARD)  # of which an action may be a half
+        cell = self.cells.get(action) or self.cells.get(whole) or f"row {self.placement[action.stage] + 1}"
+        return f"{self.name}: {cell}: "
 
 
 def from_rows(
@@ -48,18 +58,15 @@ def from_rows(
     return Schedule(len(placement), stretch.microbatches, accumulate, slot_holds, (stretch,), placement=stated)
 
 
-def lay_out(device_rows: DeviceRows, both: bool = False, place: str = "rows") -> Stretch:
-    """Give every action of complete rows the first slot in which it can be done; `both`: as in SlotHolds.
-
-    `place`: what to call the rows where they cannot run.
-    """
-    rows, placement = device_rows
-    microbatches, passes = _check_complete(rows, len(placement), place)
+def lay_out(device_rows: DeviceRows, both: bool = False) -> Stretch:
+    """Give every action of complete rows the first slot in which it can be done; `both`: as in SlotHolds."""
+    rows, placement = device_rows.rows, device_rows.placement
+    microbatches, passes = _check_complete(device_rows)
     whole: Set[Tuple[int, int]] = set()
     if passes == SPLIT_PASSES:
         whole = {(action.stage, action.index) for row in rows for action in row if action.kind is Kind.BACKWARD}
         rows = [[part for action in row for part in _halve(action)] for row in rows]
-    slots = _find_earliest_slots(rows, placement, both, whole, place)
+    slots = _find_earliest_slots(device_rows._replace(rows=rows), both, whole)
     table = {
         kind: np.array([[slots[Action(kind, m, s)] for m in range(microbatches)] for s in range(len(placement))])
         for kind in passes
@@ -86,10 +93,7 @@ def read_csv(name: str) -> DeviceRows:
 
     An overlapped pair is a forward and then a backward. Raise `BadInput`, with row and cell, unless the rows are complete.
     """
-    try:
-        lines = list(csv.reader(Path(name).read_text(encoding="utf-8").splitlines()))
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise BadInput(f"{name}: {getattr(error, 'strerror', None) or error}") from None
+    lines = _read_lines(name)
     rows: List[List[Action]] = []
     device_of: Dict[int, int] = {}
     places: Dict[Action, str] = {}
@@ -123,7 +127,24 @@ def read_csv(name: str) -> DeviceRows:
     ]
     if faults or not rows:
         raise BadInput(faults or f"{name}: has no rows")
-    return DeviceRows(rows, tuple(device_of[stage] for stage in range(stages)))
+    return DeviceRows(rows, tuple(device_of[stage] for stage in range(stages)), name, places)
+
+
+def _read_lines(name: str) -> List[List[str]]:
+    try:
+        return list(csv.reader(Path(name).read_text(encoding="utf-8").splitlines()))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise BadInput(f"{name}: {getattr(error, 'strerror', None) or error}") from None
+
+
+def find_split_or_overlapped(name: str) -> Optional[str]:
+    """Return file, row and cell of the first half of a backward, or the first overlapped pair, of a file; None without one."""
+    for row, line in enumerate(_read_lines(name)):
+        for column, cell in enumerate(line):
+            match = _CSV_CELL.fullmatch(cell.strip())
+            if _OVERLAPPED.fullmatch(cell.strip()) or (match is not None and match.group(2) in "IW"):
+                return f"{name}: row {row + 1}, cell {column + 1}: {cell.strip()}"
+    return None
 
 
 def _check_placement(placement: Sequence[int], devices: int) -> None:
@@ -168,19 +189,19 @@ def _parse_row(device: int, row: Row, placement: Sequence[int]) -> List[Action]:
     return actions
 
 
-def _check_complete(rows: Sequence[Sequence[Action]], stages: int, place: str) -> Tuple[int, Tuple[Kind, ...]]:
+def _check_complete(device_rows: DeviceRows) -> Tuple[int, Tuple[Kind, ...]]:
     """Return the number of microbatches and their passes; raise BadInput unless every stage does each pass once."""
-    times = Counter(action for row in rows for action in row)
+    times = Counter(action for row in device_rows.rows for action in row)
     microbatches = 1 + max((action.index for action in times), default=-1)
     if microbatches == 0:
-        raise BadInput(f"{place}: a schedule needs a stage and a microbatch")
+        raise BadInput("rows: a schedule needs a stage and a microbatch")
     faults: List[str] = []
-    for stage in range(stages):
+    for stage in range(len(device_rows.placement)):
         for m in range(microbatches):
             is_split = any(Action(kind, m, stage) in times for kind in SPLIT_PASSES[1:])
             expected = {kind: int(kind in (SPLIT_PASSES if is_split else PASSES)) for kind in CODE}
             faults += [
-                f"{place}: {action}: appears {times[action]} times: every stage must do it once, whole or split"
+                f"{device_rows.locate(action)}{action}: appears {times[action]} times: every stage does it once, whole or split"
                 for action, count in ((Action(kind, m, stage), count) for kind, count in expected.items())
                 if times[action] != count
             ]
@@ -192,13 +213,10 @@ def _check_complete(rows: Sequence[Sequence[Action]], stages: int, place: str) -
 
 
 def _find_earliest_slots(
-    rows: Sequence[Sequence[Action]],
-    placement: Sequence[int],
-    both: bool,
-    whole: Collection[Tuple[int, int]],
-    place: str,
+    device_rows: DeviceRows, both: bool, whole: Collection[Tuple[int, int]]
 ) -> Dict[Action, int]:
     """Return each action's first possible slot in the order of the rows; `both`: as in SlotHolds, `whole`: as in `needs`."""
+    rows, placement = device_rows.rows, device_rows.placement
     slots: Dict[Action, int] = {}
     heads = [0] * len(rows)
 
@@ -218,14 +236,15 @@ def _find_earliest_slots(
 
     play_slots(len(rows), choose, complete)
     if any(head < len(row) for head, row in zip(heads, rows)):
-        raise BadInput(f"{place}: the schedule cannot run: " + _describe_cycle(rows, placement, heads, slots))
+        cycle = _find_cycle(rows, placement, heads, slots)
+        raise BadInput(f"{device_rows.locate(cycle[0][0])}the schedule cannot run: {_describe_cycle(cycle)}")
     return slots
 
 
-def _describe_cycle(
+def _find_cycle(
     rows: Sequence[Sequence[Action]], placement: Sequence[int], heads: Sequence[int], done: Dict[Action, int]
-) -> str:
-    """Follow what each blocked action waits for until one comes round again."""
+) -> List[Tuple[Action, bool]]:
+    """Follow what each blocked action waits for until one comes round again; each with whether it waits for its own row."""
 
     def get_head(action: Action) -> Action:
         device = placement[action.stage]
@@ -237,9 +256,11 @@ def _describe_cycle(
         chain.append(action)
         head = get_head(action)
         action = head if head != action else next(n for n in needs(action, len(placement), 1) if n not in done)
-    cycle = chain[chain.index(action) :] + [action]
-    words = str(cycle[0])
-    for k, (one, other) in enumerate(zip(cycle, cycle[1:])):
-        in_row = one != get_head(one)
+    return [(one, one != get_head(one)) for one in [*chain[chain.index(action) :], action]]
+
+
+def _describe_cycle(cycle: Sequence[Tuple[Action, bool]]) -> str:
+    words = str(cycle[0][0])
+    for k, ((_, in_row), (other, _)) in enumerate(zip(cycle, cycle[1:])):
         words += f"{', which' if k else ''} waits for {other}" + " (before it in its row)" * in_row
     return words

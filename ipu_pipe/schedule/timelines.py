@@ -105,7 +105,7 @@ def _lay_out_order(method: Method, stages: int, length: int) -> Tuple[Stretch, T
     known = 2 * (6 + round(order.activation_limit)) * period
     more = 0 if method.flushes else max(length - known - length % period, 0)
     rows = make_device_rows(method, stages, length - more)
-    stretch = lay_out(rows, place=order.file or "rows")
+    stretch = lay_out(rows)
     return (stretch.lengthen(more, period) if more else stretch), rows.placement
 
 

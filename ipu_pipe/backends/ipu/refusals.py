@@ -21,6 +21,7 @@ from ipu_pipe.backends.ipu.placement import (
 from ipu_pipe.config.schema import Config
 from ipu_pipe.hardware.precision import MIXED
 from ipu_pipe.schedule.methods import Method
+from ipu_pipe.schedule.rows import find_split_or_overlapped
 from ipu_pipe.text import list_some
 
 if TYPE_CHECKING:
@@ -56,6 +57,10 @@ def check_method(method: Method) -> List[str]:
         nearest = "pipedream_flush (1F1B with a flush), local_greedy, whose blocks wait for no gradient"
     elif method.structure is not None and method.structure.overlap:
         why, nearest = "a layer's weights would be on two IPUs, which PopART refuses in a pipeline", "local_greedy, local_chunked"
+    elif method.order is not None:
+        why = "PopTorch has an order of passes of its own, without halves of a backward and overlapped pairs"
+        cell = find_split_or_overlapped(method.order.file) if method.order.file else None
+        why += f" ({cell})" if cell is not None else ""
     else:
         reads = f"{method.forward_reads.value}, {method.backward_reads.value}"
         why = f"nobody has said that PopTorch runs its schedule ({method.pipeline.value}) with its reads ({reads})"
