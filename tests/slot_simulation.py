@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Dict, List, NamedTuple, Tuple
+from typing import Callable, Dict, List, NamedTuple, Optional, Tuple
 
+from ipu_pipe.schedule.actions import PASSES, Action, Kind, pass_needs
 from ipu_pipe.schedule.methods import METHODS, Pipeline
-from ipu_pipe.schedule.policies import play_policy
+from ipu_pipe.schedule.rows import play_slots
 from ipu_pipe.schedule.timelines import PIPELINES
 
+FORWARD, BACKWARD = PASSES
 Slots = Dict[Tuple[int, str, int], int]
 # Methods with a policy for each stage; the others give each device an order of passes (see test_orders).
 PLAYED = {name: method for name, method in METHODS.items() if method.order is None}
@@ -33,7 +35,7 @@ def simulate(pipeline: Pipeline, stages: int, microbatches: int, accumulate: int
     slots: Slots = {}
     length = 0
     for first in range(0, microbatches, batch):
-        played = play_policy(timeline.policy, stages, min(batch, microbatches - first), accumulate, turn, timeline.local)
+        played = play_policy(POLICIES[pipeline], stages, min(batch, microbatches - first), accumulate, turn, timeline.local)
         for kind, rows in played.slots.items():
             for s, row in enumerate(rows):
                 slots.update({(s, kind.value, first + m): slot + length for m, slot in enumerate(row)})
@@ -44,3 +46,143 @@ def simulate(pipeline: Pipeline, stages: int, microbatches: int, accumulate: int
 def _updates(slots: Slots, stage: int, microbatches: int, accumulate: int) -> List[Tuple[int, int]]:
     batches = [range(k * accumulate, (k + 1) * accumulate) for k in range(microbatches // accumulate)]
     return [(max(slots[stage, "B", m] for m in batch), k) for k, batch in enumerate(batches)]
+
+
+# --- plain policies: what a stage does next, given what earlier slots completed
+
+
+class Sight:
+    """What the stage `stage` sees when it chooses: the passes that each stage has done, its own last one, the sizes.
+
+    Every stage takes the microbatches in order, so that counts say all. P `stages`, M `microbatches`, N = `accumulate`
+    microbatches per update; `turn` as in Method.
+    """
+
+    def __init__(self, stages: int, microbatches: int, accumulate: int, turn: int, local: bool) -> None:
+        self.stages, self.microbatches, self.accumulate, self.turn = stages, microbatches, accumulate, turn
+        self.stage = 0
+        self.done: Dict[Kind, List[int]] = {kind: [0] * stages for kind in PASSES}
+        self.last: List[Optional[Kind]] = [None] * stages
+        self._needs = {kind: pass_needs(kind, local) for kind in PASSES}  # looked up often
+
+    @property
+    def in_flight(self) -> int:
+        """Return the number of microbatches between their forward and their backward on this stage."""
+        return self.done[Kind.FORWARD][self.stage] - self.done[Kind.BACKWARD][self.stage]
+
+    def can(self, kind: Kind, besides: Optional[Kind] = None) -> bool:
+        """Return whether the next pass of `kind` can run. `besides`: the stage does that pass earlier in the same slot."""
+        microbatch = self.done[kind][self.stage]
+        if microbatch == self.microbatches:
+            return False
+        for need, offset in self._needs[kind]:
+            stage = self.stage + offset
+            if 0 <= stage < self.stages:
+                done = self.done[need][stage] + (offset == 0 and need is besides)
+                if done <= microbatch:
+                    return False
+        return True
+
+
+# The passes that the stage does in this slot, in order.
+Policy = Callable[[Sight], Tuple[Kind, ...]]
+
+
+class PolicySlots(NamedTuple):
+    """The slot of every pass, by kind, stage and microbatch, and how many slots there are."""
+
+    slots: Dict[Kind, List[List[int]]]
+    length: int
+
+
+def play_policy(
+    policy: Policy, stages: int, microbatches: int, accumulate: int, turn: int = 0, local: bool = False
+) -> PolicySlots:
+    """Play a policy from an empty pipeline to an empty one. Arguments as in `Sight`."""
+    sight = Sight(stages, microbatches, accumulate, turn if stages > 1 else 0, local)
+    slots: Dict[Kind, List[List[int]]] = {kind: [[] for _ in range(stages)] for kind in PASSES}
+
+    def choose(stage: int) -> List[Action]:
+        sight.stage = stage
+        return [Action(kind, sight.done[kind][stage], stage) for kind in policy(sight)]
+
+    def complete(action: Action, slot: int) -> None:
+        slots[action.kind][action.stage].append(slot)
+        sight.done[action.kind][action.stage] += 1
+        sight.last[action.stage] = action.kind
+
+    length = play_slots(stages, choose, complete)
+    assert min(sight.done[Kind.BACKWARD]) == microbatches, f"no stage goes on after slot {length}"
+    return PolicySlots(slots, length)
+
+
+def _choose_one(sight: Sight, forward: bool, backward: bool) -> Tuple[Kind, ...]:
+    """Choose a backward as soon as there is one, but forwards and backwards in turn where both are ready."""
+    if forward and backward:
+        return (FORWARD,) if sight.last[sight.stage] is BACKWARD else (BACKWARD,)
+    return (FORWARD,) if forward else (BACKWARD,) if backward else ()
+
+
+def sequential(sight: Sight) -> Tuple[Kind, ...]:
+    """Let a microbatch in when none is under way."""
+    enters = sight.stage > 0 or sight.in_flight < 1
+    return _choose_one(sight, sight.can(FORWARD) and enters, sight.can(BACKWARD))
+
+
+def fill_drain(sight: Sight) -> Tuple[Kind, ...]:
+    """Run all forwards of the batch, then all backwards in the order of the forwards."""
+    filled = sight.done[FORWARD][sight.stage] == sight.microbatches
+    return _choose_one(sight, sight.can(FORWARD), sight.can(BACKWARD) and filled)
+
+
+def capped_1f1b(sight: Sight) -> Tuple[Kind, ...]:
+    """Keep at most P-s microbatches in flight on stage s."""
+    fits = sight.in_flight < sight.stages - sight.stage
+    return _choose_one(sight, sight.can(FORWARD) and fits, sight.can(BACKWARD))
+
+
+def pipedream_1f1b(sight: Sight) -> Tuple[Kind, ...]:
+    """Keep at most P microbatches in flight, counted at stage 0 only, so that stage 1 runs ahead (F2)."""
+    fits = sight.stage > 0 or sight.in_flight < sight.stages
+    return _choose_one(sight, sight.can(FORWARD) and fits, sight.can(BACKWARD))
+
+
+def local_sgd(sight: Sight) -> Tuple[Kind, ...]:
+    """Run `pipedream_1f1b` over the steps of a round, R replicas (N here) in turn: a replica's next step waits for its previous
+    one."""
+    previous = sight.done[FORWARD][sight.stage] - sight.accumulate  # this replica's previous step
+    fits = (sight.stage > 0 or sight.in_flight < sight.stages) and sight.done[BACKWARD][sight.stage] > previous
+    return _choose_one(sight, sight.can(FORWARD) and fits, sight.can(BACKWARD))
+
+
+def dataflow(sight: Sight) -> Tuple[Kind, ...]:
+    """Run in every step a forward of what arrived and a backward of what came back."""
+    forward = sight.can(FORWARD)
+    backward = sight.can(BACKWARD, besides=FORWARD if forward and sight.turn == 0 else None)
+    return (FORWARD,) * forward + (BACKWARD,) * backward
+
+
+def local(sight: Sight) -> Tuple[Kind, ...]:
+    """Run in every step a forward of what arrived and, at once, its backward from the stage's own loss."""
+    return PASSES if sight.can(FORWARD) else ()
+
+
+def local_shared(sight: Sight) -> Tuple[Kind, ...]:
+    """Run as `local`, but begin a batch only when the next stage is through the previous one."""
+    microbatch, following = sight.done[FORWARD][sight.stage], sight.stage + 1
+    begins = microbatch % sight.accumulate == 0 and following < sight.stages
+    waits = begins and sight.done[BACKWARD][following] < microbatch
+    return () if waits else local(sight)
+
+
+POLICIES: Dict[Pipeline, Policy] = {
+    Pipeline.SEQUENTIAL: sequential,
+    Pipeline.FILL_DRAIN: fill_drain,
+    Pipeline.ONE_F_ONE_B_FLUSH: capped_1f1b,
+    Pipeline.ONE_F_ONE_B: pipedream_1f1b,
+    Pipeline.ONE_F_ONE_B_CAPPED: capped_1f1b,
+    Pipeline.LOCAL_SGD: local_sgd,
+    Pipeline.DATAFLOW: dataflow,
+    Pipeline.LOCAL: local,
+    Pipeline.LOCAL_SHARED: local_shared,
+}

@@ -21,7 +21,6 @@ from ipu_pipe.schedule.methods import METHODS, resolve_method
 from ipu_pipe.schedule.recompute import count_kept_by_segments, find_segment_ends, find_segment_heads
 from ipu_pipe.schedule.timelines import (
     amortize_utilization,
-    compute_gpipe_utilization,
     compute_utilization,
     make_schedule,
 )
@@ -245,7 +244,7 @@ def test_worker_footprint_counts_what_the_schedules_hold() -> None:
 @pytest.mark.parametrize("P, N, percent", [(107, 8, 7), (107, 16, 13), (93, 19, 17), (91, 116, 56)])
 def test_gpipe_utilization(P: int, N: int, percent: int) -> None:
     """PipeMare, Table 2, and the schedule."""
-    busy = compute_gpipe_utilization(P, N)
+    busy = N / (N + P - 1)
     assert round(100 * busy) == percent
     assert busy == pytest.approx(compute_utilization(METHODS["gpipe"], P, N), rel=1e-12)
 
@@ -253,7 +252,7 @@ def test_gpipe_utilization(P: int, N: int, percent: int) -> None:
 def test_amortized_utilization() -> None:
     """PipeMareW in Table 2: 33 % on ImageNet, 30 of 100 epochs synchronous; 96 % on WMT, 4 of 80."""
     for asynchronous, synchronous, (P, N), percent in ((70, 30, (107, 16), 33), (76, 4, (91, 116), 96)):
-        phases = [(synchronous, compute_gpipe_utilization(P, N)), (asynchronous, 1)]
+        phases = [(synchronous, N / (N + P - 1)), (asynchronous, 1)]
         busy = amortize_utilization(phases)
         assert round(100 * busy) == percent
     assert amortize_utilization([(0, 0.1), (5, 1)]) == 1

@@ -19,8 +19,7 @@ from ipu_pipe.errors import BadInput
 from ipu_pipe.schedule.actions import Action, Kind, pass_needs
 from ipu_pipe.schedule.methods import Method, Order, Pipeline
 from ipu_pipe.schedule.planned_orders import Pass, plan_straight, plan_v
-from ipu_pipe.schedule.policies import play_slots
-from ipu_pipe.schedule.rows import DeviceRows, read_csv
+from ipu_pipe.schedule.rows import DeviceRows, play_slots, read_csv
 
 F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT  # noqa: E741
 HALVES = {F: (F,), B: (I, W), I: (I,), W: (W,)}

@@ -7,13 +7,12 @@ import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Collection, Dict, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple, Union
+from typing import Callable, Collection, Dict, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple, Union
 
 import numpy as np
 
 from ipu_pipe.errors import BadInput
 from ipu_pipe.schedule.actions import PASSES, SPLIT_PASSES, Action, Kind, needs
-from ipu_pipe.schedule.policies import play_slots
 from ipu_pipe.schedule.runs import CODE, RUN, Stretch, compress_slots
 from ipu_pipe.schedule.table import Schedule, SlotHolds
 from ipu_pipe.text import show
@@ -21,6 +20,21 @@ from ipu_pipe.text import show
 _CELL = re.compile(r"([FBIW])(\d+)(?:@(\d+))?", re.ASCII)
 
 Row = Sequence[Union[Action, str]]
+
+
+def play_slots(devices: int, choose: Callable[[int], Sequence[Action]], complete: Callable[[Action, int], None]) -> int:
+    """Play slot by slot until no device goes on; return the number of slots.
+
+    choose(device): its actions of this slot. All devices choose before any action completes. complete(action, slot): note it.
+    """
+    slot = 0
+    while True:
+        actions = [action for device in range(devices) for action in choose(device)]
+        if not actions:
+            return slot
+        for action in actions:
+            complete(action, slot)
+        slot += 1
 
 
 class DeviceRows(NamedTuple):

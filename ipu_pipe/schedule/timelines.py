@@ -1,4 +1,4 @@
-"""The methods' schedules. Each pipeline has a drawing, a plain policy (what it is) and a closed form (the same, but fast).
+"""The methods' schedules: each pipeline as a closed form under its drawing.
 
 P stages, M microbatches, N microbatches per update; s and m are a stage and a microbatch, slots count from 0.
 """
@@ -12,10 +12,9 @@ from typing import Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 import numpy as np
 
 from ipu_pipe.errors import BadInput
-from ipu_pipe.schedule.actions import PASSES, Kind
+from ipu_pipe.schedule.actions import PASSES
 from ipu_pipe.schedule.methods import Method, Pipeline, check_sizes
 from ipu_pipe.schedule.orders import get_period, make_device_rows
-from ipu_pipe.schedule.policies import Policy, Sight
 from ipu_pipe.schedule.rows import lay_out
 from ipu_pipe.schedule.runs import RunArray, Stretch, make_runs
 from ipu_pipe.schedule.table import Schedule, SlotHolds
@@ -146,11 +145,6 @@ def compute_utilization(method: Method, stages: int, accumulate: int) -> float:
     return make_schedule(method, stages, length, accumulate).busy_share(start, start + period)
 
 
-def compute_gpipe_utilization(stages: int, microbatches: int) -> float:
-    """Return N/(N+P-1), the busy share of a pipeline that fills and drains for each update (PipeMare, Table 2)."""
-    return microbatches / (microbatches + stages - 1)
-
-
 def amortize_utilization(phases: Sequence[Tuple[float, float]]) -> float:
     """Return the utilization sum(E) / sum(E/u) of a run in phases, each of length E > 0 and utilization u in (0, 1].
 
@@ -159,58 +153,31 @@ def amortize_utilization(phases: Sequence[Tuple[float, float]]) -> float:
     return sum(length for length, _ in phases) / sum(length / busy for length, busy in phases)
 
 
-# ---- the pipelines, each as a policy under its drawing and as a closed form
+# ---- the pipelines, each under its drawing
 
 
-def _choose_one(sight: Sight, forward: bool, backward: bool) -> Tuple[Kind, ...]:
-    """Choose a backward as soon as there is one, but forwards and backwards in turn where both are ready."""
-    if forward and backward:
-        return (FORWARD,) if sight.last[sight.stage] is BACKWARD else (BACKWARD,)
-    return (FORWARD,) if forward else (BACKWARD,) if backward else ()
-
-
-def sequential(sight: Sight) -> Tuple[Kind, ...]:
-    """Let a microbatch in when none is under way. P = 3, one microbatch:
-
-    stage 0  F0  .   .   .   .   B0
-    stage 1  .   F0  .   .   B0  .
-    stage 2  .   .   F0  B0  .   .
-    """
-    enters = sight.stage > 0 or sight.in_flight < 1
-    return _choose_one(sight, sight.can(FORWARD) and enters, sight.can(BACKWARD))
-
-
-def fill_drain(sight: Sight) -> Tuple[Kind, ...]:
+def _fill_drain(P: int, M: int, turn: int) -> SlotsAndRuns:
     """Run all forwards of the batch, then all backwards in the order of the forwards: GPipe's trapezoids. P = 3, M = 3:
 
     stage 0  F0  F1  F2  .   .   .   .   B0  B1  B2
     stage 1  .   F0  F1  F2  .   .   B0  B1  B2  .
     stage 2  .   .   F0  F1  F2  B0  B1  B2  .   .
+
+    With a batch of one microbatch it is `naive`: one at a time through all stages and back.
     """
-    filled = sight.done[FORWARD][sight.stage] == sight.microbatches
-    return _choose_one(sight, sight.can(FORWARD), sight.can(BACKWARD) and filled)
-
-
-def _fill_drain(P: int, M: int, turn: int) -> SlotsAndRuns:
-    """Return the runs of `fill_drain`, and of `sequential`, whose batch is one microbatch."""
     s = np.arange(P)
     forward = make_runs(s, FORWARD, 0, M, s, 1)
     backward = make_runs(s, BACKWARD, 0, M, (M + P - 1) + (P - 1 - s), 1)
     return 2 * (M + P - 1), np.concatenate([forward, backward])
 
 
-def capped_1f1b(sight: Sight) -> Tuple[Kind, ...]:
+def _capped_1f1b(P: int, M: int, turn: int) -> SlotsAndRuns:
     """Keep at most P-s microbatches in flight on stage s. P = 3, M = 4:
 
     stage 0  F0  F1  F2  .   .   B0  F3  B1  .   B2  .   B3
     stage 1  .   F0  F1  .   B0  F2  B1  F3  B2  .   B3  .
     stage 2  .   .   F0  B0  F1  B1  F2  B2  F3  B3  .   .
     """
-    fits = sight.in_flight < sight.stages - sight.stage
-    return _choose_one(sight, sight.can(FORWARD) and fits, sight.can(BACKWARD))
-
-
-def _capped_1f1b(P: int, M: int, turn: int) -> SlotsAndRuns:
     s = np.arange(P)
     warm = np.minimum(P - s, M)
     fill = make_runs(s, FORWARD, 0, warm, s, 1)
@@ -224,22 +191,15 @@ def _alternating_backwards(P: int, M: int) -> RunArray:
     return make_runs(s, BACKWARD, 0, M, 2 * P - 1 - s, 2)
 
 
-def pipedream_1f1b(sight: Sight) -> Tuple[Kind, ...]:
+def _pipedream_1f1b(P: int, M: int, turn: int) -> SlotsAndRuns:
     """Keep at most P microbatches in flight, counted at stage 0 only, so that stage 1 runs ahead (F2). P = 3, M = 4:
 
     stage 0  F0  F1  F2  .   .   B0  F3  B1  .   B2  .   B3
     stage 1  .   F0  F1  F2  B0  .   B1  F3  B2  .   B3  .
     stage 2  .   .   F0  B0  F1  B1  F2  B2  F3  B3  .   .
-    """
-    fits = sight.stage > 0 or sight.in_flight < sight.stages
-    return _choose_one(sight, sight.can(FORWARD) and fits, sight.can(BACKWARD))
 
-
-def _pipedream_1f1b(P: int, M: int, turn: int) -> SlotsAndRuns:
-    """Let the first P microbatches enter one per slot, later ones every second slot.
-
-    Of the first P a stage forwards `ahead` as they come, until its first backward is ready, and the rest in the slots between
-    backwards.
+    The first P microbatches enter one per slot, later ones every second slot. Of the first P a stage forwards `ahead` as they
+    come, until its first backward is ready, and the rest in the slots between backwards.
     """
     s = np.arange(P)
     ahead = np.minimum(np.minimum(P, 2 * (P - s) - 1), M)
@@ -250,26 +210,17 @@ def _pipedream_1f1b(P: int, M: int, turn: int) -> SlotsAndRuns:
     return 2 * (M + P - 1), np.concatenate([fill, between, steady, _alternating_backwards(P, M)])
 
 
-def local_sgd(sight: Sight) -> Tuple[Kind, ...]:
-    """Run `pipedream_1f1b` over the steps of a round, R replicas (N here) in turn: a replica's next step begins on a stage when
+def _local_sgd(P: int, M: int, accumulate: int) -> SlotsAndRuns:
+    """Run `_pipedream_1f1b` over the steps of a round, R replicas (N here) in turn: a replica's next step begins on a stage when
     its previous one is done there. P = 3, R = 2, two steps each:
 
     stage 0  F0  F1  .   .   .   B0  F2  B1  F3  .   .   B2  .   B3
     stage 1  .   F0  F1  .   B0  .   B1  F2  .   F3  B2  .   B3  .
     stage 2  .   .   F0  B0  F1  B1  .   .   F2  B2  F3  B3  .   .
 
-    The next round begins when the last backward has left stage 0: it is a stretch of its own.
-    """
-    previous = sight.done[FORWARD][sight.stage] - sight.accumulate  # this replica's previous step
-    fits = (sight.stage > 0 or sight.in_flight < sight.stages) and sight.done[BACKWARD][sight.stage] > previous
-    return _choose_one(sight, sight.can(FORWARD) and fits, sight.can(BACKWARD))
-
-
-def _local_sgd(P: int, M: int, accumulate: int) -> SlotsAndRuns:
-    """Return the runs of `local_sgd`.
-
-    With as many replicas as stages no replica waits for its own step. With fewer a step takes the 2P slots of its way, and after
-    the first one replicas follow one another every second slot.
+    The next round begins when the last backward has left stage 0: it is a stretch of its own. With as many replicas as stages
+    no replica waits for its own step. With fewer a step takes the 2P slots of its way, and after the first one replicas follow
+    one another every second slot.
     """
     if accumulate >= P or M <= accumulate:
         return _pipedream_1f1b(P, M, 0)
@@ -284,7 +235,7 @@ def _local_sgd(P: int, M: int, accumulate: int) -> SlotsAndRuns:
     return slots, np.concatenate(runs)
 
 
-def dataflow(sight: Sight) -> Tuple[Kind, ...]:
+def _dataflow(P: int, M: int, turn: int) -> SlotsAndRuns:
     """Run in every step a forward of what arrived and a backward of what came back. P = 2, M = 3:
 
     turn 0  stage 0  F0     F1     F2 B0  B1     B2         turn 1  stage 0  F0     F1     F2     B0     B1     B2
@@ -292,35 +243,25 @@ def dataflow(sight: Sight) -> Tuple[Kind, ...]:
 
     The last stage's two passes of a microbatch share the step (turn 0), or are a step apart (turn 1).
     """
-    forward = sight.can(FORWARD)
-    backward = sight.can(BACKWARD, besides=FORWARD if forward and sight.turn == 0 else None)
-    return (FORWARD,) * forward + (BACKWARD,) * backward
-
-
-def _dataflow(P: int, M: int, turn: int) -> SlotsAndRuns:
     s = np.arange(P)
     forward = make_runs(s, FORWARD, 0, M, s, 1)
     backward = make_runs(s, BACKWARD, 0, M, 2 * (P - 1) - s + turn, 1)
     return M + 2 * (P - 1) + turn, np.concatenate([forward, backward])
 
 
-def local(sight: Sight) -> Tuple[Kind, ...]:
+def _local(P: int, M: int, turn: int) -> SlotsAndRuns:
     """Run in every step a forward of what arrived and, at once, its backward from the stage's own loss. P = 3, M = 4:
 
     stage 0  F0 B0  F1 B1  F2 B2  F3 B3  .      .
     stage 1  .      F0 B0  F1 B1  F2 B2  F3 B3  .
     stage 2  .      .      F0 B0  F1 B1  F2 B2  F3 B3
     """
-    return PASSES if sight.can(FORWARD) else ()
-
-
-def _local(P: int, M: int, turn: int) -> SlotsAndRuns:
     s = np.arange(P)
     return M + P - 1, np.concatenate([make_runs(s, kind, 0, M, s, 1) for kind in PASSES])
 
 
-def local_shared(sight: Sight) -> Tuple[Kind, ...]:
-    """Run as `local`, but begin a batch only when the next stage is through the previous one. P = 3, M = 4, N = 2:
+def _local_shared(P: int, M: int, accumulate: int) -> SlotsAndRuns:
+    """Run as `_local`, but begin a batch only when the next stage is through the previous one. P = 3, M = 4, N = 2:
 
     stage 0  F0 B0  F1 B1  .      F2 B2  F3 B3  .      .
     stage 1  .      F0 B0  F1 B1  .      F2 B2  F3 B3  .
@@ -328,13 +269,6 @@ def local_shared(sight: Sight) -> Tuple[Kind, ...]:
 
     The update needs that stage's gradient of the layer that both hold.
     """
-    microbatch, following = sight.done[FORWARD][sight.stage], sight.stage + 1
-    begins = microbatch % sight.accumulate == 0 and following < sight.stages
-    waits = begins and sight.done[BACKWARD][following] < microbatch
-    return () if waits else local(sight)
-
-
-def _local_shared(P: int, M: int, accumulate: int) -> SlotsAndRuns:
     s = np.arange(P)
     wait = 1 if P > 1 else 0
     if accumulate == 1:
@@ -348,13 +282,12 @@ def _local_shared(P: int, M: int, accumulate: int) -> SlotsAndRuns:
 
 
 class PipelineDefinition(NamedTuple):
-    """A pipeline from empty to empty: its `policy`, and its `stretch` (slots and runs) as a function of P, M and the turn.
+    """A pipeline from empty to empty: its `stretch` (slots and runs) as a function of P, M and the turn.
 
     `by_accumulate`: of N in place of the turn. `longest`: the most microbatches of a stretch, as a function of N; None: it never
     drains. `slot_holds` and `local` as in `Schedule`.
     """
 
-    policy: Policy
     stretch: Callable[[int, int, int], SlotsAndRuns]
     longest: Optional[Callable[[int], int]] = None
     slot_holds: SlotHolds = SlotHolds.ONE
@@ -363,15 +296,15 @@ class PipelineDefinition(NamedTuple):
 
 
 PIPELINES: Dict[Pipeline, PipelineDefinition] = {
-    Pipeline.SEQUENTIAL: PipelineDefinition(sequential, _fill_drain, lambda accumulate: 1),
-    Pipeline.FILL_DRAIN: PipelineDefinition(fill_drain, _fill_drain, lambda accumulate: accumulate),
-    Pipeline.ONE_F_ONE_B_FLUSH: PipelineDefinition(capped_1f1b, _capped_1f1b, lambda accumulate: accumulate),
-    Pipeline.ONE_F_ONE_B: PipelineDefinition(pipedream_1f1b, _pipedream_1f1b),
-    Pipeline.ONE_F_ONE_B_CAPPED: PipelineDefinition(capped_1f1b, _capped_1f1b),
-    Pipeline.LOCAL_SGD: PipelineDefinition(local_sgd, _local_sgd, by_accumulate=True),
-    Pipeline.DATAFLOW: PipelineDefinition(dataflow, _dataflow, slot_holds=SlotHolds.BOTH),
-    Pipeline.LOCAL: PipelineDefinition(local, _local, slot_holds=SlotHolds.BOTH, local=True),
+    Pipeline.SEQUENTIAL: PipelineDefinition(_fill_drain, lambda accumulate: 1),
+    Pipeline.FILL_DRAIN: PipelineDefinition(_fill_drain, lambda accumulate: accumulate),
+    Pipeline.ONE_F_ONE_B_FLUSH: PipelineDefinition(_capped_1f1b, lambda accumulate: accumulate),
+    Pipeline.ONE_F_ONE_B: PipelineDefinition(_pipedream_1f1b),
+    Pipeline.ONE_F_ONE_B_CAPPED: PipelineDefinition(_capped_1f1b),
+    Pipeline.LOCAL_SGD: PipelineDefinition(_local_sgd, by_accumulate=True),
+    Pipeline.DATAFLOW: PipelineDefinition(_dataflow, slot_holds=SlotHolds.BOTH),
+    Pipeline.LOCAL: PipelineDefinition(_local, slot_holds=SlotHolds.BOTH, local=True),
     Pipeline.LOCAL_SHARED: PipelineDefinition(
-        local_shared, _local_shared, slot_holds=SlotHolds.BOTH, local=True, by_accumulate=True
+        _local_shared, slot_holds=SlotHolds.BOTH, local=True, by_accumulate=True
     ),
 }
