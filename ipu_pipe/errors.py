@@ -7,7 +7,6 @@ import contextlib
 import io
 import os
 import sys
-import traceback
 import warnings
 from typing import Any, Callable, Iterator, Mapping, NoReturn, Optional, Sequence, Set, TextIO, Tuple, Type, Union
 
@@ -91,18 +90,6 @@ def guard_writing(place: Any, what: str = "") -> Iterator[None]:
         yield
     except OSError as error:
         raise RunFault(f"{place}: {what and what + ' '}cannot be written: {error.strerror or error}") from error
-
-
-@contextlib.contextmanager
-def show_traceback(wanted: bool) -> Iterator[None]:
-    """Write the traceback of an exception to standard error if it is `wanted` and no other process has reported it."""
-    try:
-        yield
-    except Exception as error:
-        fault = find_user_fault(error)
-        if wanted and not getattr(fault or error, "is_reported", None):
-            sys.stderr.write(fault.traceback if fault is not None else traceback.format_exc())
-        raise
 
 
 class Parser(argparse.ArgumentParser):

@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any, Dict, Tuple
 
-from ipu_pipe.cli.arguments import JSON, QUIET, TRACEBACK, command, get_say, get_tell, option
+from ipu_pipe.cli.arguments import COMMON, JSON, command, get_say, get_tell, option
 from ipu_pipe.errors import BadInput, raise_faults
 
 EPILOG = """
@@ -31,7 +31,7 @@ examples:
     JSON,
     option("--html", metavar="FILE", type=Path, help="write a self-contained page with a timeline to zoom into"),
     option("--png", metavar="FILE", type=Path, help="write the timeline as a picture"),
-    QUIET, TRACEBACK,
+    *COMMON,
 )  # fmt: skip
 def main(args: argparse.Namespace) -> None:
     """Run the command."""

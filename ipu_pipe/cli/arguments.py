@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import functools
 import sys
+import traceback
 from pathlib import Path
 from typing import Any, Callable, Dict, Optional, Sequence, Tuple, Union
 
 from ipu_pipe.config.values import MOST_COUNT
-from ipu_pipe.errors import BadInput, Parser, show_traceback
+from ipu_pipe.errors import BadInput, Parser, find_user_fault
 from ipu_pipe.shipped import find_config
 from ipu_pipe.text import escape_lines, show
 
@@ -27,7 +28,7 @@ SET = option("--set", action="extend", nargs="+", default=[], metavar="KEY=VALUE
 CONFIG = (option("config", metavar="CONFIG", nargs="?", help="a YAML file, such as those in configs/"), SET)
 JSON = option("--json", action="store_true", help="print JSON")
 QUIET = option("--quiet", action="store_true", help="print faults alone, and JSON where it is asked for")
-TRACEBACK = option("--traceback", action="store_true", help="print a fault's whole traceback, not its line alone")
+COMMON = (QUIET, option("--traceback", action="store_true", help="print a fault's whole traceback, not its line alone"))
 
 
 class Command:
@@ -53,8 +54,13 @@ class Command:
         args = self.make_parser().parse_args(arguments)
         if "config" in args:
             args.config = _take_config(args)
-        with show_traceback(getattr(args, "traceback", False)):
+        try:
             self._work(args)
+        except Exception as error:
+            fault = find_user_fault(error)
+            if getattr(args, "traceback", False) and not getattr(fault or error, "is_reported", None):
+                sys.stderr.write(fault.traceback if fault is not None else traceback.format_exc())
+            raise
 
 
 def command(description: Optional[str], epilog: Epilog, *options: Option) -> Callable[[Work], Command]:

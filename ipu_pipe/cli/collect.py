@@ -4,18 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from ipu_pipe.cli.arguments import (
-    CONFIG,
-    QUIET,
-    TRACEBACK,
-    command,
-    folder,
-    get_say,
-    get_tell,
-    option,
-    split_names,
-    whole,
-)
+from ipu_pipe.cli.arguments import COMMON, CONFIG, command, folder, get_say, get_tell, option, split_names, whole
 from ipu_pipe.config.values import MOST_UPDATES
 
 EPILOG = """
@@ -38,7 +27,7 @@ examples:
     option("--rounds", type=whole(1, 1000), default=1, metavar="N", help="runs of each method, for median and range (default 1)"),
     option("--out", type=folder, required=True, metavar="DIR", help="the folder to write into"),
     option("--overwrite", action="store_true", help="replace runs that DIR holds"),
-    QUIET, TRACEBACK,
+    *COMMON,
 )  # fmt: skip
 def main(args: argparse.Namespace) -> None:
     """Run the command."""

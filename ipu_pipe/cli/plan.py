@@ -9,18 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, List, Sequence, Tuple
 
-from ipu_pipe.cli.arguments import (
-    CONFIG,
-    JSON,
-    QUIET,
-    TRACEBACK,
-    command,
-    get_say,
-    get_tell,
-    option,
-    split_names,
-    whole,
-)
+from ipu_pipe.cli.arguments import COMMON, CONFIG, JSON, command, get_say, get_tell, option, split_names, whole
 from ipu_pipe.config.values import MOST_STAGES
 from ipu_pipe.errors import BadInput, raise_faults
 from ipu_pipe.text import show
@@ -68,7 +57,7 @@ def _parse_size(text: str) -> float:
     JSON,
     option("--write", type=Path, metavar="FILE", help="write the best configuration as a config for tools/train.py"),
     option("--overwrite", action="store_true", help="replace FILE if it exists"),
-    QUIET, TRACEBACK,
+    *COMMON,
 )  # fmt: skip
 def main(args: argparse.Namespace) -> None:
     """Run the command."""

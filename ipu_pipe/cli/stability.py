@@ -10,19 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any, Dict
 
-from ipu_pipe.cli.arguments import (
-    JSON,
-    QUIET,
-    SET,
-    TRACEBACK,
-    command,
-    folder,
-    get_say,
-    get_tell,
-    option,
-    positive,
-    whole,
-)
+from ipu_pipe.cli.arguments import COMMON, JSON, SET, command, folder, get_say, get_tell, option, positive, whole
 from ipu_pipe.errors import BadInput
 from ipu_pipe.shipped import find_config
 from ipu_pipe.text import find_nearest, show
@@ -54,7 +42,7 @@ train: they run experiments of tools/reproduce.py.
     option("--seed", type=whole(0, 2**63 - 1), default=0, metavar="S", help="seed of the power iteration (%(default)s)"),
     option("--curvature", type=positive, metavar="X", help="use this curvature instead of measuring it"),
     option("--by-stage", action="store_true", help="measure the curvature of each stage instead of the model's"),
-    QUIET, TRACEBACK,
+    *COMMON,
 )  # fmt: skip
 def main(args: argparse.Namespace) -> None:
     """Run the command."""

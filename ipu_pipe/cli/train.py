@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Optional
 
-from ipu_pipe.cli.arguments import CONFIG, QUIET, TRACEBACK, command, counts, folder, option, tell, whole
+from ipu_pipe.cli.arguments import COMMON, CONFIG, command, counts, folder, option, tell, whole
 from ipu_pipe.errors import raise_faults
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ tools/fetch_data.py fills. Exit codes: 0 done, 2 bad input, 1 fault while runnin
     option("--against", metavar="METHOD", help="then train by METHOD in DIR/METHOD, at equal samples and at equal time"),
     option("--accumulate", type=counts, default=(), metavar="K,...",
            help="microbatches an update at equal time (default, for a METHOD that flushes: 1, 2, 4 and 8 times the config's)"),
-    QUIET, TRACEBACK,
+    *COMMON,
 )  # fmt: skip
 def main(args: argparse.Namespace) -> None:
     """Run the command."""

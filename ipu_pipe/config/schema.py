@@ -11,25 +11,7 @@ from typing import Any, Dict, List, Mapping, Optional, Tuple, Type, Union
 from pydantic import PrivateAttr, StrictBool, field_validator, model_validator
 from typing_extensions import Literal
 
-from ipu_pipe.config.sections import (
-    GIVEN,
-    CheckpointConfig,
-    ClipConfig,
-    DataConfig,
-    EarlyStoppingConfig,
-    Entry,
-    EvaluateConfig,
-    Given,
-    InitFrom,
-    LogConfig,
-    LrSchedule,
-    MethodArgs,
-    ModelConfig,
-    OptimizerConfig,
-    StageCount,
-    StageFinest,
-    is_entry_mapping,
-)  # fmt: skip
+from ipu_pipe.config import sections
 from ipu_pipe.config.values import MOST_STAGES, Count, Seconds, Section, Seed, Threads, Updates, key_fault
 from ipu_pipe.schedule.methods import METHODS, Reads
 
@@ -111,10 +93,10 @@ class Config(Section):
     `allow_nonfinite`: go on after a loss that is not finite. `given`: objects from Python, written by the run.
     """
 
-    model: ModelConfig
-    data: DataConfig
+    model: sections.ModelConfig
+    data: sections.DataConfig
     method: str = "gpipe"
-    method_args: MethodArgs = MethodArgs()
+    method_args: sections.MethodArgs = sections.MethodArgs()
     stages: Any = None
     stages_per_device: Optional[Count] = None
     loss: str = "cross_entropy"
@@ -122,24 +104,24 @@ class Config(Section):
     micro_batch_size: Count = 8
     gradient_accumulation: Count = 1
     replicas: Count = 1
-    optimizer: OptimizerConfig = OptimizerConfig()
-    lr_schedule: LrSchedule = LrSchedule()
-    clip: Optional[ClipConfig] = None
+    optimizer: sections.OptimizerConfig = sections.OptimizerConfig()
+    lr_schedule: sections.LrSchedule = sections.LrSchedule()
+    clip: Optional[sections.ClipConfig] = None
     epochs: Updates = 1
     steps: Optional[Updates] = None
-    evaluate: EvaluateConfig = EvaluateConfig()
-    metrics: List[Union[str, Entry]] = ["accuracy"]
-    callbacks: List[Union[str, Entry]] = []
-    early_stopping: Optional[EarlyStoppingConfig] = None
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    log: LogConfig = LogConfig()
+    evaluate: sections.EvaluateConfig = sections.EvaluateConfig()
+    metrics: List[Union[str, sections.Entry]] = ["accuracy"]
+    callbacks: List[Union[str, sections.Entry]] = []
+    early_stopping: Optional[sections.EarlyStoppingConfig] = None
+    checkpoint: sections.CheckpointConfig = sections.CheckpointConfig()
+    log: sections.LogConfig = sections.LogConfig()
     seed: Seed = 0
     precision: Literal["float32", "float64", "bfloat16", "bfloat16_mixed", "16.16", "16.32", "32.32"] = "float32"
     recompute: StrictBool = False
     hardware: Union[None, str, Dict[str, Any]] = None
-    init_from: Optional[InitFrom] = None
+    init_from: Optional[sections.InitFrom] = None
     allow_nonfinite: StrictBool = False
-    given: Optional[Given] = None
+    given: Optional[sections.Given] = None
     # why the update rules cannot act with the config's own optimizer; reported unless Python gives another
     _optimizer_faults: Tuple[str, ...] = PrivateAttr(default=())
 
@@ -148,8 +130,8 @@ class Config(Section):
     def _validate_entries(cls, value: Any) -> Any:
         """Validate a list of names or import strings, or of mappings of an Entry's keys, which become Entries."""
         entries = value if isinstance(value, (list, tuple)) else [None]
-        if all(isinstance(one, (str, Entry)) or is_entry_mapping(one) for one in entries):
-            return [one if isinstance(one, (str, Entry)) else Entry.model_validate(one) for one in entries]
+        if all(isinstance(one, (str, sections.Entry)) or sections.is_entry_mapping(one) for one in entries):
+            return [one if isinstance(one, (str, sections.Entry)) else sections.Entry.model_validate(one) for one in entries]
         raise ValueError("must be a list of names such as accuracy, or import strings module:name, or of {entry, args}")
 
     @field_validator("precision", mode="before")
@@ -180,7 +162,7 @@ class Config(Section):
         if value is None or value in ("finest", "auto") or whole or names:
             return value
         if isinstance(value, Mapping) and ("count" in value or "finest" in value):
-            section: Type[Section] = StageFinest if "finest" in value else StageCount
+            section: Type[Section] = sections.StageFinest if "finest" in value else sections.StageCount
             return section.model_validate(value).model_dump()
         raise ValueError(
             "must be null (the model's own), auto, finest, a whole number >= 1, a list of module names, {count, by} or {finest}"
@@ -191,10 +173,10 @@ class Config(Section):
         chosen = self.early_stopping.metric if self.early_stopping is not None else "loss"
         names = ["loss", *(name if isinstance(name, str) else name.entry for name in self.metrics)]
         known = [name.rpartition(":")[2] for name in names]
-        if chosen not in known and GIVEN not in known:
+        if chosen not in known and sections.GIVEN not in known:
             raise key_fault("early_stopping.metric", chosen, f"no evaluation gives it: must be one of {', '.join(known)}")
-        if self.optimizer.name == GIVEN and (self.given is None or self.given.optimizer is None):
-            raise key_fault("optimizer.name", GIVEN, "without given.optimizer: must be sgd, adam or adamw")
+        if self.optimizer.name == sections.GIVEN and (self.given is None or self.given.optimizer is None):
+            raise key_fault("optimizer.name", sections.GIVEN, "without given.optimizer: must be sgd, adam or adamw")
         by_hardware = isinstance(self.stages, dict) and self.stages.get("by") == "hardware"
         if self.hardware is None and by_hardware:
             raise key_fault("stages.by", "hardware", "needs to know the devices: hardware: a name or file")
