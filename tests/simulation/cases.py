@@ -116,7 +116,10 @@ def draw_case(draw: random.Random) -> Case:
     keys["evaluate"] = {"steps": 2} if draw.random() < 0.15 else {"every": 0}
     if draw.random() < 0.2:
         keys["checkpoint"] = {"every": draw.choice((1, 2))}
-    stops = draw.randint(1, keys["steps"] - 1) if draw.random() < 0.3 else None
+    stops = None
+    if draw.random() < 0.4:
+        keys["steps"] += 1 if family != "local_sgd" else int(keys["method_args"]["local_steps"])
+        stops = draw.randint(1, keys["steps"] - 2)
     layers = stages + draw.choice((0, 1)) if model != "tied" else max(stages, 4)
     return Case(model, layers, devices, keys, stops, through_channels=draw.random() < 0.25)
 
