@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.simulation.cases import DEADLINE, Case
-from tests.simulation.network import Network
-from tests.simulation.ranks import prepare, run_seeds, split_by_case, train
+from tests.simulation.network import Loss, Network
+from tests.simulation.ranks import check_run, prepare, run_seeds, split_by_case, train
 
 pytestmark = pytest.mark.skipif(
     tuple(map(int, torch.__version__.split(".")[:2])) < (2, 4), reason="processes need torch 2.4"
@@ -35,3 +35,14 @@ def test_no_more_messages_are_kept_than_microbatches_are_in_flight() -> None:
     in_flight, posted = 2, 3
     losses = 16 * 4 * 8  # sent once an update
     assert report.peak_memory[1]["buffers"] <= (in_flight + posted) * message + losses
+
+
+def test_rank_0_may_be_killed_at_any_call() -> None:
+    """While the engine started, or replicas waited for an evaluation, others ended with a traceback."""
+    keys = {
+        "method": "gpipe", "stages": 2, "gradient_accumulation": 1, "steps": 2, "micro_batch_size": 1, "replicas": 2,
+        "clip": {"norm": 1.0, "scope": "global"}, "evaluate": {"steps": 1}, "log": {"tensorboard": False},
+    }  # fmt: skip
+    prepared = prepare(Case("mlp", 2, 2, keys))
+    for at in range(1, prepared.calls[0], 2):
+        check_run(prepared, Network(at, 4, DEADLINE, Loss(0, at, is_killed=True)))
