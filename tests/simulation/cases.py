@@ -6,6 +6,7 @@ import copy
 import functools
 import random
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Dict, List, NamedTuple, Optional
 
 import torch
@@ -24,6 +25,7 @@ from ipu_pipe.schedule.methods import METHODS
 
 WIDTH, CLASSES = 4, 3
 DEADLINE = 300.0  # virtual seconds
+REVERSED = Path(__file__).with_name("reversed.csv")  # backwards in the reversed order of their forwards
 WHOLE = [
     name for name, row in METHODS.items() if row.is_pipeline and row.rounds is None and row.history is None and row.order is None
 ]
@@ -68,7 +70,7 @@ def draw_case(draw: random.Random) -> Case:
     """Return a case, which may be refused: not every method goes with everything."""
     devices = draw.choice((2, 2, 2, 3, 3, 4))
     model = draw.choice(("mlp", "mlp", "tied", "norm", "dropout", "skipping"))
-    family = draw.choice(("whole", "whole", "by device", "by device", "virtual", "local", "local_sgd"))
+    family = draw.choice(("whole", "whole", "by device", "by device", "virtual", "virtual", "local", "local_sgd", "rows"))
     stages = devices * draw.choice((1, 1, 1, 2)) + draw.choice((0, 0, 0, 1))
     keys: Dict[str, Any] = {}
     if family == "whole":
@@ -83,9 +85,14 @@ def draw_case(draw: random.Random) -> Case:
         if not order.fixed:
             keys["stages_per_device"] = per_device
     elif family == "virtual":
-        keys.update(method=draw.choice(("pipedream", "pipelined_backprop")), stages_per_device=2)
-        devices = draw.choice((2, 2, 2, 3))
-        stages = 2 * devices
+        devices, per_device = draw.choice((2, 2, 2, 3)), draw.choice((1, 2))
+        keys.update(method=draw.choice(("pipedream", "pipelined_backprop")), stages_per_device=per_device)
+        if per_device == 1 or draw.random() < 0.5:
+            keys["method_args"] = {"split_backward": True}
+        stages = per_device * devices
+    elif family == "rows":
+        keys.update(method="rows", method_args={"file": str(REVERSED)})
+        devices, stages = 2, 4
     elif family == "local":
         keys["method"], stages = draw.choice(LOCAL), devices
         model = draw.choice(("mlp", "norm", "dropout"))
@@ -96,6 +103,8 @@ def draw_case(draw: random.Random) -> Case:
         stages = min(stages, 4)
     row = METHODS[keys["method"]]
     accumulate = draw.choice((1, 1, 2, 3)) if row.order is None else devices * draw.choice((1, 1, 2))
+    if family == "rows":
+        accumulate = 2
     if keys["method"] == "pipedream_2bw":
         accumulate = max(accumulate, stages)
     if family == "virtual":
