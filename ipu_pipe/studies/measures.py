@@ -186,9 +186,7 @@ def measure_angles(config: Config, out: Path, options: MeasureOptions, overwrite
     assert blocks is not None
     names = [f"{j}: {piece.names[0]}" for j, piece in enumerate(blocks.pieces)]
     angles = [angle for angle in curve[-1][1:] if angle is not None]
-    return make_result(
-        statistics.mean(angles) if angles else None, curve, job.updates, dict(zip(names, curve[-1][1:]))
-    )
+    return make_result(statistics.mean(angles) if angles else None, curve, job.updates, dict(zip(names, curve[-1][1:])))
 
 
 def observe_draws(model: nn.Module, x: Any) -> Mapping[str, int]:

@@ -8,7 +8,6 @@ the synchronous updates of a warm-up and the separate weights of recomputation a
 
 from __future__ import annotations
 
-import math
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import numpy as np
@@ -17,6 +16,7 @@ from torch import nn
 from ipu_pipe.backends.table import get_backend
 from ipu_pipe.config.schema import Config
 from ipu_pipe.errors import BadInput
+from ipu_pipe.files import replace_nonfinite
 from ipu_pipe.job.record import Job
 from ipu_pipe.job.stability import derive_recurrence, list_inapplicable
 from ipu_pipe.model.batch import map_tensors
@@ -73,16 +73,20 @@ def analyze_job(
     ]
     margins = compute_margins(stages)
     base = float(max(job.rate(k) for k in _choose_updates(job)))
-    return {
+    shares: Sequence[Optional[float]] = measured[0].shares if measured else [None] * len(stages)
+    whole = None  # the largest stable rate with the delays of all stages at once, which needs their shares
+    if measured and base:
+        largest = find_largest_joint_rate(stages, measured[0].shares, base, measured[0].value)
+        whole = {"rate": base, "largest_stable_rate": largest, "margin": largest / base}
+    stability: Dict[str, Any] = replace_nonfinite({
         "method": job.method.name,
         "curvature": _describe_curvature(job, measured, curvature, samples, seed, by_stage),
         "rates_of_update": at,
-        "stages": [
-            _describe_stage(margin, measured[0].shares[s] if measured else None) for s, margin in enumerate(margins)
-        ],
-        "whole": _describe_whole(stages, measured, base, rates),
+        "stages": [_describe_stage(margin, share) for margin, share in zip(margins, shares)],
+        "whole": whole,
         "advice": describe_margins(margins),
-    }
+    })  # fmt: skip
+    return stability
 
 
 def _choose_updates(job: Job) -> List[int]:
@@ -120,16 +124,6 @@ def _measure(job: Job, samples: int, iterations: int, seed: int, differ: bool, b
     return curvatures
 
 
-def _describe_whole(
-    stages: Sequence[StageDynamics], measured: Sequence[Curvature], base: float, rates: Floats
-) -> Optional[Dict[str, Any]]:
-    """Return the largest stable rate with the delays of all stages at once; None where the shares of the stages are unknown."""
-    if not measured or not base:
-        return None
-    largest = find_largest_joint_rate(stages, measured[0].shares, base, measured[0].value)
-    return {"rate": base, "largest_stable_rate": _drop_nonfinite(largest), "margin": _drop_nonfinite(largest / base)}
-
-
 def _describe_curvature(
     job: Job, measured: Sequence[Curvature], given: Optional[float], samples: int, seed: int, by_stage: bool
 ) -> Dict[str, Any]:
@@ -158,21 +152,13 @@ def _describe_stage(margin: StabilityMargin, share: Optional[float]) -> Dict[str
         "curvature": stage.curvature,
         "share": share,
         "rate": stage.rate,
-        "largest_stable_rate": _drop_nonfinite(margin.largest_rate),
-        "margin": _drop_nonfinite(margin.margin),
+        "largest_stable_rate": margin.largest_rate,
+        "margin": margin.margin,
         "raised_by": [
-            {
-                "rule": r.change,
-                "largest_stable_rate": _drop_nonfinite(r.largest_rate),
-                "margin": _drop_nonfinite(r.margin),
-            }
-            for r in margin.remedies
+            {"rule": remedy.change, "largest_stable_rate": remedy.largest_rate, "margin": remedy.margin}
+            for remedy in margin.remedies
         ],
     }
-
-
-def _drop_nonfinite(value: float) -> Optional[float]:
-    return value if math.isfinite(value) else None
 
 
 def format_stability(stability: Dict[str, Any]) -> str:
