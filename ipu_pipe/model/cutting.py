@@ -18,7 +18,7 @@ import contextlib
 import copy
 import math
 from dataclasses import dataclass, replace
-from typing import Any, Callable, ContextManager, Dict, List, Mapping, NamedTuple, Sequence, Set, Tuple
+from typing import Any, Callable, ContextManager, Dict, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple
 
 import torch
 from torch import nn
@@ -217,14 +217,14 @@ def _join(keys: Sequence[Key]) -> Template:
 
 
 class _Step(NamedTuple):
-    """A call to make. `places`: of its arguments, the last of them by the keywords `names`; `spec`: how they are put together,
-    where they are not all tensors and constants; `gives`: places of those of its results that are needed; `done`: places of
-    what no later step needs."""
+    """A call to make. `places`: of its arguments, the last of them by the keywords `names`; `template`: how they are put
+    together, where they are not all tensors and constants; `gives`: places of those of its results that are needed; `done`:
+    places of what no later step needs."""
 
     function: Callable[..., Any]
     places: List[int]
     names: Tuple[str, ...]
-    spec: Any
+    template: Optional[Template]
     gives: List[Tuple[int, int]]
     done: List[int]
 
@@ -264,14 +264,15 @@ class Program:
                 function = torch.compile(function, options={"fallback_random": True})  # type: ignore[arg-type]
             if not self._runs or self._runs[-1][0] != call.state:
                 self._runs.append((call.state, []))
-            places, spec = [self._place(leaf) for leaf in call.arguments.leaves], call.arguments.spec
-            args, keywords = tree_unflatten(list(range(len(places))), spec)
+            template = call.arguments
+            places = [self._place(leaf) for leaf in template.leaves]
+            args, keywords = tree_unflatten(list(range(len(places))), template.spec)
             is_flat = [*args, *keywords.values()] == list(range(len(places)))
             done = [self._places[key] for key in call.arguments.keys if last.get(key) == call.index]
-            self._runs[-1][1].append(_Step(function, places, tuple(keywords), None if is_flat else spec, gives, done))
+            self._runs[-1][1].append(_Step(function, places, tuple(keywords), None if is_flat else template, gives, done))
         # a weight that is handed on is cloned: it may be updated before it is sent
         self._leaves = [(self._place(leaf), isinstance(leaf, Weight)) for leaf in part.leaves.leaves]
-        self._spec = part.leaves.spec
+        self._output = part.leaves
 
     def _add_place(self, leaf: Any) -> int:
         is_key = isinstance(leaf, (Value, Weight))
@@ -303,10 +304,10 @@ class Program:
             values[place] = leaves[leaf]
         for state, steps in self._runs:
             with _as_recorded(state):
-                for function, places, names, spec, gives, done in steps:
+                for function, places, names, template, gives, done in steps:
                     args = [values[place] for place in places]
-                    if spec is not None:
-                        args, keywords = tree_unflatten(args, spec)
+                    if template is not None:
+                        args, keywords = tree_unflatten(args, template.spec)
                         result = function(*args, **keywords)
                     elif names:
                         count = len(args) - len(names)
@@ -321,7 +322,7 @@ class Program:
                         values[place] = None
                 args, result, leaves = [], None, ()
         return tree_unflatten(
-            [values[place].clone() if is_weight else values[place] for place, is_weight in self._leaves], self._spec
+            [values[place].clone() if is_weight else values[place] for place, is_weight in self._leaves], self._output.spec
         )
 
 

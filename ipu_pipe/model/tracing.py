@@ -65,6 +65,9 @@ class Template:
         """Return the values and weights among the leaves, in order."""
         return [leaf for leaf in self.leaves if isinstance(leaf, (Value, Weight))]
 
+    def __deepcopy__(self, memo: Any) -> Template:
+        return self  # copies of a model share its recordings; PyTorch warns where the description of a nest is copied
+
 
 class AutogradState(NamedTuple):
     """Where a call's surroundings differ from those of the model's forward: whether gradients are on, and each device's autocast
