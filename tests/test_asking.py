@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import traceback
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import Any, Callable, Dict, List
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional as F
 
@@ -22,6 +20,7 @@ from ipu_pipe.errors import end_process
 from ipu_pipe.model.loss import list_requested_fields
 from ipu_pipe.run.build import build
 from tests import forked
+from tests.support.runs import assert_same_weights, read_summary
 from tests.test_batches import PARTS, Two, refusal, settings, train_alike
 
 WEIGHTS = [torch.rand(4, generator=torch.Generator().manual_seed(i)) for i in range(len(PARTS))]
@@ -154,9 +153,6 @@ def test_two_processes_give_it_to_the_last_stage(tmp_path: Path) -> None:
         ipu_pipe.train(config_of(method), tmp_path / "one" / method, **as_trained(case))
     forked.in_ranks(2, one_rank, tmp_path, RUNS)
     for _, method in RUNS:
-        one, two = (
-            load_file(str(tmp_path / n / method / "checkpoints/step-3/model.safetensors")) for n in ("one", "two")
-        )
-        assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one), method
-        found = [json.loads((tmp_path / n / method / "summary.json").read_text())["final"] for n in ("one", "two")]
-        assert found[0] == found[1], method
+        one, two = tmp_path / "one" / method, tmp_path / "two" / method
+        assert_same_weights(one, two)
+        assert read_summary(one)["final"] == read_summary(two)["final"], method

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import os
 import random
 import traceback
@@ -13,7 +12,6 @@ from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -29,6 +27,7 @@ from ipu_pipe.model.loss import OwnLoss, TakePart, describe_output, list_fields
 from ipu_pipe.report.run_text import describe_left_out
 from ipu_pipe.run.build import build
 from tests import forked
+from tests.support.runs import assert_same_weights, read_summary
 
 SGD = {"name": "sgd", "lr": 0.1, "momentum": 0.9}
 
@@ -531,12 +530,9 @@ def test_two_processes_train_on_any_batch_as_the_emulator(tmp_path: Path) -> Non
         ipu_pipe.train(how.pop("config"), tmp_path / "one" / case, **how)
     forked.in_ranks(2, one_rank, tmp_path, cases)
     for case in cases:
-        one, two = (
-            load_file(str(tmp_path / n / case / "checkpoints/step-3/model.safetensors")) for n in ("one", "two")
-        )
-        assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one), case
-        found = [json.loads((tmp_path / n / case / "summary.json").read_text())["final"] for n in ("one", "two")]
-        assert found[0] == found[1], case
+        one, two = tmp_path / "one" / case, tmp_path / "two" / case
+        assert_same_weights(one, two)
+        assert read_summary(one)["final"] == read_summary(two)["final"], case
 
 
 def differing_rank(rank: int, folder: Path) -> None:

@@ -9,7 +9,6 @@ from typing import Any, Dict, List, Optional
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 import ipu_pipe
 from ipu_pipe.config.load import load_config
@@ -17,6 +16,7 @@ from ipu_pipe.errors import BadInput, RunFault, find_user_fault
 from ipu_pipe.run.train import train
 from tests import forked
 from tests.callbacks_of_runs import Ends, Fails
+from tests.support.runs import assert_same_state, read_metrics, read_weights
 from tests.test_processes import DIGITS, assert_same, emulate, run
 
 SHORT = ["log.tensorboard=false", "evaluate.subset=64", "backend.threads=1", "data.subset=256", "data.test_subset=64"]
@@ -39,14 +39,7 @@ def go(out: Path, *sets: str, **how: Any) -> Dict[str, Any]:
 
 
 def lines(out: Path) -> List[Dict[str, Any]]:
-    found = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if key != "samples_per_second"} for line in found]
-
-
-def same(a: Path, b: Path, step: int) -> None:
-    for name in ("model", "optimizer"):
-        ours, theirs = (load_file(out / "checkpoints" / f"step-{step}" / f"{name}.safetensors") for out in (a, b))
-        assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
+    return [{key: value for key, value in line.items() if key != "samples_per_second"} for line in read_metrics(out)]
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -57,7 +50,7 @@ def test_a_run_that_is_asked_to_end_is_one_planned_that_long(method: str, tmp_pa
     assert (cut["steps"], cut["planned_steps"], cut["stopped"]) == (ends, 16, "it is enough")
     planned = go(tmp_path / "planned", *sets, f"steps={ends}")
     assert planned["stopped"] is None and cut["final"] == planned["final"]
-    same(tmp_path / "cut", tmp_path / "planned", ends)
+    assert_same_state(tmp_path / "cut", tmp_path / "planned", ends)
     assert lines(tmp_path / "cut") == lines(tmp_path / "planned")
 
 
@@ -113,8 +106,7 @@ def test_what_callbacks_see(tmp_path: Path) -> None:
         (line["step"], {"test_loss": line["test_loss"], "test_accuracy": line["test_accuracy"]}) for line in tested
     ]
     sums = [s[3] for s in watches.seen if isinstance(s[0], int)]
-    held = load_file(out / "checkpoints" / "step-4" / "model.safetensors")
-    assert len(set(sums)) == 4 and sums[-1] in [float(value.sum()) for value in held.values()]
+    assert len(set(sums)) == 4 and sums[-1] in [float(value.sum()) for value in read_weights(out, 4).values()]
     assert watches.seen[-1] == ("end", 4, report["stopped"])
 
 

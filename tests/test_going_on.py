@@ -22,6 +22,7 @@ from ipu_pipe.run import checkpoint
 from ipu_pipe.run.build import set_up
 from ipu_pipe.run.train import evaluate_checkpoint, train
 from tests import forked
+from tests.support.runs import assert_same_state, read_metrics, read_state
 from tests.test_train import DIGITS, config, run_tool, sets  # noqa: F401
 
 BASE = [
@@ -36,23 +37,10 @@ def went(out: Path, *over: str, **how: Any) -> Dict[str, Any]:
     return train(config(*BASE, *over), out, quiet=True, **how)
 
 
-def held(out: Path, step: int = 12) -> Dict[str, torch.Tensor]:
-    """Weights and optimizer state."""
-    folder = out / "checkpoints" / f"step-{step}"
-    files = {name: load_file(folder / f"{name}.safetensors") for name in ("model", "optimizer")}
-    return {f"{name}/{key}": value for name, tensors in files.items() for key, value in tensors.items()}
-
-
-def assert_same(a: Path, b: Path, step: int = 12) -> None:
-    ours, theirs = held(a, step), held(b, step)
-    assert ours.keys() == theirs.keys()
-    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
-
-
 def trained(out: Path) -> List[Dict[str, Any]]:
     """The lines of metrics of updates; times differ."""
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k != "samples_per_second"} for line in lines if "train_loss" in line]
+    lines = [line for line in read_metrics(out) if "train_loss" in line]
+    return [{k: v for k, v in line.items() if k != "samples_per_second"} for line in lines]
 
 
 # ---- longer
@@ -83,7 +71,7 @@ def test_a_run_made_longer_is_one_planned_that_long(name: str, tmp_path: Path) -
     went(tmp_path / "grown", *LONGER[name], "steps=8")
     report = went(tmp_path / "grown", *LONGER[name], "steps=12", resume=True)
     planned = went(tmp_path / "planned", *LONGER[name], "steps=12")
-    assert_same(tmp_path / "grown", tmp_path / "planned")
+    assert_same_state(tmp_path / "grown", tmp_path / "planned")
     assert trained(tmp_path / "grown") == trained(tmp_path / "planned") and len(trained(tmp_path / "planned")) == 12
     assert report["final"]["test_loss"] == planned["final"]["test_loss"]
 
@@ -113,7 +101,7 @@ def test_a_run_whose_rates_follow_its_length_cannot_grow(keys: str, tmp_path: Pa
     (out / "summary.json").unlink()
     assert went(out, *FOLLOWING[keys], "steps=6", resume=True)["steps"] == 6
     went(tmp_path / "planned", *FOLLOWING[keys], "steps=6")
-    assert_same(out, tmp_path / "planned", 6)
+    assert_same_state(out, tmp_path / "planned", 6)
 
 
 def test_the_length_of_a_schedule_is_that_of_the_run_or_more(tmp_path: Path) -> None:
@@ -123,7 +111,7 @@ def test_the_length_of_a_schedule_is_that_of_the_run_or_more(tmp_path: Path) -> 
         config("lr_schedule.total_steps=10")
     went(tmp_path / "null", "lr_schedule={name: cosine}", "steps=4")
     went(tmp_path / "said", "lr_schedule={name: cosine, total_steps: 4}", "steps=4")
-    assert_same(tmp_path / "null", tmp_path / "said", 4)
+    assert_same_state(tmp_path / "null", tmp_path / "said", 4)
 
 
 # ---- elsewhere
@@ -208,10 +196,10 @@ def test_a_run_goes_on_elsewhere_and_leaves_the_whole_model_to_every_caller(tmp_
     assert [end.exitcode for end in ends] == [0] * RANKS
     for name, how in ELSEWHERE.items():
         went(tmp_path / f"{name}-emulator", *how, f"stages={RANKS}", "steps=12", resume=True)
-        assert_same(tmp_path / name, tmp_path / f"{name}-emulator")
+        assert_same_state(tmp_path / name, tmp_path / f"{name}-emulator")
         went(tmp_path / name, *how, "steps=14", resume=True)
     went(tmp_path / "gpipe-whole", *ELSEWHERE["gpipe"], "stages=4", "steps=14")
-    assert_same(tmp_path / "gpipe", tmp_path / "gpipe-whole", 14)
+    assert_same_state(tmp_path / "gpipe", tmp_path / "gpipe-whole", 14)
     assert trained(tmp_path / "gpipe") == trained(tmp_path / "gpipe-whole")
     for method in OWN:
         model = own_model()
@@ -241,7 +229,7 @@ def test_a_model_that_needs_its_version_in_a_state_dict_is_resumed(tmp_path: Pat
     again = Versioned(nn.Flatten(), nn.Linear(64, 8), nn.Linear(8, 10))
     load_state(again, start)
     went(tmp_path / "whole", "stages=2", "steps=8", model=again)
-    assert_same(tmp_path / "run", tmp_path / "whole", 8)
+    assert_same_state(tmp_path / "run", tmp_path / "whole", 8)
 
 
 # ---- from weights
@@ -260,7 +248,7 @@ def test_a_run_begins_with_the_newest_weights_of_another(ended: Path) -> None:
     assert {**evaluate_checkpoint(config(*BASE), ended), "weights": newest["weights"]} == newest
     for path in (ended, ended / "checkpoints" / "step-8"):
         found = set_up(config(*BASE, f"init_from={path}")).model.state_dict()
-        assert all(torch.equal(value, held(ended, 8)[f"model/{name}"]) for name, value in found.items())
+        assert all(torch.equal(value, read_state(ended, 8)[f"model/{name}"]) for name, value in found.items())
 
 
 def test_weights_with_a_new_head_are_taken_but_for_it(ended: Path, tmp_path: Path, run_tool: Any) -> None:  # noqa: F811
@@ -278,7 +266,7 @@ def test_weights_with_a_new_head_are_taken_but_for_it(ended: Path, tmp_path: Pat
     fresh = set_up(config(*BASE, *keys)).model.state_dict()
     own = set_up(config(*BASE, keys[0])).model.state_dict()
     for name, value in fresh.items():
-        assert torch.equal(value, own[name] if name in record["new"] else held(ended, 8)[f"model/{name}"]), name
+        assert torch.equal(value, own[name] if name in record["new"] else read_state(ended, 8)[f"model/{name}"]), name
     assert load_config(out / "config.yaml").init_from == InitFrom(path=str(ended), strict=False)
     assert (
         went(out, *keys, "steps=8", resume=True)["steps"] == 8

@@ -13,7 +13,6 @@ from typing import Any, Dict, List, Tuple
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import nn
 
 from ipu_pipe.backends.emulator.replay import Emulator
@@ -41,6 +40,7 @@ from ipu_pipe.update.apply import UpdateRules
 from ipu_pipe.update.groups import make_groups, replace_parameters
 from tests.literal_replay import LiteralRules, LiteralStage, replay
 from tests.staged_models import MODELS, batches, whole
+from tests.support.runs import assert_same_state, read_state, read_weights
 from tests.test_train import config
 
 CPU, LOW = torch.device("cpu"), torch.bfloat16
@@ -220,12 +220,9 @@ def test_checkpoints_hold_the_masters_and_a_run_goes_on_from_them(tmp_path: Path
     shutil.rmtree(cut / "checkpoints" / "step-8")
     (cut / "summary.json").unlink()
     train(digits(*MASTERED, "checkpoint.every=4", "checkpoint.keep=9"), cut, resume=True, quiet=True)
-    for name in ("model", "optimizer"):
-        ours, theirs = (load_file(run / "checkpoints" / "step-8" / f"{name}.safetensors") for run in (whole_run, cut))
-        assert ours.keys() == theirs.keys()
-        for key, value in ours.items():
-            assert value.dtype == torch.float32 and torch.equal(value, theirs[key]), key
-    saved = load_file(cut / "checkpoints" / "step-4" / "model.safetensors")
+    assert_same_state(whole_run, cut)
+    assert {value.dtype for value in read_state(cut).values()} == {torch.float32}
+    saved = read_weights(cut, 4)
     assert any(not torch.equal(value, value.bfloat16().float()) for value in saved.values())
     loss = evaluate_checkpoint(digits(*MASTERED), cut / "checkpoints" / "step-8")["test_loss"]
     assert loss == json.loads((cut / "summary.json").read_text())["final"]["test_loss"]
@@ -271,7 +268,7 @@ def test_a_callers_model_is_given_back_as_it_was(end: str, keys: List[str], tmp_
     assert forward_types(model) == [torch.float32] and "forward" not in vars(model)
     assert torch.equal(after["1.weight"], before["1.weight"]) == (end == "refused")
     if end == "done":
-        saved = load_file(tmp_path / "run" / "checkpoints" / "step-8" / "model.safetensors")
+        saved = read_weights(tmp_path / "run", 8)
         assert all(torch.equal(value.float(), after[key].float()) for key, value in saved.items())
 
 

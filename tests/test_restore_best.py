@@ -10,11 +10,11 @@ from typing import Any, Dict, List, Optional
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 import ipu_pipe
 from ipu_pipe.errors import BadInput, end_process
 from tests import forked
+from tests.support.runs import read_weights
 from tests.test_going_on import OWN, own_model
 from tests.test_loop import OFTEN
 from tests.test_train import config
@@ -27,10 +27,6 @@ KEYS = [*OFTEN, 'stages=["4"]', "log.tensorboard=false", "evaluate.subset=32", "
 def went(out: Path, method: str, *over: str, model: Optional[torch.nn.Module] = None, **how: Any) -> Dict[str, Any]:
     sets = [*KEYS, "optimizer.lr=0.01", f"method={method}", *OWN[method], *over]
     return ipu_pipe.train(config(*sets), out, model=own_model() if model is None else model, **how)
-
-
-def saved(out: Path, step: int) -> Dict[str, torch.Tensor]:
-    return load_file(out / "checkpoints" / f"step-{step}" / "model.safetensors")
 
 
 def holds(model_state: Dict[str, Any], weights: Dict[str, torch.Tensor]) -> bool:
@@ -52,7 +48,7 @@ def test_the_model_has_the_best_weights_when_the_run_ends(
     assert (step, last) == ((16, 24) if method == "local_greedy" else (4, 12))
     said = f"the model has the best weights again, those of step {step}: {tmp_path}/run/checkpoints/step-{step}"
     assert capsys.readouterr().out.rstrip().splitlines()[-1] == said
-    best, newest = saved(tmp_path / "run", step), saved(tmp_path / "run", last)
+    best, newest = read_weights(tmp_path / "run", step), read_weights(tmp_path / "run", last)
     assert holds(model.state_dict(), best) and not holds(model.state_dict(), newest)
     assert sees.model.keys() == best.keys() and holds({"1.weight": sees.model["1.weight"]}, best)
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["restored_step"] == step
@@ -68,16 +64,16 @@ def test_the_newest_may_be_the_best_and_a_run_need_not_stop(tmp_path: Path, caps
     report = went(tmp_path / "run", "pipedream", STOPS.replace("max", "min"), "steps=8", model=model)
     assert report["restored_step"] == 8 and report["stopped"] is None
     assert capsys.readouterr().out.rstrip().endswith("the newest weights are the best: step 8")
-    assert holds(model.state_dict(), saved(tmp_path / "run", 8))
+    assert holds(model.state_dict(), read_weights(tmp_path / "run", 8))
     first = own_model()
     given = {"callbacks": [ipu_pipe.EarlyStopping(mode="max", patience=9, restore_best=True)]}
     assert went(tmp_path / "whole", "pipedream", "steps=8", model=first, **given)["restored_step"] == 4
-    assert holds(first.state_dict(), saved(tmp_path / "whole", 4))
+    assert holds(first.state_dict(), read_weights(tmp_path / "whole", 4))
     # a run that goes on knows which was the best
     second = own_model()
     given = {"callbacks": [ipu_pipe.EarlyStopping(mode="max", patience=9, restore_best=True)], "resume": True}
     assert went(tmp_path / "whole", "pipedream", "steps=12", model=second, **given)["restored_step"] == 4
-    assert holds(second.state_dict(), saved(tmp_path / "whole", 4))
+    assert holds(second.state_dict(), read_weights(tmp_path / "whole", 4))
 
 
 def test_a_wrong_kind_is_told() -> None:
@@ -109,7 +105,7 @@ def test_every_process_has_the_best_weights(tmp_path: Path) -> None:
     for method in OWN:
         emulated = own_model()
         step = went(tmp_path / f"{method}-emulated", method, STOPS, model=emulated, quiet=True)["restored_step"]
-        best = saved(tmp_path / method, step)
+        best = read_weights(tmp_path / method, step)
         for rank in range(2):
             held = torch.load(tmp_path / f"{method}-{rank}.pt")
             assert holds(held, best) and holds(held, emulated.state_dict()), (method, rank)

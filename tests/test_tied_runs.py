@@ -10,7 +10,6 @@ from typing import Any, Dict, List
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import nn
 
 from ipu_pipe.config.load import configure, load_config
@@ -20,6 +19,7 @@ from ipu_pipe.run.checkpoint import delete_steps
 from ipu_pipe.run.train import train
 from ipu_pipe.schedule.methods import METHODS
 from tests import forked
+from tests.support.runs import assert_same_state, read_state, read_weights
 from tests.tied_models import Gpt2, Normed, Renormed, lm, tokens
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -59,10 +59,6 @@ def plainly(trained: nn.Module, updates: int, optimizer: Dict[str, Any], norm: f
         steps.zero_grad()
 
 
-def kept(out: Path, step: int = 6) -> Dict[str, torch.Tensor]:
-    return load_file(out / "checkpoints" / f"step-{step}" / "model.safetensors")
-
-
 @pytest.mark.parametrize(
     "method, kind, optimizer",
     [
@@ -83,7 +79,7 @@ def test_a_run_is_plain_training_and_its_checkpoint_fits_the_plain_model(
     assert len(summary["stages"]) >= 3
     for (name, a), b in zip(ours.named_parameters(), plain.parameters()):
         assert torch.equal(a, b), name
-    held = kept(tmp_path)
+    held = read_weights(tmp_path)
     assert held.keys() == plain.state_dict().keys()
     loaded = model(kind)
     loaded.load_state_dict(held, strict=True)
@@ -104,7 +100,7 @@ def test_a_weight_is_counted_once_and_its_replica_is_held(tmp_path: Path) -> Non
             theirs[key] for key in ("weight_bytes", "gradient_bytes")
         ]
         assert ours["optimizer_bytes"] == theirs["optimizer_bytes"] - is_last * (2 * 4 * size + 4)
-    names = set(load_file(tmp_path / "tied" / "checkpoints" / "step-6" / "optimizer.safetensors"))
+    names = {name.partition("/")[2] for name in read_state(tmp_path / "tied") if name.startswith("optimizer/")}
     assert {n for n in names if n.startswith(("embedding.tokens", "head"))} == {
         f"embedding.tokens.weight/{entry}" for entry in ("exp_avg", "exp_avg_sq", "step")
     }
@@ -114,10 +110,10 @@ def test_a_weight_is_counted_once_and_its_replica_is_held(tmp_path: Path) -> Non
 def test_a_run_goes_on_as_if_never_interrupted(tmp_path: Path, method: str) -> None:
     how = config(method, optimizer=SGD)
     train(how, tmp_path, model=model("lm"), data=tokens(), quiet=True)
-    whole = kept(tmp_path)
+    whole = read_weights(tmp_path)
     other = model("lm", gpt2=False)  # begins otherwise
     train(how, tmp_path, model=other, data=tokens(), quiet=True, resume=True, resume_from=3)
-    again = kept(tmp_path)
+    again = read_weights(tmp_path)
     assert all(torch.equal(again[name], value) for name, value in whole.items())
 
 
@@ -171,13 +167,6 @@ def emulated(out: Path, method: str, **keys: Any) -> Dict[str, Any]:
         torch.set_num_threads(held)
 
 
-def assert_same(a: Path, b: Path, step: int = 6) -> None:
-    for name in ("model", "optimizer"):
-        ours, theirs = (load_file(run / "checkpoints" / f"step-{step}" / f"{name}.safetensors") for run in (a, b))
-        assert ours.keys() == theirs.keys()
-        assert all(torch.equal(ours[key], theirs[key]) for key in ours)
-
-
 @PROCESSES
 def test_processes_with_replicas_give_the_emulators_run_and_what_was_planned(tmp_path: Path) -> None:
     how: Dict[str, Any] = {
@@ -186,7 +175,7 @@ def test_processes_with_replicas_give_the_emulators_run_and_what_was_planned(tmp
     how["checkpoint"] = {"every": 2, "keep": 9}
     assert launched(4, tmp_path / "ranks", "pipedream_flush", **how) == []
     expected = emulated(tmp_path / "one", "pipedream_flush", **how)
-    assert_same(tmp_path / "ranks", tmp_path / "one", 4)
+    assert_same_state(tmp_path / "ranks", tmp_path / "one", 4)
     found = json.loads((tmp_path / "ranks" / "summary.json").read_text())
     assert found["final"] == expected["final"]
     assert found["links"] == sorted(expected["links"], key=lambda link: (link["src"], link["dst"]))
@@ -210,13 +199,13 @@ def test_a_checkpoint_of_processes_goes_on_on_the_emulator(tmp_path: Path) -> No
     gpt2 = {"entry": "tests.tied_models:Gpt2", "args": {"dropout": 0.1, "layers": 4}}
     assert launched(4, out, "pipedream_2bw", model=gpt2) == []
     emulated(tmp_path / "whole", "pipedream_2bw", model=gpt2)
-    assert_same(out, tmp_path / "whole", 3)
-    assert_same(out, tmp_path / "whole")
+    assert_same_state(out, tmp_path / "whole", 3)
+    assert_same_state(out, tmp_path / "whole")
     delete_steps(out / "checkpoints", [6])
     (out / "summary.json").unlink()
     train(load_config(str(described(out, "pipedream_2bw", model=gpt2)), []), out, quiet=True, resume=True)
-    assert_same(out, tmp_path / "whole")
-    model("gpt2", layers=4).load_state_dict(kept(out), strict=True)
+    assert_same_state(out, tmp_path / "whole")
+    model("gpt2", layers=4).load_state_dict(read_weights(out), strict=True)
 
 
 def test_what_processes_cannot_share_is_refused(tmp_path: Path, monkeypatch: Any) -> None:

@@ -55,6 +55,12 @@ def read_weights(run: Path, step: Optional[int] = None) -> Dict[str, torch.Tenso
     return load_file(find_checkpoint(run, step) / "model.safetensors")
 
 
+def read_state(run: Path, step: Optional[int] = None) -> Dict[str, torch.Tensor]:
+    """Return the weights and the optimizer state of a run's checkpoint."""
+    files = {name: load_file(find_checkpoint(run, step) / f"{name}.safetensors") for name in ("model", "optimizer")}
+    return {f"{name}/{key}": value for name, tensors in files.items() for key, value in tensors.items()}
+
+
 def assert_same(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> None:
     """Compare two state dicts to the bit."""
     assert a.keys() == b.keys()
@@ -72,6 +78,11 @@ def assert_close(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor], a
 def assert_same_weights(a: Path, b: Path) -> None:
     """Compare the newest checkpoints of two runs to the bit."""
     assert_same(read_weights(a), read_weights(b))
+
+
+def assert_same_state(a: Path, b: Path, step: Optional[int] = None) -> None:
+    """Compare weights and optimizer state of two runs' checkpoints to the bit."""
+    assert_same(read_state(a, step), read_state(b, step))
 
 
 def assert_close_losses(a: Path, b: Path, rel: float) -> None:
