@@ -361,7 +361,9 @@ def test_weights_of_the_model_itself_have_duplicates() -> None:
     outputs = made.train()(x)
     sum(output.sum() for output in outputs[1:]).backward()  # the first block's own loss apart
     assert model.place.grad is None
-    made._local_blocks.average_duplicates()
+    blocks = get_blocks(made)
+    assert blocks is not None
+    blocks.average_duplicates()
     assert model.place.grad is not None and model.place.grad.abs().sum() > 0
 
 

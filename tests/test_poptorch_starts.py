@@ -53,7 +53,7 @@ def test_a_pods_job_starts_with_exactly_its_ipus(path: Path, poptorch: Any, monk
         return
     assert len(job.part) == stated.stages and stated.stages * stated.replicas == pod
     engine = make_engine(job, 0)
-    x, y = engine._feed.take()  # type: ignore[attr-defined]
+    x, y = engine.feed.take()  # type: ignore[attr-defined]
     executors = engine.executors  # type: ignore[attr-defined]
     assert len(x) == job.batch and x.dtype == convert_input(job.example[0], "16.16").dtype
     executors.training.compile(x, y)

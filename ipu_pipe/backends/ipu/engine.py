@@ -102,7 +102,7 @@ class PoptorchEngine(Engine):
         self.calls = Calls(job.data, job.config, job.updates_per_epoch, range(last.update, job.updates), replicas)
         with describe_errors("starting the data loader"):
             loading = DataLoading() if self.ipu.compile_only else self.ipu.data_loading
-            self._feed = Feed(self.calls, loading, executors.training_options)
+            self.feed = Feed(self.calls, loading, executors.training_options)
         self.executors = executors
 
     def _make_options(self, training: bool) -> Any:
@@ -191,7 +191,7 @@ class PoptorchEngine(Engine):
         """Make the updates k to k + D of one call. Return mean losses and shares of right answers over what the output mode
         gives."""
         job, blocks, iterations = self.job, self._losses, self.updates_per_call
-        x, y = self._feed.take()
+        x, y = self.feed.take()
         _, losses, *answers = executors.call(range(k, k + iterations), k, x, y)
         parts = iterations if self.ipu.output_mode in ("all", "every_n") else 1
         means = losses.double().reshape(parts, -1, blocks).mean(dim=1)
@@ -303,7 +303,7 @@ class PoptorchEngine(Engine):
         """Give the IPUs back and end the input."""
         if self.executors is not None:
             self.executors.drop()
-            self._feed.close()
+            self.feed.close()
             self.executors = None
             gc.collect()  # a lost executor must not hold its device
 
