@@ -111,10 +111,10 @@ class Executors:
         self._example, self._saved, self._starts_anew = example, optimizer, first_update == 0
         ipu, clip = job.config.ipu, job.config.clip
         self._detaches = ipu.detach_for_evaluation or ipu.local == "decoupled"
-        own = {name: p for name, p in zip(wrapped.list_names(), wrapped.parameters()) if name is not None}
+        here = {name: p for name, p in zip(wrapped.list_names(), wrapped.parameters()) if name is not None}
         names = {p: name for name, p in job.model.named_parameters()}
         norm = clip.norm if clip else None
-        self.optimizer: Any = translate_optimizer(job.optimizer, names, own, ipu, first_update, norm)
+        self.optimizer: Any = translate_optimizer(job.optimizer, names, here, ipu, first_update, norm)
         set_rates(self.optimizer, job.rules.rates(first_update))
         self.training_options = options(True)
         self.training: Any = poptorch.trainingModel(wrapped, self.training_options, self.optimizer)
