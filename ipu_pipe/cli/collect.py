@@ -6,6 +6,7 @@ import argparse
 
 from ipu_pipe.cli.arguments import COMMON, CONFIG, command, folder, get_say, get_tell, option, split_names, whole
 from ipu_pipe.config.values import MOST_UPDATES
+from ipu_pipe.errors import raise_faults
 
 EPILOG = """
 DIR gets throughput.json, memory.json, communication.json and a run for each method with its trace.
@@ -25,12 +26,13 @@ examples:
     option("--methods", metavar="A,B,...", type=split_names, help="methods (default: the config's and local_chunked)"),
     option("--steps", type=whole(0, MOST_UPDATES), metavar="K", help="updates of each run (default: the config's; 0: plan)"),
     option("--rounds", type=whole(1, 1000), default=1, metavar="N", help="runs of each method, for median and range (default 1)"),
-    option("--out", type=folder, required=True, metavar="DIR", help="the folder to write into"),
+    option("--out", type=folder, metavar="DIR", help="the folder to write into"),
     option("--overwrite", action="store_true", help="replace runs that DIR holds"),
     *COMMON,
 )  # fmt: skip
 def main(args: argparse.Namespace) -> None:
     """Run the command."""
+    raise_faults({"--out: missing: must be the folder to write into": args.out is None})
     from ipu_pipe.backends.ranks import is_main, report_once
     from ipu_pipe.backends.table import leave
     from ipu_pipe.config.load import load_config
