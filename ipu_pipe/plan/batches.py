@@ -142,7 +142,7 @@ def _count_filling(depth: int, accumulate: int) -> int:
     return -(-2 * depth // accumulate)
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=512)
 def _make_schedule(method: Method, depth: int, microbatches: int, accumulate: int, lockstep: bool) -> Schedule:
     return (make_lockstep_schedule if lockstep else make_schedule)(method, depth, microbatches, accumulate)
 

@@ -23,7 +23,7 @@ from ipu_pipe.schedule.clock import Transfer
 from ipu_pipe.schedule.methods import METHODS, Method, Pipeline, Reads
 
 INTERLEAVED = (2, 3, 4)  # stages on a device that are tried where they are dealt in turn
-MOST_STAGES = 64  # of a replica, of methods that are given by each device's order of passes
+MOST_STAGES = 32  # of a replica, of methods that are given by each device's order of passes
 
 
 @lru_cache(maxsize=None)
@@ -108,13 +108,13 @@ def _list_accumulations(row: Method, depth: int, most: int) -> List[int]:
     """Return the microbatches per update to try: the most that the batch holds.
 
     GPipe holds the activations of all of them and may do with fewer; two weight versions (2BW) need as many as stages.
-    Interleaved stages take whole rounds of a microbatch for each device, DualPipeV two of them at least.
+    Methods by device are tried with two microbatches for each device at least, interleaved stages with whole rounds.
     """
     if row.forward_reads is Reads.DOUBLE_BUFFERED and most < depth:
         return []
     if row.order is not None:
-        if row.pipeline is Pipeline.DUALPIPE_V:
-            return [most] if most >= 2 * depth else []
+        if most < 2 * depth:
+            return []
         return [most - most % depth if most > depth and not row.order.turns and not row.order.fixed else most]
     if row.pipeline is Pipeline.FILL_DRAIN:
         return [most >> k for k in range(most.bit_length())]
