@@ -723,3 +723,20 @@ def test_scalars_that_cannot_be_written_are_a_fault(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(SummaryWriter, "add_scalar", full)
     with pytest.raises(RunFault, match="tensorboard: .*No space left on device"):
         train(config("log.tensorboard=true"), tmp_path / "run", quiet=True)
+
+
+def test_a_run_without_checkpoints_writes_none_and_starts_again(tmp_path: Path, capsys: Any) -> None:
+    plain = train(config("steps=6"), tmp_path / "plain", quiet=True)
+    assert (tmp_path / "plain" / "checkpoints").is_dir()
+    without = train(config("steps=6", "checkpoint=null"), tmp_path / "run", quiet=True)
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    assert without["final"] == plain["final"]
+    longer = train(config("steps=12", "checkpoint=null"), tmp_path / "run", resume=True)
+    assert longer["final"] == train(config("steps=12"), tmp_path / "longer", quiet=True)["final"]
+    assert "from the beginning" in capsys.readouterr().out
+
+
+def test_the_best_weights_need_checkpoints(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="^checkpoint: null: .*restore_best"):
+        train(config("checkpoint=null", "early_stopping={restore_best: true}"), tmp_path / "run", quiet=True)
+    assert not (tmp_path / "run").exists()

@@ -15,7 +15,7 @@ from ipu_pipe.config.yaml_files import Origins, apply_override, read_yaml
 from ipu_pipe.errors import BadInput
 from ipu_pipe.schedule.methods import Method, resolve_method
 
-NULL_MEANS = ("stages", "steps", "clip", "hardware", "init_from")  # at other keys a null is one that was left out
+NULL_MEANS = ("stages", "steps", "clip", "hardware", "init_from", "checkpoint")  # at other keys a null is one that was left out
 
 
 def load_config(path: Union[str, Path], overrides: Sequence[str] = ()) -> Config:

@@ -86,10 +86,11 @@ class Config(Section):
     changes. `clip`: gradient clipping; null for none. `epochs`: passes over the data. `steps`: updates, instead of epochs;
     null: as many as the epochs have. `evaluate`: evaluation on the test set. `metrics`: of evaluations, see docs/loop.md.
     `callbacks`: the user's code that a run calls, see docs/loop.md. `early_stopping`: when evaluations end a run, see
-    docs/loop.md; null for never. `checkpoint`: when the run's state is saved. `log`: metrics and traces. `seed`: of weights,
-    order, augmentation and dropout. `precision`: of weights and passes; the last three are PopTorch's, in bits of passes and
-    weights. `recompute`: activation checkpointing: the backward recomputes activations from each stage's input. `hardware`: the
-    devices that predictions are made for: a name, a file or its keys, see docs/hardware.md. `init_from`: weights to begin with.
+    docs/loop.md; null for never. `checkpoint`: when the run's state is saved; null for never. `log`: metrics and traces. `seed`:
+    of weights, order, augmentation and dropout. `precision`: of weights and passes; the last three are PopTorch's, in bits of
+    passes and weights. `recompute`: activation checkpointing: the backward recomputes activations from each stage's input.
+    `hardware`: the devices that predictions are made for: a name, a file or its keys, see docs/hardware.md. `init_from`: weights
+    to begin with.
     `allow_nonfinite`: go on after a loss that is not finite. `given`: objects from Python, written by the run.
     """
 
@@ -113,7 +114,7 @@ class Config(Section):
     metrics: List[Union[str, sections.Entry]] = ["accuracy"]
     callbacks: List[Union[str, sections.Entry]] = []
     early_stopping: Optional[sections.EarlyStoppingConfig] = None
-    checkpoint: sections.CheckpointConfig = sections.CheckpointConfig()
+    checkpoint: Optional[sections.CheckpointConfig] = sections.CheckpointConfig()
     log: sections.LogConfig = sections.LogConfig()
     seed: Seed = 0
     precision: Literal["float32", "float64", "bfloat16", "bfloat16_mixed", "16.16", "16.32", "32.32"] = "float32"
@@ -203,6 +204,11 @@ class Config(Section):
     def updates_per_call(self) -> int:
         """The updates that a device makes in one call, at one learning rate; 1 but on IPUs."""
         return 1 if self.backend.ipu is None else int(self.backend.ipu.device_iterations)
+
+    @property
+    def checkpoint_every(self) -> int:
+        """The updates between two checkpoints, besides those of evaluations; 0 for none."""
+        return (self.checkpoint.every or 0) if self.checkpoint is not None else 0
 
     def to_dict(self) -> Dict[str, Any]:
         """Return every key with its value, as plain data that YAML and JSON can hold."""

@@ -249,8 +249,8 @@ class Job(Setup):
     def saves_after(self, done: int) -> bool:
         """Return whether to save a checkpoint when `done` updates are done: after each `checkpoint.every` updates, and at each
         evaluation, so that the best weights can be kept."""
-        every = self.config.checkpoint.every
-        return self.evaluates_after(done) or (every is not None and done % every == 0)
+        every = self.config.checkpoint_every
+        return self.config.checkpoint is not None and (self.evaluates_after(done) or (every > 0 and done % every == 0))
 
 
 def _move(value: torch.Tensor, device: torch.device, dtype: torch.dtype, pins: bool = False) -> torch.Tensor:
@@ -277,7 +277,7 @@ def list_drains(config: Config, updates: int, per_epoch: Optional[int], done: in
     """Return the updates after which the pipeline drains: evaluations and checkpoints before the end, and `done`, where the run
     was resumed: the intervals may be others since."""
     marks: Set[int] = {done} if 0 < done < updates else set()
-    for every in (config.evaluate.interval(per_epoch), config.checkpoint.every or 0):
+    for every in (config.evaluate.interval(per_epoch), config.checkpoint_every):
         if every:
             marks.update(range(every, updates, every))
     return sorted(marks)

@@ -176,8 +176,9 @@ def format_closing(report: Mapping[str, Any], folder: Path, predicted: Optional[
         f"    {folder / 'summary.json'}   all numbers",
         f"    {folder / 'trace.json.gz'}  what each device did when: open it in ui.perfetto.dev",
         f"    {folder / 'metrics.jsonl'}  losses and rates by update; tensorboard --logdir {folder}",
-        f"    {folder / 'checkpoints'}    weights",
     ]
+    if (folder / "checkpoints").is_dir():
+        lines.append(f"    {folder / 'checkpoints'}    weights")
     if report["stopped"] is not None:
         lines.insert(2, f"  ended after {report['steps']} of {report['planned_steps']} updates: {report['stopped']}")
     measured = report["throughput_samples_per_second"]

@@ -266,9 +266,12 @@ def _count_updates(config: Config, data: DataSource, width: int) -> Tuple[Option
         f"epochs: {config.epochs}: {updates} updates, at most {MOST_UPDATES}: {planned}": updates > MOST_UPDATES,
         f"lr_schedule.total_steps: {total}: must be at least the {updates} updates of the run": total and total < updates,
     }
-    for key, every in (("checkpoint", config.checkpoint.every), ("evaluate", evaluation.interval(per_epoch))):
+    intervals = (
+        ("checkpoint", config.checkpoint_every, config.checkpoint_every),
+        ("evaluate", evaluation.every, evaluation.interval(per_epoch)),
+    )
+    for key, value, every in intervals:
         stops = updates // every if every else 0
-        value = getattr(config, key).every
         faults[f"{key}.every: {value}: {stops} times in {updates} updates, at most {MOST_STOPS}: {planned}"] = stops > MOST_STOPS
     raise_faults(faults)
     return per_epoch, updates

@@ -93,6 +93,8 @@ def train(
             early = f" (it ended early: {why}; --resume-from {steps} goes on)" if why else ""
             say(f"{out}: this run is finished: nothing to resume{early}")
             return start.ended
+        if config.checkpoint is None and any(getattr(callback, "restore_best", False) for callback in called):
+            raise BadInput("checkpoint: null: early_stopping.restore_best needs that of the best evaluation")
         job = _build(start, objects)
         try:
             with restore_random_states():  # the main process reads alone: what it draws must not set its states apart

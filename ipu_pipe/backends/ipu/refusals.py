@@ -100,7 +100,7 @@ def _list_option_cases(config: Config, method: Method) -> Iterator[Case]:
     yield every_n and config.gradient_accumulation % period, "ipu.output_return_period", why
     yield not every_n and period != 1, "ipu.output_return_period", "must be 1, or output_mode every_n"
     yield config.recompute and ipu.recomputation == "none", "recompute", "contradicts backend.ipu.recomputation none"
-    for key, every in (("steps", config.steps), ("checkpoint.every", config.checkpoint.every)):
+    for key, every in (("steps", config.steps), ("checkpoint.every", config.checkpoint_every)):
         yield every and every % ipu.device_iterations, "ipu.device_iterations", f"{CALL}: must divide {key} {every}"
     is_automatic = ipu.automatic_loss_scaling and ipu.changes_loss_scaling
     yield is_automatic, "ipu.loss_scaling", "must be one number with automatic_loss_scaling"
