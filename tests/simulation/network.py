@@ -33,6 +33,7 @@ from ipu_pipe.backends.processes import cuda
 
 CLOSED = "Connection closed by peer"
 UNITS = (0.0, 1e-4, 1e-3, 1e-2, 0.1)  # seconds, of which a seed draws the scale of its delays
+LONGEST = 20  # deadlines after which a run must have ended
 HELD_BACK = 0.8  # of the deadline: a message that comes so late is no fault
 REPLACED = "isend irecv send recv all_gather all_reduce barrier all_gather_object gather_object broadcast_object_list".split()
 REPLACED += ["get_rank", "get_world_size", "is_initialized", "new_group", "destroy_process_group", "is_nccl_available"]
@@ -311,6 +312,9 @@ class Network:
                 self.break_rule(self._describe_waits("deadlock"))
                 return None
             before, self.now = self.now, moment
+            if moment > LONGEST * self._deadline:
+                self.break_rule(self._describe_waits("no end"))
+                return None
             due = act()
             if due is not None:
                 due.token, due.waits_for = None, ""
