@@ -218,8 +218,10 @@ def is_split_exact(
     left, values = backward_input(roots, gradients, entered, at_once), [p.data for p in weights]
     for p in weights:
         p.data = torch.full_like(p, float("nan"))
-    left.add()
-    for p, value in zip(weights, values):
-        p.data = value
+    try:
+        left.add()
+    finally:
+        for p, value in zip(weights, values):
+            p.data = value
     pairs = zip(expected, [t.grad for t in (*entered, *weights)])
     return all(a is b or (a is not None and b is not None and torch.equal(a, b)) for a, b in pairs)
