@@ -289,6 +289,17 @@ def test_its_json_is_the_contracts_and_what_it_writes_trains(capsys: Any, tmp_pa
     assert written.micro_batch_size == best["micro_batch_size"] and written.hardware == "v100x8"
 
 
+def test_a_method_that_reads_old_weights_is_written_for_one_that_flushes_only_if_named(capsys: Any, tmp_path: Path) -> None:
+    file = tmp_path / "planned.yaml"
+    asked = ["--set", "method=gpipe", "--hardware", "v100x8", "--devices", "4", "--precision", "float32", "--top", "1"]
+    best = json.loads(run(capsys, *asked, "--json"))["plans"][0]["method"]
+    assert not METHODS[best].flushes
+    run(capsys, *asked, "--write", str(file))
+    assert METHODS[load_config(file).method].flushes
+    run(capsys, *asked, "--methods", best, "--write", str(file), "--overwrite")
+    assert load_config(file).method == best
+
+
 @pytest.mark.parametrize("method", ["zbv", "interleaved_1f1b"])
 def test_stages_of_a_device_are_planned_written_and_trained(method: str, tmp_path: Path, capsys: Any) -> None:
     file = tmp_path / "planned.yaml"

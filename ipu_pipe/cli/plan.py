@@ -68,6 +68,7 @@ def main(args: argparse.Namespace) -> None:
     from ipu_pipe.hardware.description import read_hardware
     from ipu_pipe.plan import answer
     from ipu_pipe.plan.planner import make_plan
+    from ipu_pipe.schedule.methods import METHODS
 
     config = load_config(args.config, args.set)
     named, key = (config.hardware, "hardware") if args.hardware is None else (args.hardware, "--hardware")
@@ -89,7 +90,17 @@ def main(args: argparse.Namespace) -> None:
         raise BadInput(f"no configuration fits {problem.hardware.name}: {why}")
     if args.write is None:
         return
-    best = plan.plans[0][0]
+    best, row = plan.plans[0][0], METHODS.get(config.method)
+    if args.methods is None and row is not None and row.flushes and not METHODS[best.asked.method].flushes:
+        # weights that are read old are not chosen unasked
+        flushing = make_plan(problem, [name for name in methods if METHODS[name].flushes], problem.hardware.devices, batch, 1)
+        if not flushing.plans:
+            raise BadInput(f"--write: only methods that read old weights fit, as {config.method} does not: take --methods")
+        get_say(args.quiet)(
+            f"written is the best that flushes, as {config.method} does: {best.asked.method} reads old weights"
+            f" (--methods {best.asked.method} writes it)"
+        )
+        best = flushing.plans[0][0]
     args.write.parent.mkdir(parents=True, exist_ok=True)
     write(args.write, answer.make_planned_config(config, plan.problem, best, named))
     commands = [f"python tools/train.py {args.write}"]
