@@ -106,8 +106,8 @@ def count_stashed(method: Method, stages: int, accumulate: int, recompute: bool,
     schedule = make(method, stages, batches * accumulate, accumulate)
     in_flight: Sequence[float] = schedule.max_in_flight().tolist()
     if method.order is not None:  # stages of one device hold their most at different times
-        held = schedule.count_held(method.order.weight_share)
-        in_flight = np.ceil(held).tolist() if recompute else held
+        counts = schedule.count_held(method.order.weight_share)
+        in_flight = np.ceil(counts).tolist() if recompute else counts
     stashed = count_kept_microbatches(in_flight, recompute, method.segments, method.turn)
     if recompute and lockstep:
         stashed.inputs[-1] = 0

@@ -254,13 +254,13 @@ class TrainingLoop:
 
         Raise `RunFault` if the disk refuses.
         """
-        job, run, position, kept = self.job, self.run, self.position, self.job.config.checkpoint
+        job, run, position, settings = self.job, self.run, self.position, self.job.config.checkpoint
         state = self.engine.state()
-        if run is None or state is None or kept is None:
+        if run is None or state is None or settings is None:
             return
         manifest = make_manifest(job, position, state.plain, self.callbacks.collect_states())
         folder = checkpoint.save(run.checkpoints, position.update, state.model, state.optimizer, manifest)
         best = [position.best_step, *self.callbacks.list_best_steps()]
-        checkpoint.prune(run.checkpoints, kept.keep, best)
+        checkpoint.prune(run.checkpoints, settings.keep, best)
         self.now = replace(self.now, checkpoint=folder)
         self._call_back("on_checkpoint")

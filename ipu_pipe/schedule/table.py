@@ -219,9 +219,9 @@ class Schedule:
         it and the weight gradient the rest. Where a slot holds two passes, the forward is first. `sizes`: of a microbatch on each
         stage, in place of equal shares; `placement`: the device of each stage, in place of the schedule's own.
         """
-        held, device_of = self.count_held(weight_share, sizes, placement), tuple(placement) or self.device_of_stage
+        counts, device_of = self.count_held(weight_share, sizes, placement), tuple(placement) or self.device_of_stage
         share = list(sizes) or [1 / device_of.count(device) for device in device_of]
-        return [sum(held[s] * share[s] for s in list_stages(device_of, device)) for device in sorted(set(device_of))]
+        return [sum(counts[s] * share[s] for s in list_stages(device_of, device)) for device in sorted(set(device_of))]
 
     def count_held(
         self, weight_share: float = 1.0, sizes: Sequence[float] = (), placement: Sequence[int] = ()
@@ -247,10 +247,10 @@ class Schedule:
                     np.repeat([changes[kind] * share[stage] for stage in stages], last - first) for kind in self.passes
                 ])
                 order = np.argsort(when, kind="stable")
-                held = np.cumsum(change[order])
-                peak = int(held.argmax())
-                if held[peak] > peaks[device]:
-                    peaks[device], before = float(held[peak]), order[: peak + 1] // (last - first)
+                load = np.cumsum(change[order])
+                peak = int(load.argmax())
+                if load[peak] > peaks[device]:
+                    peaks[device], before = float(load[peak]), order[: peak + 1] // (last - first)
                     for place, stage in enumerate(stages):
                         done = np.bincount(before[before % len(stages) == place] // len(stages), minlength=len(self.passes))
                         counts[stage] = sum(changes[kind] * int(n) for kind, n in zip(self.passes, done))

@@ -190,10 +190,10 @@ def run_one(config: Keys, folder: str, options: Keys) -> Result:
     start, file = time.monotonic(), Path(folder) / "measured.json"
     settings, measure = configure(**config), MeasureOptions(**options)
     asked = json.loads(json.dumps({"config": settings.to_dict(), "measure": measure.model_dump()}))
-    kept = json.loads(file.read_text()) if file.is_file() else {}
-    if kept.get("asked") == asked:
-        return {key: value for key, value in kept.items() if key != "asked"}
-    result = MEASURES[measure.name].run(settings, Path(folder), measure, bool(kept.get("diverged")))
+    earlier = json.loads(file.read_text()) if file.is_file() else {}
+    if earlier.get("asked") == asked:
+        return {key: value for key, value in earlier.items() if key != "asked"}
+    result = MEASURES[measure.name].run(settings, Path(folder), measure, bool(earlier.get("diverged")))
     result["seconds"] = time.monotonic() - start
     file.parent.mkdir(parents=True, exist_ok=True)
     write_json(file, {"asked": asked, **result})

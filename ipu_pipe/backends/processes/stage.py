@@ -212,9 +212,9 @@ class Stage:
             self._mail.send(Message(FORWARD, m, s, s + 1), outputs)
 
     def _run_counted(self, m: int, inputs: List[Any], labels: Any) -> Outputs:
-        with self.stash.watch_forward(m, list_tensors([*inputs, labels])) as kept:
+        with self.stash.watch_forward(m, list_tensors([*inputs, labels])) as stashed:
             outputs, result = self.run(m, inputs, labels)
-            kept += [*outputs, result.loss if result else None]
+            stashed += [*outputs, result.loss if result else None]
         return outputs, result
 
     def run(self, m: int, inputs: Sequence[Any], labels: Any) -> Outputs:
