@@ -231,10 +231,10 @@ class TorchMail:
             is_copy = value.data_ptr() != tensor.data_ptr()
             lent = bytes_ if kind in KEPT_BY_SENDER and not is_copy else 0
             # a weight that was not copied is its stage's anyhow
-            kept = bytes_ if carries is not None and (is_copy or kind != WEIGHTS) else 0
-            sent.append(_Sent(work, value, message, kept, lent))
+            kept_bytes = bytes_ if carries is not None and (is_copy or kind != WEIGHTS) else 0
+            sent.append(_Sent(work, value, message, kept_bytes, lent))
             size += bytes_
-            self._sent_bytes += kept
+            self._sent_bytes += kept_bytes
             if lent:
                 self._lent[message.source, m] = self._lent.get((message.source, m), 0) + lent
         if carries is not None:
