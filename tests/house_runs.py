@@ -58,8 +58,8 @@ class Tally:
         return {name for name, _ in self.functions}
 
     def _enter(self, frame: FrameType, event: str, argument: Any) -> None:
-        name = frame.f_code.co_filename
-        if event == "call" and name.startswith(LIBRARY) and not name.startswith(LOOP):
+        name, is_named = frame.f_code.co_filename, not frame.f_code.co_name.startswith("<")  # no comprehension, no lambda
+        if event == "call" and is_named and name.startswith(LIBRARY) and not name.startswith(LOOP):
             self.functions.add((frame.f_code.co_filename, frame.f_code.co_firstlineno))
 
 
