@@ -97,7 +97,7 @@ def channels_of(case: Case, placement: Sequence[int], tied: Any) -> Any:
 def run_case(case: Case, rank: int, placement: Sequence[int]) -> Dict[str, torch.Tensor]:
     from ipu_pipe.backends.processes.interpreter import Interpreter
     from ipu_pipe.backends.processes.layout import RankLayout
-    from ipu_pipe.backends.processes.mail import TorchMail
+    from ipu_pipe.backends.processes.mail import Mail
     from ipu_pipe.backends.processes.stage import Stage, StageModel
     from ipu_pipe.backends.processes.trace import TraceRecorder
     from ipu_pipe.backends.work import Work
@@ -129,7 +129,7 @@ def run_case(case: Case, rank: int, placement: Sequence[int]) -> Dict[str, torch
     cpu = torch.device("cpu")
     work = Work(numbers.loss(nn.functional.cross_entropy), table, rules, clip_of(case))
     recorder = TraceRecorder(rank, layout.held[0], range(512))
-    mail = TorchMail(layout, cpu, recorder, 300.0, channels=channels)
+    mail = Mail(layout, cpu, recorder, 300.0, channels=channels)
     models = [StageModel(layout, s, cut[s], across, lambda m: data[m], cpu, keyed, ties=ties[s]) for s in layout.held]
     held = {model.stage: Stage(work, model, mail, recorder) for model in models}
     if schedule.passes == SPLIT_PASSES:

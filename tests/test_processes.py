@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 from ipu_pipe.backends.processes.collect import free, zero_freed
 from ipu_pipe.backends.processes.layout import RankLayout
-from ipu_pipe.backends.processes.mail import Message, TorchMail
+from ipu_pipe.backends.processes.mail import Mail, Message
 from ipu_pipe.backends.processes.trace import TraceRecorder
 from ipu_pipe.backends.processes.update import average_over_replicas
 from ipu_pipe.config.load import load_config
@@ -437,8 +437,8 @@ def _send_many(rank: int, folder: str) -> None:
     end_process(0)
 
 
-def make_mail(rank: int) -> TorchMail:
-    return TorchMail(RankLayout(rank, (0, 1)), torch.device("cpu"), TraceRecorder(rank, rank, range(0)), 60.0)
+def make_mail(rank: int) -> Mail:
+    return Mail(RankLayout(rank, (0, 1)), torch.device("cpu"), TraceRecorder(rank, rank, range(0)), 60.0)
 
 
 def test_the_mean_over_replicas_is_the_emulators_whatever_their_number(tmp_path: Path) -> None:

@@ -218,7 +218,7 @@ def train_on_rank(rank: int, schedule: Schedule, method: Any) -> Gradients:
     """Run one batch of a schedule on processes, of which this is one."""
     from ipu_pipe.backends.processes.interpreter import Interpreter
     from ipu_pipe.backends.processes.layout import RankLayout
-    from ipu_pipe.backends.processes.mail import TorchMail
+    from ipu_pipe.backends.processes.mail import Mail
     from ipu_pipe.backends.processes.stage import Stage, StageModel
     from ipu_pipe.backends.processes.trace import TraceRecorder
 
@@ -226,7 +226,7 @@ def train_on_rank(rank: int, schedule: Schedule, method: Any) -> Gradients:
     side = OurSide(schedule, method, layout.held)
     cut = cut_model(side.model, side.begins, side.data[0][0])
     recorder = TraceRecorder(rank, layout.held[0], range(1))
-    mail = TorchMail(layout, cpu, recorder, 60.0)
+    mail = Mail(layout, cpu, recorder, 60.0)
     crossings = list_crossings(cut)
     models = [StageModel(layout, s, cut[s], crossings, lambda m: side.data[m], cpu) for s in layout.held]
     engine = Interpreter(side.work, {m.stage: Stage(side.work, m, mail, recorder) for m in models}, mail, recorder)

@@ -297,7 +297,7 @@ def _make_engine(rank: int, case: Case, name: str, data: List[Any], group: Any) 
 
     from ipu_pipe.backends.processes.interpreter import Interpreter
     from ipu_pipe.backends.processes.layout import RankLayout
-    from ipu_pipe.backends.processes.mail import TorchMail
+    from ipu_pipe.backends.processes.mail import Mail
     from ipu_pipe.backends.processes.stage import Stage, StageModel
     from ipu_pipe.backends.processes.trace import TraceRecorder
     from ipu_pipe.backends.work import Work
@@ -320,7 +320,7 @@ def _make_engine(rank: int, case: Case, name: str, data: List[Any], group: Any) 
     work, cpu = Work(torch.nn.functional.cross_entropy, table, rules), torch.device("cpu")
     crossings = list_crossings(cut)
     recorder = TraceRecorder(rank, layout.held[0], range(count))
-    mail = TorchMail(layout, cpu, recorder, 300.0, group)
+    mail = Mail(layout, cpu, recorder, 300.0, group)
     models = [StageModel(layout, s, cut[s], crossings, lambda m: data[m % len(data)], cpu) for s in layout.held]
     return Interpreter(work, {m.stage: Stage(work, m, mail, recorder) for m in models}, mail, recorder)
 

@@ -9,8 +9,8 @@ Two ways to put a view where a pass reads it:
   swapping      both passes read one view (weight stashing, 2BW). The parameters are *pointed at* its tensors for
                 both passes and nothing is copied; the update then leaves the old tensors alone and steps a copy.
 
-A corrected view of the newest version is made when it is read; one that a microbatch to come reads when its version is no
-longer the newest is made before the update, while velocity and accumulators are still that version's. A view is kept only
+A corrected view of the newest version is made when it is read. If a later microbatch will read a corrected view of a version
+that is then old, the view is made before the update, while the optimizer's state is still that version's. A view is kept only
 while a microbatch to come reads it. Writing goes through `parameter.data`, which does not count as an in-place change for
 autograd: that is the point, and is allowed to these methods alone.
 """

@@ -16,7 +16,7 @@ from ipu_pipe.files import write
     __doc__, "",
     option("--out", type=Path, metavar="FILE", help="YAML file to write (default: this machine's, in the user's cache)"),
     option("--threads", type=whole(1, MOST_THREADS), default=1, metavar="N", help="threads of each device's process (default 1)"),
-    option("--device", choices=("cpu", "cuda"), default="cpu", help="device: a process on the CPU, or a GPU (not run on one)"),
+    option("--device", choices=("cpu", "cuda"), default="cpu", help="device: cpu (a process each) or cuda (not tested on a GPU)"),
     option("--seconds", type=float, default=0.3, metavar="S", help="least time for each measurement (default 0.3)"),
     QUIET,
 )  # fmt: skip

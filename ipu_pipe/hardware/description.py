@@ -131,7 +131,8 @@ class LinkSpeed(Section):
 
 
 class LinkLevel(LinkSpeed):
-    """Links among the devices of a group of `holds` (null: all there are), such as a server, that no smaller group holds."""
+    """Links between devices of one group of `holds` devices (null: all there are), such as a server, but of different smaller
+    groups."""
 
     name: Text
     holds: Optional[Count] = None

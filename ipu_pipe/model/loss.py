@@ -25,8 +25,8 @@ LOSS, SCORES = "loss", "logits"  # fields of an output, as Hugging Face names th
 
 
 class LossOfOutput:
-    """The loss `plain` of what `take` picks out of a model's output, all of it where None, and of what it asks for of the batch,
-    the names of which are `asks`."""
+    """Calls the loss `plain` on the part of a model's output that `take` selects (None: all of it), with the fields of the batch
+    that are named in `asks` as keyword arguments."""
 
     def __init__(self, plain: Callable[..., torch.Tensor], take: Optional[Take], asks: Tuple[str, ...] = ()) -> None:
         self.plain, self.take, self.asks = plain, take, asks

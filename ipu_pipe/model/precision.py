@@ -48,7 +48,7 @@ def get_given_loss(loss: Any) -> Any:
 
 
 class ModelPrecision:
-    """A run's, on its model, which is made to compute in them here.
+    """Converts a model to the precision of a run, and back.
 
     `row`: of hardware.precision.PRECISIONS; `inputs`: of the model; `labels`: where these are no whole numbers. `is_given`: the
     caller's model, whose own types are remembered.
@@ -129,7 +129,7 @@ LOW = torch.bfloat16
 
 
 class Masters:
-    """Those of a model, whose weights are rounded here."""
+    """The float32 copies of a model's weights, which the constructor rounds to bfloat16 in the model."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         norms = [module.float() for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]

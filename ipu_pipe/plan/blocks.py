@@ -26,8 +26,11 @@ from ipu_pipe.model.observation import ModuleCall, observe_costs
 
 @dataclass(frozen=True)
 class BlockUnits:
-    """`heads[i]`: of a block which ends with unit i (n - 1 of them, the last block has none). `first[i]`: unit i if a block
-    begins with it; its backward computes no gradient of its input."""
+    """What units cost in blocks with losses of their own.
+
+    `heads[i]`: cost of the head if a block ends with unit i (n - 1 of them, the last block has none). `first[i]`: cost of unit i
+    if a block begins with it: its backward then computes no gradient of its input.
+    """
 
     heads: Tuple[Unit, ...]
     first: Tuple[Unit, ...]

@@ -1,5 +1,5 @@
-"""Figures of studies as PNG files, drawn by matplotlib, which is imported only then. A title says what a figure shows, a note
-below it gives sizes and seeds."""
+"""Figures of studies as PNG files, drawn by matplotlib, which is imported when a figure is drawn. A title says what a figure
+shows, a note below it gives sizes and seeds."""
 
 from __future__ import annotations
 

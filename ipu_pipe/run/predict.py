@@ -53,7 +53,7 @@ def predict(
             outputs.append(tree_map(lambda value: value.cpu() if isinstance(value, torch.Tensor) else value, output))
     if not outputs:
         raise BadInput("predict: data: holds no samples")
-    # anything but a tensor (b, ...) is that of the first batch
+    # of what is not a tensor, or has no dimension, the first batch's is returned
     leaves, shape = tree_flatten(outputs[0])
     columns = zip(leaves, *(tree_flatten(output)[0] for output in outputs[1:]))
     joined = [

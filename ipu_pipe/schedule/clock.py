@@ -25,7 +25,7 @@ from ipu_pipe.schedule.table import Schedule
 
 FloatArray = NDArray[np.float64]
 HOST = "link to the host"
-PLAYED = 40_000  # forwards of a run that are played; the time of a longer one is extrapolated from them
+MOST_SIMULATED = 40_000  # forwards of a run; the time of a longer one is extrapolated from them
 
 
 class Transfer(NamedTuple):
@@ -46,8 +46,8 @@ class Costs:
     link: of a message between neighbouring stages, where `onward` and `back` are empty; links are then not shared.
     onward, back: the transfer from stage s to s + 1 and from s + 1 to s, by s.
     reduce: what the replicas of stage s exchange before its update; empty: nothing.
-    slot: every pass begins no earlier than its slot, each of which takes this long (what follows a forward in a slot that holds
-    two passes, in the slot's second half); 0: every pass begins as soon as it can.
+    slot: duration of a slot; a pass begins no earlier than its slot, or, where a slot holds a forward and a backward, the
+    backward no earlier than its second half. 0: every pass begins as soon as it can.
     lockstep: every slot is a cycle that lasts as long as its slowest device and then its messages (`_LockstepPlayer`).
     enter: in lock-step, all wait this long for the host before a cycle in which stage 0 has a forward.
     """
@@ -144,7 +144,7 @@ def play_run(schedule: Schedule, costs: Costs, microbatches: int, placement: Seq
     """
     batch = schedule.accumulate
     known = min(schedule.microbatches, microbatches)
-    most = max(PLAYED // schedule.stages, 8 * schedule.stages, 4 * batch) // (2 * batch) * 2 * batch
+    most = max(MOST_SIMULATED // schedule.stages, 8 * schedule.stages, 4 * batch) // (2 * batch) * 2 * batch
     if known <= most:
         # a schedule may be one batch that the run repeats
         return clock(schedule, costs, known, placement).finish * (microbatches / known)
@@ -289,8 +289,8 @@ class _EagerPlayer(_Player):
     """Every device goes on as soon as it can. Passes end in the order of time, so that links are given to transfers in the
     order in which these are ready."""
 
-    def play(self, updates: Optional[int] = None) -> int:
-        """Play all, or until every stage has made `updates`; return how many passes were begun."""
+    def play(self, updates: Optional[int] = None) -> None:
+        """Play all, or until every stage has made `updates`."""
         P, costs, device_of = self.schedule.stages, self.costs, self.device
         later = costs.slot / 2 if self.schedule.slot_capacity == 2 else 0.0  # in its slot, of what follows a forward
         queues: List[List[Tuple[float, int, int]]] = [[] for _ in range(1 + max(device_of))]
@@ -361,7 +361,6 @@ class _EagerPlayer(_Player):
                 moments[m] = send(transfer, end)
                 if not runs[device]:
                     ready = (device, this) if device != this else ready
-        return begun
 
     def get_times(self) -> Times:
         """Return the times, when all was played; every transfer occupies its links once."""

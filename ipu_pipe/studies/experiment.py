@@ -44,7 +44,7 @@ class Request:
 class Outcome:
     """What an experiment found.
 
-    `results` is the JSON that programs read, `table` the same as Markdown, `curves` joins the JSON in the file alone. `pictures`
+    `results` is the JSON that programs read, `table` the same as Markdown. `curves` go into results.json beside them. `pictures`
     maps a file name to the function that draws it; `folder` is where the files go by default.
     """
 

@@ -79,8 +79,8 @@ class Messages:
 
 
 class BlockEngine(Engine):
-    """This process's block, which makes one update of the gradients of `every`. Rank 0 runs ahead as far as the next evaluation
-    or checkpoint, so that no block stands still."""
+    """Trains this process's block, which is updated once per `every` updates of the run. Rank 0 runs ahead as far as the next
+    evaluation or checkpoint, so that no block stands still."""
 
     def __init__(self, job: Job, first_update: int) -> None:
         super().__init__(job)

@@ -23,7 +23,7 @@ from ipu_pipe.backends.processes.interpreter import BatchAnnouncements, Interpre
 from ipu_pipe.backends.processes.launch import check_launch, join, make_group
 from ipu_pipe.backends.processes.layout import RankLayout, place
 from ipu_pipe.backends.processes.local import LocalBlock
-from ipu_pipe.backends.processes.mail import TorchMail
+from ipu_pipe.backends.processes.mail import Mail
 from ipu_pipe.backends.processes.stage import Stage, StageModel
 from ipu_pipe.backends.processes.ties import Ties, find_ties
 from ipu_pipe.backends.processes.update import ResultCollection
@@ -67,7 +67,7 @@ class ProcessEngine(Engine):
             # blocks with losses of their own wait for no gradient, which would tell that a message is through
             is_local = job.method.structure is not None
             in_flight = 8 * (layout.stages + 1) if is_local else int(job.schedule.max_in_flight().max())
-        self._mail = TorchMail(layout, job.device, self._recorder, config.backend.deadline, None, channels, in_flight)
+        self._mail = Mail(layout, job.device, self._recorder, config.backend.deadline, None, channels, in_flight)
         self._early: Optional[BatchAnnouncements] = None
         if job.may_stop:
             batch, updates = job.schedule.accumulate, job.updates

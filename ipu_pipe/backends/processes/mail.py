@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from datetime import timedelta
-from typing import Any, Deque, Dict, Iterable, List, Mapping, NamedTuple, Optional, Protocol, Sequence, Tuple
+from typing import Any, Deque, Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 import torch.distributed as dist
@@ -24,10 +24,14 @@ from ipu_pipe.model.cutting import Shape
 from ipu_pipe.schedule.actions import Kind
 
 FORWARD, RECOMPUTE, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, UPDATE = (kind.value for kind in Kind if kind is not Kind.AVERAGE)
-# Besides the passes' own messages: with an update the norm, gradients of a shared layer, results; of a weight that several stages
-# use the gradients of a backward, and what an update makes of it; whether another batch starts; in an evaluation the shape of an
-# activation, and the activation.
-NORM, SHARED, RESULT, TIED, WEIGHTS, WORD, SHAPE, TEST = "N", "S", "L", "T", "V", "C", "H", "E"
+NORM = "N"  # of the gradients of an update, for clipping
+SHARED = "S"  # gradients of a layer that two blocks with losses of their own share
+RESULT = "L"  # losses and right answers of an update's microbatches, for rank 0
+TIED = "T"  # gradients, of one backward, of a weight that several stages use
+WEIGHTS = "V"  # what an update has made of such a weight
+WORD = "C"  # whether another batch starts
+SHAPE = "H"  # in an evaluation: of the activation that follows
+TEST = "E"  # in an evaluation: an activation
 KINDS = (FORWARD, RECOMPUTE, BACKWARD, UPDATE, NORM, SHARED, RESULT, TIED, WEIGHTS, WORD, SHAPE, TEST)
 CARRIES = {
     FORWARD: "activations", RECOMPUTE: "recomputed activations", BACKWARD: "gradients",
@@ -65,38 +69,6 @@ class Message(NamedTuple):
         return (8 * place + tensor % 8) % (1 << 30)
 
 
-class Mail(Protocol):
-    """What a rank needs of the others. `is_warm`: the first step is done, after which waits are no longer than the deadline."""
-
-    is_warm: bool
-
-    @property
-    def limit(self) -> timedelta:
-        """How long a wait may take now."""
-
-    def post(self, microbatch: int, update: int) -> None:
-        """Allow receives to be posted for what comes before this microbatch, or update. Never called: for all."""
-
-    def expect(self, messages: Iterable[Tuple[Message, Shapes]]) -> None:
-        """Announce messages that will come, those of a link in the order in which they are needed."""
-
-    def receive(self, message: Message) -> List[torch.Tensor]:
-        """Wait for an expected message and return its tensors. Raise `LostRank`."""
-
-    def send(self, message: Message, tensors: Sequence[torch.Tensor]) -> None:
-        """Send tensors, which must not change until they are through."""
-
-    def all_gather(self, tensor: torch.Tensor, group: Any = None) -> List[torch.Tensor]:
-        """Return the tensors of all ranks of a group (of all ranks if None), in the order of the ranks. Raise `LostRank`."""
-
-    def flush(self) -> None:
-        """Wait until all that was sent is through."""
-
-    def buffer_bytes(self, in_flight: Iterable[Tuple[int, int]]) -> int:
-        """Return the bytes of posted receives and kept sends, without what the microbatches `in_flight` (stage, microbatch) keep
-        anyhow."""
-
-
 class _Sent(NamedTuple):
     """A tensor on its way; `bytes`: that it alone keeps; `lent_bytes`: that its microbatch keeps, too."""
 
@@ -107,12 +79,13 @@ class _Sent(NamedTuple):
     lent_bytes: int
 
 
-class TorchMail:
-    """`Mail` over torch.distributed.
+class Mail:
+    """Messages of a rank over torch.distributed, between its own stages too.
 
-    `group`: of all messages (all ranks if None), which no one else may use meanwhile. `channels`: groups of nccl that take its
-    place. `deadline`: seconds after which a wait ends, more in the first step (`wait_limit`). `in_flight`: microbatches that a
-    stage has in flight at most: of the messages that go with them no more can be on their way on a link.
+    `group`: the process group of all messages (all ranks if None), which no one else may use meanwhile. `channels`: groups of
+    nccl that take its place. `deadline`: seconds after which a wait ends, more in the first step (`wait_limit`). `is_warm`: the
+    first step is done. `in_flight`: microbatches that a stage has in flight at most: of the messages that go with them no more
+    can be on their way on a link.
     """
 
     def __init__(
@@ -135,13 +108,13 @@ class TorchMail:
         self._posted_count: Dict[Link, int] = {}
         self._handed: Dict[Message, List[torch.Tensor]] = {}  # from one stage of this rank to another
         self._posted_bytes = 0
-        self._limit = UNLIMITED, UNLIMITED  # microbatch and update whose receive may not be posted yet
+        self._post_before = UNLIMITED, UNLIMITED  # microbatch and update whose receive may not be posted yet
         self._sent: Dict[Link, Deque[_Sent]] = {}
         self._sent_bytes = 0
         self._lent: Dict[Tuple[int, int], int] = {}  # by stage and microbatch
         self.is_warm = False  # the first step is done
         if channels is not None:  # nothing may be posted before each channel was used once
-            self._limit = 0, 0
+            self._post_before = 0, 0
 
     @property
     def limit(self) -> timedelta:
@@ -152,8 +125,8 @@ class TorchMail:
 
     def post(self, microbatch: int, update: int) -> None:
         """Allow receives to be posted for what comes before this microbatch, or update."""
-        if self._limit != (microbatch, update):
-            self._limit = microbatch, update
+        if self._post_before != (microbatch, update):
+            self._post_before = microbatch, update
             for link in list(self._expected):
                 self._post(link)
 
@@ -170,7 +143,7 @@ class TorchMail:
     def _post(self, link: Link) -> None:
         queue, kind = self._expected[link], link[2]
         most = 1 if kind == WEIGHTS else AHEAD
-        limit = UNLIMITED if kind in (RESULT, WORD, SHAPE, TEST) else self._limit[kind in BY_UPDATE]
+        limit = UNLIMITED if kind in (RESULT, WORD, SHAPE, TEST) else self._post_before[kind in BY_UPDATE]
         while queue and self._posted_count.get(link, 0) < most and queue[0][0].number < limit:
             message, shapes = queue.popleft()
             source = self._find_rank(message, message.source)
