@@ -9,7 +9,7 @@ from typing import Any, Dict
 import pytest
 
 from ipu_pipe.config.load import load_config
-from ipu_pipe.errors import RunFault
+from ipu_pipe.errors import BadInput, RunFault
 from ipu_pipe.schedule.methods import METHODS
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.studies import against
@@ -130,3 +130,11 @@ def test_the_better_loss_counts_where_accuracy_has_no_meaning() -> None:
     said = describe(first, second, both, [run("gpipe", 2.0, 99.0, 4), run("gpipe", 1.75, 98.0, 8)])
     assert "test loss 1.500 by pipedream, 1.250 by gpipe: +0.250" in said
     assert "test loss 1.500 by pipedream, 1.750 by gpipe at its best: -0.250" in said
+
+
+def test_slots_of_several_stages_a_device_are_not_compared(tmp_path: Path) -> None:
+    for first, second in (("zbv", "gpipe"), ("gpipe", "zbv")):
+        given = config(f"method={first}", "gradient_accumulation=4", "stages=4")
+        with pytest.raises(BadInput, match="^--against: zbv: "):
+            train_against(given, given.model_copy(update={"method": second}), tmp_path / "run")
+    assert not (tmp_path / "run").exists()

@@ -65,7 +65,7 @@ def test_a_missing_file_is_named(tmp_path: Path, file: str) -> None:
     with pytest.raises(BadInput) as error:
         checkpoint.load(path)
     (line,) = error.value.faults
-    assert line.startswith(f"{path / file}: corrupt checkpoint")
+    assert line.startswith(f"{path / file}: corrupt checkpoint") and "missing" in line
 
 
 def test_another_schema_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,10 @@ def _at(step: int, accuracy: Optional[float]) -> ipu_pipe.Moment:
     return ipu_pipe.Moment(step, 0.0, (), 0.1, None, {"test_accuracy": accuracy}, None, None)
 
 
-def test_what_is_not_measured_cannot_stop_a_run() -> None:
+def test_what_is_not_measured_cannot_stop_a_run(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="^early_stopping.metric: r2: "):  # before anything is trained or written
+        go(tmp_path / "run", "steps=3", callbacks=[ipu_pipe.EarlyStopping("r2")])
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
     with pytest.raises(
         BadInput, match="early_stopping.metric: r2: no evaluation gives it: must be one of loss, accuracy"
     ):

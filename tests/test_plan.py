@@ -298,6 +298,9 @@ def test_a_method_that_reads_old_weights_is_written_for_one_that_flushes_only_if
     assert METHODS[load_config(file).method].flushes
     run(capsys, *asked, "--methods", best, "--write", str(file), "--overwrite")
     assert load_config(file).method == best
+    split = ["--set", "method=pipedream", "method_args={split_backward: true}", *asked[2:], "--methods", "pipedream"]
+    run(capsys, *split, "--write", str(file), "--overwrite")
+    assert load_config(file).method_args.split_backward is None  # the plan is of the method's own schedule
 
 
 @pytest.mark.parametrize("method", ["zbv", "interleaved_1f1b"])

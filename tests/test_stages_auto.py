@@ -148,6 +148,11 @@ def test_local_stages_are_the_best_of_all_with_their_heads(method: str, depths: 
         ({"stages": {"count": 99, "by": "hardware"}}, "the model has 12 places where a stage may begin"),
         ({"precision": "float64"}, "precision: float64: hardware given states no rate for float64"),
         ({"replicas": 5}, "replicas: 5: stages: auto: hardware given has 4 devices"),
+        ({"method": "zbv", "gradient_accumulation": 8, "hardware": "pod4"}, "stages: auto: devices in lock-step do not run zbv"),
+        (
+            {"method": "zb_auto", "gradient_accumulation": 8, "method_args": {"activation_limit": 2}},
+            "stages: auto: the planner knows zb_auto without",
+        ),
     ],
 )
 def test_what_cannot_be_chosen_is_told(keys: Any, said: str) -> None:
@@ -185,7 +190,8 @@ def test_a_dry_run_predicts_its_own_cut(capsys: Any) -> None:
     found = predict_own_cut(build(load_config("configs/mlp_digits.yaml", ["hardware=v100x8"]))).prediction
     assert f"predicted {found.samples_per_second:.4g} samples/s" in said and "predicted to be held back by" in said
     assert [line.split()[0] for line in table[1 : len(found.starts) + 1]] == [str(s) for s in range(len(found.starts))]
-    for more in ("method=local_overlapping", "precision=bfloat16", "stages={finest: 40}"):
+    capped = "method_args={schedule: 1f1b_capped}"
+    for more in ("method=local_overlapping", "precision=bfloat16", "stages={finest: 40}", capped):
         assert "not predicted on v100x8: " in printed(capsys, *given, "hardware=v100x8", more)
     assert "predicted" not in printed(capsys, *given, "hardware=null")
 

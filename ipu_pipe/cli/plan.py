@@ -100,7 +100,7 @@ def main(args: argparse.Namespace) -> None:
             f"written is the best that flushes, as {config.method} does: {best.asked.method} reads old weights"
             f" (--methods {best.asked.method} writes it)"
         )
-        best = flushing.plans[0][0]
+        plan, best = flushing, flushing.plans[0][0]
     args.write.parent.mkdir(parents=True, exist_ok=True)
     write(args.write, answer.make_planned_config(config, plan.problem, best, named))
     commands = [f"python tools/train.py {args.write}"]

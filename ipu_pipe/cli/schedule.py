@@ -124,6 +124,8 @@ def main(args: argparse.Namespace) -> None:
     usual = max(1, method.accumulate_for(args.stages, args.microbatches))
     accumulate = usual if args.accumulate is None else args.accumulate
     schedule = make_schedule(method, args.stages, args.microbatches, accumulate, args.drains)
+    if args.work and (len(args.work) != args.stages or not sum(args.work)):
+        raise BadInput(f"--work: {','.join(f'{part:g}' for part in args.work)}: must be the work of {args.stages} stages")
     if args.slots is not None and args.format != "text":
         raise BadInput(f"--slots: only --format text prints a part of the slots; {args.format} spells out all")
     if args.format == "csv":
@@ -184,8 +186,6 @@ def _time(
     schedule: Schedule, method: Method, durations: Sequence[float], link: float, work: Sequence[float]
 ) -> Dict[str, Any]:
     """Return the keys of JSON about devices and times."""
-    if work and (len(work) != schedule.stages or not sum(work)):
-        raise BadInput(f"--work: {','.join(f'{part:g}' for part in work)}: must be the work of {schedule.stages} stages")
     share = 1.0 if method.order is None else method.order.weight_share
     return {
         "placement": list(schedule.device_of_stage),

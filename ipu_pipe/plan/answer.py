@@ -178,7 +178,9 @@ def make_planned_config(config: Config, problem: Problem, prediction: Prediction
         "precision": problem.precision,
         "hardware": hardware,
     }
-    method_args, local = config.method_args, METHODS[asked.method].structure is not None
+    # the plan is of the method's own schedule
+    method_args = config.method_args.model_copy(update=dict.fromkeys(("schedule", "split_backward", "activation_limit")))
+    local = METHODS[asked.method].structure is not None
     if asked.method != config.method:
         method_args = MethodArgs(head=config.method_args.head if local else None)
     if asked.method == "local_chunked":

@@ -80,7 +80,7 @@ def choose_stages(
     where a config names none. Raises BadInput where no cut is possible.
     """
     said = "auto" if config.stages == "auto" else f"{{count: {config.stages['count']}, by: hardware}}"
-    unplanned = _explain_unplanned(method)
+    unplanned = _explain_unplanned(method, config.hardware)
     if method.structure is not None and isinstance(method.structure.blocks, tuple):
         unplanned = "method_args.blocks names the blocks, each of which is a stage"
     if unplanned is not None:
@@ -107,11 +107,18 @@ def choose_stages(
     return [units[start].name for start in starts[1:]]
 
 
-def _explain_unplanned(method: Method) -> Optional[str]:
-    """Return why the planner cannot cut or predict a method's stages; None where it can."""
-    structure = method.structure
+def _explain_unplanned(method: Method, hardware: Any) -> Optional[str]:
+    """Return why the planner cannot cut or predict a method's stages on `hardware` (as in a config); None where it can."""
+    structure, row = method.structure, METHODS[method.name]
     if method.order is not None and (not method.flushes or method.pipeline is Pipeline.ROWS):
         return f"{method.name} is not planned by device"
+    if method.order is not None and hardware is not None and read_hardware(hardware, "hardware").lockstep:
+        return f"devices in lock-step do not run {method.name}"
+    order = method.order
+    if order is not None and row.order is not None:  # any number of stages on a device is planned
+        order = replace(order, stages_per_device=row.order.stages_per_device)
+    if method.pipeline is not row.pipeline or order != row.order:
+        return f"the planner knows {method.name} without method_args that change its schedule"
     if structure is None:
         return None
     if structure.overlap or structure.layers:
@@ -200,7 +207,7 @@ def predict_own_cut(job: Job) -> OwnCut:
     assert config.hardware is not None
     order = job.method.order
     hardware, depth = read_hardware(config.hardware, "hardware"), len(job.part) // (order.stages_per_device if order else 1)
-    unplanned = _explain_unplanned(job.method)
+    unplanned = _explain_unplanned(job.method, config.hardware)
     if unplanned is not None:
         raise BadInput(f"method: {unplanned}")
     if job.part.spread:

@@ -159,13 +159,15 @@ def read_manifest(path: Path, resumes: bool = True) -> Dict[str, Any]:
         match = _STEP.match(path.name)
         earlier = [step for step in list_steps(path.parent) if match and step < int(match.group(1))]
         remedy = f"use an earlier one: --resume-from {max(earlier)}" if earlier else "there is no earlier one"
-        if file.name == MANIFEST and (path / "state.json").is_file():
+        if not (path / MANIFEST).is_file() and (path / "state.json").is_file():
             remedy = f"begin a new run from its weights (init_from: {path / MODEL})"  # an early version of ipu_pipe wrote it
         return BadInput(f"{file}: corrupt checkpoint: {why}; {remedy}")
 
     file = path / MANIFEST
+    if not os.path.isfile(file):  # a pipe would be waited for
+        raise refuse(file, "the file is missing")
     try:
-        text = file.read_text(encoding="utf-8") if os.path.isfile(file) else ""  # a pipe would be waited for
+        text = file.read_text(encoding="utf-8")
         manifest: Dict[str, Any] = dict(json.loads(text))
         written = str(manifest.pop("sha256"))
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:

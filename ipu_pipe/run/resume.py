@@ -56,7 +56,7 @@ def restore(job: Job, out: Path, say: Callable[[str], None], callbacks: Callback
     saved = checkpoint.load(path)
     run_on_main(lambda: check_run(job, saved, path))
     with restore_random_states():
-        run_on_main(lambda: _check_data(job, out))
+        run_on_main(lambda: check_data(job, out))
     with job.numbers.whole(loads=True):
         checkpoint.load_weights(job.model, saved.model, str(path))
     names = {parameter: name for name, parameter in job.get_trained().items()}
@@ -124,8 +124,8 @@ def read_data_record(out: Path) -> Dict[str, Any]:
     return data if isinstance(data, dict) else {}
 
 
-def _check_data(job: Job, out: Path) -> None:
+def check_data(job: Job, out: Path) -> None:
     """Raise `BadInput` if the data differ from those that the run in the folder `out` has read so far."""
     faults = compare_data(job, read_data_record(out), job.read or {})
-    why = "the data of a run cannot change: restore them, or begin another run"
+    why = "the data of a run cannot change: restore them, or begin another run (--overwrite, or another --out)"
     checkpoint.raise_first(f"--resume: {out / 'record.json'}", [f"{fault}: {why}" for fault in faults])

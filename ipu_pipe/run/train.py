@@ -26,11 +26,11 @@ from ipu_pipe.model.restoring import modes_restored
 from ipu_pipe.report.provenance import fingerprint_data
 from ipu_pipe.run import checkpoint
 from ipu_pipe.run.build import build, set_up
-from ipu_pipe.run.callbacks import Callback, make_callbacks
+from ipu_pipe.run.callbacks import Callback, EarlyStopping, make_callbacks
 from ipu_pipe.run.folder import check_folder, lock_folder, parse_folder, read_summary
 from ipu_pipe.run.loop import TrainingLoop
 from ipu_pipe.run.progress import Progress
-from ipu_pipe.run.resume import choose_step, read_data_record
+from ipu_pipe.run.resume import check_data, choose_step, read_data_record
 from ipu_pipe.text import describe_kind
 from ipu_pipe.update.optimizer import make_factory_of
 from ipu_pipe.update.rates import SchedulerFactory
@@ -97,6 +97,11 @@ def train(
             raise BadInput("checkpoint: null: early_stopping.restore_best needs that of the best evaluation")
         job = _build(start, objects)
         try:
+            known = ["loss", *(metric.name for metric in job.metrics)]
+            for callback in called:
+                if isinstance(callback, EarlyStopping) and callback.metric not in known:
+                    why = f"no evaluation gives it: must be one of {', '.join(known)}"
+                    raise BadInput(f"early_stopping.metric: {callback.metric}: {why}")
             with restore_random_states():  # the main process reads alone: what it draws must not set its states apart
                 job.read = run_on_main(lambda: fingerprint_data(job, read_data_record(out) if start.resumes else {}))
             return TrainingLoop(job, out, start.resumes, overwrite, quiet, called).run_all()
@@ -129,7 +134,10 @@ def check(config: Config, out: Path, *, resume: bool = False, overwrite: bool = 
     with attribute_faults(lambda: "before training"):
         make_callbacks(config, None)
     if start.ended is None:
-        _build(start, Overrides())
+        job = _build(start, Overrides())
+        job.read = run_on_main(lambda: fingerprint_data(job, read_data_record(out) if start.resumes else {}))
+        if start.done:
+            run_on_main(lambda: check_data(job, out))
 
 
 class _Start(NamedTuple):

@@ -172,7 +172,7 @@ class Method:
             why = "each block is trained by its own loss, so that it would have two gradients"
         elif self.history is not None or self.rounds is not None:
             why = f"{'single stages' if self.rounds is None else 'replicas'} step by themselves"
-        able = ", ".join(name for name, method in METHODS.items() if method.one_version)
+        able = ", ".join(name for name, method in METHODS.items() if method.one_version and method.order is None)
         return f"with {self.name} {why}: cut elsewhere, untie them, or use method {able}"
 
     def accumulate_for(self, stages: int, microbatches: int) -> int:

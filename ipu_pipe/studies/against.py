@@ -20,7 +20,7 @@ from ipu_pipe.backends.ranks import are_joined, is_main, run_on_main
 from ipu_pipe.config.compare import keep_recorded_choices
 from ipu_pipe.config.load import load_recorded
 from ipu_pipe.config.schema import Config
-from ipu_pipe.errors import RunFault
+from ipu_pipe.errors import BadInput, RunFault
 from ipu_pipe.files import write_json
 from ipu_pipe.report.plots import open_figure
 from ipu_pipe.report.run_text import format_busy, format_number, format_throughput
@@ -62,6 +62,12 @@ def train_against(
     The other runs are in folders in `out`. Write `against.json` and, if matplotlib is installed, `against.png`; return the
     comparison in words. Raise `BadInput` before the first run starts.
     """
+    for compared in (config, other):
+        if resolve_method(compared.method, compared.method_settings()).order is not None:
+            raise BadInput(
+                f"--against: {compared.method}: has several stages on a device or split backwards, whose slots are not those of"
+                " others: must be methods of one stage a device (compare it by tools/collect.py)"
+            )
     say = Progress(quiet or not is_main()).say
     second = name_folder(out, other.method)
     resume_second = resume and (second / "config.yaml").exists()
