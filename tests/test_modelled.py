@@ -278,9 +278,9 @@ def test_a_long_run_takes_what_it_takes_played_in_full(monkeypatch: pytest.Monke
     for name in ("gpipe", "pipedream", "pipedream_2bw"):
         schedule = make_schedule(METHODS[name], 3, 1200, 3)
         whole = clock(schedule, costs).finish
-        monkeypatch.setattr(module, "PLAYED", 40_000)
+        monkeypatch.setattr(module, "MOST_SIMULATED", 40_000)
         assert module.play_run(schedule, costs, 1200) == whole
-        monkeypatch.setattr(module, "PLAYED", 300)
+        monkeypatch.setattr(module, "MOST_SIMULATED", 300)
         assert module.play_run(schedule, costs, 1200) == pytest.approx(whole, rel=0.01)
 
 
