@@ -4,7 +4,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# The combinations of Python and torch that are tested: 3.8 (the IPUs' floor) with 2.0.1, 3.9 with 2.8, 3.10 and later with 2.13.
+# What installs together: Python 3.8 (the IPUs' floor) with torch 2.0.1, 3.9 with 2.8, 3.10 to 3.13 with 2.13.
 CONSTRAINTS := $(shell $(PYTHON) -c 'import sys; print("constraints/%s.txt" % {(3, 8): "py38-torch2.0.1", (3, 9): "py39-torch2.8", (3, 10): "py310-torch2.13"}.get(sys.version_info[:2], "py311-torch2.13"))')
 PIP := $(BIN)/python -m pip --disable-pip-version-check --retries 5 --timeout 60
 

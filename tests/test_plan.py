@@ -34,7 +34,7 @@ from ipu_pipe.schedule.clock import clock
 from ipu_pipe.schedule.methods import METHODS
 from ipu_pipe.schedule.timelines import make_schedule
 
-BY_DEVICE = ["interleaved_1f1b", "zb_h1", "zb_h2", "interleaved_zb", "zb_auto", "zbv", "v_half", "v_min", "dualpipe_v"]
+BY_DEVICE = ["interleaved_1f1b", "zb_h1", "zb_h2", "interleaved_zb", "zbv", "v_half", "v_min", "dualpipe_v"]
 PIPELINES = ["pipedream_2bw", "pipedream_flush", "gpipe", "pipedream"]
 
 

@@ -161,8 +161,11 @@ def make_callbacks(config: Config, given: Optional[Sequence[Any]]) -> List[Callb
         callbacks = collect_results(given, lambda value: _check(value, "callbacks"))
     else:
         callbacks = collect_results(config.callbacks, _make)
-    stopping = config.early_stopping
-    return callbacks if stopping is None else [*callbacks, EarlyStopping(**stopping.model_dump())]
+    if config.early_stopping is not None:
+        callbacks.append(EarlyStopping(**config.early_stopping.model_dump()))
+    if config.checkpoint is None and any(getattr(callback, "restore_best", False) for callback in callbacks):
+        raise BadInput("checkpoint: null: early_stopping.restore_best needs that of the best evaluation")
+    return callbacks
 
 
 def check_callbacks(config: Config) -> None:

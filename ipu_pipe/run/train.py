@@ -93,8 +93,6 @@ def train(
             early = f" (it ended early: {why}; --resume-from {steps} goes on)" if why else ""
             say(f"{out}: this run is finished: nothing to resume{early}")
             return start.ended
-        if config.checkpoint is None and any(getattr(callback, "restore_best", False) for callback in called):
-            raise BadInput("checkpoint: null: early_stopping.restore_best needs that of the best evaluation")
         job = _build(start, objects)
         try:
             known = ["loss", *(metric.name for metric in job.metrics)]
