@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Optional, Union
+from typing import Any, Callable, Dict, List, Optional, Tuple, Union
 
 import numpy as np
 import pytest
@@ -29,6 +31,7 @@ from ipu_pipe.studies.objectives import (
     make_tridiagonal_quadratic,
 )
 from ipu_pipe.studies.vector_runs import make_randomized_source, run_local_sgd, run_pipedream, run_randomized
+from ipu_pipe.studies.verdicts import judge
 from ipu_pipe.update.apply import UpdateRules
 from ipu_pipe.update.groups import make_groups
 from tests.support import vectors
@@ -347,11 +350,46 @@ def test_the_best_step_of_each_row_is_told_with_what_the_paper_says(tmp_path: Pa
 def test_the_step_grids_are_listed_and_the_quadratic_runs(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:  # type: ignore[type-arg]
     reproduce.main(["--json"])
     listed = [each["experiment"] for each in json.loads(capsys.readouterr().out)]
-    assert list(vector_grids.VECTOR_GRIDS) == listed[-4:] and "pb_resnet20" in listed
+    assert list(vector_grids.VECTOR_GRIDS) == listed[-5:] and "pb_resnet20" in listed
     found = vector_grids.run_seed(vector_grids.VECTOR_GRIDS["local_sgd_logistic"], 0)
     labels: List[str] = list(dict.fromkeys(run.label for run in found))
     assert labels == ["PipeDream", "LocalSGD K=2", "LocalSGD K=5", "LocalSGD K=30"]
     assert {run.curve[-1][1] for run in found} == {830}
+
+
+def test_staleness_and_nothing_else_makes_more_stages_worse() -> None:
+    """On eight stages: without delays randomized PipeDream is better by far, at the same draws and updates."""
+    grid = vector_grids.VECTOR_GRIDS["staleness_quadratic"]
+    rows = vector_grids.list_staleness_rows(8, 100, vector_grids.make_powers(-6, -1))
+    small = dataclasses.replace(grid, rows=rows, make_objective=lambda seed: make_random_quadratic(200, 64, 20, seed))
+    best = vector_grids.find_best_runs({0: vector_grids.run_seed(small, 0)})
+    finals = {label: by_seed[0].final for label, by_seed in best.items()}
+    assert finals["RPD without delays P=8"] < 0.5 * min(finals["RPD P=8"], finals["PipeDream P=8"])
+    # the slope of a line through the logarithms by doublings: each doubling of the stages costs a decade, or half a one
+    grown = {
+        f"{row} P={P}": float(P) ** (factor * math.log2(10))
+        for row, factor in (("A", 1), ("B", 0.5))
+        for P in (2, 4, 8)
+    }
+    assert vector_grids.grows_by_delay("A", "B", (2, 4, 8)).gap(grown) == pytest.approx(0.5)
+
+
+def test_a_curve_tracks_another_by_their_mean_distance() -> None:
+    """A curve that crosses another is no nearer for ending at the same value; they have different points."""
+
+    def make(*points: Tuple[int, float]) -> vector_grids.StepRun:
+        return vector_grids.StepRun("", "", {}, 1.0, [(update, 0, value) for update, value in points])
+
+    level = make((0, 1.0), (240, 1.0))
+    assert vector_grids.compute_distance(level, make((0, 10.0), (120, 10.0), (240, 10.0))) == pytest.approx(1.0)
+    crossing = make((0, 0.01), (120, 1.0), (240, 100.0))
+    assert vector_grids.compute_distance(crossing, level) == pytest.approx(1.0, rel=0.01)
+    claim = vector_grids.tracks("RPD 60", "PipeDream")
+    near, far = (dict.fromkeys(range(3), distance) for distance in (0.2, 0.4))
+    assert [judge(claim, {"RPD 60 from PipeDream": found}).verdict for found in (near, far)] == [
+        "shown",
+        "contradicted",
+    ]
 
 
 def test_delay_statistics_and_their_fit(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:  # type: ignore[type-arg]

@@ -24,7 +24,7 @@ from ipu_pipe.plan.prediction import Costing, Problem, Sums, predict_cut
 from ipu_pipe.plan.search import search
 from ipu_pipe.schedule.clock import HOST
 from ipu_pipe.schedule.methods import METHODS
-from ipu_pipe.studies import catalogue, predicted_2bw, predicted_local
+from ipu_pipe.studies import catalogue, predicted_2bw, predicted_local, predicted_pipemare
 from ipu_pipe.studies.experiment import PredictedRows, make_prediction
 from ipu_pipe.studies.verdicts import SHOWN, judge_exactly
 
@@ -77,6 +77,19 @@ def test_the_local_papers_memory_is_in_order() -> None:
         assert sizes["local"] < sizes["backpropagation, recompute"] < sizes.get("backpropagation", 1e9)
     assert sum(verdict.difference or 0 for verdict in found.verdicts) <= 20
     assert all(0.6 < row["predicted"] / row["printed"] < 1.2 for row in found.rows)
+
+
+def test_pipemares_columns_are_predicted_within_two_percent() -> None:
+    """With fairseq's vocabularies IWSLT's Transformer has its 42,864,640 parameters."""
+    found = predicted_pipemare.predict_pipemare()
+    same_as_docs("plan_pipemare", found)
+    errors = [float(row["error"].rstrip("%")) for row in found.rows if row.get("error") not in (None, "fitted")]
+    assert len(errors) == len(found.verdicts) == 22 and max(map(abs, errors)) < 2
+    assert {row["printed"]: row["predicted"] for row in found.rows if "IWSLT14, memory of" in row["what"]} == {
+        "0.65 GB": 0.6387, "2.06": 2.035, "1.25": 1.25
+    }  # fmt: skip
+    kept = [row["predicted"] for row in found.rows if row["item"] == "Figure 9"]
+    assert kept == [2 * 136, 2 * (16 + 12 + 8 + 4) + 4 * 12]  # 2(P-i) + 2 at heads, 2(S-j) + 2 inside
 
 
 @counts

@@ -7,7 +7,17 @@ from typing import Dict, List, Optional
 
 import pytest
 
-from ipu_pipe.studies.verdicts import CONTRADICTED, NOT_RUN, SHOWN, UNDECIDED, Claim, judge, judge_exactly, make_results
+from ipu_pipe.studies.verdicts import (
+    CONTRADICTED,
+    NOT_RUN,
+    SHOWN,
+    UNDECIDED,
+    Claim,
+    judge,
+    judge_exactly,
+    judge_printed,
+    make_results,
+)
 
 INF = math.inf
 
@@ -58,3 +68,12 @@ def test_an_experiment_agrees_only_if_all_is_shown() -> None:
         "standard_error": 0.0,
         "seeds": None,
     }
+
+
+@pytest.mark.parametrize(
+    ("printed", "value", "verdict"),
+    [("14.3", 14.25, SHOWN), ("2.70", 2.69, CONTRADICTED), ("2.70", 2.7049, SHOWN), ("270 MB", 269.4, CONTRADICTED),
+     ("7", 7.49, SHOWN)],
+)  # fmt: skip
+def test_a_printed_number_is_shown_by_values_that_round_to_it(printed: str, value: float, verdict: str) -> None:
+    assert judge_printed("x", printed, value).verdict == verdict

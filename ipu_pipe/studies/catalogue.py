@@ -16,6 +16,7 @@ from ipu_pipe.studies.experiment import Experiment
 from ipu_pipe.studies.history_delays import DELAYS
 from ipu_pipe.studies.predicted_2bw import TABLE_2BW
 from ipu_pipe.studies.predicted_local import MEMORY_TABLE, SPEEDUP_TABLE
+from ipu_pipe.studies.predicted_pipemare import COLUMNS_TABLE
 from ipu_pipe.studies.trained import load_experiment
 from ipu_pipe.studies.vector_grids import VECTOR_GRIDS
 
@@ -23,7 +24,7 @@ from ipu_pipe.studies.vector_grids import VECTOR_GRIDS
 def find_experiments(names: Sequence[str]) -> List[Experiment]:
     """Return the experiments with these names or in these files; without names all. Raise `BadInput` for other names."""
     on_vectors = [grid.make_experiment() for grid in VECTOR_GRIDS.values()]
-    records = {one.name: one for one in (SPEEDUP_TABLE, MEMORY_TABLE, TABLE_2BW, DELAYS, *on_vectors)}
+    records = {one.name: one for one in (SPEEDUP_TABLE, MEMORY_TABLE, TABLE_2BW, COLUMNS_TABLE, DELAYS, *on_vectors)}
     files: Dict[str, Path] = {path.stem: path for path in sorted((find_configs() / "experiments").glob("*.yaml"))}
     experiments: List[Experiment] = []
     for name in names or [*files, *records]:

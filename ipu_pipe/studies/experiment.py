@@ -184,11 +184,12 @@ def make_table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> List[str]:
 
 
 class PredictedRows(NamedTuple):
-    """The rows of a prediction; `notes` on the whole table, assumptions included."""
+    """The rows of a prediction; `notes` on the whole table, assumptions included; `pictures` as those of an `Outcome`."""
 
     rows: List[Dict[str, Any]]
     notes: List[str]
     verdicts: List[verdicts.Verdict]
+    pictures: Mapping[str, Callable[[Path], Any]] = {}
 
 
 def make_prediction(
@@ -209,7 +210,7 @@ def make_prediction(
         cells = [[row.get(key) for key in columns] for row in predicted.rows]
         table = make_markdown(results, [intro], list(columns.values()), cells)
         table += "".join(f"\n- {note}" for note in predicted.notes) + "\n"
-        return Outcome(results, table, request.runs / name)
+        return Outcome(results, table, request.runs / name, pictures=predicted.pictures)
 
     experiment = Experiment(name, title, source, "predicted", run)
     return experiment

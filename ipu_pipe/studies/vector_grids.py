@@ -58,7 +58,8 @@ class StepRun(NamedTuple):
 class VectorGrid:
     """The rows of an experiment on the objective that a seed draws.
 
-    With `by_stages` the rows are "METHOD P=stages" and drawn against the number of stages.
+    With `by_stages` the rows are "METHOD P=stages" and drawn against the number of stages. A row of `tracked` is compared with
+    another along the whole run: its distance is what claims find under "ROW from OTHER".
     """
 
     name: str
@@ -69,6 +70,7 @@ class VectorGrid:
     rows: Sequence[VectorRow]
     claims: Sequence[Claim]
     by_stages: bool = False
+    tracked: Sequence[Tuple[str, str]] = ()
 
     def make_experiment(self) -> Experiment:
         """Return the experiment that runs all seeds, each in a process of its own, and compares the best step of each row."""
@@ -155,11 +157,32 @@ def summarize(grid: VectorGrid, runs: Mapping[int, List[StepRun]]) -> Dict[str, 
                 run.step for run in runs_of_any_seed if run.label == label and run.final < run.curve[0][2]
             ),
         })  # fmt: skip
-    finals = {
-        label: {seed: run.final for seed, run in by_seed.items()} for label, by_seed in find_best_runs(runs).items()
+    best = find_best_runs(runs)
+    finals = {label: {seed: run.final for seed, run in by_seed.items()} for label, by_seed in best.items()}
+    distances = {
+        f"{row} from {other}": {seed: compute_distance(run, best[other][seed]) for seed, run in best[row].items()}
+        for row, other in grid.tracked
     }
-    verdicts = make_results([judge(claim, finals) for claim in grid.claims])
-    return {"setting": grid.setting, "measures": MEASURED, "seeds": list(runs), "rows": rows, **verdicts}
+    verdicts = make_results([judge(claim, {**finals, **distances}) for claim in grid.claims])
+    return {
+        "setting": grid.setting,
+        "measures": MEASURED,
+        "seeds": list(runs),
+        "rows": rows,
+        "distances": distances,
+        **verdicts,
+    }
+
+
+def compute_distance(run: StepRun, other: StepRun) -> float:
+    """Return how far apart two curves are in decades: the mean of |log10 a - log10 b| over the block updates of both."""
+    (updates, values), (other_updates, other_values) = (
+        ([point[0] for point in one.curve], [math.log10(max(point[2], TINY)) for point in one.curve])
+        for one in (run, other)
+    )
+    marks = np.linspace(0, min(updates[-1], other_updates[-1]), 241)
+    apart = np.interp(marks, updates, values) - np.interp(marks, other_updates, other_values)
+    return float(np.abs(apart).mean())
 
 
 def make_step_table(grid: VectorGrid, results: Mapping[str, Any]) -> str:
@@ -200,9 +223,10 @@ def draw_by_stages(grid: VectorGrid, best: Mapping[str, Mapping[int, StepRun]], 
     """Draw the final values of the best runs against the number of stages."""
     note = f"{grid.setting}; best step of each row; {describe_seeds(list(next(iter(best.values()))))}"
     with open_figure(file, (8, 5), title=grid.title, note=note) as (axes,):
-        for method in ("PipeDream", "RPD", "LocalSGD"):
-            groups = [[run.final for run in best[f"{method} P={P}"].values()] for P in STAGES]
-            plot_mean_with_range(axes, STAGES, groups, label=method)
+        for method in dict.fromkeys(label.split(" P=")[0] for label in best):
+            stages = [P for P in STAGES if f"{method} P={P}" in best]
+            groups = [[run.final for run in best[f"{method} P={P}"].values()] for P in stages]
+            plot_mean_with_range(axes, stages, groups, label=method)
         axes.set_xscale("log", base=2)
         axes.set(xlabel="stages", ylabel=f"final {MEASURED}", yscale="log")
         axes.legend(fontsize="small")
@@ -215,6 +239,8 @@ BOUNDS = (8, 30, 60, 180, 420)
 LOCAL_STEPS = (2, 5, 30)
 LOCAL_LABELS = [f"LocalSGD K={K}" for K in LOCAL_STEPS]
 STAGES = (2, 4, 8, 16, 32, 64, 128)
+QUADRATIC_STAGES = STAGES[:-1]
+CONTROL = "RPD without delays"
 TINY = 1e-300
 LOGISTIC = "d = 512, n = 50, batch 1, l2 1e-4, gradient noise 0.5"
 
@@ -247,13 +273,24 @@ def list_scaling_rows(slots: int, rates: Floats, local_rates: Floats) -> List[Ve
     rows = []
     for P in STAGES:
         M, args = vector_runs.count_microbatches(slots, P), {"replicas": P, "local_steps": 5}
-        bound = {"delay_bound": compute_greatest_delay(P)}
-        rows += [
-            VectorRow(f"PipeDream P={P}", "pipedream", {}, P, M, rates),
-            VectorRow(f"RPD P={P}", "randomized_pipedream", bound, P, M, rates),
-            VectorRow(f"LocalSGD P={P}", "local_sgd", args, P, vector_runs.count_jobs(slots, P, P, 5), local_rates),
-        ]
+        rows += list_staleness_rows(P, M, rates)
+        rows.append(
+            VectorRow(f"LocalSGD P={P}", "local_sgd", args, P, vector_runs.count_jobs(slots, P, P, 5), local_rates)
+        )
     return rows
+
+
+def list_staleness_rows(P: int, M: int, rates: Floats) -> List[VectorRow]:
+    """Return PipeDream, randomized PipeDream with PipeDream's greatest delay as bound, and as control without delays.
+
+    All make the block updates of M microbatches; the randomized rows draw the same stages and microbatches.
+    """
+    bounds = {"RPD": compute_greatest_delay(P), CONTROL: 0}
+    return [
+        VectorRow(f"PipeDream P={P}", "pipedream", {}, P, M, rates),
+        *(VectorRow(f"{name} P={P}", "randomized_pipedream", {"delay_bound": bound}, P, M, rates)
+          for name, bound in bounds.items()),
+    ]  # fmt: skip
 
 
 def make_logistic(seed: int) -> Objective:
@@ -275,14 +312,31 @@ def compare_pairs(text: str, pairs: Sequence[Tuple[str, str]], choose: Callable[
     return Claim(text, list(dict.fromkeys(label for pair in pairs for label in pair)), gap)
 
 
-def grows_with_stages(method: str) -> Claim:
-    """Return the claim that the final value grows with the number of stages: the slope of a line, in decades per doubling."""
-    labels = [f"{method} P={P}" for P in STAGES]
+def fit_growth(finals: Mapping[str, float], method: str, stages: Sequence[int]) -> float:
+    """Return the slope of the line through the final values of a method by number of stages, in decades per doubling."""
+    values = [math.log10(max(finals[f"{method} P={P}"], TINY)) for P in stages]
+    return float(np.polyfit(np.log2(stages), values, 1)[0])
 
-    def gap(finals: Mapping[str, float]) -> float:
-        return float(np.polyfit(np.log2(STAGES), [math.log10(max(finals[label], TINY)) for label in labels], 1)[0])
 
-    return Claim(f"{method} deteriorates as P grows (decades per doubling)", labels, gap)
+def grows_with_stages(method: str, stages: Sequence[int] = STAGES) -> Claim:
+    """Return the claim that the final value grows with the number of stages."""
+    labels = [f"{method} P={P}" for P in stages]
+    text = f"{method} deteriorates as P grows (decades per doubling)"
+    return Claim(text, labels, lambda finals: fit_growth(finals, method, stages))
+
+
+def grows_by_delay(method: str, control: str, stages: Sequence[int]) -> Claim:
+    """Return the claim that the final value of a method grows faster than that of a control without delays."""
+    labels = [f"{one} P={P}" for one in (method, control) for P in stages]
+    text = f"delay is why {method} deteriorates: {control} does less (decades per doubling)"
+    return Claim(text, labels, lambda finals: fit_growth(finals, method, stages) - fit_growth(finals, control, stages))
+
+
+def tracks(row: str, other: str) -> Claim:
+    """Return the claim that a row's curve stays within a factor of 2 of another's in the mean of the logarithms."""
+    distance = f"{row} from {other}"
+    text = f"{row} tracks {other} (mean distance of the log curves, within a factor of 2)"
+    return Claim(text, (distance,), lambda finals: finals[distance], margin=math.log10(2))
 
 
 VECTOR_GRIDS: Dict[str, VectorGrid] = {
@@ -298,14 +352,28 @@ VECTOR_GRIDS: Dict[str, VectorGrid] = {
                   for bound in BOUNDS),
             ],
             [
-                Claim(
-                    "RPD with bound P^2 - P/2 = 60 tracks PipeDream (within a factor of 2 at the end)", ("RPD 60", "PipeDream"),
-                    lambda finals: compute_decades(finals["RPD 60"], finals["PipeDream"]), margin=math.log10(2),
-                ),
+                tracks("RPD 60", "PipeDream"),
                 compare_pairs(
                     "the larger the delay bound, the slower", [(f"RPD {a}", f"RPD {b}") for a, b in zip(BOUNDS, BOUNDS[1:])]
                 ),
             ],
+            tracked=[("RPD 60", "PipeDream")],
+        ),
+        VectorGrid(
+            "staleness_quadratic", "Staleness and its control, randomized PipeDream without delays, by number of stages",
+            "randomized PipeDream, section 4 and Figure 2",
+            "f = ||A x - b||^2 / 2n, n = 2000, d = 512, 20 batches of 100, 400 microbatches each, steps 2^-8 to 2^1",
+            lambda seed: objectives.make_random_quadratic(2000, 512, 100, seed),
+            [row for P in QUADRATIC_STAGES for row in list_staleness_rows(P, 400, make_powers(-8, 1))],
+            [
+                grows_with_stages("PipeDream", QUADRATIC_STAGES),
+                grows_with_stages("RPD", QUADRATIC_STAGES),
+                grows_by_delay("PipeDream", CONTROL, QUADRATIC_STAGES),
+                grows_by_delay("RPD", CONTROL, QUADRATIC_STAGES),
+                *(tracks(f"RPD P={P}", f"PipeDream P={P}") for P in QUADRATIC_STAGES),
+            ],
+            by_stages=True,
+            tracked=[(f"RPD P={P}", f"PipeDream P={P}") for P in QUADRATIC_STAGES],
         ),
         VectorGrid(
             "local_sgd_quadratic", "PipeDream and LocalSGD on Nesterov's tridiagonal quadratic",
@@ -321,6 +389,7 @@ VECTOR_GRIDS: Dict[str, VectorGrid] = {
             [
                 grows_with_stages("PipeDream"),
                 grows_with_stages("RPD"),
+                grows_by_delay("RPD", CONTROL, STAGES),
                 compare_pairs(
                     "LocalSGD is better than PipeDream at many stages (32, 64, 128)",
                     [(f"LocalSGD P={P}", f"PipeDream P={P}") for P in (32, 64, 128)],

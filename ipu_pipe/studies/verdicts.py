@@ -66,6 +66,14 @@ def judge_exactly(claim: str, holds: bool, difference: float) -> Verdict:
     return Verdict(claim, SHOWN if holds else CONTRADICTED, difference, 0.0, None)
 
 
+def judge_printed(claim: str, printed: str, value: float) -> Verdict:
+    """Judge a value in which nothing is drawn by a printed number, with or without a unit: it must round to its digits."""
+    number = printed.split()[0]
+    half = 0.5 * 10.0 ** -len(number.partition(".")[2])
+    apart = value - float(number)
+    return judge_exactly(claim, abs(apart) <= half * (1 + 1e-9), apart)
+
+
 def make_results(verdicts: Sequence[Verdict]) -> Dict[str, Any]:
     """Return the keys "verdicts", "agrees" and "differences" of an experiment's results."""
     left = [verdict for verdict in verdicts if verdict.verdict != SHOWN]
