@@ -21,11 +21,11 @@ import pytest
 import torch
 from torch import nn
 
-from ipu_pipe.backends.processes import deadlines, launch
+from ipu_pipe.backends.processes import launch, lost_ranks
 from ipu_pipe.backends.processes.collect import wait_for_first_replica
-from ipu_pipe.backends.processes.deadlines import LostRank
 from ipu_pipe.backends.processes.launch import compare, make_request, meet
 from ipu_pipe.backends.processes.layout import RankLayout
+from ipu_pipe.backends.processes.lost_ranks import LostRank
 from ipu_pipe.cli import train as tool
 from ipu_pipe.config.load import configure, load_config
 from ipu_pipe.data import DataSource
@@ -437,7 +437,7 @@ def test_a_rank_that_is_stopped_while_joining_ends_the_others(
 ) -> None:
     """torch asks the store of a stopped rank 0 without a limit, and gave other groups half an hour: the others hung."""
     monkeypatch.setattr(launch, "ANSWER", 0.5)
-    monkeypatch.setattr(deadlines, "WARM_UP", 0.5)
+    monkeypatch.setattr(lost_ranks, "WARM_UP", 0.5)
     fork = multiprocessing.get_context("fork")
     faults, port = fork.SimpleQueue(), free_port()
     ranks = [fork.Process(target=join_with_a_stopped_rank, args=(r, port, victim, at, faults)) for r in range(2)]
@@ -456,6 +456,9 @@ def test_a_rank_that_is_stopped_while_joining_ends_the_others(
 def test_replicas_wait_for_an_evaluation_as_long_as_it_gets_on(monkeypatch: pytest.MonkeyPatch) -> None:
     store = torch.distributed.HashStore()
     monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", lambda: store)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    monkeypatch.setattr(lost_ranks, "WARM_UP", 0.1)
     mail: Any = SimpleNamespace(limit=timedelta(seconds=0.3))
 
     def wait(replica: int) -> None:
@@ -477,7 +480,7 @@ def test_replicas_wait_for_an_evaluation_as_long_as_it_gets_on(monkeypatch: pyte
 def test_sigterm_ends_a_process_that_waits_where_python_does_not_run() -> None:
     script = """
 import ctypes
-from ipu_pipe.backends.processes.deadlines import Termination
+from ipu_pipe.backends.processes.termination import Termination
 Termination.PATIENCE = 0.5
 Termination.watch()
 mutex, libc = ctypes.create_string_buffer(128), ctypes.CDLL(None)  # all zeros: PTHREAD_MUTEX_INITIALIZER

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import socket
-from typing import Any, Callable, Iterator, List, Optional, TypeVar
+from typing import Any, Callable, Iterator, List, Optional, Sequence, TypeVar
 
 import torch.distributed as dist
 
-from ipu_pipe.backends.processes.deadlines import answer_within
+from ipu_pipe.backends.processes.lost_ranks import ANSWER, LostRank, answer_within, detect_lost_rank, is_store_there
 from ipu_pipe.errors import BadInput, RunFault, find_user_fault
-from ipu_pipe.launcher import Launch, read_launch
-
-ANSWER = 3.0  # seconds in which a store that is there answers
+from ipu_pipe.launcher import read_launch
 
 Result = TypeVar("Result")
 
@@ -42,7 +39,7 @@ def run_on_main(work: Callable[[], Result]) -> Result:
             outcome = [(work(), None)]
         except BadInput as error:
             outcome = [(None, error.faults)]
-    with report_lost_rank():
+    with report_lost_rank([0]):
         dist.broadcast_object_list(outcome, src=0)
     result, faults = outcome[0]
     if faults:
@@ -51,16 +48,16 @@ def run_on_main(work: Callable[[], Result]) -> Result:
 
 
 @contextlib.contextmanager
-def report_lost_rank(rank: Optional[int] = None) -> Iterator[None]:
+def report_lost_rank(ranks: Optional[Sequence[int]] = None) -> Iterator[None]:
     """Raise `RunFault` for what torch.distributed raises when another process has gone or does not answer.
 
-    `rank`: this process's, which is asked of the group if None.
+    `ranks`: those that this one waits for (default: all others).
     """
     try:
-        yield
-    except (RuntimeError, TimeoutError) as error:
-        here = dist.get_rank() if rank is None else rank
-        raise RunFault(f"rank {here}: another rank is lost, or did not answer within the deadline") from error
+        with detect_lost_rank(ranks):
+            yield
+    except LostRank as error:
+        raise RunFault(f"rank {dist.get_rank()}: {error}") from error
 
 
 @contextlib.contextmanager
@@ -78,19 +75,10 @@ def report_once() -> Iterator[None]:
 def _claim_report() -> bool:
     """Return whether no other process has reported a fault yet; True if the store that counts them is gone or does not answer."""
     where = read_launch()
-    if where.address is not None and not _is_store_there(where):
+    if not is_store_there(where):
         return True
     try:
         store = dist.distributed_c10d._get_default_store()
         return bool(answer_within(ANSWER, lambda: store.add("ipu_pipe/faults", 1)) == 1)
     except Exception:
         return True
-
-
-def _is_store_there(where: Launch) -> bool:
-    """Return whether somebody listens where the store is: to ask one that is gone makes torch print its own stack."""
-    try:
-        with socket.create_connection((str(where.address), int(where.port or 0)), timeout=ANSWER):
-            return True
-    except OSError:
-        return False

@@ -14,6 +14,7 @@ over at the end. What breaks a rule is a `BrokenRule`, as is a deadlock, with wh
 from __future__ import annotations
 
 import contextlib
+import functools
 import heapq
 import pickle
 import random
@@ -30,13 +31,15 @@ import torch
 import torch.distributed as dist
 
 from ipu_pipe.backends.processes import cuda
+from ipu_pipe.launcher import Launch
 
 CLOSED = "Connection closed by peer"
 UNITS = (0.0, 1e-4, 1e-3, 1e-2, 0.1)  # seconds, of which a seed draws the scale of its delays
 LONGEST = 20  # deadlines after which a run must have ended
 HELD_BACK = 0.8  # of the deadline: a message that comes so late is no fault
 REPLACED = "isend irecv send recv all_gather all_reduce barrier all_gather_object gather_object broadcast_object_list".split()
-REPLACED += ["get_rank", "get_world_size", "is_initialized", "new_group", "destroy_process_group", "is_nccl_available"]
+REPLACED += ["get_rank", "get_world_size", "get_process_group_ranks", "is_initialized", "new_group", "destroy_process_group"]
+REPLACED += ["is_nccl_available"]
 POISON = -77  # in a buffer of integers that nothing has come into
 
 
@@ -156,27 +159,56 @@ class Store:
     """The store at which the ranks have met, kept by rank 0, or by the launcher."""
 
     def __init__(self, network: Network, has_agent: bool) -> None:
-        self._network, self._has_agent = network, has_agent
+        self._network, self.has_agent = network, has_agent
         self._counts: Dict[str, int] = {}
+        self._values: Dict[str, str] = {}
+
+    @property
+    def timeout(self) -> timedelta:
+        """How long torch waits, where nothing else is said."""
+        return timedelta(seconds=self._network.limit)
 
     def add(self, key: str, number: int) -> int:
         """Add to a counter and return it."""
-        network, answer, result = self._network, Completion(), [0]
-        network.call(f"store.add {key}")
-        keeper = network.ranks[0]
+        return self._ask(f"add {key}", lambda: self._add(key, number))
 
-        def count() -> None:
-            if not self._has_agent and keeper.is_stopped:
-                return
-            if not self._has_agent and keeper.outcome is not None:
-                network.complete(answer, CLOSED)
-                return
-            result[0] = self._counts[key] = self._counts.get(key, 0) + number
-            network.after(network.draw_delay(), lambda: network.complete(answer))
+    def set(self, key: str, value: str) -> None:
+        """Set a value, without waiting for the store."""
+        self._send(f"set {key}", lambda: self._values.update({key: value}), Completion())
 
-        network.after(network.draw_delay(), count)
-        network.wait(answer, f"the store's answer to {key}", network.current.limit, TimeoutError)
-        return result[0]
+    def check(self, keys: Sequence[str]) -> bool:
+        """Return whether all of these were set."""
+        return self._ask(f"check {keys}", lambda: all(key in self._values for key in keys))
+
+    def get(self, key: str) -> bytes:
+        """Return a value that was set."""
+        return self._ask(f"get {key}", lambda: self._values[key].encode())
+
+    def _add(self, key: str, number: int) -> int:
+        self._counts[key] = self._counts.get(key, 0) + number
+        return self._counts[key]
+
+    def _ask(self, what: str, act: Callable[[], Any]) -> Any:
+        answer: List[Any] = []
+        done = Completion()
+        self._send(what, lambda: answer.append(act()), done)
+        self._network.wait(done, f"the store's answer to {what}", self._network.current.limit, TimeoutError)
+        return answer[0]
+
+    def _send(self, what: str, act: Callable[[], None], done: Completion) -> None:
+        network, keeper = self._network, self._network.ranks[0]
+        network.call(f"store.{what}")
+
+        def arrive() -> None:
+            if not self.has_agent and keeper.is_stopped:
+                return
+            if not self.has_agent and keeper.outcome is not None:
+                network.complete(done, CLOSED)
+                return
+            act()
+            network.after(network.draw_delay(), lambda: network.complete(done))
+
+        network.after(network.draw_delay(), arrive)
 
 
 class Network:
@@ -253,7 +285,7 @@ class Network:
 
     def sleep(self, seconds: float) -> None:
         """Let the running rank sleep: the longer, the more often it does nothing else."""
-        self._pause(min(seconds * 2.0**self.current.naps, 1.0))
+        self._pause(max(seconds, min(seconds * 2.0**self.current.naps, 1.0)))
         self.current.naps += 1
 
     def _pause(self, seconds: float) -> None:
@@ -505,6 +537,10 @@ class Network:
         """Return the number of ranks of a group."""
         return len((self._everyone if group is None else group).ranks)
 
+    def get_process_group_ranks(self, group: Any) -> List[int]:
+        """Return the ranks of a group."""
+        return list(group.ranks)
+
     def is_initialized(self) -> bool:
         """Return that all ranks have joined."""
         return True
@@ -618,11 +654,12 @@ class Network:
             monotonic=lambda: self.now, perf_counter_ns=lambda: int(self.now * 1e9), sleep=self.sleep,
             perf_counter=lambda: self.now,
         )  # fmt: skip
+        launch = functools.partial(Launch, has_agent=self.store.has_agent)
         places: List[Tuple[Any, str, Any]] = [(dist, name, getattr(self, name)) for name in REPLACED]
         places += [(dist.distributed_c10d, "_get_default_store", lambda: self.store), (cuda, "_has_each_a_gpu", lambda: True)]
         for name, module in list(sys.modules.items()):
             if name.startswith("ipu_pipe.backends.") and ".ipu" not in name:
-                for attribute, double in (("time", clock), ("answer_within", self.answer_within)):
+                for attribute, double in (("time", clock), ("answer_within", self.answer_within), ("read_launch", launch)):
                     if hasattr(module, attribute):
                         places.append((module, attribute, double))
                 if hasattr(module, "identify_clock"):

@@ -12,11 +12,12 @@ import torch.distributed as dist
 from torch import nn
 
 from ipu_pipe.backends.interface import CheckpointState, DeviceTimes, Report
-from ipu_pipe.backends.processes.deadlines import Termination, answer_within, detect_lost_rank
 from ipu_pipe.backends.processes.interpreter import Interpreter
 from ipu_pipe.backends.processes.layout import RankLayout
+from ipu_pipe.backends.processes.lost_ranks import KEEPER, answer_within, detect_lost_rank
 from ipu_pipe.backends.processes.mail import SHAPE, TEST, Mail, Message
 from ipu_pipe.backends.processes.stage import StageModel
+from ipu_pipe.backends.processes.termination import Termination
 from ipu_pipe.backends.processes.update import DRAW_ALIKE
 from ipu_pipe.data.batches import compute_checksum
 from ipu_pipe.errors import RunFault
@@ -40,7 +41,7 @@ def gather(mail: Mail, value: Value) -> Optional[List[Value]]:
     """Return every rank's value on rank 0, else None."""
     mail.all_gather(torch.zeros(1))  # all are waited for first, within the deadline
     values: Any = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    with detect_lost_rank(None, mail.limit):
+    with detect_lost_rank(limit=mail.limit):
         dist.gather_object(value, values, dst=0)
     return values  # type: ignore[no-any-return]
 
@@ -94,7 +95,7 @@ def broadcast_weights(mail: Mail, model: nn.Module, holders: Dict[str, int], pla
         source = placement[stage]
         if dist.get_rank() == source:
             sent = [{name: t.detach().cpu() for name, t in tensors.items()}]
-        with detect_lost_rank(None, mail.limit):
+        with detect_lost_rank(limit=mail.limit):
             dist.broadcast_object_list(sent, src=source)
         for name, tensor in tensors.items():
             tensor.data = sent[0][name].to(tensor.device)
@@ -190,7 +191,7 @@ class Evaluation:
                     tallies[model.stage].add(output, y, count_samples(x))
             if self._layout.replicas > 1:
                 store, limit = dist.distributed_c10d._get_default_store(), self._mail.limit
-                with detect_lost_rank(0, limit):  # which keeps the store, or its launcher
+                with detect_lost_rank([KEEPER], limit):
                     answer_within(limit.total_seconds(), lambda: store.add(EVALUATED, 1))
         sums = torch.zeros(self._layout.stages, len(Tally.of(self._job).sums) + 1, dtype=torch.float64)
         for stage, tally in tallies.items():
@@ -227,7 +228,7 @@ def wait_for_first_replica(layout: RankLayout, mail: Mail, number: int) -> None:
     """Wait until the first replica is done with evaluation `number`: as long as it makes progress. Raise `LostRank`."""
     store, done = dist.distributed_c10d._get_default_store(), f"ipu_pipe/evaluation-{number}/done"
     progress, since, limit = -1, time.monotonic(), mail.limit.total_seconds()
-    with detect_lost_rank("the first replica", mail.limit):
+    with detect_lost_rank(range(layout.devices), mail.limit):
         if layout.replica == 0:
             answer_within(limit, lambda: store.add(done, 1))
             return

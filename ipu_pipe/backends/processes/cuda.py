@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ipu_pipe.backends.processes.deadlines import answer_within, detect_lost_rank, wait_for_channel
 from ipu_pipe.backends.processes.launch import make_group
 from ipu_pipe.backends.processes.layout import RankLayout
+from ipu_pipe.backends.processes.lost_ranks import answer_within, detect_lost_rank, wait_for_channel
 from ipu_pipe.backends.processes.mail import BACKWARD, FORWARD, RECOMPUTE, SHARED, Link
 from ipu_pipe.backends.processes.stage import Stage
 from ipu_pipe.backends.processes.ties import StageLink
@@ -94,7 +94,7 @@ def touch_channels(
         if source != target and layout.rank in (source, target):
             exchange, other = (dist.isend, target) if layout.rank == source else (dist.irecv, source)
             value = torch.zeros(1, device=device)
-            with detect_lost_rank(other, limit):  # nccl waits for the other rank's first use without a limit
+            with detect_lost_rank([other], limit):  # nccl waits for the other rank's first use without a limit
                 work = answer_within(
                     limit.total_seconds(), lambda: exchange(value, other, channels[link])  # noqa: B023
                 )

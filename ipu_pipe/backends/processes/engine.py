@@ -9,7 +9,7 @@ import contextlib
 import functools
 import importlib
 import warnings
-from typing import Any, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 import torch
 import torch.distributed as dist
@@ -18,19 +18,21 @@ from torch import nn
 from ipu_pipe.backends.interface import Backend, CheckpointState, Engine, Report, StepResult, refuse_poptorch_state
 from ipu_pipe.backends.processes import collect, trace
 from ipu_pipe.backends.processes.cuda import make_channels
-from ipu_pipe.backends.processes.deadlines import detect_lost_rank, name_faults
 from ipu_pipe.backends.processes.interpreter import BatchAnnouncements, Interpreter
 from ipu_pipe.backends.processes.launch import check_launch, join, make_group
 from ipu_pipe.backends.processes.layout import RankLayout, place
 from ipu_pipe.backends.processes.local import LocalBlock
+from ipu_pipe.backends.processes.lost_ranks import LostRank, detect_lost_rank
 from ipu_pipe.backends.processes.mail import Mail
 from ipu_pipe.backends.processes.stage import Stage, StageModel
 from ipu_pipe.backends.processes.ties import Ties, find_ties
 from ipu_pipe.backends.processes.update import ResultCollection
 from ipu_pipe.backends.work import Work, list_exactness_faults
 from ipu_pipe.data.batches import compute_checksum
+from ipu_pipe.errors import BadInput, RunFault
 from ipu_pipe.job.evaluation import EvaluationResult
 from ipu_pipe.job.record import Job
+from ipu_pipe.job.user_code import attribute_fault
 from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.model.batch import check_same_shapes
 from ipu_pipe.model.cutting import Piece, list_crossings
@@ -87,7 +89,7 @@ class ProcessEngine(Engine):
         )  # fmt: skip
         self._evaluation = collect.Evaluation(job, self._interpreter, self._results.with_loss, freed)
         importlib.import_module("torch._dynamo")  # an optimizer's first step would, and that would be part of its time
-        with detect_lost_rank(None, self._mail.limit):
+        with detect_lost_rank(limit=self._mail.limit):
             trace.open_file(job, layout.rank, self._recorder, first_update, trace.compare_clocks())
 
     def _split_backwards(self, stages: Dict[int, Stage]) -> None:
@@ -169,7 +171,7 @@ class ProcessEngine(Engine):
         """Compare the clocks, if something was recorded since the last time."""
         traced, done = self.job.traced, self._interpreter.update + 1
         if max(traced.start, self._aligned) < min(traced.stop, done):
-            with detect_lost_rank(None, self._mail.limit):
+            with detect_lost_rank(limit=self._mail.limit):
                 self._recorder.synchronize(trace.compare_clocks())
         self._aligned = done
 
@@ -256,6 +258,27 @@ def _list_stages_with_loss(job: Job) -> List[int]:
     if blocks is None:
         return [last]
     return [s for s in range(last + 1) if s == last or blocks.head(s) is not None]
+
+
+@contextlib.contextmanager
+def name_faults(
+    rank: int, stage: Callable[[], int], action: Callable[[], str], doing: Callable[[], str]
+) -> Iterator[None]:
+    """Add rank, stage and action to faults: raise `RunFault` for a lost rank, and let the user's own exceptions pass as they
+    are.
+
+    `stage`: the one that acts now; `action`: the letter and number of the current action; `doing`: the same in words, with the
+    update.
+    """
+    try:
+        yield
+    except (BadInput, RunFault):
+        raise
+    except LostRank as error:
+        raise RunFault(f"rank {rank}, stage {stage()}, action {action()}: {error}") from error
+    except Exception as error:
+        attribute_fault(error, f"rank {rank}, stage {stage()}, {doing()}")
+        raise
 
 
 def make(job: Job, first_update: int) -> ProcessEngine:

@@ -26,7 +26,6 @@ import torch.distributed as dist
 
 from ipu_pipe.backends.losses import average, tabulate
 from ipu_pipe.backends.processes import cuda
-from ipu_pipe.backends.processes.deadlines import Termination
 from ipu_pipe.backends.processes.mail import (
     BACKWARD,
     FORWARD,
@@ -41,6 +40,7 @@ from ipu_pipe.backends.processes.mail import (
 )
 from ipu_pipe.backends.processes.memory import MemoryCounters
 from ipu_pipe.backends.processes.stage import Stage
+from ipu_pipe.backends.processes.termination import Termination
 from ipu_pipe.backends.processes.trace import TraceRecorder
 from ipu_pipe.backends.processes.update import StageUpdate
 from ipu_pipe.backends.replicas import IndependentReplicas

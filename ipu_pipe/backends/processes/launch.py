@@ -20,8 +20,9 @@ import torch
 import torch.distributed as dist
 
 from ipu_pipe import __version__
-from ipu_pipe.backends.processes.deadlines import WARM_UP, Termination, answer_within, wait_limit
-from ipu_pipe.backends.ranks import ANSWER, is_distributed, report_lost_rank
+from ipu_pipe.backends.processes.lost_ranks import ANSWER, WARM_UP, answer_within, wait_limit
+from ipu_pipe.backends.processes.termination import Termination
+from ipu_pipe.backends.ranks import is_distributed, report_lost_rank
 from ipu_pipe.config.compare import flatten
 from ipu_pipe.config.schema import BackendConfig, Config
 from ipu_pipe.errors import BadInput, RunFault
@@ -70,7 +71,7 @@ def join(config: Config, options: Mapping[str, object]) -> None:
         os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
         set_numerics(backend)
         torch.cuda.set_device((where.local_rank or 0) % max(torch.cuda.device_count(), 1))
-    with report_lost_rank(where.rank):
+    try:
         # torch asks the store without a limit: a rank 0 that keeps it and is stopped would hold all others up for ever
         answer_within(
             limit.total_seconds() + ANSWER,
@@ -78,6 +79,8 @@ def join(config: Config, options: Mapping[str, object]) -> None:
                 "gloo", store=dist.PrefixStore("group", store), rank=where.rank, world_size=where.world, timeout=limit
             ),
         )
+    except (RuntimeError, TimeoutError) as error:
+        raise RunFault(f"rank {where.rank}: another rank is lost, or did not answer within the deadline") from error
     Termination.watch()
 
 

@@ -17,8 +17,8 @@ from typing import Any, Deque, Dict, Iterable, List, Mapping, NamedTuple, Option
 import torch
 import torch.distributed as dist
 
-from ipu_pipe.backends.processes.deadlines import LostRank, wait_for_channel, wait_limit
 from ipu_pipe.backends.processes.layout import RankLayout
+from ipu_pipe.backends.processes.lost_ranks import detect_lost_rank, wait_for_channel, wait_limit
 from ipu_pipe.backends.processes.trace import TraceRecorder
 from ipu_pipe.model.cutting import Shape
 from ipu_pipe.schedule.actions import Kind
@@ -152,10 +152,8 @@ class Mail:
             for number, shape in enumerate(shapes):
                 buffer = torch.empty(shape.sent, dtype=shape.dtype, device=device)
                 group, tag = self._route(message, number)
-                try:
+                with detect_lost_rank([source], self.limit):
                     received.append((dist.irecv(buffer, source, group, tag), buffer))
-                except RuntimeError as error:
-                    raise LostRank(source, self.limit.total_seconds()) from error
             self._posted[message] = received
             self._posted_bytes += _count_bytes(received) if kind in CARRIES else 0
             self._posted_count[link] = self._posted_count.get(link, 0) + 1
@@ -196,10 +194,8 @@ class Mail:
             value = tensor.detach().contiguous()
             value = value.cpu() if self._through_host or kind in ON_HOST else value
             group, tag = self._route(message, number)
-            try:
+            with detect_lost_rank([target], self.limit):
                 work = dist.isend(value, target, group, tag)
-            except RuntimeError as error:
-                raise LostRank(target, self.limit.total_seconds()) from error
             bytes_ = value.numel() * value.element_size()
             is_copy = value.data_ptr() != tensor.data_ptr()
             lent = bytes_ if kind in KEPT_BY_SENDER and not is_copy else 0
@@ -248,10 +244,9 @@ class Mail:
     def all_gather(self, tensor: torch.Tensor, group: Any = None) -> List[torch.Tensor]:
         """Return the tensors of all ranks of a group, in the order of the ranks."""
         tensors = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
-        try:
+        others = None if group is None else [rank for rank in dist.get_process_group_ranks(group) if rank != self._rank]
+        with detect_lost_rank(others, self.limit):
             dist.all_gather(tensors, tensor, group=group, async_op=True).wait(self.limit)
-        except RuntimeError as error:
-            raise LostRank(None, self.limit.total_seconds()) from error
         return tensors
 
     def _find_rank(self, message: Message, end: int) -> int:
@@ -264,13 +259,11 @@ class Mail:
         return self._channels[message.link], 0
 
     def _wait(self, work: Any, rank: int, kind: str) -> None:
-        try:
+        with detect_lost_rank([rank], self.limit):
             if self._channels is None or kind in ON_HOST:
                 work.wait(self.limit)
             else:
                 wait_for_channel(work, self.limit)
-        except RuntimeError as error:
-            raise LostRank(rank, self.limit.total_seconds()) from error
 
 
 def _count_bytes(received: Sequence[Tuple[Any, torch.Tensor]]) -> int:
