@@ -26,7 +26,7 @@ Weights = Dict[str, torch.Tensor]
 def lag_formula(method: Method, stages: int, stage: int, accumulate: int) -> float:
     """D of a stage, counted from 0, by the papers' closed forms."""
     if method.delay is not None and not method.delay.drawn:
-        return method.delay.greatest
+        return method.delay.greatest if method.delay.table is None else max(method.delay.table[stage])
     if stages == 1 or method.flushes:
         return 0
     if method.name == "pipedream_2bw":
@@ -50,7 +50,7 @@ class LiteralRules:
         lr: float,
         switch: int = 0,
     ) -> None:
-        self.args, self.method, self.lr, self.switch = args, method, lr, switch
+        self.args, self.method, self.lr, self.switch, self.accumulate = args, method, lr, switch, accumulate
         self.lag = lag_formula(method, stages, stage, accumulate)
         self.ahead = 0.0
         if method.name == "spectrain" and stages > 1:
@@ -129,6 +129,7 @@ class LiteralStage:
         self.in_flight: Dict[int, Any] = {}
         self.forward_version: Dict[int, int] = {}
         self.computed: Dict[int, Weights] = {}
+        self.mean_square: Weights = {}  # of microbatches' gradients (DC-ASGD)
 
     def _now(self) -> Weights:
         return {name: p.detach().clone() for name, p in self.parameters.items()}
@@ -209,8 +210,22 @@ class LiteralStage:
         read = self.computed.pop(m)
         for name, p in self.parameters.items():
             if read[name].grad is not None:
-                gradient = read[name].grad.to(p.dtype)
+                gradient = self._compensate(name, read[name].grad.to(p.dtype), read[name].detach())
                 p.grad = gradient.clone() if p.grad is None else p.grad + gradient
+
+    def _compensate(self, name: str, gradient: torch.Tensor, read: torch.Tensor) -> torch.Tensor:
+        """DC-ASGD: of the microbatch's own gradient g = N h, h + lambda N h h (w_now - w_read)."""
+        rules = self.rules
+        rule = rules.args.get("delay_compensation") if rules and rules.lag and self.version >= rules.switch else None
+        if rules is None or rule is None:
+            return gradient
+        term = gradient * gradient * (self.history[-1][name] - read)
+        if rule["adaptive"]:
+            decay, N = rule["decay"], rules.accumulate
+            s = self.mean_square.get(name, torch.zeros_like(read))
+            self.mean_square[name] = s = (decay * s).addcmul(gradient, gradient, value=(1 - decay) * N**2)
+            term = term / (s + 1e-7).sqrt()
+        return gradient.add(term, alpha=rule["scale"] * rules.accumulate)
 
     def update(self) -> None:
         k, rules = self.version, self.rules

@@ -73,6 +73,9 @@ WRONG = {
     "method_args: {spike_compensation: {a: 1}}": "method_args.spike_compensation.a: 1.0: ",
     "method_args: {spike_compensation: {a: 1, b: 2, scale: 2}}": "method_args.spike_compensation.scale: 2.0: ",
     "method_args: {weight_prediction: {form: linear}}": "method_args.weight_prediction.form: linear: ",
+    **{f"method_args: {{constant_delay: {{updates: {value}}}}}": "method_args.constant_delay.updates: "
+       for value in ("0", "1.0", "[]", "[[]]", "[[0], [0]]", "[[1], 2]", "[[true]]")},
+    "method_args: {delay_compensation: {decay: 1}}": "method_args.delay_compensation.decay: 1: ",
     "method_args: {gradient_shrinking: {factor: 0}}": "method_args.gradient_shrinking.factor: 0: ",
     "optimizer: {name: adam, reference_batch_size: 8}": "optimizer.reference_batch_size: 8: ",
     "method: gpipe\nmethod_args: {t2: {}}": "method_args.t2: ",

@@ -90,6 +90,7 @@ def cases() -> List[Case]:
         for model in ("mlp", "residual"):
             made.append((f"mixed-{method}-{model}", method, more.get(method, {}), 4, model, 0))
     made.append(("mixed-channels", "pipemare", recompute, 4, "residual", 0))
+    made.append(("mixed-compensation", "pipedream", ROWS["compensation-adaptive"].args, 4, "mlp", 0))
     made.append(("mixed-adamw", "pipemare", {}, 4, "mlp", 0))
     made.append(("channels-local_sgd", "local_sgd", {"replicas": 3, "local_steps": 2}, 3, "residual", 0))
     for method in (name for name, chosen in PLAYED.items() if chosen.one_version):

@@ -89,6 +89,8 @@ def literal(
     if method.delay is not None:
         table = VersionTable(schedule, method)
         delays = np.full((P, len(data)), method.delay.greatest)
+        if method.delay.table is not None:
+            delays = np.array([[row[m % accumulate] for m in range(len(data))] for row in method.delay.table])
         if method.delay.drawn:  # the draws themselves are tested for what they are
             delays = table.sampler(0, len(data))
     replay(done, schedule, method, data, cross_entropy, drains, delays)

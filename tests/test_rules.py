@@ -145,6 +145,7 @@ def hand_spectrain() -> Tuple[Q, Q, Q]:
 
 PB = "pipelined_backprop"
 SC, WP = {"scale": 1.0}, {"form": "velocity", "scale": 1.0}
+DC = {"scale": 4.0, "adaptive": False, "decay": 0.75}
 WPW = {"form": "difference", "scale": 1.0}
 ROWS: Dict[str, Row] = {
     "t1": Row("pipemare", {"t1": {"anneal_updates": 1}}, hand=hand_t1),
@@ -184,6 +185,11 @@ ROWS: Dict[str, Row] = {
     ),
     "prediction+t1": Row(PB, {"weight_prediction": WP, "t1": {"anneal_updates": 9}}, (SGD,)),
     "shrinking": Row(PB, {"gradient_shrinking": {"factor": 0.5}}, hand=hand_shrinking),
+    "compensation": Row("pipedream", {"delay_compensation": DC}),
+    "compensation-adaptive": Row("pipedream", {"delay_compensation": {**DC, "adaptive": True}}),
+    "compensation-2bw": Row("pipedream_2bw", {"delay_compensation": {**DC, "adaptive": True}}),
+    "compensation-warmup": Row(PB, {"stash": True, "delay_compensation": {**DC, "adaptive": True}}, switch=2),
+    "compensation-delay": Row(PB, {"constant_delay": {"updates": 2}, "stash": True, "delay_compensation": DC}),
     "spectrain": Row("spectrain", {}, (SGD,), hand_spectrain),
     "spectrain-1f1b": Row("spectrain", {"schedule": "1f1b"}, (SGD,)),
     "plain": Row(PB, {}, hand=hand_plain),
@@ -225,6 +231,24 @@ def test_three_updates_are_those_computed_by_hand(name: str) -> None:
     for value, expected in zip(found, row.hand()):
         dyadic = expected.denominator & (expected.denominator - 1) == 0
         assert value == (float(expected) if dyadic else pytest.approx(float(expected), rel=1e-15))
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_delay_compensation_is_that_computed_by_hand(adaptive: bool) -> None:
+    """Two microbatches of one update, gradients 3 and -1 halved, of weights 1/2 and 0 behind: g + 4 g g (w_now - w_read)."""
+    args = {"delay_compensation": {"scale": 4.0, "adaptive": adaptive, "decay": 0.5}}
+    weight = nn.Parameter(torch.tensor([2.0], dtype=torch.float64))
+    optimizer = torch.optim.Adam([{"params": [weight], "stage": 0}], lr=0.25)
+    rules = UpdateRules(args, resolve_method("pipedream"), np.array([1.0]), 2, optimizer, lambda k: 0.25)
+    for g, age in ((3.0, [torch.tensor([0.5], dtype=torch.float64)]), (-1.0, None)):
+        with rules.compensate(0, [0], lambda stage: age):
+            (weight * g / 2).sum().backward()
+    # the mean of squares is 9/2 when the first microbatch is corrected, then (9/2 + 1) / 2
+    first = 3 + 4 * 9 * 0.5 / (math.sqrt(4.5 + 1e-7) if adaptive else 1)
+    assert float(weight.grad) == pytest.approx((first - 1) / 2, rel=1e-15)
+    assert not optimizer.state
+    rules.step(0, lambda: None)
+    assert [float(optimizer.state[weight][name]) for name in rules.entries(0)] == [2.75] * adaptive
 
 
 def test_the_two_forms_of_prediction_agree_on_plain_momentum_and_differ_with_spike_compensation() -> None:
@@ -427,6 +451,39 @@ def test_drawn_delays_depend_on_the_seed_and_the_microbatch_alone() -> None:
     assert (draws[0](0, 700) != draws[2](0, 700)).any()
 
 
+def cyclic_delays(stages: int, newest: bool) -> List[List[int]]:
+    """Of cyclic data parallelism on [stage][microbatch], as many microbatches an update as stages, each two slots after the one
+    before: the update of stage s has come when microbatch i of the next arrives if s + i >= P - 1 (variant 2); or always 1."""
+    return [[0 if newest and s + i >= stages - 1 else 1 for i in range(stages)] for s in range(stages)]
+
+
+@pytest.mark.parametrize("variant, method, args", [(1, "pipedream_2bw", {}), (2, "pipedream", {"schedule": "1f1b_capped"})])
+def test_cyclic_data_parallelism_is_a_table_of_delays_and_a_pipeline(variant: int, method: str, args: Any) -> None:
+    for P in range(2, 9):
+        chosen = resolve_method(method, args)
+        table = VersionTable(make_schedule(chosen, P, 5 * P, P), chosen)
+        m = np.arange(5 * P)
+        delays = np.array(cyclic_delays(P, variant == 2))[:, m % P]
+        assert (table.forward(0, 5 * P) == np.maximum(m // P - delays, 0)).all()
+        assert (table.backward(0, 5 * P) == table.forward(0, 5 * P)).all()
+    twin, stages = fresh("mlp"), fresh("mlp")
+    data, P = batches(24), len(stages)
+    stated = resolve_method("pipedream", {"constant_delay": {"updates": cyclic_delays(P, variant == 2)}})
+    literal(twin, stated, P, data, ADAMW)
+    for one in (stated, resolve_method(method, args)):
+        unsplit = whole(fresh("mlp"))
+        emulate(unsplit, one, P, data, ADAMW)
+        assert_equal(unsplit, twin)
+
+
+def test_a_table_of_delays_must_fit() -> None:
+    method = resolve_method("pipedream", {"constant_delay": {"updates": [[1, 0], [0, 0]]}})
+    assert VersionTable(make_schedule(method, 2, 8, 2), method).greatest_lag().tolist() == [1, 0]
+    for P, N in ((3, 2), (2, 4)):
+        with pytest.raises(BadInput, match="method_args.constant_delay.updates"):
+            VersionTable(make_schedule(method, P, 8, N), method)
+
+
 def test_hogwild_without_mean_takes_the_pipelines_lags() -> None:
     method = resolve_method("pipemare", {"hogwild": {"max": 20}})
     table = VersionTable(make_schedule(method, 4, 40, 1), method)
@@ -455,6 +512,10 @@ def test_hogwild_without_mean_takes_the_pipelines_lags() -> None:
         (PB, {"recompute": {"segments": 2}, "weight_prediction": WPW}, "sgd", {}, "not together with recompute"),
         ("spectrain", {"weight_prediction": WPW}, "sgd", {"momentum": 0.9}, "by itself"),
         ("spectrain", {}, "adamw", {}, "velocity of SGD"),
+        (PB, {"delay_compensation": DC}, "sgd", {}, "set stash: true"),
+        ("pipedream", {"delay_compensation": DC, "weight_prediction": WPW}, "sgd", {}, "same delay"),
+        ("pipedream", {"delay_compensation": DC, "split_backward": True}, "sgd", {}, "later updates"),
+        ("gpipe", {"delay_compensation": DC}, "sgd", {}, "no gradient is stale"),
         ("gpipe", {"t1": {"anneal_updates": 3}}, "sgd", {}, "no gradient is stale"),
         ("gpipe", {"warmup": {"epochs": 1}}, "sgd", {}, "no gradient is stale"),
     ],

@@ -56,6 +56,10 @@ class WeightStore:
     def rest(self) -> None:
         """Put the newest weights into the parameters."""
 
+    def compute_age(self, stage: int) -> Optional[Tensors]:
+        """Return the newest weights of a stage minus those that are loaded, None where these are the newest."""
+        return None
+
 
 class _VersionedStore(WeightStore):
     """Keeps views by stage, with a pool of tensors to reuse: fresh memory costs more than copying into old."""
@@ -122,6 +126,12 @@ class _VersionedStore(WeightStore):
 
     def _holds_newest(self, stage: int) -> bool:
         return self._loaded.codes[stage] == PLAIN and self._loaded.versions[stage] == self._newest[stage]
+
+    def compute_age(self, stage: int) -> Optional[Tensors]:
+        if self._holds_newest(stage):
+            return None
+        newest = self._kept[stage][self._newest[stage], PLAIN]
+        return list(torch._foreach_sub(newest, [p.data for p in self._parameters[stage]])) if newest else []
 
     def _put(self, views: Sequence[Tuple[int, View]]) -> None:
         raise NotImplementedError

@@ -395,9 +395,19 @@ class Hogwild(Section):
 
 
 class ConstantDelay(Section):
-    """Every forward reads weights `updates` updates older than those to which its gradient is applied."""
+    """Every forward reads weights `updates` updates older than those to which its gradient is applied; or a table: a row for each
+    stage, in it a delay for each microbatch of an update."""
 
-    updates: Delayed
+    updates: Any
+
+    @field_validator("updates")
+    @classmethod
+    def _validate_updates(cls, value: Any) -> Any:
+        rows = value if isinstance(value, list) else [[value]]
+        delays = [delay for row in rows for delay in (row if isinstance(row, list) and row else [None])]
+        if all(type(delay) is int and 0 <= delay <= MOST_VERSIONS for delay in delays) and any(delays):
+            return value
+        raise ValueError(f"must be an integer from 1 to {MOST_VERSIONS}, or a list of integers >= 0 for each stage, not all 0")
 
 
 class SpikeCompensation(Section):
@@ -431,6 +441,15 @@ class GradientShrinking(Section):
     factor: Fraction
 
 
+class DelayCompensation(Section):
+    """Gradients corrected for the updates since the weights they were taken at (DC-ASGD). `scale`: lambda. `adaptive`: lambda is
+    divided by the root of a moving mean of squared gradients. `decay`: of that mean."""
+
+    scale: Positive = 0.04
+    adaptive: StrictBool = False
+    decay: Share = 0.95
+
+
 class MethodArgs(Section):
     """Changes of the method's axes, and its update rules; null: the method's own, or none. docs/rules.md has their equations.
 
@@ -439,8 +458,8 @@ class MethodArgs(Section):
     `stash`: true or false: whether backwards read their forward's weights. `hogwild`: drawn delays. `constant_delay`: the
     same delay everywhere. `recompute`: activations recomputed by the method's own rule. `warmup`: synchronous at first.
     `t1`: PipeMare's rescheduled rates. `t2`: PipeMare's corrected backward. `spike_compensation`, `weight_prediction`,
-    `gradient_shrinking`: see there. `blocks`: of local_chunked: how many, or the names at which they begin. `overlap`: of
-    local_overlapping: 1. `layers`: of last_layers: how many stages train. `head`: of local methods: "module:function" that
+    `gradient_shrinking`, `delay_compensation`: see there. `blocks`: of local_chunked: how many, or the names at which they
+    begin. `overlap`: of local_overlapping: 1. `layers`: of last_layers: how many stages train. `head`: of local methods: "module:function" that
     makes an auxiliary head. `block_rates`: of each block: what its learning rate is multiplied by. `block_accumulation`: of
     each block: of how many updates' gradients its step is made. `delay_bound`: of randomized_pipedream: the greatest delay;
     null: PipeDream's own. `delays`: of randomized_pipedream: uniform, a constant of each stage, or exactly PipeDream's.
@@ -464,6 +483,7 @@ class MethodArgs(Section):
     spike_compensation: Optional[SpikeCompensation] = None
     weight_prediction: Optional[WeightPrediction] = None
     gradient_shrinking: Optional[GradientShrinking] = None
+    delay_compensation: Optional[DelayCompensation] = None
     blocks: Any = None
     overlap: Any = None
     layers: Any = None

@@ -33,6 +33,8 @@ def list_inapplicable(job: Job) -> List[str]:
         faults.append(f"method: {job.method.name}: trains blocks by losses of their own: no gradient is stale")
     if job.method.delay is not None and job.method.delay.drawn:
         faults.append("method_args.hogwild: delays are drawn: the theory covers fixed ones: use constant_delay")
+    if job.method.delay is not None and job.method.delay.table is not None:
+        faults.append("method_args.constant_delay: delays differ by microbatch: the theory covers one of all: use a number")
     return faults
 
 

@@ -69,6 +69,9 @@ def _find_conflicts(job: Job) -> Dict[str, Any]:
             scope == "delayed_global" and "warmup" in args,
         f"model: {list_some(job.effects.buffers)}: buffers that training changes and reads: with replicas, or layers that two "
         "blocks hold, each copy would need its own: leave them out": has_copies and job.effects.buffers,
+        f"replicas: {replicas}: each would have a mean square of its own, of which a checkpoint holds one: must be 1, or "
+        "method_args.delay_compensation.adaptive: false":
+            replicas > 1 and args.get("delay_compensation", {}).get("adaptive"),
         f"{OWN_RATES}: not with a rule that corrects weights by the rate: must have one":
             job.rules.read_rates and has_own_rates(job.optimizer, job.base_rate),
         f"method_args.block_accumulation: {early[0]}: an evaluation or checkpoint comes after {early[1]} updates, it must come "

@@ -7,7 +7,7 @@ weights of stage r. P stages, a the stage that updates, r the block that is read
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Dict, Optional, Tuple
+from typing import ClassVar, Dict, Optional, Sequence, Tuple, Union
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +22,8 @@ from ipu_pipe.schedule.runs import IntArray
 class Delay:
     """How many updates before its backward a forward reads, where the schedule does not say.
 
-    `drawn` false: always `greatest` = D (Kosson et al. 2021, appendices F and G.2). `drawn` true: each pass draws from the
+    `drawn` false: always `greatest` = D (Kosson et al. 2021, appendices F and G.2), or `table[s][i]` on stage s for microbatch i
+    of an update, P rows of N, as in cyclic data parallelism (Fournier and Oyallon 2024). `drawn` true: each pass draws from the
     exponential distribution over 0..D (PipeMare, appendix E, in whole updates) with expectation `mean`, one number or one per
     stage; None: the stage's own greatest lag in the method's pipeline.
     """
@@ -30,6 +31,26 @@ class Delay:
     greatest: int
     drawn: bool = False
     mean: Optional[Tuple[float, ...]] = None
+    table: Optional[Tuple[Tuple[int, ...], ...]] = None
+
+    @classmethod
+    def make_constant(cls, updates: Union[int, Sequence[Sequence[int]]]) -> Delay:
+        """Return the delay of D updates, or of a table."""
+        if isinstance(updates, int):
+            return cls(updates)
+        return cls(max(map(max, updates)), table=tuple(map(tuple, updates)))
+
+    def find_greatest(self, stages: int) -> IntArray:
+        """Return the greatest delay of each stage, (P,)."""
+        return np.full(stages, self.greatest) if self.table is None else np.array(self.table).max(axis=1)
+
+    def check_sizes(self, stages: int, accumulate: int) -> None:
+        """Raise `BadInput` unless a table has P rows of N delays."""
+        if self.table is not None and [len(row) for row in self.table] != [accumulate] * stages:
+            raise BadInput(
+                f"method_args.constant_delay.updates: {[list(row) for row in self.table]}: must have a row for each of {stages}"
+                f" stages, with a delay for each of {accumulate} microbatches of an update"
+            )
 
 
 def find_mean_delays(delay: Delay, stages: int, lags: Optional[IntArray]) -> NDArray[np.float64]:

@@ -379,7 +379,7 @@ def _change_axes(method: Method, settings: Mapping[str, Any]) -> Method:
         delay = Delay(settings["hogwild"]["max"], drawn=True, mean=means)
         method = replace(method, forward_reads=Reads.DELAYED, backward_reads=Reads.STASHED, delay=delay)
     if "constant_delay" in settings:
-        method = replace(method, forward_reads=Reads.DELAYED, delay=Delay(settings["constant_delay"]["updates"]))
+        method = replace(method, forward_reads=Reads.DELAYED, delay=Delay.make_constant(settings["constant_delay"]["updates"]))
     if "stash" in settings:
         method = replace(method, backward_reads=Reads.STASHED if settings["stash"] else Reads.NEWEST)
     if "recompute" in settings:

@@ -46,6 +46,8 @@ class VersionTable:
         self.schedule, self.method = schedule, method
         # of a split backward the input gradient reads weights, and the weight gradient none
         self._reading = dict(zip(PASSES, schedule.passes))
+        if method.delay is not None:
+            method.delay.check_sizes(schedule.stages, schedule.accumulate)
         if method.delay is not None and method.delay.drawn:
             self.sampler = DelaySampler(method.delay, self._mean_delays, seed)
 
@@ -105,7 +107,11 @@ class VersionTable:
         if rule is Reads.DOUBLE_BUFFERED:
             return np.broadcast_to(np.maximum(batch - 1, begin), newest.shape).copy()
         assert delay is not None
-        delays = self.sampler(first, first + len(microbatch))[stages] if delay.drawn else delay.greatest
+        delays: IntArray = np.array(delay.greatest)
+        if delay.drawn:
+            delays = self.sampler(first, first + len(microbatch))[stages]
+        elif delay.table is not None:
+            delays = np.array(delay.table)[stages][:, microbatch % self.schedule.accumulate]
         return np.maximum(newest - delays, begin)
 
     def _check(
@@ -158,7 +164,7 @@ class VersionTable:
     def _steady_lags(self) -> Tuple[IntArray, IntArray]:
         P, N = self.schedule.stages, self.schedule.accumulate
         if self.method.delay is not None:
-            lag = np.full(P, self.method.delay.greatest, np.int64)
+            lag = self.method.delay.find_greatest(P)
             return lag, lag if self.method.backward_reads is Reads.STASHED else np.zeros_like(lag)
         history = self.method.history
         if history is not None and history.delays != "schedule":

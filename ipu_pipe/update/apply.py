@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
-from typing import Any, Callable, Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 import torch
@@ -85,6 +86,7 @@ class UpdateRules:
             (rule, [Setting(values, s, stage_lag, method, accumulate) for s, stage_lag in enumerate(lag.tolist())])
             for rule, values in select_rules(args, method)
         ]
+        self._compensated: Dict[Tuple[torch.nn.Parameter, str], torch.Tensor] = {}  # entries that microbatches change
         self._every: List[int] = args.get("block_accumulation") or [1] * len(lag)
         self._count = len(lag)
         self._reads_lag = any(rule.read is not None and rule.reads_lag for rule, _ in self._rules)
@@ -148,6 +150,41 @@ class UpdateRules:
         pairs = [(self.stages[stage].entries(entry), c) for entry, c in read if c]
         return [(x, c) for x, c in pairs if x is not None]
 
+    # --- the gradients of a microbatch
+
+    @contextlib.contextmanager
+    def compensate(
+        self, k: int, stages: Sequence[int], compute_age: Callable[[int], Optional[Tensors]]
+    ) -> Iterator[None]:
+        """Run a microbatch's backward inside; rules correct its gradients before they join the earlier ones of update k.
+
+        `stages`: those of the backward. `compute_age(stage)`: the newest weights minus those that the microbatch read, or None.
+        """
+        active = self._active if k >= self.switch else []
+        acting = [(s, rule, at) for s, rule, at in active if rule.compensate is not None and s.index in stages]
+        earlier = _take_gradients([stage for stage, _, _ in acting])
+        yield
+        self.collect()
+        for stage, rule, at in acting:
+            assert rule.compensate is not None
+            reached = [i for i, p in enumerate(stage.parameters) if p.grad is not None]
+            parameters = [stage.parameters[i] for i in reached]
+            names = list(rule.state(at)) if rule.state is not None else []
+            entries = {name: [self._get_compensated(stage, p, name) for p in parameters] for name in names}
+            age = compute_age(stage.index)
+            ages = None if age is None else [age[i].to(p.dtype) for i, p in zip(reached, parameters)]
+            if parameters:
+                rule.compensate(at, [p.grad for p in parameters if p.grad is not None], ages, entries)
+        for p, gradient in earlier:
+            p.grad = gradient if p.grad is None else gradient + p.grad
+
+    def _get_compensated(self, stage: StageState, p: torch.nn.Parameter, name: str) -> torch.Tensor:
+        """Return an entry that microbatches change. The optimizer has it later: it must find no state before its first step."""
+        if (p, name) not in self._compensated:
+            entry = stage.state[p].get(name) if p in stage.state else None
+            self._compensated[p, name] = torch.zeros_like(p) if entry is None else entry
+        return self._compensated[p, name]
+
     # --- updating
 
     def collect(self) -> None:
@@ -185,7 +222,8 @@ class UpdateRules:
         rates = self.rates(k)
         for group, share in zip(self.optimizer.param_groups, self._shares):
             group["lr"] = float(rates[group["stage"]]) * share
-        followed = [(stage, rule.state(at)) for stage, rule, at in active if rule.state is not None and rule.state(at)]
+        followed = [(stage, rule.state(at)) for stage, rule, at in active if rule.state is not None]
+        followed = [(stage, entries) for stage, entries in followed if any(entries.values())]
         before = {stage.index: [p.detach().clone() for p in stage.parameters] for stage, _ in followed}
         with torch.no_grad():
             for stage, rule, at in active:
@@ -200,6 +238,9 @@ class UpdateRules:
             for stage, entries in followed:
                 now = [p.detach() for p in stage.parameters]
                 _follow(stage, entries, list(torch._foreach_sub(now, before[stage.index])))
+        for (p, name), entry in self._compensated.items():
+            if p in self.optimizer.state:
+                self.optimizer.state[p][name] = entry
         if rounded:
             write_weights(rounded)
         self.optimizer.zero_grad(set_to_none=True)
@@ -278,12 +319,14 @@ def _change_step(change: Step, at: Setting, moved: _Moved) -> None:
         torch._foreach_add_(values, x, alpha=c)
 
 
-def _follow(stage: StageState, entries: Mapping[str, Follow], step: Tensors) -> None:
+def _follow(stage: StageState, entries: Mapping[str, Optional[Follow]], step: Tensors) -> None:
     """Move a rule's entries by `step`.
 
     A parameter without a gradient has not moved, and must get no state, by which optimizers know what they have not seen yet.
     """
     for entry, follow in entries.items():
+        if follow is None:
+            continue
         pairs = zip(stage.parameters, step)
         moved = [(p, value) for p, value in pairs if p.grad is not None or entry in stage.state[p]]
         if not moved:

@@ -3,6 +3,7 @@
 A rule acts on each stage by that stage's lag D, in updates, over any torch.optim optimizer that it is defined on. An update
 applies the rules in the order of their table, and each of these in turn:
 
+    compensate  g_m <- compensate(g_m, w_now - w_read) of each microbatch m          (as soon as its backward is done)
     gradient    g <- gradient(g)                                                     (then clipping)
     rate        lr <- rate(lr, k)
     step        the optimizer's own step, then w <- w + c x for each (x, c) of step(velocity, g)
@@ -55,6 +56,8 @@ class Reading(NamedTuple):
 
 # (what an entry was, w_{t+1} - w_t) -> what it is; the old value is given away, the step is not but may be kept
 Follow = Callable[[Tensors, Tensors], Tensors]
+# (setting, gradients of a microbatch, w_now - w_read or None where it is 0, entries by name); all are changed in place
+Compensate = Callable[["Setting", Tensors, Optional[Tensors], Mapping[str, Tensors]], None]
 # (setting, options of the optimizer's group, velocity, gradients) -> (x, c) pairs
 Step = Callable[[Setting, Mapping[str, Any], Tensors, Tensors], List[Tuple[Tensors, float]]]
 
@@ -71,12 +74,15 @@ class Rule:
     `method_faults(settings, method, keys of the rules that act)` and `optimizer_faults(settings, kind, options)`, kind being
     sgd, adam or adamw: why it cannot.
 
+    `compensate(setting, gradients, age, entries)` changes the gradients of one microbatch, which are divided by N, and the rule's
+    entries in place. `age`: the newest weights minus those that the microbatch's passes read.
     `gradient(setting, gradients)` -> gradients; the given ones are given away.
     `rate(setting, rate, k)` -> rate of update k, counted from the switch to asynchronous training.
     `step(setting, options, velocity, gradients)` -> (x, c) pairs; `options`: the optimizer's, of the parameters' group;
     `gradients`: before the step, with the optimizer's weight decay, as the velocity has it.
     `state(setting)` -> the entries kept on the stage beside the optimizer's state, tensors in the parameters' shapes that
-    begin at 0, and how each follows the steps. Memory is counted and checkpoints are checked by these names.
+    begin at 0, and how each follows the steps; None: `compensate` changes it. Memory is counted and checkpoints are checked by
+    these names.
     `read(setting, reading)` -> (entry, c) pairs; coefficients of 0 correct nothing.
     """
 
@@ -87,10 +93,11 @@ class Rule:
     method_faults: Optional[Callable[[Any, Method, Sequence[str]], List[str]]] = None
     optimizer_faults: Optional[Callable[[Any, str, Mapping[str, Any]], List[str]]] = None
 
+    compensate: Optional[Compensate] = None
     gradient: Optional[Callable[[Setting, Tensors], Tensors]] = None
     rate: Optional[Callable[[Setting, float, int], float]] = None
     step: Optional[Step] = None
-    state: Optional[Callable[[Setting], Mapping[str, Follow]]] = None
+    state: Optional[Callable[[Setting], Mapping[str, Optional[Follow]]]] = None
     read: Optional[Callable[[Setting, Reading], List[Tuple[str, float]]]] = None
 
     needs_lag: bool = True  # a stage without lag is left alone, to the last bit
@@ -127,6 +134,47 @@ def reschedule_rate(setting: Setting, rate: float, k: int) -> float:
 def scale_block_rate(setting: Setting, rate: float, k: int) -> float:
     """Scale the rate of a block by its factor f_i: lr_i = f_i lr (Laskin et al. 2020, section 3)."""
     return rate * float(setting.values[setting.stage])
+
+
+# ---- delay compensation
+
+MEAN_SQUARE = "delay_mean_square"
+MEAN_SQUARE_EPS = 1e-7
+
+
+def compensate_delay(
+    setting: Setting, gradients: Tensors, age: Optional[Tensors], entries: Mapping[str, Tensors]
+) -> None:
+    """Correct the gradient of a microbatch to g + c g*g*(w_now - w_read), by element (Zheng et al. 2017, DC-ASGD).
+
+    c = lambda, or with `adaptive` c = lambda / sqrt(s + 1e-7), s <- decay s + (1 - decay) g*g. g is the gradient of
+    the microbatch's own loss, h = g / N its part of the update's gradient, to which h + c N h*h*(w_now - w_read) is added.
+    """
+    values, N = setting.values, setting.accumulate
+    if values["adaptive"]:
+        torch._foreach_mul_(entries[MEAN_SQUARE], values["decay"])
+        torch._foreach_addcmul_(entries[MEAN_SQUARE], gradients, gradients, value=(1 - values["decay"]) * N**2)
+    if age is None:
+        return
+    terms = torch._foreach_mul(torch._foreach_mul(gradients, gradients), age)
+    if values["adaptive"]:
+        roots = torch._foreach_sqrt(torch._foreach_add(entries[MEAN_SQUARE], MEAN_SQUARE_EPS))
+        terms = torch._foreach_div(terms, roots)
+    torch._foreach_add_(gradients, terms, alpha=values["scale"] * N)
+
+
+def list_compensation_conflicts(settings: Any, method: Method, given: Sequence[str]) -> List[str]:
+    """List why a gradient has no single version of the weights that it was taken at, or other rules change that version."""
+    if method.backward_reads is not Reads.STASHED:
+        return [
+            f"method_args.delay_compensation: with {method.name} here the passes of a microbatch read different weights, and the"
+            " rule is defined by those of one gradient: set stash: true"
+        ]
+    if method.order is not None and method.order.splits:
+        return ["method_args.delay_compensation: not with split_backward, whose weight gradients come after later updates"]
+    if "weight_prediction" in given:
+        return ["method_args.delay_compensation: not together with weight_prediction: both make up for the same delay"]
+    return []
 
 
 # ---- steps
@@ -300,6 +348,11 @@ def _table(*rules: Rule) -> Dict[str, Rule]:
 
 
 RULES: Dict[str, Rule] = _table(
+    Rule(
+        "delay_compensation", "Zheng et al. 2017 (DC-ASGD)", "g <- g + lambda g*g*(w_now - w_read)",
+        compensate=compensate_delay, method_faults=list_compensation_conflicts,
+        state=lambda setting: {MEAN_SQUARE: None} if setting.values["adaptive"] else {},
+    ),
     Rule("gradient_shrinking", "Zhuang et al. 2019, as cited by Kosson et al. 2021", "g <- c^D g", gradient=shrink_gradients),
     Rule(
         "t1", "PipeMare (Yang et al. 2021), section 3.1, T1", "lr_i = lr / tau_i^p, p = 1 - min(k/K, 1)",

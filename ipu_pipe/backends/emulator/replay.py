@@ -145,9 +145,10 @@ class Emulator:
         (output, losses), losses_for_backward = self._forward(replay, x, y)
         self.weights.load(replay.backward)
         self._doing = "backward"
-        with self._random.backward(self._draw_key(replay)):  # where checkpoints run forwards again
+        rules, stages = self.work.rules, range(self._last_stage + 1)
+        with rules.compensate(self.update, stages, self.weights.compute_age), self._random.backward(self._draw_key(replay)):
+            # its modules draw again where checkpoints run forwards again
             torch.autograd.backward([loss / self.work.accumulate for loss in losses_for_backward])
-        self.work.rules.collect()
         if self._row_order:
             self._row_order.gather(replay.replica, replay.microbatch)
         if self._averaged:

@@ -304,10 +304,10 @@ class Stage:
         self, m: int, kind: Kind, flight: _InFlight, roots: List[torch.Tensor], gradients: List[Optional[torch.Tensor]]
     ) -> None:
         if kind is Kind.BACKWARD:
-            with self.tied.gradients_apart() if self._is_tied else nullcontext():
+            rules, s = self._work.rules, self.model.stage
+            with rules.compensate(self.update, [s], lambda _: self.weights.compute_age(0)), self._apart():
                 if roots:
                     torch.autograd.backward(roots, gradients)  # type: ignore[arg-type]
-            self._work.rules.collect()
             self.stash.drop(m)
             return
         left = WeightGradients()
@@ -319,6 +319,10 @@ class Stage:
             self.tied.take_gradients(left)
         self._left[m] = left
         self.stash.replace(m, left.tensors)
+
+    def _apart(self) -> ContextManager[None]:
+        """Keep the gradients of weights that other stages hold apart."""
+        return self.tied.gradients_apart() if self._is_tied else nullcontext()
 
     def add_weight_gradients(self, m: int) -> None:
         """Carry out W(m): add what I(m) has left to the gradients of the weights."""
