@@ -453,21 +453,20 @@ class DelayCompensation(Section):
 class MethodArgs(Section):
     """Changes of the method's axes, and its update rules; null: the method's own, or none. docs/rules.md has their equations.
 
-    `schedule`: 1f1b, one pass a slot; 1f1b_capped, which holds no more microbatches than P-s on stage s; or dataflow,
-    forward and backward in each step. `turn`: 0 or 1: steps from the last stage's forward to its backward, dataflow only.
-    `stash`: true or false: whether backwards read their forward's weights. `hogwild`: drawn delays. `constant_delay`: the
-    same delay everywhere. `recompute`: activations recomputed by the method's own rule. `warmup`: synchronous at first.
-    `t1`: PipeMare's rescheduled rates. `t2`: PipeMare's corrected backward. `spike_compensation`, `weight_prediction`,
-    `gradient_shrinking`, `delay_compensation`: see there. `blocks`: of local_chunked: how many, or the names at which they
-    begin. `overlap`: of local_overlapping: 1. `layers`: of last_layers: how many stages train. `head`: of local methods: "module:function" that
+    `schedule`: 1f1b, one pass a slot; 1f1b_capped, which holds no more microbatches than P-s on stage s; or dataflow, forward
+    and backward in each step. `turn`: 0 or 1: steps from the last stage's forward to its backward, dataflow only. `stash`: true
+    or false: whether backwards read their forward's weights. `hogwild`: drawn delays. `constant_delay`: the same delay
+    everywhere. `recompute`: activations recomputed by the method's own rule. `warmup`: synchronous at first. `t1`: PipeMare's
+    rescheduled rates. `t2`: PipeMare's corrected backward. `spike_compensation`, `weight_prediction`, `gradient_shrinking`,
+    `delay_compensation`: see there. `blocks`: of local_chunked: how many, or the names at which they begin. `overlap`: of
+    local_overlapping: 1. `layers`: of last_layers: how many stages train. `head`: of local methods: "module:function" that
     makes an auxiliary head. `block_rates`: of each block: what its learning rate is multiplied by. `block_accumulation`: of
     each block: of how many updates' gradients its step is made. `delay_bound`: of randomized_pipedream: the greatest delay;
     null: PipeDream's own. `delays`: of randomized_pipedream: uniform, a constant of each stage, or exactly PipeDream's.
-    `order`: of randomized_pipedream: of stages and microbatches. `nag`: of randomized_pipedream: Nesterov's factor.
-    `replicas`: of local_sgd: null: as many as stages. `local_steps`: of local_sgd: steps of a replica between two averages.
-    `split_backward`: of pipedream and pipelined_backprop: true: 1F1B whose weight gradients come later. `activation_limit`:
-    of zb_auto and split backwards: what a device may hold, in units of what 1F1B holds. `file`: of rows: CSV in PyTorch's
-    format.
+    `order`: of randomized_pipedream: of stages and microbatches. `nag`: of randomized_pipedream: Nesterov's factor. `replicas`:
+    of local_sgd: null: as many as stages. `local_steps`: of local_sgd: steps of a replica between two averages.
+    `split_backward`: of pipedream and pipelined_backprop: true: 1F1B whose weight gradients come later. `activation_limit`: of
+    zb_auto and split backwards: what a device may hold, in units of what 1F1B holds. `file`: of rows: CSV in PyTorch's format.
     """
 
     # keys of type Any are validated with their method, by ipu_pipe.schedule.methods
