@@ -22,6 +22,7 @@ _HOMES = {
     "VersionTable": "schedule.versions",
     "configure": "config.load", "load_config": "config.load",
     "Callback": "run.callbacks", "EarlyStopping": "run.callbacks", "predict": "run.predict",
+    "CSVLogger": "run.loggers", "MLflowLogger": "run.loggers", "WandbLogger": "run.loggers",
     "Moment": "run.callbacks", "Stop": "run.callbacks",
     "load_data": "data", "from_loader": "data", "train": "run.train",
 }  # fmt: skip
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from ipu_pipe.errors import BadInput, RunFault
     from ipu_pipe.model.stages import begin_stage, partition
     from ipu_pipe.run.callbacks import Callback, EarlyStopping, Moment, Stop
+    from ipu_pipe.run.loggers import CSVLogger, MLflowLogger, WandbLogger
     from ipu_pipe.run.predict import predict
     from ipu_pipe.run.train import train
     from ipu_pipe.schedule.drawing import format_text
@@ -41,9 +43,9 @@ if TYPE_CHECKING:
     from ipu_pipe.schedule.versions import VersionTable
 
 __all__ = [
-    "METHODS", "BadInput", "Callback", "EarlyStopping", "Moment", "RunFault", "Stop", "VersionTable", "begin_stage",
-    "configure", "format_text", "from_loader", "from_rows", "load_config", "load_data", "make_schedule", "partition",
-    "predict", "resolve_method", "train",
+    "METHODS", "BadInput", "CSVLogger", "Callback", "EarlyStopping", "MLflowLogger", "Moment", "RunFault", "Stop",
+    "VersionTable", "WandbLogger", "begin_stage", "configure", "format_text", "from_loader", "from_rows", "load_config",
+    "load_data", "make_schedule", "partition", "predict", "resolve_method", "train",
 ]  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
@@ -38,7 +38,8 @@ class Moment:
     is its learning rate, `metrics` are those of the newest evaluation by their names in `metrics.jsonl` (test_loss,
     test_accuracy, ...), empty before the first. `model` is the whole model with the newest weights, None where its stages are in
     several processes or on other devices. `checkpoint` is the newest one's folder, `stopped` says at the end why the run ended
-    sooner than planned.
+    sooner than planned. `config` are the resolved config's keys, `folder` is the run's, `line` the newest line of metrics.jsonl,
+    `summary` at the end that of `summary.json`.
     """
 
     step: int
@@ -50,6 +51,10 @@ class Moment:
     model: Optional[nn.Module]
     checkpoint: Optional[Path]
     stopped: Optional[str] = None
+    config: Mapping[str, Any] = field(default_factory=dict)
+    folder: Path = Path()
+    line: Mapping[str, Any] = field(default_factory=dict)
+    summary: Optional[Mapping[str, Any]] = None
 
     @property
     def loss(self) -> Optional[float]:
@@ -63,6 +68,14 @@ class Callback:
     On processes they are called on rank 0 alone, with what all ranks have measured. `state` and `load` carry what must be the
     same when a run is resumed.
     """
+
+    def on_start(self, now: Moment) -> Optional[Stop]:
+        """Handle the start of a run, new or resumed, before it trains or evaluates."""
+        return None
+
+    def on_log(self, now: Moment) -> Optional[Stop]:
+        """Handle a line of metrics.jsonl that has been written."""
+        return None
 
     def on_step(self, now: Moment) -> Optional[Stop]:
         """Handle the end of an update."""

@@ -61,7 +61,7 @@ class TrainingLoop:
         job.may_stop = self.at_steps and job.method.rounds is None  # else where replicas have met
         job.may_stop_empty = self.may_stop
         self.end = job.updates
-        self.now = Moment(0, 0.0, (), job.rate(0), None, {}, None, None)
+        self.now = Moment(0, 0.0, (), job.rate(0), None, {}, None, None, config=job.config.to_dict(), folder=out)
 
     def run_all(self) -> Dict[str, Any]:
         """Train from the start or the checkpoint to the end, and return the summary."""
@@ -74,6 +74,8 @@ class TrainingLoop:
         self.engine = engine = make_engine(job, position.update)
         try:
             with keep_traceback_of(self.out), open_log(self.run, job.config.log.tensorboard, position.update) as self.log:
+                self.now = replace(self.now, step=position.update, epoch=job.epoch(position.update))
+                self._call_back("on_start")
                 if position.update == 0:
                     position.initial = self._evaluate()
                 self._train()
@@ -98,6 +100,7 @@ class TrainingLoop:
         report = run_on_main(lambda: self._write_end(measured, profile, restored))
         if restored is not None:
             self._restore_weights(restored)
+        self.now = replace(self.now, summary=report)
         with keep_traceback_of(self.out):
             self._call_back("on_end")
         return report
@@ -174,7 +177,7 @@ class TrainingLoop:
             if self.end < job.updates:  # as at the end of a run that was planned this long
                 self.now = replace(self.now, stopped=self.callbacks.asked)
                 if self.unwritten:
-                    self.log(**self.unwritten)
+                    self._log(self.unwritten)
                 self._pause(not job.evaluates_after(self.end), not job.saves_after(self.end))
         self.bar = None
 
@@ -213,14 +216,21 @@ class TrainingLoop:
             "step": position.update, "epoch": epoch, "train_loss": result.loss, "lr": job.rate(k), "samples_per_second": rate,
             **({"block_train_loss": list(losses)} if result.blocks else {}),
         }  # fmt: skip
-        if position.update % job.config.log.every == 0 or position.update == job.updates:
-            self.log(**self.unwritten)
-            self.unwritten = {}
         self.now = replace(
             self.now, step=position.update, epoch=epoch, losses=losses, rate=job.rate(k), samples_per_second=rate
         )
+        if position.update % job.config.log.every == 0 or position.update == job.updates:
+            self._log(self.unwritten)
+            self.unwritten = {}
         if self.at_steps:
             self._call_back("on_step")
+
+    def _log(self, line: Dict[str, Any]) -> None:
+        """Write a line of metrics.jsonl and call the callbacks."""
+        self.log(**line)
+        if self.log is not log_nothing:
+            self.now = replace(self.now, line=line)
+            self._call_back("on_log")
 
     def _call_back(self, method: str) -> None:
         """Call `method` of the user's callbacks."""
@@ -244,9 +254,9 @@ class TrainingLoop:
             self.bar.show_evaluation(whole)
         epoch = self.job.epoch(position.update)
         by_block = collect_by_block(self.tested) if len(self.tested) > 1 else {}
-        self.log(step=position.update, epoch=epoch, **whole.to_record(), **by_block)
         position.add_evaluation(whole)
         self.now = replace(self.now, step=position.update, epoch=epoch, metrics=whole.to_record())
+        self._log({"step": position.update, "epoch": epoch, **whole.to_record(), **by_block})
         return whole
 
     def _save(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from typing import Any, Callable, Dict, Iterator, Optional
+from typing import Any, Callable, Dict, Iterator, Mapping, Optional
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -119,6 +119,14 @@ Log = Callable[..., None]  # takes a record as keywords
 FLUSH_SECONDS = 1.0  # between two writes of TensorBoard's thread, and so the longest wait for it when a run is interrupted
 
 
+def flatten_line(record: Mapping[str, Any]) -> Dict[str, Any]:
+    """Return a line of metrics.jsonl as scalars that are not None; a list's as `name/0`, `name/1`, ..."""
+    flat: Dict[str, Any] = {}
+    for name, value in record.items():
+        flat.update({f"{name}/{i}": v for i, v in enumerate(value)} if isinstance(value, list) else {name: value})
+    return {name: value for name, value in flat.items() if value is not None}
+
+
 def log_nothing(**record: Any) -> None:
     """Accept a record and write nothing."""
 
@@ -144,12 +152,10 @@ def open_log(run: Optional[RunFolder], tensorboard: bool, done: int) -> Iterator
 
     def log(**record: Any) -> None:
         run.write_metrics(record)
-        for name, value in record.items():
-            values = {f"{name}/{i}": v for i, v in enumerate(value)} if isinstance(value, list) else {name: value}
-            for key, number in values.items():
-                if name not in ("step", "epoch") and number is not None:
-                    with guard_writing(folder):
-                        writer.add_scalar(key, number, record["step"])
+        for name, number in flatten_line(record).items():
+            if name not in ("step", "epoch"):
+                with guard_writing(folder):
+                    writer.add_scalar(name, number, record["step"])
 
     try:
         yield log
