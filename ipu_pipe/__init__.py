@@ -25,6 +25,7 @@ _HOMES = {
     "CSVLogger": "run.loggers", "MLflowLogger": "run.loggers", "WandbLogger": "run.loggers",
     "Moment": "run.callbacks", "Stop": "run.callbacks",
     "load_data": "data", "from_loader": "data", "train": "run.train",
+    "plan_config": "run.planning", "analyze_run": "report.analysis.analyze",
 }  # fmt: skip
 
 if TYPE_CHECKING:
@@ -32,8 +33,10 @@ if TYPE_CHECKING:
     from ipu_pipe.data import from_loader, load_data
     from ipu_pipe.errors import BadInput, RunFault
     from ipu_pipe.model.stages import begin_stage, partition
+    from ipu_pipe.report.analysis.analyze import analyze_run
     from ipu_pipe.run.callbacks import Callback, EarlyStopping, Moment, Stop
     from ipu_pipe.run.loggers import CSVLogger, MLflowLogger, WandbLogger
+    from ipu_pipe.run.planning import plan_config
     from ipu_pipe.run.predict import predict
     from ipu_pipe.run.train import train
     from ipu_pipe.schedule.drawing import format_text
@@ -44,8 +47,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "METHODS", "BadInput", "CSVLogger", "Callback", "EarlyStopping", "MLflowLogger", "Moment", "RunFault", "Stop",
-    "VersionTable", "WandbLogger", "begin_stage", "configure", "format_text", "from_loader", "from_rows", "load_config",
-    "load_data", "make_schedule", "partition", "predict", "resolve_method", "train",
+    "VersionTable", "WandbLogger", "analyze_run", "begin_stage", "configure", "format_text", "from_loader", "from_rows",
+    "load_config", "load_data", "make_schedule", "partition", "plan_config", "predict", "resolve_method", "train",
 ]  # fmt: skip
 
 

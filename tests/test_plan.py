@@ -10,6 +10,7 @@ from typing import Any, Dict, List, Optional, Tuple
 import numpy as np
 import pytest
 
+import ipu_pipe
 from ipu_pipe.cli import plan as command
 from ipu_pipe.config.load import load_config
 from ipu_pipe.errors import BadInput
@@ -273,6 +274,7 @@ def test_its_json_is_the_contracts_and_what_it_writes_trains(capsys: Any, tmp_pa
     file = tmp_path / "planned.yaml"
     told = run(capsys, "--hardware", "v100x8", "--devices", "4", "--top", "3", "--json", "--write", str(file))
     found = json.loads(told)
+    assert found == ipu_pipe.plan_config(load_config("configs/mlp_digits.yaml"), "v100x8", devices=4, top=3)
     assert set(found) >= {"hardware", "devices", "plans", "refused", "smallest_change"} and found["devices"] == 4
     keys = {
         "method", "depth", "width", "micro_batch_size", "gradient_accumulation", "recompute", "stages",

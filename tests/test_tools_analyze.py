@@ -10,6 +10,7 @@ from typing import Any, Dict, List
 
 import pytest
 
+import ipu_pipe
 from ipu_pipe.cli import analyze
 from ipu_pipe.errors import BadInput
 from ipu_pipe.report.analysis import picture
@@ -66,6 +67,7 @@ def test_the_answer_comes_first(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 def test_the_contract_of_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found: Dict[str, Any] = json.loads(answered(capsys, run_folder(tmp_path / "run"), "--json"))
+    assert json.loads(json.dumps(ipu_pipe.analyze_run(tmp_path / "run"))) == found
     for device in found["devices"]:
         assert sum(device[part] for part in PARTS) == found["span_ns"] == 240_000_000
         assert all(isinstance(device[part], int) for part in PARTS)

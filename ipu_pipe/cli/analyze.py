@@ -7,7 +7,7 @@ import importlib
 import importlib.util
 import json
 from pathlib import Path
-from typing import Any, Dict, Tuple
+from typing import Any
 
 from ipu_pipe.cli.arguments import COMMON, JSON, command, get_say, get_tell, option
 from ipu_pipe.errors import BadInput, raise_faults
@@ -43,6 +43,7 @@ def main(args: argparse.Namespace) -> None:
     if args.run.name == PROFILE:
         print(json.dumps({"source": str(args.run), "profile": _read_profile(args.run)}, indent=1))
         return
+    from ipu_pipe.report.analysis.analyze import analyze_run, read_and_analyze
     from ipu_pipe.report.analysis.text import compute_differences, format_analysis, format_comparison
 
     tell = get_tell(args.quiet)
@@ -50,8 +51,8 @@ def main(args: argparse.Namespace) -> None:
         from ipu_pipe.report.plots import check_plots
 
         check_plots()
-    trace, analysis = _read(args.run)
-    other = None if args.against is None else _read(args.against)[1]
+    trace, analysis = read_and_analyze(args.run)
+    other = None if args.against is None else analyze_run(args.against)
     for file, writer in ((args.png, "analysis.picture:draw_timeline"), (args.html, "page.write:write_page")):
         if file is not None:
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -65,14 +66,6 @@ def main(args: argparse.Namespace) -> None:
     tell(format_analysis(analysis))
     if other is not None:
         tell("\n" + format_comparison(analysis, other))
-
-
-def _read(run: Path) -> Tuple[Any, Dict[str, Any]]:
-    from ipu_pipe.report.analysis.analyze import analyze
-    from ipu_pipe.trace.reading import read_trace
-
-    trace = read_trace(run)
-    return trace, analyze(trace, str(run))
 
 
 def _read_profile(file: Path) -> Any:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, List, Sequence, Tuple
 
 from ipu_pipe.cli.arguments import COMMON, CONFIG, JSON, command, get_say, get_tell, option, split_names, whole
 from ipu_pipe.config.values import MOST_STAGES
-from ipu_pipe.errors import BadInput, raise_faults
+from ipu_pipe.errors import BadInput
+from ipu_pipe.plan.candidates import IN_LOCKSTEP, LOCAL, USUAL
 from ipu_pipe.text import show
 
 EPILOG = """
@@ -23,12 +22,6 @@ examples:
   python tools/plan.py configs/resnet50_cifar10_finest.yaml --hardware v100x8 --memory 16GB --write runs/planned.yaml
   python tools/train.py runs/planned.yaml
 """
-# zb_auto, which searches for each order, takes a third of the time of a plan: only by --methods
-BY_DEVICE = ("interleaved_1f1b", "zb_h1", "zb_h2", "interleaved_zb", "zbv", "v_half", "v_min", "dualpipe_v")
-USUAL, IN_LOCKSTEP = ("pipedream_2bw", "pipedream_flush", "gpipe", *BY_DEVICE), ("pipedream_flush",)
-# no pipeline; a file of one size; as slow as interleaved_1f1b with the activations of the whole batch
-UNPLANNED = ("naive", "rows", "looped_bfs")
-LOCAL = ("local_greedy", "local_chunked")  # a stage is a block
 MOST_BATCH = 10**6  # samples of an update: more than any run had; every microbatch of it is scheduled
 SIZES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 
@@ -66,21 +59,16 @@ def main(args: argparse.Namespace) -> None:
         raise BadInput(f"--write: {args.write}: exists already: take another name, or --overwrite")
     from ipu_pipe.config.load import load_config
     from ipu_pipe.files import write
-    from ipu_pipe.hardware.description import read_hardware
     from ipu_pipe.plan import answer
     from ipu_pipe.plan.planner import make_plan
+    from ipu_pipe.run.planning import make_problem_of
     from ipu_pipe.schedule.methods import METHODS
 
     config = load_config(args.config, args.set)
-    named, key = (config.hardware, "hardware") if args.hardware is None else (args.hardware, "--hardware")
-    if named is None:
-        raise BadInput("--hardware: missing, and the config names none: must be a name of configs/hardware/ or a file")
-    hardware = read_hardware(named, key)
-    if args.devices is not None:
-        hardware = hardware.with_devices(args.devices)
-    methods = _choose_methods(config, args, hardware.lockstep)
-    problem, how = _make_problem(config, args, hardware, methods)
-    batch = args.batch or config.micro_batch_size * config.gradient_accumulation * config.replicas
+    problem, methods, batch, how = make_problem_of(
+        config, args.hardware, devices=args.devices, memory=args.memory, methods=args.methods, batch=args.batch,
+        precision=args.precision, measure=args.measure, say=get_say(args.quiet),
+    )  # fmt: skip
     plan = make_plan(problem, methods, problem.hardware.devices, batch, args.top)
     if args.json:
         print(json.dumps(answer.convert_to_json(plan), indent=1))
@@ -103,7 +91,7 @@ def main(args: argparse.Namespace) -> None:
         )
         plan, best = flushing, flushing.plans[0][0]
     args.write.parent.mkdir(parents=True, exist_ok=True)
-    write(args.write, answer.make_planned_config(config, plan.problem, best, named))
+    write(args.write, answer.make_planned_config(config, plan.problem, best, args.hardware or config.hardware))
     commands = [f"python tools/train.py {args.write}"]
     if best.asked.devices > 1 and config.backend.name != "poptorch":
         processes = f"torchrun --nproc_per_node {best.asked.devices} tools/train.py {args.write}"
@@ -112,43 +100,3 @@ def main(args: argparse.Namespace) -> None:
         else:
             commands.insert(0, f"{processes} --set backend.name=distributed")
     get_say(args.quiet)(f"written: {args.write}: {', or '.join(commands)}")
-
-
-def _make_problem(config: Any, args: argparse.Namespace, hardware: Any, methods: Sequence[str]) -> Tuple[Any, str]:
-    """Return the planning problem, and how the model's costs were determined, in words."""
-    from ipu_pipe.hardware.precision import PRECISIONS
-    from ipu_pipe.plan.of_config import make_problem
-    from ipu_pipe.run.planning import count_config_units
-    from ipu_pipe.schedule.methods import METHODS
-
-    precision = args.precision or config.precision
-    if precision not in PRECISIONS:
-        raise BadInput(f"--precision: {precision}: must be one of {', '.join(PRECISIONS)}")
-    usable = None if args.memory is None else args.memory * hardware.device.usable_share.value
-    of_blocks = any(METHODS[name].structure is not None for name in methods)
-    costed, entering, blocks = count_config_units(config, args.measure, of_blocks)
-    problem = make_problem(config, costed.units, entering, hardware, memory=usable, precision=precision)
-    return replace(problem, blocks=blocks), costed.how
-
-
-def _choose_methods(config: Any, args: argparse.Namespace, lockstep: bool) -> List[str]:
-    from ipu_pipe.schedule.methods import METHODS
-
-    pipelines = [name for name, row in METHODS.items() if row.is_pipeline and name not in UNPLANNED]
-    planned = [*pipelines, *LOCAL]
-    if args.methods is not None:
-        faults = [f"--methods: {name}: must be of {', '.join(planned)}" for name in args.methods if name not in planned]
-        faults += [
-            f"--methods: {name}: devices in lock-step, such as IPUs, do not run it: must be of {', '.join(IN_LOCKSTEP)}"
-            for name in args.methods
-            if lockstep and name in planned and METHODS[name].order is not None
-        ]
-        raise_faults(faults)
-        return list(args.methods)
-    row = METHODS.get(config.method)
-    if (row is None or row.structure is not None) and config.method not in LOCAL:
-        get_say(args.quiet)(
-            f"method: {config.method}: is not planned: {'others' if row is None else 'pipelines of one loss'} are, in its place"
-        )
-    configured = [config.method] if config.method in (LOCAL if lockstep else planned) else []
-    return list(dict.fromkeys([*configured, *(IN_LOCKSTEP if lockstep else USUAL)]))

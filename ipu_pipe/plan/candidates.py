@@ -15,13 +15,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Iterator, List, NamedTuple, Sequence, Tuple
+from typing import Callable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
+from ipu_pipe.errors import raise_faults
 from ipu_pipe.hardware.description import Hardware
 from ipu_pipe.hardware.links import count_sharing, make_all_reduce, make_transfer
 from ipu_pipe.schedule.clock import Transfer
 from ipu_pipe.schedule.methods import METHODS, Method, Pipeline, Reads
+from ipu_pipe.text import show
 
+# zb_auto, which searches for each order, takes a third of the time of a plan: only where it is asked for
+BY_DEVICE = ("interleaved_1f1b", "zb_h1", "zb_h2", "interleaved_zb", "zbv", "v_half", "v_min", "dualpipe_v")
+USUAL, IN_LOCKSTEP = ("pipedream_2bw", "pipedream_flush", "gpipe", *BY_DEVICE), ("pipedream_flush",)
+# no pipeline; a file of one size; as slow as interleaved_1f1b with the activations of the whole batch
+UNPLANNED = ("naive", "rows", "looped_bfs")
+LOCAL = ("local_greedy", "local_chunked")  # a stage is a block
 INTERLEAVED = (2, 3, 4)  # stages on a device that are tried where they are dealt in turn
 MOST_STAGES = 32  # of a replica, of methods that are given by each device's order of passes
 
@@ -198,3 +206,28 @@ def make_reduce_transfer(hardware: Hardware, layout: ReplicaLayout, stage: int, 
 def scale_transfer(per_byte: Transfer, size: float) -> Transfer:
     """Return the transfer of `size` bytes from that of one byte."""
     return per_byte._replace(seconds=per_byte.seconds * size)
+
+
+def choose_methods(
+    configured: str, asked: Optional[Sequence[str]], lockstep: bool, say: Callable[[str], None] = lambda text: None
+) -> List[str]:
+    """Return the methods to rank: those `asked` for, or else the `configured` one, if it is planned, and the usual ones.
+
+    On devices in lock-step those that they run. Raise `BadInput` for one that is not planned.
+    """
+    pipelines = [name for name, row in METHODS.items() if row.is_pipeline and name not in UNPLANNED]
+    planned = [*pipelines, *LOCAL]
+    if asked is not None:
+        faults = [f"--methods: {show(name)}: must be of {', '.join(planned)}" for name in asked if name not in planned]
+        faults += [
+            f"--methods: {name}: devices in lock-step, such as IPUs, do not run it: must be of {', '.join(IN_LOCKSTEP)}"
+            for name in asked
+            if lockstep and name in planned and METHODS[name].order is not None
+        ]
+        raise_faults(faults)
+        return list(asked)
+    row = METHODS.get(configured)
+    if (row is None or row.structure is not None) and configured not in LOCAL:
+        say(f"method: {configured}: is not planned: {'others' if row is None else 'pipelines of one loss'} are, in its place")
+    first = [configured] if configured in (LOCAL if lockstep else planned) else []
+    return list(dict.fromkeys([*first, *(IN_LOCKSTEP if lockstep else USUAL)]))

@@ -12,7 +12,7 @@ import io
 import json
 import time
 from pathlib import Path
-from typing import Any, Dict, Mapping, Optional
+from typing import Any, Dict, Optional
 
 from ipu_pipe.config.compare import flatten
 from ipu_pipe.errors import BadInput, guard_writing
@@ -97,11 +97,11 @@ class MLflowLogger(Callback):
 
     def __init__(
         self, experiment: str = "ipu_pipe", tracking_uri: Optional[str] = None, run_name: Optional[str] = None,
-        tags: Optional[Mapping[str, str]] = None,
+        tags: Optional[Dict[str, str]] = None,
     ) -> None:  # fmt: skip
         _require_package("mlflow")
         self._experiment, self._uri, self._name, self._tags = experiment, tracking_uri, run_name, tags
-        self._id: Optional[str] = None
+        self._id = ""  # until a run begins
 
     def on_start(self, now: Moment) -> None:
         """Begin a run, or continue the one that the checkpoint names."""
@@ -109,7 +109,7 @@ class MLflowLogger(Callback):
         from mlflow.tracking import MlflowClient
 
         self._client = client = MlflowClient(self._uri)
-        if self._id is not None:
+        if self._id:
             client.update_run(self._id, "RUNNING")
             return
         experiment = client.get_experiment_by_name(self._experiment)

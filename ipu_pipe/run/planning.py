@@ -6,7 +6,8 @@ left to the run: whether pieces of the model compute what the whole does, and wh
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Optional, Tuple
+from dataclasses import replace
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch import nn
@@ -15,15 +16,24 @@ from ipu_pipe.backends.table import get_backend
 from ipu_pipe.config.schema import Config
 from ipu_pipe.config.sections import OWN
 from ipu_pipe.data.batches import split_batch
+from ipu_pipe.errors import BadInput
+from ipu_pipe.hardware.description import read_hardware
 from ipu_pipe.hardware.model_units import CountedUnits, count_units, measure_units
+from ipu_pipe.hardware.precision import PRECISIONS
 from ipu_pipe.job.factories import make_data, make_loss, make_model, make_take, resolve_entry
 from ipu_pipe.job.overrides import Overrides
 from ipu_pipe.job.record import Job
 from ipu_pipe.model.batch import count_bytes, count_numbers, count_samples, map_tensors
 from ipu_pipe.model.meta import build_on_meta, compute_on_meta
+from ipu_pipe.plan.answer import convert_to_json
 from ipu_pipe.plan.blocks import BlockUnits, count_blocks
+from ipu_pipe.plan.candidates import choose_methods
+from ipu_pipe.plan.of_config import make_problem
+from ipu_pipe.plan.planner import SHOWN, make_plan
+from ipu_pipe.plan.prediction import Problem
 from ipu_pipe.run.build import build, set_up
 from ipu_pipe.run.callbacks import check_callbacks
+from ipu_pipe.schedule.methods import METHODS
 
 SMALL = 300_000  # numbers of a model and a microbatch
 
@@ -99,3 +109,56 @@ def _measure(config: Config) -> Tuple[nn.Module, CountedUnits, Any]:
         costed = measure_units(costed, setup.model, setup.loss, x, y)
     assert costed is not None
     return setup.model, costed, x
+
+
+# ---- plans
+
+
+class PlanningProblem(NamedTuple):
+    """What is planned for a config: the problem, the methods to rank, the greatest samples of an update, and how the costs of the
+    model were determined, in words."""
+
+    problem: Problem
+    methods: List[str]
+    batch: int
+    how: str
+
+
+def make_problem_of(
+    config: Config, hardware: Optional[str] = None, *, devices: Optional[int] = None, memory: Optional[float] = None,
+    methods: Optional[Sequence[str]] = None, batch: Optional[int] = None, precision: Optional[str] = None,
+    measure: bool = False, say: Callable[[str], None] = lambda text: None,
+) -> PlanningProblem:  # fmt: skip
+    """Return what is planned for a config, with the arguments of `plan_config`. Raise `BadInput`."""
+    named, key = (config.hardware, "hardware") if hardware is None else (hardware, "--hardware")
+    if named is None:
+        raise BadInput("--hardware: missing, and the config names none: must be a name of configs/hardware/ or a file")
+    described = read_hardware(named, key)
+    if devices is not None:
+        described = described.with_devices(devices)
+    chosen = choose_methods(config.method, methods, described.lockstep, say)
+    precision = precision or config.precision
+    if precision not in PRECISIONS:
+        raise BadInput(f"--precision: {precision}: must be one of {', '.join(PRECISIONS)}")
+    usable = None if memory is None else memory * described.device.usable_share.value
+    costed, entering, blocks = count_config_units(config, measure, any(METHODS[name].structure is not None for name in chosen))
+    problem = make_problem(config, costed.units, entering, described, memory=usable, precision=precision)
+    greatest = batch or config.micro_batch_size * config.gradient_accumulation * config.replicas
+    return PlanningProblem(replace(problem, blocks=blocks), chosen, greatest, costed.how)
+
+
+def plan_config(
+    config: Config, hardware: Optional[str] = None, *, devices: Optional[int] = None, memory: Optional[float] = None,
+    methods: Optional[Sequence[str]] = None, batch: Optional[int] = None, precision: Optional[str] = None,
+    measure: bool = False, top: int = SHOWN,
+) -> Dict[str, Any]:  # fmt: skip
+    """Rank configurations of a config's model by predicted samples a second; return what `tools/plan.py --json` prints.
+
+    `hardware`: a name of configs/hardware or a file, by default the config's; `devices`: how many of it; `memory`: bytes of a
+    device; `methods`: to rank; `batch`: the most samples of an update; `measure`: time the model's parts on this machine. No
+    plan is in the record where none fits. Raise `BadInput` as the command does.
+    """
+    problem, chosen, greatest, _ = make_problem_of(
+        config, hardware, devices=devices, memory=memory, methods=methods, batch=batch, precision=precision, measure=measure
+    )
+    return convert_to_json(make_plan(problem, chosen, problem.hardware.devices, greatest, top))

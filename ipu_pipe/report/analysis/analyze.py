@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, List
+from pathlib import Path
+from typing import Any, Dict, List, Tuple, Union
 
 from ipu_pipe.report.analysis.bottleneck import find_bottleneck
 from ipu_pipe.report.analysis.boundaries import find_best_move
@@ -11,6 +12,7 @@ from ipu_pipe.report.analysis.facts import read_run_facts
 from ipu_pipe.report.analysis.links import measure_links
 from ipu_pipe.report.analysis.stages import measure_stages, measure_staleness, sum_busy_by_device
 from ipu_pipe.trace.events import Trace
+from ipu_pipe.trace.reading import read_trace
 
 Figures = Dict[str, Any]
 
@@ -51,6 +53,20 @@ def analyze(trace: Trace, source: str) -> Figures:
     figures["bottleneck"] = find_bottleneck(figures, loads, find_best_move(facts, stages, links), facts)
     figures["notes"] += _list_notes(figures, facts.why_no_method)
     return figures
+
+
+def read_and_analyze(run: Union[str, Path]) -> Tuple[Trace, Figures]:
+    """Return a run's trace and its figures; `run`: the run's folder, or a trace that `tools/analyze.py` reads."""
+    trace = read_trace(Path(run))
+    return trace, analyze(trace, str(run))
+
+
+def analyze_run(run: Union[str, Path]) -> Figures:
+    """Return the figures of a run's trace, as `tools/analyze.py --json` prints them.
+
+    `run`: the run's folder, or a trace. Raise `BadInput` if it cannot be read.
+    """
+    return read_and_analyze(run)[1]
 
 
 def _list_notes(figures: Figures, why_no_method: str) -> List[str]:
