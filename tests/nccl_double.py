@@ -1,12 +1,13 @@
 """Groups of gloo that hold up what groups of nccl hold up.
 
-first message     waits until the other rank uses the same group for the first time
+first message     waits until the other ranks use the same group for the first time, which waits for an idle GPU in a collective
 posted receive    occupies the GPU: nothing may be used for the first time meanwhile, as loading waits for an idle GPU
 wait()            takes no limit, which would hold the host up
 """
 
 from __future__ import annotations
 
+import functools
 import threading
 from datetime import timedelta
 from typing import Any, Dict, List, Optional, Sequence, Set
@@ -83,10 +84,20 @@ class NcclDouble:
             self._posted = [before for before in self._posted if not before.is_completed()] + [transfer]
         return transfer
 
+    def _collective(self, kind: str, *tensors: Any, group: Any = None, async_op: bool = False) -> Any:
+        if not any(group is own for own in self._groups):
+            return self._real[kind](*tensors, group=group, async_op=async_op)
+        assert async_op, "the host would be held up without a limit"
+        if id(group) not in self._touched:
+            assert not self.pending(), f"first {kind} of a group while {self.pending()} receives are posted"
+            self._touched.add(id(group))
+        return Transfer(self._real[kind](*tensors, group=group, async_op=True))
+
     def __enter__(self) -> None:
-        for kind in ("isend", "irecv"):
+        doubles = {"isend": self._message, "irecv": self._message, "all_gather": self._collective, "all_reduce": self._collective}
+        for kind, double in doubles.items():
             self._real[kind] = getattr(dist, kind)
-            setattr(dist, kind, lambda *args, kind=kind: self._message(kind, *args))
+            setattr(dist, kind, functools.partial(double, kind))
 
     def __exit__(self, *_: Any) -> None:
         for kind, real in self._real.items():

@@ -21,8 +21,8 @@ from safetensors.torch import load_file
 from ipu_pipe.backends.processes.collect import free, zero_freed
 from ipu_pipe.backends.processes.layout import RankLayout
 from ipu_pipe.backends.processes.mail import Mail, Message
+from ipu_pipe.backends.processes.reduction import ReplicaGroup, average_over_replicas
 from ipu_pipe.backends.processes.trace import TraceRecorder
-from ipu_pipe.backends.processes.update import average_over_replicas
 from ipu_pipe.config.load import load_config
 from ipu_pipe.errors import end_process
 from ipu_pipe.model.cutting import Shape
@@ -459,7 +459,7 @@ def _average(rank: int, folder: str) -> None:
     given[1][2].zero_()
     real = torch.distributed.all_gather
     torch.distributed.all_gather = lambda every, own, **how: sent.append(own) or real(every, own, **how)  # type: ignore[func-returns-value]
-    average_over_replicas(parameters, make_mail(rank))
+    average_over_replicas(parameters, make_mail(rank), ReplicaGroup(None))
     for i, p in enumerate(parameters[:3]):
         expected = (given[0][i] + given[1][i] + given[2][i]) / 3
         assert p.grad is not None and p.grad.shape == p.shape and torch.equal(p.grad, expected)

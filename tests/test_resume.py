@@ -202,6 +202,7 @@ FREE = {
     "evaluation": ["evaluate.every=0", "evaluate.subset=32"],
     "backend": ["backend.threads=1", "backend.deadline=100"],
     "stages": ["stages=2"],
+    "reduction": ["reduction=fast"],
     "more steps": ["steps=14"],
 }  # fmt: skip
 
@@ -248,7 +249,7 @@ def test_every_key_of_the_config_has_a_role() -> None:
     assert set(Config.model_fields) <= set(ROLES)
     assert {key for key, role in ROLES.items() if role in (Role.FREE, Role.GROWS)} == {
         "steps", "epochs", "log", "checkpoint", "evaluate", "backend", "stages", "hardware", "metrics", "callbacks",
-        "early_stopping",
+        "early_stopping", "reduction",
     }  # fmt: skip
 
 

@@ -29,7 +29,7 @@ ROLES: Dict[str, Role] = {
     **dict.fromkeys(("micro_batch_size", "gradient_accumulation", "replicas"), Role.DECIDES),
     **dict.fromkeys(("recompute", "allow_nonfinite", "stages_per_device"), Role.KEPT),
     **dict.fromkeys(("steps", "epochs"), Role.GROWS),
-    **dict.fromkeys(("backend", "stages", "hardware", "evaluate", "checkpoint", "log"), Role.FREE),
+    **dict.fromkeys(("backend", "reduction", "stages", "hardware", "evaluate", "checkpoint", "log"), Role.FREE),
     **dict.fromkeys(("metrics", "callbacks", "early_stopping"), Role.FREE),
 }
 

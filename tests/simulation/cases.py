@@ -130,7 +130,10 @@ def draw_case(draw: random.Random) -> Case:
         keys["steps"] += 1 if family != "local_sgd" else int(keys["method_args"]["local_steps"])
         stops = draw.randint(1, keys["steps"] - 2)
     layers = stages + draw.choice((0, 1)) if model != "tied" else max(stages, 4)
-    return Case(model, layers, devices, keys, stops, through_channels=draw.random() < 0.25)
+    through_channels = draw.random() < 0.25
+    if "replicas" in keys:  # two, whose sum has one order
+        keys["reduction"] = draw.choice(("exact", "fast"))
+    return Case(model, layers, devices, keys, stops, through_channels)
 
 
 class Skipping(nn.Module):

@@ -608,11 +608,24 @@ class Network:
             work.wait()
         return work
 
-    def all_reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -> None:
-        """Put the greatest of all ranks' elements into a tensor: no other operation is used."""
-        assert op == dist.ReduceOp.MAX
-        values = self._collect(("all_reduce", tuple(tensor.shape), tensor.dtype), tensor.clone(), group)
-        tensor.copy_(torch.stack([values[rank] for rank in sorted(values)]).amax(dim=0))
+    def all_reduce(
+        self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+    ) -> Work:
+        """Put the sum of all ranks' elements into a tensor, or the greatest: no other operation is used."""
+        assert op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX)
+        content = _to_bytes(tensor)
+        collective, through = self._begin(("all_reduce", tuple(tensor.shape), tensor.dtype, str(op)), tensor.clone(), group)
+
+        def finish() -> None:
+            if _to_bytes(tensor) != content:
+                self.break_rule("all_reduce: a tensor changed before it was through")
+            values = torch.stack([collective.values[rank] for rank in sorted(collective.values)])
+            tensor.copy_(values.sum(dim=0) if op == dist.ReduceOp.SUM else values.amax(dim=0))
+
+        work = Work(self, through, f"all_reduce (here are {sorted(collective.values)})", finish)
+        if not async_op:
+            work.wait()
+        return work
 
     def barrier(self, group: Any = None) -> None:
         """Wait for all ranks of a group."""

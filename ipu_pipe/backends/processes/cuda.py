@@ -23,7 +23,7 @@ from torch import nn
 from ipu_pipe.backends.processes.launch import make_group
 from ipu_pipe.backends.processes.layout import RankLayout
 from ipu_pipe.backends.processes.lost_ranks import answer_within, detect_lost_rank, wait_for_channel
-from ipu_pipe.backends.processes.mail import BACKWARD, FORWARD, RECOMPUTE, SHARED, Link
+from ipu_pipe.backends.processes.mail import BACKWARD, FORWARD, RECOMPUTE, REPLICAS, SHARED, Link
 from ipu_pipe.backends.processes.stage import Stage
 from ipu_pipe.backends.processes.ties import StageLink
 from ipu_pipe.backends.processes.update import keep_version_counters
@@ -55,8 +55,8 @@ def list_links(stages: int, method: Method, tied: Sequence[StageLink] = ()) -> L
 
 
 def make_channels(job: Job, layout: RankLayout, tied: Sequence[StageLink]) -> Optional[Dict[Link, Any]]:
-    """Return a group for each link if every rank has a GPU of its own and nccl is there, else None: a GPU's tensors then go
-    through the host's memory.
+    """Return a group for each link, and one for the gradients of the rank's replicas (`REPLICAS`), if every rank has a GPU of its
+    own and nccl is there, else None: a GPU's tensors then go through the host's memory.
 
     Without tags a file of rows, which may have microbatches in another order on each side, goes through the host, too. The
     deadline of mail ends a wait, and not the groups' timeout: a receive may be posted long before its message.
@@ -64,16 +64,20 @@ def make_channels(job: Job, layout: RankLayout, tied: Sequence[StageLink]) -> Op
     if job.device.type != "cuda" or not _has_each_a_gpu() or (job.method.order is not None and job.method.order.file):
         return None
     channels: Dict[Link, Any] = {}
+    how: Dict[str, Any] = {"timeout": datetime.timedelta(days=1), "backend": "nccl"}
     for replica in range(layout.replicas):
         for link in list_links(layout.stages, job.method, tied):
             pair = sorted(layout.ranks_with(stage)[replica] for stage in link[:2])
             if pair[0] == pair[1]:
                 continue
-            group = make_group(
-                pair, job.config.backend.deadline, timeout=datetime.timedelta(days=1), backend="nccl"
-            )
+            group = make_group(pair, job.config.backend.deadline, **how)
             if replica == layout.replica:
                 channels[link] = group
+    for device in range(layout.devices) if layout.replicas > 1 else ():
+        ranks = range(device, layout.devices * layout.replicas, layout.devices)
+        group = make_group(ranks, job.config.backend.deadline, **how)
+        if layout.rank in ranks:
+            channels[REPLICAS] = group
     return channels
 
 
@@ -88,7 +92,7 @@ def touch_channels(
     channels: Mapping[Link, Any], links: Sequence[StageLink], layout: RankLayout, device: torch.device,
     limit: datetime.timedelta,
 ) -> None:  # fmt: skip
-    """Use each of this rank's channels once, in the order of `links`, which all ranks share."""
+    """Use each of this rank's channels once, in the order of `links`, which all ranks share; last that of its replicas."""
     for link in links:
         source, target = map(layout.rank_of, link[:2])
         if source != target and layout.rank in (source, target):
@@ -99,6 +103,11 @@ def touch_channels(
                     limit.total_seconds(), lambda: exchange(value, other, channels[link])  # noqa: B023
                 )
                 wait_for_channel(work, limit)
+    if REPLICAS in channels:
+        with detect_lost_rank(None, limit):
+            group, value = channels[REPLICAS], torch.zeros(1, device=device)
+            work = answer_within(limit.total_seconds(), lambda: dist.all_reduce(value, group=group, async_op=True))
+            wait_for_channel(work, limit)
 
 
 def rehearse(work: Work, stage: Stage, parameters: Sequence[nn.Parameter]) -> None:

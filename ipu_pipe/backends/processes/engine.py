@@ -23,7 +23,8 @@ from ipu_pipe.backends.processes.launch import check_launch, join, make_group
 from ipu_pipe.backends.processes.layout import RankLayout, place
 from ipu_pipe.backends.processes.local import LocalBlock
 from ipu_pipe.backends.processes.lost_ranks import LostRank, detect_lost_rank
-from ipu_pipe.backends.processes.mail import Mail
+from ipu_pipe.backends.processes.mail import REPLICAS, Mail
+from ipu_pipe.backends.processes.reduction import ReplicaGroup
 from ipu_pipe.backends.processes.stage import Stage, StageModel
 from ipu_pipe.backends.processes.ties import Ties, find_ties
 from ipu_pipe.backends.processes.update import ResultCollection
@@ -54,16 +55,19 @@ class ProcessEngine(Engine):
         self._first_update, self._aligned, self._steps = first_update, first_update, 0
         # the next update before which the pipeline is empty; updates that the first stage may be ahead of the last
         self._drained_at, self._ahead = 0, job.count_ahead()
-        groups: List[Any] = []  # of each stage, its ranks in all replicas
+        groups: List[Any] = []  # of each device, its ranks in all replicas
         if layout.replicas > 1:
             ranks = [range(d, dist.get_world_size(), layout.devices) for d in range(layout.devices)]
-            of_device = [make_group(ranks_of, config.backend.deadline) for ranks_of in ranks]
-            groups = [of_device[device] for device in layout.placement]
+            groups = [make_group(ranks_of, config.backend.deadline) for ranks_of in ranks]
         models, cut = cut_stages(job, layout, work.microbatch)
         first = models[0]
         stream = trace.StreamClock() if job.device.type == "cuda" else None
         self._recorder = trace.TraceRecorder(layout.rank, first.stage, job.traced, stream)
         channels = make_channels(job, layout, first.ties.links)
+        replicas: List[ReplicaGroup] = []  # by stage
+        if groups:
+            on_device, is_fast = (channels or {}).get(REPLICAS), config.reduction == "fast"
+            replicas = [ReplicaGroup(groups[device], on_device, is_fast) for device in layout.placement]
         in_flight = job.schedule.microbatches  # a file may have a message's action after those of any number of later ones
         if job.method.pipeline is not Pipeline.ROWS:
             # blocks with losses of their own wait for no gradient, which would tell that a message is through
@@ -78,14 +82,14 @@ class ProcessEngine(Engine):
         if job.schedule.passes == SPLIT_PASSES:
             self._split_backwards(stages)
         self._interpreter = Interpreter(
-            work, stages, self._mail, self._recorder, groups, self._early, job.may_stop_empty, channels
+            work, stages, self._mail, self._recorder, replicas, self._early, job.may_stop_empty, channels
         )
         # of a model that the caller holds
         self._holders = collect.find_holders(job.model, cut) if job.numbers.is_given else {}
         freed = collect.free_other_stages(job, models, cut)
         self._results = ResultCollection(
             self._mail, self._recorder, layout, _list_stages_with_loss(job), job.schedule.accumulate, job.batch,
-            job.data_name, groups[0] if groups else None,
+            job.data_name, groups[layout.placement[0]] if groups else None,
         )  # fmt: skip
         self._evaluation = collect.Evaluation(job, self._interpreter, self._results.with_loss, freed)
         importlib.import_module("torch._dynamo")  # an optimizer's first step would, and that would be part of its time

@@ -17,8 +17,21 @@ in a circle.
 from __future__ import annotations
 
 import heapq
+from contextlib import nullcontext
 from functools import partial
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, NamedTuple, Optional, Sequence
+from typing import (
+    Any,
+    Callable,
+    ContextManager,
+    Dict,
+    Iterable,
+    Iterator,
+    List,
+    Mapping,
+    NamedTuple,
+    Optional,
+    Sequence,
+)
 
 import numpy as np
 import torch
@@ -39,6 +52,7 @@ from ipu_pipe.backends.processes.mail import (
     Message,
 )
 from ipu_pipe.backends.processes.memory import MemoryCounters
+from ipu_pipe.backends.processes.reduction import ReplicaGroup
 from ipu_pipe.backends.processes.stage import Stage
 from ipu_pipe.backends.processes.termination import Termination
 from ipu_pipe.backends.processes.trace import TraceRecorder
@@ -168,14 +182,15 @@ class BatchAnnouncements:
 class Interpreter:
     """Carries out a rank's row: `step(k)` up to and including update k of each of its stages.
 
-    `stages`: those that the rank holds, by number; `doing`: the current action, or what else. `replicas`: the process group of
-    each stage's replicas, None if there is one. `early`: of a run that may be asked to end after any update; `ends_empty`: it may
+    `stages`: those that the rank holds, by number; `doing`: the current action, or what else. `replicas`: the group of each
+    stage's replicas, empty if there is one. `early`: of a run that may be asked to end after any update; `ends_empty`: it may
     be where the pipeline is empty. No receive may wait then for what comes after: it would take a message of the next run away.
     `channels`: the mail's, which must be used once before anything is posted.
     """
 
     def __init__(
-        self, work: Work, stages: Mapping[int, Stage], mail: Mail, recorder: TraceRecorder, replicas: Sequence[Any] = (),
+        self, work: Work, stages: Mapping[int, Stage], mail: Mail, recorder: TraceRecorder,
+        replicas: Sequence[ReplicaGroup] = (),
         early: Optional[BatchAnnouncements] = None, ends_empty: bool = False, channels: Optional[Mapping[Link, Any]] = None,
     ) -> None:  # fmt: skip
         self.stages, self.mail, self.recorder, self._work, self._early = stages, mail, recorder, work, early
@@ -195,7 +210,7 @@ class Interpreter:
         self._tables: Dict[int, Dict[int, torch.Tensor]] = {}  # of the microbatches of updates, by update and stage
         self._carry_out: Dict[str, Callable[[Stage, int], None]] = {
             FORWARD: self._forward, RECOMPUTE: Stage.recompute, BACKWARD: self._backward, INPUT_GRADIENT: Stage.backward_input,
-            WEIGHT_GRADIENT: Stage.add_weight_gradients, UPDATE: self._update,
+            WEIGHT_GRADIENT: self._add_weight_gradients, UPDATE: self._update,
         }  # fmt: skip
         kinds = [self._read_kind(stage, kind) for stage in stages.values() for kind in list_kinds(work)]
         row: Iterable[RowAction] = heapq.merge(*kinds)
@@ -259,9 +274,19 @@ class Interpreter:
 
     def _backward(self, stage: Stage, m: int) -> None:
         replicas = self._enter_replica(stage, m)
-        stage.backward(m)
+        with self._average_beside(stage):
+            stage.backward(m)
         if replicas is not None:
             self._updates[stage.model.stage].step(m // replicas.count)
+
+    def _add_weight_gradients(self, stage: Stage, m: int) -> None:
+        with self._average_beside(stage):
+            stage.add_weight_gradients(m)
+
+    def _average_beside(self, stage: Stage) -> ContextManager[None]:
+        """Let gradients be averaged over the replicas while a pass adds to them, if this is asked for."""
+        averages = self._updates[stage.model.stage].averages
+        return averages[stage.model.stage].add_pass() if stage.model.stage in averages else nullcontext()
 
     def _enter_replica(self, stage: Stage, m: int) -> Optional[IndependentReplicas]:
         """Put in the weights of a microbatch's replica, where replicas with weights of their own take turns (LocalSGD)."""
@@ -325,3 +350,6 @@ class Interpreter:
         """Take the hooks off the model."""
         for stage in self.stages.values():
             stage.remove_hooks()
+        for update in dict.fromkeys(self._updates.values()):
+            for average_of_stage in update.averages.values():
+                average_of_stage.remove_hooks()

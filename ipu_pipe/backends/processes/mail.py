@@ -46,6 +46,7 @@ AHEAD = 3  # receives posted of a kind and source; one of weights, which are lar
 UNLIMITED = 1 << 62
 
 Link = Tuple[int, int, str]  # source stage, target stage, kind of message
+REPLICAS: Link = (-1, -1, Kind.AVERAGE.value)  # in the place of a link: all replicas of a rank's stages
 Shapes = Tuple[Shape, ...]
 
 
@@ -167,7 +168,7 @@ class Mail:
         start = recorder.mark()
         received = self._posted.pop(message)
         for work, _ in received:
-            self._wait(work, source, kind)
+            self._wait(work, [source], self._is_by_channel(kind))
         size = _count_bytes(received)
         if carries is not None:
             start = recorder.add("wait", message.number, start, peer=source, carries=carries)
@@ -225,7 +226,7 @@ class Mail:
             left = self._lent.pop(place) - lent
             if left:
                 self._lent[place] = left
-        self._wait(work, self._find_rank(message, message.target), message.kind)
+        self._wait(work, [self._find_rank(message, message.target)], self._is_by_channel(message.kind))
         return message
 
     def flush(self) -> None:
@@ -244,10 +245,24 @@ class Mail:
     def all_gather(self, tensor: torch.Tensor, group: Any = None) -> List[torch.Tensor]:
         """Return the tensors of all ranks of a group, in the order of the ranks."""
         tensors = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
-        others = None if group is None else [rank for rank in dist.get_process_group_ranks(group) if rank != self._rank]
-        with detect_lost_rank(others, self.limit):
-            dist.all_gather(tensors, tensor, group=group, async_op=True).wait(self.limit)
+        with detect_lost_rank(self._list_others(group), self.limit):
+            work = dist.all_gather(tensors, tensor, group=group, async_op=True)
+        self.wait_for_all(work, group)
         return tensors
+
+    def begin_sum(self, tensor: torch.Tensor, group: Any) -> Any:
+        """Begin to add up the tensors of all ranks of a group, in place. Return the work that `wait_for_all` waits for."""
+        with detect_lost_rank(self._list_others(group), self.limit):
+            return dist.all_reduce(tensor, group=group, async_op=True)
+
+    def wait_for_all(self, work: Any, group: Any) -> None:
+        """Wait for what all ranks of a group do together."""
+        is_channel = self._channels is not None and group is not None and group in self._channels.values()
+        self._wait(work, self._list_others(group), is_channel)
+
+    def _list_others(self, group: Any) -> Optional[List[int]]:
+        """List the other ranks of a group; None if it is that of all."""
+        return None if group is None else [rank for rank in dist.get_process_group_ranks(group) if rank != self._rank]
 
     def _find_rank(self, message: Message, end: int) -> int:
         return end if message.kind == WORD else self._ranks[end]
@@ -258,12 +273,15 @@ class Mail:
             return self._group, message.tag(number, self._ends)
         return self._channels[message.link], 0
 
-    def _wait(self, work: Any, rank: int, kind: str) -> None:
-        with detect_lost_rank([rank], self.limit):
-            if self._channels is None or kind in ON_HOST:
-                work.wait(self.limit)
-            else:
+    def _is_by_channel(self, kind: str) -> bool:
+        return self._channels is not None and kind not in ON_HOST
+
+    def _wait(self, work: Any, ranks: Optional[Sequence[int]], is_channel: bool) -> None:
+        with detect_lost_rank(ranks, self.limit):
+            if is_channel:
                 wait_for_channel(work, self.limit)
+            else:
+                work.wait(self.limit)
 
 
 def _count_bytes(received: Sequence[Tuple[Any, torch.Tensor]]) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from typing import Any, Callable, ContextManager, Dict, Iterator, List, Mapping, Optional, Sequence, Set, Tuple
 
 import torch
@@ -13,6 +12,7 @@ from ipu_pipe.backends.losses import COLUMNS, average
 from ipu_pipe.backends.processes.layout import RankLayout
 from ipu_pipe.backends.processes.mail import NORM, RESULT, SHARED, WEIGHTS, Mail, Message, Shapes
 from ipu_pipe.backends.processes.memory import count_bytes
+from ipu_pipe.backends.processes.reduction import OverlappedAverage, ReplicaGroup, average_over_replicas
 from ipu_pipe.backends.processes.stage import Stage
 from ipu_pipe.backends.processes.trace import TraceRecorder
 from ipu_pipe.backends.replicas import IndependentReplicas
@@ -31,12 +31,12 @@ DRAW_ALIKE = (
 
 
 class StageUpdate:
-    """Carries out the updates of a stage of this rank, or of several that are updated together. `replicas`: the process group of
-    their replicas, None if there is one; `independent`: replicas with weights of their own, which take turns."""
+    """Carries out the updates of a stage of this rank, or of several that are updated together. `replicas`: the group of their
+    replicas, None if there is one; `independent`: replicas with weights of their own, which take turns."""
 
     def __init__(
-        self, work: Work, stages: Sequence[Stage], mail: Mail, recorder: TraceRecorder, replicas: Any = None,
-        independent: Sequence[IndependentReplicas] = (),
+        self, work: Work, stages: Sequence[Stage], mail: Mail, recorder: TraceRecorder,
+        replicas: Optional[ReplicaGroup] = None, independent: Sequence[IndependentReplicas] = (),
     ) -> None:  # fmt: skip
         self.stages, self._work, self._mail, self._recorder = stages, work, mail, recorder
         self._replicas, self._independent = replicas, independent
@@ -48,6 +48,11 @@ class StageUpdate:
         self._parameters = [p for of_stage in parameters.values() for p in of_stage]
         self._own = [p for s, of_stage in parameters.items() if s in chosen for p in of_stage]
         self.clipping = GradientClipping(work.clip, parameters, work.schedule, self._norms)
+        # by stage, where the sums over its replicas run beside its backwards
+        self.averages: Dict[int, OverlappedAverage] = {}
+        if replicas is not None and replicas.is_fast:
+            count = work.schedule.accumulate
+            self.averages = {s: OverlappedAverage(parameters[s], mail, replicas, count) for s in chosen if s in parameters}
         self._update, self._start = -1, recorder.mark()
 
     def list_needs(self, stage: Stage, k: int) -> Iterator[Tuple[Message, Shapes]]:
@@ -84,7 +89,11 @@ class StageUpdate:
         """Average the gradients of update k with the other ranks that have a part in them."""
         if self._replicas is not None:
             start, size = self._recorder.mark(), count_bytes(self._own)
-            average_over_replicas(self._own, self._mail, self._replicas)
+            if self._replicas.is_fast:
+                for average_of_stage in self.averages.values():
+                    average_of_stage.finish()
+            else:
+                average_over_replicas(self._own, self._mail, self._replicas)
             self._recorder.add(Kind.AVERAGE.word, k, start, size=size, carries="gradients")
         for stage in self.stages:
             if stage.model.local is not None:
@@ -111,24 +120,6 @@ class StageUpdate:
 
     def _add_event(self) -> None:
         self._recorder.add(Kind.UPDATE.word, self._update, self._start, version=self._update + 1)
-
-
-def average_over_replicas(parameters: Sequence[torch.nn.Parameter], mail: Mail, group: Any = None) -> None:
-    """Replace gradients by their mean over the ranks of a group; a gradient that a rank does not have is zero there.
-
-    By way of the host, since replicas may share a GPU; in one message a dtype; summed in the order of the replicas, as the
-    emulator does.
-    """
-    has_gradient = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32)
-    somewhere = torch.stack(mail.all_gather(has_gradient, group)).amax(dim=0)
-    chosen = [p for p, reached in zip(parameters, somewhere.tolist()) if reached]
-    for dtype in dict.fromkeys(p.dtype for p in chosen):
-        of_dtype = [p for p in chosen if p.dtype == dtype]
-        flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in of_dtype]).cpu()
-        replicas = mail.all_gather(flat, group)
-        mean = (functools.reduce(torch.add, replicas) / len(replicas)).to(of_dtype[0].device)
-        for p, part in zip(of_dtype, mean.split([p.numel() for p in of_dtype])):
-            p.grad = part.view_as(p)
 
 
 class OtherRanksNorms(OtherStages):

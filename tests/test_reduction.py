@@ -1,0 +1,172 @@
+"""Gradients averaged over replicas by the backend's own all-reduce: close to the exact mean, beside the backward, on nccl too."""
+
+from __future__ import annotations
+
+import copy
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, List
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ipu_pipe.backends.processes.cuda import touch_channels
+from ipu_pipe.backends.processes.layout import RankLayout
+from ipu_pipe.backends.processes.mail import REPLICAS, Mail
+from ipu_pipe.backends.processes.reduction import (
+    OverlappedAverage,
+    ReplicaGroup,
+    average_over_replicas,
+    divide_into_buckets,
+)
+from ipu_pipe.backends.processes.trace import TraceRecorder
+from ipu_pipe.errors import RunFault, end_process
+from tests import forked
+from tests.nccl_double import NcclDouble
+from tests.test_processes import emulate, files, metrics_of, run
+
+pytestmark = pytest.mark.skipif(
+    not dist.is_available() or tuple(map(int, torch.__version__.split(".")[:2])) < (2, 4), reason="needs torch 2.4"
+)
+RANKS, MICROBATCHES, BUCKET = 3, 2, 8 * (9 * 9 + 9)  # bytes of one layer
+
+
+class Sometimes(nn.Module):
+    """Layers of which rank 1 alone uses one, and nobody another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = nn.ModuleList([nn.Linear(9, 9, dtype=torch.float64) for _ in range(5)])
+        self.scale = nn.Parameter(torch.ones(9, dtype=torch.float32))
+
+    def forward(self, x: torch.Tensor, rank: int) -> torch.Tensor:
+        """x: (B, 9) -> (B, 9)."""
+        for number, layer in enumerate(self.layers):
+            if number != 1 and (number != 2 or rank == 1):
+                x = layer(x).tanh()
+        return x * self.scale
+
+
+def test_buckets_are_of_one_dtype_and_size_the_last_parameters_first() -> None:
+    model = Sometimes()
+    layers = [[layer.bias, layer.weight] for layer in reversed(model.layers)]
+    assert [[id(p) for p in bucket] for bucket in divide_into_buckets(list(model.parameters()), BUCKET)] == [
+        [id(p) for p in bucket] for bucket in [*layers, [model.scale]]
+    ]
+    large = divide_into_buckets([model.scale, *model.layers[0].parameters()], 1)
+    assert [len(bucket) for bucket in large] == [1, 1, 1]
+
+
+def test_fast_is_close_to_exact_and_runs_beside_the_last_backward(tmp_path: Path) -> None:
+    context = forked.context()
+    ranks = [context.Process(target=_compare, args=(rank, str(tmp_path))) for rank in range(RANKS)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(120)
+    assert [process.exitcode for process in ranks] == [0] * RANKS
+
+
+def _compare(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
+    _check_numbers_and_order(rank, ReplicaGroup(None), _make_mail(rank), [])
+    _check_parts(rank)
+    group = dist.new_group(list(range(RANKS)))
+    _check_nccl(rank, group)
+    dist.barrier()
+    end_process(0)
+
+
+def _make_mail(rank: int, channels: Any = None) -> Mail:
+    return Mail(
+        RankLayout(rank, (0,), RANKS), torch.device("cpu"), TraceRecorder(rank, 0, range(0)), 60.0, channels=channels
+    )
+
+
+def _check_numbers_and_order(rank: int, group: ReplicaGroup, mail: Mail, log: List[str]) -> None:
+    exact, fast = Sometimes(), Sometimes()
+    draw = torch.Generator().manual_seed(rank)
+    inputs = [torch.randn(4, 9, generator=draw, dtype=torch.float64) for _ in range(MICROBATCHES)]
+    for x in inputs:
+        exact(x, rank).square().sum().backward()
+    average_over_replicas(list(exact.parameters()), mail, group)
+
+    average = OverlappedAverage(list(fast.parameters()), mail, group, MICROBATCHES, BUCKET)
+    fast.layers[0].weight.register_hook(lambda gradient: log.append("first layer"))
+    real = dist.all_reduce
+    dist.all_reduce = lambda *args, **how: log.append("sum") or real(*args, **how)  # type: ignore[func-returns-value]
+    for _ in range(2):  # the second begins anew
+        fast.zero_grad()
+        for x in inputs:
+            log.append("backward")
+            with average.add_pass():
+                fast(x, rank).square().sum().backward()
+        average.finish()
+    dist.all_reduce = real
+    average.remove_hooks()
+
+    for (name, p), q in zip(exact.named_parameters(), fast.parameters()):
+        if name.startswith("layers.1"):
+            assert p.grad is None and q.grad is None
+            continue
+        assert p.grad is not None and q.grad is not None and p.grad.shape == q.grad.shape
+        torch.testing.assert_close(q.grad, p.grad, rtol=1e-6 if q.dtype == torch.float32 else 1e-13, atol=1e-15)
+    assert any(bool(p.grad.any()) for p in fast.layers[2].parameters() if p.grad is not None)
+    # the bucket of the last layer is on its way before the first layer has its gradient; what nobody uses holds up those after it
+    before = 3 if rank == 1 else 2  # of 6 buckets
+    last = ["backward", *["sum"] * before, "first layer", *["sum"] * (6 - before)]
+    assert log == 2 * ["backward", "first layer", *last], log
+
+
+def _check_parts(rank: int) -> None:
+    """A gradient that comes twice in one backward is refused, after its sum has begun."""
+    layer = nn.Linear(9, 9)
+    average = OverlappedAverage(list(layer.parameters()), _make_mail(rank), ReplicaGroup(None), 1, 1)
+    x = torch.randn(2, 9, requires_grad=True)
+    with pytest.raises(RunFault, match="reduction: fast"), average.add_pass():
+        hidden: Any = checkpoint(layer, x, use_reentrant=True)
+        out: Any = checkpoint(layer, hidden, use_reentrant=True)
+        out.sum().backward()
+    for _, work in average._begun:
+        work.wait()
+
+
+def _check_nccl(rank: int, group: Any) -> None:
+    """A group of nccl is used once before anything is posted, and its waits take no limit."""
+    double, channels = NcclDouble([group]), {REPLICAS: group}
+    with double:
+        touch_channels(channels, [], RankLayout(rank, (0,), RANKS), torch.device("cpu"), timedelta(seconds=60))
+        through = ReplicaGroup(None, group)
+        assert through.of_gradients is group
+        _check_numbers_and_order(rank, copy.copy(through), _make_mail(rank, channels), [])
+    untouched = NcclDouble([group])
+    other, source = (rank + 1) % RANKS, (rank - 1) % RANKS
+    with untouched:
+        untouched._touched.add(id(group))
+        posted = dist.irecv(torch.empty(1), source, group)
+        untouched._touched.clear()
+        with pytest.raises(AssertionError, match="first"):
+            _make_mail(rank, channels).begin_sum(torch.zeros(1), group)
+        untouched._touched.add(id(group))
+        dist.barrier()
+        dist.isend(torch.zeros(1), other, group).wait()
+        posted.wait()
+
+
+def test_a_run_of_three_replicas_is_close_to_the_emulators(tmp_path: Path) -> None:
+    """Three, because a sum of two has but one order. The same config trains on the emulator."""
+    how = ["method=pipedream", "stages=2", "replicas=3", "gradient_accumulation=2", "reduction=fast", "steps=8", "log.every=1"]
+    code, _, error = run(3, tmp_path / "ranks", *how)
+    assert code == 0, error
+    emulate(tmp_path / "one", *how)
+    for ours, emulators in zip(files(tmp_path / "ranks", 8), files(tmp_path / "one", 8)):
+        assert ours.keys() == emulators.keys()
+        for name, value in emulators.items():
+            torch.testing.assert_close(ours[name], value, rtol=1e-4, atol=1e-6)
+    losses = [[line["train_loss"] for line in metrics_of(tmp_path / out) if "train_loss" in line] for out in ("ranks", "one")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
