@@ -5,8 +5,9 @@ Every process of a run has an engine and calls the same methods in the same orde
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
-from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Tuple
+from typing import Any, Callable, ContextManager, Dict, List, Mapping, NamedTuple, Optional, Tuple
 
 import torch
 from torch import nn
@@ -102,6 +103,10 @@ class Engine:
     def current_model(self) -> Optional[nn.Module]:
         """Return the model where it holds the newest weights now, None where they are on other devices."""
         return self.job.model
+
+    def hold_whole_model(self) -> ContextManager[None]:
+        """Hold the whole model with the newest weights in every process, in a block where the pipeline is empty."""
+        return contextlib.nullcontext()
 
     def evaluate(self) -> List[EvaluationResult]:
         """Return test loss and metrics of each block that has a loss of its own, the model's own last, on every process alike.

@@ -85,10 +85,17 @@ def find_holders(model: nn.Module, cut: Sequence[Piece]) -> Dict[str, int]:
     return {name: stage_of[id(tensor)] for name, tensor in named if id(tensor) in stage_of}
 
 
-def broadcast_weights(mail: Mail, model: nn.Module, holders: Dict[str, int], placement: Sequence[int]) -> None:
+def broadcast_weights(
+    mail: Mail,
+    model: nn.Module,
+    holders: Dict[str, int],
+    placement: Sequence[int],
+    freed: Optional[Sequence[torch.Tensor]] = None,
+) -> None:
     """Copy what the stages of the first replica hold into every rank's model; `holders`: from `find_holders`; `placement`: the
-    device, and rank, of each stage."""
+    device, and rank, of each stage; `freed`: the tensors to copy into, all if None."""
     mail.all_gather(torch.zeros(1))
+    taken = None if freed is None else {id(tensor) for tensor in freed}
     for stage in sorted({*holders.values()}):
         tensors = {name: operator.attrgetter(name)(model) for name, s in holders.items() if s == stage}
         sent: Any = [None]
@@ -98,7 +105,8 @@ def broadcast_weights(mail: Mail, model: nn.Module, holders: Dict[str, int], pla
         with detect_lost_rank(limit=mail.limit):
             dist.broadcast_object_list(sent, src=source)
         for name, tensor in tensors.items():
-            tensor.data = sent[0][name].to(tensor.device)
+            if taken is None or id(tensor) in taken:
+                tensor.data = sent[0][name].to(tensor.device)
 
 
 # ---- memory of the other ranks' stages

@@ -86,7 +86,7 @@ class ProcessEngine(Engine):
         )
         # of a model that the caller holds
         self._holders = collect.find_holders(job.model, cut) if job.numbers.is_given else {}
-        freed = collect.free_other_stages(job, models, cut)
+        self._freed = freed = collect.free_other_stages(job, models, cut)
         self._results = ResultCollection(
             self._mail, self._recorder, layout, _list_stages_with_loss(job), job.schedule.accumulate, job.batch,
             job.data_name, groups[layout.placement[0]] if groups else None,
@@ -152,6 +152,16 @@ class ProcessEngine(Engine):
     def evaluate(self) -> List[EvaluationResult]:
         with self._drained("evaluate", "evaluation"):
             return self._evaluation()
+
+    @contextlib.contextmanager
+    def hold_whole_model(self) -> Iterator[None]:
+        with self._drained("gather", "whole model"):
+            self._interpreter.load_newest()
+            collect.broadcast_weights(self._mail, self.job.model, self._holders, self._layout.placement, self._freed)
+        try:
+            yield
+        finally:
+            collect.free(self._freed)
 
     def state(self) -> Optional[CheckpointState]:
         with self._drained("checkpoint", "checkpoint"):

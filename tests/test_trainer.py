@@ -1,0 +1,261 @@
+"""PipelineTrainer against transformers' own Trainer, and its processes against its emulator."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Dict, Iterator, List, Tuple
+
+import pytest
+import torch
+from torch.distributed import TCPStore
+
+from ipu_pipe.errors import BadInput, RunFault
+from tests import forked
+
+third_party = pytest.importorskip("tests.third_party")
+transformers = third_party.transformers
+PipelineTrainer = pytest.importorskip("ipu_pipe.integrations.transformers").PipelineTrainer
+
+LINES = ("step", "epoch", "loss", "learning_rate", "eval_loss", "eval_right")
+SEQUENCES = {"gpt2": 10, "bert": 8}
+
+
+def draw_samples(kind: str, count: int, seed: int = 0) -> List[Dict[str, torch.Tensor]]:
+    """Sentences for a language model with more or fewer ignored labels, one of them with none that counts; or with a class."""
+    generator = torch.Generator().manual_seed(seed)
+    samples = []
+    for i in range(count):
+        ids = torch.randint(0, 31, (SEQUENCES[kind],), generator=generator)
+        labels = torch.randint(0, 3, (), generator=generator)
+        if kind == "gpt2":
+            labels = ids.clone()
+            labels[: int(torch.randint(0, 9, (), generator=generator)) if i else 10] = -100
+        samples.append({"input_ids": ids, "labels": labels})
+    return samples
+
+
+def make_model(kind: str) -> torch.nn.Module:
+    torch.manual_seed(1)
+    return third_party.hugging_gpt2() if kind == "gpt2" else third_party.hugging_bert()  # type: ignore[no-any-return]
+
+
+def count_right(prediction: Any) -> Dict[str, float]:
+    return {"right": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
+
+
+STAGE = {"gpt2": "transformer.h.1", "bert": "bert.encoder.layer.1"}
+
+
+def make_trainer(folder: Path, kind: str = "gpt2", method: str = "", **changes: Any) -> Any:
+    """Trainer, or with a method PipelineTrainer: 23 samples in batches of 2 and updates of 4, so that the last update of an epoch
+    has a batch of one sample; 3 updates an epoch."""
+    settings = {
+        "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "num_train_epochs": 2, "logging_steps": 1,
+        "eval_strategy": "epoch", "save_strategy": "epoch", "report_to": [], "learning_rate": 0.01, "warmup_steps": 2,
+        "weight_decay": 0.1, "max_grad_norm": 0.5, "use_cpu": True, "disable_tqdm": True,
+    }  # fmt: skip
+    given = {key: changes.pop(key) for key in ("callbacks", "train_dataset", "data_collator", "model") if key in changes}
+    pipeline = {"method": method, "stages": [STAGE[kind]], **changes.pop("pipeline", {})}
+    made: Any = PipelineTrainer if method else transformers.Trainer
+    given = {"model": make_model(kind), "train_dataset": draw_samples(kind, 23), **given}
+    return made(
+        args=transformers.TrainingArguments(str(folder), **{**settings, **changes}), eval_dataset=draw_samples(kind, 5, 1),
+        compute_metrics=count_right, **given, **({"pipeline": pipeline} if method else {}),
+    )  # fmt: skip
+
+
+def read_log(trainer: Any) -> List[Dict[str, float]]:
+    return [{key: line[key] for key in LINES if key in line} for line in trainer.state.log_history]
+
+
+def is_same_model(a: torch.nn.Module, b: Any) -> bool:
+    other = b if isinstance(b, dict) else b.state_dict()
+    return all(torch.equal(value, other[name]) for name, value in a.state_dict().items())
+
+
+# ---- against Trainer
+
+
+def assert_close(ours: Any, theirs: Any) -> None:
+    """Equal but for rounding: a filled-up batch, a clipping norm and a division are summed in another order."""
+    assert len(read_log(ours)) == len(read_log(theirs))
+    for line, other in zip(read_log(ours), read_log(theirs)):
+        assert line == pytest.approx(other, rel=1e-6, abs=1e-6)
+    for (name, p), q in zip(ours.model.named_parameters(), theirs.model.parameters()):
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5, msg=name)  # Adam divides by what is near zero
+
+
+@pytest.mark.parametrize(
+    "kind, changes", [("gpt2", {}), ("bert", {"label_smoothing_factor": 0.1, "lr_scheduler_type": "cosine"})]
+)
+def test_a_method_that_flushes_trains_as_trainer_does(kind: str, changes: Dict[str, Any], tmp_path: Path) -> None:
+    theirs = make_trainer(tmp_path / "theirs", kind, **changes)
+    ours = make_trainer(tmp_path / "ours", kind, "pipedream_flush", **changes)
+    assert ours.train().training_loss == pytest.approx(theirs.train().training_loss, rel=1e-6)
+    assert_close(ours, theirs)
+    assert ours.state.total_flos == theirs.state.total_flos > 0
+    a, b = ours.predict(draw_samples(kind, 3, 2)), theirs.predict(draw_samples(kind, 3, 2))
+    torch.testing.assert_close(torch.tensor(a.predictions), torch.tensor(b.predictions), rtol=1e-4, atol=1e-5)
+    for folder in ("checkpoint-3", "checkpoint-6"):
+        files = [sorted(path.name for path in (tmp_path / one / folder).iterdir()) for one in ("ours", "theirs")]
+        assert files[0] == files[1]
+
+
+def test_checkpoints_are_trainers(tmp_path: Path) -> None:
+    theirs, ours = make_trainer(tmp_path / "theirs"), make_trainer(tmp_path / "ours", method="gpipe")
+    theirs.train()
+    ours.train(resume_from_checkpoint=str(tmp_path / "theirs" / "checkpoint-3"))
+    assert_close(ours, theirs)
+    again = make_trainer(tmp_path / "again")
+    again.train(resume_from_checkpoint=str(tmp_path / "ours" / "checkpoint-6"))
+    assert is_same_model(again.model, ours.model)
+
+
+# ---- processes
+
+
+METHODS = ("pipedream_flush", "pipedream")
+
+
+def run_methods(folder: Path, where: str) -> None:
+    """Train by each method, and save weights and log."""
+    trainers: List[Tuple[str, Any]] = []
+    for method in METHODS:
+        pipeline = {"clip": {"scope": "delayed_global"}} if method == "pipedream" else {}
+        trainer = make_trainer(folder / f"{method}-{where[:4]}", method=method, pipeline=pipeline)
+        trainer.train()
+        trainers.append((method, trainer))
+    for name, trainer in trainers:
+        torch.save((trainer.model.state_dict(), read_log(trainer)), folder / f"{name}.{where}")
+
+
+def run_rank(rank: int, folder: Path, port: int) -> None:
+    os.environ.update(forked.of_rank(rank, 2, port))
+    run_methods(folder, f"rank{rank}")
+    os._exit(0)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("processes")
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    forked.in_ranks(2, run_rank, folder, store.port)
+    run_methods(folder, "emulator")
+    yield folder
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_processes_train_as_the_emulator(method: str, trained: Path) -> None:
+    weights, log = torch.load(trained / f"{method}.emulator")
+    for rank in range(2):
+        other_weights, other_log = torch.load(trained / f"{method}.rank{rank}")
+        assert log == other_log
+        assert all(torch.equal(value, other_weights[name]) for name, value in weights.items())
+
+
+def test_a_run_of_processes_goes_on_in_the_emulator(trained: Path, tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, method="pipedream", pipeline={"clip": {"scope": "delayed_global"}})
+    trainer.train(resume_from_checkpoint=str(trained / "pipedream-rank" / "checkpoint-3"))
+    weights, log = torch.load(trained / "pipedream.emulator")
+    assert is_same_model(trainer.model, weights) and read_log(trainer) == log
+
+
+# ---- what a collator draws, callbacks
+
+
+def mask_at_random(samples: List[Any]) -> Dict[str, torch.Tensor]:
+    batch = {key: torch.stack([one[key] for one in samples]) for key in samples[0]}
+    batch["labels"] = batch["labels"].masked_fill(torch.rand(batch["labels"].shape) < 0.3, -100)
+    return batch
+
+
+def test_a_resumed_run_draws_the_same_batches(tmp_path: Path) -> None:
+    how = {"method": "gpipe", "data_collator": mask_at_random, "save_strategy": "steps", "save_steps": 5}
+    whole = make_trainer(tmp_path / "whole", **how)
+    whole.train()
+    resumed = make_trainer(tmp_path / "resumed", **how)
+    torch.rand(3)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-5"))
+    assert is_same_model(resumed.model, whole.model)
+
+
+class Recorder(transformers.TrainerCallback):  # type: ignore[misc]
+    """Counts the events, and ends the run after an update."""
+
+    def __init__(self, last: int = 0) -> None:
+        self.last, self.events = last, []  # type: int, List[str]
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.events.append("begin")
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.events.append("step")
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.events.append(f"end {state.global_step}")
+        control.should_training_stop = state.global_step == self.last
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.events.append("evaluate")
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.events.append("save")
+
+
+def test_callbacks_are_called_as_trainer_calls_them(tmp_path: Path) -> None:
+    events = []
+    for method in ("", "gpipe"):
+        recorder = Recorder(5)
+        trainer = make_trainer(tmp_path / method, method=method, callbacks=[recorder])
+        assert trainer.train().global_step == 5
+        events.append(recorder.events)
+    assert events[0] == events[1]
+
+
+def test_a_method_that_does_not_flush_finishes_what_it_has_begun(tmp_path: Path) -> None:
+    how = {"eval_strategy": "no", "save_strategy": "no", "max_grad_norm": 0.0, "gradient_accumulation_steps": 1}
+    trainer = make_trainer(tmp_path, method="pipedream", callbacks=[Recorder(5)], **how)
+    assert trainer.train().global_step == 6
+
+
+def test_an_evaluation_where_the_pipeline_is_not_empty_is_refused(tmp_path: Path) -> None:
+    class Evaluating(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_evaluate = state.global_step == 2
+
+    with pytest.raises(RunFault, match="update 1: .*eval_steps"):
+        make_trainer(tmp_path, method="pipedream", max_grad_norm=0.0, callbacks=[Evaluating()]).train()
+
+
+# ---- refused
+
+
+@pytest.mark.parametrize(
+    "key, changes",
+    [
+        ("bf16", {"bf16": True}),
+        ("activation_checkpointing", {"activation_checkpointing": True}),
+        ("neftune_noise_alpha", {"neftune_noise_alpha": 5.0}),
+        ("pipeline.replicas", {"pipeline": {"replicas": 2}}),
+        ("pipeline.method", {"pipeline": {"method": "gpype"}}),
+        ("pipeline.backend.name", {"pipeline": {"backend": {"name": "poptorch"}}}),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(key: str, changes: Dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(BadInput) as refused:
+        make_trainer(tmp_path, **{"method": "gpipe", **changes})
+    assert [fault.partition(": ")[0] for fault in refused.value.faults] == [key]
+
+
+def test_what_only_training_shows_is_refused_by_name(tmp_path: Path) -> None:
+    class Watching(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            """See the gradients."""
+
+    with pytest.raises(BadInput, match="^callbacks: Watching.on_pre_optimizer_step: "):
+        make_trainer(tmp_path, method="gpipe", callbacks=[Watching()])
+    with pytest.raises(BadInput, match="^clip.scope: global: "):
+        make_trainer(tmp_path, method="pipedream").train()
+    with pytest.raises(BadInput, match="^lr_scheduler_type: ReduceLROnPlateau: "):
+        make_trainer(tmp_path, method="gpipe", lr_scheduler_type="reduce_lr_on_plateau").train()
