@@ -183,6 +183,9 @@ class PipelineTrainer(Trainer):
     """
 
     _has_joined = False  # whether the process group, which all trainers of a process share, is ours
+    control: Any
+    lr_scheduler: Any
+    _created_lr_scheduler: bool
 
     def __init__(self, *args: Any, pipeline: Mapping[str, Any], **kwargs: Any) -> None:
         self._engine: Optional[Engine] = None
