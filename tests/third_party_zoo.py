@@ -1,0 +1,320 @@
+"""Small models of torchvision, timm and transformers, with random weights: the rows of `make sweep`.
+
+Image classifiers take (b, 3, size, size) and give (b, 5). Language models take words (b, 8) and give scores (b, words, 8), or
+(b, 5) for a text; those with an encoder and a decoder take both as a mapping.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Callable, Dict, List, NamedTuple, Optional
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from ipu_pipe.data import DataSource, from_loader
+from tests.third_party import timm, torchvision, transformers
+
+CLASSES, WORDS, LENGTH, SAMPLES = 5, 48, 8, 16
+
+
+class Model(NamedTuple):
+    """One row: how a model is built, `family` of its inputs, and the `size` of its images."""
+
+    build: Callable[[], nn.Module]
+    family: str = "images"
+    size: int = 32
+
+
+def take_scores(output: Any) -> torch.Tensor:
+    """Return the scores in a model's output, (b, classes) or (b, words, length)."""
+    scores: torch.Tensor = output if isinstance(output, torch.Tensor) else output.logits
+    return scores.transpose(1, 2) if scores.dim() == 3 else scores
+
+
+def make_data(model: Model) -> DataSource:
+    """Return random samples that fit the model."""
+    generator = torch.Generator().manual_seed(0)
+    draw = functools.partial(torch.randint, generator=generator)
+    words, following, label = draw(1, WORDS, (SAMPLES, LENGTH)), draw(1, WORDS, (SAMPLES, LENGTH)), draw(CLASSES, (SAMPLES,))
+    inputs: Dict[str, torch.Tensor] = {"x": words}
+    if model.family in ("images", "speech"):
+        shape = (3, model.size, model.size) if model.family == "images" else (8, 16)  # or 8 bands of 16 frames
+        inputs = {"x": torch.randn(SAMPLES, *shape, generator=generator)}
+    if model.family == "text classes":
+        mask = (torch.arange(LENGTH) < draw(3, LENGTH + 1, (SAMPLES, 1))).long()
+        inputs = {"input_ids": words * mask, "attention_mask": mask}
+    elif model.family == "pairs of texts":
+        inputs = {"input_ids": words, "decoder_input_ids": draw(1, WORDS, (SAMPLES, LENGTH))}
+    elif model.family == "speech":
+        inputs = {"input_features": inputs["x"], "decoder_input_ids": words}
+    y = label if model.family in ("images", "text classes") else following
+    samples: List[Any] = [
+        (inputs["x"][i], y[i]) if "x" in inputs else {**{name: value[i] for name, value in inputs.items()}, "labels": y[i]}
+        for i in range(SAMPLES)
+    ]
+    return from_loader(DataLoader(samples, batch_size=2), DataLoader(samples[:4], batch_size=2))
+
+
+# ---- torchvision: the published networks, narrower where the library lets them be
+
+
+def _vision(name: str, size: int = 32, **args: Any) -> Model:
+    return Model(lambda: getattr(torchvision.models, name)(num_classes=CLASSES, **args), size=size)
+
+
+def _make_alexnet() -> nn.Module:
+    model: nn.Module = torchvision.models.alexnet(num_classes=CLASSES)
+    model.classifier = nn.Sequential(nn.Dropout(), nn.Linear(256 * 6 * 6, 16), nn.ReLU(), nn.Linear(16, CLASSES))
+    return model
+
+
+def _make_vgg(norm: bool) -> nn.Module:
+    layers = torchvision.models.vgg.make_layers([8, "M", 16, "M", 16, 16, "M"], batch_norm=norm)
+    model: nn.Module = torchvision.models.VGG(layers, num_classes=CLASSES)
+    model.avgpool = nn.AdaptiveAvgPool2d(1)
+    model.classifier = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Dropout(), nn.Linear(16, CLASSES))
+    return model
+
+
+def _make_vision_convnext() -> nn.Module:
+    make = torchvision.models.convnext.CNBlockConfig
+    model: nn.Module = torchvision.models.ConvNeXt(
+        [make(8, 16, 2), make(16, None, 2)], stochastic_depth_prob=0.1, num_classes=CLASSES
+    )
+    return model
+
+
+def _make_vision_swin(version: str) -> nn.Module:
+    swin: Any = torchvision.models.swin_transformer
+    others = {"block": swin.SwinTransformerBlockV2, "downsample_layer": swin.PatchMergingV2} if version == "2" else {}
+    model: nn.Module = swin.SwinTransformer(
+        [2, 2], 8, [2, 2], [1, 2], [4, 4], stochastic_depth_prob=0.1, num_classes=CLASSES, **others
+    )
+    return model
+
+
+TORCHVISION: Dict[str, Model] = {
+    "alexnet": Model(_make_alexnet, size=224),
+    "convnext": Model(_make_vision_convnext),
+    "densenet": Model(lambda: torchvision.models.DenseNet(8, (2, 2), 8, num_classes=CLASSES, drop_rate=0.1)),
+    "efficientnet_b0": _vision("efficientnet_b0"),
+    "efficientnet_v2_s": _vision("efficientnet_v2_s"),
+    "googlenet": _vision("googlenet", init_weights=False),
+    "inception_v3": _vision("inception_v3", 80, init_weights=False, aux_logits=False),
+    "maxvit": Model(
+        lambda: torchvision.models.MaxVit((32, 32), 16, 4, [16, 16], [1, 1], 8, 0.1, num_classes=CLASSES)
+    ),
+    "mnasnet0_5": _vision("mnasnet0_5"),
+    "mobilenet_v2": _vision("mobilenet_v2", width_mult=0.25),
+    "mobilenet_v3_small": _vision("mobilenet_v3_small"),
+    "regnet_x_400mf": _vision("regnet_x_400mf"),
+    "regnet_y_400mf": _vision("regnet_y_400mf"),
+    "resnet18": _vision("resnet18"),
+    "resnet34": _vision("resnet34"),
+    "resnet50": Model(
+        lambda: torchvision.models.ResNet(torchvision.models.resnet.Bottleneck, [1, 1, 1, 1], num_classes=CLASSES)
+    ),
+    "resnext": Model(
+        lambda: torchvision.models.ResNet(
+            torchvision.models.resnet.Bottleneck, [1, 1, 1, 1], CLASSES, groups=4, width_per_group=8
+        )
+    ),
+    "shufflenet_v2_x0_5": _vision("shufflenet_v2_x0_5"),
+    "squeezenet1_1": _vision("squeezenet1_1"),
+    "swin": Model(lambda: _make_vision_swin("1")),
+    "swin_v2": Model(lambda: _make_vision_swin("2")),
+    "vgg": Model(lambda: _make_vgg(False)),
+    "vgg_bn": Model(lambda: _make_vgg(True)),
+    "vit": Model(
+        lambda: torchvision.models.VisionTransformer(
+            32, 8, 4, 2, 16, 32, dropout=0.1, attention_dropout=0.1, num_classes=CLASSES
+        )
+    ),
+    "wide_resnet": Model(
+        lambda: torchvision.models.ResNet(
+            torchvision.models.resnet.Bottleneck, [1, 1, 1, 1], CLASSES, width_per_group=128
+        )
+    ),
+}
+
+# ---- timm
+
+
+def _timm(name: str, size: int = 32, **args: Any) -> Model:
+    """A row of `timm.create_model`; a `size` that the library asks to be told is among `args` too."""
+    return Model(lambda: timm.create_model(name, num_classes=CLASSES, **args), size=size)
+
+
+_VIT: Dict[str, Any] = {"img_size": 32, "patch_size": 8, "embed_dim": 16, "depth": 4, "num_heads": 2}
+_FOUR: Dict[str, Any] = {"depths": (1, 1, 1, 1)}
+
+
+
+def _make_mixer(mlp: Any, **args: Any) -> nn.Module:
+    model: nn.Module = timm.models.MlpMixer(
+        CLASSES, img_size=32, patch_size=8, embed_dim=16, num_blocks=4, mlp_layer=mlp, **args
+    )
+    return model
+
+
+TIMM: Dict[str, Model] = {
+    "beit": _timm("beit_base_patch16_224", **_VIT, drop_path_rate=0.1),
+    "byobnet": _timm("test_byobnet"),
+    "cait": _timm("cait_xxs24_224", **_VIT),
+    "coatnet": _timm("test_coatnet", 32, img_size=32),
+    "convmixer": Model(lambda: timm.models.ConvMixer(16, 4, 5, 4, num_classes=CLASSES)),
+    "convnext": _timm("test_convnext", drop_path_rate=0.1),
+    "crossvit": _timm(
+        "crossvit_9_240", 48, img_size=48, img_scale=(1.0, 1.0), patch_size=(12, 16), embed_dim=(16, 32), num_heads=(2, 2)
+    ),
+    "davit": _timm("davit_tiny", embed_dims=(8, 16, 16, 32), num_heads=(1, 2, 2, 2), **_FOUR),
+    "deit_distilled": _timm("deit_tiny_distilled_patch16_224", **_VIT),
+    "densenet": _timm("densenet121", growth_rate=8, block_config=(2, 2)),
+    "dpn48b": _timm("dpn48b"),
+    "edgenext": _timm("edgenext_xx_small"),
+    "efficientformer": _timm("efficientformer_l1", 224),
+    "efficientnet": _timm("test_efficientnet", drop_rate=0.1),
+    "eva02": _timm("eva02_tiny_patch14_224", **_VIT),
+    "fastvit": _timm("fastvit_t8", 64, embed_dims=(8, 16, 16, 32), layers=(1, 1, 1, 1)),
+    "focalnet": Model(lambda: timm.models.FocalNet(embed_dim=8, **_FOUR, num_classes=CLASSES)),
+    "ghostnet": _timm("ghostnet_050"),
+    "gmixer": Model(lambda: _make_mixer(timm.layers.GluMlp, mlp_ratio=(1.0, 4.0))),
+    "hrnet": _timm("hrnet_w18_small"),
+    "inception_next": _timm("inception_next_tiny", dims=(16, 16, 16, 32), depths=(1, 1, 1, 1)),
+    "lcnet": _timm("lcnet_035"),
+    "levit": _timm("levit_128s", 224),
+    "mambaout": _timm("test_mambaout"),
+    "maxvit": _timm("test_maxvit", 32, img_size=32),
+    "mixer": Model(lambda: _make_mixer(timm.layers.Mlp)),
+    "mobilenetv4": _timm("mobilenetv4_conv_small_035"),
+    "mobilevit": _timm("mobilevit_xxs"),
+    "nfnet": _timm("test_nfnet"),
+    "pit": _timm("pit_ti_224", 64, img_size=64, patch_size=8, stride=8, base_dims=(8, 8, 8), depth=(1, 1, 1), heads=(1, 2, 2)),
+    "poolformer": Model(lambda: timm.models.MetaFormer(depths=(1, 1, 1, 1), dims=(8, 16, 16, 32), num_classes=CLASSES)),
+    "pvt_v2": _timm("pvt_v2_b0", embed_dims=(8, 16, 20, 32), **_FOUR),
+    "regnet": _timm("regnetz_005"),
+    "repvgg": _timm("repvgg_a0"),
+    "resmlp": Model(
+        lambda: _make_mixer(
+            timm.layers.Mlp, mlp_ratio=4, block_layer=timm.models.mlp_mixer.ResBlock, norm_layer=timm.models.mlp_mixer.Affine
+        )
+    ),
+    "resnest": _timm("resnest14d"),
+    "resnet": _timm("test_resnet", drop_path_rate=0.1),
+    "rexnet": _timm("rexnetr_100"),
+    "sequencer2d": _timm("sequencer2d_s", 32, img_size=32, layers=(1, 1, 1, 1), embed_dims=(16, 16, 16, 16), hidden_sizes=(4, 4, 4, 4), patch_sizes=(4, 2, 1, 1)),
+    "swin": _timm("swin_tiny_patch4_window7_224", 32, img_size=32, embed_dim=8, depths=(1, 1), num_heads=(1, 2), window_size=4),
+    "swinv2": _timm("swinv2_tiny_window8_256", 32, img_size=32, embed_dim=8, depths=(1, 1), num_heads=(1, 2), window_size=4),
+    "tnt": _timm("tnt_s_patch16_224", 32, img_size=32, embed_dim=16, inner_dim=8, depth=2, num_heads_outer=2),
+    "tresnet": _timm("tresnet_m"),
+    "twins": _timm("twins_pcpvt_small", 64, img_size=64, embed_dims=(8, 16, 20, 32), **_FOUR),
+    "visformer": _timm("visformer_tiny", 64, img_size=64, embed_dim=24, depth=(1, 1, 1), init_channels=8, num_heads=2),
+    "vit": _timm("test_vit", 32, img_size=32, patch_size=8, drop_path_rate=0.1),
+    "volo": Model(
+        lambda: timm.models.VOLO(
+            (1, 1, 1, 1), 64, num_classes=CLASSES, embed_dims=(16,) * 4, num_heads=(2,) * 4, mlp_ratio=2.0,
+            downsamples=(True, False, False, False), outlook_attention=(True, False, False, False),
+        ),
+        size=64,
+    ),
+    "xception41": _timm("xception41", 64),
+    "xcit": _timm("xcit_nano_12_p16_224", 32, img_size=32, patch_size=8, embed_dim=16, depth=2, num_heads=2),
+}
+
+# ---- transformers
+
+_TOKENS: Dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_BERT: Dict[str, Any] = {
+    "vocab_size": WORDS, "hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 32,
+    "max_position_embeddings": 16, **_TOKENS,
+}  # fmt: skip
+_LLAMA: Dict[str, Any] = {**_BERT, "num_key_value_heads": 1}
+_MOE: Dict[str, Any] = {**_LLAMA, "num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_HEAD: Dict[str, Any] = {"head_dim": 8}
+_GPT: Dict[str, Any] = {"vocab_size": WORDS, "n_positions": 16, "n_embd": 16, "n_layer": 4, "n_head": 2, **_TOKENS}
+_T5: Dict[str, Any] = {
+    "vocab_size": WORDS, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "pad_token_id": 0,
+    "eos_token_id": 1, "decoder_start_token_id": 0,
+}  # fmt: skip
+_BART: Dict[str, Any] = {
+    "vocab_size": WORDS, "d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "max_position_embeddings": 16,
+    "decoder_start_token_id": 2, **_TOKENS,
+}  # fmt: skip
+_IMAGE: Dict[str, Any] = {
+    "image_size": 32, "patch_size": 8, "hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2,
+    "intermediate_size": 32,
+}  # fmt: skip
+_TIED = {"tie_word_embeddings": True}
+
+
+def _face(prefix: str, head: str, family: str, config: Optional[Dict[str, Any]] = None, **more: Any) -> Model:
+    """A row of transformers: `prefix`Config and `prefix`For`head`."""
+
+    def build() -> nn.Module:
+        settings = {**(config or {}), **more}
+        if head in ("SequenceClassification", "ImageClassification"):
+            settings = {"num_labels": CLASSES, **settings}
+        else:
+            settings = {"tie_word_embeddings": False, **settings, "use_cache": False}
+        name = "GPT2LMHeadModel" if prefix == "GPT2" else f"{prefix}For{head}"
+        model: nn.Module = getattr(transformers, name)(getattr(transformers, f"{prefix}Config")(**settings))
+        return model
+
+    return Model(build, family)
+
+
+_causal = functools.partial(_face, head="CausalLM", family="next words")
+_texts = functools.partial(_face, head="SequenceClassification", family="text classes")
+_pairs = functools.partial(_face, head="ConditionalGeneration", family="pairs of texts")
+_images = functools.partial(_face, head="ImageClassification", family="images")
+
+TRANSFORMERS: Dict[str, Model] = {
+    "albert": _texts("Albert", config=_BERT, embedding_size=16),
+    "bart": _pairs("Bart", config=_BART),
+    "bart_tied": _pairs("Bart", config={**_BART, **_TIED}),
+    "beit": _images("Beit", config=_IMAGE),
+    "bert": _texts("Bert", config=_BERT),
+    "bloom": _causal("Bloom", config={"vocab_size": WORDS, "hidden_size": 16, "n_layer": 4, "n_head": 2, **_TOKENS}),
+    "convnext": _images("ConvNext", config={"hidden_sizes": [8, 16, 16, 16], "depths": [1, 1, 1, 1]}),
+    "deberta_v2": _texts("DebertaV2", config=_BERT, relative_attention=True, pos_att_type=["p2c", "c2p"], position_buckets=8),
+    "deit": _images("DeiT", config=_IMAGE),
+    "dinov2": _images("Dinov2", config=_IMAGE),
+    "distilbert": _texts("DistilBert", config={"vocab_size": WORDS, "dim": 16, "n_layers": 4, "n_heads": 2, "hidden_dim": 32, "max_position_embeddings": 16, "pad_token_id": 0}),
+    "electra": _texts("Electra", config=_BERT, embedding_size=16),
+    "falcon": _causal("Falcon", config={**_BERT, "num_kv_heads": 2}),
+    "gemma": _causal("Gemma", config=_LLAMA, **_HEAD),
+    "gemma2": _causal("Gemma2", config=_LLAMA, **_HEAD),
+    "gpt2": _causal("GPT2", config=_GPT),
+    "gpt2_tied": _causal("GPT2", config={**_GPT, **_TIED}),
+    "gpt_neo": _causal("GPTNeo", config={**_BERT, "num_layers": 4, "num_heads": 2, "attention_types": [[["global", "local"], 2]], "window_size": 4}),
+    "gpt_neox": _causal("GPTNeoX", config=_BERT),
+    "gptj": _causal("GPTJ", config={**_GPT, "rotary_dim": 4}),
+    "llama": _causal("Llama", config=_LLAMA),
+    "llama_tied": _causal("Llama", config={**_LLAMA, **_TIED}),
+    "mistral": _causal("Mistral", config=_LLAMA, sliding_window=4),
+    "mixtral": _causal("Mixtral", config=_MOE),
+    "mobilebert": _texts("MobileBert", config=_BERT, embedding_size=16, intra_bottleneck_size=16, true_hidden_size=16),
+    "mpnet": _texts("MPNet", config=_BERT),
+    "olmo2": _causal("Olmo2", config=_LLAMA),
+    "opt": _causal("OPT", config={"vocab_size": WORDS, "hidden_size": 16, "word_embed_proj_dim": 16, "num_hidden_layers": 4, "num_attention_heads": 2, "ffn_dim": 32, "max_position_embeddings": 16, **_TOKENS}),
+    "phi": _causal("Phi", config=_LLAMA),
+    "qwen2": _causal("Qwen2", config=_LLAMA),
+    "qwen3": _causal("Qwen3", config=_LLAMA, **_HEAD),
+    "qwen3_moe": _causal("Qwen3Moe", config=_MOE, **_HEAD),
+    "roberta": _texts("Roberta", config=_BERT),
+    "swin": _images("Swin", config={"image_size": 32, "patch_size": 4, "embed_dim": 8, "depths": [1, 1], "num_heads": [1, 2], "window_size": 4}),
+    "t5": _pairs("T5", config=_T5),
+    "t5_tied": _pairs("T5", config={**_T5, **_TIED}),
+    "vit": _images("ViT", config=_IMAGE),
+    "whisper": _face("Whisper", "ConditionalGeneration", "speech", {**_BART, "num_mel_bins": 8, "max_source_positions": 8, "max_target_positions": 16}),
+    "xlnet": _face("XLNet", "SequenceClassification", "text classes", {"vocab_size": WORDS, "d_model": 16, "n_layer": 4, "n_head": 2, "d_inner": 32, **_TOKENS}),
+}  # fmt: skip
+
+MODELS: Dict[str, Model] = {
+    f"{library}-{name}": model
+    for library, models in (("torchvision", TORCHVISION), ("timm", TIMM), ("transformers", TRANSFORMERS))
+    for name, model in models.items()
+}
