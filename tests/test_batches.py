@@ -401,6 +401,22 @@ def test_a_run_by_steps_goes_on_where_it_was(tmp_path: Path) -> None:
         assert torch.equal(a, b)
 
 
+def test_a_microbatch_is_a_batch_of_the_loader_where_the_config_does_not_say(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, first = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 4)), tmp_path / "unsaid"
+    twin = copy.deepcopy(model)
+    keys: Dict[str, Any] = {"stages": 2, "log": {"tensorboard": False, "trace": False}}
+    run = ipu_pipe.train(ipu_pipe.configure(steps=2, **keys), first, model=model, data=streamed(), quiet=True)
+    assert run["batch"]["micro_batch_size"] == 4
+    said = ipu_pipe.configure(steps=2, micro_batch_size=4, **keys)
+    ipu_pipe.train(said, tmp_path / "said", model=twin, data=streamed(), quiet=True)
+    for a, b in zip(model.parameters(), twin.parameters()):
+        assert torch.equal(a, b)
+    longer = ipu_pipe.train(ipu_pipe.configure(steps=3, **keys), first, model=model, data=streamed(), quiet=True, resume=True)
+    assert longer["steps"] == 3 and longer["batch"]["micro_batch_size"] == 4
+    assert "batches of 4, micro_batch_size is 8" in refusal(Two(), streamed(), {"micro_batch_size": 8})
+
+
 def test_what_counts_in_epochs_is_refused_without_a_length() -> None:
     line = refusal(Two(), streamed(), {"steps": None})
     assert line == (

@@ -58,8 +58,11 @@ def keep_recorded_choices(old: Config, new: Config) -> Config:
     """Return `new` with what a run of `old` chose for itself, where `new` leaves it open.
 
     Stages: if `new` would measure or plan the same number again, since times differ from one measurement to the next.
-    On processes the planner is asked again: there may be others. Blocks and replicas: if the method is the same.
+    On processes the planner is asked again: there may be others. Blocks and replicas: if the method is the same. The size of a
+    microbatch, which may be that of a loader's batches.
     """
+    if "micro_batch_size" not in new.model_fields_set:
+        new = new.model_copy(update={"micro_batch_size": old.micro_batch_size})
     by = new.stages.get("by") if isinstance(new.stages, dict) else None
     count = len(old.stages) + 1 if isinstance(old.stages, list) else old.stages
     chosen = new.stages == "auto" or (by in ("time", "hardware") and count == new.stages["count"])

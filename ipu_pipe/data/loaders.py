@@ -124,17 +124,25 @@ class LoaderData:
 
         A loader without a length begins anew where it ends, without its last batch if that is not full.
         """
+        batch = self._read(epoch, index, batch_size)
+        count = _count(batch)
+        if count is not None and count != batch_size:
+            raise BadInput(
+                f"data: the loader gives batches of {count}, micro_batch_size is {batch_size}: they must agree"
+            )
+        return batch
+
+    def read_batch_size(self) -> Optional[int]:
+        """Return the samples of the first batch, None if it has no tensor."""
+        return _count(self._read(0, 0, 1))
+
+    def _read(self, epoch: int, index: int, batch_size: int) -> Any:
         if epoch != self._epoch or index < self._next - 1:
             self._epoch, self._next = epoch, 0
             self._begin(epoch)
         while self._next <= index:
             self._newest = self._following(batch_size)
             self._next += 1
-        count = _count(self._newest)
-        if count is not None and count != batch_size:
-            raise BadInput(
-                f"data: the loader gives batches of {count}, micro_batch_size is {batch_size}: they must agree"
-            )
         return self._newest
 
     def _begin(self, number: int) -> None:

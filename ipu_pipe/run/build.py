@@ -16,7 +16,7 @@ from ipu_pipe.config.schema import Config
 from ipu_pipe.config.sections import OWN, Description, Given
 from ipu_pipe.config.values import MOST_STOPS, MOST_UPDATES
 from ipu_pipe.data import DataSource
-from ipu_pipe.data.loaders import RandomStates
+from ipu_pipe.data.loaders import LoaderData, RandomStates
 from ipu_pipe.errors import BadInput, raise_faults
 from ipu_pipe.hardware.precision import resolve_precision
 from ipu_pipe.job.factories import make_data, make_factory, make_loss, make_model, make_scheduler
@@ -77,6 +77,8 @@ def set_up(
     check_modules(model, device)
     begun = _begin(model, config) if config.init_from else None
     data = make_data(config) if data is None else data
+    if "micro_batch_size" not in config.model_fields_set and isinstance(data, LoaderData):
+        config = config.model_copy(update={"micro_batch_size": data.read_batch_size() or config.micro_batch_size})
     chosen_loss = make_loss(config, objects)
     weighted = get_plain_loss(chosen_loss)
     if isinstance(weighted, nn.Module):  # class weights and the like
