@@ -37,7 +37,11 @@ def make_data(model: Model) -> DataSource:
     """Return random samples that fit the model."""
     generator = torch.Generator().manual_seed(0)
     draw = functools.partial(torch.randint, generator=generator)
-    words, following, label = draw(1, WORDS, (SAMPLES, LENGTH)), draw(1, WORDS, (SAMPLES, LENGTH)), draw(CLASSES, (SAMPLES,))
+    words, following, label = (
+        draw(1, WORDS, (SAMPLES, LENGTH)),
+        draw(1, WORDS, (SAMPLES, LENGTH)),
+        draw(CLASSES, (SAMPLES,)),
+    )
     inputs: Dict[str, torch.Tensor] = {"x": words}
     if model.family in ("images", "speech"):
         shape = (3, model.size, model.size) if model.family == "images" else (8, 16)  # or 8 bands of 16 frames
@@ -51,7 +55,9 @@ def make_data(model: Model) -> DataSource:
         inputs = {"input_features": inputs["x"], "decoder_input_ids": words}
     y = label if model.family in ("images", "text classes") else following
     samples: List[Any] = [
-        (inputs["x"][i], y[i]) if "x" in inputs else {**{name: value[i] for name, value in inputs.items()}, "labels": y[i]}
+        (inputs["x"][i], y[i])
+        if "x" in inputs
+        else {**{name: value[i] for name, value in inputs.items()}, "labels": y[i]}
         for i in range(SAMPLES)
     ]
     return from_loader(DataLoader(samples, batch_size=2), DataLoader(samples[:4], batch_size=2))
@@ -103,9 +109,7 @@ TORCHVISION: Dict[str, Model] = {
     "efficientnet_v2_s": _vision("efficientnet_v2_s"),
     "googlenet": _vision("googlenet", init_weights=False),
     "inception_v3": _vision("inception_v3", 80, init_weights=False, aux_logits=False),
-    "maxvit": Model(
-        lambda: torchvision.models.MaxVit((32, 32), 16, 4, [16, 16], [1, 1], 8, 0.1, num_classes=CLASSES)
-    ),
+    "maxvit": Model(lambda: torchvision.models.MaxVit((32, 32), 16, 4, [16, 16], [1, 1], 8, 0.1, num_classes=CLASSES)),
     "mnasnet0_5": _vision("mnasnet0_5"),
     "mobilenet_v2": _vision("mobilenet_v2", width_mult=0.25),
     "mobilenet_v3_small": _vision("mobilenet_v3_small"),
@@ -151,7 +155,6 @@ _VIT: Dict[str, Any] = {"img_size": 32, "patch_size": 8, "embed_dim": 16, "depth
 _FOUR: Dict[str, Any] = {"depths": (1, 1, 1, 1)}
 
 
-
 def _make_mixer(mlp: Any, **args: Any) -> nn.Module:
     model: nn.Module = timm.models.MlpMixer(
         CLASSES, img_size=32, patch_size=8, embed_dim=16, num_blocks=4, mlp_layer=mlp, **args
@@ -167,7 +170,13 @@ TIMM: Dict[str, Model] = {
     "convmixer": Model(lambda: timm.models.ConvMixer(16, 4, 5, 4, num_classes=CLASSES)),
     "convnext": _timm("test_convnext", drop_path_rate=0.1),
     "crossvit": _timm(
-        "crossvit_9_240", 48, img_size=48, img_scale=(1.0, 1.0), patch_size=(12, 16), embed_dim=(16, 32), num_heads=(2, 2)
+        "crossvit_9_240",
+        48,
+        img_size=48,
+        img_scale=(1.0, 1.0),
+        patch_size=(12, 16),
+        embed_dim=(16, 32),
+        num_heads=(2, 2),
     ),
     "davit": _timm("davit_tiny", embed_dims=(8, 16, 16, 32), num_heads=(1, 2, 2, 2), **_FOUR),
     "deit_distilled": _timm("deit_tiny_distilled_patch16_224", **_VIT),
@@ -191,22 +200,39 @@ TIMM: Dict[str, Model] = {
     "mobilenetv4": _timm("mobilenetv4_conv_small_035"),
     "mobilevit": _timm("mobilevit_xxs"),
     "nfnet": _timm("test_nfnet"),
-    "pit": _timm("pit_ti_224", 64, img_size=64, patch_size=8, stride=8, base_dims=(8, 8, 8), depth=(1, 1, 1), heads=(1, 2, 2)),
+    "pit": _timm(
+        "pit_ti_224", 64, img_size=64, patch_size=8, stride=8, base_dims=(8, 8, 8), depth=(1, 1, 1), heads=(1, 2, 2)
+    ),
     "poolformer": Model(lambda: timm.models.MetaFormer(depths=(1, 1, 1, 1), dims=(8, 16, 16, 32), num_classes=CLASSES)),
     "pvt_v2": _timm("pvt_v2_b0", embed_dims=(8, 16, 20, 32), **_FOUR),
     "regnet": _timm("regnetz_005"),
     "repvgg": _timm("repvgg_a0"),
     "resmlp": Model(
         lambda: _make_mixer(
-            timm.layers.Mlp, mlp_ratio=4, block_layer=timm.models.mlp_mixer.ResBlock, norm_layer=timm.models.mlp_mixer.Affine
+            timm.layers.Mlp,
+            mlp_ratio=4,
+            block_layer=timm.models.mlp_mixer.ResBlock,
+            norm_layer=timm.models.mlp_mixer.Affine,
         )
     ),
     "resnest": _timm("resnest14d"),
     "resnet": _timm("test_resnet", drop_path_rate=0.1),
     "rexnet": _timm("rexnetr_100"),
-    "sequencer2d": _timm("sequencer2d_s", 32, img_size=32, layers=(1, 1, 1, 1), embed_dims=(16, 16, 16, 16), hidden_sizes=(4, 4, 4, 4), patch_sizes=(4, 2, 1, 1)),
-    "swin": _timm("swin_tiny_patch4_window7_224", 32, img_size=32, embed_dim=8, depths=(1, 1), num_heads=(1, 2), window_size=4),
-    "swinv2": _timm("swinv2_tiny_window8_256", 32, img_size=32, embed_dim=8, depths=(1, 1), num_heads=(1, 2), window_size=4),
+    "sequencer2d": _timm(
+        "sequencer2d_s",
+        32,
+        img_size=32,
+        layers=(1, 1, 1, 1),
+        embed_dims=(16, 16, 16, 16),
+        hidden_sizes=(4, 4, 4, 4),
+        patch_sizes=(4, 2, 1, 1),
+    ),
+    "swin": _timm(
+        "swin_tiny_patch4_window7_224", 32, img_size=32, embed_dim=8, depths=(1, 1), num_heads=(1, 2), window_size=4
+    ),
+    "swinv2": _timm(
+        "swinv2_tiny_window8_256", 32, img_size=32, embed_dim=8, depths=(1, 1), num_heads=(1, 2), window_size=4
+    ),
     "tnt": _timm("tnt_s_patch16_224", 32, img_size=32, embed_dim=16, inner_dim=8, depth=2, num_heads_outer=2),
     "tresnet": _timm("tresnet_m"),
     "twins": _timm("twins_pcpvt_small", 64, img_size=64, embed_dims=(8, 16, 20, 32), **_FOUR),
@@ -214,8 +240,14 @@ TIMM: Dict[str, Model] = {
     "vit": _timm("test_vit", 32, img_size=32, patch_size=8, drop_path_rate=0.1),
     "volo": Model(
         lambda: timm.models.VOLO(
-            (1, 1, 1, 1), 64, num_classes=CLASSES, embed_dims=(16,) * 4, num_heads=(2,) * 4, mlp_ratio=2.0,
-            downsamples=(True, False, False, False), outlook_attention=(True, False, False, False),
+            (1, 1, 1, 1),
+            64,
+            num_classes=CLASSES,
+            embed_dims=(16,) * 4,
+            num_heads=(2,) * 4,
+            mlp_ratio=2.0,
+            downsamples=(True, False, False, False),
+            outlook_attention=(True, False, False, False),
         ),
         size=64,
     ),
@@ -231,7 +263,13 @@ _BERT: Dict[str, Any] = {
     "max_position_embeddings": 16, **_TOKENS,
 }  # fmt: skip
 _LLAMA: Dict[str, Any] = {**_BERT, "num_key_value_heads": 1}
-_MOE: Dict[str, Any] = {**_LLAMA, "num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_MOE: Dict[str, Any] = {
+    **_LLAMA,
+    "num_local_experts": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}
 _HEAD: Dict[str, Any] = {"head_dim": 8}
 _GPT: Dict[str, Any] = {"vocab_size": WORDS, "n_positions": 16, "n_embd": 16, "n_layer": 4, "n_head": 2, **_TOKENS}
 _T5: Dict[str, Any] = {
@@ -279,17 +317,39 @@ TRANSFORMERS: Dict[str, Model] = {
     "bert": _texts("Bert", config=_BERT),
     "bloom": _causal("Bloom", config={"vocab_size": WORDS, "hidden_size": 16, "n_layer": 4, "n_head": 2, **_TOKENS}),
     "convnext": _images("ConvNext", config={"hidden_sizes": [8, 16, 16, 16], "depths": [1, 1, 1, 1]}),
-    "deberta_v2": _texts("DebertaV2", config=_BERT, relative_attention=True, pos_att_type=["p2c", "c2p"], position_buckets=8),
+    "deberta_v2": _texts(
+        "DebertaV2", config=_BERT, relative_attention=True, pos_att_type=["p2c", "c2p"], position_buckets=8
+    ),
     "deit": _images("DeiT", config=_IMAGE),
     "dinov2": _images("Dinov2", config=_IMAGE),
-    "distilbert": _texts("DistilBert", config={"vocab_size": WORDS, "dim": 16, "n_layers": 4, "n_heads": 2, "hidden_dim": 32, "max_position_embeddings": 16, "pad_token_id": 0}),
+    "distilbert": _texts(
+        "DistilBert",
+        config={
+            "vocab_size": WORDS,
+            "dim": 16,
+            "n_layers": 4,
+            "n_heads": 2,
+            "hidden_dim": 32,
+            "max_position_embeddings": 16,
+            "pad_token_id": 0,
+        },
+    ),
     "electra": _texts("Electra", config=_BERT, embedding_size=16),
     "falcon": _causal("Falcon", config={**_BERT, "num_kv_heads": 2}),
     "gemma": _causal("Gemma", config=_LLAMA, **_HEAD),
     "gemma2": _causal("Gemma2", config=_LLAMA, **_HEAD),
     "gpt2": _causal("GPT2", config=_GPT),
     "gpt2_tied": _causal("GPT2", config={**_GPT, **_TIED}),
-    "gpt_neo": _causal("GPTNeo", config={**_BERT, "num_layers": 4, "num_heads": 2, "attention_types": [[["global", "local"], 2]], "window_size": 4}),
+    "gpt_neo": _causal(
+        "GPTNeo",
+        config={
+            **_BERT,
+            "num_layers": 4,
+            "num_heads": 2,
+            "attention_types": [[["global", "local"], 2]],
+            "window_size": 4,
+        },
+    ),
     "gpt_neox": _causal("GPTNeoX", config=_BERT),
     "gptj": _causal("GPTJ", config={**_GPT, "rotary_dim": 4}),
     "llama": _causal("Llama", config=_LLAMA),
@@ -299,19 +359,51 @@ TRANSFORMERS: Dict[str, Model] = {
     "mobilebert": _texts("MobileBert", config=_BERT, embedding_size=16, intra_bottleneck_size=16, true_hidden_size=16),
     "mpnet": _texts("MPNet", config=_BERT),
     "olmo2": _causal("Olmo2", config=_LLAMA),
-    "opt": _causal("OPT", config={"vocab_size": WORDS, "hidden_size": 16, "word_embed_proj_dim": 16, "num_hidden_layers": 4, "num_attention_heads": 2, "ffn_dim": 32, "max_position_embeddings": 16, **_TOKENS}),
+    "opt": _causal(
+        "OPT",
+        config={
+            "vocab_size": WORDS,
+            "hidden_size": 16,
+            "word_embed_proj_dim": 16,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 2,
+            "ffn_dim": 32,
+            "max_position_embeddings": 16,
+            **_TOKENS,
+        },
+    ),
     "phi": _causal("Phi", config=_LLAMA),
     "qwen2": _causal("Qwen2", config=_LLAMA),
     "qwen3": _causal("Qwen3", config=_LLAMA, **_HEAD),
     "qwen3_moe": _causal("Qwen3Moe", config=_MOE, **_HEAD),
     "roberta": _texts("Roberta", config=_BERT),
-    "swin": _images("Swin", config={"image_size": 32, "patch_size": 4, "embed_dim": 8, "depths": [1, 1], "num_heads": [1, 2], "window_size": 4}),
+    "swin": _images(
+        "Swin",
+        config={
+            "image_size": 32,
+            "patch_size": 4,
+            "embed_dim": 8,
+            "depths": [1, 1],
+            "num_heads": [1, 2],
+            "window_size": 4,
+        },
+    ),
     "t5": _pairs("T5", config=_T5),
     "t5_tied": _pairs("T5", config={**_T5, **_TIED}),
     "vit": _images("ViT", config=_IMAGE),
-    "whisper": _face("Whisper", "ConditionalGeneration", "speech", {**_BART, "num_mel_bins": 8, "max_source_positions": 8, "max_target_positions": 16}),
-    "xlnet": _face("XLNet", "SequenceClassification", "text classes", {"vocab_size": WORDS, "d_model": 16, "n_layer": 4, "n_head": 2, "d_inner": 32, **_TOKENS}),
-}  # fmt: skip
+    "whisper": _face(
+        "Whisper",
+        "ConditionalGeneration",
+        "speech",
+        {**_BART, "num_mel_bins": 8, "max_source_positions": 8, "max_target_positions": 16},
+    ),
+    "xlnet": _face(
+        "XLNet",
+        "SequenceClassification",
+        "text classes",
+        {"vocab_size": WORDS, "d_model": 16, "n_layer": 4, "n_head": 2, "d_inner": 32, **_TOKENS},
+    ),
+}
 
 MODELS: Dict[str, Model] = {
     f"{library}-{name}": model

@@ -1,4 +1,4 @@
-"""Train many models of other libraries by five methods, on processes, on the emulator and in a plain loop: python tools/sweep.py"""
+"""Comparison of processes, emulator and a plain loop on many models of other libraries: python tools/sweep.py"""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def make_parser() -> Parser:
     """Build the parser of the command line."""
     p = Parser(
         prog="tools/sweep.py",
-        description="Train small models of torchvision, timm and transformers (tests/third_party_zoo.py) for 3 updates of 2 microbatches,\n"
-        "cut into two stages: on two processes, on the emulator, and in a plain loop over the uncut model. Compare weights,\n"
-        "buffers and evaluations bit for bit. Exit 1 if any differ or a run fails.",
+        description="Train small models of torchvision, timm and transformers (tests/third_party_zoo.py) for 3 updates of\n"
+        "2 microbatches, cut into two stages: on two processes, on the emulator, and in a plain loop over the uncut model.\n"
+        "Compare weights, buffers and evaluations bit for bit. Exit 1 if any differ or a run fails.",
     )
     p.add_argument("--models", nargs="+", metavar="MODEL", help="models to train (default: all)")
     p.add_argument("--out", type=Path, metavar="DIR", help="write results.json and table.md here, after every model")
@@ -86,15 +86,15 @@ def _examine(name: str, limit: float) -> Dict[str, List[str]]:
                 free.bind(("localhost", 0))
                 port = free.getsockname()[1]
             _run([(_train_as_rank, (rank, port, name, todo, folder)) for rank in range(2)], until)
-            _run_failed(todo, folder, ".processes")
+            _strike_finished(todo, folder, ".processes")
         todo = list(METHODS)
         while todo:
             _run([(_compare_all, (name, todo, folder))], until)
-            _run_failed(todo, folder, ".verdicts")
+            _strike_finished(todo, folder, ".verdicts")
         return {method: json.loads((folder / method).with_suffix(".verdicts").read_text()) for method in METHODS}
 
 
-def _run_failed(todo: List[str], folder: Path, suffix: str) -> None:
+def _strike_finished(todo: List[str], folder: Path, suffix: str) -> None:
     """Strike the methods with a result from `todo`; the next one has failed, and gets its verdict here."""
     while todo and (folder / todo[0]).with_suffix(suffix).exists():
         del todo[0]
@@ -288,8 +288,8 @@ def format_table(results: Dict[str, Any]) -> str:
     counts = [sum(verdict.startswith(word) for verdict in side) for side in zip(*cells) for word in ("equal", "refused")]
     lines = [
         "# Models of other libraries, by method", "",
-        f"{len(rows)} models, {len(METHODS)} methods, {len(cells)} runs: the emulator equals the plain loop in {counts[0]} and refuses"
-        f" {counts[1]}; two processes equal the emulator in {counts[2]} and refuse {counts[3]}.", "",
+        f"{len(rows)} models, {len(METHODS)} methods, {len(cells)} runs: the emulator equals the plain loop in {counts[0]} and"
+        f" refuses {counts[1]}; two processes equal the emulator in {counts[2]} and refuse {counts[3]}.", "",
         "Versions: " + ", ".join(f"{name} {version}" for name, version in results["versions"].items()) + ".", "",
         "| model | " + " | ".join(METHODS) + " |", "| --- |" + " --- |" * len(METHODS),
     ]  # fmt: skip
