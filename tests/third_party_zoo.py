@@ -54,7 +54,7 @@ def make_data(model: Model) -> DataSource:
     elif model.family == "speech":
         inputs = {"input_features": inputs["x"], "decoder_input_ids": words}
     y = label if model.family in ("images", "text classes") else following
-    samples: List[Any] = [
+    samples: Any = [
         (inputs["x"][i], y[i])
         if "x" in inputs
         else {**{name: value[i] for name, value in inputs.items()}, "labels": y[i]}
@@ -238,19 +238,7 @@ TIMM: Dict[str, Model] = {
     "twins": _timm("twins_pcpvt_small", 64, img_size=64, embed_dims=(8, 16, 20, 32), **_FOUR),
     "visformer": _timm("visformer_tiny", 64, img_size=64, embed_dim=24, depth=(1, 1, 1), init_channels=8, num_heads=2),
     "vit": _timm("test_vit", 32, img_size=32, patch_size=8, drop_path_rate=0.1),
-    "volo": Model(
-        lambda: timm.models.VOLO(
-            (1, 1, 1, 1),
-            64,
-            num_classes=CLASSES,
-            embed_dims=(16,) * 4,
-            num_heads=(2,) * 4,
-            mlp_ratio=2.0,
-            downsamples=(True, False, False, False),
-            outlook_attention=(True, False, False, False),
-        ),
-        size=64,
-    ),
+    "volo": Model(lambda: timm.models.VOLO([1] * 4, 64, num_classes=CLASSES, embed_dims=[16] * 4, num_heads=[2] * 4), size=64),
     "xception41": _timm("xception41", 64),
     "xcit": _timm("xcit_nano_12_p16_224", 32, img_size=32, patch_size=8, embed_dim=16, depth=2, num_heads=2),
 }

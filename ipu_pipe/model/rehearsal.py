@@ -21,6 +21,7 @@ from ipu_pipe.model.observation import ForwardEffects, observe_effects
 from ipu_pipe.model.precision import is_cast
 from ipu_pipe.model.randomness import KeyedRandomness, derive_seed
 from ipu_pipe.model.restoring import modes_restored, undisturbed
+from ipu_pipe.text import list_some
 
 
 class Rehearsed(NamedTuple):
@@ -61,7 +62,14 @@ def rehearse(model: nn.Module, parts: Sequence[Piece], x: Any) -> Rehearsed:
                 )
         if wrong:
             first, other = a.get(wrong[0]), b.get(wrong[0])
+            whole_modules = [name for part in parts for name in part.names]
+            drawing = [name for name in rehearsed.effects.draws if not any(f"{name}.".startswith(f"{n}.") for n in whole_modules)]
             remedy = OUTSIDE
+            if training and drawing:
+                remedy = (
+                    f"{list_some(drawing)}: a stage begins inside, and its own forward draws random numbers (functional dropout): "
+                    "begin stages at modules outside of it, or draw in a module (nn.Dropout)"
+                )
             if wrong[0].startswith("gradient") and first is not None and other is not None and is_cast(model):
                 remedy = "autocast sums that of a weight which several stages use in bfloat16: use precision float32 or bfloat16"
             raise _make_refusal(model, _describe_difference(wrong[0], first, other, parts), remedy)
