@@ -7,7 +7,7 @@ Image classifiers take (b, 3, size, size) and give (b, 5). Language models take 
 from __future__ import annotations
 
 import functools
-from typing import Any, Callable, Dict, List, NamedTuple, Optional
+from typing import Any, Callable, Dict, NamedTuple, Optional
 
 import torch
 from torch import nn

@@ -81,8 +81,8 @@ class Config(Section):
     docs/configuration.md; null: where its own boundaries are. `stages_per_device`: virtual stages on each device, of schedules
     that have them; null: the method's own number. `loss`: cross_entropy, "module:callable" of (output, target), or model: the
     model's own, see docs/data.md. `backend`: where the run computes. `micro_batch_size`: samples of a microbatch, which passes
-    through the stages together. `gradient_accumulation`: microbatches per update. `replicas`: copies of the whole pipeline,
-    each with its share of the samples. `reduction`: how processes average the replicas' gradients: exact, in a fixed order, or
+    through the stages together; a loader's own if not set. `gradient_accumulation`: microbatches per update. `replicas`: copies
+    of the pipeline, each with its share of the samples. `reduction`: how processes average the replicas' gradients: exact, in a fixed order, or
     fast, by the backend's own all-reduce beside the backward, see docs/processes.md. `optimizer`: an optimizer of torch.optim.
     `lr_schedule`: how the learning rate changes. `clip`: gradient clipping; null for none. `epochs`: passes over the data.
     `steps`: updates, instead of epochs; null: as many as the epochs have. `evaluate`: evaluation on the test set. `metrics`: of
