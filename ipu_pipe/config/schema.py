@@ -82,16 +82,16 @@ class Config(Section):
     that have them; null: the method's own number. `loss`: cross_entropy, "module:callable" of (output, target), or model: the
     model's own, see docs/data.md. `backend`: where the run computes. `micro_batch_size`: samples of a microbatch, which passes
     through the stages together; a loader's own if not set. `gradient_accumulation`: microbatches per update. `replicas`: copies
-    of the pipeline, each with its share of the samples. `reduction`: how processes average the replicas' gradients: exact, in a fixed order, or
-    fast, by the backend's own all-reduce beside the backward, see docs/processes.md. `optimizer`: an optimizer of torch.optim.
-    `lr_schedule`: how the learning rate changes. `clip`: gradient clipping; null for none. `epochs`: passes over the data.
-    `steps`: updates, instead of epochs; null: as many as the epochs have. `evaluate`: evaluation on the test set. `metrics`: of
-    evaluations, see docs/loop.md. `callbacks`: the user's code that a run calls, see docs/loop.md. `early_stopping`: when
-    evaluations end a run, see docs/loop.md; null for never. `checkpoint`: when the run's state is saved; null for never. `log`:
-    metrics and traces. `seed`: of weights, order, augmentation and dropout. `precision`: of weights and passes; the last three
-    are PopTorch's, in bits of passes and weights. `recompute`: activation checkpointing: the backward recomputes activations
-    from each stage's input. `hardware`: the devices that predictions are made for: a name, a file or its keys, see
-    docs/hardware.md. `init_from`: weights to begin with.
+    of the pipeline, each with its share of the samples. `reduction`: how processes average the replicas' gradients: exact, in
+    a fixed order, or fast, by the backend's own all-reduce beside the backward, see docs/processes.md. `optimizer`: an
+    optimizer of torch.optim. `lr_schedule`: how the learning rate changes. `clip`: gradient clipping; null for none. `epochs`:
+    passes over the data. `steps`: updates, instead of epochs; null: as many as the epochs have. `evaluate`: evaluation on the
+    test set. `metrics`: of evaluations, see docs/loop.md. `callbacks`: the user's code that a run calls, see docs/loop.md.
+    `early_stopping`: when evaluations end a run, see docs/loop.md; null for never. `checkpoint`: when the run's state is
+    saved; null for never. `log`: metrics and traces. `seed`: of weights, order, augmentation and dropout. `precision`: of
+    weights and passes; the last three are PopTorch's, in bits of passes and weights. `recompute`: activation checkpointing:
+    the backward recomputes activations from each stage's input. `hardware`: the devices that predictions are made for: a name,
+    a file or its keys, see docs/hardware.md. `init_from`: weights to begin with.
     `allow_nonfinite`: go on after a loss that is not finite. `given`: objects from Python, written by the run.
     """
 
