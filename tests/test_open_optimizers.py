@@ -17,6 +17,8 @@ from ipu_pipe.config.compare import compare_deciding, select_deciding
 from ipu_pipe.data.batches import TensorData
 from ipu_pipe.errors import BadInput
 from ipu_pipe.run.build import build
+from ipu_pipe.update.apply import FORWARD
+from ipu_pipe.update.optimizer import make_factory_of
 from ipu_pipe.update.rates import play_scheduler
 
 HOW = {"micro_batch_size": 4, "log": {"tensorboard": False, "every": 1}, "evaluate": {"every": 0}, "stages": ["2"]}
@@ -108,11 +110,19 @@ def test_an_optimizer_that_is_none_or_not_of_the_model_is_told_in_a_line(tmp_pat
     assert not (tmp_path / "run").exists()
 
 
-def test_groups_with_rates_of_their_own_are_not_for_rules_that_read_the_rate(tmp_path: Path) -> None:
+def test_groups_with_rates_of_their_own_are_predicted_by_them() -> None:
+    """SpecTrain reads w - lr T v, lr that of the weight's own group."""
     net = model()
-    keys = {"method": "spectrain"}
-    with pytest.raises(BadInput, match="groups with learning rates of their own: not with a rule"):
-        trained(tmp_path / "run", net, keys=keys, optimizer=torch.optim.SGD(groups_of(net), lr=0.1, momentum=0.9))
+    optimizer = torch.optim.SGD(groups_of(net), lr=0.5, momentum=0.5)
+    job = build(ipu_pipe.configure(**HOW, method="spectrain"), net, data(), optimizer=make_factory_of(optimizer))
+    for p in net.parameters():
+        p.grad = torch.ones_like(p)
+    job.rules.step(0, lambda: None)
+    ((velocities, c),) = job.rules.compute_corrections(0, FORWARD, 1)
+    weight, bias = job.rules.stages[0].groups
+    assert [weight["lr"], bias["lr"]] == [0.5, 0.002] and c == -2 * 0.5  # a lag of 2
+    assert torch.allclose(velocities[0], 1 + 0.1 * model()[0].weight, rtol=1e-6)
+    assert torch.allclose(velocities[1], torch.full((6,), 0.002 / 0.5))
 
 
 SCHEDULERS = {

@@ -101,7 +101,7 @@ def _check_rules(config: Config, method: Method) -> Tuple[List[str], List[str]]:
     """Return why the update rules cannot act with the method, and with the config's optimizer, for which another may be given."""
     from ipu_pipe.update import rules  # imports torch, which reading a config otherwise does not need
 
-    optimizer, args = config.optimizer, config.method_settings()
+    args = config.method_settings()
     always = rules.list_conflicts(args, method, "sgd", {"momentum": 0.9})  # an optimizer to which no rule objects
-    of_optimizer = [f for f in rules.list_conflicts(args, method, optimizer.name, optimizer.settings()) if f not in always]
-    return always, of_optimizer
+    faults = [f for one in config.optimizer.members for f in rules.list_conflicts(args, method, one.name, one.settings())]
+    return always, [fault for fault in dict.fromkeys(faults) if fault not in always]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Dict, List, Mapping, Optional, Tuple, Union
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, field_validator, model_serializer, model_validator
 from typing_extensions import Annotated, Literal
@@ -33,6 +33,8 @@ GIVEN = "(given in Python)"
 OPTIMIZERS, SCHEDULERS = "torch.optim.", "torch.optim.lr_scheduler."
 OWN = "model"  # the loss of a model that computes it itself
 TRACED = 512  # microbatches of a stage, where nothing is said
+STAGES = "stages"
+BY_STAGE = "must be a list of values, one a stage, or {from: a, to: b}, numbers by the stage's delay, and over: stages if wanted"
 
 
 def is_entry(value: Any, within: str) -> bool:
@@ -75,12 +77,11 @@ class DataConfig(BaseModel):
         return {key: value for key, value in self.model_dump().items() if key != "name" and value is not None}
 
 
-class OptimizerConfig(Section):
-    """A torch.optim optimizer. Settings that are null stay PyTorch's own. `name`: which one, a class such as torch.optim.RMSprop,
-    or "module:callable" of parameter groups. `args`: its other keyword arguments. `lr`: learning rate. `momentum`, `nesterov`: of
-    sgd. `weight_decay`: decoupled in adamw, else added to the gradient. `betas`, `eps`: of adam and adamw. `no_decay`: parameters
-    without weight decay: name patterns, or norms_and_biases. `reference_batch_size`: the samples of an update
-    for which lr and momentum are meant; they are scaled to this run's (see ipu_pipe.update.rates)."""
+GROUPS = "groups"  # the name of an optimizer whose groups have optimizers of their own
+
+
+class OptimizerSettings(Section):
+    """An optimizer of torch.optim by its name, and its settings."""
 
     name: str = "sgd"
     lr: Optional[NotNegative] = 0.05
@@ -89,9 +90,8 @@ class OptimizerConfig(Section):
     weight_decay: Optional[NotNegative] = None
     betas: Optional[Tuple[Share, Share]] = None
     eps: Optional[Positive] = None
-    no_decay: Union[str, List[str]] = []
-    reference_batch_size: Optional[Count] = None
     args: Optional[Dict[str, Any]] = None  # null, as in the manifests of runs that had no such key
+    by_stage: Optional[Dict[str, Any]] = None
 
     @model_validator(mode="before")
     @classmethod
@@ -104,14 +104,86 @@ class OptimizerConfig(Section):
     @field_validator("name", mode="before")
     @classmethod
     def _validate_name(cls, value: Any) -> Any:
-        if isinstance(value, str) and (value in ("sgd", "adam", "adamw", GIVEN) or is_entry(value, OPTIMIZERS)):
+        if isinstance(value, str) and (value in ("sgd", "adam", "adamw", GIVEN, GROUPS) or is_entry(value, OPTIMIZERS)):
             return value
         raise ValueError("must be sgd, adam or adamw, a class such as torch.optim.RMSprop, or module:name")
+
+    @field_validator("by_stage")
+    @classmethod
+    def _validate_by_stage(cls, value: Any) -> Any:
+        for key, values in (value or {}).items():
+            if isinstance(values, Mapping) and {"from", "to"} <= set(values) <= {"from", "to", "over"}:
+                ends = [one if isinstance(one, list) else [one] for one in (values["from"], values["to"])]
+                fits = len(ends[0]) == len(ends[1]) and all(to_number(one) is not None for one in (*ends[0], *ends[1]))
+            else:
+                fits = isinstance(values, list) and bool(values)
+            if not fits or (isinstance(values, Mapping) and values.get("over", STAGES) != STAGES):
+                raise key_fault(key, values, BY_STAGE)
+        return value
 
     @property
     def is_other(self) -> bool:
         """Whether `name` is none of sgd, adam and adamw."""
         return is_entry(self.name, OPTIMIZERS)
+
+    @model_validator(mode="after")
+    def _check_keys(self) -> "OptimizerSettings":
+        if self.name in (GIVEN, GROUPS):
+            return self
+        if self.lr is None and not self.is_other:
+            raise key_fault("lr", None, "must be a number >= 0")
+        if self.args and not self.is_other:
+            raise key_fault("args", self.args, f"{self.name} takes its settings beside its name, without args")
+        known = () if self.is_other else ("momentum", "nesterov") if self.name == "sgd" else ("betas", "eps")
+        for key in ("momentum", "nesterov", "betas", "eps"):
+            if getattr(self, key) is not None and key not in known:
+                remedy = "put it into optimizer.args" if self.is_other else f"it has {', '.join(known)}"
+                raise key_fault(key, getattr(self, key), f"{self.name} has no such key, {remedy}; null leaves it out")
+        if self.nesterov and not self.momentum:
+            raise key_fault("nesterov", True, "needs a momentum above 0")
+        return self
+
+    def settings(self) -> Dict[str, Any]:
+        """Return the keyword arguments of the torch.optim class."""
+        keys = ("lr", "momentum", "nesterov", "weight_decay", "betas", "eps")
+        values = {key: getattr(self, key) for key in keys}
+        return {**{key: value for key, value in values.items() if value is not None}, **(self.args or {})}
+
+
+class OptimizerGroup(OptimizerSettings):
+    """Parameters with an optimizer of their own. `name`, `lr`, `momentum`, `nesterov`, `weight_decay`, `betas`, `eps`, `args` and
+    `by_stage` are as in optimizer. `match`: patterns of their names, such as "*embed*"; null: all. `ndim`: their number of
+    dimensions; null: any."""
+
+    match: Optional[List[str]] = None
+    ndim: Optional[Whole] = None
+
+    @field_validator("match", mode="before")
+    @classmethod
+    def _validate_match(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
+
+
+class OptimizerConfig(OptimizerSettings):
+    """A torch.optim optimizer. Settings that are null stay PyTorch's own. `name`: which one, a class such as torch.optim.RMSprop,
+    or "module:callable" of parameter groups. `args`: its other keyword arguments. `lr`: learning rate. `momentum`, `nesterov`: of
+    sgd. `weight_decay`: decoupled in adamw, else added to the gradient. `betas`, `eps`: of adam and adamw. `by_stage`: settings
+    that differ by stage, see docs/loop.md. `no_decay`: parameters without weight decay: name patterns, or norms_and_biases.
+    `reference_batch_size`: the samples of an update for which lr and momentum are meant; they are scaled to this run's (see
+    ipu_pipe.update.rates). `groups`: parameters with optimizers of their own, in place of one for all: each parameter is in
+    the first group that fits it."""
+
+    no_decay: Union[str, List[str]] = []
+    reference_batch_size: Optional[Count] = None
+    groups: List[OptimizerGroup] = []
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_groups(cls, value: Any) -> Any:
+        """Name an optimizer of groups by them; it has no rate of its own."""
+        if isinstance(value, Mapping) and value.get("groups") and value.get("name") in (None, GROUPS):
+            return {**value, "name": GROUPS, "lr": value.get("lr")}
+        return value
 
     @field_validator("no_decay", mode="before")
     @classmethod
@@ -121,27 +193,35 @@ class OptimizerConfig(Section):
         raise ValueError("must be norms_and_biases or a list of name patterns such as *.bias")
 
     @model_validator(mode="after")
-    def _check_keys(self) -> "OptimizerConfig":
-        if self.lr is None and self.name != GIVEN and not self.is_other:
-            raise key_fault("lr", None, "must be a number >= 0")
-        if self.args and not self.is_other:
-            raise key_fault("args", self.args, f"{self.name} takes its settings beside its name, without args")
-        known = () if self.is_other else ("momentum", "nesterov") if self.name == "sgd" else ("betas", "eps")
-        for key in ("momentum", "nesterov", "betas", "eps"):
-            if getattr(self, key) is not None and key not in known:
-                remedy = "put it into optimizer.args" if self.is_other else f"it has {', '.join(known)}"
-                raise key_fault(key, getattr(self, key), f"{self.name} has no such key, {remedy}; null leaves it out")
-        if self.reference_batch_size and self.name != "sgd":
-            why = f"the scaling is defined on sgd, not {self.name}"
-            raise key_fault("reference_batch_size", self.reference_batch_size, why)
-        if self.nesterov and not self.momentum:
-            raise key_fault("nesterov", True, "needs a momentum above 0")
+    def _check_groups(self) -> "OptimizerConfig":
+        if self.reference_batch_size and (self.name != "sgd" or self.by_stage):
+            kind = "settings by stage" if self.name == "sgd" else self.name
+            raise key_fault("reference_batch_size", self.reference_batch_size, f"the scaling is defined on sgd, not {kind}")
+        if not self.groups and self.name != GROUPS:
+            return self
+        if not self.groups:
+            raise key_fault("groups", self.groups, "must be a list of groups, each with the keys of an optimizer")
+        others = {"name": GROUPS, "lr": None, **dict.fromkeys(("momentum", "nesterov", "weight_decay", "betas", "eps", "args"))}
+        for number, group in enumerate(self.groups):
+            if group.name in (GIVEN, GROUPS):
+                raise key_fault(f"groups.{number}.name", group.name, "must be the name of an optimizer")
+        for key, usual in {**others, "by_stage": None}.items():
+            if getattr(self, key) != usual:
+                raise key_fault(key, getattr(self, key), "not beside groups, each of which has its own; null leaves it out")
         return self
 
-    def settings(self) -> Dict[str, Any]:
-        """Return the keyword arguments of the torch.optim class."""
-        values = self.model_dump(exclude={"name", "no_decay", "reference_batch_size", "args"})
-        return {**{key: value for key, value in values.items() if value is not None}, **(self.args or {})}
+    @property
+    def members(self) -> Sequence[OptimizerSettings]:
+        """The optimizers of the groups, or the one for all parameters."""
+        return self.groups or [self]
+
+    def scale_rate(self, factor: float) -> "OptimizerConfig":
+        """Return the same optimizers with their learning rates times `factor`; a rate that is not given stays its default."""
+
+        def scale(one: Any) -> Any:
+            return one if one.lr is None else one.model_copy(update={"lr": one.lr * factor})
+
+        return scale(self).model_copy(update={"groups": list(map(scale, self.groups))})  # type: ignore[no-any-return]
 
 
 class LrSchedule(Section):

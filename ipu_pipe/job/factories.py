@@ -10,19 +10,26 @@ import importlib
 import inspect
 import sys
 from pathlib import Path
-from typing import Any, Callable, Iterable, List, Mapping, Optional, Tuple, Union
+from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple, Union
 
 from torch import nn
 
 from ipu_pipe.config.schema import Config
-from ipu_pipe.config.sections import GIVEN, OWN, Entry
+from ipu_pipe.config.sections import GIVEN, OWN, Entry, OptimizerSettings
 from ipu_pipe.data import DataSource, load_data
 from ipu_pipe.errors import BadInput, raise_faults, summarize
 from ipu_pipe.job.overrides import Overrides
 from ipu_pipe.model.loss import Loss, LossOfOutput, OwnLoss, Take, TakePart, list_requested_fields
 from ipu_pipe.shipped import MODELS
 from ipu_pipe.text import find_nearest, show
-from ipu_pipe.update.optimizer import OptimizerFactory, make_factory_by_name, make_factory_of
+from ipu_pipe.update.groups import Groups, make_placeholder, spread_settings
+from ipu_pipe.update.optimizer import (
+    OptimizerFactory,
+    call_factory,
+    make_factory_by_group,
+    make_factory_by_name,
+    make_factory_of,
+)
 from ipu_pipe.update.rates import SchedulerFactory, scale_for_update_size
 
 
@@ -91,16 +98,44 @@ def make_scheduler(config: Config) -> SchedulerFactory:
 
 def make_factory(config: Config) -> OptimizerFactory:
     """Return the config's optimizer as a function of parameter groups."""
-    chosen, settings = config.optimizer, config.optimizer.settings()
-    if chosen.is_other:
-        return make_factory_of(resolve_torch_name(chosen.name, "optimizer.name"), settings)
-    if chosen.reference_batch_size:
+    chosen = config.optimizer
+    if chosen.groups:
+        return make_factory_by_group([_make_factory(one, {}, f"optimizer.groups.{i}") for i, one in enumerate(chosen.groups)])
+    changes: Dict[str, Any] = {}
+    if chosen.reference_batch_size and chosen.lr is not None:
         size = config.micro_batch_size * config.gradient_accumulation * config.replicas
-        momentum = settings.get("momentum") or 0.0
-        settings["lr"], settings["momentum"] = scale_for_update_size(
-            settings["lr"], momentum, chosen.reference_batch_size, size
+        changes["lr"], changes["momentum"] = scale_for_update_size(
+            chosen.lr, chosen.momentum or 0.0, chosen.reference_batch_size, size
         )
+    return _make_factory(chosen, changes, "optimizer")
+
+
+def _make_factory(chosen: OptimizerSettings, changes: Mapping[str, Any], key: str) -> OptimizerFactory:
+    settings = {**chosen.settings(), **changes}
+    if chosen.is_other:
+        return make_factory_of(resolve_torch_name(chosen.name, f"{key}.name"), settings)
     return make_factory_by_name(chosen.name, **settings)
+
+
+def apply_settings_by_stage(config: Config, groups: Groups, delays: Sequence[float]) -> None:
+    """Write the settings that differ by stage into the parameter groups, of stages with these delays in updates (P,).
+
+    Raise `BadInput` for settings that the optimizer refuses.
+    """
+    for number, member in enumerate(config.optimizer.members):
+        by_stage = spread_settings(member.by_stage or {}, delays) if member.by_stage else []
+        key = f"optimizer.groups.{number}" if config.optimizer.groups else "optimizer"
+        for stage, settings in enumerate(by_stage):
+            try:  # made of nothing, so that the optimizer checks its settings
+                probe = call_factory(_make_factory(member, settings, key), [make_placeholder(stage)]).param_groups[0]
+            except (TypeError, ValueError) as error:
+                raise BadInput(f"{key}.by_stage: {show(settings)}: stage {stage}: {error}") from error
+            for name in settings:
+                if name not in probe:
+                    raise BadInput(f"{key}.by_stage.{name}: is not a setting of {member.name}'s parameter groups")
+            for group in groups:
+                if group["member"] == number and group["stage"] == stage:
+                    group.update({name: probe[name] for name in settings})
 
 
 # ---- import strings

@@ -9,13 +9,23 @@ import torch
 from torch import nn
 
 from ipu_pipe.config.schema import Config
-from ipu_pipe.config.sections import GIVEN, DataConfig, Description, Given, LrSchedule, ModelConfig, OptimizerConfig
+from ipu_pipe.config.sections import (
+    GIVEN,
+    GROUPS,
+    DataConfig,
+    Description,
+    Given,
+    LrSchedule,
+    ModelConfig,
+    OptimizerConfig,
+)
 from ipu_pipe.data import DataSource
 from ipu_pipe.errors import BadInput
 from ipu_pipe.model.loss import Loss
+from ipu_pipe.update.optimizer import OptimizersByGroup, list_parts
 from ipu_pipe.update.rates import SchedulerFactory
 
-NOT_SETTINGS = ("params", "stage", "initial_lr")  # keys of an optimizer's parameter groups
+NOT_SETTINGS = ("params", "stage", "member", "initial_lr")  # keys of an optimizer's parameter groups
 FREE = ("metrics", "callbacks")  # no number of a run depends on them
 
 
@@ -98,7 +108,13 @@ def describe(value: Any) -> Description:
 
 
 def describe_optimizer(optimizer: torch.optim.Optimizer) -> Description:
-    """Describe an optimizer by its class, its settings, and those of parameter groups that have others; leave out what is off."""
+    """Describe an optimizer by its class, its settings, and those of parameter groups that have others; leave out what is off.
+
+    Of optimizers by group, each is an entry of `groups`.
+    """
+    if isinstance(optimizer, OptimizersByGroup):
+        parts = [describe_optimizer(part).model_dump() for part in list_parts(optimizer)]
+        return Description(name=GROUPS, groups=parts)
     usual = _select_plain(optimizer.defaults)
     groups: List[Dict[str, Any]] = []
     for group in optimizer.param_groups:

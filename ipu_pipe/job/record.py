@@ -31,7 +31,6 @@ from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.trace.events import SCHEMA
 from ipu_pipe.update import rates as lr
 from ipu_pipe.update.apply import UpdateRules
-from ipu_pipe.update.groups import Groups
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}  # of a model's weights
 DTYPES.update({MIXED: torch.float32, MASTERS: torch.bfloat16})
@@ -115,8 +114,8 @@ class Job(Setup):
     method: Method
     schedule: Schedule
     table: VersionTable
-    groups: Groups  # of the whole model; the optimizer holds those of the stages that this process trains
-    optimizer: torch.optim.Optimizer
+    whole: torch.optim.Optimizer  # of the whole model's parameters, to read their groups from
+    optimizer: torch.optim.Optimizer  # of those of the stages that this process trains
     rules: UpdateRules
     base_rate: float
     updates_per_epoch: Optional[int]  # None where the data has no length: all is one epoch

@@ -10,7 +10,7 @@ from ipu_pipe.job.record import Job
 from ipu_pipe.stability.advice import StageDynamics, compute_margins
 from ipu_pipe.stability.recurrences import DelayedRead, Recurrence
 from ipu_pipe.stability.roots import derive_loop_gain, find_largest_stable_step
-from ipu_pipe.update.optimizer import get_kind
+from ipu_pipe.update.optimizer import list_kinds
 from ipu_pipe.update.rules import (
     Setting,
     compute_discrepancy_decay,
@@ -25,9 +25,10 @@ MOST_REMEDIES = 2  # named for a stage
 def list_inapplicable(job: Job) -> List[str]:
     """Return why the theory does not apply to a job, one line for each reason."""
     faults = []
-    if get_kind(job.optimizer) != "sgd":
-        faults.append(f"optimizer.name: {get_kind(job.optimizer)}: the theory covers SGD alone: must be sgd")
-    elif any(group.get("maximize") for group in job.optimizer.param_groups):
+    kinds = list_kinds(job.whole)
+    if kinds != ["sgd"]:
+        faults.append(f"optimizer.name: {', '.join(kinds)}: the theory covers SGD alone: must be sgd")
+    elif any(group.get("maximize") for group in job.whole.param_groups):
         faults.append("optimizer.maximize: true: the theory covers descent alone")
     if job.method.structure is not None:
         faults.append(f"method: {job.method.name}: trains blocks by losses of their own: no gradient is stale")
@@ -43,7 +44,8 @@ def derive_recurrence(job: Job, stage: int, forward: int, backward: int, discrep
 
     `discrepancy` is PipeMare's Delta, as a share of the curvature.
     """
-    options = job.optimizer.param_groups[0]
+    groups = job.whole.param_groups
+    options = next((group for group in groups if group["stage"] == stage), groups[0])
     momentum = float(options["momentum"])
     scale = 1 - options["dampening"] if momentum else 1.0
     a, b = (momentum * scale, 1.0) if options["nesterov"] else (scale, 0.0)

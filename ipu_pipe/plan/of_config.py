@@ -45,7 +45,7 @@ def make_problem(
     """
     precision = precision or config.precision
     hardware.find_rate(precision)  # raises BadInput without one
-    moments = count_moments(config.optimizer.name, {"momentum": config.optimizer.momentum, **(config.optimizer.args or {})})
+    moments = max(count_moments(one.name, one.settings()) for one in config.optimizer.members)
     scale = PRECISIONS[precision].data / units[0].number_bytes
     usable = hardware.device.usable_bytes if memory is None else memory
     ipu = config.backend.ipu

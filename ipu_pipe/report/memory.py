@@ -15,7 +15,7 @@ from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.model.batch import count_bytes
 from ipu_pipe.schedule.table import list_stages
 from ipu_pipe.schedule.versions import count_weight_copies
-from ipu_pipe.update.optimizer import count_moments, get_kind
+from ipu_pipe.update.optimizer import count_moments, get_kind, list_kinds
 
 
 def build_memory_record(job: Job, measured: Report) -> Dict[str, Any]:
@@ -67,6 +67,7 @@ def build_memory_table(job: Job, optimizer_bytes: Optional[Sequence[int]] = None
     # replicas of local SGD have weights and optimizer state of their own
     copies_of_state = job.width if job.method.rounds is not None else 1
     trained, shared, masters = _count_trained_bytes(job), _count_shared_layer_bytes(job), job.count_master_bytes()
+    moments, most = _count_trained_bytes(job, times_moments=True), _count_most_moments(job)
     rows = []
     for stage, entering in zip(job.part.stages, _count_input_bytes(job)):
         s = stage.index
@@ -76,7 +77,7 @@ def build_memory_table(job: Job, optimizer_bytes: Optional[Sequence[int]] = None
             stashed.select(s),
             weights=sum(_count_bytes(parameters[name]) for name in stage.parameters) + shared[s] + tied,
             gradients=trained[s] + shared[s] + tied,
-            optimizer=_count_moments(job) * (trained[s] + shared[s]) * copies_of_state + masters[s],
+            optimizer=(moments[s] + most * shared[s]) * copies_of_state + masters[s],
             accumulators=len(job.rules.entries(s)) * trained[s],
             saved=job.footprint.saved_bytes[s],
             entering=entering,
@@ -100,10 +101,9 @@ def _count_bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _count_moments(job: Job) -> int:
+def _count_most_moments(job: Job) -> int:
     """Return the copies of the weights in the optimizer's state, of the parameter group with the most."""
-    kind = get_kind(job.optimizer)
-    return max(count_moments(kind, group) for group in job.optimizer.param_groups)
+    return max(count_moments(get_kind(job.whole, group), group) for group in job.whole.param_groups)
 
 
 def _count_shared_layer_bytes(job: Job) -> List[int]:
@@ -119,24 +119,28 @@ def _count_input_bytes(job: Job) -> List[int]:
     return [count_bytes(job.example[0]), *job.footprint.boundary_bytes]
 
 
-def _count_trained_bytes(job: Job) -> List[int]:
-    """Return the bytes of each stage that the optimizer updates: weights, or their float32 masters."""
+def _count_trained_bytes(job: Job, times_moments: bool = False) -> List[int]:
+    """Return the bytes of each stage that the optimizer updates: weights, or their float32 masters.
+
+    `times_moments`: each times the copies of it in the optimizer's state.
+    """
     trained = [0] * len(job.part)
-    for group in job.groups:
-        trained[group["stage"]] += sum(map(_count_bytes, group["params"]))
+    for group in job.whole.param_groups:
+        copies = count_moments(get_kind(job.whole, group), group) if times_moments else 1
+        trained[group["stage"]] += copies * sum(map(_count_bytes, group["params"]))
     return trained
 
 
 def compute_memory_figures(job: Job) -> Optional[Dict[str, Any]]:
     """Return the papers' figures for this model and method; None for optimizers that they do not rate."""
-    if get_kind(job.optimizer) not in ("sgd", "adam", "adamw"):
+    if not {"sgd", "adam", "adamw"}.issuperset(list_kinds(job.whole)):
         return None
     sizes = {name: _count_bytes(p) for name, p in job.model.named_parameters()}
     return compute_paper_figures(
         weight_bytes=[sum(sizes[name] for name in stage.parameters) for stage in job.part.stages],
         saved_bytes=job.footprint.saved_bytes,
         input_bytes=_count_input_bytes(job),
-        moments=_count_moments(job),
+        moments=_count_most_moments(job),
         t2=any(job.rules.entries(stage.index) for stage in job.part.stages),
         method=job.method,
         accumulate=job.schedule.accumulate,

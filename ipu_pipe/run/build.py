@@ -19,7 +19,14 @@ from ipu_pipe.data import DataSource
 from ipu_pipe.data.loaders import LoaderData, RandomStates
 from ipu_pipe.errors import BadInput, raise_faults
 from ipu_pipe.hardware.precision import resolve_precision
-from ipu_pipe.job.factories import make_data, make_factory, make_loss, make_model, make_scheduler
+from ipu_pipe.job.factories import (
+    apply_settings_by_stage,
+    make_data,
+    make_factory,
+    make_loss,
+    make_model,
+    make_scheduler,
+)
 from ipu_pipe.job.metrics import make_metrics
 from ipu_pipe.job.numerics import set_numerics
 from ipu_pipe.job.overrides import Overrides, describe, describe_given, describe_optimizer
@@ -39,10 +46,9 @@ from ipu_pipe.schedule.methods import METHODS, check_sizes, resolve_method
 from ipu_pipe.schedule.recompute import find_segment_ends
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
-from ipu_pipe.text import describe_kind
 from ipu_pipe.update.apply import UpdateRules
-from ipu_pipe.update.groups import make_groups, replace_parameters, select_parameters, select_stage
-from ipu_pipe.update.optimizer import make_factory_of
+from ipu_pipe.update.groups import Member, make_groups, replace_parameters, select_parameters, select_stage
+from ipu_pipe.update.optimizer import call_factory, make_factory_of
 from ipu_pipe.update.rates import choose_anneal_updates, play_scheduler
 
 
@@ -190,19 +196,16 @@ def _assemble(setup: Setup, objects: Overrides, done: int) -> Job:
     if method.segments is not None:
         find_segment_ends(len(part), method.segments)  # refuses more than there are stages
 
-    groups = replace_parameters(make_groups(model, part, config.optimizer.no_decay), setup.numbers.trained)
+    members = [Member(one.match, one.ndim) for one in config.optimizer.groups] or [Member()]
+    groups = replace_parameters(make_groups(model, part, config.optimizer.no_decay, members), setup.numbers.trained)
+    apply_settings_by_stage(config, groups, table.rule_lag().tolist())
     local_groups = groups if held_stages is None else [group for stage in held_stages for group in select_stage(groups, stage)]
     blocks = get_blocks(model)
     if held_stages and held_stages[0] and blocks is not None and blocks.overlap:  # this process's duplicate of the stage before
         shared = {id(p) for p in blocks.pieces[held_stages[0] - 1].parameters()}
         local_groups = [*local_groups, *select_parameters(select_stage(groups, held_stages[0] - 1), shared)]
     factory = make_factory(config) if objects.optimizer is None else make_factory_of(objects.optimizer)
-    optimizer = factory(local_groups)
-    if not isinstance(optimizer, torch.optim.Optimizer):  # by a function of the user's
-        raise BadInput(f"optimizer: gave {describe_kind(optimizer)}, must give a torch.optim.Optimizer")
-    if not all("stage" in group for group in optimizer.param_groups):
-        why = "made of other parameters: must be made of the groups it is given, as functools.partial(torch.optim.SGD, lr=0.1) is"
-        raise BadInput(f"optimizer: {why}")
+    optimizer = call_factory(factory, local_groups)
     whole = optimizer if local_groups is groups else factory(groups)  # a process holds its own stage's alone
     if objects.optimizer is not None:
         config = describe_given(config, {"optimizer": describe_optimizer(whole)})
@@ -227,7 +230,7 @@ def _assemble(setup: Setup, objects: Overrides, done: int) -> Job:
     loss_used = Description(name=OWN) if isinstance(of_loss, OwnLoss) else describe(of_loss)
     job = Job(
         **{**vars(setup), "config": config, "model": model, "loss": chosen_loss}, part=part, method=method, schedule=schedule,
-        table=table, groups=groups, optimizer=optimizer, rules=rules, base_rate=base, updates_per_epoch=per_epoch,
+        table=table, whole=whole, optimizer=optimizer, rules=rules, base_rate=base, updates_per_epoch=per_epoch,
         updates=updates, example=example, footprint=measure_footprint(model, part, seen), seen=seen, note=placed.note, done=done,
         used=Given(optimizer=describe_optimizer(whole), loss=loss_used), played=played, pieces=placed.pieces,
         placement=tuple(placed.placement) or schedule.device_of_stage,

@@ -35,13 +35,13 @@ from ipu_pipe.model.restoring import undisturbed
 from ipu_pipe.text import list_some, show
 from ipu_pipe.update import optimizer as update
 from ipu_pipe.update import rules
-from ipu_pipe.update.groups import OWN_RATES, has_own_rates
 
 
 def find_faults(job: Job, placed: Sequence[str] = ()) -> List[str]:
     """List all reasons to refuse the job. `placed` are faults of a config's optimizer with the places that they come from."""
-    args, kind = job.config.method_settings(), update.get_kind(job.optimizer)
-    of_rules = [f for group in job.optimizer.param_groups for f in rules.list_conflicts(args, job.method, kind, group)]
+    args, groups = job.config.method_settings(), job.whole.param_groups
+    kinds = [update.get_kind(job.whole, group) for group in groups]
+    of_rules = [f for kind, group in zip(kinds, groups) for f in rules.list_conflicts(args, job.method, kind, group)]
     conflicts = {**_find_conflicts(job), **(_find_block_conflicts(job) if job.method.structure is not None else {})}
     reasons = [*get_backend(job.config).faults(job), *(fault for fault, is_so in conflicts.items() if is_so)]
     reasons += [next((line for line in placed if line.endswith(fault)), fault) for fault in of_rules]
@@ -72,8 +72,6 @@ def _find_conflicts(job: Job) -> Dict[str, Any]:
         f"replicas: {replicas}: each would have a mean square of its own, of which a checkpoint holds one: must be 1, or "
         "method_args.delay_compensation.adaptive: false":
             replicas > 1 and args.get("delay_compensation", {}).get("adaptive"),
-        f"{OWN_RATES}: not with a rule that corrects weights by the rate: must have one":
-            job.rules.read_rates and has_own_rates(job.optimizer, job.base_rate),
         f"method_args.block_accumulation: {early[0]}: an evaluation or checkpoint comes after {early[1]} updates, it must come "
         "after a multiple, when no gathered gradient is left (evaluate.every, checkpoint.every, steps)": early[0],
     }  # fmt: skip

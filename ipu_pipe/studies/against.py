@@ -144,8 +144,8 @@ def fit_into_time(config: Config, accumulate: int, first: Summary) -> Optional[C
     if steps < 2 or accumulate > first["updates_per_epoch"] * before:
         return None
     optimizer, rates = config.optimizer, config.lr_schedule
-    if optimizer.lr is not None and not optimizer.reference_batch_size:  # which scales by itself
-        optimizer = optimizer.model_copy(update={"lr": optimizer.lr * accumulate / before})
+    if not optimizer.reference_batch_size:  # which scales by itself
+        optimizer = optimizer.scale_rate(accumulate / before)
     part = steps * accumulate / (first["steps"] * before)  # of the samples
     rates = rates.model_copy(
         update={

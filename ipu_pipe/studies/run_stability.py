@@ -113,7 +113,7 @@ def _measure(job: Job, samples: int, iterations: int, seed: int, differ: bool, b
         job.model.float()
         x = map_tensors(lambda t: t.float() if t.is_floating_point() else t, x)
     parameters: List[List[nn.Parameter]] = [[] for _ in job.part.stages]
-    for group in job.groups:
+    for group in job.whole.param_groups:
         parameters[group["stage"]] += group["params"]
     curvatures = [measure_curvature(job.model, job.loss, x, y, parameters, iterations, seed=seed, discrepancy=differ)]
     if by_stage:

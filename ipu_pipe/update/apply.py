@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from ipu_pipe.model.precision import Masters, collect_gradients, write_weights
 from ipu_pipe.schedule.methods import Method
 from ipu_pipe.schedule.table import IntArray
-from ipu_pipe.update.rules import Follow, Reading, Rule, Setting, Step, Tensors, select_rules
+from ipu_pipe.update.rules import VELOCITY, Follow, Reading, Rule, Setting, Step, Tensors, select_rules
 
 Floats = NDArray[np.float64]
 
@@ -28,6 +28,7 @@ class StageState:
     index: int
     groups: List[Dict[str, Any]]
     state: Any  # optimizer.state
+    shares: List[float]  # of each group's learning rate in the schedule's
 
     @property
     def parameters(self) -> List[torch.nn.Parameter]:
@@ -43,6 +44,13 @@ class StageState:
         if all(value is None for value in values):
             return None
         return [torch.zeros_like(p) if value is None else value for p, value in zip(self.parameters, values)]
+
+    def scale_by_rate(self, tensors: Tensors) -> Tensors:
+        """Return tensors, one for each parameter, times the share of the parameter's group in the schedule's learning rate."""
+        if all(share == 1 for share in self.shares):
+            return tensors
+        shares = [share for group, share in zip(self.groups, self.shares) for _ in group["params"]]
+        return [x * share for x, share in zip(tensors, shares)]
 
 
 _Acting = Tuple[Rule, Sequence[Setting]]  # a rule with its setting for each stage of the run, in order
@@ -77,9 +85,8 @@ class UpdateRules:
         masters: Optional[Masters] = None,
         base: Optional[float] = None,
     ) -> None:
-        self._shares = [group["lr"] / base if base else 1.0 for group in optimizer.param_groups]
         self.optimizer, self._rate, self.switch = optimizer, rate, switch
-        self.stages = _by_stage(optimizer)
+        self.stages = _by_stage(optimizer, base)
         stage_lag = [p for stage in self.stages.values() for p in stage.parameters]
         self.rounded = masters.pairs(stage_lag) if masters is not None else []  # (weight, master)
         self._rules: List[_Acting] = [
@@ -92,11 +99,6 @@ class UpdateRules:
         self._reads_lag = any(rule.read is not None and rule.reads_lag for rule, _ in self._rules)
         self._active = self._acting_here()
         self._codes = {code: self._code_by_stage(code) for code in (FORWARD, BACKWARD)}
-
-    @property
-    def read_rates(self) -> bool:
-        """Whether a rule corrects the weights that passes read by the learning rate."""
-        return any(rule.read is not None for rule, _ in self._rules)
 
     def entries(self, stage: int) -> List[str]:
         """List the names of the state that rules keep for each parameter of the stage beside the optimizer's own."""
@@ -147,8 +149,9 @@ class UpdateRules:
         """
         rate = self._stage_rate(stage, version, float(self._rate(version)))
         read = self._read(stage, Reading(code == FORWARD, max(-code, 0), rate))
-        pairs = [(self.stages[stage].entries(entry), c) for entry, c in read if c]
-        return [(x, c) for x, c in pairs if x is not None]
+        here = self.stages[stage]
+        pairs = [(entry, here.entries(entry), c) for entry, c in read if c]
+        return [(here.scale_by_rate(x) if entry == VELOCITY else x, c) for entry, x, c in pairs if x is not None]
 
     # --- the gradients of a microbatch
 
@@ -220,8 +223,9 @@ class UpdateRules:
             rounded = [(weight, master) for weight, master in rounded if id(master) not in masters]
         gathering += _gather(self.stages.values(), self._every, k)
         rates = self.rates(k)
-        for group, share in zip(self.optimizer.param_groups, self._shares):
-            group["lr"] = float(rates[group["stage"]]) * share
+        for stage in self.stages.values():
+            for group, share in zip(stage.groups, stage.shares):
+                group["lr"] = float(rates[stage.index]) * share
         followed = [(stage, rule.state(at)) for stage, rule, at in active if rule.state is not None]
         followed = [(stage, entries) for stage, entries in followed if any(entries.values())]
         before = {stage.index: [p.detach().clone() for p in stage.parameters] for stage, _ in followed}
@@ -257,11 +261,13 @@ class UpdateRules:
         ]
 
 
-def _by_stage(optimizer: torch.optim.Optimizer) -> Dict[int, StageState]:
-    groups_by_stage: Dict[int, List[Dict[str, Any]]] = {}
+def _by_stage(optimizer: torch.optim.Optimizer, base: Optional[float]) -> Dict[int, StageState]:
+    stages: Dict[int, StageState] = {}
     for group in optimizer.param_groups:
-        groups_by_stage.setdefault(group["stage"], []).append(group)
-    return {index: StageState(index, groups, optimizer.state) for index, groups in groups_by_stage.items()}
+        stage = stages.setdefault(group["stage"], StageState(group["stage"], [], optimizer.state, []))
+        stage.groups.append(group)
+        stage.shares.append(group["lr"] / base if base else 1.0)
+    return stages
 
 
 def _take_gradients(stages: Iterable[StageState]) -> List[Tuple[torch.nn.Parameter, torch.Tensor]]:

@@ -1,13 +1,14 @@
 """The torch.optim optimizer of a run: how it is made, how much state it keeps, and its state in checkpoints.
 
-All stages of a process share one optimizer, whose state (momentum and the like) is kept by parameter and so by stage.
+All stages of a process share one optimizer, whose state (momentum and the like) is kept by parameter and so by stage. Where the
+config's groups have optimizers of their own, `OptimizersByGroup` holds them as one.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple, cast
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple, cast
 
 import torch
 from torch import nn
@@ -28,12 +29,42 @@ def make_factory_by_name(name: str, **settings: Any) -> OptimizerFactory:
 
 
 KINDS = {torch.optim.SGD: "sgd", torch.optim.Adam: "adam", torch.optim.AdamW: "adamw", torch.optim.RMSprop: "rmsprop"}
+COUNTS = ("step", "mu_product")  # state without a dimension; the second is NAdam's
 MOST_MOMENTS = 2  # assumed of optimizers that are not listed in `count_moments`
 
 
-def get_kind(optimizer: torch.optim.Optimizer) -> str:
-    """Return sgd, adam, adamw or rmsprop for PyTorch's own classes, else the name of the class: a subclass may step otherwise."""
-    return KINDS.get(type(optimizer), type(optimizer).__name__)
+class OptimizersByGroup(torch.optim.Optimizer):
+    """Several optimizers as one: with the parameter groups and the state of all, in the order of the stages."""
+
+    def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
+        super().__init__(sorted((group for part in parts for group in part.param_groups), key=lambda g: g["stage"]), {})
+        self.parts = {part.param_groups[0]["member"]: part for part in parts}
+        for part in parts:
+            part.state = self.state
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Step all parameters that have a gradient."""
+        for part in self.parts.values():
+            part.step()
+
+
+def list_parts(optimizer: torch.optim.Optimizer) -> List[torch.optim.Optimizer]:
+    """Return the optimizers of which this one consists, itself if it is one."""
+    return list(optimizer.parts.values()) if isinstance(optimizer, OptimizersByGroup) else [optimizer]
+
+
+def get_kind(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> str:
+    """Return the kind of optimizer that steps a parameter group of `optimizer`.
+
+    It is sgd, adam, adamw or rmsprop for PyTorch's own classes, else the name of the class: a subclass may step otherwise.
+    """
+    part = optimizer.parts[group["member"]] if isinstance(optimizer, OptimizersByGroup) else optimizer
+    return KINDS.get(type(part), type(part).__name__)
+
+
+def list_kinds(optimizer: torch.optim.Optimizer) -> List[str]:
+    """Return the kinds of an optimizer's parts, each once."""
+    return list(dict.fromkeys(get_kind(optimizer, group) for group in optimizer.param_groups))
 
 
 def count_moments(kind: str, settings: Mapping[str, Any]) -> int:
@@ -47,9 +78,30 @@ def count_moments(kind: str, settings: Mapping[str, Any]) -> int:
         return int(bool(settings.get("momentum")))
     if name == "rmsprop":
         return 1 + int(bool(settings.get("momentum"))) + int(bool(settings.get("centered")))
-    if name == "adagrad":
+    if name in ("adagrad", "muon"):
         return 1
     return MOST_MOMENTS + int(bool(settings.get("amsgrad")))
+
+
+def make_factory_by_group(factories: Sequence[OptimizerFactory]) -> OptimizerFactory:
+    """Return a function that makes one optimizer of those that `factories` make from the parameter groups of their number."""
+
+    def make(groups: Groups) -> torch.optim.Optimizer:
+        chosen = [[group for group in groups if group["member"] == number] for number in range(len(factories))]
+        return OptimizersByGroup([call_factory(factory, some) for factory, some in zip(factories, chosen) if some])
+
+    return make
+
+
+def call_factory(factory: OptimizerFactory, groups: Groups) -> torch.optim.Optimizer:
+    """Make an optimizer. Raise `BadInput` if the user's function makes something else, or one of other parameters."""
+    optimizer: Any = factory(groups)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise BadInput(f"optimizer: gave {describe_kind(optimizer)}, must give a torch.optim.Optimizer")
+    if not all("stage" in group for group in optimizer.param_groups):
+        why = "made of other parameters: must be made of the groups it is given, as functools.partial(torch.optim.SGD, lr=0.1) is"
+        raise BadInput(f"optimizer: {why}")
+    return optimizer
 
 
 ALLOWED = (
@@ -194,5 +246,5 @@ def import_state(
         counts_there = bool(group.get("fused") or group.get("capturable"))  # others keep step counts on the CPU
         for entry, value in state.items():
             if isinstance(value, torch.Tensor):
-                state[entry] = value.to(parameter.device if entry != "step" or counts_there else "cpu")
+                state[entry] = value.to(parameter.device if entry not in COUNTS or counts_there else "cpu")
         optimizer.state[parameter] = state

@@ -105,7 +105,7 @@ def _stand_in(optimizer: torch.optim.Optimizer, base: float) -> torch.optim.Opti
     """Make an optimizer of one parameter with the settings of the run's first group and the rate `base`."""
     like = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=base)
     like.defaults = dict(optimizer.defaults)
-    settings = {key: value for key, value in optimizer.param_groups[0].items() if key not in ("params", "stage")}
+    settings = {key: value for key, value in optimizer.param_groups[0].items() if key not in ("params", "stage", "member")}
     like.param_groups[0].update({"momentum": 0.0, **settings, "lr": base})
     return like
 

@@ -16,6 +16,7 @@ from ipu_pipe.model.batch import call_model, clone_tensors, count_samples
 from ipu_pipe.model.flops import BACKWARD
 from ipu_pipe.model.restoring import modes_restored
 from ipu_pipe.model.timing import REPEATS, PassSeconds, StageSeconds, time_passes
+from ipu_pipe.update.optimizer import list_parts
 
 ENOUGH = 0.5  # seconds, after which there is no repeat; the process has trained: nothing is left to warm up
 
@@ -55,18 +56,19 @@ def _time_updates(job: Job) -> List[float]:
 
     It is 0 for an optimizer that is not torch's: that may count its steps.
     """
-    if not type(job.optimizer).__module__.startswith("torch.optim."):
-        return [0.0] * len(job.part)
-    optimizer = copy.deepcopy(job.optimizer)
-    groups, seconds = optimizer.param_groups, []
-    for stage in range(len(job.part)):
-        optimizer.param_groups = [group for group in groups if group["stage"] == stage]
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        for p in parameters:
-            p.grad = torch.zeros_like(p)
-        seconds.append(
-            statistics.median(_time_step(optimizer, job.device.type) for _ in range(REPEATS)) if parameters else 0.0
-        )
+    seconds = [0.0] * len(job.part)
+    parts = list_parts(job.optimizer)
+    if not all(type(part).__module__.startswith("torch.optim.") for part in parts):
+        return seconds
+    for part in copy.deepcopy(parts):
+        groups = part.param_groups
+        for stage in range(len(job.part)):
+            part.param_groups = [group for group in groups if group["stage"] == stage]
+            parameters = [p for group in part.param_groups for p in group["params"]]
+            for p in parameters:
+                p.grad = torch.zeros_like(p)
+            if parameters:
+                seconds[stage] += statistics.median(_time_step(part, job.device.type) for _ in range(REPEATS))
     return seconds
 
 

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten
 
 from ipu_pipe.job.record import Job
 from ipu_pipe.model.restoring import FunctionWatch, buffers_restored
-from ipu_pipe.update.optimizer import get_kind
+from ipu_pipe.update.optimizer import list_kinds
 
 # These read a tensor's shape alone: a gradient could not flow through them anyway.
 _SHAPE_ONLY = frozenset(
@@ -28,7 +28,7 @@ _SHAPE_ONLY = frozenset(
 class ModelFacts(NamedTuple):
     """`shared`: names of weights and buffers -> the stages that use them, where there are several. `order`: stages in the order
     that a forward begins them. `empty`: stages at which nothing begins. `written`: floating-point buffers that training writes;
-    `counters`: integer ones. `optimizer`: its kind (`get_kind`) and parameter groups. `functions`: classes of
+    `counters`: integer ones. `optimizer`: its kind (`list_kinds`) and parameter groups. `functions`: classes of
     torch.autograd.Function in the gradient's path. `ungraded`: operations inside torch.no_grad() through which a gradient would
     flow without it. `biased_convolutions`: names of modules. `input_type`: of the model's input."""
 
@@ -93,7 +93,7 @@ def observe_model(job: Job) -> ModelFacts:
         order=order[1:],
         empty=sorted(set(range(1, len(part))) - set(part.begins.values())),
         written=[name for name in moving if before[name][0].is_floating_point()],
-        optimizer=(get_kind(job.optimizer), job.optimizer.param_groups),
+        optimizer=(list_kinds(job.optimizer)[0], job.optimizer.param_groups),
         updates=job.updates,
         updates_per_epoch=job.updates_per_epoch,
         counters=[name for name in moving if not before[name][0].is_floating_point() and not _is_counted(model, name)],

@@ -13,7 +13,7 @@ from ipu_pipe.backends.ipu.refusals import ACCUMULATORS
 from ipu_pipe.errors import BadInput
 from ipu_pipe.model.stages import Partition
 from ipu_pipe.text import list_some
-from ipu_pipe.update.optimizer import get_kind
+from ipu_pipe.update.optimizer import list_kinds
 
 # PopTorch's optimizers by our names: the settings of a group that are handed on, with the type that PopTorch asks for
 _ADAM = {"lr": float, "betas": lambda pair: tuple(map(float, pair)), "eps": float, "weight_decay": float}
@@ -34,7 +34,7 @@ def translate_optimizer(
     constants of the graph."""
     import poptorch
 
-    kind, groups = get_kind(optimizer), []
+    (kind,), groups = list_kinds(optimizer), []
     for group in optimizer.param_groups:
         chosen = [own[names[p]] for p in group["params"] if p in names and names[p] in own]
         if chosen:
@@ -161,7 +161,7 @@ def import_state(optimizer: torch.optim.Optimizer, ipu: IpuConfig) -> Optional[I
     optimizer.state.clear()  # PopTorch's entries mean nothing to it
     if not tensors:
         return None
-    if get_kind(optimizer) == "sgd":
+    if list_kinds(optimizer) == ["sgd"]:
         why = ""
         if any(name.startswith(SEPARATE if ipu.use_combined_accum else COMBINED) for name in tensors):
             key = "use_combined_accum"

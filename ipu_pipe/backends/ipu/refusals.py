@@ -90,6 +90,9 @@ def _list_option_cases(config: Config, method: Method) -> Iterator[Case]:
     overlaps, offline, every_n = ipu.overlapped_io != "none", ipu.offline_target is not None, ipu.output_mode == "every_n"
     yield config.precision not in ("float32", *HALF), "precision", f"no IPU computes in it: must be {', '.join(HALF)} or float32"
     yield config.backend.device != "cpu", "backend.device", "poptorch's host is the CPU: must be cpu"
+    why = "PopTorch gets one optimizer with the same settings on all stages: must be null"
+    yield config.optimizer.groups, "optimizer.groups", why
+    yield config.optimizer.by_stage, "optimizer.by_stage", why
     yield clip and clip.scope != "global", "clip.scope", "PopTorch clips by the global norm (max_grad_norm): must be global"
     combines = ipu.use_combined_accum and ipu.tensor_locations.optimizer != TensorLocation()
     yield combines, "ipu.use_combined_accum", "leaves no state to place: must be false, or no tensor_locations.optimizer"

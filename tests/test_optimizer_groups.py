@@ -1,0 +1,201 @@
+"""Optimizers by parameter group: each parameter in one group, settings by stage, the same numbers as optimizers by hand."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any, Dict, List
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import ipu_pipe
+from ipu_pipe.errors import BadInput
+from ipu_pipe.job.factories import make_factory
+from ipu_pipe.model.stages import begin_stage, partition
+from ipu_pipe.report.memory import build_memory_table
+from ipu_pipe.run.build import build
+from ipu_pipe.update.groups import Member, make_groups, make_placeholder, spread_settings
+from ipu_pipe.update.optimizer import OptimizersByGroup, count_state_bytes, get_kind, make_factory_by_group
+from tests.test_open_optimizers import HOW, data, equal
+from tests.test_processes import assert_same, emulate, files, run
+
+pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="needs torch.optim.Muon")
+
+MUON = {"ndim": 2, "name": "torch.optim.Muon", "lr": 0.02, "args": {"weight_decay": 0.0}}
+GROUPS = [{"match": ["0.*"], "name": "adamw", "lr": 0.01}, MUON, {"name": "sgd", "lr": 0.1, "momentum": 0.9}]
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 2))
+
+
+def configure(groups: Any, **keys: Any) -> Any:
+    return ipu_pipe.configure(**{**HOW, "steps": 6, "optimizer": {"groups": groups}, **keys})
+
+
+def trained(out: Path, groups: Any, **keys: Any) -> List[torch.Tensor]:
+    net = model()
+    resume_from = keys.pop("resume_from", None)
+    ipu_pipe.train(configure(groups, **keys), out, data=data(), model=net, quiet=True, resume_from=resume_from)
+    return [p.detach().clone() for p in net.parameters()]
+
+
+def test_groups_train_as_their_optimizers_do_by_hand(tmp_path: Path) -> None:
+    net, source = model(), data()
+    named = dict(net.named_parameters())
+    optimizers = [
+        torch.optim.AdamW([named["0.weight"], named["0.bias"]], lr=0.01),
+        torch.optim.Muon([named["2.weight"], named["4.weight"]], lr=0.02, weight_decay=0.0),
+        torch.optim.SGD([named[name] for name in ("2.bias", "3.weight", "3.bias", "4.bias")], lr=0.1, momentum=0.9),
+    ]
+    for k in range(6):
+        x, y = source.train_batch(*divmod(k, 8), 4)
+        nn.functional.cross_entropy(net(x), y).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert equal(trained(tmp_path / "run", GROUPS), [p.detach() for p in net.parameters()])
+    report = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert [group["name"].split(".")[-1] for group in report["optimizer"]["groups"]] == ["AdamW", "Muon", "SGD"]
+    # one copy of Muon's and SGD's parameters and two of AdamW's, as planned; and AdamW's two step counts
+    planned = [row["optimizer_bytes"] for row in build_memory_table(build(configure(GROUPS), model(), data()))]
+    counts = [4 * 2, 0]
+    assert [stage["optimizer_bytes"] for stage in report["stages"]] == [a + b for a, b in zip(planned, counts)]
+
+
+def test_a_run_goes_on_bitwise_and_names_its_state_as_before(tmp_path: Path) -> None:
+    keys = {"method": "pipemare", "method_args": {"t2": {}}, "checkpoint": {"every": 3, "keep": 9}}
+    straight = trained(tmp_path / "a", GROUPS, **keys)
+    trained(tmp_path / "b", GROUPS, **{**keys, "steps": 3})
+    assert equal(trained(tmp_path / "b", GROUPS, resume_from=3, **keys), straight)
+    state = load_file(tmp_path / "a" / "checkpoints" / "step-6" / "optimizer.safetensors")
+    assert {"0.weight/exp_avg", "2.weight/momentum_buffer", "2.bias/momentum_buffer", "0.weight/t2_delta"} <= set(state)
+    with pytest.raises(BadInput, match="optimizer.groups: "):
+        trained(tmp_path / "b", GROUPS[:1] + GROUPS[2:], resume_from=3, **keys)
+
+
+def test_processes_give_the_emulators_weights_and_state(tmp_path: Path) -> None:
+    how = ["method=pipemare", "clip={norm: 0.5, scope: delayed_global}"]
+    betas = "by_stage: {betas: {from: [0.9, 0.99], to: [0.99, 0.999]}}"
+    muon = "{match: '*weight', ndim: 2, name: torch.optim.Muon, lr: 0.02}"
+    both = [*how, "stages=4", f"optimizer={{groups: [{muon}, {{name: adamw, lr: 0.002, {betas}}}]}}"]
+    wiped = [f"optimizer.{key}=null" for key in ("name", "lr", "momentum")]  # of the file's own
+    code, _, error = run(2, tmp_path / "ranks", *both, *wiped)
+    assert code == 0, error
+    report = emulate(tmp_path / "one", *both, *wiped)
+    assert_same(tmp_path / "ranks", tmp_path / "one")
+    assert len(files(tmp_path / "one", 12)[1]) == 5 + 3 * 5  # Muon's of each weight, and AdamW's of each bias
+    theirs = json.loads((tmp_path / "ranks" / "summary.json").read_text())
+    assert [s["optimizer_bytes"] for s in theirs["stages"]] == [s["optimizer_bytes"] for s in report["stages"]]
+
+
+# ---- which parameter is in which group
+
+
+def staged() -> Any:
+    net = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), begin_stage(nn.Linear(4, 4)), begin_stage(nn.ReLU()))
+    return net, partition(net, torch.randn(2, 4))
+
+
+def test_the_first_member_that_fits_has_a_parameter() -> None:
+    net, part = staged()
+    groups = make_groups(net, part, ["*.bias"], [Member(["2.*"]), Member(None, 2), Member()])
+    names = {id(p): name for name, p in net.named_parameters()}
+    found = [
+        (g["stage"], g["member"], [names[id(p)] for p in g["params"]], g.get("weight_decay")) for g in groups
+    ]
+    assert found == [
+        (0, 1, ["0.weight"], None), (0, 2, ["1.weight"], None), (0, 2, ["0.bias", "1.bias"], 0.0),
+        (1, 0, ["2.weight"], None), (1, 0, ["2.bias"], 0.0),
+    ]  # fmt: skip
+
+
+def test_the_parts_share_state_and_groups_and_a_stage_without_weights_has_one() -> None:
+    net, part = staged()
+    muon, sgd = functools.partial(torch.optim.Muon, lr=0.1), functools.partial(torch.optim.SGD, lr=0.1, momentum=0.5)
+    make = make_factory_by_group([muon, sgd])
+    optimizer = make(make_groups(net, part, (), [Member(None, 2), Member()]))
+    assert isinstance(optimizer, OptimizersByGroup)
+    assert [group["stage"] for group in optimizer.param_groups] == [0, 0, 1, 1]
+    assert [get_kind(optimizer, group) for group in optimizer.param_groups] == ["Muon", "sgd"] * 2
+    net(torch.randn(2, 4)).sum().backward()
+    optimizer.step()
+    assert len(optimizer.state) == 6 and count_state_bytes(optimizer, 3) == [4 * 28, 4 * 20, 0]
+    make([make_placeholder(2)]).step()
+
+
+# ---- settings by stage
+
+
+@pytest.mark.parametrize(
+    "values, expected",
+    [
+        ([0.5, 0.6, 0.7], [0.5, 0.6, 0.7]),
+        ({"from": 0.5, "to": 1.0}, [1.0, 0.75, 0.5]),  # delays 4, 2, 0
+        ({"from": 1.0, "to": 4.0, "over": "stages"}, [5.0, 3.0, 1.0]),
+        ({"from": [0.5, 8.0], "to": [1.0, 8.0]}, [[1.0, 8.0], [0.75, 8.0], [0.5, 8.0]]),
+    ],
+)
+def test_settings_by_the_stages_delay(values: Any, expected: List[Any]) -> None:
+    assert [one["x"] for one in spread_settings({"x": values}, [4.0, 2.0, 0.0])] == expected
+    if isinstance(values, dict):  # nothing changes without delay
+        assert [one["x"] for one in spread_settings({"x": values}, [0.0, 0.0])] == [values["from"]] * 2
+
+
+def test_settings_by_stage_are_the_groups_own() -> None:
+    optimizer = {"name": "sgd", "lr": 0.1, "momentum": 0.5, "by_stage": {"momentum": [0.25, 0.75], "lr": [0.1, 0.2]}}
+    job = build(ipu_pipe.configure(**{**HOW, "optimizer": optimizer, "method": "pipedream"}), model(), data())
+    assert [(g["momentum"], g["lr"]) for g in job.optimizer.param_groups] == [(0.25, 0.1), (0.75, 0.2)]
+    job.rules.step(0, lambda: None)
+    assert [g["lr"] for g in job.optimizer.param_groups] == [0.1, 0.2]
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    "optimizer, key",
+    [
+        ({"groups": [MUON]}, "optimizer.groups: 0.bias, 2.bias, 3.weight, 3.bias and 1 more: "),
+        ({"groups": [{"match": "9.*"}, {}]}, r"optimizer.groups.0.match: 9.\*: "),
+        ({"groups": GROUPS, "momentum": 0.9}, "optimizer.momentum: 0.9: "),
+        ({"groups": GROUPS, "name": "sgd"}, "optimizer.name: sgd: "),
+        ({"name": "groups", "lr": None}, r"optimizer.groups: \[\]: "),
+        ({"groups": [{"name": "groups"}]}, "optimizer.groups.0.name: groups: "),
+        ({"groups": [{"name": "adamw", "momentum": 0.9}]}, "optimizer.groups.0.momentum: 0.9: "),
+        ({"groups": [{"naem": "adamw"}]}, "optimizer.groups.0.naem: adamw: unknown key, nearest is name"),
+        ({"groups": [{**MUON, "ndim": None}]}, "Muon only supports 2D"),
+        ({"groups": [{"name": "torch.optim.Muno"}]}, "optimizer.groups.0.name: torch.optim:Muno: "),
+        ({"by_stage": {"momentum": 0.9}}, "optimizer.by_stage.momentum: 0.9: "),
+        ({"by_stage": {"momentum": {"from": 0.9, "to": "x"}}}, "optimizer.by_stage.momentum: "),
+        ({"by_stage": {"momentum": [0.9]}}, r"optimizer.by_stage.momentum: \[0.9\]: "),
+        ({"by_stage": {"momentum": [0.9, -1]}}, "Invalid momentum"),
+        ({"by_stage": {"momentun": [0.9, 0.9]}}, "momentun"),
+        ({"reference_batch_size": 8, "by_stage": {"lr": [0.1, 0.1]}}, "optimizer.reference_batch_size: 8: "),
+    ],
+)
+def test_what_does_not_fit_is_told_in_a_line(optimizer: Dict[str, Any], key: str) -> None:
+    with pytest.raises(BadInput, match=key) as refused:
+        build(ipu_pipe.configure(**{**HOW, "optimizer": optimizer, "method": "pipedream"}), model(), data())
+    assert len(refused.value.faults) == 1
+
+
+def test_rules_refuse_the_group_for_which_they_are_not_defined() -> None:
+    keys = {"method": "pipelined_backprop", "method_args": {"spike_compensation": {}}}
+    with pytest.raises(BadInput, match="method_args.spike_compensation: Muon: "):
+        build(configure(GROUPS[1:], **keys), model(), data())
+    with pytest.raises(BadInput, match="optimizer.groups: "):
+        configure(GROUPS, backend={"name": "poptorch"})
+
+
+def test_rates_of_all_groups_scale_together() -> None:
+    optimizer = configure(GROUPS).optimizer.scale_rate(2)
+    assert [group.lr for group in optimizer.groups] == [0.02, 0.04, 0.2] and optimizer.lr is None
+    config = configure([{"name": "torch.optim.Muon"}]).optimizer
+    assert config.scale_rate(2) == config  # a default of PyTorch's stays
+    assert make_factory(configure(GROUPS))([make_placeholder(0)]).param_groups[0]["lr"] == 0.01
