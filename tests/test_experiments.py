@@ -14,7 +14,7 @@ from ipu_pipe.cli import reproduce
 from ipu_pipe.errors import BadInput, run_command
 from ipu_pipe.studies.experiment import Request
 from ipu_pipe.studies.measures import compute_normalized_time
-from ipu_pipe.studies.trained import TrainingGrid, load_experiment, make_grid_table, name_folder, run_one, summarize
+from ipu_pipe.studies.trained import TrainingGrid, load_experiment, make_grid_table, name_folder, run_one, scale_rates, summarize
 from tests.interrupted import interrupted_at
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -93,6 +93,44 @@ def test_an_interrupted_run_goes_on(file: Path, tmp_path: Path, monkeypatch: pyt
     with interrupted_at(9):
         run_one(config, str(tmp_path / "cut"), OPTIONS)
     assert run_one(config, str(tmp_path / "cut"), OPTIONS)["curve"] == whole["curve"]
+
+
+def test_each_row_is_tuned_on_its_own_and_compared_at_equal_time(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    file.write_text(
+        TEXT.replace("seeds: [0, 1]", "seeds: [0]\ntune: {rates: [0.5, 1e9], keys: {steps: 5, data: {subset: 400}}, seed: 3}")
+        .replace("  bad: {optimizer: {lr: 1e9}}", "  groups: {}").replace("than: bad}", "than: groups, at: time}")
+        .replace("better: bad,", "better: groups,") + "measure: {name: test_loss}\n"
+    )  # fmt: skip
+    asked: List[Any] = []
+
+    def run_here(work: Any, arguments: Any, request: Any, describe: Any) -> Any:
+        asked.extend(arguments.values())
+        return {key: work(*values) for key, values in arguments.items()}
+
+    monkeypatch.setattr("ipu_pipe.studies.trained.run_all", run_here)
+    results = load_experiment(file).run(Request(tmp_path)).results
+    assert [(config["steps"], config["seed"], config["optimizer"]["lr"]) for config, *_ in asked] == [
+        (5, 3, 0.01), (5, 3, 2e7)] * 3 + [(20, 0, 0.01)] * 3  # fmt: skip
+    row = results["rows"][0]
+    assert row["rate"] == 0.5 and row["tuning"][0.5] < 3 and row["tuning"][1e9] is None
+    assert row["at_equal_time"] > row["final"]  # gpipe is not as far by then
+    assert results["rows"][2]["at_equal_time"] == pytest.approx(results["rows"][2]["final"])
+    assert results["verdicts"][0]["claim"].endswith("at equal time")
+    # what a newer version adds to the configs' keys does not run finished runs again
+    measured = next(tmp_path.rglob("measured.json"))
+    old = json.loads(measured.read_text())
+    del old["asked"]["config"]["recompute"]
+    measured.write_text(json.dumps(old))
+    monkeypatch.setattr("ipu_pipe.backends.emulator.replay.Emulator.step", lambda *args: pytest.fail("run again"))
+    load_experiment(file).run(Request(tmp_path))
+
+
+def test_rates_of_groups_are_scaled() -> None:
+    groups = {"groups": [{"lr": "1e-3", "name": "adamw"}, {"name": "sgd"}]}
+    assert scale_rates(groups, 3) == {"groups": [{"lr": 3e-3, "name": "adamw"}, {"name": "sgd"}]}
 
 
 def test_time_is_counted_by_phase() -> None:

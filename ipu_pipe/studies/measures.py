@@ -1,6 +1,7 @@
 """What an experiment measures of a training run, by the name that its file gives; a row of `MEASURES` for each.
 
 test_accuracy    of the final weights; test loss and accuracy by epoch and time
+test_loss        of the final weights; test loss by epoch and time
 training_loss    of the last `window` microbatches, and of each window before
 angles           between each block's local gradient and the true one, every `every` updates   (Laskin et al. 2020, Figure 6(a))
 fit              how well the training samples are learned, beside the test samples            (Figures 6(b) and 6(c))
@@ -48,7 +49,7 @@ Runs = Sequence[Mapping[str, Any]]  # results of runs, with their label and seed
 class MeasureOptions(Section):
     """The key `measure` of an experiment's file: a name, and the options of the measures that have some."""
 
-    name: Literal["test_accuracy", "training_loss", "angles", "fit", "filters"] = "test_accuracy"
+    name: Literal["test_accuracy", "test_loss", "training_loss", "angles", "fit", "filters"] = "test_accuracy"
     every: Count = 10
     samples: Count = 200
     window: Count = 64
@@ -108,6 +109,15 @@ def measure_test_accuracy(config: Config, out: Path, options: MeasureOptions, ov
     curve = [[record[key] for key in keys] for record in records if record.get("test_accuracy") is not None]
     accuracies = [point[-1] for point in curve] or [0.0]
     return make_result(accuracies[-1], curve, _find_last_step(records), {}, max(accuracies), diverged)
+
+
+def measure_test_loss(config: Config, out: Path, options: MeasureOptions, overwrite: bool) -> Result:
+    """Train a run; its curve has (epoch, time, test loss) of each evaluation."""
+    records, diverged = train_run(config, out, overwrite)
+    keys = ("epoch", "time", "test_loss")
+    curve = [[record[key] for key in keys] for record in records if record.get("test_loss") is not None]
+    losses = [point[-1] for point in curve] or [math.inf]
+    return make_result(losses[-1], curve, _find_last_step(records), {}, min(losses), diverged)
 
 
 def measure_training_loss(config: Config, out: Path, options: MeasureOptions, overwrite: bool) -> Result:
@@ -397,6 +407,7 @@ MEASURES: Dict[str, Measure] = {
     "test_accuracy": Measure(
         "test accuracy", ".1%", True, measure_test_accuracy, _by_epoch_and_time("accuracy", "test accuracy")
     ),
+    "test_loss": Measure("test loss", ".3f", False, measure_test_loss, _by_epoch_and_time("loss", "test loss")),
     "training_loss": Measure(
         "training loss", ".4g", False, measure_training_loss, _by_epoch_and_time("loss", "training loss")
     ),

@@ -5,9 +5,12 @@
     full              keys that replace those of `base` for the paper's own size (`--full`), for a GPU
     seeds             a list of whole numbers
     rows              label -> keys that replace those of `base`; {} is the base itself
+    tune              {rates, keys, seed}: the learning rates of every row are multiplied by each of `rates` in a run with `keys`
+                      and `seed`, such as a validation split of the data; the best final value chooses the row's
     measure           {name, ...}: what is measured of each run (ipu_pipe.studies.measures; test_accuracy by default)
     expect            what the paper says of the rows (ipu_pipe.studies.verdicts), a list: {better, than, by}: row `better` is
-                      better than row `than` by more than `by`; {equal, to, margin}: they differ by less than `margin`
+                      better than row `than` by more than `by`; {equal, to, margin}: they differ by less than `margin`; with
+                      `at: time` not when both end, but at the planned time at which the first row of all ends
 
 Finished runs are not run again, so an interrupted experiment continues where it was.
 """
@@ -22,12 +25,13 @@ import time
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional, Sequence
 
+import numpy as np
 from pydantic import Field, ValidationError, model_validator
-from typing_extensions import Annotated
+from typing_extensions import Annotated, Literal
 
 from ipu_pipe.config.faults import format_faults
 from ipu_pipe.config.load import configure
-from ipu_pipe.config.values import Section, Seed
+from ipu_pipe.config.values import Positive, Section, Seed
 from ipu_pipe.config.yaml_files import merge_keys, read_yaml
 from ipu_pipe.errors import BadInput
 from ipu_pipe.files import write_json
@@ -48,6 +52,7 @@ class Expectation(Section):
     equal: Optional[str] = None
     to: Optional[str] = None
     margin: Annotated[float, Field(gt=0)] = 0.01
+    at: Literal["samples", "time"] = "samples"
 
     @model_validator(mode="after")
     def _has_two_rows(self) -> "Expectation":
@@ -59,18 +64,27 @@ class Expectation(Section):
     def make_claim(self, measure: Measure) -> Claim:
         """Return the claim on the values of a measure."""
         sign = 1 if measure.larger_is_better else -1
+        at = " at equal time" if self.at == "time" else ""
         if self.equal is not None and self.to is not None:
-            text = f"{self.equal} equals {self.to} (margin {format(self.margin, measure.form)})"
+            text = f"{self.equal} equals {self.to} (margin {format(self.margin, measure.form)}){at}"
             gap = functools.partial(_compute_gap, self.equal, self.to, sign, 0.0)
             return Claim(text, (self.equal, self.to), gap, self.margin)
         assert self.better is not None and self.than is not None
         by = f" by more than {format(self.by, measure.form)}" if self.by else ""
         gap = functools.partial(_compute_gap, self.better, self.than, sign, self.by)
-        return Claim(f"{self.better} is better than {self.than}{by}", (self.better, self.than), gap)
+        return Claim(f"{self.better} is better than {self.than}{by}{at}", (self.better, self.than), gap)
 
 
 def _compute_gap(row: str, other: str, sign: int, by: float, finals: Mapping[str, float]) -> float:
     return sign * (finals[row] - finals[other]) - by
+
+
+class Tuning(Section):
+    """How each row's learning rate is chosen."""
+
+    rates: Annotated[List[Positive], Field(min_length=1)]
+    keys: Keys = {}
+    seed: Seed = 0
 
 
 class TrainingGrid(Section):
@@ -82,17 +96,30 @@ class TrainingGrid(Section):
     full: Optional[Keys] = None
     seeds: Annotated[List[Seed], Field(min_length=1)]
     rows: Annotated[Dict[str, Optional[Keys]], Field(min_length=1)]
+    tune: Optional[Tuning] = None
     measure: MeasureOptions = MeasureOptions()
     expect: List[Expectation] = []
 
-    def make_config(self, label: str, seed: int, full: bool = False) -> Keys:
-        """Return the config of a run as plain data."""
+    def make_config(self, label: str, seed: int, full: bool = False, rate: float = 1.0, tunes: bool = False) -> Keys:
+        """Return the config of a run as plain data; learning rates times `rate`; `tunes`: of a run that chooses the rate."""
         changed = merge_keys(merge_keys(self.base, self.full or {} if full else {}), self.rows[label] or {})
+        if tunes and self.tune is not None:
+            changed = merge_keys(changed, self.tune.keys)
+        if rate != 1.0:
+            changed["optimizer"] = scale_rates(changed["optimizer"], rate)
         return merge_keys(changed, {"seed": seed, "log": {"tensorboard": False}, "checkpoint": {"keep": 1}})
 
     def get_measure(self) -> Measure:
         """Return what is measured of its runs."""
         return MEASURES[self.measure.name]
+
+
+def scale_rates(optimizer: Keys, factor: float) -> Keys:
+    """Return the keys of an optimizer, or of one by groups, with each stated learning rate times `factor`."""
+    scaled = {**optimizer, **{key: float(optimizer[key]) * factor for key in ("lr",) if optimizer.get(key) is not None}}
+    if optimizer.get("groups"):
+        scaled["groups"] = [scale_rates(group, factor) for group in optimizer["groups"]]
+    return scaled
 
 
 def load_experiment(path: Path) -> Experiment:
@@ -115,11 +142,11 @@ def _list_faults(grid: TrainingGrid) -> List[str]:
         other = folders.setdefault(name_folder(label), label)
         if other != label:
             faults.append(f"rows.{label}: its runs would share a folder with {other}; rename it")
-        for full in (False, True):
+        for full, tunes in ((False, False), (True, False), (False, True)):
             try:
-                configure(**grid.make_config(label, 0, full))
+                configure(**grid.make_config(label, 0, full, tunes=tunes))
             except BadInput as error:
-                place = f"rows.{label} on {'full' if full else 'base'}:"
+                place = f"rows.{label} on {'full' if full else 'tune' if tunes else 'base'}:"
                 faults += [fault.replace("configure:", place) for fault in error.faults]
     for number, entry in enumerate(grid.expect):
         for key in ("better", "than", "equal", "to"):
@@ -139,8 +166,10 @@ def make_experiment(name: str, grid: TrainingGrid) -> Experiment:
         full = request.full and grid.full is not None
         folder = request.runs / (name + ("-full" if full else ""))
         request.say(f"{grid.title}: {len(rows)} rows x {len(seeds)} seeds")
-        runs = run_grid(chosen, folder, seeds, request, full)
-        results = {**experiment.describe(), **summarize(chosen, runs, full)}
+        tuned = run_tuning(chosen, folder, request, full) if grid.tune is not None else {}
+        rates = {label: choose_rate(grid, by_rate) for label, by_rate in tuned.items()}
+        runs = run_grid(chosen, folder, seeds, request, full, rates)
+        results = {**experiment.describe(), **summarize(chosen, runs, full, tuned)}
         command = f"python tools/reproduce.py {name}" + (" --full" if full else "")
         curves = [{key: run[key] for key in ("label", "seed", "diverged", "curve")} for run in runs]
         pictures = {file: functools.partial(draw, results, runs) for file, draw in grid.get_measure().pictures.items()}
@@ -156,8 +185,41 @@ def make_experiment(name: str, grid: TrainingGrid) -> Experiment:
 # ---- the runs
 
 
+def run_tuning(grid: TrainingGrid, out: Path, request: Request, full: bool) -> Dict[str, Dict[float, Optional[float]]]:
+    """Train every row with each learning rate, in `out/LABEL/rate-R`; return the final values by row, then rate."""
+    assert grid.tune is not None
+    seed, options, measure = grid.tune.seed, grid.measure.model_dump(), grid.get_measure()
+    arguments = {}
+    for label in grid.rows:
+        for rate in grid.tune.rates:
+            config = grid.make_config(label, seed, full, rate, tunes=True)
+            arguments[label, rate] = (config, str(out / name_folder(label) / f"rate-{rate:g}"), options)
+
+    def describe(key: Any, result: Result) -> str:
+        return f"tuning {key[0]}, rate x {key[1]:g}: {_show_end(result, measure)}"
+
+    results = run_all(run_one, arguments, request, describe)
+    return {label: {rate: results[label, rate]["final"] for rate in grid.tune.rates} for label in grid.rows}
+
+
+def choose_rate(grid: TrainingGrid, by_rate: Mapping[float, Optional[float]]) -> float:
+    """Return the rate with the best final value; the smallest if all runs diverged."""
+    sign = 1 if grid.get_measure().larger_is_better else -1
+    return max(sorted(by_rate), key=lambda rate: -math.inf if by_rate[rate] is None else sign * (by_rate[rate] or 0.0))
+
+
+def _show_end(result: Result, measure: Measure) -> str:
+    final = "done" if result["final"] is None else f"{measure.final} {format(result['final'], measure.form)}"
+    return f"{'diverged: ' + result['diverged'] if result['diverged'] else final} ({result['seconds']:.0f} s)"
+
+
 def run_grid(
-    grid: TrainingGrid, out: Path, seeds: Sequence[int], request: Request, full: bool = False
+    grid: TrainingGrid,
+    out: Path,
+    seeds: Sequence[int],
+    request: Request,
+    full: bool = False,
+    rates: Mapping[str, float] = {},
 ) -> List[Dict[str, Any]]:
     """Train every row by every seed, each in `out/LABEL/seed-S`, and return the results by row, then seed.
 
@@ -165,16 +227,18 @@ def run_grid(
     """
     options = grid.measure.model_dump()
     arguments = {
-        (label, seed): (grid.make_config(label, seed, full), str(out / name_folder(label) / f"seed-{seed}"), options)
+        (label, seed): (
+            grid.make_config(label, seed, full, rates.get(label, 1.0)),
+            str(out / name_folder(label) / (f"seed-{seed}" + (f"-rate-{rates[label]:g}" if label in rates else ""))),
+            options,
+        )
         for seed in seeds
         for label in grid.rows
     }
     measure = grid.get_measure()
 
     def describe(key: Any, result: Result) -> str:
-        final = "done" if result["final"] is None else f"{measure.final} {format(result['final'], measure.form)}"
-        outcome = f"diverged: {result['diverged']}" if result["diverged"] else final
-        return f"{key[0]}, seed {key[1]}: {outcome} ({result['seconds']:.0f} s)"
+        return f"{key[0]}, seed {key[1]}: {_show_end(result, measure)}"
 
     results = run_all(run_one, arguments, request, describe)
     return [{"label": label, "seed": seed, **results[label, seed]} for label in grid.rows for seed in seeds]
@@ -186,12 +250,15 @@ def name_folder(label: str) -> str:
 
 
 def run_one(config: Keys, folder: str, options: Keys) -> Result:
-    """Run and measure one run in `folder`, resume it if it was interrupted, or read its result if it is finished."""
+    """Run and measure one run in `folder`, resume it if it was interrupted, or read its result if it is finished.
+
+    A finished run counts, too, where its config has not the keys yet that have since got a default.
+    """
     start, file = time.monotonic(), Path(folder) / "measured.json"
     settings, measure = configure(**config), MeasureOptions(**options)
     asked = json.loads(json.dumps({"config": settings.to_dict(), "measure": measure.model_dump()}))
     earlier = json.loads(file.read_text()) if file.is_file() else {}
-    if earlier.get("asked") == asked:
+    if earlier and {**earlier["asked"], "config": configure(**earlier["asked"]["config"]).to_dict()} == asked:
         return {key: value for key, value in earlier.items() if key != "asked"}
     result = MEASURES[measure.name].run(settings, Path(folder), measure, bool(earlier.get("diverged")))
     result["seconds"] = time.monotonic() - start
@@ -203,40 +270,62 @@ def run_one(config: Keys, folder: str, options: Keys) -> Result:
 # ---- the results
 
 
-def summarize(grid: TrainingGrid, runs: Runs, full: bool = False) -> Dict[str, Any]:
+def summarize(
+    grid: TrainingGrid, runs: Runs, full: bool = False, tuned: Mapping[str, Mapping[float, Optional[float]]] = {}
+) -> Dict[str, Any]:
     """Return the results as JSON: a row for each label, and the verdicts on the paper's claims."""
     rows: List[Dict[str, Any]] = []
+    by_time = compares_times(grid)
+    equal_time = min((run["curve"][-1][1] for run in runs if run["final"] is not None), default=0.0) if by_time else 0.0
     for label in grid.rows:
         runs_of_row = [run for run in runs if run["label"] == label]
         config = configure(**grid.make_config(label, 0, full))
         ended = [run for run in runs_of_row if run["final"] is not None]
-        finals, best = [run["final"] for run in ended], [run["best"] for run in ended if run["best"] is not None]
+        ends, best = [run["final"] for run in ended], [run["best"] for run in ended if run["best"] is not None]
         times = [run["curve"][-1][1] for run in ended] if best else []
         rows.append({
             "label": label,
             "method": config.method,
             "args": config.method_settings(),
             "step": max(run["step"] for run in runs_of_row),
-            "final": statistics.mean(finals) if ended and len(ended) == len(runs_of_row) else None,
-            "std": statistics.stdev(finals) if len(finals) > 1 else None,
+            "final": statistics.mean(ends) if ended and len(ended) == len(runs_of_row) else None,
+            "std": statistics.stdev(ends) if len(ends) > 1 else None,
             "best": statistics.mean(best) if best else None,
             "final_by_seed": {str(run["seed"]): run["final"] for run in runs_of_row},
             "diverged": sum(run["diverged"] is not None for run in runs_of_row),
             "normalized_time": statistics.mean(times) if times else None,
+            **({"rate": choose_rate(grid, tuned[label]), "tuning": dict(tuned[label])} if label in tuned else {}),
+            **({"at_equal_time": _compute_mean([_find_at(run, equal_time) for run in runs_of_row])} if by_time else {}),
             "values": {key: _compute_mean([run["values"][key] for run in ended]) for key in runs_of_row[0]["values"]},
         })  # fmt: skip
     measure = grid.get_measure()
     worst = -math.inf if measure.larger_is_better else math.inf  # of a run that diverged
-    finals_by_row: Dict[str, Dict[int, float]] = {label: {} for label in grid.rows}
+    finals: Dict[str, Dict[str, Dict[int, float]]] = {at: {label: {} for label in grid.rows} for at in ("samples", "time")}
     for run in runs:
-        finals_by_row[run["label"]][run["seed"]] = worst if run["final"] is None else run["final"]
+        finals["samples"][run["label"]][run["seed"]] = worst if run["final"] is None else run["final"]
+        if by_time:
+            at_time = _find_at(run, equal_time)
+            finals["time"][run["label"]][run["seed"]] = worst if at_time is None else at_time
     return {
         "setting": describe_sizes(configure(**grid.make_config(next(iter(grid.rows)), 0, full))),
         "full_size": full,
         "seeds": sorted({run["seed"] for run in runs}),
+        **({"equal_time": equal_time} if by_time else {}),
         "rows": rows,
-        **make_results([judge(entry.make_claim(measure), finals_by_row) for entry in grid.expect]),
+        **make_results([judge(entry.make_claim(measure), finals[entry.at]) for entry in grid.expect]),
     }
+
+
+def compares_times(grid: TrainingGrid) -> bool:
+    """Return whether a claim is about values at equal time."""
+    return any(entry.at == "time" for entry in grid.expect)
+
+
+def _find_at(run: Mapping[str, Any], time: float) -> Optional[float]:
+    """Return the last value of a run's curve at a time, on the line between two points; None if the run diverged."""
+    if run["final"] is None:
+        return None
+    return float(np.interp(time, [point[1] for point in run["curve"]], [point[-1] for point in run["curve"]]))
 
 
 def _compute_mean(values: Sequence[Optional[float]]) -> Optional[float]:
@@ -252,17 +341,20 @@ def make_grid_table(grid: TrainingGrid, results: Mapping[str, Any], command: str
         f" Final {measure.final}, mean and standard deviation. Time: epochs divided by the pipeline's utilization."
     )
     values = list(results["rows"][0]["values"])
+    extras = {"rate": "rate x", "at_equal_time": f"{measure.final} at time {results.get('equal_time', 0):.2f}"}
+    extras = {key: head for key, head in extras.items() if key in results["rows"][0]}
     rows = [
         (
             row["label"], row["method"], show_final(row, measure),
             ", ".join("diverged" if v is None else f"{v:.3f}" for v in row["final_by_seed"].values()),
             None if row["normalized_time"] is None else f"{row['normalized_time']:.2f}",
+            *(row[key] for key in extras),
             *(row["values"].get(key) for key in values),
         )
         for row in results["rows"]
     ]  # fmt: skip
     return make_markdown(
-        results, [intro], ("row", "method", f"final {measure.final}", "by seed", "time", *values), rows
+        results, [intro], ("row", "method", f"final {measure.final}", "by seed", "time", *extras.values(), *values), rows
     )
 
 
