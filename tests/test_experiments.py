@@ -14,7 +14,15 @@ from ipu_pipe.cli import reproduce
 from ipu_pipe.errors import BadInput, run_command
 from ipu_pipe.studies.experiment import Request
 from ipu_pipe.studies.measures import compute_normalized_time
-from ipu_pipe.studies.trained import TrainingGrid, load_experiment, make_grid_table, name_folder, run_one, scale_rates, summarize
+from ipu_pipe.studies.trained import (
+    TrainingGrid,
+    load_experiment,
+    make_grid_table,
+    name_folder,
+    run_one,
+    scale_rates,
+    summarize,
+)
 from tests.interrupted import interrupted_at
 
 ROOT = Path(__file__).resolve().parents[1]
