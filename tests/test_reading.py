@@ -79,11 +79,11 @@ def test_a_loss_that_is_not_finite_is_told_of_its_own_update(tmp_path: Path, mon
 def test_updates_read_nothing_until_they_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines, "does_reading_wait", lambda device: True)
     engine = EmulatorEngine(build(load_config(DIGITS, [*SHORT, "clip={norm: 1.0, scope: stage}"])), 0)
-    engine.advance(0, read=True)
+    engine.step(0, read=True)
     with Reads() as reads:
-        assert [engine.advance(k, read=False) for k in (1, 2, 3)] == [[], [], []]
+        assert [engine.step(k, read=False) for k in (1, 2, 3)] == [[], [], []]
     assert reads.count == 0
-    assert len(engine.advance(4, read=True)) == 4
+    assert len(engine.step(4, read=True)) == 4
 
 
 def test_an_evaluation_reads_nothing_until_its_end() -> None:

@@ -82,13 +82,12 @@ class Engine:
         self.job = job
         self.names = {parameter: name for name, parameter in job.get_trained().items()}
 
-    def step(self, k: int) -> StepResult:
-        """Carry out update k and return its result; on other processes than the main one it may be empty."""
-        raise NotImplementedError
+    def step(self, k: int, read: bool = True) -> List[StepResult]:
+        """Carry out update k and return the results since the last call; none unless `read` if reading would hold a GPU up.
 
-    def advance(self, k: int, read: bool) -> List[StepResult]:
-        """Carry out update k and return the results since the last call; none unless `read` if reading would hold a GPU up."""
-        return [self.step(k)]
+        On other processes than the main one they may be empty.
+        """
+        raise NotImplementedError
 
     def end(self, done: int, asked: bool) -> int:
         """Return how many updates the run has, when `done` are: fewer than planned if the main process has `asked` to end it.

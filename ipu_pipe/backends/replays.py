@@ -123,10 +123,6 @@ class Views(NamedTuple):
     versions: IntArray  # (P,)
     codes: IntArray  # (P,)
 
-    def on(self, stage: int) -> Views:
-        """Return what the pass reads on one stage, (1,) both."""
-        return Views(self.versions[stage : stage + 1], self.codes[stage : stage + 1])
-
 
 class Replay(NamedTuple):
     """One replay: what its passes read, and the stages that are updated when it is done. `recompute`: None if activations are
@@ -138,14 +134,6 @@ class Replay(NamedTuple):
     backward: Views
     recompute: Optional[Views]
     updates: IntArray
-
-    def on(self, stage: int) -> Replay:
-        """Return the part of one stage."""
-        recompute = self.recompute.on(stage) if self.recompute is not None else None
-        updates = self.updates[self.updates == stage]
-        return Replay(
-            self.microbatch, self.replica, self.forward.on(stage), self.backward.on(stage), recompute, updates
-        )
 
 
 class ReplayPlan:
@@ -192,10 +180,10 @@ class ReplayPlan:
                 views[name] = Views(versions, self._rules.encode_backwards(versions, window.forward))
         return views
 
-    def replay(self, number: int) -> Replay:
-        """Return a replay by its number."""
+    def replay(self, number: int, stages: slice = slice(None)) -> Replay:
+        """Return a replay by its number, with what passes read on these stages."""
         at, window = self._locate(number), self._window
-        views = {name: Views(view.versions[:, at], view.codes[:, at]) for name, view in self._views.items()}
+        views = {name: Views(view.versions[stages, at], view.codes[stages, at]) for name, view in self._views.items()}
         return Replay(
             int(window.microbatch[at]), int(window.replica[at]), views["forward"], views["backward"],
             views.get("recompute"), np.flatnonzero(window.updates[:, at]),

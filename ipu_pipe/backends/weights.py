@@ -76,32 +76,32 @@ class _VersionedStore(WeightStore):
         self._parameters = [list(stage) for stage in stages]
         self._offset, self._masters = offset, masters or {}
         self._newest = [version] * len(stages) if isinstance(version, int) else list(version)
+        self._plain = Views(np.array(self._newest, np.int64), np.full(len(stages), PLAIN))  # the newest weights, uncorrected
         self._loaded = self._plain  # what is in the parameters
         self._oldest = self._loaded.versions  # that is read from now on
         self._kept: List[Dict[View, Tensors]] = [{} for _ in stages]
         self._pool: List[List[Tensors]] = [[] for _ in stages]
         self._size = [sum(p.numel() * p.element_size() for p in stage) for stage in stages]
-        self._held = 0
+        self._used_bytes = 0  # by views
+        self.held_bytes = 0  # by views and the pool
         self.peak_bytes = 0
 
-    @property
-    def held_bytes(self) -> int:  # type: ignore[override]
-        """Bytes of all views that are kept, and of the pool."""
-        return self._held + sum(len(pool) * size for pool, size in zip(self._pool, self._size))
-
     def _fresh(self, stage: int) -> Tensors:
-        self._held += self._size[stage]
-        self.peak_bytes = max(self.peak_bytes, self._held)
+        self._used_bytes += self._size[stage]
+        self.peak_bytes = max(self.peak_bytes, self._used_bytes)
         if self._pool[stage]:
             return self._pool[stage].pop()
+        self.held_bytes += self._size[stage]
         return [torch.empty_like(p.data) for p in self._parameters[stage]]
 
     def _drop(self, stage: int, view: View) -> None:
         tensors = self._kept[stage].pop(view, None)
         if tensors is not None:
-            self._held -= self._size[stage]
+            self._used_bytes -= self._size[stage]
             if len(self._pool[stage]) < 2:
                 self._pool[stage].append(tensors)
+            else:
+                self.held_bytes -= self._size[stage]
 
     def release(self, oldest: IntArray) -> None:
         for stage in np.flatnonzero(oldest > self._oldest).tolist():
@@ -110,30 +110,25 @@ class _VersionedStore(WeightStore):
                 self._drop(stage, view)
         self._oldest = np.minimum(oldest, self._newest)
 
-    @property
-    def _plain(self) -> Views:
-        """The newest weights of all stages, uncorrected."""
-        return Views(np.array(self._newest, np.int64), np.full(len(self._newest), PLAIN))
-
     def rest(self) -> None:
         self.load(self._plain)
 
     def load(self, read: Views) -> None:
         versions, codes = read
-        changed = np.flatnonzero((versions != self._loaded.versions) | (codes != self._loaded.codes)).tolist()
-        self._put([(stage, (int(versions[stage]), int(codes[stage]))) for stage in changed])
+        loaded, newest = self._loaded, self._plain.versions
+        changed = np.flatnonzero((versions != loaded.versions) | (codes != loaded.codes)).tolist()
+        has_newest = (loaded.versions == newest) & (loaded.codes == PLAIN)
+        self._put([(stage, (int(versions[stage]), int(codes[stage])), bool(has_newest[stage])) for stage in changed])
         self._loaded = read
 
-    def _holds_newest(self, stage: int) -> bool:
-        return self._loaded.codes[stage] == PLAIN and self._loaded.versions[stage] == self._newest[stage]
-
     def compute_age(self, stage: int) -> Optional[Tensors]:
-        if self._holds_newest(stage):
+        if self._loaded.codes[stage] == PLAIN and self._loaded.versions[stage] == self._newest[stage]:
             return None
         newest = self._kept[stage][self._newest[stage], PLAIN]
         return list(torch._foreach_sub(newest, [p.data for p in self._parameters[stage]])) if newest else []
 
-    def _put(self, views: Sequence[Tuple[int, View]]) -> None:
+    def _put(self, views: Sequence[Tuple[int, View, bool]]) -> None:
+        """Put (stage, view) into the parameters, and whether the newest weights, uncorrected, are there now."""
         raise NotImplementedError
 
     def _correct(self, stage: int, code: int, to: Tensors) -> None:
@@ -149,12 +144,12 @@ class _VersionedStore(WeightStore):
         copy_all([(to[i], exact[i]) for i in rounded])
 
     def before_update(self, keep: Sequence[Set[int]], updates: Optional[Sequence[int]] = None) -> None:
-        self.rest()
+        self.load(self._plain)
         chosen = range(len(self._newest)) if updates is None else updates
         self._keep(chosen, keep)
         for stage in chosen:
             self._newest[stage] += 1
-        self._loaded = self._plain
+        self._plain = self._loaded = Views(np.array(self._newest, np.int64), self._plain.codes)
 
     def _keep(self, stages: Sequence[int], keep: Sequence[Set[int]]) -> None:
         """Keep the views of `keep` of these stages, whose newest weights are in the parameters and about to change."""
@@ -168,11 +163,11 @@ class OverwritingStore(_VersionedStore):
         super().__init__(stages, *args, **keywords)
         self._home = [[p.data for p in stage] for stage in self._parameters]
 
-    def _put(self, views: Sequence[Tuple[int, View]]) -> None:
+    def _put(self, views: Sequence[Tuple[int, View, bool]]) -> None:
         saved: Copies = []
         written: Copies = []
         corrected: List[Tuple[int, int]] = []
-        for stage, view in views:
+        for stage, view, has_newest in views:
             views_of_stage, home, newest = self._kept[stage], self._home[stage], (self._newest[stage], PLAIN)
             if newest not in views_of_stage:  # it is in the parameters, about to be overwritten
                 views_of_stage[newest] = self._fresh(stage)
@@ -181,7 +176,7 @@ class OverwritingStore(_VersionedStore):
                 written += zip(home, views_of_stage[view])
             else:
                 assert view[0] == newest[0], f"stage {stage}: view {view} is read but was not kept"
-                if not self._holds_newest(stage):
+                if not has_newest:
                     written += zip(home, views_of_stage[newest])
                 corrected.append((stage, view[1]))
         copy_all(saved)
@@ -210,25 +205,22 @@ class OverwritingStore(_VersionedStore):
 class SwappingStore(_VersionedStore):
     """Points parameters at the tensors of the view that both passes read."""
 
-    def _put(self, views: Sequence[Tuple[int, View]]) -> None:
-        for stage, view in views:
+    def _put(self, views: Sequence[Tuple[int, View, bool]]) -> None:
+        for stage, view, has_newest in views:
             views_of_stage, newest = self._kept[stage], (self._newest[stage], PLAIN)
-            if self._holds_newest(stage):
+            if has_newest:
                 views_of_stage[newest] = [p.data for p in self._parameters[stage]]
             if view not in views_of_stage:
                 assert view[0] == newest[0], f"stage {stage}: view {view} is read but was not kept"
                 self._make(stage, view[1], views_of_stage[newest])
-            self._point(stage, views_of_stage[view])
+            for parameter, tensor in zip(self._parameters[stage], views_of_stage[view]):
+                parameter.data = tensor
 
     def _make(self, stage: int, code: int, plain: Tensors) -> None:
         tensors = self._fresh(stage)
         copy_all(list(zip(tensors, plain)))
         self._correct(stage, code, tensors)
         self._kept[stage][(self._newest[stage], code)] = tensors
-
-    def _point(self, stage: int, tensors: Tensors) -> None:
-        for parameter, tensor in zip(self._parameters[stage], tensors):
-            parameter.data = tensor
 
     def _keep(self, stages: Sequence[int], keep: Sequence[Set[int]]) -> None:
         copies: Copies = []
@@ -244,7 +236,8 @@ class SwappingStore(_VersionedStore):
             if PLAIN in codes:  # the parameters' tensors stay as they are, the update steps a copy
                 views[newest, PLAIN] = tensors
                 new = self._fresh(stage)
-                self._point(stage, new)
+                for parameter, tensor in zip(self._parameters[stage], new):
+                    parameter.data = tensor
                 copies += zip(new, tensors)
         copy_all(copies)
 

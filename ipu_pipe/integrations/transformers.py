@@ -362,7 +362,7 @@ class PipelineTrainer(Trainer):
             k = self.state.global_step
             self.control = self.callback_handler.on_step_begin(self.args, self.state, self.control)
             self._model.train()
-            for result in engine.advance(k, read=True):
+            for result in engine.step(k, read=True):
                 self._add_loss(result.loss)
             self.control = self.callback_handler.on_optimizer_step(self.args, self.state, self.control)
             rate = self._get_learning_rate()

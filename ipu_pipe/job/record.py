@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple
 
@@ -18,7 +19,7 @@ from ipu_pipe.job.metrics import Metric
 from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.model.batch import map_tensors, require_tensors
 from ipu_pipe.model.cutting import Piece
-from ipu_pipe.model.loss import Labels, Loss, OwnLoss, get_labels
+from ipu_pipe.model.loss import Labels, Loss, OwnLoss
 from ipu_pipe.model.observation import ForwardEffects, Observation
 from ipu_pipe.model.precision import ModelPrecision
 from ipu_pipe.model.stages import Footprint, Partition
@@ -29,7 +30,6 @@ from ipu_pipe.schedule.table import Schedule
 from ipu_pipe.schedule.timelines import amortize_utilization, make_schedule
 from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.trace.events import SCHEMA
-from ipu_pipe.update import rates as lr
 from ipu_pipe.update.apply import UpdateRules
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}  # of a model's weights
@@ -84,19 +84,17 @@ class Setup:
     def move_to_device(self, x: Any, y: Any) -> Tuple[Any, Any]:
         """Return a microbatch on the run's device, inputs in its precision. Raise `BadInput` if it is not made of tensors."""
         require_tensors(x, "inputs", by_sample=True)
-        if y is not None or not isinstance(self.loss, OwnLoss):
-            require_tensors(get_labels(y), "labels")
+        labels = y
         if isinstance(y, Labels):
+            labels = y.labels
             require_tensors(y.asked, "what the loss takes", by_sample=True)
+        if y is not None or not isinstance(self.loss, OwnLoss):
+            require_tensors(labels, "labels")
         # the CPU's loss checks labels itself, a GPU's kernel aborts
-        labels = get_labels(y)
         if self.label_range is not None and self.device.type == "cuda" and getattr(labels, "is_cpu", False):
             self.label_range.check(labels)
-
-        def mover(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
-            return lambda value: _move(value, self.device, dtype, self.pins_memory)
-
-        return map_tensors(mover(self.numbers.inputs), x), map_tensors(mover(self.numbers.labels), y)
+        move = partial(_move, self.device, self.pins_memory)
+        return map_tensors(partial(move, self.numbers.inputs), x), map_tensors(partial(move, self.numbers.labels), y)
 
     def get_trained(self) -> Dict[str, nn.Parameter]:
         """Return what an optimizer changes, the model's weights or their masters, by the names of the weights."""
@@ -118,6 +116,7 @@ class Job(Setup):
     optimizer: torch.optim.Optimizer  # of those of the stages that this process trains
     rules: UpdateRules
     base_rate: float
+    rate: Callable[[int], float]  # the learning rate of update k, before the update rules
     updates_per_epoch: Optional[int]  # None where the data has no length: all is one epoch
     updates: int
     example: Tuple[Any, Any]
@@ -126,7 +125,6 @@ class Job(Setup):
     note: str = ""  # what the user should know of the stages
     done: int = 0  # updates of the run that this one goes on with: the pipeline is empty there
     used: Given = Given()  # the optimizer and the loss, whoever gave them
-    played: Optional[Sequence[float]] = None  # rates by update, where a torch.optim.lr_scheduler gives them
     may_stop: bool = False  # whether the run may be asked to end after any update
     may_stop_empty: bool = False  # or where the pipeline is empty anyway
     folder: Optional[Path] = None  # of the run, where every process may write what it did
@@ -144,7 +142,7 @@ class Job(Setup):
         """Samples of one update, the global batch size."""
         return self.config.micro_batch_size * self.config.gradient_accumulation * self.width
 
-    @property
+    @cached_property
     def width(self) -> int:
         """Replicas that take turns in the data: of the pipeline, or those that the method has for itself."""
         rounds = self.method.rounds
@@ -175,7 +173,7 @@ class Job(Setup):
         epoch, within = (0, m) if self.updates_per_epoch is None else divmod(m, self.updates_per_epoch * accumulate)
         return self.data.train_batch(epoch, within * width + replica, self.config.micro_batch_size)
 
-    @property
+    @cached_property
     def averaged(self) -> int:
         """The updates over which the training loss is averaged: those of an epoch, or 100 if the data has no length."""
         return self.updates_per_epoch or 100
@@ -183,12 +181,6 @@ class Job(Setup):
     def epoch(self, done: int) -> Optional[float]:
         """Return `done` updates in epochs; None if the data has no length."""
         return None if self.updates_per_epoch is None else done / self.updates_per_epoch
-
-    def rate(self, k: int) -> float:
-        """Return the learning rate of update k."""
-        if self.played is not None:
-            return self.played[k]
-        return compute_rate(self.config, self.base_rate, k, self.updates, self.updates_per_epoch)
 
     def count_ahead(self) -> int:
         """Return how many updates the first stage may be ahead of the last: it must not wait where no gradient comes back."""
@@ -240,36 +232,28 @@ class Job(Setup):
             [(phase["updates"], phase["planned_utilization"]) for phase in self.describe_phases()]
         )
 
+    @cached_property
+    def intervals(self) -> Tuple[int, int]:
+        """The updates from one evaluation, and from one checkpoint, to the next; 0: none before the end."""
+        return self.config.evaluate.interval(self.updates_per_epoch), self.config.checkpoint_every
+
     def evaluates_after(self, done: int) -> bool:
         """Return whether to evaluate when `done` updates are done: after each `evaluate.every` epochs and at the end."""
-        every = self.config.evaluate.interval(self.updates_per_epoch)
+        every = self.intervals[0]
         return done == self.updates or (every > 0 and done % every == 0)
 
     def saves_after(self, done: int) -> bool:
         """Return whether to save a checkpoint when `done` updates are done: after each `checkpoint.every` updates, and at each
         evaluation, so that the best weights can be kept."""
-        every = self.config.checkpoint_every
+        every = self.intervals[1]
         return self.config.checkpoint is not None and (self.evaluates_after(done) or (every > 0 and done % every == 0))
 
 
-def _move(value: torch.Tensor, device: torch.device, dtype: torch.dtype, pins: bool = False) -> torch.Tensor:
+def _move(device: torch.device, pins: bool, dtype: torch.dtype, value: torch.Tensor) -> torch.Tensor:
     if pins and device.type == "cuda" and value.device.type == "cpu":
         value = value.to(dtype) if value.is_floating_point() else value
         return value.pin_memory().to(device, non_blocking=True)
     return value.to(device, dtype) if value.is_floating_point() else value.to(device)
-
-
-def compute_rate(config: Config, base: float, k: int, updates: int, per_epoch: Optional[int]) -> float:
-    """Return the learning rate of update k, before the update rules.
-
-    Where the updated stages are drawn, one stage may have more updates than the run has steps. The updates of one call of a
-    device have the rate of its first.
-    """
-    k -= k % config.updates_per_call
-    if config.lr_schedule.falls:
-        updates = config.lr_schedule.total_steps or updates
-        k = min(k, updates - 1)
-    return lr.compute_rate(config.lr_schedule, base, k, updates, per_epoch)
 
 
 def list_drains(config: Config, updates: int, per_epoch: Optional[int], done: int) -> List[int]:

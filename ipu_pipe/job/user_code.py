@@ -14,7 +14,7 @@ import os
 import sysconfig
 import traceback
 from pathlib import Path
-from typing import Any, Callable, Iterator, List, Optional
+from typing import Any, Callable, Iterator, List, NoReturn, Optional
 
 import torch
 from torch import nn
@@ -58,13 +58,17 @@ def attribute_faults(where: Callable[[], str]) -> Iterator[None]:
     """
     try:
         yield
-    except (BadInput, RunFault):
-        raise
-    except SystemExit as error:
-        raise RunFault(f"{where()}: {exit_words(error)}") from error
-    except Exception as error:
-        attribute_fault(error, where())
-        raise
+    except (SystemExit, Exception) as error:
+        raise_attributed(error, where())
+
+
+def raise_attributed(error: BaseException, where: str) -> NoReturn:
+    """Raise an exception of the user's code as `attribute_faults` does."""
+    if isinstance(error, SystemExit):
+        raise RunFault(f"{where}: {exit_words(error)}") from error
+    if not isinstance(error, (BadInput, RunFault)):
+        attribute_fault(error, where)
+    raise error
 
 
 def exit_words(error: SystemExit) -> str:

@@ -121,6 +121,8 @@ def describe_tensors(nest: Any) -> str:
 def require_tensors(nest: Any, what: str, by_sample: bool = False) -> None:
     """Raise BadInput if a nest holds anything but tensors and None, or no tensor, or, `by_sample`, if the first dimension of its
     tensors is not the same batch of samples. `what` names it for the user."""
+    if isinstance(nest, torch.Tensor):
+        return
     leaves = [(name, value) for name, value in walk_leaves(nest) if value is not None]
     for name, value in leaves:
         if not isinstance(value, torch.Tensor):
@@ -131,7 +133,7 @@ def require_tensors(nest: Any, what: str, by_sample: bool = False) -> None:
     if not leaves:
         raise BadInput(f"data: {what}: hold no tensor")
     first, tensor = leaves[0]
-    for name, value in leaves if by_sample and not isinstance(nest, torch.Tensor) else ():
+    for name, value in leaves if by_sample else ():
         if not value.dim() or not tensor.dim() or len(value) != len(tensor):
             raise BadInput(
                 f"data: {name} has the shape {tuple(value.shape)}, {first} {tuple(tensor.shape)}: the first "
@@ -141,6 +143,8 @@ def require_tensors(nest: Any, what: str, by_sample: bool = False) -> None:
 
 def check_same_shapes(x: Any, example: Any, m: int) -> None:
     """Raise BadInput if inputs of microbatch m differ in shape or dtype from the example's."""
+    if isinstance(x, torch.Tensor) and isinstance(example, torch.Tensor) and (x.shape, x.dtype) == (example.shape, example.dtype):
+        return
     wanted, actual = ({name: t for name, t in walk_leaves(nest) if t is not None} for nest in (example, x))
     for name in {**wanted, **actual}:
         tensor, first = actual.get(name), wanted.get(name)

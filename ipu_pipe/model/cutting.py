@@ -18,6 +18,7 @@ import contextlib
 import copy
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Callable, ContextManager, Dict, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple
 
 import torch
@@ -27,7 +28,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from ipu_pipe.errors import BadInput
 from ipu_pipe.model.batch import flatten_tensors, list_leaves, sort_keys, walk_leaves
 from ipu_pipe.model.observation import find_running_ancestor
-from ipu_pipe.model.precision import enter_model_autocast
+from ipu_pipe.model.precision import enter_model_autocast, is_cast
 from ipu_pipe.model.restoring import undisturbed
 from ipu_pipe.model.tracing import (
     AutogradState,
@@ -77,7 +78,7 @@ class Shape:
         gradient = tuple(places[d] for d in order or range(len(self.shape)))
         return replace(self, gradient_order=() if gradient == tuple(range(len(gradient))) else gradient)
 
-    @property
+    @cached_property
     def sent(self) -> Tuple[int, ...]:
         """Return the message's shape."""
         return tuple(self.shape[d] for d in self.order) if self.order else self.shape
@@ -229,8 +230,12 @@ class _Step(NamedTuple):
     done: List[int]
 
 
+UNCHANGED = AutogradState()
+
+
 class Program:
-    """The steps of one stage of one recording, on a model's modules; `compiles`: by torch.compile, a module each.
+    """The steps of one stage of one recording, on a model's modules; `compiles`: by torch.compile, a module each. `is_cast`:
+    the model's forward runs under autocast.
 
     All that its steps take has a place in one list: constants, weights, which are read when it runs, and values.
     """
@@ -239,7 +244,7 @@ class Program:
         self._places: Dict[Key, int] = {}
         self._constants: List[Any] = []  # by place; None where there is another thing
         self._weights: List[Tuple[int, nn.Module, str]] = []
-        self._model = model
+        self._model, self.is_cast = model, is_cast(model)
         self._enters = [self._add_place(key) for key in part.enters]
         self._copied = [self._places[key] for key in part.copied]
         self._given: List[Tuple[int, int]] = []  # of the model's input
@@ -299,11 +304,13 @@ class Program:
             values[place] = tensor
         for place in self._copied:
             values[place] = values[place].clone()
-        leaves: Sequence[Any] = list_leaves(value) if self._given else ()
+        leaves: Sequence[Any] = ()
+        if self._given:
+            leaves = (value,) if isinstance(value, torch.Tensor) else list_leaves(value)
         for leaf, place in self._given:
             values[place] = leaves[leaf]
         for state, steps in self._runs:
-            with _as_recorded(state):
+            with contextlib.nullcontext() if state == UNCHANGED else _as_recorded(state):
                 for function, places, names, template, gives, done in steps:
                     args = [values[place] for place in places]
                     if template is not None:
@@ -328,8 +335,6 @@ class Program:
 
 def _as_recorded(state: AutogradState) -> ContextManager[Any]:
     """Enter the grad mode and autocast that the model's forward sets."""
-    if state == AutogradState():
-        return contextlib.nullcontext()
     stack = contextlib.ExitStack()
     if state.grad is not None:
         stack.enter_context(torch.set_grad_enabled(state.grad))
@@ -465,7 +470,8 @@ class Cut:
 
 def _make_key(x: Any, training: bool) -> Any:
     """Return what tells forwards apart that need recordings of their own."""
-    kinds = tuple((name, t is not None and (tuple(t.shape), t.dtype)) for name, t in walk_leaves(sort_keys(x)))
+    leaves = [("", x)] if isinstance(x, torch.Tensor) else walk_leaves(sort_keys(x))
+    kinds = tuple((name, t is not None and (tuple(t.shape), t.dtype)) for name, t in leaves)
     return (training, training or torch.is_grad_enabled(), kinds)
 
 
@@ -495,8 +501,10 @@ class Piece(nn.Module):
         """Return what the next piece takes, or the model's output."""
         if self.copies_input:
             value = tree_map(lambda t: t.clone() if isinstance(t, torch.Tensor) else t, value)
-        value = value if self.stage else sort_keys(value)
+        value = value if self.stage or isinstance(value, torch.Tensor) else sort_keys(value)
         program = self.cut.program(self.stage, value, self.training)
+        if not program.is_cast:
+            return program.run(value)
         with enter_model_autocast(self.cut.model):  # one region, as around the whole: a weight is cast once
             return program.run(value)
 

@@ -30,7 +30,7 @@ from ipu_pipe.job.factories import (
 from ipu_pipe.job.metrics import make_metrics
 from ipu_pipe.job.numerics import set_numerics
 from ipu_pipe.job.overrides import Overrides, describe, describe_given, describe_optimizer
-from ipu_pipe.job.record import DTYPES, Begun, Job, Setup, compute_rate, list_drains
+from ipu_pipe.job.record import DTYPES, Begun, Job, Setup, list_drains
 from ipu_pipe.job.user_code import attribute_faults
 from ipu_pipe.launcher import read_launch
 from ipu_pipe.local.blocks import SumOfLosses, get_blocks, measure_footprint, observe_blocks
@@ -49,7 +49,7 @@ from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.update.apply import UpdateRules
 from ipu_pipe.update.groups import Member, make_groups, replace_parameters, select_parameters, select_stage
 from ipu_pipe.update.optimizer import call_factory, make_factory_of
-from ipu_pipe.update.rates import choose_anneal_updates, play_scheduler
+from ipu_pipe.update.rates import choose_anneal_updates, make_rate, play_scheduler
 
 
 def set_up(
@@ -209,30 +209,33 @@ def _assemble(setup: Setup, objects: Overrides, done: int) -> Job:
     whole = optimizer if local_groups is groups else factory(groups)  # a process holds its own stage's alone
     if objects.optimizer is not None:
         config = describe_given(config, {"optimizer": describe_optimizer(whole)})
-    base, played = float(whole.param_groups[0]["lr"]), None
+    base = float(whole.param_groups[0]["lr"])
+    rate = make_rate(config.lr_schedule, base, updates, per_epoch, config.updates_per_call)
     if config.lr_schedule.is_played:
         if config.lr_schedule.interval == "epoch" and per_epoch is None:
             raise BadInput("lr_schedule.interval: epoch: the data have no epochs: must be update")
         every = per_epoch if config.lr_schedule.interval == "epoch" and per_epoch else 1
         scheduled = play_scheduler(objects.lr_scheduler or make_scheduler(config), whole, base, updates, every)
         played = [scheduled[k - k % config.updates_per_call] for k in range(updates)]
+
+        def rate(k: int) -> float:
+            return played[min(k, updates - 1)]
+
     if "t1" in args and args["t1"]["anneal_updates"] is None:  # T1's K comes from the learning-rate schedule
         rates = config.lr_schedule
         first = round(min(rates.milestones) * per_epoch) if rates.milestones and per_epoch else None
         anneal = choose_anneal_updates(first, rates.warmup_steps, rates.total_steps or updates)
         args = {**args, "t1": {"anneal_updates": anneal}}
     rules = UpdateRules(
-        args, method, table.rule_lag(), config.gradient_accumulation, optimizer,
-        lambda k: compute_rate(config, base, k, updates, per_epoch) if played is None else played[min(k, updates - 1)],
-        switch, setup.numbers.masters, base,
+        args, method, table.rule_lag(), config.gradient_accumulation, optimizer, rate, switch, setup.numbers.masters, base,
     )  # fmt: skip
     of_loss = get_given_loss(get_plain_loss(setup.loss))
     loss_used = Description(name=OWN) if isinstance(of_loss, OwnLoss) else describe(of_loss)
     job = Job(
         **{**vars(setup), "config": config, "model": model, "loss": chosen_loss}, part=part, method=method, schedule=schedule,
-        table=table, whole=whole, optimizer=optimizer, rules=rules, base_rate=base, updates_per_epoch=per_epoch,
+        table=table, whole=whole, optimizer=optimizer, rules=rules, base_rate=base, rate=rate, updates_per_epoch=per_epoch,
         updates=updates, example=example, footprint=measure_footprint(model, part, seen), seen=seen, note=placed.note, done=done,
-        used=Given(optimizer=describe_optimizer(whole), loss=loss_used), played=played, pieces=placed.pieces,
+        used=Given(optimizer=describe_optimizer(whole), loss=loss_used), pieces=placed.pieces,
         placement=tuple(placed.placement) or schedule.device_of_stage,
     )  # fmt: skip
     raise_faults(find_faults(job, () if objects.optimizer is not None else config.optimizer_faults()))

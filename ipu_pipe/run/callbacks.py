@@ -15,7 +15,7 @@ from ipu_pipe.config.schema import Config
 from ipu_pipe.config.sections import EarlyStoppingConfig, Entry
 from ipu_pipe.errors import BadInput, RunFault
 from ipu_pipe.job.factories import call_entry, check_arguments, collect_results, resolve_listed
-from ipu_pipe.job.user_code import attribute_faults
+from ipu_pipe.job.user_code import raise_attributed
 from ipu_pipe.text import describe_kind, list_some
 
 
@@ -161,8 +161,10 @@ class Callbacks:
 
 
 def _call(callback: Callback, method: str, *args: Any, where: str = "") -> Any:
-    with attribute_faults(lambda: f"callback {type(callback).__qualname__}.{method}{where}"):
+    try:
         return getattr(callback, method)(*args)
+    except (SystemExit, Exception) as error:
+        raise_attributed(error, f"callback {type(callback).__qualname__}.{method}{where}")
 
 
 def make_callbacks(config: Config, given: Optional[Sequence[Any]]) -> List[Callback]:

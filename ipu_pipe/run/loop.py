@@ -194,7 +194,7 @@ class TrainingLoop:
         job, position, engine = self.job, self.position, self.engine
         k = position.update
         start = time.perf_counter()
-        results = engine.advance(k, self._reads_after(k + 1))
+        results = engine.step(k, self._reads_after(k + 1))
         if k % engine.updates_per_call == 0:  # the call's first update waits for all of them: they share its time
             self.update_seconds = (time.perf_counter() - start) / engine.updates_per_call
         seconds = self.update_seconds

@@ -167,7 +167,7 @@ def train_emulated(job: Job, after: Callable[[int, StepResult], None]) -> None:
     engine = make_engine(job, 0)
     try:
         for k in range(job.updates):
-            after(k + 1, engine.step(k))
+            after(k + 1, engine.step(k)[0])
     finally:
         engine.close()
 

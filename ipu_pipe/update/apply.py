@@ -95,6 +95,7 @@ class UpdateRules:
         ]
         self._compensated: Dict[Tuple[torch.nn.Parameter, str], torch.Tensor] = {}  # entries that microbatches change
         self._every: List[int] = args.get("block_accumulation") or [1] * len(lag)
+        self._gathers = max(self._every) > 1
         self._count = len(lag)
         self._reads_lag = any(rule.read is not None and rule.reads_lag for rule, _ in self._rules)
         self._active = self._acting_here()
@@ -206,10 +207,11 @@ class UpdateRules:
             rate = rule.rate(settings[stage], rate, k - self.switch) if rule.rate is not None else rate
         return rate
 
-    def step(self, k: int, clip: Callable[[], None], stages: Optional[Sequence[int]] = None) -> None:
+    def step(self, k: int, clip: Optional[Callable[[int], None]], stages: Optional[Sequence[int]] = None) -> None:
         """Carry out update k of these stages (all if None) from the gradients at hand, and delete their gradients.
 
-        Gradients of other stages, and of blocks that gather several batches before they step, stay.
+        `clip(k)` clips them, None for no clipping. Gradients of other stages, and of blocks that gather several batches before
+        they step, stay.
         """
         active = self._active if k >= self.switch else []
         rounded = self.rounded
@@ -217,11 +219,13 @@ class UpdateRules:
         if stages is not None:
             active = [(stage, rule, at) for stage, rule, at in active if stage.index in stages]
             others = [stage for stage in self.stages.values() if stage.index not in stages]
-        gathering = _take_gradients(others)
+        gathering: List[Tuple[torch.nn.Parameter, torch.Tensor]] = []
         if others:
+            gathering += _take_gradients(others)
             masters = {id(p) for stage in others for p in stage.parameters}
             rounded = [(weight, master) for weight, master in rounded if id(master) not in masters]
-        gathering += _gather(self.stages.values(), self._every, k)
+        if self._gathers:
+            gathering += _gather(self.stages.values(), self._every, k)
         rates = self.rates(k)
         for stage in self.stages.values():
             for group, share in zip(stage.groups, stage.shares):
@@ -233,7 +237,8 @@ class UpdateRules:
             for stage, rule, at in active:
                 if rule.gradient is not None:
                     _change_gradients(rule.gradient, at, stage)
-            clip()
+            if clip is not None:
+                clip(k)
             moved = [(rule.step, at, _moved(stage)) for stage, rule, at in active if rule.step is not None]
             self.optimizer.step()
             for change, at, groups in moved:

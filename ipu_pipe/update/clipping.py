@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import math
-from typing import Dict, Iterable, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import Callable, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple, Union
 
 import torch
 
@@ -115,6 +115,7 @@ class GradientClipping:
     """Clips the gradients of the stages that are here, at each update.
 
     `clip`: (norm, scope), None for no clipping; `stages`: the parameters of each stage that is here; `others`: the other ones.
+    `clip`: a function of the update, None for no clipping.
     """
 
     def __init__(
@@ -127,14 +128,14 @@ class GradientClipping:
         self._clip, self._stages, self._count = clip, stages, schedule.stages
         self._others = others or OtherStages()
         self._norms: Dict[int, Dict[int, Optional[float]]] = {}  # by update and stage, until a later update is clipped by them
+        self.clip: Optional[Callable[[int], None]] = None if clip is None else self._clip_gradients
         self.delayed: Optional[DelayedGlobalNorm] = None
         if clip is not None and clip[1] == "delayed_global":
             self.delayed = DelayedGlobalNorm(clip[0], schedule)
 
-    def __call__(self, k: int) -> None:
+    def _clip_gradients(self, k: int) -> None:
         """Scale the gradients of update k."""
-        if self._clip is None:
-            return
+        assert self._clip is not None
         norm, scope = self._clip
         if self.delayed is not None:
             self._clip_by_delayed_norm(self.delayed, k)

@@ -40,6 +40,24 @@ def compute_rate(settings: Any, base: float, k: int, updates: int, updates_per_e
     return base * factor
 
 
+def make_rate(
+    settings: Any, base: float, updates: int, updates_per_epoch: Optional[int], per_call: int = 1
+) -> Callable[[int], float]:
+    """Return the learning rate as a function of the update, before the update rules.
+
+    Where the updated stages are drawn, one stage may have more updates than the run has steps. The `per_call` updates that a
+    device makes in one call have the rate of its first.
+    """
+    total = (settings.total_steps or updates) if settings.falls else updates
+    last = total - 1 if settings.falls else None
+
+    def rate(k: int) -> float:
+        k -= k % per_call
+        return compute_rate(settings, base, k if last is None else min(k, last), total, updates_per_epoch)
+
+    return rate
+
+
 def scale_for_update_size(lr: float, momentum: float, reference: int, size: int) -> Tuple[float, float]:
     """Return (lr, momentum) for updates of `size` samples, given those for updates of `reference` samples.
 

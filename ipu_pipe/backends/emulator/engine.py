@@ -30,17 +30,13 @@ class EmulatorEngine(Engine):
         self._block_updates, self._end = work.block_updates, job.updates
         self._emulator = Emulator(work, job.model, job.part, job.example, config.seed, job.width, job.effects.draws)
 
-    def step(self, k: int) -> StepResult:
+    def step(self, k: int, read: bool = True) -> List[StepResult]:
         with attribute_faults(lambda: self._emulator.place):
-            results = [self._emulator.step(self._microbatches()) for _ in range(self._block_updates)]
-        return self._combine(results)[0]
-
-    def advance(self, k: int, read: bool) -> List[StepResult]:
-        if not does_reading_wait(self.job.device):
-            return [self.step(k)]
-        for _ in range(self._block_updates):
-            self._emulator.advance(self._microbatches())
-        return self._combine(self._emulator.read()) if read else []
+            if not does_reading_wait(self.job.device):
+                return self._combine([self._emulator.step(self._microbatches()) for _ in range(self._block_updates)])
+            for _ in range(self._block_updates):
+                self._emulator.advance(self._microbatches())
+            return self._combine(self._emulator.read()) if read else []
 
     def _microbatches(self) -> Iterator[Tuple[Any, Any]]:
         """Yield the microbatches of the replays up to the next that updates, each when its turn has come."""

@@ -154,7 +154,7 @@ class Emulator:
         if self._averaged:
             self._averaged.leave(replay.replica)
         if self._independent:  # it steps at once: other replicas do not wait for it, nor it for them
-            self.work.rules.step(self.update, lambda: self._clipping(self.update))
+            self.work.rules.step(self.update, self._clipping.clip)
         self._number, self._replay = self._number + 1, None
         self.weights.release(self._plan.find_oldest(self._number))
         outputs = output if isinstance(output, BlockOutputs) else [output]
@@ -202,7 +202,7 @@ class Emulator:
             self._blocks.average_duplicates()
         first = int(replay.updates[0])
         step = self.work.find_step(self.update, first, int(versions[first]))
-        self.work.rules.step(step, lambda: self._clipping(step), stages)
+        self.work.rules.step(step, self._clipping.clip, stages)
         if stages is not None:  # gradients gather until any stage is updated
             self.work.rules.optimizer.zero_grad(set_to_none=True)
         self.update += 1

@@ -132,7 +132,7 @@ class BlockEngine(Engine):
 
     # --- training
 
-    def step(self, k: int) -> StepResult:
+    def step(self, k: int, read: bool = True) -> List[StepResult]:
         with describe_block_errors(self.rank, f"update {k}"):
             until = k + 1
             if self.is_main:
@@ -140,7 +140,7 @@ class BlockEngine(Engine):
             while self._done < until:
                 self._train(range(self._done, self._done + self.every))
                 self._done += self.every
-            return self._collect_result(k)
+            return [self._collect_result(k)]
 
     def _train(self, updates: range) -> None:
         """Make this block's one update of `updates` in one call, hand its activations on, and keep, or send to rank 0, loss and

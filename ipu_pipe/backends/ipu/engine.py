@@ -179,13 +179,13 @@ class PoptorchEngine(Engine):
 
     # --- what an engine does
 
-    def step(self, k: int) -> StepResult:
+    def step(self, k: int, read: bool = True) -> List[StepResult]:
         if not self._results:
             assert k == self._done, f"update {self._done} is next, not {k}"
             with self._channel.tracepoint(f"update {k}"):
                 self._results.extend(self._guarded(lambda executors: self._call(executors, k)))
             self._done += self.updates_per_call
-        return self._results.popleft()
+        return [self._results.popleft()]
 
     def _call(self, executors: Executors, k: int) -> List[StepResult]:
         """Make the updates k to k + D of one call. Return mean losses and shares of right answers over what the output mode

@@ -128,7 +128,7 @@ def rehearse(work: Work, stage: Stage, parameters: Sequence[nn.Parameter]) -> No
         with keep_version_counters(parameters):
             rules.step(
                 max(stage.update, rules.switch),
-                lambda: clipping.clip_to_norm(bound, parameters, clipping.compute_gradient_norms(parameters)),
+                lambda k: clipping.clip_to_norm(bound, parameters, clipping.compute_gradient_norms(parameters)),
                 [model.stage],
             )
         if model.device.type == "cuda":

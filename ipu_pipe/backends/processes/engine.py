@@ -113,7 +113,7 @@ class ProcessEngine(Engine):
         interpreter = self._interpreter
         return name_faults(self._layout.rank, lambda: self._recorder.stage, lambda: interpreter.doing, lambda: interpreter.place)
 
-    def step(self, k: int) -> StepResult:
+    def step(self, k: int, read: bool = True) -> List[StepResult]:
         interpreter, early, is_first = self._interpreter, self._early, 0 in self._layout.held
         with self._name_faults():
             # the first stage goes on until nothing that it can send is missing for update k
@@ -135,7 +135,7 @@ class ProcessEngine(Engine):
                     self._results.send(update, s, tables.get(s), stage.model.checksums)
             result = self._results.collect(k)
             self._recorder.end_step()
-            return result
+            return [result]
 
     def current_model(self) -> Optional[nn.Module]:
         return None
@@ -221,7 +221,8 @@ def cut_stages(job: Job, layout: RankLayout, first: int) -> Tuple[List[StageMode
     across = list_crossings(cut) if blocks is None else blocks.crossings
     if job.config.model.compile:
         cut[0].cut.compile()
-    keyed = KeyedRandomness(job.model, job.effects.draws, job.config.seed, job.device)
+    draws = job.effects.draws
+    keyed = KeyedRandomness(job.model, draws, job.config.seed, job.device) if draws else None
     source = Microbatches(job, layout, first)
     models = []
     for s in layout.held:

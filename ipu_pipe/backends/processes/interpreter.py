@@ -207,11 +207,19 @@ class Interpreter:
             self._updates.update(dict.fromkeys(group, update))
         self.memory = MemoryCounters(work, stages, mail, recorder)
         self._untouched, self._posts_by_stretch = channels, channels is not None or ends_empty
+        self._is_warm = False  # the first step is done
+        self._posted_until = -1  # the update up to which receives may be posted
         self._tables: Dict[int, Dict[int, torch.Tensor]] = {}  # of the microbatches of updates, by update and stage
         self._carry_out: Dict[str, Callable[[Stage, int], None]] = {
-            FORWARD: self._forward, RECOMPUTE: Stage.recompute, BACKWARD: self._backward, INPUT_GRADIENT: Stage.backward_input,
-            WEIGHT_GRADIENT: self._add_weight_gradients, UPDATE: self._update,
+            FORWARD: Stage.forward, RECOMPUTE: Stage.recompute, BACKWARD: Stage.backward, INPUT_GRADIENT: Stage.backward_input,
+            WEIGHT_GRADIENT: Stage.add_weight_gradients, UPDATE: self._update,
         }  # fmt: skip
+        if self._independent:
+            self._carry_out.update({FORWARD: self._forward_of_replica, BACKWARD: self._backward_of_replica})
+        elif any(update.averages for update in self._updates.values()):
+            self._carry_out.update(
+                {BACKWARD: self._backward_and_average, WEIGHT_GRADIENT: self._add_weight_gradients_and_average}
+            )
         kinds = [self._read_kind(stage, kind) for stage in stages.values() for kind in list_kinds(work)]
         row: Iterable[RowAction] = heapq.merge(*kinds)
         self._row = iter(row if early is None else early.filter(row))
@@ -246,17 +254,20 @@ class Interpreter:
         """Carry out the row up to update k. Return by stage the table of its microbatches (`losses.tabulate`), where there is a
         loss."""
         assert k == self.update, f"update {self.update} is next, not {k}"
-        if self._posts_by_stretch:
+        if self._posts_by_stretch and k >= self._posted_until:
             self._post(k)
         for action in self._row:
-            Termination.check()
+            if Termination.asked is not None:
+                Termination.check()
             kind, index, stage = ORDER[action.order], action.number, self.stages[action.stage]
             self.doing, self.recorder.stage = f"{kind}{index}", action.stage
             self._carry_out[kind](stage, index)
             stepped = kind == UPDATE
             self.memory.sample(self.update, kind in (BACKWARD, WEIGHT_GRADIENT, UPDATE), stepped)
             if stepped and self.update > k:
-                self.mail.is_warm = self.mail.is_warm or self._have_all_stages_begun(k)
+                if not self._is_warm and self._have_all_stages_begun(k):
+                    self._is_warm = True
+                    self.mail.end_warm_up()
                 return self._tables.pop(k, {})
         raise AssertionError(f"the schedule ends before update {k}")
 
@@ -268,39 +279,39 @@ class Interpreter:
 
     # ---- one function for each kind of action
 
-    def _forward(self, stage: Stage, m: int) -> None:
-        self._enter_replica(stage, m)
+    def _forward_of_replica(self, stage: Stage, m: int) -> None:
+        """Carry out a forward with the weights of the microbatch's replica: replicas take turns (LocalSGD)."""
+        replicas = self._independent[stage.model.stage]
+        replicas.enter(m % replicas.count)
         stage.forward(m)
 
-    def _backward(self, stage: Stage, m: int) -> None:
-        replicas = self._enter_replica(stage, m)
+    def _backward_of_replica(self, stage: Stage, m: int) -> None:
+        """Carry out a backward with the weights of the microbatch's replica, and the replica's step."""
+        replicas = self._independent[stage.model.stage]
+        replicas.enter(m % replicas.count)
+        stage.backward(m)
+        self._updates[stage.model.stage].step(m // replicas.count)
+
+    def _backward_and_average(self, stage: Stage, m: int) -> None:
         with self._average_beside(stage):
             stage.backward(m)
-        if replicas is not None:
-            self._updates[stage.model.stage].step(m // replicas.count)
 
-    def _add_weight_gradients(self, stage: Stage, m: int) -> None:
+    def _add_weight_gradients_and_average(self, stage: Stage, m: int) -> None:
         with self._average_beside(stage):
             stage.add_weight_gradients(m)
 
     def _average_beside(self, stage: Stage) -> ContextManager[None]:
-        """Let gradients be averaged over the replicas while a pass adds to them, if this is asked for."""
+        """Average over the replicas what a pass is the last to add to, while it goes on (`reduction: fast`)."""
         averages = self._updates[stage.model.stage].averages
         return averages[stage.model.stage].add_pass() if stage.model.stage in averages else nullcontext()
-
-    def _enter_replica(self, stage: Stage, m: int) -> Optional[IndependentReplicas]:
-        """Put in the weights of a microbatch's replica, where replicas with weights of their own take turns (LocalSGD)."""
-        replicas = self._independent.get(stage.model.stage)
-        if replicas is not None:
-            replicas.enter(m % replicas.count)
-        return replicas
 
     def _update(self, stage: Stage, k: int) -> None:
         if stage.update > k:  # with the other stages that are updated together
             return
         update = self._updates[stage.model.stage]
         for member in update.stages:
-            self._tabulate(member, k)
+            if member.model.has_loss:
+                self._tabulate(member, k)
         update.carry_out(k, self.memory.sample)
         # no receive of a channel may wait while the pipeline is empty
         copying = [member for member in self.stages.values() if member.model.ties.copies_of]
@@ -310,11 +321,10 @@ class Interpreter:
         self.recorder.begin_update(self.update)
 
     def _tabulate(self, stage: Stage, k: int) -> None:
-        if stage.model.has_loss:
-            count = self._work.schedule.accumulate
-            results = [stage.results.pop(m) for m in range(k * count, (k + 1) * count)]
-            table = self._tables.setdefault(k, {})[stage.model.stage] = tabulate(results)
-            self._work.refuse_nonfinite(k, [average(table)[0]])
+        count = self._work.schedule.accumulate
+        results = [stage.results.pop(m) for m in range(k * count, (k + 1) * count)]
+        table = self._tables.setdefault(k, {})[stage.model.stage] = tabulate(results)
+        self._work.refuse_nonfinite(k, [average(table)[0]])
 
     # ---- where the pipeline is empty
 
@@ -328,7 +338,7 @@ class Interpreter:
                 of_stage = self._work.rules.stages.get(s)
                 cuda.rehearse(self._work, stage, of_stage.parameters if of_stage is not None else [])
             self._untouched = None
-        end = self._work.schedule.stretch(k)[1]
+        end = self._posted_until = self._work.schedule.stretch(k)[1]
         if self._early is not None:
             self._early.may_post, end = True, self._early.started
         self.mail.post(end * self._work.schedule.accumulate, end)

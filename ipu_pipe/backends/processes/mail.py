@@ -11,7 +11,6 @@ later ones are on their way that its action is long past. Two stages of one rank
 from __future__ import annotations
 
 from collections import deque
-from datetime import timedelta
 from typing import Any, Deque, Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import torch
@@ -84,9 +83,8 @@ class Mail:
     """Messages of a rank over torch.distributed, between its own stages too.
 
     `group`: the process group of all messages (all ranks if None), which no one else may use meanwhile. `channels`: groups of
-    nccl that take its place. `deadline`: seconds after which a wait ends, more in the first step (`wait_limit`). `is_warm`: the
-    first step is done. `in_flight`: microbatches that a stage has in flight at most: of the messages that go with them no more
-    can be on their way on a link.
+    nccl that take its place. `deadline`: seconds after which a wait ends, more until `end_warm_up` (`wait_limit`). `in_flight`:
+    microbatches that a stage has in flight at most: of the messages that go with them no more can be on their way on a link.
     """
 
     def __init__(
@@ -105,7 +103,7 @@ class Mail:
         self._deadline, self._group, self._channels, self._in_flight = deadline, group, channels, in_flight
         self._through_host = device.type != "cpu" and channels is None
         self._expected: Dict[Link, Deque[Tuple[Message, Shapes]]] = {}
-        self._posted: Dict[Message, List[Tuple[Any, torch.Tensor]]] = {}
+        self._posted: Dict[Message, Tuple[List[Tuple[Any, torch.Tensor]], int]] = {}  # with its bytes
         self._posted_count: Dict[Link, int] = {}
         self._handed: Dict[Message, List[torch.Tensor]] = {}  # from one stage of this rank to another
         self._posted_bytes = 0
@@ -113,14 +111,13 @@ class Mail:
         self._sent: Dict[Link, Deque[_Sent]] = {}
         self._sent_bytes = 0
         self._lent: Dict[Tuple[int, int], int] = {}  # by stage and microbatch
-        self.is_warm = False  # the first step is done
+        self.limit = wait_limit(deadline)  # how long a wait may take now
         if channels is not None:  # nothing may be posted before each channel was used once
             self._post_before = 0, 0
 
-    @property
-    def limit(self) -> timedelta:
-        """How long a wait may take now."""
-        return wait_limit(self._deadline, self.is_warm)
+    def end_warm_up(self) -> None:
+        """Let waits take no longer than the deadline, after the first step."""
+        self.limit = wait_limit(self._deadline, is_warm=True)
 
     # ---- receiving
 
@@ -149,14 +146,15 @@ class Mail:
             message, shapes = queue.popleft()
             source = self._find_rank(message, message.source)
             device = "cpu" if self._through_host or kind in ON_HOST else self._device
-            received = []
+            received, size = [], 0
             for number, shape in enumerate(shapes):
                 buffer = torch.empty(shape.sent, dtype=shape.dtype, device=device)
+                size += buffer.numel() * buffer.element_size()
                 group, tag = self._route(message, number)
                 with detect_lost_rank([source], self.limit):
                     received.append((dist.irecv(buffer, source, group, tag), buffer))
-            self._posted[message] = received
-            self._posted_bytes += _count_bytes(received) if kind in CARRIES else 0
+            self._posted[message] = received, size
+            self._posted_bytes += size if kind in CARRIES else 0
             self._posted_count[link] = self._posted_count.get(link, 0) + 1
 
     def receive(self, message: Message) -> List[torch.Tensor]:
@@ -166,10 +164,9 @@ class Mail:
             return self._handed.pop(message)
         carries = CARRIES.get(kind)
         start = recorder.mark()
-        received = self._posted.pop(message)
+        received, size = self._posted.pop(message)
         for work, _ in received:
             self._wait(work, [source], self._is_by_channel(kind))
-        size = _count_bytes(received)
         if carries is not None:
             start = recorder.add("wait", message.number, start, peer=source, carries=carries)
         self._posted_count[message.link] -= 1
@@ -282,7 +279,3 @@ class Mail:
                 wait_for_channel(work, self.limit)
             else:
                 work.wait(self.limit)
-
-
-def _count_bytes(received: Sequence[Tuple[Any, torch.Tensor]]) -> int:
-    return sum(buffer.numel() * buffer.element_size() for _, buffer in received)

@@ -135,7 +135,7 @@ class Stage:
 
     def __init__(self, work: Work, model: StageModel, mail: Mail, recorder: TraceRecorder) -> None:
         self.model, self._work, self._mail, self._recorder = model, work, mail, recorder
-        layout = model.layout
+        layout, self._here = model.layout, slice(model.stage, model.stage + 1)
         self._plan = ReplayPlan(work.source([layout.replica]), work.rules, work.microbatch)
         self.weights = make_weight_store(work, [model.stage])
         self._keeps_versions = type(self.weights) is not WeightStore or bool(model.ties.copies_of)
@@ -193,7 +193,7 @@ class Stage:
         inputs: List[Any] = [x]
         if model.enters is not None:
             inputs = self._mail.receive(Message(FORWARD, m, s - 1, s))
-        replay = self._plan.replay(m).on(model.stage)
+        replay = self._plan.replay(m, self._here)
         version = int(replay.forward.versions[0])
         if self._is_tied:
             self.tied.load(version)
@@ -256,15 +256,12 @@ class Stage:
         if not self._ends_segment:
             self._mail.send(Message(RECOMPUTE, m, s, s + 1), flight.outputs)
 
-    def backward(self, m: int) -> None:
-        """Carry out B(m)."""
-        self._return(m, Kind.BACKWARD)
-
     def backward_input(self, m: int) -> None:
         """Carry out I(m), which leaves the gradients of the weights to W(m)."""
-        self._return(m, Kind.INPUT_GRADIENT)
+        self.backward(m, Kind.INPUT_GRADIENT)
 
-    def _return(self, m: int, kind: Kind) -> None:
+    def backward(self, m: int, kind: Kind = Kind.BACKWARD) -> None:
+        """Carry out B(m), or the half of it that `kind` says."""
         model, flight, s = self.model, self._in_flight[m], self.model.stage
         is_local = model.local is not None
         gradients: List[torch.Tensor] = []
@@ -382,7 +379,7 @@ class Stage:
             return
         versions = [int(flight.replay.backward.versions[0]) for flight in self._in_flight.values()]
         if self.forwarded + 1 < self._work.schedule.microbatches:
-            versions.append(int(self._plan.replay(self.forwarded + 1).forward.versions[self.model.stage]))
+            versions.append(int(self._plan.replay(self.forwarded + 1, self._here).forward.versions[0]))
         self.weights.release(np.array([min(versions, default=np.iinfo(np.int64).max)]))
         if self._is_tied:
             self.tied.release(min(versions, default=self.update))
@@ -390,7 +387,7 @@ class Stage:
     @property
     def version_bytes(self) -> int:
         """Bytes of the weight versions that are held besides those in the parameters."""
-        return self.weights.held_bytes + self.tied.held_bytes
+        return self.weights.held_bytes + (self.tied.held_bytes if self._is_tied else 0)
 
     @property
     def peak_version_bytes(self) -> int:

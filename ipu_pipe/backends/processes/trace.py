@@ -187,7 +187,7 @@ class TraceRecorder:
         """End the step."""
         if self._is_timed:
             if self._stream is None:
-                self._add_span(self._step_start, self.mark())
+                self._span_ns += self.mark() - self._step_start
             else:
                 self._pending.append((self._step_start, self.mark(), self._add_span))
         self._is_timed = False

@@ -40,6 +40,7 @@ class StageUpdate:
     ) -> None:  # fmt: skip
         self.stages, self._work, self._mail, self._recorder = stages, work, mail, recorder
         self._replicas, self._independent = replicas, independent
+        self._gathers = replicas is not None or any(stage.model.local is not None for stage in stages)
         layout, chosen = stages[0].model.layout, [stage.model.stage for stage in stages]
         # a layer that overlaps is a stage of another rank, and stepped here too
         self._updated = [s for s in work.rules.stages if s in chosen or s not in layout.held]
@@ -74,7 +75,8 @@ class StageUpdate:
                 for replicas in self._independent:
                     replicas.end_step(self._work, k)
         else:
-            self._gather(k)
+            if self._gathers:
+                self._gather(k)
             with self._record(k):
                 for stage in self.stages:
                     stage.before_update()
@@ -102,7 +104,7 @@ class StageUpdate:
     def step(self, k: int) -> None:
         """Clip the gradients of update k and let the optimizer and the rules step."""
         with keep_version_counters(self._parameters):
-            self._work.rules.step(k, lambda: self.clipping(k), self._updated)
+            self._work.rules.step(k, self.clipping.clip, self._updated)
 
     # ---- events: those of an update, in parts where other ranks' norms are waited for in its middle
 
