@@ -199,7 +199,7 @@ def drive(engine: Engine, case: Case) -> Result:
     if job.config.evaluate.steps:
         result.evaluations.append(engine.evaluate())
     while done < end:
-        result.losses.extend(step.loss for step in engine.advance(done, True))
+        result.losses.extend(step.loss for step in engine.step(done, True))
         done += 1
         planned = False
         if done < job.updates and job.evaluates_after(done):
