@@ -107,9 +107,10 @@ class Engine:
         """Hold the whole model with the newest weights in every process, in a block where the pipeline is empty."""
         return contextlib.nullcontext()
 
-    def evaluate(self) -> List[EvaluationResult]:
-        """Return test loss and metrics of each block that has a loss of its own, the model's own last, on every process alike.
+    def evaluate(self, split: str = "test") -> List[EvaluationResult]:
+        """Return loss and metrics on the test or validation set, on every process alike.
 
+        They are those of each block that has a loss of its own, the model's own last.
         The pipeline is drained.
         """
         raise NotImplementedError

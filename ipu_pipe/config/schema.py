@@ -85,8 +85,8 @@ class Config(Section):
     of the pipeline, each with its share of the samples. `reduction`: how processes average the replicas' gradients: exact, in
     a fixed order, or fast, by the backend's own all-reduce beside the backward, see docs/processes.md. `optimizer`: an
     optimizer of torch.optim. `lr_schedule`: how the learning rate changes. `clip`: gradient clipping; null for none. `epochs`:
-    passes over the data. `steps`: updates, instead of epochs; null: as many as the epochs have. `evaluate`: evaluation on the
-    test set. `metrics`: of evaluations, see docs/loop.md. `callbacks`: the user's code that a run calls, see docs/loop.md.
+    passes over the data. `steps`: updates, instead of epochs; null: as many as the epochs have. `evaluate`: evaluations
+    while training. `metrics`: of evaluations, see docs/loop.md. `callbacks`: the user's code that a run calls, see docs/loop.md.
     `early_stopping`: when evaluations end a run, see docs/loop.md; null for never. `checkpoint`: when the run's state is
     saved; null for never. `log`: metrics and traces. `seed`: of weights, order, augmentation and dropout. `precision`: of
     weights and passes; the last three are PopTorch's, in bits of passes and weights. `recompute`: activation checkpointing:
@@ -173,11 +173,14 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check_keys(self) -> "Config":
-        chosen = self.early_stopping.metric if self.early_stopping is not None else "loss"
+        chosen = {"evaluate.best": self.evaluate.best}
+        if self.early_stopping is not None:
+            chosen["early_stopping.metric"] = self.early_stopping.metric
         names = ["loss", *(name if isinstance(name, str) else name.entry for name in self.metrics)]
         known = [name.rpartition(":")[2] for name in names]
-        if chosen not in known and sections.GIVEN not in known:
-            raise key_fault("early_stopping.metric", chosen, f"no evaluation gives it: must be one of {', '.join(known)}")
+        for key, metric in chosen.items():
+            if metric not in known and sections.GIVEN not in known:
+                raise key_fault(key, metric, f"no evaluation gives it: must be one of {', '.join(known)}")
         if self.optimizer.name == sections.GIVEN and (self.given is None or self.given.optimizer is None):
             raise key_fault("optimizer.name", sections.GIVEN, "without given.optimizer: must be sgd, adam or adamw")
         by_hardware = isinstance(self.stages, dict) and self.stages.get("by") == "hardware"

@@ -64,13 +64,23 @@ class ModelConfig(Section):
 
 class DataConfig(BaseModel):
     """Other keys than these are arguments of what makes the data. `name`: a set of ipu_pipe.data or "module:callable" that makes
-    a DataSource. `root`: the folder that holds the set's own. `subset`, `test_subset`: use the first samples only."""
+    a DataSource. `root`: the folder that holds the set's own. `subset`, `test_subset`: use the first samples only. `validation`:
+    training samples, drawn by the seed, that are held out for evaluations: how many, or their share if below 1."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
     name: str
     root: Optional[PathText] = None
     subset: Optional[Count] = None
     test_subset: Optional[Count] = None
+    validation: Union[None, int, float] = None
+
+    @field_validator("validation", mode="before")
+    @classmethod
+    def _validate_validation(cls, value: Any) -> Any:
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if value is None or (is_number and (0 < value < 1 or (value >= 1 and value == int(value) and value < 2**53))):
+            return value
+        raise ValueError("must be null, a share between 0 and 1, or a whole number of samples")
 
     def options(self) -> Dict[str, Any]:
         """Return all keys that are not null, except the name."""
@@ -286,11 +296,13 @@ class ClipConfig(Section):
 
 class EvaluateConfig(Section):
     """Evaluation after each `every` epochs, or each share of one (0: only before and after training), or after each `steps`
-    updates, on the first `subset` test samples."""
+    updates, on the first `subset` test samples, or validation samples where data.validation holds some out. `best`: the metric by
+    which a checkpoint is the best: loss, or one of metrics."""
 
     every: Often = 1
     steps: Optional[Count] = None
     subset: Optional[Count] = None
+    best: str = "loss"
 
     def interval(self, updates_per_epoch: Optional[int]) -> int:
         """Return the updates between two evaluations, 0 for never. For data without epochs `every` has no effect."""

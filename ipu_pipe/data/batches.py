@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import zlib
 from dataclasses import dataclass
 from typing import Any, Iterator, List, Mapping, Optional, Sequence, Tuple
@@ -37,6 +38,7 @@ class DataSource(Protocol):
 
     A source may have attributes: `labels`, the name of the labels in its mappings; `train_samples`, how many samples an epoch
     would have if no microbatch were dropped; `data_files`, the files that it reads, whose hashes the run's record keeps;
+    `validation`, a source whose test set is held out of the training set for the evaluations during a run;
     `train_batches(epoch, indices, batch_size)`, several microbatches as one batch, where reading them together is faster.
     """
 
@@ -100,6 +102,26 @@ class SampledData:
 
     train_samples: int
     test_samples: int
+    validation: Optional[SampledData] = None
+
+    def split_off_validation(self, part: float, seed: int) -> None:
+        """Move samples of the training set, drawn by the seed, into `validation`, whose test set they are.
+
+        `part` is their number, or their share if it is below 1. Raise `BadInput` if none would be left on either side.
+        """
+        count = round(part * self.train_samples) if part < 1 else int(part)
+        if not 0 < count < self.train_samples:
+            allowed = f"leave some of the {self.train_samples} training samples on both sides"
+            raise BadInput(f"data.validation: {show(part)}: must {allowed}")
+        generator = torch.Generator().manual_seed(derive_seed(seed, "validation"))
+        order = torch.randperm(self.train_samples, generator=generator)
+        self.validation = copy.copy(self)
+        self.validation.test_samples, self.train_samples = count, self.train_samples - count
+        self._move_to_test(self.validation, order[:count].sort().values, order[count:].sort().values)
+
+    def _move_to_test(self, other: Any, moved: torch.Tensor, left: torch.Tensor) -> None:
+        """Make the training samples `moved` the test set of `other`, a copy, and leave those of `left` here."""
+        raise NotImplementedError
 
     def train_batches_per_epoch(self, batch_size: int) -> int:
         """Return how many full microbatches an epoch has."""
@@ -150,6 +172,10 @@ class TensorData(SampledData):
         self._seed = seed
         self._mean, self._std = _by_channel(mean, train[0]), _by_channel(std, train[0])
         self._epoch = -1
+
+    def _move_to_test(self, other: Any, moved: torch.Tensor, left: torch.Tensor) -> None:
+        other.test = self.train[0][moved], self.train[1][moved]
+        self.train = self.train[0][left], self.train[1][left]
 
     def take_train(self, epoch: int, places: range) -> Pair:
         """Return the samples at these places of an epoch."""
@@ -240,6 +266,10 @@ class SyntheticData(SampledData):
     ) -> None:
         self._shape, self._classes, self.train_samples, self.test_samples = list(shape), classes, samples, test_samples
         self._seed, self._type = seed, torch.uint8 if bytes else torch.float32
+        self._tested = "test"
+
+    def _move_to_test(self, other: Any, moved: torch.Tensor, left: torch.Tensor) -> None:
+        other._tested = "validation"  # samples of their own, drawn as the test set's are
 
     def take_train(self, epoch: int, places: range) -> Pair:
         """Return the samples at these places of an epoch."""
@@ -247,7 +277,7 @@ class SyntheticData(SampledData):
 
     def take_test(self, places: range) -> Pair:
         """Return the samples at these places of the test set."""
-        return self._draw("test", places)
+        return self._draw(self._tested, places)
 
     def _draw(self, part: Any, places: range) -> Pair:
         generator = torch.Generator()

@@ -79,7 +79,12 @@ class ImageFolder(SampledData):
     @property
     def data_files(self) -> List[Path]:
         """The files of both parts."""
-        return [path for path, _ in [*self._train, *self._test]]
+        held_out = [] if self.validation is None else self.validation._test  # type: ignore[attr-defined]
+        return [path for path, _ in [*self._train, *held_out, *self._test]]
+
+    def _move_to_test(self, other: Any, moved: torch.Tensor, left: torch.Tensor) -> None:
+        other._test = [self._train[i] for i in moved.tolist()]
+        self._train = [self._train[i] for i in left.tolist()]
 
     def take_train(self, epoch: int, places: Sequence[int]) -> Pair:
         """Return the images at these places of an epoch."""

@@ -64,6 +64,7 @@ class LoaderData:
         seed: int,
         labels: Optional[str] = None,
         files: Sequence[Union[str, Path]] = (),
+        validation: Optional[Iterable[Any]] = None,
     ) -> None:
         for name, loader in (("train", train), ("test", test)):
             _require_batches(name, loader)
@@ -75,6 +76,7 @@ class LoaderData:
                 " evaluation"
             )
         self._train, self._test, self._seed = train, test, seed
+        self.validation = None if validation is None else LoaderData(validation, validation, seed, labels)
         self.labels, self.data_files = labels, list(files)
         self._epoch, self._next = -1, 0
         self._pass, self._taken = 0, 0  # of the loader, and batches of it
@@ -236,11 +238,13 @@ def from_loader(
     seed: int = 0,
     labels: Optional[str] = None,
     files: Sequence[Union[str, Path]] = (),
+    validation: Optional[Iterable[Any]] = None,
 ) -> LoaderData:
     """Make a DataSource from loaders of batches, such as torch.utils.data.DataLoader; their batches are the microbatches.
 
     `labels` is the name of the labels in batches that are mappings, where it is not one of the usual; `files` are those that the
-    loaders read: the run's record keeps their hashes, and a resume with other files is refused.
+    loaders read: the run's record keeps their hashes, and a resume with other files is refused. With a `validation` loader a run
+    is evaluated on its batches, and on the test loader's at the beginning and the end.
 
     A loader that shuffles is made to shuffle by (seed, epoch), so that a resumed run finds the same order: for each pass the
     global generators of PyTorch, Python and numpy are seeded by (seed, pass) while the loader draws. A `torch.Generator` of the
@@ -248,4 +252,4 @@ def from_loader(
     that the data set holds itself (`numpy.random.default_rng()`) are not seeded: give them seeds. A loader without a length (of
     an IterableDataset) needs a config with `steps`; where it ends, it is begun anew.
     """
-    return LoaderData(train, test, seed, labels, files)
+    return LoaderData(train, test, seed, labels, files, validation)

@@ -268,7 +268,8 @@ _OPTIONS: Dict[str, List[str]] = {
 def load_data(name: str, root: Union[str, Path, None] = None, seed: int = 0, **options: Any) -> DataSource:
     """Load the set called `name` from the folder `root` (default: `get_default_root()`), in the order of `seed`.
 
-    All sets take `subset` and `test_subset`, the number of first samples to take; for the options of each see SETS. With
+    All sets take `subset` and `test_subset`, the number of first samples to take, and `validation`, the number or share of the
+    training samples that are held out, drawn by `seed`; for the options of each see SETS. With
     `random_labels` the labels of both parts are drawn by `seed`. Raise `BadInput` for unknown names and options and for data that
     is missing or damaged.
     """
@@ -280,11 +281,13 @@ def load_data(name: str, root: Union[str, Path, None] = None, seed: int = 0, **o
         )
     allowed = _OPTIONS.get(name, ["augment", "subset", "test_subset", "random_labels"])
     faults = []
+    validation = options.pop("validation", None)
     for key, value in options.items():
         if key not in allowed:
             near = find_nearest(key, allowed)
             faults.append(
-                f"data.{show(key)}: {show(value)}: unknown key for {name}, allowed are {', '.join(['root', *allowed])}"
+                f"data.{show(key)}: {show(value)}: unknown key for {name}, allowed are "
+                f"{', '.join(['root', *allowed, 'validation'])}"
                 + (f", nearest is {near}" if near else "")
             )
         elif key in ("augment", "random_labels", "bytes") and not isinstance(value, bool):
@@ -297,4 +300,6 @@ def load_data(name: str, root: Union[str, Path, None] = None, seed: int = 0, **o
         vars(source)["data_files"] = [folder / file for file in FILES[name]]
     elif name == "digits":
         vars(source)["data_files"] = [_digits_file()]
+    if validation is not None:
+        source.split_off_validation(validation, seed)  # type: ignore[attr-defined]
     return source

@@ -21,7 +21,8 @@ class TextData(SampledData):
     x, y: (b, context) of numbers of characters, which are counted in the order of the whole text's characters, sorted:
     `vocabulary`, `vocabulary_size` of them. Of the first `characters` characters the last tenth is the test part, cut into
     windows side by side. The training windows of an epoch lie side by side too, from an offset below `context`; the offset
-    and the windows' order are drawn by (seed, epoch). The last window but a part is left for the offset.
+    and the windows' order are drawn by (seed, epoch). The last window but a part is left for the offset. A validation part is
+    the end of the training text.
     """
 
     def __init__(
@@ -52,6 +53,13 @@ class TextData(SampledData):
         require_whole("test_subset", test_subset, 1, test_count, optional=True)
         self.train_samples, self.test_samples = subset or count, test_subset or test_count
         self._context, self._seed, self._epoch = context, seed, -1
+
+    def _move_to_test(self, other: Any, moved: torch.Tensor, left: torch.Tensor) -> None:
+        # windows begin anywhere: the validation part is the end of the training text, and no character is in both; the training
+        # part loses a window to the offset
+        self.train_samples = len(left) - 1
+        cut = len(left) * self._context
+        other._test_text, self._text = self._text[cut : cut + len(moved) * self._context + 1], self._text[:cut]
 
     def take_train(self, epoch: int, places: range) -> Pair:
         """Return the windows at these places of an epoch."""

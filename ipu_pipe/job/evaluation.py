@@ -35,6 +35,14 @@ class EvaluationResult(NamedTuple):
         return {f"{prefix}{name}": value for name, value in values.items()}
 
 
+GREATER = ("accuracy", "top", "r2")  # beginnings of metrics of which more is better
+
+
+def is_better(name: str, value: float, other: float) -> bool:
+    """Return whether a metric's value is better than another; `name` may begin with test_ or validation_."""
+    return value > other if name.partition("_")[2].startswith(GREATER) else value < other
+
+
 @dataclass
 class Position:
     """How far a run has come: what a checkpoint must hold besides tensors. Times are in seconds of training alone."""
@@ -44,7 +52,8 @@ class Position:
     epoch_updates: int = 0
     seconds: float = 0.0
     timed_updates: int = 0
-    best_loss: Optional[float] = None
+    best_name: str = "test_loss"  # of the figure by which an evaluation is the best
+    best_value: Optional[float] = None
     best_step: Optional[int] = None
     initial: EvaluationResult = EvaluationResult()
 
@@ -54,33 +63,37 @@ class Position:
             self.epoch_loss, self.epoch_updates = 0.0, 0
         self.epoch_loss, self.epoch_updates = self.epoch_loss + loss, self.epoch_updates + 1
 
-    def add_evaluation(self, evaluation: EvaluationResult) -> None:
-        """Note an evaluation made now as the best one if it is; the one before training is never the best."""
-        loss = evaluation.loss
-        if loss is not None and (self.best_loss is None or loss < self.best_loss) and self.update:
-            self.best_loss, self.best_step = loss, self.update
+    def add_evaluation(self, name: str, value: Optional[float]) -> None:
+        """Note an evaluation made now as the best one if its figure `name` is; the one before training is never the best."""
+        if name != self.best_name:  # the run was resumed with another
+            self.best_name, self.best_value, self.best_step = name, None, None
+        if value is not None and self.update and (self.best_value is None or is_better(name, value, self.best_value)):
+            self.best_value, self.best_step = value, self.update
 
     @property
     def best(self) -> Optional[Dict[str, Any]]:
-        """The step with the smallest test loss, for the summary."""
-        return None if self.best_step is None else {"step": self.best_step, "test_loss": self.best_loss}
+        """The step with the best figure, for the summary."""
+        return None if self.best_step is None else {"step": self.best_step, self.best_name: self.best_value}
 
 
-def collect_by_block(evaluations: Sequence[EvaluationResult]) -> Dict[str, List[Optional[float]]]:
+def collect_by_block(evaluations: Sequence[EvaluationResult], split: str = "test") -> Dict[str, List[Optional[float]]]:
     """Return the evaluations of blocks as one list per name."""
-    records = [one.to_record("block_test_") for one in evaluations]
+    records = [one.to_record(f"block_{split}_") for one in evaluations]
     return {name: [record[name] for record in records] for name in records[0]}
 
 
-def load_test_batches(setup: Setup, shard: int = 0, shards: int = 1) -> Iterator[Tuple[Any, Any]]:
-    """Yield the test set in batches on the run's device, up to `evaluate.subset` samples; of several shards the batches with
-    `number % shards == shard`. Data with `test_shard(batch_size, shard, shards)` reads no others."""
+def load_test_batches(
+    setup: Setup, split: str = "test", shard: int = 0, shards: int = 1
+) -> Iterator[Tuple[Any, Any]]:
+    """Yield the test set, or the validation set, in batches on the run's device, up to `evaluate.subset` samples; of several
+    shards the batches with `number % shards == shard`. Data with `test_shard(batch_size, shard, shards)` reads no others."""
     subset, seen = setup.config.evaluate.subset, 0
-    read_shard = getattr(setup.data, "test_shard", None)
+    data: Any = setup.data if split == "test" else setup.validation
+    read_shard = getattr(data, "test_shard", None)
     if shards > 1 and read_shard is not None and not subset:
         yield from map(setup.prepare_batch, read_shard(TEST_BATCH, shard, shards))
         return
-    for number, batch in enumerate(setup.data.test_batches(TEST_BATCH)):
+    for number, batch in enumerate(data.test_batches(TEST_BATCH)):
         x, y = setup.prepare_batch(batch)
         if subset:
             x, y = take_samples(x, subset - seen), take_samples(y, subset - seen)
@@ -139,13 +152,16 @@ class Tally:
         return EvaluationResult(loss / weight if weight else None, metrics)
 
 
-def evaluate(setup: Setup) -> List[EvaluationResult]:
-    """Evaluate on the test set, or its configured subset: every block that has a loss of its own, then the model's output."""
+def evaluate(setup: Setup, split: str = "test") -> List[EvaluationResult]:
+    """Evaluate on the test or validation set, or its configured subset.
+
+    Return the result of every block that has a loss of its own, then that of the model's output.
+    """
     model, blocks = setup.model, get_blocks(setup.model)
     tallies: List[Tally] = []
     with torch.no_grad(), modes_restored(model):
         model.eval()
-        for x, y in load_test_batches(setup):
+        for x, y in load_test_batches(setup, split):
             outputs = blocks.outputs(x) if blocks is not None else [call_model(model, x)]
             tallies = tallies or [Tally.of(setup) for _ in outputs]
             for tally, output in zip(tallies, outputs):

@@ -70,6 +70,16 @@ class Setup:
         class_name = type(getattr(self.data, "dataset", self.data)).__name__
         return class_name if self.config.data.name == GIVEN else self.config.data.name
 
+    @property
+    def validation(self) -> Optional[DataSource]:
+        """The source whose test set is the validation set, None where there is none."""
+        return getattr(self.data, "validation", None)
+
+    @property
+    def watched(self) -> str:
+        """The set of the evaluations during a run, `validation` or `test`."""
+        return "test" if self.validation is None else "validation"
+
     def split_batch(self, batch: Any) -> Tuple[Any, Any]:
         """Return a batch of the data as inputs and labels; a model with its own loss has the labels among its inputs too.
 

@@ -193,9 +193,12 @@ def _format_tests(first: Mapping[str, Any], last: Mapping[str, Any]) -> List[str
     """Format the test loss and the known metrics, before and after training."""
     names = [name for name in last if name.startswith("test_") and name != "test_loss"]
     known = [(name, 3) for name in names if first.get(name) is not None or last[name] is not None]
+    held_out = last.get("validation_loss")
+    validated = [] if held_out is None else [f"validation loss {format_number(held_out, 4)}"]
     return [
-        f"test {name[5:]} {format_number(first.get(name), digits)} -> {format_number(last[name], digits)}"
-        for name, digits in [*known[:1], ("test_loss", 4), *known[1:]]
+        *validated,
+        *(f"test {name[5:]} {format_number(first.get(name), digits)} -> {format_number(last[name], digits)}"
+        for name, digits in [*known[:1], ("test_loss", 4), *known[1:]]),
     ]
 
 

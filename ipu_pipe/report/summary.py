@@ -24,14 +24,17 @@ STAGE_KEYS = (
 def summarize(
     job: Job,
     position: Position,
-    final: EvaluationResult,
+    final: Mapping[str, Optional[float]],
     measured: Report,
     tested: Sequence[EvaluationResult] = (),
     costs: Optional[CostsOfStages] = None,
     stopped: Optional[str] = None,
 ) -> Dict[str, Any]:
-    """Return the contents of `summary.json`. `tested`: the last evaluation by block; `costs`: of the stages, where no device has
-    a clock; `stopped`: why the run ended before its last planned update."""
+    """Return the contents of `summary.json`.
+
+    `final`: the last evaluation by the names in `metrics.jsonl`; `tested`: the last test by block; `costs`: of the stages, where
+    no device has a clock; `stopped`: why the run ended before its last planned update.
+    """
     config = job.config
     parameters = sum(p.numel() for p in job.model.parameters())
     rate = position.timed_updates * job.batch / position.seconds if position.seconds else None
@@ -60,7 +63,7 @@ def summarize(
         "initial": position.initial.to_record(),
         "final": {
             "train_loss": position.epoch_loss / position.epoch_updates if position.epoch_updates else None,
-            **final.to_record(),
+            **final,
         },
         "throughput_samples_per_second": rate,
         **compute_busy_shares(job, measured, costs),

@@ -14,6 +14,7 @@ from ipu_pipe.config.faults import format_faults
 from ipu_pipe.config.schema import Config
 from ipu_pipe.config.sections import EarlyStoppingConfig, Entry
 from ipu_pipe.errors import BadInput, RunFault
+from ipu_pipe.job.evaluation import GREATER
 from ipu_pipe.job.factories import call_entry, check_arguments, collect_results, resolve_listed
 from ipu_pipe.job.user_code import raise_attributed
 from ipu_pipe.text import describe_kind, list_some
@@ -203,9 +204,6 @@ def _check(value: Any, place: str) -> Callback:
     return value
 
 
-GREATER = ("accuracy", "top", "r2")  # beginnings of metrics of which more is better
-
-
 class EarlyStopping(Callback):
     """A callback that ends a run whose evaluations have stopped getting better.
 
@@ -232,9 +230,10 @@ class EarlyStopping(Callback):
 
     def on_evaluation(self, now: Moment) -> Optional[Stop]:
         """Compare with the best evaluation so far."""
-        value = now.metrics.get(f"test_{self.metric}")
+        split = "validation" if "validation_loss" in now.metrics else "test"
+        value = now.metrics.get(f"{split}_{self.metric}")
         if value is None:
-            measured = ", ".join(name[len("test_") :] for name, value in now.metrics.items() if value is not None)
+            measured = ", ".join(name.partition("_")[2] for name, value in now.metrics.items() if value is not None)
             raise BadInput(f"early_stopping.metric: {self.metric}: no evaluation gives one: must be one of {measured}")
         sign = 1 if self.mode == "max" else -1
         if self.best is None or sign * (value - self.best) > self.min_delta:
@@ -244,7 +243,7 @@ class EarlyStopping(Callback):
         if self.waited < self.patience:
             return None
         return Stop(
-            f"test_{self.metric} is no better than {self.best:.6g} at step {self.best_step} for {self.waited} evaluations"
+            f"{split}_{self.metric} is no better than {self.best:.6g} at step {self.best_step} for {self.waited} evaluations"
         )
 
     def state(self) -> Dict[str, Any]:

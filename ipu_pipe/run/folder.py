@@ -245,8 +245,11 @@ class RunFolder:
         with guard_writing(self.path / name):
             _remove(self.path / name)
 
-    def open_metrics(self, last_step: int) -> None:
-        """Open metrics.jsonl for more lines, dropping those after update `last_step` (they will be made again)."""
+    def open_metrics(self, last_step: int, retested: bool = False) -> None:
+        """Open metrics.jsonl for more lines, dropping those after update `last_step` (they will be made again).
+
+        If `retested`, also the test at `last_step`, which was the end of a run that has a validation set.
+        """
         path = self.path / "metrics.jsonl"
         if path.exists() and not path.is_file():  # reading a pipe or a device might never end
             raise RunFault(f"{path}: is no file")
@@ -254,7 +257,8 @@ class RunFolder:
             past = []
             for line in path.read_text(errors="replace").splitlines() if last_step and path.exists() else ():
                 with contextlib.suppress(ValueError, KeyError, TypeError):  # the line at which the run was killed
-                    if json.loads(line)["step"] <= last_step:
+                    record = json.loads(line)
+                    if record["step"] < last_step + (not (retested and "test_loss" in record)):
                         past.append(line + "\n")
             write(path, "".join(past))
             self._metrics = open(path, "a")

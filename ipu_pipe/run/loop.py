@@ -77,11 +77,16 @@ class TrainingLoop:
                 self.now = replace(self.now, step=position.update, epoch=job.epoch(position.update))
                 self._call_back("on_start")
                 if position.update == 0:
-                    position.initial = self._evaluate()
+                    position.initial = self._evaluate("test")
+                    if job.validation is not None:
+                        self._evaluate("validation")
                 self._train()
-                if not self.tested:  # resumed after the last update, from a run killed before its summary was written
-                    self.log = log_nothing
-                    self._evaluate()
+                if not self.now.metrics:  # resumed after the last update, from a run killed before its summary was written
+                    self.log, log = log_nothing, self.log
+                    self._evaluate(job.watched)
+                    self.log = log
+                if job.watched != "test":
+                    self._evaluate("test")
         except BaseException as error:
             with contextlib.suppress(Exception):  # the error that ended the run is the one to report
                 engine.abort()
@@ -117,7 +122,7 @@ class TrainingLoop:
             write_json(self.out / "init_from.json", job.begun._asdict())
         start = {**describe_start(job.read), "first_update": done}
         write_json(self.out / "record.json", [*(read_starts(self.out) if self.resume else []), start])
-        run.open_metrics(done)
+        run.open_metrics(done, job.watched != "test")
 
     def _write_end(
         self, measured: Optional[Report], profile: Optional[StageSeconds], restored: Optional[int]
@@ -126,7 +131,7 @@ class TrainingLoop:
         job, position, out = self.job, self.position, self.out
         assert self.run is not None and measured is not None
         costs = None if measured.events is not None else choose_stage_costs(job, profile, position)
-        report = summarize(job, position, self.tested[-1], measured, self.tested, costs, self.now.stopped)
+        report = summarize(job, position, self.now.metrics, measured, self.tested, costs, self.now.stopped)
         if restored is not None:
             report["restored_step"] = restored
         if measured.times is None:
@@ -184,7 +189,7 @@ class TrainingLoop:
     def _pause(self, evaluates: bool, saves: bool) -> None:
         """Evaluate and save a checkpoint, where that is planned, and call the callbacks."""
         if evaluates:
-            self._evaluate()
+            self._evaluate(self.job.watched)
             self._call_back("on_evaluation")
         if saves:
             self._save()
@@ -246,17 +251,22 @@ class TrainingLoop:
         job, known = self.job, self.at_steps or not self.progress.steps
         return known or done % job.config.log.every == 0 or job.evaluates_after(done) or job.saves_after(done)
 
-    def _evaluate(self) -> EvaluationResult:
-        """Evaluate on the test set, log the result and return that of the model's own output."""
-        self.tested = self.engine.evaluate()
-        position, whole = self.position, self.tested[-1]
+    def _evaluate(self, split: str) -> EvaluationResult:
+        """Evaluate on the test or validation set, log the result and return that of the model's own output."""
+        job, position, results = self.job, self.position, self.engine.evaluate(split)
+        whole, epoch = results[-1], job.epoch(position.update)
+        if split == "test":
+            self.tested = results
         if self.bar is not None:
-            self.bar.show_evaluation(whole)
-        epoch = self.job.epoch(position.update)
-        by_block = collect_by_block(self.tested) if len(self.tested) > 1 else {}
-        position.add_evaluation(whole)
-        self.now = replace(self.now, step=position.update, epoch=epoch, metrics=whole.to_record())
-        self._log({"step": position.update, "epoch": epoch, **whole.to_record(), **by_block})
+            self.bar.show_evaluation(whole, split)
+        by_block = collect_by_block(results, split) if len(results) > 1 else {}
+        record, best = whole.to_record(f"{split}_"), f"{split}_{job.config.evaluate.best}"
+        if split == job.watched:
+            position.add_evaluation(best, record.get(best))
+        # the test at the end is beside the last validation
+        validated = self.now.metrics if split == "test" and position.update else {}
+        self.now = replace(self.now, step=position.update, epoch=epoch, metrics={**validated, **record})
+        self._log({"step": position.update, "epoch": epoch, **record, **by_block})
         return whole
 
     def _save(self) -> None:

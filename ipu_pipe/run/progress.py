@@ -43,11 +43,11 @@ class Bar:
         self._ends_epoch = self._per_epoch is not None and self._done % self._per_epoch == 0
         self._update(False)
 
-    def show_evaluation(self, result: EvaluationResult) -> None:
+    def show_evaluation(self, result: EvaluationResult, split: str = "test") -> None:
         """Show the result of an evaluation."""
         if result.loss is not None:
             metrics = [f" {name} {value:.3f}" for name, value in result.metrics.items() if value is not None]
-            self._tested = f", test loss {result.loss:.3f}{''.join(metrics)}"
+            self._tested = f", {split} loss {result.loss:.3f}{''.join(metrics)}"
         self._ends_epoch = False
         self._update(True)
 

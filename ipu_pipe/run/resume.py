@@ -62,7 +62,9 @@ def restore(job: Job, out: Path, say: Callable[[str], None], callbacks: Callback
     names = {parameter: name for name, parameter in job.get_trained().items()}
     import_state(job.optimizer, names, saved.optimizer, saved.manifest["optimizer"])
     callbacks.load(saved.manifest.get("callbacks"))
-    position = saved.manifest["position"]
+    position = dict(saved.manifest["position"])
+    if "best_loss" in position:  # before other metrics than the test loss could be the best
+        position["best_value"] = position.pop("best_loss")
     say(f"resuming after update {job.done} from {path}")
     return Position(**{**position, "initial": EvaluationResult(*position["initial"])})
 

@@ -96,6 +96,9 @@ def train(
         job = _build(start, objects)
         try:
             known = ["loss", *(metric.name for metric in job.metrics)]
+            if config.evaluate.best not in known:
+                why = f"no evaluation gives it: must be one of {', '.join(known)}"
+                raise BadInput(f"evaluate.best: {config.evaluate.best}: {why}")
             for callback in called:
                 if isinstance(callback, EarlyStopping) and callback.metric not in known:
                     why = f"no evaluation gives it: must be one of {', '.join(known)}"

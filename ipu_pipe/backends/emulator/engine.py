@@ -67,9 +67,9 @@ class EmulatorEngine(Engine):
             self._end = min(self._end, self.job.count_begun(done - 1))
         return self._end
 
-    def evaluate(self) -> List[EvaluationResult]:
+    def evaluate(self, split: str = "test") -> List[EvaluationResult]:
         with attribute_faults(lambda: f"evaluation before update {self._emulator.update}"):
-            return evaluate(self.job)
+            return evaluate(self.job, split)
 
     def state(self) -> Optional[CheckpointState]:
         with self.job.numbers.whole():

@@ -183,22 +183,22 @@ class BlockEngine(Engine):
 
     # --- evaluation
 
-    def evaluate(self) -> List[EvaluationResult]:
+    def evaluate(self, split: str = "test") -> List[EvaluationResult]:
         """Evaluate the test set through all blocks, on the same IPUs."""
         with describe_block_errors(self.rank, "evaluation"):
-            sums_here = self._tally()
+            sums_here = self._tally(split)
             sums = torch.zeros(self.depth, len(sums_here), dtype=torch.float64)
             sums[self.rank] = sums_here
             self.messages.flush()
             dist.all_reduce(sums)
             return [Tally.of(self.job, row).evaluation for row in sums]
 
-    def _tally(self) -> torch.Tensor:
+    def _tally(self, split: str) -> torch.Tensor:
         """Return the sums of the test set through this block. See Tally."""
         tally = Tally.of(self.job)
         self.executors.begin_evaluation()
         rows = self.executors.rows
-        for number, (x, y, count) in enumerate(split_into_calls(load_test_batches(self.job), rows)):
+        for number, (x, y, count) in enumerate(split_into_calls(load_test_batches(self.job, split), rows)):
             tag = EVALUATION_TAG + number
             outputs = self.executors.infer(self._receive(rows // self.job.config.micro_batch_size, tag) if self.rank else x)
             if not self._is_last:

@@ -215,21 +215,21 @@ class PoptorchEngine(Engine):
     def end(self, done: int, asked: bool) -> int:
         return self.job.updates if self._results else super().end(done, asked)  # no end inside a call
 
-    def evaluate(self) -> List[EvaluationResult]:
+    def evaluate(self, split: str = "test") -> List[EvaluationResult]:
         assert not self._results, "an evaluation inside a call"
         start = time.perf_counter_ns()
         with self._channel.tracepoint("evaluate"):
-            results = self._guarded(self._tally)
+            results = self._guarded(lambda executors: self._tally(executors, split))
             self._fetch(self._guarded(lambda executors: executors.snapshot(self._done, with_optimizer=False)))
         self._timeline.add("evaluate", self._done, start, time.perf_counter_ns())
         return results
 
-    def _tally(self, executors: Executors) -> List[EvaluationResult]:
+    def _tally(self, executors: Executors, split: str) -> List[EvaluationResult]:
         """Evaluate the test set on the inference model, each of poprun's instances a share of the batches."""
         tallies = [Tally.of(self.job) for _ in range(self._losses)]
         executors.begin_evaluation()
         rank, world = (dist.get_rank(), dist.get_world_size()) if self._others else (0, 1)
-        calls = split_into_calls(load_test_batches(self.job, rank, world), executors.rows)
+        calls = split_into_calls(load_test_batches(self.job, split, rank, world), executors.rows)
         while True:
             x, y, count = next(calls, (self.job.example[0], self.job.example[1], 0))
             waiting = torch.tensor([count])

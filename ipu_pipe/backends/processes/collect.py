@@ -161,7 +161,7 @@ class Evaluation:
         self._models, self._mail = [stage.model for stage in interpreter.stages.values()], interpreter.mail
         self._layout, self._count = interpreter.layout, 0
 
-    def __call__(self) -> List[EvaluationResult]:
+    def __call__(self, split: str = "test") -> List[EvaluationResult]:
         """Return loss and metrics of each stage with a loss, the same on every rank."""
         layout = self._layout
         self._interpreter.load_newest()
@@ -173,7 +173,7 @@ class Evaluation:
             for module in modules:
                 module.eval()
             if layout.replica == 0:
-                sums = self._tally()
+                sums = self._tally(split)
         if layout.replicas > 1:
             self._count += 1
             wait_for_first_replica(layout, self._mail, self._count)
@@ -185,10 +185,10 @@ class Evaluation:
             raise RunFault(f"data: {self._job.data_name}: evaluation: the ranks read different test sets: {DRAW_ALIKE}")
         return [Tally.of(self._job, by_stage[stage][:-1]).evaluation for stage in self._with_loss]
 
-    def _tally(self) -> torch.Tensor:
+    def _tally(self, split: str) -> torch.Tensor:
         tallies = {model.stage: Tally.of(self._job) for model in self._models}
         read = 0
-        for batch, (x, y) in enumerate(load_test_batches(self._job)):
+        for batch, (x, y) in enumerate(load_test_batches(self._job, split)):
             read = compute_checksum((x, get_labels(y)), read)
             cut = self._models[0].piece.cut
             with contextlib.nullcontext() if cut.is_prepared(x, training=False) else zero_freed(self._freed):

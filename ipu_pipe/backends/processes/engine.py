@@ -149,9 +149,9 @@ class ProcessEngine(Engine):
             self._early.starts(done)
         return self._early.end
 
-    def evaluate(self) -> List[EvaluationResult]:
+    def evaluate(self, split: str = "test") -> List[EvaluationResult]:
         with self._drained("evaluate", "evaluation"):
-            return self._evaluation()
+            return self._evaluation(split)
 
     @contextlib.contextmanager
     def hold_whole_model(self) -> Iterator[None]:

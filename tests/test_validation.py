@@ -1,0 +1,133 @@
+"""A validation set held out of the training set: which samples it has, and what a run does with it on each backend."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Dict, List
+
+import pytest
+import torch
+
+import ipu_pipe
+from ipu_pipe.config.load import load_config
+from ipu_pipe.run.train import train
+from tests.support.runs import DIGITS, assert_same_weights, list_faults, read_json, read_metrics, read_summary
+from tests.test_processes import run
+
+SETS = [
+    "method=pipedream", "stages=2", "gradient_accumulation=4", "data.validation=0.25", "data.subset=512", "data.test_subset=64",
+    "log.tensorboard=false", "log.trace=false", "backend.threads=1", "log.every=2", "evaluate.steps=4", "evaluate.best=accuracy",
+]  # fmt: skip
+
+
+def go(out: Path, *sets: str, **how: Any) -> Dict[str, Any]:
+    return train(load_config(DIGITS, [*SETS, *sets]), out, quiet=True, **how)
+
+
+def list_rows(x: torch.Tensor) -> List[bytes]:
+    return [row.numpy().tobytes() for row in x]
+
+
+@pytest.mark.parametrize("name", ["digits", "synthetic"])
+def test_every_sample_is_in_one_set_and_none_of_the_test_set_is_held_out(name: str) -> None:
+    whole, data = (ipu_pipe.load_data(name, seed=3, subset=200, **more) for more in ({}, {"validation": 0.25}))
+    held_out = data.validation
+    assert (data.train_samples, held_out.test_samples) == (150, 50)
+    trained = list_rows(data.take_train(0, range(150))[0])
+    validated = list_rows(torch.cat([x for x, _ in held_out.test_batches(16)]))
+    tested = list_rows(torch.cat([x for x, _ in whole.test_batches(64)]))
+    assert not {*trained} & {*validated} and not {*validated} & {*tested}
+    if name == "digits":
+        assert sorted([*trained, *validated]) == sorted(list_rows(whole.take_train(0, range(200))[0]))
+    again, other = (ipu_pipe.load_data(name, seed=s, subset=200, validation=50) for s in (3, 4))
+    assert validated == list_rows(again.validation.take_test(range(50))[0]) != list_rows(other.validation.take_test(range(50))[0])
+
+
+def test_no_character_of_a_text_is_in_both_sets() -> None:
+    from ipu_pipe.data.text import TextData
+
+    data = TextData(bytes(i % 251 for i in range(2000)), context=10)
+    text, count = data._text, data.train_samples
+    data.split_off_validation(20, seed=0)
+    assert data.train_samples == count - 21 and data.validation is not None
+    held_out = torch.cat([x for x, _ in data.validation.test_batches(7)]).flatten()
+    assert torch.equal(torch.cat([data._text.long(), held_out]), text[: len(data._text) + 200].long())
+    trained = data.take_train(0, range(count - 21))
+    assert int(data._starts.max()) + 10 < len(data._text) and trained[1].shape == (count - 21, 10)
+
+
+def test_image_folders_hold_out_files_without_augmenting_them(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    for part, count in (("train", 6), ("val", 2)):
+        for name in ("a", "b"):
+            (tmp_path / part / name).mkdir(parents=True)
+            for i in range(count):
+                image.new("RGB", (12, 10), (i * 20, 0, 100 * (name == "b"))).save(tmp_path / part / name / f"{i}.png")
+    data = ipu_pipe.load_data("image_folder", tmp_path, size=8, validation=3)
+    held_out = data.validation
+    assert (data.train_samples, held_out.test_samples, len(data.data_files)) == (9, 3, 16)
+    assert torch.equal(*[next(iter(held_out.test_batches(3)))[0] for _ in range(2)])
+
+
+def test_a_run_watches_the_validation_set_and_tests_at_both_ends(tmp_path: Path) -> None:
+    out, early = tmp_path / "run", "early_stopping={metric: accuracy, patience: 9}"
+    report = go(out, "steps=10", early)
+    lines = read_metrics(out)
+    assert [line["step"] for line in lines if "test_loss" in line] == [0, 10]
+    watched = {line["step"]: line for line in lines if "validation_loss" in line}
+    assert [*watched] == [0, 4, 8, 10]
+    final = {key: value for key, value in watched[10].items() if key.startswith("validation_")}
+    assert final.items() <= report["final"].items() and report["final"]["test_loss"] == lines[-1]["test_loss"]
+    best = max((step for step in watched if step), key=lambda step: (watched[step]["validation_accuracy"], -step))
+    assert report["best"] == {"step": best, "validation_accuracy": watched[best]["validation_accuracy"]}
+    state = read_json(out / "checkpoints" / "step-10" / "manifest.json")["callbacks"][0]["state"]
+    assert (state["best"], state["best_step"]) == (watched[best]["validation_accuracy"], best)
+
+    (out / "summary.json").unlink()  # as if killed after its last line: nothing is written twice
+    again = go(out, "steps=10", early, resume=True)
+    assert again["final"] == report["final"] and [{**line, "samples_per_second": 0} for line in read_metrics(out)] == [
+        {**line, "samples_per_second": 0} for line in lines
+    ]
+
+
+def test_a_longer_run_has_the_lines_of_one_planned_that_long(tmp_path: Path) -> None:
+    go(tmp_path / "cut", "steps=4")
+    go(tmp_path / "cut", "steps=8", resume=True)
+    go(tmp_path / "whole", "steps=8")
+    lines = [[{**line, "samples_per_second": 0} for line in read_metrics(tmp_path / name)] for name in ("cut", "whole")]
+    assert lines[0] == lines[1]
+    assert read_summary(tmp_path / "cut")["best"] == read_summary(tmp_path / "whole")["best"]
+
+
+def test_processes_validate_as_the_emulator_does(tmp_path: Path) -> None:
+    code, _, error = run(2, tmp_path / "ranks", *SETS, "steps=8")
+    assert code == 0, error
+    report = go(tmp_path / "one", "steps=8", "optimizer.lr=0.02", "micro_batch_size=8", "checkpoint.every=4", "evaluate.subset=100")
+    assert read_summary(tmp_path / "ranks")["final"] == report["final"] and "validation_loss" in report["final"]
+    assert_same_weights(tmp_path / "ranks", tmp_path / "one")
+
+
+def test_loaders_have_a_validation_loader(tmp_path: Path) -> None:
+    data = ipu_pipe.load_data("digits", subset=64)
+    batches, other = ([data.train_batch(0, i, 8) for i in range(first, first + 4)] for first in (0, 4))
+    config = ipu_pipe.configure(model={"entry": "models.mlp:mlp", "args": {"width": 8}}, micro_batch_size=8, steps=4)
+    source = ipu_pipe.from_loader(batches, other, validation=other)
+    config = config.model_copy(update={"log": config.log.model_copy(update={"tensorboard": False})})
+    final = train(config, tmp_path / "run", data=source, quiet=True)["final"]
+    assert final["validation_loss"] == final["test_loss"] is not None
+
+
+@pytest.mark.parametrize("value", ["0", "-3", "1.5", "true", "'x'", "1437", "0.0001"])
+def test_bad_values_are_refused(value: str, tmp_path: Path) -> None:
+    def attempt() -> None:
+        train(load_config(DIGITS, ["data.subset=1437", f"data.validation={value}"]), tmp_path / "run", quiet=True)
+
+    (fault,) = list_faults(attempt)
+    assert f"data.validation: {json.loads(value) if value == '-3' else value.strip(chr(39))}" in fault
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_best_is_by_a_metric_that_is_evaluated(tmp_path: Path) -> None:
+    (fault,) = list_faults(load_config, DIGITS, ["evaluate.best=top5"])
+    assert "evaluate.best: top5: " in fault
