@@ -103,7 +103,8 @@ def test_a_longer_run_has_the_lines_of_one_planned_that_long(tmp_path: Path) -> 
 def test_processes_validate_as_the_emulator_does(tmp_path: Path) -> None:
     code, _, error = run(2, tmp_path / "ranks", *SETS, "steps=8")
     assert code == 0, error
-    report = go(tmp_path / "one", "steps=8", "optimizer.lr=0.02", "micro_batch_size=8", "checkpoint.every=4", "evaluate.subset=100")
+    same = ["optimizer.lr=0.02", "micro_batch_size=8", "checkpoint.every=4", "evaluate.subset=100"]
+    report = go(tmp_path / "one", "steps=8", *same)
     assert read_summary(tmp_path / "ranks")["final"] == report["final"] and "validation_loss" in report["final"]
     assert_same_weights(tmp_path / "ranks", tmp_path / "one")
 
