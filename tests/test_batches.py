@@ -26,6 +26,7 @@ from ipu_pipe.model.batch import check_same_shapes, clone_tensors, list_tensors,
 from ipu_pipe.model.loss import OwnLoss, TakePart, describe_output, list_fields
 from ipu_pipe.report.run_text import describe_left_out
 from ipu_pipe.run.build import build
+from ipu_pipe.run.planning import make_problem_of
 from tests import forked
 from tests.support.runs import assert_same_weights, read_summary
 
@@ -368,6 +369,10 @@ class Stream(IterableDataset):  # type: ignore[type-arg]
             yield torch.rand(3), torch.randint(0, 4, ())
 
 
+def make_linear() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 4))
+
+
 def streamed(count: int = 22) -> Any:
     return ipu_pipe.from_loader(DataLoader(Stream(count), batch_size=4), [(PARTS[0][0], PARTS[0][2])])
 
@@ -403,7 +408,7 @@ def test_a_run_by_steps_goes_on_where_it_was(tmp_path: Path) -> None:
 
 def test_a_microbatch_is_a_batch_of_the_loader_where_the_config_does_not_say(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model, first = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 4)), tmp_path / "unsaid"
+    model, first = make_linear(), tmp_path / "unsaid"
     twin = copy.deepcopy(model)
     keys: Dict[str, Any] = {"stages": 2, "log": {"tensorboard": False, "trace": False}}
     run = ipu_pipe.train(ipu_pipe.configure(steps=2, **keys), first, model=model, data=streamed(), quiet=True)
@@ -415,6 +420,11 @@ def test_a_microbatch_is_a_batch_of_the_loader_where_the_config_does_not_say(tmp
     longer = ipu_pipe.train(ipu_pipe.configure(steps=3, **keys), first, model=model, data=streamed(), quiet=True, resume=True)
     assert longer["steps"] == 3 and longer["batch"]["micro_batch_size"] == 4
     assert "batches of 4, micro_batch_size is 8" in refusal(Two(), streamed(), {"micro_batch_size": 8})
+    data = {"name": "tests.test_batches:streamed"}  # plans of a loader's data were refused: they asked for two samples
+    config = ipu_pipe.configure(model={"entry": "tests.test_batches:make_linear"}, data=data, gradient_accumulation=2, steps=2)
+    for measure in (False, True):
+        problem = make_problem_of(config, "v100x8", measure=measure)
+        assert problem.batch == 8 and [pass_.samples for pass_ in problem.problem.units[0].measured] == [2, 4][: 2 * measure]
 
 
 def test_what_counts_in_epochs_is_refused_without_a_length() -> None:

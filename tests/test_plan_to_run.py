@@ -57,3 +57,5 @@ def test_what_is_planned_trains_on_as_many_processes_and_is_told_beside_what_was
     assert found is not None, ran.printed
     assert float(found.group(1)) == pytest.approx(best["samples_per_second"], abs=0.06)
     assert float(found.group(2)) == pytest.approx(measured, abs=0.06)
+    ratio = float(found.group(1)) / float(found.group(2))
+    assert ("finding: the prediction is off" in ran.printed) == (not 0.5 <= ratio <= 2)

@@ -14,8 +14,9 @@ from ipu_pipe.plan.candidates import IN_LOCKSTEP, LOCAL, USUAL
 from ipu_pipe.text import show
 
 EPILOG = """
-All figures are predictions: from the model's FLOPs and bytes and the hardware's figures, or, with --measure, from the times that
-the model's parts take on this machine. docs/planner.md describes the method and compares predictions with measurements.
+All figures are predictions: from the model's FLOPs and bytes and the hardware's figures, or, with --measure and on hardware that
+measure-hardware described on this machine, from the times that the model's parts take here. docs/planner.md describes the method
+and compares predictions with measurements.
 
 examples:
   python tools/plan.py configs/resnet50_ipu4.yaml --hardware pod16 --devices 8
@@ -46,7 +47,9 @@ def _parse_size(text: str) -> float:
            f"lock-step, such as IPUs, {', '.join(IN_LOCKSTEP)} and the config's if it is local)"),
     option("--batch", type=whole(1, MOST_BATCH), metavar="SAMPLES", help="largest global batch (default: the config's)"),
     option("--precision", metavar="P", help="precision (default: the config's); also float16: on GPUs, with float32 masters"),
-    option("--measure", action="store_true", help="time the model's parts on this machine instead of counting FLOPs"),
+    option("--measure", action="store_true", default=None,
+           help="time the model's parts on this machine instead of counting FLOPs (default if the hardware is this machine)"),
+    option("--count", dest="measure", action="store_false", default=None, help="count FLOPs even on this machine's hardware"),
     option("--top", type=whole(1), default=10, metavar="K", help="configurations to print (default 10)"),
     JSON,
     option("--write", type=Path, metavar="FILE", help="write the best configuration as a config for tools/train.py"),

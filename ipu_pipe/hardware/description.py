@@ -138,12 +138,22 @@ class LinkLevel(LinkSpeed):
     holds: Optional[Count] = None
 
 
+class Machine(Section):
+    """The machine that a description was measured on: its `name`, and `threads` of the process that was a device, on a CPU."""
+
+    name: Text
+    device: Literal["cpu", "cuda"]
+    threads: Count = 1
+
+
 class Hardware(Section):
     """`devices`, numbered from 0, in groups of neighbours by `links`, the smallest group first. `lockstep`: the stages of a
-    pipeline begin each cycle together, when the slowest has finished the previous one (PopTorch's pipelines)."""
+    pipeline begin each cycle together, when the slowest has finished the previous one (PopTorch's pipelines). `measured_on`:
+    null for figures of other origin."""
 
     name: Text
     about: Text = ""
+    measured_on: Optional[Machine] = None
     devices: Count
     lockstep: StrictBool = False
     device: Device

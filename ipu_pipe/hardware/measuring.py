@@ -87,6 +87,7 @@ def describe(figures: Dict[str, Any], devices: int, threads: int, device: str) -
     link = {"bandwidth": measured(figures["bandwidth"]), "latency": measured(figures["latency"])}
     return {
         "about": f"{platform.node()}: {what}",
+        "measured_on": {"name": platform.node(), "device": device, "threads": threads},
         "devices": devices,
         "device": {
             "memory_bytes": measured(figures["memory"] / (devices if device == "cpu" else 1)),

@@ -19,6 +19,7 @@ from ipu_pipe.text import list_some
 MIB = 2**20
 SHOWN_STAGES = 12
 FLOPS_SHOWN = 1e9  # of GFLOPs
+PREDICTION_BAND = 2.0  # a prediction of the throughput that is off by a larger factor is a finding of its own
 
 
 def format_opening(job: Job, done: int = 0) -> str:
@@ -186,6 +187,12 @@ def format_closing(report: Mapping[str, Any], folder: Path, predicted: Optional[
         name, rate = predicted
         error = f"the prediction is {abs(rate / measured - 1):.1%} too {'high' if rate > measured else 'low'}"
         lines.append(f"  predicted on {name}: {rate:.1f} samples/s, measured: {measured:.1f}; {error}")
+        if not 1 / PREDICTION_BAND <= rate / measured <= PREDICTION_BAND:
+            lines.append(
+                f"  finding: the prediction is off by more than a factor of {PREDICTION_BAND:g}: do not plan by it. Either"
+                f" {name} is not this machine (measure_hardware describes it), or the model's parts are too small for rates alone"
+                " (plan --measure times them), or other work kept the machine busy"
+            )
     return "\n".join([*lines, format_throughput(report)])
 
 

@@ -83,8 +83,7 @@ def set_up(
     check_modules(model, device)
     begun = _begin(model, config) if config.init_from else None
     data = make_data(config) if data is None else data
-    if "micro_batch_size" not in config.model_fields_set and isinstance(data, LoaderData):
-        config = config.model_copy(update={"micro_batch_size": data.read_batch_size() or config.micro_batch_size})
+    config = config.model_copy(update={"micro_batch_size": choose_batch_size(config, data)})
     chosen_loss = make_loss(config, objects)
     weighted = get_plain_loss(chosen_loss)
     if isinstance(weighted, nn.Module):  # class weights and the like
@@ -99,6 +98,13 @@ def set_up(
         config, model, numbers.loss(chosen_loss), data, device, numbers, metrics, getattr(chosen_loss, "asks", ()),
         backend.trains_on or config.backend.device, backend.pins_memory, begun, label_range=None,
     )  # fmt: skip
+
+
+def choose_batch_size(config: Config, data: DataSource) -> int:
+    """Return the samples of a microbatch: of a loader's batches, where the config does not set them."""
+    if "micro_batch_size" in config.model_fields_set or not isinstance(data, LoaderData):
+        return config.micro_batch_size
+    return data.read_batch_size() or config.micro_batch_size
 
 
 def _begin(model: nn.Module, config: Config, heads_too: bool = True) -> Optional[Begun]:

@@ -6,6 +6,7 @@ left to the run: whether pieces of the model compute what the whole does, and wh
 
 from __future__ import annotations
 
+import platform
 from dataclasses import replace
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
@@ -16,6 +17,7 @@ from ipu_pipe.backends.table import get_backend
 from ipu_pipe.config.schema import Config
 from ipu_pipe.config.sections import OWN
 from ipu_pipe.data.batches import split_batch
+from ipu_pipe.data.loaders import LoaderData
 from ipu_pipe.errors import BadInput
 from ipu_pipe.hardware.description import read_hardware
 from ipu_pipe.hardware.model_units import CountedUnits, count_units, measure_units
@@ -23,7 +25,7 @@ from ipu_pipe.hardware.precision import PRECISIONS
 from ipu_pipe.job.factories import make_data, make_loss, make_model, make_take, resolve_entry
 from ipu_pipe.job.overrides import Overrides
 from ipu_pipe.job.record import Job
-from ipu_pipe.model.batch import count_bytes, count_numbers, count_samples, map_tensors
+from ipu_pipe.model.batch import count_bytes, count_numbers, count_samples, map_tensors, take_samples
 from ipu_pipe.model.meta import build_on_meta, compute_on_meta
 from ipu_pipe.plan.answer import convert_to_json
 from ipu_pipe.plan.blocks import BlockUnits, count_blocks
@@ -31,7 +33,7 @@ from ipu_pipe.plan.candidates import choose_methods
 from ipu_pipe.plan.of_config import make_problem
 from ipu_pipe.plan.planner import SHOWN, make_plan
 from ipu_pipe.plan.prediction import Problem
-from ipu_pipe.run.build import build, set_up
+from ipu_pipe.run.build import build, choose_batch_size, set_up
 from ipu_pipe.run.callbacks import check_callbacks
 from ipu_pipe.schedule.methods import METHODS
 
@@ -56,10 +58,12 @@ def build_for_planning(config: Config) -> Job:
 
 
 class ConfigUnits(NamedTuple):
-    """The units, the bytes of a sample that enter the first, and what blocks of them cost beside them, where asked for."""
+    """The units, the bytes of a sample that enter the first, the samples of a microbatch, and the costs of blocks beside those of
+    the units, where asked for."""
 
     costed: CountedUnits
     entering: float
+    samples: int
     blocks: Optional[BlockUnits] = None
 
 
@@ -67,48 +71,50 @@ def count_config_units(config: Config, measured: bool = False, blocks: bool = Fa
     """Count the costs of the units of the config's model and loss. Raise `BadInput`.
 
     They are counted by shape, without memory for the weights if the model can be made so; if `measured`, timed here with
-    microbatches of the config's size and of twice that. With `blocks` the cost of local losses is added.
+    microbatches of the config's size and of twice that (of a loader, of its own size and half of that). With `blocks` the cost of
+    local losses is added.
     """
-    if measured:
-        model, costed, x = _measure(config)
-    else:
-        model, costed, x = _count(config)
+    model, costed, x, samples = _measure(config) if measured else _count(config)
     entering = count_bytes(x) / count_samples(x)
     if not blocks:
-        return ConfigUnits(costed, entering)
+        return ConfigUnits(costed, entering, samples)
     entry = config.method_args.head
     head = resolve_entry(entry, "method_args.head") if entry else None
-    return ConfigUnits(costed, entering, count_blocks(model, x, costed.units, head, make_take(config, of_heads=True)))
+    return ConfigUnits(costed, entering, samples, count_blocks(model, x, costed.units, head, make_take(config, of_heads=True)))
 
 
-def _count(config: Config) -> Tuple[nn.Module, CountedUnits, Any]:
+def _count(config: Config) -> Tuple[nn.Module, CountedUnits, Any, int]:
     loss = make_loss(config, Overrides())
     data = make_data(config)
-    x, y = split_batch(
-        data.train_batch(0, 0, 2), getattr(data, "labels", None), config.loss == OWN, getattr(loss, "asks", ())
-    )
+    samples = choose_batch_size(config, data)
+    batch = data.train_batch(0, 0, samples if isinstance(data, LoaderData) else 2)
+    x, y = split_batch(batch, getattr(data, "labels", None), config.loss == OWN, getattr(loss, "asks", ()))
     try:
         with build_on_meta():
             model = make_model(config)
-        return model, count_units(model, map_tensors(_shape, x), (), loss, map_tensors(_shape, y)), x
+        return model, count_units(model, map_tensors(_shape, x), (), loss, map_tensors(_shape, y)), x, samples
     except Exception:  # a model that is made from numbers, or looks at them: told below, if it is not that
         model = make_model(config)
-        return model, count_units(model, x, (), loss, y), x
+        return model, count_units(model, x, (), loss, y), x, samples
 
 
 def _shape(t: torch.Tensor) -> torch.Tensor:
     return t.to("meta")
 
 
-def _measure(config: Config) -> Tuple[nn.Module, CountedUnits, Any]:
-    setup = set_up(config)
-    costed = None
-    for many in (config.micro_batch_size, 2 * config.micro_batch_size):
-        x, y = setup.prepare_batch(setup.data.train_batch(0, 0, many))
-        costed = costed or count_units(setup.model, x, (), setup.loss, y)
-        costed = measure_units(costed, setup.model, setup.loss, x, y)
-    assert costed is not None
-    return setup.model, costed, x
+def _measure(config: Config) -> Tuple[nn.Module, CountedUnits, Any, int]:
+    threads = torch.get_num_threads()
+    try:
+        setup = set_up(config)
+        samples = setup.config.micro_batch_size
+        most = samples if isinstance(setup.data, LoaderData) else 2 * samples
+        x, y = setup.prepare_batch(setup.data.train_batch(0, 0, most))
+        costed = count_units(setup.model, x, (), setup.loss, y)
+        for many in sorted({max(1, most // 2), most}):
+            costed = measure_units(costed, setup.model, setup.loss, take_samples(x, many), take_samples(y, many))
+    finally:
+        torch.set_num_threads(threads)
+    return setup.model, costed, x, samples
 
 
 # ---- plans
@@ -127,7 +133,7 @@ class PlanningProblem(NamedTuple):
 def make_problem_of(
     config: Config, hardware: Optional[str] = None, *, devices: Optional[int] = None, memory: Optional[float] = None,
     methods: Optional[Sequence[str]] = None, batch: Optional[int] = None, precision: Optional[str] = None,
-    measure: bool = False, say: Callable[[str], None] = lambda text: None,
+    measure: Optional[bool] = None, say: Callable[[str], None] = lambda text: None,
 ) -> PlanningProblem:  # fmt: skip
     """Return what is planned for a config, with the arguments of `plan_config`. Raise `BadInput`."""
     named, key = (config.hardware, "hardware") if hardware is None else (hardware, "--hardware")
@@ -141,22 +147,28 @@ def make_problem_of(
     if precision not in PRECISIONS:
         raise BadInput(f"--precision: {precision}: must be one of {', '.join(PRECISIONS)}")
     usable = None if memory is None else memory * described.device.usable_share.value
-    costed, entering, blocks = count_config_units(config, measure, any(METHODS[name].structure is not None for name in chosen))
+    here = described.measured_on
+    is_here = here is not None and (here.name, here.device) == (platform.node(), config.backend.device)
+    if here is not None and is_here and config.backend.threads is None:
+        config = config.model_copy(update={"backend": config.backend.model_copy(update={"threads": here.threads})})
+    of_blocks = any(METHODS[name].structure is not None for name in chosen)
+    costed, entering, samples, blocks = count_config_units(config, is_here if measure is None else measure, of_blocks)
     problem = make_problem(config, costed.units, entering, described, memory=usable, precision=precision)
-    greatest = batch or config.micro_batch_size * config.gradient_accumulation * config.replicas
+    greatest = batch or samples * config.gradient_accumulation * config.replicas
     return PlanningProblem(replace(problem, blocks=blocks), chosen, greatest, costed.how)
 
 
 def plan_config(
     config: Config, hardware: Optional[str] = None, *, devices: Optional[int] = None, memory: Optional[float] = None,
     methods: Optional[Sequence[str]] = None, batch: Optional[int] = None, precision: Optional[str] = None,
-    measure: bool = False, top: int = SHOWN,
+    measure: Optional[bool] = None, top: int = SHOWN,
 ) -> Dict[str, Any]:  # fmt: skip
     """Rank configurations of a config's model by predicted samples a second; return what `tools/plan.py --json` prints.
 
     `hardware`: a name of configs/hardware or a file, by default the config's; `devices`: how many of it; `memory`: bytes of a
-    device; `methods`: to rank; `batch`: the most samples of an update; `measure`: time the model's parts on this machine. No
-    plan is in the record where none fits. Raise `BadInput` as the command does.
+    device; `methods`: to rank; `batch`: the most samples of an update; `measure`: time the model's parts on this machine
+    instead of counting FLOPs, by default if the hardware is this machine. No plan is in the record where none fits. Raise
+    `BadInput` as the command does.
     """
     problem, chosen, greatest, _ = make_problem_of(
         config, hardware, devices=devices, memory=memory, methods=methods, batch=batch, precision=precision, measure=measure
