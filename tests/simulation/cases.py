@@ -25,7 +25,10 @@ from ipu_pipe.schedule.methods import METHODS
 
 WIDTH, CLASSES = 4, 3
 DEADLINE = 300.0  # virtual seconds
-REVERSED = Path(__file__).with_name("reversed.csv")  # backwards in the reversed order of their forwards
+FILES = {  # of rows, and their microbatches
+    "reversed.csv": 2,  # backwards in the reversed order of their forwards
+    "handed_over.csv": 3,  # several activations and gradients wait at once, in another order, for the next stage of their rank
+}
 WHOLE = [
     name for name, row in METHODS.items() if row.is_pipeline and row.rounds is None and row.history is None and row.order is None
 ]
@@ -91,8 +94,9 @@ def draw_case(draw: random.Random) -> Case:
             keys["method_args"] = {"split_backward": True}
         stages = per_device * devices
     elif family == "rows":
-        keys.update(method="rows", method_args={"file": str(REVERSED)})
-        devices, stages = 2, 4
+        file = draw.choice(list(FILES))
+        keys.update(method="rows", method_args={"file": str(Path(__file__).with_name(file))})
+        devices, stages, model = 2, 4, draw.choice((model, "skipping"))
     elif family == "local":
         keys["method"], stages = draw.choice(LOCAL), devices
         model = draw.choice(("mlp", "norm", "dropout"))
@@ -104,7 +108,7 @@ def draw_case(draw: random.Random) -> Case:
     row = METHODS[keys["method"]]
     accumulate = draw.choice((1, 1, 2, 3)) if row.order is None else devices * draw.choice((1, 1, 2))
     if family == "rows":
-        accumulate = 2
+        accumulate = FILES[file]
     if keys["method"] == "pipedream_2bw":
         accumulate = max(accumulate, stages)
     if family == "virtual":
