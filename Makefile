@@ -8,11 +8,11 @@ BIN := $(VENV)/bin
 CONSTRAINTS := $(shell $(PYTHON) -c 'import sys; print("constraints/%s.txt" % {(3, 8): "py38-torch2.0.1", (3, 9): "py39-torch2.8", (3, 10): "py310-torch2.13"}.get(sys.version_info[:2], "py311-torch2.13"))')
 PIP := $(BIN)/python -m pip --disable-pip-version-check --retries 5 --timeout 60
 
-.PHONY: help install train test test-ipu-floor lint hostile simulate wheel site browser chromium bench equality reproduce clean
+.PHONY: help install train test test-ipu-floor lint hostile simulate kills wheel site browser chromium bench equality reproduce clean
 
 help:
 	@sed -n 's/^# //p' Makefile
-	@echo "targets: install train test test-ipu-floor lint hostile simulate wheel site browser bench equality reproduce clean"
+	@echo "targets: install train test test-ipu-floor lint hostile simulate kills wheel site browser bench equality reproduce clean"
 
 install: $(VENV)/.installed
 
@@ -68,6 +68,12 @@ START ?= 0
 
 simulate: install
 	$(BIN)/python -m tests.simulation --seeds $(SEEDS) --start $(START) --jobs $(JOBS)
+
+# Kill a rank of runs on processes again and again, as torchrun restarts them: the numbers must be those of a run never killed.
+KILLS ?= 200
+
+kills: install
+	$(BIN)/python -m tests.kills --kills $(KILLS) --seed $(SEED)
 
 # Time the emulator against plain training, and processes against PyTorch's own pipeline.
 bench: install

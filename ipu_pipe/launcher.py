@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import threading
 import time
@@ -21,6 +22,8 @@ class Launch:
 
     local_rank: the rank on its machine; None where the launcher does not say it.
     address, port: where rank 0 (or the launcher, `has_agent`) keeps the store for the rendezvous.
+    attempt: how often the launcher has restarted its processes.
+    job: what tells this launcher from others; "" where it does not say it.
     is_one_of_several: a launcher started this process, even if it is the only one.
     faults: a line for each variable that makes no sense; it counts as not set.
     """
@@ -33,6 +36,7 @@ class Launch:
     port: Optional[int] = None
     has_agent: bool = False
     attempt: int = 0
+    job: str = ""
     is_one_of_several: bool = False
     faults: Tuple[str, ...] = ()
 
@@ -60,6 +64,9 @@ def read_launch(environment: Optional[Mapping[str, str]] = None) -> Launch:
     for key, other, matters in (("RANK", "WORLD_SIZE", rank > 0), ("WORLD_SIZE", "RANK", world > 1)):
         if matters and other not in variables:
             faults.append(f"{key}: {variables[key]}: set without {other}: a launcher sets both: unset it, or set both")
+    job = variables.get("TORCHELASTIC_RUN_ID", "").strip()
+    if job == "none":  # what torchrun says unless --rdzv-id is given
+        job = f"{socket.gethostname()} {os.getppid()}"
     has_local, has_port = "LOCAL_RANK" in variables, "MASTER_PORT" in variables
     return Launch(
         rank,
@@ -70,6 +77,7 @@ def read_launch(environment: Optional[Mapping[str, str]] = None) -> Launch:
         port=read_integer("MASTER_PORT", 0, 1, 65535, "a port from 1 to 65535") or None if has_port else None,
         has_agent=variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         attempt=read_integer("TORCHELASTIC_RESTART_COUNT", 0, 0, GREATEST, "a whole number"),
+        job=job,
         is_one_of_several="RANK" in variables and "WORLD_SIZE" in variables,
         faults=tuple(faults),
     )

@@ -224,7 +224,7 @@ def test_overwriting_deletes_what_the_run_wrote_and_nothing_else(tmp_path: Path)
     (tmp_path / "checkpoints" / "step-7").symlink_to(tmp_path / "elsewhere")
     left = {"notes.txt", "tensorboard/mine.txt", "checkpoints/mine.pt", "elsewhere/model.pt"}
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(loop, "write", lambda *_: 1 / 0)  # the first thing that is done in the emptied folder
+        patched.setattr(loop, "write_json", lambda *_: 1 / 0)  # the first thing that is done in the emptied folder
         with pytest.raises(ZeroDivisionError):
             train(config(), tmp_path, overwrite=True, quiet=True)
     assert set(files(tmp_path)) == left

@@ -56,11 +56,12 @@ def command_line(out: Path, *args: str) -> List[str]:
     ]
 
 
-def launch(ranks: int, out: Path, *args: str) -> "subprocess.Popen[str]":
+def launch(ranks: int, out: Path, *args: str, restarts: int = 0) -> "subprocess.Popen[str]":
     """torchrun with tools/train.py."""
     command = [
         sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks), "--master_port", "0", "--rdzv_endpoint",
-        "localhost:0", "--rdzv_backend", "c10d", str(ROOT / "tools" / "train.py"), *command_line(out, *args),
+        "localhost:0", "--rdzv_backend", "c10d", "--max_restarts", str(restarts),
+        str(ROOT / "tools" / "train.py"), *command_line(out, *args),
     ]  # fmt: skip
     return subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -240,18 +241,23 @@ def _children(parent: int) -> List[int]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds the processes in /proc")
-def test_a_killed_rank_ends_the_job_and_is_named(tmp_path: Path) -> None:
-    process = launch(2, tmp_path / "run", "steps=30000", "checkpoint.every=20", "stages=2", "evaluate.every=0")
+def test_a_killed_rank_ends_the_job_and_is_named_and_a_restarted_run_goes_on(tmp_path: Path) -> None:
+    how = ["steps=30000", "checkpoint.every=20", "stages=2", "evaluate.every=0"]
+    process = launch(2, tmp_path / "run", *how, restarts=1)
     try:
         deadline = time.monotonic() + 120
         while not (tmp_path / "run" / "checkpoints" / "step-20").is_dir():
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.1)
         os.kill(max(_children(process.pid)), signal.SIGKILL)
+        assert process.stdout is not None
+        restarted = next(line for line in process.stdout if line.startswith("restart 1 "))
+        resumed = next(line for line in process.stdout if line.startswith("resuming after update "))
+        process.send_signal(signal.SIGINT)
         _, error = process.communicate(timeout=60)
     finally:
         process.kill()
-    assert process.returncode != 0
+    assert process.returncode != 0 and str(tmp_path / "run") in restarted and int(resumed.split()[3]) >= 20
     told = [line for line in error.splitlines() if line.startswith("error: ")]
     assert len(told) == 1 and "rank 0, stage 0, action" in told[0] and "is lost" in told[0], error
     for step in (tmp_path / "run" / "checkpoints").glob("step-*"):

@@ -81,11 +81,21 @@ def _train(args: argparse.Namespace, config: Config, other: Optional[Config]) ->
         return format_plan(build_for_planning(config))
     if args.evaluate:
         return json.dumps(evaluate_checkpoint(config, args.evaluate), indent=1)
-    dated = f"{datetime.datetime.now():%Y-%m-%d_%H-%M-%S}_{Path(args.config).stem}"
-    out = args.out or run_on_main(lambda: Path("runs") / dated)  # the same on all processes
+    out = args.out or run_on_main(lambda: _choose_folder(Path(args.config).stem))  # the same on all processes
     if other is None:
         train(config, out, resume=args.resume, resume_from=args.resume_from, overwrite=args.overwrite, quiet=args.quiet)
         return None
+    from ipu_pipe.run.folder import is_restarted
     from ipu_pipe.studies.against import train_against
 
-    return train_against(config, other, out, args.accumulate, args.resume, args.overwrite, args.quiet)
+    restarted = run_on_main(lambda: is_restarted(out))
+    resume, overwrite = args.resume or restarted, args.overwrite and not restarted
+    return train_against(config, other, out, args.accumulate, resume, overwrite, args.quiet)
+
+
+def _choose_folder(name: str) -> Path:
+    """Return a dated folder under `runs` for a run of the config `name`, or the one that the launcher's earlier attempt began."""
+    from ipu_pipe.run.folder import is_restarted
+
+    dated = Path("runs") / f"{datetime.datetime.now():%Y-%m-%d_%H-%M-%S}_{name}"
+    return max(filter(is_restarted, Path("runs").glob(f"*_{name}")), default=dated)

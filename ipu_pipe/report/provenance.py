@@ -19,6 +19,7 @@ from ipu_pipe import __version__
 from ipu_pipe.data.hashes import hash_files
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.record import Job
+from ipu_pipe.launcher import read_launch
 from ipu_pipe.model.batch import list_tensors
 
 GIT_SECONDS = 5.0
@@ -39,6 +40,7 @@ def describe_start(data: Optional[Mapping[str, Any]]) -> Dict[str, Any]:
             "numpy": str(np.__version__),
         },
         "machine": describe_machine(),
+        "job": read_launch().job or None,
         "data": data,
     }
 

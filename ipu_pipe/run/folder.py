@@ -19,6 +19,7 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Set, TextIO, U
 from ipu_pipe.config.yaml_files import read_yaml
 from ipu_pipe.errors import BadInput, RunFault, guard_writing
 from ipu_pipe.files import replace_nonfinite, write
+from ipu_pipe.launcher import read_launch
 from ipu_pipe.report.summary import check_schema
 from ipu_pipe.run import checkpoint
 
@@ -155,6 +156,8 @@ def check_folder(path: Path, resume: bool = False, overwrite: bool = False) -> L
         if not os.access(above, os.W_OK | os.X_OK):
             raise BadInput(f"--out: {above}: no permission to write")
         outputs = [name for name in OUTPUTS if (path / name).exists()]
+        if outputs == ["record.json"]:  # left by a run that was killed as it began
+            outputs = []
         for name in outputs:
             if (path / name).is_dir() != (name in FOLDERS):
                 kind = "no folder" if name in FOLDERS else "a folder"
@@ -204,6 +207,12 @@ def read_starts(path: Path) -> List[Any]:
     """Return what a run's folder records of its starts so far, [] if that is missing or unreadable."""
     starts = _read_json(path / "record.json")
     return starts if isinstance(starts, list) else []
+
+
+def is_restarted(path: Path) -> bool:
+    """Return whether the launcher has restarted this process, and the newest start of the run in `path` was one of its own."""
+    launch, starts = read_launch(), read_starts(path)
+    return launch.attempt > 0 and bool(starts) and isinstance(starts[-1], dict) and starts[-1].get("job") == launch.job
 
 
 def _read_json(file: Path) -> Any:

@@ -117,11 +117,11 @@ class TrainingLoop:
             return
         if self.resume:
             run.forget_after(done, self.progress.say)
+        start = {**describe_start(job.read), "first_update": done}  # first: by it a restarted process knows its run
+        write_json(self.out / "record.json", [*(read_starts(self.out) if self.resume else []), start])
         write(self.out / "config.yaml", dump_config(job.config))
         if job.begun is not None:
             write_json(self.out / "init_from.json", job.begun._asdict())
-        start = {**describe_start(job.read), "first_update": done}
-        write_json(self.out / "record.json", [*(read_starts(self.out) if self.resume else []), start])
         run.open_metrics(done, job.watched != "test")
 
     def _write_end(

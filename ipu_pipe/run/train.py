@@ -21,13 +21,14 @@ from ipu_pipe.job.evaluation import evaluate
 from ipu_pipe.job.overrides import Overrides
 from ipu_pipe.job.record import Job
 from ipu_pipe.job.user_code import attribute_faults
+from ipu_pipe.launcher import read_launch
 from ipu_pipe.model.loss import Loss
 from ipu_pipe.model.restoring import modes_restored
 from ipu_pipe.report.provenance import fingerprint_data
 from ipu_pipe.run import checkpoint
 from ipu_pipe.run.build import build, set_up
 from ipu_pipe.run.callbacks import Callback, EarlyStopping, make_callbacks
-from ipu_pipe.run.folder import check_folder, lock_folder, parse_folder, read_summary
+from ipu_pipe.run.folder import check_folder, is_restarted, lock_folder, parse_folder, read_summary
 from ipu_pipe.run.loop import TrainingLoop
 from ipu_pipe.run.progress import Progress
 from ipu_pipe.run.resume import check_data, choose_step, read_data_record
@@ -61,7 +62,8 @@ def train(
     (docs/loop.md says what each may be). `loss` may also be a name as there; `output` is the part of the model's output that the
     loss takes, where that is an object, a mapping or a tuple: a name or an index as in `model.output`, or a function of the
     output. `resume` goes on from the newest checkpoint, with the same numbers as if never interrupted; `resume_from` from that of
-    this step, and later checkpoints are deleted.
+    this step, and later checkpoints are deleted. Where a launcher restarts its processes (`torchrun --max-restarts`), the run
+    that they began goes on as with `resume`.
 
     Raise `BadInput` before anything is written if the job is not possible, `RunFault` if the loss is not finite; exceptions of
     the model, loss, data source or optimizer are raised as they are, with the place (a UserFault) at the end of their chain of
@@ -85,6 +87,10 @@ def train(
         called = make_callbacks(config, callbacks)
     config = objects.describe_in(config)
     say = Progress(quiet or not is_main()).say
+    attempt = read_launch().attempt
+    if attempt and run_on_main(lambda: is_restarted(out)):
+        say(f"restart {attempt} by the launcher: {out}: the run that it began goes on")
+        resume, resume_from, overwrite = True, None, False
     resume = resume or resume_from is not None
     with reserve_folder(out, resume=resume, overwrite=overwrite, say=say), modes_restored(*filter(None, [model])):
         start = run_on_main(lambda: _find_start(config, objects, out, resume, resume_from, overwrite, say))

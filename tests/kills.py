@@ -1,0 +1,169 @@
+"""Runs on processes that are killed again and again: what torchrun restarts must end in the numbers of a run never killed.
+
+    attempt 0   rank 1 dies at its moment 37     a moment: an action, or a file that is put in its place or gets a line
+    attempt 1   rank 0 dies at its moment 12     the others are asked to end, and all are started anew, as torchrun does
+    attempt 2   ends                             weights, optimizer state and metrics are, bit for bit, the emulator's
+
+`python -m tests.kills --kills 200 --seed 0` prints each run; one that fails is repeated with `--kills 1 --seed` its seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence
+
+from torch.distributed import TCPStore
+
+from tests import forked
+
+KILLS = 3  # of a run, at most
+PATIENCE = 60.0  # seconds of an attempt
+DIGITS = forked.ROOT / "configs" / "mlp_digits.yaml"
+METHODS = ("pipedream", "pipedream_flush", "pipedream_2bw", "gpipe", "pipemare", "local_greedy")
+
+
+class Kill(NamedTuple):
+    """A rank's death, at its moment number `moment` after it has started."""
+
+    rank: int
+    moment: int
+
+
+def draw_settings(draw: random.Random) -> Dict[str, Any]:
+    """Return the keys of a short run."""
+    optimizer = draw.choice(({"name": "sgd"}, {"name": "adamw", "momentum": "null"}))
+    return {
+        **{f"optimizer.{key}": value for key, value in optimizer.items()},
+        "method": draw.choice(METHODS), "stages": 2, "steps": draw.randint(10, 14), "gradient_accumulation": 2,
+        "micro_batch_size": 4, "optimizer.lr": 0.01,
+        "model.args": "{inputs: 64, width: 8, layers: 2, classes: 10}", "evaluate": "{steps: 3, subset: 20}",
+        "checkpoint.every": draw.randint(1, 3), "checkpoint.keep": 2, "log": "{every: 1, tensorboard: false}",
+    }  # fmt: skip
+
+
+def run_seed(seed: int, out: Path) -> int:
+    """Train a run that is killed up to `KILLS` times, and return how often it was. Raise `AssertionError` unless it ends as one
+    that was never killed."""
+    from ipu_pipe.config.load import load_config
+    from ipu_pipe.run.train import train
+
+    draw = random.Random(seed)
+    settings = [f"{key}={value}" for key, value in draw_settings(draw).items()]
+    summary = train(load_config(str(DIGITS), [*settings, "backend.threads=1"]), out / "whole", quiet=True)
+    sets = [*settings, "backend.name=distributed", "backend.threads=1", "backend.deadline=30"]
+    arguments = [str(DIGITS), "--out", str(out / "killed"), "--set", *sets]
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # which outlives its ranks, as torchrun's does
+    kills = 0
+    for attempt in range(100):
+        kill = Kill(draw.randrange(2), draw.randint(1, 50)) if kills < KILLS else None
+        codes, told = run_attempt(attempt, kill, arguments, f"kills-{seed}", store.port, out / f"attempt-{attempt}")
+        kills += -signal.SIGKILL in codes
+        if not any(codes):
+            break
+        assert -signal.SIGKILL in codes, f"attempt {attempt}, {kill}: nobody was killed, the ranks ended with {codes}:\n{told}"
+    last = f"checkpoints/step-{summary['steps']}"
+    for name in ("model", "optimizer"):
+        file = f"{last}/{name}.safetensors"
+        assert (out / "killed" / file).read_bytes() == (out / "whole" / file).read_bytes(), file
+    lines, expected = read_metrics(out / "killed"), read_metrics(out / "whole")
+    assert lines == expected, f"metrics.jsonl: {lines}, of the run never killed {expected}"
+    final = json.loads((out / "killed" / "summary.json").read_text())
+    assert (final["initial"], final["final"]) == (summary["initial"], summary["final"])
+    left = [path.name for path in (out / "killed").rglob("*") if path.name.startswith(".") or path.suffix == ".part"]
+    assert not left, left
+    return kills
+
+
+def read_metrics(run: Path) -> List[Dict[str, Any]]:
+    """Return the lines of a run's metrics.jsonl without speeds."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key != "samples_per_second"} for line in lines]
+
+
+def run_attempt(attempt: int, kill: Optional[Kill], arguments: Sequence[str], job: str, port: int, told: Path) -> Any:
+    """Start two ranks, of which one dies, and end the other then. Return their exit codes and what they printed."""
+    told.mkdir()
+    variables = {"TORCHELASTIC_RESTART_COUNT": str(attempt), "TORCHELASTIC_RUN_ID": job}
+    ranks = [
+        forked.context().Process(
+            target=_run, args=(kill, list(arguments), str(told / str(rank)), {**forked.of_rank(rank, 2, port), **variables})
+        )
+        for rank in range(2)
+    ]
+    for process in ranks:
+        process.start()
+    end = time.monotonic() + PATIENCE
+    while any(process.is_alive() for process in ranks) and time.monotonic() < end:
+        if any(process.exitcode for process in ranks):
+            time.sleep(0.1)  # torchrun's pause between two looks
+            for process in ranks:
+                process.terminate()
+            break
+        time.sleep(0.01)
+    for process in ranks:
+        process.join(PATIENCE)
+        if process.is_alive():
+            process.kill()
+            process.join()
+    printed = "".join(path.read_text() for path in sorted(told.iterdir()))
+    return [process.exitcode for process in ranks], printed
+
+
+def _run(kill: Optional[Kill], arguments: List[str], told: str, variables: Dict[str, str]) -> None:
+    if kill is not None and kill.rank == int(variables["RANK"]):
+        _die_at(kill.moment)
+    forked._run("train", arguments, told, variables)
+
+
+def _die_at(moment: int) -> None:
+    """Let this process be killed at its moment number `moment`."""
+    from ipu_pipe.backends.processes.termination import Termination
+    from ipu_pipe.run.folder import RunFolder
+
+    left = moment
+
+    def count(function: Any) -> Any:
+        def counted(*arguments: Any, **keywords: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if not left:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*arguments, **keywords)
+
+        return counted
+
+    os.replace = count(os.replace)
+    RunFolder.write_metrics = count(RunFolder.write_metrics)  # type: ignore[method-assign]
+    Termination.check = count(Termination.check)  # type: ignore[method-assign]
+
+
+def main() -> int:
+    """Run seeds until so many ranks were killed."""
+    parser = argparse.ArgumentParser(prog="python -m tests.kills", description=__doc__)
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0, help="of the first run; each later run has the next one")
+    asked = parser.parse_args()
+    begin, kills, failed, seed = time.monotonic(), 0, 0, asked.seed
+    while kills < asked.kills:
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                kills += run_seed(seed, Path(folder))
+                print(f"seed {seed}: {kills} of {asked.kills} kills, {time.monotonic() - begin:.0f} s", flush=True)
+            except Exception as error:
+                failed, kills = failed + 1, kills + KILLS
+                print(f"seed {seed} failed: make kills KILLS=1 SEED={seed}\n{type(error).__name__}: {error}", flush=True)
+        seed += 1
+    print(f"{seed - asked.seed - failed} of {seed - asked.seed} runs ended as if never killed")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

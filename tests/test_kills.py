@@ -1,0 +1,76 @@
+"""Runs that torchrun restarts: those of killed ranks end as if never killed, and a restart never goes on with another's run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ipu_pipe.config.load import load_config
+from ipu_pipe.errors import BadInput
+from ipu_pipe.run.folder import read_starts
+from ipu_pipe.run.train import train
+from tests import kills
+
+SETTINGS = ["steps=4", "checkpoint.every=2", "evaluate.every=0", "log.tensorboard=false"]
+
+
+@pytest.mark.skipif(
+    not torch.distributed.is_available() or tuple(map(int, torch.__version__.split(".")[:2])) < (2, 4),
+    reason="processes need torch 2.4",
+)
+def test_a_dozen_kills(tmp_path: Path) -> None:
+    count, seed = 0, 0
+    while count < 12:
+        count += kills.run_seed(seed, tmp_path / str(seed))
+        seed += 1
+
+
+def restart(monkeypatch: pytest.MonkeyPatch, attempt: int, job: str) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", job)
+
+
+def test_a_restart_goes_on_with_its_own_run_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """A first start that finds another's run is refused; its restart must be, too."""
+    config = load_config(str(kills.DIGITS), SETTINGS)
+    restart(monkeypatch, 0, "one")
+    train(config, tmp_path, quiet=True)
+    for attempt in (0, 1):
+        restart(monkeypatch, attempt, "two")
+        with pytest.raises(BadInput, match="holds another run"):
+            train(config, tmp_path)
+    restart(monkeypatch, 1, "one")
+    (tmp_path / "summary.json").unlink()  # killed before it was written
+    for overwrite in (False, True):  # what the first start has overwritten already stays
+        train(config, tmp_path, overwrite=overwrite)
+        assert "restart 1 " in capsys.readouterr().out
+    assert [start["first_update"] for start in read_starts(tmp_path)] == [0, 4]
+
+
+def test_a_run_that_was_killed_as_it_began_begins_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config(str(kills.DIGITS), SETTINGS)
+    restart(monkeypatch, 0, "one")
+    train(config, tmp_path / "whole", quiet=True)
+    (tmp_path / "killed").mkdir()
+    (tmp_path / "killed" / "record.json").write_bytes((tmp_path / "whole" / "record.json").read_bytes())
+    restart(monkeypatch, 1, "one")
+    train(config, tmp_path / "killed", quiet=True)
+    assert kills.read_metrics(tmp_path / "killed") == kills.read_metrics(tmp_path / "whole")
+
+
+def test_a_restart_without_a_folder_finds_the_dated_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ipu_pipe.cli.train import _choose_folder
+
+    monkeypatch.chdir(tmp_path)
+    restart(monkeypatch, 0, "one")
+    began = _choose_folder("mlp_digits")
+    train(load_config(str(kills.DIGITS), SETTINGS), began, quiet=True)
+    restart(monkeypatch, 1, "one")
+    assert _choose_folder("mlp_digits") == began
+    restart(monkeypatch, 1, "two")
+    assert _choose_folder("mlp_digits").parent == began.parent and not (began.parent / "x").exists()
