@@ -9,6 +9,7 @@ from typing import Any, List, Optional
 import torch
 
 import ipu_pipe
+from ipu_pipe.data.batches import compute_checksum
 
 
 class Ends(ipu_pipe.Callback):
@@ -77,3 +78,39 @@ class Spread:
 def confidence(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """Mean greatest probability."""
     return output.softmax(dim=1).amax(dim=1).mean()
+
+
+class Watches(ipu_pipe.Callback):
+    """Writes a checksum of every tensor that it sees into `file`: gradients at each update, weights where they are whole."""
+
+    wants_model = True
+
+    def __init__(self, file: Optional[str] = None) -> None:
+        self.file, self.seen = file, []  # type: ignore[var-annotated]
+
+    def _note(self, moment: str, now: ipu_pipe.Moment, tensors: Any) -> None:
+        self.seen.append([moment, now.step, {name: compute_checksum(value) for name, value in tensors.items()}])
+
+    def _note_model(self, moment: str, now: ipu_pipe.Moment) -> None:
+        assert now.model is not None
+        self._note(moment, now, now.model.state_dict())
+
+    def on_start(self, now: ipu_pipe.Moment) -> None:
+        self._note_model("start", now)
+
+    def on_gradients(self, now: ipu_pipe.Moment) -> None:
+        self._note("gradients", now, now.gradients)
+
+    def on_step(self, now: ipu_pipe.Moment) -> None:
+        assert not now.gradients
+
+    def on_evaluation(self, now: ipu_pipe.Moment) -> None:
+        self._note_model("evaluation", now)
+
+    def on_checkpoint(self, now: ipu_pipe.Moment) -> None:
+        self._note_model("checkpoint", now)
+
+    def on_end(self, now: ipu_pipe.Moment) -> None:
+        self._note_model("end", now)
+        if self.file is not None:
+            Path(self.file).write_text(json.dumps(self.seen))

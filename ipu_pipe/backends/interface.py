@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
-from typing import Any, Callable, ContextManager, Dict, List, Mapping, NamedTuple, Optional, Tuple
+from typing import Any, Callable, ContextManager, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch import nn
@@ -81,6 +81,9 @@ class Engine:
     def __init__(self, job: Job) -> None:
         self.job = job
         self.names = {parameter: name for name, parameter in job.get_trained().items()}
+        self._gradients: Dict[str, torch.Tensor] = {}
+        if job.watches_gradients:
+            job.rules.observe = self._note_gradients
 
     def step(self, k: int, read: bool = True) -> List[StepResult]:
         """Carry out update k and return the results since the last call; none unless `read` if reading would hold a GPU up.
@@ -88,6 +91,18 @@ class Engine:
         On other processes than the main one they may be empty.
         """
         raise NotImplementedError
+
+    def _note_gradients(self, k: int, stages: Sequence[int]) -> None:
+        """Copy the gradients of update k of these stages."""
+        trained = [item for s in range(len(self.job.part)) if s in stages for item in self.job.list_trained(s).items()]
+        self._gradients = {name: p.grad.detach().cpu().clone() for name, p in trained if p.grad is not None}
+
+    def collect_gradients(self, k: int) -> Dict[str, torch.Tensor]:
+        """Return on the main process the gradients of update k, which `advance` has done, on the CPU by unsplit names.
+
+        They are what the optimizer was given, before clipping and rules change it. Only of a job that `watches_gradients`.
+        """
+        return self._gradients
 
     def end(self, done: int, asked: bool) -> int:
         """Return how many updates the run has, when `done` are: fewer than planned if the main process has `asked` to end it.

@@ -137,10 +137,17 @@ class Job(Setup):
     used: Given = Given()  # the optimizer and the loss, whoever gave them
     may_stop: bool = False  # whether the run may be asked to end after any update
     may_stop_empty: bool = False  # or where the pipeline is empty anyway
+    wants_model: bool = False  # whether callbacks want the whole model where the pipeline is empty
+    watches_gradients: bool = False  # or the gradients of each update
     folder: Optional[Path] = None  # of the run, where every process may write what it did
     read: Optional[Dict[str, Any]] = None  # of the data, for the run's record
     pieces: Sequence[Piece] = ()  # the model cut into its stages, on processes
     placement: Tuple[int, ...] = ()  # the device of each stage
+
+    def list_trained(self, stage: int) -> Dict[str, nn.Parameter]:
+        """Return what an optimizer changes on a stage, by the names of the weights."""
+        weights = {name: self.model.get_parameter(name) for name in self.part.stages[stage].parameters}
+        return {name: self.numbers.trained(p) for name, p in weights.items() if p.requires_grad}
 
     @property
     def effects(self) -> ForwardEffects:

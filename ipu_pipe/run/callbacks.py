@@ -7,15 +7,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
+import torch
 from pydantic import ValidationError
 from torch import nn
 
 from ipu_pipe.config.faults import format_faults
 from ipu_pipe.config.schema import Config
 from ipu_pipe.config.sections import EarlyStoppingConfig, Entry
-from ipu_pipe.errors import BadInput, RunFault
+from ipu_pipe.errors import BadInput, RunFault, raise_faults
 from ipu_pipe.job.evaluation import GREATER
 from ipu_pipe.job.factories import call_entry, check_arguments, collect_results, resolve_listed
+from ipu_pipe.job.record import Job
 from ipu_pipe.job.user_code import raise_attributed
 from ipu_pipe.text import describe_kind, list_some
 
@@ -40,7 +42,7 @@ class Moment:
     test_accuracy, ...), empty before the first. `model` is the whole model with the newest weights, None where its stages are in
     several processes or on other devices. `checkpoint` is the newest one's folder, `stopped` says at the end why the run ended
     sooner than planned. `config` are the resolved config's keys, `folder` is the run's, `line` the newest line of metrics.jsonl,
-    `summary` at the end that of `summary.json`.
+    `summary` at the end that of `summary.json`. `gradients` are those of the newest update, in `on_gradients` alone.
     """
 
     step: int
@@ -56,6 +58,7 @@ class Moment:
     folder: Path = Path()
     line: Mapping[str, Any] = field(default_factory=dict)
     summary: Optional[Mapping[str, Any]] = None
+    gradients: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def loss(self) -> Optional[float]:
@@ -67,8 +70,11 @@ class Callback:
     """The base class of callbacks; each method may return a `Stop`, else None.
 
     On processes they are called on rank 0 alone, with what all ranks have measured. `state` and `load` carry what must be the
-    same when a run is resumed.
+    same when a run is resumed. If a class has `wants_model = True`, `Moment.model` is the whole model with the newest weights on
+    processes too, in `on_start`, `on_evaluation`, `on_checkpoint` and `on_end`.
     """
+
+    wants_model = False
 
     def on_start(self, now: Moment) -> Optional[Stop]:
         """Handle the start of a run, new or resumed, before it trains or evaluates."""
@@ -76,6 +82,10 @@ class Callback:
 
     def on_log(self, now: Moment) -> Optional[Stop]:
         """Handle a line of metrics.jsonl that has been written."""
+        return None
+
+    def on_gradients(self, now: Moment) -> Optional[Stop]:
+        """Handle the gradients of an update, as the optimizer was given them; before `on_step`, with the same moment."""
         return None
 
     def on_step(self, now: Moment) -> Optional[Stop]:
@@ -115,7 +125,17 @@ class Callbacks:
     @property
     def at_steps(self) -> bool:
         """Whether any callback handles the end of an update."""
-        return any(type(callback).on_step is not Callback.on_step for callback in self.own)
+        return self.watches_gradients or any(type(callback).on_step is not Callback.on_step for callback in self.own)
+
+    @property
+    def watches_gradients(self) -> bool:
+        """Whether any callback handles the gradients of an update."""
+        return any(type(callback).on_gradients is not Callback.on_gradients for callback in self.own)
+
+    @property
+    def wants_model(self) -> bool:
+        """Whether any callback wants the whole model where the pipeline is empty."""
+        return any(callback.wants_model for callback in self.own)
 
     def call(self, method: str, now: Moment) -> None:
         """Call a method of all callbacks, whatever one of them asks for. Raise what they raise, with the place."""
@@ -187,6 +207,27 @@ def make_callbacks(config: Config, given: Optional[Sequence[Any]]) -> List[Callb
 def check_callbacks(config: Config) -> None:
     """Raise `BadInput`, one line for each callback of the config that cannot be made, without making any."""
     collect_results(config.callbacks, lambda value: check_arguments(*resolve_listed(value, "callbacks")))
+
+
+def refuse_callbacks(job: Job, callbacks: Sequence[Callback]) -> None:
+    """Raise `BadInput`, one line for each callback that the job cannot serve, and for `evaluate.best`."""
+    chosen = [("evaluate.best", job.config.evaluate.best)]
+    chosen += [("early_stopping.metric", one.metric) for one in callbacks if isinstance(one, EarlyStopping)]
+    known = ["loss", *(metric.name for metric in job.metrics)]
+    faults = [
+        f"{key}: {metric}: no evaluation gives it: must be one of {', '.join(known)}"
+        for key, metric in chosen
+        if metric not in known
+    ]
+    why = ""
+    if job.config.backend.name == "poptorch":
+        why = "PopTorch keeps the gradients on the IPUs: use another backend"
+    elif job.method.rounds is not None or job.method.history is not None:
+        why = f"{job.method.name} steps replicas or stages one by one: use another method"
+    for one in callbacks if why else ():
+        if Callbacks([one]).watches_gradients:
+            faults.append(f"callbacks: {type(one).__qualname__}.on_gradients: {why}")
+    raise_faults(faults)
 
 
 def _make(value: Union[str, Entry]) -> Callback:

@@ -57,7 +57,10 @@ class TrainingLoop:
         self.tested: List[EvaluationResult] = []  # at the last evaluation, by block
         self.callbacks = Callbacks(callbacks if is_main() else ())
         # what all processes must know alike: whether the run may be asked to end, and after any update
-        self.may_stop, self.at_steps = run_on_main(lambda: (bool(self.callbacks.own), self.callbacks.at_steps))
+        own = self.callbacks
+        self.may_stop, self.at_steps, job.watches_gradients, job.wants_model = run_on_main(
+            lambda: (bool(own.own), own.at_steps, own.watches_gradients, own.wants_model)
+        )
         job.may_stop = self.at_steps and job.method.rounds is None  # else where replicas have met
         job.may_stop_empty = self.may_stop
         self.end = job.updates
@@ -159,7 +162,8 @@ class TrainingLoop:
         job, say, path = self.job, self.progress.say, self.out / "checkpoints" / f"step-{step}"
         if step == self.position.update:
             say(f"the newest weights are the best: step {step}")
-        elif are_joined() and not job.numbers.is_given:  # each process has its stage's, and no one the model
+        # each process has its stage's, and no one the model
+        elif are_joined() and not job.numbers.is_given and not job.wants_model:
             say(f"the best weights are those of step {step}: {path}")
         else:
             weights, blocks = run_on_main(lambda: checkpoint.read_weights(path)), get_blocks(job.model)
@@ -227,6 +231,11 @@ class TrainingLoop:
         if position.update % job.config.log.every == 0 or position.update == job.updates:
             self._log(self.unwritten)
             self.unwritten = {}
+        if job.watches_gradients:
+            before, gradients = self.now, engine.collect_gradients(k)
+            self.now = replace(before, gradients=gradients)
+            self._call_back("on_gradients")
+            self.now = before
         if self.at_steps:
             self._call_back("on_step")
 
@@ -238,10 +247,12 @@ class TrainingLoop:
             self._call_back("on_log")
 
     def _call_back(self, method: str) -> None:
-        """Call `method` of the user's callbacks."""
-        if self.callbacks.own:
-            self.now = replace(self.now, model=self.engine.current_model())
-            self.callbacks.call(method, self.now)
+        """Call `method` of the user's callbacks, with the whole model where they want it."""
+        gathers = self.job.wants_model and method in ("on_start", "on_evaluation", "on_checkpoint")
+        with self.engine.hold_whole_model() if gathers else contextlib.nullcontext():
+            if self.callbacks.own:
+                self.now = replace(self.now, model=self.engine.current_model())
+                self.callbacks.call(method, self.now)
 
     def _reads_after(self, done: int) -> bool:
         """Return whether the results must be read after `done` updates: for a line, an evaluation or a checkpoint.
@@ -276,11 +287,10 @@ class TrainingLoop:
         """
         job, run, position, settings = self.job, self.run, self.position, self.job.config.checkpoint
         state = self.engine.state()
-        if run is None or state is None or settings is None:
-            return
-        manifest = make_manifest(job, position, state.plain, self.callbacks.collect_states())
-        folder = checkpoint.save(run.checkpoints, position.update, state.model, state.optimizer, manifest)
-        best = [position.best_step, *self.callbacks.list_best_steps()]
-        checkpoint.prune(run.checkpoints, settings.keep, best)
-        self.now = replace(self.now, checkpoint=folder)
+        if run is not None and state is not None and settings is not None:
+            manifest = make_manifest(job, position, state.plain, self.callbacks.collect_states())
+            folder = checkpoint.save(run.checkpoints, position.update, state.model, state.optimizer, manifest)
+            best = [position.best_step, *self.callbacks.list_best_steps()]
+            checkpoint.prune(run.checkpoints, settings.keep, best)
+            self.now = replace(self.now, checkpoint=folder)
         self._call_back("on_checkpoint")

@@ -27,7 +27,7 @@ from ipu_pipe.model.restoring import modes_restored
 from ipu_pipe.report.provenance import fingerprint_data
 from ipu_pipe.run import checkpoint
 from ipu_pipe.run.build import build, set_up
-from ipu_pipe.run.callbacks import Callback, EarlyStopping, make_callbacks
+from ipu_pipe.run.callbacks import Callback, make_callbacks, refuse_callbacks
 from ipu_pipe.run.folder import check_folder, is_restarted, lock_folder, parse_folder, read_summary
 from ipu_pipe.run.loop import TrainingLoop
 from ipu_pipe.run.progress import Progress
@@ -101,14 +101,7 @@ def train(
             return start.ended
         job = _build(start, objects)
         try:
-            known = ["loss", *(metric.name for metric in job.metrics)]
-            if config.evaluate.best not in known:
-                why = f"no evaluation gives it: must be one of {', '.join(known)}"
-                raise BadInput(f"evaluate.best: {config.evaluate.best}: {why}")
-            for callback in called:
-                if isinstance(callback, EarlyStopping) and callback.metric not in known:
-                    why = f"no evaluation gives it: must be one of {', '.join(known)}"
-                    raise BadInput(f"early_stopping.metric: {callback.metric}: {why}")
+            refuse_callbacks(job, called)
             with restore_random_states():  # the main process reads alone: what it draws must not set its states apart
                 job.read = run_on_main(lambda: fingerprint_data(job, read_data_record(out) if start.resumes else {}))
             return TrainingLoop(job, out, start.resumes, overwrite, quiet, called).run_all()
@@ -139,9 +132,10 @@ def check(config: Config, out: Path, *, resume: bool = False, overwrite: bool = 
     launch(config, {"out": out, "resume": resume, "overwrite": overwrite})
     start = run_on_main(lambda: _find_start(config, Overrides(), out, resume, None, overwrite, lambda text: None))
     with attribute_faults(lambda: "before training"):
-        make_callbacks(config, None)
+        called = make_callbacks(config, None)
     if start.ended is None:
         job = _build(start, Overrides())
+        refuse_callbacks(job, called)
         job.read = run_on_main(lambda: fingerprint_data(job, read_data_record(out) if start.resumes else {}))
         if start.done:
             run_on_main(lambda: check_data(job, out))

@@ -93,6 +93,8 @@ class UpdateRules:
             (rule, [Setting(values, s, stage_lag, method, accumulate) for s, stage_lag in enumerate(lag.tolist())])
             for rule, values in select_rules(args, method)
         ]
+        # called with each update and its stages before anything changes their gradients
+        self.observe: Optional[Callable[[int, Sequence[int]], None]] = None
         self._compensated: Dict[Tuple[torch.nn.Parameter, str], torch.Tensor] = {}  # entries that microbatches change
         self._every: List[int] = args.get("block_accumulation") or [1] * len(lag)
         self._gathers = max(self._every) > 1
@@ -213,6 +215,8 @@ class UpdateRules:
         `clip(k)` clips them, None for no clipping. Gradients of other stages, and of blocks that gather several batches before
         they step, stay.
         """
+        if self.observe is not None:
+            self.observe(k, list(self.stages) if stages is None else stages)
         active = self._active if k >= self.switch else []
         rounded = self.rounded
         others: List[StageState] = []

@@ -15,7 +15,7 @@ from ipu_pipe.backends.interface import CheckpointState, DeviceTimes, Report
 from ipu_pipe.backends.processes.interpreter import Interpreter
 from ipu_pipe.backends.processes.layout import RankLayout
 from ipu_pipe.backends.processes.lost_ranks import KEEPER, answer_within, detect_lost_rank
-from ipu_pipe.backends.processes.mail import SHAPE, TEST, Mail, Message
+from ipu_pipe.backends.processes.mail import OBSERVED, SHAPE, TEST, Mail, Message
 from ipu_pipe.backends.processes.stage import StageModel
 from ipu_pipe.backends.processes.termination import Termination
 from ipu_pipe.backends.processes.update import DRAW_ALIKE
@@ -147,6 +147,53 @@ def zero_freed(freed: Sequence[torch.Tensor]) -> Iterator[None]:
     finally:
         for tensor, value in zip(freed, data):
             tensor.data = value
+
+
+# ---- the gradients of updates
+
+
+class GradientCollection:
+    """Sends the gradients of updates from the first replica's stages to rank 0, for callbacks; other replicas have the same."""
+
+    def __init__(self, job: Job, mail: Mail, layout: RankLayout) -> None:
+        self._mail, self._layout = mail, layout
+        named = {s: job.list_trained(s) for s in range(layout.stages)}
+        self._names = {s: list(parameters) for s, parameters in named.items() if parameters}
+        self._parameters = {s: list(parameters.values()) for s, parameters in named.items() if parameters}
+        self._noted: Dict[Tuple[int, int], List[torch.Tensor]] = {}  # by update and stage
+
+    def note(self, k: int, stages: Sequence[int]) -> None:
+        """Copy the gradients of update k of these stages: which parameters have one, and the bytes of all."""
+        for s in stages:
+            if s in self._parameters and s in self._layout.held and self._layout.replica == 0:
+                gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters[s]]
+                whole = torch.cat([g.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for g in gradients])
+                self._noted[k, s] = [torch.tensor([p.grad is not None for p in self._parameters[s]], dtype=torch.uint8), whole]
+
+    def expect(self, k: int) -> None:
+        """Announce the messages of update k on rank 0."""
+        if self._layout.rank == 0:
+            for s, parameters in self._parameters.items():
+                sizes = len(parameters), sum(p.numel() * p.element_size() for p in parameters)
+                self._mail.expect([(Message(OBSERVED, k, s, 0), tuple(Shape((n,), torch.uint8, False) for n in sizes))])
+
+    def send(self, k: int) -> None:
+        """Send what is noted of update k."""
+        for s in self._parameters if self._layout.rank else ():
+            if (k, s) in self._noted:
+                self._mail.send(Message(OBSERVED, k, s, 0), self._noted.pop((k, s)))
+
+    def collect(self, k: int) -> Dict[str, torch.Tensor]:
+        """Return on rank 0 the gradients of update k by the names of their parameters, elsewhere nothing."""
+        gradients: Dict[str, torch.Tensor] = {}
+        for s, parameters in self._parameters.items() if self._layout.rank == 0 else ():
+            noted = self._noted.pop((k, s), None)
+            is_there, whole = self._mail.receive(Message(OBSERVED, k, s, 0)) if noted is None else noted
+            parts = whole.split([p.numel() * p.element_size() for p in parameters])
+            for name, p, part, reached in zip(self._names[s], parameters, parts, is_there.tolist()):
+                if reached:
+                    gradients[name] = part.clone().view(p.dtype).view(p.shape)
+        return gradients
 
 
 # ---- the test set

@@ -85,7 +85,12 @@ class ProcessEngine(Engine):
             work, stages, self._mail, self._recorder, replicas, self._early, job.may_stop_empty, channels
         )
         # of a model that the caller holds
-        self._holders = collect.find_holders(job.model, cut) if job.numbers.is_given else {}
+        self._has_whole_model = False
+        self._holders = collect.find_holders(job.model, cut) if job.numbers.is_given or job.wants_model else {}
+        self._observed: Optional[collect.GradientCollection] = None
+        if job.watches_gradients:
+            self._observed = collect.GradientCollection(job, self._mail, layout)
+            job.rules.observe = self._observed.note
         self._freed = freed = collect.free_other_stages(job, models, cut)
         self._results = ResultCollection(
             self._mail, self._recorder, layout, _list_stages_with_loss(job), job.schedule.accumulate, job.batch,
@@ -126,6 +131,8 @@ class ProcessEngine(Engine):
             self._steps += 1
             if is_first and early is None:
                 self._results.expect(k, last)
+            if self._observed is not None:
+                self._observed.expect(k)
             while interpreter.update < last and (early is None or early.starts(interpreter.update)):
                 update = interpreter.update
                 if is_first and early is not None:
@@ -133,12 +140,19 @@ class ProcessEngine(Engine):
                 tables = interpreter.step(update)
                 for s, stage in interpreter.stages.items():
                     self._results.send(update, s, tables.get(s), stage.model.checksums)
+                if self._observed is not None:
+                    self._observed.send(update)
             result = self._results.collect(k)
             self._recorder.end_step()
             return [result]
 
     def current_model(self) -> Optional[nn.Module]:
-        return None
+        return self.job.model if self._has_whole_model else None
+
+    def collect_gradients(self, k: int) -> Dict[str, torch.Tensor]:
+        assert self._observed is not None
+        with self._name_faults():
+            return self._observed.collect(k)
 
     def end(self, done: int, asked: bool) -> int:
         if self._early is None:
@@ -158,9 +172,11 @@ class ProcessEngine(Engine):
         with self._drained("gather", "whole model"):
             self._interpreter.load_newest()
             collect.broadcast_weights(self._mail, self.job.model, self._holders, self._layout.placement, self._freed)
+        self._has_whole_model = True
         try:
             yield
         finally:
+            self._has_whole_model = False
             collect.free(self._freed)
 
     def state(self) -> Optional[CheckpointState]:
@@ -206,6 +222,7 @@ class ProcessEngine(Engine):
             if self._holders:
                 with self.job.numbers.whole(loads=True):
                     collect.broadcast_weights(self._mail, self.job.model, self._holders, self._layout.placement)
+                self._has_whole_model = True
         self.abort()
 
     def abort(self) -> None:

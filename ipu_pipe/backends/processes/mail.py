@@ -31,12 +31,13 @@ WEIGHTS = "V"  # what an update has made of such a weight
 WORD = "C"  # whether another batch starts
 SHAPE = "H"  # in an evaluation: of the activation that follows
 TEST = "E"  # in an evaluation: an activation
-KINDS = (FORWARD, RECOMPUTE, BACKWARD, UPDATE, NORM, SHARED, RESULT, TIED, WEIGHTS, WORD, SHAPE, TEST)
+OBSERVED = "O"  # the gradients of an update, for rank 0's callbacks
+KINDS = (FORWARD, RECOMPUTE, BACKWARD, UPDATE, NORM, SHARED, RESULT, TIED, WEIGHTS, WORD, SHAPE, TEST, OBSERVED)
 CARRIES = {
     FORWARD: "activations", RECOMPUTE: "recomputed activations", BACKWARD: "gradients",
     SHARED: "shared gradients", NORM: "norms", RESULT: "losses", TIED: "tied gradients", WEIGHTS: "weights",
 }  # fmt: skip
-ON_HOST = (NORM, RESULT, WORD, SHAPE, TEST)  # sent from the host, whatever the device
+ON_HOST = (NORM, RESULT, WORD, SHAPE, TEST, OBSERVED)  # sent from the host, whatever the device
 KEPT_BY_SENDER = (FORWARD, RECOMPUTE)  # the sender needs them for its backward, too
 BY_UPDATE = (SHARED, NORM, WEIGHTS)  # the number is an update's, not a microbatch's
 BY_MICROBATCH = (FORWARD, RECOMPUTE, BACKWARD, TIED)
@@ -141,7 +142,7 @@ class Mail:
     def _post(self, link: Link) -> None:
         queue, kind = self._expected[link], link[2]
         most = 1 if kind == WEIGHTS else AHEAD
-        limit = UNLIMITED if kind in (RESULT, WORD, SHAPE, TEST) else self._post_before[kind in BY_UPDATE]
+        limit = UNLIMITED if kind in (RESULT, WORD, SHAPE, TEST, OBSERVED) else self._post_before[kind in BY_UPDATE]
         while queue and self._posted_count.get(link, 0) < most and queue[0][0].number < limit:
             message, shapes = queue.popleft()
             source = self._find_rank(message, message.source)

@@ -1,0 +1,73 @@
+"""What callbacks see of weights and gradients: on processes the same bits as on the emulator, and what plain PyTorch computes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, List
+
+import pytest
+import torch
+
+import ipu_pipe
+from ipu_pipe.config.load import load_config
+from ipu_pipe.run.train import check, train
+from tests.callbacks_of_runs import Watches
+from tests.support.runs import list_faults
+from tests.test_processes import DIGITS, emulate, run
+
+NEW = "tests.callbacks_of_runs"
+CASES = {
+    "pipedream": (2, ["gradient_accumulation=1", "stages=2", "clip={norm: 0.1, scope: stage}"]),
+    "gpipe": (2, ["gradient_accumulation=2", "stages=2"]),
+    # two replicas: what is seen is their mean
+    "pipedream_2bw": (4, ["gradient_accumulation=2", "stages=2", "replicas=2"]),
+}
+
+
+@pytest.mark.parametrize("method", CASES)
+def test_processes_show_what_the_emulator_shows(method: str, tmp_path: Path) -> None:
+    ranks, args = CASES[method]
+    sets = [f"method={method}", *args, "steps=6", "log.trace=false"]
+    watched = f"callbacks=[{{entry: '{NEW}:Watches', args: {{file: {tmp_path}/ranks.json}}}}]"
+    code, _, error = run(ranks, tmp_path / "ranks", *sets, watched)
+    assert code == 0, error
+    seen = Watches()
+    emulate(tmp_path / "one", *sets, callbacks=[seen])
+    assert json.loads((tmp_path / "ranks.json").read_text()) == seen.seen
+    moments = [moment for moment, _, _ in seen.seen]
+    assert moments[:2] == ["start", "gradients"] and moments[-3:] == ["evaluation", "checkpoint", "end"]
+    assert [step for moment, step, _ in seen.seen if moment == "gradients"] == [1, 2, 3, 4, 5, 6]
+    assert len({tuple(tensors.values()) for moment, _, tensors in seen.seen if moment == "gradients"}) == 6
+
+
+def test_gradients_are_those_of_plain_accumulation_before_clipping(tmp_path: Path) -> None:
+    class Keeps(ipu_pipe.Callback):
+        gradients: List[Any] = []
+
+        def on_gradients(self, now: ipu_pipe.Moment) -> None:
+            self.gradients.append(now.gradients)
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 5), torch.nn.Tanh(), torch.nn.Linear(5, 10))
+    twin = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 5), torch.nn.Tanh(), torch.nn.Linear(5, 10))
+    twin.load_state_dict(model.state_dict())
+    sets = ["method=gpipe", "stages=2", "gradient_accumulation=2", "micro_batch_size=8", "clip={norm: 0.001}", "steps=1"]
+    config = load_config(DIGITS, [*sets, "log.tensorboard=false"])
+    keeps = Keeps()
+    train(config, tmp_path / "run", model=model, callbacks=[keeps], quiet=True)
+    data = ipu_pipe.load_data("digits", seed=config.seed)
+    for m in range(2):
+        x, y = data.train_batch(0, m, 8)
+        (torch.nn.functional.cross_entropy(twin(x), y) / 2).backward()
+    (gradients,) = keeps.gradients
+    assert gradients.keys() == dict(twin.named_parameters()).keys()
+    for name, parameter in twin.named_parameters():
+        assert parameter.grad is not None and torch.equal(parameter.grad, gradients[name])
+
+
+@pytest.mark.parametrize("method", ["local_sgd", "randomized_pipedream"])
+def test_where_replicas_or_stages_step_one_by_one_gradients_are_refused(method: str, tmp_path: Path) -> None:
+    sets = [f"method={method}", "gradient_accumulation=1", "stages=2", "steps=4", f"callbacks=['{NEW}:Watches']"]
+    (fault,) = list_faults(check, load_config(DIGITS, sets), tmp_path / "run")
+    assert fault.startswith("callbacks: Watches.on_gradients: ") and method in fault
