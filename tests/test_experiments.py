@@ -165,6 +165,21 @@ def test_what_the_paper_expects_gets_a_verdict(file: Path) -> None:
     assert {verdict["verdict"] for verdict in results["verdicts"]} == {"not run"} and results["agrees"] is False
 
 
+def test_time_by_fill_and_drain_is_that_of_equation_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch of N = 2 on 3 stages takes N + 2 S = 8 steps where the method flushes, else 2."""
+    monkeypatch.chdir(ROOT)
+    base = yaml.safe_load(TEXT)["base"]
+    config = {**base, "stages": 3, "steps": 4, "evaluate": {"steps": 4, "subset": 64}, "log": {"tensorboard": False}}
+    factors = {"gpipe": 4, "pipemare": 1}
+    for method, options in (("gpipe", {"name": "test_loss"}), ("pipemare", {})):
+        folder = tmp_path / method
+        result = run_one({**config, "method": method}, str(folder), {"fill_and_drain": True, **options})
+        epoch, time = result["curve"][-1][:2]
+        assert time == pytest.approx(epoch * factors[method]) and epoch > 0
+        last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
+        assert result["final"] == pytest.approx(last["test_loss"] if options else last["test_accuracy"])
+
+
 @pytest.mark.parametrize(
     "change, said",
     [
@@ -197,6 +212,8 @@ def test_the_command_lists_and_refuses(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert all(path.stem in listed for path in (ROOT / "configs" / "experiments").glob("*.yaml"))
     assert _tool(monkeypatch, "nothing") == 2
     assert "error: EXPERIMENT: nothing: " in capsys.readouterr().err
+    assert _tool(monkeypatch, "rpd_delays", "--at-most", "1") == 2
+    assert "error: --at-most: 1: " in capsys.readouterr().err
     assert _tool(monkeypatch, "pb_vgg11", "--rows", "x") == 2
     assert "error: --rows: x: " in capsys.readouterr().err
 

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import Any, Dict, List
 
-from ipu_pipe.cli.arguments import JSON, QUIET, command, folder, get_say, get_tell, option, whole
+from ipu_pipe.cli.arguments import JSON, QUIET, command, folder, get_say, get_tell, option, positive, whole
 from ipu_pipe.errors import BadInput
 
 EPILOG = """\
@@ -16,6 +16,7 @@ examples:
   python tools/reproduce.py                          list the experiments
   python tools/reproduce.py pb_resnet20              run one; its tables and plots go to runs/experiments/pb_resnet20
   python tools/reproduce.py all --out docs/results   run all
+  python tools/reproduce.py all --at-most 0.5        run those of at most half an hour of one core
   python tools/reproduce.py pb_resnet20 --full       at the paper's size, for a GPU
 
 An experiment is a file in configs/experiments/ (or any other, by its path) or a record in ipu_pipe/studies. An
@@ -34,6 +35,7 @@ Exit codes: 0 done (also where results differ from the paper: the table says so)
     option("--seeds", type=whole(0, 2**63 - 1), nargs="+", metavar="S", help="instead of the experiment's own"),
     option("--rows", nargs="+", metavar="LABEL", help="only these rows"),
     option("--jobs", type=whole(1, 1024), default=os.cpu_count() or 1, metavar="N", help="runs at a time (default: the cores)"),
+    option("--at-most", type=positive, metavar="HOURS", help="of all, only experiments that take one core so long, about"),
     option("--full", action="store_true", help="at the paper's size"),
     QUIET,
 )  # fmt: skip
@@ -54,7 +56,11 @@ def main(args: argparse.Namespace) -> None:
         return
     request = Request(args.runs, args.seeds or (), args.rows or (), args.full, args.jobs, get_say(args.quiet))
     runs_all = args.experiment == ["all"]
+    if args.at_most is not None and not runs_all:
+        raise BadInput(f"--at-most: {args.at_most:g}: chooses of all experiments; name all in place of {args.experiment[0]}")
     experiments = find_experiments([] if runs_all else args.experiment)
+    if args.at_most is not None:
+        experiments = [experiment for experiment in experiments if experiment.hours <= args.at_most]
     if not runs_all:  # options that an experiment has no use for are refused, but not of all at once
         for experiment in experiments:
             experiment.check(request)

@@ -71,7 +71,7 @@ class Experiment:
     """Anything that tools/reproduce.py can list, check and run.
 
     `size` are its rows and seeds in words. `labels` are the rows that can be chosen, `seeds` its own ones, `has_full` says
-    whether there is the paper's size; where there are none, the option is refused.
+    whether there is the paper's size; where there are none, the option is refused. `hours` are those of one core, about.
     """
 
     name: str
@@ -82,6 +82,7 @@ class Experiment:
     labels: Sequence[str] = ()
     seeds: Sequence[int] = ()
     has_full: bool = False
+    hours: float = 0.0
 
     def check(self, request: Request) -> None:
         """Raise `BadInput` for options that do not apply and for rows that do not exist."""

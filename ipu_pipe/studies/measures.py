@@ -41,15 +41,21 @@ from ipu_pipe.report.plots import describe_seeds, open_figure, plot_mean_with_ra
 from ipu_pipe.run import checkpoint
 from ipu_pipe.run.build import build
 from ipu_pipe.run.train import train
+from ipu_pipe.schedule.methods import METHODS
 from ipu_pipe.studies.experiment import Result
 
 Runs = Sequence[Mapping[str, Any]]  # results of runs, with their label and seed
 
 
 class MeasureOptions(Section):
-    """The key `measure` of an experiment's file: a name, and the options of the measures that have some."""
+    """The key `measure` of an experiment's file: a name, and the options of the measures that have some.
+
+    `fill_and_drain`: time is counted in steps of a forward and a backward on each stage, so that methods that flush are busy for
+    N / (N + 2 S) of it (Kosson et al. 2021, equation 1); else in slots of one pass, by the method's timeline.
+    """
 
     name: Literal["test_accuracy", "test_loss", "training_loss", "angles", "fit", "filters"] = "test_accuracy"
+    fill_and_drain: bool = False
     every: Count = 10
     samples: Count = 200
     window: Count = 64
@@ -73,19 +79,27 @@ def make_result(
     return {**measured, "values": dict(values), "diverged": diverged, "step": step}
 
 
-def train_run(config: Config, out: Path, overwrite: bool) -> Tuple[List[Dict[str, Any]], Optional[str]]:
+def train_run(
+    config: Config, out: Path, overwrite: bool, fill_and_drain: bool = False
+) -> Tuple[List[Dict[str, Any]], Optional[str]]:
     """Train a run, or resume it if it was interrupted. Return the lines of its metrics.jsonl, each with its "time", and why it
     diverged: a loss that is not finite is a result. The time counts an epoch of a pipeline without bubbles as 1."""
     diverged = None
     try:
         resume = not overwrite and (out / "config.yaml").exists()
         summary = train(config, out, resume=resume, overwrite=overwrite, quiet=True)
-        phases, per_epoch = summary["phases"], summary["updates_per_epoch"]
+        phases, per_epoch, stages = summary["phases"], summary["updates_per_epoch"], summary["model"]["stages"]
     except RunFault as error:
         if "loss is" not in str(error):
             raise
         job, diverged = build(config), str(error).split(";")[0]
-        phases, per_epoch = job.describe_phases(), job.updates_per_epoch
+        phases, per_epoch, stages = job.describe_phases(), job.updates_per_epoch, len(job.part)
+    if fill_and_drain:
+        N = config.gradient_accumulation
+        phases = [
+            {**phase, "planned_utilization": N / (N + 2 * stages) if METHODS[phase["method"]].flushes else 1.0}
+            for phase in phases
+        ]
     records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     for record in records:
         record["time"] = compute_normalized_time(phases, record["step"]) / per_epoch
@@ -104,7 +118,7 @@ def compute_normalized_time(phases: Sequence[Mapping[str, Any]], step: int) -> f
 
 def measure_test_accuracy(config: Config, out: Path, options: MeasureOptions, overwrite: bool) -> Result:
     """Train a run; its curve has (epoch, time, test loss, test accuracy) of each evaluation."""
-    records, diverged = train_run(config, out, overwrite)
+    records, diverged = train_run(config, out, overwrite, options.fill_and_drain)
     keys = ("epoch", "time", "test_loss", "test_accuracy")
     curve = [[record[key] for key in keys] for record in records if record.get("test_accuracy") is not None]
     accuracies = [point[-1] for point in curve] or [0.0]
@@ -113,7 +127,7 @@ def measure_test_accuracy(config: Config, out: Path, options: MeasureOptions, ov
 
 def measure_test_loss(config: Config, out: Path, options: MeasureOptions, overwrite: bool) -> Result:
     """Train a run; its curve has (epoch, time, test loss) of each evaluation."""
-    records, diverged = train_run(config, out, overwrite)
+    records, diverged = train_run(config, out, overwrite, options.fill_and_drain)
     keys = ("epoch", "time", "test_loss")
     curve = [[record[key] for key in keys] for record in records if record.get("test_loss") is not None]
     losses = [point[-1] for point in curve] or [math.inf]

@@ -7,6 +7,7 @@
     rows              label -> keys that replace those of `base`; {} is the base itself
     tune              {rates, keys, seed}: the learning rates of every row are multiplied by each of `rates` in a run with `keys`
                       and `seed`, such as a validation split of the data; the best final value chooses the row's
+    hours             about how long all runs take one core, from measured updates; without it, not known to be short
     measure           {name, ...}: what is measured of each run (ipu_pipe.studies.measures; test_accuracy by default)
     expect            what the paper says of the rows (ipu_pipe.studies.verdicts), a list: {better, than, by}: row `better` is
                       better than row `than` by more than `by`; {equal, to, margin}: they differ by less than `margin`; with
@@ -97,6 +98,7 @@ class TrainingGrid(Section):
     seeds: Annotated[List[Seed], Field(min_length=1)]
     rows: Annotated[Dict[str, Optional[Keys]], Field(min_length=1)]
     tune: Optional[Tuning] = None
+    hours: Optional[Annotated[float, Field(ge=0)]] = None
     measure: MeasureOptions = MeasureOptions()
     expect: List[Expectation] = []
 
@@ -176,8 +178,10 @@ def make_experiment(name: str, grid: TrainingGrid) -> Experiment:
         return Outcome(results, make_grid_table(grid, results, command), folder, curves, pictures)
 
     size = f"{len(grid.rows)} rows, {len(grid.seeds)} seeds"
+    size += f", about {grid.hours:g} core-hours" if grid.hours is not None else ""
+    hours = math.inf if grid.hours is None else grid.hours
     experiment = Experiment(
-        name, grid.title, grid.source, size, run, list(grid.rows), grid.seeds, grid.full is not None
+        name, grid.title, grid.source, size, run, list(grid.rows), grid.seeds, grid.full is not None, hours
     )
     return experiment
 
@@ -300,7 +304,9 @@ def summarize(
         })  # fmt: skip
     measure = grid.get_measure()
     worst = -math.inf if measure.larger_is_better else math.inf  # of a run that diverged
-    finals: Dict[str, Dict[str, Dict[int, float]]] = {at: {label: {} for label in grid.rows} for at in ("samples", "time")}
+    finals: Dict[str, Dict[str, Dict[int, float]]] = {
+        at: {label: {} for label in grid.rows} for at in ("samples", "time")
+    }
     for run in runs:
         finals["samples"][run["label"]][run["seed"]] = worst if run["final"] is None else run["final"]
         if by_time:
@@ -354,7 +360,10 @@ def make_grid_table(grid: TrainingGrid, results: Mapping[str, Any], command: str
         for row in results["rows"]
     ]  # fmt: skip
     return make_markdown(
-        results, [intro], ("row", "method", f"final {measure.final}", "by seed", "time", *extras.values(), *values), rows
+        results,
+        [intro],
+        ("row", "method", f"final {measure.final}", "by seed", "time", *extras.values(), *values),
+        rows,
     )
 
 

@@ -1,0 +1,99 @@
+"""docs/papers.md: what it names exists, and each status is that of the stored verdicts."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from functools import lru_cache
+from pathlib import Path
+from typing import FrozenSet, List, Tuple
+
+import pytest
+
+from ipu_pipe.studies.catalogue import find_experiments
+from ipu_pipe.studies.theory_figures import FIGURES
+from ipu_pipe.studies.verdicts import CONTRADICTED, NOT_RUN, SHOWN, UNDECIDED
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "docs" / "results"
+WORDS = (SHOWN, CONTRADICTED, UNDECIDED, NOT_RUN)
+Row = Tuple[str, str, str, str, str]
+# of later methods, in none of the five papers
+OF_NO_PAPER = {"async_frontier"}
+
+
+@lru_cache(maxsize=None)
+def list_experiments() -> FrozenSet[str]:
+    """The names of all experiments."""
+    return frozenset(one.name for one in find_experiments([]))
+
+
+def read_rows() -> List[Row]:
+    """The rows of the papers' tables, cell by cell."""
+    lines = (ROOT / "docs" / "papers.md").read_text(encoding="utf-8").splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
+    return [(a, b, c, d, e) for a, b, c, d, e in (row for row in cells if len(row) == 5) if a not in ("item", "---")]
+
+
+def list_numbers(text: str) -> List[int]:
+    """The numbers of a list such as "1, 3 to 5"."""
+    return [
+        number
+        for low, high in re.findall(r"(\d+)(?: to (\d+))?", text)
+        for number in range(int(low), int(high or low) + 1)
+    ]
+
+
+def compute_status(name: str, claims: str) -> str:
+    """The status of some claims of an experiment, of all where none are named; in counts where they differ."""
+    file = RESULTS / name / "results.json"
+    if not file.is_file():  # probes of one seed are stored by an earlier tool
+        probed = (RESULTS / "local_probes" / f"{name.replace('local_', '')}.json").is_file()
+        return UNDECIDED if probed else NOT_RUN
+    verdicts = [verdict["verdict"] for verdict in json.loads(file.read_text(encoding="utf-8"))["verdicts"]]
+    counts = Counter(verdicts[number - 1] for number in list_numbers(claims)) if claims else Counter(verdicts)
+    if len(counts) == 1:
+        return next(iter(counts))
+    return ", ".join(f"{word} {counts[word]}" for word in WORDS if counts[word])
+
+
+def check_row(command: str, status: str) -> None:
+    """Fail if a name is none, or if the status is another than the stored one's."""
+    names = re.findall(r"`([^`]+)`((?: \d+(?: to \d+)?,?)*)", command)
+    if not names:
+        assert status in (NOT_RUN, UNDECIDED)
+    for name, claims in names:
+        if name.startswith("tests/"):
+            assert (ROOT / name).is_file() and status == SHOWN, name
+        elif name in FIGURES:
+            assert (RESULTS / "stability" / f"{name}.json").is_file() and status == SHOWN, name
+        else:
+            assert name in list_experiments(), name
+            assert status == compute_status(name, claims), (name, compute_status(name, claims))
+
+
+def test_each_status_is_that_of_the_stored_verdicts() -> None:
+    rows = read_rows()
+    assert len(rows) > 80
+    for row in rows:
+        check_row(row[2], row[3])
+
+
+def test_every_experiment_and_file_is_on_the_page_and_exists() -> None:
+    rows = read_rows()
+    named = {name for row in rows for name in re.findall(r"`([a-z_0-9]+)`", row[2])}
+    assert (list_experiments() - OF_NO_PAPER) | set(FIGURES) == named
+    for row in rows:
+        for file in re.findall(r"`([^`]+)`", row[1]):
+            assert (ROOT / file).exists() or (ROOT / "ipu_pipe" / file).exists(), file
+
+
+@pytest.mark.parametrize(
+    ("command", "status"),
+    [("`rpd_quadratic` 2", CONTRADICTED), ("`no_such`", SHOWN), ("`pb_one_sample`", SHOWN), ("`tests/test_no.py`", SHOWN),
+     ("`pb_3`", NOT_RUN), ("", SHOWN)],
+)  # fmt: skip
+def test_a_wrong_row_fails(command: str, status: str) -> None:
+    with pytest.raises(AssertionError):
+        check_row(command, status)
