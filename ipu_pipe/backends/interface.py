@@ -76,6 +76,7 @@ class Engine:
     """One process's part of a run."""
 
     is_main = True
+    checkpoint_group: Any = None  # of all processes, where each writes its part of a checkpoint
     updates_per_call = 1  # a device may make several updates in one call: the first of them waits for all
 
     def __init__(self, job: Job) -> None:
@@ -132,6 +133,10 @@ class Engine:
 
     def state(self) -> Optional[CheckpointState]:
         """Return the state for a checkpoint, on the main process, else None."""
+        raise NotImplementedError
+
+    def part(self) -> CheckpointState:
+        """Return this process's part of the state, on every process, if `checkpoint_group` is there: each writes its own."""
         raise NotImplementedError
 
     def report(self) -> Optional[Report]:

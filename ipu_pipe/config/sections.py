@@ -324,10 +324,14 @@ class EarlyStoppingConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """A checkpoint at each evaluation and after each `every` updates; the newest `keep` and the best stay."""
+    """A checkpoint at each evaluation and after each `every` updates; the newest `keep` and the best stay. `format`: single, one
+    file of weights, or sharded, where each process writes its own. `background`: training goes on while it is written, from a
+    copy in the host's memory."""
 
     every: Optional[Count] = None
     keep: Count = 2
+    format: Literal["single", "sharded"] = "single"
+    background: StrictBool = False
 
 
 class TraceConfig(Section):

@@ -4,19 +4,21 @@
              optimizer.safetensors   optimizer state, `parameter/entry`
              manifest.json           position in the run, the keys that decide its numbers, a SHA-256 of each file and of itself
 
-They are taken where the schedule drains, so that only the newest weight version exists. A folder is written under another name
-and renamed when all of it is on disk: a checkpoint that exists is complete.
+Of sharded ones each process writes its own files, model-00001-of-00004.safetensors and so on (`saving`). They are taken where the
+schedule drains, so that only the newest weight version exists. A folder is written under another name and renamed when all of
+it is on disk: a checkpoint that exists is complete.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import re
 import shutil
 from pathlib import Path
-from typing import Any, Collection, Dict, List, Mapping, NamedTuple, Optional, Tuple
+from typing import Any, Collection, Dict, Iterator, List, Mapping, NamedTuple, Optional, Tuple
 
 import torch
 from safetensors import SafetensorError
@@ -31,6 +33,7 @@ from ipu_pipe.text import list_some
 
 MODEL, OPTIMIZER, MANIFEST = "model.safetensors", "optimizer.safetensors", "manifest.json"
 FILES = (MODEL, OPTIMIZER)
+_FILE = re.compile(r"(model|optimizer)(-\d{5}-of-\d{5})?\.safetensors")
 SCHEMA = 3  # in schema 2 a file state.json held the position and the optimizer's plain values; schema 1 had no manifest
 MOST_FAULTS = 5  # of one checkpoint that are printed; the others are counted
 SAFE_TORCH = (2, 6)  # before it torch.load could run a file's code in spite of weights_only (CVE-2025-32434)
@@ -61,27 +64,71 @@ def save(
     facts: Mapping[str, Any],
 ) -> Path:
     """Write `folder/step-K` and return it; `facts` are put into the manifest as JSON. Raise `RunFault` if the disk refuses."""
-    final, temporary = folder / f"step-{step}", folder / f".step-{step}.part"
+    with abandoned_after_fault(folder, step), guard_step(folder, step):
+        begin_step(folder, step)
+        files = {name: write_tensors(folder, step, name, part) for name, part in zip(FILES, (model, optimizer))}
+        return finish_step(folder, step, files, facts)
+
+
+@contextlib.contextmanager
+def abandoned_after_fault(folder: Path, step: int) -> Iterator[None]:
+    """Delete an unfinished checkpoint if a fault ends its writing."""
     try:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        for name, tensors in zip(FILES, (model, optimizer)):
-            # the format refuses two names of one storage (tied weights), so each name gets a clone
-            clones = {key: value.detach().cpu().contiguous().clone() for key, value in tensors.items()}
-            save_file(clones, temporary / name)
-        files = {name: hash_file(temporary / name, "sha256") for name in FILES}
-        manifest = {"sha256": _NO_HASH, "schema": SCHEMA, "step": step, **facts, "files": files}
-        (temporary / MANIFEST).write_text(_seal(json.dumps(manifest, indent=1) + "\n"))
-        for file in (*temporary.iterdir(), temporary):
-            _flush(file)
-        if final.exists():
-            delete_steps(folder, [step])
-        os.replace(temporary, final)
-        for path in (folder, folder.parent):
-            _flush(path)
-    except (OSError, SafetensorError, TypeError, ValueError) as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise RunFault(f"{final}: cannot write the checkpoint: {error}; earlier checkpoints are whole") from error
+        yield
+    except RunFault:
+        shutil.rmtree(_name_unfinished(folder, step), ignore_errors=True)
+        raise
+
+
+@contextlib.contextmanager
+def guard_step(folder: Path, step: int) -> Iterator[None]:
+    """Raise `RunFault` if the disk refuses what is written of a checkpoint."""
+    try:
+        yield
+    except (OSError, TypeError, ValueError) as error:
+        why = f"cannot write the checkpoint: {error}; earlier checkpoints are whole"
+        raise RunFault(f"{folder / f'step-{step}'}: {why}") from error
+
+
+def _name_unfinished(folder: Path, step: int) -> Path:
+    return folder / f".step-{step}.part"
+
+
+def begin_step(folder: Path, step: int) -> None:
+    """Make the empty folder in which a checkpoint is written until it is whole."""
+    shutil.rmtree(_name_unfinished(folder, step), ignore_errors=True)
+    _name_unfinished(folder, step).mkdir(parents=True)
+
+
+def write_tensors(folder: Path, step: int, name: str, tensors: Mapping[str, torch.Tensor]) -> str:
+    """Write a file of an unfinished checkpoint and return its SHA-256."""
+    file, whole, storages = _name_unfinished(folder, step) / name, {}, set()
+    for key, value in tensors.items():
+        value = value.detach().cpu().contiguous()
+        storage = value.untyped_storage().data_ptr()
+        # the format refuses two names of one storage (tied weights)
+        whole[key] = value.clone() if storage in storages else value
+        storages.add(storage)
+    try:
+        save_file(whole, file)
+    except SafetensorError as error:
+        raise OSError(f"{name}: {error}") from error
+    _flush(file)
+    return hash_file(file, "sha256")
+
+
+def finish_step(folder: Path, step: int, files: Mapping[str, str], facts: Mapping[str, Any]) -> Path:
+    """Write the manifest of a checkpoint, whose `files` and their hashes these are, give it its name, and return its folder."""
+    final, unfinished = folder / f"step-{step}", _name_unfinished(folder, step)
+    manifest = {"sha256": _NO_HASH, "schema": SCHEMA, "step": step, **facts, "files": dict(files)}
+    (unfinished / MANIFEST).write_text(_seal(json.dumps(manifest, indent=1) + "\n"))
+    for path in (unfinished / MANIFEST, unfinished):
+        _flush(path)
+    if final.exists():
+        delete_steps(folder, [step])
+    os.replace(unfinished, final)
+    for path in (folder, folder.parent):
+        _flush(path)
     return final
 
 
@@ -147,7 +194,14 @@ def find_newest(path: Path) -> Path:
 def load(path: Path) -> Checkpoint:
     """Read the checkpoint folder `path`. Raise `BadInput`, naming the file, if something is missing or corrupt."""
     manifest = read_manifest(path)
-    return Checkpoint(read_tensors(path / MODEL), read_tensors(path / OPTIMIZER), manifest)
+    return Checkpoint(_read_files(path, "model", manifest), _read_files(path, "optimizer", manifest), manifest)
+
+
+def _read_files(path: Path, kind: str, manifest: Mapping[str, Any]) -> Dict[str, torch.Tensor]:
+    """Read the tensors of a checkpoint's files of one kind, model or optimizer."""
+    matches = filter(None, map(_FILE.fullmatch, manifest.get("files", {})))
+    files = [match.string for match in matches if match.group(1) == kind]
+    return {name: value for file in files for name, value in read_tensors(path / file).items()}
 
 
 def read_manifest(path: Path, resumes: bool = True) -> Dict[str, Any]:
@@ -199,9 +253,8 @@ def read_weights(path: Path) -> Dict[str, torch.Tensor]:
     """
     path = find_newest(path)
     if os.path.isdir(path):
-        read_manifest(path, resumes=False)
-        return read_tensors(path / MODEL)
-    if path.name in FILES and os.path.isfile(path.parent / MANIFEST):
+        return _read_files(path, "model", read_manifest(path, resumes=False))
+    if _FILE.fullmatch(path.name) and os.path.isfile(path.parent / MANIFEST):
         read_manifest(path.parent, resumes=False)
     return read_tensors(path)
 

@@ -32,6 +32,7 @@ from ipu_pipe.model.loss import (
 from ipu_pipe.model.observation import Observation, find_unkeyed_draws, observe_training
 from ipu_pipe.model.precision import get_given_loss
 from ipu_pipe.model.restoring import undisturbed
+from ipu_pipe.run.checkpoint import read_torch_version
 from ipu_pipe.text import list_some, show
 from ipu_pipe.update import optimizer as update
 from ipu_pipe.update import rules
@@ -59,7 +60,10 @@ def _find_conflicts(job: Job) -> Dict[str, Any]:
     has_copies = replicas > 1 or method.rounds is not None or (method.structure and method.structure.overlap)
     stops = [*list_drains(config, job.updates, job.updates_per_epoch, job.done), job.updates]
     early = next(((every, k) for every in args.get("block_accumulation", ()) for k in stops if k % every), (0, 0))
+    sharded = config.checkpoint is not None and config.checkpoint.format == "sharded"
     faults: Dict[str, Any] = {
+        f"checkpoint.format: sharded: needs torch 2.4 or later, this is {torch.__version__}: must be single":
+            sharded and read_torch_version() < (2, 4),
         "model.compile: true: only backend: {name: distributed} compiles the modules of its stages: must be false":
             config.model.compile and config.backend.name != "distributed",
         f"replicas: {replicas}: {alone}: must be 1": alone and replicas > 1,

@@ -31,6 +31,7 @@ from ipu_pipe.run.callbacks import Callback, Callbacks, Moment
 from ipu_pipe.run.folder import RunFolder, read_starts
 from ipu_pipe.run.progress import Bar, Log, Progress, log_nothing, open_log
 from ipu_pipe.run.resume import make_manifest, restore
+from ipu_pipe.run.saving import Saver
 
 
 class TrainingLoop:
@@ -55,6 +56,8 @@ class TrainingLoop:
         self.update_seconds = 0.0  # what an update of the newest call took
         self.unwritten: Dict[str, Any] = {}  # the newest update's line of metrics.jsonl
         self.tested: List[EvaluationResult] = []  # at the last evaluation, by block
+        self.is_saving = False  # a checkpoint that was begun, and may be written already
+        self.best_steps: List[Optional[int]] = []  # when it was begun
         self.callbacks = Callbacks(callbacks if is_main() else ())
         # what all processes must know alike: whether the run may be asked to end, and after any update
         own = self.callbacks
@@ -75,6 +78,7 @@ class TrainingLoop:
         self._write_start()
         self.progress.say(format_opening(job, position.update))
         self.engine = engine = make_engine(job, position.update)
+        self.saver = Saver(self.out / "checkpoints", engine.checkpoint_group)
         try:
             with keep_traceback_of(self.out), open_log(self.run, job.config.log.tensorboard, position.update) as self.log:
                 self.now = replace(self.now, step=position.update, epoch=job.epoch(position.update))
@@ -84,6 +88,7 @@ class TrainingLoop:
                     if job.validation is not None:
                         self._evaluate("validation")
                 self._train()
+                self._finish_saving()
                 if not self.now.metrics:  # resumed after the last update, from a run killed before its summary was written
                     self.log, log = log_nothing, self.log
                     self._evaluate(job.watched)
@@ -92,6 +97,8 @@ class TrainingLoop:
                     self._evaluate("test")
         except BaseException as error:
             with contextlib.suppress(Exception):  # the error that ended the run is the one to report
+                self.saver.finish()
+            with contextlib.suppress(Exception):
                 engine.abort()
             # code that no `attribute_faults` encloses, on processes: a status of 0 would say that the run is finished
             if isinstance(error, SystemExit) and not error.code:
@@ -178,6 +185,7 @@ class TrainingLoop:
         with self.progress.show_bar(job.updates, position.update, job.updates_per_epoch) as self.bar:
             while position.update < self.end:
                 self._step()
+                self._finish_saving(waits=False)
                 done = position.update
                 evaluates, saves = job.evaluates_after(done), job.saves_after(done)
                 self._pause(evaluates, saves)
@@ -281,16 +289,33 @@ class TrainingLoop:
         return whole
 
     def _save(self) -> None:
-        """Write a checkpoint, to which every process contributes its part, and call the callbacks.
+        """Write a checkpoint, to which every process contributes its part, or begin to.
 
         Raise `RunFault` if the disk refuses.
         """
-        job, run, position, settings = self.job, self.run, self.position, self.job.config.checkpoint
-        state = self.engine.state()
-        if run is not None and state is not None and settings is not None:
-            manifest = make_manifest(job, position, state.plain, self.callbacks.collect_states())
-            folder = checkpoint.save(run.checkpoints, position.update, state.model, state.optimizer, manifest)
-            best = [position.best_step, *self.callbacks.list_best_steps()]
-            checkpoint.prune(run.checkpoints, settings.keep, best)
+        engine, position, settings = self.engine, self.position, self.job.config.checkpoint
+        self._finish_saving()  # of the one before
+        if settings is None:
+            return
+        state = engine.state() if engine.checkpoint_group is None else engine.part()
+        self.is_saving = True
+        if state is not None:
+            self.best_steps = [position.best_step, *self.callbacks.list_best_steps()]
+            manifest = make_manifest(self.job, position, state.plain, self.callbacks.collect_states())
+            self.saver.start(position.update, state, manifest, settings.background)
+        self._finish_saving(waits=not settings.background)
+
+    def _finish_saving(self, waits: bool = True) -> None:
+        """Delete older checkpoints and call the callbacks when the one that was begun is whole.
+
+        Raise `RunFault` if it could not be written.
+        """
+        if not self.is_saving or (self.job.wants_model and not waits):  # the whole model is there when the pipeline is empty
+            return
+        folder, settings = self.saver.finish(waits), self.job.config.checkpoint
+        if folder is not None and settings is not None and self.run is not None:
+            checkpoint.prune(self.run.checkpoints, settings.keep, self.best_steps)
             self.now = replace(self.now, checkpoint=folder)
-        self._call_back("on_checkpoint")
+        if folder is not None or waits:
+            self.is_saving = False
+            self._call_back("on_checkpoint")

@@ -78,6 +78,14 @@ def merge_ranks(job: Job, ranks: Sequence[CheckpointState]) -> CheckpointState:
     return merged._replace(model={name: merged.model.get(name, value) for name, value in whole.items()})
 
 
+def export_rest(job: Job, cut: Sequence[Piece]) -> Dict[str, torch.Tensor]:
+    """Return the part of the model's state that no stage holds, as it was; `cut`: the pieces of all stages."""
+    held = {name for piece in cut for name in piece.state()}
+    with job.numbers.whole():
+        whole = job.model.state_dict()
+    return {name: value for name, value in whole.items() if name not in held and not name.startswith(HEADS)}
+
+
 def find_holders(model: nn.Module, cut: Sequence[Piece]) -> Dict[str, int]:
     """Return the stage that holds each parameter and buffer of a model, by its name."""
     stage_of = {id(tensor): stage for stage, piece in enumerate(cut) for tensor in piece.tensors()}

@@ -59,7 +59,10 @@ class ProcessEngine(Engine):
         if layout.replicas > 1:
             ranks = [range(d, dist.get_world_size(), layout.devices) for d in range(layout.devices)]
             groups = [make_group(ranks_of, config.backend.deadline) for ranks_of in ranks]
+        if config.checkpoint is not None and config.checkpoint.format == "sharded":
+            self.checkpoint_group = make_group(range(dist.get_world_size()), config.backend.deadline)
         models, cut = cut_stages(job, layout, work.microbatch)
+        self._cut = cut
         first = models[0]
         stream = trace.StreamClock() if job.device.type == "cuda" else None
         self._recorder = trace.TraceRecorder(layout.rank, first.stage, job.traced, stream)
@@ -181,10 +184,21 @@ class ProcessEngine(Engine):
 
     def state(self) -> Optional[CheckpointState]:
         with self._drained("checkpoint", "checkpoint"):
-            self._interpreter.load_newest()
-            models = [stage.model for stage in self._interpreter.stages.values()]
-            ranks = collect.gather(self._mail, collect.export_stages(self.job, models, self.names))
+            ranks = collect.gather(self._mail, self._export())
         return None if ranks is None else collect.merge_ranks(self.job, ranks[: self._layout.devices])
+
+    def part(self) -> CheckpointState:
+        with self._drained("checkpoint", "checkpoint"):
+            part = self._export()
+        if self._layout.replica:  # the first replica writes
+            return CheckpointState({}, {}, {})
+        rest = collect.export_rest(self.job, self._cut) if self.is_main else {}
+        return part._replace(model={**part.model, **rest})
+
+    def _export(self) -> CheckpointState:
+        self._interpreter.load_newest()
+        models = [stage.model for stage in self._interpreter.stages.values()]
+        return collect.export_stages(self.job, models, self.names)
 
     @contextlib.contextmanager
     def _drained(self, kind: str, doing: str) -> Iterator[None]:

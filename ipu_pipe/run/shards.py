@@ -1,0 +1,102 @@
+"""Checkpoints of which each process writes its own files, by torch.distributed.checkpoint (DCP), without its pickled metadata.
+
+    step-120/model-00001-of-00004.safetensors       weights and buffers of the first process's stages
+             optimizer-00001-of-00004.safetensors   their optimizer state
+             ...
+             manifest.json                          written last, by rank 0, when all processes have written their files
+
+DCP brings the processes together, leaves out what several of them hold, and tells all of them when one has failed. The files are
+plain safetensors of whole tensors, which its `HuggingFaceStorageReader` reads, too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Dict, List, Mapping
+
+import torch
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.storage import WriteResult
+
+from ipu_pipe.backends.interface import CheckpointState
+from ipu_pipe.backends.ranks import report_lost_rank
+from ipu_pipe.errors import RunFault
+from ipu_pipe.run.checkpoint import abandoned_after_fault, begin_step, finish_step, guard_step, write_tensors
+
+KINDS = ("model", "optimizer")
+
+
+def save_shard(folder: Path, step: int, state: CheckpointState, facts: Mapping[str, Any], group: Any) -> Path:
+    """Write this process's part of `folder/step-K` and return the folder when all processes of `group` have written theirs.
+
+    `facts`: of the manifest; those of rank 0 are taken. Raise `RunFault`, on all of them, if one cannot write, or is lost.
+    """
+    tensors = {f"{kind}.{name}": value for kind, part in zip(KINDS, state) for name, value in part.items()}
+    writer, planner = ShardWriter(folder, step, state.plain, facts), dcp.DefaultSavePlanner(flatten_state_dict=False)
+    with abandoned_after_fault(folder, step):
+        try:
+            with report_lost_rank():
+                dcp.save(tensors, storage_writer=writer, planner=planner, process_group=group)
+        except CheckpointException as error:
+            first = error.failures[min(error.failures)][0]
+            raise first if isinstance(first, RunFault) else RunFault(f"{folder / f'step-{step}'}: {first}") from None
+    return folder / f"step-{step}"
+
+
+class ShardWriter(dcp.StorageWriter):
+    """Writes the tensors that DCP's plan gives a process, named `kind.NAME`, into a file for each kind. `plain`: the plain values
+    of the process's optimizer state, which go into the manifest."""
+
+    def __init__(self, folder: Path, step: int, plain: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+        self._folder, self._step, self._plain, self._facts = folder, step, plain, facts
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        """Do nothing: a writer writes one checkpoint."""
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: rank 0 makes the folder when all have planned."""
+
+    def prepare_local_plan(self, plan: dcp.SavePlan) -> dcp.SavePlan:
+        """Return the plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: List[dcp.SavePlan]) -> List[dcp.SavePlan]:
+        """Make the folder, on rank 0, and number the processes that have something to write."""
+        with guard_step(self._folder, self._step):
+            begin_step(self._folder, self._step)
+        count = sum(bool(plan.items) for plan in plans)
+        return [replace(plan, storage_data=f"{rank:05}-of-{count:05}") for rank, plan in enumerate(plans, 1)]
+
+    def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> torch.futures.Future[List[WriteResult]]:
+        """Write this process's files; give rank 0 their hashes, and the plain values."""
+        by_kind: Dict[str, Dict[str, torch.Tensor]] = {kind: {} for kind in KINDS}
+        for item in plan.items:
+            kind, _, name = item.index.fqn.partition(".")
+            by_kind[kind][name] = planner.resolve_data(item)  # type: ignore[assignment]
+        hashes: Dict[str, str] = {}
+        with guard_step(self._folder, self._step):
+            for kind, tensors in by_kind.items():
+                if tensors:
+                    name = f"{kind}-{plan.storage_data}.safetensors"
+                    hashes[name] = write_tensors(self._folder, self._step, name, tensors)
+        written: torch.futures.Future[List[WriteResult]] = torch.futures.Future()
+        written.set_result([WriteResult(MetadataIndex(""), 0, (hashes, self._plain))])
+        return written
+
+    def finish(self, metadata: Metadata, results: List[List[WriteResult]]) -> None:
+        """Write the manifest, on rank 0, in the place of DCP's metadata, and give the checkpoint its name."""
+        files: Dict[str, str] = {}
+        plain: Dict[str, Any] = {}
+        for (result,) in results:
+            files.update(result.storage_data[0])
+            plain.update(result.storage_data[1])
+        with guard_step(self._folder, self._step):
+            finish_step(self._folder, self._step, files, {**self._facts, "optimizer": plain})
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        """Return that any name will do."""
+        return True
