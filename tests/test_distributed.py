@@ -76,6 +76,13 @@ def cases() -> List[Case]:
     for R, K, model in ((3, 2, "convolution"), (4, 3, "residual"), (1, 2, "mlp"), (5, 1, "mlp"), (2, 9, "convolution")):
         own = {"replicas": R, "local_steps": K}
         made += [(f"{way}-local_sgd-{R}", "local_sgd", own, R, model, 0) for way in ("plain", "clip-stage", "adamw")]
+    for way, model, outer in (
+        ("plain", "convolution", {"mix": 0.25}),
+        ("channels", "residual", {"fragments": 2, "delay": 1, "mix": 0.5}),
+        ("adamw", "mlp", {"fragments": "per_stage", "offset": 1}),
+    ):
+        own = {"replicas": 3, "local_steps": 4, "outer": outer}
+        made.append((f"{way}-outer", "local_sgd", own, 3, model, 0))
     both = {"spike_compensation": {"scale": 1.0}, "weight_prediction": {"form": "velocity", "scale": 1.0}}
     more = {"pipemare": ROWS["t1+t2"].args, "pipelined_backprop": both}
     for method in (

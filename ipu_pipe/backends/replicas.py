@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+import functools
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import torch
 from torch import nn
 
 from ipu_pipe.backends.work import Work
+from ipu_pipe.schedule.methods import Outer
+
+REPLICA, OUTER, WEIGHT = "replica", "outer", "weight"  # of entries of a parameter's state in a checkpoint
 
 Place = Tuple[nn.Module, str]  # of a buffer: its module and its name there
 
@@ -63,21 +68,68 @@ class GradientReplicas:
         _set_buffers(self._places, self._buffers[0])
 
 
+class OuterOptimizer:
+    """DiLoCo's outer optimizer, SGD, over the weights w that replicas shared last, each weight's by its fragment.
+
+    In each round one fragment's turn comes (Streaming DiLoCo, Douillard et al. 2025; with one fragment Douillard et al. 2023):
+
+        [1] `delay` steps before the round's end    replica r: delta_r = w - w_r
+        [2] at its end                              w <- SGD(w, mean over r of delta_r)
+        [3]                                         replica r: w_r <- w + mix (w_r - w)
+    """
+
+    def __init__(self, settings: Outer, fragments: Sequence[int], weights: Sequence[torch.Tensor]) -> None:
+        """`fragments`: the number of each weight's."""
+        self.settings, self._fragments = settings, fragments
+        self.shared = [nn.Parameter(w.clone()) for w in weights]
+        self.sgd = torch.optim.SGD([{"params": self.shared}], settings.lr, settings.momentum, nesterov=settings.nesterov)
+        self._deltas: Dict[int, List[torch.Tensor]] = {}  # by replica
+
+    def list_chosen(self, work: Work, step: int) -> List[int]:
+        """Return the weights of the fragment whose turn it is in a step's round."""
+        stages, rounds = work.schedule.stages, work.method.rounds
+        assert rounds is not None
+        turn = (work.schedule.stretch(step)[1] - 1) // rounds.interval(stages) + self.settings.offset
+        turn %= self.settings.count_fragments(stages)
+        return [i for i, fragment in enumerate(self._fragments) if fragment == turn]
+
+    def take(self, replica: int, chosen: Sequence[int], weights: Sequence[torch.Tensor]) -> None:
+        """Carry out [1] for a replica with these weights."""
+        self._deltas[replica] = [self.shared[i].detach() - weights[i] for i in chosen]
+
+    def synchronize(self, chosen: Sequence[int], weights: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Carry out [2] and [3] for the weights of each replica, and [1] where the round was too short for it."""
+        for replica, of_replica in enumerate(weights):
+            if replica not in self._deltas:
+                self.take(replica, chosen, of_replica)
+        for i, *deltas in zip(chosen, *(self._deltas[replica] for replica in range(len(weights)))):
+            self.shared[i].grad = functools.reduce(torch.add, deltas) / len(deltas)
+        self.sgd.step()
+        self.sgd.zero_grad(set_to_none=True)
+        for of_replica in weights:
+            for i in chosen:
+                of_replica[i].copy_(self.shared[i].lerp(of_replica[i], self.settings.mix))
+        self._deltas.clear()
+
+
 class IndependentReplicas:
     """`count` replicas with weights, optimizer state and buffers of their own between two averagings (LocalSGD).
 
     All of these are averaged, stage by stage: velocities and moments like the weights that they belong to, running statistics
     too; what is not a real number (counters) is the first replica's. So replicas are alike after each round, and a checkpoint
-    taken there holds one of them.
+    taken there holds one of them. With an `outer` optimizer only running statistics are averaged, weights are what it makes of
+    them, and a checkpoint holds all replicas: those besides the first, and `outer`, as entries of the optimizer's state.
     """
 
     def __init__(
-        self, model: nn.Module, parameters: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer, count: int
-    ) -> None:
-        """`parameters`: those that the optimizer trains; `model`: the module with the buffers."""
+        self, model: nn.Module, parameters: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer, count: int,
+        outer: Optional[Outer] = None, fragments: Sequence[int] = (),
+    ) -> None:  # fmt: skip
+        """`parameters`: those that the optimizer trains; `model`: the module with the buffers; `fragments`: of the parameters."""
         self.count, self._entered = count, 0
         self._parameters, self._places = list(parameters), _find_buffers(model)
         self._optimizer_state = optimizer.state
+        entries = [self._take_entries(p) for p in self._parameters]
         self._weights = [[p.data for p in self._parameters]]
         self._states: List[Dict[Any, Dict[str, Any]]] = [self._get_states()]
         self._buffers = [_get_buffers(self._places)]
@@ -85,14 +137,58 @@ class IndependentReplicas:
             self._weights.append([w.clone() for w in self._weights[0]])
             self._states.append({p: copy.deepcopy(state) for p, state in self._states[0].items()})
             self._buffers.append([None if b is None else b.clone() for b in self._buffers[0]])
+        self._outer = OuterOptimizer(outer, fragments, self._weights[0]) if outer is not None else None
+        self._restore(entries)
 
     @classmethod
     def create(cls, work: Work, model: nn.Module, stages: Sequence[int]) -> Optional[IndependentReplicas]:
         """Return the replicas of `stages`, whose module is `model`; None if the job has no such replicas."""
         if work.method.rounds is None:
             return None
-        parameters = [p for stage in stages if stage in work.rules.stages for p in work.rules.stages[stage].parameters]
-        return cls(model, parameters, work.rules.optimizer, work.schedule.accumulate)
+        outer, count, own = work.method.rounds.outer, work.schedule.stages, work.rules.stages
+        parameters = [(stage, p) for stage in stages if stage in own for p in own[stage].parameters]
+        groups = outer.count_fragments(count) if outer is not None else 1
+        fragments = [stage * groups // count for stage, _ in parameters]
+        chosen = [p for _, p in parameters]
+        return cls(model, chosen, work.rules.optimizer, work.schedule.accumulate, outer, fragments)
+
+    # ---- checkpoints of replicas that are not alike
+
+    def _take_entries(self, p: nn.Parameter) -> Dict[str, Any]:
+        """Take what a checkpoint holds of replicas and of the outer optimizer out of a parameter's state."""
+        state = self._optimizer_state[p] if p in self._optimizer_state else {}
+        return {key: state.pop(key) for key in [key for key in state if key.startswith((REPLICA, OUTER))]}
+
+    def _restore(self, entries: Sequence[Dict[str, Any]]) -> None:
+        for i, (p, of_parameter) in enumerate(zip(self._parameters, entries)):
+            for place, weight, state in self._list_places(i, p):
+                for key in [key for key in of_parameter if key.startswith(f"{place}.")]:
+                    entry, value = key[len(place) + 1 :], of_parameter[key]
+                    if entry == WEIGHT:
+                        weight.copy_(value)
+                    else:
+                        state[entry] = value
+
+    def _list_places(self, i: int, p: nn.Parameter) -> List[Tuple[str, torch.Tensor, Dict[str, Any]]]:
+        """List the name, the weight and the optimizer's state of the outer optimizer and of all replicas but the first."""
+        if self._outer is None:
+            return []
+        shared = self._outer.shared[i]
+        others = [
+            (f"{REPLICA}{r}", self._weights[r][i], self._states[r].setdefault(p, {})) for r in range(1, self.count)
+        ]
+        return [(OUTER, shared.data, self._outer.sgd.state[shared]), *others]
+
+    @contextlib.contextmanager
+    def exported(self) -> Iterator[None]:
+        """Hold the other replicas and the outer optimizer in the optimizer's state, between two rounds."""
+        for i, p in enumerate(self._parameters):
+            for place, weight, state in self._list_places(i, p):
+                entries = {f"{place}.{key}": value for key, value in state.items() if value is not None}
+                self._optimizer_state[p].update({f"{place}.{WEIGHT}": weight, **entries})
+        yield
+        for p in self._parameters:
+            self._take_entries(p)
 
     def enter(self, replica: int) -> None:
         """Put a replica into the model and the optimizer, in place of the one that is there."""
@@ -116,8 +212,15 @@ class IndependentReplicas:
         self._states[self._entered] = self._get_states()
         self._buffers[self._entered] = _get_buffers(self._places)
 
+    def end_replica_step(self, work: Work, step: int) -> None:
+        """Let the outer optimizer take the weights of the replica in the model, which has done a step, if it is time."""
+        if self._outer is not None and work.schedule.stretch(step)[1] - self._outer.settings.delay == step + 1:
+            weights = [p.data for p in self._parameters]
+            self._outer.take(self._entered, self._outer.list_chosen(work, step), weights)
+
     def end_step(self, work: Work, step: int) -> None:
-        """Give every replica the mean of all, added up in their order, and put the first into the model.
+        """Give every replica the mean of all, added up in their order, or what the outer optimizer makes of them; put the first
+        into the model.
 
         Do nothing unless the step, which all have done, is the last of a round.
         """
@@ -125,9 +228,11 @@ class IndependentReplicas:
             return
         self._save()
         with torch.no_grad():
-            for tensors in (*zip(*self._weights), *zip(*self._buffers)):
+            if self._outer is not None:
+                self._outer.synchronize(self._outer.list_chosen(work, step), self._weights)
+            for tensors in (*(zip(*self._weights) if self._outer is None else ()), *zip(*self._buffers)):
                 _average(tensors)
-            for p, state in self._states[0].items():
+            for p, state in self._states[0].items() if self._outer is None else ():
                 for key in state:
                     _average([of_replica[p][key] for of_replica in self._states])
         self.enter(0)

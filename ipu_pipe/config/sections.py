@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, field_validator, 
 from typing_extensions import Annotated, Literal
 
 from ipu_pipe.config.values import (
+    MOST_STAGES,
     MOST_VERSIONS,
     Count,
     Delayed,
@@ -546,6 +547,34 @@ class DelayCompensation(Section):
     decay: Share = 0.95
 
 
+class Outer(Section):
+    """The outer optimizer of DiLoCo: SGD with `lr`, `momentum`, `nesterov`. `fragments`: groups of stages that are synchronized in
+    turn, a number or per_stage; `offset`: the first. `delay`: steps from taking the replicas' weights to the synchronization.
+    `mix`: the weight of a replica's own weights in what it goes on with."""
+
+    name: Literal["sgd"] = "sgd"
+    lr: Positive = 0.7
+    momentum: Share = 0.9
+    nesterov: StrictBool = True
+    fragments: Any = 1
+    offset: Whole = 0
+    delay: Whole = 0
+    mix: Annotated[NotNegative, Field(le=1)] = 0.0
+
+    @field_validator("fragments")
+    @classmethod
+    def _validate_fragments(cls, value: Any) -> Any:
+        if value == "per_stage" or (type(value) is int and 1 <= value <= MOST_STAGES):
+            return value
+        raise ValueError("must be an integer >= 1, or per_stage")
+
+    @model_validator(mode="after")
+    def _check_keys(self) -> "Outer":
+        if self.nesterov and not self.momentum:
+            raise key_fault("nesterov", True, "needs a momentum above 0")
+        return self
+
+
 class MethodArgs(Section):
     """Changes of the method's axes, and its update rules; null: the method's own, or none. docs/rules.md has their equations.
 
@@ -560,9 +589,10 @@ class MethodArgs(Section):
     each block: of how many updates' gradients its step is made. `delay_bound`: of randomized_pipedream: the greatest delay;
     null: PipeDream's own. `delays`: of randomized_pipedream: uniform, a constant of each stage, or exactly PipeDream's.
     `order`: of randomized_pipedream: of stages and microbatches. `nag`: of randomized_pipedream: Nesterov's factor. `replicas`:
-    of local_sgd: null: as many as stages. `local_steps`: of local_sgd: steps of a replica between two averages.
-    `split_backward`: of pipedream and pipelined_backprop: true: 1F1B whose weight gradients come later. `activation_limit`: of
-    zb_auto and split backwards: what a device may hold, in units of what 1F1B holds. `file`: of rows: CSV in PyTorch's format.
+    of local_sgd: null: as many as stages. `local_steps`: of local_sgd: steps of a replica between two averages. `outer`: of
+    local_sgd: DiLoCo's outer optimizer. `split_backward`: of pipedream and pipelined_backprop: true: 1F1B whose weight
+    gradients come later. `activation_limit`: of zb_auto and split backwards: what a device may hold, in units of what 1F1B
+    holds. `file`: of rows: CSV in PyTorch's format.
     """
 
     # keys of type Any are validated with their method, by ipu_pipe.schedule.methods
@@ -591,6 +621,7 @@ class MethodArgs(Section):
     nag: Optional[Positive] = None
     replicas: Optional[Stages] = None
     local_steps: Optional[Count] = None
+    outer: Optional[Outer] = None
     split_backward: Any = None
     activation_limit: Any = None
     file: Any = None

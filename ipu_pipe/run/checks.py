@@ -59,6 +59,9 @@ def _find_conflicts(job: Job) -> Dict[str, Any]:
     # copies of a layer would differ by such buffers, and a checkpoint has those of the first copy only
     has_copies = replicas > 1 or method.rounds is not None or (method.structure and method.structure.overlap)
     stops = [*list_drains(config, job.updates, job.updates_per_epoch, job.done), job.updates]
+    outer = method.rounds is not None and method.rounds.outer is not None
+    interval = method.rounds.interval(len(job.part)) if method.rounds is not None and outer else 1
+    short = next((k for k in stops if k % interval), None)
     early = next(((every, k) for every in args.get("block_accumulation", ()) for k in stops if k % every), (0, 0))
     sharded = config.checkpoint is not None and config.checkpoint.format == "sharded"
     faults: Dict[str, Any] = {
@@ -76,6 +79,8 @@ def _find_conflicts(job: Job) -> Dict[str, Any]:
         f"replicas: {replicas}: each would have a mean square of its own, of which a checkpoint holds one: must be 1, or "
         "method_args.delay_compensation.adaptive: false":
             replicas > 1 and args.get("delay_compensation", {}).get("adaptive"),
+        f"method_args.outer: an evaluation, a checkpoint or the end comes after {short} steps, it must come after a multiple of "
+        f"{interval}, when replicas synchronize (evaluate.steps, evaluate.every, checkpoint.every, steps)": short is not None,
         f"method_args.block_accumulation: {early[0]}: an evaluation or checkpoint comes after {early[1]} updates, it must come "
         "after a multiple, when no gathered gradient is left (evaluate.every, checkpoint.every, steps)": early[0],
     }  # fmt: skip

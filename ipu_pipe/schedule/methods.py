@@ -76,12 +76,55 @@ class Structure:
 
 
 @dataclass(frozen=True)
+class Outer:
+    """The outer optimizer of DiLoCo (Douillard et al. 2023) and Streaming DiLoCo (Douillard et al. 2025): SGD.
+
+    fragments: groups of neighbouring stages that take turns in being synchronized, or "per_stage". offset: the first one's number.
+    delay: steps before the end of a round at which the replicas' weights are taken. mix: the weight of a replica's own weights.
+    """
+
+    lr: float = 0.7
+    momentum: float = 0.9
+    nesterov: bool = True
+    fragments: Union[int, str] = 1
+    offset: int = 0
+    delay: int = 0
+    mix: float = 0.0
+
+    def count_fragments(self, stages: int) -> int:
+        """Return F, the number of fragments of P `stages`."""
+        return self.fragments if isinstance(self.fragments, int) else stages
+
+
+@dataclass(frozen=True)
 class Rounds:
     """LocalSGD (Algorithm 2): `replicas` R of the whole model (None: R = P) make `steps` K steps each with their own weights,
-    then the weights are averaged stage by stage. A drain ends a round early."""
+    then the weights are averaged stage by stage. A drain ends a round early. With an outer optimizer (DiLoCo) one of F fragments
+    is synchronized after each K / F steps."""
 
     replicas: Optional[int] = None
     steps: int = 5  # the paper's K for scaling and for its Transformer
+    outer: Optional[Outer] = None
+
+    def interval(self, stages: int) -> int:
+        """Return the steps between two drains."""
+        return self.steps if self.outer is None else self.steps // self.outer.count_fragments(stages)
+
+    def list_faults(self, stages: int) -> List[str]:
+        """List why P `stages` cannot be synchronized so, a line each."""
+        if self.outer is None:
+            return []
+        fragments, key = self.outer.count_fragments(stages), "method_args.outer"
+        if fragments > stages:
+            return [f"{key}.fragments: {fragments}: a fragment is a group of stages: must be at most {stages}"]
+        if self.steps % fragments:
+            return [f"method_args.local_steps: {self.steps}: must be a multiple of the {fragments} fragments of outer"]
+        limits = {"offset": (self.outer.offset, fragments), "delay": (self.outer.delay, self.interval(stages))}
+        return [
+            f"{key}.{name}: {value}: must be below {limit}, the {'fragments' if name == 'offset' else 'steps between two'}"
+            for name, (value, limit) in limits.items()
+            if value >= limit
+        ]
 
 
 @dataclass(frozen=True)
@@ -275,7 +318,7 @@ METHODS: Dict[str, Method] = {row.name: row for row in _ROWS}
 OWNERS = {
     "blocks": "local_chunked", "overlap": "local_overlapping", "layers": "last_layers",
     "delay_bound": "randomized_pipedream", "delays": "randomized_pipedream", "order": "randomized_pipedream",
-    "nag": "randomized_pipedream", "replicas": "local_sgd", "local_steps": "local_sgd",
+    "nag": "randomized_pipedream", "replicas": "local_sgd", "local_steps": "local_sgd", "outer": "local_sgd",
     "file": "rows",
 }  # fmt: skip
 # asynchronous methods that also run 1F1B with several stages on a device, and with split backwards
@@ -349,7 +392,9 @@ def resolve_method(name: str, args: Mapping[str, Any] = {}) -> Method:
         )  # fmt: skip
         return replace(method, history=history)
     if method.rounds is not None:
-        return replace(method, rounds=Rounds(settings.get("replicas"), settings.get("local_steps", Rounds.steps)))
+        outer = {key: value for key, value in settings.get("outer", {}).items() if key != "name"}
+        steps = settings.get("local_steps", Rounds.steps)
+        return replace(method, rounds=Rounds(settings.get("replicas"), steps, Outer(**outer) if "outer" in settings else None))
     if method.structure is not None:
         changes: Dict[str, Any] = {key: tuple(v) if isinstance(v, (list, tuple)) else v for key, v in settings.items()}
         return replace(method, structure=replace(method.structure, **changes)) if changes else method
@@ -478,6 +523,8 @@ def check_sizes(method: Method, stages: int, microbatches: int, accumulate: int)
             f"accumulate: {accumulate}: {method.name} keeps two weight versions, which suffice only with at least as"
             f" many microbatches per update as stages, here {stages}"
         )
+    if not faults and method.rounds is not None:
+        faults += method.rounds.list_faults(stages)
     if not faults and method.order is not None and stages % method.order.stages_per_device:
         faults.append(
             f"stages: {stages}: must be a multiple of the {method.order.stages_per_device} stages on each device of"

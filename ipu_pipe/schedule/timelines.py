@@ -54,12 +54,13 @@ def make_schedule(
         definition = PIPELINES[pipeline]
         if pipeline is Pipeline.LOCAL_SGD:
             assert method.rounds is not None
-            if accumulate < stages and method.rounds.steps > MOST_SHARED_BATCHES:
+            interval = method.rounds.interval(stages)
+            if accumulate < stages and interval > MOST_SHARED_BATCHES:
                 raise BadInput(
-                    f"method_args: local_steps: {method.rounds.steps}: must be at most {MOST_SHARED_BATCHES} with fewer replicas"
+                    f"method_args: local_steps: {interval}: must be at most {MOST_SHARED_BATCHES} with fewer replicas"
                     f" ({accumulate}) than stages ({stages})"
                 )
-            lengths = _split_into_rounds(drains, count, accumulate, method.rounds.steps * accumulate)
+            lengths = _split_into_rounds(drains, count, accumulate, interval * accumulate)
         elif definition.longest is None:
             later = [drain - warm for drain in drains if drain >= warm]
             lengths = _split_at_drains(later, count, accumulate)

@@ -74,7 +74,8 @@ class EmulatorEngine(Engine):
     def state(self) -> Optional[CheckpointState]:
         with self.job.numbers.whole():
             model = self.job.model.state_dict()
-        return CheckpointState(model, *export_state(self.job.optimizer, self.names))
+        with self._emulator.exported():
+            return CheckpointState(model, *export_state(self.job.optimizer, self.names))
 
     def report(self) -> Optional[Report]:
         state = count_state_bytes(self.job.optimizer, len(self.job.part))

@@ -17,7 +17,8 @@ the pipeline does its forwards in that order too.
 
 from __future__ import annotations
 
-from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
+from contextlib import nullcontext
+from typing import Any, ContextManager, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 from torch import nn
@@ -155,6 +156,7 @@ class Emulator:
             self._averaged.leave(replay.replica)
         if self._independent:  # it steps at once: other replicas do not wait for it, nor it for them
             self.work.rules.step(self.update, self._clipping.clip)
+            self._independent.end_replica_step(self.work, self.update)
         self._number, self._replay = self._number + 1, None
         self.weights.release(self._plan.find_oldest(self._number))
         outputs = output if isinstance(output, BlockOutputs) else [output]
@@ -210,6 +212,10 @@ class Emulator:
         self._doing = "data"
 
     # ---- around the steps
+
+    def exported(self) -> ContextManager[None]:
+        """Hold all that a checkpoint needs in the optimizer's state."""
+        return self._independent.exported() if self._independent is not None else nullcontext()
 
     @property
     def peak_bytes(self) -> int:

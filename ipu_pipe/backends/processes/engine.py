@@ -198,7 +198,8 @@ class ProcessEngine(Engine):
     def _export(self) -> CheckpointState:
         self._interpreter.load_newest()
         models = [stage.model for stage in self._interpreter.stages.values()]
-        return collect.export_stages(self.job, models, self.names)
+        with self._interpreter.exported():
+            return collect.export_stages(self.job, models, self.names)
 
     @contextlib.contextmanager
     def _drained(self, kind: str, doing: str) -> Iterator[None]:

@@ -17,7 +17,7 @@ in a circle.
 from __future__ import annotations
 
 import heapq
-from contextlib import nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import (
     Any,
@@ -291,6 +291,7 @@ class Interpreter:
         replicas.enter(m % replicas.count)
         stage.backward(m)
         self._updates[stage.model.stage].step(m // replicas.count)
+        replicas.end_replica_step(self._work, m // replicas.count)
 
     def _backward_and_average(self, stage: Stage, m: int) -> None:
         with self._average_beside(stage):
@@ -342,6 +343,14 @@ class Interpreter:
         if self._early is not None:
             self._early.may_post, end = True, self._early.started
         self.mail.post(end * self._work.schedule.accumulate, end)
+
+    @contextmanager
+    def exported(self) -> Iterator[None]:
+        """Hold all that a checkpoint needs in the optimizer's state."""
+        with ExitStack() as stack:
+            for replicas in self._independent.values():
+                stack.enter_context(replicas.exported())
+            yield
 
     def load_newest(self) -> None:
         """Put the newest weights into the parameters, with nothing in flight."""

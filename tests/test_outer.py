@@ -1,0 +1,194 @@
+"""DiLoCo and Streaming DiLoCo: torchft's recorded numbers, a loop in plain torch, resumed runs, refusals."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any, Dict, List
+
+import pytest
+import torch
+from torch import nn
+
+from ipu_pipe.backends.emulator.replay import Emulator
+from ipu_pipe.backends.work import Work
+from ipu_pipe.errors import BadInput
+from ipu_pipe.model.stages import begin_stage, partition
+from ipu_pipe.run.train import train
+from ipu_pipe.schedule.methods import resolve_method
+from ipu_pipe.schedule.timelines import make_schedule
+from ipu_pipe.schedule.versions import VersionTable
+from ipu_pipe.update.apply import UpdateRules
+from ipu_pipe.update.groups import make_groups
+from tests.staged_models import batches, whole
+from tests.test_asynchrony import assert_alike, cross_entropy, emulated, fresh, until_update
+from tests.test_asynchrony_runs import ROOT, config
+from tests.support.runs import assert_same_weights
+
+OUTER = {"name": "sgd", "lr": 0.7, "momentum": 0.9, "nesterov": True, "fragments": 1, "offset": 0, "delay": 0, "mix": 0.0}
+
+# Weights before each local step that pytorch/torchft records for two fragments of one weight each, at commit 73dafea in
+# test_fixtures/torchft.diloco_regression_test.DiLoCoMockedUpdateTest.*.json: two replicas, gradients of 2, weights that begin at 1,
+# plain SGD within at rate 1 and outside at rate 2, synchronization every 6 steps. By (delay, mix), of both fragments.
+TORCHFT = {
+    (0, 0.0): (
+        [1, -1, -3, -11, -13, -15, -17, -19, -21, -35, -37, -39, -41, -43, -45, -59, -61, -63, -65, -67, -69, -83],
+        [1, -1, -3, -5, -7, -9, -23, -25, -27, -29, -31, -33, -47, -49, -51, -53, -55, -57, -71, -73, -75, -77],
+    ),
+    (0, 0.5): (
+        [1, -1, -3, -8, -10, -12, -14, -16, -18, -24.5, -26.5, -28.5, -30.5, -32.5, -34.5, -40.25],
+        [1, -1, -3, -5, -7, -9, -17, -19, -21, -23, -25, -27, -32, -34, -36, -38],
+    ),
+    (0, 1.0): ([1 - 2 * step for step in range(16)],) * 2,
+    (1, 0.0): (
+        [1, -1, -3, -7, -9, -11, -13, -15, -17, -27, -29, -31, -33, -35, -37, -47],
+        [1, -1, -3, -5, -7, -9, -19, -21, -23, -25, -27, -29, -39, -41, -43, -45],
+    ),
+    (1, 0.5): (
+        [1, -1, -3, -6, -8, -10, -12, -14, -16, -21.5, -23.5, -25.5, -27.5, -29.5, -31.5, -35.75],
+        [1, -1, -3, -5, -7, -9, -15, -17, -19, -21, -23, -25, -29, -31, -33, -35],
+    ),
+    (1, 1.0): ([1 - 2 * step for step in range(16)],) * 2,
+}  # fmt: skip
+
+
+class AddTwice(nn.Module):
+    """x + 2 w, of which the gradient of w is 2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 2 * self.w
+
+
+@pytest.mark.parametrize("delay, mix", list(TORCHFT))
+def test_weights_are_those_that_torchft_recorded(delay: int, mix: float) -> None:
+    """The first row has the seventh file, too: there the replica that does not fail goes the same way, six steps further."""
+    by_fragment = TORCHFT[delay, mix]
+    steps = max(map(len, by_fragment)) - 1
+    model = nn.Sequential(AddTwice(), begin_stage(AddTwice()))
+    batch = (torch.zeros(1, 1), torch.zeros(1))
+    outer = {**OUTER, "lr": 2.0, "momentum": 0.0, "nesterov": False, "fragments": 2, "delay": delay, "mix": mix}
+    method = resolve_method("local_sgd", {"replicas": 2, "local_steps": 6, "outer": outer})
+    part = partition(model, batch[0])
+    schedule = make_schedule(method, 2, 2 * steps, 2)
+    table = VersionTable(schedule, method)
+    optimizer = torch.optim.SGD(make_groups(model, part), lr=1.0)
+    rules = UpdateRules({}, method, table.rule_lag(), 1, optimizer, lambda k: 1.0)
+    emulator = Emulator(Work(lambda output, y: output.mean(), table, rules), model, part, batch, 0, 2)
+    history = [[1.0, 1.0]]
+    for _ in range(steps - steps % 3):
+        emulator.step([batch] * 2)
+        history.append([float(module.w.detach()) for module in model])
+    for fragment, recorded in enumerate(by_fragment):
+        assert [weights[fragment] for weights in history][: len(recorded)] == recorded[: len(history)]
+
+
+ARGUMENTS: List[Dict[str, Any]] = [
+    {},
+    {"delay": 1, "mix": 0.25, "nesterov": False},
+    {"fragments": 2, "offset": 1, "delay": 1, "mix": 0.5},
+    {"fragments": "per_stage"},
+]
+
+
+@pytest.mark.parametrize("outer", ARGUMENTS, ids=str)
+@pytest.mark.parametrize("drains", [[], [5]])
+def test_it_is_the_loop_of_the_paper(outer: Dict[str, Any], drains: List[int]) -> None:
+    """Replicas with optimizers of their own; a fragment of the shared weights steps by torch.optim.SGD at the end of each round."""
+    R, steps, data = 3, 18, batches(54)
+    settings: Dict[str, Any] = {**OUTER, **outer}
+    ours, first = fresh("mlp"), fresh("mlp")
+    P = len(first)
+    F = P if settings["fragments"] == "per_stage" else settings["fragments"]
+    H = 2 * F if F > 1 else 3
+    method = resolve_method("local_sgd", {"replicas": R, "local_steps": H, "outer": settings})
+    emulated(ours, method, steps, data, [d * R for d in drains])
+    nets = [copy.deepcopy(first) for _ in range(R)]
+    inner = [torch.optim.SGD(whole(net).parameters(), lr=0.2, momentum=0.9, weight_decay=1e-3) for net in nets]
+    shared = [[nn.Parameter(p.detach().clone()) for p in stage.parameters()] for stage in first]
+    step_outer = torch.optim.SGD(
+        [p for stage in shared for p in stage], settings["lr"], settings["momentum"], nesterov=settings["nesterov"]
+    )
+    begin = 0
+    while begin < steps:
+        end = min([begin + H // F, steps, *[d for d in drains if d > begin]])
+        turn = ((end - 1) // (H // F) + settings["offset"]) % F
+        stages = [s for s in range(P) if s * F // P == turn]
+        deltas: Dict[int, List[torch.Tensor]] = {}
+        for h in range(begin, end):
+            for r in range(R):
+                inner[r].param_groups[0]["lr"] = 0.2 / (h + 1)
+                x, y = data[h * R + r]
+                inner[r].zero_grad()
+                cross_entropy(whole(nets[r])(x), y).backward()
+                inner[r].step()
+                if h == max(end - 1 - settings["delay"], begin - 1) or (h == end - 1 and r not in deltas):
+                    deltas[r] = [a.detach() - b.detach() for s in stages for a, b in zip(shared[s], nets[r][s].parameters())]
+        step_outer.zero_grad()
+        for i, p in enumerate([p for s in stages for p in shared[s]]):
+            p.grad = (deltas[0][i] + deltas[1][i] + deltas[2][i]) / R
+        step_outer.step()
+        for net in nets:
+            for s in stages:
+                for p, new in zip(net[s].parameters(), shared[s]):
+                    p.data = torch.lerp(new.detach(), p.data, settings["mix"])
+        begin = end
+    assert_alike(ours, nets[0])
+
+
+def test_an_outer_step_of_rate_one_without_momentum_is_local_sgds_mean() -> None:
+    """Where the inner optimizer has no state that LocalSGD would average."""
+    R, data = 2, batches(12)
+    ends = []
+    for args in ({}, {"outer": {**OUTER, "lr": 1.0, "momentum": 0.0, "nesterov": False}}):
+        model = whole(fresh("mlp"))
+        part = partition(model, data[0][0])
+        method = resolve_method("local_sgd", {"replicas": R, "local_steps": 3, **args})
+        table = VersionTable(make_schedule(method, len(part), 12, R), method)
+        rules = UpdateRules({}, method, table.rule_lag(), 1, torch.optim.SGD(make_groups(model, part), lr=0.1), lambda k: 0.1)
+        emulator = Emulator(Work(cross_entropy, table, rules), model, part, data[0], 0, R)
+        for _ in range(6):
+            emulator.step(data[m * R + r] for m, r in until_update(emulator))
+        ends.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    torch.testing.assert_close(ends[0], ends[1], rtol=1e-13, atol=1e-15)
+
+
+@pytest.mark.parametrize("outer", [{}, {"fragments": 2, "delay": 1, "mix": 0.5}], ids=str)
+@pytest.mark.parametrize("optimizer", [{"lr": 0.02, "momentum": 0.9}, {"name": "adamw", "lr": 0.01}], ids=["sgd", "adamw"])
+def test_a_resumed_run_ends_with_the_same_numbers(
+    outer: Dict[str, Any], optimizer: Dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    chosen = config("local_sgd", {"replicas": 3, "local_steps": 4, "outer": outer}, steps=12, optimizer=optimizer)
+    complete = train(chosen, tmp_path / "whole", quiet=True)
+    train(chosen, tmp_path / "again", quiet=True)
+    again = train(chosen, tmp_path / "again", resume_from=4, quiet=True)
+    assert again["final"] == complete["final"]
+    assert_same_weights(tmp_path / "whole", tmp_path / "again")
+
+
+@pytest.mark.parametrize(
+    "method, args, keys, place",
+    [
+        ("local_sgd", {"local_steps": 4, "outer": {}}, {"steps": 9}, "method_args.outer: "),
+        ("local_sgd", {"local_steps": 4, "outer": {"fragments": 3}}, {"steps": 8}, "method_args.local_steps: 4: "),
+        ("local_sgd", {"local_steps": 9, "outer": {"fragments": 9}}, {"steps": 9}, "method_args.outer.fragments: 9: "),
+        ("local_sgd", {"local_steps": 4, "outer": {"fragments": 2, "delay": 2}}, {"steps": 8}, "method_args.outer.delay: 2: "),
+        ("local_sgd", {"local_steps": 4, "outer": {"offset": 1}}, {"steps": 8}, "method_args.outer.offset: 1: "),
+        ("local_sgd", {"outer": {"mix": 1.5}}, {}, "method_args.outer.mix: 1.5: "),
+        ("local_sgd", {"outer": {"momentum": 0}}, {}, "method_args.outer.nesterov: "),
+        ("local_sgd", {"outer": {"fragments": 0}}, {}, "method_args.outer.fragments: 0: "),
+        ("pipedream", {"outer": {}}, {}, "method_args.outer: "),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    method: str, args: Any, keys: Any, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(BadInput) as error:
+        train(config(method, args, **keys), tmp_path / "run", quiet=True)
+    assert any(place in fault for fault in error.value.faults), error.value.faults
+    assert not (tmp_path / "run").exists()
