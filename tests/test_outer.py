@@ -21,14 +21,14 @@ from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.update.apply import UpdateRules
 from ipu_pipe.update.groups import make_groups
 from tests.staged_models import batches, whole
+from tests.support.runs import assert_same_weights
 from tests.test_asynchrony import assert_alike, cross_entropy, emulated, fresh, until_update
 from tests.test_asynchrony_runs import ROOT, config
-from tests.support.runs import assert_same_weights
 
 OUTER = {"name": "sgd", "lr": 0.7, "momentum": 0.9, "nesterov": True, "fragments": 1, "offset": 0, "delay": 0, "mix": 0.0}
 
 # Weights before each local step that pytorch/torchft records for two fragments of one weight each, at commit 73dafea in
-# test_fixtures/torchft.diloco_regression_test.DiLoCoMockedUpdateTest.*.json: two replicas, gradients of 2, weights that begin at 1,
+# test_fixtures/torchft.diloco_regression_test.DiLoCoMockedUpdateTest.*.json: two replicas, gradients of 2, first weights 1,
 # plain SGD within at rate 1 and outside at rate 2, synchronization every 6 steps. By (delay, mix), of both fragments.
 TORCHFT = {
     (0, 0.0): (
@@ -97,7 +97,7 @@ ARGUMENTS: List[Dict[str, Any]] = [
 @pytest.mark.parametrize("outer", ARGUMENTS, ids=str)
 @pytest.mark.parametrize("drains", [[], [5]])
 def test_it_is_the_loop_of_the_paper(outer: Dict[str, Any], drains: List[int]) -> None:
-    """Replicas with optimizers of their own; a fragment of the shared weights steps by torch.optim.SGD at the end of each round."""
+    """Replicas with optimizers of their own; a fragment of the shared weights steps by torch.optim.SGD as a round ends."""
     R, steps, data = 3, 18, batches(54)
     settings: Dict[str, Any] = {**OUTER, **outer}
     ours, first = fresh("mlp"), fresh("mlp")

@@ -79,7 +79,7 @@ class Structure:
 class Outer:
     """The outer optimizer of DiLoCo (Douillard et al. 2023) and Streaming DiLoCo (Douillard et al. 2025): SGD.
 
-    fragments: groups of neighbouring stages that take turns in being synchronized, or "per_stage". offset: the first one's number.
+    fragments: groups of neighbouring stages that are synchronized in turn, or "per_stage". offset: the first one's number.
     delay: steps before the end of a round at which the replicas' weights are taken. mix: the weight of a replica's own weights.
     """
 
