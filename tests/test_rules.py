@@ -247,7 +247,7 @@ def test_delay_compensation_is_that_computed_by_hand(adaptive: bool) -> None:
     first = 3 + 4 * 9 * 0.5 / (math.sqrt(4.5 + 1e-7) if adaptive else 1)
     assert float(weight.grad) == pytest.approx((first - 1) / 2, rel=1e-15)
     assert not optimizer.state
-    rules.step(0, lambda: None)
+    rules.step(0, lambda k: None)
     assert [float(optimizer.state[weight][name]) for name in rules.entries(0)] == [2.75] * adaptive
 
 
