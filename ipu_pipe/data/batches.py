@@ -179,7 +179,8 @@ class TensorData(SampledData):
 
     def take_train(self, epoch: int, places: range) -> Pair:
         """Return the samples at these places of an epoch."""
-        self._prepare(epoch)
+        if epoch != self._epoch:
+            self._draw_epoch(epoch)
         part = slice(places.start, places.stop)
         chosen = self._order[part]
         x = self.train[0][chosen]
@@ -192,10 +193,8 @@ class TensorData(SampledData):
         x, y = (part[places.start : places.stop].clone() for part in self.test)  # what works in place gets its own
         return self._normalized(x), y
 
-    def _prepare(self, epoch: int) -> None:
+    def _draw_epoch(self, epoch: int) -> None:
         """Draw the order and the augmentation of an epoch, by place in it."""
-        if epoch == self._epoch:
-            return
         count, generator = self.train_samples, torch.Generator()
         self._order = draw_order(self._seed, epoch, count)
         generator.manual_seed(derive_seed(self._seed, "augmentation", epoch))

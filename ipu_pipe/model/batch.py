@@ -52,7 +52,8 @@ def list_tensors(nest: Any) -> List[torch.Tensor]:
     """Return the tensors of a nest, in order."""
     if isinstance(nest, torch.Tensor):
         return [nest]
-    return [value for _, value in walk_leaves(nest) if isinstance(value, torch.Tensor)]
+    parts = nest.values() if isinstance(nest, Mapping) else nest if isinstance(nest, (tuple, list)) else ()
+    return [tensor for part in parts for tensor in list_tensors(part)]
 
 
 def iterate_tensors(values: Any) -> Iterator[torch.Tensor]:

@@ -98,6 +98,8 @@ class UpdateRules:
         self._compensated: Dict[Tuple[torch.nn.Parameter, str], torch.Tensor] = {}  # entries that microbatches change
         self._every: List[int] = args.get("block_accumulation") or [1] * len(lag)
         self._gathers = max(self._every) > 1
+        # whether `compensate` does more than `collect`
+        self.compensates = any(rule.compensate is not None for rule, _ in self._rules)
         self._count = len(lag)
         self._reads_lag = any(rule.read is not None and rule.reads_lag for rule, _ in self._rules)
         self._active = self._acting_here()
@@ -230,10 +232,11 @@ class UpdateRules:
             rounded = [(weight, master) for weight, master in rounded if id(master) not in masters]
         if self._gathers:
             gathering += _gather(self.stages.values(), self._every, k)
-        rates = self.rates(k)
+        base = float(self._rate(k))
         for stage in self.stages.values():
+            rate = float(self._stage_rate(stage.index, k, base))
             for group, share in zip(stage.groups, stage.shares):
-                group["lr"] = float(rates[stage.index]) * share
+                group["lr"] = rate * share
         followed = [(stage, rule.state(at)) for stage, rule, at in active if rule.state is not None]
         followed = [(stage, entries) for stage, entries in followed if any(entries.values())]
         before = {stage.index: [p.detach().clone() for p in stage.parameters] for stage, _ in followed}

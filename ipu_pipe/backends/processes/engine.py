@@ -87,6 +87,8 @@ class ProcessEngine(Engine):
         self._interpreter = Interpreter(
             work, stages, self._mail, self._recorder, replicas, self._early, job.may_stop_empty, channels
         )
+        interpreter, recorder = self._interpreter, self._recorder
+        self._doing = layout.rank, lambda: recorder.stage, lambda: interpreter.doing, lambda: interpreter.place
         # of a model that the caller holds
         self._has_whole_model = False
         self._holders = collect.find_holders(job.model, cut) if job.numbers.is_given or job.wants_model else {}
@@ -117,13 +119,9 @@ class ProcessEngine(Engine):
                 stacklevel=2,
             )
 
-    def _name_faults(self) -> Any:
-        interpreter = self._interpreter
-        return name_faults(self._layout.rank, lambda: self._recorder.stage, lambda: interpreter.doing, lambda: interpreter.place)
-
     def step(self, k: int, read: bool = True) -> List[StepResult]:
         interpreter, early, is_first = self._interpreter, self._early, 0 in self._layout.held
-        with self._name_faults():
+        with name_faults(*self._doing):
             # the first stage goes on until nothing that it can send is missing for update k
             last = k + 1
             if is_first:
@@ -160,7 +158,7 @@ class ProcessEngine(Engine):
     def end(self, done: int, asked: bool) -> int:
         if self._early is None:
             return super().end(done, asked)
-        with self._name_faults():
+        with name_faults(*self._doing):
             if asked and self.is_main:
                 self._early.ask()
             self._early.starts(done)
@@ -206,7 +204,7 @@ class ProcessEngine(Engine):
         """Record what runs inside, while the pipeline is empty, as one event, and compare the clocks after it."""
         self._interpreter.doing = doing
         start = self._recorder.mark()
-        with self._name_faults():
+        with name_faults(*self._doing):
             yield
             self._recorder.flush()  # a checkpoint is written after this: a run that is killed then has lost no event before it
             self._align_clocks()
@@ -222,7 +220,7 @@ class ProcessEngine(Engine):
 
     def report(self) -> Optional[Report]:
         self._interpreter.doing = "report"
-        with self._name_faults():
+        with name_faults(*self._doing):
             self._aligned = 0
             self._align_clocks()
             recorded = trace.read_back(self.job, self._layout.rank, self._recorder)
@@ -232,7 +230,7 @@ class ProcessEngine(Engine):
 
     def close(self) -> None:
         self._interpreter.doing = "end"
-        with self._name_faults():
+        with name_faults(*self._doing):
             self._interpreter.close()
             if self._holders:
                 with self.job.numbers.whole(loads=True):
@@ -290,7 +288,7 @@ class Microbatches:
         if left > 1:
             self._kept[m] = left - 1, batch, checksum
         checksums[m] = checksum
-        x, y = job.prepare_batch(batch)
+        x, y = job.move_to_device(*job.split_batch(batch))
         check_same_shapes(x, job.example[0], m)
         return x, y
 

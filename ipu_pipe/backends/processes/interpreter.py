@@ -182,10 +182,11 @@ class BatchAnnouncements:
 class Interpreter:
     """Carries out a rank's row: `step(k)` up to and including update k of each of its stages.
 
-    `stages`: those that the rank holds, by number; `doing`: the current action, or what else. `replicas`: the group of each
-    stage's replicas, empty if there is one. `early`: of a run that may be asked to end after any update; `ends_empty`: it may
-    be where the pipeline is empty. No receive may wait then for what comes after: it would take a message of the next run away.
-    `channels`: the mail's, which must be used once before anything is posted.
+    `stages`: those that the rank holds, by number; `update`: the next, which not all of them have done; `doing`: the current
+    action, or what else. `replicas`: the group of each stage's replicas, empty if there is one. `early`: of a run that may be
+    asked to end after any update; `ends_empty`: it may be where the pipeline is empty. No receive may wait then for what comes
+    after: it would take a message of the next run away. `channels`: the mail's, which must be used once before anything is
+    posted.
     """
 
     def __init__(
@@ -224,12 +225,8 @@ class Interpreter:
         row: Iterable[RowAction] = heapq.merge(*kinds)
         self._row = iter(row if early is None else early.filter(row))
         self.doing = "start"
+        self.update = work.update
         recorder.begin_update(self.update)
-
-    @property
-    def update(self) -> int:
-        """The next update: the one that not all stages have done."""
-        return min(stage.update for stage in self.stages.values())
 
     @property
     def place(self) -> str:
@@ -314,6 +311,7 @@ class Interpreter:
             if member.model.has_loss:
                 self._tabulate(member, k)
         update.carry_out(k, self.memory.sample)
+        self.update = min(member.update for member in self.stages.values())
         # no receive of a channel may wait while the pipeline is empty
         copying = [member for member in self.stages.values() if member.model.ties.copies_of]
         if copying and self._work.schedule.stretch(k)[1] == self.update:

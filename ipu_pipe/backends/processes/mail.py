@@ -64,11 +64,6 @@ class Message(NamedTuple):
         """The messages among which this one has its place in order."""
         return self.source, self.target, self.kind
 
-    def tag(self, tensor: int, ends: int) -> int:
-        """Return the tag of tensor number `tensor`, the same on both sides; `ends`: more than any stage or rank."""
-        place = ((self.number * len(KINDS) + KINDS.index(self.kind)) * ends + self.source) * ends + self.target
-        return (8 * place + tensor % 8) % (1 << 30)
-
 
 class _Sent(NamedTuple):
     """A tensor on its way; `bytes`: that it alone keeps; `lent_bytes`: that its microbatch keeps, too."""
@@ -99,8 +94,11 @@ class Mail:
         in_flight: int = 24,
     ) -> None:
         self._rank, self._device, self._recorder = layout.rank, device, recorder
-        self._ranks = [layout.rank_of(stage) for stage in range(layout.stages)]
+        ranks = [layout.rank_of(stage) for stage in range(layout.stages)]
         self._ends = max(layout.stages, layout.devices * layout.replicas)
+        # the ranks of a message's ends, by kind
+        self._ranks: Dict[str, Sequence[int]] = {**dict.fromkeys(KINDS, ranks), WORD: range(self._ends)}
+        self._by_channel = frozenset(KINDS).difference(ON_HOST) if channels is not None else frozenset()
         self._deadline, self._group, self._channels, self._in_flight = deadline, group, channels, in_flight
         self._through_host = device.type != "cpu" and channels is None
         self._expected: Dict[Link, Deque[Tuple[Message, Shapes]]] = {}
@@ -133,7 +131,7 @@ class Mail:
         """Announce messages that will come."""
         links: Dict[Link, None] = {}  # a set's order would differ from rank to rank
         for message, shapes in messages:
-            if self._find_rank(message, message.source) != self._rank:
+            if self._ranks[message.kind][message.source] != self._rank:
                 links[message.link] = None
                 self._expected.setdefault(message.link, deque()).append((message, shapes))
         for link in links:
@@ -145,7 +143,7 @@ class Mail:
         limit = UNLIMITED if kind in (RESULT, WORD, SHAPE, TEST, OBSERVED) else self._post_before[kind in BY_UPDATE]
         while queue and self._posted_count.get(link, 0) < most and queue[0][0].number < limit:
             message, shapes = queue.popleft()
-            source = self._find_rank(message, message.source)
+            source = self._ranks[kind][message.source]
             device = "cpu" if self._through_host or kind in ON_HOST else self._device
             received, size = [], 0
             for number, shape in enumerate(shapes):
@@ -160,14 +158,14 @@ class Mail:
 
     def receive(self, message: Message) -> List[torch.Tensor]:
         """Wait for an expected message and return its tensors."""
-        kind, recorder, source = message.kind, self._recorder, self._find_rank(message, message.source)
+        kind, recorder, source = message.kind, self._recorder, self._ranks[message.kind][message.source]
         if source == self._rank:
             return self._handed.pop(message)
         carries = CARRIES.get(kind)
         start = recorder.mark()
         received, size = self._posted.pop(message)
         for work, _ in received:
-            self._wait(work, [source], self._is_by_channel(kind))
+            self._wait(work, [source], kind in self._by_channel)
         if carries is not None:
             start = recorder.add("wait", message.number, start, peer=source, carries=carries)
         self._posted_count[message.link] -= 1
@@ -182,7 +180,7 @@ class Mail:
 
     def send(self, message: Message, tensors: Sequence[torch.Tensor]) -> None:
         """Send tensors; if too many are on their way to this rank, wait for the oldest."""
-        kind, m, target = message.kind, message.number, self._find_rank(message, message.target)
+        kind, m, target = message.kind, message.number, self._ranks[message.kind][message.target]
         if target == self._rank:
             self._handed[message] = [tensor.detach().contiguous() for tensor in tensors]
             return
@@ -224,7 +222,7 @@ class Mail:
             left = self._lent.pop(place) - lent
             if left:
                 self._lent[place] = left
-        self._wait(work, [self._find_rank(message, message.target)], self._is_by_channel(message.kind))
+        self._wait(work, [self._ranks[message.kind][message.target]], message.kind in self._by_channel)
         return message
 
     def flush(self) -> None:
@@ -262,17 +260,13 @@ class Mail:
         """List the other ranks of a group; None if it is that of all."""
         return None if group is None else [rank for rank in dist.get_process_group_ranks(group) if rank != self._rank]
 
-    def _find_rank(self, message: Message, end: int) -> int:
-        return end if message.kind == WORD else self._ranks[end]
-
     def _route(self, message: Message, number: int) -> Tuple[Any, int]:
-        """Return group and tag of tensor number `number`."""
-        if self._channels is None or message.kind in ON_HOST:
-            return self._group, message.tag(number, self._ends)
+        """Return the group and the tag of tensor number `number` of a message, the same on both sides."""
+        if self._channels is None or message.kind not in self._by_channel:
+            place = message.number * len(KINDS) + KINDS.index(message.kind)
+            place = (place * self._ends + message.source) * self._ends + message.target
+            return self._group, (8 * place + number % 8) % (1 << 30)
         return self._channels[message.link], 0
-
-    def _is_by_channel(self, kind: str) -> bool:
-        return self._channels is not None and kind not in ON_HOST
 
     def _wait(self, work: Any, ranks: Optional[Sequence[int]], is_channel: bool) -> None:
         with detect_lost_rank(ranks, self.limit):

@@ -104,10 +104,9 @@ class MemoryCounters:
             self._optimizer_bytes = count_bytes(states) + self.master_bytes
         buffers = self._mail.buffer_bytes((i, m) for i, stage in self._stages.items() for m in stage.stash.bytes_by_microbatch)
         # in the order of MEMORY
-        now = (
-            self._weight_bytes, sum(stage.version_bytes for stage in self._stages.values()), self._gradient_bytes,
-            self._optimizer_bytes, sum(stage.stash.held_bytes for stage in self._stages.values()), buffers,
-        )  # fmt: skip
+        versions = sum(stage.weights.held_bytes + stage.tied.held_bytes for stage in self._stages.values())
+        activations = sum(stage.stash.held_bytes for stage in self._stages.values())
+        now = (self._weight_bytes, versions, self._gradient_bytes, self._optimizer_bytes, activations, buffers)
         mark = recorder.mark()
         for i, value in enumerate(now):
             self._greatest[i] = max(self._greatest[i], value)

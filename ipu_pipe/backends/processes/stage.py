@@ -8,10 +8,10 @@ A stage needs no version table to find the newest weights: it reads what its mem
 
 from __future__ import annotations
 
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Callable, ContextManager, Dict, Iterator, List, Optional, Sequence, Set, Tuple
+from typing import Any, Callable, ContextManager, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import numpy as np
 import torch
@@ -99,17 +99,12 @@ class StageModel:
         x, y = self.source(m)
         return x if self.enters is None else None, y if self.has_loss else None
 
-    def draw_forward(self, m: int, piece: Piece) -> ContextManager[None]:
-        """Key what modules draw in a forward of a piece for microbatch m."""
-        if self.random is None:
-            return nullcontext()
-        return self.random.forward(m * self.layout.replicas + self.layout.replica, piece.calls_before)
-
-    def draw_backward(self, m: int) -> ContextManager[None]:
-        """Key what modules draw in the backward of microbatch m, where checkpoints run forwards again."""
-        if self.random is None:
-            return nullcontext()
-        return self.random.backward(m * self.layout.replicas + self.layout.replica)
+    def key_draws(self, m: int, piece: Optional[Piece]) -> ContextManager[None]:
+        """Key what modules draw in a forward of a piece for microbatch m; None: in its backward, where checkpoints run
+        forwards again."""
+        assert self.random is not None
+        number = m * self.layout.replicas + self.layout.replica
+        return self.random.backward(number) if piece is None else self.random.forward(number, piece.calls_before)
 
 
 def _draw(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -141,6 +136,7 @@ class Stage:
         self._keeps_versions = type(self.weights) is not WeightStore or bool(model.ties.copies_of)
         ties = model.ties
         self._is_tied = bool(ties.gradients_to or ties.gradients_from or ties.copies_of or ties.copied_to)
+        self._keeps_apart = self._is_tied or work.rules.compensates
         self.tied = TiedWeights(model.ties, model.stage, mail, work.update)
         self.stash = ActivationStash(model.tensors)
         self._trained = [t for t in model.tensors if t.is_leaf and t.requires_grad]
@@ -223,10 +219,10 @@ class Stage:
         value = inputs[0] if model.enters is None else model.enters.unflatten(inputs)
         if model.previous is not None:
             # the stage before moves the running statistics of its piece
-            with buffers_restored(model.previous), model.draw_forward(m, model.previous):
+            with buffers_restored(model.previous), model.key_draws(m, model.previous) if model.random else nullcontext():
                 value = model.previous(value)
         entered = value
-        with model.draw_forward(m, model.piece):
+        with model.key_draws(m, model.piece) if model.random else nullcontext():
             output = model.piece(value)
             scored_output = output if model.head is None else model.head(get_activation(output))
         outputs: List[torch.Tensor] = []
@@ -283,7 +279,7 @@ class Stage:
             outputs = [t for t, shape in zip(flight.outputs, leaves.tensors) if shape.differentiable]
             roots = [(t, g) for t, g in zip(outputs, leaves.gradients(gradients)) if t.requires_grad]
         roots += tied
-        with model.draw_backward(m):
+        with model.key_draws(m, None) if model.random else nullcontext():
             self._run_backward(m, kind, flight, [t for t, _ in roots], [g for _, g in roots])
         input_gradients: List[torch.Tensor] = []
         hands_on = not model.is_first and not is_local
@@ -301,10 +297,11 @@ class Stage:
         self, m: int, kind: Kind, flight: _InFlight, roots: List[torch.Tensor], gradients: List[Optional[torch.Tensor]]
     ) -> None:
         if kind is Kind.BACKWARD:
-            rules, s = self._work.rules, self.model.stage
-            with rules.compensate(self.update, [s], lambda _: self.weights.compute_age(0)), self._apart():
+            with self._keep_gradients_apart() if self._keeps_apart else nullcontext():
                 if roots:
                     torch.autograd.backward(roots, gradients)  # type: ignore[arg-type]
+            if self._work.rules.rounded:
+                self._work.rules.collect()
             self.stash.drop(m)
             return
         left = WeightGradients()
@@ -317,9 +314,17 @@ class Stage:
         self._left[m] = left
         self.stash.replace(m, left.tensors)
 
-    def _apart(self) -> ContextManager[None]:
-        """Keep the gradients of weights that other stages hold apart."""
-        return self.tied.gradients_apart() if self._is_tied else nullcontext()
+    @contextmanager
+    def _keep_gradients_apart(self) -> Iterator[None]:
+        """Keep the gradients that a backward leaves in here apart from earlier ones: of weights that other stages hold, and
+        all where rules correct those of a microbatch."""
+        with ExitStack() as stack:
+            stack.enter_context(
+                self._work.rules.compensate(self.update, [self.model.stage], lambda _: self.weights.compute_age(0))
+            )
+            if self._is_tied:
+                stack.enter_context(self.tied.gradients_apart())
+            yield
 
     def add_weight_gradients(self, m: int) -> None:
         """Carry out W(m): add what I(m) has left to the gradients of the weights."""
@@ -352,26 +357,22 @@ class Stage:
     # ---- around an update
 
     def before_update(self) -> None:
-        """Keep what passes to come will read of the weights in memory."""
-        if self._keeps_versions:
-            self.weights.before_update([self._find_kept_codes()])
+        """Keep what passes to come will read of the weights in memory: backwards of microbatches in flight, and forwards."""
+        if not self._keeps_versions:
+            return
+        method, codes = self._work.method, set()
+        if method.backward_reads is Reads.STASHED:
+            reads = [flight.replay.backward for flight in self._in_flight.values()]
+            codes = {int(read.codes[0]) for read in reads if read.versions[0] == self.update}
+            if method.forward_reads is Reads.DOUBLE_BUFFERED:
+                versions = np.full(self._work.schedule.stages, self.update)
+                codes |= self._plan.find_later_reads(versions, self.forwarded)[self.model.stage]
+        self.weights.before_update([codes])
 
     def after_update(self) -> None:
         """Count the weights in memory as the next version."""
         self.update += 1
         self._release()
-
-    def _find_kept_codes(self) -> Set[int]:
-        """Return how the newest version will be read when it is old: by backwards of microbatches in flight, by forwards."""
-        method = self._work.method
-        if method.backward_reads is not Reads.STASHED:
-            return set()
-        reads = [flight.replay.backward for flight in self._in_flight.values()]
-        codes = {int(read.codes[0]) for read in reads if read.versions[0] == self.update}
-        if method.forward_reads is Reads.DOUBLE_BUFFERED:
-            versions = np.full(self._work.schedule.stages, self.update)
-            codes |= self._plan.find_later_reads(versions, self.forwarded)[self.model.stage]
-        return codes
 
     def _release(self) -> None:
         """Drop the versions that nothing reads any more."""
@@ -385,13 +386,8 @@ class Stage:
             self.tied.release(min(versions, default=self.update))
 
     @property
-    def version_bytes(self) -> int:
-        """Bytes of the weight versions that are held besides those in the parameters."""
-        return self.weights.held_bytes + (self.tied.held_bytes if self._is_tied else 0)
-
-    @property
     def peak_version_bytes(self) -> int:
-        """The greatest `version_bytes` so far."""
+        """The most bytes of weight versions so far that were held besides those in the parameters."""
         return self.weights.peak_bytes + self.tied.peak_bytes
 
     def load_newest(self) -> None:

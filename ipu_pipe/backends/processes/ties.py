@@ -77,12 +77,7 @@ class TiedWeights:
         self._versions: Dict[int, List[torch.Tensor]] = {version: [p.data for p in self._copies]}
         self._newest = self._loaded = version
         self._gradients: List[Optional[torch.Tensor]] = []  # of the newest backward, still to be sent
-        self.peak_bytes = 0
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of the versions of copies besides the one in the parameters."""
-        return self._size * (len(self._versions) - (self._loaded in self._versions))
+        self.held_bytes = self.peak_bytes = 0  # of the versions of copies besides the one in the parameters
 
     def load(self, version: int) -> None:
         """Put a version of the copies into the parameters, waiting for it if need be."""
@@ -98,12 +93,17 @@ class TiedWeights:
         for p, value in zip(self._copies, self._versions[version]):
             p.data = value
         self._loaded = version
-        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
+        self._count()
 
     def release(self, oldest: int) -> None:
         """Drop versions before `oldest`, which nothing reads any more."""
         for version in [v for v in self._versions if v < oldest]:
             del self._versions[version]
+        self._count()
+
+    def _count(self) -> None:
+        self.held_bytes = self._size * (len(self._versions) - (self._loaded in self._versions))
+        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
 
     def receive_gradients(self, m: int) -> List[Tuple[nn.Parameter, torch.Tensor]]:
         """Return the gradients of shared weights that later stages' backwards of microbatch m have left, if not zero."""

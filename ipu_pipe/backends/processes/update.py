@@ -112,16 +112,13 @@ class StageUpdate:
     def _record(self, k: int) -> Iterator[None]:
         self._update, self._start = k, self._recorder.mark()
         yield
-        self._add_event()
+        self._recorder.add(Kind.UPDATE.word, k, self._start, version=k + 1)
 
     @contextlib.contextmanager
     def _interrupt(self) -> Iterator[None]:
-        self._add_event()
+        self._recorder.add(Kind.UPDATE.word, self._update, self._start, version=self._update + 1)
         yield
         self._start = self._recorder.mark()
-
-    def _add_event(self) -> None:
-        self._recorder.add(Kind.UPDATE.word, self._update, self._start, version=self._update + 1)
 
 
 class OtherRanksNorms(OtherStages):
