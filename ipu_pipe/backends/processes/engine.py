@@ -152,7 +152,7 @@ class ProcessEngine(Engine):
 
     def collect_gradients(self, k: int) -> Dict[str, torch.Tensor]:
         assert self._observed is not None
-        with self._name_faults():
+        with name_faults(*self._doing):
             return self._observed.collect(k)
 
     def end(self, done: int, asked: bool) -> int:
