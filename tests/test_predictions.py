@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from ipu_pipe.cli import reproduce
+from ipu_pipe.cli import plan, reproduce
 from ipu_pipe.errors import BadInput, run_command
 from ipu_pipe.hardware.description import read_hardware
 from ipu_pipe.hardware.model_units import count_units
@@ -22,6 +22,7 @@ from ipu_pipe.plan.blocks import BlockUnits, count_blocks
 from ipu_pipe.plan.candidates import Candidate, list_candidates, list_layouts
 from ipu_pipe.plan.prediction import Costing, Problem, Sums, predict_cut
 from ipu_pipe.plan.search import search
+from ipu_pipe.plan.tensor_parallel import predict_tensor_parallel
 from ipu_pipe.schedule.clock import HOST
 from ipu_pipe.schedule.methods import METHODS
 from ipu_pipe.studies import catalogue, predicted_2bw, predicted_local, predicted_pipemare
@@ -29,6 +30,7 @@ from ipu_pipe.studies.experiment import PredictedRows, make_prediction
 from ipu_pipe.studies.verdicts import SHOWN, judge_exactly
 
 ROOT = Path(__file__).resolve().parents[1]
+RATE = {"peak_flops": 1.0, "achievable_share": 1}
 counts = pytest.mark.skipif(FlopCounterMode is None, reason="this PyTorch counts no FLOPs")
 
 
@@ -107,6 +109,50 @@ def test_two_buffered_pipelines_beat_the_others_as_printed() -> None:
         widths = [1920] if other == "naive" else [1920, 2560]
         greatest = max(rates[width, batch][one] / rates[width, batch][other] for width in widths)
         assert 0.75 < greatest / ratio < 1.25, (one, other, batch)
+
+
+@counts
+def test_tensor_parallelism_loses_between_servers() -> None:
+    """The abstract's 1.3 times on one server and 20 times on eight are predicted as 1.2 and 26."""
+    ratios = [predicted_2bw.compare_tensor_parallel(*row[1:5]) for row in predicted_2bw.TENSOR]
+    given = {row["what"]: row["small"] for row in written("plan_2bw")["rows"] if "tensor" in row["what"]}
+    assert list(given.values()) == pytest.approx(ratios, rel=0.01) and 1 < ratios[0] < 1.5 and ratios[1] > 10
+
+
+def test_tensor_parallelism_by_hand() -> None:
+    """Two units of 4 and 8 FLOPs forward, 1 a second; all-reduces of 16 bytes at 16 bytes a second among two of four devices."""
+    device = {"memory_bytes": 1e9, "usable_share": 1, "memory_bandwidth": 1e15, "rates": {"float32": RATE}}
+    links = [{"name": "all", "bandwidth": 16.0, "latency": 0.0, "shared_by": 1}]
+    hardware = read_hardware({"devices": 4, "device": device, "links": links})
+    units = (Unit("a", 4.0, 8.0, 4, 16.0, 8.0), Unit("b", 8.0, 16.0, 8, 4.0, 8.0), Unit("loss", 0.0, 0.0, 0, 4.0, 0.0))
+    found = predict_tensor_parallel(Problem(units, 4.0, hardware, 1e9, "float32", 0), 4, 2, 2)
+    assert found is not None and (found.ways, found.width, found.micro_batch_size, found.gradient_accumulation) == (
+        2,
+        2,
+        1,
+        1,
+    )
+    compute = (2 * 12 + 24) / 2  # with recomputation
+    messages = 3 * 2 * (16 + 4) / 16  # 2 (t-1)/t = 1 among two
+    gradients = 4 * (12 / 2) / 16  # half of them on each device
+    assert found.samples_per_second == pytest.approx(2 / (compute + messages + gradients))
+    assert predict_tensor_parallel(Problem(units, 4.0, hardware, 1.0, "float32", 0), 4, 2, 2) is None
+
+
+@pytest.mark.parametrize(("ways", "code"), [("4", 0), ("3", 2)])
+def test_the_planner_compares_tensor_parallelism(
+    ways: str, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--hardware", "v100x8", "--precision", "float32", "--tensor-parallel", ways, "--json"]
+    monkeypatch.setattr(sys, "argv", ["tools/plan.py", str(ROOT / "configs/mlp_digits.yaml"), *options])
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit) as left:
+        run_command(plan.main)
+    out, err = capsys.readouterr()
+    assert int(left.value.code or 0) == code and ("error: --tensor-parallel: 3: " in err) == (code == 2)
+    if not code:
+        compared = json.loads(out)["tensor_parallel"]
+        assert (compared["ways"], compared["width"]) == (4, 2) and compared["samples_per_second"] > 0
 
 
 @counts

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+from dataclasses import asdict
 from pathlib import Path
 
 from ipu_pipe.cli.arguments import COMMON, CONFIG, JSON, command, get_say, get_tell, option, split_names, whole
@@ -50,6 +51,8 @@ def _parse_size(text: str) -> float:
     option("--measure", action="store_true", default=None,
            help="time the model's parts on this machine instead of counting FLOPs (default if the hardware is this machine)"),
     option("--count", dest="measure", action="store_false", default=None, help="count FLOPs even on this machine's hardware"),
+    option("--tensor-parallel", type=whole(2, MOST_STAGES), metavar="T",
+           help="also predict Megatron's tensor parallelism over T devices, to compare with: nothing here runs it"),
     option("--top", type=whole(1), default=10, metavar="K", help="configurations to print (default 10)"),
     JSON,
     option("--write", type=Path, metavar="FILE", help="write the best configuration as a config for tools/train.py"),
@@ -64,6 +67,7 @@ def main(args: argparse.Namespace) -> None:
     from ipu_pipe.files import write
     from ipu_pipe.plan import answer
     from ipu_pipe.plan.planner import make_plan
+    from ipu_pipe.plan.tensor_parallel import describe_tensor_parallel, predict_tensor_parallel
     from ipu_pipe.run.planning import make_problem_of
     from ipu_pipe.schedule.methods import METHODS
 
@@ -72,11 +76,19 @@ def main(args: argparse.Namespace) -> None:
         config, args.hardware, devices=args.devices, memory=args.memory, methods=args.methods, batch=args.batch,
         precision=args.precision, measure=args.measure, say=get_say(args.quiet),
     )  # fmt: skip
-    plan = make_plan(problem, methods, problem.hardware.devices, batch, args.top)
+    ways, devices = args.tensor_parallel, problem.hardware.devices
+    if ways is not None and (devices % ways or batch < devices // ways):
+        raise BadInput(
+            f"--tensor-parallel: {ways}: must divide {devices} devices into at most {batch} groups, a sample for each"
+        )
+    plan = make_plan(problem, methods, devices, batch, args.top)
+    tensor = None if ways is None else predict_tensor_parallel(problem, devices, ways, batch)
     if args.json:
-        print(json.dumps(answer.convert_to_json(plan), indent=1))
+        compared = {} if ways is None else {"tensor_parallel": None if tensor is None else asdict(tensor)}
+        print(json.dumps({**answer.convert_to_json(plan), **compared}, indent=1))
     else:
-        get_tell(args.quiet)(f"{answer.format_answer(plan)}\n\nthe model: {how}")
+        compared_lines = "" if ways is None else f"\n\n{describe_tensor_parallel(tensor)}"
+        get_tell(args.quiet)(f"{answer.format_answer(plan)}{compared_lines}\n\nthe model: {how}")
     if not plan.plans:
         why = plan.smallest_change or "the batch is too small"
         raise BadInput(f"no configuration fits {problem.hardware.name}: {why}")
@@ -85,9 +97,13 @@ def main(args: argparse.Namespace) -> None:
     best, row = plan.plans[0][0], METHODS.get(config.method)
     if args.methods is None and row is not None and row.flushes and not METHODS[best.asked.method].flushes:
         # weights that are read old are not chosen unasked
-        flushing = make_plan(problem, [name for name in methods if METHODS[name].flushes], problem.hardware.devices, batch, 1)
+        flushing = make_plan(
+            problem, [name for name in methods if METHODS[name].flushes], problem.hardware.devices, batch, 1
+        )
         if not flushing.plans:
-            raise BadInput(f"--write: only methods that read old weights fit, as {config.method} does not: take --methods")
+            raise BadInput(
+                f"--write: only methods that read old weights fit, as {config.method} does not: take --methods"
+            )
         get_say(args.quiet)(
             f"written is the best that flushes, as {config.method} does: {best.asked.method} reads old weights"
             f" (--methods {best.asked.method} writes it)"

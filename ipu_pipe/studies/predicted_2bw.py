@@ -1,4 +1,4 @@
-"""GPT models on V100 servers as the PipeDream-2BW paper measured them (Narayanan et al. 2021, Figures 6, 7 and 9), predicted.
+"""GPT models on V100 servers as the PipeDream-2BW paper measured them (Narayanan et al. 2021, Figures 6 to 9), predicted.
 
 The paper prints no shapes: 48 blocks of width 1920 have its 2.2 billion parameters, of width 2560 its 3.8 (3.9 in places), with a
 vocabulary of 50,304 whose embedding is also the head's weight; the first and the last stage of a pipeline each have a copy.
@@ -25,8 +25,9 @@ from ipu_pipe.model.flops import HOW
 from ipu_pipe.plan.candidates import Candidate, list_candidates, list_layouts
 from ipu_pipe.plan.prediction import Costing, Prediction, Problem, Sums, predict_fastest
 from ipu_pipe.plan.search import search
+from ipu_pipe.plan.tensor_parallel import predict_tensor_parallel
 from ipu_pipe.studies.experiment import PredictedRows, make_prediction
-from ipu_pipe.studies.verdicts import Verdict, judge_exactly
+from ipu_pipe.studies.verdicts import Verdict, judge_exactly, judge_printed
 
 SOURCE = "Narayanan et al. 2021 (PipeDream-2BW)"
 VOCABULARY, SEQUENCE, BLOCKS = 50304, 512, 48
@@ -148,6 +149,26 @@ def choose_depth(width: int, batch: int) -> int:
     return search(problem, options, 1).best[0].asked.depth
 
 
+def compare_tensor_parallel(width: int, depth: int, devices: int, batch: int) -> float:
+    """Return 2BW's throughput over that of tensor parallelism with as many parts (section 5.2), both with recomputation."""
+    problem, replicas = make_problem(count_gpt(width), devices), devices // depth
+    candidate = Candidate(TWO_BW, depth, replicas, 8, batch // replicas // 8, True)
+    pipeline = predict_fastest(problem, candidate, cut_equally(problem.units, depth))
+    tensor = predict_tensor_parallel(problem, devices, depth, batch)
+    assert tensor is not None  # it fits
+    return pipeline.samples_per_second / tensor.samples_per_second
+
+
+def predict_batches(depth: int, size: int) -> List[float]:
+    """Return samples per second of 2BW for the batches of Figure 8: 1.3 billion parameters, 24 blocks of width 2048."""
+    problem, replicas = make_problem(count_gpt(2048, 24)), DEVICES // depth
+    candidates = [
+        Candidate(TWO_BW, depth, replicas, size, batch // replicas // size, True) for batch in FIGURE_8_BATCHES
+    ]
+    starts = cut_equally(problem.units, depth)
+    return [predict_fastest(problem, candidate, starts).samples_per_second for candidate in candidates]
+
+
 # ---- the table
 
 # parameters, width, and the depth that the paper's planner chose
@@ -157,6 +178,9 @@ RATIOS = (
     (FLUSH, NAIVE, 512, 4.1), (FLUSH, NAIVE, 2048, 5.3), (TWO_BW, NAIVE, 2048, 6.1), (TWO_BW, GPIPE, 512, 3.2),
     (FLUSH, GPIPE, 512, 2.1), (FLUSH, GPIPE, 2048, 3.0), (TWO_BW, FLUSH, 512, 1.6), (TWO_BW, FLUSH, 2048, 1.15),
 )  # fmt: skip
+# 2BW over tensor parallelism: parameters, width, ways, devices, batch, printed
+TENSOR = (("2.2 billion", 1920, 8, 8, 256, 1.3), ("3.8 billion", 2560, 16, 64, 512, 20.0))
+FIGURE_8, FIGURE_8_BATCHES = ((4, 8), (8, 8), (8, 32)), (2048, 4096, 8192)  # depth and microbatch
 ORDER = (TWO_BW, FLUSH, GPIPE, NAIVE)  # from the fastest
 NAMES = {NAIVE: "inter-layer", GPIPE: "GPipe", FLUSH: "Flush", TWO_BW: "2BW"}
 
@@ -185,6 +209,16 @@ def predict_2bw() -> PredictedRows:
         lead = min(rate[a] / rate[b] - 1 for a, b in zip(ORDER, ORDER[1:]))
         names = ", ".join(NAMES[method] for method in ORDER)
         verdicts.append(judge_exactly(f"Figure 6, width {width}, batch {batch}: the order is {names}", lead > 0, lead))
+    over_tensor = []
+    for name, width, ways, devices, batch, printed in TENSOR:
+        ratio = round(compare_tensor_parallel(width, ways, devices, batch), 2)
+        over_tensor.append(ratio)
+        add("6", f"2BW over tensor parallelism, {name} on {devices}, {ways} ways, batch {batch}", printed, ratio)
+        claim = f"Figure 6: 2BW is {printed:g} times as fast as tensor parallelism, {name} on {devices}"
+        verdicts.append(judge_printed(claim, f"{printed:g}", ratio))
+    apart = min(over_tensor[0], over_tensor[1] / over_tensor[0]) - 1
+    claim = "Figure 6: 2BW is faster than tensor parallelism, the more so between servers"
+    verdicts.append(judge_exactly(claim, apart > 0, apart))
     memory = predict_memory()
     for method, size in sorted(memory.items(), key=lambda item: item[1]):
         add(
@@ -198,6 +232,16 @@ def predict_2bw() -> PredictedRows:
     limit = make_problem(count_gpt(1920), 8).memory_bytes
     apart = min(memory[GPIPE] / limit - 1, *(1 - memory[method] / limit for method in (NAIVE, FLUSH, TWO_BW)))
     verdicts.append(judge_exactly("Figure 7: GPipe alone does not fit", apart > 0, apart))
+    rates_8 = {(depth, size): predict_batches(depth, size) for depth, size in FIGURE_8}
+    for (depth, size), rates_of_batches in rates_8.items():
+        shown = ", ".join(f"{rate:.0f}" for rate in rates_of_batches)
+        add("8", f"samples/s, depth {depth}, microbatch {size}, batches of 2048, 4096, 8192: {shown}", None)
+    apart = min(
+        b / a - 1 for rates_of_batches in rates_8.values() for a, b in zip(rates_of_batches, rates_of_batches[1:])
+    )
+    verdicts.append(judge_exactly("Figure 8: throughput grows with the batch", apart > 0, apart))
+    apart = min(large / small - 1 for small, large in zip(rates_8[8, 8], rates_8[8, 32]))
+    verdicts.append(judge_exactly("Figure 8: 8 deep, microbatches of 32 are faster than of 8", apart > 0, apart))
     sizes = {depth: find_largest_model(depth) / GIGA for depth in (4, 8, 16, 32, 64)}
     for depth, size in sizes.items():
         printed_size = "almost 30" if depth == 64 else None
@@ -224,13 +268,15 @@ def predict_2bw() -> PredictedRows:
         " stage, as many blocks on each stage except for the planner's own choice, microbatches of 8 (batches of 512 with as many"
         " microbatches as stages); GPipe flushes after as many as fit, and its last stage keeps the logits of all of them",
         f"FLOPs {HOW}",
+        "tensor parallelism by a closed form (plan/tensor_parallel.py), its best microbatch; Figure 8's shape and smaller"
+        " microbatch are assumed",
         'the paper\'s ratios of Figure 6 are the greatest ("up to") of the models and batches that it tried',
     ]
     return PredictedRows(rows, notes, verdicts)
 
 
 TABLE_2BW = make_prediction(
-    "plan_2bw", "PipeDream-2BW on 64 V100s", f"{SOURCE}, Figures 6, 7 and 9",
+    "plan_2bw", "PipeDream-2BW on 64 V100s", f"{SOURCE}, Figures 6 to 9",
     {
         "figure": "figure", "what": "what", "printed": "printed in the paper", "small": "predicted, 2.2 billion, 8 deep",
         "large": "predicted, 3.8 billion, 16 deep", "error": "error",
