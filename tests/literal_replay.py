@@ -74,6 +74,8 @@ class LiteralRules:
             horizon = rule["scale"] * self.lag
             if rule["form"] == "velocity":
                 return self._ahead(weights, state, k, horizon)
+            if rule["form"] == "optimizer":
+                return {name: w.add(state.direction[name], alpha=-self.rate(k) * horizon) for name, w in weights.items()}
             return {name: w.add(state.difference[name], alpha=horizon) for name, w in weights.items()}
         return weights
 
@@ -98,6 +100,8 @@ class State:
         self.velocity = {name: torch.zeros_like(w) for name, w in weights.items()}
         self.difference = {name: torch.zeros_like(w) for name, w in weights.items()}
         self.delta = {name: torch.zeros_like(w) for name, w in weights.items()}
+        self.direction = {name: torch.zeros_like(w) for name, w in weights.items()}
+        self.delayed: Weights = {}  # the optimizer's own step
 
 
 class LiteralStage:
@@ -233,8 +237,8 @@ class LiteralStage:
             args: Mapping[str, Any] = rules.args if rules and k >= rules.switch else {}
             lag = rules.lag if rules else 0
             group = self.optimizer.param_groups[0]
-            if rules:
-                group["lr"] = rules.rate(k)
+            for one in self.optimizer.param_groups if rules else ():
+                one["lr"] = rules.rate(k)  # type: ignore[union-attr]
             for p in self.parameters.values():
                 if "gradient_shrinking" in args:
                     p.grad *= args["gradient_shrinking"]["factor"] ** lag
@@ -246,6 +250,12 @@ class LiteralStage:
                 old = self.history[-1][name]
                 if "momentum_buffer" in self.optimizer.state[p]:
                     state.velocity[name] = self.optimizer.state[p]["momentum_buffer"].clone()
+                    state.direction[name] = state.velocity[name]
+                if "exp_avg" in self.optimizer.state[p] and "weight_prediction" in args:  # m_hat / (sqrt(v_hat) + eps)
+                    kept, (b1, b2) = self.optimizer.state[p], group["betas"]
+                    m_hat = kept["exp_avg"] / (1 - b1 ** float(kept["step"]))
+                    v_hat = kept["exp_avg_sq"] / (1 - b2 ** float(kept["step"]))
+                    state.direction[name] = m_hat / (v_hat.sqrt() + group["eps"])
                 rule = args.get("spike_compensation")
                 if (
                     rule and lag
@@ -254,6 +264,11 @@ class LiteralStage:
                     a = rule["a"] if rule.get("a") is not None else m ** (rule["scale"] * lag)
                     b = rule["b"] if rule.get("b") is not None else (1 - m ** (rule["scale"] * lag)) / (1 - m)
                     p.data.copy_(old - group["lr"] * (a * state.velocity[name] + b * g))
+                if "error_feedback" in args and lag:  # the error of the step before: what it should have been, now known
+                    share, step = args["error_feedback"]["scale"] * lag, p.data - old
+                    before = self.states[-1].delayed.get(name, step)
+                    state.delayed[name] = step
+                    p.data.copy_(p.data.add(step, alpha=share).add(before, alpha=-share))
                 state.difference[name] = p.data - old
                 if "t2" in args and lag:
                     decay = args["t2"]["decay"]

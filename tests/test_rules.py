@@ -24,7 +24,8 @@ from ipu_pipe.schedule.methods import METHODS, Reads, resolve_method
 from ipu_pipe.schedule.recompute import find_segment_ends
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
-from ipu_pipe.update.apply import UpdateRules
+from ipu_pipe.update.apply import FORWARD, UpdateRules
+from ipu_pipe.update.optimizer import OptimizersByGroup
 from ipu_pipe.update.rates import choose_anneal_updates, scale_for_update_size
 from ipu_pipe.update.rules import RULES, Setting, compute_spectrain_horizon, list_conflicts
 from tests.staged_models import MODELS, batches, whole
@@ -32,6 +33,20 @@ from tests.test_emulator_exact import assert_equal, emulate, fresh, literal, pla
 
 SGD = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=1e-2)
 ADAMW = functools.partial(torch.optim.AdamW, lr=0.01, weight_decay=1e-2)
+
+
+def make_mixed(parameters: Any, lr: float) -> torch.optim.Optimizer:
+    """Muon on matrices and AdamW on the rest, of parameter groups or of one stage's parameters."""
+    groups = parameters if isinstance(parameters[0], dict) else [{"params": parameters, "stage": 0}]
+    parts = []
+    for number, make in enumerate((getattr(torch.optim, "Muon", torch.optim.SGD), torch.optim.AdamW)):
+        chosen = [[p for p in group["params"] if (p.dim() == 2) == (number == 0)] for group in groups]
+        own = [{"params": some, "stage": g["stage"], "member": number} for g, some in zip(groups, chosen) if some]
+        parts += [make(own, lr=lr)] if own else []
+    return OptimizersByGroup(parts)
+
+
+MIXED = functools.partial(make_mixed, lr=0.01)
 LR, M = Q(1, 4), Q(1, 2)  # dyadic, so that floating point computes exactly
 GRADIENTS = [Q(1), Q(-3, 2), Q(1, 4)]
 START = Q(2)
@@ -143,6 +158,14 @@ def hand_spectrain() -> Tuple[Q, Q, Q]:
     return w, w - LR * 3 * v, w - LR * 1 * v
 
 
+def hand_feedback(scale: Q) -> Tuple[Q, Q, Q]:
+    # the optimizer's own steps are d_t = -lr v_t; from the second on, w gets 2 k (d_t - d_{t-1}) more, the lag being 2
+    w, steps = START, [-LR * v for _, v, _ in momentum_steps()]
+    for before, step in zip([steps[0], *steps], steps):
+        w = w + step + 2 * scale * (step - before)
+    return w, w, w
+
+
 PB = "pipelined_backprop"
 SC, WP = {"scale": 1.0}, {"form": "velocity", "scale": 1.0}
 DC = {"scale": 4.0, "adaptive": False, "decay": 0.75}
@@ -190,6 +213,15 @@ ROWS: Dict[str, Row] = {
     "compensation-2bw": Row("pipedream_2bw", {"delay_compensation": {**DC, "adaptive": True}}),
     "compensation-warmup": Row(PB, {"stash": True, "delay_compensation": {**DC, "adaptive": True}}, switch=2),
     "compensation-delay": Row(PB, {"constant_delay": {"updates": 2}, "stash": True, "delay_compensation": DC}),
+    "prediction-optimizer": Row(
+        "pipedream", {"stash": False, "weight_prediction": {"form": "optimizer", "scale": 1.0}}, hand=lambda: hand_prediction(1)
+    ),
+    "prediction-optimizer+t1": Row(
+        "pipemare", {"weight_prediction": {"form": "optimizer", "scale": 2.0}, "t1": {"anneal_updates": 9}}
+    ),
+    "feedback": Row(PB, {"error_feedback": {"scale": 0.5}}, hand=lambda: hand_feedback(Q(1, 2))),
+    "feedback-2bw": Row("pipedream_2bw", {"error_feedback": {"scale": 1.0}}, (SGD, ADAMW, MIXED)),
+    "feedback+t2": Row("pipemare", {"error_feedback": {"scale": 0.25}, "t2": {"decay": 0.25}}, (SGD, MIXED)),
     "spectrain": Row("spectrain", {}, (SGD,), hand_spectrain),
     "spectrain-1f1b": Row("spectrain", {"schedule": "1f1b"}, (SGD,)),
     "plain": Row(PB, {}, hand=hand_plain),
@@ -249,6 +281,41 @@ def test_delay_compensation_is_that_computed_by_hand(adaptive: bool) -> None:
     assert not optimizer.state
     rules.step(0, lambda k: None)
     assert [float(optimizer.state[weight][name]) for name in rules.entries(0)] == [2.75] * adaptive
+
+
+def test_a_prediction_by_the_steps_of_adam_by_hand() -> None:
+    """PipeOptim: a forward reads w - lr T m_hat / (sqrt(v_hat) + eps); the lag is 3, the rate 0.1."""
+    weight, never = (nn.Parameter(torch.tensor([2.0], dtype=torch.float64)) for _ in range(2))
+    optimizer = torch.optim.AdamW([{"params": [weight, never], "stage": 0}], lr=0.1, betas=(0.9, 0.99), weight_decay=0.0)
+    args = {"weight_prediction": {"form": "optimizer", "scale": 1.0}}
+    rules = UpdateRules(args, resolve_method("pipedream", {"stash": False}), np.array([3.0]), 1, optimizer, lambda k: 0.1)
+    m = v = 0.0
+    assert rules.compute_corrections(0, FORWARD, 0) == [] and rules.entries(0) == []
+    for t, g in enumerate((0.5, -1.0, 0.25), 1):
+        weight.grad = torch.tensor([g], dtype=torch.float64)
+        rules.step(t - 1, lambda: None)
+        m, v = 0.9 * m + 0.1 * g, 0.99 * v + 0.01 * g * g
+        ((x, c),) = rules.compute_corrections(0, FORWARD, t)
+        direction = (m / (1 - 0.9**t)) / (math.sqrt(v / (1 - 0.99**t)) + 1e-8)
+        assert c * float(x[0]) == pytest.approx(-0.1 * 3 * direction, rel=1e-14) and float(x[1]) == 0
+
+
+def test_error_feedback_follows_training_without_delay_to_the_second_order() -> None:
+    """On w^2/2 a delay of one update contracts by 1 - a - a^2, plain descent by 1 - a, as does the delay with feedback."""
+    factors = {}
+    for scale in (None, 1.0):
+        weight = nn.Parameter(torch.ones(1, dtype=torch.float64))
+        optimizer = torch.optim.SGD([{"params": [weight], "stage": 0}], lr=0.01)
+        args = {} if scale is None else {"error_feedback": {"scale": scale}}
+        rules = UpdateRules(args, METHODS["pipedream_2bw"], np.array([1.0]), 1, optimizer, lambda k: 0.01)
+        values = [1.0]
+        for k in range(60):
+            weight.grad = torch.tensor([values[max(k - 1, 0)]], dtype=torch.float64)
+            rules.step(k, lambda: None)
+            values.append(float(weight.detach()))
+        factors[scale] = values[-1] / values[-2]
+    assert factors[None] == pytest.approx(1 - 0.01 - 0.01**2, abs=3e-6)
+    assert factors[1.0] == pytest.approx(1 - 0.01, abs=3e-6)
 
 
 def test_the_two_forms_of_prediction_agree_on_plain_momentum_and_differ_with_spike_compensation() -> None:
@@ -516,6 +583,11 @@ def test_hogwild_without_mean_takes_the_pipelines_lags() -> None:
         ("pipedream", {"delay_compensation": DC, "weight_prediction": WPW}, "sgd", {}, "same delay"),
         ("pipedream", {"delay_compensation": DC, "split_backward": True}, "sgd", {}, "later updates"),
         ("gpipe", {"delay_compensation": DC}, "sgd", {}, "no gradient is stale"),
+        (PB, {"weight_prediction": {"form": "optimizer", "scale": 1.0}}, "Muon", {}, "use form: difference"),
+        (PB, {"weight_prediction": {"form": "optimizer", "scale": 1.0}}, "sgd", {}, "optimizer.momentum: 0"),
+        (PB, {"weight_prediction": {"form": "optimizer", "scale": 1.0}}, "adam", {"amsgrad": True}, "optimizer.amsgrad"),
+        (PB, {"error_feedback": {"scale": 1.0}, "spike_compensation": SC}, "sgd", {"momentum": 0.9}, "same delay"),
+        ("gpipe", {"error_feedback": {"scale": 1.0}}, "sgd", {}, "no gradient is stale"),
         ("gpipe", {"t1": {"anneal_updates": 3}}, "sgd", {}, "no gradient is stale"),
         ("gpipe", {"warmup": {"epochs": 1}}, "sgd", {}, "no gradient is stale"),
     ],

@@ -525,10 +525,10 @@ class SpikeCompensation(Section):
 
 
 class WeightPrediction(Section):
-    """Linear weight prediction over `scale` times the delay, by the optimizer's velocity or the last update's difference
-    (`form`)."""
+    """Linear weight prediction over `scale` times the delay, by the velocity of sgd, the last update's difference, or the
+    direction of the step of sgd, adam or adamw (`form`)."""
 
-    form: Literal["velocity", "difference"] = "velocity"
+    form: Literal["velocity", "difference", "optimizer"] = "velocity"
     scale: Positive = 1.0
 
 
@@ -575,6 +575,12 @@ class Outer(Section):
         return self
 
 
+class ErrorFeedback(Section):
+    """The step that the newest gradient shows to have been wrong an update ago, made up for `scale` times."""
+
+    scale: Positive = 1.0
+
+
 class MethodArgs(Section):
     """Changes of the method's axes, and its update rules; null: the method's own, or none. docs/rules.md has their equations.
 
@@ -583,16 +589,16 @@ class MethodArgs(Section):
     or false: whether backwards read their forward's weights. `hogwild`: drawn delays. `constant_delay`: the same delay
     everywhere. `recompute`: activations recomputed by the method's own rule. `warmup`: synchronous at first. `t1`: PipeMare's
     rescheduled rates. `t2`: PipeMare's corrected backward. `spike_compensation`, `weight_prediction`, `gradient_shrinking`,
-    `delay_compensation`: see there. `blocks`: of local_chunked: how many, or the names at which they begin. `overlap`: of
-    local_overlapping: 1. `layers`: of last_layers: how many stages train. `head`: of local methods: "module:function" that
-    makes an auxiliary head. `block_rates`: of each block: what its learning rate is multiplied by. `block_accumulation`: of
-    each block: of how many updates' gradients its step is made. `delay_bound`: of randomized_pipedream: the greatest delay;
-    null: PipeDream's own. `delays`: of randomized_pipedream: uniform, a constant of each stage, or exactly PipeDream's.
-    `order`: of randomized_pipedream: of stages and microbatches. `nag`: of randomized_pipedream: Nesterov's factor. `replicas`:
-    of local_sgd: null: as many as stages. `local_steps`: of local_sgd: steps of a replica between two averages. `outer`: of
-    local_sgd: DiLoCo's outer optimizer. `split_backward`: of pipedream and pipelined_backprop: true: 1F1B whose weight
-    gradients come later. `activation_limit`: of zb_auto and split backwards: what a device may hold, in units of what 1F1B
-    holds. `file`: of rows: CSV in PyTorch's format.
+    `error_feedback`, `delay_compensation`: see there. `blocks`: of local_chunked: how many, or the names at which they begin.
+    `overlap`: of local_overlapping: 1. `layers`: of last_layers: how many stages train. `head`: of local methods:
+    "module:function" that makes an auxiliary head. `block_rates`: of each block: what its learning rate is multiplied by.
+    `block_accumulation`: of each block: of how many updates' gradients its step is made. `delay_bound`: of
+    randomized_pipedream: the greatest delay; null: PipeDream's own. `delays`: of randomized_pipedream: uniform, a constant of
+    each stage, or exactly PipeDream's. `order`: of randomized_pipedream: of stages and microbatches. `nag`: of
+    randomized_pipedream: Nesterov's factor. `replicas`: of local_sgd: null: as many as stages. `local_steps`: of local_sgd:
+    steps of a replica between two averages. `outer`: of local_sgd: DiLoCo's outer optimizer. `split_backward`: of pipedream and
+    pipelined_backprop: true: 1F1B whose weight gradients come later. `activation_limit`: of zb_auto and split backwards: what a
+    device may hold, in units of what 1F1B holds. `file`: of rows: CSV in PyTorch's format.
     """
 
     # keys of type Any are validated with their method, by ipu_pipe.schedule.methods
@@ -608,6 +614,7 @@ class MethodArgs(Section):
     spike_compensation: Optional[SpikeCompensation] = None
     weight_prediction: Optional[WeightPrediction] = None
     gradient_shrinking: Optional[GradientShrinking] = None
+    error_feedback: Optional[ErrorFeedback] = None
     delay_compensation: Optional[DelayCompensation] = None
     blocks: Any = None
     overlap: Any = None

@@ -30,6 +30,8 @@ def list_inapplicable(job: Job) -> List[str]:
         faults.append(f"optimizer.name: {', '.join(kinds)}: the theory covers SGD alone: must be sgd")
     elif any(group.get("maximize") for group in job.whole.param_groups):
         faults.append("optimizer.maximize: true: the theory covers descent alone")
+    if job.config.method_args.error_feedback is not None:
+        faults.append("method_args.error_feedback: the theory does not cover it: must be null")
     if job.method.structure is not None:
         faults.append(f"method: {job.method.name}: trains blocks by losses of their own: no gradient is stale")
     if job.method.delay is not None and job.method.delay.drawn:

@@ -13,7 +13,20 @@ from numpy.typing import NDArray
 from ipu_pipe.model.precision import Masters, collect_gradients, write_weights
 from ipu_pipe.schedule.methods import Method
 from ipu_pipe.schedule.table import IntArray
-from ipu_pipe.update.rules import VELOCITY, Follow, Reading, Rule, Setting, Step, Tensors, select_rules
+from ipu_pipe.update.optimizer import get_kind
+from ipu_pipe.update.rules import (
+    BY_RATE,
+    DIRECTIONS,
+    STEP,
+    Follow,
+    Move,
+    Reading,
+    Rule,
+    Setting,
+    Step,
+    Tensors,
+    select_rules,
+)
 
 Floats = NDArray[np.float64]
 
@@ -29,6 +42,7 @@ class StageState:
     groups: List[Dict[str, Any]]
     state: Any  # optimizer.state
     shares: List[float]  # of each group's learning rate in the schedule's
+    kinds: List[str]  # of each group's optimizer
 
     @property
     def parameters(self) -> List[torch.nn.Parameter]:
@@ -38,12 +52,20 @@ class StageState:
     def entries(self, name: str) -> Optional[Tensors]:
         """Return the optimizer state `name` of each parameter, or None before the first update has made it.
 
-        It is 0 for a parameter that never had a gradient.
+        It is 0 for a parameter that never had a gradient. `STEP` is computed from the state.
         """
-        values = [self.state[p].get(name) if p in self.state else None for p in self.parameters]
+        if name == STEP:
+            kinds = zip(self.groups, self.kinds)
+            values = [self._compute_direction(p, group, kind) for group, kind in kinds for p in group["params"]]
+        else:
+            values = [self.state[p].get(name) if p in self.state else None for p in self.parameters]
         if all(value is None for value in values):
             return None
         return [torch.zeros_like(p) if value is None else value for p, value in zip(self.parameters, values)]
+
+    def _compute_direction(self, p: torch.nn.Parameter, group: Mapping[str, Any], kind: str) -> Optional[torch.Tensor]:
+        entry, compute = DIRECTIONS[kind]
+        return compute(group, self.state[p]) if p in self.state and entry in self.state[p] else None
 
     def scale_by_rate(self, tensors: Tensors) -> Tensors:
         """Return tensors, one for each parameter, times the share of the parameter's group in the schedule's learning rate."""
@@ -156,7 +178,7 @@ class UpdateRules:
         read = self._read(stage, Reading(code == FORWARD, max(-code, 0), rate))
         here = self.stages[stage]
         pairs = [(entry, here.entries(entry), c) for entry, c in read if c]
-        return [(here.scale_by_rate(x) if entry == VELOCITY else x, c) for entry, x, c in pairs if x is not None]
+        return [(here.scale_by_rate(x) if entry in BY_RATE else x, c) for entry, x, c in pairs if x is not None]
 
     # --- the gradients of a microbatch
 
@@ -237,9 +259,9 @@ class UpdateRules:
             rate = float(self._stage_rate(stage.index, k, base))
             for group, share in zip(stage.groups, stage.shares):
                 group["lr"] = rate * share
-        followed = [(stage, rule.state(at)) for stage, rule, at in active if rule.state is not None]
-        followed = [(stage, entries) for stage, entries in followed if any(entries.values())]
-        before = {stage.index: [p.detach().clone() for p in stage.parameters] for stage, _ in followed}
+        followed = [(stage, rule, rule.state(at)) for stage, rule, at in active if rule.state is not None]
+        followed = [(stage, rule, entries) for stage, rule, entries in followed if any(entries.values())]
+        before = {stage.index: [p.detach().clone() for p in stage.parameters] for stage, _, _ in followed}
         with torch.no_grad():
             for stage, rule, at in active:
                 if rule.gradient is not None:
@@ -248,12 +270,13 @@ class UpdateRules:
                 clip(k)
             moved = [(rule.step, at, _moved(stage)) for stage, rule, at in active if rule.step is not None]
             self.optimizer.step()
+            steps = {s: _compute_step(self.stages[s], old) for s, old in before.items()}
             for change, at, groups in moved:
                 for moved_group in groups:
-                    _change_step(change, at, moved_group)
-            for stage, entries in followed:
-                now = [p.detach() for p in stage.parameters]
-                _follow(stage, entries, list(torch._foreach_sub(now, before[stage.index])))
+                    _change_step(change, at, moved_group, steps.get(moved_group.stage.index))
+            for stage, rule, entries in followed:
+                alone = rule.follows_optimizer or not moved
+                _follow(stage, entries, steps[stage.index] if alone else _compute_step(stage, before[stage.index]))
         for (p, name), entry in self._compensated.items():
             if p in self.optimizer.state:
                 self.optimizer.state[p][name] = entry
@@ -276,9 +299,10 @@ class UpdateRules:
 def _by_stage(optimizer: torch.optim.Optimizer, base: Optional[float]) -> Dict[int, StageState]:
     stages: Dict[int, StageState] = {}
     for group in optimizer.param_groups:
-        stage = stages.setdefault(group["stage"], StageState(group["stage"], [], optimizer.state, []))
+        stage = stages.setdefault(group["stage"], StageState(group["stage"], [], optimizer.state, [], []))
         stage.groups.append(group)
         stage.shares.append(group["lr"] / base if base else 1.0)
+        stage.kinds.append(get_kind(optimizer, group))
     return stages
 
 
@@ -319,7 +343,7 @@ def _moved(stage: StageState) -> List[_Moved]:
     for group in stage.groups:
         parameters = [p for p in group["params"] if p.grad is not None]
         gradients = [p.grad for p in parameters]
-        if group["weight_decay"] and parameters:
+        if group.get("weight_decay") and parameters:
             values = [p.detach() for p in parameters]
             gradients = list(torch._foreach_add(gradients, values, alpha=group["weight_decay"]))
         if parameters:
@@ -327,13 +351,18 @@ def _moved(stage: StageState) -> List[_Moved]:
     return moved
 
 
-def _change_step(change: Step, at: Setting, moved: _Moved) -> None:
-    """Add what the rule adds to a step that the optimizer has made."""
-    state = moved.stage.state
-    has_velocity = moved.group["momentum"]
-    velocity = [state[p]["momentum_buffer"] for p in moved.parameters] if has_velocity else moved.gradients
+def _compute_step(stage: StageState, before: Tensors) -> Tensors:
+    """Return how far the parameters of a stage are from what they were."""
+    return list(torch._foreach_sub([p.detach() for p in stage.parameters], before))
+
+
+def _change_step(change: Step, at: Setting, moved: _Moved, steps: Optional[Tensors]) -> None:
+    """Add what the rule adds to a step that the optimizer has made; `steps`: of the stage's parameters, where they are known."""
+    by_id = {id(p): step for p, step in zip(moved.stage.parameters, steps or ())}
+    states = [moved.stage.state[p] for p in moved.parameters]
+    own = [by_id[id(p)] for p in moved.parameters if by_id]
     values = [p.detach() for p in moved.parameters]
-    for x, c in change(at, moved.group, velocity, moved.gradients):
+    for x, c in change(at, Move(moved.group, states, moved.gradients, own)):
         torch._foreach_add_(values, x, alpha=c)
 
 

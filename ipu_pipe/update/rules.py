@@ -6,7 +6,7 @@ applies the rules in the order of their table, and each of these in turn:
     compensate  g_m <- compensate(g_m, w_now - w_read) of each microbatch m          (as soon as its backward is done)
     gradient    g <- gradient(g)                                                     (then clipping)
     rate        lr <- rate(lr, k)
-    step        the optimizer's own step, then w <- w + c x for each (x, c) of step(velocity, g)
+    step        the optimizer's own step, then w <- w + c x for each (x, c) of step(move)
     state       each entry kept beside the optimizer's <- its own function of what it was and of w_{t+1} - w_t
 
 and a pass that reads a version of the weights w gets w + c x for each (entry, c) of `read`, x the optimizer's state of that
@@ -58,8 +58,27 @@ class Reading(NamedTuple):
 Follow = Callable[[Tensors, Tensors], Tensors]
 # (setting, gradients of a microbatch, w_now - w_read or None where it is 0, entries by name); all are changed in place
 Compensate = Callable[["Setting", Tensors, Optional[Tensors], Mapping[str, Tensors]], None]
-# (setting, options of the optimizer's group, velocity, gradients) -> (x, c) pairs
-Step = Callable[[Setting, Mapping[str, Any], Tensors, Tensors], List[Tuple[Tensors, float]]]
+
+
+class Move(NamedTuple):
+    """A step of the optimizer over the parameters of one group.
+
+    `options`: of the group; `states`: the optimizer's, of each parameter; `gradients`: before the step, with the optimizer's
+    weight decay, as its velocity has it; `step`: w_{t+1} - w_t by the optimizer alone, empty unless the rule keeps state.
+    """
+
+    options: Mapping[str, Any]
+    states: List[Mapping[str, Any]]
+    gradients: Tensors
+    step: Tensors
+
+    @property
+    def velocity(self) -> Tensors:
+        """The velocity of SGD, after the step."""
+        return [state[VELOCITY] for state in self.states] if self.options["momentum"] else self.gradients
+
+
+Step = Callable[[Setting, Move], List[Tuple[Tensors, float]]]
 
 
 def _own_key(rule: Rule, args: Mapping[str, Any], method: Method) -> Any:
@@ -78,8 +97,7 @@ class Rule:
     entries in place. `age`: the newest weights minus those that the microbatch's passes read.
     `gradient(setting, gradients)` -> gradients; the given ones are given away.
     `rate(setting, rate, k)` -> rate of update k, counted from the switch to asynchronous training.
-    `step(setting, options, velocity, gradients)` -> (x, c) pairs; `options`: the optimizer's, of the parameters' group;
-    `gradients`: before the step, with the optimizer's weight decay, as the velocity has it.
+    `step(setting, move)` -> (x, c) pairs.
     `state(setting)` -> the entries kept on the stage beside the optimizer's state, tensors in the parameters' shapes that
     begin at 0, and how each follows the steps; None: `compensate` changes it. Memory is counted and checkpoints are checked by
     these names.
@@ -102,6 +120,7 @@ class Rule:
 
     needs_lag: bool = True  # a stage without lag is left alone, to the last bit
     reads_lag: bool = False  # its `read` of a backward goes by the lag of that pass
+    follows_optimizer: bool = False  # its entries follow the optimizer's own steps, without what rules add to them
 
     def acts_on(self, setting: Setting) -> bool:
         """Return whether the rule does anything on the stage."""
@@ -203,12 +222,33 @@ def compute_spike_coefficients(setting: Setting, momentum: float) -> Tuple[float
     return recurrences.compute_spike_coefficients(momentum, setting.values["scale"] * setting.lag)
 
 
-def compensate_spike(
-    setting: Setting, options: Mapping[str, Any], velocity: Tensors, gradients: Tensors
-) -> List[Tuple[Tensors, float]]:
+def compensate_spike(setting: Setting, move: Move) -> List[Tuple[Tensors, float]]:
     """Turn the optimizer's step w - lr v into w - lr (a v + b g), with v <- m v + g (Kosson et al. 2021, section 3.2)."""
-    a, b = compute_spike_coefficients(setting, options["momentum"])
-    return [(velocity, options["lr"] * (1 - a)), (gradients, -options["lr"] * b)]
+    a, b = compute_spike_coefficients(setting, move.options["momentum"])
+    return [(move.velocity, move.options["lr"] * (1 - a)), (move.gradients, -move.options["lr"] * b)]
+
+
+DELAYED_STEP = "delayed_step"
+
+
+def feed_back_error(setting: Setting, move: Move) -> List[Tuple[Tensors, float]]:
+    """Add to the optimizer's step d_t what the step before lacked: w_{t+1} = w_t + d_t + k D (d_t - d_{t-1}), k = `scale`.
+
+    Ours, after the description of the correction in "One-Step Gradient Delay is Not a Barrier" (arXiv 2606.30634), whose
+    formula we do not have. With a delay of one update, d_t follows from the gradient at w_{t-1}. It is the step that should have
+    been made one update ago, when d_{t-1} was made instead; the error d_t - d_{t-1} is made up for now. With D updates the change
+    is extrapolated. The first step, which has none before it, stays as it is.
+    """
+    share = setting.values["scale"] * setting.lag
+    before = [state.get(DELAYED_STEP, step) for state, step in zip(move.states, move.step)]
+    return [(move.step, share), (before, -share)]
+
+
+def list_feedback_conflicts(settings: Any, method: Method, given: Sequence[str]) -> List[str]:
+    """List why the error of a step cannot be fed back: another rule makes the step another one."""
+    if "spike_compensation" in given:
+        return ["method_args.error_feedback: not together with spike_compensation: both add to the step for the same delay"]
+    return []
 
 
 # ---- T2: the backward reads w - n delta, n the lag of that pass
@@ -253,6 +293,28 @@ def list_discrepancy_conflicts(settings: Any, method: Method, given: Sequence[st
     return []
 
 
+# ---- weight prediction by the optimizer's own step
+
+STEP = "step"  # no entry of a state: the direction d of the optimizer's step w <- w - lr d, computed from its state
+BY_RATE = (VELOCITY, STEP)  # what a learning rate is multiplied with
+
+
+def compute_adam_direction(options: Mapping[str, Any], state: Mapping[str, Any]) -> torch.Tensor:
+    """Return m_hat / (sqrt(v_hat) + eps), m_hat = m / (1 - b1^t), v_hat = v / (1 - b2^t) (Kingma and Ba 2015)."""
+    (b1, b2), t = options["betas"], float(state["step"])
+    root = (state["exp_avg_sq"] / (1 - b2**t)).sqrt()
+    return (state["exp_avg"] / (1 - b1**t)) / (root + options["eps"])  # type: ignore[no-any-return]
+
+
+# kind of optimizer -> (an entry that its first step makes, its direction from a group's options and a parameter's state); the
+# decoupled weight decay of AdamW is left out, as PipeOptim does
+DIRECTIONS: Dict[str, Tuple[str, Callable[[Mapping[str, Any], Mapping[str, Any]], torch.Tensor]]] = {
+    "sgd": (VELOCITY, lambda options, state: state[VELOCITY]),
+    "adam": ("exp_avg", compute_adam_direction),
+    "adamw": ("exp_avg", compute_adam_direction),
+}
+
+
 # ---- weight prediction: v is the velocity of the optimizer, also where spike compensation makes the step another one
 
 LAST_STEP = "last_step"
@@ -264,14 +326,16 @@ def track_last_step(setting: Setting) -> Mapping[str, Follow]:
 
 
 def read_prediction(setting: Setting, reading: Reading) -> List[Tuple[str, float]]:
-    """Correct the weights of a forward, T = `scale` D (Kosson et al. 2021, section 3.3).
+    """Correct the weights of a forward, T = `scale` D.
 
-    The form `velocity` reads w - lr T v, the form `difference` w + T (w_t - w_{t-1}).
+    The form `velocity` reads w - lr T v, the form `difference` w + T (w_t - w_{t-1}) (Kosson et al. 2021, section 3.3); the form
+    `optimizer` w - lr T d, d = v of SGD with momentum and m_hat / (sqrt(v_hat) + eps) of Adam and AdamW (XPipe, Guan et al. 2019;
+    PipeOptim, Guan et al. 2023).
     """
     horizon = setting.values["scale"] * setting.lag if reading.is_forward else 0.0
     if setting.values["form"] == "difference":
         return [(LAST_STEP, horizon)]
-    return [(VELOCITY, -reading.rate * horizon)]
+    return [(STEP if setting.values["form"] == "optimizer" else VELOCITY, -reading.rate * horizon)]
 
 
 def list_prediction_conflicts(settings: Any, method: Method, given: Sequence[str]) -> List[str]:
@@ -284,9 +348,15 @@ def list_prediction_conflicts(settings: Any, method: Method, given: Sequence[str
 
 
 def list_velocity_conflicts(settings: Any, kind: str, options: Mapping[str, Any]) -> List[str]:
-    """List why the form `velocity` has no velocity to predict by."""
+    """List why the form `velocity` has no velocity, or the form `optimizer` no known direction, to predict by."""
     if settings["form"] == "difference":
         return []
+    if settings["form"] == "optimizer" and kind != "sgd":
+        if kind not in DIRECTIONS:
+            known = "sgd with momentum, adam and adamw"
+            return [f"method_args.weight_prediction: {kind}: form: optimizer knows {known} alone: use form: difference"]
+        odd = [name for name in ("amsgrad", "maximize") if options.get(name)]
+        return [f"method_args.weight_prediction: optimizer.{name}: the form is defined without {name}" for name in odd]
     faults = _list_momentum_conflicts("weight_prediction", settings, kind, options)
     if faults and kind != "sgd":
         return [f"{faults[0]}: use form: difference"]
@@ -364,12 +434,18 @@ RULES: Dict[str, Rule] = _table(
         optimizer_faults=functools.partial(_list_momentum_conflicts, "spike_compensation"),
     ),
     Rule(
+        "error_feedback", "ours, after the description in arXiv 2606.30634", "w <- w + d_t + k D (d_t - d_{t-1})",
+        step=feed_back_error, state=lambda setting: {DELAYED_STEP: lambda _, step: step}, follows_optimizer=True,
+        method_faults=list_feedback_conflicts,
+    ),
+    Rule(
         "t2", "PipeMare (Yang et al. 2021), section 3.2, T2",
         "u = w - (tau_fwd - tau_bkwd) delta; delta <- gamma delta + (1 - gamma) (w_{t+1} - w_t)",
         state=track_discrepancy, read=read_discrepancy, reads_lag=True, method_faults=list_discrepancy_conflicts,
     ),
     Rule(
-        "weight_prediction", "Kosson et al. 2021, section 3.3", "forward reads w - lr T v, or w + T (w_t - w_{t-1})",
+        "weight_prediction", "Kosson et al. 2021, section 3.3; Guan et al. 2019, 2023",
+        "forward reads w - lr T v, w + T (w_t - w_{t-1}), or w - lr T d of the optimizer's own step",
         state=track_last_step, read=read_prediction,
         method_faults=list_prediction_conflicts, optimizer_faults=list_velocity_conflicts,
     ),
