@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
+import math
 from pathlib import Path
 from typing import Any, Dict, List
 
@@ -13,13 +15,18 @@ from safetensors.torch import load_file
 from torch import nn
 
 import ipu_pipe
+from ipu_pipe.config.load import load_config
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.factories import make_factory
 from ipu_pipe.model.stages import begin_stage, partition
 from ipu_pipe.report.memory import build_memory_table
 from ipu_pipe.run.build import build
+from ipu_pipe.schedule.methods import resolve_method
 from ipu_pipe.update.groups import Member, make_groups, make_placeholder, spread_settings
 from ipu_pipe.update.optimizer import OptimizersByGroup, count_state_bytes, get_kind, make_factory_by_group
+from tests.staged_models import batches, whole
+from tests.test_emulator_exact import assert_equal, fresh, literal
+from tests.test_emulator_exact import emulate as emulate_by_hand
 from tests.test_open_optimizers import HOW, data, equal
 from tests.test_processes import assert_same, emulate, files, run
 
@@ -199,3 +206,77 @@ def test_rates_of_all_groups_scale_together() -> None:
     config = configure([{"name": "torch.optim.Muon"}]).optimizer
     assert config.scale_rate(2) == config  # a default of PyTorch's stays
     assert make_factory(configure(GROUPS))([make_placeholder(0)]).param_groups[0]["lr"] == 0.01
+
+
+# ---- optimizers of the user's own, and the presets that need groups or settings by stage
+
+
+class Lion(torch.optim.Optimizer):
+    """w <- w - lr (sign(b1 m + (1 - b1) g) + decay w), m <- b2 m + (1 - b2) g (Chen et al. 2023)."""
+
+    def __init__(self, params: Any, lr: float, betas: Any = (0.9, 0.99), decay: float = 0.0) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "decay": decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            b1, b2 = group["betas"]
+            for p in (p for p in group["params"] if p.grad is not None):
+                m = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
+                p.mul_(1 - group["lr"] * group["decay"]).sub_(m.mul(b1).add(p.grad, alpha=1 - b1).sign(), alpha=group["lr"])
+                m.mul_(b2).add_(p.grad, alpha=1 - b2)
+
+
+class Adan(torch.optim.Optimizer):
+    """m, v, n of g, of g - g', and of (g + b2 (g - g'))^2; w <- w - lr (m + b2 v) / (sqrt(n) + eps) (Xie et al. 2022)."""
+
+    def __init__(self, params: Any, lr: float, betas: Any = (0.98, 0.92, 0.99), eps: float = 1e-8) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            b1, b2, b3 = group["betas"]
+            for p in (p for p in group["params"] if p.grad is not None):
+                g, state = p.grad, self.state[p]
+                if not state:
+                    state.update(m=torch.zeros_like(p), v=torch.zeros_like(p), n=torch.zeros_like(p), last=g.clone())
+                change = g - state["last"]
+                state["m"].mul_(b1).add_(g, alpha=1 - b1)
+                state["v"].mul_(b2).add_(change, alpha=1 - b2)
+                state["n"].mul_(b3).add_((g + b2 * change) ** 2, alpha=1 - b3)
+                p.sub_((state["m"] + b2 * state["v"]) / (state["n"].sqrt() + group["eps"]), alpha=group["lr"])
+                state["last"] = g.clone()
+
+
+@pytest.mark.parametrize("kind", [Lion, Adan])
+@pytest.mark.parametrize("args", [{}, {"error_feedback": {"scale": 0.5}}])
+def test_users_optimizers_take_two_buffered_weights(kind: Any, args: Any) -> None:
+    method, stages, batch = resolve_method("pipedream_2bw", args), fresh("mlp"), batches(24)
+    twin, unsplit = copy.deepcopy(stages), whole(stages)
+    emulate_by_hand(unsplit, method, 4, batch, functools.partial(kind, lr=0.01), args=args)
+    literal(twin, method, 4, batch, functools.partial(kind, lr=0.01), args=args)
+    assert_equal(unsplit, twin)
+
+
+def test_groups_of_users_optimizers_are_named_by_import_strings(tmp_path: Path) -> None:
+    names = [f"tests.test_optimizer_groups:{kind}" for kind in ("Lion", "Adan")]
+    groups = [{"ndim": 2, "name": names[0], "lr": 1e-3, "args": {"decay": 0.1}}, {"name": names[1], "lr": 1e-3}]
+    keys = {"method": "pipedream_2bw", "gradient_accumulation": 2, "checkpoint": {"every": 2, "keep": 9}, "steps": 4}
+    straight = trained(tmp_path / "a", groups, **keys)
+    trained(tmp_path / "b", groups, **{**keys, "steps": 2})
+    assert equal(trained(tmp_path / "b", groups, resume_from=2, **keys), straight)
+
+
+@pytest.mark.parametrize("name", ["nesterov", "pipeoptim", "xpipe", "delayed_muon"])
+def test_presets_train(name: str, tmp_path: Path) -> None:
+    sizes = ["model.args={width: 8, heads: 2, context: 8}", "data={context: 8, subset: 512, test_subset: 32}"]
+    quick = ["steps=3", "log={tensorboard: false, trace: false}", "evaluate.every=0", "checkpoint=null"]
+    config = load_config(f"configs/async/{name}.yaml", [*sizes, *quick])
+    report = ipu_pipe.train(config, tmp_path / "run", quiet=True)
+    assert math.isfinite(report["final"]["train_loss"]) and len(report["stages"]) == 8
+    if name == "nesterov":  # mu + (versions - 1) (0.99 - mu) / P, versions - 1 = P-1-s
+        job = build(config)
+        betas = [group["betas"] for group in job.optimizer.param_groups]
+        assert [one[1] for one in betas] == [0.999] * 8
+        assert [one[0] for one in betas] == pytest.approx([0.9 + (7 - s) * 0.09 / 8 for s in range(8)])
