@@ -117,7 +117,7 @@ def test_groups_with_rates_of_their_own_are_predicted_by_them() -> None:
     job = build(ipu_pipe.configure(**HOW, method="spectrain"), net, data(), optimizer=make_factory_of(optimizer))
     for p in net.parameters():
         p.grad = torch.ones_like(p)
-    job.rules.step(0, lambda: None)
+    job.rules.step(0, None)
     ((velocities, c),) = job.rules.compute_corrections(0, FORWARD, 1)
     weight, bias = job.rules.stages[0].groups
     assert [weight["lr"], bias["lr"]] == [0.5, 0.002] and c == -2 * 0.5  # a lag of 2

@@ -293,7 +293,7 @@ def test_a_prediction_by_the_steps_of_adam_by_hand() -> None:
     assert rules.compute_corrections(0, FORWARD, 0) == [] and rules.entries(0) == []
     for t, g in enumerate((0.5, -1.0, 0.25), 1):
         weight.grad = torch.tensor([g], dtype=torch.float64)
-        rules.step(t - 1, lambda: None)
+        rules.step(t - 1, None)
         m, v = 0.9 * m + 0.1 * g, 0.99 * v + 0.01 * g * g
         ((x, c),) = rules.compute_corrections(0, FORWARD, t)
         direction = (m / (1 - 0.9**t)) / (math.sqrt(v / (1 - 0.99**t)) + 1e-8)
@@ -311,7 +311,7 @@ def test_error_feedback_follows_training_without_delay_to_the_second_order() -> 
         values = [1.0]
         for k in range(60):
             weight.grad = torch.tensor([values[max(k - 1, 0)]], dtype=torch.float64)
-            rules.step(k, lambda: None)
+            rules.step(k, None)
             values.append(float(weight.detach()))
         factors[scale] = values[-1] / values[-2]
     assert factors[None] == pytest.approx(1 - 0.01 - 0.01**2, abs=3e-6)
