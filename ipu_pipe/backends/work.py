@@ -176,9 +176,10 @@ def _list_order_faults(job: Job) -> List[str]:
             f"method_args.file: {order.file}: a stage does its forwards in another order than the microbatches', and the model's"
             f" forward changes buffers ({list_some([*norms, *job.effects.buffers])}): list the forwards in order"
         )
-    if not schedule.in_order and job.part.shared:
+    tied = list(job.part.list_tied(job.model))
+    if not schedule.in_order and tied:
         faults.append(
             f"method_args.file: {order.file}: a stage does its backwards in another order than the microbatches', and stages"
-            f" share weights ({list_some([*job.part.shared])}): list the backwards in order"
+            f" share weights ({list_some(tied)}): list the backwards in order"
         )
     return faults

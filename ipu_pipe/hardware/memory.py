@@ -116,16 +116,16 @@ def count_stashed(method: Method, stages: int, accumulate: int, recompute: bool,
 
 def sum_stage_bytes(
     stashed: StashCounts, *, weights: Any, gradients: Any, optimizer: Any, accumulators: Any, saved: Any, entering: Any,
-    code: float = 0.0,
+    code: float = 0.0, frozen: Any = 0,
 ) -> StageMemory:  # fmt: skip
     """Return what a stage's device holds, in whole bytes. The one memory formula of this library.
 
-    `weights`: of one version. `gradients`, `optimizer`, `accumulators`: of all sums and state. `saved`: all that one microbatch
+    `weights`: of one version; `frozen`: of those that have but one. `gradients`, `optimizer`, `accumulators`: of all sums and state. `saved`: all that one microbatch
     leaves for its backward, `entering`: its input.
     """
     activations = stashed.inputs * entering + stashed.activations * saved
     versions = weights * (stashed.copies - 1)
-    return StageMemory(weights, versions, gradients, optimizer, accumulators, activations, code).round_down()
+    return StageMemory(weights + frozen, versions, gradients, optimizer, accumulators, activations, code).round_down()
 
 
 def compute_stage_memory(

@@ -91,7 +91,7 @@ def partition(
             costs = compute_costs(model, seen.calls, groups, by, example)
             part = balance_stages(model, seen, groups, count, costs, between_top, one_stage is None)
     if one_stage is not None:
-        require_one_stage(part, one_stage)
+        require_one_stage(part, model, one_stage)
     return part
 
 
@@ -170,6 +170,10 @@ class Partition:
     def stage_of(self) -> Dict[str, int]:
         """Return the stage index of every parameter, by its name in the unsplit model."""
         return {name: stage.index for stage in self.stages for name in stage.parameters}
+
+    def list_tied(self, model: nn.Module) -> Dict[str, Tuple[Use, ...]]:
+        """Return those of the shared weights that are trained: the others have one version, and no gradient."""
+        return {name: uses for name, uses in self.shared.items() if model.get_parameter(name).requires_grad}
 
     def replicas(self, stage: int) -> List[str]:
         """Return the names of the weights that a stage uses and an earlier stage holds."""
@@ -259,23 +263,25 @@ def map_calls_to_stages(calls: Sequence[ModuleCall], begins: Mapping[str, int]) 
 
 
 def share_weights(part: Partition, stages: Mapping[str, Sequence[int]], model: nn.Module) -> Partition:
-    """Return the partition with the weights shared that several `stages` use, by name."""
+    """Return the partition with the trained weights shared that several `stages` use, by name, and the frozen ones as they are."""
+    frozen = {name: uses for name, uses in part.shared.items() if not model.get_parameter(name).requires_grad}
     shared = {
         name: part.shared[name]
         if [use.stage for use in part.shared.get(name, ())] == list(indices)
         else tuple(Use(stage, name) for stage in indices)
         for name, indices in stages.items()
     }
+    shared.update(frozen)
     holder = {**part.stage_of(), **{name: uses[0].stage for name, uses in shared.items()}}
     names = [name for name, _ in model.named_parameters()]
     new_stages = (replace(s, parameters=tuple(n for n in names if holder[n] == s.index)) for s in part.stages)
     return replace(part, stages=tuple(new_stages), shared=shared)
 
 
-def require_one_stage(part: Partition, why: str) -> None:
-    """Raise BadInput if two stages use one weight; `why`: appended to the reason."""
+def require_one_stage(part: Partition, model: nn.Module, why: str) -> None:
+    """Raise BadInput if two stages use one weight that is trained; `why`: appended to the reason."""
     more, faults = f": {why}" if why else "", []
-    for first, *others in part.shared.values():
+    for first, *others in part.list_tied(model).values():
         for use in others:
             if use.again:
                 module = use.name.rpartition(".")[0]
@@ -407,7 +413,8 @@ def _list_places(calls: Sequence[ModuleCall], together: Set[int]) -> List[_Place
 
 def _find_held_together(model: nn.Module, seen: Observation) -> Set[int]:
     """Return the calls at which no stage can begin: between two uses of one weight."""
-    calls = [[use.call for use in uses] for uses in find_weight_uses(model, seen).values()]
+    uses_by_name = find_weight_uses(model, seen).items()
+    calls = [[use.call for use in uses] for name, uses in uses_by_name if model.get_parameter(name).requires_grad]
     return {i for places in calls for i in range(min(places) + 1, max(places) + 1)}
 
 

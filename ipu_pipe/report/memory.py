@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, List, Mapping, Optional, Sequence
+from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 
@@ -71,11 +71,15 @@ def build_memory_table(job: Job, optimizer_bytes: Optional[Sequence[int]] = None
     rows = []
     for stage, entering in zip(job.part.stages, _count_input_bytes(job)):
         s = stage.index
+        weights, frozen = _count_weight_bytes(parameters, stage.parameters)
         # copies of weights of an earlier stage, to which one microbatch's gradient is on its way
-        tied = sum(_count_bytes(parameters[name]) for name in job.part.replicas(s))
+        tied, frozen_copies = _count_weight_bytes(parameters, job.part.replicas(s))
+        if not weights + shared[s] + tied:
+            stashed.copies[s] = 1
         planned = sum_stage_bytes(
             stashed.select(s),
-            weights=sum(_count_bytes(parameters[name]) for name in stage.parameters) + shared[s] + tied,
+            weights=weights + shared[s] + tied,
+            frozen=frozen + frozen_copies,
             gradients=trained[s] + shared[s] + tied,
             optimizer=(moments[s] + most * shared[s]) * copies_of_state + masters[s],
             accumulators=len(job.rules.entries(s)) * trained[s],
@@ -106,6 +110,13 @@ def _count_most_moments(job: Job) -> int:
     return max(count_moments(get_kind(job.whole, group), group) for group in job.whole.param_groups)
 
 
+def _count_weight_bytes(parameters: Mapping[str, torch.Tensor], names: Iterable[str]) -> Tuple[int, int]:
+    """Return the bytes of the trained weights among these names, and of the frozen ones."""
+    weights = [parameters[name] for name in names]
+    trained = sum(_count_bytes(weight) for weight in weights if weight.requires_grad)
+    return trained, sum(map(_count_bytes, weights)) - trained
+
+
 def _count_shared_layer_bytes(job: Job) -> List[int]:
     """Return the bytes of the previous stage's layer that each stage's device holds too, where blocks share layers."""
     blocks = get_blocks(job.model)
@@ -132,8 +143,10 @@ def _count_trained_bytes(job: Job, times_moments: bool = False) -> List[int]:
 
 
 def compute_memory_figures(job: Job) -> Optional[Dict[str, Any]]:
-    """Return the papers' figures for this model and method; None for optimizers that they do not rate."""
-    if not {"sgd", "adam", "adamw"}.issuperset(list_kinds(job.whole)):
+    """Return the papers' figures for this model and method; None for optimizers, and frozen weights, that they do not
+    rate."""
+    is_frozen = any(not p.requires_grad for p in job.model.parameters())
+    if is_frozen or not {"sgd", "adam", "adamw"}.issuperset(list_kinds(job.whole)):
         return None
     sizes = {name: _count_bytes(p) for name, p in job.model.named_parameters()}
     return compute_paper_figures(

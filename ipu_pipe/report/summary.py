@@ -127,20 +127,21 @@ def plan_links(job: Job) -> List[Dict[str, int]]:
     is sent the input of that layer (the second stage has the input)."""
     microbatches, updates, structure = job.schedule.microbatches, job.schedule.update_count, job.method.structure
     ahead = structure.overlap if structure is not None else 0
+    first_trained = min(group["stage"] for group in job.whole.param_groups)
     # what goes between two stages at one time is one message
     sizes: Dict[Tuple[int, int], int] = {}
     for s, size in enumerate(job.footprint.boundary_bytes):
         if not ahead or s + ahead < len(job.part) - 1:
             sizes[s + ahead, s + ahead + 1] = size
-            if structure is None:
-                sizes[s + ahead + 1, s + ahead] = size
+            if structure is None:  # nothing goes back to stages that are all frozen
+                sizes[s + 1, s] = size if s >= first_trained else 0
     back: Dict[Tuple[int, int], int] = {}
     out: Dict[Tuple[int, int], int] = {}
-    for name, uses in job.part.shared.items():
+    for name, uses in job.part.list_tied(job.model).items():
         weight = job.model.get_parameter(name)
-        size = weight.numel() * weight.element_size() if weight.requires_grad else 0
+        size = weight.numel() * weight.element_size()
         # each backward's gradient goes to the previous user, an update's weights from the first user to the others
-        for before, user in zip(uses, uses[1:]) if size else ():
+        for before, user in zip(uses, uses[1:]):
             back[user.stage, before.stage] = back.get((user.stage, before.stage), 0) + size
             out[uses[0].stage, user.stage] = out.get((uses[0].stage, user.stage), 0) + size
     sent: Dict[Tuple[int, int], Tuple[int, int]] = {}

@@ -341,10 +341,11 @@ def list_faults(job: Job) -> List[str]:
         why = "draws what it reads, whatever a pipeline does"
         return [f"method: {method.name}: {why}, which processes do not carry out: use backend.name: emulator"]
     faults = list_exactness_faults(job)
-    if job.part.shared:  # a rule corrects weights by what the stage that holds them keeps
+    tied = list(job.part.list_tied(job.model))
+    if tied:  # a rule corrects weights by what the stage that holds them keeps
         rules = [rule.key for rule, _ in select_rules(job.config.method_settings(), method) if rule.read is not None]
         faults += [
-            f"method_args.{key}: corrects {list_some(list(job.part.shared))}, which several stages use, by what one of them"
+            f"method_args.{key}: corrects {list_some(tied)}, which several stages use, by what one of them"
             " keeps: use backend.name: emulator, or untie them"
             for key in rules
         ]

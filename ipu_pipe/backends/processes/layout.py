@@ -155,7 +155,7 @@ def _cut(
     part = partition(model, x, begins if begins else 1, one_stage=method.one_stage)
     part = share_weights(part, find_users(cut), model)
     if method.one_stage is not None:
-        require_one_stage(part, method.one_stage)
+        require_one_stage(part, model, method.one_stage)
     return Placed(model, part, RankLayout(device, placement).held, placement, note, cut)
 
 
