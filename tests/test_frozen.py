@@ -1,0 +1,156 @@
+"""Models of which a part is frozen, as PEFT makes them: trained, resumed and saved as adapters, alike on all backends."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from pathlib import Path
+from typing import Any, Dict, List, Tuple
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.distributed import TCPStore
+
+import ipu_pipe
+from tests import forked
+
+third_party = pytest.importorskip("tests.third_party")
+peft = pytest.importorskip("peft")
+pytest.importorskip("accelerate")
+
+BOTH, LAST = r".*c_attn", r"transformer\.h\.1\.attn\.c_attn"  # where adapters are: on both stages, on the second alone
+RUNS = [("gpipe", BOTH), ("pipedream", BOTH), ("pipedream_2bw", LAST)]
+STAGE = "base_model.model.transformer.h.1"
+
+
+def make_model(where: str, dropout: float = 0.1) -> Any:
+    """GPT-2 with adapters; the frozen embedding on the first stage is the output layer on the last."""
+    transformers = third_party.transformers
+    config = transformers.GPT2Config(
+        vocab_size=31, n_embd=8, n_layer=2, n_head=2, n_positions=12, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        use_cache=False, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(1)
+    adapters = peft.LoraConfig(r=2, lora_dropout=dropout, target_modules=where, fan_in_fan_out=True, init_lora_weights=False)
+    return peft.get_peft_model(transformers.GPT2LMHeadModel(config), adapters)
+
+
+def draw_batches() -> List[Dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    return [{"input_ids": ids, "labels": ids} for ids in torch.randint(0, 31, (8, 4, 10), generator=generator)]
+
+
+def train(model: torch.nn.Module, method: str, out: Path, backend: str, **how: Any) -> Dict[str, Any]:
+    config = ipu_pipe.configure(
+        method=method, stages=[STAGE], micro_batch_size=4, gradient_accumulation=2, epochs=1, loss="model", metrics=[],
+        backend={"name": backend}, checkpoint={"every": 2}, log={"trace": None, "tensorboard": False},
+    )  # fmt: skip
+    batches, optimizer = draw_batches(), functools.partial(torch.optim.AdamW, lr=0.01)
+    data = ipu_pipe.from_loader(batches, batches[:1])
+    return ipu_pipe.train(config, out, model=model, data=data, optimizer=optimizer, quiet=True, **how)
+
+
+def run_rank(rank: int, folder: Path, port: int) -> None:
+    os.environ.update(forked.of_rank(rank, 2, port))
+    for number, (method, where) in enumerate(RUNS):
+        model = make_model(where)
+        train(model, method, folder / str(number), "distributed")
+        torch.save(model.state_dict(), folder / f"{number}.{rank}")
+    os._exit(0)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The runs on two processes."""
+    folder = tmp_path_factory.mktemp("processes")
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    forked.in_ranks(2, run_rank, folder, store.port)
+    return folder
+
+
+def is_same(state: Dict[str, torch.Tensor], other: Dict[str, torch.Tensor]) -> bool:
+    return state.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in state.items())
+
+
+@pytest.mark.parametrize("number", range(len(RUNS)))
+def test_processes_train_adapters_as_the_emulator_and_runs_go_on(number: int, trained: Path, tmp_path: Path) -> None:
+    (method, where), fields = RUNS[number], ("parameters", "weight_copies", "weight_bytes", "optimizer_bytes")
+    model, begun = make_model(where), make_model(where).state_dict()
+    summary = train(model, method, tmp_path / "run", "emulator")
+    for rank in range(2):
+        assert is_same(torch.load(trained / f"{number}.{rank}"), model.state_dict())
+    moved = {name for name, value in model.state_dict().items() if not torch.equal(value, begun[name])}
+    assert moved == {name for name, p in model.named_parameters() if p.requires_grad}
+    of_processes = json.loads((trained / str(number) / "summary.json").read_text())
+    assert [[row[key] for key in fields] for row in summary["stages"]] == [
+        [row[key] for key in fields] for row in of_processes["stages"]
+    ]
+    if where == LAST:  # no gradient crosses to the first stage
+        assert summary["links"] == of_processes["links"] and summary["links"][1]["bytes"] == 0
+    resumed = make_model(where)
+    train(resumed, method, trained / str(number), "emulator", resume_from=2)
+    assert is_same(resumed.state_dict(), model.state_dict())
+
+
+def test_a_frozen_stage_has_one_version_no_gradient_and_no_state(tmp_path: Path) -> None:
+    model = make_model(LAST)
+    stages = train(model, "pipedream", tmp_path / "run", "emulator")["stages"]
+    memory = json.loads((tmp_path / "run" / "memory.json").read_text())["stages"]
+    frozen, trained = stages
+    tied = model.get_parameter("base_model.model.transformer.wte.weight").numel()  # on both stages
+    adapters = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert (frozen["weight_copies"], frozen["optimizer_bytes"], memory[0]["gradient_bytes"]) == (1, 0, 0)
+    assert frozen["weight_bytes"] == 4 * frozen["parameters"]
+    assert trained["weight_bytes"] == 4 * (trained["parameters"] + tied)
+    assert memory[1]["gradient_bytes"] == 4 * adapters
+    both = train(make_model(BOTH), "pipedream", tmp_path / "both", "emulator")["stages"][0]
+    assert both["weight_copies"] == 2
+    assert both["weight_bytes"] == 4 * (both["parameters"] + 3 * 2 * 8 + 2 * 8)
+
+
+def train_plainly(model: torch.nn.Module) -> None:
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    batches = draw_batches()
+    for pair in zip(batches[::2], batches[1::2]):
+        for batch in pair:
+            (model(**batch).loss / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def read_adapters(folder: Path) -> Tuple[List[str], Dict[str, torch.Tensor]]:
+    return sorted(path.name for path in folder.iterdir()), load_file(folder / "adapter_model.safetensors")
+
+
+def test_saved_adapters_are_those_of_a_plain_loop(tmp_path: Path) -> None:
+    ours, plain = make_model(BOTH, dropout=0.0), make_model(BOTH, dropout=0.0)
+    train(ours, "gpipe", tmp_path / "run", "emulator")
+    train_plainly(plain)
+    for model, name in ((ours, "ours"), (plain, "plain")):
+        model.save_pretrained(str(tmp_path / name))
+    (files, adapters), (plain_files, plain_adapters) = (read_adapters(tmp_path / name) for name in ("ours", "plain"))
+    assert files == plain_files and is_same(adapters, plain_adapters)
+
+
+def test_the_trainer_saves_adapters_as_transformers_own(tmp_path: Path) -> None:
+    from ipu_pipe.integrations.transformers import PipelineTrainer
+
+    transformers, found = third_party.transformers, []
+    samples = [{"input_ids": ids, "labels": ids} for batch in draw_batches() for ids in batch["labels"]]
+    for made, pipeline in ((transformers.Trainer, {}), (PipelineTrainer, {"pipeline": {"method": "gpipe", "stages": [STAGE]}})):
+        out = tmp_path / made.__name__
+        args = transformers.TrainingArguments(
+            str(out / "run"), per_device_train_batch_size=4, gradient_accumulation_steps=2, max_steps=3, report_to=[],
+            use_cpu=True, disable_tqdm=True, learning_rate=0.01, save_strategy="steps", save_steps=2,
+        )  # fmt: skip
+        trainer = made(make_model(BOTH, dropout=0.0), args, train_dataset=samples, **pipeline)
+        trainer.train(resume_from_checkpoint=None)
+        trainer.save_model(str(out / "model"))
+        assert "adapter_model.safetensors" in read_adapters(out / "run" / "checkpoint-2")[0]
+        found.append(read_adapters(out / "model"))
+    (files, adapters), (our_files, our_adapters) = found
+    assert files == our_files and adapters.keys() == our_adapters.keys()
+    for name, value in adapters.items():
+        torch.testing.assert_close(value, our_adapters[name], rtol=1e-5, atol=1e-6, msg=name)
