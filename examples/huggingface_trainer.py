@@ -21,8 +21,8 @@ samples = [{"input_ids": row, "labels": row[0] // 32} for row in tokens]  # is t
 
 model = BertForSequenceClassification(
     BertConfig(
-        vocab_size=64, hidden_size=64, num_hidden_layers=4, num_attention_heads=4, intermediate_size=128, max_position_embeddings=16,
-        num_labels=2,
+        vocab_size=64, hidden_size=64, num_hidden_layers=4, num_attention_heads=4, intermediate_size=128,
+        max_position_embeddings=16, num_labels=2,
     )  # fmt: skip
 )
 model = get_peft_model(model, LoraConfig(r=8, target_modules=["query", "value"], modules_to_save=["classifier"]))

@@ -120,8 +120,8 @@ def sum_stage_bytes(
 ) -> StageMemory:  # fmt: skip
     """Return what a stage's device holds, in whole bytes. The one memory formula of this library.
 
-    `weights`: of one version; `frozen`: of those that have but one. `gradients`, `optimizer`, `accumulators`: of all sums and state. `saved`: all that one microbatch
-    leaves for its backward, `entering`: its input.
+    `weights`: of one version; `frozen`: of those that have but one. `gradients`, `optimizer`, `accumulators`: of all sums and
+    state. `saved`: all that one microbatch leaves for its backward, `entering`: its input.
     """
     activations = stashed.inputs * entering + stashed.activations * saved
     versions = weights * (stashed.copies - 1)

@@ -263,7 +263,7 @@ def map_calls_to_stages(calls: Sequence[ModuleCall], begins: Mapping[str, int]) 
 
 
 def share_weights(part: Partition, stages: Mapping[str, Sequence[int]], model: nn.Module) -> Partition:
-    """Return the partition with the trained weights shared that several `stages` use, by name, and the frozen ones as they are."""
+    """Return the partition with the trained weights shared that several `stages` use, by name; frozen ones stay as they are."""
     frozen = {name: uses for name, uses in part.shared.items() if not model.get_parameter(name).requires_grad}
     shared = {
         name: part.shared[name]
