@@ -27,7 +27,7 @@ ROLES: Dict[str, Role] = {
     **dict.fromkeys(("model", "data", "loss", "given", "init_from", "seed", "precision"), Role.DECIDES),
     **dict.fromkeys(("method", "method_args", "optimizer", "lr_schedule", "clip"), Role.DECIDES),
     **dict.fromkeys(("micro_batch_size", "gradient_accumulation", "replicas"), Role.DECIDES),
-    **dict.fromkeys(("recompute", "allow_nonfinite", "stages_per_device"), Role.KEPT),
+    **dict.fromkeys(("recompute", "allow_nonfinite", "stages_per_device", "ema"), Role.KEPT),
     **dict.fromkeys(("steps", "epochs"), Role.GROWS),
     **dict.fromkeys(("backend", "reduction", "stages", "hardware", "evaluate", "checkpoint", "log"), Role.FREE),
     **dict.fromkeys(("metrics", "callbacks", "early_stopping"), Role.FREE),

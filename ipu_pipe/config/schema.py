@@ -78,20 +78,21 @@ class Config(Section):
 
     `model`: the model to train. `data`: the data to train it on. `method`: the training method, see docs/rules.md.
     `method_args`: changes of the method, and rules against staleness. `stages`: where the model is cut, see
-    docs/configuration.md; null: where its own boundaries are. `stages_per_device`: virtual stages on each device, of schedules
-    that have them; null: the method's own number. `loss`: cross_entropy, "module:callable" of (output, target), or model: the
-    model's own, see docs/data.md. `backend`: where the run computes. `micro_batch_size`: samples of a microbatch, which passes
-    through the stages together; a loader's own if not set. `gradient_accumulation`: microbatches per update. `replicas`: copies
-    of the pipeline, each with its share of the samples. `reduction`: how processes average the replicas' gradients: exact, in
-    a fixed order, or fast, by the backend's own all-reduce beside the backward, see docs/processes.md. `optimizer`: an
-    optimizer of torch.optim. `lr_schedule`: how the learning rate changes. `clip`: gradient clipping; null for none. `epochs`:
-    passes over the data. `steps`: updates, instead of epochs; null: as many as the epochs have. `evaluate`: evaluations
-    while training. `metrics`: of evaluations, see docs/loop.md. `callbacks`: the user's code that a run calls, see docs/loop.md.
+    docs/configuration.md; null: where its own boundaries are. `stages_per_device`: virtual stages on each device, of
+    schedules that have them; null: the method's own number. `loss`: cross_entropy, "module:callable" of (output, target), or
+    model: the model's own, see docs/data.md. `backend`: where the run computes. `micro_batch_size`: samples of a microbatch,
+    which passes through the stages together; a loader's own if not set. `gradient_accumulation`: microbatches per update.
+    `replicas`: copies of the pipeline, each with its share of the samples. `reduction`: how processes average the replicas'
+    gradients: exact, in a fixed order, or fast, by the backend's own all-reduce beside the backward, see docs/processes.md.
+    `optimizer`: an optimizer of torch.optim. `lr_schedule`: how the learning rate changes. `clip`: gradient clipping; null
+    for none. `ema`: a moving average of the weights, which evaluations measure, see docs/loop.md; null for none. `epochs`:
+    passes over the data. `steps`: updates, instead of epochs; null: as many as the epochs have. `evaluate`: evaluations while
+    training. `metrics`: of evaluations, see docs/loop.md. `callbacks`: the user's code that a run calls, see docs/loop.md.
     `early_stopping`: when evaluations end a run, see docs/loop.md; null for never. `checkpoint`: when the run's state is
     saved; null for never. `log`: metrics and traces. `seed`: of weights, order, augmentation and dropout. `precision`: of
     weights and passes; the last three are PopTorch's, in bits of passes and weights. `recompute`: activation checkpointing:
-    the backward recomputes activations from each stage's input. `hardware`: the devices that predictions are made for: a name,
-    a file or its keys, see docs/hardware.md. `init_from`: weights to begin with.
+    the backward recomputes activations from each stage's input. `hardware`: the devices that predictions are made for: a
+    name, a file or its keys, see docs/hardware.md. `init_from`: weights to begin with.
     `allow_nonfinite`: go on after a loss that is not finite. `given`: objects from Python, written by the run.
     """
 
@@ -110,6 +111,7 @@ class Config(Section):
     optimizer: sections.OptimizerConfig = sections.OptimizerConfig()
     lr_schedule: sections.LrSchedule = sections.LrSchedule()
     clip: Optional[sections.ClipConfig] = None
+    ema: Optional[sections.EmaConfig] = None
     epochs: Updates = 1
     steps: Optional[Updates] = None
     evaluate: sections.EvaluateConfig = sections.EvaluateConfig()
@@ -181,6 +183,9 @@ class Config(Section):
         for key, metric in chosen.items():
             if metric not in known and sections.GIVEN not in known:
                 raise key_fault(key, metric, f"no evaluation gives it: must be one of {', '.join(known)}")
+        if self.ema is not None and self.early_stopping is not None and self.early_stopping.restore_best:
+            why = "not together with ema, whose averages are what is evaluated: use ema.safetensors of the run's folder"
+            raise key_fault("early_stopping.restore_best", True, why)
         if self.optimizer.name == sections.GIVEN and (self.given is None or self.given.optimizer is None):
             raise key_fault("optimizer.name", sections.GIVEN, "without given.optimizer: must be sgd, adam or adamw")
         by_hardware = isinstance(self.stages, dict) and self.stages.get("by") == "hardware"

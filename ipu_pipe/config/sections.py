@@ -295,6 +295,19 @@ class ClipConfig(Section):
     scope: Literal["global", "stage", "delayed_global"] = "global"
 
 
+class EmaConfig(Section):
+    """An exponential moving average of the weights, with this `decay` at each update; it is what evaluations measure."""
+
+    decay: Fraction
+
+    @field_validator("decay")
+    @classmethod
+    def _validate_decay(cls, value: float) -> float:
+        if value == 1:
+            raise ValueError("must be a number above 0 and below 1")
+        return value
+
+
 class EvaluateConfig(Section):
     """Evaluation after each `every` epochs, or each share of one (0: only before and after training), or after each `steps`
     updates, on the first `subset` test samples, or validation samples where data.validation holds some out. `best`: the metric by

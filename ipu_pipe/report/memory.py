@@ -82,7 +82,7 @@ def build_memory_table(job: Job, optimizer_bytes: Optional[Sequence[int]] = None
             frozen=frozen + frozen_copies,
             gradients=trained[s] + shared[s] + tied,
             optimizer=(moments[s] + most * shared[s]) * copies_of_state + masters[s],
-            accumulators=len(job.rules.entries(s)) * trained[s],
+            accumulators=(len(job.rules.entries(s)) + (job.rules.decay is not None)) * trained[s],
             saved=job.footprint.saved_bytes[s],
             entering=entering,
         )

@@ -234,6 +234,7 @@ def _assemble(setup: Setup, objects: Overrides, done: int) -> Job:
         args = {**args, "t1": {"anneal_updates": anneal}}
     rules = UpdateRules(
         args, method, table.rule_lag(), config.gradient_accumulation, optimizer, rate, switch, setup.numbers.masters, base,
+        None if config.ema is None else config.ema.decay,
     )  # fmt: skip
     of_loss = get_given_loss(get_plain_loss(setup.loss))
     loss_used = Description(name=OWN) if isinstance(of_loss, OwnLoss) else describe(of_loss)

@@ -128,7 +128,7 @@ FOLDERS = {  # and what of these is a run's own
 }
 OUTPUTS = (
     "config.yaml", "metrics.jsonl", "metrics.csv", "summary.json", "trace.json.gz", "memory.json", "record.json", "ipu.json",
-    "init_from.json", "diverged.json", "traceback.txt", "against.json", "against.png", *FOLDERS,
+    "init_from.json", "ema.safetensors", "diverged.json", "traceback.txt", "against.json", "against.png", *FOLDERS,
 )  # fmt: skip
 # keys that a run's config.yaml always spells out, as hardly a config written by hand does
 SPELT_OUT = {

@@ -8,12 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence
 
+from safetensors.torch import save_file
+
 from ipu_pipe.backends.interface import Report
 from ipu_pipe.backends.ranks import are_joined, is_main, run_on_main
 from ipu_pipe.backends.table import get_backend, make_engine
 from ipu_pipe.config.compare import dump_config
 from ipu_pipe.errors import RunFault
-from ipu_pipe.files import write, write_json
+from ipu_pipe.files import atomic_file, write, write_json
 from ipu_pipe.job.evaluation import EvaluationResult, Position, collect_by_block
 from ipu_pipe.job.metrics import ACCURACY
 from ipu_pipe.job.record import Job
@@ -32,6 +34,7 @@ from ipu_pipe.run.folder import RunFolder, read_starts
 from ipu_pipe.run.progress import Bar, Log, Progress, log_nothing, open_log
 from ipu_pipe.run.resume import make_manifest, restore
 from ipu_pipe.run.saving import Saver
+from ipu_pipe.update.apply import AVERAGE
 
 
 class TrainingLoop:
@@ -105,6 +108,8 @@ class TrainingLoop:
                 raise RunFault(f"after update {position.update}: {exit_words(error)}") from error
             raise
         else:
+            if job.rules.decay is not None:
+                self._write_averages()
             profile = engine.profile()
             engine.close()
         finally:
@@ -160,6 +165,16 @@ class TrainingLoop:
         predicted = None if get_backend(job.config).emulates else predict_rate(job)
         self.progress.say(format_closing(report, out, predicted))
         return report
+
+    def _write_averages(self) -> None:
+        """Write the averaged weights, with the newest buffers, into the run's folder."""
+        state = self.engine.state()
+        if state is not None and self.run is not None:
+            entries = {key: value for key, value in state.optimizer.items() if key.endswith(f"/{AVERAGE}")}
+            averages = {key[: -len(AVERAGE) - 1]: value for key, value in entries.items()}
+            with atomic_file(self.out / "ema.safetensors") as file:
+                # the format refuses two names of one storage (tied weights), so each name gets a clone
+                save_file({key: value.detach().cpu().clone() for key, value in {**state.model, **averages}.items()}, file)
 
     def _restore_weights(self, step: int) -> None:
         """Load the weights of the checkpoint of `step` into the model, on every process that holds a whole model, and say so.

@@ -75,6 +75,7 @@ class StageState:
         return [x * share for x, share in zip(tensors, shares)]
 
 
+AVERAGE = "ema"  # the entry of the optimizer's state with the moving average of a parameter
 _Acting = Tuple[Rule, Sequence[Setting]]  # a rule with its setting for each stage of the run, in order
 
 
@@ -92,7 +93,8 @@ class UpdateRules:
 
     `rate(k)` is the learning rate of update k, `switch` the first asynchronous update: before it updates are plain ones and no
     accumulator moves. `masters` are given where the optimizer's parameters are master copies of a model's weights; `base` is the
-    rate of which the rate of each parameter group is a share, where they may differ.
+    rate of which the rate of each parameter group is a share, where they may differ. With `decay` a moving average of the weights
+    is kept in the optimizer's state.
     """
 
     def __init__(
@@ -106,7 +108,9 @@ class UpdateRules:
         switch: int = 0,
         masters: Optional[Masters] = None,
         base: Optional[float] = None,
+        decay: Optional[float] = None,
     ) -> None:
+        self.decay = decay
         self.optimizer, self._rate, self.switch = optimizer, rate, switch
         self.stages = _by_stage(optimizer, base)
         stage_lag = [p for stage in self.stages.values() for p in stage.parameters]
@@ -262,6 +266,7 @@ class UpdateRules:
         followed = [(stage, rule, rule.state(at)) for stage, rule, at in active if rule.state is not None]
         followed = [(stage, rule, entries) for stage, rule, entries in followed if any(entries.values())]
         before = {stage.index: [p.detach().clone() for p in stage.parameters] for stage, _, _ in followed}
+        averages = self._begin_averages(others) if self.decay is not None else {}
         with torch.no_grad():
             for stage, rule, at in active:
                 if rule.gradient is not None:
@@ -280,11 +285,50 @@ class UpdateRules:
         for (p, name), entry in self._compensated.items():
             if p in self.optimizer.state:
                 self.optimizer.state[p][name] = entry
+        if self.decay is not None:
+            self._move_averages(k, averages)
         if rounded:
             write_weights(rounded)
         self.optimizer.zero_grad(set_to_none=True)
         for p, gradient in gathering:
             p.grad = gradient
+
+    # --- a moving average of the weights, as torch.optim.swa_utils.AveragedModel keeps it
+
+    def _begin_averages(self, others: Sequence[StageState]) -> Dict[torch.nn.Parameter, torch.Tensor]:
+        """Return the average so far of each parameter of the other stages than `others` that has had a gradient.
+
+        Those that never had one have not moved, and must get no state, by which optimizers know what they have not seen yet.
+        """
+        averages: Dict[torch.nn.Parameter, torch.Tensor] = {}
+        for stage in self.stages.values():
+            for p in stage.parameters if stage not in others else ():
+                average = stage.state[p].get(AVERAGE) if p in stage.state else None
+                if average is not None or p.grad is not None:
+                    averages[p] = p.detach().clone() if average is None else average
+        return averages
+
+    def _move_averages(self, k: int, averages: Mapping[torch.nn.Parameter, torch.Tensor]) -> None:
+        """Move the averages towards the weights after update k; the first update's weights are the first average."""
+        assert self.decay is not None
+        for p, average in averages.items():
+            # one parameter at a time: the same kernel wherever stages lie
+            self.optimizer.state[p][AVERAGE] = average.copy_(p.detach()) if k == 0 else average.lerp_(p.detach(), 1 - self.decay)
+
+    @contextlib.contextmanager
+    def hold_averages(self) -> Iterator[None]:
+        """Put the averages of the weights into the model in a block; the newest weights if none are kept."""
+        weights: Dict[torch.Tensor, torch.Tensor] = {master: weight for weight, master in self.rounded}
+        entries = [] if self.decay is None else list(self.optimizer.state.items())
+        averages = [(weights.get(p, p), state[AVERAGE]) for p, state in entries if AVERAGE in state]
+        newest = [weight.data for weight, _ in averages]
+        try:
+            for weight, average in averages:
+                weight.data = average.to(weight.dtype)
+            yield
+        finally:
+            for (weight, _), value in zip(averages, newest):
+                weight.data = value
 
     def _acting_here(self) -> List[Tuple[StageState, Rule, Setting]]:
         """List (stage, rule, setting) for all that acts on the stages of this process, rule by rule."""

@@ -69,7 +69,8 @@ class EmulatorEngine(Engine):
 
     def evaluate(self, split: str = "test") -> List[EvaluationResult]:
         with attribute_faults(lambda: f"evaluation before update {self._emulator.update}"):
-            return evaluate(self.job, split)
+            with self.job.rules.hold_averages():
+                return evaluate(self.job, split)
 
     def state(self) -> Optional[CheckpointState]:
         with self.job.numbers.whole():

@@ -217,9 +217,8 @@ class Evaluation:
         self._layout, self._count = interpreter.layout, 0
 
     def __call__(self, split: str = "test") -> List[EvaluationResult]:
-        """Return loss and metrics of each stage with a loss, the same on every rank."""
+        """Return loss and metrics of each stage with a loss, the same on every rank, of the weights that are loaded."""
         layout = self._layout
-        self._interpreter.load_newest()
         self._mail.flush()  # what the training sent is through: no wait for it is an event inside the evaluation's
         # of each stage the sums of a tally, and last the checksum of the test set that the rank has read
         sums = torch.zeros(layout.stages, len(Tally.of(self._job).sums) + 1, dtype=torch.float64)

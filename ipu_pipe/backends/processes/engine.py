@@ -166,7 +166,9 @@ class ProcessEngine(Engine):
 
     def evaluate(self, split: str = "test") -> List[EvaluationResult]:
         with self._drained("evaluate", "evaluation"):
-            return self._evaluation(split)
+            self._interpreter.load_newest()
+            with self.job.rules.hold_averages():
+                return self._evaluation(split)
 
     @contextlib.contextmanager
     def hold_whole_model(self) -> Iterator[None]:

@@ -1,0 +1,130 @@
+"""A moving average of the weights: torch's own, the same on processes, kept through a resume, and what evaluations measure."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Dict, Optional
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.optim.swa_utils import AveragedModel
+
+import ipu_pipe
+from ipu_pipe.config.load import load_config
+from ipu_pipe.run.train import check, evaluate_checkpoint, train
+from tests.support.runs import (
+    DIGITS,
+    assert_same,
+    assert_same_state,
+    list_faults,
+    read_json,
+    read_metrics,
+    read_weights,
+)
+from tests.test_processes import emulate, run
+
+SETS = [
+    "ema={decay: 0.9}", "stages=2", "micro_batch_size=8", "data.subset=256", "data.test_subset=64", "log.tensorboard=false",
+    "log.trace=false", "backend.threads=1", "checkpoint.every=4", "optimizer.momentum=0.9",
+]  # fmt: skip
+CONV = "{entry: 'tests.test_ema:make_convolutions'}"
+
+
+class Convolutions(torch.nn.Module):
+    """A small model with BatchNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Sequential(torch.nn.Conv2d(1, 3, 3), torch.nn.BatchNorm2d(3), torch.nn.ReLU(), torch.nn.Flatten())
+        self.last = torch.nn.Linear(3 * 36, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x))  # type: ignore[no-any-return]
+
+
+def make_convolutions(**of_the_file: Any) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return Convolutions()
+
+
+class Follows(ipu_pipe.Callback):
+    """Keeps torch's own average of the model beside the run's."""
+
+    average: Optional[Any] = None
+
+    def on_step(self, now: ipu_pipe.Moment) -> None:
+        assert now.model is not None
+        if self.average is None:
+            self.average = AveragedModel(now.model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
+        self.average.update_parameters(now.model)
+
+
+def read_averages(out: Path) -> Dict[str, torch.Tensor]:
+    return load_file(out / "ema.safetensors")
+
+
+def go(out: Path, *sets: str, **how: Any) -> Dict[str, Any]:
+    return train(load_config(DIGITS, [*SETS, *sets]), out, quiet=True, **how)
+
+
+@pytest.mark.skipif(not hasattr(torch.optim.swa_utils, "get_ema_multi_avg_fn"), reason="torch before 2.1 has no such average")
+@pytest.mark.parametrize("method", ["gpipe", "pipedream", "pipemare"])
+def test_it_is_torchs_average_and_what_evaluations_measure(method: str, tmp_path: Path) -> None:
+    accumulate = 2 if method == "gpipe" else 1
+    sets = [f"method={method}", f"gradient_accumulation={accumulate}", "steps=7", f"model={CONV}", "optimizer.name=adam"]
+    sets += ["optimizer.momentum=null", "optimizer.lr=0.01"]
+    follows = Follows()
+    report = go(tmp_path / "run", *sets, callbacks=[follows])
+    averages = read_averages(tmp_path / "run")
+    assert follows.average is not None
+    assert_same(averages, follows.average.module.state_dict())
+    newest = read_weights(tmp_path / "run")
+    assert not torch.equal(averages["last.weight"], newest["last.weight"])
+    assert torch.equal(averages["first.1.running_mean"], newest["first.1.running_mean"])
+    config = load_config(DIGITS, [*SETS, *sets])
+    measured = evaluate_checkpoint(config, tmp_path / "run" / "ema.safetensors")
+    assert measured["test_loss"] == report["final"]["test_loss"]
+    assert measured["test_loss"] != evaluate_checkpoint(config, tmp_path / "run")["test_loss"]
+
+
+def test_training_is_that_of_a_run_without_it_and_a_resume_continues_it(tmp_path: Path) -> None:
+    sets = ["method=pipedream", "gradient_accumulation=1"]
+    go(tmp_path / "cut", *sets, "steps=4")
+    go(tmp_path / "cut", *sets, "steps=8", resume=True)
+    go(tmp_path / "whole", *sets, "steps=8")
+    assert_same_state(tmp_path / "cut", tmp_path / "whole", 8)
+    assert_same(read_averages(tmp_path / "cut"), read_averages(tmp_path / "whole"))
+    go(tmp_path / "without", *sets, "steps=8", "ema=null")
+    assert_same(read_weights(tmp_path / "without"), read_weights(tmp_path / "whole"))
+    (fault,) = list_faults(go, tmp_path / "cut", *sets, "steps=12", "ema.decay=0.5", resume=True)
+    assert "ema.decay" in fault
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16_mixed"])
+def test_processes_keep_the_emulators_average(precision: str, tmp_path: Path) -> None:
+    """pipemare in bfloat16_mixed trains float32 masters of rounded weights: these are averaged, and rounded for evaluations."""
+    sets = ["method=pipemare", "gradient_accumulation=1", "stages=2", "ema={decay: 0.9}", f"precision={precision}"]
+    code, _, error = run(2, tmp_path / "ranks", *sets)
+    assert code == 0, error
+    report = emulate(tmp_path / "one", *sets)
+    assert_same(read_averages(tmp_path / "ranks"), read_averages(tmp_path / "one"))
+    assert_same_state(tmp_path / "ranks", tmp_path / "one", 12)
+    assert read_json(tmp_path / "ranks" / "summary.json")["final"] == report["final"]
+    tested = [[line["test_loss"] for line in read_metrics(tmp_path / name) if "test_loss" in line] for name in ("ranks", "one")]
+    assert tested[0] == tested[1]
+
+
+BAD = {
+    "ema={decay: 1}": "ema.decay: 1: ", "ema={decay: 0}": "ema.decay: 0: ", "ema={decay: x}": "ema.decay: x: ",
+    "ema={}": "ema.decay: ",
+    "early_stopping={restore_best: true}": "early_stopping.restore_best: ", "method=local_sgd": "ema: local_sgd: ",
+    "method=randomized_pipedream": "ema: randomized_pipedream: ",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("value", BAD)
+def test_what_has_no_average_is_refused(value: str, tmp_path: Path) -> None:
+    sets = [*SETS, "steps=4", "gradient_accumulation=1", value]
+    (fault,) = list_faults(lambda: check(load_config(DIGITS, sets), tmp_path / "run"))
+    assert BAD[value] in fault
