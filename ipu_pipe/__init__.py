@@ -22,6 +22,7 @@ _HOMES = {
     "VersionTable": "schedule.versions",
     "configure": "config.load", "load_config": "config.load",
     "Callback": "run.callbacks", "EarlyStopping": "run.callbacks", "predict": "run.predict",
+    "export": "run.export",
     "CSVLogger": "run.loggers", "MLflowLogger": "run.loggers", "WandbLogger": "run.loggers",
     "Moment": "run.callbacks", "Stop": "run.callbacks",
     "load_data": "data", "from_loader": "data", "train": "run.train",
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from ipu_pipe.model.stages import begin_stage, partition
     from ipu_pipe.report.analysis.analyze import analyze_run
     from ipu_pipe.run.callbacks import Callback, EarlyStopping, Moment, Stop
+    from ipu_pipe.run.export import export
     from ipu_pipe.run.loggers import CSVLogger, MLflowLogger, WandbLogger
     from ipu_pipe.run.planning import plan_config
     from ipu_pipe.run.predict import predict
@@ -47,7 +49,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "METHODS", "BadInput", "CSVLogger", "Callback", "EarlyStopping", "MLflowLogger", "Moment", "RunFault", "Stop",
-    "VersionTable", "WandbLogger", "analyze_run", "begin_stage", "configure", "format_text", "from_loader", "from_rows",
+    "VersionTable", "WandbLogger", "analyze_run", "begin_stage", "configure", "export", "format_text", "from_loader", "from_rows",
     "load_config", "load_data", "make_schedule", "partition", "plan_config", "predict", "resolve_method", "train",
 ]  # fmt: skip
 

@@ -32,7 +32,7 @@ def main():
         assert version == run(sys.executable, "-m", "ipu_pipe", "--version"), version
         commands = (
             "train", "schedule", "plan", "collect", "analyze", "reproduce", "stability", "fetch-data", "measure-hardware",
-            "completion",
+            "completion", "export",
         )  # fmt: skip
         for command in commands:
             run(COMMAND, command, "--help", said=f"usage: ipu-pipe {command}")
@@ -45,6 +45,7 @@ def main():
         )
         assert json.loads(Path("runs/digits/summary.json").read_text())["steps"] == 4
         run(COMMAND, "analyze", "runs/digits", said="What holds it up: ")
+        run(COMMAND, "export", "runs/digits", "--to", "digits.safetensors", said="step-4")
         again = ("train", "mlp_digits", "--set", "steps=4", "--out", "runs/digits")
         run(COMMAND, *again, code=2, said="--overwrite")
         assert run(COMMAND, *again, "--overwrite", "--quiet") == ""

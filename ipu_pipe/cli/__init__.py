@@ -20,6 +20,7 @@ COMMANDS = {
     "collect": "compare methods on the same work",
     "analyze": "analyze a trace: who waits for whom, and what holds a run up",
     "reproduce": "run the papers' experiments",
+    "export": "write the weights of a run for use elsewhere",
     "stability": "find the learning rates that a run's delays allow",
     "fetch_data": "get a data set",
     "measure_hardware": "measure this machine, for plans",

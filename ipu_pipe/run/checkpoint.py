@@ -102,7 +102,14 @@ def begin_step(folder: Path, step: int) -> None:
 
 def write_tensors(folder: Path, step: int, name: str, tensors: Mapping[str, torch.Tensor]) -> str:
     """Write a file of an unfinished checkpoint and return its SHA-256."""
-    file, whole, storages = _name_unfinished(folder, step) / name, {}, set()
+    file = _name_unfinished(folder, step) / name
+    save_tensors(file, tensors)
+    return hash_file(file, "sha256")
+
+
+def save_tensors(file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write a safetensors file to the disk. Raise `OSError`."""
+    whole, storages = {}, set()
     for key, value in tensors.items():
         value = value.detach().cpu().contiguous()
         storage = value.untyped_storage().data_ptr()
@@ -112,9 +119,8 @@ def write_tensors(folder: Path, step: int, name: str, tensors: Mapping[str, torc
     try:
         save_file(whole, file)
     except SafetensorError as error:
-        raise OSError(f"{name}: {error}") from error
+        raise OSError(f"{file.name}: {error}") from error
     _flush(file)
-    return hash_file(file, "sha256")
 
 
 def finish_step(folder: Path, step: int, files: Mapping[str, str], facts: Mapping[str, Any]) -> Path:

@@ -35,7 +35,7 @@ def predict(
     if batch_size < 1:
         raise BadInput(f"predict: batch_size: {batch_size}: must be a whole number >= 1")
     if isinstance(model, (str, os.PathLike)):
-        model = _load_model(Path(model), into)
+        model = load_model(Path(model), into)
     elif not isinstance(model, nn.Module):
         raise BadInput(
             f"predict: model: {describe_kind(model)}: must be a torch.nn.Module, or the folder of a run or checkpoint"
@@ -63,7 +63,7 @@ def predict(
     return tree_unflatten(joined, shape)
 
 
-def _load_model(path: Path, into: Optional[nn.Module]) -> nn.Module:
+def load_model(path: Path, into: Optional[nn.Module]) -> nn.Module:
     """Return the model with the weights of a run or checkpoint."""
     if not path.exists():
         raise BadInput(f"predict: {path}: no such folder or file")

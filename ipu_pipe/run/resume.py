@@ -32,15 +32,15 @@ def make_manifest(job: Job, position: Position, optimizer: Mapping[str, Any], ca
     return {**whose, "position": asdict(position), "optimizer": dict(optimizer), "callbacks": list(callbacks)}
 
 
-def choose_step(folder: Path, step: Optional[int]) -> int:
-    """Return the step to resume from: `step`, or the newest in `folder`, 0 if there is none. Raise `BadInput`."""
+def choose_step(folder: Path, step: Optional[int], option: str = "--resume-from") -> int:
+    """Return `step`, which an option asks for, or the newest in `folder`, 0 if there is none. Raise `BadInput`."""
     try:
         steps = checkpoint.list_steps(folder)
     except OSError as error:
         raise BadInput(f"--resume: {folder}: {error.strerror or error}") from None
     if step is not None and step not in steps:
         there = ", ".join(map(str, steps)) or "none"
-        raise BadInput(f"--resume-from: {step}: {folder} has no such checkpoint, there are {there}")
+        raise BadInput(f"{option}: {step}: {folder} has no such checkpoint, there are {there}")
     return steps[-1] if step is None and steps else step or 0
 
 

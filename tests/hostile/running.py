@@ -41,7 +41,7 @@ TURN = (
 )
 TOOLS = (
     *("train", "schedule", "analyze", "plan", "stability", "collect", "reproduce", "measure_hardware"),
-    *("fetch_data", "completion"),
+    *("fetch_data", "completion", "export"),
 )
 SECONDS = 30  # of a case
 MORE_MEMORY = 3 * 2**30  # address space of a case beyond what the imports take, in bytes

@@ -1,0 +1,38 @@
+"""Write the weights of a run to a safetensors file, or in Hugging Face's layout to a folder."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Union
+
+from ipu_pipe.cli.arguments import COMMON, command, folder, get_tell, option, whole
+
+EPILOG = """\
+examples:
+  python tools/export.py runs/digits --to model.safetensors
+  python tools/export.py runs/digits --to model.safetensors --step best
+  python tools/export.py runs/gpt2 --to gpt2          config.json and model.safetensors, by the model's own save_pretrained
+
+Names are those of the model before it was split.
+"""
+
+
+def parse_step(text: str) -> Union[int, str]:
+    """Convert an argument to a step, or best."""
+    return text if text == "best" else whole(0)(text)
+
+
+@command(
+    __doc__, EPILOG,
+    option("run", type=folder, metavar="RUN", help="the folder of a run, or of a checkpoint"),
+    option("--to", type=Path, required=True, metavar="PATH", help="a file that ends in .safetensors, or a new folder"),
+    option("--step", type=parse_step, metavar="STEP", help="of which checkpoint, or best (default: the newest)"),
+    *COMMON,
+)  # fmt: skip
+def main(args: argparse.Namespace) -> None:
+    """Run the command."""
+    from ipu_pipe.run.export import export
+
+    path = export(args.run, args.to, args.step)
+    get_tell(args.quiet)(f"{args.to}: the weights of {path}")

@@ -1,0 +1,69 @@
+"""The weights of a run for use elsewhere: one safetensors file, or the folder that Hugging Face's libraries read."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Optional, Union
+
+from torch import nn
+
+from ipu_pipe.errors import BadInput, guard_writing
+from ipu_pipe.files import atomic_file
+from ipu_pipe.job.user_code import attribute_faults
+from ipu_pipe.local.blocks import HEADS
+from ipu_pipe.run import checkpoint
+from ipu_pipe.run.predict import load_model
+from ipu_pipe.run.resume import choose_step
+from ipu_pipe.text import describe_kind
+
+BEST = "best"
+
+
+def export(
+    run: Union[str, Path], to: Union[str, Path], step: Union[None, int, str] = None, into: Optional[nn.Module] = None
+) -> Path:
+    """Write the weights of a run under the names of the unsplit model, and return the checkpoint that they are of.
+
+    `run` is its folder, or a checkpoint's. `to` is a file that ends in .safetensors, or a folder, into which the model's own
+    `save_pretrained` writes: config.json and model.safetensors of a model of Hugging Face's transformers, the adapters of one of
+    PEFT's. `step` is that of a checkpoint, "best" for that of the best evaluation, or None for the newest. `into` is a model of
+    the run's kind, where its config names none. Auxiliary heads of local losses are left out. Raise `BadInput` if it is not
+    possible, `RunFault` if the disk refuses.
+    """
+    run, to = Path(run), Path(to)
+    path = find_checkpoint(run, step)
+    if to.suffix == ".safetensors":
+        weights = {name: value for name, value in checkpoint.read_weights(path).items() if not name.startswith(HEADS)}
+        with atomic_file(to) as temporary:
+            checkpoint.save_tensors(temporary, weights)
+        return path
+    if to.exists() and (not to.is_dir() or any(to.iterdir())):
+        raise BadInput(f"--to: {to}: is there already: must be a file that ends in .safetensors, or a new folder")
+    model = load_model(path, into)
+    if not callable(getattr(model, "save_pretrained", None)):
+        why = "has no save_pretrained, as models of transformers and PEFT have: must be a file that ends in .safetensors"
+        raise BadInput(f"--to: {to}: a folder, but the run's model, {describe_kind(model)}, {why}")
+    temporary = to.with_name(f".{to.name}.part")
+    with guard_writing(to):
+        shutil.rmtree(temporary, ignore_errors=True)
+        with attribute_faults(lambda: "export"):
+            model.save_pretrained(temporary)  # type: ignore[operator]
+        os.replace(temporary, to)
+    return path
+
+
+def find_checkpoint(run: Path, step: Union[None, int, str]) -> Path:
+    """Return the folder of a run's checkpoint: of `step`, the best, or the newest if None. Raise `BadInput`."""
+    path = checkpoint.find_newest(run)
+    if not (path / checkpoint.MANIFEST).is_file():
+        raise BadInput(f"{run}: holds no checkpoint: must be the folder of a run, or of a checkpoint")
+    if step is None:
+        return path
+    if step == BEST:
+        step = checkpoint.read_manifest(path, resumes=False).get("position", {}).get("best_step")
+        if step is None:
+            raise BadInput(f"--step: {BEST}: {run}: no evaluation came before its newest checkpoint")
+    folder = path.parent
+    return folder / f"step-{choose_step(folder, int(step), '--step')}"

@@ -1,0 +1,83 @@
+"""Weights of a run for use elsewhere: one file under unsplit names, or a folder by the model's own save_pretrained."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any, List
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import ipu_pipe
+from ipu_pipe.cli import export
+from ipu_pipe.run import checkpoint
+from ipu_pipe.run.train import train
+from tests.command_line import run_here
+from tests.test_train import config
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run with auxiliary heads and checkpoints after 4, 8 and 12 updates, whose second was the best."""
+    out = tmp_path_factory.mktemp("trained") / "run"
+    keys = ["checkpoint.every=4", "checkpoint.keep=9", "model.args.width=8", "stages=2", "method=local_greedy"]
+    train(config(*keys, "evaluate.steps=4", "evaluate.subset=64"), out, quiet=True)
+    return out
+
+
+@pytest.fixture
+def run_tool(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Any:
+    return functools.partial(run_here, export, monkeypatch=monkeypatch, capsys=capsys)
+
+
+@pytest.mark.parametrize("step, expected", [([], 12), (["--step", "4"], 4), (["--step", "best"], None)])
+def test_a_file_holds_the_weights_without_heads(
+    step: List[str], expected: Any, trained: Path, tmp_path: Path, run_tool: Any
+) -> None:
+    if expected is None:
+        expected = checkpoint.load(trained / "checkpoints" / "step-12").manifest["position"]["best_step"]
+    file = tmp_path / "model.safetensors"
+    code, said, error = run_tool(str(trained), "--to", str(file), *step)
+    assert (code, error) == (0, "") and f"step-{expected}" in said
+    saved, weights = load_file(file), checkpoint.read_weights(trained / "checkpoints" / f"step-{expected}")
+    assert len(weights) > len(saved) > 0  # the heads are for training only
+    assert all(torch.equal(saved[name], weights[name]) for name in saved)
+
+
+@pytest.mark.parametrize(
+    "arguments, place",
+    [
+        (["gone", "--to", "m.safetensors"], "gone: "),
+        (["RUN", "--to", "m.safetensors", "--step", "5"], "--step: 5: "),
+        (["RUN", "--to", "m.safetensors", "--step", "x"], "--step: "),
+        (["RUN", "--to", "folder"], "--to: folder: "),
+        (["RUN", "--to", "RUN"], "--to: RUN: "),
+        (["RUN"], "the following arguments are required: --to"),
+    ],
+)
+def test_what_cannot_be_exported_is_one_line(
+    arguments: List[str], place: str, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_tool: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "RUN").symlink_to(trained)
+    code, said, error = run_tool(*arguments)
+    assert (code, said) == (2, "") and error.startswith(f"error: {place}") and error.count("\n") == 1, error
+    assert [path.name for path in tmp_path.iterdir()] == ["RUN"]
+
+
+def test_a_model_of_transformers_is_exported_to_its_own_layout(tmp_path: Path) -> None:
+    third_party = pytest.importorskip("tests.third_party")
+    torch.manual_seed(1)
+    model, other = third_party.hugging_gpt2(), third_party.hugging_gpt2()  # whose head is its embedding
+    path = checkpoint.save(tmp_path / "run" / "checkpoints", 3, model.state_dict(), {}, {})
+    assert ipu_pipe.export(tmp_path / "run", tmp_path / "gpt2", into=other) == path
+    assert {"config.json", "model.safetensors"} <= {file.name for file in (tmp_path / "gpt2").iterdir()}
+    again: nn.Module = type(model).from_pretrained(tmp_path / "gpt2")
+    state = again.state_dict()
+    assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
+    with pytest.raises(ipu_pipe.BadInput) as error:
+        ipu_pipe.export(tmp_path / "run", tmp_path / "gpt2", into=other)
+    assert error.value.faults[0].startswith(f"--to: {tmp_path / 'gpt2'}: ")
