@@ -63,7 +63,7 @@ def run_seed(seed: int, out: Path) -> int:
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # which outlives its ranks, as torchrun's does
     kills = 0
     for attempt in range(100):
-        kill = Kill(draw.randrange(2), draw.randint(1, 50)) if kills < KILLS else None
+        kill = Kill(draw.randrange(2), draw.randint(1, 30)) if kills < KILLS else None
         codes, told = run_attempt(attempt, kill, arguments, f"kills-{seed}", store.port, out / f"attempt-{attempt}")
         kills += -signal.SIGKILL in codes
         if not any(codes):
@@ -125,7 +125,7 @@ def _run(kill: Optional[Kill], arguments: List[str], told: str, variables: Dict[
 
 def _die_at(moment: int) -> None:
     """Let this process be killed at its moment number `moment`."""
-    from ipu_pipe.backends.processes.termination import Termination
+    from ipu_pipe.backends.processes.memory import MemoryCounters
     from ipu_pipe.run.folder import RunFolder
 
     left = moment
@@ -142,7 +142,7 @@ def _die_at(moment: int) -> None:
 
     os.replace = count(os.replace)
     RunFolder.write_metrics = count(RunFolder.write_metrics)  # type: ignore[method-assign]
-    Termination.check = count(Termination.check)  # type: ignore[method-assign]
+    MemoryCounters.sample = count(MemoryCounters.sample)  # type: ignore[method-assign]  # after each action
 
 
 def main() -> int:

@@ -15,7 +15,7 @@ import time
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Callable, Dict, List
+from typing import Any, Callable, Dict, List, Sequence
 
 import pytest
 import torch
@@ -361,6 +361,41 @@ def test_ranks_that_are_asked_for_something_else_are_refused_with_both_values() 
 
 
 @on_processes
+def test_ranks_meet_again_after_a_restart_that_not_every_machine_counts() -> None:
+    """Story: torchrun counted no restart on the machine that had not failed: ranks waited for each other in two rounds."""
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def come(first: int, attempts: Sequence[int], ranks: Sequence[int] = (0, 1)) -> List[str]:
+        """Let ranks come, rank `first` sooner, and return the errors of those that did not meet."""
+        stores, errors = {}, []
+
+        def one(rank: int) -> None:
+            time.sleep(0.0 if rank == first else 0.3)
+            where = Launch(rank, 2, address="127.0.0.1", port=store.port, has_agent=True, attempt=attempts[rank])
+            try:
+                stores[rank] = meet(where, 10 if len(ranks) == 2 else 0.5, {})
+            except RunFault as error:
+                errors.append(str(error))
+
+        threads = [threading.Thread(target=one, args=(rank,), daemon=True) for rank in ranks]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+        if len(stores) == 2:
+            stores[0].set("key", str(first))
+            assert stores[1].get("key").decode() == str(first)
+        return errors
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+        assert come(0, (0, 0)) == [] and read_launch().attempt == 0
+        assert come(1, (0, 1)) == [] and read_launch().attempt == 1
+        assert len(come(0, (0, 2), ranks=[0])) == 1  # rank 1 has died before it came
+        assert come(1, (0, 3)) == [] and read_launch().attempt == 3
+
+
+@on_processes
 def test_a_port_in_use_a_missing_first_rank_and_a_rank_twice_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as used:
         used.bind(("", 0))
@@ -437,7 +472,7 @@ def test_a_rank_that_is_stopped_while_joining_ends_the_others(
 ) -> None:
     """torch asks the store of a stopped rank 0 without a limit, and gave other groups half an hour: the others hung."""
     monkeypatch.setattr(launch, "ANSWER", 0.5)
-    monkeypatch.setattr(lost_ranks, "WARM_UP", 0.5)
+    monkeypatch.setattr(lost_ranks, "WARM_UP", 1.5)
     fork = multiprocessing.get_context("fork")
     faults, port = fork.SimpleQueue(), free_port()
     ranks = [fork.Process(target=join_with_a_stopped_rank, args=(r, port, victim, at, faults)) for r in range(2)]

@@ -15,6 +15,7 @@ from typing import List, Tuple
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+REPORTED = 80  # blocks of seeds, about a thousand seeds, after which the count is printed
 LONGEST = 900  # seconds of a case, after which something waits outside of the network
 
 
@@ -43,11 +44,13 @@ def main() -> int:
 
     blocks, begin, failed = split_by_case(range(asked.start, asked.start + asked.seeds)), time.monotonic(), 0
     with ProcessPoolExecutor(asked.jobs) as pool:
-        for failures in pool.map(run_block, blocks):
+        for number, failures in enumerate(pool.map(run_block, blocks)):
             for failure in failures:
                 print(failure, flush=True)
             failed += len(failures)
-    print(f"{asked.seeds - failed} of {asked.seeds} seeds passed in {time.monotonic() - begin:.0f} s")
+            if number % REPORTED == 0 or number == len(blocks) - 1:
+                seeds = blocks[number][-1] + 1 - asked.start
+                print(f"{seeds - failed} of {seeds} seeds passed in {time.monotonic() - begin:.0f} s", flush=True)
     return int(failed > 0)
 
 

@@ -1,9 +1,11 @@
 """Joining the process group that a launcher started, within the deadline and only if all ranks were asked for the same.
 
 rank 0 (or the launcher) keeps a store at MASTER_ADDR:MASTER_PORT
-[1] each rank puts there what it was asked for: config, options, versions
-[2] each waits until all the others' are there, and compares them with its own
-[3] only then the process group is made, which would wait for a missing rank without a word
+[1] rank 0 begins a round: where a launcher restarts its ranks, its store still has what they left there, and no rank can tell how
+    often that was, as torchrun counts on each machine the failures of that machine alone
+[2] each rank puts there what it was asked for: config, options, versions
+[3] each waits until all the others' are there, and compares them with its own; rank 0 says when it has seen all
+[4] only then the process group is made, which would wait for a missing rank without a word
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from ipu_pipe.config.compare import flatten
 from ipu_pipe.config.schema import BackendConfig, Config
 from ipu_pipe.errors import BadInput, RunFault
 from ipu_pipe.job.numerics import set_numerics
-from ipu_pipe.launcher import Launch, read_launch
+from ipu_pipe.launcher import Launch, announce_attempt, read_launch
 from ipu_pipe.text import list_some
 
 POLL = 0.05  # seconds between looks at the store
@@ -167,41 +169,67 @@ def meet(where: Launch, limit: float, request: Request) -> Any:
 
 def _meet(where: Launch, limit: float, request: Request) -> Any:
     end = time.monotonic() + limit
-    store = _open_store(where, limit)
+    rounds = _open_store(where, limit)
+    has_met = False
     try:
-        if store.add(f"came/{where.rank}", 1) > 1:
-            raise BadInput(f"RANK: {where.rank}: two processes have it: each of {where.world} must have its own")
-        _wait_for_all(store, where, end, limit, {**request, "WORLD_SIZE": where.world})
-    except (BadInput, RunFault) as error:
-        _end_for_all(store, where, error)
+        while not has_met:
+            number = rounds.add("round", 1 if where.rank == 0 else 0)
+            store = dist.PrefixStore(str(number), rounds)
+            try:
+                has_met = _wait_for_all(rounds, number, store, where, end, limit, {**request, "WORLD_SIZE": where.world})
+            except (BadInput, RunFault) as error:
+                _end_for_all(store, where, error)
+    except (BadInput, RunFault):
+        raise
     except RuntimeError as error:  # what torch's store raises
         raise RunFault(
             f"{_address(where)}: rank 0, which keeps the store there, left before all ranks had come"
         ) from error
+    announce_attempt(number - 1)
     return store
 
 
-def _wait_for_all(store: Any, where: Launch, end: float, limit: float, request: Request) -> None:
+def _wait_for_all(
+    rounds: Any, number: int, store: Any, where: Launch, end: float, limit: float, request: Request
+) -> bool:
+    """Wait until all ranks have come in round `number`, whose `store` this is. Return whether they have: not if the next round
+    has begun. Raise `BadInput` if their requests differ, `RunFault` if one is missing at `end`."""
+    twice = f"RANK: {where.rank}: two processes have it: each of {where.world} must have its own"
+    is_first = store.add(f"came/{where.rank}", 1) == 1
+    if not is_first or (where.has_agent and store.check(["over"])):  # perhaps a round before a restart
+        while where.has_agent and time.monotonic() < end:
+            if rounds.add("round", 0) > number:
+                return False
+            time.sleep(POLL)
+        raise BadInput(twice)
     store.set(f"asked/{where.rank}", json.dumps(request))
     missing = [rank for rank in range(where.world) if rank != where.rank]
-    while missing:
+    while missing or not (where.rank == 0 or store.check(["complete"])):
         for rank in list(missing):
             if store.check([f"asked/{rank}"]):
                 faults = compare(request, json.loads(store.get(f"asked/{rank}")), where.rank, rank)
                 if faults:
                     raise BadInput(faults)
                 missing.remove(rank)
-        if missing and store.check(["over"]):
+        if rounds.add("round", 0) > number:
+            if where.rank == 0:
+                raise BadInput(twice)
+            return False
+        if store.check(["over"]):
             reason = json.loads(store.get("over"))
             raise BadInput(reason["faults"]) if reason["is_input"] else RunFault(reason["faults"][0])
-        if missing and time.monotonic() > end:
+        if time.monotonic() > end:
+            missing = missing or [0]
             ranks = f"rank{'s' if len(missing) > 1 else ''} {list_some(missing, 8)}"
             raise RunFault(
                 f"rank {where.rank}: {ranks} of {where.world} did not come to {_address(where)} within {limit:g} s "
                 f"(backend.deadline and {WARM_UP:g} more): is it started, with the same MASTER_ADDR and MASTER_PORT?"
             )
-        if missing:
+        if missing or where.rank:
             time.sleep(POLL)
+    if where.rank == 0:
+        store.set("complete", "")
+    return True
 
 
 def _end_for_all(store: Any, where: Launch, error: Union[BadInput, RunFault]) -> NoReturn:
@@ -236,7 +264,7 @@ def _open_store(where: Launch, limit: float) -> Any:
         )
     except (RuntimeError, ValueError) as error:
         raise RunFault(f"{_address(where)}: cannot be joined: {' '.join(str(error).split())[:200]}") from error
-    return dist.PrefixStore(f"ipu_pipe/{where.attempt}", store)
+    return dist.PrefixStore("ipu_pipe", store)
 
 
 def _refuse_used_port(where: Launch) -> None:
