@@ -61,3 +61,28 @@ def test_a_notebook_runs_and_its_progress_is_lines(file: Path, tmp_path: Path, m
     assert "\nupdate 1/" in lines and "\r" not in lines and "\x1b" not in lines
     assert [said(cell, "stderr") for cell in book.cells] == [""] * len(book.cells)
     assert any("image/png" in each.get("data", {}) for cell in book.cells for each in cell.get("outputs", []))
+
+
+@pytest.mark.parametrize("file, launcher", [("slurm.sbatch", "srun"), ("poprun.sh", "poprun")])
+def test_batch_files_start_tools_train_with_resume(file: str, launcher: str, tmp_path: Path) -> None:
+    """The launchers are stand-ins that print what they are asked for."""
+    for name, script in ((launcher, f'echo {launcher} "$@"'), ("scontrol", "echo node0; echo node1")):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    variables = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}", "CONFIG": "my.yaml", "OUT": "out", "HOSTS": "h0,h1", "PARTITION": "p",
+        "SERVER": "s", "SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_NAME": "name", "SLURM_JOB_ID": "4711",
+        "SLURM_JOB_NODELIST": "node[0-1]", "SLURM_JOB_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "4", "SLURM_CPUS_PER_TASK": "16",
+    }  # fmt: skip
+    done = subprocess.run(
+        ["bash", str(EXAMPLES / file), "stages=8"], env=variables, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert "tools/train.py my.yaml --out out --resume" in done.stdout and "stages=8" in done.stdout.split()
+    if launcher == "srun":
+        assert "--nnodes 2 --nproc_per_node 4 --max_restarts 3" in done.stdout
+        assert "--rdzv_endpoint node0:24711 --rdzv_id 4711" in done.stdout
+    without = subprocess.run(
+        ["bash", str(EXAMPLES / file)], env={**variables, "CONFIG": ""}, capture_output=True, text=True, timeout=60
+    )
+    assert without.returncode != 0 and "CONFIG" in without.stderr and not without.stdout
