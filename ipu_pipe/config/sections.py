@@ -561,7 +561,7 @@ class DelayCompensation(Section):
 
 
 class Outer(Section):
-    """The outer optimizer of DiLoCo: SGD with `lr`, `momentum`, `nesterov`. `fragments`: groups of stages that are synchronized
+    """The outer optimizer of DiLoCo: `name` sgd with `lr`, `momentum`, `nesterov`. `fragments`: groups of stages that are synchronized
     in turn, a number or per_stage; `offset`: the first. `delay`: steps from taking the replicas' weights to the synchronization.
     `mix`: the weight of a replica's own weights in what it goes on with."""
 
