@@ -561,9 +561,9 @@ class DelayCompensation(Section):
 
 
 class Outer(Section):
-    """The outer optimizer of DiLoCo: `name` sgd with `lr`, `momentum`, `nesterov`. `fragments`: groups of stages that are synchronized
-    in turn, a number or per_stage; `offset`: the first. `delay`: steps from taking the replicas' weights to the synchronization.
-    `mix`: the weight of a replica's own weights in what it goes on with."""
+    """The outer optimizer of DiLoCo: `name` sgd with `lr`, `momentum`, `nesterov`. `fragments`: groups of stages that are
+    synchronized in turn, a number or per_stage; `offset`: the first. `delay`: steps from taking the replicas' weights to the
+    synchronization. `mix`: the weight of a replica's own weights in what it goes on with."""
 
     name: Literal["sgd"] = "sgd"
     lr: Positive = 0.7
