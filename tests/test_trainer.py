@@ -48,8 +48,8 @@ STAGE = {"gpt2": "transformer.h.1", "bert": "bert.encoder.layer.1"}
 
 
 def make_trainer(folder: Path, kind: str = "gpt2", method: str = "", **changes: Any) -> Any:
-    """Trainer, or with a method PipelineTrainer: 23 samples in batches of 2 and updates of 4, so that the last update of an epoch
-    has a batch of one sample; 3 updates an epoch."""
+    """Trainer, or with a method PipelineTrainer: 21 samples in batches of 2 and updates of 4: the last update of an epoch
+    has 3 batches, the last of one sample; 3 updates an epoch."""
     settings = {
         "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "num_train_epochs": 2, "logging_steps": 1,
         "eval_strategy": "epoch", "save_strategy": "epoch", "report_to": [], "learning_rate": 0.01, "warmup_steps": 2,
@@ -58,7 +58,7 @@ def make_trainer(folder: Path, kind: str = "gpt2", method: str = "", **changes: 
     given = {key: changes.pop(key) for key in ("callbacks", "train_dataset", "data_collator", "model") if key in changes}
     pipeline = {"method": method, "stages": [STAGE[kind]], **changes.pop("pipeline", {})}
     made: Any = PipelineTrainer if method else transformers.Trainer
-    given = {"model": make_model(kind), "train_dataset": draw_samples(kind, 23), **given}
+    given = {"model": make_model(kind), "train_dataset": draw_samples(kind, 21), **given}
     return made(
         args=transformers.TrainingArguments(str(folder), **{**settings, **changes}), eval_dataset=draw_samples(kind, 5, 1),
         compute_metrics=count_right, **given, **({"pipeline": pipeline} if method else {}),
