@@ -371,7 +371,7 @@ def test_staleness_and_nothing_else_makes_more_stages_worse() -> None:
         for row, factor in (("A", 1), ("B", 0.5))
         for P in (2, 4, 8)
     }
-    assert vector_grids.grows_by_delay("A", "B", (2, 4, 8)).gap(grown) == pytest.approx(0.5)
+    assert vector_grids.claim_growth_by_delay("A", "B", (2, 4, 8)).gap(grown) == pytest.approx(0.5)
 
 
 def test_a_curve_tracks_another_by_their_mean_distance() -> None:
@@ -384,7 +384,7 @@ def test_a_curve_tracks_another_by_their_mean_distance() -> None:
     assert vector_grids.compute_distance(level, make((0, 10.0), (120, 10.0), (240, 10.0))) == pytest.approx(1.0)
     crossing = make((0, 0.01), (120, 1.0), (240, 100.0))
     assert vector_grids.compute_distance(crossing, level) == pytest.approx(1.0, rel=0.01)
-    claim = vector_grids.tracks("RPD 60", "PipeDream")
+    claim = vector_grids.claim_tracking("RPD 60", "PipeDream")
     near, far = (dict.fromkeys(range(3), distance) for distance in (0.2, 0.4))
     assert [judge(claim, {"RPD 60 from PipeDream": found}).verdict for found in (near, far)] == [
         "shown",

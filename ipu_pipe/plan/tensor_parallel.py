@@ -51,14 +51,14 @@ def predict_tensor_parallel(problem: Problem, devices: int, ways: int, batch: in
     return max((one for one in options if one is not None), key=lambda one: one.samples_per_second, default=None)
 
 
-def describe_tensor_parallel(found: Optional[TensorParallel]) -> str:
+def describe_tensor_parallel(prediction: Optional[TensorParallel]) -> str:
     """Return a prediction in words."""
-    if found is None:
+    if prediction is None:
         return "tensor parallelism (not run by this library): no microbatch fits the memory"
     return (
-        f"tensor parallelism (not run by this library), {found.ways} devices x {found.width} replicas, microbatch"
-        f" {found.micro_batch_size} x {found.gradient_accumulation}: {found.samples_per_second:.4g} samples/s,"
-        f" {found.communication:.0%} of the time in all-reduces, {format_bytes(int(found.memory_bytes))} on each device"
+        f"tensor parallelism (not run by this library), {prediction.ways} devices x {prediction.width} replicas, microbatch"
+        f" {prediction.micro_batch_size} x {prediction.gradient_accumulation}: {prediction.samples_per_second:.4g} samples/s,"
+        f" {prediction.communication:.0%} of the time in all-reduces, {format_bytes(int(prediction.memory_bytes))} on each device"
     )
 
 

@@ -318,21 +318,21 @@ def fit_growth(finals: Mapping[str, float], method: str, stages: Sequence[int]) 
     return float(np.polyfit(np.log2(stages), values, 1)[0])
 
 
-def grows_with_stages(method: str, stages: Sequence[int] = STAGES) -> Claim:
+def claim_growth(method: str, stages: Sequence[int] = STAGES) -> Claim:
     """Return the claim that the final value grows with the number of stages."""
     labels = [f"{method} P={P}" for P in stages]
     text = f"{method} deteriorates as P grows (decades per doubling)"
     return Claim(text, labels, lambda finals: fit_growth(finals, method, stages))
 
 
-def grows_by_delay(method: str, control: str, stages: Sequence[int]) -> Claim:
+def claim_growth_by_delay(method: str, control: str, stages: Sequence[int]) -> Claim:
     """Return the claim that the final value of a method grows faster than that of a control without delays."""
     labels = [f"{one} P={P}" for one in (method, control) for P in stages]
     text = f"delay is why {method} deteriorates: {control} does less (decades per doubling)"
     return Claim(text, labels, lambda finals: fit_growth(finals, method, stages) - fit_growth(finals, control, stages))
 
 
-def tracks(row: str, other: str) -> Claim:
+def claim_tracking(row: str, other: str) -> Claim:
     """Return the claim that a row's curve stays within a factor of 2 of another's in the mean of the logarithms."""
     distance = f"{row} from {other}"
     text = f"{row} tracks {other} (mean distance of the log curves, within a factor of 2)"
@@ -352,7 +352,7 @@ VECTOR_GRIDS: Dict[str, VectorGrid] = {
                   for bound in BOUNDS),
             ],
             [
-                tracks("RPD 60", "PipeDream"),
+                claim_tracking("RPD 60", "PipeDream"),
                 compare_pairs(
                     "the larger the delay bound, the slower", [(f"RPD {a}", f"RPD {b}") for a, b in zip(BOUNDS, BOUNDS[1:])]
                 ),
@@ -366,11 +366,11 @@ VECTOR_GRIDS: Dict[str, VectorGrid] = {
             lambda seed: objectives.make_random_quadratic(2000, 512, 100, seed),
             [row for P in QUADRATIC_STAGES for row in list_staleness_rows(P, 400, make_powers(-8, 1))],
             [
-                grows_with_stages("PipeDream", QUADRATIC_STAGES),
-                grows_with_stages("RPD", QUADRATIC_STAGES),
-                grows_by_delay("PipeDream", CONTROL, QUADRATIC_STAGES),
-                grows_by_delay("RPD", CONTROL, QUADRATIC_STAGES),
-                *(tracks(f"RPD P={P}", f"PipeDream P={P}") for P in QUADRATIC_STAGES),
+                claim_growth("PipeDream", QUADRATIC_STAGES),
+                claim_growth("RPD", QUADRATIC_STAGES),
+                claim_growth_by_delay("PipeDream", CONTROL, QUADRATIC_STAGES),
+                claim_growth_by_delay("RPD", CONTROL, QUADRATIC_STAGES),
+                *(claim_tracking(f"RPD P={P}", f"PipeDream P={P}") for P in QUADRATIC_STAGES),
             ],
             by_stages=True,
             tracked=[(f"RPD P={P}", f"PipeDream P={P}") for P in QUADRATIC_STAGES],
@@ -387,9 +387,9 @@ VECTOR_GRIDS: Dict[str, VectorGrid] = {
             f"{LOGISTIC}, 3180 slots, R = P, K = 5, steps 2^-12 to 2^-3 (LocalSGD 2^-8 to 2^2)", make_logistic,
             list_scaling_rows(3180, make_powers(-12, -3), make_powers(-8, 2)),
             [
-                grows_with_stages("PipeDream"),
-                grows_with_stages("RPD"),
-                grows_by_delay("RPD", CONTROL, STAGES),
+                claim_growth("PipeDream"),
+                claim_growth("RPD"),
+                claim_growth_by_delay("RPD", CONTROL, STAGES),
                 compare_pairs(
                     "LocalSGD is better than PipeDream at many stages (32, 64, 128)",
                     [(f"LocalSGD P={P}", f"PipeDream P={P}") for P in (32, 64, 128)],
