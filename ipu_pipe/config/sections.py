@@ -236,8 +236,9 @@ class OptimizerConfig(OptimizerSettings):
 
 
 class LrSchedule(Section):
-    """The learning rate by update, see ipu_pipe.update.rates. `name`: what follows the warm-up; or a class such as
-    torch.optim.lr_scheduler.OneCycleLR, or "module:callable" of an optimizer. `args`: its keyword arguments. `interval`: whether
+    """The learning rate by update, see ipu_pipe.update.rates. `name`: what follows the warm-up; plateau, which is torch's
+    ReduceLROnPlateau after each evaluation; or a class such as torch.optim.lr_scheduler.OneCycleLR, or "module:callable" of an
+    optimizer. `args`: its keyword arguments. `metric`: of evaluations, that plateau follows; loss if null. `interval`: whether
     it is stepped after each update or epoch. `warmup_steps`: updates over which the rate rises from 0. `milestones`: epochs at
     which step multiplies the rate. `gamma`: the factor. `total_steps`: the updates over which cosine and linear fall, and from
     which T1 takes its K; those of the run if null, which can then not be made longer."""
@@ -249,15 +250,16 @@ class LrSchedule(Section):
     gamma: Positive = 0.1
     args: Optional[Dict[str, Any]] = None
     interval: Optional[Literal["update", "epoch"]] = None  # an update
+    metric: Optional[str] = None
 
     @field_validator("name", mode="before")
     @classmethod
     def _validate_name(cls, value: Any) -> Any:
-        known = ("constant", "step", "cosine", "linear", GIVEN)
+        known = ("constant", "step", "cosine", "linear", "plateau", GIVEN)
         if isinstance(value, str) and (value in known or is_entry(value, SCHEDULERS)):
             return value
         raise ValueError(
-            f"must be one of constant, step, cosine, linear, a class such as {SCHEDULERS}OneCycleLR, or module:name"
+            f"must be one of constant, step, cosine, linear, plateau, a class such as {SCHEDULERS}OneCycleLR, or module:name"
         )
 
     @property
@@ -271,7 +273,8 @@ class LrSchedule(Section):
             raise key_fault("milestones", [], "step needs at least one epoch at which the rate is multiplied by gamma")
         # key -> whether the schedule has it
         fits = {
-            "args": self.is_played, "interval": self.is_played, "gamma": not self.is_played, "warmup_steps": not self.is_played,
+            "args": self.is_played or self.name == "plateau", "metric": self.name == "plateau",
+            "interval": self.is_played, "gamma": not self.is_played, "warmup_steps": not self.is_played,
             "milestones": self.name == "step", "total_steps": self.falls,
         }  # fmt: skip
         for key, fit in fits.items():

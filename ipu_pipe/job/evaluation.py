@@ -56,6 +56,7 @@ class Position:
     best_value: Optional[float] = None
     best_step: Optional[int] = None
     initial: EvaluationResult = EvaluationResult()
+    plateau: Optional[Dict[str, Any]] = None  # of a learning rate that follows evaluations
 
     def add_update(self, loss: float, begins_epoch: bool) -> None:
         """Count one more update with its mean training loss."""

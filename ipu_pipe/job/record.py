@@ -31,6 +31,7 @@ from ipu_pipe.schedule.timelines import amortize_utilization, make_schedule
 from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.trace.events import SCHEMA
 from ipu_pipe.update.apply import UpdateRules
+from ipu_pipe.update.rates import Plateau
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}  # of a model's weights
 DTYPES.update({MIXED: torch.float32, MASTERS: torch.bfloat16})
@@ -135,6 +136,7 @@ class Job(Setup):
     note: str = ""  # what the user should know of the stages
     done: int = 0  # updates of the run that this one goes on with: the pipeline is empty there
     used: Given = Given()  # the optimizer and the loss, whoever gave them
+    plateau: Optional[Plateau] = None  # a learning rate that follows evaluations
     may_stop: bool = False  # whether the run may be asked to end after any update
     may_stop_empty: bool = False  # or where the pipeline is empty anyway
     wants_model: bool = False  # whether callbacks want the whole model where the pipeline is empty

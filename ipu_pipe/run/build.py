@@ -19,6 +19,7 @@ from ipu_pipe.data import DataSource
 from ipu_pipe.data.loaders import LoaderData, RandomStates
 from ipu_pipe.errors import BadInput, raise_faults
 from ipu_pipe.hardware.precision import resolve_precision
+from ipu_pipe.job.evaluation import GREATER
 from ipu_pipe.job.factories import (
     apply_settings_by_stage,
     make_data,
@@ -49,7 +50,7 @@ from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.update.apply import UpdateRules
 from ipu_pipe.update.groups import Member, make_groups, replace_parameters, select_parameters, select_stage
 from ipu_pipe.update.optimizer import call_factory, make_factory_of
-from ipu_pipe.update.rates import choose_anneal_updates, make_rate, play_scheduler
+from ipu_pipe.update.rates import Plateau, choose_anneal_updates, make_rate, play_scheduler
 
 
 def set_up(
@@ -217,6 +218,15 @@ def _assemble(setup: Setup, objects: Overrides, done: int) -> Job:
         config = describe_given(config, {"optimizer": describe_optimizer(whole)})
     base = float(whole.param_groups[0]["lr"])
     rate = make_rate(config.lr_schedule, base, updates, per_epoch, config.updates_per_call)
+    plateau: Optional[Plateau] = None
+    if config.lr_schedule.name == "plateau":
+        mode = "max" if (config.lr_schedule.metric or "loss").startswith(GREATER) else "min"
+        following = plateau = Plateau(base, {"mode": mode, **(config.lr_schedule.args or {})})
+        share = make_rate(config.lr_schedule, 1.0, updates, per_epoch, config.updates_per_call)
+
+        def rate(k: int) -> float:
+            return following.rate * share(k)
+
     if config.lr_schedule.is_played:
         if config.lr_schedule.interval == "epoch" and per_epoch is None:
             raise BadInput("lr_schedule.interval: epoch: the data have no epochs: must be update")
@@ -240,7 +250,7 @@ def _assemble(setup: Setup, objects: Overrides, done: int) -> Job:
     loss_used = Description(name=OWN) if isinstance(of_loss, OwnLoss) else describe(of_loss)
     job = Job(
         **{**vars(setup), "config": config, "model": model, "loss": chosen_loss}, part=part, method=method, schedule=schedule,
-        table=table, whole=whole, optimizer=optimizer, rules=rules, base_rate=base, rate=rate, updates_per_epoch=per_epoch,
+        table=table, whole=whole, optimizer=optimizer, rules=rules, base_rate=base, rate=rate, plateau=plateau, updates_per_epoch=per_epoch,
         updates=updates, example=example, footprint=measure_footprint(model, part, seen), seen=seen, note=placed.note, done=done,
         used=Given(optimizer=describe_optimizer(whole), loss=loss_used), pieces=placed.pieces,
         placement=tuple(placed.placement) or schedule.device_of_stage,

@@ -212,6 +212,8 @@ def check_callbacks(config: Config) -> None:
 def refuse_callbacks(job: Job, callbacks: Sequence[Callback]) -> None:
     """Raise `BadInput`, one line for each callback that the job cannot serve, and for `evaluate.best`."""
     chosen = [("evaluate.best", job.config.evaluate.best)]
+    if job.plateau is not None:
+        chosen.append(("lr_schedule.metric", job.config.lr_schedule.metric or "loss"))
     chosen += [("early_stopping.metric", one.metric) for one in callbacks if isinstance(one, EarlyStopping)]
     known = ["loss", *(metric.name for metric in job.metrics)]
     faults = [

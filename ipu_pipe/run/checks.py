@@ -67,6 +67,8 @@ def _find_conflicts(job: Job) -> Dict[str, Any]:
     faults: Dict[str, Any] = {
         f"checkpoint.format: sharded: needs torch 2.4 or later, this is {torch.__version__}: must be single":
             sharded and read_torch_version() < (2, 4),
+        "lr_schedule.name: plateau: PopTorch's runs have rates that are known before: use another backend or schedule":
+            job.plateau and config.backend.name == "poptorch",
         "ema: PopTorch keeps the weights on the IPUs, which average none: use another backend, or null":
             config.ema and config.backend.name == "poptorch",
         f"ema: {method.name}: its stages, replicas or duplicates of layers step by themselves: must be null":

@@ -297,6 +297,9 @@ class TrainingLoop:
         record, best = whole.to_record(f"{split}_"), f"{split}_{job.config.evaluate.best}"
         if split == job.watched:
             position.add_evaluation(best, record.get(best))
+            if job.plateau is not None and position.update:
+                job.plateau.step(record.get(f"{split}_{job.config.lr_schedule.metric or 'loss'}"))
+                position.plateau = job.plateau.state()
         # the test at the end is beside the last validation
         validated = self.now.metrics if split == "test" and position.update else {}
         self.now = replace(self.now, step=position.update, epoch=epoch, metrics={**validated, **record})

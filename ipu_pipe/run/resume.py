@@ -65,6 +65,8 @@ def restore(job: Job, out: Path, say: Callable[[str], None], callbacks: Callback
     position = dict(saved.manifest["position"])
     if "best_loss" in position:  # before other metrics than the test loss could be the best
         position["best_value"] = position.pop("best_loss")
+    if job.plateau is not None and position.get("plateau") is not None:
+        job.plateau.load(position["plateau"])
     say(f"resuming after update {job.done} from {path}")
     return Position(**{**position, "initial": EvaluationResult(*position["initial"])})
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 import warnings
-from typing import Any, Callable, List, Optional, Tuple
+from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
 
 import torch
 
 from ipu_pipe.errors import BadInput, summarize
-from ipu_pipe.text import describe_kind
+from ipu_pipe.text import describe_kind, show
 
 
 def compute_rate(settings: Any, base: float, k: int, updates: int, updates_per_epoch: Optional[int]) -> float:
@@ -76,6 +76,46 @@ def choose_anneal_updates(first_milestone: Optional[int], warmup: int, updates: 
     return max(first_milestone // 4 if first_milestone else 5 * warmup if warmup else math.ceil(updates / 4), 1)
 
 
+class Plateau:
+    """The learning rate of torch's ReduceLROnPlateau, which follows evaluations; `args` are its arguments.
+
+    All processes step it by the same figures after each evaluation, where the pipeline is empty: no pass in flight has read ahead.
+    """
+
+    def __init__(self, base: float, args: Mapping[str, Any]) -> None:
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=base)
+        self._group = optimizer.param_groups[0]
+        try:
+            self._scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, **args)
+        except (TypeError, ValueError) as error:
+            raise BadInput(f"lr_schedule.args: {show(dict(args))}: {error}") from None
+
+    @property
+    def rate(self) -> float:
+        """The learning rate now."""
+        return float(self._group["lr"])
+
+    def step(self, value: Optional[float]) -> None:
+        """Follow an evaluation."""
+        if value is not None:
+            self._scheduler.step(value)
+
+    def state(self) -> Dict[str, Any]:
+        """Return the state for a checkpoint, as JSON can hold it."""
+        best = self._scheduler.best
+        state = {key: getattr(self._scheduler, key) for key in PLATEAU_STATE}
+        return {"rate": self.rate, "best": best if math.isfinite(best) else None, **state}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state."""
+        self._group["lr"] = state["rate"]
+        if state["best"] is not None:
+            self._scheduler.best = state["best"]
+        for key in PLATEAU_STATE:
+            setattr(self._scheduler, key, state[key])
+
+
+PLATEAU_STATE = ("num_bad_epochs", "cooldown_counter", "last_epoch")
 SchedulerFactory = Callable[[torch.optim.Optimizer], Any]  # gives a torch.optim.lr_scheduler
 KEY = "lr_schedule"
 
@@ -139,8 +179,8 @@ def _require_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> None
     kind = type(scheduler).__name__
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise BadInput(
-            f"{KEY}: {kind}: follows what evaluations measure; here a rate is a function of the update alone, as rules that"
-            " change it and resumed runs need: use another scheduler, or early_stopping"
+            f"{KEY}: {kind}: follows what evaluations measure, which is a schedule of its own here: use {KEY}: "
+            "{name: plateau, args: {...}}, with its arguments"
         )
     if not isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
         raise BadInput(
