@@ -250,7 +250,8 @@ def _assemble(setup: Setup, objects: Overrides, done: int) -> Job:
     loss_used = Description(name=OWN) if isinstance(of_loss, OwnLoss) else describe(of_loss)
     job = Job(
         **{**vars(setup), "config": config, "model": model, "loss": chosen_loss}, part=part, method=method, schedule=schedule,
-        table=table, whole=whole, optimizer=optimizer, rules=rules, base_rate=base, rate=rate, plateau=plateau, updates_per_epoch=per_epoch,
+        table=table, whole=whole, optimizer=optimizer, rules=rules, base_rate=base, rate=rate, plateau=plateau,
+        updates_per_epoch=per_epoch,
         updates=updates, example=example, footprint=measure_footprint(model, part, seen), seen=seen, note=placed.note, done=done,
         used=Given(optimizer=describe_optimizer(whole), loss=loss_used), pieces=placed.pieces,
         placement=tuple(placed.placement) or schedule.device_of_stage,

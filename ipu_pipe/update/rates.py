@@ -79,7 +79,7 @@ def choose_anneal_updates(first_milestone: Optional[int], warmup: int, updates: 
 class Plateau:
     """The learning rate of torch's ReduceLROnPlateau, which follows evaluations; `args` are its arguments.
 
-    All processes step it by the same figures after each evaluation, where the pipeline is empty: no pass in flight has read ahead.
+    All processes step it by the same figures after each evaluation, where the pipeline is empty and no pass has read ahead.
     """
 
     def __init__(self, base: float, args: Mapping[str, Any]) -> None:
