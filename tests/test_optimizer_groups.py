@@ -181,6 +181,7 @@ def test_settings_by_stage_are_the_groups_own() -> None:
         ({"by_stage": {"momentum": 0.9}}, "optimizer.by_stage.momentum: 0.9: "),
         ({"by_stage": {"momentum": {"from": 0.9, "to": "x"}}}, "optimizer.by_stage.momentum: "),
         ({"by_stage": {"momentum": [0.9]}}, r"optimizer.by_stage.momentum: \[0.9\]: "),
+        ({"groups": [{"by_stage": {"momentum": [0.9]}}]}, r"optimizer.groups.0.by_stage.momentum: \[0.9\]: "),
         ({"by_stage": {"momentum": [0.9, -1]}}, "Invalid momentum"),
         ({"by_stage": {"momentun": [0.9, 0.9]}}, "momentun"),
         ({"reference_batch_size": 8, "by_stage": {"lr": [0.1, 0.1]}}, "optimizer.reference_batch_size: 8: "),

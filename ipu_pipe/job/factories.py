@@ -123,8 +123,8 @@ def apply_settings_by_stage(config: Config, groups: Groups, delays: Sequence[flo
     Raise `BadInput` for settings that the optimizer refuses.
     """
     for number, member in enumerate(config.optimizer.members):
-        by_stage = spread_settings(member.by_stage or {}, delays) if member.by_stage else []
         key = f"optimizer.groups.{number}" if config.optimizer.groups else "optimizer"
+        by_stage = spread_settings(member.by_stage, delays, key) if member.by_stage else []
         for stage, settings in enumerate(by_stage):
             try:  # made of nothing, so that the optimizer checks its settings
                 probe = call_factory(_make_factory(member, settings, key), [make_placeholder(stage)]).param_groups[0]

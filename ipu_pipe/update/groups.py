@@ -86,11 +86,12 @@ def _assign_members(parameters: Mapping[str, nn.Parameter], members: Sequence[Me
     return member_of
 
 
-def spread_settings(by_stage: Mapping[str, Any], delays: Sequence[float]) -> List[Dict[str, Any]]:
+def spread_settings(by_stage: Mapping[str, Any], delays: Sequence[float], place: str = "optimizer") -> List[Dict[str, Any]]:
     """Return the settings of each stage, whose delays in updates are `delays` (P,).
 
     A setting is a list of one value a stage, or {from: a, to: b}, numbers or lists of them: a + (b - a) D / D_max, D the stage's
-    delay and D_max the greatest; with over: stages, a + (b - a) D / P. Raise `BadInput` for a list of another length.
+    delay and D_max the greatest; with over: stages, a + (b - a) D / P. Raise `BadInput`, about the optimizer at `place`, for a list
+    of another length.
     """
     settings: List[Dict[str, Any]] = [{} for _ in delays]
     for key, values in by_stage.items():
@@ -98,7 +99,7 @@ def spread_settings(by_stage: Mapping[str, Any], delays: Sequence[float]) -> Lis
             over = len(delays) if "over" in values else max(delays)
             values = [_interpolate(values["from"], values["to"], delay / over if over else 0.0) for delay in delays]
         elif len(values) != len(delays):
-            raise BadInput(f"optimizer.by_stage.{key}: {show(values)}: must be one for each of {len(delays)} stages")
+            raise BadInput(f"{place}.by_stage.{key}: {show(values)}: must be one for each of {len(delays)} stages")
         for of_stage, value in zip(settings, values):
             of_stage[key] = value
     return settings
