@@ -90,8 +90,8 @@ def spread_settings(by_stage: Mapping[str, Any], delays: Sequence[float], place:
     """Return the settings of each stage, whose delays in updates are `delays` (P,).
 
     A setting is a list of one value a stage, or {from: a, to: b}, numbers or lists of them: a + (b - a) D / D_max, D the stage's
-    delay and D_max the greatest; with over: stages, a + (b - a) D / P. Raise `BadInput`, about the optimizer at `place`, for a list
-    of another length.
+    delay and D_max the greatest; with over: stages, a + (b - a) D / P. Raise `BadInput`, about the optimizer at `place`, for a
+    list of another length.
     """
     settings: List[Dict[str, Any]] = [{} for _ in delays]
     for key, values in by_stage.items():
