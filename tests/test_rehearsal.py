@@ -105,7 +105,7 @@ def rehearse(model: nn.Module, begins: Any, x: torch.Tensor) -> rehearsal.Rehear
 
 @pytest.mark.parametrize("how, told", [
     ("buffer", r"the buffer of count differs"),
-    ("random", r"the output of c \(stage 2\) differs"),
+    ("random", r"the model itself: a stage begins inside, and its own forward draws random numbers"),
     ("counted", r"not the same model: the output of c \(stage 2\) differs"),
     ("number", r"model: kept: the forward changes this number, in a module that is cut"),
     ("numpy", r"draws from Python's random or numpy's, which no seed of a microbatch reaches"),

@@ -136,6 +136,11 @@ def _words(classes: bool) -> Dict[str, Any]:
     return {"name": "tests.third_party_models:tokens", "classes": classes}
 
 
+_VIT = (  # transformers 5 names its blocks otherwise than transformers 4, the last for Python 3.9
+    ("vit.layers.1", "vit.layers.2.mlp", "vit.layers.3.layernorm_after")
+    if int(transformers.__version__.split(".")[0]) >= 5
+    else ("vit.encoder.layer.1", "vit.encoder.layer.2.intermediate", "vit.encoder.layer.3.layernorm_after")
+)
 CASES: Dict[str, Case] = {
     "torchvision-resnet18": Case("resnet18", ["layer1.0.conv2", "layer2.0.bn2", "layer3.1"], _images(32)),
     "torchvision-vit": Case(
@@ -149,7 +154,7 @@ CASES: Dict[str, Case] = {
     "torchvision-convnext": Case("convnext", ["features.1.1", "features.3", "features.3.1"], _images(32)),
     "timm-cait": Case("timm_cait", ["blocks.1", "blocks.2", "blocks.3"], _images()),
     "hf-mixtral": Case("mixtral", [f"model.model.layers.{where}" for where in (1, 2, 3)], _words(False)),
-    "hf-vit": Case("hf_vit", [f"model.vit.layers.{where}" for where in ("1", "2.mlp", "3.layernorm_after")], _images()),
+    "hf-vit": Case("hf_vit", [f"model.{where}" for where in _VIT], _images()),
     "hf-bert": Case(
         "bert", [f"model.bert.encoder.layer.{where}" for where in ("1", "2.attention.output", "3.output")], _words(True)
     ),

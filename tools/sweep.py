@@ -57,7 +57,8 @@ def main() -> None:
     for name in args.models or MODELS:
         rows[name] = _examine(name, args.limit)
         print(f"{name}: " + "; ".join(f"{method}: {' / '.join(pair)}" for method, pair in rows[name].items()), flush=True)
-        is_wrong |= any(not verdict.startswith(("equal", "refused")) for pair in rows[name].values() for verdict in pair)
+        verdicts = [verdict for pair in rows[name].values() for verdict in pair]
+        is_wrong |= not all(verdict.startswith(("equal", "refused", "diverged", "-")) for verdict in verdicts)
         if path:
             ordered = {model: rows[model] for model in MODELS if model in rows}
             args.out.mkdir(parents=True, exist_ok=True)
@@ -202,6 +203,8 @@ def _compare_all(name: str, methods: List[str], folder: Path) -> None:
             model, summary = _train(name, method, stages, "emulator", folder / f"{method}-emulator")
         except BadInput as error:
             verdicts = [f"refused: {error}", there.get("verdict", "-")]
+        except RunFault as error:  # the loss is not finite
+            verdicts = [f"diverged: {error}", "-"]
         except Exception as error:
             path.with_suffix(".error").write_text(_describe(error))
             end_process(1)

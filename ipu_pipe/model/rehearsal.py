@@ -66,9 +66,10 @@ def rehearse(model: nn.Module, parts: Sequence[Piece], x: Any) -> Rehearsed:
             drawing = [name for name in rehearsed.effects.draws if not any(f"{name}.".startswith(f"{n}.") for n in whole_modules)]
             remedy = OUTSIDE
             if training and drawing:
+                cut = list_some([name or "the model itself" for name in drawing])
                 remedy = (
-                    f"{list_some(drawing)}: a stage begins inside, and its own forward draws random numbers (functional "
-                    "dropout): begin stages at modules outside of it, or draw in a module (nn.Dropout)"
+                    f"{cut}: a stage begins inside, and its own forward draws random numbers (functional dropout): begin stages"
+                    " at modules outside of it, or draw in a module (nn.Dropout)"
                 )
             if wrong[0].startswith("gradient") and first is not None and other is not None and is_cast(model):
                 remedy = "autocast sums that of a weight which several stages use in bfloat16: use precision float32 or bfloat16"
