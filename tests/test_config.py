@@ -75,6 +75,8 @@ WRONG = {
     "method_args: {weight_prediction: {form: linear}}": "method_args.weight_prediction.form: linear: ",
     **{f"method_args: {{constant_delay: {{updates: {value}}}}}": "method_args.constant_delay.updates: "
        for value in ("0", "1.0", "[]", "[[]]", "[[0], [0]]", "[[1], 2]", "[[true]]")},
+    "method_args: {head: {depth: 0}}": "method_args.head.depth: 0: ",
+    "method_args: {head: 3}": "method_args.head: 3: ",
     "method_args: {delay_compensation: {decay: 1}}": "method_args.delay_compensation.decay: 1: ",
     "method_args: {gradient_shrinking: {factor: 0}}": "method_args.gradient_shrinking.factor: 0: ",
     "optimizer: {name: adam, reference_batch_size: 8}": "optimizer.reference_batch_size: 8: ",

@@ -22,8 +22,9 @@ from ipu_pipe.backends.work import Work
 from ipu_pipe.config.load import load_config
 from ipu_pipe.errors import BadInput
 from ipu_pipe.local.blocks import BlockedModel, SumOfLosses, get_blocks
-from ipu_pipe.local.heads import TokenHead, make_head
-from ipu_pipe.local.structures import make_blocks
+from ipu_pipe.local.costs import compute_per_example, compute_sequential, make_auglocal_law
+from ipu_pipe.local.heads import AugLocal, TokenHead, make_head
+from ipu_pipe.local.structures import Flops, make_blocks
 from ipu_pipe.model.observation import observe_training
 from ipu_pipe.model.stages import partition
 from ipu_pipe.run.train import train
@@ -270,6 +271,39 @@ def test_the_projects_models_can_be_chunked(model: nn.Module, x: torch.Tensor) -
     assert set(model.state_dict()) < set(made.state_dict())
 
 
+def test_heads_of_layers_are_those_of_auglocal() -> None:
+    """The layers and depths that ChenxiangMA/AugLocal (commit 98c90d6) makes for its ResNet-32 of 16 layers,
+    `--aux_net_depth 3 --pyramid_coeff 0.5`, by its printed formulas."""
+    heads, L = AugLocal(3, 0.5), 16
+    depths = [max(1, round(3 * (1 - (i * 0.5) / (L - 2)) + (i * 0.5) / (L - 2) * 1)) for i in range(L - 1)]
+    assert [heads.compute_depth(i, L) for i in range(L - 1)] == depths == [3] * 7 + [2] * 8
+    assert heads.pick(0, L) == [5, 10, 15] and heads.pick(3, L) == [7, 11, 15] and heads.pick(8, L) == [12, 15]
+    assert heads.pick(13, L) == [14, 15] and heads.pick(14, L) == [15]
+    assert [AugLocal(5, 0.0).compute_depth(i, L) for i in (0, 14)] == [5, 5]
+    # a layer's head in the shapes of the layers that it picks, channels doubled with stride 2, then the usual head
+    convolutions = [nn.Conv2d(3, 4, 3, 1, 1), nn.Conv2d(4, 4, 3, 1, 1), nn.Conv2d(4, 8, 3, 2, 1)]
+    model = nn.Sequential(*convolutions, nn.BatchNorm2d(8))
+    x, activations = torch.randn(2, 3, 8, 8), []
+    for module in model[:3]:
+        x = module(x)
+        activations.append(x)
+    made = AugLocal(2, 0.0).make(model, 0, activations, torch.zeros(2, 5))
+    assert [type(layer).__name__ for layer in made] == ["ResidualLayer", "ResidualLayer", "Sequential"]
+    assert made[0].conv1.out_channels == 8 and made[0].conv1.stride == (2, 2) and made[1].conv1.stride == (1, 1)
+    assert made.eval()(activations[0]).shape == (2, 5)
+    assert made[0].norm1.num_batches_tracked == 0
+    with pytest.raises(BadInput, match="method_args.head: depth"):
+        AugLocal(1).make(model, 0, [torch.zeros(2, 7, 4), torch.zeros(2, 7, 4)], torch.zeros(2, 5))
+
+
+def test_the_law_of_heads_of_layers() -> None:
+    flops = Flops(10.0, 1.0, 2.0, 4, 100)
+    law = make_auglocal_law([2, 1, 1])
+    # four layers, heads of 2, 1 and 1 more, and four usual heads; the slowest is the first: its layer, two more and a head
+    assert compute_per_example(law, flops) == 3 * (10 * 8 + 4)
+    assert compute_sequential(law, flops, 5, 2) == pytest.approx(5 * 2 * 3 * (10 * 3 + 1) / 2 + 5 * 1000 * 31 / 84 / 2)
+
+
 def test_boundaries_that_a_skip_connection_crosses_are_refused() -> None:
     with pytest.raises(BadInput, match="^stages: layer1.0.conv2: 2 "):
         make_blocks(preact_resnet20(), torch.randn(2, 3, 16, 16), Structure(blocks=("layer1.0.conv2",)), None)
@@ -292,8 +326,9 @@ def digits(*sets: str) -> Any:
     return load_config(str(ROOT / "configs" / "mlp_digits.yaml"), [*short, *sets])
 
 
-def test_a_run_reports_every_head_and_resumes(tmp_path: Path) -> None:
-    how = ["method=local_greedy", "method_args.head=tests.test_local:bias_head", "checkpoint.every=3"]
+@pytest.mark.parametrize("head", ["tests.test_local:bias_head", "{depth: 2, pyramid: 0.0}"])
+def test_a_run_reports_every_head_and_resumes(head: str, tmp_path: Path) -> None:
+    how = ["method=local_greedy", f"method_args.head={head}", "checkpoint.every=3"]
     report = train(digits(*how), tmp_path / "a", quiet=True)
     assert [block["index"] for block in report["blocks"]] == [0, 1, 2, 3]
     assert report["blocks"][-1]["test_accuracy"] == report["final"]["test_accuracy"]

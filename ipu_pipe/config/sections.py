@@ -597,6 +597,14 @@ class ErrorFeedback(Section):
     scale: Positive = 1.0
 
 
+class HeadLayers(Section):
+    """Auxiliary heads with layers like later ones (AugLocal). `depth`: how many in the first head; `pyramid`: how far the depth
+    falls towards the last, from 0, not at all, to 1, to one layer."""
+
+    depth: Count
+    pyramid: Annotated[NotNegative, Field(le=1)] = 0.5
+
+
 class MethodArgs(Section):
     """Changes of the method's axes, and its update rules; null: the method's own, or none. docs/rules.md has their equations.
 
@@ -607,14 +615,14 @@ class MethodArgs(Section):
     rescheduled rates. `t2`: PipeMare's corrected backward. `spike_compensation`, `weight_prediction`, `gradient_shrinking`,
     `error_feedback`, `delay_compensation`: see there. `blocks`: of local_chunked: how many, or the names at which they begin.
     `overlap`: of local_overlapping: 1. `layers`: of last_layers: how many stages train. `head`: of local methods:
-    "module:function" that makes an auxiliary head. `block_rates`: of each block: what its learning rate is multiplied by.
-    `block_accumulation`: of each block: of how many updates' gradients its step is made. `delay_bound`: of
-    randomized_pipedream: the greatest delay; null: PipeDream's own. `delays`: of randomized_pipedream: uniform, a constant of
-    each stage, or exactly PipeDream's. `order`: of randomized_pipedream: of stages and microbatches. `nag`: of
-    randomized_pipedream: Nesterov's factor. `replicas`: of local_sgd: null: as many as stages. `local_steps`: of local_sgd:
-    steps of a replica between two averages. `outer`: of local_sgd: DiLoCo's outer optimizer. `split_backward`: of pipedream and
-    pipelined_backprop: true: 1F1B whose weight gradients come later. `activation_limit`: of zb_auto and split backwards: what a
-    device may hold, in units of what 1F1B holds. `file`: of rows: CSV in PyTorch's format.
+    "module:function" that makes an auxiliary head, or {depth, pyramid}: heads with layers like later ones. `block_rates`: of
+    each block: what its learning rate is multiplied by. `block_accumulation`: of each block: of how many updates' gradients its
+    step is made. `delay_bound`: of randomized_pipedream: the greatest delay; null: PipeDream's own. `delays`: of
+    randomized_pipedream: uniform, a constant of each stage, or exactly PipeDream's. `order`: of randomized_pipedream: of stages
+    and microbatches. `nag`: of randomized_pipedream: Nesterov's factor. `replicas`: of local_sgd: null: as many as stages.
+    `local_steps`: of local_sgd: steps of a replica between two averages. `outer`: of local_sgd: DiLoCo's outer optimizer.
+    `split_backward`: of pipedream and pipelined_backprop: true: 1F1B whose weight gradients come later. `activation_limit`: of
+    zb_auto and split backwards: what a device may hold, in units of what 1F1B holds. `file`: of rows: CSV in PyTorch's format.
     """
 
     # keys of type Any are validated with their method, by ipu_pipe.schedule.methods
@@ -635,7 +643,7 @@ class MethodArgs(Section):
     blocks: Any = None
     overlap: Any = None
     layers: Any = None
-    head: Optional[str] = None
+    head: Any = None
     block_rates: Optional[List[Positive]] = None
     block_accumulation: Optional[List[Count]] = None
     delay_bound: Optional[Annotated[Integer, Field(ge=0, le=MOST_VERSIONS)]] = None
@@ -648,3 +656,12 @@ class MethodArgs(Section):
     split_backward: Any = None
     activation_limit: Any = None
     file: Any = None
+
+    @field_validator("head")
+    @classmethod
+    def _validate_head(cls, value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return HeadLayers.model_validate(value)
+        if value is None or isinstance(value, (str, HeadLayers)):
+            return value
+        raise ValueError("must be an import string module:function, or {depth, pyramid}")

@@ -19,6 +19,7 @@ from ipu_pipe.config.sections import GIVEN, OWN, Entry, OptimizerSettings
 from ipu_pipe.data import DataSource, load_data
 from ipu_pipe.errors import BadInput, raise_faults, summarize
 from ipu_pipe.job.overrides import Overrides
+from ipu_pipe.local.heads import AugLocal, Heads
 from ipu_pipe.model.loss import Loss, LossOfOutput, OwnLoss, Take, TakePart, list_requested_fields
 from ipu_pipe.shipped import MODELS
 from ipu_pipe.text import find_nearest, show
@@ -162,6 +163,14 @@ def collect_results(values: Iterable[Any], make: Callable[[Any], Any]) -> List[A
             faults += error.faults
     raise_faults(faults)
     return results
+
+
+def resolve_head(config: Config) -> Optional[Heads]:
+    """Return what makes a config's auxiliary heads, None for the usual ones."""
+    head = config.method_args.head
+    if isinstance(head, str):
+        return resolve_entry(head, "method_args.head")
+    return None if head is None else AugLocal(head.depth, head.pyramid)
 
 
 def resolve_entry(entry: str, key: str) -> Callable[..., Any]:

@@ -8,7 +8,7 @@ from torch import nn
 
 from ipu_pipe.config.schema import Config
 from ipu_pipe.errors import BadInput
-from ipu_pipe.job.factories import make_take, resolve_entry
+from ipu_pipe.job.factories import make_take, resolve_head
 from ipu_pipe.local.structures import find_structure, make_blocks
 from ipu_pipe.model.cutting import Piece
 from ipu_pipe.model.stages import Partition, partition
@@ -48,10 +48,8 @@ def place_blocks(
     if isinstance(config.stages, dict) and config.stages.get("by") == "time":
         why = "times differ from run to run, and blocks are what is trained: must be flops or parameters"
         raise BadInput(f"stages.by: time: {why}")
-    entry = config.method_args.head
-    head = resolve_entry(entry, "method_args.head") if entry else None
     take = make_take(config, of_heads=not find_structure(method.structure).trains_last)
     model, part = make_blocks(
-        model, x, method.structure, config.stages, config.seed, count, head, method.one_stage or "", take
+        model, x, method.structure, config.stages, config.seed, count, resolve_head(config), method.one_stage or "", take
     )
     return Placed(model, part, None if held is None else [held])

@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map
 
 from ipu_pipe.errors import BadInput, summarize
-from ipu_pipe.local.heads import MakeHead, make_head
+from ipu_pipe.local.heads import AugLocal, Heads, MakeHead, make_head
 from ipu_pipe.model.batch import call_model, get_first_tensor, join_arguments
 from ipu_pipe.model.cutting import Piece, cut_model
 from ipu_pipe.model.loss import Loss, Take, describe_output, take_scores
@@ -79,7 +79,7 @@ class Blocks:
         x: Any,
         seed: int = 0,
         trains_last: bool = False,
-        head: Optional[MakeHead] = None,
+        head: Optional[Heads] = None,
         take: Optional[Take] = None,
     ) -> None:
         self.model = model
@@ -97,10 +97,10 @@ class Blocks:
         self.heads = nn.ModuleDict({} if trains_last else self._make_heads(begins, x, seed, head, take))
 
     def _make_heads(
-        self, begins: Sequence[str], x: Any, seed: int, head: Optional[MakeHead], take: Optional[Take]
+        self, begins: Sequence[str], x: Any, seed: int, head: Optional[Heads], take: Optional[Take]
     ) -> Dict[str, nn.Module]:
         model = self.model
-        make = head or getattr(model, "local_head", None) or (lambda a, o: make_head(model, a, o))
+        usual: MakeHead = getattr(model, "local_head", None) or (lambda a, o: make_head(model, a, o))
         output, activations = self._run_pieces(x)
         output = output if take is None else take(output)
         if not isinstance(output, torch.Tensor):
@@ -110,10 +110,13 @@ class Blocks:
         devices = [device] if device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):
             torch.manual_seed(derive_seed(seed, HEADS))
-            for index, (begin, value) in enumerate(zip(begins, activations)):
-                activation = _get_single_activation(value, begin)
+            singles = [_get_single_activation(value, begin) for begin, value in zip(begins, activations)]
+            for index, (begin, activation) in enumerate(zip(begins, singles)):
                 try:
-                    built = make(activation, output)
+                    if isinstance(head, AugLocal):
+                        built = head.make(model, index, singles, output)
+                    else:
+                        built = (head or usual)(activation, output)
                     built.to(device, torch.float32 if is_cast(model) else activation.dtype)
                     if is_cast(model):
                         cast_forward(built, device.type)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, List, Sequence, Tuple
+from typing import Any, Dict, List, Sequence, Tuple, Union
 
 import torch
 from torch import nn
@@ -17,22 +17,39 @@ BACKPROPAGATION = "backpropagation"
 LAWS = {BACKPROPAGATION: structures.BACKPROPAGATION, **{name: row.law for name, row in STRUCTURES.items()}}
 
 
-def compute_per_example(method: str, costs: Flops, k: int = 1) -> float:
+def compute_per_example(method: Union[str, Law], costs: Flops, k: int = 1) -> float:
     """Return the FLOPs of one example in one update; k is the number of blocks of local_chunked, of layers of last_layers."""
     return _find_law(method).example(costs, k)
 
 
-def compute_total(method: str, costs: Flops, steps: int, batch: int, k: int = 1) -> float:
+def compute_total(method: Union[str, Law], costs: Flops, steps: int, batch: int, k: int = 1) -> float:
     """Return the FLOPs of `steps` updates of `batch` examples."""
     return compute_per_example(method, costs, k) * steps * batch + steps * _find_law(method).update * costs.parameters
 
 
-def compute_sequential(method: str, costs: Flops, steps: int, batch: int, k: int = 1) -> float:
+def compute_sequential(method: Union[str, Law], costs: Flops, steps: int, batch: int, k: int = 1) -> float:
     """Return the FLOPs of `steps` updates that must be done one after another, the paper's time."""
     return compute_total(method, costs, steps, batch, k) / (batch * _find_law(method).parallel(costs, k))
 
 
-def _find_law(method: str) -> Law:
+def make_auglocal_law(depths: Sequence[int]) -> Law:
+    """Return the law of AugLocal's heads: those of layer l are d_l layers like the model's, f each, and a usual head, x.
+
+    Of an example (1+r) (f (L + sum of d_l) + x L); one after another (1+r) (f + f max d_l + x).
+    """
+
+    def example(c: Flops, k: int) -> float:
+        return (1 + c.backward) * (c.forward * (c.layers + sum(depths)) + c.auxiliary * c.layers)
+
+    def parallel(c: Flops, k: int) -> float:
+        return example(c, k) / ((1 + c.backward) * (c.forward * (1 + max(depths, default=0)) + c.auxiliary))
+
+    return Law(example, parallel)
+
+
+def _find_law(method: Union[str, Law]) -> Law:
+    if isinstance(method, Law):
+        return method
     if method not in LAWS:
         raise BadInput(f"method: {method}: has no cost law, must be one of {', '.join(LAWS)}")
     return LAWS[method]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Callable
+from dataclasses import dataclass
+from typing import Callable, List, Sequence, Union
 
 import torch
 from torch import nn
@@ -13,6 +14,7 @@ GROUPS = 8  # of a head's GroupNorm
 
 # (an example of the activations at the end of a block, one of the model's outputs) -> head
 MakeHead = Callable[[torch.Tensor, torch.Tensor], nn.Module]
+Heads = Union[MakeHead, "AugLocal"]  # what a config's method_args.head is resolved to
 
 
 class TokenHead(nn.Module):
@@ -28,22 +30,95 @@ class TokenHead(nn.Module):
         return self.projection(x.mean(dim=1)) if self._mean else self.projection(x).transpose(1, 2)
 
 
+def _make_norm(channels: int, batch_norm: bool) -> nn.Module:
+    groups = next(g for g in range(min(GROUPS, channels), 0, -1) if channels % g == 0)
+    return nn.BatchNorm2d(channels) if batch_norm else nn.GroupNorm(groups, channels)
+
+
 def make_image_head(channels: int, classes: int, batch_norm: bool) -> nn.Module:
     """Return norm, ReLU, mean over space and linear: (B, C, H, W) -> (B, classes) (the paper's ResNets).
 
     The norm is GroupNorm if the model has no BatchNorm, so that microbatches of one sample work.
     """
-    groups = next(g for g in range(min(GROUPS, channels), 0, -1) if channels % g == 0)
-    norm = nn.BatchNorm2d(channels) if batch_norm else nn.GroupNorm(groups, channels)
+    norm = _make_norm(channels, batch_norm)
     return nn.Sequential(norm, nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes))
+
+
+class ResidualLayer(nn.Module):
+    """Two 3x3 convolutions with norms, added to their input, or to a 1x1 convolution of it: (B, C, H, W) -> (B, C', H', W')."""
+
+    def __init__(self, channels: int, to: int, stride: int, batch_norm: bool) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, to, 3, stride, 1, bias=False)
+        self.norm1, self.norm2 = _make_norm(to, batch_norm), _make_norm(to, batch_norm)
+        self.conv2 = nn.Conv2d(to, to, 3, 1, 1, bias=False)
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or channels != to:
+            self.shortcut = nn.Sequential(nn.Conv2d(channels, to, 1, stride, bias=False), _make_norm(to, batch_norm))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the layer's output."""
+        residual = self.norm2(self.conv2(torch.relu(self.norm1(self.conv1(x)))))
+        return torch.relu(residual + self.shortcut(x))
+
+
+@dataclass(frozen=True)
+class AugLocal:
+    """Heads of d = `depth` layers in the shapes of later ones, picked uniformly, and the usual head (AugLocal, Ma et al.).
+
+    Layer l of L, from 0, picks l + (L - 1 - l) i / d, i = 1..d, rounded; all later ones where there are no more than d. The depths
+    fall with l: d_l = max(1, round(d (1 - c l / (L - 2)) + c l / (L - 2))), c = `pyramid`.
+    """
+
+    depth: int
+    pyramid: float = 0.5
+
+    def compute_depth(self, layer: int, layers: int) -> int:
+        """Return d_l."""
+        share = self.pyramid * layer / (layers - 2) if layers > 2 else 0.0
+        return max(1, round(self.depth * (1 - share) + share))
+
+    def pick(self, layer: int, layers: int) -> List[int]:
+        """Return the layers that the head of a layer is made of."""
+        left, depth = layers - 1 - layer, self.compute_depth(layer, layers)
+        if depth >= left:
+            return list(range(layer + 1, layers))
+        return [round(layer + left / depth * i) for i in range(1, depth + 1)]
+
+    def make(
+        self, model: nn.Module, layer: int, activations: Sequence[torch.Tensor], output: torch.Tensor
+    ) -> nn.Module:
+        """Return the head of a layer. Raise `BadInput` for activations that are neither images nor vectors.
+
+        `activations`: those at the ends of all layers but the last, whose shape is taken for that of the one before.
+        """
+        x, shapes = activations[layer], [tuple(one.shape) for one in (*activations, activations[-1])]
+        modules: List[nn.Module] = []
+        for picked in self.pick(layer, len(shapes)):
+            to = shapes[picked]
+            if x.dim() != len(to) or x.dim() not in (2, 4):
+                raise BadInput(
+                    f"method_args.head: depth: layers are made for images and vectors, not from {tuple(x.shape)} to {to}"
+                )
+            if x.dim() == 2:
+                made: nn.Module = nn.Sequential(nn.Linear(x.shape[1], to[1]), nn.ReLU())
+            else:
+                made = ResidualLayer(x.shape[1], to[1], max(round(x.shape[2] / to[2]), 1), _has_batch_norm(model))
+            modules.append(made.to(x.device, x.dtype).eval())  # running statistics stay
+            with torch.no_grad():
+                x = made(x)
+        return nn.Sequential(*modules, make_head(model, x, output))
+
+
+def _has_batch_norm(model: nn.Module) -> bool:
+    return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
 
 
 def make_head(model: nn.Module, activation: torch.Tensor, output: torch.Tensor) -> nn.Module:
     """Return the head for activations of images, tokens or vectors, by their shape. Raise `BadInput` for other shapes."""
     shape, classes = tuple(activation.shape), output.shape[1] if output.dim() > 1 else 0
     if len(shape) == 4 and output.dim() == 2:
-        norms = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
-        return make_image_head(shape[1], classes, norms)
+        return make_image_head(shape[1], classes, _has_batch_norm(model))
     if len(shape) == 3 and output.dim() in (2, 3):
         return TokenHead(shape[2], classes, mean=output.dim() == 2)
     if len(shape) == 2 and output.dim() == 2:

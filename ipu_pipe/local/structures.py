@@ -30,7 +30,7 @@ from torch import nn
 
 from ipu_pipe.errors import BadInput
 from ipu_pipe.local.blocks import BlockedModel, Blocks
-from ipu_pipe.local.heads import MakeHead
+from ipu_pipe.local.heads import Heads
 from ipu_pipe.model.cutting import cut_model
 from ipu_pipe.model.loss import Take
 from ipu_pipe.model.stages import Partition, group_stages, partition
@@ -175,7 +175,7 @@ def find_structure(structure: Structure) -> BlockStructure:
 
 def make_blocks(
     model: nn.Module, x: Any, structure: Structure, stages: Any, seed: int = 0, count: Optional[int] = None,
-    head: Optional[MakeHead] = None, one_stage: str = "", take: Optional[Take] = None,
+    head: Optional[Heads] = None, one_stage: str = "", take: Optional[Take] = None,
 ) -> Tuple[BlockedModel, Partition]:  # fmt: skip
     """Return a model in blocks by a method's structure, and the partition in which each block is a stage.
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from ipu_pipe.errors import BadInput, summarize
 from ipu_pipe.hardware.unit_costs import Unit
-from ipu_pipe.local.heads import MakeHead, make_head
+from ipu_pipe.local.heads import AugLocal, Heads, make_head
 from ipu_pipe.model.batch import call_model, count_samples, iterate_tensors
 from ipu_pipe.model.loss import Take
 from ipu_pipe.model.meta import move_to_meta, to_meta
@@ -40,7 +40,7 @@ def count_blocks(
     model: nn.Module,
     x: Any,
     units: Sequence[Unit],
-    head: Optional[MakeHead] = None,
+    head: Optional[Heads] = None,
     take: Optional[Take] = None,
 ) -> BlockUnits:
     """Count the blocks of a model whose `units` were counted with `x`; figures are for a sample.
@@ -48,6 +48,8 @@ def count_blocks(
     `head` makes the heads, else the model's `local_head` or that of its family, from what `take` takes of the model's output.
     Raises BadInput where a block cannot begin at every unit (a skip connection crosses) or no head is known.
     """
+    if isinstance(head, AugLocal):
+        raise BadInput("method_args.head: depth: its layers depend on where all blocks begin: name the stages")
     make = (
         head or getattr(model, "local_head", None) or (lambda activation, output: make_head(model, activation, output))
     )

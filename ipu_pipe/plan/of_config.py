@@ -17,7 +17,7 @@ from ipu_pipe.hardware.description import Hardware, read_hardware
 from ipu_pipe.hardware.model_units import FEW, count_units
 from ipu_pipe.hardware.precision import PRECISIONS
 from ipu_pipe.hardware.unit_costs import Unit
-from ipu_pipe.job.factories import resolve_entry
+from ipu_pipe.job.factories import resolve_head
 from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import SumOfLosses, get_blocks
 from ipu_pipe.model.balance import IntArray, StagePrices, find_best_cut
@@ -132,8 +132,7 @@ def _count_blocks(
     """Return what blocks with their own losses cost beside the units, with the config's heads; None: the method has none."""
     if method.structure is None:
         return None
-    entry = config.method_args.head
-    return count_blocks(model, take_samples(x, FEW), units, resolve_entry(entry, "method_args.head") if entry else None)
+    return count_blocks(model, take_samples(x, FEW), units, resolve_head(config))
 
 
 def _cut_by_flops(units: Sequence[Unit], count: Optional[int], blocks: Optional[BlockUnits]) -> Optional[List[int]]:

@@ -22,7 +22,7 @@ from ipu_pipe.errors import BadInput
 from ipu_pipe.hardware.description import read_hardware
 from ipu_pipe.hardware.model_units import CountedUnits, count_units, measure_units
 from ipu_pipe.hardware.precision import PRECISIONS
-from ipu_pipe.job.factories import make_data, make_loss, make_model, make_take, resolve_entry
+from ipu_pipe.job.factories import make_data, make_loss, make_model, make_take, resolve_head
 from ipu_pipe.job.overrides import Overrides
 from ipu_pipe.job.record import Job
 from ipu_pipe.model.batch import count_bytes, count_numbers, count_samples, map_tensors, take_samples
@@ -78,9 +78,8 @@ def count_config_units(config: Config, measured: bool = False, blocks: bool = Fa
     entering = count_bytes(x) / count_samples(x)
     if not blocks:
         return ConfigUnits(costed, entering, samples)
-    entry = config.method_args.head
-    head = resolve_entry(entry, "method_args.head") if entry else None
-    return ConfigUnits(costed, entering, samples, count_blocks(model, x, costed.units, head, make_take(config, of_heads=True)))
+    counted = count_blocks(model, x, costed.units, resolve_head(config), make_take(config, of_heads=True))
+    return ConfigUnits(costed, entering, samples, counted)
 
 
 def _count(config: Config) -> Tuple[nn.Module, CountedUnits, Any, int]:
