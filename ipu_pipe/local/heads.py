@@ -66,7 +66,7 @@ class ResidualLayer(nn.Module):
 class AugLocal:
     """Heads of d = `depth` layers in the shapes of later ones, picked uniformly, and the usual head (AugLocal, Ma et al.).
 
-    Layer l of L, from 0, picks l + (L - 1 - l) i / d, i = 1..d, rounded; all later ones where there are no more than d. The depths
+    Layer l of L, from 0, picks l + (L - 1 - l) i / d, i = 1..d, rounded; all later ones where there are no more than d. Depths
     fall with l: d_l = max(1, round(d (1 - c l / (L - 2)) + c l / (L - 2))), c = `pyramid`.
     """
 
