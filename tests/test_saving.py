@@ -146,24 +146,23 @@ class Beside(ipu_pipe.Callback):
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, interrupts_at: Optional[int] = None) -> None:
         self.seen: List[str] = []
-        self.may_write, self.interrupts_at, self.real = threading.Event(), interrupts_at, checkpoint.save
+        self.may_write, self.interrupts_at, self.real = threading.Semaphore(0), interrupts_at, checkpoint.save
         monkeypatch.setattr(checkpoint, "save", self.write)
 
     def write(self, folder: Path, step: int, *args: Any) -> Path:
-        assert self.may_write.wait(60), "training did not go on while a checkpoint was to be written"
-        self.may_write.clear()
+        assert self.may_write.acquire(timeout=60), "training did not go on while a checkpoint was to be written"
         return self.real(folder, step, *args)
 
     def on_step(self, now: ipu_pipe.Moment) -> None:
         self.seen.append(str(now.step))
         if now.step % 4 == 2:
-            self.may_write.set()
+            self.may_write.release()
         if now.step == self.interrupts_at:
-            self.may_write.set()
+            self.may_write.release()
             raise KeyboardInterrupt
 
     def on_evaluation(self, now: ipu_pipe.Moment) -> None:
-        self.may_write.set()  # of the last one, before which training has ended
+        self.may_write.release()  # of the last one, before which training has ended
 
     def on_checkpoint(self, now: ipu_pipe.Moment) -> None:
         assert now.checkpoint is not None and (now.checkpoint / "manifest.json").is_file()
