@@ -63,9 +63,9 @@ class TrainingLoop:
         self.best_steps: List[Optional[int]] = []  # when it was begun
         self.callbacks = Callbacks(callbacks if is_main() else ())
         # what all processes must know alike: whether the run may be asked to end, and after any update
-        own = self.callbacks
+        called = self.callbacks
         self.may_stop, self.at_steps, job.watches_gradients, job.wants_model = run_on_main(
-            lambda: (bool(own.own), own.at_steps, own.watches_gradients, own.wants_model)
+            lambda: (bool(called.own), called.at_steps, called.watches_gradients, called.wants_model)
         )
         job.may_stop = self.at_steps and job.method.rounds is None  # else where replicas have met
         job.may_stop_empty = self.may_stop
