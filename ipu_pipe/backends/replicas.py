@@ -145,8 +145,8 @@ class IndependentReplicas:
         """Return the replicas of `stages`, whose module is `model`; None if the job has no such replicas."""
         if work.method.rounds is None:
             return None
-        outer, count, own = work.method.rounds.outer, work.schedule.stages, work.rules.stages
-        parameters = [(stage, p) for stage in stages if stage in own for p in own[stage].parameters]
+        outer, count, updated = work.method.rounds.outer, work.schedule.stages, work.rules.stages
+        parameters = [(stage, p) for stage in stages if stage in updated for p in updated[stage].parameters]
         groups = outer.count_fragments(count) if outer is not None else 1
         fragments = [stage * groups // count for stage, _ in parameters]
         chosen = [p for _, p in parameters]

@@ -563,7 +563,7 @@ class DelayCompensation(Section):
     decay: Share = 0.95
 
 
-class Outer(Section):
+class OuterConfig(Section):
     """The outer optimizer of DiLoCo: `name` sgd with `lr`, `momentum`, `nesterov`. `fragments`: groups of stages that are
     synchronized in turn, a number or per_stage; `offset`: the first. `delay`: steps from taking the replicas' weights to the
     synchronization. `mix`: the weight of a replica's own weights in what it goes on with."""
@@ -585,7 +585,7 @@ class Outer(Section):
         raise ValueError("must be an integer >= 1, or per_stage")
 
     @model_validator(mode="after")
-    def _check_keys(self) -> "Outer":
+    def _check_keys(self) -> "OuterConfig":
         if self.nesterov and not self.momentum:
             raise key_fault("nesterov", True, "needs a momentum above 0")
         return self
@@ -652,7 +652,7 @@ class MethodArgs(Section):
     nag: Optional[Positive] = None
     replicas: Optional[Stages] = None
     local_steps: Optional[Count] = None
-    outer: Optional[Outer] = None
+    outer: Optional[OuterConfig] = None
     split_backward: Any = None
     activation_limit: Any = None
     file: Any = None

@@ -101,12 +101,12 @@ class AugLocal:
                     f"method_args.head: depth: layers are made for images and vectors, not from {tuple(x.shape)} to {to}"
                 )
             if x.dim() == 2:
-                made: nn.Module = nn.Sequential(nn.Linear(x.shape[1], to[1]), nn.ReLU())
+                module: nn.Module = nn.Sequential(nn.Linear(x.shape[1], to[1]), nn.ReLU())
             else:
-                made = ResidualLayer(x.shape[1], to[1], max(round(x.shape[2] / to[2]), 1), _has_batch_norm(model))
-            modules.append(made.to(x.device, x.dtype).eval())  # running statistics stay
+                module = ResidualLayer(x.shape[1], to[1], max(round(x.shape[2] / to[2]), 1), _has_batch_norm(model))
+            modules.append(module.to(x.device, x.dtype).eval())  # running statistics stay
             with torch.no_grad():
-                x = made(x)
+                x = module(x)
         return nn.Sequential(*modules, make_head(model, x, output))
 
 

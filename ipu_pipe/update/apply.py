@@ -404,9 +404,9 @@ def _change_step(change: Step, at: Setting, moved: _Moved, steps: Optional[Tenso
     """Add what the rule adds to a step that the optimizer has made; `steps`: of the stage's parameters, where they are known."""
     by_id = {id(p): step for p, step in zip(moved.stage.parameters, steps or ())}
     states = [moved.stage.state[p] for p in moved.parameters]
-    own = [by_id[id(p)] for p in moved.parameters if by_id]
+    steps_of_moved = [by_id[id(p)] for p in moved.parameters if by_id]
     values = [p.detach() for p in moved.parameters]
-    for x, c in change(at, Move(moved.group, states, moved.gradients, own)):
+    for x, c in change(at, Move(moved.group, states, moved.gradients, steps_of_moved)):
         torch._foreach_add_(values, x, alpha=c)
 
 

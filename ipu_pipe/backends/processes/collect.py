@@ -80,10 +80,10 @@ def merge_ranks(job: Job, ranks: Sequence[CheckpointState]) -> CheckpointState:
 
 def export_rest(job: Job, cut: Sequence[Piece]) -> Dict[str, torch.Tensor]:
     """Return the part of the model's state that no stage holds, as it was; `cut`: the pieces of all stages."""
-    held = {name for piece in cut for name in piece.state()}
+    in_pieces = {name for piece in cut for name in piece.state()}
     with job.numbers.whole():
         whole = job.model.state_dict()
-    return {name: value for name, value in whole.items() if name not in held and not name.startswith(HEADS)}
+    return {name: value for name, value in whole.items() if name not in in_pieces and not name.startswith(HEADS)}
 
 
 def find_holders(model: nn.Module, cut: Sequence[Piece]) -> Dict[str, int]:
