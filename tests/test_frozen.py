@@ -154,3 +154,13 @@ def test_the_trainer_saves_adapters_as_transformers_own(tmp_path: Path) -> None:
     assert files == our_files and adapters.keys() == our_adapters.keys()
     for name, value in adapters.items():
         torch.testing.assert_close(value, our_adapters[name], rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_a_run_is_exported_as_adapters(trained: Path, tmp_path: Path) -> None:
+    ipu_pipe.export(trained / "0", tmp_path / "adapters", into=make_model(BOTH))
+    assert {path.name for path in (tmp_path / "adapters").iterdir()} >= {"adapter_config.json", "adapter_model.safetensors"}
+    model = make_model(BOTH)
+    model.load_state_dict(torch.load(trained / "0.0"))
+    assert is_same(load_file(tmp_path / "adapters" / "adapter_model.safetensors"), peft.get_peft_model_state_dict(model))
+    adapted = peft.PeftModel.from_pretrained(make_model(BOTH).unload(), tmp_path / "adapters")
+    assert is_same(peft.get_peft_model_state_dict(adapted), peft.get_peft_model_state_dict(model))
