@@ -115,6 +115,47 @@ def test_processes_keep_the_emulators_average(precision: str, tmp_path: Path) ->
     assert tested[0] == tested[1]
 
 
+class Tied(torch.nn.Module):
+    """A model of which two layers have one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10, bias=False))
+        self.last = torch.nn.Linear(64, 10)
+        self.last.weight = self.first[1].weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first(x) + self.last(x.flatten(1))  # type: ignore[no-any-return]
+
+
+def test_the_averages_of_tied_weights_load_under_both_names(tmp_path: Path) -> None:
+    report = go(tmp_path / "run", "method=gpipe", "stages=1", "steps=4", model=Tied())
+    averages = read_averages(tmp_path / "run")
+    assert torch.equal(averages["first.1.weight"], averages["last.weight"])
+    outputs = ipu_pipe.predict(tmp_path / "run" / "ema.safetensors", ipu_pipe.load_data("digits", test_subset=64), into=Tied())
+    labels = torch.cat([y for _, y in ipu_pipe.load_data("digits", test_subset=64).test_batches(64)])
+    assert float((outputs.argmax(1) == labels).double().mean()) == report["final"]["test_accuracy"]
+
+
+def test_averages_of_a_run_that_goes_on_are_gone_until_its_end_and_none_are_taken_for_the_best_weights(tmp_path: Path) -> None:
+    class Fails(ipu_pipe.Callback):
+        def on_start(self, now: ipu_pipe.Moment) -> None:
+            assert (now.step, now.checkpoint) == (4, tmp_path / "run" / "checkpoints" / "step-4")
+            raise KeyError
+
+    go(tmp_path / "run", "steps=4")
+    (fault,) = list_faults(ipu_pipe.export, tmp_path / "run", tmp_path / "best.safetensors", "best")
+    assert fault.startswith("--step: best: ")
+    with pytest.raises(KeyError):
+        go(tmp_path / "run", "steps=8", resume=True, callbacks=[Fails()])
+    assert not (tmp_path / "run" / "ema.safetensors").exists()
+
+
+def test_restoring_the_best_weights_is_refused_in_python_too(tmp_path: Path) -> None:
+    (fault,) = list_faults(go, tmp_path / "run", "steps=4", callbacks=[ipu_pipe.EarlyStopping(restore_best=True)])
+    assert fault.startswith("early_stopping.restore_best: ")
+
+
 BAD = {
     "ema={decay: 1}": "ema.decay: 1: ", "ema={decay: 0}": "ema.decay: 0: ", "ema={decay: x}": "ema.decay: x: ",
     "ema={}": "ema.decay: ",

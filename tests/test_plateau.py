@@ -65,6 +65,9 @@ def test_a_resume_continues_it_and_processes_have_its_rates(tmp_path: Path) -> N
 BAD = {
     "{name: plateau, args: {factor: 2}}": "lr_schedule.args: ", "{name: plateau, args: {x: 2}}": "lr_schedule.args: ",
     "{name: plateau, metric: top5}": "lr_schedule.metric: top5: ", "{name: constant, metric: loss}": "lr_schedule.metric: loss: ",
+    "{name: plateau, args: {patience: x}}": "lr_schedule.args.patience: x: ",
+    "{name: plateau, args: {factor: -1}}": "lr_schedule.args.factor: -1: ",
+    "{name: plateau, args: {min_lr: [x]}}": "lr_schedule.args.min_lr: ",
     "{name: plateau, interval: epoch}": "lr_schedule.interval: epoch: ",
 }  # fmt: skip
 

@@ -183,9 +183,6 @@ class Config(Section):
         for key, metric in chosen.items():
             if metric not in known and sections.GIVEN not in known:
                 raise key_fault(key, metric, f"no evaluation gives it: must be one of {', '.join(known)}")
-        if self.ema is not None and self.early_stopping is not None and self.early_stopping.restore_best:
-            why = "not together with ema, whose averages are what is evaluated: use ema.safetensors of the run's folder"
-            raise key_fault("early_stopping.restore_best", True, why)
         if self.optimizer.name == sections.GIVEN and (self.given is None or self.given.optimizer is None):
             raise key_fault("optimizer.name", sections.GIVEN, "without given.optimizer: must be sgd, adam or adamw")
         by_hardware = isinstance(self.stages, dict) and self.stages.get("by") == "hardware"

@@ -69,6 +69,7 @@ class Moment:
 class Callback:
     """The base class of callbacks; each method may return a `Stop`, else None.
 
+    A `Stop` from `on_step` or `on_gradients` ends the run after that update, from the others at the next evaluation or checkpoint.
     On processes they are called on rank 0 alone, with what all ranks have measured. `state` and `load` carry what must be the
     same when a run is resumed. If a class has `wants_model = True`, `Moment.model` is the whole model with the newest weights on
     processes too, in `on_start`, `on_evaluation`, `on_checkpoint` and `on_end`.
@@ -201,6 +202,9 @@ def make_callbacks(config: Config, given: Optional[Sequence[Any]]) -> List[Callb
         callbacks.append(EarlyStopping(**config.early_stopping.model_dump()))
     if config.checkpoint is None and any(getattr(callback, "restore_best", False) for callback in callbacks):
         raise BadInput("checkpoint: null: early_stopping.restore_best needs that of the best evaluation")
+    if config.ema is not None and any(getattr(callback, "restore_best", False) for callback in callbacks):
+        why = "not together with ema, whose averages are what is evaluated: use ema.safetensors of the run's folder"
+        raise BadInput(f"early_stopping.restore_best: true: {why}")
     return callbacks
 
 

@@ -17,6 +17,7 @@ from ipu_pipe.run import checkpoint
 from ipu_pipe.run.predict import load_model
 from ipu_pipe.run.resume import choose_step
 from ipu_pipe.text import describe_kind
+from ipu_pipe.update.apply import AVERAGE
 
 BEST = "best"
 
@@ -29,8 +30,9 @@ def export(
     `run` is its folder, or a checkpoint's. `to` is a file that ends in .safetensors, or a folder, into which the model's own
     `save_pretrained` writes: config.json and model.safetensors of a model of Hugging Face's transformers, the adapters of one of
     PEFT's. `step` is that of a checkpoint, "best" for that of the best evaluation, or None for the newest. `into` is a model of
-    the run's kind, where its config names none. Auxiliary heads of local losses are left out. Raise `BadInput` if it is not
-    possible, `RunFault` if the disk refuses.
+    the run's kind, where its config names none. Auxiliary heads of local losses are left out. "best" is refused where a run keeps
+    an average of its weights, which is what its evaluations measure. Raise `BadInput` if it is not possible, `RunFault` if the
+    disk refuses.
     """
     run, to = Path(run), Path(to)
     path = find_checkpoint(run, step)
@@ -62,8 +64,12 @@ def find_checkpoint(run: Path, step: Union[None, int, str]) -> Path:
     if step is None:
         return path
     if step == BEST:
-        step = checkpoint.read_manifest(path, resumes=False).get("position", {}).get("best_step")
+        newest = checkpoint.load(path)
+        step = newest.manifest.get("position", {}).get("best_step")
         if step is None:
             raise BadInput(f"--step: {BEST}: {run}: no evaluation came before its newest checkpoint")
+        if any(key.endswith(f"/{AVERAGE}") for key in newest.optimizer):
+            why = f"its evaluations measured the averages of ema, which step {step} has in {checkpoint.OPTIMIZER} as NAME/{AVERAGE}"
+            raise BadInput(f"--step: {BEST}: {run}: {why}: give the step for the weights themselves")
     folder = path.parent
     return folder / f"step-{choose_step(folder, int(step), '--step')}"

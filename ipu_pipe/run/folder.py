@@ -241,9 +241,9 @@ class RunFolder:
                 _remove(path / "traceback.txt")  # of the fault that ended what is resumed now
 
     def forget_after(self, update: int, say: Callable[[str], None]) -> None:
-        """Delete the summary of a finished run and the checkpoints after `update`, from which it is resumed, and say so."""
-        self.forget("summary.json")
-        self.forget("trace/modelled.trace")
+        """Delete what a finished run wrote at its end and the checkpoints after `update`, from which it is resumed, and say so."""
+        for name in ("summary.json", "ema.safetensors", "trace/modelled.trace"):  # of its end
+            self.forget(name)
         later = [step for step in checkpoint.list_steps(self.checkpoints) if step > update]
         checkpoint.delete_steps(self.checkpoints, later[::-1])  # a run killed here goes on from what is left
         if later:

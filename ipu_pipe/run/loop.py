@@ -84,7 +84,10 @@ class TrainingLoop:
         self.saver = Saver(self.out / "checkpoints", engine.checkpoint_group)
         try:
             with keep_traceback_of(self.out), open_log(self.run, job.config.log.tensorboard, position.update) as self.log:
-                self.now = replace(self.now, step=position.update, epoch=job.epoch(position.update))
+                done = position.update
+                newest = self.out / "checkpoints" / f"step-{done}" if done else None
+                rate = job.rate(max(done - 1, 0))
+                self.now = replace(self.now, step=done, epoch=job.epoch(done), rate=rate, checkpoint=newest)
                 self._call_back("on_start")
                 if position.update == 0:
                     position.initial = self._evaluate("test")
@@ -172,6 +175,10 @@ class TrainingLoop:
         if state is not None and self.run is not None:
             entries = {key: value for key, value in state.optimizer.items() if key.endswith(f"/{AVERAGE}")}
             averages = {key[: -len(AVERAGE) - 1]: value for key, value in entries.items()}
+            first: Dict[Any, str] = {}  # a tied weight has its average under the first of its names
+            for name, parameter in self.job.model.named_parameters(remove_duplicate=False):
+                if first.setdefault(parameter, name) in averages:
+                    averages[name] = averages[first[parameter]]
             with atomic_file(self.out / "ema.safetensors") as file:
                 # the format refuses two names of one storage (tied weights), so each name gets a clone
                 save_file({key: value.detach().cpu().clone() for key, value in {**state.model, **averages}.items()}, file)

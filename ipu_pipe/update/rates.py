@@ -83,6 +83,10 @@ class Plateau:
     """
 
     def __init__(self, base: float, args: Mapping[str, Any]) -> None:
+        for key, value in args.items():  # torch takes any, and fails or raises the rate at an evaluation hours later
+            values = value if key == "min_lr" and isinstance(value, (list, tuple)) else [value]
+            if key in PLATEAU_NUMBERS and any(type(one) not in (int, float) or one < 0 for one in values):
+                raise BadInput(f"lr_schedule.args.{key}: {show(value)}: must be a number >= 0")
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=base)
         self._group = optimizer.param_groups[0]
         try:
@@ -115,6 +119,7 @@ class Plateau:
             setattr(self._scheduler, key, state[key])
 
 
+PLATEAU_NUMBERS = ("factor", "patience", "threshold", "cooldown", "min_lr", "eps")
 PLATEAU_STATE = ("num_bad_epochs", "cooldown_counter", "last_epoch")
 SchedulerFactory = Callable[[torch.optim.Optimizer], Any]  # gives a torch.optim.lr_scheduler
 KEY = "lr_schedule"
