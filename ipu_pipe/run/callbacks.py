@@ -69,7 +69,7 @@ class Moment:
 class Callback:
     """The base class of callbacks; each method may return a `Stop`, else None.
 
-    A `Stop` from `on_step` or `on_gradients` ends the run after that update, from the others at the next evaluation or checkpoint.
+    A `Stop` from `on_step` or `on_gradients` ends the run after that update, from others at the next evaluation or checkpoint.
     On processes they are called on rank 0 alone, with what all ranks have measured. `state` and `load` carry what must be the
     same when a run is resumed. If a class has `wants_model = True`, `Moment.model` is the whole model with the newest weights on
     processes too, in `on_start`, `on_evaluation`, `on_checkpoint` and `on_end`.

@@ -69,7 +69,7 @@ def find_checkpoint(run: Path, step: Union[None, int, str]) -> Path:
         if step is None:
             raise BadInput(f"--step: {BEST}: {run}: no evaluation came before its newest checkpoint")
         if any(key.endswith(f"/{AVERAGE}") for key in newest.optimizer):
-            why = f"its evaluations measured the averages of ema, which step {step} has in {checkpoint.OPTIMIZER} as NAME/{AVERAGE}"
+            why = f"evaluations measured the averages of ema, in {checkpoint.OPTIMIZER} of step {step} as NAME/{AVERAGE}"
             raise BadInput(f"--step: {BEST}: {run}: {why}: give the step for the weights themselves")
     folder = path.parent
     return folder / f"step-{choose_step(folder, int(step), '--step')}"

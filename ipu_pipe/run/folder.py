@@ -241,7 +241,7 @@ class RunFolder:
                 _remove(path / "traceback.txt")  # of the fault that ended what is resumed now
 
     def forget_after(self, update: int, say: Callable[[str], None]) -> None:
-        """Delete what a finished run wrote at its end and the checkpoints after `update`, from which it is resumed, and say so."""
+        """Delete what a finished run wrote at its end, and the checkpoints after `update`, from which it goes on, and say so."""
         for name in ("summary.json", "ema.safetensors", "trace/modelled.trace"):  # of its end
             self.forget(name)
         later = [step for step in checkpoint.list_steps(self.checkpoints) if step > update]
