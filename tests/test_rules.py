@@ -283,6 +283,18 @@ def test_delay_compensation_is_that_computed_by_hand(adaptive: bool) -> None:
     assert [float(optimizer.state[weight][name]) for name in rules.entries(0)] == [2.75] * adaptive
 
 
+def test_delay_compensation_keeps_its_mean_square_beside_an_optimizer_without_state() -> None:
+    """A checkpoint of SGD without momentum had none, and a resumed run began it at 0."""
+    args = {"delay_compensation": {"scale": 1.0, "adaptive": True, "decay": 0.5}}
+    weight, unused = (nn.Parameter(torch.tensor([2.0], dtype=torch.float64)) for _ in range(2))
+    optimizer = torch.optim.SGD([{"params": [weight, unused], "stage": 0}], lr=0.25)
+    rules = UpdateRules(args, resolve_method("pipedream"), np.array([1.0]), 1, optimizer, lambda k: 0.25)
+    with rules.compensate(0, [0], lambda stage: None):
+        (weight * 3.0).sum().backward()
+    rules.step(0, None)
+    assert {p: float(state["delay_mean_square"]) for p, state in optimizer.state.items()} == {weight: 4.5}
+
+
 def test_a_prediction_by_the_steps_of_adam_by_hand() -> None:
     """PipeOptim: a forward reads w - lr T m_hat / (sqrt(v_hat) + eps); the lag is 3, the rate 0.1."""
     weight, never = (nn.Parameter(torch.tensor([2.0], dtype=torch.float64)) for _ in range(2))

@@ -283,7 +283,7 @@ class UpdateRules:
                 alone = rule.follows_optimizer or not moved
                 _follow(stage, entries, steps[stage.index] if alone else _compute_step(stage, before[stage.index]))
         for (p, name), entry in self._compensated.items():
-            if p in self.optimizer.state:
+            if p in self.optimizer.state or p.grad is not None:  # SGD without momentum makes no state
                 self.optimizer.state[p][name] = entry
         if self.decay is not None:
             self._move_averages(k, averages)

@@ -64,12 +64,13 @@ class OverlappedAverage:
     """Replaces a stage's gradients by their mean over its replicas, by all-reduces that run beside its last backward.
 
     `microbatches`: whose gradients make an update. Every rank begins the buckets in the same order, whichever gradients come
-    first or not at all, as PyTorch's DistributedDataParallel does (Li et al. 2020, section 3.2.3).
+    first or not at all, as PyTorch's DistributedDataParallel does (Li et al. 2020, section 3.2.3). `begins_early`: false where a
+    rule corrects the gradients of a whole pass, which are final at its end alone.
     """
 
     def __init__(
         self, parameters: Sequence[torch.nn.Parameter], mail: Mail, group: ReplicaGroup, microbatches: int,
-        bucket_bytes: int = BUCKET_BYTES,
+        bucket_bytes: int = BUCKET_BYTES, begins_early: bool = True,
     ) -> None:  # fmt: skip
         self._mail, self._group, self._microbatches = mail, group, microbatches
         self._buckets = divide_into_buckets(parameters, bucket_bytes)
@@ -77,7 +78,7 @@ class OverlappedAverage:
         self._passes = 0  # of the next update, so far
         self._awaited: List[Set[torch.nn.Parameter]] = []  # in the last pass: by bucket, gradients still to come
         self._begun: List[Tuple[torch.Tensor, Any]] = []  # by bucket, its sum and the work that makes it
-        trained = [p for p in self._bucket_of if p.requires_grad]
+        trained = [p for p in self._bucket_of if begins_early and p.requires_grad]
         self._hooks = [p.register_post_accumulate_grad_hook(self._note) for p in trained]
 
     @contextlib.contextmanager

@@ -52,8 +52,10 @@ class StageUpdate:
         # by stage, where the sums over its replicas run beside its backwards
         self.averages: Dict[int, OverlappedAverage] = {}
         if replicas is not None and replicas.is_fast:
-            count = work.schedule.accumulate
-            self.averages = {s: OverlappedAverage(parameters[s], mail, replicas, count) for s in chosen if s in parameters}
+            count, early = work.schedule.accumulate, not work.rules.compensates
+            self.averages = {
+                s: OverlappedAverage(parameters[s], mail, replicas, count, begins_early=early) for s in chosen if s in parameters
+            }
         self._update, self._start = -1, recorder.mark()
 
     def list_needs(self, stage: Stage, k: int) -> Iterator[Tuple[Message, Shapes]]:
