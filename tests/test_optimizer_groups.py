@@ -154,6 +154,15 @@ def test_settings_by_the_stages_delay(values: Any, expected: List[Any]) -> None:
         assert [one["x"] for one in spread_settings({"x": values}, [0.0, 0.0])] == [values["from"]] * 2
 
 
+def test_a_rate_of_zero_on_the_first_stage_stops_no_other(tmp_path: Path) -> None:
+    """All rates were shares of the first group's."""
+    rates = {"name": "sgd", "by_stage": {"lr": [0.0, 0.1]}}
+    overrides = ["optimizer.momentum=null", f"optimizer={json.dumps(rates)}", "stages=2", "steps=1"]
+    job = build(load_config("configs/mlp_digits.yaml", overrides))
+    job.rules.step(0, None)
+    assert {group["stage"]: group["lr"] for group in job.optimizer.param_groups} == {0: 0.0, 1: 0.1}
+
+
 def test_settings_by_stage_are_the_groups_own() -> None:
     optimizer = {"name": "sgd", "lr": 0.1, "momentum": 0.5, "by_stage": {"momentum": [0.25, 0.75], "lr": [0.1, 0.2]}}
     job = build(ipu_pipe.configure(**{**HOW, "optimizer": optimizer, "method": "pipedream"}), model(), data())

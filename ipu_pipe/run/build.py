@@ -216,7 +216,8 @@ def _assemble(setup: Setup, objects: Overrides, done: int) -> Job:
     whole = optimizer if local_groups is groups else factory(groups)  # a process holds its own stage's alone
     if objects.optimizer is not None:
         config = describe_given(config, {"optimizer": describe_optimizer(whole)})
-    base = float(whole.param_groups[0]["lr"])
+    # the others' are shares of it, so one of 0 would stop them all
+    base = next((float(group["lr"]) for group in whole.param_groups if group["lr"]), 0.0)
     rate = make_rate(config.lr_schedule, base, updates, per_epoch, config.updates_per_call)
     plateau: Optional[Plateau] = None
     if config.lr_schedule.name == "plateau":
