@@ -161,7 +161,7 @@ def _check_nccl(rank: int, group: Any) -> None:
 def test_a_run_of_three_replicas_is_close_to_the_emulators(tmp_path: Path) -> None:
     """Three, because a sum of two has but one order. The same config trains on the emulator.
 
-    A sum that began before the rule had corrected the last microbatch's gradients lost the corrections and the earlier microbatches.
+    A sum that began before the rule had corrected the last microbatch's gradients lost the earlier microbatches'.
     """
     how = ["method=pipedream", "stages=2", "replicas=3", "gradient_accumulation=2", "reduction=fast", "steps=8", "log.every=1"]
     how.append("method_args={delay_compensation: {scale: 1.0}}")
