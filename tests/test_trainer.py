@@ -15,7 +15,8 @@ from tests import forked
 
 third_party = pytest.importorskip("tests.third_party")
 transformers = third_party.transformers
-PipelineTrainer = pytest.importorskip("ipu_pipe.integrations.transformers").PipelineTrainer
+integration = pytest.importorskip("ipu_pipe.integrations.transformers")
+PipelineTrainer = integration.PipelineTrainer
 
 LINES = ("step", "epoch", "loss", "learning_rate", "eval_loss", "eval_right")
 SEQUENCES = {"gpt2": 10, "bert": 8}
@@ -110,6 +111,55 @@ def test_checkpoints_are_trainers(tmp_path: Path) -> None:
     again = make_trainer(tmp_path / "again")
     again.train(resume_from_checkpoint=str(tmp_path / "ours" / "checkpoint-6"))
     assert is_same_model(again.model, ours.model)
+
+
+def make_grouped(folder: Path, method: str = "", **changes: Any) -> Any:
+    """A trainer whose optimizer has two groups with rates of their own."""
+    trainer = make_trainer(folder, method=method, save_strategy="no", eval_strategy="no", num_train_epochs=1, **changes)
+    parameters = list(trainer.model.parameters())
+    groups = [{"params": parameters[:5], "lr": 0.01}, {"params": parameters[5:], "lr": 0.001}]
+    trainer.optimizer = torch.optim.AdamW(groups)
+    return trainer
+
+
+def test_groups_keep_their_own_rates(tmp_path: Path) -> None:
+    """A warm-up begins at 0, where rates have no proportion: all groups once had the first one's rate."""
+    theirs, ours = make_grouped(tmp_path), make_grouped(tmp_path, "gpipe")
+    theirs.train()
+    ours.train()
+    assert_close(ours, theirs)
+
+
+def test_groups_with_schedules_of_their_own_are_refused(tmp_path: Path) -> None:
+    trainer = make_grouped(tmp_path, "gpipe")
+    trainer.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(trainer.optimizer, [lambda k: 1.0, lambda k: 0.5**k])
+    with pytest.raises(BadInput, match="^lr_scheduler: LambdaLR: group 1: update 1 "):
+        trainer.train()
+
+
+def test_a_resumed_run_has_the_rates_of_its_checkpoint(tmp_path: Path) -> None:
+    """So does Trainer's: the log once said the checkpoint's rates, while the pipeline trained with the new ones."""
+    make_trainer(tmp_path / "first", max_steps=3).train()
+    theirs, ours = (
+        make_trainer(tmp_path / name, method=method, learning_rate=0.02, weight_decay=0.0)
+        for name, method in (("theirs", ""), ("ours", "gpipe"))
+    )
+    for trainer in (theirs, ours):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "first" / "checkpoint-3"))
+    assert_close(ours, theirs)
+
+
+def test_only_what_a_known_loss_ignores_fills_up_a_batch(tmp_path: Path) -> None:
+    class OwnLoss(PipelineTrainer):  # type: ignore[misc, valid-type]
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    batch = {"labels": torch.zeros(1, dtype=torch.long)}
+    trainer = make_trainer(tmp_path, method="gpipe")
+    assert trainer.can_ignore(batch)
+    assert not trainer.can_ignore({**batch, "next_sentence_label": torch.zeros(1, dtype=torch.long)})
+    trainer.__class__ = OwnLoss
+    assert not trainer.can_ignore(batch)
 
 
 # ---- processes
@@ -248,13 +298,20 @@ def test_what_is_not_supported_is_refused_by_name(key: str, changes: Dict[str, A
     assert [fault.partition(": ")[0] for fault in refused.value.faults] == [key]
 
 
-def test_what_only_training_shows_is_refused_by_name(tmp_path: Path) -> None:
+def test_what_only_training_shows_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Watching(transformers.TrainerCallback):  # type: ignore[misc]
         def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             """See the gradients."""
 
     with pytest.raises(BadInput, match="^callbacks: Watching.on_pre_optimizer_step: "):
         make_trainer(tmp_path, method="gpipe", callbacks=[Watching()])
+    made = make_trainer(tmp_path, method="gpipe")
+    made.args.tf32 = True  # TrainingArguments refuse it themselves on a CPU
+    assert [fault.partition(": ")[0] for fault in made._list_faults()] == ["tf32"]
+    monkeypatch.setattr(integration, "is_distributed", lambda: True)
+    with pytest.raises(BadInput, match="^hyperparameter_search: "):
+        made.hyperparameter_search()
+    monkeypatch.undo()
     with pytest.raises(BadInput, match="^clip.scope: global: "):
         make_trainer(tmp_path, method="pipedream").train()
     with pytest.raises(BadInput, match="^lr_scheduler_type: ReduceLROnPlateau: "):

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import math
 from typing import Any, Dict, Iterator, List, Mapping, Optional
 
 import torch
@@ -54,6 +55,7 @@ REFUSED: Dict[str, Any] = {
     "fp16": (False, "unsupported: pipeline={'precision': 'bfloat16_mixed'} trains in mixed precision"),
     "bf16": (False, "is a precision of the pipeline: use pipeline={'precision': 'bfloat16_mixed'}"),
     "activation_checkpointing": (False, "is the pipeline's: use pipeline={'recompute': True}"),
+    "tf32": (None, "is the pipeline's: use pipeline={'backend': {'tf32': True}}"),
     "torch_compile": (False, "stages are cut from the model's own modules"),
     "auto_find_batch_size": (False, "a run is planned with one batch size"),
     "neftune_noise_alpha": (None, "its noise is of no seeded module, so stages and recomputation would draw others"),
@@ -230,8 +232,9 @@ class PipelineTrainer(Trainer):
             faults.append(f"n_gpu: {args.n_gpu}: one process trains on one: use torchrun, or CUDA_VISIBLE_DEVICES=0")
         if self.train_dataset is not None and not has_length(self.train_dataset):
             faults.append("train_dataset: has no length: a pipeline's updates are planned by epochs")
-        if type(self).training_step is not Trainer.training_step:
-            faults.append(f"{type(self).__name__}.training_step: no pipeline calls it: override compute_loss")
+        for name in ("training_step", "_prepare_inputs", "compute_loss_context_manager", "autocast_smart_context_manager"):
+            if getattr(type(self), name) is not getattr(Trainer, name):
+                faults.append(f"{type(self).__name__}.{name}: no pipeline calls it: override compute_loss")
         for callback in self.callback_handler.callbacks:
             for event in ("on_substep_end", "on_pre_optimizer_step"):
                 if getattr(type(callback), event) is not getattr(TrainerCallback, event):
@@ -249,7 +252,10 @@ class PipelineTrainer(Trainer):
     def can_ignore(self, batch: Mapping[str, Any]) -> bool:
         """Return whether the loss leaves out the samples of a batch whose labels are -100."""
         labels = batch.get("labels")
-        return self.compute_loss_func is None and isinstance(labels, torch.Tensor) and not labels.is_floating_point()
+        # a loss of the user's own, or of more labels than these, may count what is to be ignored
+        is_known = self.compute_loss_func is None and type(self).compute_loss is Trainer.compute_loss
+        others = {name for name in batch if "label" in name} - set(LABELS)
+        return is_known and not others and isinstance(labels, torch.Tensor) and not labels.is_floating_point()
 
     def count_inputs(self, batch: Mapping[str, Any]) -> None:
         """Count a batch's tokens and operations for Trainer's state."""
@@ -257,6 +263,12 @@ class PipelineTrainer(Trainer):
         self._track_num_input_tokens(batch)
 
     # ---- training
+
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
+        """Search as Trainer does, in one process: each of several would draw trials of its own."""
+        if is_distributed():
+            raise BadInput("hyperparameter_search: every process would draw other values: search in one process")
+        return super().hyperparameter_search(*args, **kwargs)
 
     def _configure(self, updates: int, per_epoch: Optional[int]) -> Config:
         """Return the run as a config, of `updates` updates."""
@@ -312,8 +324,13 @@ class PipelineTrainer(Trainer):
             raise BadInput(f"optim: {type(self.optimizer).__name__}: keeps other weights for evaluation: unsupported")
         count, done = self.args.gradient_accumulation_steps, self.state.global_step
         per_epoch = -(-len(train_dataloader) // count)
-        rates = self._record_rates(max_steps)
-        with restore_random_states():
+        self._names = names = {p: f"model.{name}" for name, p in self.model.named_parameters()}
+        if resume_from_checkpoint is not None:  # as Trainer does, with the rates and settings of the checkpoint
+            self._load_optimizer_and_scheduler(resume_from_checkpoint)
+        loaded = export_state(self.optimizer, names)
+        self.optimizer.state.clear()
+        rates = self._record_rates(done, max_steps)
+        with restore_random_states(), self._initial_rates():
             self._model = LossModel(self, self.model)
             self._job = build(
                 self._configure(max_steps, per_epoch),
@@ -325,11 +342,8 @@ class PipelineTrainer(Trainer):
             )
         job = self._job
         job.may_stop = job.may_stop_empty = True
-        self._names = names = {p: f"model.{name}" for name, p in self.model.named_parameters()}
         if resume_from_checkpoint is not None:
-            self._load_optimizer_and_scheduler(resume_from_checkpoint)
-            import_state(job.optimizer, names, *export_state(self.optimizer, names))
-            self.optimizer.state.clear()
+            import_state(job.optimizer, names, *loaded)
         self._engine = make_engine(job, done)
         if not is_main():
             self.callback_handler.callbacks.clear()
@@ -337,18 +351,41 @@ class PipelineTrainer(Trainer):
         self.callback_handler.lr_scheduler, self.callback_handler.train_dataloader = self.lr_scheduler, train_dataloader
         return self.model, train_dataloader
 
-    def _record_rates(self, updates: int) -> List[float]:
-        """Return the learning rate of each update, of a scheduler that stays as it is."""
+    @contextlib.contextmanager
+    def _initial_rates(self) -> Iterator[None]:
+        """Give the groups the rates that their scheduler scales: it may have set them to 0, for a warm-up."""
+        groups = self.optimizer.param_groups
+        now = [group["lr"] for group in groups]
+        for group in groups:
+            group["lr"] = group.get("initial_lr", group["lr"])
+        try:
+            yield
+        finally:
+            for group, rate in zip(groups, now):
+                group["lr"] = rate
+
+    def _record_rates(self, done: int, updates: int) -> List[float]:
+        """Return the first group's learning rate of each update from `done` on, of a scheduler that stays as it is.
+
+        Those before it repeat the first. Raise `BadInput` if the rates of groups do not stay in proportion.
+        """
         groups, state = self.optimizer.param_groups, copy.deepcopy(self.lr_scheduler.state_dict())
         first, rates = [group["lr"] for group in groups], []
+        with self._initial_rates():
+            base = groups[0]["lr"]
+            shares = [group["lr"] / base if base else 1.0 for group in groups]
         self.optimizer._opt_called = True  # the pipeline steps: torch would warn of an optimizer that does not
-        for _ in range(updates):
+        for k in range(done, updates):
             rates.append(float(groups[0]["lr"]))
+            for number, (group, share) in enumerate(zip(groups, shares)):
+                if not math.isclose(group["lr"], rates[-1] * share, rel_tol=1e-6, abs_tol=1e-12):
+                    why = f"group {number}: update {k} has {group['lr']:g}, in proportion to group 0 it is {rates[-1] * share:g}"
+                    raise BadInput(f"lr_scheduler: {type(self.lr_scheduler).__name__}: {why}: a pipeline has one schedule")
             self.lr_scheduler.step()
         self.lr_scheduler.load_state_dict(state)
         for group, rate in zip(groups, first):
             group["lr"] = rate
-        return rates
+        return [rates[0] if rates else float(first[0])] * done + rates
 
     def _run_epoch(
         self, model: nn.Module, epoch: int, train_dataloader: Any, steps_in_epoch: int, num_update_steps_per_epoch: int,
