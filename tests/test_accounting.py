@@ -10,12 +10,15 @@ import numpy as np
 import pytest
 import torch
 
+from ipu_pipe.config.load import load_config
 from ipu_pipe.hardware.paper_figures import (
     compute_paper_figures,
     compute_pipedream_ratio,
     compute_worker_footprint,
 )
 from ipu_pipe.model.stages import describe_stages, partition
+from ipu_pipe.report.memory import compute_memory_figures
+from ipu_pipe.run.build import build
 from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.methods import METHODS, resolve_method
 from ipu_pipe.schedule.recompute import count_kept_by_segments, find_segment_ends, find_segment_heads
@@ -46,10 +49,18 @@ def resnet50_weights(classes: int) -> Tuple[int, ...]:
 def test_copies_of_the_weights(moments: int, copies: int, ratio: float) -> None:
     """PipeMare, Table 2: with T2 1.33x for momentum SGD, 1.25x for Adam."""
     without, accumulator = (
-        compute_paper_figures(**arguments("gpipe", 3, 4, moments=moments, t2=t2)) for t2 in (False, True)
+        compute_paper_figures(**arguments("gpipe", 3, 4, moments=moments, t2=t2)) for t2 in (0, 1)
     )
     assert (without["weight_optimizer_copies"], without["weight_optimizer_ratio"]) == (copies, 1.0)
     assert accumulator["weight_optimizer_ratio"] == pytest.approx(ratio)
+
+
+def test_copies_of_the_weights_with_two_rules_that_keep_state() -> None:
+    """2BW's two versions, a gradient, the momentum and an accumulator of each rule: they were counted as one."""
+    rules = "method_args={delay_compensation: {adaptive: true}, error_feedback: {}}"
+    job = build(load_config("configs/mlp_digits.yaml", ["method=pipedream_2bw", "stages=2", "steps=4", rules]))
+    figures = compute_memory_figures(job)
+    assert figures is not None and figures["weight_optimizer_copies"] == 6
 
 
 @pytest.mark.parametrize(
@@ -282,7 +293,7 @@ def arguments(name: str, P: int, N: int, **others: Any) -> Dict[str, Any]:
 def test_report_of_pipemare() -> None:
     """Four stages, N = 8, two segments."""
     figures = compute_paper_figures(
-        **arguments("pipemare", 4, 8, t2=True, method=resolve_method("pipemare", {"recompute": {"segments": 2}}))
+        **arguments("pipemare", 4, 8, t2=1, method=resolve_method("pipemare", {"recompute": {"segments": 2}}))
     )
     weights, saved, entering = [4, 8, 12, 16], [100, 101, 102, 103], [10, 11, 12, 10]
     total, activations = sum(weights), sum(saved)
@@ -313,7 +324,7 @@ def test_report_of_pipemare() -> None:
             },
         },
     }
-    unsaid = compute_paper_figures(**arguments("pipemare", 4, 8, t2=True))  # two are the square root of four
+    unsaid = compute_paper_figures(**arguments("pipemare", 4, 8, t2=1))  # two are the square root of four
     assert unsaid == figures == json.loads(json.dumps(figures))
 
 
@@ -364,7 +375,7 @@ def test_report_of_resnet50() -> None:
     """PipeMare's rows of Table 2 and 5 for CIFAR-10, as a run would write them."""
     weights = 4 * np.array(resnet50_weights(10))
     sizes: Dict[str, Any] = {"saved_bytes": np.ones(107), "input_bytes": np.ones(107)}
-    figures = compute_paper_figures(**arguments("pipemare", 107, 8, weight_bytes=weights, t2=True, **sizes))
+    figures = compute_paper_figures(**arguments("pipemare", 107, 8, weight_bytes=weights, t2=1, **sizes))
     assert figures["weight_optimizer_bytes"] / MIB == pytest.approx(269.2 * 4 / 3, abs=0.1)
     assert figures["weight_optimizer_ratio"] == pytest.approx(4 / 3)
     assert figures["pipedream_ratio"] == pytest.approx(2.67, abs=0.005)

@@ -54,14 +54,14 @@ def compute_worker_footprint(
 
 
 def compute_paper_figures(
-    *, weight_bytes: Sizes, saved_bytes: Sizes, input_bytes: Sizes, moments: int, t2: bool, method: Method, accumulate: int,
+    *, weight_bytes: Sizes, saved_bytes: Sizes, input_bytes: Sizes, moments: int, t2: int, method: Method, accumulate: int,
     depth: int, in_flight: Sequence[int], weight_copies: Sequence[int],
 ) -> Dict[str, Any]:  # fmt: skip
     """Return the figures of summary.json's "memory"; None where one has no meaning.
 
     By stage: `weight_bytes` of one version, `saved_bytes` that one microbatch leaves there, `input_bytes` that enter with it,
     `in_flight` and `weight_copies` of the schedule. `depth` of the pipeline for the footprint per worker. `moments` of the
-    optimizer; `t2`: whether it, or another rule, keeps an accumulator.
+    optimizer; `t2`: the accumulators that it and other rules keep.
 
     - weight_optimizer_copies: the mean over the weights, older live versions included; weight_optimizer_ratio: to the
       synchronous method's, which holds one version, its gradient and moments and no accumulator: c = 2 for SGD, 3 with momentum,
@@ -75,7 +75,7 @@ def compute_paper_figures(
     weights, saved, entering = (np.asarray(sizes, np.float64) for sizes in (weight_bytes, saved_bytes, input_bytes))
     flying, versions, P = np.asarray(in_flight, np.int64), np.asarray(weight_copies, np.int64), len(weights)
     synchronous = 2 + moments
-    copies = synchronous + int(t2) - 1 + versions
+    copies = synchronous + t2 - 1 + versions
     total = (weights * copies).sum()
     ratios = [compute_pipedream_ratio(weights, synchronous, accumulate, up) if P > 1 else None for up in (False, True)]
     figures: Dict[str, Any] = {

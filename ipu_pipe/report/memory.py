@@ -154,7 +154,7 @@ def compute_memory_figures(job: Job) -> Optional[Dict[str, Any]]:
         saved_bytes=job.footprint.saved_bytes,
         input_bytes=_count_input_bytes(job),
         moments=_count_most_moments(job),
-        t2=any(job.rules.entries(stage.index) for stage in job.part.stages),
+        t2=max(len(job.rules.entries(stage.index)) for stage in job.part.stages),
         method=job.method,
         accumulate=job.schedule.accumulate,
         depth=len(job.part),
