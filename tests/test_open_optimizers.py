@@ -188,6 +188,14 @@ def test_a_scheduler_that_cannot_be_played_is_told_in_a_line() -> None:
         ipu_pipe.configure(optimizer={"name": "torch.optim.RMSprop", "momentum": 0.5})
 
 
+def test_a_scheduler_is_played_for_optimizers_with_few_defaults() -> None:
+    """Story: torch's Muon and transformers' Adafactor have no `differentiable`, and no scheduler could be played for them."""
+    optimizer = torch.optim.SGD(model().parameters(), lr=0.1)
+    optimizer.defaults = {"lr": 0.1}
+    halving = functools.partial(lr_scheduler.ExponentialLR, gamma=0.5)
+    assert play_scheduler(halving, optimizer, 0.1, 3) == [0.1, 0.05, 0.025]
+
+
 def test_a_run_by_a_given_scheduler_is_recorded_and_goes_on_with_it_alone(tmp_path: Path) -> None:
     make = functools.partial(lr_scheduler.ExponentialLR, gamma=0.9)
     trained(tmp_path / "run", model(), keys={"checkpoint": {"every": 2}}, lr_scheduler=make)

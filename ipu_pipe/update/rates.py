@@ -167,7 +167,7 @@ def play_scheduler(
 def _stand_in(optimizer: torch.optim.Optimizer, base: float) -> torch.optim.Optimizer:
     """Make an optimizer of one parameter with the settings of the run's first group and the rate `base`."""
     like = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=base)
-    like.defaults = dict(optimizer.defaults)
+    like.defaults = {"differentiable": False, **optimizer.defaults}  # SGD.step reads it; Muon and others do not have it
     settings = {key: value for key, value in optimizer.param_groups[0].items() if key not in ("params", "stage", "member")}
     like.param_groups[0].update({"momentum": 0.0, **settings, "lr": base})
     return like
