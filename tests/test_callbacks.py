@@ -13,10 +13,11 @@ import torch
 import ipu_pipe
 from ipu_pipe.config.load import load_config
 from ipu_pipe.errors import BadInput, RunFault, find_user_fault
+from ipu_pipe.run.planning import build_for_planning
 from ipu_pipe.run.train import train
 from tests import forked
 from tests.callbacks_of_runs import Ends, Fails
-from tests.support.runs import assert_same_state, read_metrics, read_weights
+from tests.support.runs import assert_same_state, list_faults, read_metrics, read_weights
 from tests.test_processes import DIGITS, assert_same, emulate, run
 
 SHORT = ["log.tensorboard=false", "evaluate.subset=64", "backend.threads=1", "data.subset=256", "data.test_subset=64"]
@@ -185,3 +186,19 @@ def test_a_run_goes_on_with_what_its_callbacks_had(tmp_path: Path, capsys: Any) 
     go(tmp_path / "cut", *sets, callbacks=[again], resume_from=3)
     assert again.count == 8
     assert go(tmp_path / "cut", *sets, resume=True)["stopped"] is None
+
+
+REFUSED = {
+    "checkpoint.restore_best": ["checkpoint=null", "early_stopping={restore_best: true}"],
+    "ema.restore_best": ["ema={decay: 0.5}", "callbacks=[{entry: 'ipu_pipe:EarlyStopping', args: {restore_best: true}}]"],
+    "early_stopping.metric": ["callbacks=[{entry: 'ipu_pipe:EarlyStopping', args: {metric: top5}}]"],
+    "on_gradients": ["method=local_sgd", "gradient_accumulation=1", f"callbacks=['{NEW}:Watches']"],
+}
+
+
+@pytest.mark.parametrize("place", REFUSED)
+def test_dry_runs_refuse_callbacks_that_a_run_refuses(place: str, tmp_path: Path) -> None:
+    chosen = load_config(DIGITS, [*SHORT, "steps=4", *REFUSED[place]])
+    faults = list_faults(build_for_planning, chosen)
+    assert faults == list_faults(train, chosen, tmp_path / "run", quiet=True)
+    assert all(part in faults[0] for part in place.split(".")[-1:])

@@ -72,7 +72,7 @@ WRONG: Dict[str, Dict[str, Any]] = {  # story: most of these ended in an Attribu
     r"metrics: raising: fails on a tensor of shape \(32, 4\) and labels .*: Zero": {"metrics": [raising]},
     "metrics: f: fails on ": {"metrics": {"f": lambda output, y: None}},
     "callbacks: a Misnamed: must be a list": {"callbacks": Misnamed()},
-    "callbacks: Misnamed.on_epoch_end: a run calls on_step, on_evaluation, on_checkpoint, on_end": {
+    "callbacks: Misnamed.on_epoch_end: ": {
         "callbacks": [Misnamed()]
     },
     "overwrite: True: not together with resume": {"overwrite": True, "resume": True},

@@ -198,6 +198,11 @@ def make_callbacks(config: Config, given: Optional[Sequence[Any]]) -> List[Callb
         callbacks = collect_results(given, lambda value: _check(value, "callbacks"))
     else:
         callbacks = collect_results(config.callbacks, _make)
+    return _add_early_stopping(config, callbacks)
+
+
+def _add_early_stopping(config: Config, callbacks: List[Callback]) -> List[Callback]:
+    """Return the callbacks and the config's early stopping. Raise `BadInput` if no checkpoint has the weights to restore."""
     if config.early_stopping is not None:
         callbacks.append(EarlyStopping(**config.early_stopping.model_dump()))
     if config.checkpoint is None and any(getattr(callback, "restore_best", False) for callback in callbacks):
@@ -208,9 +213,15 @@ def make_callbacks(config: Config, given: Optional[Sequence[Any]]) -> List[Callb
     return callbacks
 
 
-def check_callbacks(config: Config) -> None:
-    """Raise `BadInput`, one line for each callback of the config that cannot be made, without making any."""
-    collect_results(config.callbacks, lambda value: check_arguments(*resolve_listed(value, "callbacks")))
+def check_callbacks(config: Config) -> List[Callback]:
+    """Return the config's callbacks as `refuse_callbacks` sees them: empty objects of the user's classes, whose code is not run.
+
+    Raise `BadInput`, one line for each that cannot be made.
+    """
+    checked = collect_results(config.callbacks, _check_entry)
+    stopping: List[Callback] = [one for one in checked if isinstance(one, EarlyStopping)]
+    others = [one for one in checked if one is not None and not isinstance(one, EarlyStopping)]
+    return _add_early_stopping(config, stopping) + others
 
 
 def refuse_callbacks(job: Job, callbacks: Sequence[Callback]) -> None:
@@ -239,6 +250,16 @@ def refuse_callbacks(job: Job, callbacks: Sequence[Callback]) -> None:
 def _make(value: Union[str, Entry]) -> Callback:
     function, args, place = resolve_listed(value, "callbacks")
     return _check(call_entry(function, args, place), place)
+
+
+def _check_entry(value: Union[str, Entry]) -> Optional[Callback]:
+    function, args, place = resolve_listed(value, "callbacks")
+    check_arguments(function, args, place)
+    if function is EarlyStopping:
+        return EarlyStopping(**args)
+    if isinstance(function, type) and issubclass(function, Callback) and not issubclass(function, EarlyStopping):
+        return object.__new__(function)
+    return None
 
 
 def _check(value: Any, place: str) -> Callback:

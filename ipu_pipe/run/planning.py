@@ -34,7 +34,7 @@ from ipu_pipe.plan.of_config import make_problem
 from ipu_pipe.plan.planner import SHOWN, make_plan
 from ipu_pipe.plan.prediction import Problem
 from ipu_pipe.run.build import build, choose_batch_size, set_up
-from ipu_pipe.run.callbacks import check_callbacks
+from ipu_pipe.run.callbacks import check_callbacks, refuse_callbacks
 from ipu_pipe.schedule.methods import METHODS
 
 SMALL = 300_000  # numbers of a model and a microbatch
@@ -42,7 +42,14 @@ SMALL = 300_000  # numbers of a model and a microbatch
 
 def build_for_planning(config: Config) -> Job:
     """Build the job that `config` describes for its figures alone. Raise `BadInput` as `run.build.build` does."""
-    check_callbacks(config)
+    called = check_callbacks(config)
+    job = _build_by_shape(config) or build(config)
+    refuse_callbacks(job, called)
+    return job
+
+
+def _build_by_shape(config: Config) -> Optional[Job]:
+    """Build the job by shape, or return None where numbers are needed, or cost no more, or something is at fault."""
     times = isinstance(config.stages, dict) and config.stages.get("by") == "time"
     if get_backend(config).emulates and config.backend.device == "cpu" and not config.init_from and not times:
         try:
@@ -52,9 +59,9 @@ def build_for_planning(config: Config) -> Job:
             # small models are computed as they are; shapes do not tell what recurrent layers cost
             if numbers > SMALL and not any(isinstance(module, nn.RNNBase) for module in job.model.modules()):
                 return job
-        except Exception:  # made from numbers, or looking at them, or at fault, which is told below
+        except Exception:  # made from numbers, or looking at them, or at fault, which `build` reports
             pass
-    return build(config)
+    return None
 
 
 class ConfigUnits(NamedTuple):
