@@ -48,7 +48,7 @@ def test_what_cannot_be_trained_is_refused() -> None:
 def clip(optimizer: torch.optim.Optimizer, norm: float, scope: str) -> None:
     """As a run's update does, all stages in one process."""
     stages = {group["stage"]: group["params"] for group in optimizer.param_groups}
-    clipping.GradientClipping((norm, scope), stages, make_schedule(resolve_method("gpipe"), 2, 4, 2))(0)
+    clipping.GradientClipping((norm, scope), stages, make_schedule(resolve_method("gpipe"), 2, 4, 2)).clip(0)
 
 
 @pytest.mark.parametrize("scope", ["global", "stage"])
