@@ -256,16 +256,15 @@ class Job(Setup):
         """The updates from one evaluation, and from one checkpoint, to the next; 0: none before the end."""
         return self.config.evaluate.interval(self.updates_per_epoch), self.config.checkpoint_every
 
-    def evaluates_after(self, done: int) -> bool:
-        """Return whether to evaluate when `done` updates are done: after each `evaluate.every` epochs and at the end."""
-        every = self.intervals[0]
-        return done == self.updates or (every > 0 and done % every == 0)
+    def pauses_after(self, done: int) -> Tuple[bool, bool]:
+        """Return whether to evaluate, and whether to save a checkpoint, when `done` updates are done.
 
-    def saves_after(self, done: int) -> bool:
-        """Return whether to save a checkpoint when `done` updates are done: after each `checkpoint.every` updates, and at each
-        evaluation, so that the best weights can be kept."""
-        every = self.intervals[1]
-        return self.config.checkpoint is not None and (self.evaluates_after(done) or (every > 0 and done % every == 0))
+        The first after each `evaluate.every` epochs and at the end. The second after each `checkpoint.every` updates and at each
+        evaluation, so that the best weights can be kept.
+        """
+        evaluation, saving = self.intervals
+        evaluates = done == self.updates or (evaluation > 0 and done % evaluation == 0)
+        return evaluates, self.config.checkpoint is not None and (evaluates or (saving > 0 and done % saving == 0))
 
 
 def _move(device: torch.device, pins: bool, dtype: torch.dtype, value: torch.Tensor) -> torch.Tensor:

@@ -101,10 +101,6 @@ def build_memory_table(job: Job, optimizer_bytes: Optional[Sequence[int]] = None
     return rows
 
 
-def _count_bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
 def _count_most_moments(job: Job) -> int:
     """Return the copies of the weights in the optimizer's state, of the parameter group with the most."""
     return max(count_moments(get_kind(job.whole, group), group) for group in job.whole.param_groups)
@@ -113,8 +109,8 @@ def _count_most_moments(job: Job) -> int:
 def _count_weight_bytes(parameters: Mapping[str, torch.Tensor], names: Iterable[str]) -> Tuple[int, int]:
     """Return the bytes of the trained weights among these names, and of the frozen ones."""
     weights = [parameters[name] for name in names]
-    trained = sum(_count_bytes(weight) for weight in weights if weight.requires_grad)
-    return trained, sum(map(_count_bytes, weights)) - trained
+    trained = count_bytes([weight for weight in weights if weight.requires_grad])
+    return trained, count_bytes(weights) - trained
 
 
 def _count_shared_layer_bytes(job: Job) -> List[int]:
@@ -122,7 +118,7 @@ def _count_shared_layer_bytes(job: Job) -> List[int]:
     blocks = get_blocks(job.model)
     if blocks is None or not blocks.overlap:
         return [0] * len(job.part)
-    return [0, *(sum(map(_count_bytes, piece.parameters())) for piece in blocks.pieces[:-1])]
+    return [0, *(count_bytes(list(piece.parameters())) for piece in blocks.pieces[:-1])]
 
 
 def _count_input_bytes(job: Job) -> List[int]:
@@ -138,7 +134,7 @@ def _count_trained_bytes(job: Job, times_moments: bool = False) -> List[int]:
     trained = [0] * len(job.part)
     for group in job.whole.param_groups:
         copies = count_moments(get_kind(job.whole, group), group) if times_moments else 1
-        trained[group["stage"]] += copies * sum(map(_count_bytes, group["params"]))
+        trained[group["stage"]] += copies * count_bytes(group["params"])
     return trained
 
 
@@ -148,7 +144,7 @@ def compute_memory_figures(job: Job) -> Optional[Dict[str, Any]]:
     is_frozen = any(not p.requires_grad for p in job.model.parameters())
     if is_frozen or not {"sgd", "adam", "adamw"}.issuperset(list_kinds(job.whole)):
         return None
-    sizes = {name: _count_bytes(p) for name, p in job.model.named_parameters()}
+    sizes = {name: count_bytes(p) for name, p in job.model.named_parameters()}
     return compute_paper_figures(
         weight_bytes=[sum(sizes[name] for name in stage.parameters) for stage in job.part.stages],
         saved_bytes=job.footprint.saved_bytes,

@@ -209,7 +209,7 @@ class TrainingLoop:
                 self._step()
                 self._finish_saving(waits=False)
                 done = position.update
-                evaluates, saves = job.evaluates_after(done), job.saves_after(done)
+                evaluates, saves = job.pauses_after(done)
                 self._pause(evaluates, saves)
                 if self.may_stop and (evaluates or saves or self.at_steps) and done < self.end:
                     self.end = self.engine.end(done, self.callbacks.asked is not None)
@@ -217,7 +217,8 @@ class TrainingLoop:
                 self.now = replace(self.now, stopped=self.callbacks.asked)
                 if self.unwritten:
                     self._log(self.unwritten)
-                self._pause(not job.evaluates_after(self.end), not job.saves_after(self.end))
+                evaluated, saved = job.pauses_after(self.end)
+                self._pause(not evaluated, not saved)
         self.bar = None
 
     def _pause(self, evaluates: bool, saves: bool) -> None:
@@ -290,7 +291,7 @@ class TrainingLoop:
         They are after the first call too, whose time does not count.
         """
         job, known = self.job, self.at_steps or not self.progress.steps
-        return known or done % job.config.log.every == 0 or job.evaluates_after(done) or job.saves_after(done)
+        return known or done % job.config.log.every == 0 or any(job.pauses_after(done))
 
     def _evaluate(self, split: str) -> EvaluationResult:
         """Evaluate on the test or validation set, log the result and return that of the model's own output."""

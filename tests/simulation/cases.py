@@ -206,10 +206,10 @@ def drive(engine: Engine, case: Case) -> Result:
         result.losses.extend(step.loss for step in engine.step(done, True))
         done += 1
         planned = False
-        if done < job.updates and job.evaluates_after(done):
+        if done < job.updates and job.pauses_after(done)[0]:
             result.evaluations.append(engine.evaluate())
             planned = True
-        if done < job.updates and job.saves_after(done):
+        if done < job.updates and job.pauses_after(done)[1]:
             result.states.append(_copy(engine.state()))
             planned = True
         if case.stop_after is not None and (planned or job.may_stop) and done < end:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Iterable, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Iterator, List, Optional, Sequence, Tuple
 
 import torch
 
@@ -17,6 +17,7 @@ from ipu_pipe.job.placing import place_whole
 from ipu_pipe.job.record import Job
 from ipu_pipe.job.user_code import attribute_faults
 from ipu_pipe.launcher import read_launch
+from ipu_pipe.model.batch import count_bytes
 from ipu_pipe.model.timing import StageSeconds
 from ipu_pipe.update.optimizer import count_state_bytes, export_state
 
@@ -84,9 +85,9 @@ class EmulatorEngine(Engine):
         model, versions = self.job.model, self._emulator.peak_bytes
         trained = [p for p in self.job.get_trained().values() if p.requires_grad]
         peaks = {
-            "weights": _count_bytes([*model.parameters(), *model.buffers()]),
+            "weights": count_bytes([*model.parameters(), *model.buffers()]),
             "versions": versions,
-            "gradients": _count_bytes(trained),  # at each update all are there
+            "gradients": count_bytes(trained),  # at each update all are there
             "optimizer": sum(optimizer),
         }
         return Report(optimizer, [versions], None, None, peak_memory=[peaks])
@@ -97,10 +98,6 @@ class EmulatorEngine(Engine):
     def close(self) -> None:
         self._emulator.close()
         self.release_blocks()
-
-
-def _count_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors)
 
 
 def does_reading_wait(device: torch.device) -> bool:

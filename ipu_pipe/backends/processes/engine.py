@@ -290,7 +290,7 @@ class Microbatches:
         if left > 1:
             self._kept[m] = left - 1, batch, checksum
         checksums[m] = checksum
-        x, y = job.move_to_device(*job.split_batch(batch))
+        x, y = job.prepare_batch(batch)
         check_same_shapes(x, job.example[0], m)
         return x, y
 

@@ -262,10 +262,11 @@ class Mail:
 
     def _route(self, message: Message, number: int) -> Tuple[Any, int]:
         """Return the group and the tag of tensor number `number` of a message, the same on both sides."""
-        if self._channels is None or message.kind not in self._by_channel:
+        if message.kind not in self._by_channel:
             place = message.number * len(KINDS) + KINDS.index(message.kind)
             place = (place * self._ends + message.source) * self._ends + message.target
             return self._group, (8 * place + number % 8) % (1 << 30)
+        assert self._channels is not None
         return self._channels[message.link], 0
 
     def _wait(self, work: Any, ranks: Optional[Sequence[int]], is_channel: bool) -> None:

@@ -8,24 +8,20 @@ counts for the microbatch as long as that keeps it, too, and for the buffers aft
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 
 from ipu_pipe.backends.processes.mail import Mail
 from ipu_pipe.backends.processes.trace import TraceRecorder
 from ipu_pipe.backends.work import Work
+from ipu_pipe.model.batch import count_bytes
 from ipu_pipe.model.observation import get_storage
 from ipu_pipe.trace.events import ALLOCATED, MEMORY
 
 TOTAL = "total"  # beside the categories: the greatest sum of all at one moment
 _NAMES = tuple(MEMORY.values())
 Tensors = Sequence[Optional[torch.Tensor]]
-
-
-def count_bytes(tensors: Iterable[Optional[torch.Tensor]]) -> int:
-    """Return the bytes of the tensors' elements."""
-    return sum(t.numel() * t.element_size() for t in tensors if t is not None)
 
 
 class ActivationStash:
@@ -55,7 +51,7 @@ class ActivationStash:
                 yield outputs
             saved.update((get_storage(t), t.untyped_storage().nbytes()) for t in outputs if t is not None)
             # what enters may be a part of a data set's memory
-            saved.update((get_storage(t), count_bytes([t])) for t in entered if t is not None)
+            saved.update((get_storage(t), count_bytes(t)) for t in entered if t is not None)
             weights = {get_storage(t) for t in self._weights}
             self._bytes_by_shapes[key] = sum(size for place, size in saved.items() if place not in weights)
         self.drop(m)
@@ -86,7 +82,7 @@ class MemoryCounters:
         tensors = list({id(t): t for stage in stages.values() for t in stage.model.tensors}.values())
         self._filled = work.update + work.schedule.stages + 2
         self._weight_bytes = count_bytes(tensors)
-        self.master_bytes = count_bytes(master for _, master in rules.rounded)
+        self.master_bytes = count_bytes([master for _, master in rules.rounded])
         self._device = tensors[0].device if tensors else torch.device("cpu")
         self._optimizer_bytes, self._gradient_bytes, self._total = -1, 0, 0
         self._recorded: Tuple[int, ...] = (-1,) * len(MEMORY)
@@ -98,7 +94,7 @@ class MemoryCounters:
         if not (recorder.is_recording or update < self._filled):
             return
         if gradients:
-            self._gradient_bytes = count_bytes(p.grad for p in self._parameters)
+            self._gradient_bytes = count_bytes([p.grad for p in self._parameters])
         if stepped or self._optimizer_bytes < 0:
             states = [v for s in self._optimizer_states.values() for v in s.values() if torch.is_tensor(v)]
             self._optimizer_bytes = count_bytes(states) + self.master_bytes

@@ -11,13 +11,13 @@ from ipu_pipe.backends.interface import StepResult
 from ipu_pipe.backends.losses import COLUMNS, average
 from ipu_pipe.backends.processes.layout import RankLayout
 from ipu_pipe.backends.processes.mail import NORM, RESULT, SHARED, WEIGHTS, Mail, Message, Shapes
-from ipu_pipe.backends.processes.memory import count_bytes
 from ipu_pipe.backends.processes.reduction import OverlappedAverage, ReplicaGroup, average_over_replicas
 from ipu_pipe.backends.processes.stage import Stage
 from ipu_pipe.backends.processes.trace import TraceRecorder
 from ipu_pipe.backends.replicas import IndependentReplicas
 from ipu_pipe.backends.work import Work
 from ipu_pipe.errors import RunFault
+from ipu_pipe.model.batch import count_bytes
 from ipu_pipe.model.cutting import Shape
 from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.update.clipping import GradientClipping, OtherStages
