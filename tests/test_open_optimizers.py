@@ -162,7 +162,7 @@ def test_a_scheduler_may_be_stepped_by_epochs_and_composes_with_rules() -> None:
 
 
 def test_a_scheduler_that_cannot_be_played_is_told_in_a_line() -> None:
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1, momentum=0.9)
+    optimizer = torch.optim.SGD([{"params": [nn.Parameter(torch.zeros(1))], "member": 0}], lr=0.1, momentum=0.9)
     wrong = {
         r"OneCycleLR: changes momentum: .*cycle_momentum=False": lambda o: lr_scheduler.OneCycleLR(
             o, 0.1, total_steps=20
@@ -190,10 +190,10 @@ def test_a_scheduler_that_cannot_be_played_is_told_in_a_line() -> None:
 
 def test_a_scheduler_is_played_for_optimizers_with_few_defaults() -> None:
     """Story: torch's Muon and transformers' Adafactor have no `differentiable`, and no scheduler could be played for them."""
-    optimizer = torch.optim.SGD(model().parameters(), lr=0.1)
+    optimizer = torch.optim.SGD([{"params": list(model().parameters()), "member": 0}], lr=0.1)
     optimizer.defaults = {"lr": 0.1}
     halving = functools.partial(lr_scheduler.ExponentialLR, gamma=0.5)
-    assert play_scheduler(halving, optimizer, 0.1, 3) == [0.1, 0.05, 0.025]
+    assert play_scheduler(halving, optimizer, 0.1, 3) == [[0.1], [0.05], [0.025]]
 
 
 def test_a_run_by_a_given_scheduler_is_recorded_and_goes_on_with_it_alone(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import functools
 import json
 import math
 from pathlib import Path
-from typing import Any, Dict, List
+from typing import Any, Callable, Dict, List, Sequence
 
 import pytest
 import torch
@@ -47,12 +47,13 @@ def configure(groups: Any, **keys: Any) -> Any:
 
 def trained(out: Path, groups: Any, **keys: Any) -> List[torch.Tensor]:
     net = model()
-    resume_from = keys.pop("resume_from", None)
-    ipu_pipe.train(configure(groups, **keys), out, data=data(), model=net, quiet=True, resume_from=resume_from)
+    given = {key: keys.pop(key, None) for key in ("resume_from", "lr_scheduler")}
+    ipu_pipe.train(configure(groups, **keys), out, data=data(), model=net, quiet=True, **given)
     return [p.detach().clone() for p in net.parameters()]
 
 
-def test_groups_train_as_their_optimizers_do_by_hand(tmp_path: Path) -> None:
+def train_by_hand(factors: Sequence[Callable[[int], float]]) -> List[torch.Tensor]:
+    """Train the model with an optimizer and a LambdaLR for each group."""
     net, source = model(), data()
     named = dict(net.named_parameters())
     optimizers = [
@@ -60,13 +61,35 @@ def test_groups_train_as_their_optimizers_do_by_hand(tmp_path: Path) -> None:
         torch.optim.Muon([named["2.weight"], named["4.weight"]], lr=0.02, weight_decay=0.0),
         torch.optim.SGD([named[name] for name in ("2.bias", "3.weight", "3.bias", "4.bias")], lr=0.1, momentum=0.9),
     ]
+    schedulers = [torch.optim.lr_scheduler.LambdaLR(*pair) for pair in zip(optimizers, factors)]
     for k in range(6):
         x, y = source.train_batch(*divmod(k, 8), 4)
         nn.functional.cross_entropy(net(x), y).backward()
-        for optimizer in optimizers:
+        for optimizer, scheduler in zip(optimizers, schedulers):
             optimizer.step()
             optimizer.zero_grad()
-    assert equal(trained(tmp_path / "run", GROUPS), [p.detach() for p in net.parameters()])
+            scheduler.step()
+    return [p.detach() for p in net.parameters()]
+
+
+def test_a_schedule_may_have_a_function_for_each_group(tmp_path: Path) -> None:
+    """As LambdaLR's list does for an optimizer's groups; a rule that goes by one rate is refused."""
+    factors = [lambda k: 0.5**k, lambda k: 1.0 / (1 + k), lambda k: 0.0 if k < 2 else 1.0]
+
+    def make(optimizer: Any) -> Any:
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, factors)
+
+    for ours, theirs in zip(trained(tmp_path / "run", GROUPS, lr_scheduler=make), train_by_hand(factors)):
+        assert torch.allclose(ours, theirs, rtol=1e-6)
+    sgd = [{"match": ["0.*"], "name": "sgd", "lr": 0.1, "momentum": 0.9}, {"name": "sgd", "lr": 0.2, "momentum": 0.9}]
+    config = configure(sgd, method="pipelined_backprop", method_args={"weight_prediction": {"form": "velocity"}})
+    factors.pop()
+    with pytest.raises(BadInput, match="^lr_schedule: "):
+        build(config, model(), data(), lr_scheduler=make)
+
+
+def test_groups_train_as_their_optimizers_do_by_hand(tmp_path: Path) -> None:
+    assert equal(trained(tmp_path / "run", GROUPS), train_by_hand([lambda k: 1.0] * 3))
     report = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert [group["name"].split(".")[-1] for group in report["optimizer"]["groups"]] == ["AdamW", "Muon", "SGD"]
     # one copy of Muon's and SGD's parameters and two of AdamW's, as planned; and AdamW's two step counts

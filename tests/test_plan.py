@@ -32,7 +32,7 @@ from ipu_pipe.plan.reasons import find_binding
 from ipu_pipe.plan.search import NO_ROOM, find_least_memory, search
 from ipu_pipe.run.train import train
 from ipu_pipe.schedule.clock import clock
-from ipu_pipe.schedule.methods import METHODS
+from ipu_pipe.schedule.methods import METHODS, Pipeline
 from ipu_pipe.schedule.timelines import make_schedule
 
 BY_DEVICE = ["interleaved_1f1b", "zb_h1", "zb_h2", "interleaved_zb", "zbv", "v_half", "v_min", "dualpipe_v"]
@@ -189,6 +189,23 @@ def test_the_search_finds_what_trying_all_finds(memory: float) -> None:
             assert max(stage.total for stage in each.memory) <= memory
 
 
+def test_pipedream_is_planned_with_the_schedule_that_holds_least_and_is_as_fast() -> None:
+    """On equal stages both schedules are as fast; between their needs of memory only the capped one fits."""
+    layers = tuple(Unit("", 1.0, 2.0, 10, 4.0, activations) for activations in (40.0, 40.0, 4000.0, 40.0))
+    given = Problem(layers, 8.0, hardware(), 1e9, "float32", 1)
+    capped, plain = (Candidate("pipedream", 4, 1, 1, 4, False, 1, row) for row in (Pipeline.ONE_F_ONE_B_CAPPED, None))
+    needs = []
+    for asked in (capped, plain):
+        predicted = predict(given, asked)
+        assert predicted is not None
+        needs.append(max(stage.total for stage in predicted.memory))
+    assert needs[0] < needs[1]
+    for memory in (1e9, needs[1] - 1):
+        limited = replace(given, memory_bytes=memory)
+        best = search(limited, [each for each in list_candidates(["pipedream"], 4, 4, 4) if each.depth == 4], 1).best
+        assert [each.asked.schedule for each in best] == [Pipeline.ONE_F_ONE_B_CAPPED]
+
+
 def test_least_memory_is_where_it_begins_to_fit() -> None:
     given = problem(memory=10.0)
     asked = list(list_candidates(PIPELINES, 4, 6, 16))
@@ -302,7 +319,8 @@ def test_a_method_that_reads_old_weights_is_written_for_one_that_flushes_only_if
     assert load_config(file).method == best
     split = ["--set", "method=pipedream", "method_args={split_backward: true}", *asked[2:], "--methods", "pipedream"]
     run(capsys, *split, "--write", str(file), "--overwrite")
-    assert load_config(file).method_args.split_backward is None  # the plan is of the method's own schedule
+    written = load_config(file).method_args  # the plan is of whole backwards
+    assert written.split_backward is None and written.schedule == "1f1b_capped"
 
 
 @pytest.mark.parametrize("method", ["zbv", "interleaved_1f1b"])

@@ -190,8 +190,8 @@ def test_a_dry_run_predicts_its_own_cut(capsys: Any) -> None:
     found = predict_own_cut(build(load_config("configs/mlp_digits.yaml", ["hardware=v100x8"]))).prediction
     assert f"predicted {found.samples_per_second:.4g} samples/s" in said and "predicted to be held back by" in said
     assert [line.split()[0] for line in table[1 : len(found.starts) + 1]] == [str(s) for s in range(len(found.starts))]
-    capped = "method_args={schedule: 1f1b_capped}"
-    for more in ("method=local_overlapping", "precision=bfloat16", "stages={finest: 40}", capped):
+    merged = "method_args={schedule: dataflow}"
+    for more in ("method=local_overlapping", "precision=bfloat16", "stages={finest: 40}", merged):
         assert "not predicted on v100x8: " in printed(capsys, *given, "hardware=v100x8", more)
     assert "predicted" not in printed(capsys, *given, "hardware=null")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any, Dict, List
+from typing import Any, Dict, List, Optional
 
 from ipu_pipe.config.compare import dump_config
 from ipu_pipe.config.load import configure
@@ -12,6 +12,7 @@ from ipu_pipe.config.sections import MethodArgs
 from ipu_pipe.config.yaml_files import parse_yaml
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.record import Job
+from ipu_pipe.plan.candidates import Candidate
 from ipu_pipe.plan.of_config import predict_own_cut
 from ipu_pipe.plan.planner import Answer
 from ipu_pipe.plan.prediction import Prediction, Problem
@@ -27,6 +28,11 @@ def list_begins(problem: Problem, prediction: Prediction) -> List[str]:
     return [problem.units[start].name for start in prediction.starts[1:]]
 
 
+def _name_schedule(asked: Candidate) -> Optional[str]:
+    """Return the schedule as `method_args` name it; None for the method's own."""
+    return None if asked.schedule is None else asked.schedule.value
+
+
 def convert_to_json(answer: Answer) -> Dict[str, Any]:
     """Return the answer for programs."""
     return {
@@ -38,6 +44,7 @@ def convert_to_json(answer: Answer) -> Dict[str, Any]:
                 "method": prediction.asked.method,
                 "depth": prediction.asked.depth,
                 "stages_per_device": prediction.asked.stages_per_device,
+                "schedule": _name_schedule(prediction.asked),
                 "width": prediction.asked.width,
                 "micro_batch_size": prediction.asked.micro_batch_size,
                 "gradient_accumulation": prediction.asked.gradient_accumulation,
@@ -87,14 +94,15 @@ def format_answer(answer: Answer) -> str:
 
 def _format_table(answer: Answer) -> List[str]:
     lines = [
-        "    samples/s  method                depth x width  microbatch x accumulation  recompute"
+        "    samples/s  method                  depth x width  microbatch x accumulation  recompute"
         "  busy  fullest device  of it activations  held back by"
     ]
     for place, (prediction, reason) in enumerate(answer.plans, 1):
         asked, fullest = prediction.asked, max(prediction.memory, key=lambda memory: memory.total)
         name = asked.method + (f" v={asked.stages_per_device}" if asked.stages_per_device > 1 else "")
+        name += f" {_name_schedule(asked)}" if asked.schedule is not None else ""
         lines.append(
-            f"{place:2d} {prediction.samples_per_second:10.4g}  {name:20s} {asked.depth:6d} x {asked.width:<5d}"
+            f"{place:2d} {prediction.samples_per_second:10.4g}  {name:22s} {asked.depth:6d} x {asked.width:<5d}"
             f" {asked.micro_batch_size:11d} x {asked.gradient_accumulation:<12d} {'yes' if asked.recompute else 'no':>9s} "
             f"{prediction.utilization:6.0%} {format_bytes(fullest.total):>15s} {format_bytes(fullest.activations):>18s}"
             f"  {reason.kind} ({reason.share:.0%})"
@@ -178,14 +186,14 @@ def make_planned_config(config: Config, problem: Problem, prediction: Prediction
         "precision": problem.precision,
         "hardware": hardware,
     }
-    # the plan is of the method's own schedule
-    method_args = config.method_args.model_copy(update=dict.fromkeys(("schedule", "split_backward", "activation_limit")))
+    # the plan is of whole backwards
+    method_args = config.method_args.model_copy(update=dict.fromkeys(("split_backward", "activation_limit")))
     local = METHODS[asked.method].structure is not None
     if asked.method != config.method:
         method_args = MethodArgs(head=config.method_args.head if local else None)
     if asked.method == "local_chunked":
         method_args = method_args.model_copy(update={"blocks": list_begins(problem, prediction) or 1})
-    changes["method_args"] = method_args
+    changes["method_args"] = method_args.model_copy(update={"schedule": _name_schedule(asked)})
     if problem.streamed and config.backend.ipu is not None:
         changes["backend"] = _move_off_chip(config.backend)
     text = dump_config(config.model_copy(update=changes))

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import product
 from typing import Callable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 from ipu_pipe.errors import raise_faults
@@ -35,16 +36,25 @@ MOST_STAGES = 32  # of a replica, of methods that are given by each device's ord
 
 
 @lru_cache(maxsize=None)
-def get_method(name: str, stages_per_device: int) -> Method:
-    """Return a method's row with so many stages on each device."""
-    row = METHODS[name]
+def get_method(name: str, stages_per_device: int, schedule: Optional[Pipeline] = None) -> Method:
+    """Return a method's row with so many stages on each device. `schedule`: in place of the method's own."""
+    row = METHODS[name] if schedule is None else replace(METHODS[name], pipeline=schedule)
     return replace(row, order=replace(row.order, stages_per_device=stages_per_device)) if row.order is not None else row
+
+
+def list_schedules(row: Method) -> Tuple[Optional[Pipeline], ...]:
+    """Return the schedules that a method is planned with, None for its own; of equally fast ones the first is taken.
+
+    1F1B that caps every stage holds fewer activations than 1F1B that caps the first, mostly in the same time.
+    """
+    return (Pipeline.ONE_F_ONE_B_CAPPED, None) if row.pipeline is Pipeline.ONE_F_ONE_B else (None,)
 
 
 @dataclass(frozen=True)
 class Candidate:
     """A configuration but for its boundaries: `depth` devices with `stages_per_device`, `width` replicas of the pipeline.
-    `recompute`: activations are computed again before the backward from each stage's input."""
+    `recompute`: activations are computed again before the backward from each stage's input. `schedule`: in place of the method's
+    own, as in a config's method_args."""
 
     method: str
     depth: int
@@ -53,11 +63,12 @@ class Candidate:
     gradient_accumulation: int
     recompute: bool
     stages_per_device: int = 1
+    schedule: Optional[Pipeline] = None
 
     @property
     def row(self) -> Method:
         """Return the method."""
-        return get_method(self.method, self.stages_per_device)
+        return get_method(self.method, self.stages_per_device, self.schedule)
 
     @property
     def stages(self) -> int:
@@ -77,7 +88,7 @@ class Candidate:
 
     @property
     def shape(self) -> Tuple[str, int, int, int, bool]:
-        """Return all but how an update's samples are divided."""
+        """Return all but how an update's samples are divided and in which order a stage's passes are."""
         return self.method, self.depth, self.stages_per_device, self.width, self.recompute
 
     @property
@@ -98,10 +109,11 @@ def list_candidates(
         width = devices // depth
         for size in _list_powers_of_two(greatest_batch // width):
             for method in methods if depth > 1 else methods[:1]:
+                schedules = list_schedules(METHODS[method]) if depth > 1 else (None,)
                 for v in _list_stages_per_device(METHODS[method], depth, units):
                     for accumulate in _list_accumulations(get_method(method, v), depth, greatest_batch // (size * width)):
-                        for recompute in recomputes:
-                            yield Candidate(method, depth, width, size, accumulate, recompute, v)
+                        for recompute, schedule in product(recomputes, schedules):
+                            yield Candidate(method, depth, width, size, accumulate, recompute, v, schedule)
 
 
 def _list_stages_per_device(row: Method, depth: int, units: int) -> List[int]:

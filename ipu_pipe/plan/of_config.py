@@ -24,7 +24,7 @@ from ipu_pipe.model.balance import IntArray, StagePrices, find_best_cut
 from ipu_pipe.model.batch import count_bytes, count_samples, take_samples
 from ipu_pipe.model.loss import Loss
 from ipu_pipe.plan.blocks import BlockUnits, count_blocks
-from ipu_pipe.plan.candidates import Candidate
+from ipu_pipe.plan.candidates import Candidate, list_schedules
 from ipu_pipe.plan.prediction import Prediction, Problem, predict_fastest
 from ipu_pipe.plan.reasons import Binding, find_binding
 from ipu_pipe.plan.search import find_least_memory, search
@@ -56,11 +56,11 @@ def make_problem(
 
 def make_candidate(config: Config, depth: int) -> Candidate:
     """Return the config as a candidate with `depth` stages."""
-    order = METHODS[config.method].order
-    usual = 1 if order is None else order.stages_per_device
+    row, schedule = METHODS[config.method], config.method_args.schedule
+    usual = 1 if row.order is None else row.order.stages_per_device
     return Candidate(
         config.method, depth, config.replicas, config.micro_batch_size, config.gradient_accumulation, config.recompute,
-        config.stages_per_device or usual,
+        config.stages_per_device or usual, None if schedule in (None, row.pipeline.value) else Pipeline(schedule),
     )  # fmt: skip
 
 
@@ -117,7 +117,7 @@ def _explain_unplanned(method: Method, hardware: Any) -> Optional[str]:
     order = method.order
     if order is not None and row.order is not None:  # any number of stages on a device is planned
         order = replace(order, stages_per_device=row.order.stages_per_device)
-    if method.pipeline is not row.pipeline or order != row.order:
+    if method.pipeline not in (row.pipeline, *list_schedules(row)) or order != row.order:
         return f"the planner knows {method.name} without method_args that change its schedule"
     if structure is None:
         return None

@@ -220,6 +220,7 @@ def _assemble(setup: Setup, objects: Overrides, done: int) -> Job:
     base = next((float(group["lr"]) for group in whole.param_groups if group["lr"]), 0.0)
     rate = make_rate(config.lr_schedule, base, updates, per_epoch, config.updates_per_call)
     plateau: Optional[Plateau] = None
+    rates_by_group: Optional[Sequence[Sequence[float]]] = None
     if config.lr_schedule.name == "plateau":
         mode = "max" if (config.lr_schedule.metric or "loss").startswith(GREATER) else "min"
         following = plateau = Plateau(base, {"mode": mode, **(config.lr_schedule.args or {})})
@@ -236,7 +237,10 @@ def _assemble(setup: Setup, objects: Overrides, done: int) -> Job:
         played = [scheduled[k - k % config.updates_per_call] for k in range(updates)]
 
         def rate(k: int) -> float:
-            return played[min(k, updates - 1)]
+            return played[min(k, updates - 1)][0]
+
+        if any(len(set(row)) > 1 for row in played):
+            rates_by_group = played
 
     if "t1" in args and args["t1"]["anneal_updates"] is None:  # T1's K comes from the learning-rate schedule
         rates = config.lr_schedule
@@ -245,7 +249,7 @@ def _assemble(setup: Setup, objects: Overrides, done: int) -> Job:
         args = {**args, "t1": {"anneal_updates": anneal}}
     rules = UpdateRules(
         args, method, table.rule_lag(), config.gradient_accumulation, optimizer, rate, switch, setup.numbers.masters, base,
-        None if config.ema is None else config.ema.decay,
+        None if config.ema is None else config.ema.decay, rates_by_group,
     )  # fmt: skip
     of_loss = get_given_loss(get_plain_loss(setup.loss))
     loss_used = Description(name=OWN) if isinstance(of_loss, OwnLoss) else describe(of_loss)

@@ -94,7 +94,8 @@ class UpdateRules:
     `rate(k)` is the learning rate of update k, `switch` the first asynchronous update: before it updates are plain ones and no
     accumulator moves. `masters` are given where the optimizer's parameters are master copies of a model's weights; `base` is the
     rate of which the rate of each parameter group is a share, where they may differ. With `decay` a moving average of the weights
-    is kept in the optimizer's state.
+    is kept in the optimizer's state. `rates_by_group` gives by update the rate for each of the config's `optimizer.groups`, in
+    place of `rate`, of which they are shares too.
     """
 
     def __init__(
@@ -109,7 +110,9 @@ class UpdateRules:
         masters: Optional[Masters] = None,
         base: Optional[float] = None,
         decay: Optional[float] = None,
+        rates_by_group: Optional[Sequence[Sequence[float]]] = None,
     ) -> None:
+        self.rates_by_group = rates_by_group
         self.decay = decay
         self.optimizer, self._rate, self.switch = optimizer, rate, switch
         self.stages = _by_stage(optimizer, base)
@@ -140,6 +143,13 @@ class UpdateRules:
         return [(rule, settings[stage]) for rule, settings in self._rules if rule.acts_on(settings[stage])]
 
     # --- reading
+
+    @property
+    def reads_by_rate(self) -> bool:
+        """Whether passes read weights that are corrected by the learning rate times what it is multiplied with."""
+        readings = [Reading(is_forward, rate=1.0) for is_forward in (True, False)]
+        pairs = [pair for stage in range(self._count) for reading in readings for pair in self._read(stage, reading)]
+        return any(entry in BY_RATE and c for entry, c in pairs)
 
     def _code_by_stage(self, code: int) -> IntArray:
         """Return `code` where a rule corrects the weights that such a pass reads, else PLAIN; shape (P,)."""
@@ -258,11 +268,11 @@ class UpdateRules:
             rounded = [(weight, master) for weight, master in rounded if id(master) not in masters]
         if self._gathers:
             gathering += _gather(self.stages.values(), self._every, k)
-        base = float(self._rate(k))
+        base, by_group = float(self._rate(k)), self.rates_by_group
         for stage in self.stages.values():
-            rate = float(self._stage_rate(stage.index, k, base))
             for group, share in zip(stage.groups, stage.shares):
-                group["lr"] = rate * share
+                rate = base if by_group is None else by_group[min(k, len(by_group) - 1)][group["member"]]
+                group["lr"] = float(self._stage_rate(stage.index, k, rate)) * share
         followed = [(stage, rule, rule.state(at)) for stage, rule, at in active if rule.state is not None]
         followed = [(stage, rule, entries) for stage, rule, entries in followed if any(entries.values())]
         before = {stage.index: [p.detach().clone() for p in stage.parameters] for stage, _, _ in followed}

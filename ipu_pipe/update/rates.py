@@ -1,7 +1,7 @@
 """Learning rates as pure functions of the update index, so that a resumed run continues them exactly.
 
-Schedulers of torch.optim are played once over an optimizer that trains nothing: rules rescale a rate, stages read it ahead, and
-so only the rates that a scheduler sets are kept.
+Schedulers of torch.optim are played once over an optimizer that trains nothing, with one parameter group for each of the config's
+`optimizer.groups`: rules rescale a rate, stages read it ahead, and so only the rates that a scheduler sets are kept.
 """
 
 from __future__ import annotations
@@ -127,16 +127,17 @@ KEY = "lr_schedule"
 
 def play_scheduler(
     make: SchedulerFactory, optimizer: torch.optim.Optimizer, base: float, updates: int, every: int = 1
-) -> List[float]:
-    """Return the rate of each of `updates` updates, as the scheduler that `make` makes sets it.
+) -> List[List[float]]:
+    """Return the rates of each of `updates` updates, as the scheduler that `make` makes sets them: one for each of the config's
+    `optimizer.groups`.
 
-    `optimizer` is the run's, with the rate `base`; it stays as it is. The scheduler is stepped after each `every` updates. Raise
-    `BadInput` if it is not a torch.optim.lr_scheduler, or changes more than the rate.
+    `optimizer` is the run's; it stays as it is. All groups begin with the rate `base`. The scheduler is stepped after each `every`
+    updates. Raise `BadInput` if it is not a torch.optim.lr_scheduler, or changes more than the rate.
     """
     like = _stand_in(optimizer, base)
-    (group,) = like.param_groups
-    settings = _others(group)
-    rates: List[float] = []
+    groups = like.param_groups
+    settings = [_others(group) for group in groups]
+    rates: List[List[float]] = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -146,30 +147,33 @@ def play_scheduler(
                 if k and k % every == 0:
                     like.step()
                     scheduler.step()
-                rates.append(float(group["lr"]))
-                if _others(group, settings) != settings:
+                rates.append([float(group["lr"]) for group in groups])
+                if [_others(group, known) for group, known in zip(groups, settings)] != settings:
                     break
         except BadInput:
             raise
         except Exception as error:  # whatever the scheduler raises, such as one that was planned shorter
             raise BadInput(f"{KEY}: {_name(make)}: at update {len(rates)} of {updates}: {summarize(error)}") from error
-    moved = [key for key in settings if group[key] != settings[key]]
+    moved = list(dict.fromkeys(key for group, known in zip(groups, settings) for key in known if group[key] != known[key]))
     if moved:
         raise BadInput(
             f"{KEY}: {type(scheduler).__name__}: changes {' and '.join(moved)}: a schedule here sets the learning rate alone"
             " (cycle_momentum=False)"
         )
-    if not all(math.isfinite(rate) and rate >= 0 for rate in rates):
+    if not all(math.isfinite(rate) and rate >= 0 for row in rates for rate in row):
         raise BadInput(f"{KEY}: {type(scheduler).__name__}: gives rates that are no numbers >= 0")
     return rates
 
 
 def _stand_in(optimizer: torch.optim.Optimizer, base: float) -> torch.optim.Optimizer:
-    """Make an optimizer of one parameter with the settings of the run's first group and the rate `base`."""
-    like = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=base)
+    """Make an optimizer with a parameter for each of the config's groups, with the settings of the first of the run's groups that
+    are made of it, and the rate `base`."""
+    first = {group["member"]: group for group in reversed(optimizer.param_groups)}
+    like = torch.optim.SGD([{"params": [torch.nn.Parameter(torch.zeros(1))]} for _ in range(max(first) + 1)], lr=base)
     like.defaults = {"differentiable": False, **optimizer.defaults}  # SGD.step reads it; Muon and others do not have it
-    settings = {key: value for key, value in optimizer.param_groups[0].items() if key not in ("params", "stage", "member")}
-    like.param_groups[0].update({"momentum": 0.0, **settings, "lr": base})
+    for number, group in first.items():
+        settings = {key: value for key, value in group.items() if key not in ("params", "stage", "member")}
+        like.param_groups[number].update({"momentum": 0.0, **settings, "lr": base})
     return like
 
 
