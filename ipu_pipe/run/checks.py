@@ -69,8 +69,8 @@ def _find_conflicts(job: Job) -> Dict[str, Any]:
             sharded and read_torch_version() < (2, 4),
         "lr_schedule.name: plateau: PopTorch's runs have rates that are known before: use another backend or schedule":
             job.plateau and config.backend.name == "poptorch",
-        "lr_schedule: its rates are not those of optimizer.groups in proportion: a weight prediction goes by one rate: must be one "
-        "function": job.rules.rates_by_group and job.rules.reads_by_rate,
+        "lr_schedule: gives optimizer.groups rates that are not in proportion; a prediction goes by one: must be one function":
+            job.rules.rates_by_group and job.rules.reads_by_rate,
         "ema: PopTorch keeps the weights on the IPUs, which average none: use another backend, or null":
             config.ema and config.backend.name == "poptorch",
         f"ema: {method.name}: its stages, replicas or duplicates of layers step by themselves: must be null":

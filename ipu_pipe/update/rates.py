@@ -131,8 +131,8 @@ def play_scheduler(
     """Return the rates of each of `updates` updates, as the scheduler that `make` makes sets them: one for each of the config's
     `optimizer.groups`.
 
-    `optimizer` is the run's; it stays as it is. All groups begin with the rate `base`. The scheduler is stepped after each `every`
-    updates. Raise `BadInput` if it is not a torch.optim.lr_scheduler, or changes more than the rate.
+    `optimizer` is the run's; it stays as it is. All groups begin with the rate `base`. The scheduler is stepped after each
+    `every` updates. Raise `BadInput` if it is not a torch.optim.lr_scheduler, or changes more than the rate.
     """
     like = _stand_in(optimizer, base)
     groups = like.param_groups
