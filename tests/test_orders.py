@@ -416,7 +416,6 @@ def test_an_overlapped_pair_is_a_forward_and_then_a_backward(tmp_path: Path) -> 
         ("zbv", {"stages_per_device": 4}, 8, 8, "stages_per_device: 4: "),
         ("gpipe", {"stages_per_device": 2}, 4, 4, "stages_per_device: 2: "),
         ("zb_h1", {"activation_limit": 2}, 4, 4, "method_args: activation_limit: 2: "),
-        ("zb_auto", {"activation_limit": 0.5}, 4, 4, "method_args: activation_limit: 0.5: "),
         ("rows", {}, 4, 4, "method_args: file: "),
         ("rows", {"file": "no/such.csv"}, 4, 4, "no/such.csv: "),
     ],

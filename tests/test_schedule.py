@@ -477,10 +477,6 @@ def test_capped_1f1b_holds_fewer_microbatches_in_the_same_time() -> None:
         ("gpipe", {"stash": True}, "method_args: stash: True: "),
         ("pipedream_2bw", {"schedule": "dataflow"}, "method_args: schedule: dataflow: "),
         ("pipedream", {"turn": 1}, "method_args: turn: 1: "),
-        ("pipemare", {"turn": 2}, "turn: 2: "),
-        ("pipemare", {"turn": True}, "turn: True: "),
-        ("pipemare", {"schedule": "gpipe"}, "schedule: gpipe: "),
-        ("pipemare", {"stash": "yes"}, "stash: yes: "),
     ],
 )
 def test_methods_refuse_with_the_reason(name: str, args: Dict[str, object], message: str) -> None:

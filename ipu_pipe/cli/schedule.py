@@ -15,7 +15,7 @@ from typing import Any, Callable, Dict, List, Sequence, TextIO, Tuple
 
 from ipu_pipe.cli.arguments import command, option
 from ipu_pipe.config.values import MOST_STAGES
-from ipu_pipe.errors import BadInput
+from ipu_pipe.errors import BadInput, raise_faults
 from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.clock import measure_bubbles
 from ipu_pipe.schedule.drawing import format_csv, format_text
@@ -97,13 +97,15 @@ AXES = "changes to an asynchronous method (method_args in a config)"
     option("--activation-limit", metavar="X", type=_parse_time, group=DEVICES, help="memory of a device in units of 1F1B's"),
     option("--file", metavar="NAME.csv", group=DEVICES, help="rows: the rows, in PyTorch's format"),
     option("--schedule", choices=SCHEDULES, group=AXES, help="one pass a slot, or both in each step"),
-    option("--turn", metavar="0|1", type=int, group=AXES, help="dataflow: steps from the last forward to its backward"),
+    option("--turn", choices=(0, 1), type=int, group=AXES, help="dataflow: steps from the last forward to its backward"),
     option("--stash", metavar="true|false", type=_parse_bool, group=AXES, help="backwards read their forward's weights"),
 )  # fmt: skip
 def main(args: argparse.Namespace) -> None:
     """Run the command."""
     # durations and links are times of any schedule, and what planned ones depend on
     times: Dict[str, Any] = {"durations": args.durations or (1.0, 1.0, 1.0), "link": args.link or 0.0}
+    at_least_1 = {"--stages-per-device": args.stages_per_device, "--activation-limit": args.activation_limit}
+    raise_faults([f"{key}: {show(n)}: must be at least 1" for key, n in at_least_1.items() if n is not None and n < 1])
     keys = ("schedule", "turn", "stash", "stages_per_device", "split_backward", "activation_limit", "file")
     method = resolve_method(args.method, {**times, **{key: getattr(args, key) for key in keys}})
     if method.history is not None:

@@ -625,10 +625,9 @@ class MethodArgs(Section):
     zb_auto and split backwards: what a device may hold, in units of what 1F1B holds. `file`: of rows: CSV in PyTorch's format.
     """
 
-    # keys of type Any are validated with their method, by ipu_pipe.schedule.methods
-    schedule: Any = None
-    turn: Any = None
-    stash: Any = None
+    schedule: Optional[Literal["1f1b", "1f1b_capped", "dataflow"]] = None
+    turn: Optional[Annotated[Integer, Field(ge=0, le=1)]] = None
+    stash: Optional[StrictBool] = None
     hogwild: Optional[Hogwild] = None
     constant_delay: Optional[ConstantDelay] = None
     recompute: Optional[Recompute] = None
@@ -641,8 +640,8 @@ class MethodArgs(Section):
     error_feedback: Optional[ErrorFeedback] = None
     delay_compensation: Optional[DelayCompensation] = None
     blocks: Any = None
-    overlap: Any = None
-    layers: Any = None
+    overlap: Optional[Literal[1]] = None
+    layers: Optional[Count] = None
     head: Any = None
     block_rates: Optional[List[Positive]] = None
     block_accumulation: Optional[List[Count]] = None
@@ -653,9 +652,17 @@ class MethodArgs(Section):
     replicas: Optional[Stages] = None
     local_steps: Optional[Count] = None
     outer: Optional[OuterConfig] = None
-    split_backward: Any = None
-    activation_limit: Any = None
-    file: Any = None
+    split_backward: Optional[StrictBool] = None
+    activation_limit: Optional[Annotated[Positive, Field(ge=1)]] = None
+    file: Optional[Annotated[PathText, Field(min_length=1)]] = None
+
+    @field_validator("blocks")
+    @classmethod
+    def _validate_blocks(cls, value: Any) -> Any:
+        names = isinstance(value, (list, tuple)) and bool(value) and all(isinstance(name, str) for name in value)
+        if value is None or names or (type(value) is int and 1 <= value <= MOST_STAGES):
+            return value
+        raise ValueError("must be an integer >= 1 or a list of module names")
 
     @field_validator("head")
     @classmethod

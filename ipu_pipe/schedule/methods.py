@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple, Union
+from typing import Any, Dict, List, Mapping, Optional, Tuple, Union
 
 from ipu_pipe.errors import BadInput
 from ipu_pipe.schedule.delays import Delay, History
@@ -329,41 +329,6 @@ SCHEDULES = tuple(row.value for row in (Pipeline.ONE_F_ONE_B, Pipeline.ONE_F_ONE
 AXES = ("schedule", "turn", "stash", "hogwild", "constant_delay", "recompute")
 
 
-def _is_int(value: Any, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def _is_names(value: Any) -> bool:
-    return bool(value) and isinstance(value, (list, tuple)) and all(isinstance(name, str) for name in value)
-
-
-def _is_positive(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf")
-
-
-_ALLOWED: Dict[str, Tuple[Callable[[Any], bool], str]] = {
-    "schedule": (lambda value: value in SCHEDULES, ", ".join(SCHEDULES)),
-    "turn": (lambda value: _is_int(value, 0) and value <= 1, "0 or 1"),
-    "stash": (lambda value: isinstance(value, bool), "true or false"),
-    "blocks": (lambda value: _is_int(value, 1) or _is_names(value), "an integer >= 1 or a list of module names"),
-    "overlap": (lambda value: _is_int(value, 1) and value == 1, "1: a block shares one layer with the next block"),
-    "layers": (lambda value: _is_int(value, 1), "an integer >= 1"),
-    "delay_bound": (lambda value: _is_int(value, 0), "an integer >= 0"),
-    "delays": (lambda value: value in History.LAWS, f"one of {', '.join(History.LAWS)}"),
-    "order": (lambda value: value in History.ORDERS, f"one of {', '.join(History.ORDERS)}"),
-    "nag": (_is_positive, "a number > 0, the extrapolation's beta"),
-    "replicas": (lambda value: _is_int(value, 1), "an integer >= 1"),
-    "local_steps": (lambda value: _is_int(value, 1), "an integer >= 1"),
-    "activation_limit": (
-        lambda value: _is_positive(value) and value >= 1,
-        "a number >= 1, in units of what 1F1B holds",
-    ),
-    "file": (lambda value: isinstance(value, str) and bool(value), "the name of a CSV file"),
-    "stages_per_device": (lambda value: _is_int(value, 1), "an integer >= 1"),
-    "split_backward": (lambda value: isinstance(value, bool), "true or false"),
-}
-
-
 def resolve_method(name: str, args: Mapping[str, Any] = {}) -> Method:
     """Return the method `name` with its axes changed by `args`.
 
@@ -377,7 +342,7 @@ def resolve_method(name: str, args: Mapping[str, Any] = {}) -> Method:
         raise BadInput(f"method: {show(name)}: must be one of {', '.join(METHODS)}{hint}")
     method = METHODS[name]
     settings = {key: args[key] for key in (*AXES, *OWNERS, *OF_ORDERS) if args.get(key) is not None}
-    faults = _find_bad_values(settings) or _find_misfits(method, settings)
+    faults = _find_misfits(method, settings)
     if faults:
         raise BadInput(faults)
     if method.order is not None:
@@ -440,14 +405,6 @@ def _change_axes(method: Method, settings: Mapping[str, Any]) -> Method:
 def _name_place(key: str) -> str:
     """Return where a config has a setting of a method."""
     return key if key == "stages_per_device" else f"method_args: {key}"
-
-
-def _find_bad_values(settings: Mapping[str, Any]) -> List[str]:
-    return [
-        f"{_name_place(key)}: {show(settings[key])}: must be {allowed}"
-        for key, (is_allowed, allowed) in _ALLOWED.items()
-        if key in settings and not is_allowed(settings[key])
-    ]
 
 
 def _find_misfits(method: Method, settings: Mapping[str, Any]) -> List[str]:
@@ -516,7 +473,7 @@ def check_sizes(method: Method, stages: int, microbatches: int, accumulate: int)
     faults = [
         f"{key}: {show(value)}: must be an integer >= 1"
         for key, value in (("stages", stages), ("microbatches", microbatches), ("accumulate", accumulate))
-        if not _is_int(value, 1)
+        if type(value) is not int or value < 1
     ]
     if not faults and method.forward_reads is Reads.DOUBLE_BUFFERED and accumulate < stages:
         faults.append(
