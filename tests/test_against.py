@@ -8,8 +8,10 @@ from typing import Any, Dict
 
 import pytest
 
+from ipu_pipe.cli import train as train_command
 from ipu_pipe.config.load import load_config
 from ipu_pipe.errors import BadInput, RunFault
+from ipu_pipe.run.folder import read_starts
 from ipu_pipe.schedule.methods import METHODS
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.studies import against
@@ -21,6 +23,7 @@ from ipu_pipe.studies.against import (
     fit_into_time,
     train_against,
 )
+from tests.command_line import run_here
 
 DIGITS = str(Path(__file__).resolve().parents[1] / "configs" / "mlp_digits.yaml")
 SHORT = [
@@ -119,6 +122,22 @@ def test_a_rate_that_is_too_high_is_told_and_the_others_count(tmp_path: Path, mo
     said = train_against(config("method=pipedream"), config("method=gpipe"), tmp_path / "run", [4, 8])
     assert "8 microbatches per update" in said and "update 3 of method gpipe: the training loss is nan" in said
     assert "by gpipe at its best" in said
+
+
+def test_a_restart_goes_on_with_its_own_runs_and_overwrites_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """The second run of an earlier comparison was taken for the new one's."""
+    command = [DIGITS, "--out", tmp_path, "--overwrite", *(f"--set={one}" for one in (*SHORT, "steps=2", "method=gpipe"))]
+    against_other = ["--against", "pipedream"]
+    for attempt, job, options in ((0, "old", against_other), (0, "new", []), (1, "new", against_other)):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", job)
+        done = run_here(train_command, *command, *options, monkeypatch=monkeypatch, capsys=capsys)
+        assert done.returncode == 0, done.stderr
+    assert "restart 1 by the launcher" in done.stdout  # of the first run alone
+    jobs = [[start["job"] for start in read_starts(folder)] for folder in (tmp_path, tmp_path / "pipedream")]
+    assert jobs == [["new"], ["new"]]
 
 
 def test_the_better_loss_counts_where_accuracy_has_no_meaning() -> None:

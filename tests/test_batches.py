@@ -456,8 +456,9 @@ def test_loaders_that_give_no_batch_are_refused() -> None:
     assert "gives no batch of 4 samples" in refusal(Two(), iter([]))
     assert "gives no batch of 4 samples" in refusal(Two(), DataLoader(Stream(3), batch_size=4))
     assert "batches of 3, micro_batch_size is 4" in refusal(Two(), ((a[:3], y[:3]) for _ in range(3)))
-    with pytest.raises(BadInput, match="test loader is a generator, which gives its batches once"):
-        ipu_pipe.from_loader([], (batch for batch in PARTS))
+    for name in ("test", "validation"):
+        with pytest.raises(BadInput, match=f"{name} loader is a generator, which gives its batches once"):
+            ipu_pipe.from_loader([], **{name: (batch for batch in PARTS)})
 
 
 # ---- samples that no update has

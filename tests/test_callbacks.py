@@ -191,6 +191,8 @@ def test_a_run_goes_on_with_what_its_callbacks_had(tmp_path: Path, capsys: Any) 
 REFUSED = {
     "checkpoint.restore_best": ["checkpoint=null", "early_stopping={restore_best: true}"],
     "ema.restore_best": ["ema={decay: 0.5}", "callbacks=[{entry: 'ipu_pipe:EarlyStopping', args: {restore_best: true}}]"],
+    "early_stopping": ["early_stopping={patience: 1}", "evaluate.every=0"],
+    "lr_schedule": ["lr_schedule={name: plateau}", "evaluate.every=0"],
     "early_stopping.metric": ["callbacks=[{entry: 'ipu_pipe:EarlyStopping', args: {metric: top5}}]"],
     "on_gradients": ["method=local_sgd", "gradient_accumulation=1", f"callbacks=['{NEW}:Watches']"],
 }

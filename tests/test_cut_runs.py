@@ -105,7 +105,9 @@ def test_modules_of_stages_are_compiled_and_agree_within_rounding(tmp_path: Path
     train(configure(**{**keys, "backend": {"threads": 1}}), tmp_path / "emulator")
     keys["model"] = {**keys["model"], "compile": True}
     (tmp_path / "config.yaml").write_text(json.dumps({**keys, "backend": {"name": "distributed", "threads": 1}}))
-    ended = forked.run_ranks(2, "train", [str(tmp_path / "config.yaml"), "--out", str(tmp_path / "processes")])
+    arguments = [str(tmp_path / "config.yaml"), "--out", str(tmp_path / "processes")]
+    # a cache in the temporary folder may hold kernels of another machine's instructions
+    ended = forked.run_ranks(2, "train", arguments, TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache"))
     assert ended.code == 0, ended.error
     ends = [load_file(tmp_path / name / "checkpoints/step-3/model.safetensors") for name in ("emulator", "processes")]
     assert ends[0].keys() == ends[1].keys()

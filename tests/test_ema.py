@@ -7,11 +7,13 @@ from typing import Any, Dict, Optional
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch.optim.swa_utils import AveragedModel
 
 import ipu_pipe
 from ipu_pipe.config.load import load_config
+from ipu_pipe.errors import RunFault
 from ipu_pipe.run.train import check, evaluate_checkpoint, train
 from tests.support.runs import (
     DIGITS,
@@ -113,6 +115,17 @@ def test_processes_keep_the_emulators_average(precision: str, tmp_path: Path) ->
     assert read_json(tmp_path / "ranks" / "summary.json")["final"] == report["final"]
     tested = [[line["test_loss"] for line in read_metrics(tmp_path / name) if "test_loss" in line] for name in ("ranks", "one")]
     assert tested[0] == tested[1]
+
+
+def test_a_full_disk_at_the_end_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the writer of safetensors raises is no OSError: it was a traceback."""
+
+    def refuse(*args: Any, **keys: Any) -> None:
+        raise SafetensorError("I/O error: No space left on device")
+
+    monkeypatch.setattr("safetensors.torch.serialize_file", refuse)
+    with pytest.raises(RunFault, match="ema.safetensors: cannot be written"):
+        go(tmp_path / "run", "steps=4", "checkpoint=null")
 
 
 class Tied(torch.nn.Module):

@@ -39,7 +39,7 @@ def test_a_file_holds_the_weights_without_heads(
 ) -> None:
     if expected is None:
         expected = checkpoint.load(trained / "checkpoints" / "step-12").manifest["position"]["best_step"]
-    file = tmp_path / "model.safetensors"
+    file = tmp_path / "new" / "model.safetensors"
     code, said, error = run_tool(str(trained), "--to", str(file), *step)
     assert (code, error) == (0, "") and f"step-{expected}" in said
     saved, weights = load_file(file), checkpoint.read_weights(trained / "checkpoints" / f"step-{expected}")
@@ -55,6 +55,7 @@ def test_a_file_holds_the_weights_without_heads(
         (["RUN", "--to", "m.safetensors", "--step", "x"], "--step: "),
         (["RUN", "--to", "folder"], "--to: folder: "),
         (["RUN", "--to", "RUN"], "--to: RUN: "),
+        (["RUN", "--to", "RUN/checkpoints/step-12/model.safetensors"], "--to: RUN/checkpoints/step-12/model.safetensors: "),
         (["RUN"], "the following arguments are required: --to"),
     ],
 )

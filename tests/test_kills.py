@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -69,9 +70,10 @@ def test_a_restart_without_a_folder_finds_the_dated_one(
 
     monkeypatch.chdir(tmp_path)
     restart(monkeypatch, 0, "one")
-    began = _choose_folder("mlp_digits")
+    assert re.fullmatch(r"runs/\d{4}-[-_\d]{14}_mlp\[1\]", str(_choose_folder("mlp[1]")))
+    began = Path("runs/2000-01-01_00-00-00_mlp[1]")  # the name is no pattern
     train(load_config(str(kills.DIGITS), SETTINGS), began, quiet=True)
     restart(monkeypatch, 1, "one")
-    assert _choose_folder("mlp_digits") == began
+    assert _choose_folder("mlp[1]") == began
     restart(monkeypatch, 1, "two")
-    assert _choose_folder("mlp_digits").parent == began.parent and not (began.parent / "x").exists()
+    assert _choose_folder("mlp[1]") != began

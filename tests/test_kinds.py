@@ -123,6 +123,7 @@ def test_a_dry_run_tells_what_callbacks_cannot_be_made() -> None:
         ("data: train: a Tensor: must be a DataLoader", (X,)),
         ("data: train: a TensorDataset: gives samples, not batches: must be a DataLoader of it", (SET,)),
         ("data: test: a str: must be a DataLoader", ([], "digits")),
+        ("data: validation: 5: must be a DataLoader", ([], [], 0, None, (), 5)),
         ("data: labels: 3: must be their name", ([], None, 0, 3)),
     ],
 )

@@ -194,6 +194,14 @@ def test_settings_by_stage_are_the_groups_own() -> None:
     assert [g["lr"] for g in job.optimizer.param_groups] == [0.1, 0.2]
 
 
+def test_settings_by_stage_leave_parameters_without_decay_so() -> None:
+    """Their groups got the stage's weight_decay."""
+    optimizer = {"name": "adamw", "lr": 0.1, "no_decay": "norms_and_biases", "by_stage": {"weight_decay": [0.1, 0.2]}}
+    job = build(ipu_pipe.configure(**{**HOW, "optimizer": optimizer, "method": "pipedream"}), model(), data())
+    decays = [(g["stage"], g["weight_decay"]) for g in job.optimizer.param_groups]
+    assert decays == [(0, 0.1), (0, 0.0), (1, 0.2), (1, 0.0)]
+
+
 # ---- what is refused
 
 

@@ -84,6 +84,18 @@ def _read_by_dcp(folder: Path) -> None:
 
 
 @needs_processes
+def test_only_processes_that_write_are_numbered(tmp_path: Path) -> None:
+    """A first process without weights made 00002 and 00003 of 2."""
+    from torch.distributed.checkpoint import SavePlan
+
+    from ipu_pipe.run.shards import ShardWriter
+
+    full: Any = object()
+    plans = ShardWriter(tmp_path, 1, {}, {}).prepare_global_plan([SavePlan([]), SavePlan([full]), SavePlan([full])])
+    assert [plan.storage_data for plan in plans[1:]] == ["00001-of-00002", "00002-of-00002"]
+
+
+@needs_processes
 def test_a_shard_that_fails_leaves_no_checkpoint(tmp_path: Path) -> None:
     context = forked.context()
     ranks = [context.Process(target=_fail, args=(rank, str(tmp_path))) for rank in range(2)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, Dict, List
 
@@ -39,6 +38,7 @@ def test_every_sample_is_in_one_set_and_none_of_the_test_set_is_held_out(name: s
     tested = list_rows(torch.cat([x for x, _ in whole.test_batches(64)]))
     assert not {*trained} & {*validated} and not {*validated} & {*tested}
     if name == "digits":
+        assert held_out.train is data.train  # not all of it, once more
         assert sorted([*trained, *validated]) == sorted(list_rows(whole.take_train(0, range(200))[0]))
     again, other = (ipu_pipe.load_data(name, seed=s, subset=200, validation=50) for s in (3, 4))
     assert validated == list_rows(again.validation.take_test(range(50))[0]) != list_rows(other.validation.take_test(range(50))[0])
@@ -119,16 +119,34 @@ def test_loaders_have_a_validation_loader(tmp_path: Path) -> None:
     assert final["validation_loss"] == final["test_loss"] is not None
 
 
-@pytest.mark.parametrize("value", ["0", "-3", "1.5", "true", "'x'", "1437", "0.0001"])
+class Counts(ipu_pipe.data.TensorData):
+    """A user's source that keeps its argument under the name of a validation set."""
+
+    def __init__(self, validation: Any, **of_the_file: Any) -> None:
+        super().__init__(*[(torch.zeros(8, 64), torch.zeros(8).long())] * 2)
+        self.validation = validation
+
+
+def test_a_validation_set_that_is_no_source_is_refused(tmp_path: Path) -> None:
+    """It was an AttributeError at the first evaluation."""
+    (fault,) = list_faults(go, tmp_path / "run", "data={name: 'tests.test_validation:Counts', validation: 0.1}")
+    assert fault.startswith("data: validation: 0.1: ")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("value", ["0", "-3", "1.5", "true", "'x'", "1437", "0.0001", ".inf", "1e400"])
 def test_bad_values_are_refused(value: str, tmp_path: Path) -> None:
     def attempt() -> None:
         train(load_config(DIGITS, ["data.subset=1437", f"data.validation={value}"]), tmp_path / "run", quiet=True)
 
     (fault,) = list_faults(attempt)
-    assert f"data.validation: {json.loads(value) if value == '-3' else value.strip(chr(39))}" in fault
+    shown = "inf" if value in (".inf", "1e400") else value.strip("'")
+    assert f"data.validation: {shown}: " in fault
     assert not (tmp_path / "run").exists()
 
 
 def test_the_best_is_by_a_metric_that_is_evaluated(tmp_path: Path) -> None:
-    (fault,) = list_faults(load_config, DIGITS, ["evaluate.best=top5"])
-    assert "evaluate.best: top5: " in fault
+    (fault,) = list_faults(go, tmp_path / "run", "evaluate.best=top5")
+    assert fault.startswith("evaluate.best: top5: ")
+    metrics = {"zero": lambda output, y: 0.0}  # of the call, which the config does not know
+    assert go(tmp_path / "run", "evaluate.best=zero", "steps=1", metrics=metrics)["best"]["validation_zero"] == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import glob
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Optional
@@ -85,12 +86,9 @@ def _train(args: argparse.Namespace, config: Config, other: Optional[Config]) ->
     if other is None:
         train(config, out, resume=args.resume, resume_from=args.resume_from, overwrite=args.overwrite, quiet=args.quiet)
         return None
-    from ipu_pipe.run.folder import is_restarted
     from ipu_pipe.studies.against import train_against
 
-    restarted = run_on_main(lambda: is_restarted(out))
-    resume, overwrite = args.resume or restarted, args.overwrite and not restarted
-    return train_against(config, other, out, args.accumulate, resume, overwrite, args.quiet)
+    return train_against(config, other, out, args.accumulate, args.resume, args.overwrite, args.quiet)
 
 
 def _choose_folder(name: str) -> Path:
@@ -98,4 +96,4 @@ def _choose_folder(name: str) -> Path:
     from ipu_pipe.run.folder import is_restarted
 
     dated = Path("runs") / f"{datetime.datetime.now():%Y-%m-%d_%H-%M-%S}_{name}"
-    return max(filter(is_restarted, Path("runs").glob(f"*_{name}")), default=dated)
+    return max(filter(is_restarted, Path("runs").glob(f"*_{glob.escape(name)}")), default=dated)

@@ -175,14 +175,6 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check_keys(self) -> "Config":
-        chosen = {"evaluate.best": self.evaluate.best}
-        if self.early_stopping is not None:
-            chosen["early_stopping.metric"] = self.early_stopping.metric
-        names = ["loss", *(name if isinstance(name, str) else name.entry for name in self.metrics)]
-        known = [name.rpartition(":")[2] for name in names]
-        for key, metric in chosen.items():
-            if metric not in known and sections.GIVEN not in known:
-                raise key_fault(key, metric, f"no evaluation gives it: must be one of {', '.join(known)}")
         if self.optimizer.name == sections.GIVEN and (self.given is None or self.given.optimizer is None):
             raise key_fault("optimizer.name", sections.GIVEN, "without given.optimizer: must be sgd, adam or adamw")
         by_hardware = isinstance(self.stages, dict) and self.stages.get("by") == "hardware"

@@ -79,7 +79,7 @@ class DataConfig(BaseModel):
     @classmethod
     def _validate_validation(cls, value: Any) -> Any:
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if value is None or (is_number and (0 < value < 1 or (value >= 1 and value == int(value) and value < 2**53))):
+        if value is None or (is_number and (0 < value < 1 or (1 <= value < 2**53 and value == int(value)))):
             return value
         raise ValueError("must be null, a share between 0 and 1, or a whole number of samples")
 
@@ -520,7 +520,8 @@ class ConstantDelay(Section):
         delays = [delay for row in rows for delay in (row if isinstance(row, list) and row else [None])]
         if all(type(delay) is int and 0 <= delay <= MOST_VERSIONS for delay in delays) and any(delays):
             return value
-        raise ValueError(f"must be an integer from 1 to {MOST_VERSIONS}, or a list of integers >= 0 for each stage, not all 0")
+        table = "a list of lists, for each stage the delays of an update's microbatches, as [[2, 1], [1, 0]], not all 0"
+        raise ValueError(f"must be an integer from 1 to {MOST_VERSIONS}, or {table}")
 
 
 class SpikeCompensation(Section):

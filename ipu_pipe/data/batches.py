@@ -175,7 +175,7 @@ class TensorData(SampledData):
 
     def _move_to_test(self, other: Any, moved: torch.Tensor, left: torch.Tensor) -> None:
         other.test = self.train[0][moved], self.train[1][moved]
-        self.train = self.train[0][left], self.train[1][left]
+        self.train = other.train = self.train[0][left], self.train[1][left]  # the copy must not keep all of them in memory
 
     def take_train(self, epoch: int, places: range) -> Pair:
         """Return the samples at these places of an epoch."""

@@ -66,15 +66,15 @@ class LoaderData:
         files: Sequence[Union[str, Path]] = (),
         validation: Optional[Iterable[Any]] = None,
     ) -> None:
-        for name, loader in (("train", train), ("test", test)):
+        for name, loader in (("train", train), ("test", test), ("validation", validation)):
             _require_batches(name, loader)
+            if name != "train" and isinstance(loader, Iterator):
+                kind = type(loader).__name__
+                raise BadInput(
+                    f"data: the {name} loader is a {kind}, which gives its batches once: must give them at each evaluation"
+                )
         if not (labels is None or isinstance(labels, str)):
             raise BadInput(f"data: labels: {describe_kind(labels)}: must be their name in batches that are mappings")
-        if isinstance(test, Iterator):
-            raise BadInput(
-                f"data: the test loader is a {type(test).__name__}, which gives its batches once: must give them at each"
-                " evaluation"
-            )
         self._train, self._test, self._seed = train, test, seed
         self.validation = None if validation is None else LoaderData(validation, validation, seed, labels)
         self.labels, self.data_files = labels, list(files)
@@ -213,8 +213,8 @@ def _generators(loader: Any) -> List[torch.Generator]:
 
 
 def _require_batches(name: str, loader: Any) -> None:
-    """Raise `BadInput` for what gives no batches; there may be no test loader."""
-    if loader is None and name == "test":
+    """Raise `BadInput` for what gives no batches; there may be a training loader alone."""
+    if loader is None and name != "train":
         return
     if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
         raise BadInput(

@@ -136,7 +136,8 @@ def apply_settings_by_stage(config: Config, groups: Groups, delays: Sequence[flo
                     raise BadInput(f"{key}.by_stage.{name}: is not a setting of {member.name}'s parameter groups")
             for group in groups:
                 if group["member"] == number and group["stage"] == stage:
-                    group.update({name: probe[name] for name in settings})
+                    # what a group says already stays: no_decay's has a weight_decay of 0
+                    group.update({name: probe[name] for name in settings if name not in group})
 
 
 # ---- import strings

@@ -47,6 +47,7 @@ from ipu_pipe.schedule.methods import METHODS, check_sizes, resolve_method
 from ipu_pipe.schedule.recompute import find_segment_ends
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
+from ipu_pipe.text import describe_kind
 from ipu_pipe.update.apply import UpdateRules
 from ipu_pipe.update.groups import Member, make_groups, replace_parameters, select_parameters, select_stage
 from ipu_pipe.update.optimizer import call_factory, make_factory_of
@@ -84,6 +85,10 @@ def set_up(
     check_modules(model, device)
     begun = _begin(model, config) if config.init_from else None
     data = make_data(config) if data is None else data
+    held_out = getattr(data, "validation", None)
+    if held_out is not None and not callable(getattr(held_out, "test_batches", None)):
+        why = "must be a DataSource, whose test set is the validation set"
+        raise BadInput(f"data: validation: {describe_kind(held_out)}: {why}")
     config = config.model_copy(update={"micro_batch_size": choose_batch_size(config, data)})
     chosen_loss = make_loss(config, objects)
     weighted = get_plain_loss(chosen_loss)

@@ -36,19 +36,22 @@ def export(
     """
     run, to = Path(run), Path(to)
     path = find_checkpoint(run, step)
+    if os.path.exists(to) and (not os.path.isdir(to) or any(to.iterdir())):
+        raise BadInput(f"--to: {to}: is there already: must be a new file that ends in .safetensors, or a new folder")
     if to.suffix == ".safetensors":
         weights = {name: value for name, value in checkpoint.read_weights(path).items() if not name.startswith(HEADS)}
+        with guard_writing(to):
+            to.parent.mkdir(parents=True, exist_ok=True)
         with atomic_file(to) as temporary:
             checkpoint.save_tensors(temporary, weights)
         return path
-    if to.exists() and (not to.is_dir() or any(to.iterdir())):
-        raise BadInput(f"--to: {to}: is there already: must be a file that ends in .safetensors, or a new folder")
     model = load_model(path, into)
     if not callable(getattr(model, "save_pretrained", None)):
         why = "has no save_pretrained, as models of transformers and PEFT have: must be a file that ends in .safetensors"
         raise BadInput(f"--to: {to}: a folder, but the run's model, {describe_kind(model)}, {why}")
     temporary = to.with_name(f".{to.name}.part")
     with guard_writing(to):
+        to.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(temporary, ignore_errors=True)
         with attribute_faults(lambda: "export"):
             model.save_pretrained(temporary)  # type: ignore[operator]

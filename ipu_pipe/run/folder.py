@@ -211,8 +211,9 @@ def read_starts(path: Path) -> List[Any]:
 
 def is_restarted(path: Path) -> bool:
     """Return whether the launcher has restarted this process, and the newest start of the run in `path` was one of its own."""
-    launch, starts = read_launch(), read_starts(path)
-    return launch.attempt > 0 and bool(starts) and isinstance(starts[-1], dict) and starts[-1].get("job") == launch.job
+    launch = read_launch()
+    starts = read_starts(path) if launch.attempt else []
+    return bool(starts) and isinstance(starts[-1], dict) and starts[-1].get("job") == launch.job
 
 
 def _read_json(file: Path) -> Any:

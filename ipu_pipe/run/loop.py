@@ -8,8 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence
 
-from safetensors.torch import save_file
-
 from ipu_pipe.backends.interface import Report
 from ipu_pipe.backends.ranks import are_joined, is_main, run_on_main
 from ipu_pipe.backends.table import get_backend, make_engine
@@ -180,8 +178,7 @@ class TrainingLoop:
                 if first.setdefault(parameter, name) in averages:
                     averages[name] = averages[first[parameter]]
             with atomic_file(self.out / "ema.safetensors") as file:
-                # the format refuses two names of one storage (tied weights), so each name gets a clone
-                save_file({key: value.detach().cpu().clone() for key, value in {**state.model, **averages}.items()}, file)
+                checkpoint.save_tensors(file, {**state.model, **averages})
 
     def _restore_weights(self, step: int) -> None:
         """Load the weights of the checkpoint of `step` into the model, on every process that holds a whole model, and say so.

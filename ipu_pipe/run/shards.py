@@ -11,6 +11,7 @@ plain safetensors of whole tensors, which its `HuggingFaceStorageReader` reads, 
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Dict, List, Mapping
@@ -67,8 +68,8 @@ class ShardWriter(dcp.StorageWriter):
         """Make the folder, on rank 0, and number the processes that have something to write."""
         with guard_step(self._folder, self._step):
             begin_step(self._folder, self._step)
-        count = sum(bool(plan.items) for plan in plans)
-        return [replace(plan, storage_data=f"{rank:05}-of-{count:05}") for rank, plan in enumerate(plans, 1)]
+        numbers = list(itertools.accumulate(int(bool(plan.items)) for plan in plans))  # those without items write nothing
+        return [replace(plan, storage_data=f"{number:05}-of-{numbers[-1]:05}") for plan, number in zip(plans, numbers)]
 
     def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> torch.futures.Future[List[WriteResult]]:
         """Write this process's files; give rank 0 their hashes, and the plain values."""

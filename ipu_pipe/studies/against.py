@@ -24,11 +24,11 @@ from ipu_pipe.errors import BadInput, RunFault
 from ipu_pipe.files import write_json
 from ipu_pipe.report.plots import open_figure
 from ipu_pipe.report.run_text import format_busy, format_number, format_throughput
+from ipu_pipe.run.folder import check_folder, is_restarted
 from ipu_pipe.run.progress import Progress
 from ipu_pipe.run.train import check, reserve_folder, train
 from ipu_pipe.schedule.methods import resolve_method
 from ipu_pipe.schedule.timelines import compute_utilization
-from ipu_pipe.studies.collect import check_folders
 
 TIMES = (1, 2, 4, 8)  # multiples of the config's own microbatches per update, where none are given
 Summary = Mapping[str, Any]
@@ -70,24 +70,23 @@ def train_against(
             )
     say = Progress(quiet or not is_main()).say
     second = name_folder(out, other.method)
-    resume_second = resume and (second / "config.yaml").exists()
-    counts = choose_accumulations(other, accumulations)
-    check(other, second, resume=resume_second, overwrite=overwrite)
-    run_on_main(lambda: check_folders([name_folder(out, other.method, count) for count in counts], resume, overwrite))
-    with reserve_folder(second, resume=resume_second, overwrite=overwrite):
+    folders = {count: name_folder(out, other.method, count) for count in choose_accumulations(other, accumulations)}
+    starts = run_on_main(lambda: {folder: choose_start(folder, resume, overwrite) for folder in (second, *folders.values())})
+    check(other, second, **starts[second])
+    run_on_main(lambda: [check_folder(folder, **starts[folder]) for folder in folders.values()])
+    with reserve_folder(second, **starts[second]):
         summary = train(config, out, resume=resume, overwrite=overwrite, quiet=quiet)
     say(f"\nas many samples by {other.method}:")
     other = keep_recorded_choices(load_recorded(out / "config.yaml"), other)
-    other_summary = train(other, second, resume=resume_second, overwrite=overwrite, quiet=quiet)
+    other_summary = train(other, second, quiet=quiet, **starts[second])
     pair = read_run(config, summary, out), read_run(other, other_summary, second)
     timed: List[ComparedRun] = []
     if takes_longer(pair):
-        for count in counts:
+        for count, folder in folders.items():
             chosen = fit_into_time(other, count, summary)
             if chosen is not None:
                 say(f"\nas much time by {other.method}, {count} microbatches per update:")
-                folder = name_folder(out, other.method, count)
-                timed.append(_train_timed(chosen, folder, resume, overwrite, quiet, pair[0].slots))
+                timed.append(_train_timed(chosen, folder, starts[folder], quiet, pair[0].slots))
     record = make_record(config, summary["model"]["stages"], pair, timed)
 
     def write() -> None:
@@ -99,11 +98,17 @@ def train_against(
     return describe(summary, other_summary, pair, timed)
 
 
-def _train_timed(config: Config, folder: Path, resume: bool, overwrite: bool, quiet: bool, slots: float) -> ComparedRun:
+def choose_start(folder: Path, resume: bool, overwrite: bool) -> Dict[str, Any]:
+    """Return whether the folder's run goes on and whether it is overwritten: after a restart by the launcher, a run that its
+    earlier attempt began goes on, and no older one does unless `resume` asks for it."""
+    restarted = is_restarted(folder)
+    return {"resume": restarted or (resume and (folder / "config.yaml").exists()), "overwrite": overwrite and not restarted}
+
+
+def _train_timed(config: Config, folder: Path, start: Mapping[str, Any], quiet: bool, slots: float) -> ComparedRun:
     """Train a run at equal time; a loss that is not finite is a result, since the rate may be too high for it."""
-    resume = resume and (folder / "config.yaml").exists()
     try:
-        return read_run(config, train(config, folder, resume=resume, overwrite=overwrite, quiet=quiet), folder)
+        return read_run(config, train(config, folder, quiet=quiet, **start), folder)
     except RunFault as error:
         if "loss is" not in str(error) or are_joined():
             raise

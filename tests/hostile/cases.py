@@ -62,8 +62,8 @@ FLOATS: List[Any] = [
 ]
 TEXTS: List[Any] = [
     "", " ", "a" * 5000, "\0", "a\0b", "\x1b[31mred", "line\nline", "\u2028", "\u202eevil", "ß€😀", "..", "/", "/dev/null",
-    "1e400", "true", "null", "~", "=", ":", "a:b", "models.mlp:none", "models.mlp:mlp", "-", "--set", "%s", "{}", "${HOME}",
-    "gpipe", "sgd", "cross_entropy", "finest", "optimal", "0x10", "1_000", "é" * 300, "*", "&a", "!!int 3",
+    "1e400", ".inf", "true", "null", "~", "=", ":", "a:b", "models.mlp:none", "models.mlp:mlp", "-", "--set", "%s", "{}",
+    "${HOME}", "gpipe", "sgd", "cross_entropy", "finest", "optimal", "0x10", "1_000", "é" * 300, "*", "&a", "!!int 3",
 ]  # fmt: skip
 NESTED: List[Any] = [
     [], {}, [[]], {"a": {"b": {"c": {}}}}, [1, "a", None], {"count": 3}, {"count": 3, "by": "time"}, {"finest": 2},
