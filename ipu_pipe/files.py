@@ -1,4 +1,4 @@
-"""Output files that are written whole or not at all."""
+"""Write output files atomically: a reader sees all of a file's new contents, or none."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from ipu_pipe.errors import guard_writing
 
 @contextlib.contextmanager
 def atomic_file(file: Path, what: str = "") -> Iterator[Path]:
-    """Yield a temporary path; when the block ends well, what was written there becomes `file`.
+    """Yield a temporary path; if the block succeeds, the contents written there become `file`.
 
     A regular file is replaced in one step, so that a reader sees the old one or the new one. A symbolic link is followed. A
-    device or a pipe cannot be replaced: it receives the bytes. Raise `RunFault`, which calls the file `what`, if it fails,
-    also where nobody reads the pipe.
+    device or a pipe cannot be replaced: it receives the bytes. Raise `RunFault`, naming the file `what`, on any error, including
+    a pipe without a reader.
     """
     with guard_writing(file, what):
         target = Path(os.path.realpath(file))
-        if target.is_symlink():  # realpath gives up on a link that leads to itself
+        # realpath gives up on a link that leads to itself
+        if target.is_symlink():
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
         if target.is_dir():
             raise OSError(errno.EISDIR, os.strerror(errno.EISDIR))
@@ -48,20 +49,20 @@ def atomic_file(file: Path, what: str = "") -> Iterator[Path]:
                 temporary.unlink()
 
 
-def write(file: Path, text: str) -> Path:
-    """Write `text` to a file, whole or not at all, and return the path. Raise `RunFault` if it cannot be written."""
+def write_text(file: Path, text: str) -> Path:
+    """Write `text` to a file atomically and return the path. Raise `RunFault` if it cannot be written."""
     with atomic_file(file) as temporary:
         temporary.write_text(text, encoding="utf-8")
     return file
 
 
 def write_json(file: Path, value: Any) -> Path:
-    """Write a value as JSON to a file, whole or not at all, and return the path; what is not a finite number becomes null."""
-    return write(file, json.dumps(replace_nonfinite(value), indent=1) + "\n")
+    """Write a value as JSON to a file atomically and return the path; NaN and infinities become null."""
+    return write_text(file, json.dumps(replace_nonfinite(value), indent=1) + "\n")
 
 
 def replace_nonfinite(value: Any) -> Any:
-    """Replace every float that is not finite by None: JSON has no such numbers."""
+    """Replace every float that is not finite by None: JSON has neither NaN nor infinities."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Callable, Dict, List, NamedTuple, Optional, Tuple
 
-from ipu_pipe.schedule.actions import PASSES, Action, Kind, pass_needs
+from ipu_pipe.schedule.actions import PASSES, Action, Kind, get_pass_needs
 from ipu_pipe.schedule.methods import METHODS, Pipeline
 from ipu_pipe.schedule.rows import play_slots
 from ipu_pipe.schedule.timelines import PIPELINES
@@ -63,7 +63,7 @@ class Sight:
         self.stage = 0
         self.done: Dict[Kind, List[int]] = {kind: [0] * stages for kind in PASSES}
         self.last: List[Optional[Kind]] = [None] * stages
-        self._needs = {kind: pass_needs(kind, local) for kind in PASSES}  # looked up often
+        self._needs = {kind: get_pass_needs(kind, local) for kind in PASSES}  # looked up often
 
     @property
     def in_flight(self) -> int:

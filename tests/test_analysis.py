@@ -118,7 +118,7 @@ def test_why_there_is_no_gain() -> None:
         assert found["gain"] is None and found["move"] is None and said in found["why_no_gain"]
     assert analyze(trace, "x")["bottleneck"]["gain_if_balanced"] > 0.3
     other = analyze(trace._replace(metadata={**trace.metadata, "method": "of another version"}), "x")
-    assert "cannot be made again" in other["bottleneck"]["why_no_gain"]
+    assert "cannot be rebuilt" in other["bottleneck"]["why_no_gain"]
 
 
 def test_a_link_or_evaluations_may_hold_a_run_up() -> None:

@@ -16,7 +16,7 @@ from torch import nn
 
 from ipu_pipe import BadInput, RunFault, configure, train
 from ipu_pipe.cli import analyze, plan, stability
-from ipu_pipe.files import write, write_json
+from ipu_pipe.files import write_json, write_text
 from ipu_pipe.trace.reading import read_trace
 from tests.command_line import run_here
 
@@ -42,7 +42,7 @@ def test_a_file_is_written_through_a_link(tmp_path: Path) -> None:
     target, link = tmp_path / "target", tmp_path / "link"
     link.symlink_to(target)
     for text in ("new", "newer"):
-        assert write(link, text) == link
+        assert write_text(link, text) == link
         assert link.is_symlink() and target.read_text() == text
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "target"]
 
@@ -54,7 +54,7 @@ def test_a_device_gets_what_is_written(tmp_path: Path) -> None:
     full.symlink_to("/dev/full")
     null.symlink_to("/dev/null")
     with pytest.raises(RunFault, match="^" + str(full)):
-        write(full, "text")
+        write_text(full, "text")
     write_json(null, {"a": 1})
     assert full.is_char_device() and null.is_char_device()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "null"]
@@ -65,9 +65,9 @@ def test_a_pipe_gets_what_is_written(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     with pytest.raises(RunFault, match="^" + str(pipe)):  # without a reader it waited for one, forever
-        write(pipe, "text")
+        write_text(pipe, "text")
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-    write(pipe, "text")
+    write_text(pipe, "text")
     assert os.read(reader, 100) == b"text" and pipe.is_fifo()
     os.close(reader)
 
@@ -85,7 +85,7 @@ def test_what_cannot_be_a_file_is_left_as_it_is(tmp_path: Path, kind: str) -> No
     file = tmp_path / "file"
     file.symlink_to(file) if kind == "loop" else file.mkdir()
     with pytest.raises(RunFault, match="^" + str(file)):
-        write(file, "text")
+        write_text(file, "text")
     assert file.is_symlink() if kind == "loop" else file.is_dir()
 
 

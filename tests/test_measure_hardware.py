@@ -25,9 +25,9 @@ def test_the_time_of_some_work_is_that_of_one_call() -> None:
 
 
 def test_a_long_message_takes_its_latency_and_its_bytes() -> None:
-    found = measuring.split_latency(1e-4, 1e-4 + measuring.LONG / 1e9)
+    found = measuring.split_latency(1e-4, 1e-4 + measuring.LONG_BYTES / 1e9)
     assert found["latency"] == 1e-4 and found["bandwidth"] == pytest.approx(1e9)
-    assert measuring.split_latency(1.0, 0.5)["bandwidth"] == measuring.LONG / 0.5  # disturbed
+    assert measuring.split_latency(1.0, 0.5)["bandwidth"] == measuring.LONG_BYTES / 0.5  # disturbed
 
 
 def test_what_two_processes_found_makes_a_description() -> None:

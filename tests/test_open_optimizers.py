@@ -19,7 +19,7 @@ from ipu_pipe.errors import BadInput
 from ipu_pipe.run.build import build
 from ipu_pipe.update.apply import FORWARD
 from ipu_pipe.update.optimizer import make_factory_of
-from ipu_pipe.update.rates import play_scheduler
+from ipu_pipe.update.rates import simulate_scheduler
 
 HOW = {"micro_batch_size": 4, "log": {"tensorboard": False, "every": 1}, "evaluate": {"every": 0}, "stages": ["2"]}
 
@@ -179,7 +179,7 @@ def test_a_scheduler_that_cannot_be_played_is_told_in_a_line() -> None:
     }
     for told, make in wrong.items():
         with pytest.raises(BadInput, match=told) as refused:
-            play_scheduler(make, optimizer, 0.1, 20)
+            simulate_scheduler(make, optimizer, 0.1, 20)
         assert len(refused.value.faults) == 1
     assert optimizer.param_groups[0]["lr"] == 0.1 and optimizer.param_groups[0]["momentum"] == 0.9
     with pytest.raises(BadInput, match="lr_schedule.name: cosin: must be one of"):
@@ -193,7 +193,7 @@ def test_a_scheduler_is_played_for_optimizers_with_few_defaults() -> None:
     optimizer = torch.optim.SGD([{"params": list(model().parameters()), "member": 0}], lr=0.1)
     optimizer.defaults = {"lr": 0.1}
     halving = functools.partial(lr_scheduler.ExponentialLR, gamma=0.5)
-    assert play_scheduler(halving, optimizer, 0.1, 3) == [[0.1], [0.05], [0.025]]
+    assert simulate_scheduler(halving, optimizer, 0.1, 3) == [[0.1], [0.05], [0.025]]
 
 
 def test_a_run_by_a_given_scheduler_is_recorded_and_goes_on_with_it_alone(tmp_path: Path) -> None:

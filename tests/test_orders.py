@@ -11,7 +11,7 @@ import pytest
 
 from ipu_pipe.backends.ipu.refusals import check_method
 from ipu_pipe.errors import BadInput
-from ipu_pipe.schedule.actions import Action, Kind, needs
+from ipu_pipe.schedule.actions import Action, Kind, list_needs
 from ipu_pipe.schedule.clock import Bubbles, Costs, clock, compute_busy_share, measure_bubbles
 from ipu_pipe.schedule.drawing import format_csv, format_text
 from ipu_pipe.schedule.methods import METHODS, resolve_method
@@ -147,7 +147,7 @@ def test_dualpipe_v_with_pairs_as_one_block(P: int, bubble: int) -> None:
     free = [0] * P
     while any(blocks):
         for device, queue in enumerate(blocks):
-            needed = [need for one in queue[0] for need in needs(one, 2 * P, M)] if queue else []
+            needed = [need for one in queue[0] for need in list_needs(one, 2 * P, M)] if queue else []
             known = [end.get(need, end.get(Action(Kind.BACKWARD, need.index, need.stage))) for need in needed]
             known = [end.get(Action(Kind.INPUT_GRADIENT, n.index, n.stage)) if k is None else k for k, n in zip(known, needed)]
             if queue and None not in known:
@@ -181,7 +181,7 @@ def test_orders_run_flush_and_take_microbatches_in_order(name: str, P: int, M: i
     for kind, table in slots.items():
         for stage, row in enumerate(table.tolist()):
             for m, slot in enumerate(row):
-                for need in needs(Action(kind, m, stage), schedule.stages, M, whole=whole):
+                for need in list_needs(Action(kind, m, stage), schedule.stages, M, whole=whole):
                     assert slots[need.kind][need.stage, need.index] < slot
     versions = VersionTable(schedule, METHODS[name])
     batches = [[m // M for m in range(schedule.microbatches)]] * schedule.stages
@@ -447,7 +447,7 @@ def test_stages_of_a_pipeline_take_turns_on_fewer_devices() -> None:
         for device, queue in enumerate(queues):
             _, which, m, kind = queue[0] if queue else (0, 0, 0, Kind.UPDATE)
             action = Action(kind, m, which % P)
-            needed = needs(action, P, M) if queue else []
+            needed = list_needs(action, P, M) if queue else []
             if queue and all(need in end for need in needed):
                 arrivals = [end[need] + 0.25 * (placement[need.stage] != device) for need in needed]
                 end[action] = free[device] = max([free[device], *arrivals]) + 1

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from ipu_pipe.errors import BadInput
-from ipu_pipe.schedule.actions import SPLIT_PASSES, Action, Kind, needs
+from ipu_pipe.schedule.actions import SPLIT_PASSES, Action, Kind, list_needs
 from ipu_pipe.schedule.clock import Costs, clock, make_slot_costs
 from ipu_pipe.schedule.drawing import format_text
 from ipu_pipe.schedule.rows import from_rows
@@ -134,7 +134,7 @@ def test_zero_bubble_has_the_papers_bubble_and_1f1bs_memory(P: int, M: int) -> N
     slots = slots_of(schedule)
     for action, slot in slots.items():
         late = action.kind is Kind.UPDATE
-        assert all(slots[need] < slot + late for need in needs(action, P, M, passes=SPLIT_PASSES))
+        assert all(slots[need] < slot + late for need in list_needs(action, P, M, passes=SPLIT_PASSES))
     f, b, w = 3.0, 6.0, 2.0
     times = clock(schedule, Costs([f] * P, [b] * P, [0.5] * P, weight_gradient=[w] * P))
     assert times.finish == M * (f + b) + (P - 1) * (f + b - 2 * w) + 0.5

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from slot_simulation import PLAYED, Simulated, simulate
 
 from ipu_pipe.errors import BadInput
-from ipu_pipe.schedule.actions import SPLIT_PASSES, Action, Kind, needs
+from ipu_pipe.schedule.actions import SPLIT_PASSES, Action, Kind, list_needs
 from ipu_pipe.schedule.clock import Costs, clock
 from ipu_pipe.schedule.drawing import format_csv, format_text
 from ipu_pipe.schedule.methods import METHODS, SCHEDULES, Method, Pipeline, Reads, resolve_method
@@ -195,7 +195,7 @@ def test_needs() -> None:
 
     def needed(kind: Kind, index: int, stage: int, local: bool = False, replica: int = 0, **more: Any) -> List[str]:
         action = Action(kind, index, stage, replica)
-        return [str(need) for need in needs(action, schedule.stages, schedule.accumulate, local, replicas=2, **more)]
+        return [str(need) for need in list_needs(action, schedule.stages, schedule.accumulate, local, replicas=2, **more)]
 
     assert needed(Kind.FORWARD, 1, 0) == []
     assert needed(Kind.FORWARD, 1, 2) == ["F1 on stage 1"]
@@ -229,7 +229,7 @@ def test_recomputations_come_after_what_they_need(P: int, segments: int, turn: i
             s
             for s in range(P)
             for m in range(M)
-            for need in needs(Action(Kind.RECOMPUTE, m, s), P, 1, **more)
+            for need in list_needs(Action(Kind.RECOMPUTE, m, s), P, 1, **more)
             if slots[need.kind][need.stage, m] >= slots[Kind.RECOMPUTE][s, m] + (need.kind is Kind.FORWARD)
         })  # fmt: skip
 

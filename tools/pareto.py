@@ -17,7 +17,7 @@ if __name__ == "__main__":
 
 from ipu_pipe.cli.arguments import count, folder, positive, say, whole  # noqa: E402
 from ipu_pipe.errors import BadInput, Parser, guard_writing, run_command  # noqa: E402
-from ipu_pipe.files import write, write_json  # noqa: E402
+from ipu_pipe.files import write_json, write_text  # noqa: E402
 
 LAYERS = 8
 # label -> (method of the run, its arguments, cost law, its k)
@@ -90,7 +90,7 @@ def main() -> None:
     with guard_writing(out):
         out.mkdir(parents=True, exist_ok=True)
         write_json(out / "pareto.json", found)
-        write(out / "table.md", _table(found, args))
+        write_text(out / "table.md", _table(found, args))
         _plot(found, args, out / "pareto.png")
     print(json.dumps(found, indent=1) if args.json else _table(found, args))
     say(f"where to look: {out / 'pareto.png'}, {out / 'pareto.json'}, {out / 'table.md'}")

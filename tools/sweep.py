@@ -21,7 +21,7 @@ if __name__ == "__main__":
     interrupts.end_at_once()  # before the imports that take time
 
 from ipu_pipe.errors import BadInput, Parser, RunFault, end_process, run_command  # noqa: E402
-from ipu_pipe.files import write, write_json  # noqa: E402
+from ipu_pipe.files import write_json, write_text  # noqa: E402
 
 METHODS = ("gpipe", "zb_h1", "pipedream", "pipedream_2bw", "pipemare")
 UPDATES, ACCUMULATE, SEED, RATE, MOMENTUM = 3, 2, 3, 1e-3, 0.9
@@ -63,7 +63,7 @@ def main() -> None:
             ordered = {model: rows[model] for model in MODELS if model in rows}
             args.out.mkdir(parents=True, exist_ok=True)
             write_json(path, {"versions": _get_versions(), "rows": ordered})
-            write(args.out / "table.md", format_table(json.loads(path.read_text())))
+            write_text(args.out / "table.md", format_table(json.loads(path.read_text())))
     if is_wrong:
         raise RunFault("not all runs are equal: see above")
 

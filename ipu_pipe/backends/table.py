@@ -1,4 +1,4 @@
-"""The table of backends, by the name that a config gives them, and what is done alike for all."""
+"""The table of backends, by the name that a config gives them, and the steps that all backends share."""
 
 from __future__ import annotations
 
@@ -31,21 +31,23 @@ def launch(config: Config, asked: Optional[Mapping[str, object]] = None) -> None
     """Join the other processes of the run, if there are any.
 
     Raise `BadInput`, on each of them, if another one was `asked` (option -> value) for something else or has another config, or
-    if the way in which this one was started does not fit the backend.
+    if the backend cannot run in the way in which this one was started.
     """
     where, backend = read_launch(), get_backend(config)
     if where.faults:
         raise BadInput(where.faults)
     backend.check_launch(config.backend)
-    if is_distributed():  # before it joins: then a launcher that is gone by now has taken the meeting place with it
+    # before joining, because the rendezvous disappears when the launcher exits
+    if is_distributed():
         end_with_launcher()
     backend.launch(config, asked or {})
-    if is_distributed():  # under poprun it knows only now that it is one of several
+    # poprun's rank is known only now
+    if is_distributed():
         end_with_launcher()
 
 
 def leave() -> None:
-    """Leave the other processes, when all is done."""
+    """Leave the other processes at the end of a run."""
     if is_distributed():
         leave_group()
 

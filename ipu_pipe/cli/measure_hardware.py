@@ -9,7 +9,7 @@ from pathlib import Path
 from ipu_pipe.cli.arguments import QUIET, command, get_tell, option, whole
 from ipu_pipe.config.values import MOST_THREADS
 from ipu_pipe.errors import BadInput, guard_writing, raise_faults
-from ipu_pipe.files import write
+from ipu_pipe.files import write_text
 
 
 @command(
@@ -41,5 +41,5 @@ def main(args: argparse.Namespace) -> None:
     text = dump_yaml(measure(args.threads, args.device, args.seconds))
     with guard_writing(out):
         out.parent.mkdir(parents=True, exist_ok=True)
-    write(out, text)
+    write_text(out, text)
     get_tell(args.quiet)("\n".join([*read_hardware(str(out)).format_figures(), f"written: {out}"]))

@@ -64,7 +64,7 @@ def main(args: argparse.Namespace) -> None:
     if args.write is not None and args.write.is_file() and not args.overwrite:
         raise BadInput(f"--write: {args.write}: exists already: take another name, or --overwrite")
     from ipu_pipe.config.load import load_config
-    from ipu_pipe.files import write
+    from ipu_pipe.files import write_text
     from ipu_pipe.plan import answer
     from ipu_pipe.plan.planner import make_plan
     from ipu_pipe.plan.tensor_parallel import describe_tensor_parallel, predict_tensor_parallel
@@ -110,7 +110,7 @@ def main(args: argparse.Namespace) -> None:
         )
         plan, best = flushing, flushing.plans[0][0]
     args.write.parent.mkdir(parents=True, exist_ok=True)
-    write(args.write, answer.make_planned_config(config, plan.problem, best, args.hardware or config.hardware))
+    write_text(args.write, answer.make_planned_config(config, plan.problem, best, args.hardware or config.hardware))
     commands = [f"python tools/train.py {args.write}"]
     if best.asked.devices > 1 and config.backend.name != "poptorch":
         processes = f"torchrun --nproc_per_node {best.asked.devices} tools/train.py {args.write}"

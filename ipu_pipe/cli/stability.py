@@ -96,7 +96,7 @@ def _make_figures(args: argparse.Namespace) -> None:
 
 
 def _make_figure(name: str, args: argparse.Namespace) -> Any:
-    from ipu_pipe.files import replace_nonfinite, write
+    from ipu_pipe.files import replace_nonfinite, write_text
     from ipu_pipe.studies.theory_figures import FIGURES
     from ipu_pipe.studies.theory_panels import draw
 
@@ -113,7 +113,7 @@ def _make_figure(name: str, args: argparse.Namespace) -> Any:
         "command": f"python tools/stability.py {name}",
     }
     draw(figure, out / f"{name}.png")
-    write(out / f"{name}.json", json.dumps(data) + "\n")
+    write_text(out / f"{name}.json", json.dumps(data) + "\n")
     title = figure.title.replace("\n", " ")
     text = f"{name}: {title}\n  {figure.source}\n  {figure.seen}\n  {out / name}.json, {out / name}.png"
     get_tell(args.quiet or args.json)(text)

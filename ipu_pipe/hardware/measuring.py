@@ -1,14 +1,13 @@
-"""This machine's description, measured: what a process computes and copies per second, and messages between two.
+"""Measure this machine's FLOP/s, memory bandwidth and link speed, for the description of its hardware.
 
-    rates     the faster of a matrix product and a convolution, forward, in each arithmetic that runs here; the slower one's part
-              of it stands for the share that training reaches
-    memory    a copy of 64 MiB (on a GPU 256), its reading and its writing; what a device has is the machine's by the number of
-              devices
-    links     messages between two processes by gloo, there and back: short ones are the latency, long ones the bandwidth; of
-              several the fastest, since a process that waits for a core says nothing of the link
+    rates     the faster of a matrix product and a convolution, forward, in each arithmetic that runs here; slower / faster
+              estimates the achievable share in training
+    memory    a copy of 64 MiB (on a GPU 256) counts as read and written; memory per device = machine memory / devices
+    links     round trips between two processes by gloo: short messages give the latency, long ones the bandwidth; the fastest
+              of several counts, since a process that waits for a core says nothing about the link
 
-A device is a process of so many threads, as processes run stages on a CPU; the two that measure links compute at the same time
-where the machine has room for both. With CUDA a device is a GPU, and links are copies between two (not run: no GPU was at hand).
+On a CPU, one device is one process of N threads; the two that measure links also compute at the same time where the machine has
+room for both. With CUDA a device is a GPU, and links are copies between two (not run: no GPU was at hand).
 """
 
 from __future__ import annotations
@@ -33,17 +32,20 @@ from torch.utils.benchmark import Timer
 from ipu_pipe.errors import RunFault
 from ipu_pipe.launcher import end_with
 
-SHORT, LONG = 4, 2**22  # bytes of the messages
-LIMIT = 120.0  # seconds that a process waits for the other
+SHORT_BYTES, LONG_BYTES = 4, 2**22
+TIMEOUT_SECONDS = 120.0
 
 
 class Sizes(NamedTuple):
-    """Sizes of what is computed and copied on a kind of device: enough to occupy it, not more."""
+    """Sizes that just occupy a kind of device.
+
+    `copied_bytes` of a tensor; `rows`, and as many columns, of the matrices; `images` of (64, 28, 28) for a 3 x 3 convolution.
+    """
 
     arithmetic: Tuple[str, ...]
-    copied: int  # bytes of a tensor
-    product: int  # rows and columns of the matrices
-    images: int  # that are convolved, 64 channels of 28 x 28 by 3 x 3 to as many
+    copied_bytes: int
+    rows: int
+    images: int
 
 
 SIZES = {
@@ -55,7 +57,7 @@ SIZES = {
 def measure(threads: int, device: str = "cpu", seconds: float = 0.3) -> Dict[str, Any]:
     """Measure this machine's devices, processes of `threads` threads or GPUs; return the keys of their description.
 
-    `seconds`: the least time for each figure. Raises RunFault where a process fails.
+    Each figure takes at least `seconds`. Raise `RunFault` if a process fails.
     """
     devices = torch.cuda.device_count() if device == "cuda" else max(1, (os.cpu_count() or 1) // threads)
     with tempfile.TemporaryDirectory() as folder:
@@ -68,7 +70,7 @@ def measure(threads: int, device: str = "cpu", seconds: float = 0.3) -> Dict[str
             process.join()
         if any(process.exitcode for process in processes):
             raise RunFault("measure_hardware: a process that measures failed: see above")
-        figures: Dict[str, Any] = json.loads((Path(folder) / "found.json").read_text())
+        figures: Dict[str, Any] = json.loads((Path(folder) / "figures.json").read_text())
     return describe(figures, devices, threads, device)
 
 
@@ -103,37 +105,41 @@ def describe(figures: Dict[str, Any], devices: int, threads: int, device: str) -
 
 
 def _run_process(
-    rank: int, folder: str, parent: int, threads: int, device: str, together: bool, seconds: float
+    rank: int, folder: str, parent: int, threads: int, device: str, compute_together: bool, seconds: float
 ) -> None:
     end_with(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a Ctrl-C: the parent ends, and this one with it
+    # on Ctrl-C the parent ends, and this process with it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(threads)
     store = dist.FileStore(str(Path(folder) / "store"), 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=LIMIT))
+    timeout = timedelta(seconds=TIMEOUT_SECONDS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timeout)
     place = torch.device(device, rank % torch.cuda.device_count()) if device == "cuda" else torch.device("cpu")
     if device == "cuda":
-        torch.cuda.set_device(place)  # the timer waits for it
-    figures = _time_computing(place, seconds) if rank == 0 or together else None
+        # torch's Timer synchronizes the current GPU only
+        torch.cuda.set_device(place)
+    figures = _time_computing(place, seconds) if rank == 0 or compute_together else None
     dist.barrier()
     link: Dict[str, float] = {}
-    if device == "cpu" or not together:
+    if device == "cpu" or not compute_together:
         link = _time_gloo(rank, seconds)
     elif rank == 0:
         link = _time_gpu_copies(seconds)
-    both: List[Any] = [None, None]
-    dist.all_gather_object(both, figures)
+    figures_by_rank: List[Any] = [None, None]
+    dist.all_gather_object(figures_by_rank, figures)
     if rank == 0:
-        mean = average([one for one in both if one is not None])
-        (Path(folder) / "found.json").write_text(json.dumps({**mean, **link, "memory": _count_memory(place)}))
+        mean = average([figures for figures in figures_by_rank if figures is not None])
+        (Path(folder) / "figures.json").write_text(json.dumps({**mean, **link, "memory": _count_memory(place)}))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def average(figures: List[Dict[str, Any]]) -> Dict[str, Any]:
-    """Return the mean of what several processes measured."""
-    by_name = {name: zip(*(one["rates"][name] for one in figures)) for name in figures[0]["rates"]}
+def average(figures_by_rank: List[Dict[str, Any]]) -> Dict[str, Any]:
+    """Return the mean of several processes' figures."""
+    names = figures_by_rank[0]["rates"]
+    by_name = {name: zip(*(figures["rates"][name] for figures in figures_by_rank)) for name in names}
     rates = {name: [statistics.mean(values) for values in pairs] for name, pairs in by_name.items()}
-    return {"rates": rates, "copied": statistics.mean(one["copied"] for one in figures)}
+    return {"rates": rates, "copied": statistics.mean(figures["copied"] for figures in figures_by_rank)}
 
 
 def _count_memory(place: torch.device) -> int:
@@ -143,47 +149,43 @@ def _count_memory(place: torch.device) -> int:
 
 
 def time_median(work: Callable[[], Any], seconds: float) -> float:
-    """Return the median seconds of `work`, repeated for `seconds` after a warm-up; a GPU is waited for."""
+    """Return the median seconds of `work`, repeated for `seconds` after a warm-up; wait for a GPU to end each."""
     timer = Timer("work()", globals={"work": work}, num_threads=torch.get_num_threads())
     return float(timer.blocked_autorange(min_run_time=seconds).median)
 
 
 def _time_computing(place: torch.device, seconds: float) -> Dict[str, Any]:
-    """Return FLOPs per second by arithmetic, as far as products and convolutions exist in it, and bytes copied per second."""
+    """Return FLOP/s in each arithmetic that has products and convolutions here, and bytes copied per second."""
     sizes = SIZES[place.type]
     rates = {}
     for name in sizes.arithmetic:
         with contextlib.suppress(RuntimeError):
             rates[name] = _time_products(getattr(torch, name), place, sizes, seconds)
-    a = torch.ones(sizes.copied // 4, device=place)
+    a = torch.ones(sizes.copied_bytes // 4, device=place)
     b = torch.empty_like(a)
-    return {"rates": rates, "copied": 2 * sizes.copied / time_median(lambda: b.copy_(a), seconds)}
+    return {"rates": rates, "copied": 2 * sizes.copied_bytes / time_median(lambda: b.copy_(a), seconds)}
 
 
 def _time_products(dtype: torch.dtype, place: torch.device, sizes: Sizes, seconds: float) -> List[float]:
     """Return the FLOPs per second of a matrix product and of a convolution."""
-    a = torch.ones(sizes.product, sizes.product, dtype=dtype, device=place)
+    a = torch.ones(sizes.rows, sizes.rows, dtype=dtype, device=place)
     x = torch.ones(sizes.images, 64, 28, 28, dtype=dtype, device=place)
     kernel = torch.ones(64, 64, 3, 3, dtype=dtype, device=place)
-    product = 2 * sizes.product**3 / time_median(lambda: a @ a, seconds)
+    product = 2 * sizes.rows**3 / time_median(lambda: a @ a, seconds)
     convolution = time_median(lambda: torch.nn.functional.conv2d(x, kernel, padding=1), seconds)
     return [product, 2 * x.numel() * 64 * 9 / convolution]
 
 
 def _time_gloo(rank: int, seconds: float) -> Dict[str, float]:
-    """Return latency and bandwidth from half of a round trip; as many rounds on both processes, however long they take."""
+    """Return latency and bandwidth from half of a round trip; both ranks run the same fixed number of rounds."""
     halves = []
-    for size in (SHORT, LONG):
+    for size in (SHORT_BYTES, LONG_BYTES):
         message = torch.ones(size // 4)
-
-        def round_trip(message: torch.Tensor = message) -> None:
-            for turn in range(2):
-                (dist.send if rank == turn else dist.recv)(message, 1 - rank)
-
         times = []
         for _ in range(max(4, int(seconds / 0.01))):
             start = time.perf_counter()
-            round_trip()
+            for turn in range(2):
+                (dist.send if rank == turn else dist.recv)(message, 1 - rank)
             times.append(time.perf_counter() - start)
         halves.append(min(times[1:]) / 2)
     return split_latency(*halves)
@@ -192,7 +194,7 @@ def _time_gloo(rank: int, seconds: float) -> Dict[str, float]:
 def _time_gpu_copies(seconds: float) -> Dict[str, float]:
     places = [torch.device("cuda", index) for index in range(2)]
     times = []
-    for size in (SHORT, LONG):
+    for size in (SHORT_BYTES, LONG_BYTES):
         a, b = (torch.ones(size // 4, device=place) for place in places)
         times.append(time_median(lambda a=a, b=b: b.copy_(a), seconds))  # type: ignore[misc]
     return split_latency(*times)
@@ -200,4 +202,4 @@ def _time_gpu_copies(seconds: float) -> Dict[str, float]:
 
 def split_latency(short: float, long: float) -> Dict[str, float]:
     """Return latency and bandwidth from the seconds of a short and a long message, which include the short one's."""
-    return {"latency": short, "bandwidth": LONG / (long - short if long > 2 * short else long)}
+    return {"latency": short, "bandwidth": LONG_BYTES / (long - short if long > 2 * short else long)}

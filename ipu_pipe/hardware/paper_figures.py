@@ -21,8 +21,8 @@ Sizes = Union[Sequence[float], NDArray[Any]]
 def compute_pipedream_ratio(weights_per_stage: Sizes, copies: int, accumulate: int, rounded: bool) -> float:
     """Return PipeDream's weight and optimizer memory, 1 for the synchronous method: (c - 1 + sum_i |w_i| tau_i / W) / c.
 
-    tau_i = (2(P-i)+1)/N versions of the weights are kept on stage i, `rounded` up as in PipeMare's Table 1 or not, which gives
-    its Table 2; c = `copies`, without T2's. This is that paper's rating of PipeDream, on its own (dataflow) schedule:
+    Stage i keeps tau_i = (2(P-i)+1)/N versions of the weights, `rounded` up as in PipeMare's Table 1, or not as in its Table 2;
+    c = `copies`, not counting T2's accumulator. This is PipeMare's estimate for PipeDream, on its own (dataflow) schedule:
     versions.count_weight_copies counts those of the schedule in use.
     """
     weights = np.asarray(weights_per_stage, np.float64)
@@ -37,9 +37,9 @@ def compute_worker_footprint(
     """Return the bytes of the fullest worker by method, weights and activations alone (Narayanan et al. 2021, section 3).
 
     `depth` d, `microbatches` m per batch. v|W|/d weights, v = 2 versions for PipeDream-2BW and 1 for the others, without
-    gradients and optimizer state; of the n microbatches in flight (GPipe m; 2BW and Flush d, Flush at most m) the activations
-    n A_total/d, or with recomputation n A_input and A_total/d of the one at work. A_total is of the whole model, A_input enters
-    one stage, both of one microbatch. 2BW needs m >= d and is None otherwise.
+    gradients and optimizer state, plus the activations of the n microbatches in flight (GPipe m; 2BW and Flush d, Flush at most
+    m): n A_total/d, or with recomputation n A_input + A_total/d for the microbatch being computed. For one microbatch, A_total
+    are the activations of the model and A_input enters one stage. 2BW needs m >= d and is None otherwise.
     """
 
     def sum_worker(versions: int, in_flight: int) -> float:
@@ -77,13 +77,15 @@ def compute_paper_figures(
     synchronous = 2 + moments
     copies = synchronous + t2 - 1 + versions
     total = (weights * copies).sum()
-    ratios = [compute_pipedream_ratio(weights, synchronous, accumulate, up) if P > 1 else None for up in (False, True)]
+    ratio, ratio_rounded = (
+        compute_pipedream_ratio(weights, synchronous, accumulate, rounded) if P > 1 else None for rounded in (False, True)
+    )
     figures: Dict[str, Any] = {
         "weight_optimizer_copies": float(total / weights.sum()),
         "weight_optimizer_ratio": float(total / weights.sum()) / synchronous,
         "weight_optimizer_bytes": int(total),
-        "pipedream_ratio": ratios[0],
-        "pipedream_ratio_rounded": ratios[1],
+        "pipedream_ratio": ratio,
+        "pipedream_ratio_rounded": ratio_rounded,
         "activation_bytes": int((saved * flying).sum()),
         "activation_bytes_with_recompute": None,
         "stash_microbatches": flying.tolist(),
@@ -92,16 +94,18 @@ def compute_paper_figures(
         "recompute_ratio_order": None,
     }
     if method.pipeline is Pipeline.DATAFLOW and P > 1:
-        microbatches_kept = count_kept_microbatches(in_flight, False, method.segments or 0, method.turn)
-        stash = microbatches_kept.inputs + microbatches_kept.activations
-        figures["activation_bytes_with_recompute"] = int(
-            (entering * microbatches_kept.inputs + saved * microbatches_kept.activations).sum()
+        inputs, activations = count_kept_microbatches(in_flight, False, method.segments or 0, method.turn)
+        stash = inputs + activations
+        figures.update(
+            activation_bytes_with_recompute=int((entering * inputs + saved * activations).sum()),
+            stash_microbatches_with_recompute=stash.tolist(),
+            recompute_ratio_counted=float(stash.sum() / flying.sum()),
+            recompute_ratio_order=1 / math.sqrt(P),
         )
-        figures["stash_microbatches_with_recompute"] = stash.tolist()
-        figures["recompute_ratio_counted"] = float(stash.sum() / flying.sum())
-        figures["recompute_ratio_order"] = 1 / math.sqrt(P)
-    whole = float(weights.sum()), float(saved.sum()), float(entering.max())
-    without, with_recompute = (compute_worker_footprint(*whole, depth, accumulate, again) for again in (False, True))
+    sizes = float(weights.sum()), float(saved.sum()), float(entering.max())
+    without, with_recompute = (
+        compute_worker_footprint(*sizes, depth, accumulate, recompute) for recompute in (False, True)
+    )
     figures["footprint_per_worker"] = {
         name: {"with_recompute": with_recompute[name], "without_recompute": without[name]} for name in without
     }

@@ -1,56 +1,43 @@
-"""The best configurations: every candidate is bounded, and only those that may be among the best are cut and played.
+"""Search for the best configurations: bound every candidate, and cut and simulate only those that may be among the best.
 
     [1] stages balanced perfectly                       a bound of the throughput
     [2] its slowest stage, if memory and messages were free          tighter
     [3] once cut: its stages, links and microbatches in flight       tighter
-    [4] played with messages that never wait for one another         tighter
-    [5] played by the clock                             the prediction
+    [4] simulated with messages that never wait for one another      tighter
+    [5] simulated by the clock                          the prediction
 
-The candidate with the greatest bound takes the next step. So the first one that has taken all is the best of all, and the next
-one the next best.
+The candidate with the greatest bound takes the next step. So the first one that has taken all steps is the best of all, and the
+next one the second best.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from dataclasses import dataclass
-from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Set, Tuple
+from typing import Any, Dict, Iterable, Iterator, List, NamedTuple, Optional, Set, Tuple
 
 from ipu_pipe.model.balance import bound_slowest
-from ipu_pipe.plan.batches import Batches, bound_seconds
+from ipu_pipe.plan.batches import bound_seconds
 from ipu_pipe.plan.candidates import BoundaryTransfers, Candidate, ReplicaLayout, list_layouts, make_transfers
 from ipu_pipe.plan.prediction import Costing, Prediction, Problem, Sums, make_batches, predict_cut
 from ipu_pipe.schedule.methods import METHODS
 
 NO_ROOM = "the fullest stage needs more memory than a device has, however the model is cut"
-ROUNDING = 1e-9  # of a bound that may be the time itself: of equals the first is shown
 ALIKE = "other microbatches and accumulations of those shown, slower or with no room"
-SLOWER = "slower than those shown, even if nothing but its slowest stage or its fill and drain took time"
+SLOWER = "slower than those shown by a lower bound"
+# slack so that a bound equal to the time does not reorder ties
+ROUNDING = 1e-9
 
 
-class Found(NamedTuple):
+class SearchResult(NamedTuple):
     """The best predictions, best first, and how many candidates are not among them, by reason."""
 
     best: List[Prediction]
     refused: Dict[str, int]
 
 
-@dataclass
-class _Progress:
-    """A candidate with a layout, as far as it has come: costing [2], cut [3], played uncontended [4], prediction [5]."""
-
-    asked: Candidate
-    layout: ReplicaLayout
-    costing: Optional[Costing] = None
-    starts: Optional[List[int]] = None
-    batches: Optional[Batches] = None
-    is_bounded: bool = False
-    prediction: Optional[Prediction] = None
-
-
 class _Costings:
-    """The costings of a problem's candidates; what several have in common is made once."""
+    """Makes the costings of a problem's candidates, and caches the parts that several share."""
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
@@ -77,74 +64,77 @@ class _Costings:
         return self._work[key]
 
 
-def search(problem: Problem, asked: Iterable[Candidate], count: int) -> Found:
+_Steps = Iterator[Tuple[float, Optional[Prediction]]]
+
+
+def search(problem: Problem, asked: Iterable[Candidate], count: int) -> SearchResult:
     """Return the `count` candidates with the greatest predicted throughput, each with its best cut and layout.
 
-    Of those that differ in microbatch and accumulation alone, only the best. Exact: what is not cut or not played cannot be
-    better.
+    If candidates differ in microbatch and accumulation alone, only the best is listed. The search is exact: what is not cut or
+    not simulated cannot be better.
     """
     candidates = list(asked)
     shown: Set[Tuple[Any, ...]] = set()
     costings = _Costings(problem)
-    waiting: List[Tuple[float, int, int, _Progress]] = []  # by least seconds per sample, then as they came
+    # ordered by least seconds per sample, then by the order of the candidates and of their layouts
+    waiting: List[Tuple[float, int, int, _Steps, Optional[Prediction]]] = []
     for order, candidate in enumerate(candidates):
         bound = bound_seconds(candidate, sum(costings.get_work(candidate))) / candidate.global_batch_size
         for place, layout in enumerate(list_layouts(candidate.depth, candidate.width, candidate.placement)):
-            waiting.append((bound, order, place, _Progress(candidate, layout)))
+            waiting.append((bound, order, place, _bound(candidate, layout, costings), None))
     heapq.heapify(waiting)
     best: List[Prediction] = []
     no_room: Set[Candidate] = set()
     while waiting and len(best) < count:
-        bound, order, place, progress = heapq.heappop(waiting)
-        candidate = progress.asked
-        if candidate in no_room or candidate.shape in shown:  # by one that is faster
+        bound, order, place, steps, prediction = heapq.heappop(waiting)
+        candidate = candidates[order]
+        # a faster one with the same shape is already listed
+        if candidate in no_room or candidate.shape in shown:
             continue
-        if progress.prediction is not None:
-            best.append(progress.prediction)
+        if prediction is not None:
+            best.append(prediction)
             shown.add(candidate.shape)
             continue
-        seconds = _take_step(progress, costings)
-        if seconds is None:
+        step = next(steps, None)
+        if step is None:
             no_room.add(candidate)
         else:
-            heapq.heappush(waiting, (max(bound, seconds / candidate.global_batch_size), order, place, progress))
+            seconds, prediction = step
+            heapq.heappush(waiting, (max(bound, seconds / candidate.global_batch_size), order, place, steps, prediction))
     alike = sum(candidate.shape in shown for candidate in candidates) - len(best)
     without = sum(candidate.shape not in shown for candidate in no_room)
     refused = {NO_ROOM: without, ALIKE: alike, SLOWER: len(candidates) - len(best) - alike - without}
-    return Found(best, {reason: number for reason, number in refused.items() if number})
+    return SearchResult(best, {reason: number for reason, number in refused.items() if number})
 
 
-def _take_step(progress: _Progress, costings: _Costings) -> Optional[float]:
-    """Take the next step with a candidate; return what its batch takes at least, by that; None where it does not fit."""
-    asked = progress.asked
-    if progress.costing is None:  # [2]
-        progress.costing = costings.make(asked, progress.layout)
-        work = costings.get_work(asked)
-        slowest = bound_slowest(work, asked.stages)
-        if asked.stages_per_device > 1 and slowest < math.inf:  # the stages of a device need not follow one another
-            slowest = max(sum(work) / asked.depth, slowest)
-        return asked.gradient_accumulation * slowest if slowest < math.inf else None
-    if progress.starts is None:  # [3]
-        progress.starts = progress.costing.cut() if progress.costing.may_fit() else None
-        if progress.starts is None:
-            return None
-        progress.batches = make_batches(progress.costing, progress.starts)
-        return progress.costing.least_seconds(progress.batches.costs)
-    assert progress.batches is not None
-    if not progress.is_bounded:  # [4]
-        progress.is_bounded = True
-        return (1 - ROUNDING) * progress.batches.least_seconds(asked.gradient_accumulation)
-    progress.prediction = predict_cut(progress.costing, progress.starts, progress.batches)  # [5]
-    return progress.prediction.seconds
+def _bound(asked: Candidate, layout: ReplicaLayout, costings: _Costings) -> _Steps:
+    """Yield ever tighter lower bounds of the seconds of a batch, at last its prediction; stop early if no cut fits."""
+    costing = costings.make(asked, layout)
+    work = costings.get_work(asked)
+    slowest = bound_slowest(work, asked.stages)
+    if slowest == math.inf:
+        return
+    # the stages of a device need not follow one another
+    if asked.stages_per_device > 1:
+        slowest = max(sum(work) / asked.depth, slowest)
+    yield asked.gradient_accumulation * slowest, None  # [2]
+    starts = costing.cut() if costing.may_fit() else None
+    if starts is None:
+        return
+    batches = make_batches(costing, starts)
+    yield costing.least_seconds(batches.costs), None  # [3]
+    yield (1 - ROUNDING) * batches.least_seconds(asked.gradient_accumulation), None  # [4]
+    prediction = predict_cut(costing, starts, batches)
+    yield prediction.seconds, prediction  # [5]
 
 
 def find_least_memory(problem: Problem, asked: Iterable[Candidate]) -> Optional[Tuple[float, Candidate]]:
     """Return the fewest bytes per device with which one of the candidates fits, and that candidate; None if there are none."""
+    costings = _Costings(problem)
     best: Optional[Tuple[float, Candidate]] = None
     for candidate in asked:
         layout = list_layouts(candidate.depth, candidate.width, candidate.placement)[0]
-        sums = Sums(problem.resolve(candidate.method), candidate.micro_batch_size)
-        needed = Costing(problem, candidate, layout, sums).least_memory()
+        needed = costings.make(candidate, layout).least_memory()
         if needed is not None and (best is None or needed < best[0]):
             best = needed, candidate
     return best

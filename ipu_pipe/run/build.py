@@ -51,7 +51,7 @@ from ipu_pipe.text import describe_kind
 from ipu_pipe.update.apply import UpdateRules
 from ipu_pipe.update.groups import Member, make_groups, replace_parameters, select_parameters, select_stage
 from ipu_pipe.update.optimizer import call_factory, make_factory_of
-from ipu_pipe.update.rates import Plateau, choose_anneal_updates, make_rate, play_scheduler
+from ipu_pipe.update.rates import Plateau, choose_anneal_updates, make_rate, simulate_scheduler
 
 
 def set_up(
@@ -238,7 +238,7 @@ def _assemble(setup: Setup, objects: Overrides, done: int) -> Job:
         if config.lr_schedule.interval == "epoch" and per_epoch is None:
             raise BadInput("lr_schedule.interval: epoch: the data have no epochs: must be update")
         every = per_epoch if config.lr_schedule.interval == "epoch" and per_epoch else 1
-        scheduled = play_scheduler(objects.lr_scheduler or make_scheduler(config), whole, base, updates, every)
+        scheduled = simulate_scheduler(objects.lr_scheduler or make_scheduler(config), whole, base, updates, every)
         played = [scheduled[k - k % config.updates_per_call] for k in range(updates)]
 
         def rate(k: int) -> float:

@@ -18,7 +18,7 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Set, TextIO, U
 
 from ipu_pipe.config.yaml_files import read_yaml
 from ipu_pipe.errors import BadInput, RunFault, guard_writing
-from ipu_pipe.files import replace_nonfinite, write
+from ipu_pipe.files import replace_nonfinite, write_text
 from ipu_pipe.launcher import read_launch
 from ipu_pipe.report.summary import check_schema
 from ipu_pipe.run import checkpoint
@@ -270,7 +270,7 @@ class RunFolder:
                     record = json.loads(line)
                     if record["step"] < last_step + (not (retested and "test_loss" in record)):
                         past.append(line + "\n")
-            write(path, "".join(past))
+            write_text(path, "".join(past))
             self._metrics = open(path, "a")
 
     def write_metrics(self, record: Dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ from typing import Any, Dict, Optional
 
 from ipu_pipe.config.compare import flatten
 from ipu_pipe.errors import BadInput, guard_writing
-from ipu_pipe.files import replace_nonfinite, write
+from ipu_pipe.files import replace_nonfinite, write_text
 from ipu_pipe.run.callbacks import Callback, Moment
 from ipu_pipe.run.progress import flatten_line
 
@@ -48,7 +48,7 @@ class CSVLogger(Callback):
         writer = csv.DictWriter(table, self._columns)
         writer.writeheader()
         writer.writerows(rows)
-        write(folder / CSV, table.getvalue())
+        write_text(folder / CSV, table.getvalue())
 
 
 class WandbLogger(Callback):

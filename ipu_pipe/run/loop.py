@@ -13,7 +13,7 @@ from ipu_pipe.backends.ranks import are_joined, is_main, run_on_main
 from ipu_pipe.backends.table import get_backend, make_engine
 from ipu_pipe.config.compare import dump_config
 from ipu_pipe.errors import RunFault
-from ipu_pipe.files import atomic_file, write, write_json
+from ipu_pipe.files import atomic_file, write_json, write_text
 from ipu_pipe.job.evaluation import EvaluationResult, Position, collect_by_block
 from ipu_pipe.job.metrics import ACCURACY
 from ipu_pipe.job.record import Job
@@ -135,7 +135,7 @@ class TrainingLoop:
             run.forget_after(done, self.progress.say)
         start = {**describe_start(job.read), "first_update": done}  # first: by it a restarted process knows its run
         write_json(self.out / "record.json", [*(read_starts(self.out) if self.resume else []), start])
-        write(self.out / "config.yaml", dump_config(job.config))
+        write_text(self.out / "config.yaml", dump_config(job.config))
         if job.begun is not None:
             write_json(self.out / "init_from.json", job.begun._asdict())
         run.open_metrics(done, job.watched != "test")

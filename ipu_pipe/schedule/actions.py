@@ -14,7 +14,7 @@ class Kind(Enum):
     """What a stage can do, in the order in which it does them within a slot; the value is the letter that is printed."""
 
     FORWARD = "F"
-    RECOMPUTE = "R"  # the forward again, for the activations that a backward needs
+    RECOMPUTE = "R"  # repeats the forward, for the activations that a backward needs
     BACKWARD = "B"  # both gradients at once
     INPUT_GRADIENT = "I"  # the first half of a split backward, which the previous stage waits for
     WEIGHT_GRADIENT = "W"  # its second half, for which only the update waits
@@ -36,7 +36,7 @@ SPLIT_PASSES = (Kind.FORWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
 
 @dataclass(frozen=True)
 class Action:
-    """One planned thing: the `kind` of microbatch `index` (for an update or average: update `index`) on `stage`."""
+    """One planned action: the `kind` of microbatch `index` (for an update or average: update `index`) on `stage`."""
 
     kind: Kind
     index: int
@@ -49,13 +49,13 @@ class Action:
 
 
 class Need(NamedTuple):
-    """A pass needs the `kind` of the same microbatch on the stage `offset` further on (-1: the previous stage)."""
+    """A pass needs the `kind` of the same microbatch on stage + `offset`."""
 
     kind: Kind
     offset: int
 
 
-# What a pass needs of the same microbatch, as far as those stages exist.
+# What a pass needs of the same microbatch, if that stage exists.
 _NEEDS: Dict[Kind, Tuple[Need, ...]] = {
     Kind.FORWARD: (Need(Kind.FORWARD, -1),),
     Kind.RECOMPUTE: (Need(Kind.FORWARD, 0), Need(Kind.RECOMPUTE, -1)),
@@ -65,11 +65,11 @@ _NEEDS: Dict[Kind, Tuple[Need, ...]] = {
 }
 
 
-def pass_needs(kind: Kind, local: bool = False, head: bool = False) -> Tuple[Need, ...]:
+def get_pass_needs(kind: Kind, local: bool = False, head: bool = False) -> Tuple[Need, ...]:
     """Return what any pass of `kind` needs.
 
-    `local`: each stage has its own loss, so that none needs a later stage's pass. `head`: on the first stage of a segment of
-    recomputation, which starts from the input that it kept and needs no other stage's recomputation.
+    `local`: each stage has its own loss, so that none needs a later stage's pass. `head`: the stage is the first of a segment of
+    recomputation, starts from the input that it kept and needs no other stage's recomputation.
     """
     return tuple(
         need
@@ -78,7 +78,7 @@ def pass_needs(kind: Kind, local: bool = False, head: bool = False) -> Tuple[Nee
     )
 
 
-def needs(
+def list_needs(
     action: Action,
     stages: int,
     accumulate: int,
@@ -90,8 +90,11 @@ def needs(
 ) -> List[Action]:
     """Return what must be done before `action`, on P `stages` with N = `accumulate` microbatches per update.
 
-    `local` as in `pass_needs`; `passes` of every microbatch, PASSES or SPLIT_PASSES; `heads`: the first stages of the segments of
-    recomputation. `whole`: the (stage, microbatch) whose two halves are one backward, which passes its gradient on at its end.
+    Rows ask for the needs of passes alone; with the rest this is the reference that tests compare all schedules with.
+
+    `local` as in `get_pass_needs`; `passes` of every microbatch, PASSES or SPLIT_PASSES; `heads`: the first stages of the
+    segments of recomputation. `whole`: the (stage, microbatch) whose two halves are one backward, which passes its gradient on
+    at its end.
 
     All must be done in earlier slots, except that an update comes in the slot of its batch's last pass, and that
     a stage whose slot holds two passes does the forward first.
@@ -102,7 +105,7 @@ def needs(
         batch = range(action.index * accumulate, (action.index + 1) * accumulate)
         return [Action(passes[-1], microbatch, action.stage, action.replica) for microbatch in batch]
     before = []
-    for kind, offset in pass_needs(action.kind, local, action.stage in heads):
+    for kind, offset in get_pass_needs(action.kind, local, action.stage in heads):
         stage = action.stage + offset
         if 0 <= stage < stages:
             ends_later = kind is Kind.INPUT_GRADIENT and offset > 0 and (stage, action.index) in whole

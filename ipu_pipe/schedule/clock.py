@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ipu_pipe.errors import BadInput
-from ipu_pipe.schedule.actions import Kind, pass_needs
+from ipu_pipe.schedule.actions import Kind, get_pass_needs
 from ipu_pipe.schedule.table import Schedule
 
 FloatArray = NDArray[np.float64]
@@ -241,7 +241,7 @@ class _Player:
         self.transfers: List[Tuple[int, int, Transfer]] = []
         for place, kind in enumerate(self.kinds):
             for stage in range(P):
-                for need, offset in pass_needs(kind, schedule.local):
+                for need, offset in get_pass_needs(kind, schedule.local):
                     if offset and 0 <= stage + offset < P:
                         source = self.kinds.index(need) * P + stage + offset
                         transfer = get_transfer(placement, costs, stage + offset, stage)

@@ -16,7 +16,7 @@ from typing import Callable, Dict, Iterator, List, Set, Tuple
 from typing import Counter as CounterOf
 
 from ipu_pipe.errors import BadInput
-from ipu_pipe.schedule.actions import Action, Kind, pass_needs
+from ipu_pipe.schedule.actions import Action, Kind, get_pass_needs
 from ipu_pipe.schedule.methods import Method, Order, Pipeline
 from ipu_pipe.schedule.planned_orders import Pass, plan_straight, plan_v
 from ipu_pipe.schedule.rows import DeviceRows, play_slots, read_csv
@@ -226,7 +226,7 @@ def _pull_forward(rows: Rows, M: int) -> Rows:
             if one not in seen:
                 seen.add(one)
                 needed = (
-                    (need, stage + offset) for need, offset in pass_needs(kind) if 0 <= stage + offset < 2 * len(rows)
+                    (need, stage + offset) for need, offset in get_pass_needs(kind) if 0 <= stage + offset < 2 * len(rows)
                 )
                 if all(done[need] > done[one] for need in needed) and (kind is not F or highest < most):
                     if kind is not W or (place == 0 and done[F, device] < M):

@@ -11,7 +11,7 @@ import math
 from itertools import product
 from typing import Callable, Dict, List, Optional, Sequence, Tuple
 
-from ipu_pipe.schedule.actions import Kind, pass_needs
+from ipu_pipe.schedule.actions import Kind, get_pass_needs
 from ipu_pipe.schedule.methods import Order
 
 F, I, W = Kind.FORWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT  # noqa: E741
@@ -45,7 +45,7 @@ class Plan:
         m, ready = self.count(kind, stage), 0.0
         if m == self.microbatches:
             return None
-        for need, offset in pass_needs(kind):
+        for need, offset in get_pass_needs(kind):
             other = stage + offset
             if 0 <= other < len(self.placement):
                 if self.count(need, other) <= m:

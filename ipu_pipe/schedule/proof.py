@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ipu_pipe.errors import BadInput
-from ipu_pipe.schedule.actions import Action, pass_needs
+from ipu_pipe.schedule.actions import Action, get_pass_needs
 from ipu_pipe.schedule.runs import IntArray, Stretch
 
 
@@ -63,7 +63,7 @@ def _find_missing(part: Stretch, stages: int) -> Optional[str]:
 def _find_disorder(part: Stretch, stages: int, both: bool, local: bool) -> Optional[str]:
     """Return a fault unless every pass comes after what it needs, checked at the ends of the runs of both."""
     for kind in part.passes:
-        for need, offset in pass_needs(kind, local):
+        for need, offset in get_pass_needs(kind, local):
             low, high = max(0, -offset), stages - max(0, offset)
             if low >= high:
                 continue

@@ -12,7 +12,7 @@ from typing import Callable, Collection, Dict, List, Mapping, NamedTuple, Option
 import numpy as np
 
 from ipu_pipe.errors import BadInput
-from ipu_pipe.schedule.actions import PASSES, SPLIT_PASSES, Action, Kind, needs
+from ipu_pipe.schedule.actions import PASSES, SPLIT_PASSES, Action, Kind, list_needs
 from ipu_pipe.schedule.runs import CODE, RUN, Stretch, compress_slots
 from ipu_pipe.schedule.table import Schedule, SlotHolds
 from ipu_pipe.text import show
@@ -229,13 +229,13 @@ def _check_complete(device_rows: DeviceRows) -> Tuple[int, Tuple[Kind, ...]]:
 def _find_earliest_slots(
     device_rows: DeviceRows, both: bool, whole: Collection[Tuple[int, int]]
 ) -> Dict[Action, int]:
-    """Return each action's first possible slot in the order of the rows; `both`: as in SlotHolds, `whole`: as in `needs`."""
+    """Return each action's first possible slot in the order of the rows; `both`: as in SlotHolds, `whole`: as in `list_needs`."""
     rows, placement = device_rows.rows, device_rows.placement
     slots: Dict[Action, int] = {}
     heads = [0] * len(rows)
 
     def is_ready(action: Action, beside: Optional[Action] = None) -> bool:
-        return all(need == beside or need in slots for need in needs(action, len(placement), 1, whole=whole))
+        return all(need == beside or need in slots for need in list_needs(action, len(placement), 1, whole=whole))
 
     def choose(device: int) -> Sequence[Action]:
         first, second = (*rows[device][heads[device] : heads[device] + 2], None, None)[:2]
@@ -269,7 +269,7 @@ def _find_cycle(
     while action not in chain:
         chain.append(action)
         head = get_head(action)
-        action = head if head != action else next(n for n in needs(action, len(placement), 1) if n not in done)
+        action = head if head != action else next(n for n in list_needs(action, len(placement), 1) if n not in done)
     return [(one, one != get_head(one)) for one in [*chain[chain.index(action) :], action]]
 
 

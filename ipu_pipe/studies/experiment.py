@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Sequence, TypeVar
 
 from ipu_pipe.errors import BadInput, RunFault, find_user_fault, guard_writing
-from ipu_pipe.files import write, write_json
+from ipu_pipe.files import write_json, write_text
 from ipu_pipe.launcher import end_with
 from ipu_pipe.studies import verdicts
 
@@ -60,7 +60,7 @@ class Outcome:
             folder.mkdir(parents=True, exist_ok=True)
         curves = {"curves": self.curves} if self.curves else {}
         write_json(folder / "results.json", {**self.results, **curves})
-        write(folder / "table.md", self.table)
+        write_text(folder / "table.md", self.table)
         for name, draw in self.pictures.items():
             draw(folder / name)
         return [folder / name for name in ("results.json", "table.md", *self.pictures)]

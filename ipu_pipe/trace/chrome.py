@@ -19,14 +19,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ipu_pipe.files import atomic_file
-from ipu_pipe.schedule.actions import PASSES, SPLIT_PASSES, Kind, pass_needs
+from ipu_pipe.schedule.actions import PASSES, SPLIT_PASSES, Kind, get_pass_needs
 from ipu_pipe.trace import events as ev
 from ipu_pipe.trace.events import KINDS, PAYLOADS, WAIT, Counter, Counters, Event, Events
 
 LETTERS = {kind.word: kind.value for kind in (*PASSES, *SPLIT_PASSES, Kind.UPDATE)}
 NAMES = [LETTERS.get(kind, f"{kind} ") for kind in KINDS]  # of events, before the number of their microbatch
-LEVEL = 5  # of gzip
-ROWS = 1 << 14  # records that are formatted at once
+GZIP_LEVEL = 5
+RECORDS_AT_ONCE = 1 << 14
 
 # What a pass hands on to a pass of its kind on another stage, as an index into PAYLOADS, and how many stages on that is.
 HANDS_ON = {
@@ -37,7 +37,7 @@ HANDS_ON = {
         (Kind.BACKWARD, "gradients"),
         (Kind.INPUT_GRADIENT, "gradients"),
     )
-    for need in pass_needs(kind)
+    for need in get_pass_needs(kind)
     if need.offset
 }
 
@@ -55,7 +55,7 @@ def write_chrome(
     """
     events = events if isinstance(events, Events) else Events.from_rows(events)
     counters = counters if isinstance(counters, Counters) else Counters.from_rows(counters)
-    with atomic_file(path, "the trace") as temporary, gzip.open(temporary, "wb", compresslevel=LEVEL) as file:
+    with atomic_file(path, "the trace") as temporary, gzip.open(temporary, "wb", compresslevel=GZIP_LEVEL) as file:
         file.write(('{"displayTimeUnit":"ms","otherData":' + json.dumps(metadata) + ',"traceEvents":[').encode())
         separator = "\n"
         for record in _format_records(events, counters, metadata):
@@ -71,8 +71,8 @@ def _format_records(events: Events, counters: Counters, metadata: Dict[str, Any]
     thread = events.device + is_message * (events.device.max(initial=0) + 1)
     yield from _name_tracks(events, thread)
     mark = ',"modelled":true' if metadata.get("modelled") else ""
-    for begin in range(0, len(thread), ROWS):
-        some = slice(begin, begin + ROWS)
+    for begin in range(0, len(thread), RECORDS_AT_ONCE):
+        some = slice(begin, begin + RECORDS_AT_ONCE)
         yield ",\n".join(_format_events(events.select(some), thread[some], mark))
     yield from _format_arrows(events, thread, find_arrows(events, metadata))
     yield from _format_counters(counters)

@@ -12,7 +12,7 @@ from typing import List, Optional, Sequence, Tuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ipu_pipe.schedule.actions import SPLIT_PASSES, Kind, pass_needs
+from ipu_pipe.schedule.actions import SPLIT_PASSES, Kind, get_pass_needs
 from ipu_pipe.schedule.clock import Times
 from ipu_pipe.schedule.runs import IntArray
 from ipu_pipe.trace import events as ev
@@ -74,7 +74,7 @@ def build_modelled_events(
                 carries=PAYLOAD_CODE[CROSSING[s - target]],
             )  # fmt: skip
         needed = np.full((3, len(index)), -1, np.int64)
-        for need in pass_needs(kind, local=not gradients_cross) if not is_update else ():
+        for need in get_pass_needs(kind, local=not gradients_cross) if not is_update else ():
             other = s + need.offset
             if 0 <= other < stages and device_of_stage[other] != device_of_stage[s]:
                 needed[0], needed[1] = end[need.kind][other], device_of_stage[other]

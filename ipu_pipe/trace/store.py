@@ -1,11 +1,11 @@
-"""Our own trace file: columns in compressed blocks, written as a run goes on, so that the file of a killed run can be read.
+"""Native trace format: columns in compressed blocks, written during a run, so that the file of a killed run can be read.
 
     ipu_pipe trace 1\\n  block  block  ...           block:  tag (4 bytes), rows, bytes, checksum (each uint32), zlib's bytes
 
 The blocks of events and counters hold their columns one after another; a block of counters begins with the length of a JSON list
-of names, of which its second column holds the index. "clck" says what to add to this file's times to get those of the run's first
-rank. "meta" is JSON and extends the metadata, which also name the codes of the columns. A block that the end of the file cuts off
-is left out; a block with a wrong checksum makes the file unreadable.
+of names, indexed by its second column. "clck" gives what to add to this file's times to get those of the run's first rank. "meta"
+is JSON and extends the metadata, which also name the codes of the columns. A block that the end of the file cuts off is left out;
+a block with a wrong checksum makes the file unreadable.
 """
 
 from __future__ import annotations
@@ -20,16 +20,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ipu_pipe.errors import BadInput, guard_writing
-from ipu_pipe.trace import events as ev
-from ipu_pipe.trace.events import KINDS, PAYLOADS, Counters, Events, Trace
+from ipu_pipe.trace.events import (
+    EVENT_TYPES,
+    FARTHEST_NS,
+    KINDS,
+    PAYLOADS,
+    Counters,
+    Events,
+    Trace,
+    check_trace,
+    concatenate_counters,
+    concatenate_events,
+)
 
 SUFFIX = ".trace"
 MAGIC = b"ipu_pipe trace 1\n"
 HEAD = struct.Struct("<4sIII")
 META, EVENTS, COUNTERS, CLOCK = b"meta", b"evnt", b"cntr", b"clck"
 COUNTER_TYPES = (np.int32, np.uint16, np.int64, np.float64)
-ROWS = 1 << 16  # of a block, at most
-LEVEL = 1  # of zlib
+MAX_BLOCK_ROWS = 1 << 16
+ZLIB_LEVEL = 1
 
 
 class TraceWriter:
@@ -49,8 +59,8 @@ class TraceWriter:
 
     def write_events(self, events: Events) -> None:
         """Write events, in blocks."""
-        for begin in range(0, len(events.start), ROWS):
-            part = events.select(slice(begin, begin + ROWS))
+        for begin in range(0, len(events.start), MAX_BLOCK_ROWS):
+            part = events.select(slice(begin, begin + MAX_BLOCK_ROWS))
             self._write(EVENTS, len(part.start), b"".join(column.tobytes() for column in part))
 
     def write_counters(self, counters: Counters) -> None:
@@ -73,13 +83,13 @@ class TraceWriter:
             self._file.close()
 
     def _write(self, tag: bytes, rows: int, payload: bytes) -> None:
-        packed = zlib.compress(payload, LEVEL)
+        packed = zlib.compress(payload, ZLIB_LEVEL)
         with guard_writing(self.path, "the trace"):
             self._file.write(HEAD.pack(tag, rows, len(packed), zlib.crc32(packed)) + packed)
 
 
 def find_store_files(folder: Path) -> List[Path]:
-    """Return the trace files of a run's folder, one a rank."""
+    """Return the trace files of a run's folder, one per rank."""
     return sorted((folder / "trace").glob(f"*{SUFFIX}"))
 
 
@@ -96,7 +106,7 @@ def read_store(path: Path, most_bytes: int = 1 << 62) -> Trace:
             if tag == META:
                 metadata.update(json.loads(payload))
             elif tag == EVENTS:
-                events.append(Events(*_unpack(payload, rows, [*ev.EVENT_TYPES.values()])))
+                events.append(Events(*_unpack(payload, rows, [*EVENT_TYPES.values()])))
             elif tag == COUNTERS:
                 begin = 4 + struct.unpack_from("<I", payload)[0]
                 names = np.array([str(name) for name in json.loads(payload[4:begin])], object)
@@ -104,15 +114,15 @@ def read_store(path: Path, most_bytes: int = 1 << 62) -> Trace:
                 counters.append(Counters(device, names[codes], times, values))
             elif tag == CLOCK:
                 clock.append(struct.unpack("<qq", payload))
-        trace = Trace(ev.concatenate_events(events), ev.concatenate_counters(counters), metadata, tuple(notes))
-        if max((abs(value) for reading in clock for value in reading), default=0) >= ev.FARTHEST_NS:
+        trace = Trace(concatenate_events(events), concatenate_counters(counters), metadata, tuple(notes))
+        if max((abs(value) for reading in clock for value in reading), default=0) >= FARTHEST_NS:
             raise ValueError("a reading of the clock is too far from 0")
         trace = trace._replace(events=_map_codes(trace.events, metadata))
     except BadInput:
         raise
     except (ValueError, struct.error, TypeError, IndexError, RecursionError, zlib.error) as error:
         raise BadInput(f"{path}: cannot be read as a trace: {error}") from None
-    ev.check_trace(path, trace.events, trace.counters, metadata)
+    check_trace(path, trace.events, trace.counters, metadata)
     return _shift_times(trace, clock) if clock else trace
 
 
@@ -143,17 +153,16 @@ def _read_blocks(path: Path, notes: List[str], most_bytes: int) -> Iterator[Tupl
                 return
             if zlib.crc32(packed) != checksum:
                 raise BadInput(f"{path}: is damaged: the block at byte {at} does not have its checksum")
-            # unpacked no further than is allowed: a file of zeros is a thousandth of what it unpacks to
+            # unpack no more than is allowed: a file of zeros unpacks to a thousand times its size
             payload = zlib.decompressobj().decompress(packed, most_bytes + 1)
             most_bytes -= len(payload)
             if most_bytes < 0:
-                raise ValueError("holds too much: record fewer updates (log.trace)")
+                raise ValueError("exceeds the size limit: record fewer updates (log.trace)")
             yield tag, rows, payload
 
 
 def _map_codes(events: Events, metadata: Dict[str, Any]) -> Events:
-    """Return events of a file of another version with this version's codes, and take the names of the codes out of the
-    metadata."""
+    """Return the events of a file with this version's codes, and remove the names of the codes from the metadata."""
     for column, key, names in (("kind", "kinds", KINDS), ("carries", "carried", PAYLOADS)):
         names_then, codes = metadata.pop(key, names), getattr(events, column)
         unknown = [name for name in names_then if name not in names]
@@ -172,7 +181,7 @@ def _shift_times(trace: Trace, clock: Sequence[Tuple[int, int]]) -> Trace:
     local, offset = np.array(sorted(clock), np.int64).T
 
     def shift(times: NDArray[np.int64]) -> NDArray[np.int64]:
-        # relative to the first reading, because a float64 does not hold all digits of the times themselves
+        # take times relative to the first reading, because a float64 does not hold all digits of the times themselves
         drift = np.interp(times - local[0], local - local[0], offset - offset[0])
         return times + offset[0] + np.rint(drift).astype(np.int64)
 

@@ -43,7 +43,7 @@ from ipu_pipe.model.batch import list_tensors
 from ipu_pipe.model.cutting import Crossing, Piece
 from ipu_pipe.model.randomness import KeyedRandomness
 from ipu_pipe.model.restoring import buffers_restored, undisturbed
-from ipu_pipe.schedule.actions import Kind, pass_needs
+from ipu_pipe.schedule.actions import Kind, get_pass_needs
 from ipu_pipe.schedule.methods import Reads
 from ipu_pipe.schedule.recompute import find_segment_ends, find_segment_heads
 
@@ -163,7 +163,7 @@ class Stage:
     def _find_needs(self, kind: Kind) -> Iterator[Tuple[int, str, Shapes]]:
         model, s = self.model, self.model.stage
         if not (kind is Kind.FORWARD and model.enters is None):
-            for need in pass_needs(kind, model.local is not None, self._begins_segment):
+            for need in get_pass_needs(kind, model.local is not None, self._begins_segment):
                 source = s + need.offset
                 if need.offset and 0 <= source < model.layout.stages:
                     yield source, kind.value, self._shapes(kind, source)

@@ -46,7 +46,7 @@ def find_best_move(facts: RunFacts, stages: Sequence[Row], links: Sequence[Row])
         now = play(forward, backward)
         even = play(np.full(len(stages), forward.mean()), np.full(len(stages), backward.mean()))
     except BadInput as error:  # the metadata do not fit together
-        return {**answer, "why_no_gain": f"the schedule cannot be made again: {error.faults[0]}"}
+        return {**answer, "why_no_gain": f"the schedule cannot be rebuilt: {error.faults[0]}"}
     answer["gain_if_balanced"] = now / even - 1
     units = facts.units or []
     stage_of_unit = np.array([unit.stage for unit in units], np.int64)

@@ -1,4 +1,4 @@
-"""The metadata of a trace, validated, because a file may say anything; and the method that they name."""
+"""Validate the metadata of a trace file and resolve its method."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class UnitFacts(BaseModel):
 
 
 class RunFacts(BaseModel):
-    """What the metadata say of the run; None: nothing. See `ipu_pipe.job.record.make_trace_metadata`."""
+    """Run metadata; None if absent. See `ipu_pipe.job.record.make_trace_metadata`."""
 
     model_config = ConfigDict(strict=True)
     method: Optional[str] = None
@@ -49,12 +49,12 @@ class RunFacts(BaseModel):
 
     @property
     def known_method(self) -> Optional[Method]:
-        """Return the method; None where its schedule cannot be made again, for the reason `why_no_method`."""
+        """Return the method; None if its schedule cannot be rebuilt, for the reason `why_no_method`."""
         return self._resolved[0]
 
     @property
     def why_no_method(self) -> str:
-        """Return why the method's schedule cannot be made again."""
+        """Return why the method's schedule cannot be rebuilt."""
         return self._resolved[1]
 
     @property
@@ -73,7 +73,7 @@ class RunFacts(BaseModel):
 
 
 def read_run_facts(where: Any, metadata: Mapping[str, Any]) -> RunFacts:
-    """Validate metadata. Raise `BadInput`, a line a fault, for values that no run writes."""
+    """Validate metadata. Raise `BadInput`, one line per fault, for values that no run writes."""
     try:
         facts = RunFacts.model_validate(dict(metadata))
     except ValidationError as error:
@@ -82,7 +82,7 @@ def read_run_facts(where: Any, metadata: Mapping[str, Any]) -> RunFacts:
     devices = len(set(facts.device_of_stage or ()))
     if (facts.replicas or 1) * devices > MOST_DEVICES:
         raise BadInput(
-            f"{where}: metadata: replicas: {facts.replicas}: must be at most {MOST_DEVICES} devices, {devices} a replica"
+            f"{where}: metadata: replicas: {facts.replicas}: must be at most {MOST_DEVICES} devices, {devices} per replica"
         )
     facts._resolved = _resolve(facts)
     return facts
@@ -100,6 +100,6 @@ def _resolve(facts: RunFacts) -> Tuple[Optional[Method], str]:
             known["stages_per_device"] = len(devices) // len(set(devices))
         return resolve_method(facts.method, known), ""
     except BadInput as error:
-        return None, f"the method's schedule cannot be made again: {error.faults[0]}"
+        return None, f"the method's schedule cannot be rebuilt: {error.faults[0]}"
     except ValidationError:
-        return None, f"the method's schedule cannot be made again: method_args: {show(args)}: are not valid"
+        return None, f"the method's schedule cannot be rebuilt: invalid method_args: {show(args)}"

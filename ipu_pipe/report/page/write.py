@@ -1,5 +1,4 @@
-"""One self-contained HTML page with a trace and its figures. Of more events than a browser draws well it holds a window, and an
-overview of the rest."""
+"""Write one self-contained HTML page with a trace and its figures. Large traces are cut to a window plus an overview."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from typing import Any, Dict, List
 import numpy as np
 from numpy.typing import NDArray
 
-from ipu_pipe.files import replace_nonfinite, write
+from ipu_pipe.files import replace_nonfinite, write_text
 from ipu_pipe.trace.events import (
     COMMUNICATION,
     KINDS,
@@ -24,15 +23,14 @@ from ipu_pipe.trace.events import (
     group_places,
 )
 
-MOST_EVENTS = 1_000_000  # of more, the page holds those in the middle of the run
-BINS = 2048  # of the overview
-MOST_MOMENTS = 1000  # of a curve
-MOST_CURVES = 256
-_TYPES = ("u1", "i2", "i4", "u4")  # little-endian; the first that fits a column is used, else f8
+MOST_EVENTS = 1_000_000  # above this, only the middle is embedded
+OVERVIEW_BINS = 2048
+MOST_CURVES, MOST_CURVE_POINTS = 256, 1000
+_TYPES = ("u1", "i2", "i4", "u4")  # little-endian; a column gets the first that fits, else f8
 
 
 def embed_trace(trace: Trace, analysis: Dict[str, Any]) -> Dict[str, Any]:
-    """Return what the page's scripts read (data.js). Times are nanoseconds from the span's begin."""
+    """Return the JSON that data.js reads. Times are nanoseconds from the span's begin."""
     events = trace.events.select(np.lexsort((trace.events.end, trace.events.start)))
     moments = [int(column.min()) for column in (events.start, trace.counters.time) if len(column)]
     begin = analysis.get("begin_ns")
@@ -62,8 +60,8 @@ def _pack(column: NDArray[Any]) -> Dict[str, str]:
 
 
 def _build_overview(events: Events, span: int) -> List[Dict[str, Any]]:
-    """Return for each device and kind its share of each of BINS equal parts of the span, in 255ths."""
-    edges = np.linspace(0, span, BINS + 1)
+    """Return for each device and kind its share of each of OVERVIEW_BINS equal parts of the span, in 255ths."""
+    edges = np.linspace(0, span, OVERVIEW_BINS + 1)
     kinds = np.unique(events.kind).tolist()
     overview = []
     for device, places in group_places(events.device):
@@ -71,7 +69,7 @@ def _build_overview(events: Events, span: int) -> List[Dict[str, Any]]:
         for code in kinds:
             chosen = of_device.kind == code
             start, end = of_device.start[chosen], np.sort(of_device.end[chosen])
-            share = np.diff(_sum_distances(edges, start) - _sum_distances(edges, end)) / max(span / BINS, 1)
+            share = np.diff(_sum_distances(edges, start) - _sum_distances(edges, end)) / max(span / OVERVIEW_BINS, 1)
             shares[KINDS[code]] = _pack(np.rint(255 * share.clip(0, 1)).astype(np.int64))
         overview.append({"device": device, "shares": shares})
     return overview
@@ -84,13 +82,13 @@ def _sum_distances(edges: NDArray[np.float64], moments: NDArray[np.int64]) -> ND
 
 
 def _thin_curves(counters: Counters, begin: int) -> List[Dict[str, Any]]:
-    """Return memory and other counters; of many moments the greatest of each part."""
+    """Return memory and other counters; of a long curve the greatest value of each of MOST_CURVE_POINTS parts."""
     curves = []
     for name, device, times, values in build_counter_series(counters):
         total = np.nansum(np.stack([*values.values()]), axis=0)
         chosen = np.arange(len(times))
-        if len(times) > MOST_MOMENTS:
-            parts = np.linspace(0, len(times), MOST_MOMENTS + 1).astype(int)
+        if len(times) > MOST_CURVE_POINTS:
+            parts = np.linspace(0, len(times), MOST_CURVE_POINTS + 1).astype(int)
             chosen = np.array([low + int(total[low:high].argmax()) for low, high in zip(parts[:-1], parts[1:])])
         finite = {key: [None if v != v else v for v in column[chosen].tolist()] for key, column in values.items()}
         curves.append({"name": name, "device": device, "times": (times[chosen] - begin).tolist(), "values": finite})
@@ -101,14 +99,17 @@ _PARTS = ("page.css", "data.js", "timeline.js", "figures.js", "page.js")  # the 
 
 
 def write_page(path: Path, trace: Trace, analysis: Dict[str, Any]) -> None:
-    """Write the page, completely or not at all. `analysis`: as `tools/analyze.py --json` prints it; the page says of what it
-    lacks or has as null that it is not known. Raise `RunFault` where the disk refuses."""
+    """Write the page atomically.
+
+    `analysis`: as `tools/analyze.py --json` prints it; missing or null figures are shown as unknown. Raise `RunFault` if writing
+    fails.
+    """
     data = json.dumps(replace_nonfinite({"analysis": analysis, "trace": embed_trace(trace, analysis)}), allow_nan=False)
-    # names of runs are not trusted: within a script's element nothing may begin a tag
+    # names of runs are not trusted: nothing within a script's element may begin a tag
     data = data.replace("<", "\\u003c")
     here = Path(__file__).parent
     text = (here / "page.html").read_text(encoding="utf-8")
     for part in _PARTS:
         text = text.replace(f"/* {part} */", (here / part).read_text(encoding="utf-8"), 1)
     before, after = text.split("/* data */")
-    write(path, before + data + after)
+    write_text(path, before + data + after)
