@@ -167,15 +167,15 @@ def test_a_scheduler_that_cannot_be_played_is_told_in_a_line() -> None:
         r"OneCycleLR: changes momentum: .*cycle_momentum=False": lambda o: lr_scheduler.OneCycleLR(
             o, 0.1, total_steps=20
         ),
-        "ReduceLROnPlateau: follows what evaluations measure": lr_scheduler.ReduceLROnPlateau,
-        "gave 3, must give a torch.optim.lr_scheduler": lambda o: 3,
+        "ReduceLROnPlateau: depends on evaluations": lr_scheduler.ReduceLROnPlateau,
+        "3: must return a torch.optim.lr_scheduler": lambda o: 3,
         "ExponentialLR: is of another optimizer": lambda o: lr_scheduler.ExponentialLR(
             torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1), gamma=0.5
         ),
         "at update 6 of 20: ValueError": functools.partial(
             lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=5, cycle_momentum=False
         ),
-        "gives rates that are no numbers": lambda o: lr_scheduler.LambdaLR(o, lambda k: float("nan")),
+        "returned a rate that is negative or not finite": lambda o: lr_scheduler.LambdaLR(o, lambda k: float("nan")),
     }
     for told, make in wrong.items():
         with pytest.raises(BadInput, match=told) as refused:

@@ -128,5 +128,5 @@ def test_of_many_moments_a_curve_keeps_the_greatest(tmp_path: Path) -> None:
     counters = [Counter(0, "weights (bytes)", t, float(t == 1234)) for t in range(5000)]
     trace = Trace(Events.from_rows([]), Counters.from_rows(counters), {})
     (curve,) = data(written(tmp_path / "p", trace, {}))["trace"]["curves"]
-    assert len(curve["times"]) == write.MOST_MOMENTS and 1234 in curve["times"]
+    assert len(curve["times"]) == write.MOST_CURVE_POINTS and 1234 in curve["times"]
     assert sum(curve["values"]["weights (bytes)"]) == 1.0
