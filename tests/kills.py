@@ -108,12 +108,16 @@ def run_attempt(attempt: int, kill: Optional[Kill], arguments: Sequence[str], jo
                 process.terminate()
             break
         time.sleep(0.01)
-    for process in ranks:
+    hung = []
+    for rank, process in enumerate(ranks):
         process.join(PATIENCE)
         if process.is_alive():
+            hung.append(rank)
             process.kill()
             process.join()
     printed = "".join(path.read_text() for path in sorted(told.iterdir()))
+    # by its exit code, a rank that is killed here is one of those that were to die
+    assert not hung, f"attempt {attempt}, {kill}: ranks {hung} did not end within {PATIENCE:g} s:\n{printed}"
     return [process.exitcode for process in ranks], printed
 
 

@@ -46,6 +46,7 @@ def train(model: torch.nn.Module, method: str, out: Path, backend: str, **how: A
     config = ipu_pipe.configure(
         method=method, stages=[STAGE], micro_batch_size=4, gradient_accumulation=2, epochs=1, loss="model", metrics=[],
         backend={"name": backend}, checkpoint={"every": 2}, log={"trace": None, "tensorboard": False},
+        ema={"decay": 0.5} if method == "pipedream_2bw" else None,  # the weight on both stages is frozen, and has no average
     )  # fmt: skip
     batches, optimizer = draw_batches(), functools.partial(torch.optim.AdamW, lr=0.01)
     data = ipu_pipe.from_loader(batches, batches[:1])

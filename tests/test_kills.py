@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,17 @@ def test_a_dozen_kills(tmp_path: Path) -> None:
         count += kills.run_seed(seed, tmp_path / str(seed))
         seed += 1
         assert seed < 12, "ranks outlive their kills: are their moments counted?"
+
+
+def sleep(*arguments: Any) -> None:
+    time.sleep(60)
+
+
+def test_a_rank_that_hangs_is_not_taken_for_one_that_was_to_die(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kills, "_run", sleep)
+    monkeypatch.setattr(kills, "PATIENCE", 0.2)
+    with pytest.raises(AssertionError, match=r"ranks \[0, 1\] did not end"):
+        kills.run_attempt(0, None, [], "job", 0, tmp_path / "told")
 
 
 def restart(monkeypatch: pytest.MonkeyPatch, attempt: int, job: str) -> None:

@@ -11,11 +11,14 @@ import torch
 from torch import nn
 
 from ipu_pipe.backends.emulator.replay import Emulator
+from ipu_pipe.backends.replicas import IndependentReplicas
 from ipu_pipe.backends.work import Work
 from ipu_pipe.errors import BadInput
 from ipu_pipe.model.stages import begin_stage, partition
+from ipu_pipe.report.memory import build_memory_table
+from ipu_pipe.run.build import build
 from ipu_pipe.run.train import train
-from ipu_pipe.schedule.methods import resolve_method
+from ipu_pipe.schedule.methods import Outer, resolve_method
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.update.apply import UpdateRules
@@ -168,6 +171,22 @@ def test_a_resumed_run_ends_with_the_same_numbers(
     again = train(chosen, tmp_path / "again", resume_from=4, quiet=True)
     assert again["final"] == complete["final"]
     assert_same_weights(tmp_path / "whole", tmp_path / "again")
+    # three replicas' moments, the outer optimizer's weights and velocity; Adam's step counts are not planned
+    job = build(chosen)
+    moments, counts = (2, 3 * 4 * len(list(job.model.parameters()))) if "name" in optimizer else (1, 0)
+    planned = sum(row["optimizer_bytes"] for row in build_memory_table(job))
+    assert planned == (3 * moments + 2) * 4 * complete["model"]["parameters"]
+    assert sum(stage["optimizer_bytes"] for stage in complete["stages"]) == planned + counts
+
+
+def test_an_optimizers_own_entries_stay() -> None:
+    """Story: `outer_velocity` was taken for one of the outer optimizer, and deleted at each checkpoint."""
+    weight = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([weight])
+    optimizer.state[weight].update({"outer_velocity": torch.ones(1), "replicas": 2})
+    with IndependentReplicas(nn.Module(), [weight], optimizer, 2, Outer(), [0]).exported():
+        assert {"replica1.weight", "replica1.replicas", "outer.weight"} < set(optimizer.state[weight])
+    assert list(optimizer.state[weight]) == ["outer_velocity", "replicas"]
 
 
 @pytest.mark.parametrize(
@@ -182,6 +201,8 @@ def test_a_resumed_run_ends_with_the_same_numbers(
         ("local_sgd", {"outer": {"momentum": 0}}, {}, "method_args.outer.nesterov: "),
         ("local_sgd", {"outer": {"fragments": 0}}, {}, "method_args.outer.fragments: 0: "),
         ("pipedream", {"outer": {}}, {}, "method_args.outer: "),
+        ("local_sgd", {"replicas": 2, "local_steps": 12000, "outer": {"fragments": 2}}, {"steps": 12000,
+         "checkpoint": None}, "method_args.local_steps: 12000: "),
     ],
 )
 def test_what_cannot_be_is_refused(

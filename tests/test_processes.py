@@ -151,8 +151,9 @@ def test_replicas_of_a_pipeline_average_their_gradients(tmp_path: Path) -> None:
         (2, ["method=dualpipe_v", "stages=4"]),
         (2, ["method=pipedream", "stages=4", "stages_per_device=2", "method_args={split_backward: true}"]),
         (2, ["method=pipedream", "stages=finest"]),
+        (2, ["method=local_sgd", "stages=4", "gradient_accumulation=1", "method_args={replicas: 3, local_steps: 4, outer: {}}"]),
     ],
-    ids=["pipedream", "delayed norm", "global norm", "replicas", "interleaved", "V-shaped", "mixed", "split", "finest"],
+    ids=["pipedream", "delayed norm", "global norm", "replicas", "interleaved", "V-shaped", "mixed", "split", "finest", "outer"],
 )
 def test_stages_that_share_a_process_keep_their_own_delays(ranks: int, how: List[str], tmp_path: Path) -> None:
     code, _, error = run(ranks, tmp_path / "ranks", *how)

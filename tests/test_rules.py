@@ -591,6 +591,7 @@ def test_hogwild_without_mean_takes_the_pipelines_lags() -> None:
         (PB, {"recompute": {"segments": 2}, "weight_prediction": WPW}, "sgd", {}, "not together with recompute"),
         ("spectrain", {"weight_prediction": WPW}, "sgd", {"momentum": 0.9}, "by itself"),
         ("spectrain", {}, "adamw", {}, "velocity of SGD"),
+        ("spectrain", {"delay_compensation": DC}, "sgd", {"momentum": 0.9}, "by itself"),
         (PB, {"delay_compensation": DC}, "sgd", {}, "set stash: true"),
         ("pipedream", {"delay_compensation": DC, "weight_prediction": WPW}, "sgd", {}, "same delay"),
         ("pipedream", {"delay_compensation": DC, "split_backward": True}, "sgd", {}, "later updates"),

@@ -162,6 +162,31 @@ def test_only_what_a_known_loss_ignores_fills_up_a_batch(tmp_path: Path) -> None
     assert not trainer.can_ignore(batch)
 
 
+def test_values_are_not_ignored_and_fill_up_no_batch(tmp_path: Path) -> None:
+    """Story: a model of one label regresses, to -100, too: whole numbers as values gave a loss of 5004 in place of 9."""
+    samples = [{"input_ids": one["input_ids"], "labels": i} for i, one in enumerate(draw_samples("bert", 5))]
+    losses = []
+    for method in ("", "gpipe"):
+        torch.manual_seed(1)
+        how = {"model": third_party.hugging_bert(1), "train_dataset": samples, "eval_strategy": "no", "save_strategy": "no"}
+        losses.append(make_trainer(tmp_path, "bert", method, num_train_epochs=1, **how).train().training_loss)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+@pytest.mark.parametrize("key, value", [("output_router_logits", True), ("ctc_loss_reduction", "sum")])
+def test_losses_that_count_every_sample_fill_up_no_batch(key: str, value: Any, tmp_path: Path) -> None:
+    trainer, batch = make_trainer(tmp_path, method="gpipe"), {"labels": torch.zeros(1, dtype=torch.long)}
+    setattr(trainer.model.config, key, value)
+    assert not trainer.can_ignore(batch)
+
+
+def test_a_subclass_knows_the_group_that_another_has_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PipelineTrainer, "_has_joined", True)
+    monkeypatch.setitem(globals(), "PipelineTrainer", type("Own", (PipelineTrainer,), {}))
+    assert not make_trainer(tmp_path, method="gpipe")._has_joined  # in one process there is none
+    assert not integration.PipelineTrainer._has_joined
+
+
 # ---- processes
 
 

@@ -92,10 +92,10 @@ def test_step_counts_resume_where_the_optimizer_keeps_them(how: Any, place: str)
     weight = nn.Parameter(torch.zeros(2, device="meta"))
     optimizer = torch.optim.Adam([weight], lr=0.1)
     optimizer.param_groups[0].update(how)
-    held = {"w/step": torch.tensor(3.0), "w/exp_avg": torch.zeros(2)}
+    held = {"w/step": torch.tensor(3.0), "w/exp_avg": torch.zeros(2), "w/replica1.step": torch.tensor(3.0)}
     import_state(optimizer, {weight: "w"}, held, {})
     state = optimizer.state[weight]
-    assert state["step"].device.type == place and state["exp_avg"].device.type == "meta"
+    assert state["step"].device.type == state["replica1.step"].device.type == place and state["exp_avg"].device.type == "meta"
 
 
 def test_optimizer_bytes_are_counted_by_stage() -> None:

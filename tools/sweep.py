@@ -11,7 +11,7 @@ import tempfile
 import time
 import traceback
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Tuple
+from typing import Any, Callable, Dict, List, Optional, Tuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -51,18 +51,22 @@ def main() -> None:
     unknown = [name for name in args.models or () if name not in MODELS]
     if unknown:
         raise BadInput(f"--models: {', '.join(unknown)}: must be of {', '.join(MODELS)}")
-    path = args.out and args.out / "results.json"
-    rows = json.loads(path.read_text())["rows"] if path and path.is_file() else {}
+    path, versions, commit = args.out and args.out / "results.json", _get_versions(), _get_commit()
+    earlier = json.loads(path.read_text()) if path and path.is_file() else {}
+    is_same = earlier.get("versions", versions) == versions
+    if args.models and not is_same:
+        raise BadInput(f"--out: {args.out}: has rows of other versions ({earlier['versions']}): run all models, or use another")
+    rows, commits = (earlier.get(key, {}) if is_same else {} for key in ("rows", "commits"))
     is_wrong = False
     for name in args.models or MODELS:
-        rows[name] = _examine(name, args.limit)
+        rows[name], commits[name] = _examine(name, args.limit), commit
         print(f"{name}: " + "; ".join(f"{method}: {' / '.join(pair)}" for method, pair in rows[name].items()), flush=True)
         verdicts = [verdict for pair in rows[name].values() for verdict in pair]
         is_wrong |= not all(verdict.startswith(("equal", "refused", "diverged", "-")) for verdict in verdicts)
         if path:
             ordered = {model: rows[model] for model in MODELS if model in rows}
             args.out.mkdir(parents=True, exist_ok=True)
-            write_json(path, {"versions": _get_versions(), "rows": ordered})
+            write_json(path, {"versions": versions, "commits": commits, "rows": ordered})
             write_text(args.out / "table.md", format_table(json.loads(path.read_text())))
     if is_wrong:
         raise RunFault("not all runs are equal: see above")
@@ -73,6 +77,14 @@ def _get_versions() -> Dict[str, str]:
     from importlib.metadata import version
 
     return {name: version(name) for name in ("torch", "torchvision", "timm", "transformers")}
+
+
+def _get_commit() -> Optional[str]:
+    """Return the commit of this repository, with "changed" if files have changed since; None if it is not known."""
+    from ipu_pipe.report.provenance import find_commit
+
+    known = find_commit(Path(__file__).parent)
+    return None if known is None else known["commit"] + " changed" * known["dirty"]
 
 
 # ---- one model
@@ -98,7 +110,7 @@ def _examine(name: str, limit: float) -> Dict[str, List[str]]:
 def _strike_finished(todo: List[str], folder: Path, suffix: str) -> None:
     """Strike the methods with a result from `todo`; the next one has failed, and gets its verdict here."""
     while todo and (folder / todo[0]).with_suffix(suffix).exists():
-        del todo[0]
+        (folder / todo.pop(0)).with_suffix(".error").unlink(missing_ok=True)  # of a rank that another one has ended
     if todo:
         error = (folder / todo[0]).with_suffix(".error")
         why = error.read_text() if error.exists() else "out of time, or killed"
@@ -184,7 +196,10 @@ def _train_as_rank(rank: int, port: int, name: str, methods: List[str], folder: 
         except BadInput as error:  # every rank raises the same
             result = {"verdict": f"refused: {error}"}
         except Exception as error:
-            path.with_suffix(".error").write_text(_describe(error))
+            if _is_divergence(error):
+                path.with_suffix(".processes").write_text(json.dumps({"verdict": f"differs: {error}"}))
+            else:
+                path.with_suffix(".error").write_text(_describe(error))
             end_process(1)
         if rank == 0:
             path.with_suffix(".processes").write_text(json.dumps(result))
@@ -202,12 +217,12 @@ def _compare_all(name: str, methods: List[str], folder: Path) -> None:
         try:
             model, summary = _train(name, method, stages, "emulator", folder / f"{method}-emulator")
         except BadInput as error:
-            verdicts = [f"refused: {error}", there.get("verdict", "-")]
-        except RunFault as error:  # the loss is not finite
-            verdicts = [f"diverged: {error}", "-"]
+            verdicts = [f"refused: {error}", there.get("verdict", "differs: processes do not refuse")]
         except Exception as error:
-            path.with_suffix(".error").write_text(_describe(error))
-            end_process(1)
+            if not _is_divergence(error):
+                path.with_suffix(".error").write_text(_describe(error))
+                end_process(1)
+            verdicts = judge_divergence(str(error), there.get("verdict", ""))
         else:
             state = model.state_dict()
             verdicts = [_compare(state, _train_plainly(name, method, stages)), there.get("verdict", "")]
@@ -216,6 +231,16 @@ def _compare_all(name: str, methods: List[str], folder: Path) -> None:
                 if verdicts[1] == "equal" and there["final"] != json.loads(json.dumps(summary["final"])):
                     verdicts[1] = f"differs: evaluated to {there['final']}, on the emulator to {summary['final']}"
         path.with_suffix(".verdicts").write_text(json.dumps(verdicts))
+
+
+def _is_divergence(error: Exception) -> bool:
+    return isinstance(error, RunFault) and "loss is" in str(error)
+
+
+def judge_divergence(fault: str, processes: str) -> List[str]:
+    """Return both verdicts where the emulator ended with a loss that is not finite; `processes`: theirs, "" if they trained."""
+    is_same = processes.partition(";")[0] == f"differs: {fault}".partition(";")[0]
+    return [f"diverged: {fault}", "-" if is_same else processes or "differs: processes do not diverge"]
 
 
 def _train_plainly(name: str, method: str, stages: Any) -> Dict[str, Any]:

@@ -99,9 +99,10 @@ class Engine:
         self._gradients = {name: p.grad.detach().cpu().clone() for name, p in trained if p.grad is not None}
 
     def collect_gradients(self, k: int) -> Dict[str, torch.Tensor]:
-        """Return on the main process the gradients of update k, which `advance` has done, on the CPU by unsplit names.
+        """Return on the main process the gradients of update k, which `step` has done, on the CPU by unsplit names.
 
-        They are what the optimizer was given, before clipping and rules change it. Only of a job that `watches_gradients`.
+        They are those at hand when the optimizer's step begins: before clipping and what rules change in an update (gradient
+        shrinking), after delay compensation, which changes those of each microbatch. Only of a job that `watches_gradients`.
         """
         return self._gradients
 

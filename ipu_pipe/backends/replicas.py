@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
+import re
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from ipu_pipe.backends.work import Work
 from ipu_pipe.schedule.methods import Outer
 
 REPLICA, OUTER, WEIGHT = "replica", "outer", "weight"  # of entries of a parameter's state in a checkpoint
+_ENTRY = re.compile(rf"({REPLICA}\d+|{OUTER})\.")
 
 Place = Tuple[nn.Module, str]  # of a buffer: its module and its name there
 
@@ -157,7 +159,7 @@ class IndependentReplicas:
     def _take_entries(self, p: nn.Parameter) -> Dict[str, Any]:
         """Take what a checkpoint holds of replicas and of the outer optimizer out of a parameter's state."""
         state = self._optimizer_state[p] if p in self._optimizer_state else {}
-        return {key: state.pop(key) for key in [key for key in state if key.startswith((REPLICA, OUTER))]}
+        return {key: state.pop(key) for key in [key for key in state if _ENTRY.match(key)]}
 
     def _restore(self, entries: Sequence[Dict[str, Any]]) -> None:
         for i, (p, of_parameter) in enumerate(zip(self._parameters, entries)):
@@ -237,9 +239,17 @@ class IndependentReplicas:
                     _average([of_replica[p][key] for of_replica in self._states])
         self.enter(0)
 
+    def list_other_states(self) -> List[Mapping[Any, Mapping[str, Any]]]:
+        """List by parameter the optimizer state of the replicas that are not in the model, and weights and state of `outer`."""
+        others: List[Mapping[Any, Mapping[str, Any]]] = [s for r, s in enumerate(self._states) if r != self._entered]
+        if self._outer is not None:
+            state, pairs = self._outer.sgd.state, zip(self._parameters, self._outer.shared)
+            others.append({p: {WEIGHT: w, **state.get(w, {})} for p, w in pairs})
+        return others
+
     @property
     def held_bytes(self) -> int:
-        """Bytes of the weights that are not in the model."""
+        """Bytes of the weights of the replicas that are not in the model."""
         return sum(w.numel() * w.element_size() for w in self._weights[0]) * (self.count - 1)
 
 

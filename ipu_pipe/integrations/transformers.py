@@ -72,6 +72,8 @@ REFUSED: Dict[str, Any] = {
 
 IGNORED_LABEL = -100
 LABELS = ("labels", "shift_labels")
+# in a config: a loss that ignores another label than -100, or counts each sample (an empty text, the tokens of a router)
+COUNTS_ALL = ("ctc_loss_reduction", "semantic_loss_ignore_index", "output_router_logits")
 
 
 class LossModel(nn.Module):
@@ -210,7 +212,7 @@ class PipelineTrainer(Trainer):
         if config.backend.name == "poptorch":
             raise BadInput("pipeline.backend.name: poptorch: PipelineTrainer has emulator and distributed")
         launch(config, {"output_dir": self.args.output_dir})
-        type(self)._has_joined = is_distributed()
+        PipelineTrainer._has_joined = is_distributed()
 
     def _leave_data_parallelism(self) -> None:
         """Let transformers take the ranks for one device: each reads all batches, and the first one writes."""
@@ -251,7 +253,11 @@ class PipelineTrainer(Trainer):
 
     def can_ignore(self, batch: Mapping[str, Any]) -> bool:
         """Return whether the loss leaves out the samples of a batch whose labels are -100."""
-        labels = batch.get("labels")
+        labels, config = batch.get("labels"), getattr(self.model, "config", None)
+        if getattr(config, "num_labels", None) == 1 or getattr(config, "problem_type", None) == "regression":
+            return False  # whole numbers are values there, -100 too
+        if any(getattr(config, name, False) not in (None, False) for name in COUNTS_ALL):
+            return False
         # a loss of the user's own, or of more labels than these, may count what is to be ignored
         is_known = self.compute_loss_func is None and type(self).compute_loss is Trainer.compute_loss
         others = {name for name in batch if "label" in name} - set(LABELS)

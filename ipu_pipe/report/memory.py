@@ -64,8 +64,10 @@ def build_memory_table(job: Job, optimizer_bytes: Optional[Sequence[int]] = None
         # such a pipeline does not recompute its last stage
         stash.inputs[in_flight == 1] = 0
     stashed = StashCounts(count_weight_copies(job.table), *stash)
-    # replicas of local SGD have weights and optimizer state of their own
-    copies_of_state = job.width if job.method.rounds is not None else 1
+    # replicas of local SGD have weights and optimizer state of their own; an outer optimizer has weights and a velocity
+    rounds = job.method.rounds
+    copies_of_state = job.width if rounds is not None else 1
+    copies_of_outer = 1 + bool(rounds.outer.momentum) if rounds is not None and rounds.outer is not None else 0
     trained, shared, masters = _count_trained_bytes(job), _count_shared_layer_bytes(job), job.count_master_bytes()
     moments, most = _count_trained_bytes(job, times_moments=True), _count_most_moments(job)
     rows = []
@@ -82,7 +84,7 @@ def build_memory_table(job: Job, optimizer_bytes: Optional[Sequence[int]] = None
             frozen=frozen + frozen_copies,
             gradients=trained[s] + shared[s] + tied,
             optimizer=(moments[s] + most * shared[s]) * copies_of_state + masters[s],
-            accumulators=(len(job.rules.entries(s)) + (job.rules.decay is not None)) * trained[s],
+            accumulators=(len(job.rules.entries(s)) + (job.rules.decay is not None) + copies_of_outer) * trained[s],
             saved=job.footprint.saved_bytes[s],
             entering=entering,
         )

@@ -78,7 +78,7 @@ def _find_conflicts(job: Job) -> Dict[str, Any]:
         f"ema: {method.name}: its stages, replicas or duplicates of layers step by themselves: must be null":
             config.ema and (method.history or method.rounds or (method.structure and method.structure.overlap)),
         "ema: not with weights of several stages on processes, where each has a copy: use the emulator, or untie them":
-            config.ema and job.part.shared and config.backend.name == "distributed",
+            config.ema and job.part.list_tied(job.model) and config.backend.name == "distributed",
         "model.compile: true: only backend: {name: distributed} compiles the modules of its stages: must be false":
             config.model.compile and config.backend.name != "distributed",
         f"replicas: {replicas}: {alone}: must be 1": alone and replicas > 1,

@@ -57,8 +57,8 @@ def make_schedule(
             interval = method.rounds.interval(stages)
             if accumulate < stages and interval > MOST_SHARED_BATCHES:
                 raise BadInput(
-                    f"method_args: local_steps: {interval}: must be at most {MOST_SHARED_BATCHES} with fewer replicas"
-                    f" ({accumulate}) than stages ({stages})"
+                    f"method_args.local_steps: {method.rounds.steps}: replicas synchronize after {interval} steps: must be at"
+                    f" most {MOST_SHARED_BATCHES} with fewer replicas ({accumulate}) than stages ({stages})"
                 )
             lengths = _split_into_rounds(drains, count, accumulate, interval * accumulate)
         elif definition.longest is None:

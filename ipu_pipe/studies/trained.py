@@ -254,21 +254,28 @@ def name_folder(label: str) -> str:
 
 
 def run_one(config: Keys, folder: str, options: Keys) -> Result:
-    """Run and measure one run in `folder`, resume it if it was interrupted, or read its result if it is finished.
-
-    A finished run counts, too, where its config has not the keys yet that have since got a default.
-    """
+    """Run and measure one run in `folder`, resume it if it was interrupted, or read its result if it is finished."""
     start, file = time.monotonic(), Path(folder) / "measured.json"
     settings, measure = configure(**config), MeasureOptions(**options)
-    asked = json.loads(json.dumps({"config": settings.to_dict(), "measure": measure.model_dump()}))
+    asked = _complete({"config": config, "measure": options})
     earlier = json.loads(file.read_text()) if file.is_file() else {}
-    if earlier and {**earlier["asked"], "config": configure(**earlier["asked"]["config"]).to_dict()} == asked:
+    if earlier and _complete(earlier["asked"]) == asked:
         return {key: value for key, value in earlier.items() if key != "asked"}
     result = MEASURES[measure.name].run(settings, Path(folder), measure, bool(earlier.get("diverged")))
     result["seconds"] = time.monotonic() - start
     file.parent.mkdir(parents=True, exist_ok=True)
     write_json(file, {"asked": asked, **result})
     return result
+
+
+def _complete(asked: Mapping[str, Keys]) -> Keys:
+    """Return what a run was asked for as JSON, with today's default of each key that it lacks; {} if a key of it is gone."""
+    try:
+        config, measure = configure(**asked["config"]), MeasureOptions(**asked["measure"])
+    except (BadInput, ValidationError):
+        return {}
+    completed: Keys = json.loads(json.dumps({"config": config.to_dict(), "measure": measure.model_dump()}))
+    return completed
 
 
 # ---- the results

@@ -122,7 +122,7 @@ class UpdateRules:
             (rule, [Setting(values, s, stage_lag, method, accumulate) for s, stage_lag in enumerate(lag.tolist())])
             for rule, values in select_rules(args, method)
         ]
-        # called with each update and its stages before anything changes their gradients
+        # called with each update and its stages as it begins: before clipping and `gradient` of rules, after their `compensate`
         self.observe: Optional[Callable[[int, Sequence[int]], None]] = None
         self._compensated: Dict[Tuple[torch.nn.Parameter, str], torch.Tensor] = {}  # entries that microbatches change
         self._every: List[int] = args.get("block_accumulation") or [1] * len(lag)

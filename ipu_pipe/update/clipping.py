@@ -112,11 +112,7 @@ class OtherStages:
 
 
 class GradientClipping:
-    """Clips the gradients of the stages that are here, at each update.
-
-    `clip`: (norm, scope), None for no clipping; `stages`: the parameters of each stage that is here; `others`: the other ones.
-    `clip`: a function of the update, None for no clipping.
-    """
+    """Clips the gradients of the stages that are here: `clip(k)` those of update k, None for no clipping."""
 
     def __init__(
         self,
@@ -125,6 +121,7 @@ class GradientClipping:
         schedule: Schedule,
         others: Optional[OtherStages] = None,
     ) -> None:
+        """`clip`: (norm, scope), None for no clipping; `stages`: the parameters of each that is here."""
         self._clip, self._stages, self._count = clip, stages, schedule.stages
         self._others = others or OtherStages()
         self._norms: Dict[int, Dict[int, Optional[float]]] = {}  # by update and stage, until a later update is clipped by them

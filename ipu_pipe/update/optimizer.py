@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ipu_pipe.errors import BadInput
+from ipu_pipe.model.batch import count_bytes
 from ipu_pipe.text import describe_kind
 from ipu_pipe.update.groups import Groups
 
@@ -189,14 +190,15 @@ class _Like:
         return [groups[number] for number in sorted(groups)]
 
 
-def count_state_bytes(optimizer: torch.optim.Optimizer, stages: int) -> List[int]:
-    """Count the bytes of optimizer state (momentum, moments, step counts) of each stage."""
+def count_state_bytes(optimizer: torch.optim.Optimizer, stages: int, others: Sequence[Mapping[Any, Any]] = ()) -> List[int]:
+    """Count the bytes of optimizer state (momentum, moments, step counts) of each stage.
+
+    `others`: state of the same parameters that is kept elsewhere, by parameter.
+    """
     stage_bytes = [0] * stages
     for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            for value in optimizer.state.get(parameter, {}).values():
-                if isinstance(value, torch.Tensor):
-                    stage_bytes[group["stage"]] += value.numel() * value.element_size()
+        states = [state.get(p, {}) for state in (optimizer.state, *others) for p in group["params"]]
+        stage_bytes[group["stage"]] += count_bytes(states)
     return stage_bytes
 
 
@@ -245,6 +247,7 @@ def import_state(
         group = group_of[id(parameter)]
         counts_there = bool(group.get("fused") or group.get("capturable"))  # others keep step counts on the CPU
         for entry, value in state.items():
+            is_count = entry.rpartition(".")[2] in COUNTS  # also one of another replica (backends.replicas)
             if isinstance(value, torch.Tensor):
-                state[entry] = value.to(parameter.device if entry not in COUNTS or counts_there else "cpu")
+                state[entry] = value.to(parameter.device if not is_count or counts_there else "cpu")
         optimizer.state[parameter] = state

@@ -184,6 +184,9 @@ def compensate_delay(
 
 def list_compensation_conflicts(settings: Any, method: Method, given: Sequence[str]) -> List[str]:
     """List why a gradient has no single version of the weights that it was taken at, or other rules change that version."""
+    if method.predicts:
+        why = f"{method.name} is a weight prediction by itself, both make up for the same delay"
+        return [f"method_args.delay_compensation: {why}"]
     if method.backward_reads is not Reads.STASHED:
         return [
             f"method_args.delay_compensation: with {method.name} here the passes of a microbatch read different weights, and the"

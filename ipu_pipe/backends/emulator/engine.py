@@ -80,7 +80,7 @@ class EmulatorEngine(Engine):
             return CheckpointState(model, *export_state(self.job.optimizer, self.names))
 
     def report(self) -> Optional[Report]:
-        state = count_state_bytes(self.job.optimizer, len(self.job.part))
+        state = count_state_bytes(self.job.optimizer, len(self.job.part), self._emulator.list_other_states())
         optimizer = [size + masters for size, masters in zip(state, self.job.count_master_bytes())]
         model, versions = self.job.model, self._emulator.peak_bytes
         trained = [p for p in self.job.get_trained().values() if p.requires_grad]

@@ -217,6 +217,10 @@ class Emulator:
         """Hold all that a checkpoint needs in the optimizer's state."""
         return self._independent.exported() if self._independent is not None else nullcontext()
 
+    def list_other_states(self) -> List[Mapping[Any, Mapping[str, Any]]]:
+        """List by parameter the optimizer state of the replicas that are not in the model."""
+        return self._independent.list_other_states() if self._independent is not None else []
+
     @property
     def peak_bytes(self) -> int:
         """The most bytes of weights that were held at once besides those in the model."""

@@ -324,14 +324,16 @@ class RankReport(NamedTuple):
 def report_rank(job: Job, interpreter: Interpreter, trace: Optional[Trace]) -> RankReport:
     """Return this rank's report; `trace`: what it recorded, by rank 0's clock."""
     recorder, stages = interpreter.recorder, interpreter.stages
-    by_stage, masters = optimizer.count_state_bytes(job.optimizer, interpreter.layout.stages), job.count_master_bytes()
+    replicas, count = interpreter.independent, interpreter.layout.stages
+    others = [state for of_stage in replicas.values() for state in of_stage.list_other_states()]
+    by_stage, masters = optimizer.count_state_bytes(job.optimizer, count, others), job.count_master_bytes()
     optimizer_bytes = {s: by_stage[s] + masters[s] for s in stages}
     # where local blocks overlap, a layer of the stage before is here, too
     total = sum(by_stage) + interpreter.memory.master_bytes
     optimizer_bytes[min(stages)] += total - sum(optimizer_bytes.values())
     return RankReport(
         optimizer_bytes,
-        {s: stage.peak_version_bytes for s, stage in stages.items()},
+        {s: stage.peak_version_bytes + (replicas[s].held_bytes if s in replicas else 0) for s, stage in stages.items()},
         recorder.sent,
         recorder.sent_shared,
         recorder.times,

@@ -197,16 +197,16 @@ class Interpreter:
         self.stages, self.mail, self.recorder, self._work, self._early = stages, mail, recorder, work, early
         self.layout = next(iter(stages.values())).model.layout
         created = {s: IndependentReplicas.create(work, stage.model.piece, [s]) for s, stage in stages.items()}
-        self._independent = {s: replicas_of_stage for s, replicas_of_stage in created.items() if replicas_of_stage is not None}
+        self.independent = {s: replicas_of_stage for s, replicas_of_stage in created.items() if replicas_of_stage is not None}
         # a norm over all stages is known when all have their gradients
         is_global = work.clip is not None and work.clip[1] == "global"
         self._updates: Dict[int, StageUpdate] = {}
         for group in [list(stages)] if is_global else [[s] for s in stages]:
-            independent = [self._independent[s] for s in group if s in self._independent]
+            independent = [self.independent[s] for s in group if s in self.independent]
             members, among = [stages[s] for s in group], replicas[group[0]] if replicas else None
             update = StageUpdate(work, members, mail, recorder, among, independent)
             self._updates.update(dict.fromkeys(group, update))
-        self.memory = MemoryCounters(work, stages, mail, recorder)
+        self.memory = MemoryCounters(work, stages, mail, recorder, list(self.independent.values()))
         self._untouched, self._posts_by_stretch = channels, channels is not None or ends_empty
         self._is_warm = False  # the first step is done
         self._posted_until = -1  # the update up to which receives may be posted
@@ -215,7 +215,7 @@ class Interpreter:
             FORWARD: Stage.forward, RECOMPUTE: Stage.recompute, BACKWARD: Stage.backward, INPUT_GRADIENT: Stage.backward_input,
             WEIGHT_GRADIENT: Stage.add_weight_gradients, UPDATE: self._update,
         }  # fmt: skip
-        if self._independent:
+        if self.independent:
             self._carry_out.update({FORWARD: self._forward_of_replica, BACKWARD: self._backward_of_replica})
         elif any(update.averages for update in self._updates.values()):
             self._carry_out.update(
@@ -278,15 +278,16 @@ class Interpreter:
 
     def _forward_of_replica(self, stage: Stage, m: int) -> None:
         """Carry out a forward with the weights of the microbatch's replica: replicas take turns (LocalSGD)."""
-        replicas = self._independent[stage.model.stage]
+        replicas = self.independent[stage.model.stage]
         replicas.enter(m % replicas.count)
         stage.forward(m)
 
     def _backward_of_replica(self, stage: Stage, m: int) -> None:
         """Carry out a backward with the weights of the microbatch's replica, and the replica's step."""
-        replicas = self._independent[stage.model.stage]
+        replicas = self.independent[stage.model.stage]
         replicas.enter(m % replicas.count)
         stage.backward(m)
+        self.memory.sample(self.update)  # no gradients are left after the step
         self._updates[stage.model.stage].step(m // replicas.count)
         replicas.end_replica_step(self._work, m // replicas.count)
 
@@ -346,7 +347,7 @@ class Interpreter:
     def exported(self) -> Iterator[None]:
         """Hold all that a checkpoint needs in the optimizer's state."""
         with ExitStack() as stack:
-            for replicas in self._independent.values():
+            for replicas in self.independent.values():
                 stack.enter_context(replicas.exported())
             yield
 

@@ -14,6 +14,7 @@ import torch
 
 from ipu_pipe.backends.processes.mail import Mail
 from ipu_pipe.backends.processes.trace import TraceRecorder
+from ipu_pipe.backends.replicas import IndependentReplicas
 from ipu_pipe.backends.work import Work
 from ipu_pipe.model.batch import count_bytes
 from ipu_pipe.model.observation import get_storage
@@ -73,10 +74,14 @@ class ActivationStash:
 
 class MemoryCounters:
     """Records what a rank holds and the greatest of each category, over the updates that are recorded and the first ones, in
-    which the pipeline fills. `stages`: those of the rank."""
+    which the pipeline fills. `stages`: those of the rank; `replicas`: of each of them, where they have weights of their own."""
 
-    def __init__(self, work: Work, stages: Mapping[int, Any], mail: Mail, recorder: TraceRecorder) -> None:
+    def __init__(
+        self, work: Work, stages: Mapping[int, Any], mail: Mail, recorder: TraceRecorder,
+        replicas: Sequence[IndependentReplicas] = (),
+    ) -> None:  # fmt: skip
         rules, self._stages, self._mail, self._recorder = work.rules, stages, mail, recorder
+        self._replicas, self._replica_bytes = replicas, sum(of_stage.held_bytes for of_stage in replicas)
         self._optimizer_states: Mapping[Any, Any] = next((stage.state for stage in rules.stages.values()), {})
         self._parameters = [p for s, stage in rules.stages.items() if s in stages for p in stage.parameters]
         tensors = list({id(t): t for stage in stages.values() for t in stage.model.tensors}.values())
@@ -96,11 +101,11 @@ class MemoryCounters:
         if gradients:
             self._gradient_bytes = count_bytes([p.grad for p in self._parameters])
         if stepped or self._optimizer_bytes < 0:
-            states = [v for s in self._optimizer_states.values() for v in s.values() if torch.is_tensor(v)]
-            self._optimizer_bytes = count_bytes(states) + self.master_bytes
+            others = [of_stage.list_other_states() for of_stage in self._replicas]
+            self._optimizer_bytes = count_bytes([self._optimizer_states, others]) + self.master_bytes
         buffers = self._mail.buffer_bytes((i, m) for i, stage in self._stages.items() for m in stage.stash.bytes_by_microbatch)
         # in the order of MEMORY
-        versions = sum(stage.weights.held_bytes + stage.tied.held_bytes for stage in self._stages.values())
+        versions = sum(stage.weights.held_bytes + stage.tied.held_bytes for stage in self._stages.values()) + self._replica_bytes
         activations = sum(stage.stash.held_bytes for stage in self._stages.values())
         now = (self._weight_bytes, versions, self._gradient_bytes, self._optimizer_bytes, activations, buffers)
         mark = recorder.mark()
