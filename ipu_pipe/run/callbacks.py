@@ -86,7 +86,7 @@ class Callback:
         return None
 
     def on_gradients(self, now: Moment) -> Optional[Stop]:
-        """Handle the gradients of an update, as the optimizer was given them; before `on_step`, with the same moment."""
+        """Handle the gradients at hand when an update of the optimizer begins; before `on_step`, with the same moment."""
         return None
 
     def on_step(self, now: Moment) -> Optional[Stop]:
