@@ -119,7 +119,7 @@ def test_loaders_have_a_validation_loader(tmp_path: Path) -> None:
     assert final["validation_loss"] == final["test_loss"] is not None
 
 
-class Counts(ipu_pipe.data.TensorData):
+class HoldsOut(ipu_pipe.data.TensorData):
     """A user's source that keeps its argument under the name of a validation set."""
 
     def __init__(self, validation: Any, **of_the_file: Any) -> None:
@@ -129,7 +129,7 @@ class Counts(ipu_pipe.data.TensorData):
 
 def test_a_validation_set_that_is_no_source_is_refused(tmp_path: Path) -> None:
     """It was an AttributeError at the first evaluation."""
-    (fault,) = list_faults(go, tmp_path / "run", "data={name: 'tests.test_validation:Counts', validation: 0.1}")
+    (fault,) = list_faults(go, tmp_path / "run", "data={name: 'tests.test_validation:HoldsOut', validation: 0.1}")
     assert fault.startswith("data: validation: 0.1: ")
     assert not (tmp_path / "run").exists()
 
