@@ -24,7 +24,7 @@ IMAGES = {"name": "synthetic", "shape": [3, 16, 16], "subset": 96, "test_subset"
 MODELS: Dict[str, Dict[str, Any]] = {
     "resnet20-batchnorm": {"model": {"entry": "models.resnet:preact_resnet20", "args": {"norm": "batch"}}, "data": IMAGES},
     "resnet20-groupnorm": {"model": {"entry": "models.resnet:preact_resnet20"}, "data": IMAGES},
-    "mlp": {"model": {"entry": "models.mlp:mlp", "args": {"layers": 6}}, "data": {"name": "digits"}},
+    "mlp": {"model": {"entry": "models.mlp:mlp", "args": {"layers": 8}}, "data": {"name": "digits"}},
     "transformer": {
         "model": {
             "entry": "models.transformer:transformer_lm",
@@ -69,11 +69,9 @@ CASES: Dict[str, Dict[str, Any]] = {
 THIRD_PARTY = "third-party"  # stands for all third-party models of the tests, which are small and have random weights
 IMPORTED = ("torch._dynamo", "ipu_pipe.run.train", "ipu_pipe.backends.processes.engine", "ipu_pipe.data.sets")
 REFUSED = ".refused"
-LOCAL = (
-    "local_greedy",
-    "local_overlapping",
-    "last_layers",
-)  # the blocks of these methods are the stages, one on each process
+# the blocks of the local ones are the stages; 2BW needs as many microbatches per update as stages
+ONE_STAGE_A_PROCESS = ("pipedream_2bw", "local_greedy", "local_overlapping", "last_layers")
+TWO_STAGES_A_PROCESS = ("interleaved_1f1b", "interleaved_zb", "zbv", "dualpipe_v", "pipedream, 2 stages a process")
 
 
 def make_parser() -> Parser:
@@ -81,7 +79,7 @@ def make_parser() -> Parser:
     p = Parser(
         prog="tools/equality.py",
         description="Train each method on each model by processes (one thread each, gloo) and by the emulator, for 6 updates of\n"
-        "4 microbatches. Print whether the final weights are equal bit for bit, or why the processes refuse the run.\n"
+        "4 microbatches (dualpipe_v: as many as stages). Print whether the final weights are equal bit for bit, or why the processes refuse the run.\n"
         "Takes minutes. Exit 1 if any weights differ.",
     )
     p.add_argument("--ranks", type=int, nargs="+", default=[2, 4], metavar="P", help="processes (default 2 4)")
@@ -154,7 +152,8 @@ def _make_config(case: str, model: str, ranks: int, precision: str) -> Any:
     from ipu_pipe.config.load import configure
 
     if model in MODELS:
-        chosen: Dict[str, Any] = {**MODELS[model], "stages": ranks if case in LOCAL else None}
+        stages = ranks if case in ONE_STAGE_A_PROCESS else 2 * ranks if case in TWO_STAGES_A_PROCESS else None
+        chosen: Dict[str, Any] = {**MODELS[model], "stages": stages}
     else:
         third_party = _import_third_party()[model]
         chosen = {
@@ -165,7 +164,7 @@ def _make_config(case: str, model: str, ranks: int, precision: str) -> Any:
     rate = 0.02 if model in MODELS else 0.0002  # none diverges at these rates, even with stale weights
     return configure(
         **CASES[case], **chosen,
-        micro_batch_size=2, gradient_accumulation=4, steps=6,
+        micro_batch_size=2, gradient_accumulation=2 * ranks if case == "dualpipe_v" else 4, steps=6,
         optimizer={"lr": rate, "momentum": 0.9}, log={"tensorboard": False}, evaluate={"subset": 32}, seed=3,
         precision=precision,
         backend={"name": "distributed", "threads": 1},

@@ -57,7 +57,7 @@ def describe_sizes(config: Config) -> str:
     ]
     length = f"{config.epochs} epochs" if config.steps is None else f"{config.steps:,} updates"
     of_data = f"{config.data.name} ({', '.join(parts)})" if parts else config.data.name
-    return f"{of_data}, {length}, {batch:,} samples an update"
+    return f"{of_data}, {length}, {batch:,} {'sample' if batch == 1 else 'samples'} an update"
 
 
 def describe_seeds(seeds: Sequence[int]) -> str:
