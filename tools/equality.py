@@ -79,8 +79,8 @@ def make_parser() -> Parser:
     p = Parser(
         prog="tools/equality.py",
         description="Train each method on each model by processes (one thread each, gloo) and by the emulator, for 6 updates of\n"
-        "4 microbatches (dualpipe_v: as many as stages). Print whether the final weights are equal bit for bit, or why the processes refuse the run.\n"
-        "Takes minutes. Exit 1 if any weights differ.",
+        "4 microbatches (dualpipe_v: as many as stages). Print whether the final weights are equal bit for bit, or why the\n"
+        "processes refuse the run. Takes minutes. Exit 1 if any weights differ.",
     )
     p.add_argument("--ranks", type=int, nargs="+", default=[2, 4], metavar="P", help="processes (default 2 4)")
     p.add_argument(
