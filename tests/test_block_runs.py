@@ -330,7 +330,7 @@ def test_the_best_step_of_each_row_is_told_with_what_the_paper_says(tmp_path: Pa
         ],
         2: [make_run("A", 0.5, 9, 1.5), make_run("B", 0.25, 9, 4.5)],
     }
-    outcome = grid.compare(runs, tmp_path)
+    outcome = grid.make_experiment().report(vector_grids.compare(grid, runs), tmp_path)
     outcome.write(tmp_path)
     results = outcome.results
     a, b = results["rows"]

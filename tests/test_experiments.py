@@ -16,12 +16,12 @@ from ipu_pipe.studies.experiment import Request
 from ipu_pipe.studies.measures import compute_normalized_time
 from ipu_pipe.studies.trained import (
     TrainingGrid,
+    compare,
     load_experiment,
-    make_grid_table,
+    make_experiment,
     name_folder,
     run_one,
     scale_rates,
-    summarize,
 )
 from tests.interrupted import interrupted_at
 
@@ -66,11 +66,11 @@ def test_rows_and_seeds_are_run_once_and_compared(file: Path, tmp_path: Path, mo
     outcome = experiment.run(Request(tmp_path / "runs", jobs=2, say=said.append))
     folder, rows = outcome.folder, outcome.results["rows"]
     assert folder == tmp_path / "runs" / "digits"
-    assert [(curve["label"], curve["seed"]) for curve in outcome.curves] == [
+    assert [(curve["label"], curve["seed"]) for curve in outcome.findings.curves] == [
         (r, s) for r in experiment.labels for s in (0, 1)
     ]
     assert len(said) == 7 and said[-1].startswith("[6/6]")
-    sync, bad = outcome.curves[0], outcome.curves[-1]
+    sync, bad = outcome.findings.curves[0], outcome.findings.curves[-1]
     assert sync["diverged"] is None and "loss is" in bad["diverged"]
     assert sync["curve"][0][0] == 0 and sync["curve"][-1][1] > sync["curve"][-1][0]  # gpipe has bubbles
     assert rows[0]["final"] == pytest.approx(sum(rows[0]["final_by_seed"].values()) / 2)
@@ -88,7 +88,7 @@ def test_rows_and_seeds_are_run_once_and_compared(file: Path, tmp_path: Path, mo
         raise AssertionError("a finished run is not run again")
 
     monkeypatch.setattr("ipu_pipe.backends.emulator.replay.Emulator.step", not_again)
-    for curve in outcome.curves:
+    for curve in outcome.findings.curves:
         config = read_grid(file).make_config(curve["label"], curve["seed"])
         again = run_one(config, str(folder / name_folder(curve["label"]) / f"seed-{curve['seed']}"), OPTIONS)
         assert again["curve"] == curve["curve"]
@@ -161,13 +161,15 @@ def test_what_the_paper_expects_gets_a_verdict(file: Path) -> None:
          "diverged": None if value else "loss is nan", "step": 20}
         for label, values in accuracy.items() for seed, value in enumerate(values)
     ]  # fmt: skip
-    results = {"title": grid.title, "source": grid.source, **summarize(grid, runs)}
+    experiment = make_experiment("digits", grid)
+    outcome = experiment.report(compare(grid, runs), file.parent)
+    results = outcome.results
     assert [verdict["verdict"] for verdict in results["verdicts"]] == ["shown", "contradicted", "shown"]
     assert results["verdicts"][2]["difference"] == pytest.approx(0.0) and results["verdicts"][2]["seeds"] == 3
     assert results["agrees"] is False and len(results["differences"]) == 1
-    assert "| sync is better than bad | shown |" in make_grid_table(grid, results, "x")
+    assert "| sync is better than bad | shown |" in outcome.table
     chosen = grid.model_copy(update={"rows": {"sync": grid.rows["sync"]}})
-    results = summarize(chosen, runs[:3])
+    results = experiment.report(compare(chosen, runs[:3]), file.parent).results
     assert {verdict["verdict"] for verdict in results["verdicts"]} == {"not run"} and results["agrees"] is False
 
 

@@ -35,7 +35,7 @@ from ipu_pipe.model.stages import begin_stage
 from ipu_pipe.run.folder import RunFolder, read_summary
 from ipu_pipe.run.train import train
 from ipu_pipe.studies.collect import write_comparison
-from ipu_pipe.studies.experiment import Outcome, call_with_picklable_faults
+from ipu_pipe.studies.experiment import Findings, Outcome, call_with_picklable_faults
 from tests import forked
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -611,7 +611,7 @@ def test_results_that_cannot_be_written_are_told_with_their_file(tmp_path: Path)
         write_comparison({"throughput": {}}, tmp_path)
     (tmp_path / "results.json").mkdir()
     with pytest.raises(RunFault, match="results.json: cannot be written: Is a directory"):
-        Outcome({}, "", tmp_path).write(tmp_path)
+        Outcome({}, "", tmp_path, Findings({}, [], "", [], [])).write(tmp_path)
 
 
 def test_a_pipe_in_a_runs_folder_does_not_hang_it(tmp_path: Path) -> None:

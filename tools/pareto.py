@@ -80,7 +80,7 @@ def main() -> None:
     experiment = _experiment(args)
     say(f"{len(experiment.rows)} runs of {args.examples} examples, {args.jobs} at a time, into {args.runs}")
     try:
-        run_grid(experiment, args.runs, [0], Request(args.runs, jobs=args.jobs, say=say))
+        run_grid(experiment, args.runs, Request(args.runs, seeds=[0], jobs=args.jobs, say=say))
     except BadInput as error:
         raise BadInput(
             [fault.replace("--resume:", f"--runs: {args.runs}: holds other runs:") for fault in error.faults]

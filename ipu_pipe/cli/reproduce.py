@@ -50,7 +50,7 @@ def main(args: argparse.Namespace) -> None:
     if not args.experiment:
         listed = find_experiments([])
         if args.json:
-            print(json.dumps([{"experiment": e.name, "title": e.title, "source": e.source} for e in listed], indent=1))
+            print(json.dumps([e.describe() for e in listed], indent=1))
         for e in listed:
             tell(f"{e.name:30s} {e.title} ({e.source}); {e.size}")
         return

@@ -11,7 +11,7 @@ import signal
 import time
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Sequence, TypeVar
@@ -20,9 +20,10 @@ from ipu_pipe.errors import BadInput, RunFault, find_user_fault, guard_writing
 from ipu_pipe.files import write_json, write_text
 from ipu_pipe.launcher import end_with
 from ipu_pipe.studies import verdicts
+from ipu_pipe.studies.verdicts import Verdict
 
 Key = TypeVar("Key")
-Result = Dict[str, Any]  # of a run, as plain data
+Value = TypeVar("Value")  # what a run gives: anything that can be pickled
 
 
 @dataclass(frozen=True)
@@ -41,44 +42,62 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What an experiment found.
+class Findings:
+    """What the runs of an experiment say.
 
-    `results` is the JSON that programs read, `table` the same as Markdown. `curves` go into results.json beside them. `pictures`
-    maps a file name to the function that draws it; `folder` is where the files go by default.
+    `results` are the keys of its JSON beside those of every experiment. The table has `columns` and `cells`; `how` goes on after
+    the command that made it, `notes` are listed below it. `curves` go into results.json. `pictures` maps a file name to the
+    function that draws it.
+    """
+
+    results: Dict[str, Any]
+    verdicts: Sequence[Verdict]
+    how: str
+    columns: Sequence[str]
+    cells: Sequence[Sequence[Any]]
+    notes: Sequence[str] = ()
+    curves: Sequence[Mapping[str, Any]] = ()
+    pictures: Mapping[str, Callable[[Path], Any]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The report of an experiment: `results` is the JSON that programs read, `table` the same as Markdown.
+
+    `folder` is where the files go by default.
     """
 
     results: Dict[str, Any]
     table: str
     folder: Path
-    curves: List[Dict[str, Any]] = field(default_factory=list)
-    pictures: Mapping[str, Callable[[Path], Any]] = field(default_factory=dict)
+    findings: Findings
 
     def write(self, folder: Path) -> List[Path]:
         """Write results.json, table.md and the pictures into `folder` and return their paths."""
         with guard_writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
-        curves = {"curves": self.curves} if self.curves else {}
-        write_json(folder / "results.json", {**self.results, **curves})
+        curves, pictures = self.findings.curves, self.findings.pictures
+        write_json(folder / "results.json", {**self.results, **({"curves": curves} if curves else {})})
         write_text(folder / "table.md", self.table)
-        for name, draw in self.pictures.items():
+        for name, draw in pictures.items():
             draw(folder / name)
-        return [folder / name for name in ("results.json", "table.md", *self.pictures)]
+        return [folder / name for name in ("results.json", "table.md", *pictures)]
 
 
 @dataclass(frozen=True)
 class Experiment:
     """Anything that tools/reproduce.py can list, check and run.
 
-    `size` are its rows and seeds in words. `labels` are the rows that can be chosen, `seeds` its own ones, `has_full` says
-    whether there is the paper's size; where there are none, the option is refused. `hours` are those of one core, about.
+    `size` are its rows and seeds in words. `find` makes the runs in a folder, by a request with all rows and seeds filled in.
+    `labels` are the rows that can be chosen, `seeds` its own ones, `has_full` says whether there is the paper's size; where there
+    are none, the option is refused. `hours` are those of one core, about.
     """
 
     name: str
     title: str
     source: str
     size: str
-    run: Callable[[Request], Outcome]
+    find: Callable[[Request, Path], Findings]
     labels: Sequence[str] = ()
     seeds: Sequence[int] = ()
     has_full: bool = False
@@ -101,27 +120,46 @@ class Experiment:
         """Return the keys with which its results begin."""
         return {"experiment": self.name, "title": self.title, "source": self.source}
 
+    def run(self, request: Request) -> Outcome:
+        """Make the runs that are not finished and report what they say."""
+        full = request.full and self.has_full
+        folder = request.runs / (self.name + ("-full" if full else ""))
+        rows, seeds = request.rows or self.labels, request.seeds or self.seeds
+        return self.report(self.find(replace(request, rows=rows, seeds=seeds, full=full), folder), folder, full)
+
+    def report(self, findings: Findings, folder: Path, full: bool = False) -> Outcome:
+        """Return findings as JSON and as Markdown: title, table, the verdicts on the paper's claims, notes."""
+        command = f"python tools/reproduce.py {self.name}" + (" --full" if full else "")
+        intro = f"Source: {self.source}. Made by `{command}`{findings.how}"
+        lines = [f"# {self.title}", "", intro, "", *make_table(findings.columns, findings.cells)]
+        if findings.verdicts:
+            lines += ["", *make_table(verdicts.COLUMNS, findings.verdicts)]
+        if findings.notes:
+            lines += ["", *(f"- {note}" for note in findings.notes)]
+        results = {**self.describe(), **findings.results, **verdicts.make_results(findings.verdicts)}
+        return Outcome(results, "\n".join(lines) + "\n", folder, findings)
+
 
 # ---- the runs
 
 
 def run_all(
-    work: Callable[..., Result],
+    work: Callable[..., Value],
     arguments: Mapping[Key, Sequence[Any]],
     request: Request,
-    describe: Callable[[Key, Result], str],
-) -> Dict[Key, Result]:
+    describe: Callable[[Key, Value], str],
+) -> Dict[Key, Value]:
     """Return `work(*arguments[key])` of each key in their order; say after each run how it ended and the time that is left.
 
     `request.jobs` runs go on at a time, in processes of their own. A fault of one ends all: workers that go on would hold up
     the end of this process. A fault of the user's code is raised as its `UserFault`, since not every exception can be pickled.
     """
-    done: Dict[Key, Result] = {}
+    done: Dict[Key, Value] = {}
     start = time.monotonic()
     with ProcessPoolExecutor(
         min(request.jobs, len(arguments)), mp_context=get_context("spawn"), initializer=_start, initargs=(os.getpid(),)
     ) as pool:
-        waiting: Dict["Future[Result]", Key] = {
+        waiting: Dict["Future[Value]", Key] = {
             pool.submit(call_with_picklable_faults, work, values): key for key, values in arguments.items()
         }
         try:
@@ -147,7 +185,7 @@ def _start(parent: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # after Ctrl-C the parent ends its workers
 
 
-def call_with_picklable_faults(work: Callable[..., Result], arguments: Sequence[Any]) -> Result:
+def call_with_picklable_faults(work: Callable[..., Value], arguments: Sequence[Any]) -> Value:
     """Return `work(*arguments)`; raise a fault of the user's code as `UserFault`, which can be pickled."""
     try:
         return work(*arguments)
@@ -159,16 +197,6 @@ def call_with_picklable_faults(work: Callable[..., Result], arguments: Sequence[
 
 
 # ---- tables
-
-
-def make_markdown(
-    results: Mapping[str, Any], notes: Sequence[str], head: Sequence[str], rows: Sequence[Sequence[Any]]
-) -> str:
-    """Return title, notes and table as Markdown, and the verdicts on the paper's claims."""
-    lines = [f"# {results['title']}", "", *notes, "", *make_table(head, rows)]
-    if results["verdicts"]:
-        lines += ["", *make_table(verdicts.COLUMNS, verdicts.make_rows(results["verdicts"]))]
-    return "\n".join(lines).rstrip() + "\n"
 
 
 def make_table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> List[str]:
@@ -185,11 +213,11 @@ def make_table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> List[str]:
 
 
 class PredictedRows(NamedTuple):
-    """The rows of a prediction; `notes` on the whole table, assumptions included; `pictures` as those of an `Outcome`."""
+    """The rows of a prediction; `notes` on the whole table, assumptions included; `pictures` as those of `Findings`."""
 
     rows: List[Dict[str, Any]]
     notes: List[str]
-    verdicts: List[verdicts.Verdict]
+    verdicts: List[Verdict]
     pictures: Mapping[str, Callable[[Path], Any]] = {}
 
 
@@ -201,17 +229,11 @@ def make_prediction(
     No run is made: all follows from models by shape, hardware files and schedules, in seconds.
     """
 
-    def run(request: Request) -> Outcome:
-        predicted = predict()
-        results = {
-            **experiment.describe(), "predicted": True, "rows": predicted.rows, "notes": predicted.notes,
-            **verdicts.make_results(predicted.verdicts),
-        }  # fmt: skip
-        intro = f"Source: {source}. Made by `python tools/reproduce.py {name}`. Everything not printed in the paper is predicted."
-        cells = [[row.get(key) for key in columns] for row in predicted.rows]
-        table = make_markdown(results, [intro], list(columns.values()), cells)
-        table += "".join(f"\n- {note}" for note in predicted.notes) + "\n"
-        return Outcome(results, table, request.runs / name, pictures=predicted.pictures)
+    def find(request: Request, folder: Path) -> Findings:
+        rows, notes, verdicts, pictures = predict()
+        results = {"predicted": True, "rows": rows, "notes": notes}
+        how = ". Everything not printed in the paper is predicted."
+        cells = [[row.get(key) for key in columns] for row in rows]
+        return Findings(results, verdicts, how, list(columns.values()), cells, notes, pictures=pictures)
 
-    experiment = Experiment(name, title, source, "predicted", run)
-    return experiment
+    return Experiment(name, title, source, "predicted", find)

@@ -15,13 +15,13 @@ from ipu_pipe.schedule.global_history import count_history_delays
 from ipu_pipe.schedule.methods import resolve_method
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
-from ipu_pipe.studies.experiment import Experiment, Outcome, Request, make_markdown
-from ipu_pipe.studies.verdicts import judge_exactly, make_results
+from ipu_pipe.studies.experiment import Experiment, Findings, Request
+from ipu_pipe.studies.verdicts import judge_exactly
 
 STAGES = range(2, 41)
 
 
-def run_delays(request: Request) -> Outcome:
+def find_delays(request: Request, folder: Path) -> Findings:
     """Compare the delays of each number of stages with the paper's closed forms; nothing is trained."""
     delays = {P: compute_delays(P) for P in STAGES}
     deep = [P for P in STAGES if P >= 10]
@@ -43,16 +43,15 @@ def run_delays(request: Request) -> Outcome:
         {"method": "pipedream", "args": {"stages": P}, "step": None, "final": delays[P]["greatest"], **delays[P]}
         for P in STAGES
     ]
-    results = {**DELAYS.describe(), "rows": rows, "exponents": fits, **make_results(verdicts)}
     shown = ", ".join(f"{key} P^{value:.3f}" for key, value in fits.items())
-    intro = (
-        f"Source: {DELAYS.source}. Made by `python tools/reproduce.py {DELAYS.name}`, from the timeline; fitted from P = 10 on: "
-        f"{shown}."
+    return Findings(
+        {"rows": rows, "exponents": fits},
+        verdicts,
+        f", from the timeline; fitted from P = 10 on: {shown}.",
+        ("P", "least", "10th percentile", "mean", "greatest"),
+        [(P, row["least"], f"{row['low']:g}", f"{row['mean']:g}", row["greatest"]) for P, row in delays.items()],
+        pictures={"delays.png": functools.partial(draw_delays, delays), "timelines.png": draw_timelines},
     )
-    cells = [(P, row["least"], f"{row['low']:g}", f"{row['mean']:g}", row["greatest"]) for P, row in delays.items()]
-    table = make_markdown(results, [intro], ("P", "least", "10th percentile", "mean", "greatest"), cells)
-    pictures: Dict[str, Any] = {"delays.png": functools.partial(draw_delays, delays), "timelines.png": draw_timelines}
-    return Outcome(results, table, request.runs / DELAYS.name, pictures=pictures)
 
 
 DELAYS = Experiment(
@@ -60,7 +59,7 @@ DELAYS = Experiment(
     "PipeDream's delays in the global history of block updates, by number of stages",
     "randomized PipeDream, Figure 6, Lemma C.1 and Figure 3",
     f"{STAGES[0]} to {STAGES[-1]} stages",
-    run_delays,
+    find_delays,
 )
 
 

@@ -42,8 +42,8 @@ from ipu_pipe.run import checkpoint
 from ipu_pipe.run.build import build
 from ipu_pipe.run.train import train
 from ipu_pipe.schedule.methods import METHODS
-from ipu_pipe.studies.experiment import Result
 
+Result = Dict[str, Any]  # of a run, as plain data
 Runs = Sequence[Mapping[str, Any]]  # results of runs, with their label and seed
 
 
@@ -119,19 +119,18 @@ def compute_normalized_time(phases: Sequence[Mapping[str, Any]], step: int) -> f
 def measure_test_accuracy(config: Config, out: Path, options: MeasureOptions, overwrite: bool) -> Result:
     """Train a run; its curve has (epoch, time, test loss, test accuracy) of each evaluation."""
     records, diverged = train_run(config, out, overwrite, options.fill_and_drain)
-    keys = ("epoch", "time", "test_loss", "test_accuracy")
-    curve = [[record[key] for key in keys] for record in records if record.get("test_accuracy") is not None]
-    accuracies = [point[-1] for point in curve] or [0.0]
-    return make_result(accuracies[-1], curve, _find_last_step(records), {}, max(accuracies), diverged)
+    return _summarize_curve(_list_evaluations(records, "test_loss", "test_accuracy"), max, records, diverged)
 
 
 def measure_test_loss(config: Config, out: Path, options: MeasureOptions, overwrite: bool) -> Result:
     """Train a run; its curve has (epoch, time, test loss) of each evaluation."""
     records, diverged = train_run(config, out, overwrite, options.fill_and_drain)
-    keys = ("epoch", "time", "test_loss")
-    curve = [[record[key] for key in keys] for record in records if record.get("test_loss") is not None]
-    losses = [point[-1] for point in curve] or [math.inf]
-    return make_result(losses[-1], curve, _find_last_step(records), {}, min(losses), diverged)
+    return _summarize_curve(_list_evaluations(records, "test_loss"), min, records, diverged)
+
+
+def _list_evaluations(records: Runs, *values: str) -> List[List[Any]]:
+    keys = ("epoch", "time", *values)
+    return [[record[key] for key in keys] for record in records if record.get(values[-1]) is not None]
 
 
 def measure_training_loss(config: Config, out: Path, options: MeasureOptions, overwrite: bool) -> Result:
@@ -142,12 +141,16 @@ def measure_training_loss(config: Config, out: Path, options: MeasureOptions, ov
     for end in range(every, len(losses) + 1, every):
         mean = statistics.mean(record["train_loss"] for record in losses[end - every : end])
         curve.append([losses[end - 1]["epoch"], losses[end - 1]["time"], mean])
-    means = [point[-1] for point in curve] or [math.inf]
-    return make_result(means[-1], curve, _find_last_step(records), {}, min(means), diverged)
+    return _summarize_curve(curve, min, records, diverged)
 
 
-def _find_last_step(records: Sequence[Mapping[str, Any]]) -> int:
-    return max((record["step"] for record in records), default=0)
+def _summarize_curve(
+    curve: Sequence[Sequence[Any]], choose: Callable[..., Any], records: Runs, diverged: Optional[str]
+) -> Result:
+    """Return the result whose final value is the last one of the last point; `choose` takes the best of all points."""
+    values = [point[-1] for point in curve] or [None]
+    step = max((record["step"] for record in records), default=0)
+    return make_result(values[-1], curve, step, {}, choose(values), diverged)
 
 
 def measure_filters(config: Config, out: Path, options: MeasureOptions, overwrite: bool) -> Result:

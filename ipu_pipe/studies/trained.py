@@ -24,7 +24,7 @@ import math
 import statistics
 import time
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Optional, Sequence
+from typing import Any, Dict, Iterable, List, Mapping, Optional, Tuple
 
 import numpy as np
 from pydantic import Field, ValidationError, model_validator
@@ -32,14 +32,15 @@ from typing_extensions import Annotated, Literal
 
 from ipu_pipe.config.faults import format_faults
 from ipu_pipe.config.load import configure
+from ipu_pipe.config.schema import Config
 from ipu_pipe.config.values import Positive, Section, Seed
 from ipu_pipe.config.yaml_files import merge_keys, read_yaml
 from ipu_pipe.errors import BadInput
 from ipu_pipe.files import write_json
 from ipu_pipe.report.plots import describe_sizes
-from ipu_pipe.studies.experiment import Experiment, Outcome, Request, Result, make_markdown, run_all
-from ipu_pipe.studies.measures import MEASURES, Measure, MeasureOptions, Runs
-from ipu_pipe.studies.verdicts import Claim, judge, make_results
+from ipu_pipe.studies.experiment import Experiment, Findings, Key, Request, run_all
+from ipu_pipe.studies.measures import MEASURES, Measure, MeasureOptions, Result, Runs
+from ipu_pipe.studies.verdicts import Claim, judge
 
 Keys = Dict[str, Any]
 
@@ -161,48 +162,38 @@ def _list_faults(grid: TrainingGrid) -> List[str]:
 def make_experiment(name: str, grid: TrainingGrid) -> Experiment:
     """Return the experiment that trains all rows by all seeds, then compares them."""
 
-    def run(request: Request) -> Outcome:
-        seeds = list(request.seeds) or grid.seeds
-        rows = {label: row for label, row in grid.rows.items() if not request.rows or label in request.rows}
+    def find(request: Request, folder: Path) -> Findings:
+        rows = {label: row for label, row in grid.rows.items() if label in request.rows}
         chosen = grid.model_copy(update={"rows": rows})
-        full = request.full and grid.full is not None
-        folder = request.runs / (name + ("-full" if full else ""))
-        request.say(f"{grid.title}: {len(rows)} rows x {len(seeds)} seeds")
-        tuned = run_tuning(chosen, folder, request, full) if grid.tune is not None else {}
+        request.say(f"{grid.title}: {len(rows)} rows x {len(request.seeds)} seeds")
+        tuned = run_tuning(chosen, folder, request)
         rates = {label: choose_rate(grid, by_rate) for label, by_rate in tuned.items()}
-        runs = run_grid(chosen, folder, seeds, request, full, rates)
-        results = {**experiment.describe(), **summarize(chosen, runs, full, tuned)}
-        command = f"python tools/reproduce.py {name}" + (" --full" if full else "")
-        curves = [{key: run[key] for key in ("label", "seed", "diverged", "curve")} for run in runs]
-        pictures = {file: functools.partial(draw, results, runs) for file, draw in grid.get_measure().pictures.items()}
-        return Outcome(results, make_grid_table(grid, results, command), folder, curves, pictures)
+        return compare(chosen, run_grid(chosen, folder, request, rates), request.full, tuned)
 
     size = f"{len(grid.rows)} rows, {len(grid.seeds)} seeds"
     size += f", about {grid.hours:g} core-hours" if grid.hours is not None else ""
     hours = math.inf if grid.hours is None else grid.hours
-    experiment = Experiment(
-        name, grid.title, grid.source, size, run, list(grid.rows), grid.seeds, grid.full is not None, hours
+    return Experiment(
+        name, grid.title, grid.source, size, find, list(grid.rows), grid.seeds, grid.full is not None, hours
     )
-    return experiment
 
 
 # ---- the runs
 
 
-def run_tuning(grid: TrainingGrid, out: Path, request: Request, full: bool) -> Dict[str, Dict[float, Optional[float]]]:
+def run_tuning(grid: TrainingGrid, out: Path, request: Request) -> Dict[str, Dict[float, Optional[float]]]:
     """Train every row with each learning rate, in `out/LABEL/rate-R`; return the final values by row, then rate."""
-    assert grid.tune is not None
-    seed, options, measure = grid.tune.seed, grid.measure.model_dump(), grid.get_measure()
-    arguments = {}
-    for label in grid.rows:
-        for rate in grid.tune.rates:
-            config = grid.make_config(label, seed, full, rate, tunes=True)
-            arguments[label, rate] = (config, str(out / name_folder(label) / f"rate-{rate:g}"), options)
-
-    def describe(key: Any, result: Result) -> str:
-        return f"tuning {key[0]}, rate x {key[1]:g}: {_show_end(result, measure)}"
-
-    results = run_all(run_one, arguments, request, describe)
+    if grid.tune is None:
+        return {}
+    runs = {
+        (label, rate): (
+            grid.make_config(label, grid.tune.seed, request.full, rate, tunes=True),
+            out / name_folder(label) / f"rate-{rate:g}",
+        )
+        for label in grid.rows
+        for rate in grid.tune.rates
+    }
+    results = _train_all(grid, runs, "tuning {}, rate x {:g}", request)
     return {label: {rate: results[label, rate]["final"] for rate in grid.tune.rates} for label in grid.rows}
 
 
@@ -212,40 +203,36 @@ def choose_rate(grid: TrainingGrid, by_rate: Mapping[float, Optional[float]]) ->
     return max(sorted(by_rate), key=lambda rate: -math.inf if by_rate[rate] is None else sign * (by_rate[rate] or 0.0))
 
 
-def _show_end(result: Result, measure: Measure) -> str:
-    final = "done" if result["final"] is None else f"{measure.final} {format(result['final'], measure.form)}"
-    return f"{'diverged: ' + result['diverged'] if result['diverged'] else final} ({result['seconds']:.0f} s)"
-
-
-def run_grid(
-    grid: TrainingGrid,
-    out: Path,
-    seeds: Sequence[int],
-    request: Request,
-    full: bool = False,
-    rates: Mapping[str, float] = {},
-) -> List[Dict[str, Any]]:
+def run_grid(grid: TrainingGrid, out: Path, request: Request, rates: Mapping[str, float] = {}) -> List[Dict[str, Any]]:
     """Train every row by every seed, each in `out/LABEL/seed-S`, and return the results by row, then seed.
 
     A run whose loss is not finite is a result: it diverged. Any other fault ends all runs.
     """
-    options = grid.measure.model_dump()
-    arguments = {
+    runs = {
         (label, seed): (
-            grid.make_config(label, seed, full, rates.get(label, 1.0)),
-            str(out / name_folder(label) / (f"seed-{seed}" + (f"-rate-{rates[label]:g}" if label in rates else ""))),
-            options,
+            grid.make_config(label, seed, request.full, rates.get(label, 1.0)),
+            out / name_folder(label) / (f"seed-{seed}" + (f"-rate-{rates[label]:g}" if label in rates else "")),
         )
-        for seed in seeds
+        for seed in request.seeds
         for label in grid.rows
     }
-    measure = grid.get_measure()
+    results = _train_all(grid, runs, "{}, seed {}", request)
+    return [{"label": label, "seed": seed, **results[label, seed]} for label in grid.rows for seed in request.seeds]
 
-    def describe(key: Any, result: Result) -> str:
-        return f"{key[0]}, seed {key[1]}: {_show_end(result, measure)}"
 
-    results = run_all(run_one, arguments, request, describe)
-    return [{"label": label, "seed": seed, **results[label, seed]} for label in grid.rows for seed in seeds]
+def _train_all(
+    grid: TrainingGrid, runs: Mapping[Key, Tuple[Keys, Path]], name: str, request: Request
+) -> Dict[Key, Result]:
+    """Train and measure each run, a config and its folder; `name` makes words of its key for the line that says how it ended."""
+    options, measure = grid.measure.model_dump(), grid.get_measure()
+
+    def describe(key: Key, result: Result) -> str:
+        final = "done" if result["final"] is None else f"{measure.final} {format(result['final'], measure.form)}"
+        end = f"diverged: {result['diverged']}" if result["diverged"] else final
+        return f"{name.format(*key)}: {end} ({result['seconds']:.0f} s)"
+
+    arguments = {key: (config, str(folder), options) for key, (config, folder) in runs.items()}
+    return run_all(run_one, arguments, request, describe)
 
 
 def name_folder(label: str) -> str:
@@ -281,57 +268,78 @@ def _complete(asked: Mapping[str, Keys]) -> Keys:
 # ---- the results
 
 
-def summarize(
+def compare(
     grid: TrainingGrid, runs: Runs, full: bool = False, tuned: Mapping[str, Mapping[float, Optional[float]]] = {}
-) -> Dict[str, Any]:
-    """Return the results as JSON: a row for each label, and the verdicts on the paper's claims."""
-    rows: List[Dict[str, Any]] = []
-    by_time = compares_times(grid)
-    equal_time = min((run["curve"][-1][1] for run in runs if run["final"] is not None), default=0.0) if by_time else 0.0
+) -> Findings:
+    """Return what the runs say: a row for each label, and the verdicts on the paper's claims."""
+    measure, rows = grid.get_measure(), []
+    compares_times = any(entry.at == "time" for entry in grid.expect)
+    time = 0.0
+    if compares_times:
+        time = min((run["curve"][-1][1] for run in runs if run["final"] is not None), default=0.0)
+    worst = -math.inf if measure.larger_is_better else math.inf  # of a run that diverged
+    finals: Dict[str, Dict[str, Dict[int, float]]] = {"samples": {}, "time": {}}
     for label in grid.rows:
         runs_of_row = [run for run in runs if run["label"] == label]
-        config = configure(**grid.make_config(label, 0, full))
-        ended = [run for run in runs_of_row if run["final"] is not None]
-        ends, best = [run["final"] for run in ended], [run["best"] for run in ended if run["best"] is not None]
-        times = [run["curve"][-1][1] for run in ended] if best else []
+        ends = {"samples": {run["seed"]: run["final"] for run in runs_of_row}}
+        if compares_times:
+            ends["time"] = {run["seed"]: _find_at(run, time) for run in runs_of_row}
+        for at, by_seed in ends.items():
+            finals[at][label] = {seed: worst if end is None else end for seed, end in by_seed.items()}
         rows.append({
-            "label": label,
-            "method": config.method,
-            "args": config.method_settings(),
-            "step": max(run["step"] for run in runs_of_row),
-            "final": statistics.mean(ends) if ended and len(ended) == len(runs_of_row) else None,
-            "std": statistics.stdev(ends) if len(ends) > 1 else None,
-            "best": statistics.mean(best) if best else None,
-            "final_by_seed": {str(run["seed"]): run["final"] for run in runs_of_row},
-            "diverged": sum(run["diverged"] is not None for run in runs_of_row),
-            "normalized_time": statistics.mean(times) if times else None,
+            **_summarize_row(label, configure(**grid.make_config(label, 0, full)), runs_of_row),
             **({"rate": choose_rate(grid, tuned[label]), "tuning": dict(tuned[label])} if label in tuned else {}),
-            **({"at_equal_time": _compute_mean([_find_at(run, equal_time) for run in runs_of_row])} if by_time else {}),
-            "values": {key: _compute_mean([run["values"][key] for run in ended]) for key in runs_of_row[0]["values"]},
+            **({"at_equal_time": _compute_mean(ends["time"].values())} if compares_times else {}),
         })  # fmt: skip
-    measure = grid.get_measure()
-    worst = -math.inf if measure.larger_is_better else math.inf  # of a run that diverged
-    finals: Dict[str, Dict[str, Dict[int, float]]] = {
-        at: {label: {} for label in grid.rows} for at in ("samples", "time")
-    }
-    for run in runs:
-        finals["samples"][run["label"]][run["seed"]] = worst if run["final"] is None else run["final"]
-        if by_time:
-            at_time = _find_at(run, equal_time)
-            finals["time"][run["label"]][run["seed"]] = worst if at_time is None else at_time
+    setting = describe_sizes(configure(**grid.make_config(next(iter(grid.rows)), 0, full)))
+    seeds = sorted({run["seed"] for run in runs})
+    results = {
+        "setting": setting, "full_size": full, "seeds": seeds, **({"equal_time": time} if compares_times else {}), "rows": rows,
+    }  # fmt: skip
+    how = f": {setting}; seeds {', '.join(map(str, seeds))}. Final {measure.final}, mean and standard deviation."
+    extras = {"rate": "rate x", "at_equal_time": f"{measure.final} at time {time:.2f}"}
+    extras = {key: head for key, head in extras.items() if key in rows[0]}
+    values = list(rows[0]["values"])
+    return Findings(
+        results,
+        [judge(entry.make_claim(measure), finals[entry.at]) for entry in grid.expect],
+        f"{how} Time: epochs divided by the pipeline's utilization.",
+        ("row", "method", f"final {measure.final}", "by seed", "time", *extras.values(), *values),
+        [
+            [
+                row["label"], row["method"], _show_final(row, measure),
+                ", ".join("diverged" if v is None else f"{v:.3f}" for v in row["final_by_seed"].values()),
+                None if row["normalized_time"] is None else f"{row['normalized_time']:.2f}",
+                *(row[key] for key in extras),
+                *(row["values"].get(key) for key in values),
+            ]
+            for row in rows
+        ],
+        curves=[{key: run[key] for key in ("label", "seed", "diverged", "curve")} for run in runs],
+        pictures={
+            file: functools.partial(draw, {"title": grid.title, **results}, runs)
+            for file, draw in measure.pictures.items()
+        },
+    )  # fmt: skip
+
+
+def _summarize_row(label: str, config: Config, runs: Runs) -> Dict[str, Any]:
+    """Return the row of results of a row's runs: means and deviations over the seeds that did not diverge."""
+    ended = [run for run in runs if run["final"] is not None]
+    finals, best = [run["final"] for run in ended], [run["best"] for run in ended if run["best"] is not None]
     return {
-        "setting": describe_sizes(configure(**grid.make_config(next(iter(grid.rows)), 0, full))),
-        "full_size": full,
-        "seeds": sorted({run["seed"] for run in runs}),
-        **({"equal_time": equal_time} if by_time else {}),
-        "rows": rows,
-        **make_results([judge(entry.make_claim(measure), finals[entry.at]) for entry in grid.expect]),
+        "label": label,
+        "method": config.method,
+        "args": config.method_settings(),
+        "step": max(run["step"] for run in runs),
+        "final": statistics.mean(finals) if ended and len(ended) == len(runs) else None,
+        "std": statistics.stdev(finals) if len(finals) > 1 else None,
+        "best": _compute_mean(best),
+        "final_by_seed": {str(run["seed"]): run["final"] for run in runs},
+        "diverged": sum(run["diverged"] is not None for run in runs),
+        "normalized_time": _compute_mean([run["curve"][-1][1] for run in ended] if best else []),
+        "values": {key: _compute_mean([run["values"][key] for run in ended]) for key in runs[0]["values"]},
     }
-
-
-def compares_times(grid: TrainingGrid) -> bool:
-    """Return whether a claim is about values at equal time."""
-    return any(entry.at == "time" for entry in grid.expect)
 
 
 def _find_at(run: Mapping[str, Any], time: float) -> Optional[float]:
@@ -341,40 +349,12 @@ def _find_at(run: Mapping[str, Any], time: float) -> Optional[float]:
     return float(np.interp(time, [point[1] for point in run["curve"]], [point[-1] for point in run["curve"]]))
 
 
-def _compute_mean(values: Sequence[Optional[float]]) -> Optional[float]:
+def _compute_mean(values: Iterable[Optional[float]]) -> Optional[float]:
     known = [value for value in values if value is not None]
     return statistics.mean(known) if known else None
 
 
-def make_grid_table(grid: TrainingGrid, results: Mapping[str, Any], command: str) -> str:
-    """Return the results as Markdown."""
-    measure = grid.get_measure()
-    intro = (
-        f"Source: {results['source']}. Made by `{command}`: {results['setting']}; seeds {', '.join(map(str, results['seeds']))}."
-        f" Final {measure.final}, mean and standard deviation. Time: epochs divided by the pipeline's utilization."
-    )
-    values = list(results["rows"][0]["values"])
-    extras = {"rate": "rate x", "at_equal_time": f"{measure.final} at time {results.get('equal_time', 0):.2f}"}
-    extras = {key: head for key, head in extras.items() if key in results["rows"][0]}
-    rows = [
-        (
-            row["label"], row["method"], show_final(row, measure),
-            ", ".join("diverged" if v is None else f"{v:.3f}" for v in row["final_by_seed"].values()),
-            None if row["normalized_time"] is None else f"{row['normalized_time']:.2f}",
-            *(row[key] for key in extras),
-            *(row["values"].get(key) for key in values),
-        )
-        for row in results["rows"]
-    ]  # fmt: skip
-    return make_markdown(
-        results,
-        [intro],
-        ("row", "method", f"final {measure.final}", "by seed", "time", *extras.values(), *values),
-        rows,
-    )
-
-
-def show_final(row: Mapping[str, Any], measure: Measure) -> str:
+def _show_final(row: Mapping[str, Any], measure: Measure) -> str:
     """Return the mean and standard deviation of a row's final values in words, or how many of its runs diverged."""
     if row["final"] is None:
         return f"{row['diverged']} of {len(row['final_by_seed'])} runs diverged"

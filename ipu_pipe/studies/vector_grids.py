@@ -20,9 +20,9 @@ import numpy as np
 from ipu_pipe.report.plots import describe_seeds, open_figure, plot_mean_with_range
 from ipu_pipe.schedule.delays import compute_greatest_delay
 from ipu_pipe.studies import objectives, vector_runs
-from ipu_pipe.studies.experiment import Experiment, Outcome, Request, Result, make_markdown, run_all
+from ipu_pipe.studies.experiment import Experiment, Findings, Request, run_all
 from ipu_pipe.studies.objectives import Floats, Objective
-from ipu_pipe.studies.verdicts import Claim, judge, make_results
+from ipu_pipe.studies.verdicts import Claim, judge
 
 MEASURED = "f - f*"
 
@@ -54,6 +54,9 @@ class StepRun(NamedTuple):
         return self.curve[-1][2]
 
 
+BestRuns = Dict[str, Dict[int, StepRun]]  # row -> seed -> run
+
+
 @dataclass(frozen=True)
 class VectorGrid:
     """The rows of an experiment on the objective that a seed draws.
@@ -74,39 +77,28 @@ class VectorGrid:
 
     def make_experiment(self) -> Experiment:
         """Return the experiment that runs all seeds, each in a process of its own, and compares the best step of each row."""
-        return Experiment(self.name, self.title, self.source, f"{len(SEEDS)} seeds", self.run, seeds=SEEDS)
+        return Experiment(self.name, self.title, self.source, f"{len(SEEDS)} seeds", self.find, seeds=SEEDS)
 
-    def run(self, request: Request) -> Outcome:
-        """Run all seeds and compare the best step of each row."""
-        arguments = {seed: (self.name, seed) for seed in request.seeds or SEEDS}
-        results = run_all(
-            run_named, arguments, request, lambda seed, result: f"seed {seed}: {len(result['runs'])} runs"
+    def find(self, request: Request, folder: Path) -> Findings:
+        """Run all seeds and compare the best step of each row; nothing is kept in the folder."""
+        arguments = {seed: (self.name, seed) for seed in request.seeds}
+        return compare(
+            self, run_all(run_named, arguments, request, lambda seed, runs: f"seed {seed}: {len(runs)} runs")
         )
-        return self.compare({seed: result["runs"] for seed, result in results.items()}, request.runs / self.name)
-
-    def compare(self, runs: Mapping[int, List[StepRun]], folder: Path) -> Outcome:
-        """Return the outcome of runs by seed."""
-        best = find_best_runs(runs)
-        results = {**self.make_experiment().describe(), **summarize(self, runs)}
-        curves = [
-            {"label": run.label, "seed": seed, "step": run.step, "curve": run.curve}
-            for by_seed in best.values()
-            for seed, run in by_seed.items()
-        ]
-        draw = functools.partial(draw_by_stages if self.by_stages else draw_curves, self, best)
-        return Outcome(results, make_step_table(self, results), folder, curves, {"curves.png": draw})
 
 
-def run_named(name: str, seed: int) -> Result:
+def run_named(name: str, seed: int) -> List[StepRun]:
     """Run one seed of a grid in a worker process, to which the grid itself cannot be sent."""
-    return {"runs": run_seed(VECTOR_GRIDS[name], seed)}
+    return run_seed(VECTOR_GRIDS[name], seed)
 
 
 def run_seed(grid: VectorGrid, seed: int) -> List[StepRun]:
     """Run every row with all of its learning rates at once; neighbouring rows of randomized PipeDream share their products."""
     objective, runs = grid.make_objective(seed), []
     least = objective.optimum
-    for (method, P, M), rows_of_kind in itertools.groupby(grid.rows, lambda row: row[1:2] + row[3:5]):
+    for (method, P, M), rows_of_kind in itertools.groupby(
+        grid.rows, lambda row: (row.method, row.stages, row.microbatches)
+    ):
         rows = list(rows_of_kind)
         if method == "pipedream":
             curves = [vector_runs.run_pipedream(objective, P, M, row.rates, seed) for row in rows]
@@ -131,9 +123,9 @@ def run_seed(grid: VectorGrid, seed: int) -> List[StepRun]:
 # ---- results
 
 
-def find_best_runs(runs: Mapping[int, List[StepRun]]) -> Dict[str, Dict[int, StepRun]]:
+def find_best_runs(runs: Mapping[int, List[StepRun]]) -> BestRuns:
     """Return for each row and seed the run with the least final objective."""
-    best: Dict[str, Dict[int, StepRun]] = {}
+    best: BestRuns = {}
     for seed, runs_of_seed in runs.items():
         for run in runs_of_seed:
             by_seed = best.setdefault(run.label, {})
@@ -141,37 +133,54 @@ def find_best_runs(runs: Mapping[int, List[StepRun]]) -> Dict[str, Dict[int, Ste
     return best
 
 
-def summarize(grid: VectorGrid, runs: Mapping[int, List[StepRun]]) -> Dict[str, Any]:
-    """Return the results as JSON: `final` is the mean over the seeds with the best step of each."""
-    runs_of_any_seed = next(iter(runs.values()))
+def compare(grid: VectorGrid, runs: Mapping[int, List[StepRun]]) -> Findings:
+    """Return what the runs of each seed say: `final` of a row is the mean over the seeds with the best step of each."""
+    best, runs_of_any_seed = find_best_runs(runs), next(iter(runs.values()))
     rows: List[Dict[str, Any]] = []
-    for label, by_seed in find_best_runs(runs).items():
+    cells = []
+    for label, by_seed in best.items():
         first, values = next(iter(by_seed.values())), [run.final for run in by_seed.values()]
+        mean, std = statistics.mean(values), statistics.stdev(values) if len(values) > 1 else None
+        updates, slots, _ = first.curve[-1]
         rows.append({
-            "label": label, "method": first.method, "args": first.args, "step": first.step,
-            "final": statistics.mean(values), "std": statistics.stdev(values) if len(values) > 1 else None,
+            "label": label, "method": first.method, "args": first.args, "step": first.step, "final": mean, "std": std,
             "step_by_seed": {str(seed): run.step for seed, run in by_seed.items()},
             "final_by_seed": {str(seed): run.final for seed, run in by_seed.items()},
-            "updates": first.curve[-1][0], "slots": first.curve[-1][1],
+            "updates": updates, "slots": slots,
             "stable_steps": sorted(
                 run.step for run in runs_of_any_seed if run.label == label and run.final < run.curve[0][2]
             ),
         })  # fmt: skip
-    best = find_best_runs(runs)
+        steps = ", ".join(show_power(run.step) for run in by_seed.values())
+        final = f"{mean:.6g}" + ("" if std is None else f" +- {std:.2g}")
+        cells.append((label, steps, final, ", ".join(f"{v:.6g}" for v in values), f"{updates:,}", f"{slots:,}"))
     finals = {label: {seed: run.final for seed, run in by_seed.items()} for label, by_seed in best.items()}
     distances = {
         f"{row} from {other}": {seed: compute_distance(run, best[other][seed]) for seed, run in best[row].items()}
         for row, other in grid.tracked
     }
-    verdicts = make_results([judge(claim, {**finals, **distances}) for claim in grid.claims])
-    return {
-        "setting": grid.setting,
-        "measures": MEASURED,
-        "seeds": list(runs),
-        "rows": rows,
-        "distances": distances,
-        **verdicts,
-    }
+    seeds = list(runs)
+    draw = draw_by_stages if grid.by_stages else draw_curves
+    note = f"{grid.setting}; best step of each row; {describe_seeds(seeds)}"
+    return Findings(
+        {"setting": grid.setting, "measures": MEASURED, "seeds": seeds, "rows": rows, "distances": distances},
+        [judge(claim, {**finals, **distances}) for claim in grid.claims],
+        f"; seeds {', '.join(map(str, seeds))} (data, draws and noise).\n{grid.setting}. Best step of each row by the final value"
+        f" of {MEASURED}, mean and standard deviation.",
+        ("row", "best step by seed", f"final {MEASURED}", "by seed", "block updates", "slots"),
+        cells,
+        curves=[
+            {"label": label, "seed": seed, "step": run.step, "curve": run.curve}
+            for label, by_seed in best.items()
+            for seed, run in by_seed.items()
+        ],
+        pictures={"curves.png": functools.partial(draw, best, grid.title, note)},
+    )
+
+
+def show_power(step: float) -> str:
+    """Return a step as a power of 2."""
+    return f"2^{math.log2(step):.0f}"
 
 
 def compute_distance(run: StepRun, other: StepRun) -> float:
@@ -185,33 +194,13 @@ def compute_distance(run: StepRun, other: StepRun) -> float:
     return float(np.abs(apart).mean())
 
 
-def make_step_table(grid: VectorGrid, results: Mapping[str, Any]) -> str:
-    """Return the results as Markdown."""
-    notes = [
-        f"Source: {grid.source}. Made by `python tools/reproduce.py {grid.name}`; seeds {', '.join(map(str, results['seeds']))}"
-        " (data, draws and noise).",
-        f"{grid.setting}. Best step of each row by the final value of {MEASURED}, mean and standard deviation.",
-    ]
-    rows = []
-    for row in results["rows"]:
-        steps = ", ".join(f"2^{math.log2(step):.0f}" for step in row["step_by_seed"].values())
-        spread = "" if row["std"] is None else f" +- {row['std']:.2g}"
-        by_seed = ", ".join(f"{value:.6g}" for value in row["final_by_seed"].values())
-        rows.append(
-            (row["label"], steps, f"{row['final']:.6g}{spread}", by_seed, f"{row['updates']:,}", f"{row['slots']:,}")
-        )
-    head = ("row", "best step by seed", f"final {MEASURED}", "by seed", "block updates", "slots")
-    return make_markdown(results, notes, head, rows)
-
-
-def draw_curves(grid: VectorGrid, best: Mapping[str, Mapping[int, StepRun]], file: Path) -> None:
+def draw_curves(best: BestRuns, title: str, note: str, file: Path) -> None:
     """Draw the best runs against block updates and against slots."""
-    note = f"{grid.setting}; best step of each row; {describe_seeds(list(next(iter(best.values()))))}"
-    with open_figure(file, (8, 5), 2, title=grid.title, note=note) as panels:
+    with open_figure(file, (8, 5), 2, title=title, note=note) as panels:
         for place, (axes, axis) in enumerate(zip(panels, ("block updates", "slots"))):
             for label, by_seed in best.items():
                 points = list(zip(*(run.curve for run in by_seed.values())))
-                steps = sorted({f"2^{math.log2(run.step):.0f}" for run in by_seed.values()})
+                steps = sorted({show_power(run.step) for run in by_seed.values()})
                 values = [[at[2] for at in point] for point in points]
                 label = f"{label}, step {' or '.join(steps)}"
                 plot_mean_with_range(axes, [point[0][place] for point in points], values, markersize=2, label=label)
@@ -219,10 +208,9 @@ def draw_curves(grid: VectorGrid, best: Mapping[str, Mapping[int, StepRun]], fil
             axes.legend(fontsize="small")
 
 
-def draw_by_stages(grid: VectorGrid, best: Mapping[str, Mapping[int, StepRun]], file: Path) -> None:
+def draw_by_stages(best: BestRuns, title: str, note: str, file: Path) -> None:
     """Draw the final values of the best runs against the number of stages."""
-    note = f"{grid.setting}; best step of each row; {describe_seeds(list(next(iter(best.values()))))}"
-    with open_figure(file, (8, 5), title=grid.title, note=note) as (axes,):
+    with open_figure(file, (8, 5), title=title, note=note) as (axes,):
         for method in dict.fromkeys(label.split(" P=")[0] for label in best):
             stages = [P for P in STAGES if f"{method} P={P}" in best]
             groups = [[run.final for run in best[f"{method} P={P}"].values()] for P in stages]

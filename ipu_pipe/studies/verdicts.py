@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence
+from typing import Any, Callable, Dict, Mapping, NamedTuple, Optional, Sequence
 
 SHOWN, CONTRADICTED, UNDECIDED, NOT_RUN = "shown", "contradicted", "cannot be told", "not run"
 LEAST_SEEDS = 3
@@ -91,8 +91,3 @@ def describe(verdict: Verdict) -> str:
         error = f" +- {verdict.standard_error:.3g}" if verdict.standard_error else ""
         text += f": difference {verdict.difference:.3g}{error}"
     return text + (f", {verdict.seeds} seeds" if verdict.seeds else "")
-
-
-def make_rows(verdicts: Sequence[Mapping[str, Any]]) -> List[List[Any]]:
-    """Return the cells of a table with COLUMNS, from the JSON of verdicts."""
-    return [list(verdict.values()) for verdict in verdicts]
