@@ -21,7 +21,6 @@ from ipu_pipe.studies.trained import (
     make_experiment,
     name_folder,
     run_one,
-    scale_rates,
 )
 from tests.interrupted import interrupted_at
 
@@ -140,11 +139,6 @@ def test_each_row_is_tuned_on_its_own_and_compared_at_equal_time(
     measured.write_text(json.dumps(old))
     monkeypatch.setattr("ipu_pipe.studies.measures.train_run", lambda *args: pytest.fail("run again"))
     load_experiment(file).run(Request(tmp_path))
-
-
-def test_rates_of_groups_are_scaled() -> None:
-    groups = {"groups": [{"lr": "1e-3", "name": "adamw"}, {"name": "sgd"}]}
-    assert scale_rates(groups, 3) == {"groups": [{"lr": 3e-3, "name": "adamw"}, {"name": "sgd"}]}
 
 
 def test_time_is_counted_by_phase() -> None:

@@ -15,6 +15,7 @@ from ipu_pipe.studies.verdicts import (
     Claim,
     judge,
     judge_exactly,
+    judge_gap,
     judge_printed,
     make_results,
 )
@@ -58,6 +59,7 @@ def test_the_gap_is_taken_seed_by_seed() -> None:
 
 def test_an_experiment_agrees_only_if_all_is_shown() -> None:
     shown, wrong = judge_exactly("x", True, 0.0), judge_exactly("y", False, 2.0)
+    assert [judge_gap("x", gap).verdict for gap in (0.1, 0.0, -0.1)] == [SHOWN, CONTRADICTED, CONTRADICTED]
     assert make_results([shown])["agrees"] and not make_results([shown])["differences"]
     found = make_results([shown, wrong])
     assert not found["agrees"] and len(found["differences"]) == 1

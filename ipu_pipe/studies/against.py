@@ -71,7 +71,9 @@ def train_against(
     say = Progress(quiet or not is_main()).say
     second = name_folder(out, other.method)
     folders = {count: name_folder(out, other.method, count) for count in choose_accumulations(other, accumulations)}
-    starts = run_on_main(lambda: {folder: choose_start(folder, resume, overwrite) for folder in (second, *folders.values())})
+    starts = run_on_main(
+        lambda: {folder: choose_start(folder, resume, overwrite) for folder in (second, *folders.values())}
+    )
     check(other, second, **starts[second])
     run_on_main(lambda: [check_folder(folder, **starts[folder]) for folder in folders.values()])
     with reserve_folder(second, **starts[second]):
@@ -102,7 +104,10 @@ def choose_start(folder: Path, resume: bool, overwrite: bool) -> Dict[str, Any]:
     """Return whether the folder's run goes on and whether it is overwritten: after a restart by the launcher, a run that its
     earlier attempt began goes on, and no older one does unless `resume` asks for it."""
     restarted = is_restarted(folder)
-    return {"resume": restarted or (resume and (folder / "config.yaml").exists()), "overwrite": overwrite and not restarted}
+    return {
+        "resume": restarted or (resume and (folder / "config.yaml").exists()),
+        "overwrite": overwrite and not restarted,
+    }
 
 
 def _train_timed(config: Config, folder: Path, start: Mapping[str, Any], quiet: bool, slots: float) -> ComparedRun:

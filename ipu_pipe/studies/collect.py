@@ -65,9 +65,7 @@ def compare_methods(
     boundaries = config.stages if isinstance(config.stages, list) else []
     configs = {name: switch_method(config, name, steps, boundaries) for name in methods}
     folders = {name: [out / name, *(out / name / f"round-{r}" for r in range(2, rounds + 1))] for name in configs}
-    run_on_main(
-        lambda: check_folders([folder for own_folders in folders.values() for folder in own_folders], False, overwrite)
-    )
+    run_on_main(lambda: [check_folder(folder, False, overwrite) for folder in itertools.chain(*folders.values())])
     jobs = {name: jobs.get(name) or build_for_planning(move_to_emulator(chosen)) for name, chosen in configs.items()}
     summaries: Dict[str, List[Dict[str, Any]]] = {name: [] for name in configs}
     for r in range(rounds if steps != 0 else 0):
@@ -149,12 +147,6 @@ def switch_method(config: Config, name: str, steps: Optional[int], boundaries: S
 
 
 # ---- the runs
-
-
-def check_folders(folders: Sequence[Path], resume: bool, overwrite: bool) -> None:
-    """Raise `BadInput` for folders that hold other runs."""
-    for folder in folders:
-        check_folder(folder, resume and (folder / "config.yaml").exists(), overwrite)
 
 
 def run_turn(config: Config, out: Path, processes: int, overwrite: bool = False) -> Dict[str, Any]:

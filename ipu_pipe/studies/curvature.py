@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
-from typing import Any, ContextManager, List, Optional, Sequence, Tuple
+from typing import Any, Callable, ContextManager, List, Optional, Sequence, Tuple
 
 import torch
 from torch import nn
@@ -56,10 +56,14 @@ def measure_curvature(
     parameters = [p for stage in stages for p in stage]
     generator = torch.Generator().manual_seed(seed)
     start = [torch.randn(p.shape, generator=generator).to(p.device, p.dtype) for p in parameters]
+
+    def compute_loss() -> torch.Tensor:
+        return loss(call_model(model, clone_tensors(x)), y)
+
     with undisturbed(model), _allow_second_derivatives():
         _fix_random_modules(model, x)
         try:
-            gradient = _compute_gradient(model, loss, x, y, parameters, create_graph=True)
+            gradient = _differentiate(compute_loss(), parameters, create_graph=True)
             value, v, done, residual = _iterate(
                 lambda v: _multiply_hessian(gradient, parameters, v), start, iterations, tolerance
             )
@@ -74,7 +78,7 @@ def measure_curvature(
             )
         squares = iter([float((part**2).sum()) for part in v])
         shares = tuple(sum(next(squares) for _ in stage) for stage in stages)
-        discrepancy_value = _measure_discrepancy(model, loss, x, y, parameters, v) / value if discrepancy else None
+        discrepancy_value = _measure_discrepancy(compute_loss, parameters, v) / value if discrepancy else None
     return Curvature(value, shares, done, residual, discrepancy_value)
 
 
@@ -94,28 +98,19 @@ def _allow_second_derivatives() -> ContextManager[Any]:
     return sdpa_kernel(SDPBackend.MATH)
 
 
-def _compute_gradient(
-    model: nn.Module,
-    loss: Loss,
-    x: Any,
-    y: Any,
-    parameters: Sequence[nn.Parameter],
-    create_graph: bool = False,
+def _differentiate(
+    values: Any, parameters: Sequence[nn.Parameter], weights: Optional[Vector] = None, **graph: bool
 ) -> Vector:
-    gradients = torch.autograd.grad(
-        loss(call_model(model, clone_tensors(x)), y), list(parameters), create_graph=create_graph, allow_unused=True
-    )
-    return _fill_missing(gradients, parameters)
+    """Return the gradient of a scalar, or of the sum of `values` times `weights`; zeros for a parameter without a part in it."""
+    gradients = torch.autograd.grad(values, list(parameters), weights, allow_unused=True, **graph)
+    return [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, gradients)]
 
 
 def _multiply_hessian(gradient: Vector, parameters: Sequence[nn.Parameter], v: Vector) -> Vector:
     curved = [(g, part) for g, part in zip(gradient, v) if g.requires_grad]
     if not curved:
         return [torch.zeros_like(part) for part in v]
-    gradients = torch.autograd.grad(
-        [g for g, _ in curved], list(parameters), [part for _, part in curved], retain_graph=True, allow_unused=True
-    )
-    return _fill_missing(gradients, v)
+    return _differentiate([g for g, _ in curved], parameters, [part for _, part in curved], retain_graph=True)
 
 
 def _dot(a: Vector, b: Vector) -> float:
@@ -146,7 +141,7 @@ def _iterate(product: Any, v: Vector, iterations: int, tolerance: float) -> Tupl
 
 
 def _measure_discrepancy(
-    model: nn.Module, loss: Loss, x: Any, y: Any, parameters: Sequence[nn.Parameter], v: Vector
+    compute_loss: Callable[[], torch.Tensor], parameters: Sequence[nn.Parameter], v: Vector
 ) -> float:
     """Return -v . (derivative of the gradient by the weights that the backward reads) v.
 
@@ -157,18 +152,14 @@ def _measure_discrepancy(
 
     def compute_slope(distance: float) -> float:
         """Return the gradient along v of a pass whose backward reads weights moved by `distance` times v."""
-        value = loss(call_model(model, clone_tensors(x)), y)
+        value = compute_loss()
         try:
             for p, part in zip(parameters, v):
                 p.data.add_(part, alpha=distance)
-            gradients = torch.autograd.grad(value, list(parameters), allow_unused=True)
+            gradient = _differentiate(value, parameters)
         finally:
             for p, weights in zip(parameters, before):
                 p.data.copy_(weights)
-        return _dot(_fill_missing(gradients, parameters), v)
+        return _dot(gradient, v)
 
     return -(compute_slope(far) - compute_slope(-far)) / (2 * far)
-
-
-def _fill_missing(gradients: Sequence[Optional[torch.Tensor]], like: Sequence[torch.Tensor]) -> Vector:
-    return [torch.zeros_like(p) if g is None else g for p, g in zip(like, gradients)]

@@ -402,11 +402,11 @@ Draw = Callable[[Mapping[str, Any], Runs, Path], None]
 
 
 class Measure(NamedTuple):
-    """A row of the table: what the final value is in words, its format, and whether a larger one is better."""
+    """A row of the table: what the final value is in words, its format, and its `sign`, -1 where a smaller one is better."""
 
     final: str
     form: str
-    larger_is_better: bool
+    sign: int
     run: Callable[[Config, Path, MeasureOptions, bool], Result]
     pictures: Mapping[str, Draw]
 
@@ -422,17 +422,17 @@ def _by_epoch_and_time(name: str, y_label: str) -> Dict[str, Draw]:
 
 MEASURES: Dict[str, Measure] = {
     "test_accuracy": Measure(
-        "test accuracy", ".1%", True, measure_test_accuracy, _by_epoch_and_time("accuracy", "test accuracy")
+        "test accuracy", ".1%", 1, measure_test_accuracy, _by_epoch_and_time("accuracy", "test accuracy")
     ),
-    "test_loss": Measure("test loss", ".3f", False, measure_test_loss, _by_epoch_and_time("loss", "test loss")),
+    "test_loss": Measure("test loss", ".3f", -1, measure_test_loss, _by_epoch_and_time("loss", "test loss")),
     "training_loss": Measure(
-        "training loss", ".4g", False, measure_training_loss, _by_epoch_and_time("loss", "training loss")
+        "training loss", ".4g", -1, measure_training_loss, _by_epoch_and_time("loss", "training loss")
     ),
-    "angles": Measure("mean angle, degrees", ".1f", False, measure_angles, {"angles.png": draw_angles}),
+    "angles": Measure("mean angle, degrees", ".1f", -1, measure_angles, {"angles.png": draw_angles}),
     "fit": Measure(
-        "training accuracy", ".1%", True, measure_fit,
+        "training accuracy", ".1%", 1, measure_fit,
         {"accuracy.png": draw_fit, "training.png": functools.partial(
             draw_means, x=0, x_label="update", y_label="accuracy in training")},
     ),
-    "filters": Measure("test accuracy", ".1%", True, measure_filters, {"filters.png": draw_filters}),
+    "filters": Measure("test accuracy", ".1%", 1, measure_filters, {"filters.png": draw_filters}),
 }  # fmt: skip

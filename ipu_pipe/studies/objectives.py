@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Optional, Union
+from typing import Optional, Tuple, Union
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,20 +36,18 @@ class Quadratic:
         return len(self.A) // self.size
 
     @cached_property
-    def _products(self) -> Floats:
-        parts = self.A[: self.batches * self.size].reshape(self.batches, self.size, -1)
-        return np.matmul(parts.transpose(0, 2, 1), parts) / self.size  # A_b^T A_b / size: (batches, d, d)
-
-    @cached_property
-    def _moments(self) -> Floats:
+    def _products(self) -> Tuple[Floats, Floats]:
+        """Return A_b^T A_b / size, (batches, d, d), and A_b^T b_b / size, (batches, d, 1)."""
         parts = self.A[: self.batches * self.size].reshape(self.batches, self.size, -1)
         targets = self.b[: self.batches * self.size].reshape(self.batches, self.size, 1)
-        return np.matmul(parts.transpose(0, 2, 1), targets) / self.size  # A_b^T b_b / size: (batches, d, 1)
+        transposed = parts.transpose(0, 2, 1)
+        return np.matmul(transposed, parts) / self.size, np.matmul(transposed, targets) / self.size
 
     def compute_gradient(self, x: Floats, batch: int, block: slice = slice(None)) -> Floats:
         """Return the gradient of f_b at the columns of x, for the coordinates of a block: (block, G)."""
-        gradient: Floats = self._products[batch, block] @ x
-        gradient -= self._moments[batch, block]
+        squares, moments = self._products
+        gradient: Floats = squares[batch, block] @ x
+        gradient -= moments[batch, block]
         return gradient
 
     def compute_value(self, x: Floats) -> Floats:

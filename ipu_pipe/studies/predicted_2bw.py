@@ -27,7 +27,7 @@ from ipu_pipe.plan.prediction import Costing, Prediction, Problem, Sums, predict
 from ipu_pipe.plan.search import search
 from ipu_pipe.plan.tensor_parallel import predict_tensor_parallel
 from ipu_pipe.studies.experiment import PredictedRows, make_prediction
-from ipu_pipe.studies.verdicts import Verdict, judge_exactly, judge_printed
+from ipu_pipe.studies.verdicts import Verdict, judge_exactly, judge_gap, judge_printed
 
 SOURCE = "Narayanan et al. 2021 (PipeDream-2BW)"
 VOCABULARY, SEQUENCE, BLOCKS = 50304, 512, 48
@@ -196,6 +196,9 @@ def predict_2bw() -> PredictedRows:
             row["error"] = ", ".join(f"{value / printed - 1:+.0%}" for value in predicted)
         rows.append(row)
 
+    def judge(claim: str, gap: float) -> None:
+        verdicts.append(judge_gap(claim, gap))
+
     rates = {
         (width, batch): predict_throughputs(width, depth, batch) for _, width, depth in MODELS for batch in BATCHES
     }
@@ -205,10 +208,10 @@ def predict_2bw() -> PredictedRows:
         add("6", f"{NAMES[faster]} over {NAMES[slower]}, batch {batch}", printed, *ratios)
         claim = f"Figure 6: {NAMES[faster]} is up to {printed} times as fast as {NAMES[slower]}, batch {batch}"
         verdicts.append(judge_exactly(claim, max(ratios) <= printed, printed - max(ratios)))
+    order = ", ".join(NAMES[method] for method in ORDER)
     for (width, batch), rate in rates.items():
         lead = min(rate[a] / rate[b] - 1 for a, b in zip(ORDER, ORDER[1:]))
-        names = ", ".join(NAMES[method] for method in ORDER)
-        verdicts.append(judge_exactly(f"Figure 6, width {width}, batch {batch}: the order is {names}", lead > 0, lead))
+        judge(f"Figure 6, width {width}, batch {batch}: the order is {order}", lead)
     over_tensor = []
     for name, width, ways, devices, batch, printed in TENSOR:
         ratio = round(compare_tensor_parallel(width, ways, devices, batch), 2)
@@ -216,50 +219,47 @@ def predict_2bw() -> PredictedRows:
         add("6", f"2BW over tensor parallelism, {name} on {devices}, {ways} ways, batch {batch}", printed, ratio)
         claim = f"Figure 6: 2BW is {printed:g} times as fast as tensor parallelism, {name} on {devices}"
         verdicts.append(judge_printed(claim, f"{printed:g}", ratio))
-    apart = min(over_tensor[0], over_tensor[1] / over_tensor[0]) - 1
-    claim = "Figure 6: 2BW is faster than tensor parallelism, the more so between servers"
-    verdicts.append(judge_exactly(claim, apart > 0, apart))
+    judge(
+        "Figure 6: 2BW is faster than tensor parallelism, the more so between servers",
+        min(over_tensor[0], over_tensor[1] / over_tensor[0]) - 1,
+    )
     memory = predict_memory()
     for method, size in sorted(memory.items(), key=lambda item: item[1]):
-        add(
-            "7", f"fullest of 8 devices, batch 64, GB: {NAMES[method]}", "does not fit" if method == GPIPE else None,
-            round(size / GIGA, 1),
-        )  # fmt: skip
-    apart = min(memory[FLUSH] / memory[NAIVE], memory[TWO_BW] / memory[FLUSH], memory[GPIPE] / memory[TWO_BW]) - 1
-    verdicts.append(
-        judge_exactly("Figure 7: memory grows from inter-layer over Flush and 2BW to GPipe", apart >= 0, apart)
-    )
+        fits = "does not fit" if method == GPIPE else None
+        add("7", f"fullest of 8 devices, batch 64, GB: {NAMES[method]}", fits, round(size / GIGA, 1))
+    growth = min(memory[FLUSH] / memory[NAIVE], memory[TWO_BW] / memory[FLUSH], memory[GPIPE] / memory[TWO_BW]) - 1
+    claim = "Figure 7: memory grows from inter-layer over Flush and 2BW to GPipe"
+    verdicts.append(judge_exactly(claim, growth >= 0, growth))
     limit = make_problem(count_gpt(1920), 8).memory_bytes
-    apart = min(memory[GPIPE] / limit - 1, *(1 - memory[method] / limit for method in (NAIVE, FLUSH, TWO_BW)))
-    verdicts.append(judge_exactly("Figure 7: GPipe alone does not fit", apart > 0, apart))
-    rates_8 = {(depth, size): predict_batches(depth, size) for depth, size in FIGURE_8}
-    for (depth, size), rates_of_batches in rates_8.items():
-        shown = ", ".join(f"{rate:.0f}" for rate in rates_of_batches)
-        add("8", f"samples/s, depth {depth}, microbatch {size}, batches of 2048, 4096, 8192: {shown}", None)
-    apart = min(
-        b / a - 1 for rates_of_batches in rates_8.values() for a, b in zip(rates_of_batches, rates_of_batches[1:])
+    judge(
+        "Figure 7: GPipe alone does not fit",
+        min(memory[GPIPE] / limit - 1, *(1 - memory[method] / limit for method in (NAIVE, FLUSH, TWO_BW))),
     )
-    verdicts.append(judge_exactly("Figure 8: throughput grows with the batch", apart > 0, apart))
-    apart = min(large / small - 1 for small, large in zip(rates_8[8, 8], rates_8[8, 32]))
-    verdicts.append(judge_exactly("Figure 8: 8 deep, microbatches of 32 are faster than of 8", apart > 0, apart))
+    rates_8 = {(depth, size): predict_batches(depth, size) for depth, size in FIGURE_8}
+    for (depth, size), by_batch in rates_8.items():
+        shown = ", ".join(f"{rate:.0f}" for rate in by_batch)
+        add("8", f"samples/s, depth {depth}, microbatch {size}, batches of 2048, 4096, 8192: {shown}", None)
+    judge(
+        "Figure 8: throughput grows with the batch",
+        min(b / a - 1 for by_batch in rates_8.values() for a, b in zip(by_batch, by_batch[1:])),
+    )
+    judge(
+        "Figure 8: 8 deep, microbatches of 32 are faster than of 8",
+        min(large / small - 1 for small, large in zip(rates_8[8, 8], rates_8[8, 32])),
+    )
     sizes = {depth: find_largest_model(depth) / GIGA for depth in (4, 8, 16, 32, 64)}
     for depth, size in sizes.items():
-        printed_size = "almost 30" if depth == 64 else None
-        add("9", f"largest model, depth {depth}, billions of parameters", printed_size, round(size, 1))
-    apart = min(sizes[2 * depth] - sizes[depth] for depth in (4, 8, 16, 32))
-    verdicts.append(judge_exactly("Figure 9: a deeper pipeline holds a larger model", apart >= 0, apart))
+        almost = "almost 30" if depth == 64 else None
+        add("9", f"largest model, depth {depth}, billions of parameters", almost, round(size, 1))
+    growth = min(sizes[2 * depth] - sizes[depth] for depth in (4, 8, 16, 32))
+    verdicts.append(judge_exactly("Figure 9: a deeper pipeline holds a larger model", growth >= 0, growth))
     apart = sizes[64] / 30 - 1
-    verdicts.append(
-        judge_exactly("Figure 9: almost 30 billion parameters at depth 64 (margin 10 %)", abs(apart) < 0.1, apart)
-    )
+    claim = "Figure 9: almost 30 billion parameters at depth 64 (margin 10 %)"
+    verdicts.append(judge_exactly(claim, abs(apart) < 0.1, apart))
+    printed_depths = " and ".join(str(depth) for *_, depth in MODELS)
     for batch in BATCHES:
         depths = [choose_depth(width, batch) for _, width, _ in MODELS]
-        add(
-            "choice",
-            f"depth of the best pipeline, batch {batch}",
-            " and ".join(str(depth) for *_, depth in MODELS),
-            *depths,
-        )
+        add("choice", f"depth of the best pipeline, batch {batch}", printed_depths, *depths)
         for (name, _, depth), chosen in zip(MODELS, depths):
             claim = f"the planner's choice for {name} with batches of {batch} is {depth} deep"
             verdicts.append(judge_exactly(claim, chosen == depth, chosen - depth))

@@ -57,7 +57,8 @@ TASKS = (
     Task("WMT17", 91, 4, 116, 19, 4, 80, "56", "1.01 GB", "2.39", "96"),
 )
 ORDERS = ((107, "0.097"), (93, "0.104"), (91, "0.105"))  # Table 5: activations with recomputation
-STAGES = {"CIFAR10": (8, 16, 32, 53, 107), "IWSLT14": (8, 16, 31, 46, 93)}  # of Figures 2 and 3
+# figure, task and numbers of stages
+BY_STAGES = (("2", TASKS[0], (8, 16, 32, 53, 107)), ("3", TASKS[2], (8, 16, 31, 46, 93)))
 SEGMENTED = (16, 4)  # Figure 9's stages and segments
 
 
@@ -128,7 +129,7 @@ def predict_pipemare() -> PredictedRows:
         add("Table 2", f"{task.name}, utilization of GPipe, %", task.utilization, 100 * busy)
         memory = task.copies * FP32 * sum(weights) / unit
         add("Table 2", f"{task.name}, memory of GPipe", task.memory, memory, fitted=task.name == "WMT17")
-        ratio = compute_pipedream_ratio(weights, task.copies, task.pipedream_n, rounded=False)
+        ratio = compare_pipedream(task, weights)
         add("Table 2", f"{task.name}, memory of PipeDream over GPipe's", task.pipedream, ratio)
         add("Tables 2, 3", f"{task.name}, memory of PipeMare with T2 over GPipe's",
             "1.33" if task.copies == 3 else "1.25", (task.copies + 1) / task.copies)  # fmt: skip
@@ -137,21 +138,18 @@ def predict_pipemare() -> PredictedRows:
             what = f"{task.name}, utilization of PipeMareW in {task.epochs} epochs, %"
             add("Tables 2, 3", what, task.amortized, 100 * amortize_utilization(phases), fitted=task.name == "IWSLT14")
     cifar = TASKS[0]
-    add(
-        "abstract",
-        "utilization of PipeMare over GPipe's",
-        "14.3",
-        1 / compute_gpipe_utilization(cifar.stages, cifar.gpipe_n),
+    busy, ratio = (
+        compute_gpipe_utilization(cifar.stages, cifar.gpipe_n),
+        compare_pipedream(cifar, count_weights(cifar.name)),
     )
-    add("abstract", "memory of PipeDream over GPipe's", "2.7",
-        compute_pipedream_ratio(count_weights(cifar.name), cifar.copies, cifar.pipedream_n, rounded=False))  # fmt: skip
+    add("abstract", "utilization of PipeMare over GPipe's", "14.3", 1 / busy)
+    add("abstract", "memory of PipeDream over GPipe's", "2.7", ratio)
     for stages, printed in ORDERS:
         add("Table 5", f"{stages} stages, activations with recomputation, by orders 1 / sqrt(P)", printed, stages**-0.5)
-    for figure, (name, depths) in zip("23", STAGES.items()):
-        task = next(one for one in TASKS if one.name == name)
+    for figure, task, depths in BY_STAGES:
         for stages in depths:
             for what, value in compute_columns(task, stages).items():
-                what = f"{name}, {stages} stages, {what}"
+                what = f"{task.name}, {stages} stages, {what}"
                 rows.append({"item": f"Figure {figure}", "what": what, "predicted": float(f"{value:.4g}")})
     without, by_segments = count_stash(*SEGMENTED)
     for what, stash in (("without", without), ("with", by_segments)):
@@ -177,32 +175,33 @@ def predict_pipemare() -> PredictedRows:
     return PredictedRows(rows, notes, verdicts, pictures)
 
 
+def compare_pipedream(task: Task, weights: Sequence[int], rounded: bool = False) -> float:
+    """Return the memory of PipeDream over GPipe's, `rounded` with its tau rounded up."""
+    return compute_pipedream_ratio(weights, task.copies, task.pipedream_n, rounded=rounded)
+
+
 def compute_columns(task: Task, stages: int) -> Dict[str, float]:
     """Return the hardware columns of a number of stages (Figures 2 and 3)."""
     weights = group_weights(count_weights(task.name), stages)
     return {
         "utilization of GPipe": compute_gpipe_utilization(stages, task.gpipe_n),
-        "memory of PipeDream over GPipe's": compute_pipedream_ratio(
-            weights, task.copies, task.pipedream_n, rounded=True
-        ),
+        "memory of PipeDream over GPipe's": compare_pipedream(task, weights, rounded=True),
     }
 
 
 def draw_stages(file: Path) -> None:
     """Draw utilization and memory by number of stages; PipeMare's and PipeDream's utilization and GPipe's memory are 1."""
     note = "from the weights by stage and the schedule, no training; memory of weights and optimizer, 1 for GPipe"
-    with open_figure(
-        file, (6, 4), len(STAGES), title="PipeMare, Figures 2 and 3: hardware columns by stages", note=note
-    ) as panels:
-        for axes, (name, depths) in zip(panels, STAGES.items()):
-            task = next(one for one in TASKS if one.name == name)
+    title = "PipeMare, Figures 2 and 3: hardware columns by stages"
+    with open_figure(file, (6, 4), len(BY_STAGES), title=title, note=note) as panels:
+        for axes, (_, task, depths) in zip(panels, BY_STAGES):
             columns = [compute_columns(task, stages) for stages in depths]
             for what in columns[0]:
                 axes.plot(depths, [column[what] for column in columns], marker="o", label=what)
             axes.axhline(
                 (task.copies + 1) / task.copies, color="black", linestyle="--", label="memory of PipeMare with T2"
             )
-            axes.set(xlabel="stages", title=name)
+            axes.set(xlabel="stages", title=task.name)
             axes.legend(fontsize="small")
 
 

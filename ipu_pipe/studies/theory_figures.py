@@ -26,20 +26,17 @@ NOISE = "one path of the recurrence each, with the same noise, of seed 0"
 # ---- PipeMare
 
 
-def draw_normal_noise(updates: int) -> Floats:
-    """Draw the noise of a path, of seed 0."""
-    return np.random.default_rng(0).normal(size=updates)
+def simulate_losses(recurrence: Recurrence, step: float, updates: int) -> Floats:
+    """Return the losses w^2 / 2 along a path of a recurrence with noise N(0, 1) of seed 0."""
+    noise = np.random.default_rng(0).normal(size=updates)
+    return model.simulate(recurrence, steps=step, updates=updates, noise=noise) ** 2 / 2
 
 
 def compute_pipemare_5a() -> TheoryFigure:
     """Compute trajectories of the plain model with noise, by delay."""
     updates, step = 250, 0.2
-    noise, delays = draw_normal_noise(updates), (0, 5, 10)
-    losses = {
-        d: model.simulate(model.make_delayed_sgd(d), steps=step, updates=updates, noise=noise) ** 2 / 2 for d in delays
-    }
-    labels = {d: f"delay {d} (stable below {2 * math.sin(math.pi / (4 * d + 2)):.3f})" for d in delays}
-    lines = {labels[d]: loss for d, loss in losses.items()}
+    losses = {d: simulate_losses(model.make_delayed_sgd(d), step, updates) for d in (0, 5, 10)}
+    lines = {f"delay {d} (stable below {2 * math.sin(math.pi / (4 * d + 2)):.3f})": loss for d, loss in losses.items()}
     ends = ", ".join(f"{loss[-50:].max():.3g} with delay {d}" for d, loss in losses.items())
     panel = make_panel("update", "loss w²/2", range(updates + 1), lines, y_scale="log", y_range=(1e-4, 1e6))
     return TheoryFigure(
@@ -73,13 +70,8 @@ def compute_pipemare_5b(updates: int = 100_000) -> TheoryFigure:
 def compute_pipemare_6() -> TheoryFigure:
     """Compute discrepancy between the passes' weights, and T2 against it."""
     forward, backward, step, updates = 10, 6, 0.05, 250
-    noise = draw_normal_noise(updates)
     losses = {
-        f"discrepancy {d:g}": model.simulate(
-            model.make_pipemare(forward, backward, d), steps=step, updates=updates, noise=noise
-        )
-        ** 2
-        / 2
+        f"discrepancy {d:g}": simulate_losses(model.make_pipemare(forward, backward, d), step, updates)
         for d in (0.0, 3.0, 5.0)
     }
     models = {
@@ -110,7 +102,7 @@ def compute_pipemare_10() -> TheoryFigure:
 
     def find_limits(decay: Optional[float]) -> Floats:
         models = [model.make_pipemare(forward, backward, d, decay) for d in sensitivities.tolist()]
-        return np.array([roots.find_largest_stable_step(roots.derive_loop_gain(one)) for one in models])
+        return np.array([find_limit(one) for one in models])
 
     plain, corrected = find_limits(None), find_limits(gamma)
     gains = corrected[sensitivities > 0] / plain[sensitivities > 0]
@@ -152,9 +144,12 @@ def compute_radii(models: Dict[str, Recurrence]) -> Panel:
 
 def list_limits(models: Dict[str, Recurrence]) -> str:
     """Return the largest stable step of each model in words."""
-    return ", ".join(
-        f"{roots.find_largest_stable_step(roots.derive_loop_gain(one)):.4f} ({label})" for label, one in models.items()
-    )
+    return ", ".join(f"{find_limit(one):.4f} ({label})" for label, one in models.items())
+
+
+def find_limit(recurrence: Recurrence) -> float:
+    """Return the largest stable step of a model."""
+    return roots.find_largest_stable_step(roots.derive_loop_gain(recurrence))
 
 
 # ---- pipelined backpropagation
@@ -175,6 +170,16 @@ def make_rule(delay: int, spike: bool = False, horizon: float = 0.0) -> Rule:
 def make_nesterov(m: float) -> LoopGain:
     """Return Nesterov's momentum without delay, w <- w - step (m v + g)."""
     return roots.derive_loop_gain(model.make_delayed_sgd(0, m, (m, 1.0)))
+
+
+RULES: Dict[str, Rule] = {
+    "SGD with momentum, no delay": make_rule(0),
+    "SGD with momentum, delay 1": make_rule(1),
+    "SC_D, delay 1": make_rule(1, spike=True),
+    "Nesterov's momentum, no delay": make_nesterov,
+    "LWP_D, delay 1": make_rule(1, horizon=1.0),
+    "LWP_w,D + SC_D, delay 1": make_rule(1, spike=True, horizon=1),
+}
 
 
 def compute_pb_3() -> TheoryFigure:
@@ -207,16 +212,8 @@ def compute_pb_3() -> TheoryFigure:
 def compute_pb_4() -> TheoryFigure:
     """Compute the greatest root by normalized rate and momentum."""
     rates, rest = np.geomspace(1e-9, 4, 56), np.geomspace(1, 1e-5, 41)
-    rules = {
-        "SGD with momentum, no delay": make_rule(0),
-        "SGD with momentum, delay 1": make_rule(1),
-        "SC_D, delay 1": make_rule(1, spike=True),
-        "Nesterov's momentum, no delay": make_nesterov,
-        "LWP_D, delay 1": make_rule(1, horizon=1.0),
-        "LWP_w,D + SC_D, delay 1": make_rule(1, spike=True, horizon=1),
-    }
     panels, areas = [], []
-    for title, rule in rules.items():
+    for title, rule in RULES.items():
         radius = np.stack([roots.compute_root_radius(rule(1 - r), rates) for r in rest.tolist()])
         areas.append(f"{(radius < 1).mean():.3f} ({title})")
         margin = np.where(radius < 1, np.log10(np.maximum(1 - radius, 1e-12)), np.nan)
@@ -241,16 +238,12 @@ def make_half_life_figure(
 def compute_pb_5() -> TheoryFigure:
     """Compute the least half-life by condition number."""
     conditions, rest = np.geomspace(1, 1e6, 37), np.geomspace(1, 1e-5, 121)
-    rules = {
-        "SGD with momentum, delay 1": make_rule(1),
-        "SC_D, delay 1": make_rule(1, spike=True),
-        "LWP_D, delay 1": make_rule(1, horizon=1.0),
-        "LWP_w,D + SC_D, delay 1": make_rule(1, spike=True, horizon=1),
-        "SGD with momentum, no delay": make_rule(0),
-    }
+    delayed = [label for label in RULES if label.endswith("delay 1")]
     half_lives = {
-        label: np.stack([roots.find_least_half_lives(rule(1 - r), conditions, 300) for r in rest.tolist()]).min(axis=0)
-        for label, rule in rules.items()
+        label: np.stack([roots.find_least_half_lives(RULES[label](1 - r), conditions, 300) for r in rest.tolist()]).min(
+            axis=0
+        )
+        for label in (*delayed, "SGD with momentum, no delay")
     }
     at_1000 = ", ".join(f"{values[18]:.3g} ({label})" for label, values in half_lives.items())
     return make_half_life_figure(

@@ -24,7 +24,7 @@ import math
 import statistics
 import time
 from pathlib import Path
-from typing import Any, Dict, Iterable, List, Mapping, Optional, Tuple
+from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Tuple
 
 import numpy as np
 from pydantic import Field, ValidationError, model_validator
@@ -65,8 +65,7 @@ class Expectation(Section):
 
     def make_claim(self, measure: Measure) -> Claim:
         """Return the claim on the values of a measure."""
-        sign = 1 if measure.larger_is_better else -1
-        at = " at equal time" if self.at == "time" else ""
+        sign, at = measure.sign, " at equal time" if self.at == "time" else ""
         if self.equal is not None and self.to is not None:
             text = f"{self.equal} equals {self.to} (margin {format(self.margin, measure.form)}){at}"
             gap = functools.partial(_compute_gap, self.equal, self.to, sign, 0.0)
@@ -109,20 +108,12 @@ class TrainingGrid(Section):
         if tunes and self.tune is not None:
             changed = merge_keys(changed, self.tune.keys)
         if rate != 1.0:
-            changed["optimizer"] = scale_rates(changed["optimizer"], rate)
+            changed["optimizer"] = configure(**changed).optimizer.scale_rate(rate).model_dump(mode="json")
         return merge_keys(changed, {"seed": seed, "log": {"tensorboard": False}, "checkpoint": {"keep": 1}})
 
     def get_measure(self) -> Measure:
         """Return what is measured of its runs."""
         return MEASURES[self.measure.name]
-
-
-def scale_rates(optimizer: Keys, factor: float) -> Keys:
-    """Return the keys of an optimizer, or of one by groups, with each stated learning rate times `factor`."""
-    scaled = {**optimizer, **{key: float(optimizer[key]) * factor for key in ("lr",) if optimizer.get(key) is not None}}
-    if optimizer.get("groups"):
-        scaled["groups"] = [scale_rates(group, factor) for group in optimizer["groups"]]
-    return scaled
 
 
 def load_experiment(path: Path) -> Experiment:
@@ -193,13 +184,13 @@ def run_tuning(grid: TrainingGrid, out: Path, request: Request) -> Dict[str, Dic
         for label in grid.rows
         for rate in grid.tune.rates
     }
-    results = _train_all(grid, runs, "tuning {}, rate x {:g}", request)
+    results = _train_all(grid, runs, lambda key: f"tuning {key[0]}, rate x {key[1]:g}", request)
     return {label: {rate: results[label, rate]["final"] for rate in grid.tune.rates} for label in grid.rows}
 
 
 def choose_rate(grid: TrainingGrid, by_rate: Mapping[float, Optional[float]]) -> float:
     """Return the rate with the best final value; the smallest if all runs diverged."""
-    sign = 1 if grid.get_measure().larger_is_better else -1
+    sign = grid.get_measure().sign
     return max(sorted(by_rate), key=lambda rate: -math.inf if by_rate[rate] is None else sign * (by_rate[rate] or 0.0))
 
 
@@ -216,20 +207,20 @@ def run_grid(grid: TrainingGrid, out: Path, request: Request, rates: Mapping[str
         for seed in request.seeds
         for label in grid.rows
     }
-    results = _train_all(grid, runs, "{}, seed {}", request)
+    results = _train_all(grid, runs, lambda key: f"{key[0]}, seed {key[1]}", request)
     return [{"label": label, "seed": seed, **results[label, seed]} for label in grid.rows for seed in request.seeds]
 
 
 def _train_all(
-    grid: TrainingGrid, runs: Mapping[Key, Tuple[Keys, Path]], name: str, request: Request
+    grid: TrainingGrid, runs: Mapping[Key, Tuple[Keys, Path]], name: Callable[[Key], str], request: Request
 ) -> Dict[Key, Result]:
-    """Train and measure each run, a config and its folder; `name` makes words of its key for the line that says how it ended."""
+    """Train and measure each run, a config and its folder; `name` puts its key into words for the line that says how it ended."""
     options, measure = grid.measure.model_dump(), grid.get_measure()
 
     def describe(key: Key, result: Result) -> str:
         final = "done" if result["final"] is None else f"{measure.final} {format(result['final'], measure.form)}"
         end = f"diverged: {result['diverged']}" if result["diverged"] else final
-        return f"{name.format(*key)}: {end} ({result['seconds']:.0f} s)"
+        return f"{name(key)}: {end} ({result['seconds']:.0f} s)"
 
     arguments = {key: (config, str(folder), options) for key, (config, folder) in runs.items()}
     return run_all(run_one, arguments, request, describe)
@@ -272,55 +263,54 @@ def compare(
     grid: TrainingGrid, runs: Runs, full: bool = False, tuned: Mapping[str, Mapping[float, Optional[float]]] = {}
 ) -> Findings:
     """Return what the runs say: a row for each label, and the verdicts on the paper's claims."""
-    measure, rows = grid.get_measure(), []
-    compares_times = any(entry.at == "time" for entry in grid.expect)
-    time = 0.0
-    if compares_times:
-        time = min((run["curve"][-1][1] for run in runs if run["final"] is not None), default=0.0)
-    worst = -math.inf if measure.larger_is_better else math.inf  # of a run that diverged
-    finals: Dict[str, Dict[str, Dict[int, float]]] = {"samples": {}, "time": {}}
-    for label in grid.rows:
-        runs_of_row = [run for run in runs if run["label"] == label]
-        ends = {"samples": {run["seed"]: run["final"] for run in runs_of_row}}
-        if compares_times:
-            ends["time"] = {run["seed"]: _find_at(run, time) for run in runs_of_row}
-        for at, by_seed in ends.items():
-            finals[at][label] = {seed: worst if end is None else end for seed, end in by_seed.items()}
-        rows.append({
-            **_summarize_row(label, configure(**grid.make_config(label, 0, full)), runs_of_row),
-            **({"rate": choose_rate(grid, tuned[label]), "tuning": dict(tuned[label])} if label in tuned else {}),
-            **({"at_equal_time": _compute_mean(ends["time"].values())} if compares_times else {}),
-        })  # fmt: skip
-    setting = describe_sizes(configure(**grid.make_config(next(iter(grid.rows)), 0, full)))
-    seeds = sorted({run["seed"] for run in runs})
-    results = {
-        "setting": setting, "full_size": full, "seeds": seeds, **({"equal_time": time} if compares_times else {}), "rows": rows,
-    }  # fmt: skip
-    how = f": {setting}; seeds {', '.join(map(str, seeds))}. Final {measure.final}, mean and standard deviation."
-    extras = {"rate": "rate x", "at_equal_time": f"{measure.final} at time {time:.2f}"}
-    extras = {key: head for key, head in extras.items() if key in rows[0]}
-    values = list(rows[0]["values"])
+    measure = grid.get_measure()
+    runs_by_row = {label: [run for run in runs if run["label"] == label] for label in grid.rows}
+    configs = {label: configure(**grid.make_config(label, 0, full)) for label in grid.rows}
+    rows = {label: _summarize_row(label, configs[label], runs_by_row[label]) for label in grid.rows}
+    setting, seeds = describe_sizes(next(iter(configs.values()))), sorted({run["seed"] for run in runs})
+    results: Dict[str, Any] = {"setting": setting, "full_size": full, "seeds": seeds}
+    ends = {"samples": {label: {run["seed"]: run["final"] for run in group} for label, group in runs_by_row.items()}}
+    extras: Dict[str, str] = {}  # columns that not every experiment has: key of a row -> heading
+    for label, by_rate in tuned.items():
+        extras["rate"] = "rate x"
+        rows[label].update(rate=choose_rate(grid, by_rate), tuning=dict(by_rate))
+    if any(entry.at == "time" for entry in grid.expect):
+        equal_time = min((run["curve"][-1][1] for run in runs if run["final"] is not None), default=0.0)
+        results["equal_time"] = equal_time
+        extras["at_equal_time"] = f"{measure.final} at time {equal_time:.2f}"
+        ends["time"] = {
+            label: {run["seed"]: _find_at(run, equal_time) for run in group} for label, group in runs_by_row.items()
+        }
+        for label, by_seed in ends["time"].items():
+            rows[label]["at_equal_time"] = _compute_mean(by_seed.values())
+    results["rows"] = list(rows.values())
+    values = list(results["rows"][0]["values"])
     return Findings(
         results,
-        [judge(entry.make_claim(measure), finals[entry.at]) for entry in grid.expect],
-        f"{how} Time: epochs divided by the pipeline's utilization.",
+        [judge(entry.make_claim(measure), _replace_diverged(ends[entry.at], measure)) for entry in grid.expect],
+        f": {setting}; seeds {', '.join(map(str, seeds))}. Final {measure.final}, mean and standard deviation. Time: epochs"
+        " divided by the pipeline's utilization.",
         ("row", "method", f"final {measure.final}", "by seed", "time", *extras.values(), *values),
         [
-            [
-                row["label"], row["method"], _show_final(row, measure),
-                ", ".join("diverged" if v is None else f"{v:.3f}" for v in row["final_by_seed"].values()),
-                None if row["normalized_time"] is None else f"{row['normalized_time']:.2f}",
-                *(row[key] for key in extras),
-                *(row["values"].get(key) for key in values),
-            ]
-            for row in rows
+            _make_cells(row, measure) + [row[key] for key in extras] + [row["values"].get(key) for key in values]
+            for row in rows.values()
         ],
         curves=[{key: run[key] for key in ("label", "seed", "diverged", "curve")} for run in runs],
         pictures={
             file: functools.partial(draw, {"title": grid.title, **results}, runs)
             for file, draw in measure.pictures.items()
         },
-    )  # fmt: skip
+    )
+
+
+def _replace_diverged(
+    ends: Mapping[str, Mapping[int, Optional[float]]], measure: Measure
+) -> Dict[str, Dict[int, float]]:
+    """Return final values by row, then seed, with the worst one in the place of those of runs that diverged."""
+    worst = -math.inf * measure.sign
+    return {
+        label: {seed: worst if end is None else end for seed, end in by_seed.items()} for label, by_seed in ends.items()
+    }
 
 
 def _summarize_row(label: str, config: Config, runs: Runs) -> Dict[str, Any]:
@@ -354,9 +344,14 @@ def _compute_mean(values: Iterable[Optional[float]]) -> Optional[float]:
     return statistics.mean(known) if known else None
 
 
-def _show_final(row: Mapping[str, Any], measure: Measure) -> str:
-    """Return the mean and standard deviation of a row's final values in words, or how many of its runs diverged."""
+def _make_cells(row: Mapping[str, Any], measure: Measure) -> List[Any]:
+    """Return the cells that every row has: label, method, final value, that of each seed, time."""
+    by_seed = row["final_by_seed"].values()
     if row["final"] is None:
-        return f"{row['diverged']} of {len(row['final_by_seed'])} runs diverged"
-    spread = "" if row["std"] is None else f" +- {format(row['std'], measure.form)}"
-    return format(row["final"], measure.form) + spread
+        final = f"{row['diverged']} of {len(by_seed)} runs diverged"
+    else:
+        spread = "" if row["std"] is None else f" +- {format(row['std'], measure.form)}"
+        final = format(row["final"], measure.form) + spread
+    shown = ", ".join("diverged" if value is None else f"{value:.3f}" for value in by_seed)
+    time_cell = None if row["normalized_time"] is None else f"{row['normalized_time']:.2f}"
+    return [row["label"], row["method"], final, shown, time_cell]

@@ -186,8 +186,7 @@ def show_power(step: float) -> str:
 def compute_distance(run: StepRun, other: StepRun) -> float:
     """Return how far apart two curves are in decades: the mean of |log10 a - log10 b| over the block updates of both."""
     (updates, values), (other_updates, other_values) = (
-        ([point[0] for point in one.curve], [math.log10(max(point[2], TINY)) for point in one.curve])
-        for one in (run, other)
+        ([point[0] for point in one.curve], [count_decades(point[2]) for point in one.curve]) for one in (run, other)
     )
     marks = np.linspace(0, min(updates[-1], other_updates[-1]), 241)
     apart = np.interp(marks, updates, values) - np.interp(marks, other_updates, other_values)
@@ -229,7 +228,6 @@ LOCAL_LABELS = [f"LocalSGD K={K}" for K in LOCAL_STEPS]
 STAGES = (2, 4, 8, 16, 32, 64, 128)
 QUADRATIC_STAGES = STAGES[:-1]
 CONTROL = "RPD without delays"
-TINY = 1e-300
 LOGISTIC = "d = 512, n = 50, batch 1, l2 1e-4, gradient noise 0.5"
 
 
@@ -286,23 +284,23 @@ def make_logistic(seed: int) -> Objective:
     return objectives.make_logistic_regression(50, 512, 1, 1e-4, 0.5, seed)
 
 
-def compute_decades(larger: float, smaller: float) -> float:
-    """Return log10 of a ratio of final values, which may be 0."""
-    return math.log10(max(larger, TINY)) - math.log10(max(smaller, TINY))
+def count_decades(value: float) -> float:
+    """Return log10 of a value of f - f*, which may be 0."""
+    return math.log10(max(value, 1e-300))
 
 
 def compare_pairs(text: str, pairs: Sequence[Tuple[str, str]], choose: Callable[..., float] = min) -> Claim:
     """Return the claim that the first row of all pairs (with `choose` max: of one) ends below the second, in decades."""
 
     def gap(finals: Mapping[str, float]) -> float:
-        return choose(compute_decades(finals[above], finals[below]) for below, above in pairs)
+        return choose(count_decades(finals[above]) - count_decades(finals[below]) for below, above in pairs)
 
     return Claim(text, list(dict.fromkeys(label for pair in pairs for label in pair)), gap)
 
 
 def fit_growth(finals: Mapping[str, float], method: str, stages: Sequence[int]) -> float:
     """Return the slope of the line through the final values of a method by number of stages, in decades per doubling."""
-    values = [math.log10(max(finals[f"{method} P={P}"], TINY)) for P in stages]
+    values = [count_decades(finals[f"{method} P={P}"]) for P in stages]
     return float(np.polyfit(np.log2(stages), values, 1)[0])
 
 

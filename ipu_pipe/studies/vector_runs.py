@@ -100,8 +100,6 @@ def run_randomized(
             windows = [source.window(first, min(first + WINDOW, count)) for source in sources]
             reads = np.stack([(window.forward + first_version[:, None]).T for window in windows], axis=1)  # (n, S, P)
             stage = windows[0].updates.argmax(axis=0)
-            for other in windows[1:]:
-                assert (other.updates == windows[0].updates).all(), "sources draw the same stages"
             batch = (windows[0].microbatch % objective.batches).tolist()
             for i, s in enumerate(stage.tolist()):
                 if first + i == marks[place]:

@@ -66,6 +66,11 @@ def judge_exactly(claim: str, holds: bool, difference: float) -> Verdict:
     return Verdict(claim, SHOWN if holds else CONTRADICTED, difference, 0.0, None)
 
 
+def judge_gap(claim: str, gap: float) -> Verdict:
+    """Judge a claim in which nothing is drawn by its gap: above 0 where the paper is right."""
+    return judge_exactly(claim, gap > 0, gap)
+
+
 def judge_printed(claim: str, printed: str, value: float) -> Verdict:
     """Judge a value in which nothing is drawn by a printed number, with or without a unit: it must round to its digits."""
     number = printed.split()[0]
