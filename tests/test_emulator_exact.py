@@ -13,7 +13,8 @@ from torch import nn
 
 from ipu_pipe.backends.emulator.replay import Emulator
 from ipu_pipe.backends.work import Work
-from ipu_pipe.model.stages import partition
+from ipu_pipe.errors import BadInput
+from ipu_pipe.model.stages import begin_stage, partition
 from ipu_pipe.schedule.methods import METHODS, Method, Reads, resolve_method
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
@@ -267,3 +268,39 @@ def test_memory_holds_only_versions_still_to_be_read(method: str, most: Optional
             assert count <= len(still_read)
             assert most is None or count <= most
     emulator.close()
+
+
+class ChangeInPlace(nn.Module):
+    """A layer whose first operation, `change`, writes into its input."""
+
+    def __init__(self, change: Any) -> None:
+        super().__init__()
+        self.change, self.linear = change, nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        changed = self.change(x)
+        return self.linear(x if changed is None else changed)  # type: ignore[no-any-return]
+
+
+IN_PLACE = {
+    "leaky_relu": nn.LeakyReLU(inplace=True),
+    "mul_": lambda x: x.mul_(2),
+    "add_": lambda x: x.view(-1, 2).add_(1).view(-1, 4),
+    "__setitem__": lambda x: x.__setitem__((slice(None), 0), 0.0),
+}
+
+
+@pytest.mark.parametrize("name", list(IN_PLACE))
+def test_recomputation_names_an_operation_that_writes_into_an_earlier_segment(name: str) -> None:
+    """Story: only names such as mul_ were recognized; the others ended in torch's error about a view of _StraightThrough."""
+    method = resolve_method("pipemare", {"recompute": {"segments": 2}})
+    data = [(torch.ones(2, 4), torch.tensor([0, 1]))]
+
+    def run(change: Any) -> None:
+        model = nn.Sequential(nn.Linear(4, 4), ChangeInPlace(change))
+        begin_stage(model[1])
+        emulate(model, method, 1, data, OPTIMIZERS["sgd"])
+
+    run(nn.LeakyReLU())
+    with pytest.raises(BadInput, match=f"^method_args.recompute: {name}: "):
+        run(IN_PLACE[name])

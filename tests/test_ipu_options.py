@@ -11,12 +11,12 @@ from typing import Any, Dict, List, Tuple
 import pytest
 import torch
 
-from ipu_pipe.backends.ipu import options, refusals, wrapping
+from ipu_pipe.backends.ipu import options, unsupported, wrapping
 from ipu_pipe.backends.ipu.config import IpuConfig
 from ipu_pipe.backends.ipu.model_facts import ModelFacts
 from ipu_pipe.backends.ipu.options import RECOMPUTATION
 from ipu_pipe.backends.ipu.placement import PIPELINED, Placement, get_execution, place_stages
-from ipu_pipe.backends.ipu.refusals import check_method
+from ipu_pipe.backends.ipu.unsupported import check_method
 from ipu_pipe.backends.table import make_engine
 from ipu_pipe.config.compare import dump_config
 from ipu_pipe.config.load import configure, load_config
@@ -39,7 +39,7 @@ def method_of(settings: Any) -> Method:
 
 
 def refuses(settings: Any, facts: ModelFacts, **replicas: int) -> List[str]:
-    return refusals.check_model(settings, method_of(settings), facts, **replicas)
+    return unsupported.check_model(settings, method_of(settings), facts, **replicas)
 
 
 def make_options(settings: Any, *others: Any, **more: Any) -> Any:
@@ -150,7 +150,7 @@ def test_a_row_of_which_nobody_said_that_poptorch_runs_it_is_refused(what: str, 
     monkeypatch.setitem(METHODS, "invented", invented)
     (said,) = faults(method="invented")
     assert (
-        said.startswith("method: invented: nobody has said that PopTorch runs") and "gpipe or pipedream_flush" in said
+        said.startswith("method: invented: PopTorch is not known to run") and "gpipe or pipedream_flush" in said
     )
     own = replace(GPIPE, name="invented", source="another", default_accumulate=DefaultAccumulate.ONE)
     assert check_method(own) == [] and get_execution(own) == PIPELINED  # neither alters what runs
@@ -334,7 +334,7 @@ def test_reading_a_config_waits_for_no_torch() -> None:
     import subprocess
     import sys
 
-    code = "import sys, ipu_pipe.backends.ipu.refusals; print('torch' in sys.modules, 'poptorch' in sys.modules)"
+    code = "import sys, ipu_pipe.backends.ipu.unsupported; print('torch' in sys.modules, 'poptorch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout == "False False\n", done.stderr
 

@@ -9,7 +9,7 @@ from typing import Any, Dict, List, Sequence, Tuple
 import numpy as np
 import pytest
 
-from ipu_pipe.backends.ipu.refusals import check_method
+from ipu_pipe.backends.ipu.unsupported import check_method
 from ipu_pipe.errors import BadInput
 from ipu_pipe.schedule.actions import Action, Kind, list_needs
 from ipu_pipe.schedule.clock import Bubbles, Costs, clock, compute_busy_share, measure_bubbles

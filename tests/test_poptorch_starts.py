@@ -115,7 +115,7 @@ def test_a_fault_of_the_loading_process_is_told_with_its_cause(poptorch: Any, tm
         with pytest.raises(kind) as caught:
             run(config(ASYNC), tmp_path, data=Source(at, error))
         assert str(caught.value) == said
-    with pytest.raises(RunFault, match="the worker process ended without a word .*: is there room .*/dev/shm"):
+    with pytest.raises(RunFault, match="the worker process exited without an error message .*: is there room .*/dev/shm"):
         run(config(ASYNC), tmp_path, data=Source(9, SystemExit(1)))
     assert "Traceback" not in capfd.readouterr().err
 
@@ -188,7 +188,7 @@ def test_a_lost_device_that_cannot_be_read_gives_its_ipus_back(poptorch: Any, tm
     for optimizer in (ipu_runs.SGD, {"name": "adam", "lr": 0.01}):
         poptorch.recorded.fail("execute", 14)  # 13 calls evaluate
         run(config(optimizer=optimizer), tmp_path / "lost")
-        assert "starting anew from update 0; 0 updates are done again" in capsys.readouterr().err
+        assert "restarting from update 0; repeating 0 updates" in capsys.readouterr().err
         if optimizer["name"] == "sgd":
             assert_same_weights(tmp_path / "plain", tmp_path / "lost")
     assert poptorch._device.largest == [2] and poptorch._device.held == {}

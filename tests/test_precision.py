@@ -302,7 +302,7 @@ def test_what_is_meant_is_said() -> None:
     assert "a backward of pipemare reads other weights than its forward" in format_opening(build(digits(*MASTERED)))
     with pytest.raises(BadInput, match="precision: float16: must be .*; did you mean bfloat16_mixed"):
         digits("precision=float16")
-    with pytest.raises(BadInput, match="precision: bfloat16_mixed: no IPU computes in it"):
+    with pytest.raises(BadInput, match="precision: bfloat16_mixed: is not supported on IPUs"):
         digits("precision=bfloat16_mixed", "backend={name: poptorch}", "method=gpipe")
 
 

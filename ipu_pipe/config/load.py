@@ -82,7 +82,8 @@ def _validate(raw: Dict[str, Any], origins: Origins, place: str, faults: List[st
         method = resolve_method(config.method, config.method_settings())
         always, of_optimizer = _check_rules(config, method)
         config._optimizer_faults = tuple(put_place(of_optimizer))
-        faults += put_place([*always, *import_outer("check_backend")(config, method)])
+        of_backend = import_outer("check_backend")(config, method) if config.backend.name == "poptorch" else []
+        faults += put_place([*always, *of_backend])
     if faults or config is None:
         raise BadInput(faults)
     return config

@@ -20,8 +20,8 @@ from ipu_pipe.schedule.methods import METHODS, Reads
 OUTER = {
     "ipu": "ipu_pipe.backends.ipu.config:IpuConfig",  # section of backend.ipu
     "hardware": "ipu_pipe.hardware.description:Hardware",
-    "check_stages": "ipu_pipe.backends.ipu.refusals:check_placement",  # (config, method, stages) -> faults
-    "check_backend": "ipu_pipe.backends.ipu.refusals:check_config",  # (config, method) -> "key: value: what is allowed"
+    "check_stages": "ipu_pipe.backends.ipu.unsupported:check_placement",  # (config, method, stages) -> faults
+    "check_backend": "ipu_pipe.backends.ipu.unsupported:check_config",  # (config, method) -> "key: value: what is allowed"
     "read_hardware": "ipu_pipe.hardware.description:read_hardware",  # (name or file, place in faults); raises BadInput
 }
 
@@ -175,6 +175,9 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check_keys(self) -> "Config":
+        if self.backend.name != "poptorch" and self.precision in ("16.16", "16.32", "32.32"):
+            allowed = f"must be float32, float64, bfloat16 or bfloat16_mixed with {self.backend.name}"
+            raise key_fault("precision", self.precision, f"is of backend.name poptorch: {allowed}")
         if self.optimizer.name == sections.GIVEN and (self.given is None or self.given.optimizer is None):
             raise key_fault("optimizer.name", sections.GIVEN, "without given.optimizer: must be sgd, adam or adamw")
         by_hardware = isinstance(self.stages, dict) and self.stages.get("by") == "hardware"

@@ -19,7 +19,7 @@ from ipu_pipe.backends.ipu.blocks import BlockEngine
 from ipu_pipe.backends.ipu.engine import PoptorchEngine
 from ipu_pipe.backends.ipu.model_facts import observe_model
 from ipu_pipe.backends.ipu.placement import is_pipelined, is_under_poprun, place_stages, read_instance
-from ipu_pipe.backends.ipu.refusals import check_model
+from ipu_pipe.backends.ipu.unsupported import check_model
 from ipu_pipe.backends.ranks import is_distributed
 from ipu_pipe.config.schema import BackendConfig, Config
 from ipu_pipe.errors import BadInput, summarize

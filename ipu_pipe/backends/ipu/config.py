@@ -27,7 +27,7 @@ def _check_proportion(value: Any) -> Any:
         return None
     shares = [to_number(share) for share in (value if isinstance(value, list) else [value])]
     if not shares or not all(share is not None and 0 <= share <= 1 for share in shares):
-        raise ValueError("must be null, a number from 0 to 1, or a list of such, one an IPU")
+        raise ValueError("must be null, a number from 0 to 1, or a list of such numbers, one per IPU")
     return shares if isinstance(value, list) else shares[0]
 
 

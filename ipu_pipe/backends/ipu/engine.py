@@ -55,11 +55,11 @@ Result = TypeVar("Result")
 def check_finite(config: Config, update: int, losses: Sequence[float]) -> None:
     """Raise `RunFault` for a loss that is not a finite number, unless the config allows it."""
     if not config.allow_nonfinite:
-        refuse_nonfinite(config.method, update, losses, ", with half precision another backend.ipu.loss_scaling")
+        refuse_nonfinite(config.method, update, losses, ", or another backend.ipu.loss_scaling in half precision")
 
 
 class PoptorchEngine(Engine):
-    """The executors of this process's replicas, the input of their calls, and what to start new ones from."""
+    """The executors of this process's replicas, their data loader, and the snapshot from which new ones start."""
 
     def __init__(self, job: Job, first_update: int) -> None:
         import poptorch
@@ -72,17 +72,21 @@ class PoptorchEngine(Engine):
             raise BadInput(f"backend.ipu.device_iterations: {self.updates_per_call}: {why}")
         self._share = read_instance(job.config)
         self.is_main = self._share.first == 0
-        self._others = dist.get_world_size() - 1 if are_joined() else 0  # of poprun's instances, which cannot go back
-        self._place, blocks = place_stages(self.ipu, len(job.part)), get_blocks(job.model)
+        # number of other poprun instances; they cannot retry
+        self._other_instances = dist.get_world_size() - 1 if are_joined() else 0
+        self._place = place_stages(self.ipu, len(job.part))
+        blocks = get_blocks(job.model)
         self._losses = 1 if blocks is None else len(blocks.heads) + 1
         start = {name: value.detach().clone() for name, value in job.model.state_dict().items()}
         self._last = Snapshot(first_update, start, import_state(job.optimizer, self.ipu))
         check_hardware(self.ipu, round_up_ipus(self._place.ipus * self._share.replicas))
-        self._done, self._may_retry = first_update, True
-        self._fetched = first_update  # the update whose weights the job's model holds
+        self._done = first_update
+        self._may_retry = True
+        # the update whose weights the job's model holds
+        self._fetched = first_update
         self._results: Deque[StepResult] = deque()
         self._timeline = CallTimes(job.traced)
-        # of PopVision's system trace; it writes where the SDK's libpvti is there and PVTI_OPTIONS was set
+        # PopVision's system trace is written if the SDK's libpvti is installed and PVTI_OPTIONS is set
         self._channel = poptorch.profiling.Channel("ipu_pipe")
         self.executors: Optional[Executors] = None
         self._start()
@@ -90,7 +94,7 @@ class PoptorchEngine(Engine):
             self._compile_only()
 
     def _start(self) -> None:
-        """Make executors and input from the last snapshot on."""
+        """Make executors and data loader that continue from the last snapshot."""
         job, last, share = self.job, self._last, self._share
         wrapped = wrap(job.model, job.loss, job.part, job.config.precision, self.ipu)
         tensors = {get_unsplit_name(name): t for name, t in wrapped.state_dict(keep_vars=True).items()}
@@ -110,16 +114,18 @@ class PoptorchEngine(Engine):
         if self._share.base is not None:
             base = self._share.base(round_up_ipus(ipus) if self.ipu.auto_round_num_ipus else ipus)
         seed = derive_seed(self.job.config.seed, "ipu", self._last.update) % 2**32
-        with torch.random.fork_rng(devices=[]):  # randomSeed seeds the host's generator, too
+        # randomSeed seeds the host's generator, too
+        with torch.random.fork_rng(devices=[]):
             ipu_id = self.ipu.ipu_ids[0] if self.ipu.ipu_ids else None
             return make_options(self.job.config, self.job.method, self._place, training, seed, base, ipu_id)
 
     def _compile_only(self) -> None:
-        """Compile both models, run none, say so and leave with exit code 0."""
+        """Compile both models without running them, print that and exit with code 0."""
 
         def compile_both(executors: Executors) -> None:
             executors.compile(*self.calls[0])
-            executors.leave_training(True)  # the second model needs the first one's IPUs
+            # the second model needs the first one's IPUs
+            executors.leave_training(True)
             executors.make_inference()
 
         try:
@@ -129,7 +135,7 @@ class PoptorchEngine(Engine):
         if self.is_main:
             cache = f", cached in {self.ipu.executable_cache}" if self.ipu.executable_cache else ""
             print(f"compiled for {self._place.ipus} IPUs x replicas {self._share.replicas}{cache}; nothing was run")
-        if self._others:
+        if self._other_instances:
             end_process(0)
         sys.exit(0)
 
@@ -143,7 +149,7 @@ class PoptorchEngine(Engine):
         try:
             return work(self.executors)
         except poptorch.RecoverableError as error:
-            if not self._may_retry or self._others:
+            if not self._may_retry or self._other_instances:
                 raise self._give_up(error) from error
             reason = f"device error ({error.recovery_action}): {describe_error(error)}"
             forget_frames(error)
@@ -154,11 +160,11 @@ class PoptorchEngine(Engine):
             raise self._give_up(error) from error
 
     def _recover(self, reason: str) -> None:
-        """Start new executors and bring them to where the lost ones were."""
+        """Start new executors and repeat the updates since the last snapshot."""
         self._may_retry = False
         if self.is_main:
             again = self._done - self._last.update
-            text = f"starting anew from update {self._last.update}; {again} updates are done again"
+            text = f"restarting from update {self._last.update}; repeating {again} updates"
             print(f"poptorch: {reason}: {text}", file=sys.stderr, flush=True)
         self._drop()
         self._start()
@@ -167,14 +173,15 @@ class PoptorchEngine(Engine):
             self._call(self.executors, past)
 
     def _give_up(self, error: Any) -> RunFault:
-        """Return the fault for a device error from which this run cannot go back."""
+        """Return the fault for a device error after which this run cannot retry."""
         forget_frames(error)
-        times, then = " for the second time since the last checkpoint", "do what it asks for (vipu reset partition, gc-reset)"
-        if self._others:
-            times, then = "", "the other instances cannot go back: do what it asks for"
+        times = " for the second time since the last checkpoint"
+        remedy = "do what it asks for (vipu reset partition, gc-reset)"
+        if self._other_instances:
+            times, remedy = "", "the other instances cannot retry: do what it asks for"
         return RunFault(
             f"poptorch: after update {self._done}: device error ({error.recovery_action}){times}: {describe_error(error)}: "
-            f"{then}, then go on with --resume"
+            f"{remedy}, then go on with --resume"
         )
 
     # --- what an engine does
@@ -188,8 +195,8 @@ class PoptorchEngine(Engine):
         return [self._results.popleft()]
 
     def _call(self, executors: Executors, k: int) -> List[StepResult]:
-        """Make the updates k to k + D of one call. Return mean losses and shares of right answers over what the output mode
-        gives."""
+        """Make the updates k to k + D - 1 of one call; return mean losses and accuracies over the outputs that the output mode
+        returns."""
         job, blocks, iterations = self.job, self._losses, self.updates_per_call
         x, y = self.feed.take()
         _, losses, *answers = executors.call(range(k, k + iterations), k, x, y)
@@ -200,10 +207,10 @@ class PoptorchEngine(Engine):
         right = torch.full((parts, blocks, 2), float("nan"), dtype=torch.float64)
         if answers:
             right = answers[0].double().reshape(parts, -1, blocks, 2).sum(dim=1)
-        if self._others:
+        if self._other_instances:
             dist.all_reduce(means)
             dist.all_reduce(right)
-            means /= self._others + 1
+            means /= self._other_instances + 1
         results = []
         for i in range(iterations):
             row, counts = means[min(i, parts - 1)].tolist(), right[min(i, parts - 1)].tolist()
@@ -225,24 +232,25 @@ class PoptorchEngine(Engine):
         return results
 
     def _tally(self, executors: Executors, split: str) -> List[EvaluationResult]:
-        """Evaluate the test set on the inference model, each of poprun's instances a share of the batches."""
+        """Evaluate on the inference model; each of poprun's instances evaluates a share of the batches."""
         tallies = [Tally.of(self.job) for _ in range(self._losses)]
         executors.begin_evaluation()
-        rank, world = (dist.get_rank(), dist.get_world_size()) if self._others else (0, 1)
+        rank, world = (dist.get_rank(), dist.get_world_size()) if self._other_instances else (0, 1)
         calls = split_into_calls(load_test_batches(self.job, split, rank, world), executors.rows)
         while True:
             x, y, count = next(calls, (self.job.example[0], self.job.example[1], 0))
-            waiting = torch.tensor([count])
-            if self._others:  # replicas of all instances wait for one another: where one has no batch it sends any
-                dist.all_reduce(waiting)
-            if not waiting:
+            total = torch.tensor([count])
+            # replicas of all instances wait for one another, so an instance without a batch sends the example
+            if self._other_instances:
+                dist.all_reduce(total)
+            if not total:
                 break
             for tally, output in zip(tallies, executors.infer(fill_up(x, executors.rows))):
                 if count:
                     tally.add(trim_output(output, count), y[:count], count)
         executors.end_evaluation()
         sums = [tally.sums for tally in tallies]
-        for part in sums if self._others else ():
+        for part in sums if self._other_instances else ():
             dist.all_reduce(part)
         return [Tally.of(self.job, part).evaluation for part in sums]
 
@@ -266,10 +274,10 @@ class PoptorchEngine(Engine):
 
     def current_model(self) -> Optional[nn.Module]:
         is_newest = self._fetched == self._done and not self._results
-        return self.job.model if is_newest and not self._others else None
+        return self.job.model if is_newest and not self._other_instances else None
 
     def report(self) -> Optional[Report]:
-        """Return the pipeline by its placement, and what the calls measured."""
+        """Return the pipeline's placement and the measurements of the calls."""
         if not self.is_main:
             return None
         place, accumulation = self._place, self.job.config.gradient_accumulation
@@ -291,7 +299,7 @@ class PoptorchEngine(Engine):
         )  # fmt: skip
 
     def close(self) -> None:
-        """Copy the newest weights into the user's model and give the IPUs back."""
+        """Copy the newest weights into the user's model and release the IPUs."""
         if self.executors is None:
             return
         if self._last.update != self._done:
@@ -300,12 +308,13 @@ class PoptorchEngine(Engine):
         self.abort()
 
     def _drop(self) -> None:
-        """Give the IPUs back and end the input."""
+        """Release the IPUs and stop the data loader."""
         if self.executors is not None:
             self.executors.drop()
             self.feed.close()
             self.executors = None
-            gc.collect()  # a lost executor must not hold its device
+            # a lost executor must not hold its device
+            gc.collect()
 
     def abort(self) -> None:
         self._drop()

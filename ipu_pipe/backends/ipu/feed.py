@@ -1,7 +1,7 @@
-"""Inputs of PopTorch's calls in order: made when they are asked for, or ahead of time by PopTorch's worker process.
+"""The data loader of PopTorch's calls: it makes the input of each call on demand, or ahead of time in PopTorch's worker process.
 
-sync     calls[i]                            in this process
-async    calls[i] -> ring of shared memory   in the worker -> here, where a fault of the worker is told with its cause
+sync     calls[i]                                                   in this process
+async    calls[i] -> ring of shared memory -> this process          in the worker, whose errors are raised here
 """
 
 from __future__ import annotations
@@ -33,16 +33,18 @@ def convert_input(value: torch.Tensor, precision: str) -> torch.Tensor:
 
 
 def convert_label(value: torch.Tensor) -> torch.Tensor:
-    """Convert labels of a microbatch: losses are computed in float32 whatever the inputs' precision."""
+    """Convert labels of a microbatch: losses are computed in float32, independent of the inputs' precision."""
     return value.float() if value.is_floating_point() else value
 
 
 class Calls(Dataset):  # type: ignore[type-arg]
-    """Inputs of PopTorch's calls in order, item i the one of updates first + i D and on: samples of D updates, of their
-    microbatches, of these `replicas`. It can go to another process, where `report` names the file into which that writes what
-    goes wrong: PopTorch tells no more than that it ended."""
+    """Inputs of PopTorch's calls in order: item i holds the samples of updates first + i*D to first + (i+1)*D - 1, for these
+    `replicas`.
 
-    report: Optional[str] = None
+    Picklable. In a worker, errors are written to `error_file`, because PopTorch only says that the worker exited.
+    """
+
+    error_file: Optional[str] = None
 
     def __init__(self, data: DataSource, config: Config, per_epoch: Optional[int], updates: range, replicas: range) -> None:
         self._data, self._config, self._per_epoch, self._replicas = data, config, per_epoch, replicas
@@ -52,16 +54,17 @@ class Calls(Dataset):  # type: ignore[type-arg]
         return len(self._firsts)
 
     def __getitem__(self, index: int) -> Tuple[torch.Tensor, torch.Tensor]:
-        if self.report is None:
-            return self._read_call(self._firsts[index])
         try:
             return self._read_call(self._firsts[index])
         except Exception as error:
+            if self.error_file is None:
+                raise
             is_input = isinstance(error, BadInput)
             reason = str(error) if is_input or isinstance(error, RunFault) else summarize(error)
-            with open(self.report, "w") as file:
+            with open(self.error_file, "w") as file:
                 json.dump({"bad_input": is_input, "reason": " ".join(reason.split())}, file)
-            raise SystemExit(1) from None  # no traceback beside the line that will tell it
+            # the main process prints the error, so the worker prints no traceback
+            raise SystemExit(1) from None
 
     def _read_call(self, first: int) -> Tuple[torch.Tensor, torch.Tensor]:
         pairs = [pair for k in range(first, first + self._config.ipu.device_iterations) for pair in self._read_update(k)]
@@ -69,7 +72,7 @@ class Calls(Dataset):  # type: ignore[type-arg]
         return x, torch.cat([convert_label(y) for _, y in pairs])
 
     def _read_update(self, k: int) -> List[Tuple[torch.Tensor, torch.Tensor]]:
-        """Return inputs and labels of update k, in one piece where the source can read microbatches together."""
+        """Return inputs and labels of update k, as one pair if the source can read microbatches together."""
         config = self._config
         assert self._per_epoch is not None, "data without a length is refused before"
         epoch, within = divmod(k, self._per_epoch)
@@ -82,12 +85,12 @@ class Calls(Dataset):  # type: ignore[type-arg]
 
 
 class Feed:
-    """The calls' inputs, one after another from the first. `close` ends the worker."""
+    """Loads the calls' inputs in order. `close` ends the worker."""
 
     def __init__(self, calls: Calls, loading: DataLoading, options: Any) -> None:
         self._calls = calls
         self._loader: Optional[Any] = None
-        # not an iterator of a Dataset: that would end for an IndexError of the data, too
+        # an iterator of a Dataset would also end at an IndexError raised by the data
         self._source: Iterator[Any] = (calls[i] for i in range(len(calls)))
         if loading.mode == "async":
             self._start(loading, options)
@@ -100,14 +103,14 @@ class Feed:
         except Exception as error:
             why = f"the data cannot go to another process ({type(error).__name__}): must be sync"
             raise BadInput(f"backend.ipu.data_loading.mode: async: {why}") from error
-        handle, self._calls.report = tempfile.mkstemp(prefix="ipu_pipe-", suffix=".json")
+        handle, self._calls.error_file = tempfile.mkstemp(prefix="ipu_pipe-", suffix=".json")
         os.close(handle)
         settings = loading.model_dump(exclude={"mode"})
         settings["sharing_strategy"] = find_member(poptorch.SharingStrategy, loading.sharing_strategy)
         try:
+            # drop_last is True by PopTorch's default, which torch refuses without a batch size
             loader: Any = poptorch.DataLoader(
-                options, self._calls, batch_size=None, shuffle=False,
-                drop_last=False,  # True is PopTorch's default, which torch refuses without a batch size
+                options, self._calls, batch_size=None, shuffle=False, drop_last=False,
                 auto_distributed_partitioning=False, mode=poptorch.DataLoaderMode.Async,
                 async_options={**settings, "load_indefinitely": False},
             )  # fmt: skip
@@ -119,7 +122,7 @@ class Feed:
             raise
 
     def take(self) -> Tuple[torch.Tensor, torch.Tensor]:
-        """Return (x, y) of the next call. Raises BadInput or RunFault with the worker's fault."""
+        """Return (x, y) of the next call. Raise `BadInput` or `RunFault` for an error in the worker."""
         if self._loader is None:
             return next(self._source)  # type: ignore[no-any-return]
         try:
@@ -129,18 +132,18 @@ class Feed:
         return x, y
 
     def _raise_fault(self, error: BaseException) -> NoReturn:
-        assert self._calls.report is not None
-        with open(self._calls.report) as file:
+        assert self._calls.error_file is not None
+        with open(self._calls.error_file) as file:
             text = file.read()
         self.close()
         if not text:
-            why = f"the worker process ended without a word ({summarize(error)})"
-            remedy = "is there room for its buffers in /dev/shm? A smaller backend.ipu.data_loading.buffer_size takes less"
+            why = f"the worker process exited without an error message ({summarize(error)})"
+            remedy = "is there room for its buffers in /dev/shm? A smaller backend.ipu.data_loading.buffer_size needs less memory"
             raise RunFault(f"poptorch: loading data: {why}: {remedy}") from error
-        report = json.loads(text)
-        if report["bad_input"]:
-            raise BadInput(report["reason"]) from error
-        raise RunFault(f"poptorch: loading data: {report['reason']}") from error
+        cause = json.loads(text)
+        if cause["bad_input"]:
+            raise BadInput(cause["reason"]) from error
+        raise RunFault(f"poptorch: loading data: {cause['reason']}") from error
 
     def close(self) -> None:
         """End the worker, if there is one."""
@@ -148,14 +151,14 @@ class Feed:
             if self._loader is not None:
                 self._loader.terminate()
         self._loader = None
-        if self._calls.report is not None:
+        if self._calls.error_file is not None:
             with contextlib.suppress(OSError):
-                os.unlink(self._calls.report)
-            self._calls.report = None
+                os.unlink(self._calls.error_file)
+            self._calls.error_file = None
 
 
 def split_into_calls(batches: Iterator[Tuple[Any, Any]], rows: int) -> Iterator[Tuple[Any, Any, int]]:
-    """Yield the batches as calls of `rows` samples, the last one filled up, each with the number of samples that count."""
+    """Yield the batches as calls of `rows` samples, the last one padded, each with the number of samples that count."""
     waiting: List[Tuple[torch.Tensor, torch.Tensor]] = []
     for batch in batches:
         x, y = (torch.cat(parts) for parts in zip(*waiting, batch))

@@ -9,7 +9,7 @@ from torch import nn
 
 from ipu_pipe.backends.interface import MARK
 from ipu_pipe.backends.ipu.config import IpuConfig
-from ipu_pipe.backends.ipu.refusals import ACCUMULATORS
+from ipu_pipe.backends.ipu.unsupported import ACCUMULATORS
 from ipu_pipe.errors import BadInput
 from ipu_pipe.model.stages import Partition
 from ipu_pipe.text import list_some

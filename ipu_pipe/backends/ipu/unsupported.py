@@ -1,0 +1,296 @@
+"""Check a config, a number of stages and a model for features that IPUs do not support, before anything compiles.
+
+Each fault is a line `key: value: reason and remedy`. Sources: PopTorch, branch sdk-release-3.4 (poptorch/python/options.py,
+popart_compiler/source/Compiler.cpp), PopART. Not run on hardware. This file does not import torch, so that configs are read fast.
+"""
+
+from __future__ import annotations
+
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Iterable, Iterator, List, Mapping, NamedTuple, Optional, Sequence
+
+from ipu_pipe.backends.ipu.config import LOCATIONS, IpuProfile, TensorLocation
+from ipu_pipe.backends.ipu.placement import (
+    Placement,
+    get_execution,
+    is_pipelined,
+    is_under_poprun,
+    place_stages,
+    round_up_ipus,
+)
+from ipu_pipe.config.schema import Config
+from ipu_pipe.schedule.methods import Method
+from ipu_pipe.schedule.rows import find_split_or_overlapped
+from ipu_pipe.text import list_some
+
+if TYPE_CHECKING:
+    from ipu_pipe.backends.ipu.model_facts import ModelFacts
+
+MOST_IPUS = 64  # of one process
+PRECISIONS = ("16.16", "16.32", "32.32", "float32")
+_MOMENTS = ("accum_type", "first_order_momentum_accum_type", "second_order_momentum_accum_type")
+# PopTorch's optimizers by our names: the tensors that may be float16
+ACCUMULATORS = {"sgd": ("accum_type", "velocity_accum_type"), **dict.fromkeys(("adam", "adamw", "rmsprop"), _MOMENTS)}
+
+TILES = "needs tensor_locations.num_io_tiles, 32 or more"
+
+
+class Case(NamedTuple):
+    """An unsupported case: whether it `applies`, the config's `key` (`ipu.` stands for backend.ipu.), reason and remedy."""
+
+    applies: Any
+    key: str
+    reason: str
+
+
+def list_faults(config: Config, cases: Iterable[Case]) -> List[str]:
+    """Return `key: value: reason` of the cases that apply."""
+    faults = []
+    for case in cases:
+        if case.applies:
+            value = attrgetter(case.key)(config)
+            section = "backend." if case.key.startswith("ipu.") else ""
+            shown = str(value).lower() if isinstance(value, bool) else value
+            faults.append(f"{section}{case.key}: {shown}: {case.reason}")
+    return faults
+
+
+def check_method(method: Method) -> List[str]:
+    """Return why PopTorch cannot run the method, and which similar one it can."""
+    if get_execution(method) is not None:
+        return []
+    nearest = "gpipe or pipedream_flush"
+    if method.is_stale:
+        why = "a PopTorch pipeline is flushed at every weight update and keeps one version of the weights"
+        nearest = "pipedream_flush (1F1B with a flush), local_greedy, whose blocks wait for no gradient"
+    elif method.structure is not None and method.structure.overlap:
+        why = "a layer's weights would be on two IPUs, which PopART refuses in a pipeline"
+        nearest = "local_greedy, local_chunked"
+    elif method.order is not None:
+        why = "PopTorch has an order of passes of its own, without halves of a backward and overlapped pairs"
+        cell = find_split_or_overlapped(method.order.file) if method.order.file else None
+        why += f" ({cell})" if cell is not None else ""
+    else:
+        reads = f"{method.forward_reads.value}, {method.backward_reads.value}"
+        why = f"PopTorch is not known to run its schedule ({method.pipeline.value}) with its reads ({reads})"
+    return [f"method: {method.name}: {why}: use {nearest}, or backend.name emulator or distributed"]
+
+
+def check_config(config: Config, method: Method) -> List[str]:
+    """Return why IPUs cannot run a config of backend poptorch whose method is resolved, before model and data are made."""
+    cases = [*_list_option_cases(config, method), *_list_location_cases(config), *_list_block_cases(config, method)]
+    faults = check_method(method) + list_faults(config, cases)
+    if not faults and config.ipu.local == "fused" and method.structure is None:
+        stages = config.stages.get("count") if isinstance(config.stages, dict) else config.stages
+        count = len(stages) + 1 if isinstance(stages, list) else stages
+        faults += check_placement(config, method, count) if isinstance(count, int) else []
+    return faults
+
+
+def _list_option_cases(config: Config, method: Method) -> Iterator[Case]:
+    """Yield the cases of options that do not fit together."""
+    ipu, clip, period = config.ipu, config.clip, config.ipu.output_return_period
+    overlaps, offline, every_n = ipu.overlapped_io != "none", ipu.offline_target is not None, ipu.output_mode == "every_n"
+    why = f"is not supported on IPUs: must be {', '.join(PRECISIONS[:-1])} or {PRECISIONS[-1]}"
+    yield Case(config.precision not in PRECISIONS, "precision", why)
+    yield Case(config.backend.device != "cpu", "backend.device", "poptorch's host is the CPU: must be cpu")
+    why = "PopTorch gets one optimizer with the same settings on all stages: must be null"
+    yield Case(config.optimizer.groups, "optimizer.groups", why)
+    yield Case(config.optimizer.by_stage, "optimizer.by_stage", why)
+    why = "PopTorch clips by the global norm (max_grad_norm): must be global"
+    yield Case(clip and clip.scope != "global", "clip.scope", why)
+    combines = ipu.use_combined_accum and ipu.tensor_locations.optimizer != TensorLocation()
+    why = "keeps no separate optimizer state: must be false, or no tensor_locations.optimizer"
+    yield Case(combines, "ipu.use_combined_accum", why)
+    why = "must be none in a pipeline (prefetch_buffering_depth buffers)"
+    yield Case(overlaps and is_pipelined(method), "ipu.overlapped_io", why)
+    yield Case(overlaps and not ipu.tensor_locations.num_io_tiles, "ipu.overlapped_io", TILES)
+    why = "with overlapped_io it must be all or sum"
+    yield Case(overlaps and ipu.output_mode not in ("all", "sum"), "ipu.output_mode", why)
+    why = f"must divide gradient_accumulation {config.gradient_accumulation}"
+    yield Case(every_n and config.gradient_accumulation % period, "ipu.output_return_period", why)
+    yield Case(not every_n and period != 1, "ipu.output_return_period", "must be 1, or output_mode every_n")
+    yield Case(config.recompute and ipu.recomputation == "none", "recompute", "contradicts backend.ipu.recomputation none")
+    for key, every in (("steps", config.steps), ("checkpoint.every", config.checkpoint_every)):
+        why = f"the updates of a call: must divide {key} {every}"
+        yield Case(every and every % ipu.device_iterations, "ipu.device_iterations", why)
+    why = "must be one number with automatic_loss_scaling"
+    yield Case(ipu.automatic_loss_scaling and ipu.changes_loss_scaling, "ipu.loss_scaling", why)
+    yield Case(ipu.ipu_ids and is_under_poprun(), "ipu.ipu_ids", "not under poprun, which chooses the devices: leave it out")
+    yield Case(offline and not ipu.compile_only, "ipu.offline_target", "nothing can run on it: needs compile_only: true")
+    yield Case(offline and ipu.use_ipu_model, "ipu.use_ipu_model", "cannot be combined with offline_target: set one of them")
+    for key in ("ipu_ids", "log_cycle_count"):
+        why = "cannot be combined with offline_target, which has no device: leave it out"
+        yield Case(offline and getattr(ipu, key), f"ipu.{key}", why)
+    yield Case(ipu.log_cycle_count and ipu.use_ipu_model, "ipu.log_cycle_count", "must be false: hardware alone counts cycles")
+
+
+def _list_location_cases(config: Config) -> Iterator[Case]:
+    """Yield the tensors that cannot be placed: sharded over one replica, or on I/O tiles that are not reserved."""
+    has_tiles = config.ipu.tensor_locations.num_io_tiles is not None
+    for name in LOCATIONS:
+        location, key = getattr(config.ipu.tensor_locations, name), f"ipu.tensor_locations.{name}"
+        shards = location.replicated_tensor_sharding and config.replicas == 1
+        yield Case(shards, f"{key}.replicated_tensor_sharding", "there is one replica: must be false, or replicas 2 or more")
+        for way in ("io_tiles_to_load", "io_tiles_to_store"):
+            yield Case(getattr(location, way) and not has_tiles, f"{key}.{way}", TILES)
+
+
+def _list_block_cases(config: Config, method: Method) -> Iterator[Case]:
+    """Yield what does not fit blocks with losses of their own, in one graph (fused) or in a process each (decoupled)."""
+    ipu, blocks = config.ipu, method.structure
+    yield Case(blocks and config.clip, "clip.norm", f"PopTorch's norm is over all blocks of {method.name}: must be null")
+    if ipu.local == "fused":
+        why = "one graph updates all blocks together: leave it out, or set backend.ipu.local=decoupled"
+        yield Case(config.method_settings().get("block_accumulation"), "method_args.block_accumulation", why)
+        why = "must be one id of gc-info, of a device with all the IPUs"
+        yield Case(ipu.ipu_ids and len(ipu.ipu_ids) != 1, "ipu.ipu_ids", why)
+        return
+    yield Case(not blocks, "ipu.local", f"{method.name} has one loss: must be fused, or a local_ method")
+    yield Case(blocks and blocks.layers is not None, "ipu.local", f"{method.name} trains one block alone: must be fused")
+    why = "its processes would overwrite each other's profile: leave profile out"
+    yield Case(ipu.profile != IpuProfile(), "ipu.local", why)
+    needed = {
+        "replicas": 1, "ipu.device_iterations": 1, "ipu.ipus": None, "ipu.data_loading.mode": "sync", "ipu.output_mode": "all",
+        "ipu.compile_only": False,
+    }  # fmt: skip
+    for key, value in needed.items():
+        yield Case(attrgetter(key)(config) != value, key, f"must be {str(value).lower()} with backend.ipu.local decoupled")
+
+
+def check_placement(config: Config, method: Method, stages: int) -> List[str]:
+    """Return why that many stages cannot run on their IPUs; empty for other backends."""
+    if config.backend.ipu is None:
+        return []
+    ipu = config.ipu
+    if ipu.ipus is not None and len(ipu.ipus) != stages:
+        return list_faults(config, [Case(True, "ipu.ipus", f"must name an IPU for each of {stages} stages")])
+    place = place_stages(ipu, stages)
+    faults = list_faults(config, _list_placement_cases(config, method, place))
+    total = place.ipus * config.replicas
+    reserved, is_simulated = round_up_ipus(total), ipu.use_ipu_model or ipu.offline_target is not None
+    counted = f"{place.ipus} IPUs x replicas {config.replicas} = {total}" if config.replicas > 1 else f"{total} IPUs"
+    if is_simulated:
+        return faults
+    if total != reserved and not ipu.auto_round_num_ipus:
+        remedy = "take another number of stages or replicas, put two on one with backend.ipu.ipus, or auto_round_num_ipus: true"
+        return [*faults, f"stages: {counted}: IPUs are reserved by powers of 2, here {reserved}: {remedy}"]
+    why = f"{counted}: a process drives at most {MOST_IPUS}: take fewer, or start several with poprun --num-instances"
+    return faults + list_faults(config, [Case(reserved > MOST_IPUS and not is_under_poprun(), "replicas", why)])
+
+
+def _list_placement_cases(config: Config, method: Method, place: Placement) -> Iterator[Case]:
+    """Yield the cases of options that do not fit the number of stages and IPUs."""
+    forward, least, pipelined = place.forward_stages, place.least_accumulation, is_pipelined(method)
+    shares, iterations = config.ipu.available_memory_proportion, config.ipu.inference_device_iterations
+    why = "the first stage must be on IPU 0, because PopTorch always counts IPU 0 as a stage"
+    yield Case(place.ipu_of[0] != 0, "ipu.ipus", why)
+    why = f"a PopTorch pipeline of {forward} stages needs at least 2 x {forward} - 1 = {least} microbatches per update"
+    has_too_few = pipelined and place.ipus > 1 and config.gradient_accumulation < least
+    yield Case(has_too_few, "gradient_accumulation", why)
+    why = f"a pipeline of {forward} stages: must be at least {forward}"
+    yield Case(iterations is not None and pipelined and iterations < forward, "ipu.inference_device_iterations", why)
+    why = f"must be one number, or {place.ipus}, one per IPU"
+    yield Case(isinstance(shares, list) and len(shares) != place.ipus, "ipu.available_memory_proportion", why)
+
+
+def check_model(config: Config, method: Method, facts: ModelFacts, local_replicas: Optional[int] = None) -> List[str]:
+    """Return why PopTorch cannot run the job, each reason with its remedy; empty if none is known.
+
+    `local_replicas`: those of this process, if poprun started several.
+    """
+    if local_replicas is not None:
+        config = config.model_copy(update={"replicas": local_replicas})
+    decoupled = config.ipu.local == "decoupled" and method.structure is not None
+    faults = [] if decoupled else check_placement(config, method, facts.stages)
+    if faults:
+        return faults
+    place = Placement((0,)) if decoupled else place_stages(config.ipu, facts.stages)
+    faults = list_faults(config, _list_model_cases(config, facts, place, decoupled, local_replicas))
+    faults += [] if decoupled else _check_layout(facts, place, method)
+    return faults + _check_forward(facts, config.precision) + _check_optimizer(*facts.optimizer, config)
+
+
+def _list_model_cases(
+    config: Config, facts: ModelFacts, place: Placement, decoupled: bool, local_replicas: Optional[int]
+) -> Iterator[Case]:
+    """Yield the cases of options that do not fit the model's blocks, its buffers or the number of updates."""
+    ipu, shares, stages = config.ipu, config.ipu.available_memory_proportion, facts.stages
+    iterations, every = ipu.device_iterations, config.evaluate.interval(facts.updates_per_epoch)
+    why = f"must name a device for each of {stages} blocks"
+    yield Case(decoupled and ipu.ipu_ids is not None and len(ipu.ipu_ids) != stages, "ipu.ipu_ids", why)
+    why = f"must be one number, or {stages}, one per block"
+    wrong_shares = decoupled and isinstance(shares, list) and len(shares) != stages
+    yield Case(wrong_shares, "ipu.available_memory_proportion", why)
+    written = list_some(facts.written, 3)
+    why = f"training writes {written} on each replica: must be false (the first's count), or GroupNorm"
+    yield Case(facts.written and config.replicas > 1 and ipu.broadcast_buffers, "ipu.broadcast_buffers", why)
+    why = f"of each process, which drives at most {MOST_IPUS} IPUs: start more with poprun --num-instances"
+    yield Case(local_replicas and round_up_ipus(place.ipus * config.replicas) > MOST_IPUS, "replicas", why)
+    why = f"the updates of a call: must divide the run's {facts.updates} (steps, epochs)"
+    yield Case(facts.updates % iterations, "ipu.device_iterations", why)
+    why = f"must divide the {every} updates between evaluations (evaluate.every)"
+    yield Case(every < facts.updates and every % iterations, "ipu.device_iterations", why)
+    # weights are sharded over a process's own replicas
+    if local_replicas is not None:
+        yield from _list_location_cases(config)
+
+
+def _check_layout(facts: ModelFacts, place: Placement, method: Method) -> List[str]:
+    """Return which stages are not on the IPUs in order, and which weights would be on several."""
+    faults = []
+    if facts.empty:
+        empty = ", ".join(map(str, facts.empty))
+        faults.append(f"stages: {empty}: the stage is empty: use fewer stages or other boundaries")
+    if list(facts.order) != sorted(set(facts.order)):
+        order = ", ".join(map(str, facts.order))
+        faults.append(f"stages: a forward begins them in the order {order}: on IPUs each must begin once, in order")
+    for name, stages in facts.shared.items() if is_pipelined(method) else ():
+        ipus = sorted({place.ipu_of[s] for s in stages})
+        if len(ipus) > 1:
+            users = f"stages {', '.join(map(str, stages))} on IPUs {', '.join(map(str, ipus))}"
+            remedy = "use backend.ipu.ipus or other boundaries"
+            faults.append(f"model: {name}: used by {users}, but a parameter is stored on one IPU only: {remedy}")
+    return faults
+
+
+def _check_forward(facts: ModelFacts, precision: str) -> List[str]:
+    """Return what of the forward PopTorch would compute differently, or refuse to compile."""
+    integers = [] if facts.input_type.is_floating_point else [f"inputs are {str(facts.input_type).replace('torch.', '')}"]
+    # fmt: off
+    whys = (
+        ("model", facts.functions, "PopTorch never calls its backward (a torch.autograd.Function): use plain operations"),
+        ("model", facts.ungraded, "torch.no_grad() has no effect inside a forward on an IPU: use .detach() on what is read"),
+        ("model", facts.counters, "training writes an integer buffer, a constant on an IPU: keep it in float32"),
+        ("precision: 16.32", integers, "nothing would be computed in half precision: use 16.16 or 32.32"),
+        ("precision: 16.32", facts.biased_convolutions, "torch 2.0.1 convolves no half inputs with a float32 bias: use "
+         "bias=False, 16.16 or 32.32"),
+    )
+    # fmt: on
+    keys = ("model", f"precision: {precision}")
+    return [f"{key}: {list_some(names, 3)}: {why}" for key, names, why in whys if names and key in keys]
+
+
+def _check_optimizer(kind: str, groups: Sequence[Mapping[str, Any]], config: Config) -> List[str]:
+    """Return what PopTorch lacks of the optimizer in use, which may differ from the config's."""
+    if kind not in ACCUMULATORS:
+        return [f"optimizer: {kind}: unsupported: must be torch.optim's SGD, Adam, AdamW or RMSprop"]
+    ipu, combined = config.ipu, config.ipu.use_combined_accum
+    chosen = {key for group in groups for key, value in group.items() if key != "params" and value}
+    others = {key for keys in ACCUMULATORS.values() for key in keys}.difference(ACCUMULATORS[kind])
+    unused = [Case(getattr(ipu, key) != "float32", f"ipu.{key}", f"{kind} has none: must be float32") for key in sorted(others)]
+    combines = Case(combined and kind != "sgd", "ipu.use_combined_accum", f"{kind} has none: only sgd has it")
+    clips = Case(config.clip and kind == "rmsprop", "clip.norm", "PopTorch does not clip with rmsprop: must be null")
+    faults = list_faults(config, [*unused, combines, clips])
+    for key in sorted(chosen & {"maximize", "differentiable", "capturable", "amsgrad"}):
+        faults.append(f"optimizer.{key}: true: PopTorch does not have it: must be false")
+    if "dampening" in chosen:
+        faults.append("optimizer.dampening: PopART's velocity starts at zero, PyTorch's at the first gradient: must be 0")
+    # PopART's Nesterov step takes the accumulator as it is (compoundscalarhelper.cpp: NesterovDampeningScaleFactor times
+    # DampeningScaleFactor is 1 / loss scale, whatever the mean's divisor): it is the mean only where that is kept running.
+    accumulates = config.gradient_accumulation * config.replicas > 1 or ipu.local == "decoupled"
+    running = ipu.mean_reduction_strategy == "running" or ipu.accum_type == "float16"
+    if "nesterov" in chosen and (combined or (accumulates and not running)):
+        remedy = "set backend.ipu.mean_reduction_strategy=running and use_combined_accum=false"
+        faults.append(f"optimizer.nesterov: true: PopART would take the sum of the microbatches' gradients: {remedy}")
+    return faults
