@@ -14,17 +14,18 @@ from torch import nn
 import ipu_pipe
 from ipu_pipe.data.batches import TensorData
 from ipu_pipe.errors import BadInput
-from ipu_pipe.job.evaluation import Tally
+from ipu_pipe.job.evaluation import Tally, evaluate_sums
 from ipu_pipe.job.metrics import make_metrics
 from tests.callbacks_of_runs import Spread, confidence
 from tests.test_callbacks import go
 
 
 def measured(chosen: Any, loss: Any, output: torch.Tensor, y: torch.Tensor, sizes: List[int]) -> Any:
-    tally = Tally(loss, make_metrics(chosen))
+    metrics = make_metrics(chosen)
+    tally = Tally(loss, metrics)
     for o, labels in zip(output.split(sizes), y.split(sizes)):
         tally.add(o, labels, len(o))
-    return tally.evaluation
+    return evaluate_sums(metrics, tally.sums)
 
 
 def test_batches_of_any_size_add_up() -> None:

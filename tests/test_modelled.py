@@ -19,8 +19,8 @@ import ipu_pipe
 from ipu_pipe.backends.emulator import profiling
 from ipu_pipe.backends.interface import DeviceTimes, Report
 from ipu_pipe.config.load import load_config
-from ipu_pipe.job.evaluation import Position
 from ipu_pipe.model.timing import StageSeconds
+from ipu_pipe.report.position import Position
 from ipu_pipe.report.run_trace import choose_stage_costs, compute_modelled_rates
 from ipu_pipe.report.summary import compute_busy_shares
 from ipu_pipe.run.build import build

@@ -16,7 +16,8 @@ from ipu_pipe.backends.emulator.engine import EmulatorEngine
 from ipu_pipe.backends.emulator.replay import Emulator
 from ipu_pipe.config.load import load_config
 from ipu_pipe.errors import RunFault
-from ipu_pipe.job.evaluation import Tally
+from ipu_pipe.job.evaluation import Tally, evaluate_sums
+from ipu_pipe.job.metrics import DEFAULT
 from ipu_pipe.run.build import build
 from ipu_pipe.run.train import train
 
@@ -48,7 +49,7 @@ def test_losses_read_now_and_then_give_the_same_numbers(
 ) -> None:
     config, reads = load_config(DIGITS, [*SHORT, *how]), []
     at_once = train(config, tmp_path / "a", quiet=True)
-    monkeypatch.setattr(engines, "does_reading_wait", lambda device: True)
+    monkeypatch.setattr(engines, "reading_synchronizes", lambda device: True)
     read = Emulator.read
     monkeypatch.setattr(Emulator, "read", lambda self: reads.append(self.update) or read(self))
     later = train(config, tmp_path / "b", quiet=True)
@@ -68,7 +69,7 @@ def config_updates(config: Any) -> int:
 def test_a_loss_that_is_not_finite_is_told_of_its_own_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, told = load_config(DIGITS, [*SHORT, "optimizer.lr=1e18"]), []
     for run, waits in (("a", False), ("b", True)):
-        monkeypatch.setattr(engines, "does_reading_wait", lambda device, waits=waits: waits)
+        monkeypatch.setattr(engines, "reading_synchronizes", lambda device, waits=waits: waits)
         with pytest.raises(RunFault, match="the training loss is") as fault:
             train(config, tmp_path / run, quiet=True)
         told.append(str(fault.value))
@@ -77,7 +78,7 @@ def test_a_loss_that_is_not_finite_is_told_of_its_own_update(tmp_path: Path, mon
 
 
 def test_updates_read_nothing_until_they_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engines, "does_reading_wait", lambda device: True)
+    monkeypatch.setattr(engines, "reading_synchronizes", lambda device: True)
     engine = EmulatorEngine(build(load_config(DIGITS, [*SHORT, "clip={norm: 1.0, scope: stage}"])), 0)
     engine.step(0, read=True)
     with Reads() as reads:
@@ -94,6 +95,6 @@ def test_an_evaluation_reads_nothing_until_its_end() -> None:
         for labels in (y, y, none):
             tally.add(output, labels, 3)
     assert reads.count == 0
-    loss, found = tally.evaluation
+    loss, found = evaluate_sums(DEFAULT, tally.sums)
     assert loss == float(nn.functional.cross_entropy(output, y))
     assert found["accuracy"] == float((output.argmax(1)[:2] == y[:2]).double().mean())

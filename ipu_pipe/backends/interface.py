@@ -27,9 +27,9 @@ from ipu_pipe.trace.events import Counters, Events
 
 @dataclass(frozen=True)
 class StepResult:
-    """One update: mean training loss of its microbatches, share of right answers (None if that has no meaning), samples.
+    """One update: mean training loss of its microbatches, accuracy (None if that has no meaning), samples.
 
-    `blocks`: loss and accuracy of each block that has a loss of its own, the model's own last; empty where there is one loss.
+    `blocks`: loss and accuracy of each block that has a loss of its own, the model's own last; empty if there is one loss.
     """
 
     loss: float
@@ -39,7 +39,7 @@ class StepResult:
 
 
 class CheckpointState(NamedTuple):
-    """All that a checkpoint holds of the model and the optimizer, by unsplit names."""
+    """The state of the model and the optimizer for a checkpoint, by unsplit names."""
 
     model: Dict[str, torch.Tensor]
     optimizer: Dict[str, torch.Tensor]
@@ -47,8 +47,8 @@ class CheckpointState(NamedTuple):
 
 
 class DeviceTimes(NamedTuple):
-    """How a device with a clock spent the steps that count for throughput: in passes and updates, waiting for others, on messages
-    while it did nothing else; `span_ns` is the whole."""
+    """How a device with a clock spent the steps that count for throughput: in passes and updates (busy), waiting for others,
+    and on messages while it did nothing else; `span_ns` is the total."""
 
     busy_ns: int
     wait_ns: int
@@ -57,27 +57,38 @@ class DeviceTimes(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What the devices measured; None is what a backend cannot know."""
+    """The measurements of the devices; None for what a backend cannot know.
 
-    optimizer_bytes: List[int]  # of state, by stage
-    version_bytes: List[int]  # the most of weight versions besides the newest, by stage
-    links: Optional[Dict[Tuple[int, int], Tuple[int, int]]]  # (source, target) -> bytes, messages
-    events: Optional[Events]  # of all ranks
-    microbatches: int = 0  # that links and events are of
-    shared: Optional[Dict[Tuple[int, int], Tuple[int, int]]] = None  # as links, with the gradients of shared layers
+    By stage: `optimizer_bytes` of state, `version_bytes` of weight versions besides the newest, at most. `links`: (source,
+    target) -> (bytes, messages) in training, `shared` the same with the gradients of shared layers. `events` and `counters`
+    are of all ranks; `microbatches` is how many links and events cover. `utilization`: busy share of the devices' own
+    schedule, if that is not the job's. `files`: the backend's own JSON files by name. By device: `times` of the steps of this
+    start that count for throughput, `peak_memory` in bytes by category and at once ("total").
+    """
+
+    optimizer_bytes: List[int]
+    version_bytes: List[int]
+    links: Optional[Dict[Tuple[int, int], Tuple[int, int]]]
+    events: Optional[Events]
+    microbatches: int = 0
+    shared: Optional[Dict[Tuple[int, int], Tuple[int, int]]] = None
     counters: Optional[Counters] = None
-    utilization: Optional[float] = None  # busy share of the devices' own schedule, if it is not the job's
-    files: Optional[Dict[str, Any]] = None  # JSON files of the backend's own, by name
-    times: Optional[List[DeviceTimes]] = None  # by device, of the steps of this start that count for throughput
-    peak_memory: Optional[List[Dict[str, int]]] = None  # by device, the most bytes by category and at once ("total")
+    utilization: Optional[float] = None
+    files: Optional[Dict[str, Any]] = None
+    times: Optional[List[DeviceTimes]] = None
+    peak_memory: Optional[List[Dict[str, int]]] = None
 
 
 class Engine:
-    """One process's part of a run."""
+    """Interface of one process's part of a run.
+
+    `checkpoint_group`: of all processes, if each writes its part of a checkpoint. `updates_per_call`: a device may make
+    several updates in one call, of which the first waits for all.
+    """
 
     is_main = True
-    checkpoint_group: Any = None  # of all processes, where each writes its part of a checkpoint
-    updates_per_call = 1  # a device may make several updates in one call: the first of them waits for all
+    checkpoint_group: Any = None
+    updates_per_call = 1
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -106,15 +117,15 @@ class Engine:
         """
         return self._gradients
 
-    def end(self, done: int, asked: bool) -> int:
-        """Return how many updates the run has, when `done` are: fewer than planned if the main process has `asked` to end it.
+    def end(self, done: int, stop_requested: bool) -> int:
+        """Return the number of updates of the run after `done` of them; fewer than planned if the main process requests a
+        stop.
 
-        Every process calls this after each update, and ends at the same one: when what is in the pipeline is done.
+        Every process calls this after each update, and all end at the same one, where the pipeline is empty.
         """
-        # only where the pipeline is empty
         if self.job.schedule.stretch(done - 1)[1] > done:
             return self.job.updates
-        return done if run_on_main(lambda: asked) else self.job.updates
+        return done if run_on_main(lambda: stop_requested) else self.job.updates
 
     def current_model(self) -> Optional[nn.Module]:
         """Return the model where it holds the newest weights now, None where they are on other devices."""
@@ -125,10 +136,9 @@ class Engine:
         return contextlib.nullcontext()
 
     def evaluate(self, split: str = "test") -> List[EvaluationResult]:
-        """Return loss and metrics on the test or validation set, on every process alike.
+        """Return the same loss and metrics on every process, of the test or validation set, when the pipeline is drained.
 
         They are those of each block that has a loss of its own, the model's own last.
-        The pipeline is drained.
         """
         raise NotImplementedError
 
@@ -165,20 +175,21 @@ class Engine:
 class Backend(NamedTuple):
     """A row of the table of backends.
 
-    `check_launch` raises `BadInput` for a launcher that does not fit. `launch(config, asked)` joins the run's other processes, or
-    raises `BadInput` if these were asked for something else. `place` returns the stages, and which are here. `faults` returns why
-    a job cannot be run, a line each. `note` returns how the stages will run, if the user should know. `engine(job, first_update)`
-    returns this process's engine. `emulates`: all versions of the weights are in this process. `pins_memory`: a GPU's batches may
-    be pinned, since no message waits meanwhile. `trains_on`: the device that trains, if it is not the config's. `in_flight` gives
-    the microbatches that each stage holds at most, (P,), if the backend has a pipeline of its own, else None.
+    `check_launch` raises `BadInput` for a launcher that does not fit. `place` returns the stages, and which are here.
+    `faults` returns why a job cannot be run, a line each. `engine(job, first_update)` returns this process's engine.
+    `launch(config, asked)` joins the run's other processes, or raises `BadInput` if these were asked for something else.
+    `note` returns how the stages will run, if the user should know. `emulates`: all versions of the weights are in this
+    process. `pins_memory`: a GPU's batches may be pinned, since no message waits meanwhile. `trains_on`: the device that
+    trains, if it is not the config's. `in_flight` gives the microbatches that each stage holds at most, (P,), if the backend
+    has a pipeline of its own, else None.
     """
 
     check_launch: Callable[[BackendConfig], None]
-    launch: Callable[[Config, Mapping[str, object]], None]
     place: Callable[[Config, Method, nn.Module, torch.Tensor], Placed]
     faults: Callable[[Job], List[str]]
-    note: Callable[[Job], str]
     engine: Callable[[Job, int], Engine]
+    launch: Callable[[Config, Mapping[str, object]], None] = lambda config, asked: None
+    note: Callable[[Job], str] = lambda job: ""
     emulates: bool = False
     pins_memory: bool = False
     trains_on: Optional[str] = None
@@ -193,5 +204,5 @@ def refuse_poptorch_state(optimizer: torch.optim.Optimizer) -> None:
     if any(str(entry).startswith(f"{MARK}:") for state in optimizer.state.values() for entry in state):
         raise BadInput(
             "--resume: the checkpoint's optimizer state is PopTorch's, which backend.name poptorch alone can load: "
-            "go on with that, or start anew from its weights (init_from: .../model.safetensors)"
+            "resume with that, or start a new run from its weights (init_from: .../model.safetensors)"
         )

@@ -28,6 +28,11 @@ IGNORED = -100  # the label that cross-entropy leaves out
 ACCURACY = "accuracy"
 
 
+def prefers_greater(metric: str) -> bool:
+    """Return whether greater values of a metric are better, from the beginning of its name."""
+    return metric.startswith((ACCURACY, "top", "r2"))
+
+
 class Metric(NamedTuple):
     """A metric: `begin()` gives what one evaluation adds to; `value` of its sums, over all processes, is a number or None."""
 

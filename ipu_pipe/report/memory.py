@@ -1,4 +1,4 @@
-"""What each stage's device needs, as planned from one microbatch and the schedule; the papers' figures for it; `memory.json`."""
+"""Planned memory per stage and device (memory.json), and the papers' figures."""
 
 from __future__ import annotations
 
@@ -13,37 +13,45 @@ from ipu_pipe.hardware.paper_figures import compute_paper_figures
 from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.model.batch import count_bytes
+from ipu_pipe.schedule.runs import IntArray
 from ipu_pipe.schedule.table import list_stages
 from ipu_pipe.schedule.versions import count_weight_copies
 from ipu_pipe.update.optimizer import count_moments, get_kind, list_kinds
 
 
 def build_memory_record(job: Job, measured: Report) -> Dict[str, Any]:
-    """Return the contents of `memory.json`: the planned memory of each stage and device; the greatest bytes of weight versions
-    besides the newest, of each stage's process or of the emulator; `peak_memory`: the greatest bytes of each device, by
-    category."""
-    table = build_memory_table(job, measured.optimizer_bytes)
-    stages, devices = [{"index": s, **row} for s, row in enumerate(table)], build_device_memory(job, table)
+    """Return the contents of `memory.json`.
+
+    They are the planned memory of each stage and device; the greatest bytes of weight versions besides the newest, of each
+    stage's process or of the emulator; and as `peak_memory` the greatest bytes of each device, by category.
+    """
+    planned = plan_memory(job, measured.optimizer_bytes)
     peaks = {} if measured.peak_memory is None else {"peak_memory": measured.peak_memory}
     if measured.links is None:
         version_bytes = sum(measured.version_bytes) if get_backend(job.config).emulates else None
-        return {"stages": stages, "devices": devices, "emulator_bytes": version_bytes, **peaks}
-    rows = [{**row, "version_bytes": size} for row, size in zip(stages, measured.version_bytes)]
-    return {"stages": rows, "devices": devices, **peaks}
+        return {**planned, "emulator_bytes": version_bytes, **peaks}
+    rows = [{**row, "version_bytes": size} for row, size in zip(planned["stages"], measured.version_bytes)]
+    return {**planned, "stages": rows, **peaks}
 
 
-def build_device_memory(job: Job, table: Sequence[Mapping[str, int]]) -> List[Dict[str, Any]]:
+def plan_memory(job: Job, optimizer_bytes: Optional[Sequence[int]] = None) -> Dict[str, Any]:
+    """Return the planned memory of all "stages" and "devices". `optimizer_bytes`: as measured, by stage."""
+    table = build_memory_table(job, optimizer_bytes)
+    return {"stages": [{"index": s, **row} for s, row in enumerate(table)], "devices": _build_device_memory(job, table)}
+
+
+def _build_device_memory(job: Job, table: Sequence[Mapping[str, int]]) -> List[Dict[str, Any]]:
     """Return the planned bytes of each device from those of its stages, the rows of `build_memory_table`.
 
-    Stages of one device hold their most activations at different times: of several, the greatest sum over the schedule counts;
-    with recomputation, the sum of each one's most, which may be a little more.
+    Stages on one device peak at different times, so take the peak of their sum over the schedule; with recomputation, take
+    the sum of their peaks, which may be a little more.
     """
-    order, of_device = job.method.order, [row["activation_bytes"] for row in table]
+    order, activation_bytes = job.method.order, [row["activation_bytes"] for row in table]
     if not job.config.recompute and job.method.segments is None and len(set(job.placement)) < len(table):
         share = 1.0 if order is None else order.weight_share
         peaks = job.schedule.peak_activations(share, job.footprint.saved_bytes, job.placement)
     else:
-        peaks = [sum(of_device[s] for s in list_stages(job.placement, d)) for d in sorted(set(job.placement))]
+        peaks = [sum(activation_bytes[s] for s in list_stages(job.placement, d)) for d in sorted(set(job.placement))]
     rows = []
     for device, peak in zip(sorted(set(job.placement)), peaks):
         stages = list_stages(job.placement, device)
@@ -52,24 +60,32 @@ def build_device_memory(job: Job, table: Sequence[Mapping[str, int]]) -> List[Di
     return rows
 
 
-def build_memory_table(job: Job, optimizer_bytes: Optional[Sequence[int]] = None) -> List[Dict[str, int]]:
-    """Return a row for each stage, as planned: weight copies, delays, microbatches in flight, and the bytes of each category on
-    its device. `optimizer_bytes`: as measured, by stage."""
-    parameters = dict(job.model.named_parameters())
-    lags, backward_lags = job.table.greatest_lag(), job.table.greatest_backward_lag()
-    of_pipeline = get_backend(job.config).in_flight(job)
-    in_flight = job.schedule.max_in_flight() if of_pipeline is None else of_pipeline
+def _count_stashed(job: Job) -> Tuple[IntArray, StashCounts]:
+    """Return the microbatches in flight on each stage, and what each stage stashes for them."""
+    backend_in_flight = get_backend(job.config).in_flight(job)
+    in_flight = job.schedule.max_in_flight() if backend_in_flight is None else backend_in_flight
     stash = count_kept_microbatches(in_flight.tolist(), job.config.recompute, job.method.segments, job.method.turn)
-    if job.config.recompute and of_pipeline is not None:
+    if job.config.recompute and backend_in_flight is not None:
         # such a pipeline does not recompute its last stage
         stash.inputs[in_flight == 1] = 0
-    stashed = StashCounts(count_weight_copies(job.table), *stash)
+    return in_flight, StashCounts(count_weight_copies(job.table), *stash)
+
+
+def build_memory_table(job: Job, optimizer_bytes: Optional[Sequence[int]] = None) -> List[Dict[str, int]]:
+    """Return a planned row for each stage: weight copies, delays, microbatches in flight, and bytes of each category on its
+    device.
+
+    `optimizer_bytes`: as measured, by stage.
+    """
+    parameters = dict(job.model.named_parameters())
+    in_flight, stashed = _count_stashed(job)
     # replicas of local SGD have weights and optimizer state of their own; an outer optimizer has weights and a velocity
     rounds = job.method.rounds
     copies_of_state = job.width if rounds is not None else 1
     copies_of_outer = 1 + bool(rounds.outer.momentum) if rounds is not None and rounds.outer is not None else 0
     trained, shared, masters = _count_trained_bytes(job), _count_shared_layer_bytes(job), job.count_master_bytes()
-    moments, most = _count_trained_bytes(job, times_moments=True), _count_most_moments(job)
+    moments, max_moments = _count_trained_bytes(job, times_moments=True), _count_max_moments(job)
+    lags, backward_lags = job.table.greatest_lag(), job.table.greatest_backward_lag()
     rows = []
     for stage, entering in zip(job.part.stages, _count_input_bytes(job)):
         s = stage.index
@@ -83,7 +99,7 @@ def build_memory_table(job: Job, optimizer_bytes: Optional[Sequence[int]] = None
             weights=weights + shared[s] + tied,
             frozen=frozen + frozen_copies,
             gradients=trained[s] + shared[s] + tied,
-            optimizer=(moments[s] + most * shared[s]) * copies_of_state + masters[s],
+            optimizer=(moments[s] + max_moments * shared[s]) * copies_of_state + masters[s],
             accumulators=(len(job.rules.entries(s)) + (job.rules.decay is not None) + copies_of_outer) * trained[s],
             saved=job.footprint.saved_bytes[s],
             entering=entering,
@@ -103,7 +119,7 @@ def build_memory_table(job: Job, optimizer_bytes: Optional[Sequence[int]] = None
     return rows
 
 
-def _count_most_moments(job: Job) -> int:
+def _count_max_moments(job: Job) -> int:
     """Return the copies of the weights in the optimizer's state, of the parameter group with the most."""
     return max(count_moments(get_kind(job.whole, group), group) for group in job.whole.param_groups)
 
@@ -116,7 +132,7 @@ def _count_weight_bytes(parameters: Mapping[str, torch.Tensor], names: Iterable[
 
 
 def _count_shared_layer_bytes(job: Job) -> List[int]:
-    """Return the bytes of the previous stage's layer that each stage's device holds too, where blocks share layers."""
+    """Return the bytes of the previous stage's layer of which each device holds a copy, if blocks share layers."""
     blocks = get_blocks(job.model)
     if blocks is None or not blocks.overlap:
         return [0] * len(job.part)
@@ -131,7 +147,7 @@ def _count_input_bytes(job: Job) -> List[int]:
 def _count_trained_bytes(job: Job, times_moments: bool = False) -> List[int]:
     """Return the bytes of each stage that the optimizer updates: weights, or their float32 masters.
 
-    `times_moments`: each times the copies of it in the optimizer's state.
+    `times_moments`: multiply each parameter's bytes by its copies in the optimizer's state.
     """
     trained = [0] * len(job.part)
     for group in job.whole.param_groups:
@@ -141,8 +157,9 @@ def _count_trained_bytes(job: Job, times_moments: bool = False) -> List[int]:
 
 
 def compute_memory_figures(job: Job) -> Optional[Dict[str, Any]]:
-    """Return the papers' figures for this model and method; None for optimizers, and frozen weights, that they do not
-    rate."""
+    """Return the papers' figures for this model and method; None for frozen weights and for optimizers that the papers do not
+    rate.
+    """
     is_frozen = any(not p.requires_grad for p in job.model.parameters())
     if is_frozen or not {"sgd", "adam", "adamw"}.issuperset(list_kinds(job.whole)):
         return None
@@ -151,7 +168,7 @@ def compute_memory_figures(job: Job) -> Optional[Dict[str, Any]]:
         weight_bytes=[sum(sizes[name] for name in stage.parameters) for stage in job.part.stages],
         saved_bytes=job.footprint.saved_bytes,
         input_bytes=_count_input_bytes(job),
-        moments=_count_most_moments(job),
+        moments=_count_max_moments(job),
         t2=max(len(job.rules.entries(stage.index)) for stage in job.part.stages),
         method=job.method,
         accumulate=job.schedule.accumulate,

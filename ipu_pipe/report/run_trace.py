@@ -9,10 +9,10 @@ from typing import NamedTuple, Optional
 import numpy as np
 
 from ipu_pipe.backends.interface import Report
-from ipu_pipe.job.evaluation import Position
 from ipu_pipe.job.record import Job, make_trace_metadata
 from ipu_pipe.model.flops import BACKWARD
 from ipu_pipe.model.timing import StageSeconds
+from ipu_pipe.report.position import Position
 from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.clock import Costs, clock, play_run
 from ipu_pipe.trace.chrome import write_chrome

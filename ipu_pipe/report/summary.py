@@ -6,11 +6,12 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from ipu_pipe.backends.interface import Report
 from ipu_pipe.errors import BadInput
-from ipu_pipe.job.evaluation import EvaluationResult, Position
+from ipu_pipe.job.evaluation import EvaluationResult
 from ipu_pipe.job.numerics import record_numerics
 from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.report.memory import build_memory_table, compute_memory_figures
+from ipu_pipe.report.position import Position
 from ipu_pipe.report.run_text import get_model_name
 from ipu_pipe.report.run_trace import CostsOfStages, compute_modelled_rates
 from ipu_pipe.text import show

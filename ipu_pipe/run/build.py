@@ -19,7 +19,6 @@ from ipu_pipe.data import DataSource
 from ipu_pipe.data.loaders import LoaderData, RandomStates
 from ipu_pipe.errors import BadInput, raise_faults
 from ipu_pipe.hardware.precision import resolve_precision
-from ipu_pipe.job.evaluation import GREATER
 from ipu_pipe.job.factories import (
     apply_settings_by_stage,
     make_data,
@@ -28,7 +27,7 @@ from ipu_pipe.job.factories import (
     make_model,
     make_scheduler,
 )
-from ipu_pipe.job.metrics import make_metrics
+from ipu_pipe.job.metrics import make_metrics, prefers_greater
 from ipu_pipe.job.numerics import set_numerics
 from ipu_pipe.job.overrides import Overrides, describe, describe_given, describe_optimizer
 from ipu_pipe.job.record import DTYPES, Begun, Job, Setup, list_drains
@@ -227,7 +226,7 @@ def _assemble(setup: Setup, objects: Overrides, done: int) -> Job:
     plateau: Optional[Plateau] = None
     rates_by_group: Optional[Sequence[Sequence[float]]] = None
     if config.lr_schedule.name == "plateau":
-        mode = "max" if (config.lr_schedule.metric or "loss").startswith(GREATER) else "min"
+        mode = "max" if prefers_greater(config.lr_schedule.metric or "loss") else "min"
         following = plateau = Plateau(base, {"mode": mode, **(config.lr_schedule.args or {})})
         share = make_rate(config.lr_schedule, 1.0, updates, per_epoch, config.updates_per_call)
 

@@ -15,8 +15,8 @@ from ipu_pipe.config.faults import format_faults
 from ipu_pipe.config.schema import Config
 from ipu_pipe.config.sections import EarlyStoppingConfig, Entry
 from ipu_pipe.errors import BadInput, RunFault, raise_faults
-from ipu_pipe.job.evaluation import GREATER
 from ipu_pipe.job.factories import call_entry, check_arguments, collect_results, resolve_listed
+from ipu_pipe.job.metrics import prefers_greater
 from ipu_pipe.job.record import Job
 from ipu_pipe.job.user_code import raise_attributed
 from ipu_pipe.text import describe_kind, list_some
@@ -293,7 +293,7 @@ class EarlyStopping(Callback):
             raise BadInput(format_faults(error.errors(), {}, "EarlyStopping", EarlyStoppingConfig, {})) from None
         self.metric, self.patience, self.min_delta = config.metric, config.patience, config.min_delta
         self.restore_best = config.restore_best
-        self.mode = mode or ("max" if metric.startswith(GREATER) else "min")
+        self.mode = mode or ("max" if prefers_greater(metric) else "min")
         self.best: Optional[float] = None
         self.best_step: Optional[int] = None
         self.waited = 0

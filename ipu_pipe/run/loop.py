@@ -14,7 +14,7 @@ from ipu_pipe.backends.table import get_backend, make_engine
 from ipu_pipe.config.compare import dump_config
 from ipu_pipe.errors import RunFault
 from ipu_pipe.files import atomic_file, write_json, write_text
-from ipu_pipe.job.evaluation import EvaluationResult, Position, collect_by_block
+from ipu_pipe.job.evaluation import EvaluationResult, collect_by_block
 from ipu_pipe.job.metrics import ACCURACY
 from ipu_pipe.job.record import Job
 from ipu_pipe.job.user_code import exit_words, keep_traceback_of
@@ -22,6 +22,7 @@ from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.model.timing import StageSeconds
 from ipu_pipe.plan.of_config import predict_rate
 from ipu_pipe.report.memory import build_memory_record
+from ipu_pipe.report.position import Position
 from ipu_pipe.report.provenance import describe_start, get_timestamp
 from ipu_pipe.report.run_text import format_closing, format_opening
 from ipu_pipe.report.run_trace import choose_stage_costs, write_measured_trace, write_modelled_trace

@@ -12,8 +12,9 @@ from ipu_pipe.config.compare import compare_deciding, list_length_dependent, sel
 from ipu_pipe.config.faults import show_value
 from ipu_pipe.data.loaders import restore_random_states
 from ipu_pipe.errors import BadInput
-from ipu_pipe.job.evaluation import EvaluationResult, Position
+from ipu_pipe.job.evaluation import EvaluationResult
 from ipu_pipe.job.record import Job
+from ipu_pipe.report.position import Position
 from ipu_pipe.report.provenance import compare_data
 from ipu_pipe.run import checkpoint
 from ipu_pipe.run.callbacks import Callbacks

@@ -25,7 +25,7 @@ from ipu_pipe.files import write_json
 from ipu_pipe.job.record import Job
 from ipu_pipe.model.flops import BACKWARD, HOW
 from ipu_pipe.report.analysis.text import format_table
-from ipu_pipe.report.memory import build_device_memory, build_memory_table
+from ipu_pipe.report.memory import plan_memory
 from ipu_pipe.report.summary import plan_links, plan_shared_links
 from ipu_pipe.run.folder import check_folder, read_summary
 from ipu_pipe.run.planning import build_for_planning
@@ -80,11 +80,7 @@ def compare_methods(
     for name, job in jobs.items():
         runs = summaries[name]
         comparison["throughput"][name] = _describe_throughput(job, runs, *first)
-        table = build_memory_table(job)
-        memory: Dict[str, Any] = {
-            "stages": [{"index": s, **row} for s, row in enumerate(table)],
-            "devices": build_device_memory(job, table),
-        }
+        memory = plan_memory(job)
         if runs:
             file = folders[name][0] / "memory.json"
             memory = run_on_main(lambda: dict(json.loads(file.read_text())))

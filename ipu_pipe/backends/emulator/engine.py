@@ -1,4 +1,4 @@
-"""The emulator as a backend: one process, the whole model."""
+"""The emulator as a backend: one process runs all stages of the whole model."""
 
 from __future__ import annotations
 
@@ -23,24 +23,25 @@ from ipu_pipe.update.optimizer import count_state_bytes, export_state
 
 
 class EmulatorEngine(Engine):
-    """The exact emulator as an engine: one process, all stages."""
+    """Run the exact emulator as an engine."""
 
     def __init__(self, job: Job, first_update: int) -> None:
         super().__init__(job)
         config, work = job.config, Work.of(job, first_update)
-        self._block_updates, self._end = work.block_updates, job.updates
+        self._block_updates = work.block_updates
+        self._end = job.updates
         self._emulator = Emulator(work, job.model, job.part, job.example, config.seed, job.width, job.effects.draws)
 
     def step(self, k: int, read: bool = True) -> List[StepResult]:
         with attribute_faults(lambda: self._emulator.place):
-            if not does_reading_wait(self.job.device):
+            if not reading_synchronizes(self.job.device):
                 return self._combine([self._emulator.step(self._microbatches()) for _ in range(self._block_updates)])
             for _ in range(self._block_updates):
                 self._emulator.advance(self._microbatches())
             return self._combine(self._emulator.read()) if read else []
 
     def _microbatches(self) -> Iterator[Tuple[Any, Any]]:
-        """Yield the microbatches of the replays up to the next that updates, each when its turn has come."""
+        """Yield lazily, in replay order, the microbatches up to and including the next replay with an update."""
         is_done = False
         while not is_done:
             replay = self._emulator.replay
@@ -48,23 +49,25 @@ class EmulatorEngine(Engine):
             yield self.job.microbatch(replay.microbatch, replay.replica)
 
     def _combine(self, results: Sequence[StepResult]) -> List[StepResult]:
-        """Return the results of steps, each of which consists of several updates of single stages where a replay updates one.
+        """Return one result per step of the run.
 
-        A step's samples are those of one microbatch: its updates stand for the gradients of all P stages of that microbatch.
+        Randomized methods update one stage per replay. P of these updates compute as many gradients as one update of all P
+        stages by one microbatch: they count as one step with the samples of one microbatch, and their losses and accuracies
+        are averaged.
         """
         count = self._block_updates
         if count == 1:
             return list(results)
         steps = []
         for first in range(0, len(results), count):
-            of_step = results[first : first + count]
-            shares = [result.accuracy for result in of_step if result.accuracy is not None]
-            accuracy = sum(shares) / count if len(shares) == count else None
-            steps.append(StepResult(sum(result.loss for result in of_step) / count, accuracy, of_step[0].samples))
+            step_results = results[first : first + count]
+            accuracies = [result.accuracy for result in step_results if result.accuracy is not None]
+            accuracy = sum(accuracies) / count if len(accuracies) == count else None
+            steps.append(StepResult(sum(result.loss for result in step_results) / count, accuracy, step_results[0].samples))
         return steps
 
-    def end(self, done: int, asked: bool) -> int:
-        if asked:
+    def end(self, done: int, stop_requested: bool) -> int:
+        if stop_requested:
             self._end = min(self._end, self.job.count_begun(done - 1))
         return self._end
 
@@ -87,7 +90,8 @@ class EmulatorEngine(Engine):
         peaks = {
             "weights": count_bytes([*model.parameters(), *model.buffers()]),
             "versions": versions,
-            "gradients": count_bytes(trained),  # at each update all are there
+            # each update has all gradients in memory
+            "gradients": count_bytes(trained),
             "optimizer": sum(optimizer),
         }
         return Report(optimizer, [versions], None, None, peak_memory=[peaks])
@@ -100,8 +104,8 @@ class EmulatorEngine(Engine):
         self.release_blocks()
 
 
-def does_reading_wait(device: torch.device) -> bool:
-    """Return whether reading a tensor waits for all that the device was asked to do before."""
+def reading_synchronizes(device: torch.device) -> bool:
+    """Return whether reading a tensor waits for all work queued on the device."""
     return device.type == "cuda"
 
 
@@ -114,12 +118,11 @@ def check_launch(backend: BackendConfig) -> None:
 
 
 def make(job: Job, first_update: int) -> EmulatorEngine:
-    """Return the engine, which goes on with update `first_update`."""
+    """Return the engine, which continues with update `first_update`."""
     refuse_poptorch_state(job.optimizer)
     return EmulatorEngine(job, first_update)
 
 
 BACKEND = Backend(
-    check_launch, lambda config, asked: None, place_whole, list_exactness_faults, lambda job: "", make,
-    emulates=True, pins_memory=True,
-)  # fmt: skip
+    check_launch=check_launch, place=place_whole, faults=list_exactness_faults, engine=make, emulates=True, pins_memory=True
+)

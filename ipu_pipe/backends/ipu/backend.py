@@ -143,4 +143,7 @@ def count_in_flight(job: Job) -> Optional[IntArray]:
     return np.repeat(stash, [len(stages) for _, stages in runs])
 
 
-BACKEND = Backend(check_launch, start, place_whole, list_faults, note, make, trains_on="ipu", in_flight=count_in_flight)
+BACKEND = Backend(
+    check_launch=check_launch, launch=start, place=place_whole, faults=list_faults, note=note, engine=make, trains_on="ipu",
+    in_flight=count_in_flight,
+)  # fmt: skip

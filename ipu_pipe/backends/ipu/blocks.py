@@ -27,7 +27,7 @@ from ipu_pipe.backends.ipu.placement import Placement
 from ipu_pipe.backends.ipu.profile import CallTimes
 from ipu_pipe.backends.ipu.wrapping import wrap
 from ipu_pipe.errors import BadInput, RunFault, summarize
-from ipu_pipe.job.evaluation import EvaluationResult, Tally, load_test_batches
+from ipu_pipe.job.evaluation import EvaluationResult, Tally, evaluate_sums, load_test_batches
 from ipu_pipe.job.record import Job
 from ipu_pipe.launcher import read_launch
 from ipu_pipe.local.blocks import get_blocks
@@ -191,10 +191,10 @@ class BlockEngine(Engine):
             sums[self.rank] = sums_here
             self.messages.flush()
             dist.all_reduce(sums)
-            return [Tally.of(self.job, row).evaluation for row in sums]
+            return [evaluate_sums(self.job.metrics, row) for row in sums]
 
     def _tally(self, split: str) -> torch.Tensor:
-        """Return the sums of the test set through this block. See Tally."""
+        """Return the sums of a Tally of the test set through this block."""
         tally = Tally.of(self.job)
         self.executors.begin_evaluation()
         rows = self.executors.rows

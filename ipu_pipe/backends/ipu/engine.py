@@ -42,7 +42,7 @@ from ipu_pipe.backends.ranks import are_joined
 from ipu_pipe.backends.work import refuse_nonfinite
 from ipu_pipe.config.schema import Config
 from ipu_pipe.errors import BadInput, RunFault, end_process
-from ipu_pipe.job.evaluation import EvaluationResult, Tally, load_test_batches
+from ipu_pipe.job.evaluation import EvaluationResult, Tally, evaluate_sums, load_test_batches
 from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.model.randomness import derive_seed
@@ -219,8 +219,9 @@ class PoptorchEngine(Engine):
             results.append(StepResult(*by_block[-1], job.batch, by_block if blocks > 1 else ()))
         return results
 
-    def end(self, done: int, asked: bool) -> int:
-        return self.job.updates if self._results else super().end(done, asked)  # no end inside a call
+    def end(self, done: int, stop_requested: bool) -> int:
+        # a run cannot end inside a call
+        return self.job.updates if self._results else super().end(done, stop_requested)
 
     def evaluate(self, split: str = "test") -> List[EvaluationResult]:
         assert not self._results, "an evaluation inside a call"
@@ -252,7 +253,7 @@ class PoptorchEngine(Engine):
         sums = [tally.sums for tally in tallies]
         for part in sums if self._other_instances else ():
             dist.all_reduce(part)
-        return [Tally.of(self.job, part).evaluation for part in sums]
+        return [evaluate_sums(self.job.metrics, part) for part in sums]
 
     def state(self) -> Optional[CheckpointState]:
         assert not self._results, "a checkpoint inside a call"

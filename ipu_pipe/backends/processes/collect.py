@@ -21,7 +21,7 @@ from ipu_pipe.backends.processes.termination import Termination
 from ipu_pipe.backends.processes.update import DRAW_ALIKE
 from ipu_pipe.data.batches import compute_checksum
 from ipu_pipe.errors import RunFault
-from ipu_pipe.job.evaluation import EvaluationResult, Tally, load_test_batches
+from ipu_pipe.job.evaluation import EvaluationResult, Tally, evaluate_sums, load_test_batches
 from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import HEADS, get_activation, get_blocks
 from ipu_pipe.model.batch import count_samples
@@ -237,7 +237,7 @@ class Evaluation:
         # stages between them use shapes alone
         if len({float(by_stage[stage][-1]) for stage in (0, *self._with_loss)}) > 1:
             raise RunFault(f"data: {self._job.data_name}: evaluation: the ranks read different test sets: {DRAW_ALIKE}")
-        return [Tally.of(self._job, by_stage[stage][:-1]).evaluation for stage in self._with_loss]
+        return [evaluate_sums(self._job.metrics, by_stage[stage][:-1]) for stage in self._with_loss]
 
     def _tally(self, split: str) -> torch.Tensor:
         tallies = {model.stage: Tally.of(self._job) for model in self._models}

@@ -155,11 +155,11 @@ class ProcessEngine(Engine):
         with name_faults(*self._doing):
             return self._observed.collect(k)
 
-    def end(self, done: int, asked: bool) -> int:
+    def end(self, done: int, stop_requested: bool) -> int:
         if self._early is None:
-            return super().end(done, asked)
+            return super().end(done, stop_requested)
         with name_faults(*self._doing):
-            if asked and self.is_main:
+            if stop_requested and self.is_main:
                 self._early.ask()
             self._early.starts(done)
         return self._early.end
@@ -354,4 +354,4 @@ def list_faults(job: Job) -> List[str]:
     return faults
 
 
-BACKEND = Backend(check_launch, join, place, list_faults, lambda job: "", make)
+BACKEND = Backend(check_launch=check_launch, launch=join, place=place, faults=list_faults, engine=make)
