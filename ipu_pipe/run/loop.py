@@ -1,4 +1,4 @@
-"""A run in progress: its updates, evaluations, checkpoints and callbacks, and the files that it writes."""
+"""Run the training loop in this process: updates, evaluations, checkpoints and callbacks, and the files of the run."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from ipu_pipe.update.apply import AVERAGE
 
 
 class TrainingLoop:
-    """The part of this process in a run: the main process alone has a folder to write into."""
+    """One process's training loop; only the main process has a folder to write into."""
 
     def __init__(
         self, job: Job, out: Path, resume: bool, overwrite: bool, quiet: bool, callbacks: Sequence[Callback] = ()
@@ -54,22 +54,23 @@ class TrainingLoop:
         self.log: Log = log_nothing
         self.bar: Optional[Bar] = None
         self.position = Position()
-        self.unread_seconds = 0.0  # of training since a loss was last read
-        self.update_seconds = 0.0  # what an update of the newest call took
+        self.unread_seconds = 0.0  # seconds of training since a loss was last read
+        self.update_seconds = 0.0  # seconds of an update of the newest call
         self.unwritten: Dict[str, Any] = {}  # the newest update's line of metrics.jsonl
-        self.tested: List[EvaluationResult] = []  # at the last evaluation, by block
-        self.is_saving = False  # a checkpoint that was begun, and may be written already
-        self.best_steps: List[Optional[int]] = []  # when it was begun
+        self.tested: List[EvaluationResult] = []  # results of the last test, by block
         self.callbacks = Callbacks(callbacks if is_main() else ())
-        # what all processes must know alike: whether the run may be asked to end, and after any update
-        called = self.callbacks
+        # all processes must agree on whether callbacks may stop the run, and whether after any update
+        main_callbacks = self.callbacks
         self.may_stop, self.at_steps, job.watches_gradients, job.wants_model = run_on_main(
-            lambda: (bool(called.own), called.at_steps, called.watches_gradients, called.wants_model)
-        )
-        job.may_stop = self.at_steps and job.method.rounds is None  # else where replicas have met
+            lambda: (
+                bool(main_callbacks.own), main_callbacks.at_steps, main_callbacks.watches_gradients, main_callbacks.wants_model
+            )
+        )  # fmt: skip
+        # local SGD stops only where replicas have averaged
+        job.may_stop = self.at_steps and job.method.rounds is None
         job.may_stop_empty = self.may_stop
         self.end = job.updates
-        self.now = Moment(0, 0.0, (), job.rate(0), None, {}, None, None, config=job.config.to_dict(), folder=out)
+        self.moment = Moment(0, 0.0, (), job.rate(0), None, {}, None, None, config=job.config.to_dict(), folder=out)
 
     def run_all(self) -> Dict[str, Any]:
         """Train from the start or the checkpoint to the end, and return the summary."""
@@ -80,13 +81,14 @@ class TrainingLoop:
         self._write_start()
         self.progress.say(format_opening(job, position.update))
         self.engine = engine = make_engine(job, position.update)
-        self.saver = Saver(self.out / "checkpoints", engine.checkpoint_group)
+        keep = job.config.checkpoint.keep if job.config.checkpoint is not None and self.run is not None else None
+        self.saver = Saver(self.out / "checkpoints", engine.checkpoint_group, keep)
         try:
             with keep_traceback_of(self.out), open_log(self.run, job.config.log.tensorboard, position.update) as self.log:
                 done = position.update
                 newest = self.out / "checkpoints" / f"step-{done}" if done else None
                 rate = job.rate(max(done - 1, 0))
-                self.now = replace(self.now, step=done, epoch=job.epoch(done), rate=rate, checkpoint=newest)
+                self.moment = replace(self.moment, step=done, epoch=job.epoch(done), rate=rate, checkpoint=newest)
                 self._call_back("on_start")
                 if position.update == 0:
                     position.initial = self._evaluate("test")
@@ -94,18 +96,20 @@ class TrainingLoop:
                         self._evaluate("validation")
                 self._train()
                 self._finish_saving()
-                if not self.now.metrics:  # resumed after the last update, from a run killed before its summary was written
+                # resumed after the last update, from a run killed before its summary was written
+                if not self.moment.metrics:
                     self.log, log = log_nothing, self.log
                     self._evaluate(job.watched)
                     self.log = log
                 if job.watched != "test":
                     self._evaluate("test")
         except BaseException as error:
-            with contextlib.suppress(Exception):  # the error that ended the run is the one to report
-                self.saver.finish()
+            # report the error that ended the run, not one that follows from it
+            with contextlib.suppress(Exception):
+                self.saver.wait()
             with contextlib.suppress(Exception):
                 engine.abort()
-            # code that no `attribute_faults` encloses, on processes: a status of 0 would say that the run is finished
+            # user code outside of `attribute_faults` may exit with status 0, which would mean that the run is finished
             if isinstance(error, SystemExit) and not error.code:
                 raise RunFault(f"after update {position.update}: {exit_words(error)}") from error
             raise
@@ -122,19 +126,20 @@ class TrainingLoop:
         report = run_on_main(lambda: self._write_end(measured, profile, restored))
         if restored is not None:
             self._restore_weights(restored)
-        self.now = replace(self.now, summary=report)
+        self.moment = replace(self.moment, summary=report)
         with keep_traceback_of(self.out):
             self._call_back("on_end")
         return report
 
     def _write_start(self) -> None:
-        """Write what is known of the run before it trains, on the main process."""
+        """Write the files that describe the start of the run, on the main process."""
         job, run, done = self.job, self.run, self.position.update
         if run is None:
             return
         if self.resume:
             run.forget_after(done, self.progress.say)
-        start = {**describe_start(job.read), "first_update": done}  # first: by it a restarted process knows its run
+        # written first: a restarted process recognizes its run by this file
+        start = {**describe_start(job.read), "first_update": done}
         write_json(self.out / "record.json", [*(read_starts(self.out) if self.resume else []), start])
         write_text(self.out / "config.yaml", dump_config(job.config))
         if job.begun is not None:
@@ -144,15 +149,16 @@ class TrainingLoop:
     def _write_end(
         self, measured: Optional[Report], profile: Optional[StageSeconds], restored: Optional[int]
     ) -> Dict[str, Any]:
-        """Write the files of the run, which has ended, print its closing words and return its summary, on the main process."""
+        """Write the final files, print the closing lines and return the summary, on the main process."""
         job, position, out = self.job, self.position, self.out
         assert self.run is not None and measured is not None
         costs = None if measured.events is not None else choose_stage_costs(job, profile, position)
-        report = summarize(job, position, self.now.metrics, measured, self.tested, costs, self.now.stopped)
+        report = summarize(job, position, self.moment.metrics, measured, self.tested, costs, self.moment.stopped)
         if restored is not None:
             report["restored_step"] = restored
         if measured.times is None:
-            self.run.forget("trace")  # of an earlier start's ranks
+            # left by an earlier start
+            self.run.forget("trace")
         if costs is not None and job.traced:
             write_modelled_trace(job, out, costs)
         elif job.traced:
@@ -160,10 +166,11 @@ class TrainingLoop:
         *earlier, start = read_starts(out) or [{}]
         files = {**(measured.files or {}), "memory.json": build_memory_record(job, measured)}
         files["record.json"] = [*earlier, {**start, "ended": get_timestamp()}]
-        files["summary.json"] = report  # last: a run with a summary is finished
+        # written last: a run with a summary is finished
+        files["summary.json"] = report
         for name, value in files.items():
             write_json(out / name, value)
-        # an emulator does in one process the work of all devices
+        # an emulator does the work of all devices in one process, so its rate cannot be compared with a prediction
         predicted = None if get_backend(job.config).emulates else predict_rate(job)
         self.progress.say(format_closing(report, out, predicted))
         return report
@@ -174,7 +181,8 @@ class TrainingLoop:
         if state is not None and self.run is not None:
             entries = {key: value for key, value in state.optimizer.items() if key.endswith(f"/{AVERAGE}")}
             averages = {key[: -len(AVERAGE) - 1]: value for key, value in entries.items()}
-            first: Dict[Any, str] = {}  # a tied weight has its average under the first of its names
+            # a tied weight has its average under the first of its names
+            first: Dict[Any, str] = {}
             for name, parameter in self.job.model.named_parameters(remove_duplicate=False):
                 if first.setdefault(parameter, name) in averages:
                     averages[name] = averages[first[parameter]]
@@ -182,14 +190,14 @@ class TrainingLoop:
                 checkpoint.save_tensors(file, {**state.model, **averages})
 
     def _restore_weights(self, step: int) -> None:
-        """Load the weights of the checkpoint of `step` into the model, on every process that holds a whole model, and say so.
+        """Load the weights of the checkpoint of `step` into the model, on every process that holds a whole model, and print that.
 
-        Raise `BadInput` if the checkpoint is not whole any more.
+        Raise `BadInput` if the checkpoint is incomplete by now.
         """
         job, say, path = self.job, self.progress.say, self.out / "checkpoints" / f"step-{step}"
         if step == self.position.update:
             say(f"the newest weights are the best: step {step}")
-        # each process has its stage's, and no one the model
+        # no process holds the whole model
         elif are_joined() and not job.numbers.is_given and not job.wants_model:
             say(f"the best weights are those of step {step}: {path}")
         else:
@@ -200,7 +208,7 @@ class TrainingLoop:
             say(f"the model has the best weights again, those of step {step}: {path}")
 
     def _train(self) -> None:
-        """Carry out all updates to come."""
+        """Carry out all remaining updates."""
         job, position = self.job, self.position
         with self.progress.show_bar(job.updates, position.update, job.updates_per_epoch) as self.bar:
             while position.update < self.end:
@@ -211,8 +219,9 @@ class TrainingLoop:
                 self._pause(evaluates, saves)
                 if self.may_stop and (evaluates or saves or self.at_steps) and done < self.end:
                     self.end = self.engine.end(done, self.callbacks.asked is not None)
-            if self.end < job.updates:  # as at the end of a run that was planned this long
-                self.now = replace(self.now, stopped=self.callbacks.asked)
+            # stopped early: evaluate and save as at a planned end
+            if self.end < job.updates:
+                self.moment = replace(self.moment, stopped=self.callbacks.asked)
                 if self.unwritten:
                     self._log(self.unwritten)
                 evaluated, saved = job.pauses_after(self.end)
@@ -220,7 +229,7 @@ class TrainingLoop:
         self.bar = None
 
     def _pause(self, evaluates: bool, saves: bool) -> None:
-        """Evaluate and save a checkpoint, where that is planned, and call the callbacks."""
+        """Evaluate or save a checkpoint, or both, and call the callbacks."""
         if evaluates:
             self._evaluate(self.job.watched)
             self._call_back("on_evaluation")
@@ -228,22 +237,25 @@ class TrainingLoop:
             self._save()
 
     def _step(self) -> None:
-        """Carry out one update, and log its results and those of the updates before it that were not read yet."""
+        """Carry out one update, and log its results and those of earlier updates that were not read yet."""
         job, position, engine = self.job, self.position, self.engine
         k = position.update
         start = time.perf_counter()
         results = engine.step(k, self._reads_after(k + 1))
-        if k % engine.updates_per_call == 0:  # the call's first update waits for all of them: they share its time
+        # the first update of a call waits for all of them, so they share its time
+        if k % engine.updates_per_call == 0:
             self.update_seconds = (time.perf_counter() - start) / engine.updates_per_call
-        seconds = self.update_seconds
         position.update += 1
-        if self.progress.steps >= engine.updates_per_call:  # the first call of a process warms up
-            position.seconds, position.timed_updates = position.seconds + seconds, position.timed_updates + 1
+        # the first call of a process warms up, so its time does not count
+        if self.progress.steps >= engine.updates_per_call:
+            position.seconds += self.update_seconds
+            position.timed_updates += 1
         self.progress.steps += 1
-        self.unread_seconds += seconds
+        self.unread_seconds += self.update_seconds
         if not results:
             return
-        rate, self.unread_seconds = sum(result.samples for result in results) / self.unread_seconds, 0.0
+        rate = sum(result.samples for result in results) / self.unread_seconds
+        self.unread_seconds = 0.0
         shows_accuracy = any(metric.name == ACCURACY for metric in job.metrics)
         assert self.bar is not None
         for update_index, result in enumerate(results, position.update - len(results)):
@@ -254,17 +266,17 @@ class TrainingLoop:
             "step": position.update, "epoch": epoch, "train_loss": result.loss, "lr": job.rate(k), "samples_per_second": rate,
             **({"block_train_loss": list(losses)} if result.blocks else {}),
         }  # fmt: skip
-        self.now = replace(
-            self.now, step=position.update, epoch=epoch, losses=losses, rate=job.rate(k), samples_per_second=rate
+        self.moment = replace(
+            self.moment, step=position.update, epoch=epoch, losses=losses, rate=job.rate(k), samples_per_second=rate
         )
         if position.update % job.config.log.every == 0 or position.update == job.updates:
             self._log(self.unwritten)
             self.unwritten = {}
         if job.watches_gradients:
-            before, gradients = self.now, engine.collect_gradients(k)
-            self.now = replace(before, gradients=gradients)
+            before = self.moment
+            self.moment = replace(before, gradients=engine.collect_gradients(k))
             self._call_back("on_gradients")
-            self.now = before
+            self.moment = before
         if self.at_steps:
             self._call_back("on_step")
 
@@ -272,74 +284,68 @@ class TrainingLoop:
         """Write a line of metrics.jsonl and call the callbacks."""
         self.log(**line)
         if self.log is not log_nothing:
-            self.now = replace(self.now, line=line)
+            self.moment = replace(self.moment, line=line)
             self._call_back("on_log")
 
     def _call_back(self, method: str) -> None:
-        """Call `method` of the user's callbacks, with the whole model where they want it."""
+        """Call `method` of the user's callbacks, with the whole model if they want it."""
         gathers = self.job.wants_model and method in ("on_start", "on_evaluation", "on_checkpoint")
         with self.engine.hold_whole_model() if gathers else contextlib.nullcontext():
             if self.callbacks.own:
-                self.now = replace(self.now, model=self.engine.current_model())
-                self.callbacks.call(method, self.now)
+                self.moment = replace(self.moment, model=self.engine.current_model())
+                self.callbacks.call(method, self.moment)
 
     def _reads_after(self, done: int) -> bool:
         """Return whether the results must be read after `done` updates: for a line, an evaluation or a checkpoint.
 
-        They are after the first call too, whose time does not count.
+        The results of the first call are read too, because its time does not count.
         """
-        job, known = self.job, self.at_steps or not self.progress.steps
-        return known or done % job.config.log.every == 0 or any(job.pauses_after(done))
+        is_needed = self.at_steps or not self.progress.steps
+        return is_needed or done % self.job.config.log.every == 0 or any(self.job.pauses_after(done))
 
     def _evaluate(self, split: str) -> EvaluationResult:
         """Evaluate on the test or validation set, log the result and return that of the model's own output."""
-        job, position, results = self.job, self.position, self.engine.evaluate(split)
-        whole, epoch = results[-1], job.epoch(position.update)
+        job, position = self.job, self.position
+        results = self.engine.evaluate(split)
+        result, epoch = results[-1], job.epoch(position.update)
         if split == "test":
             self.tested = results
         if self.bar is not None:
-            self.bar.show_evaluation(whole, split)
+            self.bar.show_evaluation(result, split)
         by_block = collect_by_block(results, split) if len(results) > 1 else {}
-        record, best = whole.to_record(f"{split}_"), f"{split}_{job.config.evaluate.best}"
+        record = result.to_record(f"{split}_")
         if split == job.watched:
+            best = f"{split}_{job.config.evaluate.best}"
             position.add_evaluation(best, record.get(best))
             if job.plateau is not None and position.update:
                 job.plateau.step(record.get(f"{split}_{job.config.lr_schedule.metric or 'loss'}"))
                 position.plateau = job.plateau.state()
-        # the test at the end is beside the last validation
-        validated = self.now.metrics if split == "test" and position.update else {}
-        self.now = replace(self.now, step=position.update, epoch=epoch, metrics={**validated, **record})
+        # keep the last validation beside the test at the end
+        validated = self.moment.metrics if split == "test" and position.update else {}
+        self.moment = replace(self.moment, step=position.update, epoch=epoch, metrics={**validated, **record})
         self._log({"step": position.update, "epoch": epoch, **record, **by_block})
-        return whole
+        return result
 
     def _save(self) -> None:
-        """Write a checkpoint, to which every process contributes its part, or begin to.
-
-        Raise `RunFault` if the disk refuses.
-        """
+        """Write a checkpoint, to which every process contributes its part, or begin to. Raise `RunFault` if writing fails."""
         engine, position, settings = self.engine, self.position, self.job.config.checkpoint
-        self._finish_saving()  # of the one before
+        # wait for the previous checkpoint
+        self._finish_saving()
         if settings is None:
             return
         state = engine.state() if engine.checkpoint_group is None else engine.part()
-        self.is_saving = True
+        manifest = {}
         if state is not None:
-            self.best_steps = [position.best_step, *self.callbacks.list_best_steps()]
             manifest = make_manifest(self.job, position, state.plain, self.callbacks.collect_states())
-            self.saver.start(position.update, state, manifest, settings.background)
+        best_steps = [position.best_step, *self.callbacks.list_best_steps()]
+        self.saver.start(position.update, state, manifest, best_steps, settings.background)
         self._finish_saving(waits=not settings.background)
 
     def _finish_saving(self, waits: bool = True) -> None:
-        """Delete older checkpoints and call the callbacks when the one that was begun is whole.
-
-        Raise `RunFault` if it could not be written.
-        """
-        if not self.is_saving or (self.job.wants_model and not waits):  # the whole model is there when the pipeline is empty
+        """Call the callbacks if the checkpoint that was begun is complete now. Raise `RunFault` if writing failed."""
+        # a callback may want the whole model, which can be gathered only when the pipeline is empty
+        if self.job.wants_model and not waits:
             return
-        folder, settings = self.saver.finish(waits), self.job.config.checkpoint
-        if folder is not None and settings is not None and self.run is not None:
-            checkpoint.prune(self.run.checkpoints, settings.keep, self.best_steps)
-            self.now = replace(self.now, checkpoint=folder)
-        if folder is not None or waits:
-            self.is_saving = False
+        if self.saver.finish(waits):
+            self.moment = replace(self.moment, checkpoint=self.saver.newest)
             self._call_back("on_checkpoint")

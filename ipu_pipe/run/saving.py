@@ -1,4 +1,4 @@
-"""Writing the checkpoints of a run: whole by the main process or in shards by each, at once or beside the training.
+"""Write the checkpoints of a run: the main process writes all or each process its part, at once or beside the training.
 
     main thread      ... U8 | state, copied | U9 ....... U10 ... | callbacks, older ones deleted | U11 ...
     in background                           | files, manifest, name |
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Optional, Union
+from typing import Any, Dict, Mapping, Optional, Sequence
 
 import torch
 
@@ -17,16 +17,34 @@ from ipu_pipe.run import checkpoint
 
 
 class Saver:
-    """Writes checkpoints into `folder`, one after another. `group`: of all processes, if each writes its part; else None."""
+    """Writes checkpoints into `folder`, one after another, and deletes older ones. Every process of a run has one.
 
-    def __init__(self, folder: Path, group: Any = None) -> None:
-        self._folder, self._group = folder, group
+    `group`: of all processes, if each writes its part; else None. `keep`: number of checkpoints to keep besides the best
+    ones; None on processes that delete none. `newest`: folder of the newest complete checkpoint.
+    """
+
+    def __init__(self, folder: Path, group: Any = None, keep: Optional[int] = None) -> None:
+        self._folder, self._group, self._keep = folder, group, keep
+        self.newest: Optional[Path] = None
+        self._is_saving = False
+        self._best_steps: Sequence[Optional[int]] = ()
         self._thread: Optional[threading.Thread] = None
-        self._outcome: List[Union[Path, BaseException]] = []
+        self._written: Optional[Path] = None
+        self._error: Optional[BaseException] = None
 
-    def start(self, step: int, state: CheckpointState, facts: Mapping[str, Any], background: bool) -> None:
-        """Write the checkpoint of `step`, or in `background` begin to, from a copy. The one before must be finished."""
-        assert self._thread is None and not self._outcome
+    def start(
+        self, step: int, state: Optional[CheckpointState], facts: Mapping[str, Any], best_steps: Sequence[Optional[int]],
+        background: bool,
+    ) -> None:  # fmt: skip
+        """Write the checkpoint of `step`, or in `background` begin to, from a copy. Without a `state` another process writes
+        it.
+
+        The previous checkpoint must be finished. `best_steps` are those of checkpoints to keep.
+        """
+        assert not self._is_saving
+        self._is_saving, self._best_steps = True, best_steps
+        if state is None:
+            return
         if not background:
             self._write(step, state, facts)
             return
@@ -37,29 +55,42 @@ class Saver:
     def _write(self, step: int, state: CheckpointState, facts: Mapping[str, Any]) -> None:
         try:
             if self._group is None:
-                path = checkpoint.save(self._folder, step, state.model, state.optimizer, facts)
+                self._written = checkpoint.save(self._folder, step, state.model, state.optimizer, facts)
             else:
-                from ipu_pipe.run.shards import save_shard  # which PopTorch's torch cannot import
+                # PopTorch's torch cannot import it
+                from ipu_pipe.run.shards import save_shard
 
-                path = save_shard(self._folder, step, state, facts, self._group)
-            self._outcome.append(path)
-        except BaseException as error:  # Ctrl-C too, where it is the main thread
-            self._outcome.append(error)
+                self._written = save_shard(self._folder, step, state, facts, self._group)
+        # in the main thread that may be Ctrl-C
+        except BaseException as error:
+            self._error = error
 
-    def finish(self, waits: bool = True) -> Optional[Path]:
-        """Return the folder of the checkpoint that was started, when it is whole, and None ever after until the next.
-
-        Unless it `waits`, return None while it is being written. Raise what has ended the writing.
-        """
+    def wait(self) -> None:
+        """Wait until nothing is being written. Raise the error that ended the writing."""
         if self._thread is not None:
-            if self._thread.is_alive() and not waits:
-                return None
             self._thread.join()
             self._thread = None
-        outcome = self._outcome.pop() if self._outcome else None
-        if isinstance(outcome, BaseException):
-            raise outcome
-        return outcome
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def finish(self, waits: bool = True) -> bool:
+        """Return whether the checkpoint that was started is complete now, and if so delete older ones; only once for each.
+
+        Unless it `waits`, return False while it is being written, and always where another process writes it. Raise the error
+        that ended the writing.
+        """
+        is_writing = self._thread is not None and self._thread.is_alive()
+        if not self._is_saving or (is_writing and not waits):
+            return False
+        self.wait()
+        if self._written is None and not waits:
+            return False
+        if self._written is not None and self._keep is not None:
+            checkpoint.prune(self._folder, self._keep, self._best_steps)
+        self.newest, self._written = self._written, None
+        self._is_saving = False
+        return True
 
 
 def _copy(tensors: Mapping[str, torch.Tensor]) -> Dict[str, torch.Tensor]:

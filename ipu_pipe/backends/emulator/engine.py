@@ -51,9 +51,8 @@ class EmulatorEngine(Engine):
     def _combine(self, results: Sequence[StepResult]) -> List[StepResult]:
         """Return one result per step of the run.
 
-        Randomized methods update one stage per replay. P of these updates compute as many gradients as one update of all P
-        stages by one microbatch: they count as one step with the samples of one microbatch, and their losses and accuracies
-        are averaged.
+        Randomized methods update one stage per replay. P such updates use the gradients of P stages, as many as other methods
+        compute from one microbatch. So they count as one step with the samples of one microbatch and the mean loss and accuracy.
         """
         count = self._block_updates
         if count == 1:
