@@ -75,7 +75,7 @@ WRONG: Dict[str, Dict[str, Any]] = {  # story: most of these ended in an Attribu
     "callbacks: Misnamed.on_epoch_end: ": {
         "callbacks": [Misnamed()]
     },
-    "overwrite: True: not together with resume": {"overwrite": True, "resume": True},
+    "overwrite: True: cannot be combined with resume": {"overwrite": True, "resume": True},
     "--resume-from: 3: .* holds no run": {"resume_from": 3},
 }
 

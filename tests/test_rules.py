@@ -588,7 +588,7 @@ def test_hogwild_without_mean_takes_the_pipelines_lags() -> None:
         ("pipemare", {"t2": {"decay": 0.1}, "stash": True}, "sgd", {}, "same weights"),
         ("pipedream", {"t2": {"decay": 0.1}}, "sgd", {}, "same weights"),
         (PB, {"t2": {"decay": 0.1}, "weight_prediction": WPW}, "sgd", {}, "same discrepancy"),
-        (PB, {"recompute": {"segments": 2}, "weight_prediction": WPW}, "sgd", {}, "not together with recompute"),
+        (PB, {"recompute": {"segments": 2}, "weight_prediction": WPW}, "sgd", {}, "cannot be combined with recompute"),
         ("spectrain", {"weight_prediction": WPW}, "sgd", {"momentum": 0.9}, "by itself"),
         ("spectrain", {}, "adamw", {}, "velocity of SGD"),
         ("spectrain", {"delay_compensation": DC}, "sgd", {"momentum": 0.9}, "by itself"),

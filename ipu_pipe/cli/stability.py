@@ -59,7 +59,7 @@ def _examine_config(args: argparse.Namespace) -> None:
         raise BadInput(f"--out: {args.out}: is where figures go; of a config nothing is written")
     if args.by_stage and args.curvature is not None:
         why = "either each stage's is measured, or one is given for all"
-        raise BadInput(f"--by-stage: not together with --curvature: {why}")
+        raise BadInput(f"--by-stage: cannot be combined with --curvature: {why}")
     from ipu_pipe.config.load import load_config
     from ipu_pipe.studies.run_stability import analyze_config, format_stability
 

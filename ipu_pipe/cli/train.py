@@ -1,4 +1,4 @@
-"""Train a staged model as a config file says: python tools/train.py configs/mlp_digits.yaml"""
+"""Train a staged model from a config file: python tools/train.py configs/mlp_digits.yaml"""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ examples:
   python tools/train.py configs/mlp_digits.yaml --out runs/digits --resume-from 100
   python tools/train.py configs/mlp_digits.yaml --evaluate runs/digits/checkpoints/step-100
 
-Data that the config names is looked for in its data.root, in the folder $IPU_PIPE_DATA, or in the cache that
-tools/fetch_data.py fills. Exit codes: 0 done, 2 bad input, 1 fault while running, 130 Ctrl-C.
+Data sets are searched in data.root, in the folder $IPU_PIPE_DATA and in the cache that tools/fetch_data.py fills.
+Exit codes: 0 done, 2 bad input, 1 fault while running, 130 Ctrl-C.
 """
 
 
 @command(
-    "Train a staged model as a config file says.", EPILOG,
+    "Train a staged model from a config file.", EPILOG,
     *CONFIG,
     option("--out", type=folder, metavar="DIR", help="folder of the run (default: a dated folder under runs/)"),
     option("--resume", action="store_true", help="go on from the newest checkpoint in DIR"),
@@ -48,10 +48,10 @@ def main(args: argparse.Namespace) -> None:
     option_used = "--resume" if args.resume else "--resume-from" if args.resume_from is not None else ""
     raise_faults({
         f"{option_used}: needs --out DIR, the folder of the run to resume": option_used and args.out is None,
-        f"{option_used}: not together with --overwrite": option_used and args.overwrite,
-        "--resume-from: not together with --resume": args.resume and args.resume_from is not None,
-        "--resume-from: not together with --against, which has two runs": args.resume_from is not None and args.against,
-        "--accumulate: goes with --against METHOD": args.accumulate and not args.against,
+        f"{option_used}: cannot be combined with --overwrite": option_used and args.overwrite,
+        "--resume-from: cannot be combined with --resume": args.resume and args.resume_from is not None,
+        "--resume-from: cannot be combined with --against, which has two runs": args.resume_from is not None and args.against,
+        "--accumulate: requires --against METHOD": args.accumulate and not args.against,
     })  # fmt: skip
     from ipu_pipe.config.load import load_config  # after the arguments are read: --help must not wait for torch
 
@@ -61,7 +61,7 @@ def main(args: argparse.Namespace) -> None:
     from ipu_pipe.backends.ranks import is_main, report_once
     from ipu_pipe.backends.table import launch, leave
 
-    # what must be the same for all processes of a run
+    # all processes of a run must agree on these options
     options = ("out", "resume", "resume_from", "overwrite", "dry_run", "evaluate", "against", "accumulate")
     with report_once():
         launch(config, {f"--{name.replace('_', '-')}": getattr(args, name) for name in options})
@@ -72,7 +72,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def _train(args: argparse.Namespace, config: Config, other: Optional[Config]) -> Optional[str]:
-    """Do what is asked for and return what is to be printed at the end. `other`: the config of the run to compare with."""
+    """Run the mode that the options choose and return the text to print. `other`: the config of the run to compare with."""
     from ipu_pipe.backends.ranks import run_on_main
     from ipu_pipe.report.run_text import format_plan
     from ipu_pipe.run.planning import build_for_planning

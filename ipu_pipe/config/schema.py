@@ -189,7 +189,7 @@ class Config(Section):
         if self.recompute and method is not None and not args.recompute:
             reads_newest = method.backward_reads is Reads.NEWEST and method.is_stale and not args.stash
             if reads_newest and args.constant_delay:
-                why = "not together with recompute: true, which recomputes with older weights than its backward reads"
+                why = "cannot be combined with recompute: true, which recomputes with older weights than its backward reads"
                 raise key_fault("method_args.constant_delay", args.constant_delay.updates, why)
             if reads_newest and not args.hogwild:
                 why = f"{self.method} must say which weights recompute: method_args: {{recompute: {{segments: ...}}}}"

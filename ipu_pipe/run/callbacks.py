@@ -208,7 +208,7 @@ def _add_early_stopping(config: Config, callbacks: List[Callback]) -> List[Callb
     if config.checkpoint is None and any(getattr(callback, "restore_best", False) for callback in callbacks):
         raise BadInput("checkpoint: null: early_stopping.restore_best needs that of the best evaluation")
     if config.ema is not None and any(getattr(callback, "restore_best", False) for callback in callbacks):
-        why = "not together with ema, whose averages are what is evaluated: use ema.safetensors of the run's folder"
+        why = "cannot be combined with ema, whose averages are what is evaluated: use ema.safetensors of the run's folder"
         raise BadInput(f"early_stopping.restore_best: true: {why}")
     return callbacks
 

@@ -84,7 +84,7 @@ def _find_conflicts(job: Job) -> Dict[str, Any]:
         f"replicas: {replicas}: {alone}: must be 1": alone and replicas > 1,
         f"gradient_accumulation: {accumulation}: {alone}: must be 1": alone and accumulation > 1,
         f"clip.scope: {scope}: {alone}: must be stage": alone and scope not in (None, "stage"),
-        "clip.scope: delayed_global: not together with method_args.warmup, whose norms are not delayed: use stage":
+        "clip.scope: delayed_global: cannot be combined with method_args.warmup, whose norms are not delayed: use stage":
             scope == "delayed_global" and "warmup" in args,
         f"model: {list_some(job.effects.buffers)}: buffers that training changes and reads: with replicas, or layers that two "
         "blocks hold, each copy would need its own: leave them out": has_copies and job.effects.buffers,

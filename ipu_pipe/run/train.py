@@ -76,7 +76,7 @@ def train(
     objects = Overrides(model, data, loss, output, optimizer, lr_scheduler, metrics, callbacks)
     check_arguments(config, objects)
     if overwrite and (resume or resume_from is not None):
-        raise BadInput("overwrite: True: not together with resume, which keeps the run that is there")
+        raise BadInput("overwrite: True: cannot be combined with resume, which keeps the run that is there")
     out = parse_folder(out)
     launch(config, {"out": out, "resume": resume, "resume_from": resume_from, "overwrite": overwrite})
     if optimizer is not None:

@@ -437,9 +437,9 @@ def _find_misfits(method: Method, settings: Mapping[str, Any]) -> List[str]:
         if "turn" in settings and pipeline is not Pipeline.DATAFLOW:
             reasons["turn"] = "only the dataflow schedule has a turn; set schedule: dataflow"
         if drawn == "hogwild" and "constant_delay" in settings:
-            reasons["hogwild"] = "not together with constant_delay, which fixes the delays"
+            reasons["hogwild"] = "cannot be combined with constant_delay, which fixes the delays"
         if drawn is not None and "recompute" in settings:
-            reasons[drawn] = "not together with recompute, whose weights are defined by the pipeline's own delays"
+            reasons[drawn] = "cannot be combined with recompute, whose weights are defined by the pipeline's own delays"
         if settings.get("delays") == "schedule":
             if settings.get("order") != "schedule":
                 reasons["delays"] = "PipeDream's delays need PipeDream's order of updates: set order: schedule"

@@ -124,7 +124,7 @@ def make_factory_of(optimizer: Any, args: Optional[Mapping[str, Any]] = None) ->
         optimizer, args = optimizer[0], {**optimizer[1], **(args or {})}
     if isinstance(optimizer, torch.optim.Optimizer):
         if args:
-            raise BadInput("optimizer_args: not together with an optimizer that is made: its own settings are taken")
+            raise BadInput("optimizer_args: cannot be combined with an optimizer that is made: its own settings are taken")
         return _Like(optimizer)
     if (inspect.isclass(optimizer) and not issubclass(optimizer, torch.optim.Optimizer)) or not callable(optimizer):
         raise BadInput(f"optimizer: {describe_kind(optimizer)}: must be {ALLOWED}")

@@ -195,7 +195,7 @@ def list_compensation_conflicts(settings: Any, method: Method, given: Sequence[s
     if method.order is not None and method.order.splits:
         return ["method_args.delay_compensation: not with split_backward, whose weight gradients come after later updates"]
     if "weight_prediction" in given:
-        return ["method_args.delay_compensation: not together with weight_prediction: both make up for the same delay"]
+        return ["method_args.delay_compensation: cannot be combined with weight_prediction: both make up for the same delay"]
     return []
 
 
@@ -250,7 +250,7 @@ def feed_back_error(setting: Setting, move: Move) -> List[Tuple[Tensors, float]]
 def list_feedback_conflicts(settings: Any, method: Method, given: Sequence[str]) -> List[str]:
     """List why the error of a step cannot be fed back: another rule makes the step another one."""
     if "spike_compensation" in given:
-        return ["method_args.error_feedback: not together with spike_compensation: both add to the step for the same delay"]
+        return ["method_args.error_feedback: cannot be combined with spike_compensation: both add to the step for the same delay"]
     return []
 
 
@@ -292,7 +292,7 @@ def list_discrepancy_conflicts(settings: Any, method: Method, given: Sequence[st
             f"method_args.t2: with {method.name} here both passes read the same weights: there is nothing to correct"
         ]
     if "weight_prediction" in given:
-        return ["method_args.t2: not together with weight_prediction: both make up for the same discrepancy"]
+        return ["method_args.t2: cannot be combined with weight_prediction: both make up for the same discrepancy"]
     return []
 
 
@@ -346,7 +346,7 @@ def list_prediction_conflicts(settings: Any, method: Method, given: Sequence[str
     if method.predicts:
         return [f"method_args.weight_prediction: {method.name} is a weight prediction by itself"]
     if method.segments is not None:
-        return ["method_args.weight_prediction: not together with recompute, for which no paper defines it"]
+        return ["method_args.weight_prediction: cannot be combined with recompute, for which no paper defines it"]
     return []
 
 
