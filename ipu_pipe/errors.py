@@ -58,7 +58,8 @@ class UserFault(RunFault):
         self.traceback = whole
         self.traceback_file: Optional[str] = None
 
-    def __reduce__(self) -> Tuple[Any, ...]:  # for the way out of a child process
+    # exceptions are pickled on their way out of a child process
+    def __reduce__(self) -> Tuple[Any, ...]:
         state = {"traceback_file": self.traceback_file, "is_reported": self.is_reported}
         return type(self), (str(self), self.traceback), state
 
@@ -140,7 +141,8 @@ def run_command(main: Callable[[], None]) -> NoReturn:
         code = interrupts.INTERRUPTED
     except Exception as error:
         if isinstance(error, BrokenPipeError) or isinstance(error.__cause__, BrokenPipeError):
-            code = 0  # the reader of our output (head, less) has left: nothing to say
+            # the reader of our output (head, less) has exited, which is not an error
+            code = 0
             _drop_output()
         else:
             line = _format_fault(error)
@@ -166,7 +168,8 @@ def _format_fault(error: Exception) -> Optional[str]:
         return "" if fault.is_reported else f"{fault}; {more}"
     if isinstance(error, RunFault):
         return "" if error.is_reported else str(error)
-    if isinstance(error, OSError):  # without a file it is a stream: code that writes files names them
+    # without a file name it concerns a stream, because code that writes files names them
+    if isinstance(error, OSError):
         place = "standard output" if error.filename is None else error.filename
         return f"{place}: {error.strerror or error}"
     return None
@@ -209,7 +212,8 @@ def _open_closed_streams() -> None:
 
 def _drop_output() -> None:
     """Send what is still to be printed nowhere, so that nothing fails on it when the interpreter ends."""
-    with contextlib.suppress(OSError, ValueError):  # a stream that is not a file
+    # the stream may not be a file
+    with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -65,7 +65,8 @@ def read_launch(environment: Optional[Mapping[str, str]] = None) -> Launch:
         if matters and other not in variables:
             faults.append(f"{key}: {variables[key]}: set without {other}: a launcher sets both: unset it, or set both")
     job = variables.get("TORCHELASTIC_RUN_ID", "").strip()
-    if job == "none":  # what torchrun says unless --rdzv-id is given
+    # torchrun's default without --rdzv-id
+    if job == "none":
         job = f"{socket.gethostname()} {os.getppid()}"
     has_local, has_port = "LOCAL_RANK" in variables, "MASTER_PORT" in variables
     return Launch(
@@ -110,7 +111,8 @@ def end_with_launcher() -> None:
 
 
 def _watch(parent: int, line: str) -> None:
-    while os.getppid() == parent:  # an orphan gets another parent
+    # an orphan gets another parent
+    while os.getppid() == parent:
         time.sleep(LOOK_SECONDS)
     try:
         if line:

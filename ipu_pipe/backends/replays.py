@@ -191,7 +191,8 @@ class ReplayPlan:
 
     def count_updates(self, number: int) -> IntArray:
         """Return the updates (P,) that the stages have had before a replay; also at the end of all."""
-        if number == self._start:  # a run that goes on where it ended has nothing to be read
+        # a run resumed at its end reads nothing
+        if number == self._start:
             return self._updates[:, 0]
         return self._updates[:, self._locate(number)]
 

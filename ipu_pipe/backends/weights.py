@@ -233,7 +233,8 @@ class SwappingStore(_VersionedStore):
             for view in [v for v in views if v[0] == newest and v[1] not in codes and v[1] != PLAIN]:
                 self._drop(stage, view)
             views.pop((newest, PLAIN), None)
-            if PLAIN in codes:  # the parameters' tensors stay as they are, the update steps a copy
+            # the parameters' tensors stay as they are; the update steps a copy
+            if PLAIN in codes:
                 views[newest, PLAIN] = tensors
                 new = self._fresh(stage)
                 for parameter, tensor in zip(self._parameters[stage], new):

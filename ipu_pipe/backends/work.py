@@ -54,7 +54,8 @@ class Work:
         replays: Optional[Replays] = None
         history = job.method.history
         if history is not None:
-            assert job.updates_per_epoch is not None  # the build's check
+            # `build` has checked it
+            assert job.updates_per_epoch is not None
             replays = RandomizedReplays(job.table, history, job.updates_per_epoch, config.seed)
         count = len(job.part) if history is not None else 1
         return cls(

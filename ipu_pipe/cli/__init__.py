@@ -30,7 +30,8 @@ COMMANDS = {
 
 def run(command: Optional[str] = None) -> NoReturn:
     """Run a command, by default the one that the first argument names, and leave with its exit code."""
-    interrupts.end_at_once()  # before the imports that take time
+    # call it before the slow imports
+    interrupts.end_at_once()
     from ipu_pipe.errors import Parser, run_command
 
     def run_named() -> None:

@@ -53,7 +53,8 @@ def make_script(shell: str) -> str:
     for name, summary in COMMANDS.items():
         parent = importlib.import_module(f"ipu_pipe.cli.{name}").main.make_parser()
         for action in parent._actions:
-            if action.dest in words or (action.dest == "against" and name == "train"):  # of analyze it is a run
+            # --against names a method in train, a run in analyze
+            if action.dest in words or (action.dest == "against" and name == "train"):
                 action.choices = words.get(action.dest, words["method"])
             elif action.type is folder:
                 action.complete = shtab.DIRECTORY

@@ -31,7 +31,8 @@ def main(args: argparse.Namespace) -> None:
         f"--out: {out}: no such folder {out.parent}": args.out and not out.absolute().parent.is_dir(),
     })  # fmt: skip
 
-    import torch  # after the arguments are read: --help must not wait for it
+    # import after parsing, because --help must not wait for torch
+    import torch
 
     from ipu_pipe.config.yaml_files import dump_yaml
     from ipu_pipe.hardware.measuring import measure

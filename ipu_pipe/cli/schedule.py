@@ -31,7 +31,7 @@ SHOWN_SLOTS, SHOWN_STAGES = 120, 64
 MOST_SLOTS = 100_000
 # passes of a schedule, stages times microbatches: proving and drawing takes a microsecond each, writing JSON or CSV ten
 MOST_PASSES = {"text": 10_000_000, "csv": 2_000_000, "json": 2_000_000}
-MOST_TIMED = 500_000  # the clock plays pass by pass
+MOST_TIMED = 500_000  # the clock simulates pass by pass
 MOST_ORDERED = 30_000  # orders are laid out pass by pass, and some are planned several times
 
 
@@ -230,7 +230,8 @@ def _write_json(schedule: Schedule, method: Method, timed: Dict[str, Any], out: 
     for key, value in parts.items():
         out.write(f"{before}{json.dumps(key)}: ")
         before = ",\n"
-        if callable(value):  # of each stage
+        # a method may compute a value for each stage
+        if callable(value):
             out.writelines((", " if stage else "[") + json.dumps(value(stage)) for stage in range(schedule.stages))
             out.write("]")
         else:

@@ -53,7 +53,8 @@ def main(args: argparse.Namespace) -> None:
         "--resume-from: cannot be combined with --against, which has two runs": args.resume_from is not None and args.against,
         "--accumulate: requires --against METHOD": args.accumulate and not args.against,
     })  # fmt: skip
-    from ipu_pipe.config.load import load_config  # after the arguments are read: --help must not wait for torch
+    # import after parsing, because --help must not wait for torch
+    from ipu_pipe.config.load import load_config
 
     config = load_config(args.config, args.set)
     other = load_config(args.config, [*args.set, f"method={args.against}", "method_args={}"]) if args.against else None
@@ -82,7 +83,8 @@ def _train(args: argparse.Namespace, config: Config, other: Optional[Config]) ->
         return format_plan(build_for_planning(config))
     if args.evaluate:
         return json.dumps(evaluate_checkpoint(config, args.evaluate), indent=1)
-    out = args.out or run_on_main(lambda: _choose_folder(Path(args.config).stem))  # the same on all processes
+    # all processes must use the same folder
+    out = args.out or run_on_main(lambda: _choose_folder(Path(args.config).stem))
     if other is None:
         train(config, out, resume=args.resume, resume_from=args.resume_from, overwrite=args.overwrite, quiet=args.quiet)
         return None

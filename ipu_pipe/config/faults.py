@@ -65,7 +65,7 @@ def _format_fault(
     parts = [str(part) for part in detail["loc"] if part != "[key]"]
     kind, value, context = detail["type"], detail.get("input"), detail.get("ctx", {})
     message = detail["msg"].replace("Value error, ", "").replace("Input should be", "must be")
-    if kind == "setting":  # of `key_fault`
+    if kind == "setting":
         parts, value = [*parts, context["key"]], context["value"]
     elif kind == "extra_forbidden":
         message = f"unknown key{_suggest_key(parts, schema, forms)}"
@@ -104,7 +104,8 @@ def _suggest_section(parts: List[str], value: Any, schema: Schema) -> str:
 def _suggest_key(parts: List[str], schema: Schema, forms: Mapping[str, Schema]) -> str:
     """Return the known key that is nearest to an unknown one, or all that are known in its section."""
     section: Any = schema
-    inside = False  # a list or mapping of sections: an index or a key follows
+    # in a list or mapping of sections, an index or a key follows
+    inside = False
     for name in parts[:-1]:
         if inside:
             inside = False

@@ -15,7 +15,8 @@ from ipu_pipe.config.yaml_files import Origins, apply_override, read_yaml
 from ipu_pipe.errors import BadInput
 from ipu_pipe.schedule.methods import Method, resolve_method
 
-NULL_MEANS = ("stages", "steps", "clip", "hardware", "init_from", "checkpoint")  # at other keys a null is one that was left out
+# at other keys, null means that the key is left out
+NULL_MEANS = ("stages", "steps", "clip", "hardware", "init_from", "checkpoint")
 
 
 def load_config(path: Union[str, Path], overrides: Sequence[str] = ()) -> Config:
@@ -38,7 +39,8 @@ def load_recorded(path: Path) -> Config:
     """
     raw = read_yaml(path)
     if isinstance(raw.get("log"), dict):
-        raw["log"].pop("trace_microbatches", None)  # what `trace` was called
+        # the former name of `trace`
+        raw["log"].pop("trace_microbatches", None)
     return _validate(raw, {}, str(path), [])
 
 
@@ -103,6 +105,7 @@ def _check_rules(config: Config, method: Method) -> Tuple[List[str], List[str]]:
     from ipu_pipe.update import rules  # imports torch, which reading a config otherwise does not need
 
     args = config.method_settings()
-    always = rules.list_conflicts(args, method, "sgd", {"momentum": 0.9})  # an optimizer to which no rule objects
+    # no rule objects to this optimizer
+    always = rules.list_conflicts(args, method, "sgd", {"momentum": 0.9})
     faults = [f for one in config.optimizer.members for f in rules.list_conflicts(args, method, one.name, one.settings())]
     return always, [fault for fault in dict.fromkeys(faults) if fault not in always]

@@ -84,7 +84,8 @@ _Loader.yaml_constructors = {
         "map": _Loader.construct_keys,
     }.items()
 }
-_Loader.yaml_constructors[None] = yaml.SafeLoader.construct_undefined  # of any other tag: refused
+# refuse all other tags
+_Loader.yaml_constructors[None] = yaml.SafeLoader.construct_undefined
 
 
 def parse_yaml(text: str, place: str, level: int = 0) -> Any:
@@ -114,7 +115,8 @@ def _check_size(parsed: Any, place: str, level: int) -> None:
         count += 1
         if level >= MOST_LEVELS or count > MOST_VALUES:
             raise BadInput(f"{place}: {_TOO_LARGE}")
-        if isinstance(value, str) and any("\ud800" <= c <= "\udfff" for c in value):  # by an escape such as "\ud800"
+        # an escape such as "\ud800" makes a lone surrogate
+        if isinstance(value, str) and any("\ud800" <= c <= "\udfff" for c in value):
             raise BadInput(f"{place}: {show(value)}: holds half a character")
         inner = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else ()
         waiting.extend((one, level + 1) for one in inner)
@@ -201,7 +203,8 @@ def apply_override(raw: Dict[str, Any], text: str, origins: Origins) -> None:
     section = raw
     for depth, name in enumerate(names[:-1], 1):
         inner = section.get(name)
-        section[name] = dict(inner) if isinstance(inner, dict) else {}  # a copy: aliases give several keys one mapping
+        # copy it, because aliases give several keys the same mapping
+        section[name] = dict(inner) if isinstance(inner, dict) else {}
         if not isinstance(inner, dict):
             origins[".".join(names[:depth])] = place
         section = section[name]

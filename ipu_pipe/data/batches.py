@@ -175,7 +175,8 @@ class TensorData(SampledData):
 
     def _move_to_test(self, other: Any, moved: torch.Tensor, left: torch.Tensor) -> None:
         other.test = self.train[0][moved], self.train[1][moved]
-        self.train = other.train = self.train[0][left], self.train[1][left]  # the copy must not keep all of them in memory
+        # the copy must not keep the left-out samples in memory
+        self.train = other.train = self.train[0][left], self.train[1][left]
 
     def take_train(self, epoch: int, places: range) -> Pair:
         """Return the samples at these places of an epoch."""
@@ -190,7 +191,8 @@ class TensorData(SampledData):
 
     def take_test(self, places: range) -> Pair:
         """Return the samples at these places of the test set."""
-        x, y = (part[places.start : places.stop].clone() for part in self.test)  # what works in place gets its own
+        # clone, because a model may write into its input
+        x, y = (part[places.start : places.stop].clone() for part in self.test)
         return self._normalized(x), y
 
     def _draw_epoch(self, epoch: int) -> None:

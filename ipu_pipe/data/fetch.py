@@ -251,7 +251,8 @@ def _make_translation(package: Package, work: Path, made: Path) -> None:
 
 def _verses(bible: Any) -> Dict[Tuple[str, int, int], str]:
     """Return the verses by (book, chapter, number), in their order."""
-    bible._decompress = functools.lru_cache(4)(bible._decompress)  # else it decompresses a book for each of its verses
+    # without a cache it decompresses a book for each of its verses
+    bible._decompress = functools.lru_cache(4)(bible._decompress)
     verses = {}
     for books in bible.get_structure().get_books().values():
         for book in books:

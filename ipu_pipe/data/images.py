@@ -120,7 +120,8 @@ class ImageFolder(SampledData):
             raise BadInput(f"data: {path}: is no file: must be an image")
         try:
             with self._image.open(path) as image:
-                width, height = image.size  # from the file's head: nothing is decoded yet
+                # the size is in the file's header; nothing is decoded yet
+                width, height = image.size
                 if width * height <= MOST_PIXELS:
                     return image.convert("RGB")
         except Exception as error:

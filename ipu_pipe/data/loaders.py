@@ -81,7 +81,8 @@ class LoaderData:
         self._epoch, self._next = -1, 0
         self._pass, self._taken = 0, 0  # of the loader, and batches of it
         self._iterator: Iterator[Any] = iter(())
-        self._drawn = RandomStates.read()  # what the loader draws from, while it draws
+        # the random states that the loader draws from
+        self._drawn = RandomStates.read()
         self._generators = _generators(train)
         # as the user seeded them: the first pass is that of a plain loop over the loader
         self._first_states = [generator.get_state() for generator in self._generators]

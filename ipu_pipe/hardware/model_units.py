@@ -60,7 +60,8 @@ def count_units(
             seen, samples = _observe(model, x, get_given_loss(loss), y)
     except BadInput:
         raise
-    except Exception as error:  # whatever the user's model raises
+    # the user's model may raise anything
+    except Exception as error:
         raise BadInput(f"model: it cannot be counted on {describe_tensors(x)}: {summarize(error)}") from error
     how = (
         "by shape"
@@ -111,7 +112,8 @@ def _observe(model: nn.Module, x: Any, loss: Optional[Loss], y: Any) -> Tuple[Ob
             with move_to_meta(model):
                 shapes, labels = to_meta((x, y))
                 return observe_costs(model, shapes, lambda: run_pass(shapes, labels)), count_samples(x)
-        except Exception:  # its forward looks at values: what the user's code raises then may be anything
+        # its forward reads values, and then may raise anything
+        except Exception:
             if get_first_tensor(x).is_meta:
                 raise
     some = clone_tensors(take_samples(x, FEW))

@@ -216,7 +216,8 @@ class PipelineTrainer(Trainer):
 
     def _leave_data_parallelism(self) -> None:
         """Let transformers take the ranks for one device: each reads all batches, and the first one writes."""
-        if are_joined() and not self._has_joined:  # by TrainingArguments, for one replica a rank
+        # TrainingArguments joins the ranks for one replica per rank
+        if are_joined() and not self._has_joined:
             torch.distributed.destroy_process_group()
         AcceleratorState._reset_state()
         launched = read_launch()
@@ -304,7 +305,8 @@ class PipelineTrainer(Trainer):
             output = super()._inner_training_loop(*args, **kwargs)
         except BaseException:
             if self._engine is not None:
-                with contextlib.suppress(Exception):  # the error that ended the run is the one to report
+                # report the error that ended the run, not one that follows from it
+                with contextlib.suppress(Exception):
                     self._engine.abort()
             raise
         finally:
@@ -313,7 +315,8 @@ class PipelineTrainer(Trainer):
                 self._job.numbers.give_back()
                 self._job = None
             if self.optimizer is not None:
-                self.optimizer.state.clear()  # the pipeline's own has it
+                # the pipeline's own optimizer holds the state
+                self.optimizer.state.clear()
         self.state, output = run_on_main(lambda: (self.state, output))
         return output
 
@@ -331,7 +334,8 @@ class PipelineTrainer(Trainer):
         count, done = self.args.gradient_accumulation_steps, self.state.global_step
         per_epoch = -(-len(train_dataloader) // count)
         self._names = names = {p: f"model.{name}" for name, p in self.model.named_parameters()}
-        if resume_from_checkpoint is not None:  # as Trainer does, with the rates and settings of the checkpoint
+        # like Trainer, continue with the rates and settings of the checkpoint
+        if resume_from_checkpoint is not None:
             self._load_optimizer_and_scheduler(resume_from_checkpoint)
         loaded = export_state(self.optimizer, names)
         self.optimizer.state.clear()
@@ -380,7 +384,8 @@ class PipelineTrainer(Trainer):
         with self._initial_rates():
             base = groups[0]["lr"]
             shares = [group["lr"] / base if base else 1.0 for group in groups]
-        self.optimizer._opt_called = True  # the pipeline steps: torch would warn of an optimizer that does not
+        # the pipeline steps itself, and torch would warn about an optimizer that does not step
+        self.optimizer._opt_called = True
         for k in range(done, updates):
             rates.append(float(groups[0]["lr"]))
             for number, (group, share) in enumerate(zip(groups, shares)):

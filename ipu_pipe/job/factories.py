@@ -93,7 +93,8 @@ def make_take(config: Config, of_heads: bool = False) -> Optional[Take]:
 def make_scheduler(config: Config) -> SchedulerFactory:
     """Return the config's torch.optim.lr_scheduler as a function of an optimizer."""
     made_by, args = resolve_torch_name(config.lr_schedule.name, "lr_schedule.name"), config.lr_schedule.args or {}
-    check_arguments(functools.partial(made_by, None), args, "lr_schedule.args")  # besides the optimizer
+    # the optimizer is the first argument
+    check_arguments(functools.partial(made_by, None), args, "lr_schedule.args")
     return functools.partial(made_by, **args)
 
 
@@ -184,7 +185,8 @@ def resolve_entry(entry: str, key: str) -> Callable[..., Any]:
         sys.path.insert(0, str(Path.cwd()))
     try:
         value = _import_module(module_name)
-    except Exception as error:  # whatever the user's module raises
+    # the user's module may raise anything
+    except Exception as error:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing and (module_name == missing or module_name.startswith(missing + ".")):
             raise BadInput(f"{place}: no module {missing} in the current folder or installed") from None
@@ -243,6 +245,7 @@ def call_entry(function: Callable[..., Any], args: Mapping[str, Any], key: str) 
         return function(**args)
     except BadInput as error:
         raise BadInput([f"{key}: {fault}" for fault in error.faults]) from None
-    except Exception as error:  # whatever the user's function raises
+    # the user's function may raise anything
+    except Exception as error:
         message = str(error) if isinstance(error, (TypeError, ValueError)) else summarize(error)
         raise BadInput(f"{key}: {show(dict(args))}: {message}") from error

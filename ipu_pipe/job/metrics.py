@@ -189,7 +189,8 @@ def _make_metric(value: Any, name: Optional[str]) -> Metric:
         return _find_metric(value)
     if isinstance(value, (str, Entry)):
         metric, args, place = resolve_listed(value, "metrics")
-        if args or inspect.isclass(metric):  # what makes the metric
+        # calling it makes the metric
+        if args or inspect.isclass(metric):
             metric = call_entry(metric, args, place)
         value, name = metric, place.rpartition(":")[2].rpartition(".")[2]
     keeps = hasattr(value, "update") and hasattr(value, "compute") and not inspect.isclass(value)

@@ -28,7 +28,8 @@ def set_numerics(backend: BackendConfig) -> None:
     if backend.deterministic and os.environ.get(CUBLAS) not in REPEATABLE:
         os.environ[CUBLAS] = REPEATABLE[0]  # read when cuBLAS is first asked
     torch.backends.cudnn.deterministic = backend.deterministic
-    torch.backends.cudnn.benchmark = False  # or the fastest algorithm of the moment is taken
+    # benchmark mode takes the algorithm that happens to be the fastest
+    torch.backends.cudnn.benchmark = False
     torch.use_deterministic_algorithms(backend.deterministic, warn_only=True)
     if hasattr(torch.utils, "deterministic"):
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # for debugging alone

@@ -26,7 +26,7 @@ from ipu_pipe.update.optimizer import OptimizersByGroup, list_parts
 from ipu_pipe.update.rates import SchedulerFactory
 
 NOT_SETTINGS = ("params", "stage", "member", "initial_lr")  # keys of an optimizer's parameter groups
-FREE = ("metrics", "callbacks")  # no number of a run depends on them
+FREE = ("metrics", "callbacks")  # do not change any number of a run
 
 
 class Overrides(NamedTuple):

@@ -80,7 +80,8 @@ def explain_divergence(job: Job, update: int) -> str:
     The run does not know the curvature: rates are in units of 1 / curvature, or relative.
     """
     lags, rates, used_rules = job.table.greatest_lag(), job.rules.rates(update), job.config.method_settings()
-    worst = int(np.argmax(rates * (2 * lags + 1)))  # the stable rate falls as 1 / (2 lag + 1) (PipeMare, Lemma 1)
+    # the stable rate decreases as 1 / (2 lag + 1) (PipeMare, Lemma 1)
+    worst = int(np.argmax(rates * (2 * lags + 1)))
     forward, backward = int(lags[worst]), int(job.table.greatest_backward_lag()[worst])
     if update < job.rules.switch or not forward or job.method.structure is not None:
         clip = "" if job.config.clip is not None else "; clip: {norm: ...} may help"

@@ -85,7 +85,8 @@ def keep_traceback_of(folder: Path) -> Iterator[None]:
     except BaseException as error:
         fault = find_user_fault(error)
         if fault is not None and folder.is_dir():
-            with contextlib.suppress(OSError):  # a full disk: what ended the run must be reported, not this
+            # if the disk is full, report the error that ended the run, not this one
+            with contextlib.suppress(OSError):
                 file = folder / "traceback.txt"
                 file.write_text(f"{fault}\n\n{fault.traceback}", encoding="utf-8", errors="replace")
                 fault.traceback_file = str(file)

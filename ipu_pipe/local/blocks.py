@@ -123,7 +123,8 @@ class Blocks:
                     shape = tuple(built.eval()(activation).shape)
                 except BadInput:
                     raise
-                except Exception as error:  # whatever the user's function raises
+                # the user's function may raise anything
+                except Exception as error:
                     raise BadInput(f"method_args.head: before {begin}: {summarize(error)}") from error
                 if shape != tuple(output.shape):
                     raise BadInput(
@@ -184,7 +185,8 @@ class Blocks:
     def share(self, overlap: int) -> None:
         """Let each block train `overlap` previous blocks as well, as duplicates with the same weights and separate gradients."""
         self.overlap = overlap
-        self.pieces[0].copies_input = True  # the input is used twice
+        # the input is used twice
+        self.pieces[0].copies_input = True
         self._duplicates = Duplicates(self.pieces, overlap)
 
     def average_duplicates(self) -> None:
@@ -214,7 +216,8 @@ class BlockedModel(nn.Module):
         if hasattr(model, HEADS):
             raise BadInput(f"model: {HEADS}: this name belongs to the auxiliary heads; rename the module")
         self._modules.update(model._modules)  # add_module would refuse names of attributes
-        self._parameters = model._parameters  # the same dictionaries, not copies
+        # share the dictionaries, do not copy them
+        self._parameters = model._parameters
         self._buffers = model._buffers
         self._non_persistent_buffers_set = set(model._non_persistent_buffers_set)
         self._modules[HEADS] = blocks.heads
@@ -275,7 +278,8 @@ class Duplicates:
     def run(self, index: int, again: int, value: Any, drawn: torch.Tensor) -> Any:
         """Run the duplicate of piece `again` in block `index`, from the random state `drawn` from which the piece itself drew."""
         piece = self._pieces[again]
-        with buffers_restored(piece), draw_from(drawn):  # the layer's own block updates its running statistics
+        # only the layer's own block updates its running statistics
+        with buffers_restored(piece), draw_from(drawn):
             return torch.func.functional_call(piece, self._tensors[index][again], (value,))
 
     def average(self) -> None:
@@ -320,7 +324,8 @@ def measure_footprint(model: nn.Module, part: Partition, seen: Observation) -> F
     if blocks is None:
         return plain
     saved = plain.saved_bytes
-    if blocks.overlap:  # the previous layer is on the device of each block, too
+    # each device also holds the previous block's last layer
+    if blocks.overlap:
         saved = tuple(size + (saved[s - 1] if s else 0) for s, size in enumerate(saved))
     sent = tuple(sum(t.bytes for t in crossing.tensors) for crossing in blocks.crossings)
     return replace(plain, saved_bytes=saved, boundary_bytes=sent)

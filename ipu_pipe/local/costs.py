@@ -83,7 +83,8 @@ def count_by_paper(blocks: Blocks, x: torch.Tensor, classes: int) -> Flops:
         raise BadInput("model: one block has no auxiliary head to count")
     auxiliary = sum(heads) / len(heads)
     layers = len(blocks.pieces)
-    forward = (sum(counts) + LOSS_FLOPS * classes - auxiliary) / layers  # the last block ends with the model's own head
+    # the last block ends with the model's own head
+    forward = (sum(counts) + LOSS_FLOPS * classes - auxiliary) / layers
     parameters = sum(p.numel() for p in blocks.model.parameters())
     return Flops(forward, auxiliary, 1.5, layers, parameters)
 

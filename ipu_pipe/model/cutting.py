@@ -354,7 +354,8 @@ def _record(model: nn.Module, begins: Sequence[str], x: Any, training: bool, hom
 
     try:
         return record(traced=False)
-    except ReadsValues:  # where models read values they may leave that out while they are traced
+    # models that read values may skip that while they are traced
+    except ReadsValues:
         return record(traced=True)
 
 
@@ -376,7 +377,8 @@ class Cut:
         self.model, self.begins = model, list(begins)
         self._recorded_model = model
         self._homes: Dict[str, int] = {}  # stage in which a module first runs, in the first recording
-        self._recordings: Dict[Any, StagedRecording] = {}  # that which was asked for last is the last
+        # in order of use, the most recent last
+        self._recordings: Dict[Any, StagedRecording] = {}
         self._programs: Dict[Tuple[int, int], Program] = {}
         self.compiles = False  # whether pieces call compiled modules from their next new program on
         self.first = self._find_recording(x, training=True)
@@ -416,7 +418,8 @@ class Cut:
 
     def program(self, stage: int, value: Any, training: bool) -> Program:
         """Return the program of a stage that is given `value`."""
-        if torch.jit.is_tracing() or self.model is not self._recorded_model:  # a copy sees microbatches of one size
+        # a copy gets microbatches of one size only
+        if torch.jit.is_tracing() or self.model is not self._recorded_model:
             staged = self._list_latest(training)[0]
         elif stage == 0:
             staged = self._find_recording(value, training)
@@ -505,7 +508,8 @@ class Piece(nn.Module):
         program = self.cut.program(self.stage, value, self.training)
         if not program.is_cast:
             return program.run(value)
-        with enter_model_autocast(self.cut.model):  # one region, as around the whole: a weight is cast once
+        # one autocast region as around the whole model, so that a weight is cast once
+        with enter_model_autocast(self.cut.model):
             return program.run(value)
 
     def state(self) -> Dict[str, torch.Tensor]:

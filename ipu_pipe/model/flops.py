@@ -92,7 +92,8 @@ def separate_attention() -> Iterator[None]:
     """Turn off the fused attention that layers take in evaluation without gradients: the counter sees nothing of it."""
     switches = getattr(torch.backends, "mha", None)
     if switches is None:
-        with torch.enable_grad():  # with gradients they do not take it
+        # modules do not take their fast path when gradients are enabled
+        with torch.enable_grad():
             yield
         return
     was_enabled = switches.get_fastpath_enabled()

@@ -142,7 +142,8 @@ def list_requested_fields(loss: Any) -> Tuple[str, ...]:
     and these."""
     try:
         signature = inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss)
-    except (TypeError, ValueError):  # not written in Python
+    # a callable that is not written in Python has no signature
+    except (TypeError, ValueError):
         return ()
     needed = [p for p in signature.parameters.values() if p.default is p.empty]
     further = [p.name for p in needed if p.kind in _POSITIONAL][2:]

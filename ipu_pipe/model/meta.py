@@ -89,7 +89,7 @@ def _run_on_meta(func: Any, args: Any, kwargs: Any) -> Any:
 def _call_as_cpu(func: Any, args: Any, kwargs: Any) -> Any:
     """Call a function; attention as the CPU takes it: on shapes PyTorch would write it out, which keeps other tensors for the
     backward."""
-    if _casts():  # of the CPU's tensors alone
+    if _casts():
         raise RuntimeError("autocast: what it makes of shapes is not what the CPU makes")
     if func is nn.functional.scaled_dot_product_attention and FUSED is not None:
         return _attention(*args, **kwargs)
@@ -98,13 +98,14 @@ def _call_as_cpu(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _casts() -> bool:
     """Tell whether autocast is on for the CPU."""
-    if hasattr(torch, "get_autocast_dtype"):  # since then it asks for the device
+    # newer versions ask for the device
+    if hasattr(torch, "get_autocast_dtype"):
         return torch.is_autocast_enabled("cpu")
     return torch.is_autocast_cpu_enabled()
 
 
 FUSED: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)  # from torch 2.1 on
-FLASH = 1  # its number among PyTorch's ways
+FLASH = 1  # PyTorch's number of this kernel
 
 
 def _attention(

@@ -107,7 +107,8 @@ def observe_costs(model: nn.Module, x: Any, forward: Callable[[], Any], counted:
                 with OperationWatch(counter.run):
                     torch.autograd.grad(results, trained, gradients, allow_unused=True)
             seen.backward = True
-        except Exception:  # whatever the user's model raises: it is told where it trains
+        # the user's model may raise anything; training reports it with its place
+        except Exception:
             if any(t.is_meta for t in results):
                 raise
     if FlopCounterMode is None:
@@ -147,7 +148,8 @@ def _watch_effects(model: nn.Module, device: torch.device) -> Iterator[Callable[
     stack: List[List[torch.Tensor]] = []
 
     def before(module: nn.Module, inputs: Any) -> None:
-        if torch._C._current_graph_task_id() == -1:  # a checkpoint's second forward is no run of its own
+        # do not count the second forward of activation checkpointing
+        if torch._C._current_graph_task_id() == -1:
             runs[names[id(module)]] = runs.get(names[id(module)], 0) + 1
         stack.append([generator.get_state() for generator in drawing])
 
@@ -261,7 +263,8 @@ class _Counter:
         self.is_forward = True
         self.steps = [0]  # by how much more bytes cross before each call than before the one before
         self.derived: Set[str] = set()  # parameters of which the forward saves derived values
-        self._held: List[torch.Tensor] = list_tensors(x)  # so that a storage's number stays its own
+        # storage numbers are not reused while these tensors are referenced
+        self._held: List[torch.Tensor] = list_tensors(x)
         self._formulas = get_formulas()
         self._first: List[int] = []  # autograd node of each call
         self._made: Dict[Any, int] = {_view(t): 0 for t in self._held}  # call in which a tensor is made
@@ -287,7 +290,8 @@ class _Counter:
             self._held.append(tensor.detach())
             if tensor.is_floating_point():
                 self.derived |= self._sources.get(place, frozenset())
-        return tensor.detach()  # the tensor itself would be a cycle that is never freed
+        # returning the tensor itself would make a cycle that is never freed
+        return tensor.detach()
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation and count it for its call."""
@@ -335,7 +339,8 @@ class _Counter:
         places = {get_storage(tensor) for tensor in inputs}
         # a recurrent layer's first state is zero: what it computes of weights alone is an activation, of any input
         is_recurrent = any(isinstance(module, nn.RNNBase) for module in self.running)
-        takes_size = "like" in name or "new_" in name  # its numbers are read by nobody
+        # these functions read the shape only
+        takes_size = "like" in name or "new_" in name
         of_input = is_recurrent or (not takes_size and not places.isdisjoint(self._given))
         sources = frozenset().union(*(self._sources.get(place, ()) for place in places))
         for tensor in iterate_tensors((result,)):

@@ -130,7 +130,8 @@ class KeyedRandomness:
         if self._marks:
             marked = self._marked()
             self._position = marked if marked is not None else self._position
-        if self._position is None:  # a checkpoint that keeps no random state
+        # activation checkpointing that keeps no random state
+        if self._position is None:
             if self._most[name] > 1:
                 raise BadInput(
                     f"model: {name}: draws random numbers, runs several times in a forward, and a checkpoint without"
@@ -163,7 +164,8 @@ class KeyedRandomness:
                     generator.set_state(state)
                 if self._marks and self._position is not None and self._marked() is not None:
                     self._mark(self._position)
-                    if self._is_backward:  # the next part that runs again begins from a mark of its own
+                    # the next part that runs again restores its own mark
+                    if self._is_backward:
                         self._position = None
 
         return after

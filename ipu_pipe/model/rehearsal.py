@@ -36,7 +36,8 @@ class Rehearsed(NamedTuple):
 def rehearse(model: nn.Module, parts: Sequence[Piece], x: Any) -> Rehearsed:
     """Raise BadInput if pieces do not compute what the model does: modules' outputs, gradients and buffers in training, the
     output in evaluation. The model is left as it was."""
-    if any(t.is_meta for t in flatten_tensors(x)):  # no values, nothing to compare
+    # meta tensors have no values to compare
+    if any(t.is_meta for t in flatten_tensors(x)):
         return Rehearsed(ForwardEffects())
     with torch.no_grad():
         parts[0].cut.prepare(x, training=False)
@@ -47,11 +48,13 @@ def rehearse(model: nn.Module, parts: Sequence[Piece], x: Any) -> Rehearsed:
         whole = run(chained=False)
         try:
             chained = run(chained=True)
-        except Exception as error:  # whatever the user's model raises
+        # the user's model may raise anything
+        except Exception as error:
             raise _make_refusal(model, f"its pieces fail: {summarize(error)}") from error
         a, b = whole.tensors, chained.tensors
         wrong = [what for what in [*a, *b] if not _is_same(a.get(what), b.get(what))]
-        if wrong:  # what differs from time to time proves nothing
+        # a model whose own output varies proves nothing
+        if wrong:
             again = run(chained=False).tensors
             drawn = [what for what in wrong if not _is_same(a.get(what), again.get(what))]
             wrong = [what for what in wrong if what not in drawn]

@@ -343,7 +343,8 @@ def balance_stages(
     two uses of one weight."""
     calls = seen.calls
     places = _list_places(calls, set() if shares else _find_held_together(model, seen))
-    if len(places) < count:  # what is shared cannot be divided: its refusal names it
+    # modules that share cannot be divided; the error below names them
+    if len(places) < count:
         places = _list_places(calls, set())
     top = [place for place in places if place.through == 0]
     starts: Optional[List[int]] = None
@@ -533,7 +534,8 @@ def _time_calls(model: nn.Module, calls: List[ModuleCall], example: Any) -> List
 
     with modes_restored(model), torch.enable_grad():
         for module in model.modules():
-            if isinstance(module, nn.modules.batchnorm._NormBase):  # in training it refuses one value a channel
+            # BatchNorm in training refuses a single value per channel
+            if isinstance(module, nn.modules.batchnorm._NormBase):
                 module.training = False
         seconds = time_passes(model, run, begins, [call.backward_flops for call in calls])
     return [forward + backward for forward, backward in zip(seconds.forward, seconds.backward)]

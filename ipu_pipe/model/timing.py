@@ -78,7 +78,7 @@ def _time_pass(
     for name, part in begins.items():
 
         def enter(module: nn.Module, inputs: Any, part: int = part) -> None:
-            if part > nodes[-1][1]:  # its first run
+            if part > nodes[-1][1]:
                 clock.enter(part)
                 nodes.append((next_node() if next_node is not None else 0, part))
 
@@ -112,7 +112,8 @@ def _hook_nodes(roots: Sequence[Any], clock: _Clock, part_of: Callable[[int], in
     todo, seen = list(roots), set(roots)
     while todo:
         node = todo.pop()
-        if node.next_functions:  # a leaf's only adds up
+        # the node of a leaf only accumulates
+        if node.next_functions:
             part = part_of(node._sequence_nr())
             node.register_prehook(lambda gradients, part=part: clock.set_part(part))
             node.register_hook(lambda given, gradients: clock.count())

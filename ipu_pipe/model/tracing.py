@@ -124,7 +124,7 @@ class ReadsValues(BadInput):
     """The forward reads a tensor's values where it is cut."""
 
 
-ANYWHERE = -1  # in place of a stage: of weights and buffers, which every stage may read by name
+ANYWHERE = -1  # the stage of weights and buffers, which every stage may read by name
 # operations that give Python a tensor's values, and functions that do so without an operation
 VALUE_READS = {"_local_scalar_dense", "equal", "is_nonzero", "allclose"}
 PYTHON_READS = {"tolist", "numpy", "__array__", "__dlpack__"}
@@ -148,7 +148,8 @@ class Recorder:
             self._base = torch.is_grad_enabled(), _read_autocast()
         self._weights = {id(tensor): name for name, tensor in named.items()}
         self._values: Dict[int, Value] = {}  # by the id of a tensor
-        self._alive: List[Any] = [*weights, *inputs]  # so that ids and numbers of memory do not come again
+        # ids and storage numbers are not reused while these tensors are referenced
+        self._alive: List[Any] = [*weights, *inputs]
         # live memory -> the stage that made it
         self._live: Dict[int, int] = {get_storage(t): ANYWHERE for t in weights}
         self._live.update({get_storage(t): 0 for t in inputs})
@@ -381,7 +382,8 @@ def _watch_modules(model: nn.Module, recorder: Recorder, traced: bool) -> Iterat
             table.clear()
         if traced:
             torch.jit.is_tracing = lambda: True
-        torch.set_autocast_cache_enabled(False)  # a weight that two stages use would be cast in the first alone
+        # with the cache, a weight that two stages use would be cast in the first one only
+        torch.set_autocast_cache_enabled(False)
         with OperationWatch(recorder.run), FunctionWatch(recorder.call):
             yield
     finally:

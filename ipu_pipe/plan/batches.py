@@ -190,7 +190,8 @@ def bound_by_costs(asked: Candidate, costs: Costs, in_flight: IntArray, local: b
     ]
     away = np.cumsum((work + np.array([*crossing, 0.0]))[::-1])[::-1]
     bounds.append(count * float((away / in_flight).max()))
-    if flushes:  # what previous stages do happens before a stage begins and after it ends
+    # previous stages compute before a stage begins and after it ends
+    if flushes:
         before = np.cumsum([0.0, *(work[:-1] + crossing)])
         bounds.append(float((before + count * work).max()) + updates[0])
     return max(bound_seconds(asked, float(work.sum())), *bounds)

@@ -66,7 +66,8 @@ def count_blocks(
             seen = observe_costs(whole, shapes, lambda: call_model(whole, shapes))
     except BadInput:
         raise
-    except Exception as error:  # whatever the user's code raises
+    # the user's code may raise anything
+    except Exception as error:
         raise BadInput(f"model: its blocks cannot be counted by shape: {summarize(error)}") from error
     calls_of_units, calls_of_heads = _split_calls(seen.calls, [unit.name for unit in units])
     first = tuple(

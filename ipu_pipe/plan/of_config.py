@@ -91,7 +91,8 @@ def choose_stages(
         raise BadInput(f"stages: {said}: must be a multiple of the {v} stages on each device of {method.name}")
     if count is None and method.structure is not None and method.structure.blocks is not None:
         assert isinstance(method.structure.blocks, int)
-        count = method.structure.blocks  # a block a stage
+        # each stage has one block
+        count = method.structure.blocks
     x, y = example
     units = count_units(model, take_samples(x, FEW), (), loss, take_samples(y, FEW)).units
     blocks = _count_blocks(config, method, model, x, units)
@@ -136,7 +137,7 @@ def _count_blocks(
 
 
 def _cut_by_flops(units: Sequence[Unit], count: Optional[int], blocks: Optional[BlockUnits]) -> Optional[List[int]]:
-    assert count is not None  # the config's check
+    assert count is not None
     work = [_sum_flops(unit) for unit in units]
     heads, spared = np.zeros(len(units) + 1), np.zeros(len(units) + 1)
     if blocks is not None:

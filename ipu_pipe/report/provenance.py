@@ -138,7 +138,8 @@ def compare_data(job: Job, before: Mapping[str, Any], now: Mapping[str, Any]) ->
 
 
 def _as_mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}  # a record that was changed by hand
+    # the record may have been edited by hand
+    return value if isinstance(value, Mapping) else {}
 
 
 def _is_repeatable(job: Job, now: Mapping[str, Any]) -> bool:

@@ -34,7 +34,8 @@ def format_opening(job: Job, done: int = 0) -> str:
         lines.append(
             f"precision: the model given in {' and '.join(others)} is trained in {config.precision}, and cast back at the end"
         )
-    if config.precision == MIXED:  # which takes one of two forms
+    # mixed precision has two forms
+    if config.precision == MIXED:
         lines.append(
             f"precision {MIXED}: weights in bfloat16, updates of float32 masters beside them: a backward of {job.method.name} "
             "reads other weights than its forward, of which autocast would keep copies"
@@ -109,7 +110,8 @@ def format_plan(job: Job) -> str:
             f"{both[s] / whole:.1%}" if whole else "-", f"{footprint.boundary_bytes[s]:,}" if s < last else "-",
         ])  # fmt: skip
     lines = format_table(STAGE_HEAD, rows, left=2, most=len(rows))
-    if len(rows) > SHOWN_STAGES:  # of many the first and the last ones
+    # show the first and the last stages of many
+    if len(rows) > SHOWN_STAGES:
         half = SHOWN_STAGES // 2
         lines = [*lines[: 1 + half], "  ...", *lines[-half:]]
     weights, state, activations = (

@@ -153,7 +153,8 @@ def plan_links(job: Job) -> List[Dict[str, int]]:
     return [
         _build_link(way, size, messages, microbatches)
         for way, (size, messages) in sent.items()
-        if job.placement[way[0]] != job.placement[way[1]]  # what stays on a device is no message
+        # transfers within a device are not messages
+        if job.placement[way[0]] != job.placement[way[1]]
     ]
 
 

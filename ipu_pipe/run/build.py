@@ -156,7 +156,8 @@ def build(
         with attribute_faults(lambda: "before training"):
             return _assemble(setup, objects, done)
     except BaseException:
-        for parameter in thawed:  # a method may have frozen some
+        # a method may have frozen some
+        for parameter in thawed:
             parameter.requires_grad_(True)
         setup.numbers.give_back()
         raise
@@ -169,7 +170,8 @@ def _assemble(setup: Setup, objects: Overrides, done: int) -> Job:
     rounds = method.rounds
     per_epoch, updates = _count_updates(config, data, config.replicas if rounds is None else rounds.replicas or 1)
     taken = setup.split_batch(data.train_batch(0, 0, config.micro_batch_size))
-    example = clone_tensors(setup.move_to_device(*taken))  # a model that works in place must not change the data
+    # clone, because a model that works in place must not change the data
+    example = clone_tensors(setup.move_to_device(*taken))
     setup.label_range, seen = check_model(model, chosen_loss, example, taken[1])
     check_metrics(setup)
     if is_chosen(config.stages):
@@ -182,11 +184,13 @@ def _assemble(setup: Setup, objects: Overrides, done: int) -> Job:
     if method.structure is not None:
         if config.init_from:  # again, now with the heads that it may hold
             _begin(model, config, heads_too=False)
-        if method.structure.blocks is not None and config.method_args.blocks is None:  # as many as processes
+        # take as many blocks as processes
+        if method.structure.blocks is not None and config.method_args.blocks is None:
             config = config.with_method_args(blocks=len(part))
         chosen_loss = SumOfLosses(chosen_loss)
         seen = observe_blocks(model, chosen_loss, example)
-    if rounds is not None and rounds.replicas is None:  # as many as stages
+    # take as many replicas as stages
+    if rounds is not None and rounds.replicas is None:
         config = config.with_method_args(replicas=len(part))
         method = resolve_method(config.method, config.method_settings())
         per_epoch, updates = _count_updates(config, data, len(part))
@@ -201,7 +205,8 @@ def _assemble(setup: Setup, objects: Overrides, done: int) -> Job:
     try:
         check_sizes(method, len(part), updates * accumulate, accumulate)
         schedule = make_schedule(method, len(part), updates * accumulate, accumulate, drains, switch * accumulate)
-    except BadInput as error:  # a schedule's name for it is another
+    # schedules have another name for it
+    except BadInput as error:
         raise BadInput([re.sub("^accumulate:", "gradient_accumulation:", fault) for fault in error.faults]) from None
     table = VersionTable(schedule, method, config.seed)
     if method.segments is not None:
@@ -217,7 +222,8 @@ def _assemble(setup: Setup, objects: Overrides, done: int) -> Job:
         local_groups = [*local_groups, *select_parameters(select_stage(groups, held_stages[0] - 1), shared)]
     factory = make_factory(config) if objects.optimizer is None else make_factory_of(objects.optimizer)
     optimizer = call_factory(factory, local_groups)
-    whole = optimizer if local_groups is groups else factory(groups)  # a process holds its own stage's alone
+    # `optimizer` holds the parameters of this process only
+    whole = optimizer if local_groups is groups else factory(groups)
     if objects.optimizer is not None:
         config = describe_given(config, {"optimizer": describe_optimizer(whole)})
     # the others' are shares of it, so one of 0 would stop them all

@@ -220,11 +220,13 @@ def read_manifest(path: Path, resumes: bool = True) -> Dict[str, Any]:
         earlier = [step for step in list_steps(path.parent) if match and step < int(match.group(1))]
         remedy = f"use an earlier one: --resume-from {max(earlier)}" if earlier else "there is no earlier one"
         if not (path / MANIFEST).is_file() and (path / "state.json").is_file():
-            remedy = f"begin a new run from its weights (init_from: {path / MODEL})"  # an early version of ipu_pipe wrote it
+            # an early version of ipu_pipe wrote it
+            remedy = f"begin a new run from its weights (init_from: {path / MODEL})"
         return BadInput(f"{file}: corrupt checkpoint: {why}; {remedy}")
 
     file = path / MANIFEST
-    if not os.path.isfile(file):  # a pipe would be waited for
+    # opening a pipe would block
+    if not os.path.isfile(file):
         raise refuse(file, "the file is missing")
     try:
         text = file.read_text(encoding="utf-8")
@@ -240,7 +242,8 @@ def read_manifest(path: Path, resumes: bool = True) -> Dict[str, Any]:
             f"or begin a new run from the weights (init_from: {path / MODEL})"
         )
     for name, record in manifest.get("files", {}).items():
-        sha256 = record["sha256"] if isinstance(record, dict) else record  # a mapping in schema 2
+        # schema 2 has a mapping here
+        sha256 = record["sha256"] if isinstance(record, dict) else record
         try:
             is_saved = os.path.isfile(path / name) and hash_file(path / name, "sha256") == sha256
         except OSError as error:
@@ -281,7 +284,8 @@ def read_tensors(path: Path) -> Dict[str, torch.Tensor]:
         if path.suffix == ".safetensors":
             return dict(load_file(path))
         loaded = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # of many kinds, from the readers of the formats
+    # the readers of the formats raise errors of many kinds
+    except Exception as error:
         raise BadInput(f"{path}: cannot be read as a state dict: {summarize(error)[:120]}") from None
     if isinstance(loaded, dict) and loaded and all(isinstance(value, torch.Tensor) for value in loaded.values()):
         return loaded

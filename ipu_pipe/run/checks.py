@@ -138,7 +138,8 @@ def check_modules(model: nn.Module, device: torch.device) -> None:
             why = "is lazy: its weights have no shape yet: state its sizes, or run a batch through the model first"
             raise BadInput(f"{place}: {why}")
         kinds = [WRAPPERS[kind.__name__] for kind in type(module).__mro__ if kind.__name__ in WRAPPERS]
-        if getattr(module, "_compiled_call_impl", None) is not None:  # by module.compile(), which leaves its class
+        # module.compile() does not change the class
+        if getattr(module, "_compiled_call_impl", None) is not None:
             kinds.append("torch.compile")
         if kinds:
             why = f"is wrapped by {kinds[0]}: give the model itself, which the backend divides over its devices"
@@ -191,7 +192,8 @@ def check_model(
             allowed.check(get_labels(labels))
         value = loss(output, y)
         if isinstance(value, torch.Tensor) and value.numel() == 1 and value.is_cuda:
-            torch.cuda.synchronize()  # what a GPU's kernels find wrong is told here, not wherever the run waits for them next
+            # report errors of GPU kernels here, not at the next synchronization
+            torch.cuda.synchronize()
         return value
 
     x, y = example
@@ -199,7 +201,8 @@ def check_model(
         seen = observe_training(model, x, y, run)
     except BadInput:
         raise
-    except Exception as error:  # whatever the user's model raises
+    # the user's model may raise anything
+    except Exception as error:
         if list_fields(output) and takes_whole_output(loss):
             likely = SCORES if SCORES in list_fields(output) else list_fields(output)[0]
             raise BadInput(
@@ -233,7 +236,7 @@ def check_metrics(setup: Setup) -> None:
 
     Raise `BadInput` for one that fails.
     """
-    metrics = [metric for metric in setup.metrics if metric not in DEFAULT]  # which fits all
+    metrics = [metric for metric in setup.metrics if metric not in DEFAULT]
     if not metrics or setup.device.type == "meta":
         return
     devices = [setup.device] if setup.device.type == "cuda" else []
@@ -246,6 +249,7 @@ def check_metrics(setup: Setup) -> None:
                     metric.begin().add(taken, y, count_samples(x))
                 except BadInput:
                     raise
-                except Exception as error:  # whatever the user's metric raises
+                # the user's metric may raise anything
+                except Exception as error:
                     kinds = f"{describe_output(taken)} and labels {describe_tensors(y)}"
                     raise BadInput(f"metrics: {metric.name}: fails on {kinds}: {summarize(error)}") from error

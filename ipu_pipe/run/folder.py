@@ -25,7 +25,8 @@ from ipu_pipe.run import checkpoint
 
 try:
     import fcntl
-except ImportError:  # not a Unix
+# Windows does not have it
+except ImportError:
     fcntl = None  # type: ignore[assignment]
 
 LOCK = ".lock"
@@ -52,7 +53,8 @@ def lock_folder(folder: Path, say: Callable[[str], None] = print) -> Iterator[No
         yield
     finally:
         if descriptor is not None:
-            with contextlib.suppress(OSError):  # the file goes first, while no one else can hold it
+            # delete the file first, while no other process can hold it
+            with contextlib.suppress(OSError):
                 (folder / LOCK).unlink()
             _close(descriptor)
         with contextlib.suppress(OSError):  # not empty
@@ -72,7 +74,8 @@ def _lock(file: Path) -> Optional[int]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # its last holder may have removed the file since it was opened: then this lock is of nothing
             if file.exists() and os.path.samestat(os.fstat(descriptor), file.stat()):
-                with contextlib.suppress(OSError):  # the lock holds on a full disk too
+                # the lock also holds on a full disk
+                with contextlib.suppress(OSError):
                     os.ftruncate(descriptor, 0)
                     os.write(descriptor, f"{os.getpid()} {socket.gethostname()}\n".encode())
                 return descriptor
@@ -176,7 +179,8 @@ def _find_foreign(path: Path, outputs: List[str]) -> Optional[str]:
     if outputs:
         return None if _is_run(path) else f"{outputs[0]} is there, but no config.yaml of a run"
     for entry in _list_entries(path):
-        if (_list_entries(entry) or not entry.is_dir()) and not _is_run(entry):  # an empty one is no one's
+        # an empty folder belongs to nobody
+        if (_list_entries(entry) or not entry.is_dir()) and not _is_run(entry):
             return f"it holds {entry.name}"
     return None
 
@@ -239,14 +243,17 @@ class RunFolder:
                     _remove(path / f".{name}.part")
             if resume:
                 checkpoint.tidy(self.checkpoints)
-                _remove(path / "traceback.txt")  # of the fault that ended what is resumed now
+                # it tells the error that ended the run that is resumed now
+                _remove(path / "traceback.txt")
 
     def forget_after(self, update: int, say: Callable[[str], None]) -> None:
         """Delete what a finished run wrote at its end, and the checkpoints after `update`, from which it goes on, and say so."""
-        for name in ("summary.json", "ema.safetensors", "trace/modelled.trace"):  # of its end
+        # these are written at the end
+        for name in ("summary.json", "ema.safetensors", "trace/modelled.trace"):
             self.forget(name)
         later = [step for step in checkpoint.list_steps(self.checkpoints) if step > update]
-        checkpoint.delete_steps(self.checkpoints, later[::-1])  # a run killed here goes on from what is left
+        # newest first, so that a run killed here resumes from what is left
+        checkpoint.delete_steps(self.checkpoints, later[::-1])
         if later:
             say(f"deleted, to be made again: step-{', step-'.join(map(str, later))}")
 
@@ -266,7 +273,8 @@ class RunFolder:
         with guard_writing(path):
             past = []
             for line in path.read_text(errors="replace").splitlines() if last_step and path.exists() else ():
-                with contextlib.suppress(ValueError, KeyError, TypeError):  # the line at which the run was killed
+                # the run may have been killed within a line
+                with contextlib.suppress(ValueError, KeyError, TypeError):
                     record = json.loads(line)
                     if record["step"] < last_step + (not (retested and "test_loss" in record)):
                         past.append(line + "\n")
@@ -293,7 +301,8 @@ def _remove(path: Path) -> None:
         for entry in path.iterdir():
             if FOLDERS[path.name].fullmatch(entry.name):
                 shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
-        with contextlib.suppress(OSError):  # not empty, or a link to a folder elsewhere
+        # it may be not empty, or a link to a folder elsewhere
+        with contextlib.suppress(OSError):
             path.rmdir()
     elif path.exists() or path.is_symlink():
         path.unlink()

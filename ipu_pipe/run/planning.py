@@ -99,7 +99,8 @@ def _count(config: Config) -> Tuple[nn.Module, CountedUnits, Any, int]:
         with build_on_meta():
             model = make_model(config)
         return model, count_units(model, map_tensors(_shape, x), (), loss, map_tensors(_shape, y)), x, samples
-    except Exception:  # a model that is made from numbers, or looks at them: told below, if it is not that
+    # the model may read values, which meta tensors do not have; other errors are reported below
+    except Exception:
         model = make_model(config)
         return model, count_units(model, x, (), loss, y), x, samples
 

@@ -64,7 +64,8 @@ def restore(job: Job, out: Path, say: Callable[[str], None], callbacks: Callback
     import_state(job.optimizer, names, saved.optimizer, saved.manifest["optimizer"])
     callbacks.load(saved.manifest.get("callbacks"))
     position = dict(saved.manifest["position"])
-    if "best_loss" in position:  # before other metrics than the test loss could be the best
+    # old checkpoints compare by test loss only
+    if "best_loss" in position:
         position["best_value"] = position.pop("best_loss")
     if job.plateau is not None and position.get("plateau") is not None:
         job.plateau.load(position["plateau"])

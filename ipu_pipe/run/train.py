@@ -102,7 +102,8 @@ def train(
         job = _build(start, objects)
         try:
             refuse_callbacks(job, called)
-            with restore_random_states():  # the main process reads alone: what it draws must not set its states apart
+            # only the main process reads, which must not change its random states
+            with restore_random_states():
                 job.read = run_on_main(lambda: fingerprint_data(job, read_data_record(out) if start.resumes else {}))
             return TrainingLoop(job, out, start.resumes, overwrite, quiet, called).run_all()
         finally:
@@ -168,7 +169,8 @@ def _find_start(
 ) -> _Start:
     """Return how the run begins, saying what has changed since its last start. Raise `BadInput` if it cannot."""
     outputs = check_folder(out, resume, overwrite)
-    if resume and not outputs and step is None:  # as a job that is queued anew asks, wherever its first start got to
+    # a requeued job resumes, wherever its first start ended
+    if resume and not outputs and step is None:
         say(f"--resume: {out}: holds no run yet: it starts from the beginning")
     if not resume or (not outputs and step is None):
         return _Start(config)

@@ -16,10 +16,10 @@ class Kind(Enum):
     FORWARD = "F"
     RECOMPUTE = "R"  # repeats the forward, for the activations that a backward needs
     BACKWARD = "B"  # both gradients at once
-    INPUT_GRADIENT = "I"  # the first half of a split backward, which the previous stage waits for
-    WEIGHT_GRADIENT = "W"  # its second half, for which only the update waits
+    INPUT_GRADIENT = "I"  # first half of a split backward; the previous stage waits for it
+    WEIGHT_GRADIENT = "W"  # second half; only the update waits for it
     UPDATE = "U"
-    AVERAGE = "A"  # of the weights, over the replicas
+    AVERAGE = "A"  # averages the weights over the replicas
 
     # Enum's own hash is a Python function, which the clock's tables would call a million times
     __hash__ = object.__hash__

@@ -298,7 +298,8 @@ class _EagerPlayer(_Player):
             queues[device_of[which]].append((slot * costs.slot + (later if which >= P else 0.0), which, m))
         coming = [iter(queue) for queue in queues]
         following = [next(queue, None) for queue in coming]
-        free = [0.0] * len(queues)  # when each device is through with what it has begun
+        # the time at which each device is free again
+        free = [0.0] * len(queues)
         runs = [False] * len(queues)
         link_free: Dict[str, float] = {}
         running: List[Tuple[float, int, int, int]] = []  # a heap: end, order, pass, microbatch
@@ -334,7 +335,8 @@ class _EagerPlayer(_Player):
                 needed = arrivals[which]
                 if needed is not None and needed[m] > start:
                     start = needed[m]
-                    if start == math.inf:  # what it needs is not sent yet
+                    # its input has not been sent yet
+                    if start == math.inf:
                         continue
                 end = start + (self.measure_pass(which, m) if self.whole else duration[which])
                 starts[which][m] = start

@@ -75,7 +75,8 @@ def count_history_delays(table: VersionTable, first: int, last: int) -> HistoryD
     replaced = schedule.slots(Kind.UPDATE, low, high)  # update v is the entry that replaces version v
     written, seen, replacing = _count_entries_before(table, backward, forward, replaced)
     latest = np.take_along_axis(replacing, np.minimum(version - low, high - low - 1), axis=1)
-    latest = np.where(version < high, latest, np.iinfo(np.int64).max)  # a version that is never replaced
+    # versions that are never replaced have no end
+    latest = np.where(version < high, latest, np.iinfo(np.int64).max)
     assert int(version.max()) <= last // N
     return HistoryDelays(written, np.minimum(seen, latest))
 

@@ -383,7 +383,8 @@ def _change_axes(method: Method, settings: Mapping[str, Any]) -> Method:
         method = replace(method, pipeline=pipeline, turn=method.turn if pipeline is Pipeline.DATAFLOW else 0)
     if "turn" in settings:
         method = replace(method, turn=settings["turn"])
-    if "hogwild" in settings:  # the paper's gradient is taken at the delayed weights: both passes read them
+    # the paper takes the gradient at the delayed weights, so both passes read them
+    if "hogwild" in settings:
         mean = settings["hogwild"].get("mean")
         means = None if mean is None else tuple(mean) if isinstance(mean, (list, tuple)) else (mean,)
         delay = Delay(settings["hogwild"]["max"], drawn=True, mean=means)

@@ -26,7 +26,8 @@ class Plan:
         self.order, self.microbatches = order, M
         self.placement = order.place(P * order.stages_per_device)
         self.seconds = {kind: time / order.stages_per_device for kind, time in zip((F, I, W), order.durations)}
-        self.most = order.activation_limit * P * order.stages_per_device  # a stage's share of a microbatch is 1
+        # one microbatch on one stage counts 1
+        self.most = order.activation_limit * P * order.stages_per_device
         self.frees = {F: 1.0, I: order.weight_share - 1, W: -order.weight_share}
         self.ends: Dict[Pass, List[float]] = {(kind, s): [] for kind in (F, I, W) for s in range(len(self.placement))}
         self.rows: List[List[Pass]] = [[] for _ in range(P)]
@@ -194,7 +195,8 @@ def plan_straight(order: Order, P: int, M: int) -> List[List[Pass]]:
         for _ in range(1, M):
             forwards = [plan.count(F, d) < M and not (backward_first and _is_better_late(plan, d)) for d in range(P)]
             for d in range(P):
-                if all(forwards[d:]):  # else a later device would only store what it receives
+                # otherwise a later device would only store what it receives
+                if all(forwards[d:]):
                     plan.put_filled(F, d, 0.0 if never_waits else plan.allow(d))
             for d in reversed(range(P)):
                 if d == 0 and plan.count(F, 0) == M:

@@ -49,7 +49,8 @@ class DeviceRows(NamedTuple):
         """Return the beginning of a fault: the file, the row and the cell of an action, or the row that lacks it."""
         if not self.name:
             return "rows: "
-        whole = replace(action, kind=Kind.BACKWARD)  # of which an action may be a half
+        # an action may be one half of it
+        whole = replace(action, kind=Kind.BACKWARD)
         cell = self.cells.get(action) or self.cells.get(whole) or f"row {self.placement[action.stage] + 1}"
         return f"{self.name}: {cell}: "
 

@@ -292,7 +292,8 @@ def count_most_in_flight(stretch: Stretch) -> IntArray:
 
     Between two ends of runs their number only grows or only falls: the ends are enough.
     """
-    forward, backward = stretch.base[Kind.FORWARD], stretch.base[stretch.passes[-1]]  # no more in a round of the middle
+    # a round of the middle holds no more
+    forward, backward = stretch.base[Kind.FORWARD], stretch.base[stretch.passes[-1]]
     last = int(forward.count[0].sum()) - 1
     if forward.ascends():
         ends = np.concatenate([backward.low, backward.high + 1, forward.low], axis=1)
@@ -310,7 +311,8 @@ def compress_slots(slots: Dict[Kind, IntArray]) -> Iterator[Tuple[int, ...]]:
     for kind, table in slots.items():
         for stage, row in enumerate(table):
             steps = np.diff(row)
-            changes = np.flatnonzero(np.diff(steps)) + 1  # a run of which this is the first other step ends before it
+            # a run ends before the first step that differs
+            changes = np.flatnonzero(np.diff(steps)) + 1
             first = 0
             while first < len(row):
                 later = changes[np.searchsorted(changes, first, side="right") :]

@@ -204,7 +204,8 @@ class Schedule:
             grids = {
                 kind: np.where(is_whole[grid] & (kind is not Kind.FORWARD), -1, grid) for kind, grid in grids.items()
             }
-            grids[Kind.BACKWARD] = halves[Kind.INPUT_GRADIENT]  # in the first of its slots
+            # a whole backward is drawn in the first of its slots
+            grids[Kind.BACKWARD] = halves[Kind.INPUT_GRADIENT]
         words = ([f"{kind.value}{m}" if m >= 0 else "" for m in grid[0].tolist()] for kind, grid in grids.items())
         return [" ".join(filter(None, cell)) or None for cell in zip(*words)]
 

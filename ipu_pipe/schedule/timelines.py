@@ -44,7 +44,8 @@ def make_schedule(
             whole, rest = divmod(microbatches, accumulate)
             lengths = [(accumulate, whole), (rest, 1)]
         return _make_ordered(method, stages, microbatches, accumulate, lengths)
-    turn = method.turn if stages > 1 else 0  # one stage is no pipeline
+    # one stage alone is not a pipeline
+    turn = method.turn if stages > 1 else 0
     _split_at_drains(drains, microbatches, accumulate)  # refuses bad ones, also where nothing is drained
     warm = min(synchronous, microbatches)
     if warm % accumulate and warm < microbatches:

@@ -61,7 +61,8 @@ def time_uncontended(schedule: Schedule, costs: Costs, updates: int) -> Unconten
     program = _make_program(schedule)
     durations = costs.get_durations(schedule.passes)
     duration = np.array([durations[kind] for kind in schedule.passes], np.float64).ravel()[program.passes]
-    if schedule.stretches[0].whole is not None:  # the first half takes the time of both
+    # the first half takes the time of both halves
+    if schedule.stretches[0].whole is not None:
         halves = np.repeat(np.array([durations[kind] for kind in schedule.passes], np.float64)[:, :, None], M, axis=2)
         halves[1] += np.where(schedule.is_whole, halves[2], 0.0)
         halves[2][schedule.is_whole] = 0.0

@@ -42,7 +42,8 @@ class VersionTable:
     def __init__(self, schedule: Schedule, method: Method, seed: int = 0) -> None:
         """`seed`: of drawn delays, if the method draws any."""
         if schedule.stages == 1 and method.delay is None:
-            method = replace(method, forward_reads=Reads.NEWEST)  # one stage is no pipeline: plain training
+            # one stage alone is plain training
+            method = replace(method, forward_reads=Reads.NEWEST)
         self.schedule, self.method = schedule, method
         # of a split backward the input gradient reads weights, and the weight gradient none
         self._reading = dict(zip(PASSES, schedule.passes))
@@ -100,7 +101,8 @@ class VersionTable:
         microbatch = np.arange(first, first + newest.shape[1])
         batch, begin = microbatch // self.schedule.accumulate, np.zeros_like(microbatch)
         delay = self.method.delay
-        for stretch in self.schedule.stretches:  # after a drain only the newest version is left, as at the start
+        # after a drain only the newest version is left, as at the start
+        for stretch in self.schedule.stretches:
             inside = (stretch.first_microbatch <= microbatch) & (microbatch < stretch.end_microbatch)
             begin[inside] = microbatch[inside] - (microbatch[inside] - stretch.first_microbatch) % stretch.microbatches
         begin = begin // self.schedule.accumulate
@@ -200,12 +202,16 @@ def count_weight_copies(table: VersionTable) -> IntArray:
     P, N = table.schedule.stages, table.schedule.accumulate
     history = table.method.history
     if table.method.delay is not None or (history is not None and history.delays != "schedule"):
-        return table.greatest_lag() + 1  # the schedule does not say: all that a pass may read
-    if table.method.rounds is not None:  # one of each replica
+        # the schedule does not tell, so count all versions that a pass may read
+        return table.greatest_lag() + 1
+    # each replica holds one
+    if table.method.rounds is not None:
         return np.full(P, N)
-    if table.method.flushes:  # no pass reads an older version, however long the batch
+    # no pass reads an older version, however long the batch is
+    if table.method.flushes:
         return np.ones(P, np.int64)
-    reach = N * (-(-4 * (P + N) // N))  # by then a stretch has long been in its steady state
+    # by then a stretch has reached its steady state
+    reach = N * (-(-4 * (P + N) // N))
     copies = np.ones(P, np.int64)
     # the pipeline is empty between stretches and only the newest version left: stretches of one length are alike
     for stretch in {(stretch.microbatches, stretch.slots): stretch for stretch in table.schedule.stretches}.values():

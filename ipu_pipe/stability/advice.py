@@ -58,7 +58,8 @@ def compute_margins(stages: Sequence[StageDynamics]) -> List[StabilityMargin]:
     def find_limit(updates: Recurrence, curvature: float) -> float:
         if updates not in limits:
             limits[updates] = find_largest_stable_step(derive_loop_gain(updates))
-        return limits[updates] / curvature if curvature else math.inf  # a stage without weights
+        # a stage without weights has no limit
+        return limits[updates] / curvature if curvature else math.inf
 
     margins = []
     for stage in stages:

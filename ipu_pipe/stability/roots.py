@@ -200,7 +200,8 @@ def _find_crossings(
     for angle, leaves in ((0.0, above[:, 0]), (np.pi, ~above[:, -1])):
         with np.errstate(divide="ignore", invalid="ignore"):
             at = loop.evaluate(radii, np.full(len(radii), angle)).real
-        gains.append(np.where(np.isfinite(at), at, 1.0))  # no root crosses at a pole
+        # no root crosses at a pole
+        gains.append(np.where(np.isfinite(at), at, 1.0))
         changes.append(np.where(leaves, 1, -1))
     rows, gain, change = np.concatenate([rows, every, every]), np.concatenate(gains), np.concatenate(changes)
     real = gain < 0

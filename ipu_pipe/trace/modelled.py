@@ -139,7 +139,8 @@ def _count_in_flight(device: int, forward_ends: IntArray, last_ends: IntArray) -
     steps = np.repeat([1.0, -1.0], [len(forward_ends), len(last_ends)])
     order = np.argsort(times, kind="stable")
     values, times = np.cumsum(steps[order]), times[order]
-    is_last = np.append(times[1:] != times[:-1], True)  # of several changes at one time
+    # keep the last of several changes at one time
+    is_last = np.append(times[1:] != times[:-1], True)
     count = int(is_last.sum())
     names = np.full(count, IN_FLIGHT, object)
     return Counters(np.full(count, device, np.int32), names, times[is_last], values[is_last])

@@ -99,7 +99,8 @@ def _read_json_files(files: Sequence[Path]) -> Trace:
                 ours.append(records.build_trace(path, keys))
             else:
                 ranks.append((path, keys, ev.concatenate_events(records.parts)))
-        except (OSError, EOFError, zlib.error) as error:  # a damaged gzip header is an OSError without an errno
+        # a damaged gzip header raises an OSError without an errno
+        except (OSError, EOFError, zlib.error) as error:
             raise BadInput(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError, AttributeError) as error:
             # whatever JSON may hold in the place of what is looked for
@@ -162,7 +163,8 @@ class _Records:
 
     def _take_foreign(self, record: Dict[str, Any]) -> None:
         kind, on_gpu = identify_record(str(record.get("cat", "")), str(record["name"]))
-        if on_gpu and not self._on_gpu:  # a GPU's time is that of its kernels alone
+        # the busy time of a GPU is that of its kernels only
+        if on_gpu and not self._on_gpu:
             self._on_gpu, self._rows, self.parts = True, [], []
         if kind >= 0 and on_gpu == self._on_gpu:
             self._rows.append((-1, 0, kind, -1, record["ts"], record["dur"], -1, -1, -1, 0))

@@ -174,7 +174,8 @@ class _Like:
     def _divided(self, group: Mapping[str, Any]) -> List[Dict[str, Any]]:
         """Divide the group of a stage into the groups of the optimizer that is copied, in its order."""
         others = {key: value for key, value in group.items() if key != "params"}
-        if not any(p.numel() for p in group["params"]):  # of a stage without weights
+        # a stage may have no weights
+        if not any(p.numel() for p in group["params"]):
             return [dict(group)]
         missing = sum(id(p) not in self._settings for p in group["params"])
         if missing:

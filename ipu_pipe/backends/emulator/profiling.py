@@ -29,10 +29,12 @@ def profile(job: Job) -> StageSeconds:
     try:
         passes = _time_passes(job)
         update = _time_updates(job)
-    except Exception as error:  # whatever the user's code raises: the run is done, and must not be lost by it
+    # the user's code may raise anything, but must not lose a finished run
+    except Exception as error:
         return StageSeconds((), (), (), f"its stages could not be timed ({summarize(error)})")
     backward = passes.backward
-    if job.method.segments is not None:  # the activations are computed again
+    # activations are recomputed
+    if job.method.segments is not None:
         backward = [f + b for f, b in zip(passes.forward, backward)]
     how = f"medians of {passes.repeats} passes of {count_samples(job.example[0])} samples when the training was done"
     return StageSeconds(tuple(passes.forward), tuple(backward), tuple(update), how)

@@ -85,7 +85,8 @@ class Emulator:
         if work.method.segments is not None and work.method.reads_old(len(part)):
             self._recomputation = Recomputation(model, part, find_segment_ends(len(part), work.method.segments).tolist())
         self._unread: List[Tuple[int, int, List[List[MicrobatchResult]]]] = []  # update, samples, results by block
-        self._doing, self._microbatch = "data", work.microbatch  # for the words of a fault
+        # error messages name them
+        self._doing, self._microbatch = "data", work.microbatch
 
     # ---- steps
 
@@ -129,7 +130,8 @@ class Emulator:
             replay = self.replay
             by_microbatch.append(self._run(replay, x, y))
             samples += count_samples(x)
-            self._doing = "data"  # of the next one, if there is any
+            # the next microbatch is loaded now, if there is one
+            self._doing = "data"
         assert by_microbatch and len(replay.updates), f"{len(by_microbatch)} microbatches: not those up to the next update"
         by_block = [list(results) for results in zip(*by_microbatch)]
         self._unread.append((self.update // self.work.block_updates, samples, by_block))

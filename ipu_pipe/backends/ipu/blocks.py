@@ -54,7 +54,8 @@ def describe_block_errors(rank: int, doing: str) -> Iterator[None]:
         raise RunFault(f"{place}: {said}: do what it asks for, then go on with --resume") from error
     except RunFault as error:
         raise RunFault(f"{place}: {error}") from error
-    except RuntimeError as error:  # of torch.distributed
+    # torch.distributed raises it
+    except RuntimeError as error:
         raise RunFault(f"{place}: {doing}: another rank is lost: {summarize(error)[:200]}") from error
 
 
@@ -98,11 +99,14 @@ class BlockEngine(Engine):
         block_accumulation = job.config.method_settings().get("block_accumulation") or [1] * self.depth
         self.every, self._ahead = block_accumulation[self.rank], self.depth + max(block_accumulation)
         self._first = self._done = first_update
-        self._results: Dict[int, torch.Tensor] = {}  # of updates that this block has done: loss, right, counted
+        # by update of this block: loss, right, counted
+        self._results: Dict[int, torch.Tensor] = {}
         self._timeline = CallTimes(job.traced, self.rank, self.rank)
-        self._type = torch.float16 if job.config.precision.startswith("16") else torch.float32  # of activations
+        # type of the activations
+        self._type = torch.float16 if job.config.precision.startswith("16") else torch.float32
         self.messages = Messages(OUTSTANDING * (1 + self.every))
-        self.example = job.example[0]  # a microbatch of what comes to this block
+        # an input microbatch of this block
+        self.example = job.example[0]
         if self.rank:
             self.example = torch.zeros(blocks.crossings[self.rank - 1].tensors[0].shape)
         wrapped = wrap(job.model, job.loss, job.part, job.config.precision, job.config.ipu, self.rank)
@@ -112,7 +116,8 @@ class BlockEngine(Engine):
     def _make_options(self, training: bool) -> Any:
         config, ids, local = self.job.config, self.job.config.ipu.ipu_ids, read_launch().local_rank
         shares = config.ipu.available_memory_proportion
-        if isinstance(shares, list):  # one a block
+        # shares has one entry per block
+        if isinstance(shares, list):
             ipu = config.ipu.model_copy(update={"available_memory_proportion": shares[self.rank]})
             config = config.model_copy(update={"backend": config.backend.model_copy(update={"ipu": ipu})})
         ipu_id = ids[self.rank] if ids else self.rank if local is None else local

@@ -49,7 +49,8 @@ def translate_optimizer(
         settings["use_combined_accum"] = True
     if ipu.changes_loss_scaling or ipu.get_loss_scaling(0) != 1.0:
         settings["loss_scaling"] = ipu.get_loss_scaling(first_update)
-        if ipu.use_combined_accum:  # of the other variant PopTorch makes it the loss scaling
+        # in the other variant PopTorch replaces it by the loss scaling
+        if ipu.use_combined_accum:
             settings["velocity_scaling"] = ipu.get_loss_scaling(0)
     settings.update({key: torch.float16 for key in ACCUMULATORS[kind] if getattr(ipu, key) == "float16"})
     if clip_norm is not None:

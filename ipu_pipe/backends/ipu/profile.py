@@ -112,7 +112,8 @@ def read_profile(path: Path) -> Dict[str, Any]:
             }
         )
     cycles = None
-    with contextlib.suppress(AttributeError, RuntimeError):  # an execution profile was not asked for, or did not fit
+    # the execution profile may be missing, if it was not configured or did not fit
+    with contextlib.suppress(AttributeError, RuntimeError):
         for index, device in enumerate(devices):
             steps = [step.ipus[index] for step in report.execution.steps]
             device.update({key: sum(getattr(step, name) for step in steps) for key, name in exchanged.items()})

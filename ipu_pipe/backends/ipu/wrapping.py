@@ -117,7 +117,8 @@ class Wrapped(nn.Module):
         """Run a microbatch x with its labels y, in training; the module's docstring says what it returns."""
         import poptorch
 
-        poptorch.Block.start(name_stage(0))  # what comes before the first boundary would belong to no listed block
+        # operations before the first boundary would otherwise belong to no listed block
+        poptorch.Block.start(name_stage(0))
         if self._overlap is not None:
             x = poptorch.set_overlap_for_input(x, getattr(poptorch.OverlapMode, self._overlap))
         losses, answers, outputs, handed = [], [], [], []

@@ -74,7 +74,8 @@ def merge_ranks(job: Job, ranks: Sequence[CheckpointState]) -> CheckpointState:
         for into, part in zip(merged, stage):
             into.update(part)
     with job.numbers.whole():
-        whole = job.model.state_dict()  # what no piece uses is here as it was
+        # tensors that no piece uses are unchanged here
+        whole = job.model.state_dict()
     return merged._replace(model={name: merged.model.get(name, value) for name, value in whole.items()})
 
 
@@ -219,7 +220,8 @@ class Evaluation:
     def __call__(self, split: str = "test") -> List[EvaluationResult]:
         """Return loss and metrics of each stage with a loss, the same on every rank, of the weights that are loaded."""
         layout = self._layout
-        self._mail.flush()  # what the training sent is through: no wait for it is an event inside the evaluation's
+        # finish the training's messages, so that waiting for them is not recorded within the evaluation
+        self._mail.flush()
         # of each stage the sums of a tally, and last the checksum of the test set that the rank has read
         sums = torch.zeros(layout.stages, len(Tally.of(self._job).sums) + 1, dtype=torch.float64)
         modules = [m for model in self._models for m in (model.piece, model.head) if m is not None]
@@ -231,7 +233,8 @@ class Evaluation:
         if layout.replicas > 1:
             self._count += 1
             wait_for_first_replica(layout, self._mail, self._count)
-        self._mail.flush()  # of activations of the test set nothing stays in memory
+        # free the activations of the test set
+        self._mail.flush()
         of_ranks = self._mail.all_gather(sums)
         by_stage = [of_ranks[device][stage] for stage, device in enumerate(layout.placement)]
         # stages between them use shapes alone

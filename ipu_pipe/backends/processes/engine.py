@@ -71,7 +71,8 @@ class ProcessEngine(Engine):
         if groups:
             on_device, is_fast = (channels or {}).get(REPLICAS), config.reduction == "fast"
             replicas = [ReplicaGroup(groups[device], on_device, is_fast) for device in layout.placement]
-        in_flight = job.schedule.microbatches  # a file may have a message's action after those of any number of later ones
+        # a file of rows may receive a message after any number of later ones
+        in_flight = job.schedule.microbatches
         if job.method.pipeline is not Pipeline.ROWS:
             # blocks with losses of their own wait for no gradient, which would tell that a message is through
             is_local = job.method.structure is not None
@@ -102,7 +103,8 @@ class ProcessEngine(Engine):
             job.data_name, groups[layout.placement[0]] if groups else None,
         )  # fmt: skip
         self._evaluation = collect.Evaluation(job, self._interpreter, self._results.with_loss, freed)
-        importlib.import_module("torch._dynamo")  # an optimizer's first step would, and that would be part of its time
+        # otherwise an optimizer's first step would import it, within the measured time
+        importlib.import_module("torch._dynamo")
         with detect_lost_rank(limit=self._mail.limit):
             trace.open_file(job, layout.rank, self._recorder, first_update, trace.compare_clocks())
 
@@ -128,7 +130,8 @@ class ProcessEngine(Engine):
                 if k >= self._drained_at:
                     self._drained_at = self.job.schedule.stretch(k)[1]
                 last = min(k + self._ahead + 1, self._drained_at)
-            self._recorder.begin_step(self._steps > 0)  # the first step of a process warms up
+            # the first step of a process warms up
+            self._recorder.begin_step(self._steps > 0)
             self._steps += 1
             if is_first and early is None:
                 self._results.expect(k, last)
@@ -190,7 +193,8 @@ class ProcessEngine(Engine):
     def part(self) -> CheckpointState:
         with self._drained("checkpoint", "checkpoint"):
             part = self._export()
-        if self._layout.replica:  # the first replica writes
+        # only the first replica writes
+        if self._layout.replica:
             return CheckpointState({}, {}, {})
         rest = collect.export_rest(self.job, self._cut) if self.is_main else {}
         return part._replace(model={**part.model, **rest})
@@ -208,7 +212,8 @@ class ProcessEngine(Engine):
         start = self._recorder.mark()
         with name_faults(*self._doing):
             yield
-            self._recorder.flush()  # a checkpoint is written after this: a run that is killed then has lost no event before it
+            # flush before the checkpoint is written, so that a run killed later has lost no event before it
+            self._recorder.flush()
             self._align_clocks()
         self._recorder.add(kind, -1, start, version=self._interpreter.update)
 
@@ -283,7 +288,8 @@ class Microbatches:
     def read(self, checksums: Dict[int, int], m: int) -> Tuple[Any, Any]:
         """Return inputs and labels of microbatch m, and note its checksum."""
         job = self._job
-        while self._next <= m:  # a file of rows may ask for a later one first
+        # a file of rows may ask for a later one first
+        while self._next <= m:
             self._kept[self._next] = self._read(self._next)
             self._next += 1
         left, batch, checksum = self._kept.pop(m) if m in self._kept else self._read(m)
@@ -344,7 +350,8 @@ def list_faults(job: Job) -> List[str]:
         return [f"method: {method.name}: {why}, which processes do not carry out: use backend.name: emulator"]
     faults = list_exactness_faults(job)
     tied = list(job.part.list_tied(job.model))
-    if tied:  # a rule corrects weights by what the stage that holds them keeps
+    # a rule corrects weights by state that only the owning stage has
+    if tied:
         rules = [rule.key for rule, _ in select_rules(job.config.method_settings(), method) if rule.read is not None]
         faults += [
             f"method_args.{key}: corrects {list_some(tied)}, which several stages use, by what one of them"

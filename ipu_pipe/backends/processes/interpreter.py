@@ -169,7 +169,8 @@ class BatchAnnouncements:
     def _receive_word(self, b: int) -> bool:
         self._expect(b)
         goes = bool(self._mail.receive(Message(WORD, b, 0, self._rank))[0].item())
-        if goes and b + 1 < self.end:  # after a "no" there is no word any more
+        # after a "no" no further message follows
+        if goes and b + 1 < self.end:
             self._expect(b + 1)
         return goes
 
@@ -287,7 +288,8 @@ class Interpreter:
         replicas = self.independent[stage.model.stage]
         replicas.enter(m % replicas.count)
         stage.backward(m)
-        self.memory.sample(self.update)  # no gradients are left after the step
+        # sample now, because no gradients are left after the step
+        self.memory.sample(self.update)
         self._updates[stage.model.stage].step(m // replicas.count)
         replicas.end_replica_step(self._work, m // replicas.count)
 
@@ -305,7 +307,8 @@ class Interpreter:
         return averages[stage.model.stage].add_pass() if stage.model.stage in averages else nullcontext()
 
     def _update(self, stage: Stage, k: int) -> None:
-        if stage.update > k:  # with the other stages that are updated together
+        # it was updated together with the other stages
+        if stage.update > k:
             return
         update = self._updates[stage.model.stage]
         for member in update.stages:

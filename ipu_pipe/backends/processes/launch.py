@@ -181,7 +181,8 @@ def _meet(where: Launch, limit: float, request: Request) -> Any:
                 _end_for_all(store, where, error)
     except (BadInput, RunFault):
         raise
-    except RuntimeError as error:  # what torch's store raises
+    # torch's store raises it
+    except RuntimeError as error:
         raise RunFault(
             f"{_address(where)}: rank 0, which keeps the store there, left before all ranks had come"
         ) from error
@@ -235,11 +236,13 @@ def _wait_for_all(
 def _end_for_all(store: Any, where: Launch, error: Union[BadInput, RunFault]) -> NoReturn:
     """Raise `error` on this rank and, through the store, on those that still wait; only the first one prints it."""
     faults = error.faults if isinstance(error, BadInput) else [str(error)]
-    with contextlib.suppress(RuntimeError):  # the store may be gone
+    # the store may be gone
+    with contextlib.suppress(RuntimeError):
         store.set("over", json.dumps({"faults": faults, "is_input": isinstance(error, BadInput)}))
         error.is_reported = store.add("told", 1) > 1
         store.add("read", 1)
-        if where.rank == 0 and not where.has_agent:  # the store ends with this process
+        # the store ends with this process
+        if where.rank == 0 and not where.has_agent:
             until = time.monotonic() + LINGER
             present = sum(store.check([f"asked/{rank}"]) for rank in range(where.world))
             while store.add("read", 0) < present and time.monotonic() < until:

@@ -85,7 +85,8 @@ def place(config: Config, method: Method, model: nn.Module, x: torch.Tensor) -> 
     structure = method.structure
     if structure is None:
         return _place_stages(config, method, model, x, devices, device)
-    if structure.blocks is not None and config.method_args.blocks is None:  # as many chunks as ranks
+    # make as many chunks as there are ranks
+    if structure.blocks is not None and config.method_args.blocks is None:
         method = replace(method, structure=replace(structure, blocks=devices))
     return place_blocks(config, method, model, x, devices, device)
 

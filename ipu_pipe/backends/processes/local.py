@@ -57,5 +57,6 @@ class LocalBlock:
             mail.send(Message(SHARED, k, stage, neighbor), gradients)
         for neighbor, weights in self.shared:
             for p, theirs in zip(weights, mail.receive(Message(SHARED, k, neighbor, stage))):
-                if p.grad is not None or bool(theirs.any()):  # else no block reaches it
+                # otherwise no block reaches it
+                if p.grad is not None or bool(theirs.any()):
                     p.grad = average_gradients([p.grad, theirs])

@@ -27,7 +27,7 @@ NORM = "N"  # of the gradients of an update, for clipping
 SHARED = "S"  # gradients of a layer that two blocks with losses of their own share
 RESULT = "L"  # losses and right answers of an update's microbatches, for rank 0
 TIED = "T"  # gradients, of one backward, of a weight that several stages use
-WEIGHTS = "V"  # what an update has made of such a weight
+WEIGHTS = "V"  # such a weight after an update
 WORD = "C"  # whether another batch starts
 SHAPE = "H"  # in an evaluation: of the activation that follows
 TEST = "E"  # in an evaluation: an activation
@@ -38,7 +38,7 @@ CARRIES = {
     SHARED: "shared gradients", NORM: "norms", RESULT: "losses", TIED: "tied gradients", WEIGHTS: "weights",
 }  # fmt: skip
 ON_HOST = (NORM, RESULT, WORD, SHAPE, TEST, OBSERVED)  # sent from the host, whatever the device
-KEPT_BY_SENDER = (FORWARD, RECOMPUTE)  # the sender needs them for its backward, too
+KEPT_BY_SENDER = (FORWARD, RECOMPUTE)  # the sender needs them for its own backward
 BY_UPDATE = (SHARED, NORM, WEIGHTS)  # the number is an update's, not a microbatch's
 BY_MICROBATCH = (FORWARD, RECOMPUTE, BACKWARD, TIED)
 MOST_SMALL = 24  # messages of other kinds on their way on a link, which are small or once an update
@@ -129,7 +129,8 @@ class Mail:
 
     def expect(self, messages: Iterable[Tuple[Message, Shapes]]) -> None:
         """Announce messages that will come."""
-        links: Dict[Link, None] = {}  # a set's order would differ from rank to rank
+        # a dictionary, because a set's order would differ from rank to rank
+        links: Dict[Link, None] = {}
         for message, shapes in messages:
             if self._ranks[message.kind][message.source] != self._rank:
                 links[message.link] = None

@@ -89,7 +89,8 @@ class OverlappedAverage:
         if is_last:
             self._awaited = [set(bucket) for bucket in self._buckets]
         yield
-        if is_last:  # what has not come by now is not used, or came without autograd
+        # gradients that have not come by now are unused, or came without autograd
+        if is_last:
             self._awaited = [set() for _ in self._buckets]
             self._begin()
             self._awaited = []

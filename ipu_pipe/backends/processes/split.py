@@ -16,7 +16,8 @@ from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tu
 
 import torch
 
-if hasattr(torch.autograd.graph, "GradientEdge"):  # the torch that IPUs have imports this file and splits nothing
+# torch 2.0.1, which IPUs use, imports this file and splits nothing
+if hasattr(torch.autograd.graph, "GradientEdge"):
     from torch.autograd.graph import GradientEdge
 
 Gradients = Sequence[Optional[torch.Tensor]]  # of a loss: None

@@ -144,7 +144,7 @@ class Stage:
         self.update, self.forwarded = work.update, work.microbatch - 1
         self._in_flight: Dict[int, _InFlight] = {}
         self._left: Dict[int, WeightGradients] = {}  # by I for W
-        self.splits = True  # else I computes what W adds
+        self.splits = True  # if False, I computes what W would add
         segments = work.method.segments
         heads = find_segment_heads(find_segment_ends(layout.stages, segments or 0))
         # the stage keeps its input, and needs no recomputation of the stage before

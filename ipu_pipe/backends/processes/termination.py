@@ -56,7 +56,8 @@ class Termination:
         if cls._before is not None:
             handler, descriptor = cls._before
             signal.signal(signal.SIGTERM, handler)
-            os.close(signal.set_wakeup_fd(descriptor, warn_on_full_buffer=False))  # which ends the thread
+            # closing it ends the thread
+            os.close(signal.set_wakeup_fd(descriptor, warn_on_full_buffer=False))
             cls._before = None
 
     @classmethod

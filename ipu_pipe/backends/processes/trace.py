@@ -48,7 +48,7 @@ from ipu_pipe.trace.store import SUFFIX, TraceWriter, find_store_files, read_sto
 Record = Tuple[int, int, int, int, int, int, int, int, int]  # stage, kind, microbatch, start, end, version, bytes, peer, carries
 Pending = Tuple[Any, Any, Callable[[int, int], None]]  # two marks of a GPU, and what to do with their times
 ROWS = 4096  # events that are written at once
-SECONDS = 1.0  # after which they are written though they are fewer: what a killed run may lose
+SECONDS = 1.0  # records are written at least this often: a killed run loses no more
 CLOCK_TAG = (1 << 30) + 1  # beyond all messages of the schedule
 ROUNDS = 8  # of comparing two clocks
 
@@ -112,7 +112,8 @@ class TraceRecorder:
         self._records: List[Record] = []
         self._counters: List[Counter] = []
         self._pending: Deque[Pending] = deque()
-        self._file: Optional[TraceWriter] = None  # without one all records stay in memory
+        # without a file all records stay in memory
+        self._file: Optional[TraceWriter] = None
         self._written = time.monotonic()
         self._totals, self._span_ns = [0, 0, 0], 0
         self._step_start: Any = 0

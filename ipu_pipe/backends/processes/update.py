@@ -22,7 +22,7 @@ from ipu_pipe.model.cutting import Shape
 from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.update.clipping import GradientClipping, OtherStages
 
-NO_GRADIENT = -1.0  # in the place of the norm of a gradient that is not there
+NO_GRADIENT = -1.0  # stands for the norm of a missing gradient
 NORM_SHAPE = (Shape((1,), torch.float64, False),)
 DRAW_ALIKE = (
     "the inputs of one would be trained with the labels of the other; seed every generator that the data hold "
@@ -72,7 +72,8 @@ class StageUpdate:
 
     def carry_out(self, k: int, sample: Callable[[int], None]) -> None:
         """Carry out update k; `sample` counts the memory just before the optimizer steps."""
-        if self._independent:  # their steps came with their backwards
+        # their steps were made with their backwards
+        if self._independent:
             with self._record(k):
                 for replicas in self._independent:
                     replicas.end_step(self._work, k)

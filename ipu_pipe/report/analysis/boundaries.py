@@ -45,7 +45,8 @@ def find_best_move(facts: RunFacts, stages: Sequence[Row], links: Sequence[Row])
     try:
         now = play(forward, backward)
         even = play(np.full(len(stages), forward.mean()), np.full(len(stages), backward.mean()))
-    except BadInput as error:  # the metadata do not fit together
+    # the metadata may contradict each other
+    except BadInput as error:
         return {**answer, "why_no_gain": f"the schedule cannot be rebuilt: {error.faults[0]}"}
     answer["gain_if_balanced"] = now / even - 1
     units = facts.units or []
@@ -59,7 +60,8 @@ def find_best_move(facts: RunFacts, stages: Sequence[Row], links: Sequence[Row])
     assert starts is not None, "there are at least as many units as stages"
     then = play(np.add.reduceat(forwards, starts), np.add.reduceat(backwards, starts))
     starts_now = np.searchsorted(stage_of_unit, np.arange(len(stages))).tolist()
-    if then >= now:  # where the pipeline drains, an even cut need not be the fastest
+    # if the pipeline drains, an even cut is not always the fastest
+    if then >= now:
         starts, then = starts_now, now
     move = {
         "begins_now": [units[i].name for i in starts_now],

@@ -49,7 +49,8 @@ def _measure_stage(stage: int, events: Events, begin_ns: int, flops: Optional[fl
         durations = of_kind.end - of_kind.start
         medians[kind], counts[kind] = float(np.median(durations)), len(durations)
         passes_ns += 0.0 if kind == _UPDATE else float(durations.sum(dtype=np.float64))
-        if medians[kind] and kind != UNSPECIFIED:  # of other tools' traces one kind has all sizes
+        # in other tools' traces one kind contains events of all sizes
+        if medians[kind] and kind != UNSPECIFIED:
             stragglers += _find_stragglers(stage, kind, medians[kind], of_kind, durations, begin_ns)
     forwards = int(np.count_nonzero(events.kind == KIND_CODE[_FORWARD]))
     # stragglers count as long as others of their kind: a first update of seconds is not a property of the stage
@@ -152,7 +153,8 @@ def _measure_time_until_applied(forward: Events, update: Events, accumulate: int
     wanted = _make_keys(forward.device, forward.microbatch // accumulate)
     # the last event of an update that has several
     place = np.maximum(np.searchsorted(keys, wanted, side="right") - 1, 0)
-    is_applied = keys[place] == wanted  # the last forwards may have no update
+    # the last forwards may not have an update
+    is_applied = keys[place] == wanted
     took = (ends[place] - forward.start)[is_applied]
     return {"median": float(np.median(took)), "greatest": int(took.max())} if len(took) else None
 
