@@ -50,20 +50,25 @@ class Begun(NamedTuple):
 
 @dataclass
 class Setup:
-    """Model, loss and data of a run on its device: all that evaluation needs."""
+    """Model, loss and data of a run on its device, as evaluation needs them.
+
+    `asks`: keys of the batch that the loss takes besides labels. `device_kind`: `ipu`, or the type of the training device.
+    `pins_memory`: batches are pinned, so that copying them to a GPU does not wait. `begun`: the weights of `init_from`.
+    `label_range`: of labels, if the loss has one.
+    """
 
     config: Config
     model: nn.Module
     loss: Loss
     data: DataSource
     device: torch.device
-    numbers: ModelPrecision  # that the model computes in
-    metrics: Tuple[Metric, ...]  # of evaluations
-    asks: Tuple[str, ...]  # what the loss takes of the batch besides labels
-    device_kind: str  # what trains: `ipu`, or the type of the device
-    pins_memory: bool  # what is pinned goes to a GPU without waiting
-    begun: Optional[Begun]  # with weights that need not all fit
-    label_range: Optional[LabelRange]  # where the loss asks for one
+    numbers: ModelPrecision
+    metrics: Tuple[Metric, ...]
+    asks: Tuple[str, ...]
+    device_kind: str
+    pins_memory: bool
+    begun: Optional[Begun]
+    label_range: Optional[LabelRange]
 
     @property
     def data_name(self) -> str:
@@ -73,12 +78,12 @@ class Setup:
 
     @property
     def validation(self) -> Optional[DataSource]:
-        """The source whose test set is the validation set, None where there is none."""
+        """The source whose test set is the validation set; None if there is none."""
         return getattr(self.data, "validation", None)
 
     @property
     def watched(self) -> str:
-        """The set of the evaluations during a run, `validation` or `test`."""
+        """The set that evaluations during a run use, `validation` or `test`."""
         return "test" if self.validation is None else "validation"
 
     def split_batch(self, batch: Any) -> Tuple[Any, Any]:
@@ -116,35 +121,45 @@ class Setup:
 class Job(Setup):
     """One run, ready to start. Updates are counted from 0 through the whole run; an epoch has `updates_per_epoch` of them.
 
-    Where stages were balanced by measured time, `config` has the names of the modules at which they begin.
+    If stages were balanced by measured time, `config` has the names of the modules at which they begin.
+
+    `whole`: an optimizer of all parameters of the model, whose groups are read; `optimizer`: of the stages that this process
+    trains. `base_rate` and `rate(k)`: learning rates before the update rules. `updates_per_epoch`: None for data without a length.
+    `seen`: the observed training pass of the example. `note`: a message about the stages. `done`: updates before this start, where
+    the pipeline is empty. `used`: the optimizer and the loss in use. `plateau`: the rate that follows evaluations.
+
+    `may_stop`: callbacks may stop the run after any update; `may_stop_empty`: where the pipeline is empty. `wants_model`,
+    `watches_gradients`: callbacks read the whole model, or each update's gradients. `folder`: of the run, for files of every
+    process. `read`: fingerprints of the data, for record.json. On processes, `pieces`: the model cut into its stages, and
+    `placement`: the device of each stage.
     """
 
     part: Partition
     method: Method
     schedule: Schedule
     table: VersionTable
-    whole: torch.optim.Optimizer  # of the whole model's parameters, to read their groups from
-    optimizer: torch.optim.Optimizer  # of those of the stages that this process trains
+    whole: torch.optim.Optimizer
+    optimizer: torch.optim.Optimizer
     rules: UpdateRules
     base_rate: float
-    rate: Callable[[int], float]  # the learning rate of update k, before the update rules
-    updates_per_epoch: Optional[int]  # None where the data has no length: all is one epoch
+    rate: Callable[[int], float]
+    updates_per_epoch: Optional[int]
     updates: int
     example: Tuple[Any, Any]
     footprint: Footprint
-    seen: Observation  # of a training pass of the example
-    note: str = ""  # what the user should know of the stages
-    done: int = 0  # updates of the run that this one goes on with: the pipeline is empty there
-    used: Given = Given()  # the optimizer and the loss, whoever gave them
-    plateau: Optional[Plateau] = None  # a learning rate that follows evaluations
-    may_stop: bool = False  # whether the run may be asked to end after any update
-    may_stop_empty: bool = False  # or where the pipeline is empty anyway
-    wants_model: bool = False  # whether callbacks want the whole model where the pipeline is empty
-    watches_gradients: bool = False  # or the gradients of each update
-    folder: Optional[Path] = None  # of the run, where every process may write what it did
-    read: Optional[Dict[str, Any]] = None  # of the data, for the run's record
-    pieces: Sequence[Piece] = ()  # the model cut into its stages, on processes
-    placement: Tuple[int, ...] = ()  # the device of each stage
+    seen: Observation
+    note: str = ""
+    done: int = 0
+    used: Given = Given()
+    plateau: Optional[Plateau] = None
+    may_stop: bool = False
+    may_stop_empty: bool = False
+    wants_model: bool = False
+    watches_gradients: bool = False
+    folder: Optional[Path] = None
+    read: Optional[Dict[str, Any]] = None
+    pieces: Sequence[Piece] = ()
+    placement: Tuple[int, ...] = ()
 
     def list_trained(self, stage: int) -> Dict[str, nn.Parameter]:
         """Return what an optimizer changes on a stage, by the names of the weights."""

@@ -99,7 +99,7 @@ def _count(config: Config) -> Tuple[nn.Module, CountedUnits, Any, int]:
         with build_on_meta():
             model = make_model(config)
         return model, count_units(model, map_tensors(_shape, x), (), loss, map_tensors(_shape, y)), x, samples
-    # the model may read values, which meta tensors do not have; other errors are reported below
+    # the model may read values, which meta tensors do not have; any other error is raised again below
     except Exception:
         model = make_model(config)
         return model, count_units(model, x, (), loss, y), x, samples
