@@ -39,8 +39,8 @@ DTYPES.update(dict.fromkeys(("16.16", "16.32", "32.32"), torch.float32))  # on t
 
 
 class Begun(NamedTuple):
-    """The weights at `path` that a run begins with: how many are `taken`, the names `left_out` with the reason, and the names of
-    the model that are `new`."""
+    """The weights at `path` that a run begins with: how many are `taken`, the names `left_out` with the reason, and the names
+    of the model that are `new`."""
 
     path: str
     taken: int
@@ -124,9 +124,10 @@ class Job(Setup):
     If stages were balanced by measured time, `config` has the names of the modules at which they begin.
 
     `whole`: an optimizer of all parameters of the model, whose groups are read; `optimizer`: of the stages that this process
-    trains. `base_rate` and `rate(k)`: learning rates before the update rules. `updates_per_epoch`: None for data without a length.
-    `seen`: the observed training pass of the example. `note`: a message about the stages. `done`: updates before this start, where
-    the pipeline is empty. `used`: the optimizer and the loss in use. `plateau`: the rate that follows evaluations.
+    trains. `base_rate` and `rate(k)`: learning rates before the update rules. `updates_per_epoch`: None for data without a
+    length. `seen`: the observed training pass of the example. `note`: a message about the stages. `done`: updates before this
+    start, where the pipeline is empty. `used`: the optimizer and the loss in use. `plateau`: the rate that follows
+    evaluations.
 
     `may_stop`: callbacks may stop the run after any update; `may_stop_empty`: where the pipeline is empty. `wants_model`,
     `watches_gradients`: callbacks read the whole model, or each update's gradients. `folder`: of the run, for files of every
@@ -274,8 +275,8 @@ class Job(Setup):
     def pauses_after(self, done: int) -> Tuple[bool, bool]:
         """Return whether to evaluate, and whether to save a checkpoint, when `done` updates are done.
 
-        The first after each `evaluate.every` epochs and at the end. The second after each `checkpoint.every` updates and at each
-        evaluation, so that the best weights can be kept.
+        The first after each `evaluate.every` epochs and at the end. The second after each `checkpoint.every` updates and at
+        each evaluation, so that the best weights can be kept.
         """
         evaluation, saving = self.intervals
         evaluates = done == self.updates or (evaluation > 0 and done % evaluation == 0)
@@ -290,8 +291,8 @@ def _move(device: torch.device, pins: bool, dtype: torch.dtype, value: torch.Ten
 
 
 def list_drains(config: Config, updates: int, per_epoch: Optional[int], done: int) -> List[int]:
-    """Return the updates after which the pipeline drains: evaluations and checkpoints before the end, and `done`, where the run
-    was resumed: the intervals may be others since."""
+    """Return the updates after which the pipeline drains: evaluations and checkpoints before the end, and `done`, where the
+    run was resumed: the intervals may be others since."""
     marks: Set[int] = {done} if 0 < done < updates else set()
     for every in (config.evaluate.interval(per_epoch), config.checkpoint_every):
         if every:
