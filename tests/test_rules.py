@@ -613,7 +613,7 @@ def test_rules_are_refused_with_the_reason(method: str, args: Any, kind: str, op
 @pytest.mark.parametrize(
     "method, args, said",
     [
-        ("pipemare", {"hogwild": {"max": 3}, "constant_delay": {"updates": 2}}, "not together"),
+        ("pipemare", {"hogwild": {"max": 3}, "constant_delay": {"updates": 2}}, "cannot be combined"),
         ("pipemare", {"recompute": {"segments": 2}, "stash": True}, "recompute: true"),
         ("pipemare", {"recompute": {"segments": 2}, "schedule": "1f1b"}, "dataflow"),
         ("gpipe", {"hogwild": {"max": 3}}, "drains the pipeline"),
