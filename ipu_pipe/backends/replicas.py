@@ -249,7 +249,7 @@ class IndependentReplicas:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the weights of the replicas that are not in the model."""
+        """Count the bytes of the weights of the replicas that are not in the model."""
         return sum(w.numel() * w.element_size() for w in self._weights[0]) * (self.count - 1)
 
 
