@@ -17,10 +17,10 @@ __version__ = "0.1.0"
 _HOMES = {
     "BadInput": "errors", "RunFault": "errors",
     "begin_stage": "model.stages", "partition": "model.stages",
-    "METHODS": "schedule.methods", "resolve_method": "schedule.methods",
+    "METHODS": "schedule.methods",
     "make_schedule": "schedule.timelines", "from_rows": "schedule.rows", "format_text": "schedule.drawing",
     "VersionTable": "schedule.versions",
-    "configure": "config.load", "load_config": "config.load",
+    "configure": "config.load", "load_config": "config.load", "resolve_method": "config.load",
     "Callback": "run.callbacks", "EarlyStopping": "run.callbacks", "predict": "run.predict",
     "export": "run.export",
     "CSVLogger": "run.loggers", "MLflowLogger": "run.loggers", "WandbLogger": "run.loggers",
@@ -30,7 +30,7 @@ _HOMES = {
 }  # fmt: skip
 
 if TYPE_CHECKING:
-    from ipu_pipe.config.load import configure, load_config
+    from ipu_pipe.config.load import configure, load_config, resolve_method
     from ipu_pipe.data import from_loader, load_data
     from ipu_pipe.errors import BadInput, RunFault
     from ipu_pipe.model.stages import begin_stage, partition
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from ipu_pipe.run.predict import predict
     from ipu_pipe.run.train import train
     from ipu_pipe.schedule.drawing import format_text
-    from ipu_pipe.schedule.methods import METHODS, resolve_method
+    from ipu_pipe.schedule.methods import METHODS
     from ipu_pipe.schedule.rows import from_rows
     from ipu_pipe.schedule.timelines import make_schedule
     from ipu_pipe.schedule.versions import VersionTable

@@ -123,7 +123,7 @@ WRONG = {
     "method: local_chunked\nmethod_args: {blocks: []}": "method_args.blocks: ",
     "method: local_overlapping\nmethod_args: {overlap: 2}": "method_args.overlap: 2: ",
     "method: zb_auto\nmethod_args: {activation_limit: 0.5}": "method_args.activation_limit: 0.5: ",
-    "method: rows\nmethod_args: {file: ''}": "method_args.file: ",
+    "method: rows\nmethod_args: {file: ''}": "method_args.file: : must be the name",
     "method: gpipe\nmethod_args: {stash: true}": "method_args.stash: True: ",
     "seed: 1\nseed: 2": "line 4: ",
     "log:\n  every: 1\n  every: 2": "line 5: ",

@@ -81,6 +81,8 @@ def test_a_schedule_may_have_a_function_for_each_group(tmp_path: Path) -> None:
 
     for ours, theirs in zip(trained(tmp_path / "run", GROUPS, lr_scheduler=make), train_by_hand(factors)):
         assert torch.allclose(ours, theirs, rtol=1e-6)
+    idle = [*GROUPS[:2], {"name": "adamw", "lr": 0.1}, GROUPS[2]]  # a group for which an earlier one leaves nothing
+    build(configure(idle), model(), data(), lr_scheduler=lambda o: torch.optim.lr_scheduler.LambdaLR(o, [*factors, factors[0]]))
     sgd = [{"match": ["0.*"], "name": "sgd", "lr": 0.1, "momentum": 0.9}, {"name": "sgd", "lr": 0.2, "momentum": 0.9}]
     config = configure(sgd, method="pipelined_backprop", method_args={"weight_prediction": {"form": "velocity"}})
     factors.pop()

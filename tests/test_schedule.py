@@ -14,6 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from slot_simulation import PLAYED, Simulated, simulate
 
+import ipu_pipe
 from ipu_pipe.errors import BadInput
 from ipu_pipe.schedule.actions import SPLIT_PASSES, Action, Kind, list_needs
 from ipu_pipe.schedule.clock import Costs, clock
@@ -474,14 +475,19 @@ def test_capped_1f1b_holds_fewer_microbatches_in_the_same_time() -> None:
     ("name", "args", "message"),
     [
         ("pipdream", {}, "method: pipdream: .* did you mean pipedream?"),
-        ("gpipe", {"stash": True}, "method_args: stash: True: "),
-        ("pipedream_2bw", {"schedule": "dataflow"}, "method_args: schedule: dataflow: "),
-        ("pipedream", {"turn": 1}, "method_args: turn: 1: "),
+        ("gpipe", {"stash": True}, "method_args.stash: True: "),
+        ("pipedream_2bw", {"schedule": "dataflow"}, "method_args.schedule: dataflow: "),
+        ("pipedream", {"turn": 1}, "method_args.turn: 1: "),
+        ("pipemare", {"turn": 2}, "method_args.turn: 2: "),
+        ("pipemare", {"turn": True}, "method_args.turn: true: "),
+        ("pipemare", {"schedule": "gpipe"}, "method_args.schedule: gpipe: "),
+        ("pipemare", {"stash": "yes"}, "method_args.stash: yes: "),
+        ("pipedream", {"stages_per_device": 0}, "stages_per_device: 0: "),
     ],
 )
 def test_methods_refuse_with_the_reason(name: str, args: Dict[str, object], message: str) -> None:
     with pytest.raises(BadInput, match=message):
-        resolve_method(name, args)
+        ipu_pipe.resolve_method(name, args)
 
 
 def test_impossible_sizes_name_every_fault() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any, Dict, List, Sequence, Set, Tuple, Union
+from typing import Any, Dict, List, Mapping, Sequence, Set, Tuple, Union
 
 from pydantic import ValidationError
 
@@ -13,7 +13,8 @@ from ipu_pipe.config.schema import Config, import_outer
 from ipu_pipe.config.sections import GIVEN, StageCount
 from ipu_pipe.config.yaml_files import Origins, apply_override, read_yaml
 from ipu_pipe.errors import BadInput
-from ipu_pipe.schedule.methods import Method, resolve_method
+from ipu_pipe.schedule import methods
+from ipu_pipe.schedule.methods import Method
 
 # at other keys, null means that the key is left out
 NULL_MEANS = ("stages", "steps", "clip", "hardware", "init_from", "checkpoint")
@@ -53,6 +54,16 @@ def configure(**keys: Any) -> Config:
     return _validate(raw, {}, "configure", [])
 
 
+def resolve_method(name: str, args: Mapping[str, Any] = {}) -> Method:
+    """Return the method `name` with its axes changed by `args`: keys of `method_args` in a config, and `stages_per_device`.
+
+    Raise `BadInput` for an unknown name, for values that are not allowed, and for arguments that do not belong to the method.
+    """
+    own = {key: value for key, value in args.items() if key != "stages_per_device"}
+    config = configure(method=name, method_args=own, stages_per_device=args.get("stages_per_device"))
+    return methods.resolve_method(config.method, config.method_settings())
+
+
 def _validate(raw: Dict[str, Any], origins: Origins, place: str, faults: List[str]) -> Config:
     """Return the config of `raw`. Raise `BadInput` with `faults` and all others, each with the place that its key came from."""
 
@@ -78,10 +89,10 @@ def _validate(raw: Dict[str, Any], origins: Origins, place: str, faults: List[st
         args = raw.get("method_args", {})
         args = args if isinstance(args, dict) else {}
         args = {key: value for key, value in args.items() if ("method_args", key) not in wrong}
-        against = _collect(resolve_method, raw.get("method", "gpipe"), args)
+        against = _collect(methods.resolve_method, raw.get("method", "gpipe"), args)
         faults += put_place([re.sub(r"^method_args: ", "method_args.", fault) for fault in against])
     if config is not None and not faults:
-        method = resolve_method(config.method, config.method_settings())
+        method = methods.resolve_method(config.method, config.method_settings())
         always, of_optimizer = _check_rules(config, method)
         config._optimizer_faults = tuple(put_place(of_optimizer))
         of_backend = import_outer("check_backend")(config, method) if config.backend.name == "poptorch" else []

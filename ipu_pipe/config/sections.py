@@ -655,7 +655,14 @@ class MethodArgs(Section):
     outer: Optional[OuterConfig] = None
     split_backward: Optional[StrictBool] = None
     activation_limit: Optional[Annotated[Positive, Field(ge=1)]] = None
-    file: Optional[Annotated[PathText, Field(min_length=1)]] = None
+    file: Optional[PathText] = None
+
+    @field_validator("file")
+    @classmethod
+    def _validate_file(cls, value: Any) -> Any:
+        if value == "":
+            raise ValueError("must be the name of a CSV file")
+        return value
 
     @field_validator("blocks")
     @classmethod
@@ -663,7 +670,7 @@ class MethodArgs(Section):
         names = isinstance(value, (list, tuple)) and bool(value) and all(isinstance(name, str) for name in value)
         if value is None or names or (type(value) is int and 1 <= value <= MOST_STAGES):
             return value
-        raise ValueError("must be an integer >= 1 or a list of module names")
+        raise ValueError(f"must be an integer from 1 to {MOST_STAGES}, or a list of module names")
 
     @field_validator("head")
     @classmethod

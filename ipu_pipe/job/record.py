@@ -129,10 +129,10 @@ class Job(Setup):
     start, where the pipeline is empty. `used`: the optimizer and the loss in use. `plateau`: the rate that follows
     evaluations.
 
-    `may_stop`: callbacks may stop the run after any update; `may_stop_empty`: where the pipeline is empty. `wants_model`,
-    `watches_gradients`: callbacks read the whole model, or each update's gradients. `folder`: of the run, for files of every
-    process. `read`: fingerprints of the data, for record.json. On processes, `pieces`: the model cut into its stages, and
-    `placement`: the device of each stage.
+    `may_stop`: callbacks may stop the run after any update; `may_stop_empty`: they may stop it wherever the pipeline is empty.
+    `wants_model`, `watches_gradients`: callbacks read the whole model, or each update's gradients. `folder`: of the run, for
+    files of every process. `read`: fingerprints of the data, for record.json. On processes, `pieces`: the model cut into its
+    stages, and `placement`: the device of each stage.
     """
 
     part: Partition

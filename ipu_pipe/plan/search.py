@@ -23,8 +23,8 @@ from ipu_pipe.plan.prediction import Costing, Prediction, Problem, Sums, make_ba
 from ipu_pipe.schedule.methods import METHODS
 
 NO_ROOM = "the fullest stage needs more memory than a device has, however the model is cut"
-ALIKE = "other microbatches and accumulations of those shown, slower or with no room"
-SLOWER = "slower than those shown by a lower bound"
+ALIKE = "other microbatches, accumulations and schedules of those shown, no faster or with no room"
+SLOWER = "no faster than those shown, by the least time that they can take"
 # slack so that a bound equal to the time does not reorder ties
 ROUNDING = 1e-9
 
@@ -70,8 +70,8 @@ _Steps = Iterator[Tuple[float, Optional[Prediction]]]
 def search(problem: Problem, asked: Iterable[Candidate], count: int) -> SearchResult:
     """Return the `count` candidates with the greatest predicted throughput, each with its best cut and layout.
 
-    If candidates differ in microbatch and accumulation alone, only the best is listed. The search is exact: what is not cut or
-    not simulated cannot be better.
+    If candidates differ in microbatch, accumulation and schedule alone, only the best is listed. The search is exact: what is not
+    cut or not simulated cannot be better.
     """
     candidates = list(asked)
     shown: Set[Tuple[Any, ...]] = set()

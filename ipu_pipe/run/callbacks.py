@@ -237,7 +237,7 @@ def refuse_callbacks(job: Job, callbacks: Sequence[Callback]) -> None:
         if metric not in known
     ]
     if not job.intervals[0] and any(isinstance(one, EarlyStopping) for one in callbacks):
-        faults.append("early_stopping: follows evaluations, and none comes before the end: set evaluate.steps")
+        faults.append("early_stopping: follows evaluations, and this run has no interval: set evaluate.every or evaluate.steps")
     why = ""
     if job.config.backend.name == "poptorch":
         why = "PopTorch keeps the gradients on the IPUs: use another backend"

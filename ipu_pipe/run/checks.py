@@ -71,7 +71,7 @@ def _find_conflicts(job: Job) -> Dict[str, Any]:
             job.plateau and config.backend.name == "poptorch",
         "lr_schedule: gives optimizer.groups rates that are not in proportion; a prediction goes by one: must be one function":
             job.rules.rates_by_group and job.rules.reads_by_rate,
-        "lr_schedule.name: plateau: follows evaluations, and none comes before the end: set evaluate.steps":
+        "lr_schedule.name: plateau: follows evaluations, and this run has no interval: set evaluate.every or evaluate.steps":
             job.plateau and not job.intervals[0],
         "ema: PopTorch keeps the weights on the IPUs, which average none: use another backend, or null":
             config.ema and config.backend.name == "poptorch",

@@ -334,7 +334,8 @@ def resolve_method(name: str, args: Mapping[str, Any] = {}) -> Method:
 
     Keys of `args`: `schedule` 1f1b|1f1b_capped|dataflow, `turn` 0|1, `stash` true|false, `hogwild` {mean, max}, `constant_delay`
     {updates}, `recompute` {segments}, and those in OWNERS of one method. None means not given. Other keys belong to the
-    update rules and are ignored. Raises BadInput for an unknown name and for arguments that the method cannot take.
+    update rules and are ignored. Values have the types of a config's `method_args`, which are not checked here. Raises BadInput
+    for an unknown name and for arguments that do not belong to the method.
     """
     if name not in METHODS:
         close = find_nearest(name, METHODS)

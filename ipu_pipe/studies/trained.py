@@ -285,11 +285,12 @@ def compare(
             rows[label]["at_equal_time"] = _compute_mean(by_seed.values())
     results["rows"] = list(rows.values())
     values = list(results["rows"][0]["values"])
+    utilization = "the paper's utilization N/(N+2S)" if grid.measure.fill_and_drain else "the pipeline's utilization"
     return Findings(
         results,
         [judge(entry.make_claim(measure), _replace_diverged(ends[entry.at], measure)) for entry in grid.expect],
         f": {setting}; seeds {', '.join(map(str, seeds))}. Final {measure.final}, mean and standard deviation. Time: epochs"
-        " divided by the pipeline's utilization.",
+        f" divided by {utilization}.",
         ("row", "method", f"final {measure.final}", "by seed", "time", *extras.values(), *values),
         [
             _make_cells(row, measure) + [row[key] for key in extras] + [row["values"].get(key) for key in values]

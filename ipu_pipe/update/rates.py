@@ -127,15 +127,15 @@ KEY = "lr_schedule"
 
 
 def simulate_scheduler(
-    make: SchedulerFactory, optimizer: torch.optim.Optimizer, base: float, updates: int, every: int = 1
+    make: SchedulerFactory, optimizer: torch.optim.Optimizer, base: float, updates: int, every: int = 1, members: int = 1
 ) -> List[List[float]]:
-    """Return the rates that the scheduler of `make` sets: for each of `updates` updates, one for each of the config's
+    """Return the rates that the scheduler of `make` sets: for each of `updates` updates, one for each of `members`, the config's
     `optimizer.groups`.
 
     The run's `optimizer` stays as it is. All groups begin with the rate `base`. The scheduler is stepped after each `every`
     updates. Raise `BadInput` if it is not a torch.optim.lr_scheduler, or changes more than the rate.
     """
-    dummy = _make_dummy_optimizer(optimizer, base)
+    dummy = _make_dummy_optimizer(optimizer, base, members)
     groups = dummy.param_groups
     rate_keys = ("params", "lr", "initial_lr")
     settings = [{key: value for key, value in group.items() if key not in rate_keys} for group in groups]
@@ -166,13 +166,13 @@ def simulate_scheduler(
     return rates
 
 
-def _make_dummy_optimizer(optimizer: torch.optim.Optimizer, base: float) -> torch.optim.Optimizer:
+def _make_dummy_optimizer(optimizer: torch.optim.Optimizer, base: float, members: int) -> torch.optim.Optimizer:
     """Make an optimizer that trains one number in each of the config's groups.
 
-    A group has the rate `base` and otherwise the settings of the first of the run's groups that come from it.
+    A group has the rate `base` and otherwise the settings of the first of the run's groups that come from it, if any trains.
     """
     first = {group["member"]: group for group in reversed(optimizer.param_groups)}
-    dummy = torch.optim.SGD([{"params": [torch.nn.Parameter(torch.zeros(1))]} for _ in range(max(first) + 1)], lr=base)
+    dummy = torch.optim.SGD([{"params": [torch.nn.Parameter(torch.zeros(1))]} for _ in range(members)], lr=base)
     # SGD.step reads `differentiable`, which Muon and others do not have
     dummy.defaults = {"differentiable": False, **optimizer.defaults}
     for number, group in first.items():

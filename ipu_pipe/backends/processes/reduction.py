@@ -89,7 +89,7 @@ class OverlappedAverage:
         if is_last:
             self._awaited = [set(bucket) for bucket in self._buckets]
         yield
-        # gradients that have not come by now are unused, or came without autograd
+        # parameters whose gradient autograd has not reported by now are unused, or get it without autograd
         if is_last:
             self._awaited = [set() for _ in self._buckets]
             self._begin()
