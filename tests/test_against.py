@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any, Dict
 
 import pytest
+import yaml
 
 from ipu_pipe.cli import train as train_command
-from ipu_pipe.config.load import load_config
+from ipu_pipe.config.load import configure, load_config
 from ipu_pipe.errors import BadInput, RunFault
 from ipu_pipe.run.folder import read_starts
 from ipu_pipe.schedule.methods import METHODS
@@ -65,6 +66,18 @@ def test_as_much_time_is_the_most_updates_that_fit(accumulate: int, steps: Any) 
     assert 2 * (accumulate + 3) * steps <= 1506 < 2 * (accumulate + 3) * (steps + 1)
     assert chosen.optimizer.lr == pytest.approx(0.02 * accumulate / 2)
     assert chosen.lr_schedule.warmup_steps == -(-4 * 2 // accumulate)  # as many samples
+
+
+@pytest.mark.parametrize("accumulate", [4, 16])
+def test_the_experiment_at_equal_time_has_these_settings(accumulate: int) -> None:
+    path = Path(DIGITS).parent / "experiments" / "equal_time.yaml"
+    grid = yaml.safe_load(path.read_text(encoding="utf-8"))
+    first = summary("pipedream", 400, 2, planned_utilization=1600 / 1624)  # it drains for three evaluations before the last
+    fitted = fit_into_time(configure(**{**grid["base"], "method": "gpipe"}), accumulate, first)
+    row = grid["rows"][f"GPipe N={accumulate}, equal time"]
+    assert fitted is not None and row["steps"] == fitted.steps
+    assert row["optimizer"]["lr"] == pytest.approx(fitted.optimizer.lr)
+    assert row["lr_schedule"]["warmup_steps"] == fitted.lr_schedule.warmup_steps
 
 
 def test_milestones_come_at_the_same_share_of_the_run() -> None:
