@@ -59,8 +59,8 @@ def resolve_method(name: str, args: Mapping[str, Any] = {}) -> Method:
 
     Raise `BadInput` for an unknown name, for values that are not allowed, and for arguments that do not belong to the method.
     """
-    own = {key: value for key, value in args.items() if key != "stages_per_device"}
-    config = configure(method=name, method_args=own, stages_per_device=args.get("stages_per_device"))
+    method_args = {key: value for key, value in args.items() if key != "stages_per_device"}
+    config = configure(method=name, method_args=method_args, stages_per_device=args.get("stages_per_device"))
     return methods.resolve_method(config.method, config.method_settings())
 
 

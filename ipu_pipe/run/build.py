@@ -243,8 +243,8 @@ def _assemble(setup: Setup, objects: Overrides, done: int) -> Job:
         if config.lr_schedule.interval == "epoch" and per_epoch is None:
             raise BadInput("lr_schedule.interval: epoch: the data have no epochs: must be update")
         every = per_epoch if config.lr_schedule.interval == "epoch" and per_epoch else 1
-        make, members = objects.lr_scheduler or make_scheduler(config), len(config.optimizer.members)
-        scheduled = simulate_scheduler(make, whole, base, updates, every, members)
+        make, count = objects.lr_scheduler or make_scheduler(config), len(config.optimizer.members)
+        scheduled = simulate_scheduler(make, whole, base, updates, every, count)
         played = [scheduled[k - k % config.updates_per_call] for k in range(updates)]
 
         def rate(k: int) -> float:
