@@ -104,7 +104,7 @@ def test_of_more_events_than_a_page_holds_there_are_a_window_and_an_overview(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(write, "MOST_EVENTS", 4)
-    monkeypatch.setattr(write, "BINS", 4)
+    monkeypatch.setattr(write, "OVERVIEW_BINS", 4)
     events = [Event(0, 0, "forward", m, 100 * m, 100 * m + 50, 0, None) for m in range(8)]
     events += [Event(0, 0, "wait", m, 100 * m + 50, 100 * m + 100, -1, None) for m in range(4)]
     held = data(written(tmp_path / "p", Trace(Events.from_rows(events), Counters.from_rows([]), {}), {}))["trace"]
