@@ -35,7 +35,7 @@ from ipu_pipe.model.stages import begin_stage
 from ipu_pipe.run.folder import RunFolder, read_summary
 from ipu_pipe.run.train import train
 from ipu_pipe.studies.collect import write_comparison
-from ipu_pipe.studies.experiment import Findings, Outcome, call_with_picklable_faults
+from ipu_pipe.studies.experiment import Findings, Outcome, Request, call_with_picklable_faults, run_all
 from tests import forked
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -579,6 +579,16 @@ if __name__ == "__main__":
     for pid in left:
         os.kill(pid, signal.SIGKILL)
     assert not left
+
+
+def test_a_run_that_fails_ends_those_that_wait_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pool's own thread raised InvalidStateError for runs that had been cancelled."""
+    raised: List[Any] = []
+    monkeypatch.setattr(threading, "excepthook", raised.append)
+    runs = {"fails": (-1,), **{str(n): (60,) for n in range(6)}}
+    with pytest.raises(Exception, match="sleep length"):
+        run_all(time.sleep, runs, Request(Path(".")), str)
+    assert not raised
 
 
 def _is_alive(pid: int) -> bool:

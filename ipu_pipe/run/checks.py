@@ -69,7 +69,7 @@ def _find_conflicts(job: Job) -> Dict[str, Any]:
             sharded and read_torch_version() < (2, 4),
         "lr_schedule.name: plateau: PopTorch's runs have rates that are known before: use another backend or schedule":
             job.plateau and config.backend.name == "poptorch",
-        "lr_schedule: gives optimizer.groups rates that are not in proportion; a prediction goes by one: must be one function":
+        "lr_schedule: a weight prediction goes by one learning rate: must be one function for all optimizer.groups":
             job.rules.rates_by_group and job.rules.reads_by_rate,
         "lr_schedule.name: plateau: follows evaluations, and this run has no interval: set evaluate.every or evaluate.steps":
             job.plateau and not job.intervals[0],

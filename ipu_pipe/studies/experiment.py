@@ -170,9 +170,8 @@ def run_all(
                     left = (time.monotonic() - start) / len(done) * len(waiting) / 60
                     request.say(f"[{len(done)}/{len(arguments)}] {describe(key, result)} ({left:.0f} min left)")
         except BaseException as error:
-            for future in waiting:
-                future.cancel()
-            for process in list((pool._processes or {}).values()):  # a run in progress is resumed next time
+            # a run in progress is resumed next time; the pool then fails the runs that wait by itself
+            for process in list((pool._processes or {}).values()):
                 process.terminate()
             if isinstance(error, BrokenProcessPool):
                 raise RunFault("a process that trains one of the runs was killed (out of memory?)") from error
