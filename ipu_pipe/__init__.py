@@ -41,9 +41,8 @@ if TYPE_CHECKING:
     from ipu_pipe.run.planning import plan_config
     from ipu_pipe.run.predict import predict
     from ipu_pipe.run.train import train
-    from ipu_pipe.schedule.drawing import format_text
     from ipu_pipe.schedule.methods import METHODS
-    from ipu_pipe.schedule.rows import from_rows
+    from ipu_pipe.schedule.rows import format_text, from_rows
     from ipu_pipe.schedule.timelines import make_schedule
     from ipu_pipe.schedule.versions import VersionTable
 

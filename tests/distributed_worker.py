@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ipu_pipe.backends.losses import average
 from ipu_pipe.backends.processes.cuda import list_links
 from ipu_pipe.backends.processes.ties import find_ties
+from ipu_pipe.backends.work import average
 from ipu_pipe.errors import end_process
 from ipu_pipe.hardware.precision import MIXED, resolve_precision
 from ipu_pipe.job.record import DTYPES
@@ -27,7 +27,7 @@ from ipu_pipe.schedule.methods import resolve_method
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.update.apply import UpdateRules
-from ipu_pipe.update.groups import make_groups, replace_parameters, select_stage
+from ipu_pipe.update.optimizer import make_groups, replace_parameters, select_stage
 from tests.nccl_double import NcclDouble
 from tests.staged_models import MODELS, TIED, Skipping, batches, checkpointed, redrawing, twice, whole
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any, Dict, Tuple
 
 from ipu_pipe.report.analysis.analyze import analyze
+from ipu_pipe.report.run_trace import build_modelled_events
 from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.clock import Costs, clock
 from ipu_pipe.schedule.methods import METHODS, resolve_method
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.trace.events import MEMORY, Counter, Counters, Event, Events, Trace
-from ipu_pipe.trace.modelled import build_modelled_events
 
 STAGES, ACCUMULATE, MICROBATCHES = 4, 4, 40
 SIZE = 1 << 19  # bytes of a boundary tensor

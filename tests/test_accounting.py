@@ -21,13 +21,18 @@ from ipu_pipe.report.memory import compute_memory_figures
 from ipu_pipe.run.build import build
 from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.methods import METHODS, resolve_method
-from ipu_pipe.schedule.recompute import count_kept_by_segments, find_segment_ends, find_segment_heads
 from ipu_pipe.schedule.timelines import (
     amortize_utilization,
     compute_utilization,
     make_schedule,
 )
-from ipu_pipe.schedule.versions import VersionTable, count_weight_copies
+from ipu_pipe.schedule.versions import (
+    VersionTable,
+    count_kept_by_segments,
+    count_weight_copies,
+    find_segment_ends,
+    find_segment_heads,
+)
 from models import resnet
 from tests.slot_simulation import PLAYED
 

@@ -12,12 +12,12 @@ from ipu_pipe.errors import BadInput
 from ipu_pipe.report.analysis.analyze import analyze
 from ipu_pipe.report.analysis.devices import MOST_POINTS
 from ipu_pipe.report.analysis.text import compute_differences, format_analysis, format_comparison
+from ipu_pipe.report.run_trace import build_modelled_events
 from ipu_pipe.schedule.clock import Costs, clock
 from ipu_pipe.schedule.methods import METHODS, resolve_method
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.trace.events import WAIT, Counter, Counters, Event, Events, Trace
-from ipu_pipe.trace.modelled import build_modelled_events
 
 UNITS = [4.0, 1.0, 1.0, 1.0, 1.0, 2.0, 2.0, 4.0]  # what each takes forward, in microseconds; backward twice that
 

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ipu_pipe.report.analysis.devices import find_span, measure_devices, measure_union
+from ipu_pipe.report.run_trace import build_modelled_events
 from ipu_pipe.schedule.clock import clock, make_slot_costs
 from ipu_pipe.schedule.methods import METHODS
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.trace.events import COMMUNICATION, COMPUTE, OUTSIDE, WAIT, Event, Events
-from ipu_pipe.trace.modelled import build_modelled_events
 from tests.slot_simulation import PLAYED
 
 Drawn = Tuple[int, str, int, int, int]  # device, kind, start, end, peer

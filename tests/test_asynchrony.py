@@ -12,7 +12,7 @@ from torch import nn
 
 import ipu_pipe
 from ipu_pipe.backends.emulator.replay import Emulator
-from ipu_pipe.backends.randomized import RandomizedReplays, order_of_updates
+from ipu_pipe.backends.replays import RandomizedReplays, order_of_updates
 from ipu_pipe.backends.work import Work
 from ipu_pipe.errors import BadInput
 from ipu_pipe.model.stages import partition
@@ -22,7 +22,7 @@ from ipu_pipe.schedule.methods import METHODS, Method, resolve_method
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.update.apply import UpdateRules
-from ipu_pipe.update.groups import make_groups
+from ipu_pipe.update.optimizer import make_groups
 from tests.staged_models import MODELS, batches, whole
 
 LR, MOMENTUM, DECAY = 0.2, 0.9, 1e-3

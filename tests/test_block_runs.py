@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ipu_pipe.backends.emulator.replay import Emulator
-from ipu_pipe.backends.randomized import RandomizedReplays, order_of_updates
+from ipu_pipe.backends.replays import RandomizedReplays, order_of_updates
 from ipu_pipe.backends.work import Work
 from ipu_pipe.cli import reproduce
 from ipu_pipe.model.stages import partition
@@ -22,18 +22,21 @@ from ipu_pipe.schedule.methods import Method, resolve_method
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.studies import vector_grids, vector_runs
+from ipu_pipe.studies.experiment import judge
 from ipu_pipe.studies.history_delays import fit_exponent
-from ipu_pipe.studies.objectives import (
+from ipu_pipe.studies.vector_runs import (
     Logistic,
     Quadratic,
     make_logistic_regression,
     make_random_quadratic,
+    make_randomized_source,
     make_tridiagonal_quadratic,
+    run_local_sgd,
+    run_pipedream,
+    run_randomized,
 )
-from ipu_pipe.studies.vector_runs import make_randomized_source, run_local_sgd, run_pipedream, run_randomized
-from ipu_pipe.studies.verdicts import judge
 from ipu_pipe.update.apply import UpdateRules
-from ipu_pipe.update.groups import make_groups
+from ipu_pipe.update.optimizer import make_groups
 from tests.support import vectors
 
 P, D, M = 4, 24, 30

@@ -12,8 +12,7 @@ from torch import nn
 from ipu_pipe.errors import BadInput, RunFault
 from ipu_pipe.model.stages import begin_stage, partition
 from ipu_pipe.run import checkpoint
-from ipu_pipe.update.groups import make_groups
-from ipu_pipe.update.optimizer import export_state, import_state
+from ipu_pipe.update.optimizer import export_state, import_state, make_groups
 
 
 def make(folder: Path, step: int) -> Path:

@@ -15,7 +15,7 @@ from ipu_pipe.schedule.methods import METHODS, Reads, resolve_method
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable, count_weight_copies
 from ipu_pipe.update.apply import UpdateRules
-from ipu_pipe.update.groups import make_groups, replace_parameters
+from ipu_pipe.update.optimizer import make_groups, replace_parameters
 from tests import forked
 from tests.distributed_worker import (
     ADAMW,

@@ -515,7 +515,7 @@ def test_replicas_wait_for_an_evaluation_as_long_as_it_gets_on(monkeypatch: pyte
 def test_sigterm_ends_a_process_that_waits_where_python_does_not_run() -> None:
     script = """
 import ctypes
-from ipu_pipe.backends.processes.termination import Termination
+from ipu_pipe.backends.processes.lost_ranks import Termination
 Termination.PATIENCE = 0.5
 Termination.watch()
 mutex, libc = ctypes.create_string_buffer(128), ctypes.CDLL(None)  # all zeros: PTHREAD_MUTEX_INITIALIZER

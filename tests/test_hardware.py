@@ -7,9 +7,9 @@ from typing import Any, Dict, List
 
 import pytest
 
-from ipu_pipe.config.yaml_files import dump_yaml, parse_yaml
+from ipu_pipe.config.load import dump_yaml, parse_yaml
 from ipu_pipe.errors import BadInput
-from ipu_pipe.hardware import links, memory, unit_costs
+from ipu_pipe.hardware import description, memory, unit_costs
 from ipu_pipe.hardware.description import (
     HARDWARE_FOLDER,
     Hardware,
@@ -119,7 +119,7 @@ def test_bad_files_are_told_a_line_a_fault_with_the_nearest_key(tmp_path: Path) 
         "own.yaml: device.memory_bandwidth.confirmed: true: says that a primary source states the figure: needs source",
         "own.yaml: device.rates.float17: float17: must be float64, float32, bfloat16 or float16",
         "own.yaml: device.rates.float32.achievable_share: missing: must be given",
-        "own.yaml: links.1.bandwith: 1: unknown key, nearest is bandwidth",
+        "own.yaml: description.1.bandwith: 1: unknown key, nearest is bandwidth",
         "own.yaml: hots: 3: unknown key, nearest is host",
     ]
 
@@ -133,7 +133,7 @@ def test_a_figure_so_small_that_times_would_be_infinite_is_refused(tiny: float, 
     keys = [fault.split(": ")[1] for fault in faults_of({**PLAIN, "device": device, "links": links_}, tmp_path)]
     assert keys == [
         "device.memory_bytes.value", "device.memory_bandwidth.value", "device.rates.float32.peak_flops.value",
-        "device.rates.float32.achievable_share.value", "links.0.bandwidth.value", "links.0.latency.value",
+        "device.rates.float32.achievable_share.value", "description.0.bandwidth.value", "description.0.latency.value",
     ]  # fmt: skip
 
 
@@ -142,7 +142,7 @@ def test_no_text_of_a_description_controls_the_terminal(tmp_path: Path) -> None:
     device = {**PLAIN["device"], "memory_bytes": {"value": 1e9, "source": "\x1b[2J"}}
     levels = [{**PLAIN["links"][0], "name": "a\x1b[31m"}, PLAIN["links"][1]]
     evil = read_hardware({**PLAIN, "name": "n\x07", "about": "\x9b2J", "device": device, "links": levels})
-    lines = [evil.name, evil.about, *evil.format_figures(), *links.make_transfer(evil, 0, 1, 1.0).links]
+    lines = [evil.name, evil.about, *evil.format_figures(), *description.make_transfer(evil, 0, 1, 1.0).links]
     assert all(line.isprintable() for line in lines) and "\\x1b[2J" in evil.format_figures()[0]
 
 
@@ -151,12 +151,12 @@ def test_no_text_of_a_description_controls_the_terminal(tmp_path: Path) -> None:
     [
         ({"devices": 9}, "devices: 9: must be at most 8: no level of links holds more"),
         ({"links": []}, "devices: 8: must be at most 1"),
-        ({"links": [PLAIN["links"][1], PLAIN["links"][0]]}, "links.1.holds: 4: must be a larger multiple of 8"),
+        ({"links": [PLAIN["links"][1], PLAIN["links"][0]]}, "description.1.holds: 4: must be a larger multiple of 8"),
         (
             {"links": [PLAIN["links"][0], {**PLAIN["links"][1], "holds": 6}]},
-            "links.1.holds: 6: must be a larger multiple of 4",
+            "description.1.holds: 6: must be a larger multiple of 4",
         ),
-        ({"links": [{**PLAIN["links"][0], "holds": None}, PLAIN["links"][1]]}, "links.0.holds: null: only the last"),
+        ({"links": [{**PLAIN["links"][0], "holds": None}, PLAIN["links"][1]]}, "description.0.holds: null: only the last"),
         ({"device": {**PLAIN["device"], "code_share": 0.9}}, "device.code_share: 0.9: leaves nothing of usable_share"),
         ({"device": {**PLAIN["device"], "streaming_bytes": 1}}, "device.streaming_bytes: given or null alone"),
         ({"device": {**PLAIN["device"], "rates": {}}}, "device.rates: {}: must state at least one"),
@@ -243,41 +243,41 @@ def test_units_join_to_a_stage() -> None:
 
 
 def test_the_smallest_level_that_joins_devices_carries_their_messages(plain: Hardware) -> None:
-    assert links.find_level(plain, [2, 2]) is None
-    assert [links.find_level(plain, ends).name for ends in ([0, 3], [4, 7], [3, 4])] == [
+    assert description.find_level(plain, [2, 2]) is None
+    assert [description.find_level(plain, ends).name for ends in ([0, 3], [4, 7], [3, 4])] == [
         "inside",
         "inside",
         "between",
     ]
-    assert links.make_transfer(plain, 0, 1, 1e9) == Transfer(0.1, 1e-6, ("inside from device 0", "inside to device 1"))
-    across = links.make_transfer(plain, 3, 4, 1e9, at_once=2)
+    assert description.make_transfer(plain, 0, 1, 1e9) == Transfer(0.1, 1e-6, ("inside from device 0", "inside to device 1"))
+    across = description.make_transfer(plain, 3, 4, 1e9, at_once=2)
     assert across == Transfer(2.0, 1e-3, ("between from devices 0 to 3", "between to devices 4 to 7"))
-    assert links.compute_message_seconds(plain.links[1], 1e9, 2) == pytest.approx(across.seconds + across.latency)
-    assert links.make_transfer(plain, 5, 5, 1e9) == Transfer()
+    assert description.compute_message_seconds(plain.links[1], 1e9, 2) == pytest.approx(across.seconds + across.latency)
+    assert description.make_transfer(plain, 5, 5, 1e9) == Transfer()
     with pytest.raises(BadInput, match="no level joins devices 0 and 8"):
-        links.make_transfer(plain, 0, 8, 1.0)
+        description.make_transfer(plain, 0, 8, 1.0)
 
 
 def test_a_ring_sends_its_bytes_nearly_twice(plain: Hardware) -> None:
     inside, between = plain.links
-    assert links.compute_all_reduce_seconds(inside, 4e9, 1) == 0.0
-    assert links.compute_all_reduce_seconds(inside, 4e9, 4) == pytest.approx(2 * 3 / 4 * 4e9 / 1e10 + 6e-6)
-    found = links.make_all_reduce(plain, [0, 4], 1e9)
+    assert description.compute_all_reduce_seconds(inside, 4e9, 1) == 0.0
+    assert description.compute_all_reduce_seconds(inside, 4e9, 4) == pytest.approx(2 * 3 / 4 * 4e9 / 1e10 + 6e-6)
+    found = description.make_all_reduce(plain, [0, 4], 1e9)
     assert (
         found.seconds + found.latency
-        == pytest.approx(links.compute_all_reduce_seconds(between, 1e9, 2))
+        == pytest.approx(description.compute_all_reduce_seconds(between, 1e9, 2))
         == pytest.approx(1.002)
     )
     assert set(found.links) == {
         f"between {way} devices {group}" for way in ("from", "to") for group in ("0 to 3", "4 to 7")
     }
-    assert links.make_all_reduce(plain, [3], 1e9) == Transfer()
+    assert description.make_all_reduce(plain, [3], 1e9) == Transfer()
 
 
 def test_flows_crowd_where_they_leave_or_enter_together(plain: Hardware) -> None:
     pipelines = [(0, 4), (1, 5), (2, 3)]  # two leave the first server; the third stays inside
-    assert links.count_sharing(plain, pipelines) == [2, 2, 1]
-    assert links.count_sharing(plain, [(0, 3), (1, 3), (0, 2)]) == [2, 2, 2]
+    assert description.count_sharing(plain, pipelines) == [2, 2, 1]
+    assert description.count_sharing(plain, [(0, 3), (1, 3), (0, 2)]) == [2, 2, 2]
 
 
 # ---- memory

@@ -12,8 +12,7 @@ from ipu_pipe.cli.measure_hardware import main
 from ipu_pipe.config.load import load_config
 from ipu_pipe.errors import BadInput
 from ipu_pipe.hardware import measuring
-from ipu_pipe.hardware.description import read_hardware
-from ipu_pipe.hardware.links import compute_message_seconds
+from ipu_pipe.hardware.description import compute_message_seconds, read_hardware
 from ipu_pipe.run.planning import make_problem_of
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -16,12 +16,12 @@ import torch
 from torch import nn
 
 import ipu_pipe
-from ipu_pipe.backends.emulator import profiling
+from ipu_pipe.backends.emulator import engine
 from ipu_pipe.backends.interface import DeviceTimes, Report
 from ipu_pipe.config.load import load_config
 from ipu_pipe.model.timing import StageSeconds
 from ipu_pipe.report.position import Position
-from ipu_pipe.report.run_trace import choose_stage_costs, compute_modelled_rates
+from ipu_pipe.report.run_trace import build_modelled_events, choose_stage_costs, compute_modelled_rates
 from ipu_pipe.report.summary import compute_busy_shares
 from ipu_pipe.run.build import build
 from ipu_pipe.run.train import train
@@ -30,7 +30,6 @@ from ipu_pipe.schedule.methods import METHODS, resolve_method
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.trace.events import KINDS, Event
-from ipu_pipe.trace.modelled import build_modelled_events
 from ipu_pipe.trace.store import read_store
 
 DIGITS = str(Path(__file__).resolve().parents[1] / "configs" / "mlp_digits.yaml")
@@ -201,7 +200,7 @@ def test_profiling_leaves_nothing_behind(pairs: Tuple[str, ...]) -> None:
     job.model.eval()
     before, state = copy.deepcopy(job.model.state_dict()), copy.deepcopy(job.optimizer.state_dict())
     random, gradients = torch.get_rng_state(), [p.grad for p in job.model.parameters()]
-    found = profiling.profile(job)
+    found = engine.profile(job)
     assert len(found.forward) == len(found.backward) == len(found.update) == len(job.part) and min(found.forward) > 0
     assert all(torch.equal(a, b) for a, b in zip(before.values(), job.model.state_dict().values()))
     assert torch.equal(random, torch.get_rng_state()) and not job.model.training
@@ -220,7 +219,7 @@ def test_the_numbers_of_a_run_are_those_without_a_profile(tmp_path: Path, monkey
         return dict(given.state_dict())
 
     with_profile = weights("a")
-    monkeypatch.setattr(profiling, "time_passes", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(engine, "time_passes", lambda *_, **__: 1 / 0)
     without = weights("b")
     assert all(torch.equal(with_profile[key], without[key]) for key in without)
     summary = json.loads((tmp_path / "b" / "summary.json").read_text())

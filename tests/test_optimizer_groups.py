@@ -22,8 +22,16 @@ from ipu_pipe.model.stages import begin_stage, partition
 from ipu_pipe.report.memory import build_memory_table
 from ipu_pipe.run.build import build
 from ipu_pipe.schedule.methods import resolve_method
-from ipu_pipe.update.groups import Member, make_groups, make_placeholder, spread_settings
-from ipu_pipe.update.optimizer import OptimizersByGroup, count_state_bytes, get_kind, make_factory_by_group
+from ipu_pipe.update.optimizer import (
+    Member,
+    OptimizersByGroup,
+    count_state_bytes,
+    get_kind,
+    make_factory_by_group,
+    make_groups,
+    make_placeholder,
+    spread_settings,
+)
 from tests.staged_models import batches, whole
 from tests.test_emulator_exact import assert_equal, fresh, literal
 from tests.test_emulator_exact import emulate as emulate_by_hand

@@ -13,10 +13,9 @@ from ipu_pipe.backends.ipu.unsupported import check_method
 from ipu_pipe.errors import BadInput
 from ipu_pipe.schedule.actions import Action, Kind, list_needs
 from ipu_pipe.schedule.clock import Bubbles, Costs, clock, compute_busy_share, measure_bubbles
-from ipu_pipe.schedule.drawing import format_csv, format_text
 from ipu_pipe.schedule.methods import METHODS, resolve_method
 from ipu_pipe.schedule.orders import make_device_rows
-from ipu_pipe.schedule.rows import from_rows, lay_out, read_csv
+from ipu_pipe.schedule.rows import format_csv, format_text, from_rows, lay_out, read_csv
 from ipu_pipe.schedule.table import Schedule
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable, count_weight_copies

@@ -22,7 +22,7 @@ from ipu_pipe.schedule.methods import Outer, resolve_method
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.update.apply import UpdateRules
-from ipu_pipe.update.groups import make_groups
+from ipu_pipe.update.optimizer import make_groups
 from tests.staged_models import batches, whole
 from tests.support.runs import assert_same_weights
 from tests.test_asynchrony import assert_alike, cross_entropy, emulated, fresh, until_update

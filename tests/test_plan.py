@@ -26,10 +26,8 @@ from ipu_pipe.plan.candidates import (
     make_boundary_transfer,
     make_reduce_transfer,
 )
-from ipu_pipe.plan.planner import make_plan
+from ipu_pipe.plan.planner import NO_ROOM, find_binding, find_least_memory, make_plan, search
 from ipu_pipe.plan.prediction import Costing, Prediction, Problem, Sums, predict_cut
-from ipu_pipe.plan.reasons import find_binding
-from ipu_pipe.plan.search import NO_ROOM, find_least_memory, search
 from ipu_pipe.run.train import train
 from ipu_pipe.schedule.clock import clock
 from ipu_pipe.schedule.methods import METHODS, Pipeline

@@ -13,14 +13,13 @@ from ipu_pipe.hardware.unit_costs import Unit
 from ipu_pipe.plan import batches
 from ipu_pipe.plan.batches import Batches, compute_batch_time
 from ipu_pipe.plan.candidates import Candidate, list_candidates, list_layouts
+from ipu_pipe.plan.planner import ALIKE, NO_ROOM, search
 from ipu_pipe.plan.prediction import Costing, Prediction, Problem, Sums, make_batches, predict_cut
-from ipu_pipe.plan.search import ALIKE, NO_ROOM, search
 from ipu_pipe.schedule.actions import Kind
-from ipu_pipe.schedule.clock import Costs, Transfer, clock, time_first_updates
+from ipu_pipe.schedule.clock import Costs, Transfer, clock, time_first_updates, time_uncontended
 from ipu_pipe.schedule.methods import METHODS, resolve_method
 from ipu_pipe.schedule.table import Schedule
 from ipu_pipe.schedule.timelines import make_schedule
-from ipu_pipe.schedule.uncontended import time_uncontended
 
 PIPELINES = ["pipedream_2bw", "pipedream_flush", "gpipe"]
 

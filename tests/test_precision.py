@@ -27,8 +27,8 @@ from ipu_pipe.job.record import DTYPES
 from ipu_pipe.model.precision import ModelPrecision
 from ipu_pipe.model.stages import partition
 from ipu_pipe.plan.candidates import Candidate
+from ipu_pipe.plan.planner import search
 from ipu_pipe.plan.prediction import Problem
-from ipu_pipe.plan.search import search
 from ipu_pipe.report.memory import build_memory_table
 from ipu_pipe.report.run_text import format_opening
 from ipu_pipe.run.build import build
@@ -37,7 +37,7 @@ from ipu_pipe.schedule.methods import METHODS, Method, resolve_method
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.update.apply import UpdateRules
-from ipu_pipe.update.groups import make_groups, replace_parameters
+from ipu_pipe.update.optimizer import make_groups, replace_parameters
 from tests.literal_replay import LiteralRules, LiteralStage, replay
 from tests.staged_models import MODELS, batches, whole
 from tests.support.runs import assert_same_state, read_state, read_weights

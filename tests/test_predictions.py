@@ -20,14 +20,13 @@ from ipu_pipe.model.flops import FlopCounterMode
 from ipu_pipe.plan.batches import compute_batch_time
 from ipu_pipe.plan.blocks import BlockUnits, count_blocks
 from ipu_pipe.plan.candidates import Candidate, list_candidates, list_layouts
+from ipu_pipe.plan.planner import search
 from ipu_pipe.plan.prediction import Costing, Problem, Sums, predict_cut
-from ipu_pipe.plan.search import search
 from ipu_pipe.plan.tensor_parallel import predict_tensor_parallel
 from ipu_pipe.schedule.clock import HOST
 from ipu_pipe.schedule.methods import METHODS
 from ipu_pipe.studies import catalogue, predicted_2bw, predicted_local, predicted_pipemare
-from ipu_pipe.studies.experiment import PredictedRows, make_prediction
-from ipu_pipe.studies.verdicts import SHOWN, judge_exactly
+from ipu_pipe.studies.experiment import SHOWN, PredictedRows, judge_exactly, make_prediction
 
 ROOT = Path(__file__).resolve().parents[1]
 RATE = {"peak_flops": 1.0, "achievable_share": 1}

@@ -21,8 +21,8 @@ from safetensors.torch import load_file
 from ipu_pipe.backends.processes.collect import free, zero_freed
 from ipu_pipe.backends.processes.layout import RankLayout
 from ipu_pipe.backends.processes.mail import Mail, Message
-from ipu_pipe.backends.processes.reduction import ReplicaGroup, average_over_replicas
 from ipu_pipe.backends.processes.trace import TraceRecorder
+from ipu_pipe.backends.processes.update import ReplicaGroup, average_over_replicas
 from ipu_pipe.config.load import load_config
 from ipu_pipe.errors import end_process
 from ipu_pipe.model.cutting import Shape

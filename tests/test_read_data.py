@@ -15,8 +15,8 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import ipu_pipe
+from ipu_pipe import files
 from ipu_pipe.config.load import load_config
-from ipu_pipe.data import hashes
 from ipu_pipe.data.sets import _digits_file
 from ipu_pipe.errors import BadInput
 from ipu_pipe.report import provenance
@@ -122,9 +122,9 @@ def test_processes_do_not_go_on_with_other_data(folder: Path) -> None:
 
 def test_files_that_moved_or_are_unchanged_are_the_same(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: List[Path] = []
-    plain = hashes.hash_file
+    plain = files.hash_file
     own(folder / "run", 2)
-    monkeypatch.setattr(hashes, "hash_file", lambda file, kind: read.append(file) or plain(file, kind))
+    monkeypatch.setattr(files, "hash_file", lambda file, kind: read.append(file) or plain(file, kind))
     own(folder / "run", 4, resume=True)
     assert read == []  # their sizes and times say enough
     shutil.copytree(folder / "data", folder / "there" / "data")
@@ -136,7 +136,7 @@ def test_files_that_moved_or_are_unchanged_are_the_same(folder: Path, monkeypatc
 
 
 def test_many_or_large_files_are_known_by_names_and_sizes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hashes, "MOST_BYTES", (folder / "data" / "0.npy").stat().st_size)
+    monkeypatch.setattr(files, "MOST_BYTES", (folder / "data" / "0.npy").stat().st_size)
     own(folder / "run", 2)
     held = newest(folder / "run")["files"]
     assert held["0.npy"]["sha256"] and held["1.npy"]["sha256"] is None
@@ -192,5 +192,5 @@ def test_a_file_that_cannot_be_read_is_named(folder: Path) -> None:
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "file").write_bytes(b"1")
-    found = hashes.hash_files({name: tmp_path / name for name in ("pipe", "file")}, {})
+    found = files.hash_files({name: tmp_path / name for name in ("pipe", "file")}, {})
     assert found["pipe"]["sha256"] is None and found["file"]["sha256"] == hashlib.sha256(b"1").hexdigest()

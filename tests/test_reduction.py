@@ -16,13 +16,13 @@ from torch.utils.checkpoint import checkpoint
 from ipu_pipe.backends.processes.cuda import touch_channels
 from ipu_pipe.backends.processes.layout import RankLayout
 from ipu_pipe.backends.processes.mail import REPLICAS, Mail
-from ipu_pipe.backends.processes.reduction import (
+from ipu_pipe.backends.processes.trace import TraceRecorder
+from ipu_pipe.backends.processes.update import (
     OverlappedAverage,
     ReplicaGroup,
     average_over_replicas,
     divide_into_buckets,
 )
-from ipu_pipe.backends.processes.trace import TraceRecorder
 from ipu_pipe.errors import RunFault, end_process
 from tests import forked
 from tests.nccl_double import NcclDouble

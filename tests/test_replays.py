@@ -21,7 +21,7 @@ from ipu_pipe.schedule.table import IntArray
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.update.apply import UpdateRules
-from ipu_pipe.update.groups import make_groups
+from ipu_pipe.update.optimizer import make_groups
 from tests.literal_replay import LiteralStage
 from tests.staged_models import MODELS, batches, whole
 

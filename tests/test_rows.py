@@ -15,8 +15,7 @@ import pytest
 from ipu_pipe.errors import BadInput
 from ipu_pipe.schedule.actions import SPLIT_PASSES, Action, Kind, list_needs
 from ipu_pipe.schedule.clock import Costs, clock, make_slot_costs
-from ipu_pipe.schedule.drawing import format_text
-from ipu_pipe.schedule.rows import from_rows
+from ipu_pipe.schedule.rows import format_text, from_rows
 from ipu_pipe.schedule.runs import CODE
 from ipu_pipe.schedule.table import Schedule, SlotHolds
 

@@ -21,9 +21,8 @@ from ipu_pipe.backends.replays import Views
 from ipu_pipe.errors import BadInput
 from ipu_pipe.schedule.delays import DelaySampler
 from ipu_pipe.schedule.methods import METHODS, Reads, resolve_method
-from ipu_pipe.schedule.recompute import find_segment_ends
 from ipu_pipe.schedule.timelines import make_schedule
-from ipu_pipe.schedule.versions import VersionTable
+from ipu_pipe.schedule.versions import VersionTable, find_segment_ends
 from ipu_pipe.update.apply import FORWARD, UpdateRules
 from ipu_pipe.update.optimizer import OptimizersByGroup
 from ipu_pipe.update.rates import choose_anneal_updates, scale_for_update_size
@@ -376,7 +375,7 @@ def test_adam_under_two_buffered_weights_by_hand() -> None:
     schedule = make_schedule(method, len(part), 6, 2)
     from ipu_pipe.backends.emulator.replay import Emulator
     from ipu_pipe.backends.work import Work
-    from ipu_pipe.update.groups import make_groups
+    from ipu_pipe.update.optimizer import make_groups
 
     optimizer = torch.optim.Adam(make_groups(model, part), lr=lr, betas=(b1, b2), eps=eps)
     table = VersionTable(schedule, method)

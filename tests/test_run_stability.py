@@ -22,8 +22,7 @@ from ipu_pipe.job.record import Job
 from ipu_pipe.run.build import build
 from ipu_pipe.stability.advice import StageDynamics, compute_margins, describe_margins
 from ipu_pipe.stability.recurrences import make_delayed_sgd, make_pipemare
-from ipu_pipe.studies.curvature import measure_curvature
-from ipu_pipe.studies.run_stability import analyze_job
+from ipu_pipe.studies.run_stability import analyze_job, measure_curvature
 from ipu_pipe.studies.theory_figures import compute_largest_curvature, load_regression, train_delayed
 from tests import forked
 

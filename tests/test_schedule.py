@@ -18,13 +18,12 @@ import ipu_pipe
 from ipu_pipe.errors import BadInput
 from ipu_pipe.schedule.actions import SPLIT_PASSES, Action, Kind, list_needs
 from ipu_pipe.schedule.clock import Costs, clock
-from ipu_pipe.schedule.drawing import format_csv, format_text
 from ipu_pipe.schedule.methods import METHODS, SCHEDULES, Method, Pipeline, Reads, resolve_method
-from ipu_pipe.schedule.recompute import find_segment_ends, find_segment_heads, recompute_slots
-from ipu_pipe.schedule.rows import from_rows
+from ipu_pipe.schedule.rows import format_csv, format_text, from_rows
 from ipu_pipe.schedule.runs import RUN, Stretch
 from ipu_pipe.schedule.table import Schedule, SlotHolds
 from ipu_pipe.schedule.timelines import compute_utilization, make_schedule
+from ipu_pipe.schedule.versions import find_segment_ends, find_segment_heads, recompute_slots
 
 SIZES = [(P, M) for P in range(1, 8) for M in range(1, 21)]
 

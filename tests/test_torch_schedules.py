@@ -20,13 +20,13 @@ from ipu_pipe.errors import BadInput, end_process
 from ipu_pipe.model.cutting import cut_model, list_crossings
 from ipu_pipe.model.stages import begin_stage, partition
 from ipu_pipe.run.train import train as run
-from ipu_pipe.schedule.drawing import format_csv
 from ipu_pipe.schedule.methods import resolve_method
+from ipu_pipe.schedule.rows import format_csv
 from ipu_pipe.schedule.table import Schedule
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.update.apply import UpdateRules
-from ipu_pipe.update.groups import make_groups, select_stage
+from ipu_pipe.update.optimizer import make_groups, select_stage
 from tests import forked
 from tests.test_orders import load_torch, order_of
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from ipu_pipe.errors import RunFault
+from ipu_pipe.report.run_trace import build_modelled_events
 from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.clock import Times, clock, make_slot_costs
 from ipu_pipe.schedule.methods import METHODS, resolve_method
@@ -18,7 +19,6 @@ from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.trace import chrome as trace
 from ipu_pipe.trace.events import Counter, Counters, Event, Events, Trace
-from ipu_pipe.trace.modelled import build_modelled_events
 from ipu_pipe.trace.reading import merge_traces, read_trace
 from tests.slot_simulation import PLAYED
 

@@ -16,8 +16,7 @@ from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.update import clipping
 from ipu_pipe.update import optimizer as update
 from ipu_pipe.update.clipping import DelayedGlobalNorm
-from ipu_pipe.update.groups import make_groups
-from ipu_pipe.update.optimizer import count_moments, count_state_bytes, import_state, list_kinds
+from ipu_pipe.update.optimizer import count_moments, count_state_bytes, import_state, list_kinds, make_groups
 
 
 def staged() -> Any:

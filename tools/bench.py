@@ -99,7 +99,7 @@ def measure(name: str, label: str, rounds: int, updates: int, device: str) -> Di
     from ipu_pipe.schedule.timelines import make_schedule
     from ipu_pipe.schedule.versions import VersionTable
     from ipu_pipe.update.apply import UpdateRules
-    from ipu_pipe.update.groups import make_groups
+    from ipu_pipe.update.optimizer import make_groups
 
     entry, model_args, size, accumulate = CASES[name]
     torch.manual_seed(0)

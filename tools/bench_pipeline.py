@@ -306,7 +306,7 @@ def _make_engine(rank: int, case: Case, name: str, data: List[Any], group: Any) 
     from ipu_pipe.schedule.timelines import make_schedule
     from ipu_pipe.schedule.versions import VersionTable
     from ipu_pipe.update.apply import UpdateRules
-    from ipu_pipe.update.groups import make_groups, select_stage
+    from ipu_pipe.update.optimizer import make_groups, select_stage
 
     count = case.microbatches * (case.rounds + DEFAULT_WARM_UP)
     model, method = _make_model(case), _resolve(case, name)

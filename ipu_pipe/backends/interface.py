@@ -16,7 +16,7 @@ from ipu_pipe.backends.ranks import run_on_main
 from ipu_pipe.config.schema import BackendConfig, Config
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.evaluation import EvaluationResult
-from ipu_pipe.job.placing import Placed
+from ipu_pipe.job.factories import Placed
 from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.model.timing import StageSeconds

@@ -34,7 +34,7 @@ def main(args: argparse.Namespace) -> None:
     # import after parsing, because --help must not wait for torch
     import torch
 
-    from ipu_pipe.config.yaml_files import dump_yaml
+    from ipu_pipe.config.load import dump_yaml
     from ipu_pipe.hardware.measuring import measure
 
     if args.device == "cuda" and not torch.cuda.is_available():

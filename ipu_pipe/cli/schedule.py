@@ -18,9 +18,9 @@ from ipu_pipe.config.values import MOST_STAGES
 from ipu_pipe.errors import BadInput, raise_faults
 from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.clock import measure_bubbles
-from ipu_pipe.schedule.drawing import format_csv, format_text
 from ipu_pipe.schedule.global_history import summarize_history_delays
 from ipu_pipe.schedule.methods import METHODS, SCHEDULES, Method, resolve_method
+from ipu_pipe.schedule.rows import format_csv, format_text
 from ipu_pipe.schedule.table import Schedule
 from ipu_pipe.schedule.timelines import compute_utilization, make_schedule
 from ipu_pipe.schedule.versions import VersionTable, count_weight_copies

@@ -97,8 +97,7 @@ def _make_figures(args: argparse.Namespace) -> None:
 
 def _make_figure(name: str, args: argparse.Namespace) -> Any:
     from ipu_pipe.files import replace_nonfinite, write_text
-    from ipu_pipe.studies.theory_figures import FIGURES
-    from ipu_pipe.studies.theory_panels import draw
+    from ipu_pipe.studies.theory_figures import FIGURES, draw
 
     out: Path = args.out or OUT
     try:

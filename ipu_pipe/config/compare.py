@@ -7,8 +7,8 @@ from enum import Enum
 from typing import Any, Dict, List, Mapping, NamedTuple, Tuple
 
 from ipu_pipe.config.faults import show_value
+from ipu_pipe.config.load import dump_yaml
 from ipu_pipe.config.schema import Config
-from ipu_pipe.config.yaml_files import dump_yaml
 from ipu_pipe.schedule.methods import METHODS
 
 MADE_LATER = "given.optimizer"  # described when it is made: compared then

@@ -2,19 +2,227 @@
 
 from __future__ import annotations
 
+import os
 import re
+import stat
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Sequence, Set, Tuple, Union
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Set, Tuple, Union
 
+import yaml
 from pydantic import ValidationError
 
 from ipu_pipe.config.faults import find_origin, format_faults
 from ipu_pipe.config.schema import Config, import_outer
 from ipu_pipe.config.sections import GIVEN, StageCount
-from ipu_pipe.config.yaml_files import Origins, apply_override, read_yaml
 from ipu_pipe.errors import BadInput
 from ipu_pipe.schedule import methods
 from ipu_pipe.schedule.methods import Method
+from ipu_pipe.text import show
+
+# ---- YAML files of keys: read within bounds, each value with the place it came from, and written so that they read the same
+#
+# The bounds are far above any config of ours (the largest has 60 values on 4 levels): a hostile file is refused within seconds.
+
+MOST_BYTES = 2**18  # of a file
+MOST_VALUES = 50_000  # of a file; what an alias repeats counts again
+MOST_LEVELS = 50  # of mappings and lists inside one another
+MOST_FILES = 20  # that extend one another
+_TOO_LARGE = f"nested deeper than {MOST_LEVELS} levels, or more than {MOST_VALUES} values: no config needs that"
+
+Origins = Dict[str, str]  # key with dots -> the file or option that it came from
+
+_TAG = "tag:yaml.org,2002:"
+# YAML 1.2's plain scalars: 1e-3 is a number; no, on and 2026-01-01 are text; 010 is ten
+_SCALARS = {
+    "bool": (r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    "int": (r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", "-+0123456789"),
+    "float": (
+        r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
+        "-+.0123456789",
+    ),
+    "null": (r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    "merge": (r"<<", "<"),
+}
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's safe loader for plain data alone, with the scalars of YAML 1.2; a key may appear once."""
+
+    def construct_number(self, node: Any) -> Any:
+        text = str(self.construct_scalar(node)).lower()
+        if node.tag.endswith("float"):
+            return float(text.replace(".inf", "inf").replace(".nan", "nan"))
+        return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
+
+    def flatten_mapping(self, node: Any) -> None:
+        super().flatten_mapping(node)  # type: ignore[no-untyped-call]
+        # each key once, the last wins: merges of merges would multiply
+        node.value = list({(key.tag, str(key.value)): (key, value) for key, value in node.value}.values())
+
+    def construct_keys(self, node: Any) -> Dict[Any, Any]:
+        seen = set()
+        for key_node, _ in node.value if isinstance(node, yaml.MappingNode) else ():
+            key = (key_node.tag, key_node.value)
+            if key_node.tag != f"{_TAG}merge" and isinstance(key_node, yaml.ScalarNode):
+                if key in seen:
+                    problem = f"{show(key_node.value)}: the key appears twice"
+                    raise yaml.MarkedYAMLError(problem=problem, problem_mark=key_node.start_mark)
+                seen.add(key)
+        return self.construct_mapping(node)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes all text that a reader of YAML 1.1 or 1.2 would take for something else."""
+
+
+_Loader.yaml_implicit_resolvers = {}
+for _name, (_form, _first) in _SCALARS.items():
+    for _class in (_Loader, _Dumper):
+        _class.add_implicit_resolver(f"{_TAG}{_name}", re.compile(rf"^(?:{_form})\Z"), list(_first))
+_Loader.yaml_constructors = {
+    f"{_TAG}{name}": constructor
+    for name, constructor in {
+        "null": yaml.SafeLoader.construct_yaml_null,
+        "bool": yaml.SafeLoader.construct_yaml_bool,
+        "int": _Loader.construct_number,
+        "float": _Loader.construct_number,
+        "str": yaml.SafeLoader.construct_yaml_str,
+        "seq": yaml.SafeLoader.construct_yaml_seq,
+        "map": _Loader.construct_keys,
+    }.items()
+}
+# refuse all other tags
+_Loader.yaml_constructors[None] = yaml.SafeLoader.construct_undefined
+
+
+def parse_yaml(text: str, place: str, level: int = 0) -> Any:
+    """Return the one document in `text` as plain data. Raise `BadInput` if it is not valid or too large.
+
+    `place` names the text in faults; `level` is how deep its values will stand in a config.
+    """
+    try:
+        parsed = _Loader(text).get_single_data()  # type: ignore[no-untyped-call]
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = mark.line + 1 if mark else text.count("\n", 0, getattr(error, "position", 0)) + 1
+        raise BadInput(f"{place}: line {line}: is not valid YAML: {getattr(error, 'problem', None) or error}") from None
+    except (ValueError, KeyError, OverflowError) as error:  # !!int abc, the escape "\UFFFFFFFF", a number of 5,000 digits
+        raise BadInput(f"{place}: is not valid YAML: {error}") from None
+    except RecursionError:
+        raise BadInput(f"{place}: {_TOO_LARGE}") from None
+    _check_size(parsed, place, level)
+    return parsed
+
+
+def _check_size(parsed: Any, place: str, level: int) -> None:
+    """Raise `BadInput` if there are too many values or levels, or text that no file can hold. An alias costs what it repeats."""
+    count, waiting = 0, [(parsed, level)]
+    while waiting:
+        value, level = waiting.pop()
+        count += 1
+        if level >= MOST_LEVELS or count > MOST_VALUES:
+            raise BadInput(f"{place}: {_TOO_LARGE}")
+        # an escape such as "\ud800" makes a lone surrogate
+        if isinstance(value, str) and any("\ud800" <= c <= "\udfff" for c in value):
+            raise BadInput(f"{place}: {show(value)}: holds half a character")
+        inner = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else ()
+        waiting.extend((one, level + 1) for one in inner)
+
+
+def dump_yaml(value: Any) -> str:
+    """Return plain data as YAML that reads as the same data."""
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False)
+
+
+def read_yaml(path: Path, origins: Optional[Origins] = None) -> Dict[str, Any]:
+    """Return the keys of a file on top of those of the file that its `extends` names, and fill in `origins`."""
+    origins = {} if origins is None else origins
+    layers: List[Tuple[Path, Dict[str, Any]]] = []  # `path` and what it extends, in order
+    place, target = str(path), path
+    for _ in range(MOST_FILES):
+        raw = parse_yaml(_read_text(target, place), str(target))
+        if not isinstance(raw, dict):
+            raise BadInput(f"{target}: must be a mapping of keys to values, as in configs/mlp_digits.yaml")
+        layers.append((target, raw))
+        if "extends" not in raw:
+            break
+        name = raw.pop("extends")
+        place = f"{target}: extends: {show(name)}"
+        if not isinstance(name, str) or not name:
+            raise BadInput(f"{place}: must be a file name")
+        target = target.parent / name
+    else:
+        raise BadInput(f"{place}: more than {MOST_FILES} files extend one another, or in a circle")
+    merged: Dict[str, Any] = {}
+    for file, raw in reversed(layers):
+        note_origin(raw, "", str(file), origins)
+        merged = merge_keys(merged, raw)
+    return merged
+
+
+def _read_text(path: Path, place: str) -> str:
+    """Return a file's text. Refuse a pipe or a device unread: it may never end, or never begin."""
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        with open(handle, "rb") as file:
+            is_file = stat.S_ISREG(os.fstat(handle).st_mode)
+            content = file.read(MOST_BYTES + 1) if is_file else b""
+    except FileNotFoundError:
+        raise BadInput(f"{place}: no such config file") from None
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        raise BadInput(f"{place}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    if not is_file or len(content) > MOST_BYTES:
+        raise BadInput(f"{place}: must be a file of at most {MOST_BYTES // 1024} KiB")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line, byte = content.count(b"\n", 0, error.start) + 1, f"0x{content[error.start]:02x}"
+        raise BadInput(f"{path}: line {line}: byte {byte} is not UTF-8: save the file as UTF-8") from None
+
+
+def note_origin(value: Any, key: str, origin: str, origins: Origins) -> None:
+    """Record that `value` at `key`, and all values inside it, came from `origin`."""
+    origins[key] = origin
+    if isinstance(value, dict):
+        for name, item in value.items():
+            note_origin(item, f"{key}.{name}" if key else str(name), origin, origins)
+
+
+def merge_keys(base: Dict[str, Any], over: Dict[str, Any]) -> Dict[str, Any]:
+    """Return `over` on top of `base`: mappings are merged, any other value is replaced."""
+    merged = dict(base)
+    for key, value in over.items():
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = merge_keys(merged[key], value) if both else value
+    return merged
+
+
+def apply_override(raw: Dict[str, Any], text: str, origins: Origins) -> None:
+    """Change `raw` in place by `text`, KEY=VALUE, where VALUE is YAML. Raise `BadInput` if it is not of that form."""
+    key, equals, value = text.partition("=")
+    names = key.split(".")
+    if not equals or not all(names):
+        raise BadInput(f"--set: {show(text)}: must be KEY=VALUE, such as optimizer.lr=0.1")
+    place = f"--set {show(text)}"
+    if len(names) > MOST_LEVELS:
+        raise BadInput(f"{place}: {_TOO_LARGE}")
+    parsed = parse_yaml(value, place, level=len(names))
+    section = raw
+    for depth, name in enumerate(names[:-1], 1):
+        inner = section.get(name)
+        # copy it, because aliases give several keys the same mapping
+        section[name] = dict(inner) if isinstance(inner, dict) else {}
+        if not isinstance(inner, dict):
+            origins[".".join(names[:depth])] = place
+        section = section[name]
+    last = names[-1]
+    merges = isinstance(parsed, dict) and isinstance(section.get(last), dict) and parsed
+    section[last] = merge_keys(section[last], parsed) if merges else parsed
+    note_origin(parsed, key, place, origins)
+
+
+# ---- from keys to a config
+
 
 # at other keys, null means that the key is left out
 NULL_MEANS = ("stages", "steps", "clip", "hardware", "init_from", "checkpoint")

@@ -20,9 +20,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
-from ipu_pipe.data.hashes import hash_file
 from ipu_pipe.data.sets import FILES, FOLDERS, get_default_root, verify_files
 from ipu_pipe.errors import BadInput, RunFault
+from ipu_pipe.files import hash_file
 
 Say = Callable[[str], None]
 

@@ -36,9 +36,9 @@ from ipu_pipe.data.batches import (
     split_off_test,
     take_subset,
 )
-from ipu_pipe.data.hashes import hash_file
 from ipu_pipe.data.text import TextData, TranslationData
 from ipu_pipe.errors import BadInput
+from ipu_pipe.files import hash_file
 from ipu_pipe.model.randomness import derive_seed
 from ipu_pipe.text import find_nearest, show
 

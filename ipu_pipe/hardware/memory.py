@@ -23,10 +23,9 @@ from ipu_pipe.hardware.description import Device
 from ipu_pipe.hardware.precision import PRECISIONS
 from ipu_pipe.hardware.unit_costs import Unit, count_state_bytes
 from ipu_pipe.schedule.methods import Method, Pipeline
-from ipu_pipe.schedule.recompute import KeptMicrobatches, count_kept_by_segments
 from ipu_pipe.schedule.table import Schedule
 from ipu_pipe.schedule.timelines import make_schedule
-from ipu_pipe.schedule.versions import VersionTable, count_weight_copies
+from ipu_pipe.schedule.versions import KeptMicrobatches, VersionTable, count_kept_by_segments, count_weight_copies
 
 MOST_BYTES = 2.0**59  # of one kind: the sum of all seven is still an int64
 

@@ -1,4 +1,4 @@
-"""Objects made from what a config names: the model, the data, the loss, the optimizer and its scheduler.
+"""Objects made from what a config names: the model, the data, the loss, the optimizer and its scheduler; and its stages.
 
 An import string, `module:name`, names the user's own without registering it.
 """
@@ -10,7 +10,7 @@ import importlib
 import inspect
 import sys
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
 
 from torch import nn
 
@@ -20,16 +20,22 @@ from ipu_pipe.data import DataSource, load_data
 from ipu_pipe.errors import BadInput, raise_faults, summarize
 from ipu_pipe.job.overrides import Overrides
 from ipu_pipe.local.heads import AugLocal, Heads
+from ipu_pipe.local.structures import find_structure, make_blocks
+from ipu_pipe.model.cutting import Piece
 from ipu_pipe.model.loss import Loss, LossOfOutput, OwnLoss, Take, TakePart, list_requested_fields
+from ipu_pipe.model.stages import Partition, partition
+from ipu_pipe.schedule.methods import Method
 from ipu_pipe.shipped import MODELS
 from ipu_pipe.text import find_nearest, show
-from ipu_pipe.update.groups import Groups, make_placeholder, spread_settings
 from ipu_pipe.update.optimizer import (
+    Groups,
     OptimizerFactory,
     call_factory,
     make_factory_by_group,
     make_factory_by_name,
     make_factory_of,
+    make_placeholder,
+    spread_settings,
 )
 from ipu_pipe.update.rates import SchedulerFactory, scale_for_update_size
 
@@ -249,3 +255,46 @@ def call_entry(function: Callable[..., Any], args: Mapping[str, Any], key: str) 
     except Exception as error:
         message = str(error) if isinstance(error, (TypeError, ValueError)) else summarize(error)
         raise BadInput(f"{key}: {show(dict(args))}: {message}") from error
+
+
+# ---- a method's stages on a model
+
+
+class Placed(NamedTuple):
+    """A model placed on devices.
+
+    model: as it trains: with heads, where blocks have losses of their own.
+    held: the stages of this process; None: all stages are here.
+    placement: the device of each stage; empty: stage s is on device s.
+    note: what the user should know of the stages.
+    pieces: the model cut into its stages, where they are on devices of their own.
+    """
+
+    model: nn.Module
+    part: Partition
+    held: Optional[Sequence[int]] = None
+    placement: Sequence[int] = ()
+    note: str = ""
+    pieces: Sequence[Piece] = ()
+
+
+def place_whole(config: Config, method: Method, model: nn.Module, x: Any) -> Placed:
+    """Place all stages in this process. `x`: one microbatch of input. Raise `BadInput` if the model has no such stages."""
+    if method.structure is not None:
+        return place_blocks(config, method, model, x)
+    return Placed(model, partition(model, x, config.stages, one_stage=method.one_stage))
+
+
+def place_blocks(
+    config: Config, method: Method, model: nn.Module, x: Any, count: Optional[int] = None, held: Optional[int] = None
+) -> Placed:
+    """Place blocks with losses of their own. `count`: how many there must be; `held`: the block of this process."""
+    assert method.structure is not None
+    if isinstance(config.stages, dict) and config.stages.get("by") == "time":
+        why = "times differ from run to run, and blocks are what is trained: must be flops or parameters"
+        raise BadInput(f"stages.by: time: {why}")
+    take = make_take(config, of_heads=not find_structure(method.structure).trains_last)
+    model, part = make_blocks(
+        model, x, method.structure, config.stages, config.seed, count, resolve_head(config), method.one_stage or "", take
+    )
+    return Placed(model, part, None if held is None else [held])

@@ -6,17 +6,15 @@ import re
 from typing import Any, Dict, List, Optional
 
 from ipu_pipe.config.compare import dump_config
-from ipu_pipe.config.load import configure
+from ipu_pipe.config.load import configure, parse_yaml
 from ipu_pipe.config.schema import Config
 from ipu_pipe.config.sections import MethodArgs
-from ipu_pipe.config.yaml_files import parse_yaml
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.record import Job
 from ipu_pipe.plan.candidates import Candidate
 from ipu_pipe.plan.of_config import predict_own_cut
-from ipu_pipe.plan.planner import Answer
+from ipu_pipe.plan.planner import STREAMED, Answer, Binding
 from ipu_pipe.plan.prediction import Prediction, Problem
-from ipu_pipe.plan.reasons import STREAMED, Binding
 from ipu_pipe.schedule.methods import METHODS
 from ipu_pipe.text import format_bytes
 

@@ -15,11 +15,18 @@ from ipu_pipe.hardware.memory import make_lockstep_schedule
 from ipu_pipe.model.balance import FloatArray, IntArray
 from ipu_pipe.plan.candidates import Candidate
 from ipu_pipe.schedule.actions import Kind
-from ipu_pipe.schedule.clock import Costs, Transfer, clock, sum_link_times, time_first_updates
+from ipu_pipe.schedule.clock import (
+    Costs,
+    Transfer,
+    UncontendedTimes,
+    clock,
+    sum_link_times,
+    time_first_updates,
+    time_uncontended,
+)
 from ipu_pipe.schedule.methods import Method
 from ipu_pipe.schedule.table import Schedule
 from ipu_pipe.schedule.timelines import make_schedule
-from ipu_pipe.schedule.uncontended import UncontendedTimes, time_uncontended
 
 STEADY = 1e-6  # relative: differences of the time of a microbatch below it are none
 

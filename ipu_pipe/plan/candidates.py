@@ -19,8 +19,7 @@ from itertools import product
 from typing import Callable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 from ipu_pipe.errors import raise_faults
-from ipu_pipe.hardware.description import Hardware
-from ipu_pipe.hardware.links import count_sharing, make_all_reduce, make_transfer
+from ipu_pipe.hardware.description import Hardware, count_sharing, make_all_reduce, make_transfer
 from ipu_pipe.schedule.clock import Transfer
 from ipu_pipe.schedule.methods import METHODS, Method, Pipeline, Reads
 from ipu_pipe.text import show

@@ -25,9 +25,8 @@ from ipu_pipe.model.batch import count_bytes, count_samples, take_samples
 from ipu_pipe.model.loss import Loss
 from ipu_pipe.plan.blocks import BlockUnits, count_blocks
 from ipu_pipe.plan.candidates import Candidate, list_schedules
+from ipu_pipe.plan.planner import Binding, find_binding, find_least_memory, search
 from ipu_pipe.plan.prediction import Prediction, Problem, predict_fastest
-from ipu_pipe.plan.reasons import Binding, find_binding
-from ipu_pipe.plan.search import find_least_memory, search
 from ipu_pipe.schedule.methods import METHODS, Method, Pipeline
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.text import format_bytes

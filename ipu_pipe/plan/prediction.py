@@ -12,8 +12,7 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import numpy as np
 
-from ipu_pipe.hardware.description import Hardware
-from ipu_pipe.hardware.links import compute_host_seconds
+from ipu_pipe.hardware.description import Hardware, compute_host_seconds
 from ipu_pipe.hardware.memory import StageMemory, StashCounts, compute_stage_memory, count_stashed
 from ipu_pipe.hardware.precision import PRECISIONS, resolve_precision
 from ipu_pipe.hardware.unit_costs import Unit, compute_pass_seconds, compute_update_seconds, count_state_bytes

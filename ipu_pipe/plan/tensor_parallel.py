@@ -17,7 +17,7 @@ from typing import List, Optional
 
 import numpy as np
 
-from ipu_pipe.hardware.links import compute_all_reduce_seconds, count_sharing, find_level
+from ipu_pipe.hardware.description import compute_all_reduce_seconds, count_sharing, find_level
 from ipu_pipe.hardware.memory import StashCounts, compute_stage_memory
 from ipu_pipe.hardware.precision import PRECISIONS
 from ipu_pipe.hardware.unit_costs import Unit

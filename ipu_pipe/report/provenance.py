@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from ipu_pipe import __version__
-from ipu_pipe.data.hashes import hash_files
 from ipu_pipe.errors import BadInput
+from ipu_pipe.files import hash_files
 from ipu_pipe.job.record import Job
 from ipu_pipe.launcher import read_launch
 from ipu_pipe.model.batch import list_tensors

@@ -13,7 +13,7 @@ from ipu_pipe.model.stages import describe_stages
 from ipu_pipe.plan.answer import format_own_cut
 from ipu_pipe.report.analysis.text import format_table
 from ipu_pipe.report.memory import build_memory_table, compute_memory_figures
-from ipu_pipe.schedule.drawing import format_text
+from ipu_pipe.schedule.rows import format_text
 from ipu_pipe.text import list_some
 
 MIB = 2**20

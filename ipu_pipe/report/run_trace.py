@@ -4,21 +4,159 @@ the measured times of its stages; and the rates that follow from that play."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple, Optional
+from typing import List, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ipu_pipe.backends.interface import Report
 from ipu_pipe.job.record import Job, make_trace_metadata
 from ipu_pipe.model.flops import BACKWARD
 from ipu_pipe.model.timing import StageSeconds
 from ipu_pipe.report.position import Position
-from ipu_pipe.schedule.actions import Kind
-from ipu_pipe.schedule.clock import Costs, clock, play_run
+from ipu_pipe.schedule.actions import SPLIT_PASSES, Kind, get_pass_needs
+from ipu_pipe.schedule.clock import Costs, Times, clock, play_run
+from ipu_pipe.schedule.runs import IntArray
+from ipu_pipe.trace import events as ev
 from ipu_pipe.trace.chrome import write_chrome
-from ipu_pipe.trace.events import Counters
-from ipu_pipe.trace.modelled import build_modelled_events
+from ipu_pipe.trace.events import KIND_CODE, PAYLOAD_CODE, WAIT, Counters, Events
 from ipu_pipe.trace.store import SUFFIX, TraceWriter
+
+# ---- the events of a schedule that was played by the clock: passes, updates, messages, and in each gap whom a device waits for
+#
+# device 0   F0 F1 wait........... B0        B0 needs the gradients of B0 on device 1, which came last:
+# device 1      F0 wait  B0                  device 0 waits for device 1
+# device 2         F0 B0
+
+IN_FLIGHT = "microbatches in flight"
+CROSSING = {-1: "activations", +1: "gradients"}  # what comes from the previous and from the next stage
+# The order of events that begin at one time; passes come last.
+_ORDER = {"send": 0, Kind.UPDATE.word: 1, WAIT: 2, "pause": 2}
+_ORDER_OF_CODE = np.array([_ORDER.get(kind, 3) for kind in ev.KINDS], np.int8)
+
+
+def build_modelled_events(
+    times: Times,
+    versions: Tuple[IntArray, IntArray],
+    accumulate: int,
+    unit_ns: float,
+    device_of_stage: Sequence[int],
+    boundary_bytes: Optional[Sequence[int]] = None,
+    gradients_cross: bool = True,
+    updates: Optional[range] = None,
+    is_whole: Optional[NDArray[np.bool_]] = None,
+) -> Tuple[Events, Counters]:
+    """Return the events of a played schedule, device by device in their order, and its counters of microbatches in flight.
+
+    `times`: of the actions, a unit of which takes `unit_ns`. `versions`: that each forward and each backward reads, each (P, M).
+    `boundary_bytes[s]`: that stage s sends to stage s + 1 for a microbatch, and gets back unless `gradients_cross` is false;
+    without them there are no messages. `updates`: those to record (None: all); what is left out between two is a pause.
+    `is_whole`: where others are split, which backwards (P, M) are one pass, as long as their input gradient's time.
+    """
+    start, end = (
+        {kind: np.rint(moments * unit_ns).astype(np.int64) for kind, moments in column.items()} for column in times[:2]
+    )
+    stages = len(device_of_stage)
+
+    def build_actions(kind: Kind, s: int) -> Tuple[Events, Events, IntArray]:
+        """Return the actions of a stage, their messages, and when what each action needs from another device was there, that
+        device, and the payload: (3, n), -1 where it needs nothing."""
+        index = np.arange(start[kind].shape[1])
+        is_update, is_forward = kind is Kind.UPDATE, kind is Kind.FORWARD
+        version = index + 1 if is_update else versions[not is_forward][s, : len(index)]
+        target = (
+            s + 1 if is_forward else s - 1 if kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT) and gradients_cross else -1
+        )
+        sends = boundary_bytes is not None and 0 <= target < stages
+        columns = {
+            "stage": s, "device": device_of_stage[s], "microbatch": index, "end": end[kind][s],
+            "bytes": boundary_bytes[min(s, target)] if boundary_bytes is not None and sends else -1,
+        }  # fmt: skip
+        is_half = is_whole is not None and kind in SPLIT_PASSES[1:]
+        whole = is_whole[s, : len(index)] if is_whole is not None and is_half else np.zeros(len(index), np.bool_)
+        code = np.where(whole, KIND_CODE[Kind.BACKWARD.word], KIND_CODE[kind.word])
+        actions = Events.from_columns(len(index), **columns, kind=code, start=start[kind][s], version=version)
+        messages = Events.from_rows([])
+        if sends and device_of_stage[target] != device_of_stage[s]:
+            # at the end of each pass; the clock lets messages take no time of the device
+            messages = Events.from_columns(
+                len(index), **columns, kind=KIND_CODE["send"], start=end[kind][s], peer=device_of_stage[target],
+                carries=PAYLOAD_CODE[CROSSING[s - target]],
+            )  # fmt: skip
+        needed = np.full((3, len(index)), -1, np.int64)
+        for need in get_pass_needs(kind, local=not gradients_cross) if not is_update else ():
+            other = s + need.offset
+            if 0 <= other < stages and device_of_stage[other] != device_of_stage[s]:
+                needed[0], needed[1] = end[need.kind][other], device_of_stage[other]
+                needed[2] = PAYLOAD_CODE[CROSSING[need.offset]]
+                break
+        if kind is Kind.WEIGHT_GRADIENT:
+            actions, needed = actions.select(~whole), needed[:, ~whole]
+        return actions, messages, needed
+
+    completing = list(start)[-2]  # the pass before the update, which completes a microbatch on its stage
+    events: List[Events] = []
+    counters: List[Counters] = []
+    for device in dict.fromkeys(device_of_stage):
+        here = [s for s in range(stages) if device_of_stage[s] == device]
+        actions, messages, needed = zip(*(build_actions(kind, s) for s in here for kind in start))
+        waits = _find_waits(ev.concatenate_events(actions), np.concatenate(needed, axis=1))
+        events.append(_select_updates(_sort(ev.concatenate_events([*actions, waits, *messages])), accumulate, updates))
+        counters.append(_count_in_flight(device, end[Kind.FORWARD][here].ravel(), end[completing][here].ravel()))
+    return ev.concatenate_events(events), ev.concatenate_counters(counters)
+
+
+def _order(events: Events) -> NDArray[np.intp]:
+    return np.lexsort((_ORDER_OF_CODE[events.kind], events.start))
+
+
+def _sort(events: Events) -> Events:
+    return events.select(_order(events))
+
+
+def _find_waits(actions: Events, needed: IntArray) -> Events:
+    """Return the gaps between a device's actions, each a wait for what the next action needs, if that came within the gap."""
+    order = _order(actions)
+    actions, needed = actions.select(order), needed[:, order]
+    free = np.concatenate([[0], np.maximum.accumulate(actions.end)[:-1]])
+    gap = actions.start > free
+    actions, needed, free = actions.select(gap), needed[:, gap], free[gap]
+    came_late = needed[0] > free
+    return Events.from_columns(
+        len(free), stage=actions.stage, device=actions.device, kind=KIND_CODE[WAIT], microbatch=actions.microbatch,
+        start=free, end=actions.start, peer=np.where(came_late, needed[1], -1), carries=np.where(came_late, needed[2], 0),
+    )  # fmt: skip
+
+
+def _select_updates(events: Events, accumulate: int, updates: Optional[range]) -> Events:
+    """Return a device's events of these updates, with a pause in the place of what is left out between two of them."""
+    if updates is None:
+        return events
+    update = np.where(events.is_kind(Kind.UPDATE.word), events.microbatch, events.microbatch // accumulate)
+    recorded = np.flatnonzero(np.isin(update, updates))
+    before, after = recorded[:-1], recorded[1:]
+    start, end = np.maximum.accumulate(events.end)[before], events.start[after]
+    pause = (after - before > 1) & (end > start)
+    pauses = Events.from_columns(
+        int(pause.sum()), device=events.device[:1], kind=KIND_CODE["pause"], start=start[pause], end=end[pause]
+    )
+    return _sort(ev.concatenate_events([events.select(recorded), pauses]))
+
+
+def _count_in_flight(device: int, forward_ends: IntArray, last_ends: IntArray) -> Counters:
+    """Count the microbatches whose activations a device holds: from the end of the forward to the end of the last pass."""
+    times = np.concatenate([forward_ends, last_ends])
+    steps = np.repeat([1.0, -1.0], [len(forward_ends), len(last_ends)])
+    order = np.argsort(times, kind="stable")
+    values, times = np.cumsum(steps[order]), times[order]
+    # keep the last of several changes at one time
+    is_last = np.append(times[1:] != times[:-1], True)
+    count = int(is_last.sum())
+    names = np.full(count, IN_FLIGHT, object)
+    return Counters(np.full(count, device, np.int32), names, times[is_last], values[is_last])
+
+
+# ---- the trace of a run
 
 
 class CostsOfStages(NamedTuple):

@@ -43,13 +43,19 @@ from ipu_pipe.plan.of_config import choose_stages, is_chosen
 from ipu_pipe.run.checkpoint import find_newest, load_weights, read_weights
 from ipu_pipe.run.checks import check_loss, check_metrics, check_model, check_modules, find_faults
 from ipu_pipe.schedule.methods import METHODS, check_sizes, resolve_method
-from ipu_pipe.schedule.recompute import find_segment_ends
 from ipu_pipe.schedule.timelines import make_schedule
-from ipu_pipe.schedule.versions import VersionTable
+from ipu_pipe.schedule.versions import VersionTable, find_segment_ends
 from ipu_pipe.text import describe_kind
 from ipu_pipe.update.apply import UpdateRules
-from ipu_pipe.update.groups import Member, make_groups, replace_parameters, select_parameters, select_stage
-from ipu_pipe.update.optimizer import call_factory, make_factory_of
+from ipu_pipe.update.optimizer import (
+    Member,
+    call_factory,
+    make_factory_of,
+    make_groups,
+    replace_parameters,
+    select_parameters,
+    select_stage,
+)
 from ipu_pipe.update.rates import Plateau, choose_anneal_updates, make_rate, simulate_scheduler
 
 

@@ -25,8 +25,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from ipu_pipe.data.hashes import hash_file
 from ipu_pipe.errors import BadInput, RunFault, guard_writing, raise_faults, summarize
+from ipu_pipe.files import hash_file
 from ipu_pipe.local.blocks import HEADS
 from ipu_pipe.model.restoring import load_state
 from ipu_pipe.text import list_some

@@ -16,7 +16,7 @@ import socket
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, List, Optional, Set, TextIO, Union
 
-from ipu_pipe.config.yaml_files import read_yaml
+from ipu_pipe.config.load import read_yaml
 from ipu_pipe.errors import BadInput, RunFault, guard_writing
 from ipu_pipe.files import replace_nonfinite, write_text
 from ipu_pipe.launcher import read_launch

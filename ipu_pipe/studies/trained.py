@@ -9,7 +9,7 @@
                       and `seed`, such as a validation split of the data; the best final value chooses the row's
     hours             about how long all runs take one core, from measured updates; without it, not known to be short
     measure           {name, ...}: what is measured of each run (ipu_pipe.studies.measures; test_accuracy by default)
-    expect            what the paper says of the rows (ipu_pipe.studies.verdicts), a list: {better, than, by}: row `better` is
+    expect            what the paper says of the rows (ipu_pipe.studies.experiment), a list: {better, than, by}: row `better` is
                       better than row `than` by more than `by`; {equal, to, margin}: they differ by less than `margin`; with
                       `at: time` not when both end, but at the planned time at which the first row of all ends
 
@@ -31,16 +31,14 @@ from pydantic import Field, ValidationError, model_validator
 from typing_extensions import Annotated, Literal
 
 from ipu_pipe.config.faults import format_faults
-from ipu_pipe.config.load import configure
+from ipu_pipe.config.load import configure, merge_keys, read_yaml
 from ipu_pipe.config.schema import Config
 from ipu_pipe.config.values import Positive, Section, Seed
-from ipu_pipe.config.yaml_files import merge_keys, read_yaml
 from ipu_pipe.errors import BadInput
 from ipu_pipe.files import write_json
 from ipu_pipe.report.plots import describe_sizes
-from ipu_pipe.studies.experiment import Experiment, Findings, Key, Request, run_all
+from ipu_pipe.studies.experiment import Claim, Experiment, Findings, Key, Request, judge, run_all
 from ipu_pipe.studies.measures import MEASURES, Measure, MeasureOptions, Result, Runs
-from ipu_pipe.studies.verdicts import Claim, judge
 
 Keys = Dict[str, Any]
 

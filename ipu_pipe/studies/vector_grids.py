@@ -19,10 +19,9 @@ import numpy as np
 
 from ipu_pipe.report.plots import describe_seeds, open_figure, plot_mean_with_range
 from ipu_pipe.schedule.delays import compute_greatest_delay
-from ipu_pipe.studies import objectives, vector_runs
-from ipu_pipe.studies.experiment import Experiment, Findings, Request, run_all
-from ipu_pipe.studies.objectives import Floats, Objective
-from ipu_pipe.studies.verdicts import Claim, judge
+from ipu_pipe.studies import vector_runs
+from ipu_pipe.studies.experiment import Claim, Experiment, Findings, Request, judge, run_all
+from ipu_pipe.studies.vector_runs import Floats, Objective
 
 MEASURED = "f - f*"
 
@@ -281,7 +280,7 @@ def list_staleness_rows(P: int, M: int, rates: Floats) -> List[VectorRow]:
 
 def make_logistic(seed: int) -> Objective:
     """Draw the logistic regression of experiments (c) and (d)."""
-    return objectives.make_logistic_regression(50, 512, 1, 1e-4, 0.5, seed)
+    return vector_runs.make_logistic_regression(50, 512, 1, 1e-4, 0.5, seed)
 
 
 def count_decades(value: float) -> float:
@@ -331,7 +330,7 @@ VECTOR_GRIDS: Dict[str, VectorGrid] = {
         VectorGrid(
             "rpd_quadratic", "PipeDream and randomized PipeDream on a random quadratic", "randomized PipeDream, Figure 2(a)",
             "f = ||A x - b||^2 / 2n, n = 2000, d = 512, 20 batches of 100, P = 8, 400 microbatches, steps 2^-8 to 2^0",
-            lambda seed: objectives.make_random_quadratic(2000, 512, 100, seed),
+            lambda seed: vector_runs.make_random_quadratic(2000, 512, 100, seed),
             [
                 VectorRow("PipeDream", "pipedream", {}, 8, 400, make_powers(-8, 0)),
                 *(VectorRow(f"RPD {bound}", "randomized_pipedream", {"delay_bound": bound}, 8, 400, make_powers(-8, 0))
@@ -349,7 +348,7 @@ VECTOR_GRIDS: Dict[str, VectorGrid] = {
             "staleness_quadratic", "Staleness and its control, randomized PipeDream without delays, by number of stages",
             "randomized PipeDream, section 4 and Figure 2",
             "f = ||A x - b||^2 / 2n, n = 2000, d = 512, 20 batches of 100, 400 microbatches each, steps 2^-8 to 2^1",
-            lambda seed: objectives.make_random_quadratic(2000, 512, 100, seed),
+            lambda seed: vector_runs.make_random_quadratic(2000, 512, 100, seed),
             [row for P in QUADRATIC_STAGES for row in list_staleness_rows(P, 400, make_powers(-8, 1))],
             [
                 claim_growth("PipeDream", QUADRATIC_STAGES),
@@ -364,7 +363,7 @@ VECTOR_GRIDS: Dict[str, VectorGrid] = {
         VectorGrid(
             "local_sgd_quadratic", "PipeDream and LocalSGD on Nesterov's tridiagonal quadratic",
             "randomized PipeDream, Figure 4(a)", "d = 512, n = 600, batch 5, P = R = 16, 1230 slots, steps 2^-12 to 2^2",
-            lambda seed: objectives.make_tridiagonal_quadratic(600, 512, 5, seed),
+            lambda seed: vector_runs.make_tridiagonal_quadratic(600, 512, 5, seed),
             list_rows_against_local_sgd(16, 1230, make_powers(-12, 2), make_powers(-12, 2)),
             [compare_pairs("PipeDream is better than LocalSGD", [("PipeDream", label) for label in LOCAL_LABELS])],
         ),

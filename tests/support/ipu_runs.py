@@ -11,8 +11,7 @@ from typing import Any, Dict
 import torch
 from torch import nn
 
-from ipu_pipe.config.load import configure
-from ipu_pipe.config.yaml_files import read_yaml
+from ipu_pipe.config.load import configure, read_yaml
 from ipu_pipe.data.batches import TensorData
 from ipu_pipe.run.build import build
 from ipu_pipe.run.train import train

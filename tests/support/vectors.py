@@ -1,4 +1,4 @@
-"""The objectives of ipu_pipe.studies.objectives as ordinary modules, and randomized PipeDream as one would first write it."""
+"""The objectives of ipu_pipe.studies.vector_runs as ordinary modules, and randomized PipeDream as one would first write it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from ipu_pipe import begin_stage
-from ipu_pipe.backends.randomized import RandomizedReplays
-from ipu_pipe.studies.objectives import Floats, Quadratic
+from ipu_pipe.backends.replays import RandomizedReplays
+from ipu_pipe.studies.vector_runs import Floats, Quadratic
 
 
 class VectorBlock(nn.Module):

@@ -24,12 +24,12 @@ from ipu_pipe.backends.ranks import is_distributed
 from ipu_pipe.config.schema import BackendConfig, Config
 from ipu_pipe.errors import BadInput, summarize
 from ipu_pipe.hardware.memory import make_lockstep_schedule
-from ipu_pipe.job.placing import place_whole
+from ipu_pipe.job.factories import place_whole
 from ipu_pipe.job.record import Job
 from ipu_pipe.launcher import announce_rank, read_launch
 from ipu_pipe.model.loss import OwnLoss, takes_whole_output
 from ipu_pipe.schedule.runs import IntArray
-from ipu_pipe.update.groups import OWN_RATES, has_own_rates
+from ipu_pipe.update.optimizer import OWN_RATES, has_own_rates
 
 COMPILATION = 3600.0  # seconds that a process may have to wait for another's compiler
 MISSING = (

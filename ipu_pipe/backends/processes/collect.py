@@ -14,10 +14,9 @@ from torch import nn
 from ipu_pipe.backends.interface import CheckpointState, DeviceTimes, Report
 from ipu_pipe.backends.processes.interpreter import Interpreter
 from ipu_pipe.backends.processes.layout import RankLayout
-from ipu_pipe.backends.processes.lost_ranks import KEEPER, answer_within, detect_lost_rank
+from ipu_pipe.backends.processes.lost_ranks import KEEPER, Termination, answer_within, detect_lost_rank
 from ipu_pipe.backends.processes.mail import OBSERVED, SHAPE, TEST, Mail, Message
 from ipu_pipe.backends.processes.stage import StageModel
-from ipu_pipe.backends.processes.termination import Termination
 from ipu_pipe.backends.processes.update import DRAW_ALIKE
 from ipu_pipe.data.batches import compute_checksum
 from ipu_pipe.errors import RunFault

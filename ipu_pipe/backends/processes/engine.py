@@ -24,10 +24,9 @@ from ipu_pipe.backends.processes.layout import RankLayout, place
 from ipu_pipe.backends.processes.local import LocalBlock
 from ipu_pipe.backends.processes.lost_ranks import LostRank, detect_lost_rank
 from ipu_pipe.backends.processes.mail import REPLICAS, Mail
-from ipu_pipe.backends.processes.reduction import ReplicaGroup
 from ipu_pipe.backends.processes.stage import Stage, StageModel
 from ipu_pipe.backends.processes.ties import Ties, find_ties
-from ipu_pipe.backends.processes.update import ResultCollection
+from ipu_pipe.backends.processes.update import ReplicaGroup, ResultCollection
 from ipu_pipe.backends.work import Work, list_exactness_faults
 from ipu_pipe.data.batches import compute_checksum
 from ipu_pipe.errors import BadInput, RunFault

@@ -37,8 +37,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ipu_pipe.backends.losses import average, tabulate
 from ipu_pipe.backends.processes import cuda
+from ipu_pipe.backends.processes.lost_ranks import Termination
 from ipu_pipe.backends.processes.mail import (
     BACKWARD,
     FORWARD,
@@ -52,16 +52,14 @@ from ipu_pipe.backends.processes.mail import (
     Message,
 )
 from ipu_pipe.backends.processes.memory import MemoryCounters
-from ipu_pipe.backends.processes.reduction import ReplicaGroup
 from ipu_pipe.backends.processes.stage import Stage
-from ipu_pipe.backends.processes.termination import Termination
 from ipu_pipe.backends.processes.trace import TraceRecorder
-from ipu_pipe.backends.processes.update import StageUpdate
+from ipu_pipe.backends.processes.update import ReplicaGroup, StageUpdate
 from ipu_pipe.backends.replicas import IndependentReplicas
-from ipu_pipe.backends.work import Work
+from ipu_pipe.backends.work import Work, average, tabulate
 from ipu_pipe.model.cutting import Shape
 from ipu_pipe.schedule.actions import Kind
-from ipu_pipe.schedule.recompute import recompute_slots
+from ipu_pipe.schedule.versions import recompute_slots
 
 CHUNK = 512  # microbatches of which a kind of actions is spelled out at a time
 ORDER = (FORWARD, RECOMPUTE, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, UPDATE)  # within a slot

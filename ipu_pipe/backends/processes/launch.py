@@ -22,8 +22,7 @@ import torch
 import torch.distributed as dist
 
 from ipu_pipe import __version__
-from ipu_pipe.backends.processes.lost_ranks import ANSWER, WARM_UP, answer_within, wait_limit
-from ipu_pipe.backends.processes.termination import Termination
+from ipu_pipe.backends.processes.lost_ranks import ANSWER, WARM_UP, Termination, answer_within, wait_limit
 from ipu_pipe.backends.ranks import is_distributed, report_lost_rank
 from ipu_pipe.config.compare import flatten
 from ipu_pipe.config.schema import BackendConfig, Config

@@ -14,7 +14,7 @@ from torch import nn
 from ipu_pipe.backends.ranks import run_on_main
 from ipu_pipe.config.schema import Config
 from ipu_pipe.errors import BadInput
-from ipu_pipe.job.placing import Placed, place_blocks
+from ipu_pipe.job.factories import Placed, place_blocks
 from ipu_pipe.model.cutting import Piece, cut_model
 from ipu_pipe.model.rehearsal import Rehearsed, rehearse
 from ipu_pipe.model.stages import Partition, group_stages, partition, require_one_stage, share_weights

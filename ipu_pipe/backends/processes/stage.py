@@ -16,7 +16,6 @@ from typing import Any, Callable, ContextManager, Dict, Iterator, List, Optional
 import numpy as np
 import torch
 
-from ipu_pipe.backends.losses import MicrobatchResult
 from ipu_pipe.backends.processes.layout import RankLayout
 from ipu_pipe.backends.processes.local import LocalBlock
 from ipu_pipe.backends.processes.mail import (
@@ -36,7 +35,7 @@ from ipu_pipe.backends.processes.ties import TiedWeights, Ties
 from ipu_pipe.backends.processes.trace import TraceRecorder
 from ipu_pipe.backends.replays import Replay, ReplayPlan
 from ipu_pipe.backends.weights import WeightStore, make_weight_store
-from ipu_pipe.backends.work import Work
+from ipu_pipe.backends.work import MicrobatchResult, Work
 from ipu_pipe.job.metrics import count_right
 from ipu_pipe.local.blocks import compute_losses, extract_scores, get_activation
 from ipu_pipe.model.batch import list_tensors
@@ -45,7 +44,7 @@ from ipu_pipe.model.randomness import KeyedRandomness
 from ipu_pipe.model.restoring import buffers_restored, undisturbed
 from ipu_pipe.schedule.actions import Kind, get_pass_needs
 from ipu_pipe.schedule.methods import Reads
-from ipu_pipe.schedule.recompute import find_segment_ends, find_segment_heads
+from ipu_pipe.schedule.versions import find_segment_ends, find_segment_heads
 
 Outputs = Tuple[
     List[torch.Tensor], Optional[MicrobatchResult]

@@ -5,11 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Dict, List, Tuple, Union
 
-from ipu_pipe.report.analysis.bottleneck import find_bottleneck
-from ipu_pipe.report.analysis.boundaries import find_best_move
-from ipu_pipe.report.analysis.devices import find_span, measure_devices, measure_memory
+from ipu_pipe.report.analysis.bottleneck import find_best_move, find_bottleneck
+from ipu_pipe.report.analysis.devices import find_span, measure_devices, measure_links, measure_memory
 from ipu_pipe.report.analysis.facts import read_run_facts
-from ipu_pipe.report.analysis.links import measure_links
 from ipu_pipe.report.analysis.stages import measure_stages, measure_staleness, sum_busy_by_device
 from ipu_pipe.trace.events import Trace
 from ipu_pipe.trace.reading import read_trace

@@ -1,12 +1,22 @@
-"""What holds a run up, why, and what to do about it."""
+"""What holds a run up, why, and what to do about it: moving stage boundaries among it."""
 
 from __future__ import annotations
 
-from typing import Any, Dict, Iterator, Optional
+from itertools import product
+from typing import Any, Callable, Dict, Iterator, Optional, Sequence, Tuple
 
+import numpy as np
+from numpy.typing import NDArray
+
+from ipu_pipe.errors import BadInput
+from ipu_pipe.model.balance import find_best_cut
+from ipu_pipe.plan.batches import compute_batch_time
 from ipu_pipe.report.analysis.devices import HOST
 from ipu_pipe.report.analysis.facts import RunFacts
 from ipu_pipe.report.analysis.text import describe_origin, format_share, format_time
+from ipu_pipe.schedule.clock import Costs, Transfer, clock
+from ipu_pipe.schedule.methods import Pipeline
+from ipu_pipe.schedule.timelines import make_schedule
 
 STAGE, LINK, COMMUNICATION, OUTSIDE = "stage", "link", "communication", "outside"
 EVEN = 0.05  # stages whose times differ by no more count as equal
@@ -122,3 +132,147 @@ def _advise(figures: Figures, loads: Dict[int, float], move: Figures, facts: Run
     if planned is not None and planned > 0.1 and facts.known_method is not None and facts.known_method.flushes:
         return "more microbatches an update, or a method that does not drain the pipeline"
     return "stages are even: faster devices, or more of them"
+
+
+# ---- what moving stage boundaries would gain: units cut anew by measured times, both cuts played by the clock
+
+MOST_STAGES = 128  # more take seconds to play
+MOST_PLANNED = 1 << 20  # passes of an update
+MOST_PLAYED = 1 << 14  # of a method whose updates are played pass by pass
+MOST_VARIED = 8  # stages whose times are varied
+FloatArray = NDArray[np.float64]
+Row = Dict[str, Any]
+
+
+def find_best_move(facts: RunFacts, stages: Sequence[Row], links: Sequence[Row]) -> Row:
+    """Compare the cut whose slowest stage is the fastest possible with the cut of the run.
+
+    Return keys of the analysis's row of the bottleneck. `gain`: how much throughput the other cut adds (0.25: a quarter), by the
+    clock; `gain_if_balanced`: if all stages took equally long; None where it is not known, for the reason `why_no_gain`. `move`:
+    the units at which stages begin now and then, and each stage's time for a microbatch. The time of a unit is estimated as the
+    share of its stage's measured time that its FLOPs have in those of the stage. `gain_range`: the least and the greatest gain if
+    the units of one new stage take up to `time_per_flop_ratio` times longer or shorter for a FLOP than the others with which they
+    share a stage now: as much as the stages differ from one another.
+    """
+    answer: Row = dict.fromkeys(("gain", "gain_range", "time_per_flop_ratio", "why_no_gain", "gain_if_balanced", "move"))
+    answer["why_no_gain"] = _find_missing(facts, stages)
+    if answer["why_no_gain"]:
+        return answer
+    forward = np.array([stage["forward_ns"] for stage in stages], np.float64)
+    backward = np.array([stage["backward_ns"] for stage in stages], np.float64)
+    play = _make_player(facts, stages, links)
+    try:
+        now = play(forward, backward)
+        even = play(np.full(len(stages), forward.mean()), np.full(len(stages), backward.mean()))
+    # the metadata may contradict each other
+    except BadInput as error:
+        return {**answer, "why_no_gain": f"the schedule cannot be rebuilt: {error.faults[0]}"}
+    answer["gain_if_balanced"] = now / even - 1
+    units = facts.units or []
+    stage_of_unit = np.array([unit.stage for unit in units], np.int64)
+    if (np.diff(stage_of_unit) < 0).any() or set(stage_of_unit.tolist()) != set(range(len(stages))):
+        why = "units are not in the order of its stages" if units else "model's units are not in it"
+        return {**answer, "why_no_gain": f"the trace cannot tell, since its {why}"}
+    flops = np.array([[unit.forward_flops, unit.backward_flops] for unit in units], np.float64).T
+    forwards, backwards = (_divide(*columns) for columns in zip((forward, backward), [stage_of_unit] * 2, flops))
+    starts = find_best_cut((forwards + backwards).tolist(), len(stages))
+    assert starts is not None, "there are at least as many units as stages"
+    then = play(np.add.reduceat(forwards, starts), np.add.reduceat(backwards, starts))
+    starts_now = np.searchsorted(stage_of_unit, np.arange(len(stages))).tolist()
+    # if the pipeline drains, an even cut is not always the fastest
+    if then >= now:
+        starts, then = starts_now, now
+    move = {
+        "begins_now": [units[i].name for i in starts_now],
+        "begins_then": [units[i].name for i in starts],
+        "busy_now_ns": (forward + backward).tolist(),
+        "busy_then_ns": np.add.reduceat(forwards + backwards, starts).tolist(),
+    }
+    ratio = _compare_speeds(forward + backward, np.bincount(stage_of_unit, flops.sum(axis=0)).astype(np.float64))
+    stage_then = np.searchsorted(starts, np.arange(len(units)), side="right") - 1
+    longest = np.argsort(-np.add.reduceat(forwards + backwards, starts))[:MOST_VARIED]
+    gains = [now / then - 1]
+    for stage, factor in product(longest if starts != starts_now else (), (ratio, 1 / ratio)):
+        scale = np.where(stage_then == stage, factor, 1.0)
+        other = [
+            np.add.reduceat(_divide(times, stage_of_unit, work * scale), starts)
+            for times, work in zip((forward, backward), flops)
+        ]
+        gains.append(now / play(*other) - 1)
+    answer.update(gain=gains[0], gain_range=[min(gains), max(gains)], time_per_flop_ratio=ratio, move=move)
+    return answer
+
+
+def _find_missing(facts: RunFacts, stages: Sequence[Row]) -> Optional[str]:
+    """Return the first reason why cuts cannot be played; None without any."""
+    count, devices = len(stages), facts.device_of_stage or []
+    has_all = [stage["index"] for stage in stages] == list(range(count)) and (facts.stages or count) == count
+    most = MOST_PLANNED if facts.known_method is None or facts.known_method.order is None else MOST_PLAYED
+    without_times = any(not stage["forward_ns"] or stage["backward_ns"] is None for stage in stages)
+    reasons = (
+        (facts.known_method is None, facts.why_no_method),
+        (not facts.accumulate, "the trace does not say how many microbatches an update has"),
+        (not has_all, "the trace does not hold all stages"),
+        (bool(devices) and len(devices) != count, "the trace does not say the device of each stage"),
+        (not _knows_order(facts), "several stages share a device, and the order of its passes is not known"),
+        (without_times, "the trace does not hold forwards and backwards of all stages"),
+        (count == 1, "there is one stage"),
+        (count * (facts.accumulate or 0) > most, f"updates of more than {most} passes are not played"),
+        (count > MOST_STAGES, f"more than {MOST_STAGES} stages are not played"),
+    )
+    return next((why for applies, why in reasons if applies), None)
+
+
+def _knows_order(facts: RunFacts) -> bool:
+    """Return whether devices have one stage each, or a method by device that drains says what they do in which order."""
+    method, devices = facts.known_method, facts.device_of_stage or []
+    if method is None or method.order is None:
+        return len(set(devices)) == len(devices)
+    return method.flushes and method.pipeline is not Pipeline.ROWS and list(method.order.place(len(devices))) == devices
+
+
+def _compare_speeds(times: FloatArray, flops: FloatArray) -> float:
+    """Return how many times longer the slowest stage takes for a FLOP than the fastest."""
+    known = (flops > 0) & (times > 0)
+    time_per_flop = times[known] / flops[known]
+    return float(time_per_flop.max() / time_per_flop.min()) if known.any() else 1.0
+
+
+def _divide(times: FloatArray, stage_of_unit: NDArray[np.int64], work: FloatArray) -> FloatArray:
+    """Return the time of each unit in proportion to its work; the units of a stage without any share its time equally."""
+    time = times[stage_of_unit]
+    sums, counts = np.bincount(stage_of_unit, work)[stage_of_unit], np.bincount(stage_of_unit)[stage_of_unit]
+    return np.where(sums > 0, time * work / np.where(sums > 0, sums, 1.0), time / counts)
+
+
+def _make_player(
+    facts: RunFacts, stages: Sequence[Row], links: Sequence[Row]
+) -> Callable[[FloatArray, FloatArray], float]:
+    """Return a function from the times of forwards and backwards (P,) to the time of an update, by the run's schedule."""
+    method, accumulate = facts.known_method, facts.accumulate
+    assert method is not None and accumulate is not None
+    update = [stage["update_ns"] or 0.0 for stage in stages]
+    devices = facts.device_of_stage or [stage["devices"][0] for stage in stages]
+    latency: Dict[Tuple[int, int], float] = {}
+    for link in links:
+        if link["latency_ns"]:
+            way = link["src"], link["dst"]
+            latency[way] = max(latency.get(way, 0.0), link["latency_ns"]["median"])
+    halves = [(stage["input_gradient_ns"], stage["weight_gradient_ns"]) for stage in stages]
+    weight_share = None
+    if all(weight and first is not None for first, weight in halves):
+        weight_share = np.array([weight / (first + weight) for first, weight in halves])
+    pairs = list(zip(devices, devices[1:]))
+    onward = tuple(Transfer(latency=latency.get((a, b), 0.0)) for a, b in pairs)
+    back = tuple(Transfer(latency=latency.get((b, a), 0.0)) for a, b in pairs)
+
+    def play(forward: FloatArray, backward: FloatArray) -> float:
+        weight = [] if weight_share is None else (backward * weight_share).tolist()
+        costs = Costs(
+            forward.tolist(), backward.tolist(), update, onward=onward, back=back, weight_gradient=weight
+        )
+        if method.order is not None:
+            return clock(make_schedule(method, len(forward), accumulate, accumulate), costs).finish
+        return compute_batch_time(method, len(forward), accumulate, costs).seconds
+
+    return play
