@@ -271,7 +271,7 @@ def test_outputs_that_are_no_tensor_are_told() -> None:
     assert "model.output: 7: the model returns" in refusal(hugging("bert"), sentences(), output=7)
     unlabelled = [{k: v for k, v in batch.items() if k != "labels"} for batch in sentences()]
     line = refusal(hugging("bert"), unlabelled, loss="model")
-    assert "loss: model" in line and "SequenceClassifierOutput(logits)" in line and "was it given labels?" in line
+    assert "loss: model" in line and "SequenceClassifierOutput(logits)" in line and "does the model get the labels?" in line
     line = refusal(Two(), [{"a": a, "labels": y} for a, _, y in PARTS], {"loss": "model"}, output="logits")
     assert "model.output: logits: the model returns tuple(0, 1)" in line
 
@@ -287,8 +287,8 @@ def test_batches_that_cannot_be_are_told() -> None:
         ({"a": a, "scale": 2.0, "label": y}, ("inputs: scale", "of type float", "must be a tensor")),
         ((a, b[:3], y), ("1 has the shape (3, 2), 0 (4, 3)", "samples")),
         ({"a": a, "scale": torch.tensor(2.0), "label": y}, ("scale has the shape ()", "samples")),
-        (({}, y), ("batches of 4", "hold no tensor")[1:]),
-        ((None, y), ("hold no tensor",)),
+        (({}, y), ("batches of 4", "contain no tensor")[1:]),
+        ((None, y), ("contain no tensor",)),
     ):
         line = refusal(Two(), [batch] * 4)
         assert line.startswith("data: ") and all(word in line for word in words), line

@@ -274,7 +274,7 @@ def leaves_out(self: Any, x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("act, told", [
     (by_value, r"stage 0: a number read from a tensor \(if, item, int\) in the model's own forward: .*emulator"),
-    (by_list, r"stage 0: tolist in the model's own forward: what the forward does there depends on a tensor's values"),
+    (by_list, r"stage 0: tolist in the model's own forward: in a module that is cut, the forward depends on a tensor's values"),
     (draws, r"model: Does: cut into pieces it is not the same model: the output of inner.b"),
     (keeps, r"stage 1: reader in the model's own forward: its add reads a tensor that an earlier stage made and kept aside"),
     (collects, r"stage 0: inner.a in the model's own forward: it takes a StoreCache, .*config.use_cache = False"),
@@ -300,17 +300,17 @@ def test_hooks_on_what_is_cut_are_refused_others_run() -> None:
     cut[1](cut[0](x))
     assert len(seen) == before + 1
     model[1].register_forward_hook(lambda *_: None)
-    with pytest.raises(BadInput, match="stages: 1: has hooks, and stages begin inside of it"):
+    with pytest.raises(BadInput, match="stages: 1: has hooks, but stages begin inside it"):
         cut_model(model, ["1.1"], x)
     cut_model(model, ["1"], x)
 
 
 def test_orders_and_sizes_that_were_not_recorded_are_refused() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
-    with pytest.raises(BadInput, match="stages: 1: begins stage 2, but runs while stage 0 does"):
+    with pytest.raises(BadInput, match="stages: 1: begins stage 2, but runs during stage 0"):
         cut_model(model, ["2", "1"], torch.randn(2, 4))
     cut = cut_model(model, ["1"], torch.randn(2, 4))
-    with pytest.raises(BadInput, match=r"stage 1 is given tensors of shapes \[\(3, 4\)\]"):
+    with pytest.raises(BadInput, match=r"stage 1 gets tensors of shapes \[\(3, 4\)\]"):
         cut[1](torch.randn(3, 4))
 
 

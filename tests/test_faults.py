@@ -351,11 +351,11 @@ def test_ranks_that_are_asked_for_something_else_are_refused_with_both_values() 
     faults = join(asked, 3, 20)
     assert set(faults) == {0, 1} and [error.is_reported for error in faults.values()].count(False) == 1  # type: ignore
     assert isinstance(faults[0], BadInput) and sorted(faults[0].faults) == [
-        '--out: rank 0 has "a", rank 1 has "b": all must be asked for the same',
-        "seed: rank 0 has 1, rank 1 has 2: all must be asked for the same",
+        '--out: rank 0 has "a", rank 1 has "b": must be the same on all ranks',
+        "seed: rank 0 has 1, rank 1 has 2: must be the same on all ranks",
     ]
     assert compare({"version of torch": "2"}, {}, 0, 1) == [
-        'version of torch: rank 0 has "2", rank 1 has nothing: all must be asked for the same'
+        'version of torch: rank 0 has "2", rank 1 has nothing: must be the same on all ranks'
     ]
     assert compare(asked[0], asked[1], 0, 1) == compare(asked[1], asked[0], 1, 0)
 

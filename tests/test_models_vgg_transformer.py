@@ -214,7 +214,7 @@ def test_a_tied_head_is_the_embeddings_weight_and_must_lie_in_its_stage() -> Non
     for stages, last in ((None, 3), (2, 1), (["block2"], 1), ("finest", 15)):
         assert list_faults(partition, model, x, stages) == [
             f"stages: embedding.tokens.weight on stage 0 and head.weight on stage {last} are one shared weight: "
-            "both uses must lie in one stage"
+            "both uses must be in one stage"
         ]
 
 

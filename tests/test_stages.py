@@ -166,7 +166,7 @@ def test_a_weight_on_two_stages_is_refused_and_named() -> None:
 @pytest.mark.parametrize("stages, said", [
     (["layers.7"], "stages: layers.7: the model has no module of that name, nearest is layers"),
     (["stem"], "stages: stem: nothing runs between this boundary and the one before (the model begins at stem)"),
-    (["head", "layers.1"], "stages: names must stand in the order of execution: layers.1, head"),
+    (["head", "layers.1"], "stages: names must be in the order of execution: layers.1, head"),
     (["head", "head"], "stages: a module is named twice"),
     (0, "stages: 0: must be a whole number >= 1"),
     (-3, "stages: -3: must be a whole number >= 1"),

@@ -115,7 +115,7 @@ def test_other_methods_refuse_it_with_weight_stages_reason_and_remedy(name: str)
     with pytest.raises(BadInput) as refused:
         partition(whole(TIED["tied"]()), torch.randn(3, 12), one_stage=resolve_method(name).one_stage)
     (fault,) = refused.value.faults
-    said = "stages: 1.0.weight on stage 1 and 3.0.weight on stage 3 are one shared weight: both uses must lie in one stage: "
+    said = "stages: 1.0.weight on stage 1 and 3.0.weight on stage 3 are one shared weight: both uses must be in one stage: "
     assert fault.startswith(f"{said}with {name} ")
     assert fault.endswith(": cut elsewhere, untie them, or use method naive, gpipe, pipedream_flush, pipedream_2bw")
     own = {"local_sgd": "replicas step by themselves", "randomized_pipedream": "single stages step by themselves"}

@@ -1,6 +1,6 @@
-"""The interface of a backend: the record of its functions, its engines, and what these return.
+"""The interface of a backend: a record of functions (`Backend`), an engine (`Engine`), and the records that an engine returns.
 
-Every process of a run has an engine and calls the same methods in the same order; the main one (rank 0) also writes.
+Every process of a run has an engine and calls the same methods in the same order; the main process (rank 0) also writes files.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from ipu_pipe.trace.events import Counters, Events
 
 @dataclass(frozen=True)
 class StepResult:
-    """One update: mean training loss of its microbatches, accuracy (None if that has no meaning), samples.
+    """The result of one update: mean training loss of its microbatches, accuracy (None if undefined), number of samples.
 
-    `blocks`: loss and accuracy of each block that has a loss of its own, the model's own last; empty if there is one loss.
+    `blocks`: (loss, accuracy) of each block that has a loss of its own, the whole model last; empty if there is one loss.
     """
 
     loss: float
@@ -47,8 +47,11 @@ class CheckpointState(NamedTuple):
 
 
 class DeviceTimes(NamedTuple):
-    """How a device with a clock spent the steps that count for throughput: in passes and updates (busy), waiting for others,
-    and on messages while it did nothing else; `span_ns` is the total."""
+    """The time of a device in the updates that count for throughput, in ns.
+
+    `busy_ns`: passes and updates. `wait_ns`: waiting for other devices. `communication_ns`: messages while the device did
+    nothing else. `span_ns`: the total.
+    """
 
     busy_ns: int
     wait_ns: int
@@ -57,13 +60,14 @@ class DeviceTimes(NamedTuple):
 
 
 class Report(NamedTuple):
-    """The measurements of the devices; None for what a backend cannot know.
+    """The measurements of the devices; a field is None if the backend cannot measure it.
 
-    By stage: `optimizer_bytes` of state, `version_bytes` of weight versions besides the newest, at most. `links`: (source,
-    target) -> (bytes, messages) in training, `shared` the same with the gradients of shared layers. `events` and `counters`
-    are of all ranks; `microbatches` is how many links and events cover. `utilization`: busy share of the devices' own
-    schedule, if that is not the job's. `files`: the backend's own JSON files by name. By device: `times` of the steps of this
-    start that count for throughput, `peak_memory` in bytes by category and at once ("total").
+    Lists by stage: `optimizer_bytes` is the size of the optimizer's state, `version_bytes` the peak size of the weight versions
+    besides the newest. `links` maps (source, target) to (bytes, messages) of training; `shared` does so for the gradients of
+    shared layers. `events` and `counters` come from all ranks. `microbatches` counts the microbatches that `links` and `events`
+    cover. `utilization` is the busy share of the devices' own schedule, if that differs from the job's. `files` maps names to
+    the backend's own JSON files. Lists by device: `times` covers the updates since this start that count for throughput,
+    `peak_memory` is in bytes by category; "total" is the peak of their sum.
     """
 
     optimizer_bytes: List[int]
@@ -80,10 +84,10 @@ class Report(NamedTuple):
 
 
 class Engine:
-    """Interface of one process's part of a run.
+    """The interface of one process's part of a run.
 
-    `checkpoint_group`: of all processes, if each writes its part of a checkpoint. `updates_per_call`: a device may make
-    several updates in one call, of which the first waits for all.
+    `checkpoint_group`: the process group of all ranks if each rank writes its part of a checkpoint, else None.
+    `updates_per_call`: the updates that a device makes in one call; their results all arrive with the first.
     """
 
     is_main = True
@@ -98,9 +102,10 @@ class Engine:
             job.rules.observe = self._note_gradients
 
     def step(self, k: int, read: bool = True) -> List[StepResult]:
-        """Carry out update k and return the results since the last call; none unless `read` if reading would hold a GPU up.
+        """Carry out update k and return the results since the last call.
 
-        On other processes than the main one they may be empty.
+        Without `read` an engine may return none, if reading them would make the host wait for a GPU. Processes other than the
+        main one may return none.
         """
         raise NotImplementedError
 
@@ -112,57 +117,57 @@ class Engine:
     def collect_gradients(self, k: int) -> Dict[str, torch.Tensor]:
         """Return on the main process the gradients of update k, which `step` has done, on the CPU by unsplit names.
 
-        They are those at hand when the optimizer's step begins: before clipping and what rules change in an update (gradient
-        shrinking), after delay compensation, which changes those of each microbatch. Only of a job that `watches_gradients`.
+        They are the gradients when the optimizer's step begins: before clipping and before rules that change an update
+        (gradient shrinking), but after delay compensation, which changes the gradients of each microbatch. The job must have
+        `watches_gradients`.
         """
         return self._gradients
 
     def end(self, done: int, stop_requested: bool) -> int:
-        """Return the number of updates of the run after `done` of them; fewer than planned if the main process requests a
-        stop.
+        """Return the number of updates of the run, after `done` of them: fewer than planned if the main process requests a stop.
 
-        Every process calls this after each update, and all end at the same one, where the pipeline is empty.
+        Every process calls this after each update. All end after the same update, where the pipeline is empty.
         """
         if self.job.schedule.stretch(done - 1)[1] > done:
             return self.job.updates
         return done if run_on_main(lambda: stop_requested) else self.job.updates
 
     def current_model(self) -> Optional[nn.Module]:
-        """Return the model where it holds the newest weights now, None where they are on other devices."""
+        """Return the model if it holds the newest weights now, None if they are on other devices."""
         return self.job.model
 
     def hold_whole_model(self) -> ContextManager[None]:
-        """Hold the whole model with the newest weights in every process, in a block where the pipeline is empty."""
+        """Hold the whole model with the newest weights in every process inside the context; the pipeline must be empty."""
         return contextlib.nullcontext()
 
     def evaluate(self, split: str = "test") -> List[EvaluationResult]:
-        """Return the same loss and metrics on every process, of the test or validation set, when the pipeline is drained.
+        """Return the loss and metrics of the test or validation set, the same on every process; the pipeline must be drained.
 
-        They are those of each block that has a loss of its own, the model's own last.
+        There is one result for each block that has a loss of its own, the whole model last.
         """
         raise NotImplementedError
 
     def state(self) -> Optional[CheckpointState]:
-        """Return the state for a checkpoint, on the main process, else None."""
+        """Return the state for a checkpoint on the main process, None on others."""
         raise NotImplementedError
 
     def part(self) -> CheckpointState:
-        """Return this process's part of the state, on every process, if `checkpoint_group` is there: each writes its own."""
+        """Return this process's part of the state for a checkpoint; called on every process if `checkpoint_group` is set."""
         raise NotImplementedError
 
     def report(self) -> Optional[Report]:
-        """Return what was measured, at the end, on the main process, else None."""
+        """Return the measurements at the end of the run, on the main process; None on others."""
         raise NotImplementedError
 
     def profile(self) -> Optional[StageSeconds]:
-        """Return what each stage's passes take, at the end before `close`; None if the devices have clocks."""
+        """Return the time of each stage's passes, at the end of the run before `close`; None if the devices have clocks."""
         return None
 
     def close(self) -> None:
-        """Put the newest weights into the model and leave nothing behind."""
+        """Put the newest weights into the model and remove all hooks from it."""
 
     def abort(self) -> None:
-        """Leave nothing behind in the user's model after a fault, without waiting for anyone."""
+        """Remove all hooks from the user's model after a fault, without waiting for other processes."""
         self.close()
 
     def release_blocks(self) -> None:
@@ -173,15 +178,15 @@ class Engine:
 
 
 class Backend(NamedTuple):
-    """A row of the table of backends.
+    """The functions of a backend, one row of the table of backends.
 
-    `check_launch` raises `BadInput` for a launcher that does not fit. `place` returns the stages, and which are here.
-    `faults` returns why a job cannot be run, a line each. `engine(job, first_update)` returns this process's engine.
-    `launch(config, asked)` joins the run's other processes, or raises `BadInput` if these were asked for something else.
-    `note` returns how the stages will run, if the user should know. `emulates`: all versions of the weights are in this
-    process. `pins_memory`: a GPU's batches may be pinned, since no message waits meanwhile. `trains_on`: the device that
-    trains, if it is not the config's. `in_flight` gives the microbatches that each stage holds at most, (P,), if the backend
-    has a pipeline of its own, else None.
+    `check_launch` raises `BadInput` if the launcher does not fit. `place` returns the stages and which of them are here.
+    `faults` returns the reasons why a job cannot run, one line each. `engine(job, first_update)` returns this process's engine.
+    `launch(config, asked)` joins the run's other processes, or raises `BadInput` if they were started with other options.
+    `note` returns a line on how the stages will run, '' if there is nothing to say. `emulates`: this process holds all weight
+    versions. `pins_memory`: batches for a GPU may be pinned, because no message waits meanwhile. `trains_on`: the device that
+    trains, if it is not the config's. `in_flight` returns the most microbatches that each stage holds, (P,), if the backend has
+    a pipeline of its own, else None.
     """
 
     check_launch: Callable[[BackendConfig], None]
@@ -196,7 +201,8 @@ class Backend(NamedTuple):
     in_flight: Callable[[Job], Optional[IntArray]] = lambda job: None
 
 
-MARK = "poptorch"  # of the optimizer state that is PopTorch's own
+# the prefix of the entries of an optimizer's state that only PopTorch can load
+MARK = "poptorch"
 
 
 def refuse_poptorch_state(optimizer: torch.optim.Optimizer) -> None:

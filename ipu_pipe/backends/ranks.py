@@ -1,4 +1,4 @@
-"""One of several processes: which one prints and writes, what rank 0 does for all, and which one reports a fault."""
+"""The part of one process among several: rank 0 prints, writes and works for all; one rank reports a fault."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ def run_on_main(work: Callable[[], Result]) -> Result:
 
 @contextlib.contextmanager
 def report_lost_rank(ranks: Optional[Sequence[int]] = None) -> Iterator[None]:
-    """Raise `RunFault` for what torch.distributed raises when another process has gone or does not answer.
+    """Raise `RunFault` instead of torch.distributed's error when another process has ended or does not answer.
 
-    `ranks`: those that this one waits for (default: all others).
+    `ranks`: the ranks that this process waits for (default: all others).
     """
     try:
         with detect_lost_rank(ranks):
@@ -62,7 +62,7 @@ def report_lost_rank(ranks: Optional[Sequence[int]] = None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def report_once() -> Iterator[None]:
-    """Let only the first process of a run that fails in here print its fault or bad input."""
+    """Let only the first process that fails inside the context print its fault or bad input."""
     try:
         yield
     except Exception as error:
@@ -73,7 +73,7 @@ def report_once() -> Iterator[None]:
 
 
 def _claim_report() -> bool:
-    """Return whether no other process has reported a fault yet; True if the store that counts them is gone or does not answer."""
+    """Return whether this is the first process to report a fault; True if the store that counts reports does not answer."""
     where = read_launch()
     if not is_store_there(where):
         return True

@@ -1,14 +1,14 @@
-"""Replays, the unit of work of emulator and processes: where they come from, and what their passes read.
+"""Replays, the unit of work of the emulator and the processes: their sources, and the weight versions that their passes read.
 
-A replay is one microbatch of one replica through all stages and back: which versions its passes read on each stage, and which
-stages are updated when it is done. Version v of a stage is that after v updates of this stage; gradients gather over replays
-until one that updates stages, and are gone after it. What yields replays is a source (`Replays`):
+A replay takes one microbatch of one replica through all stages and back. It states the versions that its passes read on each
+stage, and the stages that are updated after it. Version v of a stage is the stage's weights after v of its updates. Gradients
+accumulate over replays until a replay that updates stages, which clears them. There are three sources (`Replays`):
 
-    a schedule with its version table    all stages are updated after each N microbatches      TableReplays, here
-    the steps of replicas (LocalSGD)     all stages, each replica's own, after each of its     RoundReplays, here
-    draws, without a pipeline            one drawn stage a replay, a drawn delay a stage       RandomizedReplays, here
+    TableReplays         a schedule with its version table    all stages are updated after each N microbatches
+    RoundReplays         the steps of replicas (LocalSGD)     each replica updates all its stages after each of its microbatches
+    RandomizedReplays    random draws without a pipeline      each replay updates one drawn stage and draws a delay per stage
 
-No source is believed: `ReplayPlan` refuses reads of updates that no earlier replay has made.
+`ReplayPlan` checks every source: it refuses to read an update that no earlier replay has made.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ from ipu_pipe.schedule.table import Schedule
 from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.update.apply import PLAIN, UpdateRules
 
-WINDOW = 512  # replays read ahead, at least
+# the least number of replays that are read ahead
+WINDOW = 512
 
 
 class ReplayWindow(NamedTuple):
-    """n consecutive replays on P stages: their microbatches and replicas, the versions that their passes read, their updates.
+    """n consecutive replays on P stages: microbatch and replica of each, the versions that their passes read, their updates.
 
-    `backward`: None if it reads what the forward read. `recompute`: None if activations are kept. `corrected`: the forward reads
-    that a rule corrects, None for all.
+    `backward` is None if backwards read the versions of their forwards. `recompute` is None without recomputation. `corrected`
+    marks the forward reads that a rule corrects; None means all.
     """
 
     microbatch: IntArray  # (n,)
@@ -47,9 +48,9 @@ class ReplayWindow(NamedTuple):
 
 
 class Replays(Protocol):
-    """A source of replays, which are numbered in the order in which they are done.
+    """A source of replays, numbered in the order in which they run.
 
-    `count`: of the run. `reach`: after so many replays no version is read that is older than the newest now.
+    `count`: the number of replays of the run. `reach`: a version that is superseded is no longer read `reach` replays later.
     """
 
     count: int
@@ -63,10 +64,10 @@ class Replays(Protocol):
 
 
 class TableReplays:
-    """The replays of a schedule, with the versions of its table.
+    """The replays of a schedule, with the versions of its version table.
 
-    The `replicas` of the pipeline that are here take turns: microbatch 0 of each, microbatch 1 of each, and so on; a batch ends
-    with the last one's.
+    The `replicas` in this process take turns: microbatch 0 of each, microbatch 1 of each, and so on. A batch ends with the last
+    microbatch of the last replica.
     """
 
     def __init__(self, table: VersionTable, replicas: Sequence[int] = (0,)) -> None:
@@ -74,19 +75,19 @@ class TableReplays:
         stages, accumulate, delay = table.schedule.stages, table.schedule.accumulate, table.method.delay
         self._width, self._batch = width, accumulate * width
         self.count = table.schedule.microbatches * width
-        # over the microbatches in flight and the batches being gathered, or a delay of so many updates
+        # the microbatches in flight and those of unfinished batches, or the greatest delay in updates
         self.reach = width * (2 * (stages + accumulate + 1) if delay is None else (delay.greatest + 2) * accumulate)
         self._stashes = table.method.backward_reads is Reads.STASHED
         self._recomputes = table.method.segments is not None and table.method.reads_old(stages)
 
     def count_updates(self, number: int) -> IntArray:
-        """Return one update of every stage for each batch that is done."""
+        """Return the updates of each stage (P,) before replay `number`: one for each finished batch."""
         return np.full(self._table.schedule.stages, number // self._batch)
 
     def window(self, first: int, last: int) -> ReplayWindow:
         """Return the replays [first, last). Raise `BadInput` if the schedule cannot be replayed."""
         number = np.arange(first, last)
-        begin, end = first // self._width, -(-last // self._width)  # microbatches
+        begin, end = first // self._width, -(-last // self._width)
         column = number // self._width - begin if self._width > 1 else slice(None)
         forward, backward = self._table.window(begin, end)
         recompute = self._table.recompute(begin, end)[:, column] if self._recomputes else None
@@ -99,9 +100,9 @@ class TableReplays:
 
 
 class RoundReplays:
-    """The replays of LocalSGD: replicas take turns within a step, each with weights of its own, of which it reads the newest.
+    """The replays of LocalSGD: within a step replicas take turns, and each reads the newest of its own weights.
 
-    A version counts as made when all replicas have it.
+    A version exists when all replicas have made it.
     """
 
     def __init__(self, schedule: Schedule) -> None:
@@ -109,7 +110,7 @@ class RoundReplays:
         self.count, self.reach = schedule.microbatches, schedule.accumulate
 
     def count_updates(self, number: int) -> IntArray:
-        """Return one update of every stage for each step that is done."""
+        """Return the updates of each stage (P,) before replay `number`: one for each finished step."""
         return np.full(self._stages, number // self._replicas)
 
     def window(self, first: int, last: int) -> ReplayWindow:
@@ -121,15 +122,14 @@ class RoundReplays:
 
 
 class Views(NamedTuple):
-    """What a pass reads on each of P stages: a version, and the code with which a rule corrects it (`ipu_pipe.update.apply`)."""
+    """The weights that a pass reads on each of P stages: a version and the code of its correction (`ipu_pipe.update.apply`)."""
 
     versions: IntArray  # (P,)
     codes: IntArray  # (P,)
 
 
 class Replay(NamedTuple):
-    """One replay: what its passes read, and the stages that are updated when it is done. `recompute`: None if activations are
-    kept."""
+    """One replay: the views that its passes read and the stages that it updates; `recompute` is None without recomputation."""
 
     microbatch: int
     replica: int
@@ -140,22 +140,24 @@ class Replay(NamedTuple):
 
 
 class ReplayPlan:
-    """A source's replays from number `first` on, read ahead in windows and checked, with the corrections of the rules.
+    """The replays of a source from number `first` on, read ahead in windows, checked, with the corrections of the rules.
 
-    Raises `BadInput`, when a window is read, if a pass reads what no earlier replay has made.
+    Reading a window raises `BadInput` if a pass reads a version that no earlier replay has made.
     """
 
     def __init__(self, source: Replays, rules: UpdateRules, first: int = 0) -> None:
         self._source, self._rules = source, rules
         self.count = source.count
         self._start = self._stop = first
-        self._updates = source.count_updates(first)[:, None]  # (P, n): of the stages before each replay of the window
-        self._views: Dict[str, Views] = {}  # by pass, (P, n) both
+        # the updates of each stage before each of the window's replays, (P, n)
+        self._updates = source.count_updates(first)[:, None]
+        # the views of each pass; both arrays of a view are (P, n)
+        self._views: Dict[str, Views] = {}
 
     def _locate(self, number: int) -> int:
-        """Return the column of a replay in the window, which moves on if need be.
+        """Return the column of a replay in the window, and move the window on if the replay is after it.
 
-        Those of the same batch stay in the window: a row may have them in another order.
+        The replays of the current batch stay in the window, because a row may ask for them in another order.
         """
         if number >= self._stop:
             source, start = self._source, max(number - self._source.reach, self._start)
@@ -166,15 +168,16 @@ class ReplayPlan:
             check_reads(window, self._updates, start, source.reach)
             self._views = self._correct(window)
             self._kept: List[str] = [name for name in ("forward", "recompute") if name in self._views]
-            if window.backward is not None and (window.backward < self._updates).any():  # weight gradients come later
+            # a split backward's weight gradient may run after an update
+            if window.backward is not None and (window.backward < self._updates).any():
                 self._kept.append("backward")
-            # a view goes when no replay to come reads its version; drawn delays make versions go up and down
+            # the oldest version that this replay or a later one reads: drawn delays make versions go up and down
             self._oldest = np.minimum.accumulate(window.forward[:, ::-1], axis=1)[:, ::-1]
         assert self._start <= number < self._stop, f"replay {number} is not one of {self._start} to {self._stop}"
         return number - self._start
 
     def _correct(self, window: ReplayWindow) -> Dict[str, Views]:
-        """Return the versions that each pass reads, with the codes of their corrections."""
+        """Return the versions that each pass reads with the codes of their corrections, by name of the pass."""
         codes = self._rules.encode_forwards(window.forward)
         forward = Views(window.forward, codes if window.corrected is None else np.where(window.corrected, codes, PLAIN))
         views = {"forward": forward, "backward": forward}
@@ -184,7 +187,7 @@ class ReplayPlan:
         return views
 
     def replay(self, number: int, stages: slice = slice(None)) -> Replay:
-        """Return a replay by its number, with what passes read on these stages."""
+        """Return the replay of a number, with its views on these stages."""
         at, window = self._locate(number), self._window
         views = {name: Views(view.versions[stages, at], view.codes[stages, at]) for name, view in self._views.items()}
         return Replay(
@@ -193,22 +196,22 @@ class ReplayPlan:
         )  # fmt: skip
 
     def count_updates(self, number: int) -> IntArray:
-        """Return the updates (P,) that the stages have had before a replay; also at the end of all."""
-        # a run resumed at its end reads nothing
+        """Return the updates of each stage (P,) before a replay; `number` may be one past the last."""
+        # a run that is resumed at its end has no window
         if number == self._start:
             return self._updates[:, 0]
         return self._updates[:, self._locate(number)]
 
     def find_oldest(self, number: int) -> IntArray:
-        """Return the oldest version of each stage (P,) that a replay and those after it read; the greatest number at the end."""
+        """Return the oldest version of each stage (P,) that replay `number` or a later one reads; the greatest int64 if none."""
         if number >= self.count:
             return np.full(len(self._updates), np.iinfo(np.int64).max)
         return self._oldest[:, self._locate(number)]
 
     def find_later_reads(self, versions: IntArray, after: int) -> List[Set[int]]:
-        """Return, per stage, the codes with which passes later than replay `after` read `versions` (P,).
+        """Return, per stage, the codes with which passes after replay `after` read `versions` (P,).
 
-        A whole backward reads the newest version or, stashed, what its forward read: it needs none kept for itself.
+        Whole backwards are left out: they read the newest version or the one that is stashed for their forward.
         """
         start = self._locate(after) + 1
         stop = start + self._source.reach
@@ -222,11 +225,12 @@ class ReplayPlan:
 
 
 def check_reads(window: ReplayWindow, updates: IntArray, first: int, reach: int) -> None:
-    """Raise `BadInput` for the first replay of a window, from number `first` on, of which a pass reads what it cannot.
+    """Raise `BadInput` for the first replay of a window that reads a version not yet made or no longer stored.
 
-    `updates`: of each stage by the replays before each, (P, n).
+    `updates`: the updates of each stage before each replay, (P, n). `first`: the number of the window's first replay.
     """
-    dropped = np.zeros_like(updates)  # versions before these are kept no longer
+    # versions older than these are no longer stored
+    dropped = np.zeros_like(updates)
     dropped[:, reach:] = updates[:, : max(updates.shape[1] - reach, 0)]
     passes = {"forward": window.forward, "recomputation": window.recompute, "backward": window.backward}
     for name, versions in passes.items():
@@ -243,26 +247,27 @@ def check_reads(window: ReplayWindow, updates: IntArray, first: int, reach: int)
             )
 
 
-# ---- replays without a pipeline: randomized PipeDream (the paper of that name, Algorithm 1)
+# ---- replays without a pipeline: randomized PipeDream (Algorithm 1 of the paper)
 #
 # The global history is x^0, x^1, ...; iteration k changes one block, stage s_k, by a gradient of microbatch b_k:
 #
-#     [1] delays      d_j, each by itself, uniform on 0..min(tau, k); nothing of them depends on s_k or b_k
+#     [1] delays      d_j, independent, uniform on 0..min(tau, k), independent of s_k and b_k
 #     [2] stale read  x_hat, block j from iterate k - d_j; with NAG + beta (x_j^(k-d_j) - x_j^(k-d_j-1))
 #     [3] draw        s_k and b_k, uniform
 #     [4] update      x_s <- x_s - lr * grad_s f_b(x_hat)
 #
-# Here iteration k is replay k: it reads, forward and backward, the versions of the stages that x_hat is made of, and updates one.
-# All draws are a function of (seed, iteration). Where the run drains (evaluation, checkpoint) no older iterate is read any more.
+# Iteration k is replay k: its forward and its backward read the stage versions of x_hat, and it updates one stage.
+# All draws are a function of (seed, iteration). After a drain (evaluation, checkpoint) no iterate from before it is read.
 
-BLOCK = 4096  # iterations that share a generator, and after each of which the updates made are kept
+# iterations that share a generator; the number of updates is stored once per block
+BLOCK = 4096
 
 
 class RandomizedReplays:
     """P block updates for each microbatch of a schedule.
 
-    `table`: of PipeDream's schedule, which says where the run drains, and the order and the delays of updates if `history` takes
-    them from it. `batches`: microbatches of an epoch, of which one is drawn.
+    `table`: PipeDream's version table. Its schedule says where the run drains; `history` may also take the order and the delays
+    of updates from it. `batches`: the microbatches of an epoch, from which each iteration draws one.
     """
 
     def __init__(self, table: VersionTable, history: History, batches: int, seed: int) -> None:
@@ -270,16 +275,15 @@ class RandomizedReplays:
         self._schedule, self.stages = table.schedule, table.schedule.stages
         self.count = self.stages * self._schedule.microbatches
         self._constant = history.constant(self.stages) if history.delays == "offsets" else None
-        # PipeDream's windows of at most 3P slots, of P block updates each at most; one more iterate for the extrapolation
+        # PipeDream has windows of at most 3P slots with at most P block updates each; extrapolation reads one more iterate
         exact = history.delays == "schedule"
         self.reach = 2 + (3 * self.stages**2 if exact else history.bound_for(self.stages))
-        self._updates: Dict[int, IntArray] = {0: np.zeros(self.stages, np.int64)}  # by block of iterations
+        # the updates of each stage before each block of iterations
+        self._updates: Dict[int, IntArray] = {0: np.zeros(self.stages, np.int64)}
         self._drawn: Tuple[int, NDArray[np.float64]] = (-1, np.zeros((0, 0)))
         self._order: Optional[Tuple[IntArray, IntArray]] = None
         if history.order == "schedule":
             self._order = order_of_updates(self._schedule)
-
-    # --- the source
 
     def count_updates(self, number: int) -> IntArray:
         """Return the updates of each stage (P,) before iteration `number`."""
@@ -301,7 +305,7 @@ class RandomizedReplays:
         low = max(first - self.reach, 0)
         before = self.stages_of(low, last)
         steps = (np.arange(self.stages)[:, None] == before).astype(np.int64)
-        # of each stage at iterate low, low + 1, ...: (P, n + 1)
+        # the updates of each stage at iterate low, low + 1, ...: (P, n + 1)
         counts = np.concatenate([self.count_updates(low)[:, None], steps], axis=1).cumsum(axis=1)
         iterate = np.arange(first, last) - self.delays(first, last) - low  # (P, n)
         versions = np.take_along_axis(counts, iterate, axis=1)
@@ -310,7 +314,7 @@ class RandomizedReplays:
         moved = versions > np.take_along_axis(counts, np.maximum(iterate - 1, 0), axis=1)
         return ReplayWindow(microbatch, replica, versions, None, None, updates, moved)
 
-    # --- what is drawn
+    # ---- draws
 
     def stages_of(self, first: int, last: int) -> IntArray:
         """Return the stages (n,) that the iterations [first, last) update."""
@@ -326,10 +330,7 @@ class RandomizedReplays:
         return epoch * self._batches + _index(self._uniform(first, last)[-1], self._batches)
 
     def delays(self, first: int, last: int) -> IntArray:
-        """Return the delays (P, n) of the iterations [first, last), in block updates.
-
-        Those of the schedule are not known here: it gives versions.
-        """
+        """Return the drawn or constant delays (P, n) of the iterations [first, last), in block updates."""
         number = np.arange(first, last)
         since = number - self._stretch_begin(number // self.stages) * self.stages
         if self._constant is not None:
@@ -338,7 +339,7 @@ class RandomizedReplays:
         return _index(self._uniform(first, last)[: self.stages], most + 1)
 
     def _uniform(self, first: int, last: int) -> NDArray[np.float64]:
-        """Return numbers in [0, 1), (P + 2, n): for the delays, the stage and the microbatch."""
+        """Return uniform draws in [0, 1) for the P delays, the stage and the microbatch of each iteration, (P + 2, n)."""
         parts = []
         for block in range(first // BLOCK, -(-last // BLOCK)):
             if self._drawn[0] != block:
@@ -352,7 +353,7 @@ class RandomizedReplays:
         return np.bincount(self.stages_of(first, last), minlength=self.stages)
 
     def _stretch_begin(self, step: IntArray) -> IntArray:
-        """Return the first microbatch of the stretch between drains in which each of `step` is."""
+        """Return, for each microbatch of `step`, the first microbatch after the drain before it."""
         begin = np.zeros_like(step)
         for part in self._schedule.stretches:
             inside = (part.first_microbatch <= step) & (step < part.end_microbatch)
@@ -368,5 +369,5 @@ def order_of_updates(schedule: Schedule) -> Tuple[IntArray, IntArray]:
 
 
 def _index(uniform: NDArray[np.float64], count: object) -> IntArray:
-    """Return integers in [0, count) for numbers in [0, 1)."""
+    """Map uniform draws in [0, 1) to integers in [0, count)."""
     return np.minimum(uniform * np.asarray(count), np.asarray(count) - 1).astype(np.int64)

@@ -1,4 +1,4 @@
-"""Replicas of a pipeline on one model, one after another: each with gradients, or with weights, of its own."""
+"""Replicas of a pipeline that take turns on one model: each has gradients of its own, or weights of its own."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from torch import nn
 from ipu_pipe.backends.work import Work
 from ipu_pipe.schedule.methods import Outer
 
-REPLICA, OUTER, WEIGHT = "replica", "outer", "weight"  # of entries of a parameter's state in a checkpoint
+# prefixes and the name of entries in a parameter's optimizer state of a checkpoint: "replica2.weight", "outer.momentum_buffer"
+REPLICA, OUTER, WEIGHT = "replica", "outer", "weight"
 _ENTRY = re.compile(rf"({REPLICA}\d+|{OUTER})\.")
 
-Place = Tuple[nn.Module, str]  # of a buffer: its module and its name there
+# a buffer: its module and its name there
+Place = Tuple[nn.Module, str]
 
 
 def _find_buffers(model: nn.Module) -> List[Place]:
@@ -36,12 +38,12 @@ def _set_buffers(places: Sequence[Place], buffers: Sequence[Optional[torch.Tenso
 class GradientReplicas:
     """`count` replicas that share the weights and average their gradients before each update.
 
-    Each has gradients of its own until then, and buffers (running statistics) of its own, of which the first one's are the
+    Each replica has its own gradients until then and its own buffers (running statistics). The first replica's buffers are the
     model's.
     """
 
     def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter], count: int) -> None:
-        """`parameters`: those that the optimizer trains."""
+        """`parameters`: the parameters that the optimizer trains."""
         self.count, self._parameters, self._places = count, list(parameters), _find_buffers(model)
         self._gradients: List[List[Optional[torch.Tensor]]] = [[None] * len(self._parameters) for _ in range(count)]
         first = _get_buffers(self._places)
@@ -71,9 +73,10 @@ class GradientReplicas:
 
 
 class OuterOptimizer:
-    """DiLoCo's outer optimizer, SGD, over the weights w that replicas shared last, each weight's by its fragment.
+    """DiLoCo's outer optimizer: SGD on the weights w that the replicas last shared.
 
-    In each round one fragment's turn comes (Streaming DiLoCo, Douillard et al. 2025; with one fragment Douillard et al. 2023):
+    Each round synchronizes one fragment of the weights (Streaming DiLoCo, Douillard et al. 2025; with one fragment DiLoCo,
+    Douillard et al. 2023):
 
         [1] `delay` steps before the round's end    replica r: delta_r = w - w_r
         [2] at its end                              w <- SGD(w, mean over r of delta_r)
@@ -81,14 +84,15 @@ class OuterOptimizer:
     """
 
     def __init__(self, settings: Outer, fragments: Sequence[int], weights: Sequence[torch.Tensor]) -> None:
-        """`fragments`: the number of each weight's."""
+        """`fragments`: the number of the fragment of each weight."""
         self.settings, self._fragments = settings, fragments
         self.shared = [nn.Parameter(w.clone()) for w in weights]
         self.sgd = torch.optim.SGD([{"params": self.shared}], settings.lr, settings.momentum, nesterov=settings.nesterov)
-        self._deltas: Dict[int, List[torch.Tensor]] = {}  # by replica
+        # the deltas of [1] by replica
+        self._deltas: Dict[int, List[torch.Tensor]] = {}
 
     def list_chosen(self, work: Work, step: int) -> List[int]:
-        """Return the weights of the fragment whose turn it is in a step's round."""
+        """Return the indices of the weights of the fragment that the round of `step` synchronizes."""
         stages, rounds = work.schedule.stages, work.method.rounds
         assert rounds is not None
         turn = (work.schedule.stretch(step)[1] - 1) // rounds.interval(stages) + self.settings.offset
@@ -100,7 +104,7 @@ class OuterOptimizer:
         self._deltas[replica] = [self.shared[i].detach() - weights[i] for i in chosen]
 
     def synchronize(self, chosen: Sequence[int], weights: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Carry out [2] and [3] for the weights of each replica, and [1] where the round was too short for it."""
+        """Carry out [2] and [3] for the weights of each replica, and [1] if the round was too short to have done it."""
         for replica, of_replica in enumerate(weights):
             if replica not in self._deltas:
                 self.take(replica, chosen, of_replica)
@@ -115,19 +119,20 @@ class OuterOptimizer:
 
 
 class IndependentReplicas:
-    """`count` replicas with weights, optimizer state and buffers of their own between two averagings (LocalSGD).
+    """`count` replicas that have their own weights, optimizer state and buffers between two averagings (LocalSGD).
 
-    All of these are averaged, stage by stage: velocities and moments like the weights that they belong to, running statistics
-    too; what is not a real number (counters) is the first replica's. So replicas are alike after each round, and a checkpoint
-    taken there holds one of them. With an `outer` optimizer only running statistics are averaged, weights are what it makes of
-    them, and a checkpoint holds all replicas: those besides the first, and `outer`, as entries of the optimizer's state.
+    At the end of a round weights, velocities, moments and running statistics are averaged, stage by stage; tensors that are not
+    floating point (counters) are taken from the first replica. So all replicas are equal after a round, and a checkpoint taken
+    there holds one of them. With an `outer` optimizer only running statistics are averaged, the outer optimizer computes the
+    weights, and a checkpoint holds all replicas: the first in the usual place, the others and `outer` as entries of the
+    optimizer's state.
     """
 
     def __init__(
         self, model: nn.Module, parameters: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer, count: int,
         outer: Optional[Outer] = None, fragments: Sequence[int] = (),
     ) -> None:  # fmt: skip
-        """`parameters`: those that the optimizer trains; `model`: the module with the buffers; `fragments`: of the parameters."""
+        """`parameters`: the trained parameters; `model`: the module with the buffers; `fragments`: one number per parameter."""
         self.count, self._entered = count, 0
         self._parameters, self._places = list(parameters), _find_buffers(model)
         self._optimizer_state = optimizer.state
@@ -154,10 +159,10 @@ class IndependentReplicas:
         chosen = [p for _, p in parameters]
         return cls(model, chosen, work.rules.optimizer, work.schedule.accumulate, outer, fragments)
 
-    # ---- checkpoints of replicas that are not alike
+    # ---- checkpoints of replicas that differ
 
     def _take_entries(self, p: nn.Parameter) -> Dict[str, Any]:
-        """Take what a checkpoint holds of replicas and of the outer optimizer out of a parameter's state."""
+        """Remove the entries of replicas and of the outer optimizer from a parameter's state and return them."""
         state = self._optimizer_state[p] if p in self._optimizer_state else {}
         return {key: state.pop(key) for key in [key for key in state if _ENTRY.match(key)]}
 
@@ -172,7 +177,7 @@ class IndependentReplicas:
                         state[entry] = value
 
     def _list_places(self, i: int, p: nn.Parameter) -> List[Tuple[str, torch.Tensor, Dict[str, Any]]]:
-        """List the name, the weight and the optimizer's state of the outer optimizer and of all replicas but the first."""
+        """List (name, weight, optimizer state) of parameter i for the outer optimizer and for all replicas but the first."""
         if self._outer is None:
             return []
         shared = self._outer.shared[i]
@@ -183,7 +188,7 @@ class IndependentReplicas:
 
     @contextlib.contextmanager
     def exported(self) -> Iterator[None]:
-        """Hold the other replicas and the outer optimizer in the optimizer's state, between two rounds."""
+        """Hold the other replicas and the outer optimizer in the optimizer's state inside the context."""
         for i, p in enumerate(self._parameters):
             for place, weight, state in self._list_places(i, p):
                 entries = {f"{place}.{key}": value for key, value in state.items() if value is not None}
@@ -193,7 +198,7 @@ class IndependentReplicas:
             self._take_entries(p)
 
     def enter(self, replica: int) -> None:
-        """Put a replica into the model and the optimizer, in place of the one that is there."""
+        """Replace the replica in the model and the optimizer by another one."""
         if replica == self._entered:
             return
         self._save()
@@ -209,22 +214,21 @@ class IndependentReplicas:
         return {p: self._optimizer_state[p] for p in self._parameters if p in self._optimizer_state}
 
     def _save(self) -> None:
-        """Keep what the model and the optimizer hold now for the replica that is in them."""
+        """Store the weights, state and buffers of the replica that is in the model and the optimizer."""
         self._weights[self._entered] = [p.data for p in self._parameters]
         self._states[self._entered] = self._get_states()
         self._buffers[self._entered] = _get_buffers(self._places)
 
     def end_replica_step(self, work: Work, step: int) -> None:
-        """Let the outer optimizer take the weights of the replica in the model, which has done a step, if it is time."""
+        """Give the model's weights to the outer optimizer if `step` is `delay` steps before the end of its round."""
         if self._outer is not None and work.schedule.stretch(step)[1] - self._outer.settings.delay == step + 1:
             weights = [p.data for p in self._parameters]
             self._outer.take(self._entered, self._outer.list_chosen(work, step), weights)
 
     def end_step(self, work: Work, step: int) -> None:
-        """Give every replica the mean of all, added up in their order, or what the outer optimizer makes of them; put the first
-        into the model.
+        """Average the replicas, in their order, or apply the outer optimizer, at the last step of a round; else do nothing.
 
-        Do nothing unless the step, which all have done, is the last of a round.
+        All replicas have done the step. The first one is in the model afterwards.
         """
         if work.schedule.stretch(step)[1] != step + 1:
             return
@@ -240,7 +244,7 @@ class IndependentReplicas:
         self.enter(0)
 
     def list_other_states(self) -> List[Mapping[Any, Mapping[str, Any]]]:
-        """List by parameter the optimizer state of the replicas that are not in the model, and weights and state of `outer`."""
+        """List by parameter the optimizer state of replicas that are not in the model, and the weights and state of `outer`."""
         others: List[Mapping[Any, Mapping[str, Any]]] = [s for r, s in enumerate(self._states) if r != self._entered]
         if self._outer is not None:
             state, pairs = self._outer.sgd.state, zip(self._parameters, self._outer.shared)
@@ -254,7 +258,7 @@ class IndependentReplicas:
 
 
 def _average(values: Sequence[Any]) -> None:
-    """Write the mean of tensors of real numbers into each of them, of other tensors the first; leave what is not a tensor."""
+    """Write the mean of floating-point tensors into each of them, or the first of other tensors; ignore other values."""
     if not isinstance(values[0], torch.Tensor) or len(values) == 1:
         return
     total = values[0].clone()

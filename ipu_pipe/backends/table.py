@@ -28,10 +28,10 @@ def get_backend(config: Config) -> Backend:
 
 
 def launch(config: Config, asked: Optional[Mapping[str, object]] = None) -> None:
-    """Join the other processes of the run, if there are any.
+    """Join the other processes of the run, if there are any. `asked`: the command line of this process, option -> value.
 
-    Raise `BadInput`, on each of them, if another one was `asked` (option -> value) for something else or has another config, or
-    if the backend cannot run in the way in which this one was started.
+    Raise `BadInput` on every process if the processes have different options or configs, or if the backend cannot run under
+    this launcher.
     """
     where, backend = read_launch(), get_backend(config)
     if where.faults:
@@ -53,5 +53,5 @@ def leave() -> None:
 
 
 def make_engine(job: Job, first_update: int) -> Engine:
-    """Return this process's engine, which goes on with update `first_update`."""
+    """Return this process's engine, which continues with update `first_update`."""
     return get_backend(job.config).engine(job, first_update)

@@ -1,7 +1,7 @@
-"""Weight versions in one process: what each pass of a microbatch reads in the parameters, and what is kept for later.
+"""Weight versions in one process: put the weights that a pass reads into the parameters, and stash those that are read later.
 
 A pass reads, on each stage, a *view*: a version and the way a rule corrects it (`ipu_pipe.update.apply`; 0 is the plain weights).
-Two ways to put a view where a pass reads it:
+There are two ways to put a view into the parameters:
 
   overwriting   the forward and the backward of a microbatch read different views. Autograd saved the parameters'
                 storage in the forward, so the backward's view is *written into that storage* in between:
@@ -9,10 +9,10 @@ Two ways to put a view where a pass reads it:
   swapping      both passes read one view (weight stashing, 2BW). The parameters are *pointed at* its tensors for
                 both passes and nothing is copied; the update then leaves the old tensors alone and steps a copy.
 
-A corrected view of the newest version is made when it is read. If a later microbatch will read a corrected view of a version
-that is then old, the view is made before the update, while the optimizer's state is still that version's. A view is kept only
-while a microbatch to come reads it. Writing goes through `parameter.data`, which does not count as an in-place change for
-autograd: that is the point, and is allowed to these methods alone.
+A corrected view of the newest version is computed when it is read. If a later microbatch will read a corrected view of a version
+that is old by then, the view is computed before the update, while the optimizer's state still belongs to that version. A view is
+dropped as soon as no later microbatch reads it. Only this module writes through `parameter.data`, which autograd does not count
+as an in-place change.
 """
 
 from __future__ import annotations
@@ -29,40 +29,46 @@ from ipu_pipe.schedule.table import IntArray
 from ipu_pipe.update.apply import PLAIN
 
 Tensors = List[torch.Tensor]
-Copies = List[Tuple[torch.Tensor, torch.Tensor]]  # (to, value)
-View = Tuple[int, int]  # version, code
+# (target, value) pairs
+Copies = List[Tuple[torch.Tensor, torch.Tensor]]
+# (version, code)
+View = Tuple[int, int]
 Versions = Union[int, Sequence[int]]
-Offset = Callable[[int, int, int], List[Tuple[Tensors, float]]]  # (stage, code, version) -> the x, c of w + c x
+# (stage, code, version) -> pairs (x, c) such that the corrected weights are w + sum of c x
+Offset = Callable[[int, int, int], List[Tuple[Tensors, float]]]
 
 
 class WeightStore:
-    """The store of methods in which every pass reads the newest weights: it does nothing, and says what a store must do."""
+    """The interface of a store, and the store of methods in which every pass reads the newest weights: it does nothing.
+
+    `held_bytes`: bytes of tensors besides the newest version's now, pooled tensors included. `peak_bytes`: most bytes in use.
+    """
 
     peak_bytes = 0
-    held_bytes = 0  # now, in tensors besides the newest version's; those that wait to be used again included
+    held_bytes = 0
 
     def load(self, read: Views) -> None:
         """Put the views that a pass reads into the parameters."""
 
     def release(self, oldest: IntArray) -> None:
-        """Drop views that nothing reads any more, after a microbatch; `oldest`: versions that are read from now on, (P,)."""
+        """Drop the views that are not read again, after a microbatch; `oldest`: the oldest version that is still read, (P,)."""
 
     def before_update(self, keep: Sequence[Set[int]], updates: Optional[Sequence[int]] = None) -> None:
-        """Keep what will be read later, before the optimizer steps the stages `updates` (all if None).
+        """Stash the views that will be read later, before the optimizer steps the stages `updates` (all if None).
 
-        `keep`: per stage, the codes with which the newest version will be read when it is not the newest any more.
+        `keep`: per stage, the codes with which later passes read the version that is about to be superseded.
         """
 
     def rest(self) -> None:
         """Put the newest weights into the parameters."""
 
     def compute_age(self, stage: int) -> Optional[Tensors]:
-        """Return the newest weights of a stage minus those that are loaded, None where these are the newest."""
+        """Return the newest weights of a stage minus the loaded weights, None if the newest are loaded."""
         return None
 
 
 class _VersionedStore(WeightStore):
-    """Keeps views by stage, with a pool of tensors to reuse: fresh memory costs more than copying into old."""
+    """Stash views by stage, with a pool of tensors to reuse: new memory costs more than copying into old memory."""
 
     def __init__(
         self,
@@ -71,19 +77,23 @@ class _VersionedStore(WeightStore):
         offset: Optional[Offset] = None,
         masters: Optional[Mapping[torch.nn.Parameter, torch.nn.Parameter]] = None,
     ) -> None:
-        """`version`: of all stages now, or of each. `offset`: returns how the newest version is corrected. `masters`: the exact
-        weights of which the parameters are roundings; corrected versions are, too."""
+        """`version`: the newest version, of all stages or of each. `offset`: returns the correction of the newest version.
+        `masters`: the exact weights of the parameters that are stored rounded; a correction is computed before rounding."""
         self._parameters = [list(stage) for stage in stages]
         self._offset, self._masters = offset, masters or {}
         self._newest = [version] * len(stages) if isinstance(version, int) else list(version)
-        self._plain = Views(np.array(self._newest, np.int64), np.full(len(stages), PLAIN))  # the newest weights, uncorrected
-        self._loaded = self._plain  # what is in the parameters
-        self._oldest = self._loaded.versions  # that is read from now on
+        # the newest weights, uncorrected
+        self._plain = Views(np.array(self._newest, np.int64), np.full(len(stages), PLAIN))
+        # the views in the parameters
+        self._loaded = self._plain
+        # the oldest version of each stage that is still read
+        self._oldest = self._loaded.versions
         self._kept: List[Dict[View, Tensors]] = [{} for _ in stages]
         self._pool: List[List[Tensors]] = [[] for _ in stages]
         self._size = [sum(p.numel() * p.element_size() for p in stage) for stage in stages]
-        self._used_bytes = 0  # by views
-        self.held_bytes = 0  # by views and the pool
+        # `_used_bytes` counts views, `held_bytes` views and the pool
+        self._used_bytes = 0
+        self.held_bytes = 0
         self.peak_bytes = 0
 
     def _fresh(self, stage: int) -> Tensors:
@@ -128,7 +138,7 @@ class _VersionedStore(WeightStore):
         return list(torch._foreach_sub(newest, [p.data for p in self._parameters[stage]])) if newest else []
 
     def _put(self, views: Sequence[Tuple[int, View, bool]]) -> None:
-        """Put (stage, view) into the parameters, and whether the newest weights, uncorrected, are there now."""
+        """Put views into the parameters; `views`: (stage, view, whether the parameters hold the newest plain weights now)."""
         raise NotImplementedError
 
     def _correct(self, stage: int, code: int, to: Tensors) -> None:
@@ -152,12 +162,12 @@ class _VersionedStore(WeightStore):
         self._plain = self._loaded = Views(np.array(self._newest, np.int64), self._plain.codes)
 
     def _keep(self, stages: Sequence[int], keep: Sequence[Set[int]]) -> None:
-        """Keep the views of `keep` of these stages, whose newest weights are in the parameters and about to change."""
+        """Stash the views of `keep` for these stages, whose parameters hold the newest weights and are about to change."""
         raise NotImplementedError
 
 
 class OverwritingStore(_VersionedStore):
-    """Writes views into the parameters' own storage."""
+    """The store that writes views into the parameters' own storage."""
 
     def __init__(self, stages: Sequence[Sequence[torch.nn.Parameter]], *args: Any, **keywords: Any) -> None:
         super().__init__(stages, *args, **keywords)
@@ -169,7 +179,8 @@ class OverwritingStore(_VersionedStore):
         corrected: List[Tuple[int, int]] = []
         for stage, view, has_newest in views:
             views_of_stage, home, newest = self._kept[stage], self._home[stage], (self._newest[stage], PLAIN)
-            if newest not in views_of_stage:  # it is in the parameters, about to be overwritten
+            # the newest weights are only in the parameters, which are about to be overwritten
+            if newest not in views_of_stage:
                 views_of_stage[newest] = self._fresh(stage)
                 saved += zip(views_of_stage[newest], home)
             if view in views_of_stage:
@@ -203,7 +214,7 @@ class OverwritingStore(_VersionedStore):
 
 
 class SwappingStore(_VersionedStore):
-    """Points parameters at the tensors of the view that both passes read."""
+    """The store that points the parameters at the tensors of the view that both passes read."""
 
     def _put(self, views: Sequence[Tuple[int, View, bool]]) -> None:
         for stage, view, has_newest in views:
@@ -233,7 +244,7 @@ class SwappingStore(_VersionedStore):
             for view in [v for v in views if v[0] == newest and v[1] not in codes and v[1] != PLAIN]:
                 self._drop(stage, view)
             views.pop((newest, PLAIN), None)
-            # the parameters' tensors stay as they are; the update steps a copy
+            # leave the parameters' tensors as they are; the update steps a copy
             if PLAIN in codes:
                 views[newest, PLAIN] = tensors
                 new = self._fresh(stage)
@@ -244,7 +255,7 @@ class SwappingStore(_VersionedStore):
 
 
 def make_weight_store(work: Work, stages: Sequence[int], versions: Optional[IntArray] = None) -> WeightStore:
-    """Return the store for what the passes of a job read on `stages`, which are here; `versions`: of each now, if they differ."""
+    """Return the weight store for `stages` of a job; `versions`: the newest version of each stage, if they differ."""
     if not work.method.reads_old(work.schedule.stages):
         return WeightStore()
     states, weights = work.rules.stages, {master: weight for weight, master in work.rules.rounded}
@@ -258,7 +269,7 @@ def make_weight_store(work: Work, stages: Sequence[int], versions: Optional[IntA
 
 
 def copy_all(copies: Sequence[Tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Write the second tensor of each pair into the storage of the first, in one call if this PyTorch has one (2.1 and later)."""
+    """Write the second tensor of each pair into the storage of the first: in one call with PyTorch 2.1 and later."""
     if not copies:
         return
     to, values = zip(*copies)

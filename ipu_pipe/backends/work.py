@@ -1,5 +1,4 @@
-"""What emulator and processes carry out of a job, what they cannot carry out exactly; and losses, summed alike on all
-backends."""
+"""The work that emulator and processes share: a job's computation, the jobs they cannot run exactly, and the sum of losses."""
 
 from __future__ import annotations
 
@@ -27,13 +26,13 @@ from ipu_pipe.update.apply import UpdateRules
 
 @dataclass(frozen=True)
 class Work:
-    """What is to be computed, wherever the stages are.
+    """The computation of a job, independent of where its stages run.
 
-    `table`: the versions that passes read, over the schedule. `rules`: the update rules, over an optimizer that holds the
-    parameters of the stages that are here. `clip`: (norm, scope) or None. `allow_nonfinite`: a loss that is not a finite number
-    does not end the run. `microbatch`: the first to come, after a resume. `replays`: where they are not the table's.
-    `block_updates`: updates of single stages that are one step. `explain_divergence`: returns what theory says of a loss that is
-    not finite at an update.
+    `table`: the weight versions that passes read, with the schedule. `rules`: the update rules and the optimizer, which holds
+    the parameters of the stages in this process. `clip`: (norm, scope) or None. `allow_nonfinite`: a loss that is not finite
+    does not end the run. `microbatch`: the first microbatch to run, greater than 0 after a resume. `replays`: the source of
+    replays if it is not the version table. `block_updates`: the number of updates of single stages that make one update of the
+    run. `explain_divergence(update)`: returns a sentence on the theory of a loss that is not finite.
     """
 
     loss: Loss
@@ -48,14 +47,14 @@ class Work:
 
     @classmethod
     def of(cls, job: Job, first_update: int) -> Work:
-        """Return the work of a job, which goes on with update `first_update`."""
+        """Return the work of a job that continues with update `first_update`."""
         config = job.config
         clip = (config.clip.norm, config.clip.scope) if config.clip else None
         first = first_update * (config.gradient_accumulation if job.method.rounds is None else job.width)
         replays: Optional[Replays] = None
         history = job.method.history
         if history is not None:
-            # `build` has checked it
+            # `build` has checked that these methods have an epoch
             assert job.updates_per_epoch is not None
             replays = RandomizedReplays(job.table, history, job.updates_per_epoch, config.seed)
         count = len(job.part) if history is not None else 1
@@ -72,7 +71,7 @@ class Work:
         )
 
     def source(self, replicas: Sequence[int]) -> Replays:
-        """Return the replays of these replicas of the pipeline."""
+        """Return the source of replays for these replicas of the pipeline."""
         if self.method.rounds is not None:
             return RoundReplays(self.schedule)
         return self.replays if self.replays is not None else TableReplays(self.table, replicas)
@@ -89,22 +88,23 @@ class Work:
 
     @cached_property
     def accumulate(self) -> int:
-        """Microbatches of an update; of one replica's update where replicas have weights of their own."""
+        """The microbatches of an update, or of one replica's update if replicas have weights of their own."""
         return 1 if self.method.rounds is not None else self.table.schedule.accumulate
 
     @cached_property
     def update(self) -> int:
-        """The first update to come."""
+        """The first update to run."""
         return self.microbatch // self.schedule.accumulate
 
     def first_replay(self, replicas: int) -> int:
-        """Return the number of the first replay to come; `replicas`: how many take turns."""
+        """Return the number of the first replay to run; `replicas` of them take turns."""
         return self.microbatch * (1 if self.method.rounds is not None else replicas) * self.block_updates
 
     def find_step(self, update: int, stage: int, stage_update: int) -> int:
-        """Return the step whose learning rate an update has: number `update` of the run, number `stage_update` of its stage.
+        """Return the index into the learning-rate schedule for an update: `update` of the run, `stage_update` of its stage.
 
-        Where single stages are updated in the schedule's order it is the stage's: the pipeline's stages are not at one step.
+        If single stages are updated in the schedule's order, the index counts the stage's updates, because the stages of a
+        pipeline are not at the same update.
         """
         history = self.method.history
         if history is None or self.block_updates == 1:
@@ -166,7 +166,7 @@ def list_exactness_faults(job: Job) -> List[str]:
 
 
 def _list_order_faults(job: Job) -> List[str]:
-    """Return what of a model needs the order of the microbatches, where a file of rows has another one."""
+    """Return the reasons why a model cannot run in the order of a file of rows, which differs from the microbatches' order."""
     schedule, order = job.schedule, job.method.order
     if order is None or not order.file:
         return []
@@ -187,28 +187,29 @@ def _list_order_faults(job: Job) -> List[str]:
     return faults
 
 
-# ---- the training loss and the accuracy of an update, summed in one order and type on every backend
+# ---- training loss and accuracy of an update: every backend sums in the same order and type
 #
-#     loss        (l_0 + l_1 + ... + l_n-1) / n    in float64, from left to right, of the n losses as the microbatches gave them
-#     accuracy    right labels / counted labels    whole numbers until the one division
+#     loss        (l_0 + l_1 + ... + l_n-1) / n    in float64, from left to right, over the losses of n microbatches
+#     accuracy    right labels / counted labels    integers until the one division
 #
-# Microbatches are in the order of the schedule: number 0 of each replica, number 1 of each replica, and so on. Partial sums in
-# another type or order would differ in the last digits between backends, and with the machine's vector kernels.
+# The order is microbatch 0 of each replica, microbatch 1 of each replica, and so on. Partial sums in another type or order
+# would differ in the last digits between backends and between vector kernels.
 
-COLUMNS = 3  # of a table of microbatches: loss, right labels, counted labels
+# loss, right labels, counted labels
+COLUMNS = 3
 
 
 class MicrobatchResult(NamedTuple):
-    """Loss of a microbatch, and (right, counted) labels; None if accuracy has no meaning. Both may be on a GPU."""
+    """The loss of a microbatch and its (right, counted) labels, None if accuracy is undefined. Both may be on a GPU."""
 
     loss: torch.Tensor  # ()
     answers: Optional[torch.Tensor]  # (2,)
 
 
 def tabulate(results: Sequence[MicrobatchResult]) -> torch.Tensor:
-    """Return one row (loss, right labels, counted labels) for each of n microbatches, (n, 3) in float64 on the host.
+    """Return a row (loss, right labels, counted labels) for each of n microbatches, (n, 3) in float64 on the host.
 
-    Labels are not a number where accuracy has no meaning. This waits for a GPU that has not computed the results yet.
+    The labels are NaN if accuracy is undefined. The host waits here for a GPU that has not computed the results yet.
     """
     table = torch.full((len(results), COLUMNS), float("nan"), dtype=torch.float64)
     table[:, 0] = torch.stack([result.loss.detach().reshape(()) for result in results])
@@ -220,7 +221,7 @@ def tabulate(results: Sequence[MicrobatchResult]) -> torch.Tensor:
 
 
 def average(table: torch.Tensor) -> Tuple[float, Optional[float]]:
-    """Return mean loss and share of right labels of the microbatches in a table of `tabulate`."""
+    """Return the mean loss and the share of right labels of a table of `tabulate`."""
     rows: List[Tuple[float, float, float]] = table.tolist()
     total = right = counted = 0.0
     # not sum(): from Python 3.12 on it compensates for rounding

@@ -1,13 +1,13 @@
-"""Where to cut a row of units, which run one after another, into consecutive parts of nearly equal cost.
+"""Cut a row of units, which run one after another, into consecutive parts of nearly equal cost.
 
-The cost of a part may be more than the sum of its units' (what crosses its boundaries, whether it fits), so no greedy cut is
-exact. Dynamic programming from the last part on is, with k parts for the units from j on:
+A part may cost more than the sum of its units (messages at its boundaries), or may not fit, so no greedy cut is exact. Dynamic
+programming from the last part on is exact, with k parts for the units from j on:
 
     least(k, j) = min over i of max(price(k, j, i), least(k - 1, i))
 
-Of all cuts whose greatest price is least (or little more) a second pass chooses the one with the least sum of second prices.
-`find_best_cut` is the planner's use of it and `WeightedCuts` the one of a model's stages. `balance` is exact for sums alone, and
-fast: it bounds the first and merges stages.
+Among the cuts whose greatest price is least (or little more) a second pass chooses the one with the least sum of second prices.
+The planner uses `find_best_cut`; the stages of a model use `WeightedCuts`. `balance` handles plain sums only, exactly and fast:
+it bounds `find_best_cut` and merges stages.
 """
 
 from __future__ import annotations
@@ -18,24 +18,26 @@ from typing import Callable, List, Optional, Sequence, Tuple
 import numpy as np
 from numpy.typing import NDArray
 
-SLACK = 1.1  # of a model's stages: cuts whose greatest parts differ by less count as equally balanced
+# cuts of a model whose greatest stages differ by a smaller factor count as equally balanced
+SLACK = 1.1
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
-# (first, end) -> k -> prices. Of parts of the units from `first` to before `end` (arrays that broadcast) as the k-th parts from
-# the end (1: last; an array that broadcasts with theirs): what they cost, infinite where they may not be.
+# (first, end) -> k -> prices. The price of the part of units [first, end) if it is the k-th part from the end (1 is the last),
+# infinite for a part that is not allowed. All three are arrays that broadcast.
 StagePrices = Callable[[IntArray], FloatArray]
 PriceParts = Callable[[IntArray, IntArray], StagePrices]
 
 
-# ---- sums alone
+# ---- parts that cost the sum of their units
 
 
 def balance(costs: Sequence[float], count: int) -> List[int]:
     """Return the first units of `count` consecutive parts whose greatest sum is least, by bisection and greedy filling.
 
-    No part is empty; parts that are left over split the costliest part that has more than one unit.
+    No part is empty: if the filling needs fewer parts, the costliest part with more than one unit is split until there are
+    enough.
     """
     assert 1 <= count <= len(costs)
     low, high = max(costs), float(sum(costs))
@@ -73,7 +75,7 @@ def find_greatest(costs: Sequence[float], starts: Sequence[int]) -> float:
 
 
 def bound_slowest(work: Sequence[float], count: int) -> float:
-    """Return the least possible greatest sum of `count` parts of `work`; infinite where there are fewer units."""
+    """Return the least possible greatest sum of `count` parts of `work`; infinite if there are fewer units."""
     return find_greatest(work, _balance_once(tuple(work), count)) if count <= len(work) else float("inf")
 
 
@@ -82,13 +84,14 @@ def _balance_once(work: Tuple[float, ...], count: int) -> Tuple[int, ...]:
     return tuple(balance(work, count))
 
 
-# ---- any price of a part
+# ---- parts of any price
 
 
 def _find_bottleneck(prices: FloatArray, end: IntArray) -> float:
     """Return the least possible greatest price, infinite if no cut is possible.
 
-    `prices` (count, n, width): of the k-th parts from the end, of the units from the row to before `end` (n, width).
+    `prices` (count, n, width): prices[k - 1, i, j] is the price of the part of units [i, end[i, j]) as the k-th from the end;
+    `end` is (n, width).
     """
     reach = np.full(len(end) + 1, np.inf)
     reach[-1] = 0.0
@@ -98,9 +101,9 @@ def _find_bottleneck(prices: FloatArray, end: IntArray) -> float:
 
 
 def _choose_cut(seconds: FloatArray, end: IntArray) -> List[int]:
-    """Return the edges of the cut with the least sum of second prices, of equals that with the earlier ends.
+    """Return the edges of the cut with the least sum of second prices, and among equal ones the cut with the earlier ends.
 
-    Arrays as in `_find_bottleneck`; the edges are first units of the parts, and then the number of units.
+    The arrays are as in `_find_bottleneck`. The edges are the first units of the parts, and then the number of units.
     """
     rows, paid = np.arange(len(end)), np.full(len(end) + 1, np.inf)
     paid[-1] = 0.0
@@ -119,8 +122,8 @@ def _choose_cut(seconds: FloatArray, end: IntArray) -> List[int]:
 def find_best_cut(work: Sequence[float], count: int, price_parts: Optional[PriceParts] = None) -> Optional[List[int]]:
     """Return the first units of the `count` parts whose greatest price is least, then with the least sum of squares.
 
-    `work`: a lower bound of what each unit adds to its part's price; without `price_parts` that price itself. A part that does
-    more work than the best cut by work alone costs is no part of the answer, which keeps the arrays narrow. None where no cut is
+    `work`: a lower bound on the price that each unit adds to its part; without `price_parts` it is that price. A part with more
+    work than the price of the best cut by work cannot be in the answer, which keeps the arrays narrow. Return None if no cut is
     possible.
     """
     units = len(work)
@@ -146,10 +149,10 @@ def find_best_cut(work: Sequence[float], count: int, price_parts: Optional[Price
 
 
 class WeightedCuts:
-    """All cuts of a row of units into consecutive parts that each hold a weight.
+    """All cuts of a row of units into consecutive parts of which each has a weight.
 
-    `costs`, `weights` (their number) and `through` (how many modules a cut before the unit goes through), one per unit. Of all
-    cuts whose greatest part is within SLACK of the least the one through fewest modules is best:
+    By unit: `costs`, `weights` (their number) and `through` (the number of modules that a cut before the unit divides). Among the
+    cuts whose greatest part is within SLACK of the least, the best one divides the fewest modules:
 
         unit     patches | block0.norm  block0.attention  block0.mlp | block1.norm ...
         through     0    |     0              1               1      |     0            here block0 would be cut through
@@ -159,8 +162,8 @@ class WeightedCuts:
         n = len(costs)
         sums = np.concatenate([[0.0], np.cumsum(np.asarray(costs, np.float64))])
         counts = np.concatenate([[0], np.cumsum(np.asarray(weights, np.int64))])
-        # the row is read backwards, so that of equal cuts that with the latest starts is chosen: what costs nothing stays with
-        # the unit before it. Part [a, b) is the row n - b to before n - a of the solver
+        # Reverse the row, so that the solver chooses the cut with the latest starts among equal ones: a unit without cost stays
+        # with the unit before it. Part [a, b) is the solver's part [n - b, n - a).
         row, end = np.arange(n)[:, None], np.arange(1, n + 1)[None, :]
         a, b = n - end, n - row
         self._end = np.broadcast_to(end, (n, n))
@@ -169,20 +172,20 @@ class WeightedCuts:
         self._total = float(sums[-1]) or 1.0
 
     def find_least(self, count: int) -> float:
-        """Return the least possible cost of the greatest of `count` parts; infinite where there are fewer."""
+        """Return the least possible cost of the greatest of `count` parts; infinite if there are fewer units."""
         return _find_bottleneck(np.broadcast_to(self._parts, (count, *self._parts.shape)), self._end)
 
     def find_best(self, count: int) -> Optional[List[int]]:
-        """Return the first units of the best `count` parts; None where there are fewer.
+        """Return the first units of the best `count` parts; None if there are fewer units.
 
-        None costs more than SLACK times the least possible; through fewest modules, then with the least sum of squares, then
-        with the latest starts.
+        No part costs more than SLACK times the least possible. The cut divides the fewest modules, then has the least sum of
+        squares, then the latest starts.
         """
         limit = self.find_least(count) * SLACK
         if limit == np.inf:
             return None
         inside = np.where(self._parts <= limit, self._parts, 0.0) / self._total
-        # squares of shares add up to 1 at most, half of that is less than one module more
+        # the squares of shares sum up to at most 1; half of them counts less than one divided module
         seconds = np.where(self._parts <= limit, self._through + inside**2 / 2, np.inf)
         edges = _choose_cut(np.broadcast_to(seconds, (count, *seconds.shape)), self._end)
         return [len(self._end) - edge for edge in reversed(edges[1:])]

@@ -1,11 +1,11 @@
-"""A batch as a nest: tensors, or mappings, tuples and lists of them to any depth; and how a model is called with one.
+"""Batches as nests: a tensor, or mappings, tuples and lists of tensors to any depth; and the call of a model with a batch.
 
-A nest of one tensor is that tensor. None may stand in a nest, for what a model is not given.
+A nest of one tensor is that tensor. A nest may contain None for an argument that the model does not get.
 """
 
 from __future__ import annotations
 
-# not typing's: an isinstance of that takes ten times as long, and passes ask often
+# not from typing: its isinstance takes ten times as long, and every pass calls it
 from collections.abc import Mapping
 from typing import Any, Callable, Dict, Iterator, List, Sequence, Tuple
 
@@ -57,7 +57,7 @@ def list_tensors(nest: Any) -> List[torch.Tensor]:
 
 
 def iterate_tensors(values: Any) -> Iterator[torch.Tensor]:
-    """Iterate over the tensors among an operation's arguments or results, and in lists there."""
+    """Iterate over the tensors among an operation's arguments or results, including tensors in lists."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
@@ -66,18 +66,18 @@ def iterate_tensors(values: Any) -> Iterator[torch.Tensor]:
 
 
 def list_leaves(value: Any) -> Sequence[Any]:
-    """Return the leaves of what a model or a function returned, of whatever classes PyTorch knows as nests."""
+    """Return the leaves of the result of a model or a function, which may be any nest that PyTorch knows."""
     if isinstance(value, torch.Tensor):
         return (value,)
     leaves: List[Any] = []
     for leaf in tree_flatten(value)[0]:
-        # what torch.max and the like give is no nest for older versions
+        # older versions do not know the named tuples of torch.max and the like as nests
         leaves += leaf if isinstance(leaf, tuple) else (leaf,)
     return leaves
 
 
 def flatten_tensors(value: Any) -> List[torch.Tensor]:
-    """Return the tensors of what a model or a function returned."""
+    """Return the tensors in the result of a model or a function."""
     return [leaf for leaf in list_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
@@ -120,8 +120,10 @@ def describe_tensors(nest: Any) -> str:
 
 
 def require_tensors(nest: Any, what: str, by_sample: bool = False) -> None:
-    """Raise BadInput if a nest holds anything but tensors and None, or no tensor, or, `by_sample`, if the first dimension of its
-    tensors is not the same batch of samples. `what` names it for the user."""
+    """Raise `BadInput` unless a nest consists of tensors and None, with at least one tensor.
+
+    `by_sample`: also require that the first dimension of all tensors is equal. `what`: the name of the nest in messages.
+    """
     if isinstance(nest, torch.Tensor):
         return
     leaves = [(name, value) for name, value in walk_leaves(nest) if value is not None]
@@ -132,7 +134,7 @@ def require_tensors(nest: Any, what: str, by_sample: bool = False) -> None:
                 "mappings, tuples and lists"
             )
     if not leaves:
-        raise BadInput(f"data: {what}: hold no tensor")
+        raise BadInput(f"data: {what}: contain no tensor")
     first, tensor = leaves[0]
     for name, value in leaves if by_sample else ():
         if not value.dim() or not tensor.dim() or len(value) != len(tensor):

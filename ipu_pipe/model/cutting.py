@@ -1,15 +1,14 @@
-"""A model cut into pieces that run one after another, for backends that put stages on devices of their own and for blocks with
-losses of their own.
+"""Cut a model into pieces that run one after another, for stages on separate devices and for blocks with losses of their own.
 
-A stage may begin wherever a named module first runs, inside of others too. What lies where is seen in one recorded forward
-(ipu_pipe.model.tracing):
+A stage may begin wherever a named module first runs, also inside other modules. One recorded forward (ipu_pipe.model.tracing)
+tells which operations belong to which stage:
 
     encoder.layers.0  encoder.layers.1 | encoder.layers.2.mlp  add  encoder.layers.3 | encoder.ln  heads
     piece 0                              piece 1                                       piece 2
 
-A piece takes and gives one value, a tensor or a tuple of them; the first takes the model's input, the last gives its output, and
-what skips pieces is handed on by those between. The modules are the model's own, under their names. Python between modules ran
-once, while recording: a mode or size of the input that is new is recorded when it comes.
+A piece takes and returns one value, a tensor or a tuple of tensors. The first piece takes the model's input and the last returns
+its output. Pieces pass on the tensors that skip them. The modules are the model's own, under their names. Python code between
+modules runs only during the recording, so a new mode or a new input size is recorded when it first comes.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from ipu_pipe.model.tracing import (
 
 
 def get_memory_order(tensor: torch.Tensor) -> Tuple[int, ...]:
-    """Return the order in which a tensor's dimensions lie in memory; () where that is their own, or there is no gapless one."""
+    """Return the order of a tensor's dimensions in memory; () if it is contiguous, or if no order is without gaps."""
     strides = tensor.stride()
     order = tuple(sorted(range(tensor.dim()), key=lambda d: (-strides[d], d)))
     return () if tensor.is_contiguous() or not tensor.permute(order).is_contiguous() else order
@@ -57,9 +56,12 @@ def invert_order(order: Sequence[int]) -> List[int]:
 
 @dataclass(frozen=True)
 class Shape:
-    """A tensor that crosses a cut: shape, dtype, whether a gradient comes back for it, and the order in which its dimensions lie
-    in memory, which kernels see: () for their own. A message has them in that order. `gradient_order`: the order in which the
-    dimensions of the message's gradient lie in memory; () for the message's."""
+    """The form of a tensor that crosses a cut.
+
+    `differentiable`: a gradient comes back for it. `order`: the order of its dimensions in memory, on which the choice of kernels
+    depends; () if contiguous. The message has its dimensions in that order. `gradient_order`: the order in memory of the
+    dimensions of the message's gradient; () for the message's own order.
+    """
 
     shape: Tuple[int, ...]
     dtype: torch.dtype
@@ -69,40 +71,40 @@ class Shape:
 
     @property
     def gradient(self) -> Shape:
-        """Return the shape of the message with the gradient."""
+        """The form of the message with the gradient."""
         return Shape(self.sent, self.dtype, False, self.gradient_order)
 
     def with_gradient_in(self, order: Sequence[int]) -> Shape:
-        """Return the shape of a tensor whose gradient's dimensions lie in memory in this order; () for their own."""
+        """Return the form with another order of the gradient's dimensions in memory; () means contiguous."""
         places = invert_order(self.order or range(len(self.shape)))
         gradient = tuple(places[d] for d in order or range(len(self.shape)))
         return replace(self, gradient_order=() if gradient == tuple(range(len(gradient))) else gradient)
 
     @cached_property
     def sent(self) -> Tuple[int, ...]:
-        """Return the message's shape."""
+        """The shape of the message."""
         return tuple(self.shape[d] for d in self.order) if self.order else self.shape
 
     @property
     def bytes(self) -> int:
-        """Return the bytes of one message."""
+        """The bytes of one message."""
         return math.prod(self.shape) * torch.empty((), dtype=self.dtype).element_size()
 
 
 @dataclass(frozen=True)
 class Crossing:
-    """What one piece hands to the next: a tensor, or a tuple of them."""
+    """The value that one piece passes to the next: a tensor, or a tuple of tensors."""
 
     tensors: Tuple[Shape, ...]
 
     def flatten(self, value: Any) -> List[torch.Tensor]:
-        """Turn a value that crosses into messages. Raise BadInput if a tensor has another shape than the recorded one."""
+        """Turn a crossing value into messages. Raise `BadInput` if a tensor's shape is not the recorded one."""
         values = value if isinstance(value, tuple) else (value,)
         for t, shape in zip(values, self.tensors):
             if (tuple(t.shape), t.dtype) != (shape.shape, shape.dtype):
                 raise BadInput(
-                    f"model: hands on a tensor of shape {tuple(t.shape)}, {t.dtype}, where a stage ends, and of shape"
-                    f" {shape.shape}, {shape.dtype} in the forward that was recorded: what crosses must be of one shape"
+                    f"model: a stage returns a tensor of shape {tuple(t.shape)}, {t.dtype}, but of shape {shape.shape},"
+                    f" {shape.dtype} in the recorded forward: a tensor that crosses a boundary must have one shape"
                 )
         return [t.permute(shape.order) if shape.order else t for t, shape in zip(values, self.tensors)]
 
@@ -114,8 +116,11 @@ class Crossing:
         return values[0] if len(values) == 1 else values
 
     def enter(self, messages: Sequence[torch.Tensor]) -> List[torch.Tensor]:
-        """Have a backward leave a gradient on the messages for which one goes back. A leaf's own `grad` takes the leaf's memory
-        layout; where the gradient has another, it is kept as it comes: kernels may sum in another order."""
+        """Make the differentiable messages leaves that receive gradients in a backward.
+
+        A leaf's `grad` takes the leaf's memory layout. If the gradient has another layout, a hook stores it unchanged, because
+        kernels may sum in another order for another layout.
+        """
         for t, shape in zip(messages, self.tensors):
             if shape.differentiable:
                 t.requires_grad_()
@@ -126,7 +131,7 @@ class Crossing:
         return list(messages)
 
     def leave(self, messages: Sequence[torch.Tensor]) -> List[torch.Tensor]:
-        """Return the gradients that a backward left on what entered, as messages."""
+        """Return the gradients that a backward left on the messages of `enter`, as messages."""
         gradients = []
         for t, shape in zip(messages, self.tensors):
             if shape.differentiable:
@@ -136,14 +141,18 @@ class Crossing:
         return gradients
 
     def gradients(self, messages: Sequence[torch.Tensor]) -> List[torch.Tensor]:
-        """Return the gradients that came back as `messages`, one for each tensor that is differentiable."""
+        """Return the gradients whose messages are `messages`, one for each differentiable tensor."""
         orders = [shape.gradient_order for shape in self.tensors if shape.differentiable]
         return [g.permute(invert_order(order)) if order else g for g, order in zip(messages, orders)]
 
 
 @dataclass(frozen=True)
 class StageCalls:
-    """One stage of a recording. `copied`: what enters and is overwritten here; `entering`: shapes of what enters."""
+    """One stage of a recording.
+
+    `enters`: the values and weights that it receives; `entering`: their shapes; `copied`: those that it overwrites, and so copies
+    first; `leaves`: the value that it passes on.
+    """
 
     calls: List[RecordedCall]
     enters: List[Key]
@@ -154,8 +163,11 @@ class StageCalls:
 
 @dataclass(frozen=True)
 class StagedRecording:
-    """A recording in stages. `homes`: stage in which each module first runs; `written`: parameters that the forward changes;
-    `runs`: how often each module runs in each stage."""
+    """A recording that is split into stages.
+
+    `homes`: module -> the stage in which it first runs; `written`: the parameters that the forward changes; `runs`: (stage,
+    module) -> number of runs.
+    """
 
     parts: List[StageCalls]
     crossings: List[Crossing]
@@ -165,17 +177,20 @@ class StagedRecording:
 
     @property
     def modules(self) -> List[List[str]]:
-        """Return by stage the modules that it calls, in the order of their first runs."""
+        """The modules that each stage calls, in the order of their first runs."""
         return [list(dict.fromkeys(c.target for c in part.calls if isinstance(c.target, str))) for part in self.parts]
 
 
 def split_recording(seen: Recording, count: int, homes: Mapping[str, int]) -> StagedRecording:
-    """Split a recording into `count` stages. `homes`: stages of the modules that ran in an earlier recording, where their
-    weights stay. Raise BadInput."""
+    """Split a recording into `count` stages. Raise `BadInput` if a stage uses a weight of a later stage.
+
+    `homes`: the stages of modules that ran in an earlier recording, where their weights stay.
+    """
     homes = {**seen.reached, **homes}
     makers = {call.index: call.stage for call in seen.calls}
-    home_of: Dict[Key, int] = {}  # the stage that makes a value, or holds a weight
-    last: Dict[Key, int] = {}  # the last stage that needs it
+    # the stage that makes a value or holds a weight, and the last stage that needs it
+    home_of: Dict[Key, int] = {}
+    last: Dict[Key, int] = {}
     needs = [(key, call.stage, call.name) for call in seen.calls for key in call.arguments.keys]
     for key, stage, name in [*needs, *((key, count - 1, "the output") for key in seen.output.keys)]:
         if isinstance(key, Value):
@@ -184,15 +199,16 @@ def split_recording(seen: Recording, count: int, homes: Mapping[str, int]) -> St
             home_of[key] = homes[find_running_ancestor(key.name.rpartition(".")[0], homes)]
             if home_of[key] > stage:
                 raise BadInput(
-                    f"model: {key.name}: {name} uses it on stage {stage}, and it lies on stage {home_of[key]}, where its module"
-                    " first runs: begin that stage before"
+                    f"model: {key.name}: {name} uses it on stage {stage}, but it belongs to stage {home_of[key]}, where its"
+                    " module first runs: begin that stage earlier"
                 )
         last[key] = max(last.get(key, 0), stage)
 
     def get_tensor(key: Key) -> torch.Tensor:
         return seen.tensors[key] if isinstance(key, Value) else seen.weights[key.name]
 
-    crossing: List[List[Key]] = []  # by cut: weights, then values in order
+    # by cut: weights, then values in order
+    crossing: List[List[Key]] = []
     for cut in range(count - 1):
         keys = [key for key in last if home_of[key] <= cut < last[key]]
         crossing.append(sorted(keys, key=lambda key: (key.call, key.leaf) if isinstance(key, Value) else (-1, 0)))
@@ -213,14 +229,16 @@ def _describe(tensor: torch.Tensor) -> Shape:
 
 
 def _join(keys: Sequence[Key]) -> Template:
-    """Return the template of what crosses: one value, or a tuple."""
+    """Return the template of a crossing value: one tensor, or a tuple."""
     return Template(tuple(keys), tree_flatten(0 if len(keys) == 1 else (0,) * len(keys))[1])
 
 
 class _Step(NamedTuple):
-    """A call to make. `places`: of its arguments, the last of them by the keywords `names`; `template`: how they are put
-    together, where they are not all tensors and constants; `gives`: places of those of its results that are needed; `done`:
-    places of what no later step needs."""
+    """A call of a program; places are indices in its list of values.
+
+    `places`: the arguments, of which the last have the keywords `names`; `template`: the nest of the arguments, None if they are
+    flat; `gives`: (index of a result, place) for the results that are needed; `done`: places that no later step needs.
+    """
 
     function: Callable[..., Any]
     places: List[int]
@@ -234,20 +252,22 @@ UNCHANGED = AutogradState()
 
 
 class Program:
-    """The steps of one stage of one recording, on a model's modules; `compiles`: by torch.compile, a module each. `is_cast`:
-    the model's forward runs under autocast.
+    """The steps of one stage of one recording, on a model's modules.
 
-    All that its steps take has a place in one list: constants, weights, which are read when it runs, and values.
+    All arguments of its steps have a place in one list: constants, weights (which are read at each run) and values. `compiles`:
+    call each module by torch.compile. `is_cast`: the model's forward runs under autocast.
     """
 
     def __init__(self, model: nn.Module, part: StageCalls, compiles: bool = False) -> None:
         self._places: Dict[Key, int] = {}
-        self._constants: List[Any] = []  # by place; None where there is another thing
+        # by place; None for weights and values
+        self._constants: List[Any] = []
         self._weights: List[Tuple[int, nn.Module, str]] = []
         self._model, self.is_cast = model, is_cast(model)
         self._enters = [self._add_place(key) for key in part.enters]
         self._copied = [self._places[key] for key in part.copied]
-        self._given: List[Tuple[int, int]] = []  # of the model's input
+        # (leaf, place) of the model's input
+        self._given: List[Tuple[int, int]] = []
         used: Dict[int, List[Value]] = {}
         last: Dict[Key, int] = {}
         for call in part.calls:
@@ -265,7 +285,7 @@ class Program:
                 continue
             function = model.get_submodule(call.target) if isinstance(call.target, str) else call.target
             if compiles and isinstance(call.target, str):
-                # dropout draws the numbers that it draws uncompiled
+                # with the fallback a compiled dropout draws the same numbers as an uncompiled one
                 function = torch.compile(function, options={"fallback_random": True})  # type: ignore[arg-type]
             if not self._runs or self._runs[-1][0] != call.state:
                 self._runs.append((call.state, []))
@@ -275,7 +295,7 @@ class Program:
             is_flat = [*args, *keywords.values()] == list(range(len(places)))
             done = [self._places[key] for key in call.arguments.keys if last.get(key) == call.index]
             self._runs[-1][1].append(_Step(function, places, tuple(keywords), None if is_flat else template, gives, done))
-        # a weight that is handed on is cloned: it may be updated before it is sent
+        # a weight that crosses is cloned, because it may be updated before it is sent
         self._leaves = [(self._place(leaf), isinstance(leaf, Weight)) for leaf in part.leaves.leaves]
         self._output = part.leaves
 
@@ -287,7 +307,7 @@ class Program:
         return len(self._constants) - 1
 
     def _place(self, leaf: Any) -> int:
-        """Return the place of what a step takes or gives; a new one if it has none."""
+        """Return the place of an argument or a result of a step; add one if it has none."""
         if isinstance(leaf, (Value, Weight)) and leaf in self._places:
             return self._places[leaf]
         if isinstance(leaf, Weight):
@@ -296,7 +316,7 @@ class Program:
         return self._add_place(leaf)
 
     def run(self, value: Any) -> Any:
-        """Run the stage and return what the next piece takes, or the model's output."""
+        """Run the stage and return the input of the next piece, or the model's output."""
         values = self._constants.copy()
         for place, owner, name in self._weights:
             values[place] = getattr(owner, name)
@@ -334,7 +354,7 @@ class Program:
 
 
 def _as_recorded(state: AutogradState) -> ContextManager[Any]:
-    """Enter the grad mode and autocast that the model's forward sets."""
+    """Enter the grad mode and the autocast that the recorded forward has set."""
     stack = contextlib.ExitStack()
     if state.grad is not None:
         stack.enter_context(torch.set_grad_enabled(state.grad))
@@ -344,7 +364,7 @@ def _as_recorded(state: AutogradState) -> ContextManager[Any]:
 
 
 def _record(model: nn.Module, begins: Sequence[str], x: Any, training: bool, homes: Dict[str, int]) -> StagedRecording:
-    """Record one more forward of `x`, in stages. It leaves the model as it was."""
+    """Record one more forward of `x` in stages; the model is left as it was."""
 
     def record(traced: bool) -> StagedRecording:
         batch = tree_map(lambda t: t.detach().clone() if isinstance(t, torch.Tensor) else t, sort_keys(x))
@@ -354,14 +374,13 @@ def _record(model: nn.Module, begins: Sequence[str], x: Any, training: bool, hom
 
     try:
         return record(traced=False)
-    # models that read values may skip that while they are traced
+    # models that branch on values may skip these branches while they are traced
     except ReadsValues:
         return record(traced=True)
 
 
 class _Owned(nn.Module):
-    """The parameters and buffers of a module that is not here as a whole: the same tables, what stands in one stands in the
-    other."""
+    """The parameters and buffers of a module of which only a part runs here; it shares the module's tables."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -370,41 +389,44 @@ class _Owned(nn.Module):
 
 
 class Cut:
-    """A model cut where stages begin, by what was recorded of its forward for each mode, and shapes and dtypes of the input."""
+    """A model that is cut where stages begin, with a recording for each mode and for each set of input shapes and dtypes."""
 
     def __init__(self, model: nn.Module, begins: Sequence[str], x: Any) -> None:
-        """Cut a model that takes `x` in training. Raise BadInput if it cannot be cut."""
+        """Cut a model whose input in training is like `x`. Raise `BadInput` if it cannot be cut."""
         self.model, self.begins = model, list(begins)
         self._recorded_model = model
-        self._homes: Dict[str, int] = {}  # stage in which a module first runs, in the first recording
-        # in order of use, the most recent last
+        # module -> the stage in which it first runs, in the first recording
+        self._homes: Dict[str, int] = {}
+        # the most recently used recording is the last
         self._recordings: Dict[Any, StagedRecording] = {}
         self._programs: Dict[Tuple[int, int], Program] = {}
-        self.compiles = False  # whether pieces call compiled modules from their next new program on
+        # whether new programs call compiled modules
+        self.compiles = False
         self.first = self._find_recording(x, training=True)
         self.crossings = list(self.first.crossings)
-        self.names = self.first.modules  # by stage, of the modules that are called
+        # by stage: the modules that it calls, and other modules that own tensors
+        self.names = self.first.modules
         inside = {id(m) for names in self.names for name in names for m in model.get_submodule(name).modules()}
-        self.owners: List[List[str]] = [[] for _ in self.names]  # by stage, of those that own tensors besides
+        self.owners: List[List[str]] = [[] for _ in self.names]
         for name, module in model.named_modules():
             if id(module) not in inside and (module._parameters or module._buffers):
                 self.owners[self._homes[find_running_ancestor(name, self._homes)]].append(name)
 
     def on(self, model: nn.Module) -> Cut:
-        """Return the same cut of a copy of the model, or of the part of it that exists."""
+        """Return the same cut of a copy of the model; the copy may lack modules of other stages."""
         other = copy.copy(self)
         other.model, other._programs = model, {}
         return other
 
     def remember_gradients(self, orders: Sequence[Sequence[Tuple[int, ...]]]) -> None:
-        """Note the order in which the dimensions of each crossing tensor's gradient lie in memory."""
+        """Store, for each crossing tensor, the order of its gradient's dimensions in memory."""
         for i, (crossing, tensor_orders) in enumerate(zip(self.crossings, orders)):
             self.crossings[i] = Crossing(
                 tuple(t.with_gradient_in(order) for t, order in zip(crossing.tensors, tensor_orders))
             )
 
     def compile(self) -> None:
-        """Have pieces call modules that torch.compile has compiled, from now on."""
+        """Make pieces call modules by torch.compile from now on."""
         self.compiles, self._programs = True, {}
 
     def is_prepared(self, x: Any, training: bool) -> bool:
@@ -412,12 +434,14 @@ class Cut:
         return _make_key(x, training) in self._recordings
 
     def prepare(self, x: Any, training: bool) -> List[Crossing]:
-        """Record the forward of `x` and return what crosses each cut. Later stages, which see no input, know by it what
-        enters them."""
+        """Record the forward of `x` and return the crossing of each cut.
+
+        Later stages do not see `x`, so only this tells them the shapes that enter them.
+        """
         return self._find_recording(x, training).crossings
 
     def program(self, stage: int, value: Any, training: bool) -> Program:
-        """Return the program of a stage that is given `value`."""
+        """Return the program of a stage for the input `value`."""
         # a copy gets microbatches of one size only
         if torch.jit.is_tracing() or self.model is not self._recorded_model:
             staged = self._list_latest(training)[0]
@@ -431,7 +455,7 @@ class Cut:
         return self._programs[key]
 
     def _list_latest(self, training: bool) -> List[StagedRecording]:
-        """Return all recordings, those of a mode first, the one asked for last before others."""
+        """Return all recordings: first those of the mode, and among them the most recently used first."""
         keys = [*reversed(list(self._recordings))]
         return [self._recordings[key] for key in sorted(keys, key=lambda key: key[0] != training)]
 
@@ -448,14 +472,14 @@ class Cut:
         return staged
 
     def _find_entering(self, stage: int, value: Any, training: bool) -> StagedRecording:
-        """Return the latest recording in which tensors of such shapes enter a stage. Raise BadInput if there is none."""
+        """Return the latest recording in which tensors of these shapes enter a stage. Raise `BadInput` if there is none."""
         shapes = tuple(tuple(t.shape) for t in flatten_tensors(value))
         for recording in self._list_latest(training):
             if recording.parts[stage].entering == shapes:
                 return recording
         raise BadInput(
-            f"model: {type(self.model).__name__}: stage {stage} is given tensors of shapes {list(shapes)}, and no such forward"
-            " was recorded: microbatches must be of one size"
+            f"model: {type(self.model).__name__}: stage {stage} gets tensors of shapes {list(shapes)}, but no such forward was"
+            " recorded: all microbatches must have one size"
         )
 
     def _require_homes(self, staged: StagedRecording) -> None:
@@ -466,21 +490,24 @@ class Cut:
                 owns_tensors = any(True for _ in (*module.parameters(), *module.buffers()))
                 if name not in held_names and home != stage and owns_tensors:
                     raise BadInput(
-                        f"model: {name}: runs on stage {stage}, and lies on stage {home} by the first forward in training: begin"
-                        " stages where both agree"
+                        f"model: module {name} belongs to stage {home} (first training forward) but runs on stage {stage}: choose"
+                        " boundaries so that one stage calls it"
                     )
 
 
 def _make_key(x: Any, training: bool) -> Any:
-    """Return what tells forwards apart that need recordings of their own."""
+    """Return the key of a forward's recording: mode, whether gradients are on, shapes and dtypes of the input."""
     leaves = [("", x)] if isinstance(x, torch.Tensor) else walk_leaves(sort_keys(x))
     kinds = tuple((name, t is not None and (tuple(t.shape), t.dtype)) for name, t in leaves)
     return (training, training or torch.is_grad_enabled(), kinds)
 
 
 class Piece(nn.Module):
-    """One stage of a cut model: it takes what the one before gives. `names`: of the modules that it calls, which are the model's
-    own, in the order of their first runs."""
+    """One stage of a cut model as a module.
+
+    `names`: the modules of the model that it calls, in the order of their first runs. `copies_input`: clone the input, because
+    others need it unchanged. `calls_before`: module -> the number of its runs in earlier stages.
+    """
 
     def __init__(self, cut: Cut, stage: int) -> None:
         super().__init__()
@@ -488,56 +515,56 @@ class Piece(nn.Module):
         self.names = cut.names[stage]
         self.links = nn.ModuleList([cut.model.get_submodule(name) for name in self.names])
         self.owned = nn.ModuleList([_Owned(cut.model.get_submodule(name)) for name in cut.owners[stage]])
-        self.copies_input = False  # it is given what others need as it is
-        self.calls_before: Dict[str, int] = {}  # how often each module runs in the stages before
+        self.copies_input = False
+        self.calls_before: Dict[str, int] = {}
         for (earlier, name), count in cut.first.runs.items():
             if earlier < stage:
                 self.calls_before[name] = self.calls_before.get(name, 0) + count
 
     def on(self, model: nn.Module) -> Piece:
-        """Return the same piece of a copy of its model, or of the part of it that lies here."""
+        """Return the same piece of a copy of the model; the copy may lack modules of other stages."""
         other = Piece(self.cut.on(model), self.stage)
         other.copies_input = self.copies_input
         return other
 
     def forward(self, value: Any) -> Any:
-        """Return what the next piece takes, or the model's output."""
+        """Return the input of the next piece, or the model's output."""
         if self.copies_input:
             value = tree_map(lambda t: t.clone() if isinstance(t, torch.Tensor) else t, value)
         value = value if self.stage or isinstance(value, torch.Tensor) else sort_keys(value)
         program = self.cut.program(self.stage, value, self.training)
         if not program.is_cast:
             return program.run(value)
-        # one autocast region as around the whole model, so that a weight is cast once
+        # one autocast region, as for the whole model, so that a weight is cast once
         with enter_model_autocast(self.cut.model):
             return program.run(value)
 
     def state(self) -> Dict[str, torch.Tensor]:
-        """Return the part of the model's state dict that lies here."""
+        """Return the piece's part of the model's state dict."""
         ids = {id(t) for t in self.tensors()}
         return {name: t.detach() for name, t in self.cut.model.state_dict(keep_vars=True).items() if id(t) in ids}
 
     def weights(self) -> List[str]:
-        """Return the names of the trained parameters that lie here, each by its first name in the model."""
+        """Return the names of the piece's trained parameters, each by its first name in the model."""
         ids = {id(p) for p in self.parameters() if p.requires_grad}
         return [name for name, p in self.cut.model.named_parameters() if id(p) in ids]
 
     def weights_handed_on(self) -> List[str]:
-        """Return those of `weights` that a later piece is given with the activations."""
+        """Return the weights of the piece that it passes to a later piece with the activations."""
         handed = {key.name for key in self.cut.first.parts[self.stage].leaves.keys if isinstance(key, Weight)}
         return [name for name in self.weights() if name in handed]
 
     def tensors(self) -> List[torch.Tensor]:
-        """Return its parameters and buffers."""
+        """Return the parameters and buffers of the piece."""
         return [*self.parameters(), *self.buffers()]
 
 
 def cut_model(model: nn.Module, begins: Sequence[str], x: Any) -> List[Piece]:
-    """Cut the model, which takes `x` in training, before each of `begins`, names of modules in the order in which they run."""
+    """Cut the model before each of the modules `begins`, which run in this order; `x`: an input in training."""
     cut = Cut(model, begins, x)
     return [Piece(cut, stage) for stage in range(len(cut.names))]
 
 
 def list_crossings(parts: Sequence[Piece]) -> List[Crossing]:
-    """Return what crosses each cut in training."""
+    """Return the crossing of each cut in training."""
     return parts[0].cut.crossings

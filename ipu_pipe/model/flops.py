@@ -1,8 +1,8 @@
-"""FLOPs of operations by the formulas of PyTorch's own counter: matrix products, convolutions and attention, also those that are
-called as functions, forward and backward. A multiplication and an addition are two.
+"""FLOPs of operations by the formulas of PyTorch's counter: matrix products, convolutions and attention, forward and backward.
 
-torch 2.0 has no counter: there the layers' own formulas are taken (`by_formula`), which leave out attention and functional calls
-and count 2 an output for other modules with weights, and a backward counts twice its forward. `HOW` says which.
+A multiplication and an addition count as two. torch 2.0 has no counter. There formulas of layers are used (`count_by_formula`),
+which leave out attention and functional calls, count 2 per output for other modules with weights, and count a backward as twice
+its forward. `HOW` tells which of the two counted.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ HOW = (
     else f"by formulas of linear and convolution layers (torch {torch.__version__} has no counter): attention and functional "
     "calls are left out, a backward counts twice its forward"
 )
-BACKWARD = (
-    2.0  # FLOPs of a backward for each of its forward, where they are not counted: gradients of inputs and of weights
-)
+# FLOPs of a backward per FLOP of its forward if they are not counted: the gradients of inputs and of weights
+BACKWARD = 2.0
 
 Formula = Callable[..., Any]
 
@@ -40,8 +39,8 @@ def get_formulas() -> Dict[Any, Formula]:
 
 
 def _uncounted() -> Dict[Any, Formula]:
-    """Return formulas of CPU operations that the counter does not know, and of one that it counts too high: the gradient of
-    a convolution's weights in groups."""
+    """Return the formulas of CPU operations that the counter lacks, and of the gradient of a grouped convolution's weights,
+    which it counts too high."""
     attention, recurrent = "_scaled_dot_product_flash_attention_for_cpu", "mkldnn_rnn_layer"
     by_name: Dict[str, Formula] = {
         attention: _attention,
@@ -55,26 +54,25 @@ def _uncounted() -> Dict[Any, Formula]:
 
 
 def _attention(query: Any, key: Any, value: Any, *rest: Any, **options: Any) -> int:
-    """Count the products with keys and with values: query (b, h, n, d), key (b, h, m, d), value (b, h, m, e)."""
+    """Count the products with keys and values of query (b, h, n, d), key (b, h, m, d), value (b, h, m, e)."""
     batch, heads, length, width = query.shape
     return int(2 * batch * heads * length * key.shape[-2] * (width + value.shape[-1]))
 
 
 def _attention_backward(gradient: Any, query: Any, key: Any, value: Any, *rest: Any, **options: Any) -> int:
-    """Count the products with keys once more, and two for each of the forward's."""
+    """Count two products for each of the forward's, and the product with keys once more."""
     batch, heads, length, width = query.shape
     return int(2 * batch * heads * length * key.shape[-2] * (3 * width + 2 * value.shape[-1]))
 
 
 def _convolution_backward(gradient: Any, x: Any, weight: Any, *rest: Any, **options: Any) -> int:
-    """Count as many products for the input's gradient as in the forward, and for the weight's; the mask says which are
-    wanted."""
+    """Count the forward's products once for the input's gradient and once for the weight's, as the mask asks for them."""
     transposed, mask = rest[4], options.get("output_mask", rest[-1])
     return int(2 * (x if transposed else gradient).numel() * weight[0].numel() * (bool(mask[0]) + bool(mask[1])))
 
 
 def _recurrent(x: Any, into: Any, again: Any, *rest: Any, **options: Any) -> int:
-    """Count one layer of an LSTM: x (n, b, i), weights from the input and from the previous state."""
+    """Count one layer of an LSTM: x (n, b, i), weights of the input and of the previous state."""
     return int(2 * x.shape[0] * x.shape[1] * (into.numel() + again.numel()))
 
 
@@ -83,13 +81,14 @@ def _recurrent_backward(x: Any, into: Any, again: Any, *rest: Any, **options: An
     return 2 * _recurrent(x, into, again)
 
 
+# the counter passes tensors, not shapes, to formulas with this mark
 for _formula in (_attention, _attention_backward, _convolution_backward, _recurrent, _recurrent_backward):
-    vars(_formula)["_get_raw"] = True  # they take tensors, not shapes
+    vars(_formula)["_get_raw"] = True
 
 
 @contextlib.contextmanager
 def separate_attention() -> Iterator[None]:
-    """Turn off the fused attention that layers take in evaluation without gradients: the counter sees nothing of it."""
+    """Turn off the fused attention of layers in evaluation without gradients, which the counter does not see."""
     switches = getattr(torch.backends, "mha", None)
     if switches is None:
         # modules do not take their fast path when gradients are enabled

@@ -1,12 +1,12 @@
-"""Losses: what they read of a model's output and of a batch, and losses that models compute themselves.
+"""Losses: the part of a model's output and the fields of a batch that they take, and losses that models compute themselves.
 
 output -> take -> scores -> loss(scores, y)          model.output: logits, an index, or a function
 output -> its loss                                   loss: model
 
-The names of a loss's keyword-only parameters say what it asks for of the batch besides the labels:
+The keyword-only parameters of a loss name the fields of the batch that it takes besides the labels:
 
-    def loss(output, y, *, weights)    its field `weights`, which the model is not given
-    def loss(output, y, *, batch)      all of it, as the data gives it; the model is given what it would be anyway
+    def loss(output, y, *, weights)    the field `weights`, which the model does not get
+    def loss(output, y, *, batch)      the whole batch as the data returns it; the model gets its usual input
 """
 
 from __future__ import annotations
@@ -21,12 +21,15 @@ from ipu_pipe.errors import BadInput
 
 Loss = Callable[[Any, Any], torch.Tensor]
 Take = Callable[[Any], Any]
-LOSS, SCORES = "loss", "logits"  # fields of an output, as Hugging Face names them
+# fields of an output, as Hugging Face names them
+LOSS, SCORES = "loss", "logits"
 
 
 class LossOfOutput:
-    """Calls the loss `plain` on the part of a model's output that `take` selects (None: all of it), with the fields of the batch
-    that are named in `asks` as keyword arguments."""
+    """The loss `plain` of the part of a model's output that `take` selects (None: the whole output).
+
+    `asks`: the fields of the batch that the loss gets as keyword arguments.
+    """
 
     def __init__(self, plain: Callable[..., torch.Tensor], take: Optional[Take], asks: Tuple[str, ...] = ()) -> None:
         self.plain, self.take, self.asks = plain, take, asks
@@ -38,8 +41,10 @@ class LossOfOutput:
 
 
 class OwnLoss:
-    """The loss that a model computes itself and gives with its output: the output if it is one number, else its field `loss`, of
-    a tuple the one element that is one number. `take`: what accuracy is told from, the field `logits` where nothing is said."""
+    """The loss that a model computes itself: the output if it is one number, its field `loss`, or the one number in a tuple.
+
+    `take`: selects the scores for the accuracy, the field `logits` by default.
+    """
 
     def __init__(self, take: Optional[Take] = None) -> None:
         self.take: Take = take or _scores
@@ -53,41 +58,40 @@ class OwnLoss:
         losses = [value for value in values if isinstance(value, torch.Tensor) and value.numel() == 1]
         if len(losses) != 1:
             raise BadInput(
-                f"loss: model: the model returns {describe_output(output)}: must be one number, or hold it as {LOSS}, or "
-                "be a tuple with one number in it: was it given labels?"
+                f"loss: model: the model returns {describe_output(output)}: must be one number, have it as field {LOSS}, or "
+                "be a tuple with one number in it: does the model get the labels?"
             )
         return losses[0]
 
 
 class TakePart:
-    """Takes the field or element `key` of a model's output. A tensor, which has none, is the output itself: that of an auxiliary
-    head."""
+    """Select the field or element `key` of a model's output; return a tensor (an auxiliary head's output) unchanged."""
 
     def __init__(self, key: Union[int, str]) -> None:
         self.key = key
 
-    def __call__(self, found: Any) -> Any:
-        """Return the part of an output. Raise BadInput if there is none."""
-        if isinstance(found, torch.Tensor):
-            return found
-        value = _field(found, self.key)
+    def __call__(self, output: Any) -> Any:
+        """Return the part of an output. Raise `BadInput` if there is none."""
+        if isinstance(output, torch.Tensor):
+            return output
+        value = _field(output, self.key)
         if value is None:
-            raise BadInput(f"model.output: {self.key}: the model returns {describe_output(found)}")
+            raise BadInput(f"model.output: {self.key}: the model returns {describe_output(output)}")
         return value
 
 
 def take_scores(loss: Loss, output: Any) -> Any:
-    """Return the part of a model's output of which its loss and its accuracy are."""
+    """Return the part of a model's output from which loss and accuracy are computed."""
     return loss.take(output) if isinstance(loss, (LossOfOutput, OwnLoss)) and loss.take is not None else output
 
 
 def get_plain_loss(loss: Loss) -> Loss:
-    """Return the loss of the part that is taken."""
+    """Return the loss without the selection of a part of the output."""
     return loss.plain if isinstance(loss, LossOfOutput) else loss
 
 
 def takes_whole_output(loss: Loss) -> bool:
-    """Tell whether the loss is of the whole output."""
+    """Tell whether the loss takes the whole output."""
     return not isinstance(loss, OwnLoss) and (not isinstance(loss, LossOfOutput) or loss.take is None)
 
 
@@ -104,7 +108,7 @@ def _field(output: Any, key: Union[int, str]) -> Any:
 
 
 def list_fields(output: Any) -> List[Union[int, str]]:
-    """List what can be taken from an output, by name or index; nothing of a tensor."""
+    """List the names or indices that can be selected from an output; none for a tensor."""
     if isinstance(output, Mapping):
         return [key for key in output if isinstance(key, str)]
     if isinstance(output, (tuple, list)):
@@ -121,12 +125,13 @@ def describe_output(output: Any) -> str:
     return f"{type(output).__name__}({names})"
 
 
-WHOLE = "batch"  # what asks for all of it
+# the parameter name that asks for the whole batch
+WHOLE = "batch"
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 class Labels(NamedTuple):
-    """A nest that stands for the labels where the loss asks for more: the labels, and what it asks for, by name."""
+    """The labels together with the fields `asked` that the loss takes; a nest that replaces plain labels."""
 
     labels: Any
     asked: Dict[str, Any]
@@ -138,8 +143,7 @@ def get_labels(y: Any) -> Any:
 
 
 def list_requested_fields(loss: Any) -> Tuple[str, ...]:
-    """Return a loss's keyword-only parameters without a default. Raise BadInput if it cannot be called with two arguments
-    and these."""
+    """Return a loss's keyword-only parameters without a default. Raise `BadInput` if it needs other arguments besides two."""
     try:
         signature = inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss)
     # a callable that is not written in Python has no signature
@@ -149,22 +153,24 @@ def list_requested_fields(loss: Any) -> Tuple[str, ...]:
     further = [p.name for p in needed if p.kind in _POSITIONAL][2:]
     if further:
         raise BadInput(
-            f"loss: takes {', '.join(further)} besides outputs and labels: of the batch it can have fields by name, as in "
-            f"loss(output, y, *, {further[0]}), or all of it, as in loss(output, y, *, {WHOLE})"
+            f"loss: takes {', '.join(further)} besides outputs and labels: use a field of the batch by name, as in "
+            f"loss(output, y, *, {further[0]}), or the whole batch, as in loss(output, y, *, {WHOLE})"
         )
     return tuple(p.name for p in needed if p.kind is p.KEYWORD_ONLY)
 
 
 def split_requested_fields(batch: Any, x: Any, y: Any, names: Tuple[str, ...]) -> Tuple[Any, Labels]:
-    """Return inputs and labels of a batch, `x` and `y`, for a loss that asks for the fields `names`. Raise BadInput if a
-    field is missing."""
+    """Return inputs and labels of a batch with inputs `x` and labels `y`, for a loss that takes the fields `names`.
+
+    Raise `BadInput` if a field is missing.
+    """
     fields = x if isinstance(x, Mapping) else {}
     lacking = [name for name in names if name != WHOLE and name not in fields]
     if lacking:
         there = f"has {', '.join(map(str, fields))}" if fields else "has no fields by name"
         raise BadInput(
-            f"loss: takes {', '.join(lacking)} of the batch, which besides labels {there}: must be among these, or {WHOLE}, "
-            "all of it"
+            f"loss: takes {', '.join(lacking)} of the batch, which besides labels {there}: must be among these, or {WHOLE} "
+            "for the whole batch"
         )
     rest = {name: value for name, value in fields.items() if name not in names} if fields else x
     return rest, Labels(y, {name: batch if name == WHOLE else fields[name] for name in names})

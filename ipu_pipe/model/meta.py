@@ -1,8 +1,8 @@
-"""A model run by shape: its tensors stand on PyTorch's meta device, which has shapes and no numbers.
+"""Run a model on PyTorch's meta device, which has shapes and no values.
 
-What runs so takes milliseconds and no memory, whatever the model's size. It shows the order of execution, FLOPs, what is kept for
-the backward and what crosses boundaries, as the CPU would have them. A forward that looks at values cannot be run by shape: it
-raises, and who asked takes the tensors themselves.
+Such a run takes milliseconds and no memory, whatever the size of the model. It gives the order of execution, the FLOPs, the
+tensors saved for the backward and the tensors that cross boundaries, as on the CPU. A forward that reads values raises here,
+and the caller runs it on real tensors instead.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from ipu_pipe.model.restoring import FunctionWatch, OperationWatch, attributes_r
 
 
 def can_run_on_meta(model: nn.Module, x: Any) -> bool:
-    """Tell whether a forward of `x` may run on the meta device. A GPU's kernels keep other tensors than the CPU's, and so do
-    the CPU's own for recurrent layers: these run as they are."""
+    """Tell whether a forward of `x` may run on the meta device: not on a GPU and not with recurrent layers, whose kernels save
+    other tensors."""
     devices = {t.device.type for t in [*list_tensors(x), *model.parameters(), *model.buffers()]}
     return devices == {"meta"} or (
         devices == {"cpu"} and not any(isinstance(module, nn.RNNBase) for module in model.modules())
@@ -40,7 +40,7 @@ def to_meta(value: Any) -> Any:
 
 @contextlib.contextmanager
 def compute_on_meta() -> Iterator[None]:
-    """Keep computations with meta tensors on the meta device, with the operations that the CPU would take."""
+    """Run computations with meta tensors on the meta device, with the operations that the CPU would choose."""
     with FunctionWatch(_call_as_cpu), OperationWatch(_run_on_meta):
         yield
 
@@ -54,8 +54,7 @@ def build_on_meta() -> Iterator[None]:
 
 @contextlib.contextmanager
 def move_to_meta(model: nn.Module) -> Iterator[None]:
-    """Move the model's parameters and buffers to the meta device, and all that is computed with them. At the end the model
-    is as it was, whatever its forward has put on it."""
+    """Move the model's parameters and buffers to the meta device inside the context; restore the model and its attributes."""
     twins: Dict[int, torch.Tensor] = {}
 
     def twin(tensor: torch.Tensor) -> torch.Tensor:
@@ -77,7 +76,7 @@ def move_to_meta(model: nn.Module) -> Iterator[None]:
 
 
 def _run_on_meta(func: Any, args: Any, kwargs: Any) -> Any:
-    """Move tensors that the forward makes or keeps elsewhere to the meta device where they meet one that is there."""
+    """Run an operation; if only some of its arguments are meta tensors, move the others to the meta device first."""
     if len({tensor.is_meta for tensor in iterate_tensors((*args, *kwargs.values()))}) > 1:
         args, kwargs = to_meta((args, kwargs))
     return func(*args, **kwargs)
@@ -87,10 +86,12 @@ def _run_on_meta(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _call_as_cpu(func: Any, args: Any, kwargs: Any) -> Any:
-    """Call a function; attention as the CPU takes it: on shapes PyTorch would write it out, which keeps other tensors for the
-    backward."""
+    """Call a function; for attention take the CPU's fused kernel.
+
+    On the meta device PyTorch would use plain operations for attention, which save other tensors for the backward.
+    """
     if _casts():
-        raise RuntimeError("autocast: what it makes of shapes is not what the CPU makes")
+        raise RuntimeError("autocast on the meta device differs from autocast on the CPU")
     if func is nn.functional.scaled_dot_product_attention and FUSED is not None:
         return _attention(*args, **kwargs)
     return func(*args, **kwargs)
@@ -98,14 +99,16 @@ def _call_as_cpu(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _casts() -> bool:
     """Tell whether autocast is on for the CPU."""
-    # newer versions ask for the device
+    # newer versions take the device as an argument
     if hasattr(torch, "get_autocast_dtype"):
         return torch.is_autocast_enabled("cpu")
     return torch.is_autocast_cpu_enabled()
 
 
-FUSED: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)  # from torch 2.1 on
-FLASH = 1  # PyTorch's number of this kernel
+# available from torch 2.1 on
+FUSED: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
+# PyTorch's number of this kernel
+FLASH = 1
 
 
 def _attention(
@@ -118,7 +121,8 @@ def _attention(
     def on_cpu(tensor: Any) -> Any:
         if tensor is None:
             return None
-        empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)  # never written: takes no memory
+        # never written, so it takes no memory
+        empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
         return empty.requires_grad_(tensor.requires_grad)
 
     if not query.is_meta:

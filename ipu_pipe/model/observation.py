@@ -1,15 +1,15 @@
-"""The one look at a model before training: its passes observed operation by operation.
+"""Observe a model's passes before training, operation by operation: order of modules, FLOPs, saved and crossing bytes, effects.
 
-A *call* is a module's first run; what happens from there to the next module's first run is the call's: FLOPs of the forward and,
-by the autograd nodes that this makes, of the backward; what is saved for the backward; tensors that are made. So every way to cut
-the calls into stages is answered from one pass:
+A *call* is a module's first run. Everything until the next module's first run counts for the call: the FLOPs of the forward and
+(by the autograd nodes made there) of the backward, the tensors saved for the backward, and the tensors made. So one pass gives
+the costs of every way to cut the calls into stages:
 
     calls      conv1    norm1    relu     conv2     ...
-    live            c1       n1       r1             bytes that cross if a stage ends here: all that was made before and is read
-                                                     behind, the model's input too where it is
+    live            c1       n1       r1             bytes that cross if a stage ends here: tensors that are made before and
+                                                     read after, including the model's input
 
-A training forward shows besides what it does to the model (`ForwardEffects`), and of which weights it saves derived values.
-Everything here leaves weights, buffers, gradients, modes and random states as they were.
+A training forward also shows its effects on the model (`ForwardEffects`), and the weights of which it saves derived values.
+All functions here leave weights, buffers, gradients, modes and random states as they were.
 """
 
 from __future__ import annotations
@@ -33,25 +33,30 @@ from ipu_pipe.model.restoring import OperationWatch, undisturbed
 
 @dataclass
 class ModuleCall:
-    """A module's first run: its place in the order of execution, what it computes, and the parameters it answers for."""
+    """A module's first run, with the costs from there to the next module's first run.
+
+    `works`: the module computes something itself, because none of its children runs or it owns parameters. `alone`: none of its
+    children runs. `moved`: the bytes that operations without FLOPs read and write. `saved`: storage kept for the backward (not
+    weights) -> its bytes.
+    """
 
     name: str
     module: nn.Module
-    works: bool  # computes something itself: none of its children runs, or it owns parameters
-    alone: bool = True  # none of its children runs
-    flops: float = 0.0  # forward, of all that runs from here to the next module's first run
+    works: bool
+    alone: bool = True
+    flops: float = 0.0
     backward_flops: float = 0.0
-    moved: float = 0.0  # bytes that operations without FLOPs read and write, forward, as above
+    moved: float = 0.0
     backward_moved: float = 0.0
-    saved: Dict[int, int] = field(default_factory=dict)  # storage kept for the backward -> its bytes; weights apart
+    saved: Dict[int, int] = field(default_factory=dict)
 
 
 class ForwardEffects(NamedTuple):
-    """What a training forward does besides giving its output.
+    """The side effects of a training forward.
 
-    draws: the modules whose own forward draws random numbers (dropout and the like), and how often each runs
-    buffers: names of those that it changes, without BatchNorm's, which it does not read
-    weights: names of those that it writes (max_norm of an embedding)
+    draws: module whose own forward draws random numbers (dropout and the like) -> number of its runs
+    buffers: names of the buffers that it changes, except BatchNorm's, which a training forward does not read
+    weights: names of the weights that it writes (max_norm of an embedding)
     """
 
     draws: Dict[str, int] = {}
@@ -61,13 +66,13 @@ class ForwardEffects(NamedTuple):
 
 @dataclass
 class Observation:
-    """What one pass showed.
+    """The result of observing one pass.
 
-    `runs`: names of all runs of modules in order, repeats too. `live[k]`: bytes that cross if a stage begins with call k.
-    `backward`: whether that of the pass could be run. `derived`: names of parameters from which the forward derives a tensor
-    that it saves for the backward, without the input. A backward that shall read newer weights gets them written into the
-    parameters' own storage; what was derived from a weight alone (`w * 1`, weight norm, InstanceNorm's repeated scale,
-    autocast's low-precision copy) keeps the old values, and the method would silently become another one.
+    `runs`: names of all runs of modules in order, with repetitions. `live[k]`: bytes that cross if a stage begins with call k.
+    `backward`: whether the backward could run. `derived`: names of parameters from which the forward derives a tensor, without
+    the input, that it saves for the backward. A backward that reads newer weights finds them in the parameters' own storage,
+    but a tensor derived from a weight alone (`w * 1`, weight norm, InstanceNorm's repeated scale, autocast's low-precision
+    copy) keeps the old values, and the method would silently be another one.
     """
 
     calls: List[ModuleCall] = field(default_factory=list)
@@ -79,13 +84,15 @@ class Observation:
 
 
 def count_saved_bytes(calls: Sequence[ModuleCall]) -> int:
-    """Return the bytes that `calls` together keep for the backward, each storage once."""
+    """Return the bytes that `calls` together save for the backward, counting each storage once."""
     return sum({storage: size for call in calls for storage, size in call.saved.items()}.values())
 
 
 def observe_costs(model: nn.Module, x: Any, forward: Callable[[], Any], counted: bool = True) -> Observation:
-    """Observe all of `forward`, a pass of the model's input `x` that returns a loss or outputs, and of its backward; only the
-    order of modules if not `counted`."""
+    """Observe `forward`, a pass on the model's input `x` that returns a loss or outputs, and its backward.
+
+    Without `counted` observe only the order of modules.
+    """
     seen = Observation()
     if not counted:
         with _watch_calls(model, seen, []), torch.enable_grad():
@@ -102,7 +109,7 @@ def observe_costs(model: nn.Module, x: Any, forward: Callable[[], Any], counted:
         trained = [p for p in model.parameters() if p.requires_grad]
         try:
             if results and trained:
-                # of one number PyTorch makes it itself, without its symbolic algebra
+                # PyTorch makes the gradient of one number itself, without importing its symbolic algebra
                 gradients = [None if t.numel() == 1 else torch.ones_like(t) for t in results]
                 with OperationWatch(counter.run):
                     torch.autograd.grad(results, trained, gradients, allow_unused=True)
@@ -118,7 +125,7 @@ def observe_costs(model: nn.Module, x: Any, forward: Callable[[], Any], counted:
 
 
 def observe_training(model: nn.Module, x: Any, y: Any, run: Callable[[Any, Any], Any]) -> Observation:
-    """Observe a training pass of one microbatch, its backward and its effects. `run(x, y)` makes the loss."""
+    """Observe a training pass of one microbatch, its backward and its effects. `run(x, y)` returns the loss."""
     if get_first_tensor(x).is_meta:
         with move_to_meta(model):
             return observe_costs(model, x, lambda: run(x, y))
@@ -130,7 +137,7 @@ def observe_training(model: nn.Module, x: Any, y: Any, run: Callable[[Any, Any],
 
 
 def observe_effects(model: nn.Module, x: Any) -> ForwardEffects:
-    """Run one training forward of `x` and return what it did; the model is left as it was."""
+    """Run one training forward of `x` and return its effects; the model is left as it was."""
     with undisturbed(model), _watch_effects(model, get_first_tensor(x).device) as read_effects:
         model.train()
         call_model(model, clone_tensors(x))
@@ -139,7 +146,7 @@ def observe_effects(model: nn.Module, x: Any) -> ForwardEffects:
 
 @contextlib.contextmanager
 def _watch_effects(model: nn.Module, device: torch.device) -> Iterator[Callable[[], ForwardEffects]]:
-    """Watch a forward inside; the function given returns what it did."""
+    """Watch the forward inside the context; the yielded function returns its effects."""
     names = {id(module): name for name, module in model.named_modules()}
     norms = {name for name, module in model.named_modules() if isinstance(module, nn.modules.batchnorm._NormBase)}
     drawn: Set[str] = set()
@@ -157,7 +164,8 @@ def _watch_effects(model: nn.Module, device: torch.device) -> Iterator[Callable[
         start = stack.pop()
         if not all(torch.equal(a, generator.get_state()) for a, generator in zip(start, drawing)):
             drawn.add(names[id(module)])
-            for generator, state in zip(drawing, start):  # the module around is seen to draw only if it does itself
+            # a module around this one counts as drawing only if its own forward draws
+            for generator, state in zip(drawing, start):
                 generator.set_state(state)
 
     buffers = {name: t.clone() for name, t in model.named_buffers() if name.rpartition(".")[0] not in norms}
@@ -186,8 +194,10 @@ def _is_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 def _watch_calls(
     model: nn.Module, seen: Observation, running: List[nn.Module], begun: Callable[[], None] = lambda: None
 ) -> Iterator[None]:
-    """Add to `seen` the calls of modules that run inside, and keep `running` the modules that run, the innermost last; `begun` is
-    called at the beginning of each call."""
+    """Add the calls inside the context to `seen`; `running` lists the running modules, the innermost last.
+
+    `begun` is called at the beginning of each call.
+    """
     names = {id(module): name for name, module in model.named_modules()}
     at: Dict[str, ModuleCall] = {}
 
@@ -231,13 +241,13 @@ def get_storage(tensor: torch.Tensor) -> int:
 
 
 def _bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes of the memory in which a tensor lies."""
+    """Return the bytes of a tensor's whole storage."""
     dense = tensor.layout is torch.strided
     return int(tensor.untyped_storage().nbytes()) if dense else tensor.numel() * tensor.element_size()
 
 
 def _view(tensor: torch.Tensor) -> Tuple[Any, ...]:
-    """Return a key that tensors share if they show the same numbers of one memory."""
+    """Return a key that two tensors share if they are the same view of one storage."""
     if tensor.layout is not torch.strided:
         return (id(tensor),)
     return (get_storage(tensor), tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
@@ -255,35 +265,40 @@ def _moved(operation: Any, arguments: Any, result: Any) -> float:
 
 
 class _Counter:
-    """Counts, and follows by memory, every operation of a forward, and counts those of its backward."""
+    """Count the operations of a forward and its backward, and track the storages of the forward."""
 
     def __init__(self, model: nn.Module, x: Any, calls: List[ModuleCall]) -> None:
         self.calls = calls
         self.running: List[nn.Module] = []
         self.is_forward = True
-        self.steps = [0]  # by how much more bytes cross before each call than before the one before
-        self.derived: Set[str] = set()  # parameters of which the forward saves derived values
+        # the differences of `Observation.live`
+        self.steps = [0]
+        # parameters of which the forward saves derived values
+        self.derived: Set[str] = set()
         # storage numbers are not reused while these tensors are referenced
         self._held: List[torch.Tensor] = list_tensors(x)
         self._formulas = get_formulas()
-        self._first: List[int] = []  # autograd node of each call
-        self._made: Dict[Any, int] = {_view(t): 0 for t in self._held}  # call in which a tensor is made
-        self._reached: Dict[Any, int] = {}  # the last that reads it
+        # the first autograd node of each call
+        self._first: List[int] = []
+        # the call that makes a tensor, and the last call so far that reads it
+        self._made: Dict[Any, int] = {_view(t): 0 for t in self._held}
+        self._reached: Dict[Any, int] = {}
         self._own = {get_storage(t) for t in [*model.parameters(), *model.buffers()]}
-        # memory -> the parameters whose values are in it; what depends on the input is not there
+        # storage -> the parameters from which alone its values are derived
         self._sources: Dict[int, FrozenSet[str]] = {
             get_storage(p): frozenset([name]) for name, p in model.named_parameters()
         }
-        self._given = {get_storage(t) for t in self._held}  # memory that depends on the input
+        # storages that depend on the input
+        self._given = {get_storage(t) for t in self._held}
 
     def begin(self) -> None:
-        """Note that a call begins."""
+        """Begin a new call."""
         self.steps.append(0)
         if self._formulas:
             self._first.append(torch._C._autograd._get_sequence_nr())  # type: ignore[attr-defined]
 
     def save(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Note a tensor that is saved for the backward; weights and buffers are there anyway."""
+        """Count a tensor that is saved for the backward; weights and buffers are in memory anyway."""
         place = get_storage(tensor)
         if self.calls and place not in self._own:
             self.calls[-1].saved[place] = _bytes(tensor)
@@ -296,7 +311,8 @@ class _Counter:
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation and count it for its call."""
         formula = self._formulas.get(func.overloadpacket)
-        if formula is None and torch.is_inference_mode_enabled():  # functions come whole then
+        # in inference mode composite functions arrive undivided
+        if formula is None and torch.is_inference_mode_enabled():
             with OperationWatch(self.run):
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
@@ -318,7 +334,7 @@ class _Counter:
         return result
 
     def _find_call_of_node(self) -> int:
-        """Return the call that made the autograd node that runs."""
+        """Return the call that made the autograd node that is running."""
         node = torch._C._current_autograd_node()  # type: ignore[attr-defined]
         if node is None:
             return len(self.calls) - 1
@@ -337,9 +353,9 @@ class _Counter:
 
     def _make(self, name: str, inputs: Sequence[torch.Tensor], result: Any) -> None:
         places = {get_storage(tensor) for tensor in inputs}
-        # a recurrent layer's first state is zero: what it computes of weights alone is an activation, of any input
+        # a recurrent layer's first state is zero, so results of weights alone are activations there
         is_recurrent = any(isinstance(module, nn.RNNBase) for module in self.running)
-        # these functions read the shape only
+        # these functions read only the shape
         takes_size = "like" in name or "new_" in name
         of_input = is_recurrent or (not takes_size and not places.isdisjoint(self._given))
         sources = frozenset().union(*(self._sources.get(place, ()) for place in places))
@@ -357,10 +373,10 @@ class _Counter:
 
 
 def observe_execution(model: nn.Module, example: Any, counted: bool = False) -> Observation:
-    """Observe the order in which all modules run; `counted`: with what each costs.
+    """Observe the order in which all modules run; `counted`: with their costs.
 
-    One forward is observed in evaluation mode, in which nothing is left to chance (stochastic depth), and, where modules did
-    not run there, one in training mode, which counts if it runs more (auxiliary heads).
+    One forward runs in evaluation mode, which has no random depth. If modules did not run there, a second forward runs in
+    training mode, and counts if it runs more modules (auxiliary heads).
     """
     seen = _observe(model, example, False, counted)
     can_run = {name for name, m in model.named_modules() if type(m).forward is not nn.Module.forward}
@@ -387,20 +403,23 @@ def _observe(model: nn.Module, example: Any, training: bool, counted: bool) -> O
 
 
 def find_running_ancestor(name: str, at_call: Mapping[str, int]) -> str:
-    """Return the nearest module around `name` (itself included) that runs: it computes with the parameters of `name`."""
+    """Return the nearest module around `name`, or `name` itself, that runs: it computes with the parameters of `name`."""
     while name not in at_call:
         name = name.rpartition(".")[0]
     return name
 
 
 def join_name(module: str, name: str) -> str:
-    """Return a name in the model of what a module calls `name`."""
+    """Return the name in the model of an attribute `name` of a module."""
     return f"{module}.{name}" if module else name
 
 
 class WeightUse(NamedTuple):
-    """A use of a weight: index of the call by then, that of its module's first run, which is another one where the module runs
-    again, and the weight's name there."""
+    """A use of a weight.
+
+    `call`: the index of the call at that time; `first`: the call of its module's first run, which differs if the module runs
+    again; `name`: the weight's name in that module.
+    """
 
     call: int
     first: int
@@ -408,8 +427,11 @@ class WeightUse(NamedTuple):
 
 
 def find_weight_uses(model: nn.Module, seen: Observation) -> Dict[str, List[WeightUse]]:
-    """Return the uses of every parameter: by the nearest running module around it, again where that runs again, and by modules
-    in which no other runs, which hold another's and compute with it."""
+    """Return the uses of every parameter.
+
+    A parameter is used by the nearest running module around it, at each of its runs, and by other modules that hold the same
+    parameter, if no module runs inside them.
+    """
     order = {call.name: i for i, call in enumerate(seen.calls)}
     names = {id(p): name for name, p in model.named_parameters()}
     uses: Dict[str, List[WeightUse]] = {name: [] for name in names.values()}
@@ -436,8 +458,7 @@ def find_weight_uses(model: nn.Module, seen: Observation) -> Dict[str, List[Weig
 
 
 def group_weights(model: nn.Module, calls: List[ModuleCall]) -> List[Tuple[ModuleCall, List[str]]]:
-    """Return (module that runs, parameter names) of each weight in the order of execution, a bias joined to the previous
-    weight."""
+    """Return (running module, parameter names) of each weight in the order of execution; a bias joins the weight before it."""
     order = {call.name: i for i, call in enumerate(calls)}
     owned: List[List[List[str]]] = [[] for _ in calls]
     for module, owner in model.named_modules():
@@ -451,8 +472,8 @@ def group_weights(model: nn.Module, calls: List[ModuleCall]) -> List[Tuple[Modul
 
 
 def find_unkeyed_draws(model: nn.Module, device: torch.device) -> List[str]:
-    """Return the names of the modules that draw from a state of their own, which no seed of a microbatch reaches: cuDNN's
-    recurrent layers keep one for the dropout between their layers."""
+    """Return the names of modules that draw from a private state, which no seed of a microbatch reaches: cuDNN's recurrent layers
+    have one for the dropout between their layers."""
     if device.type != "cuda":
         return []
     modules = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.RNNBase)]

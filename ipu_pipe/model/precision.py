@@ -1,10 +1,10 @@
-"""The number types that a run computes in: what it makes of a model, and how the model is given back.
+"""The precision of a run: convert a model to it, and convert it back at the end.
 
-    float32, float64, bfloat16   all of the model is of that type
+    float32, float64, bfloat16   the whole model has that dtype
     bfloat16_mixed               weights stay float32; the model's forward and the loss run under autocast
     bfloat16_masters             weights are bfloat16, with float32 masters (`Masters`)
 
-Autocast lies around the model's own `forward` and the loss, whoever calls them, and so around no backward. Losses are float32.
+Autocast surrounds the model's own `forward` and the loss, whoever calls them, and no backward. Losses are float32.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 class LossInFloat32:
-    """A loss `each` that is a float32 number. `device`: under autocast there; else of the outputs in float32."""
+    """The loss `each` as a float32 number: under autocast of `device`, or of the outputs in float32 if `device` is None."""
 
     def __init__(self, each: Callable[..., torch.Tensor], device: Optional[str]) -> None:
         self.each, self._device = each, device
@@ -43,19 +43,19 @@ def _widened(value: Any) -> Any:
 
 
 def get_given_loss(loss: Any) -> Any:
-    """Return the loss that was given."""
+    """Return the loss without the conversion to float32."""
     return loss.each if isinstance(loss, LossInFloat32) else loss
 
 
 class ModelPrecision:
-    """Converts a model to the precision of a run, and back.
+    """Convert a model to the precision of a run, and back.
 
-    `row`: of hardware.precision.PRECISIONS; `inputs`: of the model; `labels`: where these are no whole numbers. `is_given`: the
-    caller's model, whose own types are remembered.
+    `row`: a key of hardware.precision.PRECISIONS; `inputs`: the dtype of the model's inputs; `labels`: the dtype of labels that
+    are not integers; `is_given`: the model is the caller's, whose dtypes are restored at the end.
     """
 
     def __init__(self, model: nn.Module, row: str, dtype: torch.dtype, device: torch.device, is_given: bool) -> None:
-        """Convert the model; `dtype` is that of the weights."""
+        """Convert the model; `dtype`: the dtype of the weights."""
         self.row, self.is_given, self._model, self._dtype = row, is_given, model, dtype
         # the dtypes that a caller's model has now
         modules, parameters = (list(model.modules()), list(model.parameters())) if is_given else ([], [])
@@ -91,27 +91,27 @@ class ModelPrecision:
         return LossInFloat32(loss, self._autocast)
 
     def whole(self, loads: bool = False) -> ContextManager[None]:
-        """Put the full weights into the model, to save them; `loads`: to replace them."""
+        """Put the full-precision weights into the model inside the context, to save them, or with `loads` to replace them."""
         return self.masters.in_place(loads) if self.masters is not None else contextlib.nullcontext()
 
     def trained(self, weight: nn.Parameter) -> nn.Parameter:
-        """Return the parameter that an optimizer of this weight changes."""
+        """Return the parameter that the optimizer updates for this weight."""
         return self.masters.of(weight) if self.masters is not None else weight
 
     @property
     def record(self) -> Dict[str, Optional[str]]:
-        """Return the dtypes that passes read and compute in, and the dtype that is updated."""
+        """The dtypes that passes read and compute in, and the dtype of the masters."""
         masters = "float32" if self.masters is not None else None
         computes = "bfloat16" if self._autocast is not None else None
         return {"weights": _name(self._dtype), "autocast": computes, "masters": masters}
 
     def others(self) -> List[str]:
-        """Return the dtypes that the caller's model had and does not train in."""
+        """Return the dtypes of the caller's model in which it does not train."""
         kinds = {kind for _, kind in self._given_types} - {self._dtype}
         return sorted(map(_name, kinds)) if self.row != "bfloat16_masters" else []
 
     def give_back(self, keep: bool = False) -> None:
-        """Give the model back as it was, with the weights as trained; `keep`: in the types that it was trained in."""
+        """Restore the model's dtypes and forward, with the trained weights; `keep`: leave the dtypes of training."""
         uncast_forward(self._model)
         if not keep and self.masters is not None:
             self.masters.take_over()
@@ -151,13 +151,13 @@ class Masters:
         return self._of.get(weight, weight)
 
     def pairs(self, masters: Iterable[nn.Parameter]) -> List[Tuple[nn.Parameter, nn.Parameter]]:
-        """Return (weight, master) of those of `masters` that are not the weights themselves."""
+        """Return (weight, master) for each of `masters` that is not itself a weight of the model."""
         weights = {id(master): weight for weight, master in self._of.items()}
         return [(weights[id(master)], master) for master in masters if id(master) in weights]
 
     @contextlib.contextmanager
     def in_place(self, loads: bool = False) -> Iterator[None]:
-        """Put the masters into the model; afterwards their roundings again, new ones if it `loads` something."""
+        """Put the masters into the model inside the context, and the rounded weights afterwards, newly rounded with `loads`."""
         homes = [weight.data for weight in self._of]
         try:
             for weight, master in self._of.items():
@@ -166,11 +166,12 @@ class Masters:
         finally:
             for (weight, master), home in zip(self._of.items(), homes):
                 if loads:
-                    master.data = weight.data  # another one may have been put in its place
+                    # loading may have replaced the tensor
+                    master.data = weight.data
                 weight.data = master.data.to(LOW) if loads else home
 
     def take_over(self) -> None:
-        """Put the masters into the model for good."""
+        """Put the masters into the model permanently."""
         for weight, master in self._of.items():
             weight.grad = None
             weight.data = master.data
@@ -180,7 +181,7 @@ Pairs = List[Tuple[nn.Parameter, nn.Parameter]]
 
 
 def collect_gradients(pairs: Pairs) -> None:
-    """Add the weights' gradients to their masters', after a backward."""
+    """Add the weights' gradients to their masters' after a backward."""
     for weight, master in pairs:
         if weight.grad is not None:
             if master.grad is None:
@@ -191,16 +192,17 @@ def collect_gradients(pairs: Pairs) -> None:
 
 
 def write_weights(pairs: Pairs) -> None:
-    """Round the masters into the weights, after an update."""
+    """Round the masters into the weights after an update."""
     for weight, master in pairs:
         weight.data.copy_(master.data)
 
 
-_DEVICE = "_ipu_pipe_autocast"  # of a model: that whose operations are cast
+# the attribute of a model with the device type whose operations are cast
+_DEVICE = "_ipu_pipe_autocast"
 
 
 def enter_autocast(device: str) -> ContextManager[Any]:
-    """Cast operations of a kind of device to bfloat16 where PyTorch considers that safe."""
+    """Cast operations of a device type to bfloat16, where PyTorch considers that safe."""
     return torch.autocast(device, torch.bfloat16)
 
 
@@ -226,11 +228,12 @@ def cast_forward(model: nn.Module, device: str) -> None:
             )
 
     forward.own = own_forward  # type: ignore[attr-defined]
-    vars(model).update({_DEVICE: device, "forward": types.MethodType(forward, model)})  # a copy's is the copy's
+    # a bound method, so that a deep copy of the model binds its own
+    vars(model).update({_DEVICE: device, "forward": types.MethodType(forward, model)})
 
 
 def uncast_forward(model: nn.Module) -> None:
-    """Give a model its own forward back."""
+    """Restore a model's own forward."""
     if vars(model).pop(_DEVICE, None) is not None:
         own_forward = vars(model).pop("forward").__func__.own
         vars(model).update({} if own_forward is None else {"forward": own_forward})
@@ -238,7 +241,7 @@ def uncast_forward(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def uncast_temporarily(model: nn.Module) -> Iterator[None]:
-    """Give a model its own forward back for the time being."""
+    """Restore a model's own forward inside the context."""
     device = vars(model).get(_DEVICE)
     uncast_forward(model)
     try:

@@ -1,7 +1,7 @@
-"""Random draws inside a model, keyed so that every backend draws the same dropout masks.
+"""Keyed random draws inside a model, so that every backend draws the same dropout masks.
 
-A module's draws are seeded by (seed, microbatch, module name), and from its second call in a forward on by the number of the call
-too. So recomputation repeats them, and cutting the model elsewhere keeps them.
+A module's draws are seeded by (seed, microbatch, module name); from its second call in a forward on also by the number of the
+call. So recomputation repeats them, and another cut of the model does not change them.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from torch import nn
 
 from ipu_pipe.errors import BadInput
 
-MARK = 1 << 63  # set in no seed of `derived_seed`
-POSITIONS = 1 << 20  # more than a forward has calls
+# a bit that no seed of `derive_seed` has
+MARK = 1 << 63
+# more than the calls of a forward
+POSITIONS = 1 << 20
 
 
 def derive_seed(*key: object) -> int:
@@ -26,8 +28,8 @@ def derive_seed(*key: object) -> int:
 
 
 def list_generators(device: torch.device) -> List[torch.Generator]:
-    """Return those that a module on `device` may draw from: the CPU's, which stochastic depth asks on any device, and the GPU's
-    own."""
+    """Return the generators from which a module on `device` may draw: the CPU's (stochastic depth uses it everywhere), and the
+    GPU's own."""
     if device.type != "cuda":
         return [torch.default_generator]
     index = torch.cuda.current_device() if device.index is None else device.index
@@ -36,20 +38,20 @@ def list_generators(device: torch.device) -> List[torch.Generator]:
 
 @contextlib.contextmanager
 def draw_from(state: torch.Tensor) -> Iterator[None]:
-    """Let a part of a forward draw once more what it drew when the CPU's generator was in this state."""
+    """Set the CPU's generator to `state` inside the context, so that a part of a forward repeats its draws."""
     with torch.random.fork_rng(devices=[]):
         torch.set_rng_state(state)
         yield
 
 
 class KeyedRandomness:
-    """Seed the draws of the named modules, in training, inside of `forward` and `backward`.
+    """Seed the draws of the named modules in training, inside the contexts `forward` and `backward`.
 
-    `calls`: how often each of them runs in a forward (`ipu_pipe.model.observation.ForwardEffects`).
+    `calls`: module -> the number of its runs in a forward (`ipu_pipe.model.observation.ForwardEffects`).
 
-    Where a module runs more than once, the number of a call must be known when a checkpoint of `torch.utils.checkpoint` runs a
-    part of the forward again, in the backward. So between the calls the CPU's generator carries a mark, which says how many calls
-    there were of each module by then: a checkpoint keeps the generator's state, and begins from it again.
+    If a module runs more than once, the number of a call must be known when `torch.utils.checkpoint` runs a part of the forward
+    again in the backward. So between the calls the CPU's generator carries a mark for the number of calls so far of each module.
+    A checkpoint stores the generator's state and restores it:
 
         forward     mark 0   drop (call 0)   mark 1   checkpoint[ drop (call 1) ]   mark 2
         backward                             mark 1   checkpoint[ drop (call 1) ]
@@ -57,13 +59,14 @@ class KeyedRandomness:
 
     def __init__(self, model: nn.Module, calls: Mapping[str, int], seed: int, device: torch.device) -> None:
         self._seed = seed
-        self._most = dict(calls)  # calls of each module in one forward, as far as is known
+        # the most calls so far of each module in one forward
+        self._most = dict(calls)
         self._generators = list_generators(device) if calls else []
-        self._saved: Dict[
-            str, List[torch.Tensor]
-        ] = {}  # by module: a checkpoint breaks its second forward off, anywhere
-        self._microbatch: Optional[int] = None  # outside of forward and backward modules draw as they are
-        # a position stands for the calls so far of each module: position 0 for none
+        # module -> states before its call; kept by name, because a checkpoint may break off its second forward anywhere
+        self._saved: Dict[str, List[torch.Tensor]] = {}
+        # None outside the two contexts, where modules draw unkeyed
+        self._microbatch: Optional[int] = None
+        # a position is the index of the number of calls so far of each module; position 0 means none
         self._counts: List[Dict[str, int]] = [{}]
         self._positions: Dict[FrozenSet[Tuple[str, int]], int] = {frozenset(): 0}
         self._position: Optional[int] = None
@@ -76,7 +79,7 @@ class KeyedRandomness:
 
     @contextlib.contextmanager
     def forward(self, microbatch: int, before: Optional[Mapping[str, int]] = None) -> Iterator[None]:
-        """Key the draws of a forward, or of its part on one device: `before`, calls of each module in the parts before."""
+        """Key the draws of a forward, or of a part of it; `before`: module -> calls in the parts before."""
         counts = {name: count for name, count in (before or {}).items() if name in self._most}
         with self._pass(microbatch, self._position_of(counts)):
             yield
@@ -100,7 +103,7 @@ class KeyedRandomness:
             if state is not None:
                 self._generators[0].set_state(state)
 
-    # --- positions
+    # ---- positions
 
     @property
     def _marks(self) -> bool:
@@ -108,14 +111,14 @@ class KeyedRandomness:
 
     @property
     def _prefix(self) -> int:
-        """Return the mark of this microbatch's position 0."""
+        """The mark of this microbatch's position 0."""
         return MARK + derive_seed(self._seed, self._microbatch) // POSITIONS * POSITIONS
 
     def _mark(self, position: int) -> None:
         self._generators[0].manual_seed(self._prefix + position)
 
     def _marked(self) -> Optional[int]:
-        """Return the position that the CPU's generator is marked with."""
+        """Return the position that the CPU's generator carries, None if it carries none."""
         position = self._generators[0].initial_seed() % (1 << 64) - self._prefix
         return position if 0 <= position < len(self._counts) else None
 
@@ -126,11 +129,11 @@ class KeyedRandomness:
         return position
 
     def _number(self, name: str) -> int:
-        """Return which call of a module begins, counted from 0."""
+        """Return the number, from 0, of the call of a module that begins."""
         if self._marks:
             marked = self._marked()
             self._position = marked if marked is not None else self._position
-        # activation checkpointing that keeps no random state
+        # a checkpoint without preserve_rng_state
         if self._position is None:
             if self._most[name] > 1:
                 raise BadInput(
@@ -144,7 +147,7 @@ class KeyedRandomness:
         self._position = self._position_of({**counts, name: number + 1})
         return number
 
-    # --- hooks
+    # ---- hooks
 
     def _seeding(self, name: str) -> Any:
         def before(module: nn.Module, inputs: Any) -> None:
@@ -152,7 +155,8 @@ class KeyedRandomness:
                 self._saved[name] = [generator.get_state() for generator in self._generators]
                 number = self._number(name)
                 seed = derive_seed(self._seed, self._microbatch, name, *([number] if number else []))
-                for generator in self._generators:  # torch.manual_seed asks every kind of device: 100 times as long
+                # not torch.manual_seed, which seeds every device type and takes 100 times as long
+                for generator in self._generators:
                     generator.manual_seed(seed)
 
         return before
@@ -164,13 +168,13 @@ class KeyedRandomness:
                     generator.set_state(state)
                 if self._marks and self._position is not None and self._marked() is not None:
                     self._mark(self._position)
-                    # the next part that runs again restores its own mark
+                    # the next checkpoint restores its own mark
                     if self._is_backward:
                         self._position = None
 
         return after
 
     def remove(self) -> None:
-        """Take the hooks off the model."""
+        """Remove the hooks from the model."""
         for handle in self._handles:
             handle.remove()

@@ -1,8 +1,8 @@
-"""Pieces of a model rehearsed before they train: whole against chained pieces, on one microbatch, bit for bit.
+"""Rehearse the pieces of a model before training: compare the whole model with the chained pieces on one microbatch, bit for bit.
 
-The recording that pieces are made from may not see all that a forward does (numbers that Python works out of a tensor's values on
-the way, counters, tensors kept aside). So pieces and whole run on other values than the recorded ones, twice in training, and
-what comes out otherwise is refused instead of trained.
+The recording behind the pieces may miss parts of a forward (numbers that Python computes from a tensor's values, counters,
+tensors kept in attributes). So pieces and whole model run on other values than the recorded ones, twice in training, and any
+difference is refused.
 """
 
 from __future__ import annotations
@@ -25,8 +25,11 @@ from ipu_pipe.text import list_some
 
 
 class Rehearsed(NamedTuple):
-    """What a rehearsal saw of the whole model: its `effects`, buffers that its backward moves (a checkpoint in it runs modules
-    again), and modules that its backward runs again while the pieces' backward does not (the checkpoint itself is cut)."""
+    """The result of a rehearsal for the whole model.
+
+    `effects`: of its forward. `moved`: buffers that its backward changes (a checkpoint in it runs modules again). `again`:
+    modules that its backward runs again but the pieces' backward does not (the checkpoint itself is cut).
+    """
 
     effects: ForwardEffects
     moved: List[str] = []
@@ -34,8 +37,8 @@ class Rehearsed(NamedTuple):
 
 
 def rehearse(model: nn.Module, parts: Sequence[Piece], x: Any) -> Rehearsed:
-    """Raise BadInput if pieces do not compute what the model does: modules' outputs, gradients and buffers in training, the
-    output in evaluation. The model is left as it was."""
+    """Raise `BadInput` if pieces and model differ: in module outputs, gradients and buffers in training, or in the output in
+    evaluation. The model is left as it was."""
     # meta tensors have no values to compare
     if any(t.is_meta for t in flatten_tensors(x)):
         return Rehearsed(ForwardEffects())
@@ -53,16 +56,14 @@ def rehearse(model: nn.Module, parts: Sequence[Piece], x: Any) -> Rehearsed:
             raise _make_refusal(model, f"its pieces fail: {summarize(error)}") from error
         a, b = whole.tensors, chained.tensors
         wrong = [what for what in [*a, *b] if not _is_same(a.get(what), b.get(what))]
-        # a model whose own output varies proves nothing
+        # if the whole model's own output varies, a difference proves nothing
         if wrong:
             again = run(chained=False).tensors
             drawn = [what for what in wrong if not _is_same(a.get(what), again.get(what))]
             wrong = [what for what in wrong if what not in drawn]
             if drawn and not wrong and drawn[0].startswith(("output", "result")) and not flatten_tensors(x)[0].is_cuda:
-                why = "draws random numbers that no seed of a microbatch reaches (a generator of its own)"
-                raise _make_refusal(
-                    model, f"the {drawn[0]} is another one each time: something {why}", "draw without one"
-                )
+                why = "something draws random numbers from a generator of its own, which no seed of a microbatch reaches"
+                raise _make_refusal(model, f"the {drawn[0]} differs each time: {why}", "draw without one")
         if wrong:
             first, other = a.get(wrong[0]), b.get(wrong[0])
             whole_modules = [name for part in parts for name in part.names]
@@ -75,7 +76,7 @@ def rehearse(model: nn.Module, parts: Sequence[Piece], x: Any) -> Rehearsed:
                     " at modules outside of it, or draw in a module (nn.Dropout)"
                 )
             if wrong[0].startswith("gradient") and first is not None and other is not None and is_cast(model):
-                remedy = "autocast sums that of a weight which several stages use in bfloat16: use precision float32 or bfloat16"
+                remedy = "autocast sums the gradient of a tied weight in bfloat16: use precision float32 or bfloat16"
             raise _make_refusal(model, _describe_difference(wrong[0], first, other, parts), remedy)
         if training:
             again_in_whole = [name for name in whole.again if name not in chained.again]
@@ -84,7 +85,7 @@ def rehearse(model: nn.Module, parts: Sequence[Piece], x: Any) -> Rehearsed:
 
 
 def _vary(t: Any) -> Any:
-    """Return an input of other values, which a model takes too."""
+    """Return an input with other values that are valid for the model too."""
     if not isinstance(t, torch.Tensor) or not t.dim():
         return t
     return t.flip(0) / 2 if t.is_floating_point() else t[torch.arange(len(t), device=t.device) // 2]
@@ -96,7 +97,7 @@ OUTSIDE = "move what its forward does outside modules into modules"
 def _make_refusal(model: nn.Module, why: str, remedy: str = OUTSIDE) -> BadInput:
     return BadInput(
         f"model: {type(model).__name__}: cut into pieces it is not the same model: {why}: {remedy}, or use backend: "
-        "{name: emulator} with a method without blocks"
+        "{name: emulator} with a method that has no blocks"
     )
 
 
@@ -119,8 +120,8 @@ def _is_same(a: Optional[torch.Tensor], b: Optional[torch.Tensor]) -> bool:
 
 
 class _Pass(NamedTuple):
-    """All that a pass gives, by name: outputs of modules, gradients and buffers, in training; the names of the buffers that its
-    backward moved, and of the modules that its backward ran again."""
+    """The results of a pass: tensors by name (module outputs, gradients and buffers in training), the buffers that its backward
+    changed, and the modules that its backward ran again."""
 
     tensors: Dict[str, Optional[torch.Tensor]]
     moved: List[str]
@@ -148,11 +149,11 @@ def _run(
             part.training = training
         randomness = KeyedRandomness(model, effects.draws, 0, flatten_tensors(x)[0].device)
         try:
-            for part in parts if training else ():  # in evaluation hooks would keep some modules off their fast ways
+            # in evaluation hooks would keep some modules off their fast paths
+            for part in parts if training else ():
                 handles += [link.register_forward_hook(partial(keep, n)) for n, link in zip(part.names, part.links)]
-            for _ in range(
-                2 if training else 1
-            ):  # a model that counts its forwards may do something else in the second
+            # twice, because a model that counts its forwards may change in the second
+            for _ in range(2 if training else 1):
                 torch.manual_seed(derive_seed("rehearsal"))
                 batch = tree_map(lambda t: t.clone() if isinstance(t, torch.Tensor) else t, x)
                 with randomness.forward(0):
@@ -180,10 +181,13 @@ def _run(
 
 
 def _chain(parts: Sequence[Piece], x: Any) -> Tuple[Any, Callable[[], None]]:
-    """Return the output of the last piece, each piece given copies of what the previous one hands on, as over messages; and
-    a function that runs the backwards of the others once the last one's is done."""
-    sent: List[List[torch.Tensor]] = []  # by cut
-    # by cut and tensor, as they come: a leaf's own take its memory layout
+    """Run the pieces in a chain, each on copies of the previous one's output, as over messages.
+
+    Return the last output, and a function that runs the backwards of the other pieces after the last piece's backward.
+    """
+    # by cut
+    sent: List[List[torch.Tensor]] = []
+    # by cut and tensor, from hooks, because a leaf's `grad` would take the leaf's memory layout
     gradients: List[List[List[torch.Tensor]]] = []
     value: Any = x
     for part in parts:
@@ -205,7 +209,7 @@ def _chain(parts: Sequence[Piece], x: Any) -> Tuple[Any, Callable[[], None]]:
                 for out, grads, order in zip(outs, arrived, orders[0])
                 if grads and out.requires_grad
             ]
-            # of a weight that later pieces use, too: autograd adds to what came first
+            # a tied weight has gradients from later pieces: pass them on, so that autograd adds in the same order
             later = [(p, p.grad) for p in part.parameters() if p.grad is not None]
             for p, _ in later:
                 p.grad = None
@@ -218,5 +222,5 @@ def _chain(parts: Sequence[Piece], x: Any) -> Tuple[Any, Callable[[], None]]:
 
 
 def _as_sent(gradient: torch.Tensor, order: Tuple[int, ...]) -> torch.Tensor:
-    """Return a gradient without gaps in memory, its dimensions in this order, as it comes out of a message."""
+    """Return a gradient as it comes out of a message: contiguous in this order of dimensions."""
     return gradient.contiguous() if not order else gradient.permute(order).contiguous().permute(invert_order(order))

@@ -1,5 +1,4 @@
-"""What stands around a forward: two ways to watch it, and what it leaves on a model put back: modes, buffers, attributes,
-weights, gradients and random states."""
+"""Contexts around a forward: two ways to watch its operations, and the restoring of everything that it may change in a model."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ Run = Callable[[Any, Any, Any], Any]
 
 
 class OperationWatch(TorchDispatchMode):
-    """Have `run(operation, arguments, keywords)` run every operation inside, also of backwards, and return its result."""
+    """Call `run(operation, arguments, keywords)` instead of every operation inside the context, including backwards."""
 
     def __init__(self, run: Run) -> None:
         super().__init__()
@@ -26,8 +25,10 @@ class OperationWatch(TorchDispatchMode):
 
 
 class FunctionWatch(TorchFunctionMode):
-    """Have `run(function, arguments, keywords)` run every torch function that Python calls inside and return its result. What a
-    function calls itself is not seen."""
+    """Call `run(function, arguments, keywords)` instead of every torch function that Python calls inside the context.
+
+    Functions that a torch function calls itself are not seen.
+    """
 
     def __init__(self, run: Run) -> None:
         super().__init__()
@@ -37,12 +38,12 @@ class FunctionWatch(TorchFunctionMode):
         return self._run(func, args, kwargs or {})
 
 
-# ---- put back
+# ---- restoring
 
 
 @contextlib.contextmanager
 def modes_restored(*models: nn.Module) -> Iterator[None]:
-    """Put back whether each module of `models` was training."""
+    """Restore the training mode of each module of `models`."""
     modes = [(module, module.training) for model in models for module in model.modules()]
     try:
         yield
@@ -53,7 +54,7 @@ def modes_restored(*models: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def buffers_restored(model: nn.Module) -> Iterator[None]:
-    """Put back every buffer: its values, and the tensor itself where a forward bound another one to its name
+    """Restore every buffer: its values, and the tensor itself if a forward has bound another one to its name
     (`self.count = self.count + 1`)."""
     buffers = [
         (module, name, tensor, None if tensor is None else tensor.detach().clone())
@@ -65,14 +66,15 @@ def buffers_restored(model: nn.Module) -> Iterator[None]:
     finally:
         for module, name, tensor, value in buffers:
             module._buffers[name] = tensor
-            if tensor is not None and value is not None and 0 not in tensor.stride():  # expanded: nothing can write it
+            # an expanded tensor cannot be written
+            if tensor is not None and value is not None and 0 not in tensor.stride():
                 tensor.data.copy_(value)
 
 
 @contextlib.contextmanager
 def attributes_restored(model: nn.Module) -> Iterator[None]:
-    """Put back the attributes of modules, and the contents of their containers (tables of parameters and buffers, a cache of
-    masks): a forward may keep tensors or counters there."""
+    """Restore the attributes of modules and the contents of their containers (tables of parameters and buffers, caches), where a
+    forward may keep tensors or counters."""
     contents_by_module = [(module, _copy_attributes(module)) for module in model.modules()]
     try:
         yield
@@ -95,7 +97,7 @@ def _copy_attributes(module: nn.Module) -> Tuple[Dict[str, Any], List[Tuple[Any,
 
 def load_state(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
     """Copy `tensors`, one for each name of the model's state dict, into `model`."""
-    # this state dict carries the modules' versions, without which torchvision's MNASNet refuses to load any
+    # the model's own state dict has the modules' versions, without which torchvision's MNASNet refuses to load
     state = model.state_dict()
     state.update(tensors)
     model.load_state_dict(state)
@@ -103,8 +105,8 @@ def load_state(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
 
 @contextlib.contextmanager
 def weights_restored(model: nn.Module) -> Iterator[None]:
-    """Put back the values of weights: a forward may write them."""
-    # expanded ones nothing can write
+    """Restore the values of weights, which a forward may write."""
+    # expanded weights cannot be written
     values = [(p, p.detach().clone()) for p in model.parameters() if 0 not in p.stride()]
     try:
         yield
@@ -115,7 +117,7 @@ def weights_restored(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Put back weights, buffers, gradients, attributes, modes and random states: all that a forward and backward can change."""
+    """Restore weights, buffers, gradients, attributes, modes and random states: all that a forward and a backward can change."""
     parameters = list(model.parameters())
     gradients = [p.grad for p in parameters]
     cuda = [t.device for t in parameters[:1] if t.is_cuda]

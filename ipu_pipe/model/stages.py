@@ -1,11 +1,11 @@
-"""Model -> stages: where a stage begins, and which parameters belong to which stage.
+"""Divide a model into stages: the module at which each stage begins, and the stage of each parameter.
 
-A *stage* is a group of parameters (and weightless operations) that share one delay. Boundaries are marked in the model,
+A *stage* is a group of parameters (and operations without weights) that share one delay. Boundaries are marked in the model,
 
     self.conv2 = begin_stage(nn.Conv2d(16, 16, 3))     # a new stage begins when conv2 first runs
 
-or chosen from outside by names, by a count that balances a cost, or as fine as possible. Whatever way, a stage holds all
-that runs from its first module to the next boundary, in the order of execution seen in one forward of an example:
+or chosen from outside by names, by a count that balances a cost, or as fine as possible. A stage has everything that runs from
+its first module to the next boundary, in the order of execution of one forward of an example:
 
     forward    conv1  norm1  relu | conv2  norm2 | add | pool  linear | loss
     stage            0            |      1       |  2  |       3      |  4
@@ -61,18 +61,19 @@ def partition(
 ) -> Partition:
     """Assign every parameter of `model` to a stage.
 
-    `example`: one microbatch of input, run in evaluation and in training mode without gradients to see the order of
-    execution: evaluation's, or training's where modules run in training alone (auxiliary heads).
-    `stages`: None, the model's own `begin_stage` marks; a list of module names at which stages begin (stage 0 begins with
-    the model); a whole number, that many stages balanced by FLOPs, or `{"count": 4, "by": "flops" | "parameters" | "time"}`;
-    "finest", one stage a weight tensor in the order of execution, weight and bias of one module together (107 for
-    ResNet-50), or `{"finest": P}`, which puts weight j of n on stage `floor(j P / n)`, some stages then without weights.
-    A count gives exactly so many stages: between modules of the model's top-level sequence if no stage then costs over
-    half more than it must, else at any modules, nested ones too (see `ipu_pipe.model.balance`). `between_top`: always the
-    former where its modules are enough, for devices that hand activations on.
-    `one_stage`: why all uses of a weight must lie in one stage; None: they need not (`schedule.methods.Method.one_stage`).
+    `example`: one microbatch of input. A forward in evaluation mode gives the order of execution, or one in training mode if
+    some modules run only there (auxiliary heads).
+    `stages`: None: the model's own `begin_stage` marks. A list: the names of the modules at which stages begin (stage 0 begins
+    with the model). An integer: that many stages balanced by FLOPs, or `{"count": 4, "by": "flops" | "parameters" | "time"}`.
+    "finest": one stage per weight tensor in the order of execution, weight and bias of a module together (107 for ResNet-50).
+    `{"finest": P}`: weight j of n on stage `floor(j P / n)`, so that some stages may have no weights.
+    A count gives exactly that many stages: between modules of the model's top-level sequence if no stage then costs more than 1.5
+    times what it must, else at any modules, nested ones too (see `ipu_pipe.model.balance`). `between_top`: always cut between
+    top-level modules if there are enough, for backends that send activations.
+    `one_stage`: the reason why all uses of a weight must be in one stage, None if they need not
+    (`schedule.methods.Method.one_stage`).
 
-    Raises BadInput: unknown module names, impossible counts, a weight used in two stages where it may not.
+    Raise `BadInput` for unknown module names, impossible counts, or a weight of two stages that must be in one.
     """
     balances = not (stages is None or isinstance(stages, (list, tuple)) or stages == "finest")
     seen = observe_execution(model, example, counted=balances)
@@ -96,7 +97,7 @@ def partition(
 
 
 def _read_choice(stages: Any) -> Tuple[int, str, bool]:
-    """Read (count, cost, finest) of a choice that is not a list; count 0 stands for one stage a weight."""
+    """Read (count, cost, finest) from a choice that is not a list; count 0 means one stage per weight."""
     if stages == "finest":
         return 0, "flops", True
     if isinstance(stages, int) and not isinstance(stages, bool):
@@ -136,7 +137,7 @@ class PartitionStage:
 
 
 class Use(NamedTuple):
-    """A stage that uses a weight, and the weight's name there; `again`: of a module, which ran before."""
+    """A stage that uses a weight, and the weight's name there; `again`: its module ran on an earlier stage before."""
 
     stage: int
     name: str
@@ -145,11 +146,11 @@ class Use(NamedTuple):
 
 @dataclass(frozen=True)
 class Partition:
-    """Stages of a model in order. `begins` maps the name of each module at which the stage changes to that stage.
+    """The stages of a model in order. `begins`: name of each module at which the stage changes -> that stage.
 
-    `spread`: single weights were spread over the stages, so that the names in `begins` alone do not give them. `shared`: weights
-    that several stages use, by name, in the order of these; the first of them holds the weight as its parameter, the others a
-    replica.
+    `spread`: single weights were spread over the stages, so `begins` alone does not give the partition. `shared`: name of each
+    weight that several stages use -> its uses in the order of stages; the first stage holds the weight as its parameter, the
+    others have a replica.
     """
 
     stages: Tuple[PartitionStage, ...]
@@ -161,7 +162,7 @@ class Partition:
         return len(self.stages)
 
     def begin_names(self) -> List[str]:
-        """Return the modules at which stages 1 and later begin, as a config's `stages` may say them."""
+        """Return the modules at which stages 1 and later begin, as in a config's `stages`."""
         names: Dict[int, str] = {}
         for name, stage in self.begins.items():
             names.setdefault(stage, name)
@@ -172,7 +173,7 @@ class Partition:
         return {name: stage.index for stage in self.stages for name in stage.parameters}
 
     def list_tied(self, model: nn.Module) -> Dict[str, Tuple[Use, ...]]:
-        """Return those of the shared weights that are trained: the others have one version, and no gradient."""
+        """Return the shared weights that are trained; frozen ones have one version and no gradient."""
         return {name: uses for name, uses in self.shared.items() if model.get_parameter(name).requires_grad}
 
     def replicas(self, stage: int) -> List[str]:
@@ -181,7 +182,7 @@ class Partition:
 
 
 def open_stages(calls: List[ModuleCall], marked: Set[str]) -> Dict[str, int]:
-    """Return module name -> stage for the marked modules, in order. A mark opens a stage only if the current one has work."""
+    """Return module name -> stage for the marked modules in order; a mark begins a stage only if the current one has work."""
     begins: Dict[str, int] = {}
     stage, has_work = 0, False
     for call in calls:
@@ -212,7 +213,7 @@ def require_names(model: nn.Module, calls: List[ModuleCall], names: Sequence[str
         opened = open_stages(calls, set(names))
         order = [call.name for call in calls if call.name in set(names)]
         if order != list(names):
-            faults.append(f"stages: names must stand in the order of execution: {', '.join(order)}")
+            faults.append(f"stages: names must be in the order of execution: {', '.join(order)}")
         first = next(call for call in calls if call.works).name
         for name in names:
             if name not in opened:
@@ -226,8 +227,10 @@ def require_names(model: nn.Module, calls: List[ModuleCall], names: Sequence[str
 def build_partition(
     model: nn.Module, seen: Observation, begins: Dict[str, int], spread: Optional[Mapping[str, int]] = None
 ) -> Partition:
-    """Build stages from boundaries between modules: a parameter lies where the module that owns it first runs. `spread`: stages
-    of single weights, which lie there instead."""
+    """Build stages from boundaries between modules: a parameter belongs to the stage in which its module first runs.
+
+    `spread`: name of a weight -> its stage, which overrides that.
+    """
     stage_at = map_calls_to_stages(seen.calls, begins)
     shared: Dict[str, Tuple[Use, ...]] = {}
     holders: Dict[str, int] = {}
@@ -263,7 +266,7 @@ def map_calls_to_stages(calls: Sequence[ModuleCall], begins: Mapping[str, int]) 
 
 
 def share_weights(part: Partition, stages: Mapping[str, Sequence[int]], model: nn.Module) -> Partition:
-    """Return the partition with the trained weights shared that several `stages` use, by name; frozen ones stay as they are."""
+    """Return the partition with other shared weights, `stages`: name of a trained weight -> the stages that use it."""
     frozen = {name: uses for name, uses in part.shared.items() if not model.get_parameter(name).requires_grad}
     shared = {
         name: part.shared[name]
@@ -279,39 +282,44 @@ def share_weights(part: Partition, stages: Mapping[str, Sequence[int]], model: n
 
 
 def require_one_stage(part: Partition, model: nn.Module, why: str) -> None:
-    """Raise BadInput if two stages use one weight that is trained; `why`: appended to the reason."""
+    """Raise `BadInput` if two stages use one trained weight; `why` is appended to the message."""
     more, faults = f": {why}" if why else "", []
     for first, *others in part.list_tied(model).values():
         for use in others:
             if use.again:
                 module = use.name.rpartition(".")[0]
                 said = (
-                    f"stages: {module} runs on stage {first.stage} and again on stage {use.stage}: a weight used in two stages "
-                    "is refused, both uses must lie in one stage"
+                    f"stages: {module} runs on stage {first.stage} and again on stage {use.stage}: both uses of a weight must be "
+                    "in one stage"
                 )
             else:
                 said = (
                     f"stages: {first.name} on stage {first.stage} and {use.name} on stage {use.stage} are one shared weight: "
-                    "both uses must lie in one stage"
+                    "both uses must be in one stage"
                 )
             faults.append(said + more)
     if faults:
         raise BadInput(list(dict.fromkeys(faults)))
 
 
-# ---- a number of stages
+# ---- a count of stages
 
 
-TOP_SLACK = 1.5  # how much more the greatest stage may cost for a cut that every backend can make
-MOST_PLACES = 2000  # among which the best cut is searched, in time and memory of their square
+# the factor by which the greatest stage may cost more for a cut that every backend can make
+TOP_SLACK = 1.5
+# the most places among which the best cut is searched; time and memory grow with their square
+MOST_PLACES = 2000
 
 
-WeightGroups = List[Tuple[ModuleCall, List[str]]]  # weights that stay together, in the order of execution
+# weights that stay together, in the order of execution
+WeightGroups = List[Tuple[ModuleCall, List[str]]]
 
 
 class _Place(NamedTuple):
-    """Where a stage may begin: at call `at`, of the module `name`, which cuts `through` so many modules that are no
-    sequences."""
+    """A place where a stage may begin: at call `at` of the module `name`.
+
+    `through`: the number of modules, other than sequences, that a cut there divides.
+    """
 
     at: int
     name: str
@@ -338,9 +346,11 @@ def balance_stages(
     model: nn.Module, seen: Observation, groups: WeightGroups, count: int, costs: Sequence[float], between_top: bool,
     shares: bool,
 ) -> Partition:  # fmt: skip
-    """Divide the model into exactly `count` stages: between modules of the top-level sequence, where every backend can cut,
-    unless a stage then costs over TOP_SLACK times what it must; else at any modules, nested ones too. `shares`: also between
-    two uses of one weight."""
+    """Divide the model into exactly `count` stages.
+
+    Cut between modules of the top-level sequence, where every backend can cut, unless a stage then costs over TOP_SLACK times
+    what it must; else cut at any modules, nested ones too. `shares`: a cut between two uses of one weight is allowed.
+    """
     calls = seen.calls
     places = _list_places(calls, set() if shares else _find_held_together(model, seen))
     # modules that share cannot be divided; the error below names them
@@ -360,21 +370,22 @@ def balance_stages(
         cuts = WeightedCuts(_sums(costs, places), weights, [place.through for place in places])
         if starts is None or find_greatest(units, starts) > TOP_SLACK * cuts.find_least(count):
             chosen, starts = places, cuts.find_best(count)
-    if starts is None:  # several weights in one module
+    # there are enough weights only if several weights of one module are separated
+    if starts is None:
         return spread_weights(model, seen, groups, count)
     return build_partition(model, seen, open_stages(calls, {chosen[start].name for start in starts[1:]}))
 
 
 def list_top_places(model: nn.Module, seen: Observation) -> List[str]:
-    """Return the names of the modules at which a stage may begin on every backend, in order: between modules of the top-
-    level sequence, and not between two uses of one weight."""
+    """Return, in order, the modules at which a stage may begin on every backend: between modules of the top-level sequence, and
+    not between two uses of one weight."""
     places = _list_places(seen.calls, _find_held_together(model, seen))
     return [place.name for place in places if place.through == 0]
 
 
 def find_top_places(seen: Observation, names: Sequence[str]) -> Dict[str, str]:
-    """Return those of `names` that first run between modules of the top-level sequence, each with the name of the outermost
-    module that begins there."""
+    """Return the modules of `names` that first run between modules of the top-level sequence, with the outermost module that
+    begins there: name -> outermost name."""
     alone = [i for i, call in enumerate(seen.calls) if call.alone]
     places = _list_places(seen.calls, set())
     tops = {}
@@ -387,10 +398,11 @@ def find_top_places(seen: Observation, names: Sequence[str]) -> Dict[str, str]:
 
 
 def _list_places(calls: Sequence[ModuleCall], together: Set[int]) -> List[_Place]:
-    """List where stages may begin, the model's beginning first: each place holds a module inside which no other runs."""
+    """List the places where stages may begin, the model's beginning first; after each runs a module that has no inner runs."""
     places: List[_Place] = []
     begun: Dict[str, int] = {}
-    since = 0  # the first call after the last module that works alone
+    # the first call after the last module without inner runs
+    since = 0
     for i, call in enumerate(calls):
         begun[call.name] = i
         if not call.alone:
@@ -413,23 +425,26 @@ def _list_places(calls: Sequence[ModuleCall], together: Set[int]) -> List[_Place
 
 
 def _find_held_together(model: nn.Module, seen: Observation) -> Set[int]:
-    """Return the calls at which no stage can begin: between two uses of one weight."""
+    """Return the calls at which no stage can begin, because they are between two uses of one weight."""
     uses_by_name = find_weight_uses(model, seen).items()
     calls = [[use.call for use in uses] for name, uses in uses_by_name if model.get_parameter(name).requires_grad]
     return {i for places in calls for i in range(min(places) + 1, max(places) + 1)}
 
 
 def _sums(values: Sequence[float], places: Sequence[_Place]) -> List[float]:
-    """Sum the calls' values from each place to the next."""
+    """Sum the values of the calls from each place to the next."""
     edges = [*[place.at for place in places], len(values)]
     return [float(sum(values[a:b])) for a, b in zip(edges, edges[1:])]
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """Per microbatch: `saved_bytes[s]` that stage s keeps for its backward (weights and buffers apart), `boundary_bytes[s]` of
-    activations that travel from stage s to stage s + 1, those on their way further included, and FLOPs of each stage's passes;
-    `backward_flops`: None where the backward cannot be run. `units`: places where a stage may begin."""
+    """The costs of a microbatch by stage.
+
+    `saved_bytes[s]`: the bytes that stage s saves for its backward, without weights and buffers. `boundary_bytes[s]`: the bytes
+    of activations from stage s to stage s + 1, including those for later stages. `forward_flops`, `backward_flops`: FLOPs of each
+    stage's passes; the latter is None if the backward cannot run. `units`: the model between places where a stage may begin.
+    """
 
     saved_bytes: Tuple[int, ...]
     boundary_bytes: Tuple[int, ...]
@@ -439,7 +454,7 @@ class Footprint:
 
 
 def make_footprint(model: nn.Module, part: Partition, seen: Observation) -> Footprint:
-    """Return what one observed microbatch computes and leaves on each stage and sends over each boundary."""
+    """Return the costs of an observed microbatch on each stage and across each boundary."""
     stage_at = map_calls_to_stages(seen.calls, part.begins)
     calls_by_stage: List[List[ModuleCall]] = [[] for _ in part.stages]
     crossing = [0] * (len(part) - 1)
@@ -458,7 +473,7 @@ def make_footprint(model: nn.Module, part: Partition, seen: Observation) -> Foot
 
 
 def _make_units(model: nn.Module, part: Partition, seen: Observation, stage_at: Sequence[int]) -> Tuple[UnitRow, ...]:
-    """Return the units: what runs between one place where a stage may begin on every backend, or begins, and the next."""
+    """Return the units: the model divided at the boundaries and at all places where a stage may begin on every backend."""
     first, *others = list_top_places(model, seen)
     places = {*others, *part.begins}
     starts = [0, *(i for i, call in enumerate(seen.calls) if i and call.name in places)]
@@ -477,11 +492,11 @@ def _make_units(model: nn.Module, part: Partition, seen: Observation, stage_at: 
 def group_stages(
     model: nn.Module, part: Partition, count: int, x: Any, where: Optional[Sequence[str]] = None
 ) -> Dict[int, str]:
-    """Return the stages at which `count` groups of consecutive stages of `part` begin, without the first, and the names of the
-    modules there, the greatest sum of FLOPs of a group being least.
+    """Merge consecutive stages of `part` into `count` groups with the least greatest sum of FLOPs.
 
-    If enough stages begin between modules of the model's top-level sequence, only those places are kept. `where`: names at
-    which stages may begin; None: anywhere. Raise BadInput if there are not that many places.
+    Return the stage at which each group but the first begins -> the module there. If enough stages begin between modules of the
+    model's top-level sequence, groups begin only there. `where`: the modules at which groups may begin; None: all. Raise
+    `BadInput` if there are too few places.
     """
     names = part.begin_names()
     if count == len(names) + 1 and where is None:
@@ -494,10 +509,10 @@ def group_stages(
     if count > len(starts) + 1:
         inside = len(names) - len(starts)
         raise BadInput(
-            f"stages: {len(part)}: the model can be cut into at most {len(starts) + 1} devices' parts, {count} are asked for"
+            f"stages: {len(part)}: the model can be cut for at most {len(starts) + 1} devices, not {count}"
             + (f": {inside} of its stages begin where several activations cross" if inside else "")
         )
-    edges = [0, *starts, len(part)]  # names are of stages 1 and on
+    edges = [0, *starts, len(part)]
     flops = make_footprint(model, part, seen).forward_flops
     costs = [sum(flops[a:b]) for a, b in zip(edges, edges[1:])]
     begins = [edges[k] for k in balance(costs, count)[1:]]
@@ -510,7 +525,7 @@ COSTS = ("flops", "parameters", "time")
 def compute_costs(
     model: nn.Module, calls: List[ModuleCall], groups: List[Tuple[ModuleCall, List[str]]], by: str, example: Any
 ) -> List[float]:
-    """Return the cost of each call, forward and backward: of what runs from there to the next call."""
+    """Return the cost of each call, forward and backward, up to the next call."""
     if by == "flops":
         return [call.flops + call.backward_flops for call in calls]
     if by == "time":

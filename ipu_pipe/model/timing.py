@@ -1,6 +1,6 @@
-"""Seconds of the parts of a model's passes, measured on the device where the model is.
+"""Measure the seconds of the parts of a model's passes, on the model's device.
 
-A hook marks where a part begins in the forward, hooks on autograd nodes where it begins in the backward.
+A hook marks the beginning of a part in the forward; hooks on autograd nodes mark it in the backward.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ipu_pipe.model.restoring import undisturbed
 
 
 class PassSeconds(NamedTuple):
-    """Seconds of each part of a microbatch, forward and backward: medians of `repeats` passes."""
+    """The seconds of each part of a microbatch, forward and backward: medians of `repeats` passes."""
 
     forward: List[float]
     backward: List[float]
@@ -26,8 +26,11 @@ class PassSeconds(NamedTuple):
 
 
 class StageSeconds(NamedTuple):
-    """Seconds of each stage's passes of a microbatch and of its part of an update, measured on this machine, which did them one
-    after another. `forward` is empty if nothing was measured, and `how` says why."""
+    """The seconds of each stage's passes of a microbatch and of its part of an update, measured one after another on this
+    machine.
+
+    `how` describes the measurement. If nothing was measured, `forward` is empty and `how` gives the reason.
+    """
 
     forward: Tuple[float, ...]
     backward: Tuple[float, ...]
@@ -47,11 +50,11 @@ def time_passes(
     warm_up: int = 0,
     enough: float = math.inf,
 ) -> PassSeconds:
-    """Time forwards, `losses()`, and their backwards: `repeats` after a `warm_up`, but no more after `enough` seconds. The model
-    is left as it was.
+    """Time forwards, `losses()`, and their backwards: `repeats` after `warm_up` passes, stopping after `enough` seconds.
 
-    begins: module -> the part that begins when it first runs; parts run in order, and what follows the model is the last one's.
-    backward_flops: of each part, by which the backward's time is divided where PyTorch does not number its autograd nodes (2.0).
+    The model is left as it was. begins: module -> the part that begins when it first runs. Parts run in order; the loss belongs
+    to the last part. backward_flops: FLOPs of each part, by which the backward's time is divided if PyTorch does not number its
+    autograd nodes (2.0).
     """
     on_gpu = any(p.is_cuda for p in model.parameters())
     runs: List[Tuple[List[float], List[float]]] = []
@@ -73,7 +76,8 @@ def _time_pass(
     parts = len(backward_flops)
     clock = _Clock(parts, on_gpu)
     next_node = getattr(torch._C._autograd, "_get_sequence_nr", None)
-    nodes: List[Tuple[int, int]] = [(-1, 0)]  # the first autograd node of a part, and the part
+    # (the first autograd node of a part, the part)
+    nodes: List[Tuple[int, int]] = [(-1, 0)]
     handles = []
     for name, part in begins.items():
 
@@ -107,12 +111,15 @@ def _time_pass(
 
 
 def _hook_nodes(roots: Sequence[Any], clock: _Clock, part_of: Callable[[int], int]) -> None:
-    """Have the clock count each autograd node before `roots` that computes for its part: from the end of the previous node, so
-    that hooks on tensors count for their node. Adding up gradients counts for the node that made them."""
+    """Make the clock count each computing autograd node of the graph of `roots` for the node's part.
+
+    The time of a node begins at the end of the previous one, so hooks on tensors count for their node. Adding up gradients counts
+    for the node that made them.
+    """
     todo, seen = list(roots), set(roots)
     while todo:
         node = todo.pop()
-        # the node of a leaf only accumulates
+        # a node without next functions only accumulates the gradient of a leaf
         if node.next_functions:
             part = part_of(node._sequence_nr())
             node.register_prehook(lambda gradients, part=part: clock.set_part(part))
@@ -123,7 +130,7 @@ def _hook_nodes(roots: Sequence[Any], clock: _Clock, part_of: Callable[[int], in
 
 
 class _Clock:
-    """Seconds of each part, of which one runs at a time."""
+    """A clock for parts that run one at a time; `waits`: wait for the GPU before reading it."""
 
     def __init__(self, parts: int, waits: bool) -> None:
         self._seconds, self._part, self._since, self._waits = [0.0] * parts, 0, 0.0, waits
@@ -136,11 +143,11 @@ class _Clock:
             self._since = time.perf_counter()
 
     def set_part(self, part: int) -> None:
-        """Count the time since the last count, and what follows, for this part."""
+        """Count the time since the last count and the time from now on for this part."""
         self._part = part
 
     def count(self) -> None:
-        """Count the time up to here."""
+        """Count the time since the last count for the current part."""
         self._stop()
         self._since = time.perf_counter()
 

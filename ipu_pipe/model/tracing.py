@@ -1,16 +1,16 @@
-"""One real forward of a model recorded, as calls of modules and of torch functions, with the stage in which each runs.
+"""Record one real forward of a model as calls of modules and torch functions, with the stage of each call.
 
     model's forward         h = self.embed(x) + self.position; for block in self.blocks: h = block(h) ...
-    recorded, blocks.1      0 input  1 embed(x)  2 add(1, position)  3 blocks.0(2) | 4 blocks.1(3) ...
-    being a boundary                                  stage 0                      |   stage 1
+    recorded with           0 input  1 embed(x)  2 add(1, position)  3 blocks.0(2) | 4 blocks.1(3) ...
+    boundary blocks.1                                 stage 0                      |   stage 1
 
-A module is one call unless a boundary lies inside it: then what it does is recorded in its place. Module calls are seen by
-hooks, torch functions between them by a `FunctionWatch`, both silent inside of a recorded call. Python in between runs once,
-while recording: its sizes, branches and counters are the recording's. So are tensors that depend on sizes alone (masks,
-positions): a tensor is *live* if its memory depends on the input or on weights, and all others are constants.
+A module is one call, unless there is a boundary inside it: then its inner calls are recorded instead. Hooks see module calls,
+and a `FunctionWatch` sees the torch functions between them; both ignore everything inside a recorded call. Python code in
+between runs only during the recording: sizes, branches and counters are those of the recording. So are tensors that depend only
+on sizes (masks, positions): a tensor is *live* if its memory depends on the input or on weights; all others are constants.
 
-What a recording cannot see, the rehearsal finds (ipu_pipe.model.rehearsal); refused here is what that could miss: branches on
-values, tensors kept aside from stage to stage, Python's counters and random numbers.
+The rehearsal (ipu_pipe.model.rehearsal) finds what a recording cannot see. This file refuses what the rehearsal could miss:
+branches on values, tensors kept in attributes from stage to stage, Python's counters and random numbers.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from ipu_pipe.model.restoring import FunctionWatch, OperationWatch
 
 @dataclass(frozen=True)
 class Value:
-    """A tensor that a call gives: number `leaf` of its results."""
+    """A tensor that a call returns: number `leaf` of its results."""
 
     call: int
     leaf: int
@@ -55,23 +55,26 @@ Key = Union[Value, Weight]
 
 @dataclass(frozen=True)
 class Template:
-    """A nest of arguments or results: its leaves, of which keys stand for tensors, and how PyTorch puts them together."""
+    """A nest of arguments or results: its leaves, with keys in place of live tensors, and PyTorch's description of the nest."""
 
     leaves: Tuple[Any, ...]
     spec: Any
 
     @property
     def keys(self) -> List[Key]:
-        """Return the values and weights among the leaves, in order."""
+        """The values and weights among the leaves, in order."""
         return [leaf for leaf in self.leaves if isinstance(leaf, (Value, Weight))]
 
     def __deepcopy__(self, memo: Any) -> Template:
-        return self  # copies of a model share its recordings; PyTorch warns where the description of a nest is copied
+        # copies of a model share its recordings; PyTorch warns if the description of a nest is copied
+        return self
 
 
 class AutogradState(NamedTuple):
-    """Where a call's surroundings differ from those of the model's forward: whether gradients are on, and each device's autocast
-    (device, on, dtype). None and () where they do not differ."""
+    """The differences of a call's grad mode and autocast from those of the model's forward.
+
+    `grad`: the grad mode, None if equal. `autocast`: (device, enabled, dtype) of each device whose autocast differs.
+    """
 
     grad: Union[None, bool] = None
     autocast: Tuple[Tuple[str, bool, Any], ...] = ()
@@ -79,24 +82,24 @@ class AutogradState(NamedTuple):
 
 @dataclass
 class RecordedCall:
-    """A recorded call: of the module `target`, or of a function; None: the model's input."""
+    """A recorded call. `target`: a module's name, a function, or None for the model's input; `arguments`: (args, kwargs)."""
 
     index: int
     stage: int
     target: Union[None, str, Callable[..., Any]]
-    arguments: Template  # of (args, kwargs)
+    arguments: Template
     state: AutogradState
 
     @property
     def name(self) -> str:
-        """Return its name for people."""
+        """The name of the call for messages."""
         if self.target is None or isinstance(self.target, str):
             return self.target or "the model"
         return name_operation(self.target)
 
 
 def name_operation(function: Any) -> str:
-    """Return a torch function's name for people; for a property the property's."""
+    """Return the name of a torch function, or of a property, for messages."""
     owner = getattr(function, "__self__", None)
     if getattr(function, "__name__", "") in ("__get__", "__set__") and owner is not None:
         return str(getattr(owner, "__name__", owner))
@@ -105,15 +108,19 @@ def name_operation(function: Any) -> str:
 
 @dataclass
 class Recording:
-    """All of one forward. Its tensors are there as long as this is."""
+    """The recording of one forward; it keeps the forward's tensors alive.
 
-    weights: Dict[str, torch.Tensor]  # parameters and buffers, by the first of their names
+    `weights`: parameters and buffers by the first of their names. `reached`: module -> stage of its first run. `runs`: (stage,
+    module) -> number of runs. `written`: stage -> storages that it writes.
+    """
+
+    weights: Dict[str, torch.Tensor]
     calls: List[RecordedCall] = field(default_factory=list)
     output: Template = Template((), None)
     tensors: Dict[Value, torch.Tensor] = field(default_factory=dict)
-    reached: Dict[str, int] = field(default_factory=dict)  # module that ran -> stage of its first run
-    runs: Dict[Tuple[int, str], int] = field(default_factory=dict)  # (stage, module) -> how often it runs
-    written: Dict[int, Set[int]] = field(default_factory=dict)  # stage -> memory that it writes
+    reached: Dict[str, int] = field(default_factory=dict)
+    runs: Dict[Tuple[int, str], int] = field(default_factory=dict)
+    written: Dict[int, Set[int]] = field(default_factory=dict)
 
     def is_written(self, tensor: torch.Tensor, stage: int) -> bool:
         """Tell whether a stage wrote into a tensor's memory."""
@@ -121,18 +128,20 @@ class Recording:
 
 
 class ReadsValues(BadInput):
-    """The forward reads a tensor's values where it is cut."""
+    """The error of a forward that reads a tensor's values in a module that is cut."""
 
 
-ANYWHERE = -1  # the stage of weights and buffers, which every stage may read by name
+# the stage of weights and buffers, which every stage may read by name
+ANYWHERE = -1
 # operations that give Python a tensor's values, and functions that do so without an operation
 VALUE_READS = {"_local_scalar_dense", "equal", "is_nonzero", "allclose"}
 PYTHON_READS = {"tolist", "numpy", "__array__", "__dlpack__"}
-HOOKS = {"register_hook", "retain_grad"}  # recorded although they give no tensor
+# recorded although they return no tensor
+HOOKS = {"register_hook", "retain_grad"}
 
 
 class Recorder:
-    """Watches one forward. `begins`: the modules at which stages 1 and on begin; those around them are no calls of their own."""
+    """Record one forward. `begins`: the modules at which stages 1 and later begin; modules around them are not calls."""
 
     def __init__(self, model: nn.Module, begins: Sequence[str], x: Any) -> None:
         named = dict([*model.named_parameters(), *model.named_buffers()])
@@ -142,29 +151,35 @@ class Recorder:
         self._begins = {id(model.get_submodule(name)): (name, s) for s, name in enumerate(begins, 1)}
         self._around = {id(model.get_submodule(name)) for name in list_cut_modules(begins)}
         self._names = {id(module): name for name, module in model.named_modules()}
-        self._path: List[str] = []  # the modules around cuts that run
-        self._inside, self._is_busy = 0, False  # depth in a recorded call; whether the recorder itself calls functions
+        # the running modules around cuts
+        self._path: List[str] = []
+        # the depth inside a recorded call, and whether the recorder itself calls functions
+        self._inside, self._is_busy = 0, False
         with enter_model_autocast(model):
             self._base = torch.is_grad_enabled(), _read_autocast()
         self._weights = {id(tensor): name for name, tensor in named.items()}
-        self._values: Dict[int, Value] = {}  # by the id of a tensor
+        # id of a tensor -> value
+        self._values: Dict[int, Value] = {}
         # ids and storage numbers are not reused while these tensors are referenced
         self._alive: List[Any] = [*weights, *inputs]
         # live memory -> the stage that made it
         self._live: Dict[int, int] = {get_storage(t): ANYWHERE for t in weights}
         self._live.update({get_storage(t): 0 for t in inputs})
-        self._handed: Set[int] = set()  # memory that calls of this stage are given
-        self._made: Set[int] = set()  # memory that the call that runs has made
-        self._called = ""  # the call that runs
+        # storages that are arguments of this stage's calls
+        self._handed: Set[int] = set()
+        # storages that the running call has made, and its name
+        self._made: Set[int] = set()
+        self._called = ""
         self._note_result(self._add(None, (), {}), x)
 
     def _add(self, target: Any, args: Any, keywords: Any) -> RecordedCall:
-        for value in (*args, *keywords.values(), *tree_flatten((args, keywords))[0]):  # PyTorch may know it as a nest
+        # look at the arguments before and after flattening, because PyTorch may know a cache as a nest
+        for value in (*args, *keywords.values(), *tree_flatten((args, keywords))[0]):
             if type(value).__name__.endswith("Cache"):
                 self._fail(
                     self._called,
-                    f"it takes a {type(value).__name__}, which keeps tensors from call to call and cannot cross:"
-                    " config.use_cache = False",
+                    f"it takes a {type(value).__name__}, which keeps tensors from call to call and cannot cross a boundary:"
+                    " set config.use_cache = False",
                 )
         grad, (base_grad, base) = torch.is_grad_enabled(), self._base
         autocast = tuple(setting for setting, usual in zip(_read_autocast(), base) if setting != usual)
@@ -174,22 +189,22 @@ class Recorder:
         return call
 
     def _fail(self, operation: str, why: str, kind: Type[BadInput] = BadInput) -> NoReturn:
-        """Raise BadInput: what is done here cannot be cut."""
+        """Raise `BadInput` for an operation that cannot be cut."""
         where = (self._path[-1] if self._path else "") or "the model's own forward"
         raise kind(f"model: {type(self._model).__name__}: stage {self._stage}: {operation} in {where}: {why}")
 
     def _fail_on_values(self, operation: str) -> NoReturn:
         self._fail(
             {"_local_scalar_dense": "a number read from a tensor (if, item, int)"}.get(operation, operation),
-            "what the forward does there depends on a tensor's values, where it is cut: begin stages at whole modules around it,"
-            " put it into a module of its own, or use backend: {name: emulator}",
+            "in a module that is cut, the forward depends on a tensor's values: begin stages at whole modules around it, put it"
+            " into a module of its own, or use backend: {name: emulator}",
             ReadsValues,
         )
 
-    # --- memory
+    # ---- memory
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operation and follow the memory that it reads, makes and writes."""
+        """Run an operation and track the storages that it reads, makes and writes."""
         places = {get_storage(t) for t in iterate_tensors((*args, *kwargs.values()))}
         is_live, name = not places.isdisjoint(self._live), func.overloadpacket.__name__
         if is_live and name in VALUE_READS and not self._inside:
@@ -218,7 +233,7 @@ class Recorder:
                 self._live.setdefault(place, self._stage)
         return result
 
-    # --- arguments and results
+    # ---- arguments and results
 
     def _describe(self, nest: Any) -> Template:
         leaves, spec = tree_flatten(nest)
@@ -235,8 +250,8 @@ class Recorder:
         if _is_wrapped(value) or get_storage(value) in self._live:
             self._fail(
                 f"a tensor of shape {tuple(value.shape)}",
-                "it was kept aside (an attribute, an object that a module gave), or made inside of torch.func: modules around a"
-                " cut must be given tensors and give them, in tuples, lists and dicts",
+                "it was kept in an attribute or in an object that a module returned, or made inside torch.func: modules around a"
+                " cut must take and return tensors, in tuples, lists and dicts",
             )
         self._alive.append(value)
         return value
@@ -247,10 +262,10 @@ class Recorder:
                 self._values[id(tensor)] = Value(call.index, i)
                 self.recording.tensors[Value(call.index, i)] = tensor
 
-    # --- functions and modules
+    # ---- functions and modules
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Call a function and record it, unless it is inside of a recorded call."""
+        """Call a function and record it, unless it is inside a recorded call."""
         if self._is_busy or self._inside:
             return func(*args, **kwargs)
         if func is torch.Tensor.__iter__:
@@ -260,13 +275,13 @@ class Recorder:
             self._fail_on_values(name)
         self._called, self._made = name, set()
         result = func(*args, **kwargs)
-        # other results are sizes and types
+        # other functions return sizes and types
         if flatten_tensors(result) or (result is None and flatten_tensors((args, kwargs))) or name in HOOKS:
             self._note_result(self._add(func, args, kwargs), result)
         return result
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Note that a module begins to run."""
+        """Begin a module's run: a forward pre-hook."""
         name, recording = self._names[id(module)], self.recording
         if id(module) in self._begins:
             self._enter(*self._begins[id(module)])
@@ -283,7 +298,7 @@ class Recorder:
         self._is_busy, self._inside = False, 1
 
     def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """Note that a module has run."""
+        """End a module's run: a forward hook."""
         if not self._inside:
             self._path.pop()
             return
@@ -293,20 +308,20 @@ class Recorder:
 
     def _enter(self, name: str, stage: int) -> None:
         if stage <= self._stage:
-            return  # it runs once more
+            # the module runs once more
+            return
         if stage != self._stage + 1:
             raise BadInput(
-                f"stages: {name}: begins stage {stage}, but runs while stage {self._stage} does: must be in order"
+                f"stages: {name}: begins stage {stage}, but runs during stage {self._stage}: must be in order"
             )
         if self._inside:
             raise BadInput(
-                f"stages: {name}: first runs inside of {self._called}, which is no module around it: no stage can begin"
-                " there"
+                f"stages: {name}: first runs inside {self._called}, which is not a module around it: no stage can begin there"
             )
         self._stage, self._handed = stage, set()
 
     def finish(self, output: Any) -> Recording:
-        """Note the model's output, turn values that are not live into constants, and return the recording."""
+        """Add the model's output, turn values that are not live into constants, and return the recording."""
         if self._stage != self._stages:
             late = next(name for name, stage in self._begins.values() if stage > self._stage)
             raise BadInput(
@@ -351,7 +366,7 @@ def _find_written_arguments(func: Any) -> List[Tuple[int, str]]:
 
 
 def _list_written(func: Any, args: Any, kwargs: Any) -> List[int]:
-    """Return the memory that an operation writes."""
+    """Return the storages that an operation writes."""
     written = [args[i] if i < len(args) else kwargs.get(name) for i, name in _find_written_arguments(func)]
     return [get_storage(t) for t in iterate_tensors(written)]
 
@@ -362,14 +377,17 @@ def list_cut_modules(begins: Sequence[str]) -> List[str]:
 
 
 def _is_wrapped(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor stands for others, inside a transformation of torch.func."""
+    """Tell whether a tensor is a wrapper inside a transformation of torch.func."""
     return bool(torch._C._functorch.is_batchedtensor(tensor) or torch._C._functorch.is_gradtrackingtensor(tensor))
 
 
 @contextlib.contextmanager
 def _watch_modules(model: nn.Module, recorder: Recorder, traced: bool) -> Iterator[None]:
-    """Put hooks on all modules. `traced`: what models leave out where nothing is padded, unless they are traced, is not left out.
-    Hooks of backwards, of which there is none, are away: they would wrap what a module gives after it was seen."""
+    """Put the recorder's hooks on all modules inside the context.
+
+    `traced`: `torch.jit.is_tracing` is true, so that models do not skip operations depending on values. Backward hooks are
+    removed, because they would wrap a module's outputs after the recorder has seen them, and there is no backward here.
+    """
     tables = [table for m in model.modules() for table in (m._backward_hooks, m._backward_pre_hooks)]
     hooks = [table.copy() for table in tables]
     is_tracing, caches = torch.jit.is_tracing, torch.is_autocast_cache_enabled()
@@ -382,7 +400,7 @@ def _watch_modules(model: nn.Module, recorder: Recorder, traced: bool) -> Iterat
             table.clear()
         if traced:
             torch.jit.is_tracing = lambda: True
-        # with the cache, a weight that two stages use would be cast in the first one only
+        # with the cache a tied weight would be cast on its first stage only
         torch.set_autocast_cache_enabled(False)
         with OperationWatch(recorder.run), FunctionWatch(recorder.call):
             yield
@@ -396,13 +414,16 @@ def _watch_modules(model: nn.Module, recorder: Recorder, traced: bool) -> Iterat
 
 
 def record_forward(model: nn.Module, begins: Sequence[str], x: Any, traced: bool) -> Recording:
-    """Record one forward of input `x`, which it may overwrite, in the mode in which the model is; `traced`: with
-    `torch.jit.is_tracing` true, for which models leave out branches on values. Raises BadInput."""
+    """Record one forward of the input `x`, which the forward may overwrite, in the model's present mode.
+
+    `traced`: run with `torch.jit.is_tracing` true, for which models leave out branches on values. Raise `BadInput` if the model
+    cannot be cut at `begins`.
+    """
     owners = [(name, model.get_submodule(name)) for name in list_cut_modules(begins)]
     for name, owner in owners:
         if owner._forward_hooks or owner._forward_pre_hooks or owner._backward_hooks or owner._backward_pre_hooks:
             raise BadInput(
-                f"stages: {name or 'the model'}: has hooks, and stages begin inside of it, where they would not run: put them on"
+                f"stages: {name or 'the model'}: has hooks, but stages begin inside it, where they would not run: put them on"
                 " modules inside, or begin stages elsewhere"
             )
 
@@ -427,7 +448,7 @@ def record_forward(model: nn.Module, begins: Sequence[str], x: Any, traced: bool
     for name, value in read_numbers().items():
         if numbers.get(name, value) != value:
             raise BadInput(
-                f"model: {name}: the forward changes this number, in a module that is cut, where Python runs once: keep it in a"
-                " buffer (self.count.add_(1)) or in a module inside, or begin no stage inside of that module"
+                f"model: {name}: the forward changes this number in a module that is cut, where Python code runs only once: keep"
+                " it in a buffer (self.count.add_(1)) or in a module inside, or begin no stage inside that module"
             )
     return recording

@@ -26,24 +26,25 @@ from ipu_pipe.model.restoring import modes_restored
 from ipu_pipe.model.timing import REPEATS, PassSeconds, StageSeconds, time_passes
 from ipu_pipe.update.optimizer import count_state_bytes, export_state, list_parts
 
-# ---- the time of each stage's passes and updates, from a few passes of a microbatch after training
+# ---- profile: time each stage's passes and updates after training
 
-ENOUGH = 0.5  # seconds, after which there is no repeat; the process has trained: nothing is left to warm up
+# seconds of repeats; few are enough because the process has trained and is warm
+ENOUGH = 0.5
 
 
 def profile(job: Job) -> StageSeconds:
-    """Return medians over passes of the job's example, or only the reason if the user's code cannot do another pass.
+    """Return median times over passes of the job's example, or only the reason if the user's code cannot do another pass.
 
     Weights, buffers, gradients and random states stay as they are.
     """
     try:
         passes = _time_passes(job)
         update = _time_updates(job)
-    # the user's code may raise anything, but must not lose a finished run
+    # the user's code may raise anything, which must not lose a finished run
     except Exception as error:
         return StageSeconds((), (), (), f"its stages could not be timed ({summarize(error)})")
     backward = passes.backward
-    # activations are recomputed
+    # a backward includes its recomputation
     if job.method.segments is not None:
         backward = [f + b for f, b in zip(passes.forward, backward)]
     how = f"medians of {passes.repeats} passes of {count_samples(job.example[0])} samples when the training was done"
@@ -64,9 +65,9 @@ def _time_passes(job: Job) -> PassSeconds:
 
 
 def _time_updates(job: Job) -> List[float]:
-    """Return the time of a step of a copy of the optimizer, for each stage; without what rules add.
+    """Return the time of a step of a copy of the optimizer for each stage, without the update rules.
 
-    It is 0 for an optimizer that is not torch's: that may count its steps.
+    It is 0 for an optimizer that is not from torch.optim, because a copy of it may share state with the original.
     """
     seconds = [0.0] * len(job.part)
     parts = list_parts(job.optimizer)
@@ -92,7 +93,7 @@ def _time_step(optimizer: torch.optim.Optimizer, device: str) -> float:
     return time.perf_counter() - start
 
 
-# ---- the backend
+# ---- engine and backend
 
 
 class EmulatorEngine(Engine):

@@ -1,18 +1,18 @@
-"""The exact single-process emulator: replays, one after another, on the whole, unsplit model.
+"""The exact single-process emulator: run replays one after another on the whole, unsplit model.
 
-Why this is exact: a stage's forward and backward read weights that only updates made by *earlier* replays have reached (the plan
-of the replays checks it). So the microbatches that a pipeline works on at once can be done one after another:
+It is exact because the forward and the backward of a replay read weight versions that *earlier* replays have made
+(`ReplayPlan` checks this). So the microbatches that a pipeline works on at once can run one after another:
 
     for each replay:   [1] load what the forwards read    [2] forward
                        [3] load what the backwards read   [4] backward
                        [5] update the stages that it updates
 
-With recomputation the model runs forward twice, [2] with the forward's weights and again with those of the recomputation.
+With recomputation the forward runs twice, in [2] with the forward's weights and again with the weights of the recomputation.
 
-Gradients accumulate in the order of the microbatches, as in plain training, so a synchronous method's numbers are plain
-training's to the last bit; where a file of rows does a stage's backwards in another order, in that one. BatchNorm's running
-statistics are the stage's own state, moved by every forward in the order of the microbatches and never versioned: a stage of
-the pipeline does its forwards in that order too.
+Gradients accumulate in the order of the microbatches, as in plain training, so the results of a synchronous method equal plain
+training bit for bit. If a file of rows orders a stage's backwards differently, they accumulate in that order. BatchNorm's
+running statistics belong to the stage: every forward changes them, in the order of the microbatches, and they have no versions,
+because a stage of the pipeline runs its forwards in that order too.
 """
 
 from __future__ import annotations
@@ -42,16 +42,18 @@ from ipu_pipe.schedule.table import Schedule
 from ipu_pipe.schedule.versions import find_segment_ends
 from ipu_pipe.update.clipping import GradientClipping
 
-Microbatch = Tuple[Any, Any]  # x, y
-Forward = Tuple[Any, List[torch.Tensor]]  # output, a loss for each block that has its own
+# (x, y)
+Microbatch = Tuple[Any, Any]
+# the output, and a loss for each block that has its own
+Forward = Tuple[Any, List[torch.Tensor]]
 
 
 class Emulator:
-    """Trains `model` in place as `work` says, one `step` an update.
+    """Train `model` in place as `work` says, one update per `step`.
 
-    `replicas`: copies of the pipeline that train on microbatches of their own, gradients averaged. `draws`: the modules that draw
-    random numbers, where they are known (`ipu_pipe.model.observation.ForwardEffects`). A job with faults of
-    `list_exactness_faults` would run, but not exactly.
+    `replicas`: the number of copies of the pipeline, which train on different microbatches and average their gradients. `draws`:
+    the modules that draw random numbers, if known (`ipu_pipe.model.observation.ForwardEffects`). A job for which
+    `list_exactness_faults` returns reasons would run, but not exactly.
     """
 
     def __init__(
@@ -85,14 +87,15 @@ class Emulator:
         self._recomputation: Optional[Recomputation] = None
         if work.method.segments is not None and work.method.reads_old(len(part)):
             self._recomputation = Recomputation(model, part, find_segment_ends(len(part), work.method.segments).tolist())
-        self._unread: List[Tuple[int, int, List[List[MicrobatchResult]]]] = []  # update, samples, results by block
-        # error messages name them
+        # (update, samples, results by block) of updates whose results were not read yet
+        self._unread: List[Tuple[int, int, List[List[MicrobatchResult]]]] = []
+        # error messages name the current phase and microbatch
         self._doing, self._microbatch = "data", work.microbatch
 
     # ---- steps
 
     def step(self, microbatches: Iterable[Microbatch]) -> StepResult:
-        """Carry out the replays up to the next that updates, each on its microbatch (x, y), and the update.
+        """Carry out the replays up to the next update, each on its microbatch (x, y), and the update.
 
         With replicas the microbatches are the first of each replica, then the second of each, and so on.
         """
@@ -102,11 +105,11 @@ class Emulator:
         return result
 
     def advance(self, microbatches: Iterable[Microbatch]) -> None:
-        """Do as `step` does without reading the result, for which the host would wait for a GPU: `read` returns it later."""
+        """Do a step without reading its result, for which the host would wait for a GPU; `read` returns the result later."""
         self._update(self._run_batch(microbatches))
 
     def read(self) -> List[StepResult]:
-        """Return the results since the last reading, by update. Raise `RunFault` if a loss is not finite."""
+        """Return the results of the updates since the last call. Raise `RunFault` if a loss is not finite."""
         unread, self._unread = self._unread, []
         steps = []
         for k, samples, by_block in unread:
@@ -124,14 +127,14 @@ class Emulator:
         return self._replay
 
     def _run_batch(self, microbatches: Iterable[Microbatch]) -> Replay:
-        """Run the replays of an update, and return the last, which says which stages it updates."""
+        """Run the replays of an update and return the last one, which names the stages to update."""
         by_microbatch: List[List[MicrobatchResult]] = []
         samples = 0
         for x, y in microbatches:
             replay = self.replay
             by_microbatch.append(self._run(replay, x, y))
             samples += count_samples(x)
-            # the next microbatch is loaded now, if there is one
+            # a fault from here on is one of loading the next microbatch
             self._doing = "data"
         assert by_microbatch and len(replay.updates), f"{len(by_microbatch)} microbatches: not those up to the next update"
         by_block = [list(results) for results in zip(*by_microbatch)]
@@ -139,7 +142,7 @@ class Emulator:
         return replay
 
     def _run(self, replay: Replay, x: Any, y: Any) -> List[MicrobatchResult]:
-        """Carry out the passes of a replay; return the result of the model, or of each block that has a loss of its own."""
+        """Carry out the passes of a replay; return the result of the model, or one for each block that has a loss of its own."""
         if self._averaged:
             self._averaged.enter(replay.replica)
         if self._independent:
@@ -151,13 +154,14 @@ class Emulator:
         self._doing = "backward"
         rules, stages = self.work.rules, range(self._last_stage + 1)
         with rules.compensate(self.update, stages, self.weights.compute_age), self._random.backward(self._draw_key(replay)):
-            # its modules draw again where checkpoints run forwards again
+            # the draws are keyed here too because a checkpoint runs forwards again
             torch.autograd.backward([loss / self.work.accumulate for loss in losses_for_backward])
         if self._row_order:
             self._row_order.gather(replay.replica, replay.microbatch)
         if self._averaged:
             self._averaged.leave(replay.replica)
-        if self._independent:  # it steps at once: other replicas do not wait for it, nor it for them
+        # replicas with weights of their own do not wait for each other, so this one steps now
+        if self._independent:
             self.work.rules.step(self.update, self._clipping.clip)
             self._independent.end_replica_step(self.work, self.update)
         self._number, self._replay = self._number + 1, None
@@ -169,11 +173,11 @@ class Emulator:
         ]
 
     def _draw_key(self, replay: Replay) -> int:
-        """Return the number of a microbatch among those of all replicas, which keys its draws."""
+        """Return the number of the microbatch among all replicas' microbatches, which keys its random draws."""
         return replay.microbatch * self._replica_count + replay.replica
 
     def _forward(self, replay: Replay, x: Any, y: Any) -> Tuple[Forward, List[torch.Tensor]]:
-        """Return the result of the forward, and the losses to start the backward from: a second forward's with recomputation."""
+        """Return the forward's result, and the losses to start the backward from (with recomputation the second forward's)."""
 
         def forward() -> Forward:
             self._watch.stage = 0
@@ -208,16 +212,17 @@ class Emulator:
         first = int(replay.updates[0])
         step = self.work.find_step(self.update, first, int(versions[first]))
         self.work.rules.step(step, self._clipping.clip, stages)
-        if stages is not None:  # gradients gather until any stage is updated
+        # gradients accumulate until any stage is updated, then all are cleared
+        if stages is not None:
             self.work.rules.optimizer.zero_grad(set_to_none=True)
         self.update += 1
         self.weights.release(self._plan.find_oldest(self._number))
         self._doing = "data"
 
-    # ---- around the steps
+    # ---- checkpoints, reports, end
 
     def exported(self) -> ContextManager[None]:
-        """Hold all that a checkpoint needs in the optimizer's state."""
+        """Hold everything that a checkpoint needs in the optimizer's state inside the context."""
         return self._independent.exported() if self._independent is not None else nullcontext()
 
     def list_other_states(self) -> List[Mapping[Any, Mapping[str, Any]]]:
@@ -226,12 +231,12 @@ class Emulator:
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes of weights that were held at once besides those in the model."""
+        """The peak bytes of weights besides the model's."""
         return self.weights.peak_bytes if self._independent is None else self._independent.held_bytes
 
     @property
     def place(self) -> str:
-        """What the emulator is doing, in words for a fault. The backward of the whole model does not tell its stages apart."""
+        """The current activity, in words for a fault. The backward of the whole model does not know its stage."""
         place = f"{'block ' * (self.work.block_updates > 1)}update {self.update}"
         if self._doing == "update":
             return place
@@ -248,17 +253,14 @@ class Emulator:
 
 
 class GradientsInRowOrder:
-    """Sums the gradients of a batch in the order in which each stage's row does its backwards.
-
-    `stages`: the parameters of each.
-    """
+    """Sum the gradients of a batch in the order of the backwards in each stage's row. `stages`: stage -> parameters."""
 
     def __init__(self, schedule: Schedule, stages: Mapping[int, Sequence[nn.Parameter]]) -> None:
         self._schedule, self._stages = schedule, stages
         self._by_replica: Dict[int, List[Dict[nn.Parameter, torch.Tensor]]] = {}
 
     def gather(self, replica: int, microbatch: int) -> None:
-        """Take the gradients of a microbatch out of the parameters; put the sums in after the last of a batch."""
+        """Move the gradients of a microbatch out of the parameters; after the last microbatch of a batch put the sums in."""
         parameters = [p for of_stage in self._stages.values() for p in of_stage]
         batch = self._by_replica.setdefault(replica, [])
         batch.append({p: p.grad for p in parameters if p.grad is not None})
@@ -276,11 +278,10 @@ class GradientsInRowOrder:
 
 
 class StageBuffers:
-    """Lets a forward move the buffers (running statistics) of one stage only, where a replay updates one stage.
+    """Let a forward change the buffers (running statistics) of one stage only, for replays that update one stage.
 
-    A forward of the whole model would move the statistics of each stage P times as often as the pipeline it stands for. So the
-    buffers of all other stages are put back as soon as the module that holds them has run in training. `stage`: that of the next
-    forward.
+    P replays run the whole model P times, but a pipeline would change the statistics of each stage once. So the buffers of all
+    stages but `stage` are restored after each module has run in training. The caller sets `stage` before a forward.
     """
 
     def __init__(self, model: nn.Module, watch: StageWatch) -> None:
@@ -304,21 +305,22 @@ class StageBuffers:
                 buffer.data.copy_(value)
 
     def remove(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
 
 
-# ---- recomputation of activations with the weights current at recomputation, on the whole unsplit model (PipeMare, appendix A)
+# ---- recomputation of activations with the weights of the time of recomputation, on the whole model (PipeMare, appendix A)
 #
-# In a pipeline each segment of stages keeps only its inputs and runs its forward a second time before its backward, with the
-# weights that are in memory by then. Here the model runs twice:
+# In a pipeline each segment of stages stores only its inputs, and runs its forward again before its backward, with the weights
+# that are in memory then. Here the model runs twice:
 #
-#     record   the forward whose output counts: every tensor that crosses into a later segment is stored
-#     repeat   the forward that the backward goes through: a tensor that crosses is replaced by the stored one, so that each
-#              segment starts from its actual inputs; gradients pass through the replacement
+#     record   the forward that gives the output: store every tensor that crosses into a later segment
+#     repeat   the forward that autograd records: replace each crossing tensor by the stored one, so that each segment starts
+#              from its actual inputs; gradients pass through the replacement
 
-ArgumentPosition = Tuple[int, int]  # (operation, argument)
+# (number of the operation, index of the argument)
+ArgumentPosition = Tuple[int, int]
 
 
 class Recomputation:
@@ -327,15 +329,15 @@ class Recomputation:
     def __init__(self, model: nn.Module, part: Partition, segment_of: Sequence[int]) -> None:
         self._model, self._part, self._segment_of = model, part, list(segment_of)
         self._repeats = False
-        # the tensors that cross into a later segment
+        # the stored tensors that cross into a later segment
         self._entered: Dict[ArgumentPosition, torch.Tensor] = {}
-        # of one forward, by id of a tensor, which is referenced so that no other gets its id
+        # id of a tensor -> its segment, for one forward; the reference keeps the id from being used again
         self._segments: Dict[int, Tuple[int, torch.Tensor]] = {}
         self._replaced: Dict[int, torch.Tensor] = {}
         self._operation = 0
 
     def record(self, run: Callable[[], Any]) -> Any:
-        """Return `run()`, a forward of the model without a graph, and store what crosses into later segments.
+        """Return `run()`, a forward of the model without a graph, and store the tensors that cross into later segments.
 
         Raise `BadInput` if an operation changes such a tensor in place.
         """
@@ -344,7 +346,7 @@ class Recomputation:
             return self._run(run, repeats=False)
 
     def repeat(self, run: Callable[[], Any]) -> Any:
-        """Return `run()`, the same forward with the parameters as they are now, and leave buffers as they are."""
+        """Return `run()`, the same forward with the present parameters, and restore the buffers."""
         with buffers_restored(self._model):
             result = self._run(run, repeats=True)
         self._entered = {}

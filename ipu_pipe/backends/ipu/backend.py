@@ -31,7 +31,8 @@ from ipu_pipe.model.loss import OwnLoss, takes_whole_output
 from ipu_pipe.schedule.runs import IntArray
 from ipu_pipe.update.optimizer import OWN_RATES, has_own_rates
 
-COMPILATION = 3600.0  # seconds that a process may have to wait for another's compiler
+# seconds that a process may wait for another one that compiles
+COMPILATION = 3600.0
 MISSING = (
     "PopTorch is not installed: it is a wheel inside Graphcore's Poplar SDK 3.4 (not on PyPI), for Python 3.8 and "
     "torch 2.0.1; what runs here is backend.name=emulator with backend.ipu=null and precision=float32"
@@ -39,7 +40,7 @@ MISSING = (
 
 
 def check_launch(backend: BackendConfig) -> None:
-    """Raise `BadInput` if PopTorch is missing, or for a launcher that does not fit: torchrun starts blocks, poprun replicas."""
+    """Raise `BadInput` if PopTorch is missing or the launcher does not fit: torchrun starts blocks, poprun replicas."""
     if importlib.util.find_spec("poptorch") is None:
         raise BadInput(f"backend.name: poptorch: {MISSING}")
     assert backend.ipu is not None
@@ -54,14 +55,14 @@ def check_launch(backend: BackendConfig) -> None:
 
 
 def start(config: Config, asked: Mapping[str, object]) -> None:
-    """Import PopTorch, with what it and Poplar read from the environment at that time, and join other processes."""
+    """Set the environment variables that PopTorch and Poplar read, import PopTorch, and join other processes."""
     ipu = config.ipu
     if ipu.profile.pvti is not None:
-        # libpvti looks at it when it is imported
+        # libpvti reads it at its import
         os.environ.setdefault("PVTI_OPTIONS", json.dumps({"enable": "true", "directory": ipu.profile.pvti}))
     if ipu.wait_for_ipu:
         os.environ.setdefault("POPTORCH_WAIT_FOR_IPU", "1")
-    # importing PopTorch has crashes written to the file of sys.stderr, which a notebook's has not; it stays open
+    # PopTorch's import passes the file of sys.stderr to its crash handler, but a notebook's stderr has no file
     terminal = sys.__stderr__ or open(os.devnull, "w")
     try:
         with contextlib.redirect_stderr(terminal):
@@ -82,8 +83,10 @@ def start(config: Config, asked: Mapping[str, object]) -> None:
 
 
 def _find_instances() -> Dict[str, Any]:
-    """Return how poprun's instances join a gloo group too, by which the first one's decisions reach all (not run on hardware).
-    MASTER_ADDR and MASTER_PORT say where, 127.0.0.1 and 29500 by default."""
+    """Return the arguments with which poprun's instances join a gloo group, for decisions of the first one (not run on hardware).
+
+    The address is MASTER_ADDR:MASTER_PORT, 127.0.0.1:29500 by default.
+    """
     import popdist
 
     popdist.init()
@@ -134,8 +137,10 @@ def make(job: Job, first_update: int) -> Engine:
 
 
 def count_in_flight(job: Job) -> Optional[IntArray]:
-    """Return the microbatches that each stage holds at most, (P,): PopTorch's own stash, in which the stages of one IPU are one.
-    None where no pipeline runs (not run on hardware)."""
+    """Return the most microbatches that each stage stashes, (P,), None without a pipeline (not run on hardware).
+
+    PopTorch counts the stages of one IPU as one stage.
+    """
     if not (is_pipelined(job.method) and job.method.flushes):
         return None
     runs, accumulate = place_stages(job.config.ipu, len(job.part)).runs, job.schedule.accumulate

@@ -1,11 +1,11 @@
-"""Local-parallel training decoupled: each block a PopTorch training model in a process of its own on an IPU of its own.
+"""Decoupled local-parallel training: each block is a PopTorch training model with its own process and its own IPU.
 
-    rank 0   block 0 of update 0 | update 1 | update 2 | ...      every call: a whole update's microbatches
+    rank 0   block 0 of update 0 | update 1 | update 2 | ...      each call takes the microbatches of a whole update
                  \\ activations through the hosts' memory (gloo)
     rank 1        block 1 of update 0 | update 1 | ...
 
-No block waits for a later one, none accumulates more microbatches than it is told to, and nothing is flushed: what PopTorch's
-own pipeline cannot do. The price is that activations leave the IPU-Links. Not run on hardware.
+No block waits for a later one, each block accumulates as many microbatches as its config says, and nothing is flushed. PopTorch's
+own pipeline cannot do this. The price is that activations leave the IPU-Links. Not run on hardware.
 """
 
 from __future__ import annotations
@@ -35,13 +35,14 @@ from ipu_pipe.model.randomness import derive_seed
 from ipu_pipe.model.restoring import load_state
 from ipu_pipe.trace.events import Counters, Events, concatenate_counters, concatenate_events
 
-OUTSTANDING = 4  # messages on their way to the next block
+# sends in flight to the next block
+OUTSTANDING = 4
 RESULT_TAG, EVALUATION_TAG = 1 << 28, 1 << 29
 
 
 @contextlib.contextmanager
 def describe_block_errors(rank: int, doing: str) -> Iterator[None]:
-    """Add rank and block to a fault. A device error ends the run, since the other blocks cannot go back."""
+    """Add rank and block to a fault. A device error ends the run, because the other blocks cannot go back."""
     import poptorch
 
     place = f"rank {rank}, block {rank}"
@@ -54,14 +55,16 @@ def describe_block_errors(rank: int, doing: str) -> Iterator[None]:
         raise RunFault(f"{place}: {said}: do what it asks for, then go on with --resume") from error
     except RunFault as error:
         raise RunFault(f"{place}: {error}") from error
-    # torch.distributed raises it
+    # torch.distributed raises this error
     except RuntimeError as error:
         raise RunFault(f"{place}: {doing}: another rank is lost: {summarize(error)[:200]}") from error
 
 
 class Messages:
-    """What this rank sends without waiting; at most `most` are on their way, so that memory is bounded. `sent`: bytes and
-    messages of activations in training."""
+    """The asynchronous sends of this rank, at most `most` in flight to bound their memory.
+
+    `sent`: bytes and number of messages with activations in training.
+    """
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -69,19 +72,21 @@ class Messages:
         self.sent = [0, 0]
 
     def post(self, tensor: torch.Tensor, target: int, tag: int) -> None:
-        """Send without waiting, unless too many are on their way."""
+        """Send without waiting, unless too many sends are in flight."""
         self._sending.append((dist.isend(tensor, target, tag=tag), tensor))
         self.flush(self._most)
 
     def flush(self, most: int = 0) -> None:
-        """Wait until no more than `most` are not received."""
+        """Wait until at most `most` sends are in flight."""
         while len(self._sending) > most:
             self._sending.popleft()[0].wait()
 
 
 class BlockEngine(Engine):
-    """Trains this process's block, which is updated once per `every` updates of the run. Rank 0 runs ahead as far as the next
-    evaluation or checkpoint, so that no block stands still."""
+    """Train this process's block, which is updated once per `every` updates of the run.
+
+    Rank 0 runs ahead up to the next evaluation or checkpoint, so that no block is idle.
+    """
 
     def __init__(self, job: Job, first_update: int) -> None:
         super().__init__(job)
@@ -99,7 +104,7 @@ class BlockEngine(Engine):
         block_accumulation = job.config.method_settings().get("block_accumulation") or [1] * self.depth
         self.every, self._ahead = block_accumulation[self.rank], self.depth + max(block_accumulation)
         self._first = self._done = first_update
-        # by update of this block: loss, right, counted
+        # update -> (loss, right labels, counted labels) of this block
         self._results: Dict[int, torch.Tensor] = {}
         self._timeline = CallTimes(job.traced, self.rank, self.rank)
         # type of the activations
@@ -135,7 +140,7 @@ class BlockEngine(Engine):
     def _send(self, activations: torch.Tensor, tag: int) -> None:
         self.messages.post(activations.to(self._type).contiguous(), self.rank + 1, tag)
 
-    # --- training
+    # ---- training
 
     def step(self, k: int, read: bool = True) -> List[StepResult]:
         with describe_block_errors(self.rank, f"update {k}"):
@@ -148,8 +153,7 @@ class BlockEngine(Engine):
             return [self._collect_result(k)]
 
     def _train(self, updates: range) -> None:
-        """Make this block's one update of `updates` in one call, hand its activations on, and keep, or send to rank 0, loss and
-        right answers of each."""
+        """Update this block once for `updates` in one call; send its activations to the next block, and its results to rank 0."""
         job, accumulate = self.job, self.job.config.gradient_accumulation
         pairs = [job.microbatch(m) for m in range(updates.start * accumulate, updates.stop * accumulate)]
         y = convert_label(torch.cat([pair[1] for pair in pairs]))
@@ -173,7 +177,7 @@ class BlockEngine(Engine):
                 self.messages.post(row, 0, RESULT_TAG + k)
 
     def _collect_result(self, k: int) -> StepResult:
-        """Return the result of update k, of which rank 0 receives the other blocks' part."""
+        """Return the result of update k; rank 0 receives the other blocks' results."""
         if not self.is_main:
             return StepResult(float("nan"), None, self.job.batch)
         rows = [self._results.pop(k)]
@@ -186,7 +190,7 @@ class BlockEngine(Engine):
         )
         return StepResult(*blocks[-1], self.job.batch, blocks if len(blocks) > 1 else ())
 
-    # --- evaluation
+    # ---- evaluation
 
     def evaluate(self, split: str = "test") -> List[EvaluationResult]:
         """Evaluate the test set through all blocks, on the same IPUs."""
@@ -212,10 +216,10 @@ class BlockEngine(Engine):
         self.executors.end_evaluation()
         return tally.sums
 
-    # --- state
+    # ---- checkpoints, report, end
 
     def _read_state(self) -> Tuple[Dict[str, torch.Tensor], Dict[str, torch.Tensor], Dict[str, Any]]:
-        """Return the weights, and the tensors and plain values of the optimizer's state, of this block alone."""
+        """Return this block's weights, and the tensors and the plain values of its optimizer state."""
         self.messages.flush()
         snapshot = self.executors.snapshot(0)
         names = [name for name in self.executors.wrapped.list_names() if name is not None]
@@ -253,7 +257,7 @@ class BlockEngine(Engine):
         )  # fmt: skip
 
     def close(self) -> None:
-        """Copy the newest weights of this block into the user's model and give the IPU back."""
+        """Copy the newest weights of this block into the user's model and release the IPU."""
         with describe_block_errors(self.rank, "end"):
             model, tensors, _ = self._read_state()
             self._optimizer_bytes = count_state_bytes(tensors, self.job.part)[self.rank]

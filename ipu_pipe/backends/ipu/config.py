@@ -1,4 +1,4 @@
-"""The config section `backend.ipu`: what can be said of a run on Graphcore IPUs. No torch and no PopTorch here.
+"""The config section `backend.ipu`: all settings of a run on Graphcore IPUs. This file imports neither torch nor PopTorch.
 
 Source: PopTorch, branch sdk-release-3.4 (poptorch/python/options.py).
 """
@@ -43,7 +43,7 @@ def _check_loss_scaling(value: Any) -> Any:
 
 
 class TensorLocation(Section):
-    """Where tensors of one class live (poptorch.TensorLocationSettings); null: where PopTorch puts them."""
+    """The memory of the tensors of one class (poptorch.TensorLocationSettings); null leaves the choice to PopTorch."""
 
     on_chip: Optional[StrictBool] = None
     replicated_tensor_sharding: StrictBool = False
@@ -54,7 +54,7 @@ class TensorLocation(Section):
 
 
 class TensorLocations(Section):
-    """Options.TensorLocations. `num_io_tiles`: tiles of each IPU set aside for input and output."""
+    """The settings of Options.TensorLocations. `num_io_tiles`: tiles of each IPU that are reserved for input and output."""
 
     activation: TensorLocation = TensorLocation()
     weight: TensorLocation = TensorLocation()
@@ -64,8 +64,8 @@ class TensorLocations(Section):
 
 
 class DataLoading(Section):
-    """How a call's input is made: `sync`, when it is asked for, or `async`, ahead of time in a process of its own, through
-    shared memory (poptorch.AsynchronousDataAccessor)."""
+    """The loading of a call's input: `sync` loads it at the call; `async` loads it ahead in a process of its own and passes it
+    through shared memory (poptorch.AsynchronousDataAccessor)."""
 
     mode: Literal["sync", "async"] = "sync"
     buffer_size: Count = 3
@@ -75,8 +75,11 @@ class DataLoading(Section):
 
 
 class IpuProfile(Section):
-    """Graph and execution profile (`profile.pop`) under `directory`, and system trace (`.pvti`) under `pvti`. Full profiles
-    change memory and times. `blocks`: only Block programs whose names match (PopVision's lightweight profile)."""
+    """The profiles: graph and execution profile (`profile.pop`) under `directory`, system trace (`.pvti`) under `pvti`.
+
+    A full profile changes memory and times. `blocks` limits it to Block programs whose names match (PopVision's lightweight
+    profile).
+    """
 
     directory: Optional[str] = None
     pvti: Optional[str] = None
@@ -84,8 +87,11 @@ class IpuProfile(Section):
 
 
 class IpuConfig(Section):
-    """Keys of backend: {name: poptorch, ipu: {...}}: poptorch.Options under their own names, with PopTorch's defaults but
-    for `output_mode` (PopTorch's, `final`, would report the loss of a batch's last microbatch). docs/ipu.md has the list."""
+    """The keys of backend: {name: poptorch, ipu: {...}}. Most are poptorch.Options under their own names with their defaults.
+
+    The default of `output_mode` differs: PopTorch's default, `final`, would report only the loss of a batch's last microbatch.
+    docs/ipu.md lists all keys.
+    """
 
     device_iterations: Count = 1
     inference_device_iterations: Optional[Count] = None
@@ -137,7 +143,7 @@ class IpuConfig(Section):
 
     @property
     def changes_loss_scaling(self) -> bool:
-        """Whether the loss scaling is another one at later updates."""
+        """Whether the loss scaling changes during the run."""
         return isinstance(self.loss_scaling, list)
 
     def get_loss_scaling(self, update: int) -> float:

@@ -1,13 +1,13 @@
-"""A job on Graphcore IPUs by PopTorch 3.4. Written to its API and tested against tests/poptorch_double: not run on hardware.
+"""The engine of a job on Graphcore IPUs with PopTorch 3.4. Tested against tests/poptorch_double; not run on hardware.
 
     job.model -> copy, BeginBlock at every stage -> trainingModel  -> one call: D updates of GA microbatches on R replicas
                                                  -> inferenceModel -> the test set, with the same weights
 
-PopTorch's own pipeline runs both gpipe and pipedream_flush: fill, GA microbatches, flush, update. The user's model is never
-wrapped: weights come back into it at evaluations, checkpoints and the end.
+PopTorch's own pipeline runs both gpipe and pipedream_flush: fill, GA microbatches, flush, update. PopTorch compiles a copy of the
+user's model; weights are copied back into the model at evaluations, at checkpoints and at the end.
 
-After a device error that PopTorch calls recoverable, new executors start from the last checkpoint's state and do the updates
-since then again.
+After a device error that PopTorch calls recoverable, new executors start from the state of the last checkpoint and repeat the
+updates since then.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class PoptorchEngine(Engine):
             end_process(0)
         sys.exit(0)
 
-    # --- faults of the device
+    # ---- device errors
 
     def _guarded(self, work: Callable[[Executors], Result]) -> Result:
         """Run `work`; after a recoverable device error run it once more, from the last checkpoint's state."""
@@ -184,7 +184,7 @@ class PoptorchEngine(Engine):
             f"{remedy}, then go on with --resume"
         )
 
-    # --- what an engine does
+    # ---- the interface of an engine
 
     def step(self, k: int, read: bool = True) -> List[StepResult]:
         if not self._results:
@@ -195,8 +195,7 @@ class PoptorchEngine(Engine):
         return [self._results.popleft()]
 
     def _call(self, executors: Executors, k: int) -> List[StepResult]:
-        """Make the updates k to k + D - 1 of one call; return mean losses and accuracies over the outputs that the output mode
-        returns."""
+        """Make the updates k to k + D - 1 in one call; return mean losses and accuracies over the outputs of the output mode."""
         job, blocks, iterations = self.job, self._losses, self.updates_per_call
         x, y = self.feed.take()
         _, losses, *answers = executors.call(range(k, k + iterations), k, x, y)

@@ -1,5 +1,4 @@
-"""The training and the inference model of PopTorch that hang on one set of IPUs, with their optimizer; and what PopTorch raises,
-told in a line."""
+"""PopTorch's training and inference model on one set of IPUs with their optimizer, and PopTorch's errors as one line."""
 
 from __future__ import annotations
 
@@ -27,24 +26,26 @@ from ipu_pipe.errors import BadInput, RunFault
 from ipu_pipe.job.record import Job
 from ipu_pipe.model.restoring import modes_restored
 
-# words of a message -> what helps
+# words of an error message -> remedy
 HINTS = {
     ("Out of memory", "Memory allocation error"): (
         "take more stages or a smaller micro_batch_size, or recomputation, tensor_locations.optimizer.on_chip=false, "
         "partials=half, another available_memory_proportion"
     ),
     ("Failed to acquire", "No IPU detected", "No device found"): (
-        "see gc-info -l; backend.ipu.wait_for_ipu=true waits for others to end"
+        "see gc-info -l; backend.ipu.wait_for_ipu=true waits until other programs end"
     ),
     ('Parameter "weight" is unsupported',): (
-        "no class weights in PopTorch's losses: multiply what reduction='none' gives by the labels' weights"
+        "PopTorch's losses have no class weights: multiply the loss of reduction='none' by the labels' weights"
     ),
 }
 
 
 def forget_frames(error: Optional[BaseException]) -> None:
-    """Clear the local variables of the calls that an exception, and what it came from, has passed: one of them is what holds the
-    IPUs. Where it was raised stays known."""
+    """Clear the local variables in the tracebacks of an exception and its causes, because one of them holds the IPUs.
+
+    The lines of the tracebacks stay.
+    """
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
@@ -52,8 +53,7 @@ def forget_frames(error: Optional[BaseException]) -> None:
 
 @contextlib.contextmanager
 def describe_errors(doing: str) -> Iterator[None]:
-    """Turn what PopTorch raises, its own errors or those of its Python front end, into a RunFault of one line; let recoverable
-    errors pass."""
+    """Turn PopTorch's errors, except recoverable device errors, into a `RunFault` of one line."""
     import poptorch
 
     try:
@@ -66,14 +66,14 @@ def describe_errors(doing: str) -> Iterator[None]:
 
 
 def describe_error(error: Any) -> str:
-    """Return an error's kind and message, and what helps where that is known."""
+    """Return an error's kind and message, and the remedy if it is known."""
     text = " ".join(str(getattr(error, "message", error)).split())
     hints = [f": {hint}" for words, hint in HINTS.items() if any(word in text for word in words)]
     return f"{getattr(error, 'type', type(error).__name__)}: {text[:400]}" + "".join(hints)
 
 
 def check_hardware(ipu: IpuConfig, count: int) -> None:
-    """Refuse (BadInput) where so many IPUs are not there, before a compilation that may take an hour."""
+    """Raise `BadInput` if the machine has no device of `count` IPUs, before a compilation that may take an hour."""
     import poptorch
 
     simulated = ipu.use_ipu_model or ipu.offline_target is not None
@@ -87,7 +87,7 @@ def check_hardware(ipu: IpuConfig, count: int) -> None:
 
 
 class Snapshot(NamedTuple):
-    """Weights and optimizer state when `update` updates are done, by get_unsplit_name names and by PopTorch's."""
+    """The state after `update` updates: weights by unsplit names, optimizer state by PopTorch's names."""
 
     update: int
     model: Dict[str, torch.Tensor]
@@ -95,8 +95,11 @@ class Snapshot(NamedTuple):
 
 
 class Executors:
-    """Training and inference model of a wrapped copy, and their optimizer. One of the two is attached at a time, unless there is
-    room for both. `rows`: samples of an evaluation's call, once the inference model is made."""
+    """The training and the inference model of a wrapped copy, and their optimizer.
+
+    One of the two models is attached at a time, unless both fit. `rows`: the samples of an evaluation's call, known when the
+    inference model is made.
+    """
 
     @describe_errors("making the training model")
     def __init__(
@@ -121,7 +124,7 @@ class Executors:
         self.inference: Any = None
         self.rows = 0
 
-    # --- training
+    # ---- training
 
     @describe_errors("compiling the training model")
     def compile(self, x: torch.Tensor, y: torch.Tensor) -> None:
@@ -129,11 +132,12 @@ class Executors:
         self.training.compile(x, y)
 
     def call(self, updates: range, rates_of: int, x: torch.Tensor, y: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Make these updates in one call at the rates of update `rates_of`, and return what the model gives."""
+        """Make these updates in one call at the learning rates of update `rates_of`; return the model's outputs."""
         with describe_errors(f"update {updates[0]}"):
             if not self.training.isCompiled():
                 self.compile(x, y)
-                if not self._starts_anew:  # only the compiled model says which names it keeps
+                # only the compiled model tells the names of its optimizer state
+                if not self._starts_anew:
                     write_state(self.training, self.optimizer, self._saved)
                 self._saved = None
             if not self.training.isAttachedToDevice():
@@ -147,11 +151,11 @@ class Executors:
         self.timeline.add_call(self.training, updates, start_ns, end_ns, len(x), sent, received)
         return outputs
 
-    # --- evaluation
+    # ---- evaluation
 
     @describe_errors("compiling the inference model")
     def make_inference(self) -> None:
-        """Make the inference model, after the training model, and compile it in evaluation mode. That needs IPUs."""
+        """Make the inference model after the training model and compile it in evaluation mode, which needs IPUs."""
         import poptorch
 
         config, options = self.job.config, self.options(False)
@@ -184,15 +188,15 @@ class Executors:
 
     @describe_errors("leaving the evaluation's IPUs")
     def end_evaluation(self) -> None:
-        """Free the IPUs for the training model where there is no room for both."""
+        """Release the IPUs for the training model if they do not hold both models."""
         if self._detaches:
             self.inference.detachFromDevice()
 
-    # --- state
+    # ---- state
 
     @describe_errors("reading the weights")
     def snapshot(self, update: int, with_optimizer: bool = True) -> Snapshot:
-        """Return copies of weights and optimizer state as they are."""
+        """Return copies of the present weights and optimizer state."""
         like = self.job.model.state_dict()
         self.leave_training(False)
         state = {get_unsplit_name(name): value for name, value in self.wrapped.state_dict().items()}
@@ -200,8 +204,11 @@ class Executors:
         return Snapshot(update, model, read_state(self.optimizer) if with_optimizer else None)
 
     def drop(self) -> None:
-        """Give the IPUs back, without a word where they are lost already. `destroy` first reads what a lost device no longer
-        tells and so frees nothing: then what holds the IPUs goes with the last reference to it."""
+        """Release the IPUs; ignore errors of a lost device.
+
+        `destroy` first reads from the device, so for a lost one it fails and frees nothing. Then the executor's last reference
+        releases the IPUs.
+        """
         for executor in (self.inference, self.training):
             with contextlib.suppress(Exception):
                 executor.destroy()

@@ -18,7 +18,7 @@ from ipu_pipe.job.record import Job
 from ipu_pipe.model.restoring import FunctionWatch, buffers_restored
 from ipu_pipe.update.optimizer import list_kinds
 
-# These read a tensor's shape alone: a gradient could not flow through them anyway.
+# These operations read only a tensor's shape, so no gradient flows through them anyway.
 _SHAPE_ONLY = frozenset(
     "detach zeros_like ones_like full_like empty_like rand_like randn_like new_zeros new_ones new_full new_empty new_tensor "
     "__get__".split()
@@ -26,11 +26,14 @@ _SHAPE_ONLY = frozenset(
 
 
 class ModelFacts(NamedTuple):
-    """`shared`: names of weights and buffers -> the stages that use them, where there are several. `order`: stages in the order
-    that a forward begins them. `empty`: stages at which nothing begins. `written`: floating-point buffers that training writes;
-    `counters`: integer ones. `optimizer`: its kind (`list_kinds`) and parameter groups. `functions`: classes of
+    """The facts of a model and its optimizer.
+
+    `shared`: names of weights and buffers that several stages use -> these stages. `order`: the stages in the order in which a
+    forward begins them. `empty`: stages at which no module begins. `written`: floating-point buffers that training writes;
+    `counters`: integer buffers that it writes. `optimizer`: kind (`list_kinds`) and parameter groups. `functions`: classes of
     torch.autograd.Function in the gradient's path. `ungraded`: operations inside torch.no_grad() through which a gradient would
-    flow without it. `biased_convolutions`: names of modules. `input_type`: of the model's input."""
+    flow without it. `biased_convolutions`: names of modules. `input_type`: dtype of the model's input.
+    """
 
     stages: int
     shared: Mapping[str, Sequence[int]]
@@ -48,11 +51,13 @@ class ModelFacts(NamedTuple):
 
 
 def observe_model(job: Job) -> ModelFacts:
-    """Return the facts that one training forward of the job's example and its loss, on the CPU, show of its model."""
+    """Return the facts of a job's model, from one training forward of its example and its loss on the CPU."""
     model, part, (x, y) = job.model, job.part, job.example
     names = {id(t): name for name, t in [*model.named_parameters(), *model.named_buffers()]}
-    stages: Dict[str, Set[int]] = {}  # that use each weight
-    ungraded, running, order = set(), ["the loss"], [0]  # running: modules, the innermost last
+    # name of a weight -> the stages that use it
+    stages: Dict[str, Set[int]] = {}
+    # `running` holds the names of the running modules, the innermost last
+    ungraded, running, order = set(), ["the loss"], [0]
 
     def call(func: Any, args: Any, kwargs: Any) -> Any:
         name, inputs = getattr(func, "__name__", str(func)), _list_tensors((args, kwargs))
@@ -98,7 +103,8 @@ def observe_model(job: Job) -> ModelFacts:
         updates_per_epoch=job.updates_per_epoch,
         counters=[name for name in moving if not before[name][0].is_floating_point() and not _is_counted(model, name)],
         functions=functions,
-        ungraded=[] if functions else sorted(ungraded),  # autograd runs their forwards without a gradient
+        # the forward of an autograd.Function runs without a gradient, so its operations would be reported too
+        ungraded=[] if functions else sorted(ungraded),
         biased_convolutions=[name for name, m in model.named_modules() if isinstance(m, _ConvNd) and m.bias is not None],
         input_type=x.dtype,
     )

@@ -1,4 +1,4 @@
-"""A job's optimizer as poptorch.optim's, its rates and loss scaling as they change, and its state in checkpoints."""
+"""Translate a job's optimizer to poptorch.optim, change its rates and loss scaling, and save and load its state."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ipu_pipe.model.stages import Partition
 from ipu_pipe.text import list_some
 from ipu_pipe.update.optimizer import list_kinds
 
-# PopTorch's optimizers by our names: the settings of a group that are handed on, with the type that PopTorch asks for
+# optimizer -> the settings of a group that PopTorch gets, with the type that it expects
 _ADAM = {"lr": float, "betas": lambda pair: tuple(map(float, pair)), "eps": float, "weight_decay": float}
 SETTINGS: Dict[str, Dict[str, Any]] = {
     "sgd": {"lr": float, "momentum": float, "weight_decay": float, "nesterov": bool},
@@ -29,9 +29,11 @@ def translate_optimizer(
     optimizer: torch.optim.Optimizer, names: Mapping[Any, str], own: Mapping[str, nn.Parameter], ipu: IpuConfig,
     first_update: int, clip_norm: Optional[float],
 ) -> Any:  # fmt: skip
-    """Return the poptorch.optim optimizer that does what torch.optim's does. `names`: of its parameters; `own`: those on the IPU
-    by the same names, others are left out. Only the learning rate and the loss scaling may change later: the other settings are
-    constants of the graph."""
+    """Return the poptorch.optim optimizer that equals a torch.optim optimizer.
+
+    `names`: parameter -> name; `own`: name -> the parameter's copy on the IPU, other parameters are left out. Only the learning
+    rate and the loss scaling may change later; the other settings are constants of the graph.
+    """
     import poptorch
 
     (kind,), groups = list_kinds(optimizer), []
@@ -49,7 +51,7 @@ def translate_optimizer(
         settings["use_combined_accum"] = True
     if ipu.changes_loss_scaling or ipu.get_loss_scaling(0) != 1.0:
         settings["loss_scaling"] = ipu.get_loss_scaling(first_update)
-        # in the other variant PopTorch replaces it by the loss scaling
+        # without use_combined_accum PopTorch uses the loss scaling instead
         if ipu.use_combined_accum:
             settings["velocity_scaling"] = ipu.get_loss_scaling(0)
     settings.update({key: torch.float16 for key in ACCUMULATORS[kind] if getattr(ipu, key) == "float16"})
@@ -63,7 +65,7 @@ def translate_optimizer(
 
 
 def set_rates(optimizer: Any, rates: Any) -> bool:
-    """Set every group's rate to its stage's of `rates` (P,); return whether any changed."""
+    """Set the learning rate of every group to its stage's entry of `rates` (P,); return whether any rate changed."""
     before = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = float(rates[group["stage"]])
@@ -71,35 +73,42 @@ def set_rates(optimizer: Any, rates: Any) -> bool:
 
 
 def update_optimizer(executor: Any, optimizer: Any, rates: Any, loss_scaling: float) -> None:
-    """Set the rates and the loss scaling of the next call, where they change. An attached executor is needed: PopTorch asserts
-    that detached state is not changed on both sides."""
+    """Set the learning rates and the loss scaling of the next call if they change.
+
+    The executor must be attached: PopTorch asserts that detached state is not changed on both sides.
+    """
     changed = set_rates(optimizer, rates)
     if loss_scaling != optimizer.loss_scaling:
         saved = read_state(optimizer)
         optimizer.loss_scaling = loss_scaling
-        write_state(executor, optimizer, saved)  # PopART keeps velocities times the scaling
+        # PopART stores velocities multiplied by the scaling, so they are rescaled
+        write_state(executor, optimizer, saved)
     elif changed:
         executor.setOptimizer(optimizer)
 
 
-# ---- its state in checkpoints
+# ---- the optimizer's state in checkpoints
 
-STATE, SCALE = "ipu_state", "velocity_scaling"  # entries of a checkpoint, each under MARK
-SEPARATE, COMBINED = "Accl1___", "Accl___"  # PopART's prefixes of SGD's velocity, by variant
+# entries of a checkpoint, each under MARK
+STATE, SCALE = "ipu_state", "velocity_scaling"
+# PopART's prefixes of SGD's velocity, without and with use_combined_accum
+SEPARATE, COMBINED = "Accl1___", "Accl___"
 _ANEW = "start anew from its weights (init_from: .../model.safetensors)"
 _GO_ON = f"resume with the backend.ipu keys that it was written with, or {_ANEW}"
 
 
 class IpuState(NamedTuple):
-    """PopTorch's optimizer state by PopART's names, and the factor that SGD's velocities are kept times (PopART's velocity
-    scaling; compoundscalarhelper.hpp). None where a checkpoint does not say it."""
+    """PopTorch's optimizer state by PopART's names, and the factor of SGD's stored velocities.
+
+    The factor is PopART's velocity scaling (compoundscalarhelper.hpp), None if a checkpoint does not tell it.
+    """
 
     tensors: Dict[str, torch.Tensor]
     scale: Optional[float]
 
 
 def read_state(optimizer: Any) -> Optional[IpuState]:
-    """Return a copy of the state of a PopTorch optimizer; None where it keeps nothing from update to update."""
+    """Return a copy of the state of a PopTorch optimizer, None if it has no state."""
     tensors, scale = optimizer.state_dict().get(STATE) or {}, 1.0
     if isinstance(optimizer, torch.optim.SGD):
         combined = optimizer.use_combined_accum  # type: ignore[attr-defined]
@@ -108,12 +117,15 @@ def read_state(optimizer: Any) -> Optional[IpuState]:
 
 
 def write_state(executor: Any, optimizer: Any, saved: Optional[IpuState]) -> None:
-    """Hand the optimizer to a compiled and attached executor with the state `saved`: all that the executor keeps, velocities in
-    its tensor scale. Raise `BadInput` where a name is missing or a shape differs: PopTorch would only warn."""
+    """Give the optimizer with the state `saved` to a compiled and attached executor, with velocities in its own scale.
+
+    Raise `BadInput` if a name is missing or a shape differs, of which PopTorch would only warn.
+    """
     wanted = read_state(optimizer)
     if wanted is not None:
         saved = saved or IpuState({}, None)
-        needed = {name: value for name, value in wanted.tensors.items() if "___" in name}  # others: the loss scaling's
+        # names without "___" belong to the loss scaling
+        needed = {name: value for name, value in wanted.tensors.items() if "___" in name}
         unfit = [n for n, value in needed.items() if n not in saved.tensors or saved.tensors[n].shape != value.shape]
         if unfit:
             some = list_some(unfit, 2)
@@ -129,8 +141,10 @@ def write_state(executor: Any, optimizer: Any, saved: Optional[IpuState]) -> Non
 
 
 def export_state(saved: Optional[IpuState], names: Sequence[str]) -> Tuple[Dict[str, torch.Tensor], Dict[str, Any]]:
-    """Return (tensors, plain values) of PopTorch's state for a checkpoint, keyed `parameter/poptorch:section:name`. PopART's
-    names stay as they are; an entry is with the parameter whose name it ends in, else with the first."""
+    """Return (tensors, plain values) of PopTorch's state for a checkpoint, with keys `parameter/poptorch:section:name`.
+
+    PopART's names are not translated. An entry belongs to the parameter whose name it ends with, else to the first one.
+    """
     if saved is None:
         return {}, {}
     longest = sorted(names, key=len, reverse=True)
@@ -143,9 +157,11 @@ def export_state(saved: Optional[IpuState], names: Sequence[str]) -> Tuple[Dict[
 
 
 def import_state(optimizer: torch.optim.Optimizer, ipu: IpuConfig) -> Optional[IpuState]:
-    """Return the state that a checkpoint put into the job's optimizer, and take it out of there; None where there is none. Raise
-    `BadInput` for the state of torch's own optimizers, which PopTorch does not read, and for velocities that this run's SGD
-    would misread."""
+    """Remove the state that a checkpoint put into the job's optimizer and return it; None if there is none.
+
+    Raise `BadInput` for the state of torch's own optimizers, which PopTorch cannot load, and for velocities that this run's SGD
+    would misread.
+    """
     tensors, scale = {}, None
     for state in optimizer.state.values():
         for entry, value in state.items():
@@ -159,7 +175,8 @@ def import_state(optimizer: torch.optim.Optimizer, ipu: IpuConfig) -> Optional[I
                 tensors[key.replace("|", "/")] = value
             elif section == SCALE:
                 scale = float(value)
-    optimizer.state.clear()  # PopTorch's entries mean nothing to it
+    # torch's optimizer cannot use PopTorch's entries
+    optimizer.state.clear()
     if not tensors:
         return None
     if list_kinds(optimizer) == ["sgd"]:
@@ -175,7 +192,7 @@ def import_state(optimizer: torch.optim.Optimizer, ipu: IpuConfig) -> Optional[I
 
 
 def count_state_bytes(tensors: Mapping[str, torch.Tensor], part: Partition) -> List[int]:
-    """Count the bytes of optimizer state by stage, from `export_state`'s tensors."""
+    """Count the bytes of optimizer state of each stage; `tensors`: the tensors of `export_state`."""
     sizes, stage_of = [0] * len(part), part.stage_of()
     for place, value in tensors.items():
         name = place.rpartition("/")[0]

@@ -1,4 +1,4 @@
-"""A run's poptorch.Options. PopTorch is imported by the functions alone.
+"""The poptorch.Options of a run. Only the functions import PopTorch.
 
 Source: PopTorch, branch sdk-release-3.4 (poptorch/python/options.py). Not run on hardware.
 """
@@ -13,25 +13,30 @@ from ipu_pipe.backends.ipu.placement import PIPELINED, Placement, get_execution
 from ipu_pipe.config.schema import Config
 from ipu_pipe.schedule.methods import Method
 
-RECOMPUTATION = {"none": 0, "standard": 1, "norm_only": 2, "pipeline": 3, "recompute_all": 4}  # popart's numbers
-TRAINING, INFERENCE = "training", "inference"  # names of the models, which are the folders of their profiles
+# popart's numbers
+RECOMPUTATION = {"none": 0, "standard": 1, "norm_only": 2, "pipeline": 3, "recompute_all": 4}
+# names of the models and of their profile folders
+TRAINING, INFERENCE = "training", "inference"
 
 
 def make_options(
     config: Config, method: Method, place: Placement, training: bool, seed: int, base: Optional[Any] = None,
     ipu_id: Optional[int] = None, accumulation: Optional[int] = None,
 ) -> Any:  # fmt: skip
-    """Return the poptorch.Options of a run's training or inference model. `base`: options to fill in, those of popdist, which has
-    set replicas and processes. `ipu_id`: of gc-info, None for any device. `accumulation`: microbatches of an update, None for the
-    config's."""
-    import poptorch  # only here
+    """Return the poptorch.Options of a run's training or inference model.
+
+    `base`: popdist's options, which have the replicas and processes already. `ipu_id`: an id of gc-info, None for any device.
+    `accumulation`: microbatches of an update, None for the config's.
+    """
+    import poptorch
     import torch
 
     ipu, execution = config.ipu, get_execution(method)
-    assert execution is not None, "a config with a method that no row says runs is refused"
+    assert execution is not None, "check_method refuses a method that PopTorch does not run"
     options = poptorch.Options() if base is None else base
     if base is None:
-        options.Distributed.disable()  # mpirun alone would make it one of several
+        # under mpirun PopTorch would take this process for one of several
+        options.Distributed.disable()
         options.replicationFactor(config.replicas)
         if ipu_id is not None:
             options.useIpuId(ipu_id)
@@ -39,7 +44,7 @@ def make_options(
     options.setExecutionStrategy(getattr(poptorch, execution)(*stages))
     is_pipeline = execution == PIPELINED
     is_split = is_pipeline and place.ipus > 1
-    # a pipeline recomputes unless told not to
+    # a pipeline recomputes by default
     mode = "standard" if ipu.recomputation == "auto" and config.recompute and not is_split else ipu.recomputation
     settings = {
         "autoRoundNumIPUs": ipu.auto_round_num_ipus,
@@ -65,7 +70,7 @@ def make_options(
     }
     popart = {"defaultPrefetchBufferingDepth": ipu.prefetch_buffering_depth}
     if ipu.convolution_dithering:
-        # with setPartialsType's own, which setConvolutionDithering would replace
+        # set the partials type again, because setConvolutionDithering would drop it
         popart["convolutionOptions"] = {"partialsType": ipu.partials, "enableConvDithering": "true"}
     if training:
         settings.update(_list_training_settings(ipu, accumulation or config.gradient_accumulation))
@@ -74,7 +79,7 @@ def make_options(
         period = [ipu.output_return_period] if ipu.output_mode == "every_n" else []
         options.outputMode(find_member(poptorch.OutputMode, ipu.output_mode), *period)
     else:
-        # an evaluation's call has as many microbatches as keep the stages busy, unless the config says otherwise
+        # by default a call of an evaluation has one microbatch per stage, which keeps all stages busy
         settings["deviceIterations"] = ipu.inference_device_iterations or (place.forward_stages if is_pipeline else 1)
         options.outputMode(poptorch.OutputMode.All)
     for name, value in settings.items():
@@ -116,7 +121,7 @@ def _share_memory(share: Any, ipus: int) -> Optional[Dict[str, float]]:
 
 
 def _make_engine_options(ipu: IpuConfig) -> Dict[str, str]:
-    """Return Poplar's engine options: merged, since setEngineOptions replaces the whole map."""
+    """Return Poplar's engine options in one map, because setEngineOptions replaces the whole map."""
     report, folder = {}, ipu.profile.directory
     if folder is not None:
         report = {"debug.allowOutOfMemory": "true", "autoReport.all": "true", "autoReport.directory": folder}

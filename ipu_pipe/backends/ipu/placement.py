@@ -1,10 +1,10 @@
-"""How PopTorch runs a method, the IPU of each stage, the pipeline that they make, and the replicas of this process.
+"""The placement of a run: PopTorch's execution mode of a method, the IPU of each stage, the replicas of this process.
 
     stages         0   1   2   3   4                 ipus: [0, 1, 1, 2, 3]
     IPUs           0 | 1   1 | 2 | 3                 F = 4 forward stages, 2F - 1 = 7 stages in training
 
-A pipeline of PopTorch's is filled, runs the microbatches of one update and is flushed: every pass reads the newest weights, and
-all orders of forwards and backwards in between come to the same. Blocks with losses of their own are one graph in it.
+A PopTorch pipeline fills, runs the microbatches of one update and flushes. Every pass reads the newest weights, so the order of
+forwards and backwards in between does not matter. Blocks with losses of their own are one graph.
 
 Sources: PopTorch, branch sdk-release-3.4 (popart_compiler/source/CompilerImpl.cpp), and PopART
 (willow/src/transforms/pipeline.cpp). Not run on hardware. No torch and no PopTorch is imported here.
@@ -20,9 +20,10 @@ from ipu_pipe.config.schema import Config
 from ipu_pipe.errors import BadInput
 from ipu_pipe.schedule.methods import Method, Pipeline, Reads, Structure
 
-SHARDED, PIPELINED = "ShardedExecution", "PipelinedExecution"  # PopTorch's classes; sharded: one stage at a time
+# PopTorch's classes; a sharded model runs one stage at a time
+SHARDED, PIPELINED = "ShardedExecution", "PipelinedExecution"
 
-# pipeline -> how PopTorch runs it, whether it is flushed before every update, whether its blocks have losses of their own
+# pipeline -> (PopTorch's class, whether it flushes before every update, whether its blocks have losses of their own)
 RUNS = {
     Pipeline.SEQUENTIAL: (SHARDED, True, False),
     Pipeline.FILL_DRAIN: (PIPELINED, True, False),
@@ -32,8 +33,10 @@ RUNS = {
 
 
 def get_execution(method: Method) -> Optional[str]:
-    """Return how PopTorch runs the method; None where no row says that it does. What a row does not state must be as in a plain
-    method, so that a new field of methods is refused where it says anything."""
+    """Return PopTorch's class for the method, None if PopTorch does not run it.
+
+    All other fields must have the values of a plain method, so that a new field of `Method` is refused until a row allows it.
+    """
     execution, flushes, in_blocks = RUNS.get(method.pipeline, (None, False, False))
     blocks = method.structure
     runs = Method(
@@ -44,19 +47,21 @@ def get_execution(method: Method) -> Optional[str]:
 
 
 def is_pipelined(method: Method) -> bool:
-    """Tell whether PopTorch runs the method as a pipeline. A method that it does not run is judged as one, so that its other
-    faults are told, too."""
+    """Tell whether PopTorch runs the method as a pipeline.
+
+    A method that PopTorch does not run counts as one, so that its other faults are listed too.
+    """
     return get_execution(method) != SHARDED
 
 
 class Placement(NamedTuple):
-    """Stage s on IPU `ipu_of[s]` of each replica."""
+    """The IPU of each stage: stage s is on IPU `ipu_of[s]` of each replica."""
 
     ipu_of: Tuple[int, ...]
 
     @property
     def runs(self) -> List[Tuple[int, List[int]]]:
-        """List (IPU, stages): neighbouring stages on one IPU are one of PopTorch's stages."""
+        """The runs of stages on one IPU, (IPU, stages); PopTorch counts each run as one stage."""
         runs: List[Tuple[int, List[int]]] = []
         for stage, ipu in enumerate(self.ipu_of):
             if runs and runs[-1][0] == ipu:
@@ -67,27 +72,26 @@ class Placement(NamedTuple):
 
     @property
     def forward_stages(self) -> int:
-        """Count F: how often the IPU changes in a forward, plus one."""
+        """The number of PopTorch's stages in a forward, F: one more than the changes of the IPU."""
         return len(self.runs)
 
     @property
     def ipus(self) -> int:
-        """Count the IPUs of one replica, idle ones below the highest included."""
+        """The IPUs of one replica, including idle ones below the highest."""
         return max(self.ipu_of) + 1
 
     @property
     def least_accumulation(self) -> int:
-        """Count the microbatches that an update of a pipeline needs: as many as it has stages in training, 2F - 1."""
+        """The fewest microbatches of an update: the number of stages in training, 2F - 1."""
         return 2 * self.forward_stages - 1
 
     def cycles(self, accumulation: int) -> int:
-        """Count the pipeline cycles of an update, fill and flush included: a cycle holds a forward and a backward of every
-        stage."""
+        """Return the pipeline cycles of an update with fill and flush; in a cycle every stage does a forward and a backward."""
         return accumulation + 2 * self.forward_stages - 2
 
 
 def place_stages(ipu: IpuConfig, stages: int) -> Placement:
-    """Stage s on IPU s, unless `ipus` says otherwise."""
+    """Place stage s on IPU s, unless `ipus` says otherwise."""
     return Placement(tuple(ipu.ipus) if ipu.ipus is not None else tuple(range(stages)))
 
 

@@ -1,4 +1,4 @@
-"""What a run on IPUs tells of itself: times of each call as events and counters, and PopVision's profile in numbers.
+"""The measurements of a run on IPUs: events and counters of each call, and the figures of PopVision's profile.
 
 call    |-- send --|-------- update k --------|-- recv --|      device 0 is all IPUs together, as the host sees them
 """
@@ -14,7 +14,8 @@ from ipu_pipe.backends.ipu.config import IpuConfig
 from ipu_pipe.backends.ipu.options import INFERENCE, TRAINING
 from ipu_pipe.trace.events import Counter, Event
 
-ALL, NO_STAGE = 0, -1  # device and stage of events of the whole pipeline
+# device and stage of events of the whole pipeline
+ALL, NO_STAGE = 0, -1
 GETTERS = {
     "host_to_ipu": "getHostIpuLatency", "compute": "getComputeLatency", "ipu_to_host": "getIpuHostLatency",
     "round_trip": "getLatency",
@@ -22,22 +23,24 @@ GETTERS = {
 
 
 class CallTimes:
-    """Events and counters of the calls that make one of `updates`, of all stages together or of one on its own
-    device."""
+    """The events and counters of calls that make one of `updates`: of all stages together, or of one stage and its device."""
 
     def __init__(self, updates: range, stage: int = NO_STAGE, device: int = ALL) -> None:
         self.events: List[Event] = []
         self.counters: List[Counter] = []
-        self.cycles: Optional[int] = None  # of the last call, of the first replica
-        self.latency: Dict[str, float] = {}  # seconds, means over the last call's microbatches, by PopTorch
+        # the cycles of the last call on the first replica
+        self.cycles: Optional[int] = None
+        # PopTorch's latencies in seconds, means over the microbatches of the last call
+        self.latency: Dict[str, float] = {}
         self._updates, self._stage, self._device = updates, stage, device
 
     def add_call(
         self, executor: Any, updates: range, start_ns: int, end_ns: int, samples: int, sent: int, received: int
     ) -> None:
-        """Add the events of one call that made `updates`, of so many samples, `sent` and `received` bytes."""
+        """Add the events of one call that made `updates` of `samples` samples; `sent` and `received` are bytes."""
         latencies = {name: _read_figure(getattr(executor, getter)) for name, getter in GETTERS.items()}
-        self.latency = {name: times[2] for name, times in latencies.items() if times is not None}  # (least, most, mean)
+        # the times are (least, most, mean)
+        self.latency = {name: times[2] for name, times in latencies.items() if times is not None}
         if executor.options._Popart.options.get("instrumentWithHardwareCycleCounter"):
             self.cycles = _read_figure(executor.cycleCount)
         if not any(update in self._updates for update in updates):
@@ -70,8 +73,8 @@ class CallTimes:
 
 
 def _read_figure(figure: Callable[[], Any]) -> Any:
-    """Return a figure of PopTorch's, or None: it asserts that its host's time stamps fit, and a run does not end for want of a
-    time. A lost device shows at the next call."""
+    """Return a figure of PopTorch, None if PopTorch raises: it asserts consistent time stamps, and a missing time must not end a
+    run. A lost device shows at the next call."""
     try:
         return figure()
     except Exception:
@@ -79,7 +82,7 @@ def _read_figure(figure: Callable[[], Any]) -> Any:
 
 
 def read_profiles(ipu: IpuConfig) -> Optional[Dict[str, Any]]:
-    """Read each model's profile.pop (training, inference) once its engine is gone; None where none was asked for."""
+    """Read the profile.pop of each model (training, inference) after its engine has ended; None if the config asks for none."""
     if ipu.profile.directory is None:
         return None
     if importlib.util.find_spec("pva") is None:
@@ -89,8 +92,10 @@ def read_profiles(ipu: IpuConfig) -> Optional[Dict[str, Any]]:
 
 
 def read_profile(path: Path) -> Dict[str, Any]:
-    """Read memory, cycles and exchange bytes by IPU from a profile.pop with libpva. Memory is the sum over an IPU's tiles; a
-    model fits where its fullest tile does. What the report does not hold is null."""
+    """Read memory, cycles and exchange bytes of each IPU from a profile.pop with libpva; missing values are null.
+
+    Memory is the sum over an IPU's tiles. A model fits if its fullest tile fits.
+    """
     import pva
 
     debug = path.parent.parent / "debug.cbor"

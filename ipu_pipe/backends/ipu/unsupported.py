@@ -1,7 +1,7 @@
-"""Check a config, a number of stages and a model for features that IPUs do not support, before anything compiles.
+"""Check a config, its stages and a model for features that IPUs do not support, before anything compiles.
 
 Each fault is a line `key: value: reason and remedy`. Sources: PopTorch, branch sdk-release-3.4 (poptorch/python/options.py,
-popart_compiler/source/Compiler.cpp), PopART. Not run on hardware. This file does not import torch, so that configs are read fast.
+popart_compiler/source/Compiler.cpp), PopART. Not run on hardware. This file does not import torch, so that configs load fast.
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ from ipu_pipe.text import list_some
 if TYPE_CHECKING:
     from ipu_pipe.backends.ipu.model_facts import ModelFacts
 
-MOST_IPUS = 64  # of one process
+# the most IPUs of one process
+MOST_IPUS = 64
 PRECISIONS = ("16.16", "16.32", "32.32", "float32")
 _MOMENTS = ("accum_type", "first_order_momentum_accum_type", "second_order_momentum_accum_type")
-# PopTorch's optimizers by our names: the tensors that may be float16
+# optimizer -> its tensors that PopTorch may hold in float16
 ACCUMULATORS = {"sgd": ("accum_type", "velocity_accum_type"), **dict.fromkeys(("adam", "adamw", "rmsprop"), _MOMENTS)}
 
 TILES = "needs tensor_locations.num_io_tiles, 32 or more"
 
 
 class Case(NamedTuple):
-    """An unsupported case: whether it `applies`, the config's `key` (`ipu.` stands for backend.ipu.), reason and remedy."""
+    """An unsupported case: whether it `applies`, the config's `key` (`ipu.` means backend.ipu.), reason and remedy."""
 
     applies: Any
     key: str
@@ -56,7 +57,7 @@ def list_faults(config: Config, cases: Iterable[Case]) -> List[str]:
 
 
 def check_method(method: Method) -> List[str]:
-    """Return why PopTorch cannot run the method, and which similar one it can."""
+    """Return the reason why PopTorch cannot run the method, with a similar method that it can run; empty if it can."""
     if get_execution(method) is not None:
         return []
     nearest = "gpipe or pipedream_flush"
@@ -67,7 +68,7 @@ def check_method(method: Method) -> List[str]:
         why = "a layer's weights would be on two IPUs, which PopART refuses in a pipeline"
         nearest = "local_greedy, local_chunked"
     elif method.order is not None:
-        why = "PopTorch has an order of passes of its own, without halves of a backward and overlapped pairs"
+        why = "PopTorch has its own order of passes, without split backwards and overlapped pairs"
         cell = find_split_or_overlapped(method.order.file) if method.order.file else None
         why += f" ({cell})" if cell is not None else ""
     else:
@@ -137,7 +138,7 @@ def _list_location_cases(config: Config) -> Iterator[Case]:
 
 
 def _list_block_cases(config: Config, method: Method) -> Iterator[Case]:
-    """Yield what does not fit blocks with losses of their own, in one graph (fused) or in a process each (decoupled)."""
+    """Yield the cases of blocks with losses of their own, in one graph (fused) or in a process each (decoupled)."""
     ipu, blocks = config.ipu, method.structure
     yield Case(blocks and config.clip, "clip.norm", f"PopTorch's norm is over all blocks of {method.name}: must be null")
     if ipu.local == "fused":
@@ -159,7 +160,7 @@ def _list_block_cases(config: Config, method: Method) -> Iterator[Case]:
 
 
 def check_placement(config: Config, method: Method, stages: int) -> List[str]:
-    """Return why that many stages cannot run on their IPUs; empty for other backends."""
+    """Return the reasons why `stages` stages cannot run on their IPUs; empty for other backends."""
     if config.backend.ipu is None:
         return []
     ipu = config.ipu
@@ -197,7 +198,7 @@ def _list_placement_cases(config: Config, method: Method, place: Placement) -> I
 def check_model(config: Config, method: Method, facts: ModelFacts, local_replicas: Optional[int] = None) -> List[str]:
     """Return why PopTorch cannot run the job, each reason with its remedy; empty if none is known.
 
-    `local_replicas`: those of this process, if poprun started several.
+    `local_replicas`: the replicas of this process, if poprun started several processes.
     """
     if local_replicas is not None:
         config = config.model_copy(update={"replicas": local_replicas})
@@ -237,7 +238,7 @@ def _list_model_cases(
 
 
 def _check_layout(facts: ModelFacts, place: Placement, method: Method) -> List[str]:
-    """Return which stages are not on the IPUs in order, and which weights would be on several."""
+    """Return the faults of stages that do not run in order, and of weights that would be on several IPUs."""
     faults = []
     if facts.empty:
         empty = ", ".join(map(str, facts.empty))
@@ -255,7 +256,7 @@ def _check_layout(facts: ModelFacts, place: Placement, method: Method) -> List[s
 
 
 def _check_forward(facts: ModelFacts, precision: str) -> List[str]:
-    """Return what of the forward PopTorch would compute differently, or refuse to compile."""
+    """Return the faults of a forward that PopTorch would compute differently or refuse to compile."""
     integers = [] if facts.input_type.is_floating_point else [f"inputs are {str(facts.input_type).replace('torch.', '')}"]
     # fmt: off
     whys = (
@@ -272,7 +273,7 @@ def _check_forward(facts: ModelFacts, precision: str) -> List[str]:
 
 
 def _check_optimizer(kind: str, groups: Sequence[Mapping[str, Any]], config: Config) -> List[str]:
-    """Return what PopTorch lacks of the optimizer in use, which may differ from the config's."""
+    """Return the faults of the optimizer in use, which may differ from the config's."""
     if kind not in ACCUMULATORS:
         return [f"optimizer: {kind}: unsupported: must be torch.optim's SGD, Adam, AdamW or RMSprop"]
     ipu, combined = config.ipu, config.ipu.use_combined_accum
@@ -286,8 +287,8 @@ def _check_optimizer(kind: str, groups: Sequence[Mapping[str, Any]], config: Con
         faults.append(f"optimizer.{key}: true: PopTorch does not have it: must be false")
     if "dampening" in chosen:
         faults.append("optimizer.dampening: PopART's velocity starts at zero, PyTorch's at the first gradient: must be 0")
-    # PopART's Nesterov step takes the accumulator as it is (compoundscalarhelper.cpp: NesterovDampeningScaleFactor times
-    # DampeningScaleFactor is 1 / loss scale, whatever the mean's divisor): it is the mean only where that is kept running.
+    # PopART's Nesterov step uses the accumulator without dividing it by the number of microbatches (compoundscalarhelper.cpp:
+    # NesterovDampeningScaleFactor times DampeningScaleFactor is 1 / loss scale). It is the mean only with a running mean.
     accumulates = config.gradient_accumulation * config.replicas > 1 or ipu.local == "decoupled"
     running = ipu.mean_reduction_strategy == "running" or ipu.accum_type == "float16"
     if "nesterov" in chosen and (combined or (accumulates and not running)):

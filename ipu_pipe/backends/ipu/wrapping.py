@@ -1,11 +1,11 @@
 """A job's model and loss in the form that PopTorch compiles.
 
-    forward(x, y)   body(x) -> outputs -> losses, all inside, so that the whole is one graph
+    forward(x, y)   body(x) -> outputs -> losses, all in one graph
                     -> final loss, loss of each block (P,), right and counted labels of each block (P, 2)
     forward(x)      -> outputs, for evaluation
 
-Blocks with losses of their own (local-parallel training) in one graph: their boundaries are detached and their losses summed,
-so that each block's gradient is its own loss's alone. A loss is computed where its block is, before the next one begins:
+Blocks with losses of their own (local-parallel training) form one graph. Their boundaries are detached and their losses summed,
+so each block's gradient comes from its own loss only. A loss is computed on its block's IPU, before the next block begins:
 
     IPU 0: block 0, head 0, loss 0 | IPU 1: block 1, head 1, loss 1 | IPU 2: block 2, loss 2, sum
 """
@@ -41,25 +41,27 @@ class Whole(nn.Module):
         self.model = copy.deepcopy(model)
 
     def walk(self, x: torch.Tensor) -> Iterator[Tuple[Any, Any]]:
-        """Yield the model's output, and nothing to hand on."""
+        """Yield the model's output, and None for the activations."""
         yield self.model(x), None
 
 
 class LocalBlocks(nn.Module):
-    """Copies of a model's blocks with losses of their own, in one graph: all of them, or some from number `first` on."""
+    """Copies of a model's blocks with losses of their own, in one graph: all blocks, or some from number `first` on."""
 
     def __init__(self, model: nn.Module, heads: nn.ModuleDict, cut: Sequence[Piece], first: int = 0) -> None:
         super().__init__()
         self.model, self.heads = model, heads
-        # no children: their modules are the model's
+        # a tuple, so that they are not children: their modules belong to the model
         self._pieces = tuple(piece.on(model) for piece in cut)
         self._first = first
         last = len(cut) - 1
         self.losses = sum(i == last or str(first + i) in heads for i in range(len(cut)))
 
     def walk(self, x: torch.Tensor) -> Iterator[Tuple[Any, Any]]:
-        """Yield (outputs, activations handed on without a gradient) of each block that has a loss, the model's own last; asking
-        for the next one runs it."""
+        """Yield (outputs, detached activations for the next block) of each block that has a loss, the whole model's last.
+
+        A block runs when its item is taken.
+        """
         value: Any = x
         for index, piece in enumerate(self._pieces, self._first):
             piece.training = self.training
@@ -73,7 +75,7 @@ class LocalBlocks(nn.Module):
 
 
 def copy_piece(piece: Piece) -> nn.Module:
-    """Return a module that holds copies of one piece's modules and weights, and no others, under the model's names."""
+    """Return a module with copies of one piece's modules and weights under the model's names, and nothing else."""
     root, memo = nn.Module(), {}  # type: ignore[var-annotated]
     for name, link in zip(piece.names, piece.links):
         owner, _, last = name.rpartition(".")
@@ -86,7 +88,7 @@ def copy_piece(piece: Piece) -> nn.Module:
 
 
 def _make_path(root: nn.Module, path: str) -> nn.Module:
-    """Return the module at `path`, made where there is none."""
+    """Return the module at `path`; make it if it does not exist."""
     for part in filter(None, path.split(".")):
         root._modules.setdefault(part, nn.Module())
         root = root._modules[part]  # type: ignore[assignment]
@@ -94,8 +96,11 @@ def _make_path(root: nn.Module, path: str) -> nn.Module:
 
 
 class Wrapped(nn.Module):
-    """What PopTorch compiles. `narrow`: outputs are half precision; losses are taken in float32. `overlap`: of the input with
-    computing, PopTorch's name of the mode. `hands_on`: gives the activations for the next block, too."""
+    """The module that PopTorch compiles.
+
+    `narrow`: outputs are in half precision, and losses are computed in float32. `overlap`: PopTorch's mode of overlapping input
+    with compute. `hands_on`: the outputs include the activations for the next block.
+    """
 
     def __init__(
         self, body: Any, loss: Loss, narrow: bool = False, overlap: Optional[str] = None, hands_on: bool = False

@@ -1,4 +1,4 @@
-"""What all ranks hold or measure, put together: checkpoints, the test set, reports, and the weights of the user's own model."""
+"""Collect from all ranks: checkpoints, evaluations, reports, gradients for callbacks, and the weights of the user's model."""
 
 from __future__ import annotations
 
@@ -30,15 +30,18 @@ from ipu_pipe.model.restoring import modes_restored
 from ipu_pipe.trace.events import Trace, concatenate_counters, concatenate_events
 from ipu_pipe.update import optimizer
 
-DIMENSIONS = 8  # of an activation in an evaluation, at most
-EVALUATED = "ipu_pipe/evaluated"  # key of the store: batches that any stage has evaluated
+# the most dimensions of an activation in an evaluation
+DIMENSIONS = 8
+# key of the store: the number of batches that all stages together have evaluated
+EVALUATED = "ipu_pipe/evaluated"
 
 Value = TypeVar("Value")
 
 
 def gather(mail: Mail, value: Value) -> Optional[List[Value]]:
     """Return every rank's value on rank 0, else None."""
-    mail.all_gather(torch.zeros(1))  # all are waited for first, within the deadline
+    # wait for all ranks first, because this wait has the deadline
+    mail.all_gather(torch.zeros(1))
     values: Any = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     with detect_lost_rank(limit=mail.limit):
         dist.gather_object(value, values, dst=0)
@@ -49,7 +52,7 @@ def gather(mail: Mail, value: Value) -> Optional[List[Value]]:
 
 
 def export_stages(job: Job, models: Sequence[StageModel], names: Dict[nn.Parameter, str]) -> CheckpointState:
-    """Return a rank's part of a checkpoint, on the host. `names`: of all parameters that the optimizer trains."""
+    """Return a rank's part of a checkpoint, on the host. `names`: parameter -> name, for all parameters of the optimizer."""
     parameters: List[torch.Tensor] = []
     for model in models:
         parameters += [*model.piece.tensors(), *(model.head.parameters() if model.head is not None else ())]
@@ -67,7 +70,7 @@ def export_stages(job: Job, models: Sequence[StageModel], names: Dict[nn.Paramet
 
 
 def merge_ranks(job: Job, ranks: Sequence[CheckpointState]) -> CheckpointState:
-    """Return the state of the unsplit model from those of one replica's ranks."""
+    """Merge the states of one replica's ranks into the state of the unsplit model."""
     merged = CheckpointState({}, {}, {})
     for stage in ranks:
         for into, part in zip(merged, stage):
@@ -79,7 +82,7 @@ def merge_ranks(job: Job, ranks: Sequence[CheckpointState]) -> CheckpointState:
 
 
 def export_rest(job: Job, cut: Sequence[Piece]) -> Dict[str, torch.Tensor]:
-    """Return the part of the model's state that no stage holds, as it was; `cut`: the pieces of all stages."""
+    """Return the part of the model's state that no stage uses; `cut`: the pieces of all stages."""
     in_pieces = {name for piece in cut for name in piece.state()}
     with job.numbers.whole():
         whole = job.model.state_dict()
@@ -100,8 +103,11 @@ def broadcast_weights(
     placement: Sequence[int],
     freed: Optional[Sequence[torch.Tensor]] = None,
 ) -> None:
-    """Copy what the stages of the first replica hold into every rank's model; `holders`: from `find_holders`; `placement`: the
-    device, and rank, of each stage; `freed`: the tensors to copy into, all if None."""
+    """Copy the tensors of the first replica's stages into every rank's model.
+
+    `holders`: the result of `find_holders`; `placement`: the device, which is the rank, of each stage; `freed`: the tensors to
+    copy into, all if None.
+    """
     mail.all_gather(torch.zeros(1))
     taken = None if freed is None else {id(tensor) for tensor in freed}
     for stage in sorted({*holders.values()}):
@@ -136,7 +142,7 @@ def free_other_stages(job: Job, models: Sequence[StageModel], cut: Sequence[Piec
 
 
 def free(tensors: Iterable[torch.Tensor]) -> List[torch.Tensor]:
-    """Free the memory of tensors and return them: their shapes stay, their values are not a number."""
+    """Free the memory of tensors and return them: they keep their shapes, their values become NaN."""
     freed = list(tensors)
     for tensor in freed:
         nothing = float("nan") if tensor.is_floating_point() else 0
@@ -146,7 +152,7 @@ def free(tensors: Iterable[torch.Tensor]) -> List[torch.Tensor]:
 
 @contextlib.contextmanager
 def zero_freed(freed: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Make freed tensors zero for a forward of the whole model: it may refuse what is not a number, and what is not dense."""
+    """Make freed tensors dense zeros inside the context, for a forward of the whole model, which may refuse NaN."""
     data = [tensor.data for tensor in freed]
     try:
         for tensor in freed:
@@ -161,17 +167,18 @@ def zero_freed(freed: Sequence[torch.Tensor]) -> Iterator[None]:
 
 
 class GradientCollection:
-    """Sends the gradients of updates from the first replica's stages to rank 0, for callbacks; other replicas have the same."""
+    """Send the gradients of updates from the first replica's stages to rank 0, for callbacks; other replicas have equal ones."""
 
     def __init__(self, job: Job, mail: Mail, layout: RankLayout) -> None:
         self._mail, self._layout = mail, layout
         named = {s: job.list_trained(s) for s in range(layout.stages)}
         self._names = {s: list(parameters) for s, parameters in named.items() if parameters}
         self._parameters = {s: list(parameters.values()) for s, parameters in named.items() if parameters}
-        self._noted: Dict[Tuple[int, int], List[torch.Tensor]] = {}  # by update and stage
+        # (update, stage) -> which parameters have a gradient, and the bytes of all gradients
+        self._noted: Dict[Tuple[int, int], List[torch.Tensor]] = {}
 
     def note(self, k: int, stages: Sequence[int]) -> None:
-        """Copy the gradients of update k of these stages: which parameters have one, and the bytes of all."""
+        """Copy the gradients of update k of these stages."""
         for s in stages:
             if s in self._parameters and s in self._layout.held and self._layout.replica == 0:
                 gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters[s]]
@@ -186,13 +193,13 @@ class GradientCollection:
                 self._mail.expect([(Message(OBSERVED, k, s, 0), tuple(Shape((n,), torch.uint8, False) for n in sizes))])
 
     def send(self, k: int) -> None:
-        """Send what is noted of update k."""
+        """Send the copied gradients of update k to rank 0."""
         for s in self._parameters if self._layout.rank else ():
             if (k, s) in self._noted:
                 self._mail.send(Message(OBSERVED, k, s, 0), self._noted.pop((k, s)))
 
     def collect(self, k: int) -> Dict[str, torch.Tensor]:
-        """Return on rank 0 the gradients of update k by the names of their parameters, elsewhere nothing."""
+        """Return the gradients of update k by parameter name on rank 0, an empty dict on other ranks."""
         gradients: Dict[str, torch.Tensor] = {}
         for s, parameters in self._parameters.items() if self._layout.rank == 0 else ():
             noted = self._noted.pop((k, s), None)
@@ -208,8 +215,10 @@ class GradientCollection:
 
 
 class Evaluation:
-    """Evaluates the test set through the first replica's stages, forwards only; other replicas wait. The stages `with_loss` have
-    a tally each. `freed`: tensors of the other stages."""
+    """Evaluate the test set with forwards of the first replica's stages; other replicas wait.
+
+    `with_loss`: the stages that sum up losses and metrics; `freed`: the freed tensors of the other ranks' stages.
+    """
 
     def __init__(self, job: Job, interpreter: Interpreter, with_loss: List[int], freed: List[torch.Tensor]) -> None:
         self._job, self._interpreter, self._with_loss, self._freed = job, interpreter, with_loss, freed
@@ -217,11 +226,11 @@ class Evaluation:
         self._layout, self._count = interpreter.layout, 0
 
     def __call__(self, split: str = "test") -> List[EvaluationResult]:
-        """Return loss and metrics of each stage with a loss, the same on every rank, of the weights that are loaded."""
+        """Return loss and metrics of each stage with a loss for the loaded weights, the same on every rank."""
         layout = self._layout
-        # finish the training's messages, so that waiting for them is not recorded within the evaluation
+        # finish the messages of training: waiting for them must not count as evaluation
         self._mail.flush()
-        # of each stage the sums of a tally, and last the checksum of the test set that the rank has read
+        # a row per stage: the sums of its tally, and the checksum of the test set that the rank has read
         sums = torch.zeros(layout.stages, len(Tally.of(self._job).sums) + 1, dtype=torch.float64)
         modules = [m for model in self._models for m in (model.piece, model.head) if m is not None]
         with torch.no_grad(), modes_restored(*modules):
@@ -232,11 +241,11 @@ class Evaluation:
         if layout.replicas > 1:
             self._count += 1
             wait_for_first_replica(layout, self._mail, self._count)
-        # free the activations of the test set
+        # complete the sends, which frees the activations of the test set
         self._mail.flush()
         of_ranks = self._mail.all_gather(sums)
         by_stage = [of_ranks[device][stage] for stage, device in enumerate(layout.placement)]
-        # stages between them use shapes alone
+        # stages without data and labels read the test set for shapes alone
         if len({float(by_stage[stage][-1]) for stage in (0, *self._with_loss)}) > 1:
             raise RunFault(f"data: {self._job.data_name}: evaluation: the ranks read different test sets: {DRAW_ALIKE}")
         return [evaluate_sums(self._job.metrics, by_stage[stage][:-1]) for stage in self._with_loss]
@@ -263,7 +272,7 @@ class Evaluation:
         return sums
 
     def _run(self, model: StageModel, batch: int, x: Any, crossings: Sequence[Crossing]) -> Any:
-        """Return the output of a stage on a batch of the test set, after handing it on."""
+        """Send the output of a stage on a batch of the test set to the next stage, and return it."""
         value, s = x, model.stage
         if not model.is_first:
             shapes = enumerate(crossings[s - 1].tensors)
@@ -289,7 +298,7 @@ class Evaluation:
 
 
 def wait_for_first_replica(layout: RankLayout, mail: Mail, number: int) -> None:
-    """Wait until the first replica is done with evaluation `number`: as long as it makes progress. Raise `LostRank`."""
+    """Wait for the first replica's evaluation `number`. Raise `LostRank` if it makes no progress within the deadline."""
     store, done = dist.distributed_c10d._get_default_store(), f"ipu_pipe/evaluation-{number}/done"
     progress, since, limit = -1, time.monotonic(), mail.limit.total_seconds()
     with detect_lost_rank(range(layout.devices), mail.limit):
@@ -310,9 +319,12 @@ def wait_for_first_replica(layout: RankLayout, mail: Mail, number: int) -> None:
 
 
 class RankReport(NamedTuple):
-    """What one rank measured: bytes of optimizer state by stage, greatest bytes of weight versions besides the newest by stage,
-    bytes and messages sent by source and target stage, the same of shared layers' gradients, how it spent its time, the greatest
-    bytes held, what it recorded."""
+    """The measurements of one rank.
+
+    `optimizer_bytes`: stage -> bytes of optimizer state. `version_bytes`: stage -> peak bytes of weight versions besides the
+    newest. `sent`: (source stage, target stage) -> (bytes, messages); `sent_shared`: the same for gradients of shared layers.
+    `peaks`: category -> peak bytes. `trace`: the recorded events, None without a file.
+    """
 
     optimizer_bytes: Dict[int, int]
     version_bytes: Dict[int, int]
@@ -324,13 +336,13 @@ class RankReport(NamedTuple):
 
 
 def report_rank(job: Job, interpreter: Interpreter, trace: Optional[Trace]) -> RankReport:
-    """Return this rank's report; `trace`: what it recorded, by rank 0's clock."""
+    """Return this rank's report; `trace`: its recorded events, by rank 0's clock."""
     recorder, stages = interpreter.recorder, interpreter.stages
     replicas, count = interpreter.independent, interpreter.layout.stages
     others = [state for of_stage in replicas.values() for state in of_stage.list_other_states()]
     by_stage, masters = optimizer.count_state_bytes(job.optimizer, count, others), job.count_master_bytes()
     optimizer_bytes = {s: by_stage[s] + masters[s] for s in stages}
-    # where local blocks overlap, a layer of the stage before is here, too
+    # overlapping local blocks have a layer of the previous stage here too
     total = sum(by_stage) + interpreter.memory.master_bytes
     optimizer_bytes[min(stages)] += total - sum(optimizer_bytes.values())
     return RankReport(
@@ -345,7 +357,7 @@ def report_rank(job: Job, interpreter: Interpreter, trace: Optional[Trace]) -> R
 
 
 def merge_reports(ranks: Sequence[RankReport], layout: RankLayout, microbatches: int) -> Report:
-    """Return the report of a run: by stage that of the first replica; events, times and memory of all ranks."""
+    """Merge the ranks' reports: values by stage come from the first replica; events, times and memory from all ranks."""
     first = ranks[: layout.devices]
     traces = [rank.trace for rank in ranks if rank.trace is not None]
     return Report(

@@ -1,13 +1,13 @@
-"""GPUs that talk to each other by nccl: a process group for each link, in the place of tags, which nccl lacks.
+"""Messages between GPUs by nccl: a process group for each link, because nccl has no tags.
 
-A group's first message holds both its ranks up until the other one is there too. Ranks whose first messages are on different
-groups would wait for each other without end, so all groups are used once, in the same order everywhere, before anything else.
+The first message of a group makes both its ranks wait for each other. Ranks whose first messages use different groups would
+deadlock, so every rank uses all its groups once, in the same order, before anything else.
 
-A receive of nccl occupies the GPU until its message comes, and what waits for an idle GPU waits as long: loading a kernel that
-was not used before, above all. So a rank runs everything once before it posts its first receive (`rehearse`), and posts none
-that only comes after the pipeline has been empty: an evaluation lies between.
+A posted nccl receive occupies the GPU until its message arrives. Loading a kernel at its first use waits for an idle GPU, so it
+would wait for that message. Therefore a rank runs everything once before it posts its first receive (`rehearse`), and posts no
+receive for a message that comes only after the pipeline has been empty, because an evaluation may run there.
 
-(Tested over gloo, with a double whose groups do the same. No machine with two GPUs has run it.)
+(Tested over gloo with a double whose groups behave so. No machine with two GPUs has run it.)
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from ipu_pipe.update.apply import UpdateRules
 
 
 def list_links(stages: int, method: Method, tied: Sequence[StageLink] = ()) -> List[StageLink]:
-    """Return who sends what to whom, from stage 0 on: the order in which every rank uses its channels first.
+    """Return the links from stage 0 on, in the order in which every rank uses its channels first.
 
-    `tied`: links between stages that use one weight, which come last.
+    `tied`: the links of tied weights, which come last.
     """
     links: List[StageLink] = []
     for s in range(stages - 1):
@@ -55,11 +55,11 @@ def list_links(stages: int, method: Method, tied: Sequence[StageLink] = ()) -> L
 
 
 def make_channels(job: Job, layout: RankLayout, tied: Sequence[StageLink]) -> Optional[Dict[Link, Any]]:
-    """Return a group for each link, and one for the gradients of the rank's replicas (`REPLICAS`), if every rank has a GPU of its
-    own and nccl is there, else None: a GPU's tensors then go through the host's memory.
+    """Return a group for each link and one for the rank's replicas (`REPLICAS`), None if tensors go through the host's memory.
 
-    Without tags a file of rows, which may have microbatches in another order on each side, goes through the host, too. The
-    deadline of mail ends a wait, and not the groups' timeout: a receive may be posted long before its message.
+    They do if a rank has no GPU of its own, if nccl is missing, or if a file of rows gives the order: both sides may then have
+    another order of microbatches, which needs tags. The groups' timeout is a day, because a receive may be posted long before its
+    message; the mail's deadline limits a wait.
     """
     if job.device.type != "cuda" or not _has_each_a_gpu() or (job.method.order is not None and job.method.order.file):
         return None
@@ -92,13 +92,14 @@ def touch_channels(
     channels: Mapping[Link, Any], links: Sequence[StageLink], layout: RankLayout, device: torch.device,
     limit: datetime.timedelta,
 ) -> None:  # fmt: skip
-    """Use each of this rank's channels once, in the order of `links`, which all ranks share; last that of its replicas."""
+    """Use each of this rank's channels once, in the order of `links` (the same on all ranks), and its replicas' group last."""
     for link in links:
         source, target = map(layout.rank_of, link[:2])
         if source != target and layout.rank in (source, target):
             exchange, other = (dist.isend, target) if layout.rank == source else (dist.irecv, source)
             value = torch.zeros(1, device=device)
-            with detect_lost_rank([other], limit):  # nccl waits for the other rank's first use without a limit
+            # nccl waits for the other rank's first use without a limit
+            with detect_lost_rank([other], limit):
                 work = answer_within(
                     limit.total_seconds(), lambda: exchange(value, other, channels[link])  # noqa: B023
                 )

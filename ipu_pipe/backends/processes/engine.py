@@ -44,7 +44,7 @@ from ipu_pipe.update.rules import select_rules
 
 
 class ProcessEngine(Engine):
-    """This rank's stages, and what all ranks do together."""
+    """The engine of a rank: it runs the rank's stages and joins the other ranks for results, evaluations and checkpoints."""
 
     def __init__(self, job: Job, first_update: int) -> None:
         super().__init__(job)
@@ -52,9 +52,10 @@ class ProcessEngine(Engine):
         self._layout = layout = RankLayout(dist.get_rank(), job.placement, config.replicas)
         self.is_main = layout.rank == 0
         self._first_update, self._aligned, self._steps = first_update, first_update, 0
-        # the next update before which the pipeline is empty; updates that the first stage may be ahead of the last
+        # the update before which the pipeline is empty next, and the updates that the first stage may be ahead of the last
         self._drained_at, self._ahead = 0, job.count_ahead()
-        groups: List[Any] = []  # of each device, its ranks in all replicas
+        # device -> the group of its ranks in all replicas
+        groups: List[Any] = []
         if layout.replicas > 1:
             ranks = [range(d, dist.get_world_size(), layout.devices) for d in range(layout.devices)]
             groups = [make_group(ranks_of, config.backend.deadline) for ranks_of in ranks]
@@ -66,14 +67,14 @@ class ProcessEngine(Engine):
         stream = trace.StreamClock() if job.device.type == "cuda" else None
         self._recorder = trace.TraceRecorder(layout.rank, first.stage, job.traced, stream)
         channels = make_channels(job, layout, first.ties.links)
-        replicas: List[ReplicaGroup] = []  # by stage
+        replicas: List[ReplicaGroup] = []
         if groups:
             on_device, is_fast = (channels or {}).get(REPLICAS), config.reduction == "fast"
             replicas = [ReplicaGroup(groups[device], on_device, is_fast) for device in layout.placement]
         # a file of rows may receive a message after any number of later ones
         in_flight = job.schedule.microbatches
         if job.method.pipeline is not Pipeline.ROWS:
-            # blocks with losses of their own wait for no gradient, which would tell that a message is through
+            # with local losses no gradient comes back, so only the limit on sends tells that a message has arrived
             is_local = job.method.structure is not None
             in_flight = 8 * (layout.stages + 1) if is_local else int(job.schedule.max_in_flight().max())
         self._mail = Mail(layout, job.device, self._recorder, config.backend.deadline, None, channels, in_flight)
@@ -89,7 +90,7 @@ class ProcessEngine(Engine):
         )
         interpreter, recorder = self._interpreter, self._recorder
         self._doing = layout.rank, lambda: recorder.stage, lambda: interpreter.doing, lambda: interpreter.place
-        # of a model that the caller holds
+        # for a model that the caller uses after training
         self._has_whole_model = False
         self._holders = collect.find_holders(job.model, cut) if job.numbers.is_given or job.wants_model else {}
         self._observed: Optional[collect.GradientCollection] = None
@@ -102,13 +103,13 @@ class ProcessEngine(Engine):
             job.data_name, groups[layout.placement[0]] if groups else None,
         )  # fmt: skip
         self._evaluation = collect.Evaluation(job, self._interpreter, self._results.with_loss, freed)
-        # otherwise an optimizer's first step would import it, within the measured time
+        # import now: an optimizer's first step would import it within the measured time
         importlib.import_module("torch._dynamo")
         with detect_lost_rank(limit=self._mail.limit):
             trace.open_file(job, layout.rank, self._recorder, first_update, trace.compare_clocks())
 
     def _split_backwards(self, stages: Dict[int, Stage]) -> None:
-        """Find out, on every rank at once, which stages' backwards can be split, and say on rank 0 which cannot."""
+        """Find the stages whose backward can be split and warn of the others. All ranks must call this at once."""
         is_whole = torch.zeros(self._layout.stages, dtype=torch.int64)
         for s, stage in stages.items():
             is_whole[s] = not stage.rehearse_split(self.job.example)
@@ -123,7 +124,7 @@ class ProcessEngine(Engine):
     def step(self, k: int, read: bool = True) -> List[StepResult]:
         interpreter, early, is_first = self._interpreter, self._early, 0 in self._layout.held
         with name_faults(*self._doing):
-            # the first stage goes on until nothing that it can send is missing for update k
+            # the first stage runs ahead until it has sent everything that update k of the last stage needs
             last = k + 1
             if is_first:
                 if k >= self._drained_at:
@@ -206,18 +207,18 @@ class ProcessEngine(Engine):
 
     @contextlib.contextmanager
     def _drained(self, kind: str, doing: str) -> Iterator[None]:
-        """Record what runs inside, while the pipeline is empty, as one event, and compare the clocks after it."""
+        """Record the context, in which the pipeline is empty, as one event `kind`, and compare the clocks after it."""
         self._interpreter.doing = doing
         start = self._recorder.mark()
         with name_faults(*self._doing):
             yield
-            # flush before the checkpoint is written, so that a run killed later has lost no event before it
+            # flush before the checkpoint is written: a run that is killed later has all events before the checkpoint
             self._recorder.flush()
             self._align_clocks()
         self._recorder.add(kind, -1, start, version=self._interpreter.update)
 
     def _align_clocks(self) -> None:
-        """Compare the clocks, if something was recorded since the last time."""
+        """Compare the clocks if events were recorded since the last comparison."""
         traced, done = self.job.traced, self._interpreter.update + 1
         if max(traced.start, self._aligned) < min(traced.stop, done):
             with detect_lost_rank(limit=self._mail.limit):
@@ -274,20 +275,23 @@ def cut_stages(job: Job, layout: RankLayout, first: int) -> Tuple[List[StageMode
 
 
 class Microbatches:
-    """The microbatches of a rank from `first` on, each read once, in order: the first stage takes its inputs, and later a stage
-    with a loss its labels."""
+    """The microbatches of a rank from `first` on, each read from the data once and in order.
+
+    Several stages of the rank may take a microbatch: the first stage takes its inputs, stages with a loss take its labels.
+    """
 
     def __init__(self, job: Job, layout: RankLayout, first: int) -> None:
         self._job, self._replica, self._next = job, layout.replica, first
         # replicas with weights of their own take turns in one row
         self._turns = job.width if job.method.rounds is not None else None
         self._readers = len({0, *_list_stages_with_loss(job)} & {*layout.held})
-        self._kept: Dict[int, Tuple[int, Any, int]] = {}  # reads to come, the batch and its checksum, by microbatch
+        # microbatch -> (number of stages that will still take it, batch, checksum)
+        self._kept: Dict[int, Tuple[int, Any, int]] = {}
 
     def read(self, checksums: Dict[int, int], m: int) -> Tuple[Any, Any]:
-        """Return inputs and labels of microbatch m, and note its checksum."""
+        """Return inputs and labels of microbatch m, and add its checksum to `checksums`."""
         job = self._job
-        # a file of rows may ask for a later one first
+        # a file of rows may ask for a later microbatch first
         while self._next <= m:
             self._kept[self._next] = self._read(self._next)
             self._next += 1
@@ -316,11 +320,10 @@ def _list_stages_with_loss(job: Job) -> List[int]:
 def name_faults(
     rank: int, stage: Callable[[], int], action: Callable[[], str], doing: Callable[[], str]
 ) -> Iterator[None]:
-    """Add rank, stage and action to faults: raise `RunFault` for a lost rank, and let the user's own exceptions pass as they
-    are.
+    """Add rank, stage and action to faults: raise `RunFault` for a lost rank, and annotate the user's own exceptions.
 
-    `stage`: the one that acts now; `action`: the letter and number of the current action; `doing`: the same in words, with the
-    update.
+    `stage`: returns the current stage; `action`: the letter and number of the current action; `doing`: the action in words,
+    with the update.
     """
     try:
         yield
@@ -334,7 +337,7 @@ def name_faults(
 
 
 def make(job: Job, first_update: int) -> ProcessEngine:
-    """Return this rank's engine, which goes on with update `first_update`."""
+    """Return this rank's engine, which continues with update `first_update`."""
     refuse_poptorch_state(job.optimizer)
     layout = RankLayout(dist.get_rank(), job.placement, job.config.replicas)
     with name_faults(layout.rank, lambda: layout.held[0], lambda: "start", lambda: f"start before update {first_update}"):
@@ -342,19 +345,19 @@ def make(job: Job, first_update: int) -> ProcessEngine:
 
 
 def list_faults(job: Job) -> List[str]:
-    """Return why processes cannot train a job: it is not a pipeline's schedule, or they would not be exact."""
+    """Return the reasons why processes cannot train a job: the method has no pipeline, or the result would not be exact."""
     method = job.method
     if method.history is not None:
-        why = "draws what it reads, whatever a pipeline does"
-        return [f"method: {method.name}: {why}, which processes do not carry out: use backend.name: emulator"]
+        why = "draws the weight versions at random, which no pipeline of processes does"
+        return [f"method: {method.name}: {why}: use backend.name: emulator"]
     faults = list_exactness_faults(job)
     tied = list(job.part.list_tied(job.model))
     # a rule corrects weights by state that only the owning stage has
     if tied:
         rules = [rule.key for rule, _ in select_rules(job.config.method_settings(), method) if rule.read is not None]
         faults += [
-            f"method_args.{key}: corrects {list_some(tied)}, which several stages use, by what one of them"
-            " keeps: use backend.name: emulator, or untie them"
+            f"method_args.{key}: corrects {list_some(tied)}, which several stages use, with state that only one of them"
+            " has: use backend.name: emulator, or untie them"
             for key in rules
         ]
     return faults

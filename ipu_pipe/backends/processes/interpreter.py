@@ -2,16 +2,16 @@
 
     F  Stage.forward     R  Stage.recompute     B, I  Stage.backward     W  Stage.add_weight_gradients     U  Interpreter._update
 
-The row is that of the rank's stages together, slot by slot:
+A rank's row joins the rows of its stages, slot by slot:
 
     slot      0   1   2   3   4   5   6   7   8            pipedream, 4 stages on 2 devices
     stage 0   F0  F1  F2  F3  .   .   .   B0  F4
     stage 1   .   F0  F1  F2  .   .   B0  F3  B1
     rank 0    F0  F1 F0' F2 F1' F3 F2'  B0'  B0 F3'  F4 B1'    (': of stage 1)
 
-Before some actions of a kind begin, the mail is told the messages that they need. F(m) of stage s sends to s + 1 when done,
-B(m) or I(m) to s - 1. Every wait is for an action of an earlier slot, which the schedule was proved to have, so ranks cannot wait
-in a circle.
+Before a batch of actions begins, the interpreter announces to the mail the messages that they need. At its end F(m) of stage s
+sends to s + 1, and B(m) or I(m) to s - 1. Every wait is for an action of an earlier slot (the schedule's check proves it), so
+ranks cannot wait in a circle.
 """
 
 from __future__ import annotations
@@ -61,13 +61,15 @@ from ipu_pipe.model.cutting import Shape
 from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.versions import recompute_slots
 
-CHUNK = 512  # microbatches of which a kind of actions is spelled out at a time
-ORDER = (FORWARD, RECOMPUTE, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, UPDATE)  # within a slot
+# the number of microbatches whose actions are listed at a time
+CHUNK = 512
+# the order of actions within a slot
+ORDER = (FORWARD, RECOMPUTE, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, UPDATE)
 HALVES = (INPUT_GRADIENT, WEIGHT_GRADIENT)
 
 
 class RowAction(NamedTuple):
-    """One action of a row: its slot and its place there (`ORDER`), its stage, the number of its microbatch or update."""
+    """One action of a row: its slot, its place in the slot (`ORDER`), its stage, the number of its microbatch or update."""
 
     slot: int
     order: int
@@ -76,10 +78,11 @@ class RowAction(NamedTuple):
 
 
 def spell_kind(work: Work, kind: str, stage: int, together: Sequence[int]) -> Iterator[List[RowAction]]:
-    """Yield a stage's actions of one kind, of some batches at a time, in the order of their slots.
+    """Yield a stage's actions of one kind in the order of their slots, some batches at a time.
 
-    Input gradients include the whole backwards among split ones, which need and send the same messages. `together`: the stages
-    with which it is updated, in the slot of the last one: if there are others, the method flushes, and no pass comes before.
+    Input gradients include the whole backwards of a schedule that mixes whole and split ones: they need and send the same
+    messages. `together`: the stages that are updated together with this one, in the slot of the last of them. If there are
+    several, the method flushes, so no pass lies between these slots.
     """
     schedule, here = work.schedule, slice(stage, stage + 1)
     is_mixed = kind in HALVES and any(stretch.whole is not None for stretch in schedule.stretches)
@@ -101,7 +104,8 @@ def spell_kind(work: Work, kind: str, stage: int, together: Sequence[int]) -> It
         if is_mixed:
             is_whole = schedule.is_whole[stage, numbers]
             orders[is_whole] = ORDER.index(BACKWARD)
-            if kind == WEIGHT_GRADIENT:  # it is a part of a whole one
+            # a whole backward includes its weight gradient
+            if kind == WEIGHT_GRADIENT:
                 slots, orders, numbers = slots[~is_whole], orders[~is_whole], numbers[~is_whole]
         actions = zip(slots.tolist(), orders.tolist(), numbers.tolist())
         yield sorted(RowAction(slot, order, stage, number) for slot, order, number in actions)
@@ -122,10 +126,10 @@ class BatchAnnouncements:
                   says "no" to all before batch 4
     rank 1   ... F7  (word on batch 4: no)  B6 U3 ...             its row without what belongs to batch 4
 
-    Rank 0 sends the word on a batch before its first forward, and another rank waits for it before its own, which could not start
-    sooner: no one waits longer for the word than for the microbatch. Every rank ends at the same update, with nothing on its way.
-    `batch`: microbatches of one; `updates`: of the run as planned; `first`: the first to come; `may_post`: the mail may post
-    receives.
+    Rank 0 sends the word on a batch before its own first forward of it. Another rank waits for the word before its first forward,
+    which could not start sooner anyway: the word takes no longer than the microbatch. Every rank ends at the same update, with
+    no message in flight. `batch`: the microbatches of a batch; `updates`: the planned updates of the run; `first`: the first
+    batch to run; `may_post`: the mail may post receives.
     """
 
     SHAPES = (Shape((1,), torch.int64, False),)
@@ -142,7 +146,7 @@ class BatchAnnouncements:
         self._is_asked = True
 
     def starts(self, b: int) -> bool:
-        """Return whether the run has batch b; decide, or wait for the word, if it is the first that has not started."""
+        """Return whether the run has batch b; for the next batch, decide (rank 0) or wait for the word (other ranks)."""
         if b >= self.started and b < self.end:
             if self._send_word(b) if self._rank == 0 else self._receive_word(b):
                 self.started = b + 1
@@ -153,7 +157,7 @@ class BatchAnnouncements:
         return b < self.started
 
     def filter(self, actions: Iterable[RowAction]) -> Iterator[RowAction]:
-        """Yield a row's actions without those of batches that do not start."""
+        """Yield the actions of a row, without the actions of batches that do not start."""
         for action in actions:
             if ORDER[action.order] == UPDATE or self.starts(action.number // self._batch):
                 yield action
@@ -179,13 +183,13 @@ class BatchAnnouncements:
 
 
 class Interpreter:
-    """Carries out a rank's row: `step(k)` up to and including update k of each of its stages.
+    """Carry out a rank's row: `step(k)` runs it up to and including update k of each of its stages.
 
-    `stages`: those that the rank holds, by number; `update`: the next, which not all of them have done; `doing`: the current
-    action, or what else. `replicas`: the group of each stage's replicas, empty if there is one. `early`: of a run that may be
-    asked to end after any update; `ends_empty`: it may be where the pipeline is empty. No receive may wait then for what comes
-    after: it would take a message of the next run away. `channels`: the mail's, which must be used once before anything is
-    posted.
+    `stages`: stage number -> stage, for the stages of the rank. `replicas`: the replica group of each stage, empty if there is
+    one replica. `early`: the announcements of a run that may stop after any update. `ends_empty`: the run may stop where the
+    pipeline is empty; then no receive may be posted beyond that point, because it would take a message of the next run.
+    `channels`: the mail's channels, which must be used once before anything is posted. Attributes: `update` is the next update,
+    which not all stages have done; `doing` is the current action or activity.
     """
 
     def __init__(
@@ -197,7 +201,7 @@ class Interpreter:
         self.layout = next(iter(stages.values())).model.layout
         created = {s: IndependentReplicas.create(work, stage.model.piece, [s]) for s, stage in stages.items()}
         self.independent = {s: replicas_of_stage for s, replicas_of_stage in created.items() if replicas_of_stage is not None}
-        # a norm over all stages is known when all have their gradients
+        # the norm over all stages is known only when all have their gradients, so they update together
         is_global = work.clip is not None and work.clip[1] == "global"
         self._updates: Dict[int, StageUpdate] = {}
         for group in [list(stages)] if is_global else [[s] for s in stages]:
@@ -207,9 +211,12 @@ class Interpreter:
             self._updates.update(dict.fromkeys(group, update))
         self.memory = MemoryCounters(work, stages, mail, recorder, list(self.independent.values()))
         self._untouched, self._posts_by_stretch = channels, channels is not None or ends_empty
-        self._is_warm = False  # the first step is done
-        self._posted_until = -1  # the update up to which receives may be posted
-        self._tables: Dict[int, Dict[int, torch.Tensor]] = {}  # of the microbatches of updates, by update and stage
+        # true after the first step
+        self._is_warm = False
+        # receives may be posted up to this update
+        self._posted_until = -1
+        # update -> stage -> table of the microbatches' results
+        self._tables: Dict[int, Dict[int, torch.Tensor]] = {}
         self._carry_out: Dict[str, Callable[[Stage, int], None]] = {
             FORWARD: Stage.forward, RECOMPUTE: Stage.recompute, BACKWARD: Stage.backward, INPUT_GRADIENT: Stage.backward_input,
             WEIGHT_GRADIENT: Stage.add_weight_gradients, UPDATE: self._update,
@@ -229,7 +236,7 @@ class Interpreter:
 
     @property
     def place(self) -> str:
-        """What the rank is doing, in words for a fault."""
+        """The current activity of the rank, in words for a fault."""
         kind, index = self.doing[:1], self.doing[1:]
         if not index.isdigit():
             return f"{self.doing} before update {self.update}"
@@ -247,7 +254,7 @@ class Interpreter:
             yield from actions
 
     def step(self, k: int) -> Dict[int, torch.Tensor]:
-        """Carry out the row up to update k. Return by stage the table of its microbatches (`losses.tabulate`), where there is a
+        """Carry out the row up to update k. Return the table of the microbatches' results (`work.tabulate`) of each stage with a
         loss."""
         assert k == self.update, f"update {self.update} is next, not {k}"
         if self._posts_by_stretch and k >= self._posted_until:
@@ -268,8 +275,11 @@ class Interpreter:
         raise AssertionError(f"the schedule ends before update {k}")
 
     def _have_all_stages_begun(self, k: int) -> bool:
-        """Return whether all stages have begun when update k is done: where no gradient comes back to tell, after so many updates
-        that the first stage, which runs no further ahead, shows it."""
+        """Return whether all stages have begun when update k is done.
+
+        With local losses no gradient comes back from later stages. There the count of updates tells, because the first stage does
+        not run further ahead than that.
+        """
         is_local = any(stage.model.local is not None for stage in self.stages.values())
         return k - self._work.update >= (self.layout.stages + 1 if is_local else 0)
 
@@ -300,12 +310,12 @@ class Interpreter:
             stage.add_weight_gradients(m)
 
     def _average_beside(self, stage: Stage) -> ContextManager[None]:
-        """Average over the replicas what a pass is the last to add to, while it goes on (`reduction: fast`)."""
+        """Return a context for a pass that averages finished gradients over the replicas meanwhile (`reduction: fast`)."""
         averages = self._updates[stage.model.stage].averages
         return averages[stage.model.stage].add_pass() if stage.model.stage in averages else nullcontext()
 
     def _update(self, stage: Stage, k: int) -> None:
-        # it was updated together with the other stages
+        # the stage was updated together with an earlier one
         if stage.update > k:
             return
         update = self._updates[stage.model.stage]
@@ -330,7 +340,7 @@ class Interpreter:
     # ---- where the pipeline is empty
 
     def _post(self, k: int) -> None:
-        """Allow receives to be posted up to where the pipeline empties next; first of all use channels and kernels once."""
+        """Allow receives to be posted until the pipeline is empty next; the first time, use all channels and kernels once."""
         if self._untouched is not None:
             first = next(iter(self.stages.values())).model
             links = cuda.list_links(self.layout.stages, self._work.method, first.ties.links)
@@ -346,19 +356,19 @@ class Interpreter:
 
     @contextmanager
     def exported(self) -> Iterator[None]:
-        """Hold all that a checkpoint needs in the optimizer's state."""
+        """Hold everything that a checkpoint needs in the optimizer's state inside the context."""
         with ExitStack() as stack:
             for replicas in self.independent.values():
                 stack.enter_context(replicas.exported())
             yield
 
     def load_newest(self) -> None:
-        """Put the newest weights into the parameters, with nothing in flight."""
+        """Put the newest weights into the parameters; nothing may be in flight."""
         for stage in self.stages.values():
             stage.load_newest()
 
     def close(self) -> None:
-        """Let all messages through, put the newest weights into the parameters and take the hooks off the model."""
+        """Wait for all messages, put the newest weights into the parameters and remove the hooks from the model."""
         for update in dict.fromkeys(self._updates.values()):
             update.clipping.discard_rest()
         self.load_newest()
@@ -366,7 +376,7 @@ class Interpreter:
         self.remove_hooks()
 
     def remove_hooks(self) -> None:
-        """Take the hooks off the model."""
+        """Remove the hooks from the model."""
         for stage in self.stages.values():
             stage.remove_hooks()
         for update in dict.fromkeys(self._updates.values()):

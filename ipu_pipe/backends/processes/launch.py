@@ -1,11 +1,11 @@
-"""Joining the process group that a launcher started, within the deadline and only if all ranks were asked for the same.
+"""Join the process group that a launcher started: within the deadline, and only if all ranks have the same request.
 
-rank 0 (or the launcher) keeps a store at MASTER_ADDR:MASTER_PORT
-[1] rank 0 begins a round: where a launcher restarts its ranks, its store still has what they left there, and no rank can tell how
-    often that was, as torchrun counts on each machine the failures of that machine alone
-[2] each rank puts there what it was asked for: config, options, versions
-[3] each waits until all the others' are there, and compares them with its own; rank 0 says when it has seen all
-[4] only then the process group is made, which would wait for a missing rank without a word
+Rank 0 (or the launcher) keeps a store at MASTER_ADDR:MASTER_PORT.
+[1] Rank 0 begins a round. A launcher that restarts its ranks keeps the old entries of the store, and no rank can count the
+    restarts, because torchrun counts the failures of each machine separately.
+[2] Each rank puts its request into the store: config, options, versions.
+[3] Each rank waits for all other requests and compares them with its own. Rank 0 announces when it has seen all.
+[4] Only then the process group is made, because making it would wait silently for a missing rank.
 """
 
 from __future__ import annotations
@@ -31,11 +31,14 @@ from ipu_pipe.job.numerics import set_numerics
 from ipu_pipe.launcher import Launch, announce_attempt, read_launch
 from ipu_pipe.text import list_some
 
-POLL = 0.05  # seconds between looks at the store
-LINGER = 2.0  # seconds at most that the store stays for the others to read why it ends
+# seconds between two looks at the store
+POLL = 0.05
+# seconds that rank 0 keeps the store at most for the others to read the fault
+LINGER = 2.0
 RANKS_MAY_DIFFER = ("data.root", "backend.threads")
 
-Request = Dict[str, Any]  # what a rank was asked for, by name, as JSON holds it
+# the config's keys, the options and the versions of a rank, as JSON values
+Request = Dict[str, Any]
 
 
 def check_launch(backend: BackendConfig) -> None:
@@ -50,8 +53,8 @@ def check_launch(backend: BackendConfig) -> None:
 def join(config: Config, options: Mapping[str, object]) -> None:
     """Join the process group (gloo).
 
-    Raise `BadInput` if another rank has another config or other options, `RunFault` if one is missing at the deadline. Where
-    GPUs talk to each other, each link has a group of nccl besides (`cuda.make_channels`).
+    Raise `BadInput` if another rank has another config or other options, `RunFault` if a rank is missing at the deadline. For
+    GPUs that exchange messages directly, each link has an nccl group besides (`cuda.make_channels`).
     """
     backend, where = config.backend, read_launch()
     if not dist.is_available():
@@ -68,12 +71,12 @@ def join(config: Config, options: Mapping[str, object]) -> None:
     limit = wait_limit(backend.deadline)
     store = meet(where, limit.total_seconds(), request)
     if backend.device == "cuda":
-        # a kernel that is loaded when first used waits for an idle GPU, which one with a receive posted is not
+        # loading a kernel at its first use would wait for an idle GPU, but a posted receive keeps the GPU busy
         os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
         set_numerics(backend)
         torch.cuda.set_device((where.local_rank or 0) % max(torch.cuda.device_count(), 1))
     try:
-        # torch asks the store without a limit: a rank 0 that keeps it and is stopped would hold all others up for ever
+        # torch waits for the store without a limit: if rank 0, which keeps it, is stopped, all others would hang
         answer_within(
             limit.total_seconds() + ANSWER,
             lambda: dist.init_process_group(
@@ -89,18 +92,18 @@ def make_group(ranks: Sequence[int], deadline: float, **how: Any) -> Any:
     """Return a new process group of these ranks. All ranks must call this at once, in the same order of groups.
 
     Raise `RunFault` if another rank does not take part within `deadline` seconds and some more. `how`: further arguments of
-    `torch.distributed.new_group`, among them another `timeout` of what the group does later.
+    `torch.distributed.new_group`, such as another `timeout` for the group's later operations.
     """
     limit = wait_limit(deadline)
     with report_lost_rank():
-        # as in `join`, the store is asked without a limit
+        # as in `join`, torch waits for the store without a limit
         return answer_within(
             limit.total_seconds() + ANSWER, lambda: dist.new_group(list(ranks), **{"timeout": limit, **how})
         )
 
 
 def leave() -> None:
-    """Leave the group when all ranks are ready to: one that ends before the others takes its connections with it."""
+    """Leave the group when all ranks are ready: a rank that ended before the others would close their connections."""
     if dist.is_initialized():
         with report_lost_rank():
             dist.barrier()
@@ -115,11 +118,11 @@ def _torch_version() -> Tuple[int, ...]:
     return tuple(map(int, torch.__version__.split(".")[:2]))
 
 
-# ---- what ranks were asked for
+# ---- requests of the ranks
 
 
 def make_request(config: Config, options: Mapping[str, object]) -> Request:
-    """Return all that every rank must have alike."""
+    """Return the settings, options and versions that must be equal on every rank."""
     settings = {key: value for key, value in flatten(config.to_dict()).items() if key not in RANKS_MAY_DIFFER}
     versions = {"version of ipu_pipe": __version__, "version of torch": str(torch.__version__)}
     texts = {key: value if isinstance(value, (bool, type(None))) else str(value) for key, value in options.items()}
@@ -131,7 +134,7 @@ def compare(ours: Request, theirs: Request, rank: int, other: int) -> List[str]:
     if other < rank:
         return compare(theirs, ours, other, rank)
     return [
-        f"{key}: rank {rank} has {_show(ours, key)}, rank {other} has {_show(theirs, key)}: all must be asked for the same"
+        f"{key}: rank {rank} has {_show(ours, key)}, rank {other} has {_show(theirs, key)}: must be the same on all ranks"
         for key in {**ours, **theirs}
         if key not in ours or key not in theirs or ours[key] != theirs[key]
     ]
@@ -142,7 +145,7 @@ def _show(request: Request, key: str) -> str:
 
 
 def _compare_with_all(request: Request) -> None:
-    """Raise `BadInput`, on all ranks of a group that exists already, where one was asked for something else."""
+    """Raise `BadInput`, on all ranks of an existing group, if a rank has another request."""
     requests: List[Any] = [None] * dist.get_world_size()
     with report_lost_rank():
         dist.all_gather_object(requests, request)
@@ -152,12 +155,14 @@ def _compare_with_all(request: Request) -> None:
             raise BadInput(faults)
 
 
-# ---- the store at which ranks meet
+# ---- rendezvous in the store
 
 
 def meet(where: Launch, limit: float, request: Request) -> Any:
-    """Return the store of a run when all ranks are there. Raise `BadInput` if their requests differ, `RunFault` if one is missing
-    after `limit` seconds."""
+    """Return the store of a run when all ranks have come.
+
+    Raise `BadInput` if their requests differ, `RunFault` if a rank is missing after `limit` seconds.
+    """
     try:
         return answer_within(limit + ANSWER, lambda: _meet(where, limit, request))
     except TimeoutError as error:
@@ -180,7 +185,7 @@ def _meet(where: Launch, limit: float, request: Request) -> Any:
                 _end_for_all(store, where, error)
     except (BadInput, RunFault):
         raise
-    # torch's store raises it
+    # torch's store raises this error
     except RuntimeError as error:
         raise RunFault(
             f"{_address(where)}: rank 0, which keeps the store there, left before all ranks had come"
@@ -192,11 +197,14 @@ def _meet(where: Launch, limit: float, request: Request) -> Any:
 def _wait_for_all(
     rounds: Any, number: int, store: Any, where: Launch, end: float, limit: float, request: Request
 ) -> bool:
-    """Wait until all ranks have come in round `number`, whose `store` this is. Return whether they have: not if the next round
-    has begun. Raise `BadInput` if their requests differ, `RunFault` if one is missing at `end`."""
+    """Wait until all ranks have come to round `number`, whose `store` this is; return False if the next round has begun.
+
+    Raise `BadInput` if their requests differ, `RunFault` if a rank is missing at the time `end`.
+    """
     twice = f"RANK: {where.rank}: two processes have it: each of {where.world} must have its own"
     is_first = store.add(f"came/{where.rank}", 1) == 1
-    if not is_first or (where.has_agent and store.check(["over"])):  # perhaps a round before a restart
+    # the entries may be of the round before a restart
+    if not is_first or (where.has_agent and store.check(["over"])):
         while where.has_agent and time.monotonic() < end:
             if rounds.add("round", 0) > number:
                 return False
@@ -233,7 +241,7 @@ def _wait_for_all(
 
 
 def _end_for_all(store: Any, where: Launch, error: Union[BadInput, RunFault]) -> NoReturn:
-    """Raise `error` on this rank and, through the store, on those that still wait; only the first one prints it."""
+    """Raise `error` on this rank and, through the store, on ranks that still wait; only the first rank prints it."""
     faults = error.faults if isinstance(error, BadInput) else [str(error)]
     # the store may be gone
     with contextlib.suppress(RuntimeError):
@@ -270,7 +278,7 @@ def _open_store(where: Launch, limit: float) -> Any:
 
 
 def _refuse_used_port(where: Launch) -> None:
-    """Raise `RunFault` if the port is in use: torch says it in many lines."""
+    """Raise `RunFault` if the port is in use: torch's own message has many lines."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -284,7 +292,7 @@ def _refuse_used_port(where: Launch) -> None:
 
 
 def _wait_for_keeper(where: Launch, limit: float) -> None:
-    """Wait until somebody listens where the store will be."""
+    """Wait until the port of the store is open."""
     end = time.monotonic() + limit
     while True:
         try:

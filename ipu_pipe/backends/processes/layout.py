@@ -25,8 +25,9 @@ from ipu_pipe.text import list_some
 
 @dataclass(frozen=True)
 class RankLayout:
-    """The place of `rank` among the ranks of a run, which has `replicas` of a pipeline. `placement`: the device of each stage;
-    each device of each replica is a rank.
+    """The stages and the replica of `rank` in a run with `replicas` of a pipeline.
+
+    `placement`: the device of each stage. Each device of each replica is a rank.
 
     rank       0    1    2    3         placement 0 1 0 1 of 4 stages, 2 replicas
     stages    0 2  1 3  0 2  1 3
@@ -67,7 +68,7 @@ class RankLayout:
 
 
 def find_users(cut: Sequence[Piece]) -> Dict[str, List[int]]:
-    """Return the stages that use each weight that several use, ascending."""
+    """Return the users of each tied weight: name -> the stages that use it, ascending."""
     users: Dict[str, List[int]] = {}
     for stage, piece in enumerate(cut):
         for name in piece.weights():
@@ -79,13 +80,13 @@ def place(config: Config, method: Method, model: nn.Module, x: torch.Tensor) -> 
     """Return the stages of a run, and this rank's. `x`: a microbatch of input. Raise `BadInput` if there are fewer than ranks."""
     world, replicas = dist.get_world_size(), config.replicas
     if world % replicas:
-        raise BadInput(f"replicas: {replicas}: {world} processes cannot be so many replicas of a pipeline")
+        raise BadInput(f"replicas: {replicas}: must divide the number of processes, {world}")
     devices = world // replicas
     device = dist.get_rank() % devices
     structure = method.structure
     if structure is None:
         return _place_stages(config, method, model, x, devices, device)
-    # make as many chunks as there are ranks
+    # one chunk per rank
     if structure.blocks is not None and config.method_args.blocks is None:
         method = replace(method, structure=replace(structure, blocks=devices))
     return place_blocks(config, method, model, x, devices, device)
@@ -94,8 +95,8 @@ def place(config: Config, method: Method, model: nn.Module, x: torch.Tensor) -> 
 def _place_stages(
     config: Config, method: Method, model: nn.Module, x: torch.Tensor, devices: int, device: int
 ) -> Placed:
-    """Put neighboring stages on one device until there are `devices`, the greatest sum of FLOPs being least."""
-    # on one rank, since measured times differ from rank to rank
+    """Merge neighboring stages into `devices` groups with the smallest greatest sum of FLOPs."""
+    # on one rank only, because measured times differ from rank to rank
     wished = run_on_main(lambda: partition(model, x, config.stages, one_stage=method.one_stage))
     if method.order is not None:
         return _place_by_order(config, method, method.order, model, wished, devices, device, x)
@@ -115,7 +116,7 @@ def _place_by_order(
     config: Config, method: Method, order: Order, model: nn.Module, wished: Partition, devices: int, device: int,
     x: torch.Tensor,
 ) -> Placed:  # fmt: skip
-    """Put the stages where the method's order has them; where the config names none, neighbors among the model's own together."""
+    """Place the stages as the method's order says; if the config names no stages, merge neighbors among the model's own."""
     placement = read_csv(order.file).placement if order.file else order.place(devices * order.stages_per_device)
     count, begins = len(placement), wished.begin_names()
     if max(placement) + 1 != devices:
@@ -134,7 +135,7 @@ def _place_by_order(
 
 
 def _can_cut(method: Method, model: nn.Module, wished: Partition, x: torch.Tensor) -> bool:
-    """Return whether the model can be cut into these stages: not where they divide the weights of a module."""
+    """Return whether the model can be cut into these stages; stages that divide the weights of one module cannot."""
     if not wished.spread:
         return True
     part = partition(model, x, wished.begin_names() or 1, one_stage=method.one_stage)
@@ -145,9 +146,9 @@ def _cut(
     method: Method, model: nn.Module, begins: Sequence[str], placement: Tuple[int, ...], device: int, x: torch.Tensor,
     note: str = "",
 ) -> Placed:  # fmt: skip
-    """Cut the model where stages begin, and check that ranks can share it so."""
+    """Cut the model at the beginnings of its stages, and check that ranks can hold the pieces."""
     cut = cut_model(model, begins, x)
-    # on every rank alike, before any waits for another
+    # every rank finds the same faults here, before any rank waits for another
     rehearsed = rehearse(model, cut, x)
     _refuse_reads(method, cut, rehearsed.again)
     _refuse_shared_changes(model, cut, rehearsed)
@@ -161,7 +162,7 @@ def _cut(
 
 
 def _refuse_ties(method: Method, cut: Sequence[Piece], placement: Sequence[int]) -> None:
-    """Raise `BadInput` for weights of which stages of one device would need different versions in one tensor."""
+    """Raise `BadInput` for tied weights of two stages of one device, which would need two versions in one tensor."""
     for name, stages in find_users(cut).items():
         if method.reads_old(len(cut)) and len({placement[stage] for stage in stages}) < len(stages):
             raise BadInput(
@@ -171,9 +172,12 @@ def _refuse_ties(method: Method, cut: Sequence[Piece], placement: Sequence[int])
 
 
 def _refuse_reads(method: Method, cut: Sequence[Piece], again: Sequence[str]) -> None:
-    """Raise `BadInput` for weights that ranks cannot read as the method says: with delays that are not the pipeline's own; and
-    where a backward must read newer weights than the forward, weights that cross to another stage with the activations, and those
-    of modules that a checkpoint runs `again` in part."""
+    """Raise `BadInput` for weights that ranks cannot read as the method demands.
+
+    These are all weights if the delays are not the pipeline's own. If a backward reads newer weights than its forward, these are
+    also weights that cross to another stage with the activations, and weights of modules of which a checkpoint runs a part
+    `again`.
+    """
     if method.delay is not None:
         key = "hogwild" if method.delay.drawn else "constant_delay"
         raise BadInput(f"method_args.{key}: delays that are not the pipeline's own: use backend: {{name: emulator}}")
@@ -193,7 +197,7 @@ def _refuse_reads(method: Method, cut: Sequence[Piece], again: Sequence[str]) ->
 
 
 def _refuse_shared_changes(model: nn.Module, cut: Sequence[Piece], rehearsed: Rehearsed) -> None:
-    """Raise `BadInput` for tensors that several ranks would change, each its own copy, other than by updates."""
+    """Raise `BadInput` for tensors that the forwards of several ranks change, each in its own copy."""
     if rehearsed.moved:
         raise BadInput(
             f"model: {list_some(rehearsed.moved)}: a backward changes it (a checkpoint runs its module again), and"
@@ -215,7 +219,7 @@ def _refuse_shared_changes(model: nn.Module, cut: Sequence[Piece], rehearsed: Re
 
 
 def _refuse_shared_memory(cut: Sequence[Piece]) -> None:
-    """Raise `BadInput` for two parameters in one memory on two stages: each rank would have its own."""
+    """Raise `BadInput` for two parameters of two stages that share memory, because each rank would have its own."""
     first_at: Dict[int, Tuple[int, str, nn.Parameter]] = {}
     for stage, piece in enumerate(cut):
         parameters = dict(piece.cut.model.named_parameters())

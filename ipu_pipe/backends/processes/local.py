@@ -1,9 +1,9 @@
-"""What a stage with a loss of its own has besides its piece of the model, and the layers that it shares with its neighbors.
+"""A stage with a local loss: its auxiliary head, and the layers that it shares with its neighbors.
 
 With an overlap, stage j runs the piece of stage j - 1 once more before its own, and a layer's gradient is the mean of both:
 
     stage 1:  x1 -> piece 0' -> piece 1 -> head 1        piece 0' is kept equal to piece 0 by the averaging
-    stage 2:  x2 -> piece 1' -> piece 2 -> head 2        x2: what enters piece 1, which stage 1 hands on
+    stage 2:  x2 -> piece 1' -> piece 2 -> head 2        x2: the input of piece 1, which stage 1 sends
 """
 
 from __future__ import annotations
@@ -18,13 +18,17 @@ from ipu_pipe.backends.processes.mail import SHARED, Mail, Message, Shapes
 from ipu_pipe.local.blocks import average_gradients
 from ipu_pipe.model.cutting import Crossing, Piece, Shape
 
-Shared = Tuple[int, List[nn.Parameter]]  # a neighboring stage, and the weights that both hold
+# a neighboring stage, and the weights that both stages hold
+Shared = Tuple[int, List[nn.Parameter]]
 
 
 @dataclass(frozen=True)
 class LocalBlock:
-    """`head`: the auxiliary head, None for the last stage; `previous`: the piece of the stage before, where layers overlap;
-    `shared`: the weights that a neighbor holds too."""
+    """The parts of a stage with a local loss besides its piece.
+
+    `head`: the auxiliary head, None for the last stage; `previous`: the previous stage's piece if layers overlap; `shared`: the
+    weights that a neighbor holds too.
+    """
 
     head: Optional[nn.Module] = None
     overlaps: bool = False
@@ -33,7 +37,7 @@ class LocalBlock:
 
     @classmethod
     def of(cls, cut: Sequence[Piece], stage: int, overlaps: bool, head: Optional[nn.Module]) -> LocalBlock:
-        """Return the block of a stage of a model that is cut."""
+        """Return the block of a stage of a cut model."""
         if not overlaps:
             return cls(head)
         previous = cut[stage - 1] if stage else None
@@ -42,11 +46,14 @@ class LocalBlock:
         return cls(head, overlaps, previous, [(s, weights) for s, weights in shared if weights])
 
     def entries(self, crossings: Sequence[Crossing]) -> List[Optional[Crossing]]:
-        """Return what each stage receives; None if its input is the data. With an overlap a stage starts one piece earlier."""
+        """Return the tensors that each stage receives, None if its input is the data.
+
+        With an overlap a stage starts one piece earlier.
+        """
         return [None, None, *crossings[:-1]] if self.overlaps else [None, *crossings]
 
     def needs(self) -> Iterator[Tuple[int, Shapes]]:
-        """Yield source stage and shapes of the gradients that an update needs."""
+        """Yield (source stage, shapes) of the gradients that an update needs."""
         for neighbor, weights in self.shared:
             yield neighbor, tuple(Shape(tuple(p.shape), p.dtype, False) for p in weights)
 
@@ -57,6 +64,6 @@ class LocalBlock:
             mail.send(Message(SHARED, k, stage, neighbor), gradients)
         for neighbor, weights in self.shared:
             for p, theirs in zip(weights, mail.receive(Message(SHARED, k, neighbor, stage))):
-                # otherwise no block reaches it
+                # without this check a parameter that no block uses would get a gradient of zero
                 if p.grad is not None or bool(theirs.any()):
                     p.grad = average_gradients([p.grad, theirs])

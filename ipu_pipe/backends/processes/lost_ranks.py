@@ -1,8 +1,8 @@
-"""Waiting for other ranks: how long a wait may take, which rank is to blame when it fails, and signals during a wait.
+"""Waiting for other ranks: the limit of a wait, the rank to blame when it fails, and signals during a wait.
 
-A rank that hangs holds up its neighbors, and these theirs: the rank whose wait ends first may have waited for one that waits
-itself. So a rank whose wait failed publishes in the store for whom it waited, gives the others time to do so too, and follows
-their waits to a rank that has published nothing, which is lost, or hangs, or computes for too long:
+A rank that hangs holds up its neighbors, and they hold up theirs: the first wait that fails may be for a rank that waits itself.
+So a rank whose wait failed publishes in the store the ranks that it waited for, gives the others time to do the same, and follows
+their waits to a rank that has published nothing: that one is lost, hangs, or computes for too long.
 
     rank 0   waits for rank 1 ........ deadline | publishes "1" ... grace ... | 0 waits for 1, 1 for 2: rank 2 is to blame
     rank 1   waits for rank 2 ........... deadline | publishes "2" ... grace ...
@@ -29,35 +29,43 @@ from ipu_pipe.interrupts import INTERRUPTED
 from ipu_pipe.launcher import Launch, read_launch
 from ipu_pipe.text import list_some
 
-LONGEST = 1e7  # seconds of a wait: torch counts them in milliseconds
-WARM_UP = 6.0  # seconds that a wait may take besides the deadline until the first step is done, while ranks load
-POLL = 20e-6  # seconds between two looks at a message of nccl
-ANSWER = 3.0  # seconds in which a store that is there answers
-NOTICE = 1.0  # seconds in which all that wait for a rank notice that it has closed its connections
-WAITS = "ipu_pipe/waits"  # keys of the store, by rank: for whom it waited, as JSON
-KEEPER = 0  # the rank that keeps the store where the launcher does not
+# All times are in seconds.
+# the longest wait, because torch counts in milliseconds
+LONGEST = 1e7
+# added to the deadline until the first step is done, while ranks load
+WARM_UP = 6.0
+# between two looks at an nccl message
+POLL = 20e-6
+# a live store answers within this time
+ANSWER = 3.0
+# all waiting ranks notice a closed connection within this time
+NOTICE = 1.0
+# prefix of the store's keys: rank -> the ranks that it waited for, as JSON
+WAITS = "ipu_pipe/waits"
+# the rank that keeps the store if the launcher does not
+KEEPER = 0
 
 Result = TypeVar("Result")
 
 
 class LostRank(Exception):
-    """Another rank, one of `ranks`, is gone, or made no progress within `seconds`."""
+    """The error of a wait: one of `ranks` has ended, or made no progress within `seconds`."""
 
     def __init__(self, ranks: Sequence[int], seconds: float) -> None:
         who = f"rank {ranks[0]}" if len(ranks) == 1 else f"one of ranks {list_some(list(ranks), 8)}"
         super().__init__(f"{who} is lost, or made no progress within {seconds:g} s")
 
 
-# ---- how long
+# ---- the limit of a wait
 
 
 def wait_limit(deadline: float, is_warm: bool = False) -> timedelta:
-    """Return how long a wait may take: `deadline` seconds, and `WARM_UP` more until the first step is done."""
+    """Return the limit of a wait: `deadline` seconds, and `WARM_UP` more until the first step is done."""
     return timedelta(seconds=min(deadline + (0.0 if is_warm else WARM_UP), LONGEST))
 
 
 def answer_within(seconds: float, ask: Callable[[], Result]) -> Result:
-    """Return `ask()`. Raise `TimeoutError` after so many seconds: torch waits without a limit for a store that is stopped."""
+    """Return `ask()`. Raise `TimeoutError` after `seconds`, because torch waits without a limit for a store that is stopped."""
     results: List[Result] = []
     errors: List[Exception] = []
 
@@ -78,9 +86,9 @@ def answer_within(seconds: float, ask: Callable[[], Result]) -> Result:
 
 
 def wait_for_channel(work: Any, limit: timedelta) -> None:
-    """Wait for a message of nccl. Raise `RuntimeError` after the limit.
+    """Wait for an nccl message. Raise `RuntimeError` after the limit.
 
-    nccl's own wait takes no limit: with one it ends the group, without one it makes the GPU wait and not the host.
+    nccl's own wait does not serve: with a limit it aborts the group, without one it makes the GPU wait and not the host.
     """
     end = time.monotonic() + limit.total_seconds()
     while not work.is_completed():
@@ -90,14 +98,15 @@ def wait_for_channel(work: Any, limit: timedelta) -> None:
     work.wait()
 
 
-# ---- who is to blame
+# ---- the rank to blame
 
 
 @contextlib.contextmanager
 def detect_lost_rank(ranks: Optional[Sequence[int]] = None, limit: Optional[timedelta] = None) -> Iterator[None]:
-    """Raise `LostRank` for what torch.distributed raises in here: nothing else runs in it that could fail.
+    """Raise `LostRank` for any error inside the context, which may call torch.distributed only.
 
-    `ranks`: those that this one waits for (default: all others); `limit`: of the wait (default: that of the process group).
+    `ranks`: the ranks that this one waits for (default: all others); `limit`: the limit of the wait (default: the process
+    group's).
     """
     start = time.monotonic()
     try:
@@ -114,8 +123,10 @@ def detect_lost_rank(ranks: Optional[Sequence[int]] = None, limit: Optional[time
 
 
 def _find_culprits(store: Any, ranks: Sequence[int], grace: float) -> List[int]:
-    """Return the ranks that hold this one up, which waited for `ranks`, when the others had `grace` seconds to say for whom they
-    wait: more than one where it cannot be told which."""
+    """Return the ranks that hold up this rank, which waited for `ranks`; several if it is not known which of them.
+
+    The other ranks have `grace` seconds to publish the ranks that they wait for.
+    """
     here, where = dist.get_rank(), read_launch()
     waits = {here: list(ranks)}
     try:
@@ -134,13 +145,13 @@ def _find_culprits(store: Any, ranks: Sequence[int], grace: float) -> List[int]:
 
 
 def _read_waits(store: Any, rank: int) -> List[int]:
-    """Return the ranks that a rank has said it waits for, none if it has said nothing."""
+    """Return the ranks for which a rank waits, as it has published; an empty list if it has published nothing."""
     key = f"{WAITS}/{rank}"
     return list(json.loads(store.get(key))) if store.check([key]) else []
 
 
 def is_store_there(where: Launch) -> bool:
-    """Return whether somebody listens where the store is: to ask one that is gone makes torch print its own stack."""
+    """Return whether the store's port is open: a request to a store that is gone makes torch print its own stack."""
     if where.address is None:
         return True
     try:
@@ -150,39 +161,44 @@ def is_store_there(where: Launch) -> bool:
         return False
 
 
-# ---- SIGTERM, which a launcher sends to all ranks when one has failed, and Ctrl-C, while this rank waits for another
+# ---- signals during a wait: Ctrl-C, and SIGTERM, which a launcher sends to all ranks when one has failed
 #
-# A neighbor of the failed rank notices it at its next wait and can name it, so a rank goes on for a moment before it ends:
+# A neighbor of the failed rank notices the failure at its next wait and can name the rank, so every rank continues for a moment:
 #
 #     main thread       a step ...... waits inside torch (C++), where Python's signal handlers do not run
-#     SIGTERM           |  noted, and a byte goes through a pipe
-#     watching thread   |  reads it, sleeps, ends the process if it is still there (after Ctrl-C: at the very same place)
+#     SIGTERM           |  is noted, and a byte goes through a pipe
+#     watching thread   |  reads it, sleeps, ends the process if it still runs (after Ctrl-C: if it is at the very same place)
 
-TERMINATED = 143  # exit code of a process that was asked to end
+# exit code of a process that SIGTERM has ended
+TERMINATED = 143
 
 
 class Termination:
-    """SIGTERM from the launcher, which asks this process to end because another one has failed."""
+    """The state of SIGTERM, with which the launcher asks this process to end because another one has failed.
 
-    GRACE = 3.0  # seconds, after which a process that is between two actions ends
-    PATIENCE = 5.0  # seconds, after which it ends wherever it is
+    `GRACE`: the seconds after which the process ends between two actions. `PATIENCE`: the seconds after which it ends anywhere.
+    """
+
+    GRACE = 3.0
+    PATIENCE = 5.0
     asked: Optional[float] = None
-    _before: Optional[Tuple[Any, int]] = None  # handler and wake-up descriptor before `watch`
+    # signal handler and wake-up descriptor before `watch`
+    _before: Optional[Tuple[Any, int]] = None
 
     @classmethod
     def ask(cls, *_: Any) -> None:
-        """Note the signal: a handler for `signal.signal`."""
+        """Note the time of the signal; this is the handler for `signal.signal`."""
         cls.asked = cls.asked or time.monotonic()
 
     @classmethod
     def check(cls) -> None:
-        """End the process if it was asked to a while ago."""
+        """End the process if SIGTERM came more than `GRACE` seconds ago."""
         if cls.asked is not None and time.monotonic() - cls.asked > cls.GRACE:
             sys.exit(TERMINATED)
 
     @classmethod
     def watch(cls) -> None:
-        """Take over SIGTERM, from the main thread; elsewhere do nothing."""
+        """Install the handler of SIGTERM and the watching thread; do nothing outside the main thread."""
         if cls._before is not None or threading.current_thread() is not threading.main_thread():
             return
         reader, writer = os.pipe()
@@ -192,11 +208,11 @@ class Termination:
 
     @classmethod
     def unwatch(cls) -> None:
-        """Give SIGTERM back."""
+        """Restore the earlier handler of SIGTERM and end the watching thread."""
         if cls._before is not None:
             handler, descriptor = cls._before
             signal.signal(signal.SIGTERM, handler)
-            # closing it ends the thread
+            # closing the descriptor ends the thread
             os.close(signal.set_wakeup_fd(descriptor, warn_on_full_buffer=False))
             cls._before = None
 
@@ -219,6 +235,6 @@ class Termination:
 
 
 def _find_main_thread() -> Tuple[int, int]:
-    """Return the main thread's frame and the instruction in it."""
+    """Return the id of the main thread's frame and its current instruction."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     return (id(frame), frame.f_lasti) if frame is not None else (0, 0)

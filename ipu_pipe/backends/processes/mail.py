@@ -1,11 +1,11 @@
-"""Messages between ranks.
+"""Messages between ranks: post receives ahead, send, and hand tensors over between two stages of one rank.
 
-A message is what an action needs from another stage; its kind, number (of a microbatch or update) and two stages name it on both
-sides. Receives are posted ahead of their need. Sends are kept until they are through: compute waits for one only when so many
-later ones are on their way that its action is long past. Two stages of one rank hand the tensors over.
+A message carries the tensors that an action needs from another stage. Its kind, its number (of a microbatch or update) and its
+two stages identify it on both sides. Receives are posted ahead of their need. A send is kept until it is complete; compute waits
+for the oldest send only if many later ones are in flight, when its receiver must be done with it anyway.
 
-    gloo     all messages in one group, told apart by tags; a GPU's tensors go through the host's memory
-    nccl     has no tags: a group for each link (`cuda.make_channels`), in which both sides go by the order of microbatches
+    gloo     all messages use one group and have tags; tensors of a GPU go through the host's memory
+    nccl     has no tags: each link has a group (`cuda.make_channels`), in which both sides follow the order of microbatches
 """
 
 from __future__ import annotations
@@ -23,36 +23,54 @@ from ipu_pipe.model.cutting import Shape
 from ipu_pipe.schedule.actions import Kind
 
 FORWARD, RECOMPUTE, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, UPDATE = (kind.value for kind in Kind if kind is not Kind.AVERAGE)
-NORM = "N"  # of the gradients of an update, for clipping
-SHARED = "S"  # gradients of a layer that two blocks with losses of their own share
-RESULT = "L"  # losses and right answers of an update's microbatches, for rank 0
-TIED = "T"  # gradients, of one backward, of a weight that several stages use
-WEIGHTS = "V"  # such a weight after an update
-WORD = "C"  # whether another batch starts
-SHAPE = "H"  # in an evaluation: of the activation that follows
-TEST = "E"  # in an evaluation: an activation
-OBSERVED = "O"  # the gradients of an update, for rank 0's callbacks
+# Kinds of messages besides those of the actions:
+# the norm of a stage's gradients of an update, for clipping
+NORM = "N"
+# the gradients of a layer that two neighboring blocks with local losses share
+SHARED = "S"
+# losses and right answers of an update's microbatches, for rank 0
+RESULT = "L"
+# the gradient of a weight that several stages use, from one backward
+TIED = "T"
+# the value of such a weight after an update
+WEIGHTS = "V"
+# whether another batch starts
+WORD = "C"
+# the shape of the next activation in an evaluation, and the activation
+SHAPE = "H"
+TEST = "E"
+# the gradients of an update, for rank 0's callbacks
+OBSERVED = "O"
 KINDS = (FORWARD, RECOMPUTE, BACKWARD, UPDATE, NORM, SHARED, RESULT, TIED, WEIGHTS, WORD, SHAPE, TEST, OBSERVED)
 CARRIES = {
     FORWARD: "activations", RECOMPUTE: "recomputed activations", BACKWARD: "gradients",
     SHARED: "shared gradients", NORM: "norms", RESULT: "losses", TIED: "tied gradients", WEIGHTS: "weights",
 }  # fmt: skip
-ON_HOST = (NORM, RESULT, WORD, SHAPE, TEST, OBSERVED)  # sent from the host, whatever the device
-KEPT_BY_SENDER = (FORWARD, RECOMPUTE)  # the sender needs them for its own backward
-BY_UPDATE = (SHARED, NORM, WEIGHTS)  # the number is an update's, not a microbatch's
+# sent from the host's memory on every device
+ON_HOST = (NORM, RESULT, WORD, SHAPE, TEST, OBSERVED)
+# the sender stores these tensors anyway, for its own backward
+KEPT_BY_SENDER = (FORWARD, RECOMPUTE)
+# numbered by update or by microbatch
+BY_UPDATE = (SHARED, NORM, WEIGHTS)
 BY_MICROBATCH = (FORWARD, RECOMPUTE, BACKWARD, TIED)
-MOST_SMALL = 24  # messages of other kinds on their way on a link, which are small or once an update
-AHEAD = 3  # receives posted of a kind and source; one of weights, which are large and come once an update
+# the most sends in flight on a link of the other kinds, which are small or come once an update
+MOST_SMALL = 24
+# receives posted ahead on a link; only one for weights, which are large and come once an update
+AHEAD = 3
 UNLIMITED = 1 << 62
 
-Link = Tuple[int, int, str]  # source stage, target stage, kind of message
-REPLICAS: Link = (-1, -1, Kind.AVERAGE.value)  # in the place of a link: all replicas of a rank's stages
+# (source stage, target stage, kind of message)
+Link = Tuple[int, int, str]
+# stands for a link in `channels`: the group of all replicas of a rank's stages
+REPLICAS: Link = (-1, -1, Kind.AVERAGE.value)
 Shapes = Tuple[Shape, ...]
 
 
 class Message(NamedTuple):
-    """A message's `kind`, the microbatch or update of the action that needs it, and the stages between which it goes, in one
-    replica; of a WORD the ranks."""
+    """The identity of a message: its `kind`, the number of the microbatch or update that needs it, its source and target stage.
+
+    Both stages belong to one replica. A WORD has ranks instead of stages.
+    """
 
     kind: str
     number: int
@@ -61,12 +79,12 @@ class Message(NamedTuple):
 
     @property
     def link(self) -> Link:
-        """The messages among which this one has its place in order."""
+        """The link of the message; messages of one link are ordered."""
         return self.source, self.target, self.kind
 
 
 class _Sent(NamedTuple):
-    """A tensor on its way; `bytes`: that it alone keeps; `lent_bytes`: that its microbatch keeps, too."""
+    """A tensor in flight; `bytes`: memory that only this send keeps; `lent_bytes`: memory that its microbatch keeps too."""
 
     work: Any
     value: torch.Tensor
@@ -76,11 +94,11 @@ class _Sent(NamedTuple):
 
 
 class Mail:
-    """Messages of a rank over torch.distributed, between its own stages too.
+    """The messages of a rank over torch.distributed, including messages between its own stages.
 
-    `group`: the process group of all messages (all ranks if None), which no one else may use meanwhile. `channels`: groups of
-    nccl that take its place. `deadline`: seconds after which a wait ends, more until `end_warm_up` (`wait_limit`). `in_flight`:
-    microbatches that a stage has in flight at most: of the messages that go with them no more can be on their way on a link.
+    `group`: the process group of all messages (all ranks if None); nothing else may use it meanwhile. `channels`: nccl groups
+    that replace it. `deadline`: the seconds after which a wait fails; longer until `end_warm_up` (`wait_limit`). `in_flight`: the
+    most microbatches that a stage has in flight, which bounds the sends in flight on a link.
     """
 
     def __init__(
@@ -96,39 +114,45 @@ class Mail:
         self._rank, self._device, self._recorder = layout.rank, device, recorder
         ranks = [layout.rank_of(stage) for stage in range(layout.stages)]
         self._ends = max(layout.stages, layout.devices * layout.replicas)
-        # the ranks of a message's ends, by kind
+        # kind -> the rank of each stage (of each rank for WORD)
         self._ranks: Dict[str, Sequence[int]] = {**dict.fromkeys(KINDS, ranks), WORD: range(self._ends)}
         self._by_channel = frozenset(KINDS).difference(ON_HOST) if channels is not None else frozenset()
         self._deadline, self._group, self._channels, self._in_flight = deadline, group, channels, in_flight
         self._through_host = device.type != "cpu" and channels is None
         self._expected: Dict[Link, Deque[Tuple[Message, Shapes]]] = {}
-        self._posted: Dict[Message, Tuple[List[Tuple[Any, torch.Tensor]], int]] = {}  # with its bytes
+        # message -> (work, buffer) of each tensor, and their bytes
+        self._posted: Dict[Message, Tuple[List[Tuple[Any, torch.Tensor]], int]] = {}
         self._posted_count: Dict[Link, int] = {}
-        self._handed: Dict[Message, List[torch.Tensor]] = {}  # from one stage of this rank to another
+        # messages from one stage of this rank to another
+        self._handed: Dict[Message, List[torch.Tensor]] = {}
         self._posted_bytes = 0
-        self._post_before = UNLIMITED, UNLIMITED  # microbatch and update whose receive may not be posted yet
+        # receives may be posted for lower numbers only: (microbatch, update)
+        self._post_before = UNLIMITED, UNLIMITED
         self._sent: Dict[Link, Deque[_Sent]] = {}
         self._sent_bytes = 0
-        self._lent: Dict[Tuple[int, int], int] = {}  # by stage and microbatch
-        self.limit = wait_limit(deadline)  # how long a wait may take now
-        if channels is not None:  # nothing may be posted before each channel was used once
+        # (stage, microbatch) -> lent bytes
+        self._lent: Dict[Tuple[int, int], int] = {}
+        # the longest time that a wait may take now
+        self.limit = wait_limit(deadline)
+        # nothing may be posted before each channel was used once
+        if channels is not None:
             self._post_before = 0, 0
 
     def end_warm_up(self) -> None:
-        """Let waits take no longer than the deadline, after the first step."""
+        """Limit waits to the deadline from now on, after the first step."""
         self.limit = wait_limit(self._deadline, is_warm=True)
 
     # ---- receiving
 
     def post(self, microbatch: int, update: int) -> None:
-        """Allow receives to be posted for what comes before this microbatch, or update."""
+        """Allow receives to be posted for numbers below this microbatch and this update."""
         if self._post_before != (microbatch, update):
             self._post_before = microbatch, update
             for link in list(self._expected):
                 self._post(link)
 
     def expect(self, messages: Iterable[Tuple[Message, Shapes]]) -> None:
-        """Announce messages that will come."""
+        """Announce messages that will arrive, so that their receives are posted ahead."""
         # a dictionary, because a set's order would differ from rank to rank
         links: Dict[Link, None] = {}
         for message, shapes in messages:
@@ -180,7 +204,7 @@ class Mail:
     # ---- sending
 
     def send(self, message: Message, tensors: Sequence[torch.Tensor]) -> None:
-        """Send tensors; if too many are on their way to this rank, wait for the oldest."""
+        """Send tensors; if too many sends are in flight on the link, wait for the oldest."""
         kind, m, target = message.kind, message.number, self._ranks[message.kind][message.target]
         if target == self._rank:
             self._handed[message] = [tensor.detach().contiguous() for tensor in tensors]
@@ -197,7 +221,7 @@ class Mail:
             bytes_ = value.numel() * value.element_size()
             is_copy = value.data_ptr() != tensor.data_ptr()
             lent = bytes_ if kind in KEPT_BY_SENDER and not is_copy else 0
-            # a weight that was not copied is its stage's anyhow
+            # a weight that was not copied belongs to the stage anyway
             kept_bytes = bytes_ if carries is not None and (is_copy or kind != WEIGHTS) else 0
             sent.append(_Sent(work, value, message, kept_bytes, lent))
             size += bytes_
@@ -208,7 +232,7 @@ class Mail:
             if kind not in ON_HOST:
                 recorder.count_message(message.source, message.target, kind == SHARED, size)
             start = recorder.add("send", m, start, size=size, peer=target, carries=carries)
-        # the oldest was for an action that this stage's own actions since have waited for: it is through, or soon
+        # the oldest send was for an action that later actions of this stage have waited for, so it is complete, or soon will be
         most = (self._in_flight if kind in BY_MICROBATCH else MOST_SMALL) * len(tensors)
         while len(sent) > most:
             oldest = self._finish_oldest(message.link)
@@ -227,14 +251,14 @@ class Mail:
         return message
 
     def flush(self) -> None:
-        """Wait until all that was sent is through."""
+        """Wait until all sends are complete."""
         for link, sent in self._sent.items():
             while sent:
                 self._finish_oldest(link)
 
     def buffer_bytes(self, in_flight: Iterable[Tuple[int, int]]) -> int:
-        """Return the bytes of posted receives and kept sends, without what the microbatches `in_flight` (stage, microbatch) keep
-        anyhow."""
+        """Return the bytes of posted receives and pending sends, without the bytes that the microbatches `in_flight`, pairs
+        (stage, microbatch), keep anyway."""
         return self._posted_bytes + self._sent_bytes - sum(self._lent.get(place, 0) for place in in_flight)
 
     # ---- waiting
@@ -253,16 +277,16 @@ class Mail:
             return dist.all_reduce(tensor, group=group, async_op=True)
 
     def wait_for_all(self, work: Any, group: Any) -> None:
-        """Wait for what all ranks of a group do together."""
+        """Wait for a collective of a group."""
         is_channel = self._channels is not None and group is not None and group in self._channels.values()
         self._wait(work, self._list_others(group), is_channel)
 
     def _list_others(self, group: Any) -> Optional[List[int]]:
-        """List the other ranks of a group; None if it is that of all."""
+        """List the other ranks of a group; return None for the group of all ranks."""
         return None if group is None else [rank for rank in dist.get_process_group_ranks(group) if rank != self._rank]
 
     def _route(self, message: Message, number: int) -> Tuple[Any, int]:
-        """Return the group and the tag of tensor number `number` of a message, the same on both sides."""
+        """Return the group and the tag of a message's tensor `number`, the same on both sides."""
         if message.kind not in self._by_channel:
             place = message.number * len(KINDS) + KINDS.index(message.kind)
             place = (place * self._ends + message.source) * self._ends + message.target

@@ -1,8 +1,8 @@
-"""Bytes of a rank's tensors by category, as they are between two actions.
+"""The memory of a rank's tensors by category, in bytes, between two actions.
 
-A microbatch in flight keeps what autograd saved of its forward, and its inputs, labels, outputs and loss: each storage once,
-weights apart. Hooks ask autograd at the first forward of each shape of inputs; others of that shape keep as much. What is sent
-counts for the microbatch as long as that keeps it, too, and for the buffers after.
+A microbatch in flight keeps autograd's saved tensors and its inputs, labels, outputs and loss. Each storage counts once; weights
+do not count. Hooks measure the first forward of each input shape; later forwards of that shape keep as much. A tensor that is
+being sent counts for its microbatch while the microbatch keeps it, and for the buffers afterwards.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from ipu_pipe.model.batch import count_bytes
 from ipu_pipe.model.observation import get_storage
 from ipu_pipe.trace.events import ALLOCATED, MEMORY
 
-TOTAL = "total"  # beside the categories: the greatest sum of all at one moment
+# the key, beside the categories, of the peak of their sum
+TOTAL = "total"
 _NAMES = tuple(MEMORY.values())
 Tensors = Sequence[Optional[torch.Tensor]]
 
 
 class ActivationStash:
-    """Bytes that microbatches in flight keep on a stage. `weights`: tensors that are not counted."""
+    """The bytes that microbatches in flight keep on a stage. `weights`: the tensors that are not counted."""
 
     def __init__(self, weights: Sequence[torch.Tensor]) -> None:
         self._weights, self.held_bytes = weights, 0
@@ -35,7 +36,10 @@ class ActivationStash:
 
     @contextlib.contextmanager
     def watch_forward(self, m: int, entered: Tensors) -> Iterator[List[Optional[torch.Tensor]]]:
-        """Count what a forward of microbatch m on `entered` keeps; what comes out is to be added to the list."""
+        """Count the bytes that the forward of microbatch m inside the context keeps.
+
+        `entered`: its inputs and labels. The caller adds its outputs to the list that the context yields.
+        """
         outputs: List[Optional[torch.Tensor]] = []
         key = (torch.is_grad_enabled(), *(None if t is None else t.shape for t in entered))
         if key in self._bytes_by_shapes:
@@ -45,13 +49,13 @@ class ActivationStash:
 
             def keep(tensor: torch.Tensor) -> torch.Tensor:
                 saved[get_storage(tensor)] = tensor.untyped_storage().nbytes()
-                # a result of the operation would hold itself for ever
+                # a saved output of the operation would keep itself alive for ever
                 return tensor if tensor.is_leaf else tensor.detach()
 
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
                 yield outputs
             saved.update((get_storage(t), t.untyped_storage().nbytes()) for t in outputs if t is not None)
-            # what enters may be a part of a data set's memory
+            # inputs may be views of a data set's memory, so count only their own elements
             saved.update((get_storage(t), count_bytes(t)) for t in entered if t is not None)
             weights = {get_storage(t) for t in self._weights}
             self._bytes_by_shapes[key] = sum(size for place, size in saved.items() if place not in weights)
@@ -68,13 +72,15 @@ class ActivationStash:
         self.held_bytes += self.bytes_by_microbatch[m]
 
     def drop(self, m: int) -> None:
-        """Forget microbatch m, which is done or whose forward runs again."""
+        """Stop counting microbatch m, which is done or whose forward runs again."""
         self.held_bytes -= self.bytes_by_microbatch.pop(m, 0)
 
 
 class MemoryCounters:
-    """Records what a rank holds and the greatest of each category, over the updates that are recorded and the first ones, in
-    which the pipeline fills. `stages`: those of the rank; `replicas`: of each of them, where they have weights of their own."""
+    """Record a rank's memory and the peak of each category, during recorded updates and while the pipeline fills.
+
+    `stages`: the rank's stages by number; `replicas`: the replicas with weights of their own, one record per stage.
+    """
 
     def __init__(
         self, work: Work, stages: Mapping[int, Any], mail: Mail, recorder: TraceRecorder,
@@ -94,7 +100,7 @@ class MemoryCounters:
         self._greatest = [0] * len(MEMORY)
 
     def sample(self, update: int, gradients: bool = True, stepped: bool = False) -> None:
-        """Count now. `gradients`: some may have come or gone since the last time; `stepped`: the optimizer has."""
+        """Measure now. `gradients`: gradients may have changed since the last call; `stepped`: the optimizer has stepped."""
         recorder = self._recorder
         if not (recorder.is_recording or update < self._filled):
             return
@@ -121,7 +127,7 @@ class MemoryCounters:
 
     @property
     def peaks(self) -> Dict[str, int]:
-        """The greatest of each category, and of all at one moment; on a GPU what was allocated there, too."""
+        """The peak of each category and of their sum; on a GPU also the peak of the allocator."""
         peaks = {**dict(zip(MEMORY, self._greatest)), TOTAL: self._total}
         if self._device.type == "cuda":
             peaks[ALLOCATED] = torch.cuda.max_memory_allocated(self._device)

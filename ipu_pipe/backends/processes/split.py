@@ -1,13 +1,13 @@
-"""Split backwards: the gradient of a stage's input now (I), those of its weights later (W).
+"""Split backwards: compute the input gradient of a stage now (I) and its weight gradients later (W).
 
-    graph      y <- conv2 <- relu <- bn1 <- conv1 <- x          <-  gradients go this way
-    I(m)            |g2      .       .       |g1      gx         gx is sent on; g1, g2 and what conv1, conv2 saved are kept,
-                                                                 and the finished gradients of bn1; all the rest is dropped
-    W(m)       w2 += f(g2, x2)   w1 += f(g1, x1)   bn1 += ...    the same functions that a whole backward calls, no other
+    graph      y <- conv2 <- relu <- bn1 <- conv1 <- x          <-  gradients flow this way
+    I(m)            |g2      .       .       |g1      gx         send gx; keep g1, g2, the saved inputs of conv1 and conv2,
+                                                                 and the finished gradients of bn1; drop everything else
+    W(m)       w2 += f(g2, x2)   w1 += f(g1, x1)   bn1 += ...    call the same functions as a whole backward
 
-The graph's operations whose weight gradient is a product of its own (`_OPERATIONS`) are done by W. Gradients of other weights
-(of norms, embeddings, biases that are added) come almost for nothing with I, and W adds them to the sum, so that all of a
-microbatch are added where its row has W. W reads no weights: an update may come between.
+W computes the weight gradients that are separate products (`_OPERATIONS`). Gradients of other weights (norms, embeddings, added
+biases) cost almost nothing within I; W only adds them, so that all gradients of a microbatch are added at its W. W reads no
+weights: there may be an update between I and W.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ import torch
 if hasattr(torch.autograd.graph, "GradientEdge"):
     from torch.autograd.graph import GradientEdge
 
-Gradients = Sequence[Optional[torch.Tensor]]  # of a loss: None
-Edge = Tuple[Any, int]  # a node of autograd's graph, and which of its outputs
+# None is the gradient of a loss
+Gradients = Sequence[Optional[torch.Tensor]]
+# a node of autograd's graph, and the index of its output
+Edge = Tuple[Any, int]
 
 
 class _Operation(NamedTuple):
-    """A node whose weight gradients W computes: the edges to its weights, by the place of the gradient in `compute`'s result."""
+    """A node whose weight gradients W computes. `edges`: index of a gradient in the node's results -> edge to the weight."""
 
     node: Any
     edges: Dict[int, Edge]
@@ -33,19 +35,22 @@ class _Operation(NamedTuple):
 
 
 class WeightGradients:
-    """What I leaves to W. `finished`: the gradients that I has computed already, by the node that adds one to its weight."""
+    """The work that I leaves to W. `finished`: gradients that I has computed, by the node that accumulates them.
+
+    `tensors`: all tensors that are stored until W.
+    """
 
     def __init__(self) -> None:
         self._products: List[Tuple[Callable[[torch.Tensor], Gradients], torch.Tensor, Dict[int, Edge]]] = []
         self.finished: Dict[Any, torch.Tensor] = {}
-        self.tensors: List[torch.Tensor] = []  # that are kept for W
+        self.tensors: List[torch.Tensor] = []
 
     def take(self, weight: torch.Tensor) -> Optional[torch.Tensor]:
-        """Return the finished gradient of a weight, None if it is zero, and let W not add it."""
+        """Remove the finished gradient of a weight, so that W does not add it, and return it; None if it is zero."""
         return next((self.finished.pop(node) for node in list(self.finished) if node.variable is weight), None)
 
     def add(self) -> None:
-        """Carry out W: compute what is left, and add all gradients to those of the weights."""
+        """Carry out W: compute the remaining gradients and add all of them to the gradients of the weights."""
         edges: List[GradientEdge] = []
         gradients: List[torch.Tensor] = []
         for compute, gradient, places in self._products:
@@ -64,7 +69,7 @@ class WeightGradients:
 def backward_whole(
     roots: Sequence[torch.Tensor], gradients: Gradients, weights: Sequence[torch.Tensor]
 ) -> WeightGradients:
-    """Carry out I of a stage whose backward cannot be split: compute all gradients now, which W adds."""
+    """Carry out I of a stage whose backward cannot be split: compute all gradients now and leave only the addition to W."""
     left, gathered = WeightGradients(), [p.grad for p in weights]
     for p in weights:
         p.grad = None
@@ -80,9 +85,9 @@ def backward_input(
     roots: Sequence[torch.Tensor], gradients: Gradients, entered: Sequence[torch.Tensor],
     at_once: Sequence[torch.Tensor] = (),
 ) -> WeightGradients:  # fmt: skip
-    """Carry out I: leave the gradients of what `entered` there, and return what W has to do.
+    """Carry out I: put the gradients of the tensors `entered` into them, and return the work of W.
 
-    `gradients`: of the roots. `at_once`: weights whose gradients I finishes.
+    `gradients`: the gradients of `roots`. `at_once`: the weights whose gradients I computes itself.
     """
     inputs = [t for t in entered if t.requires_grad]
     operations, leaves = _list_operations(roots, {id(t) for t in inputs}, {id(t) for t in at_once})
@@ -135,7 +140,7 @@ def _list_operations(roots: Sequence[torch.Tensor], inputs: Any, at_once: Any) -
                 soon[leaf] = None
         if operation is not None and operation.edges:
             operations.append(operation)
-    # a weight that is used both ways is finished at once: its gradients are summed before they are added
+    # I computes the gradient of a weight that is used in both ways, because autograd sums all uses before it accumulates
     while True:
         mixed = [operation for operation in operations if any(leaf in soon for leaf in operation.leaves)]
         if not mixed:
@@ -145,7 +150,7 @@ def _list_operations(roots: Sequence[torch.Tensor], inputs: Any, at_once: Any) -
 
 
 def _follow(node: Any) -> Any:
-    """Return the leaf at the end of a chain of operations with one argument (a transposition, a cast), None if there is none."""
+    """Return the leaf at the end of a chain of operations with one argument (transposition, cast), None if there is no leaf."""
     following = node.next_functions
     while len(following) == 1 and following[0][0] is not None:
         node = following[0][0]
@@ -170,7 +175,7 @@ def _prepare_convolution(node: Any, kept: List[torch.Tensor]) -> Callable[[torch
 
 
 def _prepare_product(node: Any, kept: List[torch.Tensor]) -> Callable[[torch.Tensor], Gradients]:
-    """The gradient of the second factor (m, n) of a product, as autograd computes it, and of a bias that was added."""
+    """Return the function that computes the gradients of a product's second factor (m, n) and of its bias, as autograd does."""
     is_sum = len(node.next_functions) == 3
     x = node._saved_mat1 if is_sum else node._saved_self
     assert not is_sum or (node._saved_alpha == 1 and node._saved_beta == 1)
@@ -200,9 +205,9 @@ def is_split_exact(
     roots: Sequence[torch.Tensor], gradients: Gradients, entered: Sequence[torch.Tensor],
     weights: Sequence[torch.Tensor], at_once: Sequence[torch.Tensor],
 ) -> bool:  # fmt: skip
-    """Return whether I and W leave the gradients of a whole backward, bit for bit.
+    """Return whether I and W give the gradients of a whole backward, bit for bit.
 
-    Gradients are added to random ones, and W runs with other weights than I: it must read none.
+    The gradients are added to random ones. W runs with weights of NaN, because it must read none.
     """
     sums = [torch.randn_like(p) for p in weights]
 

@@ -1,6 +1,6 @@
-"""A stage of a rank: forward, recomputation and backward of a microbatch, with the weights that each reads.
+"""A stage of a rank: forward, recomputation and backward of a microbatch, each with the weight version that it reads.
 
-A stage needs no version table to find the newest weights: it reads what its memory holds, and its row says when that changes.
+The newest weights need no version table: they are the weights in memory, which change where the stage's row has an update.
 
     row of stage s     F5   B2  U2   F6   B3  U3  ...
     in memory       w2 ->        w3 ->       w4            (pipedream: B3 reads again what F3 read, which is stashed)
@@ -46,19 +46,17 @@ from ipu_pipe.schedule.actions import Kind, get_pass_needs
 from ipu_pipe.schedule.methods import Reads
 from ipu_pipe.schedule.versions import find_segment_ends, find_segment_heads
 
-Outputs = Tuple[
-    List[torch.Tensor], Optional[MicrobatchResult]
-]  # for the next stage; loss and answers, if there is a loss
+# the tensors for the next stage, and the microbatch's result if the stage has a loss
+Outputs = Tuple[List[torch.Tensor], Optional[MicrobatchResult]]
 
 
 @dataclass
 class StageModel:
-    """What a rank holds of the model for one `stage`.
+    """The part of the model that a rank holds for one `stage`, with everything that the stage's passes need.
 
-    `crossings`: the tensors that cross each cut. `source(m)`: microbatch m as (x, y); only the first stage and those with a loss
-    ask. `checksums`: CRC-32 of the batches that were read, by microbatch, until they are compared with those of other ranks.
-    `random`: the draws of the model's modules. `local`: of stages with losses of their own. `ties`: weights that other stages
-    use, too.
+    `crossings`: the tensors that cross each cut. `source(m)`: returns microbatch m as (x, y), for the first stage and stages with
+    a loss. `checksums`: CRC-32 of each microbatch that was read, until it is compared with other ranks'. `random`: the modules'
+    keyed draws. `local`: the block of a stage with a loss of its own. `ties`: the weights that other stages use too.
     """
 
     layout: RankLayout
@@ -75,31 +73,33 @@ class StageModel:
     def __post_init__(self) -> None:
         s, local = self.stage, self.local
         self.is_first, self.is_last = s == 0, s == self.layout.stages - 1
-        self.head = local.head if local is not None else None  # the auxiliary head
-        self.previous = local.previous if local is not None else None  # the piece of the stage before, where it runs here too
+        # the auxiliary head, and the previous stage's piece if blocks overlap
+        self.head = local.head if local is not None else None
+        self.previous = local.previous if local is not None else None
         self.has_loss = self.head is not None or self.is_last
         self.modules = [module for module in (self.piece, self.previous, self.head) if module is not None]
         entries = local.entries(self.crossings) if local is not None else [None, *self.crossings]
-        self.enters = entries[s]  # what a forward receives; None where its input is the data
-        self.leaves = None if self.is_last else entries[s + 1]  # what the next stage receives
+        # the tensors that a forward receives (None if its input is the data), and those that the next stage receives
+        self.enters = entries[s]
+        self.leaves = None if self.is_last else entries[s + 1]
 
     @cached_property
     def tensors(self) -> List[torch.Tensor]:
-        """Parameters and buffers that are here, each once."""
+        """The stage's parameters and buffers, each once."""
         here = [t for piece in (self.piece, self.previous) if piece is not None for t in piece.tensors()]
         if self.head is not None:
             here += [*self.head.parameters(), *self.head.buffers()]
         return list({id(t): t for t in here}.values())
 
     def load_data(self, m: int) -> Tuple[Any, Any]:
-        """Return inputs and labels of microbatch m, None for what the stage does not need."""
+        """Return inputs and labels of microbatch m; None for the one that the stage does not need."""
         if self.enters is not None and not self.has_loss:
             return None, None
         x, y = self.source(m)
         return x if self.enters is None else None, y if self.has_loss else None
 
     def key_draws(self, m: int, piece: Optional[Piece]) -> ContextManager[None]:
-        """Key what modules draw in a forward of a piece for microbatch m; None: in its backward, where checkpoints run
+        """Key the random draws of a piece's forward of microbatch m; `piece` None: of the backward, where checkpoints run
         forwards again."""
         assert self.random is not None
         number = m * self.layout.replicas + self.layout.replica
@@ -114,7 +114,7 @@ def _draw(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> tor
 
 @dataclass
 class _InFlight:
-    """A microbatch between its forward and its backward on this stage. `inputs`: the batch's, or the tensors that came."""
+    """A microbatch between its forward and its backward on this stage. `inputs`: the batch's inputs, or the received tensors."""
 
     replay: Replay
     inputs: List[Any]
@@ -124,8 +124,11 @@ class _InFlight:
 
 
 class Stage:
-    """Carries out passes. `update`: updates that the weights in memory have had; `forwarded`: the newest microbatch whose forward
-    is done; `results`: of microbatches whose update is still to come."""
+    """Carry out the passes of a stage.
+
+    `update`: the version of the weights in memory; `forwarded`: the newest microbatch whose forward is done; `results`: the
+    results of microbatches whose update is not done.
+    """
 
     def __init__(self, work: Work, model: StageModel, mail: Mail, recorder: TraceRecorder) -> None:
         self.model, self._work, self._mail, self._recorder = model, work, mail, recorder
@@ -142,17 +145,19 @@ class Stage:
         self.results: Dict[int, MicrobatchResult] = {}
         self.update, self.forwarded = work.update, work.microbatch - 1
         self._in_flight: Dict[int, _InFlight] = {}
-        self._left: Dict[int, WeightGradients] = {}  # by I for W
-        self.splits = True  # if False, I computes what W would add
+        # microbatch -> the weight gradients that I leaves to W
+        self._left: Dict[int, WeightGradients] = {}
+        # False: I computes the weight gradients too, and W only adds them
+        self.splits = True
         segments = work.method.segments
         heads = find_segment_heads(find_segment_ends(layout.stages, segments or 0))
-        # the stage keeps its input, and needs no recomputation of the stage before
+        # such a stage stores its input, so it needs no recomputation of the previous stage
         self._begins_segment = bool(heads[model.stage])
         self._ends_segment = model.is_last or bool(heads[model.stage + 1])
         needs = {kind: list(self._find_needs(Kind(kind))) for kind in (FORWARD, RECOMPUTE, BACKWARD)}
         self._needs = {**needs, INPUT_GRADIENT: needs[BACKWARD], WEIGHT_GRADIENT: []}
 
-    # ---- what passes need
+    # ---- the messages that passes need
 
     def list_needs(self, kind: str, m: int) -> Iterator[Tuple[Message, Shapes]]:
         """Yield the messages that a pass of microbatch m needs, with their shapes."""
@@ -179,7 +184,7 @@ class Stage:
     # ---- passes
 
     def forward(self, m: int) -> None:
-        """Carry out F(m), whose time begins when its inputs are there."""
+        """Carry out F(m); its event begins when its inputs have arrived."""
         model, recorder, s = self.model, self._recorder, self.model.stage
         start = recorder.mark()
         x, labels = model.load_data(m)
@@ -213,11 +218,11 @@ class Stage:
         return outputs, result
 
     def run(self, m: int, inputs: Sequence[Any], labels: Any) -> Outputs:
-        """Return what the next stage gets, and where there is a loss the result of the microbatch."""
+        """Return the tensors for the next stage, and the result of the microbatch if the stage has a loss."""
         model = self.model
         value = inputs[0] if model.enters is None else model.enters.unflatten(inputs)
         if model.previous is not None:
-            # the stage before moves the running statistics of its piece
+            # only the previous stage itself changes the running statistics of its piece
             with buffers_restored(model.previous), model.key_draws(m, model.previous) if model.random else nullcontext():
                 value = model.previous(value)
         entered = value
@@ -233,7 +238,7 @@ class Stage:
         return outputs, MicrobatchResult(loss, count_right(extract_scores(self._work.loss, scored_output), labels))
 
     def recompute(self, m: int) -> None:
-        """Carry out R(m): the forward again, with the weights that are in memory by now."""
+        """Carry out R(m): run the forward again with the weights that are in memory now."""
         flight, s = self._in_flight[m], self.model.stage
         received = None
         if not self._begins_segment:
@@ -252,11 +257,11 @@ class Stage:
             self._mail.send(Message(RECOMPUTE, m, s, s + 1), flight.outputs)
 
     def backward_input(self, m: int) -> None:
-        """Carry out I(m), which leaves the gradients of the weights to W(m)."""
+        """Carry out I(m): compute the input gradients and leave the weight gradients to W(m)."""
         self.backward(m, Kind.INPUT_GRADIENT)
 
     def backward(self, m: int, kind: Kind = Kind.BACKWARD) -> None:
-        """Carry out B(m), or the half of it that `kind` says."""
+        """Carry out B(m), or I(m) if `kind` is the input gradient."""
         model, flight, s = self.model, self._in_flight[m], self.model.stage
         is_local = model.local is not None
         gradients: List[torch.Tensor] = []
@@ -266,7 +271,7 @@ class Stage:
         start = self._recorder.mark()
         version = int(flight.replay.backward.versions[0])
         if self._work.method.backward_reads is Reads.NEWEST:
-            assert version == self.update, f"stage {s}, {kind.value}{m}: not of version {self.update} in memory but {version}"
+            assert version == self.update, f"stage {s}, {kind.value}{m}: reads version {version}, in memory is {self.update}"
         self.weights.load(flight.replay.backward)
         if self._is_tied:
             self.tied.load(version)
@@ -315,8 +320,10 @@ class Stage:
 
     @contextmanager
     def _keep_gradients_apart(self) -> Iterator[None]:
-        """Keep the gradients that a backward leaves in here apart from earlier ones: of weights that other stages hold, and
-        all where rules correct those of a microbatch."""
+        """Keep the gradients of the backward inside the context apart from accumulated ones.
+
+        This concerns weights that other stages hold, and all weights if a rule corrects the gradients of each microbatch.
+        """
         with ExitStack() as stack:
             stack.enter_context(
                 self._work.rules.compensate(self.update, [self.model.stage], lambda _: self.weights.compute_age(0))
@@ -326,7 +333,7 @@ class Stage:
             yield
 
     def add_weight_gradients(self, m: int) -> None:
-        """Carry out W(m): add what I(m) has left to the gradients of the weights."""
+        """Carry out W(m): add the weight gradients that I(m) has left."""
         start = self._recorder.mark()
         self._left.pop(m).add()
         self._work.rules.collect()
@@ -334,7 +341,7 @@ class Stage:
         self._recorder.add(Kind.WEIGHT_GRADIENT.word, m, start)
 
     def rehearse_split(self, example: Tuple[Any, Any]) -> bool:
-        """Return whether backwards are split: I and W give the bits of B, on the microbatch `example` or on random inputs."""
+        """Return whether I and W give the same bits as B, on the microbatch `example` or on random inputs; else do not split."""
         model, inputs = self.model, [example[0]]
         with ExitStack() as stack:
             for module in model.modules:
@@ -345,18 +352,19 @@ class Stage:
             roots = [t for t in (outputs if result is None else [result.loss]) if t.requires_grad]
             gradients = [_draw(t.shape, t.dtype, t.device) if result is None else None for t in roots]
             entered = [t for t in list_tensors(inputs) if t.requires_grad]
-            if not roots:  # nothing is trained up to here
+            # nothing is trained up to this stage
+            if not roots:
                 return True
-            # whatever a user's module raises whose backward cannot be run in parts
+            # a user's module whose backward cannot run in parts may raise anything
             with suppress(Exception):
                 self.splits = False
                 self.splits = is_split_exact(roots, gradients, entered, self._trained, self.tied.weights)
         return self.splits
 
-    # ---- around an update
+    # ---- weight versions before and after an update
 
     def before_update(self) -> None:
-        """Keep what passes to come will read of the weights in memory: backwards of microbatches in flight, and forwards."""
+        """Stash the views of the weights in memory that later backwards (of microbatches in flight) and forwards read."""
         if not self._keeps_versions:
             return
         method, codes = self._work.method, set()
@@ -374,7 +382,7 @@ class Stage:
         self._release()
 
     def _release(self) -> None:
-        """Drop the versions that nothing reads any more."""
+        """Drop the versions that no later pass reads."""
         if not self._keeps_versions:
             return
         versions = [int(flight.replay.backward.versions[0]) for flight in self._in_flight.values()]
@@ -386,15 +394,15 @@ class Stage:
 
     @property
     def peak_version_bytes(self) -> int:
-        """The most bytes of weight versions so far that were held besides those in the parameters."""
+        """The peak bytes of weight versions besides the weights in the parameters."""
         return self.weights.peak_bytes + self.tied.peak_bytes
 
     def load_newest(self) -> None:
-        """Put the newest weights into the parameters, with nothing in flight."""
+        """Put the newest weights into the parameters; nothing may be in flight."""
         self.weights.rest()
         self.tied.load(self.update)
 
     def remove_hooks(self) -> None:
-        """Take the hooks off the model."""
+        """Remove the hooks from the model."""
         if self.model.random is not None:
             self.model.random.remove()

@@ -1,13 +1,13 @@
-"""Weights that several stages use: the first of these holds the weight and its optimizer state, the others have a copy.
+"""Tied weights, which several stages use: the first such stage holds the weight and its optimizer state, the others a copy.
 
     stage    0, holds w             2                      5
-    B(m)                                                   h5        of its own pass, sent on
-                                    h5 + h2     <---------           begun with what came, so in the order of autograd
+    B(m)                                                   h5        the gradient of its own backward
+                                    h5 + h2     <---------           adds its own to the received gradient, as autograd would
              (h5 + h2) + h0   <---------
-    U(k)     w of version k + 1 -------------------------------->    each time, before a forward there reads it
+    U(k)     w of version k + 1 -------------------------------->    arrives before a forward reads it
 
-All stages read one version of a microbatch (`schedule.methods.Method.one_version`), so the sum is that of the whole model's
-backward, to the last bit. Two stages exchange all their weights in one message.
+All stages read one version for a microbatch (`schedule.methods.Method.one_version`), so the sum equals the gradient of the whole
+model bit for bit. Two stages exchange all their tied weights in one message.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ from ipu_pipe.backends.processes.split import WeightGradients
 from ipu_pipe.model.cutting import Piece, Shape
 
 Weights = List[nn.Parameter]
-StageLink = Tuple[int, int, str]  # source stage, target stage, kind of message
+# (source stage, target stage, kind of message)
+StageLink = Tuple[int, int, str]
 
 
 @dataclass(frozen=True)
 class Ties:
-    """The weights that a stage shares, by the other stage.
+    """The tied weights of a stage; each map goes from another stage to weights.
 
-    `gradients_to`, `gradients_from`: whose gradients it sends and gets; `copies_of`: its copies of weights that the other holds;
-    `copied_to`: its own weights that the other copies: two stages of one rank use the same tensor. `links`: between all stages,
-    in the same order on every rank.
+    `gradients_to`, `gradients_from`: the weights whose gradients it sends and receives. `copies_of`: its copies of weights that
+    the other stage holds. `copied_to`: its own weights that the other stage copies. Two stages of one rank use the same tensor
+    and need no copy. `links`: the links of all stages for tied weights, in the same order on every rank.
     """
 
     gradients_to: Mapping[int, Weights] = field(default_factory=dict)
@@ -44,13 +45,13 @@ class Ties:
     links: Sequence[StageLink] = ()
 
     def needs(self, kind: str) -> Iterator[Tuple[int, Shapes]]:
-        """Yield source stage and shapes of what a backward (TIED) needs, or of what comes after an update (WEIGHTS)."""
+        """Yield (source stage, shapes) of the messages of a backward (TIED) or after an update (WEIGHTS)."""
         for source, weights in (self.gradients_from if kind == TIED else self.copies_of).items():
             yield source, tuple(Shape(tuple(p.shape), p.dtype, False) for p in weights)
 
 
 def find_ties(model: nn.Module, cut: Sequence[Piece], stage: int, placement: Sequence[int]) -> Ties:
-    """Return the ties of a stage of a model that is cut. `placement`: the device of each stage."""
+    """Return the tied weights of a stage of a cut model. `placement`: the device of each stage."""
     ties = Ties({}, {}, {}, {})
     links: Dict[StageLink, None] = {}
     parameters = dict(model.named_parameters())
@@ -68,7 +69,10 @@ def find_ties(model: nn.Module, cut: Sequence[Piece], stage: int, placement: Seq
 
 
 class TiedWeights:
-    """Sends and gets what a stage's ties need. `version`: of the copies, now."""
+    """Send and receive the tied weights of a stage and their gradients. `version`: the version of the copies now.
+
+    `held_bytes`: the bytes of the copies' versions besides the loaded one; `peak_bytes`: their peak.
+    """
 
     def __init__(self, ties: Ties, stage: int, mail: Mail, version: int) -> None:
         self._ties, self._stage, self._mail = ties, stage, mail
@@ -76,11 +80,12 @@ class TiedWeights:
         self._size = sum(p.numel() * p.element_size() for p in self._copies)
         self._versions: Dict[int, List[torch.Tensor]] = {version: [p.data for p in self._copies]}
         self._newest = self._loaded = version
-        self._gradients: List[Optional[torch.Tensor]] = []  # of the newest backward, still to be sent
-        self.held_bytes = self.peak_bytes = 0  # of the versions of copies besides the one in the parameters
+        # the gradients of the newest backward, until they are sent
+        self._gradients: List[Optional[torch.Tensor]] = []
+        self.held_bytes = self.peak_bytes = 0
 
     def load(self, version: int) -> None:
-        """Put a version of the copies into the parameters, waiting for it if need be."""
+        """Put a version of the copies into the parameters; wait for it if it has not arrived."""
         if version == self._loaded or not self._copies:
             return
         while self._newest < version:
@@ -96,7 +101,7 @@ class TiedWeights:
         self._count()
 
     def release(self, oldest: int) -> None:
-        """Drop versions before `oldest`, which nothing reads any more."""
+        """Drop the versions before `oldest`, which no later pass reads."""
         for version in [v for v in self._versions if v < oldest]:
             del self._versions[version]
         self._count()
@@ -106,7 +111,7 @@ class TiedWeights:
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
 
     def receive_gradients(self, m: int) -> List[Tuple[nn.Parameter, torch.Tensor]]:
-        """Return the gradients of shared weights that later stages' backwards of microbatch m have left, if not zero."""
+        """Return the nonzero gradients of tied weights from later stages' backwards of microbatch m."""
         received = [
             (p, gradient)
             for source, weights in self._ties.gradients_from.items()
@@ -116,18 +121,18 @@ class TiedWeights:
 
     @property
     def weights(self) -> List[nn.Parameter]:
-        """The weights whose gradients it sends or gets."""
+        """The weights whose gradients the stage sends or receives."""
         tables = (self._ties.gradients_to, self._ties.gradients_from)
         return [p for table in tables for weights in table.values() for p in weights]
 
     def take_gradients(self, left: WeightGradients) -> None:
-        """Take the gradients for the stages before out of what a split backward has left."""
+        """Take the gradients for earlier stages out of the result of a split backward."""
         self._gradients = [left.take(p) for weights in self._ties.gradients_to.values() for p in weights]
 
     @contextlib.contextmanager
     def gradients_apart(self) -> Iterator[None]:
-        """Keep the gradients that a backward in here leaves for the stages before apart from what is gathered already, where
-        their holder is on this rank."""
+        """Keep the tied gradients of the backward inside the context apart from accumulated ones (the tensor may be the holder's
+        own if both stages are on this rank)."""
         copies = [p for weights in self._ties.gradients_to.values() for p in weights]
         gathered = [p.grad for p in copies]
         for p in copies:
@@ -138,7 +143,7 @@ class TiedWeights:
             p.grad = gradient
 
     def send_gradients(self, m: int) -> None:
-        """Send the gradients that the backward of microbatch m has left to the stages before."""
+        """Send the tied gradients of microbatch m's backward to earlier stages."""
         gradients = iter(self._gradients)
         for target, weights in self._ties.gradients_to.items():
             values = [torch.zeros_like(p) if gradient is None else gradient for p, gradient in zip(weights, gradients)]
@@ -146,6 +151,6 @@ class TiedWeights:
         self._gradients = []
 
     def send_weights(self, k: int) -> None:
-        """Send what update k has made of the weights that this stage holds to the stages with copies."""
+        """Send this stage's tied weights after update k to the stages with copies."""
         for target, weights in self._ties.copied_to.items():
             self._mail.send(Message(WEIGHTS, k, self._stage, target), weights)

@@ -1,15 +1,15 @@
-"""What one rank did and when, by its clock: events of the updates that are recorded, and totals of the steps that are timed.
+"""The trace of one rank by its own clock: events of the recorded updates, and totals of the updates that count for throughput.
 
     | wait | recv | forward | send |    | wait | recv | backward | send |  ...
-                                     between two events, which do not overlap: the host's own time
+                                     events do not overlap; the time between them is the host's own
 
-A mark is a moment of that clock: on the host nanoseconds, on a GPU an event on its stream, since the host only asks for work
-there and goes on. Marks of a GPU are read when it has passed them:
+A mark is a moment of the clock: nanoseconds on the host; on a GPU an event on its stream, because the host only queues work there
+and goes on. Marks of a GPU are read after it has passed them:
 
-    host     asks F0 | asks F1 | waits for B0's gradients ..........| asks B0
+    host     queues F0 | queues F1 | waits for B0's gradients ......| queues B0
     stream   m  F0  m m   F1   m . . idle . . . . . . . . . . . . . m   B0   m       m: a mark, passed in this order
 
-A rank writes its events to a file as the run goes. A run that goes on takes up the file of the start before it:
+A rank writes its events to a file during the run. A resumed run continues the file of the earlier start:
 
     rank-0.trace    events of updates 0 .. 7 | pause | events of updates 8 ...        resumed from the checkpoint of update 8
 """
@@ -45,14 +45,20 @@ from ipu_pipe.trace.events import (
 )
 from ipu_pipe.trace.store import SUFFIX, TraceWriter, find_store_files, read_store
 
-Record = Tuple[int, int, int, int, int, int, int, int, int]  # stage, kind, microbatch, start, end, version, bytes, peer, carries
-Pending = Tuple[Any, Any, Callable[[int, int], None]]  # two marks of a GPU, and what to do with their times
-ROWS = 4096  # events that are written at once
-SECONDS = 1.0  # records are written at least this often: a killed run loses no more
-CLOCK_TAG = (1 << 30) + 1  # beyond all messages of the schedule
-ROUNDS = 8  # of comparing two clocks
+# (stage, kind, microbatch, start, end, version, bytes, peer, carries)
+Record = Tuple[int, int, int, int, int, int, int, int, int]
+# two marks of a GPU, and the function that takes their times
+Pending = Tuple[Any, Any, Callable[[int, int], None]]
+# events that are written at once
+ROWS = 4096
+# seconds after which records are written; a killed run loses no more
+SECONDS = 1.0
+# a tag above the tags of all messages of the schedule
+CLOCK_TAG = (1 << 30) + 1
+# round trips of a comparison of two clocks
+ROUNDS = 8
 
-# index in the totals: 0 busy, 1 waiting, 2 communication, None: outside of the steps
+# kind of event -> index in the totals: 0 busy, 1 waiting, 2 communication; None: not a part of an update
 _TOTAL: Dict[str, Optional[int]] = dict.fromkeys(KIND_CODE, 0)
 _TOTAL.update({WAIT: 1, **dict.fromkeys(COMMUNICATION, 2), **dict.fromkeys(OUTSIDE)})
 
@@ -60,7 +66,7 @@ _TOTAL.update({WAIT: 1, **dict.fromkeys(COMMUNICATION, 2), **dict.fromkeys(OUTSI
 class StreamClock:
     """The clock of the current stream of the current GPU. (Tested with a double of events; not run on a GPU.)
 
-    `event`: makes one; `finish`: waits until the GPU has nothing to do.
+    `event`: makes a timing event; `finish`: waits until the GPU has nothing to do.
     """
 
     def __init__(
@@ -72,7 +78,7 @@ class StreamClock:
         self.anchor()
 
     def mark(self) -> Any:
-        """Return a mark of now, on the stream."""
+        """Return a mark of the present on the stream."""
         event = self._event()
         event.record()
         return event
@@ -80,7 +86,7 @@ class StreamClock:
     def anchor(self) -> None:
         """Wait for the GPU and compare its clock with the host's.
 
-        Times are measured from here: from an event far back they are not exact, being milliseconds in float32.
+        Later times are measured from here, because `elapsed_time` returns float32 milliseconds, inexact for long times.
         """
         self._finish()
         self._first = self.mark()
@@ -88,7 +94,7 @@ class StreamClock:
         self._first_ns = time.perf_counter_ns()
 
     def read(self, pending: Deque[Pending], wait: bool) -> None:
-        """Hand over the times of what the GPU has passed, in order, and remove it; if `wait`, wait for all of it."""
+        """Remove the pending marks that the GPU has passed, in order, and hand over their times; if `wait`, wait for all."""
         if wait:
             self._finish()
         last = None
@@ -103,8 +109,8 @@ class StreamClock:
 
 
 class TraceRecorder:
-    """Records what a rank does for a `stage`, which changes from action to action. `traced`: the updates whose events are
-    recorded; `stream`: a GPU's clock."""
+    """Record the activities of a rank. `stage`: the stage of the current action; `traced`: the updates whose events are recorded;
+    `stream`: the clock of a GPU."""
 
     def __init__(self, rank: int, stage: int, traced: range, stream: Optional[StreamClock] = None) -> None:
         self._rank, self.stage, self._traced, self._stream = rank, stage, traced, stream
@@ -117,15 +123,16 @@ class TraceRecorder:
         self._written = time.monotonic()
         self._totals, self._span_ns = [0, 0, 0], 0
         self._step_start: Any = 0
-        self._stopped: Optional[Any] = None  # mark at which recording stopped
+        # the mark at which recording stopped
+        self._stopped: Optional[Any] = None
         self.update = 0
         self.is_recording, self._is_timed = False, False
-        # by source and target stage: bytes, messages of activations and their gradients
+        # (source stage, target stage) -> (bytes, messages) of activations and their gradients, and of shared layers' gradients
         self.sent: Dict[Tuple[int, int], Tuple[int, int]] = {}
-        self.sent_shared: Dict[Tuple[int, int], Tuple[int, int]] = {}  # the same of the gradients of shared layers
+        self.sent_shared: Dict[Tuple[int, int], Tuple[int, int]] = {}
 
     def begin_update(self, update: int) -> None:
-        """Record what follows, if the update is one of `traced`."""
+        """Record from now on if the update is one of `traced`, else stop recording."""
         before, now = self.is_recording, update in self._traced
         self.update, self.is_recording = update, now
         if before and not now:
@@ -138,7 +145,7 @@ class TraceRecorder:
     def add(
         self, kind: str, index: int, start: Any, *, version: int = -1, size: int = -1, peer: int = -1, carries: str = ""
     ) -> Any:
-        """Add an event from the mark `start` to now, of microbatch (or update) `index`; return the mark of its end."""
+        """Add an event of microbatch (or update) `index` from the mark `start` to now; return the mark of its end."""
         end = self.mark()
         if self._stream is None:
             self._take(
@@ -163,7 +170,7 @@ class TraceRecorder:
             )
 
     def count(self, name: str, value: float, mark: Any) -> None:
-        """Record a counter's value from a mark on."""
+        """Record the value that a counter has from a mark on."""
         if not self.is_recording:
             return
         if self._stream is None:
@@ -175,13 +182,13 @@ class TraceRecorder:
         self._counters.append(Counter(self._rank, name, now, value))
 
     def count_message(self, source: int, target: int, is_shared: bool, size: int) -> None:
-        """Count a message that a stage has sent to another; `is_shared`: with gradients of a shared layer."""
+        """Count a message from a stage to another; `is_shared`: it carries gradients of a shared layer."""
         traffic = self.sent_shared if is_shared else self.sent
         total, messages = traffic.get((source, target), (0, 0))
         traffic[source, target] = (total + size, messages + 1)
 
     def begin_step(self, is_timed: bool) -> None:
-        """Begin a step of the run; `is_timed`: it counts for throughput, and in the totals."""
+        """Begin a step of the run; `is_timed`: it counts for throughput and in the totals."""
         self._is_timed, self._step_start = is_timed, self.mark()
 
     def end_step(self) -> None:
@@ -198,7 +205,7 @@ class TraceRecorder:
 
     @property
     def times(self) -> DeviceTimes:
-        """How the rank spent the steps that were timed."""
+        """The times of the rank in the updates that count for throughput."""
         self._read(wait=True)
         return DeviceTimes(self._totals[0], self._totals[1], self._totals[2], self._span_ns)
 
@@ -224,7 +231,7 @@ class TraceRecorder:
         file.synchronize(time.perf_counter_ns(), offset_ns)
 
     def take_up(self, earlier: Trace, shift_ns: int, update: int) -> None:
-        """Write first what an earlier start did, `shift_ns` later, and a pause from its end to now."""
+        """Write the events of an earlier start first, moved by `shift_ns`, and a pause from its end to now."""
         assert self._file is not None
         events, values = earlier.events, earlier.counters
         events = events._replace(start=events.start + shift_ns, end=events.end + shift_ns)
@@ -237,7 +244,7 @@ class TraceRecorder:
             self._stopped = end
 
     def synchronize(self, offset_ns: int) -> None:
-        """Note, while nothing goes on, what to add to this rank's clock to get rank 0's."""
+        """Store the offset of this rank's clock: rank 0's clock minus this one, in ns. Nothing may be in flight."""
         self._read(wait=True)
         if self._stream is not None:
             self._stream.anchor()
@@ -245,7 +252,7 @@ class TraceRecorder:
             self._file.synchronize(time.perf_counter_ns(), offset_ns)
 
     def flush(self, wait: bool = False) -> None:
-        """Write what is in memory, if there is a file; of a GPU what it has passed, or if `wait` all."""
+        """Write the events in memory to the file, if there is one; a GPU's events that it has passed, or all if `wait`."""
         self._read(wait)
         self._written = time.monotonic()
         if self._file is not None:
@@ -257,7 +264,7 @@ class TraceRecorder:
             self._file.flush()
 
     def close(self) -> None:
-        """Write all, and end the file."""
+        """Write all events and close the file."""
         self.flush(wait=True)
         if self._file is not None:
             self._file.close()
@@ -267,10 +274,10 @@ class TraceRecorder:
 
 
 def compare_clocks() -> int:
-    """Return what to add to this rank's clock to get rank 0's (ns). All ranks must call this at once.
+    """Return rank 0's clock minus this rank's clock (ns). All ranks must call this at once.
 
-    Ranks of rank 0's host have its clock. For others the offset is estimated from the shortest of several round trips (Cristian's
-    algorithm), with an error of up to half that round trip.
+    Ranks on rank 0's host share its clock. For other ranks the offset is estimated from the shortest of several round trips
+    (Cristian's algorithm), with an error of up to half that round trip.
     """
     identities: List[Optional[str]] = [None] * dist.get_world_size()
     dist.all_gather_object(identities, identify_clock())
@@ -290,7 +297,7 @@ def compare_clocks() -> int:
 def identify_clock() -> Optional[str]:
     """Return a text that is equal for two processes exactly if `time.perf_counter_ns` counts from the same moment in both.
 
-    None if that is not known. On Linux the clock is that of the running kernel, shifted in time namespaces.
+    Return None if that is not known. On Linux the clock belongs to the running kernel and may be shifted in a time namespace.
     """
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8") + os.readlink("/proc/self/ns/time")
@@ -299,7 +306,7 @@ def identify_clock() -> Optional[str]:
 
 
 def _ask_clock() -> Tuple[int, int]:
-    """Return the length of a round trip to rank 0, and the offset by it."""
+    """Return the time of a round trip to rank 0, and the clock offset that it gives."""
     theirs = torch.zeros(1, dtype=torch.int64)
     begin = time.perf_counter_ns()
     dist.send(torch.zeros(1, dtype=torch.int64), dst=0, tag=CLOCK_TAG)
@@ -314,18 +321,19 @@ def _ask_clock() -> Tuple[int, int]:
 def open_file(job: Job, rank: int, recorder: TraceRecorder, first_update: int, offset_ns: int) -> None:
     """Let the recorder write to its file, if the run has a folder and its config asks for traces. All ranks call this at once.
 
-    `offset_ns`: what to add to this rank's clock to get rank 0's. What an earlier start recorded before `first_update` is moved
-    to end where this one begins, as its clock may be another one; what it recorded later is left out.
+    `offset_ns`: rank 0's clock minus this rank's clock. The events of an earlier start before `first_update` are moved so that
+    they end where this start begins, because its clock may be another one. Its later events are left out.
     """
     if job.folder is None or not job.traced:
         return
     path, metadata = _path_of(job.folder, rank), make_trace_metadata(job)
     earlier = _read_earlier(path, metadata, first_update) if first_update else None
-    if rank == 0:  # files of ranks that are no more
+    # remove the files of ranks that this start does not have
+    if rank == 0:
         for other in {*find_store_files(job.folder)} - {_path_of(job.folder, r) for r in range(dist.get_world_size())}:
             other.unlink()
     end = -1 if earlier is None or not len(earlier.events.end) else int(earlier.events.end.max())
-    # the end of the earlier start, and now: by rank 0's clocks of then and now
+    # the end of the earlier start by its rank 0's clock, and the present by this rank 0's clock
     last = torch.tensor([end, time.perf_counter_ns() if rank == 0 else -1])
     dist.all_reduce(last, op=dist.ReduceOp.MAX)
     recorder.write_to(TraceWriter(path, metadata), offset_ns)
@@ -334,7 +342,7 @@ def open_file(job: Job, rank: int, recorder: TraceRecorder, first_update: int, o
 
 
 def read_back(job: Job, rank: int, recorder: TraceRecorder) -> Optional[Trace]:
-    """Close the file and return all that this rank recorded, by rank 0's clock; None if there is no file."""
+    """Close the file and return this rank's whole trace, by rank 0's clock; None if there is no file."""
     recorder.close()
     return read_store(_path_of(job.folder, rank)) if job.folder is not None and job.traced else None
 
@@ -344,10 +352,10 @@ def _path_of(folder: Path, rank: int) -> Path:
 
 
 def _read_earlier(path: Path, metadata: Dict[str, Any], first_update: int) -> Optional[Trace]:
-    """Return what an earlier start recorded of the updates before `first_update`, if it was cut into the same stages."""
+    """Return the trace of an earlier start up to `first_update`; None if its stages differ or its file is missing or damaged."""
     try:
         earlier = read_store(path)
-    except BadInput:  # none, or damaged
+    except BadInput:
         return None
     if any(earlier.metadata.get(key) != metadata[key] for key in ("stages", "replicas", "accumulate")):
         return None

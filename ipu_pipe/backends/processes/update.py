@@ -1,4 +1,4 @@
-"""The update of a stage: gradients averaged over replicas and shared layers, clipped, stepped; and its losses sent to rank 0."""
+"""The update of a stage: average gradients over replicas and shared layers, clip, step, and send the losses to rank 0."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ from ipu_pipe.model.cutting import Shape
 from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.update.clipping import GradientClipping, OtherStages
 
-# ---- gradients averaged over the replicas of a stage before each update, on the device where they are
+# ---- the average of gradients over the replicas of a stage (config key `reduction`)
 #
-#     exact   gathered, and added up in the order of the replicas: the emulator's bits
-#     fast    added up by the backend's own all-reduce, in buckets, each begun as soon as its gradients are there
+#     exact   all-gather, then add in the order of the replicas: equal to the emulator bit for bit
+#     fast    all-reduce in buckets, each begun as soon as its gradients are complete
 #
 #     the last backward of an update      layer 4 | layer 3 | layer 2 | layer 1 | U
 #     fast                                         [ bucket of 4, 3 ]  [ of 2, 1 ]
 #
-# A GPU's gradients stay there where replicas have nccl (`cuda.make_channels`), and go through the host's memory otherwise.
+# With nccl (`cuda.make_channels`) gradients stay on the GPU, otherwise they go through the host's memory.
 
 BUCKET_BYTES = 4 << 20
 
 
 class ReplicaGroup(NamedTuple):
-    """The ranks of a stage in all replicas: a process group of gloo, one of nccl (None where gradients go through the host),
-    and whether their sum is the backend's own."""
+    """The ranks of a stage in all replicas: a gloo group, an nccl group (None if gradients go through the host), and whether
+    `reduction` is fast."""
 
     host: Any
     device: Any = None
@@ -62,9 +62,9 @@ class ReplicaGroup(NamedTuple):
 
 
 def average_over_replicas(parameters: Sequence[torch.nn.Parameter], mail: Mail, group: ReplicaGroup) -> None:
-    """Replace gradients by their mean over the ranks of a group, added up in the order of the replicas.
+    """Replace gradients by their mean over the ranks of a group, added up in the order of the replicas, one message per dtype.
 
-    A gradient that a rank does not have is zero there; one that none has stays None. One message a dtype.
+    A gradient that is None on some ranks counts as zero there; one that is None on all ranks stays None.
     """
     has_gradient = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32)
     somewhere = torch.stack(mail.all_gather(has_gradient, group.host)).amax(dim=0)
@@ -79,17 +79,17 @@ def average_over_replicas(parameters: Sequence[torch.nn.Parameter], mail: Mail, 
 
 
 def _flatten(parameters: Sequence[torch.nn.Parameter], group: ReplicaGroup) -> torch.Tensor:
-    """Return all gradients in one tensor, on the device if the group is there, else on the host."""
+    """Return all gradients in one tensor, on the device if there is an nccl group, else on the host."""
     flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in parameters])
     return flat if group.device is not None else flat.cpu()
 
 
 class OverlappedAverage:
-    """Replaces a stage's gradients by their mean over its replicas, by all-reduces that run beside its last backward.
+    """Average a stage's gradients over its replicas by all-reduces that overlap with the last backward of an update.
 
-    `microbatches`: whose gradients make an update. Every rank begins the buckets in the same order, whichever gradients come
-    first or not at all, as PyTorch's DistributedDataParallel does (Li et al. 2020, section 3.2.3). `begins_early`: false where a
-    rule corrects the gradients of a whole pass, which are final at its end alone.
+    Every rank begins the buckets in the same order, whatever the order of its gradients, as PyTorch's DistributedDataParallel
+    does (Li et al. 2020, section 3.2.3). `microbatches`: the microbatches of an update. `begins_early`: False if a rule corrects
+    the gradients of a whole pass, which are final only at its end.
     """
 
     def __init__(
@@ -99,21 +99,24 @@ class OverlappedAverage:
         self._mail, self._group, self._microbatches = mail, group, microbatches
         self._buckets = divide_into_buckets(parameters, bucket_bytes)
         self._bucket_of = {p: number for number, bucket in enumerate(self._buckets) for p in bucket}
-        self._passes = 0  # of the next update, so far
-        self._awaited: List[Set[torch.nn.Parameter]] = []  # in the last pass: by bucket, gradients still to come
-        self._begun: List[Tuple[torch.Tensor, Any]] = []  # by bucket, its sum and the work that makes it
+        # the number of passes of the next update so far
+        self._passes = 0
+        # during the last pass: the parameters of each bucket whose gradients are not complete
+        self._awaited: List[Set[torch.nn.Parameter]] = []
+        # the sum of each bucket that has begun, and its work
+        self._begun: List[Tuple[torch.Tensor, Any]] = []
         trained = [p for p in self._bucket_of if begins_early and p.requires_grad]
         self._hooks = [p.register_post_accumulate_grad_hook(self._note) for p in trained]
 
     @contextlib.contextmanager
     def add_pass(self) -> Iterator[None]:
-        """Count the pass inside, which adds the gradients of a microbatch; in an update's last, begin the sums."""
+        """Count the pass inside the context, which adds a microbatch's gradients; begin the sums in an update's last pass."""
         self._passes += 1
         is_last = self._passes == self._microbatches
         if is_last:
             self._awaited = [set(bucket) for bucket in self._buckets]
         yield
-        # parameters whose gradient autograd has not reported by now are unused, or get it without autograd
+        # gradients that autograd has not reported by now are unused, or come without autograd
         if is_last:
             self._awaited = [set() for _ in self._buckets]
             self._begin()
@@ -133,10 +136,10 @@ class OverlappedAverage:
         self._begin()
 
     def _begin(self) -> None:
-        """Begin the sums of the next buckets of which nothing is awaited any more."""
+        """Begin the sums of the next buckets whose gradients are complete."""
         while len(self._begun) < len(self._buckets) and not self._awaited[len(self._begun)]:
             bucket = self._buckets[len(self._begun)]
-            # whether there is a gradient goes along, as a number behind each
+            # flags after the gradients tell the other ranks which of them exist
             is_there = torch.tensor([float(p.grad is not None) for p in bucket], dtype=bucket[0].dtype)
             gradients = _flatten(bucket, self._group)
             total = torch.cat([gradients, is_there.to(gradients.device)])
@@ -156,15 +159,15 @@ class OverlappedAverage:
         self._passes, self._begun = 0, []
 
     def remove_hooks(self) -> None:
-        """Take the hooks off the parameters."""
+        """Remove the hooks from the parameters."""
         for hook in self._hooks:
             hook.remove()
 
 
 def divide_into_buckets(parameters: Sequence[torch.nn.Parameter], most_bytes: int) -> List[List[torch.nn.Parameter]]:
-    """Divide parameters, the last first, as backwards reach them, into buckets of one dtype and of at most so many bytes.
+    """Divide parameters into buckets of one dtype and at most `most_bytes`, the last parameter first, as backwards reach them.
 
-    A parameter that is larger has a bucket of its own.
+    A larger parameter gets a bucket of its own.
     """
     buckets: List[List[torch.nn.Parameter]] = []
     open_buckets: Dict[torch.dtype, Tuple[List[torch.nn.Parameter], int]] = {}
@@ -181,7 +184,8 @@ def divide_into_buckets(parameters: Sequence[torch.nn.Parameter], most_bytes: in
 
 # ---- the update of a stage
 
-NO_GRADIENT = -1.0  # stands for the norm of a missing gradient
+# the norm that is sent for a missing gradient
+NO_GRADIENT = -1.0
 NORM_SHAPE = (Shape((1,), torch.float64, False),)
 DRAW_ALIKE = (
     "the inputs of one would be trained with the labels of the other; seed every generator that the data hold "
@@ -190,8 +194,11 @@ DRAW_ALIKE = (
 
 
 class StageUpdate:
-    """Carries out the updates of a stage of this rank, or of several that are updated together. `replicas`: the group of their
-    replicas, None if there is one; `independent`: replicas with weights of their own, which take turns."""
+    """Carry out the updates of a stage of this rank, or of several stages that are updated together.
+
+    `replicas`: the stages' replica group, None if there is one replica; `independent`: the replicas that have their own weights
+    and take turns.
+    """
 
     def __init__(
         self, work: Work, stages: Sequence[Stage], mail: Mail, recorder: TraceRecorder,
@@ -201,14 +208,14 @@ class StageUpdate:
         self._replicas, self._independent = replicas, independent
         self._gathers = replicas is not None or any(stage.model.local is not None for stage in stages)
         layout, chosen = stages[0].model.layout, [stage.model.stage for stage in stages]
-        # a layer that overlaps is a stage of another rank, and stepped here too
+        # an overlapping layer belongs to another rank's stage, and is stepped here too
         self._updated = [s for s in work.rules.stages if s in chosen or s not in layout.held]
         parameters = {s: work.rules.stages[s].parameters for s in self._updated}
         self._norms = OtherRanksNorms(work, layout, chosen, mail, recorder, self._interrupt)
         self._parameters = [p for of_stage in parameters.values() for p in of_stage]
         self._own = [p for s, of_stage in parameters.items() if s in chosen for p in of_stage]
         self.clipping = GradientClipping(work.clip, parameters, work.schedule, self._norms)
-        # by stage, where the sums over its replicas run beside its backwards
+        # stage -> average, if `reduction` is fast
         self.averages: Dict[int, OverlappedAverage] = {}
         if replicas is not None and replicas.is_fast:
             count, early = work.schedule.accumulate, not work.rules.compensates
@@ -218,7 +225,7 @@ class StageUpdate:
         self._update, self._start = -1, recorder.mark()
 
     def list_needs(self, stage: Stage, k: int) -> Iterator[Tuple[Message, Shapes]]:
-        """Yield the messages that update k of a stage needs, or that come to the stage after it, with their shapes."""
+        """Yield the messages that update k of a stage needs, or that arrive after it, with their shapes."""
         model = stage.model
         if model.local is not None:
             for neighbor, shapes in model.local.needs():
@@ -230,8 +237,8 @@ class StageUpdate:
             yield from self._norms.list_needs(source)
 
     def carry_out(self, k: int, sample: Callable[[int], None]) -> None:
-        """Carry out update k; `sample` counts the memory just before the optimizer steps."""
-        # their steps were made with their backwards
+        """Carry out update k; `sample` measures the memory just before the optimizer steps."""
+        # independent replicas have stepped after their own backwards
         if self._independent:
             with self._record(k):
                 for replicas in self._independent:
@@ -250,7 +257,7 @@ class StageUpdate:
                 stage.tied.send_weights(k)
 
     def _gather(self, k: int) -> None:
-        """Average the gradients of update k with the other ranks that have a part in them."""
+        """Average the gradients of update k over replicas and over blocks that share a layer."""
         if self._replicas is not None:
             start, size = self._recorder.mark(), count_bytes(self._own)
             if self._replicas.is_fast:
@@ -268,7 +275,7 @@ class StageUpdate:
         with keep_version_counters(self._parameters):
             self._work.rules.step(k, self.clipping.clip, self._updated)
 
-    # ---- events: those of an update, in parts where other ranks' norms are waited for in its middle
+    # ---- the event of an update, in two parts if it waits for other ranks' norms in between
 
     @contextlib.contextmanager
     def _record(self, k: int) -> Iterator[None]:
@@ -284,8 +291,8 @@ class StageUpdate:
 
 
 class OtherRanksNorms(OtherStages):
-    """The norms of the gradients of the same replica's stages besides `here`. `interrupt`: around what belongs to messages and
-    not to the update."""
+    """The gradient norms of the replica's stages besides `here`. `interrupt`: a context for messages, which the update's event
+    does not include."""
 
     def __init__(
         self, work: Work, layout: RankLayout, here: Sequence[int], mail: Mail, recorder: TraceRecorder,
@@ -295,8 +302,10 @@ class OtherRanksNorms(OtherStages):
         self._parameters = {s: work.rules.stages[s].parameters for s in here if s in work.rules.stages}
         self._here = here
         self._others = [stage for stage in range(layout.stages) if stage not in here]
-        self._expected: Set[int] = set()  # updates whose norms the mail expects
-        self._most = 0  # parameters of a stage
+        # the updates whose norms are announced to the mail
+        self._expected: Set[int] = set()
+        # the most parameters of a stage
+        self._most = 0
         if work.clip is not None and work.clip[1] == "global":
             most = max(map(len, self._parameters.values()), default=0)
             self._most = max(int(n) for n in mail.all_gather(torch.tensor([most])))
@@ -350,8 +359,10 @@ class OtherRanksNorms(OtherStages):
 
 @contextlib.contextmanager
 def keep_version_counters(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Hide an optimizer's step from autograd's check for in-place changes: the backward of a graph in flight must see the new
-    weights, or is given back the old ones by pointer."""
+    """Hide an optimizer's step from autograd's check for in-place changes.
+
+    The backward of a microbatch in flight reads the new weights on purpose, or gets the old weights back by pointer.
+    """
     if not parameters:
         yield
         return
@@ -360,12 +371,12 @@ def keep_version_counters(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
 
 
 class ResultCollection:
-    """Gathers the results of updates on the first stage of each replica, and over the replicas.
+    """Collect the results of updates on the first stage of each replica, and over the replicas.
 
-    The stages `with_loss` send the first one their tables of microbatches (`losses.tabulate`), and the checksums of the batches
-    that they read for the labels: they must be those of the batches that the first stage read for its inputs. `microbatches`: of
-    an update on one replica; `samples`: of an update on all; `data`: the data's name, for a fault; `first_stages`: the group of
-    the replicas' first stages, None if there is one replica.
+    The stages `with_loss` send their tables of results (`work.tabulate`) to the first stage, with the checksums of the batches
+    that they read for the labels. They must equal the checksums of the batches that the first stage read for its inputs.
+    `microbatches`: the microbatches of an update on one replica; `samples`: the samples of an update on all replicas; `data`: the
+    name of the data, for a fault; `first_stages`: the group of the replicas' first stages, None if there is one replica.
     """
 
     def __init__(
@@ -376,11 +387,12 @@ class ResultCollection:
         self._microbatches, self._samples, self._data = microbatches, samples, data
         self._first_stages = first_stages
         self._shapes = (Shape((microbatches, COLUMNS + 1), torch.float64, False),)
-        self._on_first: Dict[int, Tuple[Optional[torch.Tensor], torch.Tensor]] = {}  # table and checksums, by update
+        # update -> table and checksums of the first stage
+        self._on_first: Dict[int, Tuple[Optional[torch.Tensor], torch.Tensor]] = {}
         self._expected = 0
 
     def expect(self, first: int, last: int) -> None:
-        """Post receives, on the first stage, for the results of the updates in [first, last) that are not expected yet."""
+        """Announce, on the first stage, the results of the updates in [first, last) that are not announced yet."""
         first = max(first, self._expected)
         for stage in self.with_loss:
             if stage:
@@ -419,7 +431,7 @@ class ResultCollection:
             start = self._recorder.mark()
             replicas = self._mail.all_gather(table, self._first_stages)
             self._recorder.add("wait", k, start, carries="losses")
-            # microbatch 0 of each replica, microbatch 1 of each, ...: the order in which the emulator has them
+            # the emulator's order: microbatch 0 of each replica, microbatch 1 of each replica, ...
             table = torch.stack(replicas, dim=2).flatten(1, 2)
         blocks = [average(rows) for rows in table]
         return StepResult(*blocks[-1], self._samples, tuple(blocks) if len(blocks) > 1 else ())
