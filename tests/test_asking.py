@@ -96,7 +96,8 @@ def test_what_cannot_be_taken_is_told() -> None:
         == ()
     )
     assert refusal(Two(), PARTS, loss=weighted) == (
-        "loss: takes weights of the batch, which besides labels has no fields by name: must be among these, or batch for the whole batch"
+        "loss: takes weights of the batch, which besides labels has no fields by name: must be among these, or batch for"
+        " the whole batch"
     )
     line = refusal(Two(), [{"a": a, "b": b, "labels": y} for a, b, y in PARTS], loss=weighted)
     assert "besides labels has a, b: must be" in line

@@ -238,6 +238,6 @@ def test_what_processes_cannot_share_is_refused(tmp_path: Path, monkeypatch: Any
     how = config("pipedream_2bw", optimizer=SGD, method_args={"weight_prediction": {"scale": 1}})
     job = build(how, model=model("lm"), data=tokens())  # the emulator can
     assert engine.list_faults(job) == [
-        "method_args.weight_prediction: corrects embedding.tokens.weight, which several stages use, with state that only one of them has: "
-        "use backend.name: emulator, or untie them"
+        "method_args.weight_prediction: corrects embedding.tokens.weight, which several stages use, with state that only"
+        " one of them has: use backend.name: emulator, or untie them"
     ]
