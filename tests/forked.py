@@ -48,17 +48,23 @@ def of_rank(rank: int, ranks: int, port: int) -> Dict[str, str]:
     }  # fmt: skip
 
 
-def in_ranks(ranks: int, work: Callable[..., None], *arguments: Any, seconds: float = 120) -> None:
-    """`work(rank, *arguments)` in a fork of this process for each rank, all of which must end well."""
-    made = [multiprocessing.get_context("fork").Process(target=work, args=(r, *arguments)) for r in range(ranks)]
+def in_ranks(
+    ranks: int,
+    work: Callable[..., None],
+    *arguments: Any,
+    seconds: float = 120,
+    of: Any = multiprocessing.get_context("fork"),  # noqa: B008
+) -> None:
+    """Run `work(rank, *arguments)` in a fork of this process, or of the server `of`, for each rank; all must end well."""
+    processes = [of.Process(target=work, args=(r, *arguments)) for r in range(ranks)]
     try:
-        for process in made:
+        for process in processes:
             process.start()
-        for process in made:
+        for process in processes:
             process.join(seconds)
             assert process.exitcode == 0
     finally:
-        for process in made:
+        for process in processes:
             process.kill()
 
 

@@ -18,7 +18,7 @@ from ipu_pipe.run.train import train
 from tests import forked
 from tests.callbacks_of_runs import Ends, Fails
 from tests.support.runs import assert_same_state, list_faults, read_metrics, read_weights
-from tests.test_processes import DIGITS, assert_same, emulate, run
+from tests.test_processes import DIGITS, emulate, run
 
 SHORT = ["log.tensorboard=false", "evaluate.subset=64", "backend.threads=1", "data.subset=256", "data.test_subset=64"]
 NEW = "tests.callbacks_of_runs"
@@ -71,7 +71,7 @@ def test_processes_end_where_the_emulator_does(tmp_path: Path) -> None:
     assert "ended after 6 of 12 updates: it is enough" in printed
     seen = Ends(5, str(tmp_path / "one.json"))
     one = emulate(tmp_path / "one", *sets, callbacks=[seen])
-    assert_same(tmp_path / "ranks", tmp_path / "one", 6)
+    assert_same_state(tmp_path / "ranks", tmp_path / "one", 6)
     assert json.loads((tmp_path / "ranks" / "summary.json").read_text())["final"] == one["final"]
     assert json.loads((tmp_path / "ranks.json").read_text()) == json.loads((tmp_path / "one.json").read_text())
 

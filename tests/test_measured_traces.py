@@ -73,11 +73,7 @@ def _train(rank: int, folder: str, port: int, keys: Dict[str, Any]) -> None:
 
     loop.TrainingLoop._write_end = seen  # type: ignore[method-assign]
     train.train(
-        config,
-        Path(folder) / "run",
-        model=sleeping_model.model(),
-        data=sleeping_model.data(),
-        resume=resume,
+        config, Path(folder) / "run", model=sleeping_model.model(), data=sleeping_model.data(), resume=resume,
         quiet=True,
     )
     (Path(folder) / f"slept-{rank}.json").write_text(json.dumps(sleeping_model.passes))

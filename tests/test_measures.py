@@ -102,9 +102,8 @@ def test_angles_are_those_of_gradients_written_out(overlap: int) -> None:
     model = blocked(Structure(overlap=overlap), stages)
     blocks = get_blocks(model)
     assert blocks is not None
-    local: List[List[torch.Tensor]] = [
-        [] for _ in stages
-    ]  # of each layer's weights and biases, by the blocks that hold it
+    # of each layer's weights and biases, by the blocks that hold it
+    local: List[List[torch.Tensor]] = [[] for _ in stages]
     entered = [x]
     for stage in stages:
         entered.append(stage(entered[-1]).detach())
@@ -167,14 +166,7 @@ def test_angles_of_vectors() -> None:
 
 
 def digits(*changes: str) -> Config:
-    short = [
-        "steps=6",
-        "stages=4",
-        "backend.threads=1",
-        "micro_batch_size=8",
-        "data.subset=200",
-        "data.test_subset=100",
-    ]
+    short = ["steps=6", "stages=4", "backend.threads=1", "micro_batch_size=8", "data.subset=200", "data.test_subset=100"]
     return load_config(ROOT / "configs" / "mlp_digits.yaml", [*short, *changes])
 
 
@@ -315,5 +307,3 @@ def test_random_labels_are_refused_where_they_have_no_meaning(name: str, value: 
     with pytest.raises(BadInput) as refused:
         load_data(name, random_labels=value)
     assert told in str(refused.value)
-
-

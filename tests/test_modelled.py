@@ -171,19 +171,11 @@ def test_a_slow_stage_is_seen_as_one(tmp_path: Path) -> None:
     said = json.loads(gzip.decompress((tmp_path / "run" / "trace.json.gz").read_bytes()))["otherData"]
     assert trace.metadata["modelled"] is said["modelled"] is True and "measured here" in said["why_modelled"]
     rows = list(trace.events.rows())
-    took = {
-        (e.kind, e.stage): e.end_ns - e.start_ns
-        for e in rows
-        if e.kind in ("forward", "backward") and e.microbatch == 1
-    }
+    took = {(e.kind, e.stage): e.end_ns - e.start_ns for e in rows if e.microbatch == 1}
     tells_backwards = hasattr(torch._C._autograd, "_get_sequence_nr")  # torch 2.0 does not
     for kind in ("forward", "backward") if tells_backwards else ("forward",):
-        assert (
-            took[kind, 1] >= 1e6
-            and took[kind, 2] >= 10e6
-            and took[kind, 1] < took[kind, 2]
-            and took[kind, 0] < took[kind, 2]
-        )
+        assert took[kind, 1] >= 1e6 and took[kind, 2] >= 10e6
+        assert max(took[kind, 0], took[kind, 1]) < took[kind, 2]
     late = [e for e in rows if e.kind == "wait" and e.device == 3 and e.microbatch > 0]
     assert {e.peer for e in late} == {2}
     assert report["utilization"] is None and 0.2 < report["modelled_utilization"] < 0.6 < report["planned_utilization"]
@@ -256,18 +248,10 @@ def test_costs_by_flops_take_as_long_as_a_microbatch_took() -> None:
 def test_the_modelled_share_of_equal_stages_is_the_planned_one() -> None:
     """Where a slot holds two passes, the clock need not wait for its end: no less is busy then."""
     ones = Costs([1.0] * 4, [1.0] * 4, [0.0] * 4)
-    shares = {}
-    for pairs in (
-        ("method=gpipe",),
-        ("method=pipedream",),
-        ("method=pipemare", "method_args={warmup: {epochs: 0.05}}"),
-    ):
-        job = build(config(*pairs, "stages=4", "steps=9"))
-        shares[pairs[0]] = compute_modelled_rates(job, ones).utilization, job.planned_utilization()
-    for found, expected in (shares["method=gpipe"], shares["method=pipedream"]):
-        assert found == pytest.approx(expected, rel=1e-9)
-    found, expected = shares["method=pipemare"]
-    assert expected <= found < 1
+    for method in ("gpipe", "pipedream", "pipemare"):
+        job = build(config(f"method={method}", "stages=4", "steps=9"))
+        share, planned = compute_modelled_rates(job, ones).utilization, job.planned_utilization()
+        assert planned * (1 - 1e-9) <= share <= (1 if method == "pipemare" else planned * (1 + 1e-9))
 
 
 def test_a_long_run_takes_what_it_takes_played_in_full(monkeypatch: pytest.MonkeyPatch) -> None:

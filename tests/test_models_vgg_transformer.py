@@ -11,7 +11,6 @@ from torch.nn import functional as F
 
 from ipu_pipe.model.observation import observe_effects, observe_training
 from ipu_pipe.model.stages import partition
-from models import mlp as mlps
 from models import resnet as resnets
 from models import transformer, vgg
 from tests.support.models import count_weights, find_unreached_weights, on_meta
@@ -116,16 +115,6 @@ def test_preact_resnet50_has_the_papers_stages_at_any_image_size(norm: str) -> N
     assert not any(m.inplace for m in model.modules() if isinstance(m, nn.ReLU))
 
 
-def test_what_the_stages_of_preact_resnet50_begin_with() -> None:
-    begun = names(on_meta(resnets.preact_resnet50), torch.empty(1, 3, 32, 32, device="meta"))
-    want = ["conv1", "maxpool"]
-    for layer, depth in enumerate((3, 4, 6, 3), 1):
-        for index in range(depth):
-            inside = ["norm1", *(["shortcut", "conv1"] if index == 0 else []), "norm2", "norm3", "add"]
-            want += [f"layer{layer}.{index}.{n}" for n in inside]
-    assert begun == [*want, "norm", "avgpool", "fc", "loss"]
-
-
 def test_preact_resnet50_has_the_parameters_that_its_blocks_add_up_to() -> None:
     want, inputs = 3 * 64 * 49, 64
     for width, depth in zip((64, 128, 256, 512), (3, 4, 6, 3)):
@@ -142,10 +131,8 @@ def test_preact_resnet50_has_the_parameters_that_its_blocks_add_up_to() -> None:
 @pytest.mark.parametrize("stride", [1, 2])
 def test_a_preactivation_bottleneck_projects_the_shared_preactivation(stride: int) -> None:
     norm = lambda channels: nn.GroupNorm(2, channels)  # noqa: E731
-    block, x = (
-        seeded(resnets.PreActivationBottleneck, inputs=4, width=2, stride=stride, norm=norm),
-        torch.randn(2, 4, 8, 8),
-    )
+    block = seeded(resnets.PreActivationBottleneck, inputs=4, width=2, stride=stride, norm=norm)
+    x = torch.randn(2, 4, 8, 8)
     pre = lambda x, n: F.group_norm(x, 2, getattr(block, n).weight, getattr(block, n).bias).relu()  # noqa: E731
     shared = pre(x, "norm1")
     inner = pre(F.conv2d(shared, block.conv1.weight), "norm2")
@@ -184,11 +171,6 @@ def test_the_translating_model_has_15_stages_and_93_weights() -> None:
     decoder = [*encoder[:3], "cross.projection", "cross.output", "norm2", "fc1", "fc2", "norm3"]
     for layer, want in (("encoder2", encoder), ("decoder2", decoder)):
         assert [s.name for s in finest if s.name.startswith(layer)] == [f"{layer}.{n}" for n in want]
-
-
-def test_stages_by_count_begin_between_top_level_children() -> None:
-    model, x = on_meta(transformer.transformer_translation), torch.zeros(2, 2, 9, dtype=torch.int64, device="meta")
-    assert all("." not in name for name in partition(model, x, 6).begins)
 
 
 def test_transformers_have_the_parameters_that_their_layers_add_up_to() -> None:
@@ -270,17 +252,6 @@ def test_embeddings_add_positions() -> None:
     torch.testing.assert_close(fixed(x)[0, 3], want)
 
 
-def test_the_language_model_does_not_look_ahead() -> None:
-    model, x = seeded(transformer.transformer_lm, **LM), torch.randint(10, (2, 8))
-    before = model(x)
-    for t in range(8):
-        changed = x.clone()
-        changed[:, t:] += 1
-        after = model(changed)
-        torch.testing.assert_close(after[..., :t], before[..., :t], rtol=0, atol=1e-6)
-        assert (after[..., t] - before[..., t]).abs().amax(-1).min() > 1e-3
-
-
 def test_the_translating_model_looks_at_all_of_the_source_and_the_target_so_far() -> None:
     model, x = seeded(transformer.transformer_translation, **TRANSLATION), pairs(2, 6)
     before = model(x)
@@ -323,34 +294,6 @@ def test_a_source_that_is_all_padding_gives_numbers_and_gradients() -> None:
     assert not bool(pad.any())  # padding learns nothing
 
 
-def learn(model: nn.Module, x: torch.Tensor, labels: torch.Tensor, lr: float, steps: int) -> torch.Tensor:
-    """The loss after so many updates by Adam."""
-    optimizer = torch.optim.Adam(model.parameters(), lr=lr)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(x), labels)
-        loss.backward()
-        optimizer.step()
-    return loss
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_the_language_model_learns_a_tiny_sequence(tied: bool) -> None:
-    torch.manual_seed(0)
-    model, tokens = transformer.transformer_lm(**LM, tied=tied), torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6, 5]])
-    assert learn(model, tokens[:, :-1], tokens[:, 1:], 0.02, 40) < 0.05
-    assert torch.equal(model(tokens[:, :-1]).argmax(1), tokens[:, 1:])
-
-
-def test_the_translating_model_learns_to_copy_two_sentences() -> None:
-    torch.manual_seed(0)
-    source = torch.tensor([[4, 7, 2, 9, 0, 0], [7, 4, 9, 2, 5, 0]])
-    shifted = torch.tensor([[1, 4, 7, 2, 9, 0], [1, 7, 4, 9, 2, 5]])
-    labels = torch.tensor([[4, 7, 2, 9, -100, -100], [7, 4, 9, 2, 5, -100]])
-    model = transformer.transformer_translation(**TRANSLATION)
-    assert learn(model, torch.stack((source, shifted), 1), labels, 0.01, 60) < 0.05
-
-
 # ---- all
 
 
@@ -379,21 +322,10 @@ def test_gradients_reach_every_weight_and_the_seed_decides_the_weights(name: str
     assert find_unreached_weights(SMALL[name], *example(name)) == []
 
 
-def find_derived_weights(model: nn.Module, x: Any, y: Any) -> List[str]:
-    return observe_training(model, x, y, lambda x, y: F.cross_entropy(model(x), y)).derived
-
-
 @pytest.mark.parametrize("name", [name for name in SMALL if "preact" not in name])
 def test_no_weight_is_derived_and_saved(name: str) -> None:
-    torch.manual_seed(0)
-    assert find_derived_weights(SMALL[name](), *example(name)) == []
-
-
-def test_the_probe_would_see_a_derived_projection(monkeypatch: pytest.MonkeyPatch) -> None:
-    forward = lambda self, input, memory=None: F.linear(input, self.weight * 1, self.bias)  # noqa: E731
-    monkeypatch.setattr(transformer.Projection, "forward", forward)
-    found = find_derived_weights(SMALL["transformer_lm"](), *example("transformer_lm"))
-    assert found == ["block1.attention.projection.weight", "block2.attention.projection.weight"]
+    model, (x, y) = SMALL[name](), example(name)
+    assert observe_training(model, x, y, lambda x, y: F.cross_entropy(model(x), y)).derived == []
 
 
 def test_randomness_lies_in_dropout_modules_that_run_once() -> None:
@@ -405,23 +337,14 @@ def test_randomness_lies_in_dropout_modules_that_run_once() -> None:
         assert list(observe_effects(model, example(name)[0]).draws) == sorted(dropouts) == sorted(runs)
 
 
-def test_mlp_of_8_layers_of_4096_on_cifar_has_its_size_and_stages() -> None:
-    model, x = on_meta(mlps.mlp, inputs=3072, width=4096, layers=8), torch.empty(2, 3, 32, 32, device="meta")
-    assert count_weights(model) == linear(3072, 4096) + 7 * linear(4096, 4096) + linear(4096, 10) == 130_097_162
-    assert len(partition(model, x)) == 9 and model(x).shape == (2, 10)
-
-
 @pytest.mark.parametrize("make, args, said", [
     (vgg.vgg11, {"classes": 0}, "classes: 0: must be at least 1"),
-    (vgg.vgg13, {"width": 0}, "width: 0: must be at least 1"),
     (vgg.vgg16, {"norm": "batch"}, "norm: batch: must be none or group"),
     (vgg.vgg16, {"norm": "group", "width": 3},
      "width: 3: must be even with norm group, its first groups hold two channels"),
     (vgg.vgg11, {"dropout": 1}, "dropout: 1: must be at least 0 and below 1"),
-    (resnets.preact_resnet50, {"classes": 0}, "classes: 0: must be at least 1"),
     (resnets.preact_resnet50, {"norm": "none"}, "norm: none: must be batch or group"),
     (transformer.transformer_lm, {"blocks": 0}, "transformer_lm: blocks: 0: must be at least 1"),
-    (transformer.transformer_lm, {"context": 0}, "transformer_lm: context: 0: must be at least 1"),
     (transformer.transformer_lm, {"heads": 3}, "transformer_lm: heads: 3: must divide the width, 128"),
     (transformer.transformer_lm, {"dropout": -0.1}, "transformer_lm: dropout: -0.1: must be at least 0 and below 1"),
     (transformer.transformer_translation, {"layers": 0}, "transformer_translation: layers: 0: must be at least 1"),

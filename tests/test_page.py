@@ -57,8 +57,7 @@ def test_times_of_a_wall_clock_count_from_the_begin(tmp_path: Path) -> None:
     events = [Event(0, 0, "forward", m, begin + 10 * m, begin + 10 * m + 9, 0, 1 << 40) for m in range(3)]
     held = data(
         written(
-            tmp_path / "p",
-            Trace(Events.from_rows(events), Counters.from_rows([Counter(0, "loss", begin + 7, 1)]), {}),
+            tmp_path / "p", Trace(Events.from_rows(events), Counters.from_rows([Counter(0, "loss", begin + 7, 1)]), {}),
             {},
         )
     )
@@ -85,10 +84,8 @@ def test_names_cannot_end_the_data(tmp_path: Path) -> None:
     trace, analysis = example("</script>" + HOSTILE + "<!--")
     analysis["notes"] = ["</SCRIPT >", "\u2028"]
     page = written(tmp_path / "p", trace, analysis)
-    assert (
-        data(page)["trace"]["metadata"]["run"] == trace.metadata["run"]
-        and data(page)["analysis"]["notes"][0] == "</SCRIPT >"
-    )
+    assert data(page)["trace"]["metadata"]["run"] == trace.metadata["run"]
+    assert data(page)["analysis"]["notes"][0] == "</SCRIPT >"
     assert "hostile = true</script>" not in page and "</SCRIPT >" not in page and "onerror" in page
     assert page.count("<script") == page.count("</script>") == 2
 

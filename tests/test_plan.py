@@ -41,29 +41,20 @@ def hardware(**changes: Any) -> Hardware:
     """Servers of two devices of 1 FLOP a second, and slow links between the servers."""
     figures: Dict[str, Any] = {
         "devices": 4,
-        "device": {
-            "memory_bytes": 1e4,
-            "usable_share": 1.0,
-            "memory_bandwidth": 1e9,
-            "rates": {"float32": {"peak_flops": 1.0, "achievable_share": 1.0}},
-        },
-        "links": [
-            {"name": "inside", "holds": 2, "bandwidth": 1e6, "latency": 0.0},
-            {"name": "network", "bandwidth": 1e2, "latency": 0.0, "shared_by": 2},
-        ],
+        "device": {"memory_bytes": 1e4, "usable_share": 1.0, "memory_bandwidth": 1e9,
+                   "rates": {"float32": {"peak_flops": 1.0, "achievable_share": 1.0}}},
+        "links": [{"name": "inside", "holds": 2, "bandwidth": 1e6, "latency": 0.0},
+                  {"name": "network", "bandwidth": 1e2, "latency": 0.0, "shared_by": 2}],
         **changes,
-    }
+    }  # fmt: skip
     return read_hardware(figures, "here")
 
 
 def units(rng: np.random.Generator, count: int) -> Tuple[Unit, ...]:
-    """Of any size."""
-    return tuple(
-        Unit(
-            f"unit{i}", f := float(rng.integers(1, 9)), 2 * f, int(rng.integers(0, 30)), 4.0 * rng.integers(1, 9), 40.0
-        )
-        for i in range(count)
-    )
+    """Return units of any size."""
+    flops = rng.integers(1, 9, count).astype(float)
+    weights, crossing = rng.integers(0, 30, count), 4.0 * rng.integers(1, 9, count)
+    return tuple(Unit(f"unit{i}", flops[i], 2 * flops[i], int(weights[i]), crossing[i], 40.0) for i in range(count))
 
 
 def problem(seed: int = 0, count: int = 6, memory: Optional[float] = None, **changes: Any) -> Problem:
@@ -122,20 +113,6 @@ def test_long_batches_of_orders_are_extended_as_the_clock_would_play_them(method
         assert costing.least_seconds(costs) <= found * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("memory", [1e9, 2500.0])
-def test_the_search_finds_what_trying_all_orders_finds(memory: float) -> None:
-    given = problem(1, memory=memory)
-    asked = list(list_candidates(["pipedream_flush", *BY_DEVICE], 4, 6, 8))
-    found = search(given, asked, 6)
-    rates: Dict[Any, float] = {}
-    for each in (predict(given, candidate) for candidate in asked):
-        if each is not None:
-            rates[each.asked.shape] = max(each.samples_per_second, rates.get(each.asked.shape, 0.0))
-            assert max(device.total for device in each.memory) <= memory and len(each.memory) == each.asked.depth
-    best = [each.samples_per_second for each in found.best]
-    assert best == pytest.approx(sorted(rates.values(), reverse=True)[:6], rel=1e-9) and best
-
-
 def test_memory_of_a_device_is_that_of_its_stages_when_it_holds_most() -> None:
     """On equal units: P microbatches of a device for ZBV, half of that for V-half, and the weights of both of its stages."""
     given = replace(problem(0, memory=1e9), units=(Unit("u", 1e3, 2e3, 10, 4.0, 100.0, 4),) * 8)
@@ -169,22 +146,30 @@ def test_bounds_are_never_above_what_is_played(lockstep: bool) -> None:
     assert looked > 40
 
 
-@pytest.mark.parametrize("memory", [1e9, 4000.0, 1500.0])
-def test_the_search_finds_what_trying_all_finds(memory: float) -> None:
-    for seed in range(3):
-        given = problem(seed, memory=memory)
-        asked = list(list_candidates(PIPELINES, 4, 6, 16))
-        found = search(given, asked, 5)
-        every = [predict(given, each) for each in asked]
+@pytest.mark.parametrize("memory, methods, batch", [
+    (1e9, PIPELINES, 16),
+    (4000.0, PIPELINES, 16),
+    (1500.0, PIPELINES, 16),
+    (1e9, ["pipedream_flush", *BY_DEVICE], 8),
+    (2500.0, ["pipedream_flush", *BY_DEVICE], 8),
+])  # fmt: skip
+def test_the_search_finds_what_trying_all_finds(memory: float, methods: List[str], batch: int) -> None:
+    for seed in range(3) if methods is PIPELINES else (1,):
+        task = problem(seed, memory=memory)
+        candidates = list(list_candidates(methods, 4, 6, batch))
+        answer = search(task, candidates, 5)
         rates: Dict[Any, float] = {}
-        for each in (each for each in every if each is not None):
-            rates[each.asked.shape] = max(each.samples_per_second, rates.get(each.asked.shape, 0.0))
-        assert [each.samples_per_second for each in found.best] == sorted(rates.values(), reverse=True)[:5]
-        assert sum(found.refused.values()) + len(found.best) == len(asked)
-        if not found.best:
-            assert found.refused == {NO_ROOM: len(asked)}
-        for each in found.best:
-            assert max(stage.total for stage in each.memory) <= memory
+        for predicted in (predict(task, candidate) for candidate in candidates):
+            if predicted is not None:
+                shape = predicted.asked.shape
+                rates[shape] = max(predicted.samples_per_second, rates.get(shape, 0.0))
+        best = [plan.samples_per_second for plan in answer.best]
+        assert best == pytest.approx(sorted(rates.values(), reverse=True)[:5], rel=1e-9)
+        assert sum(answer.refused.values()) + len(answer.best) == len(candidates)
+        if not answer.best:
+            assert answer.refused == {NO_ROOM: len(candidates)}
+        for plan in answer.best:
+            assert max(device.total for device in plan.memory) <= memory and len(plan.memory) == plan.asked.depth
 
 
 def test_pipedream_is_planned_with_the_schedule_that_holds_least_and_is_as_fast() -> None:
@@ -210,6 +195,9 @@ def test_least_memory_is_where_it_begins_to_fit() -> None:
     assert not search(given, asked, 5).best
     found = find_least_memory(given, asked)
     assert found is not None
+    advice = make_plan(given, PIPELINES, 4, 16)
+    assert not advice.plans and advice.smallest_change is not None
+    assert "usable memory a device" in advice.smallest_change
     enough, short = (problem(memory=found[0] + more) for more in (0, -1))
     assert search(enough, asked, 1).best and not search(short, asked, 1).best
 
@@ -272,11 +260,6 @@ def test_the_largest_batch_is_planned() -> None:
     best = make_plan(problem(memory=1e12), ["gpipe"], 4, 10**9, 1).plans[0][0]
     assert best.asked.global_batch_size == 10**9 and np.isfinite(best.samples_per_second)
     assert all(0 < stage.total <= 1e12 for stage in best.memory)
-
-
-def test_nothing_fits_and_what_would_is_told() -> None:
-    found = make_plan(problem(memory=10.0), PIPELINES, 4, 16)
-    assert not found.plans and found.smallest_change is not None and "usable memory a device" in found.smallest_change
 
 
 def run(capsys: Any, *arguments: str) -> str:

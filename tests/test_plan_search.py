@@ -33,9 +33,7 @@ def slow(seed: int, devices: int = 8) -> Hardware:
         "device": {"memory_bytes": 1e4, "usable_share": 1.0, "memory_bandwidth": 1e9, "rates": rates},
         "links": [
             {
-                "name": "inside",
-                "holds": int(rng.choice([2, 4])),
-                "bandwidth": 10 ** rng.uniform(0.5, 4),
+                "name": "inside", "holds": int(rng.choice([2, 4])), "bandwidth": 10 ** rng.uniform(0.5, 4),
                 "latency": 0.3,
             },
             {"name": "network", "bandwidth": 10 ** rng.uniform(0.5, 2.5), "latency": 1.0, "shared_by": 2},

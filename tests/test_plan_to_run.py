@@ -37,11 +37,7 @@ def test_what_is_planned_trains_on_as_many_processes_and_is_told_beside_what_was
     hardware, planned, out = (tmp_path / name for name in ("two.yaml", "planned.yaml", "run"))
     hardware.write_text(HARDWARE)
     digits = [
-        str(ROOT / "configs" / "mlp_digits.yaml"),
-        "--set",
-        "steps=4",
-        "backend.name=distributed",
-        "backend.threads=1",
+        str(ROOT / "configs" / "mlp_digits.yaml"), "--set", "steps=4", "backend.name=distributed", "backend.threads=1",
     ]
     plan.main([*digits, "evaluate.every=0", "--hardware", str(hardware), "--json", "--write", str(planned)])
     said = capsys.readouterr()

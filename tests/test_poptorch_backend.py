@@ -3,6 +3,7 @@ what goes wrong on a device is retried or told in one line. Nothing here ran on 
 
 from __future__ import annotations
 
+import functools
 import gzip
 import json
 import re
@@ -10,7 +11,7 @@ import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Callable, Dict, List
+from typing import Any, Callable, Dict, List, Tuple
 
 import pytest
 import torch
@@ -38,6 +39,7 @@ from tests.support.runs import (
     assert_close_losses,
     assert_same,
     assert_same_weights,
+    find_checkpoint,
     list_faults,
     read_column,
     read_json,
@@ -95,19 +97,11 @@ SAME: Dict[str, Dict[str, Any]] = {
 def test_a_rate_that_changes_at_an_evaluation_reaches_the_device(tmp_path: Path, poptorch: Any) -> None:
     """Story: evaluations detach, attaching writes back what was read at the detachment, and the new rate was set before."""
     step = {"name": "step", "milestones": [1], "gamma": 0.1}
-    how: Dict[str, Any] = {
-        "lr_schedule": step,
-        "steps": None,
-        "epochs": 2,
-        "checkpoint": {},
-        "gradient_accumulation": 64,
-    }
+    how: Dict[str, Any] = {"lr_schedule": step, "steps": None, "epochs": 2, "checkpoint": {}, "gradient_accumulation": 64}
     both(tmp_path, name="mlp", **how)
-    for folder in ("ipu", "emulator"):  # and a run that is resumed there
-        newest = max((tmp_path / folder / "checkpoints").iterdir(), key=lambda p: int(p.name.split("-")[1]))
-        shutil.rmtree(newest)
+    for folder, on in (("ipu", "poptorch"), ("emulator", "emulator")):  # and a run that is resumed there
+        shutil.rmtree(find_checkpoint(tmp_path / folder))
         (tmp_path / folder / "summary.json").unlink()
-        on = "poptorch" if folder == "ipu" else "emulator"
         run(make_config(on=on, **how), tmp_path / folder, "mlp", resume=True)
     assert_same_weights(tmp_path / "ipu", tmp_path / "emulator")
 
@@ -201,12 +195,12 @@ def test_an_accumulation_that_is_no_power_of_two_is_close(poptorch: Any, tmp_pat
 
 
 def test_output_modes_report_the_same_losses_but_for_final(poptorch: Any, tmp_path: Path) -> None:
-    found = {}
+    losses = {}
     for mode in ("all", "sum", "final"):
         run(make_config(on="poptorch", ipu={"output_mode": mode}), tmp_path / mode, "mlp")
-        found[mode] = read_column(tmp_path / mode, "train_loss")
-    assert found["sum"] == pytest.approx(found["all"], rel=1e-6)
-    assert found["final"] != pytest.approx(found["all"], rel=1e-3)
+        losses[mode] = read_column(tmp_path / mode, "train_loss")
+    assert losses["sum"] == pytest.approx(losses["all"], rel=1e-6)
+    assert losses["final"] != pytest.approx(losses["all"], rel=1e-3)
     assert_same_weights(tmp_path / "all", tmp_path / "final")
 
 
@@ -214,12 +208,11 @@ def test_output_modes_report_the_same_losses_but_for_final(poptorch: Any, tmp_pa
 def test_half_precision_ends_in_a_float32_model(poptorch: Any, tmp_path: Path, precision: str) -> None:
     run(make_config(), tmp_path / "float32", "mlp")
     run(make_config(on="poptorch", precision=precision, ipu={"loss_scaling": 128.0}), tmp_path / "half", "mlp")
-    held = read_weights(tmp_path / "half")["0.0.weight"]
-    assert held.dtype == torch.float32
+    weight = read_weights(tmp_path / "half")["0.0.weight"]
+    assert weight.dtype == torch.float32
     assert_close_losses(tmp_path / "half", tmp_path / "float32", 2e-3)
-    assert torch.equal(held, held.half().float()) == (precision == "16.16")
-    compiled = next(c for c in poptorch.recorded.compilations if c.training)
-    assert compiled.optimizer["variables"]["loss_scaling"][0] == 128.0
+    assert torch.equal(weight, weight.half().float()) == (precision == "16.16")
+    assert compilation(poptorch).optimizer["variables"]["loss_scaling"][0] == 128.0
     called = poptorch.recorded.of("PoplarExecutor.__call__")
     assert called and all("float16" in str(call["args"]) and "float32" not in str(call["args"]) for call in called)
 
@@ -233,12 +226,12 @@ def compilation(poptorch: Any, training: bool = True) -> Any:
 
 def test_stages_blocks_and_the_loss_are_laid_out_as_the_model_says(poptorch: Any, tmp_path: Path) -> None:
     run(make_config(on="poptorch"), tmp_path, "mlp")
-    made = compilation(poptorch)
-    assert made.strategy == "PipelinedExecution" and made.forward_stages == 4 and made.ipus == 4
-    assert made.stages == {0: 0, 1: 1, 2: 2, 3: 3}
-    assert made.parameters["body.model.2.0.weight"] == 2 and made.losses[-1].stage == 3
-    assert made.losses[-1].function == "identity_loss" and made.losses[-1].final
-    constants = {name for group in made.optimizer["groups"] for name, (_, constant) in group.items() if constant}
+    compiled = compilation(poptorch)
+    assert compiled.strategy == "PipelinedExecution" and compiled.forward_stages == 4 and compiled.ipus == 4
+    assert compiled.stages == {0: 0, 1: 1, 2: 2, 3: 3}
+    assert compiled.parameters["body.model.2.0.weight"] == 2 and compiled.losses[-1].stage == 3
+    assert compiled.losses[-1].function == "identity_loss" and compiled.losses[-1].final
+    constants = {name for group in compiled.optimizer["groups"] for name, (_, constant) in group.items() if constant}
     assert constants == {"momentum", "dampening", "weight_decay", "nesterov"}  # the rate alone may change
     evaluated = compilation(poptorch, training=False)
     assert evaluated.options["device_iterations"] == 4 and evaluated.strategy == "PipelinedExecution"
@@ -246,11 +239,10 @@ def test_stages_blocks_and_the_loss_are_laid_out_as_the_model_says(poptorch: Any
 
 def test_local_losses_are_computed_where_their_blocks_are(poptorch: Any, tmp_path: Path) -> None:
     run(make_config("local_greedy", on="poptorch"), tmp_path, "mlp")
-    made = compilation(poptorch)
-    assert [(loss.function, loss.ipu) for loss in made.losses] == [
-        *[("cross_entropy", ipu) for ipu in range(4)], ("identity_loss", 3),
-    ]  # fmt: skip
-    heads = {name: ipu for name, ipu in made.parameters.items() if "heads" in name}
+    compiled = compilation(poptorch)
+    local = [("cross_entropy", ipu) for ipu in range(4)]
+    assert [(loss.function, loss.ipu) for loss in compiled.losses] == [*local, ("identity_loss", 3)]
+    heads = {name: ipu for name, ipu in compiled.parameters.items() if "heads" in name}
     assert heads == {f"body.heads.{i}.{kind}": i for i in range(3) for kind in ("weight", "bias")}
     assert read_summary(tmp_path)["blocks"][0]["test_loss"] is not None
 
@@ -278,25 +270,22 @@ def test_times_cycles_and_profiles_are_told(poptorch: Any, tmp_path: Path) -> No
     profile = {"directory": str(tmp_path / "profile"), "blocks": "stage.*"}
     ipu = {"log_cycle_count": True, "profile": profile, "engine_options": {"debug.instrument": "true"}}
     summary = run(make_config(on="poptorch", ipu=ipu), tmp_path / "run", "mlp")
-    told = read_json(tmp_path / "run" / "ipu.json")
-    assert told["pipeline_cycles_an_update"] == 16 + 2 * 4 - 2 and told["cycles_of_the_last_call"] == 22000
-    assert summary["planned_utilization"] == told["full_cycles_share"] == 16 / 22
-    assert told["latency_seconds"]["round_trip"] > told["latency_seconds"]["compute"] > 0
-    device = told["profiles"]["training"]["devices"][1]
+    report = read_json(tmp_path / "run" / "ipu.json")
+    assert report["pipeline_cycles_an_update"] == 16 + 2 * 4 - 2 and report["cycles_of_the_last_call"] == 22000
+    assert summary["planned_utilization"] == report["full_cycles_share"] == 16 / 22
+    assert report["latency_seconds"]["round_trip"] > report["latency_seconds"]["compute"] > 0
+    device = report["profiles"]["training"]["devices"][1]
     assert device["memory_bytes"] == 4 * 3000 and device["cycles"] == 1000 and device["exchange_in_bytes"] == 2000
-    assert told["profiles"]["training"]["ipus"] == 4 and "inference" in told["profiles"]
+    assert report["profiles"]["training"]["ipus"] == 4 and "inference" in report["profiles"]
     engine = compilation(poptorch).options["engineOptions"]
-    assert (
-        engine["debug.instrument"] == engine["autoReport.all"] == "true"
-        and engine["profiler.blocks.filter"] == "stage.*"
-    )
+    assert engine["debug.instrument"] == engine["autoReport.all"] == "true"
+    assert engine["profiler.blocks.filter"] == "stage.*"
     trace = json.loads(gzip.decompress((tmp_path / "run" / "trace.json.gz").read_bytes()))
     kinds = [e["cat"] for e in trace["traceEvents"] if e["ph"] == "X"]
     assert kinds.count("update") == kinds.count("send") == kinds.count("recv") == 6 and kinds.count("evaluate") == 2
     counters = {e["name"]: e["args"]["value"] for e in trace["traceEvents"] if e["ph"] == "C"}
-    assert (
-        counters["IPU cycles an update"] == 22000 and counters["samples/s"] > 0 and not trace["otherData"]["modelled"]
-    )
+    assert counters["IPU cycles an update"] == 22000 and counters["samples/s"] > 0
+    assert not trace["otherData"]["modelled"]
 
 
 def test_the_first_call_is_the_warm_up_and_its_updates_share_its_time(
@@ -330,15 +319,15 @@ def test_callbacks_see_the_newest_weights_or_none(poptorch: Any, tmp_path: Path)
             self.on_checkpoint(moment)
 
         def on_checkpoint(self, moment: Any) -> None:
-            held = {name: value.clone() for name, value in moment.model.state_dict().items()}
-            seen.setdefault("at rest", []).append((moment.step, held))
+            weights = {name: value.clone() for name, value in moment.model.state_dict().items()}
+            seen.setdefault("at rest", []).append((moment.step, weights))
 
         on_end = on_checkpoint
 
     run(make_config(on="poptorch", evaluate={"every": 0.3}), tmp_path, callbacks=[Watch()], model=make_model("mlp"))
     assert seen["step"] == [None] * 6 and [step for step, _ in seen["at rest"]] == [2, 4, 6, 6, 6]
-    for step, held in seen["at rest"]:
-        assert_same(held, read_weights(tmp_path, step))
+    for step, weights in seen["at rest"]:
+        assert_same(weights, read_weights(tmp_path, step))
 
 
 # ---- resuming
@@ -348,9 +337,8 @@ def test_callbacks_see_the_newest_weights_or_none(poptorch: Any, tmp_path: Path)
 def test_a_resumed_run_ends_with_the_same_weights(poptorch: Any, tmp_path: Path, optimizer: Any) -> None:
     straight = make_config(on="poptorch", optimizer=optimizer)
     run(straight, tmp_path / "straight", "mlp")
-    poptorch.recorded.fail(
-        "execute", EVALUATION + 5, poptorch.UnrecoverableError("broken", "poplar_unrecoverable_error")
-    )
+    broken = poptorch.UnrecoverableError("broken", "poplar_unrecoverable_error")
+    poptorch.recorded.fail("execute", EVALUATION + 5, broken)
     with pytest.raises(RunFault, match="update 4: poplar_unrecoverable_error: broken"):
         run(straight, tmp_path / "resumed", "mlp")
     other = make_config(on="poptorch", optimizer=optimizer, stages=2)  # on other IPUs
@@ -364,28 +352,34 @@ def both_halves(tmp_path: Path, first: Any, second: Any, optimizer: Any = SGD) -
     run(make_config(on="poptorch", optimizer=optimizer, ipu=second), tmp_path, "mlp", resume=True)
 
 
-def test_velocities_follow_the_loss_scaling_when_a_run_is_resumed(poptorch: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("combined", [False, True])
+def test_velocities_follow_the_loss_scaling_when_a_run_is_resumed(poptorch: Any, tmp_path: Path, combined: bool) -> None:
     """PopTorch keeps them times the loss scaling: taken as they were, the momentum was off by the ratio."""
-    run(make_config(on="poptorch"), tmp_path / "straight", "mlp")
-    both_halves(tmp_path / "scaled", {"loss_scaling": 128.0}, {"loss_scaling": 4.0})
+    first, second = ({"use_combined_accum": combined, "loss_scaling": scaling} for scaling in (128.0, 4.0))
+    run(make_config(on="poptorch", ipu={"use_combined_accum": combined}), tmp_path / "straight", "mlp")
+    both_halves(tmp_path / "scaled", first, second)
     assert_same_weights(tmp_path / "straight", tmp_path / "scaled")
-    both_halves(
-        tmp_path / "half", {}, {"velocity_accum_type": "float16"}
-    )  # PopTorch would misread the other type's memory
-    assert_close(read_weights(tmp_path / "straight"), read_weights(tmp_path / "half"), 1e-4)
+    if combined:
+        run(make_config(), tmp_path / "other", "mlp")
+    else:  # PopTorch would misread the other type's memory
+        both_halves(tmp_path / "other", {}, {"velocity_accum_type": "float16"})
+    assert_close(read_weights(tmp_path / "straight"), read_weights(tmp_path / "other"), 1e-6 if combined else 1e-4)
 
 
 CHANGES = [[0, 2.0], [2, 64.0], [5, 0.5]]
 
 
-@pytest.mark.parametrize("ipu", [{}, {"device_iterations": 2}, {"use_combined_accum": True}], ids=str)
-@pytest.mark.parametrize("optimizer", [SGD, PLAIN, ADAM], ids=["momentum", "plain", "adam"])
+@pytest.mark.parametrize("ipu, optimizer", [
+    ({}, SGD),
+    ({}, PLAIN),
+    ({}, ADAM),
+    ({"device_iterations": 2}, SGD),
+    ({"use_combined_accum": True}, SGD),
+])  # fmt: skip
 def test_a_loss_scaling_that_changes_in_a_run_changes_no_weight(
     poptorch: Any, tmp_path: Path, ipu: Any, optimizer: Any
 ) -> None:
     """PopTorch keeps velocities times the loss scaling: they are rescaled where it changes, and after a resume."""
-    if "use_combined_accum" in ipu and optimizer is ADAM:
-        return
     run(make_config(on="poptorch", ipu=ipu, optimizer=optimizer), tmp_path / "straight", "mlp")
     changing = make_config(on="poptorch", ipu={**ipu, "loss_scaling": CHANGES}, optimizer=optimizer)
     run(changing, tmp_path / "changing", "mlp")
@@ -403,15 +397,6 @@ def test_velocities_of_the_other_variant_are_refused(poptorch: Any, tmp_path: Pa
     with pytest.raises(BadInput, match="use_combined_accum: .*the other variant.*init_from"):
         both_halves(tmp_path, {"use_combined_accum": combined}, {"use_combined_accum": not combined})
     assert not poptorch.recorded.warnings
-
-
-def test_a_combined_velocity_is_resumed(poptorch: Any, tmp_path: Path) -> None:
-    combined = {"use_combined_accum": True, "loss_scaling": 8.0}
-    run(make_config(on="poptorch", ipu=combined), tmp_path / "straight", "mlp")
-    both_halves(tmp_path / "resumed", combined, {**combined, "loss_scaling": 64.0})
-    assert_same_weights(tmp_path / "straight", tmp_path / "resumed")
-    run(make_config(), tmp_path / "emulator", "mlp")
-    assert_close(read_weights(tmp_path / "emulator"), read_weights(tmp_path / "straight"), 1e-6)
 
 
 def test_no_state_is_loaded_of_which_a_name_is_missing(poptorch: Any, tmp_path: Path) -> None:
@@ -442,13 +427,10 @@ def test_no_state_is_loaded_of_which_a_name_is_missing(poptorch: Any, tmp_path: 
 @pytest.mark.parametrize("scaling", [1.0, 64.0])
 def test_nesterov_momentum_is_pytorchs(poptorch: Any, tmp_path: Path, scaling: float) -> None:
     """It was refused, though PopTorch has it: right where the mean is kept running (PopART takes the accumulator as it is)."""
-    nesterov = {"optimizer": {**SGD, "nesterov": True}}
-    run(
-        make_config(on="poptorch", ipu={"mean_reduction_strategy": "running", "loss_scaling": scaling}, **nesterov),
-        tmp_path / "ipu",
-        "mlp",
-    )
-    run(make_config(**nesterov), tmp_path / "emulator", "mlp")
+    nesterov = {**SGD, "nesterov": True}
+    running = {"mean_reduction_strategy": "running", "loss_scaling": scaling}
+    run(make_config(on="poptorch", ipu=running, optimizer=nesterov), tmp_path / "ipu", "mlp")
+    run(make_config(optimizer=nesterov), tmp_path / "emulator", "mlp")
     assert_close(read_weights(tmp_path / "emulator"), read_weights(tmp_path / "ipu"), 1e-6)
 
 
@@ -494,33 +476,22 @@ def test_a_recoverable_error_is_retried_once_from_the_last_checkpoint(
 
 
 def test_a_second_error_before_the_next_checkpoint_ends_the_run(poptorch: Any, tmp_path: Path) -> None:
-    settings = make_config(on="poptorch", checkpoint={"every": None})
     for call in (3, 5):
         poptorch.recorded.fail("execute", EVALUATION + call)
-    with pytest.raises(
-        RunFault, match=r"device error \(IPU_RESET\) for the second time since the last checkpoint.*--resume"
-    ):
-        run(settings, tmp_path, "mlp")
+    with pytest.raises(RunFault, match=r"\(IPU_RESET\) for the second time since the last checkpoint.*--resume"):
+        run(make_config(on="poptorch", checkpoint={"every": None}), tmp_path, "mlp")
     assert poptorch._device.held == {}
 
 
-@pytest.mark.parametrize(
-    ("event", "error", "said"),
-    [
-        (
-            "compile",
-            lambda p: p.Error("Out of memory on tile 0", "poplar_graph_memory_allocation_error"),
-            "take more stages",
-        ),
-        (
-            "execute",
-            lambda p: p.UnrecoverableError("dead", "poplar_unrecoverable_error"),
-            "poplar_unrecoverable_error: dead",
-        ),
-        ("attach", lambda p: p.Error("Failed to acquire 4 IPU(s)", "poptorch_cpp_error"), "wait_for_ipu=true"),
-        ("execute", lambda p: AssertionError("Invalid batch\n dimension"), "AssertionError: Invalid batch dimension"),
-    ],
-)
+MEMORY, ATTACHING = "poplar_graph_memory_allocation_error", "poptorch_cpp_error"
+
+
+@pytest.mark.parametrize("event, error, said", [
+    ("compile", lambda p: p.Error("Out of memory on tile 0", MEMORY), "take more stages"),
+    ("execute", lambda p: p.UnrecoverableError("dead", "poplar_unrecoverable_error"), "poplar_unrecoverable_error: dead"),
+    ("attach", lambda p: p.Error("Failed to acquire 4 IPU(s)", ATTACHING), "wait_for_ipu=true"),
+    ("execute", lambda p: AssertionError("Invalid batch\n dimension"), "AssertionError: Invalid batch dimension"),
+])  # fmt: skip
 def test_both_families_of_errors_are_told_in_one_line(
     poptorch: Any, tmp_path: Path, event: str, error: Callable[[Any], BaseException], said: str
 ) -> None:
@@ -531,31 +502,27 @@ def test_both_families_of_errors_are_told_in_one_line(
 
 
 def test_ctrl_c_leaves_no_wrapper_and_no_ipu_held(poptorch: Any, tmp_path: Path) -> None:
-    own = make_model("residual")
-    kinds = [type(part) for part in [*own.modules(), *own.parameters(), *own.buffers()]]
-    hooks = [len(part._forward_pre_hooks) for part in own.modules()]
+    model = make_model("residual")
+
+    def list_kinds() -> Any:
+        parts = [*model.modules(), *model.parameters(), *model.buffers()]
+        return [type(part) for part in parts], [len(part._forward_pre_hooks) for part in model.modules()]
+
+    before = list_kinds()
     poptorch.recorded.fail("execute", 12, KeyboardInterrupt())
     settings = make_config(on="poptorch", stages=["1", "2", "4"])
     with pytest.raises(KeyboardInterrupt):
-        run(settings, tmp_path, model=own)
-    assert [type(part) for part in [*own.modules(), *own.parameters(), *own.buffers()]] == kinds
-    assert [len(part._forward_pre_hooks) for part in own.modules()] == hooks
-    assert_same(dict(own.state_dict()), read_weights(tmp_path, 4))  # of the last checkpoint
-    assert poptorch._device.held == {}
-    run(settings, tmp_path, model=own)
-    assert_same(dict(own.state_dict()), read_weights(tmp_path))
-    assert [type(part) for part in [*own.modules(), *own.parameters(), *own.buffers()]] == kinds
-    assert poptorch._device.held == {}
+        run(settings, tmp_path, model=model)
+    assert list_kinds() == before and poptorch._device.held == {}
+    assert_same(dict(model.state_dict()), read_weights(tmp_path, 4))  # of the last checkpoint
+    run(settings, tmp_path, model=model)
+    assert list_kinds() == before and poptorch._device.held == {}
+    assert_same(dict(model.state_dict()), read_weights(tmp_path))
 
 
 def test_a_loss_that_is_no_number_ends_the_run(poptorch: Any, tmp_path: Path) -> None:
     with pytest.raises(RunFault, match="update 0 of method gpipe: the training loss is nan"):
-        run(
-            make_config(on="poptorch"),
-            tmp_path,
-            "mlp",
-            loss=lambda output, y: nn.functional.cross_entropy(output * float("nan"), y),
-        )
+        run(make_config(on="poptorch"), tmp_path, "mlp", loss=lambda x, y: nn.functional.cross_entropy(x * torch.nan, y))
 
 
 # ---- before anything compiles
@@ -563,33 +530,6 @@ def test_a_loss_that_is_no_number_ends_the_run(poptorch: Any, tmp_path: Path) ->
 
 def faults(settings: Any, name: str = "mlp", **keys: Any) -> List[str]:
     return list_faults(build, settings, **{"model": make_model(name), "data": Source(), **keys})
-
-
-def test_models_that_no_pipeline_of_ipus_has_are_refused(poptorch: Any) -> None:
-    assert "gradient_accumulation: 6: a PopTorch pipeline of 4 stages needs at least 2 x 4 - 1 = 7" in "".join(
-        faults(make_config(on="poptorch", gradient_accumulation=6))
-    )
-    (said,) = faults(make_config(on="poptorch"), "convolution")
-    assert "5 IPUs: IPUs are reserved by powers of 2, here 8" in said and "auto_round_num_ipus" in said
-    (said,) = faults(make_config(on="poptorch", replicas=2, stages=["1", "2", "4"]), "residual")
-    assert "backend.ipu.broadcast_buffers: true" in said and "1.inner.0.running_mean" in said and "GroupNorm" in said
-    odd = nn.Sequential(nn.Linear(12, 64), Odd())
-    (said,) = faults(make_config(on="poptorch", stages=["1.2", "1.4", "1.6"]), model=odd)
-    assert said.startswith("model: 1.2.table.values: used by stages 1, 2 on IPUs 1, 2") and "backend.ipu.ipus" in said
-    build(make_config("naive", "poptorch", stages=["1.2", "1.4", "1.6"]), model=odd, data=Source())
-    build(make_config(on="poptorch", stages=["1.2", "1.4", "1.6"], ipu={"ipus": [0, 1, 1, 1]}), model=odd, data=Source())
-    (said,) = faults(make_config(on="poptorch"), "tied")
-    assert said.startswith("model: 1.0.weight: used by stages 1, 3 on IPUs 1, 3")
-    (said,) = faults(make_config("local_greedy", "poptorch"), "tied")
-    assert "1.0.weight on stage 1 and 3.0.weight on stage 3 are one shared weight" in said and "two gradients" in said
-    (said,) = faults(make_config(on="poptorch"), optimizer=lambda groups: torch.optim.Adagrad(groups, lr=0.1))
-    assert said.startswith("optimizer: Adagrad: ")
-    (said,) = faults(make_config(on="poptorch"), optimizer=lambda groups: torch.optim.AdamW(groups, amsgrad=True))
-    assert said.startswith("optimizer.amsgrad: true")
-    (said,) = faults(make_config(on="poptorch", stages={"finest": 16}, gradient_accumulation=32))
-    assert "the stage is empty" in said
-    (said,) = faults(make_config(on="poptorch", ipu={"device_iterations": 3}, steps=None, checkpoint={}))
-    assert "must divide the run's 20" in said
 
 
 class Own(torch.autograd.Function):
@@ -602,6 +542,42 @@ class Own(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         return gradients[0] * 2
+
+
+def make_odd() -> nn.Module:
+    return nn.Sequential(nn.Linear(12, 64), Odd())
+
+
+ODD_STAGES = ["1.2", "1.4", "1.6"]
+# keys of the config, of the build, and parts of the one line
+UNFIT: List[Tuple[Dict[str, Any], Dict[str, Any], List[str]]] = [
+    ({"gradient_accumulation": 6}, {},
+     ["gradient_accumulation: 6: a PopTorch pipeline of 4 stages needs at least 2 x 4 - 1 = 7"]),
+    ({}, {"name": "convolution"}, ["5 IPUs: IPUs are reserved by powers of 2, here 8", "auto_round_num_ipus"]),
+    ({"replicas": 2, "stages": ["1", "2", "4"]}, {"name": "residual"},
+     ["backend.ipu.broadcast_buffers: true", "1.inner.0.running_mean", "GroupNorm"]),
+    ({"stages": ODD_STAGES}, {"model": make_odd()},
+     ["model: 1.2.table.values: used by stages 1, 2 on IPUs 1, 2", "backend.ipu.ipus"]),
+    ({}, {"name": "tied"}, ["model: 1.0.weight: used by stages 1, 3 on IPUs 1, 3"]),
+    ({"method": "local_greedy"}, {"name": "tied"},
+     ["1.0.weight on stage 1 and 3.0.weight on stage 3 are one shared weight", "two gradients"]),
+    ({}, {"optimizer": functools.partial(torch.optim.Adagrad, lr=0.1)}, ["optimizer: Adagrad: "]),
+    ({}, {"optimizer": functools.partial(torch.optim.AdamW, amsgrad=True)}, ["optimizer.amsgrad: true"]),
+    ({"stages": {"finest": 16}, "gradient_accumulation": 32}, {}, ["the stage is empty"]),
+    ({"ipu": {"device_iterations": 3}, "steps": None, "checkpoint": {}}, {}, ["must divide the run's 20"]),
+    ({}, {"loss": lambda output, y: nn.functional.cross_entropy(Own.apply(output), y)}, ["model: Own: "]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("keys, parts, said", UNFIT)
+def test_models_that_no_pipeline_of_ipus_has_are_refused(poptorch: Any, keys: Any, parts: Any, said: List[str]) -> None:
+    (fault,) = faults(make_config(on="poptorch", **keys), **parts)
+    assert all(part in fault for part in said), fault
+
+
+def test_a_buffer_of_two_stages_may_be_sharded_or_on_one_ipu(poptorch: Any) -> None:
+    build(make_config("naive", "poptorch", stages=ODD_STAGES), model=make_odd(), data=Source())
+    build(make_config(on="poptorch", stages=ODD_STAGES, ipu={"ipus": [0, 1, 1, 1]}), model=make_odd(), data=Source())
 
 
 class Unfaithful(nn.Module):
@@ -618,9 +594,6 @@ class Unfaithful(nn.Module):
             return Own.apply(x)
         if self.what == "counter":
             self.seen += 1
-        if self.what == "detach":
-            with torch.no_grad():
-                return x - x.detach().mean()
         if self.what == "no_grad":
             with torch.no_grad():
                 x = x - x.mean()
@@ -639,14 +612,9 @@ def test_what_poptorch_would_compute_otherwise_is_refused_by_name(poptorch: Any,
     def unfaithful(what: str) -> nn.Module:
         return nn.Sequential(Unfaithful(what), nn.Linear(12, 4))
 
-    found = faults(make_config(on="poptorch", stages=["1"]), model=unfaithful(what))
-    assert len(found) == 1 and re.match(said, found[0]), found
+    (fault,) = faults(make_config(on="poptorch", stages=["1"]), model=unfaithful(what))
+    assert re.match(said, fault), fault
     build(make_config(on="poptorch", stages=["1"]), model=unfaithful("nothing"), data=Source())
-
-
-def test_a_loss_with_a_gradient_of_its_own_is_refused(poptorch: Any) -> None:
-    (said,) = faults(make_config(on="poptorch"), loss=lambda output, y: nn.functional.cross_entropy(Own.apply(output), y))
-    assert said.startswith("model: Own: ")
 
 
 def test_half_inputs_that_stay_float32_or_meet_a_bias_are_refused(poptorch: Any) -> None:
@@ -676,17 +644,13 @@ def test_groups_with_rates_of_their_own_are_refused_and_with_other_settings_are_
         return {"model": net, "optimizer": torch.optim.SGD(groups, lr=0.05)}
 
     (said,) = faults(make_config(on="poptorch"), **how(lr=0.1))
-    assert said.startswith(
-        "optimizer: parameter groups with learning rates of their own: not with backend.name poptorch"
-    )
+    assert said.startswith("optimizer: parameter groups with learning rates of their own: ")
     build(make_config(on="poptorch"), data=Source(), **how(weight_decay=0.1))
     build(make_config(), data=Source(), **how(lr=0.1))
 
 
 def test_an_optimizer_of_the_users_own_is_translated(poptorch: Any, tmp_path: Path) -> None:
-    def rmsprop(groups: Any) -> torch.optim.Optimizer:
-        return torch.optim.RMSprop(groups, lr=0.01, momentum=0.5, centered=True)
-
+    rmsprop = functools.partial(torch.optim.RMSprop, lr=0.01, momentum=0.5, centered=True)
     for on in ("emulator", "poptorch"):
         run(make_config(on=on), tmp_path / on, "mlp", optimizer=rmsprop)
     assert_same_weights(tmp_path / "emulator", tmp_path / "poptorch")
@@ -724,10 +688,11 @@ def test_data_that_cannot_go_to_another_process_is_refused(poptorch: Any, tmp_pa
 def test_poprun_sets_replicas_and_nothing_it_forbids_is_called(poptorch: Any, tmp_path: Path, monkeypatch: Any) -> None:
     settings = {"replicas": 2, "stages": 2}
     run(make_config(**settings), tmp_path / "emulator", "mlp")
-    for name, value in {"NUM_INSTANCES": 1, "INSTANCE_INDEX": 0, "NUM_LOCAL_REPLICAS": 2}.items():
-        monkeypatch.setenv(f"POPDIST_{name}", str(value))
-    for name in ("RANK", "WORLD_SIZE"):  # which joining sets
-        monkeypatch.setenv(name, "0" if name == "RANK" else "1")
+    # joining sets the last two
+    values = {"POPDIST_NUM_INSTANCES": "1", "POPDIST_INSTANCE_INDEX": "0", "POPDIST_NUM_LOCAL_REPLICAS": "2",
+              "RANK": "0", "WORLD_SIZE": "1"}  # fmt: skip
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
     run(make_config(on="poptorch", **settings), tmp_path / "poprun", "mlp")
     assert_same_weights(tmp_path / "poprun", tmp_path / "emulator")
     assert compilation(poptorch).options["replication_factor"] == 2 and compilation(poptorch).ipus == 4
@@ -796,13 +761,8 @@ def test_without_poptorch_the_command_says_so_in_one_line(monkeypatch: Any, caps
     with pytest.raises(SystemExit) as left:
         run_command(tool.main)
     said = capsys.readouterr().err
-    assert (
-        left.value.code == 2
-        and len(said.splitlines()) == 1
-        and said.startswith("error: backend.name: poptorch: PopTorch is not")
-    )
-    for part in ("Poplar SDK 3.4", "wheel", "Python 3.8", "torch 2.0.1", "backend.name=emulator"):
-        assert part in said
+    assert left.value.code == 2 and len(said.splitlines()) == 1
+    assert said.startswith("error: backend.name: poptorch: ") and "backend.name=emulator" in said
     assert not Path(out).exists()
 
 
@@ -812,23 +772,13 @@ def test_the_command_in_a_process_of_its_own(tmp_path: Path) -> None:
     faulty = {"POPTORCH_DOUBLE_FAIL": "execute:24:RecoverableError:LINK_RESET", "POPTORCH_DOUBLE_RECORD": str(record)}
     code, out, error = forked.run_command("train", *arguments, PYTHONPATH=DOUBLE, **faulty)
     assert code == 0 and out.splitlines()[-1].startswith("throughput: "), error
-    assert (
-        "2 stages on 2 IPUs of each replica (PipelinedExecution): 10 pipeline cycles an update, 80.0% of them full"
-        in out
-    )
-    asked = json.loads(record.read_text())
-    assert sum(name == "destroy" for name, _ in asked["events"]) >= 2
+    assert "(PipelinedExecution): 10 pipeline cycles an update, 80.0% of them full" in out
+    assert sum(name == "destroy" for name, _ in read_json(record)["events"]) >= 2
 
 
 def test_blocks_on_ipus_of_their_own_give_the_emulators_weights(tmp_path: Path) -> None:
     """Decoupled, by a launcher's variables: one block gathers two updates' gradients; then with a device error in one process."""
-    keys = [
-        *SHORT[:-1],
-        "method=local_greedy",
-        "stages=2",
-        "method_args.block_accumulation=[1,2]",
-        "optimizer.momentum=0.9",
-    ]
+    keys = [*SHORT[:-1], "method=local_greedy", "stages=2", "method_args.block_accumulation=[1,2]", "optimizer.momentum=0.9"]
     decoupled = ["backend.name=poptorch", "backend.ipu.local=decoupled"]
     arguments = [DIGITS, "--set", *keys, *decoupled, "--out", str(tmp_path / "blocks")]
     code, out, error = forked.run_ranks(2, "train", arguments, PYTHONPATH=DOUBLE)
@@ -842,5 +792,5 @@ def test_blocks_on_ipus_of_their_own_give_the_emulators_weights(tmp_path: Path) 
     assert one["links"][0]["bytes_per_microbatch"] == other["links"][0]["bytes_per_microbatch"]
     broken = {"POPTORCH_DOUBLE_FAIL": "execute:92:RecoverableError:PARTITION_RESET"}
     code, out, error = forked.run_ranks(2, "train", [*arguments, "--overwrite"], PYTHONPATH=DOUBLE, **broken)
-    told = [line for line in error.splitlines() if line.startswith("error: ")]
-    assert code != 0 and len(told) == 1 and "device error (PARTITION_RESET)" in told[0] and "--resume" in told[0], error
+    (complaint,) = [line for line in error.splitlines() if line.startswith("error: ")]
+    assert code != 0 and "device error (PARTITION_RESET)" in complaint and "--resume" in complaint, error

@@ -120,12 +120,6 @@ def test_a_fault_of_the_loading_process_is_told_with_its_cause(poptorch: Any, tm
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_what_is_loaded_ahead_is_what_is_loaded_when_asked_for(poptorch: Any, tmp_path: Path) -> None:
-    for mode in ("sync", "async"):
-        run(config({"data_loading": {"mode": mode}}), tmp_path / mode)
-    assert_same_weights(tmp_path / "sync", tmp_path / "async")
-
-
 def test_a_report_is_removed_when_the_feed_is_closed(poptorch: Any, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     options = poptorch.Options()
@@ -165,9 +159,8 @@ def test_images_are_read_by_a_forked_process(poptorch: Any, tmp_path: Path) -> N
         for label in range(4):
             (tmp_path / part / str(label)).mkdir(parents=True)
             for number in range(4):
-                image.new("RGB", (9, 9), (label * 60, number * 60, 0)).save(
-                    tmp_path / part / str(label) / f"{number}.png"
-                )
+                picture = image.new("RGB", (9, 9), (label * 60, number * 60, 0))
+                picture.save(tmp_path / part / str(label) / f"{number}.png")
     source = ImageFolder(str(tmp_path), seed=1, size=8, threads=1)
     first = source.train_batch(0, 0, 2)  # its threads are there
     settings = config(gradient_accumulation=2, method="naive")

@@ -45,9 +45,8 @@ def same_as_docs(name: str, found: PredictedRows) -> None:
     for row, own in zip(given["rows"], found.rows):
         numbers = {key: value for key, value in row.items() if isinstance(value, float)}
         assert {key: own[key] for key in numbers} == pytest.approx(numbers, rel=0.01, abs=0.11)
-        assert {k: v for k, v in own.items() if isinstance(v, str)} == {
-            k: v for k, v in row.items() if isinstance(v, str)
-        }
+        words = [{key: value for key, value in each.items() if isinstance(value, str)} for each in (row, own)]
+        assert words[0] == words[1]
 
 
 # ---- tables
@@ -125,12 +124,8 @@ def test_tensor_parallelism_by_hand() -> None:
     hardware = read_hardware({"devices": 4, "device": device, "links": links})
     units = (Unit("a", 4.0, 8.0, 4, 16.0, 8.0), Unit("b", 8.0, 16.0, 8, 4.0, 8.0), Unit("loss", 0.0, 0.0, 0, 4.0, 0.0))
     found = predict_tensor_parallel(Problem(units, 4.0, hardware, 1e9, "float32", 0), 4, 2, 2)
-    assert found is not None and (found.ways, found.width, found.micro_batch_size, found.gradient_accumulation) == (
-        2,
-        2,
-        1,
-        1,
-    )
+    assert found is not None and (found.ways, found.width) == (2, 2)
+    assert (found.micro_batch_size, found.gradient_accumulation) == (1, 1)
     compute = (2 * 12 + 24) / 2  # with recomputation
     messages = 3 * 2 * (16 + 4) / 16  # 2 (t-1)/t = 1 among two
     gradients = 4 * (12 / 2) / 16  # half of them on each device
@@ -208,28 +203,13 @@ def test_the_command_prints_a_table(monkeypatch: pytest.MonkeyPatch, capsys: Any
 # ---- what other operations than products move
 
 
-class Small(nn.Module):
-    """A product, and operations that move its result."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.relu = nn.Linear(8, 4, bias=False), nn.ReLU()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.relu(self.linear(x)).view(-1, 2, 2)
-
-
 @counts
 def test_operations_without_flops_cost_what_they_move() -> None:
     """A ReLU reads and writes; back it reads the gradient and the result, and writes. Views and products move nothing here."""
-    linear, relu = count_units(nn.Sequential(Small().linear, Small().relu), torch.zeros(3, 8)).units
-    assert (linear.forward_moved, linear.forward_flops) == (0.0, 64.0)
+    model = nn.Sequential(nn.Linear(8, 4, bias=False), nn.ReLU(), nn.Unflatten(1, (2, 2)))
+    linear, relu, view = count_units(model, torch.zeros(3, 8)).units
+    assert (linear.forward_moved, linear.forward_flops, view.forward_moved) == (0.0, 64.0, 0.0)
     assert (relu.forward_moved, relu.backward_moved) == (2 * 4 * 4, 3 * 4 * 4)
-    (whole,) = count_units(Small(), torch.zeros(3, 8)).units[:1]
-    assert (
-        whole.forward_moved + sum(unit.forward_moved for unit in count_units(Small(), torch.zeros(3, 8)).units[1:])
-        == 32
-    )
 
 
 # ---- blocks with losses of their own

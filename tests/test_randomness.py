@@ -90,17 +90,6 @@ def test_on_a_gpu_the_draws_of_both_generators_are_keyed(monkeypatch: pytest.Mon
     keyed.remove()
 
 
-def test_seeding_asks_the_generator_and_no_other_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch.manual_seed takes 100 times as long, for the same numbers."""
-    model, x = nn.Sequential(nn.Dropout(0.5)), torch.ones(64)
-    torch.manual_seed(derive_seed(4, 0, "0"))
-    expected = model(x)
-    keyed = KeyedRandomness(model, {"0": 1}, seed=4, device=CPU)
-    monkeypatch.setattr(torch, "manual_seed", None)
-    assert torch.equal(run(keyed, model, x), expected)
-    keyed.remove()
-
-
 class Shared(nn.Module):
     """One dropout between three layers, as T5 has it, and a block that runs twice, as ALBERT has it."""
 

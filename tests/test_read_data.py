@@ -25,19 +25,11 @@ from tests.test_callbacks import DIGITS, SHORT, go
 from tests.test_processes import emulate, run
 
 OWN = [
-    "data={name: tests.test_read_data:Images}",
-    "method=gpipe",
-    "stages=2",
-    "checkpoint.every=2",
-    "log.tensorboard=false",
-]
+    "data={name: tests.test_read_data:Images}", "method=gpipe", "stages=2", "checkpoint.every=2", "log.tensorboard=false",
+]  # fmt: skip
 SHAPES = [
-    "micro_batch_size=8",
-    "gradient_accumulation=2",
-    "backend.threads=1",
-    "evaluate.every=0",
-    "model.args.width=8",
-]
+    "micro_batch_size=8", "gradient_accumulation=2", "backend.threads=1", "evaluate.every=0", "model.args.width=8",
+]  # fmt: skip
 
 
 class Images(ipu_pipe.data.TensorData):

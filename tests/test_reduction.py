@@ -26,7 +26,8 @@ from ipu_pipe.backends.processes.update import (
 from ipu_pipe.errors import RunFault, end_process
 from tests import forked
 from tests.nccl_double import NcclDouble
-from tests.test_processes import emulate, files, metrics_of, run
+from tests.support.runs import assert_close_losses, read_state
+from tests.test_processes import emulate, run
 
 pytestmark = pytest.mark.skipif(
     not dist.is_available() or tuple(map(int, torch.__version__.split(".")[:2])) < (2, 4), reason="needs torch 2.4"
@@ -62,13 +63,7 @@ def test_buckets_are_of_one_dtype_and_size_the_last_parameters_first() -> None:
 
 
 def test_fast_is_close_to_exact_and_runs_beside_the_last_backward(tmp_path: Path) -> None:
-    context = forked.context()
-    ranks = [context.Process(target=_compare, args=(rank, str(tmp_path))) for rank in range(RANKS)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(120)
-    assert [process.exitcode for process in ranks] == [0] * RANKS
+    forked.in_ranks(RANKS, _compare, str(tmp_path), of=forked.context())
 
 
 def _compare(rank: int, folder: str) -> None:
@@ -168,9 +163,5 @@ def test_a_run_of_three_replicas_is_close_to_the_emulators(tmp_path: Path) -> No
     code, _, error = run(3, tmp_path / "ranks", *how)
     assert code == 0, error
     emulate(tmp_path / "one", *how)
-    for ours, emulators in zip(files(tmp_path / "ranks", 8), files(tmp_path / "one", 8)):
-        assert ours.keys() == emulators.keys()
-        for name, value in emulators.items():
-            torch.testing.assert_close(ours[name], value, rtol=1e-4, atol=1e-6)
-    losses = [[line["train_loss"] for line in metrics_of(tmp_path / out) if "train_loss" in line] for out in ("ranks", "one")]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    torch.testing.assert_close(*(read_state(tmp_path / out, 8) for out in ("ranks", "one")), rtol=1e-4, atol=1e-6)
+    assert_close_losses(tmp_path / "ranks", tmp_path / "one", 1e-5)

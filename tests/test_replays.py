@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from typing import List, NamedTuple, Optional, Tuple
+from typing import List, NamedTuple, Tuple
 
 import numpy as np
 import pytest
@@ -156,42 +156,16 @@ GOOD = [Stated(4, [0, 0], [0, 0], [1]), Stated(2, [0, 1], [0, 1], [0]), Stated(3
 @pytest.mark.parametrize(
     "number, wrong, said",
     [
-        (None, None, None),
-        (
-            1,
-            Stated(2, [0, 2], [0, 2], [0]),
-            "replay 1: forward of microbatch 2, stage 1: version 2: must be from 0 to 1",
-        ),
-        (
-            2,
-            Stated(3, [0, 1], [2, 1], []),
-            "replay 2: backward of microbatch 3, stage 0: version 2: must be from 0 to 1",
-        ),
-        (
-            2,
-            Stated(3, [1, 1], [0, 1], []),
-            "replay 2: backward of microbatch 3, stage 0: version 0: must be from 1 to 1",
-        ),
-        (
-            0,
-            Stated(4, [0, -1], [0, 0], [1]),
-            "replay 0: forward of microbatch 4, stage 1: version -1: must be from 0 to 0",
-        ),
-        (
-            1,
-            Stated(2, [0, 1], [0, 1], []),
-            "replay 2: backward of microbatch 3, stage 0: version 1: must be from 0 to 0",
-        ),
+        (1, Stated(2, [0, 2], [0, 2], [0]), "replay 1: forward of microbatch 2, stage 1: version 2: must be from 0 to 1"),
+        (2, Stated(3, [0, 1], [2, 1], []), "replay 2: backward of microbatch 3, stage 0: version 2: must be from 0 to 1"),
+        (2, Stated(3, [1, 1], [0, 1], []), "replay 2: backward of microbatch 3, stage 0: version 0: must be from 1 to 1"),
+        (0, Stated(4, [0, -1], [0, 0], [1]), "replay 0: forward of microbatch 4, stage 1: version -1: must be from 0 to 0"),
+        (1, Stated(2, [0, 1], [0, 1], []), "replay 2: backward of microbatch 3, stage 0: version 1: must be from 0 to 0"),
     ],
-)
-def test_a_read_of_what_no_earlier_replay_has_made_is_refused_in_one_line(
-    number: Optional[int], wrong: Optional[Stated], said: Optional[str]
-) -> None:
-    replays = list(GOOD)
-    if number is None or wrong is None:
-        good = plan(replays)
-        assert [good.replay(i).updates.tolist() for i in range(3)] == [[1], [0], [0, 1]]
-        return
+)  # fmt: skip
+def test_a_read_of_what_no_earlier_replay_has_made_is_refused_in_one_line(number: int, wrong: Stated, said: str) -> None:
+    good, replays = plan(list(GOOD)), list(GOOD)
+    assert [good.replay(i).updates.tolist() for i in range(3)] == [[1], [0], [0, 1]]
     replays[number] = wrong
     with pytest.raises(BadInput) as refused:
         plan(replays).replay(0)

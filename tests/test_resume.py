@@ -8,7 +8,7 @@ import random
 import resource
 import shutil
 from pathlib import Path
-from typing import Any, Callable, Dict, List
+from typing import Any, Dict, List
 
 import pytest
 import torch
@@ -21,10 +21,11 @@ from ipu_pipe.config.sections import InitFrom
 from ipu_pipe.errors import BadInput, RunFault
 from ipu_pipe.run import checkpoint
 from ipu_pipe.run.build import build
-from ipu_pipe.run.folder import RunFolder
 from ipu_pipe.run.resume import check_run
 from ipu_pipe.run.train import evaluate_checkpoint, train
-from tests.test_train import DIGITS, config, run_tool, same, sets, weights  # noqa: F401
+from tests.interrupted import interrupted_at
+from tests.support.runs import DIGITS, assert_same_weights, list_faults, read_metrics
+from tests.test_train import config, run_tool, sets  # noqa: F401
 
 BASE = [
     "method=pipemare", "method_args.t2={}", "optimizer.momentum=0.9", "checkpoint.every=4", "checkpoint.keep=9", "log.every=1",
@@ -59,27 +60,14 @@ def resumed(out: Path, *over: str, **how: Any) -> Dict[str, Any]:
     return train(config(*keys(*over)), out, resume=True, quiet=True, **how)
 
 
-def refused(out: Path, *over: str, **how: Any) -> List[str]:
-    with pytest.raises(BadInput) as error:
-        resumed(out, *over, **how)
-    return error.value.faults
+def refused(out: Path, *over: str) -> List[str]:
+    return list_faults(resumed, out, *over)
 
 
 @pytest.fixture(scope="module")
 def job(trained: Path) -> Any:
     """The same run, about to go on."""
     return build(config(*keys()), done=8)
-
-
-def list_faults(job: Any, path: Path, change: Callable[[Dict[str, torch.Tensor]], Any]) -> List[str]:
-    """What the job has against the checkpoint `path` with its optimizer's tensors changed."""
-    saved = checkpoint.load(path)
-    change(saved.optimizer)
-    try:
-        check_run(job, saved, path)
-    except BadInput as error:
-        return error.faults
-    return []
 
 
 def write_schema_2(path: Path) -> None:
@@ -129,10 +117,8 @@ def test_every_flipped_bit_and_every_cut_is_told(name: str, cut: Path) -> None:
     file, whole = folder / name, (folder / name).read_bytes()
     for what, data in damaged(whole, 120 if name == "manifest.json" else 20, seed=len(name)):
         file.write_bytes(data)
-        with pytest.raises(BadInput, match="corrupt checkpoint") as error:
-            checkpoint.load(folder)
-        (fault,) = error.value.faults
-        assert fault.startswith(f"{file}: ") and "--resume-from 4" in fault and "\n" not in fault, (what, fault)
+        (fault,) = list_faults(checkpoint.load, folder)
+        assert fault.startswith(f"{file}: corrupt checkpoint") and "--resume-from 4" in fault, (what, fault)
     file.write_bytes(whole)
     checkpoint.load(folder)
 
@@ -153,9 +139,8 @@ def test_weights_to_begin_with_must_be_what_was_saved(how: str, cut: Path, tmp_p
     folder = cut / "checkpoints" / "step-8"
     path = folder if how == "folder" else folder / "model.safetensors"
     other = ["seed=3", "method=gpipe", "method_args={}", ADAM, "steps=1", f"init_from={path}"]  # another run altogether
-    found = evaluate_checkpoint(config(*keys(*other)), path)
     report = train(config(*keys(*other)), tmp_path / "new", quiet=True)
-    assert report["initial"]["test_loss"] == found["test_loss"]
+    assert report["initial"]["test_loss"] == evaluate_checkpoint(config(*keys(*other)), path)["test_loss"]
     data = bytearray((folder / "model.safetensors").read_bytes())
     data[-3] ^= 1
     (folder / "model.safetensors").write_bytes(data)
@@ -173,26 +158,21 @@ DECIDING = {
     "method": ["method=pipelined_backprop"],
     "method_args.t2.decay": ["method_args.t2.decay=0.3"],
     "optimizer.name": [ADAM],
-    "optimizer.lr": ["optimizer.lr=0.25"],
     "clip.norm": ["clip={norm: 1, scope: stage}"],
     "micro_batch_size": ["micro_batch_size=4"],
-    "replicas": ["replicas=2"],
-    "precision": ["precision=float64"],
-    "model.args.classes": ["model.args.classes=11"],
     "data.subset": ["data.subset=640"],
-    "loss": ["loss=torch.nn.functional:cross_entropy"],
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("key", list(DECIDING))
 def test_a_checkpoint_of_another_run_is_refused_by_key(key: str, cut: Path) -> None:
     """Story: a checkpoint of another seed, method, rate or optimizer was accepted."""
-    told = refused(cut, *DECIDING[key])
-    assert any(f": {key}: " in fault and "the config of a run cannot change" in fault for fault in told), told
+    faults = refused(cut, *DECIDING[key])
+    assert any(f": {key}: " in fault and "the config of a run cannot change" in fault for fault in faults), faults
     (cut / "config.yaml").write_text(dump_config(config(*keys(*DECIDING[key]))))  # that run's own folder, with this checkpoint
-    told = refused(cut, *DECIDING[key])
+    faults = refused(cut, *DECIDING[key])
     place = f"{cut / 'checkpoints' / 'step-8'}: {key}: saved with "
-    assert any(fault.startswith(place) and "this run has" in fault for fault in told), told
+    assert any(fault.startswith(place) and "this run has" in fault for fault in faults), faults
     assert not (cut / "checkpoints" / "step-12").exists()
 
 
@@ -215,34 +195,19 @@ def test_what_is_free_to_change_may(name: str, cut: Path) -> None:
 
 
 def test_a_run_may_only_grow(trained: Path, cut: Path, capsys: Any) -> None:
+    """Story: a longer run that was killed before its first checkpoint was taken for a finished one."""
     assert refused(cut, "steps=10") == [f"--resume: {cut / 'config.yaml'}: steps: 12 -> 10: may only grow"]
     ended = cut.parent / "ended"
     shutil.copytree(trained, ended)
     assert train(config(*keys("lr_schedule.name=constant")), ended, resume=True)["steps"] == 12
     assert "nothing to resume" in capsys.readouterr().out
+    with interrupted_at(12):
+        resumed(ended, "steps=16")
     again = train(config(*keys("steps=16")), ended, resume=True)
     said = capsys.readouterr().out
     assert "the run goes on with another steps: 12 -> 16" in said and "resuming after update 12" in said
     assert again["steps"] == 16
-    lines = [json.loads(line)["step"] for line in (ended / "metrics.jsonl").read_text().splitlines() if "lr" in line]
-    assert lines == list(range(1, 17))
-
-
-def test_a_longer_run_killed_before_its_first_checkpoint_is_not_finished(
-    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from ipu_pipe.backends.emulator.replay import Emulator
-
-    out = tmp_path / "run"
-    shutil.copytree(trained, out)
-
-    def killed(*given: Any) -> Any:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(Emulator, "step", killed)
-        resumed(out, "steps=16")
-    assert resumed(out, "steps=16")["steps"] == 16
+    assert [line["step"] for line in read_metrics(ended) if "lr" in line] == list(range(1, 17))
 
 
 def test_every_key_of_the_config_has_a_role() -> None:
@@ -264,24 +229,20 @@ def test_a_checkpoint_in_the_folder_of_another_step_is_refused(cut: Path) -> Non
 # ---- its tensors
 
 
-def put(name: str, value: torch.Tensor) -> Any:
-    return lambda optimizer: optimizer.update({name: value})
-
-
-ENTRIES = {
-    "another shape": (put("fc2.weight/momentum_buffer", torch.zeros(8, 9)), "fc2.weight/momentum_buffer"),
-    "a rule's shape": (put("fc1.bias/t2_delta", torch.zeros(9)), "fc1.bias/t2_delta"),
-    "no such parameter": (put("fc9.weight/momentum_buffer", torch.zeros(8)), "fc9.weight"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", list(ENTRIES))
-def test_optimizer_state_that_does_not_fit_the_model_is_refused(name: str, job: Any, trained: Path) -> None:
-    change, key = ENTRIES[name]
+@pytest.mark.parametrize("name, value", [
+    ("fc2.weight/momentum_buffer", torch.zeros(8, 9)),  # another shape
+    ("fc1.bias/t2_delta", torch.zeros(9)),  # a rule's shape
+    ("fc9.weight/momentum_buffer", torch.zeros(8)),  # no such parameter
+])  # fmt: skip
+def test_optimizer_state_that_does_not_fit_the_model_is_refused(
+    name: str, value: torch.Tensor, job: Any, trained: Path
+) -> None:
     path = trained / "checkpoints" / "step-8"
-    (line,) = list_faults(job, path, change)
-    assert line.startswith(f"{path}: optimizer: {key}: ")
-    assert list_faults(job, path, lambda optimizer: None) == []
+    saved = checkpoint.load(path)
+    check_run(job, saved, path)
+    saved.optimizer[name] = value
+    (line,) = list_faults(check_run, job, saved, path)
+    assert line.startswith(f"{path}: optimizer: {name.partition('/')[0]}")
 
 
 def test_weights_of_another_precision_are_refused_before_anything_is_written(cut: Path) -> None:
@@ -318,7 +279,7 @@ def test_a_parameter_that_never_had_a_gradient_has_no_entries(tmp_path: Path) ->
 def test_resuming_where_there_is_no_run_yet_starts_one(trained: Path, tmp_path: Path, capsys: Any) -> None:
     train(config(*keys()), tmp_path / "new", resume=True)
     assert f"--resume: {tmp_path / 'new'}: holds no run yet: it starts from the beginning" in capsys.readouterr().out
-    assert same(weights(tmp_path / "new"), weights(trained))
+    assert_same_weights(tmp_path / "new", trained)
 
 
 def test_resuming_in_a_folder_that_is_no_runs_is_refused(tmp_path: Path) -> None:
@@ -335,18 +296,16 @@ def test_a_run_whose_trace_was_counted_in_microbatches_goes_on(trained: Path, cu
     recorded["log"]["trace_microbatches"] = 64
     (cut / "config.yaml").write_text(yaml.safe_dump(recorded))
     train(config(*keys()), cut, resume=True)
-    assert same(weights(cut), weights(trained))
+    assert_same_weights(cut, trained)
 
 
 def test_a_checkpoint_of_schema_2_is_resumed(trained: Path, cut: Path) -> None:
     folder = cut / "checkpoints" / "step-8"
     write_schema_2(folder)
     resumed(cut)
-    assert same(weights(cut), weights(trained))
+    assert_same_weights(cut, trained)
     (folder / "state.json").write_text((folder / "state.json").read_text().replace('"update": 8', '"update": 0'))
-    with pytest.raises(BadInput) as error:
-        checkpoint.load(folder)
-    assert error.value.faults[0].startswith(f"{folder / 'state.json'}: corrupt checkpoint")
+    assert list_faults(checkpoint.load, folder)[0].startswith(f"{folder / 'state.json'}: corrupt checkpoint")
 
 
 def test_a_checkpoint_without_a_manifest_is_refused_with_a_way_to_go_on(cut: Path, tmp_path: Path) -> None:
@@ -364,32 +323,22 @@ def test_a_checkpoint_without_a_manifest_is_refused_with_a_way_to_go_on(cut: Pat
 def test_a_run_goes_on_from_an_earlier_checkpoint(trained: Path, tmp_path: Path, run_tool: Any) -> None:  # noqa: F811
     out = tmp_path / "run"
     shutil.copytree(trained, out)
-    before = [line for line in (out / "metrics.jsonl").read_text().splitlines() if "lr" in line]
+
+    def read_training() -> List[Dict[str, Any]]:
+        return [{**line, "samples_per_second": None} for line in read_metrics(out) if "lr" in line]
+
+    before = read_training()
     arguments = [DIGITS, *sets(*keys()), "--out", str(out)]
     code, _, complaint = run_tool(*arguments, "--resume-from", "5")
     assert code == 2 and "--resume-from: 5: " in complaint and "there are 4, 8, 12" in complaint
     assert checkpoint.list_steps(out / "checkpoints") == [4, 8, 12]
     code, printed, complaint = run_tool(*arguments, "--resume-from", "4")
     assert code == 0 and "deleted, to be made again: step-8, step-12" in printed, complaint
-    assert same(weights(out), weights(trained))
-    after = [line for line in (out / "metrics.jsonl").read_text().splitlines() if "lr" in line]
-    strip = lambda line: {k: v for k, v in json.loads(line).items() if k != "samples_per_second"}  # noqa: E731
-    assert list(map(strip, after)) == list(map(strip, before))
-    for wrong in (
-        ["--resume-from", "4", "--resume"],
-        ["--resume-from", "x"],
-        ["--resume-from", "4", "--against", "gpipe"],
-    ):
-        code, _, complaint = run_tool(*arguments, *wrong)
+    assert_same_weights(out, trained)
+    assert read_training() == before
+    for wrong in (["4", "--resume"], ["x"], ["4", "--against", "gpipe"]):
+        code, _, complaint = run_tool(*arguments, "--resume-from", *wrong)
         assert code == 2 and "--resume" in complaint and complaint.count("\n") == 1
-
-
-def test_what_came_after_an_earlier_checkpoint_is_deleted_at_once(trained: Path, tmp_path: Path) -> None:
-    out, said = tmp_path / "run", []  # type: ignore[var-annotated]
-    shutil.copytree(trained, out)
-    RunFolder(out, resume=True).forget_after(4, said.append)
-    assert said == ["deleted, to be made again: step-8, step-12"]
-    assert [path.name for path in (out / "checkpoints").iterdir()] == ["step-4"] and not (out / "summary.json").exists()
 
 
 def test_leftovers_are_cleared_away(cut: Path) -> None:
@@ -406,12 +355,12 @@ def test_leftovers_are_cleared_away(cut: Path) -> None:
 def test_a_full_disk_is_a_fault_and_earlier_checkpoints_stay(limit: int, cut: Path) -> None:
     """By a limit on the size of files, which refuses as a full disk does; 2,500 bytes end in another file than 1,000."""
     folder = cut / "checkpoints"
-    held = checkpoint.load(folder / "step-8")
+    saved = checkpoint.load(folder / "step-8")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
     try:
         with pytest.raises(RunFault) as error:
-            checkpoint.save(folder, 12, held.model, held.optimizer, held.manifest)
+            checkpoint.save(folder, 12, saved.model, saved.optimizer, saved.manifest)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert "step-12: cannot write the checkpoint" in str(error.value)
@@ -439,10 +388,8 @@ def test_an_older_torch_reads_safetensors_alone(tmp_path: Path, monkeypatch: pyt
     file = tmp_path / "plain.pt"
     torch.save({"weight": torch.ones(2)}, file)
     monkeypatch.setattr(torch, "__version__", "2.5.1+cpu")
-    with pytest.raises(BadInput) as error:
-        checkpoint.read_tensors(file)
-    (told,) = error.value.faults
-    assert told.startswith(f"{file}: ") and "safetensors.torch.save_file" in told and "torch 2.6" in told
+    (fault,) = list_faults(checkpoint.read_tensors, file)
+    assert fault.startswith(f"{file}: ") and "safetensors.torch.save_file" in fault and "torch 2.6" in fault
     assert checkpoint.read_weights(trained / "checkpoints" / "step-4")
     monkeypatch.setattr(torch, "__version__", "2.6.0")
     assert set(checkpoint.read_tensors(file)) == {"weight"}

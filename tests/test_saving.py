@@ -20,7 +20,7 @@ from ipu_pipe.run.predict import predict
 from ipu_pipe.run.train import train
 from tests import forked
 from tests.test_processes import emulate, run
-from tests.test_train import config, run_tool, same  # noqa: F401
+from tests.test_train import config, run_tool  # noqa: F401
 
 needs_processes = pytest.mark.skipif(
     not dist.is_available() or tuple(map(int, torch.__version__.split(".")[:2])) < (2, 4), reason="needs torch 2.4"

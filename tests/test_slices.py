@@ -35,11 +35,7 @@ def test_values_that_skip_pieces_are_handed_on() -> None:
     model, x = Skipping().double(), torch.randn(5, 12, dtype=torch.float64)
     cut = cut_model(model, ["b", "c", "d"], x)
     assert [name for piece in cut for name in piece.names] == ["a", "b", "c", "norm", "d", "head"]
-    assert [len(c.tensors) for c in list_crossings(cut)] == [
-        2,
-        3,
-        3,
-    ]  # first, scale | + second | third, first, second
+    assert [len(c.tensors) for c in list_crossings(cut)] == [2, 3, 3]  # first, scale | + second | third, first, second
     expected = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
     value: Any = x
     for piece in cut:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any, List, Tuple
 
@@ -108,30 +109,22 @@ def test_pipemares_polynomials(forward: int, backward: int) -> None:
 @pytest.mark.parametrize("delay", DELAYS)
 @pytest.mark.parametrize("curvature", [1e-3, 1.0, 40.0])
 def test_lemma_1_is_the_largest_stable_step(delay: int, curvature: float) -> None:
-    loop, limit = (
-        derive_loop_gain(make_delayed_sgd(delay, curvature=curvature)),
-        2 / curvature * math.sin(math.pi / (4 * delay + 2)),
-    )
+    loop = derive_loop_gain(make_delayed_sgd(delay, curvature=curvature))
+    limit = 2 / curvature * math.sin(math.pi / (4 * delay + 2))
     assert find_stable_steps(loop) == [(0, pytest.approx(limit, rel=1e-12))]
-    assert compute_root_radius(loop, np.array([0.999, 1.001]) * limit) - 1 == pytest.approx([0, 0], abs=3e-3)
     inside, outside = compute_root_radius(loop, np.array([0.999, 1.001]) * limit)
-    assert inside < 1 < outside
+    assert 0.997 < inside < 1 < outside < 1.003
 
 
 @pytest.mark.parametrize("forward", DELAYS[1:])
-@pytest.mark.parametrize("backward", [0, 0.5, 0.9])
-@pytest.mark.parametrize("discrepancy", [0.01, 1.0, 5.0, 300.0])
-def test_lemma_2_bounds_it_where_passes_read_different_weights(
-    forward: int, backward: float, discrepancy: float
-) -> None:
-    for curvature in (0.2, 1.0, 30.0):
-        tb = int(backward * forward)
-        loop = derive_loop_gain(make_pipemare(forward, tb, discrepancy, curvature=curvature))
+@pytest.mark.parametrize("discrepancy", [0.01, 5.0, 300.0])
+def test_lemma_2_bounds_it_where_passes_read_different_weights(forward: int, discrepancy: float) -> None:
+    for backward, curvature in itertools.product((0, forward // 2, 9 * forward // 10), (0.2, 30.0)):
+        largest = find_largest_stable_step(
+            derive_loop_gain(make_pipemare(forward, backward, discrepancy, curvature=curvature))
+        )
         plain = 2 / curvature * math.sin(math.pi / (4 * forward + 2))
-        largest = find_largest_stable_step(loop)
-        assert 0 < largest <= min(2 / (discrepancy * (forward - tb)), plain)
-        if forward <= 40:
-            assert compute_root_radius(loop, np.array([largest]))[0] == pytest.approx(1, abs=1e-9)
+        assert 0 < largest <= min(2 / (discrepancy * (forward - backward)), plain)
 
 
 @pytest.mark.parametrize("delay", DELAYS[1:])
@@ -140,12 +133,6 @@ def test_lemma_3_bounds_it_with_momentum(delay: int, momentum: float) -> None:
     for curvature in (0.2, 1.0, 30.0):
         largest = find_largest_stable_step(derive_loop_gain(make_delayed_sgd(delay, momentum, curvature=curvature)))
         assert 0 < largest <= 4 / curvature * math.sin(math.pi / (4 * delay + 2))
-
-
-def test_lemma_3_holds_for_a_momentum_of_one() -> None:
-    for delay in range(1, 12):
-        steps = np.geomspace(1e-3, 4 * math.sin(math.pi / (4 * delay + 2)), 5)
-        assert (compute_root_radius(derive_loop_gain(make_delayed_sgd(delay, 1.0)), steps) > 1).all()
 
 
 def test_without_delay_it_is_that_of_heavy_ball() -> None:
@@ -164,9 +151,7 @@ def drawn(rng: np.random.Generator) -> Recurrence:
     if rng.random() < 0.5:
         delay = int(rng.integers(0, 13))
         compensated = [
-            (1.0, 0.0),
-            compute_spike_coefficients(m, delay),
-            compute_spike_coefficients(m, 2 * delay),
+            (1.0, 0.0), compute_spike_coefficients(m, delay), compute_spike_coefficients(m, 2 * delay),
             (rng.uniform(0.1, 2), rng.uniform(0, 3)),
         ]
         horizon = float(rng.choice([0.0, delay, 2 * delay, rng.uniform(0, 8)]))
@@ -212,16 +197,12 @@ def test_stability_need_not_be_monotone() -> None:
     assert find_largest_stable_step(loop) == first
     steps = np.array([first * 0.99, first * 1.01, again * 0.99, again * 1.01, last * 0.99, last * 1.01])
     assert (compute_root_radius(loop, steps) < 1).tolist() == [True, False, False, True, True, False]
-    ends = measure_growth(
-        simulate(make_pipemare(5, 0, -0.7766, momentum=0.9), steps=[0.1, 0.3, 1.0, 1.6], updates=900), 400
-    )
-    assert (ends < 1).tolist() == [True, False, True, False]
 
 
 def test_steps_within_smaller_circles_are_those_whose_roots_lie_inside_them() -> None:
     rng = np.random.default_rng(2)
     radii = np.array([0.6, 0.83, 0.97, 0.9991])
-    held = 0
+    inside_count = 0
     for _ in range(80):
         loop = derive_loop_gain(drawn(rng))
         steps = np.exp(rng.uniform(np.log(1e-4), np.log(6), 25))
@@ -229,23 +210,23 @@ def test_steps_within_smaller_circles_are_those_whose_roots_lie_inside_them() ->
         for circle, found in zip(radii, find_steps_within(loop, radii)):
             inside = np.array([any(low < step < high for low, high in found) for step in steps])
             assert ((radius < circle) == inside)[np.abs(radius - circle) > 1e-9].all()
-            held += inside.sum()
-    assert held > 300
+            inside_count += inside.sum()
+    assert inside_count > 300
 
 
 def test_the_recurrences_carried_out_grow_as_the_roots_say() -> None:
     """Several steps of each rule at once; near the circle neither grows nor shrinks soon enough to be told."""
     rng = np.random.default_rng(3)
-    told = 0
+    clear_count = 0
     for _ in range(45):
         one = drawn(rng)
         steps = np.exp(rng.uniform(np.log(1e-2), np.log(4), 24))
         radius = compute_root_radius(derive_loop_gain(one), steps)
         seen = measure_growth(simulate(one, steps=steps, updates=500), 200)
         clear = np.abs(radius - 1) > 0.02
-        told += clear.sum()
+        clear_count += clear.sum()
         assert ((seen < 1) == (radius < 1))[clear].all(), one
-    assert told > 500
+    assert clear_count > 500
 
 
 @pytest.mark.parametrize("delays, shares, rates", [
@@ -295,45 +276,9 @@ def test_compensation_equals_prediction_when_its_coefficients_say_so(D: int, m: 
     assert found == pytest.approx(np.array(at_step(make_delayed_sgd(D, m, horizon=standard), k))[: D + 3], abs=1e-12)
 
 
-def test_without_delay_compensation_and_prediction_do_nothing() -> None:
-    assert compute_spike_coefficients(0.9, 0) == (1.0, 0.0)
-    assert at_step(make_delayed_sgd(0, 0.9, compute_spike_coefficients(0.9, 0), 0.0), 0.3) == at_step(
-        make_delayed_sgd(0, 0.9), 0.3
-    )
-
-
-def test_for_a_delay_of_one_compensation_is_nesterovs_momentum() -> None:
-    """w <- w - step (g + m v), as torch.optim.SGD(nesterov=True) steps."""
-    m, step = 0.8, 0.05
-    assert compute_spike_coefficients(m, 1) == pytest.approx((m, 1.0))
-    w, v = [1.0], 0.0
-    for t in range(50):
-        g = w[max(t - 1, 0)]
-        v = m * v + g
-        w.append(w[-1] - step * (g + m * v))
-    assert simulate(make_delayed_sgd(1, m, compute_spike_coefficients(m, 1)), steps=step, updates=50) == pytest.approx(
-        w, rel=1e-12
-    )
-
-
-def test_both_forms_of_prediction_are_one_for_plain_momentum_and_two_with_compensation() -> None:
-    for D in (1, 4, 9):
-        plain = [
-            find_stable_steps(derive_loop_gain(make_delayed_sgd(D, 0.9, horizon=D, by_velocity=form)))
-            for form in (False, True)
-        ]
-        assert plain[0][0] == pytest.approx(plain[1][0])
-        combined = [make_delayed_sgd(D, 0.9, compute_spike_coefficients(0.9, D), D, form) for form in (False, True)]
-        a, b = (find_largest_stable_step(derive_loop_gain(one)) for one in combined)
-        assert abs(a - b) > 0.01 * a
-
-
 def test_compensation_answers_a_late_gradient_as_if_it_had_come_in_time() -> None:
     m, D = 0.8, 5
-    late, early = (
-        compute_impulse_response(make_delayed_sgd(D, m), 30),
-        compute_impulse_response(make_delayed_sgd(0, m), 30),
-    )
+    late, early = (compute_impulse_response(make_delayed_sgd(delay, m), 30) for delay in (D, 0))
     compensated = compute_impulse_response(make_delayed_sgd(D, m, compute_spike_coefficients(m, D)), 30)
     assert (late[D:] == early[:-D]).all() and not late[:D].any()
     assert compensated[D + 1 :] == pytest.approx(early[D + 1 :]) and not compensated[:D].any()
@@ -345,90 +290,6 @@ def test_the_decay_of_t2() -> None:
     assert compute_discrepancy_decay(None, 400) ** 400 == pytest.approx(math.exp(-2), rel=0.01)
 
 
-# ---- what the papers' figures show
-
-
-def test_figure_5a_a_delay_of_10_diverges_at_a_step_at_which_less_does_not() -> None:
-    noise = np.random.default_rng(0).normal(size=250)
-    ends = [
-        float(np.abs(simulate(make_delayed_sgd(delay), steps=0.2, updates=250, noise=noise)[-20:]).max())
-        for delay in (0, 5, 10)
-    ]
-    assert max(ends[:2]) < 5 < 100 < ends[2]
-    radii = [
-        float(compute_root_radius(derive_loop_gain(make_delayed_sgd(delay)), np.array(0.2))) for delay in (0, 5, 10)
-    ]
-    assert radii[0] < radii[1] < 1 < radii[2]
-
-
-def test_figure_6_discrepancy_makes_the_radius_greater_and_t2_less() -> None:
-    gamma = compute_discrepancy_decay(0.1, 4)
-    models = [make_pipemare(10, 6), make_pipemare(10, 6, 5.0), make_pipemare(10, 6, 5.0, gamma)]
-    without, apart, corrected = (find_largest_stable_step(derive_loop_gain(one)) for one in models)
-    assert apart < corrected < without == pytest.approx(2 * math.sin(math.pi / 42))
-    radius = [compute_root_radius(derive_loop_gain(one), np.linspace(0.03, 0.12, 10)) for one in models]
-    assert (radius[1] > radius[2]).all()
-
-
-def test_figure_10_t2_raises_the_largest_step_where_discrepancy_is_positive() -> None:
-    gamma = compute_discrepancy_decay(None, 30)
-    for discrepancy in np.linspace(-100, 100, 21).tolist():
-        plain, corrected = (
-            find_largest_stable_step(derive_loop_gain(make_pipemare(40, 10, discrepancy, decay)))
-            for decay in (None, gamma)
-        )
-        assert corrected >= plain * (1 - 1e-9) if discrepancy >= 0 else True
-    assert any(
-        find_largest_stable_step(derive_loop_gain(make_pipemare(40, 10, d, gamma)))
-        < find_largest_stable_step(derive_loop_gain(make_pipemare(40, 10, d)))
-        for d in np.linspace(-100, -1, 30).tolist()
-    )  # "occasionally a negative effect"
-
-
-def test_figure_16_t2_makes_up_for_recomputation_with_other_weights() -> None:
-    gamma = compute_discrepancy_decay(0.1, 9)
-    models = [
-        make_pipemare(10, 1, 10.0, recompute=(4, -5.0)),
-        make_pipemare(10, 1, 10.0, gamma, (4, -5.0)),
-        make_pipemare(10, 1),
-    ]
-    apart, corrected, without = (find_largest_stable_step(derive_loop_gain(one)) for one in models)
-    assert apart < corrected < without
-
-
-def best(make: Any, condition: float) -> float:
-    """The least half-life of some momenta."""
-    return min(
-        find_least_half_life(derive_loop_gain(make(1 - rest)), condition) for rest in np.geomspace(1e-4, 1, 13).tolist()
-    )
-
-
-def test_figure_5_every_rule_beats_the_delayed_baseline_and_both_together_most() -> None:
-    """LWP slightly outperforms SC."""
-    halves = [
-        best(lambda m: make_delayed_sgd(0, m), 1e3),
-        best(lambda m: make_delayed_sgd(1, m, compute_spike_coefficients(m, 1), 1.0), 1e3),
-        best(lambda m: make_delayed_sgd(1, m, horizon=1.0), 1e3),
-        best(lambda m: make_delayed_sgd(1, m, compute_spike_coefficients(m, 1)), 1e3),
-        best(lambda m: make_delayed_sgd(1, m), 1e3),
-    ]
-    assert halves == sorted(halves) and halves[1] * 1.5 < halves[2] < halves[3] * 0.99 < halves[4] / 3
-
-
-def test_figure_7_without_mitigation_the_best_momentum_is_none() -> None:
-    rest = np.geomspace(1e-4, 1, 9)
-
-    def lives(horizon: float) -> List[float]:
-        return [find_least_half_life(derive_loop_gain(make_delayed_sgd(5, 1 - r, horizon=horizon)), 1e3) for r in rest]
-
-    plain, predicted = lives(0.0), lives(10.0)
-    assert min(plain) == plain[-1]  # momentum 0
-    assert min(predicted) < 0.7 * min(plain) and predicted.index(min(predicted)) < 7
-
-
-def test_figure_12_horizons_about_twice_the_delay_are_best() -> None:
-    lives = {s: best(lambda m: make_delayed_sgd(4, m, horizon=4.0 * s), 1e3) for s in (0.5, 1.0, 2.0, 8.0)}
-    assert min(lives, key=lambda s: lives[s]) == 2.0
 
 
 # ---- half-lives
@@ -436,21 +297,19 @@ def test_figure_12_horizons_about_twice_the_delay_are_best() -> None:
 
 def test_half_lives_without_delay_are_those_of_the_best_heavy_ball() -> None:
     """Momentum ((sqrt(kappa) - 1) / (sqrt(kappa) + 1))^2, radius its root."""
-    for condition in (1e3,):
-        root = (math.sqrt(condition) - 1) / (math.sqrt(condition) + 1)
-        life, momentum = find_best_momentum(lambda m: derive_loop_gain(make_delayed_sgd(0, m)), condition)
-        assert life == pytest.approx(compute_half_life(np.array(root)), rel=0.05)
-        assert 1 - momentum == pytest.approx(1 - root**2, rel=0.1)
-    plain = 1e3
-    exact = compute_half_life(np.array((plain - 1) / (plain + 1)))
-    assert find_least_half_life(derive_loop_gain(make_delayed_sgd(0)), plain) == pytest.approx(exact, rel=1e-3)
+    condition = 1e3
+    root = (math.sqrt(condition) - 1) / (math.sqrt(condition) + 1)
+    life, momentum = find_best_momentum(lambda m: derive_loop_gain(make_delayed_sgd(0, m)), condition)
+    assert life == pytest.approx(compute_half_life(np.array(root)), rel=0.05)
+    assert 1 - momentum == pytest.approx(1 - root**2, rel=0.1)
+    exact = compute_half_life(np.array((condition - 1) / (condition + 1)))
+    assert find_least_half_life(derive_loop_gain(make_delayed_sgd(0)), condition) == pytest.approx(exact, rel=1e-3)
 
 
 def test_half_lives_are_the_worst_root_over_the_range_of_curvatures() -> None:
     """Searched on a grid of rates, all roots by eigenvalues."""
     for one in (
-        make_delayed_sgd(3, 0.5),
-        make_delayed_sgd(2, 0.7, compute_spike_coefficients(0.7, 2), 2.0),
+        make_delayed_sgd(3, 0.5), make_delayed_sgd(2, 0.7, compute_spike_coefficients(0.7, 2), 2.0),
         make_delayed_sgd(4, 0.3, horizon=8.0),
     ):
         loop, condition = derive_loop_gain(one), 50.0
@@ -545,8 +404,3 @@ def test_bounds_have_their_parts() -> None:
     parts = bound_rpd(0.1, 10**6, 4, 14, 3.0, 2.0, 5.0)
     assert settled == pytest.approx(parts.noise + parts.staleness)
     assert bound_rpd_pl(0.1, 0 + 1, 4, 14, 3.0, 2.0, 5.0, 0.5) > 3.0 * (1 - 0.1 * 0.5 / 4)
-
-
-def test_the_stale_part_grows_with_the_fourth_power_of_the_stages() -> None:
-    parts = [bound_rpd(0.01, 1000, P, compute_greatest_delay(P), 1.0, 1.0, 1.0).staleness for P in (32, 64)]
-    assert parts[1] / parts[0] == pytest.approx(16, rel=0.04)

@@ -27,9 +27,7 @@ class Block(nn.Module):
         super().__init__()
         self.project = nn.Conv2d(4, 4, 1)
         self.conv1, self.norm, self.conv2 = (
-            nn.Conv2d(4, 4, 3, padding=1),
-            nn.GroupNorm(2, 4),
-            nn.Conv2d(4, 4, 3, padding=1),
+            nn.Conv2d(4, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.Conv2d(4, 4, 3, padding=1),
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -38,11 +36,8 @@ class Block(nn.Module):
 
 def model() -> nn.Sequential:
     return nn.Sequential(OrderedDict(
-        stem=nn.Conv2d(3, 4, 3, padding=1),
-        layers=nn.Sequential(Block(), Block()),
-        pool=nn.AdaptiveAvgPool2d(1),
-        flat=nn.Flatten(),
-        head=nn.Linear(4, 10),
+        stem=nn.Conv2d(3, 4, 3, padding=1), layers=nn.Sequential(Block(), Block()), pool=nn.AdaptiveAvgPool2d(1),
+        flat=nn.Flatten(), head=nn.Linear(4, 10),
     ))  # fmt: skip
 
 
@@ -142,9 +137,8 @@ def test_attention_weights_belong_to_the_module_that_runs() -> None:
             return self.attend(h, h, h)[0]
 
     part = partition(Attend(), torch.randint(0, 5, (3, 2)))
-    assert (
-        "attend.out_proj.weight" in part.stages[1].parameters and "attend.in_proj_weight" in part.stages[1].parameters
-    )
+    assert "attend.out_proj.weight" in part.stages[1].parameters
+    assert "attend.in_proj_weight" in part.stages[1].parameters
 
 
 def tied() -> nn.Module:

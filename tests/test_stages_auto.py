@@ -213,8 +213,7 @@ def test_stages_inside_modules_are_predicted_too() -> None:
 RESNET = {
     "model": {"entry": "models.resnet:preact_resnet20", "args": {"classes": 10}},
     "data": {"name": "synthetic", "shape": [3, 32, 32], "classes": 10, "subset": 64, "test_subset": 8},
-    "hardware": devices(memory=1e9),
-    "micro_batch_size": 2,
+    "hardware": devices(memory=1e9), "micro_batch_size": 2,
 }
 
 

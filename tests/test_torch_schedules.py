@@ -251,12 +251,7 @@ def judged(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Tuple[int,
     ranks, folder = request.param, tmp_path_factory.mktemp("ranks")
     for name in OURS:
         (folder / f"{name}.csv").write_text("".join(format_csv(make(name, ranks, folder)[0])))
-    processes = [forked.context().Process(target=run_rank, args=(r, ranks, str(folder))) for r in range(ranks)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(120)
-    assert [process.exitcode for process in processes] == [0] * ranks
+    forked.in_ranks(ranks, run_rank, ranks, str(folder), of=forked.context())
     return ranks, folder
 
 

@@ -34,18 +34,17 @@ VERSIONS = np.array([[0, 0, 1, 1]] * 3)
 
 def modelled(**changes: Any) -> Tuple[List[Event], List[Counter]]:
     schedule = make_schedule(METHODS["gpipe"], 3, 4, 2)
-    assert (schedule.slots(Kind.FORWARD, 0, 4) == FORWARD).all() and (
-        schedule.slots(Kind.BACKWARD, 0, 4) == BACKWARD
-    ).all()
-    given: Dict[str, Any] = {
+    assert (schedule.slots(Kind.FORWARD, 0, 4) == FORWARD).all()
+    assert (schedule.slots(Kind.BACKWARD, 0, 4) == BACKWARD).all()
+    arguments: Dict[str, Any] = {
         "times": clock(schedule, make_slot_costs(schedule)),
         "versions": (VERSIONS, VERSIONS + 10),
         "accumulate": 2,
         "unit_ns": 1000.0,
         "device_of_stage": [0, 1, 2],
         "boundary_bytes": [70, 80],
-    }
-    return of_work(*build_modelled_events(**{**given, **changes}))
+    }  # fmt: skip
+    return of_work(*build_modelled_events(**{**arguments, **changes}))
 
 
 def of_work(events: Events, counters: Counters) -> Tuple[List[Event], List[Counter]]:
@@ -84,32 +83,11 @@ def test_events_of_a_schedule() -> None:
     assert Event(0, 0, "forward", 3, 9000, 10000, 1, 70) in events  # sends activations to stage 1
     assert Event(1, 1, "backward", 1, 6000, 7000, 10, 70) in events  # sends gradients to stage 0
     assert Event(1, 1, "forward", 0, 1000, 2000, 0, 80) in events
-    assert (
-        Event(2, 2, "forward", 0, 2000, 3000, 0, None) in events
-        and Event(0, 0, "backward", 0, 6000, 7000, 10, None) in events
-    )
+    assert Event(2, 2, "forward", 0, 2000, 3000, 0, None) in events
+    assert Event(0, 0, "backward", 0, 6000, 7000, 10, None) in events
     updates = [e for e in events if e.kind == "update"]
-    assert updates[:2] == [
-        Event(0, 0, "update", 0, 8000, 8000, 1, None),
-        Event(0, 0, "update", 1, 16000, 16000, 2, None),
-    ]
+    assert updates[:2] == [Event(0, 0, "update", k, 8000 * (k + 1), 8000 * (k + 1), k + 1, None) for k in (0, 1)]
     assert {e.start_ns for e in updates if e.stage == 2} == {6000, 14000}
-
-
-def test_both_passes_share_a_slot_of_a_dataflow_schedule() -> None:
-    slots = np.array([[0, 1], [1, 2]])
-    schedule = make_schedule(METHODS["pipelined_backprop"], 2, 2, 1)
-    assert (schedule.slots(Kind.FORWARD, 0, 2) == slots).all()
-    assert (schedule.slots(Kind.BACKWARD, 0, 2) == slots[::-1] + [[1], [1]]).all()
-    events, _ = modelled(
-        times=clock(schedule, make_slot_costs(schedule)), versions=(slots, slots),
-        accumulate=1, unit_ns=9.0, device_of_stage=[0, 1], boundary_bytes=None,
-    )  # fmt: skip
-    of = {(e.stage, e.kind, e.microbatch): (e.start_ns, e.end_ns) for e in events}
-    assert of[0, "forward", 0] == (0, 4) and of[0, "forward", 1] == (9, 14)  # half a slot, to the nearest nanosecond
-    assert of[0, "backward", 0] == (22, 27) and of[1, "backward", 0] == (14, 18)
-    assert all(e.bytes is None for e in events)
-    assert {e.microbatch for e in events if e.kind == "update"} == {0, 1}
 
 
 def literal_in_flight(forward: np.ndarray, backward: np.ndarray, stages: Sequence[int], slot: int) -> int:
@@ -190,20 +168,13 @@ def test_on_every_schedule_a_device_does_one_thing_at_a_time_and_results_go_forw
 
 
 MIXED = [
-    Event(0, 0, "forward", 0, 1, 1_001, 0, 12),
-    Event(0, 0, "send", 0, 500, 2_345_678_901, 0, 12),
-    Event(1, 1, "recv", 0, 2_500, 2_600, -1, None),
-    Event(1, 1, "wait", -1, 2_500, 2_550, -1, None),
-    Event(1, 1, "forward", 0, 2_600, 3_600, 3, None),
-    Event(1, 1, "backward", 0, 3_600, 5_600, 4, 12),
-    Event(1, 1, "update", 0, 5_600, 5_600, 1, None),
-    Event(0, 0, "backward", 0, 6_000, 8_000, 0, None),
-    Event(-1, 1, "evaluate", -1, 9_000, 9_500, -1, None),
-    Event(-1, 0, "checkpoint", -1, 9_500, 9_900, -1, None),
-    Event(1, 1, "recompute", 0, 9_900, 9_910, 4, None),
-    Event(1, 1, "input gradient", 0, 9_910, 9_920, 4, None),
-    Event(1, 1, "weight gradient", 0, 9_920, 9_930, 4, None),
-    Event(1, 1, "average", 0, 9_930, 9_940, 4, None),
+    Event(0, 0, "forward", 0, 1, 1_001, 0, 12), Event(0, 0, "send", 0, 500, 2_345_678_901, 0, 12),
+    Event(1, 1, "recv", 0, 2_500, 2_600, -1, None), Event(1, 1, "wait", -1, 2_500, 2_550, -1, None),
+    Event(1, 1, "forward", 0, 2_600, 3_600, 3, None), Event(1, 1, "backward", 0, 3_600, 5_600, 4, 12),
+    Event(1, 1, "update", 0, 5_600, 5_600, 1, None), Event(0, 0, "backward", 0, 6_000, 8_000, 0, None),
+    Event(-1, 1, "evaluate", -1, 9_000, 9_500, -1, None), Event(-1, 0, "checkpoint", -1, 9_500, 9_900, -1, None),
+    Event(1, 1, "recompute", 0, 9_900, 9_910, 4, None), Event(1, 1, "input gradient", 0, 9_910, 9_920, 4, None),
+    Event(1, 1, "weight gradient", 0, 9_920, 9_930, 4, None), Event(1, 1, "average", 0, 9_930, 9_940, 4, None),
     Event(-1, 1, "pause", -1, 9_940, 9_950, -1, None),
 ]
 

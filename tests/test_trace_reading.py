@@ -33,13 +33,8 @@ def stored(path: Path, events: Sequence[Event], counters: Sequence[Counter] = ()
 def test_a_run_of_several_ranks_is_one_trace(tmp_path: Path) -> None:
     for rank in (0, 1):
         own = [event for event in EVENTS if event.device == rank]
-        stored(
-            tmp_path / "trace" / f"rank-{rank}.trace",
-            own,
-            [Counter(rank, f"of {rank}", 5, 1.5)],
-            method="gpipe",
-            rank=rank,
-        )
+        counter = Counter(rank, f"of {rank}", 5, 1.5)
+        stored(tmp_path / "trace" / f"rank-{rank}.trace", own, [counter], method="gpipe", rank=rank)
     write_chrome(tmp_path / "trace.json.gz", EVENTS[:1], [], {})  # of both the columns are read
     for given in (tmp_path, tmp_path / "trace"):
         found = read_trace(given)
@@ -73,16 +68,8 @@ def kineto(path: Path, records: Sequence[Dict[str, Any]], rank: Optional[int] = 
 
 
 def x(category: str, name: str, ts: float, dur: float) -> Dict[str, Any]:
-    return {
-        "ph": "X",
-        "cat": category,
-        "name": name,
-        "pid": 9,
-        "tid": 1,
-        "ts": ts,
-        "dur": dur,
-        "args": {"External id": 1},
-    }
+    where = {"pid": 9, "tid": 1, "ts": ts, "dur": dur}
+    return {"ph": "X", "cat": category, "name": name, **where, "args": {"External id": 1}}
 
 
 def kinds(path: Path) -> List[Any]:
@@ -144,14 +131,7 @@ def bad(tmp_path: Path) -> Dict[str, Path]:
     write_chrome(tmp_path / "whole.json.gz", EVENTS, [], {})
     packed = (tmp_path / "whole.json.gz").read_bytes()
     text = gzip.decompress(packed)
-    one = {
-        "ph": "X",
-        "cat": "forward",
-        "pid": 0,
-        "ts": 1,
-        "dur": 1,
-        "args": {"stage": 0, "microbatch": 0, "version": 0},
-    }
+    one = {**x("forward", "F0", 1, 1), "pid": 0, "args": {"stage": 0, "microbatch": 0, "version": 0}}
 
     def chrome(**changes: Any) -> bytes:
         return json.dumps({"traceEvents": [{**one, **changes}]}).encode()

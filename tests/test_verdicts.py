@@ -61,15 +61,10 @@ def test_an_experiment_agrees_only_if_all_is_shown() -> None:
     shown, wrong = judge_exactly("x", True, 0.0), judge_exactly("y", False, 2.0)
     assert [judge_gap("x", gap).verdict for gap in (0.1, 0.0, -0.1)] == [SHOWN, CONTRADICTED, CONTRADICTED]
     assert make_results([shown])["agrees"] and not make_results([shown])["differences"]
-    found = make_results([shown, wrong])
-    assert not found["agrees"] and len(found["differences"]) == 1
-    assert found["verdicts"][1] == {
-        "claim": "y",
-        "verdict": CONTRADICTED,
-        "difference": 2.0,
-        "standard_error": 0.0,
-        "seeds": None,
-    }
+    results = make_results([shown, wrong])
+    assert not results["agrees"] and len(results["differences"]) == 1
+    numbers = {"difference": 2.0, "standard_error": 0.0, "seeds": None}
+    assert results["verdicts"][1] == {"claim": "y", "verdict": CONTRADICTED, **numbers}
 
 
 @pytest.mark.parametrize(

@@ -107,29 +107,6 @@ def test_laws_of_every_method(size: Tuple[str, int, int, int], drains: Set[int])
             assert (forward[:, drain] == drain // N).all()
 
 
-@settings(max_examples=80, deadline=None)
-@given(st.integers(1, 30), st.integers(1, 90), st.integers(1, 20))
-def test_lag_closed_forms(P: int, M: int, N: int) -> None:
-    """FORMULAS of the papers: lag of microbatch m on stage s."""
-    m, s = np.arange(M), np.arange(P)[:, None]
-    depth = 2 * (P - 1 - s)
-
-    def lag(name: str, accumulate: int = 1) -> np.ndarray:
-        versions = table(VARIANTS[name], P, M, accumulate)
-        return m // accumulate - versions.forward(0, M)
-
-    assert (lag("pipelined_backprop") == np.minimum(m, depth)).all()
-    assert (lag("pipemare") == np.minimum(m, depth + (P > 1))).all()
-    assert (lag("pipedream_2bw", max(N, P)) == np.minimum(m // max(N, P), int(P > 1))).all()
-    pipedream = lag("pipedream")
-    assert (pipedream <= np.minimum(P - 1, depth)).all()
-    assert (pipedream[:, P:] == (P - 1 - s)).all()
-    # With at most P-s in flight on each stage: 2BW's timeline read newest.
-    capped = make_schedule(METHODS["pipedream_2bw"], P, M, max(N, P))
-    ahead = m - capped.count_before(Kind.BACKWARD, capped.slots(Kind.FORWARD, 0, M))
-    assert (ahead == np.minimum(m, P - 1 - s)).all()
-
-
 @settings(max_examples=60, deadline=None)
 @given(st.integers(2, 30), st.integers(1, 40))
 def test_greatest_steady_lag(P: int, N: int) -> None:
@@ -156,21 +133,6 @@ def test_one_stage_is_plain_training() -> None:
             assert table(method, 1, 9, 1).greatest_lag().tolist() == [0], name
 
 
-@settings(max_examples=40, deadline=None)
-@given(st.integers(2, 16), st.integers(1, 12))
-def test_copies_closed_forms(P: int, N: int) -> None:
-    """ceil(lag in microbatches / N) + 1 versions with stashing, newest included; 2 for 2BW; 1 without."""
-    M, s = 8 * (P + N), np.arange(P)
-    assert count_weight_copies(table(VARIANTS["pb stashing"], P, M, N)).tolist() == (-(-2 * (P - 1 - s) // N) + 1).tolist()
-    dataflow = count_weight_copies(table(VARIANTS["pipedream dataflow"], P, M, N))
-    assert dataflow.tolist() == (-(-(2 * (P - 1 - s) + 1) // N) + 1).tolist()
-    assert count_weight_copies(table(METHODS["pipedream_2bw"], P, 8 * max(N, P), max(N, P))).tolist() == [2] * P
-    for name in ("naive", "gpipe", "pipedream_flush", "pipemare", "pipelined_backprop"):
-        assert count_weight_copies(table(METHODS[name], P, M, N)).tolist() == [1] * P
-    pipedream = count_weight_copies(table(METHODS["pipedream"], P, M, 1))
-    assert (pipedream >= P - s).all() and pipedream[0] == P and pipedream[-1] == 1  # more only in the start-up
-
-
 def test_copies_after_a_drain() -> None:
     """A checkpoint at a drain holds the newest version alone: 2BW's first batch after it reads that one, as at the start."""
     schedule = make_schedule(METHODS["pipedream_2bw"], 2, 20, 4, drains=[4, 16])
@@ -184,10 +146,6 @@ def test_copies_after_a_drain() -> None:
 
 
 # --- global history
-
-
-def test_global_history_delay_of_the_randomized_pipedream_paper() -> None:
-    assert summarize_history_delays(table(METHODS["pipedream"], 8, 400, 1)) == (60, 31.5)
 
 
 @pytest.mark.parametrize("P", range(2, 17))
