@@ -52,9 +52,12 @@ def hardware(**changes: Any) -> Hardware:
 
 def units(rng: np.random.Generator, count: int) -> Tuple[Unit, ...]:
     """Return units of any size."""
-    flops = rng.integers(1, 9, count).astype(float)
-    weights, crossing = rng.integers(0, 30, count), 4.0 * rng.integers(1, 9, count)
-    return tuple(Unit(f"unit{i}", flops[i], 2 * flops[i], int(weights[i]), crossing[i], 40.0) for i in range(count))
+
+    def draw(i: int) -> Unit:
+        flops = float(rng.integers(1, 9))
+        return Unit(f"unit{i}", flops, 2 * flops, int(rng.integers(0, 30)), 4.0 * rng.integers(1, 9), 40.0)
+
+    return tuple(draw(i) for i in range(count))
 
 
 def problem(seed: int = 0, count: int = 6, memory: Optional[float] = None, **changes: Any) -> Problem:

@@ -202,10 +202,10 @@ def test_a_run_may_only_grow(trained: Path, cut: Path, capsys: Any) -> None:
     assert train(config(*keys("lr_schedule.name=constant")), ended, resume=True)["steps"] == 12
     assert "nothing to resume" in capsys.readouterr().out
     with interrupted_at(12):
-        resumed(ended, "steps=16")
+        train(config(*keys("steps=16")), ended, resume=True)
+    assert "the run goes on with another steps: 12 -> 16" in capsys.readouterr().out
     again = train(config(*keys("steps=16")), ended, resume=True)
-    said = capsys.readouterr().out
-    assert "the run goes on with another steps: 12 -> 16" in said and "resuming after update 12" in said
+    assert "resuming after update 12" in capsys.readouterr().out
     assert again["steps"] == 16
     assert [line["step"] for line in read_metrics(ended) if "lr" in line] == list(range(1, 17))
 

@@ -131,7 +131,7 @@ def bad(tmp_path: Path) -> Dict[str, Path]:
     write_chrome(tmp_path / "whole.json.gz", EVENTS, [], {})
     packed = (tmp_path / "whole.json.gz").read_bytes()
     text = gzip.decompress(packed)
-    one = {**x("forward", "F0", 1, 1), "pid": 0, "args": {"stage": 0, "microbatch": 0, "version": 0}}
+    one = {"ph": "X", "cat": "forward", "pid": 0, "ts": 1, "dur": 1, "args": {"stage": 0, "microbatch": 0, "version": 0}}
 
     def chrome(**changes: Any) -> bytes:
         return json.dumps({"traceEvents": [{**one, **changes}]}).encode()
