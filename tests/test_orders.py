@@ -19,6 +19,7 @@ from ipu_pipe.schedule.rows import format_csv, format_text, from_rows, lay_out, 
 from ipu_pipe.schedule.table import Schedule
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable, count_weight_copies
+from tests.support.runs import list_faults
 
 GENERATED = [name for name, method in METHODS.items() if method.order and name != "rows"]
 
@@ -321,9 +322,8 @@ def test_pytorchs_own_orders_are_read(theirs: str, v: int, ours: Any, P: int, M:
 def test_a_bad_cell_is_named_with_file_row_and_cell(text: str, where: str, tmp_path: Path) -> None:
     path = tmp_path / "bad.csv"
     path.write_text(text)
-    with pytest.raises(BadInput) as refused:
-        read_csv(str(path))
-    assert len(refused.value.faults) == 1 and refused.value.faults[0].startswith(f"{path}: {where}")
+    faults = list_faults(read_csv, str(path))
+    assert len(faults) == 1 and faults[0].startswith(f"{path}: {where}")
 
 
 @pytest.mark.parametrize(

@@ -240,14 +240,6 @@ def test_forwards_that_cannot_be_compiled_are_refused(poptorch: Any, forward: An
     refused(kinds.get(error, NotImplementedError), said, lambda: training(poptorch, forward)(*data(2)))
 
 
-def test_half_inputs_meet_no_float32_bias_in_a_convolution(poptorch: Any) -> None:
-    """torch 2.0.1 refuses them before PopTorch sees them."""
-    x, y = data(2)
-    made = training(poptorch, lambda m, x, y: F.cross_entropy(m.a(m.conv(x[:, None])[:, 0]), y))
-    made.compile(x, y)
-    refused(RuntimeError, "bias type", lambda: training(poptorch, made._user_model.function)(x.half(), y))
-
-
 def test_integer_buffers_are_constants(poptorch: Any, monkeypatch: Any) -> None:
     """JitDispatch.cpp, addParameter: they are never updated, and not copied back."""
 
@@ -343,32 +335,6 @@ def test_velocities_are_kept_times_their_scale_under_popart_names(poptorch: Any,
     plain_state = updates(poptorch, sgd(poptorch.optim, **({"use_combined_accum": True} if combined else {})))
     one = plain_state._optimizer.state_dict()["ipu_state"][f"{prefix}a.weight"]
     assert torch.allclose(state[f"{prefix}a.weight"], one * scale, atol=1e-5 * scale)
-
-
-def test_nesterov_takes_the_accumulator_as_it_is(poptorch: Any) -> None:
-    """compoundscalarhelper.cpp: its factors cancel but for the loss scaling: it is the sum where the mean comes after."""
-    running = poptorch.MeanReductionStrategy.Running
-    how = {"setMeanAccumulationAndReplicationReductionStrategy": running}
-    assert_close(
-        updates(poptorch, sgd(poptorch.optim, nesterov=True, loss_scaling=8.0), **how),
-        reference(sgd(torch.optim, nesterov=True)),
-    )
-    with pytest.raises(AssertionError):
-        assert_close(updates(poptorch, sgd(poptorch.optim, nesterov=True)), reference(sgd(torch.optim, nesterov=True)))
-
-
-@pytest.mark.parametrize("name, settings, states", [
-    ("Adam", {"weight_decay": 0.1}, ["Accl1___", "Accl2___", "Step___"]),
-    ("AdamW", {"weight_decay": 0.1}, ["Accl1___", "Accl2___", "Step___"]),
-    ("RMSprop", {"momentum": 0.5, "centered": True}, ["Accl1___", "Accl2___", "Accl3___"]),
-    ("RMSprop", {}, ["Accl1___"]),
-    ("SGD", {}, []),
-])  # fmt: skip
-def test_other_optimizers_are_pytorchs(poptorch: Any, name: str, settings: Any, states: List[str]) -> None:
-    made = updates(poptorch, lambda ps: getattr(poptorch.optim, name)(ps, lr=0.01, **settings))
-    assert_close(made, reference(lambda ps: getattr(torch.optim, name)(ps, lr=0.01, **settings)))
-    state = made._optimizer.state_dict()["ipu_state"]
-    assert sorted({key.partition("___")[0] + "___" for key in state}) == states
 
 
 def test_a_missing_state_is_skipped_with_a_warning_and_the_last_rate_counts(poptorch: Any) -> None:

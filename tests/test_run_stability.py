@@ -25,6 +25,7 @@ from ipu_pipe.stability.recurrences import make_delayed_sgd, make_pipemare
 from ipu_pipe.studies.run_stability import analyze_job, measure_curvature
 from ipu_pipe.studies.theory_figures import compute_largest_curvature, load_regression, train_delayed
 from tests import forked
+from tests.support.runs import list_faults
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -275,9 +276,7 @@ def test_a_config_is_told_stage_by_stage(capsys: pytest.CaptureFixture[str], mon
 ])  # fmt: skip
 def test_bad_input_is_a_line(arguments: List[str], line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    with pytest.raises(BadInput) as refused:
-        command.main(arguments)
-    (fault,) = refused.value.faults
+    (fault,) = list_faults(command.main, arguments)
     assert line in fault
 
 

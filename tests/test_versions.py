@@ -12,7 +12,7 @@ from slot_simulation import PLAYED, Simulated, simulate
 
 from ipu_pipe.errors import BadInput
 from ipu_pipe.schedule.actions import Kind
-from ipu_pipe.schedule.global_history import count_history_delays, find_steady_range, summarize_history_delays
+from ipu_pipe.schedule.global_history import find_steady_range, summarize_history_delays
 from ipu_pipe.schedule.methods import METHODS, Method, Reads, resolve_method
 from ipu_pipe.schedule.rows import from_rows
 from ipu_pipe.schedule.timelines import make_schedule
@@ -146,27 +146,6 @@ def test_copies_after_a_drain() -> None:
 
 
 # --- global history
-
-
-@pytest.mark.parametrize("P", range(2, 17))
-def test_global_history_closed_forms(P: int) -> None:
-    """tau(a, r) exactly, its worst, least and mean over all pairs (randomized PipeDream, section 4)."""
-    M = 12 * P
-    versions = table(METHODS["pipedream"], P, M, 1)
-    delays = count_history_delays(versions, M // 4, 3 * M // 4)
-    exact = np.array([[_tau(P, a, r) for r in range(P)] for a in range(P)])
-    assert (delays.written[:, None, :] - delays.read[None, :, :] == exact[:, :, None]).all()
-    greatest, mean = summarize_history_delays(versions)
-    assert greatest == exact.max() == (P * P - P // 2 if P % 2 == 0 else P * P - (P + 1) // 2)
-    assert mean == exact.mean() == (P * P - 1) / 2
-    assert exact.min() == (P - 1) // 2
-
-
-def _tau(P: int, a: int, r: int) -> int:
-    middle = sum((P + 1) // 2 if j % 2 else P // 2 for j in range(r + 1, 2 * P - 2 - a + 1))
-    if 2 * P - 2 - a < r:  # an empty sum read backwards: P = r + 1 and a = P - 1
-        middle = -sum((P + 1) // 2 if j % 2 else P // 2 for j in range(2 * P - 1 - a, r + 1))
-    return (P - r) // 2 + middle + a // 2
 
 
 @pytest.mark.parametrize("name", [name for name, method in VARIANTS.items() if method.is_stale])
