@@ -128,7 +128,6 @@ def test_groups_with_rates_of_their_own_are_predicted_by_them() -> None:
 SCHEDULERS = {
     "OneCycleLR": {"max_lr": 0.1, "total_steps": 6, "cycle_momentum": False},
     "CosineAnnealingWarmRestarts": {"T_0": 3},
-    "ExponentialLR": {"gamma": 0.5},
     "CyclicLR": {"base_lr": 0.01, "max_lr": 0.1, "step_size_up": 2, "cycle_momentum": False},
 }
 

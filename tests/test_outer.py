@@ -25,7 +25,7 @@ from ipu_pipe.update.apply import UpdateRules
 from ipu_pipe.update.optimizer import make_groups
 from tests.staged_models import batches, whole
 from tests.support.runs import assert_same_weights
-from tests.test_asynchrony import assert_alike, cross_entropy, emulated, fresh, until_update
+from tests.test_asynchrony import assert_alike, cross_entropy, emulated, fresh
 from tests.test_asynchrony_runs import ROOT, config
 
 OUTER = {"name": "sgd", "lr": 0.7, "momentum": 0.9, "nesterov": True, "fragments": 1, "offset": 0, "delay": 0, "mix": 0.0}
@@ -140,23 +140,6 @@ def test_it_is_the_loop_of_the_paper(outer: Dict[str, Any], drains: List[int]) -
                     p.data = torch.lerp(new.detach(), p.data, settings["mix"])
         begin = end
     assert_alike(ours, nets[0])
-
-
-def test_an_outer_step_of_rate_one_without_momentum_is_local_sgds_mean() -> None:
-    """Where the inner optimizer has no state that LocalSGD would average."""
-    R, data = 2, batches(12)
-    ends = []
-    for args in ({}, {"outer": {**OUTER, "lr": 1.0, "momentum": 0.0, "nesterov": False}}):
-        model = whole(fresh("mlp"))
-        part = partition(model, data[0][0])
-        method = resolve_method("local_sgd", {"replicas": R, "local_steps": 3, **args})
-        table = VersionTable(make_schedule(method, len(part), 12, R), method)
-        rules = UpdateRules({}, method, table.rule_lag(), 1, torch.optim.SGD(make_groups(model, part), lr=0.1), lambda k: 0.1)
-        emulator = Emulator(Work(cross_entropy, table, rules), model, part, data[0], 0, R)
-        for _ in range(6):
-            emulator.step(data[m * R + r] for m, r in until_update(emulator))
-        ends.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
-    torch.testing.assert_close(ends[0], ends[1], rtol=1e-13, atol=1e-15)
 
 
 @pytest.mark.parametrize("outer", [{}, {"fragments": 2, "delay": 1, "mix": 0.5}], ids=str)

@@ -136,31 +136,3 @@ def test_footprint_counts_saved_and_sent_bytes() -> None:
     # the first stage keeps its input and ReLU's output; the second its input; the last its input, log-softmax and labels
     assert made.saved_bytes[0] == 2 * 192 * 4 + 2 * 10 * 4
     assert made.saved_bytes[1] == 2 * 10 * 4
-
-
-class Counting(nn.Module):
-    """Binds another tensor to its buffer in each forward."""
-
-    count: torch.Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(4, 4)
-        self.register_buffer("count", torch.zeros(()))
-        self.register_buffer("cache", None)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.count = self.count + 1
-        self.cache = x.detach()
-        return self.inner(x) * self.count
-
-
-def test_buffers_that_a_forward_binds_anew_are_put_back() -> None:
-    """Story: the old tensor was restored, which the model no longer held, so that every look counted as training."""
-    x, model = torch.randn(2, 4), Counting()
-    held = model.count
-    part = partition(model, x)
-    make_footprint(model, part, observe(model, x, LABELS))
-    observe_effects(model, x)
-    assert observe(model, x).derived == []
-    assert model.count is held and float(held) == 0 and model.cache is None

@@ -192,22 +192,3 @@ def test_stages_of_one_model_draw_what_the_whole_draws() -> None:
             value = piece(value)
     assert torch.equal(value, whole)
     keyed.remove()
-
-
-def test_a_second_forward_that_a_checkpoint_breaks_off_leaves_nothing_behind() -> None:
-    """It draws what the first one drew, if the backward is said to be of the same microbatch."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Dropout(0.5))
-    keyed, x = KeyedRandomness(model, {"1": 1, "2": 1}, 0, torch.device("cpu")), torch.randn(8, 4)
-    found = []
-    for way in (lambda: model(x), lambda: checkpoint(model, x, use_reentrant=False)):
-        model.zero_grad()
-        outputs = []
-        for m in range(3):
-            with keyed.forward(m):
-                outputs.append(way())
-        for m in range(3):
-            with keyed.backward(m):
-                outputs[m].square().sum().backward()
-        found.append(model[0].weight.grad)
-    assert torch.equal(*found)
-    keyed.remove()

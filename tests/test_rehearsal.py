@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Callable, Dict
 
 import numpy as np
 import pytest
@@ -49,6 +49,48 @@ class Own(nn.Module):
         return h + torch.rand(4, generator=self.generator)
 
 
+def run_without_gradient(m: Any, h: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return h + m.b(h)
+
+
+def run_in_bfloat16(m: Any, h: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        h = m.b(h)
+    return h.float()
+
+
+def bind_a_buffer(m: Any, h: torch.Tensor) -> torch.Tensor:
+    m.count = m.count + 1
+    return m.b(h)  # type: ignore[no-any-return]
+
+
+def alternate(m: Any, h: torch.Tensor) -> torch.Tensor:
+    m.counts[0] += 1
+    return m.b(h) if m.counts[0] % 2 else m.b(h).relu()  # type: ignore[no-any-return]
+
+
+def count_forwards(m: Any, h: torch.Tensor) -> torch.Tensor:
+    m.kept += 1
+    return m.b(h)  # type: ignore[no-any-return]
+
+
+# what the second layer of three does
+WAYS: Dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
+    "no_grad": run_without_gradient, "autocast": run_in_bfloat16, "buffer": bind_a_buffer, "counted": alternate,
+    "number": count_forwards,
+    "random": lambda m, h: m.b(h) + torch.rand(4),
+    "numpy": lambda m, h: m.b(h) if np.random.rand() < 2 else h,
+    "allclose": lambda m, h: m.b(h) if torch.allclose(h, h + 1) else h,
+    "vmap": lambda m, h: m.b(torch.vmap(lambda row: row * row.sum())(h)),
+    "given": lambda m, h: m.b(h) / (1 + m.scale(h)),
+    "aside": lambda m, h: m.b(m.probe(h)) / (1 + m.probe.seen[0]),
+    "generator": lambda m, h: m.b(m.own(h)),
+    "size": lambda m, h: m.b(h) if h.shape[1] == 4 else h,
+    "constant": lambda m, h: m.b(h) + torch.arange(4.0),
+}  # fmt: skip
+
+
 class Three(nn.Module):
     """Three layers; what the second does differs."""
 
@@ -61,42 +103,7 @@ class Three(nn.Module):
         self.scale, self.probe, self.own = Scale(), Probe(), Own()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.drop(self.a(x))
-        if self.how == "no_grad":
-            with torch.no_grad():
-                h = h + self.b(h)
-        elif self.how == "autocast":
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                h = self.b(h)
-            h = h.float()
-        elif self.how == "buffer":
-            self.count = self.count + 1
-            h = self.b(h)
-        elif self.how == "random":
-            h = self.b(h) + torch.rand(4)
-        elif self.how == "counted":
-            self.counts[0] += 1
-            h = self.b(h) if self.counts[0] % 2 else self.b(h).relu()
-        elif self.how == "number":
-            self.kept += 1
-            h = self.b(h)
-        elif self.how == "numpy":
-            h = self.b(h) if np.random.rand() < 2 else h
-        elif self.how == "allclose":
-            h = self.b(h) if torch.allclose(h, h + 1) else h
-        elif self.how == "vmap":
-            h = self.b(torch.vmap(lambda row: row * row.sum())(h))
-        elif self.how == "given":
-            h = self.b(h) / (1 + self.scale(h))
-        elif self.how == "aside":
-            h = self.b(self.probe(h)) / (1 + self.probe.seen[0])
-        elif self.how == "generator":
-            h = self.b(self.own(h))
-        elif self.how == "size":
-            h = self.b(h) if h.shape[1] == 4 else h
-        else:
-            h = self.b(h) + torch.arange(4.0)
-        return self.c(h)  # type: ignore[no-any-return]
+        return self.c(WAYS[self.how](self, self.drop(self.a(x))))  # type: ignore[no-any-return]
 
 
 def rehearse(model: nn.Module, begins: Any, x: torch.Tensor) -> rehearsal.Rehearsed:

@@ -13,7 +13,6 @@ from ipu_pipe.model.cutting import cut_model, list_crossings
 from ipu_pipe.model.observation import observe_execution
 from ipu_pipe.model.stages import Partition, begin_stage, find_top_places, group_stages, partition
 from models.resnet import preact_resnet20, resnet18
-from models.transformer import transformer_lm
 from tests.staged_models import Skipping, residual, whole
 
 
@@ -93,21 +92,6 @@ def test_stages_taken_together_balance_their_flops() -> None:
         layers = [begin_stage(nn.Linear(a, b)) for a, b in zip(sizes, sizes[1:])]
         model, x = nn.Sequential(*layers), torch.randn(1, sizes[0])
         assert merge_stages(model, partition(model, x), 3, x) == expected
-
-
-@pytest.mark.parametrize("count", [1, 2, 4])
-def test_pieces_one_after_another_are_the_model(count: int) -> None:
-    model, x = transformer_lm(vocabulary=11, width=8, heads=2, blocks=3, context=5), torch.randint(0, 11, (2, 5))
-    part = partition(model, x)
-    names = merge_stages(model, part, count, x)
-    cut = cut_model(model, names, x)
-    assert len(cut) == count
-    value: Any = x
-    for piece in cut:
-        value = piece(value)
-    assert torch.equal(value, model(x))
-    held = [name for piece in cut for name in piece.state()]
-    assert sorted(held) == sorted(model.state_dict())
 
 
 def test_what_crosses_is_known_with_its_nesting() -> None:

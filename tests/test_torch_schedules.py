@@ -29,7 +29,6 @@ from ipu_pipe.update.apply import UpdateRules
 from ipu_pipe.update.optimizer import make_groups, select_stage
 from tests import forked
 from tests.support.runs import list_faults
-from tests.test_orders import load_torch, order_of
 
 pytestmark = pytest.mark.skipif(
     tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13) or not torch.distributed.is_available(),
@@ -283,14 +282,6 @@ def test_our_rows_run_pytorchs_orders(judged: Tuple[int, Path]) -> None:
         assert is_equal(load(folder, name, ranks), expected), name
         assert is_equal(load(folder, f"ours-{name}", ranks), expected), name
         assert is_equal(train(schedule, method), expected), name
-
-
-def test_our_rows_run_pytorchs_golden_dualpipe_v(tmp_path: Path) -> None:
-    """PyTorch keeps the order of this size in dualpipev_4rank_10mb.csv; its class makes the same one."""
-    order, path = order_of(load_torch(), "ScheduleDualPipeV", 4, 2, 10), tmp_path / "golden.csv"
-    path.write_text("".join(",".join(str(action or "") for action in order[rank]) + "\n" for rank in range(4)))
-    method = resolve_method("rows", {"file": str(path)})
-    assert is_equal(train(make_schedule(method, 8, 10, 10), method), accumulate_in_order(10))
 
 
 @pytest.mark.parametrize(
