@@ -21,11 +21,8 @@ from ipu_pipe.trace.events import KINDS, MEMORY, PAYLOADS, Events, Trace, concat
 from ipu_pipe.trace.store import read_store
 from tests import forked, sleeping_model
 from tests.sleeping_model import BATCH, CLASSES, WIDTH
+from tests.support.runs import needs_processes, read_summary
 
-processes = pytest.mark.skipif(
-    not torch.distributed.is_available() or tuple(map(int, torch.__version__.split(".")[:2])) < (2, 4),
-    reason="needs torch 2.4",
-)
 UPDATES = 30
 
 
@@ -96,7 +93,7 @@ def during(intervals: Any, begin: int, end: int) -> int:
     return sum(max(0, min(b, end) - max(a, begin)) for a, b in intervals)
 
 
-@processes
+@needs_processes
 def test_busy_is_what_timers_inside_the_model_measure(slept: Path) -> None:
     """Story: the first device seemed busy 99.5 % of the time, since a backward held its wait for the gradients."""
     times = json.loads((slept / "measured.json").read_text())["times"]
@@ -118,7 +115,7 @@ def test_busy_is_what_timers_inside_the_model_measure(slept: Path) -> None:
     assert len(waits.start) == UPDATES and set(waits.peer.tolist()) == {1}
 
 
-@processes
+@needs_processes
 def test_no_two_events_of_a_rank_overlap(slept: Path) -> None:
     for device in (0, 1):
         events = of_rank(slept, device).events
@@ -126,7 +123,7 @@ def test_no_two_events_of_a_rank_overlap(slept: Path) -> None:
         assert set(events.device.tolist()) == set(events.stage.tolist()) == {device}
 
 
-@processes
+@needs_processes
 def test_communication_is_the_size_of_what_crosses_to_the_byte(slept: Path) -> None:
     size = BATCH * WIDTH * 4
     for device, carried, peer in ((0, "activations", 1), (1, "gradients", 0)):
@@ -139,11 +136,11 @@ def test_communication_is_the_size_of_what_crosses_to_the_byte(slept: Path) -> N
         assert came.bytes.tolist() == [size] * UPDATES and set(came.peer.tolist()) == {device}
         # what is sent is there after it was sent, by one clock
         assert (came.end - sent.start > -1_000_000).all()
-    links = json.loads((slept / "run" / "summary.json").read_text())["links"]
+    links = read_summary(slept / "run")["links"]
     assert [(link["src"], link["dst"], link["bytes_per_microbatch"]) for link in links] == [(0, 1, size), (1, 0, size)]
 
 
-@processes
+@needs_processes
 def test_memory_is_what_the_tensors_take_to_the_byte(slept: Path) -> None:
     peaks = json.loads((slept / "measured.json").read_text())["peak_memory"]
     first, last = 4 * (WIDTH * WIDTH + WIDTH), 4 * (WIDTH * CLASSES + CLASSES)
@@ -163,7 +160,7 @@ def test_memory_is_what_the_tensors_take_to_the_byte(slept: Path) -> None:
             assert values.max() == peaks[device][name]
 
 
-@processes
+@needs_processes
 def test_the_metadata_tell_the_run_and_its_units(slept: Path) -> None:
     told = of_rank(slept, 1).metadata
     assert told["schema"] == 1 and told["method"] == "pipedream" and told["device_of_stage"] == [0, 1]
@@ -175,7 +172,7 @@ def test_the_metadata_tell_the_run_and_its_units(slept: Path) -> None:
     assert units["two"]["crossing_bytes"] == 4 * BATCH * WIDTH
 
 
-@processes
+@needs_processes
 def test_a_killed_run_leaves_its_trace_and_one_that_goes_on_takes_it_up(tmp_path: Path) -> None:
     keys = {
         "log": {"tensorboard": False, "trace": {"begin": 2, "end": 400}}, "checkpoint": {"every": 20},

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gzip
-import json
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,6 +29,7 @@ from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.trace.events import KINDS, Event
 from ipu_pipe.trace.store import read_store
+from tests.support.runs import read_summary, read_trace_file
 
 DIGITS = str(Path(__file__).resolve().parents[1] / "configs" / "mlp_digits.yaml")
 SHORT = [
@@ -168,7 +167,7 @@ def test_a_slow_stage_is_seen_as_one(tmp_path: Path) -> None:
         config("method=pipedream", "steps=2"), tmp_path / "run", model=model(Slow(0.001), Slow(0.01)), quiet=True
     )
     trace = read_store(tmp_path / "run" / "trace" / "modelled.trace")
-    said = json.loads(gzip.decompress((tmp_path / "run" / "trace.json.gz").read_bytes()))["otherData"]
+    said = read_trace_file(tmp_path / "run")["otherData"]
     assert trace.metadata["modelled"] is said["modelled"] is True and "measured here" in said["why_modelled"]
     rows = list(trace.events.rows())
     took = {(e.kind, e.stage): e.end_ns - e.start_ns for e in rows if e.microbatch == 1}
@@ -214,7 +213,7 @@ def test_the_numbers_of_a_run_are_those_without_a_profile(tmp_path: Path, monkey
     monkeypatch.setattr(engine, "time_passes", lambda *_, **__: 1 / 0)
     without = weights("b")
     assert all(torch.equal(with_profile[key], without[key]) for key in without)
-    summary = json.loads((tmp_path / "b" / "summary.json").read_text())
+    summary = read_summary(tmp_path / "b")
     assert summary["modelled_utilization"] is None and summary["planned_utilization"] > 0
     said = read_store(tmp_path / "b" / "trace" / "modelled.trace").metadata["why_modelled"]
     assert "FLOPs" in said and "could not be timed (ZeroDivisionError: division by zero)" in said

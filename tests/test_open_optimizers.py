@@ -20,6 +20,7 @@ from ipu_pipe.run.build import build
 from ipu_pipe.update.apply import FORWARD
 from ipu_pipe.update.optimizer import make_factory_of
 from ipu_pipe.update.rates import simulate_scheduler
+from tests.support.runs import read_summary
 
 HOW = {"micro_batch_size": 4, "log": {"tensorboard": False, "every": 1}, "evaluate": {"every": 0}, "stages": ["2"]}
 
@@ -83,7 +84,7 @@ def test_every_form_trains_as_plain_pytorch_does(form: str, tmp_path: Path) -> N
         "yaml": {"keys": keys},
     }[form]
     assert equal(trained(tmp_path / "run", net, **given), expected)
-    report = json.loads((tmp_path / "run" / "summary.json").read_text())["optimizer"]
+    report = read_summary(tmp_path / "run")["optimizer"]
     assert report["name"] == "torch.optim.rmsprop.RMSprop" and report["settings"]["alpha"] == 0.9
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from ipu_pipe.cli import plan
 from ipu_pipe.config.load import load_config
 from tests import forked
+from tests.support.runs import needs_processes, read_summary
 
 ROOT = Path(__file__).resolve().parents[1]
 # a pipeline of two: all of the model with its gradients and state does not fit one device
@@ -27,10 +27,7 @@ links: [{name: sockets, bandwidth: 1e9, latency: 100e-6}]
 """
 
 
-@pytest.mark.skipif(
-    not torch.distributed.is_available() or tuple(map(int, torch.__version__.split(".")[:2])) < (2, 4),
-    reason="needs torch 2.4",
-)
+@needs_processes
 def test_what_is_planned_trains_on_as_many_processes_and_is_told_beside_what_was_measured(
     tmp_path: Path, capsys: Any
 ) -> None:
@@ -48,7 +45,7 @@ def test_what_is_planned_trains_on_as_many_processes_and_is_told_beside_what_was
 
     ran = forked.run_ranks(2, "train", [str(planned), "--out", str(out)], GLOO_SOCKET_IFNAME="lo")
     assert ran.code == 0, ran.error[-2000:]
-    measured = json.loads((out / "summary.json").read_text())["throughput_samples_per_second"]
+    measured = read_summary(out)["throughput_samples_per_second"]
     found = re.search(r"predicted on two: ([0-9.]+) samples/s, measured: ([0-9.]+); the prediction is", ran.printed)
     assert found is not None, ran.printed
     assert float(found.group(1)) == pytest.approx(best["samples_per_second"], abs=0.06)

@@ -4,8 +4,6 @@ what goes wrong on a device is retried or told in one line. Nothing here ran on 
 from __future__ import annotations
 
 import functools
-import gzip
-import json
 import re
 import shutil
 import sys
@@ -45,6 +43,7 @@ from tests.support.runs import (
     read_json,
     read_metrics,
     read_summary,
+    read_trace_file,
     read_weights,
 )
 
@@ -280,7 +279,7 @@ def test_times_cycles_and_profiles_are_told(poptorch: Any, tmp_path: Path) -> No
     engine = compilation(poptorch).options["engineOptions"]
     assert engine["debug.instrument"] == engine["autoReport.all"] == "true"
     assert engine["profiler.blocks.filter"] == "stage.*"
-    trace = json.loads(gzip.decompress((tmp_path / "run" / "trace.json.gz").read_bytes()))
+    trace = read_trace_file(tmp_path / "run")
     kinds = [e["cat"] for e in trace["traceEvents"] if e["ph"] == "X"]
     assert kinds.count("update") == kinds.count("send") == kinds.count("recv") == 6 and kinds.count("evaluate") == 2
     counters = {e["name"]: e["args"]["value"] for e in trace["traceEvents"] if e["ph"] == "C"}

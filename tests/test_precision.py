@@ -40,7 +40,7 @@ from ipu_pipe.update.apply import UpdateRules
 from ipu_pipe.update.optimizer import make_groups, replace_parameters
 from tests.literal_replay import LiteralRules, LiteralStage, replay
 from tests.staged_models import MODELS, batches, whole
-from tests.support.runs import assert_same_state, read_state, read_weights
+from tests.support.runs import assert_same_state, read_state, read_summary, read_weights
 from tests.test_train import config
 
 CPU, LOW = torch.device("cpu"), torch.bfloat16
@@ -190,7 +190,7 @@ def test_checkpoints_hold_the_masters_and_a_run_goes_on_from_them(tmp_path: Path
     saved = read_weights(cut, 4)
     assert any(not torch.equal(value, value.bfloat16().float()) for value in saved.values())
     loss = evaluate_checkpoint(digits(*MASTERED), cut / "checkpoints" / "step-8")["test_loss"]
-    assert loss == json.loads((cut / "summary.json").read_text())["final"]["test_loss"]
+    assert loss == read_summary(cut)["final"]["test_loss"]
     with pytest.raises(BadInput, match="precision: bfloat16_mixed -> float32"):
         train(digits(*MASTERED[:2], "precision=float32", "steps=12"), cut, resume=True, quiet=True)
 

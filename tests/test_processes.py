@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gzip
 import json
 import os
 import shutil
@@ -30,17 +29,23 @@ from ipu_pipe.run.checkpoint import FILES
 from ipu_pipe.run.folder import lock_folder
 from ipu_pipe.run.train import train
 from tests import forked
-from tests.support.runs import DIGITS, ROOT, assert_same_state, read_metrics, read_summary, read_weights
+from tests.support.runs import (
+    DIGITS,
+    ROOT,
+    assert_same_state,
+    needs_processes,
+    read_metrics,
+    read_summary,
+    read_trace_file,
+    read_weights,
+)
 
 SHORT = [
     "steps=12", "optimizer.lr=0.02", "log.tensorboard=false", "gradient_accumulation=4", "micro_batch_size=8",
     "checkpoint.every=4", "checkpoint.keep=9", "evaluate.subset=100", "backend.threads=1",
 ]  # fmt: skip
 
-pytestmark = pytest.mark.skipif(
-    not torch.distributed.is_available() or tuple(map(int, torch.__version__.split(".")[:2])) < (2, 4),
-    reason="needs torch 2.4",
-)
+pytestmark = needs_processes
 
 
 def command_line(out: Path, *args: str) -> List[str]:
@@ -130,7 +135,7 @@ def test_a_run_gives_the_emulators_weights_and_all_outputs(tmp_path: Path) -> No
     # as many bytes were sent as were planned
     assert report["links"] == sorted(expected["links"], key=lambda link: (link["src"], link["dst"]))
     assert [s["optimizer_bytes"] for s in report["stages"]] == [s["optimizer_bytes"] for s in expected["stages"]]
-    trace = json.loads(gzip.decompress((tmp_path / "ranks" / "trace.json.gz").read_bytes()))
+    trace = read_trace_file(tmp_path / "ranks")
     assert trace["otherData"]["modelled"] is False
     starts = [event["ts"] for event in trace["traceEvents"] if event.get("ph") == "X"]
     assert len(starts) >= 4 * 48 * 2 and min(starts) >= 0
@@ -175,7 +180,7 @@ def test_stages_that_share_a_process_keep_their_own_delays(how: List[str], tmp_p
     expected_links = {(0, 1), (1, 2), (2, 3)} if "stages_per_device=2" in how else expected_links
     expected_links = set() if "replicas=2" in how else expected_links
     assert crossing == {pair for a, b in expected_links for pair in ((a, b), (b, a))}
-    trace = json.loads(gzip.decompress((tmp_path / "ranks" / "trace.json.gz").read_bytes()))
+    trace = read_trace_file(tmp_path / "ranks")
     kinds = {event.get("cat") for event in trace["traceEvents"]}
     is_split = how[0] in ("method=zbv", "method=dualpipe_v") or "split_backward" in how[-1]
     assert ({"input gradient", "weight gradient"} <= kinds) == is_split

@@ -21,6 +21,7 @@ from ipu_pipe.data.sets import _digits_file
 from ipu_pipe.errors import BadInput
 from ipu_pipe.report import provenance
 from ipu_pipe.run.train import check
+from tests.support.runs import needs_processes
 from tests.test_callbacks import DIGITS, SHORT, go
 from tests.test_processes import emulate, run
 
@@ -102,7 +103,7 @@ def test_a_run_does_not_go_on_with_other_data(folder: Path) -> None:
     assert newest(folder / "run")["files"]["1.npy"]["sha256"] == was
 
 
-@pytest.mark.skipif(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 4), reason="needs torch 2.4")
+@needs_processes
 def test_processes_do_not_go_on_with_other_data(folder: Path) -> None:
     where = "data={name: tests.test_read_data:Images, root: " + str(folder / "data") + "}"
     sets = ["stages=2", "method=gpipe", where, "evaluate.every=0"]

@@ -26,12 +26,10 @@ from ipu_pipe.backends.processes.update import (
 from ipu_pipe.errors import RunFault, end_process
 from tests import forked
 from tests.nccl_double import NcclDouble
-from tests.support.runs import assert_close_losses, read_state
+from tests.support.runs import assert_close_losses, needs_processes, read_state
 from tests.test_processes import emulate, run
 
-pytestmark = pytest.mark.skipif(
-    not dist.is_available() or tuple(map(int, torch.__version__.split(".")[:2])) < (2, 4), reason="needs torch 2.4"
-)
+pytestmark = needs_processes
 RANKS, MICROBATCHES, BUCKET = 3, 2, 8 * (9 * 9 + 9)  # bytes of one layer
 
 

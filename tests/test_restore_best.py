@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import traceback
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch
 import ipu_pipe
 from ipu_pipe.errors import BadInput, end_process
 from tests import forked
-from tests.support.runs import read_weights
+from tests.support.runs import needs_processes, read_summary, read_weights
 from tests.test_going_on import OWN, own_model
 from tests.test_loop import OFTEN
 from tests.test_train import config
@@ -51,7 +50,7 @@ def test_the_model_has_the_best_weights_when_the_run_ends(
     best, newest = read_weights(tmp_path / "run", step), read_weights(tmp_path / "run", last)
     assert holds(model.state_dict(), best) and not holds(model.state_dict(), newest)
     assert sees.model.keys() == best.keys() and holds({"1.weight": sees.model["1.weight"]}, best)
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["restored_step"] == step
+    assert read_summary(tmp_path / "run")["restored_step"] == step
     # all but the model is as without
     without = own_model()
     other = went(tmp_path / "other", method, STOPS.replace("true", "false"), model=without, quiet=True)
@@ -99,7 +98,7 @@ def one_rank(rank: int, folder: Path, methods: List[str]) -> None:
     end_process(0)
 
 
-@pytest.mark.skipif(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 4), reason="needs torch 2.4")
+@needs_processes
 def test_every_process_has_the_best_weights(tmp_path: Path) -> None:
     forked.in_ranks(2, one_rank, tmp_path, list(OWN))
     for method in OWN:

@@ -17,7 +17,8 @@ from ipu_pipe.trace.events import Trace
 from ipu_pipe.trace.reading import read_trace
 from tests import forked, sleeping_model
 from tests.sleeping_model import BATCH
-from tests.test_measured_traces import finish, processes, start
+from tests.support.runs import needs_processes
+from tests.test_measured_traces import finish, start
 
 KEYS = {"log": {"tensorboard": False}, "checkpoint": {"every": 4}}
 
@@ -48,13 +49,13 @@ def _offsets(rank: int, store: str) -> None:
     end_process(0)
 
 
-@processes
+@needs_processes
 def test_ranks_of_one_host_have_one_clock(tmp_path: Path) -> None:
     """Story: messages between two ranks of one host took -791 us, since an offset of their one clock was estimated."""
     forked.in_ranks(2, _offsets, str(tmp_path / "store"))
 
 
-@processes
+@needs_processes
 def test_a_resumed_runs_trace_on_processes(tmp_path: Path) -> None:
     finish(start(tmp_path / "whole", steps=8, **KEYS))
     finish(start(tmp_path / "resumed", steps=4, **KEYS))

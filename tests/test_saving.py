@@ -19,12 +19,10 @@ from ipu_pipe.run import checkpoint
 from ipu_pipe.run.predict import predict
 from ipu_pipe.run.train import train
 from tests import forked
+from tests.support.runs import needs_processes
 from tests.test_processes import emulate, run
 from tests.test_train import config, run_tool  # noqa: F401
 
-needs_processes = pytest.mark.skipif(
-    not dist.is_available() or tuple(map(int, torch.__version__.split(".")[:2])) < (2, 4), reason="needs torch 2.4"
-)
 SHARDED = "checkpoint.format=sharded"
 KEYS = [
     "checkpoint.every=4", "checkpoint.keep=9", "log.every=1", "model.args.width=8", "evaluate.every=0", "evaluate.subset=64",

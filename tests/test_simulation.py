@@ -5,15 +5,13 @@ from __future__ import annotations
 from typing import Tuple
 
 import pytest
-import torch
 
 from tests.simulation.cases import DEADLINE, Case
 from tests.simulation.network import Loss, Network
 from tests.simulation.ranks import check_run, prepare, run_seeds, split_by_case, train
+from tests.support.runs import needs_processes
 
-pytestmark = pytest.mark.skipif(
-    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 4), reason="processes need torch 2.4"
-)
+pytestmark = needs_processes
 SEEDS = 1000
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import importlib.util
 import json
 from pathlib import Path
@@ -19,7 +18,15 @@ from ipu_pipe.run.checkpoint import delete_steps
 from ipu_pipe.run.train import train
 from ipu_pipe.schedule.methods import METHODS
 from tests import forked
-from tests.support.runs import assert_same_state, list_faults, read_state, read_weights
+from tests.support.runs import (
+    assert_same_state,
+    list_faults,
+    needs_processes,
+    read_state,
+    read_summary,
+    read_trace_file,
+    read_weights,
+)
 from tests.tied_models import Gpt2, Normed, Renormed, lm, tokens
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -126,10 +133,6 @@ def test_what_cannot_be_is_refused_before_anything_is_written(tmp_path: Path, me
 
 # ---- on processes
 
-PROCESSES = pytest.mark.skipif(
-    not torch.distributed.is_available() or tuple(map(int, torch.__version__.split(".")[:2])) < (2, 4),
-    reason="needs torch 2.4",
-)
 
 
 def described(out: Path, method: str, **keys: Any) -> Path:
@@ -161,7 +164,7 @@ def emulated(out: Path, method: str, **keys: Any) -> Dict[str, Any]:
         torch.set_num_threads(held)
 
 
-@PROCESSES
+@needs_processes
 def test_processes_with_replicas_give_the_emulators_run_and_what_was_planned(tmp_path: Path) -> None:
     how: Dict[str, Any] = {
         "optimizer": ADAM, "clip": {"norm": 0.3, "scope": "global"}, "stages": ["block2"], "replicas": 2, "steps": 4,
@@ -170,7 +173,7 @@ def test_processes_with_replicas_give_the_emulators_run_and_what_was_planned(tmp
     assert launched(4, tmp_path / "ranks", "pipedream_flush", **how) == []
     expected = emulated(tmp_path / "one", "pipedream_flush", **how)
     assert_same_state(tmp_path / "ranks", tmp_path / "one", 4)
-    found = json.loads((tmp_path / "ranks" / "summary.json").read_text())
+    found = read_summary(tmp_path / "ranks")
     assert found["final"] == expected["final"]
     assert found["links"] == sorted(expected["links"], key=lambda link: (link["src"], link["dst"]))
     size = 23 * 8 * 4  # of the embedding
@@ -179,13 +182,13 @@ def test_processes_with_replicas_give_the_emulators_run_and_what_was_planned(tmp
     held = [device["weights"] for device in json.loads((tmp_path / "ranks" / "memory.json").read_text())["peak_memory"]]
     planned = [stage["weight_bytes"] for stage in expected["stages"]]
     assert held == planned * 2  # the replica, too
-    trace = json.loads(gzip.decompress((tmp_path / "ranks" / "trace.json.gz").read_bytes()))
+    trace = read_trace_file(tmp_path / "ranks")
     sends = [e for e in trace["traceEvents"] if e.get("ph") == "X" and e["name"].startswith("send")]
     carried = [e["args"].get("carries") for e in sends]
     assert carried.count("tied gradients") == 2 * 16 and carried.count("weights") == 2 * 4
 
 
-@PROCESSES
+@needs_processes
 @third_party
 def test_a_checkpoint_of_processes_goes_on_on_the_emulator(tmp_path: Path) -> None:
     out = tmp_path / "ranks"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gzip
 import json
 from pathlib import Path
 from typing import Any, Dict, List, Tuple
@@ -27,7 +26,15 @@ from ipu_pipe.run.folder import RunFolder, check_folder
 from ipu_pipe.run.train import evaluate_checkpoint, train
 from tests.command_line import run_here
 from tests.interrupted import interrupted_at
-from tests.support.runs import DIGITS, ROOT, assert_same_weights, read_column, read_metrics, read_summary
+from tests.support.runs import (
+    DIGITS,
+    ROOT,
+    assert_same_weights,
+    read_column,
+    read_metrics,
+    read_summary,
+    read_trace_file,
+)
 
 SHORT = [
     "steps=12", "optimizer.lr=0.3", "optimizer.momentum=0", "evaluate.every=1", "log.tensorboard=false",
@@ -78,7 +85,7 @@ def test_every_method_trains_and_writes_all_outputs(method: str, tmp_path: Path,
     assert sum(stage["parameters"] for stage in report["stages"]) == report["model"]["parameters"]
     trained, tested = {"train_loss", "lr", "samples_per_second"}, {"test_loss", "test_accuracy"}
     assert all(set(line) - {"step", "epoch"} in (trained, tested) for line in read_metrics(out))
-    trace = json.loads(gzip.decompress((out / "trace.json.gz").read_bytes()))
+    trace = read_trace_file(out)
     assert len([e for e in trace["traceEvents"] if e.get("ph") == "X"]) >= 2 * 4 * 48
     assert load_config(out / "config.yaml").method == method
     if method == "gpipe":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Mapping, Optional
@@ -14,6 +15,10 @@ from ipu_pipe.errors import BadInput
 
 ROOT = Path(__file__).resolve().parents[2]
 DIGITS = str(ROOT / "configs" / "mlp_digits.yaml")
+needs_processes = pytest.mark.skipif(
+    not torch.distributed.is_available() or tuple(map(int, torch.__version__.split(".")[:2])) < (2, 4),
+    reason="processes need torch 2.4",
+)
 
 
 def list_faults(call: Callable[..., Any], *arguments: Any, **keys: Any) -> List[str]:
@@ -26,6 +31,11 @@ def list_faults(call: Callable[..., Any], *arguments: Any, **keys: Any) -> List[
 def read_json(path: Path) -> Any:
     """Return a JSON file's value."""
     return json.loads(path.read_text(encoding="utf-8"))
+
+
+def read_trace_file(run: Path) -> Any:
+    """Return the Chrome trace that a run writes."""
+    return json.loads(gzip.decompress((run / "trace.json.gz").read_bytes()))
 
 
 def read_summary(run: Path) -> Any:
