@@ -66,13 +66,10 @@ def test_plans_for_this_machine_time_the_models_parts() -> None:
     assert torch.get_num_threads() == threads
 
 
-@pytest.mark.parametrize(
-    "key, value",
-    [
-        ("--threads", "0"), ("--threads", "2000"), ("--seconds", "nan"), ("--seconds", "0"), ("--out", "x.json"),
-        ("--out", "/nowhere/x.yaml"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("key, value", [
+    ("--threads", "0"), ("--threads", "2000"), ("--seconds", "nan"), ("--seconds", "0"), ("--out", "x.json"),
+    ("--out", "/nowhere/x.yaml"),
+])  # fmt: skip
 def test_arguments_that_cannot_be_are_refused_by_key(key: str, value: str) -> None:
     (fault,) = list_faults(main, [key, value])
     assert fault.startswith(f"{key}: {value}")

@@ -233,14 +233,11 @@ rows: {greedy: {}, last: {method: last_layers, method_args: {layers: 2}}}
 """
 
 
-@pytest.mark.parametrize(
-    "measure, pictures",
-    [
-        ("{name: angles, every: 2, samples: 16}", ["angles.png"]),
-        ("{name: fit}", ["accuracy.png", "training.png"]),
-        ("{name: training_loss, window: 2}", ["loss_by_epoch.png", "loss_by_time.png"]),
-    ],
-)
+@pytest.mark.parametrize("measure, pictures", [
+    ("{name: angles, every: 2, samples: 16}", ["angles.png"]),
+    ("{name: fit}", ["accuracy.png", "training.png"]),
+    ("{name: training_loss, window: 2}", ["loss_by_epoch.png", "loss_by_time.png"]),
+])  # fmt: skip
 def test_each_measure_writes_its_results(measure: str, pictures: List[str], tmp_path: Path) -> None:
     file = tmp_path / "one.yaml"
     file.write_text(f"{EXPERIMENT}measure: {measure}\n")
@@ -250,15 +247,12 @@ def test_each_measure_writes_its_results(measure: str, pictures: List[str], tmp_
     assert all(row["final"] is not None and row["step"] == 4 for row in outcome.results["rows"])
 
 
-@pytest.mark.parametrize(
-    "measure, fault",
-    [
-        ("{name: angle}", "measure.name: angle: "),
-        ("{name: fit, every: 0}", "measure.every: 0: "),
-        ("{name: filters, tensor: fc1.weight}", "measure.tensor: fc1.weight: "),
-        ("{name: angles, samples: 101}", "measure.samples: 101: "),
-    ],
-)
+@pytest.mark.parametrize("measure, fault", [
+    ("{name: angle}", "measure.name: angle: "),
+    ("{name: fit, every: 0}", "measure.every: 0: "),
+    ("{name: filters, tensor: fc1.weight}", "measure.tensor: fc1.weight: "),
+    ("{name: angles, samples: 101}", "measure.samples: 101: "),
+])  # fmt: skip
 def test_bad_measures_are_refused(measure: str, fault: str, tmp_path: Path) -> None:
     file = tmp_path / "one.yaml"
     file.write_text(f"{EXPERIMENT}measure: {measure}\n")
@@ -295,14 +289,11 @@ def test_random_labels_are_drawn_by_the_seed_alone() -> None:
     assert torch.equal(sets._relabelled((x.flip(0), y * 0), 0, "train")[1], drawn.train[1])
 
 
-@pytest.mark.parametrize(
-    "name, value, told",
-    [
-        ("digits", 1, "data.random_labels: 1: must be true or false"),
-        ("synthetic", True, "data.random_labels: True: "),
-        ("shakespeare", True, "data.random_labels: True: unknown key for shakespeare"),
-    ],
-)
+@pytest.mark.parametrize("name, value, told", [
+    ("digits", 1, "data.random_labels: 1: must be true or false"),
+    ("synthetic", True, "data.random_labels: True: "),
+    ("shakespeare", True, "data.random_labels: True: unknown key for shakespeare"),
+])  # fmt: skip
 def test_random_labels_are_refused_where_they_have_no_meaning(name: str, value: Any, told: str) -> None:
     with pytest.raises(BadInput) as refused:
         load_data(name, random_labels=value)

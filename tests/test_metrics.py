@@ -83,17 +83,14 @@ def test_a_regression_says_its_own_metrics_and_no_accuracy(tmp_path: Path, capsy
     assert set(report["initial"]) == {"test_loss", "test_accuracy", "test_r2", "test_mae"}
 
 
-@pytest.mark.parametrize(
-    ("chosen", "told"),
-    [
-        (["acuracy"], "metrics: acuracy: nearest is accuracy"),
-        (["accuracy", "accuracy"], "metrics: accuracy: "),
-        ([3], "metrics: 3: must be a name, a function"),
-        ([Spread], "metrics: the class Spread: must be a name, a function"),
-        ({"a b": confidence}, "metrics: .*a b.*: must be letters"),
-        (["tests.callbacks_of_runs:nothing"], "metrics: .*has no nothing"),
-    ],
-)
+@pytest.mark.parametrize("chosen, told", [
+    (["acuracy"], "metrics: acuracy: nearest is accuracy"),
+    (["accuracy", "accuracy"], "metrics: accuracy: "),
+    ([3], "metrics: 3: must be a name, a function"),
+    ([Spread], "metrics: the class Spread: must be a name, a function"),
+    ({"a b": confidence}, "metrics: .*a b.*: must be letters"),
+    (["tests.callbacks_of_runs:nothing"], "metrics: .*has no nothing"),
+])  # fmt: skip
 def test_what_is_no_metric_is_refused_in_a_line(chosen: Any, told: str, tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=told) as refused:
         go(tmp_path / "run", "steps=2", metrics=chosen)

@@ -171,15 +171,12 @@ def test_the_parts_share_state_and_groups_and_a_stage_without_weights_has_one() 
 # ---- settings by stage
 
 
-@pytest.mark.parametrize(
-    "values, expected",
-    [
-        ([0.5, 0.6, 0.7], [0.5, 0.6, 0.7]),
-        ({"from": 0.5, "to": 1.0}, [1.0, 0.75, 0.5]),  # delays 4, 2, 0
-        ({"from": 1.0, "to": 4.0, "over": "stages"}, [5.0, 3.0, 1.0]),
-        ({"from": [0.5, 8.0], "to": [1.0, 8.0]}, [[1.0, 8.0], [0.75, 8.0], [0.5, 8.0]]),
-    ],
-)
+@pytest.mark.parametrize("values, expected", [
+    ([0.5, 0.6, 0.7], [0.5, 0.6, 0.7]),
+    ({"from": 0.5, "to": 1.0}, [1.0, 0.75, 0.5]),  # delays 4, 2, 0
+    ({"from": 1.0, "to": 4.0, "over": "stages"}, [5.0, 3.0, 1.0]),
+    ({"from": [0.5, 8.0], "to": [1.0, 8.0]}, [[1.0, 8.0], [0.75, 8.0], [0.5, 8.0]]),
+])  # fmt: skip
 def test_settings_by_the_stages_delay(values: Any, expected: List[Any]) -> None:
     assert [one["x"] for one in spread_settings({"x": values}, [4.0, 2.0, 0.0])] == expected
     if isinstance(values, dict):  # nothing changes without delay
@@ -214,28 +211,25 @@ def test_settings_by_stage_leave_parameters_without_decay_so() -> None:
 # ---- what is refused
 
 
-@pytest.mark.parametrize(
-    "optimizer, key",
-    [
-        ({"groups": [MUON]}, "optimizer.groups: 0.bias, 2.bias, 3.weight, 3.bias and 1 more: "),
-        ({"groups": [{"match": "9.*"}, {}]}, r"optimizer.groups.0.match: 9.\*: "),
-        ({"groups": GROUPS, "momentum": 0.9}, "optimizer.momentum: 0.9: "),
-        ({"groups": GROUPS, "name": "sgd"}, "optimizer.name: sgd: "),
-        ({"name": "groups", "lr": None}, r"optimizer.groups: \[\]: "),
-        ({"groups": [{"name": "groups"}]}, "optimizer.groups.0.name: groups: "),
-        ({"groups": [{"name": "adamw", "momentum": 0.9}]}, "optimizer.groups.0.momentum: 0.9: "),
-        ({"groups": [{"naem": "adamw"}]}, "optimizer.groups.0.naem: adamw: unknown key, nearest is name"),
-        ({"groups": [{**MUON, "ndim": None}]}, "Muon only supports 2D"),
-        ({"groups": [{"name": "torch.optim.Muno"}]}, "optimizer.groups.0.name: torch.optim:Muno: "),
-        ({"by_stage": {"momentum": 0.9}}, "optimizer.by_stage.momentum: 0.9: "),
-        ({"by_stage": {"momentum": {"from": 0.9, "to": "x"}}}, "optimizer.by_stage.momentum: "),
-        ({"by_stage": {"momentum": [0.9]}}, r"optimizer.by_stage.momentum: \[0.9\]: "),
-        ({"groups": [{"by_stage": {"momentum": [0.9]}}]}, r"optimizer.groups.0.by_stage.momentum: \[0.9\]: "),
-        ({"by_stage": {"momentum": [0.9, -1]}}, "Invalid momentum"),
-        ({"by_stage": {"momentun": [0.9, 0.9]}}, "momentun"),
-        ({"reference_batch_size": 8, "by_stage": {"lr": [0.1, 0.1]}}, "optimizer.reference_batch_size: 8: "),
-    ],
-)
+@pytest.mark.parametrize("optimizer, key", [
+    ({"groups": [MUON]}, "optimizer.groups: 0.bias, 2.bias, 3.weight, 3.bias and 1 more: "),
+    ({"groups": [{"match": "9.*"}, {}]}, r"optimizer.groups.0.match: 9.\*: "),
+    ({"groups": GROUPS, "momentum": 0.9}, "optimizer.momentum: 0.9: "),
+    ({"groups": GROUPS, "name": "sgd"}, "optimizer.name: sgd: "),
+    ({"name": "groups", "lr": None}, r"optimizer.groups: \[\]: "),
+    ({"groups": [{"name": "groups"}]}, "optimizer.groups.0.name: groups: "),
+    ({"groups": [{"name": "adamw", "momentum": 0.9}]}, "optimizer.groups.0.momentum: 0.9: "),
+    ({"groups": [{"naem": "adamw"}]}, "optimizer.groups.0.naem: adamw: unknown key, nearest is name"),
+    ({"groups": [{**MUON, "ndim": None}]}, "Muon only supports 2D"),
+    ({"groups": [{"name": "torch.optim.Muno"}]}, "optimizer.groups.0.name: torch.optim:Muno: "),
+    ({"by_stage": {"momentum": 0.9}}, "optimizer.by_stage.momentum: 0.9: "),
+    ({"by_stage": {"momentum": {"from": 0.9, "to": "x"}}}, "optimizer.by_stage.momentum: "),
+    ({"by_stage": {"momentum": [0.9]}}, r"optimizer.by_stage.momentum: \[0.9\]: "),
+    ({"groups": [{"by_stage": {"momentum": [0.9]}}]}, r"optimizer.groups.0.by_stage.momentum: \[0.9\]: "),
+    ({"by_stage": {"momentum": [0.9, -1]}}, "Invalid momentum"),
+    ({"by_stage": {"momentun": [0.9, 0.9]}}, "momentun"),
+    ({"reference_batch_size": 8, "by_stage": {"lr": [0.1, 0.1]}}, "optimizer.reference_batch_size: 8: "),
+])  # fmt: skip
 def test_what_does_not_fit_is_told_in_a_line(optimizer: Dict[str, Any], key: str) -> None:
     with pytest.raises(BadInput, match=key) as refused:
         build(ipu_pipe.configure(**{**HOW, "optimizer": optimizer, "method": "pipedream"}), model(), data())

@@ -272,19 +272,16 @@ def order_of(schedules: Any, name: str, P: int, v: int, M: int) -> Dict[int, Lis
     return orders
 
 
-@pytest.mark.parametrize(
-    ("theirs", "v", "ours"),
-    [
-        ("ScheduleGPipe", 1, "gpipe"),
-        ("ScheduleInterleaved1F1B", 2, "interleaved_1f1b"),
-        ("ScheduleInterleaved1F1B", 3, "interleaved_1f1b"),
-        ("ScheduleLoopedBFS", 2, None),  # its backwards come in reversed order
-        ("ScheduleInterleavedZeroBubble", 1, "interleaved_zb"),
-        ("ScheduleInterleavedZeroBubble", 2, None),  # its weight gradients come earlier
-        ("ScheduleZBVZeroBubble", 2, None),  # not planned
-        ("ScheduleDualPipeV", 2, "dualpipe_v"),
-    ],
-)
+@pytest.mark.parametrize("theirs, v, ours", [
+    ("ScheduleGPipe", 1, "gpipe"),
+    ("ScheduleInterleaved1F1B", 2, "interleaved_1f1b"),
+    ("ScheduleInterleaved1F1B", 3, "interleaved_1f1b"),
+    ("ScheduleLoopedBFS", 2, None),  # its backwards come in reversed order
+    ("ScheduleInterleavedZeroBubble", 1, "interleaved_zb"),
+    ("ScheduleInterleavedZeroBubble", 2, None),  # its weight gradients come earlier
+    ("ScheduleZBVZeroBubble", 2, None),  # not planned
+    ("ScheduleDualPipeV", 2, "dualpipe_v"),
+])  # fmt: skip
 @pytest.mark.parametrize(("P", "M"), [(2, 4), (4, 8), (4, 12)])
 def test_pytorchs_own_orders_are_read(theirs: str, v: int, ours: Any, P: int, M: int, tmp_path: Path) -> None:
     """And equal ours where ours are meant to be theirs."""
@@ -307,18 +304,15 @@ def test_pytorchs_own_orders_are_read(theirs: str, v: int, ours: Any, P: int, M:
 # --- bad input
 
 
-@pytest.mark.parametrize(
-    ("text", "where"),
-    [
-        ("0F0,0B0\n1F0,1X0\n", "row 2, cell 2: 1X0: "),
-        ("0F0,0F0,0B0\n", "row 1, cell 2: 0F0: "),
-        ("0F0,0B0\n0F1\n", "row 2, cell 1: 0F1: stage 0 "),
-        ("0F0,0B0\n2F0,2B0\n", "stage 1: "),
-        ("0F0,0B0\n,,\n", "row 2: "),
-        ("(0F1;0F0)OVERLAP_F_B\n", "row 1, cell 1: "),
-        ("", ""),
-    ],
-)
+@pytest.mark.parametrize("text, where", [
+    ("0F0,0B0\n1F0,1X0\n", "row 2, cell 2: 1X0: "),
+    ("0F0,0F0,0B0\n", "row 1, cell 2: 0F0: "),
+    ("0F0,0B0\n0F1\n", "row 2, cell 1: 0F1: stage 0 "),
+    ("0F0,0B0\n2F0,2B0\n", "stage 1: "),
+    ("0F0,0B0\n,,\n", "row 2: "),
+    ("(0F1;0F0)OVERLAP_F_B\n", "row 1, cell 1: "),
+    ("", ""),
+])  # fmt: skip
 def test_a_bad_cell_is_named_with_file_row_and_cell(text: str, where: str, tmp_path: Path) -> None:
     path = tmp_path / "bad.csv"
     path.write_text(text)
@@ -326,16 +320,13 @@ def test_a_bad_cell_is_named_with_file_row_and_cell(text: str, where: str, tmp_p
     assert len(faults) == 1 and faults[0].startswith(f"{path}: {where}")
 
 
-@pytest.mark.parametrize(
-    ("text", "where"),
-    [
-        ("0F0,0B0,0F1\n", "row 1: B1 on stage 0"),  # missing
-        ("0F0,0I0\n", "row 1: W0 on stage 0"),
-        ("0F0,0I0,0W0,,0B0\n", "row 1, cell 5: B0 on stage 0"),
-        ("0B0,0F0\n", "row 1, cell 1: the schedule cannot run: B0 on stage 0 waits for F0 on stage 0"),
-        ("0F0,0B0,0F1,0W1,,0I1\n", "row 1, cell 4: the schedule cannot run: W1 on stage 0"),
-    ],
-)
+@pytest.mark.parametrize("text, where", [
+    ("0F0,0B0,0F1\n", "row 1: B1 on stage 0"),  # missing
+    ("0F0,0I0\n", "row 1: W0 on stage 0"),
+    ("0F0,0I0,0W0,,0B0\n", "row 1, cell 5: B0 on stage 0"),
+    ("0B0,0F0\n", "row 1, cell 1: the schedule cannot run: B0 on stage 0 waits for F0 on stage 0"),
+    ("0F0,0B0,0F1,0W1,,0I1\n", "row 1, cell 4: the schedule cannot run: W1 on stage 0"),
+])  # fmt: skip
 def test_rows_that_cannot_run_name_the_file_the_row_and_the_cell(text: str, where: str, tmp_path: Path) -> None:
     path = tmp_path / "bad.csv"
     path.write_text(text)
@@ -344,13 +335,10 @@ def test_rows_that_cannot_run_name_the_file_the_row_and_the_cell(text: str, wher
     assert len(refused.value.faults) == 1 and refused.value.faults[0].startswith(f"{path}: {where}")
 
 
-@pytest.mark.parametrize(
-    ("text", "cell"),
-    [
-        ("0F0,(0F1;0B0)OVERLAP_F_B,0B1\n", "row 1, cell 2: (0F1;0B0)OVERLAP_F_B"),
-        ("0F0,,,0B0\n,1F0,1I0,1W0\n", "row 2, cell 3: 1I0"),
-    ],
-)
+@pytest.mark.parametrize("text, cell", [
+    ("0F0,(0F1;0B0)OVERLAP_F_B,0B1\n", "row 1, cell 2: (0F1;0B0)OVERLAP_F_B"),
+    ("0F0,,,0B0\n,1F0,1I0,1W0\n", "row 2, cell 3: 1I0"),
+])  # fmt: skip
 def test_ipus_name_the_cell_that_they_cannot_run(text: str, cell: str, tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     path.write_text(text)
@@ -367,20 +355,17 @@ def test_an_overlapped_pair_is_a_forward_and_then_a_backward(tmp_path: Path) -> 
     assert [action.kind for action in read_csv(str(path)).rows[0]][1:3] == [Kind.FORWARD, Kind.BACKWARD]
 
 
-@pytest.mark.parametrize(
-    ("name", "args", "stages", "microbatches", "key"),
-    [
-        ("zbv", {}, 3, 4, "stages: 3: "),
-        ("interleaved_1f1b", {"stages_per_device": 3}, 4, 4, "stages: 4: "),
-        ("interleaved_1f1b", {"stages_per_device": 2}, 8, 9, "accumulate: 9: "),
-        ("dualpipe_v", {}, 4, 3, "accumulate: 3: "),
-        ("zbv", {"stages_per_device": 4}, 8, 8, "stages_per_device: 4: "),
-        ("gpipe", {"stages_per_device": 2}, 4, 4, "stages_per_device: 2: "),
-        ("zb_h1", {"activation_limit": 2}, 4, 4, "method_args: activation_limit: 2: "),
-        ("rows", {}, 4, 4, "method_args: file: "),
-        ("rows", {"file": "no/such.csv"}, 4, 4, "no/such.csv: "),
-    ],
-)
+@pytest.mark.parametrize("name, args, stages, microbatches, key", [
+    ("zbv", {}, 3, 4, "stages: 3: "),
+    ("interleaved_1f1b", {"stages_per_device": 3}, 4, 4, "stages: 4: "),
+    ("interleaved_1f1b", {"stages_per_device": 2}, 8, 9, "accumulate: 9: "),
+    ("dualpipe_v", {}, 4, 3, "accumulate: 3: "),
+    ("zbv", {"stages_per_device": 4}, 8, 8, "stages_per_device: 4: "),
+    ("gpipe", {"stages_per_device": 2}, 4, 4, "stages_per_device: 2: "),
+    ("zb_h1", {"activation_limit": 2}, 4, 4, "method_args: activation_limit: 2: "),
+    ("rows", {}, 4, 4, "method_args: file: "),
+    ("rows", {"file": "no/such.csv"}, 4, 4, "no/such.csv: "),
+])  # fmt: skip
 def test_impossible_sizes_and_arguments_are_refused(
     name: str, args: Dict[str, Any], stages: int, microbatches: int, key: str
 ) -> None:

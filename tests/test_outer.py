@@ -172,22 +172,19 @@ def test_an_optimizers_own_entries_stay() -> None:
     assert list(optimizer.state[weight]) == ["outer_velocity", "replicas"]
 
 
-@pytest.mark.parametrize(
-    "method, args, keys, place",
-    [
-        ("local_sgd", {"local_steps": 4, "outer": {}}, {"steps": 9}, "method_args.outer: "),
-        ("local_sgd", {"local_steps": 4, "outer": {"fragments": 3}}, {"steps": 8}, "method_args.local_steps: 4: "),
-        ("local_sgd", {"local_steps": 9, "outer": {"fragments": 9}}, {"steps": 9}, "method_args.outer.fragments: 9: "),
-        ("local_sgd", {"local_steps": 4, "outer": {"fragments": 2, "delay": 2}}, {"steps": 8}, "method_args.outer.delay: 2: "),
-        ("local_sgd", {"local_steps": 4, "outer": {"offset": 1}}, {"steps": 8}, "method_args.outer.offset: 1: "),
-        ("local_sgd", {"outer": {"mix": 1.5}}, {}, "method_args.outer.mix: 1.5: "),
-        ("local_sgd", {"outer": {"momentum": 0}}, {}, "method_args.outer.nesterov: "),
-        ("local_sgd", {"outer": {"fragments": 0}}, {}, "method_args.outer.fragments: 0: "),
-        ("pipedream", {"outer": {}}, {}, "method_args.outer: "),
-        ("local_sgd", {"replicas": 2, "local_steps": 12000, "outer": {"fragments": 2}}, {"steps": 12000,
-         "checkpoint": None}, "method_args.local_steps: 12000: "),
-    ],
-)
+@pytest.mark.parametrize("method, args, keys, place", [
+    ("local_sgd", {"local_steps": 4, "outer": {}}, {"steps": 9}, "method_args.outer: "),
+    ("local_sgd", {"local_steps": 4, "outer": {"fragments": 3}}, {"steps": 8}, "method_args.local_steps: 4: "),
+    ("local_sgd", {"local_steps": 9, "outer": {"fragments": 9}}, {"steps": 9}, "method_args.outer.fragments: 9: "),
+    ("local_sgd", {"local_steps": 4, "outer": {"fragments": 2, "delay": 2}}, {"steps": 8}, "method_args.outer.delay: 2: "),
+    ("local_sgd", {"local_steps": 4, "outer": {"offset": 1}}, {"steps": 8}, "method_args.outer.offset: 1: "),
+    ("local_sgd", {"outer": {"mix": 1.5}}, {}, "method_args.outer.mix: 1.5: "),
+    ("local_sgd", {"outer": {"momentum": 0}}, {}, "method_args.outer.nesterov: "),
+    ("local_sgd", {"outer": {"fragments": 0}}, {}, "method_args.outer.fragments: 0: "),
+    ("pipedream", {"outer": {}}, {}, "method_args.outer: "),
+    ("local_sgd", {"replicas": 2, "local_steps": 12000, "outer": {"fragments": 2}}, {"steps": 12000,
+     "checkpoint": None}, "method_args.local_steps: 12000: "),
+])  # fmt: skip
 def test_what_cannot_be_is_refused(
     method: str, args: Any, keys: Any, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

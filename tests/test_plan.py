@@ -367,17 +367,14 @@ def test_local_methods_are_planned_and_written(name: str, asked: List[str], caps
         assert list(written.method_args.blocks) == best["stages"]
 
 
-@pytest.mark.parametrize(
-    "arguments, said",
-    [
-        ([], "--hardware: missing"),
-        (["--hardware", "v100"], "--hardware: v100: must be one of"),
-        (["--hardware", "v100x8", "--devices", "0"], "--devices: 0: must be"),
-        (["--hardware", "v100x8", "--methods", "pipedrem"], "--methods: pipedrem: must be of"),
-        (["--hardware", "v100x8", "--precision", "int8"], "--precision: int8: must be one of"),
-        (["--hardware", "v100x8", "--devices", "2", "--memory", "1kB"], "no configuration fits v100x8"),
-    ],
-)
+@pytest.mark.parametrize("arguments, said", [
+    ([], "--hardware: missing"),
+    (["--hardware", "v100"], "--hardware: v100: must be one of"),
+    (["--hardware", "v100x8", "--devices", "0"], "--devices: 0: must be"),
+    (["--hardware", "v100x8", "--methods", "pipedrem"], "--methods: pipedrem: must be of"),
+    (["--hardware", "v100x8", "--precision", "int8"], "--precision: int8: must be one of"),
+    (["--hardware", "v100x8", "--devices", "2", "--memory", "1kB"], "no configuration fits v100x8"),
+])  # fmt: skip
 def test_bad_input_is_told(arguments: List[str], said: str, capsys: Any) -> None:
     assert any(said in fault for fault in list_faults(run, capsys, *arguments))
 

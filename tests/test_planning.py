@@ -29,16 +29,13 @@ def config(**keys: Any) -> Any:
     )
 
 
-@pytest.mark.parametrize(
-    "keys",
-    [
-        {"gradient_accumulation": 4, "optimizer": {"name": "adam", "lr": 0.1}},
-        {"method": "pipedream", "stages": 3, "precision": "float64"},
-        {"method": "local_greedy"},
-        {"method": "local_chunked", "method_args": {"blocks": 2}},
-        {"method": "local_overlapping"},
-    ],
-)
+@pytest.mark.parametrize("keys", [
+    {"gradient_accumulation": 4, "optimizer": {"name": "adam", "lr": 0.1}},
+    {"method": "pipedream", "stages": 3, "precision": "float64"},
+    {"method": "local_greedy"},
+    {"method": "local_chunked", "method_args": {"blocks": 2}},
+    {"method": "local_overlapping"},
+])  # fmt: skip
 def test_shapes_tell_what_the_numbers_do(keys: Any) -> None:
     shapes, numbers = build_for_planning(config(**keys)), build(config(**keys))
     assert shapes.example[0].is_meta and not numbers.example[0].is_meta

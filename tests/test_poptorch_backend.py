@@ -599,14 +599,11 @@ class Unfaithful(nn.Module):
         return x
 
 
-@pytest.mark.parametrize(
-    ("what", "said"),
-    [
-        ("function", "model: Own: .*never calls its backward"),
-        ("counter", "model: 0.seen: training writes an integer buffer"),
-        ("no_grad", r"model: mean in 0.*: torch.no_grad\(\) has no effect inside a forward"),
-    ],
-)
+@pytest.mark.parametrize("what, said", [
+    ("function", "model: Own: .*never calls its backward"),
+    ("counter", "model: 0.seen: training writes an integer buffer"),
+    ("no_grad", r"model: mean in 0.*: torch.no_grad\(\) has no effect inside a forward"),
+])  # fmt: skip
 def test_what_poptorch_would_compute_otherwise_is_refused_by_name(poptorch: Any, what: str, said: str) -> None:
     def unfaithful(what: str) -> nn.Module:
         return nn.Sequential(Unfaithful(what), nn.Linear(12, 4))

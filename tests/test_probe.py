@@ -56,18 +56,14 @@ def _weight_norm() -> nn.Module:
     return nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 6, 3))
 
 
-@pytest.mark.parametrize(
-    "model, guilty",
-    [
-        (nn.Sequential(nn.Conv2d(3, 3, 1), Times()), ["1.weight"]),
-        (Cast(), ["inner.2.weight"]),
-        (
-            nn.Sequential(nn.Conv2d(3, 6, 3), nn.InstanceNorm2d(6, affine=True), nn.Flatten(), nn.Linear(216, 4)),
-            ["1.weight"],
-        ),
-    ],
-    ids=["product", "autocast", "instance norm"],
-)
+@pytest.mark.parametrize("model, guilty", [
+    (nn.Sequential(nn.Conv2d(3, 3, 1), Times()), ["1.weight"]),
+    (Cast(), ["inner.2.weight"]),
+    (
+        nn.Sequential(nn.Conv2d(3, 6, 3), nn.InstanceNorm2d(6, affine=True), nn.Flatten(), nn.Linear(216, 4)),
+        ["1.weight"],
+    ),
+], ids=["product", "autocast", "instance norm"])  # fmt: skip
 def test_derived_weights_are_named(model: nn.Module, guilty: Any) -> None:
     found = observe(model, IMAGES).derived
     assert found == guilty

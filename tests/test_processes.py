@@ -437,17 +437,14 @@ def test_what_is_forgotten_is_zero_while_shapes_are_looked_at() -> None:
     assert bool(layer.weight.isnan().all()) and bool(layer.bias.isnan().all())
 
 
-@pytest.mark.parametrize(
-    "how, told",
-    [
-        (["method=pipemare", "method_args.constant_delay={updates: 2}"], "delays that are not the pipeline's own"),
-        (["method=gpipe", "clip={norm: 1.0, scope: delayed_global}"], "use scope: global"),
-        (["method=pipedream", "stages=1"], "at most 1 device"),
-        (["method=zbv", "stages=2"], "error: stages: 2: "),
-        (["method=dualpipe_v", "stages=4", "gradient_accumulation=3"], "error: gradient_accumulation: 3: "),
-        (["method=interleaved_1f1b", "stages=8", "stages_per_device=4"], "error: stages: 8: "),  # they divide modules
-    ],
-)
+@pytest.mark.parametrize("how, told", [
+    (["method=pipemare", "method_args.constant_delay={updates: 2}"], "delays that are not the pipeline's own"),
+    (["method=gpipe", "clip={norm: 1.0, scope: delayed_global}"], "use scope: global"),
+    (["method=pipedream", "stages=1"], "at most 1 device"),
+    (["method=zbv", "stages=2"], "error: stages: 2: "),
+    (["method=dualpipe_v", "stages=4", "gradient_accumulation=3"], "error: gradient_accumulation: 3: "),
+    (["method=interleaved_1f1b", "stages=8", "stages_per_device=4"], "error: stages: 8: "),  # they divide modules
+])  # fmt: skip
 def test_what_makes_no_sense_on_processes_is_refused(how: List[str], told: str, tmp_path: Path) -> None:
     code, _, error = run(2, tmp_path / "run", "stages=2", *how)
     lines = [line for line in error.splitlines() if line.startswith("error: ")]

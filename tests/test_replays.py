@@ -117,15 +117,12 @@ def until_update(emulator: Emulator):  # type: ignore[no-untyped-def]
             return
 
 
-@pytest.mark.parametrize(
-    "model, stashes, every, count",
-    [
-        ("mlp", False, 1, 530),  # more than one window
-        ("mlp", True, 3, 90),
-        ("residual", True, 1, 60),
-        ("residual", False, 3, 60),
-    ],
-)
+@pytest.mark.parametrize("model, stashes, every, count", [
+    ("mlp", False, 1, 530),  # more than one window
+    ("mlp", True, 3, 90),
+    ("residual", True, 1, 60),
+    ("residual", False, 3, 60),
+])  # fmt: skip
 def test_updates_of_single_stages_are_those_of_the_literal_replay(
     model: str, stashes: bool, every: int, count: int
 ) -> None:
@@ -153,16 +150,13 @@ def plan(replays: List[Stated], reach: int = 3) -> ReplayPlan:
 GOOD = [Stated(4, [0, 0], [0, 0], [1]), Stated(2, [0, 1], [0, 1], [0]), Stated(3, [0, 1], [1, 1], [0, 1])]
 
 
-@pytest.mark.parametrize(
-    "number, wrong, said",
-    [
-        (1, Stated(2, [0, 2], [0, 2], [0]), "replay 1: forward of microbatch 2, stage 1: version 2: must be from 0 to 1"),
-        (2, Stated(3, [0, 1], [2, 1], []), "replay 2: backward of microbatch 3, stage 0: version 2: must be from 0 to 1"),
-        (2, Stated(3, [1, 1], [0, 1], []), "replay 2: backward of microbatch 3, stage 0: version 0: must be from 1 to 1"),
-        (0, Stated(4, [0, -1], [0, 0], [1]), "replay 0: forward of microbatch 4, stage 1: version -1: must be from 0 to 0"),
-        (1, Stated(2, [0, 1], [0, 1], []), "replay 2: backward of microbatch 3, stage 0: version 1: must be from 0 to 0"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("number, wrong, said", [
+    (1, Stated(2, [0, 2], [0, 2], [0]), "replay 1: forward of microbatch 2, stage 1: version 2: must be from 0 to 1"),
+    (2, Stated(3, [0, 1], [2, 1], []), "replay 2: backward of microbatch 3, stage 0: version 2: must be from 0 to 1"),
+    (2, Stated(3, [1, 1], [0, 1], []), "replay 2: backward of microbatch 3, stage 0: version 0: must be from 1 to 1"),
+    (0, Stated(4, [0, -1], [0, 0], [1]), "replay 0: forward of microbatch 4, stage 1: version -1: must be from 0 to 0"),
+    (1, Stated(2, [0, 1], [0, 1], []), "replay 2: backward of microbatch 3, stage 0: version 1: must be from 0 to 0"),
+])  # fmt: skip
 def test_a_read_of_what_no_earlier_replay_has_made_is_refused_in_one_line(number: int, wrong: Stated, said: str) -> None:
     good, replays = plan(list(GOOD)), list(GOOD)
     assert [good.replay(i).updates.tolist() for i in range(3)] == [[1], [0], [0, 1]]

@@ -86,24 +86,21 @@ def test_two_stages_of_a_device_may_share_a_step_that_holds_both() -> None:
     assert schedule.busy_share() == 12 / (2 * 9 * 2)
 
 
-@pytest.mark.parametrize(
-    ("rows", "placement", "message"),
-    [
-        ([["F0", "B0@0"]], (0, 0), "rows: device 0: F0: "),
-        ([["F0@1", "B0@0"], ["F0@1", "B0"]], (0, 1), "rows: stage 0: F0 on stage 1: belongs to another row"),
-        ([["F0@2"], []], (0, 0, 1), "rows: device 0: F0 on stage 2: belongs to another row"),
-        ([["F0"]], (0, 1), "rows: placement: stage 1: device 1: there are rows of 1 devices"),
-        ([["F0@0"], []], (0, 0), "rows: placement: device 1: has no stage"),
-        ([["F0@0", "F0@1", "B0@1"]], (0, 0), "rows: B0 on stage 0: appears 0 times"),
-        ([["F0@0", "B0@0", "F0@1", "B0@1"]], (0, 0), "B0 on stage 0 waits for B0 on stage 1, which waits for B0 on stage 0"),
-        ([["F0@", "B0"]], (), "rows: stage 0: F0@: must be F, B, I or W and a microbatch"),
-        ([["F0", "I0", "W0", "B0"]], (), "rows: B0 on stage 0: appears 1 times"),
-        ([["F0", "I0"]], (), "rows: W0 on stage 0: appears 0 times"),
-        ([["F0", "W0", "I0"]], (), "W0 on stage 0 waits for I0 on stage 0, which waits for W0 on stage 0 (before it in"),
-        ([[Action(Kind.RECOMPUTE, 0, 0)]], (), "R0 on stage 0: must be a forward or a backward"),
-        ([[Action(Kind.FORWARD, 0, 0, replica=1)]], (), "F0 on stage 0 of replica 1: "),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("rows, placement, message", [
+    ([["F0", "B0@0"]], (0, 0), "rows: device 0: F0: "),
+    ([["F0@1", "B0@0"], ["F0@1", "B0"]], (0, 1), "rows: stage 0: F0 on stage 1: belongs to another row"),
+    ([["F0@2"], []], (0, 0, 1), "rows: device 0: F0 on stage 2: belongs to another row"),
+    ([["F0"]], (0, 1), "rows: placement: stage 1: device 1: there are rows of 1 devices"),
+    ([["F0@0"], []], (0, 0), "rows: placement: device 1: has no stage"),
+    ([["F0@0", "F0@1", "B0@1"]], (0, 0), "rows: B0 on stage 0: appears 0 times"),
+    ([["F0@0", "B0@0", "F0@1", "B0@1"]], (0, 0), "B0 on stage 0 waits for B0 on stage 1, which waits for B0 on stage 0"),
+    ([["F0@", "B0"]], (), "rows: stage 0: F0@: must be F, B, I or W and a microbatch"),
+    ([["F0", "I0", "W0", "B0"]], (), "rows: B0 on stage 0: appears 1 times"),
+    ([["F0", "I0"]], (), "rows: W0 on stage 0: appears 0 times"),
+    ([["F0", "W0", "I0"]], (), "W0 on stage 0 waits for I0 on stage 0, which waits for W0 on stage 0 (before it in"),
+    ([[Action(Kind.RECOMPUTE, 0, 0)]], (), "R0 on stage 0: must be a forward or a backward"),
+    ([[Action(Kind.FORWARD, 0, 0, replica=1)]], (), "F0 on stage 0 of replica 1: "),
+])  # fmt: skip
 def test_rows_that_name_no_schedule_are_refused(rows: Any, placement: Tuple[int, ...], message: str) -> None:
     with pytest.raises(BadInput) as refused:
         from_rows(rows, 1, placement=placement)

@@ -498,50 +498,44 @@ def test_hogwild_without_mean_takes_the_pipelines_lags() -> None:
 # ---- refusals
 
 
-@pytest.mark.parametrize(
-    "method, args, kind, options, said",
-    [
-        (PB, {"spike_compensation": SC}, "adamw", {}, "velocity of SGD"),
-        (PB, {"weight_prediction": WP}, "adam", {}, "use form: difference"),
-        (PB, {"weight_prediction": WP}, "sgd", {}, "must be above 0"),
-        (PB, {"weight_prediction": WP}, "sgd", {"momentum": 0.9, "nesterov": True}, "without nesterov"),
-        (PB, {"spike_compensation": SC}, "sgd", {"momentum": 0.9, "dampening": 0.1}, "without dampening"),
-        ("pipemare", {"t2": {"decay": 0.1}, "stash": True}, "sgd", {}, "same weights"),
-        ("pipedream", {"t2": {"decay": 0.1}}, "sgd", {}, "same weights"),
-        (PB, {"t2": {"decay": 0.1}, "weight_prediction": WPW}, "sgd", {}, "same discrepancy"),
-        (PB, {"recompute": {"segments": 2}, "weight_prediction": WPW}, "sgd", {}, "cannot be combined with recompute"),
-        ("spectrain", {"weight_prediction": WPW}, "sgd", {"momentum": 0.9}, "by itself"),
-        ("spectrain", {}, "adamw", {}, "velocity of SGD"),
-        ("spectrain", {"delay_compensation": DC}, "sgd", {"momentum": 0.9}, "by itself"),
-        (PB, {"delay_compensation": DC}, "sgd", {}, "set stash: true"),
-        ("pipedream", {"delay_compensation": DC, "weight_prediction": WPW}, "sgd", {}, "same delay"),
-        ("pipedream", {"delay_compensation": DC, "split_backward": True}, "sgd", {}, "later updates"),
-        ("gpipe", {"delay_compensation": DC}, "sgd", {}, "no gradient is stale"),
-        (PB, {"weight_prediction": {"form": "optimizer", "scale": 1.0}}, "Muon", {}, "use form: difference"),
-        (PB, {"weight_prediction": {"form": "optimizer", "scale": 1.0}}, "sgd", {}, "optimizer.momentum: 0"),
-        (PB, {"weight_prediction": {"form": "optimizer", "scale": 1.0}}, "adam", {"amsgrad": True}, "optimizer.amsgrad"),
-        (PB, {"error_feedback": {"scale": 1.0}, "spike_compensation": SC}, "sgd", {"momentum": 0.9}, "same delay"),
-        ("gpipe", {"error_feedback": {"scale": 1.0}}, "sgd", {}, "no gradient is stale"),
-        ("gpipe", {"t1": {"anneal_updates": 3}}, "sgd", {}, "no gradient is stale"),
-        ("gpipe", {"warmup": {"epochs": 1}}, "sgd", {}, "no gradient is stale"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("method, args, kind, options, said", [
+    (PB, {"spike_compensation": SC}, "adamw", {}, "velocity of SGD"),
+    (PB, {"weight_prediction": WP}, "adam", {}, "use form: difference"),
+    (PB, {"weight_prediction": WP}, "sgd", {}, "must be above 0"),
+    (PB, {"weight_prediction": WP}, "sgd", {"momentum": 0.9, "nesterov": True}, "without nesterov"),
+    (PB, {"spike_compensation": SC}, "sgd", {"momentum": 0.9, "dampening": 0.1}, "without dampening"),
+    ("pipemare", {"t2": {"decay": 0.1}, "stash": True}, "sgd", {}, "same weights"),
+    ("pipedream", {"t2": {"decay": 0.1}}, "sgd", {}, "same weights"),
+    (PB, {"t2": {"decay": 0.1}, "weight_prediction": WPW}, "sgd", {}, "same discrepancy"),
+    (PB, {"recompute": {"segments": 2}, "weight_prediction": WPW}, "sgd", {}, "cannot be combined with recompute"),
+    ("spectrain", {"weight_prediction": WPW}, "sgd", {"momentum": 0.9}, "by itself"),
+    ("spectrain", {}, "adamw", {}, "velocity of SGD"),
+    ("spectrain", {"delay_compensation": DC}, "sgd", {"momentum": 0.9}, "by itself"),
+    (PB, {"delay_compensation": DC}, "sgd", {}, "set stash: true"),
+    ("pipedream", {"delay_compensation": DC, "weight_prediction": WPW}, "sgd", {}, "same delay"),
+    ("pipedream", {"delay_compensation": DC, "split_backward": True}, "sgd", {}, "later updates"),
+    ("gpipe", {"delay_compensation": DC}, "sgd", {}, "no gradient is stale"),
+    (PB, {"weight_prediction": {"form": "optimizer", "scale": 1.0}}, "Muon", {}, "use form: difference"),
+    (PB, {"weight_prediction": {"form": "optimizer", "scale": 1.0}}, "sgd", {}, "optimizer.momentum: 0"),
+    (PB, {"weight_prediction": {"form": "optimizer", "scale": 1.0}}, "adam", {"amsgrad": True}, "optimizer.amsgrad"),
+    (PB, {"error_feedback": {"scale": 1.0}, "spike_compensation": SC}, "sgd", {"momentum": 0.9}, "same delay"),
+    ("gpipe", {"error_feedback": {"scale": 1.0}}, "sgd", {}, "no gradient is stale"),
+    ("gpipe", {"t1": {"anneal_updates": 3}}, "sgd", {}, "no gradient is stale"),
+    ("gpipe", {"warmup": {"epochs": 1}}, "sgd", {}, "no gradient is stale"),
+])  # fmt: skip
 def test_rules_are_refused_with_the_reason(method: str, args: Any, kind: str, options: Any, said: str) -> None:
     faults = list_conflicts(args, resolve_method(method, args), kind, options)
     assert any(said in fault for fault in faults), faults
 
 
-@pytest.mark.parametrize(
-    "method, args, said",
-    [
-        ("pipemare", {"hogwild": {"max": 3}, "constant_delay": {"updates": 2}}, "cannot be combined"),
-        ("pipemare", {"recompute": {"segments": 2}, "stash": True}, "recompute: true"),
-        ("pipemare", {"recompute": {"segments": 2}, "schedule": "1f1b"}, "dataflow"),
-        ("gpipe", {"hogwild": {"max": 3}}, "drains the pipeline"),
-        ("pipedream_2bw", {"constant_delay": {"updates": 3}}, "two weight versions"),
-        ("spectrain", {"stash": True}, "predicts"),
-    ],
-)
+@pytest.mark.parametrize("method, args, said", [
+    ("pipemare", {"hogwild": {"max": 3}, "constant_delay": {"updates": 2}}, "cannot be combined"),
+    ("pipemare", {"recompute": {"segments": 2}, "stash": True}, "recompute: true"),
+    ("pipemare", {"recompute": {"segments": 2}, "schedule": "1f1b"}, "dataflow"),
+    ("gpipe", {"hogwild": {"max": 3}}, "drains the pipeline"),
+    ("pipedream_2bw", {"constant_delay": {"updates": 3}}, "two weight versions"),
+    ("spectrain", {"stash": True}, "predicts"),
+])  # fmt: skip
 def test_axes_are_refused_with_the_reason(method: str, args: Any, said: str) -> None:
     with pytest.raises(BadInput, match=said):
         resolve_method(method, args)

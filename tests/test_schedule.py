@@ -211,18 +211,15 @@ def replace_runs(part: Stretch, runs: np.ndarray) -> Stretch:
     return Stretch(part.first_slot, part.first_microbatch, part.repeats, part.slots, part.microbatches, runs)
 
 
-@pytest.mark.parametrize(
-    ("name", "stage", "kind", "changes", "message"),
-    [
-        ("pipedream", 1, 0, {"first_slot": -1}, "F0 on stage 1 is in slot 0, but needs F0 on stage 0"),
-        ("gpipe", 0, 1, {"first_slot": -1}, "B0 on stage 0 is in slot 6, but needs B0 on stage 1, which is in slot 6"),
-        ("gpipe", 2, 1, {"first_slot": -1}, "stage 2 has two actions in slot 4"),
-        ("pipelined_backprop", 2, 1, {"first_slot": -1}, "B0 on stage 2 is in slot 1, but needs F0 on stage 2"),
-        ("pipedream", 0, 0, {"count": -1}, "F2 on stage 0 is missing or double"),
-        ("gpipe", 0, 1, {"first_slot": 1}, "B0 on stage 0"),
-        ("pipedream", 2, 1, {"slot_step": -1}, "B5 on stage 2 is in slot 8, but needs F5 on stage 2, which is in slot"),
-    ],
-)
+@pytest.mark.parametrize("name, stage, kind, changes, message", [
+    ("pipedream", 1, 0, {"first_slot": -1}, "F0 on stage 1 is in slot 0, but needs F0 on stage 0"),
+    ("gpipe", 0, 1, {"first_slot": -1}, "B0 on stage 0 is in slot 6, but needs B0 on stage 1, which is in slot 6"),
+    ("gpipe", 2, 1, {"first_slot": -1}, "stage 2 has two actions in slot 4"),
+    ("pipelined_backprop", 2, 1, {"first_slot": -1}, "B0 on stage 2 is in slot 1, but needs F0 on stage 2"),
+    ("pipedream", 0, 0, {"count": -1}, "F2 on stage 0 is missing or double"),
+    ("gpipe", 0, 1, {"first_slot": 1}, "B0 on stage 0"),
+    ("pipedream", 2, 1, {"slot_step": -1}, "B5 on stage 2 is in slot 8, but needs F5 on stage 2, which is in slot"),
+])  # fmt: skip
 def test_schedules_that_cannot_run_are_refused_naming_the_action(
     name: str, stage: int, kind: int, changes: Dict[str, int], message: str
 ) -> None:
@@ -321,20 +318,17 @@ def test_backwards_in_reverse_order_update_once_the_batch_is_complete() -> None:
     assert schedule.max_in_flight().tolist() == [3, 3]
 
 
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
-        ([["F0", "B0", "F1", "B1"], ["F0", "F1", "B0", "B1"]], "B0 on stage 0 waits for B0 on stage 1, which waits for F1"),
-        ([["B0", "F0"]], "B0 on stage 0 waits for F0 on stage 0, which waits for B0 on stage 0 (before it in its row)"),
-        ([["F0", "B0"], ["F0"]], "rows: B0 on stage 1: appears 0 times"),
-        ([["F0", "F0", "B0"]], "rows: F0 on stage 0: appears 2 times"),
-        ([["F0", "X0"]], "rows: stage 0: X0: must be F, B, I or W and a microbatch"),
-        ([[Action(Kind.FORWARD, 0, 1)]], "rows: stage 0: F0 on stage 1: belongs to another row"),
-        ([[Action(Kind.UPDATE, 0, 0)]], "rows: stage 0: U0 on stage 0: updates follow from accumulate"),
-        ([["F0", "F1", "B1", "B0"]], "U0 on stage 0 would come after U1"),
-        ([], "needs a stage and a microbatch"),
-    ],
-)
+@pytest.mark.parametrize("rows, message", [
+    ([["F0", "B0", "F1", "B1"], ["F0", "F1", "B0", "B1"]], "B0 on stage 0 waits for B0 on stage 1, which waits for F1"),
+    ([["B0", "F0"]], "B0 on stage 0 waits for F0 on stage 0, which waits for B0 on stage 0 (before it in its row)"),
+    ([["F0", "B0"], ["F0"]], "rows: B0 on stage 1: appears 0 times"),
+    ([["F0", "F0", "B0"]], "rows: F0 on stage 0: appears 2 times"),
+    ([["F0", "X0"]], "rows: stage 0: X0: must be F, B, I or W and a microbatch"),
+    ([[Action(Kind.FORWARD, 0, 1)]], "rows: stage 0: F0 on stage 1: belongs to another row"),
+    ([[Action(Kind.UPDATE, 0, 0)]], "rows: stage 0: U0 on stage 0: updates follow from accumulate"),
+    ([["F0", "F1", "B1", "B0"]], "U0 on stage 0 would come after U1"),
+    ([], "needs a stage and a microbatch"),
+])  # fmt: skip
 def test_rows_that_cannot_run_are_refused(rows: List[List[str]], message: str) -> None:
     with pytest.raises(BadInput) as refused:
         from_rows(rows, 1)
@@ -398,20 +392,17 @@ def test_capped_1f1b_holds_fewer_microbatches_in_the_same_time() -> None:
     assert made["1f1b"].slot_count == made["1f1b_capped"].slot_count
 
 
-@pytest.mark.parametrize(
-    ("name", "args", "message"),
-    [
-        ("pipdream", {}, "method: pipdream: .* did you mean pipedream?"),
-        ("gpipe", {"stash": True}, "method_args.stash: True: "),
-        ("pipedream_2bw", {"schedule": "dataflow"}, "method_args.schedule: dataflow: "),
-        ("pipedream", {"turn": 1}, "method_args.turn: 1: "),
-        ("pipemare", {"turn": 2}, "method_args.turn: 2: "),
-        ("pipemare", {"turn": True}, "method_args.turn: true: "),
-        ("pipemare", {"schedule": "gpipe"}, "method_args.schedule: gpipe: "),
-        ("pipemare", {"stash": "yes"}, "method_args.stash: yes: "),
-        ("pipedream", {"stages_per_device": 0}, "stages_per_device: 0: "),
-    ],
-)
+@pytest.mark.parametrize("name, args, message", [
+    ("pipdream", {}, "method: pipdream: .* did you mean pipedream?"),
+    ("gpipe", {"stash": True}, "method_args.stash: True: "),
+    ("pipedream_2bw", {"schedule": "dataflow"}, "method_args.schedule: dataflow: "),
+    ("pipedream", {"turn": 1}, "method_args.turn: 1: "),
+    ("pipemare", {"turn": 2}, "method_args.turn: 2: "),
+    ("pipemare", {"turn": True}, "method_args.turn: true: "),
+    ("pipemare", {"schedule": "gpipe"}, "method_args.schedule: gpipe: "),
+    ("pipemare", {"stash": "yes"}, "method_args.stash: yes: "),
+    ("pipedream", {"stages_per_device": 0}, "stages_per_device: 0: "),
+])  # fmt: skip
 def test_methods_refuse_with_the_reason(name: str, args: Dict[str, object], message: str) -> None:
     with pytest.raises(BadInput, match=message):
         ipu_pipe.resolve_method(name, args)

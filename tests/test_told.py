@@ -112,16 +112,13 @@ def test_steps_beside_epochs_say_which_counts(run_tool: Any) -> None:  # noqa: F
 ALONE = "stages: one stage: there is nothing to pipeline, "
 
 
-@pytest.mark.parametrize(
-    "keys, told",
-    [
-        (["method=gpipe", "stages=1"], True),
-        (["method=pipedream", "stages=1"], True),
-        (["method=pipedream", "stages=2"], False),
-        (["method=pipemare", "stages=1", "method_args={constant_delay: {updates: 2}}"], False),
-        (["method=last_layers", "stages=1", "method_args={layers: 1}"], False),
-    ],
-)
+@pytest.mark.parametrize("keys, told", [
+    (["method=gpipe", "stages=1"], True),
+    (["method=pipedream", "stages=1"], True),
+    (["method=pipedream", "stages=2"], False),
+    (["method=pipemare", "stages=1", "method_args={constant_delay: {updates: 2}}"], False),
+    (["method=last_layers", "stages=1", "method_args={layers: 1}"], False),
+])  # fmt: skip
 def test_one_stage_under_a_pipelines_method_is_told(keys: List[str], told: bool) -> None:
     assert (ALONE in format_opening(build(config(*keys)))) == told
 
@@ -148,16 +145,13 @@ def test_a_run_that_diverges_says_stage_rule_and_remedy(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "keys, told",
-    [
-        (["method=gpipe"], "no rule against staleness helps; clip: {norm: ...} may help"),
-        (["method=gpipe", "clip={norm: 1e18}"], "no rule against staleness helps"),
-        (["method=local_greedy"], "; no stage reads stale weights in this run, so"),
-        (["method=pipemare", "method_args={warmup: {epochs: 1}}"], "; no stage reads stale weights in this run, so"),
-        (["method=pipedream", "optimizer={name: adam, momentum: null}"], "1 update stale): method_args: {t1: {}} lowers"),
-    ],
-)
+@pytest.mark.parametrize("keys, told", [
+    (["method=gpipe"], "no rule against staleness helps; clip: {norm: ...} may help"),
+    (["method=gpipe", "clip={norm: 1e18}"], "no rule against staleness helps"),
+    (["method=local_greedy"], "; no stage reads stale weights in this run, so"),
+    (["method=pipemare", "method_args={warmup: {epochs: 1}}"], "; no stage reads stale weights in this run, so"),
+    (["method=pipedream", "optimizer={name: adam, momentum: null}"], "1 update stale): method_args: {t1: {}} lowers"),
+])  # fmt: skip
 def test_of_other_runs_it_says_what_it_can(keys: List[str], told: str, tmp_path: Path) -> None:
     assert told in fault(tmp_path / "run", *keys)
 

@@ -98,23 +98,20 @@ def test_method_arguments_reach_the_schedule(run: Run) -> None:
     assert drained["forward_version"][0][4] == 4
 
 
-@pytest.mark.parametrize(
-    ("arguments", "errors"),
-    [
-        (["pipdream", "--stages", "2", "--microbatches", "2"], ["method: pipdream: "]),
-        (["gpipe", "--stages", "0", "--microbatches", "-3"], ["stages: 0: must be", "microbatches: -3: must be"]),
-        (["pipedream_2bw", "--stages", "4", "--microbatches", "8", "--accumulate", "3"], ["accumulate: 3: pipedream"]),
-        (["pipedream", "--stages", "2", "--microbatches", "2", "--accumulate", "0"], ["accumulate: 0: "]),
-        (["gpipe", "--stages", "two", "--microbatches", "2"], ["--stages: "]),
-        (["gpipe", "--stages", "2"], ["the following arguments are required: --microbatches"]),
-        (["gpipe", "--stages", "2", "--microbatches", "2", "--format", "xml"], ["--format: "]),
-        (["gpipe", "--stages", "2", "--microbatches", "2", "--stash", "true"], ["method_args: stash: True: "]),
-        (["pipedream", "--stages", "2", "--microbatches", "3", "--format", "csv"], ["format: csv: PyTorch"]),
-        (["pipemare", "--stages", "2", "--microbatches", "3", "--drains", "9"], ["drains: 9: must be a multiple"]),
-        (["pipemare", "--stages", "2", "--microbatches", "3", "--slots", "50:60"], ["--slots: 50:60: the schedule"]),
-        (["pipemare", "--stages", "2", "--microbatches", "3", "--slots", "5"], ["--slots: "]),
-    ],
-)
+@pytest.mark.parametrize("arguments, errors", [
+    (["pipdream", "--stages", "2", "--microbatches", "2"], ["method: pipdream: "]),
+    (["gpipe", "--stages", "0", "--microbatches", "-3"], ["stages: 0: must be", "microbatches: -3: must be"]),
+    (["pipedream_2bw", "--stages", "4", "--microbatches", "8", "--accumulate", "3"], ["accumulate: 3: pipedream"]),
+    (["pipedream", "--stages", "2", "--microbatches", "2", "--accumulate", "0"], ["accumulate: 0: "]),
+    (["gpipe", "--stages", "two", "--microbatches", "2"], ["--stages: "]),
+    (["gpipe", "--stages", "2"], ["the following arguments are required: --microbatches"]),
+    (["gpipe", "--stages", "2", "--microbatches", "2", "--format", "xml"], ["--format: "]),
+    (["gpipe", "--stages", "2", "--microbatches", "2", "--stash", "true"], ["method_args: stash: True: "]),
+    (["pipedream", "--stages", "2", "--microbatches", "3", "--format", "csv"], ["format: csv: PyTorch"]),
+    (["pipemare", "--stages", "2", "--microbatches", "3", "--drains", "9"], ["drains: 9: must be a multiple"]),
+    (["pipemare", "--stages", "2", "--microbatches", "3", "--slots", "50:60"], ["--slots: 50:60: the schedule"]),
+    (["pipemare", "--stages", "2", "--microbatches", "3", "--slots", "5"], ["--slots: "]),
+])  # fmt: skip
 def test_bad_input_is_told_in_one_line_a_fault(run: Run, arguments: List[str], errors: List[str]) -> None:
     done = run(*arguments)
     assert done.returncode == 2 and done.stdout == ""
@@ -124,17 +121,14 @@ def test_bad_input_is_told_in_one_line_a_fault(run: Run, arguments: List[str], e
         assert line.startswith("error: " + error)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "key"),
-    [
-        (["pipedream", "--stages", 2**31, "--microbatches", 4], "--stages: 2147483648: "),
-        (["gpipe", "--stages", 4, "--microbatches", 2**31], "--microbatches: 2147483648: "),
-        (["gpipe", "--stages", 4, "--microbatches", 10**6, "--format", "json"], "--microbatches: 1000000: "),
-        (["gpipe", "--stages", 4, "--microbatches", 8, "--slots", f"0:{10**20}"], "--slots: "),
-        (["local_overlapping", "--stages", 4, "--microbatches", 20002, "--accumulate", 2], "steps: 10001 "),
-        (["pipedream", "--stages", 4, "--microbatches", 8, "--work", "1,1"], "--work: 1,1: "),
-    ],
-)
+@pytest.mark.parametrize("arguments, key", [
+    (["pipedream", "--stages", 2**31, "--microbatches", 4], "--stages: 2147483648: "),
+    (["gpipe", "--stages", 4, "--microbatches", 2**31], "--microbatches: 2147483648: "),
+    (["gpipe", "--stages", 4, "--microbatches", 10**6, "--format", "json"], "--microbatches: 1000000: "),
+    (["gpipe", "--stages", 4, "--microbatches", 8, "--slots", f"0:{10**20}"], "--slots: "),
+    (["local_overlapping", "--stages", 4, "--microbatches", 20002, "--accumulate", 2], "steps: 10001 "),
+    (["pipedream", "--stages", 4, "--microbatches", 8, "--work", "1,1"], "--work: 1,1: "),
+])  # fmt: skip
 def test_numbers_with_which_it_would_not_end_are_refused(run: Run, arguments: List[object], key: str) -> None:
     done = run(*arguments)
     assert (done.returncode, done.stdout) == (2, "")

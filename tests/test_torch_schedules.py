@@ -284,14 +284,11 @@ def test_our_rows_run_pytorchs_orders(judged: Tuple[int, Path]) -> None:
         assert is_equal(train(schedule, method), expected), name
 
 
-@pytest.mark.parametrize(
-    ("rows", "layers", "fault"),
-    [
-        ("0F0,0F1,0B1,0B0\n1F1,1F0,1B1,1B0\n", [nn.BatchNorm1d(8)], "forwards"),
-        ("0F0,0F1,0B1,0B0\n1F0,1F1,1B1,1B0\n", [nn.BatchNorm1d(8)], ""),
-        ("0F0,0F1,0B1,0B0\n1F0,1F1,1B1,1B0\n", [], "backwards"),
-    ],
-)
+@pytest.mark.parametrize("rows, layers, fault", [
+    ("0F0,0F1,0B1,0B0\n1F1,1F0,1B1,1B0\n", [nn.BatchNorm1d(8)], "forwards"),
+    ("0F0,0F1,0B1,0B0\n1F0,1F1,1B1,1B0\n", [nn.BatchNorm1d(8)], ""),
+    ("0F0,0F1,0B1,0B0\n1F0,1F1,1B1,1B0\n", [], "backwards"),
+])  # fmt: skip
 def test_rows_out_of_order_are_refused_where_the_model_needs_the_order(
     rows: str, layers: List[nn.Module], fault: str, tmp_path: Path
 ) -> None:

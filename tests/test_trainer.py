@@ -307,17 +307,14 @@ def test_an_evaluation_where_the_pipeline_is_not_empty_is_refused(tmp_path: Path
 # ---- refused
 
 
-@pytest.mark.parametrize(
-    "key, changes",
-    [
-        ("bf16", {"bf16": True}),
-        ("activation_checkpointing", {"activation_checkpointing": True}),
-        ("neftune_noise_alpha", {"neftune_noise_alpha": 5.0}),
-        ("pipeline.replicas", {"pipeline": {"replicas": 2}}),
-        ("pipeline.method", {"pipeline": {"method": "gpype"}}),
-        ("pipeline.backend.name", {"pipeline": {"backend": {"name": "poptorch"}}}),
-    ],
-)
+@pytest.mark.parametrize("key, changes", [
+    ("bf16", {"bf16": True}),
+    ("activation_checkpointing", {"activation_checkpointing": True}),
+    ("neftune_noise_alpha", {"neftune_noise_alpha": 5.0}),
+    ("pipeline.replicas", {"pipeline": {"replicas": 2}}),
+    ("pipeline.method", {"pipeline": {"method": "gpype"}}),
+    ("pipeline.backend.name", {"pipeline": {"backend": {"name": "poptorch"}}}),
+])  # fmt: skip
 def test_what_is_not_supported_is_refused_by_name(key: str, changes: Dict[str, Any], tmp_path: Path) -> None:
     faults = list_faults(make_trainer, tmp_path, **{"method": "gpipe", **changes})
     assert [fault.partition(": ")[0] for fault in faults] == [key]

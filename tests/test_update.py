@@ -130,15 +130,12 @@ def test_a_delayed_global_norm_is_the_newest_that_all_stages_have() -> None:
     assert torch.allclose(p.grad, torch.tensor([0.06, 0.08]))
 
 
-@pytest.mark.parametrize(
-    "made_by, settings",
-    [
-        (torch.optim.SGD, {}), (torch.optim.SGD, {"momentum": 0.9}), (torch.optim.Adam, {}), (torch.optim.AdamW, {}),
-        (torch.optim.Adam, {"amsgrad": True}), (torch.optim.RMSprop, {}), (torch.optim.RMSprop, {"momentum": 0.9}),
-        (torch.optim.RMSprop, {"momentum": 0.9, "centered": True}), (torch.optim.Adagrad, {}), (torch.optim.NAdam, {}),
-        (torch.optim.RAdam, {}), (torch.optim.Adamax, {}), (torch.optim.Adadelta, {}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("made_by, settings", [
+    (torch.optim.SGD, {}), (torch.optim.SGD, {"momentum": 0.9}), (torch.optim.Adam, {}), (torch.optim.AdamW, {}),
+    (torch.optim.Adam, {"amsgrad": True}), (torch.optim.RMSprop, {}), (torch.optim.RMSprop, {"momentum": 0.9}),
+    (torch.optim.RMSprop, {"momentum": 0.9, "centered": True}), (torch.optim.Adagrad, {}), (torch.optim.NAdam, {}),
+    (torch.optim.RAdam, {}), (torch.optim.Adamax, {}), (torch.optim.Adadelta, {}),
+])  # fmt: skip
 def test_moments_are_counted_as_the_optimizer_keeps_them(made_by: Any, settings: Dict[str, Any]) -> None:
     parameter = torch.nn.Parameter(torch.ones(3, 2))
     optimizer = made_by([parameter], lr=0.1, **settings)

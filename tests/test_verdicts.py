@@ -29,22 +29,19 @@ def judged(gaps: List[float], margin: Optional[float] = None) -> str:
     return judge(claim, {"a": dict(enumerate(gaps)), "b": dict.fromkeys(range(len(gaps)), 0.0)}).verdict
 
 
-@pytest.mark.parametrize(
-    ("gaps", "order", "equality"),
-    [
-        ([3.0, 4.0, 5.0], SHOWN, CONTRADICTED),
-        ([-3.0, -4.0, -5.0], CONTRADICTED, CONTRADICTED),
-        ([0.1, -0.1, 0.0], UNDECIDED, SHOWN),
-        ([0.0, 0.0, 0.0], UNDECIDED, SHOWN),
-        ([5.0, -5.0, 0.0], UNDECIDED, UNDECIDED),
-        ([1.2, 0.8, 1.0], SHOWN, UNDECIDED),  # 1 +- 0.115: above 0, and on the margin
-        ([9.0, 9.1], UNDECIDED, UNDECIDED),  # two seeds
-        ([INF, INF, 2.0], SHOWN, CONTRADICTED),  # the other row diverged
-        ([-INF, 1.0, 1.0], UNDECIDED, UNDECIDED),
-        ([INF, INF, math.nan], UNDECIDED, UNDECIDED),  # both did
-        ([], NOT_RUN, NOT_RUN),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("gaps, order, equality", [
+    ([3.0, 4.0, 5.0], SHOWN, CONTRADICTED),
+    ([-3.0, -4.0, -5.0], CONTRADICTED, CONTRADICTED),
+    ([0.1, -0.1, 0.0], UNDECIDED, SHOWN),
+    ([0.0, 0.0, 0.0], UNDECIDED, SHOWN),
+    ([5.0, -5.0, 0.0], UNDECIDED, UNDECIDED),
+    ([1.2, 0.8, 1.0], SHOWN, UNDECIDED),  # 1 +- 0.115: above 0, and on the margin
+    ([9.0, 9.1], UNDECIDED, UNDECIDED),  # two seeds
+    ([INF, INF, 2.0], SHOWN, CONTRADICTED),  # the other row diverged
+    ([-INF, 1.0, 1.0], UNDECIDED, UNDECIDED),
+    ([INF, INF, math.nan], UNDECIDED, UNDECIDED),  # both did
+    ([], NOT_RUN, NOT_RUN),
+])  # fmt: skip
 def test_verdicts_by_the_gaps_of_the_seeds(gaps: List[float], order: str, equality: str) -> None:
     assert (judged(gaps), judged(gaps, margin=1.0)) == (order, equality)
 

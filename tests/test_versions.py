@@ -194,16 +194,13 @@ def test_a_double_buffered_read_of_a_version_not_made_yet_is_refused() -> None:
         VersionTable(early, METHODS["pipedream_2bw"]).window(0, 6)
 
 
-@pytest.mark.parametrize(
-    ("forward", "backward", "newest", "message"),
-    [
-        (-1, 0, 9, "F5 on stage 2 reads a version below 0"),
-        (3, 3, 2, "F5 on stage 2"),
-        (1, 3, 2, "B5 on stage 2"),
-        (2, 1, 9, "B5 on stage 2 reads an older version than its forward"),
-        (1, 6, 9, "B5 on stage 2 reads an update made by its own or a later microbatch"),
-    ],
-)
+@pytest.mark.parametrize("forward, backward, newest, message", [
+    (-1, 0, 9, "F5 on stage 2 reads a version below 0"),
+    (3, 3, 2, "F5 on stage 2"),
+    (1, 3, 2, "B5 on stage 2"),
+    (2, 1, 9, "B5 on stage 2 reads an older version than its forward"),
+    (1, 6, 9, "B5 on stage 2 reads an update made by its own or a later microbatch"),
+])  # fmt: skip
 def test_reads_that_cannot_be_replayed_are_refused_by_name(
     forward: int, backward: int, newest: int, message: str
 ) -> None:
