@@ -97,9 +97,7 @@ def test_numbers_that_are_none_are_null(tmp_path: Path) -> None:
     assert held["utilization"] is None and held["imbalance"] is None
 
 
-def test_of_more_events_than_a_page_holds_there_are_a_window_and_an_overview(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_more_events_than_a_page_holds_there_are_a_window_and_an_overview(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(write, "MOST_EVENTS", 4)
     monkeypatch.setattr(write, "OVERVIEW_BINS", 4)
     events = [Event(0, 0, "forward", m, 100 * m, 100 * m + 50, 0, None) for m in range(8)]

@@ -134,9 +134,7 @@ def test_tensor_parallelism_by_hand() -> None:
 
 
 @pytest.mark.parametrize(("ways", "code"), [("4", 0), ("3", 2)])
-def test_the_planner_compares_tensor_parallelism(
-    ways: str, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_planner_compares_tensor_parallelism(ways: str, code: int, monkeypatch: Any, capsys: Any) -> None:
     options = ["--hardware", "v100x8", "--precision", "float32", "--tensor-parallel", ways, "--json"]
     monkeypatch.setattr(sys, "argv", ["tools/plan.py", str(ROOT / "configs/mlp_digits.yaml"), *options])
     monkeypatch.chdir(ROOT)

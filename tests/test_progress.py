@@ -84,18 +84,14 @@ def test_what_is_no_terminal_gets_no_carriage_returns(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("more", [[], ["--against", "gpipe", "--set", "method=pipedream"], ["--dry-run"]])
-def test_quiet_training_prints_nothing(
-    tmp_path: Path, more: List[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_quiet_training_prints_nothing(tmp_path: Path, more: List[str], monkeypatch: Any, capsys: Any) -> None:
     asked = [DIGITS, "--set", "steps=2", "evaluate.every=0", *more, "--out", tmp_path / "run", "--quiet"]
     done = run_here(train_command, *asked, monkeypatch=monkeypatch, capsys=capsys)
     assert done == (0, "", "")
     assert (tmp_path / "run" / "summary.json").exists() == ("--dry-run" not in more)
 
 
-def test_quiet_faults_and_json_are_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_quiet_faults_and_json_are_told(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     done = run_here(train_command, DIGITS, "--quiet", "--set", "seed=-1", monkeypatch=monkeypatch, capsys=capsys)
     assert done.returncode == 2 and done.stdout == "" and done.stderr.startswith("error: --set seed=-1: seed: -1: ")
     train(load_config(DIGITS, ["steps=1"]), tmp_path, quiet=True)
@@ -106,9 +102,7 @@ def test_quiet_faults_and_json_are_told(
     assert done.returncode == 0 and "test_loss" in json.loads(done.stdout)
 
 
-def test_quiet_collect_writes_and_prints_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_quiet_collect_writes_and_prints_nothing(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     asked = [DIGITS, "--methods", "gpipe", "--steps", "0", "--out", tmp_path, "--quiet"]
     assert run_here(collect, *asked, monkeypatch=monkeypatch, capsys=capsys) == (0, "", "")
     assert (tmp_path / "memory.json").is_file()

@@ -44,9 +44,7 @@ def lines(run: Path) -> List[Dict[str, Any]]:
 
 
 @pytest.mark.parametrize("how", [["method=pipemare"], ["method=local_greedy"], ["replicas=2", "method=gpipe"]])
-def test_losses_read_now_and_then_give_the_same_numbers(
-    how: List[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_losses_read_now_and_then_give_the_same_numbers(how: List[str], tmp_path: Path, monkeypatch: Any) -> None:
     config, reads = load_config(DIGITS, [*SHORT, *how]), []
     at_once = train(config, tmp_path / "a", quiet=True)
     monkeypatch.setattr(engines, "reading_synchronizes", lambda device: True)

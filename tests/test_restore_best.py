@@ -38,9 +38,7 @@ class Sees(ipu_pipe.Callback):
 
 
 @pytest.mark.parametrize("method", OWN)
-def test_the_model_has_the_best_weights_when_the_run_ends(
-    method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_model_has_the_best_weights_when_the_run_ends(method: str, tmp_path: Path, capsys: Any) -> None:
     model, sees = own_model(), Sees()
     report = went(tmp_path / "run", method, STOPS, model=model, callbacks=[sees])
     step, last = report["restored_step"], report["steps"]

