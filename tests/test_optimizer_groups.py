@@ -33,11 +33,11 @@ from ipu_pipe.update.optimizer import (
     spread_settings,
 )
 from tests.staged_models import batches, whole
-from tests.support.runs import assert_same_state, read_state, read_summary, read_weights
+from tests.support.runs import read_state, read_summary, read_weights
 from tests.test_emulator_exact import assert_equal, fresh, literal
 from tests.test_emulator_exact import emulate as emulate_by_hand
 from tests.test_open_optimizers import HOW, data, equal
-from tests.test_processes import emulate, run
+from tests.test_processes import compare
 
 pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="needs torch.optim.Muon")
 
@@ -126,10 +126,7 @@ def test_processes_give_the_emulators_weights_and_state(tmp_path: Path) -> None:
     muon = "{match: '*weight', ndim: 2, name: torch.optim.Muon, lr: 0.02}"
     both = [*how, "stages=4", f"optimizer={{groups: [{muon}, {{name: adamw, lr: 0.002, {betas}}}]}}"]
     wiped = [f"optimizer.{key}=null" for key in ("name", "lr", "momentum")]  # of the file's own
-    code, _, error = run(2, tmp_path / "ranks", *both, *wiped)
-    assert code == 0, error
-    report = emulate(tmp_path / "one", *both, *wiped)
-    assert_same_state(tmp_path / "ranks", tmp_path / "one", 12)
+    report = compare(tmp_path, 2, *both, *wiped)
     weights = len(read_weights(tmp_path / "one", 12))
     assert len(read_state(tmp_path / "one", 12)) - weights == 5 + 3 * 5  # Muon's of each weight, and AdamW's of each bias
     theirs = read_summary(tmp_path / "ranks")

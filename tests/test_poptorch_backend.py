@@ -29,7 +29,7 @@ from ipu_pipe.run.callbacks import Callback
 from ipu_pipe.run.train import check, train
 from tests import forked
 from tests.staged_models import Odd
-from tests.support.ipu_runs import SGD, Source, make_config, make_model, run
+from tests.support.ipu_runs import SGD, Own, Source, make_config, make_model, run
 from tests.support.runs import (
     DIGITS,
     ROOT,
@@ -529,18 +529,6 @@ def test_a_loss_that_is_no_number_ends_the_run(poptorch: Any, tmp_path: Path) ->
 
 def faults(settings: Any, name: str = "mlp", **keys: Any) -> List[str]:
     return list_faults(build, settings, **{"model": make_model(name), "data": Source(), **keys})
-
-
-class Own(torch.autograd.Function):
-    """A gradient of the user's own."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Any) -> Any:
-        return x * 1.0
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return gradients[0] * 2
 
 
 def make_odd() -> nn.Module:

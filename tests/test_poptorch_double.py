@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.support.ipu_runs import Own
+
 pytest_plugins = ["poptorch_double"]  # the fixture `poptorch`
 HERE = Path(__file__).parent
 DATA = json.loads((HERE / "poptorch_double" / "api.json").read_text())
@@ -184,16 +186,6 @@ def test_an_inference_pipeline_wants_as_many_device_iterations_as_stages(poptorc
 
 
 # ---- forwards
-
-
-class Own(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Any) -> Any:
-        return x * 1.0
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return gradients[0]
 
 
 def ungraded(m: Any, x: Any, y: Any) -> Any:
