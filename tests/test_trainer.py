@@ -256,27 +256,26 @@ def test_a_resumed_run_draws_the_same_batches(tmp_path: Path) -> None:
     assert is_same_model(resumed.model, whole.model)
 
 
+def note(event: str) -> Any:
+    """Return a method that notes an event."""
+
+    def method(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.events.append(event)
+
+    return method
+
+
 class Recorder(transformers.TrainerCallback):  # type: ignore[misc]
-    """Counts the events, and ends the run after an update."""
+    """Notes the events, and ends the run after an update."""
+
+    on_step_begin, on_optimizer_step, on_evaluate, on_save = map(note, ("begin", "step", "evaluate", "save"))
 
     def __init__(self, last: int = 0) -> None:
         self.last, self.events = last, []  # type: int, List[str]
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.events.append("begin")
-
-    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.events.append("step")
-
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.events.append(f"end {state.global_step}")
         control.should_training_stop = state.global_step == self.last
-
-    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.events.append("evaluate")
-
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.events.append("save")
 
 
 def test_callbacks_are_called_as_trainer_calls_them(tmp_path: Path) -> None:
