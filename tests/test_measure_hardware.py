@@ -25,15 +25,15 @@ def test_the_time_of_some_work_is_that_of_one_call() -> None:
 
 
 def test_a_long_message_takes_its_latency_and_its_bytes() -> None:
-    found = measuring.split_latency(1e-4, 1e-4 + measuring.LONG_BYTES / 1e9)
-    assert found["latency"] == 1e-4 and found["bandwidth"] == pytest.approx(1e9)
+    latency = measuring.split_latency(1e-4, 1e-4 + measuring.LONG_BYTES / 1e9)
+    assert latency["latency"] == 1e-4 and latency["bandwidth"] == pytest.approx(1e9)
     assert measuring.split_latency(1.0, 0.5)["bandwidth"] == measuring.LONG_BYTES / 0.5  # disturbed
 
 
 def test_what_two_processes_found_makes_a_description() -> None:
     pair = [{"rates": {"float32": [1e9, 4e9]}, "copied": 2e9}, {"rates": {"float32": [3e9, 6e9]}, "copied": 4e9}]
-    found = {**measuring.average(pair), "memory": 8e9, "latency": 1e-5, "bandwidth": 1e8}
-    made = read_hardware({"name": "this", **measuring.describe(found, 4, 2, "cpu")})
+    result = {**measuring.average(pair), "memory": 8e9, "latency": 1e-5, "bandwidth": 1e8}
+    made = read_hardware({"name": "this", **measuring.describe(result, 4, 2, "cpu")})
     assert (made.devices, made.most_devices, made.device.memory_bytes.value) == (4, None, 2e9)
     assert made.device.memory_bandwidth.value == 3e9 and made.find_rate("float32") == 2e9
     assert compute_message_seconds(made.links[0], 1e6) == pytest.approx(1e-5 + 0.01)
@@ -43,11 +43,11 @@ def test_what_two_processes_found_makes_a_description() -> None:
 def test_the_command_writes_a_description_that_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "mine.yaml"
     main(["--out", str(out), "--seconds", "0.001"])
-    made = read_hardware(str(out))
-    assert set(made.device.rates) == {"float32", "float64", "bfloat16"} and made.find_rate("bfloat16") > 0
-    assert made.links[0].name == "gloo" and made.device.memory_bytes.value > 1e8
+    result = read_hardware(str(out))
+    assert set(result.device.rates) == {"float32", "float64", "bfloat16"} and result.find_rate("bfloat16") > 0
+    assert result.links[0].name == "gloo" and result.device.memory_bytes.value > 1e8
     said = capsys.readouterr().out.splitlines()
-    assert said[-1] == f"written: {out}" and len(said) == 1 + len(made.list_figures())
+    assert said[-1] == f"written: {out}" and len(said) == 1 + len(result.list_figures())
 
 
 def test_plans_for_this_machine_time_the_models_parts() -> None:

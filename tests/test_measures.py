@@ -52,7 +52,7 @@ class Drift(nn.Module):
 def layers(structure: Structure) -> List[nn.Module]:
     """Four blocks in a row, with running statistics, dropout and, where each runs once, a buffer that moves and is read."""
     torch.manual_seed(3)
-    made = [
+    result = [
         nn.Sequential(nn.Linear(12, 10), nn.BatchNorm1d(10), nn.Tanh()),
         nn.Sequential(nn.Linear(10, 9), nn.Dropout(0.3), nn.Tanh()),
         nn.Sequential(
@@ -60,7 +60,7 @@ def layers(structure: Structure) -> List[nn.Module]:
         ),
         nn.Sequential(nn.Dropout(0.2), nn.Linear(8, 4)),
     ]
-    return [layer.double() for layer in made]
+    return [layer.double() for layer in result]
 
 
 def batch(size: int = 6) -> Tuple[torch.Tensor, torch.Tensor]:
@@ -81,9 +81,9 @@ def measure_angles(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> List[O
 
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_the_last_blocks_local_gradient_is_the_true_one_and_others_are_not(name: str) -> None:
-    found = measure_angles(blocked(STRUCTURES[name]), *batch())
-    assert found[-1] == 0.0
-    for angle in found[:-1]:
+    angles = measure_angles(blocked(STRUCTURES[name]), *batch())
+    assert angles[-1] == 0.0
+    for angle in angles[:-1]:
         assert angle is not None and angle > 1
 
 
@@ -115,13 +115,13 @@ def test_angles_are_those_of_gradients_written_out(overlap: int) -> None:
             grads = torch.autograd.grad(loss, list(stages[i].parameters()), retain_graph=True)
             local[i].append(torch.cat([g.flatten() for g in grads]))
     loss = cross_entropy(nn.Sequential(*stages)(x), y)
-    for i, found in enumerate(measure_angles(model, x, y)):
+    for i, result in enumerate(measure_angles(model, x, y)):
         true = torch.cat(
             [g.flatten() for g in torch.autograd.grad(loss, list(stages[i].parameters()), retain_graph=True)]
         )
         mean = torch.stack(local[i]).mean(0)
         cosine = float(mean @ true / mean.norm() / true.norm())
-        assert found is not None and np.cos(np.radians(found)) == pytest.approx(cosine, abs=1e-12)
+        assert result is not None and np.cos(np.radians(result)) == pytest.approx(cosine, abs=1e-12)
 
 
 @pytest.mark.parametrize("name", STRUCTURES)
@@ -265,9 +265,9 @@ def test_bad_measures_are_refused(measure: str, fault: str, tmp_path: Path) -> N
 
 
 def data_of(**options: Any) -> TensorData:
-    made = load_data("digits", **options)
-    assert isinstance(made, TensorData)
-    return made
+    data = load_data("digits", **options)
+    assert isinstance(data, TensorData)
+    return data
 
 
 def test_random_labels_are_drawn_by_the_seed_alone() -> None:

@@ -39,24 +39,24 @@ def test_batches_of_any_size_add_up() -> None:
         "r2": 1 - float(apart.square().sum() / (y - y.mean()).square().sum()),
     }
     for sizes in ([12], [5, 4, 3], [1] * 12):
-        found = measured(list(expected), nn.functional.mse_loss, output, y, sizes)
-        assert found.accuracy is None
-        assert found.metrics == pytest.approx(expected, rel=1e-12)
+        result = measured(list(expected), nn.functional.mse_loss, output, y, sizes)
+        assert result.accuracy is None
+        assert result.metrics == pytest.approx(expected, rel=1e-12)
     classes, labels = torch.randn(12, 9), torch.arange(12) % 9
     labels[2] = -100
     best = classes.topk(5, dim=1).indices
     right = sum(int(labels[i]) in best[i].tolist() for i in range(12) if i != 2)
     for sizes in ([12], [7, 5]):
-        found = measured(["accuracy", "top5", "top1"], nn.functional.cross_entropy, classes, labels, sizes)
-        assert found.metrics["top5"] == right / 11
-        assert found.metrics["top1"] == found.accuracy
+        result = measured(["accuracy", "top5", "top1"], nn.functional.cross_entropy, classes, labels, sizes)
+        assert result.metrics["top5"] == right / 11
+        assert result.metrics["top1"] == result.accuracy
 
 
 def test_ones_own_function_is_averaged_by_samples_and_an_object_keeps_its_sums() -> None:
     output, y = torch.randn(10, 4), torch.zeros(10, dtype=torch.int64)
-    found = measured([confidence, Spread()], nn.functional.cross_entropy, output, y, [7, 3])
+    result = measured([confidence, Spread()], nn.functional.cross_entropy, output, y, [7, 3])
     own = (7 * float(confidence(output[:7], y)) + 3 * float(confidence(output[7:], y))) / 10
-    assert found.metrics == pytest.approx({"confidence": own, "Spread": float(output.max() - output.min())})
+    assert result.metrics == pytest.approx({"confidence": own, "Spread": float(output.max() - output.min())})
     named = measured({"how_sure": confidence}, nn.functional.cross_entropy, output, y, [10])
     assert list(named.metrics) == ["how_sure"]
 

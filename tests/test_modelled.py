@@ -69,8 +69,8 @@ def events_of(method: str, costs: Costs, stages: int, microbatches: int, accumul
     table = VersionTable(schedule, METHODS[method])
     versions = table.forward(0, microbatches), table.backward(0, microbatches)
     given = {"device_of_stage": range(stages), "boundary_bytes": [100 * (s + 1) for s in range(stages - 1)], **given}
-    found, _ = build_modelled_events(clock(schedule, costs), versions, accumulate, 1.0, **given)
-    return list(found.rows())
+    result, _ = build_modelled_events(clock(schedule, costs), versions, accumulate, 1.0, **given)
+    return list(result.rows())
 
 
 # ---- events
@@ -80,14 +80,14 @@ def test_a_gap_is_a_wait_for_the_device_of_what_came_last() -> None:
     """GPipe, forwards of 10 and 30, backwards of 20 and 60:
     device 0   F0 F1 wait for B0 ........... B0  wait B1      0-10 10-20 20-130 130-150 150-190 190-210
     device 1      F0 ... F1 ... B0 ... B1                     10-40 40-70 70-130 130-190"""
-    found = events_of("gpipe", Costs([10, 30], [20, 60], [0, 0]), 2, 2, 2)
-    waits = [e for e in found if e.kind == "wait"]
+    events = events_of("gpipe", Costs([10, 30], [20, 60], [0, 0]), 2, 2, 2)
+    waits = [e for e in events if e.kind == "wait"]
     assert waits == [
         Event(0, 0, "wait", 0, 20, 130, -1, None, 1, "gradients"),
         Event(0, 0, "wait", 1, 150, 190, -1, None, 1, "gradients"),
         Event(1, 1, "wait", 0, 0, 10, -1, None, 0, "activations"),
     ]
-    sends = [e for e in found if e.kind == "send"]
+    sends = [e for e in events if e.kind == "send"]
     assert sends[0] == Event(0, 0, "send", 0, 10, 10, -1, 100, 1, "activations")
     assert sends[-1] == Event(1, 1, "send", 1, 190, 190, -1, 100, 0, "gradients") and len(sends) == 4
 
@@ -97,25 +97,25 @@ def test_what_a_device_does_and_waits_for_fills_its_time(name: str) -> None:
     accumulate = 1 if name == "naive" else 4
     local = METHODS[name].structure is not None
     costs = Costs([3, 11, 5], [7, 2, 13], [1, 2, 3])
-    found = events_of(name, costs, 3, 12, accumulate, gradients_cross=not local)
+    events = events_of(name, costs, 3, 12, accumulate, gradients_cross=not local)
     for device in range(3):
-        own = [e for e in found if e.device == device and e.kind != "send"]
+        own = [e for e in events if e.device == device and e.kind != "send"]
         assert own[0].start_ns == 0 and all(a.end_ns == b.start_ns for a, b in zip(own, own[1:]))
         for wait, following in zip(own, own[1:]):
             if wait.kind == "wait":  # ends when the peer's pass does
                 kind = {"activations": "forward", "gradients": "backward"}[wait.carries]
-                need = [e for e in found if (e.kind, e.device, e.microbatch) == (kind, wait.peer, wait.microbatch)]
+                need = [e for e in events if (e.kind, e.device, e.microbatch) == (kind, wait.peer, wait.microbatch)]
                 assert [e.end_ns for e in need] == [wait.end_ns] and following.kind == kind
         busy = sum(e.end_ns - e.start_ns for e in own if e.kind != "wait")
         assert busy == 12 * (costs.forward[device] + costs.backward[device]) + 12 // accumulate * costs.update[device]
-    sent = sum(e.bytes or 0 for e in found if e.kind == "send")
+    sent = sum(e.bytes or 0 for e in events if e.kind == "send")
     assert sent == 12 * (100 + 200) * (1 if local else 2)
 
 
 def test_neighbours_on_one_device_send_nothing() -> None:
-    found = events_of("gpipe", Costs([1] * 3, [1] * 3, [0] * 3), 3, 4, 4, device_of_stage=[0, 0, 1])
-    assert {(e.device, e.peer) for e in found if e.kind == "send"} == {(0, 1), (1, 0)}
-    assert {(e.device, e.peer) for e in found if e.kind == "wait"} <= {(0, 1), (1, 0)}
+    events = events_of("gpipe", Costs([1] * 3, [1] * 3, [0] * 3), 3, 4, 4, device_of_stage=[0, 0, 1])
+    assert {(e.device, e.peer) for e in events if e.kind == "send"} == {(0, 1), (1, 0)}
+    assert {(e.device, e.peer) for e in events if e.kind == "wait"} <= {(0, 1), (1, 0)}
 
 
 @pytest.mark.parametrize("name", ["zb_h1", "zbv", "dualpipe_v", "interleaved_1f1b"])
@@ -124,13 +124,13 @@ def test_halves_of_backwards_are_events_and_whole_ones_are_backwards(name: str) 
     schedule = make_schedule(method, 4, 4, 4)
     table = VersionTable(schedule, method)
     costs = Costs([3, 11, 5, 4], [7, 2, 13, 8], [1, 2, 3, 1], weight_gradient=[3, 1, 6, 2])
-    found = list(build_modelled_events(
+    result = list(build_modelled_events(
         clock(schedule, costs), (table.forward(0, 4), table.backward(0, 4)), 4, 1.0, schedule.device_of_stage, [100] * 3,
         is_whole=schedule.is_whole if len(schedule.passes) > 2 else None,
     )[0].rows())  # fmt: skip
     whole = schedule.is_whole if len(schedule.passes) > 2 else np.ones((4, 4), np.bool_)
     for stage in range(4):
-        own = {kind: [e for e in found if (e.stage, e.kind) == (stage, kind)] for kind in KINDS}
+        own = {kind: [e for e in result if (e.stage, e.kind) == (stage, kind)] for kind in KINDS}
         assert sorted(e.microbatch for e in own["backward"]) == np.flatnonzero(whole[stage]).tolist()
         assert {e.end_ns - e.start_ns for e in own["backward"]} <= {costs.backward[stage]}
         for kind, takes in (("input gradient", costs.backward[stage] - costs.weight_gradient[stage]),
@@ -138,7 +138,7 @@ def test_halves_of_backwards_are_events_and_whole_ones_are_backwards(name: str) 
             assert sorted(e.microbatch for e in own[kind]) == np.flatnonzero(~whole[stage]).tolist()
             assert {e.end_ns - e.start_ns for e in own[kind]} <= {takes}
     for device in set(schedule.device_of_stage):
-        here = [e for e in found if e.device == device and e.kind != "send"]
+        here = [e for e in result if e.device == device and e.kind != "send"]
         assert here[0].start_ns == 0 and all(a.end_ns == b.start_ns for a, b in zip(here, here[1:]))
         stages = [s for s in range(4) if schedule.device_of_stage[s] == device]
         busy = sum(e.end_ns - e.start_ns for e in here if e.kind != "wait")
@@ -191,8 +191,8 @@ def test_profiling_leaves_nothing_behind(pairs: Tuple[str, ...]) -> None:
     job.model.eval()
     before, state = copy.deepcopy(job.model.state_dict()), copy.deepcopy(job.optimizer.state_dict())
     random, gradients = torch.get_rng_state(), [p.grad for p in job.model.parameters()]
-    found = engine.profile(job)
-    assert len(found.forward) == len(found.backward) == len(found.update) == len(job.part) and min(found.forward) > 0
+    result = engine.profile(job)
+    assert len(result.forward) == len(result.backward) == len(result.update) == len(job.part) and min(result.forward) > 0
     assert all(torch.equal(a, b) for a, b in zip(before.values(), job.model.state_dict().values()))
     assert torch.equal(random, torch.get_rng_state()) and not job.model.training
     assert all(a is b for a, b in zip(gradients, [p.grad for p in job.model.parameters()]))
@@ -234,10 +234,10 @@ def test_an_optimizer_of_the_users_own_makes_no_step_more(tmp_path: Path) -> Non
 def test_costs_by_flops_take_as_long_as_a_microbatch_took() -> None:
     job = build(config("method=gpipe"))
     position = Position(seconds=10.0, timed_updates=5)
-    found = choose_stage_costs(job, StageSeconds((), (), (), "why"), position)
-    assert not found.measured and "since why" in found.why
-    assert sum(found.costs.forward) + sum(found.costs.backward) == pytest.approx(10 / 5 / 4)
-    shares = np.array(found.costs.forward) / sum(found.costs.forward)
+    stage_costs = choose_stage_costs(job, StageSeconds((), (), (), "why"), position)
+    assert not stage_costs.measured and "since why" in stage_costs.why
+    assert sum(stage_costs.costs.forward) + sum(stage_costs.costs.backward) == pytest.approx(10 / 5 / 4)
+    shares = np.array(stage_costs.costs.forward) / sum(stage_costs.costs.forward)
     assert shares == pytest.approx(np.array(job.footprint.forward_flops) / sum(job.footprint.forward_flops))
 
 
@@ -269,7 +269,7 @@ def test_a_long_run_takes_what_it_takes_played_in_full(monkeypatch: pytest.Monke
 def test_measured_shares_are_of_all_devices_time() -> None:
     job: Any = SimpleNamespace(planned_utilization=lambda: 0.9)
     times = [DeviceTimes(10, 80, 10, 100), DeviceTimes(90, 5, 5, 100)]
-    found = compute_busy_shares(job, Report([], [], None, [], times=times), None)
-    assert found["utilization"] == 0.5 and found["bubble_fraction"] == 0.5
-    assert found["planned_utilization"] == 0.9 and found["modelled_utilization"] is None
+    busy_shares = compute_busy_shares(job, Report([], [], None, [], times=times), None)
+    assert busy_shares["utilization"] == 0.5 and busy_shares["bubble_fraction"] == 0.5
+    assert busy_shares["planned_utilization"] == 0.9 and busy_shares["modelled_utilization"] is None
     assert compute_busy_shares(job, Report([], [], None, None), None)["utilization"] is None

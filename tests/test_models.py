@@ -115,16 +115,16 @@ def test_stem_and_head_lie_in_the_first_and_last_blocks_stages() -> None:
 
 
 def test_a_resnet_of_bytes_holds_no_other_weights_and_refuses_normalized_images() -> None:
-    made = {flag: resnets.resnet18(classes=3, norm="group", bytes=flag) for flag in (False, True)}
-    made[True].load_state_dict(made[False].state_dict())
+    result = {flag: resnets.resnet18(classes=3, norm="group", bytes=flag) for flag in (False, True)}
+    result[True].load_state_dict(result[False].state_dict())
     raw = torch.arange(2 * 3 * 32 * 32).view(2, 3, 32, 32).remainder(256).to(torch.uint8)
     mean, std = (torch.tensor(v).view(1, 3, 1, 1) for v in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
     x = (raw / 255 - mean) / std
-    torch.testing.assert_close(made[True](raw), made[False](x))
+    torch.testing.assert_close(result[True](raw), result[False](x))
     assert resnets.FromBytes().half()(raw).dtype == torch.float16  # what an IPU computes in
-    assert partition(made[True], raw).begin_names() == partition(made[False], x).begin_names()
+    assert partition(result[True], raw).begin_names() == partition(result[False], x).begin_names()
     with pytest.raises(ValueError, match="data.bytes: true"):
-        made[True](raw.float())
+        result[True](raw.float())
 
 
 def test_smoothed_labels_are_nine_tenths_of_the_label_and_one_spread() -> None:
@@ -132,8 +132,8 @@ def test_smoothed_labels_are_nine_tenths_of_the_label_and_one_spread() -> None:
     wanted = torch.full((2, 4), 0.1 / 4)
     wanted[0, 2] += 0.9
     wanted[1, 0] += 0.9
-    found = smoothed_cross_entropy(outputs, torch.tensor([2, 0]))
-    torch.testing.assert_close(found, -(wanted * outputs.log_softmax(1)).sum(1).mean())
+    cross_entropy = smoothed_cross_entropy(outputs, torch.tensor([2, 0]))
+    torch.testing.assert_close(cross_entropy, -(wanted * outputs.log_softmax(1)).sum(1).mean())
 
 
 # ---- pre-activation

@@ -25,8 +25,8 @@ def written(path: Path, *args: Any) -> str:
 
 def data(page: str) -> Dict[str, Any]:
     (held,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
-    found: Dict[str, Any] = json.loads(held)
-    return found
+    content: Dict[str, Any] = json.loads(held)
+    return content
 
 
 def unpacked(column: Dict[str, str]) -> List[Any]:

@@ -31,14 +31,14 @@ def every_cut(
     units: int, count: int, costs: Callable[[IntArray, IntArray], Callable[[int], FloatArray]]
 ) -> Optional[List[float]]:
     """Greatest cost and sum of squares of the best of all cuts."""
-    found = []
+    result = []
     for inner in itertools.combinations(range(1, units), count - 1):
         edges = [0, *inner, units]
         each = [
             float(costs(np.array([a]), np.array([b]))(count - s)[0]) for s, (a, b) in enumerate(zip(edges, edges[1:]))
         ]
-        found.append([max(each), sum(x * x for x in each)])
-    best = min(found, default=None)
+        result.append([max(each), sum(x * x for x in each)])
+    best = min(result, default=None)
     return best if best is not None and np.isfinite(best[0]) else None
 
 

@@ -64,19 +64,19 @@ def units(rng: np.random.Generator, count: int) -> Tuple[Unit, ...]:
 def problem(seed: int = 0, count: int = 6, memory: Optional[float] = None, **changes: Any) -> Problem:
     """A small one."""
     own = hardware(**changes)
-    found = units(np.random.default_rng(seed), count)
-    return Problem(found, 8.0, own, own.device.usable_bytes if memory is None else memory, "float32", 1)
+    result = units(np.random.default_rng(seed), count)
+    return Problem(result, 8.0, own, own.device.usable_bytes if memory is None else memory, "float32", 1)
 
 
 def predict(given: Problem, asked: Candidate) -> Optional[Prediction]:
     """With the best cut, on the better layout; None where none fits."""
-    found = []
+    result = []
     for layout in list_layouts(asked.depth, asked.width, asked.placement):
         costing = Costing(given, asked, layout, Sums(given, asked.micro_batch_size))
         starts = costing.cut()
         if starts is not None:
-            found.append(predict_cut(costing, starts))
-    return max(found, key=lambda each: each.samples_per_second, default=None)
+            result.append(predict_cut(costing, starts))
+    return max(result, key=lambda each: each.samples_per_second, default=None)
 
 
 @pytest.mark.parametrize(
@@ -92,13 +92,13 @@ def test_long_batches_are_extended_as_the_clock_would_play_them(method: str, loc
         starts = costing.cut()
         assert starts is not None
         costs = costing.costs(starts)
-        found = compute_batch_time(METHODS[method], 3, 160, costs).seconds
+        result = compute_batch_time(METHODS[method], 3, 160, costs).seconds
         if METHODS[method].flushes:
             make = make_lockstep_schedule if lockstep else make_schedule
-            assert found == pytest.approx(clock(make(METHODS[method], 3, 160, 160), costs).finish, rel=1e-9)
+            assert result == pytest.approx(clock(make(METHODS[method], 3, 160, 160), costs).finish, rel=1e-9)
         else:  # the whole run's rate, its fill and drain apart
             times = [clock(make_schedule(METHODS[method], 3, n * 160, 160), costs).finish for n in (2, 4)]
-            assert found == pytest.approx((times[1] - times[0]) / 2, rel=1e-9)
+            assert result == pytest.approx((times[1] - times[0]) / 2, rel=1e-9)
 
 
 @pytest.mark.parametrize("method", BY_DEVICE)
@@ -112,9 +112,9 @@ def test_long_batches_of_orders_are_extended_as_the_clock_would_play_them(method
         starts = costing.cut()
         assert starts is not None and asked.gradient_accumulation == 90
         costs = costing.costs(starts)
-        found = compute_batch_time(asked.row, asked.stages, 90, costs).seconds
-        assert found == pytest.approx(clock(make_schedule(asked.row, asked.stages, 90, 90), costs).finish, rel=1e-6)
-        assert costing.least_seconds(costs) <= found * (1 + 1e-9)
+        result = compute_batch_time(asked.row, asked.stages, 90, costs).seconds
+        assert result == pytest.approx(clock(make_schedule(asked.row, asked.stages, 90, 90), costs).finish, rel=1e-6)
+        assert costing.least_seconds(costs) <= result * (1 + 1e-9)
 
 
 def test_memory_of_a_device_is_that_of_its_stages_when_it_holds_most() -> None:
@@ -197,12 +197,12 @@ def test_least_memory_is_where_it_begins_to_fit() -> None:
     given = problem(memory=10.0)
     asked = list(list_candidates(PIPELINES, 4, 6, 16))
     assert not search(given, asked, 5).best
-    found = find_least_memory(given, asked)
-    assert found is not None
+    least_memory = find_least_memory(given, asked)
+    assert least_memory is not None
     advice = make_plan(given, PIPELINES, 4, 16)
     assert not advice.plans and advice.smallest_change is not None
     assert "usable memory a device" in advice.smallest_change
-    enough, short = (problem(memory=found[0] + more) for more in (0, -1))
+    enough, short = (problem(memory=least_memory[0] + more) for more in (0, -1))
     assert search(enough, asked, 1).best and not search(short, asked, 1).best
 
 
@@ -210,12 +210,12 @@ def test_the_dearer_messages_stay_inside_a_server() -> None:
     """Two servers of two devices, two replicas of two stages: large weights keep a stage's replicas in a server, large
     activations the stages of a replica."""
     for parameters, crossing, together in ((100000, 4.0, True), (1, 40000.0, False)):
-        each = Unit("", 1.0, 2.0, parameters, crossing, 0.0)
+        unit = Unit("", 1.0, 2.0, parameters, crossing, 0.0)
         own = hardware()
-        given = Problem((each, each), 8.0, own, 1e12, "float32", 0)
+        given = Problem((unit, unit), 8.0, own, 1e12, "float32", 0)
         asked = Candidate("pipedream_flush", 2, 2, 1, 4, False)
-        found = predict(given, asked)
-        assert found is not None and found.layout.replicas_together is together
+        prediction = predict(given, asked)
+        assert prediction is not None and prediction.layout.replicas_together is together
     inside, outside = ReplicaLayout(2, 2, False), ReplicaLayout(2, 2, True)
     assert inside.map() == [[0, 1], [2, 3]] and outside.map() == [[0, 2], [1, 3]]
     assert make_boundary_transfer(hardware(), inside, 0).seconds == 1e-6
@@ -231,9 +231,9 @@ def test_what_holds_back_is_named() -> None:
 
     def kind(found: Tuple[Unit, ...], count: int, own: Hardware = own) -> Tuple[str, str]:
         given = Problem(found, 8.0, own, 1e12, "float32", 0)
-        made = predict(given, Candidate("pipedream_flush", 2, 1, 1, count, False))
-        assert made is not None
-        reason = find_binding(given, made)
+        prediction = predict(given, Candidate("pipedream_flush", 2, 1, 1, count, False))
+        assert prediction is not None
+        reason = find_binding(given, prediction)
         return reason.kind, str(reason)
 
     assert kind((one, heavy), 500)[0] == "imbalance" and "heavy" in kind((one, heavy), 500)[1]
@@ -247,9 +247,9 @@ def test_one_device_has_no_bubble() -> None:
     """It has no pipeline to fill: what it does besides its passes is updating. It was told to be held back by a bubble."""
     large = Unit("", 1.0, 2.0, 10**9, 4.0, 4.0)
     given = Problem((large,), 8.0, hardware(), 1e12, "float32", 0)
-    made = predict(given, Candidate("pipedream_flush", 1, 1, 1, 1, False))
-    assert made is not None
-    reason = find_binding(given, made)
+    prediction = predict(given, Candidate("pipedream_flush", 1, 1, 1, 1, False))
+    assert prediction is not None
+    reason = find_binding(given, prediction)
     assert reason.kind == "compute" and reason.share > 0.4 and "updat" in reason.what
 
 
@@ -275,17 +275,17 @@ def run(capsys: Any, *arguments: str) -> str:
 def test_its_json_is_the_contracts_and_what_it_writes_trains(capsys: Any, tmp_path: Path) -> None:
     file = tmp_path / "planned.yaml"
     told = run(capsys, "--hardware", "v100x8", "--devices", "4", "--top", "3", "--json", "--write", str(file))
-    found = json.loads(told)
-    assert found == ipu_pipe.plan_config(load_config("configs/mlp_digits.yaml"), "v100x8", devices=4, top=3)
-    assert set(found) >= {"hardware", "devices", "plans", "refused", "smallest_change"} and found["devices"] == 4
+    content = json.loads(told)
+    assert content == ipu_pipe.plan_config(load_config("configs/mlp_digits.yaml"), "v100x8", devices=4, top=3)
+    assert set(content) >= {"hardware", "devices", "plans", "refused", "smallest_change"} and content["devices"] == 4
     keys = {
         "method", "depth", "width", "micro_batch_size", "gradient_accumulation", "recompute", "stages",
         "samples_per_second", "utilization", "global_batch_size", "memory_bytes", "binding",
     }  # fmt: skip
-    assert len(found["plans"]) == 3 and all(keys <= set(each) for each in found["plans"])
-    rates = [each["samples_per_second"] for each in found["plans"]]
+    assert len(content["plans"]) == 3 and all(keys <= set(each) for each in content["plans"])
+    rates = [each["samples_per_second"] for each in content["plans"]]
     assert rates == sorted(rates, reverse=True)
-    best = found["plans"][0]
+    best = content["plans"][0]
     assert len(best["memory_bytes"]) == best["depth"] == len(best["stages"]) + 1
     assert best["global_batch_size"] == best["micro_batch_size"] * best["gradient_accumulation"] * best["width"] <= 64
     written = load_config(file)

@@ -54,13 +54,13 @@ def problem(seed: int, memory: float = 1e9, devices: int = 8, count: int = 8) ->
 
 def every(given: Problem, asked: List[Candidate]) -> List[Prediction]:
     """All candidates that fit, on every layout, each played."""
-    found = []
+    result = []
     for each in asked:
         for layout in list_layouts(each.depth, each.width):
             costing = Costing(given, each, layout, Sums(given, each.micro_batch_size))
             starts = costing.cut()
-            found += [predict_cut(costing, starts)] if starts is not None else []
-    return found
+            result += [predict_cut(costing, starts)] if starts is not None else []
+    return result
 
 
 @pytest.mark.parametrize("memory", [1e9, 3000.0])
@@ -69,16 +69,16 @@ def test_slow_links_hide_nothing_from_the_search(memory: float) -> None:
     for seed in (0, 3):
         given = problem(seed, memory)
         asked = list(list_candidates(PIPELINES, 8, 8, 16))
-        found, rates, fits = search(given, asked, 5), {}, set()
+        result, rates, fits = search(given, asked, 5), {}, set()
         for each in every(given, asked):
             rates[each.asked.shape] = max(each.samples_per_second, rates.get(each.asked.shape, 0.0))
             fits.add(each.asked)
-        best = [each.samples_per_second for each in found.best]
+        best = [each.samples_per_second for each in result.best]
         assert best == pytest.approx(sorted(rates.values(), reverse=True)[:5], rel=1e-12)
-        shown = {each.asked.shape for each in found.best}
-        assert found.refused.get(ALIKE, 0) == sum(each.shape in shown for each in asked) - len(found.best)
-        assert found.refused.get(NO_ROOM, 0) <= sum(each not in fits and each.shape not in shown for each in asked)
-        assert sum(found.refused.values()) + len(found.best) == len(asked)
+        shown = {each.asked.shape for each in result.best}
+        assert result.refused.get(ALIKE, 0) == sum(each.shape in shown for each in asked) - len(result.best)
+        assert result.refused.get(NO_ROOM, 0) <= sum(each not in fits and each.shape not in shown for each in asked)
+        assert sum(result.refused.values()) + len(result.best) == len(asked)
 
 
 def test_bounds_hold_where_messages_wait() -> None:
@@ -129,8 +129,8 @@ def test_a_gpt_on_32_devices_plays_few_passes_one_by_one(monkeypatch: pytest.Mon
     given = Problem(units, 4096.0, hardware, hardware.device.usable_bytes, "float16", 2)
     asked = list(list_candidates(PIPELINES, 32, len(units), 256))
     played = played_one_by_one(monkeypatch)
-    found = search(given, asked, 10)
-    assert len(found.best) == 10
+    answer = search(given, asked, 10)
+    assert len(answer.best) == 10
     assert 0 < sum(played) < 45_000, sum(played)
 
 

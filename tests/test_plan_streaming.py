@@ -41,14 +41,14 @@ def problem(memory: float, **device: Any) -> Problem:
 def test_state_leaves_the_device_and_costs_its_traffic_at_each_update() -> None:
     on_chip = problem(1e6)
     asked = Candidate("pipedream_flush", 2, 1, 1, 4, False)
-    found = [
+    result = [
         predict_cut(Costing(given, asked, list_layouts(2, 1)[0], Sums(given, 1)), [0, 2])
         for given in (on_chip, replace(on_chip, streamed=True))
     ]
     state = 2 * 1000 * 8  # of a stage
-    for here, streamed in zip(found[0].memory, found[1].memory):
+    for here, streamed in zip(result[0].memory, result[1].memory):
         assert (here.optimizer, streamed.optimizer) == (state, 0) and here.total - streamed.total == state
-    assert found[1].seconds - found[0].seconds == pytest.approx(2 * state / 100.0)
+    assert result[1].seconds - result[0].seconds == pytest.approx(2 * state / 100.0)
 
 
 def test_it_is_planned_where_nothing_else_fits_and_said_so() -> None:
@@ -60,11 +60,11 @@ def test_it_is_planned_where_nothing_else_fits_and_said_so() -> None:
     enough, little = 40_000.0, 20_000.0  # a stage of two units: 32 kB, 16 kB of them state
     usual = plan(problem(enough))
     assert usual.plans and not usual.problem.streamed and usual.smallest_change is None
-    found = plan(problem(little))
-    assert found.plans and found.problem.streamed and KEY in str(found.smallest_change) and KEY in format_answer(found)
-    assert max(memory.total for each, _ in found.plans for memory in each.memory) <= little
+    result = plan(problem(little))
+    assert result.plans and result.problem.streamed and KEY in str(result.smallest_change) and KEY in format_answer(result)
+    assert max(memory.total for each, _ in result.plans for memory in each.memory) <= little
     assert all(
-        "optimizer state in streaming memory, whose traffic takes" in p["binding"] for p in convert_to_json(found)["plans"]
+        "optimizer state in streaming memory, whose traffic takes" in p["binding"] for p in convert_to_json(result)["plans"]
     )
     assert not plan(problem(little, streaming_bytes=None, streaming_bandwidth=None)).plans
     assert not plan(problem(little, streaming_bytes=15_999.0)).plans

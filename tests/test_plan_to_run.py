@@ -46,9 +46,9 @@ def test_what_is_planned_trains_on_as_many_processes_and_is_told_beside_what_was
     ran = forked.run_ranks(2, "train", [str(planned), "--out", str(out)], GLOO_SOCKET_IFNAME="lo")
     assert ran.code == 0, ran.error[-2000:]
     measured = read_summary(out)["throughput_samples_per_second"]
-    found = re.search(r"predicted on two: ([0-9.]+) samples/s, measured: ([0-9.]+); the prediction is", ran.printed)
-    assert found is not None, ran.printed
-    assert float(found.group(1)) == pytest.approx(best["samples_per_second"], abs=0.06)
-    assert float(found.group(2)) == pytest.approx(measured, abs=0.06)
-    ratio = float(found.group(1)) / float(found.group(2))
+    match = re.search(r"predicted on two: ([0-9.]+) samples/s, measured: ([0-9.]+); the prediction is", ran.printed)
+    assert match is not None, ran.printed
+    assert float(match.group(1)) == pytest.approx(best["samples_per_second"], abs=0.06)
+    assert float(match.group(2)) == pytest.approx(measured, abs=0.06)
+    ratio = float(match.group(1)) / float(match.group(2))
     assert ("finding: the prediction is off" in ran.printed) == (not 0.5 <= ratio <= 2)

@@ -144,10 +144,10 @@ class Versioned(nn.Sequential):
 
 def test_a_model_that_needs_its_version_in_a_state_dict_trains(tmp_path: Path, poptorch: Any) -> None:
     torch.manual_seed(3)
-    own = Versioned(nn.Linear(12, 8), nn.Linear(8, 4))
-    before = own[0].weight.clone()
-    run(make_config(on="poptorch", steps=2, stages=2), tmp_path / "ipu", model=own)
-    assert not torch.equal(own[0].weight, before)
+    versioned = Versioned(nn.Linear(12, 8), nn.Linear(8, 4))
+    before = versioned[0].weight.clone()
+    run(make_config(on="poptorch", steps=2, stages=2), tmp_path / "ipu", model=versioned)
+    assert not torch.equal(versioned[0].weight, before)
 
 
 class ByClass(nn.Module):

@@ -67,8 +67,8 @@ def pipeline(poptorch: Any, ipus: Sequence[int] = (0, 1), accumulation: int = 4)
 
 def training(poptorch: Any, forward: Any = plain, options: Any = None, optimizer: Any = None) -> Any:
     model = Forward(forward)
-    made = optimizer(model.parameters()) if optimizer else poptorch.optim.SGD(model.parameters(), lr=0.1)
-    return poptorch.trainingModel(model, options, made)
+    result = optimizer(model.parameters()) if optimizer else poptorch.optim.SGD(model.parameters(), lr=0.1)
+    return poptorch.trainingModel(model, options, result)
 
 
 def refused(error: Any, said: str, call: Callable[[], Any]) -> None:
@@ -116,7 +116,7 @@ def test_errors_are_no_runtime_errors(poptorch: Any) -> None:
 
 def test_options_are_frozen_by_a_model(poptorch: Any) -> None:
     options = poptorch.Options()
-    made = training(poptorch, options=options)
+    result = training(poptorch, options=options)
     for change in (
         lambda o: o.deviceIterations(2),
         lambda o: o.Training.gradientAccumulation(2),
@@ -125,7 +125,7 @@ def test_options_are_frozen_by_a_model(poptorch: Any) -> None:
         lambda o: o.setExecutionStrategy(poptorch.ShardedExecution()),
     ):
         refused(AttributeError, "Can't modify frozen Options", lambda c=change: c(options))
-        refused(AttributeError, "Can't modify frozen", lambda c=change: c(made.options))
+        refused(AttributeError, "Can't modify frozen", lambda c=change: c(result.options))
 
 
 # ---- blocks, stages, IPUs
@@ -175,9 +175,9 @@ LAYOUTS = [
 
 @pytest.mark.parametrize("forward, options, said", LAYOUTS)
 def test_layouts_that_no_pipeline_has_are_refused(poptorch: Any, forward: Any, options: Any, said: str) -> None:
-    made = options(poptorch)
-    parts = made.Training.gradient_accumulation * made.replication_factor
-    refused((poptorch.Error, AssertionError), said, lambda: training(poptorch, forward, made)(*data(2 * parts)))
+    result = options(poptorch)
+    parts = result.Training.gradient_accumulation * result.replication_factor
+    refused((poptorch.Error, AssertionError), said, lambda: training(poptorch, forward, result)(*data(2 * parts)))
 
 
 def test_an_inference_pipeline_wants_as_many_device_iterations_as_stages(poptorch: Any) -> None:
@@ -241,10 +241,10 @@ def test_integer_buffers_are_constants(poptorch: Any, monkeypatch: Any) -> None:
         return m.count.clone(), F.cross_entropy(m.a(x) * m.count, y)
 
     options = poptorch.Options().deviceIterations(2).outputMode(poptorch.OutputMode.All)
-    made = training(poptorch, forward, options)
-    counts, _ = made(*data(4))
+    result = training(poptorch, forward, options)
+    counts, _ = result(*data(4))
     assert counts.tolist() == [1, 1]
-    state = made.model.state_dict()
+    state = result.model.state_dict()
     assert state["count"] == 0 and state["seen"] == 2
 
 
@@ -254,13 +254,13 @@ def test_integer_buffers_are_constants(poptorch: Any, monkeypatch: Any) -> None:
 def test_the_batch_has_to_be_a_multiple_and_then_the_same(poptorch: Any) -> None:
     options = poptorch.Options().deviceIterations(2).replicationFactor(2)
     options.Training.gradientAccumulation(2)
-    made = training(poptorch, options=options)
-    refused(AssertionError, "Invalid batch dimension", lambda: made(*data(12)))
+    result = training(poptorch, options=options)
+    refused(AssertionError, "Invalid batch dimension", lambda: result(*data(12)))
     x, y = data(16)
-    made(x, y)
-    refused(poptorch.Error, "Shape mismatch for x", lambda: made(x[:8], y))
-    refused(poptorch.Error, "Data type mismatch for x", lambda: made(x.double(), y))
-    refused(poptorch.Error, "Type mismatch for y", lambda: made(x, None))
+    result(x, y)
+    refused(poptorch.Error, "Shape mismatch for x", lambda: result(x[:8], y))
+    refused(poptorch.Error, "Data type mismatch for x", lambda: result(x.double(), y))
+    refused(poptorch.Error, "Type mismatch for y", lambda: result(x, None))
     refused(poptorch.Error, "requires_grad", lambda: training(poptorch)(x.clone().requires_grad_(), y))
     refused(poptorch.Error, "Unsupported tensor input type", lambda: training(poptorch)(x.bfloat16(), y))
 
@@ -287,10 +287,10 @@ def updates(poptorch: Any, optimizer: Callable[..., Any], count: int = 3, **trai
     options.Training.gradientAccumulation(2)
     for name, value in training_options.items():
         getattr(options.Training, name)(value)
-    made = training(poptorch, options=options, optimizer=optimizer)
+    result = training(poptorch, options=options, optimizer=optimizer)
     for _ in range(count):
-        made(*data(8))
-    return made
+        result(*data(8))
+    return result
 
 
 def reference(optimizer: Callable[..., Any], count: int = 3) -> Dict[str, torch.Tensor]:
@@ -319,9 +319,9 @@ def assert_close(made: Any, weights: Dict[str, torch.Tensor]) -> None:
 def test_velocities_are_kept_times_their_scale_under_popart_names(poptorch: Any, scale: float, combined: bool) -> None:
     """compoundscalarhelper.hpp; sgd1decompose.cpp, sgd2decompose.cpp. The scale of the separate variant is the loss scaling."""
     own = {"velocity_scaling": scale, "use_combined_accum": True} if combined else {}
-    made = updates(poptorch, sgd(poptorch.optim, loss_scaling=scale, **own))
-    assert_close(made, reference(sgd(torch.optim)))
-    state = made._optimizer.state_dict()["ipu_state"]
+    result = updates(poptorch, sgd(poptorch.optim, loss_scaling=scale, **own))
+    assert_close(result, reference(sgd(torch.optim)))
+    state = result._optimizer.state_dict()["ipu_state"]
     prefix = "Accl___" if combined else "Accl1___"
     assert {name[: len(prefix)] for name in state} == {prefix} and f"{prefix}a.weight" in state
     plain_state = updates(poptorch, sgd(poptorch.optim, **({"use_combined_accum": True} if combined else {})))
@@ -334,18 +334,18 @@ def test_a_missing_state_is_skipped_with_a_warning_and_the_last_rate_counts(popt
     source = updates(poptorch, sgd(poptorch.optim))
     state = source._optimizer.state_dict()["ipu_state"]
     del state["Accl1___a.bias"]
-    made = updates(poptorch, sgd(poptorch.optim), 1)
-    own = made._optimizer
-    made.copyWeightsToHost()
+    result = updates(poptorch, sgd(poptorch.optim), 1)
+    own = result._optimizer
+    result.copyWeightsToHost()
     own.param_groups[0]["lr"] = 0.5
     own.load_state_dict({**own.state_dict(), "ipu_state": state})
-    made.setOptimizer(own)
+    result.setOptimizer(own)
     assert "ignoring missing state Accl1___a.bias" in poptorch.recorded.warnings[-1]
-    assert own.param_groups[0]["lr"] == 0.5 and made._description.groups[0]["lr"][0] == 0.5
+    assert own.param_groups[0]["lr"] == 0.5 and result._description.groups[0]["lr"][0] == 0.5
     refused(RuntimeError, "Only IPU optimizer states", lambda: own.load_state_dict(torch.optim.Optimizer.state_dict(own)))
     state["Accl1___a.weight"] = state["Accl1___a.weight"].half()
     own.load_state_dict({**own.state_dict(), "ipu_state": state})
-    refused(poptorch._errors.DoubleRefuses, "Accl1___a.weight", lambda: made.setOptimizer(own))
+    refused(poptorch._errors.DoubleRefuses, "Accl1___a.weight", lambda: result.setOptimizer(own))
 
 
 @pytest.mark.parametrize("optimizer, error, said", [
@@ -360,28 +360,28 @@ def test_optimizers_that_no_ipu_has_are_refused(poptorch: Any, optimizer: Any, e
 
 
 def test_constants_of_a_compiled_optimizer_do_not_change(poptorch: Any) -> None:
-    made = updates(poptorch, sgd(poptorch.optim), 1)
-    own = made._optimizer
+    result = updates(poptorch, sgd(poptorch.optim), 1)
+    own = result._optimizer
     own.param_groups[0]["lr"] = 0.2
-    made.setOptimizer(own)
+    result.setOptimizer(own)
     own.variable_attrs.markAsConstant("momentum")
-    refused(poptorch.Error, "momentum", lambda: made.setOptimizer(own))
+    refused(poptorch.Error, "momentum", lambda: result.setOptimizer(own))
 
 
 # ---- weights and devices
 
 
 def test_the_host_sees_trained_weights_when_it_touches_them(poptorch: Any) -> None:
-    made = training(poptorch)
-    model = made.model
+    result = training(poptorch)
+    model = result.model
     before = model.a.weight.detach().clone()
-    made(*data(2))
+    result(*data(2))
     copies = lambda: poptorch.recorded.events.count(("copyWeightsToHost", 0))  # noqa: E731
     assert copies() == 0 and not torch.equal(model.a.weight, before) and copies() == 1
-    made(*data(2))
-    assert made.copyWeightsToHostIfNeeded() and not made.copyWeightsToHostIfNeeded() and copies() == 2
-    made(*data(2))
-    made.destroy()
+    result(*data(2))
+    assert result.copyWeightsToHostIfNeeded() and not result.copyWeightsToHostIfNeeded() and copies() == 2
+    result(*data(2))
+    result.destroy()
     assert type(model) is Forward and type(model.a.weight) is nn.Parameter
     refused(RuntimeError, "already been wrapped", lambda: [poptorch.trainingModel(model) for _ in range(2)])
 
@@ -389,16 +389,16 @@ def test_the_host_sees_trained_weights_when_it_touches_them(poptorch: Any) -> No
 def test_devices_are_held_and_given_back(poptorch: Any, monkeypatch: Any) -> None:
     monkeypatch.setenv("POPTORCH_DOUBLE_IPUS", "2")
     assert poptorch.ipuHardwareIsAvailable(2) and not poptorch.ipuHardwareIsAvailable(4)
-    made = training(poptorch, in_blocks("A", "B", "B"), pipeline(poptorch))
+    result = training(poptorch, in_blocks("A", "B", "B"), pipeline(poptorch))
     inference = poptorch.inferenceModel(Forward(plain))
-    made(*data(8))
+    result(*data(8))
     refused(poptorch.Error, "Failed to acquire 1 IPU(s)", lambda: inference(data(2)[0]))
-    made.detachFromDevice()
+    result.detachFromDevice()
     inference(data(2)[0])
-    refused(poptorch.Error, "Failed to acquire 2 IPU(s)", made.attachToDevice)
+    refused(poptorch.Error, "Failed to acquire 2 IPU(s)", result.attachToDevice)
     inference.destroy()
-    made.attachToDevice()
-    refused(poptorch.Error, "Device is already attached", made.attachToDevice)
+    result.attachToDevice()
+    refused(poptorch.Error, "Device is already attached", result.attachToDevice)
     monkeypatch.setenv("POPTORCH_DOUBLE_IPUS", "0")
     refused(poptorch.Error, "No IPU detected", lambda: poptorch.inferenceModel(Forward(plain))(data(2)[0]))
 
@@ -410,9 +410,9 @@ def test_devices_are_held_and_given_back(poptorch: Any, monkeypatch: Any) -> Non
 ])  # fmt: skip
 def test_an_offline_target_compiles_and_does_not_run(poptorch: Any, change: Any, said: str) -> None:
     """CompilerImpl.cpp: it takes neither a device's id nor a cycle counter."""
-    made = training(poptorch, options=poptorch.Options().useOfflineIpuTarget(2))
-    made.compile(*data(2))
-    refused(AssertionError, "Trying to run a model on an offline device", lambda: made(*data(2)))
+    result = training(poptorch, options=poptorch.Options().useOfflineIpuTarget(2))
+    result.compile(*data(2))
+    refused(AssertionError, "Trying to run a model on an offline device", lambda: result(*data(2)))
     options = poptorch.Options().useOfflineIpuTarget(2)
     change(options)
     refused(poptorch.Error, said, lambda: training(poptorch, options=options).compile(*data(2)))
@@ -420,14 +420,14 @@ def test_an_offline_target_compiles_and_does_not_run(poptorch: Any, change: Any,
 
 def test_faults_of_the_device_can_be_ordered_and_lose_it(poptorch: Any, monkeypatch: Any) -> None:
     monkeypatch.setenv("POPTORCH_DOUBLE_IPUS", "8")
-    made = training(poptorch)
+    result = training(poptorch)
     poptorch.recorded.fail("execute", 2)
-    made(*data(2))
+    result(*data(2))
     with pytest.raises(poptorch.RecoverableError) as caught:
-        made(*data(2))
+        result(*data(2))
     assert caught.value.recovery_action == "IPU_RESET" and caught.value.type == "poplar_recoverable_error"
-    refused(poptorch.RecoverableError, "simulated", lambda: made(*data(2)))  # this executor is lost
-    refused(poptorch.RecoverableError, "simulated", made.model.state_dict)  # and what it had trained
+    refused(poptorch.RecoverableError, "simulated", lambda: result(*data(2)))  # this executor is lost
+    refused(poptorch.RecoverableError, "simulated", result.model.state_dict)  # and what it had trained
     training(poptorch)(*data(2))
 
 

@@ -61,10 +61,10 @@ def test_a_pods_job_starts_with_exactly_its_ipus(path: Path, poptorch: Any, monk
     executors.training.detachFromDevice()
     executors.make_inference()
     assert sum(poptorch._device.held.values()) == poptorch._device.largest[0] == pod  # by all replicas
-    assert [made.ipus for made in poptorch.recorded.compilations] == [pod, pod]
-    made = poptorch.recorded.compilations[0]
-    assert made.forward_stages == stated.stages and made.micro_batch[0][0] == stated.micro_batch_size
-    assert path.stem.startswith("graphcore") or made.options["location_optimizer"]["onChip"] == 0
+    assert [result.ipus for result in poptorch.recorded.compilations] == [pod, pod]
+    result = poptorch.recorded.compilations[0]
+    assert result.forward_stages == stated.stages and result.micro_batch[0][0] == stated.micro_batch_size
+    assert path.stem.startswith("graphcore") or result.options["location_optimizer"]["onChip"] == 0
     (loader,) = poptorch.recorded.of("DataLoader")
     assert loader["mode"] == poptorch.DataLoaderMode.Async and loader["drop_last"] is False
     engine.abort()
@@ -256,8 +256,8 @@ def test_a_run_does_not_end_for_want_of_a_time(poptorch: Any, tmp_path: Path, mo
     for name in ("getLatency", "getHostIpuLatency", "cycleCount"):
         monkeypatch.setattr(poptorch.PoplarExecutor, name, none)
     run(config({"log_cycle_count": True}), tmp_path)
-    told = read_json(tmp_path / "ipu.json")
-    assert set(told["latency_seconds"]) == {"compute", "ipu_to_host"} and told["cycles_of_the_last_call"] is None
+    content = read_json(tmp_path / "ipu.json")
+    assert set(content["latency_seconds"]) == {"compute", "ipu_to_host"} and content["cycles_of_the_last_call"] is None
     assert CallTimes(range(1)).latency == {}
 
 

@@ -168,9 +168,9 @@ def test_it_learns_as_float32_does(method: str, tmp_path: Path) -> None:
     for precision in ("float32", MIXED):
         adam = "optimizer={name: adam, lr: 0.003, momentum: null}"
         keys = [f"method={method}", f"precision={precision}", "steps=150", "evaluate.every=0", "micro_batch_size=16", adam]
-        found = train(config("stages=2", "gradient_accumulation=2", *keys), tmp_path / precision, quiet=True)
-        ends[precision] = found["final"]["test_accuracy"]
-        assert found["precision"] == {
+        summary = train(config("stages=2", "gradient_accumulation=2", *keys), tmp_path / precision, quiet=True)
+        ends[precision] = summary["final"]["test_accuracy"]
+        assert summary["precision"] == {
             "name": precision, "weights": "bfloat16" if precision == MIXED and method == "pipemare" else "float32",
             "autocast": "bfloat16" if precision == MIXED and method == "gpipe" else None,
             "masters": "float32" if precision == MIXED and method == "pipemare" else None,

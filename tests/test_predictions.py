@@ -55,40 +55,40 @@ def same_as_docs(name: str, found: PredictedRows) -> None:
 @counts
 def test_the_local_papers_speedups_are_predicted_within_eight_points() -> None:
     """Nothing is fitted: model, hardware's file and schedule alone. Better than the balanced bound by far."""
-    found = predicted_local.predict_speedups()
-    same_as_docs("plan_local_table1", found)
-    errors = [abs(row["error"]) for row in found.rows]
-    assert sum(errors) / 7 <= 8 and found.verdicts[0].verdict == SHOWN
-    bounds = [abs(row["bound"] - row["printed"]) for row in found.rows]
+    speedups = predicted_local.predict_speedups()
+    same_as_docs("plan_local_table1", speedups)
+    errors = [abs(row["error"]) for row in speedups.rows]
+    assert sum(errors) / 7 <= 8 and speedups.verdicts[0].verdict == SHOWN
+    bounds = [abs(row["bound"] - row["printed"]) for row in speedups.rows]
     assert sum(bounds) / 7 == pytest.approx(11.6, abs=0.05)
-    assert any("the bound times the best constant: 5.4" in note for note in found.notes)
-    assert any("the bound minus the best constant: 4.7" in note for note in found.notes)
+    assert any("the bound times the best constant: 5.4" in note for note in speedups.notes)
+    assert any("the bound minus the best constant: 4.7" in note for note in speedups.notes)
 
 
 @counts
 def test_the_local_papers_memory_is_in_order() -> None:
     """Of one network on one machine: without recomputation most by far, local least; of all rows nine pairs in ten."""
-    found = predicted_local.predict_memory()
-    same_as_docs("plan_local_table3", found)
+    result = predicted_local.predict_memory()
+    same_as_docs("plan_local_table3", result)
     by: Dict[Any, Dict[str, float]] = {}
-    for row in found.rows:
+    for row in result.rows:
         by.setdefault((row["network"], row["samples"], row["devices"]), {})[row["method"]] = row["predicted"]
     for sizes in by.values():
         assert sizes["local"] < sizes["backpropagation, recompute"] < sizes.get("backpropagation", 1e9)
-    assert sum(verdict.difference or 0 for verdict in found.verdicts) <= 20
-    assert all(0.6 < row["predicted"] / row["printed"] < 1.2 for row in found.rows)
+    assert sum(verdict.difference or 0 for verdict in result.verdicts) <= 20
+    assert all(0.6 < row["predicted"] / row["printed"] < 1.2 for row in result.rows)
 
 
 def test_pipemares_columns_are_predicted_within_two_percent() -> None:
     """With fairseq's vocabularies IWSLT's Transformer has its 42,864,640 parameters."""
-    found = predicted_pipemare.predict_pipemare()
-    same_as_docs("plan_pipemare", found)
-    errors = [float(row["error"].rstrip("%")) for row in found.rows if row.get("error") not in (None, "fitted")]
-    assert len(errors) == len(found.verdicts) == 22 and max(map(abs, errors)) < 2
-    assert {row["printed"]: row["predicted"] for row in found.rows if "IWSLT14, memory of" in row["what"]} == {
+    pipemare = predicted_pipemare.predict_pipemare()
+    same_as_docs("plan_pipemare", pipemare)
+    errors = [float(row["error"].rstrip("%")) for row in pipemare.rows if row.get("error") not in (None, "fitted")]
+    assert len(errors) == len(pipemare.verdicts) == 22 and max(map(abs, errors)) < 2
+    assert {row["printed"]: row["predicted"] for row in pipemare.rows if "IWSLT14, memory of" in row["what"]} == {
         "0.65 GB": 0.6387, "2.06": 2.035, "1.25": 1.25
     }  # fmt: skip
-    kept = [row["predicted"] for row in found.rows if row["item"] == "Figure 9"]
+    kept = [row["predicted"] for row in pipemare.rows if row["item"] == "Figure 9"]
     assert kept == [2 * 136, 2 * (16 + 12 + 8 + 4) + 4 * 12]  # 2(P-i) + 2 at heads, 2(S-j) + 2 inside
 
 
@@ -123,13 +123,13 @@ def test_tensor_parallelism_by_hand() -> None:
     links = [{"name": "all", "bandwidth": 16.0, "latency": 0.0, "shared_by": 1}]
     hardware = read_hardware({"devices": 4, "device": device, "links": links})
     units = (Unit("a", 4.0, 8.0, 4, 16.0, 8.0), Unit("b", 8.0, 16.0, 8, 4.0, 8.0), Unit("loss", 0.0, 0.0, 0, 4.0, 0.0))
-    found = predict_tensor_parallel(Problem(units, 4.0, hardware, 1e9, "float32", 0), 4, 2, 2)
-    assert found is not None and (found.ways, found.width) == (2, 2)
-    assert (found.micro_batch_size, found.gradient_accumulation) == (1, 1)
+    tensor_parallel = predict_tensor_parallel(Problem(units, 4.0, hardware, 1e9, "float32", 0), 4, 2, 2)
+    assert tensor_parallel is not None and (tensor_parallel.ways, tensor_parallel.width) == (2, 2)
+    assert (tensor_parallel.micro_batch_size, tensor_parallel.gradient_accumulation) == (1, 1)
     compute = (2 * 12 + 24) / 2  # with recomputation
     messages = 3 * 2 * (16 + 4) / 16  # 2 (t-1)/t = 1 among two
     gradients = 4 * (12 / 2) / 16  # half of them on each device
-    assert found.samples_per_second == pytest.approx(2 / (compute + messages + gradients))
+    assert tensor_parallel.samples_per_second == pytest.approx(2 / (compute + messages + gradients))
     assert predict_tensor_parallel(Problem(units, 4.0, hardware, 1.0, "float32", 0), 4, 2, 2) is None
 
 
@@ -187,12 +187,12 @@ def test_the_command_prints_a_table(monkeypatch: pytest.MonkeyPatch, capsys: Any
 
     row = {"what": "a", "printed": 1, "predicted": 2.0}
     columns, less = {"what": "what", "predicted": "predicted"}, judge_exactly("as much", False, -1.0)
-    made = make_prediction("plan_2bw", "Title", "Paper", columns, lambda: PredictedRows([row], ["note"], [less]))
-    monkeypatch.setattr(catalogue, "TABLE_2BW", made)
+    prediction = make_prediction("plan_2bw", "Title", "Paper", columns, lambda: PredictedRows([row], ["note"], [less]))
+    monkeypatch.setattr(catalogue, "TABLE_2BW", prediction)
     assert tool("plan_2bw", "--json", "--out", str(tmp_path)) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["rows"] == [row] and found["agrees"] is False and found["source"]
-    assert found["verdicts"][0]["verdict"] == "contradicted"
+    content = json.loads(capsys.readouterr().out)
+    assert content["rows"] == [row] and content["agrees"] is False and content["source"]
+    assert content["verdicts"][0]["verdict"] == "contradicted"
     assert "| a | 2 |" in (tmp_path / "plan_2bw" / "table.md").read_text(encoding="utf-8")
     assert tool("plan_2bw", "--seeds", "1") == 2
     assert "error: --seeds: plan_2bw: " in capsys.readouterr().err
@@ -221,11 +221,11 @@ NETWORK = nn.Sequential(
 def test_heads_are_counted_and_a_block_spares_the_gradient_of_its_input() -> None:
     x = torch.zeros(4, 8)
     units = count_units(NETWORK, x).units
-    found = count_blocks(NETWORK, x, units)
+    result = count_blocks(NETWORK, x, units)
     assert [unit.backward_flops for unit in units] == [2 * 48, 0, 4 * 36, 4 * 18]
-    assert [unit.backward_flops for unit in found.first] == [2 * 48, 0, 2 * 36, 2 * 18]
-    assert len(found.heads) == 3 and {head.parameters for head in found.heads} == {6 * 3 + 3}
-    assert [head.forward_flops for head in found.heads] == [2 * 18] * 3
+    assert [unit.backward_flops for unit in result.first] == [2 * 48, 0, 2 * 36, 2 * 18]
+    assert len(result.heads) == 3 and {head.parameters for head in result.heads} == {6 * 3 + 3}
+    assert [head.forward_flops for head in result.heads] == [2 * 18] * 3
     assert all(p.device.type == "cpu" for p in NETWORK.parameters())
 
 
@@ -265,9 +265,9 @@ def test_a_block_takes_its_passes_its_head_and_no_gradient_of_its_input(lockstep
     units = tuple(Unit(str(i), 1.0, 3.0, 0, 4.0, 0.0) for i in range(4))
     given = Problem(units, 4.0, simple(lockstep), 1e9, "float32", 0, blocks(units))
     asked = Candidate("local_greedy", 2, 1, 1, 8, False)
-    found = predict_cut(Costing(given, asked, list_layouts(2, 1)[0], Sums(given, 1)), [0, 2])
-    assert found.work == pytest.approx([8 + 0.6, 8 - 1.0])
-    assert found.seconds == pytest.approx(8 * 8.6, rel=1e-6)
+    prediction = predict_cut(Costing(given, asked, list_layouts(2, 1)[0], Sums(given, 1)), [0, 2])
+    assert prediction.work == pytest.approx([8 + 0.6, 8 - 1.0])
+    assert prediction.seconds == pytest.approx(8 * 8.6, rel=1e-6)
 
 
 @pytest.mark.parametrize("lockstep", [True, False])
@@ -302,13 +302,13 @@ def test_in_lock_step_all_wait_for_samples_from_the_host() -> None:
     units = tuple(Unit(str(i), 1.0, 2.0, 0, 4.0, 0.0) for i in range(2))
     asked = Candidate("pipedream_flush", 2, 1, 1, 8, False)
     host = {"bandwidth": 4.0, "latency": 0.0}
-    found = {}
+    result = {}
     for lockstep in (True, False):
         for link in (None, host):
             given = Problem(units, 4.0, simple(lockstep, link), 1e9, "float32", 0)
-            found[lockstep, link is host] = predict_cut(
+            result[lockstep, link is host] = predict_cut(
                 Costing(given, asked, list_layouts(2, 1)[0], Sums(given, 1)), [0, 1]
             )
-    assert found[True, True].seconds == pytest.approx(found[True, False].seconds + 8)
-    assert found[False, True].seconds == found[False, False].seconds
-    assert found[True, True].link_busy[HOST] == pytest.approx(8) and HOST not in found[False, True].link_busy
+    assert result[True, True].seconds == pytest.approx(result[True, False].seconds + 8)
+    assert result[False, True].seconds == result[False, False].seconds
+    assert result[True, True].link_busy[HOST] == pytest.approx(8) and HOST not in result[False, True].link_busy

@@ -65,16 +65,16 @@ def _weight_norm() -> nn.Module:
     ),
 ], ids=["product", "autocast", "instance norm"])  # fmt: skip
 def test_derived_weights_are_named(model: nn.Module, guilty: Any) -> None:
-    found = observe(model, IMAGES).derived
-    assert found == guilty
+    result = observe(model, IMAGES).derived
+    assert result == guilty
 
 
 @pytest.mark.skipif(
     not hasattr(nn.utils, "parametrizations") or torch.__version__ < "2.1", reason="torch 2.1's weight norm"
 )
 def test_weight_norm_is_named() -> None:
-    found = observe(nn.Sequential(nn.Conv2d(3, 3, 1), _weight_norm(), _head(6)), IMAGES).derived
-    assert found == ["1.parametrizations.weight.original0", "1.parametrizations.weight.original1"]
+    result = observe(nn.Sequential(nn.Conv2d(3, 3, 1), _weight_norm(), _head(6)), IMAGES).derived
+    assert result == ["1.parametrizations.weight.original0", "1.parametrizations.weight.original1"]
 
 
 def _plain() -> nn.Module:
@@ -127,8 +127,8 @@ def test_footprint_counts_saved_and_sent_bytes() -> None:
     model = nn.Sequential(
         nn.Flatten(), nn.Linear(192, 10), nn.ReLU(), begin_stage(nn.Linear(10, 6)), begin_stage(nn.Linear(6, 4))
     )
-    made = make_footprint(model, partition(model, IMAGES), observe(model, IMAGES, LABELS))
-    assert made.boundary_bytes == (2 * 10 * 4, 2 * 6 * 4)
+    footprint = make_footprint(model, partition(model, IMAGES), observe(model, IMAGES, LABELS))
+    assert footprint.boundary_bytes == (2 * 10 * 4, 2 * 6 * 4)
     # the first stage keeps its input and ReLU's output; the second its input; the last its input, log-softmax and labels
-    assert made.saved_bytes[0] == 2 * 192 * 4 + 2 * 10 * 4
-    assert made.saved_bytes[1] == 2 * 10 * 4
+    assert footprint.saved_bytes[0] == 2 * 192 * 4 + 2 * 10 * 4
+    assert footprint.saved_bytes[1] == 2 * 10 * 4

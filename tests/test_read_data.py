@@ -154,8 +154,8 @@ def loaded(seed: int, noise: bool = False) -> Any:
         x, y = (torch.stack(each) for each in zip(*batch))
         return x + float(np.random.default_rng().random()) * noise, y
 
-    made = DataLoader(samples, 8, shuffle=True, collate_fn=together)
-    return ipu_pipe.from_loader(made, DataLoader(samples, 8))
+    data_loader = DataLoader(samples, 8, shuffle=True, collate_fn=together)
+    return ipu_pipe.from_loader(data_loader, DataLoader(samples, 8))
 
 
 def test_data_that_python_gave_is_known_by_its_first_microbatch(folder: Path) -> None:
@@ -185,5 +185,5 @@ def test_a_file_that_cannot_be_read_is_named(folder: Path) -> None:
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "file").write_bytes(b"1")
-    found = files.hash_files({name: tmp_path / name for name in ("pipe", "file")}, {})
-    assert found["pipe"]["sha256"] is None and found["file"]["sha256"] == hashlib.sha256(b"1").hexdigest()
+    result = files.hash_files({name: tmp_path / name for name in ("pipe", "file")}, {})
+    assert result["pipe"]["sha256"] is None and result["file"]["sha256"] == hashlib.sha256(b"1").hexdigest()

@@ -39,8 +39,8 @@ class Reads(TorchDispatchMode):
 
 
 def lines(run: Path) -> List[Dict[str, Any]]:
-    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if key != "samples_per_second"} for line in found]
+    result = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key != "samples_per_second"} for line in result]
 
 
 @pytest.mark.parametrize("how", [["method=pipemare"], ["method=local_greedy"], ["replicas=2", "method=gpipe"]])
@@ -93,6 +93,6 @@ def test_an_evaluation_reads_nothing_until_its_end() -> None:
         for labels in (y, y, none):
             tally.add(output, labels, 3)
     assert reads.count == 0
-    loss, found = evaluate_sums(DEFAULT, tally.sums)
+    loss, result = evaluate_sums(DEFAULT, tally.sums)
     assert loss == float(nn.functional.cross_entropy(output, y))
-    assert found["accuracy"] == float((output.argmax(1)[:2] == y[:2]).double().mean())
+    assert result["accuracy"] == float((output.argmax(1)[:2] == y[:2]).double().mean())

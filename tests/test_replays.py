@@ -184,8 +184,8 @@ def test_a_schedules_replays_take_turns_by_replica_and_update_when_a_batch_is_fu
     expected = [
         (i // width, own[i % width], (i // width + 1) % 2 == 0 and i % width == width - 1) for i in range(source.count)
     ]
-    found = zip(window.microbatch.tolist(), window.replica.tolist(), window.updates.all(axis=0).tolist())
-    assert list(found) == expected[1 : source.count]
+    result = zip(window.microbatch.tolist(), window.replica.tolist(), window.updates.all(axis=0).tolist())
+    assert list(result) == expected[1 : source.count]
     columns = [m for m, _, _ in expected[1 : source.count]]
     assert (window.forward == table.forward(0, 1300)[:, columns]).all()
     assert source.count_updates(7 * 2 * width).tolist() == [7, 7, 7]

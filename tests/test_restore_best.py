@@ -104,5 +104,5 @@ def test_every_process_has_the_best_weights(tmp_path: Path) -> None:
         step = went(tmp_path / f"{method}-emulated", method, STOPS, model=emulated, quiet=True)["restored_step"]
         best = read_weights(tmp_path / method, step)
         for rank in range(2):
-            held = torch.load(tmp_path / f"{method}-{rank}.pt")
-            assert holds(held, best) and holds(held, emulated.state_dict()), (method, rank)
+            saved = torch.load(tmp_path / f"{method}-{rank}.pt")
+            assert holds(saved, best) and holds(saved, emulated.state_dict()), (method, rank)

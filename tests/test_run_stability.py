@@ -41,12 +41,12 @@ def test_the_curvature_of_linear_regression_is_known() -> None:
     torch.manual_seed(0)
     x, y = torch.randn(50, 7, dtype=torch.float64), torch.randn(50, dtype=torch.float64)
     model = nn.Linear(7, 1, bias=False).double()
-    found = measure_curvature(model, half_square, x, y, [[model.weight]], 500, 1e-8)
+    curvature = measure_curvature(model, half_square, x, y, [[model.weight]], 500, 1e-8)
     values = np.linalg.eigvalsh((x.T @ x / 50).numpy())
-    assert found.value == pytest.approx(values[-1], rel=1e-9) and found.residual <= 1e-8
-    assert 1 < found.iterations < 500 and found.shares == (pytest.approx(1),)
+    assert curvature.value == pytest.approx(values[-1], rel=1e-9) and curvature.residual <= 1e-8
+    assert 1 < curvature.iterations < 500 and curvature.shares == (pytest.approx(1),)
     few = measure_curvature(model, half_square, x, y, [[model.weight]], 3, 1e-8)
-    assert few.iterations == 3 and few.residual > 1e-8 and few.value < found.value
+    assert few.iterations == 3 and few.residual > 1e-8 and few.value < curvature.value
 
 
 class Saddle(nn.Module):
@@ -65,8 +65,8 @@ def test_it_is_the_greatest_above_zero_that_counts() -> None:
         return output.mean()
 
     x, model = torch.ones(4, 1), Saddle()
-    found = measure_curvature(model, loss, x, x, [[model.a], [model.b]], 500, 1e-5)
-    assert found.value == pytest.approx(2, rel=1e-3) and found.shares == (pytest.approx(1), pytest.approx(0, abs=1e-6))
+    curvature = measure_curvature(model, loss, x, x, [[model.a], [model.b]], 500, 1e-5)
+    assert curvature.value == pytest.approx(2, rel=1e-3) and curvature.shares == (pytest.approx(1), pytest.approx(0, abs=1e-6))
     hill = Saddle(-1.0)
     assert measure_curvature(hill, loss, x, x, [[hill.a], [hill.b]], 500, 1e-5).value == pytest.approx(10, rel=1e-3)
     with pytest.raises(BadInput, match="^model: "):
@@ -80,14 +80,14 @@ def test_a_model_is_left_as_found_and_looked_at_without_its_dropout() -> None:
     before = {name: value.clone() for name, value in model.state_dict().items()}
     x, y, state = torch.randn(16, 6), torch.arange(16) % 3, torch.get_rng_state()
     stages = [[*model[0].parameters(), *model[1].parameters()], list(model[4].parameters())]
-    found = [measure_curvature(model, nn.functional.cross_entropy, x, y, stages, 200, 1e-3, discrepancy=True) for _ in range(2)]
-    assert found[0] == found[1] and sum(found[0].shares) == pytest.approx(1, rel=1e-4)
+    result = [measure_curvature(model, nn.functional.cross_entropy, x, y, stages, 200, 1e-3, discrepancy=True) for _ in range(2)]
+    assert result[0] == result[1] and sum(result[0].shares) == pytest.approx(1, rel=1e-4)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert not any(module.training for module in model.modules()) and torch.equal(state, torch.get_rng_state())
     assert all(p.grad is None for p in model.parameters())
     plain = nn.Sequential(*(layer for layer in model if not isinstance(layer, nn.Dropout)))
     assert measure_curvature(plain, nn.functional.cross_entropy, x, y, stages, 200, 1e-3).value == pytest.approx(
-        found[0].value, rel=1e-4
+        result[0].value, rel=1e-4
     )
 
 
@@ -95,8 +95,8 @@ def test_attention_can_be_differentiated_twice() -> None:
     torch.manual_seed(2)
     model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     x = torch.randn(3, 5, 8)
-    found = measure_curvature(model, lambda out, y: ((out - y) ** 2).mean(), x, x.flip(0), [list(model.parameters())], 40, 0.1)
-    assert found.value > 0
+    weights = [list(model.parameters())]
+    assert measure_curvature(model, lambda out, y: ((out - y) ** 2).mean(), x, x.flip(0), weights, 40, 0.1).value > 0
 
 
 def test_the_discrepancy_is_that_of_the_backwards_weights_alone() -> None:
@@ -109,13 +109,13 @@ def test_the_discrepancy_is_that_of_the_backwards_weights_alone() -> None:
         model[1].weight.fill_(b)
     data = torch.tensor([[x]], dtype=torch.float64), torch.tensor([y], dtype=torch.float64)
     stages = [[model[0].weight], [model[1].weight]]
-    found = measure_curvature(model, half_square, *data, stages, 500, 1e-9, discrepancy=True)
+    curvature = measure_curvature(model, half_square, *data, stages, 500, 1e-9, discrepancy=True)
     r = a * b * x - y
     hessian = np.array([[b * b * x * x, r * x + a * b * x * x], [r * x + a * b * x * x, a * a * x * x]])
     values, vectors = np.linalg.eigh(hessian)
     v = vectors[:, -1]
-    assert found.value == pytest.approx(values[-1]) and found.shares == pytest.approx(tuple(v**2))
-    assert found.discrepancy == pytest.approx(-v[0] * v[1] * r * x / values[-1], rel=1e-6)
+    assert curvature.value == pytest.approx(values[-1]) and curvature.shares == pytest.approx(tuple(v**2))
+    assert curvature.discrepancy == pytest.approx(-v[0] * v[1] * r * x / values[-1], rel=1e-6)
 
 
 # ---- a run of which theory knows all
@@ -174,11 +174,11 @@ def test_the_emulator_diverges_where_theory_says(name: str) -> None:
     """The stages share one direction, so that the largest stable rate of the whole is exact: a tenth below it the loss falls from
     one stretch of updates to the next, a tenth above it rises."""
     keys = RUNS[name]
-    found = analyze_job(job(0.1, **keys), samples=4, iterations=20)
-    assert found["curvature"]["value"] == pytest.approx(3) and found["curvature"]["discrepancy"] in (None, 0)
-    assert [s["share"] for s in found["stages"]] == pytest.approx(SHARES)
-    limit = found["whole"]["largest_stable_rate"]
-    assert found["whole"]["margin"] == pytest.approx(limit / 0.1)
+    analysis = analyze_job(job(0.1, **keys), samples=4, iterations=20)
+    assert analysis["curvature"]["value"] == pytest.approx(3) and analysis["curvature"]["discrepancy"] in (None, 0)
+    assert [s["share"] for s in analysis["stages"]] == pytest.approx(SHARES)
+    limit = analysis["whole"]["largest_stable_rate"]
+    assert analysis["whole"]["margin"] == pytest.approx(limit / 0.1)
     for factor in (0.9, 1.1):
         again = dict(keys, optimizer={**keys.get("optimizer", {"name": "sgd", "momentum": 0.8}), "lr": factor * limit})
         engine = make_engine(job(0.1, **again), 0)
@@ -189,8 +189,8 @@ def test_the_emulator_diverges_where_theory_says(name: str) -> None:
 
 
 def test_each_stage_is_told_apart_by_its_delay_and_curvature() -> None:
-    found = analyze_job(job(0.1, method="pipelined_backprop"), samples=4, iterations=20, by_stage=True)
-    stages = found["stages"]
+    analysis = analyze_job(job(0.1, method="pipelined_backprop"), samples=4, iterations=20, by_stage=True)
+    stages = analysis["stages"]
     assert [s["delay"] for s in stages] == [6, 4, 2, 0] and [s["rate"] for s in stages] == [0.1] * 4
     assert [s["curvature"] for s in stages] == pytest.approx([3 * share for share in SHARES])
     for s, share in zip(stages, SHARES):
@@ -201,13 +201,13 @@ def test_each_stage_is_told_apart_by_its_delay_and_curvature() -> None:
 def test_rates_are_the_greatest_of_the_run_after_its_rules() -> None:
     keys = {"method": "pipemare", "method_args": {"t1": {"anneal_updates": 100}}, "steps": 200,
             "lr_schedule": {"name": "step", "milestones": [1], "gamma": 0.01}}  # fmt: skip
-    found = analyze_job(job(0.2, **keys), curvature=3.0)
-    assert found["curvature"] == {"value": 3.0, "how": "given"} and found["whole"] is None
-    stages = found["stages"]
+    analysis = analyze_job(job(0.2, **keys), curvature=3.0)
+    assert analysis["curvature"] == {"value": 3.0, "how": "given"} and analysis["whole"] is None
+    stages = analysis["stages"]
     assert [s["delay"] for s in stages] == [7, 5, 3, 1]
     powers = [1 - 63 / 100] * 3  # the last update at the full rate: 64 of an epoch
     assert [s["rate"] for s in stages[:3]] == pytest.approx([0.2 / d**p for d, p in zip((7, 5, 3), powers)])
-    assert found["rates_of_update"] == [63, 63, 63, 0]
+    assert analysis["rates_of_update"] == [63, 63, 63, 0]
 
 
 # ---- advice
@@ -215,17 +215,17 @@ def test_rates_are_the_greatest_of_the_run_after_its_rules() -> None:
 
 def test_advice_names_the_worst_stage_and_what_raises_its_limit() -> None:
     stages = [StageDynamics(s, make_delayed_sgd(d, 0.9), 0.05, 2.0) for s, d in enumerate((6, 4, 2, 0))]
-    found = compute_margins(stages)
-    assert [v.margin for v in found] == sorted(v.margin for v in found) and found[0].margin < 1 < found[-1].margin
-    changes = {r.change: r for r in found[0].remedies}
+    margins = compute_margins(stages)
+    assert [v.margin for v in margins] == sorted(v.margin for v in margins) and margins[0].margin < 1 < margins[-1].margin
+    changes = {r.change: r for r in margins[0].remedies}
     assert set(changes) == {
         "t1", "spike_compensation", "weight_prediction", "spike_compensation + weight_prediction",
         "momentum 0 at lr / (1 - momentum)",
     }  # fmt: skip
-    assert changes["t1"].margin == pytest.approx(6 * found[0].margin)
-    assert not found[-1].remedies  # nothing is late
-    lines = describe_margins(found)
-    assert [v.margin < 1 for v in found] == [True, True, True, False]
+    assert changes["t1"].margin == pytest.approx(6 * margins[0].margin)
+    assert not margins[-1].remedies  # nothing is late
+    lines = describe_margins(margins)
+    assert [v.margin < 1 for v in margins] == [True, True, True, False]
     assert lines[0].startswith("3 of 4 stages") and "stage 0 (delay 6 updates)" in lines[0]
     assert len(lines) == 4 and "with " in lines[1]
     assert compute_margins([StageDynamics(0, make_delayed_sgd(3), 0.1, 0.0)])[0].margin == math.inf  # without weights
@@ -234,10 +234,10 @@ def test_advice_names_the_worst_stage_and_what_raises_its_limit() -> None:
 
 
 def test_against_discrepancy_t2_and_stashing_are_advised() -> None:
-    (found,) = compute_margins([StageDynamics(0, make_pipemare(10, 0, 5.0), 0.05, 1.0)])
-    by_name = {r.change: r.largest_rate for r in found.remedies}
+    (result,) = compute_margins([StageDynamics(0, make_pipemare(10, 0, 5.0), 0.05, 1.0)])
+    by_name = {r.change: r.largest_rate for r in result.remedies}
     assert by_name["stash"] == pytest.approx(2 * math.sin(math.pi / 42))
-    assert found.largest_rate < by_name["t2"] < by_name["stash"]
+    assert result.largest_rate < by_name["t2"] < by_name["stash"]
 
 
 # ---- the command
@@ -254,10 +254,10 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def test_a_config_is_told_stage_by_stage(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     asked = (DIGITS, "--set", "method=pipemare", "optimizer.lr=0.5", "gradient_accumulation=1")
-    found = json.loads(printed(capsys, *asked, "--json"))
-    assert list(found) == ["config", "method", "curvature", "rates_of_update", "stages", "whole", "advice"]
-    assert [s["delay"] for s in found["stages"]] == [7, 5, 3, 1] and found["curvature"]["iterations"] < 100
-    assert found["stages"][0]["margin"] < 1 < found["stages"][0]["raised_by"][0]["margin"]
+    content = json.loads(printed(capsys, *asked, "--json"))
+    assert list(content) == ["config", "method", "curvature", "rates_of_update", "stages", "whole", "advice"]
+    assert [s["delay"] for s in content["stages"]] == [7, 5, 3, 1] and content["curvature"]["iterations"] < 100
+    assert content["stages"][0]["margin"] < 1 < content["stages"][0]["raised_by"][0]["margin"]
     table = printed(capsys, *asked, "--curvature", "0.3")
     assert "largest stable" in table and "t1 (" in table
 
@@ -287,12 +287,12 @@ def test_the_command_ends_with_2_and_a_line() -> None:
 
 
 def test_figures_are_data_and_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = json.loads(printed(capsys, "pipemare_16", "pb_3", "--out", str(tmp_path), "--json"))
-    assert list(found) == ["pipemare_16", "pb_3"]
-    assert json.loads((tmp_path / "pb_3.json").read_text()) == found["pb_3"]
-    assert found["pb_3"]["command"] == "python tools/stability.py pb_3" and "Figure 3" in found["pb_3"]["source"]
-    assert all((tmp_path / f"{name}.png").read_bytes()[:4] == b"\x89PNG" for name in found)
-    lines = {line["label"]: line for line in found["pipemare_16"]["panels"][0]["lines"]}
+    content = json.loads(printed(capsys, "pipemare_16", "pb_3", "--out", str(tmp_path), "--json"))
+    assert list(content) == ["pipemare_16", "pb_3"]
+    assert json.loads((tmp_path / "pb_3.json").read_text()) == content["pb_3"]
+    assert content["pb_3"]["command"] == "python tools/stability.py pb_3" and "Figure 3" in content["pb_3"]["source"]
+    assert all((tmp_path / f"{name}.png").read_bytes()[:4] == b"\x89PNG" for name in content)
+    lines = {line["label"]: line for line in content["pipemare_16"]["panels"][0]["lines"]}
     assert max(lines["no discrepancy"]["y"]) < max(lines["the same, T2 (D = 0.1)"]["y"])
     listed = printed(capsys)
     assert "pb_12" in listed and "pipemare_18" in listed
@@ -302,5 +302,5 @@ def test_delayed_regression_diverges_along_lemma_1() -> None:
     data = load_regression()
     limit = 2 / compute_largest_curvature(data) * math.sin(math.pi / 42)
     whole = data._replace(batch=256)  # less noise
-    found = train_delayed(whole, np.array([0.7, 1.4]) * limit, np.array([10, 20]), 2500)
-    assert np.isfinite(found).tolist() == [[True, False], [False, False]] and found[0, 0] < 0.3
+    delayed = train_delayed(whole, np.array([0.7, 1.4]) * limit, np.array([10, 20]), 2500)
+    assert np.isfinite(delayed).tolist() == [[True, False], [False, False]] and delayed[0, 0] < 0.3

@@ -74,8 +74,8 @@ def _read_by_dcp(folder: Path) -> None:
     from torch.distributed import checkpoint as dcp
 
     hf_storage = pytest.importorskip("torch.distributed.checkpoint.hf_storage")
-    held = checkpoint.load(folder)
-    expected = {**held.model, **held.optimizer}
+    saved = checkpoint.load(folder)
+    expected = {**saved.model, **saved.optimizer}
     state = {name: torch.zeros_like(value) for name, value in expected.items()}
     dcp.load(state, storage_reader=hf_storage.HuggingFaceStorageReader(str(folder)), no_dist=True)
     assert all(torch.equal(state[name], expected[name]) for name in expected)
@@ -115,10 +115,10 @@ def _fail(rank: int, path: str) -> None:
     model = {f"{rank}.weight": torch.full((2,), float(rank)), "tied": torch.ones(3)}
     state = CheckpointState(model, {f"{rank}.weight/step": torch.tensor(4.0)}, {f"{rank}.weight/plain": rank})
     assert save_shard(folder, 1, state, {"updates": 7}, None) == folder / "step-1"
-    held = checkpoint.load(folder / "step-1")
-    assert {*held.model} == {"0.weight", "1.weight", "tied"} and held.manifest["updates"] == 7
-    assert held.manifest["optimizer"] == {"0.weight/plain": 0, "1.weight/plain": 1}
-    assert float(held.model["1.weight"][0]) == 1.0 and {*held.optimizer} == {"0.weight/step", "1.weight/step"}
+    saved = checkpoint.load(folder / "step-1")
+    assert {*saved.model} == {"0.weight", "1.weight", "tied"} and saved.manifest["updates"] == 7
+    assert saved.manifest["optimizer"] == {"0.weight/plain": 0, "1.weight/plain": 1}
+    assert float(saved.model["1.weight"][0]) == 1.0 and {*saved.optimizer} == {"0.weight/step", "1.weight/step"}
 
     real = checkpoint._flush
 

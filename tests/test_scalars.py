@@ -18,9 +18,9 @@ DIGITS = str(Path(__file__).resolve().parents[1] / "configs" / "mlp_digits.yaml"
 
 def read(folder: Path) -> Dict[str, List[Tuple[int, float]]]:
     """(step, value) by name, as TensorBoard shows them."""
-    found = EventAccumulator(str(folder))
-    found.Reload()
-    return {name: [(event.step, event.value) for event in found.Scalars(name)] for name in found.Tags()["scalars"]}
+    shown = EventAccumulator(str(folder))
+    shown.Reload()
+    return {name: [(event.step, event.value) for event in shown.Scalars(name)] for name in shown.Tags()["scalars"]}
 
 
 def test_a_resumed_run_shows_each_update_once(tmp_path: Path) -> None:

@@ -386,10 +386,10 @@ def test_method_arguments_change_the_axes() -> None:
 def test_capped_1f1b_holds_fewer_microbatches_in_the_same_time() -> None:
     """The randomized PipeDream paper's timeline caps stage 0 alone, the original PipeDream's every stage."""
     P, M = 6, 40
-    made = {name: make_schedule(resolve_method("pipedream", {"schedule": name}), P, M, 1) for name in SCHEDULES[:2]}
-    assert made["1f1b"].max_in_flight().tolist() == [6, 6, 6, 5, 3, 1]
-    assert made["1f1b_capped"].max_in_flight().tolist() == [6, 5, 4, 3, 2, 1]
-    assert made["1f1b"].slot_count == made["1f1b_capped"].slot_count
+    result = {name: make_schedule(resolve_method("pipedream", {"schedule": name}), P, M, 1) for name in SCHEDULES[:2]}
+    assert result["1f1b"].max_in_flight().tolist() == [6, 6, 6, 5, 3, 1]
+    assert result["1f1b_capped"].max_in_flight().tolist() == [6, 5, 4, 3, 2, 1]
+    assert result["1f1b"].slot_count == result["1f1b_capped"].slot_count
 
 
 @pytest.mark.parametrize("name, args, message", [

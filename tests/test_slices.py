@@ -39,8 +39,8 @@ def test_values_that_skip_pieces_are_handed_on() -> None:
     value: Any = x
     for piece in cut:
         value = piece(value)
-    found = torch.autograd.grad(value.square().sum(), list(model.parameters()))
-    assert all(torch.equal(a, b) for a, b in zip(expected, found))
+    result = torch.autograd.grad(value.square().sum(), list(model.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(expected, result))
     assert sorted(name for piece in cut for name in piece.state()) == sorted(model.state_dict())
     assert sum(t.numel() for piece in cut for t in piece.tensors()) == sum(
         t.numel() for t in model.state_dict().values()

@@ -169,12 +169,12 @@ def test_stable_steps_are_those_whose_roots_lie_inside() -> None:
     rng = np.random.default_rng(1)
     for _ in range(150):
         loop = derive_loop_gain(drawn(rng))
-        found = find_stable_steps(loop)
+        stable_steps = find_stable_steps(loop)
         steps = np.exp(rng.uniform(np.log(1e-4), np.log(6), 25))
         radius = compute_root_radius(loop, steps)
-        inside = np.array([any(low < step < high for low, high in found) for step in steps])
+        inside = np.array([any(low < step < high for low, high in stable_steps) for step in steps])
         assert ((radius < 1) == inside)[np.abs(radius - 1) > 1e-9].all()
-        ends = [end for interval in found for end in interval if 0 < end < np.inf]
+        ends = [end for interval in stable_steps for end in interval if 0 < end < np.inf]
         assert compute_root_radius(loop, np.array(ends)) == pytest.approx([1] * len(ends), abs=1e-6)
 
 
@@ -207,8 +207,8 @@ def test_steps_within_smaller_circles_are_those_whose_roots_lie_inside_them() ->
         loop = derive_loop_gain(drawn(rng))
         steps = np.exp(rng.uniform(np.log(1e-4), np.log(6), 25))
         radius = compute_root_radius(loop, steps)
-        for circle, found in zip(radii, find_steps_within(loop, radii)):
-            inside = np.array([any(low < step < high for low, high in found) for step in steps])
+        for circle, result in zip(radii, find_steps_within(loop, radii)):
+            inside = np.array([any(low < step < high for low, high in result) for step in steps])
             assert ((radius < circle) == inside)[np.abs(radius - circle) > 1e-9].all()
             inside_count += inside.sum()
     assert inside_count > 300
@@ -272,8 +272,8 @@ def test_compensation_equals_prediction_when_its_coefficients_say_so(D: int, m: 
     same = make_delayed_sgd(D, m, (1 + T - T / m, T / m))
     assert at_step(same, k) == pytest.approx(at_step(make_delayed_sgd(D, m, horizon=T), k), abs=1e-9 * (1 + T))
     standard = m * (1 - m**D) / (1 - m)
-    found = np.array(at_step(make_delayed_sgd(D, m, compute_spike_coefficients(m, D)), k))[: D + 3]
-    assert found == pytest.approx(np.array(at_step(make_delayed_sgd(D, m, horizon=standard), k))[: D + 3], abs=1e-12)
+    result = np.array(at_step(make_delayed_sgd(D, m, compute_spike_coefficients(m, D)), k))[: D + 3]
+    assert result == pytest.approx(np.array(at_step(make_delayed_sgd(D, m, horizon=standard), k))[: D + 3], abs=1e-12)
 
 
 def test_compensation_answers_a_late_gradient_as_if_it_had_come_in_time() -> None:

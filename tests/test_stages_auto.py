@@ -65,9 +65,9 @@ def test_the_chosen_stages_are_the_best_of_all(keys: Any) -> None:
     for depth in depths:
         for inner in itertools.combinations(range(1, len(units)), depth - 1):
             for layout in list_layouts(depth, own.replicas):
-                found = predict_cut(Costing(problem, make_candidate(own, depth), layout, sums), [0, *inner])
-                if max(stage.total for stage in found.memory) <= problem.memory_bytes:
-                    slowest[inner] = max(found.samples_per_second, slowest.get(inner, 0.0))
+                prediction = predict_cut(Costing(problem, make_candidate(own, depth), layout, sums), [0, *inner])
+                if max(stage.total for stage in prediction.memory) <= problem.memory_bytes:
+                    slowest[inner] = max(prediction.samples_per_second, slowest.get(inner, 0.0))
     names = chosen(own)
     starts = tuple(i for i, unit in enumerate(units) if unit.name in names)
     rate = slowest[starts]
@@ -101,21 +101,21 @@ def test_local_stages_are_the_best_of_all_with_their_heads(method: str, depths: 
     model, x = mlp(**SMALL["args"]), EXAMPLE[0][:FEW]
     units = count_units(model, x, (), F.cross_entropy, EXAMPLE[1][:FEW]).units
     blocks = count_blocks(model, x, units)
-    found: Dict[Any, float] = {}
+    result: Dict[Any, float] = {}
     for depth in depths if named else [processes or 2]:
         for inner in itertools.combinations(range(1, len(units)), depth - 1):
             starts, ends = [0, *inner], [*inner, len(units)]
             if named:
                 problem = replace(make_problem(own, units, 256.0, read_hardware(own.hardware)), blocks=blocks)
                 costing = Costing(problem, make_candidate(own, depth), list_layouts(depth, 1)[0], Sums(problem, 8))
-                found[inner] = 1 / predict_cut(costing, starts).samples_per_second
+                result[inner] = 1 / predict_cut(costing, starts).samples_per_second
             else:
                 stages = [[blocks.first[a], *units[a + 1 : b]] if a else units[:b] for a, b in zip(starts, ends)]
                 heads = [[blocks.heads[end - 1]] if end < len(units) else [] for end in ends]
                 each = [[*stage, *head] for stage, head in zip(stages, heads)]
-                found[inner] = max(sum(u.forward_flops + u.backward_flops for u in stage) for stage in each)
-    best = found[tuple(i for i, unit in enumerate(units) if unit.name in names)]
-    assert best <= (1.03 if named else 1 + 1e-9) * min(found.values())
+                result[inner] = max(sum(u.forward_flops + u.backward_flops for u in stage) for stage in each)
+    best = result[tuple(i for i, unit in enumerate(units) if unit.name in names)]
+    assert best <= (1.03 if named else 1 + 1e-9) * min(result.values())
     if named:
         job = build(own)
         assert job.part.begin_names() == names
@@ -183,10 +183,10 @@ def test_stages_inside_modules_are_predicted_too() -> None:
     }
     data = {"name": "synthetic", "shape": [3, 32, 32], "classes": 10, "subset": 64, "test_subset": 8}
     job = build(config(**keys, data=data, stages=["layer2.0.conv2", "layer3.1"]))
-    found = predict_own_cut(job)
-    names = [unit.name for unit in found.problem.units]
-    assert [names[start] for start in found.prediction.starts[1:]] == ["layer2.0.conv2", "layer3.1"]
-    assert sum(unit.forward_flops for unit in found.problem.units) * 8 == sum(job.footprint.forward_flops)
+    result = predict_own_cut(job)
+    names = [unit.name for unit in result.problem.units]
+    assert [names[start] for start in result.prediction.starts[1:]] == ["layer2.0.conv2", "layer3.1"]
+    assert sum(unit.forward_flops for unit in result.problem.units) * 8 == sum(job.footprint.forward_flops)
 
 
 RESNET = {

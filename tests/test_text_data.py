@@ -249,9 +249,9 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "programs"
     folder.mkdir()
     for tool in ("cp", "mkdir"):
-        found = shutil.which(tool)
-        assert found is not None
-        (folder / tool).symlink_to(found)
+        result = shutil.which(tool)
+        assert result is not None
+        (folder / tool).symlink_to(result)
     monkeypatch.setenv("PATH", str(folder))
     monkeypatch.setattr(sys, "executable", str(folder / "python"))
     return folder

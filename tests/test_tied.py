@@ -36,8 +36,8 @@ def untied(stages: List[nn.Module], name: str) -> List[nn.Module]:
     for s, ties in TIES[name].items():
         for weight in ties:
             module, _, own = weight.rpartition(".")
-            held = stages[s].get_submodule(module)
-            setattr(held, own, nn.Parameter(getattr(held, own).detach().clone()))
+            submodule = stages[s].get_submodule(module)
+            setattr(submodule, own, nn.Parameter(getattr(submodule, own).detach().clone()))
     return stages
 
 

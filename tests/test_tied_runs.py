@@ -80,18 +80,18 @@ def test_a_run_is_plain_training_and_its_checkpoint_fits_the_plain_model(
     assert len(summary["stages"]) >= 3
     for (name, a), b in zip(ours.named_parameters(), plain.parameters()):
         assert torch.equal(a, b), name
-    held = read_weights(tmp_path)
-    assert held.keys() == plain.state_dict().keys()
+    weights = read_weights(tmp_path)
+    assert weights.keys() == plain.state_dict().keys()
     loaded = model(kind)
-    loaded.load_state_dict(held, strict=True)
+    loaded.load_state_dict(weights, strict=True)
     assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), plain.parameters()))
 
 
 def test_a_weight_is_counted_once_and_its_replica_is_held(tmp_path: Path) -> None:
     tied, own = (model("lm", tied=tied) for tied in (True, False))
     told: List[Any] = []
-    for place, made in (("tied", tied), ("own", own)):
-        train(config("gpipe"), tmp_path / place, model=made, data=tokens(), quiet=True)
+    for place, result in (("tied", tied), ("own", own)):
+        train(config("gpipe"), tmp_path / place, model=result, data=tokens(), quiet=True)
         told.append(json.loads((tmp_path / place / "memory.json").read_text())["stages"])
     size = tied.embedding.tokens.weight.numel()  # type: ignore[union-attr, operator]
     for before, (ours, theirs) in enumerate(zip(*told)):
@@ -157,11 +157,11 @@ def launched(ranks: int, out: Path, method: str, *more: str, **keys: Any) -> Lis
 
 
 def emulated(out: Path, method: str, **keys: Any) -> Dict[str, Any]:
-    held = torch.get_num_threads()
+    num_threads = torch.get_num_threads()
     try:
         return train(load_config(str(described(out, method, **keys)), []), out, quiet=True)
     finally:
-        torch.set_num_threads(held)
+        torch.set_num_threads(num_threads)
 
 
 @needs_processes
@@ -173,11 +173,11 @@ def test_processes_with_replicas_give_the_emulators_run_and_what_was_planned(tmp
     assert launched(4, tmp_path / "ranks", "pipedream_flush", **how) == []
     expected = emulated(tmp_path / "one", "pipedream_flush", **how)
     assert_same_state(tmp_path / "ranks", tmp_path / "one", 4)
-    found = read_summary(tmp_path / "ranks")
-    assert found["final"] == expected["final"]
-    assert found["links"] == sorted(expected["links"], key=lambda link: (link["src"], link["dst"]))
+    result = read_summary(tmp_path / "ranks")
+    assert result["final"] == expected["final"]
+    assert result["links"] == sorted(expected["links"], key=lambda link: (link["src"], link["dst"]))
     size = 23 * 8 * 4  # of the embedding
-    (back,) = [link for link in found["links"] if link["src"] == 1]
+    (back,) = [link for link in result["links"] if link["src"] == 1]
     assert back["bytes"] == 16 * (size + 2 * 6 * 8 * 4) and back["messages"] == 32
     held = [device["weights"] for device in json.loads((tmp_path / "ranks" / "memory.json").read_text())["peak_memory"]]
     planned = [stage["weight_bytes"] for stage in expected["stages"]]

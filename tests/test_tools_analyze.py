@@ -66,21 +66,21 @@ def test_the_answer_comes_first(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_the_contract_of_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found: Dict[str, Any] = json.loads(answered(capsys, run_folder(tmp_path / "run"), "--json"))
-    assert json.loads(json.dumps(ipu_pipe.analyze_run(tmp_path / "run"))) == found
-    for device in found["devices"]:
-        assert sum(device[part] for part in PARTS) == found["span_ns"] == 240_000_000
+    content: Dict[str, Any] = json.loads(answered(capsys, run_folder(tmp_path / "run"), "--json"))
+    assert json.loads(json.dumps(ipu_pipe.analyze_run(tmp_path / "run"))) == content
+    for device in content["devices"]:
+        assert sum(device[part] for part in PARTS) == content["span_ns"] == 240_000_000
         assert all(isinstance(device[part], int) for part in PARTS)
-    assert [device["index"] for device in found["devices"]] == [0, 1] and found["devices"][0]["waits_for"] == {
+    assert [device["index"] for device in content["devices"]] == [0, 1] and content["devices"][0]["waits_for"] == {
         "1": 216_000_000
     }
-    assert found["utilization"] + found["bubble_fraction"] == pytest.approx(1) and found["modelled"] is False
-    assert {"stage", "device", "why", "gain"} <= found["bottleneck"].keys() and found["bottleneck"]["gain"] > 0.2
-    assert {"src": 0, "dst": 1, "bytes": 64 * 6, "messages": 6}.items() <= found["links"][0].items()
-    assert [(m["device"], m["peak_bytes"], m["at_ns"], m["categories"]) for m in found["memory"]] == [
+    assert content["utilization"] + content["bubble_fraction"] == pytest.approx(1) and content["modelled"] is False
+    assert {"stage", "device", "why", "gain"} <= content["bottleneck"].keys() and content["bottleneck"]["gain"] > 0.2
+    assert {"src": 0, "dst": 1, "bytes": 64 * 6, "messages": 6}.items() <= content["links"][0].items()
+    assert [(m["device"], m["peak_bytes"], m["at_ns"], m["categories"]) for m in content["memory"]] == [
         (0, 1_000_000, 0, {"weights": 1_000_000}), (1, 2_000_000, 0, {"weights": 2_000_000}),
     ]  # fmt: skip
-    assert [each["stage"] for each in found["staleness"]] == [0, 1]
+    assert [each["stage"] for each in content["staleness"]] == [0, 1]
 
 
 def test_two_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -88,9 +88,9 @@ def test_two_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = answered(capsys, one, "--against", two)
     line = next(line for line in said.splitlines() if line.startswith("span_ns"))
     assert line.split() == ["span_ns", "240,000,000", "120,000,000", "120,000,000", "+100.0%"]
-    found = json.loads(answered(capsys, one, "--against", two, "--json"))
-    assert found["span_ns"] == 240_000_000 and found["against"]["other"]["span_ns"] == 120_000_000
-    assert {"name": "span_ns", "this": 240_000_000, "other": 120_000_000, "difference": 120_000_000} in found[
+    content = json.loads(answered(capsys, one, "--against", two, "--json"))
+    assert content["span_ns"] == 240_000_000 and content["against"]["other"]["span_ns"] == 120_000_000
+    assert {"name": "span_ns", "this": 240_000_000, "other": 120_000_000, "difference": 120_000_000} in content[
         "against"
     ]["differences"]
 

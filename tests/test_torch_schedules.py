@@ -162,8 +162,8 @@ def step(
 
     model, count, M = make_model(), v * ranks, 2 * ranks
     size = BLOCKS // count
-    made = [PipelineStage(model[s * size : (s + 1) * size], s, count, torch.device("cpu")) for s in stages]
-    schedule = make(made, M)
+    result = [PipelineStage(model[s * size : (s + 1) * size], s, count, torch.device("cpu")) for s in stages]
+    schedule = make(result, M)
     prepare(schedule)
     x, y = make_data(M)
     schedule.step(*([x] if 0 in stages else []), target=y if count - 1 in stages else None)
@@ -201,8 +201,8 @@ class OurSide:
 
     def get_gradients(self) -> Gradients:
         """Return the gradients that the optimizer was given."""
-        found = self.optimizer.gradients
-        return {name: found[p] for name, p in self.model.named_parameters() if p in found}
+        result = self.optimizer.gradients
+        return {name: result[p] for name, p in self.model.named_parameters() if p in result}
 
 
 def train(schedule: Schedule, method: Any) -> Gradients:
@@ -257,10 +257,10 @@ def judged(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Tuple[int,
 
 def load(folder: Path, name: str, ranks: int) -> Gradients:
     """Return the gradients that the ranks have written."""
-    found: Gradients = {}
+    result: Gradients = {}
     for rank in range(ranks):
-        found.update(torch.load(folder / f"{name}-{rank}.pt"))
-    return found
+        result.update(torch.load(folder / f"{name}-{rank}.pt"))
+    return result
 
 
 def test_pytorchs_runtime_runs_our_rows(judged: Tuple[int, Path]) -> None:

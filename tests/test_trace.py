@@ -55,8 +55,8 @@ def of_work(events: Events, counters: Counters) -> Tuple[List[Event], List[Count
 
 def read_chrome(path: Path) -> Tuple[List[Event], List[Counter], Dict[str, Any]]:
     """What the library reads, as records."""
-    found = read_trace(path)
-    return list(found.events.rows()), list(found.counters.rows()), found.metadata
+    result = read_trace(path)
+    return list(result.events.rows()), list(result.counters.rows()), result.metadata
 
 
 def of_slots(forward: np.ndarray, backward: np.ndarray, accumulate: int) -> Times:
@@ -66,8 +66,8 @@ def of_slots(forward: np.ndarray, backward: np.ndarray, accumulate: int) -> Time
 
 
 def written(path: Path) -> Dict[str, Any]:
-    held: Dict[str, Any] = json.loads(gzip.decompress(path.read_bytes()).decode())
-    return held
+    content: Dict[str, Any] = json.loads(gzip.decompress(path.read_bytes()).decode())
+    return content
 
 
 def records(path: Path, phase: str) -> List[Dict[str, Any]]:

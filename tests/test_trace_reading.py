@@ -38,10 +38,10 @@ def test_a_run_of_several_ranks_is_one_trace(tmp_path: Path) -> None:
         stored(tmp_path / "trace" / f"rank-{rank}.trace", own, [counter], method="gpipe", rank=rank)
     write_chrome(tmp_path / "trace.json.gz", EVENTS[:1], [], {})  # of both the columns are read
     for given in (tmp_path, tmp_path / "trace"):
-        found = read_trace(given)
-        assert sorted(found.events.rows()) == sorted(EVENTS)
-        assert list(found.counters.rows()) == [Counter(0, "of 0", 5, 1.5), Counter(1, "of 1", 5, 1.5)]
-        assert found.metadata == {"method": "gpipe", "rank": 0}
+        trace = read_trace(given)
+        assert sorted(trace.events.rows()) == sorted(EVENTS)
+        assert list(trace.counters.rows()) == [Counter(0, "of 0", 5, 1.5), Counter(1, "of 1", 5, 1.5)]
+        assert trace.metadata == {"method": "gpipe", "rank": 0}
     assert len(read_trace(tmp_path / "trace" / "rank-1.trace").events.start) == 3
 
 
@@ -54,9 +54,9 @@ def test_chrome_json_of_ours(tmp_path: Path, name: str) -> None:
     write_chrome(tmp_path / "trace.json.gz", [*EVENTS, *waits], [Counter(0, "weights", 7, 2.5)], {"method": "gpipe"})
     if name == "plain.json":
         (tmp_path / name).write_bytes(gzip.decompress((tmp_path / "trace.json.gz").read_bytes()))
-    found = read_trace(tmp_path if name == "trace.json.gz" else tmp_path / name)
-    assert [event[:8] for event in found.events.rows()] == [event[:8] for event in [*EVENTS, *waits]]
-    assert list(found.counters.rows()) == [Counter(0, "weights", 7, 2.5)] and found.metadata == {"method": "gpipe"}
+    trace = read_trace(tmp_path if name == "trace.json.gz" else tmp_path / name)
+    assert [event[:8] for event in trace.events.rows()] == [event[:8] for event in [*EVENTS, *waits]]
+    assert list(trace.counters.rows()) == [Counter(0, "weights", 7, 2.5)] and trace.metadata == {"method": "gpipe"}
 
 
 # ---- PyTorch's profiler
@@ -107,8 +107,8 @@ def test_what_pytorchs_profiler_writes_here_is_read(tmp_path: Path) -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         torch.ones(8, 8) @ torch.ones(8, 8)
     profiler.export_chrome_trace(str(tmp_path / "a.json"))
-    found = read_trace(tmp_path / "a.json")
-    assert len(found.events.start) >= 3 and {event.kind for event in found.events.rows()} == {"compute"}
+    trace = read_trace(tmp_path / "a.json")
+    assert len(trace.events.start) >= 3 and {event.kind for event in trace.events.rows()} == {"compute"}
 
 
 def test_two_files_of_one_rank(tmp_path: Path) -> None:
@@ -153,16 +153,16 @@ def bad(tmp_path: Path) -> Dict[str, Path]:
         "metadata.json": b'{"otherData": [], "traceEvents": []}', "kind.json": chrome(cat="cpu_op"),
         "no text.json.gz": gzip.compress(b"\xff\xfe"), "flipped.json.gz": packed[:40] + bytes(9) + packed[49:],
     }  # fmt: skip
-    found = {}
+    result = {}
     for name, content in contents.items():
         (tmp_path / name).write_bytes(content)
-        found[name] = tmp_path / name
+        result[name] = tmp_path / name
     stored(tmp_path / "nothing.trace", [])
     stored(tmp_path / "backwards.trace", [Event(0, 0, "forward", 0, 9, 3, 0, None)])
-    found.update(
+    result.update(
         {name: tmp_path / name for name in ("nothing.trace", "backwards.trace", "run", "empty folder", "not there")}
     )
-    return found
+    return result
 
 
 def test_what_is_no_trace_is_one_line_each(tmp_path: Path) -> None:

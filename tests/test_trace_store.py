@@ -34,11 +34,11 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     writer.write_events(Events.from_rows(events))
     writer.write_counters(Counters.from_rows(counters))
     writer.close()
-    found = read_store(path)
-    assert list(found.events.rows()) == events
-    assert [row.value for row in found.counters.rows()] == [number / 7 for number in range(10_000)]
-    assert {row.name for row in found.counters.rows()} == {"name 0", "name 1", "name 2"}
-    assert (found.metadata, found.notes) == ({"method": "gpipe", "stages": 5}, ())
+    trace = read_store(path)
+    assert list(trace.events.rows()) == events
+    assert [row.value for row in trace.counters.rows()] == [number / 7 for number in range(10_000)]
+    assert {row.name for row in trace.counters.rows()} == {"name 0", "name 1", "name 2"}
+    assert (trace.metadata, trace.notes) == ({"method": "gpipe", "stages": 5}, ())
 
 
 def test_times_are_by_the_first_ranks_clock(tmp_path: Path) -> None:
@@ -62,10 +62,10 @@ def test_what_a_killed_run_leaves(tmp_path: Path) -> None:
     rng = random.Random(1)
     for cut in [len(store.MAGIC), len(whole) - 1, *(rng.randrange(len(store.MAGIC), len(whole)) for _ in range(30))]:
         path.write_bytes(whole[:cut])
-        found = read_store(path)
-        kept = list(found.events.rows())
+        trace = read_store(path)
+        kept = list(trace.events.rows())
         assert len(kept) % rows == 0 and kept == events[: len(kept)]
-        assert found.notes or len(kept) in (0, rows, 2 * rows)  # a cut between two blocks leaves no trace of itself
+        assert trace.notes or len(kept) in (0, rows, 2 * rows)  # a cut between two blocks leaves no trace of itself
 
 
 def test_another_versions_codes(tmp_path: Path) -> None:

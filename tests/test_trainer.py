@@ -59,9 +59,9 @@ def make_trainer(folder: Path, kind: str = "gpt2", method: str = "", **changes: 
     }  # fmt: skip
     given = {key: changes.pop(key) for key in ("callbacks", "train_dataset", "data_collator", "model") if key in changes}
     pipeline = {"method": method, "stages": [STAGE[kind]], **changes.pop("pipeline", {})}
-    made: Any = PipelineTrainer if method else transformers.Trainer
+    result: Any = PipelineTrainer if method else transformers.Trainer
     given = {"model": make_model(kind), "train_dataset": draw_samples(kind, 21), **given}
-    return made(
+    return result(
         args=transformers.TrainingArguments(str(folder), **{**settings, **changes}), eval_dataset=draw_samples(kind, 5, 1),
         compute_metrics=count_right, **given, **({"pipeline": pipeline} if method else {}),
     )  # fmt: skip
@@ -326,12 +326,12 @@ def test_what_only_training_shows_is_refused_by_name(tmp_path: Path, monkeypatch
 
     with pytest.raises(BadInput, match="^callbacks: Watching.on_pre_optimizer_step: "):
         make_trainer(tmp_path, method="gpipe", callbacks=[Watching()])
-    made = make_trainer(tmp_path, method="gpipe")
-    made.args.tf32 = True  # TrainingArguments refuse it themselves on a CPU
-    assert [fault.partition(": ")[0] for fault in made._list_faults()] == ["tf32"]
+    result = make_trainer(tmp_path, method="gpipe")
+    result.args.tf32 = True  # TrainingArguments refuse it themselves on a CPU
+    assert [fault.partition(": ")[0] for fault in result._list_faults()] == ["tf32"]
     monkeypatch.setattr(integration, "is_distributed", lambda: True)
     with pytest.raises(BadInput, match="^hyperparameter_search: "):
-        made.hyperparameter_search()
+        result.hyperparameter_search()
     monkeypatch.undo()
     with pytest.raises(BadInput, match="^clip.scope: global: "):
         make_trainer(tmp_path, method="pipedream").train()

@@ -37,7 +37,7 @@ class Block(NamedTuple):
 
 
 def blocks(page: Path) -> List[Block]:
-    return [Block(*found) for found in BLOCK.findall(page.read_text(encoding="utf-8"))]
+    return [Block(*result) for result in BLOCK.findall(page.read_text(encoding="utf-8"))]
 
 
 def commands(text: str) -> Iterator[List[str]]:
