@@ -160,7 +160,7 @@ def test_what_is_no_callback_is_refused_in_a_line(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="callbacks: 3: must be a list"):
         load_config(DIGITS, ["callbacks=3"])
     assert not (tmp_path / "run").exists()
-    with pytest.raises(RunFault, match="Wrong.on_step: gave a bool, must give None or ipu_pipe.Stop"):
+    with pytest.raises(RunFault, match="Wrong.on_step: returned a bool: must return None or ipu_pipe.Stop"):
         go(tmp_path / "run", "steps=2", callbacks=[Wrong()])
 
 

@@ -629,5 +629,5 @@ def test_a_pipe_in_a_runs_folder_does_not_hang_it(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "summary.json")
     folder = RunFolder(tmp_path, resume=True)
     assert read_summary(tmp_path) is None
-    with pytest.raises(RunFault, match="metrics.jsonl: is no file"):
+    with pytest.raises(RunFault, match="metrics.jsonl: is not a file"):
         folder.open_metrics(3)

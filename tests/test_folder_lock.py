@@ -255,7 +255,7 @@ def test_overwriting_a_folder_that_is_no_runs_is_refused(what: str, tmp_path: Pa
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(Path(DIGITS).read_text() if "hand" in what else "method: other\n")
     before = files(tmp_path)
-    with pytest.raises(BadInput, match=f"^--overwrite: {tmp_path}: .*is no run to replace") as refused:
+    with pytest.raises(BadInput, match=f"^--overwrite: {tmp_path}: .*the folder is not a run") as refused:
         train(config(), tmp_path, overwrite=True, quiet=True)
     assert len(refused.value.faults) == 1 and files(tmp_path) == before
 

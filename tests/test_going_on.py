@@ -291,4 +291,4 @@ def test_weights_that_do_not_fit_say_what_would(ended: Path, tmp_path: Path) -> 
         assert told(tmp_path / "wrapped.safetensors", *over)[-1].endswith("; nothing in it fits")
     if checkpoint.read_torch_version() >= checkpoint.SAFE_TORCH:
         torch.save({"epoch": 3, "state_dict": weights}, tmp_path / "nest.pt")
-        assert "nest.pt: holds no plain state dict" in told(tmp_path / "nest.pt")[0]
+        assert "nest.pt: is not a plain state dict" in told(tmp_path / "nest.pt")[0]

@@ -47,18 +47,18 @@ def raising(*given: Any) -> Any:
 
 
 WRONG: Dict[str, Dict[str, Any]] = {  # story: most of these ended in an AttributeError or a TypeError of ours
-    "config: a dict: must be what ipu_pipe.configure": {"config": {}},
+    "config: a dict: must be the result of ipu_pipe.configure": {"config": {}},
     "model: the class Linear: must be a torch.nn.Module": {"model": nn.Linear},
     "model: missing: must be given": {"model": None},
     "data: a DataLoader: must be a DataSource": {"data": DataLoader(SET, 8)},
     "loss: 3: must be a function of outputs and labels": {"loss": 3},
     "loss: the class CrossEntropyLoss: must be a function": {"loss": nn.CrossEntropyLoss},
     "loss: Weighted: weight: no optimizer would train": {"loss": Weighted(nn.Parameter(torch.ones(1)))},
-    r"loss: it fails on what the model returns, a tensor of shape \(8, 4\) and labels \(8,\), torch.int64: Zero": {
+    r"loss: it fails on the model's output, a tensor of shape \(8, 4\) and labels \(8,\), torch.int64: Zero": {
         "loss": raising
     },
-    "model.output: it fails on what the model returns, a tensor of shape": {"output": lambda output: output.logits},
-    "model.output: logits: the model returns a tensor .* of which it is no part: leave it out": {"output": "logits"},
+    "model.output: it fails on the model's output, a tensor of shape": {"output": lambda output: output.logits},
+    "model.output: logits: the model returns a tensor .* which has no parts: leave it out": {"output": "logits"},
     "output: 1.5: must be a field's name": {"output": 1.5},
     "model: it fails on a microbatch .* which loss: model calls with the labels too: TypeError": {"loss": "model"},
     "optimizer: SGD: .* unexpected keyword argument 'lrr'": {"optimizer": functools.partial(torch.optim.SGD, lrr=1)},
@@ -76,7 +76,7 @@ WRONG: Dict[str, Dict[str, Any]] = {  # story: most of these ended in an Attribu
         "callbacks": [Misnamed()]
     },
     "overwrite: True: cannot be combined with resume": {"overwrite": True, "resume": True},
-    "--resume-from: 3: .* holds no run": {"resume_from": 3},
+    "--resume-from: 3: .* contains no run": {"resume_from": 3},
 }
 
 

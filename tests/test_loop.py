@@ -27,7 +27,7 @@ def test_a_run_stops_when_it_becomes_no_better_and_keeps_the_best(tmp_path: Path
     stops = ["optimizer.lr=0", "early_stopping={patience: 2, min_delta: 0.001}"]
     report = go(tmp_path / "run", *OFTEN, *stops)
     assert (report["steps"], report["planned_steps"]) == (12, 24)
-    assert "test_loss is no better than" in report["stopped"] and "at step 4 for 2 evaluations" in report["stopped"]
+    assert "test_loss is not better than" in report["stopped"] and "at step 4 for 2 evaluations" in report["stopped"]
     kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
     assert kept == ["step-12", "step-4"] and report["best"]["step"] == 4
     again = go(tmp_path / "run", *OFTEN, *stops, resume_from=4)  # with what had been waited for
@@ -52,7 +52,7 @@ def test_what_is_not_measured_cannot_stop_a_run(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
     with pytest.raises(BadInput, match="^early_stopping.metric: r2: "):
         go(tmp_path / "run", "steps=3", "early_stopping={metric: r2}")
-    with pytest.raises(BadInput, match="early_stopping.metric: accuracy: no evaluation gives one"):
+    with pytest.raises(BadInput, match="early_stopping.metric: accuracy: no evaluation computes it"):
         ipu_pipe.EarlyStopping("accuracy").on_evaluation(_at(1, None))
 
 
@@ -94,7 +94,7 @@ def test_predictions_of_nests_and_what_is_refused(tmp_path: Path) -> None:
     found = ipu_pipe.predict(Named(), {"a": a, "b": b}, batch_size=3)
     assert torch.equal(found["sum"], a + b) and found["kept"][0].shape == (7,) and found["kept"][1] == "text"
     wrong = {
-        "holds no samples": lambda: ipu_pipe.predict(nn.Linear(3, 2), []),
+        "contains no samples": lambda: ipu_pipe.predict(nn.Linear(3, 2), []),
         "data: 3: must be a DataSource": lambda: ipu_pipe.predict(nn.Linear(3, 2), 3),
         "predict: .*: no config there names the model": lambda: ipu_pipe.predict(tmp_path, a),
         "into: goes with": lambda: ipu_pipe.predict(nn.Linear(3, 2), a, into=nn.Linear(3, 2)),

@@ -43,7 +43,7 @@ def test_the_model_has_the_best_weights_when_the_run_ends(method: str, tmp_path:
     report = went(tmp_path / "run", method, STOPS, model=model, callbacks=[sees])
     step, last = report["restored_step"], report["steps"]
     assert (step, last) == ((16, 24) if method == "local_greedy" else (4, 12))
-    said = f"the model has the best weights again, those of step {step}: {tmp_path}/run/checkpoints/step-{step}"
+    said = f"restored the best weights, of step {step}: {tmp_path}/run/checkpoints/step-{step}"
     assert capsys.readouterr().out.rstrip().splitlines()[-1] == said
     best, newest = read_weights(tmp_path / "run", step), read_weights(tmp_path / "run", last)
     assert holds(model.state_dict(), best) and not holds(model.state_dict(), newest)

@@ -203,7 +203,7 @@ def test_a_run_may_only_grow(trained: Path, cut: Path, capsys: Any) -> None:
     assert "nothing to resume" in capsys.readouterr().out
     with interrupted_at(12):
         train(config(*keys("steps=16")), ended, resume=True)
-    assert "the run goes on with another steps: 12 -> 16" in capsys.readouterr().out
+    assert "the run continues with another steps: 12 -> 16" in capsys.readouterr().out
     again = train(config(*keys("steps=16")), ended, resume=True)
     assert "resuming after update 12" in capsys.readouterr().out
     assert again["steps"] == 16
@@ -278,13 +278,13 @@ def test_a_parameter_that_never_had_a_gradient_has_no_entries(tmp_path: Path) ->
 
 def test_resuming_where_there_is_no_run_yet_starts_one(trained: Path, tmp_path: Path, capsys: Any) -> None:
     train(config(*keys()), tmp_path / "new", resume=True)
-    assert f"--resume: {tmp_path / 'new'}: holds no run yet: it starts from the beginning" in capsys.readouterr().out
+    assert f"--resume: {tmp_path / 'new'}: contains no run yet: it starts from the beginning" in capsys.readouterr().out
     assert_same_weights(tmp_path / "new", trained)
 
 
 def test_resuming_in_a_folder_that_is_no_runs_is_refused(tmp_path: Path) -> None:
     (tmp_path / "trace.json.gz").write_bytes(b"")
-    assert refused(tmp_path) == [f"--resume: {tmp_path}: holds no run to resume"]
+    assert refused(tmp_path) == [f"--resume: {tmp_path}: contains no run to resume"]
 
 
 # ---- as earlier versions wrote it

@@ -156,7 +156,7 @@ def test_a_run_keeps_the_stages_that_were_chosen(tmp_path: Path, capsys: Any) ->
     said = printed(capsys, str(file), "--out", out, "--resume", "--set", "steps=3")
     assert "another steps" in said and "another stages" not in said and "another hardware" not in said
     said = printed(capsys, str(file), "--out", out, "--resume", "--set", "steps=4", "hardware=v100x8")
-    assert "the run goes on with another hardware" in said
+    assert "the run continues with another hardware" in said
 
 
 def test_a_dry_run_predicts_its_own_cut(capsys: Any) -> None:

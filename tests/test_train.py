@@ -156,7 +156,7 @@ def test_stages_measured_by_time_are_measured_once(tmp_path: Path, monkeypatch: 
     assert code == 0 and timed and printed.count("nothing to resume") == 2 + len(timed)
     (tmp_path / "run" / "summary.json").unlink()  # another number of stages may be asked for, and it is told
     code, printed, _ = run_tool(DIGITS, *sets(*chosen, "stages.count=3"), "--out", str(tmp_path / "run"), "--resume")
-    assert code == 0 and "the run goes on with another stages" in printed
+    assert code == 0 and "the run continues with another stages" in printed
 
 
 @pytest.mark.parametrize("how", ["interrupted", "not finite", "finished"])
@@ -293,7 +293,7 @@ WRONG = {
     "unknown option": (lambda tmp: [DIGITS, "--colour"], "--colour"),
     "resume without a folder": (lambda tmp: [DIGITS, "--resume"], "--out DIR"),
     "resume of nothing": (
-        lambda tmp: [DIGITS, "--resume-from", "4", "--out", str(tmp / "none")], "holds no run to resume"
+        lambda tmp: [DIGITS, "--resume-from", "4", "--out", str(tmp / "none")], "contains no run to resume"
     ),
     "occupied folder": (write_config, "holds another run"),
     "a file for a folder": (write_file, "is a file"),

@@ -1,4 +1,4 @@
-"""From a config to a job: the model, data, stages, schedule and version table of one run, all checked before anything trains."""
+"""Build a job from a config: model, data, stages, schedule and version table of a run, all checked before anything trains."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ def set_up(
 ) -> Setup:
     """Make the model, loss, data and metrics that `config` describes, ready to run.
 
-    A model, data, loss and `others` (fields of `Overrides`) that are given take the place of the config's entries. If `by_shape`,
-    the model and the microbatches are shapes without numbers (see `ipu_pipe.run.planning`).
+    `model`, `data`, `loss` and `others` (fields of `Overrides`) replace the config's entries. `by_shape`: model and microbatches
+    are on the meta device (see `ipu_pipe.run.planning`).
     """
     objects = Overrides(model, data, loss, **others)
     objects.refuse_missing(config)
@@ -82,7 +82,8 @@ def set_up(
         torch.set_num_threads(config.backend.threads)
     seed = derive_seed(config.seed, "model")
     torch.manual_seed(seed)
-    RandomStates.seeded(seed).write()  # models and data sources may draw from Python's and numpy's generators, too
+    # models and data sources may draw from Python's and numpy's generators too
+    RandomStates.seeded(seed).write()
     device = torch.device("meta" if by_shape else config.backend.device)
     if model is None:
         with build_on_meta() if by_shape else contextlib.nullcontext():
@@ -97,13 +98,14 @@ def set_up(
     config = config.model_copy(update={"micro_batch_size": choose_batch_size(config, data)})
     chosen_loss = make_loss(config, objects)
     weighted = get_plain_loss(chosen_loss)
-    if isinstance(weighted, nn.Module):  # class weights and the like
+    # a loss with class weights and the like
+    if isinstance(weighted, nn.Module):
         check_loss(weighted, model)
         weighted.to(device)
     metrics = make_metrics(config.metrics if objects.metrics is None else objects.metrics)
     backend, method = get_backend(config), resolve_method(config.method, config.method_settings())
     row = resolve_precision(config.precision, method)
-    # last: what fails before leaves a caller's model as it was
+    # convert the model last, so that an earlier failure leaves the caller's model as it was
     numbers = ModelPrecision(model.train(), row, DTYPES[row], device, objects.model is not None)
     return Setup(
         config, model, numbers.loss(chosen_loss), data, device, numbers, metrics, getattr(chosen_loss, "asks", ()),
@@ -112,16 +114,16 @@ def set_up(
 
 
 def choose_batch_size(config: Config, data: DataSource) -> int:
-    """Return the samples of a microbatch: of a loader's batches, where the config does not set them."""
+    """Return the samples of a microbatch: the config's, or those of a loader's batches if the config does not set them."""
     if "micro_batch_size" in config.model_fields_set or not isinstance(data, LoaderData):
         return config.micro_batch_size
     return data.read_batch_size() or config.micro_batch_size
 
 
 def _begin(model: nn.Module, config: Config, heads_too: bool = True) -> Optional[Begun]:
-    """Load the weights that the run begins with into the model. Raise `BadInput` if they do not fit.
+    """Load the initial weights (`init_from`) into the model. Raise `BadInput` if they do not fit.
 
-    Return what was loaded where the weights need not all fit, else None.
+    Return which of them were loaded if not all need to fit, else None.
     """
     begin = config.init_from
     assert begin is not None
@@ -149,10 +151,10 @@ def build(
     by_shape: bool = False,
     **others: Any,
 ) -> Job:
-    """Build the job that `config` describes; an object given takes the place of the config's entry.
+    """Build the job that `config` describes; `model`, `data`, `loss` and `others` replace the config's entries as in `set_up`.
 
-    `done` is the number of updates done already, in the checkpoint that the run resumes from; `by_shape` and `others` are as in
-    `set_up`. Raise `BadInput` if anything does not fit; exceptions of the user's own code are raised as they are.
+    `done`: the updates of the checkpoint from which the run resumes; `by_shape`: as in `set_up`. Raise `BadInput` if anything
+    does not fit. Exceptions of the user's own code pass unchanged.
     """
     objects = Overrides(model, data, loss, **others)
     with attribute_faults(lambda: "before training"):
@@ -162,7 +164,7 @@ def build(
         with attribute_faults(lambda: "before training"):
             return _assemble(setup, objects, done)
     except BaseException:
-        # a method may have frozen some
+        # a method may have frozen some parameters
         for parameter in thawed:
             parameter.requires_grad_(True)
         setup.numbers.give_back()
@@ -170,7 +172,7 @@ def build(
 
 
 def _assemble(setup: Setup, objects: Overrides, done: int) -> Job:
-    """Build the job of a model, loss and data that are ready."""
+    """Build the job from a model, loss and data that are ready."""
     config, model, chosen_loss, data = setup.config, setup.model, setup.loss, setup.data
     backend, method = get_backend(config), resolve_method(config.method, config.method_settings())
     rounds = method.rounds
@@ -182,20 +184,21 @@ def _assemble(setup: Setup, objects: Overrides, done: int) -> Job:
     check_metrics(setup)
     if is_chosen(config.stages):
         processes = read_launch().world // config.replicas if config.backend.name == "distributed" else None
-        # on the main process for all: each may have measured its own machine
+        # only on the main process, because each process would measure its own machine
         begins = run_on_main(lambda: choose_stages(config, method, model, chosen_loss, example, processes))
         config = config.model_copy(update={"stages": begins or 1})
     placed = backend.place(config, method, model, example[0])
     model, part, held_stages = placed.model, placed.part, placed.held
     if method.structure is not None:
-        if config.init_from:  # again, now with the heads that it may hold
+        # load again, now that the model has heads, which may be among the weights
+        if config.init_from:
             _begin(model, config, heads_too=False)
-        # take as many blocks as processes
+        # one block per process by default
         if method.structure.blocks is not None and config.method_args.blocks is None:
             config = config.with_method_args(blocks=len(part))
         chosen_loss = SumOfLosses(chosen_loss)
         seen = observe_blocks(model, chosen_loss, example)
-    # take as many replicas as stages
+    # one replica per stage by default
     if rounds is not None and rounds.replicas is None:
         config = config.with_method_args(replicas=len(part))
         method = resolve_method(config.method, config.method_settings())
@@ -204,35 +207,37 @@ def _assemble(setup: Setup, objects: Overrides, done: int) -> Job:
         config = config.model_copy(update={"stages": list(part.begins)})
 
     args = config.method_settings()
-    # replicas with weights of their own take turns in one timeline
+    # replicas with weights of their own take turns in one schedule
     accumulate = config.gradient_accumulation if method.rounds is None else method.rounds.replicas or 1
     switch = round(args["warmup"]["epochs"] * per_epoch) if "warmup" in args and per_epoch else 0
     drains = [k * accumulate for k in list_drains(config, updates, per_epoch, done)]
     try:
         check_sizes(method, len(part), updates * accumulate, accumulate)
         schedule = make_schedule(method, len(part), updates * accumulate, accumulate, drains, switch * accumulate)
-    # schedules have another name for it
+    # schedules call the config's gradient_accumulation `accumulate`
     except BadInput as error:
         raise BadInput([re.sub("^accumulate:", "gradient_accumulation:", fault) for fault in error.faults]) from None
     table = VersionTable(schedule, method, config.seed)
     if method.segments is not None:
-        find_segment_ends(len(part), method.segments)  # refuses more than there are stages
+        # raises if there are more segments than stages
+        find_segment_ends(len(part), method.segments)
 
     members = [Member(one.match, one.ndim) for one in config.optimizer.groups] or [Member()]
     groups = replace_parameters(make_groups(model, part, config.optimizer.no_decay, members), setup.numbers.trained)
     apply_settings_by_stage(config, groups, table.rule_lag().tolist())
     local_groups = groups if held_stages is None else [group for stage in held_stages for group in select_stage(groups, stage)]
     blocks = get_blocks(model)
-    if held_stages and held_stages[0] and blocks is not None and blocks.overlap:  # this process's duplicate of the stage before
+    # an overlapping block has a duplicate of the previous stage's layers
+    if held_stages and held_stages[0] and blocks is not None and blocks.overlap:
         shared = {id(p) for p in blocks.pieces[held_stages[0] - 1].parameters()}
         local_groups = [*local_groups, *select_parameters(select_stage(groups, held_stages[0] - 1), shared)]
     factory = make_factory(config) if objects.optimizer is None else make_factory_of(objects.optimizer)
     optimizer = call_factory(factory, local_groups)
-    # `optimizer` holds the parameters of this process only
+    # `optimizer` has the parameters of this process only, `whole` has all
     whole = optimizer if local_groups is groups else factory(groups)
     if objects.optimizer is not None:
         config = describe_given(config, {"optimizer": describe_optimizer(whole)})
-    # the others' are shares of it, so one of 0 would stop them all
+    # the base rate must not be 0, because all rates are shares of it
     base = next((float(group["lr"]) for group in whole.param_groups if group["lr"]), 0.0)
     rate = make_rate(config.lr_schedule, base, updates, per_epoch, config.updates_per_call)
     plateau: Optional[Plateau] = None
@@ -259,7 +264,8 @@ def _assemble(setup: Setup, objects: Overrides, done: int) -> Job:
         if any(len(set(row)) > 1 for row in played):
             rates_by_group = played
 
-    if "t1" in args and args["t1"]["anneal_updates"] is None:  # T1's K comes from the learning-rate schedule
+    # the learning-rate schedule gives T1's K by default
+    if "t1" in args and args["t1"]["anneal_updates"] is None:
         rates = config.lr_schedule
         first = round(min(rates.milestones) * per_epoch) if rates.milestones and per_epoch else None
         anneal = choose_anneal_updates(first, rates.warmup_steps, rates.total_steps or updates)
@@ -284,10 +290,10 @@ def _assemble(setup: Setup, objects: Overrides, done: int) -> Job:
 
 
 def _count_updates(config: Config, data: DataSource, width: int) -> Tuple[Optional[int], int]:
-    """Return (updates of an epoch or None, updates of the run). A batch takes `width` microbatches times those accumulated.
+    """Return (updates of an epoch or None, updates of the run). A batch has `width` times `gradient_accumulation` microbatches.
 
-    Raise `BadInput` if an epoch does not fill a batch, if data without a length have settings that count in epochs, or if the run
-    cannot be planned: planning time grows with its updates and the stops among them.
+    Raise `BadInput` if an epoch does not fill a batch, if settings count in epochs but the data have no length, or if the run has
+    too many updates or stops to be planned.
     """
     microbatches, rates, evaluation = data.train_batches_per_epoch(config.micro_batch_size), config.lr_schedule, config.evaluate
     per_epoch = None if microbatches is None else microbatches // (config.gradient_accumulation * width)

@@ -24,9 +24,9 @@ from ipu_pipe.text import describe_kind, list_some
 
 @dataclass(frozen=True)
 class Stop:
-    """A callback's return value that ends the run; `reason` is for `summary.json` and the closing words.
+    """A callback's return value that ends the run; `reason` appears in `summary.json` and in the closing lines.
 
-    Microbatches in the pipeline are completed; then the run is evaluated, saved and summed up as one that was planned that long.
+    Microbatches in the pipeline are completed. Then the run is evaluated, saved and summarized like a run of that planned length.
     """
 
     reason: str = ""
@@ -34,15 +34,18 @@ class Stop:
 
 @dataclass(frozen=True)
 class Moment:
-    """The state of a run, as callbacks see it.
+    """The state of a run that callbacks get.
 
-    `step` is the number of updates done, `epoch` the same in epochs (None for data without a length). `losses` are the mean
-    training losses of the newest update, one for each block that has its own and last the model's; empty if none is known. `rate`
-    is its learning rate, `metrics` are those of the newest evaluation by their names in `metrics.jsonl` (test_loss,
-    test_accuracy, ...), empty before the first. `model` is the whole model with the newest weights, None where its stages are in
-    several processes or on other devices. `checkpoint` is the newest one's folder, `stopped` says at the end why the run ended
-    sooner than planned. `config` are the resolved config's keys, `folder` is the run's, `line` the newest line of metrics.jsonl,
-    `summary` at the end that of `summary.json`. `gradients` are those of the newest update, in `on_gradients` alone.
+    step: the number of updates done; epoch: the same in epochs (None for data without a length)
+    losses: the mean training losses of the newest update, one for each block that has its own, the model's last; may be empty
+    rate: the learning rate of the newest update
+    metrics: the newest evaluation by the names of `metrics.jsonl` (test_loss, test_accuracy, ...); empty before the first
+    model: the whole model with the newest weights, None if its stages are in several processes or on other devices
+    checkpoint: the folder of the newest checkpoint
+    stopped: at the end, the reason why the run ended sooner than planned
+    config: the keys of the resolved config; folder: the folder of the run
+    line: the newest line of metrics.jsonl; summary: at the end, the content of `summary.json`
+    gradients: the gradients of the newest update, only in `on_gradients`
     """
 
     step: int
@@ -62,17 +65,17 @@ class Moment:
 
     @property
     def loss(self) -> Optional[float]:
-        """The loss of the model's own output, None if it is not known."""
+        """The loss of the whole model's output, None if it is not known."""
         return self.losses[-1] if self.losses else None
 
 
 class Callback:
     """The base class of callbacks; each method may return a `Stop`, else None.
 
-    A `Stop` from `on_step` or `on_gradients` ends the run after that update, from others at the next evaluation or checkpoint.
-    On processes they are called on rank 0 alone, with what all ranks have measured. `state` and `load` carry what must be the
-    same when a run is resumed. If a class has `wants_model = True`, `Moment.model` is the whole model with the newest weights on
-    processes too, in `on_start`, `on_evaluation`, `on_checkpoint` and `on_end`.
+    A `Stop` from `on_step` or `on_gradients` ends the run after that update; from other methods, at the next evaluation or
+    checkpoint. On processes only rank 0 calls callbacks, with the results of all ranks. `state` and `load` save and restore a
+    callback for resumed runs. If a class has `wants_model = True`, `Moment.model` is the whole model with the newest weights also
+    on processes, in `on_start`, `on_evaluation`, `on_checkpoint` and `on_end`.
     """
 
     wants_model = False
@@ -86,7 +89,7 @@ class Callback:
         return None
 
     def on_gradients(self, now: Moment) -> Optional[Stop]:
-        """Handle the gradients at hand when an update of the optimizer begins; before `on_step`, with the same moment."""
+        """Handle the gradients with which the optimizer's update began; called before `on_step`, with the same moment."""
         return None
 
     def on_step(self, now: Moment) -> Optional[Stop]:
@@ -102,11 +105,11 @@ class Callback:
         return None
 
     def on_end(self, now: Moment) -> Optional[Stop]:
-        """Handle the end of a run that was not broken off, when all its files are written."""
+        """Handle the end of a run without a fault, when all its files are written."""
         return None
 
     def state(self) -> Any:
-        """Return what checkpoints shall hold, as JSON can; None for nothing."""
+        """Return the state for checkpoints as JSON values, None for no state."""
         return None
 
     def load(self, state: Any) -> None:
@@ -117,7 +120,7 @@ HOOKS = tuple(name for name in vars(Callback) if name.startswith("on_"))
 
 
 class Callbacks:
-    """The callbacks of a run, in order. `asked` is the reason to end the run, None while it goes on."""
+    """The callbacks of a run, in order. `asked`: the reason to end the run, None if no callback asked for it."""
 
     def __init__(self, own: Sequence[Callback]) -> None:
         self.own = list(own)
@@ -139,7 +142,7 @@ class Callbacks:
         return any(callback.wants_model for callback in self.own)
 
     def call(self, method: str, now: Moment) -> None:
-        """Call a method of all callbacks, whatever one of them asks for. Raise what they raise, with the place."""
+        """Call a method of all callbacks, even after one asks for the end; add the place to their exceptions."""
         for callback in self.own:
             name = f"{type(callback).__qualname__}.{method}"
             answer = _call(callback, method, now, where=f" after update {now.step}")
@@ -147,7 +150,7 @@ class Callbacks:
                 self.asked = self.asked or getattr(answer, "reason", "") or f"{name} asked for it"
             elif answer is not None:
                 raise RunFault(
-                    f"callback {name}: gave a {type(answer).__name__}, must give None or ipu_pipe.Stop(reason)"
+                    f"callback {name}: returned a {type(answer).__name__}: must return None or ipu_pipe.Stop(reason)"
                 )
 
     def list_best_steps(self) -> List[int]:
@@ -173,7 +176,7 @@ class Callbacks:
         return states
 
     def load(self, saved: Any) -> None:
-        """Hand each saved state to the callback of the same name and position among those of that name."""
+        """Load each saved state into the callback of the same class name; several of one name are matched in order."""
         left = [one for one in saved if one["state"] is not None] if saved else []
         for callback in self.own:
             one = next((one for one in left if one["name"] == type(callback).__qualname__), None)
@@ -190,9 +193,9 @@ def _call(callback: Callback, method: str, *args: Any, where: str = "") -> Any:
 
 
 def make_callbacks(config: Config, given: Optional[Sequence[Any]]) -> List[Callback]:
-    """Return the callbacks given in Python, or else make the config's, and its early stopping.
+    """Return the callbacks `given` in Python, or make the config's, and add its early stopping.
 
-    Raise `BadInput`, one line for each fault.
+    Raise `BadInput` with one line for each fault.
     """
     if given is not None:
         callbacks = collect_results(given, lambda value: _check(value, "callbacks"))
@@ -202,21 +205,21 @@ def make_callbacks(config: Config, given: Optional[Sequence[Any]]) -> List[Callb
 
 
 def _add_early_stopping(config: Config, callbacks: List[Callback]) -> List[Callback]:
-    """Return the callbacks and the config's early stopping. Raise `BadInput` if no checkpoint has the weights to restore."""
+    """Add the config's early stopping to the callbacks. Raise `BadInput` if `restore_best` cannot work."""
     if config.early_stopping is not None:
         callbacks.append(EarlyStopping(**config.early_stopping.model_dump()))
     if config.checkpoint is None and any(getattr(callback, "restore_best", False) for callback in callbacks):
-        raise BadInput("checkpoint: null: early_stopping.restore_best needs that of the best evaluation")
+        raise BadInput("checkpoint: null: early_stopping.restore_best needs the checkpoint of the best evaluation")
     if config.ema is not None and any(getattr(callback, "restore_best", False) for callback in callbacks):
-        why = "cannot be combined with ema, whose averages are what is evaluated: use ema.safetensors of the run's folder"
+        why = "cannot be combined with ema, because evaluations use its averages: use ema.safetensors of the run's folder"
         raise BadInput(f"early_stopping.restore_best: true: {why}")
     return callbacks
 
 
 def check_callbacks(config: Config) -> List[Callback]:
-    """Return the config's callbacks as `refuse_callbacks` sees them: empty objects of the user's classes, whose code is not run.
+    """Return the config's callbacks for `refuse_callbacks`: objects of the user's classes whose constructors did not run.
 
-    Raise `BadInput`, one line for each that cannot be made.
+    Raise `BadInput` with one line for each callback that cannot be made.
     """
     checked = collect_results(config.callbacks, _check_entry)
     stopping: List[Callback] = [one for one in checked if isinstance(one, EarlyStopping)]
@@ -225,14 +228,14 @@ def check_callbacks(config: Config) -> List[Callback]:
 
 
 def refuse_callbacks(job: Job, callbacks: Sequence[Callback]) -> None:
-    """Raise `BadInput`, one line for each callback that the job cannot serve, and for `evaluate.best`."""
+    """Raise `BadInput` with one line for each callback that cannot work in the job, and for a wrong `evaluate.best`."""
     chosen = [("evaluate.best", job.config.evaluate.best)]
     if job.plateau is not None:
         chosen.append(("lr_schedule.metric", job.config.lr_schedule.metric or "loss"))
     chosen += [("early_stopping.metric", one.metric) for one in callbacks if isinstance(one, EarlyStopping)]
     known = ["loss", *(metric.name for metric in job.metrics)]
     faults = [
-        f"{key}: {metric}: no evaluation gives it: must be one of {', '.join(known)}"
+        f"{key}: {metric}: no evaluation computes it: must be one of {', '.join(known)}"
         for key, metric in chosen
         if metric not in known
     ]
@@ -270,16 +273,16 @@ def _check(value: Any, place: str) -> Callback:
     unknown = [name for name in dir(value) if name.startswith("on_") and name not in HOOKS]
     if unknown:
         method = f"{type(value).__qualname__}.{list_some(unknown)}"
-        raise BadInput(f"{place}: {method}: a run calls {', '.join(HOOKS)} and nothing else that is called on_")
+        raise BadInput(f"{place}: {method}: unknown method: a run calls only {', '.join(HOOKS)}")
     return value
 
 
 class EarlyStopping(Callback):
-    """A callback that ends a run whose evaluations have stopped getting better.
+    """End a run whose evaluations no longer improve.
 
-    It ends the run after `patience` evaluations in a row whose `metric` (loss, accuracy, ... as in `metrics.jsonl`, without
-    test_) is not better than the best by more than `min_delta`. `mode` is min, max, or None to choose by the metric's name. The
-    checkpoint of the best evaluation is kept; if `restore_best`, its weights are loaded into the model when the run ends.
+    The run ends after `patience` evaluations in a row whose `metric` (loss, accuracy, ... as in `metrics.jsonl`, without test_)
+    is not better than the best by more than `min_delta`. `mode`: min, max, or None to choose by the metric's name. The
+    checkpoint of the best evaluation is kept. `restore_best`: load its weights into the model when the run ends.
     """
 
     def __init__(
@@ -304,7 +307,7 @@ class EarlyStopping(Callback):
         value = now.metrics.get(f"{split}_{self.metric}")
         if value is None:
             measured = ", ".join(name.partition("_")[2] for name, value in now.metrics.items() if value is not None)
-            raise BadInput(f"early_stopping.metric: {self.metric}: no evaluation gives one: must be one of {measured}")
+            raise BadInput(f"early_stopping.metric: {self.metric}: no evaluation computes it: must be one of {measured}")
         sign = 1 if self.mode == "max" else -1
         if self.best is None or sign * (value - self.best) > self.min_delta:
             self.best, self.best_step, self.waited = value, now.step, 0
@@ -313,14 +316,14 @@ class EarlyStopping(Callback):
         if self.waited < self.patience:
             return None
         return Stop(
-            f"{split}_{self.metric} is no better than {self.best:.6g} at step {self.best_step} for {self.waited} evaluations"
+            f"{split}_{self.metric} is not better than {self.best:.6g} at step {self.best_step} for {self.waited} evaluations"
         )
 
     def state(self) -> Dict[str, Any]:
-        """Return the best evaluation and how many have followed it."""
+        """Return the best evaluation and the number of evaluations since."""
         return {"metric": self.metric, "best": self.best, "best_step": self.best_step, "waited": self.waited}
 
     def load(self, state: Dict[str, Any]) -> None:
-        """Continue from a saved state, if it is of the same metric."""
+        """Continue from a saved state, if its metric is the same."""
         if state.get("metric") == self.metric:
             self.best, self.best_step, self.waited = state["best"], state["best_step"], int(state["waited"])

@@ -1,12 +1,12 @@
-"""Checkpoints: folders `checkpoints/step-K/`, written whole or not at all, without pickle.
+"""Write and read checkpoints: folders `checkpoints/step-K/`, written whole or not at all, without pickle.
 
     step-120/model.safetensors       weights and buffers under the names of the model before it was split
              optimizer.safetensors   optimizer state, `parameter/entry`
              manifest.json           position in the run, the keys that decide its numbers, a SHA-256 of each file and of itself
 
-Of sharded ones each process writes its own files, model-00001-of-00004.safetensors and so on (`saving`). They are taken where the
-schedule drains, so that only the newest weight version exists. A folder is written under another name and renamed when all of
-it is on disk: a checkpoint that exists is complete.
+A sharded checkpoint has files of each process, model-00001-of-00004.safetensors and so on (`shards`). Checkpoints are taken where
+the schedule drains, so that only the newest weight version exists. A folder is written under a temporary name and renamed when
+all its files are on disk: a checkpoint that exists is complete.
 """
 
 from __future__ import annotations
@@ -34,9 +34,12 @@ from ipu_pipe.text import list_some
 MODEL, OPTIMIZER, MANIFEST = "model.safetensors", "optimizer.safetensors", "manifest.json"
 FILES = (MODEL, OPTIMIZER)
 _FILE = re.compile(r"(model|optimizer)(-\d{5}-of-\d{5})?\.safetensors")
-SCHEMA = 3  # in schema 2 a file state.json held the position and the optimizer's plain values; schema 1 had no manifest
-MOST_FAULTS = 5  # of one checkpoint that are printed; the others are counted
-SAFE_TORCH = (2, 6)  # before it torch.load could run a file's code in spite of weights_only (CVE-2025-32434)
+# schema 2 had the position and the optimizer's plain values in state.json; schema 1 had no manifest
+SCHEMA = 3
+# the faults of a checkpoint that are printed; the others are counted
+MOST_FAULTS = 5
+# earlier versions of torch.load could run a file's code despite weights_only (CVE-2025-32434)
+SAFE_TORCH = (2, 6)
 _STEP = re.compile(r"step-(\d+)$")
 _LEFTOVER = re.compile(r"\.step-\d+\.(part|old)$")
 _NO_HASH = "0" * 64
@@ -45,7 +48,7 @@ _NO_HASH = "0" * 64
 class Checkpoint(NamedTuple):
     """The contents of a checkpoint: tensors on the CPU, and the manifest.
 
-    The manifest has `step`, what `save` was given, and the hashes of the files.
+    The manifest has `step`, the facts given to `save`, and the hashes of the files.
     """
 
     model: Dict[str, torch.Tensor]
@@ -82,7 +85,7 @@ def abandoned_after_fault(folder: Path, step: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def guard_step(folder: Path, step: int) -> Iterator[None]:
-    """Raise `RunFault` if the disk refuses what is written of a checkpoint."""
+    """Raise `RunFault` if writing a checkpoint fails."""
     try:
         yield
     except (OSError, TypeError, ValueError) as error:
@@ -124,7 +127,7 @@ def save_tensors(file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def finish_step(folder: Path, step: int, files: Mapping[str, str], facts: Mapping[str, Any]) -> Path:
-    """Write the manifest of a checkpoint, whose `files` and their hashes these are, give it its name, and return its folder."""
+    """Write the manifest of a checkpoint, rename its folder, and return it; `files`: name -> SHA-256."""
     final, unfinished = folder / f"step-{step}", _name_unfinished(folder, step)
     manifest = {"sha256": _NO_HASH, "schema": SCHEMA, "step": step, **facts, "files": dict(files)}
     (unfinished / MANIFEST).write_text(_seal(json.dumps(manifest, indent=1) + "\n"))
@@ -177,7 +180,8 @@ def delete_steps(folder: Path, steps: List[int]) -> None:
     """Delete the checkpoints of these steps. Raise `RunFault` if the disk refuses."""
     for step in steps:
         with guard_writing(folder / f"step-{step}"):
-            old = folder / f".step-{step}.old"  # renamed first: a half-deleted folder must not look complete
+            # rename first, because a half-deleted folder must not look complete
+            old = folder / f".step-{step}.old"
             shutil.rmtree(old, ignore_errors=True)
             os.replace(folder / f"step-{step}", old)
             shutil.rmtree(old, ignore_errors=True)
@@ -220,7 +224,7 @@ def read_manifest(path: Path, resumes: bool = True) -> Dict[str, Any]:
         earlier = [step for step in list_steps(path.parent) if match and step < int(match.group(1))]
         remedy = f"use an earlier one: --resume-from {max(earlier)}" if earlier else "there is no earlier one"
         if not (path / MANIFEST).is_file() and (path / "state.json").is_file():
-            # an early version of ipu_pipe wrote it
+            # a checkpoint of an early version of ipu_pipe
             remedy = f"begin a new run from its weights (init_from: {path / MODEL})"
         return BadInput(f"{file}: corrupt checkpoint: {why}; {remedy}")
 
@@ -235,7 +239,7 @@ def read_manifest(path: Path, resumes: bool = True) -> Dict[str, Any]:
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise refuse(file, error) from None
     if len(written) != len(_NO_HASH) or _seal(text.replace(written, _NO_HASH, 1)) != text:
-        raise refuse(file, "its SHA-256 is not the one it says")
+        raise refuse(file, "its SHA-256 differs from the recorded one")
     if resumes and manifest.get("schema") not in (2, SCHEMA):
         raise BadInput(
             f"{file}: schema: {manifest.get('schema')}: this version resumes 2 and {SCHEMA}: use the ipu_pipe that wrote it, "
@@ -249,7 +253,7 @@ def read_manifest(path: Path, resumes: bool = True) -> Dict[str, Any]:
         except OSError as error:
             raise BadInput(f"{path / name}: cannot be read: {error.strerror or error}") from None
         if not is_saved:
-            raise refuse(path / name, "is missing, or its SHA-256 is not the one that was saved")
+            raise refuse(path / name, "is missing, or its SHA-256 differs from the recorded one")
     if manifest.get("schema") == 2:
         manifest = {**json.loads((path / "state.json").read_text(encoding="utf-8")), **manifest}
     return manifest
@@ -258,7 +262,7 @@ def read_manifest(path: Path, resumes: bool = True) -> Dict[str, Any]:
 def read_weights(path: Path) -> Dict[str, torch.Tensor]:
     """Read the weights of a checkpoint folder, of a run's newest checkpoint, or of a file (see `read_tensors`).
 
-    Raise `BadInput` if a file of a checkpoint is not the one that was saved.
+    Raise `BadInput` if a file of a checkpoint differs from its recorded hash.
     """
     path = find_newest(path)
     if os.path.isdir(path):
@@ -269,11 +273,12 @@ def read_weights(path: Path) -> Dict[str, torch.Tensor]:
 
 
 def read_tensors(path: Path) -> Dict[str, torch.Tensor]:
-    """Read a plain state dict: a .safetensors file, or one by torch.save, whose pickled code is not run.
+    """Read a plain state dict from a .safetensors file, or from a file of torch.save without running its pickled code.
 
-    Raise `BadInput` if the file holds anything else, or if this torch could be made to run its code.
+    Raise `BadInput` if the file has other contents, or if this version of torch might run its code.
     """
-    if not os.path.isfile(path):  # pathlib raises where the folder cannot be read
+    # not pathlib, which raises if the folder cannot be read
+    if not os.path.isfile(path):
         raise BadInput(f"{path}: no such file")
     if path.suffix != ".safetensors" and read_torch_version() < SAFE_TORCH:
         raise BadInput(
@@ -284,13 +289,13 @@ def read_tensors(path: Path) -> Dict[str, torch.Tensor]:
         if path.suffix == ".safetensors":
             return dict(load_file(path))
         loaded = torch.load(path, map_location="cpu", weights_only=True)
-    # the readers of the formats raise errors of many kinds
+    # the readers of the formats raise many types of errors
     except Exception as error:
         raise BadInput(f"{path}: cannot be read as a state dict: {summarize(error)[:120]}") from None
     if isinstance(loaded, dict) and loaded and all(isinstance(value, torch.Tensor) for value in loaded.values()):
         return loaded
     keys = f", but {list_some(list(loaded))}" if isinstance(loaded, dict) else ""
-    raise BadInput(f"{path}: holds no plain state dict (names to tensors){keys}")
+    raise BadInput(f"{path}: is not a plain state dict (names to tensors){keys}")
 
 
 def read_torch_version() -> Tuple[int, ...]:
@@ -302,7 +307,7 @@ def read_torch_version() -> Tuple[int, ...]:
 
 
 class Loaded(NamedTuple):
-    """The names that `load_weights` did not load: `left_out` of the file, with the reason, and `new` of the model."""
+    """The names that `load_weights` did not load: `left_out`, name in the file -> reason, and `new`, names of the model."""
 
     left_out: Dict[str, str]
     new: List[str]
@@ -313,20 +318,22 @@ def load_weights(
 ) -> Loaded:
     """Copy a state dict into `model`. Raise `BadInput`, naming the source `place`, if they do not fit.
 
-    If `strict`, all names and shapes must agree; otherwise those that agree are loaded. Unless `heads_too`, auxiliary heads of
-    local losses are loaded if they are there and fit, and stay as they are otherwise. A tied weight may be there under one of
-    its names only.
+    `strict`: all names and shapes must agree; otherwise those that agree are loaded. `heads_too`: auxiliary heads of local losses
+    must agree too; otherwise they are loaded if they are present and fit. A tied weight may be present under only one of its
+    names.
     """
     state = model.state_dict()
     heads = {name: value for name, value in state.items() if name.startswith(HEADS)}
-    if not heads or not heads_too:  # auxiliary heads are for training only
+    # a model without heads can load a checkpoint with heads, because they are for training only
+    if not heads or not heads_too:
         fitting = {n: v for n, v in tensors.items() if n in heads and heads[n].shape == v.shape}
         tensors = {**{n: v for n, v in tensors.items() if not n.startswith(HEADS)}, **heads, **fitting}
     left_out = {name: "the model has no such parameter or buffer" for name in tensors if name not in state}
     names_by_parameter: Dict[nn.Parameter, List[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names_by_parameter.setdefault(parameter, []).append(name)
-    for names in names_by_parameter.values():  # several of a tied weight
+    # a tied weight has several names
+    for names in names_by_parameter.values():
         present = [name for name in names if name in tensors]
         for name in present[1:]:
             if not torch.equal(tensors[name], tensors[present[0]]):

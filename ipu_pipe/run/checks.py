@@ -1,4 +1,4 @@
-"""Checks before training: whether model, loss, data and metrics fit, by one forward, and which settings do not go together."""
+"""Checks before training: run one pass to check that model, loss, data and metrics fit, and find conflicting settings."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from ipu_pipe.update import rules
 
 
 def find_faults(job: Job, placed: Sequence[str] = ()) -> List[str]:
-    """List all reasons to refuse the job. `placed` are faults of a config's optimizer with the places that they come from."""
+    """List all reasons to refuse the job. `placed`: faults of a config's optimizer with their places in the config."""
     args, groups = job.config.method_settings(), job.whole.param_groups
     kinds = [update.get_kind(job.whole, group) for group in groups]
     of_rules = [f for kind, group in zip(kinds, groups) for f in rules.list_conflicts(args, job.method, kind, group)]
@@ -50,13 +50,13 @@ def find_faults(job: Job, placed: Sequence[str] = ()) -> List[str]:
 
 
 def _find_conflicts(job: Job) -> Dict[str, Any]:
-    """Return which settings do not go together, or not with the model: the fault -> whether it is so."""
+    """Return the conflicts of settings with each other or with the model: fault -> whether it applies."""
     config, method, args = job.config, job.method, job.config.method_settings()
     replicas, accumulation, scope = config.replicas, config.gradient_accumulation, config.clip and config.clip.scope
     alone = f"{method.name} updates single stages" if method.history is not None else ""
     if method.rounds is not None:
         alone = f"{method.name} has replicas that step by themselves (method_args.replicas)"
-    # copies of a layer would differ by such buffers, and a checkpoint has those of the first copy only
+    # each copy of a layer would have its own such buffers, but a checkpoint has only those of the first copy
     has_copies = replicas > 1 or method.rounds is not None or (method.structure and method.structure.overlap)
     stops = [*list_drains(config, job.updates, job.updates_per_epoch, job.done), job.updates]
     outer = method.rounds is not None and method.rounds.outer is not None
@@ -88,7 +88,7 @@ def _find_conflicts(job: Job) -> Dict[str, Any]:
             scope == "delayed_global" and "warmup" in args,
         f"model: {list_some(job.effects.buffers)}: buffers that training changes and reads: with replicas, or layers that two "
         "blocks hold, each copy would need its own: leave them out": has_copies and job.effects.buffers,
-        f"replicas: {replicas}: each would have a mean square of its own, of which a checkpoint holds one: must be 1, or "
+        f"replicas: {replicas}: each would have its own mean square, but a checkpoint has only one: must be 1, or "
         "method_args.delay_compensation.adaptive: false":
             replicas > 1 and args.get("delay_compensation", {}).get("adaptive"),
         f"method_args.outer: an evaluation, a checkpoint or the end comes after {short} steps, it must come after a multiple of "
@@ -105,11 +105,11 @@ def _find_conflicts(job: Job) -> Dict[str, Any]:
 
 
 def _find_block_conflicts(job: Job) -> Dict[str, Any]:
-    """Return what local methods do not support: the fault -> whether it is so."""
+    """Return the settings that local methods do not support: fault -> whether it applies."""
     config, clip, structure = job.config, job.config.clip, job.method.structure
     gathers, overlaps = bool(config.method_args.block_accumulation), structure is not None and structure.overlap
     return {
-        f"clip.scope: {clip and clip.scope}: a block knows no gradient but its own: must be stage":
+        f"clip.scope: {clip and clip.scope}: a block knows only its own gradients: must be stage":
             clip and clip.scope != "stage",
         f"replicas: {config.replicas}: not with method_args.block_accumulation: use gradient_accumulation":
             gathers and config.replicas > 1,
@@ -121,7 +121,7 @@ def _find_block_conflicts(job: Job) -> Dict[str, Any]:
     }  # fmt: skip
 
 
-# Classes that put another's module inside: whose names, hooks and order of work are not the model's own.
+# classes that wrap a module: their names, hooks and order of execution are not the model's own
 WRAPPERS = {
     "OptimizedModule": "torch.compile", "DataParallel": "DataParallel", "DistributedDataParallel": "DistributedDataParallel",
     "FullyShardedDataParallel": "FullyShardedDataParallel", "FSDPModule": "fully_shard", "ScriptModule": "torch.jit",
@@ -149,11 +149,11 @@ def check_modules(model: nn.Module, device: torch.device) -> None:
     named = [*model.named_parameters(), *model.named_buffers()]
     names_by_fault = {
         "complex: parameters and buffers must be real": [name for name, t in named if t.dtype.is_complex],
-        "no dense tensor: checkpoints hold nothing else": [
+        "is not a dense tensor: checkpoints support only dense tensors": [
             name for name, t in model.state_dict().items() if not isinstance(t, torch.Tensor) or t.layout != torch.strided
         ],
         "gradients must be dense: sparse=False gives the same numbers": sparse,
-        "on a GPU cuDNN draws a recurrent layer's dropout from a state of its own, which no seed reaches: use dropout=0 with "
+        "on a GPU cuDNN draws a recurrent layer's dropout from a private state, which no seed reaches: use dropout=0 with "
         "nn.Dropout between layers of num_layers=1, or backend.device: cpu": find_unkeyed_draws(model, device),
     }
     faults = [f"model: {list_some(names)}: {fault}" for fault, names in names_by_fault.items() if names]
@@ -165,18 +165,17 @@ def check_loss(loss: nn.Module, model: nn.Module) -> None:
     parameters = {id(p) for p in model.parameters()}
     names = [name for name, p in loss.named_parameters() if p.requires_grad and id(p) not in parameters]
     if names:
-        why = "no optimizer would train what a loss has of its own: put it into the model, or requires_grad_(False)"
+        why = "no optimizer would train the loss's own parameters: put them into the model, or requires_grad_(False)"
         raise BadInput(f"loss: {type(loss).__name__}: {list_some(names)}: {why}")
 
 
 def check_model(
     model: nn.Module, loss: Loss, example: Tuple[Any, Any], labels: Any
 ) -> Tuple[Optional[LabelRange], Observation]:
-    """Observe a training pass of the microbatch with the loss; return which labels the loss allows, None if that is not known,
-    and the observation.
+    """Observe a training pass of a microbatch; return the labels that the loss allows (None if unknown) and the observation.
 
-    Raise `BadInput` if the model does not fit the data, or cannot learn. `labels` are the example's, with their numbers where the
-    example is a shape.
+    Raise `BadInput` if the model does not fit the data, or cannot learn. `labels`: the example's labels on the CPU, with values
+    even if the example is on the meta device.
     """
     output: Any = None
     taken: Any = None
@@ -206,15 +205,15 @@ def check_model(
         if list_fields(output) and takes_whole_output(loss):
             likely = SCORES if SCORES in list_fields(output) else list_fields(output)[0]
             raise BadInput(
-                f"model: returns {describe_output(output)}, and the loss wants one of these ({summarize(error)}): say which is"
-                f" the output, as model.output: {likely}, or take loss: model if it holds its own"
+                f"model: returns {describe_output(output)}, but the loss takes one of these ({summarize(error)}): set which one,"
+                f" as in model.output: {likely}, or use loss: model if the output has its own loss"
             ) from error
         if output is not None and value is None:
             key = "model.output" if taken is None and isinstance(loss, LossOfOutput) else "loss"
             returned = describe_output(output) + (
                 f" and labels {describe_tensors(get_labels(y))}" if key == "loss" else ""
             )
-            raise BadInput(f"{key}: it fails on what the model returns, {returned}: {summarize(error)}") from error
+            raise BadInput(f"{key}: it fails on the model's output, {returned}: {summarize(error)}") from error
         labelled = ", which loss: model calls with the labels too" if isinstance(get_plain_loss(loss), OwnLoss) else ""
         raise BadInput(
             f"model: it fails on a microbatch of shape {describe_tensors(x)}{labelled}: {summarize(error)}"
@@ -222,20 +221,17 @@ def check_model(
     take = loss.take if isinstance(loss, (LossOfOutput, OwnLoss)) else None
     if isinstance(output, torch.Tensor) and isinstance(take, TakePart):
         raise BadInput(
-            f"model.output: {take.key}: the model returns {describe_output(output)}, of which it is no part: leave it out"
+            f"model.output: {take.key}: the model returns {describe_output(output)}, which has no parts: leave it out"
         )
     if not isinstance(value, torch.Tensor) or value.numel() != 1:
-        raise BadInput("loss: must give one number, the mean over the microbatch")
+        raise BadInput("loss: must return one number, the mean over the microbatch")
     if not value.requires_grad:
         raise BadInput("loss: depends on no parameter of the model that needs a gradient: nothing to train")
     return allowed, seen
 
 
 def check_metrics(setup: Setup) -> None:
-    """Run the metrics on a batch of the test set, as evaluations will, before anything is written.
-
-    Raise `BadInput` for one that fails.
-    """
+    """Run the metrics on a batch of the test set before anything is written. Raise `BadInput` if one fails."""
     metrics = [metric for metric in setup.metrics if metric not in DEFAULT]
     if not metrics or setup.device.type == "meta":
         return

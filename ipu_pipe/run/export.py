@@ -1,4 +1,4 @@
-"""The weights of a run for use elsewhere: one safetensors file, or the folder that Hugging Face's libraries read."""
+"""Export the weights of a run: as one safetensors file, or as a folder that Hugging Face's libraries read."""
 
 from __future__ import annotations
 
@@ -25,19 +25,22 @@ BEST = "best"
 def export(
     run: Union[str, Path], to: Union[str, Path], step: Union[None, int, str] = None, into: Optional[nn.Module] = None
 ) -> Path:
-    """Write the weights of a run under the names of the unsplit model, and return the checkpoint that they are of.
+    """Write the weights of a run under the names of the unsplit model, and return the folder of their checkpoint.
 
-    `run` is its folder, or a checkpoint's. `to` is a file that ends in .safetensors, or a folder, into which the model's own
-    `save_pretrained` writes: config.json and model.safetensors of a model of Hugging Face's transformers, the adapters of one of
-    PEFT's. `step` is that of a checkpoint, "best" for that of the best evaluation, or None for the newest. `into` is a model of
-    the run's kind, where its config names none. Auxiliary heads of local losses are left out. "best" is refused where a run keeps
-    an average of its weights, which is what its evaluations measure. Raise `BadInput` if it is not possible, `RunFault` if the
-    disk refuses.
+    run: the folder of a run or of a checkpoint
+    to: a file that ends in .safetensors, or a folder into which the model's own `save_pretrained` writes (config.json and
+        model.safetensors for a model of transformers, the adapters for one of PEFT)
+    step: the step of a checkpoint, "best" for the best evaluation, or None for the newest. "best" is refused for a run with
+    `ema`,
+        whose evaluations measure the averaged weights
+    into: a model of the same class and sizes, if the run's config names none
+
+    Auxiliary heads of local losses are left out. Raise `BadInput` if the export is not possible, `RunFault` if the disk refuses.
     """
     run, to = Path(run), Path(to)
     path = find_checkpoint(run, step)
     if os.path.exists(to) and (not os.path.isdir(to) or any(to.iterdir())):
-        raise BadInput(f"--to: {to}: is there already: must be a new file that ends in .safetensors, or a new folder")
+        raise BadInput(f"--to: {to}: exists already: must be a new file that ends in .safetensors, or a new folder")
     if to.suffix == ".safetensors":
         weights = {name: value for name, value in checkpoint.read_weights(path).items() if not name.startswith(HEADS)}
         with guard_writing(to):
@@ -60,7 +63,7 @@ def export(
 
 
 def find_checkpoint(run: Path, step: Union[None, int, str]) -> Path:
-    """Return the folder of a run's checkpoint: of `step`, the best, or the newest if None. Raise `BadInput`."""
+    """Return the folder of a run's checkpoint: of `step`, of the best evaluation, or the newest if None. Raise `BadInput`."""
     path = checkpoint.find_newest(run)
     if not (path / checkpoint.MANIFEST).is_file():
         raise BadInput(f"{run}: holds no checkpoint: must be the folder of a run, or of a checkpoint")

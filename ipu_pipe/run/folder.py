@@ -1,7 +1,7 @@
-"""The folder of a run: its lock, what may be in it, and its files, which are never half-written.
+"""The folder of a run: its lock, the outputs that it may contain, and its files, which are never half-written.
 
-The lock is the operating system's (flock) on a file `.lock` in the folder, not the file itself: one that a killed run left behind
-locks nothing. It names its holder, for the run that is refused.
+The lock is the operating system's (flock) on a file `.lock` in the folder. The file alone, left behind by a killed run, locks
+nothing. It names its holder, for the message to a second run.
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ LOCK = ".lock"
 TAKEN = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 NO_LOCKS = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL)
 
-_open_here: Set[int] = set()  # descriptors that hold a lock: a forked process must not hold it longer than this one
+# descriptors that hold a lock, which forked processes close, so that they do not hold the lock longer than this process
+_open_here: Set[int] = set()
 
 
 @contextlib.contextmanager
 def lock_folder(folder: Path, say: Callable[[str], None] = print) -> Iterator[None]:
-    """Hold the lock of `folder`, which is made if it is missing, and deleted at the end if nothing was put into it.
+    """Hold the lock of `folder`, which is made if it is missing, and deleted at the end if it is empty.
 
-    Raise `BadInput` if another run is on in it. `say` is told if the file system has no locks.
+    Raise `BadInput` if another run holds it. `say` prints a warning if the file system has no locks.
     """
     descriptor = None
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
@@ -57,7 +58,8 @@ def lock_folder(folder: Path, say: Callable[[str], None] = print) -> Iterator[No
             with contextlib.suppress(OSError):
                 (folder / LOCK).unlink()
             _close(descriptor)
-        with contextlib.suppress(OSError):  # not empty
+        # a folder that is not empty stays
+        with contextlib.suppress(OSError):
             for path in missing:
                 path.rmdir()
 
@@ -72,7 +74,7 @@ def _lock(file: Path) -> Optional[int]:
         _open_here.add(descriptor)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # its last holder may have removed the file since it was opened: then this lock is of nothing
+            # the last holder may have removed the file since it was opened; then this lock is void
             if file.exists() and os.path.samestat(os.fstat(descriptor), file.stat()):
                 # the lock also holds on a full disk
                 with contextlib.suppress(OSError):
@@ -123,8 +125,9 @@ def _refuse_out(path: Path) -> Iterator[None]:
         raise BadInput(f"--out: {path}: {error.strerror or error}") from None
 
 
-# what a run writes, and so what `--overwrite` may delete: nothing else in the folder is touched
-FOLDERS = {  # and what of these is a run's own
+# the outputs of a run, which `--overwrite` may delete; nothing else in the folder is touched
+# folder -> names of the files in it that a run writes
+FOLDERS = {
     "tensorboard": re.compile(r"events\.out\.tfevents\..*"),
     "checkpoints": re.compile(r"step-\d+|\.step-\d+\.(part|old)"),
     "trace": re.compile(r"(rank-\d+|modelled)\.trace"),
@@ -133,7 +136,7 @@ OUTPUTS = (
     "config.yaml", "metrics.jsonl", "metrics.csv", "summary.json", "trace.json.gz", "memory.json", "record.json", "ipu.json",
     "init_from.json", "ema.safetensors", "diverged.json", "traceback.txt", "against.json", "against.png", *FOLDERS,
 )  # fmt: skip
-# keys that a run's config.yaml always spells out, as hardly a config written by hand does
+# keys that a run's config.yaml always has, unlike most configs written by hand
 SPELT_OUT = {
     "model", "data", "method", "method_args", "optimizer", "lr_schedule", "init_from", "seed", "log", "checkpoint",
 }  # fmt: skip
@@ -147,10 +150,10 @@ def parse_folder(out: Union[str, Path]) -> Path:
 
 
 def check_folder(path: Path, resume: bool = False, overwrite: bool = False) -> List[str]:
-    """List the outputs of a run in the folder `path`, changing nothing.
+    """List the outputs of a run in the folder `path` without changing anything.
 
-    Raise `BadInput` if they are of another run and neither resuming nor overwriting was asked for, if what is to be overwritten
-    is not a run, or if nothing can be written there.
+    Raise `BadInput` if there are outputs and neither `resume` nor `overwrite`, if the folder to overwrite is not a run's, or if
+    nothing can be written there.
     """
     with _refuse_out(path):
         above = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
@@ -159,29 +162,30 @@ def check_folder(path: Path, resume: bool = False, overwrite: bool = False) -> L
         if not os.access(above, os.W_OK | os.X_OK):
             raise BadInput(f"--out: {above}: no permission to write")
         outputs = [name for name in OUTPUTS if (path / name).exists()]
-        if outputs == ["record.json"]:  # left by a run that was killed as it began
+        # a run that was killed at its beginning leaves only this file
+        if outputs == ["record.json"]:
             outputs = []
         for name in outputs:
             if (path / name).is_dir() != (name in FOLDERS):
-                kind = "no folder" if name in FOLDERS else "a folder"
-                raise BadInput(f"--out: {path}: {name} is {kind}, which no run writes")
+                kind = "not a folder" if name in FOLDERS else "a folder"
+                raise BadInput(f"--out: {path}: {name} is {kind}, so it is not a run's")
         if outputs and not (resume or overwrite):
             raise BadInput(f"--out: {path}: holds another run ({outputs[0]}): give --resume, --overwrite or another folder")
         foreign = _find_foreign(path, outputs) if overwrite else None
         if foreign is not None:
-            why = "what is there is no run to replace: give another folder, or empty it"
+            why = "the folder is not a run's: give another folder, or empty it"
             raise BadInput(f"--overwrite: {path}: {foreign}: {why}")
     return outputs
 
 
 def _find_foreign(path: Path, outputs: List[str]) -> Optional[str]:
-    """Return why a folder with files in it is not that of a run (or of several runs), None if it is, or is empty."""
+    """Return the reason why a folder is not the folder of a run or of several runs; None if it is, or if it is empty."""
     if outputs:
         return None if _is_run(path) else f"{outputs[0]} is there, but no config.yaml of a run"
     for entry in _list_entries(path):
         # an empty folder belongs to nobody
         if (_list_entries(entry) or not entry.is_dir()) and not _is_run(entry):
-            return f"it holds {entry.name}"
+            return f"it contains {entry.name}"
     return None
 
 
@@ -208,20 +212,20 @@ def read_summary(path: Path) -> Optional[Dict[str, Any]]:
 
 
 def read_starts(path: Path) -> List[Any]:
-    """Return what a run's folder records of its starts so far, [] if that is missing or unreadable."""
+    """Return the records of a run's starts so far, [] if they are missing or unreadable."""
     starts = _read_json(path / "record.json")
     return starts if isinstance(starts, list) else []
 
 
 def is_restarted(path: Path) -> bool:
-    """Return whether the launcher has restarted this process, and the newest start of the run in `path` was one of its own."""
+    """Return whether the launcher has restarted this process, and also made the newest start of the run in `path`."""
     launch = read_launch()
     starts = read_starts(path) if launch.attempt else []
     return bool(starts) and isinstance(starts[-1], dict) and starts[-1].get("job") == launch.job
 
 
 def _read_json(file: Path) -> Any:
-    """Return what a JSON file holds, None if it is missing or unreadable. A pipe would be waited for: it is not read."""
+    """Return the content of a JSON file, None if it is missing or unreadable; a pipe, which would block, is not read."""
     try:
         return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
     except (OSError, ValueError):
@@ -238,21 +242,22 @@ class RunFolder:
         with _refuse_out(path):
             path.mkdir(parents=True, exist_ok=True)
             if overwrite:
-                for name in reversed(outputs):  # config.yaml last: what is half deleted is still known for a run
+                # config.yaml last, so that a half-deleted folder is still recognized as a run's
+                for name in reversed(outputs):
                     _remove(path / name)
                     _remove(path / f".{name}.part")
             if resume:
                 checkpoint.tidy(self.checkpoints)
-                # it tells the error that ended the run that is resumed now
+                # the traceback of the fault that ended the earlier start
                 _remove(path / "traceback.txt")
 
     def forget_after(self, update: int, say: Callable[[str], None]) -> None:
-        """Delete what a finished run wrote at its end, and the checkpoints after `update`, from which it goes on, and say so."""
-        # these are written at the end
+        """Delete the final files of a finished run and the checkpoints after `update`, from which the run continues."""
+        # these are written at the end of a run
         for name in ("summary.json", "ema.safetensors", "trace/modelled.trace"):
             self.forget(name)
         later = [step for step in checkpoint.list_steps(self.checkpoints) if step > update]
-        # newest first, so that a run killed here resumes from what is left
+        # newest first, so that a run that is killed here can resume from the others
         checkpoint.delete_steps(self.checkpoints, later[::-1])
         if later:
             say(f"deleted, to be made again: step-{', step-'.join(map(str, later))}")
@@ -263,13 +268,14 @@ class RunFolder:
             _remove(self.path / name)
 
     def open_metrics(self, last_step: int, retested: bool = False) -> None:
-        """Open metrics.jsonl for more lines, dropping those after update `last_step` (they will be made again).
+        """Open metrics.jsonl for more lines; drop the lines after update `last_step`, which will be written again.
 
-        If `retested`, also the test at `last_step`, which was the end of a run that has a validation set.
+        `retested`: also drop the test at `last_step`, which was the final test of a run with a validation set.
         """
         path = self.path / "metrics.jsonl"
-        if path.exists() and not path.is_file():  # reading a pipe or a device might never end
-            raise RunFault(f"{path}: is no file")
+        # reading a pipe or a device might never end
+        if path.exists() and not path.is_file():
+            raise RunFault(f"{path}: is not a file")
         with guard_writing(path):
             past = []
             for line in path.read_text(errors="replace").splitlines() if last_step and path.exists() else ():
@@ -291,17 +297,18 @@ class RunFolder:
     def close(self) -> None:
         """Close metrics.jsonl."""
         if self._metrics is not None:
-            with contextlib.suppress(OSError):  # every line was flushed: what cannot be written has been told
+            # every line was flushed, so an earlier write has reported the error
+            with contextlib.suppress(OSError):
                 self._metrics.close()
 
 
 def _remove(path: Path) -> None:
-    """Delete an output of a run. Of a folder of outputs what a run wrote there; the folder itself if nothing is left in it."""
+    """Delete an output of a run: a file, or the run's files in a folder and then the folder, if it is empty."""
     if path.is_dir():
         for entry in path.iterdir():
             if FOLDERS[path.name].fullmatch(entry.name):
                 shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
-        # it may be not empty, or a link to a folder elsewhere
+        # the folder may contain other files, or be a link
         with contextlib.suppress(OSError):
             path.rmdir()
     elif path.exists() or path.is_symlink():

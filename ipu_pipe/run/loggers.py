@@ -21,7 +21,8 @@ from ipu_pipe.run.callbacks import Callback, Moment
 from ipu_pipe.run.progress import flatten_line
 
 CSV = "metrics.csv"
-MOST_PARAMETERS, MOST_LETTERS = 100, 500  # of one request to MLflow, and of a value
+# MLflow's limits: parameters of a request, characters of a value
+MOST_PARAMETERS, MOST_LETTERS = 100, 500
 
 
 class CSVLogger(Callback):
@@ -101,7 +102,8 @@ class MLflowLogger(Callback):
     ) -> None:  # fmt: skip
         _require_package("mlflow")
         self._experiment, self._uri, self._name, self._tags = experiment, tracking_uri, run_name, tags
-        self._id = ""  # until a run begins
+        # empty until a run begins
+        self._id = ""
 
     def on_start(self, now: Moment) -> None:
         """Begin a run, or continue the one that the checkpoint names."""
@@ -146,7 +148,7 @@ class MLflowLogger(Callback):
 
 
 def _require_package(name: str) -> None:
-    """Raise `BadInput` if a package is not installed. A folder `wandb` that an earlier run left behind is not the package."""
+    """Raise `BadInput` if a package is not installed; a folder `wandb` of an earlier run is not the package."""
     spec = importlib.util.find_spec(name)
     if spec is None or spec.origin is None:
         raise BadInput(f"needs the package {name}, which is not installed: pip install 'ipu_pipe[{name}]'")

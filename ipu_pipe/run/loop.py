@@ -1,4 +1,4 @@
-"""Run the training loop in this process: updates, evaluations, checkpoints and callbacks, and the files of the run."""
+"""The training loop of a process: updates, evaluations, checkpoints and callbacks, and the files of the run."""
 
 from __future__ import annotations
 
@@ -54,10 +54,13 @@ class TrainingLoop:
         self.log: Log = log_nothing
         self.bar: Optional[Bar] = None
         self.position = Position()
-        self.unread_seconds = 0.0  # seconds of training since a loss was last read
-        self.update_seconds = 0.0  # seconds of an update of the newest call
-        self.unwritten: Dict[str, Any] = {}  # the newest update's line of metrics.jsonl
-        self.tested: List[EvaluationResult] = []  # results of the last test, by block
+        # training time since a loss was last read, and the time of an update in the newest call
+        self.unread_seconds = 0.0
+        self.update_seconds = 0.0
+        # the newest update's line of metrics.jsonl, if it is not written yet
+        self.unwritten: Dict[str, Any] = {}
+        # results of the last test, by block
+        self.tested: List[EvaluationResult] = []
         self.callbacks = Callbacks(callbacks if is_main() else ())
         # all processes must agree on whether callbacks may stop the run, and whether after any update
         main_callbacks = self.callbacks
@@ -96,7 +99,7 @@ class TrainingLoop:
                         self._evaluate("validation")
                 self._train()
                 self._finish_saving()
-                # resumed after the last update, from a run killed before its summary was written
+                # a run that was killed after its last update, before its summary was written, has no metrics yet
                 if not self.moment.metrics:
                     self.log, log = log_nothing, self.log
                     self._evaluate(job.watched)
@@ -104,12 +107,12 @@ class TrainingLoop:
                 if job.watched != "test":
                     self._evaluate("test")
         except BaseException as error:
-            # report the error that ended the run, not one that follows from it
+            # suppress later errors, so that the error that ended the run is reported
             with contextlib.suppress(Exception):
                 self.saver.wait()
             with contextlib.suppress(Exception):
                 engine.abort()
-            # user code outside of `attribute_faults` may exit with status 0, which would mean that the run is finished
+            # user code may exit with status 0, which would mean that the run is finished
             if isinstance(error, SystemExit) and not error.code:
                 raise RunFault(f"after update {position.update}: {exit_words(error)}") from error
             raise
@@ -157,7 +160,7 @@ class TrainingLoop:
         if restored is not None:
             report["restored_step"] = restored
         if measured.times is None:
-            # left by an earlier start
+            # the trace of an earlier start
             self.run.forget("trace")
         if costs is not None and job.traced:
             write_modelled_trace(job, out, costs)
@@ -170,7 +173,7 @@ class TrainingLoop:
         files["summary.json"] = report
         for name, value in files.items():
             write_json(out / name, value)
-        # an emulator does the work of all devices in one process, so its rate cannot be compared with a prediction
+        # an emulator does the work of all devices in one process, so its rate is not comparable with a prediction
         predicted = None if get_backend(job.config).emulates else predict_rate(job)
         self.progress.say(format_closing(report, out, predicted))
         return report
@@ -181,7 +184,7 @@ class TrainingLoop:
         if state is not None and self.run is not None:
             entries = {key: value for key, value in state.optimizer.items() if key.endswith(f"/{AVERAGE}")}
             averages = {key[: -len(AVERAGE) - 1]: value for key, value in entries.items()}
-            # a tied weight has its average under the first of its names
+            # the average of a tied weight is stored under the first of its names
             first: Dict[Any, str] = {}
             for name, parameter in self.job.model.named_parameters(remove_duplicate=False):
                 if first.setdefault(parameter, name) in averages:
@@ -190,22 +193,22 @@ class TrainingLoop:
                 checkpoint.save_tensors(file, {**state.model, **averages})
 
     def _restore_weights(self, step: int) -> None:
-        """Load the weights of the checkpoint of `step` into the model, on every process that holds a whole model, and print that.
+        """Load the weights of the checkpoint of `step` into the model, on every process that has a whole model.
 
-        Raise `BadInput` if the checkpoint is incomplete by now.
+        Raise `BadInput` if the checkpoint is damaged.
         """
         job, say, path = self.job, self.progress.say, self.out / "checkpoints" / f"step-{step}"
         if step == self.position.update:
             say(f"the newest weights are the best: step {step}")
         # no process holds the whole model
         elif are_joined() and not job.numbers.is_given and not job.wants_model:
-            say(f"the best weights are those of step {step}: {path}")
+            say(f"the best weights are at step {step}: {path}")
         else:
             weights, blocks = run_on_main(lambda: checkpoint.read_weights(path)), get_blocks(job.model)
             with job.numbers.whole(loads=True):
                 # auxiliary heads stay as they are
                 checkpoint.load_weights(job.model if blocks is None else blocks.model, weights, str(path))
-            say(f"the model has the best weights again, those of step {step}: {path}")
+            say(f"restored the best weights, of step {step}: {path}")
 
     def _train(self) -> None:
         """Carry out all remaining updates."""
@@ -219,7 +222,7 @@ class TrainingLoop:
                 self._pause(evaluates, saves)
                 if self.may_stop and (evaluates or saves or self.at_steps) and done < self.end:
                     self.end = self.engine.end(done, self.callbacks.asked is not None)
-            # stopped early: evaluate and save as at a planned end
+            # after an early stop evaluate and save as at a planned end
             if self.end < job.updates:
                 self.moment = replace(self.moment, stopped=self.callbacks.asked)
                 if self.unwritten:
@@ -237,7 +240,7 @@ class TrainingLoop:
             self._save()
 
     def _step(self) -> None:
-        """Carry out one update, and log its results and those of earlier updates that were not read yet."""
+        """Carry out one update; log its results, and the results of earlier updates that were not read yet."""
         job, position, engine = self.job, self.position, self.engine
         k = position.update
         start = time.perf_counter()
@@ -296,15 +299,15 @@ class TrainingLoop:
                 self.callbacks.call(method, self.moment)
 
     def _reads_after(self, done: int) -> bool:
-        """Return whether the results must be read after `done` updates: for a line, an evaluation or a checkpoint.
+        """Return whether the results must be read after `done` updates, for a line, an evaluation or a checkpoint.
 
-        The results of the first call are read too, because its time does not count.
+        The results of the first call are read too, because its time does not count for throughput.
         """
         is_needed = self.at_steps or not self.progress.steps
         return is_needed or done % self.job.config.log.every == 0 or any(self.job.pauses_after(done))
 
     def _evaluate(self, split: str) -> EvaluationResult:
-        """Evaluate on the test or validation set, log the result and return that of the model's own output."""
+        """Evaluate on the test or validation set, log the results and return the whole model's result."""
         job, position = self.job, self.position
         results = self.engine.evaluate(split)
         result, epoch = results[-1], job.epoch(position.update)
@@ -327,7 +330,7 @@ class TrainingLoop:
         return result
 
     def _save(self) -> None:
-        """Write a checkpoint, to which every process contributes its part, or begin to. Raise `RunFault` if writing fails."""
+        """Write a checkpoint, or begin to write it in the background; every process calls this. Raise `RunFault` on failure."""
         engine, position, settings = self.engine, self.position, self.job.config.checkpoint
         # wait for the previous checkpoint
         self._finish_saving()
@@ -342,7 +345,7 @@ class TrainingLoop:
         self._finish_saving(waits=not settings.background)
 
     def _finish_saving(self, waits: bool = True) -> None:
-        """Call the callbacks if the checkpoint that was begun is complete now. Raise `RunFault` if writing failed."""
+        """Call the callbacks if the begun checkpoint is complete now. Raise `RunFault` if writing failed."""
         # a callback may want the whole model, which can be gathered only when the pipeline is empty
         if self.job.wants_model and not waits:
             return

@@ -1,7 +1,7 @@
-"""A job to look at, not to run: built by shape where that tells what the numbers would.
+"""Build a job for its figures, not to run it: on the meta device if that gives the same figures; and rank plans of a config.
 
-Weights and microbatches are then shapes without memory, so that a plan of any model takes a second. What only numbers tell is
-left to the run: whether pieces of the model compute what the whole does, and whether the CPU has all operations in the precision.
+Weights and microbatches then have shapes but no memory, so a plan of any model takes a second. Two checks need values and are
+left to the run: that the pieces of the model equal the whole, and that the CPU has all operations in the precision.
 """
 
 from __future__ import annotations
@@ -37,11 +37,12 @@ from ipu_pipe.run.build import build, choose_batch_size, set_up
 from ipu_pipe.run.callbacks import check_callbacks, refuse_callbacks
 from ipu_pipe.schedule.methods import METHODS
 
-SMALL = 300_000  # numbers of a model and a microbatch
+# elements of a model and a microbatch up to which real tensors cost little
+SMALL = 300_000
 
 
 def build_for_planning(config: Config) -> Job:
-    """Build the job that `config` describes for its figures alone. Raise `BadInput` as `run.build.build` does."""
+    """Build the job that `config` describes for its figures only. Raise `BadInput` as `run.build.build` does."""
     called = check_callbacks(config)
     job = _build_by_shape(config) or build(config)
     refuse_callbacks(job, called)
@@ -49,24 +50,25 @@ def build_for_planning(config: Config) -> Job:
 
 
 def _build_by_shape(config: Config) -> Optional[Job]:
-    """Build the job by shape, or return None where numbers are needed, or cost no more, or something is at fault."""
+    """Build the job on the meta device; return None if it needs values, if it is small, or if it has a fault."""
     times = isinstance(config.stages, dict) and config.stages.get("by") == "time"
     if get_backend(config).emulates and config.backend.device == "cpu" and not config.init_from and not times:
         try:
             with compute_on_meta():
                 job = build(config, by_shape=True)
             numbers = count_numbers(job.example[0]) + sum(p.numel() for p in job.model.parameters())
-            # small models are computed as they are; shapes do not tell what recurrent layers cost
+            # the meta device does not tell the costs of recurrent layers
             if numbers > SMALL and not any(isinstance(module, nn.RNNBase) for module in job.model.modules()):
                 return job
-        except Exception:  # made from numbers, or looking at them, or at fault, which `build` reports
+        # the model may need values; `build` reports any other fault
+        except Exception:
             pass
     return None
 
 
 class ConfigUnits(NamedTuple):
-    """The units, the bytes of a sample that enter the first, the samples of a microbatch, and the costs of blocks beside those of
-    the units, where asked for."""
+    """The units of a config's model: their costs, the bytes of a sample that enter the first one, the samples of a microbatch,
+    and the additional costs of local blocks, None unless they were asked for."""
 
     costed: CountedUnits
     entering: float
@@ -77,9 +79,8 @@ class ConfigUnits(NamedTuple):
 def count_config_units(config: Config, measured: bool = False, blocks: bool = False) -> ConfigUnits:
     """Count the costs of the units of the config's model and loss. Raise `BadInput`.
 
-    They are counted by shape, without memory for the weights if the model can be made so; if `measured`, timed here with
-    microbatches of the config's size and of twice that (of a loader, of its own size and half of that). With `blocks` the cost of
-    local losses is added.
+    They are counted on the meta device if the model allows it. `measured`: they are timed on this machine with microbatches of
+    the config's size and of twice that (for a loader: its own size and half of that). `blocks`: add the costs of local losses.
     """
     model, costed, x, samples = _measure(config) if measured else _count(config)
     entering = count_bytes(x) / count_samples(x)
@@ -99,7 +100,7 @@ def _count(config: Config) -> Tuple[nn.Module, CountedUnits, Any, int]:
         with build_on_meta():
             model = make_model(config)
         return model, count_units(model, map_tensors(_shape, x), (), loss, map_tensors(_shape, y)), x, samples
-    # the model may read values, which meta tensors do not have; any other error is raised again below
+    # the model may read values, which meta tensors do not have; the next lines raise any other error again
     except Exception:
         model = make_model(config)
         return model, count_units(model, x, (), loss, y), x, samples
@@ -128,8 +129,8 @@ def _measure(config: Config) -> Tuple[nn.Module, CountedUnits, Any, int]:
 
 
 class PlanningProblem(NamedTuple):
-    """What is planned for a config: the problem, the methods to rank, the greatest samples of an update, and how the costs of the
-    model were determined, in words."""
+    """The planning problem of a config: the problem, the methods to rank, the most samples of an update, and a description of how
+    the model's costs were determined."""
 
     problem: Problem
     methods: List[str]
@@ -142,7 +143,7 @@ def make_problem_of(
     methods: Optional[Sequence[str]] = None, batch: Optional[int] = None, precision: Optional[str] = None,
     measure: Optional[bool] = None, say: Callable[[str], None] = lambda text: None,
 ) -> PlanningProblem:  # fmt: skip
-    """Return what is planned for a config, with the arguments of `plan_config`. Raise `BadInput`."""
+    """Return the planning problem of a config; the arguments are as in `plan_config`. Raise `BadInput`."""
     named, key = (config.hardware, "hardware") if hardware is None else (hardware, "--hardware")
     if named is None:
         raise BadInput("--hardware: missing, and the config names none: must be a name of configs/hardware/ or a file")
@@ -170,11 +171,11 @@ def plan_config(
     methods: Optional[Sequence[str]] = None, batch: Optional[int] = None, precision: Optional[str] = None,
     measure: Optional[bool] = None, top: int = SHOWN,
 ) -> Dict[str, Any]:  # fmt: skip
-    """Rank configurations of a config's model by predicted samples a second; return what `tools/plan.py --json` prints.
+    """Rank configurations of a config's model by predicted samples per second; return the record of `tools/plan.py --json`.
 
-    `hardware`: a name of configs/hardware or a file, by default the config's; `devices`: how many of it; `memory`: bytes of a
-    device; `methods`: to rank; `batch`: the most samples of an update; `measure`: time the model's parts on this machine
-    instead of counting FLOPs, by default if the hardware is this machine. No plan is in the record where none fits. Raise
+    `hardware`: a name of configs/hardware or a file, by default the config's; `devices`: their number; `memory`: bytes of a
+    device; `methods`: the methods to rank; `batch`: the most samples of an update; `measure`: time the model's parts on this
+    machine instead of counting FLOPs, by default if the hardware is this machine. The record has no plan if none fits. Raise
     `BadInput` as the command does.
     """
     problem, chosen, greatest, _ = make_problem_of(

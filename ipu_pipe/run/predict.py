@@ -1,4 +1,4 @@
-"""Predictions of a model, or of the weights of a run."""
+"""Compute the predictions of a model, or of the weights of a run."""
 
 from __future__ import annotations
 
@@ -27,10 +27,14 @@ def predict(
 ) -> Any:
     """Return the outputs of `model` for all inputs of `data`, in order, in evaluation mode, on the CPU.
 
-    The result is a tensor (samples, ...), or what the model returns with such tensors in it. `model` is a model, left as it was,
-    or the folder of a run (its newest checkpoint) or of a checkpoint, whose weights are loaded into `into`, or into the model
-    that the run's config names. `data` is a DataSource (its test set), a loader or other iterable of batches, whose labels are
-    left out, or the inputs themselves, a tensor or a mapping of tensors, taken `batch_size` at a time. Raise `BadInput`.
+    The result is a tensor (samples, ...), or the model's output nest with such tensors.
+    model: a model, which is left as it was; or the folder of a run (its newest checkpoint) or of a checkpoint, whose weights are
+        loaded into `into`, or into the model that the run's config names
+    data: a DataSource (its test set), a loader or other iterable of batches, whose labels are left out; or the inputs, a tensor
+    or
+        a mapping of tensors, taken `batch_size` at a time
+
+    Raise `BadInput`.
     """
     if batch_size < 1:
         raise BadInput(f"predict: batch_size: {batch_size}: must be a whole number >= 1")
@@ -41,7 +45,7 @@ def predict(
             f"predict: model: {describe_kind(model)}: must be a torch.nn.Module, or the folder of a run or checkpoint"
         )
     elif into is not None:
-        raise BadInput("predict: into: goes with the folder of a run or checkpoint, whose weights it gets")
+        raise BadInput("predict: into: must be None unless model is the folder of a run or checkpoint")
     like = next(model.parameters(), torch.zeros(0))
     outputs: List[Any] = []
     with torch.no_grad(), modes_restored(model):
@@ -52,8 +56,8 @@ def predict(
             output = call_model(model, x)
             outputs.append(tree_map(lambda value: value.cpu() if isinstance(value, torch.Tensor) else value, output))
     if not outputs:
-        raise BadInput("predict: data: holds no samples")
-    # of what is not a tensor, or has no dimension, the first batch's is returned
+        raise BadInput("predict: data: contains no samples")
+    # values that are not tensors, or have no dimension, are taken from the first batch
     leaves, shape = tree_flatten(outputs[0])
     columns = zip(leaves, *(tree_flatten(output)[0] for output in outputs[1:]))
     joined = [
@@ -73,7 +77,7 @@ def load_model(path: Path, into: Optional[nn.Module]) -> nn.Module:
     if into is None:
         config = load_recorded(run / "config.yaml") if run is not None else None
         if config is None or config.model.entry == GIVEN:
-            raise BadInput(f"predict: {path}: no config there names the model: give one of its kind, into=...")
+            raise BadInput(f"predict: {path}: no config there names the model: pass a model of the same class, into=...")
         into = make_model(config)
     checkpoint.load_weights(into, checkpoint.read_weights(weights), str(weights))
     return into

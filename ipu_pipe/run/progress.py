@@ -1,4 +1,4 @@
-"""The progress of a run: a bar on a terminal, lines elsewhere, and the scalars in metrics.jsonl and TensorBoard's files."""
+"""Show the progress of a run: a bar on a terminal, lines elsewhere, and the scalars in metrics.jsonl and TensorBoard's files."""
 
 from __future__ import annotations
 
@@ -16,21 +16,23 @@ from ipu_pipe.job.evaluation import EvaluationResult
 from ipu_pipe.run.folder import RunFolder
 from ipu_pipe.text import escape_lines
 
-LINE_SECONDS = 30.0  # between lines where there is no terminal
-EPOCH_SECONDS = 1.0  # the same, at an epoch's end or after an evaluation
+# seconds between lines without a terminal, and before a line at an epoch's end or after an evaluation
+LINE_SECONDS = 30.0
+EPOCH_SECONDS = 1.0
 
 
 class Bar:
-    """Loss, accuracy and samples a second of a run, each a moving average over updates.
+    """Moving averages of loss, accuracy and samples per second, passed to `show(updates done, text, is_soon)`.
 
-    They are passed to `show(updates done, text, is_soon)`; `is_soon` at the end of an epoch and after an evaluation.
+    `is_soon` is true at the end of an epoch and after an evaluation.
     """
 
     def __init__(self, done: int, per_epoch: Optional[int], show: Callable[[int, str, bool], None]) -> None:
         self._show, self._done, self._per_epoch = show, done, per_epoch
         self._averages: Dict[str, float] = {}
         self._tested = ""
-        self._ends_epoch = False  # whether the last update did: its line waits for the evaluation that may follow
+        # the line of an epoch's end waits for the evaluation that may follow
+        self._ends_epoch = False
 
     def advance(self, loss: float, accuracy: Optional[float], rate: float) -> None:
         """Add an update: its mean loss, accuracy (a fraction or None) and samples a second."""
@@ -65,7 +67,7 @@ class Bar:
 
 
 class Lines:
-    """Prints a line of progress by `tell` if the last is `LINE_SECONDS` of the `clock` old, `EPOCH_SECONDS` if `is_soon`."""
+    """Print a line of progress by `tell` if the last line is `LINE_SECONDS` old, or `EPOCH_SECONDS` if `is_soon`."""
 
     def __init__(
         self, total: int, per_epoch: Optional[int], tell: Callable[[str], None], clock: Callable[[], float] = time.monotonic
@@ -74,7 +76,7 @@ class Lines:
         self._last = clock()
 
     def __call__(self, done: int, text: str, is_soon: bool) -> None:
-        """Print a line, if it is time."""
+        """Print a line if the last one is old enough."""
         if self._clock() - self._last >= (EPOCH_SECONDS if is_soon else LINE_SECONDS):
             self._last = self._clock()
             epochs = f", epoch {round(done / self._per_epoch, 2):g}" if self._per_epoch else ""
@@ -85,7 +87,8 @@ class Progress:
     """The messages of a run on standard output and its bar on standard error; neither if `quiet`."""
 
     def __init__(self, quiet: bool = False) -> None:
-        self.steps = 0  # updates done by this process
+        # updates of this process
+        self.steps = 0
         self._quiet = quiet
 
     def say(self, text: str) -> None:
@@ -100,7 +103,7 @@ class Progress:
         if self._quiet:
             yield Bar(done, per_epoch, lambda done, text, is_soon: None)
         elif not sys.stderr.isatty() or not console.is_terminal or console.is_dumb_terminal:
-            # a notebook marks standard error as faults
+            # a notebook shows standard error as faults
             tell = self.say if console.is_jupyter else lambda text: print(escape_lines(text), file=sys.stderr, flush=True)
             bar = Bar(done, per_epoch, Lines(total, per_epoch, tell))
             yield bar
@@ -115,12 +118,14 @@ class Progress:
 
 # ---- the files of scalars
 
-Log = Callable[..., None]  # takes a record as keywords
-FLUSH_SECONDS = 1.0  # between two writes of TensorBoard's thread, and so the longest wait for it when a run is interrupted
+# a function that takes a record as keywords
+Log = Callable[..., None]
+# seconds between two writes of TensorBoard's thread, and the longest wait for it when a run is interrupted
+FLUSH_SECONDS = 1.0
 
 
 def flatten_line(record: Mapping[str, Any]) -> Dict[str, Any]:
-    """Return a line of metrics.jsonl as scalars that are not None; a list's as `name/0`, `name/1`, ..."""
+    """Return a line of metrics.jsonl as scalars that are not None; lists become `name/0`, `name/1`, ..."""
     flat: Dict[str, Any] = {}
     for name, value in record.items():
         flat.update({f"{name}/{i}": v for i, v in enumerate(value)} if isinstance(value, list) else {name: value})
@@ -133,10 +138,9 @@ def log_nothing(**record: Any) -> None:
 
 @contextlib.contextmanager
 def open_log(run: Optional[RunFolder], tensorboard: bool, done: int) -> Iterator[Log]:
-    """Yield a function that logs records into metrics.jsonl and TensorBoard's events; nothing if another process writes.
+    """Yield a function that logs records into metrics.jsonl and TensorBoard's events; `run` None: it logs nothing.
 
-    `done` is the number of updates done before: of an earlier start TensorBoard shows these only. Raise `RunFault` if the disk
-    refuses.
+    `done`: the updates before this start; TensorBoard hides later events of earlier starts. Raise `RunFault` if the disk refuses.
     """
     if run is None:
         yield log_nothing
@@ -144,7 +148,8 @@ def open_log(run: Optional[RunFolder], tensorboard: bool, done: int) -> Iterator
     if not tensorboard:
         yield lambda **record: run.write_metrics(record)
         return
-    from torch.utils.tensorboard import SummaryWriter  # takes 0.3 s
+    # this import takes 0.3 s
+    from torch.utils.tensorboard import SummaryWriter
 
     folder = run.path / "tensorboard"
     with guard_writing(folder):
@@ -160,5 +165,6 @@ def open_log(run: Optional[RunFolder], tensorboard: bool, done: int) -> Iterator
     try:
         yield log
     finally:
-        with contextlib.suppress(OSError):  # metrics.jsonl, on the same disk, has raised it
+        # metrics.jsonl on the same disk has raised the same error
+        with contextlib.suppress(OSError):
             writer.close()

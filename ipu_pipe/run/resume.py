@@ -1,4 +1,4 @@
-"""Resuming a run: which checkpoint it goes on from, and whether that is of the same run over the same data."""
+"""Resume a run: choose its checkpoint, check that run and data are the same, and load it."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ from ipu_pipe.update.optimizer import import_state
 
 
 def make_manifest(job: Job, position: Position, optimizer: Mapping[str, Any], callbacks: Sequence[Any]) -> Dict[str, Any]:
-    """Return what the manifest of a checkpoint says besides its files.
+    """Return the manifest of a checkpoint without its files.
 
-    `updates` and `keys` say whose checkpoint it is: the length of the run, and the keys of its config that decide its numbers.
-    `optimizer` are the plain values of the optimizer's state, `callbacks` the states of the callbacks.
+    Its `updates` and `keys` identify the run: its length, and the keys of its config that decide its numbers. `optimizer`: the
+    plain values of the optimizer's state; `callbacks`: the states of the callbacks.
     """
-    whose = {"updates": job.updates, "keys": select_deciding(job.config.to_dict())}
-    return {**whose, "position": asdict(position), "optimizer": dict(optimizer), "callbacks": list(callbacks)}
+    identity = {"updates": job.updates, "keys": select_deciding(job.config.to_dict())}
+    return {**identity, "position": asdict(position), "optimizer": dict(optimizer), "callbacks": list(callbacks)}
 
 
 def choose_step(folder: Path, step: Optional[int], option: str = "--resume-from") -> int:
-    """Return `step`, which an option asks for, or the newest in `folder`, 0 if there is none. Raise `BadInput`."""
+    """Return `step` if it is not None, else the newest step in `folder`, 0 if there is none. Raise `BadInput`."""
     try:
         steps = checkpoint.list_steps(folder)
     except OSError as error:
         raise BadInput(f"--resume: {folder}: {error.strerror or error}") from None
     if step is not None and step not in steps:
-        there = ", ".join(map(str, steps)) or "none"
-        raise BadInput(f"{option}: {step}: {folder} has no such checkpoint, there are {there}")
+        present = ", ".join(map(str, steps)) or "none"
+        raise BadInput(f"{option}: {step}: {folder} has no such checkpoint, there are {present}")
     return steps[-1] if step is None and steps else step or 0
 
 
 def restore(job: Job, out: Path, say: Callable[[str], None], callbacks: Callbacks) -> Position:
     """Load the checkpoint that `job` resumes from into its model, optimizer and callbacks, and return its position.
 
-    Raise `BadInput` if the checkpoint is not of this run, or not whole.
+    Raise `BadInput` if the checkpoint belongs to another run, or is damaged.
     """
     path = out / "checkpoints" / f"step-{job.done}"
     if not job.done:
@@ -74,12 +74,12 @@ def restore(job: Job, out: Path, say: Callable[[str], None], callbacks: Callback
 
 
 def check_run(job: Job, saved: Checkpoint, path: Path) -> None:
-    """Raise `BadInput` if the checkpoint at `path` is of another run: its keys, its length, or its tensors' names and shapes."""
+    """Raise `BadInput` if the checkpoint at `path` belongs to another run, by its keys, its length, or its tensors."""
     checkpoint.raise_first(path, _compare_keys(job, saved.manifest, path) or _compare_tensors(job, saved))
 
 
 def _compare_keys(job: Job, manifest: Mapping[str, Any], path: Path) -> List[str]:
-    """List the keys that decide the numbers and differ, then what is wrong with the lengths of the two runs."""
+    """List the differences of the keys that decide the numbers, and the faults of the two runs' lengths."""
     keys = select_deciding(job.config.to_dict())
     faults = [
         f"{key}: saved with {show_value(a)}, this run has {show_value(b)}: it is another run's checkpoint"
@@ -99,7 +99,7 @@ def _compare_keys(job: Job, manifest: Mapping[str, Any], path: Path) -> List[str
 
 
 def _compare_tensors(job: Job, saved: Checkpoint) -> List[str]:
-    """List the tensors of another type or shape than in this run. `load_weights` compares names and shapes of weights."""
+    """List the tensors whose dtype or shape differs from this run's; `load_weights` compares names and shapes of weights."""
     with job.numbers.whole():
         state = job.model.state_dict()
     faults = [
@@ -113,7 +113,7 @@ def _compare_tensors(job: Job, saved: Checkpoint) -> List[str]:
         parameter = parameters.get(name)
         if parameter is None:
             faults.append(f"optimizer: {name}: the model has no parameter of that name")
-        # step counts have no dimension; PopTorch's own state has shapes of its own
+        # step counts have no dimension, and PopTorch's state has its own shapes
         elif value.dim() and value.shape != parameter.shape and not entry.startswith(f"{MARK}:"):
             faults.append(f"optimizer: {key}: is {_describe(value)}, the parameter is {_describe(parameter)}")
     return faults
@@ -124,14 +124,14 @@ def _describe(tensor: Any) -> str:
 
 
 def read_data_record(out: Path) -> Dict[str, Any]:
-    """Return what the run in the folder `out` recorded of its data when it was last started, {} if nothing."""
+    """Return the data record of the newest start of the run in the folder `out`, {} if there is none."""
     starts = read_starts(out)
     data = starts[-1].get("data") if starts and isinstance(starts[-1], dict) else None
     return data if isinstance(data, dict) else {}
 
 
 def check_data(job: Job, out: Path) -> None:
-    """Raise `BadInput` if the data differ from those that the run in the folder `out` has read so far."""
+    """Raise `BadInput` if the data differ from the data that the run in the folder `out` has read so far."""
     faults = compare_data(job, read_data_record(out), job.read or {})
     why = "the data of a run cannot change: restore them, or begin another run (--overwrite, or another --out)"
     checkpoint.raise_first(f"--resume: {out / 'record.json'}", [f"{fault}: {why}" for fault in faults])

@@ -1,4 +1,4 @@
-"""Write the checkpoints of a run: the main process writes all or each process its part, at once or beside the training.
+"""Write the checkpoints of a run: by the main process or by each process its part, at once or in the background.
 
     main thread      ... U8 | state, copied | U9 ....... U10 ... | callbacks, older ones deleted | U11 ...
     in background                           | files, manifest, name |
@@ -17,10 +17,10 @@ from ipu_pipe.run import checkpoint
 
 
 class Saver:
-    """Writes checkpoints into `folder`, one after another, and deletes older ones. Every process of a run has one.
+    """Write checkpoints into `folder`, one after another, and delete older ones. Every process of a run has a saver.
 
-    `group`: of all processes, if each writes its part; else None. `keep`: number of checkpoints to keep besides the best
-    ones; None on processes that delete none. `newest`: folder of the newest complete checkpoint.
+    `group`: the group of all processes if each writes its part, else None. `keep`: the number of checkpoints to keep besides the
+    best ones, None on processes that delete none. `newest`: the folder of the newest complete checkpoint.
     """
 
     def __init__(self, folder: Path, group: Any = None, keep: Optional[int] = None) -> None:
@@ -36,10 +36,9 @@ class Saver:
         self, step: int, state: Optional[CheckpointState], facts: Mapping[str, Any], best_steps: Sequence[Optional[int]],
         background: bool,
     ) -> None:  # fmt: skip
-        """Write the checkpoint of `step`, or in `background` begin to, from a copy. Without a `state` another process writes
-        it.
+        """Write the checkpoint of `step`; with `background` begin to write a copy of it. The previous one must be finished.
 
-        The previous checkpoint must be finished. `best_steps` are those of checkpoints to keep.
+        `state` is None if another process writes the checkpoint. `best_steps`: the steps of checkpoints to keep.
         """
         assert not self._is_saving
         self._is_saving, self._best_steps = True, best_steps
@@ -57,11 +56,11 @@ class Saver:
             if self._group is None:
                 self._written = checkpoint.save(self._folder, step, state.model, state.optimizer, facts)
             else:
-                # PopTorch's torch cannot import it
+                # PopTorch's torch cannot import this module
                 from ipu_pipe.run.shards import save_shard
 
                 self._written = save_shard(self._folder, step, state, facts, self._group)
-        # in the main thread that may be Ctrl-C
+        # in the main thread this may be Ctrl-C
         except BaseException as error:
             self._error = error
 
@@ -75,10 +74,10 @@ class Saver:
             raise error
 
     def finish(self, waits: bool = True) -> bool:
-        """Return whether the checkpoint that was started is complete now, and if so delete older ones; only once for each.
+        """Return, once per checkpoint, whether the started checkpoint is complete now, and delete older ones then.
 
-        Unless it `waits`, return False while it is being written, and always where another process writes it. Raise the error
-        that ended the writing.
+        Without `waits`, return False while it is being written, and always if another process writes it. Raise the error that
+        ended the writing.
         """
         is_writing = self._thread is not None and self._thread.is_alive()
         if not self._is_saving or (is_writing and not waits):

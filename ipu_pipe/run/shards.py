@@ -1,12 +1,12 @@
-"""Checkpoints of which each process writes its own files, by torch.distributed.checkpoint (DCP), without its pickled metadata.
+"""Sharded checkpoints: each process writes its own files by torch.distributed.checkpoint (DCP), without pickled metadata.
 
     step-120/model-00001-of-00004.safetensors       weights and buffers of the first process's stages
              optimizer-00001-of-00004.safetensors   their optimizer state
              ...
              manifest.json                          written last, by rank 0, when all processes have written their files
 
-DCP brings the processes together, leaves out what several of them hold, and tells all of them when one has failed. The files are
-plain safetensors of whole tensors, which its `HuggingFaceStorageReader` reads, too.
+DCP synchronizes the processes, removes duplicates, and reports the failure of a process to all. The files are plain safetensors
+of whole tensors, which DCP's `HuggingFaceStorageReader` also reads.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ KINDS = ("model", "optimizer")
 
 
 def save_shard(folder: Path, step: int, state: CheckpointState, facts: Mapping[str, Any], group: Any) -> Path:
-    """Write this process's part of `folder/step-K` and return the folder when all processes of `group` have written theirs.
+    """Write this process's part of `folder/step-K`; return the folder when all processes of `group` have written their parts.
 
-    `facts`: of the manifest; those of rank 0 are taken. Raise `RunFault`, on all of them, if one cannot write, or is lost.
+    `facts`: entries of the manifest; rank 0's are written. Raise `RunFault` on all processes if one cannot write or is lost.
     """
     tensors = {f"{kind}.{name}": value for kind, part in zip(KINDS, state) for name, value in part.items()}
     writer, planner = ShardWriter(folder, step, state.plain, facts), dcp.DefaultSavePlanner(flatten_state_dict=False)
@@ -48,8 +48,10 @@ def save_shard(folder: Path, step: int, state: CheckpointState, facts: Mapping[s
 
 
 class ShardWriter(dcp.StorageWriter):
-    """Writes the tensors that DCP's plan gives a process, named `kind.NAME`, into a file for each kind. `plain`: the plain values
-    of the process's optimizer state, which go into the manifest."""
+    """Write the tensors of a process's DCP plan, named `kind.NAME`, into one file for each kind.
+
+    `plain`: the plain values of the process's optimizer state, which are written into the manifest.
+    """
 
     def __init__(self, folder: Path, step: int, plain: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
         self._folder, self._step, self._plain, self._facts = folder, step, plain, facts
@@ -61,18 +63,19 @@ class ShardWriter(dcp.StorageWriter):
         """Do nothing: rank 0 makes the folder when all have planned."""
 
     def prepare_local_plan(self, plan: dcp.SavePlan) -> dcp.SavePlan:
-        """Return the plan as it is."""
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: List[dcp.SavePlan]) -> List[dcp.SavePlan]:
-        """Make the folder, on rank 0, and number the processes that have something to write."""
+        """Make the folder and number the processes that have something to write; called on rank 0."""
         with guard_step(self._folder, self._step):
             begin_step(self._folder, self._step)
-        numbers = list(itertools.accumulate(int(bool(plan.items)) for plan in plans))  # those without items write nothing
+        # a process without items writes nothing and gets no number of its own
+        numbers = list(itertools.accumulate(int(bool(plan.items)) for plan in plans))
         return [replace(plan, storage_data=f"{number:05}-of-{numbers[-1]:05}") for plan, number in zip(plans, numbers)]
 
     def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> torch.futures.Future[List[WriteResult]]:
-        """Write this process's files; give rank 0 their hashes, and the plain values."""
+        """Write this process's files, and send their hashes and the plain values to rank 0."""
         by_kind: Dict[str, Dict[str, torch.Tensor]] = {kind: {} for kind in KINDS}
         for item in plan.items:
             kind, _, name = item.index.fqn.partition(".")
@@ -88,7 +91,7 @@ class ShardWriter(dcp.StorageWriter):
         return written
 
     def finish(self, metadata: Metadata, results: List[List[WriteResult]]) -> None:
-        """Write the manifest, on rank 0, in the place of DCP's metadata, and give the checkpoint its name."""
+        """Write the manifest instead of DCP's metadata, and rename the folder; called on rank 0."""
         files: Dict[str, str] = {}
         plain: Dict[str, Any] = {}
         for (result,) in results:
@@ -99,5 +102,5 @@ class ShardWriter(dcp.StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """Return that any name will do."""
+        """Accept any name."""
         return True

@@ -1,4 +1,4 @@
-"""Training a config: how a run starts or resumes, and `train`, `check` and `evaluate_checkpoint` as users call them."""
+"""Train a config: `train`, `check` and `evaluate_checkpoint` for users, and the start or resumption of a run."""
 
 from __future__ import annotations
 
@@ -58,51 +58,50 @@ def train(
 ) -> Dict[str, Any]:
     """Train by `config` and write the run into the folder `out`. Return the summary (as in `summary.json`).
 
-    A model, data source, loss, optimizer, lr_scheduler, metrics or callbacks given here take the place of the config's entry
-    (docs/loop.md says what each may be). `loss` may also be a name as there; `output` is the part of the model's output that the
-    loss takes, where that is an object, a mapping or a tuple: a name or an index as in `model.output`, or a function of the
-    output. `resume` goes on from the newest checkpoint, with the same numbers as if never interrupted; `resume_from` from that of
-    this step, and later checkpoints are deleted. Where a launcher restarts its processes (`torchrun --max-restarts`), the run
-    that they began goes on as with `resume`.
+    `model`, `data`, `loss`, `optimizer`, `lr_scheduler`, `metrics` and `callbacks` replace the config's entries (docs/loop.md
+    describes each). `loss` may also be a name as in the config. `output` selects the part of the model's output that the loss
+    takes, if the output is an object, a mapping or a tuple: a name or an index as in `model.output`, or a function of the
+    output. `resume` continues from the newest checkpoint, with the same numbers as without the interruption; `resume_from`
+    continues from the checkpoint of that step and deletes later ones. If a launcher restarts its processes (`torchrun
+    --max-restarts`), their run continues as with `resume`.
 
-    Raise `BadInput` before anything is written if the job is not possible, `RunFault` if the loss is not finite; exceptions of
-    the model, loss, data source or optimizer are raised as they are, with the place (a UserFault) at the end of their chain of
-    causes.
+    Raise `BadInput` before anything is written if the job is not possible, `RunFault` if the loss is not finite. Exceptions of
+    the model, loss, data source or optimizer pass unchanged, with the place (a UserFault) at the end of their chain of causes.
 
-    On the distributed backend every process calls this alike; the first one writes, all return the summary. A model given here is
-    trained in place, in the config's precision, and has its own dtypes again at the end (unless `keep_dtype`), and its modules
-    their modes. On processes every rank has the whole model then; after a fault each has its own stage, not-a-number elsewhere.
+    On the distributed backend every process makes the same call; rank 0 writes, and all return the summary. A `model` is
+    trained in place in the config's precision. At the end its modules have their modes and, unless `keep_dtype`, their dtypes
+    again. On processes every rank has the whole model at the end; after a fault each rank has its own stage, and NaN elsewhere.
     """
     objects = Overrides(model, data, loss, output, optimizer, lr_scheduler, metrics, callbacks)
     check_arguments(config, objects)
     if overwrite and (resume or resume_from is not None):
-        raise BadInput("overwrite: True: cannot be combined with resume, which keeps the run that is there")
+        raise BadInput("overwrite: True: cannot be combined with resume, which keeps the existing run")
     out = parse_folder(out)
     launch(config, {"out": out, "resume": resume, "resume_from": resume_from, "overwrite": overwrite})
     if optimizer is not None:
         objects = objects._replace(optimizer=make_factory_of(optimizer, optimizer_args))
     elif optimizer_args is not None:
-        raise BadInput("optimizer_args: need optimizer=..., the class that they are of")
+        raise BadInput("optimizer_args: need optimizer=..., the class to which they belong")
     with attribute_faults(lambda: "before training"):
         called = make_callbacks(config, callbacks)
     config = objects.describe_in(config)
     say = Progress(quiet or not is_main()).say
     attempt = read_launch().attempt
     if attempt and run_on_main(lambda: is_restarted(out)):
-        say(f"restart {attempt} by the launcher: {out}: the run that it began goes on")
+        say(f"restart {attempt} by the launcher: {out}: the run continues")
         resume, resume_from, overwrite = True, None, False
     resume = resume or resume_from is not None
     with reserve_folder(out, resume=resume, overwrite=overwrite, say=say), modes_restored(*filter(None, [model])):
         start = run_on_main(lambda: _find_start(config, objects, out, resume, resume_from, overwrite, say))
         if start.ended is not None:
             why, steps = start.ended.get("stopped"), start.ended.get("steps")
-            early = f" (it ended early: {why}; --resume-from {steps} goes on)" if why else ""
+            early = f" (it ended early: {why}; --resume-from {steps} continues it)" if why else ""
             say(f"{out}: this run is finished: nothing to resume{early}")
             return start.ended
         job = _build(start, objects)
         try:
             refuse_callbacks(job, called)
-            # only the main process reads, which must not change its random states
+            # only the main process reads the data here, so its random states must not change
             with restore_random_states():
                 job.read = run_on_main(lambda: fingerprint_data(job, read_data_record(out) if start.resumes else {}))
             return TrainingLoop(job, out, start.resumes, overwrite, quiet, called).run_all()
@@ -114,7 +113,7 @@ def train(
 def reserve_folder(
     out: Path, *, resume: bool = False, overwrite: bool = False, say: Callable[[str], None] = print
 ) -> Iterator[None]:
-    """Keep other runs out of the folder `out`; the main process holds the lock.
+    """Keep other runs out of the folder `out` inside the context; the main process holds the lock.
 
     Raise `BadInput`, on all processes, if another run writes there or the folder cannot be used.
     """
@@ -129,7 +128,7 @@ def reserve_folder(
 
 
 def check(config: Config, out: Path, *, resume: bool = False, overwrite: bool = False) -> None:
-    """Raise BadInput where `train` would for the config and the folder, without training or writing anything."""
+    """Raise `BadInput` if `train` would for the config and the folder, without training or writing anything."""
     launch(config, {"out": out, "resume": resume, "overwrite": overwrite})
     start = run_on_main(lambda: _find_start(config, Overrides(), out, resume, None, overwrite, lambda text: None))
     with attribute_faults(lambda: "before training"):
@@ -143,10 +142,10 @@ def check(config: Config, out: Path, *, resume: bool = False, overwrite: bool = 
 
 
 class _Start(NamedTuple):
-    """How a run begins.
+    """The start of a run.
 
-    `config` is what it trains by, `done` the updates in its checkpoint (0: none), `ended` the summary of a finished run,
-    `resumes` whether there is a run to resume.
+    `config`: the config to train by; `done`: the updates of its checkpoint (0: no checkpoint); `ended`: the summary of a finished
+    run; `resumes`: whether there is a run to resume.
     """
 
     config: Config
@@ -156,7 +155,7 @@ class _Start(NamedTuple):
 
 
 def _build(start: _Start, objects: Overrides) -> Job:
-    """Build the job of a start. Its checkpoint, if any, takes the place of the weights that the run began with."""
+    """Build the job of a start; its checkpoint, if any, replaces the run's initial weights."""
     began = start.config.init_from
     config = start.config.model_copy(update={"init_from": None if start.done else began})
     job = build(config, done=start.done, **objects._asdict())
@@ -167,17 +166,17 @@ def _build(start: _Start, objects: Overrides) -> Job:
 def _find_start(
     config: Config, objects: Overrides, out: Path, resume: bool, step: Optional[int], overwrite: bool, say: Callable[[str], None]
 ) -> _Start:
-    """Return how the run begins, saying what has changed since its last start. Raise `BadInput` if it cannot."""
+    """Return the start of the run, and print the config's changes since the last start. Raise `BadInput` if it cannot start."""
     outputs = check_folder(out, resume, overwrite)
-    # a requeued job resumes, wherever its first start ended
+    # a requeued job uses --resume even if its first start has written nothing
     if resume and not outputs and step is None:
-        say(f"--resume: {out}: holds no run yet: it starts from the beginning")
+        say(f"--resume: {out}: contains no run yet: it starts from the beginning")
     if not resume or (not outputs and step is None):
         return _Start(config)
     saved = out / "config.yaml"
     if not saved.is_file():
         option = "--resume" if step is None else f"--resume-from: {step}"
-        raise BadInput(f"{option}: {out}: holds no run to resume")
+        raise BadInput(f"{option}: {out}: contains no run to resume")
     recorded = load_recorded(saved)
     objects.refuse_missing(recorded)
     config = keep_recorded_choices(recorded, config)
@@ -187,7 +186,7 @@ def _find_start(
     done = choose_step(out / "checkpoints", step)
     ended = read_summary(out) if step is None and not changes.longer else None
     for change in changes.free if ended is None else ():
-        say(f"the run goes on with another {change}")
+        say(f"the run continues with another {change}")
     return _Start(config, done, ended, True)
 
 
@@ -211,7 +210,7 @@ _KINDS: Dict[str, Tuple[Callable[[Any], bool], str]] = {
     "model": (lambda value: isinstance(value, nn.Module), "a torch.nn.Module"),
     "data": (
         lambda value: isinstance(value, DataSource) and not isinstance(value, type),
-        "a DataSource, such as ipu_pipe.from_loader(train, test) gives",
+        "a DataSource, such as the result of ipu_pipe.from_loader(train, test)",
     ),
     "loss": (lambda value: isinstance(value, str) or _is_function(value), "a function of outputs and labels, or the name of one"),
     "output": (lambda value: isinstance(value, (str, int)) or callable(value), "a field's name, an index, or a function of it"),
@@ -222,9 +221,9 @@ _KINDS: Dict[str, Tuple[Callable[[Any], bool], str]] = {
 
 
 def check_arguments(config: Config, objects: Overrides) -> None:
-    """Raise `BadInput`, one line for each argument of `ipu_pipe.train` of another kind, or that is missing."""
+    """Raise `BadInput` with one line for each argument of `ipu_pipe.train` that is missing or of a wrong type."""
     if not isinstance(config, Config):
-        raise BadInput(f"config: {describe_kind(config)}: must be what ipu_pipe.configure or ipu_pipe.load_config gives")
+        raise BadInput(f"config: {describe_kind(config)}: must be the result of ipu_pipe.configure or ipu_pipe.load_config")
     faults: List[str] = []
     for name, (fits, allowed) in _KINDS.items():
         value = getattr(objects, name)

@@ -1,4 +1,4 @@
-"""The glossary of actions: what a stage can do, and the one place that says what must precede what.
+"""The glossary of actions: the kinds of actions of a stage, and the actions that each one needs.
 
 Schedules, messages between processes, traces and the clock take their letters, words and order from here.
 """
@@ -11,25 +11,31 @@ from typing import Collection, Dict, List, NamedTuple, Tuple
 
 
 class Kind(Enum):
-    """What a stage can do, in the order in which it does them within a slot; the value is the letter that is printed."""
+    """The kinds of actions in their order within a slot; the value is the letter in drawings.
+
+    RECOMPUTE repeats a forward for the activations that its backward needs. BACKWARD computes both gradients. INPUT_GRADIENT is
+    the first half of a split backward, for which the previous stage waits; WEIGHT_GRADIENT is the second half, for which only the
+    update waits. AVERAGE averages the weights over the replicas.
+    """
 
     FORWARD = "F"
-    RECOMPUTE = "R"  # repeats the forward, for the activations that a backward needs
-    BACKWARD = "B"  # both gradients at once
-    INPUT_GRADIENT = "I"  # first half of a split backward; the previous stage waits for it
-    WEIGHT_GRADIENT = "W"  # second half; only the update waits for it
+    RECOMPUTE = "R"
+    BACKWARD = "B"
+    INPUT_GRADIENT = "I"
+    WEIGHT_GRADIENT = "W"
     UPDATE = "U"
-    AVERAGE = "A"  # averages the weights over the replicas
+    AVERAGE = "A"
 
     # Enum's own hash is a Python function, which the clock's tables would call a million times
     __hash__ = object.__hash__
 
     def __init__(self, letter: str) -> None:
-        self.word = self.name.lower().replace("_", " ")  # the name that traces show
+        # the name in traces
+        self.word = self.name.lower().replace("_", " ")
 
 
-# The passes of every microbatch on every stage. The last of them completes it there: its activations are freed, and the update
-# no longer waits for it.
+# The passes of every microbatch on every stage. The last one completes the microbatch there: its activations are freed, and the
+# update no longer waits for it.
 PASSES = (Kind.FORWARD, Kind.BACKWARD)
 SPLIT_PASSES = (Kind.FORWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
 
@@ -49,13 +55,13 @@ class Action:
 
 
 class Need(NamedTuple):
-    """A pass needs the `kind` of the same microbatch on stage + `offset`."""
+    """A need of a pass: the `kind` of the same microbatch on stage + `offset`."""
 
     kind: Kind
     offset: int
 
 
-# What a pass needs of the same microbatch, if that stage exists.
+# kind of a pass -> its needs, if those stages exist
 _NEEDS: Dict[Kind, Tuple[Need, ...]] = {
     Kind.FORWARD: (Need(Kind.FORWARD, -1),),
     Kind.RECOMPUTE: (Need(Kind.FORWARD, 0), Need(Kind.RECOMPUTE, -1)),
@@ -66,10 +72,10 @@ _NEEDS: Dict[Kind, Tuple[Need, ...]] = {
 
 
 def get_pass_needs(kind: Kind, local: bool = False, head: bool = False) -> Tuple[Need, ...]:
-    """Return what any pass of `kind` needs.
+    """Return the needs of a pass of `kind`.
 
-    `local`: each stage has its own loss, so that none needs a later stage's pass. `head`: the stage is the first of a segment of
-    recomputation, starts from the input that it kept and needs no other stage's recomputation.
+    `local`: each stage has its own loss, so no stage needs a later stage's pass. `head`: the stage is the first of a segment of
+    recomputation; it starts from its stored input and needs no other stage's recomputation.
     """
     return tuple(
         need
@@ -88,16 +94,15 @@ def list_needs(
     heads: Collection[int] = (),
     whole: Collection[Tuple[int, int]] = (),
 ) -> List[Action]:
-    """Return what must be done before `action`, on P `stages` with N = `accumulate` microbatches per update.
+    """Return the actions that `action` needs, on P `stages` with N = `accumulate` microbatches per update.
 
-    Rows ask for the needs of passes alone; with the rest this is the reference that tests compare all schedules with.
+    Rows use only the needs of passes; the whole function is the reference with which tests compare all schedules.
 
-    `local` as in `get_pass_needs`; `passes` of every microbatch, PASSES or SPLIT_PASSES; `heads`: the first stages of the
-    segments of recomputation. `whole`: the (stage, microbatch) whose two halves are one backward, which passes its gradient on
-    at its end.
+    `local`: as in `get_pass_needs`; `passes`: PASSES or SPLIT_PASSES; `heads`: the first stages of the segments of recomputation.
+    `whole`: the (stage, microbatch) pairs whose two halves are one backward, which sends its gradient at its end.
 
-    All must be done in earlier slots, except that an update comes in the slot of its batch's last pass, and that
-    a stage whose slot holds two passes does the forward first.
+    All needs must be done in earlier slots, with two exceptions: an update is in the slot of its batch's last pass, and in a slot
+    with two passes the forward comes first.
     """
     if action.kind is Kind.AVERAGE:
         return [Action(Kind.UPDATE, action.index, action.stage, replica) for replica in range(replicas)]

@@ -1,8 +1,8 @@
-"""The clock: when each pass of a schedule runs if passes take time.
+"""The clock: compute the time of each pass of a schedule from the durations of passes and messages.
 
-Every device does its row in order, every pass waits for what it needs, messages that share a link follow one another. There are
-two disciplines: eager, every device goes on as soon as it can, and lock-step (PopTorch's pipelines), all devices begin each slot
-together. With unit costs the clock gives the slots:
+Every device does its row in order, every pass waits for its needs, and messages that share a link follow one another. There are
+two disciplines: eager (every device continues as soon as it can) and lock-step (PopTorch's pipelines: all devices begin each slot
+together). With unit costs the clock gives the slots:
 
     clock(schedule, make_slot_costs(schedule)).start[Kind.FORWARD]  ==  schedule.slots(Kind.FORWARD, 0, M)
 """
@@ -27,12 +27,15 @@ from ipu_pipe.schedule.table import Schedule
 
 FloatArray = NDArray[np.float64]
 HOST = "link to the host"
-MOST_SIMULATED = 40_000  # forwards of a run; the time of a longer one is extrapolated from them
+# the most forwards of a run that are simulated; the time of a longer run is extrapolated
+MOST_SIMULATED = 40_000
 
 
 class Transfer(NamedTuple):
-    """What a message takes: all of its `links` for `seconds`, once they are free, and it arrives `latency` later. A transfer
-    without links waits for no other."""
+    """The costs of a message: it occupies all its `links` for `seconds`, once they are free, and arrives `latency` later.
+
+    A transfer without links waits for no other transfer.
+    """
 
     seconds: float = 0.0
     latency: float = 0.0
@@ -41,17 +44,17 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True)
 class Costs:
-    """Durations by stage, in any unit of time. Raises BadInput unless there is one for every stage and boundary.
+    """Durations by stage, in any unit of time. Raise `BadInput` unless there is one for every stage and boundary.
 
-    forward, backward, update: of the passes and of a stage's update.
-    weight_gradient: the part of `backward` that a split backward does on its own; empty: half of it.
-    link: of a message between neighbouring stages, where `onward` and `back` are empty; links are then not shared.
-    onward, back: the transfer from stage s to s + 1 and from s + 1 to s, by s.
-    reduce: what the replicas of stage s exchange before its update; empty: nothing.
-    slot: duration of a slot; a pass begins no earlier than its slot, or, where a slot holds a forward and a backward, the
-    backward no earlier than its second half. 0: every pass begins as soon as it can.
-    lockstep: every slot is a cycle that lasts as long as its slowest device and then its messages (`_LockstepPlayer`).
-    enter: in lock-step, all wait this long for the host before a cycle in which stage 0 has a forward.
+    forward, backward, update: durations of the passes and of a stage's update.
+    weight_gradient: the part of `backward` that is the weight gradient of a split backward; empty: half of it.
+    link: duration of a message between neighbouring stages if `onward` and `back` are empty; links are then not shared.
+    onward, back: the transfers from stage s to s + 1 and from s + 1 to s, by s.
+    reduce: the transfer between the replicas of stage s before its update; empty: none.
+    slot: duration of a slot. A pass begins no earlier than its slot; in slots with a forward and a backward the backward begins
+        no earlier than the second half. 0: every pass begins as soon as it can.
+    lockstep: every slot is a cycle as long as its slowest device and then its messages (`_LockstepPlayer`).
+    enter: in lock-step, the time that all devices wait for the host before a cycle with a forward of stage 0.
     """
 
     forward: Sequence[float]
@@ -67,7 +70,7 @@ class Costs:
     enter: float = 0.0
 
     def __post_init__(self) -> None:
-        # damaged traces lack figures of some stages
+        # a damaged trace may lack figures of some stages
         stages = len(self.forward)
         for key, figures, count, optional in (
             ("backward", self.backward, stages, False),
@@ -84,7 +87,7 @@ class Costs:
         """Return the durations of each of these passes, by stage."""
         if Kind.BACKWARD in passes:
             return {Kind.FORWARD: self.forward, Kind.BACKWARD: self.backward}
-        # a matrix product has two gradients of its own cost
+        # by default half: each gradient of a matrix product costs as much as the product
         second = self.weight_gradient or [whole / 2 for whole in self.backward]
         first = [whole - part for whole, part in zip(self.backward, second)]
         return {Kind.FORWARD: self.forward, Kind.INPUT_GRADIENT: first, Kind.WEIGHT_GRADIENT: second}
@@ -104,8 +107,7 @@ def make_slot_costs(schedule: Schedule) -> Costs:
 
 
 class Times(NamedTuple):
-    """When each action begins and ends, by kind: (P, M) of the passes, (P, updates) of the updates; and how long each link was
-    busy."""
+    """The start and end of each action by kind, (P, M) for passes and (P, updates) for updates; the busy time of each link."""
 
     start: Dict[Kind, FloatArray]
     end: Dict[Kind, FloatArray]
@@ -113,7 +115,7 @@ class Times(NamedTuple):
 
     @property
     def finish(self) -> float:
-        """Return the makespan: the end of the last action, counted from the start of the first."""
+        """The makespan: the end of the last action; the first begins at 0."""
         return max(float(end.max()) for end in self.end.values() if end.size)
 
 
@@ -133,7 +135,7 @@ def clock(
 
 
 def time_first_updates(schedule: Schedule, costs: Costs, updates: int) -> FloatArray:
-    """Return when the first `updates` of each stage end, (P, updates); later ones are not played. Not in lock-step."""
+    """Return the ends of the first `updates` updates of each stage, (P, updates), without lock-step; play no further."""
     player = _EagerPlayer(schedule, costs, schedule.microbatches, schedule.device_of_stage)
     player.play(updates)
     return np.array(player.updates, np.float64)[:, :updates, 1]
@@ -142,13 +144,13 @@ def time_first_updates(schedule: Schedule, costs: Costs, updates: int) -> FloatA
 def play_run(schedule: Schedule, costs: Costs, microbatches: int, placement: Sequence[int] = ()) -> float:
     """Return the time of `microbatches`; `placement` as in `clock`.
 
-    Of many the first are played; the rest follow on the line through half and all of these.
+    A long run is played only at its beginning, and extrapolated on the line through half and all of that.
     """
     batch = schedule.accumulate
     known = min(schedule.microbatches, microbatches)
     most = max(MOST_SIMULATED // schedule.stages, 8 * schedule.stages, 4 * batch) // (2 * batch) * 2 * batch
     if known <= most:
-        # a schedule may be one batch that the run repeats
+        # the schedule may be one batch, which the run repeats
         return clock(schedule, costs, known, placement).finish * (microbatches / known)
     times = clock(schedule, costs, most, placement)
     half, whole = _find_finish(times, most // 2, batch), times.finish
@@ -156,24 +158,25 @@ def play_run(schedule: Schedule, costs: Costs, microbatches: int, placement: Seq
 
 
 def _find_finish(times: Times, count: int, batch: int) -> float:
-    """Return when the first `count` microbatches are completed."""
+    """Return the time at which the first `count` microbatches are complete."""
     ends = [end[:, : count // batch if kind is Kind.UPDATE else count] for kind, end in times.end.items()]
     return max(float(end.max()) for end in ends if end.size)
 
 
 def compute_busy_share(schedule: Schedule, placement: Sequence[int]) -> float:
-    """Return the share of the devices' unit slots in which they do passes, with the stages on these devices."""
+    """Return the share of the devices' unit slots in which they do passes; `placement`: the device of each stage."""
     if tuple(placement) == schedule.device_of_stage:
         return schedule.busy_share()
-    costs = replace(make_slot_costs(schedule), slot=0.0)  # stages of one device take turns, and so run later than their slots
+    # stages that share a device run later than their slots
+    costs = replace(make_slot_costs(schedule), slot=0.0)
     work = schedule.microbatches * (sum(costs.forward) + sum(costs.backward))
     return work / (play_run(schedule, costs, schedule.microbatches, placement) * len(set(placement)))
 
 
 class Bubbles(NamedTuple):
-    """What a batch costs beside M (F + I + W), the work of the busiest device: as shares of `makespan` and of `span`.
+    """The bubbles of a batch: the shares of `makespan` and of `span` that exceed M (F + I + W), the work of the busiest device.
 
-    span: the longest time from a device's first forward to the end of its last pass. Devices need not begin or end together.
+    span: the longest time from a device's first forward to the end of its last pass.
     """
 
     makespan: float
@@ -185,9 +188,10 @@ class Bubbles(NamedTuple):
 def measure_bubbles(
     schedule: Schedule, durations: Sequence[float], link: float = 0.0, work: Sequence[float] = ()
 ) -> Bubbles:
-    """Time a schedule: F, I and W of a device's microbatch take `durations`, shared by its stages, and a message `link`.
+    """Measure the bubbles of a schedule: F, I and W of a device's microbatch take `durations`, and a message takes `link`.
 
-    `work`: of each stage, in any unit, where the stages are unequal; `durations` are then those of the mean device.
+    The stages of a device share its durations. `work`: the work of each stage in any unit, if stages are unequal; `durations`
+    then belong to the mean device.
     """
     devices = schedule.device_of_stage
     work = work or [1 / devices.count(device) for device in devices]
@@ -207,7 +211,7 @@ def measure_bubbles(
 
 
 def sum_link_times(flows: Iterable[Tuple[int, Transfer]]) -> Dict[str, float]:
-    """Return how long each link is busy with these numbers of transfers."""
+    """Return the busy time of each link; `flows`: (number of transfers, transfer)."""
     busy: Dict[str, float] = {}
     for count, transfer in flows:
         for link in transfer.links if count else ():
@@ -216,13 +220,16 @@ def sum_link_times(flows: Iterable[Tuple[int, Transfer]]) -> Dict[str, float]:
 
 
 def get_transfer(placement: Sequence[int], costs: Costs, source: int, target: int) -> Transfer:
-    """Return the transfer between two neighbouring stages: none where they are on one device."""
+    """Return the transfer between two neighbouring stages; an empty one if they are on one device."""
     return Transfer() if placement[source] == placement[target] else costs.get_transfer(source, target)
 
 
 class _Player:
-    """What both disciplines share. A *pass* is the number kind * P + stage, the kinds counted in the order of `schedule.passes`;
-    with a microbatch it is one action."""
+    """The common part of both disciplines.
+
+    A *pass* is the number kind * P + stage, with kinds numbered in the order of `schedule.passes`. A pass and a microbatch are
+    one action.
+    """
 
     def __init__(self, schedule: Schedule, costs: Costs, count: int, placement: Sequence[int]) -> None:
         self.schedule, self.costs, self.count = schedule, costs, count
@@ -239,7 +246,7 @@ class _Player:
         ]
         self.link_busy: Dict[str, float] = {}
         self._missing = [[schedule.accumulate] * (1 + longest // schedule.accumulate) for _ in range(P)]
-        # (from which pass, to which, what it takes), of every microbatch
+        # (source pass, target pass, transfer), for every microbatch
         self.transfers: List[Tuple[int, int, Transfer]] = []
         for place, kind in enumerate(self.kinds):
             for stage in range(P):
@@ -248,13 +255,13 @@ class _Player:
                         source = self.kinds.index(need) * P + stage + offset
                         transfer = get_transfer(placement, costs, stage + offset, stage)
                         self.transfers.append((source, place * P + stage, transfer))
-        # halves of whole backwards, pass and microbatch: the second is done with the first
+        # (stage, microbatch) of whole backwards among split ones: their second half is done with the first
         self.whole = (
             set(zip(*(part.tolist() for part in np.nonzero(schedule.is_whole)))) if len(self.kinds) > 2 else set()
         )
 
     def measure_pass(self, which: int, microbatch: int) -> float:
-        """Return how long a pass takes. Of a whole backward the first half takes the time of both."""
+        """Return the duration of a pass; the first half of a whole backward takes the time of both halves."""
         stage = which % self.schedule.stages
         if self.whole and which >= self.schedule.stages and (stage, microbatch) in self.whole:
             first, second = self.duration[self.schedule.stages + stage], self.duration[2 * self.schedule.stages + stage]
@@ -262,7 +269,7 @@ class _Player:
         return self.duration[which]
 
     def complete_pass(self, done: int, microbatch: int) -> Optional[int]:
-        """Note a last pass; return the update of its stage that waited for it alone, or None."""
+        """Count a completed pass; return the update of its stage that waited only for this pass, None if there is none."""
         stage = done - (len(self.kinds) - 1) * self.schedule.stages
         if stage < 0:
             return None
@@ -271,12 +278,12 @@ class _Player:
         return None if self._missing[stage][k] else k
 
     def note_update(self, stage: int, k: int, start: float, end: float) -> None:
-        """Write down an update, if it is one of those asked for."""
+        """Store the times of an update, if it is one of the microbatches that are played."""
         if k < len(self.updates[stage]):
             self.updates[stage][k] = start, end
 
     def get_times(self) -> Times:
-        """Return the times, when all was played."""
+        """Return the times after `play`."""
         P, count = self.schedule.stages, self.count
         times = Times({}, {}, self.link_busy)
         for place, kind in enumerate(self.kinds):
@@ -288,13 +295,16 @@ class _Player:
 
 
 class _EagerPlayer(_Player):
-    """Every device goes on as soon as it can. Passes end in the order of time, so that links are given to transfers in the
-    order in which these are ready."""
+    """The eager discipline: every device continues as soon as it can.
+
+    Passes are completed in the order of time, so transfers get links in the order in which they are ready.
+    """
 
     def play(self, updates: Optional[int] = None) -> None:
         """Play all, or until every stage has made `updates`."""
         P, costs, device_of = self.schedule.stages, self.costs, self.device
-        later = costs.slot / 2 if self.schedule.slot_capacity == 2 else 0.0  # in its slot, of what follows a forward
+        # the offset, in a slot with two passes, of the pass after the forward
+        later = costs.slot / 2 if self.schedule.slot_capacity == 2 else 0.0
         queues: List[List[Tuple[float, int, int]]] = [[] for _ in range(1 + max(device_of))]
         for slot, which, m in self.rows:
             queues[device_of[which]].append((slot * costs.slot + (later if which >= P else 0.0), which, m))
@@ -304,8 +314,9 @@ class _EagerPlayer(_Player):
         free = [0.0] * len(queues)
         runs = [False] * len(queues)
         link_free: Dict[str, float] = {}
-        running: List[Tuple[float, int, int, int]] = []  # a heap: end, order, pass, microbatch
-        # when what a pass needs of another stage arrives; what it needs of its own stage is done before it
+        # a heap of (end, order, pass, microbatch)
+        running: List[Tuple[float, int, int, int]] = []
+        # the arrival of each pass's input from another stage; needs of its own stage are earlier in its row
         arrivals: List[Optional[List[float]]] = [None] * len(device_of)
         results: List[Optional[Tuple[int, List[float], Transfer]]] = [None] * len(device_of)
         for source, which, transfer in self.transfers:
@@ -315,7 +326,7 @@ class _EagerPlayer(_Player):
         begun, waited = 0, P * updates if updates is not None else -1
 
         def send(transfer: Transfer, at: float) -> float:
-            """Return when a transfer that is ready `at` a time arrives."""
+            """Return the arrival of a transfer that is ready at the time `at`."""
             seconds, latency, links = transfer
             for link in links:
                 if link in link_free and link_free[link] > at:
@@ -325,7 +336,8 @@ class _EagerPlayer(_Player):
                 link_free[link] = at
             return at + latency
 
-        ready: Sequence[int] = range(len(queues))  # devices that may go on
+        # devices that may continue
+        ready: Sequence[int] = range(len(queues))
         while waited:
             for device in ready:
                 action = following[device]
@@ -367,7 +379,7 @@ class _EagerPlayer(_Player):
                     ready = (device, this) if device != this else ready
 
     def get_times(self) -> Times:
-        """Return the times, when all was played; every transfer occupies its links once."""
+        """Return the times after `play`; every transfer occupies its links once."""
         passes = Counter(which for _, which, _ in self.rows)
         flows = [(passes[source], transfer) for source, _, transfer in self.transfers]
         flows += [(missing.count(0), transfer) for missing, transfer in zip(self._missing, self.costs.reduce)]
@@ -376,17 +388,21 @@ class _EagerPlayer(_Player):
 
 
 class _LockstepPlayer(_Player):
-    """PopTorch's pipelines: all devices do what a slot holds, then all its messages go, then all begin the next slot. An update
-    before which the pipeline drains is made on all stages together when it has; any other is part of its slot."""
+    """The lock-step discipline of PopTorch's pipelines: all devices do the passes of a slot, then all its messages are sent, then
+    all devices begin the next slot.
+
+    An update after a drain is made on all stages together; any other update is part of its slot.
+    """
 
     def play(self) -> None:
-        """Play all."""
+        """Play all slots."""
         P, costs = self.schedule.stages, self.costs
         sends: Dict[int, List[Transfer]] = {}
         for source, _, transfer in self.transfers:
             sends.setdefault(source, []).append(transfer)
         now = 0.0
-        waiting: Dict[int, List[int]] = {}  # update -> stages that are through with its batch
+        # update -> stages that have completed its batch
+        waiting: Dict[int, List[int]] = {}
         for _, rows in groupby(self.rows, key=lambda row: row[0]):
             cycle = list(rows)
             if costs.enter and any(done == 0 for _, done, _ in cycle):
@@ -414,7 +430,7 @@ class _LockstepPlayer(_Player):
                 now += max(costs.update)
 
     def _exchange(self, transfers: Iterable[Transfer]) -> float:
-        """Return how long it takes until transfers that begin together have all arrived."""
+        """Return the time until transfers that begin together have all arrived."""
         busy: Dict[str, float] = {}
         alone, latency = 0.0, 0.0
         for transfer in transfers:
@@ -428,7 +444,7 @@ class _LockstepPlayer(_Player):
 
 
 def _list_passes(schedule: Schedule, count: int) -> List[Tuple[int, int, int]]:
-    """Return all passes (slot, kind * P + stage, microbatch) of the slots in which the first `count` microbatches are at work."""
+    """Return all passes (slot, kind * P + stage, microbatch) of the slots up to the end of the first `count` microbatches."""
     passes = schedule.passes
     end = 1 + max(int(schedule.slots(kind, 0, count).max()) for kind in passes)
     columns = []
@@ -443,18 +459,20 @@ def _list_passes(schedule: Schedule, count: int) -> List[Tuple[int, int, int]]:
     return list(zip(slot[by_slot].tolist(), which[by_slot].tolist(), microbatch[by_slot].tolist()))
 
 
-# ---- the clock's fast path: the eager discipline where no transfer waits for another, as one row of array operations
+# ---- the clock's fast path: the eager discipline without contention of transfers, in array operations
 #
-# Slot by slot, all passes of a slot at once: when a pass begins then depends on its device's last pass and on what it needs
-# alone. Where no two transfers meet on a link these are the clock's own times, to the bit; elsewhere no pass is earlier on the
-# clock. A plan of many candidates takes a fraction of the time that playing their passes one by one takes.
+# It computes all passes of a slot at once: the start of a pass depends only on its device's last pass and on its needs. If no
+# two transfers meet on a link, the times equal the clock's bit for bit; otherwise the clock's times are not earlier. The
+# planner times many candidates with it in a fraction of the time of playing them.
 
 NOTHING = Transfer()
 
 
 class UncontendedTimes(NamedTuple):
-    """When the first updates of each stage end, (P, updates). `meet`: transfers would have met on a link before the last of these
-    ends, so that the clock's own times may be later."""
+    """The ends of the first updates of each stage, (P, updates).
+
+    `meet`: transfers meet on a link before the last of these ends, so the clock's times may be later.
+    """
 
     ends: FloatArray
     meet: bool
@@ -463,9 +481,9 @@ class UncontendedTimes(NamedTuple):
 class _Step(NamedTuple):
     """Passes that begin together, as slices and places of the arrays of `_Program`.
 
-    first, end: these of all passes in their order. device: of each. place: pass * M + microbatch. goes_to: the places of the
-    passes that need them. completes: of those after which a stage makes an update, the position in the step, the stage and the
-    number of the update.
+    first, end: the range of these passes in the order of the program. device: the device of each pass. place: pass * M +
+    microbatch. goes_to: the places of the passes that need them. completes: (position in the step, stage, number of the update)
+    of the passes after which a stage makes an update.
     """
 
     first: int
@@ -477,7 +495,7 @@ class _Step(NamedTuple):
 
 
 class _Program(NamedTuple):
-    """A schedule as `steps`; in their order, the pass (numbered as in `clock`) and the place of each action."""
+    """A schedule as `steps`; `passes` and `places`: the pass (numbered as in `_Player`) and the place of each action in order."""
 
     passes: IntArray
     places: IntArray
@@ -494,7 +512,7 @@ def time_uncontended(schedule: Schedule, costs: Costs, updates: int) -> Unconten
     program = _make_program(schedule)
     durations = costs.get_durations(schedule.passes)
     duration = np.array([durations[kind] for kind in schedule.passes], np.float64).ravel()[program.passes]
-    # the first half takes the time of both halves
+    # the first half of a whole backward takes the time of both halves
     if schedule.stretches[0].whole is not None:
         halves = np.repeat(np.array([durations[kind] for kind in schedule.passes], np.float64)[:, :, None], M, axis=2)
         halves[1] += np.where(schedule.is_whole, halves[2], 0.0)
@@ -510,7 +528,7 @@ def time_uncontended(schedule: Schedule, costs: Costs, updates: int) -> Unconten
     )
     updating = np.array(costs.update, np.float64)
     free = np.zeros(1 + max(schedule.device_of_stage))
-    # when what the pass at each place needs of another stage arrives; the last place is nobody's
+    # the arrival of the input of the pass at each place; the last place is a dummy target
     arrival = np.zeros(len(schedule.passes) * P * M + 1)
     ends = np.empty(len(program.passes))
     update_ends = np.zeros((P, schedule.update_count))
@@ -533,7 +551,7 @@ def time_uncontended(schedule: Schedule, costs: Costs, updates: int) -> Unconten
 
 
 def _list_transfers(schedule: Schedule, costs: Costs) -> List[Transfer]:
-    """Return what takes the result of each pass to another stage."""
+    """Return the transfer of the result of each pass."""
     P = schedule.stages
     devices = schedule.device_of_stage
     onward = [get_transfer(devices, costs, s, s + 1) for s in range(P - 1)]
@@ -566,7 +584,7 @@ def _make_program(schedule: Schedule) -> _Program:
 def _do_transfers_meet(
     schedule: Schedule, transfers: List[Transfer], reduce: Sequence[Transfer], ends: FloatArray, until: float
 ) -> bool:
-    """Return whether a link is asked for before `until` while it is busy. `ends` of each pass, (passes, M)."""
+    """Return whether a transfer is ready before `until` while its link is busy; `ends`: the end of each pass, (passes, M)."""
     sent: Dict[str, List[Tuple[FloatArray, float]]] = {}
     for which, (seconds, _, links) in enumerate(transfers):
         for link in links:

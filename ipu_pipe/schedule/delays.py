@@ -1,4 +1,4 @@
-"""Delays that do not follow from a schedule: constant or drawn ones, and those of the history of block updates.
+"""Delays that do not follow from a schedule: constant or drawn delays, and delays in the history of block updates.
 
 The global history (randomized PipeDream paper) counts block updates of all stages in the order of (slot, stage); block r is the
 weights of stage r. P stages, a the stage that updates, r the block that is read.
@@ -15,17 +15,17 @@ from numpy.typing import NDArray
 from ipu_pipe.errors import BadInput
 from ipu_pipe.schedule.runs import IntArray
 
-# ---- of a stage's own updates
+# ---- delays in a stage's own updates
 
 
 @dataclass(frozen=True)
 class Delay:
-    """How many updates before its backward a forward reads, where the schedule does not say.
+    """The delay between the version that a forward reads and its backward's, in updates, if the schedule does not determine it.
 
     `drawn` false: always `greatest` = D (Kosson et al. 2021, appendices F and G.2), or `table[s][i]` on stage s for microbatch i
     of an update, P rows of N, as in cyclic data parallelism (Fournier and Oyallon 2024). `drawn` true: each pass draws from the
-    exponential distribution over 0..D (PipeMare, appendix E, in whole updates) with expectation `mean`, one number or one per
-    stage; None: the stage's own greatest lag in the method's pipeline.
+    exponential distribution over the integers 0..D (PipeMare, appendix E) with expectation `mean`, one number or one per stage;
+    None means the stage's own greatest lag in the method's pipeline.
     """
 
     greatest: int
@@ -35,7 +35,7 @@ class Delay:
 
     @classmethod
     def make_constant(cls, updates: Union[int, Sequence[Sequence[int]]]) -> Delay:
-        """Return the delay of D updates, or of a table."""
+        """Return a constant delay of D updates, or the delays of a table."""
         if isinstance(updates, int):
             return cls(updates)
         return cls(max(map(max, updates)), table=tuple(map(tuple, updates)))
@@ -56,7 +56,7 @@ class Delay:
 def find_mean_delays(delay: Delay, stages: int, lags: Optional[IntArray]) -> NDArray[np.float64]:
     """Return the expectation (P,) of drawn delays: the stated one, or the pipeline's own `lags` (P,).
 
-    Raises BadInput where no exponential distribution over 0..D has that expectation.
+    Raise `BadInput` if no exponential distribution over 0..D has that expectation.
     """
     if delay.mean is None:
         assert lags is not None, "the pipeline's lags replace a mean that is not stated"
@@ -76,12 +76,12 @@ def find_mean_delays(delay: Delay, stages: int, lags: Optional[IntArray]) -> NDA
 
 
 class DelaySampler:
-    """Draws delays from P(d) ~ q^d on 0..D, the exponential distribution in whole updates.
+    """Draw delays from P(d) ~ q^d on 0..D, the exponential distribution over integers.
 
-    A delay depends on (seed, microbatch, stage) alone, in whatever order windows of microbatches are asked for.
+    A delay depends only on (seed, microbatch, stage), not on the order of calls. `BLOCK` microbatches share a generator.
     """
 
-    BLOCK = 256  # microbatches that share a generator
+    BLOCK = 256
 
     def __init__(self, delay: Delay, means: NDArray[np.float64], seed: int) -> None:
         self._seed = seed
@@ -119,17 +119,17 @@ def _compute_probabilities(mean: float, greatest: int) -> NDArray[np.float64]:
     return np.asarray(weights / weights.sum())
 
 
-# ---- of the global history of block updates
+# ---- delays in the global history of block updates
 
 
 @dataclass(frozen=True)
 class History:
-    """Randomized PipeDream (Algorithm 1): a block update reads block r of the iterate a delay of block updates ago.
+    """The delays of randomized PipeDream (Algorithm 1): a block update reads block r of an iterate some block updates ago.
 
-    delays: "uniform", each drawn by itself from 0..`bound`; "offsets", a constant of each block, the mean over the active stages
-    of PipeDream's (appendix F's coarse model); "schedule", exactly PipeDream's.
-    order of stages and microbatches: "random", drawn uniformly, or "schedule", PipeDream's.
-    bound: None for PipeDream's greatest, P^2 - P/2. nag: beta of the extrapolation (appendix I).
+    delays: "uniform": drawn independently from 0..`bound`; "offsets": a constant of each block, PipeDream's mean over the active
+        stages (appendix F's coarse model); "schedule": exactly PipeDream's.
+    order of stages and microbatches: "random": drawn uniformly; "schedule": PipeDream's.
+    bound: None for PipeDream's greatest delay, P^2 - P/2. nag: beta of the extrapolation (appendix I).
     No delay reaches back beyond a drain or the beginning.
     """
 
@@ -151,9 +151,9 @@ class History:
         return np.minimum(np.rint(means).astype(np.int64), self.bound_for(stages))
 
     def greatest_lag(self, stages: int) -> IntArray:
-        """Return the most updates (P,) of a stage itself that a read can be behind.
+        """Return the greatest lag (P,) of a read in updates of the stage itself.
 
-        Where stages are drawn all block updates in between may be its own; in the schedule's order each P-th of them is.
+        If stages are drawn, all block updates in between may be the stage's own; in the schedule's order every P-th one is.
         """
         delays = self.constant(stages) if self.delays == "offsets" else np.full(stages, self.bound_for(stages))
         return delays if self.order == "random" else -(-delays // stages)
@@ -165,7 +165,7 @@ def compute_greatest_delay(stages: int) -> int:
 
 
 def compute_least_delay(stages: int) -> int:
-    """Return the least delay of steady PipeDream: floor((P-1)/2), of the last stage's own block."""
+    """Return the least delay of steady PipeDream: floor((P-1)/2), for the last stage's own block."""
     return (stages - 1) // 2
 
 
@@ -183,6 +183,7 @@ def compute_steady_delays(stages: int) -> IntArray:
     P = stages
     a, r = np.arange(P)[:, None], np.arange(P)[None, :]
     last = 2 * P - 2 - a
-    odd = (last + 1) // 2 - (r + 1) // 2  # odd j in r+1..last
+    # the number of odd j in r+1..last
+    odd = (last + 1) // 2 - (r + 1) // 2
     between = odd * -(-P // 2) + (last - r - odd) * (P // 2)
     return np.asarray((P - r) // 2 + between + a // 2)

@@ -1,6 +1,7 @@
-"""Delays in the global history of block updates, counted on a schedule (randomized PipeDream, section 4).
+"""Count the delays of a schedule in the global history of block updates (randomized PipeDream, section 4).
 
-Entries of the history are single stages' updates in the order of (slot, stage). PipeDream on two stages: U(k) of stage s is Uk.s.
+The entries of the history are updates of single stages in the order of (slot, stage). PipeDream on two stages; Uk.s is U(k) of
+stage s:
 
     slot     2          3          4          5
     history  U0.1       U0.0       U1.1       U1.0
@@ -19,21 +20,22 @@ from ipu_pipe.schedule.versions import WINDOW, VersionTable
 
 
 class HistoryDelays(NamedTuple):
-    """Positions of passes in the global history of block updates, (P, n) each.
+    """The positions of passes in the global history of block updates, (P, n) each.
 
-    The gradient that stage a applies for microbatch m was taken at an iterate whose block r is
-    `written[a, m] - read[r, m]` entries old.
+    `written[a, m]`: the entries before m's backward on stage a. `read[r, m]`: the entries that m's forward on stage r has seen.
+    The gradient that stage a applies for microbatch m belongs to an iterate whose block r is `written[a, m] - read[r, m]`
+    entries old.
     """
 
-    written: IntArray  # entries before m's backward on stage a
-    read: IntArray  # entries that m's forward on stage r has seen
+    written: IntArray
+    read: IntArray
 
 
 def summarize_history_delays(table: VersionTable) -> Tuple[Optional[int], Optional[float]]:
-    """Return the greatest and the mean delay in the steady state; (None, None) where no pass reads old weights.
+    """Return the greatest and the mean delay in the steady state; (None, None) if no pass reads old weights.
 
-    The delay of microbatch m, active stage a and read block r is the entries between m's forward on r and its backward on a. The
-    first and last quarter of the microbatches are left out (`find_steady_range`).
+    The delay of microbatch m, active stage a and read block r is the number of entries between m's forward on r and its backward
+    on a. The first and last quarter of the microbatches are left out (`find_steady_range`).
     """
     if not table.method.is_stale:
         return None, None
@@ -48,7 +50,7 @@ def summarize_history_delays(table: VersionTable) -> Tuple[Optional[int], Option
 
 
 def find_steady_range(table: VersionTable) -> Tuple[int, int]:
-    """Return the first and the end microbatch without the outer quarters, in whole batches where one remains."""
+    """Return the first and the end microbatch without the outer quarters, in whole batches if at least one remains."""
     M, N = table.schedule.microbatches, table.schedule.accumulate
     first, last = -(-M // 4), -(-3 * M // 4)
     whole_first, whole_last = -(-first // N) * N, last // N * N
@@ -60,19 +62,21 @@ def find_steady_range(table: VersionTable) -> Tuple[int, int]:
 def count_history_delays(table: VersionTable, first: int, last: int) -> HistoryDelays:
     """Return the positions in the history of the backwards and forwards of the microbatches [first, last).
 
-    A forward has seen the entries of earlier slots and those of lower stages in its own slot. Where it reads an older version
-    than the newest, its position is the latest iterate that still has that version.
+    A forward has seen the entries of earlier slots, and of lower stages in its own slot. If it reads an older version than the
+    newest, its position is the latest iterate that still has that version.
     """
     schedule, N = table.schedule, table.schedule.accumulate
     forward = schedule.slots(Kind.FORWARD, first, last)
-    backward = schedule.slots(schedule.passes[-1], first, last)  # after which the gradient is applied
+    # the gradient is applied after the last pass
+    backward = schedule.slots(schedule.passes[-1], first, last)
     if table.method.forward_reads is Reads.NEWEST:
         return HistoryDelays(*_count_entries_before(table, backward, forward))
     version = table.forward(first, last)
     low, high = int(version.min()), min(int(version.max()) + 1, schedule.update_count)
     if high <= low:
         return HistoryDelays(*_count_entries_before(table, backward, forward))
-    replaced = schedule.slots(Kind.UPDATE, low, high)  # update v is the entry that replaces version v
+    # update v is the entry that replaces version v
+    replaced = schedule.slots(Kind.UPDATE, low, high)
     written, seen, replacing = _count_entries_before(table, backward, forward, replaced)
     latest = np.take_along_axis(replacing, np.minimum(version - low, high - low - 1), axis=1)
     # versions that are never replaced have no end
@@ -88,14 +92,15 @@ def _count_entries_before(table: VersionTable, *slots: IntArray) -> Tuple[IntArr
     updates = schedule.update_grid(start, stop) >= 0  # (P, slots)
     below = np.cumsum(updates, axis=0, dtype=np.int64)
     total = below[-1].copy()
-    below -= updates  # entries of lower stages in the slot
+    # entries of lower stages in the slot
+    below -= updates
     earlier = int(schedule.count_before(Kind.UPDATE, np.array([start])).sum())
     below += earlier + np.cumsum(total) - total
     return tuple(np.take_along_axis(below, s - start, axis=1) for s in slots)
 
 
 def _split_range(first: int, last: int, stages: int) -> Iterator[Tuple[int, int]]:
-    """Yield consecutive microbatches; at least 2P at a time, since passes of one microbatch are up to 2P slots apart."""
+    """Yield ranges of microbatches, each at least 2P long, because the passes of a microbatch are up to 2P slots apart."""
     width = max(WINDOW // stages, 2 * stages)
     for start in range(first, last, width):
         yield start, min(start + width, last)

@@ -1,7 +1,7 @@
-"""The table of training methods: each name is a row over *when* (pipeline, turn) and *which weights* (reads).
+"""The table of training methods: each row tells when passes run (pipeline, turn) and which weight versions they read.
 
-Update rules that some methods add (T1, T2, spike compensation, weight prediction) are not columns of this table: they change
-what is done with a gradient, not when a pass runs nor which weight version it reads. They are in ipu_pipe.update.rules.
+Update rules that some methods add (T1, T2, spike compensation, weight prediction) are not columns of this table: they change the
+use of a gradient, not the time of a pass or the version that it reads. They are in ipu_pipe.update.rules.
 """
 
 from __future__ import annotations
@@ -16,20 +16,19 @@ from ipu_pipe.text import find_nearest, show
 
 
 class Pipeline(Enum):
-    """Which passes a stage does in which order. All but DATAFLOW and the LOCAL ones do one pass per stage and slot."""
+    """The pipelines: the order of a stage's passes. Each stage does one pass per slot, except in DATAFLOW and the LOCAL ones."""
 
     SEQUENTIAL = "sequential"  # one microbatch at a time through all stages and back
     FILL_DRAIN = "fill_drain"  # all forwards of a batch, then all its backwards
     ONE_F_ONE_B_FLUSH = "1f1b_flush"  # one forward, one backward; drains after every batch; at most P-s in flight
     ONE_F_ONE_B = "1f1b"  # never drains; at most P in flight, counted at stage 0 only
     ONE_F_ONE_B_CAPPED = "1f1b_capped"  # never drains; at most P-s in flight on stage s
-    LOCAL_SGD = (
-        "local_sgd"  # 1F1B over the steps of replicas, which take turns; drains after every round of local steps
-    )
+    # 1F1B over the steps of replicas, which take turns; drains after every round of local steps
+    LOCAL_SGD = "local_sgd"
     DATAFLOW = "dataflow"  # a forward and a backward on every stage in each step
     LOCAL = "local"  # a forward and, at once, its backward on every stage in each step; no stage waits for a later one
     LOCAL_SHARED = "local_shared"  # the same, but updates wait for the next stage's gradient of the shared layer
-    # the order of each device's passes is generated (`schedule.orders`); all but the first drain after every batch
+    # generated orders of each device's passes (`schedule.orders`); all but the first drain after every batch
     CONTINUOUS_1F1B = "continuous_1f1b"  # interleaved 1F1B that never drains, of asynchronous methods
     INTERLEAVED_1F1B = "interleaved_1f1b"  # 1F1B with several stages on a device
     LOOPED_BFS = "looped_bfs"  # GPipe with several stages on a device, stage by stage
@@ -44,7 +43,7 @@ class Pipeline(Enum):
 
 
 class Reads(Enum):
-    """Which version of its weights a pass of a stage reads."""
+    """The rules for the weight version that a pass of a stage reads."""
 
     NEWEST = "newest"  # after all updates that the stage made in earlier slots
     DOUBLE_BUFFERED = "double_buffered"  # one version behind the batch: max(floor(m/N) - 1, 0), counted from each drain
@@ -54,7 +53,7 @@ class Reads(Enum):
 
 
 class DefaultAccumulate(Enum):
-    """The microbatches per update (N) where the user does not say."""
+    """The default number of microbatches per update, N."""
 
     MICROBATCHES = "microbatches"  # one update for the whole run
     STAGES = "stages"  # N = P
@@ -63,11 +62,11 @@ class DefaultAccumulate(Enum):
 
 @dataclass(frozen=True)
 class Structure:
-    """Local-parallel training: which stages form a block that is trained by its own loss (Laskin et al. 2020, section 3).
+    """The blocks of local-parallel training, each trained by its own loss (Laskin et al. 2020, section 3).
 
-    `blocks`: their number, or the names at which the second and later ones begin; None: every stage is a block. `overlap`:
-    stages of the next block that a block trains too; their gradients are averaged between the two. `layers`: only the last
-    `layers` stages train, as one block.
+    `blocks`: their number, or the names at which the second and later ones begin; None: every stage is a block. `overlap`: the
+    number of stages of the next block that a block also trains; the two average their gradients. `layers`: only the last `layers`
+    stages train, as one block.
     """
 
     blocks: Union[None, int, Tuple[str, ...]] = None
@@ -79,8 +78,9 @@ class Structure:
 class Outer:
     """The outer optimizer of DiLoCo (Douillard et al. 2023) and Streaming DiLoCo (Douillard et al. 2025): SGD.
 
-    fragments: groups of neighbouring stages that are synchronized in turn, or "per_stage". offset: the first one's number.
-    delay: steps before the end of a round at which the replicas' weights are taken. mix: the weight of a replica's own weights.
+    fragments: the number of groups of neighbouring stages that are synchronized in turn, or "per_stage"; offset: the number of
+    the first one; delay: the steps before the end of a round at which the replicas' weights are taken; mix: the share that a
+    replica keeps of its own weights.
     """
 
     lr: float = 0.7
@@ -98,12 +98,15 @@ class Outer:
 
 @dataclass(frozen=True)
 class Rounds:
-    """LocalSGD (Algorithm 2): `replicas` R of the whole model (None: R = P) make `steps` K steps each with their own weights,
-    then the weights are averaged stage by stage. A drain ends a round early. With an outer optimizer (DiLoCo) one of F fragments
-    is synchronized after each K / F steps."""
+    """The rounds of LocalSGD (Algorithm 2).
+
+    `replicas` R of the whole model (None: R = P) make `steps` K steps each with their own weights; then the weights are averaged
+    stage by stage. The default K is the paper's for scaling and for its Transformer. A drain ends a round early. With an outer
+    optimizer (DiLoCo) one of F fragments is synchronized after each K / F steps.
+    """
 
     replicas: Optional[int] = None
-    steps: int = 5  # the paper's K for scaling and for its Transformer
+    steps: int = 5
     outer: Optional[Outer] = None
 
     def interval(self, stages: int) -> int:
@@ -111,7 +114,7 @@ class Rounds:
         return self.steps if self.outer is None else self.steps // self.outer.count_fragments(stages)
 
     def list_faults(self, stages: int) -> List[str]:
-        """List why P `stages` cannot be synchronized so, a line each."""
+        """List the reasons why P `stages` cannot be synchronized in these rounds, one line each."""
         if self.outer is None:
             return []
         fragments, key = self.outer.count_fragments(stages), "method_args.outer"
@@ -129,15 +132,15 @@ class Rounds:
 
 @dataclass(frozen=True)
 class Order:
-    """What a generated order of passes depends on besides the sizes (`schedule.orders`).
+    """The settings of a generated order of passes besides the sizes (`schedule.orders`).
 
-    stages_per_device: v; stages are dealt to devices in turn, or `turns`: there and back, so that the last device turns around.
+    stages_per_device: v. Stages are placed on devices in turn; with `turns` there and back (a V).
     fixed: v cannot be changed.
-    splits: backwards of an asynchronous method are split.
-    activation_limit: of a device that plans by durations, in units of what 1F1B holds (P microbatches of a device).
-    weight_share: the share of a microbatch's activations that its weight gradient still needs and frees.
-    durations: of F, I and W of a device's microbatch; link: of a message between devices. Only planned orders depend on them.
-    file: CSV rows in PyTorch's format.
+    splits: the backwards of an asynchronous method are split.
+    activation_limit: the limit of a device in a planned order, in units of 1F1B's activations (P microbatches of a device).
+    weight_share: the share of a microbatch's activations that the weight gradient still needs and then frees.
+    durations: of F, I and W of a device's microbatch; link: duration of a message between devices. Only planned orders use them.
+    file: a CSV file of rows in PyTorch's format.
     """
 
     stages_per_device: int = 1
@@ -162,16 +165,16 @@ class Order:
 class Method:
     """One way to train a pipeline.
 
-    turn: dataflow only; the steps between the last stage's forward and its backward (0: both in one step).
-    flushes: the pipeline drains before every update, so that no pass ever reads old weights.
-    predicts: both passes read weights predicted for the time at which the first stage's backward ends.
-    delay: where forward_reads is DELAYED.
-    segments: activations are recomputed, except the inputs of this many segments of stages.
+    turn: for dataflow, the steps between the last stage's forward and its backward (0: both in one step).
+    flushes: the pipeline drains before every update, so that no pass reads old weights.
+    predicts: both passes read weights predicted for the end of the first stage's backward.
+    delay: the delays if forward_reads is DELAYED.
+    segments: the number of segments of stages whose activations are recomputed from their inputs (0: the square root of P).
     structure: gradients stay inside blocks of stages; None: they pass through the whole model.
-    history: updates of single stages, from gradients at old iterates; the reads above are then those of the schedule.
-    rounds: replicas with their own weights.
-    one_version: all stages read one version for a microbatch, so that several may use one weight.
-    order: of a pipeline that is given by each device's order of passes.
+    history: updates of single stages with gradients at old iterates; the reads above are then the schedule's.
+    rounds: replicas have their own weights.
+    one_version: all stages read one version for a microbatch, so that several stages may use one weight.
+    order: settings of a pipeline that is given by each device's order of passes.
     """
 
     name: str
@@ -193,12 +196,12 @@ class Method:
 
     @property
     def is_stale(self) -> bool:
-        """Return whether a pass can read older weights than the newest, on some pipeline."""
+        """Whether a pass can read older weights than the newest on some number of stages."""
         return not self.flushes and self.structure is None and self.rounds is None
 
     @property
     def is_pipeline(self) -> bool:
-        """Return whether it trains the whole model as one, in the order of its schedule."""
+        """Whether the method trains the whole model by one loss, in the order of its schedule."""
         return self.structure is None and self.history is None and self.rounds is None
 
     def reads_old(self, stages: int) -> bool:
@@ -207,7 +210,7 @@ class Method:
 
     @property
     def one_stage(self) -> Optional[str]:
-        """Explain why all uses of a weight must be in one stage, and the remedies; None where they need not be."""
+        """The reason why all uses of a weight must be in one stage, with remedies; None if they need not be."""
         if self.one_version:
             return None
         why = "stages may read different versions of it, so that it would have two delays"
@@ -219,7 +222,7 @@ class Method:
         return f"with {self.name} {why}: cut elsewhere, untie them, or use method {able}"
 
     def accumulate_for(self, stages: int, microbatches: int) -> int:
-        """Return N, the microbatches per update, where the user does not say."""
+        """Return the default N, the microbatches per update."""
         return {
             DefaultAccumulate.MICROBATCHES: microbatches,
             DefaultAccumulate.STAGES: stages,
@@ -323,7 +326,7 @@ OWNERS = {
 }  # fmt: skip
 # asynchronous methods that also run 1F1B with several stages on a device, and with split backwards
 BY_DEVICE = ("pipedream", "pipelined_backprop")
-# keys that change when passes run or which weights they read; pipelines that have delays of their own take them
+# keys of generated orders
 OF_ORDERS = ("stages_per_device", "split_backward", "activation_limit", "durations", "link")
 SCHEDULES = tuple(row.value for row in (Pipeline.ONE_F_ONE_B, Pipeline.ONE_F_ONE_B_CAPPED, Pipeline.DATAFLOW))
 AXES = ("schedule", "turn", "stash", "hogwild", "constant_delay", "recompute")
@@ -333,9 +336,9 @@ def resolve_method(name: str, args: Mapping[str, Any] = {}) -> Method:
     """Return the method `name` with its axes changed by `args`.
 
     Keys of `args`: `schedule` 1f1b|1f1b_capped|dataflow, `turn` 0|1, `stash` true|false, `hogwild` {mean, max}, `constant_delay`
-    {updates}, `recompute` {segments}, and those in OWNERS of one method. None means not given. Other keys belong to the
-    update rules and are ignored. Values have the types of a config's `method_args`, which are not checked here. Raises BadInput
-    for an unknown name and for arguments that do not belong to the method.
+    {updates}, `recompute` {segments}, the keys of OF_ORDERS, and the keys of single methods in OWNERS. None means not given.
+    Other keys belong to update rules and are ignored. The config has checked the types of the values. Raise `BadInput` for an
+    unknown name, and for arguments that do not belong to the method.
     """
     if name not in METHODS:
         close = find_nearest(name, METHODS)
@@ -384,7 +387,7 @@ def _change_axes(method: Method, settings: Mapping[str, Any]) -> Method:
         method = replace(method, pipeline=pipeline, turn=method.turn if pipeline is Pipeline.DATAFLOW else 0)
     if "turn" in settings:
         method = replace(method, turn=settings["turn"])
-    # the paper takes the gradient at the delayed weights, so both passes read them
+    # the paper takes the gradient at the delayed weights, so both passes read the same version
     if "hogwild" in settings:
         mean = settings["hogwild"].get("mean")
         means = None if mean is None else tuple(mean) if isinstance(mean, (list, tuple)) else (mean,)
@@ -405,14 +408,14 @@ def _change_axes(method: Method, settings: Mapping[str, Any]) -> Method:
 
 
 def _name_place(key: str) -> str:
-    """Return where a config has a setting of a method."""
+    """Return the place of a method's setting in a config."""
     return key if key == "stages_per_device" else f"method_args: {key}"
 
 
 def _find_misfits(method: Method, settings: Mapping[str, Any]) -> List[str]:
     """Return a line for every argument that does not fit the method or another argument."""
     reasons = {
-        key: f"belongs to {OWNERS[key]} alone" for key in settings if OWNERS.get(key, method.name) != method.name
+        key: f"belongs to {OWNERS[key]} only" for key in settings if OWNERS.get(key, method.name) != method.name
     }
     usual = 1 if method.order is None else method.order.stages_per_device
     goes_by_device = method.name in BY_DEVICE and not {"schedule", "turn", "hogwild", "constant_delay", "recompute"} & {
@@ -451,13 +454,13 @@ def _find_misfits(method: Method, settings: Mapping[str, Any]) -> List[str]:
 
 
 def _explain_fixed_axes(method: Method) -> Optional[str]:
-    """Return why the method's schedule and reads cannot be changed; None where they can."""
+    """Return the reason why the method's schedule and reads cannot be changed, None if they can."""
     if method.structure is not None:
         return f"{method.name} trains blocks by their own losses: no gradient is stale"
     if method.history is not None:
-        return f"{method.name} has delays of its own: delay_bound, delays, order, nag"
+        return f"{method.name} has its own settings of delays: delay_bound, delays, order, nag"
     if method.rounds is not None:
-        return f"{method.name} has a timeline of its own and reads no old weights"
+        return f"{method.name} has its own schedule and reads no old weights"
     if method.flushes:
         return f"{method.name} drains the pipeline before every update: its schedule and its weights are fixed"
     if method.forward_reads is Reads.DOUBLE_BUFFERED:
@@ -468,7 +471,7 @@ def _explain_fixed_axes(method: Method) -> Optional[str]:
 
 
 def check_sizes(method: Method, stages: int, microbatches: int, accumulate: int) -> None:
-    """Raise BadInput, with every fault, unless P `stages`, M `microbatches` and N = `accumulate` are possible.
+    """Raise `BadInput`, with every fault, unless P `stages`, M `microbatches` and N = `accumulate` are possible.
 
     M need not be a multiple of N: a last batch that is not full makes no update.
     """

@@ -1,9 +1,9 @@
-"""Orders: pipelines that drain after every batch, each given by the order in which its devices do their passes.
+"""Generate the orders of pipelines that are given by each device's order of passes.
 
 P devices with v stages each, M microbatches of a batch, d a device. Every stage does each of its passes in the order of the
-microbatches, so that a row of (pass, stage) says all: microbatches follow by counting; a whole backward counts as both halves.
+microbatches, so a row of (pass, stage) suffices: the microbatches follow by counting. A whole backward counts as both halves.
 
-dealt in turn     stage s on device s mod P                  P = 2, v = 2: stages 0 2 on device 0, 1 3 on device 1
+in turn           stage s on device s mod P                  P = 2, v = 2: stages 0 2 on device 0, 1 3 on device 1
 there and back    stages d and 2P-1-d on device d: a V       P = 2, v = 2: stages 0 3 on device 0, 1 2 on device 1
 
 The drawings have a column per slot and lower case for a device's second stage; the = of a whole backward is its second slot.
@@ -27,23 +27,24 @@ Rows = List[List[Pass]]
 
 
 def make_device_rows(method: Method, stages: int, microbatches: int) -> DeviceRows:
-    """Return what each device does, in order, for a batch of M `microbatches` on S `stages`.
+    """Return the rows of all devices for a batch of M `microbatches` on S `stages`.
 
-    Raise `BadInput` for sizes that the order does not have.
+    Raise `BadInput` for sizes that the order does not support.
     """
     order = method.order
     assert order is not None
     if method.pipeline is Pipeline.ROWS:
         return _read_file(order.file, stages, microbatches)
     rounded = microbatches
-    if not method.flushes:  # whole rounds, whose last microbatches are left out
+    # generate whole rounds and leave out the last microbatches
+    if not method.flushes:
         rounded = -(-microbatches // get_period(order, stages)) * get_period(order, stages)
     rows = ORDERS[method.pipeline](order, stages // order.stages_per_device, rounded)
     return DeviceRows([list(_count(row, microbatches)) for row in rows], order.place(stages))
 
 
 def _count(row: List[Pass], microbatches: int) -> Iterator[Action]:
-    """Yield the actions of a row: of each pass on each stage the microbatches in order, as far as there are any."""
+    """Yield the actions of a row: number the microbatches of each pass on each stage in order, up to `microbatches`."""
     done: CounterOf[Pass] = Counter()
     for kind, stage in row:
         microbatch = done[HALVES[kind][0], stage]
@@ -53,7 +54,7 @@ def _count(row: List[Pass], microbatches: int) -> Iterator[Action]:
 
 
 def _read_file(name: str, stages: int, microbatches: int) -> DeviceRows:
-    """Read a file of rows; raise `BadInput` unless it has as many stages and microbatches."""
+    """Read a file of rows. Raise `BadInput` unless it has these numbers of stages and microbatches."""
     if not name:
         raise BadInput("method_args: file: none: method rows needs the name of a CSV file")
     device_rows = read_csv(name)
@@ -68,7 +69,7 @@ def _read_file(name: str, stages: int, microbatches: int) -> DeviceRows:
     return device_rows
 
 
-# ---- dealt in turn
+# ---- stages placed in turn
 
 
 def interleaved_1f1b(order: Order, P: int, M: int) -> Rows:
@@ -81,7 +82,7 @@ def interleaved_1f1b(order: Order, P: int, M: int) -> Rows:
 
 
 def interleaved_zb(order: Order, P: int, M: int) -> Rows:
-    """Split the backwards: half the warm-up suffices, and weight gradients fill the end. With v = 1 ZB-H1. P = 3, v = 1, M = 4:
+    """Split the backwards: half the warm-up suffices, and weight gradients fill the end. v = 1 is ZB-H1. P = 3, v = 1, M = 4:
 
     device 0  F0 F1 F2 .  .  I0 W0 F3 I1 W1 I2 W2 I3 W3
     device 1  .  F0 F1 .  I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
@@ -101,7 +102,7 @@ def zb_h2(order: Order, P: int, M: int) -> Rows:
 
 
 def continuous_1f1b(order: Order, P: int, M: int) -> Rows:
-    """Update after every microbatch, without a drain: interleaved 1F1B, or ZB-H1 with as many more in flight as memory allows.
+    """Update after every microbatch without a drain: interleaved 1F1B, or ZB-H1 with more in flight up to the activation limit.
 
     P = 3, v = 1, split backwards, limit 1 (* an update), M = 4:
 
@@ -116,19 +117,22 @@ def continuous_1f1b(order: Order, P: int, M: int) -> Rows:
 
 
 def get_period(order: Order, stages: int) -> int:
-    """Return after how many microbatches `continuous_1f1b` repeats: each stage of a device does one for every device."""
+    """Return the period of `continuous_1f1b` in microbatches, the number of devices."""
     return stages // order.stages_per_device
 
 
 def _alternate(v: int, P: int, M: int, backward: Tuple[Kind, ...], ahead: int, more: int = 0) -> Rows:
-    """Warm up by `ahead` forwards for each later device, then alternate; weight gradients wait until all devices hold alike.
+    """Warm up by `ahead` forwards for each later device, then alternate; delay weight gradients until all devices hold equally
+    much.
 
-    `more`: in flight on every device, on the first one begun earlier, on the last one with weight gradients that come later.
+    `more`: additional microbatches in flight on every device; early devices begin them earlier, late devices delay weight
+    gradients.
     """
     rounds = max(M // P, 1) if v > 1 else 1
     if M % rounds:
-        raise BadInput(f"accumulate: {M}: must be a multiple of {rounds}, its rounds of {P} microbatches, one a device")
-    group = M // rounds  # microbatches that a stage does before the device goes on to its next stage
+        raise BadInput(f"accumulate: {M}: must be a multiple of {rounds}, the number of rounds of {P} microbatches")
+    # microbatches that a stage does before its device continues with the next stage
+    group = M // rounds
     rows = []
     for d in range(P):
         stages = [k // group % v * P + d for k in range(v * M)]
@@ -159,11 +163,11 @@ def looped_bfs(order: Order, P: int, M: int) -> Rows:
     ]
 
 
-# ---- there and back
+# ---- stages placed there and back
 
 
 def v_half(order: Order, P: int, M: int) -> Rows:
-    """Repeat a block in which microbatches go through the first stages slowly: half the activations of 1F1B. P = 4, M = 3:
+    """Repeat a block in which microbatches pass the first stages slowly: half the activations of 1F1B. P = 4, M = 3:
 
     device 0  F0 F1 F2 .  .  .  .  f0 i0 f1 i1 f2 i2 w0 w1 I0 W0 I1 w2 I2 W1 W2 .
     device 1  .  F0 F1 F2 .  .  f0 .  f1 i0 f2 i1 w0 i2 I0 w1 I1 W0 I2 w2 W1 W2 .
@@ -175,7 +179,7 @@ def v_half(order: Order, P: int, M: int) -> Rows:
 
 
 def v_min(order: Order, P: int, M: int) -> Rows:
-    """Repeat the block of a microbatch that goes through without a wait: a third of the activations of 1F1B. P = 4, M = 3:
+    """Repeat a block in which a microbatch passes without a wait: a third of the activations of 1F1B. P = 4, M = 3:
 
     device 0  F0 F1 F2 .  .  .  .  f0 i0 w0 .  .  f1 i1 w1 I0 W0 .  .  f2 i2 I1 w2 W1 .  .  .  I2 W2
     device 1  .  F0 F1 F2 .  .  f0 .  .  i0 w0 f1 .  .  I0 i1 W0 w1 f2 .  I1 i2 W1 w2 .  .  I2 W2 .
@@ -187,9 +191,9 @@ def v_min(order: Order, P: int, M: int) -> Rows:
 
 
 def _repeat_blocks(blocks: List[List[int]], M: int) -> Rows:
-    """Repeat, every six slots, a block: the slots of F and I there and F and I back of microbatch 0, for each device.
+    """Repeat a block every six slots; `blocks`: for each device the slots of microbatch 0's F there, F back, I back and I there.
 
-    Weight gradients fill the gaps. Then every device does early what it can (`_pull_forward`).
+    Weight gradients fill the gaps. Then passes are moved forward where possible (`_pull_forward`).
     """
     P, rows = len(blocks), []
     for d, block in enumerate(blocks):
@@ -208,9 +212,10 @@ def _repeat_blocks(blocks: List[List[int]], M: int) -> Rows:
 
 
 def _pull_forward(rows: Rows, M: int) -> Rows:
-    """Let devices do, slot by slot, the first pass of their rows that is ready and never makes them hold more than the rows do.
+    """Choose for each device, slot by slot, the first pass of its row that is ready and does not exceed the rows' peak
+    activations.
 
-    A weight gradient keeps its place until the device has had all microbatches once, and then only fills slots.
+    A weight gradient keeps its place until the device has begun all microbatches; after that it only fills slots.
     """
     change = {F: 1, I: 0, W: -1}
     most = max(sum(change[kind] for kind, _ in row[:end]) for row in rows for end in range(len(row) + 1))
@@ -240,7 +245,8 @@ def _pull_forward(rows: Rows, M: int) -> Rows:
 
     def complete(action: Action, slot: int) -> None:
         device = min(action.stage, 2 * len(rows) - 1 - action.stage)
-        one = left[device].pop(action.index)  # here the index is the place in the row
+        # the index of these actions is the place in the row
+        one = left[device].pop(action.index)
         pulled[device].append(one)
         done[one] += 1
         in_flight[device] += change[one[0]]
@@ -265,7 +271,7 @@ def dualpipe_v(order: Order, P: int, M: int) -> Rows:
         row += [(I, back), (W, back), (F, back)] * (P - 1 - d)
         row += [(F, there), (B, back), (F, back), (B, there)] * (M - 2 * P + d + 1)
         row += [(B, back), (F, back), (B, there)] * (P - 1 - d)
-        # of the last backwards the first half are whole, and the weight gradients of the others come at the end
+        # the first half of the last backwards is whole; the weight gradients of the others come at the end
         last = [stage for _ in range(d + 1) for stage in (back, there)] + [there] * (P - 1 - d)
         whole = d + 1
         late = [(W, stage) for stage in last[whole:]]

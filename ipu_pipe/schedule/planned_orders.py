@@ -1,8 +1,8 @@
-"""Orders planned by durations: devices take turns with input gradients and forwards, and weight gradients fill the waits.
+"""Plan orders by durations: devices alternate input gradients and forwards, and weight gradients fill the waits.
 
-The heuristic of Qi et al. 2023 (Zero Bubble, section 3 and 6), in rounds. Before a pass that would have to wait, a device does
-the weight gradients that fit; one that does not fit is done all the same if the device would otherwise have waited longer than
-any other yet: the span of the slowest device decides, so the others may lose what it has lost.
+This is the heuristic of Qi et al. 2023 (Zero Bubble, sections 3 and 6), in rounds. Before a pass that has to wait, a device does
+the weight gradients that fit into the wait. It also does one that does not fit, if it would otherwise have waited longer than any
+other device so far: the span of the slowest device decides, so the others may lose as much time as it has lost.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ from ipu_pipe.schedule.actions import Kind, get_pass_needs
 from ipu_pipe.schedule.methods import Order
 
 F, I, W = Kind.FORWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT  # noqa: E741
-Pass = Tuple[Kind, int]  # on a stage
+# (kind, stage)
+Pass = Tuple[Kind, int]
 
 
 class Plan:
-    """The devices' passes up to now: `free` when each device ends, `held` activations, `waited` since its first forward."""
+    """The planned passes of the devices. By device: `free`: the end of its last pass; `held`: its activations; `waited`: its
+    waiting time since its first forward."""
 
     def __init__(self, order: Order, P: int, M: int, allowed: Sequence[float]) -> None:
-        """`allowed`: how long each device waited in an earlier plan, in which the slowest decides what others may lose."""
+        """`allowed`: the waiting time of each device in an earlier plan; others may wait as long as its slowest device did."""
         self.order, self.microbatches = order, M
         self.placement = order.place(P * order.stages_per_device)
         self.seconds = {kind: time / order.stages_per_device for kind, time in zip((F, I, W), order.durations)}
@@ -31,18 +33,17 @@ class Plan:
         self.frees = {F: 1.0, I: order.weight_share - 1, W: -order.weight_share}
         self.ends: Dict[Pass, List[float]] = {(kind, s): [] for kind in (F, I, W) for s in range(len(self.placement))}
         self.rows: List[List[Pass]] = [[] for _ in range(P)]
-        self.late: List[List[int]] = [
-            [] for _ in range(P)
-        ]  # stages whose weight gradients are to be done, oldest first
+        # by device: the stages of delayed weight gradients, oldest first
+        self.late: List[List[int]] = [[] for _ in range(P)]
         self.free, self.held, self.waited = [0.0] * P, [0.0] * P, [0.0] * P
         self.spare = [max(allowed, default=0.0) - wait for wait in allowed] or [0.0] * P
 
     def count(self, kind: Kind, stage: int) -> int:
-        """Return how many microbatches have had this pass."""
+        """Return the number of microbatches for which this pass is planned."""
         return len(self.ends[kind, stage])
 
     def find_ready(self, kind: Kind, stage: int) -> Optional[float]:
-        """Return when the next pass could begin, were its device free; None if what it needs is not planned or none is left."""
+        """Return the time when the inputs of the next pass are ready; None if its needs are not planned, or none is left."""
         m, ready = self.count(kind, stage), 0.0
         if m == self.microbatches:
             return None
@@ -78,13 +79,13 @@ class Plan:
         return self.held[device] + count <= self.most + 1e-9
 
     def allow(self, device: int) -> float:
-        """Return how long a device may wait without being the slowest."""
+        """Return the time that a device may wait without becoming the slowest."""
         return max(*self.waited, self.spare[device]) - self.waited[device]
 
     def put_filled(self, kind: Kind, stage: int, may_wait: float) -> None:
-        """Append a pass, and before it the weight gradients that make room for it or fit into its wait.
+        """Append a pass, and before it the weight gradients that free memory for it or fit into its wait.
 
-        If it then waits longer than `may_wait`, one more goes before it and delays it.
+        If it would still wait longer than `may_wait`, append one more weight gradient, which delays it.
         """
         device, ready = self.placement[stage], self.find_ready(kind, stage)
         assert ready is not None
@@ -97,7 +98,7 @@ class Plan:
         self.put(kind, stage)
 
     def finish(self) -> None:
-        """Append the weight gradients that are left."""
+        """Append the remaining weight gradients."""
         for device, late in enumerate(self.late):
             while late:
                 self.put_late(device)
@@ -106,7 +107,7 @@ class Plan:
 def _find_best(
     order: Order, P: int, M: int, run: Callable[[Plan, Tuple[bool, ...]], None], choices: int
 ) -> List[List[Pass]]:
-    """Return the rows of the plan whose slowest device waits least, over all choices, each repeated until it gains nothing."""
+    """Return the rows of the plan whose slowest device waits least, over all `choices`; repeat each while it improves."""
     best: Optional[Plan] = None
     for chosen in product((True, False), repeat=choices):
         allowed: Sequence[float] = ()
@@ -142,13 +143,13 @@ def plan_v(order: Order, P: int, M: int) -> List[List[Pass]]:
                     plan.put_filled(F, stage, plan.allow(d) if chosen[1] else math.inf)
         plan.finish()
 
-    # fewer microbatches do not fill a V: the rest is left out of the rows (`orders.make_device_rows`)
+    # fewer microbatches do not fill a V; `orders.make_device_rows` leaves out the surplus
     M = max(M, 2 * P)
     return _find_best(order, P, M, run, 2)
 
 
 def _choose_input_gradient(plan: Plan, there: int, back: int) -> int:
-    """Return the stage of a device whose input gradient is next: the one on the way back to stage 0 where it is ready."""
+    """Return the stage of a device whose input gradient is next: the one on the way to stage 0 if it is ready."""
     if plan.count(I, there) >= plan.count(I, back):
         return back
     is_left = plan.count(I, back) < plan.microbatches
@@ -156,7 +157,7 @@ def _choose_input_gradient(plan: Plan, there: int, back: int) -> int:
 
 
 def _warm_up_v(plan: Plan, P: int) -> None:
-    """Begin as many microbatches as fit before the first one comes back, then go on by turns until no device lags behind."""
+    """Begin as many microbatches as fit before the first one comes back, then alternate until all devices have equally many."""
     for d in range(P):
         plan.put(F, d)
     for d in reversed(range(P)):
@@ -195,7 +196,7 @@ def plan_straight(order: Order, P: int, M: int) -> List[List[Pass]]:
         for _ in range(1, M):
             forwards = [plan.count(F, d) < M and not (backward_first and _is_better_late(plan, d)) for d in range(P)]
             for d in range(P):
-                # otherwise a later device would only store what it receives
+                # if a later device has no forward now, it would only store the activations
                 if all(forwards[d:]):
                     plan.put_filled(F, d, 0.0 if never_waits else plan.allow(d))
             for d in reversed(range(P)):
@@ -209,12 +210,15 @@ def plan_straight(order: Order, P: int, M: int) -> List[List[Pass]]:
 
 
 def _warm_up_straight(plan: Plan, P: int, waits_once: bool) -> None:
-    """Begin microbatches until the first one comes back, on each device more than on the next; not if they would delay it,
-    where `waits_once`."""
+    """Begin microbatches until the first one comes back, more on each device than on the next.
+
+    `waits_once`: begin none that would delay the first one's backward.
+    """
     for d in range(P):
         plan.put(F, d)
     forward, counts = plan.seconds[F], [0] * P
-    back = plan.free[P - 1] + plan.seconds[I]  # the end of the first input gradient of the next device
+    # the end of the first input gradient of the next device
+    back = plan.free[P - 1] + plan.seconds[I]
     for d in reversed(range(P - 1)):
         begin = plan.free[d]
         while counts[d] + 1 < plan.microbatches and plan.fits(d, counts[d] + 1):

@@ -1,5 +1,7 @@
-"""Schedules from rows and as text. Rows are written by hand or read from a file: actions get the earliest possible slots, a
-deadlock is refused."""
+"""Make schedules from rows, written by hand or read from a file, and write schedules as drawings or CSV.
+
+Each action of a row gets the earliest possible slot; rows that deadlock are refused.
+"""
 
 from __future__ import annotations
 
@@ -39,9 +41,10 @@ Row = Sequence[Union[Action, str]]
 
 
 def play_slots(devices: int, choose: Callable[[int], Sequence[Action]], complete: Callable[[Action, int], None]) -> int:
-    """Play slot by slot until no device goes on; return the number of slots.
+    """Play slot by slot until no device has an action; return the number of slots.
 
-    choose(device): its actions of this slot. All devices choose before any action completes. complete(action, slot): note it.
+    choose(device): returns its actions in this slot; all devices choose before any action completes. complete(action, slot):
+    records a completed action.
     """
     slot = 0
     while True:
@@ -54,7 +57,7 @@ def play_slots(devices: int, choose: Callable[[int], Sequence[Action]], complete
 
 
 class DeviceRows(NamedTuple):
-    """The passes of each device in order, and the device of each stage. `name`: of their file; `cells`: where it has each."""
+    """The passes of each device in order, and the device of each stage. `name`: their file; `cells`: action -> row and cell."""
 
     rows: List[List[Action]]
     placement: Tuple[int, ...]
@@ -65,7 +68,7 @@ class DeviceRows(NamedTuple):
         """Return the beginning of a fault: the file, the row and the cell of an action, or the row that lacks it."""
         if not self.name:
             return "rows: "
-        # an action may be one half of it
+        # the action may be a half of a whole backward in the file
         whole = replace(action, kind=Kind.BACKWARD)
         cell = self.cells.get(action) or self.cells.get(whole) or f"row {self.placement[action.stage] + 1}"
         return f"{self.name}: {cell}: "
@@ -76,10 +79,10 @@ def from_rows(
 ) -> Schedule:
     """Make a schedule from each device's passes in order, `Action`s or cells such as "F0", without updates.
 
-    `placement`: the device of each stage; without it stage s is on device s. "F0@2" is of stage 2; "F0" is enough where the
-    device has one stage. A backward is one pass, "B0", or two: "I0", which the previous stage waits for, and "W0". Where any
-    backward is split, a whole one takes two slots. Every action is given the first slot in which it can be done. Raises BadInput
-    where an action is missing, double or misplaced, and, where the rows wait for one another, names the cycle.
+    `placement`: the device of each stage; by default stage s is on device s. "F0@2" is a pass of stage 2; "F0" is enough if the
+    device has one stage. A backward is one pass, "B0", or two: "I0", for which the previous stage waits, and "W0". If any
+    backward is split, a whole one takes two slots. Every action gets the first slot in which it can be done. Raise `BadInput`
+    if an action is missing, double or misplaced, or if the rows deadlock; the message names the cycle.
     """
     placement = tuple(placement) or tuple(range(len(rows)))
     _check_placement(placement, len(rows))
@@ -90,7 +93,7 @@ def from_rows(
 
 
 def lay_out(device_rows: DeviceRows, both: bool = False) -> Stretch:
-    """Give every action of complete rows the first slot in which it can be done; `both`: as in SlotHolds."""
+    """Give every action of complete rows the first slot in which it can be done; `both`: as in `SlotHolds`."""
     rows, placement = device_rows.rows, device_rows.placement
     microbatches, passes = _check_complete(device_rows)
     whole: Set[Tuple[int, int]] = set()
@@ -109,7 +112,7 @@ def lay_out(device_rows: DeviceRows, both: bool = False) -> Stretch:
 
 
 def _halve(action: Action) -> Tuple[Action, ...]:
-    """Return the two halves of a whole backward; any other action is its own."""
+    """Return the two halves of a whole backward, or another action unchanged."""
     if action.kind is not Kind.BACKWARD:
         return (action,)
     return tuple(replace(action, kind=kind) for kind in SPLIT_PASSES[1:])
@@ -120,7 +123,7 @@ _OVERLAPPED = re.compile(r"\((\d+F\d+);(\d+[BI]\d+)\)OVERLAP_F_B", re.ASCII)
 
 
 def read_csv(name: str) -> DeviceRows:
-    """Read rows in PyTorch's format: a line per device of cells such as 0F3 (stage, pass, microbatch), empty where it is idle.
+    """Read rows in PyTorch's format: a line per device of cells such as 0F3 (stage, pass, microbatch); empty cells are idle.
 
     An overlapped pair is a forward and then a backward. Raise `BadInput`, with row and cell, unless the rows are complete.
     """
@@ -169,7 +172,7 @@ def _read_lines(name: str) -> List[List[str]]:
 
 
 def find_split_or_overlapped(name: str) -> Optional[str]:
-    """Return file, row and cell of the first half of a backward, or the first overlapped pair, of a file; None without one."""
+    """Return file, row and cell of the first split backward or overlapped pair in a file, None if it has neither."""
     for row, line in enumerate(_read_lines(name)):
         for column, cell in enumerate(line):
             match = _CSV_CELL.fullmatch(cell.strip())
@@ -192,7 +195,7 @@ def _check_placement(placement: Sequence[int], devices: int) -> None:
 
 
 def _parse_row(device: int, row: Row, placement: Sequence[int]) -> List[Action]:
-    """Return the actions of a row of `Action`s or cells; a cell may hold two ("F5 B2") or none ("")."""
+    """Return the actions of a row of `Action`s or cells; a cell may contain two actions ("F5 B2") or none ("")."""
     stages = [stage for stage, other in enumerate(placement) if other == device]
     label = f"rows: stage {stages[0]}" if len(placement) == len(set(placement)) else f"rows: device {device}"
     actions: List[Action] = []
@@ -221,7 +224,7 @@ def _parse_row(device: int, row: Row, placement: Sequence[int]) -> List[Action]:
 
 
 def _check_complete(device_rows: DeviceRows) -> Tuple[int, Tuple[Kind, ...]]:
-    """Return the number of microbatches and their passes; raise BadInput unless every stage does each pass once."""
+    """Return the number of microbatches and their passes. Raise `BadInput` unless every stage does each pass once."""
     times = Counter(action for row in device_rows.rows for action in row)
     microbatches = 1 + max((action.index for action in times), default=-1)
     if microbatches == 0:
@@ -275,7 +278,7 @@ def _find_earliest_slots(
 def _find_cycle(
     rows: Sequence[Sequence[Action]], placement: Sequence[int], heads: Sequence[int], done: Dict[Action, int]
 ) -> List[Tuple[Action, bool]]:
-    """Follow what each blocked action waits for until one comes round again; each with whether it waits for its own row."""
+    """Follow the waits of blocked actions until one repeats; return each action and whether it waits for its own row."""
 
     def get_head(action: Action) -> Action:
         device = placement[action.stage]
@@ -297,7 +300,7 @@ def _describe_cycle(cycle: Sequence[Tuple[Action, bool]]) -> str:
     return words
 
 
-# ---- schedules as text: drawn as the papers do, and as the CSV that PyTorch's pipelining reads
+# ---- schedules as text: the papers' drawings, and CSV for PyTorch's pipelining
 
 
 def format_text(
@@ -305,10 +308,9 @@ def format_text(
 ) -> str:
     """Draw the slots [first_slot, last_slot) as papers do: a row per stage, a column per slot.
 
-    F3 is the forward of microbatch 3, B3 its backward (I3 and W3 its halves; = the second slot of a whole one where others are
-    split), B3* a pass after which the stage is updated, . an idle slot. Where a device has several stages there is a row per
-    device, and F3@2 is of stage 2. `stages`: print only the first of these rows. The last line
-    says what is left out.
+    F3 is the forward of microbatch 3, B3 its backward (I3 and W3 its halves; = is the second slot of a whole backward among split
+    ones), B3* is a pass after which the stage is updated, and . is an idle slot. If a device has several stages, there is a row
+    per device, and F3@2 is a pass of stage 2. `stages`: draw only the first rows. The last line tells what is left out.
     """
     end = schedule.slot_count if last_slot is None else min(last_slot, schedule.slot_count)
     stages_of = _group_stages(schedule)
@@ -329,7 +331,7 @@ def format_text(
 
 
 def _group_stages(schedule: Schedule) -> Dict[int, List[int]]:
-    """Return the stages of each row: of each device, or, where none has several, of each stage."""
+    """Return the stages of each row: a row per device, or a row per stage if no device has several."""
     devices = schedule.device_of_stage
     if len(set(devices)) == schedule.stages:
         return {stage: [stage] for stage in range(schedule.stages)}
@@ -352,7 +354,7 @@ def _draw_row(schedule: Schedule, stages: Sequence[int], first_slot: int, end: i
 
 
 def _find_second_slots(schedule: Schedule, stage: int, first_slot: int, end: int) -> NDArray[np.bool_]:
-    """Return which of the slots are the second one of a whole backward, where others are split."""
+    """Return which slots are the second one of a whole backward among split ones, (slots,)."""
     if Kind.WEIGHT_GRADIENT not in schedule.passes:
         return np.zeros(end - first_slot, np.bool_)
     grid = schedule.spell_out(first_slot, end, slice(stage, stage + 1))[Kind.WEIGHT_GRADIENT][0]
@@ -360,11 +362,10 @@ def _find_second_slots(schedule: Schedule, stage: int, first_slot: int, end: int
 
 
 def format_csv(schedule: Schedule) -> Iterator[str]:
-    """Yield the lines that torch.distributed.pipelining reads: a row per device of cells such as 0F3, empty where idle.
+    """Yield the lines that torch.distributed.pipelining reads: a row per device of cells such as 0F3; idle cells are empty.
 
-    A cell is stage, kind, microbatch. PyTorch's schedules have neither slots that hold two actions nor updates: the caller
-    updates when the pipeline is empty. Raises BadInput for steps that hold both passes and for microbatches in flight across an
-    update.
+    A cell is stage, kind, microbatch. PyTorch's schedules have no slots with two actions and no updates: the caller updates when
+    the pipeline is empty. Raise `BadInput` for slots with two passes, and for microbatches in flight across an update.
     """
     if schedule.slot_holds is not SlotHolds.ONE:
         raise BadInput("format: csv: PyTorch's schedules hold one action per slot; this one has steps that hold both")

@@ -1,4 +1,4 @@
-"""The compact form of a schedule: runs of actions whose slots are affine in the microbatch, and stretches made of them."""
+"""The compact form of a schedule: runs of actions whose slots are affine in the microbatch, and stretches of runs."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ CODE = {
     kind: code for code, kind in enumerate((Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT))
 }
 
-# A run: `count` microbatches from `first_index` on, the first of them in `first_slot` and each next one `slot_step`
-# later, of a kind (by its CODE) on a stage. Slots and microbatches count from the start of the stretch.
+# A run: actions of one kind (by its CODE) on one stage for `count` microbatches from `first_index` on. The first is in
+# `first_slot`, and each next one `slot_step` later. Slots and microbatches count from the start of the stretch.
 RUN = np.dtype(
     [
         ("stage", np.int64),
@@ -36,7 +36,7 @@ RunArray = NDArray[np.void]
 def make_runs(
     stage: IntArray, kind: Kind, first_index: object, count: object, first_slot: object, slot_step: int
 ) -> RunArray:
-    """Return one run per stage as a structured array of dtype RUN; runs of no microbatch are left out."""
+    """Return one run per stage as a structured array of dtype RUN, without empty runs."""
     runs = np.empty(len(stage), RUN)
     runs["stage"], runs["kind"], runs["slot_step"] = stage, CODE[kind], slot_step
     runs["first_index"], runs["count"], runs["first_slot"] = first_index, count, first_slot
@@ -46,8 +46,8 @@ def make_runs(
 class Pieces:
     """The runs of one kind in a stretch as a table, a row per stage: slot = offset + step * microbatch from `first` on.
 
-    Arrays are (P, K), K the most runs of a stage; missing runs have count 0 and a `first` that no microbatch reaches.
-    `low` and `stride` give each run's slots upwards, whatever the sign of its step.
+    Arrays are (P, K), K the most runs of a stage; missing runs have count 0 and a `first` that no microbatch reaches. `low` and
+    `stride` describe each run's slots in ascending order, whatever the sign of its step.
     """
 
     def __init__(self, runs: RunArray, stages: int, microbatches: int) -> None:
@@ -79,7 +79,7 @@ class Pieces:
         return slots
 
     def count_before(self, slot: IntArray, stages: slice = ALL_STAGES) -> IntArray:
-        """Return how many of each stage's actions (P, n) are in slots below `slot`, (n,) or (P, n)."""
+        """Count each stage's actions (P, n) in slots below `slot`, (n,) or (P, n)."""
         low, stride, count = self.low[stages], self.stride[stages], self.count[stages]
         total = np.zeros((low.shape[0], slot.shape[-1]), np.int64)
         lowest, highest = int(slot.min()), int(slot.max())
@@ -91,7 +91,7 @@ class Pieces:
                 total += most
                 continue
             passed = slot - start + (step - 1)
-            # the division is the expensive part, and most runs have step 1 or 2
+            # division is expensive, and most runs have step 1 or 2
             if int(step.max()) > 1:
                 passed = passed >> 1 if int(step.min()) == int(step.max()) == 2 else passed // step
             total += np.clip(passed, 0, most)
@@ -100,7 +100,8 @@ class Pieces:
     def fill_grid(self, first: int, last: int, stages: slice, grid: GridArray) -> None:
         """Write the microbatches in the slots [first, last) into `grid`."""
         low, stride, count = self.low[stages], self.stride[stages], self.count[stages]
-        begin = np.clip(-((low - first) // stride), 0, count)  # how many of a run's actions are below the window
+        # the number of each run's actions below the window
+        begin = np.clip(-((low - first) // stride), 0, count)
         end = np.clip(-((low - last) // stride), 0, count)
         head = low + begin * stride - first
         up = self.step[stages] > 0
@@ -120,8 +121,8 @@ class Pieces:
 
 
 class Middle(NamedTuple):
-    """The steady part of a stretch, done `rounds` times more: `span` slots from slot `cut` on, in which every stage does each
-    pass `period` times, in microbatch order."""
+    """The steady part of a stretch, repeated `rounds` more times: `span` slots from slot `cut` on, in which every stage does each
+    pass `period` times in the order of microbatches."""
 
     cut: int
     span: int
@@ -130,21 +131,22 @@ class Middle(NamedTuple):
 
 
 class LongPieces:
-    """`Pieces` of which a `Middle` is repeated."""
+    """`Pieces` with a repeated `Middle`."""
 
     def __init__(self, pieces: Pieces, middle: Middle) -> None:
         self.pieces, self.middle = pieces, middle
-        self.begin = pieces.count_before(np.array([middle.cut]))  # (P, 1): the first microbatch of the middle
+        # the first microbatch of the middle, (P, 1)
+        self.begin = pieces.count_before(np.array([middle.cut]))
         after = pieces.count_before(np.array([middle.cut + middle.span]))
         assert pieces.ascends() and (after - self.begin == middle.period).all(), "every stage is in its steady state"
 
     def find_slots(self, index: IntArray, stages: slice = ALL_STAGES) -> IntArray:
-        """Return what `Pieces.find_slots` does."""
+        """Return the slots (P, n) of the microbatches `index`, as `Pieces.find_slots`."""
         rounds = np.clip((index - self.begin[stages]) // self.middle.period, 0, self.middle.rounds)
         return self.pieces.find_slots(index - rounds * self.middle.period, stages) + rounds * self.middle.span
 
     def count_before(self, slot: IntArray, stages: slice = ALL_STAGES) -> IntArray:
-        """Return what `Pieces.count_before` does."""
+        """Count each stage's actions (P, n) in slots below `slot`, as `Pieces.count_before`."""
         rounds = np.clip((slot - self.middle.cut) // self.middle.span, 0, self.middle.rounds)
         return self.pieces.count_before(slot - rounds * self.middle.span, stages) + rounds * self.middle.period
 
@@ -157,17 +159,17 @@ class LongPieces:
                 grid[row, self.find_slots(index, slice(stage, stage + 1))[0] - first] = index
 
     def ascends(self) -> bool:
-        """Return True: the middle is in order."""
+        """Return True, because the middle is in order."""
         return True
 
 
 @dataclass(frozen=True, eq=False)
 class Stretch:
-    """What a pipeline does from empty to empty, `repeats` times in a row.
+    """The passes of a pipeline from empty to empty, `repeats` times in a row.
 
-    Each repeat takes `slots` slots and `microbatches` microbatches; `runs` (dtype RUN) count from the repeat's start. `whole`:
-    where backwards are split, those (P, microbatches) whose halves are nevertheless one pass, of two slots; None: none.
-    `middle`: what of the runs is repeated within the stretch; `microbatches` and `slots` are with it.
+    Each repeat takes `slots` slots and `microbatches` microbatches; `runs` (dtype RUN) count from its start. `whole`: marks,
+    among split backwards, the ones (P, microbatches) that are one pass of two slots; None: there are none. `middle`: the part
+    of the runs that is repeated within the stretch; `microbatches` and `slots` include it. `base`: the runs without it.
     """
 
     first_slot: int
@@ -178,7 +180,7 @@ class Stretch:
     runs: RunArray
     whole: Optional[NDArray[np.bool_]] = None
     middle: Optional[Middle] = None
-    base: Dict[Kind, Pieces] = field(init=False, repr=False)  # of the runs alone
+    base: Dict[Kind, Pieces] = field(init=False, repr=False)
     pieces: Mapping[Kind, Union[Pieces, LongPieces]] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -196,7 +198,7 @@ class Stretch:
 
     @property
     def passes(self) -> Tuple[Kind, ...]:
-        """Return the passes of every microbatch on every stage."""
+        """The passes of every microbatch on every stage."""
         return tuple(self.pieces)
 
     @property
@@ -208,7 +210,7 @@ class Stretch:
         return self.first_microbatch + self.repeats * self.microbatches
 
     def lengthen(self, more: int, period: int) -> Stretch:
-        """Return the stretch with its middle, in which `period` microbatches follow one another alike, repeated for `more`."""
+        """Return the stretch with `more` microbatches, by repeating its steady middle of `period` microbatches."""
         head = self.microbatches // 2
         cut, end = self.pieces[Kind.FORWARD].find_slots(np.array([head, head + period]), slice(0, 1))[0].tolist()
         middle = Middle(cut, end - cut, period, more // period)
@@ -216,10 +218,10 @@ class Stretch:
         return replace(self, microbatches=self.microbatches + more, slots=longer, middle=middle)
 
     def spell_out_middle(self) -> Stretch:
-        """Return a stretch of runs alone with as many rounds of the middle as there can be different neighbourhoods.
+        """Return an equivalent shorter stretch without a middle, for a proof.
 
-        A microbatch is in the middles of any two stages at most as many rounds apart as these begin apart. What holds in rounds
-        enough for all of these holds in any number of them.
+        The rounds in which a microbatch passes the middles of two stages differ at most as much as the beginnings of these
+        middles. A property that holds for enough rounds to cover all such differences holds for any number of rounds.
         """
         if self.middle is None:
             return self
@@ -240,7 +242,7 @@ class Stretch:
         return self.pieces[kind].find_slots(local, stages) + (self.first_slot + repeat * self.slots)
 
     def count_before(self, kind: Kind, slot: IntArray, stages: slice = ALL_STAGES) -> IntArray:
-        """Return how many of the `kind` each stage does (P, n) in this stretch before the schedule's slots `slot`."""
+        """Count the `kind` on each stage (P, n) in this stretch before the schedule's slots `slot`."""
         inside = np.clip(slot - self.first_slot, 0, self.repeats * self.slots)
         if self.repeats == 1:
             return self.pieces[kind].count_before(inside, stages)
@@ -249,7 +251,7 @@ class Stretch:
 
 
 def find_slots(stretches: Sequence[Stretch], kind: Kind, index: IntArray, stages: slice) -> Optional[IntArray]:
-    """Return the slots (P, n) of the microbatches `index`, (n,) and ascending, over all stretches; None where n is 0."""
+    """Return the slots (P, n) of the microbatches `index`, (n,) and ascending, over all stretches; None if n is 0."""
     stops = np.searchsorted(index, np.array([stretch.end_microbatch for stretch in stretches]))
     columns, start = [], 0
     for stretch, stop in zip(stretches, stops):
@@ -262,7 +264,7 @@ def find_slots(stretches: Sequence[Stretch], kind: Kind, index: IntArray, stages
 
 
 def count_before(stretches: Sequence[Stretch], kind: Kind, slot: IntArray, stages: slice, height: int) -> IntArray:
-    """Return how many of the `kind` each of the `height` stages has done (P, n) before the slots `slot`, (n,) or (P, n)."""
+    """Count the `kind` on each of the `height` stages (P, n) before the slots `slot`, (n,) or (P, n)."""
     lowest, highest = int(slot.min()), int(slot.max())
     done = sum(stretch.repeats * stretch.microbatches for stretch in stretches if stretch.end_slot <= lowest)
     total = np.full((height, slot.shape[-1]), done, np.int64)
@@ -290,9 +292,9 @@ def fill_grid(stretch: Stretch, kind: Kind, first_slot: int, last_slot: int, sta
 def count_most_in_flight(stretch: Stretch) -> IntArray:
     """Return the most microbatches (P,) between their forward and their last pass on each stage.
 
-    Between two ends of runs their number only grows or only falls: the ends are enough.
+    Between two ends of runs the number only grows or only falls, so the ends are enough.
     """
-    # a round of the middle holds no more
+    # the middle does not need to be counted: no round holds more
     forward, backward = stretch.base[Kind.FORWARD], stretch.base[stretch.passes[-1]]
     last = int(forward.count[0].sum()) - 1
     if forward.ascends():
@@ -300,7 +302,8 @@ def count_most_in_flight(stretch: Stretch) -> IntArray:
         next_forward = forward.count_before(ends)
         around = np.concatenate([next_forward - 1, next_forward], axis=1)
         slots = forward.find_slots(np.clip(around, 0, last)) + 1
-    else:  # rows written by hand: all forwards, whatever their order
+    # rows written by hand may have forwards in any order
+    else:
         slots = forward.find_slots(np.arange(last + 1)) + 1
     in_flight = forward.count_before(slots) - backward.count_before(slots - 1)
     return np.asarray(in_flight.max(axis=1))

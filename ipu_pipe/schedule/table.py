@@ -1,6 +1,6 @@
-"""Schedules: which stage runs the forward or backward of which microbatch in which slot, as frozen, proved data.
+"""Schedules as frozen, checked data: the stage and the slot of each pass of each microbatch.
 
-A schedule of thousands of stages and microbatches stays small because it is kept as *runs*: within a run the slot of microbatch m
+A schedule of thousands of stages and microbatches is small because it consists of *runs*: within a run the slot of microbatch m
 is affine in m. PipeDream on three stages; stage 0 has the runs F+ (fill), F (steady) and B:
 
     slot     0   1   2   3   4   5   6   7   8   9   10  11
@@ -36,10 +36,10 @@ from ipu_pipe.schedule.runs import (
 
 
 class SlotHolds(Enum):
-    """What a device can do in one slot."""
+    """The passes that a device can do in one slot: ONE pass, or BOTH a forward and then a backward (whole or one half)."""
 
-    ONE = "one"  # one pass
-    BOTH = "both"  # a forward and, after it, a backward, whole or one half of it
+    ONE = "one"
+    BOTH = "both"
 
 
 def list_stages(placement: Sequence[int], device: int) -> List[int]:
@@ -49,11 +49,11 @@ def list_stages(placement: Sequence[int], device: int) -> List[int]:
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """Who does what when, for P `stages`, M `microbatches` and an update every N = `accumulate` microbatches.
+    """A schedule of P `stages` and M `microbatches` with an update every N = `accumulate` microbatches.
 
-    Updates are not listed: U(k) follows the pass that completes batch k, in the same slot; a last batch that is not full has
-    none. `stretches` from an empty pipeline to an empty one follow one another without a gap. `local`: no backward needs one of
-    another stage. `placement`: the device of each stage; empty: stage s is on device s. Raises BadInput, naming the action,
+    Updates are not listed: U(k) follows the pass that completes batch k, in the same slot; an incomplete last batch has none.
+    `stretches`, from an empty pipeline to an empty one, follow one another without a gap. `local`: no backward needs a backward
+    of another stage. `placement`: the device of each stage; empty: stage s is on device s. Raise `BadInput`, naming the action,
     unless the schedule can run; the proof works on the compact form.
     """
 
@@ -75,26 +75,26 @@ class Schedule:
         if not self.in_order:
             check_update_order(self.slots(Kind.UPDATE, 0, self.update_count))
 
-    # --- sizes
+    # ---- sizes
 
     @property
     def passes(self) -> Tuple[Kind, ...]:
-        """Return the passes of every microbatch on every stage: PASSES or SPLIT_PASSES."""
+        """The passes of every microbatch on every stage: PASSES or SPLIT_PASSES."""
         return self.stretches[0].passes
 
     @property
     def slot_count(self) -> int:
-        """Return the number of slots from the first pass to the last."""
+        """The number of slots from the first pass to the last."""
         return self.stretches[-1].end_slot
 
     @property
     def update_count(self) -> int:
-        """Return the updates of every stage in the whole run: full batches only."""
+        """The updates of every stage in the whole run, for full batches only."""
         return self.microbatches // self.accumulate
 
     @cached_property
     def is_whole(self) -> NDArray[np.bool_]:
-        """Return, where backwards are split, which of them (P, M) are one pass all the same."""
+        """The backwards (P, M) that are one pass in a schedule of split backwards."""
         parts = [
             np.zeros((self.stages, part.microbatches), np.bool_) if part.whole is None else part.whole
             for part in self.stretches
@@ -104,12 +104,12 @@ class Schedule:
 
     @property
     def device_of_stage(self) -> Tuple[int, ...]:
-        """Return the device of each stage."""
+        """The device of each stage."""
         return self.placement or tuple(range(self.stages))
 
     @property
     def slot_capacity(self) -> int:
-        """Return how many passes a device can do in a slot: 1, or 2 where a slot holds both."""
+        """The passes that a device can do in a slot: 1, or 2 if a slot holds both."""
         return 2 if self.slot_holds is SlotHolds.BOTH else 1
 
     def busy_share(self, first_slot: int = 0, last_slot: Optional[int] = None) -> float:
@@ -121,13 +121,13 @@ class Schedule:
 
     @cached_property
     def in_order(self) -> bool:
-        """Return whether every stage completes the microbatches in their order (only hand-written rows may not)."""
+        """Whether every stage completes the microbatches in order; only rows of a file may not."""
         return all(stretch.pieces[self.passes[-1]].ascends() for stretch in self.stretches)
 
     def stretch(self, k: int) -> Tuple[int, int]:
-        """Return the first update and the end of the stretch between drains that holds update k.
+        """Return the range [first, end) of updates between the drains before and after update k.
 
-        The update is alone where the pipeline drains within its batch.
+        It is only update k if the pipeline drains within its batch.
         """
         batch = self.accumulate
         for stretch in self.stretches:
@@ -137,7 +137,7 @@ class Schedule:
                 return begin, begin + length
         raise AssertionError(f"no update {k}")
 
-    # --- microbatch -> slot and back
+    # ---- microbatch -> slot and back
 
     def slots(self, kind: Kind, first: int, last: int, stages: slice = ALL_STAGES) -> IntArray:
         """Return the slots (P, last - first) of the `kind` of microbatches (for UPDATE: updates) [first, last)."""
@@ -156,7 +156,7 @@ class Schedule:
         return np.zeros((len(range(*stages.indices(self.stages))), 0), np.int64) if slots is None else slots
 
     def count_before(self, kind: Kind, slot: IntArray, stages: slice = ALL_STAGES) -> IntArray:
-        """Return how many of the `kind` each stage has done (P, n) before the slots `slot`, (n,) or a row per stage (P, n)."""
+        """Count the `kind` on each stage (P, n) before the slots `slot`, (n,) or a row per stage (P, n)."""
         if kind is not Kind.UPDATE:
             return count_before(self.stretches, kind, slot, stages, len(range(*stages.indices(self.stages))))
         if self.in_order:
@@ -166,10 +166,10 @@ class Schedule:
         asked = np.broadcast_to(slot, (updates.shape[0], slot.shape[-1]))
         return np.stack([np.searchsorted(row, ask) for row, ask in zip(updates, asked)]).astype(np.int64)
 
-    # --- spelled out
+    # ---- slots as grids
 
     def spell_out(self, first_slot: int, last_slot: int, stages: slice = ALL_STAGES) -> Dict[Kind, GridArray]:
-        """Return by kind the microbatch of every stage in the slots [first_slot, last_slot), (P, slots), -1 for none."""
+        """Return, by kind, the microbatch of every stage in the slots [first_slot, last_slot), (P, slots), -1 for none."""
         height, width = len(range(*stages.indices(self.stages))), last_slot - first_slot
         grids = {kind: np.full((height, width), -1, np.int32) for kind in self.passes}
         for stretch in self.stretches:
@@ -194,11 +194,12 @@ class Schedule:
         return grid
 
     def cells(self, stage: int, first_slot: int = 0, last_slot: Optional[int] = None) -> List[Optional[str]]:
-        """Return one stage's slots as text: "F0", "B3", "F5 B2" where a slot holds both, None where it is idle."""
+        """Return one stage's slots as text: "F0", "B3", "F5 B2" for a slot with both, None for an idle slot."""
         end = self.slot_count if last_slot is None else last_slot
         grids = self.spell_out(first_slot, end, slice(stage, stage + 1))
         if any(stretch.whole is not None for stretch in self.stretches):
-            is_whole = np.append(self.is_whole[stage], False)  # the last for idle slots, whose microbatch is -1
+            # the appended entry is for idle slots, whose microbatch is -1
+            is_whole = np.append(self.is_whole[stage], False)
             halves = {kind: np.where(is_whole[grid], grid, -1) for kind, grid in grids.items()}
             grids = {
                 kind: np.where(is_whole[grid] & (kind is not Kind.FORWARD), -1, grid) for kind, grid in grids.items()
@@ -208,16 +209,17 @@ class Schedule:
         words = ([f"{kind.value}{m}" if m >= 0 else "" for m in grid[0].tolist()] for kind, grid in grids.items())
         return [" ".join(filter(None, cell)) or None for cell in zip(*words)]
 
-    # --- activations
+    # ---- activations
 
     def peak_activations(
         self, weight_share: float = 1.0, sizes: Sequence[float] = (), placement: Sequence[int] = ()
     ) -> List[float]:
-        """Return the most that each device holds at once, in microbatches of all its stages.
+        """Return the peak activations of each device, in microbatches of all its stages.
 
-        A forward adds its stage's share; a whole backward frees it, of a split one the input gradient all but `weight_share` of
-        it and the weight gradient the rest. Where a slot holds two passes, the forward is first. `sizes`: of a microbatch on each
-        stage, in place of equal shares; `placement`: the device of each stage, in place of the schedule's own.
+        A forward adds its stage's share and a whole backward frees it. Of a split backward the input gradient frees all but
+        `weight_share` of it, and the weight gradient the rest. In a slot with two passes the forward is first. `sizes`: the
+        size of a microbatch on each stage, instead of equal shares; `placement`: the device of each stage, instead of the
+        schedule's own.
         """
         counts, device_of = self.count_held(weight_share, sizes, placement), tuple(placement) or self.device_of_stage
         share = list(sizes) or [1 / device_of.count(device) for device in device_of]
@@ -226,7 +228,7 @@ class Schedule:
     def count_held(
         self, weight_share: float = 1.0, sizes: Sequence[float] = (), placement: Sequence[int] = ()
     ) -> List[float]:
-        """Return the microbatches that each stage holds when its device holds most; arguments as in `peak_activations`."""
+        """Return the microbatches of each stage at its device's peak; arguments as in `peak_activations`."""
         changes = dict.fromkeys(self.passes, -1.0)
         if len(self.passes) > len(PASSES):
             changes = {self.passes[1]: weight_share - 1, self.passes[2]: -weight_share}
@@ -234,7 +236,7 @@ class Schedule:
         device_of = tuple(placement) or self.device_of_stage
         share = list(sizes) or [1 / device_of.count(device) for device in device_of]
         peaks, counts = dict.fromkeys(device_of, 0.0), [0.0] * self.stages
-        # by then a stretch has long been in its steady state; stretches of one length are alike
+        # a stretch is in its steady state long before `reach`; stretches of one length are equal
         reach = 2 * int(self.max_in_flight().max()) + 4 * (self.stages + self.accumulate)
         for stretch in {(stretch.microbatches, stretch.slots): stretch for stretch in self.stretches}.values():
             first = stretch.first_microbatch
@@ -257,33 +259,34 @@ class Schedule:
         return counts
 
     def max_in_flight(self) -> IntArray:
-        """Return the most microbatches (P,) between their forward and their last pass on a stage at once.
+        """Return the peak number of microbatches (P,) between their forward and their last pass on a stage.
 
-        Counted right after a forward; where a slot holds two passes, before that slot's other one.
+        They are counted right after a forward; in a slot with two passes before the second one.
         """
         return np.asarray(np.max([count_most_in_flight(stretch) for stretch in self.stretches], axis=0))
 
 
 # ---- the proof that a schedule can run, on the compact form
 #
-# A run is an arithmetic progression: where the slots of a pass and of what it needs are both affine in the microbatch, their
-# order at the ends of the runs proves all between; two runs of a device share a slot only where their progressions meet.
+# A run is an arithmetic progression. If the slots of a pass and of its need are both affine in the microbatch, their order at the
+# ends of the runs proves it for all microbatches between. Two runs of a device share a slot only if their progressions meet.
 
 
 def check_stretches(
     stretches: Sequence[Stretch], stages: int, microbatches: int, both: bool, local: bool, placement: Sequence[int] = ()
 ) -> None:
-    """Raise BadInput, naming the action, unless `stretches` are a schedule of P `stages` and M `microbatches` that can run.
+    """Raise `BadInput`, naming the action, unless `stretches` are a schedule of P `stages` and M `microbatches` that can run.
 
-    `both`: a slot holds a forward and, after it, one other pass. `local`: no pass needs a later stage's.
-    `placement`: the device of each stage, empty where each stage has its own.
+    `both`: a slot holds a forward and then one other pass. `local`: no pass needs a later stage's pass. `placement`: the device
+    of each stage; empty: each stage has its own.
     """
     slot, microbatch, proved = 0, 0, {}
     for part in stretches:
         assert part.first_slot == slot and part.first_microbatch == microbatch, "stretches follow without a gap"
         assert part.repeats >= 1 and part.microbatches >= 1
         slot, microbatch = part.end_slot, part.end_microbatch
-        proved[part.microbatches, part.runs.tobytes(), part.slots] = part  # equal stretches need one proof
+        # equal stretches need one proof
+        proved[part.microbatches, part.runs.tobytes(), part.slots] = part
     assert microbatch == microbatches, "stretches hold all microbatches"
     assert len({part.passes for part in stretches}) == 1, "backwards are whole, or all are split"
     for part in map(Stretch.spell_out_middle, proved.values()):
@@ -315,7 +318,7 @@ def _find_missing(part: Stretch, stages: int) -> Optional[str]:
 
 
 def _find_disorder(part: Stretch, stages: int, both: bool, local: bool) -> Optional[str]:
-    """Return a fault unless every pass comes after what it needs, checked at the ends of the runs of both."""
+    """Return a fault unless every pass comes after its needs, checked at the ends of the runs of both."""
     for kind in part.passes:
         for need, offset in get_pass_needs(kind, local):
             low, high = max(0, -offset), stages - max(0, offset)
@@ -378,11 +381,13 @@ def _find_shared_slot(low: IntArray, stride: IntArray, count: IntArray) -> Optio
         b, e = low[:, :k], stride[:, :k]
         last = np.minimum(a + d * (count[:, k : k + 1] - 1), b + e * (count[:, :k] - 1))
         start = np.maximum(a, b)
-        candidate = start + (a - start) % d  # the first slot of run k from `start` on
+        # the first slot of run k from `start` on
+        candidate = start + (a - start) % d
         may_meet = (candidate <= last) & ((a - b) % np.gcd(d, e) == 0)
         if not may_meet.any():
             continue
-        for _ in range(int(e.max())):  # after e slots of run k the remainders modulo e repeat
+        # after e slots of run k the remainders modulo e repeat
+        for _ in range(int(e.max())):
             hit = may_meet & (candidate <= last) & ((candidate - b) % e == 0)
             if hit.any():
                 stage, other = _locate_first(hit)
@@ -392,7 +397,7 @@ def _find_shared_slot(low: IntArray, stride: IntArray, count: IntArray) -> Optio
 
 
 def _find_shared_slot_by_sorting(low: IntArray, stride: IntArray, count: IntArray) -> Optional[Tuple[int, int]]:
-    """Return what `_find_shared_slot` does."""
+    """Return the same as `_find_shared_slot`, by sorting all slots."""
     for stage in range(low.shape[0]):
         runs = zip(low[stage].tolist(), stride[stage].tolist(), count[stage].tolist())
         slots = np.sort(np.concatenate([start + step * np.arange(length) for start, step, length in runs]))
@@ -403,7 +408,7 @@ def _find_shared_slot_by_sorting(low: IntArray, stride: IntArray, count: IntArra
 
 
 def check_update_order(slots: IntArray) -> None:
-    """Raise BadInput unless every stage makes its updates in order; `slots` of the updates (P, updates)."""
+    """Raise `BadInput` unless every stage makes its updates in order; `slots`: the slots of the updates, (P, updates)."""
     late = slots[:, 1:] <= slots[:, :-1]
     if late.any():
         stage, k = _locate_first(late)

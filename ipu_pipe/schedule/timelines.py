@@ -1,4 +1,4 @@
-"""The methods' schedules: each pipeline as a closed form under its drawing.
+"""The schedules of the methods: each pipeline is a closed form below its drawing.
 
 P stages, M microbatches, N microbatches per update; s and m are a stage and a microbatch, slots count from 0.
 """
@@ -21,10 +21,10 @@ from ipu_pipe.schedule.table import Schedule, SlotHolds
 
 FORWARD, BACKWARD = PASSES
 
-# What a pipeline does from empty to empty: the number of slots, and the runs.
+# (number of slots, runs) of a pipeline from empty to empty
 SlotsAndRuns = Tuple[int, RunArray]
 
-# in a stretch of local_overlapping: each is a run of its own, and runs are proved one by one
+# the most batches in a stretch of local_overlapping, because each batch is a run, and runs are checked one by one
 MOST_SHARED_BATCHES = 5_000
 
 
@@ -33,20 +33,22 @@ def make_schedule(
 ) -> Schedule:
     """Make the schedule of `method` for P `stages`, M `microbatches` and N = `accumulate` microbatches per update.
 
-    `drains`: microbatches, whole multiples of N, before which the pipeline drains and refills (evaluation, checkpoints); methods
-    that flush are empty there anyway. `synchronous`: this many microbatches at the start, a whole multiple of N, run as GPipe
-    does (PipeMare's warm-up, W). Raises BadInput for sizes that cannot be (see `check_sizes`).
+    `drains`: microbatches, multiples of N, before which the pipeline drains and refills (evaluation, checkpoints); a method that
+    flushes is empty there anyway. `synchronous`: the number of microbatches at the start, a multiple of N, that run as in GPipe
+    (PipeMare's warm-up, W). Raise `BadInput` for impossible sizes (see `check_sizes`).
     """
     check_sizes(method, stages, microbatches, accumulate)
     if method.order is not None:
         lengths = _split_at_drains(drains, microbatches, accumulate)
-        if method.flushes:  # it is empty there anyway
+        # a method that flushes is empty at drains anyway
+        if method.flushes:
             whole, rest = divmod(microbatches, accumulate)
             lengths = [(accumulate, whole), (rest, 1)]
         return _make_ordered(method, stages, microbatches, accumulate, lengths)
-    # one stage alone is not a pipeline
+    # a single stage is not a pipeline
     turn = method.turn if stages > 1 else 0
-    _split_at_drains(drains, microbatches, accumulate)  # refuses bad ones, also where nothing is drained
+    # check the drains, also for methods that ignore them
+    _split_at_drains(drains, microbatches, accumulate)
     warm = min(synchronous, microbatches)
     if warm % accumulate and warm < microbatches:
         raise BadInput(f"synchronous: {warm}: must be a multiple of accumulate ({accumulate})")
@@ -86,7 +88,7 @@ def make_schedule(
 def _make_ordered(
     method: Method, stages: int, microbatches: int, accumulate: int, lengths: Sequence[Tuple[int, int]]
 ) -> Schedule:
-    """Make the schedule of a method that is given by its devices' orders, from stretches of these lengths, so many of each."""
+    """Make the schedule of a method that is given by its devices' orders; `lengths`: (microbatches, repeats) of each stretch."""
     stretches: List[Stretch] = []
     placement: Tuple[int, ...] = ()
     for length, repeats in lengths:
@@ -98,11 +100,11 @@ def _make_ordered(
 
 
 def _lay_out_order(method: Method, stages: int, length: int) -> Tuple[Stretch, Tuple[int, ...]]:
-    """Return a stretch of `length` microbatches and its placement; of many microbatches the steady middle is repeated."""
+    """Return a stretch of `length` microbatches and its placement; a long stretch repeats its steady middle."""
     order = method.order
     assert order is not None
     period = get_period(order, stages)
-    # by then the pipeline has filled; weight gradients may be late by the activation limit
+    # enough microbatches to fill the pipeline; weight gradients may be late by the activation limit
     known = 2 * (6 + round(order.activation_limit)) * period
     more = 0 if method.flushes else max(length - known - length % period, 0)
     rows = make_device_rows(method, stages, length - more)
@@ -111,7 +113,7 @@ def _lay_out_order(method: Method, stages: int, length: int) -> Tuple[Stretch, T
 
 
 def _split_at_drains(drains: Sequence[int], microbatches: int, accumulate: int) -> List[Tuple[int, int]]:
-    """Return the stretches between drains as pairs: microbatches, and how many stretches of that length follow one another."""
+    """Return the stretches between drains as pairs (microbatches, number of consecutive stretches of that length)."""
     faults = [
         f"drains: {drain}: must be a multiple of accumulate ({accumulate}) from 0 to {microbatches} microbatches"
         for drain in drains
@@ -134,11 +136,11 @@ def _split_into_rounds(drains: Sequence[int], microbatches: int, accumulate: int
 
 
 def compute_utilization(method: Method, stages: int, accumulate: int) -> float:
-    """Return the planned busy share in the steady state; of a whole batch or round with its bubbles where the pipeline drains."""
+    """Return the planned busy share in the steady state, or of a whole batch or round with its bubbles if the pipeline drains."""
     if method.flushes or method.rounds is not None:
         batches = 1 if method.rounds is None else method.rounds.steps
         return make_schedule(method, stages, batches * accumulate, accumulate).busy_share()
-    # all pipelines that never drain repeat every one or two slots, or with each batch, from slot 3P at the latest.
+    # pipelines that never drain repeat every one or two slots, or with each batch, from slot 3P on
     period = accumulate + (stages > 1) if method.pipeline is Pipeline.LOCAL_SHARED else 2
     start, length = 3 * stages, 4 * stages + 2 + period
     if method.order is not None:
@@ -150,12 +152,12 @@ def compute_utilization(method: Method, stages: int, accumulate: int) -> float:
 def amortize_utilization(phases: Sequence[Tuple[float, float]]) -> float:
     """Return the utilization sum(E) / sum(E/u) of a run in phases, each of length E > 0 and utilization u in (0, 1].
 
-    Such as asynchronous epochs, u = 1, after synchronous ones (PipeMare, W).
+    For example, asynchronous epochs (u = 1) after synchronous ones (PipeMare, W).
     """
     return sum(length for length, _ in phases) / sum(length / busy for length, busy in phases)
 
 
-# ---- the pipelines, each under its drawing
+# ---- the pipelines
 
 
 def _fill_drain(P: int, M: int, turn: int) -> SlotsAndRuns:
@@ -201,7 +203,7 @@ def _pipedream_1f1b(P: int, M: int, turn: int) -> SlotsAndRuns:
     stage 2  .   .   F0  B0  F1  B1  F2  B2  F3  B3  .   .
 
     The first P microbatches enter one per slot, later ones every second slot. Of the first P a stage forwards `ahead` as they
-    come, until its first backward is ready, and the rest in the slots between backwards.
+    arrive, until its first backward is ready, and the rest in the slots between backwards.
     """
     s = np.arange(P)
     ahead = np.minimum(np.minimum(P, 2 * (P - s) - 1), M)
@@ -213,16 +215,17 @@ def _pipedream_1f1b(P: int, M: int, turn: int) -> SlotsAndRuns:
 
 
 def _local_sgd(P: int, M: int, accumulate: int) -> SlotsAndRuns:
-    """Run `_pipedream_1f1b` over the steps of a round, R replicas (N here) in turn: a replica's next step begins on a stage when
-    its previous one is done there. P = 3, R = 2, two steps each:
+    """Run `_pipedream_1f1b` over the steps of a round, with R replicas (N here) in turn.
+
+    A replica's next step begins on a stage when its previous one is done there. P = 3, R = 2, two steps each:
 
     stage 0  F0  F1  .   .   .   B0  F2  B1  F3  .   .   B2  .   B3
     stage 1  .   F0  F1  .   B0  .   B1  F2  .   F3  B2  .   B3  .
     stage 2  .   .   F0  B0  F1  B1  .   .   F2  B2  F3  B3  .   .
 
-    The next round begins when the last backward has left stage 0: it is a stretch of its own. With as many replicas as stages
-    no replica waits for its own step. With fewer a step takes the 2P slots of its way, and after the first one replicas follow
-    one another every second slot.
+    The next round is a stretch of its own, which begins when the last backward has left stage 0. With as many replicas as stages
+    no replica waits for its own step. With fewer, a step takes 2P slots, and after the first step replicas follow one another
+    every second slot.
     """
     if accumulate >= P or M <= accumulate:
         return _pipedream_1f1b(P, M, 0)
@@ -238,7 +241,7 @@ def _local_sgd(P: int, M: int, accumulate: int) -> SlotsAndRuns:
 
 
 def _dataflow(P: int, M: int, turn: int) -> SlotsAndRuns:
-    """Run in every step a forward of what arrived and a backward of what came back. P = 2, M = 3:
+    """Run in every step a forward of the arrived activations and a backward of the arrived gradient. P = 2, M = 3:
 
     turn 0  stage 0  F0     F1     F2 B0  B1     B2         turn 1  stage 0  F0     F1     F2     B0     B1     B2
             stage 1  .      F0 B0  F1 B1  F2 B2  .                  stage 1  .      F0     F1 B0  F2 B1  B2     .
@@ -252,7 +255,7 @@ def _dataflow(P: int, M: int, turn: int) -> SlotsAndRuns:
 
 
 def _local(P: int, M: int, turn: int) -> SlotsAndRuns:
-    """Run in every step a forward of what arrived and, at once, its backward from the stage's own loss. P = 3, M = 4:
+    """Run in every step a forward of the arrived activations and then its backward from the stage's own loss. P = 3, M = 4:
 
     stage 0  F0 B0  F1 B1  F2 B2  F3 B3  .      .
     stage 1  .      F0 B0  F1 B1  F2 B2  F3 B3  .
@@ -263,13 +266,13 @@ def _local(P: int, M: int, turn: int) -> SlotsAndRuns:
 
 
 def _local_shared(P: int, M: int, accumulate: int) -> SlotsAndRuns:
-    """Run as `_local`, but begin a batch only when the next stage is through the previous one. P = 3, M = 4, N = 2:
+    """Run as `_local`, but begin a batch only after the next stage has done the previous one. P = 3, M = 4, N = 2:
 
     stage 0  F0 B0  F1 B1  .      F2 B2  F3 B3  .      .
     stage 1  .      F0 B0  F1 B1  .      F2 B2  F3 B3  .
     stage 2  .      .      F0 B0  F1 B1  .      F2 B2  F3 B3
 
-    The update needs that stage's gradient of the layer that both hold.
+    The update needs that stage's gradient of the shared layer.
     """
     s = np.arange(P)
     wait = 1 if P > 1 else 0
@@ -286,8 +289,8 @@ def _local_shared(P: int, M: int, accumulate: int) -> SlotsAndRuns:
 class PipelineDefinition(NamedTuple):
     """A pipeline from empty to empty: its `stretch` (slots and runs) as a function of P, M and the turn.
 
-    `by_accumulate`: of N in place of the turn. `longest`: the most microbatches of a stretch, as a function of N; None: it never
-    drains. `slot_holds` and `local` as in `Schedule`.
+    `by_accumulate`: the third argument is N instead of the turn. `longest`: the most microbatches of a stretch as a function of
+    N; None: it never drains. `slot_holds` and `local` as in `Schedule`.
     """
 
     stretch: Callable[[int, int, int], SlotsAndRuns]

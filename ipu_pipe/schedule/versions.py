@@ -1,9 +1,9 @@
-"""Weight versions: which version each forward and backward of a schedule reads, and what follows from that; and which
-stages recompute.
+"""Weight versions: the version that each forward, backward and recomputation of a schedule reads, lags, and copies of the
+weights.
 
-Version v of a stage is its whole state (weights, velocity, accumulators) after v updates of that stage. Everything here is
-computed from the schedule and the method's reading rule, window by window, so that a long run is never held whole. PipeDream on
-two stages, an update per microbatch (*); stage 0 reads:
+Version v of a stage is its whole state (weights, velocity, accumulators) after v updates of that stage. All results are computed
+from the schedule and the method's reading rule, window by window, so that a long run needs little memory. PipeDream on two stages
+with an update per microbatch (*); stage 0 reads:
 
     slot     0   1   2   3   4   5   6   7
     stage 0  F0  F1  .   B0* F2  B1* F3  B2*      forward  0 0 1 2    the newest version then
@@ -29,15 +29,15 @@ from ipu_pipe.schedule.runs import ALL_STAGES, IntArray
 from ipu_pipe.schedule.table import Schedule
 from ipu_pipe.schedule.timelines import make_schedule
 
-# ---- recomputation by segments of stages (PipeMare, appendix A): which stages recompute, when, and what they keep meanwhile
+# ---- recomputation by segments of stages (PipeMare, appendix A): the stages that recompute, their slots and stored microbatches
 #
 # segments        0 0 0 1 1 1         two segments of three stages
-# heads           x . . x . .         the first stage keeps its inputs and needs no other stage's recomputation
+# heads           x . . x . .         the first stage stores its inputs and needs no other stage's recomputation
 # recomputes      5 3 1 5 3 1         steps before its own backward (turn 1): 2 (last stage of the segment - s) + turn
 
 
 class KeptMicrobatches(NamedTuple):
-    """Microbatches (P,) of which a stage keeps its input only, and of which it keeps all activations."""
+    """The microbatches (P,) of which a stage stores only its input, and of which it stores all activations."""
 
     inputs: IntArray
     activations: IntArray
@@ -46,7 +46,7 @@ class KeptMicrobatches(NamedTuple):
 def find_segment_ends(stages: int, segments: int) -> IntArray:
     """Return the last stage of each stage's segment (P,): `segments` of nearly equal length, longer ones first.
 
-    0 means the square root of P, rounded (PipeMare's optimum). Raises BadInput for more segments than stages.
+    0 means the square root of P, rounded (PipeMare's optimum). Raise `BadInput` for more segments than stages.
     """
     segments = segments or max(round(stages**0.5), 1)
     if not 1 <= segments <= stages:
@@ -75,12 +75,12 @@ def recompute_slots(schedule: Schedule, method: Method, first: int, last: int, s
 
 
 def count_kept_by_segments(in_flight: Sequence[int], segments: int, turn: int) -> KeptMicrobatches:
-    """Return what the dataflow schedule keeps with recomputation by segments, if `in_flight` (P,) microbatches are in flight.
+    """Return the microbatches that the dataflow schedule stores with recomputation by segments; `in_flight` (P,) are in flight.
 
-    Counted as `Schedule.max_in_flight` counts. Stage s of a segment that ends with stage z recomputes 2(z-s) + `turn` steps
-    before its own backward, and both of these steps count: 2(z-s) + `turn` + 1 microbatches' activations, or all that are in
-    flight. The head of a segment keeps the inputs of the others until it recomputes them. PipeMare's appendix A.3 leaves out
-    the turn and the microbatch that a step itself works on: turn + 1 fewer on every stage.
+    They are counted as in `Schedule.max_in_flight`. Stage s of a segment that ends with stage z recomputes 2(z-s) + `turn` steps
+    before its own backward, and both of these steps count: it stores the activations of 2(z-s) + `turn` + 1 microbatches, or of
+    all in flight. The head of a segment stores the inputs of the others until it recomputes them. PipeMare's appendix A.3 leaves
+    out the turn and the microbatch of the step itself: turn + 1 fewer on every stage.
     """
     flying = np.asarray(in_flight, np.int64)
     ends = find_segment_ends(len(flying), segments)
@@ -91,30 +91,31 @@ def count_kept_by_segments(in_flight: Sequence[int], segments: int, turn: int) -
 
 # ---- versions
 
-WINDOW = 1 << 22  # cells of a (stages, microbatches) window: some tens of MiB for each array
+# cells of a (stages, microbatches) window, some tens of MiB for each array
+WINDOW = 1 << 22
 
 
 class VersionTable:
     """The weight versions that a schedule's passes read under a method's rule.
 
-    Asking for the versions of a window raises BadInput if a pass would read a version that does not exist by then, or updates by
-    its own or a later microbatch: such a schedule cannot be replayed microbatch by microbatch.
+    Reading a window raises `BadInput` if a pass would read a version that does not exist by then, or an update of its own or a
+    later microbatch: such a schedule cannot be replayed microbatch by microbatch.
     """
 
     def __init__(self, schedule: Schedule, method: Method, seed: int = 0) -> None:
-        """`seed`: of drawn delays, if the method draws any."""
+        """`seed`: the seed of drawn delays."""
         if schedule.stages == 1 and method.delay is None:
-            # one stage alone is plain training
+            # a single stage is plain training
             method = replace(method, forward_reads=Reads.NEWEST)
         self.schedule, self.method = schedule, method
-        # of a split backward the input gradient reads weights, and the weight gradient none
+        # in a split backward the input gradient reads weights and the weight gradient reads none
         self._reading = dict(zip(PASSES, schedule.passes))
         if method.delay is not None:
             method.delay.check_sizes(schedule.stages, schedule.accumulate)
         if method.delay is not None and method.delay.drawn:
             self.sampler = DelaySampler(method.delay, self._mean_delays, seed)
 
-    # --- the table
+    # ---- the table
 
     def forward(self, first: int, last: int, stages: slice = ALL_STAGES) -> IntArray:
         """Return the versions (P, last - first) that the forwards of the microbatches [first, last) read."""
@@ -125,9 +126,9 @@ class VersionTable:
         return self.window(first, last, stages)[1]
 
     def window(self, first: int, last: int, stages: slice = ALL_STAGES) -> Tuple[IntArray, IntArray]:
-        """Return forward and backward versions of the microbatches [first, last), checked."""
+        """Return the checked forward and backward versions of the microbatches [first, last)."""
         newest = {kind: self._find_newest(self._reading[kind], first, last, stages) for kind in PASSES}
-        # these count from the gradient's use, or by replica: the schedule does not bound them
+        # delayed reads count from the gradient's use, and LocalSGD's by replica, so the schedule does not bound them
         if self.method.delay is not None or self.method.rounds is not None:
             newest[Kind.FORWARD] = newest[Kind.BACKWARD] = self._find_batch(first, newest[Kind.BACKWARD])
         forward = self._read(self.method.forward_reads, newest[Kind.FORWARD], None, first, stages)
@@ -138,7 +139,7 @@ class VersionTable:
     def recompute(self, first: int, last: int, stages: slice = ALL_STAGES) -> IntArray:
         """Return the versions (P, last - first) with which the activations of the microbatches [first, last) are recomputed.
 
-        They are the newest ones then (PipeMare, appendix A).
+        They are the newest versions at that time (PipeMare, appendix A).
         """
         slots = recompute_slots(self.schedule, self.method, first, last, stages)
         versions = self.schedule.count_before(Kind.UPDATE, slots, stages) if last > first else slots
@@ -158,12 +159,12 @@ class VersionTable:
         if rule in (Reads.NEWEST, Reads.OWN):
             return newest
         if rule is Reads.STASHED:
-            assert forward is not None, "only a backward can read what was stashed"
+            assert forward is not None, "only a backward can read a stashed version"
             return forward
         microbatch = np.arange(first, first + newest.shape[1])
         batch, begin = microbatch // self.schedule.accumulate, np.zeros_like(microbatch)
         delay = self.method.delay
-        # after a drain only the newest version is left, as at the start
+        # after a drain only the newest version exists, as at the start
         for stretch in self.schedule.stretches:
             inside = (stretch.first_microbatch <= microbatch) & (microbatch < stretch.end_microbatch)
             begin[inside] = microbatch[inside] - (microbatch[inside] - stretch.first_microbatch) % stretch.microbatches
@@ -195,28 +196,28 @@ class VersionTable:
                 action = Action(self._reading[kind], first + int(column), stage)
                 raise BadInput(f"schedule: {action} {what}: it cannot be replayed")
 
-    # --- lags, in updates of the stage itself
+    # ---- lags in updates of the stage itself
 
     def greatest_lag(self) -> IntArray:
-        """Return each stage's greatest steady lag (P,): updates between a forward's weights and the use of its gradient.
+        """Return each stage's greatest steady lag (P,): the updates between a forward's version and the use of its gradient.
 
-        It belongs to the method, the stages and N alone: a run too short to reach its steady state has the same.
+        It depends only on the method, the stages and N: a run too short for the steady state has the same lag.
         """
         return self._steady_lags[0]
 
     def greatest_backward_lag(self) -> IntArray:
-        """Return `greatest_lag` of the weights that the backward reads (0 where it reads the newest)."""
+        """Return the greatest steady lag (P,) of the versions that backwards read, 0 if they read the newest."""
         return self._steady_lags[1]
 
     def rule_lag(self) -> NDArray[np.float64]:
-        """Return the lag (P,) that update rules use: the greatest steady one, or the mean where delays are drawn."""
+        """Return the lag (P,) that update rules use: the greatest steady lag, or the mean of drawn delays."""
         if self.method.delay is not None and self.method.delay.drawn:
             return self._mean_delays
         return self.greatest_lag().astype(np.float64)
 
     @cached_property
     def _mean_delays(self) -> NDArray[np.float64]:
-        """Return the means of drawn delays; where none is stated, the lags of the method's pipeline (PipeMare, appendix E)."""
+        """The means of drawn delays; by default the lags of the method's pipeline (PipeMare, appendix E)."""
         delay, lags = self.method.delay, None
         assert delay is not None
         if delay.mean is None:
@@ -236,7 +237,7 @@ class VersionTable:
         if self.method.flushes:
             return np.zeros(P, np.int64), np.zeros(P, np.int64)
         start, end = N * (-(-2 * P // N) + 1), N * (-(-2 * P // N) + 2)
-        # from microbatch 2P on, lags repeat with period N, to the last microbatch; by device with that of the rounds
+        # from microbatch 2P on lags repeat with period N; orders by device also repeat with the period of their rounds
         if self.method.order is not None:
             start = N * (-(-6 * P // N) + round(self.method.order.activation_limit) * P)
             end = start + N * P
@@ -245,7 +246,8 @@ class VersionTable:
         width = max(WINDOW // P, 1)
         for first in range(start, end, width):
             last = min(first + width, end)
-            batch = np.arange(first, last) // N  # the gradient of m is applied to version floor(m/N)
+            # the gradient of m is applied to version floor(m/N)
+            batch = np.arange(first, last) // N
             forward, backward = steady.window(first, last)
             forward_lag = np.maximum(forward_lag, (batch - forward).max(axis=1))
             backward_lag = np.maximum(backward_lag, (batch - backward).max(axis=1))
@@ -256,26 +258,26 @@ class VersionTable:
 
 
 def count_weight_copies(table: VersionTable) -> IntArray:
-    """Return the most versions (P,) of each stage that are alive at once in this run, the newest included.
+    """Return the peak number (P,) of each stage's versions that are alive at once in this run, including the newest.
 
-    A version is alive from its making until the last pass that reads it, and at least until the next is made. The start-up
-    counts: PipeDream's timeline may keep more copies there than later on.
+    A version is alive from its update until the last pass that reads it, and at least until the next update. The start counts
+    too: PipeDream may have more copies there than later.
     """
     P, N = table.schedule.stages, table.schedule.accumulate
     history = table.method.history
     if table.method.delay is not None or (history is not None and history.delays != "schedule"):
-        # the schedule does not tell, so count all versions that a pass may read
+        # the schedule does not determine the versions, so count all that a pass may read
         return table.greatest_lag() + 1
-    # each replica holds one
+    # each replica has one version
     if table.method.rounds is not None:
         return np.full(P, N)
-    # no pass reads an older version, however long the batch is
+    # no pass reads an old version
     if table.method.flushes:
         return np.ones(P, np.int64)
-    # by then a stretch has reached its steady state
+    # a stretch reaches its steady state within `reach`
     reach = N * (-(-4 * (P + N) // N))
     copies = np.ones(P, np.int64)
-    # the pipeline is empty between stretches and only the newest version left: stretches of one length are alike
+    # between stretches the pipeline is empty and only the newest version exists, so stretches of one length are equal
     for stretch in {(stretch.microbatches, stretch.slots): stretch for stretch in table.schedule.stretches}.values():
         first, last = stretch.first_microbatch, min(stretch.first_microbatch + reach, stretch.end_microbatch)
         for stages in _split_stages(P, last - first):
@@ -284,18 +286,20 @@ def count_weight_copies(table: VersionTable) -> IntArray:
 
 
 def _count_alive(table: VersionTable, first: int, last: int, stages: slice) -> IntArray:
-    """Return the most versions alive at once between the microbatches `first` (a multiple of N) and `last`.
+    """Return the peak number of versions alive at once between the microbatches `first` (a multiple of N) and `last`.
 
-    Moments in a slot: 0 forward, 1 backward, 2 update; what ends at a moment makes room for what begins then.
+    The moments in a slot are 0 forward, 1 backward, 2 update. A version that ends at a moment makes room for one that begins
+    then.
     """
     N = table.schedule.accumulate
     forward, backward = table.window(first, last, stages)
     oldest, newest, rows = int(forward.min()), last // N, np.arange(forward.shape[0])[:, None]
     update_moment = 3 * table.schedule.slots(Kind.UPDATE, first // N, newest, stages) + 2
     begin = np.full((len(rows), newest - oldest + 1), -1, np.int64)
-    begin[:, first // N + 1 - oldest :] = update_moment  # update k makes version k + 1
+    # update k makes version k + 1 and supersedes version k
+    begin[:, first // N + 1 - oldest :] = update_moment
     end = np.full_like(begin, -1)
-    end[:, first // N - oldest : -1] = update_moment  # and supersedes version k
+    end[:, first // N - oldest : -1] = update_moment
     end[:, -1] = 3 * table.schedule.slot_count
     for moment, version in enumerate((forward, backward)):
         read = 3 * table.schedule.slots(table.schedule.passes[moment], first, last, stages) + moment
