@@ -90,7 +90,7 @@ def test_what_randomized_pipedream_holds_is_its_bound(monkeypatch: pytest.Monkey
         (
             "randomized_pipedream",
             {"method_args": {"t1": {}}},
-            "method_args.t1: not with randomized_pipedream: its delays are of the history of all stages' updates, for which"
+            "method_args.t1: not with randomized_pipedream: its delays count updates of all stages, for which"
             " no rule is defined",
         ),
     ],

@@ -107,7 +107,7 @@ def test_rules_look_at_the_optimizer_that_is_given() -> None:
     build(compensated, optimizer=SGD)
     with pytest.raises(BadInput, match="optimizer.nesterov"):  # of the second stage alone
         build(compensated, optimizer=halves)
-    with pytest.raises(BadInput, match="adam's step is no such thing"):
+    with pytest.raises(BadInput, match="which adam does not have"):
         build(compensated)
 
 

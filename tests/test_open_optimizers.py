@@ -96,7 +96,7 @@ def test_an_optimizer_that_is_none_or_not_of_the_model_is_told_in_a_line(tmp_pat
         "optimizer: 3: must be a torch.optim class": {"optimizer": 3},
         "optimizer: the class Linear: must be": {"optimizer": nn.Linear},
         "optimizer: SGD: has stepped already": {"optimizer": used},
-        "optimizer: SGD: does not hold 2 of the 2 parameters of stage 0": {
+        "optimizer: SGD: lacks 2 of the 2 parameters of stage 0": {
             "optimizer": torch.optim.SGD(other.parameters(), lr=0.1)
         },
         "optimizer: SGD: .*unexpected keyword argument 'betas'": {
@@ -201,7 +201,7 @@ def test_a_run_by_a_given_scheduler_is_recorded_and_goes_on_with_it_alone(tmp_pa
     trained(tmp_path / "run", model(), keys={"checkpoint": {"every": 2}}, lr_scheduler=make)
     recorded = (tmp_path / "run" / "config.yaml").read_text()
     assert "ExponentialLR" in recorded and "gamma: 0.9" in recorded
-    with pytest.raises(BadInput, match="given.lr_scheduler: .*ExponentialLR: Python gave it"):
+    with pytest.raises(BadInput, match="given.lr_scheduler: .*ExponentialLR: the run that wrote this had it from Python"):
         trained(tmp_path / "run", model(), keys={"checkpoint": {"every": 2}}, resume_from=2)
     with pytest.raises(BadInput, match=r"given.lr_scheduler.settings.gamma: 0.9 -> 0.8"):
         other = functools.partial(lr_scheduler.ExponentialLR, gamma=0.8)

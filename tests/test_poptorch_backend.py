@@ -628,7 +628,7 @@ def test_groups_with_rates_of_their_own_are_refused_and_with_other_settings_are_
         return {"model": net, "optimizer": torch.optim.SGD(groups, lr=0.05)}
 
     (said,) = faults(make_config(on="poptorch"), **how(lr=0.1))
-    assert said.startswith("optimizer: parameter groups with learning rates of their own: ")
+    assert said.startswith("optimizer: parameter groups with different learning rates: ")
     build(make_config(on="poptorch"), data=Source(), **how(weight_decay=0.1))
     build(make_config(), data=Source(), **how(lr=0.1))
 

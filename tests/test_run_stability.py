@@ -267,7 +267,7 @@ def test_a_config_is_told_stage_by_stage(capsys: pytest.CaptureFixture[str], mon
     (["pipemare_5"], "did you mean pipemare_5"),
     (["pb_3", "--set", "a=1"], "--set: "),
     ([DIGITS, "--set", "optimizer.name=adam", "optimizer.momentum=null"], "optimizer.name: adam: "),
-    ([DIGITS, "--set", "method=local_greedy"], "method: local_greedy: trains blocks by losses"),
+    ([DIGITS, "--set", "method=local_greedy"], "method: local_greedy: trains each block by its own loss"),
     ([DIGITS, "--set", "method_args.hogwild={max: 9}"], "method_args.hogwild: delays are drawn"),
     ([DIGITS, "--curvature", "-1"], "-1: "),
     ([DIGITS, "--samples", "1000000"], "--samples: 1000000: "),

@@ -507,7 +507,7 @@ def test_an_optimizer_of_other_groups_is_refused() -> None:
     """Story: a factory that ignored the groups it was given ended in a KeyError."""
     model = with_state()
     for factory, said in (
-        (lambda groups: torch.optim.SGD(model.parameters(), lr=0.1), "must be made of the groups"),
+        (lambda groups: torch.optim.SGD(model.parameters(), lr=0.1), "must be made from the groups"),
         (lambda groups: None, "gave None"),
     ):
         with pytest.raises(BadInput, match=said):

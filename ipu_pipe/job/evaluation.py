@@ -14,7 +14,8 @@ from ipu_pipe.model.loss import Loss, get_labels, get_plain_loss, take_scores
 from ipu_pipe.model.precision import get_given_loss
 from ipu_pipe.model.restoring import modes_restored
 
-TEST_BATCH = 128  # samples of one forward; BatchNorm does not see it, it evaluates by running statistics
+# samples of one forward; the size does not matter for BatchNorm, which uses running statistics here
+TEST_BATCH = 128
 
 
 class EvaluationResult(NamedTuple):

@@ -227,7 +227,8 @@ def check_arguments(function: Callable[..., Any], args: Mapping[str, Any], key: 
     """Raise `BadInput` for all keyword arguments that `function` does not take, or misses; `key` holds them in the config."""
     try:
         parameters = list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):  # some built-in callables do not say: calling them will
+    # some built-in callables have no signature; the call itself will fail
+    except (TypeError, ValueError):
         return
     named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
@@ -263,11 +264,11 @@ def call_entry(function: Callable[..., Any], args: Mapping[str, Any], key: str) 
 class Placed(NamedTuple):
     """A model placed on devices.
 
-    model: as it trains: with heads, where blocks have losses of their own.
+    model: the model that trains, with heads if blocks have losses of their own.
     held: the stages of this process; None: all stages are here.
     placement: the device of each stage; empty: stage s is on device s.
-    note: what the user should know of the stages.
-    pieces: the model cut into its stages, where they are on devices of their own.
+    note: a message about the stages for the user.
+    pieces: the stages as pieces of the model, if they are on separate devices.
     """
 
     model: nn.Module
@@ -288,7 +289,7 @@ def place_whole(config: Config, method: Method, model: nn.Module, x: Any) -> Pla
 def place_blocks(
     config: Config, method: Method, model: nn.Module, x: Any, count: Optional[int] = None, held: Optional[int] = None
 ) -> Placed:
-    """Place blocks with losses of their own. `count`: how many there must be; `held`: the block of this process."""
+    """Place blocks with losses of their own. `count`: the required number of blocks; `held`: the block of this process."""
     assert method.structure is not None
     if isinstance(config.stages, dict) and config.stages.get("by") == "time":
         why = "times differ from run to run, and blocks are what is trained: must be flops or parameters"

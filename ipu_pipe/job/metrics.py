@@ -1,8 +1,8 @@
-"""Metrics of an evaluation, by name or of the user's own, as sums over batches and what these sums come to.
+"""Metrics of an evaluation, by name or of the user's own: sums over batches, and the values computed from them.
 
-A batch adds sums (of right answers, of squares), so that batches of any size, and several processes, come to the same as all
-samples at once. A function of the user's own gives a value per batch, averaged over samples; an object with `update(output, y)`
-and `compute()`, as in torchmetrics, keeps its own sums.
+A batch adds sums (of right answers, of squares), so the result does not depend on the batch size or the number of processes. A
+user's function returns a value per batch, which is averaged over samples. An object with `update(output, y)` and `compute()`,
+as in torchmetrics, has its own sums.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ from ipu_pipe.job.factories import call_entry, collect_results, resolve_listed
 from ipu_pipe.model.loss import get_labels
 from ipu_pipe.text import describe_kind, find_nearest, show
 
-SumBatch = Callable[[Any, Any, int], torch.Tensor]  # outputs, labels, samples -> sums (width,)
-IGNORED = -100  # the label that cross-entropy leaves out
+# (outputs, labels, samples) -> sums (width,)
+SumBatch = Callable[[Any, Any, int], torch.Tensor]
+# the label that cross-entropy leaves out
+IGNORED = -100
 ACCURACY = "accuracy"
 
 
@@ -34,10 +36,13 @@ def prefers_greater(metric: str) -> bool:
 
 
 class Metric(NamedTuple):
-    """A metric: `begin()` gives what one evaluation adds to; `value` of its sums, over all processes, is a number or None."""
+    """A metric: `begin()` returns the counter of one evaluation; `value(sums)`, of all processes, is a number or None.
+
+    `width`: the number of sums.
+    """
 
     name: str
-    width: int  # of the sums
+    width: int
     begin: Callable[[], "Counting"]
     value: Callable[[Sequence[float]], Optional[float]]
 
@@ -49,7 +54,7 @@ class Counting:
         self._sum_batch, self._sums = sum_batch, torch.zeros(width, dtype=torch.float64)
 
     def add(self, output: Any, y: Any, samples: int) -> None:
-        """Add a batch. All stays on its device: reading a batch's numbers would make a GPU wait."""
+        """Add a batch, on its own device: reading a batch's numbers would make the host wait for a GPU."""
         sums = self._sum_batch(output, y, samples)
         self._sums = self._sums.to(sums.device) + sums
 
@@ -59,7 +64,7 @@ class Counting:
 
 
 class _CountingByObject(Counting):
-    """The same for an object that keeps its own sums. A copy of it, so that each of several blocks has its own."""
+    """One evaluation of an object that has its own sums; it is copied, so that each of several blocks has its own."""
 
     def __init__(self, metric: Any) -> None:
         self._metric, self._batches = copy.deepcopy(metric), 0
@@ -177,7 +182,7 @@ def _wrap(name: str, metric: Any) -> Metric:
         value = torch.as_tensor(metric(output, y), dtype=torch.float64).detach()
         if value.numel() != 1:
             shape = tuple(value.shape)
-            raise BadInput(f"metrics: {name}: gave a tensor of shape {shape}, must give one number a batch")
+            raise BadInput(f"metrics: {name}: returned a tensor of shape {shape}: must return one number per batch")
         return torch.stack([value.new_tensor(float(samples)), value.reshape(()) * samples])
 
     return Metric(name, 2, lambda: Counting(sum_batch, 2), lambda sums: sums[1] / sums[0] if sums[0] else None)

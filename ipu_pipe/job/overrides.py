@@ -1,4 +1,4 @@
-"""Objects that Python gives instead of a config's keys, described so that the run's files say what was used."""
+"""Objects from Python that replace a config's keys, and their descriptions for the run's files."""
 
 from __future__ import annotations
 
@@ -25,12 +25,14 @@ from ipu_pipe.model.loss import Loss
 from ipu_pipe.update.optimizer import OptimizersByGroup, list_parts
 from ipu_pipe.update.rates import SchedulerFactory
 
-NOT_SETTINGS = ("params", "stage", "member", "initial_lr")  # keys of an optimizer's parameter groups
-FREE = ("metrics", "callbacks")  # do not change any number of a run
+# keys of an optimizer's parameter groups that are not settings
+NOT_SETTINGS = ("params", "stage", "member", "initial_lr")
+# overrides that do not change any number of a run
+FREE = ("metrics", "callbacks")
 
 
 class Overrides(NamedTuple):
-    """The objects that Python gives to `ipu_pipe.train`, which says what each may be; None: the config's entry counts."""
+    """The objects that Python passes to `ipu_pipe.train`, which describes each; None: the config's entry is used."""
 
     model: Optional[nn.Module] = None
     data: Optional[DataSource] = None
@@ -42,20 +44,21 @@ class Overrides(NamedTuple):
     callbacks: Optional[Sequence[Any]] = None
 
     def refuse_missing(self, config: Config) -> None:
-        """Raise `BadInput` if Python gave the run that wrote `config` an object that it does not give now."""
+        """Raise `BadInput` if the run that wrote `config` had an object from Python that is missing now."""
         described = {key: getattr(config.given, key, None) for key in self._fields if key not in FREE}
         missing = [key for key, one in described.items() if one is not None and getattr(self, key) is None]
         if missing:
             raise BadInput([
-                f"given.{key}: {getattr(described[key], 'name', 'a list')}: Python gave it to the run that wrote this, and only"
-                f" it can again: ipu_pipe.train(config, out, {', '.join(f'{one}=...' for one in missing)})"
+                f"given.{key}: {getattr(described[key], 'name', 'a list')}: the run that wrote this had it from Python, and needs"
+                f" it again: ipu_pipe.train(config, out, {', '.join(f'{one}=...' for one in missing)})"
                 for key in missing
             ])  # fmt: skip
 
     def describe_in(self, config: Config) -> Config:
-        """Return the config with descriptions of the objects in the place of their keys.
+        """Return the config with descriptions of the objects instead of their keys.
 
-        What a key could say itself (a loss's name, an output's) it says. The optimizer is described when it is made.
+        A value that a key can have itself (the name of a loss or an output) stays there. The optimizer is described when it is
+        made.
         """
         descriptions: Dict[str, Any] = {}
         changes: Dict[str, Any] = {}
@@ -99,7 +102,7 @@ def qualify(value: Any) -> str:
 
 
 def describe(value: Any) -> Description:
-    """Describe a function, a partial one or an object by its qualified name and the numbers and texts that it was set to."""
+    """Describe a function, a partial function or an object by its qualified name and its settings (numbers and texts)."""
     if isinstance(value, functools.partial):
         return Description(name=qualify(value.func), settings=_select_plain(value.keywords))
     attributes = {} if hasattr(value, "__qualname__") else getattr(value, "__dict__", {})
@@ -108,9 +111,9 @@ def describe(value: Any) -> Description:
 
 
 def describe_optimizer(optimizer: torch.optim.Optimizer) -> Description:
-    """Describe an optimizer by its class, its settings, and those of parameter groups that have others; leave out what is off.
+    """Describe an optimizer by its class, its settings, and the different settings of parameter groups.
 
-    Of optimizers by group, each is an entry of `groups`.
+    Settings that are off (None, False) are left out. Each part of an optimizer by group is an entry of `groups`.
     """
     if isinstance(optimizer, OptimizersByGroup):
         parts = [describe_optimizer(part).model_dump() for part in list_parts(optimizer)]
@@ -127,7 +130,7 @@ def describe_optimizer(optimizer: torch.optim.Optimizer) -> Description:
 
 
 def _select_plain(values: Mapping[str, Any]) -> Dict[str, Any]:
-    """Return the numbers, texts and lists of these that are not off (None, False)."""
+    """Return the numbers, texts and lists among the values, without those that are off (None, False)."""
     plain = {}
     for key, value in values.items():
         if isinstance(value, torch.Tensor) and value.numel() == 1:
@@ -142,7 +145,7 @@ def _select_plain(values: Mapping[str, Any]) -> Dict[str, Any]:
 
 
 def _describe_all(values: Union[Sequence[Any], Mapping[str, Any]]) -> List[Description]:
-    """Describe each value: a text by itself; where a mapping names them, the name is a setting."""
+    """Describe each value: a text by itself, others by `describe`; the names of a mapping are settings."""
     if isinstance(values, Mapping):
         pairs = [(describe(value), name) for name, value in values.items()]
         return [one.model_copy(update={"settings": {**one.settings, "called": name}}) for one, name in pairs]

@@ -1,4 +1,4 @@
-"""The job: one run's model, data, stages, schedule and version table, all validated. ipu_pipe/run/build.py makes it."""
+"""The job: the validated model, data, stages, schedule and version table of a run. ipu_pipe/run/build.py builds it."""
 
 from __future__ import annotations
 
@@ -33,14 +33,15 @@ from ipu_pipe.trace.events import SCHEMA
 from ipu_pipe.update.apply import UpdateRules
 from ipu_pipe.update.rates import Plateau
 
-DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}  # of a model's weights
+# precision -> dtype of a model's weights; for IPUs the dtype on the host
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 DTYPES.update({MIXED: torch.float32, MASTERS: torch.bfloat16})
-DTYPES.update(dict.fromkeys(("16.16", "16.32", "32.32"), torch.float32))  # on the host; IPUs get what it says
+DTYPES.update(dict.fromkeys(("16.16", "16.32", "32.32"), torch.float32))
 
 
 class Begun(NamedTuple):
-    """The weights at `path` that a run begins with: how many are `taken`, the names `left_out` with the reason, and the names
-    of the model that are `new`."""
+    """The initial weights of a run, from `path`: the number `taken`, the names `left_out` with the reason, and the model's `new`
+    names."""
 
     path: str
     taken: int
@@ -53,8 +54,8 @@ class Setup:
     """Model, loss and data of a run on its device, as evaluation needs them.
 
     `asks`: keys of the batch that the loss takes besides labels. `device_kind`: `ipu`, or the type of the training device.
-    `pins_memory`: batches are pinned, so that copying them to a GPU does not wait. `begun`: the weights of `init_from`.
-    `label_range`: of labels, if the loss has one.
+    `pins_memory`: batches are pinned, so that copying them to a GPU does not wait. `begun`: the loaded weights of `init_from`.
+    `label_range`: the range of allowed labels, if the loss has one.
     """
 
     config: Config
@@ -72,7 +73,7 @@ class Setup:
 
     @property
     def data_name(self) -> str:
-        """The config's name of the data, or the class of what Python gave."""
+        """The config's name of the data, or the class of a data source from Python."""
         class_name = type(getattr(self.data, "dataset", self.data)).__name__
         return class_name if self.config.data.name == GIVEN else self.config.data.name
 
@@ -113,7 +114,7 @@ class Setup:
         return map_tensors(partial(move, self.numbers.inputs), x), map_tensors(partial(move, self.numbers.labels), y)
 
     def get_trained(self) -> Dict[str, nn.Parameter]:
-        """Return what an optimizer changes, the model's weights or their masters, by the names of the weights."""
+        """Return the tensors that an optimizer updates, the weights or their masters, by the names of the weights."""
         return {name: self.numbers.trained(p) for name, p in self.model.named_parameters()}
 
 
@@ -123,16 +124,16 @@ class Job(Setup):
 
     If stages were balanced by measured time, `config` has the names of the modules at which they begin.
 
-    `whole`: an optimizer of all parameters of the model, whose groups are read; `optimizer`: of the stages that this process
-    trains. `base_rate` and `rate(k)`: learning rates before the update rules. `updates_per_epoch`: None for data without a
-    length. `seen`: the observed training pass of the example. `note`: a message about the stages. `done`: updates before this
-    start, where the pipeline is empty. `used`: the optimizer and the loss in use. `plateau`: the rate that follows
+    `whole`: an optimizer of all parameters of the model, for its groups; `optimizer`: the optimizer of the stages that this
+    process trains. `base_rate` and `rate(k)`: learning rates before the update rules. `updates_per_epoch`: None for data
+    without a length. `seen`: the observed training pass of the example. `note`: a message about the stages. `done`: updates
+    before this start, where the pipeline is empty. `used`: the optimizer and the loss in use. `plateau`: the rate that follows
     evaluations.
 
     `may_stop`: callbacks may stop the run after any update; `may_stop_empty`: they may stop it wherever the pipeline is empty.
-    `wants_model`, `watches_gradients`: callbacks read the whole model, or each update's gradients. `folder`: of the run, for
-    files of every process. `read`: fingerprints of the data, for record.json. On processes, `pieces`: the model cut into its
-    stages, and `placement`: the device of each stage.
+    `wants_model`, `watches_gradients`: callbacks read the whole model, or each update's gradients. `folder`: the folder of the
+    run, for files of every process. `read`: fingerprints of the data, for record.json. On processes, `pieces`: the model cut
+    into its stages, and `placement`: the device of each stage.
     """
 
     part: Partition
@@ -163,13 +164,13 @@ class Job(Setup):
     placement: Tuple[int, ...] = ()
 
     def list_trained(self, stage: int) -> Dict[str, nn.Parameter]:
-        """Return what an optimizer changes on a stage, by the names of the weights."""
+        """Return the tensors of a stage that an optimizer updates, by the names of the weights."""
         weights = {name: self.model.get_parameter(name) for name in self.part.stages[stage].parameters}
         return {name: self.numbers.trained(p) for name, p in weights.items() if p.requires_grad}
 
     @property
     def effects(self) -> ForwardEffects:
-        """What a training forward of a microbatch draws and writes."""
+        """The side effects of a training forward of a microbatch."""
         return self.seen.effects
 
     @property
@@ -179,12 +180,12 @@ class Job(Setup):
 
     @cached_property
     def width(self) -> int:
-        """Replicas that take turns in the data: of the pipeline, or those that the method has for itself."""
+        """The replicas that take turns in the data: the pipeline's, or the method's own."""
         rounds = self.method.rounds
         return self.config.replicas if rounds is None else rounds.replicas or len(self.part)
 
     def count_master_bytes(self) -> List[int]:
-        """Return the bytes of each stage's master weights, 0 where it has none."""
+        """Return the bytes of each stage's master weights, 0 if it has none."""
         numbers, sizes = self.numbers, []
         for stage in self.part.stages:
             weights = [self.model.get_parameter(name) for name in stage.parameters]
@@ -203,7 +204,7 @@ class Job(Setup):
         return self.prepare_batch(self.read_microbatch(m, replica))
 
     def read_microbatch(self, m: int, replica: int = 0) -> Any:
-        """Read microbatch m of a replica from the data, as that gives it. Replicas take turns in an epoch's order."""
+        """Return microbatch m of a replica as the data source returns it; replicas take turns in an epoch's order."""
         accumulate, width = self.config.gradient_accumulation, self.width
         epoch, within = (0, m) if self.updates_per_epoch is None else divmod(m, self.updates_per_epoch * accumulate)
         return self.data.train_batch(epoch, within * width + replica, self.config.micro_batch_size)
@@ -218,21 +219,22 @@ class Job(Setup):
         return None if self.updates_per_epoch is None else done / self.updates_per_epoch
 
     def count_ahead(self) -> int:
-        """Return how many updates the first stage may be ahead of the last: it must not wait where no gradient comes back."""
+        """Return the updates that the first stage may be ahead of the last: with local losses it waits for no gradient."""
         return len(self.part) if get_blocks(self.model) is not None else 0
 
     def count_done(self, k: int) -> int:
-        """Return how many updates the first stage has done when the loss of update k is known."""
+        """Return the number of updates that the first stage has done when the loss of update k is known."""
         return min(k + self.count_ahead() + 1, self.schedule.stretch(k)[1])
 
     def count_begun(self, k: int) -> int:
-        """Return how many batches have been started when the loss of update k is known.
+        """Return the number of batches that have started when the loss of update k is known.
 
-        A run that is asked to end after update k does them all: what is in the pipeline is finished.
+        A run that is asked to end after update k does all of them, because microbatches in the pipeline are finished.
         """
         if self.method.history is not None:
             return k + 1
-        if self.method.rounds is not None:  # replicas must meet first
+        # the round must end, so that replicas are averaged
+        if self.method.rounds is not None:
             return self.schedule.stretch(k)[1]
         last = self.count_done(k) - 1
         first_stage, batch = slice(0, 1), self.schedule.accumulate
@@ -255,7 +257,7 @@ class Job(Setup):
         return phases
 
     def describe_phases(self) -> List[Dict[str, Any]]:
-        """Return the phases with the share of slots in which stages are busy, warm-up and drain of the pipeline included."""
+        """Return the phases with their share of busy slots, including the pipeline's warm-up and drain."""
         return [
             {"method": name, "updates": updates, "planned_utilization": compute_busy_share(schedule, self.placement)}
             for name, updates, schedule in self.list_phases()
@@ -275,8 +277,8 @@ class Job(Setup):
     def pauses_after(self, done: int) -> Tuple[bool, bool]:
         """Return whether to evaluate, and whether to save a checkpoint, when `done` updates are done.
 
-        The first after each `evaluate.every` epochs and at the end. The second after each `checkpoint.every` updates and at
-        each evaluation, so that the best weights can be kept.
+        Evaluations come after each `evaluate.every` epochs and at the end, checkpoints after each `checkpoint.every` updates
+        and at each evaluation, so that the best weights can be kept.
         """
         evaluation, saving = self.intervals
         evaluates = done == self.updates or (evaluation > 0 and done % evaluation == 0)
@@ -291,8 +293,8 @@ def _move(device: torch.device, pins: bool, dtype: torch.dtype, value: torch.Ten
 
 
 def list_drains(config: Config, updates: int, per_epoch: Optional[int], done: int) -> List[int]:
-    """Return the updates after which the pipeline drains: evaluations and checkpoints before the end, and `done`, where the
-    run was resumed: the intervals may be others since."""
+    """Return the updates after which the pipeline drains: evaluations and checkpoints before the end, and `done`, after which the
+    run was resumed, possibly with other intervals."""
     marks: Set[int] = {done} if 0 < done < updates else set()
     for every in (config.evaluate.interval(per_epoch), config.checkpoint_every):
         if every:
@@ -301,7 +303,7 @@ def list_drains(config: Config, updates: int, per_epoch: Optional[int], done: in
 
 
 def make_trace_metadata(job: Job) -> Dict[str, Any]:
-    """Return the metadata of a run's trace that the job alone decides."""
+    """Return the metadata of a run's trace that depend only on the job."""
     config, schedule, traced = job.config, job.schedule, job.traced
     planned = job.planned_utilization()
     return {

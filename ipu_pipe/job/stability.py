@@ -1,4 +1,4 @@
-"""The stages of a job as the theory of delayed updates sees them, and its explanation of a loss that diverged."""
+"""The stages of a job as recurrences of the theory of delayed updates, and the explanation of a loss that diverged."""
 
 from __future__ import annotations
 
@@ -19,25 +19,29 @@ from ipu_pipe.update.rules import (
     select_rules,
 )
 
-MOST_REMEDIES = 2  # named for a stage
+# the most remedies in an explanation
+MOST_REMEDIES = 2
 
 
 def list_inapplicable(job: Job) -> List[str]:
-    """Return why the theory does not apply to a job, one line for each reason."""
+    """Return the reasons why the theory does not apply to a job, one line each."""
     faults = []
     kinds = list_kinds(job.whole)
     if kinds != ["sgd"]:
-        faults.append(f"optimizer.name: {', '.join(kinds)}: the theory covers SGD alone: must be sgd")
+        faults.append(f"optimizer.name: {', '.join(kinds)}: the theory covers only SGD: must be sgd")
     elif any(group.get("maximize") for group in job.whole.param_groups):
-        faults.append("optimizer.maximize: true: the theory covers descent alone")
+        faults.append("optimizer.maximize: true: the theory covers only descent")
     if job.config.method_args.error_feedback is not None:
         faults.append("method_args.error_feedback: the theory does not cover it: must be null")
     if job.method.structure is not None:
-        faults.append(f"method: {job.method.name}: trains blocks by losses of their own: no gradient is stale")
+        faults.append(f"method: {job.method.name}: trains each block by its own loss: no gradient is stale")
     if job.method.delay is not None and job.method.delay.drawn:
         faults.append("method_args.hogwild: delays are drawn: the theory covers fixed ones: use constant_delay")
     if job.method.delay is not None and job.method.delay.table is not None:
-        faults.append("method_args.constant_delay: delays differ by microbatch: the theory covers one of all: use a number")
+        faults.append(
+            "method_args.constant_delay: delays differ by microbatch: the theory covers one delay for all: use"
+            " a number"
+        )
     return faults
 
 
@@ -74,7 +78,7 @@ def derive_recurrence(job: Job, stage: int, forward: int, backward: int, discrep
 
 
 def explain_divergence(job: Job, update: int) -> str:
-    """Return what theory says of a loss that is not finite at this update, to be appended to the error.
+    """Return the theory's explanation of a loss that is not finite at this update, to be appended to the error.
 
     It names the stage that tolerates the smallest learning rate, by its delay, that rate, and the rules that would raise it.
     The run does not know the curvature: rates are in units of 1 / curvature, or relative.
@@ -87,7 +91,8 @@ def explain_divergence(job: Job, update: int) -> str:
         clip = "" if job.config.clip is not None else "; clip: {norm: ...} may help"
         return f"; no stage reads stale weights in this run, so no rule against staleness helps{clip}"
     text = f"; stage {worst} tolerates the smallest learning rate (its weights are {forward} update{'s' * (forward > 1)} stale)"
-    if list_inapplicable(job):  # such as Adam
+    # the theory does not cover Adam, for example
+    if list_inapplicable(job):
         return text + ("" if "t1" in used_rules else ": method_args: {t1: {}} lowers its rate in the beginning")
     recurrence = derive_recurrence(job, worst, forward, backward)
     without_delay = find_largest_stable_step(derive_loop_gain(recurrence._replace(reads=(DelayedRead(1.0, 0),))))

@@ -1,9 +1,9 @@
-"""Faults in the user's own code: their file and line, and what the run was doing with it.
+"""Faults in the user's own code: find their file and line, and add the current activity of the run.
 
-ipu_pipe/run/loop.py        go
-ipu_pipe/backends/...       step          <- caught here: the frames from here on are searched
+ipu_pipe/run/loop.py        run_all
+ipu_pipe/backends/...       step          <- caught here: the frames below are searched
 torch/nn/modules/...    _call_impl
-my_model.py:42          forward           <- reported: the innermost that is neither torch's nor ours
+my_model.py:42          forward           <- reported: the innermost frame that is neither torch's nor ours
 torch/nn/functional.py  linear
 """
 
@@ -52,9 +52,9 @@ def attribute_fault(error: BaseException, where: str) -> UserFault:
 
 @contextlib.contextmanager
 def attribute_faults(where: Callable[[], str]) -> Iterator[None]:
-    """Attach a `UserFault` to an exception of the user's code; it stays the exception that it is.
+    """Attach a `UserFault` to an exception of the user's code, whose type stays the same.
 
-    An `exit()` becomes a `RunFault`: the run would leave with exit code 0 and without a summary.
+    An `exit()` becomes a `RunFault`, because the run would end with exit code 0 and without a summary.
     """
     try:
         yield
@@ -85,7 +85,7 @@ def keep_traceback_of(folder: Path) -> Iterator[None]:
     except BaseException as error:
         fault = find_user_fault(error)
         if fault is not None and folder.is_dir():
-            # if the disk is full, report the error that ended the run, not this one
+            # on a full disk report the error that ended the run, not this one
             with contextlib.suppress(OSError):
                 file = folder / "traceback.txt"
                 file.write_text(f"{fault}\n\n{fault.traceback}", encoding="utf-8", errors="replace")
@@ -94,9 +94,9 @@ def keep_traceback_of(folder: Path) -> Iterator[None]:
 
 
 class StageWatch:
-    """The stage of an unsplit model that runs, by hooks on the first module of each stage.
+    """Track the running stage of an unsplit model by hooks on the first module of each stage.
 
-    Set `stage` to 0 before each forward. A context manager that removes its hooks; so does `remove`.
+    Set `stage` to 0 before each forward. `remove`, or leaving the context, removes the hooks.
     """
 
     def __init__(self, model: nn.Module, part: Partition) -> None:
@@ -115,7 +115,7 @@ class StageWatch:
 
     def _make_hook(self, stage: int) -> Callable[[nn.Module, Any], None]:
         def enter(module: nn.Module, inputs: Any) -> None:
-            # a module that an earlier stage used before does not lead back to that stage
+            # a module of an earlier stage that runs again does not lead back to that stage
             self.stage = max(self.stage, stage)
 
         return enter

@@ -35,7 +35,8 @@ from ipu_pipe.model.rehearsal import rehearse
 from ipu_pipe.model.restoring import buffers_restored, undisturbed
 from ipu_pipe.model.stages import Footprint, Partition, make_footprint
 
-HEADS = "local_heads"  # the name of the auxiliary heads in a model
+# the name of the auxiliary heads in a model
+HEADS = "local_heads"
 
 
 class BlockOutputs(List[Any]):
@@ -87,8 +88,10 @@ class Blocks:
         self.crossings = self.pieces[0].cut.crossings
         rehearse(model, self.pieces, x)
         with torch.no_grad():
-            self.pieces[0].cut.prepare(x, training=False)  # copies of the model need it, too
-        self.overlap = 0  # the number of previous blocks that each block trains as well
+            # copies of the model need this recording too
+            self.pieces[0].cut.prepare(x, training=False)
+        # the number of previous blocks that each block also trains
+        self.overlap = 0
         self._duplicates: Optional[Duplicates] = None
         before = self.pieces[:-1] if trains_last else []
         self._frozen = [p for piece in before for p in piece.parameters() if p.requires_grad]
@@ -152,7 +155,8 @@ class Blocks:
     def train(self, x: Any) -> BlockOutputs:
         """Run the training forward, in which no gradient passes from block to block."""
         outputs, entered = BlockOutputs(), [x]
-        drawn: List[torch.Tensor] = []  # random states from which pieces draw
+        # the random state before each piece
+        drawn: List[torch.Tensor] = []
         for index, piece in enumerate(self.pieces):
             first = max(0, index - self.overlap)
             value = entered[first]
@@ -171,7 +175,7 @@ class Blocks:
         return outputs
 
     def outputs(self, x: Any) -> BlockOutputs:
-        """Return the outputs of all blocks in the mode that the modules are in."""
+        """Return the outputs of all blocks in the modules' present mode."""
         outputs, value = BlockOutputs(), x
         for index, piece in enumerate(self.pieces):
             value = piece(value)
@@ -180,7 +184,7 @@ class Blocks:
                 outputs.append(head(get_activation(value)))
         return BlockOutputs([*outputs, value])
 
-    # --- overlap
+    # ---- overlap
 
     def share(self, overlap: int) -> None:
         """Let each block train `overlap` previous blocks as well, as duplicates with the same weights and separate gradients."""
@@ -215,7 +219,8 @@ class BlockedModel(nn.Module):
         model = blocks.model
         if hasattr(model, HEADS):
             raise BadInput(f"model: {HEADS}: this name belongs to the auxiliary heads; rename the module")
-        self._modules.update(model._modules)  # add_module would refuse names of attributes
+        # add_module would refuse names of attributes
+        self._modules.update(model._modules)
         # share the dictionaries, do not copy them
         self._parameters = model._parameters
         self._buffers = model._buffers
@@ -304,7 +309,7 @@ def average_gradients(gradients: Sequence[Optional[torch.Tensor]]) -> Optional[t
 
 
 def observe_blocks(model: nn.Module, loss: Loss, example: Tuple[Any, Any]) -> Observation:
-    """Observe a training pass of one microbatch of a model with blocks; what duplicates cost is not in it."""
+    """Observe a training pass of one microbatch of a model with blocks, without the costs of duplicates."""
     blocks = get_blocks(model)
     assert blocks is not None
     overlap, blocks.overlap = blocks.overlap, 0
@@ -318,7 +323,7 @@ def observe_blocks(model: nn.Module, loss: Loss, example: Tuple[Any, Any]) -> Ob
 def measure_footprint(model: nn.Module, part: Partition, seen: Observation) -> Footprint:
     """Return the bytes and FLOPs of each stage in the observed microbatch.
 
-    Blocks compute their losses where they are: only activations pass between them.
+    Each block computes its own loss, so only activations cross boundaries.
     """
     blocks, plain = get_blocks(model), make_footprint(model, part, seen)
     if blocks is None:

@@ -12,7 +12,8 @@ from ipu_pipe.local import structures
 from ipu_pipe.local.blocks import Blocks
 from ipu_pipe.local.structures import STRUCTURES, Flops, Law
 
-LOSS_FLOPS = 5  # of softmax cross-entropy, per class
+# of softmax cross-entropy, per class
+LOSS_FLOPS = 5
 BACKPROPAGATION = "backpropagation"
 LAWS = {BACKPROPAGATION: structures.BACKPROPAGATION, **{name: row.law for name, row in STRUCTURES.items()}}
 
@@ -33,9 +34,9 @@ def compute_sequential(method: Union[str, Law], costs: Flops, steps: int, batch:
 
 
 def make_auglocal_law(depths: Sequence[int]) -> Law:
-    """Return the law of AugLocal's heads: those of layer l are d_l layers like the model's, f each, and a usual head, x.
+    """Return the law of AugLocal's heads: the head of layer l is d_l layers like the model's, f each, and a usual head, x.
 
-    Of an example (1+r) (f (L + sum of d_l) + x L); one after another (1+r) (f + f max d_l + x).
+    An example costs (1+r) (f (L + sum of d_l) + x L); the sequential part is (1+r) (f + f max d_l + x).
     """
 
     def example(c: Flops, k: int) -> float:

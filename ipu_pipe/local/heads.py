@@ -10,11 +10,13 @@ from torch import nn
 
 from ipu_pipe.errors import BadInput
 
-GROUPS = 8  # of a head's GroupNorm
+# the groups of a head's GroupNorm
+GROUPS = 8
 
 # (an example of the activations at the end of a block, one of the model's outputs) -> head
 MakeHead = Callable[[torch.Tensor, torch.Tensor], nn.Module]
-Heads = Union[MakeHead, "AugLocal"]  # what a config's method_args.head is resolved to
+# the resolved value of a config's method_args.head
+Heads = Union[MakeHead, "AugLocal"]
 
 
 class TokenHead(nn.Module):
@@ -66,8 +68,8 @@ class ResidualLayer(nn.Module):
 class AugLocal:
     """Heads of d = `depth` layers in the shapes of later ones, picked uniformly, and the usual head (AugLocal, Ma et al.).
 
-    Layer l of L, from 0, picks l + (L - 1 - l) i / d, i = 1..d, rounded; all later ones where there are no more than d. Depths
-    fall with l: d_l = max(1, round(d (1 - c l / (L - 2)) + c l / (L - 2))), c = `pyramid`.
+    Layer l of L, from 0, picks l + (L - 1 - l) i / d, i = 1..d, rounded, or all later layers if there are at most d. Depths fall
+    with l: d_l = max(1, round(d (1 - c l / (L - 2)) + c l / (L - 2))), c = `pyramid`.
     """
 
     depth: int
@@ -79,7 +81,7 @@ class AugLocal:
         return max(1, round(self.depth * (1 - share) + share))
 
     def pick(self, layer: int, layers: int) -> List[int]:
-        """Return the layers that the head of a layer is made of."""
+        """Return the layers whose shapes the head of a layer has."""
         left, depth = layers - 1 - layer, self.compute_depth(layer, layers)
         if depth >= left:
             return list(range(layer + 1, layers))
@@ -90,7 +92,7 @@ class AugLocal:
     ) -> nn.Module:
         """Return the head of a layer. Raise `BadInput` for activations that are neither images nor vectors.
 
-        `activations`: those at the ends of all layers but the last, whose shape is taken for that of the one before.
+        `activations`: the activations at the ends of all layers but the last, which is taken to have the shape of the one before.
         """
         x, shapes = activations[layer], [tuple(one.shape) for one in (*activations, activations[-1])]
         modules: List[nn.Module] = []
@@ -104,7 +106,8 @@ class AugLocal:
                 module: nn.Module = nn.Sequential(nn.Linear(x.shape[1], to[1]), nn.ReLU())
             else:
                 module = ResidualLayer(x.shape[1], to[1], max(round(x.shape[2] / to[2]), 1), _has_batch_norm(model))
-            modules.append(module.to(x.device, x.dtype).eval())  # running statistics stay
+            # in evaluation mode, so that running statistics do not change
+            modules.append(module.to(x.device, x.dtype).eval())
             with torch.no_grad():
                 x = module(x)
         return nn.Sequential(*modules, make_head(model, x, output))

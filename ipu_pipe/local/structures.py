@@ -1,4 +1,4 @@
-"""The structures of local-parallel training, a row for each method: which stages form a block, and what training costs.
+"""The structures of local-parallel training, a row for each method: the stages of each block, and the cost of training.
 
 Laskin et al. 2020, Figure 2 and section 4, on a model of stages a b c d:
 
@@ -8,10 +8,10 @@ Laskin et al. 2020, Figure 2 and section 4, on a model of stages a b c d:
     last_layers          (a b) | c d            the last stages are the only block that trains
 
 The cost laws give total and sequential FLOPs (appendix A) from four numbers of a model: f, forward FLOPs of a layer (the mean);
-x, those of an auxiliary head with its loss; r, the cost of a backward as a multiple of its forward; L, the number of layers. K is
-the number of blocks. An update costs its examples and 10 FLOPs per parameter for the optimizer. *Total* is all work. *Sequential*
-is the work that must be done one after another if each example has a processor of its own, and so has each block, where blocks do
-not wait for one another.
+x, those of an auxiliary head with its loss; r, the cost of a backward as a multiple of its forward; L, the number of layers. K
+is the number of blocks. An update costs its examples and 10 FLOPs per parameter for the optimizer. *Total* is all work.
+*Sequential* is the work that must be done one after another if each example has its own processor, and each block too if blocks
+do not wait for one another.
 
     method              an example                                     divided by
     backpropagation     (1+r) (f L + x)                                batch
@@ -36,8 +36,9 @@ from ipu_pipe.model.loss import Take
 from ipu_pipe.model.stages import Partition, group_stages, partition
 from ipu_pipe.schedule.methods import Structure
 
-OPTIMIZER_FLOPS = 10  # per parameter and update
-AVERAGING_FLOPS = 2  # per parameter and update, for duplicated layers
+# per parameter and update: the optimizer, and the averaging of duplicated layers
+OPTIMIZER_FLOPS = 10
+AVERAGING_FLOPS = 2
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ LAST = Law(
 class StagedModel(NamedTuple):
     """A model to be cut into blocks: an input of it, its structure, and the stages that the config names.
 
-    `one_stage` is the reason for which a weight must lie in a single stage.
+    `one_stage` is the reason why a weight must be in a single stage.
     """
 
     model: nn.Module
@@ -104,7 +105,7 @@ class StagedModel(NamedTuple):
         return partition(self.model, self.x, self.stages, between_top=True, one_stage=self.one_stage)
 
     def select_single(self, names: List[str]) -> List[str]:
-        """Return those of `names` at which one activation crosses."""
+        """Return the names at which exactly one activation crosses."""
         crossings = cut_model(self.model, names, self.x)[0].cut.crossings
         return [
             name

@@ -1,4 +1,4 @@
-"""The update rules of a run, applied to the versions that passes read and to each update of one torch.optim optimizer."""
+"""Apply the update rules of a run: to the versions that passes read, and to each update of one torch.optim optimizer."""
 
 from __future__ import annotations
 
@@ -30,19 +30,23 @@ from ipu_pipe.update.rules import (
 
 Floats = NDArray[np.float64]
 
-# how a version is corrected; -n: by what reads the lag of a backward, for a lag of n
+# codes of the correction of a version; -n: the correction of a rule with `reads_lag` for a backward of lag n
 PLAIN, FORWARD, BACKWARD = 0, 1, 2
 
 
 @dataclass
 class StageState:
-    """A stage's trainable parameters and its groups in the optimizer."""
+    """A stage's groups in the optimizer, with the trained parameters.
+
+    `state`: the optimizer's `state`; `shares`: the ratio of each group's learning rate to the schedule's; `kinds`: the kind of
+    each group's optimizer.
+    """
 
     index: int
     groups: List[Dict[str, Any]]
-    state: Any  # optimizer.state
-    shares: List[float]  # of each group's learning rate in the schedule's
-    kinds: List[str]  # of each group's optimizer
+    state: Any
+    shares: List[float]
+    kinds: List[str]
 
     @property
     def parameters(self) -> List[torch.nn.Parameter]:
@@ -50,9 +54,9 @@ class StageState:
         return [p for group in self.groups for p in group["params"]]
 
     def entries(self, name: str) -> Optional[Tensors]:
-        """Return the optimizer state `name` of each parameter, or None before the first update has made it.
+        """Return the optimizer state `name` of each parameter, None if no parameter has it yet.
 
-        It is 0 for a parameter that never had a gradient. `STEP` is computed from the state.
+        It is 0 for a parameter that has had no gradient. `STEP` is computed from the state.
         """
         if name == STEP:
             kinds = zip(self.groups, self.kinds)
@@ -68,15 +72,17 @@ class StageState:
         return compute(group, self.state[p]) if p in self.state and entry in self.state[p] else None
 
     def scale_by_rate(self, tensors: Tensors) -> Tensors:
-        """Return tensors, one for each parameter, times the share of the parameter's group in the schedule's learning rate."""
+        """Multiply tensors, one for each parameter, by the share of the parameter's group in the schedule's learning rate."""
         if all(share == 1 for share in self.shares):
             return tensors
         shares = [share for group, share in zip(self.groups, self.shares) for _ in group["params"]]
         return [x * share for x, share in zip(tensors, shares)]
 
 
-AVERAGE = "ema"  # the entry of the optimizer's state with the moving average of a parameter
-_Acting = Tuple[Rule, Sequence[Setting]]  # a rule with its setting for each stage of the run, in order
+# the entry of the optimizer's state with the moving average of a parameter
+AVERAGE = "ema"
+# a rule with its setting for each stage of the run, in order
+_Acting = Tuple[Rule, Sequence[Setting]]
 
 
 class _Moved(NamedTuple):
@@ -91,11 +97,11 @@ class _Moved(NamedTuple):
 class UpdateRules:
     """All rules of a run over one optimizer.
 
-    `rate(k)` is the learning rate of update k, `switch` the first asynchronous update: before it updates are plain ones and no
-    accumulator moves. `masters` are given where the optimizer's parameters are master copies of a model's weights; `base` is the
-    rate of which the rate of each parameter group is a share, where they may differ. With `decay` a moving average of the weights
-    is kept in the optimizer's state. `rates_by_group` gives by update the rate for each of the config's `optimizer.groups`, in
-    place of `rate`, of which they are shares too.
+    `rate(k)`: the learning rate of update k. `switch`: the first asynchronous update; earlier updates are plain, and no state
+    of a rule changes. `masters`: the master copies, if the optimizer's parameters are master copies of a model's weights.
+    `base`: the rate of which each parameter group's rate is a share. `decay`: the decay of a moving average of the weights in
+    the optimizer's state, None for no average. `rates_by_group`: by update, the rate of each of the config's
+    `optimizer.groups`, instead of `rate`.
     """
 
     def __init__(
@@ -117,14 +123,16 @@ class UpdateRules:
         self.optimizer, self._rate, self.switch = optimizer, rate, switch
         self.stages = _by_stage(optimizer, base)
         stage_lag = [p for stage in self.stages.values() for p in stage.parameters]
-        self.rounded = masters.pairs(stage_lag) if masters is not None else []  # (weight, master)
+        # (weight, master) pairs
+        self.rounded = masters.pairs(stage_lag) if masters is not None else []
         self._rules: List[_Acting] = [
             (rule, [Setting(values, s, stage_lag, method, accumulate) for s, stage_lag in enumerate(lag.tolist())])
             for rule, values in select_rules(args, method)
         ]
-        # called with each update and its stages as it begins: before clipping and `gradient` of rules, after their `compensate`
+        # called with each update and its stages at its beginning: after rules' `compensate`, before clipping and their `gradient`
         self.observe: Optional[Callable[[int, Sequence[int]], None]] = None
-        self._compensated: Dict[Tuple[torch.nn.Parameter, str], torch.Tensor] = {}  # entries that microbatches change
+        # entries that `compensate` changes with each microbatch
+        self._compensated: Dict[Tuple[torch.nn.Parameter, str], torch.Tensor] = {}
         self._every: List[int] = args.get("block_accumulation") or [1] * len(lag)
         self._gathers = max(self._every) > 1
         # whether `compensate` does more than `collect`
@@ -142,26 +150,23 @@ class UpdateRules:
         """List the rules that act on a stage, with their settings."""
         return [(rule, settings[stage]) for rule, settings in self._rules if rule.acts_on(settings[stage])]
 
-    # --- reading
+    # ---- corrections of the weights that passes read
 
     @property
     def reads_by_rate(self) -> bool:
-        """Whether passes read weights that are corrected by the learning rate times what it is multiplied with."""
+        """Whether passes read weights whose correction is proportional to the learning rate."""
         readings = [Reading(is_forward, rate=1.0) for is_forward in (True, False)]
         pairs = [pair for stage in range(self._count) for reading in readings for pair in self._read(stage, reading)]
         return any(entry in BY_RATE and c for entry, c in pairs)
 
     def _code_by_stage(self, code: int) -> IntArray:
-        """Return `code` where a rule corrects the weights that such a pass reads, else PLAIN; shape (P,)."""
+        """Return, per stage (P,), `code` if a rule corrects the weights that such a pass reads, else PLAIN."""
         reading = Reading(code == FORWARD, rate=1.0)
         corrects = [any(c for _, c in self._read(stage, reading)) for stage in range(self._count)]
         return np.where(corrects, code, PLAIN)
 
     def _read(self, stage: int, reading: Reading) -> List[Tuple[str, float]]:
-        """List (entry, c) pairs of the rules on a stage.
-
-        They are those of the rules that ask for the lag of a backward if it is given, else those of the others.
-        """
+        """List the (entry, c) pairs of a stage's rules: of rules with `reads_lag` if `reading` has a lag, else of the others."""
         return [
             pair
             for rule, setting in self._on(stage)
@@ -170,11 +175,11 @@ class UpdateRules:
         ]
 
     def encode_forwards(self, versions: IntArray) -> IntArray:
-        """Return how forwards that read `versions` (P,) or (P, n) correct them, as a code for each."""
+        """Return the code of the correction for each forward that reads `versions`, (P,) or (P, n)."""
         return np.where(versions >= self.switch, self._wide(FORWARD, versions), PLAIN)
 
     def encode_backwards(self, versions: IntArray, forward: IntArray) -> IntArray:
-        """Return how backwards (or recomputations) that read `versions` correct them; `forward` were read by the forwards."""
+        """Return the code of the correction for each backward or recomputation; `forward`: the versions of the forwards."""
         if self._reads_lag:
             return np.where(versions >= self.switch, forward - versions, PLAIN)
         return np.where(versions >= self.switch, self._wide(BACKWARD, versions), PLAIN)
@@ -184,25 +189,23 @@ class UpdateRules:
         return codes if like.ndim == 1 else codes[:, None]
 
     def compute_corrections(self, stage: int, code: int, version: int) -> List[Tuple[Tensors, float]]:
-        """Return (x, c) pairs: each corrects the weights w of the *newest* version of a stage to w + c x.
-
-        The list is empty as long as there is nothing to correct.
-        """
+        """Return (x, c) pairs that correct the weights w of a stage's *newest* version to w + the sum of c x; may be empty."""
         rate = self._stage_rate(stage, version, float(self._rate(version)))
         read = self._read(stage, Reading(code == FORWARD, max(-code, 0), rate))
         here = self.stages[stage]
         pairs = [(entry, here.entries(entry), c) for entry, c in read if c]
         return [(here.scale_by_rate(x) if entry in BY_RATE else x, c) for entry, x, c in pairs if x is not None]
 
-    # --- the gradients of a microbatch
+    # ---- gradients of a microbatch
 
     @contextlib.contextmanager
     def compensate(
         self, k: int, stages: Sequence[int], compute_age: Callable[[int], Optional[Tensors]]
     ) -> Iterator[None]:
-        """Run a microbatch's backward inside; rules correct its gradients before they join the earlier ones of update k.
+        """Correct the gradients of the backward inside the context before they are added to the earlier ones of update k.
 
-        `stages`: those of the backward. `compute_age(stage)`: the newest weights minus those that the microbatch read, or None.
+        `stages`: the stages of the backward. `compute_age(stage)`: the newest weights minus the weights that the microbatch read,
+        None if equal.
         """
         active = self._active if k >= self.switch else []
         acting = [(s, rule, at) for s, rule, at in active if rule.compensate is not None and s.index in stages]
@@ -223,16 +226,16 @@ class UpdateRules:
             p.grad = gradient if p.grad is None else gradient + p.grad
 
     def _get_compensated(self, stage: StageState, p: torch.nn.Parameter, name: str) -> torch.Tensor:
-        """Return an entry that microbatches change. The optimizer has it later: it must find no state before its first step."""
+        """Return an entry that microbatches change; it joins the state after the optimizer's first step, which needs it empty."""
         if (p, name) not in self._compensated:
             entry = stage.state[p].get(name) if p in stage.state else None
             self._compensated[p, name] = torch.zeros_like(p) if entry is None else entry
         return self._compensated[p, name]
 
-    # --- updating
+    # ---- updates
 
     def collect(self) -> None:
-        """Hand the gradients of weights to their master copies, after a backward."""
+        """Move the gradients of weights to their master copies after a backward."""
         if self.rounded:
             collect_gradients(self.rounded)
 
@@ -242,16 +245,16 @@ class UpdateRules:
         return np.array([self._stage_rate(stage, k, base) for stage in range(self._count)])
 
     def _stage_rate(self, stage: int, k: int, rate: float) -> float:
-        """Return the learning rate of one stage from that of the schedule."""
+        """Return the learning rate of one stage; `rate`: the schedule's."""
         for rule, settings in self._rules if k >= self.switch else ():
             rate = rule.rate(settings[stage], rate, k - self.switch) if rule.rate is not None else rate
         return rate
 
     def step(self, k: int, clip: Optional[Callable[[int], None]], stages: Optional[Sequence[int]] = None) -> None:
-        """Carry out update k of these stages (all if None) from the gradients at hand, and delete their gradients.
+        """Carry out update k of these stages (all if None) from their gradients, and delete the gradients.
 
-        `clip(k)` clips them, None for no clipping. Gradients of other stages, and of blocks that gather several batches before
-        they step, stay.
+        `clip(k)` clips them, None for no clipping. Gradients of other stages, and of blocks that accumulate several batches,
+        stay.
         """
         if self.observe is not None:
             self.observe(k, list(self.stages) if stages is None else stages)
@@ -293,7 +296,8 @@ class UpdateRules:
                 alone = rule.follows_optimizer or not moved
                 _follow(stage, entries, steps[stage.index] if alone else _compute_step(stage, before[stage.index]))
         for (p, name), entry in self._compensated.items():
-            if p in self.optimizer.state or p.grad is not None:  # SGD without momentum makes no state
+            # SGD without momentum makes no state of its own
+            if p in self.optimizer.state or p.grad is not None:
                 self.optimizer.state[p][name] = entry
         if self.decay is not None:
             self._move_averages(k, averages)
@@ -303,12 +307,12 @@ class UpdateRules:
         for p, gradient in gathering:
             p.grad = gradient
 
-    # --- a moving average of the weights, as torch.optim.swa_utils.AveragedModel keeps it
+    # ---- the moving average of the weights, as in torch.optim.swa_utils.AveragedModel
 
     def _begin_averages(self, others: Sequence[StageState]) -> Dict[torch.nn.Parameter, torch.Tensor]:
-        """Return the average so far of each parameter of the other stages than `others` that has had a gradient.
+        """Return the average so far of each parameter that has had a gradient, except of the stages `others`.
 
-        Those that never had one have not moved, and must get no state, by which optimizers know what they have not seen yet.
+        A parameter without any gradient has not moved and must get no state, because optimizers initialize it when it has none.
         """
         averages: Dict[torch.nn.Parameter, torch.Tensor] = {}
         for stage in self.stages.values():
@@ -322,12 +326,12 @@ class UpdateRules:
         """Move the averages towards the weights after update k; the first update's weights are the first average."""
         assert self.decay is not None
         for p, average in averages.items():
-            # one parameter at a time: the same kernel wherever stages lie
+            # one parameter at a time, so that the same kernel runs on every backend
             self.optimizer.state[p][AVERAGE] = average.copy_(p.detach()) if k == 0 else average.lerp_(p.detach(), 1 - self.decay)
 
     @contextlib.contextmanager
     def hold_averages(self) -> Iterator[None]:
-        """Put the averages of the weights into the model in a block; the newest weights if none are kept."""
+        """Put the averages of the weights into the model inside the context; without averages leave the newest weights."""
         weights: Dict[torch.Tensor, torch.Tensor] = {master: weight for weight, master in self.rounded}
         entries = [] if self.decay is None else list(self.optimizer.state.items())
         averages = [(weights.get(p, p), state[AVERAGE]) for p, state in entries if AVERAGE in state]
@@ -341,7 +345,7 @@ class UpdateRules:
                 weight.data = value
 
     def _acting_here(self) -> List[Tuple[StageState, Rule, Setting]]:
-        """List (stage, rule, setting) for all that acts on the stages of this process, rule by rule."""
+        """List (stage, rule, setting) of all rules that act on the stages of this process, rule by rule."""
         return [
             (stage, rule, settings[stage.index])
             for rule, settings in self._rules
@@ -361,7 +365,7 @@ def _by_stage(optimizer: torch.optim.Optimizer, base: Optional[float]) -> Dict[i
 
 
 def _take_gradients(stages: Iterable[StageState]) -> List[Tuple[torch.nn.Parameter, torch.Tensor]]:
-    """Take out the gradients of stages and return them: no optimizer steps a parameter without one."""
+    """Remove the gradients of stages and return them, because no optimizer steps a parameter without a gradient."""
     taken = [(p, p.grad) for stage in stages for p in stage.parameters if p.grad is not None]
     for p, _ in taken:
         p.grad = None
@@ -371,7 +375,7 @@ def _take_gradients(stages: Iterable[StageState]) -> List[Tuple[torch.nn.Paramet
 def _gather(
     stages: Iterable[StageState], every: Sequence[int], k: int
 ) -> List[Tuple[torch.nn.Parameter, torch.Tensor]]:
-    """Take out the gradients of stages that do not step at update k; those that do get the mean of what they gathered."""
+    """Remove the gradients of stages that do not step at update k; divide those of stages that do by their number of batches."""
     taken: List[Tuple[torch.nn.Parameter, torch.Tensor]] = []
     for stage in stages:
         count = every[stage.index]
@@ -392,7 +396,7 @@ def _change_gradients(change: Callable[[Setting, Tensors], Tensors], at: Setting
 
 
 def _moved(stage: StageState) -> List[_Moved]:
-    """List what is about to move, by parameter group."""
+    """List the parameters that the update moves, by parameter group."""
     moved = []
     for group in stage.groups:
         parameters = [p for p in group["params"] if p.grad is not None]
@@ -406,12 +410,12 @@ def _moved(stage: StageState) -> List[_Moved]:
 
 
 def _compute_step(stage: StageState, before: Tensors) -> Tensors:
-    """Return how far the parameters of a stage are from what they were."""
+    """Return the parameters of a stage minus their values `before`."""
     return list(torch._foreach_sub([p.detach() for p in stage.parameters], before))
 
 
 def _change_step(change: Step, at: Setting, moved: _Moved, steps: Optional[Tensors]) -> None:
-    """Add what the rule adds to a step that the optimizer has made; `steps`: of the stage's parameters, where they are known."""
+    """Add a rule's part to the step of the optimizer; `steps`: the steps of the stage's parameters, if they are known."""
     by_id = {id(p): step for p, step in zip(moved.stage.parameters, steps or ())}
     states = [moved.stage.state[p] for p in moved.parameters]
     steps_of_moved = [by_id[id(p)] for p in moved.parameters if by_id]
@@ -423,7 +427,7 @@ def _change_step(change: Step, at: Setting, moved: _Moved, steps: Optional[Tenso
 def _follow(stage: StageState, entries: Mapping[str, Optional[Follow]], step: Tensors) -> None:
     """Move a rule's entries by `step`.
 
-    A parameter without a gradient has not moved, and must get no state, by which optimizers know what they have not seen yet.
+    A parameter without a gradient has not moved and must get no state, because optimizers initialize it when it has none.
     """
     for entry, follow in entries.items():
         if follow is None:

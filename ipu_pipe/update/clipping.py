@@ -1,8 +1,8 @@
-"""Clipping of gradients by their norm, the same on all backends.
+"""Clip gradients by their norm, in the same way on all backends.
 
     stage            each stage by its own norm
-    global           all stages by that of all: if the pipeline is empty before every update
-    delayed_global   all by the norm of the newest update that all stages have done before any does this one (`DelayedGlobalNorm`)
+    global           all stages by the global norm, if the pipeline is empty before every update
+    delayed_global   all stages by the global norm of an earlier update (`DelayedGlobalNorm`)
 """
 
 from __future__ import annotations
@@ -14,20 +14,21 @@ import torch
 
 from ipu_pipe.schedule.table import Kind, Schedule
 
-MARGIN = 1e-6  # added to a norm, as torch's own clipping does
+# added to a norm, as in torch's own clipping
+MARGIN = 1e-6
 
 
 def compute_gradient_norms(parameters: Iterable[torch.Tensor]) -> List[torch.Tensor]:
-    """Return the Euclidean norm of each gradient that is there.
+    """Return the Euclidean norm of each gradient that is not None.
 
-    One kernel for each tensor, since the same kernels must run whether or not a stage has a process of its own: torch's clipping
-    takes all tensors of a GPU at once.
+    Each tensor has its own kernel call, so that the same kernels run whether or not a stage has its own process; torch's clipping
+    would take all tensors of a GPU at once.
     """
     return [torch.linalg.vector_norm(p.grad) for p in parameters if p.grad is not None]
 
 
 def clip_to_norm(norm: float, parameters: Iterable[torch.Tensor], norms: Sequence[torch.Tensor]) -> None:
-    """Scale gradients so that the norm over all tensors with these `norms`, which may be more than these, is at most `norm`."""
+    """Scale gradients so that the norm over all tensors of `norms`, which may be more than these gradients, is at most `norm`."""
     if not norms:
         return
     total = torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
@@ -47,10 +48,11 @@ def compute_norm(parameters: Iterable[torch.Tensor]) -> Optional[float]:
 
 
 class DelayedGlobalNorm:
-    """Clips asynchronous methods by a global norm.
+    """Clip asynchronous methods by a global norm.
 
-    A stage updates before the other stages have their gradients. So it takes the norm of the newest update that all stages have
-    done before any of them does this one, `lag` updates back. Right after a drain there is none, and the stage's own norm clips.
+    A stage updates before the other stages have their gradients. So it uses the norm of the newest update that all stages have
+    done before any of them does this one, `lag` updates back. Right after a drain there is none, and the stage's own norm is
+    used.
     """
 
     def __init__(self, norm: float, schedule: Schedule) -> None:
@@ -68,12 +70,12 @@ class DelayedGlobalNorm:
         return k + self.lag < self._schedule.stretch(k)[1]
 
     def remember(self, k: int, norms: Sequence[Optional[float]]) -> None:
-        """Keep the norm over all stages of update k; `norms`: of the stages."""
+        """Store the global norm of update k; `norms`: the norms of the stages."""
         self._totals[k] = math.sqrt(sum(n * n for n in norms if n is not None))
         self._totals.pop(k - 2 * self.lag - 1, None)
 
     def clip(self, k: int, parameters: Sequence[torch.Tensor], norm: Optional[float]) -> None:
-        """Scale a stage's gradients of update k, of which `norm` is the stage's own."""
+        """Scale a stage's gradients of update k; `norm`: the stage's own norm."""
         source = self.source(k)
         total = norm if source is None else self._totals[source]
         if total is not None:
@@ -94,25 +96,25 @@ def _find_common_lag(schedule: Schedule) -> int:
 
 
 class OtherStages:
-    """The norms of stages on other ranks. Here there are none: all stages are in this process."""
+    """The interface to the norms of stages on other ranks; this class is for a process that has all stages."""
 
     def gather_norms(self, norms: Sequence[torch.Tensor]) -> List[torch.Tensor]:
-        """Return the norm of every parameter's gradient, in the order of the stages; `norms`: of the stages that are here."""
+        """Return the norm of every parameter's gradient in the order of the stages; `norms`: those of this process's stages."""
         return list(norms)
 
     def send(self, k: int, norms: Mapping[int, Optional[float]]) -> None:
-        """Send the norms of the stages that are here, of update k, to the others; None where a stage has no gradient."""
+        """Send the norms of this process's stages of update k to other ranks; None means that a stage has no gradient."""
 
     def receive(self, k: int) -> Dict[int, Optional[float]]:
         """Return the norms of the other stages of update k."""
         return {}
 
     def discard(self, k: int) -> None:
-        """Receive the norms of update k, which are not needed any more."""
+        """Receive the norms of update k, which are no longer needed."""
 
 
 class GradientClipping:
-    """Clips the gradients of the stages that are here: `clip(k)` those of update k, None for no clipping."""
+    """Clip the gradients of this process's stages: `clip(k)` clips update k; it is None for no clipping."""
 
     def __init__(
         self,
@@ -121,10 +123,11 @@ class GradientClipping:
         schedule: Schedule,
         others: Optional[OtherStages] = None,
     ) -> None:
-        """`clip`: (norm, scope), None for no clipping; `stages`: the parameters of each that is here."""
+        """`clip`: (norm, scope), None for no clipping; `stages`: stage -> parameters, for this process's stages."""
         self._clip, self._stages, self._count = clip, stages, schedule.stages
         self._others = others or OtherStages()
-        self._norms: Dict[int, Dict[int, Optional[float]]] = {}  # by update and stage, until a later update is clipped by them
+        # update -> stage -> norm, until the later update that uses it
+        self._norms: Dict[int, Dict[int, Optional[float]]] = {}
         self.clip: Optional[Callable[[int], None]] = None if clip is None else self._clip_gradients
         self.delayed: Optional[DelayedGlobalNorm] = None
         if clip is not None and clip[1] == "delayed_global":
@@ -144,7 +147,7 @@ class GradientClipping:
                 clip_to_norm(norm, stage, compute_gradient_norms(stage))
 
     def discard_rest(self) -> None:
-        """Receive the norms that later updates of the planned run would have needed: it ended sooner."""
+        """Receive the norms that later updates would have needed, after a run that ended early."""
         for k in sorted(self._norms):
             self._others.discard(k)
         self._norms.clear()

@@ -1,8 +1,7 @@
-"""The torch.optim optimizer of a run: its parameter groups, how it is made, how much state it keeps, and its state in
-checkpoints.
+"""The torch.optim optimizer of a run: its parameter groups, its factories, the size of its state, and its state in checkpoints.
 
-All stages of a process share one optimizer, whose state (momentum and the like) is kept by parameter and so by stage. Where the
-config's groups have optimizers of their own, `OptimizersByGroup` holds them as one.
+All stages of a process share one optimizer, whose state (momentum and the like) belongs to parameters and so to stages. If the
+config's groups have different optimizers, `OptimizersByGroup` joins them.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from ipu_pipe.text import describe_kind, list_some, show
 
 # ---- the optimizer's parameter groups: by stage, by the config's `optimizer.groups`, and by `no_decay`
 #
-# A group knows its stage (`group["stage"]`), by which rates and rules treat stages differently, and the number of its optimizer
-# among those of the config (`group["member"]`).
+# A group has its stage (`group["stage"]`), by which rates and rules treat stages differently, and the index of its optimizer in
+# the config (`group["member"]`).
 
 Groups = List[Dict[str, Any]]
 
@@ -35,10 +34,8 @@ _NORMS = (
 
 
 class Member(NamedTuple):
-    """Which parameters an optimizer of the config trains.
-
-    Those whose names match a pattern of `match` and that have `ndim` dimensions; None: all.
-    """
+    """The parameters that an optimizer of the config trains: those whose names match a pattern of `match` and that have `ndim`
+    dimensions; None means all."""
 
     match: Optional[Sequence[str]] = None
     ndim: Optional[int] = None
@@ -122,21 +119,21 @@ def _interpolate(first: Any, last: Any, share: float) -> Any:
 
 
 def replace_parameters(groups: Groups, changed: Callable[[nn.Parameter], nn.Parameter]) -> Groups:
-    """Replace each parameter by what the optimizer changes in its place, such as its master copy."""
+    """Replace each parameter by the tensor that the optimizer updates instead, such as its master copy."""
     return [{**group, "params": [changed(p) for p in group["params"]]} for group in groups]
 
 
 def select_stage(groups: Groups, stage: int) -> Groups:
-    """Return the groups of one stage, for a process that holds no other.
+    """Return the groups of one stage, for a process that has no other stage.
 
-    A stage without weights gets an empty parameter, since optimizers want one.
+    A stage without weights gets an empty parameter, because optimizers need one.
     """
     stage_groups = [group for group in groups if group["stage"] == stage]
     return stage_groups or [make_placeholder(stage)]
 
 
 def make_placeholder(stage: int) -> Dict[str, Any]:
-    """Make a group of one empty parameter, of as many dimensions as the strictest optimizer wants (Muon's two)."""
+    """Make a group of one empty parameter with two dimensions, which the strictest optimizer (Muon) requires."""
     return {"params": [nn.Parameter(torch.zeros(0, 0))], "stage": stage, "member": 0}
 
 
@@ -161,7 +158,7 @@ def _undecayed(model: nn.Module, names: Iterable[str], patterns: Sequence[str]) 
     return chosen
 
 
-OWN_RATES = "optimizer: parameter groups with learning rates of their own"
+OWN_RATES = "optimizer: parameter groups with different learning rates"
 
 
 def has_own_rates(optimizer: torch.optim.Optimizer, base: float) -> bool:
@@ -183,8 +180,10 @@ def make_factory_by_name(name: str, **settings: Any) -> OptimizerFactory:
 
 
 KINDS = {torch.optim.SGD: "sgd", torch.optim.Adam: "adam", torch.optim.AdamW: "adamw", torch.optim.RMSprop: "rmsprop"}
-COUNTS = ("step", "mu_product")  # state without a dimension; the second is NAdam's
-MOST_MOMENTS = 2  # assumed of optimizers that are not listed in `count_moments`
+# state without a dimension; the second is NAdam's
+COUNTS = ("step", "mu_product")
+# assumed for optimizers that `count_moments` does not know
+MOST_MOMENTS = 2
 
 
 class OptimizersByGroup(torch.optim.Optimizer):
@@ -203,14 +202,15 @@ class OptimizersByGroup(torch.optim.Optimizer):
 
 
 def list_parts(optimizer: torch.optim.Optimizer) -> List[torch.optim.Optimizer]:
-    """Return the optimizers of which this one consists, itself if it is one."""
+    """Return the parts of an `OptimizersByGroup`, or the optimizer itself."""
     return list(optimizer.parts.values()) if isinstance(optimizer, OptimizersByGroup) else [optimizer]
 
 
 def get_kind(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> str:
     """Return the kind of optimizer that steps a parameter group of `optimizer`.
 
-    It is sgd, adam, adamw or rmsprop for PyTorch's own classes, else the name of the class: a subclass may step otherwise.
+    It is sgd, adam, adamw or rmsprop for PyTorch's own classes, else the name of the class, because a subclass may step
+    differently.
     """
     part = optimizer.parts[group["member"]] if isinstance(optimizer, OptimizersByGroup) else optimizer
     return KINDS.get(type(part), type(part).__name__)
@@ -222,10 +222,10 @@ def list_kinds(optimizer: torch.optim.Optimizer) -> List[str]:
 
 
 def count_moments(kind: str, settings: Mapping[str, Any]) -> int:
-    """Return how many tensors of a parameter's shape an optimizer keeps for it.
+    """Return the number of tensors of a parameter's shape in an optimizer's state for it.
 
-    `kind` is as `get_kind` returns it or as a config names it, `settings` are those of the parameter's group. This is the one
-    place that knows it: memory, planning and the papers' figures ask here.
+    `kind`: as `get_kind` returns it, or a config's name; `settings`: the settings of the parameter's group. Memory, planning and
+    the papers' figures all use this function.
     """
     name = kind.rpartition(".")[2].lower()
     if name == "sgd":
@@ -238,7 +238,7 @@ def count_moments(kind: str, settings: Mapping[str, Any]) -> int:
 
 
 def make_factory_by_group(factories: Sequence[OptimizerFactory]) -> OptimizerFactory:
-    """Return a function that makes one optimizer of those that `factories` make from the parameter groups of their number."""
+    """Return a function that makes one optimizer from parameter groups: factory i makes the part for the groups of member i."""
 
     def make(groups: Groups) -> torch.optim.Optimizer:
         chosen = [[group for group in groups if group["member"] == number] for number in range(len(factories))]
@@ -248,12 +248,12 @@ def make_factory_by_group(factories: Sequence[OptimizerFactory]) -> OptimizerFac
 
 
 def call_factory(factory: OptimizerFactory, groups: Groups) -> torch.optim.Optimizer:
-    """Make an optimizer. Raise `BadInput` if the user's function makes something else, or one of other parameters."""
+    """Make an optimizer. Raise `BadInput` if the user's function returns something else, or ignores its groups."""
     optimizer: Any = factory(groups)
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise BadInput(f"optimizer: gave {describe_kind(optimizer)}, must give a torch.optim.Optimizer")
+        raise BadInput(f"optimizer: returned {describe_kind(optimizer)}: must return a torch.optim.Optimizer")
     if not all("stage" in group for group in optimizer.param_groups):
-        why = "made of other parameters: must be made of the groups it is given, as functools.partial(torch.optim.SGD, lr=0.1) is"
+        why = "has other parameters: must be made from the groups of its argument, as functools.partial(torch.optim.SGD, lr=0.1)"
         raise BadInput(f"optimizer: {why}")
     return optimizer
 
@@ -264,20 +264,20 @@ ALLOWED = (
 
 
 def make_factory_of(optimizer: Any, args: Optional[Mapping[str, Any]] = None) -> OptimizerFactory:
-    """Return a function that makes the optimizer given in Python from parameter groups, one or more for each stage.
+    """Return a function that makes an optimizer from Python from parameter groups, of which each stage has one or more.
 
         factory     functools.partial(torch.optim.SGD, lr=0.1)          called with the groups
         class       torch.optim.AdamW with its arguments `args`         the same
         instance    torch.optim.SGD(model.parameters(), lr=0.1)         its class and the settings of each of its groups, copied
 
-    Raise `BadInput` if it is none of these.
+    Raise `BadInput` for anything else.
     """
     is_pair = isinstance(optimizer, tuple) and len(optimizer) == 2
     if is_pair and inspect.isclass(optimizer[0]) and isinstance(optimizer[1], Mapping):
         optimizer, args = optimizer[0], {**optimizer[1], **(args or {})}
     if isinstance(optimizer, torch.optim.Optimizer):
         if args:
-            raise BadInput("optimizer_args: cannot be combined with an optimizer that is made: its own settings are taken")
+            raise BadInput("optimizer_args: cannot be combined with an optimizer instance, which has its own settings")
         return _Like(optimizer)
     if (inspect.isclass(optimizer) and not issubclass(optimizer, torch.optim.Optimizer)) or not callable(optimizer):
         raise BadInput(f"optimizer: {describe_kind(optimizer)}: must be {ALLOWED}")
@@ -285,7 +285,7 @@ def make_factory_of(optimizer: Any, args: Optional[Mapping[str, Any]] = None) ->
 
 
 class _Calling:
-    """A class or a function with its arguments; arguments that it does not take are reported in one line."""
+    """A factory that calls a class or a function with its arguments, and reports wrong arguments in one line."""
 
     def __init__(self, made_by: Any, args: Dict[str, Any]) -> None:
         self._made_by, self._args = made_by, args
@@ -304,13 +304,13 @@ class _Calling:
 
 
 class _Like:
-    """A factory of optimizers of the class and settings of one that exists, over the same parameters."""
+    """A factory that makes optimizers of the class and settings of an existing one, over the same parameters."""
 
     def __init__(self, own: torch.optim.Optimizer) -> None:
         if own.state:
             raise BadInput(
-                f"optimizer: {type(own).__name__}: has stepped already, and its state is not taken over: give a new one, or its"
-                " class and arguments"
+                f"optimizer: {type(own).__name__}: has stepped already, and its state would be lost: give a new one, or its class"
+                " and arguments"
             )
         self._kind, self._defaults = type(own), own.defaults
         self._settings = {
@@ -333,9 +333,9 @@ class _Like:
         missing = sum(id(p) not in self._settings for p in group["params"])
         if missing:
             raise BadInput(
-                f"optimizer: {self._kind.__name__}: does not hold {missing} of the {len(group['params'])} parameters of stage"
-                f" {group['stage']}: it must be made of those of the model that is given; what is not to be trained needs"
-                " requires_grad_(False)"
+                f"optimizer: {self._kind.__name__}: lacks {missing} of the {len(group['params'])} parameters of stage"
+                f" {group['stage']}: it must be made from all parameters of the given model; use requires_grad_(False) for those"
+                " that are not trained"
             )
         groups: Dict[int, Dict[str, Any]] = {}
         for p in group["params"]:
@@ -399,9 +399,11 @@ def import_state(
         if id(parameter) not in group_of:
             continue
         group = group_of[id(parameter)]
-        counts_there = bool(group.get("fused") or group.get("capturable"))  # others keep step counts on the CPU
+        # other optimizers have their step counts on the CPU
+        counts_there = bool(group.get("fused") or group.get("capturable"))
         for entry, value in state.items():
-            is_count = entry.rpartition(".")[2] in COUNTS  # also one of another replica (backends.replicas)
+            # the last part, because entries of other replicas have a prefix (backends.replicas)
+            is_count = entry.rpartition(".")[2] in COUNTS
             if isinstance(value, torch.Tensor):
                 state[entry] = value.to(parameter.device if not is_count or counts_there else "cpu")
         optimizer.state[parameter] = state

@@ -83,7 +83,7 @@ class Plateau:
     """
 
     def __init__(self, base: float, args: Mapping[str, Any]) -> None:
-        # torch accepts any value here, and fails or raises the rate at an evaluation hours later
+        # torch accepts any value here, and fails or increases the rate at an evaluation hours later
         for key, value in args.items():
             values = value if key == "min_lr" and isinstance(value, (list, tuple)) else [value]
             if key in PLATEAU_NUMBERS and any(type(one) not in (int, float) or one < 0 for one in values):
@@ -122,7 +122,8 @@ class Plateau:
 
 PLATEAU_NUMBERS = ("factor", "patience", "threshold", "cooldown", "min_lr", "eps")
 PLATEAU_STATE = ("num_bad_epochs", "cooldown_counter", "last_epoch")
-SchedulerFactory = Callable[[torch.optim.Optimizer], Any]  # returns a torch.optim.lr_scheduler
+# returns a torch.optim.lr_scheduler
+SchedulerFactory = Callable[[torch.optim.Optimizer], Any]
 KEY = "lr_schedule"
 
 
@@ -158,7 +159,7 @@ def simulate_scheduler(
                     )
         except BadInput:
             raise
-        # a scheduler may raise anything, for example if it was planned for a shorter run
+        # a scheduler may raise anything, for example if it is made for a shorter run
         except Exception as error:
             raise BadInput(f"{KEY}: {_name(make)}: at update {len(rates)} of {updates}: {summarize(error)}") from error
     if not all(math.isfinite(rate) and rate >= 0 for row in rates for rate in row):

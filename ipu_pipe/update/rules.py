@@ -1,16 +1,16 @@
-"""Update rules that tame staleness: a table of rows with a key, a source, an equation and pure functions.
+"""Update rules against staleness: a table of rows with a key, a source, an equation and pure functions.
 
-A rule acts on each stage by that stage's lag D, in updates, over any torch.optim optimizer that it is defined on. An update
-applies the rules in the order of their table, and each of these in turn:
+A rule acts on each stage by that stage's lag D, in updates, with any torch.optim optimizer for which it is defined. An update
+applies, in this order and within each line in the order of the table:
 
     compensate  g_m <- compensate(g_m, w_now - w_read) of each microbatch m          (as soon as its backward is done)
     gradient    g <- gradient(g)                                                     (then clipping)
     rate        lr <- rate(lr, k)
     step        the optimizer's own step, then w <- w + c x for each (x, c) of step(move)
-    state       each entry kept beside the optimizer's <- its own function of what it was and of w_{t+1} - w_t
+    state       each additional entry of the optimizer's state <- its function of the old value and of w_{t+1} - w_t
 
-and a pass that reads a version of the weights w gets w + c x for each (entry, c) of `read`, x the optimizer's state of that
-name *at that version*. The functions know nothing of stages other than theirs, nor of one another.
+A pass that reads a version of the weights w gets w + c x for each (entry, c) of `read`, where x is the optimizer's state of that
+name *at that version*. The functions are independent of other stages and of one another.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ import torch
 from ipu_pipe.schedule.methods import Method, Pipeline, Reads
 from ipu_pipe.stability import recurrences
 
-Tensors = List[torch.Tensor]  # one for each parameter of a stage that it is about
+# one tensor for each parameter of a stage
+Tensors = List[torch.Tensor]
 
 
 class Setting(NamedTuple):
     """The settings of a rule on one stage of a run.
 
-    `values` are those of its key in method_args, `lag` the stage's lag D in updates (`VersionTable.rule_lag`), `accumulate` the
-    microbatches N of an update.
+    `values`: the values of its key in method_args; `lag`: the stage's lag D in updates (`VersionTable.rule_lag`); `accumulate`:
+    the microbatches N of an update.
     """
 
     values: Any
@@ -43,10 +44,10 @@ class Setting(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """A pass about to read a version: a forward, or else a backward or recomputation.
+    """A pass that reads a version: a forward if `is_forward`, else a backward or a recomputation.
 
-    `lag` is that of this backward, in updates, where the rule asks for it (`reads_lag`), else 0; `rate` the learning rate of the
-    update that is next at that version.
+    `lag`: the lag of this backward in updates for rules with `reads_lag`, else 0; `rate`: the learning rate of the next update
+    after that version.
     """
 
     is_forward: bool
@@ -54,17 +55,17 @@ class Reading(NamedTuple):
     rate: float = 0.0
 
 
-# (what an entry was, w_{t+1} - w_t) -> what it is; the old value is given away, the step is not but may be kept
+# (old value of an entry, w_{t+1} - w_t) -> new value; the function may overwrite the old value but not the step
 Follow = Callable[[Tensors, Tensors], Tensors]
-# (setting, gradients of a microbatch, w_now - w_read or None where it is 0, entries by name); all are changed in place
+# (setting, gradients of a microbatch, w_now - w_read or None if it is 0, entries by name); changes gradients and entries in place
 Compensate = Callable[["Setting", Tensors, Optional[Tensors], Mapping[str, Tensors]], None]
 
 
 class Move(NamedTuple):
     """A step of the optimizer over the parameters of one group.
 
-    `options`: of the group; `states`: the optimizer's, of each parameter; `gradients`: before the step, with the optimizer's
-    weight decay, as its velocity has it; `step`: w_{t+1} - w_t by the optimizer alone, empty unless the rule keeps state.
+    `options`: the options of the group; `states`: the optimizer's state of each parameter; `gradients`: the gradients of the step
+    with weight decay, as in the velocity; `step`: w_{t+1} - w_t by the optimizer alone, empty unless the rule has state.
     """
 
     options: Mapping[str, Any]
@@ -74,7 +75,7 @@ class Move(NamedTuple):
 
     @property
     def velocity(self) -> Tensors:
-        """The velocity of SGD, after the step."""
+        """The velocity of SGD after the step."""
         return [state[VELOCITY] for state in self.states] if self.options["momentum"] else self.gradients
 
 
@@ -87,24 +88,26 @@ def _own_key(rule: Rule, args: Mapping[str, Any], method: Method) -> Any:
 
 @dataclass(frozen=True)
 class Rule:
-    """One rule. All functions are optional; those on tensors may write into tensors that are said to be given away.
+    """One rule. All functions are optional.
 
-    `set_by(rule, args, method)`: the rule's settings in a run with these method_args (resolved), None where it does not act.
-    `method_faults(settings, method, keys of the rules that act)` and `optimizer_faults(settings, kind, options)`, kind being
-    sgd, adam or adamw: why it cannot.
+    `key`: its key in method_args, if it has one. `set_by(rule, args, method)`: returns the rule's settings in a run with these
+    resolved method_args, None if it does not act. `method_faults(settings, method, keys of the acting rules)` and
+    `optimizer_faults(settings, kind, options)`: return the reasons why it cannot act; `kind` is sgd, adam, adamw or another
+    optimizer.
 
-    `compensate(setting, gradients, age, entries)` changes the gradients of one microbatch, which are divided by N, and the rule's
-    entries in place. `age`: the newest weights minus those that the microbatch's passes read.
-    `gradient(setting, gradients)` -> gradients; the given ones are given away.
-    `rate(setting, rate, k)` -> rate of update k, counted from the switch to asynchronous training.
-    `step(setting, move)` -> (x, c) pairs.
-    `state(setting)` -> the entries kept on the stage beside the optimizer's state, tensors in the parameters' shapes that
-    begin at 0, and how each follows the steps; None: `compensate` changes it. Memory is counted and checkpoints are checked by
-    these names.
-    `read(setting, reading)` -> (entry, c) pairs; coefficients of 0 correct nothing.
+    `compensate(setting, gradients, age, entries)`: changes the gradients of one microbatch, which are divided by N, and the
+    rule's entries in place. `age`: the newest weights minus the weights that the microbatch's passes read. `gradient(setting,
+    gradients)` -> gradients; it may overwrite its argument. `rate(setting, rate, k)` -> rate of update k, counted from the
+    switch to asynchronous training. `step(setting, move)` -> (x, c) pairs. `state(setting)` -> name -> function that moves the
+    entry after a step; None: `compensate` changes it. Entries are tensors of the parameters' shapes in the optimizer's state,
+    initially 0. Memory and checkpoints use these names. `read(setting, reading)` -> (entry, c) pairs; a coefficient of 0
+    corrects nothing.
+
+    `needs_lag`: the rule does nothing on a stage without lag. `reads_lag`: its `read` of a backward depends on that pass's lag.
+    `follows_optimizer`: its entries follow the optimizer's own steps, without the additions of rules.
     """
 
-    key: str  # in method_args, if it has one there
+    key: str
     source: str
     equation: str
     set_by: Callable[[Rule, Mapping[str, Any], Method], Any] = _own_key
@@ -118,9 +121,9 @@ class Rule:
     state: Optional[Callable[[Setting], Mapping[str, Optional[Follow]]]] = None
     read: Optional[Callable[[Setting, Reading], List[Tuple[str, float]]]] = None
 
-    needs_lag: bool = True  # a stage without lag is left alone, to the last bit
-    reads_lag: bool = False  # its `read` of a backward goes by the lag of that pass
-    follows_optimizer: bool = False  # its entries follow the optimizer's own steps, without what rules add to them
+    needs_lag: bool = True
+    reads_lag: bool = False
+    follows_optimizer: bool = False
 
     def acts_on(self, setting: Setting) -> bool:
         """Return whether the rule does anything on the stage."""
@@ -128,7 +131,8 @@ class Rule:
 
 
 OPTIMAL = "optimal"
-VELOCITY = "momentum_buffer"  # in the state of torch.optim.SGD
+# the entry of the velocity in the state of torch.optim.SGD
+VELOCITY = "momentum_buffer"
 
 
 # ---- gradients and rates
@@ -146,7 +150,7 @@ def shrink_gradients(setting: Setting, gradients: Tensors) -> Tensors:
 def reschedule_rate(setting: Setting, rate: float, k: int) -> float:
     """Lower the rate: lr / max(D, 1)^p, p = 1 - min(k / K, 1), K = `anneal_updates`, D = `lag` (PipeMare, section 3.1, T1)."""
     power = 1 - min(k / setting.values["anneal_updates"], 1.0)
-    # Python's own power: NumPy's may differ in the last bit from machine to machine
+    # Python's power, because NumPy's may differ in the last bit between machines
     return rate / max(setting.lag, 1.0) ** power
 
 
@@ -183,19 +187,19 @@ def compensate_delay(
 
 
 def list_compensation_conflicts(settings: Any, method: Method, given: Sequence[str]) -> List[str]:
-    """List why a gradient has no single version of the weights that it was taken at, or other rules change that version."""
+    """List the reasons why a gradient does not belong to a single version of the weights, or why another rule changes it."""
     if method.predicts:
-        why = f"{method.name} is a weight prediction by itself, both make up for the same delay"
+        why = f"{method.name} is itself a weight prediction, and both compensate for the same delay"
         return [f"method_args.delay_compensation: {why}"]
     if method.backward_reads is not Reads.STASHED:
         return [
-            f"method_args.delay_compensation: with {method.name} here the passes of a microbatch read different weights, and the"
-            " rule is defined by those of one gradient: set stash: true"
+            f"method_args.delay_compensation: with {method.name} here the passes of a microbatch read different weights, but the"
+            " rule needs one version: set stash: true"
         ]
     if method.order is not None and method.order.splits:
         return ["method_args.delay_compensation: not with split_backward, whose weight gradients come after later updates"]
     if "weight_prediction" in given:
-        return ["method_args.delay_compensation: cannot be combined with weight_prediction: both make up for the same delay"]
+        return ["method_args.delay_compensation: cannot be combined with weight_prediction: both compensate for the same delay"]
     return []
 
 
@@ -203,11 +207,11 @@ def list_compensation_conflicts(settings: Any, method: Method, given: Sequence[s
 
 
 def _list_momentum_conflicts(key: str, settings: Any, kind: str, options: Mapping[str, Any]) -> List[str]:
-    """List why the rule `key`, defined on SGD with plain momentum, is not defined on this optimizer."""
+    """List the reasons why the rule `key`, defined for SGD with plain momentum, is not defined for this optimizer."""
     if kind != "sgd":
         return [
-            f"method_args.{key}: {kind}: is defined by the velocity of SGD with momentum (v <- m v + g, w <- w - lr v), and "
-            f"{kind}'s step is no such thing"
+            f"method_args.{key}: {kind}: is defined by the velocity of SGD with momentum (v <- m v + g, w <- w - lr v), which "
+            f"{kind} does not have"
         ]
     odd = [name for name in ("nesterov", "dampening", "maximize") if options.get(name)]
     return [
@@ -235,12 +239,12 @@ DELAYED_STEP = "delayed_step"
 
 
 def feed_back_error(setting: Setting, move: Move) -> List[Tuple[Tensors, float]]:
-    """Add to the optimizer's step d_t what the step before lacked: w_{t+1} = w_t + d_t + k D (d_t - d_{t-1}), k = `scale`.
+    """Add the error of the previous step to the optimizer's step d_t: w_{t+1} = w_t + d_t + k D (d_t - d_{t-1}), k = `scale`.
 
-    Ours, after the description of the correction in "One-Step Gradient Delay is Not a Barrier" (arXiv 2606.30634), whose
-    formula we do not have. With a delay of one update, d_t follows from the gradient at w_{t-1}. It is the step that should have
-    been made one update ago, when d_{t-1} was made instead; the error d_t - d_{t-1} is made up for now. With D updates the change
-    is extrapolated. The first step, which has none before it, stays as it is.
+    This rule is ours, after the description of the correction in "One-Step Gradient Delay is Not a Barrier" (arXiv 2606.30634),
+    whose formula we do not have. With a delay of one update, d_t follows from the gradient at w_{t-1}. It should have been the
+    step of the previous update, which was d_{t-1} instead; the error d_t - d_{t-1} is corrected now. For D updates the change
+    is extrapolated. The first step is not changed.
     """
     share = setting.values["scale"] * setting.lag
     before = [state.get(DELAYED_STEP, step) for state, step in zip(move.states, move.step)]
@@ -248,13 +252,13 @@ def feed_back_error(setting: Setting, move: Move) -> List[Tuple[Tensors, float]]
 
 
 def list_feedback_conflicts(settings: Any, method: Method, given: Sequence[str]) -> List[str]:
-    """List why the error of a step cannot be fed back: another rule makes the step another one."""
+    """List the rules that cannot be combined with error feedback, because they change the step too."""
     if "spike_compensation" in given:
         return ["method_args.error_feedback: cannot be combined with spike_compensation: both add to the step for the same delay"]
     return []
 
 
-# ---- T2: the backward reads w - n delta, n the lag of that pass
+# ---- T2: the backward reads w - n delta, n its lag
 
 DELTA = "t2_delta"
 
@@ -286,20 +290,22 @@ def read_discrepancy(setting: Setting, reading: Reading) -> List[Tuple[str, floa
 
 
 def list_discrepancy_conflicts(settings: Any, method: Method, given: Sequence[str]) -> List[str]:
-    """List why T2 cannot act: the passes read the same weights, or another rule corrects the same discrepancy."""
+    """List the reasons why T2 cannot act: both passes read the same weights, or another rule corrects the same discrepancy."""
     if method.backward_reads is not Reads.NEWEST:
         return [
             f"method_args.t2: with {method.name} here both passes read the same weights: there is nothing to correct"
         ]
     if "weight_prediction" in given:
-        return ["method_args.t2: cannot be combined with weight_prediction: both make up for the same discrepancy"]
+        return ["method_args.t2: cannot be combined with weight_prediction: both compensate for the same discrepancy"]
     return []
 
 
 # ---- weight prediction by the optimizer's own step
 
-STEP = "step"  # no entry of a state: the direction d of the optimizer's step w <- w - lr d, computed from its state
-BY_RATE = (VELOCITY, STEP)  # what a learning rate is multiplied with
+# not an entry of the state: the direction d of the optimizer's step w <- w - lr d, computed from the state
+STEP = "step"
+# the entries that are multiplied with the learning rate
+BY_RATE = (VELOCITY, STEP)
 
 
 def compute_adam_direction(options: Mapping[str, Any], state: Mapping[str, Any]) -> torch.Tensor:
@@ -309,8 +315,8 @@ def compute_adam_direction(options: Mapping[str, Any], state: Mapping[str, Any])
     return (state["exp_avg"] / (1 - b1**t)) / (root + options["eps"])  # type: ignore[no-any-return]
 
 
-# kind of optimizer -> (an entry that its first step makes, its direction from a group's options and a parameter's state); the
-# decoupled weight decay of AdamW is left out, as PipeOptim does
+# kind of optimizer -> (an entry that its first step makes, the function from a group's options and a parameter's state to the
+# direction); AdamW's decoupled weight decay is left out, as in PipeOptim
 DIRECTIONS: Dict[str, Tuple[str, Callable[[Mapping[str, Any], Mapping[str, Any]], torch.Tensor]]] = {
     "sgd": (VELOCITY, lambda options, state: state[VELOCITY]),
     "adam": ("exp_avg", compute_adam_direction),
@@ -318,7 +324,7 @@ DIRECTIONS: Dict[str, Tuple[str, Callable[[Mapping[str, Any], Mapping[str, Any]]
 }
 
 
-# ---- weight prediction: v is the velocity of the optimizer, also where spike compensation makes the step another one
+# ---- weight prediction: v is the velocity of the optimizer, even if spike compensation changes the step
 
 LAST_STEP = "last_step"
 
@@ -342,22 +348,22 @@ def read_prediction(setting: Setting, reading: Reading) -> List[Tuple[str, float
 
 
 def list_prediction_conflicts(settings: Any, method: Method, given: Sequence[str]) -> List[str]:
-    """List why a prediction cannot be added: the method predicts by itself, or no paper defines it for recomputation."""
+    """List the reasons why a prediction cannot be added: the method itself predicts, or no paper defines it for recomputation."""
     if method.predicts:
-        return [f"method_args.weight_prediction: {method.name} is a weight prediction by itself"]
+        return [f"method_args.weight_prediction: {method.name} is itself a weight prediction"]
     if method.segments is not None:
         return ["method_args.weight_prediction: cannot be combined with recompute, for which no paper defines it"]
     return []
 
 
 def list_velocity_conflicts(settings: Any, kind: str, options: Mapping[str, Any]) -> List[str]:
-    """List why the form `velocity` has no velocity, or the form `optimizer` no known direction, to predict by."""
+    """List the reasons why the form `velocity` has no velocity, or the form `optimizer` no known direction."""
     if settings["form"] == "difference":
         return []
     if settings["form"] == "optimizer" and kind != "sgd":
         if kind not in DIRECTIONS:
             known = "sgd with momentum, adam and adamw"
-            return [f"method_args.weight_prediction: {kind}: form: optimizer knows {known} alone: use form: difference"]
+            return [f"method_args.weight_prediction: {kind}: form: optimizer supports only {known}: use form: difference"]
         odd = [name for name in ("amsgrad", "maximize") if options.get(name)]
         return [f"method_args.weight_prediction: optimizer.{name}: the form is defined without {name}" for name in odd]
     faults = _list_momentum_conflicts("weight_prediction", settings, kind, options)
@@ -368,11 +374,11 @@ def list_velocity_conflicts(settings: Any, kind: str, options: Mapping[str, Any]
     return faults
 
 
-# ---- SpecTrain: stage s predicts the weights of the time at which the first stage's backward of that microbatch ends
+# ---- SpecTrain: stage s predicts the weights at the end of the first stage's backward of the microbatch
 
 
 def get_spectrain_settings(rule: Rule, args: Mapping[str, Any], method: Method) -> Optional[Dict[str, Any]]:
-    """Return the settings of a method that predicts by itself, None for others."""
+    """Return the settings of a method that itself predicts, None for others."""
     return {"form": "velocity", "scale": 1.0} if method.predicts else None
 
 
@@ -393,14 +399,14 @@ def read_spectrain(setting: Setting, reading: Reading) -> List[Tuple[str, float]
 
 
 def list_spectrain_conflicts(settings: Any, kind: str, options: Mapping[str, Any]) -> List[str]:
-    """List why the method, which predicts by velocity, cannot use this optimizer."""
+    """List the reasons why the method, which predicts by velocity, cannot use this optimizer."""
     return [
         fault.replace("method_args.weight_prediction", "method").replace(": use form: difference", "")
         for fault in list_velocity_conflicts(settings, kind, options)
     ]
 
 
-# ---- NAG-RPD: x_hat = x + beta (x - x of the iterate before), where that one changed the block
+# ---- NAG-RPD: x_hat = x + beta (x - previous x), if the previous iteration changed the block
 
 
 def get_nag_settings(rule: Rule, args: Mapping[str, Any], method: Method) -> Any:
@@ -413,7 +419,7 @@ def read_nag(setting: Setting, reading: Reading) -> List[Tuple[str, float]]:
     return [(LAST_STEP, setting.values)]
 
 
-# ---- the table, in the order in which they act
+# ---- the table of rules, in the order in which they act
 
 
 def _table(*rules: Rule) -> Dict[str, Rule]:
@@ -475,19 +481,19 @@ def select_rules(args: Mapping[str, Any], method: Method) -> List[Tuple[Rule, An
 
 
 def list_conflicts(args: Mapping[str, Any], method: Method, kind: str, options: Mapping[str, Any]) -> List[str]:
-    """List why the rules in `args` (method_args, resolved) cannot act together with this method and optimizer."""
+    """List the reasons why the rules in `args` (resolved method_args) cannot act with this method and optimizer."""
     chosen = select_rules(args, method)
     keys = [rule.key for rule, _ in chosen]
     if not method.is_stale:
         idle = [rule.key for rule, _ in chosen if rule.needs_lag]
         idle += ["warmup"] if args.get("warmup") is not None else []
         if idle:
-            why = "no gradient is stale: there is nothing for it to do"
+            why = "no gradient is stale: leave it out"
             return [f"method_args.{key}: with {method.name} {why}" for key in idle]
     faults: List[str] = []
     if method.history is not None:
         other = [rule.key for rule, _ in chosen if rule.key != "nag"] + ["warmup"] * (args.get("warmup") is not None)
-        why = "its delays are of the history of all stages' updates, for which no rule is defined"
+        why = "its delays count updates of all stages, for which no rule is defined"
         return [f"method_args.{key}: not with {method.name}: {why}" for key in other]
     for rule, settings in chosen:
         faults += rule.method_faults(settings, method, keys) if rule.method_faults is not None else []
