@@ -111,9 +111,11 @@ class Parser(argparse.ArgumentParser):
 def run_command(main: Callable[[], None]) -> NoReturn:
     """Run a command line's `main` and exit: 0 done, 2 bad input, 1 fault, 130 Ctrl-C."""
     ended_by_ctrl_c = False
-    if not sys.warnoptions:  # -W and PYTHONWARNINGS ask for Python's own
+    # with -W or PYTHONWARNINGS the user wants Python's own warnings
+    if not sys.warnoptions:
         warnings.showwarning = _show_warning
-    if isinstance(sys.stdout, io.TextIOWrapper):  # file names need not be text; standard error escapes them by default
+    # file names need not be valid text; standard error escapes them by default
+    if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         try:
@@ -124,7 +126,8 @@ def run_command(main: Callable[[], None]) -> NoReturn:
                 sys.stdout.flush()
         except BaseException as error:
             ended_by_ctrl_c = interrupts.has_come()
-            if ended_by_ctrl_c:  # it may have become another exception on its way here
+            # the interrupt may have become another exception on its way here
+            if ended_by_ctrl_c:
                 raise KeyboardInterrupt from error
             raise
         finally:
@@ -176,7 +179,8 @@ def _format_fault(error: Exception) -> Optional[str]:
 
 
 def _print_fault(line: str) -> None:
-    with contextlib.suppress(OSError):  # there is nowhere else to print it
+    # there is nowhere else to print it
+    with contextlib.suppress(OSError):
         print(f"error: {name_commands(fold_lines(line))}", file=sys.stderr, flush=True)
 
 
@@ -224,6 +228,7 @@ def end_process(code: int) -> NoReturn:
     active exception").
     """
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):  # it has been reported, if that is possible
+        # the fault has been reported, if that is possible
+        with contextlib.suppress(OSError):
             stream.flush()
     os._exit(code)

@@ -77,7 +77,8 @@ def replace_nonfinite(value: Any) -> Any:
 
 # ---- hashes
 
-MOST_BYTES = 1 << 30  # that are hashed at a start, some seconds' work
+# the most bytes that are hashed at a start, which takes some seconds
+MOST_BYTES = 1 << 30
 
 
 def hash_file(path: Path, algorithm: str) -> str:

@@ -16,7 +16,8 @@ import sys
 import threading
 from typing import Any, NoReturn
 
-INTERRUPTED = 130  # exit code: 128 and the signal's number
+# exit code: 128 and the signal's number
+INTERRUPTED = 130
 
 
 def end_at_once() -> None:

@@ -10,9 +10,12 @@ import time
 from dataclasses import dataclass
 from typing import List, Mapping, Optional, Tuple
 
-GREATEST = 10**6  # ranks
-ORPHANED = 1  # exit code: a fault
-WATCHDOG = "ipu_pipe orphans"  # name of a thread
+# the most ranks
+GREATEST = 10**6
+# exit code of a fault
+ORPHANED = 1
+# the name of the watchdog thread
+WATCHDOG = "ipu_pipe orphans"
 LOOK_SECONDS = 0.5
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import difflib
 from typing import Any, Iterable, Sequence
 
-MOST_OF_A_VALUE = 160  # characters
+# characters
+MOST_OF_A_VALUE = 160
 MOST_OF_A_LINE = 2000
 
 
@@ -13,7 +14,8 @@ def show(value: Any) -> str:
     """Return a value as text on one line, cut after `MOST_OF_A_VALUE` characters."""
     try:
         text = str(value)
-    except Exception as error:  # numbers of too many digits, objects of the user's own
+    # numbers with too many digits, or objects of the user's own
+    except Exception as error:
         text = f"({type(value).__name__} that cannot be shown: {type(error).__name__})"
     return _cut(escape(text), MOST_OF_A_VALUE)
 

@@ -47,7 +47,8 @@ def main(args: argparse.Namespace) -> None:
     from ipu_pipe.report.analysis.text import compute_differences, format_analysis, format_comparison
 
     tell = get_tell(args.quiet)
-    if args.png is not None:  # matplotlib may be missing: say so before the analysis
+    # matplotlib may be missing: report that before the analysis
+    if args.png is not None:
         from ipu_pipe.report.plots import check_plots
 
         check_plots()

@@ -24,7 +24,8 @@ examples:
   python tools/plan.py configs/resnet50_cifar10_finest.yaml --hardware v100x8 --memory 16GB --write runs/planned.yaml
   python tools/train.py runs/planned.yaml
 """
-MOST_BATCH = 10**6  # samples of an update: more than any run had; every microbatch of it is scheduled
+# samples of an update; every microbatch of it is scheduled
+MOST_BATCH = 10**6
 SIZES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 
 

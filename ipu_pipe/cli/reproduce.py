@@ -43,7 +43,8 @@ def main(args: argparse.Namespace) -> None:
     """Run the command."""
     if args.seeds and len(set(args.seeds)) < len(args.seeds):
         raise BadInput(f"--seeds: {' '.join(map(str, args.seeds))}: must be different")
-    from ipu_pipe.studies.catalogue import find_experiments  # it imports torch
+    # imported here because it imports torch
+    from ipu_pipe.studies.catalogue import find_experiments
     from ipu_pipe.studies.experiment import Request
 
     tell = get_tell(args.quiet or args.json)
@@ -61,7 +62,8 @@ def main(args: argparse.Namespace) -> None:
     experiments = find_experiments([] if runs_all else args.experiment)
     if args.at_most is not None:
         experiments = [experiment for experiment in experiments if experiment.hours <= args.at_most]
-    if not runs_all:  # options that an experiment has no use for are refused, but not of all at once
+    # refuse options that the experiment does not use; with all experiments each option is used by some
+    if not runs_all:
         for experiment in experiments:
             experiment.check(request)
     all_results: List[Dict[str, Any]] = []

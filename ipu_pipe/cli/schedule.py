@@ -31,8 +31,10 @@ SHOWN_SLOTS, SHOWN_STAGES = 120, 64
 MOST_SLOTS = 100_000
 # passes of a schedule, stages times microbatches: proving and drawing takes a microsecond each, writing JSON or CSV ten
 MOST_PASSES = {"text": 10_000_000, "csv": 2_000_000, "json": 2_000_000}
-MOST_TIMED = 500_000  # the clock simulates pass by pass
-MOST_ORDERED = 30_000  # orders are laid out pass by pass, and some are planned several times
+# the clock simulates pass by pass
+MOST_TIMED = 500_000
+# orders are laid out pass by pass, and some are planned several times
+MOST_ORDERED = 30_000
 
 
 def _parse_slots(text: str) -> Tuple[int, int]:

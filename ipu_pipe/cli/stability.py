@@ -46,7 +46,8 @@ train: they run experiments of tools/reproduce.py.
 )  # fmt: skip
 def main(args: argparse.Namespace) -> None:
     """Run the command."""
-    if not args.what and args.set and "=" not in args.set[-1]:  # --set a=1 CONFIG
+    # `--set a=1 CONFIG`: the config was taken for an override
+    if not args.what and args.set and "=" not in args.set[-1]:
         args.what = [args.set.pop()]
     if len(args.what) == 1 and (args.what[0].endswith((".yaml", ".yml")) or find_config(args.what[0]).is_file()):
         _examine_config(args)

@@ -11,7 +11,8 @@ from ipu_pipe.config.load import dump_yaml
 from ipu_pipe.config.schema import Config
 from ipu_pipe.schedule.methods import METHODS
 
-MADE_LATER = "given.optimizer"  # described when it is made: compared then
+# the optimizer is described when it is made, so it is compared then
+MADE_LATER = "given.optimizer"
 
 
 class Role(Enum):
@@ -120,7 +121,8 @@ class Changes(NamedTuple):
 
     refused: List[str]
     free: List[str]
-    longer: bool  # the run is asked for more updates
+    # whether the run has more updates than before
+    longer: bool
 
 
 def classify_changes(old: Config, new: Config) -> Changes:

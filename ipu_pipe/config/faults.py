@@ -11,7 +11,8 @@ from pydantic import BaseModel
 from ipu_pipe.text import find_alias, find_nearest, show
 
 MOST_FAULTS = 50
-WRITTEN = ("given",)  # keys that only a run writes
+# keys that only a run writes
+WRITTEN = ("given",)
 # What others call a key of a run's config.
 KEYS_ALSO_CALLED = {
     **dict.fromkeys(("batch_size", "train_batch_size", "per_device_train_batch_size", "microbatch_size"), "micro_batch_size"),
@@ -34,7 +35,8 @@ KEYS_ALSO_CALLED = {
 }  # fmt: skip
 # The key of a section for which a value alone is most likely meant, by the value's type.
 MEANT = {str: ("entry", "name"), int: ("norm", "every"), float: ("norm", "every")}
-WORDS = {  # pydantic's kinds of faults whose own words are not ours
+# pydantic's types of faults whose messages are replaced
+WORDS = {
     **dict.fromkeys(("dict_type", "model_type", "model_attributes_type"), "must be a mapping of keys to values"),
     **dict.fromkeys(("string_type", "invalid_key"), "must be text"),
     **dict.fromkeys(("int_type", "int_from_float", "int_parsing"), "must be a whole number"),
@@ -116,7 +118,8 @@ def _suggest_key(parts: List[str], schema: Schema, forms: Mapping[str, Schema]) 
         if section is None:
             return ""
     fields, key = section.model_fields, parts[-1]
-    if key in fields:  # of another form of `stages`
+    # the key belongs to another form of `stages`
+    if key in fields:
         return ""
     called = KEYS_ALSO_CALLED.get(key.lower().replace("-", "_"), "") if len(parts) == 1 else ""
     if called.startswith("--") or called.partition(".")[0] in fields:

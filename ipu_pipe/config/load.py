@@ -23,13 +23,15 @@ from ipu_pipe.text import show
 #
 # The bounds are far above any config of ours (the largest has 60 values on 4 levels): a hostile file is refused within seconds.
 
-MOST_BYTES = 2**18  # of a file
-MOST_VALUES = 50_000  # of a file; what an alias repeats counts again
-MOST_LEVELS = 50  # of mappings and lists inside one another
-MOST_FILES = 20  # that extend one another
+# the most bytes and values of a file (repeated values of an alias count again), nested levels, and files that extend one another
+MOST_BYTES = 2**18
+MOST_VALUES = 50_000
+MOST_LEVELS = 50
+MOST_FILES = 20
 _TOO_LARGE = f"nested deeper than {MOST_LEVELS} levels, or more than {MOST_VALUES} values: no config needs that"
 
-Origins = Dict[str, str]  # key with dots -> the file or option that it came from
+# key with dots -> the file or option that it came from
+Origins = Dict[str, str]
 
 _TAG = "tag:yaml.org,2002:"
 # YAML 1.2's plain scalars: 1e-3 is a number; no, on and 2026-01-01 are text; 010 is ten
@@ -106,7 +108,8 @@ def parse_yaml(text: str, place: str, level: int = 0) -> Any:
         mark = getattr(error, "problem_mark", None)
         line = mark.line + 1 if mark else text.count("\n", 0, getattr(error, "position", 0)) + 1
         raise BadInput(f"{place}: line {line}: is not valid YAML: {getattr(error, 'problem', None) or error}") from None
-    except (ValueError, KeyError, OverflowError) as error:  # !!int abc, the escape "\UFFFFFFFF", a number of 5,000 digits
+    # such as !!int abc, the escape "\UFFFFFFFF", or a number of 5,000 digits
+    except (ValueError, KeyError, OverflowError) as error:
         raise BadInput(f"{place}: is not valid YAML: {error}") from None
     except RecursionError:
         raise BadInput(f"{place}: {_TOO_LARGE}") from None
@@ -137,7 +140,8 @@ def dump_yaml(value: Any) -> str:
 def read_yaml(path: Path, origins: Optional[Origins] = None) -> Dict[str, Any]:
     """Return the keys of a file on top of those of the file that its `extends` names, and fill in `origins`."""
     origins = {} if origins is None else origins
-    layers: List[Tuple[Path, Dict[str, Any]]] = []  # `path` and what it extends, in order
+    # (file, keys) of `path` and of the files that it extends, in order
+    layers: List[Tuple[Path, Dict[str, Any]]] = []
     place, target = str(path), path
     for _ in range(MOST_FILES):
         raw = parse_yaml(_read_text(target, place), str(target))
@@ -169,7 +173,8 @@ def _read_text(path: Path, place: str) -> str:
             content = file.read(MOST_BYTES + 1) if is_file else b""
     except FileNotFoundError:
         raise BadInput(f"{place}: no such config file") from None
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+    # a NUL in the name is a ValueError
+    except (OSError, ValueError) as error:
         raise BadInput(f"{place}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
     if not is_file or len(content) > MOST_BYTES:
         raise BadInput(f"{place}: must be a file of at most {MOST_BYTES // 1024} KiB")
@@ -280,7 +285,8 @@ def _validate(raw: Dict[str, Any], origins: Origins, place: str, faults: List[st
 
     raw = {key: value for key, value in raw.items() if value is not None or key in NULL_MEANS}
     config, faults = None, list(faults)
-    wrong: Set[Tuple[str, ...]] = set()  # keys with faults, and the sections that hold them
+    # keys with faults, and their sections
+    wrong: Set[Tuple[str, ...]] = set()
     try:
         config = Config.model_validate(raw)
     except ValidationError as error:
@@ -293,7 +299,8 @@ def _validate(raw: Dict[str, Any], origins: Origins, place: str, faults: List[st
             wrong |= {key[:1], key[:2]}
     if isinstance(raw.get("hardware"), str):
         faults += _collect(import_outer("read_hardware"), raw["hardware"], f"{find_origin('hardware', origins, place)}: hardware")
-    if ("method",) not in wrong:  # also where other keys are wrong
+    # check the method even if other keys are wrong
+    if ("method",) not in wrong:
         args = raw.get("method_args", {})
         args = args if isinstance(args, dict) else {}
         args = {key: value for key, value in args.items() if ("method_args", key) not in wrong}
@@ -321,7 +328,8 @@ def _collect(check: Any, *args: Any) -> List[str]:
 
 def _check_rules(config: Config, method: Method) -> Tuple[List[str], List[str]]:
     """Return why the update rules cannot act with the method, and with the config's optimizer, for which another may be given."""
-    from ipu_pipe.update import rules  # imports torch, which reading a config otherwise does not need
+    # imported here because it imports torch, which reading a config otherwise does not need
+    from ipu_pipe.update import rules
 
     args = config.method_settings()
     # no rule objects to this optimizer

@@ -32,8 +32,10 @@ from ipu_pipe.config.values import (
 
 GIVEN = "(given in Python)"
 OPTIMIZERS, SCHEDULERS = "torch.optim.", "torch.optim.lr_scheduler."
-OWN = "model"  # the loss of a model that computes it itself
-TRACED = 512  # microbatches of a stage, where nothing is said
+# the name of the loss that a model computes itself
+OWN = "model"
+# the default number of traced microbatches of a stage
+TRACED = 512
 STAGES = "stages"
 BY_STAGE = "must be a list of values, one a stage, or {from: a, to: b}, numbers by the stage's delay, and over: stages if wanted"
 
@@ -88,7 +90,8 @@ class DataConfig(BaseModel):
         return {key: value for key, value in self.model_dump().items() if key != "name" and value is not None}
 
 
-GROUPS = "groups"  # the name of an optimizer whose groups have optimizers of their own
+# the name of an optimizer whose groups have different optimizers
+GROUPS = "groups"
 
 
 class OptimizerSettings(Section):
@@ -101,7 +104,8 @@ class OptimizerSettings(Section):
     weight_decay: Optional[NotNegative] = None
     betas: Optional[Tuple[Share, Share]] = None
     eps: Optional[Positive] = None
-    args: Optional[Dict[str, Any]] = None  # null, as in the manifests of runs that had no such key
+    # null in the manifests of runs that had no such key
+    args: Optional[Dict[str, Any]] = None
     by_stage: Optional[Dict[str, Any]] = None
 
     @model_validator(mode="before")
@@ -249,7 +253,8 @@ class LrSchedule(Section):
     milestones: List[Epochs] = []
     gamma: Positive = 0.1
     args: Optional[Dict[str, Any]] = None
-    interval: Optional[Literal["update", "epoch"]] = None  # an update
+    # null means update
+    interval: Optional[Literal["update", "epoch"]] = None
     metric: Optional[str] = None
 
     @field_validator("name", mode="before")

@@ -11,14 +11,22 @@ from typing_extensions import Annotated
 
 # Limits of numbers that have none of their own. A larger one is a slip, and would not end: a run is planned before it starts, in
 # time and memory that grow with its stages and with the updates after which it stops to save.
-MOST_UPDATES = 10_000_000  # of a run: at 10 updates a second eleven days
-MOST_STOPS = 1_000_000  # evaluations, or checkpoints, of a run
-MOST_STAGES = 4_096  # of a pipeline: the deepest that the papers emulate has 1,000
-MOST_COUNT = 1_000_000_000  # of anything else
-MOST_THREADS = 512  # each has a stack of megabytes: where memory is limited, OpenMP ends the process for 1,000
-MOST_VERSIONS = 1_000_000  # of the weights that are kept
-MOST_REAL = 1e18  # of any other setting: the product of two is still a float32
-MOST_SECONDS = 1e7  # of waiting: four months
+# the most updates of a run: eleven days at 10 updates per second
+MOST_UPDATES = 10_000_000
+# the most evaluations, or checkpoints, of a run
+MOST_STOPS = 1_000_000
+# the most stages: the deepest pipeline in the papers has 1,000
+MOST_STAGES = 4_096
+# the most of anything else that is counted
+MOST_COUNT = 1_000_000_000
+# each thread has a stack of megabytes; with limited memory OpenMP aborts the process at 1,000
+MOST_THREADS = 512
+# the most weight versions
+MOST_VERSIONS = 1_000_000
+# the greatest value of any other setting: the product of two is still a float32
+MOST_REAL = 1e18
+# the longest wait: four months
+MOST_SECONDS = 1e7
 
 
 def to_number(value: Any) -> Optional[float]:
@@ -50,8 +58,10 @@ def key_fault(key: str, value: Any, why: str) -> PydanticCustomError:
     return PydanticCustomError("setting", "{why}", {"key": key, "value": value, "why": why})
 
 
-Integer = Annotated[int, Strict()]  # no bool and no 2.0
-NUMBER = BeforeValidator(check_number)  # beside the limits of a float
+# rejects bools and floats such as 2.0
+Integer = Annotated[int, Strict()]
+# used together with the limits of a float
+NUMBER = BeforeValidator(check_number)
 PathText = Annotated[str, BeforeValidator(check_path)]
 Count = Annotated[Integer, Field(ge=1, le=MOST_COUNT)]
 Updates = Annotated[Integer, Field(ge=1, le=MOST_UPDATES)]
@@ -59,7 +69,8 @@ Delayed = Annotated[Integer, Field(ge=1, le=MOST_VERSIONS)]
 Stages = Annotated[Integer, Field(ge=1, le=MOST_STAGES)]
 Threads = Annotated[Integer, Field(ge=1, le=MOST_THREADS)]
 Whole = Annotated[Integer, Field(ge=0, le=MOST_COUNT)]
-Seed = Annotated[Integer, Field(ge=0, le=2**63 - 1)]  # what torch.Generator and a tensor of int64 hold
+# the range of torch.Generator and of an int64 tensor
+Seed = Annotated[Integer, Field(ge=0, le=2**63 - 1)]
 Positive = Annotated[float, Field(gt=0, le=MOST_REAL), NUMBER]
 Seconds = Annotated[float, Field(gt=0, le=MOST_SECONDS), NUMBER]
 Epochs = Annotated[float, Field(gt=0, le=MOST_UPDATES), NUMBER]

@@ -24,7 +24,8 @@ except ImportError:  # pragma: no cover
 Pair = Tuple[torch.Tensor, torch.Tensor]
 
 
-LABELS = ("labels", "label", "target", "targets")  # of a mapping, where nothing is said: the first that is there
+# the default names of the labels in a mapping: the first that is present
+LABELS = ("labels", "label", "target", "targets")
 
 
 @runtime_checkable
@@ -205,7 +206,8 @@ class TensorData(SampledData):
         self._epoch = epoch
 
     def _normalized(self, x: torch.Tensor) -> torch.Tensor:
-        is_bytes = x.dtype == torch.uint8  # then what follows is a copy of ours and can be changed in place
+        # then the result below is a copy, which may be changed in place
+        is_bytes = x.dtype == torch.uint8
         if is_bytes:
             x = x.float().div_(255)
         if self._mean is None or self._std is None:
@@ -270,7 +272,8 @@ class SyntheticData(SampledData):
         self._tested = "test"
 
     def _move_to_test(self, other: Any, moved: torch.Tensor, left: torch.Tensor) -> None:
-        other._tested = "validation"  # samples of their own, drawn as the test set's are
+        # the validation set has its own samples, drawn like the test set's
+        other._tested = "validation"
 
     def take_train(self, epoch: int, places: range) -> Pair:
         """Return the samples at these places of an epoch."""
@@ -300,7 +303,8 @@ def split_off_test(x: torch.Tensor, y: torch.Tensor, test: int, seed: int = 0) -
     return [(x[order[test:]], y[order[test:]]), (x[order[:test]], y[order[:test]])]
 
 
-IGNORED = -100  # of torch's cross-entropy, unless it is told another one
+# the default ignored label of torch's cross-entropy
+IGNORED = -100
 
 
 @dataclass(frozen=True)

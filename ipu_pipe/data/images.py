@@ -17,8 +17,10 @@ from ipu_pipe.errors import BadInput
 from ipu_pipe.model.randomness import derive_seed
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
-MOST_PIXELS = 89_478_485  # of an image: a quarter of a GiB in memory; from here on Pillow warns of decompression bombs
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's training images, by channel
+# the most pixels of an image, a quarter of a GiB; Pillow warns of decompression bombs above it
+MOST_PIXELS = 89_478_485
+# mean and standard deviation of ImageNet's training images, by channel
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 class ImageFolder(SampledData):

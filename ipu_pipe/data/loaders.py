@@ -79,7 +79,8 @@ class LoaderData:
         self.validation = None if validation is None else LoaderData(validation, validation, seed, labels)
         self.labels, self.data_files = labels, list(files)
         self._epoch, self._next = -1, 0
-        self._pass, self._taken = 0, 0  # of the loader, and batches of it
+        # the pass over the loader, and the batches taken from it
+        self._pass, self._taken = 0, 0
         self._iterator: Iterator[Any] = iter(())
         # the random states that the loader draws from
         self._drawn = RandomStates.read()
@@ -183,7 +184,8 @@ class LoaderData:
             batch = next(self._iterator, _END)
             if self._length() is None and batch is not _END and (_count(batch) or batch_size) < batch_size:
                 after = next(self._iterator, _END)
-                batch = _END if after is _END else batch  # in the middle it is at fault, at the end it is dropped
+                # an incomplete batch in the middle is a fault; at the end it is dropped
+                batch = _END if after is _END else batch
         if batch is not _END:
             self._taken += 1
             return batch

@@ -92,7 +92,8 @@ def verify_files(name: str, folder: Path, root: Union[str, Path, None]) -> None:
     remedy = f"run: python tools/fetch_data.py {name}{where}"
     if not folder.is_dir():
         raise BadInput(f"data: {name}: {folder}: not there: {remedy}")
-    remedy = f"delete the folder and {remedy}"  # fetching leaves a folder that is there alone
+    # fetching does not replace an existing folder
+    remedy = f"delete the folder and {remedy}"
     faults, whole = [], {}
     for file, (_, size) in FILES[name].items():
         path = folder / file
@@ -190,7 +191,8 @@ def _digits_file() -> Path:
 def _digits(root: Optional[str], seed: int, augment: bool = False, **limits: Any) -> DataSource:
     with gzip.open(_digits_file()) as table:
         rows = torch.from_numpy(np.loadtxt(table, delimiter=",", dtype=np.float32))
-    images = rows[:, :64].reshape(-1, 1, 8, 8) / 16  # grey values from 0 to 16
+    # grey values are from 0 to 16
+    images = rows[:, :64].reshape(-1, 1, 8, 8) / 16
     train, test = split_off_test(images, rows[:, 64].long(), test=360)
     return _limited(train, test, seed, augment, (0.3053,), (0.3760,), **limits)
 
@@ -207,12 +209,14 @@ def _limited(
     random_labels: bool = False,
 ) -> DataSource:
     """Make the data source of the first `subset` training and `test_subset` test samples, all if None."""
-    if random_labels:  # drawn for the whole set, so that a subset's are the first of them
+    # draw for the whole set, so that a subset has its first labels
+    if random_labels:
         train, test = _relabelled(train, seed, "train"), _relabelled(test, seed, "test")
     return TensorData(*take_subset(train, test, subset, test_subset), seed, augment, mean, std)
 
 
-CLASSES = 10  # of each set whose labels can be random
+# the classes of the sets that can have random labels
+CLASSES = 10
 
 
 def _relabelled(pair: Pair, seed: int, part: str) -> Pair:
@@ -241,7 +245,8 @@ def _synthetic(
 
 
 def _image_folder(root: Optional[str], seed: int, **options: Any) -> DataSource:
-    from ipu_pipe.data.images import ImageFolder  # Pillow is wanted only here
+    # Pillow is needed only here
+    from ipu_pipe.data.images import ImageFolder
 
     return ImageFolder(root or os.environ.get("IPU_PIPE_DATA") or None, seed, **options)
 

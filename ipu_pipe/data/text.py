@@ -84,8 +84,10 @@ class TextData(SampledData):
 PADDING, UNKNOWN, BEGIN, END = range(4)
 SPECIAL = ["<pad>", "<unk>", "<begin>", "<end>"]
 TEST_PAIRS = 1000
-NO_LABEL = -100  # what cross-entropy passes over
-LONGEST = 512  # no verse has as many
+# the label that cross-entropy ignores
+NO_LABEL = -100
+# longer than any verse
+LONGEST = 512
 
 
 def split_into_tokens(line: str) -> List[str]:

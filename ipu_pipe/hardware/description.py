@@ -291,7 +291,8 @@ def _validate(raw: Dict[str, Any], origins: Origins, place: str) -> Hardware:
 #
 # Devices are numbered so that neighbours are close: those of one server follow one another.
 
-Flow = Tuple[int, int]  # from one device to another
+# (source device, target device)
+Flow = Tuple[int, int]
 
 
 def find_level(hardware: Hardware, devices: Sequence[int]) -> Optional[LinkLevel]:

@@ -27,7 +27,8 @@ from ipu_pipe.schedule.table import Schedule
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import KeptMicrobatches, VersionTable, count_kept_by_segments, count_weight_copies
 
-MOST_BYTES = 2.0**59  # of one kind: the sum of all seven is still an int64
+# of one category: the sum of all seven is still an int64
+MOST_BYTES = 2.0**59
 
 
 class StageMemory(NamedTuple):
@@ -104,7 +105,8 @@ def count_stashed(method: Method, stages: int, accumulate: int, recompute: bool,
     make = make_lockstep_schedule if lockstep else make_schedule
     schedule = make(method, stages, batches * accumulate, accumulate)
     in_flight: Sequence[float] = schedule.max_in_flight().tolist()
-    if method.order is not None:  # stages of one device hold their most at different times
+    # stages of one device have their peaks at different times
+    if method.order is not None:
         counts = schedule.count_held(method.order.weight_share)
         in_flight = np.ceil(counts).tolist() if recompute else counts
     stashed = count_kept_microbatches(in_flight, recompute, method.segments, method.turn)

@@ -36,7 +36,8 @@ from ipu_pipe.model.restoring import undisturbed
 from ipu_pipe.model.stages import list_top_places
 from ipu_pipe.model.timing import time_passes
 
-FEW = 2  # samples of a real forward; a batch norm refuses one
+# samples of a real forward; a batch norm refuses one sample
+FEW = 2
 
 
 class CountedUnits(NamedTuple):
@@ -56,7 +57,8 @@ def count_units(
     """
     try:
         order = observe_execution(model, x)
-        with uncast_temporarily(model):  # sizes are scaled by the precision later
+        # sizes are scaled by the precision later
+        with uncast_temporarily(model):
             seen, samples = _observe(model, x, get_given_loss(loss), y)
     except BadInput:
         raise
@@ -74,7 +76,8 @@ def count_units(
     starts = [0, *[i for i, call in enumerate(seen.calls) if call.name in wanted]]
     names = [first, *[seen.calls[i].name for i in starts[1:]]]
     owned = _count_parameters(model, seen)
-    last_keeper: Dict[int, int] = {}  # memory -> the last unit that keeps it
+    # storage -> the last unit that keeps it
+    last_keeper: Dict[int, int] = {}
     units = []
     for i, (name, a, b) in enumerate(zip(names, starts, [*starts[1:], len(seen.calls)])):
         calls_inside = seen.calls[a:b]

@@ -186,7 +186,8 @@ class PipelineTrainer(Trainer):
     callbacks, and all have the whole model after training. Raise `BadInput`, one line for each argument that is not supported.
     """
 
-    _has_joined = False  # whether the process group, which all trainers of a process share, is ours
+    # whether this class joined the process group, which all trainers of a process share
+    _has_joined = False
     control: Any
     lr_scheduler: Any
     _created_lr_scheduler: bool
@@ -256,7 +257,8 @@ class PipelineTrainer(Trainer):
         """Return whether the loss leaves out the samples of a batch whose labels are -100."""
         labels, config = batch.get("labels"), getattr(self.model, "config", None)
         if getattr(config, "num_labels", None) == 1 or getattr(config, "problem_type", None) == "regression":
-            return False  # whole numbers are values there, -100 too
+            # integers are values there, even -100
+            return False
         if any(getattr(config, name, False) not in (None, False) for name in COUNTS_ALL):
             return False
         # a loss of the user's own, or of more labels than these, may count what is to be ignored

@@ -18,7 +18,8 @@ from ipu_pipe.plan.prediction import Prediction, Problem
 from ipu_pipe.schedule.methods import METHODS
 from ipu_pipe.text import format_bytes
 
-MAP_SHOWN = 64  # devices of which the map is printed
+# the most devices whose map is printed
+MAP_SHOWN = 64
 
 
 def list_begins(problem: Problem, prediction: Prediction) -> List[str]:
@@ -196,7 +197,8 @@ def make_planned_config(config: Config, problem: Problem, prediction: Prediction
         changes["backend"] = _move_off_chip(config.backend)
     text = dump_config(config.model_copy(update=changes))
     try:
-        configure(**parse_yaml(text, "--write"))  # checked before anything is written
+        # check the config before anything is written
+        configure(**parse_yaml(text, "--write"))
     except BadInput as error:
         raise BadInput([re.sub("^configure: ", "--write: ", fault) for fault in error.faults]) from None
     return text

@@ -28,7 +28,8 @@ from ipu_pipe.schedule.methods import Method
 from ipu_pipe.schedule.table import Schedule
 from ipu_pipe.schedule.timelines import make_schedule
 
-STEADY = 1e-6  # relative: differences of the time of a microbatch below it are none
+# the relative difference below which two times of a microbatch count as equal
+STEADY = 1e-6
 
 
 class BatchTime(NamedTuple):
@@ -74,7 +75,8 @@ class Batches:
 
     def _extrapolate(self, accumulate: int, play: Callable[[int], BatchTime]) -> BatchTime:
         step = max(self._devices, 4)
-        if self.method.order is not None:  # whole rounds
+        # use whole rounds
+        if self.method.order is not None:
             step += -step % self._devices
         # where the pipeline does not drain, batches shorter than its fill have a steady state of their own; DualPipeV has none
         shortest = step if self.method.flushes and self.method.order is None else 2 * step

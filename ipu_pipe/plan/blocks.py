@@ -92,7 +92,8 @@ class _EveryUnit(nn.Module):
         super().__init__()
         self.model, self.heads = model, nn.ModuleList()
         self.begins = list(begins)
-        self.ends: List[torch.Tensor] = []  # activations at the end of each unit but the last
+        # activations at the end of each unit but the last
+        self.ends: List[torch.Tensor] = []
         self.output: Any = None
 
     def forward(self, *inputs: Any, **named: Any) -> Any:

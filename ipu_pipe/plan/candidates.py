@@ -29,9 +29,12 @@ BY_DEVICE = ("interleaved_1f1b", "zb_h1", "zb_h2", "interleaved_zb", "zbv", "v_h
 USUAL, IN_LOCKSTEP = ("pipedream_2bw", "pipedream_flush", "gpipe", *BY_DEVICE), ("pipedream_flush",)
 # no pipeline; a file of one size; as slow as interleaved_1f1b with the activations of the whole batch
 UNPLANNED = ("naive", "rows", "looped_bfs")
-LOCAL = ("local_greedy", "local_chunked")  # a stage is a block
-INTERLEAVED = (2, 3, 4)  # stages on a device that are tried where they are dealt in turn
-MOST_STAGES = 32  # of a replica, of methods that are given by each device's order of passes
+# methods in which a stage is a block
+LOCAL = ("local_greedy", "local_chunked")
+# the numbers of stages on a device that are tried if stages are placed in turn
+INTERLEAVED = (2, 3, 4)
+# the most stages of a replica for methods that are given by each device's order of passes
+MOST_STAGES = 32
 
 
 @lru_cache(maxsize=None)
@@ -186,7 +189,8 @@ def make_boundary_transfer(hardware: Hardware, layout: ReplicaLayout, stage: int
     """Return the transfer of one byte from `stage` to the next, or back, while every replica sends one; the slowest replica's."""
     ends = (stage + 1, stage) if back else (stage, stage + 1)
     flows = [(layout.get_device(r, ends[0]), layout.get_device(r, ends[1])) for r in range(layout.width)]
-    if flows[0][0] == flows[0][1]:  # stages of one device
+    # both stages are on one device
+    if flows[0][0] == flows[0][1]:
         return Transfer()
     sharing = count_sharing(hardware, flows)
     transfers = [make_transfer(hardware, *flow, 1.0, at_once) for flow, at_once in zip(flows, sharing)]

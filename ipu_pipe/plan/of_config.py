@@ -43,7 +43,8 @@ def make_problem(
     hardware's and the config's. Raises BadInput where the hardware has no rate for the precision.
     """
     precision = precision or config.precision
-    hardware.find_rate(precision)  # raises BadInput without one
+    # raises `BadInput` without a rate
+    hardware.find_rate(precision)
     moments = max(count_moments(one.name, one.settings()) for one in config.optimizer.members)
     scale = PRECISIONS[precision].data / units[0].number_bytes
     usable = hardware.device.usable_bytes if memory is None else memory
@@ -115,7 +116,8 @@ def _explain_unplanned(method: Method, hardware: Any) -> Optional[str]:
     if method.order is not None and hardware is not None and read_hardware(hardware, "hardware").lockstep:
         return f"devices in lock-step do not run {method.name}"
     order = method.order
-    if order is not None and row.order is not None:  # any number of stages on a device is planned
+    # any number of stages on a device can be planned
+    if order is not None and row.order is not None:
         order = replace(order, stages_per_device=row.order.stages_per_device)
     if method.pipeline not in (row.pipeline, *list_schedules(row)) or order != row.order:
         return f"the planner knows {method.name} without method_args that change its schedule"

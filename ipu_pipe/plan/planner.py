@@ -31,7 +31,8 @@ from ipu_pipe.text import format_bytes, show
 # recomputation takes is charged to the memory that asks for it.
 
 STREAMED = "backend.ipu.tensor_locations.optimizer.on_chip: false"
-SMALL = 0.02  # shares of the time below it hold nothing back
+# a smaller share of the time is not a bottleneck
+SMALL = 0.02
 
 
 class Binding(NamedTuple):
@@ -106,7 +107,8 @@ def _list_bindings(problem: Problem, prediction: Prediction) -> List[Binding]:
         what = "all-reduces of gradients" if reduces else "activations and their gradients"
         what = "samples" if link == HOST else what
         waited, busy = (seconds - quiet) / seconds, min(prediction.link_busy[link] / seconds, 1.0)
-        late = busy < waited / 2  # most of what is waited for is latency
+        # most of the waiting time is latency
+        late = busy < waited / 2
         words = f"{waited:.0%} of the time is waited for messages, "
         if late:
             words += f"most of that for their latency; {link} itself is busy {busy:.2%} of the time, with {what}"
@@ -271,8 +273,10 @@ def find_least_memory(problem: Problem, asked: Iterable[Candidate]) -> Optional[
 
 # ---- the planner
 
-SHOWN = 10  # configurations
-MOST_DEVICES, MOST_BATCH = 4_096, 1_000_000_000  # greater plans take minutes
+# the number of configurations in an answer
+SHOWN = 10
+# greater plans take minutes
+MOST_DEVICES, MOST_BATCH = 4_096, 1_000_000_000
 
 
 @dataclass(frozen=True)

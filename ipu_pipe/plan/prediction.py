@@ -217,7 +217,8 @@ class Costing:
     def _price_stages(self, first: IntArray, end: IntArray) -> StagePrices:
         seconds = sum(self._compute_seconds(first, end))
         stages, entering = self.sums.make_stage(first, end, self.local), self.sums.entering[first]
-        both = self.problem.lockstep and not self.local  # go together between cycles
+        # activations and gradients are exchanged together between cycles
+        both = self.problem.lockstep and not self.local
         onward, back = ([*(transfer.seconds for transfer in sent), 0.0] for sent in (self.onward, self.back))
         per_byte = np.add(onward, np.multiply(back, both))
 

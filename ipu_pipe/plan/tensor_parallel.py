@@ -24,7 +24,8 @@ from ipu_pipe.hardware.unit_costs import Unit
 from ipu_pipe.plan.prediction import Problem, Sums
 from ipu_pipe.text import format_bytes
 
-ALL_REDUCES = 2  # of a unit in each pass
+# all-reduces of a unit in each pass
+ALL_REDUCES = 2
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,8 @@ def _predict(problem: Problem, ways: int, width: int, samples: int, accumulate: 
         return None
     with_weights = np.diff(sums.parameters) > 0
     messages: List[float] = (sums.entering[1:] * with_weights).tolist()
-    passes = 3  # forward, forward again and backward
+    # forward, recomputation and backward
+    passes = 3
     communicate = sum(passes * ALL_REDUCES * _reduce(problem, ways, size) for size in messages if size)
     compute = (2 * float(sums.forward[-1]) + float(sums.backward[-1])) / ways
     gradients = _reduce_gradients(problem, ways, width, parameters * PRECISIONS[problem.precision].gradient)

@@ -14,7 +14,8 @@ from ipu_pipe.config.schema import Config
 from ipu_pipe.errors import BadInput
 from ipu_pipe.files import atomic_file
 
-LETTERS_PER_INCH = 13  # of the note
+# letters of the note per inch
+LETTERS_PER_INCH = 13
 
 
 def check_plots() -> None:

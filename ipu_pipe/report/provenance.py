@@ -89,8 +89,10 @@ def _find_cpu() -> Optional[str]:
     return next(named, platform.processor() or None)
 
 
-MOST_FILES = 1000  # of more, the names are hashed and not the contents
-SHOWN = 16  # digits of a hash in a message
+# of more files only the names are hashed
+MOST_FILES = 1000
+# digits of a hash in a message
+SHOWN = 16
 
 
 def fingerprint_data(job: Job, earlier: Mapping[str, Any]) -> Dict[str, Any]:
@@ -145,7 +147,8 @@ def _as_mapping(value: Any) -> Mapping[str, Any]:
 def _is_repeatable(job: Job, now: Mapping[str, Any]) -> bool:
     """Return whether the source gives its first microbatch again, after one of another epoch. A source that draws from shared
     random state does not."""
-    with contextlib.suppress(Exception):  # it may have no other epoch
+    # there may be no other epoch
+    with contextlib.suppress(Exception):
         job.data.train_batch(1, 0, job.config.micro_batch_size)
     return bool(_hash_first_microbatch(job)["sha256"] == now.get("sha256"))
 

@@ -18,8 +18,10 @@ from ipu_pipe.text import list_some
 
 MIB = 2**20
 SHOWN_STAGES = 12
-FLOPS_SHOWN = 1e9  # of GFLOPs
-PREDICTION_BAND = 2.0  # a prediction of the throughput that is off by a larger factor is a finding of its own
+# FLOPs of a stage from which GFLOPs are shown
+FLOPS_SHOWN = 1e9
+# a predicted throughput that is wrong by a larger factor is reported
+PREDICTION_BAND = 2.0
 
 
 def format_opening(job: Job, done: int = 0) -> str:

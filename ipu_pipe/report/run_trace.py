@@ -29,7 +29,8 @@ from ipu_pipe.trace.store import SUFFIX, TraceWriter
 # device 2         F0 B0
 
 IN_FLIGHT = "microbatches in flight"
-CROSSING = {-1: "activations", +1: "gradients"}  # what comes from the previous and from the next stage
+# offset of the stage that a message comes from -> its content
+CROSSING = {-1: "activations", +1: "gradients"}
 # The order of events that begin at one time; passes come last.
 _ORDER = {"send": 0, Kind.UPDATE.word: 1, WAIT: 2, "pause": 2}
 _ORDER_OF_CODE = np.array([_ORDER.get(kind, 3) for kind in ev.KINDS], np.int8)
@@ -94,7 +95,8 @@ def build_modelled_events(
             actions, needed = actions.select(~whole), needed[:, ~whole]
         return actions, messages, needed
 
-    completing = list(start)[-2]  # the pass before the update, which completes a microbatch on its stage
+    # the last pass, which completes a microbatch on its stage
+    completing = list(start)[-2]
     events: List[Events] = []
     counters: List[Counters] = []
     for device in dict.fromkeys(device_of_stage):

@@ -134,7 +134,8 @@ def plan_links(job: Job) -> List[Dict[str, int]]:
     for s, size in enumerate(job.footprint.boundary_bytes):
         if not ahead or s + ahead < len(job.part) - 1:
             sizes[s + ahead, s + ahead + 1] = size
-            if structure is None:  # nothing goes back to stages that are all frozen
+            # no gradient is sent to stages that are all frozen
+            if structure is None:
                 sizes[s + 1, s] = size if s >= first_trained else 0
     back: Dict[Tuple[int, int], int] = {}
     out: Dict[Tuple[int, int], int] = {}

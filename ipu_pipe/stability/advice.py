@@ -53,7 +53,8 @@ class StabilityMargin(NamedTuple):
 
 def compute_margins(stages: Sequence[StageDynamics]) -> List[StabilityMargin]:
     """Return the margin of each stage, as if the whole sharpest direction lay in that stage."""
-    limits: Dict[Recurrence, float] = {}  # for curvature 1; many stages have the same recurrence
+    # the largest stable rates for curvature 1; many stages have the same recurrence
+    limits: Dict[Recurrence, float] = {}
 
     def find_limit(updates: Recurrence, curvature: float) -> float:
         if updates not in limits:

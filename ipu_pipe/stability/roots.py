@@ -34,7 +34,8 @@ from ipu_pipe.stability.recurrences import DelayedRead, Floats, Recurrence
 
 Complexes = NDArray[np.complex128]
 Interval = Tuple[float, float]
-HALVINGS = 48  # of an angle's bracket, which is a few hundredths of the angle wide
+# bisections of an angle's bracket, which is a few hundredths of the angle wide
+HALVINGS = 48
 
 
 class Term(NamedTuple):
@@ -226,7 +227,8 @@ def _join(intervals: List[Interval]) -> List[Interval]:
 # The least such radius is the least circle that holds all roots for some range of steps whose ends are a factor of kappa
 # apart.
 
-LEAST, MOST = 1e-8, 1 - 1e-4  # of 1 - radius: half-lives from 0.08 to 7e7 updates
+# the range of 1 - radius: half-lives from 0.08 to 7e7 updates
+LEAST, MOST = 1e-8, 1 - 1e-4
 POINTS, ROUNDS = 16, 4
 
 
@@ -247,7 +249,8 @@ def find_least_half_life(loop: LoopGain, condition: float) -> float:
 
     It is infinite where no radius up to 1 - 1e-8 holds all roots.
     """
-    low, high = np.log(LEAST), np.log(MOST)  # of 1 - radius; `low` always fits
+    # bounds of 1 - radius; `low` always fits
+    low, high = np.log(LEAST), np.log(MOST)
     if find_widest_ranges(loop, np.array([1 - LEAST]))[0] < condition:
         return np.inf
     for _ in range(ROUNDS):
@@ -274,7 +277,8 @@ def find_best_momentum(make: Callable[[float], LoopGain], condition: float) -> T
 
     Of 25 momenta evenly spaced in log(1 - m) the best is taken, then three times of 7 around the best so far.
     """
-    rest = np.linspace(0, np.log(1e-6), 25)  # of 1 - m
+    # logarithms of 1 - m
+    rest = np.linspace(0, np.log(1e-6), 25)
     tried = {}
     for _ in range(4):
         for value in rest:

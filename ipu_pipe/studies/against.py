@@ -30,7 +30,8 @@ from ipu_pipe.run.train import check, reserve_folder, train
 from ipu_pipe.schedule.methods import resolve_method
 from ipu_pipe.schedule.timelines import compute_utilization
 
-TIMES = (1, 2, 4, 8)  # multiples of the config's own microbatches per update, where none are given
+# default multiples of the config's microbatches per update
+TIMES = (1, 2, 4, 8)
 Summary = Mapping[str, Any]
 
 
@@ -154,9 +155,11 @@ def fit_into_time(config: Config, accumulate: int, first: Summary) -> Optional[C
     if steps < 2 or accumulate > first["updates_per_epoch"] * before:
         return None
     optimizer, rates = config.optimizer, config.lr_schedule
-    if not optimizer.reference_batch_size:  # which scales by itself
+    # a reference batch size scales the rate itself
+    if not optimizer.reference_batch_size:
         optimizer = optimizer.scale_rate(accumulate / before)
-    part = steps * accumulate / (first["steps"] * before)  # of the samples
+    # the share of the samples
+    part = steps * accumulate / (first["steps"] * before)
     rates = rates.model_copy(
         update={
             "warmup_steps": math.ceil(rates.warmup_steps * before / accumulate),

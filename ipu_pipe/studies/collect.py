@@ -36,7 +36,8 @@ from ipu_pipe.schedule.methods import METHODS, resolve_method
 
 ERROR = "error: "
 MIB = 2**20
-Comparison = Dict[str, Dict[str, Any]]  # "throughput", "memory", "communication" -> method -> its figures
+# "throughput", "memory" or "communication" -> method -> its figures
+Comparison = Dict[str, Dict[str, Any]]
 
 
 def compare_methods(
@@ -57,7 +58,8 @@ def compare_methods(
     if is_distributed():
         launch(config, {"out": out, "methods": methods, "steps": steps, "rounds": rounds, "overwrite": overwrite})
     jobs: Dict[str, Job] = {}
-    if list(methods) != [config.method]:  # all methods get the cut of the config's own, whatever their order
+    # all methods get the cut of the config's own method, whatever their order
+    if list(methods) != [config.method]:
         job = build_for_planning(move_to_emulator(switch_method(config, config.method, steps)))
         if not job.part.spread:
             jobs[config.method] = job
@@ -126,7 +128,8 @@ def switch_method(config: Config, name: str, steps: Optional[int], boundaries: S
     steps = config.steps if steps is None else steps
     if steps is None:
         raise BadInput("steps: null: must be given, in the config or by --steps: how many updates each method makes")
-    changes: Dict[str, Any] = {"steps": max(steps, 2)}  # the first update is not timed
+    # two updates at least, because the first is not timed
+    changes: Dict[str, Any] = {"steps": max(steps, 2)}
     if name != config.method:
         method_args = {key: value for key, value in config.method_settings().items() if key == "head"}
         structure = resolve_method(name).structure

@@ -65,8 +65,10 @@ def judge(claim: Claim, finals: Mapping[str, Mapping[int, float]]) -> Verdict:
         return Verdict(claim.text, NOT_RUN)
     gaps = [claim.gap({label: finals[label][seed] for label in claim.rows}) for seed in sorted(seeds)]
     difference = error = None
-    low, high = min(gaps), max(gaps)  # where a run diverged, all seeds must agree
-    if any(math.isnan(gap) for gap in gaps):  # both rows diverged
+    # if a run diverged, all seeds must agree
+    low, high = min(gaps), max(gaps)
+    # both rows diverged
+    if any(math.isnan(gap) for gap in gaps):
         low, high = -math.inf, math.inf
     elif all(map(math.isfinite, gaps)):
         difference = statistics.mean(gaps)
@@ -120,7 +122,8 @@ def describe(verdict: Verdict) -> str:
 # ---- experiments
 
 Key = TypeVar("Key")
-Value = TypeVar("Value")  # what a run gives: anything that can be pickled
+# the result of a run, which must be picklable
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -278,7 +281,8 @@ def run_all(
 
 def _start(parent: int) -> None:
     end_with(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # after Ctrl-C the parent ends its workers
+    # after Ctrl-C the parent ends its workers
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def call_with_picklable_faults(work: Callable[..., Value], arguments: Sequence[Any]) -> Value:

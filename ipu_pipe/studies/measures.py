@@ -43,8 +43,10 @@ from ipu_pipe.run.build import build
 from ipu_pipe.run.train import train
 from ipu_pipe.schedule.methods import METHODS
 
-Result = Dict[str, Any]  # of a run, as plain data
-Runs = Sequence[Mapping[str, Any]]  # results of runs, with their label and seed
+# the result of a run as plain data
+Result = Dict[str, Any]
+# results of runs with their label and seed
+Runs = Sequence[Mapping[str, Any]]
 
 
 class MeasureOptions(Section):
@@ -220,7 +222,8 @@ def observe_draws(model: nn.Module, x: Any) -> Mapping[str, int]:
     """Return the modules of a model in blocks that draw random numbers, as `KeyedRandomness` takes them; before training."""
     blocks = get_blocks(model)
     assert blocks is not None
-    blocks.pieces[0].cut.prepare(x, training=True)  # a batch of this size is recorded without the hooks of an observer
+    # record a batch of this size without the hooks of an observer
+    blocks.pieces[0].cut.prepare(x, training=True)
     return observe_effects(model, clone_tensors(x)).draws
 
 

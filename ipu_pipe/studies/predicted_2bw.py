@@ -31,7 +31,8 @@ from ipu_pipe.studies.experiment import PredictedRows, Verdict, judge_exactly, j
 SOURCE = "Narayanan et al. 2021 (PipeDream-2BW)"
 VOCABULARY, SEQUENCE, BLOCKS = 50304, 512, 48
 BATCHES = (512, 2048)
-HEADS = {1024: 16, 1920: 20, 2560: 32}  # Megatron's for the first two
+# Megatron's values for the first two
+HEADS = {1024: 16, 1920: 20, 2560: 32}
 SERVER, DEVICES = "v100x8", 64
 NAIVE, GPIPE, FLUSH, TWO_BW = "naive", "gpipe", "pipedream_flush", "pipedream_2bw"
 GIGA = 1e9
@@ -137,7 +138,8 @@ def find_largest_model(depth: int) -> float:
         costing = Costing(problem, candidate, list_layouts(depth, candidate.width)[0], Sums(problem, 1))
         if max(memory.total for memory in costing.memories(cut_equally(problem.units, depth))) > problem.memory_bytes:
             break
-        parameters = sum(unit.parameters for unit in problem.units[:-2])  # the head's weight is the embedding's
+        # the head's weight is the embedding's
+        parameters = sum(unit.parameters for unit in problem.units[:-2])
     return parameters
 
 
@@ -154,7 +156,7 @@ def compare_tensor_parallel(width: int, depth: int, devices: int, batch: int) ->
     candidate = Candidate(TWO_BW, depth, replicas, 8, batch // replicas // 8, True)
     pipeline = predict_fastest(problem, candidate, cut_equally(problem.units, depth))
     tensor = predict_tensor_parallel(problem, devices, depth, batch)
-    assert tensor is not None  # it fits
+    assert tensor is not None
     return pipeline.samples_per_second / tensor.samples_per_second
 
 
@@ -179,8 +181,10 @@ RATIOS = (
 )  # fmt: skip
 # 2BW over tensor parallelism: parameters, width, ways, devices, batch, printed
 TENSOR = (("2.2 billion", 1920, 8, 8, 256, 1.3), ("3.8 billion", 2560, 16, 64, 512, 20.0))
-FIGURE_8, FIGURE_8_BATCHES = ((4, 8), (8, 8), (8, 32)), (2048, 4096, 8192)  # depth and microbatch
-ORDER = (TWO_BW, FLUSH, GPIPE, NAIVE)  # from the fastest
+# (depth, microbatch) pairs, and batches
+FIGURE_8, FIGURE_8_BATCHES = ((4, 8), (8, 8), (8, 32)), (2048, 4096, 8192)
+# the fastest first
+ORDER = (TWO_BW, FLUSH, GPIPE, NAIVE)
 NAMES = {NAIVE: "inter-layer", GPIPE: "GPipe", FLUSH: "Flush", TWO_BW: "2BW"}
 
 
@@ -202,7 +206,8 @@ def predict_2bw() -> PredictedRows:
         (width, batch): predict_throughputs(width, depth, batch) for _, width, depth in MODELS for batch in BATCHES
     }
     for faster, slower, batch, printed in RATIOS:
-        models = MODELS[:1] if slower == NAIVE else MODELS  # against inter-layer the paper has the smaller model alone
+        # the paper compares with inter-layer parallelism only for the smaller model
+        models = MODELS[:1] if slower == NAIVE else MODELS
         ratios = [round(rates[width, batch][faster] / rates[width, batch][slower], 2) for _, width, _ in models]
         add("6", f"{NAMES[faster]} over {NAMES[slower]}, batch {batch}", printed, *ratios)
         claim = f"Figure 6: {NAMES[faster]} is up to {printed} times as fast as {NAMES[slower]}, batch {batch}"

@@ -131,8 +131,10 @@ def predict(
     candidate = Candidate(BACKPROPAGATION, devices, 1, samples, accumulate, False)
     printed = PRINTED_CUTS.get((network, devices))
     starts = [0, *map(names.index, printed)] if printed else Costing(problem, candidate, layout, sums).cut()
-    assert starts is not None  # any cut fits 1e15 bytes
-    updates = 1 if method == LOCAL else accumulate  # a block is updated after each microbatch
+    # any cut fits 1e15 bytes
+    assert starts is not None
+    # a block is updated after each microbatch
+    updates = 1 if method == LOCAL else accumulate
     candidate = replace(candidate, method=method, gradient_accumulation=updates, recompute=recompute)
     return predict_cut(Costing(problem, candidate, layout, sums), starts)
 

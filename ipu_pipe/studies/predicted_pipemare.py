@@ -55,17 +55,20 @@ TASKS = (
     Task("IWSLT14", 93, 4, 19, 19, 10, 35, "17", "0.65 GB", "2.06", "42"),
     Task("WMT17", 91, 4, 116, 19, 4, 80, "56", "1.01 GB", "2.39", "96"),
 )
-ORDERS = ((107, "0.097"), (93, "0.104"), (91, "0.105"))  # Table 5: activations with recomputation
+# Table 5: (stages, activations with recomputation)
+ORDERS = ((107, "0.097"), (93, "0.104"), (91, "0.105"))
 # figure, task and numbers of stages
 BY_STAGES = (("2", TASKS[0], (8, 16, 32, 53, 107)), ("3", TASKS[2], (8, 16, 31, 46, 93)))
-SEGMENTED = (16, 4)  # Figure 9's stages and segments
+# Figure 9's stages and segments
+SEGMENTED = (16, 4)
 
 
 @lru_cache(maxsize=None)
 def count_weights(task: str) -> Tuple[int, ...]:
     """Return the weights of each stage, in the order in which they run."""
     if task == "WMT17":
-        once = [size for size in _count_transformer(1, 1, 2048) if size != WMT_WIDTH]  # without the three embeddings
+        # without the three embeddings
+        once = [size for size in _count_transformer(1, 1, 2048) if size != WMT_WIDTH]
         vocabulary = round((1.01 * GIB / FP32 / 4 - sum(once)) / WMT_WIDTH)
         return (vocabulary * WMT_WIDTH, *once)
     if task == "IWSLT14":

@@ -117,7 +117,8 @@ def _allow_second_derivatives() -> ContextManager[Any]:
     """Return a context in which attention uses plain operations: its fused kernels have no second derivative."""
     try:
         from torch.nn.attention import SDPBackend, sdpa_kernel
-    except ImportError:  # torch 2.0 has no fused kernel for CPUs that train
+    # torch 2.0 has no fused attention kernel for training on CPUs
+    except ImportError:
         return contextlib.nullcontext()
     return sdpa_kernel(SDPBackend.MATH)
 
@@ -155,7 +156,8 @@ def _iterate(product: Any, v: Vector, iterations: int, tolerance: float) -> Tupl
         if residual <= tolerance:
             if value > 0:
                 break
-            shift = min(shift, value)  # the negative end of the spectrum: go on with the positive one
+            # this is the negative end of the spectrum: continue with the positive one
+            shift = min(shift, value)
         moved = [h - shift * part for h, part in zip(moved, v)]
         length = _dot(moved, moved) ** 0.5
         if not length:
@@ -191,7 +193,8 @@ def _measure_discrepancy(
 
 # ---- stability of a run
 
-MOST_RATES = 1000  # updates at which the rate is evaluated
+# the most updates at which the rate is evaluated
+MOST_RATES = 1000
 
 
 def analyze_config(config: Config, **options: Any) -> Dict[str, Any]:
@@ -233,7 +236,8 @@ def analyze_job(
     margins = compute_margins(stages)
     base = float(max(job.rate(k) for k in _choose_updates(job)))
     shares: Sequence[Optional[float]] = measured[0].shares if measured else [None] * len(stages)
-    whole = None  # the largest stable rate with the delays of all stages at once, which needs their shares
+    # the largest stable rate with the delays of all stages at once, which needs their shares
+    whole = None
     if measured and base:
         largest = find_largest_joint_rate(stages, measured[0].shares, base, measured[0].value)
         whole = {"rate": base, "largest_stable_rate": largest, "margin": largest / base}

@@ -21,7 +21,8 @@ from ipu_pipe.stability.roots import LoopGain
 
 # ---- a figure as data, which is its JSON, and its picture
 
-Panel = Dict[str, Any]  # as `make_panel` returns it
+# the result of `make_panel`
+Panel = Dict[str, Any]
 
 
 class TheoryFigure(NamedTuple):
@@ -386,7 +387,8 @@ def compute_pb_12() -> TheoryFigure:
 
 # ---- linear regression by SGD with delayed gradients, beside PipeMare's Lemma 1 (Figure 5(b))
 
-GONE = 1e12  # a squared weight beyond which a run has diverged
+# a run has diverged when a squared weight exceeds this
+GONE = 1e12
 
 
 class Regression(NamedTuple):

@@ -268,7 +268,8 @@ def compare(
     setting, seeds = describe_sizes(next(iter(configs.values()))), sorted({run["seed"] for run in runs})
     results: Dict[str, Any] = {"setting": setting, "full_size": full, "seeds": seeds}
     ends = {"samples": {label: {run["seed"]: run["final"] for run in group} for label, group in runs_by_row.items()}}
-    extras: Dict[str, str] = {}  # columns that not every experiment has: key of a row -> heading
+    # columns that only some experiments have: key of a row -> heading
+    extras: Dict[str, str] = {}
     for label, by_rate in tuned.items():
         extras["rate"] = "rate x"
         rows[label].update(rate=choose_rate(grid, by_rate), tuning=dict(by_rate))

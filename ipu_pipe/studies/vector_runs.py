@@ -173,7 +173,8 @@ def draw_noise(objective: Objective, count: int, block: int, seed: int) -> Optio
 
 # ---- the runs
 
-WINDOW = 4096  # block updates whose reads are fetched at a time
+# block updates whose reads are fetched at a time
+WINDOW = 4096
 
 
 class Curve(NamedTuple):

@@ -24,7 +24,8 @@ from ipu_pipe.trace import events as ev
 from ipu_pipe.trace.events import KINDS, PAYLOADS, WAIT, Counter, Counters, Event, Events
 
 LETTERS = {kind.word: kind.value for kind in (*PASSES, *SPLIT_PASSES, Kind.UPDATE)}
-NAMES = [LETTERS.get(kind, f"{kind} ") for kind in KINDS]  # of events, before the number of their microbatch
+# names of events, followed by the number of their microbatch
+NAMES = [LETTERS.get(kind, f"{kind} ") for kind in KINDS]
 GZIP_LEVEL = 5
 RECORDS_AT_ONCE = 1 << 14
 
@@ -134,7 +135,8 @@ def find_arrows(events: Events, metadata: Dict[str, Any]) -> Arrows:
     for targets in (passes, np.flatnonzero(events.is_kind("recv")), np.flatnonzero(events.is_kind(WAIT))):
         is_open = target < 0
         target[is_open] = match(sends[is_open], events.peer, targets, events.device)
-    devices = max(metadata.get("device_of_stage") or [-1]) + 1  # of a replica
+    # the devices of a replica
+    devices = max(metadata.get("device_of_stage") or [-1]) + 1
     replica = events.device // devices if devices else np.zeros_like(events.device)
     if not metadata.get("gradients_cross", True):
         passes = passes[carries[passes] != PAYLOADS.index("gradients")]
@@ -177,7 +179,8 @@ def _format_events(events: Events, thread: NDArray[np.int64], mark: str) -> Iter
         word, number, colour = KINDS[kind], "k" if KINDS[kind] == Kind.UPDATE.word else "microbatch", ""
         name = word if microbatch < 0 else f"{NAMES[kind]}{microbatch}"
         if word == WAIT:
-            colour = '"cname":"grey",'  # for chrome://tracing; Perfetto colours by name
+            # chrome://tracing reads this; Perfetto colours by name
+            colour = '"cname":"grey",'
             name = name if peer < 0 else f"wait for device {peer}"
         more = f',"bytes":{size}' if size >= 0 else ""
         more += f',"peer":{peer}' if peer >= 0 else ""

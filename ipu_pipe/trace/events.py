@@ -24,9 +24,11 @@ from ipu_pipe.schedule.actions import Kind
 # Traces of other tools do not say which pass was computed, nor to whom a message went.
 UNSPECIFIED, COLLECTIVE = "compute", "collective"
 COMPUTE = (*(kind.word for kind in Kind if kind is not Kind.AVERAGE), UNSPECIFIED)
-COMMUNICATION = ("send", "recv", Kind.AVERAGE.word, COLLECTIVE)  # the host's time for a message or an all-reduce
+# kinds of events of the host's time for a message or an all-reduce
+COMMUNICATION = ("send", "recv", Kind.AVERAGE.word, COLLECTIVE)
 WAIT = "wait"
-OUTSIDE = ("evaluate", "checkpoint", "pause")  # pause: updates that are not recorded
+# a pause is a range of updates that are not recorded
+OUTSIDE = ("evaluate", "checkpoint", "pause")
 KINDS = (*COMPUTE, *COMMUNICATION, WAIT, *OUTSIDE)
 PAYLOADS = (
     "", "activations", "recomputed activations", "gradients", "shared gradients", "norms", "losses", "weights", "data",
@@ -41,14 +43,17 @@ _PAYLOADS_OF_UPDATES = [PAYLOAD_CODE[name] for name in ("shared gradients", "nor
 MEMORY = {
     name: f"{name} (bytes)" for name in ("weights", "versions", "gradients", "optimizer", "activations", "buffers")
 }
-ALLOCATED = "allocated (bytes)"  # by PyTorch's allocator of a GPU
+# the name of the counter of PyTorch's allocator of a GPU
+ALLOCATED = "allocated (bytes)"
 
 EVENT_TYPES: Dict[str, Any] = {
     "stage": np.int32, "device": np.int32, "kind": np.int8, "microbatch": np.int32, "start": np.int64, "end": np.int64,
     "version": np.int32, "bytes": np.int64, "peer": np.int32, "carries": np.int8,
 }  # fmt: skip
-FARTHEST_NS = 1 << 60  # greatest time, so that sums and differences of three fit into int64
-SCHEMA = 1  # of the metadata
+# the greatest time, so that sums and differences of three times fit into int64
+FARTHEST_NS = 1 << 60
+# the schema of the metadata
+SCHEMA = 1
 
 
 class Event(NamedTuple):
@@ -218,7 +223,8 @@ def build_counter_series(counters: Counters) -> Iterator[CounterSeries]:
             for name in names:
                 curve = of_device.select(of_device.name == name)
                 curve = curve.select(np.argsort(curve.time, kind="stable"))
-                last = np.searchsorted(curve.time, times, side="right") - 1  # -1, so NaN: no value yet
+                # -1 means no value yet, so NaN
+                last = np.searchsorted(curve.time, times, side="right") - 1
                 if len(curve.time):
                     values[name] = np.append(curve.value, np.nan)[last]
             yield CounterSeries("memory" if names is memory else names[0], device, times, values)

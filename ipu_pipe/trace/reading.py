@@ -20,11 +20,15 @@ from ipu_pipe.trace.events import Counter, Counters, Events, Trace
 from ipu_pipe.trace.store import MAGIC, SUFFIX, find_store_files, read_store
 
 CHROME = "trace.json.gz"
-PROFILE = "profile.pop"  # PopVision's; Graphcore's library reads it
+# PopVision's file, which Graphcore's library reads
+PROFILE = "profile.pop"
 GZIP = b"\x1f\x8b"
-BATCH = 1 << 14  # records that become columns at once
-MOST_BYTES = 1 << 30  # of columns in all files, 22 million events: more is refused before memory is taken for it
-MOST_TEXT = 1 << 30  # bytes of JSON in a file
+# records that become columns at once
+BATCH = 1 << 14
+# bytes of columns in all files, 22 million events; more is refused before memory is allocated
+MOST_BYTES = 1 << 30
+# bytes of JSON in a file
+MOST_TEXT = 1 << 30
 
 
 def read_trace(path: Path) -> Trace:
@@ -65,14 +69,16 @@ def _find_files(path: Path) -> List[Path]:
     if ours or (path / CHROME).is_file():
         return ours or [path / CHROME]
     files = sorted(file for file in path.iterdir() if file.name.endswith((".json", ".json.gz")))
-    if not files or (path / "config.yaml").exists():  # JSON files of a run are not traces
+    # JSON files of a run are not traces
+    if not files or (path / "config.yaml").exists():
         what = f"must have trace/*{SUFFIX} or {CHROME}, or be a folder of Chrome traces"
         raise BadInput(f"{path}: is a run or a folder without a trace: {what}")
     return files
 
 
 def _is_store(path: Path) -> bool:
-    if path.exists() and not path.is_file():  # reading a pipe or a device might never end
+    # reading a pipe or a device might never end
+    if path.exists() and not path.is_file():
         raise BadInput(f"{path}: is not a file: must be a run's folder or a trace file")
     try:
         with path.open("rb") as file:
@@ -237,7 +243,8 @@ NOTE = (
 )
 
 
-@functools.lru_cache(maxsize=1 << 16)  # names repeat
+# names repeat, so parse each once
+@functools.lru_cache(maxsize=1 << 16)
 def identify_record(category: str, name: str) -> Tuple[int, bool]:
     """Return the code of a record's kind, -1 if it says nothing of the device, and whether it was on a GPU."""
     communicates = COMMUNICATES.search(name) is not None or (category == "gpu_memcpy" and "DtoD" not in name)

@@ -19,9 +19,12 @@ from ipu_pipe.schedule.methods import Pipeline
 from ipu_pipe.schedule.timelines import make_schedule
 
 STAGE, LINK, COMMUNICATION, OUTSIDE = "stage", "link", "communication", "outside"
-EVEN = 0.05  # stages whose times differ by no more count as equal
-NOTABLE = 0.05  # share of the span that stragglers must lose to be named
-WORTHWHILE = 0.02  # least gain for which a boundary is advised
+# stages whose times differ by no larger share count as equal
+EVEN = 0.05
+# the share of the span that stragglers must lose to be reported
+NOTABLE = 0.05
+# the least gain for which another boundary is advised
+WORTHWHILE = 0.02
 Figures = Dict[str, Any]
 
 
@@ -136,10 +139,14 @@ def _advise(figures: Figures, loads: Dict[int, float], move: Figures, facts: Run
 
 # ---- what moving stage boundaries would gain: units cut anew by measured times, both cuts played by the clock
 
-MOST_STAGES = 128  # more take seconds to play
-MOST_PLANNED = 1 << 20  # passes of an update
-MOST_PLAYED = 1 << 14  # of a method whose updates are played pass by pass
-MOST_VARIED = 8  # stages whose times are varied
+# playing more stages takes seconds
+MOST_STAGES = 128
+# the most passes of an update
+MOST_PLANNED = 1 << 20
+# the most passes for methods whose updates are played pass by pass
+MOST_PLAYED = 1 << 14
+# the most stages whose times are varied
+MOST_VARIED = 8
 FloatArray = NDArray[np.float64]
 Row = Dict[str, Any]
 

@@ -29,7 +29,8 @@ from ipu_pipe.trace.events import (
     group_places,
 )
 
-HOST = "host"  # idle time of which no event tells
+# idle time that no event explains
+HOST = "host"
 # A group for each kind's code: 0 compute, 1 communication, 2 wait, 3 and on OUTSIDE, of which an earlier one hides a later one
 _GROUPS = (COMPUTE, COMMUNICATION, (WAIT,), *((kind,) for kind in OUTSIDE))
 _GROUP_OF_KIND = np.array([next(i for i, kinds in enumerate(_GROUPS) if kind in kinds) for kind in KINDS], np.int8)
@@ -126,7 +127,8 @@ def measure_union(start: NDArray[np.int64], end: NDArray[np.int64]) -> int:
 
 # ---- memory, from the counters: bytes by category, and what made up the greatest sum
 
-IMPLAUSIBLE = 2.0**60  # bytes; NaN is ignored too
+# greater values in bytes, and NaN, are ignored
+IMPLAUSIBLE = 2.0**60
 MOST_POINTS = 400
 MOST_MICROBATCHES = 64
 _COMPLETING = (Kind.BACKWARD.word, Kind.WEIGHT_GRADIENT.word)
@@ -229,7 +231,8 @@ def _measure_latencies(
         return {}
     place = np.minimum(np.searchsorted(keys, wait_keys), len(keys) - 1)
     sent_at = sends.start[first[place]]
-    matched = (keys[place] == wait_keys) & (waits.start <= sent_at)  # later waits may be for what has arrived already
+    # a later wait may be for a message that has already arrived
+    matched = (keys[place] == wait_keys) & (waits.start <= sent_at)
     took = (waits.end - sent_at)[matched]
     return {
         number: {"waited": len(places), "min": int(took[places].min()), "median": float(np.median(took[places]))}

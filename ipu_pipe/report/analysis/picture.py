@@ -15,10 +15,13 @@ from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.text import escape_lines
 from ipu_pipe.trace.events import COMMUNICATION, COMPUTE, OUTSIDE, UNSPECIFIED, WAIT, Events, Trace, group_places
 
-MOST_EVENTS, MOST_EVENTS_PER_DEVICE = 3000, 150  # of more, passes cannot be told apart
+# passes of more events could not be distinguished
+MOST_EVENTS, MOST_EVENTS_PER_DEVICE = 3000, 150
 MOST_DEVICES = 64
-MOST_NUMBERED = 160  # events of which passes show their microbatch's number
-_FULL, _THIN = (-0.4, 0.8), (0.25, 0.15)  # bottom and height within a row
+# up to this number of events passes show the number of their microbatch
+MOST_NUMBERED = 160
+# (bottom, height) within a row
+_FULL, _THIN = (-0.4, 0.8), (0.25, 0.15)
 # What is drawn alike: name, kinds, colour, place.
 LAYERS: Tuple[Tuple[str, Tuple[str, ...], str, Tuple[float, float]], ...] = (
     ("evaluation, checkpoint, pause", OUTSIDE, "#c8c8c8", _FULL),

@@ -11,10 +11,13 @@ from ipu_pipe.report.analysis.devices import measure_union
 from ipu_pipe.schedule.actions import SPLIT_PASSES, Kind
 from ipu_pipe.trace.events import COMPUTE, KIND_CODE, KINDS, UNSPECIFIED, Events, group_places
 
-FAR = 3.0  # a pass that takes more times the median is a straggler
-LONGEST = 5  # stragglers that are listed one by one
+# a pass that takes longer than this multiple of the median is a straggler
+FAR = 3.0
+# the most stragglers that are listed one by one
+LONGEST = 5
 _FORWARD, _UPDATE = Kind.FORWARD.word, Kind.UPDATE.word
-_RETURNING = (Kind.BACKWARD.word, Kind.INPUT_GRADIENT.word)  # they read weights
+# the backward passes that read weights
+_RETURNING = (Kind.BACKWARD.word, Kind.INPUT_GRADIENT.word)
 _HALVES = tuple(kind.word for kind in SPLIT_PASSES[1:])
 Row = Dict[str, Any]
 
@@ -43,7 +46,8 @@ def _measure_stage(stage: int, events: Events, begin_ns: int, flops: Optional[fl
     medians: Dict[str, float] = {}
     counts: Dict[str, int] = {}
     stragglers: List[Row] = []
-    passes_ns = 0.0  # all but updates
+    # the time of passes without updates
+    passes_ns = 0.0
     for code, places in group_places(events.kind):
         kind, of_kind = KINDS[code], events.select(places)
         durations = of_kind.end - of_kind.start

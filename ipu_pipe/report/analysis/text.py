@@ -6,7 +6,8 @@ from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
 from ipu_pipe.text import escape_lines, format_bytes
 
-MOST_ROWS = 16  # of a table
+# the most rows of a table
+MOST_ROWS = 16
 Figures = Dict[str, Any]
 
 PARTS = ("busy_ns", "communication_ns", "wait_ns", "ramp_up_ns", "ramp_down_ns", "idle_ns")

@@ -23,10 +23,12 @@ from ipu_pipe.trace.events import (
     group_places,
 )
 
-MOST_EVENTS = 1_000_000  # above this, only the middle is embedded
+# of a longer trace only the middle is embedded
+MOST_EVENTS = 1_000_000
 OVERVIEW_BINS = 2048
 MOST_CURVES, MOST_CURVE_POINTS = 256, 1000
-_TYPES = ("u1", "i2", "i4", "u4")  # little-endian; a column gets the first that fits, else f8
+# little-endian types; a column gets the first that fits, else f8
+_TYPES = ("u1", "i2", "i4", "u4")
 
 
 def embed_trace(trace: Trace, analysis: Dict[str, Any]) -> Dict[str, Any]:
@@ -95,7 +97,8 @@ def _thin_curves(counters: Counters, begin: int) -> List[Dict[str, Any]]:
     return curves[:MOST_CURVES]
 
 
-_PARTS = ("page.css", "data.js", "timeline.js", "figures.js", "page.js")  # the page's style and scripts, in this order
+# the page's style and scripts, in this order
+_PARTS = ("page.css", "data.js", "timeline.js", "figures.js", "page.js")
 
 
 def write_page(path: Path, trace: Trace, analysis: Dict[str, Any]) -> None:
