@@ -1,4 +1,4 @@
-"""Two configs compared: what differs, and which keys decide a run's numbers (for resuming a run and for its checkpoints)."""
+"""Compare two configs: their differences, and the keys that decide a run's numbers (for resuming a run and for checkpoints)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MADE_LATER = "given.optimizer"
 
 
 class Role(Enum):
-    """What a key of the config is to a run that is resumed."""
+    """The role of a config's key for a resumed run."""
 
     DECIDES = "the numbers depend on it: it is in every checkpoint's manifest and may not change"
     KEPT = "no number depends on it, but it may not change either"
@@ -80,7 +80,7 @@ def keep_recorded_choices(old: Config, new: Config) -> Config:
 def find_role(key: str, method: str) -> Role:
     """Return the role of `key`, its sections separated by dots, for a run of `method`.
 
-    Where blocks have losses of their own, they are what is trained: there the stages decide.
+    If blocks have losses of their own, the stages decide what is trained, so they count too.
     """
     top, _, inner = key.partition(".")
     top = inner.partition(".")[0] if top == "given" and ROLES.get(inner.partition(".")[0]) is Role.FREE else top
@@ -126,7 +126,7 @@ class Changes(NamedTuple):
 
 
 def classify_changes(old: Config, new: Config) -> Changes:
-    """Return what differs in `new` for a run of `old` that is resumed."""
+    """Return the differences of `new` from `old` for a resumed run."""
     refused, free, longer = [], [], False
     for key, before, after in list_changes(flatten(old.to_dict()), flatten(new.to_dict())):
         if key.startswith(MADE_LATER):

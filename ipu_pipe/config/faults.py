@@ -1,4 +1,4 @@
-"""The one formatter of a config's faults: where the key came from, the key, the value and what is allowed, in one line each."""
+"""Format the faults of a config, one line each: the source of the key, the key, the value and the allowed values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ipu_pipe.text import find_alias, find_nearest, show
 MOST_FAULTS = 50
 # keys that only a run writes
 WRITTEN = ("given",)
-# What others call a key of a run's config.
+# other names of keys -> key of a run's config
 KEYS_ALSO_CALLED = {
     **dict.fromkeys(("batch_size", "train_batch_size", "per_device_train_batch_size", "microbatch_size"), "micro_batch_size"),
     **dict.fromkeys(("chunks", "n_microbatches", "num_microbatches", "num_micro_batches"), "gradient_accumulation"),
@@ -33,7 +33,7 @@ KEYS_ALSO_CALLED = {
     "num_warmup_steps": "lr_schedule.warmup_steps", "learning_rate": "optimizer.lr", "criterion": "loss",
     "dataset": "data", "metric": "metrics", "random_seed": "seed", "resume": "--resume", "dp_size": "replicas",
 }  # fmt: skip
-# The key of a section for which a value alone is most likely meant, by the value's type.
+# section -> type of a plain value -> the key for which that value is most likely meant
 MEANT = {str: ("entry", "name"), int: ("norm", "every"), float: ("norm", "every")}
 # pydantic's types of faults whose messages are replaced
 WORDS = {
@@ -53,7 +53,7 @@ def format_faults(
     """Return a line for each of pydantic's faults, the first `MOST_FAULTS` of them.
 
     details: of a `ValidationError` of `schema`.
-    origins: key with dots -> the file or option that it came from; `place` where it is not known.
+    origins: key with dots -> the file or option that it came from; `place`: used if that is not known.
     forms: the sections of keys whose types do not say which section they hold.
     """
     faults = [_format_fault(detail, origins, place, schema, forms) for detail in details[:MOST_FAULTS]]
@@ -89,7 +89,7 @@ def show_value(value: Any) -> str:
 
 
 def find_origin(key: str, origins: Mapping[str, str], place: str) -> str:
-    """Return where the value of `key`, or the section that holds it, came from; `place` if it is not known."""
+    """Return the source of the value of `key`, or of its section; `place` if it is not known."""
     while key and key not in origins:
         key = key.rpartition(".")[0]
     return origins.get(key, place) or place

@@ -1,4 +1,4 @@
-"""YAML file and command-line overrides, or keys from Python -> a frozen, validated `Config`; all faults are reported at once."""
+"""Load a frozen, validated `Config` from a YAML file and overrides, or from Python keys; report all faults at once."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from ipu_pipe.schedule import methods
 from ipu_pipe.schedule.methods import Method
 from ipu_pipe.text import show
 
-# ---- YAML files of keys: read within bounds, each value with the place it came from, and written so that they read the same
+# ---- YAML files: read keys within bounds and record the source of each value; write YAML that reads the same
 #
-# The bounds are far above any config of ours (the largest has 60 values on 4 levels): a hostile file is refused within seconds.
+# The bounds are far above any config of ours (the largest has 60 values on 4 levels), and a hostile file is refused within
+# seconds.
 
 # the most bytes and values of a file (repeated values of an alias count again), nested levels, and files that extend one another
 MOST_BYTES = 2**18
@@ -48,7 +49,7 @@ _SCALARS = {
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader for plain data alone, with the scalars of YAML 1.2; a key may appear once."""
+    """PyYAML's safe loader restricted to plain data with the scalars of YAML 1.2; each key may appear once."""
 
     def construct_number(self, node: Any) -> Any:
         text = str(self.construct_scalar(node)).lower()
@@ -58,7 +59,7 @@ class _Loader(yaml.SafeLoader):
 
     def flatten_mapping(self, node: Any) -> None:
         super().flatten_mapping(node)  # type: ignore[no-untyped-call]
-        # each key once, the last wins: merges of merges would multiply
+        # keep each key once (the last wins), because merges of merges would multiply
         node.value = list({(key.tag, str(key.value)): (key, value) for key, value in node.value}.values())
 
     def construct_keys(self, node: Any) -> Dict[Any, Any]:
@@ -74,7 +75,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes all text that a reader of YAML 1.1 or 1.2 would take for something else."""
+    """A dumper that quotes all text that a reader of YAML 1.1 or 1.2 would take for another type."""
 
 
 _Loader.yaml_implicit_resolvers = {}
@@ -100,7 +101,7 @@ _Loader.yaml_constructors[None] = yaml.SafeLoader.construct_undefined
 def parse_yaml(text: str, place: str, level: int = 0) -> Any:
     """Return the one document in `text` as plain data. Raise `BadInput` if it is not valid or too large.
 
-    `place` names the text in faults; `level` is how deep its values will stand in a config.
+    `place` names the text in faults; `level` is the depth of its values in a config.
     """
     try:
         parsed = _Loader(text).get_single_data()  # type: ignore[no-untyped-call]
@@ -118,7 +119,7 @@ def parse_yaml(text: str, place: str, level: int = 0) -> Any:
 
 
 def _check_size(parsed: Any, place: str, level: int) -> None:
-    """Raise `BadInput` if there are too many values or levels, or text that no file can hold. An alias costs what it repeats."""
+    """Raise `BadInput` for too many values or levels, or text that cannot be written; repeated values of an alias count again."""
     count, waiting = 0, [(parsed, level)]
     while waiting:
         value, level = waiting.pop()
@@ -127,7 +128,7 @@ def _check_size(parsed: Any, place: str, level: int) -> None:
             raise BadInput(f"{place}: {_TOO_LARGE}")
         # an escape such as "\ud800" makes a lone surrogate
         if isinstance(value, str) and any("\ud800" <= c <= "\udfff" for c in value):
-            raise BadInput(f"{place}: {show(value)}: holds half a character")
+            raise BadInput(f"{place}: {show(value)}: contains half a character")
         inner = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else ()
         waiting.extend((one, level + 1) for one in inner)
 
@@ -138,7 +139,7 @@ def dump_yaml(value: Any) -> str:
 
 
 def read_yaml(path: Path, origins: Optional[Origins] = None) -> Dict[str, Any]:
-    """Return the keys of a file on top of those of the file that its `extends` names, and fill in `origins`."""
+    """Return the keys of a file merged over the keys of the file that its `extends` names, and fill in `origins`."""
     origins = {} if origins is None else origins
     # (file, keys) of `path` and of the files that it extends, in order
     layers: List[Tuple[Path, Dict[str, Any]]] = []
@@ -165,7 +166,7 @@ def read_yaml(path: Path, origins: Optional[Origins] = None) -> Dict[str, Any]:
 
 
 def _read_text(path: Path, place: str) -> str:
-    """Return a file's text. Refuse a pipe or a device unread: it may never end, or never begin."""
+    """Return a file's text. Refuse a pipe or a device without reading it, because that might block or never end."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         with open(handle, "rb") as file:
@@ -226,7 +227,7 @@ def apply_override(raw: Dict[str, Any], text: str, origins: Origins) -> None:
     note_origin(parsed, key, place, origins)
 
 
-# ---- from keys to a config
+# ---- configs from keys
 
 
 # at other keys, null means that the key is left out
@@ -247,7 +248,7 @@ def load_config(path: Union[str, Path], overrides: Sequence[str] = ()) -> Config
 
 
 def load_recorded(path: Path) -> Config:
-    """Return the config that a run wrote, also one of an earlier version: keys that are gone changed no number of a run.
+    """Return the config that a run wrote, also by an earlier version: keys that no longer exist changed no number of a run.
 
     Raise `BadInput` with every fault found.
     """
@@ -291,7 +292,7 @@ def _validate(raw: Dict[str, Any], origins: Origins, place: str, faults: List[st
         config = Config.model_validate(raw)
     except ValidationError as error:
         details = error.errors()
-        # the types of these keys do not say which section they hold
+        # the types of these keys do not tell their section
         forms = {"stages": StageCount, "ipu": import_outer("ipu"), "hardware": import_outer("hardware")}
         faults += format_faults(details, origins, place, Config, forms)
         for detail in details:
@@ -327,12 +328,12 @@ def _collect(check: Any, *args: Any) -> List[str]:
 
 
 def _check_rules(config: Config, method: Method) -> Tuple[List[str], List[str]]:
-    """Return why the update rules cannot act with the method, and with the config's optimizer, for which another may be given."""
+    """Return the faults of the update rules with the method, and with the config's optimizer, which Python may replace."""
     # imported here because it imports torch, which reading a config otherwise does not need
     from ipu_pipe.update import rules
 
     args = config.method_settings()
-    # no rule objects to this optimizer
+    # every rule supports this optimizer
     always = rules.list_conflicts(args, method, "sgd", {"momentum": 0.9})
     faults = [f for one in config.optimizer.members for f in rules.list_conflicts(args, method, one.name, one.settings())]
     return always, [fault for fault in dict.fromkeys(faults) if fault not in always]

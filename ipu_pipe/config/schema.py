@@ -1,6 +1,6 @@
 """The schema of a run's config: every key with its type and limits, and the rules between keys of different sections.
 
-The docstring of a section says what its keys mean, each as `key`: meaning; the site's reference of a config is made from them.
+The docstring of a section explains its keys, each as `key`: meaning; the reference of the documentation site is made from them.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from ipu_pipe.config import sections
 from ipu_pipe.config.values import MOST_STAGES, Count, Seconds, Section, Seed, Threads, Updates, key_fault
 from ipu_pipe.schedule.methods import METHODS, Reads
 
-# Sections and checks that belong to folders above this one, "module:name", imported when a config needs them. A backend keeps its
-# own section and says what it cannot run: adding one touches its folder and a line here.
+# Sections and checks of folders above this one, as "module:name", imported when a config needs them. A backend has its section
+# and its checks in its own folder; a new backend needs only a line here.
 OUTER = {
     "ipu": "ipu_pipe.backends.ipu.config:IpuConfig",  # section of backend.ipu
     "hardware": "ipu_pipe.hardware.description:Hardware",
@@ -48,7 +48,7 @@ class BackendConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _fill_validate_ipu(cls, value: Any) -> Any:
-        """Give poptorch its section in full, also where the config has none."""
+        """Add the section of poptorch if the config has none."""
         if isinstance(value, Mapping) and value.get("name") == "poptorch" and value.get("ipu") is None:
             return {**value, "ipu": {}}
         return value

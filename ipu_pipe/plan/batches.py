@@ -1,7 +1,7 @@
-"""The time of an update of any number of microbatches, from batches that are played by the clock, and lower bounds of it.
+"""The time of an update of any number of microbatches: played by the clock, extrapolated, and bounded from below.
 
-Long batches are not played to their end: in the steady state each further microbatch takes as long as the previous one, so the
-time of a batch is that of a short one plus a multiple of the steady state's.
+Long batches are not played to their end: in the steady state each further microbatch takes equally long, so the time of a batch
+is the time of a short batch plus a multiple of the steady time per microbatch.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ class Batches:
     def time(self, accumulate: int) -> BatchTime:
         """Return the time of N = `accumulate` microbatches.
 
-        Batches of three lengths are played. Where a further microbatch takes as long between the first two as between the others,
-        and no less than on the slowest stage and the fullest link, the steady state is reached and N is on that line; else longer
-        ones are played, at last N itself.
+        Batches of three lengths are played. If the time per microbatch is the same between the first two and the last two, and
+        not less than on the slowest stage and the busiest link, the steady state is reached and N is on that line. Otherwise
+        longer batches are played, at last N itself.
         """
         return self._extrapolate(accumulate, self._play)
 
     def least_seconds(self, accumulate: int) -> float:
-        """Return what N microbatches take if no transfer waits for another: a lower bound, exact where none does."""
+        """Return the time of N microbatches if no transfer waits for another: a lower bound, exact if that is so."""
         if self.costs.lockstep:
             return 0.0
 
@@ -78,7 +78,8 @@ class Batches:
         # use whole rounds
         if self.method.order is not None:
             step += -step % self._devices
-        # where the pipeline does not drain, batches shorter than its fill have a steady state of their own; DualPipeV has none
+        # without a drain, batches shorter than the pipeline's fill have another steady state; DualPipeV has none for short
+        # batches
         shortest = step if self.method.flushes and self.method.order is None else 2 * step
         while accumulate > shortest + 2 * step:
             first, second, third = (play(shortest + more * step) for more in range(3))
@@ -142,7 +143,7 @@ class Batches:
 
 
 def sum_loads(work: FloatArray, method: Method) -> FloatArray:
-    """Return what the stages of each device add up to, from the `work` of each stage."""
+    """Return the sum of the `work` of each device's stages."""
     return work if method.order is None else np.bincount(method.order.place(len(work)), work).astype(np.float64)
 
 
@@ -161,15 +162,15 @@ def compute_batch_time(method: Method, depth: int, accumulate: int, costs: Costs
     return Batches(method, depth, costs).time(accumulate)
 
 
-# ---- lower bounds, before anything is played: what the search goes by
+# ---- lower bounds for the search, before anything is played
 
 
 def bound_seconds(asked: Candidate, work: float) -> float:
     """Return the least seconds of a batch, however the stages are cut, if a microbatch takes `work` on all of them together.
 
-    Stages can at best be busy all the time. Where the pipeline drains, stage s begins when the previous ones have done a forward,
-    and they end a backward after it: T >= w_0 + ... + w_(s-1) + N w_s for every s, which is least where all are equal, with
-    w_s = w_0 (1 - 1/N)^s. Methods with an order of their own fill what they can of that.
+    At best all stages are busy all the time. If the pipeline drains, stage s begins after a forward of the previous stages, which
+    end a backward later: T >= w_0 + ... + w_(s-1) + N w_s for every s. This is least if all these bounds are equal, with
+    w_s = w_0 (1 - 1/N)^s. Methods with generated orders may fill these waits, so this bound does not apply to them.
     """
     depth, count = asked.depth, asked.gradient_accumulation
     if asked.row.flushes and asked.row.order is None:
@@ -180,9 +181,9 @@ def bound_seconds(asked: Candidate, work: float) -> float:
 def bound_by_costs(asked: Candidate, costs: Costs, in_flight: IntArray, local: bool, whole_work: float) -> float:
     """Return the least seconds of a batch with stages of these `costs`.
 
-    Neither a stage nor a link is busy for longer than there is time, and no stage holds more than `in_flight` (P,) microbatches
-    at once, each of which is away for the passes of all later stages (Little's law). `local`: blocks wait for no later stage.
-    `whole_work`: seconds of a microbatch on all stages together, however they are cut.
+    No stage and no link is busy for longer than the batch, and no stage has more than `in_flight` (P,) microbatches at once,
+    each of which is away for the passes of all later stages (Little's law). `local`: blocks wait for no later stage.
+    `whole_work`: seconds of a microbatch on all stages together, for any cut.
     """
     count, flushes = asked.gradient_accumulation, asked.row.flushes
     work: FloatArray = np.add(costs.forward, costs.backward)

@@ -1,10 +1,11 @@
-"""What blocks with their own losses cost beside a model's units: auxiliary heads, and the gradients that they do not compute.
+"""The costs of blocks with their own losses besides a model's units: auxiliary heads, minus gradients that are not computed.
 
-    units       a   b | c   d | e          three blocks, each on a device of its own
-    beside            head    head         a head at the end of each but the last
+    units       a   b | c   d | e          three blocks, each on its own device
+    added             head    head         a head at the end of each block but the last
     spared              c       e          no gradient of a block's input, which is detached
 
-Source: Laskin et al. 2020, section 3. Counted by shape, in one pass for all places where a block may begin.
+Source: Laskin et al. 2020, section 3. The costs are counted on the meta device, in one pass for all places where a block may
+begin.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from ipu_pipe.model.observation import ModuleCall, observe_costs
 
 @dataclass(frozen=True)
 class BlockUnits:
-    """What units cost in blocks with losses of their own.
+    """The costs of units in blocks with losses of their own.
 
-    `heads[i]`: cost of the head if a block ends with unit i (n - 1 of them, the last block has none). `first[i]`: cost of unit i
-    if a block begins with it: its backward then computes no gradient of its input.
+    `heads[i]`: the cost of the head if a block ends with unit i (n - 1 of them, because the last block has no head).
+    `first[i]`: the cost of unit i if a block begins with it, so that its backward computes no gradient of its input.
     """
 
     heads: Tuple[Unit, ...]
@@ -45,8 +46,9 @@ def count_blocks(
 ) -> BlockUnits:
     """Count the blocks of a model whose `units` were counted with `x`; figures are for a sample.
 
-    `head` makes the heads, else the model's `local_head` or that of its family, from what `take` takes of the model's output.
-    Raises BadInput where a block cannot begin at every unit (a skip connection crosses) or no head is known.
+    `head` makes the heads, by default the model's `local_head` or the usual head for the activations' shape, for the part of
+    the output that `take` selects. Raise `BadInput` if a block cannot begin at every unit (a skip connection crosses), or
+    without a head.
     """
     if isinstance(head, AugLocal):
         raise BadInput("method_args.head: depth: its layers depend on where all blocks begin: name the stages")
@@ -86,7 +88,7 @@ def count_blocks(
 
 
 class _EveryUnit(nn.Module):
-    """A model cut before every module of `begins`: what comes there is detached, and goes through a head."""
+    """A model that detaches the inputs of every module of `begins` and runs them through a head."""
 
     def __init__(self, model: nn.Module, begins: Sequence[str]) -> None:
         super().__init__()
@@ -114,7 +116,7 @@ class _EveryUnit(nn.Module):
 
 
 def _check_crossings(units: Sequence[Unit], ends: Sequence[torch.Tensor], samples: int) -> None:
-    """Raise BadInput where more crosses a boundary than the one activation that is detached there."""
+    """Raise `BadInput` if more than the one detached activation crosses a boundary."""
     faults = [
         f"method: blocks with their own losses cannot begin at {unit.name}: a skip connection crosses there"
         for unit, before, value in zip(units[1:], units, ends)
@@ -143,7 +145,7 @@ def _split_calls(
 
 
 def _make_head_unit(unit: Unit, head: nn.Module, calls: Sequence[ModuleCall], kept: Any, samples: int) -> Unit:
-    """Return a head as a unit, without the tensors that its block keeps anyhow (`kept`)."""
+    """Return a head as a unit, without the tensors that its block stores anyway (`kept`)."""
     saved = {place: size for call in calls for place, size in call.saved.items() if place not in kept}
     return Unit(
         f"head behind {unit.name}",

@@ -1,9 +1,8 @@
-"""What a plan chooses from: every width, depth, microbatch, accumulation and recomputation with equal replication, and where the
-replicas' stages are.
+"""The candidates of a plan: every width, depth, microbatch, accumulation and recomputation, and the layouts of replicas.
 
-All devices of a configuration are w replicas of a pipeline of d stages; its global batch, microbatch x accumulation x w, is at
-most the greatest that the user allows. Devices are numbered so that neighbours are close. Of the two ways to lay the replicas
-out, one keeps the stages of a replica together, the other the replicas of a stage:
+A configuration uses all devices as w replicas of a pipeline of d stages. Its global batch, microbatch x accumulation x w, is at
+most the greatest that the user allows. Devices are numbered so that neighbours are close. There are two layouts: the stages of
+a replica together, or the replicas of a stage together:
 
     4 servers of 2, depth 4, width 2        stages together      0 1 | 2 3 | 0 1 | 2 3
                                             replicas together    0 0 | 1 1 | 2 2 | 3 3
@@ -24,7 +23,7 @@ from ipu_pipe.schedule.clock import Transfer
 from ipu_pipe.schedule.methods import METHODS, Method, Pipeline, Reads
 from ipu_pipe.text import show
 
-# zb_auto, which searches for each order, takes a third of the time of a plan: only where it is asked for
+# without zb_auto, which searches for each order and would take a third of a plan's time; `--methods` may name it
 BY_DEVICE = ("interleaved_1f1b", "zb_h1", "zb_h2", "interleaved_zb", "zbv", "v_half", "v_min", "dualpipe_v")
 USUAL, IN_LOCKSTEP = ("pipedream_2bw", "pipedream_flush", "gpipe", *BY_DEVICE), ("pipedream_flush",)
 # no pipeline; a file of one size; as slow as interleaved_1f1b with the activations of the whole batch
@@ -39,24 +38,26 @@ MOST_STAGES = 32
 
 @lru_cache(maxsize=None)
 def get_method(name: str, stages_per_device: int, schedule: Optional[Pipeline] = None) -> Method:
-    """Return a method's row with so many stages on each device. `schedule`: in place of the method's own."""
+    """Return a method's row with `stages_per_device`; `schedule`: instead of the method's own."""
     row = METHODS[name] if schedule is None else replace(METHODS[name], pipeline=schedule)
     return replace(row, order=replace(row.order, stages_per_device=stages_per_device)) if row.order is not None else row
 
 
 def list_schedules(row: Method) -> Tuple[Optional[Pipeline], ...]:
-    """Return the schedules that a method is planned with, None for its own; of equally fast ones the first is taken.
+    """Return the schedules with which a method is planned, None for its own; the first of equally fast ones is taken.
 
-    1F1B that caps every stage holds fewer activations than 1F1B that caps the first, mostly in the same time.
+    1F1B with a cap on every stage holds fewer activations than 1F1B with a cap on the first, mostly in the same time.
     """
     return (Pipeline.ONE_F_ONE_B_CAPPED, None) if row.pipeline is Pipeline.ONE_F_ONE_B else (None,)
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A configuration but for its boundaries: `depth` devices with `stages_per_device`, `width` replicas of the pipeline.
-    `recompute`: activations are computed again before the backward from each stage's input. `schedule`: in place of the method's
-    own, as in a config's method_args."""
+    """A configuration without its boundaries: `depth` devices with `stages_per_device`, `width` replicas of the pipeline.
+
+    `recompute`: the backward recomputes activations from each stage's input. `schedule`: instead of the method's own, as in a
+    config's method_args.
+    """
 
     method: str
     depth: int
@@ -90,7 +91,7 @@ class Candidate:
 
     @property
     def shape(self) -> Tuple[str, int, int, int, bool]:
-        """Return all but how an update's samples are divided and in which order a stage's passes are."""
+        """Everything but the division of an update's samples and the order of a stage's passes."""
         return self.method, self.depth, self.stages_per_device, self.width, self.recompute
 
     @property
@@ -104,8 +105,8 @@ def list_candidates(
 ) -> Iterator[Candidate]:
     """Yield all configurations of a model of `units` units on all `devices`, for updates of at most `greatest_batch` samples.
 
-    Microbatches are powers of two; the accumulation fills the batch. One stage is no pipeline: it is planned once, for the first
-    of the methods.
+    Microbatches are powers of two; the accumulation fills the batch. A single stage is not a pipeline: it is planned once, for
+    the first of the methods.
     """
     for depth in (d for d in range(1, min(devices, units) + 1) if devices % d == 0):
         width = devices // depth
@@ -119,7 +120,7 @@ def list_candidates(
 
 
 def _list_stages_per_device(row: Method, depth: int, units: int) -> List[int]:
-    """Return how many stages each device may have; those of methods that are laid out pass by pass up to MOST_STAGES in all."""
+    """Return the numbers of stages that each device may have; methods with generated orders have at most MOST_STAGES in all."""
     if row.order is None:
         return [1]
     tried = (row.order.stages_per_device,) if row.order.fixed else INTERLEAVED
@@ -219,16 +220,16 @@ def make_reduce_transfer(hardware: Hardware, layout: ReplicaLayout, stage: int, 
 
 
 def scale_transfer(per_byte: Transfer, size: float) -> Transfer:
-    """Return the transfer of `size` bytes from that of one byte."""
+    """Return the transfer of `size` bytes, given the transfer of one byte."""
     return per_byte._replace(seconds=per_byte.seconds * size)
 
 
 def choose_methods(
     configured: str, asked: Optional[Sequence[str]], lockstep: bool, say: Callable[[str], None] = lambda text: None
 ) -> List[str]:
-    """Return the methods to rank: those `asked` for, or else the `configured` one, if it is planned, and the usual ones.
+    """Return the methods to rank: `asked` if given, else the `configured` one, if the planner supports it, and the usual ones.
 
-    On devices in lock-step those that they run. Raise `BadInput` for one that is not planned.
+    Devices in lock-step have only the methods that they run. Raise `BadInput` for a method that the planner does not support.
     """
     pipelines = [name for name, row in METHODS.items() if row.is_pipeline and name not in UNPLANNED]
     planned = [*pipelines, *LOCAL]

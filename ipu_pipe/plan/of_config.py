@@ -1,6 +1,7 @@
-"""The planner on a config: the stages of `stages: auto` and `{count: P, by: hardware}`, and what its own cut would do.
+"""Apply the planner to a config: choose the stages of `stages: auto` and `{count: P, by: hardware}`, and predict the config's
+cut.
 
-All of it is predicted, for the config's method, microbatch, accumulation, replicas and recomputation.
+All figures are predicted, for the config's method, microbatch, accumulation, replicas and recomputation.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ def make_problem(
     config: Config, units: Sequence[Unit], entering: float, hardware: Hardware, *, memory: Optional[float] = None,
     precision: Optional[str] = None,
 ) -> Problem:  # fmt: skip
-    """Return what is to be planned for a config's model.
+    """Return the planning problem of a config's model.
 
-    `entering`: bytes of a sample that enter the first unit. `memory`: usable bytes of a device, and `precision`, in place of the
-    hardware's and the config's. Raises BadInput where the hardware has no rate for the precision.
+    `entering`: bytes of a sample that enter the first unit. `memory`: usable bytes of a device, instead of the hardware's.
+    `precision`: instead of the config's. Raise `BadInput` if the hardware has no rate for the precision.
     """
     precision = precision or config.precision
     # raises `BadInput` without a rate
@@ -73,11 +74,11 @@ def choose_stages(
     config: Config, method: Method, model: nn.Module, loss: Loss, example: Tuple[Any, Any],
     processes: Optional[int] = None,
 ) -> List[str]:  # fmt: skip
-    """Return the modules at which stages 1 and on begin, of a config whose `stages` leave them to the planner.
+    """Choose the modules at which stages 1 and later begin, for a config whose `stages` leave them to the planner.
 
-    As many stages as `processes` (of each replica, None: not on processes) or as `count` says; else the number, of those for
-    which the hardware has devices, with the greatest predicted throughput. By the hardware's times within its memory, or by FLOPs
-    where a config names none. Raises BadInput where no cut is possible.
+    The number of stages is `processes` (of each replica; None: not on processes), or `count`, or else the number with the
+    greatest predicted throughput that the hardware has devices for. The cut balances the hardware's times within its memory, or
+    FLOPs if the config names no hardware. Raise `BadInput` if no cut is possible.
     """
     said = "auto" if config.stages == "auto" else f"{{count: {config.stages['count']}, by: hardware}}"
     unplanned = _explain_unplanned(method, config.hardware)
@@ -109,7 +110,7 @@ def choose_stages(
 
 
 def _explain_unplanned(method: Method, hardware: Any) -> Optional[str]:
-    """Return why the planner cannot cut or predict a method's stages on `hardware` (as in a config); None where it can."""
+    """Return why the planner cannot cut or predict a method's stages on `hardware` (as in a config), None if it can."""
     structure, row = method.structure, METHODS[method.name]
     if method.order is not None and (not method.flushes or method.pipeline is Pipeline.ROWS):
         return f"{method.name} is not planned by device"
@@ -131,7 +132,7 @@ def _explain_unplanned(method: Method, hardware: Any) -> Optional[str]:
 def _count_blocks(
     config: Config, method: Method, model: nn.Module, x: Any, units: Sequence[Unit]
 ) -> Optional[BlockUnits]:
-    """Return what blocks with their own losses cost beside the units, with the config's heads; None: the method has none."""
+    """Return the additional costs of blocks with their own losses and the config's heads, None if the method has no blocks."""
     if method.structure is None:
         return None
     return count_blocks(model, take_samples(x, FEW), units, resolve_head(config))
@@ -182,7 +183,7 @@ def _cut_by_times(
 
 
 def _can_run(config: Config, method: Method, stages: int) -> bool:
-    """Return whether the method and the backend would run the config on so many stages."""
+    """Return whether the method and the backend would run the config on `stages` stages."""
     try:
         make_schedule(method, stages, config.gradient_accumulation, config.gradient_accumulation)
     except BadInput:
@@ -195,7 +196,7 @@ def _count_sample_bytes(x: Any) -> float:
 
 
 class OwnCut(NamedTuple):
-    """What a config's own stages would do on its hardware."""
+    """The prediction of a config's own stages on its hardware, with its bottleneck."""
 
     problem: Problem
     prediction: Prediction
@@ -203,7 +204,7 @@ class OwnCut(NamedTuple):
 
 
 def predict_own_cut(job: Job) -> OwnCut:
-    """Predict the stages of a job whose config names hardware. Raises BadInput where that is not possible."""
+    """Predict the stages of a job whose config names hardware. Raise `BadInput` if that is not possible."""
     config, (x, y) = job.config, job.example
     assert config.hardware is not None
     order = job.method.order
@@ -227,7 +228,7 @@ def predict_own_cut(job: Job) -> OwnCut:
 
 
 def predict_rate(job: Job) -> Optional[Tuple[str, float]]:
-    """Return the hardware's name and the predicted samples per second; None without hardware or where it cannot be predicted."""
+    """Return the hardware's name and the predicted samples per second; None without hardware or without a prediction."""
     if job.config.hardware is None:
         return None
     try:

@@ -1,4 +1,4 @@
-"""The planner: units of a model, hardware and limits -> configurations, best first, with what holds each back."""
+"""The planner: search the best configurations for a model's units, hardware and limits, and name the bottleneck of each."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from ipu_pipe.schedule.clock import HOST
 from ipu_pipe.schedule.methods import METHODS
 from ipu_pipe.text import format_bytes, show
 
-# ---- what holds a configuration back, by how much of its time, and what would lift it
+# ---- the bottleneck of a configuration: its share of the time, and the changes that would lift it
 #
-# The time of a batch is taken apart: what devices compute on average, what they wait because a stage is slower than the average
-# (imbalance), because the pipeline fills and drains or updates (bubble), because messages are under way (link). What
-# recomputation takes is charged to the memory that asks for it.
+# The time of a batch consists of the devices' average compute, and of waits: for a stage that is slower than the average
+# (imbalance), for filling, draining and updating (bubble), and for messages (link). The time of recomputation counts as a
+# bottleneck of memory.
 
 STREAMED = "backend.ipu.tensor_locations.optimizer.on_chip: false"
 # a smaller share of the time is not a bottleneck
@@ -36,8 +36,11 @@ SMALL = 0.02
 
 
 class Binding(NamedTuple):
-    """What holds a configuration back. `kind`: memory, link, bubble, imbalance or compute; the `share` of the time that it takes;
-    `what` it is and what `lifts` it, in words."""
+    """A bottleneck of a configuration.
+
+    `kind`: memory, link, bubble, imbalance or compute; `share`: its share of the time; `what`: its description; `lifts`: the
+    changes that would lift it.
+    """
 
     kind: str
     share: float
@@ -49,7 +52,7 @@ class Binding(NamedTuple):
 
 
 def find_binding(problem: Problem, prediction: Prediction) -> Binding:
-    """Return what takes most of a configuration's time besides the work itself, and what streamed optimizer state takes of it."""
+    """Return the greatest bottleneck of a configuration, with the share of time of streamed optimizer state."""
     greatest = max(_list_bindings(problem, prediction), key=lambda binding: binding.share)
     if greatest.share < SMALL:
         greatest = Binding("compute", prediction.utilization, f"devices are busy {prediction.utilization:.0%} of the time",
@@ -62,7 +65,7 @@ def find_binding(problem: Problem, prediction: Prediction) -> Binding:
 
 
 def _sum_streaming_seconds(problem: Problem, prediction: Prediction) -> float:
-    """Return the seconds of an update that streaming takes on the stage where it takes longest."""
+    """Return the most seconds of an update that streaming takes on a stage."""
     on_chip = replace(problem, streamed=False)
     edges = [*prediction.starts, len(problem.units)]
     longer = [problem.get_update_seconds(unit) - on_chip.get_update_seconds(unit) for unit in problem.units]
@@ -70,7 +73,7 @@ def _sum_streaming_seconds(problem: Problem, prediction: Prediction) -> float:
 
 
 def _list_bindings(problem: Problem, prediction: Prediction) -> List[Binding]:
-    """Return everything that holds a configuration back, in no order."""
+    """Return all bottlenecks of a configuration, unordered."""
     asked, loads, seconds = prediction.asked, prediction.loads, prediction.seconds
     count, mean, greatest = asked.gradient_accumulation, sum(loads) / asked.depth, max(loads)
     quiet = compute_batch_time(asked.row, asked.stages, count, remove_transfers(prediction.costs)).seconds
@@ -84,7 +87,7 @@ def _list_bindings(problem: Problem, prediction: Prediction) -> List[Binding]:
             f"{kind} {slowest} (from {name}) computes {greatest / mean - 1:.0%} more than the mean",
             "boundaries inside its modules, or a depth that divides the model better, would lift it",
         ),
-        # a model on one device has no pipeline to fill or drain: beside its passes it updates its weights
+        # a model on one device has no pipeline to fill or drain; besides passes it only updates its weights
         Binding(
             "compute",
             idle,
@@ -142,7 +145,7 @@ def _fits_without_recomputing(problem: Problem, prediction: Prediction) -> bool:
 
 
 
-# ---- search for the best configurations: bound every candidate, and cut and simulate only those that may be among the best
+# ---- the search: bound every candidate, and cut and simulate only candidates that may be among the best
 #
 #     [1] stages balanced perfectly                       a bound of the throughput
 #     [2] its slowest stage, if memory and messages were free          tighter
@@ -150,8 +153,8 @@ def _fits_without_recomputing(problem: Problem, prediction: Prediction) -> bool:
 #     [4] simulated with messages that never wait for one another      tighter
 #     [5] simulated by the clock                          the prediction
 #
-# The candidate with the greatest bound takes the next step. So the first one that has taken all steps is the best of all, and the
-# next one the second best.
+# The candidate with the greatest bound takes the next step. So the first candidate that has taken all steps is the best one, the
+# next one is the second best, and so on.
 
 NO_ROOM = "the fullest stage needs more memory than a device has, however the model is cut"
 ALIKE = "other microbatches, accumulations and schedules of those shown, no faster or with no room"
@@ -168,7 +171,7 @@ class SearchResult(NamedTuple):
 
 
 class _Costings:
-    """Makes the costings of a problem's candidates, and caches the parts that several share."""
+    """Make the costings of a problem's candidates, and cache their shared parts."""
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
@@ -201,8 +204,8 @@ _Steps = Iterator[Tuple[float, Optional[Prediction]]]
 def search(problem: Problem, asked: Iterable[Candidate], count: int) -> SearchResult:
     """Return the `count` candidates with the greatest predicted throughput, each with its best cut and layout.
 
-    If candidates differ in microbatch, accumulation and schedule alone, only the best is listed. The search is exact: what is not
-    cut or not simulated cannot be better.
+    If candidates differ only in microbatch, accumulation and schedule, only the best is listed. The search is exact: candidates
+    that are not cut or not simulated cannot be better.
     """
     candidates = list(asked)
     shown: Set[Tuple[Any, ...]] = set()
@@ -239,13 +242,13 @@ def search(problem: Problem, asked: Iterable[Candidate], count: int) -> SearchRe
 
 
 def _bound(asked: Candidate, layout: ReplicaLayout, costings: _Costings) -> _Steps:
-    """Yield ever tighter lower bounds of the seconds of a batch, at last its prediction; stop early if no cut fits."""
+    """Yield tighter and tighter lower bounds of the seconds of a batch, and at last its prediction; stop early if no cut fits."""
     costing = costings.make(asked, layout)
     work = costings.get_work(asked)
     slowest = bound_slowest(work, asked.stages)
     if slowest == math.inf:
         return
-    # the stages of a device need not follow one another
+    # the stages of a device need not be consecutive
     if asked.stages_per_device > 1:
         slowest = max(sum(work) / asked.depth, slowest)
     yield asked.gradient_accumulation * slowest, None  # [2]
@@ -281,8 +284,8 @@ MOST_DEVICES, MOST_BATCH = 4_096, 1_000_000_000
 
 @dataclass(frozen=True)
 class Answer:
-    """Configurations for a problem, best first, each with what holds it back; how many others were `refused`, by reason; and
-    where nothing fits the `smallest_change` with which something would."""
+    """The answer of a plan: configurations, best first, each with its bottleneck; reason -> number of others that were `refused`;
+    and if nothing fits, the `smallest_change` with which a configuration would."""
 
     problem: Problem
     devices: int
@@ -296,8 +299,8 @@ def make_plan(
 ) -> Answer:
     """Return the `count` configurations with the greatest predicted throughput on all `devices`.
 
-    For updates of at most `greatest_batch` samples. Where nothing fits and the devices have streaming memory, with the
-    optimizer's state there. Raises BadInput for too many devices or samples.
+    Updates have at most `greatest_batch` samples. If nothing fits and the devices have streaming memory, the optimizer's state is
+    put there. Raise `BadInput` for too many devices or samples.
     """
     for key, value, most in (("devices", devices, MOST_DEVICES), ("batch", greatest_batch, MOST_BATCH)):
         if not 1 <= value <= most:
@@ -314,7 +317,7 @@ def make_plan(
 
 
 def _may_stream(problem: Problem) -> bool:
-    """Return whether the device holds optimizer state that streaming memory could hold."""
+    """Return whether optimizer state could move from the device to its streaming memory."""
     state = count_state_bytes(problem.precision, problem.moments)
     return not problem.streamed and problem.hardware.device.streaming_bytes is not None and state > 0
 
@@ -322,7 +325,7 @@ def _may_stream(problem: Problem) -> bool:
 def _find_smallest_change(
     problem: Problem, asked: Sequence[Candidate], methods: Sequence[str], devices: int, greatest_batch: int
 ) -> Optional[str]:
-    """Return what would make one of the candidates fit: more memory per device or more devices, whichever factor is smaller."""
+    """Return the change that makes a candidate fit: more memory per device or more devices, whichever factor is smaller."""
     least = find_least_memory(problem, asked)
     if least is None:
         return None

@@ -1,4 +1,4 @@
-"""What a configuration would do on a hardware description: its stages' costs, its cut, its time for a batch, its memory.
+"""Predict a configuration on a hardware description: the costs of its stages, its cut, the time of a batch, its memory.
 
 All figures are predicted: times from `hardware.unit_costs` (or from measured units) by the clock (`plan.batches`), memory from
 `hardware.memory`.
@@ -34,11 +34,11 @@ from ipu_pipe.schedule.methods import METHODS, Method, Pipeline
 
 @dataclass(frozen=True)
 class Problem:
-    """What is planned.
+    """A planning problem.
 
-    units: of the model, in order. input_bytes: of a sample. memory_bytes: usable on each device of `hardware`. moments: copies
-    of the weights in the optimizer's state. blocks: for methods that train blocks by their own losses. streamed: that state is
-    in streaming memory (PopTorch's tensor_locations.optimizer.on_chip false).
+    units: the model's units in order. input_bytes: bytes of a sample's input. memory_bytes: usable bytes of each device of
+    `hardware`. moments: copies of the weights in the optimizer's state. blocks: costs for methods that train blocks by their own
+    losses. streamed: the optimizer's state is in streaming memory (PopTorch's tensor_locations.optimizer.on_chip false).
     """
 
     units: Tuple[Unit, ...]
@@ -60,7 +60,7 @@ class Problem:
         return compute_update_seconds(unit, self.hardware, self.precision, self.moments, self.streamed)
 
     def fits_streaming(self, parameters: Any) -> Any:
-        """Return whether streaming memory holds the optimizer's state of `parameters`, if that is where it is."""
+        """Return whether the optimizer's state of `parameters` fits streaming memory; True if it is not streamed."""
         room = self.hardware.device.streaming_bytes
         if not self.streamed or room is None:
             return True
@@ -107,8 +107,8 @@ class Sums:
 
 
 class _BlockCosts:
-    """Costs of heads, by the unit before which their block ends, and what is spared, by the unit with which a block begins;
-    arrays of n + 1."""
+    """The costs of heads by the unit before which their block ends, and the spared costs by the first unit of a block; arrays of
+    n + 1."""
 
     def __init__(self, problem: Problem, blocks: BlockUnits, samples: int) -> None:
         def pad(values: Sequence[float]) -> FloatArray:
@@ -146,15 +146,15 @@ def _count_stashed(method: Method, stages: int, accumulate: int, recompute: bool
 
 
 def _count_candidate(problem: Problem, asked: Candidate) -> StashCounts:
-    """Return what the stages hold."""
-    # beyond 2 P the microbatches per update change nothing, except where the pipeline holds a whole batch
+    """Return the versions and microbatches that the stages stash."""
+    # more than 2 P microbatches per update change nothing, unless the pipeline holds a whole batch
     holds_batch = asked.row.pipeline is Pipeline.FILL_DRAIN and not problem.lockstep
     count = asked.gradient_accumulation if holds_batch else min(asked.gradient_accumulation, 2 * asked.depth)
     return _count_stashed(asked.row, asked.stages, count, asked.recompute, problem.lockstep)
 
 
 class Costing:
-    """What the stages of one configuration cost, wherever they are cut."""
+    """The costs of one configuration's stages for any cut."""
 
     def __init__(
         self,
@@ -177,9 +177,10 @@ class Costing:
     # ---- cuts
 
     def cut(self) -> Optional[List[int]]:
-        """Return the first units of the stages of the fastest cut that fits the memory; None where none fits.
+        """Return the first units of the stages of the fastest cut that fits the memory, None if none fits.
 
-        The stages of one device are cut as if each were alone; where they do not fit together, each gets its share of the memory.
+        Each stage may first use all memory of its device; if the stages of a device do not fit together, each gets an equal
+        share.
         """
         for share in {1: None, self.asked.stages_per_device: None}:
             self.limit = self.problem.memory_bytes / share
@@ -191,7 +192,7 @@ class Costing:
         return None
 
     def may_fit(self) -> bool:
-        """Return False if all devices together have too little, even if every stage held as little as the least."""
+        """Return False if all devices together have too little memory even for the least stash."""
         stashed = self.stashed
         fewest = StashCounts(*(np.array([count]) for count in (stashed.copies.min(), 0, stashed.activations.min())))
         first, end = np.array(0), np.array(len(self.work))
@@ -205,7 +206,7 @@ class Costing:
         return bound_by_costs(self.asked, costs, in_flight, self.local, float(self.work.sum()))
 
     def least_memory(self) -> Optional[float]:
-        """Return the bytes of the fullest stage's device, cut so that these are least; None where there are too few units."""
+        """Return the least possible bytes of the fullest stage's device, None if there are too few units."""
 
         def price(first: IntArray, end: IntArray) -> StagePrices:
             stages, entering = self.sums.make_stage(first, end, self.local), self.sums.entering[first]
@@ -276,7 +277,7 @@ class Costing:
         first, end = np.array(starts), np.array([*starts[1:], len(self.work)])
         sums, asked, hardware = self.sums, self.asked, self.problem.hardware
         forward, backward = self._compute_seconds(first, end)
-        # a matrix product has two gradients of its own cost; what recomputes comes before the first of them
+        # each gradient of a matrix product costs as much as the product; recomputation comes before the first of them
         split = self.asked.row.order is not None
         weights = ((backward - forward * asked.recompute) / 2).tolist() if split else ()
         heads = sums.blocks.update[end] if self.local and sums.blocks else 0.0
@@ -307,8 +308,8 @@ class Costing:
 
 @dataclass(frozen=True)
 class Prediction:
-    """A configuration with its cut and what it would do. `starts`: first units of its stages. `memory`: of its devices.
-    `seconds`: of a batch, in which each link is busy for `link_busy`."""
+    """A predicted configuration. `starts`: the first units of its stages; `memory`: the memory of its devices; `seconds`: the
+    time of a batch; `link_busy`: the seconds in which each link is busy during it."""
 
     asked: Candidate
     layout: ReplicaLayout

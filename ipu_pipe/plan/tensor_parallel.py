@@ -1,4 +1,4 @@
-"""Megatron's tensor parallelism in closed form, to compare pipelines with: no backend of this library runs it.
+"""Predict Megatron's tensor parallelism in closed form, for comparison with pipelines; no backend of this library runs it.
 
     t devices divide every matrix; w = devices / t such groups are replicas. Of each unit with weights (a Transformer block)
     every pass ends its two halves, attention and perceptron, with an all-reduce of the activations:
@@ -7,7 +7,7 @@
             + all-reduce of the gradients / t among w + update / t
 
 Source: Shoeybi et al. 2019 (Megatron-LM), section 3. Norms, residuals and dropout, which every device does in whole, are counted
-as divided, and no message is hidden behind a product.
+as divided, and no message overlaps with compute.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class TensorParallel:
 
 
 def predict_tensor_parallel(problem: Problem, devices: int, ways: int, batch: int) -> Optional[TensorParallel]:
-    """Return the fastest microbatch's prediction for updates of `batch` samples; None where none fits the memory."""
+    """Return the fastest microbatch's prediction for updates of `batch` samples, None if none fits the memory."""
     width = devices // ways
     sizes = [1 << k for k in range((batch // width).bit_length())]
     options = [_predict(problem, ways, width, size, batch // width // size) for size in sizes]

@@ -41,7 +41,7 @@ def plan_memory(job: Job, optimizer_bytes: Optional[Sequence[int]] = None) -> Di
 
 
 def _build_device_memory(job: Job, table: Sequence[Mapping[str, int]]) -> List[Dict[str, Any]]:
-    """Return the planned bytes of each device from those of its stages, the rows of `build_memory_table`.
+    """Return the planned bytes of each device; `table`: the rows of its stages from `build_memory_table`.
 
     Stages on one device peak at different times, so take the peak of their sum over the schedule; with recomputation, take
     the sum of their peaks, which may be a little more.
@@ -61,7 +61,7 @@ def _build_device_memory(job: Job, table: Sequence[Mapping[str, int]]) -> List[D
 
 
 def _count_stashed(job: Job) -> Tuple[IntArray, StashCounts]:
-    """Return the microbatches in flight on each stage, and what each stage stashes for them."""
+    """Return the microbatches in flight on each stage, and the versions and microbatches that each stage stashes."""
     backend_in_flight = get_backend(job.config).in_flight(job)
     in_flight = job.schedule.max_in_flight() if backend_in_flight is None else backend_in_flight
     stash = count_kept_microbatches(in_flight.tolist(), job.config.recompute, job.method.segments, job.method.turn)

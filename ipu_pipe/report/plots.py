@@ -1,5 +1,7 @@
-"""Figures of studies as PNG files, drawn by matplotlib, which is imported when a figure is drawn. A title says what a figure
-shows, a note below it gives sizes and seeds."""
+"""Draw figures of studies as PNG files with matplotlib, which is imported when a figure is drawn.
+
+A figure has a title, and below it a note with sizes and seeds.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,7 @@ def describe_sizes(config: Config) -> str:
 
 
 def describe_seeds(seeds: Sequence[int]) -> str:
-    """Describe what `plot_mean_with_range` shows of runs with these seeds."""
+    """Describe the lines and bands of `plot_mean_with_range` for runs with these seeds."""
     if len(set(seeds)) == 1:
         return f"seed {seeds[0]} alone"
     return f"lines: means over seeds {', '.join(map(str, sorted(set(seeds))))}; bands: from the least to the greatest of them"

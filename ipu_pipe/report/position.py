@@ -11,7 +11,7 @@ from ipu_pipe.job.metrics import prefers_greater
 
 @dataclass
 class Position:
-    """The progress of a run. `seconds` count training alone, of the `timed_updates`.
+    """The progress of a run. `seconds`: the training time of the `timed_updates`.
 
     `epoch_loss`: the sum over the epoch's `epoch_updates` so far. `best_name`: the figure that decides the best evaluation,
     such as test_loss. `plateau`: the state of a learning rate that follows evaluations.

@@ -26,7 +26,7 @@ GIT_SECONDS = 5.0
 
 
 def describe_start(data: Optional[Mapping[str, Any]]) -> Dict[str, Any]:
-    """Return the record of a start of a run that begins now; what is not known is None. `data`: of `fingerprint_data`."""
+    """Return the record of a start that begins now; unknown values are None. `data`: the result of `fingerprint_data`."""
     return {
         "begun": get_timestamp(),
         "ended": None,

@@ -1,4 +1,4 @@
-"""What a run prints: its plan before it starts, and the summary at its end."""
+"""Format the text that a run prints: its plan before the start, and the summary at the end."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _format_init_from(begun: Begun) -> str:
 
 
 def describe_left_out(job: Job) -> List[str]:
-    """Describe in a line how many training samples no update uses; nothing where all are used, or where it is not known."""
+    """Describe in a line the number of training samples that no update uses; '' if all are used, or if it is not known."""
     if job.updates_per_epoch is None:
         return []
     size, used = job.config.micro_batch_size, job.updates_per_epoch * job.batch
@@ -96,7 +96,7 @@ STAGE_HEAD = (
 
 
 def format_plan(job: Job) -> str:
-    """Format what `--dry-run` prints: stages, schedule, delays, planned memory and traffic, FLOPs."""
+    """Format the text of `--dry-run`: stages, schedule, delays, planned memory and traffic, FLOPs."""
     table, footprint = build_memory_table(job), job.footprint
     per = FLOPS_SHOWN * job.config.micro_batch_size
     forward = [flops / per for flops in footprint.forward_flops]

@@ -117,7 +117,7 @@ def _sort(events: Events) -> Events:
 
 
 def _find_waits(actions: Events, needed: IntArray) -> Events:
-    """Return the gaps between a device's actions, each a wait for what the next action needs, if that came within the gap."""
+    """Return the gaps between a device's actions; a gap is a wait if the input of the next action arrived within it."""
     order = _order(actions)
     actions, needed = actions.select(order), needed[:, order]
     free = np.concatenate([[0], np.maximum.accumulate(actions.end)[:-1]])
@@ -131,7 +131,7 @@ def _find_waits(actions: Events, needed: IntArray) -> Events:
 
 
 def _select_updates(events: Events, accumulate: int, updates: Optional[range]) -> Events:
-    """Return a device's events of these updates, with a pause in the place of what is left out between two of them."""
+    """Return a device's events of these updates, with pauses for the events that are left out between two updates."""
     if updates is None:
         return events
     update = np.where(events.is_kind(Kind.UPDATE.word), events.microbatch, events.microbatch // accumulate)
@@ -162,7 +162,7 @@ def _count_in_flight(device: int, forward_ends: IntArray, last_ends: IntArray) -
 
 
 class CostsOfStages(NamedTuple):
-    """Costs of the clock in seconds, a sentence on where they are from, and whether they were measured."""
+    """The clock's costs in seconds, a sentence on their source, and whether they were measured."""
 
     costs: Costs
     why: str
@@ -177,7 +177,7 @@ class ModelledRates(NamedTuple):
 
 
 def write_measured_trace(job: Job, path: Path, measured: Report) -> None:
-    """Write what the devices did in the updates that `log.trace` names, as Chrome JSON; times count from the first event."""
+    """Write the devices' events of the updates of `log.trace` as Chrome JSON; times count from the first event."""
     events, counters = measured.events, measured.counters
     assert events is not None
     begin = int(events.start.min()) if len(events.start) else 0

@@ -1,1 +1,1 @@
-"""What devices did and when: the one event record of all backends, its columns, and the files that hold them."""
+"""Traces of devices: the event record of all backends, its columns, and the files that contain them."""

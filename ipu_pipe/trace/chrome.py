@@ -67,7 +67,7 @@ def write_chrome(
 
 def _format_records(events: Events, counters: Counters, metadata: Dict[str, Any]) -> Iterator[str]:
     """Yield the file's records as JSON texts, some of them several at once."""
-    # viewers tell threads apart by their number alone, and show first a process's thread with the same number
+    # viewers identify threads by their number only, and show first the thread with the number of the process
     is_message = events.is_kind(*ev.COMMUNICATION)
     thread = events.device + is_message * (events.device.max(initial=0) + 1)
     yield from _name_tracks(events, thread)

@@ -57,7 +57,7 @@ SCHEMA = 1
 
 
 class Event(NamedTuple):
-    """What a device did for a stage. Times in nanoseconds; -1, "" or None: not known, or does not apply."""
+    """An activity of a device for a stage. Times are in nanoseconds; -1, "" or None mean not known or not applicable."""
 
     stage: int
     device: int
@@ -188,7 +188,7 @@ def find_updates(events: Events, accumulate: int) -> NDArray[np.int64]:
 
 
 def group_places(column: NDArray[Any]) -> Iterator[Tuple[int, NDArray[np.intp]]]:
-    """Yield each value of an integer column, rising, with the indices where it stands, in their order. Takes O(n log n)."""
+    """Yield each value of an integer column in ascending order, with its indices in order. Takes O(n log n)."""
     if not len(column):
         return
     low, high = int(column.min()), int(column.max())
@@ -212,7 +212,7 @@ class CounterSeries(NamedTuple):
 
 
 def build_counter_series(counters: Counters) -> Iterator[CounterSeries]:
-    """Yield all curves, those of memory first. Of several values at one time the last counts."""
+    """Yield all curves, memory first; the last of several values at one time counts."""
     memory = tuple(MEMORY.values())
     others = ((name,) for name in dict.fromkeys(counters.name.tolist()) if name not in memory)
     for names in chain([memory], others):

@@ -147,7 +147,7 @@ class _Records:
         self._on_gpu = False
 
     def take(self, record: Dict[str, Any]) -> Optional[Dict[str, Any]]:
-        """Take a record and return None; return other objects, such as a record's arguments, as they are."""
+        """Take a record and return None; return other objects, such as a record's arguments, unchanged."""
         phase = record.get("ph")
         if phase is None:
             return record
@@ -171,7 +171,7 @@ class _Records:
 
     def _take_foreign(self, record: Dict[str, Any]) -> None:
         kind, on_gpu = identify_record(str(record.get("cat", "")), str(record["name"]))
-        # the busy time of a GPU is that of its kernels only
+        # the busy time of a GPU includes only its kernels
         if on_gpu and not self._on_gpu:
             self._on_gpu, self._rows, self.parts = True, [], []
         if kind >= 0 and on_gpu == self._on_gpu:
@@ -188,7 +188,7 @@ class _Records:
             self.parts.append(Events(start=start, end=end, **integers))
 
     def build_trace(self, path: Path, keys: Dict[str, Any]) -> Trace:
-        """Return the trace that `write_chrome` wrote. Raise `BadInput` or ValueError where it cannot have."""
+        """Return the trace that `write_chrome` wrote. Raise `BadInput` or ValueError if it did not write it."""
         metadata = keys.get("otherData", {})
         if not isinstance(metadata, dict):
             raise ValueError("otherData: must be an object")
@@ -207,7 +207,7 @@ def _read_row(record: Dict[str, Any], args: Any) -> Tuple[Any, ...]:
 
 
 def _build_integers(name: str, values: Sequence[Any], kind: Any) -> NDArray[Any]:
-    """Return integers as a column of the type `kind`. Raise ValueError for other values and for those that do not fit."""
+    """Return integers as a column of the type `kind`. Raise ValueError for values that are not integers or do not fit."""
     column = np.array(values)
     if column.dtype.kind not in "iu" or column.ndim != 1 or not np.array_equal(column, column.astype(kind)):
         raise ValueError(f"{name}: must be whole numbers of {np.dtype(kind)}")

@@ -73,7 +73,7 @@ class TraceWriter:
             self._write(COUNTERS, len(counters.time), payload)
 
     def flush(self) -> None:
-        """Hand what was written to the operating system, which keeps it if this process is killed."""
+        """Flush the written data to the operating system, which keeps it if this process is killed."""
         with guard_writing(self.path, "the trace"):
             self._file.flush()
 

@@ -1,1 +1,1 @@
-"""From the columns of a trace to numbers, and from these to words and pictures. docs/traces.md says what each number means."""
+"""Compute the figures of a trace from its columns, and show them as text and pictures. docs/traces.md explains each figure."""

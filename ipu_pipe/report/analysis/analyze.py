@@ -1,4 +1,4 @@
-"""All figures of a trace as one record, which text, JSON, page and picture show. docs/traces.md says what each number means."""
+"""Compute all figures of a trace as one record, which text, JSON, page and picture show. docs/traces.md explains each figure."""
 
 from __future__ import annotations
 

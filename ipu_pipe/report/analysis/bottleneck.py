@@ -1,4 +1,4 @@
-"""What holds a run up, why, and what to do about it: moving stage boundaries among it."""
+"""Find the bottleneck of a traced run, its reason and a remedy, such as moving stage boundaries."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Figures = Dict[str, Any]
 
 
 def find_bottleneck(figures: Figures, loads: Dict[int, float], move: Figures, facts: RunFacts) -> Optional[Figures]:
-    """Return the row of the analysis; None where no device computes. `why` and `do` are sentences without a full stop.
+    """Return the row of the analysis, None if no device computes. `why` and `do` are sentences without a full stop.
 
     `figures`: of the rest of the analysis. `loads`: nanoseconds for a microbatch by device, empty where they are not known.
     `move`: of `find_best_move`.
@@ -79,7 +79,7 @@ def find_bottleneck(figures: Figures, loads: Dict[int, float], move: Figures, fa
 
 
 def _compare(slowest: int, loads: Dict[int, float]) -> str:
-    """Compare the load of the slowest device with those of the others."""
+    """Compare the load of the slowest device with the other devices' loads."""
     others = [load for device, load in loads.items() if device != slowest]
     mean = sum(others) / len(others) if others else 0.0
     if not mean:
@@ -90,7 +90,7 @@ def _compare(slowest: int, loads: Dict[int, float]) -> str:
 
 
 def _explain(figures: Figures, slowest: int) -> Iterator[str]:
-    """Yield what else the trace says of a run whose device `slowest` holds the others up."""
+    """Yield further findings about a run whose bottleneck is the device `slowest`."""
     devices, span = figures["devices"], figures["span_ns"]
     waiting = max(devices, key=lambda device: device["waits_for"].get(str(slowest), 0))
     waited = waiting["waits_for"].get(str(slowest))
@@ -137,7 +137,7 @@ def _advise(figures: Figures, loads: Dict[int, float], move: Figures, facts: Run
     return "stages are even: faster devices, or more of them"
 
 
-# ---- what moving stage boundaries would gain: units cut anew by measured times, both cuts played by the clock
+# ---- the gain of moving stage boundaries: cut the units again by measured times, and play both cuts by the clock
 
 # playing more stages takes seconds
 MOST_STAGES = 128

@@ -64,7 +64,7 @@ def _measure_device(device: int, events: Events, span: Tuple[int, int]) -> Tuple
     lengths = np.diff(edges)
 
     def find_pieces(which: int) -> NDArray[np.bool_]:
-        """Return a mask of the pieces in which an event of a group goes on."""
+        """Return a mask of the pieces that events of a group cover."""
         begins, ends = (
             np.bincount(at[group == which], minlength=len(edges)) for at in (place[:count], place[count:-2])
         )
@@ -125,7 +125,7 @@ def measure_union(start: NDArray[np.int64], end: NDArray[np.int64]) -> int:
     return int((reach - np.maximum(start[order], np.append(start[order[:1]], reach[:-1]))).clip(0).sum())
 
 
-# ---- memory, from the counters: bytes by category, and what made up the greatest sum
+# ---- memory, from the counters: bytes by category, and the categories at the peak of their sum
 
 # greater values in bytes, and NaN, are ignored
 IMPLAUSIBLE = 2.0**60

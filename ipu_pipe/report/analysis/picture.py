@@ -22,7 +22,7 @@ MOST_DEVICES = 64
 MOST_NUMBERED = 160
 # (bottom, height) within a row
 _FULL, _THIN = (-0.4, 0.8), (0.25, 0.15)
-# What is drawn alike: name, kinds, colour, place.
+# groups of events that are drawn alike: (name, kinds, colour, place)
 LAYERS: Tuple[Tuple[str, Tuple[str, ...], str, Tuple[float, float]], ...] = (
     ("evaluation, checkpoint, pause", OUTSIDE, "#c8c8c8", _FULL),
     ("wait", (WAIT,), "#f7d4cf", _FULL),
@@ -39,7 +39,7 @@ Window = Tuple[int, int]
 
 
 def draw_timeline(file: Path, trace: Trace, figures: Dict[str, Any]) -> None:
-    """Write a PNG. Raise `BadInput` where matplotlib is missing, `RunFault` where the disk refuses."""
+    """Write a PNG. Raise `BadInput` if matplotlib is missing, `RunFault` if the disk refuses."""
     check_plots()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -66,7 +66,7 @@ def draw_timeline(file: Path, trace: Trace, figures: Dict[str, Any]) -> None:
 
 
 def choose_window(events: Events) -> Window:
-    """Return the span, or of many events the time around the middle one in which events can be told apart."""
+    """Return the whole span, or for many events the time around the middle one in which events can be distinguished."""
     most = min(MOST_EVENTS, MOST_EVENTS_PER_DEVICE * len(np.unique(events.device)))
     if len(events.start) <= most:
         return find_span(events)

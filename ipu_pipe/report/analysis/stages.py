@@ -1,4 +1,4 @@
-"""What stages compute: how long their passes take, which take far longer than others, and how stale their weights are."""
+"""The figures of stages in a trace: the times of their passes, stragglers, and the staleness of their weights."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def _find_stragglers(
 
 
 def sum_busy_by_device(stages: Sequence[Row]) -> Dict[int, float]:
-    """Return the nanoseconds that each device computes for a microbatch of all its stages; empty where they are not known."""
+    """Return the nanoseconds of compute of each device for a microbatch on all its stages; empty if not known."""
     busy_by_device: Dict[int, float] = {}
     for stage in stages:
         if stage["busy_ns_per_microbatch"] is None:

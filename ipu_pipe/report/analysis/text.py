@@ -26,7 +26,7 @@ STRAGGLER_HEAD = ("stragglers of stage", "kind", "count", "lost", "median", "lon
 
 
 def format_time(ns: Optional[float]) -> str:
-    """Format a time with three digits and a unit; "-" where it is not known."""
+    """Format a time with three digits and a unit; "-" if it is not known."""
     if ns is None:
         return "-"
     for power, unit in ((9, "s"), (6, "ms"), (3, "us")):
@@ -36,12 +36,12 @@ def format_time(ns: Optional[float]) -> str:
 
 
 def format_share(part: float, whole: float) -> str:
-    """Format `part` of `whole` in percent; "-" where the whole is 0."""
+    """Format `part` of `whole` in percent; "-" if the whole is 0."""
     return f"{part / whole:.1%}" if whole else "-"
 
 
 def format_percent(value: Optional[float]) -> str:
-    """Format a fraction in percent; "-" where it is not known."""
+    """Format a fraction in percent; "-" if it is not known."""
     return "-" if value is None else f"{value:.1%}"
 
 
@@ -205,7 +205,7 @@ def list_numbers(value: Any, name: str = "") -> Iterator[Tuple[str, float]]:
 
 
 def compute_differences(figures: Figures, other: Figures) -> List[Figures]:
-    """Return a row for each number: its name, both values (null where one is missing), and the first less the second."""
+    """Return a row for each figure: its name, both values (null if missing), and the first minus the second."""
     first, second = dict(list_numbers(figures)), dict(list_numbers(other))
     return [
         {
