@@ -97,7 +97,7 @@ def test_predictions_of_nests_and_what_is_refused(tmp_path: Path) -> None:
         "contains no samples": lambda: ipu_pipe.predict(nn.Linear(3, 2), []),
         "data: 3: must be a DataSource": lambda: ipu_pipe.predict(nn.Linear(3, 2), 3),
         "predict: .*: no config there names the model": lambda: ipu_pipe.predict(tmp_path, a),
-        "into: goes with": lambda: ipu_pipe.predict(nn.Linear(3, 2), a, into=nn.Linear(3, 2)),
+        "into: must be None": lambda: ipu_pipe.predict(nn.Linear(3, 2), a, into=nn.Linear(3, 2)),
         "batch_size: 0": lambda: ipu_pipe.predict(nn.Linear(3, 2), a, batch_size=0),
     }
     for told, attempt in wrong.items():
