@@ -328,15 +328,6 @@ def test_no_weight_is_derived_and_saved(name: str) -> None:
     assert observe_training(model, x, y, lambda x, y: F.cross_entropy(model(x), y)).derived == []
 
 
-def test_randomness_lies_in_dropout_modules_that_run_once() -> None:
-    for name in ("transformer_lm", "transformer_translation"):
-        model, runs = SMALL[name](), []
-        dropouts = {n: m for n, m in model.named_modules() if isinstance(m, nn.Dropout)}
-        for n, m in dropouts.items():
-            m.register_forward_pre_hook(lambda m, i, n=n: runs.append(n))
-        assert list(observe_effects(model, example(name)[0]).draws) == sorted(dropouts) == sorted(runs)
-
-
 @pytest.mark.parametrize("make, args, said", [
     (vgg.vgg11, {"classes": 0}, "classes: 0: must be at least 1"),
     (vgg.vgg16, {"norm": "batch"}, "norm: batch: must be none or group"),

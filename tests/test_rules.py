@@ -19,7 +19,7 @@ from torch import nn
 
 from ipu_pipe.errors import BadInput
 from ipu_pipe.schedule.delays import DelaySampler
-from ipu_pipe.schedule.methods import METHODS, Reads, resolve_method
+from ipu_pipe.schedule.methods import Reads, resolve_method
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable, find_segment_ends
 from ipu_pipe.update.apply import FORWARD, UpdateRules
@@ -289,24 +289,6 @@ def test_a_prediction_by_the_steps_of_adam_by_hand() -> None:
         assert c * float(x[0]) == pytest.approx(-0.1 * 3 * direction, rel=1e-14) and float(x[1]) == 0
 
 
-def test_error_feedback_follows_training_without_delay_to_the_second_order() -> None:
-    """On w^2/2 a delay of one update contracts by 1 - a - a^2, plain descent by 1 - a, as does the delay with feedback."""
-    factors = {}
-    for scale in (None, 1.0):
-        weight = nn.Parameter(torch.ones(1, dtype=torch.float64))
-        optimizer = torch.optim.SGD([{"params": [weight], "stage": 0}], lr=0.01)
-        args = {} if scale is None else {"error_feedback": {"scale": scale}}
-        rules = UpdateRules(args, METHODS["pipedream_2bw"], np.array([1.0]), 1, optimizer, lambda k: 0.01)
-        values = [1.0]
-        for k in range(60):
-            weight.grad = torch.tensor([values[max(k - 1, 0)]], dtype=torch.float64)
-            rules.step(k, None)
-            values.append(float(weight.detach()))
-        factors[scale] = values[-1] / values[-2]
-    assert factors[None] == pytest.approx(1 - 0.01 - 0.01**2, abs=3e-6)
-    assert factors[1.0] == pytest.approx(1 - 0.01, abs=3e-6)
-
-
 def test_spike_compensation_with_delay_one_is_nesterov() -> None:
     data = batches(12)
     method = resolve_method(PB, {"constant_delay": {"updates": 1}, "stash": True})
@@ -362,38 +344,6 @@ def test_one_stage_is_plain_training(name: str) -> None:
     emulate(unsplit, resolve_method(row.method, args), 2, data, row.optimizers[0], args=args, switch=row.switch)
     plain_training(twin, data, 2, row.optimizers[0])
     assert_equal(unsplit[0], list(twin))
-
-
-def test_a_stage_without_lag_is_left_alone() -> None:
-    """Every rule at once on three weights, of which the last has no lag: it moves as under the bare optimizer."""
-    args = {
-        "t1": {"anneal_updates": 9}, "spike_compensation": SC, "weight_prediction": WP, "gradient_shrinking": {"factor": 0.5}
-    }  # fmt: skip
-    weights = [nn.Parameter(torch.ones(3)) for _ in range(3)]
-    alone = nn.Parameter(torch.ones(3))
-    optimizer = torch.optim.SGD([{"params": [w], "stage": s} for s, w in enumerate(weights)], lr=0.1, momentum=0.9)
-    bare = torch.optim.SGD([alone], lr=0.1, momentum=0.9)
-    rules = UpdateRules(args, METHODS[PB], np.array([4.0, 2.0, 0.0]), 1, optimizer, lambda k: 0.1)
-    for k in range(4):
-        for w in [*weights, alone]:
-            w.grad = torch.full((3,), 0.3 + k)
-        rules.step(k, None)
-        bare.step()
-    assert torch.equal(weights[2], alone)
-    assert not torch.equal(weights[1], alone)
-    assert rules.encode_forwards(np.array([4, 4, 4])).tolist() == [1, 1, 0]
-
-
-def test_before_the_switch_rules_do_nothing() -> None:
-    row = ROWS["t1+t2"]
-    data = batches(8)
-    ends = []
-    for args, switch in ((row.args, 8), ({}, 8)):
-        model = whole(fresh("mlp"))
-        emulator = emulate(model, resolve_method("pipemare"), 1, data, SGD, args=args, switch=switch)
-        assert all("t2_delta" not in state for state in emulator.work.rules.stages[0].state.values())
-        ends.append(model)
-    assert_equal(ends[0], list(ends[1]))
 
 
 # ---- reads

@@ -8,8 +8,6 @@ from typing import Any, List, Tuple
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from ipu_pipe.schedule.delays import compute_greatest_delay
 from ipu_pipe.stability.bounds import bound_local_sgd, bound_rpd, bound_rpd_pl
@@ -263,17 +261,6 @@ def test_stages_that_share_a_direction(
 
 
 # ---- what is the same as what
-
-
-@settings(max_examples=25, deadline=None)
-@given(st.integers(0, 12), st.floats(0.05, 0.97), st.floats(0.0, 20.0), st.floats(0.01, 2.0))
-def test_compensation_equals_prediction_when_its_coefficients_say_so(D: int, m: float, T: float, k: float) -> None:
-    """a + b = 1 + T and m b = T; for SC_D: T = m (1 - m^D) / (1 - m)."""
-    same = make_delayed_sgd(D, m, (1 + T - T / m, T / m))
-    assert at_step(same, k) == pytest.approx(at_step(make_delayed_sgd(D, m, horizon=T), k), abs=1e-9 * (1 + T))
-    standard = m * (1 - m**D) / (1 - m)
-    result = np.array(at_step(make_delayed_sgd(D, m, compute_spike_coefficients(m, D)), k))[: D + 3]
-    assert result == pytest.approx(np.array(at_step(make_delayed_sgd(D, m, horizon=standard), k))[: D + 3], abs=1e-12)
 
 
 def test_compensation_answers_a_late_gradient_as_if_it_had_come_in_time() -> None:

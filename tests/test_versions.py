@@ -127,12 +127,6 @@ def test_greatest_steady_lag(P: int, N: int) -> None:
     assert stashing.greatest_backward_lag().tolist() == stashing.greatest_lag().tolist()
 
 
-def test_one_stage_is_plain_training() -> None:
-    for name, method in PLAYED.items():
-        if name != "pipedream_2bw":  # two versions by definition: delay 1 on every stage
-            assert table(method, 1, 9, 1).greatest_lag().tolist() == [0], name
-
-
 def test_copies_after_a_drain() -> None:
     """A checkpoint at a drain holds the newest version alone: 2BW's first batch after it reads that one, as at the start."""
     schedule = make_schedule(METHODS["pipedream_2bw"], 2, 20, 4, drains=[4, 16])
