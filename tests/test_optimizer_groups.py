@@ -18,7 +18,6 @@ import ipu_pipe
 from ipu_pipe.config.load import load_config
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.factories import make_factory
-from ipu_pipe.model.stages import begin_stage, partition
 from ipu_pipe.report.memory import build_memory_table
 from ipu_pipe.run.build import build
 from ipu_pipe.schedule.methods import resolve_method
@@ -38,6 +37,7 @@ from tests.test_emulator_exact import assert_equal, fresh, literal
 from tests.test_emulator_exact import emulate as emulate_by_hand
 from tests.test_open_optimizers import HOW, data, equal
 from tests.test_processes import compare
+from tests.test_update import staged
 
 pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="needs torch.optim.Muon")
 
@@ -134,11 +134,6 @@ def test_processes_give_the_emulators_weights_and_state(tmp_path: Path) -> None:
 
 
 # ---- which parameter is in which group
-
-
-def staged() -> Any:
-    net = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), begin_stage(nn.Linear(4, 4)), begin_stage(nn.ReLU()))
-    return net, partition(net, torch.randn(2, 4))
 
 
 def test_the_first_member_that_fits_has_a_parameter() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from dataclasses import replace
 from typing import Any, Dict, List, Tuple
 
@@ -350,19 +348,6 @@ def test_printed_as_papers_draw_it() -> None:
         "stage 0  F0     F1     F2 B0  B1*    B2\n"
         "stage 1  .      F0 B0  F1 B1* F2 B2  .\n"
     )
-
-
-def test_what_is_left_out_of_a_long_schedule_is_said() -> None:
-    text = format_text(make_schedule(METHODS["gpipe"], 300, 5000, 5), 100, 103, stages=2)
-    assert text.splitlines() == [
-        "slot     100 101 102", "stage 0  .   .   .", "stage 1  .   .   .",
-        "(slots 100 to 102 of 608000, 2 of 300 stages shown)",
-    ]
-
-
-def test_csv_has_a_cell_a_slot() -> None:
-    rows = list(csv.reader(io.StringIO("".join(format_csv(make_schedule(METHODS["gpipe"], 2, 2, 2))))))
-    assert rows == [["0F0", "0F1", "", "", "0B0", "0B1"], ["", "1F0", "1F1", "1B0", "1B1", ""]]
 
 
 @pytest.mark.parametrize(("name", "reason"), [("pipedream", "no updates between"), ("pipemare", "one action per slot")])

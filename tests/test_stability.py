@@ -133,13 +133,6 @@ def test_lemma_3_bounds_it_with_momentum(delay: int, momentum: float) -> None:
         assert 0 < largest <= 4 / curvature * math.sin(math.pi / (4 * delay + 2))
 
 
-def test_without_delay_it_is_that_of_heavy_ball() -> None:
-    for m in MOMENTA:
-        assert find_largest_stable_step(derive_loop_gain(make_delayed_sgd(0, m, curvature=4.0))) == pytest.approx(
-            2 * (1 + m) / 4, rel=1e-12
-        )
-
-
 # ---- root radii, stable steps and the recurrences agree
 
 

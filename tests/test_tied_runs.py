@@ -107,17 +107,6 @@ def test_a_weight_is_counted_once_and_its_replica_is_held(tmp_path: Path) -> Non
     }
 
 
-@pytest.mark.parametrize("method", ["gpipe", "pipedream_2bw"])
-def test_a_run_goes_on_as_if_never_interrupted(tmp_path: Path, method: str) -> None:
-    how = config(method, optimizer=SGD)
-    train(how, tmp_path, model=model("lm"), data=tokens(), quiet=True)
-    whole = read_weights(tmp_path)
-    other = model("lm", gpt2=False)  # begins otherwise
-    train(how, tmp_path, model=other, data=tokens(), quiet=True, resume=True, resume_from=3)
-    again = read_weights(tmp_path)
-    assert all(torch.equal(again[name], value) for name, value in whole.items())
-
-
 @pytest.mark.parametrize(
     "method, why",
     [("pipedream", "two delays"), ("local_greedy", "two gradients"), ("randomized_pipedream", "single stages")],

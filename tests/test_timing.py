@@ -18,15 +18,6 @@ from ipu_pipe.schedule.timelines import make_schedule
 from tests.slot_simulation import PLAYED
 
 
-@pytest.mark.parametrize("stages, accumulate", [(2, 2), (2, 8), (4, 4), (4, 16)])
-def test_flushed_pipelines_take_their_bubbles(stages: int, accumulate: int) -> None:
-    """Equal stages: (N + P - 1)(f + b) a batch."""
-    for method in ("gpipe", "pipedream_flush"):
-        schedule = make_schedule(resolve_method(method), stages, 3 * accumulate, accumulate)
-        time = clock(schedule, Costs([1.0] * stages, [2.0] * stages, [0.0] * stages)).finish
-        assert time == pytest.approx(3 * (accumulate + stages - 1) * 3.0)
-
-
 def test_one_microbatch_at_a_time_takes_all_passes_and_links_in_turn() -> None:
     schedule = make_schedule(resolve_method("naive"), 3, 5, 1)
     costs = Costs([1, 2, 3], [4, 5, 6], [0, 0, 0], link=0.5)
@@ -175,14 +166,6 @@ def test_all_messages_of_a_cycle_go_together_when_its_passes_are_done() -> None:
     assert clock(schedule, one).finish == plain + 1.5 + 2 * 3.5 + 2
     summing = replace(own, reduce=[Transfer(4.0, 1.0, ("a",)), Transfer(3.0, 0.0, ("b",))])
     assert clock(schedule, summing).finish == clock(schedule, own).finish + 5
-
-
-def test_lock_step_with_unit_costs_gives_the_slots_of_schedules_that_do_one_pass_a_slot() -> None:
-    for name in ("naive", "gpipe", "pipedream_flush", "pipedream", "pipedream_2bw"):
-        schedule = make_schedule(METHODS[name], 4, 12, 6)
-        times = clock(schedule, replace(make_slot_costs(schedule), slot=0.0, lockstep=True))
-        for kind in (Kind.FORWARD, Kind.BACKWARD):
-            assert (times.start[kind] == schedule.slots(kind, 0, 12)).all()
 
 
 @pytest.mark.parametrize("key", ["backward", "update", "weight_gradient", "onward", "back", "reduce"])
