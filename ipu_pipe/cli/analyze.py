@@ -1,4 +1,4 @@
-"""Analyze a trace: who is busy, who waits for whom, what holds a run up and what would help."""
+"""Analyze a trace: busy devices, who waits for whom, the bottleneck of a run and changes that would help."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Data sets in their official layouts, in a deterministic order, augmented and normalized as tensors.
 
-A `DataSource` gives microbatches by (epoch, index). Which samples those are and how they are augmented depends on the seed, the
-epoch and the place in the epoch alone, never on how microbatches are grouped or on what was drawn before, so that a resumed run
+A `DataSource` returns microbatches by (epoch, index). Their samples and augmentations depend only on the seed, the epoch and the
+position in the epoch, never on how microbatches are grouped or on earlier draws, so that a resumed run
 needs no state of its data.
 """
 

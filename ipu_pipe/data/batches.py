@@ -30,7 +30,7 @@ LABELS = ("labels", "label", "target", "targets")
 
 @runtime_checkable
 class DataSource(Protocol):
-    """What training needs of data. Write one for your own data, or wrap a loader with `from_loader`.
+    """The interface of training data. Write one for your own data, or wrap a loader with `from_loader`.
 
     A batch is a pair (inputs, labels), or a tuple of more whose last is the labels, or a mapping with the labels under a name of
     `LABELS`. Inputs are a tensor, or tensors in mappings, tuples and lists to any depth, each with the samples as its first
@@ -121,7 +121,7 @@ class SampledData:
         self._move_to_test(self.validation, order[:count].sort().values, order[count:].sort().values)
 
     def _move_to_test(self, other: Any, moved: torch.Tensor, left: torch.Tensor) -> None:
-        """Make the training samples `moved` the test set of `other`, a copy, and leave those of `left` here."""
+        """Use the training samples `moved` as the test set of the copy `other` and keep only the samples `left` here."""
         raise NotImplementedError
 
     def train_batches_per_epoch(self, batch_size: int) -> int:
@@ -242,7 +242,7 @@ def _by_channel(values: Optional[Sequence[float]], x: torch.Tensor) -> Optional[
 def require_whole(
     key: str, value: Any, least: int = 1, most: Optional[int] = None, optional: bool = False
 ) -> None:
-    """Raise `BadInput` if the value of `key` is not a whole number from `least` to `most`, or None where it is optional."""
+    """Raise `BadInput` unless the value of `key` is a whole number from `least` to `most`, or None if `key` is optional."""
     if optional and value is None:
         return
     if type(value) is not int or value < least or (most is not None and value > most):
@@ -251,14 +251,14 @@ def require_whole(
 
 
 def take_subset(train: Pair, test: Pair, subset: Optional[int], test_subset: Optional[int]) -> Tuple[Pair, Pair]:
-    """Return the first `subset` training and `test_subset` test samples, all where None. Raise `BadInput`."""
+    """Return the first `subset` training and `test_subset` test samples (None: all). Raise `BadInput` for bad counts."""
     require_whole("subset", subset, 1, len(train[0]), optional=True)
     require_whole("test_subset", test_subset, 1, len(test[0]), optional=True)
     return (train[0][:subset], train[1][:subset]), (test[0][:test_subset], test[1][:test_subset])
 
 
 class SyntheticData(SampledData):
-    """Random inputs and labels of a stated shape, drawn when asked for: to measure throughput, memory and traffic.
+    """Random inputs and labels of a given shape, to measure throughput, memory and traffic. They are drawn on access.
 
     Each sample is drawn by (seed, epoch, place), so that it is the same in microbatches of any size. If `bytes`, inputs are
     8-bit.
@@ -309,7 +309,7 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class LabelRange:
-    """The labels that a loss allows: those from 0 to `classes` - 1, and `ignored`."""
+    """The labels that a loss allows: 0 to `classes` - 1, and `ignored`."""
 
     classes: int
     ignored: int = IGNORED

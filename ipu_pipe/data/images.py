@@ -1,4 +1,4 @@
-"""ImageNet-style folders of images, decoded when they are asked for."""
+"""ImageNet-style folders of images. An image is decoded when it is read."""
 
 from __future__ import annotations
 
@@ -66,14 +66,14 @@ class ImageFolder(SampledData):
         self._epoch, self._order = -1, torch.empty(0)
 
     def __getstate__(self) -> Dict[str, Any]:
-        """Return what can be pickled: threads and the decoding module are made anew in the other process."""
+        """Return the attributes that can be pickled. The other process makes its own threads and imports the decoder."""
         return {key: value for key, value in self.__dict__.items() if key not in ("_pool", "_pool_process", "_image")}
 
     def __setstate__(self, state: Dict[str, Any]) -> None:
         self.__dict__.update(state, _image=_pillow(), _pool_process=-1)
 
     def _workers(self) -> ThreadPoolExecutor:
-        """Return this process's threads: a fork has none of those that were there before it."""
+        """Return this process's threads, which are made again after a fork."""
         if self._pool_process != os.getpid():
             self._pool, self._pool_process = ThreadPoolExecutor(self._threads), os.getpid()
         return self._pool
@@ -172,7 +172,7 @@ def _pillow() -> Any:
 
 
 def _find_test_folder(root: Path) -> Path:
-    """Return the folder of the test images: val, or validation where that is there and val is not."""
+    """Return the folder of the test images: val, or validation if only that exists."""
     other = root / "validation"
     return other if other.is_dir() and not (root / "val").is_dir() else root / "val"
 

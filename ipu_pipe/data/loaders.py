@@ -28,7 +28,7 @@ class RandomStates(NamedTuple):
 
     @classmethod
     def read(cls) -> "RandomStates":
-        """Read the states as they are now."""
+        """Read the current states."""
         return cls(torch.get_rng_state(), random.getstate(), np.random.get_state())
 
     @classmethod
@@ -85,14 +85,14 @@ class LoaderData:
         # the random states that the loader draws from
         self._drawn = RandomStates.read()
         self._generators = _generators(train)
-        # as the user seeded them: the first pass is that of a plain loop over the loader
+        # The user's seeds apply, so that the first pass equals a plain loop over the loader.
         self._first_states = [generator.get_state() for generator in self._generators]
         self._own_states = list(self._first_states)
         self._newest: Any = None
 
     @property
     def dataset(self) -> Any:
-        """The data set of the training loader, or the loader itself where it has none."""
+        """The data set of the training loader, or the loader itself if it has no data set."""
         return getattr(self._train, "dataset", self._train)
 
     def _length(self) -> Optional[int]:
@@ -102,7 +102,7 @@ class LoaderData:
             return None
 
     def train_batches_per_epoch(self, batch_size: int) -> Optional[int]:
-        """Return the loader's length, less a last batch that is not full where it can be known.
+        """Return the loader's length, without an incomplete last batch where one can be recognized.
 
         Return None if the loader has no length.
         """
@@ -126,7 +126,7 @@ class LoaderData:
     def train_batch(self, epoch: int, index: int, batch_size: int) -> Any:
         """Return batch `index` of the loader's pass number `epoch`, passing over the batches before it.
 
-        A loader without a length begins anew where it ends, without its last batch if that is not full.
+        A loader without a length is started again at its end. Its last batch is left out if it is incomplete.
         """
         batch = self._read(epoch, index, batch_size)
         count = _count(batch)
@@ -216,7 +216,7 @@ def _generators(loader: Any) -> List[torch.Generator]:
 
 
 def _require_batches(name: str, loader: Any) -> None:
-    """Raise `BadInput` for what gives no batches; there may be a training loader alone."""
+    """Raise `BadInput` for loaders that yield no batches. The test loader is optional."""
     if loader is None and name != "train":
         return
     if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
@@ -230,7 +230,7 @@ def _require_batches(name: str, loader: Any) -> None:
 
 
 def _count(batch: Any) -> Optional[int]:
-    """Return the samples of a batch by its first tensor, None if it has none, which is reported where it is used."""
+    """Return the number of samples of a batch by its first tensor, or None if it has no tensor (reported later)."""
     batch_tensors = list_tensors(batch)
     return len(batch_tensors[0]) if batch_tensors and batch_tensors[0].dim() else None
 
@@ -253,6 +253,6 @@ def from_loader(
     global generators of PyTorch, Python and numpy are seeded by (seed, pass) while the loader draws. A `torch.Generator` of the
     loader or its samplers gives the first pass as the user seeded it, and each later pass by its seed and the pass. Generators
     that the data set holds itself (`numpy.random.default_rng()`) are not seeded: give them seeds. A loader without a length (of
-    an IterableDataset) needs a config with `steps`; where it ends, it is begun anew.
+    an IterableDataset) needs a config with `steps`; where it ends, it is started again.
     """
     return LoaderData(train, test, seed, labels, files, validation)

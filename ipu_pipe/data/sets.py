@@ -11,7 +11,7 @@ digits         8x8 images with scikit-learn (BSD-3), 1437 training and 360 test 
 image_folder   ImageNet-style folders train/CLASS/*.jpg and val/CLASS/*.jpg; `bytes: true` leaves normalizing to the model
 synthetic      random numbers of a stated shape, bytes where `bytes: true`
 
-cifar10, mnist, fashion_mnist and digits can have labels drawn at random in place of their own (`random_labels: true`, Zhang et
+cifar10, mnist, fashion_mnist and digits can have random labels instead of the real ones (`random_labels: true`, Zhang et
 al. 2017): how many of them a model can learn says how much it can memorize.
 """
 
@@ -54,7 +54,7 @@ def _list_idx_files(*sums: str) -> Dict[str, Tuple[str, int]]:
     return {file: (md5, size) for (file, size), md5 in zip(IDX_BYTES.items(), sums)}
 
 
-# set -> file -> MD5 and size in bytes: of the official files, and of ours where no set of text is official
+# set -> file -> MD5 and size in bytes. Text sets without official files have those that `data.fetch` makes.
 FILES: Dict[str, Dict[str, Tuple[str, int]]] = {
     "cifar10": {
         "data_batch_1.bin": ("5dd7e06a14cb22eb9f671a540d1b7c25", 30_730_000),
@@ -112,7 +112,7 @@ def verify_files(name: str, folder: Path, root: Union[str, Path, None]) -> None:
 
 
 def _folder(name: str, root: Optional[str]) -> Path:
-    """Return the folder of a set whose files are those of its official layout. Raise `BadInput` if they are not."""
+    """Return the folder of a set that has its official layout. Raise `BadInput` if files are missing."""
     folder = Path(root or get_default_root()) / FOLDERS[name]
     verify_files(name, folder, root)
     return folder

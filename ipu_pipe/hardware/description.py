@@ -1,9 +1,10 @@
-"""Hardware as data: a device, the links between devices level by level, the host. Every figure says where it comes
-from. And what messages take on these links.
+"""Descriptions of hardware (a device, the links between devices level by level, the host) and the time of messages on the links.
+
+Every figure says where it comes from.
 
 A description is a YAML file: a named one of configs/hardware/, the user's own, or `this`, the machine itself, which a command
-measures into the user's cache. A figure is a number, or {value, source, confirmed}; a number alone has no stated source. Bytes,
-seconds, FLOPs and bytes per second throughout; a bandwidth is that of one direction.
+measures into the user's cache. A figure is a number, or {value, source, confirmed}; a number alone has no stated source. The
+units are bytes, seconds, FLOPs and bytes per second. A bandwidth is that of one direction.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from ipu_pipe.shipped import find_configs
 from ipu_pipe.text import escape, find_nearest, show
 
 NOT_STATED = "not stated"
-# Times are quotients of these figures and sums of many such: what is smaller would make them infinite.
+# Times are sums of quotients of these figures. Smaller figures would make them infinite.
 LEAST_SIZE, LEAST_SHARE = 1.0, 1e-6
 
 # Text of a description is printed: a terminal must not obey it.
@@ -187,14 +188,14 @@ class Hardware(Section):
         return self.links[-1].holds if self.links else 1
 
     def with_devices(self, devices: int) -> "Hardware":
-        """Return a copy with another number of devices. Raises BadInput where no level of links joins them."""
+        """Return a copy with another number of devices. Raises BadInput if no level of links connects them."""
         if not 1 <= devices <= (self.most_devices or devices):
             most = "" if self.most_devices is None else f" to {self.most_devices}, all that its links join"
             raise BadInput(f"--devices: {show(devices)}: hardware {self.name}: must be an integer from 1{most}")
         return self.model_copy(update={"devices": devices})
 
     def find_rate(self, precision: str) -> float:
-        """Return the FLOPs per second of training in `precision` on a device. Raises BadInput where none are stated."""
+        """Return the FLOPs per second of training in `precision` on a device. Raises BadInput if the description has none."""
         arithmetic = PRECISIONS[precision].arithmetic
         rate: Optional[Rate] = dict(self.device.rates).get(arithmetic)  # type: ignore[call-overload]
         if rate is None:
@@ -252,7 +253,7 @@ def find_this_file() -> Path:
 def read_hardware(asked: Union[str, Mapping[str, Any]], key: str = "--hardware") -> Hardware:
     """Read the description `asked` for by name or file, or given as a mapping of a file's keys.
 
-    `key`: who asks, for faults. Raises BadInput with every fault.
+    `key`: the config key that faults name. Raises BadInput with all faults.
     """
     if not isinstance(asked, str):
         origins: Origins = {}
@@ -287,16 +288,16 @@ def _validate(raw: Dict[str, Any], origins: Origins, place: str) -> Hardware:
         raise BadInput(format_faults(error.errors(), origins, place, Hardware, {})) from None
 
 
-# ---- what messages and all-reduces take on the links of a description, and which links they occupy. Predicted, not measured
+# ---- predicted times of messages and all-reduces, and the links that they occupy
 #
-# Devices are numbered so that neighbours are close: those of one server follow one another.
+# Devices are numbered so that neighbours are close: the devices of one server are consecutive.
 
 # (source device, target device)
 Flow = Tuple[int, int]
 
 
 def find_level(hardware: Hardware, devices: Sequence[int]) -> Optional[LinkLevel]:
-    """Return the smallest level that joins all `devices`; None where they are one. Raises BadInput where none does."""
+    """Return the smallest level that connects all `devices`, None for one device. Raises BadInput if there is none."""
     if len(set(devices)) == 1:
         return None
     for level in hardware.links:

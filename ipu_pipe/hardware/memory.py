@@ -32,7 +32,7 @@ MOST_BYTES = 2.0**59
 
 
 class StageMemory(NamedTuple):
-    """Bytes of each kind on a stage's device; of many stages at once where they are arrays."""
+    """Bytes of each kind on a stage's device, or arrays with those of many stages."""
 
     weights: Any
     versions: Any
@@ -56,21 +56,21 @@ class StageMemory(NamedTuple):
 
 
 class StashCounts(NamedTuple):
-    """What a stage holds, or each of a pipeline's (P,): versions of its weights, newest included, and `KeptMicrobatches`."""
+    """The weight versions, newest included, and `KeptMicrobatches` of a stage, or as arrays (P,) of all stages."""
 
     copies: Any
     inputs: Any
     activations: Any
 
     def select(self, s: Any) -> "StashCounts":
-        """Return what stage s holds, or several."""
+        """Return the entry of stage s, or of several stages."""
         return StashCounts(*(counts[s] for counts in self))
 
 
 def count_kept_microbatches(
     in_flight: Sequence[float], recompute: bool, segments: Optional[int] = None, turn: int = 0
 ) -> KeptMicrobatches:
-    """Return what each stage keeps of the `in_flight` (P,) microbatches.
+    """Return the data that each stage keeps of its `in_flight` (P,) microbatches.
 
     `recompute`: every stage recomputes from its input. `segments`: else the method recomputes by segments of stages, 0 for its
     own number of them (None: it does not recompute).
@@ -119,10 +119,10 @@ def sum_stage_bytes(
     stashed: StashCounts, *, weights: Any, gradients: Any, optimizer: Any, accumulators: Any, saved: Any, entering: Any,
     code: float = 0.0, frozen: Any = 0,
 ) -> StageMemory:  # fmt: skip
-    """Return what a stage's device holds, in whole bytes. The one memory formula of this library.
+    """Return the memory of a stage's device by kind, in whole bytes. This is the only memory formula of the library.
 
-    `weights`: of one version; `frozen`: of those that have but one. `gradients`, `optimizer`, `accumulators`: of all sums and
-    state. `saved`: all that one microbatch leaves for its backward, `entering`: its input.
+    `weights`: of one version; `frozen`: of weights that have only one version. `gradients`, `optimizer`, `accumulators`: of all
+    sums and state. `saved`: all that one microbatch leaves for its backward, `entering`: its input.
     """
     activations = stashed.inputs * entering + stashed.activations * saved
     versions = weights * (stashed.copies - 1)
@@ -133,7 +133,7 @@ def compute_stage_memory(
     unit: Unit, entering: float, stashed: StashCounts, *, precision: str, samples: int, moments: int,
     device: Optional[Device] = None, accumulators: int = 0, trained: bool = True, streamed: bool = False,
 ) -> StageMemory:  # fmt: skip
-    """Return what the device of the stage `unit` (see `join_units`) holds with microbatches of `samples`.
+    """Return the memory of the device of stage `unit` (see `join_units`) with microbatches of `samples`.
 
     `entering`: bytes that come in with a microbatch. `moments`: of the optimizer. `accumulators`: copies of the weights that
     rules keep. `device`: whose share of code is charged. Not `trained`: the stage has weights and hands activations on, nothing

@@ -1,8 +1,8 @@
 """A model's units: the places where a stage may begin and what runs from each to the next, counted by shape or measured.
 
 Counted: one forward and backward on shapes, which take no memory: a model of billions of parameters, made under
-`torch.device("meta")`, is counted on any machine. Where the forward looks at values, of a few real samples. Measured: seconds of
-each unit's passes of a real microbatch, on the device where it lies.
+`torch.device("meta")`, is counted on any machine. If the forward depends on values, it is counted with a few real samples. A
+measurement gives the seconds of each unit's passes of a real microbatch, on the microbatch's device.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def count_units(
     """Return the units of a model that takes microbatches like `x`: between modules of its top-level sequence and at `begins`.
 
     Figures are for a sample. Model, `x` and `y` may be on the meta device. The `loss` of its outputs and labels `y`, where given,
-    is in the last unit. A tensor that two units keep belongs to the first. Raises BadInput where the model cannot be counted.
+    is in the last unit. A tensor that two units keep belongs to the first. Raises BadInput if the model cannot be counted.
     """
     try:
         order = observe_execution(model, x)
@@ -125,7 +125,7 @@ def _observe(model: nn.Module, x: Any, loss: Optional[Loss], y: Any) -> Tuple[Ob
 
 
 def _count_parameters(model: nn.Module, seen: Observation) -> List[int]:
-    """Return the trained numbers of each call, a weight used twice where it is used first."""
+    """Return the number of trained values of each call. A weight that is used twice counts for the first call."""
     counts = [0] * len(seen.calls)
     for name, uses in find_weight_uses(model, seen).items():
         parameter = model.get_parameter(name)

@@ -1,4 +1,4 @@
-"""The papers' memory figures, from the sizes of the stages and the method alone; nothing is measured.
+"""The papers' memory figures, computed from the method and the sizes of the stages. Nothing is measured.
 
 Symbols: P stages, counted from 1 as i in the papers' formulas and from 0 as s elsewhere; N microbatches per update; |w_i| the
 weights of stage i and W of all; c copies of the weights that the synchronous method holds.
@@ -34,7 +34,7 @@ def compute_pipedream_ratio(weights_per_stage: Sizes, copies: int, accumulate: i
 def compute_worker_footprint(
     weight_bytes: float, activation_bytes: float, input_bytes: float, depth: int, microbatches: int, recompute: bool
 ) -> Dict[str, Optional[float]]:
-    """Return the bytes of the fullest worker by method, weights and activations alone (Narayanan et al. 2021, section 3).
+    """Return the bytes of weights and activations on the fullest worker, by method (Narayanan et al. 2021, section 3).
 
     `depth` d, `microbatches` m per batch. v|W|/d weights, v = 2 versions for PipeDream-2BW and 1 for the others, without
     gradients and optimizer state, plus the activations of the n microbatches in flight (GPipe m; 2BW and Flush d, Flush at most
@@ -57,7 +57,7 @@ def compute_paper_figures(
     *, weight_bytes: Sizes, saved_bytes: Sizes, input_bytes: Sizes, moments: int, t2: int, method: Method, accumulate: int,
     depth: int, in_flight: Sequence[int], weight_copies: Sequence[int],
 ) -> Dict[str, Any]:  # fmt: skip
-    """Return the figures of summary.json's "memory"; None where one has no meaning.
+    """Return the figures of summary.json's "memory"; those without a meaning are None.
 
     By stage: `weight_bytes` of one version, `saved_bytes` that one microbatch leaves there, `input_bytes` that enter with it,
     `in_flight` and `weight_copies` of the schedule. `depth` of the pipeline for the footprint per worker. `moments` of the

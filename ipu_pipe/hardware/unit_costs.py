@@ -40,11 +40,11 @@ class Unit:
     with the precision.
 
     parameters: trained numbers that it owns (a weight used twice belongs to the first unit).
-    output_bytes: what crosses to the next device if a stage ends with this unit, whatever else passes by included.
-    activation_bytes: what the forward keeps for the backward, without weights and `also_kept`.
+    output_bytes: of all tensors sent to the next device if a stage ends with this unit, including those that skip it.
+    activation_bytes: of the tensors that the forward keeps for the backward, without weights and `also_kept`.
     also_kept: pairs (k, bytes) of what previous units keep too, the last of them k units before (most often its input), so that
     a stage which begins after that one keeps it as well.
-    forward_moved, backward_moved: what operations without FLOPs read and write; both 0: not counted.
+    forward_moved, backward_moved: bytes that operations without FLOPs read and write; both 0: not counted.
     measured: its passes for one or more sizes of microbatch; empty: times come from FLOPs and bytes.
     update_seconds: of its weights' update, where measured.
     """
@@ -96,7 +96,7 @@ class UnitSeconds(NamedTuple):
 
 
 def compute_pass_seconds(unit: Unit, hardware: Hardware, precision: str, samples: int) -> UnitSeconds:
-    """Return the seconds of a microbatch of `samples`. A measured unit takes what was measured, whatever the hardware."""
+    """Return the seconds of a microbatch of `samples`. Measured units have their measured time on any hardware."""
     if unit.measured:
         return _interpolate(unit, samples)
     rate, bandwidth, sizes = hardware.find_rate(precision), hardware.device.bandwidth, PRECISIONS[precision]
@@ -112,7 +112,7 @@ def compute_pass_seconds(unit: Unit, hardware: Hardware, precision: str, samples
 
 
 def _interpolate(unit: Unit, samples: int) -> UnitSeconds:
-    """Return the point on the line through the two measured sizes next to `samples`; in proportion to one alone."""
+    """Interpolate between the two measured sizes next to `samples`, or scale a single one in proportion."""
     points = sorted(unit.measured)
     if len(points) == 1:
         scale = samples / points[0].samples
@@ -133,7 +133,7 @@ def count_state_bytes(precision: str, moments: int) -> int:
 
 
 def compute_update_seconds(unit: Unit, hardware: Hardware, precision: str, moments: int, streamed: bool = False) -> float:
-    """Return the seconds of an update of a unit's weights: memory traffic alone.
+    """Return the seconds of an update of a unit's weights, from memory traffic only.
 
     Weights, state and master copy are read and written, gradients read. `streamed`: state and master copy come from streaming
     memory before that, and go back.

@@ -1,13 +1,13 @@
 """Hugging Face's Trainer over a pipeline: `PipelineTrainer(model, args, ..., pipeline={"method": ..., "stages": ...})`.
 
-Trainer keeps its arguments, data, loss, callbacks, evaluation and files. What is replaced is the inside of an epoch: an update is
-one of ipu_pipe's engine, on the emulator, or under torchrun on processes.
+Trainer keeps its arguments, data, loss, callbacks, evaluation and files. Only the inside of an epoch is replaced: updates are
+made by an engine of ipu_pipe, on the emulator or, under torchrun, on processes.
 
     Trainer     batch 0  batch 1 ... batch r-1 | clip, step           r <= N = gradient_accumulation_steps, < in the last update
-    here        microbatches 0 ... N-1 of an update                   those from r on count nothing: scale 0
+    here        microbatches 0 ... N-1 of an update                   microbatches r ... N-1 are scaled by 0
 
-A microbatch's loss is Trainer's own `compute_loss`, so a share of the update's: `LossModel` multiplies it by N (by N / r where
-Trainer divides it by r), and the engine, which averages over N, gives Trainer's sum.
+A microbatch's loss is Trainer's own `compute_loss` and thus a share of the update's loss. `LossModel` multiplies it by N
+(by N / r where Trainer divides it by r), and the engine averages over N, so that the result is Trainer's sum.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ KEYS = (
     "allow_nonfinite",
 )  # fmt: skip
 PASSES = "a pipeline's microbatches are at many places at once"
-# TrainingArguments -> (value that is supported, why no other one is, and what to do)
+# TrainingArguments -> (supported value, why other values are refused and what to use instead)
 REFUSED: Dict[str, Any] = {
     "fp16": (False, "unsupported: pipeline={'precision': 'bfloat16_mixed'} trains in mixed precision"),
     "bf16": (False, "is a precision of the pipeline: use pipeline={'precision': 'bfloat16_mixed'}"),
@@ -97,7 +97,7 @@ class LossModel(nn.Module):
 class UpdateBatches:
     """Trainer's training loader as a data source, read an update at a time.
 
-    What a collator draws is seeded by (seed, epoch): every rank, and a resumed run, reads the same.
+    The draws of a collator are seeded by (seed, epoch), so that all ranks and resumed runs read the same batches.
     """
 
     def __init__(self, trainer: PipelineTrainer, loader: Any, updates_per_epoch: int) -> None:
@@ -109,7 +109,7 @@ class UpdateBatches:
         self._batches: List[Any] = []
 
     def train_batches_per_epoch(self, batch_size: int) -> int:
-        """Return the microbatches of an epoch, those that count nothing included."""
+        """Return the number of microbatches of an epoch, including those that are scaled by 0."""
         return self._per_epoch * self._count
 
     def train_batch(self, epoch: int, index: int, batch_size: int) -> Any:
@@ -125,12 +125,12 @@ class UpdateBatches:
         return iter(())
 
     def _read(self, epoch: int, update: int) -> None:
-        """Read the batches of an update, of a new pass of the loader unless it comes next in this one."""
+        """Read the batches of an update. Start a new pass of the loader unless the update is the next one of this pass."""
         if epoch != self._epoch or update != self._update + 1:
             RandomStates.seeded(derive_seed(self._trainer.args.seed, "loader", epoch)).write()
             if hasattr(self._loader, "set_epoch"):
                 self._loader.set_epoch(epoch)
-            # a resumed run reads over the batches that are done, so that collators draw what they would have drawn
+            # A resumed run reads and skips the finished batches, so that collators make the same draws.
             self._iterator = itertools.islice(self._loader, update * self._count, None)
         else:
             self._drawn.write()
@@ -245,7 +245,7 @@ class PipelineTrainer(Trainer):
                     faults.append(f"callbacks: {type(callback).__name__}.{event}: is never called: {PASSES}")
         return faults
 
-    # ---- what an update's batches count
+    # ---- the weights of batches in an update's loss
 
     def gives_shares(self, items: Any) -> bool:
         """Return whether `compute_loss` gives a microbatch's share of the update's loss, as Trainer's `training_step` asks."""
@@ -261,7 +261,7 @@ class PipelineTrainer(Trainer):
             return False
         if any(getattr(config, name, False) not in (None, False) for name in COUNTS_ALL):
             return False
-        # a loss of the user's own, or of more labels than these, may count what is to be ignored
+        # The user's own loss, or a loss of other labels, may count the samples that are to be ignored.
         is_known = self.compute_loss_func is None and type(self).compute_loss is Trainer.compute_loss
         others = {name for name in batch if "label" in name} - set(LABELS)
         return is_known and not others and isinstance(labels, torch.Tensor) and not labels.is_floating_point()
@@ -274,13 +274,13 @@ class PipelineTrainer(Trainer):
     # ---- training
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
-        """Search as Trainer does, in one process: each of several would draw trials of its own."""
+        """Search as Trainer does, in one process only, because several processes would draw different trials."""
         if is_distributed():
             raise BadInput("hyperparameter_search: every process would draw other values: search in one process")
         return super().hyperparameter_search(*args, **kwargs)
 
     def _configure(self, updates: int, per_epoch: Optional[int]) -> Config:
-        """Return the run as a config, of `updates` updates."""
+        """Return the config of the run, with `updates` updates."""
         args, state = self.args, self.state
         intervals = {"steps": (state.eval_steps, state.save_steps), "epoch": (per_epoch, per_epoch)}
         evaluates = intervals.get(args.eval_strategy.value, (None, None))[0]
@@ -301,7 +301,7 @@ class PipelineTrainer(Trainer):
             raise BadInput([fault.replace("configure: ", "pipeline.", 1) for fault in error.faults]) from None
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Train, and leave nothing of the pipeline behind. Return the first process's result on all."""
+        """Train and remove the pipeline afterwards. Return the first process's result on all processes."""
         self._stops = False
         try:
             output = super()._inner_training_loop(*args, **kwargs)
@@ -377,9 +377,9 @@ class PipelineTrainer(Trainer):
                 group["lr"] = rate
 
     def _record_rates(self, done: int, updates: int) -> List[float]:
-        """Return the first group's learning rate of each update from `done` on, of a scheduler that stays as it is.
+        """Return the first group's learning rate of each update from `done` on. The scheduler is not changed.
 
-        Those before it repeat the first. Raise `BadInput` if the rates of groups do not stay in proportion.
+        Earlier updates get the rate of update `done`. Raise `BadInput` if the rates of groups do not stay in proportion.
         """
         groups, state = self.optimizer.param_groups, copy.deepcopy(self.lr_scheduler.state_dict())
         first, rates = [group["lr"] for group in groups], []
@@ -404,7 +404,7 @@ class PipelineTrainer(Trainer):
         self, model: nn.Module, epoch: int, train_dataloader: Any, steps_in_epoch: int, num_update_steps_per_epoch: int,
         trial: Any, ignore_keys_for_eval: Any, start_time: float, **resumed: Any,
     ) -> None:  # fmt: skip
-        """Carry out the updates of an epoch that are not done yet."""
+        """Make the remaining updates of an epoch."""
         engine, job, count = self._engine, self._job, self.args.gradient_accumulation_steps
         assert engine is not None and job is not None
         rate = None
@@ -439,17 +439,17 @@ class PipelineTrainer(Trainer):
 
     @property
     def _is_drained(self) -> bool:
-        """Whether the pipeline is empty now."""
+        """Whether the pipeline is empty after the newest update."""
         done = self.state.global_step
         return self._job is None or not done or self._job.schedule.stretch(done - 1)[1] == done
 
     def _follow_main(self) -> None:
-        """Take over what the first process's callbacks ask for, where no process runs ahead of another."""
+        """Copy the control flags of the first process's callbacks if no process is ahead of another."""
         if self._is_drained:
             self.control = run_on_main(lambda: self.control)
 
     def _add_loss(self, loss: float) -> None:
-        """Add an update's loss to those that the next line of the log averages."""
+        """Add an update's loss to the sum that the next line of the log averages."""
         value = torch.tensor(loss, dtype=self._tr_loss.dtype, device=self._tr_loss.device)
         if self.args.logging_nan_inf_filter and not torch.isfinite(value):
             value = self._tr_loss / (1 + self.state.global_step - self._globalstep_last_logged)

@@ -1,5 +1,7 @@
-"""The trace that a run leaves: as its devices measured it, or, where no device has a clock, its schedule played by the clock with
-the measured times of its stages; and the rates that follow from that play."""
+"""Write the trace of a run and compute rates from it.
+
+The trace is measured by the devices. If no device has a clock, it is simulated: the clock plays the schedule with the measured
+times of the stages."""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from ipu_pipe.trace.chrome import write_chrome
 from ipu_pipe.trace.events import KIND_CODE, PAYLOAD_CODE, WAIT, Counters, Events
 from ipu_pipe.trace.store import SUFFIX, TraceWriter
 
-# ---- the events of a schedule that was played by the clock: passes, updates, messages, and in each gap whom a device waits for
+# ---- events of a schedule that the clock has played: passes, updates, messages and waits
 #
 # device 0   F0 F1 wait........... B0        B0 needs the gradients of B0 on device 1, which came last:
 # device 1      F0 wait  B0                  device 0 waits for device 1
@@ -49,10 +51,10 @@ def build_modelled_events(
 ) -> Tuple[Events, Counters]:
     """Return the events of a played schedule, device by device in their order, and its counters of microbatches in flight.
 
-    `times`: of the actions, a unit of which takes `unit_ns`. `versions`: that each forward and each backward reads, each (P, M).
-    `boundary_bytes[s]`: that stage s sends to stage s + 1 for a microbatch, and gets back unless `gradients_cross` is false;
-    without them there are no messages. `updates`: those to record (None: all); what is left out between two is a pause.
-    `is_whole`: where others are split, which backwards (P, M) are one pass, as long as their input gradient's time.
+    `times`: of the actions, in units of `unit_ns`. `versions`: the ones that forwards and backwards read, each (P, M).
+    `boundary_bytes[s]`: the bytes that stage s sends to stage s + 1 for a microbatch, and gets back unless `gradients_cross` is
+    false; None: no messages. `updates`: to be recorded (None: all); gaps between them become pauses. `is_whole`: in a schedule
+    with split backwards, the backwards (P, M) that are a single pass, which takes the time of their input gradient.
     """
     start, end = (
         {kind: np.rint(moments * unit_ns).astype(np.int64) for kind, moments in column.items()} for column in times[:2]
@@ -60,8 +62,8 @@ def build_modelled_events(
     stages = len(device_of_stage)
 
     def build_actions(kind: Kind, s: int) -> Tuple[Events, Events, IntArray]:
-        """Return the actions of a stage, their messages, and when what each action needs from another device was there, that
-        device, and the payload: (3, n), -1 where it needs nothing."""
+        """Return the actions of a stage, their messages, and an array (3, n): when the input of each action from another device
+        arrived, that device, and the payload, or -1 if the action needs no such input."""
         index = np.arange(start[kind].shape[1])
         is_update, is_forward = kind is Kind.UPDATE, kind is Kind.FORWARD
         version = index + 1 if is_update else versions[not is_forward][s, : len(index)]
@@ -131,7 +133,7 @@ def _find_waits(actions: Events, needed: IntArray) -> Events:
 
 
 def _select_updates(events: Events, accumulate: int, updates: Optional[range]) -> Events:
-    """Return a device's events of these updates, with pauses for the events that are left out between two updates."""
+    """Return a device's events of these updates, with pauses in place of updates that are left out."""
     if updates is None:
         return events
     update = np.where(events.is_kind(Kind.UPDATE.word), events.microbatch, events.microbatch // accumulate)
@@ -146,7 +148,7 @@ def _select_updates(events: Events, accumulate: int, updates: Optional[range]) -
 
 
 def _count_in_flight(device: int, forward_ends: IntArray, last_ends: IntArray) -> Counters:
-    """Count the microbatches whose activations a device holds: from the end of the forward to the end of the last pass."""
+    """Count the microbatches whose activations a device keeps: from the end of the forward to the end of the last pass."""
     times = np.concatenate([forward_ends, last_ends])
     steps = np.repeat([1.0, -1.0], [len(forward_ends), len(last_ends)])
     order = np.argsort(times, kind="stable")
@@ -170,7 +172,7 @@ class CostsOfStages(NamedTuple):
 
 
 class ModelledRates(NamedTuple):
-    """Of a whole run by the clock: the share of the devices' time in passes and updates, and the samples per second."""
+    """Rates of a simulated run: the share of the devices' time in passes and updates, and the samples per second."""
 
     utilization: float
     samples_per_second: float

@@ -33,7 +33,7 @@ def summarize(
 ) -> Dict[str, Any]:
     """Return the contents of `summary.json`.
 
-    `final`: the last evaluation by the names in `metrics.jsonl`; `tested`: the last test by block; `costs`: of the stages, where
+    `final`: the last evaluation by the names in `metrics.jsonl`; `tested`: the last test by block; `costs`: of the stages, if
     no device has a clock; `stopped`: why the run ended before its last planned update.
     """
     config = job.config
@@ -81,9 +81,12 @@ def summarize(
 
 
 def compute_busy_shares(job: Job, measured: Report, costs: Optional[CostsOfStages]) -> Dict[str, Optional[float]]:
-    """Return busy shares. Measured: nanoseconds in passes and updates over those of the whole span, summed over the devices; the
-    bubble is the rest, so waits and communication. Planned: of the schedule's unit slots, PopTorch's own where it has one.
-    Modelled: by the clock with measured costs, None where these were not measured."""
+    """Return the measured, planned and modelled busy share.
+
+    Measured: the time in passes and updates divided by the whole span, summed over the devices. The rest is the bubble, which
+    includes waits and communication. Planned: the share of the schedule's unit slots, or PopTorch's own figure. Modelled: by
+    the clock with measured costs, None if costs were not measured.
+    """
     planned = job.planned_utilization() if measured.utilization is None else measured.utilization
     span = sum(device.span_ns for device in measured.times or ())
     busy = sum(device.busy_ns for device in measured.times or ()) / span if span else None
@@ -107,8 +110,8 @@ def check_schema(summary: Mapping[str, Any], place: str) -> None:
 
 
 def _record_blocks(job: Job, measured: Report, tested: Sequence[EvaluationResult]) -> Dict[str, Any]:
-    """Return for methods with local losses each block's test metrics by its own head (the model's own last), and the traffic of
-    gradients of shared layers, which `links` does not have."""
+    """Return for methods with local losses the test metrics of each block's head (the model's own last), and the traffic of
+    gradients of shared layers, which `links` does not contain."""
     if job.method.structure is None:
         return {}
     first = len(job.part) - len(tested)
@@ -124,12 +127,12 @@ def _list_measured_links(sent: Mapping[Tuple[int, int], Tuple[int, int]], measur
 
 def plan_links(job: Job) -> List[Dict[str, int]]:
     """Return the planned traffic between stages, a row for each direction: activations on, gradients back where they cross, and
-    for tied weights each microbatch's gradient and each update's weights. Where a stage holds the previous stage's layer too, it
-    is sent the input of that layer (the second stage has the input)."""
+    for tied weights each microbatch's gradient and each update's weights. A stage that also computes the previous stage's last
+    layer receives the input of that layer (the second stage has the input)."""
     microbatches, updates, structure = job.schedule.microbatches, job.schedule.update_count, job.method.structure
     ahead = structure.overlap if structure is not None else 0
     first_trained = min(group["stage"] for group in job.whole.param_groups)
-    # what goes between two stages at one time is one message
+    # Tensors that are sent between two stages at the same time are one message.
     sizes: Dict[Tuple[int, int], int] = {}
     for s, size in enumerate(job.footprint.boundary_bytes):
         if not ahead or s + ahead < len(job.part) - 1:

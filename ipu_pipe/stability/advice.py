@@ -106,7 +106,7 @@ def _lower_rate(now: Recurrence) -> Optional[Tuple[Recurrence, float]]:
 
 
 def _correct_discrepancy(now: Recurrence) -> Optional[Tuple[Recurrence, float]]:
-    """Apply T2, where the passes read different weights and nothing else makes up for it."""
+    """Apply T2, if the passes read different weights and no other rule corrects this."""
     forward, rest = now.reads[0], now.reads[1:]
     if not rest or forward.horizon or any(read.correction for read in rest):
         return None
@@ -149,7 +149,7 @@ def _drop_momentum(now: Recurrence) -> Optional[Tuple[Recurrence, float]]:
     return now._replace(momentum=0.0, velocity=1.0, gradient=0.0), now.velocity / (1 - now.momentum) + now.gradient
 
 
-# by what a config calls them
+# rules by their config key
 CHANGES: Dict[str, Change] = {
     "t1": _lower_rate,
     "t2": _correct_discrepancy,
@@ -162,7 +162,7 @@ CHANGES: Dict[str, Change] = {
 
 
 def describe_margins(margins: Sequence[StabilityMargin]) -> List[str]:
-    """Return sentences on the stage with the smallest margin: how far it is from its limit, and what would help."""
+    """Return sentences on the stage with the smallest margin: its distance from the limit, and rules that would help."""
     worst = min(margins, key=lambda margin: margin.margin)
     place = f"stage {worst.stage.index} (delay {worst.stage.delay} updates)"
     unstable = sum(margin.margin < 1 for margin in margins)

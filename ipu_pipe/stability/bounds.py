@@ -66,7 +66,8 @@ def bound_local_sgd(
 ) -> ConvergenceBound:
     """Bound the averaged model of LocalSGD after `updates` block updates; not-a-number where lr > 1/L, where nothing is proved.
 
-    `gradient` is the root mean square of a batch's gradient, `deviation` (sigma) that of its difference from the whole gradient.
+    `gradient` is the root mean square of a batch's gradient, `deviation` (sigma) is that of its difference from the full
+    gradient.
     """
     if lr * smoothness > 1:
         return ConvergenceBound(np.nan, np.nan, np.nan)

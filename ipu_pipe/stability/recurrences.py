@@ -42,7 +42,7 @@ class DelayedRead(NamedTuple):
 
 
 class Recurrence(NamedTuple):
-    """The updates of one stage along one direction; the letters are those of the module's docstring."""
+    """The updates of one stage along one direction. The module docstring defines the letters."""
 
     reads: Tuple[DelayedRead, ...]
     momentum: float = 0.0  # m
@@ -156,7 +156,7 @@ def simulate(
 
 
 def compute_impulse_response(stage: Recurrence, times: int) -> Floats:
-    """Return what a gradient of 1, computed at time 0, adds to the update at each of `times` times, for a step of 1.
+    """Return the contribution of a gradient of 1, computed at time 0, to the update at each of `times` times, for a step of 1.
 
     It arrives after the delay of the first read (Kosson et al. 2021, Figure 3).
     """

@@ -13,7 +13,7 @@ The step is a factor of L. Multiplied by the denominators the equation is the pa
 per_step(z).
 
 Roots move with the step, and enter or leave the circle |z| = r only where 1 + step L(z) = 0 on it: where L is real and negative.
-As z goes round the upper half of the circle, each place where the imaginary part of L changes sign is such a crossing, at
+As z moves along the upper half of the circle, each point where the imaginary part of L changes sign is such a crossing, at
 the step -1 / L. From negative to positive a pair of roots leaves the circle as the step grows through that value, otherwise
 a pair comes back. (At the ends, z = r and z = -r, it is a single root.) Counting from the roots of step 0 gives the number
 of roots outside for every step. So the stable steps are exact, to rounding, without a search and also where stability is not
@@ -54,7 +54,7 @@ class LoopGain:
 
     @property
     def poles(self) -> Tuple[float, ...]:
-        """All poles, each as often as in the term that has it most often: the roots for step 0, except those at z = 0."""
+        """All poles, each with its highest multiplicity in a term. They are the roots for step 0, except roots at z = 0."""
         most: Counter[float] = Counter()
         for term in self.terms:
             most |= Counter(term.poles)
@@ -68,7 +68,7 @@ class LoopGain:
     def evaluate(self, radius: Floats, angle: Floats) -> Complexes:
         """Return L at z = radius e^(i angle).
 
-        It is computed from z - 1 without cancellation, because for long delays all crossings lie close to z = 1.
+        It is computed from z - 1 without cancellation, because for long delays all crossings are close to z = 1.
         """
         radius, angle = np.broadcast_arrays(radius, angle)
         half = np.sin(angle / 2)
@@ -108,7 +108,7 @@ def derive_loop_gain(*stages: Recurrence) -> LoopGain:
 
 
 def _derive_terms(stage: Recurrence, read: DelayedRead) -> Iterator[Tuple[float, Term]]:
-    """Yield (factor, term) of what a read of sensitivity 1 adds to L."""
+    """Yield (factor, term) for each term that a read of sensitivity 1 adds to L."""
     m, horizon, n = stage.momentum, read.horizon, read.correction
     step = (stage.velocity + stage.gradient, -stage.gradient * m)  # a z + b (z - m)
     if horizon and not read.by_velocity:
@@ -178,7 +178,7 @@ def _make_angles(delay: int) -> Floats:
 def _count_outside_at_zero(loop: LoopGain, radius: float, imaginary: float) -> int:
     """Count the roots outside the circle for a step just above 0.
 
-    They start at the poles. The pole at 1 lies on the unit circle itself: `imaginary`, of L at the first angle, says which
+    They start at the poles. The pole at 1 is on the unit circle: `imaginary`, of L at the first angle, says which
     way its root moves.
     """
     return sum(abs(p) > radius or (p == radius and imaginary > 0) for p in loop.poles)
@@ -247,7 +247,7 @@ def find_widest_ranges(loop: LoopGain, radii: Floats) -> Floats:
 def find_least_half_life(loop: LoopGain, condition: float) -> float:
     """Return the half-life with the best rate for a condition number, to three digits.
 
-    It is infinite where no radius up to 1 - 1e-8 holds all roots.
+    It is infinite if no radius up to 1 - 1e-8 contains all roots.
     """
     # bounds of 1 - radius; `low` always fits
     low, high = np.log(LEAST), np.log(MOST)

@@ -102,8 +102,10 @@ def train_against(
 
 
 def choose_start(folder: Path, resume: bool, overwrite: bool) -> Dict[str, Any]:
-    """Return whether the folder's run goes on and whether it is overwritten: after a restart by the launcher, a run that its
-    earlier attempt began goes on, and no older one does unless `resume` asks for it."""
+    """Return whether the folder's run is resumed and whether it is overwritten.
+
+    After a restart by the launcher, a run of the earlier attempt is resumed. Older runs are resumed only with `resume`.
+    """
     restarted = is_restarted(folder)
     return {
         "resume": restarted or (resume and (folder / "config.yaml").exists()),
@@ -112,7 +114,7 @@ def choose_start(folder: Path, resume: bool, overwrite: bool) -> Dict[str, Any]:
 
 
 def _train_timed(config: Config, folder: Path, start: Mapping[str, Any], quiet: bool, slots: float) -> ComparedRun:
-    """Train a run at equal time; a loss that is not finite is a result, since the rate may be too high for it."""
+    """Train a run at equal time. A loss that is not finite is a result here, since the rate may be too high."""
     try:
         return read_run(config, train(config, folder, quiet=quiet, **start), folder)
     except RunFault as error:
@@ -133,7 +135,7 @@ def name_folder(out: Path, method: str, accumulate: Optional[int] = None) -> Pat
 def choose_accumulations(config: Config, wanted: Sequence[int] = ()) -> List[int]:
     """Return the microbatches per update to try at equal time.
 
-    They are those wanted, or multiples of the config's own; its own alone if the method does not drain the pipeline.
+    These are the `wanted` ones, or multiples of the config's number, or only that number if the method does not flush.
     """
     if wanted:
         return list(dict.fromkeys(wanted))
@@ -207,7 +209,7 @@ def describe(
     `timed` are the other method's runs that took as long as the first one.
     """
     ours, theirs = pair
-    # accuracy where it has a meaning
+    # Accuracy is compared if both runs have one.
     key = "test_loss" if any(run.final.get("test_accuracy") is None for run in pair) else "test_accuracy"
 
     def show(run: ComparedRun) -> str:

@@ -163,7 +163,7 @@ def run_turn(config: Config, out: Path, processes: int, overwrite: bool = False)
             "--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0",
             "-m", "ipu_pipe", "train", str(file), "--out", str(out), *(["--overwrite"] if overwrite else []),
         ]  # fmt: skip
-        # the processes can import what this one can, and have one core each
+        # The processes get the same import path and one core each.
         path = os.pathsep.join(os.path.abspath(place) for place in sys.path)
         environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": path}
         done = subprocess.run(
@@ -178,7 +178,7 @@ def run_turn(config: Config, out: Path, processes: int, overwrite: bool = False)
     return summary
 
 
-# ---- the figures
+# ---- figures of the table
 
 
 def _describe_throughput(
@@ -186,7 +186,7 @@ def _describe_throughput(
 ) -> Dict[str, Any]:
     """Return the throughput of a method beside that of the first one.
 
-    On the emulator one machine does the work of all devices, so that there is no measured speedup.
+    On the emulator one machine does the work of all devices, so there is no measured speedup.
     """
 
     def compute_median(key: str, runs: Sequence[Mapping[str, Any]] = runs) -> Optional[float]:
@@ -317,7 +317,7 @@ def _make_row(comparison: Mapping[str, Mapping[str, Any]], name: str) -> List[st
 
 
 def _describe_traffic(methods: Mapping[str, Any]) -> List[str]:
-    """Return the lines of a table of what each device receives and transmits for a microbatch."""
+    """Return the lines of a table of the bytes that each device receives and sends for a microbatch."""
     count = max(len(traffic["devices"]) for traffic in methods.values())
     rows = [["a microbatch, MiB", "", *(f"device {d}" for d in range(count))]]
     for name, traffic in methods.items():

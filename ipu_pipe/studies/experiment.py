@@ -1,8 +1,7 @@
-"""The one runner of experiments: a record for each, runs several at a time with progress, verdicts on the paper's claims, files
-of results.
+"""Run experiments, several runs at a time with progress, judge the paper's claims and write files of results.
 
-An experiment is rows by seeds, what is measured of each run, and what the paper claims of the rows. Its runs are kept in a
-folder, and finished ones are not run again.
+An experiment has rows, seeds, measures of each run, and the paper's claims about the rows. Its runs are kept in a folder, and
+finished runs are not repeated.
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ from ipu_pipe.errors import BadInput, RunFault, find_user_fault, guard_writing
 from ipu_pipe.files import write_json, write_text
 from ipu_pipe.launcher import end_with
 
-# ---- whether runs show what a paper says of them
+# ---- verdicts on a paper's claims
 #
-# A claim is a number for each seed, its *gap*: above 0 where the paper is right; of an equality how far apart two rows are.
-# Rows of one seed share data, order and first weights, so the gap is taken seed by seed. With mean d and standard error SE over
-# the seeds
+# A claim has a *gap* for each seed: above 0 if the paper is right, or, for an equality, the difference of two rows. Rows of one
+# seed share data, order and initial weights, so the gap is computed seed by seed. With mean d and standard error SE over the
+# seeds
 #
 #     a is better than b     shown: d - 2 SE > 0         contradicted: d + 2 SE < 0
 #     a equals b             shown: |d| + 2 SE < margin  contradicted: |d| - 2 SE > margin
 #
-# and anything else, such as fewer than three seeds, cannot be told. The margin of an equality is stated with the claim.
+# and all other cases, such as fewer than three seeds, cannot be told. The claim states the margin of an equality.
 
 SHOWN, CONTRADICTED, UNDECIDED, NOT_RUN = "shown", "contradicted", "cannot be told", "not run"
 LEAST_SEEDS = 3
@@ -40,7 +39,7 @@ COLUMNS = ("the paper says", "verdict", "difference", "standard error", "seeds")
 
 
 class Claim(NamedTuple):
-    """A statement on the final values of `rows`; `gap` takes those of one seed by label. `margin` makes it an equality."""
+    """A statement on the final values of `rows`. `gap` gets the values of one seed by label. `margin` is for equalities."""
 
     text: str
     rows: Sequence[str]
@@ -49,7 +48,7 @@ class Claim(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What the runs say of a claim; `seeds` is None where nothing is drawn."""
+    """The verdict of the runs on a claim. `seeds` is None if nothing is random."""
 
     claim: str
     verdict: str
@@ -59,7 +58,7 @@ class Verdict(NamedTuple):
 
 
 def judge(claim: Claim, finals: Mapping[str, Mapping[int, float]]) -> Verdict:
-    """Judge a claim by final values by row label, then seed; those of diverged runs are infinite."""
+    """Judge a claim by final values by row label, then seed. Diverged runs have infinite values."""
     seeds = set.intersection(*(set(finals.get(label, ())) for label in claim.rows))
     if not seeds:
         return Verdict(claim.text, NOT_RUN)
@@ -88,7 +87,7 @@ def judge_exactly(claim: str, holds: bool, difference: float) -> Verdict:
 
 
 def judge_gap(claim: str, gap: float) -> Verdict:
-    """Judge a claim in which nothing is drawn by its gap: above 0 where the paper is right."""
+    """Judge a claim without randomness by its gap, which is above 0 if the paper is right."""
     return judge_exactly(claim, gap > 0, gap)
 
 
@@ -128,9 +127,9 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Request:
-    """The options of one call: where runs are kept, and instead of an experiment's own its seeds, rows and size.
+    """The options of one call: the folder of runs, and seeds, rows and size in place of the experiment's own.
 
-    `jobs` runs go on at a time; `say` prints progress.
+    `jobs` runs are made at a time. `say` prints progress.
     """
 
     runs: Path
@@ -143,10 +142,10 @@ class Request:
 
 @dataclass(frozen=True)
 class Findings:
-    """What the runs of an experiment say.
+    """The results of an experiment's runs.
 
-    `results` are the keys of its JSON beside those of every experiment. The table has `columns` and `cells`; `how` goes on after
-    the command that made it, `notes` are listed below it. `curves` go into results.json. `pictures` maps a file name to the
+    `results` are the JSON keys that only this experiment has. The table has `columns` and `cells`. `how` is printed after the
+    command that made the table, `notes` are listed below it. `curves` go into results.json. `pictures` maps a file name to the
     function that draws it.
     """
 
@@ -188,9 +187,9 @@ class Outcome:
 class Experiment:
     """Anything that tools/reproduce.py can list, check and run.
 
-    `size` are its rows and seeds in words. `find` makes the runs in a folder, by a request with all rows and seeds filled in.
-    `labels` are the rows that can be chosen, `seeds` its own ones, `has_full` says whether there is the paper's size; where there
-    are none, the option is refused. `hours` are those of one core, about.
+    `size` describes its rows and seeds in words. `find` makes the runs of a request, which has all rows and seeds, in a folder.
+    `labels` are the rows that can be chosen, `seeds` the default seeds, and `has_full` says whether the paper's size can be run.
+    Options without a choice are refused. `hours` is the approximate time on one core.
     """
 
     name: str
@@ -217,11 +216,11 @@ class Experiment:
             raise BadInput(faults)
 
     def describe(self) -> Dict[str, Any]:
-        """Return the keys with which its results begin."""
+        """Return the first keys of the results."""
         return {"experiment": self.name, "title": self.title, "source": self.source}
 
     def run(self, request: Request) -> Outcome:
-        """Make the runs that are not finished and report what they say."""
+        """Make the unfinished runs and report the results."""
         full = request.full and self.has_full
         folder = request.runs / (self.name + ("-full" if full else ""))
         rows, seeds = request.rows or self.labels, request.seeds or self.seeds
@@ -313,7 +312,7 @@ def make_table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> List[str]:
 
 
 class PredictedRows(NamedTuple):
-    """The rows of a prediction; `notes` on the whole table, assumptions included; `pictures` as those of `Findings`."""
+    """The rows of a prediction. `notes` (with assumptions) are about the whole table, `pictures` are as in `Findings`."""
 
     rows: List[Dict[str, Any]]
     notes: List[str]
@@ -324,9 +323,9 @@ class PredictedRows(NamedTuple):
 def make_prediction(
     name: str, title: str, source: str, columns: Mapping[str, str], predict: Callable[[], PredictedRows]
 ) -> Experiment:
-    """Return a table of what the planner predicts beside what a paper measured; `columns`: key of a row -> heading.
+    """Return a table of the planner's predictions beside a paper's measurements. `columns`: key of a row -> heading.
 
-    No run is made: all follows from models by shape, hardware files and schedules, in seconds.
+    No run is made: predictions are computed from model shapes, hardware files and schedules within seconds.
     """
 
     def find(request: Request, folder: Path) -> Findings:

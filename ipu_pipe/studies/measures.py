@@ -1,4 +1,4 @@
-"""What an experiment measures of a training run, by the name that its file gives; a row of `MEASURES` for each.
+"""The measures of a training run that experiments can name, each a row of `MEASURES`.
 
 test_accuracy    of the final weights; test loss and accuracy by epoch and time
 test_loss        of the final weights; test loss by epoch and time
@@ -109,7 +109,7 @@ def train_run(
 
 
 def compute_normalized_time(phases: Sequence[Mapping[str, Any]], step: int) -> float:
-    """Return the time of `step` updates, in updates of a pipeline without bubbles. `phases` are those of summary.json."""
+    """Return the time of `step` updates, in updates of a pipeline without bubbles. `phases` is from summary.json."""
     total, left = 0.0, step
     for phase in phases:
         count = min(left, phase["updates"])
@@ -182,7 +182,7 @@ def build_emulated(config: Config) -> Job:
 
 
 def train_emulated(job: Job, after: Callable[[int, StepResult], None]) -> None:
-    """Make all updates; call `after` each with the number of updates done and its result."""
+    """Make all updates. Call `after` following each one, with the number of finished updates and the result."""
     engine = make_engine(job, 0)
     try:
         for k in range(job.updates):
@@ -232,15 +232,15 @@ def compute_block_angles(
 ) -> List[Optional[float]]:
     """Return the angle of each block's local gradient to the true one in degrees, 0 to 180.
 
-    Below 90 one descends the other's loss too. None where a gradient is zero, not finite, or the block does not train. The
-    local gradient is that of the block's own loss; a layer of several blocks has the mean of theirs. The true gradient is
-    that of the last block's loss through the whole model. Both are taken at the same weights, in training mode, with the same
-    buffers and random draws (of the modules `draws`, by `seed`). Weights, buffers, gradients, modes and random states are left
-    as they were. The model must have blocks and be between two updates.
+    Below 90 degrees a step along one gradient also lowers the other's loss. The angle is None if a gradient is zero or not
+    finite, or if the block does not train. The local gradient is that of the block's own loss; a layer of several blocks has
+    the mean of their gradients. The true gradient is that of the last block's loss through the whole model. Both are taken at
+    the same weights, in training mode, with the same buffers and random draws (of the modules `draws`, by `seed`). Weights,
+    buffers, gradients, modes and random states are restored. The model must have blocks and be between two updates.
     """
     blocks = get_blocks(model)
     assert blocks is not None
-    # the parameters of each block without its head; none where they are frozen
+    # the trained parameters of each block without its head
     trained = [
         [t for t in piece.tensors() if isinstance(t, nn.Parameter) and t.requires_grad] for piece in blocks.pieces
     ]

@@ -1,13 +1,13 @@
-"""The one event record of all backends, its columns, the metadata of a trace, and checks of columns that a file held.
+"""The event record of all backends, its columns, the metadata of a trace, and checks of columns that were read from a file.
 
-A device's time is its passes and updates, its waits and its communication. On one device no two events overlap; the time between
-events is the host's own. A pass begins when its inputs have arrived and ends before its result is sent:
+A device's time consists of passes and updates, waits and communication. The events of a device do not overlap; the host uses the
+time between them. A pass begins when its inputs have arrived and ends before its result is sent:
 
     wait (peer: sender, carries: payload)  recv (bytes)  forward  send (bytes, peer)   wait  recv  backward  send ...
 
-`wait`: for a message, for room to send the next one, for the data set (carries data, no peer) or for the norms of all stages (no
-peer). `average`: the gradients of replicas, waiting included. An update has several events where it asks other stages for their
-norms in its middle. `microbatch` of a message is the update's index where it carries norms, losses or shared gradients.
+`wait`: for a message, until the next one can be sent, for the data set (carries data, no peer) or for the norms of all stages (no
+peer). `average`: the gradients of replicas, waiting included. An update that waits for the norms of
+other stages has several events. `microbatch` of a message with norms, losses or shared gradients is the update's index.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ class Event(NamedTuple):
     stage: int
     device: int
     kind: str
-    microbatch: int  # of an update or average: the update's index
+    # of an update or average: the update's index
+    microbatch: int
     start_ns: int
     end_ns: int
     version: int  # of the weights that were read; of an update: the version that it made
@@ -72,7 +73,7 @@ class Event(NamedTuple):
 
 
 class Counter(NamedTuple):
-    """A value of a device from a time on."""
+    """A value of a device that is valid from a time on."""
 
     device: int
     name: str
@@ -150,7 +151,7 @@ class Counters(NamedTuple):
 
 class UnitRow(TypedDict):
     """A place where a stage may begin, with the layers up to the next such place. FLOPs and bytes of one microbatch;
-    `crossing_bytes`: what enters it from the unit before."""
+    `crossing_bytes`: of its inputs from the previous units."""
 
     name: str
     stage: int
@@ -160,8 +161,8 @@ class UnitRow(TypedDict):
 
 
 class Trace(NamedTuple):
-    """What is known of a run's devices. `metadata`: as `job.record.make_trace_metadata` returns them; `notes`: what a reader left
-    out, and why."""
+    """The events and counters of a run's devices. `metadata`: see `job.record.make_trace_metadata`; `notes`: what a reader
+    left out, and why."""
 
     events: Events
     counters: Counters
@@ -170,17 +171,17 @@ class Trace(NamedTuple):
 
 
 def concatenate_events(parts: Iterable[Events]) -> Events:
-    """Return several as one, in the order given."""
+    """Concatenate events in the given order."""
     return Events(*map(np.concatenate, zip(Events.from_rows([]), *parts)))
 
 
 def concatenate_counters(parts: Iterable[Counters]) -> Counters:
-    """Return several as one, in the order given."""
+    """Concatenate counters in the given order."""
     return Counters(*map(np.concatenate, zip(Counters.from_rows([]), *parts)))
 
 
 def find_updates(events: Events, accumulate: int) -> NDArray[np.int64]:
-    """Return the update, of `accumulate` microbatches, that each event belongs to; what lies between two updates belongs to the
+    """Return the update, of `accumulate` microbatches, that each event belongs to. Events between two updates belong to the
     earlier one."""
     by_update = events.is_kind("update", Kind.AVERAGE.word) | np.isin(events.carries, _PAYLOADS_OF_UPDATES)
     update = np.where(by_update, events.microbatch, events.microbatch // accumulate)
@@ -231,7 +232,7 @@ def build_counter_series(counters: Counters) -> Iterator[CounterSeries]:
 
 
 def check_trace(where: Any, events: Events, counters: Counters, metadata: Mapping[str, Any]) -> None:
-    """Raise `BadInput` for what no run of this or an earlier version writes: events that end before they begin, negative devices,
+    """Raise `BadInput` for content that no version of ipu_pipe writes: events that end before they begin, negative devices,
     times too far from 0."""
     schema = metadata.get("schema")
     if isinstance(schema, int) and schema > SCHEMA:

@@ -1,7 +1,8 @@
-"""How each device spent the span of a trace, in parts that add up to it, to the nanosecond, what filled its memory, and
-what it sent.
+"""Compute from a trace how each device spent its time, which tensors filled its memory, and what it sent.
 
-The moments at which events begin and end cut a device's time into pieces, in each of which the same events go on:
+The parts of a device's time add up to the span of the trace, to the nanosecond.
+
+The begins and ends of events divide a device's time into pieces. Within a piece the set of running events does not change:
 
     compute   |------|        |---|         a piece counts as the first of: compute, communication, wait, outside, the host's own;
     wait           |------|                 before the first and after the last compute it is a ramp
@@ -31,7 +32,7 @@ from ipu_pipe.trace.events import (
 
 # idle time that no event explains
 HOST = "host"
-# A group for each kind's code: 0 compute, 1 communication, 2 wait, 3 and on OUTSIDE, of which an earlier one hides a later one
+# A group for each kind's code: 0 compute, 1 communication, 2 wait, 3 and on OUTSIDE, and an earlier group hides a later one
 _GROUPS = (COMPUTE, COMMUNICATION, (WAIT,), *((kind,) for kind in OUTSIDE))
 _GROUP_OF_KIND = np.array([next(i for i, kinds in enumerate(_GROUPS) if kind in kinds) for kind in KINDS], np.int8)
 
@@ -46,7 +47,7 @@ def measure_devices(
 ) -> Tuple[List[Dict[str, Any]], Dict[str, Any]]:
     """Divide the span of each device that has events, and of each of `devices`, into parts that docs/traces.md defines.
 
-    Return the analysis's rows of devices, and of the communication of all what lies under compute.
+    Return the analysis's rows of devices, and the part of all communication that overlaps with compute.
     """
     places = {**dict.fromkeys(devices, np.zeros(0, np.intp)), **dict(group_places(events.device))}
     rows, messages = zip(*(_measure_device(device, events.select(places[device]), span) for device in sorted(places)))
@@ -56,7 +57,7 @@ def measure_devices(
 
 
 def _measure_device(device: int, events: Events, span: Tuple[int, int]) -> Tuple[Dict[str, Any], Tuple[int, int]]:
-    """Return the row of a device, all its time in communication, and the part of that which lies under compute."""
+    """Return the row of a device, its time in communication, and the part of this time that overlaps with compute."""
     group, count = _GROUP_OF_KIND[events.kind], len(events.start)
     is_pass = group == 0
     first, last = find_span(events.select(is_pass)) if is_pass.any() else span
@@ -110,7 +111,7 @@ def _measure_busy_by_stage(passes: Events) -> Dict[str, int]:
 
 
 def _divide_waits(waits: Events, edges: NDArray[np.int64], pieces: NDArray[np.bool_]) -> Dict[int, int]:
-    """Return the time of the pieces, in all of which waits go on, by the device waited for in the wait that began first."""
+    """Return the time of pieces with waits, by the device that the wait which began first waits for."""
     waits = waits.select(np.argsort(waits.start, kind="stable"))
     reach = np.maximum.accumulate(waits.end)
     peer = waits.peer[np.searchsorted(reach, edges[:-1][pieces], side="right")]
@@ -135,7 +136,7 @@ _COMPLETING = (Kind.BACKWARD.word, Kind.WEIGHT_GRADIENT.word)
 
 
 def measure_memory(counters: Counters, events: Events, begin_ns: int) -> List[Dict[str, Any]]:
-    """Return a row for each device that has counters of memory; times count from `begin_ns`."""
+    """Return a row for each device that has counters of memory. Times count from `begin_ns`."""
     chosen = np.flatnonzero(np.isin(counters.name, [*MEMORY.values()]) & (np.abs(counters.value) < IMPLAUSIBLE))
     by_device = {device: events.select(places) for device, places in group_places(events.device)}
     nothing = events.select(slice(0))
@@ -151,7 +152,7 @@ def _measure_device_memory(device: int, counters: Counters, events: Events, begi
     for category, name in MEMORY.items():
         places_of[category] = places = np.flatnonzero(counters.name == name)
         change[places] = np.diff(counters.value[places], prepend=0.0)
-    # of several changes at one time all together
+    # the sum of all changes at the same time
     is_last = np.append(counters.time[1:] != counters.time[:-1], True)
     times, total = counters.time[is_last], np.rint(np.cumsum(change)[is_last]).astype(np.int64)
     peak = int(total.argmax())
@@ -172,7 +173,7 @@ def _measure_device_memory(device: int, counters: Counters, events: Events, begi
 
 
 def _list_in_flight(events: Events, at: int) -> List[int]:
-    """Return the microbatches of which a device's events began a forward, and did not complete the backward, by a moment."""
+    """Return the microbatches whose forward has begun and whose backward is not complete on a device at a time."""
     keys = (events.stage.astype(np.int64) << 32) + events.microbatch
     known = events.microbatch >= 0
     begun = known & (events.start <= at) & events.is_kind(Kind.FORWARD.word)
@@ -182,14 +183,14 @@ def _list_in_flight(events: Events, at: int) -> List[int]:
 
 
 def _thin(times: NDArray[np.int64], total: NDArray[np.int64]) -> List[List[int]]:
-    """Return points (time, bytes), of many the greatest bytes of each interval."""
+    """Return points (time, bytes). If there are many, return the greatest bytes of each interval."""
     if len(times) > MOST_POINTS:
         edges = np.linspace(0, len(times), MOST_POINTS + 1).astype(np.int64)[:-1]
         times, total = times[edges], np.maximum.reduceat(total, edges)
     return [list(point) for point in zip(times.tolist(), total.tolist())]
 
 
-# ---- which device sends how much to which, and how long it takes
+# ---- bytes and latencies of the links between devices
 
 Row = Dict[str, Any]
 
@@ -200,7 +201,7 @@ def measure_links(events: Events) -> List[Row]:
     waits = events.select(events.is_kind(WAIT) & (events.peer >= 0))
     if not len(sends.start):
         return []
-    # one number for a direction and a payload, at both of its ends
+    # Both ends of a direction and payload get the same number.
     devices = 1 + int(max(column.max(initial=0) for column in (sends.device, sends.peer, waits.device, waits.peer)))
     wide = np.int64(devices) * len(PAYLOADS)
     link_of_send = sends.device * wide + sends.peer.astype(np.int64) * len(PAYLOADS) + sends.carries
@@ -220,7 +221,7 @@ def _measure_latencies(
     sends: Events, link: NDArray[np.intp], waits: Events, link_of_wait: NDArray[np.intp]
 ) -> Dict[int, Row]:
     """Return the latencies by link: from the begin of a send to the end of the wait for it, of messages that were waited for
-    before they were sent. A message is known by its link and microbatch; where several have the same, none counts."""
+    before they were sent. A message is identified by its link and microbatch. Messages that share both do not count."""
     send_keys, wait_keys = (
         (number.astype(np.int64) << 32) + microbatch + 1
         for number, microbatch in ((link, sends.microbatch), (link_of_wait, waits.microbatch))
