@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, Dict
 
@@ -25,8 +24,8 @@ from ipu_pipe.studies.against import (
     train_against,
 )
 from tests.command_line import run_here
+from tests.support.runs import DIGITS, read_json, read_summary
 
-DIGITS = str(Path(__file__).resolve().parents[1] / "configs" / "mlp_digits.yaml")
 SHORT = [
     "steps=24", "log.tensorboard=false", "gradient_accumulation=2", "micro_batch_size=8", "evaluate={every: 0, subset: 64}",
     "backend.threads=1", "stages=4", "optimizer.lr=0.02", "lr_schedule={name: linear, warmup_steps: 4}",
@@ -49,8 +48,8 @@ def summary(method: str, steps: int, accumulate: int, **more: Any) -> Dict[str, 
 
 @pytest.mark.parametrize("method", ["gpipe", "pipedream", "pipedream_flush"])
 def test_slots_of_a_run_are_its_schedules(method: str) -> None:
-    told = summary(method, 9, 4)
-    assert count_slots(told) == pytest.approx(make_schedule(METHODS[method], 4, 36, 4).slot_count)
+    slots = count_slots(summary(method, 9, 4))
+    assert slots == pytest.approx(make_schedule(METHODS[method], 4, 36, 4).slot_count)
 
 
 @pytest.mark.parametrize("accumulate, steps", [(2, 150), (4, 107), (8, 68), (16, 39), (500, None)])
@@ -81,34 +80,32 @@ def test_the_experiment_at_equal_time_has_these_settings(accumulate: int) -> Non
 
 
 def test_milestones_come_at_the_same_share_of_the_run() -> None:
-    chosen = fit_into_time(
-        config("method=gpipe", "lr_schedule={name: step, milestones: [2, 3]}"), 4, summary("pipedream", 24, 2)
-    )
+    gpipe = config("method=gpipe", "lr_schedule={name: step, milestones: [2, 3]}")
+    chosen = fit_into_time(gpipe, 4, summary("pipedream", 24, 2))
     assert chosen is not None and chosen.steps is not None
     share = chosen.steps * 4 / 48
     assert chosen.lr_schedule.milestones == pytest.approx([2 * share, 3 * share])
 
 
 def test_a_method_that_does_not_drain_keeps_its_batch() -> None:
-    assert choose_accumulations(config("method=gpipe")) == [2, 4, 8, 16] and choose_accumulations(
-        config("method=gpipe"), [4, 4]
-    ) == [4]
+    assert choose_accumulations(config("method=gpipe")) == [2, 4, 8, 16]
+    assert choose_accumulations(config("method=gpipe"), [4, 4]) == [4]
     assert choose_accumulations(config("method=pipemare")) == [2]
 
 
 def test_both_stories_are_told_and_drawn(tmp_path: Path) -> None:
     said = train_against(config("method=pipedream"), config("method=gpipe"), tmp_path / "run", [4, 8])
-    told = json.loads((tmp_path / "run" / "against.json").read_text())
-    assert told["run"]["method"] == "pipedream" and told["same_samples"]["samples"] == told["run"]["samples"] == 24 * 16
-    slots = told["run"]["slots"]
-    for run, accumulate in zip(told["same_time"], (4, 8)):
-        held = json.loads((tmp_path / "run" / f"gpipe-accumulate-{accumulate}" / "summary.json").read_text())
-        assert (
-            held["batch"]["gradient_accumulation"] == run["accumulate"] == accumulate and held["steps"] == run["steps"]
-        )
-        assert 0.5 * slots < run["slots"] <= slots < told["same_samples"]["slots"]
+    results = read_json(tmp_path / "run" / "against.json")
+    assert results["run"]["method"] == "pipedream"
+    assert results["same_samples"]["samples"] == results["run"]["samples"] == 24 * 16
+    slots = results["run"]["slots"]
+    for run, accumulate in zip(results["same_time"], (4, 8)):
+        report = read_summary(tmp_path / "run" / f"gpipe-accumulate-{accumulate}")
+        assert report["batch"]["gradient_accumulation"] == run["accumulate"] == accumulate
+        assert report["steps"] == run["steps"]
+        assert 0.5 * slots < run["slots"] <= slots < results["same_samples"]["slots"]
         assert run["curve"][0]["slots"] == 0 and run["curve"][-1]["slots"] == run["slots"]
-    best = max(run["final"]["test_accuracy"] for run in told["same_time"])
+    best = max(run["final"]["test_accuracy"] for run in results["same_time"])
     lines = said.splitlines()
     assert lines[1].startswith("the same samples, 384: test accuracy") and lines[1].endswith("points")
     assert f"{best:.3f} by gpipe at its best" in said and f"the same time, {slots:,.0f} slots (planned)" in said
@@ -120,7 +117,7 @@ def test_both_stories_are_told_and_drawn(tmp_path: Path) -> None:
 def test_a_method_that_takes_no_longer_is_not_run_again(tmp_path: Path) -> None:
     said = train_against(config("method=gpipe"), config("method=pipedream"), tmp_path / "run")
     assert "the same time: pipedream takes no longer" in said
-    assert json.loads((tmp_path / "run" / "against.json").read_text())["same_time"] == []
+    assert read_json(tmp_path / "run" / "against.json")["same_time"] == []
 
 
 def test_a_rate_that_is_too_high_is_told_and_the_others_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +163,7 @@ def test_the_better_loss_counts_where_accuracy_has_no_meaning() -> None:
 
 def test_slots_of_several_stages_a_device_are_not_compared(tmp_path: Path) -> None:
     for first, second in (("zbv", "gpipe"), ("gpipe", "zbv")):
-        given = config(f"method={first}", "gradient_accumulation=4", "stages=4")
+        one, other = (config(f"method={method}", "gradient_accumulation=4") for method in (first, second))
         with pytest.raises(BadInput, match="^--against: zbv: "):
-            train_against(given, given.model_copy(update={"method": second}), tmp_path / "run")
+            train_against(one, other, tmp_path / "run")
     assert not (tmp_path / "run").exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 from pathlib import Path
@@ -79,9 +80,7 @@ def test_gradients_and_values_are_those_of_the_module(name: str) -> None:
             expected = np.concatenate([p.grad.numpy() for p in model.parameters()])
             np.testing.assert_allclose(objective.compute_gradient(x, b)[:, g], expected, rtol=1e-11, atol=1e-12)
             some = slice(6, 12)
-            np.testing.assert_allclose(
-                objective.compute_gradient(x, b, some), objective.compute_gradient(x, b)[some], rtol=1e-11
-            )
+            np.testing.assert_allclose(objective.compute_gradient(x, b, some)[:, g], expected[some], rtol=1e-11, atol=1e-12)
 
 
 def test_data_are_drawn_as_the_paper_draws_them() -> None:
@@ -148,9 +147,9 @@ def assert_close(found: vector_runs.Curve, expected: Callable[[float], Any], obj
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_pipedream_is_the_emulators(name: str) -> None:
     objective = OBJECTIVES[name]()
-    found = run_pipedream(objective, P, M, RATES, 0)
-    assert_close(found, lambda rate: emulated(objective, resolve_method("pipedream"), rate), objective)
-    assert found.slots[-1] == 2 * M + 2 * (P - 1) and found.updates[-1] == M * P
+    curve = run_pipedream(objective, P, M, RATES, 0)
+    assert_close(curve, lambda rate: emulated(objective, resolve_method("pipedream"), rate), objective)
+    assert curve.slots[-1] == 2 * M + 2 * (P - 1) and curve.updates[-1] == M * P
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
@@ -191,25 +190,22 @@ def test_curves_have_the_iterates_that_the_stages_hold_after_each_slot(name: str
                 read[m, block] = x[m % width, block]
         for s, block in enumerate(blocks):
             for m in np.flatnonzero(place[Kind.BACKWARD][s] == slot):
-                x[m % width, block] -= (
-                    rate * objective.compute_gradient(read[m][:, None], m % objective.batches, block)[:, 0]
-                )
+                gradient = objective.compute_gradient(read[m][:, None], m % objective.batches, block)
+                x[m % width, block] -= rate * gradient[:, 0]
         done = int((place[Kind.BACKWARD] <= slot).sum())
         if R and done > updates[-1] and done % (12 * P) == 0:
             x[:] = x.mean(axis=0)
         updates.append(done)
     rates = np.array([rate])
-    found = (
-        run_local_sgd(objective, P, R, 4, M, rates, 0, points=10**6)
-        if R
-        else run_pipedream(objective, P, M, rates, 0, points=10**6)
-    )
-    assert found.slots.tolist() == list(range(schedule.slot_count + 1))
-    assert found.updates.tolist() == updates[: schedule.slot_count + 1]
-    np.testing.assert_allclose(found.values[:, 0], values, rtol=1e-12)
     if R:
+        curve = run_local_sgd(objective, P, R, 4, M, rates, 0, points=10**6)
         cut = run_local_sgd(objective, P, R, 4, M, rates, 0, 29, points=10**6)
-        assert (cut.values == found.values[:30]).all() and cut.slots[-1] == 29
+        assert (cut.values == curve.values[:30]).all() and cut.slots[-1] == 29
+    else:
+        curve = run_pipedream(objective, P, M, rates, 0, points=10**6)
+    assert curve.slots.tolist() == list(range(schedule.slot_count + 1))
+    assert curve.updates.tolist() == updates[: schedule.slot_count + 1]
+    np.testing.assert_allclose(curve.values[:, 0], values, rtol=1e-12)
 
 
 # ---- against the paper's authors
@@ -219,27 +215,24 @@ def test_values_of_the_authors_published_code() -> None:
     """What their methods, called as their notebooks call them, gave with seed 0: their objective after so many slots (PipeDream,
     LocalSGD: the mean of the replicas) or block updates (randomized PipeDream, with their generator's draws)."""
     quadratic, tridiagonal = make_random_quadratic(2000, 512, 100), make_tridiagonal_quadratic(600, 512, 5)
-    found = run_pipedream(quadratic, 8, 400, np.array([2.0**-5, 2.0**-4]), 0, points=407)
-    assert found.values[[0, 25, 200, 407], 0] == pytest.approx(
-        [260.410252989068, 51.65256495358787, 0.1649435659795526, 0.0021442438122028402], rel=1e-11
-    )
-    assert found.values[[25, 407], 1] == pytest.approx([22.47061724078415, 2.3816447882299122e-07], rel=1e-9)
-    found = run_pipedream(tridiagonal, 16, 600, np.array([2.0**-8]), 0, points=1230)
+    close = functools.partial(pytest.approx, rel=1e-11)
+    curve = run_pipedream(quadratic, 8, 400, np.array([2.0**-5, 2.0**-4]), 0, points=407)
+    expected = [260.410252989068, 51.65256495358787, 0.1649435659795526, 0.0021442438122028402]
+    assert curve.values[[0, 25, 200, 407], 0] == close(expected)
+    assert curve.values[[25, 407], 1] == pytest.approx([22.47061724078415, 2.3816447882299122e-07], rel=1e-9)
+    curve = run_pipedream(tridiagonal, 16, 600, np.array([2.0**-8]), 0, points=1230)
     # the last but one is the final value that their notebook prints, 2.731247
-    assert found.values[[100, 600, 1229, 1230], 0] == pytest.approx(
-        [273.9050266456838, 9.582606549150354, 2.7312466865983396, 2.7315207102129646], rel=1e-11
-    )
-    rates = np.array([2.0**-7, 2.0**-5])
-    found = run_local_sgd(tridiagonal, 16, 16, 5, 600, rates, 0, 1230, points=1230)
+    expected = [273.9050266456838, 9.582606549150354, 2.7312466865983396, 2.7315207102129646]
+    assert curve.values[[100, 600, 1229, 1230], 0] == close(expected)
+    curve = run_local_sgd(tridiagonal, 16, 16, 5, 600, np.array([2.0**-7, 2.0**-5]), 0, 1230, points=1230)
     # a round's end, and within the seventh round; 22.50372 printed
-    assert found.values[[190, 1140, 1229, 1230], 1] == pytest.approx(
-        [244.8599703015795, 27.553067611191715, 22.503717536385402, 22.661175306408982], rel=1e-11
-    )
-    assert found.values[-1, 0] == pytest.approx(122.87405925731679, rel=1e-11)
+    expected = [244.8599703015795, 27.553067611191715, 22.503717536385402, 22.661175306408982]
+    assert curve.values[[190, 1140, 1229, 1230], 1] == close(expected)
+    assert curve.values[-1, 0] == close(122.87405925731679)
     source = _as_the_authors_draw(make_randomized_source(8, 400, 20, {"delay_bound": 60}, 0), 60)
-    (found,) = run_randomized(quadratic, [source], np.array([2.0**-4, 2.0**-3]), 0, points=400)
-    assert found.values[[1, 100], 1] == pytest.approx([216.73481170367154, 0.5259148269859678], rel=1e-11)
-    assert found.values[-1] == pytest.approx([2.3027479369931104e-06, 7.466453426083742e-08], rel=1e-9)
+    (curve,) = run_randomized(quadratic, [source], np.array([2.0**-4, 2.0**-3]), 0, points=400)
+    assert curve.values[[1, 100], 1] == close([216.73481170367154, 0.5259148269859678])
+    assert curve.values[-1] == pytest.approx([2.3027479369931104e-06, 7.466453426083742e-08], rel=1e-9)
 
 
 def test_noisy_values_of_the_authors_published_code() -> None:
@@ -268,11 +261,11 @@ def _as_the_authors_draw(source: RandomizedReplays, bound: int) -> RandomizedRep
 def test_plain_replays_that_copy_their_history_agree() -> None:
     objective = make_random_quadratic(40, D, 5, 1)
     source = make_randomized_source(P, M, objective.batches, {"delay_bound": 11}, 2)
-    (found,) = run_randomized(objective, [source], RATES, 0)
+    (curve,) = run_randomized(objective, [source], RATES, 0)
     for replay in vectors.PLAIN.values():
         for g, rate in enumerate(RATES):
             x = replay(objective, source, 11, float(rate), source.count)
-            assert np.abs(x - found.x[:, g]).max() <= 1e-12 * np.abs(x).max()
+            assert np.abs(x - curve.x[:, g]).max() <= 1e-12 * np.abs(x).max()
 
 
 def test_noise_is_drawn_block_update_by_block_update() -> None:
@@ -305,43 +298,26 @@ def test_budgets_in_slots() -> None:
 # ---- results
 
 
-def make_run(label: str, step: float, *values: float) -> vector_grids.StepRun:
-    return vector_grids.StepRun(label, "pipedream", {}, step, [(k, 2 * k, v) for k, v in enumerate(values)])
+def make_run(label: str, step: float, last: float) -> vector_grids.StepRun:
+    return vector_grids.StepRun(label, "pipedream", {}, step, [(0, 0, 9.0), (1, 2, last)])
 
 
 def test_the_best_step_of_each_row_is_told_with_what_the_paper_says(tmp_path: Path) -> None:
+    claims = [vector_grids.compare_pairs(f"{a} is better than {b}", [(a, b)]) for a, b in ("AB", "BA", "CA")]
     grid = vector_grids.VectorGrid(
-        "tiny", "Tiny", "nobody", "small", lambda seed: make_random_quadratic(40, D, 5, seed), [],
-        [
-            vector_grids.compare_pairs("A is better than B", [("A", "B")]),
-            vector_grids.compare_pairs("B is better than A", [("B", "A")]),
-            vector_grids.compare_pairs("C is better than A", [("C", "A")]),
-        ],
-    )  # fmt: skip
+        "tiny", "Tiny", "nobody", "small", lambda seed: make_random_quadratic(40, D, 5, seed), [], claims
+    )
     runs = {
-        0: [
-            make_run("A", 0.5, 9, 1.0),
-            make_run("A", 0.25, 9, 2.0),
-            make_run("B", 0.5, 9, np.inf),
-            make_run("B", 0.25, 9, 4.0),
-        ],
-        1: [
-            make_run("A", 0.5, 9, 3.0),
-            make_run("A", 0.25, 9, 2.0),
-            make_run("B", 0.5, 9, np.inf),
-            make_run("B", 0.25, 9, 5.0),
-        ],
-        2: [make_run("A", 0.5, 9, 1.5), make_run("B", 0.25, 9, 4.5)],
+        0: [make_run("A", 0.5, 1.0), make_run("A", 0.25, 2.0), make_run("B", 0.5, np.inf), make_run("B", 0.25, 4.0)],
+        1: [make_run("A", 0.5, 3.0), make_run("A", 0.25, 2.0), make_run("B", 0.5, np.inf), make_run("B", 0.25, 5.0)],
+        2: [make_run("A", 0.5, 1.5), make_run("B", 0.25, 4.5)],
     }
     outcome = grid.make_experiment().report(vector_grids.compare(grid, runs), tmp_path)
     outcome.write(tmp_path)
     results = outcome.results
     a, b = results["rows"]
-    assert (a["final"], a["step_by_seed"], a["final_by_seed"]) == (
-        1.5,
-        {"0": 0.5, "1": 0.25, "2": 0.5},
-        {"0": 1.0, "1": 2.0, "2": 1.5},
-    )
+    assert (a["final"], a["final_by_seed"]) == (1.5, {"0": 1.0, "1": 2.0, "2": 1.5})
+    assert a["step_by_seed"] == {"0": 0.5, "1": 0.25, "2": 0.5}
     assert (b["final"], b["stable_steps"], b["slots"]) == (4.5, [0.25], 2)
     assert [verdict["verdict"] for verdict in results["verdicts"]] == ["shown", "contradicted", "not run"]
     assert results["agrees"] is False and len(results["differences"]) == 2
@@ -352,12 +328,12 @@ def test_the_best_step_of_each_row_is_told_with_what_the_paper_says(tmp_path: Pa
 
 def test_the_step_grids_are_listed_and_the_quadratic_runs(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:  # type: ignore[type-arg]
     reproduce.main(["--json"])
-    listed = [each["experiment"] for each in json.loads(capsys.readouterr().out)]
+    listed = [row["experiment"] for row in json.loads(capsys.readouterr().out)]
     assert list(vector_grids.VECTOR_GRIDS) == listed[-5:] and "pb_resnet20" in listed
-    found = vector_grids.run_seed(vector_grids.VECTOR_GRIDS["local_sgd_logistic"], 0)
-    labels: List[str] = list(dict.fromkeys(run.label for run in found))
+    runs = vector_grids.run_seed(vector_grids.VECTOR_GRIDS["local_sgd_logistic"], 0)
+    labels: List[str] = list(dict.fromkeys(run.label for run in runs))
     assert labels == ["PipeDream", "LocalSGD K=2", "LocalSGD K=5", "LocalSGD K=30"]
-    assert {run.curve[-1][1] for run in found} == {830}
+    assert {run.curve[-1][1] for run in runs} == {830}
 
 
 def test_staleness_and_nothing_else_makes_more_stages_worse() -> None:
@@ -369,11 +345,8 @@ def test_staleness_and_nothing_else_makes_more_stages_worse() -> None:
     finals = {label: by_seed[0].final for label, by_seed in best.items()}
     assert finals["RPD without delays P=8"] < 0.5 * min(finals["RPD P=8"], finals["PipeDream P=8"])
     # the slope of a line through the logarithms by doublings: each doubling of the stages costs a decade, or half a one
-    grown = {
-        f"{row} P={P}": float(P) ** (factor * math.log2(10))
-        for row, factor in (("A", 1), ("B", 0.5))
-        for P in (2, 4, 8)
-    }
+    factors = {"A": 1, "B": 0.5}
+    grown = {f"{row} P={P}": float(P) ** (factors[row] * math.log2(10)) for row in factors for P in (2, 4, 8)}
     assert vector_grids.claim_growth_by_delay("A", "B", (2, 4, 8)).gap(grown) == pytest.approx(0.5)
 
 
@@ -388,23 +361,16 @@ def test_a_curve_tracks_another_by_their_mean_distance() -> None:
     crossing = make((0, 0.01), (120, 1.0), (240, 100.0))
     assert vector_grids.compute_distance(crossing, level) == pytest.approx(1.0, rel=0.01)
     claim = vector_grids.claim_tracking("RPD 60", "PipeDream")
-    near, far = (dict.fromkeys(range(3), distance) for distance in (0.2, 0.4))
-    assert [judge(claim, {"RPD 60 from PipeDream": found}).verdict for found in (near, far)] == [
-        "shown",
-        "contradicted",
-    ]
+    for distance, verdict in ((0.2, "shown"), (0.4, "contradicted")):
+        assert judge(claim, {"RPD 60 from PipeDream": dict.fromkeys(range(3), distance)}).verdict == verdict
 
 
 def test_delay_statistics_and_their_fit(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:  # type: ignore[type-arg]
     reproduce.main(["rpd_delays", "--json", "--out", str(tmp_path)])
-    found = json.loads(capsys.readouterr().out)
-    by_stages = {row["args"]["stages"]: row for row in found["rows"]}
-    assert sorted(by_stages) == list(range(2, 41)) and found["agrees"] and not found["differences"]
-    assert {key: by_stages[8][key] for key in ("least", "mean", "greatest")} == {
-        "least": 3,
-        "mean": 31.5,
-        "greatest": 60,
-    }
+    results = json.loads(capsys.readouterr().out)
+    by_stages = {row["args"]["stages"]: row for row in results["rows"]}
+    assert sorted(by_stages) == list(range(2, 41)) and results["agrees"] and not results["differences"]
+    assert [by_stages[8][key] for key in ("least", "mean", "greatest")] == [3, 31.5, 60]
     assert all((tmp_path / "rpd_delays" / name).stat().st_size > 10_000 for name in ("delays.png", "timelines.png"))
     assert fit_exponent([2, 4, 8], [12, 48, 192]) == pytest.approx(2)
 

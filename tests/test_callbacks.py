@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any, Dict, List, Optional
@@ -17,8 +16,16 @@ from ipu_pipe.run.planning import build_for_planning
 from ipu_pipe.run.train import train
 from tests import forked
 from tests.callbacks_of_runs import Ends, Fails
-from tests.support.runs import assert_same_state, list_faults, read_metrics, read_weights
-from tests.test_processes import DIGITS, emulate, run
+from tests.support.runs import (
+    DIGITS,
+    assert_same_state,
+    list_faults,
+    read_json,
+    read_metrics,
+    read_summary,
+    read_weights,
+)
+from tests.test_processes import emulate, run
 
 SHORT = ["log.tensorboard=false", "evaluate.subset=64", "backend.threads=1", "data.subset=256", "data.test_subset=64"]
 NEW = "tests.callbacks_of_runs"
@@ -58,13 +65,7 @@ def test_a_run_that_is_asked_to_end_is_one_planned_that_long(method: str, tmp_pa
 def test_processes_end_where_the_emulator_does(tmp_path: Path) -> None:
     """Asked at update 5, two stages of pipedream end after 6, with norms on their way that no update asks for any more."""
     metrics = f"metrics=[accuracy, top3, '{NEW}:confidence', {{entry: '{NEW}:Spread', args: {{scale: 2}}}}]"
-    sets = [
-        "method=pipedream",
-        "stages=2",
-        "gradient_accumulation=1",
-        "clip={norm: 0.5, scope: delayed_global}",
-        metrics,
-    ]
+    sets = ["method=pipedream", "stages=2", "gradient_accumulation=1", "clip={norm: 0.5, scope: delayed_global}", metrics]
     ends = f"callbacks=[{{entry: '{NEW}:Ends', args: {{after: 5, file: {tmp_path}/ranks.json}}}}]"
     code, printed, error = run(2, tmp_path / "ranks", *sets, ends)
     assert code == 0, error
@@ -72,8 +73,8 @@ def test_processes_end_where_the_emulator_does(tmp_path: Path) -> None:
     seen = Ends(5, str(tmp_path / "one.json"))
     one = emulate(tmp_path / "one", *sets, callbacks=[seen])
     assert_same_state(tmp_path / "ranks", tmp_path / "one", 6)
-    assert json.loads((tmp_path / "ranks" / "summary.json").read_text())["final"] == one["final"]
-    assert json.loads((tmp_path / "ranks.json").read_text()) == json.loads((tmp_path / "one.json").read_text())
+    assert read_summary(tmp_path / "ranks")["final"] == one["final"]
+    assert read_json(tmp_path / "ranks.json") == read_json(tmp_path / "one.json")
 
 
 def test_what_callbacks_see(tmp_path: Path) -> None:
@@ -93,8 +94,7 @@ def test_what_callbacks_see(tmp_path: Path) -> None:
             assert (now.checkpoint / "model.safetensors").is_file()  # type: ignore[operator]
             self.seen.append(("end", now.step, now.stopped))
 
-    watches = Watches()
-    out = tmp_path / "run"
+    watches, out = Watches(), tmp_path / "run"
     sets = ["steps=6", "log.every=1", "micro_batch_size=8", "gradient_accumulation=1", "checkpoint.every=2"]
     report = go(out, *sets, "evaluate.every=0.0625", callbacks=[watches])  # of 32 updates
     assert report["stopped"].endswith("Watches.on_evaluation asked for it")
@@ -114,10 +114,10 @@ def test_what_callbacks_see(tmp_path: Path) -> None:
 def test_what_a_callback_raises_is_told_with_its_name(tmp_path: Path) -> None:
     with pytest.raises(KeyError) as raised:
         go(tmp_path / "run", "steps=4", f"callbacks=['{NEW}:Fails']")
-    told = str(find_user_fault(raised.value))
-    assert told.startswith("callback Fails.on_step after update 2: KeyError: 'no such thing'")
-    assert "callbacks_of_runs.py" in told
-    assert (tmp_path / "run" / "traceback.txt").read_text().startswith(told)
+    line = str(find_user_fault(raised.value))
+    assert line.startswith("callback Fails.on_step after update 2: KeyError: 'no such thing'")
+    assert "callbacks_of_runs.py" in line
+    assert (tmp_path / "run" / "traceback.txt").read_text().startswith(line)
 
 
 @pytest.mark.parametrize("args", ["{}", "{code: 0}", "{code: 3}"])
@@ -152,9 +152,9 @@ class Wrong(ipu_pipe.Callback):
 
 
 def test_what_is_no_callback_is_refused_in_a_line(tmp_path: Path) -> None:
-    for given, told in (([Fails], "callbacks: the class Fails: must be an object"), ([len], "callbacks: a builtin")):
-        with pytest.raises(BadInput, match=told):
-            go(tmp_path / "run", "steps=2", callbacks=given)
+    for callback, words in ((Fails, "callbacks: the class Fails: must be an object"), (len, "callbacks: a builtin")):
+        with pytest.raises(BadInput, match=words):
+            go(tmp_path / "run", "steps=2", callbacks=[callback])
     with pytest.raises(BadInput, match=r"callbacks: .*tests\.nothing:X.*no module"):
         go(tmp_path / "run", "steps=2", "callbacks=['tests.nothing:X']")
     with pytest.raises(BadInput, match="callbacks: 3: must be a list"):

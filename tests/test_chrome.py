@@ -6,6 +6,7 @@ Perfetto drops what overlaps on one thread, ties an arrow's ends to the events a
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import random
 import re
@@ -38,9 +39,9 @@ MEASURED = [
 ]
 
 
-def held(path: Path) -> Dict[str, Any]:
-    found: Dict[str, Any] = json.loads(gzip.decompress(path.read_bytes()))
-    return found
+def read(path: Path) -> Any:
+    """Return the content of a Chrome file."""
+    return json.loads(gzip.decompress(path.read_bytes()))
 
 
 def nanoseconds(microseconds: float) -> int:
@@ -48,14 +49,14 @@ def nanoseconds(microseconds: float) -> int:
 
 
 def check(path: Path, events: int) -> None:
-    """Every rule that a viewer goes by."""
+    """Check every rule that a viewer goes by."""
     text = gzip.decompress(path.read_bytes()).decode()
     times = re.findall(r'"(?:ts|dur)":([^,}]*)', text)
     assert times and all(re.fullmatch(r"\d+\.\d{3}", time) for time in times)  # nanoseconds, exactly
-    found = json.loads(text)
-    assert found.keys() == {"displayTimeUnit", "otherData", "traceEvents"} and found["displayTimeUnit"] in ("ms", "ns")
+    content = json.loads(text)
+    assert content.keys() == {"displayTimeUnit", "otherData", "traceEvents"} and content["displayTimeUnit"] in ("ms", "ns")
     of: Dict[str, List[Dict[str, Any]]] = {phase: [] for phase in "MXsfC"}
-    for record in found["traceEvents"]:
+    for record in content["traceEvents"]:
         of[record["ph"]].append(record)
     assert len(of["X"]) == events
     processes = {r["pid"]: r["args"]["name"] for r in of["M"] if r["name"] == "process_name"}
@@ -76,10 +77,8 @@ def check(path: Path, events: int) -> None:
         f = ends[number]
         assert (s["name"], s["cat"]) == (f["name"], f["cat"]) and f["bp"] == "e" and s["ts"] <= f["ts"]
         for r in (s, f):
-            assert (
-                any(begin <= nanoseconds(r["ts"]) < end for begin, end in on[r["tid"]])
-                and threads[r["tid"]] == r["pid"]
-            )
+            assert threads[r["tid"]] == r["pid"]
+            assert any(begin <= nanoseconds(r["ts"]) < end for begin, end in on[r["tid"]])
     for r in of["C"]:
         assert r["args"] and all(isinstance(value, (int, float)) for value in r["args"].values())
 
@@ -88,8 +87,8 @@ def test_a_measured_trace(tmp_path: Path) -> None:
     path = tmp_path / "t.json.gz"
     write_chrome(path, MEASURED, [Counter(0, "weights (bytes)", 5, 10.0), Counter(1, "loss", 5, 0.1)], {"method": "x"})
     check(path, len(MEASURED))
-    assert held(path)["otherData"] == {"method": "x"}
-    work = {(r["cat"], r["pid"], r["ts"]): r for r in held(path)["traceEvents"] if r["ph"] == "X"}
+    assert read(path)["otherData"] == {"method": "x"}
+    work = {(r["cat"], r["pid"], r["ts"]): r for r in read(path)["traceEvents"] if r["ph"] == "X"}
     wait = work["wait", 1, 0.02]
     assert wait["name"] == "wait for device 0" and wait["cname"] == "grey" and wait["dur"] == 0.12
     assert wait["args"] == {"stage": 1, "microbatch": 0, "version": -1, "peer": 0, "carries": "activations"}
@@ -107,20 +106,14 @@ def test_modelled_traces(tmp_path: Path, name: str) -> None:
 
 
 def drawn(events: List[Event], metadata: Dict[str, Any]) -> List[Any]:
-    found = find_arrows(Events.from_rows(events), metadata)
-    return sorted(
-        (events[s], events[t], PAYLOADS[c])
-        for s, t, c in zip(found.source.tolist(), found.target.tolist(), found.carries.tolist())
-    )
+    arrows = find_arrows(Events.from_rows(events), metadata)
+    columns = arrows.source.tolist(), arrows.target.tolist(), arrows.carries.tolist()
+    return sorted((events[s], events[t], PAYLOADS[c]) for s, t, c in zip(*columns))
 
 
 def test_arrows_lead_from_sends_to_the_passes_that_they_let_run() -> None:
-    assert drawn(MEASURED, {}) == sorted(
-        [
-            (MEASURED[1], MEASURED[5], "activations"),
-            (MEASURED[7], MEASURED[9], "gradients"),
-        ]
-    )  # fmt: skip
+    arrows = [(MEASURED[1], MEASURED[5], "activations"), (MEASURED[7], MEASURED[9], "gradients")]
+    assert drawn(MEASURED, {}) == sorted(arrows)
 
 
 def test_a_message_for_no_pass_leads_to_the_receive_or_to_the_wait() -> None:
@@ -137,13 +130,12 @@ def test_a_message_for_no_pass_leads_to_the_receive_or_to_the_wait() -> None:
 
 
 def test_without_sends_arrows_lead_from_pass_to_pass_of_one_replica() -> None:
-    passes = [
-        Event(s, 2 * r + s, "forward", m, m + s, m + s + 1, 0, 1) for r in range(2) for s in range(2) for m in range(2)
-    ]
-    found = drawn(passes, {"device_of_stage": [0, 1]})
-    assert len(found) == 4 and all(
-        (t.stage, t.microbatch, t.device) == (s.stage + 1, s.microbatch, s.device + 1) for s, t, _ in found
-    )
+    every = itertools.product(range(2), repeat=3)
+    passes = [Event(s, 2 * r + s, "forward", m, m + s, m + s + 1, 0, 1) for r, s, m in every]
+    arrows = drawn(passes, {"device_of_stage": [0, 1]})
+    assert len(arrows) == 4
+    for s, t, _ in arrows:
+        assert (t.stage, t.microbatch, t.device) == (s.stage + 1, s.microbatch, s.device + 1)
     assert drawn([p._replace(kind="backward") for p in passes], {"gradients_cross": False}) == []
 
 
@@ -158,10 +150,8 @@ def test_where_sends_are_known_results_that_stay_on_a_device_still_lead_to_the_n
 
 
 def test_an_arrow_never_goes_back_in_time_though_clocks_differ(tmp_path: Path) -> None:
-    late = [
-        event._replace(start_ns=event.start_ns + 45, end_ns=event.end_ns + 45) if event.device == 0 else event
-        for event in MEASURED
-    ]
+    shifts = [45 if event.device == 0 else 0 for event in MEASURED]
+    late = [e._replace(start_ns=e.start_ns + by, end_ns=e.end_ns + by) for e, by in zip(MEASURED, shifts)]
     write_chrome(tmp_path / "t", late, [], {})
     check(tmp_path / "t", len(late))
 
@@ -174,8 +164,8 @@ def test_memory_is_one_counter_a_device_with_what_each_category_holds(tmp_path: 
     ]  # fmt: skip
     write_chrome(tmp_path / "t", MEASURED, counters, {})
     check(tmp_path / "t", len(MEASURED))
-    found = [(r["name"], r["pid"], r["ts"], r["args"]) for r in held(tmp_path / "t")["traceEvents"] if r["ph"] == "C"]
-    assert found == [
+    records = [(r["name"], r["pid"], r["ts"], r["args"]) for r in read(tmp_path / "t")["traceEvents"] if r["ph"] == "C"]
+    assert records == [
         ("memory", 0, 0.0, {"weights (bytes)": 7}),
         ("memory", 0, 0.01, {"weights (bytes)": 7, "gradients (bytes)": 5}),
         ("memory", 0, 0.02, {"gradients (bytes)": 6.5, "weights (bytes)": 7}),
@@ -192,15 +182,10 @@ def test_many_events_at_random(tmp_path: Path) -> None:
     for m in range(20_000):  # more than are put together at a time
         start = 50 * m
         kind, carries = rng.choice(KINDS), rng.choice(PAYLOADS)
-        size, peer = rng.choice([None, 0, 9]), rng.choice([-1, 0, 3])
-        events.append(
-            Event(
-                rng.randrange(-1, 4), rng.randrange(4), kind, m % 500 - 1, start, start + 40, m % 3, size, peer, carries
-            )
-        )
+        size, peer, stage, device = rng.choice([None, 0, 9]), rng.choice([-1, 0, 3]), rng.randrange(-1, 4), rng.randrange(4)
+        events.append(Event(stage, device, kind, m % 500 - 1, start, start + 40, m % 3, size, peer, carries))
     write_chrome(tmp_path / "t", events, [], {})
     # names of kinds and payloads that only other tools' traces have are read too
     assert list(read_trace(tmp_path / "t").events.rows()) == events
-    found = held(tmp_path / "t")["traceEvents"]
-    assert any(r["ph"] == "s" for r in found)
+    assert any(r["ph"] == "s" for r in read(tmp_path / "t")["traceEvents"])
     assert (tmp_path / "t").stat().st_size < 50 * len(events)  # though drawn at random: a million are below 50 MB

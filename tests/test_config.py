@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Any, Dict, List, Sequence
+from typing import Any, Dict, List
 
 import pytest
 import yaml
@@ -13,20 +13,16 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
-from ipu_pipe.config.compare import (
-    compare_deciding,
-    dump_config,
-    keep_recorded_choices,
-    select_deciding,
-)
+from ipu_pipe.config.compare import compare_deciding, dump_config, keep_recorded_choices, select_deciding
 from ipu_pipe.config.load import configure, load_config
 from ipu_pipe.config.schema import Config
 from ipu_pipe.errors import BadInput
 from ipu_pipe.hardware.description import read_hardware
 from ipu_pipe.job.factories import call_entry, check_arguments, resolve_entry
+from ipu_pipe.run.build import build
+from tests.support.runs import ROOT, list_faults
 
 SMALLEST = "model: {entry: 'models.mlp:mlp'}\ndata: {name: digits}\n"
-CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 
 
 @pytest.fixture()
@@ -38,15 +34,13 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def read(text: str, *overrides: str) -> Config:
-    """The smallest config with `text` added, by way of x.yaml in the current folder."""
+    """Return the smallest config with `text` added, by way of x.yaml in the current folder."""
     Path("x.yaml").write_text(SMALLEST + text, encoding="utf-8")
     return load_config("x.yaml", overrides)
 
 
 def faults_of(text: str, *overrides: str) -> List[str]:
-    with pytest.raises(BadInput) as error:
-        read(text, *overrides)
-    return error.value.faults
+    return list_faults(read, text, *overrides)
 
 
 def check(faults: List[str], *begins: str) -> None:
@@ -58,85 +52,93 @@ def check(faults: List[str], *begins: str) -> None:
 
 # ---- wrong configs
 
+# KEY: VALUE, which the line of the fault repeats
+WRONG_VALUES = [
+    "batch_size: 8", "precision: bf16", "micro_batch_size: -1", "micro_batch_size: 2.0", "micro_batch_size: true",
+    "seed: 9223372036854775808", "steps: 2147483648", "method: 3", "method: pipdream", "hardware: pod61", "hardware: 3",
+    "stages: 2147483648", "stages: lots", "stages: []", "extends: none.yaml", "extends: x.yaml",
+    "extends: 3", "extends: .", "extends: loop.yaml", "log.trace_microbatches: 64", "log.trace: 3", "log.tensorboard: no",
+    "backend.deadline: 0", "backend.device: tpu", "backend.threads: 100000", "clip.norm: 0",
+    "optimizer: 3", "optimizer.lrr: 0.1", "optimizer.learning_rate: 0.1", "optimizer.lr: fast", "optimizer.lr: true",
+    "optimizer.momentum: 1", "optimizer.nesterov: true", "optimizer.no_decay: 3", "optimizer.no_decay: [1, 2]",
+    "lr_schedule.milestones: 3", "method_args.turn: 2", "method_args.turn: true", "method_args.schedule: gpipe",
+    "method_args.t2.gamma: 3", "method_args.t2.decay: 1", "method_args.delay_compensation.decay: 1",
+    "method_args.gradient_shrinking.factor: 0", "method_args.weight_prediction.form: linear", "method_args.head: 3",
+    "method_args.head.depth: 0",
+]  # fmt: skip
+TOO_LARGE_ALIASES = "a: &a [1,1,1,1,1,1,1,1,1]\n" + "".join(
+    f"{y}: &{y} [{','.join([f'*{x}'] * 9)}]\n" for x, y in zip("abcdefg", "bcdefgh")
+)
 WRONG = {
-    "optimizer: {lrr: 0.1}": "optimizer.lrr: 0.1: ",
-    "batch_size: 8": "batch_size: 8: ",
-    "optimizer: {learning_rate: 0.1}": "optimizer.learning_rate: 0.1: ",
-    "precision: bf16": "precision: bf16: ",
-    "log: {trace_microbatches: 64}": "log.trace_microbatches: 64: ",
     "log: {trace: {begin: 3, end: 3}}": "log.trace.end: 3: ",
-    "log: {trace: 3}": "log.trace: 3: ",
-    "method_args: {t2: {gamma: 3}}": "method_args.t2.gamma: 3: ",
-    "method_args: {t2: {decay: 1}}": "method_args.t2.decay: 1: ",
     "method_args: {hogwild: {mean: -1, max: 3}}": "method_args.hogwild.mean: -1: ",
     "method_args: {hogwild: {mean: 1}}": "method_args.hogwild.max: missing: ",
     "method_args: {spike_compensation: {a: 1}}": "method_args.spike_compensation.a: 1.0: ",
     "method_args: {spike_compensation: {a: 1, b: 2, scale: 2}}": "method_args.spike_compensation.scale: 2.0: ",
-    "method_args: {weight_prediction: {form: linear}}": "method_args.weight_prediction.form: linear: ",
     **{f"method_args: {{constant_delay: {{updates: {value}}}}}": "method_args.constant_delay.updates: "
        for value in ("0", "1.0", "[]", "[[]]", "[[0], [0]]", "[[1], 2]", "[[true]]")},
-    "method_args: {head: {depth: 0}}": "method_args.head.depth: 0: ",
-    "method_args: {head: 3}": "method_args.head: 3: ",
-    "method_args: {delay_compensation: {decay: 1}}": "method_args.delay_compensation.decay: 1: ",
-    "method_args: {gradient_shrinking: {factor: 0}}": "method_args.gradient_shrinking.factor: 0: ",
     "optimizer: {name: adam, reference_batch_size: 8}": "optimizer.reference_batch_size: 8: ",
     "method: gpipe\nmethod_args: {t2: {}}": "method_args.t2: ",
-    "micro_batch_size: -1": "micro_batch_size: -1: ",
-    "micro_batch_size: 2.0": "micro_batch_size: 2.0: ",
     "micro_batch_size: '8'": "micro_batch_size: 8: ",
-    "micro_batch_size: true": "micro_batch_size: true: ",
-    "seed: 9223372036854775808": "seed: 9223372036854775808: ",
     "method: pipemare\nrecompute: true": "recompute: true: ",
     "backend: {ipu: {local: fused}}": "backend.ipu: given: ",
-    "backend: {deadline: 0}": "backend.deadline: 0: ",
-    "backend: {device: tpu}": "backend.device: tpu: ",
-    "optimizer: {lr: fast}": "optimizer.lr: fast: ",
-    "optimizer: {lr: true}": "optimizer.lr: true: ",
     "optimizer: {lr: .inf}": "optimizer.lr: inf: ",
-    "optimizer: {momentum: 1}": "optimizer.momentum: 1: ",
-    "optimizer: {nesterov: true}": "optimizer.nesterov: true: ",
     "optimizer: {name: adam, momentum: 0.9}": "optimizer.momentum: 0.9: ",
     "optimizer: {name: adam, betas: [0.9, 1]}": "optimizer.betas.1: 1: ",
-    "optimizer: {no_decay: 3}": "optimizer.no_decay: 3: ",
-    "optimizer: {no_decay: [1, 2]}": "optimizer.no_decay: [1, 2]: ",
-    "optimizer: 3": "optimizer: 3: ",
+    "optimizer: {weight_decay: 1e308}": "optimizer.weight_decay: 1e+308: ",
     "lr_schedule: {name: step}": "lr_schedule.milestones: []: ",
     "lr_schedule: {name: cosine, milestones: [3]}": "lr_schedule.milestones: [3.0]: ",
-    "lr_schedule: {name: step, milestones: 3}": "lr_schedule.milestones: 3: ",
     "clip: {}": "clip.norm: missing: ",
-    "clip: {norm: 0}": "clip.norm: 0: ",
-    "stages: lots": "stages: lots: ",
-    "stages: []": "stages: []: ",
     "stages: {by: flops}": "stages: {'by': 'flops'}: ",
     "stages: {count: 4, bi: flops}": "stages.bi: flops: ",
     "stages: {count: 4, by: size}": "stages.by: size: ",
     "stages: {finest: 4, count: 2}": "stages.count: 2: ",
-    "log: {tensorboard: no}": "log.tensorboard: no: ",
-    "hardware: pod61": "hardware: pod61: ",
-    "hardware: 3": "hardware: 3: ",
-    "method: 3": "method: 3: ",
-    "method: pipdream": "method: pipdream: ",
-    "method_args: {turn: 2}": "method_args.turn: 2: ",
-    "method_args: {turn: true}": "method_args.turn: true: ",
-    "method_args: {schedule: gpipe}": "method_args.schedule: gpipe: ",
     "method_args: {stash: 'yes'}": "method_args.stash: yes: ",
     "method: local_chunked\nmethod_args: {blocks: []}": "method_args.blocks: ",
     "method: local_overlapping\nmethod_args: {overlap: 2}": "method_args.overlap: 2: ",
     "method: zb_auto\nmethod_args: {activation_limit: 0.5}": "method_args.activation_limit: 0.5: ",
     "method: rows\nmethod_args: {file: ''}": "method_args.file: : must be the name",
     "method: gpipe\nmethod_args: {stash: true}": "method_args.stash: True: ",
+    "method_args: {weight_prediction: {scale: 1e308}}": "method_args.weight_prediction.scale: 1e+308: ",
+    "method: pipemare\nrecompute: true\nmethod_args: {constant_delay: {updates: 2}}": "method_args.constant_delay: 2: ",
+    "method: pipemare\nmethod_args: {constant_delay: {updates: 2}, recompute: {segments: 2}}": "method_args.constant_delay: ",
+    # what YAML can say and a config cannot mean
     "seed: 1\nseed: 2": "line 4: ",
     "log:\n  every: 1\n  every: 2": "line 5: ",
     "seed: [": "line 3: ",
-    "extends: none.yaml": "extends: none.yaml: ",
-    "extends: x.yaml": "extends: x.yaml: ",
-    "extends: 3": "extends: 3: ",
+    "seed: \0": "line 3: ",
+    "seed: " + "9" * 5000: "",
+    "data: {root: 3}": "line 3: ",
+    "hardware: {x: !!int abc}": "",
+    "hardware: {x: !!bool 3}": "",
+    "hardware: !!set {a, b}": "line 3: ",
+    "hardware: !!python/object/apply:os.getcwd []": "line 3: ",
+    "hardware: " + "[" * 500 + "]" * 500: "",
+    "hardware: &a {b: *a}": "",
+    "hardware: {[a]: 3}": "line 3: ",
+    'hardware: {x: "\\ud800"}': "\\ud800: ",
+    TOO_LARGE_ALIASES: "",
+    'extends: "a\\0b"': "extends: a\\x00b: ",
+    'init_from: "a\\0"': "init_from: a\\x00: ",
 }
 
 
-@pytest.mark.parametrize("text", list(WRONG))
+def write_as_yaml(line: str) -> str:
+    """Return `a.b.c: value` as YAML: a: {b: {c: value}}."""
+    keys, _, value = line.partition(": ")
+    top, *inner = keys.split(".")
+    for key in reversed(inner):
+        value = f"{{{key}: {value}}}"
+    return f"{top}: {value}"
+
+
+CASES = {**{write_as_yaml(line): f"{line}: " for line in WRONG_VALUES}, **WRONG}
+
+
+@pytest.mark.parametrize("text", list(CASES), ids=lambda text: text[:60].replace("\0", "NUL"))
 def test_a_wrong_config_gives_one_line_with_place_key_and_value(text: str, here: Path) -> None:
-    check(faults_of(text), f"x.yaml: {WRONG[text]}")
+    Path("loop.yaml").symlink_to("loop.yaml")
+    check(faults_of(text), f"x.yaml: {CASES[text]}")
 
 
 DEVICE = "{memory_bytes: 1e9, usable_share: 1, memory_bandwidth: 1e9, rates: {float32: {peak_flops: 1e9, achievable_share: 1}}}"
@@ -179,46 +181,30 @@ def test_hardware_is_a_name_a_file_or_a_mapping_checked_when_the_config_is_read(
 )
 def test_a_config_without_what_it_needs(text: str, said: str, here: Path) -> None:
     Path("x.yaml").write_text(text)
-    with pytest.raises(BadInput) as error:
-        load_config("x.yaml")
-    assert error.value.faults == [said]
-
-
-def test_a_config_that_is_not_there(here: Path) -> None:
-    with pytest.raises(BadInput, match="^gone.yaml: no such config file$"):
-        load_config("gone.yaml")
+    assert list_faults(load_config, "x.yaml") == [said]
 
 
 def test_all_faults_are_told_at_once_each_with_the_place_of_its_value(here: Path) -> None:
     Path("base.yaml").write_text(SMALLEST + "seed: abc\noptimizer: {lr: 0.1, momentum: 2}\n")
     Path("x.yaml").write_text("extends: base.yaml\nmethod: gpippe\nfoo_size: 1\noptimizer: {lr: -1}\n")
-    with pytest.raises(BadInput) as error:
-        load_config("x.yaml", ["epochs=0", "nonsense", "steps=[", "log.every.x=1"])
-    told = [": ".join(fault.split(": ")[:3]) for fault in error.value.faults]
-    assert sorted(told) == sorted([
-        "--set: nonsense: must be KEY=VALUE, such as optimizer.lr=0.1",
-        "--set steps=[: line 1: is not valid YAML",
-        "--set epochs=0: epochs: 0",
-        "--set log.every.x=1: log.every: {'x'",
-        "base.yaml: seed: abc",
-        "base.yaml: optimizer.momentum: 2",
-        "x.yaml: optimizer.lr: -1",
-        "x.yaml: foo_size: 1",
-        "x.yaml: method: gpippe",
-    ])  # fmt: skip
+    faults = list_faults(load_config, "x.yaml", ["epochs=0", "nonsense", "steps=[", "log.every.x=1"])
+    check(
+        sorted(faults),
+        "--set epochs=0: epochs: 0: ", "--set log.every.x=1: log.every: {'x'", "--set steps=[: line 1: ", "--set: nonsense: ",
+        "base.yaml: optimizer.momentum: 2: ", "base.yaml: seed: abc: ",
+        "x.yaml: foo_size: 1: ", "x.yaml: method: gpippe: ", "x.yaml: optimizer.lr: -1: ",
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("override", "begins"),
     [
-        ("seed=abc", "--set seed=abc: seed: abc: "),
-        ("optimizer.lrr=1", "--set optimizer.lrr=1: optimizer.lrr: 1: "),
-        ("seed", "--set: seed: "),
-        ("=3", "--set: =3: "),
-        ("optimizer..lr=3", "--set: optimizer..lr=3: "),
+        ("seed=abc", "--set seed=abc: seed: abc: "), ("seed", "--set: seed: "), ("=3", "--set: =3: "),
+        ("optimizer.lrr=1", "--set optimizer.lrr=1: optimizer.lrr: 1: "), ("optimizer..lr=3", "--set: optimizer..lr=3: "),
         ("method_args.turn=1", "--set method_args.turn=1: method_args.turn: 1: "),
+        ("seed=\udcff", "--set seed=\\udcff: line 1: "),
     ],
-)
+)  # fmt: skip
 def test_a_wrong_override_is_told_as_such(override: str, begins: str, here: Path) -> None:
     check(faults_of("method: pipedream\n", override), begins)
 
@@ -254,11 +240,9 @@ def test_yaml_as_people_mean_it(text: str, value: Any, here: Path) -> None:
 
 
 def test_merge_keys_and_anchors_work(here: Path) -> None:
-    Path("args.yaml").write_text(
-        "model: {entry: m:f, args: {a: &a {x: 1, y: 2}, b: {<<: *a, y: 3}}}\ndata: {name: digits}\n"
-    )
-    config = load_config("args.yaml")
-    assert config.model.args == {"a": {"x": 1, "y": 2}, "b": {"x": 1, "y": 3}}
+    args = "{a: &a {x: 1, y: 2}, b: {<<: *a, y: 3}}"
+    Path("args.yaml").write_text(f"model: {{entry: m:f, args: {args}}}\ndata: {{name: digits}}\n")
+    assert load_config("args.yaml").model.args == {"a": {"x": 1, "y": 2}, "b": {"x": 1, "y": 3}}
 
 
 # ---- extends
@@ -284,10 +268,7 @@ def test_a_circle_names_the_file_that_closes_it(here: Path) -> None:
 # ---- writing, comparing
 
 EVERY_KEY: Dict[str, Any] = {
-    "model": {
-        "entry": "m:f",
-        "args": {"norm": "no", "power": "1e-3", "shape": [1, 2.5, None, True], "x": {}, "y": "0o17"},
-    },
+    "model": {"entry": "m:f", "args": {"norm": "no", "power": "1e-3", "shape": [1, 2.5, None, True], "x": {}, "y": "0o17"}},
     "data": {"name": "cifar10", "root": "d", "subset": 100, "augment": False, "date": "2026-01-01"},
     "method": "pipemare",
     "method_args": {"turn": 0, "stash": True},
@@ -307,14 +288,12 @@ def test_a_dumped_config_reads_as_the_same_config(keys: Dict[str, Any], tmp_path
     assert again == config and again.to_dict() == config.to_dict()
 
 
-SCALARS = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False, allow_infinity=False), st.text()
-)
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
 LIKE_NUMBERS = st.text("0123456789eE+-._xo:~<=", max_size=6)
 
 
 @examples(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.dictionaries(st.text(min_size=1), st.one_of(SCALARS, LIKE_NUMBERS, st.lists(SCALARS)), max_size=4))
+@given(st.dictionaries(st.text(min_size=1), SCALARS | LIKE_NUMBERS | st.lists(SCALARS), max_size=4))
 def test_any_value_survives_being_written_and_read(tmp_path: Path, values: Dict[str, Any]) -> None:
     config = configure(model={"entry": "m:f", "args": values})
     (tmp_path / "x.yaml").write_bytes(dump_config(config).encode("utf-8"))
@@ -327,7 +306,7 @@ def test_a_dumped_config_means_the_same_to_a_reader_of_yaml_1_1() -> None:
     assert yaml.safe_load(dump_config(configure(model={"entry": "m:f", "args": values})))["model"]["args"] == values
 
 
-@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
 def test_the_configs_of_this_repository_are_right(path: Path, here: Path) -> None:
     config = load_config(path)
     Path("x.yaml").write_text(dump_config(config))
@@ -338,12 +317,6 @@ def test_the_configs_of_this_repository_are_right(path: Path, here: Path) -> Non
 # ---- import strings
 
 
-def refused(call: Any, *arguments: Any) -> List[str]:
-    with pytest.raises(BadInput) as error:
-        call(*arguments)
-    return error.value.faults
-
-
 def test_an_import_string_is_looked_for_in_the_current_folder(here: Path) -> None:
     Path("folder_model_a.py").write_text("class Nets:\n    @staticmethod\n    def small(): return 7\n")
     assert resolve_entry("folder_model_a:Nets.small", "model.entry")() == 7
@@ -352,67 +325,53 @@ def test_an_import_string_is_looked_for_in_the_current_folder(here: Path) -> Non
 @pytest.mark.parametrize(
     ("entry", "names"),
     [
-        ("models.resnet", "module:name"),
-        (":f", "module:name"),
-        ("no_such_module_x:f", "no module no_such_module_x"),
-        ("folder_model_b.sub:f", "no module folder_model_b.sub"),
-        ("folder_model_b:smal", "small"),
-        ("folder_model_b:zzz", "zzz"),
-        ("folder_model_b:number", "int"),
-        ("folder_model_c:f", "no_such_module_y"),
+        ("models.resnet", "module:name"), (":f", "module:name"), ("no_such_module_x:f", "no module no_such_module_x"),
+        ("folder_model_b.sub:f", "no module folder_model_b.sub"), ("folder_model_b:smal", "small"),
+        ("folder_model_b:zzz", "zzz"), ("folder_model_b:number", "int"), ("folder_model_c:f", "no_such_module_y"),
         ("folder_model_d:f", "ZeroDivisionError"),
     ],
-)
+)  # fmt: skip
 def test_a_wrong_import_string_says_what_is_wrong(entry: str, names: str, here: Path) -> None:
     Path("folder_model_b.py").write_text("number = 3\ndef small(): pass\n")
     Path("folder_model_c.py").write_text("import no_such_module_y\n")  # the fault is inside it: not "no such module"
     Path("folder_model_d.py").write_text("1 / 0\n")
-    (line,) = refused(resolve_entry, entry, "model.entry")
+    (line,) = list_faults(resolve_entry, entry, "model.entry")
     assert line.startswith(f"model.entry: {entry}: ") and names in line
     for name in ("folder_model_b", "folder_model_c", "folder_model_d"):
         sys.modules.pop(name, None)
 
 
-def build(width: int, *rest: int, depth: int = 2) -> Sequence[int]:
-    if width < 0:
-        raise ValueError("width must be positive")
-    return (width, depth)
-
-
 def test_arguments_that_a_callable_does_not_take_are_named() -> None:
-    assert refused(check_arguments, build, {"widht": 3, "depth": True}, "model.args") == [
-        "model.args.widht: 3: unknown argument, allowed are width, depth",
-        "model.args.width: missing: must be given",
-    ]
-    check_arguments(build, {"width": 3}, "model.args")
+    def make(width: int, *rest: int, depth: int = 2) -> Any:
+        return (width, depth)
+
+    for call in (check_arguments, call_entry):
+        check(
+            list_faults(call, make, {"widht": 3, "depth": True}, "model.args"),
+            "model.args.widht: 3: unknown argument, allowed are ", "model.args.width: missing: ",
+        )  # fmt: skip
+    check_arguments(make, {"width": 3}, "model.args")
     check_arguments(lambda **rest: rest, {"anything": 1}, "model.args")
     check_arguments(dict, {"anything": 1}, "model.args")  # does not tell what it takes
-    assert call_entry(build, {"width": 3}, "model.args") == (3, 2)
-    assert len(refused(call_entry, build, {"widht": 3}, "model.args")) == 2  # unknown, and so missing
+    assert call_entry(make, {"width": 3}, "model.args") == (3, 2)
 
 
 def test_what_a_callable_has_against_a_value_is_one_line() -> None:
-    assert refused(call_entry, build, {"width": -1}, "model.args") == [
-        "model.args: {'width': -1}: width must be positive"
-    ]
-
-    def fails(kind: type) -> Any:
+    def fail(kind: type) -> Any:
         raise kind("too large\nhere is why")
 
-    for kind in (RuntimeError, KeyError, AssertionError, MemoryError):  # story: they came with a traceback
-        (line,) = refused(call_entry, fails, {"kind": kind}, "model.args")
-        assert f"{kind.__name__}: " in line and "too large" in line and "\n" not in line
+    for kind in (ValueError, RuntimeError, KeyError, AssertionError, MemoryError):  # story: they came with a traceback
+        (line,) = list_faults(call_entry, fail, {"kind": kind}, "model.args")
+        assert line.startswith("model.args: {'kind': ") and "too large" in line and "\n" not in line
+        assert (f"{kind.__name__}: " in line) == (kind is not ValueError)
 
 
 def test_stages_measured_by_time_are_the_same_as_the_names_they_came_to() -> None:
-    def staged(stages: Any) -> Config:
-        return configure(stages=stages)
-
-    names, measured = staged(["b", "c"]), staged({"count": 3, "by": "time"})
+    names, measured = configure(stages=["b", "c"]), configure(stages={"count": 3, "by": "time"})
     assert keep_recorded_choices(names, measured) == names
-    for other in ({"count": 4, "by": "time"}, {"count": 3, "by": "flops"}, 3, ["b", "d"]):
-        assert keep_recorded_choices(names, staged(other)) == staged(other)
-        assert keep_recorded_choices(names, staged(other)) != names
+    for stages in ({"count": 4, "by": "time"}, {"count": 3, "by": "flops"}, 3, ["b", "d"]):
+        other = configure(stages=stages)
+        assert keep_recorded_choices(names, other) == other != names
     assert keep_recorded_choices(measured, measured) == measured
 
 
@@ -425,43 +384,7 @@ def test_a_key_that_an_earlier_version_lacked_counts_as_its_default() -> None:
     assert [key for key, _, _ in compare_deciding(saved, {**now, "seed": 3})] == ["seed"]
 
 
-# ---- what YAML can say and a config cannot mean
-
-
-BOMB = "a: &a [1,1,1,1,1,1,1,1,1]\n" + "".join(
-    f"{y}: &{y} [{','.join([f'*{x}'] * 9)}]\n" for x, y in zip("abcdefg", "bcdefgh")
-)
-REFUSED = {
-    "hardware: {x: !!int abc}": "",
-    "hardware: {x: !!bool 3}": "",
-    "hardware: !!set {a, b}": "line 3: ",
-    "hardware: !!python/object/apply:os.getcwd []": "line 3: ",
-    "hardware: " + "[" * 500 + "]" * 500: "",
-    "hardware: &a {b: *a}": "",
-    BOMB: "",
-    "hardware: {[a]: 3}": "line 3: ",
-    "seed: " + "9" * 5000: "",
-    'hardware: {x: "\\ud800"}': "\\ud800: ",
-    "seed: \0": "line 3: ",
-    "extends: .": "extends: .: ",
-    'extends: "a\\0b"': "extends: a\\x00b: ",
-    "extends: loop.yaml": "extends: loop.yaml: ",
-    "steps: 2147483648": "steps: 2147483648: ",
-    "stages: 2147483648": "stages: 2147483648: ",
-    "backend: {threads: 100000}": "backend.threads: 100000: ",
-    "optimizer: {weight_decay: 1e308}": "optimizer.weight_decay: 1e+308: ",
-    "method_args: {weight_prediction: {scale: 1e308}}": "method_args.weight_prediction.scale: 1e+308: ",
-    "data: {root: 3}": "line 3: ",
-    'init_from: "a\\0"': "init_from: a\\x00: ",
-    "method: pipemare\nrecompute: true\nmethod_args: {constant_delay: {updates: 2}}": "method_args.constant_delay: 2: ",
-    "method: pipemare\nmethod_args: {constant_delay: {updates: 2}, recompute: {segments: 2}}": "method_args.constant_delay: ",
-}
-
-
-@pytest.mark.parametrize("text", list(REFUSED), ids=lambda text: text[:30].replace("\0", "NUL"))
-def test_what_yaml_can_say_and_a_config_cannot_mean_is_one_line(text: str, here: Path) -> None:
-    Path("loop.yaml").symlink_to("loop.yaml")
-    check(faults_of(text), f"x.yaml: {REFUSED[text]}")
+# ---- files, long and odd texts
 
 
 def test_files_that_are_no_config_are_refused_unread(here: Path) -> None:
@@ -469,11 +392,9 @@ def test_files_that_are_no_config_are_refused_unread(here: Path) -> None:
     os.mkfifo("pipe")  # story: the reader waited for whoever might write
     Path("latin.yaml").write_bytes(b"seed: 1\nx: \xe9\n")
     Path("large.yaml").write_text("# " + "x" * 2**19)
-    for name in ("folder", "pipe", "/dev/zero", "latin.yaml", "large.yaml", "a\0b", "x" * 300):
-        with pytest.raises(BadInput) as error:
-            load_config(name)
+    for name in ("gone.yaml", "folder", "pipe", "/dev/zero", "latin.yaml", "large.yaml", "a\0b", "x" * 300):
         place = name.replace("\0", "\\x00")
-        check(error.value.faults, f"{place}: line 2: " if name == "latin.yaml" else f"{place}: ")
+        check(list_faults(load_config, name), f"{place}: line 2: " if name == "latin.yaml" else f"{place}: ")
 
 
 def test_a_file_without_permission_is_told_as_such(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -481,24 +402,21 @@ def test_a_file_without_permission_is_told_as_such(here: Path, monkeypatch: pyte
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(os, "open", refuse)  # root may read all
-    with pytest.raises(BadInput, match="^x.yaml: cannot be read: "):
-        load_config("x.yaml")
+    check(list_faults(load_config, "x.yaml"), "x.yaml: cannot be read: ")
 
 
 def test_twenty_thousand_keys_are_read_and_their_faults_counted(here: Path) -> None:
     """The search for a key that stands twice compared each with all before it, and the nearest known key was sought for all."""
-    told = faults_of("".join(f"k{number}: 1\n" for number in range(20_000)))
-    assert len(told) == 51 and told[-1] == "x.yaml: 19950 more such faults"
+    faults = faults_of("".join(f"k{number}: 1\n" for number in range(20_000)))
+    assert len(faults) == 51 and faults[-1] == "x.yaml: 19950 more such faults"
 
 
 def test_fault_lines_are_cut_and_escaped(here: Path) -> None:
-    (told,) = faults_of("", f"seed=[{'a' * 9000}]")
-    assert told.isprintable() and len(told) < 600 and "... (9004 characters)" in told
-    (told,) = faults_of('method: "\\e[31mred\\nline"')
-    assert told.startswith("x.yaml: method: \\x1b[31mred\\nline: ")
-    assert (
-        BadInput("a\x1b" + "b" * 9000).faults[0].startswith("a\\x1bbb") and len(BadInput("b" * 9000).faults[0]) < 2100
-    )
+    (fault,) = faults_of("", f"seed=[{'a' * 9000}]")
+    assert fault.isprintable() and len(fault) < 600 and "... (9004 characters)" in fault
+    check(faults_of('method: "\\e[31mred\\nline"'), "x.yaml: method: \\x1b[31mred\\nline: ")
+    (fault,) = BadInput("a\x1b" + "b" * 9000).faults
+    assert fault.startswith("a\\x1bbb") and len(fault) < 2100
 
 
 def test_an_override_within_an_alias_changes_one_of_the_two(here: Path) -> None:
@@ -508,24 +426,17 @@ def test_an_override_within_an_alias_changes_one_of_the_two(here: Path) -> None:
     assert config.model.args == {"a": {"x": {"y": 2}}, "b": {"x": {"y": 1}}}
 
 
-def test_overrides_that_are_no_text_or_too_deep(here: Path) -> None:
-    check(faults_of("", "seed=\udcff"), "--set seed=\\udcff: line 1: ")
-    assert "nested deeper than 50 levels" in faults_of("", "a." * 3000 + "a=1")[0]
-    assert "nested deeper than 50 levels" in faults_of("", "hardware." + "a." * 30 + "a=" + "[" * 30 + "]" * 30)[0]
+@pytest.mark.parametrize("override", ["a." * 3000 + "a=1", "hardware." + "a." * 30 + "a=" + "[" * 30 + "]" * 30])
+def test_overrides_that_are_too_deep(override: str, here: Path) -> None:
+    assert "nested deeper than 50 levels" in faults_of("", override)[0]
 
 
 def test_a_run_too_long_to_be_planned_is_refused_with_the_reason() -> None:
-    from ipu_pipe.run.build import build
-
     keys = {"model": {"entry": "models.mlp:mlp"}, "data": {"name": "digits"}, "evaluate": {"every": 0}}
-    with pytest.raises(
-        BadInput, match="^epochs: 10000000: 1790000000 updates, at most 10000000: a run is planned before"
-    ):
-        build(configure(**keys, epochs=10_000_000))
-    with pytest.raises(
-        BadInput, match="^checkpoint.every: 1: 5000000 times in 5000000 updates, at most 1000000: a run is"
-    ):
-        build(configure(**keys, steps=5_000_000, checkpoint={"every": 1}))
+    faults = list_faults(build, configure(**keys, epochs=10_000_000))
+    check(faults, "epochs: 10000000: 1790000000 updates, at most 10000000: ")
+    faults = list_faults(build, configure(**keys, steps=5_000_000, checkpoint={"every": 1}))
+    check(faults, "checkpoint.every: 1: 5000000 times in 5000000 updates, at most 1000000: ")
 
 
 @pytest.mark.parametrize(

@@ -107,12 +107,11 @@ def check(model: nn.Module, begins: List[str], x: torch.Tensor) -> None:
     cut = cut_model(model, begins, x)
     rehearse(model, cut, x)
     assert [set(vars(module)) for module in model.modules()] == attributes
-    assert [sorted(piece.weights()) for piece in cut] == [
-        sorted(stage.parameters) for stage in partition(model, x, begins).stages
-    ]
+    stages = partition(model, x, begins).stages
+    assert [sorted(piece.weights()) for piece in cut] == [sorted(stage.parameters) for stage in stages]
     assert sorted(name for piece in cut for name in piece.state()) == sorted(model.state_dict())
     keyed = KeyedRandomness(model, observe_effects(model, x).draws, 0, x.device)
-    found = []
+    results = []
     for chained in (False, True):
         model.zero_grad()
         with buffers_restored(model):
@@ -123,10 +122,10 @@ def check(model: nn.Module, begins: List[str], x: torch.Tensor) -> None:
             outputs = [t for t in (value if isinstance(value, tuple) else (value,)) if isinstance(t, torch.Tensor)]
             sum(t.square().mean() for t in outputs).backward()
             gradients = [p.grad for p in model.parameters()]
-            found.append([*outputs, *gradients, *(b.clone() for b in model.buffers())])
+            results.append([*outputs, *gradients, *(b.clone() for b in model.buffers())])
     keyed.remove()
-    assert len(found[0]) == len(found[1])
-    assert all(a is b or torch.equal(a, b) for a, b in zip(*found))
+    assert len(results[0]) == len(results[1])
+    assert all(a is b or torch.equal(a, b) for a, b in zip(*results))
     with modes_restored(*cut), torch.no_grad():
         model.eval()
         for piece in cut:
@@ -268,10 +267,6 @@ def overwrites_a_view(self: Any, x: torch.Tensor) -> torch.Tensor:
     return b + rows.sum() + h  # type: ignore[no-any-return]
 
 
-def leaves_out(self: Any, x: torch.Tensor) -> torch.Tensor:
-    return self.inner.a(x)  # type: ignore[no-any-return]
-
-
 @pytest.mark.parametrize("act, told", [
     (by_value, r"stage 0: a number read from a tensor \(if, item, int\) in the model's own forward: .*emulator"),
     (by_list, r"stage 0: tolist in the model's own forward: in a module that is cut, the forward depends on a tensor's values"),
@@ -281,7 +276,7 @@ def leaves_out(self: Any, x: torch.Tensor) -> torch.Tensor:
     (own_backward, r"model: Does: cut into pieces it is not the same model"),
     (rebinds, r"model: Does: cut into pieces it is not the same model: the buffer of count"),
     (overwrites_a_view, r"model: Does: cut into pieces it is not the same model"),
-    (leaves_out, r"stages: inner.b: does not run in this forward after the stages before: no stage can begin there"),
+    (lambda self, x: self.inner.a(x), r"stages: inner.b: does not run in this forward after the stages before"),
 ])  # fmt: skip
 def test_what_cannot_be_cut_is_refused_with_place_and_remedy(act: Any, told: str) -> None:
     model, x = Does(act), torch.randn(2, 4)
@@ -340,18 +335,16 @@ def test_inputs_of_another_kind_have_a_recording_of_their_own() -> None:
     """Story: two keys of a batch in another order, of tensors of one shape, went to the model exchanged."""
     model, (x, z), mask = Masked(), torch.randn(2, 3, 4), torch.rand(3, 4) > 0.5
     cut = cut_model(model, ["b", "c"], {"x": x, "z": z})
-    for given in (
+    for inputs in (
         {"z": z, "x": x}, {"x": z, "z": x}, {"z": None, "x": x}, {"x": x, "z": z, "mask": mask},
         {"x": x, "z": z, "mask": mask.float()}, {"mask": mask.long(), "z": z, "x": x}, {"x": x, "mask": mask},
     ):  # fmt: skip
-        value: Any = given
+        value: Any = inputs
         for piece in cut:
             value = piece(value)
-        assert torch.equal(value, model(**given)), list(given)
+        assert torch.equal(value, model(**inputs)), list(inputs)
     check_same_shapes({"z": z, "x": x}, {"x": x, "z": z}, 3)
-    with pytest.raises(
-        BadInput, match="microbatch 3: inputs: mask: of dtype torch.int64, of the first microbatch torch.bool"
-    ):
+    with pytest.raises(BadInput, match="microbatch 3: inputs: mask: of dtype torch.int64, of the first microbatch"):
         check_same_shapes({"x": x, "mask": mask.long()}, {"x": x, "mask": mask}, 3)
     with pytest.raises(BadInput, match=r"inputs: of shape \(2, 4\), of the first microbatch \(3, 4\)"):
         check_same_shapes(x[:2], x, 3)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
-from typing import Any, Iterator
+from typing import Iterator
 
 import pytest
 import torch
@@ -13,19 +12,15 @@ from ipu_pipe.config.load import load_config
 from ipu_pipe.config.schema import BackendConfig
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.numerics import CUBLAS, record_numerics, set_numerics
-
-DIGITS = Path(__file__).resolve().parents[1] / "configs" / "mlp_digits.yaml"
+from tests.support.runs import DIGITS
 
 
 @pytest.fixture(autouse=True)
 def settings_restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The process's own at the end."""
     monkeypatch.setenv(CUBLAS, "")
-    matmul, cudnn, deterministic = (
-        torch.backends.cuda.matmul,
-        torch.backends.cudnn,
-        torch.are_deterministic_algorithms_enabled(),
-    )
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    deterministic = torch.are_deterministic_algorithms_enabled()
     before = cudnn.deterministic, cudnn.benchmark, cudnn.allow_tf32, matmul.allow_tf32
     yield
     cudnn.deterministic, cudnn.benchmark, cudnn.allow_tf32, matmul.allow_tf32 = before
@@ -34,31 +29,27 @@ def settings_restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         torch.utils.deterministic.fill_uninitialized_memory = True
 
 
-def backend(**settings: Any) -> BackendConfig:
-    return BackendConfig(**settings)
-
-
 def test_a_gpu_computes_the_same_each_time_and_float32_in_full_unless_asked_otherwise() -> None:
     cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
     cudnn.benchmark, cudnn.allow_tf32, matmul.allow_tf32 = True, True, True
-    set_numerics(backend(device="cuda"))
+    set_numerics(BackendConfig(device="cuda"))
     assert os.environ[CUBLAS] == ":4096:8" and torch.are_deterministic_algorithms_enabled()
-    assert record_numerics(backend(device="cuda")) == {
+    assert record_numerics(BackendConfig(device="cuda")) == {
         "deterministic_algorithms": True, "cudnn_deterministic": True, "cudnn_benchmark": False, "cublas_workspace": ":4096:8",
         "tf32_convolutions": False, "tf32_matrix_products": False,
     }  # fmt: skip
     os.environ[CUBLAS] = ":16:8"
-    set_numerics(backend(device="cuda"))
+    set_numerics(BackendConfig(device="cuda"))
     assert os.environ[CUBLAS] == ":16:8"  # as good, and the user's own
-    set_numerics(backend(device="cuda", deterministic=False, tf32=True))
+    set_numerics(BackendConfig(device="cuda", deterministic=False, tf32=True))
     assert not torch.are_deterministic_algorithms_enabled() and not cudnn.deterministic
     assert cudnn.allow_tf32 and matmul.allow_tf32
 
 
 def test_where_no_gpu_trains_nothing_is_set() -> None:
-    set_numerics(backend())
+    set_numerics(BackendConfig())
     assert not os.environ[CUBLAS] and not torch.are_deterministic_algorithms_enabled()
-    assert record_numerics(backend()) is None
+    assert record_numerics(BackendConfig()) is None
 
 
 @pytest.mark.parametrize("change", ["backend.tf32=true", "backend.deterministic=false"])

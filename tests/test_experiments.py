@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import json
-import sys
 from pathlib import Path
 from typing import Any, Dict, List
 
@@ -11,20 +11,13 @@ import pytest
 import yaml
 
 from ipu_pipe.cli import reproduce
-from ipu_pipe.errors import BadInput, run_command
 from ipu_pipe.studies.experiment import Request
 from ipu_pipe.studies.measures import compute_normalized_time
-from ipu_pipe.studies.trained import (
-    TrainingGrid,
-    compare,
-    load_experiment,
-    make_experiment,
-    name_folder,
-    run_one,
-)
+from ipu_pipe.studies.trained import TrainingGrid, compare, load_experiment, make_experiment, name_folder, run_one
+from tests.command_line import run_here
 from tests.interrupted import interrupted_at
+from tests.support.runs import ROOT, list_faults, read_metrics
 
-ROOT = Path(__file__).resolve().parents[1]
 OPTIONS: Dict[str, Any] = {}
 TEXT = """
 title: Digits
@@ -65,9 +58,8 @@ def test_rows_and_seeds_are_run_once_and_compared(file: Path, tmp_path: Path, mo
     outcome = experiment.run(Request(tmp_path / "runs", jobs=2, say=said.append))
     folder, rows = outcome.folder, outcome.results["rows"]
     assert folder == tmp_path / "runs" / "digits"
-    assert [(curve["label"], curve["seed"]) for curve in outcome.findings.curves] == [
-        (r, s) for r in experiment.labels for s in (0, 1)
-    ]
+    runs = [(curve["label"], curve["seed"]) for curve in outcome.findings.curves]
+    assert runs == [(row, seed) for row in experiment.labels for seed in (0, 1)]
     assert len(said) == 7 and said[-1].startswith("[6/6]")
     sync, bad = outcome.findings.curves[0], outcome.findings.curves[-1]
     assert sync["diverged"] is None and "loss is" in bad["diverged"]
@@ -178,7 +170,7 @@ def test_time_by_fill_and_drain_is_that_of_equation_1(tmp_path: Path, monkeypatc
         result = run_one({**config, "method": method}, str(folder), {"fill_and_drain": True, **options})
         epoch, time = result["curve"][-1][:2]
         assert time == pytest.approx(epoch * factors[method]) and epoch > 0
-        last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
+        last = read_metrics(folder)[-1]
         assert result["final"] == pytest.approx(last["test_loss"] if options else last["test_accuracy"])
 
 
@@ -195,34 +187,33 @@ def test_time_by_fill_and_drain_is_that_of_equation_1(tmp_path: Path, monkeypatc
 )
 def test_a_wrong_file_is_told_in_one_line(file: Path, change: Any, said: str) -> None:
     file.write_text(TEXT.replace(*change))
-    with pytest.raises(BadInput) as error:
-        load_experiment(file)
-    assert any(said in fault and str(file) in fault for fault in error.value.faults), error.value.faults
+    faults = list_faults(load_experiment, file)
+    assert any(said in fault and str(file) in fault for fault in faults), faults
 
 
-def _tool(monkeypatch: pytest.MonkeyPatch, *args: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["tools/reproduce.py", *args])
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Any:
+    """Return the function that runs the command with arguments."""
     monkeypatch.chdir(ROOT)
-    with pytest.raises(SystemExit) as left:
-        run_command(reproduce.main)
-    return int(left.value.code or 0)
+    return functools.partial(run_here, reproduce, monkeypatch=monkeypatch, capsys=capsys)
 
 
-def test_the_command_lists_and_refuses(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    assert _tool(monkeypatch) == 0
-    listed = capsys.readouterr().out
-    assert all(path.stem in listed for path in (ROOT / "configs" / "experiments").glob("*.yaml"))
-    assert _tool(monkeypatch, "nothing") == 2
-    assert "error: EXPERIMENT: nothing: " in capsys.readouterr().err
-    assert _tool(monkeypatch, "rpd_delays", "--at-most", "1") == 2
-    assert "error: --at-most: 1: " in capsys.readouterr().err
-    assert _tool(monkeypatch, "pb_vgg11", "--rows", "x") == 2
-    assert "error: --rows: x: " in capsys.readouterr().err
+def test_the_command_lists_and_refuses(run: Any) -> None:
+    listed = run()
+    assert listed.returncode == 0
+    assert all(path.stem in listed.stdout for path in (ROOT / "configs" / "experiments").glob("*.yaml"))
+    for arguments, place in (
+        (["nothing"], "EXPERIMENT: nothing"),
+        (["rpd_delays", "--at-most", "1"], "--at-most: 1"),
+        (["pb_vgg11", "--rows", "x"], "--rows: x"),
+    ):
+        done = run(*arguments)
+        assert done.returncode == 2 and f"error: {place}: " in done.stderr
 
 
-def test_the_command_prints_json(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    code = _tool(monkeypatch, str(file), "--seeds", "3", "--rows", "sync", "--json", "--runs", str(tmp_path / "r"))
-    found = json.loads(capsys.readouterr().out)
-    assert code == 0
-    assert found["experiment"] == "digits" and found["source"] == "nobody, Table 0" and found["agrees"] is False
-    assert found["rows"][0]["method"] == "gpipe" and found["rows"][0]["step"] == 20
+def test_the_command_prints_json(file: Path, tmp_path: Path, run: Any) -> None:
+    done = run(file, "--seeds", "1", "--rows", "sync", "--json", "--runs", tmp_path / "r")
+    results = json.loads(done.stdout)
+    assert done.returncode == 0
+    assert results["experiment"] == "digits" and results["source"] == "nobody, Table 0" and results["agrees"] is False
+    assert results["rows"][0]["method"] == "gpipe" and results["rows"][0]["step"] == 20

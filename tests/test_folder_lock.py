@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import signal
 import subprocess
@@ -16,17 +15,16 @@ from typing import Any, Dict, Iterator, List
 
 import pytest
 
+from ipu_pipe.backends.emulator.replay import Emulator
 from ipu_pipe.config.load import load_config
 from ipu_pipe.errors import BadInput
 from ipu_pipe.run import folder, loop
-from ipu_pipe.run import folder as rundir
 from ipu_pipe.run.folder import RunFolder, check_folder, lock_folder
 from ipu_pipe.run.train import reserve_folder, train
 from ipu_pipe.studies.collect import compare_methods
+from tests.support.runs import DIGITS, ROOT, read_metrics
 from tests.test_train import command
 
-ROOT = Path(__file__).resolve().parents[1]
-DIGITS = str(ROOT / "configs" / "mlp_digits.yaml")
 SHORT = [
     "steps=4", "log.tensorboard=false", "log.every=1", "evaluate.every=0", "gradient_accumulation=4", "micro_batch_size=8",
     "backend.threads=1", "checkpoint.every=2",
@@ -78,27 +76,32 @@ def test_a_second_run_in_a_folder_is_refused_and_the_first_loses_nothing(
     out, steps = tmp_path / "run", 40
     arguments = [DIGITS, *sets(f"steps={steps}"), "--out", str(out)]
     go, stands = tmp_path / "go", tmp_path / "stands"
-    waits = (
-        f"import time; from pathlib import Path\nPath({str(stands)!r}).touch()\n"
-        f"while not Path({str(go)!r}).exists(): time.sleep(0.02)"
-    )
     # a run that stands still in its second half until it is told to go on
-    code = (
-        "import sys\nfrom ipu_pipe.backends.emulator.replay import Emulator\nstep = Emulator.step\n"
-        f"def waiting(self, microbatches):\n    if self.update == {steps // 2}:\n        exec({waits!r})\n"
-        f"    return step(self, microbatches)\nEmulator.step = waiting\nsys.argv = ['train', *{arguments!r}]\n"
-        "from ipu_pipe.cli.train import main\nmain()\n"
-    )
-    live = subprocess.Popen(
-        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    )
+    code = f"""
+import sys, time
+from pathlib import Path
+from ipu_pipe.backends.emulator.replay import Emulator
+step = Emulator.step
+def waiting(self, microbatches):
+    if self.update == {steps // 2}:
+        Path({str(stands)!r}).touch()
+        while not Path({str(go)!r}).exists():
+            time.sleep(0.02)
+    return step(self, microbatches)
+Emulator.step = waiting
+sys.argv = ['train', *{arguments!r}]
+from ipu_pipe.cli.train import main
+main()
+"""
+    python = [sys.executable, "-c", code]
+    live = subprocess.Popen(python, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:
         wait_for(lambda: stands.exists() or live.poll() is not None)
         before = files(out)
         for option in ("--resume", "--overwrite"):
-            code_, _, complaint = command(*arguments, option, monkeypatch=monkeypatch, capsys=capsys)
-            said = f"error: --out: {out}: process {live.pid} writes a run there: wait for it, or give another folder\n"
-            assert (code_, complaint) == (2, said)
+            exit_code, _, complaint = command(*arguments, option, monkeypatch=monkeypatch, capsys=capsys)
+            assert exit_code == 2 and complaint.count("\n") == 1
+            assert complaint.startswith(f"error: --out: {out}: process {live.pid} writes a run there: ")
         assert files(out) == before
         go.touch()
         _, error = live.communicate(timeout=120)
@@ -106,14 +109,11 @@ def test_a_second_run_in_a_folder_is_refused_and_the_first_loses_nothing(
         live.kill()
         live.wait()
     assert live.returncode == 0, error
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines if "train_loss" in line] == list(range(1, steps + 1))
+    assert [line["step"] for line in read_metrics(out) if "train_loss" in line] == list(range(1, steps + 1))
     assert not (out / ".lock").exists()
 
 
 def test_a_comparison_holds_both_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    from ipu_pipe.backends.emulator.replay import Emulator
-
     out, step, seen = tmp_path / "run", Emulator.step, []
 
     def looking(self: Any, microbatches: Any) -> Any:
@@ -170,9 +170,7 @@ def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
             os.kill(child, signal.SIGKILL)
 
 
-def test_a_lock_of_a_file_that_its_holder_has_just_removed_is_taken_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lock_of_a_file_that_its_holder_has_just_removed_is_taken_again(tmp_path: Path, monkeypatch: Any) -> None:
     flock, calls = folder.fcntl.flock, []
 
     def racing(descriptor: int, how: int) -> None:
@@ -195,9 +193,7 @@ def test_a_folder_made_for_a_run_that_is_refused_is_gone_again(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP])
-def test_a_file_system_without_locks_is_told_and_used(
-    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_system_without_locks_is_told_and_used(code: int, tmp_path: Path, monkeypatch: Any) -> None:
     def none(*_: Any) -> None:
         raise OSError(code, os.strerror(code))
 
@@ -233,7 +229,7 @@ def test_overwriting_deletes_what_the_run_wrote_and_nothing_else(tmp_path: Path)
 def test_a_folder_half_deleted_is_still_known_for_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train(config(), tmp_path, quiet=True)
     with monkeypatch.context() as patched:
-        patched.setattr(rundir.shutil, "rmtree", lambda *_: 1 / 0)
+        patched.setattr(folder.shutil, "rmtree", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             train(config(), tmp_path, overwrite=True, quiet=True)
     train(config(), tmp_path, overwrite=True, quiet=True)

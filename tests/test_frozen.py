@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
 from pathlib import Path
 from typing import Any, Dict, List, Tuple
@@ -15,6 +14,7 @@ from torch.distributed import TCPStore
 
 import ipu_pipe
 from tests import forked
+from tests.support.runs import assert_same, read_json, read_summary
 
 third_party = pytest.importorskip("tests.third_party")
 peft = pytest.importorskip("peft")
@@ -71,34 +71,29 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def is_same(state: Dict[str, torch.Tensor], other: Dict[str, torch.Tensor]) -> bool:
-    return state.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in state.items())
-
-
 @pytest.mark.parametrize("number", range(len(RUNS)))
 def test_processes_train_adapters_as_the_emulator_and_runs_go_on(number: int, trained: Path, tmp_path: Path) -> None:
     (method, where), fields = RUNS[number], ("parameters", "weight_copies", "weight_bytes", "optimizer_bytes")
     model, begun = make_model(where), make_model(where).state_dict()
     summary = train(model, method, tmp_path / "run", "emulator")
     for rank in range(2):
-        assert is_same(torch.load(trained / f"{number}.{rank}"), model.state_dict())
+        assert_same(torch.load(trained / f"{number}.{rank}"), model.state_dict())
     moved = {name for name, value in model.state_dict().items() if not torch.equal(value, begun[name])}
     assert moved == {name for name, p in model.named_parameters() if p.requires_grad}
-    of_processes = json.loads((trained / str(number) / "summary.json").read_text())
-    assert [[row[key] for key in fields] for row in summary["stages"]] == [
-        [row[key] for key in fields] for row in of_processes["stages"]
-    ]
+    of_processes = read_summary(trained / str(number))
+    rows, others = ([[row[key] for key in fields] for row in one["stages"]] for one in (summary, of_processes))
+    assert rows == others
     if where == LAST:  # no gradient crosses to the first stage
         assert summary["links"] == of_processes["links"] and summary["links"][1]["bytes"] == 0
     resumed = make_model(where)
     train(resumed, method, trained / str(number), "emulator", resume_from=2)
-    assert is_same(resumed.state_dict(), model.state_dict())
+    assert_same(resumed.state_dict(), model.state_dict())
 
 
 def test_a_frozen_stage_has_one_version_no_gradient_and_no_state(tmp_path: Path) -> None:
     model = make_model(LAST)
     stages = train(model, "pipedream", tmp_path / "run", "emulator")["stages"]
-    memory = json.loads((tmp_path / "run" / "memory.json").read_text())["stages"]
+    memory = read_json(tmp_path / "run" / "memory.json")["stages"]
     frozen, trained = stages
     tied = model.get_parameter("base_model.model.transformer.wte.weight").numel()  # on both stages
     adapters = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -132,7 +127,8 @@ def test_saved_adapters_are_those_of_a_plain_loop(tmp_path: Path) -> None:
     for model, name in ((ours, "ours"), (plain, "plain")):
         model.save_pretrained(str(tmp_path / name))
     (files, adapters), (plain_files, plain_adapters) = (read_adapters(tmp_path / name) for name in ("ours", "plain"))
-    assert files == plain_files and is_same(adapters, plain_adapters)
+    assert files == plain_files
+    assert_same(adapters, plain_adapters)
 
 
 def test_the_trainer_saves_adapters_as_transformers_own(tmp_path: Path) -> None:
@@ -162,6 +158,7 @@ def test_a_run_is_exported_as_adapters(trained: Path, tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "adapters").iterdir()} >= {"adapter_config.json", "adapter_model.safetensors"}
     model = make_model(BOTH)
     model.load_state_dict(torch.load(trained / "0.0"))
-    assert is_same(load_file(tmp_path / "adapters" / "adapter_model.safetensors"), peft.get_peft_model_state_dict(model))
+    expected = peft.get_peft_model_state_dict(model)
+    assert_same(load_file(tmp_path / "adapters" / "adapter_model.safetensors"), expected)
     adapted = peft.PeftModel.from_pretrained(make_model(BOTH).unload(), tmp_path / "adapters")
-    assert is_same(peft.get_peft_model_state_dict(adapted), peft.get_peft_model_state_dict(model))
+    assert_same(peft.get_peft_model_state_dict(adapted), expected)

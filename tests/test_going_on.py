@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
-import json
+import copy
 import os
 import shutil
-import socket
 from pathlib import Path
 from typing import Any, Dict, List
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import nn
+from torch.distributed import TCPStore
 
 from ipu_pipe.config.load import load_config
 from ipu_pipe.config.sections import InitFrom
 from ipu_pipe.errors import BadInput, end_process
-from ipu_pipe.model.restoring import load_state
 from ipu_pipe.run import checkpoint
 from ipu_pipe.run.build import set_up
 from ipu_pipe.run.train import evaluate_checkpoint, train
 from tests import forked
-from tests.support.runs import assert_same_state, read_metrics, read_state
+from tests.support.runs import (
+    assert_same,
+    assert_same_state,
+    list_faults,
+    needs_processes,
+    read_json,
+    read_metrics,
+    read_weights,
+)
 from tests.test_train import DIGITS, config, run_tool, sets  # noqa: F401
 
 BASE = [
@@ -34,13 +41,18 @@ COSINE = "lr_schedule={name: cosine, warmup_steps: 2, total_steps: 14}"
 
 
 def went(out: Path, *over: str, **how: Any) -> Dict[str, Any]:
+    """Train and return the report."""
     return train(config(*BASE, *over), out, quiet=True, **how)
 
 
 def trained(out: Path) -> List[Dict[str, Any]]:
-    """The lines of metrics of updates; times differ."""
+    """Return the lines of metrics of updates; times differ."""
     lines = [line for line in read_metrics(out) if "train_loss" in line]
     return [{k: v for k, v in line.items() if k != "samples_per_second"} for line in lines]
+
+
+def read_files(out: Path) -> Dict[Path, bytes]:
+    return {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
 
 
 # ---- longer
@@ -90,13 +102,11 @@ def test_a_run_whose_rates_follow_its_length_cannot_grow(keys: str, tmp_path: Pa
     """Story: it went on at the rates of the longer run, which is no run at all: half of it had those of the shorter."""
     out = tmp_path / "run"
     went(out, *FOLLOWING[keys], "steps=4")
-    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
-    with pytest.raises(BadInput) as error:
-        went(out, *FOLLOWING[keys], "steps=6", resume=True)
-    (fault,) = error.value.faults
+    before = read_files(out)
+    (fault,) = list_faults(went, out, *FOLLOWING[keys], "steps=6", resume=True)
     assert fault.startswith(f"{out / 'checkpoints' / 'step-4'}: steps: saved in a run of 4, this one has 6")
     assert f": only a run that began with {keys} can grow" in fault
-    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+    assert read_files(out) == before
     shutil.rmtree(out / "checkpoints")  # as if killed before its first checkpoint: all of it is the longer run's
     (out / "summary.json").unlink()
     assert went(out, *FOLLOWING[keys], "steps=6", resume=True)["steps"] == 6
@@ -139,16 +149,8 @@ class Counting(nn.Module):
 
 def own_model() -> nn.Module:
     torch.manual_seed(5)
-    parts = [
-        nn.Linear(64, 8),
-        nn.BatchNorm1d(8),
-        Counting(),
-        nn.Linear(8, 8),
-        nn.BatchNorm1d(8),
-        Counting(),
-        nn.Linear(8, 10),
-    ]
-    return nn.Sequential(nn.Flatten(), *parts).to(torch.float64)
+    first, second = ([nn.Linear(width, 8), nn.BatchNorm1d(8), Counting()] for width in (64, 8))
+    return nn.Sequential(nn.Flatten(), *first, *second, nn.Linear(8, 10)).to(torch.float64)
 
 
 def everything(model: nn.Module) -> Dict[str, torch.Tensor]:
@@ -156,9 +158,8 @@ def everything(model: nn.Module) -> Dict[str, torch.Tensor]:
 
 
 def process(rank: int, port: int, folder: Path) -> None:
-    """Each run goes on from update 4; then the caller's own model is trained."""
-    address = {"RANK": rank, "WORLD_SIZE": RANKS, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
-    os.environ.update({key: str(value) for key, value in address.items()})
+    """Let each run go on from update 4; then train the caller's own model."""
+    os.environ.update(forked.of_rank(rank, RANKS, port))
     torch.set_num_threads(1)
     for name, how in ELSEWHERE.items():
         went(folder / name, *how, *PROCESSES, "steps=12", resume=True)
@@ -169,31 +170,20 @@ def process(rank: int, port: int, folder: Path) -> None:
     end_process(0)
 
 
-OWN = {
-    "pipedream": [],
-    "local_greedy": [],
-    "pipemare": ["precision=bfloat16_mixed"],
-}  # float32 masters beside the last one
+# the last one with float32 masters
+OWN = {"pipedream": [], "local_greedy": [], "pipemare": ["precision=bfloat16_mixed"]}
 OWN_KEYS = ['stages=["4"]', "steps=3"]
 
 
-@pytest.mark.skipif(not torch.distributed.is_available() or torch.__version__ < "2.4", reason="needs torch 2.4")
+@needs_processes
 def test_a_run_goes_on_elsewhere_and_leaves_the_whole_model_to_every_caller(tmp_path: Path) -> None:
     """Four stages on the emulator, two processes, three stages on the emulator. Story: after a run on processes the model that a
     rank had given held not-a-number where it had not trained."""
     for name, how in ELSEWHERE.items():
         went(tmp_path / name, *how, "stages=4", "steps=4")
         shutil.copytree(tmp_path / name, tmp_path / f"{name}-emulator")
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    context = forked.context()
-    ends = [context.Process(target=process, args=(rank, port, tmp_path)) for rank in range(RANKS)]
-    for end in ends:
-        end.start()
-    for end in ends:
-        end.join(120)
-    assert [end.exitcode for end in ends] == [0] * RANKS
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    forked.in_ranks(RANKS, process, store.port, tmp_path)
     for name, how in ELSEWHERE.items():
         went(tmp_path / f"{name}-emulator", *how, f"stages={RANKS}", "steps=12", resume=True)
         assert_same_state(tmp_path / name, tmp_path / f"{name}-emulator")
@@ -205,9 +195,8 @@ def test_a_run_goes_on_elsewhere_and_leaves_the_whole_model_to_every_caller(tmp_
         model = own_model()
         went(tmp_path / f"emulated-{method}", *OWN_KEYS, *OWN[method], f"method={method}", model=model)
         for rank in range(RANKS):
-            found = torch.load(tmp_path / f"{method}-{rank}.pt")
-            assert [n for n, value in everything(model).items() if not torch.equal(value, found[n])] == []
-            assert {value.dtype for value in found.values()} == {torch.float64, torch.int64}
+            assert_same(torch.load(tmp_path / f"{method}-{rank}.pt"), everything(model))
+        assert {value.dtype for value in everything(model).values()} == {torch.float64, torch.int64}
 
 
 class Versioned(nn.Sequential):
@@ -223,11 +212,9 @@ class Versioned(nn.Sequential):
 
 def test_a_model_that_needs_its_version_in_a_state_dict_is_resumed(tmp_path: Path) -> None:
     model = Versioned(nn.Flatten(), nn.Linear(64, 8), nn.Linear(8, 10))
-    start = {name: value.clone() for name, value in model.state_dict().items()}
+    again = copy.deepcopy(model)
     went(tmp_path / "run", "stages=2", "steps=4", model=model)
     went(tmp_path / "run", "stages=2", "steps=8", model=model, resume=True)
-    again = Versioned(nn.Flatten(), nn.Linear(64, 8), nn.Linear(8, 10))
-    load_state(again, start)
     went(tmp_path / "whole", "stages=2", "steps=8", model=again)
     assert_same_state(tmp_path / "run", tmp_path / "whole", 8)
 
@@ -247,48 +234,38 @@ def test_a_run_begins_with_the_newest_weights_of_another(ended: Path) -> None:
     newest = evaluate_checkpoint(config(*BASE), ended / "checkpoints" / "step-8")
     assert {**evaluate_checkpoint(config(*BASE), ended), "weights": newest["weights"]} == newest
     for path in (ended, ended / "checkpoints" / "step-8"):
-        found = set_up(config(*BASE, f"init_from={path}")).model.state_dict()
-        assert all(torch.equal(value, read_state(ended, 8)[f"model/{name}"]) for name, value in found.items())
+        assert_same(set_up(config(*BASE, f"init_from={path}")).model.state_dict(), read_weights(ended, 8))
 
 
 def test_weights_with_a_new_head_are_taken_but_for_it(ended: Path, tmp_path: Path, run_tool: Any) -> None:  # noqa: F811
     out, keys = tmp_path / "tuned", ["model.args.classes=12", f"init_from={{path: {ended}, strict: false}}", "steps=4"]
     code, printed, error = run_tool(DIGITS, *sets(*BASE, *keys), "--out", str(out))
     assert code == 0, error
-    record = json.loads((out / "init_from.json").read_text())
+    record = read_json(out / "init_from.json")
     assert set(record["left_out"]) == set(record["new"]) and len(record["new"]) == 2
-    assert list(record["left_out"].values()) == [
-        "shape (10, 8), the model has (12, 8)",
-        "shape (10,), the model has (12,)",
-    ]
+    assert [text.split(", the")[0] for text in record["left_out"].values()] == ["shape (10, 8)", "shape (10,)"]
     (line,) = [line for line in printed.splitlines() if line.startswith("init_from: ")]
     assert f"{record['taken']} parameters and buffers are from there" in line and all(n in line for n in record["new"])
-    fresh = set_up(config(*BASE, *keys)).model.state_dict()
-    own = set_up(config(*BASE, keys[0])).model.state_dict()
-    for name, value in fresh.items():
-        assert torch.equal(value, own[name] if name in record["new"] else read_state(ended, 8)[f"model/{name}"]), name
+    fresh = set_up(config(*BASE, keys[0])).model.state_dict()
+    old = {name: value for name, value in read_weights(ended, 8).items() if name not in record["new"]}
+    assert_same(set_up(config(*BASE, *keys)).model.state_dict(), {**fresh, **old})
     assert load_config(out / "config.yaml").init_from == InitFrom(path=str(ended), strict=False)
-    assert (
-        went(out, *keys, "steps=8", resume=True)["steps"] == 8
-        and json.loads((out / "init_from.json").read_text()) == record
-    )
+    assert went(out, *keys, "steps=8", resume=True)["steps"] == 8 and read_json(out / "init_from.json") == record
 
 
 def test_weights_that_do_not_fit_say_what_would(ended: Path, tmp_path: Path) -> None:
-    def told(path: Path, *over: str) -> List[str]:
-        with pytest.raises(BadInput) as error:
-            set_up(config(*BASE, f"init_from={path}", *over))
-        return error.value.faults
+    def refuse(path: Path, *over: str) -> List[str]:
+        return list_faults(set_up, config(*BASE, f"init_from={path}", *over))
 
     (tmp_path / "begun" / "checkpoints").mkdir(parents=True)  # as a run leaves it that ended before its first one
-    assert told(tmp_path / "begun") == [f"init_from: {tmp_path / 'begun'}: has no checkpoint"]
-    assert told(tmp_path / "nowhere") == [f"init_from: {tmp_path / 'nowhere'}: no such file"]
-    faults = told(ended, "model.args.classes=12")
+    assert refuse(tmp_path / "begun") == [f"init_from: {tmp_path / 'begun'}: has no checkpoint"]
+    assert refuse(tmp_path / "nowhere") == [f"init_from: {tmp_path / 'nowhere'}: no such file"]
+    faults = refuse(ended, "model.args.classes=12")
     assert len(faults) == 2 and faults[-1].endswith("; init_from: {path: ..., strict: false} takes what fits")
-    weights = load_file(ended / "checkpoints" / "step-8" / "model.safetensors")
+    weights = read_weights(ended, 8)
     save_file({f"module.{name}": value for name, value in weights.items()}, tmp_path / "wrapped.safetensors")
     for over in ((), (f"init_from={{path: {tmp_path / 'wrapped.safetensors'}, strict: false}}",)):
-        assert told(tmp_path / "wrapped.safetensors", *over)[-1].endswith("; nothing in it fits")
+        assert refuse(tmp_path / "wrapped.safetensors", *over)[-1].endswith("; nothing in it fits")
     if checkpoint.read_torch_version() >= checkpoint.SAFE_TORCH:
         torch.save({"epoch": 3, "state_dict": weights}, tmp_path / "nest.pt")
-        assert "nest.pt: is not a plain state dict" in told(tmp_path / "nest.pt")[0]
+        assert "nest.pt: is not a plain state dict" in refuse(tmp_path / "nest.pt")[0]

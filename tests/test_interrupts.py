@@ -12,25 +12,25 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Iterator, List, NamedTuple, Tuple
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.support.runs import ROOT
+
 REPEATS = int(os.environ.get("IPU_PIPE_INTERRUPTS", "4"))
 JOBS = int(os.environ.get("IPU_PIPE_INTERRUPT_JOBS", "2"))
 PATIENCE = 30.0  # seconds from Ctrl-C to the end on a machine as busy as may be; what hung took up to 120
 STARTUP = 0.2  # seconds until the tool's first lines have run
 # Python's own start, in which it answers Ctrl-C by itself, is not the tool's: the scene begins when that is over
-STARTED = (
-    "import runpy, sys; sys.argv.pop(0); print('up', flush=True); runpy.run_path(sys.argv[0], run_name='__main__')"
-)
+STARTED = "import runpy, sys; sys.argv.pop(0); print('up', flush=True); runpy.run_path(sys.argv[0], run_name='__main__')"
 
 
-def hears_interrupts() -> None:
-    """A shell that runs the tests in the background has them ignored, and children inherit that."""
+def hear_interrupts() -> None:
+    """Undo that a shell which runs the tests in the background has interrupts ignored, as children inherit."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
@@ -62,7 +62,7 @@ def interrupted(seed: int, out: Path) -> Ended:
     drawn = random.Random(seed)
     process = subprocess.Popen(
         [sys.executable, "-c", STARTED, "tools/train.py", "configs/mlp_digits.yaml", "--out", str(out)],
-        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=hears_interrupts,
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=hear_interrupts,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     try:
@@ -98,11 +98,9 @@ def test_ctrl_c_at_any_moment_ends_a_run(tmp_path: Path, load: None, capsys: pyt
     wrong = [run for run in ended if run.code not in (0, 130, -signal.SIGINT) or "Traceback" in run.error]
     if REPEATS > 4:
         with capsys.disabled():
-            slow = sorted(run.seconds for run in ended)
-            codes = {code: sum(run.code == code for run in ended) for code in {run.code for run in ended}}
-            print(
-                f"\n{REPEATS} times: exit codes {codes}, seconds: median {slow[len(slow) // 2]:.2f}, most {slow[-1]:.2f}"
-            )
+            seconds = sorted(run.seconds for run in ended)
+            codes = dict(Counter(run.code for run in ended))
+            print(f"\n{REPEATS} times: exit codes {codes}, seconds: median {seconds[REPEATS // 2]:.2f}, most {seconds[-1]:.2f}")
             print(*wrong, sep="\n")
     assert not wrong
     assert any(run.code == 130 and "interrupted" in run.error for run in ended)
@@ -166,7 +164,7 @@ def test_a_command_that_ignores_ctrl_c_goes_on_ignoring_it() -> None:
 
 def _run(source: str) -> Tuple[int, str, str]:
     done = subprocess.run(
-        [sys.executable, "-c", source], cwd=ROOT, capture_output=True, text=True, preexec_fn=hears_interrupts, timeout=60,
+        [sys.executable, "-c", source], cwd=ROOT, capture_output=True, text=True, preexec_fn=hear_interrupts, timeout=60,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     return done.returncode, done.stdout, done.stderr
@@ -178,11 +176,8 @@ def test_every_command_line_ends_quietly_from_its_first_line_on() -> None:
     for file in [ROOT / "ipu_pipe" / "cli" / "__init__.py", *sorted((ROOT / "tools").glob("*.py"))]:
         text = file.read_text()
         if file.parent.name == "tools" and "cli.run(" in text:
-            if re.findall("^(?:import|from) (.*)", text, re.MULTILINE) != [
-                "os",
-                "sys",
-                "ipu_pipe import cli  # noqa: E402",
-            ]:
+            imports = re.findall("^(?:import|from) (.*)", text, re.MULTILINE)
+            if imports != ["os", "sys", "ipu_pipe import cli  # noqa: E402"]:
                 late.append(file.name)
         elif not 0 < text.find("interrupts.end_at_once()") < text.find("ipu_pipe.errors"):
             late.append(file.name)

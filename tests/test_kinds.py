@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from pathlib import Path
 from typing import Any, Dict
 
@@ -15,6 +16,7 @@ import ipu_pipe
 from ipu_pipe.errors import BadInput
 from ipu_pipe.run.build import build
 from ipu_pipe.run.planning import build_for_planning
+from tests.support.runs import list_faults
 from tests.test_train import config
 
 X, Y = torch.randn(32, 8), torch.arange(32) % 4
@@ -42,7 +44,7 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), ipu_pipe.begin_stage(nn.Linear(8, 4)))
 
 
-def raising(*given: Any) -> Any:
+def raising(*arguments: Any) -> Any:
     return 1 / 0
 
 
@@ -54,9 +56,7 @@ WRONG: Dict[str, Dict[str, Any]] = {  # story: most of these ended in an Attribu
     "loss: 3: must be a function of outputs and labels": {"loss": 3},
     "loss: the class CrossEntropyLoss: must be a function": {"loss": nn.CrossEntropyLoss},
     "loss: Weighted: weight: no optimizer would train": {"loss": Weighted(nn.Parameter(torch.ones(1)))},
-    r"loss: it fails on the model's output, a tensor of shape \(8, 4\) and labels \(8,\), torch.int64: Zero": {
-        "loss": raising
-    },
+    r"loss: it fails on the model's output, a tensor of shape \(8, 4\) and labels \(8,\), .*: Zero": {"loss": raising},
     "model.output: it fails on the model's output, a tensor of shape": {"output": lambda output: output.logits},
     "model.output: logits: the model returns a tensor .* which has no parts: leave it out": {"output": "logits"},
     "output: 1.5: must be a field's name": {"output": 1.5},
@@ -72,51 +72,37 @@ WRONG: Dict[str, Dict[str, Any]] = {  # story: most of these ended in an Attribu
     r"metrics: raising: fails on a tensor of shape \(32, 4\) and labels .*: Zero": {"metrics": [raising]},
     "metrics: f: fails on ": {"metrics": {"f": lambda output, y: None}},
     "callbacks: a Misnamed: must be a list": {"callbacks": Misnamed()},
-    "callbacks: Misnamed.on_epoch_end: ": {
-        "callbacks": [Misnamed()]
-    },
+    "callbacks: Misnamed.on_epoch_end: ": {"callbacks": [Misnamed()]},
     "overwrite: True: cannot be combined with resume": {"overwrite": True, "resume": True},
     "--resume-from: 3: .* contains no run": {"resume_from": 3},
 }
 
 
-@pytest.mark.parametrize("told", list(WRONG))
-def test_what_is_of_a_wrong_kind_is_told_before_anything_is_written(told: str, tmp_path: Path) -> None:
-    given = {
-        "config": ipu_pipe.configure(**SHORT),
-        "model": model(),
-        "data": ipu_pipe.from_loader(DataLoader(SET, 8), DataLoader(SET, 32)),
-    }
-    given = {"loss": nn.functional.cross_entropy, **given, **WRONG[told]}
-    out = tmp_path / "run"
-    with pytest.raises(BadInput, match=f"^{told}") as refused:
-        ipu_pipe.train(given.pop("config"), out, quiet=True, **given)
-    assert len(refused.value.faults) == 1 and not out.exists()
+@pytest.mark.parametrize("line", list(WRONG))
+def test_what_is_of_a_wrong_kind_is_told_before_anything_is_written(line: str, tmp_path: Path) -> None:
+    data, loss = ipu_pipe.from_loader(DataLoader(SET, 8), DataLoader(SET, 32)), nn.functional.cross_entropy
+    usual = {"config": ipu_pipe.configure(**SHORT), "model": model(), "data": data, "loss": loss}
+    (fault,) = list_faults(ipu_pipe.train, out=tmp_path / "run", quiet=True, **{**usual, **WRONG[line]})
+    assert re.match(line, fault) and not (tmp_path / "run").exists()
 
 
 def test_early_stopping_of_wrong_kinds_tells_each() -> None:
-    with pytest.raises(BadInput) as refused:
-        ipu_pipe.EarlyStopping(3, mode="up", patience="x", min_delta=-1.0)  # type: ignore[arg-type]
-    assert refused.value.faults == [
-        "EarlyStopping: metric: 3: must be text",
-        "EarlyStopping: mode: up: must be min or max",
-        "EarlyStopping: patience: x: must be a whole number",
-        "EarlyStopping: min_delta: -1.0: must be >= 0",
-    ]
+    faults = list_faults(ipu_pipe.EarlyStopping, 3, mode="up", patience="x", min_delta=-1.0)
+    begins = ("metric: 3: ", "mode: up: ", "patience: x: ", "min_delta: -1.0: ")
+    assert len(faults) == 4 and all(fault.startswith(f"EarlyStopping: {begin}") for fault, begin in zip(faults, begins))
 
 
 def test_a_dry_run_tells_what_callbacks_cannot_be_made() -> None:
     """Story: only the run told it."""
-    made = ["tests.callbacks_of_runs:Ends", "tests.callbacks_of_runs:Fails", "tests.nothing:X"]
-    with pytest.raises(BadInput) as refused:
-        build_for_planning(config("callbacks=[{entry: '%s', args: {afte: 3}}, '%s', '%s']" % tuple(made)))
-    assert [fault.partition(": ")[0] for fault in refused.value.faults] == [
-        f"callbacks.{made[0]}.afte", f"callbacks.{made[0]}.after", "callbacks",
-    ]  # fmt: skip
+    ends = "tests.callbacks_of_runs:Ends"
+    entries = f"[{{entry: '{ends}', args: {{afte: 3}}}}, 'tests.callbacks_of_runs:Fails', 'tests.nothing:X']"
+    faults = list_faults(build_for_planning, config(f"callbacks={entries}"))
+    keys = [fault.partition(": ")[0] for fault in faults]
+    assert keys == [f"callbacks.{ends}.afte", f"callbacks.{ends}.after", "callbacks"]
 
 
 @pytest.mark.parametrize(
-    "told, given",
+    "line, arguments",
     [
         ("data: train: 3: must be a DataLoader, or another iterable of batches", (3,)),
         ("data: train: None: must be a DataLoader", (None,)),
@@ -127,18 +113,16 @@ def test_a_dry_run_tells_what_callbacks_cannot_be_made() -> None:
         ("data: labels: 3: must be their name", ([], None, 0, 3)),
     ],
 )
-def test_what_gives_no_batches_is_no_loader(told: str, given: Any) -> None:
+def test_what_gives_no_batches_is_no_loader(line: str, arguments: Any) -> None:
     """Story: of a TensorDataset it said that the loader gives batches of as many samples as one has features."""
-    with pytest.raises(BadInput, match=told):
-        ipu_pipe.from_loader(*given)
+    (fault,) = list_faults(ipu_pipe.from_loader, *arguments)
+    assert fault.startswith(line)
 
 
-def test_a_folder_has_a_name() -> None:
-    for out in ("", None, 3):
-        with pytest.raises(BadInput, match="--out: .*must name a folder"):
-            ipu_pipe.train(
-                ipu_pipe.configure(**SHORT), out, model=model(), data=ipu_pipe.from_loader(DataLoader(SET, 8))
-            )  # type: ignore[arg-type]
+@pytest.mark.parametrize("out", ["", None, 3])
+def test_a_folder_has_a_name(out: Any) -> None:
+    with pytest.raises(BadInput, match="--out: .*must name a folder"):
+        ipu_pipe.train(ipu_pipe.configure(**SHORT), out, model=model(), data=ipu_pipe.from_loader(DataLoader(SET, 8)))
 
 
 def test_a_loss_may_hold_weights_of_the_model_and_such_as_are_not_trained(tmp_path: Path) -> None:
@@ -190,7 +174,7 @@ def test_metrics_are_given_labels_whatever_the_loss_asks_for_and_leave_the_model
 
 
 @pytest.mark.parametrize(
-    "told, given",
+    "words, arguments",
     [
         ("model: 3: must be a torch.nn.Module, or the folder", (3, X)),
         ("model: the class Linear: must be", (nn.Linear, X)),
@@ -198,11 +182,9 @@ def test_metrics_are_given_labels_whatever_the_loss_asks_for_and_leave_the_model
         ("data: inputs: is of type ndarray: must be a tensor", (model(), X.numpy())),
     ],
 )
-def test_predictions_of_what_is_of_a_wrong_kind(told: str, given: Any) -> None:
-    net, data, into, size = given if len(given) == 4 else (*given, None, 128)
-    with pytest.raises(BadInput, match=told) as refused:
-        ipu_pipe.predict(net, data, into=into, batch_size=size)
-    assert len(refused.value.faults) == 1
+def test_predictions_of_what_is_of_a_wrong_kind(words: str, arguments: Any) -> None:
+    (fault,) = list_faults(ipu_pipe.predict, *arguments)
+    assert words in fault
 
 
 KEYS = {
@@ -216,7 +198,5 @@ KEYS = {
 
 @pytest.mark.parametrize("key", list(KEYS))
 def test_a_wrong_key_is_one_line(key: str) -> None:
-    with pytest.raises(BadInput) as refused:
-        config(key)
-    (fault,) = refused.value.faults
+    (fault,) = list_faults(config, key)
     assert f": {KEYS[key]}" in fault

@@ -38,12 +38,8 @@ def source(wrong: int, at: int) -> TensorData:
 
 
 def settings() -> Any:
-    return configure(
-        model={"entry": "tests.test_labels:unused"},
-        data={"name": "tests.test_labels:unused"},
-        micro_batch_size=8,
-        steps=1,
-    )
+    unused = "tests.test_labels:unused"
+    return configure(model={"entry": unused}, data={"name": unused}, micro_batch_size=8, steps=1)
 
 
 @pytest.mark.parametrize("wrong", [3, -1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from pathlib import Path
 from typing import Any, Optional
@@ -17,7 +18,8 @@ from ipu_pipe.errors import BadInput
 from ipu_pipe.job.factories import make_data, make_model
 from ipu_pipe.report.provenance import find_commit
 from ipu_pipe.run.checkpoint import load_weights, read_weights
-from tests.test_callbacks import DIGITS, SHORT, go
+from tests.support.runs import DIGITS, list_faults, read_json
+from tests.test_callbacks import SHORT, go
 
 OFTEN = ["steps=24", "evaluate.every=0.125", "gradient_accumulation=1", "micro_batch_size=8", "checkpoint.keep=1"]
 
@@ -73,9 +75,8 @@ def test_predictions_are_the_models_in_evaluation_mode(tmp_path: Path) -> None:
     assert model.training
     for folder in (tmp_path / "run", tmp_path / "run" / "checkpoints" / "step-3"):
         assert torch.equal(ipu_pipe.predict(folder, data, batch_size=10), ipu_pipe.predict(model, data, batch_size=10))
-    assert torch.equal(
-        ipu_pipe.predict(tmp_path / "run", inputs, into=make_model(config)), ipu_pipe.predict(model, inputs)
-    )
+    outputs = ipu_pipe.predict(tmp_path / "run", inputs, into=make_model(config))
+    assert torch.equal(outputs, ipu_pipe.predict(model, inputs))
 
 
 class Named(nn.Module):
@@ -100,24 +101,23 @@ def test_predictions_of_nests_and_what_is_refused(tmp_path: Path) -> None:
         "into: must be None": lambda: ipu_pipe.predict(nn.Linear(3, 2), a, into=nn.Linear(3, 2)),
         "batch_size: 0": lambda: ipu_pipe.predict(nn.Linear(3, 2), a, batch_size=0),
     }
-    for told, attempt in wrong.items():
-        with pytest.raises(BadInput, match=told) as refused:
-            attempt()
-        assert len(refused.value.faults) == 1
+    for words, attempt in wrong.items():
+        (fault,) = list_faults(attempt)
+        assert re.search(words, fault)
 
 
 def test_a_run_records_what_it_was_made_with(tmp_path: Path) -> None:
     sets = ["steps=4", "checkpoint.every=2", "checkpoint.keep=9", "gradient_accumulation=1"]
     go(tmp_path / "run", *sets)
     go(tmp_path / "run", *sets, resume_from=2)
-    first, again = json.loads((tmp_path / "run" / "record.json").read_text())
+    first, again = read_json(tmp_path / "run" / "record.json")
     assert [start["first_update"] for start in (first, again)] == [0, 2]
     assert first["begun"] <= first["ended"] <= again["begun"]
     assert first["versions"]["torch"] == torch.__version__ and first["versions"]["ipu_pipe"] == ipu_pipe.__version__
     assert first["machine"]["cores"] >= 1 and first["machine"]["memory_bytes"] > 2**20 and first["command"]
     assert first["data"] == again["data"] and first["data"]["first_microbatch"][1] == "int64 [16]"
     go(tmp_path / "other", *sets, "data.subset=255")
-    (other,) = json.loads((tmp_path / "other" / "record.json").read_text())
+    (other,) = read_json(tmp_path / "other" / "record.json")
     assert other["data"]["sha256"] != first["data"]["sha256"]
 
 
@@ -144,6 +144,6 @@ def test_the_commit_is_that_of_git(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_a_summary_of_another_version_is_refused(schema: Any, tmp_path: Path) -> None:
     go(tmp_path / "run", "steps=2")
     summary = tmp_path / "run" / "summary.json"
-    summary.write_text(json.dumps({**json.loads(summary.read_text()), "schema": schema}))
+    summary.write_text(json.dumps({**read_json(summary), "schema": schema}))
     with pytest.raises(BadInput, match=f"summary.json: schema: {schema}"):
         go(tmp_path / "run", "steps=2", resume=True)

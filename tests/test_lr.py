@@ -37,26 +37,16 @@ def test_constant_is_the_base_rate() -> None:
     assert by_us(7, name="constant") == [BASE] * 7
 
 
-def test_step_equals_multi_step_with_milestones_in_epochs() -> None:
-    expected = by_torch(lambda o: lr_scheduler.MultiStepLR(o, milestones=[20, 35], gamma=0.5), 50)
-    assert by_us(50, 10, name="step", milestones=[2, 3.5], gamma=0.5) == pytest.approx(expected, rel=1e-12)
-
-
-def test_a_milestone_counts_from_the_first_update_of_its_epoch() -> None:
-    rates = by_us(6, 3, name="step", milestones=[1], gamma=0.1)
-    assert rates == [BASE] * 3 + [BASE * 0.1] * 3
-
-
-def test_cosine_equals_cosine_annealing_to_0() -> None:
-    expected = by_torch(lambda o: lr_scheduler.CosineAnnealingLR(o, T_max=40), 40)
-    assert by_us(40, name="cosine") == pytest.approx(expected, rel=1e-9)
-
-
-def test_linear_equals_linear_to_0() -> None:
-    def make(optimizer: torch.optim.Optimizer) -> Any:
-        return lr_scheduler.LinearLR(optimizer, start_factor=1.0, end_factor=0.0, total_iters=40)
-
-    assert by_us(40, name="linear") == pytest.approx(by_torch(make, 40), rel=1e-9)
+@pytest.mark.parametrize(
+    "keys, make",
+    [  # milestones in epochs of 10 updates; the others fall to 0
+        ({"name": "step", "milestones": [2, 3.5], "gamma": 0.5}, lambda o: lr_scheduler.MultiStepLR(o, [20, 35], 0.5)),
+        ({"name": "cosine"}, lambda o: lr_scheduler.CosineAnnealingLR(o, T_max=40)),
+        ({"name": "linear"}, lambda o: lr_scheduler.LinearLR(o, 1.0, 0.0, total_iters=40)),
+    ],
+)
+def test_rates_equal_those_of_pytorch(keys: Any, make: Any) -> None:
+    assert by_us(40, 10, **keys) == pytest.approx(by_torch(make, 40), rel=1e-9)
 
 
 @pytest.mark.parametrize("name", ["constant", "cosine", "linear"])
@@ -76,12 +66,7 @@ def test_warm_up_does_not_shift_the_milestones() -> None:
     assert rates[4:20] == [BASE] * 16 and rates[20:] == pytest.approx([BASE * 0.1] * 20)
 
 
-@given(
-    st.sampled_from(["constant", "cosine", "linear", "step"]),
-    st.integers(0, 30),
-    st.integers(1, 30),
-    st.integers(0, 60),
-)
+@given(st.sampled_from(["constant", "cosine", "linear", "step"]), st.integers(0, 30), st.integers(1, 30), st.integers(0, 60))
 def test_no_rate_is_negative_or_above_the_base(name: str, warmup: int, updates: int, k: int) -> None:
     milestones: List[float] = [1] if name == "step" else []
     settings = LrSchedule(name=name, warmup_steps=warmup, milestones=milestones)  # type: ignore[arg-type]

@@ -9,6 +9,17 @@ from torch import nn
 from torch.nn import functional as F
 
 
+class TakeOutput(nn.Module):
+    """Give the outputs of a recurrent layer, without its state."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)[0]
+
+
 def on_meta(make: Callable[..., nn.Module], **args: Any) -> Any:
     """Return the model without memory for its weights: sizes, names and the order of execution are the same."""
     with torch.device("meta"):

@@ -1,0 +1,56 @@
+"""What tests of process groups share: ranks forked from this process, and runs on two of them that must equal the emulator's."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from pathlib import Path
+from typing import Any, Callable, Dict, Mapping, Sequence
+
+import torch
+
+import ipu_pipe
+from ipu_pipe.config.schema import BackendConfig
+from ipu_pipe.errors import end_process
+from tests.forked import in_ranks
+from tests.support.runs import assert_same_weights, read_summary
+
+Runs = Mapping[str, Callable[[], Dict[str, Any]]]  # name -> a function of the arguments of `ipu_pipe.train`
+
+
+def run_in_group(ranks: int, work: Callable[..., None], folder: Path, *arguments: Any, seconds: float = 120) -> None:
+    """Call `work(rank, folder, *arguments)` in forks of this process that are the ranks of a group; all must end well."""
+    in_ranks(ranks, _work_in_group, ranks, work, folder, arguments, seconds=seconds)
+
+
+def _work_in_group(rank: int, ranks: int, work: Callable[..., None], folder: Path, arguments: Sequence[Any]) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks))
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    try:
+        work(rank, folder, *arguments)
+        torch.distributed.barrier()
+    except BaseException:
+        traceback.print_exc()
+        end_process(1)
+    end_process(0)
+
+
+def check_two_processes(folder: Path, runs: Runs) -> None:
+    """Check that runs on two processes end in the weights and the results of the emulator, bit for bit."""
+    for name, make in runs.items():
+        ipu_pipe.train(out=folder / "one" / name, quiet=True, **make())
+    run_in_group(2, train_on_processes, folder, runs)
+    for name in runs:
+        one, two = folder / "one" / name, folder / "two" / name
+        assert_same_weights(one, two)
+        assert read_summary(one)["final"] == read_summary(two)["final"], name
+
+
+def train_on_processes(rank: int, folder: Path, runs: Runs) -> None:
+    """Train as a rank of a group of two."""
+    for name, make in runs.items():
+        arguments = make()
+        backend = BackendConfig(name="distributed", deadline=60)
+        arguments["config"] = arguments["config"].model_copy(update={"backend": backend})
+        ipu_pipe.train(out=folder / "two" / name, quiet=True, **arguments)
