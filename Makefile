@@ -91,7 +91,7 @@ sweep: install
 	$(BIN)/python tools/sweep.py --out docs/results/third_party
 
 # Run the papers' experiments, of those that train the short ones: about half an hour on two cores. reproduce-full: all of them, about
-# 38 core-hours. Finished runs are kept.
+# 17 core-hours. Finished runs are kept.
 SMALL := 0.35
 
 reproduce: install

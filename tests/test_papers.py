@@ -48,10 +48,11 @@ def list_numbers(text: str) -> List[int]:
 def compute_status(name: str, claims: str) -> str:
     """The status of some claims of an experiment, of all where none are named; in counts where they differ."""
     file = RESULTS / name / "results.json"
-    if not file.is_file():  # probes of one seed are stored by an earlier tool
-        probed = (RESULTS / "local_probes" / f"{name.replace('local_', '')}.json").is_file()
-        return UNDECIDED if probed else NOT_RUN
+    if not file.is_file():
+        return NOT_RUN
     verdicts = [verdict["verdict"] for verdict in json.loads(file.read_text(encoding="utf-8"))["verdicts"]]
+    if not verdicts:  # the paper's words are of a picture
+        return UNDECIDED
     counts = Counter(verdicts[number - 1] for number in list_numbers(claims)) if claims else Counter(verdicts)
     if len(counts) == 1:
         return next(iter(counts))

@@ -340,20 +340,22 @@ def draw_means(results: Mapping[str, Any], runs: Runs, file: Path, x: int, x_lab
 
 
 def draw_angles(results: Mapping[str, Any], runs: Runs, file: Path) -> None:
-    """Draw the angles of the first seed by update: a line for each block, a panel for each row."""
+    """Draw the angles by update: a line for each block, means over seeds with their ranges shaded, a panel for each row."""
     from matplotlib import colormaps
 
-    first = [run for run in runs if run["seed"] == runs[0]["seed"]]
-    note = f"{results['setting']}; seed {runs[0]['seed']} alone"
-    with open_figure(file, (6.5, 5), len(first), title=results["title"], note=note) as panels:
-        for axes, run in zip(panels, first):
-            updates, *by_block = zip(*run["curve"])
-            for j, (name, degrees) in enumerate(zip(run["values"], by_block)):
-                shade = colormaps["viridis"](j / max(1, len(by_block) - 1) * 0.9)
-                shown = [math.nan if value is None else value for value in degrees]
-                axes.plot(updates, shown, marker="o", markersize=3, color=shade, label=name)
+    labels = [row["label"] for row in results["rows"]]
+    note = f"{results['setting']}; {describe_seeds(results['seeds'])}"
+    with open_figure(file, (6.5, 5), len(labels), title=results["title"], note=note) as panels:
+        for axes, label in zip(panels, labels):
+            blocks = next(list(run["values"]) for run in runs if run["label"] == label)
+            points = list(zip(*(run["curve"] for run in runs if run["label"] == label)))  # by update, then seed
+            for j, name in enumerate(blocks, start=1):
+                known = [by_seed for by_seed in points if all(point[j] is not None for point in by_seed)]
+                updates, groups = [by_seed[0][0] for by_seed in known], [[point[j] for point in by_seed] for by_seed in known]
+                shade = colormaps["viridis"]((j - 1) / max(1, len(blocks) - 1) * 0.9)
+                plot_mean_with_range(axes, updates, groups, markersize=3, color=shade, label=name)
             axes.axhline(90, color="black", linestyle="--", linewidth=1)
-            axes.set(xlabel="update", ylabel="angle to the true gradient (degrees)", title=run["label"])
+            axes.set(xlabel="update", ylabel="angle to the true gradient (degrees)", title=label)
             axes.legend(fontsize="x-small", title="block", loc="upper left", bbox_to_anchor=(1, 1))
 
 
