@@ -1,4 +1,4 @@
-"""The sections of a config that depend on no other: model, data, optimizer, rates, clipping, evaluation, logs, stages, method."""
+"""The sections of a config that depend on no other section: model, data, optimizer, evaluation, logs, stages, method."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def is_entry(value: Any, within: str) -> bool:
 
 class ModelConfig(Section):
     """`entry`: "module:callable" that makes the model. `args`: its keyword arguments. `output`: the part of its output
-    that the loss is of: a field's name, an index, or "module:callable" that takes it; null: all of it. `compile`: compile each
+    that the loss gets: a field's name, an index, or "module:callable" that takes it; null: all of it. `compile`: compile each
     module that a process calls as a whole by torch.compile (backend distributed)."""
 
     entry: str
@@ -66,9 +66,9 @@ class ModelConfig(Section):
 
 
 class DataConfig(BaseModel):
-    """Other keys than these are arguments of what makes the data. `name`: a set of ipu_pipe.data or "module:callable" that makes
-    a DataSource. `root`: the folder that holds the set's own. `subset`, `test_subset`: use the first samples only. `validation`:
-    training samples, drawn by the seed, that are held out for evaluations: how many, or their share if below 1."""
+    """All other keys are arguments of the data set or callable. `name`: a set of ipu_pipe.data or "module:callable" that makes
+    a DataSource. `root`: the folder that contains the set's folder. `subset`, `test_subset`: use the first samples only.
+    `validation`: training samples, drawn by the seed, that are held out for evaluations: a number, or a share if below 1."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
     name: str
@@ -166,7 +166,7 @@ class OptimizerSettings(Section):
 
 
 class OptimizerGroup(OptimizerSettings):
-    """Parameters with an optimizer of their own. `name`, `lr`, `momentum`, `nesterov`, `weight_decay`, `betas`, `eps`, `args` and
+    """Parameters with a separate optimizer. `name`, `lr`, `momentum`, `nesterov`, `weight_decay`, `betas`, `eps`, `args` and
     `by_stage` are as in optimizer. `match`: patterns of their names, such as "*embed*"; null: all. `ndim`: their number of
     dimensions; null: any."""
 
@@ -180,13 +180,13 @@ class OptimizerGroup(OptimizerSettings):
 
 
 class OptimizerConfig(OptimizerSettings):
-    """A torch.optim optimizer. Settings that are null stay PyTorch's own. `name`: which one, a class such as torch.optim.RMSprop,
-    or "module:callable" of parameter groups. `args`: its other keyword arguments. `lr`: learning rate. `momentum`, `nesterov`: of
-    sgd. `weight_decay`: decoupled in adamw, else added to the gradient. `betas`, `eps`: of adam and adamw. `by_stage`: settings
-    that differ by stage, see docs/loop.md. `no_decay`: parameters without weight decay: name patterns, or norms_and_biases.
-    `reference_batch_size`: the samples of an update for which lr and momentum are meant; they are scaled to this run's (see
-    ipu_pipe.update.rates). `groups`: parameters with optimizers of their own, in place of one for all: each parameter is in
-    the first group that fits it."""
+    """A torch.optim optimizer. Settings that are null have PyTorch's defaults. `name`: sgd, adam, adamw, a class such as
+    torch.optim.RMSprop, or "module:callable" of parameter groups. `args`: its other keyword arguments. `lr`: learning rate.
+    `momentum`, `nesterov`: of sgd. `weight_decay`: decoupled in adamw, else added to the gradient. `betas`, `eps`: of adam and
+    adamw. `by_stage`: settings that differ by stage, see docs/loop.md. `no_decay`: parameters without weight decay: name
+    patterns, or norms_and_biases. `reference_batch_size`: the samples per update for which lr and momentum were chosen; they
+    are scaled to this run's (see ipu_pipe.update.rates). `groups`: parameters with separate optimizers, in place of one for
+    all: each parameter is in the first group that matches it."""
 
     no_decay: Union[str, List[str]] = []
     reference_batch_size: Optional[Count] = None
@@ -195,7 +195,7 @@ class OptimizerConfig(OptimizerSettings):
     @model_validator(mode="before")
     @classmethod
     def _name_groups(cls, value: Any) -> Any:
-        """Name an optimizer of groups by them; it has no rate of its own."""
+        """Set the name of an optimizer with groups, which has no learning rate itself."""
         if isinstance(value, Mapping) and value.get("groups") and value.get("name") in (None, GROUPS):
             return {**value, "name": GROUPS, "lr": value.get("lr")}
         return value
@@ -231,7 +231,7 @@ class OptimizerConfig(OptimizerSettings):
         return self.groups or [self]
 
     def scale_rate(self, factor: float) -> "OptimizerConfig":
-        """Return the same optimizers with their learning rates times `factor`; a rate that is not given stays its default."""
+        """Return the same optimizers with their learning rates times `factor`. Rates that are not given keep their defaults."""
 
         def scale(one: Any) -> Any:
             return one if one.lr is None else one.model_copy(update={"lr": one.lr * factor})
@@ -240,12 +240,12 @@ class OptimizerConfig(OptimizerSettings):
 
 
 class LrSchedule(Section):
-    """The learning rate by update, see ipu_pipe.update.rates. `name`: what follows the warm-up; plateau, which is torch's
+    """The learning rate by update, see ipu_pipe.update.rates. `name`: the schedule after the warm-up; plateau, which is torch's
     ReduceLROnPlateau after each evaluation; or a class such as torch.optim.lr_scheduler.OneCycleLR, or "module:callable" of an
-    optimizer. `args`: its keyword arguments. `metric`: of evaluations, that plateau follows; loss if null. `interval`: whether
-    it is stepped after each update or epoch. `warmup_steps`: updates over which the rate rises from 0. `milestones`: epochs at
-    which step multiplies the rate. `gamma`: the factor. `total_steps`: the updates over which cosine and linear fall, and from
-    which T1 takes its K; those of the run if null, which can then not be made longer."""
+    optimizer. `args`: its keyword arguments. `metric`: the evaluated metric that plateau follows; loss if null. `interval`:
+    whether it is stepped after each update or epoch. `warmup_steps`: updates over which the rate rises from 0. `milestones`:
+    epochs at which step multiplies the rate. `gamma`: the factor. `total_steps`: the updates over which cosine and linear fall,
+    and from which T1 computes its K; null: all updates of the run, which can then not be extended."""
 
     name: str = "constant"
     total_steps: Optional[Updates] = None
@@ -304,7 +304,7 @@ class ClipConfig(Section):
 
 
 class EmaConfig(Section):
-    """An exponential moving average of the weights, with this `decay` at each update; it is what evaluations measure."""
+    """An exponential moving average of the weights, with this `decay` at each update, which evaluations use."""
 
     decay: Fraction
 
@@ -318,8 +318,8 @@ class EmaConfig(Section):
 
 class EvaluateConfig(Section):
     """Evaluation after each `every` epochs, or each share of one (0: only before and after training), or after each `steps`
-    updates, on the first `subset` test samples, or validation samples where data.validation holds some out. `best`: the metric by
-    which a checkpoint is the best: loss, or one of metrics."""
+    updates, on the first `subset` test samples, or validation samples if data.validation is set. `best`: the metric that
+    selects the best checkpoint: loss, or one of metrics."""
 
     every: Often = 1
     steps: Optional[Count] = None
@@ -335,8 +335,8 @@ class EvaluateConfig(Section):
 
 class EarlyStoppingConfig(Section):
     """The run ends after `patience` evaluations in a row whose `metric` is not better than the best by more than `min_delta`;
-    `mode`: min, max, or null for what the metric's name says; `restore_best`: the model has the weights of the best evaluation
-    when the run ends, however it does. See ipu_pipe.run.callbacks."""
+    `mode`: min, max, or null to choose by the metric's name; `restore_best`: the model has the weights of the best evaluation
+    when the run ends, for whatever reason. See ipu_pipe.run.callbacks."""
 
     metric: str = "loss"
     mode: Optional[Literal["min", "max"]] = None
@@ -347,7 +347,7 @@ class EarlyStoppingConfig(Section):
 
 class CheckpointConfig(Section):
     """A checkpoint at each evaluation and after each `every` updates; the newest `keep` and the best stay. `format`: single, one
-    file of weights, or sharded, where each process writes its own. `background`: training goes on while it is written, from a
+    file of weights, or sharded, where each process writes its own. `background`: training continues while it is written, from a
     copy in the host's memory."""
 
     every: Optional[Count] = None
@@ -377,7 +377,7 @@ class TraceConfig(Section):
 
 
 class LogConfig(Section):
-    """What a run writes as it goes. `every`: updates between two lines of metrics.jsonl. `tensorboard`: the same for TensorBoard.
+    """The records of a running run. `every`: updates between two lines of metrics.jsonl. `tensorboard`: the same for TensorBoard.
     `trace`: which updates' events are recorded; null, or false, for none."""
 
     every: Count = 10
@@ -405,9 +405,9 @@ def is_entry_mapping(value: Any) -> bool:
 
 
 class StageCount(Section):
-    """A number of stages, balanced. Times differ from one measurement to the next, so a run's folder holds the names of the
-    modules at which its stages begin, which a resumed run takes. `count`: how many stages. `by`: the cost that is balanced;
-    hardware: the time that the config's hardware would take."""
+    """A number of stages, balanced. Times differ from one measurement to the next, so a run's folder contains the names of the
+    modules at which its stages begin, which a resumed run uses. `count`: the number of stages. `by`: the cost that is balanced;
+    hardware: the predicted time on the config's hardware."""
 
     count: Stages
     by: Literal["flops", "parameters", "time", "hardware"] = "flops"
@@ -420,8 +420,9 @@ class StageFinest(Section):
 
 
 class InitFrom(Section):
-    """Weights to begin with; a `path` alone (a file of weights, a checkpoint's folder, or a run's, of which the newest checkpoint
-    counts) must fit. `strict` false: weights with no place in the model are left out, and weights that it lacks are new."""
+    """Initial weights. `path`: a file of weights, a checkpoint's folder, or a run's folder, whose newest checkpoint is used.
+    `strict`: true: the weights must fit the model; false: weights that the model lacks are left out, and weights that the file
+    lacks are new."""
 
     path: PathText
     strict: StrictBool = True
@@ -439,8 +440,8 @@ class InitFrom(Section):
 
 
 class Description(Section):
-    """An object that Python gave instead of a key: its qualified name and settings; for an optimizer also the settings of
-    parameter groups that have others."""
+    """An object that was passed from Python in place of a key: its qualified name and settings. Optimizers also have the
+    different settings of parameter groups."""
 
     name: str
     settings: Dict[str, Any] = {}
@@ -448,7 +449,7 @@ class Description(Section):
 
 
 class Given(Section):
-    """Objects that Python gave instead of the config's keys; written by a run, and of no use on the command line."""
+    """Objects that were passed from Python in place of the config's keys. Runs write them; the command line cannot use them."""
 
     model: Optional[Description] = None
     output: Optional[Description] = None
@@ -464,7 +465,8 @@ class Given(Section):
 
 
 class T1(Section):
-    """Learning rates lowered by delay at first (PipeMare, equation 5). `anneal_updates`: K, from the lr_schedule if null."""
+    """Learning rates that are at first lower for larger delays (PipeMare, equation 5). `anneal_updates`: K;
+    null: from the lr_schedule."""
 
     anneal_updates: Optional[Count] = None
 
@@ -490,14 +492,14 @@ class Warmup(Section):
 
 
 class Recompute(Section):
-    """Activations recomputed in `segments` segments of stages; the square root of the stages if null."""
+    """Recomputation of activations in `segments` segments of stages; null: the square root of the number of stages."""
 
     segments: Optional[Count] = None
 
 
 class Hogwild(Section):
-    """Delays drawn from an exponential distribution. `max`: the greatest, in updates. `mean`: of all stages or one each; null:
-    the stage's delay in the method's pipeline."""
+    """Random delays with an exponential distribution. `max`: the largest, in updates. `mean`: one number or one for each stage;
+    null: the stage's delay in the method's pipeline."""
 
     mean: Any = None
     max: Delayed
@@ -513,8 +515,8 @@ class Hogwild(Section):
 
 
 class ConstantDelay(Section):
-    """Every forward reads weights `updates` updates older than those to which its gradient is applied; or a table: a row for each
-    stage, in it a delay for each microbatch of an update."""
+    """Every forward reads weights `updates` updates older than those to which its gradient is applied; or a table with a row
+    for each stage, which has a delay for each microbatch of an update."""
 
     updates: Any
 
@@ -561,8 +563,8 @@ class GradientShrinking(Section):
 
 
 class DelayCompensation(Section):
-    """Gradients corrected for the updates since the weights they were taken at (DC-ASGD). `scale`: lambda. `adaptive`: lambda is
-    divided by the root of a moving mean of squared gradients. `decay`: of that mean."""
+    """Gradients corrected for the updates since the weights that their passes read (DC-ASGD). `scale`: lambda. `adaptive`:
+    lambda is divided by the root of a moving mean of squared gradients. `decay`: of that mean."""
 
     scale: Positive = 0.04
     adaptive: StrictBool = False
@@ -572,7 +574,7 @@ class DelayCompensation(Section):
 class OuterConfig(Section):
     """The outer optimizer of DiLoCo: `name` sgd with `lr`, `momentum`, `nesterov`. `fragments`: groups of stages that are
     synchronized in turn, a number or per_stage; `offset`: the first. `delay`: steps from taking the replicas' weights to the
-    synchronization. `mix`: the weight of a replica's own weights in what it goes on with."""
+    synchronization. `mix`: the share of a replica's own weights in the weights with which it continues."""
 
     name: Literal["sgd"] = "sgd"
     lr: Positive = 0.7
@@ -598,14 +600,14 @@ class OuterConfig(Section):
 
 
 class ErrorFeedback(Section):
-    """The step that the newest gradient shows to have been wrong an update ago, made up for `scale` times."""
+    """Correction of the previous step by `scale` times its error, which the newest gradient shows."""
 
     scale: Positive = 1.0
 
 
 class HeadLayers(Section):
-    """Auxiliary heads with layers like later ones (AugLocal). `depth`: how many in the first head; `pyramid`: how far the depth
-    falls towards the last, from 0, not at all, to 1, to one layer."""
+    """Auxiliary heads with layers like later ones (AugLocal). `depth`: the number of layers in the first head; `pyramid`:
+    how far the depth falls towards the last head, from 0 (not at all) to 1 (to one layer)."""
 
     depth: Count
     pyramid: Annotated[NotNegative, Field(le=1)] = 0.5
@@ -614,21 +616,22 @@ class HeadLayers(Section):
 class MethodArgs(Section):
     """Changes of the method's axes, and its update rules; null: the method's own, or none. docs/rules.md has their equations.
 
-    `schedule`: 1f1b, one pass a slot; 1f1b_capped, which holds no more microbatches than P-s on stage s; or dataflow, forward
-    and backward in each step. `turn`: 0 or 1: steps from the last stage's forward to its backward, dataflow only. `stash`: true
-    or false: whether backwards read their forward's weights. `hogwild`: drawn delays. `constant_delay`: the same delay
-    everywhere. `recompute`: activations recomputed by the method's own rule. `warmup`: synchronous at first. `t1`: PipeMare's
-    rescheduled rates. `t2`: PipeMare's corrected backward. `spike_compensation`, `weight_prediction`, `gradient_shrinking`,
-    `error_feedback`, `delay_compensation`: see there. `blocks`: of local_chunked: how many, or the names at which they begin.
-    `overlap`: of local_overlapping: 1. `layers`: of last_layers: how many stages train. `head`: of local methods:
-    "module:function" that makes an auxiliary head, or {depth, pyramid}: heads with layers like later ones. `block_rates`: of
-    each block: what its learning rate is multiplied by. `block_accumulation`: of each block: of how many updates' gradients its
-    step is made. `delay_bound`: of randomized_pipedream: the greatest delay; null: PipeDream's own. `delays`: of
-    randomized_pipedream: uniform, a constant of each stage, or exactly PipeDream's. `order`: of randomized_pipedream: of stages
-    and microbatches. `nag`: of randomized_pipedream: Nesterov's factor. `replicas`: of local_sgd: null: as many as stages.
-    `local_steps`: of local_sgd: steps of a replica between two averages. `outer`: of local_sgd: DiLoCo's outer optimizer.
-    `split_backward`: of pipedream and pipelined_backprop: true: 1F1B whose weight gradients come later. `activation_limit`: of
-    zb_auto and split backwards: what a device may hold, in units of what 1F1B holds. `file`: of rows: CSV in PyTorch's format.
+    `schedule`: 1f1b, one pass a slot; 1f1b_capped, with at most P-s microbatches in flight on stage s; or dataflow, forward and
+    backward in each step. `turn`: 0 or 1: steps from the last stage's forward to its backward, dataflow only. `stash`: true or
+    false: whether backwards read their forward's weights. `hogwild`: random delays. `constant_delay`: the same delay
+    everywhere. `recompute`: recomputation of activations by the method's own rule. `warmup`: synchronous at first. `t1`:
+    PipeMare's rescheduled rates. `t2`: PipeMare's corrected backward. `spike_compensation`, `weight_prediction`,
+    `gradient_shrinking`, `error_feedback`, `delay_compensation`: see there. `blocks`: of local_chunked: their number, or the
+    names at which they begin. `overlap`: of local_overlapping: 1. `layers`: of last_layers: the number of stages that train.
+    `head`: of local methods: "module:function" that makes an auxiliary head, or {depth, pyramid}: heads with layers like later
+    ones. `block_rates`: of each block: the factor of its learning rate. `block_accumulation`: of each block: the number of
+    updates whose gradients make one step. `delay_bound`: of randomized_pipedream: the largest delay; null: PipeDream's own.
+    `delays`: of randomized_pipedream: uniform, a constant of each stage, or exactly PipeDream's. `order`: of
+    randomized_pipedream: of stages and microbatches. `nag`: of randomized_pipedream: Nesterov's factor. `replicas`: of
+    local_sgd: null: as many as stages. `local_steps`: of local_sgd: steps of a replica between two averages. `outer`: of
+    local_sgd: DiLoCo's outer optimizer. `split_backward`: of pipedream and pipelined_backprop: true: 1F1B whose weight
+    gradients come later. `activation_limit`: of zb_auto and split backwards: the activations that a device may keep, in
+    multiples of 1F1B's. `file`: of rows: CSV in PyTorch's format.
     """
 
     schedule: Optional[Literal["1f1b", "1f1b_capped", "dataflow"]] = None
