@@ -247,6 +247,17 @@ def test_each_measure_writes_its_results(measure: str, pictures: List[str], tmp_
     assert all(row["final"] is not None and row["step"] == 4 for row in outcome.results["rows"])
 
 
+def test_a_window_of_microbatches_counts_those_of_every_replica(tmp_path: Path) -> None:
+    """LocalSGD's windows were of its updates, longer than the run, and its rows were called diverged."""
+    file = tmp_path / "one.yaml"
+    changed = EXPERIMENT.replace("rows: {", "rows: {sgd: {method: local_sgd, method_args: {replicas: 2}}, ")
+    for window, points in ((4, 2), (1000, 1)):
+        file.write_text(f"{changed}measure: {{name: training_loss, window: {window}}}\n")
+        request = Request(tmp_path / f"runs{window}", seeds=[0], rows=["sgd"], say=lambda text: None)
+        findings = load_experiment(file).run(request).findings
+        assert len(findings.curves[0]["curve"]) == points and findings.results["rows"][0]["final"] is not None
+
+
 @pytest.mark.parametrize("measure, fault", [
     ("{name: angle}", "measure.name: angle: "),
     ("{name: fit, every: 0}", "measure.every: 0: "),

@@ -139,7 +139,9 @@ def measure_training_loss(config: Config, out: Path, options: MeasureOptions, ov
     """Train a run that logs every update; its curve has (epoch, time, mean loss) of each window of whole updates."""
     records, diverged = train_run(config, out, overwrite)
     losses = [record for record in records if record.get("train_loss") is not None]
-    every, curve = max(options.window // (config.replicas * config.gradient_accumulation), 1), []
+    replicas = config.method_args.replicas or config.replicas  # LocalSGD's, or copies of the pipeline
+    in_window = options.window // (replicas * config.gradient_accumulation)
+    every, curve = max(min(in_window, len(losses)), 1), []
     for end in range(every, len(losses) + 1, every):
         mean = statistics.mean(record["train_loss"] for record in losses[end - every : end])
         curve.append([losses[end - 1]["epoch"], losses[end - 1]["time"], mean])
