@@ -1,4 +1,4 @@
-"""The ways a run can fail, and the one border of the command lines that prints a line per fault and sets the exit code."""
+"""The errors that end a run, and the function of the command lines that prints a line per fault and sets the exit code."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class BadInput(ValueError):
 
 
 def raise_faults(faults: Union[Sequence[str], Mapping[str, object]]) -> None:
-    """Raise `BadInput` with the faults; where they are a mapping, with those whose value is true. Return if there are none."""
+    """Raise `BadInput` with the faults, of a mapping with the keys whose value is true. Return if there are none."""
     lines = [fault for fault, is_so in faults.items() if is_so] if isinstance(faults, Mapping) else faults
     if lines:
         raise BadInput(lines)
@@ -94,7 +94,7 @@ def guard_writing(place: Any, what: str = "") -> Iterator[None]:
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose complaints are bad input like any other, and whose help keeps its line breaks."""
+    """An argument parser that raises `BadInput`, and whose help keeps its line breaks."""
 
     def __init__(self, **keys: Any) -> None:
         super().__init__(**{"formatter_class": argparse.RawDescriptionHelpFormatter, **keys})

@@ -1,4 +1,4 @@
-"""Write output files atomically: a reader sees all of a file's new contents, or none. And hash files."""
+"""Write output files atomically (a reader sees all of a file's new contents, or none), and hash files."""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@
     while the command works    KeyboardInterrupt, so that open files are closed; a second Ctrl-C ends the process at once
     on the way out             the process ends at once
 
-The files on the disk are whole at every moment, so that ending at once loses nothing. Only the standard library is imported here,
-and little of it: a command line calls `end_at_once` before anything else.
+Files are written atomically, so that ending at once loses nothing. This module imports only a small part of the standard
+library, because a command line calls `end_at_once` before anything else.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ INTERRUPTED = 130
 
 
 def end_at_once() -> None:
-    """From now on, end the process at Ctrl-C."""
+    """End the process at Ctrl-C from now on."""
     if _may_set_handler():
         signal.signal(signal.SIGINT, _end)
 
 
 def raise_first() -> None:
-    """From now on, raise KeyboardInterrupt at the first Ctrl-C and end the process at the next.
+    """Raise KeyboardInterrupt at the first Ctrl-C from now on, and end the process at the next.
 
-    Do nothing if `end_at_once` was not called before: a library, or a test, keeps the handler that it has.
+    Do nothing if `end_at_once` was not called before: the handler of a library or a test is not replaced.
     """
     if signal.getsignal(signal.SIGINT) is _end and _may_set_handler():
         signal.signal(signal.SIGINT, _raise)

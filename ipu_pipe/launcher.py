@@ -1,4 +1,4 @@
-"""The launcher of this process (torchrun, poprun): what it says by environment variables, and how a process ends with it."""
+"""The launcher of this process (torchrun, poprun): its environment variables, and the end of a process that it started."""
 
 from __future__ import annotations
 

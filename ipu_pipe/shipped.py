@@ -1,7 +1,7 @@
-"""Configs and models that come with the library, and the names of its commands as the user calls them.
+"""Find the configs and models that come with the library, and the names of its commands as the user calls them.
 
-In a clone the models and configs are beside the package, as `models` and `configs`; a wheel has them inside, as
-`ipu_pipe.models` and `ipu_pipe/configs`, so that it installs no other package under a name that users have themselves.
+In a clone the models and configs are beside the package, as `models` and `configs`; a wheel contains them as
+`ipu_pipe.models` and `ipu_pipe/configs`, so that it installs no package under another name, which users may have themselves.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Text for the user: values and lines of unknown length and content on one line, cut, with control characters escaped."""
+"""Format values and texts of unknown length and content on one line: shortened, with control characters escaped."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def command(description: Optional[str], epilog: Epilog, *options: Option) -> Cal
 def _take_config(args: argparse.Namespace) -> str:
     """Return the path of the config that CONFIG names: a file, or an example that comes with the library.
 
-    CONFIG may also stand behind the last --set (--set a=1 CONFIG). Raise `BadInput` if it is missing.
+    CONFIG may also follow the last --set (--set a=1 CONFIG). Raise `BadInput` if it is missing.
     """
     if args.config is None and args.set and "=" not in args.set[-1]:
         args.config = args.set.pop()

@@ -26,7 +26,7 @@ from ipu_pipe.schedule.timelines import compute_utilization, make_schedule
 from ipu_pipe.schedule.versions import VersionTable, count_weight_copies
 from ipu_pipe.text import show
 
-# Limits of what a terminal can show; JSON and CSV have everything.
+# Limits of the output on a terminal. JSON and CSV contain everything.
 SHOWN_SLOTS, SHOWN_STAGES = 120, 64
 MOST_SLOTS = 100_000
 # passes of a schedule, stages times microbatches: proving and drawing takes a microsecond each, writing JSON or CSV ten
@@ -104,7 +104,7 @@ AXES = "changes to an asynchronous method (method_args in a config)"
 )  # fmt: skip
 def main(args: argparse.Namespace) -> None:
     """Run the command."""
-    # durations and links are times of any schedule, and what planned ones depend on
+    # Durations and links determine the times of any schedule, and the order of planned ones.
     times: Dict[str, Any] = {"durations": args.durations or (1.0, 1.0, 1.0), "link": args.link or 0.0}
     at_least_1 = {"--stages-per-device": args.stages_per_device, "--activation-limit": args.activation_limit}
     raise_faults([f"{key}: {show(n)}: must be at least 1" for key, n in at_least_1.items() if n is not None and n < 1])

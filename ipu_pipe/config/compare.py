@@ -56,7 +56,7 @@ def list_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> List[Tuple[s
 
 
 def keep_recorded_choices(old: Config, new: Config) -> Config:
-    """Return `new` with what a run of `old` chose for itself, where `new` leaves it open.
+    """Return `new` with the values that a run of `old` chose itself, for keys that `new` leaves open.
 
     Stages: if `new` would measure or plan the same number again, since times differ from one measurement to the next.
     On processes the planner is asked again: there may be others. Blocks and replicas: if the method is the same. The size of a
@@ -80,7 +80,7 @@ def keep_recorded_choices(old: Config, new: Config) -> Config:
 def find_role(key: str, method: str) -> Role:
     """Return the role of `key`, its sections separated by dots, for a run of `method`.
 
-    If blocks have losses of their own, the stages decide what is trained, so they count too.
+    If blocks have their own losses, the stages decide which weights each loss trains, so they count too.
     """
     top, _, inner = key.partition(".")
     top = inner.partition(".")[0] if top == "given" and ROLES.get(inner.partition(".")[0]) is Role.FREE else top

@@ -111,7 +111,7 @@ def _read_json_files(files: Sequence[Path]) -> Trace:
         except (OSError, EOFError, zlib.error) as error:
             raise BadInput(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError, AttributeError) as error:
-            # whatever JSON may hold in the place of what is looked for
+            # JSON may contain a value of any type here.
             raise BadInput(f"{path}: cannot be read as a Chrome trace: {type(error).__name__}: {error}") from None
     if ours and ranks:
         raise BadInput(f"{ranks[0][0]}: is not of ipu_pipe, as other files of {files[0].parent} are: give one file")
@@ -127,7 +127,7 @@ def _parse(path: Path) -> Tuple["_Records", Dict[str, Any]]:
     if len(text) > MOST_TEXT:
         raise BadInput(f"{path}: holds more than {MOST_TEXT >> 20} MiB of JSON: record fewer updates (log.trace)")
     records = _Records()
-    # the hook takes each record as soon as it is parsed, so that millions of dictionaries are never held at once
+    # The hook gets each record as soon as it is parsed, so that memory never contains millions of dictionaries.
     document = json.loads(text.decode("utf-8", errors="replace"), object_hook=records.take)
     keys = {"traceEvents": document} if isinstance(document, list) else document
     if any(record is not None for record in keys.pop("traceEvents")):

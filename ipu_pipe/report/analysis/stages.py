@@ -80,7 +80,7 @@ def _measure_stage(stage: int, events: Events, begin_ns: int, flops: Optional[fl
 
 
 def _sum_backward(medians: Mapping[str, float], counts: Mapping[str, int]) -> Optional[float]:
-    """Return what a microbatch's backward takes: whole or both halves, of a stage that does both the mean; with recomputation."""
+    """Return the time of a microbatch's backward with recomputation: whole, both halves, or the mean on stages with both."""
     whole, split = counts.get(_RETURNING[0], 0), counts.get(_HALVES[0], 0)
     if not whole + split:
         return None
@@ -92,7 +92,7 @@ def _sum_backward(medians: Mapping[str, float], counts: Mapping[str, int]) -> Op
 def _find_stragglers(
     stage: int, kind: str, median: float, events: Events, durations: NDArray[np.int64], begin_ns: int
 ) -> List[Row]:
-    """Return no or one row: how many passes take far longer than the median, what they take beyond it, and the longest ones."""
+    """Return at most one row: the number of passes that take far longer than the median, their extra time, and the longest."""
     far = np.flatnonzero(durations > FAR * median)
     if not len(far):
         return []
