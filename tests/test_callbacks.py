@@ -181,7 +181,7 @@ def test_a_run_goes_on_with_what_its_callbacks_had(tmp_path: Path, capsys: Any) 
     sets = ["method=pipedream", "stages=2", "gradient_accumulation=1", "steps=8"]
     go(tmp_path / "cut", *sets, callbacks=[Counts(), Ends(2)])  # ends after 3
     train(load_config(DIGITS, [*SHORT, *sets]), tmp_path / "cut", callbacks=[Counts()], resume=True)
-    assert "nothing to resume (it ended early: it is enough; --resume-from 3 goes on)" in capsys.readouterr().out
+    assert "nothing to resume (it ended early: it is enough; --resume-from 3 continues it)" in capsys.readouterr().out
     again = Counts()
     go(tmp_path / "cut", *sets, callbacks=[again], resume_from=3)
     assert again.count == 8

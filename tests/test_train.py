@@ -492,8 +492,8 @@ class Failing(nn.Linear):
 
 @pytest.mark.parametrize("model, said", [
     (Complex(), "model: w: complex"),  # story: it became real without a word
-    (Extra(nn.Flatten(), nn.Linear(64, 10)), "model: _extra_state: no dense tensor"),  # story: checkpoints gave a traceback
-    (SparseBuffer(), "model: near: no dense tensor"),
+    (Extra(nn.Flatten(), nn.Linear(64, 10)), "model: _extra_state: is not a dense tensor"),  # story: checkpoints gave a traceback
+    (SparseBuffer(), "model: near: is not a dense tensor"),
     (nn.Sequential(nn.Embedding(9, 4, sparse=True)), "model: 0: gradients must be dense"),
     (nn.Sequential(nn.Flatten(), Failing(64, 10)), "model: it fails on a microbatch of shape (8, 1, 8, 8), torch.float32: Key"),
 ])  # fmt: skip
