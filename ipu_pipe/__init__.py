@@ -18,7 +18,7 @@ _HOMES = {
     "BadInput": "errors", "RunFault": "errors",
     "begin_stage": "model.stages", "partition": "model.stages",
     "METHODS": "schedule.methods",
-    "make_schedule": "schedule.timelines", "from_rows": "schedule.rows", "format_text": "schedule.drawing",
+    "make_schedule": "schedule.timelines", "from_rows": "schedule.rows", "format_text": "schedule.rows",
     "VersionTable": "schedule.versions",
     "configure": "config.load", "load_config": "config.load", "resolve_method": "config.load",
     "Callback": "run.callbacks", "EarlyStopping": "run.callbacks", "predict": "run.predict",

@@ -85,12 +85,12 @@ def summarize(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def guard_writing(place: Any, what: str = "") -> Iterator[None]:
-    """Raise `RunFault` if the system refuses to write `place`, a file or stream, which the line may call `what`."""
+def guard_writing(place: Any, what: str = "", kind: Type[Exception] = RunFault) -> Iterator[None]:
+    """Raise `kind` if the system refuses to write `place`, a file or stream, which the line may call `what`."""
     try:
         yield
     except OSError as error:
-        raise RunFault(f"{place}: {what and what + ' '}cannot be written: {error.strerror or error}") from error
+        raise kind(f"{place}: {what and what + ' '}cannot be written: {error.strerror or error}") from error
 
 
 class Parser(argparse.ArgumentParser):
@@ -110,7 +110,7 @@ class Parser(argparse.ArgumentParser):
 
 def run_command(main: Callable[[], None]) -> NoReturn:
     """Run a command line's `main` and exit: 0 done, 2 bad input, 1 fault, 130 Ctrl-C."""
-    ended_by_ctrl_c = False
+    ended_by_ctrl_c, faults = False, []
     # with -W or PYTHONWARNINGS the user wants Python's own warnings
     if not sys.warnoptions:
         warnings.showwarning = _show_warning
@@ -135,53 +135,38 @@ def run_command(main: Callable[[], None]) -> NoReturn:
         code = 0
     except BadInput as error:
         reported = read_launch().rank != 0 if error.is_reported is None else error.is_reported
-        for fault in () if reported else error.faults:
-            _print_fault(fault)
-        code = 2
+        code, faults = 2, [] if reported else error.faults
     except KeyboardInterrupt:
         if read_launch().rank == 0:
             print("interrupted", file=sys.stderr)
         code = interrupts.INTERRUPTED
     except Exception as error:
+        code, user_fault = 1, find_user_fault(error)
         if isinstance(error, BrokenPipeError) or isinstance(error.__cause__, BrokenPipeError):
             # the reader of our output (head, less) has exited, which is not an error
             code = 0
-            _drop_output()
+        elif user_fault is not None:
+            saved = f"the traceback is in {user_fault.traceback_file}"
+            more = saved if user_fault.traceback_file else "tools/train.py --traceback shows all of it"
+            faults = [] if user_fault.is_reported else [f"{user_fault}; {more}"]
+        elif isinstance(error, RunFault):
+            faults = [] if error.is_reported else [str(error)]
+        elif isinstance(error, OSError):
+            # without a file name it concerns a stream, because code that writes files names them
+            place = "standard output" if error.filename is None else error.filename
+            faults = [f"{place}: {error.strerror or error}"]
         else:
-            line = _format_fault(error)
-            if line is None:
-                raise
-            if line:
-                _print_fault(line)
-            if isinstance(error, OSError) or isinstance(error.__cause__, OSError):
-                _drop_output()
-            code = 1
+            # a bug in ipu_pipe
+            raise
+        if isinstance(error, OSError) or isinstance(error.__cause__, OSError):
+            _drop_output()
+    for fault in faults:
+        with contextlib.suppress(OSError):  # there is nowhere else to print it
+            print(f"error: {name_commands(fold_lines(fault))}", file=sys.stderr, flush=True)
     # taking down the interpreter restores the system's own handling of Ctrl-C: a second one would end it without an exit code
     if ended_by_ctrl_c or read_launch().world > 1:
         end_process(code)
     sys.exit(code)
-
-
-def _format_fault(error: Exception) -> Optional[str]:
-    """Format an exception as one line. Return '' if another process has reported it, None if it is a bug in ipu_pipe."""
-    fault = find_user_fault(error)
-    if fault is not None:
-        saved = f"the traceback is in {fault.traceback_file}"
-        more = saved if fault.traceback_file else "tools/train.py --traceback shows all of it"
-        return "" if fault.is_reported else f"{fault}; {more}"
-    if isinstance(error, RunFault):
-        return "" if error.is_reported else str(error)
-    # without a file name it concerns a stream, because code that writes files names them
-    if isinstance(error, OSError):
-        place = "standard output" if error.filename is None else error.filename
-        return f"{place}: {error.strerror or error}"
-    return None
-
-
-def _print_fault(line: str) -> None:
-    # there is nowhere else to print it
-    with contextlib.suppress(OSError):
-        print(f"error: {name_commands(fold_lines(line))}", file=sys.stderr, flush=True)
 
 
 def _show_warning(

@@ -207,7 +207,7 @@ def test_what_processes_cannot_share_is_refused(tmp_path: Path, monkeypatch: Any
     assert "embedding.tokens.weight on stage 0 and head.weight on stage 3 are one shared weight" in said
     assert "with pipemare stages may read different versions" in said
     said = refused("gpipe", Normed(), torch.randn(2, 12))
-    assert said.startswith("model: 1.running_mean: training changes it, and stages 0 and 1 use it")
+    assert said.startswith("model: 1.running_mean") and "stages 0 and 1" in said
     said = refused("gpipe", Renormed(), tokens().train_batch(0, 0, 2)[0])
     assert said.startswith("model: 0.weight: the forward changes this weight (max_norm of an embedding?)")
     apart = Renormed()

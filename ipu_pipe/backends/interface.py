@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 from ipu_pipe.backends.ranks import run_on_main
-from ipu_pipe.config.schema import BackendConfig, Config
-from ipu_pipe.errors import BadInput
+from ipu_pipe.config.schema import Config
 from ipu_pipe.job.evaluation import EvaluationResult
 from ipu_pipe.job.factories import Placed
 from ipu_pipe.job.record import Job
@@ -180,16 +179,14 @@ class Engine:
 class Backend(NamedTuple):
     """The functions of a backend, one row of the table of backends.
 
-    `check_launch` raises `BadInput` if the launcher does not fit. `place` returns the stages and which of them are here.
-    `faults` returns the reasons why a job cannot run, one line each. `engine(job, first_update)` returns this process's engine.
-    `launch(config, asked)` joins the run's other processes, or raises `BadInput` if they were started with other options.
-    `note` returns a line on how the stages will run, '' if there is nothing to say. `emulates`: this process holds all weight
-    versions. `pins_memory`: batches for a GPU may be pinned, because no message waits meanwhile. `trains_on`: the device that
-    trains, if it is not the config's. `in_flight` returns the most microbatches that each stage holds, (P,), if the backend has
-    a pipeline of its own, else None.
+    `place` returns the stages and which of them are here. `faults` returns the reasons why a job cannot run, one line each.
+    `engine(job, first_update)` returns this process's engine. `launch(config, asked)` joins the run's other processes, or raises
+    `BadInput` if the launcher does not fit, or if they were started with other options. `note` returns a line on how the stages
+    will run, '' if there is nothing to say. `emulates`: this process holds all weight versions. `pins_memory`: batches for a GPU
+    may be pinned, because no message waits meanwhile. `trains_on`: the device that trains, if it is not the config's.
+    `in_flight` returns the most microbatches that each stage holds, (P,), if the backend has a pipeline of its own, else None.
     """
 
-    check_launch: Callable[[BackendConfig], None]
     place: Callable[[Config, Method, nn.Module, torch.Tensor], Placed]
     faults: Callable[[Job], List[str]]
     engine: Callable[[Job, int], Engine]
@@ -203,12 +200,3 @@ class Backend(NamedTuple):
 
 # the prefix of the entries of an optimizer's state that only PopTorch can load
 MARK = "poptorch"
-
-
-def refuse_poptorch_state(optimizer: torch.optim.Optimizer) -> None:
-    """Raise `BadInput` for PopTorch's optimizer state on another backend."""
-    if any(str(entry).startswith(f"{MARK}:") for state in optimizer.state.values() for entry in state):
-        raise BadInput(
-            "--resume: the checkpoint's optimizer state is PopTorch's, which backend.name poptorch alone can load: "
-            "resume with that, or start a new run from its weights (init_from: .../model.safetensors)"
-        )

@@ -8,7 +8,7 @@ from typing import Any, Callable, Iterator, List, Optional, Sequence, TypeVar
 import torch.distributed as dist
 
 from ipu_pipe.backends.processes.lost_ranks import ANSWER, LostRank, answer_within, detect_lost_rank, is_store_there
-from ipu_pipe.errors import BadInput, RunFault, find_user_fault
+from ipu_pipe.errors import BadInput, RunFault, find_user_fault, raise_faults
 from ipu_pipe.launcher import read_launch
 
 Result = TypeVar("Result")
@@ -36,14 +36,13 @@ def run_on_main(work: Callable[[], Result]) -> Result:
     outcome: List[Any] = [None]
     if dist.get_rank() == 0:
         try:
-            outcome = [(work(), None)]
+            outcome = [(work(), [])]
         except BadInput as error:
             outcome = [(None, error.faults)]
     with report_lost_rank([0]):
         dist.broadcast_object_list(outcome, src=0)
     result, faults = outcome[0]
-    if faults:
-        raise BadInput(faults)
+    raise_faults(faults)
     return result  # type: ignore[no-any-return]
 
 

@@ -11,7 +11,7 @@ from ipu_pipe.backends.processes import engine as processes
 from ipu_pipe.backends.processes.launch import leave as leave_group
 from ipu_pipe.backends.ranks import is_distributed
 from ipu_pipe.config.schema import Config
-from ipu_pipe.errors import BadInput
+from ipu_pipe.errors import BadInput, raise_faults
 from ipu_pipe.job.record import Job
 from ipu_pipe.launcher import end_with_launcher, read_launch
 
@@ -34,9 +34,10 @@ def launch(config: Config, asked: Optional[Mapping[str, object]] = None) -> None
     this launcher.
     """
     where, backend = read_launch(), get_backend(config)
-    if where.faults:
-        raise BadInput(where.faults)
-    backend.check_launch(config.backend)
+    raise_faults(where.faults)
+    if backend.emulates and where.world > 1:
+        how = "start it without torchrun, or set backend.name=distributed"
+        raise BadInput(f"backend.name: {config.backend.name}: runs in one process: {how}")
     # before joining, because the rendezvous disappears when the launcher exits
     if is_distributed():
         end_with_launcher()

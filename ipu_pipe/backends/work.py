@@ -29,21 +29,20 @@ class Work:
     """The computation of a job, independent of where its stages run.
 
     `table`: the weight versions that passes read, with the schedule. `rules`: the update rules and the optimizer, which holds
-    the parameters of the stages in this process. `clip`: (norm, scope) or None. `allow_nonfinite`: a loss that is not finite
-    does not end the run. `microbatch`: the first microbatch to run, greater than 0 after a resume. `replays`: the source of
-    replays if it is not the version table. `block_updates`: the number of updates of single stages that make one update of the
-    run. `explain_divergence(update)`: returns a sentence on the theory of a loss that is not finite.
+    the parameters of the stages in this process. `clip`: (norm, scope) or None. `microbatch`: the first microbatch to run,
+    greater than 0 after a resume. `replays`: the source of replays if it is not the version table. `block_updates`: the number of
+    updates of single stages that make one update of the run. `refuse_nonfinite(update, losses)`: raises for a loss that is to end
+    the run.
     """
 
     loss: Loss
     table: VersionTable
     rules: UpdateRules
     clip: Optional[Tuple[float, str]] = None
-    allow_nonfinite: bool = False
     microbatch: int = 0
     replays: Optional[Replays] = None
     block_updates: int = 1
-    explain_divergence: Callable[[int], str] = lambda update: ""
+    refuse_nonfinite: Callable[[int, Iterable[float]], None] = lambda update, losses: None
 
     @classmethod
     def of(cls, job: Job, first_update: int) -> Work:
@@ -58,17 +57,7 @@ class Work:
             assert job.updates_per_epoch is not None
             replays = RandomizedReplays(job.table, history, job.updates_per_epoch, config.seed)
         count = len(job.part) if history is not None else 1
-        return cls(
-            job.loss,
-            job.table,
-            job.rules,
-            clip,
-            config.allow_nonfinite,
-            first,
-            replays,
-            count,
-            partial(explain_divergence, job),
-        )
+        return cls(job.loss, job.table, job.rules, clip, first, replays, count, partial(refuse_nonfinite, job))
 
     def source(self, replicas: Sequence[int]) -> Replays:
         """Return the source of replays for these replicas of the pipeline."""
@@ -111,25 +100,15 @@ class Work:
             return update
         return stage_update if history.order == "schedule" else update // self.block_updates
 
-    def refuse_nonfinite(self, k: int, losses: Iterable[float]) -> None:
-        """Raise `RunFault` if a loss of update k is not a finite number, unless that is allowed."""
-        if not self.allow_nonfinite:
-            refuse_nonfinite(self.method.name, k, losses, explain_divergence=self.explain_divergence)
 
-
-def refuse_nonfinite(
-    method: str,
-    k: int,
-    losses: Iterable[float],
-    more_advice: str = "",
-    explain_divergence: Callable[[int], str] = lambda update: "",
-) -> None:
-    """Raise `RunFault` if a loss of update k is not a finite number; `explain_divergence` adds what theory says."""
+def refuse_nonfinite(job: Job, k: int, losses: Iterable[float]) -> None:
+    """Raise `RunFault`, with what theory says, if a loss of update k is not a finite number, unless the config allows it."""
     wrong = [loss for loss in losses if not math.isfinite(loss)]
-    if wrong:
+    if wrong and not job.config.allow_nonfinite:
+        scaling = ", or another backend.ipu.loss_scaling in half precision" if job.config.backend.name == "poptorch" else ""
         raise RunFault(
-            f"update {k} of method {method}: the training loss is {wrong[0]}; a smaller optimizer.lr or "
-            f"lr_schedule.warmup_steps may help{more_advice} (allow_nonfinite: true goes on regardless){explain_divergence(k)}"
+            f"update {k} of method {job.method.name}: the training loss is {wrong[0]}; a smaller optimizer.lr or lr_schedule."
+            f"warmup_steps may help{scaling} (allow_nonfinite: true goes on regardless){explain_divergence(job, k)}"
         )
 
 
@@ -153,7 +132,6 @@ def list_exactness_faults(job: Job) -> List[str]:
             f"model: {list_some(job.effects.weights)}: the forward writes this weight (max_norm of an embedding?), and {why}:"
             " write no weight, or use a method that flushes, without replicas"
         )
-    reasons += _list_order_faults(job)
     if method.reads_old(stages) and method.backward_reads is Reads.NEWEST:
         names = job.seen.derived
         if names:
@@ -162,29 +140,23 @@ def list_exactness_faults(job: Job) -> List[str]:
                 f"tensors derived from {list_some(names)} (weight norm, autocast, InstanceNorm and the like do): use layers "
                 "that use their weights directly, or method_args: {stash: true}"
             )
-    return reasons
-
-
-def _list_order_faults(job: Job) -> List[str]:
-    """Return the reasons why a model cannot run in the order of a file of rows, which differs from the microbatches' order."""
-    schedule, order = job.schedule, job.method.order
-    if order is None or not order.file:
-        return []
-    forwards = all(stretch.pieces[Kind.FORWARD].ascends() for stretch in schedule.stretches)
-    norms = [name for name, module in job.model.named_modules() if isinstance(module, nn.modules.batchnorm._NormBase)]
-    faults = []
-    if not forwards and (norms or job.effects.buffers):
-        faults.append(
-            f"method_args.file: {order.file}: a stage does its forwards in another order than the microbatches', and the model's"
-            f" forward changes buffers ({list_some([*norms, *job.effects.buffers])}): list the forwards in order"
-        )
-    tied = list(job.part.list_tied(job.model))
-    if not schedule.in_order and tied:
-        faults.append(
-            f"method_args.file: {order.file}: a stage does its backwards in another order than the microbatches', and stages"
+    # a file of rows may have another order than the microbatches'
+    file = method.order.file if method.order is not None else None
+    if file and not all(stretch.pieces[Kind.FORWARD].ascends() for stretch in job.schedule.stretches):
+        norms = [name for name, module in job.model.named_modules() if isinstance(module, nn.modules.batchnorm._NormBase)]
+        changed = [*norms, *job.effects.buffers]
+        if changed:
+            reasons.append(
+                f"method_args.file: {file}: a stage does its forwards in another order than the microbatches', and the model's"
+                f" forward changes buffers ({list_some(changed)}): list the forwards in order"
+            )
+    tied = list(job.part.list_tied(job.model)) if file and not job.schedule.in_order else []
+    if tied:
+        reasons.append(
+            f"method_args.file: {file}: a stage does its backwards in another order than the microbatches', and stages"
             f" share weights ({list_some(tied)}): list the backwards in order"
         )
-    return faults
+    return reasons
 
 
 # ---- training loss and accuracy of an update: every backend sums in the same order and type

@@ -56,31 +56,28 @@ def format_faults(
     origins: key with dots -> the file or option that it came from; `place`: used if that is not known.
     forms: the sections of keys whose types do not say which section they hold.
     """
-    faults = [_format_fault(detail, origins, place, schema, forms) for detail in details[:MOST_FAULTS]]
+    faults = []
+    for detail in details[:MOST_FAULTS]:
+        parts = [str(part) for part in detail["loc"] if part != "[key]"]
+        kind, value, context = detail["type"], detail.get("input"), detail.get("ctx", {})
+        message = detail["msg"].replace("Value error, ", "").replace("Input should be", "must be")
+        if kind == "setting":
+            parts, value = [*parts, context["key"]], context["value"]
+        elif kind == "extra_forbidden":
+            message = f"unknown key{_suggest_key(parts, schema, forms)}"
+        elif kind == "literal_error":
+            near = find_alias(value, re.findall("'(.*?)'", message))
+            message = message.replace("'", "") + (f"; did you mean {near}?" if near else "")
+        elif kind in BOUNDS:
+            bound = context[BOUNDS[kind]]
+            message = f"must be {SIGNS[BOUNDS[kind]]} {f'{bound:g}' if isinstance(bound, float) else bound}"
+        elif kind in WORDS:
+            message = WORDS[kind] + (_suggest_section(parts, value, schema) if kind.startswith("model_") else "")
+        key = ".".join(parts)
+        shown = "missing" if kind == "missing" else show_value(value)
+        faults.append(f"{find_origin(key, origins, place)}: {show(key)}: {shown}: {message}")
     more = len(details) - len(faults)
     return faults + ([f"{place}: {more} more such faults"] if more else [])
-
-
-def _format_fault(
-    detail: Any, origins: Mapping[str, str], place: str, schema: Schema, forms: Mapping[str, Schema]
-) -> str:
-    parts = [str(part) for part in detail["loc"] if part != "[key]"]
-    kind, value, context = detail["type"], detail.get("input"), detail.get("ctx", {})
-    message = detail["msg"].replace("Value error, ", "").replace("Input should be", "must be")
-    if kind == "setting":
-        parts, value = [*parts, context["key"]], context["value"]
-    elif kind == "extra_forbidden":
-        message = f"unknown key{_suggest_key(parts, schema, forms)}"
-    elif kind == "literal_error":
-        near = find_alias(value, re.findall("'(.*?)'", message))
-        message = message.replace("'", "") + (f"; did you mean {near}?" if near else "")
-    elif kind in BOUNDS:
-        bound = context[BOUNDS[kind]]
-        message = f"must be {SIGNS[BOUNDS[kind]]} {f'{bound:g}' if isinstance(bound, float) else bound}"
-    elif kind in WORDS:
-        message = WORDS[kind] + (_suggest_section(parts, value, schema) if kind.startswith("model_") else "")
-    key = ".".join(parts)
-    return f"{find_origin(key, origins, place)}: {show(key)}: {'missing' if kind == 'missing' else show_value(value)}: {message}"
 
 
 def show_value(value: Any) -> str:

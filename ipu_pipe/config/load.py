@@ -114,23 +114,19 @@ def parse_yaml(text: str, place: str, level: int = 0) -> Any:
         raise BadInput(f"{place}: is not valid YAML: {error}") from None
     except RecursionError:
         raise BadInput(f"{place}: {_TOO_LARGE}") from None
-    _check_size(parsed, place, level)
-    return parsed
-
-
-def _check_size(parsed: Any, place: str, level: int) -> None:
-    """Raise `BadInput` for too many values or levels, or text that cannot be written; repeated values of an alias count again."""
+    # an alias counts what it repeats
     count, waiting = 0, [(parsed, level)]
     while waiting:
         value, level = waiting.pop()
         count += 1
         if level >= MOST_LEVELS or count > MOST_VALUES:
             raise BadInput(f"{place}: {_TOO_LARGE}")
-        # an escape such as "\ud800" makes a lone surrogate
+        # an escape such as "\ud800" makes a lone surrogate, which no file can hold
         if isinstance(value, str) and any("\ud800" <= c <= "\udfff" for c in value):
             raise BadInput(f"{place}: {show(value)}: contains half a character")
         inner = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else ()
         waiting.extend((one, level + 1) for one in inner)
+    return parsed
 
 
 def dump_yaml(value: Any) -> str:
@@ -308,9 +304,14 @@ def _validate(raw: Dict[str, Any], origins: Origins, place: str, faults: List[st
         against = _collect(methods.resolve_method, raw.get("method", "gpipe"), args)
         faults += put_place([re.sub(r"^method_args: ", "method_args.", fault) for fault in against])
     if config is not None and not faults:
-        method = methods.resolve_method(config.method, config.method_settings())
-        always, of_optimizer = _check_rules(config, method)
-        config._optimizer_faults = tuple(put_place(of_optimizer))
+        from ipu_pipe.update import rules  # imports torch, which reading a config otherwise does not need
+
+        settings = config.method_settings()
+        method = methods.resolve_method(config.method, settings)
+        # no rule objects to this optimizer; for the config's own Python may give another
+        always = rules.list_conflicts(settings, method, "sgd", {"momentum": 0.9})
+        of_own = [f for one in config.optimizer.members for f in rules.list_conflicts(settings, method, one.name, one.settings())]
+        config._optimizer_faults = tuple(put_place([fault for fault in dict.fromkeys(of_own) if fault not in always]))
         of_backend = import_outer("check_backend")(config, method) if config.backend.name == "poptorch" else []
         faults += put_place([*always, *of_backend])
     if faults or config is None:
@@ -325,15 +326,3 @@ def _collect(check: Any, *args: Any) -> List[str]:
     except BadInput as error:
         return error.faults
     return []
-
-
-def _check_rules(config: Config, method: Method) -> Tuple[List[str], List[str]]:
-    """Return the faults of the update rules with the method, and with the config's optimizer, which Python may replace."""
-    # imported here because it imports torch, which reading a config otherwise does not need
-    from ipu_pipe.update import rules
-
-    args = config.method_settings()
-    # every rule supports this optimizer
-    always = rules.list_conflicts(args, method, "sgd", {"momentum": 0.9})
-    faults = [f for one in config.optimizer.members for f in rules.list_conflicts(args, method, one.name, one.settings())]
-    return always, [fault for fault in dict.fromkeys(faults) if fault not in always]

@@ -20,7 +20,7 @@ from ipu_pipe.config.sections import (
     OptimizerConfig,
 )
 from ipu_pipe.data import DataSource
-from ipu_pipe.errors import BadInput
+from ipu_pipe.errors import raise_faults
 from ipu_pipe.model.loss import Loss
 from ipu_pipe.update.optimizer import OptimizersByGroup, list_parts
 from ipu_pipe.update.rates import SchedulerFactory
@@ -44,15 +44,18 @@ class Overrides(NamedTuple):
     callbacks: Optional[Sequence[Any]] = None
 
     def refuse_missing(self, config: Config) -> None:
-        """Raise `BadInput` if the run that wrote `config` had an object from Python that is missing now."""
+        """Raise `BadInput` if Python does not give an object that `config` leaves to it, or gave to the run that wrote it."""
         described = {key: getattr(config.given, key, None) for key in self._fields if key not in FREE}
         missing = [key for key, one in described.items() if one is not None and getattr(self, key) is None]
-        if missing:
-            raise BadInput([
-                f"given.{key}: {getattr(described[key], 'name', 'a list')}: the run that wrote this had it from Python, and needs"
-                f" it again: ipu_pipe.train(config, out, {', '.join(f'{one}=...' for one in missing)})"
-                for key in missing
-            ])  # fmt: skip
+        faults = [
+            f"given.{key}: {getattr(described[key], 'name', 'a list')}: the run that wrote this had it from Python, and needs"
+            f" it again: ipu_pipe.train(config, out, {', '.join(f'{one}=...' for one in missing)})"
+            for key in missing
+        ]
+        for key, name in (("model", config.model.entry), ("data", config.data.name)):
+            if name == GIVEN and described[key] is None and getattr(self, key) is None:
+                faults.append(f"{key}: missing: must be given, to ipu_pipe.train or ipu_pipe.configure")
+        raise_faults(faults)
 
     def describe_in(self, config: Config) -> Config:
         """Return the config with descriptions of the objects instead of their keys.

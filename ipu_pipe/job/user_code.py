@@ -38,24 +38,9 @@ def find_user_frame(error: BaseException) -> Optional[traceback.FrameSummary]:
     return users[-1] if users else foreign[-1] if foreign else None
 
 
-def attribute_fault(error: BaseException, where: str) -> UserFault:
-    """Put a `UserFault` at the end of an exception's chain of causes and return it; its line begins with `where`."""
-    known = find_user_fault(error)
-    if known is not None:
-        return known
-    frame = find_user_frame(error) or traceback.extract_tb(error.__traceback__)[-1]
-    line = f"{where}: {summarize(error)[:400]} ({frame.filename}:{frame.lineno}, in {frame.name})"
-    fault = UserFault(line, "".join(traceback.format_exception(type(error), error, error.__traceback__)))
-    list(walk_causes(error))[-1].__cause__ = fault
-    return fault
-
-
 @contextlib.contextmanager
 def attribute_faults(where: Callable[[], str]) -> Iterator[None]:
-    """Attach a `UserFault` to an exception of the user's code, whose type stays the same.
-
-    An `exit()` becomes a `RunFault`, because the run would end with exit code 0 and without a summary.
-    """
+    """Attach a `UserFault`, whose line begins with `where`, to an exception of the user's code (see `raise_attributed`)."""
     try:
         yield
     except (SystemExit, Exception) as error:
@@ -63,11 +48,17 @@ def attribute_faults(where: Callable[[], str]) -> Iterator[None]:
 
 
 def raise_attributed(error: BaseException, where: str) -> NoReturn:
-    """Raise an exception of the user's code as `attribute_faults` does."""
+    """Raise an exception of the user's code, with a `UserFault` at the end of its chain of causes.
+
+    An `exit()` becomes a `RunFault`: the run would leave with exit code 0 and without a summary.
+    """
     if isinstance(error, SystemExit):
         raise RunFault(f"{where}: {exit_words(error)}") from error
-    if not isinstance(error, (BadInput, RunFault)):
-        attribute_fault(error, where)
+    if not isinstance(error, (BadInput, RunFault)) and find_user_fault(error) is None:
+        frame = find_user_frame(error) or traceback.extract_tb(error.__traceback__)[-1]
+        line = f"{where}: {summarize(error)[:400]} ({frame.filename}:{frame.lineno}, in {frame.name})"
+        fault = UserFault(line, "".join(traceback.format_exception(type(error), error, error.__traceback__)))
+        list(walk_causes(error))[-1].__cause__ = fault
     raise error
 
 

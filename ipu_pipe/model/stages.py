@@ -20,7 +20,7 @@ from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Set
 import torch
 from torch import nn
 
-from ipu_pipe.errors import BadInput
+from ipu_pipe.errors import BadInput, raise_faults
 from ipu_pipe.model.balance import WeightedCuts, balance, find_greatest
 from ipu_pipe.model.batch import call_model, clone_tensors, flatten_tensors
 from ipu_pipe.model.observation import (
@@ -220,8 +220,7 @@ def require_names(model: nn.Module, calls: List[ModuleCall], names: Sequence[str
                 faults.append(
                     f"stages: {name}: nothing runs between this boundary and the one before (the model begins at {first})"
                 )
-    if faults:
-        raise BadInput(faults)
+    raise_faults(faults)
 
 
 def build_partition(

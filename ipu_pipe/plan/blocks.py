@@ -16,7 +16,7 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 import torch
 from torch import nn
 
-from ipu_pipe.errors import BadInput, summarize
+from ipu_pipe.errors import BadInput, raise_faults, summarize
 from ipu_pipe.hardware.unit_costs import Unit
 from ipu_pipe.local.heads import AugLocal, Heads, make_head
 from ipu_pipe.model.batch import call_model, count_samples, iterate_tensors
@@ -60,7 +60,13 @@ def count_blocks(
             whole = _EveryUnit(model, [unit.name for unit in units[1:]])
             with torch.no_grad():
                 call_model(whole, to_meta(x))
-            _check_crossings(units, whole.ends, count_samples(x))
+            # more than the one activation that is detached at a boundary
+            most = [value.numel() * value.element_size() / count_samples(x) * (1 + 1e-9) for value in whole.ends]
+            raise_faults([
+                f"method: blocks with their own losses cannot begin at {unit.name}: a skip connection crosses there"
+                for unit, before, size in zip(units[1:], units, most)
+                if before.output_bytes > size
+            ])  # fmt: skip
             output = whole.output if take is None else take(whole.output)
             for value in whole.ends:
                 whole.heads.append(make(value, output).to("meta"))
@@ -113,17 +119,6 @@ class _EveryUnit(nn.Module):
             for handle in handles:
                 handle.remove()
         return [self.output, *[head(value) for head, value in zip(self.heads, self.ends)]]
-
-
-def _check_crossings(units: Sequence[Unit], ends: Sequence[torch.Tensor], samples: int) -> None:
-    """Raise `BadInput` if more than the one detached activation crosses a boundary."""
-    faults = [
-        f"method: blocks with their own losses cannot begin at {unit.name}: a skip connection crosses there"
-        for unit, before, value in zip(units[1:], units, ends)
-        if before.output_bytes * samples > value.numel() * value.element_size() * (1 + 1e-9)
-    ]
-    if faults:
-        raise BadInput(faults)
 
 
 def _split_calls(

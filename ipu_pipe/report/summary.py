@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from ipu_pipe.backends.interface import Report
-from ipu_pipe.errors import BadInput
 from ipu_pipe.job.evaluation import EvaluationResult
 from ipu_pipe.job.numerics import record_numerics
 from ipu_pipe.job.record import Job
@@ -14,7 +13,6 @@ from ipu_pipe.report.memory import build_memory_table, compute_memory_figures
 from ipu_pipe.report.position import Position
 from ipu_pipe.report.run_text import get_model_name
 from ipu_pipe.report.run_trace import CostsOfStages, compute_modelled_rates
-from ipu_pipe.text import show
 
 SCHEMA = 2
 STAGE_KEYS = (
@@ -99,14 +97,6 @@ def compute_busy_shares(job: Job, measured: Report, costs: Optional[CostsOfStage
         "modelled_utilization": None if played is None else played.utilization,
         "modelled_samples_per_second": None if played is None else played.samples_per_second,
     }
-
-
-def check_schema(summary: Mapping[str, Any], place: str) -> None:
-    """Raise `BadInput`, which names `place`, for a summary of another version's schema."""
-    schema = summary.get("schema", SCHEMA)
-    if schema != SCHEMA:
-        remedy = "use the ipu_pipe that wrote it, or --overwrite"
-        raise BadInput(f"{place}: schema: {show(schema)}: this version reads {SCHEMA}: {remedy}")
 
 
 def _record_blocks(job: Job, measured: Report, tested: Sequence[EvaluationResult]) -> Dict[str, Any]:

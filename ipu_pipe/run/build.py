@@ -41,8 +41,8 @@ from ipu_pipe.model.precision import ModelPrecision, get_given_loss
 from ipu_pipe.model.randomness import derive_seed
 from ipu_pipe.plan.of_config import choose_stages, is_chosen
 from ipu_pipe.run.checkpoint import find_newest, load_weights, read_weights
-from ipu_pipe.run.checks import check_loss, check_metrics, check_model, check_modules, find_faults
-from ipu_pipe.schedule.methods import METHODS, check_sizes, resolve_method
+from ipu_pipe.run.checks import check_metrics, check_model, check_modules, find_faults
+from ipu_pipe.schedule.methods import METHODS, resolve_method
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable, find_segment_ends
 from ipu_pipe.text import describe_kind
@@ -100,7 +100,6 @@ def set_up(
     weighted = get_plain_loss(chosen_loss)
     # a loss with class weights and the like
     if isinstance(weighted, nn.Module):
-        check_loss(weighted, model)
         weighted.to(device)
     metrics = make_metrics(config.metrics if objects.metrics is None else objects.metrics)
     backend, method = get_backend(config), resolve_method(config.method, config.method_settings())
@@ -212,7 +211,6 @@ def _assemble(setup: Setup, objects: Overrides, done: int) -> Job:
     switch = round(args["warmup"]["epochs"] * per_epoch) if "warmup" in args and per_epoch else 0
     drains = [k * accumulate for k in list_drains(config, updates, per_epoch, done)]
     try:
-        check_sizes(method, len(part), updates * accumulate, accumulate)
         schedule = make_schedule(method, len(part), updates * accumulate, accumulate, drains, switch * accumulate)
     # schedules call the config's gradient_accumulation `accumulate`
     except BadInput as error:

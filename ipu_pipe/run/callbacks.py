@@ -192,39 +192,43 @@ def _call(callback: Callback, method: str, *args: Any, where: str = "") -> Any:
         raise_attributed(error, f"callback {type(callback).__qualname__}.{method}{where}")
 
 
-def make_callbacks(config: Config, given: Optional[Sequence[Any]]) -> List[Callback]:
+def make_callbacks(config: Config, given: Optional[Sequence[Any]], empty: bool = False) -> List[Callback]:
     """Return the callbacks `given` in Python, or make the config's, and add its early stopping.
 
-    Raise `BadInput` with one line for each fault.
+    `empty`: make objects of the user's classes whose constructors do not run, for a dry run. Raise `BadInput`,
+    with one line for each fault, also if `restore_best` cannot work.
     """
-    if given is not None:
-        callbacks = collect_results(given, lambda value: _check(value, "callbacks"))
-    else:
-        callbacks = collect_results(config.callbacks, _make)
-    return _add_early_stopping(config, callbacks)
 
+    def make(value: Union[str, Entry]) -> Tuple[Any, str]:
+        function, args, place = resolve_listed(value, "callbacks")
+        if not empty or function is EarlyStopping:
+            return call_entry(function, args, place), place
+        check_arguments(function, args, place)
+        if isinstance(function, type) and issubclass(function, Callback) and not issubclass(function, EarlyStopping):
+            return object.__new__(function), place
+        return Callback(), place
 
-def _add_early_stopping(config: Config, callbacks: List[Callback]) -> List[Callback]:
-    """Add the config's early stopping to the callbacks. Raise `BadInput` if `restore_best` cannot work."""
+    results = [(one, "callbacks") for one in given] if given is not None else collect_results(config.callbacks, make)
+    faults, hooks = [], ", ".join(HOOKS)
+    for callback, place in results:
+        if not isinstance(callback, Callback):
+            faults.append(f"{place}: {describe_kind(callback)}: must be an object of a class derived from ipu_pipe.Callback")
+            continue
+        unknown = [name for name in dir(callback) if name.startswith("on_") and name not in HOOKS]
+        if unknown:
+            method = f"{type(callback).__qualname__}.{list_some(unknown)}"
+            faults.append(f"{place}: {method}: unknown method: a run calls only {hooks}")
+    raise_faults(faults)
+    callbacks = [callback for callback, _ in results]
     if config.early_stopping is not None:
         callbacks.append(EarlyStopping(**config.early_stopping.model_dump()))
-    if config.checkpoint is None and any(getattr(callback, "restore_best", False) for callback in callbacks):
-        raise BadInput("checkpoint: null: early_stopping.restore_best needs the checkpoint of the best evaluation")
-    if config.ema is not None and any(getattr(callback, "restore_best", False) for callback in callbacks):
-        why = "cannot be combined with ema, because evaluations use its averages: use ema.safetensors of the run's folder"
-        raise BadInput(f"early_stopping.restore_best: true: {why}")
+    if any(getattr(callback, "restore_best", False) for callback in callbacks):
+        if config.checkpoint is None:
+            raise BadInput("checkpoint: null: early_stopping.restore_best needs the checkpoint of the best evaluation")
+        if config.ema is not None:
+            why = "cannot be combined with ema, because evaluations use its averages: use ema.safetensors of the run's folder"
+            raise BadInput(f"early_stopping.restore_best: true: {why}")
     return callbacks
-
-
-def check_callbacks(config: Config) -> List[Callback]:
-    """Return the config's callbacks for `refuse_callbacks`: objects of the user's classes whose constructors did not run.
-
-    Raise `BadInput` with one line for each callback that cannot be made.
-    """
-    checked = collect_results(config.callbacks, _check_entry)
-    stopping: List[Callback] = [one for one in checked if isinstance(one, EarlyStopping)]
-    others = [one for one in checked if one is not None and not isinstance(one, EarlyStopping)]
-    return _add_early_stopping(config, stopping) + others
 
 
 def refuse_callbacks(job: Job, callbacks: Sequence[Callback]) -> None:
@@ -250,31 +254,6 @@ def refuse_callbacks(job: Job, callbacks: Sequence[Callback]) -> None:
         if Callbacks([one]).watches_gradients:
             faults.append(f"callbacks: {type(one).__qualname__}.on_gradients: {why}")
     raise_faults(faults)
-
-
-def _make(value: Union[str, Entry]) -> Callback:
-    function, args, place = resolve_listed(value, "callbacks")
-    return _check(call_entry(function, args, place), place)
-
-
-def _check_entry(value: Union[str, Entry]) -> Optional[Callback]:
-    function, args, place = resolve_listed(value, "callbacks")
-    check_arguments(function, args, place)
-    if function is EarlyStopping:
-        return EarlyStopping(**args)
-    if isinstance(function, type) and issubclass(function, Callback) and not issubclass(function, EarlyStopping):
-        return object.__new__(function)
-    return None
-
-
-def _check(value: Any, place: str) -> Callback:
-    if not isinstance(value, Callback):
-        raise BadInput(f"{place}: {describe_kind(value)}: must be an object of a class derived from ipu_pipe.Callback")
-    unknown = [name for name in dir(value) if name.startswith("on_") and name not in HOOKS]
-    if unknown:
-        method = f"{type(value).__qualname__}.{list_some(unknown)}"
-        raise BadInput(f"{place}: {method}: unknown method: a run calls only {', '.join(HOOKS)}")
-    return value
 
 
 class EarlyStopping(Callback):

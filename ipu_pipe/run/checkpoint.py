@@ -219,41 +219,39 @@ def read_manifest(path: Path, resumes: bool = True) -> Dict[str, Any]:
 
     Raise `BadInput` if they differ, or if a run `resumes` from a checkpoint of another version.
     """
-    def refuse(file: Path, why: object) -> BadInput:
+    file = path / MANIFEST
+    try:
+        # opening a pipe would block
+        if not os.path.isfile(file):
+            raise ValueError("the file is missing")
+        text = file.read_text(encoding="utf-8")
+        manifest: Dict[str, Any] = dict(json.loads(text))
+        written = str(manifest.pop("sha256"))
+        if len(written) != len(_NO_HASH) or _seal(text.replace(written, _NO_HASH, 1)) != text:
+            raise ValueError("its SHA-256 differs from the recorded one")
+        if resumes and manifest.get("schema") not in (2, SCHEMA):
+            raise BadInput(
+                f"{file}: schema: {manifest.get('schema')}: this version resumes 2 and {SCHEMA}: use the ipu_pipe that wrote it, "
+                f"or begin a new run from the weights (init_from: {path / MODEL})"
+            )
+        for name, record in manifest.get("files", {}).items():
+            file = path / name
+            # schema 2 has a mapping here
+            sha256 = record["sha256"] if isinstance(record, dict) else record
+            if not os.path.isfile(file) or hash_file(file, "sha256") != sha256:
+                raise ValueError("is missing, or its SHA-256 differs from the recorded one")
+    except BadInput:
+        raise
+    except OSError as error:
+        raise BadInput(f"{file}: cannot be read: {error.strerror or error}") from None
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         match = _STEP.match(path.name)
         earlier = [step for step in list_steps(path.parent) if match and step < int(match.group(1))]
         remedy = f"use an earlier one: --resume-from {max(earlier)}" if earlier else "there is no earlier one"
         if not (path / MANIFEST).is_file() and (path / "state.json").is_file():
             # a checkpoint of an early version of ipu_pipe
             remedy = f"begin a new run from its weights (init_from: {path / MODEL})"
-        return BadInput(f"{file}: corrupt checkpoint: {why}; {remedy}")
-
-    file = path / MANIFEST
-    # opening a pipe would block
-    if not os.path.isfile(file):
-        raise refuse(file, "the file is missing")
-    try:
-        text = file.read_text(encoding="utf-8")
-        manifest: Dict[str, Any] = dict(json.loads(text))
-        written = str(manifest.pop("sha256"))
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-        raise refuse(file, error) from None
-    if len(written) != len(_NO_HASH) or _seal(text.replace(written, _NO_HASH, 1)) != text:
-        raise refuse(file, "its SHA-256 differs from the recorded one")
-    if resumes and manifest.get("schema") not in (2, SCHEMA):
-        raise BadInput(
-            f"{file}: schema: {manifest.get('schema')}: this version resumes 2 and {SCHEMA}: use the ipu_pipe that wrote it, "
-            f"or begin a new run from the weights (init_from: {path / MODEL})"
-        )
-    for name, record in manifest.get("files", {}).items():
-        # schema 2 has a mapping here
-        sha256 = record["sha256"] if isinstance(record, dict) else record
-        try:
-            is_saved = os.path.isfile(path / name) and hash_file(path / name, "sha256") == sha256
-        except OSError as error:
-            raise BadInput(f"{path / name}: cannot be read: {error.strerror or error}") from None
-        if not is_saved:
-            raise refuse(path / name, "is missing, or its SHA-256 differs from the recorded one")
+        raise BadInput(f"{file}: corrupt checkpoint: {error}; {remedy}") from None
     if manifest.get("schema") == 2:
         manifest = {**json.loads((path / "state.json").read_text(encoding="utf-8")), **manifest}
     return manifest

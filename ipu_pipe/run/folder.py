@@ -20,8 +20,9 @@ from ipu_pipe.config.load import read_yaml
 from ipu_pipe.errors import BadInput, RunFault, guard_writing
 from ipu_pipe.files import replace_nonfinite, write_text
 from ipu_pipe.launcher import read_launch
-from ipu_pipe.report.summary import check_schema
+from ipu_pipe.report.summary import SCHEMA
 from ipu_pipe.run import checkpoint
+from ipu_pipe.text import show
 
 try:
     import fcntl
@@ -46,7 +47,7 @@ def lock_folder(folder: Path, say: Callable[[str], None] = print) -> Iterator[No
     descriptor = None
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
-        with _refuse_out(folder):
+        with guard_writing(f"--out: {folder}", kind=BadInput):
             folder.mkdir(parents=True, exist_ok=True)
             descriptor = _lock(folder / LOCK)
         if descriptor is None:
@@ -116,15 +117,6 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_close_in_child)
 
 
-@contextlib.contextmanager
-def _refuse_out(path: Path) -> Iterator[None]:
-    """Raise `BadInput` if the system refuses the folder."""
-    try:
-        yield
-    except OSError as error:
-        raise BadInput(f"--out: {path}: {error.strerror or error}") from None
-
-
 # the outputs of a run, which `--overwrite` may delete; nothing else in the folder is touched
 # folder -> names of the files in it that a run writes
 FOLDERS = {
@@ -155,7 +147,7 @@ def check_folder(path: Path, resume: bool = False, overwrite: bool = False) -> L
     Raise `BadInput` if there are outputs and neither `resume` nor `overwrite`, if the folder to overwrite is not a run's, or if
     nothing can be written there.
     """
-    with _refuse_out(path):
+    with guard_writing(f"--out: {path}", kind=BadInput):
         above = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
         if not above.is_dir():
             raise BadInput(f"--out: {above}: is a file, must be a folder")
@@ -203,11 +195,14 @@ def _is_run(path: Path) -> bool:
 
 
 def read_summary(path: Path) -> Optional[Dict[str, Any]]:
-    """Return the summary of the run in the folder `path`, None if it has not ended."""
+    """Return the summary of the run in the folder `path`, None if it has not ended. Raise `BadInput` for another version's."""
     summary = _read_json(path / "summary.json")
     if not isinstance(summary, dict):
         return None
-    check_schema(summary, str(path / "summary.json"))
+    schema = summary.get("schema", SCHEMA)
+    if schema != SCHEMA:
+        remedy = "use the ipu_pipe that wrote it, or --overwrite"
+        raise BadInput(f"{path / 'summary.json'}: schema: {show(schema)}: this version reads {SCHEMA}: {remedy}")
     return summary
 
 
@@ -239,7 +234,7 @@ class RunFolder:
         self.path, self.checkpoints = path, path / "checkpoints"
         self._metrics: Optional[TextIO] = None
         outputs = check_folder(path, resume, overwrite)
-        with _refuse_out(path):
+        with guard_writing(f"--out: {path}", kind=BadInput):
             path.mkdir(parents=True, exist_ok=True)
             if overwrite:
                 # config.yaml last, so that a half-deleted folder is still recognized as a run's

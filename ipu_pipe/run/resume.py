@@ -75,7 +75,7 @@ def restore(job: Job, out: Path, say: Callable[[str], None], callbacks: Callback
 
 def check_run(job: Job, saved: Checkpoint, path: Path) -> None:
     """Raise `BadInput` if the checkpoint at `path` belongs to another run, by its keys, its length, or its tensors."""
-    checkpoint.raise_first(path, _compare_keys(job, saved.manifest, path) or _compare_tensors(job, saved))
+    checkpoint.raise_first(path, _compare_keys(job, saved.manifest, path) or _compare_tensors(job, saved, path))
 
 
 def _compare_keys(job: Job, manifest: Mapping[str, Any], path: Path) -> List[str]:
@@ -98,7 +98,7 @@ def _compare_keys(job: Job, manifest: Mapping[str, Any], path: Path) -> List[str
     return faults
 
 
-def _compare_tensors(job: Job, saved: Checkpoint) -> List[str]:
+def _compare_tensors(job: Job, saved: Checkpoint, path: Path) -> List[str]:
     """List the tensors whose dtype or shape differs from this run's; `load_weights` compares names and shapes of weights."""
     with job.numbers.whole():
         state = job.model.state_dict()
@@ -108,6 +108,9 @@ def _compare_tensors(job: Job, saved: Checkpoint) -> List[str]:
         if name in state and state[name].shape == value.shape and state[name].dtype != value.dtype
     ]
     parameters = job.get_trained()
+    if job.config.backend.name != "poptorch" and any(f"/{MARK}:" in key for key in saved.optimizer):
+        remedy = f"resume with that, or start a new run from its weights (init_from: {path / checkpoint.MODEL})"
+        return [f"optimizer: its state is PopTorch's, which backend.name poptorch alone can load: {remedy}"]
     for key, value in saved.optimizer.items():
         name, _, entry = key.rpartition("/")
         parameter = parameters.get(name)

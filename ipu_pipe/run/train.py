@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, Iterator, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
 
 from torch import nn
 
@@ -13,7 +13,6 @@ from ipu_pipe.backends.table import launch
 from ipu_pipe.config.compare import classify_changes, keep_recorded_choices
 from ipu_pipe.config.load import load_recorded
 from ipu_pipe.config.schema import Config
-from ipu_pipe.config.sections import GIVEN
 from ipu_pipe.data import DataSource
 from ipu_pipe.data.loaders import restore_random_states
 from ipu_pipe.errors import BadInput, raise_faults
@@ -73,7 +72,10 @@ def train(
     again. On processes every rank has the whole model at the end; after a fault each rank has its own stage, and NaN elsewhere.
     """
     objects = Overrides(model, data, loss, output, optimizer, lr_scheduler, metrics, callbacks)
-    check_arguments(config, objects)
+    if not isinstance(config, Config):
+        raise BadInput(f"config: {describe_kind(config)}: must be the result of ipu_pipe.configure or ipu_pipe.load_config")
+    kinds = {name: (value, *_KINDS[name]) for name, value in objects._asdict().items() if value is not None and name in _KINDS}
+    raise_faults({f"{name}: {describe_kind(v)}: must be {allowed}": not fits(v) for name, (v, fits, allowed) in kinds.items()})
     if overwrite and (resume or resume_from is not None):
         raise BadInput("overwrite: True: cannot be combined with resume, which keeps the existing run")
     out = parse_folder(out)
@@ -218,18 +220,3 @@ _KINDS: Dict[str, Tuple[Callable[[Any], bool], str]] = {
     "metrics": (lambda value: isinstance(value, (list, tuple, Mapping)), "a list, or a mapping, of names, functions and objects"),
     "callbacks": (lambda value: isinstance(value, (list, tuple)), "a list of objects of classes derived from ipu_pipe.Callback"),
 }
-
-
-def check_arguments(config: Config, objects: Overrides) -> None:
-    """Raise `BadInput` with one line for each argument of `ipu_pipe.train` that is missing or of a wrong type."""
-    if not isinstance(config, Config):
-        raise BadInput(f"config: {describe_kind(config)}: must be the result of ipu_pipe.configure or ipu_pipe.load_config")
-    faults: List[str] = []
-    for name, (fits, allowed) in _KINDS.items():
-        value = getattr(objects, name)
-        if value is not None and not fits(value):
-            faults.append(f"{name}: {describe_kind(value)}: must be {allowed}")
-    for key, named in (("model", config.model.entry), ("data", config.data.name)):
-        if named == GIVEN and getattr(objects, key) is None and getattr(config.given, key, None) is None:
-            faults.append(f"{key}: missing: must be given, to ipu_pipe.train or ipu_pipe.configure")
-    raise_faults(faults)

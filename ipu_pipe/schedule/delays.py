@@ -44,14 +44,6 @@ class Delay:
         """Return the greatest delay of each stage, (P,)."""
         return np.full(stages, self.greatest) if self.table is None else np.array(self.table).max(axis=1)
 
-    def check_sizes(self, stages: int, accumulate: int) -> None:
-        """Raise `BadInput` unless a table has P rows of N delays."""
-        if self.table is not None and [len(row) for row in self.table] != [accumulate] * stages:
-            raise BadInput(
-                f"method_args.constant_delay.updates: {[list(row) for row in self.table]}: must have a row for each of {stages}"
-                f" stages, with a delay for each of {accumulate} microbatches of an update"
-            )
-
 
 def find_mean_delays(delay: Delay, stages: int, lags: Optional[IntArray]) -> NDArray[np.float64]:
     """Return the expectation (P,) of drawn delays: the stated one, or the pipeline's own `lags` (P,).

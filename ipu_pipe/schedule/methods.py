@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Dict, List, Mapping, Optional, Tuple, Union
 
-from ipu_pipe.errors import BadInput
+from ipu_pipe.errors import BadInput, raise_faults
 from ipu_pipe.schedule.delays import Delay, History
 from ipu_pipe.text import find_nearest, show
 
@@ -112,22 +112,6 @@ class Rounds:
     def interval(self, stages: int) -> int:
         """Return the steps between two drains."""
         return self.steps if self.outer is None else self.steps // self.outer.count_fragments(stages)
-
-    def list_faults(self, stages: int) -> List[str]:
-        """List the reasons why P `stages` cannot be synchronized in these rounds, one line each."""
-        if self.outer is None:
-            return []
-        fragments, key = self.outer.count_fragments(stages), "method_args.outer"
-        if fragments > stages:
-            return [f"{key}.fragments: {fragments}: a fragment is a group of stages: must be at most {stages}"]
-        if self.steps % fragments:
-            return [f"method_args.local_steps: {self.steps}: must be a multiple of the {fragments} fragments of outer"]
-        limits = {"offset": (self.outer.offset, fragments), "delay": (self.outer.delay, self.interval(stages))}
-        return [
-            f"{key}.{name}: {value}: must be below {limit}, the {'fragments' if name == 'offset' else 'steps between two'}"
-            for name, (value, limit) in limits.items()
-            if value >= limit
-        ]
 
 
 @dataclass(frozen=True)
@@ -346,9 +330,7 @@ def resolve_method(name: str, args: Mapping[str, Any] = {}) -> Method:
         raise BadInput(f"method: {show(name)}: must be one of {', '.join(METHODS)}{hint}")
     method = METHODS[name]
     settings = {key: args[key] for key in (*AXES, *OWNERS, *OF_ORDERS) if args.get(key) is not None}
-    faults = _find_misfits(method, settings)
-    if faults:
-        raise BadInput(faults)
+    raise_faults(_find_misfits(method, settings))
     if method.order is not None:
         return replace(method, order=replace(method.order, **settings))
     method = _go_by_device(method, settings)
@@ -485,12 +467,27 @@ def check_sizes(method: Method, stages: int, microbatches: int, accumulate: int)
             f"accumulate: {accumulate}: {method.name} keeps two weight versions, which suffice only with at least as"
             f" many microbatches per update as stages, here {stages}"
         )
-    if not faults and method.rounds is not None:
-        faults += method.rounds.list_faults(stages)
+    if not faults and method.rounds is not None and method.rounds.outer is not None:
+        outer, steps, key = method.rounds.outer, method.rounds.steps, "method_args.outer"
+        fragments = outer.count_fragments(stages)
+        interval = steps // fragments
+        if fragments > stages:
+            faults.append(f"{key}.fragments: {fragments}: a fragment is a group of stages: must be at most {stages}")
+        elif steps % fragments:
+            faults.append(f"method_args.local_steps: {steps}: must be a multiple of the {fragments} fragments of outer")
+        elif outer.offset >= fragments:
+            faults.append(f"{key}.offset: {outer.offset}: must be below {fragments}, the fragments")
+        if outer.delay >= interval > 0:
+            faults.append(f"{key}.delay: {outer.delay}: must be below {interval}, the steps between two")
+    table = method.delay.table if method.delay is not None else None
+    if not faults and table is not None and [len(row) for row in table] != [accumulate] * stages:
+        faults.append(
+            f"method_args.constant_delay.updates: {[list(row) for row in table]}: must have a row for each of {stages}"
+            f" stages, with a delay for each of {accumulate} microbatches of an update"
+        )
     if not faults and method.order is not None and stages % method.order.stages_per_device:
         faults.append(
             f"stages: {stages}: must be a multiple of the {method.order.stages_per_device} stages on each device of"
             f" {method.name}"
         )
-    if faults:
-        raise BadInput(faults)
+    raise_faults(faults)

@@ -15,7 +15,7 @@ from collections import Counter
 from typing import Callable, Dict, Iterator, List, Set, Tuple
 from typing import Counter as CounterOf
 
-from ipu_pipe.errors import BadInput
+from ipu_pipe.errors import BadInput, raise_faults
 from ipu_pipe.schedule.actions import Action, Kind, get_pass_needs
 from ipu_pipe.schedule.methods import Method, Order, Pipeline
 from ipu_pipe.schedule.planned_orders import Pass, plan_straight, plan_v
@@ -64,8 +64,7 @@ def _read_file(name: str, stages: int, microbatches: int) -> DeviceRows:
         faults.append(f"stages: {stages}: {name} has {len(device_rows.placement)}")
     if count != microbatches:
         faults.append(f"accumulate: {microbatches}: {name} has {count} microbatches, one batch")
-    if faults:
-        raise BadInput(faults)
+    raise_faults(faults)
     return device_rows
 
 

@@ -29,7 +29,7 @@ from typing import (
 import numpy as np
 from numpy.typing import NDArray
 
-from ipu_pipe.errors import BadInput
+from ipu_pipe.errors import BadInput, raise_faults
 from ipu_pipe.schedule.actions import PASSES, SPLIT_PASSES, Action, Kind, list_needs
 from ipu_pipe.schedule.runs import CODE, RUN, Stretch, compress_slots
 from ipu_pipe.schedule.table import Schedule, SlotHolds
@@ -85,7 +85,13 @@ def from_rows(
     if an action is missing, double or misplaced, or if the rows deadlock; the message names the cycle.
     """
     placement = tuple(placement) or tuple(range(len(rows)))
-    _check_placement(placement, len(rows))
+    devices = range(len(rows))
+    faults = [
+        f"rows: placement: stage {stage}: device {device}: there are rows of {len(rows)} devices, counted from 0"
+        for stage, device in enumerate(placement)
+        if device not in devices
+    ]
+    raise_faults(faults + [f"rows: placement: device {one}: has no stage" for one in devices if one not in placement])
     actions = [_parse_row(device, row, placement) for device, row in enumerate(rows)]
     stretch = lay_out(DeviceRows(actions, placement), slot_holds is SlotHolds.BOTH)
     stated = () if placement == tuple(range(len(rows))) else placement
@@ -181,19 +187,6 @@ def find_split_or_overlapped(name: str) -> Optional[str]:
     return None
 
 
-def _check_placement(placement: Sequence[int], devices: int) -> None:
-    faults = [
-        f"rows: placement: stage {stage}: device {device}: there are rows of {devices} devices, counted from 0"
-        for stage, device in enumerate(placement)
-        if not 0 <= device < devices
-    ]
-    faults += [
-        f"rows: placement: device {device}: has no stage" for device in range(devices) if device not in placement
-    ]
-    if faults:
-        raise BadInput(faults)
-
-
 def _parse_row(device: int, row: Row, placement: Sequence[int]) -> List[Action]:
     """Return the actions of a row of `Action`s or cells; a cell may contain two actions ("F5 B2") or none ("")."""
     stages = [stage for stage, other in enumerate(placement) if other == device]
@@ -241,8 +234,7 @@ def _check_complete(device_rows: DeviceRows) -> Tuple[int, Tuple[Kind, ...]]:
             ]
             if len(faults) > 20:
                 raise BadInput(faults)
-    if faults:
-        raise BadInput(faults)
+    raise_faults(faults)
     return microbatches, SPLIT_PASSES if any(action.kind in SPLIT_PASSES[1:] for action in times) else PASSES
 
 

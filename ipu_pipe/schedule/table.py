@@ -73,7 +73,11 @@ class Schedule:
         both = self.slot_holds is SlotHolds.BOTH
         check_stretches(self.stretches, self.stages, self.microbatches, both, self.local, self.placement)
         if not self.in_order:
-            check_update_order(self.slots(Kind.UPDATE, 0, self.update_count))
+            slots = self.slots(Kind.UPDATE, 0, self.update_count)
+            late = slots[:, 1:] <= slots[:, :-1]
+            if late.any():
+                stage, k = _locate_first(late)
+                raise BadInput(f"schedule: U{k} on stage {stage} would come after U{k + 1}: batches must be completed in order")
 
     # ---- sizes
 
@@ -405,14 +409,6 @@ def _find_shared_slot_by_sorting(low: IntArray, stride: IntArray, count: IntArra
         if len(twice):
             return stage, int(twice[0])
     return None
-
-
-def check_update_order(slots: IntArray) -> None:
-    """Raise `BadInput` unless every stage makes its updates in order; `slots`: the slots of the updates, (P, updates)."""
-    late = slots[:, 1:] <= slots[:, :-1]
-    if late.any():
-        stage, k = _locate_first(late)
-        raise BadInput(f"schedule: U{k} on stage {stage} would come after U{k + 1}: batches must be completed in order")
 
 
 def _locate_first(mask: NDArray[np.bool_]) -> Tuple[int, int]:

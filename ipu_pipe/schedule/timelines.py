@@ -11,7 +11,7 @@ from typing import Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 
-from ipu_pipe.errors import BadInput
+from ipu_pipe.errors import BadInput, raise_faults
 from ipu_pipe.schedule.actions import PASSES
 from ipu_pipe.schedule.methods import Method, Pipeline, check_sizes
 from ipu_pipe.schedule.orders import get_period, make_device_rows
@@ -119,8 +119,7 @@ def _split_at_drains(drains: Sequence[int], microbatches: int, accumulate: int) 
         for drain in drains
         if drain % accumulate or not 0 <= drain <= microbatches
     ]
-    if faults:
-        raise BadInput(faults)
+    raise_faults(faults)
     edges = sorted({0, microbatches, *drains})
     lengths = (last - first for first, last in zip(edges, edges[1:]))
     return [(length, len(list(equal))) for length, equal in groupby(lengths)]

@@ -110,8 +110,6 @@ class VersionTable:
         self.schedule, self.method = schedule, method
         # in a split backward the input gradient reads weights and the weight gradient reads none
         self._reading = dict(zip(PASSES, schedule.passes))
-        if method.delay is not None:
-            method.delay.check_sizes(schedule.stages, schedule.accumulate)
         if method.delay is not None and method.delay.drawn:
             self.sampler = DelaySampler(method.delay, self._mean_delays, seed)
 

@@ -20,7 +20,7 @@ from ipu_pipe.backends.ranks import is_distributed, run_on_main
 from ipu_pipe.backends.table import BACKENDS, get_backend, launch
 from ipu_pipe.config.compare import dump_config
 from ipu_pipe.config.schema import BackendConfig, Config
-from ipu_pipe.errors import BadInput, RunFault
+from ipu_pipe.errors import BadInput, RunFault, raise_faults
 from ipu_pipe.files import write_json
 from ipu_pipe.job.record import Job
 from ipu_pipe.model.flops import BACKWARD, HOW
@@ -54,7 +54,10 @@ def compare_methods(
     Each makes `steps` updates of the config's own batch (None: the config's number, 0: plan only). The methods take turns in each
     of `rounds`, so that a change on the machine meets all of them; further rounds go into `out/METHOD/round-R`. Raise `BadInput`.
     """
-    _check_methods(config, methods)
+    faults = {f"--methods: {name}: must be one of {', '.join(METHODS)}": name not in METHODS for name in methods}
+    faults[f"--methods: {','.join(methods)}: a method is named twice"] = len(set(methods)) != len(methods)
+    where = f"backend.name: {config.backend.name}: methods are compared on emulator or distributed"
+    raise_faults({**faults, where: get_backend(config).trains_on is not None})
     if is_distributed():
         launch(config, {"out": out, "methods": methods, "steps": steps, "rounds": rounds, "overwrite": overwrite})
     jobs: Dict[str, Job] = {}
@@ -101,16 +104,6 @@ def write_comparison(comparison: Comparison, out: Path) -> List[Path]:
 
 
 # ---- the configs
-
-
-def _check_methods(config: Config, methods: Sequence[str]) -> None:
-    for name in methods:
-        if name not in METHODS:
-            raise BadInput(f"--methods: {name}: must be one of {', '.join(METHODS)}")
-    if len(set(methods)) != len(methods):
-        raise BadInput(f"--methods: {','.join(methods)}: a method is named twice")
-    if get_backend(config).trains_on is not None:
-        raise BadInput(f"backend.name: {config.backend.name}: methods are compared on emulator or distributed")
 
 
 def move_to_emulator(config: Config) -> Config:

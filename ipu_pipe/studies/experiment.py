@@ -18,7 +18,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, TypeVar
 
-from ipu_pipe.errors import BadInput, RunFault, find_user_fault, guard_writing
+from ipu_pipe.errors import RunFault, find_user_fault, guard_writing, raise_faults
 from ipu_pipe.files import write_json, write_text
 from ipu_pipe.launcher import end_with
 
@@ -212,8 +212,7 @@ class Experiment:
         ]
         unknown = [label for label in request.rows if label not in self.labels]
         faults += [f"--rows: {label}: must be one of {', '.join(self.labels)}" for label in unknown if self.labels]
-        if faults:
-            raise BadInput(faults)
+        raise_faults(faults)
 
     def describe(self) -> Dict[str, Any]:
         """Return the first keys of the results."""

@@ -18,7 +18,7 @@ from torch import nn
 
 from ipu_pipe.backends.table import get_backend
 from ipu_pipe.config.schema import Config
-from ipu_pipe.errors import BadInput, summarize
+from ipu_pipe.errors import BadInput, raise_faults, summarize
 from ipu_pipe.files import replace_nonfinite
 from ipu_pipe.job.record import Job
 from ipu_pipe.job.stability import derive_recurrence, list_inapplicable
@@ -221,8 +221,7 @@ def analyze_job(
     its own, with the weights of the others held. Raise `BadInput` for a job that the theory does not cover.
     """
     faults = list_inapplicable(job)
-    if faults:
-        raise BadInput(faults)
+    raise_faults(faults)
     lags = job.table.greatest_lag().tolist(), job.table.greatest_backward_lag().tolist()
     differ = any(a != b for a, b in zip(*lags))
     measured = _measure(job, samples, iterations, seed, differ, by_stage) if curvature is None else []

@@ -34,7 +34,7 @@ from ipu_pipe.config.faults import format_faults
 from ipu_pipe.config.load import configure, merge_keys, read_yaml
 from ipu_pipe.config.schema import Config
 from ipu_pipe.config.values import Positive, Section, Seed
-from ipu_pipe.errors import BadInput
+from ipu_pipe.errors import BadInput, raise_faults
 from ipu_pipe.files import write_json
 from ipu_pipe.report.plots import describe_sizes
 from ipu_pipe.studies.experiment import Claim, Experiment, Findings, Key, Request, judge, run_all
@@ -120,14 +120,6 @@ def load_experiment(path: Path) -> Experiment:
         grid = TrainingGrid.model_validate(read_yaml(path))
     except ValidationError as error:
         raise BadInput(format_faults(error.errors(), {}, str(path), TrainingGrid, {})) from None
-    faults = _list_faults(grid)
-    if faults:
-        raise BadInput([f"{path}: {fault}" for fault in faults])
-    return make_experiment(path.stem, grid)
-
-
-def _list_faults(grid: TrainingGrid) -> List[str]:
-    """Return rows that share a folder, rows that do not exist and keys that are wrong in a config, one line each."""
     faults = []
     folders: Dict[str, str] = {}
     for label in grid.rows:
@@ -145,7 +137,8 @@ def _list_faults(grid: TrainingGrid) -> List[str]:
             label = getattr(entry, key)
             if label is not None and label not in grid.rows:
                 faults.append(f"expect.{number}.{key}: {label}: must be one of the rows")
-    return faults
+    raise_faults([f"{path}: {fault}" for fault in faults])
+    return make_experiment(path.stem, grid)
 
 
 def make_experiment(name: str, grid: TrainingGrid) -> Experiment:

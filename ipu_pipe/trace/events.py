@@ -18,7 +18,7 @@ from typing import Any, Dict, Iterable, Iterator, Mapping, NamedTuple, Optional,
 import numpy as np
 from numpy.typing import NDArray
 
-from ipu_pipe.errors import BadInput
+from ipu_pipe.errors import BadInput, raise_faults
 from ipu_pipe.schedule.actions import Kind
 
 # Traces of other tools do not say which pass was computed, nor to whom a message went.
@@ -244,5 +244,4 @@ def check_trace(where: Any, events: Events, counters: Counters, metadata: Mappin
         (any(((t <= -FARTHEST_NS) | (t >= FARTHEST_NS)).any() for t in times), "a time is too far from 0"),
     )
     texts = [f"{where}: cannot be read as a trace: {fault}" for is_wrong, fault in faults if is_wrong]
-    if texts:
-        raise BadInput(texts)
+    raise_faults(texts)

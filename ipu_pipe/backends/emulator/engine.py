@@ -10,15 +10,13 @@ from typing import Any, Iterator, List, Optional, Sequence, Tuple
 import torch
 
 from ipu_pipe.backends.emulator.replay import Emulator
-from ipu_pipe.backends.interface import Backend, CheckpointState, Engine, Report, StepResult, refuse_poptorch_state
+from ipu_pipe.backends.interface import Backend, CheckpointState, Engine, Report, StepResult
 from ipu_pipe.backends.work import Work, list_exactness_faults
-from ipu_pipe.config.schema import BackendConfig
-from ipu_pipe.errors import BadInput, summarize
+from ipu_pipe.errors import summarize
 from ipu_pipe.job.evaluation import EvaluationResult, evaluate
 from ipu_pipe.job.factories import place_whole
 from ipu_pipe.job.record import Job
 from ipu_pipe.job.user_code import attribute_faults
-from ipu_pipe.launcher import read_launch
 from ipu_pipe.local.blocks import compute_losses
 from ipu_pipe.model.batch import call_model, clone_tensors, count_bytes, count_samples
 from ipu_pipe.model.flops import BACKWARD
@@ -182,20 +180,6 @@ def reading_synchronizes(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def check_launch(backend: BackendConfig) -> None:
-    """Raise `BadInput` if this is one of several processes."""
-    if read_launch().world > 1:
-        raise BadInput(
-            "backend.name: emulator: runs in one process: start it without torchrun, or set backend.name=distributed"
-        )
-
-
-def make(job: Job, first_update: int) -> EmulatorEngine:
-    """Return the engine, which continues with update `first_update`."""
-    refuse_poptorch_state(job.optimizer)
-    return EmulatorEngine(job, first_update)
-
-
 BACKEND = Backend(
-    check_launch=check_launch, place=place_whole, faults=list_exactness_faults, engine=make, emulates=True, pins_memory=True
+    place=place_whole, faults=list_exactness_faults, engine=EmulatorEngine, emulates=True, pins_memory=True
 )

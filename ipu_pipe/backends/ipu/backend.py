@@ -18,10 +18,10 @@ from ipu_pipe.backends.interface import Backend, Engine
 from ipu_pipe.backends.ipu.blocks import BlockEngine
 from ipu_pipe.backends.ipu.engine import PoptorchEngine
 from ipu_pipe.backends.ipu.model_facts import observe_model
-from ipu_pipe.backends.ipu.placement import is_pipelined, is_under_poprun, place_stages, read_instance
+from ipu_pipe.backends.ipu.placement import is_pipelined, is_under_poprun, place_stages, read_instance, round_up_ipus
 from ipu_pipe.backends.ipu.unsupported import check_model
 from ipu_pipe.backends.ranks import is_distributed
-from ipu_pipe.config.schema import BackendConfig, Config
+from ipu_pipe.config.schema import Config
 from ipu_pipe.errors import BadInput, summarize
 from ipu_pipe.hardware.memory import make_lockstep_schedule
 from ipu_pipe.job.factories import place_whole
@@ -39,12 +39,15 @@ MISSING = (
 )
 
 
-def check_launch(backend: BackendConfig) -> None:
-    """Raise `BadInput` if PopTorch is missing or the launcher does not fit: torchrun starts blocks, poprun replicas."""
+def start(config: Config, asked: Mapping[str, object]) -> None:
+    """Set the environment variables that PopTorch and Poplar read, import PopTorch, and join other processes.
+
+    Raise `BadInput` if PopTorch is missing or the launcher does not fit: torchrun starts blocks, poprun replicas.
+    """
+    ipu = config.ipu
+    decoupled = ipu.local == "decoupled"
     if importlib.util.find_spec("poptorch") is None:
         raise BadInput(f"backend.name: poptorch: {MISSING}")
-    assert backend.ipu is not None
-    decoupled = backend.ipu.local == "decoupled"
     if decoupled and is_under_poprun():
         raise BadInput("backend.ipu.local: decoupled: not under poprun: start it with torchrun, or set fused")
     if decoupled and not is_distributed():
@@ -52,11 +55,6 @@ def check_launch(backend: BackendConfig) -> None:
         raise BadInput(f"backend.ipu.local: decoupled: each block runs in a process of its own: {start_it}")
     if not decoupled and is_distributed() and not is_under_poprun():
         raise BadInput("backend.name: poptorch: one process drives all IPUs: start it without torchrun (poprun: replicas)")
-
-
-def start(config: Config, asked: Mapping[str, object]) -> None:
-    """Set the environment variables that PopTorch and Poplar read, import PopTorch, and join other processes."""
-    ipu = config.ipu
     if ipu.profile.pvti is not None:
         # libpvti reads it at its import
         os.environ.setdefault("PVTI_OPTIONS", json.dumps({"enable": "true", "directory": ipu.profile.pvti}))
@@ -73,7 +71,7 @@ def start(config: Config, asked: Mapping[str, object]) -> None:
             "scripts, and use its Python 3.8 and torch 2.0.1"
         ) from error
     where: Dict[str, Any] = {}
-    is_one_of_several = ipu.local == "decoupled"
+    is_one_of_several = decoupled
     if is_under_poprun():
         where = _find_instances()
         is_one_of_several = where["world_size"] > 1
@@ -132,8 +130,18 @@ def note(job: Job) -> str:
 
 
 def make(job: Job, first_update: int) -> Engine:
-    """Return the engine of this process."""
-    return (BlockEngine if job.config.ipu.local == "decoupled" else PoptorchEngine)(job, first_update)
+    """Return the engine of this process. Raise `BadInput` if its IPUs are missing, before a compilation that may take an hour."""
+    import poptorch
+
+    ipu, is_block = job.config.ipu, job.config.ipu.local == "decoupled"
+    count = 1 if is_block else round_up_ipus(place_stages(ipu, len(job.part)).ipus * read_instance(job.config).replicas)
+    simulated = ipu.use_ipu_model or ipu.offline_target is not None or os.environ.get("POPTORCH_IPU_MODEL", "0") not in ("", "0")
+    if not (simulated or ipu.wait_for_ipu or poptorch.ipuHardwareIsAvailable(count)):
+        raise BadInput(
+            f"backend.name: poptorch: this machine has no device of {count} IPUs: take fewer stages or replicas, or compile "
+            "without one: backend.ipu.compile_only=true backend.ipu.offline_target=2"
+        )
+    return (BlockEngine if is_block else PoptorchEngine)(job, first_update)
 
 
 def count_in_flight(job: Job) -> Optional[IntArray]:
@@ -149,6 +157,6 @@ def count_in_flight(job: Job) -> Optional[IntArray]:
 
 
 BACKEND = Backend(
-    check_launch=check_launch, launch=start, place=place_whole, faults=list_faults, note=note, engine=make, trains_on="ipu",
+    launch=start, place=place_whole, faults=list_faults, note=note, engine=make, trains_on="ipu",
     in_flight=count_in_flight,
 )  # fmt: skip

@@ -18,14 +18,14 @@ import torch
 import torch.distributed as dist
 
 from ipu_pipe.backends.interface import CheckpointState, Engine, Report, StepResult
-from ipu_pipe.backends.ipu.engine import check_finite
-from ipu_pipe.backends.ipu.executors import Executors, check_hardware
+from ipu_pipe.backends.ipu.executors import Executors
 from ipu_pipe.backends.ipu.feed import convert_input, convert_label, split_into_calls, trim_output
 from ipu_pipe.backends.ipu.optimizer import count_state_bytes, export_state, import_state
 from ipu_pipe.backends.ipu.options import make_options
 from ipu_pipe.backends.ipu.placement import Placement
 from ipu_pipe.backends.ipu.profile import CallTimes
 from ipu_pipe.backends.ipu.wrapping import wrap
+from ipu_pipe.backends.work import refuse_nonfinite
 from ipu_pipe.errors import BadInput, RunFault, summarize
 from ipu_pipe.job.evaluation import EvaluationResult, Tally, evaluate_sums, load_test_batches
 from ipu_pipe.job.record import Job
@@ -100,7 +100,6 @@ class BlockEngine(Engine):
         wide = [i for i, crossing in enumerate(blocks.crossings) if len(crossing.tensors) != 1]
         if wide:
             raise BadInput(f"stages: several tensors cross to block {wide[0] + 1}: must be one, or backend.ipu.local fused")
-        check_hardware(job.config.ipu, 1)
         block_accumulation = job.config.method_settings().get("block_accumulation") or [1] * self.depth
         self.every, self._ahead = block_accumulation[self.rank], self.depth + max(block_accumulation)
         self._first = self._done = first_update
@@ -170,7 +169,7 @@ class BlockEngine(Engine):
             right = others[0].double().reshape(len(updates), -1, 2).sum(dim=1)
         for i, k in enumerate(updates):
             row = torch.cat([means[i : i + 1], right[i]])
-            check_finite(job.config, k, row[:1].tolist())
+            refuse_nonfinite(job, k, row[:1].tolist())
             if self.is_main:
                 self._results[k] = row
             else:

@@ -7,18 +7,12 @@ from __future__ import annotations
 
 from typing import Any, Dict, List, Optional, Tuple, Union
 
-from pydantic import BeforeValidator, StrictBool
+from pydantic import BeforeValidator, Field, StrictBool
 from typing_extensions import Annotated, Literal
 
-from ipu_pipe.config.values import MOST_REAL, Count, NotNegative, Section, Whole, to_number
+from ipu_pipe.config.values import MOST_REAL, Count, Integer, NotNegative, Section, Whole, to_number
 
 LOCATIONS = ("activation", "weight", "optimizer", "accumulator")
-
-
-def _check_io_tiles(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 32 <= value <= 192 or value % 2:
-        raise ValueError("must be an even number from 32 to 192")
-    return value
 
 
 def _check_proportion(value: Any) -> Any:
@@ -60,7 +54,7 @@ class TensorLocations(Section):
     weight: TensorLocation = TensorLocation()
     optimizer: TensorLocation = TensorLocation()
     accumulator: TensorLocation = TensorLocation()
-    num_io_tiles: Optional[Annotated[int, BeforeValidator(_check_io_tiles)]] = None
+    num_io_tiles: Optional[Annotated[Integer, Field(ge=32, le=192, multiple_of=2)]] = None
 
 
 class DataLoading(Section):

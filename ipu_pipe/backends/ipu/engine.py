@@ -16,7 +16,7 @@ import gc
 import sys
 import time
 from collections import deque
-from typing import Any, Callable, Deque, List, Optional, Sequence, TypeVar
+from typing import Any, Callable, Deque, List, Optional, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,6 @@ from ipu_pipe.backends.ipu.config import DataLoading
 from ipu_pipe.backends.ipu.executors import (
     Executors,
     Snapshot,
-    check_hardware,
     describe_error,
     describe_errors,
     forget_frames,
@@ -40,7 +39,6 @@ from ipu_pipe.backends.ipu.profile import CallTimes, read_profiles
 from ipu_pipe.backends.ipu.wrapping import get_unsplit_name, wrap
 from ipu_pipe.backends.ranks import are_joined
 from ipu_pipe.backends.work import refuse_nonfinite
-from ipu_pipe.config.schema import Config
 from ipu_pipe.errors import BadInput, RunFault, end_process
 from ipu_pipe.job.evaluation import EvaluationResult, Tally, evaluate_sums, load_test_batches
 from ipu_pipe.job.record import Job
@@ -50,12 +48,6 @@ from ipu_pipe.model.restoring import load_state
 from ipu_pipe.trace.events import Counters, Events
 
 Result = TypeVar("Result")
-
-
-def check_finite(config: Config, update: int, losses: Sequence[float]) -> None:
-    """Raise `RunFault` for a loss that is not a finite number, unless the config allows it."""
-    if not config.allow_nonfinite:
-        refuse_nonfinite(config.method, update, losses, ", or another backend.ipu.loss_scaling in half precision")
 
 
 class PoptorchEngine(Engine):
@@ -79,7 +71,6 @@ class PoptorchEngine(Engine):
         self._losses = 1 if blocks is None else len(blocks.heads) + 1
         start = {name: value.detach().clone() for name, value in job.model.state_dict().items()}
         self._last = Snapshot(first_update, start, import_state(job.optimizer, self.ipu))
-        check_hardware(self.ipu, round_up_ipus(self._place.ipus * self._share.replicas))
         self._done = first_update
         self._may_retry = True
         # the update whose weights the job's model holds
@@ -213,7 +204,7 @@ class PoptorchEngine(Engine):
         results = []
         for i in range(iterations):
             row, counts = means[min(i, parts - 1)].tolist(), right[min(i, parts - 1)].tolist()
-            check_finite(job.config, k + i, row)
+            refuse_nonfinite(job, k + i, row)
             by_block = tuple((loss, n / max(of, 1) if answers else None) for loss, (n, of) in zip(row, counts))
             results.append(StepResult(*by_block[-1], job.batch, by_block if blocks > 1 else ()))
         return results

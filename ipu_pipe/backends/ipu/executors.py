@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 import traceback
 from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence
 
 import torch
 
-from ipu_pipe.backends.ipu.config import IpuConfig
 from ipu_pipe.backends.ipu.feed import convert_input, fill_up
 from ipu_pipe.backends.ipu.optimizer import (
     IpuState,
@@ -70,20 +68,6 @@ def describe_error(error: Any) -> str:
     text = " ".join(str(getattr(error, "message", error)).split())
     hints = [f": {hint}" for words, hint in HINTS.items() if any(word in text for word in words)]
     return f"{getattr(error, 'type', type(error).__name__)}: {text[:400]}" + "".join(hints)
-
-
-def check_hardware(ipu: IpuConfig, count: int) -> None:
-    """Raise `BadInput` if the machine has no device of `count` IPUs, before a compilation that may take an hour."""
-    import poptorch
-
-    simulated = ipu.use_ipu_model or ipu.offline_target is not None
-    if simulated or ipu.wait_for_ipu or os.environ.get("POPTORCH_IPU_MODEL", "0") not in ("", "0"):
-        return
-    if not poptorch.ipuHardwareIsAvailable(count):
-        raise BadInput(
-            f"backend.name: poptorch: this machine has no device of {count} IPUs: take fewer stages or replicas, or compile "
-            "without one: backend.ipu.compile_only=true backend.ipu.offline_target=2"
-        )
 
 
 class Snapshot(NamedTuple):

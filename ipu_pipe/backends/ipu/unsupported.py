@@ -208,8 +208,34 @@ def check_model(config: Config, method: Method, facts: ModelFacts, local_replica
         return faults
     place = Placement((0,)) if decoupled else place_stages(config.ipu, facts.stages)
     faults = list_faults(config, _list_model_cases(config, facts, place, decoupled, local_replicas))
-    faults += [] if decoupled else _check_layout(facts, place, method)
-    return faults + _check_forward(facts, config.precision) + _check_optimizer(*facts.optimizer, config)
+    # stages must be on the IPUs in order, and no weight on several
+    if facts.empty and not decoupled:
+        empty = ", ".join(map(str, facts.empty))
+        faults.append(f"stages: {empty}: the stage is empty: use fewer stages or other boundaries")
+    if list(facts.order) != sorted(set(facts.order)) and not decoupled:
+        order = ", ".join(map(str, facts.order))
+        faults.append(f"stages: a forward begins them in the order {order}: on IPUs each must begin once, in order")
+    for name, stages in facts.shared.items() if is_pipelined(method) and not decoupled else ():
+        ipus = sorted({place.ipu_of[s] for s in stages})
+        if len(ipus) > 1:
+            users = f"stages {', '.join(map(str, stages))} on IPUs {', '.join(map(str, ipus))}"
+            remedy = "use backend.ipu.ipus or other boundaries"
+            faults.append(f"model: {name}: used by {users}, but a parameter is stored on one IPU only: {remedy}")
+    # what of the forward PopTorch would compute differently, or refuse to compile
+    integers = [] if facts.input_type.is_floating_point else [f"inputs are {str(facts.input_type).replace('torch.', '')}"]
+    # fmt: off
+    whys = (
+        ("model", facts.functions, "PopTorch never calls its backward (a torch.autograd.Function): use plain operations"),
+        ("model", facts.ungraded, "torch.no_grad() has no effect inside a forward on an IPU: use .detach() on what is read"),
+        ("model", facts.counters, "training writes an integer buffer, a constant on an IPU: keep it in float32"),
+        ("precision: 16.32", integers, "nothing would be computed in half precision: use 16.16 or 32.32"),
+        ("precision: 16.32", facts.biased_convolutions, "torch 2.0.1 convolves no half inputs with a float32 bias: use "
+         "bias=False, 16.16 or 32.32"),
+    )
+    # fmt: on
+    keys = ("model", f"precision: {config.precision}")
+    faults += [f"{key}: {list_some(names, 3)}: {why}" for key, names, why in whys if names and key in keys]
+    return faults + _check_optimizer(*facts.optimizer, config)
 
 
 def _list_model_cases(
@@ -235,41 +261,6 @@ def _list_model_cases(
     # weights are sharded over a process's own replicas
     if local_replicas is not None:
         yield from _list_location_cases(config)
-
-
-def _check_layout(facts: ModelFacts, place: Placement, method: Method) -> List[str]:
-    """Return the faults of stages that do not run in order, and of weights that would be on several IPUs."""
-    faults = []
-    if facts.empty:
-        empty = ", ".join(map(str, facts.empty))
-        faults.append(f"stages: {empty}: the stage is empty: use fewer stages or other boundaries")
-    if list(facts.order) != sorted(set(facts.order)):
-        order = ", ".join(map(str, facts.order))
-        faults.append(f"stages: a forward begins them in the order {order}: on IPUs each must begin once, in order")
-    for name, stages in facts.shared.items() if is_pipelined(method) else ():
-        ipus = sorted({place.ipu_of[s] for s in stages})
-        if len(ipus) > 1:
-            users = f"stages {', '.join(map(str, stages))} on IPUs {', '.join(map(str, ipus))}"
-            remedy = "use backend.ipu.ipus or other boundaries"
-            faults.append(f"model: {name}: used by {users}, but a parameter is stored on one IPU only: {remedy}")
-    return faults
-
-
-def _check_forward(facts: ModelFacts, precision: str) -> List[str]:
-    """Return the faults of a forward that PopTorch would compute differently or refuse to compile."""
-    integers = [] if facts.input_type.is_floating_point else [f"inputs are {str(facts.input_type).replace('torch.', '')}"]
-    # fmt: off
-    whys = (
-        ("model", facts.functions, "PopTorch never calls its backward (a torch.autograd.Function): use plain operations"),
-        ("model", facts.ungraded, "torch.no_grad() has no effect inside a forward on an IPU: use .detach() on what is read"),
-        ("model", facts.counters, "training writes an integer buffer, a constant on an IPU: keep it in float32"),
-        ("precision: 16.32", integers, "nothing would be computed in half precision: use 16.16 or 32.32"),
-        ("precision: 16.32", facts.biased_convolutions, "torch 2.0.1 convolves no half inputs with a float32 bias: use "
-         "bias=False, 16.16 or 32.32"),
-    )
-    # fmt: on
-    keys = ("model", f"precision: {precision}")
-    return [f"{key}: {list_some(names, 3)}: {why}" for key, names, why in whys if names and key in keys]
 
 
 def _check_optimizer(kind: str, groups: Sequence[Mapping[str, Any]], config: Config) -> List[str]:

@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ipu_pipe.backends.interface import Backend, CheckpointState, Engine, Report, StepResult, refuse_poptorch_state
+from ipu_pipe.backends.interface import Backend, CheckpointState, Engine, Report, StepResult
 from ipu_pipe.backends.processes import collect, trace
 from ipu_pipe.backends.processes.cuda import make_channels
 from ipu_pipe.backends.processes.interpreter import BatchAnnouncements, Interpreter
-from ipu_pipe.backends.processes.launch import check_launch, join, make_group
+from ipu_pipe.backends.processes.launch import join, make_group
 from ipu_pipe.backends.processes.layout import RankLayout, place
 from ipu_pipe.backends.processes.local import LocalBlock
 from ipu_pipe.backends.processes.lost_ranks import LostRank, detect_lost_rank
@@ -29,10 +29,10 @@ from ipu_pipe.backends.processes.ties import Ties, find_ties
 from ipu_pipe.backends.processes.update import ReplicaGroup, ResultCollection
 from ipu_pipe.backends.work import Work, list_exactness_faults
 from ipu_pipe.data.batches import compute_checksum
-from ipu_pipe.errors import BadInput, RunFault
+from ipu_pipe.errors import RunFault
 from ipu_pipe.job.evaluation import EvaluationResult
 from ipu_pipe.job.record import Job
-from ipu_pipe.job.user_code import attribute_fault
+from ipu_pipe.job.user_code import raise_attributed
 from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.model.batch import check_same_shapes
 from ipu_pipe.model.cutting import Piece, list_crossings
@@ -327,18 +327,14 @@ def name_faults(
     """
     try:
         yield
-    except (BadInput, RunFault):
-        raise
     except LostRank as error:
         raise RunFault(f"rank {rank}, stage {stage()}, action {action()}: {error}") from error
     except Exception as error:
-        attribute_fault(error, f"rank {rank}, stage {stage()}, {doing()}")
-        raise
+        raise_attributed(error, f"rank {rank}, stage {stage()}, {doing()}")
 
 
 def make(job: Job, first_update: int) -> ProcessEngine:
     """Return this rank's engine, which continues with update `first_update`."""
-    refuse_poptorch_state(job.optimizer)
     layout = RankLayout(dist.get_rank(), job.placement, job.config.replicas)
     with name_faults(layout.rank, lambda: layout.held[0], lambda: "start", lambda: f"start before update {first_update}"):
         return ProcessEngine(job, first_update)
@@ -363,4 +359,4 @@ def list_faults(job: Job) -> List[str]:
     return faults
 
 
-BACKEND = Backend(check_launch=check_launch, launch=join, place=place, faults=list_faults, engine=make)
+BACKEND = Backend(launch=join, place=place, faults=list_faults, engine=make)

@@ -25,8 +25,8 @@ from ipu_pipe import __version__
 from ipu_pipe.backends.processes.lost_ranks import ANSWER, WARM_UP, Termination, answer_within, wait_limit
 from ipu_pipe.backends.ranks import is_distributed, report_lost_rank
 from ipu_pipe.config.compare import flatten
-from ipu_pipe.config.schema import BackendConfig, Config
-from ipu_pipe.errors import BadInput, RunFault
+from ipu_pipe.config.schema import Config
+from ipu_pipe.errors import BadInput, RunFault, raise_faults
 from ipu_pipe.job.numerics import set_numerics
 from ipu_pipe.launcher import Launch, announce_attempt, read_launch
 from ipu_pipe.text import list_some
@@ -41,22 +41,18 @@ RANKS_MAY_DIFFER = ("data.root", "backend.threads")
 Request = Dict[str, Any]
 
 
-def check_launch(backend: BackendConfig) -> None:
-    """Raise `BadInput` if there is no launcher."""
+def join(config: Config, options: Mapping[str, object]) -> None:
+    """Join the process group (gloo).
+
+    Raise `BadInput` if there is no launcher, or if another rank has another config or other options, `RunFault` if a rank is
+    missing at the deadline. For GPUs that exchange messages directly, each link has an nccl group besides (`cuda.make_channels`).
+    """
+    backend, where = config.backend, read_launch()
     if not is_distributed():
         raise BadInput(
             "backend.name: distributed: each stage runs in a process of its own: start it with"
             " torchrun --nproc_per_node STAGES tools/train.py CONFIG --set backend.name=distributed"
         )
-
-
-def join(config: Config, options: Mapping[str, object]) -> None:
-    """Join the process group (gloo).
-
-    Raise `BadInput` if another rank has another config or other options, `RunFault` if a rank is missing at the deadline. For
-    GPUs that exchange messages directly, each link has an nccl group besides (`cuda.make_channels`).
-    """
-    backend, where = config.backend, read_launch()
     if not dist.is_available():
         raise BadInput("backend.name: distributed: this PyTorch was built without torch.distributed")
     if _torch_version() < (2, 4):
@@ -151,8 +147,7 @@ def _compare_with_all(request: Request) -> None:
         dist.all_gather_object(requests, request)
     for rank, other in enumerate(requests):
         faults = compare(requests[0], other, 0, rank)
-        if faults:
-            raise BadInput(faults)
+        raise_faults(faults)
 
 
 # ---- rendezvous in the store
@@ -215,9 +210,7 @@ def _wait_for_all(
     while missing or not (where.rank == 0 or store.check(["complete"])):
         for rank in list(missing):
             if store.check([f"asked/{rank}"]):
-                faults = compare(request, json.loads(store.get(f"asked/{rank}")), where.rank, rank)
-                if faults:
-                    raise BadInput(faults)
+                raise_faults(compare(request, json.loads(store.get(f"asked/{rank}")), where.rank, rank))
                 missing.remove(rank)
         if rounds.add("round", 0) > number:
             if where.rank == 0:
@@ -264,31 +257,26 @@ def _address(where: Launch) -> str:
 def _open_store(where: Launch, limit: float) -> Any:
     assert where.address is not None and where.port is not None
     keeps = where.rank == 0 and not where.has_agent
-    if keeps:
-        _refuse_used_port(where)
-    else:
+    if not keeps:
         _wait_for_keeper(where, limit)
     try:
+        # torch says in many lines that a port is in use
+        if keeps:
+            with socket.socket() as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(("", where.port))
+                probe.listen(1)
         store = dist.TCPStore(
             where.address, where.port, where.world, keeps, timedelta(seconds=limit), wait_for_workers=False
         )
+    except OSError as error:
+        raise RunFault(
+            f"MASTER_PORT: {where.port}: cannot be used on this machine: {error.strerror or error}: another run, or a second"
+            " process with RANK 0, may have it"
+        ) from error
     except (RuntimeError, ValueError) as error:
         raise RunFault(f"{_address(where)}: cannot be joined: {' '.join(str(error).split())[:200]}") from error
     return dist.PrefixStore("ipu_pipe", store)
-
-
-def _refuse_used_port(where: Launch) -> None:
-    """Raise `RunFault` if the port is in use: torch's own message has many lines."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", where.port))
-            probe.listen(1)
-        except OSError as error:
-            raise RunFault(
-                f"MASTER_PORT: {where.port}: cannot be used on this machine: {error.strerror or error}: another run, or a second"
-                " process with RANK 0, may have it"
-            ) from error
 
 
 def _wait_for_keeper(where: Launch, limit: float) -> None:

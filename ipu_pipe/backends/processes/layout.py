@@ -13,7 +13,7 @@ from torch import nn
 
 from ipu_pipe.backends.ranks import run_on_main
 from ipu_pipe.config.schema import Config
-from ipu_pipe.errors import BadInput
+from ipu_pipe.errors import BadInput, raise_faults
 from ipu_pipe.job.factories import Placed, place_blocks
 from ipu_pipe.model.cutting import Piece, cut_model
 from ipu_pipe.model.rehearsal import Rehearsed, rehearse
@@ -150,10 +150,7 @@ def _cut(
     cut = cut_model(model, begins, x)
     # every rank finds the same faults here, before any rank waits for another
     rehearsed = rehearse(model, cut, x)
-    _refuse_reads(method, cut, rehearsed.again)
-    _refuse_shared_changes(model, cut, rehearsed)
-    _refuse_shared_memory(cut)
-    _refuse_ties(method, cut, placement)
+    _refuse_cut(model, method, cut, placement, rehearsed)
     part = partition(model, x, begins if begins else 1, one_stage=method.one_stage)
     part = share_weights(part, find_users(cut), model)
     if method.one_stage is not None:
@@ -161,65 +158,56 @@ def _cut(
     return Placed(model, part, RankLayout(device, placement).held, placement, note, cut)
 
 
-def _refuse_ties(method: Method, cut: Sequence[Piece], placement: Sequence[int]) -> None:
-    """Raise `BadInput` for tied weights of two stages of one device, which would need two versions in one tensor."""
-    for name, stages in find_users(cut).items():
-        if method.reads_old(len(cut)) and len({placement[stage] for stage in stages}) < len(stages):
-            raise BadInput(
+def _refuse_cut(
+    model: nn.Module, method: Method, cut: Sequence[Piece], placement: Sequence[int], rehearsed: Rehearsed
+) -> None:
+    """Raise `BadInput`, with every fault, for weights and buffers that ranks cannot share, or cannot read as the method says."""
+    faults, users, elsewhere = [], find_users(cut), "use backend: {name: emulator}"
+    if method.delay is not None:
+        key = "hogwild" if method.delay.drawn else "constant_delay"
+        faults.append(f"method_args.{key}: delays that are not the pipeline's own: {elsewhere}")
+    # of weights that stages of one device use there is one tensor
+    for name, stages in users.items() if method.reads_old(len(cut)) else ():
+        if len({placement[stage] for stage in stages}) < len(stages):
+            faults.append(
                 f"model: {name}: stages {' and '.join(map(str, stages))} use this weight, several on one process, and"
                 f" {method.name} reads versions that are not the newest: use as many processes as stages, or untie it"
             )
-
-
-def _refuse_reads(method: Method, cut: Sequence[Piece], again: Sequence[str]) -> None:
-    """Raise `BadInput` for weights that ranks cannot read as the method demands.
-
-    These are all weights if the delays are not the pipeline's own. If a backward reads newer weights than its forward, these are
-    also weights that cross to another stage with the activations, and weights of modules of which a checkpoint runs a part
-    `again`.
-    """
-    if method.delay is not None:
-        key = "hogwild" if method.delay.drawn else "constant_delay"
-        raise BadInput(f"method_args.{key}: delays that are not the pipeline's own: use backend: {{name: emulator}}")
     reads_anew = method.reads_old(len(cut)) and method.backward_reads is Reads.NEWEST
-    if again and reads_anew:
-        raise BadInput(
-            f"model: {list_some(again)}: a checkpoint (torch.utils.checkpoint) in a module that is cut runs it again in the"
-            f" backward, with {method.name} by newer weights, and a part of the checkpoint cannot: begin stages around it, or"
+    if rehearsed.again and reads_anew:
+        faults.append(
+            f"model: {list_some(rehearsed.again)}: a checkpoint (torch.utils.checkpoint) in a module that is cut runs it again in"
+            f" the backward, with {method.name} by newer weights, and a part of the checkpoint cannot: begin stages around it, or"
             " use method_args: {stash: true} or backend: {name: emulator}"
         )
-    names = [name for piece in cut for name in piece.weights_handed_on()]
-    if names and reads_anew:
-        raise BadInput(
-            f"model: {', '.join(names)}: weights of a cut module, which a later stage uses: with {method.name} its backward"
+    handed_on = [name for piece in cut for name in piece.weights_handed_on()]
+    if handed_on and reads_anew:
+        faults.append(
+            f"model: {', '.join(handed_on)}: weights of a cut module, which a later stage uses: with {method.name} its backward"
             " must read newer ones than the forward: put them into modules of that stage, or method_args: {stash: true}"
         )
-
-
-def _refuse_shared_changes(model: nn.Module, cut: Sequence[Piece], rehearsed: Rehearsed) -> None:
-    """Raise `BadInput` for tensors that the forwards of several ranks change, each in its own copy."""
+    # what several ranks would change, each its own copy, other than by updates
     if rehearsed.moved:
-        raise BadInput(
+        faults.append(
             f"model: {list_some(rehearsed.moved)}: a backward changes it (a checkpoint runs its module again), and"
-            " other microbatches' forwards come between: keep it out of checkpoints, or use backend: {name: emulator}"
+            f" other microbatches' forwards come between: keep it out of checkpoints, or {elsewhere}"
         )
-    for name in sorted(find_users(cut).keys() & {*cut[0].cut.first.written, *rehearsed.effects.weights}):
-        raise BadInput(
+    for name in sorted(users.keys() & {*cut[0].cut.first.written, *rehearsed.effects.weights}):
+        faults.append(
             f"model: {name}: the forward changes this weight (max_norm of an embedding?), which several stages use: untie it, or"
-            " use backend: {name: emulator}"
+            f" {elsewhere}"
         )
     norms = [name for name, module in model.named_modules() if isinstance(module, nn.modules.batchnorm._NormBase)]
+    changed: Dict[str, List[str]] = {}
     for name, buffer in model.named_buffers():
         stages = [s for s, piece in enumerate(cut) if any(buffer is b for b in piece.buffers())]
         if len(stages) > 1 and (name in rehearsed.effects.buffers or name.rpartition(".")[0] in norms):
-            raise BadInput(
-                f"model: {name}: training changes it, and stages {' and '.join(map(str, stages))} use it, each in a process of"
-                " its own: cut elsewhere, or use backend: {name: emulator}"
-            )
-
-
-def _refuse_shared_memory(cut: Sequence[Piece]) -> None:
-    """Raise `BadInput` for two parameters of two stages that share memory, because each rank would have its own."""
+            changed.setdefault(" and ".join(map(str, stages)), []).append(name)
+    faults += [
+        f"model: {list_some(names)}: training changes it, and stages {where} use it, each in a process of its own: cut elsewhere,"
+        f" or {elsewhere}"
+        for where, names in changed.items()
+    ]
     first_at: Dict[int, Tuple[int, str, nn.Parameter]] = {}
     for stage, piece in enumerate(cut):
         parameters = dict(piece.cut.model.named_parameters())
@@ -227,7 +215,8 @@ def _refuse_shared_memory(cut: Sequence[Piece]) -> None:
             p = parameters[name]
             first, other, holder = first_at.setdefault(p.data_ptr(), (stage, name, p))
             if holder is not p and first != stage and not p.is_meta:
-                raise BadInput(
+                faults.append(
                     f"model: {other} on stage {first} and {name} on stage {stage} are two parameters in one memory, which"
                     " processes do not share: make them one parameter (b.weight = a.weight), or clone one"
                 )
+    raise_faults(faults)
