@@ -508,7 +508,7 @@ def test_an_optimizer_of_other_groups_is_refused() -> None:
     model = with_state()
     for factory, said in (
         (lambda groups: torch.optim.SGD(model.parameters(), lr=0.1), "must be made from the groups"),
-        (lambda groups: None, "gave None"),
+        (lambda groups: None, "returned None"),
     ):
         with pytest.raises(BadInput, match=said):
             build(config("stages=null"), model=model, optimizer=factory)
