@@ -161,15 +161,11 @@ def test_parts_of_every_methods_slots(name: str, stages: int, accumulate: int, b
     schedule = make_schedule(method, stages, accumulate * batches, accumulate)
     table = VersionTable(schedule, method)
     count = accumulate * batches
-    events, _ = build_modelled_events(
-        clock(schedule, make_slot_costs(schedule)), (table.forward(0, count), table.backward(0, count)), accumulate, 1000.0,
-        schedule.device_of_stage,
-    )  # fmt: skip
-    found, _ = measure_devices(events, [], find_span(events))
-    span = 1000 * schedule.slot_count
-    each = 2 * count * 1000 // schedule.slot_capacity
-    assert [(row["busy_ns"], span_of(row)) for row in found] == [(each, span)] * stages
-    assert sum(row["busy_ns"] for row in found) / (stages * span) == pytest.approx(schedule.busy_share(), abs=1e-12)
+    times, versions = clock(schedule, make_slot_costs(schedule)), (table.forward(0, count), table.backward(0, count))
+    events, _ = build_modelled_events(times, versions, accumulate, 1000.0, schedule.device_of_stage)
+    rows, _ = measure_devices(events, [], find_span(events))
+    span, busy = 1000 * schedule.slot_count, 2 * count * 1000 // schedule.slot_capacity
+    assert [(row["busy_ns"], span_of(row)) for row in rows] == [(busy, span)] * stages
+    assert busy / span == pytest.approx(schedule.busy_share(), abs=1e-12)
     if name == "gpipe":  # (P - 1) / (N + P - 1), Huang et al. 2019, section 2.3
-        idle = sum(span_of(row) - row["busy_ns"] for row in found) / (stages * span)
-        assert idle == pytest.approx((stages - 1) / (accumulate + stages - 1))
+        assert 1 - busy / span == pytest.approx((stages - 1) / (accumulate + stages - 1))

@@ -9,7 +9,6 @@ from typing import Any, Dict, List
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import nn
 
 from ipu_pipe.config.load import configure, load_config
@@ -19,6 +18,7 @@ from ipu_pipe.run.build import build
 from ipu_pipe.run.train import train
 from tests import forked
 from tests.staged_models import Shrinking
+from tests.support.runs import assert_close, assert_same, read_summary, read_weights
 
 SHORT: Dict[str, Any] = {
     "steps": 3, "micro_batch_size": 4, "gradient_accumulation": 2, "evaluate": {"subset": 6}, "log": {"tensorboard": False},
@@ -27,10 +27,8 @@ SHORT: Dict[str, Any] = {
 third_party = pytest.mark.skipif(importlib.util.find_spec("torchvision") is None, reason="needs torchvision and the like")
 
 
-def run_both(
-    tmp_path: Path, entry: str, data: Dict[str, Any], stages: List[str], **more: Any
-) -> List[Dict[str, Any]]:
-    """Weights, and the summary's figures, of the run on the emulator and on two processes."""
+def check_both(tmp_path: Path, entry: str, data: Dict[str, Any], stages: List[str], **more: Any) -> None:
+    """Check that weights and figures of a run are the same on the emulator and on two processes."""
     keys = {**SHORT, "model": {"entry": entry}, "data": data, **({"stages": stages} if stages else {}), **more}
     for name, backend in (("emulator", "emulator"), ("processes", "distributed")):
         config = {**keys, "backend": {"name": backend, "threads": 1}}
@@ -39,19 +37,9 @@ def run_both(
     arguments = [str(tmp_path / "processes.yaml"), "--out", str(tmp_path / "processes")]
     ended = forked.run_ranks(2, "train", arguments)
     assert ended.code == 0, ended.error
-    found = []
-    for name in ("emulator", "processes"):
-        summary = json.loads((tmp_path / name / "summary.json").read_text())
-        weights = load_file(next((tmp_path / name / "checkpoints").glob("step-3")) / "model.safetensors")
-        found.append({**weights, "initial": summary["initial"], "final": summary["final"]})
-    return found
-
-
-def check_equal(emulator: Dict[str, Any], processes: Dict[str, Any]) -> None:
-    assert emulator.keys() == processes.keys()
-    for name, value in emulator.items():
-        other = processes[name]
-        assert torch.equal(value, other) if isinstance(value, torch.Tensor) else value == other, name
+    assert_same(read_weights(tmp_path / "emulator", 3), read_weights(tmp_path / "processes", 3))
+    one, two = (read_summary(tmp_path / name) for name in ("emulator", "processes"))
+    assert (one["initial"], one["final"]) == (two["initial"], two["final"])
 
 
 @third_party
@@ -62,7 +50,7 @@ def test_models_of_other_libraries_train_as_on_the_emulator(tmp_path: Path, name
     from tests.third_party_models import CASES
 
     case = CASES[name]
-    check_equal(*run_both(tmp_path, f"tests.third_party_models:{case.entry}", case.data, case.stages(2), method="gpipe"))
+    check_both(tmp_path, f"tests.third_party_models:{case.entry}", case.data, case.stages(2), method="gpipe")
 
 
 DIGITS = {"name": "digits", "subset": 64, "test_subset": 32}
@@ -72,7 +60,7 @@ DIGITS = {"name": "digits", "subset": 64, "test_subset": 32}
 def test_forwards_that_do_more_than_compute_train_as_on_the_emulator(tmp_path: Path, entry: str, method: str) -> None:
     """A gradient inside of a forward failed in looks at the model that had none; those looks wrote weights, too, on each process
     as often as it looked."""
-    check_equal(*run_both(tmp_path, f"tests.staged_models:{entry}", DIGITS, [], method=method))
+    check_both(tmp_path, f"tests.staged_models:{entry}", DIGITS, [], method=method)
 
 
 def test_a_forward_that_writes_a_weight_writes_it_as_often_as_it_runs() -> None:
@@ -109,9 +97,7 @@ def test_modules_of_stages_are_compiled_and_agree_within_rounding(tmp_path: Path
     # a cache in the temporary folder may hold kernels of another machine's instructions
     ended = forked.run_ranks(2, "train", arguments, TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache"))
     assert ended.code == 0, ended.error
-    ends = [load_file(tmp_path / name / "checkpoints/step-3/model.safetensors") for name in ("emulator", "processes")]
-    assert ends[0].keys() == ends[1].keys()
-    assert all(torch.allclose(value, ends[1][name], rtol=0, atol=1e-5) for name, value in ends[0].items())
+    assert_close(read_weights(tmp_path / "emulator", 3), read_weights(tmp_path / "processes", 3), atol=1e-5)
     with pytest.raises(BadInput, match="model.compile: true"):
         build(configure(**{**keys, "backend": {"name": "emulator"}}))
 

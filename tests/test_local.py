@@ -6,6 +6,7 @@ import copy
 import functools
 import gc
 import json
+import shutil
 import subprocess
 import sys
 import weakref
@@ -15,8 +16,8 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import cross_entropy
 
-import ipu_pipe
 from ipu_pipe.backends.emulator.replay import Emulator
 from ipu_pipe.backends.work import Work
 from ipu_pipe.config.load import load_config
@@ -37,10 +38,9 @@ from models.resnet import preact_resnet20, resnet18
 from models.transformer import transformer_lm, transformer_translation
 from models.vgg import vgg11
 from tests.staged_models import batches, whole
+from tests.support.runs import DIGITS, ROOT, assert_same, find_checkpoint, list_faults, needs_processes, read_column
 
-ROOT = Path(__file__).resolve().parents[1]
 UPDATES = 4
-cross_entropy = nn.functional.cross_entropy
 OPTIMIZERS = {
     "sgd": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=1e-3),
     "adamw": functools.partial(torch.optim.AdamW, lr=0.02, weight_decay=1e-2),
@@ -48,28 +48,20 @@ OPTIMIZERS = {
 
 
 def layers(name: str) -> List[nn.Module]:
-    """Four blocks in a row, one activation between them."""
+    """Return four blocks in a row, one activation between them."""
     torch.manual_seed(1)
-    image = nn.Unflatten(1, (3, 2, 2))
-    made = {
-        "mlp": [
-            nn.Linear(12, 9), nn.Sequential(nn.ReLU(), nn.Linear(9, 8)), nn.Sequential(nn.Tanh(), nn.Linear(8, 7)),
-            nn.Linear(7, 4),
-        ],
-        "batch_norm": [
-            nn.Sequential(image, nn.Conv2d(3, 4, 3, padding=1)),
-            nn.Sequential(nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 6, 3, padding=1)),
-            nn.Sequential(nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 6, 3, padding=1)),
+    if name == "mlp":
+        middle = [nn.Sequential(nn.ReLU(), nn.Linear(9, 8)), nn.Sequential(nn.Tanh(), nn.Linear(8, 7))]
+        blocks = [nn.Linear(12, 9), *middle, nn.Linear(7, 4)]
+    else:
+        norm = nn.BatchNorm2d if name == "batch_norm" else functools.partial(nn.GroupNorm, 2)
+        blocks = [
+            nn.Sequential(nn.Unflatten(1, (3, 2, 2)), nn.Conv2d(3, 4, 3, padding=1)),
+            nn.Sequential(norm(4), nn.ReLU(), nn.Conv2d(4, 6, 3, padding=1)),
+            nn.Sequential(norm(6), nn.ReLU(), nn.Conv2d(6, 6, 3, padding=1)),
             nn.Sequential(nn.Flatten(), nn.Linear(24, 4)),
-        ],
-        "group_norm": [
-            nn.Sequential(image, nn.Conv2d(3, 4, 3, padding=1)),
-            nn.Sequential(nn.GroupNorm(2, 4), nn.ReLU(), nn.Conv2d(4, 6, 3, padding=1)),
-            nn.Sequential(nn.GroupNorm(2, 6), nn.ReLU(), nn.Conv2d(6, 6, 3, padding=1)),
-            nn.Sequential(nn.Flatten(), nn.Linear(24, 4)),
-        ],
-    }[name]  # fmt: skip
-    return [layer.double() for layer in made]
+        ]
+    return [block.double() for block in blocks]
 
 
 MODELS = ("mlp", "batch_norm", "group_norm")
@@ -80,36 +72,31 @@ def blocked(stages: Sequence[nn.Module], structure: Structure) -> Tuple[BlockedM
 
 
 def emulate(
-    made: BlockedModel, part: Any, method_name: str, accumulate: int, optimizer: str, args: Dict[str, Any] = {}
-) -> Emulator:
+    model: BlockedModel, part: Any, method_name: str, accumulate: int, optimizer: str, args: Dict[str, Any] = {}
+) -> None:
     method, data = resolve_method(method_name), batches(UPDATES * accumulate)
     table = VersionTable(make_schedule(method, len(part), len(data), accumulate), method)
     make = OPTIMIZERS[optimizer]
-    chosen = make(make_groups(made, part))
-    rules = UpdateRules(args, method, table.rule_lag(), accumulate, chosen, lambda k: make.keywords["lr"])
-    emulator = Emulator(Work(SumOfLosses(cross_entropy), table, rules), made, part, data[0])
+    rate = make.keywords["lr"]
+    rules = UpdateRules(args, method, table.rule_lag(), accumulate, make(make_groups(model, part)), lambda k: rate)
+    emulator = Emulator(Work(SumOfLosses(cross_entropy), table, rules), model, part, data[0])
     for k in range(UPDATES):
         emulator.step(data[k * accumulate : (k + 1) * accumulate])
     emulator.close()
-    return emulator
 
 
 # ---- the plain definition, written out
 
 
-def plain(
-    blocks: List[List[nn.Module]],
-    heads: List[Optional[nn.Module]],
-    accumulate: int,
-    optimizer: str,
-    every: Sequence[int] = (),
-) -> None:
-    """Each block by itself, one after another: forward of what the one before gave, its own loss, backward, its own optimizer.
-    A module in two blocks is there twice, as copies whose gradients are averaged before they step."""
-    owners = [[p for layer in block for p in layer.parameters()] for block in blocks]
-    optimizers = [
-        OPTIMIZERS[optimizer]([*own, *(head.parameters() if head else [])]) for own, head in zip(owners, heads)
-    ]
+Blocks = List[List[nn.Module]]
+Heads = List[Optional[nn.Module]]
+
+
+def train_plainly(blocks: Blocks, heads: Heads, accumulate: int, optimizer: str, every: Sequence[int] = ()) -> None:
+    """Train each block by itself, one after another: forward of what the one before gave, its own loss, backward, its own
+    optimizer. A module in two blocks is there twice, as copies whose gradients are averaged before they step."""
+    trained = [nn.ModuleList([*block, *([head] if head else [])]) for block, head in zip(blocks, heads)]
+    optimizers = [OPTIMIZERS[optimizer](modules.parameters()) for modules in trained]
     data = batches(UPDATES * accumulate)
     for k in range(UPDATES):
         for x, y in data[k * accumulate : (k + 1) * accumulate]:
@@ -144,65 +131,65 @@ def plain(
                 chosen.zero_grad()
 
 
-def copies(made: BlockedModel) -> List[Optional[nn.Module]]:
-    blocks = get_blocks(made)
+def copy_heads(model: BlockedModel) -> Heads:
+    blocks = get_blocks(model)
     assert blocks is not None
     return [copy.deepcopy(blocks.head(j)) for j in range(len(blocks.pieces))]
 
 
-def assert_equal(made: BlockedModel, expected: nn.Module, heads: Sequence[Optional[nn.Module]]) -> None:
-    state = made.state_dict()
-    for name, value in expected.state_dict().items():
-        assert torch.equal(value, state.pop(name)), name
-    for j, head in enumerate(heads):
-        for name, value in head.state_dict().items() if head else ():
-            assert torch.equal(value, state.pop(f"local_heads.{j}.{name}")), (j, name)
-    assert not state
+def assert_equal(model: BlockedModel, expected: nn.Module, heads: Heads) -> None:
+    named_heads = {f"local_heads.{j}": head for j, head in enumerate(heads) if head}
+    states = {f"{prefix}.{key}": value for prefix, head in named_heads.items() for key, value in head.state_dict().items()}
+    assert_same(model.state_dict(), {**expected.state_dict(), **states})
+
+
+def cut_into_one_each(stages: List[nn.Module]) -> Blocks:
+    return [[stage] for stage in stages]
+
+
+def cut_into_overlapping(stages: List[nn.Module]) -> Blocks:
+    return [[stages[0]], *[[copy.deepcopy(stages[j - 1]), stages[j]] for j in range(1, 4)]]
+
+
+# method -> its structure, and the blocks of its plain definition
+DEFINITIONS = {
+    "local_greedy": (Structure(), cut_into_one_each),
+    "local_overlapping": (Structure(overlap=1), cut_into_overlapping),
+}
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("name", MODELS)
-def test_greedy_is_its_plain_definition(name: str, accumulate: int, optimizer: str) -> None:
+@pytest.mark.parametrize("method", DEFINITIONS)
+def test_methods_are_their_plain_definitions(method: str, name: str, accumulate: int, optimizer: str) -> None:
+    structure, cut = DEFINITIONS[method]
     stages = layers(name)
-    made, part = blocked(stages, Structure())
-    expected, heads = copy.deepcopy(stages), copies(made)
-    emulate(made, part, "local_greedy", accumulate, optimizer)
-    plain([[layer] for layer in expected], heads, accumulate, optimizer)
-    assert_equal(made, whole(expected), heads)
+    model, part = blocked(stages, structure)
+    expected, heads = copy.deepcopy(stages), copy_heads(model)
+    emulate(model, part, method, accumulate, optimizer)
+    train_plainly(cut(expected), heads, accumulate, optimizer)
+    assert_equal(model, whole(expected), heads)
 
 
 @pytest.mark.parametrize("cut", [(), ("2",), ("1", "3")])
 @pytest.mark.parametrize("name", MODELS)
 def test_chunks_are_their_plain_definition_and_one_is_plain_training(name: str, cut: Tuple[str, ...]) -> None:
     stages = layers(name)
-    made, part = blocked(stages, Structure(blocks=cut or 1))
-    expected, heads = copy.deepcopy(stages), copies(made)
+    model, part = blocked(stages, Structure(blocks=cut or 1))
+    expected, heads = copy.deepcopy(stages), copy_heads(model)
     edges = [0, *map(int, cut), 4]
-    emulate(made, part, "local_chunked", 2, "sgd")
-    plain([[nn.Sequential(*expected[a:b])] for a, b in zip(edges, edges[1:])], heads, 2, "sgd")
-    assert_equal(made, whole(expected), heads)
+    emulate(model, part, "local_chunked", 2, "sgd")
+    train_plainly([[nn.Sequential(*expected[a:b])] for a, b in zip(edges, edges[1:])], heads, 2, "sgd")
+    assert_equal(model, whole(expected), heads)
     assert len(part) == len(cut) + 1 and heads[-1] is None
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("name", MODELS)
-def test_overlapping_is_its_duplicated_definition(name: str, accumulate: int, optimizer: str) -> None:
-    stages = layers(name)
-    made, part = blocked(stages, Structure(overlap=1))
-    expected, heads = copy.deepcopy(stages), copies(made)
-    emulate(made, part, "local_overlapping", accumulate, optimizer)
-    blocks = [[expected[0]], *[[copy.deepcopy(expected[j - 1]), expected[j]] for j in range(1, 4)]]
-    plain(blocks, heads, accumulate, optimizer)
-    assert_equal(made, whole(expected), heads)
 
 
 def test_the_last_layers_train_and_the_others_stay() -> None:
     stages = layers("batch_norm")
-    made, part = blocked(stages, Structure(layers=2))
+    model, part = blocked(stages, Structure(layers=2))
     expected = copy.deepcopy(stages)
-    emulate(made, part, "last_layers", 2, "sgd")
+    emulate(model, part, "last_layers", 2, "sgd")
     front = nn.Sequential(*expected[:2]).train()
     optimizer = OPTIMIZERS["sgd"]([p for layer in expected[2:] for p in layer.parameters()])
     data = batches(2 * UPDATES)
@@ -213,8 +200,8 @@ def test_the_last_layers_train_and_the_others_stay() -> None:
             (cross_entropy(expected[3](expected[2](value)), y) / 2).backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert_equal(made, whole(expected), [None, None])
-    blocks = get_blocks(made)
+    assert_equal(model, whole(expected), [None, None])
+    blocks = get_blocks(model)
     assert blocks is not None and not any(p.requires_grad for p in stages[0].parameters())
     blocks.release()
     assert all(p.requires_grad for p in stages[0].parameters())
@@ -222,15 +209,15 @@ def test_the_last_layers_train_and_the_others_stay() -> None:
 
 def test_blocks_have_rates_and_accumulation_of_their_own() -> None:
     stages = layers("mlp")
-    made, part = blocked(stages, Structure())
-    expected, heads = copy.deepcopy(stages), copies(made)
-    emulate(made, part, "local_greedy", 1, "sgd", {"block_accumulation": [1, 2, 4, 1]})
-    plain([[layer] for layer in expected], heads, 1, "sgd", every=[1, 2, 4, 1])
-    assert_equal(made, whole(expected), heads)
-    made, part = blocked(layers("mlp"), Structure())
-    before = copy.deepcopy(made.state_dict())
-    emulate(made, part, "local_greedy", 1, "sgd", {"block_rates": [0.0, 1.0, 0.0, 1.0]})
-    moved = {name.split(".")[0] for name, value in made.state_dict().items() if not torch.equal(value, before[name])}
+    model, part = blocked(stages, Structure())
+    expected, heads = copy.deepcopy(stages), copy_heads(model)
+    emulate(model, part, "local_greedy", 1, "sgd", {"block_accumulation": [1, 2, 4, 1]})
+    train_plainly(cut_into_one_each(expected), heads, 1, "sgd", every=[1, 2, 4, 1])
+    assert_equal(model, whole(expected), heads)
+    model, part = blocked(layers("mlp"), Structure())
+    before = copy.deepcopy(model.state_dict())
+    emulate(model, part, "local_greedy", 1, "sgd", {"block_rates": [0.0, 1.0, 0.0, 1.0]})
+    moved = {name.split(".")[0] for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
     assert moved == {"1", "3", "local_heads"}
 
 
@@ -264,11 +251,11 @@ def test_heads_are_built_by_model_family() -> None:
     ids=["resnet", "preact", "vgg", "transformer"],
 )
 def test_the_projects_models_can_be_chunked(model: nn.Module, x: torch.Tensor) -> None:
-    made, part = make_blocks(model, x, Structure(blocks=3), None)
-    outputs = made.train()(x)
+    blocked_model, part = make_blocks(model, x, Structure(blocks=3), None)
+    outputs = blocked_model.train()(x)
     assert len(outputs) == 3 and len({tuple(o.shape) for o in outputs}) == 1 and len(part) == 3
-    assert torch.equal(made.eval()(x), model.eval()(x))
-    assert set(model.state_dict()) < set(made.state_dict())
+    assert torch.equal(blocked_model.eval()(x), model.eval()(x))
+    assert set(model.state_dict()) < set(blocked_model.state_dict())
 
 
 def test_heads_of_layers_are_those_of_auglocal() -> None:
@@ -287,11 +274,11 @@ def test_heads_of_layers_are_those_of_auglocal() -> None:
     for module in model[:3]:
         x = module(x)
         activations.append(x)
-    made = AugLocal(2, 0.0).make(model, 0, activations, torch.zeros(2, 5))
-    assert [type(layer).__name__ for layer in made] == ["ResidualLayer", "ResidualLayer", "Sequential"]
-    assert made[0].conv1.out_channels == 8 and made[0].conv1.stride == (2, 2) and made[1].conv1.stride == (1, 1)
-    assert made.eval()(activations[0]).shape == (2, 5)
-    assert made[0].norm1.num_batches_tracked == 0
+    head = AugLocal(2, 0.0).make(model, 0, activations, torch.zeros(2, 5))
+    assert [type(layer).__name__ for layer in head] == ["ResidualLayer", "ResidualLayer", "Sequential"]
+    assert head[0].conv1.out_channels == 8 and head[0].conv1.stride == (2, 2) and head[1].conv1.stride == (1, 1)
+    assert head.eval()(activations[0]).shape == (2, 5)
+    assert head[0].norm1.num_batches_tracked == 0
     with pytest.raises(BadInput, match="method_args.head: depth"):
         AugLocal(1).make(model, 0, [torch.zeros(2, 7, 4), torch.zeros(2, 7, 4)], torch.zeros(2, 5))
 
@@ -321,60 +308,56 @@ def wrong_head(activation: torch.Tensor, output: torch.Tensor) -> nn.Module:
     return nn.Linear(activation.shape[1], 3)
 
 
-def digits(*sets: str) -> Any:
+def run(out: Path, *sets: str, **others: Any) -> Any:
+    """Train on the digits and return the report."""
     short = ["steps=6", "log.tensorboard=false", "log.every=2", "evaluate.subset=100", "stages=4", "backend.threads=1"]
-    return load_config(str(ROOT / "configs" / "mlp_digits.yaml"), [*short, *sets])
+    return train(load_config(DIGITS, [*short, *sets]), out, quiet=True, **others)
 
 
 @pytest.mark.parametrize("head", ["tests.test_local:bias_head", "{depth: 2, pyramid: 0.0}"])
 def test_a_run_reports_every_head_and_resumes(head: str, tmp_path: Path) -> None:
-    how = ["method=local_greedy", f"method_args.head={head}", "checkpoint.every=3"]
-    report = train(digits(*how), tmp_path / "a", quiet=True)
+    sets, out = ["method=local_greedy", f"method_args.head={head}", "checkpoint.every=3"], tmp_path / "a"
+    report = run(out, *sets)
     assert [block["index"] for block in report["blocks"]] == [0, 1, 2, 3]
     assert report["blocks"][-1]["test_accuracy"] == report["final"]["test_accuracy"]
-    lines = [json.loads(line) for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()]
-    assert all(len(line["block_train_loss"]) == 4 for line in lines if "train_loss" in line)
-    assert all(len(line["block_test_accuracy"]) == 4 for line in lines if "test_loss" in line)
+    for key, usual in (("block_train_loss", "train_loss"), ("block_test_accuracy", "test_loss")):
+        assert [len(values) for values in read_column(out, key)] == [4] * len(read_column(out, usual))
     assert [(link["src"], link["dst"]) for link in report["links"]] == [(0, 1), (1, 2), (2, 3)]
-    for file in (tmp_path / "a" / "checkpoints" / "step-6").iterdir():
-        file.unlink()
-    (tmp_path / "a" / "checkpoints" / "step-6").rmdir()
-    (tmp_path / "a" / "summary.json").unlink()
-    again = train(digits(*how), tmp_path / "a", resume=True, quiet=True)
+    shutil.rmtree(find_checkpoint(out, 6))
+    (out / "summary.json").unlink()
+    again = run(out, *sets, resume=True)
     assert again["final"] == report["final"] and again["blocks"] == report["blocks"]
     # the weights serve other methods: the heads are left out
-    weights = str(tmp_path / "a" / "checkpoints" / "step-6" / "model.safetensors")
-    other = train(digits("method=gpipe", f"init_from={weights}"), tmp_path / "b", quiet=True)
+    other = run(tmp_path / "b", "method=gpipe", f"init_from={find_checkpoint(out, 6) / 'model.safetensors'}")
     assert other["initial"]["test_accuracy"] == report["final"]["test_accuracy"]
 
 
 @pytest.mark.parametrize(
-    "how, told",
+    "method, setting, place",
     [
-        (["method=local_greedy", "method_args.t2={}"], "method_args.t2: "),
-        (["method=gpipe", "method_args.blocks=2"], "method_args.blocks: 2: "),
-        (["method=local_greedy", "method_args.layers=2"], "method_args.layers: 2: "),
-        (["method=local_chunked", "method_args.blocks=0"], "method_args.blocks: 0: "),
-        (["method=local_chunked", "method_args.blocks=[nothing]"], "nothing: "),
-        (["method=local_chunked", "method_args.blocks=40"], "method_args.blocks: 40: "),
-        (["method=last_layers", "method_args.layers=9"], "method_args.layers: 9: "),
-        (["method=local_greedy", "method_args.block_rates=[1.0]"], "method_args.block_rates: "),
-        (["method=gpipe", "method_args.block_rates=[1.0]"], "method_args.block_rates: "),
-        (["method=local_chunked", "method_args.block_accumulation=[1, 4]"], "method_args.block_accumulation"),
-        (["method=local_greedy", "clip={norm: 1.0, scope: global}"], "clip.scope: global: "),
-        (["method=local_overlapping", "clip={norm: 1.0, scope: stage}"], "clip: "),
-        (["method=local_overlapping", "method_args.block_accumulation=[1, 1, 1, 1]"], "method_args.block_accumulation"),
-        (["method=local_overlapping", "method_args.overlap=2"], "overlap: 2: "),
-        (["method=local_greedy", "stages={count: 4, by: time}"], "stages"),
-        (["method=local_overlapping", "replicas=2"], "replicas: 2: "),
-        (["method=local_greedy", "method_args.head=tests.test_local:wrong_head"], "method_args.head: "),
-        (["method=local_greedy", "method_args.head=tests.test_local:nothing"], "method_args.head: "),
+        ("local_greedy", "method_args.t2={}", "method_args.t2: "),
+        ("gpipe", "method_args.blocks=2", "method_args.blocks: 2: "),
+        ("local_greedy", "method_args.layers=2", "method_args.layers: 2: "),
+        ("local_chunked", "method_args.blocks=0", "method_args.blocks: 0: "),
+        ("local_chunked", "method_args.blocks=[nothing]", "nothing: "),
+        ("local_chunked", "method_args.blocks=40", "method_args.blocks: 40: "),
+        ("last_layers", "method_args.layers=9", "method_args.layers: 9: "),
+        ("local_greedy", "method_args.block_rates=[1.0]", "method_args.block_rates: "),
+        ("gpipe", "method_args.block_rates=[1.0]", "method_args.block_rates: "),
+        ("local_chunked", "method_args.block_accumulation=[1, 4]", "method_args.block_accumulation"),
+        ("local_greedy", "clip={norm: 1.0, scope: global}", "clip.scope: global: "),
+        ("local_overlapping", "clip={norm: 1.0, scope: stage}", "clip: "),
+        ("local_overlapping", "method_args.block_accumulation=[1, 1, 1, 1]", "method_args.block_accumulation"),
+        ("local_overlapping", "method_args.overlap=2", "overlap: 2: "),
+        ("local_greedy", "stages={count: 4, by: time}", "stages"),
+        ("local_overlapping", "replicas=2", "replicas: 2: "),
+        ("local_greedy", "method_args.head=tests.test_local:wrong_head", "method_args.head: "),
+        ("local_greedy", "method_args.head=tests.test_local:nothing", "method_args.head: "),
     ],
-)  # fmt: skip
-def test_what_makes_no_sense_is_refused(how: List[str], told: str, tmp_path: Path) -> None:
-    with pytest.raises(BadInput) as raised:
-        train(digits("micro_batch_size=8", *how), tmp_path / "run", quiet=True)
-    assert told in str(raised.value) and not (tmp_path / "run").exists()
+)
+def test_what_makes_no_sense_is_refused(method: str, setting: str, place: str, tmp_path: Path) -> None:
+    faults = list_faults(run, tmp_path / "run", "micro_batch_size=8", f"method={method}", setting)
+    assert any(place in fault for fault in faults) and not (tmp_path / "run").exists()
 
 
 class Placed(nn.Sequential):
@@ -392,11 +375,11 @@ def test_weights_of_the_model_itself_have_duplicates() -> None:
     torch.manual_seed(0)
     model, x = Placed(), torch.randn(2, 12)
     make_blocks(model, x, Structure(), ["1", "2"])
-    made, _ = make_blocks(model, x, Structure(overlap=1), ["1", "2"])
-    outputs = made.train()(x)
+    blocked_model, _ = make_blocks(model, x, Structure(overlap=1), ["1", "2"])
+    outputs = blocked_model.train()(x)
     sum(output.sum() for output in outputs[1:]).backward()  # the first block's own loss apart
     assert model.place.grad is None
-    blocks = get_blocks(made)
+    blocks = get_blocks(blocked_model)
     assert blocks is not None
     blocks.average_duplicates()
     assert model.place.grad is not None and model.place.grad.abs().sum() > 0
@@ -408,39 +391,25 @@ def test_a_head_may_begin_in_place() -> None:
 
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(12, 9), nn.Linear(9, 4)), torch.randn(3, 12)
-    made, _ = make_blocks(model, x, Structure(), ["1"], head=head)
-    assert torch.equal(made.train()(x)[-1], model(x)) and torch.equal(made.eval()(x), model(x))
+    blocked_model, _ = make_blocks(model, x, Structure(), ["1"], head=head)
+    assert torch.equal(blocked_model.train()(x)[-1], model(x)) and torch.equal(blocked_model.eval()(x), model(x))
 
 
 def test_a_run_goes_on_with_its_own_blocks_only(tmp_path: Path) -> None:
-    how = ["method=local_greedy", "stages=[fc2, fc4]", "checkpoint.every=3"]
-    train(digits(*how), tmp_path / "run", quiet=True)
-    (tmp_path / "run" / "summary.json").unlink()
+    out, sets = tmp_path / "run", ["method=local_greedy", "stages=[fc2, fc4]", "checkpoint.every=3"]
+    run(out, *sets)
+    (out / "summary.json").unlink()
     with pytest.raises(BadInput, match="stages.*the config of a run cannot change"):
-        train(
-            digits("method=local_greedy", "stages=[fc3, fc4]", "checkpoint.every=3"),
-            tmp_path / "run",
-            resume=True,
-            quiet=True,
-        )
+        run(out, *sets, "stages=[fc3, fc4]", resume=True)
     # a new run from its weights takes the heads along
-    weights = str(tmp_path / "run" / "checkpoints" / "step-6" / "model.safetensors")
-    train(digits(*how, f"init_from={weights}"), tmp_path / "again", quiet=True)
-    first, last = (json.loads(line) for line in _tested(tmp_path))
-    assert first["block_test_accuracy"] == last["block_test_accuracy"]
-
-
-def _tested(folder: Path) -> Tuple[str, str]:
-    """The last evaluation of the first run, the first one of the second."""
-    lines = [
-        [line for line in (folder / name / "metrics.jsonl").read_text().splitlines() if "test_loss" in line]
-        for name in ("run", "again")
-    ]
-    return lines[0][-1], lines[1][0]
+    run(tmp_path / "again", *sets, f"init_from={find_checkpoint(out, 6) / 'model.safetensors'}")
+    key = "block_test_accuracy"
+    assert read_column(out, key)[-1] == read_column(tmp_path / "again", key)[0]
 
 
 def test_a_look_at_a_model_keeps_none_of_its_activations() -> None:
     """Story: each look kept a graph with its activations, and so the weights that processes mean to free."""
+
     def look() -> Any:
         model = nn.Sequential(nn.Linear(12, 500), nn.ReLU(), nn.Linear(500, 4))
         x, y = torch.randn(64, 12), torch.randint(0, 4, (64,))
@@ -456,41 +425,24 @@ def test_a_look_at_a_model_keeps_none_of_its_activations() -> None:
 
 def test_a_refused_job_leaves_the_model_as_it_was(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 12), nn.ReLU(), nn.Linear(12, 10))
-    how = digits("method=last_layers", 'stages=["3"]', "clip={norm: 1.0, scope: global}")
+    sets = ["method=last_layers", 'stages=["3"]', "clip={norm: 1.0, scope: global}"]
     with pytest.raises(BadInput, match="clip.scope: global"):
-        train(how, tmp_path / "run", model=model, quiet=True)
+        run(tmp_path / "run", *sets, model=model)
     assert all(p.requires_grad for p in model.parameters())
 
 
 def test_clipping_by_block_and_replicas_train(tmp_path: Path) -> None:
-    how = ["method=local_chunked", "replicas=2", "clip={norm: 0.5, scope: stage}"]
-    assert ipu_pipe.train(digits(*how), tmp_path / "run", quiet=True)["steps"] == 6
+    assert run(tmp_path, "method=local_chunked", "replicas=2", "clip={norm: 0.5, scope: stage}")["steps"] == 6
 
 
 # ---- processes
 
 
-needs_processes = pytest.mark.skipif(
-    not torch.distributed.is_available() or tuple(map(int, torch.__version__.split(".")[:2])) < (2, 4),
-    reason="needs torch 2.4",
-)
-
-
 @needs_processes
 def test_processes_give_the_emulators_weights_and_half_the_traffic() -> None:
-    cases = ["pipedream", "local_greedy", "local_chunked", "local_overlapping", "last_layers"]
-    command = [
-        sys.executable,
-        "tools/equality.py",
-        "--ranks",
-        "2",
-        "4",
-        "--models",
-        "mlp",
-        "resnet20-batchnorm",
-        "--json",
-    ]
-    done = subprocess.run([*command, "--cases", *cases], cwd=ROOT, capture_output=True, text=True)
+    cases = "pipedream local_greedy local_chunked local_overlapping last_layers"
+    arguments = f"tools/equality.py --ranks 2 4 --models mlp resnet20-batchnorm --json --cases {cases}".split()
+    done = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     rows = {(r["case"], r["model"], r["ranks"]): r for r in json.loads(done.stdout)["rows"]}
     assert len(rows) == 2 * (4 * 2 + 1) and all(r["difference"] == 0 for r in rows.values())
