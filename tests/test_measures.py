@@ -297,7 +297,7 @@ def test_random_labels_are_drawn_by_the_seed_alone() -> None:
     assert torch.equal(data_of(random_labels=False).train[1], own.train[1])
     # neither images nor labels matter
     x, y = own.train
-    assert torch.equal(sets._relabelled((x.flip(0), y * 0), 0, "train")[1], drawn.train[1])
+    assert torch.equal(sets._draw_labels((x.flip(0), y * 0), 0, "train")[1], drawn.train[1])
 
 
 @pytest.mark.parametrize("name, value, told", [

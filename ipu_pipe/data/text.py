@@ -68,13 +68,13 @@ class TextData(SampledData):
             offset = torch.randint(0, self._context, (), generator=generator)
             self._starts = draw_order(self._seed, epoch, self.train_samples) * self._context + offset
             self._epoch = epoch
-        return self._windows(self._text, self._starts[places.start : places.stop])
+        return self._cut_windows(self._text, self._starts[places.start : places.stop])
 
     def take_test(self, places: range) -> Pair:
         """Return the windows at these places of the test part."""
-        return self._windows(self._test_text, torch.arange(places.start, places.stop) * self._context)
+        return self._cut_windows(self._test_text, torch.arange(places.start, places.stop) * self._context)
 
-    def _windows(self, text: torch.Tensor, starts: torch.Tensor) -> Pair:
+    def _cut_windows(self, text: torch.Tensor, starts: torch.Tensor) -> Pair:
         places = starts[:, None] + torch.arange(self._context)
         return text[places].long(), text[places + 1].long()
 
@@ -126,20 +126,20 @@ class TranslationData(TensorData):
             )
         places = torch.arange(len(pairs))
         (chosen, _), _ = split_off_test(places, places, TEST_PAIRS)
-        self.source_tokens = _most_frequent([pairs[i][0] for i in chosen.tolist()], vocabulary)
-        self.target_tokens = _most_frequent([pairs[i][1] for i in chosen.tolist()], vocabulary)
+        self.source_tokens = _list_most_frequent([pairs[i][0] for i in chosen.tolist()], vocabulary)
+        self.target_tokens = _list_most_frequent([pairs[i][1] for i in chosen.tolist()], vocabulary)
         self.source_vocabulary, self.target_vocabulary = len(self.source_tokens), len(self.target_tokens)
-        train, test = split_off_test(*_numbers(pairs, length, self.source_tokens, self.target_tokens), TEST_PAIRS)
+        train, test = split_off_test(*_number_words(pairs, length, self.source_tokens, self.target_tokens), TEST_PAIRS)
         super().__init__(*take_subset(train, test, subset, test_subset), seed)
 
 
-def _most_frequent(lines: Sequence[Sequence[str]], vocabulary: int) -> List[str]:
+def _list_most_frequent(lines: Sequence[Sequence[str]], vocabulary: int) -> List[str]:
     """List the special tokens, then the most frequent tokens of `lines`, equally frequent ones by the alphabet."""
     counts = Counter(token for line in lines for token in line)
     return SPECIAL + sorted(counts, key=lambda token: (-counts[token], token))[: vocabulary - len(SPECIAL)]
 
 
-def _numbers(pairs: Sequence[Any], length: int, source_tokens: Sequence[str], target_tokens: Sequence[str]) -> Pair:
+def _number_words(pairs: Sequence[Any], length: int, source_tokens: Sequence[str], target_tokens: Sequence[str]) -> Pair:
     source_numbers, target_numbers = ({t: n for n, t in enumerate(tokens)} for tokens in (source_tokens, target_tokens))
     x = np.full((len(pairs), 2, length), PADDING, dtype=np.int64)
     y = np.full((len(pairs), length), NO_LABEL, dtype=np.int64)
