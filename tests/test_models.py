@@ -107,6 +107,13 @@ def test_resnets_compute_what_torchvisions_do(name: str, depths: List[int]) -> N
         torch.testing.assert_close(model.eval()(x), literal_resnet(model.state_dict(), depths, x))
 
 
+def test_stem_and_head_lie_in_the_first_and_last_blocks_stages() -> None:
+    layers = owners(on_meta(resnets.resnet18), torch.empty(1, 3, 64, 64, device="meta"))
+    assert layers[0] == ["conv1", "bn1"]
+    assert layers[1] == [f"layer1.0.{name}" for name in ("conv1", "bn1", "conv2", "bn2")]
+    assert layers[-1] == [*(f"layer4.1.{name}" for name in ("conv1", "bn1", "conv2", "bn2")), "fc"]
+
+
 def test_a_resnet_of_bytes_holds_no_other_weights_and_refuses_normalized_images() -> None:
     result = {flag: resnets.resnet18(classes=3, norm="group", bytes=flag) for flag in (False, True)}
     result[True].load_state_dict(result[False].state_dict())

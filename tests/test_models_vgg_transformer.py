@@ -111,6 +111,9 @@ def test_preact_resnet50_has_the_papers_stages_at_any_image_size(norm: str) -> N
         images = torch.empty(2, 3, side, side, device="meta")
         assert len(partition(model, images)) == 78 == 1 + 1 + 16 * (3 + 1) + 4 * 2 + 1 + 1 + 1 + 1
         assert model(images).shape == (2, 1000)
+        begins = names(model, images)
+        first_block = [f"layer1.0.{name}" for name in ("norm1", "shortcut", "conv1", "norm2", "norm3", "add")]
+        assert begins[:8] == ["conv1", "maxpool", *first_block] and begins[-4:] == ["norm", "avgpool", "fc", "loss"]
     assert sum(isinstance(m, nn.Conv2d) for m in model.modules()) == 1 + 16 * 3 + 4
     assert not any(m.inplace for m in model.modules() if isinstance(m, nn.ReLU))
 
@@ -330,12 +333,15 @@ def test_no_weight_is_derived_and_saved(name: str) -> None:
 
 @pytest.mark.parametrize("make, args, said", [
     (vgg.vgg11, {"classes": 0}, "classes: 0: must be at least 1"),
+    (vgg.vgg13, {"width": 0}, "width: 0: must be at least 1"),
     (vgg.vgg16, {"norm": "batch"}, "norm: batch: must be none or group"),
     (vgg.vgg16, {"norm": "group", "width": 3},
      "width: 3: must be even with norm group, its first groups hold two channels"),
     (vgg.vgg11, {"dropout": 1}, "dropout: 1: must be at least 0 and below 1"),
+    (resnets.preact_resnet50, {"classes": 0}, "classes: 0: must be at least 1"),
     (resnets.preact_resnet50, {"norm": "none"}, "norm: none: must be batch or group"),
     (transformer.transformer_lm, {"blocks": 0}, "transformer_lm: blocks: 0: must be at least 1"),
+    (transformer.transformer_lm, {"context": 0}, "transformer_lm: context: 0: must be at least 1"),
     (transformer.transformer_lm, {"heads": 3}, "transformer_lm: heads: 3: must divide the width, 128"),
     (transformer.transformer_lm, {"dropout": -0.1}, "transformer_lm: dropout: -0.1: must be at least 0 and below 1"),
     (transformer.transformer_translation, {"layers": 0}, "transformer_translation: layers: 0: must be at least 1"),

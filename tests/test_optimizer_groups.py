@@ -273,8 +273,8 @@ def test_users_optimizers_take_two_buffered_weights(args: Any) -> None:
 
 
 def test_groups_of_users_optimizers_are_named_by_import_strings(tmp_path: Path) -> None:
-    own = {"name": "tests.test_optimizer_groups:Lion", "lr": 1e-3}
-    groups = [{"ndim": 2, **own, "args": {"decay": 0.1}}, {**own, "lr": 1e-2}]
+    lion = {"name": "tests.test_optimizer_groups:Lion", "lr": 1e-3, "args": {"decay": 0.1}}
+    groups = [{"ndim": 2, **lion}, {"name": "torch.optim:Adagrad", "lr": 1e-2}]
     keys = {"method": "pipedream_2bw", "gradient_accumulation": 2, "checkpoint": {"every": 2, "keep": 9}, "steps": 4}
     straight = trained(tmp_path / "a", groups, **keys)
     trained(tmp_path / "b", groups, **{**keys, "steps": 2})

@@ -168,6 +168,7 @@ def test_the_search_finds_what_trying_all_finds(memory: float, methods: List[str
                 shape = predicted.asked.shape
                 rates[shape] = max(predicted.samples_per_second, rates.get(shape, 0.0))
         best = [plan.samples_per_second for plan in answer.best]
+        assert best or memory < 2000
         assert best == pytest.approx(sorted(rates.values(), reverse=True)[:5], rel=1e-9)
         assert sum(answer.refused.values()) + len(answer.best) == len(candidates)
         if not answer.best:

@@ -738,6 +738,7 @@ def test_without_poptorch_the_command_says_so_in_one_line(monkeypatch: Any, caps
     said = capsys.readouterr().err
     assert left.value.code == 2 and len(said.splitlines()) == 1
     assert said.startswith("error: backend.name: poptorch: ") and "backend.name=emulator" in said
+    assert all(part in said for part in ("Poplar SDK 3.4", "Python 3.8", "torch 2.0.1"))
     assert not Path(out).exists()
 
 

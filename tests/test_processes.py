@@ -112,6 +112,7 @@ def launched(ranks: int, out: Path, *args: str, restarts: int = 0) -> Iterator["
         process.kill()
         for worker in filter(_is_on, workers):
             os.kill(worker, signal.SIGKILL)
+        process.communicate(timeout=60)
 
 
 def wait_for(process: "subprocess.Popen[str]", is_there: Callable[[], Any]) -> None:
@@ -301,7 +302,11 @@ def test_ranks_end_with_their_launcher_and_the_run_goes_on(tmp_path: Path) -> No
         ranks = _children(process.pid)
         assert len(ranks) == 2
         process.send_signal(signal.SIGKILL)
-        assert _ended(ranks, 30)
+        try:
+            assert _ended(ranks, 30)
+        finally:  # they have no launcher any more by which `launched` could find them
+            for rank in filter(_is_on, ranks):
+                os.kill(rank, signal.SIGKILL)
     newest = max(list_steps())
     with launched(2, tmp_path / "run", *how, "--resume") as process:
         wait_for(process, lambda: any(step > newest for step in list_steps()))

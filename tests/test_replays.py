@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from typing import List, NamedTuple, Tuple
+from typing import Any, List, NamedTuple, Tuple
 
 import numpy as np
 import pytest
@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from ipu_pipe.backends.emulator.replay import Emulator
-from ipu_pipe.backends.replays import ReplayWindow, TableReplays
+from ipu_pipe.backends.replays import ReplayWindow, TableReplays, Views
+from ipu_pipe.backends.weights import OverwritingStore, SwappingStore
 from ipu_pipe.backends.work import Work
 from ipu_pipe.model.stages import partition
 from ipu_pipe.schedule.methods import resolve_method
@@ -136,6 +137,13 @@ def test_updates_of_single_stages_are_those_of_the_literal_replay(
     assert [int(p.item()) for p in emulator._plan.count_updates(len(replays) - 1)] == [
         sum(s in r.updates for r in replays[:-1]) for s in range(len(modules))
     ]
+
+
+@pytest.mark.parametrize("kind", [OverwritingStore, SwappingStore])
+def test_a_read_of_weights_that_were_not_kept_is_refused(kind: Any) -> None:
+    store = kind([[nn.Parameter(torch.ones(2))]], version=3)
+    with pytest.raises(AssertionError, match="was not kept"):
+        store.load(Views(np.array([1]), np.array([0])))
 
 
 @pytest.mark.parametrize("replicas, own", [([0], [0]), ([0, 1, 2], [0, 1, 2]), ([2], [2])])

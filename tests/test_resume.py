@@ -216,6 +216,10 @@ def test_every_key_of_the_config_has_a_role() -> None:
         "steps", "epochs", "log", "checkpoint", "evaluate", "backend", "stages", "hardware", "metrics", "callbacks",
         "early_stopping", "reduction",
     }  # fmt: skip
+    assert {key for key, role in ROLES.items() if role is Role.DECIDES} == {
+        "model", "data", "loss", "given", "init_from", "seed", "precision", "method", "method_args", "optimizer", "lr_schedule",
+        "clip", "micro_batch_size", "gradient_accumulation", "replicas",
+    }  # fmt: skip
 
 
 def test_a_checkpoint_in_the_folder_of_another_step_is_refused(cut: Path) -> None:
@@ -339,6 +343,14 @@ def test_a_run_goes_on_from_an_earlier_checkpoint(trained: Path, tmp_path: Path,
     for wrong in (["4", "--resume"], ["x"], ["4", "--against", "gpipe"]):
         code, _, complaint = run_tool(*arguments, "--resume-from", *wrong)
         assert code == 2 and "--resume" in complaint and complaint.count("\n") == 1
+
+
+def test_what_came_after_an_earlier_checkpoint_is_deleted_at_once(trained: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    shutil.copytree(trained, out)
+    with interrupted_at(4):
+        train(config(*keys()), out, resume_from=4, quiet=True)
+    assert checkpoint.list_steps(out / "checkpoints") == [4] and not (out / "summary.json").exists()
 
 
 def test_leftovers_are_cleared_away(cut: Path) -> None:

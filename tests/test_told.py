@@ -22,12 +22,14 @@ from tests.test_train import DIGITS, config, run_tool, sets  # noqa: F401
 
 HINTS = {
     "learning_rate=0.1": "unknown key, nearest is optimizer.lr",
+    "num_epochs=3": "unknown key, nearest is epochs",
     "chunks=4": "unknown key, nearest is gradient_accumulation",  # story: nearest was epochs
     "devices=4": "unknown key, nearest is stages",  # story: nearest was replicas
     "criterion=x": "unknown key, nearest is loss",  # story: nearest was precision
     "max_grad_norm=1": "unknown key, nearest is clip.norm",
     "output_dir=x": "unknown key, nearest is --out DIR",  # story: nearest was optimizer
     "method=pipedream-2bw": "did you mean pipedream_2bw?",
+    "method=zero_bubble": "did you mean zb_h1?",
     "precision=fp16": "did you mean bfloat16_mixed?",
     "backend.name=torchrun": "did you mean distributed?",
     "optimizer=adam": "must be a mapping of keys to values, such as {name: adam}",

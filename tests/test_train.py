@@ -65,7 +65,7 @@ def sets(*pairs: str) -> List[str]:
 
 
 @pytest.mark.parametrize("method", ["gpipe", "pipedream", "pipemare"])
-def test_every_method_trains_and_writes_all_outputs(method: str, tmp_path: Path, run_tool: Any) -> None:
+def test_three_kinds_of_methods_train_and_write_all_outputs(method: str, tmp_path: Path, run_tool: Any) -> None:
     out = tmp_path / "run"
     code, printed, _ = run_tool(DIGITS, *sets(f"method={method}", "stages=4"), "--out", str(out))
     assert code == 0

@@ -40,8 +40,13 @@ RESUMED = [
 ]  # fmt: skip
 
 
+def test_the_resumed_rows_have_every_argument_of_the_table() -> None:
+    resumed = {key for name in RESUMED for key in ROWS[name].args}
+    assert resumed == {key for row in ROWS.values() for key in row.args}
+
+
 @pytest.mark.parametrize("name", RESUMED)
-def test_every_rule_is_saved_and_resumed_to_the_bit(name: str, tmp_path: Path) -> None:
+def test_each_kind_of_state_is_saved_and_resumed_to_the_bit(name: str, tmp_path: Path) -> None:
     chosen = config("checkpoint.every=5", "stages=null", "lr_schedule.name=cosine", *SGD, *keys(ROWS[name]))
     whole = train(chosen, tmp_path / "whole", model=with_state(), quiet=True)
     with interrupted_at(8):
@@ -53,9 +58,9 @@ def test_every_rule_is_saved_and_resumed_to_the_bit(name: str, tmp_path: Path) -
 
 
 def test_a_rule_with_accumulators_on_adam_resumes_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    test_every_rule_is_saved_and_resumed_to_the_bit("t1+t2", tmp_path / "sgd")
+    test_each_kind_of_state_is_saved_and_resumed_to_the_bit("t1+t2", tmp_path / "sgd")
     monkeypatch.setattr("tests.test_train_rules.SGD", ADAMW)
-    test_every_rule_is_saved_and_resumed_to_the_bit("t1+t2", tmp_path / "adamw")
+    test_each_kind_of_state_is_saved_and_resumed_to_the_bit("t1+t2", tmp_path / "adamw")
 
 
 # ---- figures
