@@ -161,7 +161,8 @@ def run_command(main: Callable[[], None]) -> NoReturn:
         if isinstance(error, OSError) or isinstance(error.__cause__, OSError):
             _drop_output()
     for fault in faults:
-        with contextlib.suppress(OSError):  # there is nowhere else to print it
+        # there is nowhere else to print it
+        with contextlib.suppress(OSError):
             print(f"error: {name_commands(fold_lines(fault))}", file=sys.stderr, flush=True)
     # taking down the interpreter restores the system's own handling of Ctrl-C: a second one would end it without an exit code
     if ended_by_ctrl_c or read_launch().world > 1:

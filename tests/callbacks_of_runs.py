@@ -114,3 +114,13 @@ class Watches(ipu_pipe.Callback):
         self._note_model("end", now)
         if self.file is not None:
             Path(self.file).write_text(json.dumps(self.seen))
+
+
+class Wraps(ipu_pipe.Callback):
+    """Passes every attribute that it lacks on to another callback, which its constructor makes."""
+
+    def __init__(self) -> None:
+        self.inner = ipu_pipe.Callback()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)

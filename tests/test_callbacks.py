@@ -204,3 +204,8 @@ def test_dry_runs_refuse_callbacks_that_a_run_refuses(place: str, tmp_path: Path
     faults = list_faults(build_for_planning, chosen)
     assert faults == list_faults(train, chosen, tmp_path / "run", quiet=True)
     assert all(part in faults[0] for part in place.split(".")[-1:])
+
+
+def test_a_dry_run_asks_nothing_of_a_callback_whose_constructor_did_not_run() -> None:
+    chosen = load_config(DIGITS, [*SHORT, "steps=4", f"callbacks=['{NEW}:Wraps']"])
+    assert build_for_planning(chosen).updates == 4

@@ -200,3 +200,14 @@ KEYS = {
 def test_a_wrong_key_is_one_line(key: str) -> None:
     (fault,) = list_faults(config, key)
     assert f": {KEYS[key]}" in fault
+
+
+def test_a_refused_loss_leaves_the_callers_model_as_it_was(tmp_path: Path) -> None:
+    """With bfloat16 it was converted first, and came back rounded."""
+    mine = model()
+    before = [p.detach().clone() for p in mine.parameters()]
+    config = ipu_pipe.configure(steps=2, micro_batch_size=8, precision="bfloat16")
+    with pytest.raises(BadInput, match="no optimizer would train"):
+        ipu_pipe.train(config, tmp_path / "run", model=mine, data=ipu_pipe.from_loader(DataLoader(SET, 8)),
+                       loss=Weighted(nn.Parameter(torch.ones(1))))  # fmt: skip
+    assert all(torch.equal(a, b) for a, b in zip(before, mine.parameters()))

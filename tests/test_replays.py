@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 from ipu_pipe.backends.emulator.replay import Emulator
-from ipu_pipe.backends.replays import ReplayWindow, TableReplays, Views
+from ipu_pipe.backends.replays import ReplayPlan, ReplayWindow, TableReplays, Views
 from ipu_pipe.backends.weights import OverwritingStore, SwappingStore
 from ipu_pipe.backends.work import Work
+from ipu_pipe.errors import BadInput
 from ipu_pipe.model.stages import partition
 from ipu_pipe.schedule.methods import resolve_method
 from ipu_pipe.schedule.table import IntArray
@@ -144,6 +145,49 @@ def test_a_read_of_weights_that_were_not_kept_is_refused(kind: Any) -> None:
     store = kind([[nn.Parameter(torch.ones(2))]], version=3)
     with pytest.raises(AssertionError, match="was not kept"):
         store.load(Views(np.array([1]), np.array([0])))
+
+
+def plan(replays: List[Stated], reach: int = 3) -> ReplayPlan:
+    weights = [nn.Parameter(torch.zeros(1)) for _ in replays[0].forward]
+    optimizer = SGD([{"params": [weight], "stage": s} for s, weight in enumerate(weights)])
+    method = resolve_method("pipelined_backprop")
+    rules = UpdateRules({}, method, np.zeros(len(weights)), 1, optimizer, lambda k: 0.1)
+    return ReplayPlan(Listed(replays, reach), rules)
+
+
+GOOD = [Stated(4, [0, 0], [0, 0], [1]), Stated(2, [0, 1], [0, 1], [0]), Stated(3, [0, 1], [1, 1], [0, 1])]
+
+
+@pytest.mark.parametrize("number, wrong, said", [
+    (1, Stated(2, [0, 2], [0, 2], [0]), "replay 1: forward of microbatch 2, stage 1: version 2: must be from 0 to 1"),
+    (2, Stated(3, [0, 1], [2, 1], []), "replay 2: backward of microbatch 3, stage 0: version 2: must be from 0 to 1"),
+    (2, Stated(3, [1, 1], [0, 1], []), "replay 2: backward of microbatch 3, stage 0: version 0: must be from 1 to 1"),
+    (0, Stated(4, [0, -1], [0, 0], [1]), "replay 0: forward of microbatch 4, stage 1: version -1: must be from 0 to 0"),
+    (1, Stated(2, [0, 1], [0, 1], []), "replay 2: backward of microbatch 3, stage 0: version 1: must be from 0 to 0"),
+])  # fmt: skip
+def test_a_read_of_what_no_earlier_replay_has_made_is_refused_in_one_line(number: int, wrong: Stated, said: str) -> None:
+    good, replays = plan(list(GOOD)), list(GOOD)
+    assert [good.replay(i).updates.tolist() for i in range(3)] == [[1], [0], [0, 1]]
+    replays[number] = wrong
+    with pytest.raises(BadInput) as refused:
+        plan(replays).replay(0)
+    assert refused.value.faults == [f"{said}, the updates that earlier replays have made"]
+
+
+def test_a_planned_order_reads_within_its_reach() -> None:
+    """With room for more activations than 1F1B's, versions are read for longer."""
+    method = resolve_method("pipedream", {"split_backward": True, "activation_limit": 4.0})
+    table = VersionTable(make_schedule(method, 4, 64, 1), method)
+    optimizer = SGD([{"params": [nn.Parameter(torch.zeros(1))], "stage": s} for s in range(4)])
+    reads = ReplayPlan(TableReplays(table), UpdateRules({}, method, np.zeros(4), 1, optimizer, lambda k: 0.1))
+    assert max(m - int(reads.replay(m).forward.versions.min()) for m in range(64)) > 2 * (4 + 1 + 1)
+
+
+def test_a_version_older_than_the_source_said_is_refused() -> None:
+    late = [Stated(m, [max(m - 2, 0)], [m], [0]) for m in range(9)]
+    assert plan(late, reach=2).replay(0).microbatch == 0
+    with pytest.raises(BadInput, match="^replay 2: forward of microbatch 2, stage 0: version 0: must be from 1 to 2"):
+        plan(late, reach=1).replay(0)
 
 
 @pytest.mark.parametrize("replicas, own", [([0], [0]), ([0, 1, 2], [0, 1, 2]), ([2], [2])])

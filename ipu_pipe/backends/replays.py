@@ -13,11 +13,13 @@ accumulate over replays until a replay that updates stages, which clears them. T
 
 from __future__ import annotations
 
+import math
 from typing import Dict, List, NamedTuple, Optional, Protocol, Sequence, Set, Tuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ipu_pipe.errors import BadInput
 from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.delays import History
 from ipu_pipe.schedule.methods import Reads
@@ -75,7 +77,9 @@ class TableReplays:
         self._width, self._batch = width, accumulate * width
         self.count = table.schedule.microbatches * width
         # the microbatches in flight and those of unfinished batches, or the greatest delay in updates
-        self.reach = width * (2 * (stages + accumulate + 1) if delay is None else (delay.greatest + 2) * accumulate)
+        order = table.method.order
+        in_flight = stages if order is None else stages * math.ceil(order.activation_limit)
+        self.reach = width * (2 * (in_flight + accumulate + 1) if delay is None else (delay.greatest + 2) * accumulate)
         self._stashes = table.method.backward_reads is Reads.STASHED
         self._recomputes = table.method.segments is not None and table.method.reads_old(stages)
 
@@ -139,7 +143,10 @@ class Replay(NamedTuple):
 
 
 class ReplayPlan:
-    """The replays of a source from number `first` on, read ahead in windows, with the corrections of the rules."""
+    """The replays of a source from number `first` on, read ahead in windows, checked, with the corrections of the rules.
+
+    Reading a window raises `BadInput` if a pass reads a version that no earlier replay has made.
+    """
 
     def __init__(self, source: Replays, rules: UpdateRules, first: int = 0) -> None:
         self._source, self._rules = source, rules
@@ -161,6 +168,7 @@ class ReplayPlan:
             self._start, self._stop = start, min(number + max(WINDOW, source.reach // 2), source.count)
             self._window = window = source.window(start, min(self._stop + source.reach, source.count))
             self._updates = updates + np.cumsum(window.updates, axis=1) - window.updates
+            check_reads(window, self._updates, start, source.reach)
             self._views = self._correct(window)
             self._kept: List[str] = [name for name in ("forward", "recompute") if name in self._views]
             # a split backward's weight gradient may run after an update
@@ -217,6 +225,29 @@ class ReplayPlan:
             for stage, code in set(zip(rows.tolist(), codes[rows, columns].tolist())):
                 later[stage].add(code)
         return later
+
+
+def check_reads(window: ReplayWindow, updates: IntArray, first: int, reach: int) -> None:
+    """Raise `BadInput` for the first replay of a window that reads a version not yet made or no longer stored.
+
+    `updates`: the updates of each stage before each replay, (P, n). `first`: the number of the window's first replay.
+    """
+    # versions older than these are no longer stored
+    dropped = np.zeros_like(updates)
+    dropped[:, reach:] = updates[:, : max(updates.shape[1] - reach, 0)]
+    passes = {"forward": window.forward, "recomputation": window.recompute, "backward": window.backward}
+    for name, versions in passes.items():
+        if versions is None:
+            continue
+        least = dropped if name == "forward" else window.forward
+        wrong = (versions > updates) | (versions < least)
+        if wrong.any():
+            column, stage = (int(i) for i in np.argwhere(wrong.T)[0])
+            low, high = int(least[stage, column]), int(updates[stage, column])
+            raise BadInput(
+                f"replay {first + column}: {name} of microbatch {window.microbatch[column]}, stage {stage}: version "
+                f"{versions[stage, column]}: must be from {low} to {high}, the updates that earlier replays have made"
+            )
 
 
 # ---- replays without a pipeline: randomized PipeDream (Algorithm 1 of the paper)

@@ -31,8 +31,8 @@ class Work:
     `table`: the weight versions that passes read, with the schedule. `rules`: the update rules and the optimizer, which holds
     the parameters of the stages in this process. `clip`: (norm, scope) or None. `microbatch`: the first microbatch to run,
     greater than 0 after a resume. `replays`: the source of replays if it is not the version table. `block_updates`: the number of
-    updates of single stages that make one update of the run. `refuse_nonfinite(update, losses)`: raises for a loss that is to end
-    the run.
+    updates of single stages that make one update of the run. `refuse_nonfinite(update, losses)`: raises `RunFault` if a loss
+    is not finite, unless the config allows it.
     """
 
     loss: Loss
@@ -108,7 +108,7 @@ def refuse_nonfinite(job: Job, k: int, losses: Iterable[float]) -> None:
         scaling = ", or another backend.ipu.loss_scaling in half precision" if job.config.backend.name == "poptorch" else ""
         raise RunFault(
             f"update {k} of method {job.method.name}: the training loss is {wrong[0]}; a smaller optimizer.lr or lr_schedule."
-            f"warmup_steps may help{scaling} (allow_nonfinite: true goes on regardless){explain_divergence(job, k)}"
+            f"warmup_steps may help{scaling} (allow_nonfinite: true continues anyway){explain_divergence(job, k)}"
         )
 
 

@@ -33,7 +33,7 @@ KEYS_ALSO_CALLED = {
     "num_warmup_steps": "lr_schedule.warmup_steps", "learning_rate": "optimizer.lr", "criterion": "loss",
     "dataset": "data", "metric": "metrics", "random_seed": "seed", "resume": "--resume", "dp_size": "replicas",
 }  # fmt: skip
-# section -> type of a plain value -> the key for which that value is most likely meant
+# type of a plain value given for a section -> the keys of the section that it may be meant for, the likeliest first
 MEANT = {str: ("entry", "name"), int: ("norm", "every"), float: ("norm", "every")}
 # pydantic's types of faults whose messages are replaced
 WORDS = {

@@ -114,7 +114,7 @@ def parse_yaml(text: str, place: str, level: int = 0) -> Any:
         raise BadInput(f"{place}: is not valid YAML: {error}") from None
     except RecursionError:
         raise BadInput(f"{place}: {_TOO_LARGE}") from None
-    # an alias counts what it repeats
+    # the repeated values of an alias count again
     count, waiting = 0, [(parsed, level)]
     while waiting:
         value, level = waiting.pop()
@@ -304,11 +304,12 @@ def _validate(raw: Dict[str, Any], origins: Origins, place: str, faults: List[st
         against = _collect(methods.resolve_method, raw.get("method", "gpipe"), args)
         faults += put_place([re.sub(r"^method_args: ", "method_args.", fault) for fault in against])
     if config is not None and not faults:
-        from ipu_pipe.update import rules  # imports torch, which reading a config otherwise does not need
+        # imported here because it imports torch, which reading a config otherwise does not need
+        from ipu_pipe.update import rules
 
         settings = config.method_settings()
         method = methods.resolve_method(config.method, settings)
-        # no rule objects to this optimizer; for the config's own Python may give another
+        # every rule supports this optimizer; faults of the config's own one are kept apart, because Python may replace it
         always = rules.list_conflicts(settings, method, "sgd", {"momentum": 0.9})
         of_own = [f for one in config.optimizer.members for f in rules.list_conflicts(settings, method, one.name, one.settings())]
         config._optimizer_faults = tuple(put_place([fault for fault in dict.fromkeys(of_own) if fault not in always]))

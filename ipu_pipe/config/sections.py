@@ -1,4 +1,4 @@
-"""The sections of a config that depend on no other section: model, data, optimizer, evaluation, logs, stages, method."""
+"""The sections of a config that depend on no other: model, data, optimizer, rates, clipping, evaluation, logs, stages, method."""
 
 from __future__ import annotations
 
@@ -66,9 +66,10 @@ class ModelConfig(Section):
 
 
 class DataConfig(BaseModel):
-    """All other keys are arguments of the data set or callable. `name`: a set of ipu_pipe.data or "module:callable" that makes
-    a DataSource. `root`: the folder that contains the set's folder. `subset`, `test_subset`: use the first samples only.
-    `validation`: training samples, drawn by the seed, that are held out for evaluations: a number, or a share if below 1."""
+    """Keys that are not listed here are arguments of the data set or callable. `name`: a set of ipu_pipe.data or
+    "module:callable" that makes a DataSource. `root`: the folder that contains the set's folder. `subset`, `test_subset`:
+    use the first samples only. `validation`: training samples, drawn by the seed, that are held out for evaluations: a
+    number, or a share if below 1."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
     name: str

@@ -112,7 +112,7 @@ def verify_files(name: str, folder: Path, root: Union[str, Path, None]) -> None:
 
 
 def _resolve_folder(name: str, root: Optional[str]) -> Path:
-    """Return the folder of a set that has its official layout. Raise `BadInput` if files are missing."""
+    """Return the folder of a set in its official layout. Raise `BadInput` if a file is missing or has another size or MD5."""
     folder = Path(root or get_default_root()) / FOLDERS[name]
     verify_files(name, folder, root)
     return folder

@@ -309,7 +309,7 @@ def find_level(hardware: Hardware, devices: Sequence[int]) -> Optional[LinkLevel
 def count_sharing(hardware: Hardware, flows: Sequence[Flow]) -> List[int]:
     """Return for each flow how many of the simultaneous `flows` use its link, itself included.
 
-    A link is shared by the neighbours at its two ends (`Level.shared_by`) at the flow's level; the fuller end counts.
+    A link is shared by the neighbours at its two ends (`LinkSpeed.shared_by`) at the flow's level; the fuller end counts.
     """
     levels = [find_level(hardware, flow) for flow in flows]
     ends: List[Tuple[Tuple[int, int], Tuple[int, int]]] = []

@@ -9,7 +9,7 @@
     code           the program and its exchange, on devices that hold them in the same memory
 
 How many microbatches: without recomputation all in flight; with it the inputs of all in flight, and the activations of the one
-that is recomputed (Narayanan et al. 2021, section 3.1); by segments of stages see `schedule.recompute`.
+that is recomputed (Narayanan et al. 2021, section 3.1); by segments of stages see `schedule.versions`.
 """
 
 from __future__ import annotations

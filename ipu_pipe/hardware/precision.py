@@ -34,7 +34,7 @@ class Precision(NamedTuple):
 # float16 is no precision of a run here: it is the mixed one of the 2BW paper's GPUs, for plans alone. As in Megatron, which that
 # work adapts, an update makes float32 gradients beside the master copy: with Adam 20 bytes a parameter (Megatron Core's user
 # guide, "Distributed Optimizer": float16 parameters and gradients).
-# bfloat16_masters is what bfloat16_mixed is for methods that write versions (`row_of`); gradients are summed in float32.
+# bfloat16_masters replaces bfloat16_mixed for methods that write versions (`resolve_precision`); gradients are summed in float32.
 # IPUs: 16.32 halves the inputs alone, and what meets a float32 weight is float32; accumulators are float32 unless asked for.
 PRECISIONS: Dict[str, Precision] = {
     "float64": Precision("float64", 8, 8, 8, 8),

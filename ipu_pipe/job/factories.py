@@ -1,4 +1,4 @@
-"""Objects made from what a config names: the model, the data, the loss, the optimizer and its scheduler; and its stages.
+"""Make the objects that a config names (model, data, loss, optimizer, scheduler), and place a method's stages on a model.
 
 An import string, `module:name`, names the user's own without registering it.
 """

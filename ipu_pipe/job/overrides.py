@@ -44,7 +44,7 @@ class Overrides(NamedTuple):
     callbacks: Optional[Sequence[Any]] = None
 
     def refuse_missing(self, config: Config) -> None:
-        """Raise `BadInput` if Python does not give an object that `config` leaves to it, or gave to the run that wrote it."""
+        """Raise `BadInput` for each object that Python must pass and does not: `config` requires it, or its run had it."""
         described = {key: getattr(config.given, key, None) for key in self._fields if key not in FREE}
         missing = [key for key, one in described.items() if one is not None and getattr(self, key) is None]
         faults = [

@@ -50,7 +50,7 @@ def attribute_faults(where: Callable[[], str]) -> Iterator[None]:
 def raise_attributed(error: BaseException, where: str) -> NoReturn:
     """Raise an exception of the user's code, with a `UserFault` at the end of its chain of causes.
 
-    An `exit()` becomes a `RunFault`: the run would leave with exit code 0 and without a summary.
+    An `exit()` becomes a `RunFault`, because the run would end with exit code 0 and without a summary.
     """
     if isinstance(error, SystemExit):
         raise RunFault(f"{where}: {exit_words(error)}") from error

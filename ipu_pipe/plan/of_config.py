@@ -170,6 +170,9 @@ def _cut_by_times(
     v = 1 if method.order is None else method.order.stages_per_device
     depths = [count // v] if count is not None else range(1, min(hardware.devices // width, len(units) // v) + 1)
     asked = [make_candidate(config, depth) for depth in depths if count is not None or _can_run(config, method, depth * v)]
+    if not asked and depths:
+        # raises what every number of stages is refused for, where that is the method
+        make_schedule(method, max(depths) * v, config.gradient_accumulation, config.gradient_accumulation)
     best = search(problem, asked, 1).best
     if best:
         return best[0].starts

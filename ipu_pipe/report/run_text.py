@@ -18,7 +18,7 @@ from ipu_pipe.text import list_some
 
 MIB = 2**20
 SHOWN_STAGES = 12
-# FLOPs of a stage from which GFLOPs are shown
+# FLOPs per printed unit (GFLOPs)
 FLOPS_SHOWN = 1e9
 # a predicted throughput that is wrong by a larger factor is reported
 PREDICTION_BAND = 2.0

@@ -214,7 +214,7 @@ def make_callbacks(config: Config, given: Optional[Sequence[Any]], empty: bool =
         if not isinstance(callback, Callback):
             faults.append(f"{place}: {describe_kind(callback)}: must be an object of a class derived from ipu_pipe.Callback")
             continue
-        unknown = [name for name in dir(callback) if name.startswith("on_") and name not in HOOKS]
+        unknown = [name for name in dir(type(callback) if empty else callback) if name.startswith("on_") and name not in HOOKS]
         if unknown:
             method = f"{type(callback).__qualname__}.{list_some(unknown)}"
             faults.append(f"{place}: {method}: unknown method: a run calls only {hooks}")
@@ -222,7 +222,9 @@ def make_callbacks(config: Config, given: Optional[Sequence[Any]], empty: bool =
     callbacks = [callback for callback, _ in results]
     if config.early_stopping is not None:
         callbacks.append(EarlyStopping(**config.early_stopping.model_dump()))
-    if any(getattr(callback, "restore_best", False) for callback in callbacks):
+    # an object whose constructor did not run has no attributes
+    settled = [one for one in callbacks if not empty or isinstance(one, EarlyStopping)]
+    if any(getattr(callback, "restore_best", False) for callback in settled):
         if config.checkpoint is None:
             raise BadInput("checkpoint: null: early_stopping.restore_best needs the checkpoint of the best evaluation")
         if config.ema is not None:

@@ -160,13 +160,22 @@ def check_modules(model: nn.Module, device: torch.device) -> None:
     raise_faults(faults)
 
 
+def check_loss(loss: nn.Module, model: nn.Module) -> None:
+    """Raise `BadInput` for a loss with parameters of its own, which no optimizer would train."""
+    parameters = set(model.parameters())
+    names = [name for name, p in loss.named_parameters() if p.requires_grad and p not in parameters]
+    if names:
+        why = "no optimizer would train the loss's own parameters: put them into the model, or requires_grad_(False)"
+        raise BadInput(f"loss: {type(loss).__name__}: {list_some(names)}: {why}")
+
+
 def check_model(
     model: nn.Module, loss: Loss, example: Tuple[Any, Any], labels: Any
 ) -> Tuple[Optional[LabelRange], Observation]:
     """Observe a training pass of a microbatch; return the labels that the loss allows (None if unknown) and the observation.
 
-    Raise `BadInput` if the model does not fit the data, or cannot learn, or if the loss has parameters of its own. `labels`: the
-    example's labels on the CPU, with values even if the example is on the meta device.
+    Raise `BadInput` if the model does not fit the data, or cannot learn. `labels`: the example's labels on the CPU, with values
+    even if the example is on the meta device.
     """
     output: Any = None
     taken: Any = None
@@ -187,13 +196,6 @@ def check_model(
         return value
 
     x, y = example
-    weighted = get_given_loss(get_plain_loss(loss))
-    if isinstance(weighted, nn.Module):
-        parameters = set(model.parameters())
-        names = [name for name, p in weighted.named_parameters() if p.requires_grad and p not in parameters]
-        if names:
-            why = "no optimizer would train the loss's own parameters: put them into the model, or requires_grad_(False)"
-            raise BadInput(f"loss: {type(weighted).__name__}: {list_some(names)}: {why}")
     try:
         seen = observe_training(model, x, y, run)
     except BadInput:

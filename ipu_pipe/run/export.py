@@ -31,8 +31,7 @@ def export(
     to: a file that ends in .safetensors, or a folder into which the model's own `save_pretrained` writes (config.json and
         model.safetensors for a model of transformers, the adapters for one of PEFT)
     step: the step of a checkpoint, "best" for the best evaluation, or None for the newest. "best" is refused for a run with
-    `ema`,
-        whose evaluations measure the averaged weights
+        `ema`, because its evaluations measure the averaged weights
     into: a model of the same class and sizes, if the run's config names none
 
     Auxiliary heads of local losses are left out. Raise `BadInput` if the export is not possible, `RunFault` if the disk refuses.

@@ -27,12 +27,11 @@ def predict(
 ) -> Any:
     """Return the outputs of `model` for all inputs of `data`, in order, in evaluation mode, on the CPU.
 
-    The result is a tensor (samples, ...), or the model's output nest with such tensors.
+    The result is a tensor (samples, ...), or, if the model returns a nest, that nest with such tensors.
     model: a model, which is left as it was; or the folder of a run (its newest checkpoint) or of a checkpoint, whose weights are
         loaded into `into`, or into the model that the run's config names
-    data: a DataSource (its test set), a loader or other iterable of batches, whose labels are left out; or the inputs, a tensor
-    or
-        a mapping of tensors, taken `batch_size` at a time
+    data: a DataSource (its test set), a loader or other iterable of batches, whose labels are left out; or the inputs, a
+        tensor or a mapping of tensors, taken `batch_size` at a time
 
     Raise `BadInput`.
     """

@@ -110,7 +110,7 @@ def _compare_tensors(job: Job, saved: Checkpoint, path: Path) -> List[str]:
     parameters = job.get_trained()
     if job.config.backend.name != "poptorch" and any(f"/{MARK}:" in key for key in saved.optimizer):
         remedy = f"resume with that, or start a new run from its weights (init_from: {path / checkpoint.MODEL})"
-        return [f"optimizer: its state is PopTorch's, which backend.name poptorch alone can load: {remedy}"]
+        return [f"optimizer: its state is PopTorch's, which only backend.name poptorch can load: {remedy}"]
     for key, value in saved.optimizer.items():
         name, _, entry = key.rpartition("/")
         parameter = parameters.get(name)

@@ -76,6 +76,7 @@ def train(
         raise BadInput(f"config: {describe_kind(config)}: must be the result of ipu_pipe.configure or ipu_pipe.load_config")
     kinds = {name: (value, *_KINDS[name]) for name, value in objects._asdict().items() if value is not None and name in _KINDS}
     raise_faults({f"{name}: {describe_kind(v)}: must be {allowed}": not fits(v) for name, (v, fits, allowed) in kinds.items()})
+    objects.refuse_missing(config)
     if overwrite and (resume or resume_from is not None):
         raise BadInput("overwrite: True: cannot be combined with resume, which keeps the existing run")
     out = parse_folder(out)

@@ -278,7 +278,7 @@ class _Player:
         return None if self._missing[stage][k] else k
 
     def note_update(self, stage: int, k: int, start: float, end: float) -> None:
-        """Store the times of an update, if it is one of the microbatches that are played."""
+        """Store the times of update k of a stage, if it is one of the updates that are played."""
         if k < len(self.updates[stage]):
             self.updates[stage][k] = start, end
 

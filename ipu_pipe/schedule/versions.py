@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from ipu_pipe.errors import BadInput
 from ipu_pipe.schedule.actions import PASSES, Action, Kind
 from ipu_pipe.schedule.delays import DelaySampler, find_mean_delays
-from ipu_pipe.schedule.methods import Method, Reads
+from ipu_pipe.schedule.methods import Method, Reads, check_sizes
 from ipu_pipe.schedule.runs import ALL_STAGES, IntArray
 from ipu_pipe.schedule.table import Schedule
 from ipu_pipe.schedule.timelines import make_schedule
@@ -110,6 +110,9 @@ class VersionTable:
         self.schedule, self.method = schedule, method
         # in a split backward the input gradient reads weights and the weight gradient reads none
         self._reading = dict(zip(PASSES, schedule.passes))
+        # the schedule may have been made for another method
+        if method.delay is not None:
+            check_sizes(method, schedule.stages, schedule.microbatches, schedule.accumulate)
         if method.delay is not None and method.delay.drawn:
             self.sampler = DelaySampler(method.delay, self._mean_delays, seed)
 

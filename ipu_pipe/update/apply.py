@@ -101,7 +101,7 @@ class UpdateRules:
     of a rule changes. `masters`: the master copies, if the optimizer's parameters are master copies of a model's weights.
     `base`: the rate of which each parameter group's rate is a share. `decay`: the decay of a moving average of the weights in
     the optimizer's state, None for no average. `rates_by_group`: by update, the rate of each of the config's
-    `optimizer.groups`, instead of `rate`.
+    `optimizer.groups`, used instead of `rate` and multiplied by the same shares.
     """
 
     def __init__(

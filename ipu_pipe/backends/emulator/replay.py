@@ -1,7 +1,7 @@
 """The exact single-process emulator: run replays one after another on the whole, unsplit model.
 
 It is exact because the forward and the backward of a replay read weight versions that *earlier* replays have made
-(`VersionTable` checks this). So the microbatches that a pipeline works on at once can run one after another:
+(`ReplayPlan` checks this). So the microbatches that a pipeline works on at once can run one after another:
 
     for each replay:   [1] load what the forwards read    [2] forward
                        [3] load what the backwards read   [4] backward

@@ -221,7 +221,7 @@ def check_model(config: Config, method: Method, facts: ModelFacts, local_replica
             users = f"stages {', '.join(map(str, stages))} on IPUs {', '.join(map(str, ipus))}"
             remedy = "use backend.ipu.ipus or other boundaries"
             faults.append(f"model: {name}: used by {users}, but a parameter is stored on one IPU only: {remedy}")
-    # what of the forward PopTorch would compute differently, or refuse to compile
+    # parts of the forward that PopTorch would compute differently or refuse to compile
     integers = [] if facts.input_type.is_floating_point else [f"inputs are {str(facts.input_type).replace('torch.', '')}"]
     # fmt: off
     whys = (

@@ -260,7 +260,7 @@ def _open_store(where: Launch, limit: float) -> Any:
     if not keeps:
         _wait_for_keeper(where, limit)
     try:
-        # torch says in many lines that a port is in use
+        # try the port first, because torch's message for a port in use has many lines
         if keeps:
             with socket.socket() as probe:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -166,7 +166,7 @@ def _refuse_cut(
     if method.delay is not None:
         key = "hogwild" if method.delay.drawn else "constant_delay"
         faults.append(f"method_args.{key}: delays that are not the pipeline's own: {elsewhere}")
-    # of weights that stages of one device use there is one tensor
+    # two stages of one device share one tensor for a tied weight, which cannot have two versions
     for name, stages in users.items() if method.reads_old(len(cut)) else ():
         if len({placement[stage] for stage in stages}) < len(stages):
             faults.append(
@@ -186,7 +186,7 @@ def _refuse_cut(
             f"model: {', '.join(handed_on)}: weights of a cut module, which a later stage uses: with {method.name} its backward"
             " must read newer ones than the forward: put them into modules of that stage, or method_args: {stash: true}"
         )
-    # what several ranks would change, each its own copy, other than by updates
+    # tensors that the forwards or backwards of several ranks change, each in its own copy
     if rehearsed.moved:
         faults.append(
             f"model: {list_some(rehearsed.moved)}: a backward changes it (a checkpoint runs its module again), and"

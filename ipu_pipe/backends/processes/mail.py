@@ -50,7 +50,7 @@ CARRIES = {
 ON_HOST = (NORM, RESULT, WORD, SHAPE, TEST, OBSERVED)
 # the sender stores these tensors anyway, for its own backward
 KEPT_BY_SENDER = (FORWARD, RECOMPUTE)
-# numbered by update or by microbatch
+# kinds of messages whose number is an update's, and those whose number is a microbatch's
 BY_UPDATE = (SHARED, NORM, WEIGHTS)
 BY_MICROBATCH = (FORWARD, RECOMPUTE, BACKWARD, TIED)
 # the most sends in flight on a link of the other kinds, which are small or come once an update

@@ -131,8 +131,10 @@ class TiedWeights:
 
     @contextlib.contextmanager
     def gradients_apart(self) -> Iterator[None]:
-        """Keep the tied gradients of the backward inside the context apart from accumulated ones (the tensor may be the holder's
-        own if both stages are on this rank)."""
+        """Keep the gradients of copied weights from the backward inside the context apart from those accumulated before.
+
+        On one rank a copy and its holder are the same tensor, which already has accumulated gradients.
+        """
         copies = [p for weights in self._ties.gradients_to.values() for p in weights]
         gathered = [p.grad for p in copies]
         for p in copies:
