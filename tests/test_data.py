@@ -649,12 +649,12 @@ def test_the_middle_of_an_image_is_that_of_the_scaled_whole(folder: Path) -> Non
         whole = image.open(path).resize((round(width * scale), round(height * scale)), image.Resampling.BILINEAR)
         left, top = (whole.width - 32) // 2, (whole.height - 32) // 2
         wanted = np.asarray(whole.crop((left, top, left + 32, top + 32))).astype(int)
-        assert abs(data._middle((path, 0))[0].astype(int) - wanted).max() <= 1
+        assert abs(data._load_middle((path, 0))[0].astype(int) - wanted).max() <= 1
     resize = image.Image.resize
     image.new("L", (1, 20000), 200).save(path)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(image.Image, "resize", lambda self, size, *how: asked.append(size) or resize(self, size, *how))
-        assert (data._middle((path, 0))[0] == 200).all() and asked == [(32, 32)]
+        assert (data._load_middle((path, 0))[0] == 200).all() and asked == [(32, 32)]
 
 
 @pytest.mark.parametrize("size, words", [((10_000, 9_000), "10000 x 9000 pixels: must be"), ((20_000, 9_000), "bomb")])

@@ -436,7 +436,7 @@ def test_weights_change_the_backend_and_optimizer_state_does_not(poptorch: Any, 
         run(make_config(on=second, optimizer=PLAIN), tmp_path / first, "mlp", resume=True)
     assert_same_weights(tmp_path / "emulator", tmp_path / "poptorch")
     interrupted(tmp_path / "ours", make_config(on="poptorch"), 4)
-    with pytest.raises(BadInput, match="PopTorch's, which backend.name poptorch alone"):
+    with pytest.raises(BadInput, match="PopTorch's, which only backend.name poptorch"):
         run(make_config(), tmp_path / "ours", "mlp", resume=True)
     interrupted(tmp_path / "torch", make_config(), 4)
     with pytest.raises(BadInput, match="torch.optim's, of which PopTorch can load none"):

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import ipu_pipe
 from ipu_pipe import files
 from ipu_pipe.config.load import load_config
-from ipu_pipe.data.sets import _digits_file
+from ipu_pipe.data.sets import _find_digits_file
 from ipu_pipe.errors import BadInput
 from ipu_pipe.report import provenance
 from ipu_pipe.run.train import check
@@ -71,7 +71,7 @@ def digest(file: Path) -> str:
 
 def test_the_record_has_the_hashes_of_the_files_that_were_read(folder: Path) -> None:
     go(folder / "digits", "steps=1", "gradient_accumulation=1")
-    file = _digits_file()
+    file = _find_digits_file()
     assert newest(folder / "digits")["files"][file.name]["sha256"] == digest(file)
     own(folder / "run", 2)
     held = newest(folder / "run")

@@ -346,7 +346,7 @@ def test_pip_fails(sdist: Path, programs: Path, tmp_path: Path, script: str, tol
     ("", ""),
 ])  # fmt: skip
 def test_markup_is_taken_off(markup: str, plain: str) -> None:
-    assert fetch_module._plain(markup) == plain
+    assert fetch_module._strip_marks(markup) == plain
 
 
 # a module of texts in JSON, with what is used of pysword
