@@ -16,27 +16,14 @@ from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable, count_weight_copies
 from ipu_pipe.update.apply import UpdateRules
 from ipu_pipe.update.optimizer import make_groups, replace_parameters
+from tests import distributed_worker as worker
 from tests import forked
-from tests.distributed_worker import (
-    ADAMW,
-    SGD,
-    Case,
-    begins,
-    clip_of,
-    data_of,
-    drains_of,
-    fresh,
-    main,
-    numbers_of,
-    updates_of,
-)
+from tests.distributed_worker import ADAMW, SGD, Case
 from tests.slot_simulation import PLAYED
+from tests.support.runs import needs_processes
 from tests.test_rules import ROWS
 
-pytestmark = pytest.mark.skipif(
-    not torch.distributed.is_available() or tuple(map(int, torch.__version__.split(".")[:2])) < (2, 4),
-    reason="needs torch 2.4",
-)
+pytestmark = needs_processes
 
 
 def cases() -> List[Case]:
@@ -61,39 +48,22 @@ def cases() -> List[Case]:
     made.append(("mixed-zb_h1", "zb_h1", {}, 4, "residual", 0))
     made.append(("capped", "pipedream", {"schedule": "1f1b_capped"}, 1, "residual", 0))
     recompute = {"recompute": {"segments": 2}}
-    made += [
-        (f"channels-recompute-{n}", "pipemare", recompute, n, model, 0)
-        for n, model in ((1, "skipping-frozen"), (4, "residual"))
-    ]
-    for word, method in (
-        ("stage", "pipemare"),
-        ("global", "gpipe"),
-        ("delayed", "pipedream"),
-        ("delayed", "pipedream_2bw"),
-        ("delayed", "pipemare"),
-    ):
-        made += [(f"clip-{word}-{method}-{n}", method, {}, n, "residual", 0) for n in (1, 4)]
+    for n, model in ((1, "skipping-frozen"), (4, "residual")):
+        made.append((f"channels-recompute-{n}", "pipemare", recompute, n, model, 0))
+    for pair in "stage-pipemare global-gpipe delayed-pipedream delayed-pipedream_2bw delayed-pipemare".split():
+        made += [(f"clip-{pair}-{n}", pair.split("-")[1], {}, n, "residual", 0) for n in (1, 4)]
     for R, K, model in ((3, 2, "convolution"), (4, 3, "residual"), (1, 2, "mlp"), (5, 1, "mlp"), (2, 9, "convolution")):
-        own = {"replicas": R, "local_steps": K}
-        made += [(f"{way}-local_sgd-{R}", "local_sgd", own, R, model, 0) for way in ("plain", "clip-stage", "adamw")]
+        args = {"replicas": R, "local_steps": K}
+        made += [(f"{way}-local_sgd-{R}", "local_sgd", args, R, model, 0) for way in ("plain", "clip-stage", "adamw")]
     for way, model, outer in (
         ("plain", "convolution", {"mix": 0.25}),
         ("channels", "residual", {"fragments": 2, "delay": 1, "mix": 0.5}),
         ("adamw", "mlp", {"fragments": "per_stage", "offset": 1}),
     ):
-        own = {"replicas": 3, "local_steps": 4, "outer": outer}
-        made.append((f"{way}-outer", "local_sgd", own, 3, model, 0))
+        made.append((f"{way}-outer", "local_sgd", {"replicas": 3, "local_steps": 4, "outer": outer}, 3, model, 0))
     both = {"spike_compensation": {"scale": 1.0}, "weight_prediction": {"form": "velocity", "scale": 1.0}}
     more = {"pipemare": ROWS["t1+t2"].args, "pipelined_backprop": both}
-    for method in (
-        "gpipe",
-        "pipedream_flush",
-        "pipedream",
-        "pipedream_2bw",
-        "pipemare",
-        "pipelined_backprop",
-        "spectrain",
-    ):
+    for method in "gpipe pipedream_flush pipedream pipedream_2bw pipemare pipelined_backprop spectrain".split():
         for model in ("mlp", "residual"):
             made.append((f"mixed-{method}-{model}", method, more.get(method, {}), 4, model, 0))
     made.append(("mixed-channels", "pipemare", recompute, 4, "residual", 0))
@@ -117,21 +87,19 @@ def cases() -> List[Case]:
 
 
 def _fit(args: Dict[str, Any]) -> Dict[str, Any]:
-    """No more segments than there are ranks in the smallest test."""
-    return (
-        {**args, "recompute": {"segments": 1 if args["recompute"]["segments"] == 1 else 2}}
-        if "recompute" in args
-        else args
-    )
+    """Return arguments with no more segments than there are ranks in the smallest test."""
+    if "recompute" not in args:
+        return args
+    return {**args, "recompute": {"segments": min(args["recompute"]["segments"], 2)}}
 
 
 def _counts_versions(case: Case) -> bool:
-    """Whether memory holds the table's versions and nothing else: rules keep corrected weights beside them."""
+    """Return whether memory holds the table's versions and nothing else: rules keep corrected weights beside them."""
     return not case[2] and case[5] == 0 and not resolve_method(case[1]).predicts
 
 
 def _can_share(case: Case, placement: Sequence[int]) -> bool:
-    """Whether the method has so many stages, and no two stages of one device use one weight in different versions."""
+    """Return whether the method has so many stages, and no two stages of a device use one weight in different versions."""
     order = resolve_method(case[1], case[2]).order
     if order is not None and len(placement) % order.stages_per_device:
         return False
@@ -141,29 +109,26 @@ def _can_share(case: Case, placement: Sequence[int]) -> bool:
 
 def emulated(case: Case, ranks: int) -> Dict[str, torch.Tensor]:
     name, method_name, args, accumulate, model_name, switch = case
-    method, model = resolve_method(method_name, args), fresh(model_name)
-    numbers = numbers_of(case, model)
-    data = data_of(case, numbers)
-    part = partition(model, data[0][0], begins(model, ranks), one_stage=method.one_stage)
-    schedule = make_schedule(method, ranks, len(data), accumulate, drains_of(case), switch * accumulate)
+    method, model = resolve_method(method_name, args), worker.fresh(model_name)
+    numbers = worker.numbers_of(case, model)
+    data = worker.data_of(case, numbers)
+    part = partition(model, data[0][0], worker.begins(model, ranks), one_stage=method.one_stage)
+    schedule = make_schedule(method, ranks, len(data), accumulate, worker.drains_of(case), switch * accumulate)
     table = VersionTable(schedule, method)
     make = ADAMW if "adamw" in name else SGD
     optimizer = make(replace_parameters(make_groups(model, part), numbers.trained))
     rate = make.keywords["lr"]
     rules = UpdateRules(args, method, table.rule_lag(), accumulate, optimizer, lambda k: rate, switch, numbers.masters)
-    work = Work(numbers.loss(torch.nn.functional.cross_entropy), table, rules, clip_of(case))
+    work = Work(numbers.loss(torch.nn.functional.cross_entropy), table, rules, worker.clip_of(case))
     emulator = Emulator(work, model, part, data[0])
-    losses = [emulator.step(data[k * accumulate : (k + 1) * accumulate]).loss for k in range(updates_of(case))]
+    losses = [emulator.step(data[k * accumulate : (k + 1) * accumulate]).loss for k in range(worker.updates_of(case))]
     emulator.close()
     copies = count_weight_copies(table)
-    held = {
-        f"versions {stage.index}": torch.tensor(copies[stage.index] - 1.0)
-        for stage in part.stages
-        if stage.parameters or part.replicas(stage.index)
-    }
+    weighted = [stage.index for stage in part.stages if stage.parameters or part.replicas(stage.index)]
+    versions = {f"versions {s}": torch.tensor(copies[s] - 1.0) for s in weighted}
     with numbers.whole():
         state = model.state_dict()
-    return {**state, "losses": torch.tensor(losses), **held}
+    return {**state, "losses": torch.tensor(losses), **versions}
 
 
 # One stage a device; neighbors together; V-shaped; interleaved; all on one: each with every how many-th case.
@@ -175,18 +140,17 @@ def test_processes_give_the_emulators_weights(placement: Sequence[int], tmp_path
     chosen = [case for case in cases() if _can_share(case, placement)][:: PLACEMENTS[tuple(placement)]]
     stages, ranks = len(placement), max(placement) + 1
     context = forked.context()
-    processes = [context.Process(target=main, args=(rank, placement, str(tmp_path), chosen)) for rank in range(ranks)]
+    processes = [context.Process(target=worker.main, args=(r, placement, str(tmp_path), chosen)) for r in range(ranks)]
     for process in processes:
         process.start()
     for process in processes:
         process.join(300)
     assert [process.exitcode for process in processes] == [0] * ranks
     for case in chosen:
-        expected, found = emulated(case, stages), {}
+        expected, result = emulated(case, stages), {}
         for rank in range(ranks):
-            found.update(torch.load(tmp_path / f"{case[0]}-{rank}.pt"))
-        assert expected.keys() == found.keys(), case[0]
+            result.update(torch.load(tmp_path / f"{case[0]}-{rank}.pt"))
+        assert expected.keys() == result.keys(), case[0]
         for key, value in expected.items():
-            if key.startswith("versions") and not _counts_versions(case):
-                continue
-            assert torch.equal(value, found[key]), f"{case[0]}: {key}"
+            if _counts_versions(case) or not key.startswith("versions"):
+                assert torch.equal(value, result[key]), f"{case[0]}: {key}"

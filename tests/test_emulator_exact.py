@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from typing import Any, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
 import pytest
@@ -23,6 +23,7 @@ from ipu_pipe.update.optimizer import make_groups
 from tests.literal_replay import LiteralRules, LiteralStage, replay
 from tests.slot_simulation import PLAYED
 from tests.staged_models import MODELS, batches, whole
+from tests.support.runs import assert_same
 
 OPTIMIZERS = {
     "sgd": functools.partial(torch.optim.SGD, lr=0.2, momentum=0.9, weight_decay=1e-3),
@@ -76,6 +77,7 @@ def literal(
     switch: int = 0,
     ties: Mapping[int, Mapping[str, Tuple[int, str]]] = {},
 ) -> List[LiteralStage]:
+    """Train the stages by the literal replay. `ties`: of a stage, as those of `tests.staged_models.TIES`."""
     P = len(stages)
     schedule = make_schedule(method, P, len(data), accumulate, drains, switch * accumulate)
     rules: List[Optional[LiteralRules]] = [None] * P
@@ -99,9 +101,7 @@ def literal(
 
 
 def assert_equal(model: nn.Module, stages: List[nn.Module]) -> None:
-    expected = whole(stages).state_dict()
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, expected[name]), name
+    assert_same(model.state_dict(), whole(stages).state_dict())
 
 
 def fresh(name: str, dtype: torch.dtype = torch.float64) -> List[nn.Module]:
@@ -111,20 +111,20 @@ def fresh(name: str, dtype: torch.dtype = torch.float64) -> List[nn.Module]:
 
 # spectrain: see test_rules; blocks with losses of their own: see test_local; the others: see test_asynchrony
 WHOLE = [name for name, method in PLAYED.items() if name != "spectrain" and method.is_pipeline]
-VARIANTS: List[Tuple[str, dict]] = [(name, {}) for name in WHOLE] + [  # type: ignore[type-arg]
-    ("pipemare", {"stash": True}),
-    ("pipemare", {"schedule": "1f1b"}),
-    ("pipelined_backprop", {"stash": True}),
-    ("pipelined_backprop", {"turn": 1}),
-    ("pipedream", {"stash": False}),
-    ("pipedream", {"schedule": "dataflow"}),
-    ("pipedream", {"schedule": "1f1b_capped"}),
-    ("pipedream", {"split_backward": True}),
-    ("pipedream", {"split_backward": True, "activation_limit": 2}),
-    ("pipelined_backprop", {"split_backward": True}),
-    *((name, {"stages_per_device": 2}) for name in ("pipedream", "pipelined_backprop")),
-    ("pipedream", {"stages_per_device": 2, "split_backward": True}),
-]
+CHANGED: Dict[str, List[Dict[str, Any]]] = {
+    "pipemare": [{"stash": True}, {"schedule": "1f1b"}],
+    "pipelined_backprop": [{"stash": True}, {"turn": 1}, {"split_backward": True}, {"stages_per_device": 2}],
+    "pipedream": [
+        {"stash": False},
+        {"schedule": "dataflow"},
+        {"schedule": "1f1b_capped"},
+        {"split_backward": True},
+        {"split_backward": True, "activation_limit": 2},
+        {"stages_per_device": 2},
+        {"stages_per_device": 2, "split_backward": True},
+    ],
+}
+VARIANTS = [(name, {}) for name in WHOLE] + [(name, args) for name, variants in CHANGED.items() for args in variants]
 
 
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
@@ -164,8 +164,7 @@ def test_orders_by_device_train_as_gpipe(name: str) -> None:
     args = {} if METHODS[name].order.fixed else {"stages_per_device": 2}  # type: ignore[union-attr]
     emulate(trained, resolve_method(name, args), 8, data, OPTIMIZERS["adamw"])
     emulate(gpipe, METHODS["gpipe"], 8, data, OPTIMIZERS["adamw"])
-    for mine, theirs in zip(trained.parameters(), gpipe.parameters()):
-        assert torch.equal(mine, theirs)
+    assert_same(trained.state_dict(), gpipe.state_dict())
 
 
 @pytest.mark.parametrize("method", ["pipemare", "pipedream", "pipedream_2bw", "pipelined_backprop"])
@@ -185,10 +184,8 @@ def test_methods_differ_so_that_equality_means_something() -> None:
         stages = fresh("mlp")
         emulate(whole(stages), resolve_method(method, args), 5, batches(40), OPTIMIZERS["sgd"])
         ends[(method, str(args))] = torch.cat([p.detach().flatten() for s in stages for p in s.parameters()])
-    distinct = {tuple(v.tolist()) for v in ends.values()}
-    synchronous = {tuple(ends[(m, "{}")].tolist()) for m in ("naive", "gpipe", "pipedream_flush")}
-    assert len(synchronous) == 1
-    assert len(distinct) >= 6
+    assert len({tuple(ends[method, "{}"].tolist()) for method in ("naive", "gpipe", "pipedream_flush")}) == 1
+    assert len({tuple(weights.tolist()) for weights in ends.values()}) >= 6
 
 
 def plain_training(model: nn.Module, data: Sequence[Any], accumulate: int, make_optimizer: Any) -> List[float]:

@@ -7,7 +7,7 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, List
+from typing import Any, Dict, List
 
 import pytest
 
@@ -25,9 +25,7 @@ def on_two_processes(script: Path, folder: Path) -> str:
 
 
 @pytest.mark.parametrize("script", sorted(EXAMPLES.glob("*.py")), ids=lambda script: script.stem)
-def test_an_example_runs(
-    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_example_runs(script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     pytest.importorskip("tests.third_party")
     monkeypatch.chdir(tmp_path)
     if "torchrun " in script.read_text(encoding="utf-8").splitlines()[0]:
@@ -74,15 +72,12 @@ def test_batch_files_start_tools_train_with_resume(file: str, launcher: str, tmp
         "SERVER": "s", "SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_NAME": "name", "SLURM_JOB_ID": "4711",
         "SLURM_JOB_NODELIST": "node[0-1]", "SLURM_JOB_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "4", "SLURM_CPUS_PER_TASK": "16",
     }  # fmt: skip
-    done = subprocess.run(
-        ["bash", str(EXAMPLES / file), "stages=8"], env=variables, capture_output=True, text=True, timeout=60
-    )
+    how: Dict[str, Any] = {"capture_output": True, "text": True, "timeout": 60}
+    done = subprocess.run(["bash", str(EXAMPLES / file), "stages=8"], env=variables, **how)
     assert done.returncode == 0, done.stderr
     assert "tools/train.py my.yaml --out out --resume" in done.stdout and "stages=8" in done.stdout.split()
     if launcher == "srun":
         assert "--nnodes 2 --nproc_per_node 4 --max_restarts 3" in done.stdout
         assert "--rdzv_endpoint node0:24711 --rdzv_id 4711" in done.stdout
-    without = subprocess.run(
-        ["bash", str(EXAMPLES / file)], env={**variables, "CONFIG": ""}, capture_output=True, text=True, timeout=60
-    )
+    without = subprocess.run(["bash", str(EXAMPLES / file)], env={**variables, "CONFIG": ""}, **how)
     assert without.returncode != 0 and "CONFIG" in without.stderr and not without.stdout

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import json
 import shutil
 from pathlib import Path
 from typing import Any, List
@@ -22,6 +21,7 @@ from ipu_pipe.run.train import train
 from ipu_pipe.schedule.methods import resolve_method
 from tests.slot_simulation import PLAYED
 from tests.staged_models import MODELS, batches, whole
+from tests.support.runs import DIGITS, find_checkpoint, read_metrics
 from tests.test_emulator_exact import OPTIMIZERS, assert_equal, emulate, fresh, literal
 from tests.test_rules import ROWS
 
@@ -63,38 +63,29 @@ def test_rules_equal_those_of_the_literal_replay(name: str) -> None:
         assert torch.allclose(value, expected[key], rtol=1e-8, atol=1e-10), key
 
 
-DIGITS = Path(__file__).resolve().parents[1] / "configs" / "mlp_digits.yaml"
 SHORT = [
-    "backend.device=cuda",
-    "steps=12",
-    "log.tensorboard=false",
-    "checkpoint.every=4",
-    "checkpoint.keep=9",
-    "stages=2",
-]
+    "backend.device=cuda", "steps=12", "log.tensorboard=false", "checkpoint.every=4", "checkpoint.keep=9", "stages=2",
+]  # fmt: skip
+ADAM = functools.partial(torch.optim.Adam, lr=1e-3)
 
 
-@pytest.mark.parametrize("how", [["method=pipemare"], ["optimizer.name=adam", "optimizer.lr=0.001"]])
-def test_a_resumed_run_gives_the_same_numbers_and_tells_its_numerics(how: List[str], tmp_path: Path) -> None:
-    config = load_config(DIGITS, [*SHORT, *how])
-    whole = train(config, tmp_path / "run", quiet=True)
+@pytest.mark.parametrize(
+    "sets, objects",
+    [
+        (["method=pipemare"], {}),
+        (["optimizer.name=adam", "optimizer.lr=0.001"], {}),
+        ([], {"optimizer": functools.partial(ADAM, fused=True)}),
+        ([], {"optimizer": functools.partial(ADAM, capturable=True)}),
+    ],
+)
+def test_a_resumed_run_gives_the_same_numbers_and_tells_its_numerics(sets: List[str], objects: Any, tmp_path: Path) -> None:
+    config = load_config(DIGITS, [*SHORT, *sets])
+    whole = train(config, tmp_path, quiet=True, **objects)
     assert whole["numerics"]["deterministic_algorithms"] and not whole["numerics"]["tf32_convolutions"]
     for step in (8, 12):
-        shutil.rmtree(tmp_path / "run" / "checkpoints" / f"step-{step}")
-    (tmp_path / "run" / "summary.json").unlink()
-    again = train(config, tmp_path / "run", resume=True, quiet=True)
-    assert again["final"] == whole["final"]
-
-
-@pytest.mark.parametrize("how", [{"fused": True}, {"capturable": True}])
-def test_fused_and_capturable_adam_resume(how: Any, tmp_path: Path) -> None:
-    config = load_config(DIGITS, SHORT)
-    make = functools.partial(torch.optim.Adam, lr=1e-3, **how)
-    whole = train(config, tmp_path / "run", optimizer=make, quiet=True)
-    for step in (8, 12):
-        shutil.rmtree(tmp_path / "run" / "checkpoints" / f"step-{step}")
-    (tmp_path / "run" / "summary.json").unlink()
-    assert train(config, tmp_path / "run", optimizer=make, resume=True, quiet=True)["final"] == whole["final"]
+        shutil.rmtree(find_checkpoint(tmp_path, step))
+    (tmp_path / "summary.json").unlink()
+    assert train(config, tmp_path, resume=True, quiet=True, **objects)["final"] == whole["final"]
 
 
 def test_losses_are_read_for_lines_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,8 +94,7 @@ def test_losses_are_read_for_lines_alone(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(Emulator, "read", lambda self: reads.append(self.update) or read(self))  # type: ignore[func-returns-value]
     train(load_config(DIGITS, [*SHORT, "log.every=6", "evaluate.every=0"]), tmp_path / "run", quiet=True)
     assert reads == [1, 4, 6, 8, 12]  # the first, checkpoints, lines
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines if "train_loss" in line] == [6, 12]
+    assert [line["step"] for line in read_metrics(tmp_path / "run") if "train_loss" in line] == [6, 12]
 
 
 def test_draws_of_the_cpu_and_of_the_gpu_are_keyed() -> None:

@@ -8,21 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
+from ipu_pipe.cli.train import _choose_folder
 from ipu_pipe.config.load import load_config
 from ipu_pipe.errors import BadInput
 from ipu_pipe.run.folder import read_starts
 from ipu_pipe.run.train import train
 from tests import kills
+from tests.support.runs import needs_processes
 
 SETTINGS = ["steps=4", "checkpoint.every=2", "evaluate.every=0", "log.tensorboard=false"]
 
 
-@pytest.mark.skipif(
-    not torch.distributed.is_available() or tuple(map(int, torch.__version__.split(".")[:2])) < (2, 4),
-    reason="processes need torch 2.4",
-)
+@needs_processes
 def test_a_dozen_kills(tmp_path: Path) -> None:
     count, seed = 0, 0
     while count < 12:
@@ -75,11 +73,7 @@ def test_a_run_that_was_killed_as_it_began_begins_again(tmp_path: Path, monkeypa
     assert kills.read_metrics(tmp_path / "killed") == kills.read_metrics(tmp_path / "whole")
 
 
-def test_a_restart_without_a_folder_finds_the_dated_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from ipu_pipe.cli.train import _choose_folder
-
+def test_a_restart_without_a_folder_finds_the_dated_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     restart(monkeypatch, 0, "one")
     assert re.fullmatch(r"runs/\d{4}-[-_\d]{14}_mlp\[1\]", str(_choose_folder("mlp[1]")))
