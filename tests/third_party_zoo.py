@@ -37,11 +37,8 @@ def make_data(model: Model) -> DataSource:
     """Return random samples that fit the model."""
     generator = torch.Generator().manual_seed(0)
     draw = functools.partial(torch.randint, generator=generator)
-    words, following, label = (
-        draw(1, WORDS, (SAMPLES, LENGTH)),
-        draw(1, WORDS, (SAMPLES, LENGTH)),
-        draw(CLASSES, (SAMPLES,)),
-    )
+    words, following = (draw(1, WORDS, (SAMPLES, LENGTH)) for _ in range(2))
+    label = draw(CLASSES, (SAMPLES,))
     inputs: Dict[str, torch.Tensor] = {"x": words}
     if model.family in ("images", "speech"):
         shape = (3, model.size, model.size) if model.family == "images" else (8, 16)  # or 8 bands of 16 frames
@@ -54,12 +51,9 @@ def make_data(model: Model) -> DataSource:
     elif model.family == "speech":
         inputs = {"input_features": inputs["x"], "decoder_input_ids": words}
     y = label if model.family in ("images", "text classes") else following
-    samples: Any = [
-        (inputs["x"][i], y[i])
-        if "x" in inputs
-        else {**{name: value[i] for name, value in inputs.items()}, "labels": y[i]}
-        for i in range(SAMPLES)
-    ]
+    samples: Any = list(zip(inputs.get("x", ()), y))
+    if "x" not in inputs:
+        samples = [{**{name: value[i] for name, value in inputs.items()}, "labels": y[i]} for i in range(SAMPLES)]
     return from_loader(DataLoader(samples, batch_size=2), DataLoader(samples[:4], batch_size=2))
 
 
@@ -86,10 +80,13 @@ def _make_vgg(norm: bool) -> nn.Module:
 
 def _make_vision_convnext() -> nn.Module:
     make = torchvision.models.convnext.CNBlockConfig
-    model: nn.Module = torchvision.models.ConvNeXt(
-        [make(8, 16, 2), make(16, None, 2)], stochastic_depth_prob=0.1, num_classes=CLASSES
-    )
-    return model
+    blocks = [make(8, 16, 2), make(16, None, 2)]
+    return torchvision.models.ConvNeXt(blocks, 0.1, num_classes=CLASSES)  # type: ignore[no-any-return]
+
+
+def _make_vision_resnet(**args: Any) -> Model:
+    block = torchvision.models.resnet.Bottleneck
+    return Model(lambda: torchvision.models.ResNet(block, [1, 1, 1, 1], CLASSES, **args))
 
 
 def _make_vision_swin(version: str) -> nn.Module:
@@ -117,30 +114,16 @@ TORCHVISION: Dict[str, Model] = {
     "regnet_y_400mf": _vision("regnet_y_400mf"),
     "resnet18": _vision("resnet18"),
     "resnet34": _vision("resnet34"),
-    "resnet50": Model(
-        lambda: torchvision.models.ResNet(torchvision.models.resnet.Bottleneck, [1, 1, 1, 1], num_classes=CLASSES)
-    ),
-    "resnext": Model(
-        lambda: torchvision.models.ResNet(
-            torchvision.models.resnet.Bottleneck, [1, 1, 1, 1], CLASSES, groups=4, width_per_group=8
-        )
-    ),
+    "resnet50": _make_vision_resnet(),
+    "resnext": _make_vision_resnet(groups=4, width_per_group=8),
     "shufflenet_v2_x0_5": _vision("shufflenet_v2_x0_5"),
     "squeezenet1_1": _vision("squeezenet1_1"),
     "swin": Model(lambda: _make_vision_swin("1")),
     "swin_v2": Model(lambda: _make_vision_swin("2")),
     "vgg": Model(lambda: _make_vgg(False)),
     "vgg_bn": Model(lambda: _make_vgg(True)),
-    "vit": Model(
-        lambda: torchvision.models.VisionTransformer(
-            32, 8, 4, 2, 16, 32, dropout=0.1, attention_dropout=0.1, num_classes=CLASSES
-        )
-    ),
-    "wide_resnet": Model(
-        lambda: torchvision.models.ResNet(
-            torchvision.models.resnet.Bottleneck, [1, 1, 1, 1], CLASSES, width_per_group=128
-        )
-    ),
+    "vit": Model(lambda: torchvision.models.VisionTransformer(32, 8, 4, 2, 16, 32, 0.1, 0.1, CLASSES)),
+    "wide_resnet": _make_vision_resnet(width_per_group=128),
 }
 
 # ---- timm
@@ -153,13 +136,17 @@ def _timm(name: str, size: int = 32, **args: Any) -> Model:
 
 _VIT: Dict[str, Any] = {"img_size": 32, "patch_size": 8, "embed_dim": 16, "depth": 4, "num_heads": 2}
 _FOUR: Dict[str, Any] = {"depths": (1, 1, 1, 1)}
+_SWIN: Dict[str, Any] = {"img_size": 32, "embed_dim": 8, "depths": (1, 1), "num_heads": (1, 2), "window_size": 4}
 
 
-def _make_mixer(mlp: Any, **args: Any) -> nn.Module:
-    model: nn.Module = timm.models.MlpMixer(
-        CLASSES, img_size=32, patch_size=8, embed_dim=16, num_blocks=4, mlp_layer=mlp, **args
-    )
-    return model
+def _make_mixer(layer: str, **args: Any) -> Model:
+    sizes: Any = {"img_size": 32, "patch_size": 8, "embed_dim": 16, "num_blocks": 4}
+    return Model(lambda: timm.models.MlpMixer(CLASSES, **sizes, mlp_layer=getattr(timm.layers, layer), **args))
+
+
+def _make_resmlp() -> nn.Module:
+    parts = timm.models.mlp_mixer
+    return _make_mixer("Mlp", mlp_ratio=4, block_layer=parts.ResBlock, norm_layer=parts.Affine).build()
 
 
 TIMM: Dict[str, Model] = {
@@ -169,15 +156,8 @@ TIMM: Dict[str, Model] = {
     "coatnet": _timm("test_coatnet", 32, img_size=32),
     "convmixer": Model(lambda: timm.models.ConvMixer(16, 4, 5, 4, num_classes=CLASSES)),
     "convnext": _timm("test_convnext", drop_path_rate=0.1),
-    "crossvit": _timm(
-        "crossvit_9_240",
-        48,
-        img_size=48,
-        img_scale=(1.0, 1.0),
-        patch_size=(12, 16),
-        embed_dim=(16, 32),
-        num_heads=(2, 2),
-    ),
+    "crossvit": _timm("crossvit_9_240", 48, img_size=48, img_scale=(1.0, 1.0), patch_size=(12, 16), embed_dim=(16, 32),
+                      num_heads=(2, 2)),
     "davit": _timm("davit_tiny", embed_dims=(8, 16, 16, 32), num_heads=(1, 2, 2, 2), **_FOUR),
     "deit_distilled": _timm("deit_tiny_distilled_patch16_224", **_VIT),
     "densenet": _timm("densenet121", growth_rate=8, block_config=(2, 2)),
@@ -189,50 +169,31 @@ TIMM: Dict[str, Model] = {
     "fastvit": _timm("fastvit_t8", 64, embed_dims=(8, 16, 16, 32), layers=(1, 1, 1, 1)),
     "focalnet": Model(lambda: timm.models.FocalNet(embed_dim=8, **_FOUR, num_classes=CLASSES)),
     "ghostnet": _timm("ghostnet_050"),
-    "gmixer": Model(lambda: _make_mixer(timm.layers.GluMlp, mlp_ratio=(1.0, 4.0))),
+    "gmixer": _make_mixer("GluMlp", mlp_ratio=(1.0, 4.0)),
     "hrnet": _timm("hrnet_w18_small"),
     "inception_next": _timm("inception_next_tiny", dims=(16, 16, 16, 32), depths=(1, 1, 1, 1)),
     "lcnet": _timm("lcnet_035"),
     "levit": _timm("levit_128s", 224),
     "mambaout": _timm("test_mambaout"),
     "maxvit": _timm("test_maxvit", 32, img_size=32),
-    "mixer": Model(lambda: _make_mixer(timm.layers.Mlp)),
+    "mixer": _make_mixer("Mlp"),
     "mobilenetv4": _timm("mobilenetv4_conv_small_035"),
     "mobilevit": _timm("mobilevit_xxs"),
     "nfnet": _timm("test_nfnet"),
-    "pit": _timm(
-        "pit_ti_224", 64, img_size=64, patch_size=8, stride=8, base_dims=(8, 8, 8), depth=(1, 1, 1), heads=(1, 2, 2)
-    ),
+    "pit": _timm("pit_ti_224", 64, img_size=64, patch_size=8, stride=8, base_dims=(8, 8, 8), depth=(1, 1, 1),
+                 heads=(1, 2, 2)),
     "poolformer": Model(lambda: timm.models.MetaFormer(depths=(1, 1, 1, 1), dims=(8, 16, 16, 32), num_classes=CLASSES)),
     "pvt_v2": _timm("pvt_v2_b0", embed_dims=(8, 16, 20, 32), **_FOUR),
     "regnet": _timm("regnetz_005"),
     "repvgg": _timm("repvgg_a0"),
-    "resmlp": Model(
-        lambda: _make_mixer(
-            timm.layers.Mlp,
-            mlp_ratio=4,
-            block_layer=timm.models.mlp_mixer.ResBlock,
-            norm_layer=timm.models.mlp_mixer.Affine,
-        )
-    ),
+    "resmlp": Model(_make_resmlp),
     "resnest": _timm("resnest14d"),
     "resnet": _timm("test_resnet", drop_path_rate=0.1),
     "rexnet": _timm("rexnetr_100"),
-    "sequencer2d": _timm(
-        "sequencer2d_s",
-        32,
-        img_size=32,
-        layers=(1, 1, 1, 1),
-        embed_dims=(16, 16, 16, 16),
-        hidden_sizes=(4, 4, 4, 4),
-        patch_sizes=(4, 2, 1, 1),
-    ),
-    "swin": _timm(
-        "swin_tiny_patch4_window7_224", 32, img_size=32, embed_dim=8, depths=(1, 1), num_heads=(1, 2), window_size=4
-    ),
-    "swinv2": _timm(
-        "swinv2_tiny_window8_256", 32, img_size=32, embed_dim=8, depths=(1, 1), num_heads=(1, 2), window_size=4
-    ),
+    "sequencer2d": _timm("sequencer2d_s", 32, img_size=32, layers=(1, 1, 1, 1), embed_dims=(16,) * 4,
+                         hidden_sizes=(4,) * 4, patch_sizes=(4, 2, 1, 1)),
+    "swin": _timm("swin_tiny_patch4_window7_224", **_SWIN),
+    "swinv2": _timm("swinv2_tiny_window8_256", **_SWIN),
     "tnt": _timm("tnt_s_patch16_224", 32, img_size=32, embed_dim=16, inner_dim=8, depth=2, num_heads_outer=2),
     "tresnet": _timm("tresnet_m"),
     "twins": _timm("twins_pcpvt_small", 64, img_size=64, embed_dims=(8, 16, 20, 32), **_FOUR),
@@ -241,7 +202,7 @@ TIMM: Dict[str, Model] = {
     "volo": Model(lambda: timm.models.VOLO([1] * 4, 64, num_classes=CLASSES, embed_dims=[16] * 4, num_heads=[2] * 4), size=64),
     "xception41": _timm("xception41", 64),
     "xcit": _timm("xcit_nano_12_p16_224", 32, img_size=32, patch_size=8, embed_dim=16, depth=2, num_heads=2),
-}
+}  # fmt: skip
 
 # ---- transformers
 
@@ -251,13 +212,8 @@ _BERT: Dict[str, Any] = {
     "max_position_embeddings": 16, **_TOKENS,
 }  # fmt: skip
 _LLAMA: Dict[str, Any] = {**_BERT, "num_key_value_heads": 1}
-_MOE: Dict[str, Any] = {
-    **_LLAMA,
-    "num_local_experts": 4,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-}
+_EXPERTS: Dict[str, Any] = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2}
+_MOE: Dict[str, Any] = {**_LLAMA, **_EXPERTS, "moe_intermediate_size": 16}
 _HEAD: Dict[str, Any] = {"head_dim": 8}
 _GPT: Dict[str, Any] = {"vocab_size": WORDS, "n_positions": 16, "n_embd": 16, "n_layer": 4, "n_head": 2, **_TOKENS}
 _T5: Dict[str, Any] = {
@@ -305,39 +261,20 @@ TRANSFORMERS: Dict[str, Model] = {
     "bert": _texts("Bert", config=_BERT),
     "bloom": _causal("Bloom", config={"vocab_size": WORDS, "hidden_size": 16, "n_layer": 4, "n_head": 2, **_TOKENS}),
     "convnext": _images("ConvNext", config={"hidden_sizes": [8, 16, 16, 16], "depths": [1, 1, 1, 1]}),
-    "deberta_v2": _texts(
-        "DebertaV2", config=_BERT, relative_attention=True, pos_att_type=["p2c", "c2p"], position_buckets=8
-    ),
+    "deberta_v2": _texts("DebertaV2", config=_BERT, relative_attention=True, pos_att_type=["p2c", "c2p"],
+                         position_buckets=8),
     "deit": _images("DeiT", config=_IMAGE),
     "dinov2": _images("Dinov2", config=_IMAGE),
-    "distilbert": _texts(
-        "DistilBert",
-        config={
-            "vocab_size": WORDS,
-            "dim": 16,
-            "n_layers": 4,
-            "n_heads": 2,
-            "hidden_dim": 32,
-            "max_position_embeddings": 16,
-            "pad_token_id": 0,
-        },
-    ),
+    "distilbert": _texts("DistilBert", vocab_size=WORDS, dim=16, n_layers=4, n_heads=2, hidden_dim=32,
+                         max_position_embeddings=16, pad_token_id=0),
     "electra": _texts("Electra", config=_BERT, embedding_size=16),
     "falcon": _causal("Falcon", config={**_BERT, "num_kv_heads": 2}),
     "gemma": _causal("Gemma", config=_LLAMA, **_HEAD),
     "gemma2": _causal("Gemma2", config=_LLAMA, **_HEAD),
     "gpt2": _causal("GPT2", config=_GPT),
     "gpt2_tied": _causal("GPT2", config={**_GPT, **_TIED}),
-    "gpt_neo": _causal(
-        "GPTNeo",
-        config={
-            **_BERT,
-            "num_layers": 4,
-            "num_heads": 2,
-            "attention_types": [[["global", "local"], 2]],
-            "window_size": 4,
-        },
-    ),
+    "gpt_neo": _causal("GPTNeo", config=_BERT, num_layers=4, num_heads=2, attention_types=[[["global", "local"], 2]],
+                       window_size=4),
     "gpt_neox": _causal("GPTNeoX", config=_BERT),
     "gptj": _causal("GPTJ", config={**_GPT, "rotary_dim": 4}),
     "llama": _causal("Llama", config=_LLAMA),
@@ -347,51 +284,21 @@ TRANSFORMERS: Dict[str, Model] = {
     "mobilebert": _texts("MobileBert", config=_BERT, embedding_size=16, intra_bottleneck_size=16, true_hidden_size=16),
     "mpnet": _texts("MPNet", config=_BERT),
     "olmo2": _causal("Olmo2", config=_LLAMA),
-    "opt": _causal(
-        "OPT",
-        config={
-            "vocab_size": WORDS,
-            "hidden_size": 16,
-            "word_embed_proj_dim": 16,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 2,
-            "ffn_dim": 32,
-            "max_position_embeddings": 16,
-            **_TOKENS,
-        },
-    ),
+    "opt": _causal("OPT", config=_TOKENS, vocab_size=WORDS, hidden_size=16, word_embed_proj_dim=16, num_hidden_layers=4,
+                   num_attention_heads=2, ffn_dim=32, max_position_embeddings=16),
     "phi": _causal("Phi", config=_LLAMA),
     "qwen2": _causal("Qwen2", config=_LLAMA),
     "qwen3": _causal("Qwen3", config=_LLAMA, **_HEAD),
     "qwen3_moe": _causal("Qwen3Moe", config=_MOE, **_HEAD),
     "roberta": _texts("Roberta", config=_BERT),
-    "swin": _images(
-        "Swin",
-        config={
-            "image_size": 32,
-            "patch_size": 4,
-            "embed_dim": 8,
-            "depths": [1, 1],
-            "num_heads": [1, 2],
-            "window_size": 4,
-        },
-    ),
+    "swin": _images("Swin", image_size=32, patch_size=4, embed_dim=8, depths=[1, 1], num_heads=[1, 2], window_size=4),
     "t5": _pairs("T5", config=_T5),
     "t5_tied": _pairs("T5", config={**_T5, **_TIED}),
     "vit": _images("ViT", config=_IMAGE),
-    "whisper": _face(
-        "Whisper",
-        "ConditionalGeneration",
-        "speech",
-        {**_BART, "num_mel_bins": 8, "max_source_positions": 8, "max_target_positions": 16},
-    ),
-    "xlnet": _face(
-        "XLNet",
-        "SequenceClassification",
-        "text classes",
-        {"vocab_size": WORDS, "d_model": 16, "n_layer": 4, "n_head": 2, "d_inner": 32, **_TOKENS},
-    ),
-}
+    "whisper": _face("Whisper", "ConditionalGeneration", "speech", _BART, num_mel_bins=8, max_source_positions=8,
+                     max_target_positions=16),
+    "xlnet": _texts("XLNet", config=_TOKENS, vocab_size=WORDS, d_model=16, n_layer=4, n_head=2, d_inner=32),
+}  # fmt: skip
 
 MODELS: Dict[str, Model] = {
     f"{library}-{name}": model
