@@ -243,9 +243,9 @@ def test_optimizer_state_that_does_not_fit_the_model_is_refused(
 ) -> None:
     path = trained / "checkpoints" / "step-8"
     saved = checkpoint.load(path)
-    check_run(job, saved, path)
+    check_run(job, trained, saved)
     saved.optimizer[name] = value
-    (line,) = list_faults(check_run, job, saved, path)
+    (line,) = list_faults(check_run, job, trained, saved)
     assert line.startswith(f"{path}: optimizer: {name.partition('/')[0]}")
 
 

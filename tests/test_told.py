@@ -87,7 +87,7 @@ WRAPPED = {
 @pytest.mark.parametrize("said", list(WRAPPED))
 @pytest.mark.filterwarnings("ignore")
 def test_a_wrapped_model_is_refused_by_the_wrappers_name(said: str) -> None:
-    faults = list_faults(check_modules, WRAPPED[said](), torch.device("cpu"))
+    faults = list_faults(check_modules, WRAPPED[said](), None, torch.device("cpu"))
     assert len(faults) == 1 and faults[0].startswith(said)
 
 
@@ -96,7 +96,7 @@ def test_a_model_compiled_in_place_is_refused() -> None:
     model = plain()
     model.compile()
     with pytest.raises(BadInput, match="model: is wrapped by torch.compile: "):
-        check_modules(model, torch.device("cpu"))
+        check_modules(model, None, torch.device("cpu"))
 
 
 # ---- what does not count

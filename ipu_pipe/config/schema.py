@@ -6,13 +6,13 @@ The docstring of a section explains its keys, each as `key`: meaning; the refere
 from __future__ import annotations
 
 import importlib
-from typing import Any, Dict, List, Mapping, Optional, Tuple, Type, Union
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple, Type, Union
 
 from pydantic import PrivateAttr, StrictBool, field_validator, model_validator
 from typing_extensions import Literal
 
 from ipu_pipe.config import sections
-from ipu_pipe.config.values import MOST_STAGES, Count, Seconds, Section, Seed, Threads, Updates, key_fault
+from ipu_pipe.config.values import MOST_STAGES, Case, Count, Seconds, Section, Seed, Threads, Updates
 from ipu_pipe.schedule.methods import METHODS, Reads
 
 # Sections and checks of folders above this one, as "module:name", imported when a config needs them. A backend has its section
@@ -62,15 +62,12 @@ class BackendConfig(Section):
             return value
         raise ValueError("must be a mapping of keys to values")
 
-    @model_validator(mode="after")
-    def _check_keys(self) -> "BackendConfig":
-        if self.ipu is not None and self.name != "poptorch":
-            raise key_fault("ipu", "given", f"belongs to backend.name poptorch, not {self.name}: set backend.ipu=null")
-        for key, usual in (("deterministic", True), ("tf32", False)):
-            if self.device != "cuda" and getattr(self, key) != usual:
-                value = str(not usual).lower()
-                raise key_fault(key, value, f"belongs to backend.device cuda, not {self.device}: leave it out")
-        return self
+    def list_cases(self) -> Iterator[Case]:
+        why = f"belongs to backend.name poptorch, not {self.name}: set backend.ipu=null"
+        yield Case(self.ipu is not None and self.name != "poptorch", "ipu", why, "given")
+        why = f"belongs to backend.device cuda, not {self.device}: leave it out"
+        yield Case(self.device != "cuda" and not self.deterministic, "deterministic", why)
+        yield Case(self.device != "cuda" and self.tf32, "tf32", why)
 
 
 class Config(Section):
@@ -173,28 +170,24 @@ class Config(Section):
             "must be null (the model's own), auto, finest, a whole number >= 1, a list of module names, {count, by} or {finest}"
         )
 
-    @model_validator(mode="after")
-    def _check_keys(self) -> "Config":
-        if self.backend.name != "poptorch" and self.precision in ("16.16", "16.32", "32.32"):
-            allowed = f"must be float32, float64, bfloat16 or bfloat16_mixed with {self.backend.name}"
-            raise key_fault("precision", self.precision, f"is of backend.name poptorch: {allowed}")
-        if self.optimizer.name == sections.GIVEN and (self.given is None or self.given.optimizer is None):
-            raise key_fault("optimizer.name", sections.GIVEN, "without given.optimizer: must be sgd, adam or adamw")
+    def list_cases(self) -> Iterator[Case]:
+        why = f"is of backend.name poptorch: must be float32, float64, bfloat16 or bfloat16_mixed with {self.backend.name}"
+        yield Case(self.backend.name != "poptorch" and self.precision in ("16.16", "16.32", "32.32"), "precision", why)
+        is_missing = self.optimizer.name == sections.GIVEN and (self.given is None or self.given.optimizer is None)
+        yield Case(is_missing, "optimizer.name", "without given.optimizer: must be sgd, adam or adamw")
         by_hardware = isinstance(self.stages, dict) and self.stages.get("by") == "hardware"
-        if self.hardware is None and by_hardware:
-            raise key_fault("stages.by", "hardware", "needs to know the devices: hardware: a name or file")
-        if self.hardware is None and self.stages == "auto" and self.backend.name != "distributed":
-            raise key_fault("stages", "auto", "needs to know the devices: hardware: a name or file, or processes")
+        why = "needs to know the devices: hardware: a name or file"
+        yield Case(self.hardware is None and by_hardware, "stages.by", why, "hardware")
+        is_auto = self.stages == "auto" and self.backend.name != "distributed"
+        yield Case(self.hardware is None and is_auto, "stages", f"{why}, or processes")
         method, args = METHODS.get(self.method), self.method_args
-        if self.recompute and method is not None and not args.recompute:
-            reads_newest = method.backward_reads is Reads.NEWEST and method.is_stale and not args.stash
-            if reads_newest and args.constant_delay:
-                why = "cannot be combined with recompute: true, which recomputes with older weights than its backward reads"
-                raise key_fault("method_args.constant_delay", args.constant_delay.updates, why)
-            if reads_newest and not args.hogwild:
-                why = f"{self.method} must say which weights recompute: method_args: {{recompute: {{segments: ...}}}}"
-                raise key_fault("recompute", True, why)
-        return self
+        if method is not None and method.is_stale and method.backward_reads is Reads.NEWEST:
+            recomputes = self.recompute and not args.recompute and not args.stash
+            why = "cannot be combined with recompute: true, which recomputes with older weights than its backward reads"
+            delays = args.constant_delay and args.constant_delay.updates
+            yield Case(recomputes and args.constant_delay, "method_args.constant_delay", why, delays)
+            why = f"{self.method} must say which weights recompute: method_args: {{recompute: {{segments: ...}}}}"
+            yield Case(recomputes and not args.hogwild, "recompute", why)
 
     @property
     def ipu(self) -> Any:

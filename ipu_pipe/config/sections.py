@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, field_validator, model_serializer, model_validator
 from typing_extensions import Annotated, Literal
@@ -11,7 +11,9 @@ from typing_extensions import Annotated, Literal
 from ipu_pipe.config.values import (
     MOST_STAGES,
     MOST_VERSIONS,
+    Case,
     Count,
+    Decay,
     Delayed,
     Epochs,
     Fraction,
@@ -28,6 +30,7 @@ from ipu_pipe.config.values import (
     check_path,
     key_fault,
     to_number,
+    to_numbers,
 )  # fmt: skip
 
 GIVEN = "(given in Python)"
@@ -142,22 +145,17 @@ class OptimizerSettings(Section):
         """Whether `name` is none of sgd, adam and adamw."""
         return is_entry(self.name, OPTIMIZERS)
 
-    @model_validator(mode="after")
-    def _check_keys(self) -> "OptimizerSettings":
+    def list_cases(self) -> Iterator[Case]:
         if self.name in (GIVEN, GROUPS):
-            return self
-        if self.lr is None and not self.is_other:
-            raise key_fault("lr", None, "must be a number >= 0")
-        if self.args and not self.is_other:
-            raise key_fault("args", self.args, f"{self.name} takes its settings beside its name, without args")
+            return
+        yield Case(self.lr is None and not self.is_other, "lr", "must be a number >= 0")
+        yield Case(self.args and not self.is_other, "args", f"{self.name} takes its settings beside its name, without args")
         known = () if self.is_other else ("momentum", "nesterov") if self.name == "sgd" else ("betas", "eps")
+        remedy = "put it into optimizer.args" if self.is_other else f"it has {', '.join(known)}"
         for key in ("momentum", "nesterov", "betas", "eps"):
-            if getattr(self, key) is not None and key not in known:
-                remedy = "put it into optimizer.args" if self.is_other else f"it has {', '.join(known)}"
-                raise key_fault(key, getattr(self, key), f"{self.name} has no such key, {remedy}; null leaves it out")
-        if self.nesterov and not self.momentum:
-            raise key_fault("nesterov", True, "needs a momentum above 0")
-        return self
+            is_foreign = getattr(self, key) is not None and key not in known
+            yield Case(is_foreign, key, f"{self.name} has no such key, {remedy}; null leaves it out")
+        yield Case(self.nesterov and not self.momentum, "nesterov", "needs a momentum above 0")
 
     def settings(self) -> Dict[str, Any]:
         """Return the keyword arguments of the torch.optim class."""
@@ -208,23 +206,20 @@ class OptimizerConfig(OptimizerSettings):
             return value
         raise ValueError("must be norms_and_biases or a list of name patterns such as *.bias")
 
-    @model_validator(mode="after")
-    def _check_groups(self) -> "OptimizerConfig":
-        if self.reference_batch_size and (self.name != "sgd" or self.by_stage):
-            kind = "settings by stage" if self.name == "sgd" else self.name
-            raise key_fault("reference_batch_size", self.reference_batch_size, f"the scaling is defined on sgd, not {kind}")
-        if not self.groups and self.name != GROUPS:
-            return self
-        if not self.groups:
-            raise key_fault("groups", self.groups, "must be a list of groups, each with the keys of an optimizer")
-        others = {"name": GROUPS, "lr": None, **dict.fromkeys(("momentum", "nesterov", "weight_decay", "betas", "eps", "args"))}
+    def list_cases(self) -> Iterator[Case]:
+        yield from super().list_cases()
+        kind = "settings by stage" if self.name == "sgd" else self.name
+        unscaled = self.reference_batch_size and (self.name != "sgd" or self.by_stage)
+        yield Case(unscaled, "reference_batch_size", f"the scaling is defined on sgd, not {kind}")
+        if self.name != GROUPS and not self.groups:
+            return
+        yield Case(not self.groups, "groups", "must be a list of groups, each with the keys of an optimizer")
         for number, group in enumerate(self.groups):
-            if group.name in (GIVEN, GROUPS):
-                raise key_fault(f"groups.{number}.name", group.name, "must be the name of an optimizer")
-        for key, usual in {**others, "by_stage": None}.items():
-            if getattr(self, key) != usual:
-                raise key_fault(key, getattr(self, key), "not beside groups, each of which has its own; null leaves it out")
-        return self
+            why = "must be the name of an optimizer"
+            yield Case(group.name in (GIVEN, GROUPS), f"groups.{number}.name", why, group.name)
+        for key in ("name", "lr", "momentum", "nesterov", "weight_decay", "betas", "eps", "args", "by_stage"):
+            is_set = getattr(self, key) != (GROUPS if key == "name" else None)
+            yield Case(is_set, key, "not beside groups, each of which has its own; null leaves it out")
 
     @property
     def members(self) -> Sequence[OptimizerSettings]:
@@ -273,10 +268,10 @@ class LrSchedule(Section):
         """Whether a torch.optim.lr_scheduler gives the rates."""
         return self.name == GIVEN or is_entry(self.name, SCHEDULERS)
 
-    @model_validator(mode="after")
-    def _check_keys(self) -> "LrSchedule":
-        if self.name == "step" and not self.milestones:
-            raise key_fault("milestones", [], "step needs at least one epoch at which the rate is multiplied by gamma")
+    def list_cases(self) -> Iterator[Case]:
+        why = "step needs at least one epoch at which the rate is multiplied by gamma"
+        yield Case(self.name == "step" and not self.milestones, "milestones", why)
+        remedy = "lr_schedule.args are its settings" if self.is_played else "see docs/configuration.md"
         # key -> whether the schedule has it
         fits = {
             "args": self.is_played or self.name == "plateau", "metric": self.name == "plateau",
@@ -284,10 +279,8 @@ class LrSchedule(Section):
             "milestones": self.name == "step", "total_steps": self.falls,
         }  # fmt: skip
         for key, fit in fits.items():
-            if not fit and getattr(self, key) != LrSchedule.model_fields[key].default:
-                remedy = "lr_schedule.args are its settings" if self.is_played else "see docs/configuration.md"
-                raise key_fault(key, getattr(self, key), f"{self.name} has no such key: {remedy}")
-        return self
+            is_set = getattr(self, key) != LrSchedule.model_fields[key].default
+            yield Case(is_set and not fit, key, f"{self.name} has no such key: {remedy}")
 
     @property
     def falls(self) -> bool:
@@ -307,14 +300,7 @@ class ClipConfig(Section):
 class EmaConfig(Section):
     """An exponential moving average of the weights, with this `decay` at each update, which evaluations use."""
 
-    decay: Fraction
-
-    @field_validator("decay")
-    @classmethod
-    def _validate_decay(cls, value: float) -> float:
-        if value == 1:
-            raise ValueError("must be a number above 0 and below 1")
-        return value
+    decay: Decay
 
 
 class EvaluateConfig(Section):
@@ -365,11 +351,9 @@ class TraceConfig(Section):
     end: Optional[Count] = None
     every: Count = 1
 
-    @model_validator(mode="after")
-    def _check_keys(self) -> "TraceConfig":
-        if self.end is not None and self.end <= self.begin:
-            raise key_fault("end", self.end, f"must be greater than begin, {self.begin}, or null")
-        return self
+    def list_cases(self) -> Iterator[Case]:
+        is_empty = self.end is not None and self.end <= self.begin
+        yield Case(is_empty, "end", f"must be greater than begin, {self.begin}, or null")
 
     def updates(self, accumulate: int) -> range:
         """Return the traced updates, for `accumulate` microbatches per update."""
@@ -508,11 +492,7 @@ class Hogwild(Section):
     @field_validator("mean")
     @classmethod
     def _validate_mean(cls, value: Any) -> Any:
-        several = isinstance(value, (list, tuple))
-        means = [to_number(item) for item in (value if several else [value])]
-        if value is None or (means and all(mean is not None and mean >= 0 for mean in means)):
-            return value if value is None else means if several else means[0]
-        raise ValueError("must be null, a number >= 0, or a list of such, one a stage")
+        return to_numbers(value, math.inf, "must be null, a number >= 0, or a list of such, one a stage")
 
 
 class ConstantDelay(Section):
@@ -539,14 +519,9 @@ class SpikeCompensation(Section):
     a: Optional[NotNegative] = None
     b: Optional[NotNegative] = None
 
-    @model_validator(mode="after")
-    def _check_keys(self) -> "SpikeCompensation":
-        if (self.a is None) != (self.b is None):
-            key, value = ("a", self.a) if self.a is not None else ("b", self.b)
-            raise key_fault(key, value, "a and b go together")
-        if self.a is not None and self.scale != 1.0:
-            raise key_fault("scale", self.scale, "either scale, or a and b")
-        return self
+    def list_cases(self) -> Iterator[Case]:
+        yield Case((self.a is None) != (self.b is None), "b" if self.a is None else "a", "a and b go together")
+        yield Case(self.a is not None and self.scale != 1.0, "scale", "either scale, or a and b")
 
 
 class WeightPrediction(Section):
@@ -593,11 +568,8 @@ class OuterConfig(Section):
             return value
         raise ValueError("must be an integer >= 1, or per_stage")
 
-    @model_validator(mode="after")
-    def _check_keys(self) -> "OuterConfig":
-        if self.nesterov and not self.momentum:
-            raise key_fault("nesterov", True, "needs a momentum above 0")
-        return self
+    def list_cases(self) -> Iterator[Case]:
+        yield Case(self.nesterov and not self.momentum, "nesterov", "needs a momentum above 0")
 
 
 class ErrorFeedback(Section):

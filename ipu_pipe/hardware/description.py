@@ -20,7 +20,7 @@ from typing_extensions import Annotated, Literal
 from ipu_pipe.config import values
 from ipu_pipe.config.faults import format_faults
 from ipu_pipe.config.load import Origins, note_origin, read_yaml
-from ipu_pipe.config.values import MOST_REAL, MOST_SECONDS, NUMBER, Count, Section, key_fault
+from ipu_pipe.config.values import MOST_REAL, MOST_SECONDS, NUMBER, Case, Count, Section
 from ipu_pipe.errors import BadInput
 from ipu_pipe.hardware.precision import PRECISIONS
 from ipu_pipe.schedule.clock import Transfer
@@ -48,11 +48,9 @@ class SourcedFigure(Section):
     def _accept_number(cls, value: Any) -> Any:
         return value if isinstance(value, (Mapping, SourcedFigure)) else {"value": value}
 
-    @model_validator(mode="after")
-    def _require_source(self) -> "SourcedFigure":
-        if self.confirmed and self.source == NOT_STATED:
-            raise key_fault("confirmed", "true", "says that a primary source states the figure: needs source")
-        return self
+    def list_cases(self) -> Iterator[Case]:
+        why = "says that a primary source states the figure: needs source"
+        yield Case(self.confirmed and self.source == NOT_STATED, "confirmed", why)
 
 
 class SizeFigure(SourcedFigure):
@@ -115,15 +113,12 @@ class Device(Section):
         """Return the usable bytes that code and exchange take."""
         return self.memory_bytes.value * self.code_share.value if self.code_share else 0.0
 
-    @model_validator(mode="after")
-    def _check_together(self) -> "Device":
-        if not self.rates:
-            raise key_fault("rates", "{}", "must state at least one of float64, float32, bfloat16, float16")
-        if self.code_share and self.code_bytes >= self.usable_bytes:
-            raise key_fault("code_share", self.code_share.value, "leaves nothing of usable_share")
-        if (self.streaming_bytes is None) != (self.streaming_bandwidth is None):
-            raise key_fault("streaming_bytes", "given or null alone", "goes with streaming_bandwidth: both or neither")
-        return self
+    def list_cases(self) -> Iterator[Case]:
+        yield Case(not self.rates, "rates", "must state at least one of float64, float32, bfloat16, float16")
+        fills = self.code_share is not None and self.code_bytes >= self.usable_bytes
+        yield Case(fills, "code_share", "leaves nothing of usable_share", self.code_share and self.code_share.value)
+        is_alone = (self.streaming_bytes is None) != (self.streaming_bandwidth is None)
+        yield Case(is_alone, "streaming_bytes", "goes with streaming_bandwidth: both or neither", "given or null alone")
 
 
 class LinkSpeed(Section):
@@ -164,23 +159,16 @@ class Hardware(Section):
     links: Tuple[LinkLevel, ...] = ()
     host: Optional[LinkSpeed] = None
 
-    @model_validator(mode="after")
-    def _check_levels(self) -> "Hardware":
+    def list_cases(self) -> Iterator[Case]:
         inner = 1
         for place, level in enumerate(self.links):
-            if level.holds is None:
-                if level is not self.links[-1]:
-                    raise key_fault(f"links.{place}.holds", "null", "only the last level may hold all there are")
-            elif level.holds <= inner and place or level.holds % inner:
-                raise key_fault(
-                    f"links.{place}.holds", level.holds, f"must be a larger multiple of {inner}, the level's inside"
-                )
-            inner = level.holds or inner
-        if self.devices > (self.most_devices or self.devices):
-            raise key_fault(
-                "devices", self.devices, f"must be at most {self.most_devices}: no level of links holds more"
-            )
-        return self
+            holds, key = level.holds, f"links.{place}.holds"
+            yield Case(holds is None and level is not self.links[-1], key, "only the last level may hold all there are", holds)
+            is_no_multiple = holds is not None and (holds <= inner and place or holds % inner)
+            yield Case(is_no_multiple, key, f"must be a larger multiple of {inner}, the level's inside", holds)
+            inner = holds or inner
+        too_many = self.devices > (self.most_devices or self.devices)
+        yield Case(too_many, "devices", f"must be at most {self.most_devices}: no level of links holds more")
 
     @property
     def most_devices(self) -> Optional[int]:

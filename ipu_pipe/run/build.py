@@ -41,7 +41,7 @@ from ipu_pipe.model.precision import ModelPrecision, get_given_loss
 from ipu_pipe.model.randomness import derive_seed
 from ipu_pipe.plan.of_config import choose_stages, is_chosen
 from ipu_pipe.run.checkpoint import find_newest, load_weights, read_weights
-from ipu_pipe.run.checks import check_loss, check_metrics, check_model, check_modules, find_faults
+from ipu_pipe.run.checks import check_metrics, check_model, check_modules, find_faults
 from ipu_pipe.schedule.methods import METHODS, resolve_method
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable, find_segment_ends
@@ -88,8 +88,6 @@ def set_up(
     if model is None:
         with build_on_meta() if by_shape else contextlib.nullcontext():
             model = make_model(config)
-    check_modules(model, device)
-    begun = _begin(model, config) if config.init_from else None
     data = make_data(config) if data is None else data
     held_out = getattr(data, "validation", None)
     if held_out is not None and not callable(getattr(held_out, "test_batches", None)):
@@ -98,9 +96,10 @@ def set_up(
     config = config.model_copy(update={"micro_batch_size": choose_batch_size(config, data)})
     chosen_loss = make_loss(config, objects)
     weighted = get_plain_loss(chosen_loss)
+    check_modules(model, weighted, device)
+    begun = _begin(model, config) if config.init_from else None
     # a loss with class weights and the like
     if isinstance(weighted, nn.Module):
-        check_loss(weighted, model)
         weighted.to(device)
     metrics = make_metrics(config.metrics if objects.metrics is None else objects.metrics)
     backend, method = get_backend(config), resolve_method(config.method, config.method_settings())

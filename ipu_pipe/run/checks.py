@@ -129,8 +129,8 @@ WRAPPERS = {
 }  # fmt: skip
 
 
-def check_modules(model: nn.Module, device: torch.device) -> None:
-    """Raise `BadInput` for modules and tensors of the model that stages, checkpoints or optimizers do not support."""
+def check_modules(model: nn.Module, loss: Any, device: torch.device) -> None:
+    """Raise `BadInput` for modules and tensors of model and loss that stages, checkpoints or optimizers do not support."""
     sparse = []
     for name, module in model.named_modules():
         place = f"model: {name}" if name else "model"
@@ -147,6 +147,9 @@ def check_modules(model: nn.Module, device: torch.device) -> None:
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
             sparse.append(name)
     named = [*model.named_parameters(), *model.named_buffers()]
+    trained = set(model.parameters())
+    of_loss = loss.named_parameters() if isinstance(loss, nn.Module) else ()
+    untrained = [name for name, p in of_loss if p.requires_grad and p not in trained]
     names_by_fault = {
         "complex: parameters and buffers must be real": [name for name, t in named if t.dtype.is_complex],
         "is not a dense tensor: checkpoints support only dense tensors": [
@@ -157,16 +160,10 @@ def check_modules(model: nn.Module, device: torch.device) -> None:
         "nn.Dropout between layers of num_layers=1, or backend.device: cpu": find_unkeyed_draws(model, device),
     }
     faults = [f"model: {list_some(names)}: {fault}" for fault, names in names_by_fault.items() if names]
-    raise_faults(faults)
-
-
-def check_loss(loss: nn.Module, model: nn.Module) -> None:
-    """Raise `BadInput` for a loss with parameters of its own, which no optimizer would train."""
-    parameters = set(model.parameters())
-    names = [name for name, p in loss.named_parameters() if p.requires_grad and p not in parameters]
-    if names:
+    if untrained:
         why = "no optimizer would train the loss's own parameters: put them into the model, or requires_grad_(False)"
-        raise BadInput(f"loss: {type(loss).__name__}: {list_some(names)}: {why}")
+        faults.append(f"loss: {type(loss).__name__}: {list_some(untrained)}: {why}")
+    raise_faults(faults)
 
 
 def check_model(

@@ -55,9 +55,9 @@ def restore(job: Job, out: Path, say: Callable[[str], None], callbacks: Callback
         say("the run ended before its first checkpoint: it starts from the beginning")
         return Position()
     saved = checkpoint.load(path)
-    run_on_main(lambda: check_run(job, saved, path))
+    # only the main process reads the data here, so its random states must not change
     with restore_random_states():
-        run_on_main(lambda: check_data(job, out))
+        run_on_main(lambda: check_run(job, out, saved))
     with job.numbers.whole(loads=True):
         checkpoint.load_weights(job.model, saved.model, str(path))
     names = {parameter: name for name, parameter in job.get_trained().items()}
@@ -73,9 +73,16 @@ def restore(job: Job, out: Path, say: Callable[[str], None], callbacks: Callback
     return Position(**{**position, "initial": EvaluationResult(*position["initial"])})
 
 
-def check_run(job: Job, saved: Checkpoint, path: Path) -> None:
-    """Raise `BadInput` if the checkpoint at `path` belongs to another run, by its keys, its length, or its tensors."""
+def check_run(job: Job, out: Path, saved: Checkpoint) -> None:
+    """Raise `BadInput` if the checkpoint in the run's folder `out`, from which `job` resumes, belongs to another run.
+
+    It does if the keys that decide the numbers, the length, the tensors or the data differ.
+    """
+    path = out / "checkpoints" / f"step-{job.done}"
     checkpoint.raise_first(path, _compare_keys(job, saved.manifest, path) or _compare_tensors(job, saved, path))
+    faults = compare_data(job, read_data_record(out), job.read or {})
+    why = "the data of a run cannot change: restore them, or begin another run (--overwrite, or another --out)"
+    checkpoint.raise_first(f"--resume: {out / 'record.json'}", [f"{fault}: {why}" for fault in faults])
 
 
 def _compare_keys(job: Job, manifest: Mapping[str, Any], path: Path) -> List[str]:
@@ -131,10 +138,3 @@ def read_data_record(out: Path) -> Dict[str, Any]:
     starts = read_starts(out)
     data = starts[-1].get("data") if starts and isinstance(starts[-1], dict) else None
     return data if isinstance(data, dict) else {}
-
-
-def check_data(job: Job, out: Path) -> None:
-    """Raise `BadInput` if the data differ from the data that the run in the folder `out` has read so far."""
-    faults = compare_data(job, read_data_record(out), job.read or {})
-    why = "the data of a run cannot change: restore them, or begin another run (--overwrite, or another --out)"
-    checkpoint.raise_first(f"--resume: {out / 'record.json'}", [f"{fault}: {why}" for fault in faults])

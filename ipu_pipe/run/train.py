@@ -30,7 +30,7 @@ from ipu_pipe.run.callbacks import Callback, make_callbacks, refuse_callbacks
 from ipu_pipe.run.folder import check_folder, is_restarted, lock_folder, parse_folder, read_summary
 from ipu_pipe.run.loop import TrainingLoop
 from ipu_pipe.run.progress import Progress
-from ipu_pipe.run.resume import check_data, choose_step, read_data_record
+from ipu_pipe.run.resume import check_run, choose_step, read_data_record
 from ipu_pipe.text import describe_kind
 from ipu_pipe.update.optimizer import make_factory_of
 from ipu_pipe.update.rates import SchedulerFactory
@@ -141,7 +141,8 @@ def check(config: Config, out: Path, *, resume: bool = False, overwrite: bool = 
         refuse_callbacks(job, called)
         job.read = run_on_main(lambda: fingerprint_data(job, read_data_record(out) if start.resumes else {}))
         if start.done:
-            run_on_main(lambda: check_data(job, out))
+            saved = checkpoint.load(out / "checkpoints" / f"step-{start.done}")
+            run_on_main(lambda: check_run(job, out, saved))
 
 
 class _Start(NamedTuple):

@@ -70,8 +70,21 @@ class Schedule:
             raise BadInput(
                 f"schedule: placement: {len(self.placement)} devices: must be one for each of {self.stages} stages"
             )
+        slot, microbatch, distinct = 0, 0, {}
+        for part in self.stretches:
+            assert part.first_slot == slot and part.first_microbatch == microbatch, "stretches follow without a gap"
+            assert part.repeats >= 1 and part.microbatches >= 1
+            slot, microbatch = part.end_slot, part.end_microbatch
+            # equal stretches need one proof
+            distinct[part.microbatches, part.runs.tobytes(), part.slots] = part
+        assert microbatch == self.microbatches, "stretches hold all microbatches"
+        assert len({part.passes for part in self.stretches}) == 1, "backwards are whole, or all are split"
         both = self.slot_holds is SlotHolds.BOTH
-        check_stretches(self.stretches, self.stages, self.microbatches, both, self.local, self.placement)
+        for part in map(Stretch.spell_out_middle, distinct.values()):
+            fault = _find_missing(part, self.stages) or _find_disorder(part, self.stages, both, self.local)
+            fault = fault or _find_collision(part, both, self.placement)
+            if fault:
+                raise BadInput(f"schedule: {fault}")
         if not self.in_order:
             slots = self.slots(Kind.UPDATE, 0, self.update_count)
             late = slots[:, 1:] <= slots[:, :-1]
@@ -274,30 +287,6 @@ class Schedule:
 #
 # A run is an arithmetic progression. If the slots of a pass and of its need are both affine in the microbatch, their order at the
 # ends of the runs proves it for all microbatches between. Two runs of a device share a slot only if their progressions meet.
-
-
-def check_stretches(
-    stretches: Sequence[Stretch], stages: int, microbatches: int, both: bool, local: bool, placement: Sequence[int] = ()
-) -> None:
-    """Raise `BadInput`, naming the action, unless `stretches` are a schedule of P `stages` and M `microbatches` that can run.
-
-    `both`: a slot holds a forward and then one other pass. `local`: no pass needs a later stage's pass. `placement`: the device
-    of each stage; empty: each stage has its own.
-    """
-    slot, microbatch, proved = 0, 0, {}
-    for part in stretches:
-        assert part.first_slot == slot and part.first_microbatch == microbatch, "stretches follow without a gap"
-        assert part.repeats >= 1 and part.microbatches >= 1
-        slot, microbatch = part.end_slot, part.end_microbatch
-        # equal stretches need one proof
-        proved[part.microbatches, part.runs.tobytes(), part.slots] = part
-    assert microbatch == microbatches, "stretches hold all microbatches"
-    assert len({part.passes for part in stretches}) == 1, "backwards are whole, or all are split"
-    for part in map(Stretch.spell_out_middle, proved.values()):
-        fault = _find_missing(part, stages) or _find_disorder(part, stages, both, local)
-        fault = fault or _find_collision(part, both, placement)
-        if fault:
-            raise BadInput("schedule: " + fault)
 
 
 def _find_missing(part: Stretch, stages: int) -> Optional[str]:

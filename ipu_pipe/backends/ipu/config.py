@@ -10,19 +10,14 @@ from typing import Any, Dict, List, Optional, Tuple, Union
 from pydantic import BeforeValidator, Field, StrictBool
 from typing_extensions import Annotated, Literal
 
-from ipu_pipe.config.values import MOST_REAL, Count, Integer, NotNegative, Section, Whole, to_number
+from ipu_pipe.config.values import MOST_REAL, Count, Integer, NotNegative, Section, Whole, to_number, to_numbers
 
 LOCATIONS = ("activation", "weight", "optimizer", "accumulator")
 
 
-def _check_proportion(value: Any) -> Any:
+def _validate_proportion(value: Any) -> Any:
     """Validate null, a share of each IPU's memory, or a list with one share per IPU."""
-    if value is None:
-        return None
-    shares = [to_number(share) for share in (value if isinstance(value, list) else [value])]
-    if not shares or not all(share is not None and 0 <= share <= 1 for share in shares):
-        raise ValueError("must be null, a number from 0 to 1, or a list of such numbers, one per IPU")
-    return shares if isinstance(value, list) else shares[0]
+    return to_numbers(value, 1, "must be null, a number from 0 to 1, or a list of such numbers, one per IPU")
 
 
 def _check_loss_scaling(value: Any) -> Any:
@@ -96,7 +91,7 @@ class IpuConfig(Section):
     local: Literal["fused", "decoupled"] = "fused"
     detach_for_evaluation: StrictBool = True
 
-    available_memory_proportion: Annotated[Union[None, float, List[float]], BeforeValidator(_check_proportion)] = None
+    available_memory_proportion: Annotated[Union[None, float, List[float]], BeforeValidator(_validate_proportion)] = None
     partials: Literal["float", "half"] = "float"
     stochastic_rounding: StrictBool = False
     floating_point_exceptions: StrictBool = False

@@ -7,11 +7,10 @@ popart_compiler/source/Compiler.cpp), PopART. Not run on hardware. This file doe
 from __future__ import annotations
 
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Iterable, Iterator, List, Mapping, NamedTuple, Optional, Sequence
+from typing import TYPE_CHECKING, Any, Iterable, Iterator, List, Mapping, Optional, Sequence
 
 from ipu_pipe.backends.ipu.config import LOCATIONS, IpuProfile, TensorLocation
 from ipu_pipe.backends.ipu.placement import (
-    Placement,
     get_execution,
     is_pipelined,
     is_under_poprun,
@@ -19,6 +18,7 @@ from ipu_pipe.backends.ipu.placement import (
     round_up_ipus,
 )
 from ipu_pipe.config.schema import Config
+from ipu_pipe.config.values import Case
 from ipu_pipe.schedule.methods import Method
 from ipu_pipe.schedule.rows import find_split_or_overlapped
 from ipu_pipe.text import list_some
@@ -36,20 +36,12 @@ ACCUMULATORS = {"sgd": ("accum_type", "velocity_accum_type"), **dict.fromkeys(("
 TILES = "needs tensor_locations.num_io_tiles, 32 or more"
 
 
-class Case(NamedTuple):
-    """An unsupported case: whether it `applies`, the config's `key` (`ipu.` means backend.ipu.), reason and remedy."""
-
-    applies: Any
-    key: str
-    reason: str
-
-
 def list_faults(config: Config, cases: Iterable[Case]) -> List[str]:
-    """Return `key: value: reason` of the cases that apply."""
+    """Return `key: value: reason` of the cases that apply; a key that begins with `ipu.` means backend.ipu."""
     faults = []
     for case in cases:
         if case.applies:
-            value = attrgetter(case.key)(config)
+            value = case.read_value(config)
             section = "backend." if case.key.startswith("ipu.") else ""
             shown = str(value).lower() if isinstance(value, bool) else value
             faults.append(f"{section}{case.key}: {shown}: {case.reason}")
@@ -161,29 +153,18 @@ def _list_block_cases(config: Config, method: Method) -> Iterator[Case]:
 
 def check_placement(config: Config, method: Method, stages: int) -> List[str]:
     """Return the reasons why `stages` stages cannot run on their IPUs; empty for other backends."""
-    if config.backend.ipu is None:
-        return []
-    ipu = config.ipu
-    if ipu.ipus is not None and len(ipu.ipus) != stages:
-        return list_faults(config, [Case(True, "ipu.ipus", f"must name an IPU for each of {stages} stages")])
-    place = place_stages(ipu, stages)
-    faults = list_faults(config, _list_placement_cases(config, method, place))
-    total = place.ipus * config.replicas
-    reserved, is_simulated = round_up_ipus(total), ipu.use_ipu_model or ipu.offline_target is not None
-    counted = f"{place.ipus} IPUs x replicas {config.replicas} = {total}" if config.replicas > 1 else f"{total} IPUs"
-    if is_simulated:
-        return faults
-    if total != reserved and not ipu.auto_round_num_ipus:
-        remedy = "take another number of stages or replicas, put two on one with backend.ipu.ipus, or auto_round_num_ipus: true"
-        return [*faults, f"stages: {counted}: IPUs are reserved by powers of 2, here {reserved}: {remedy}"]
-    why = f"{counted}: a process drives at most {MOST_IPUS}: take fewer, or start several with poprun --num-instances"
-    return faults + list_faults(config, [Case(reserved > MOST_IPUS and not is_under_poprun(), "replicas", why)])
+    return [] if config.backend.ipu is None else list_faults(config, _list_placement_cases(config, method, stages))
 
 
-def _list_placement_cases(config: Config, method: Method, place: Placement) -> Iterator[Case]:
+def _list_placement_cases(config: Config, method: Method, stages: int) -> Iterator[Case]:
     """Yield the cases of options that do not fit the number of stages and IPUs."""
-    forward, least, pipelined = place.forward_stages, place.least_accumulation, is_pipelined(method)
-    shares, iterations = config.ipu.available_memory_proportion, config.ipu.inference_device_iterations
+    ipu, pipelined = config.ipu, is_pipelined(method)
+    if ipu.ipus is not None and len(ipu.ipus) != stages:
+        yield Case(True, "ipu.ipus", f"must name an IPU for each of {stages} stages")
+        return
+    place = place_stages(ipu, stages)
+    forward, least = place.forward_stages, place.least_accumulation
+    shares, iterations = ipu.available_memory_proportion, ipu.inference_device_iterations
     why = "the first stage must be on IPU 0, because PopTorch always counts IPU 0 as a stage"
     yield Case(place.ipu_of[0] != 0, "ipu.ipus", why)
     why = f"a PopTorch pipeline of {forward} stages needs at least 2 x {forward} - 1 = {least} microbatches per update"
@@ -193,6 +174,18 @@ def _list_placement_cases(config: Config, method: Method, place: Placement) -> I
     yield Case(iterations is not None and pipelined and iterations < forward, "ipu.inference_device_iterations", why)
     why = f"must be one number, or {place.ipus}, one per IPU"
     yield Case(isinstance(shares, list) and len(shares) != place.ipus, "ipu.available_memory_proportion", why)
+    # a simulated device needs no IPUs
+    if ipu.use_ipu_model or ipu.offline_target is not None:
+        return
+    total = place.ipus * config.replicas
+    reserved = round_up_ipus(total)
+    counted = f"{place.ipus} IPUs x replicas {config.replicas} = {total}" if config.replicas > 1 else f"{total} IPUs"
+    if total != reserved and not ipu.auto_round_num_ipus:
+        remedy = "take another number of stages or replicas, put two on one with backend.ipu.ipus, or auto_round_num_ipus: true"
+        yield Case(True, "stages", f"IPUs are reserved by powers of 2, here {reserved}: {remedy}", counted)
+        return
+    why = f"{counted}: a process drives at most {MOST_IPUS}: take fewer, or start several with poprun --num-instances"
+    yield Case(reserved > MOST_IPUS and not is_under_poprun(), "replicas", why)
 
 
 def check_model(config: Config, method: Method, facts: ModelFacts, local_replicas: Optional[int] = None) -> List[str]:
@@ -202,87 +195,94 @@ def check_model(config: Config, method: Method, facts: ModelFacts, local_replica
     """
     if local_replicas is not None:
         config = config.model_copy(update={"replicas": local_replicas})
-    decoupled = config.ipu.local == "decoupled" and method.structure is not None
-    faults = [] if decoupled else check_placement(config, method, facts.stages)
-    if faults:
-        return faults
-    place = Placement((0,)) if decoupled else place_stages(config.ipu, facts.stages)
-    faults = list_faults(config, _list_model_cases(config, facts, place, decoupled, local_replicas))
-    # stages must be on the IPUs in order, and no weight on several
-    if facts.empty and not decoupled:
-        empty = ", ".join(map(str, facts.empty))
-        faults.append(f"stages: {empty}: the stage is empty: use fewer stages or other boundaries")
-    if list(facts.order) != sorted(set(facts.order)) and not decoupled:
-        order = ", ".join(map(str, facts.order))
-        faults.append(f"stages: a forward begins them in the order {order}: on IPUs each must begin once, in order")
-    for name, stages in facts.shared.items() if is_pipelined(method) and not decoupled else ():
-        ipus = sorted({place.ipu_of[s] for s in stages})
-        if len(ipus) > 1:
-            users = f"stages {', '.join(map(str, stages))} on IPUs {', '.join(map(str, ipus))}"
-            remedy = "use backend.ipu.ipus or other boundaries"
-            faults.append(f"model: {name}: used by {users}, but a parameter is stored on one IPU only: {remedy}")
-    # parts of the forward that PopTorch would compute differently or refuse to compile
-    integers = [] if facts.input_type.is_floating_point else [f"inputs are {str(facts.input_type).replace('torch.', '')}"]
-    # fmt: off
-    whys = (
-        ("model", facts.functions, "PopTorch never calls its backward (a torch.autograd.Function): use plain operations"),
-        ("model", facts.ungraded, "torch.no_grad() has no effect inside a forward on an IPU: use .detach() on what is read"),
-        ("model", facts.counters, "training writes an integer buffer, a constant on an IPU: keep it in float32"),
-        ("precision: 16.32", integers, "nothing would be computed in half precision: use 16.16 or 32.32"),
-        ("precision: 16.32", facts.biased_convolutions, "torch 2.0.1 convolves no half inputs with a float32 bias: use "
-         "bias=False, 16.16 or 32.32"),
-    )
-    # fmt: on
-    keys = ("model", f"precision: {config.precision}")
-    faults += [f"{key}: {list_some(names, 3)}: {why}" for key, names, why in whys if names and key in keys]
-    return faults + _check_optimizer(*facts.optimizer, config)
+    if config.ipu.local == "decoupled" and method.structure is not None:
+        cases = _list_decoupled_cases(config, facts)
+    else:
+        faults = check_placement(config, method, facts.stages)
+        if faults:
+            return faults
+        cases = _list_stage_cases(config, method, facts, local_replicas is not None)
+    model_cases = _list_model_cases(config, facts, local_replicas is not None)
+    return list_faults(config, [*cases, *model_cases, *_list_optimizer_cases(*facts.optimizer, config)])
 
 
-def _list_model_cases(
-    config: Config, facts: ModelFacts, place: Placement, decoupled: bool, local_replicas: Optional[int]
-) -> Iterator[Case]:
-    """Yield the cases of options that do not fit the model's blocks, its buffers or the number of updates."""
-    ipu, shares, stages = config.ipu, config.ipu.available_memory_proportion, facts.stages
-    iterations, every = ipu.device_iterations, config.evaluate.interval(facts.updates_per_epoch)
-    why = f"must name a device for each of {stages} blocks"
-    yield Case(decoupled and ipu.ipu_ids is not None and len(ipu.ipu_ids) != stages, "ipu.ipu_ids", why)
-    why = f"must be one number, or {stages}, one per block"
-    wrong_shares = decoupled and isinstance(shares, list) and len(shares) != stages
-    yield Case(wrong_shares, "ipu.available_memory_proportion", why)
-    written = list_some(facts.written, 3)
-    why = f"training writes {written} on each replica: must be false (the first's count), or GroupNorm"
-    yield Case(facts.written and config.replicas > 1 and ipu.broadcast_buffers, "ipu.broadcast_buffers", why)
+def _list_decoupled_cases(config: Config, facts: ModelFacts) -> Iterator[Case]:
+    """Yield the cases of options that do not fit the number of blocks, each in a process of its own."""
+    ids, shares = config.ipu.ipu_ids, config.ipu.available_memory_proportion
+    why = f"must name a device for each of {facts.stages} blocks"
+    yield Case(ids is not None and len(ids) != facts.stages, "ipu.ipu_ids", why)
+    why = f"must be one number, or {facts.stages}, one per block"
+    yield Case(isinstance(shares, list) and len(shares) != facts.stages, "ipu.available_memory_proportion", why)
+
+
+def _list_stage_cases(config: Config, method: Method, facts: ModelFacts, is_one_of_several: bool) -> Iterator[Case]:
+    """Yield the cases of stages that are empty or out of order on their IPUs, and of weights that several IPUs would hold.
+
+    `is_one_of_several`: whether poprun started several processes.
+    """
+    why = "the stage is empty: use fewer stages or other boundaries"
+    yield Case(facts.empty, "stages", why, ", ".join(map(str, facts.empty)))
+    order = f"a forward begins them in the order {', '.join(map(str, facts.order))}"
+    is_disordered = list(facts.order) != sorted(set(facts.order))
+    yield Case(is_disordered, "stages", "on IPUs each must begin once, in order", order)
+    place = place_stages(config.ipu, facts.stages)
     why = f"of each process, which drives at most {MOST_IPUS} IPUs: start more with poprun --num-instances"
-    yield Case(local_replicas and round_up_ipus(place.ipus * config.replicas) > MOST_IPUS, "replicas", why)
+    yield Case(is_one_of_several and round_up_ipus(place.ipus * config.replicas) > MOST_IPUS, "replicas", why)
+    for name, stages in facts.shared.items() if is_pipelined(method) else ():
+        ipus = sorted({place.ipu_of[s] for s in stages})
+        users = f"stages {', '.join(map(str, stages))} on IPUs {', '.join(map(str, ipus))}"
+        why = f"used by {users}, but a parameter is stored on one IPU only: use backend.ipu.ipus or other boundaries"
+        yield Case(len(ipus) > 1, "model", why, name)
+
+
+def _list_model_cases(config: Config, facts: ModelFacts, is_one_of_several: bool) -> Iterator[Case]:
+    """Yield the cases of options that do not fit the model's buffers or the number of updates, and of unsupported operations."""
+    iterations, every = config.ipu.device_iterations, config.evaluate.interval(facts.updates_per_epoch)
+    writes = facts.written and config.replicas > 1 and config.ipu.broadcast_buffers
+    why = f"training writes {list_some(facts.written, 3)} on each replica: must be false (the first's count), or GroupNorm"
+    yield Case(writes, "ipu.broadcast_buffers", why)
     why = f"the updates of a call: must divide the run's {facts.updates} (steps, epochs)"
     yield Case(facts.updates % iterations, "ipu.device_iterations", why)
     why = f"must divide the {every} updates between evaluations (evaluate.every)"
     yield Case(every < facts.updates and every % iterations, "ipu.device_iterations", why)
     # weights are sharded over a process's own replicas
-    if local_replicas is not None:
+    if is_one_of_several:
         yield from _list_location_cases(config)
+    # parts of the forward that PopTorch would compute differently or refuse to compile
+    for names, why in (
+        (facts.functions, "PopTorch never calls its backward (a torch.autograd.Function): use plain operations"),
+        (facts.ungraded, "torch.no_grad() has no effect inside a forward on an IPU: use .detach() on what is read"),
+        (facts.counters, "training writes an integer buffer, a constant on an IPU: keep it in float32"),
+    ):
+        yield Case(names, "model", why, list_some(names, 3))
+    if config.precision == "16.32":
+        dtype = str(facts.input_type).replace("torch.", "")
+        why = f"inputs are {dtype}: nothing would be computed in half precision: use 16.16 or 32.32"
+        yield Case(not facts.input_type.is_floating_point, "precision", why)
+        names = list_some(facts.biased_convolutions, 3)
+        why = f"{names}: torch 2.0.1 convolves no half inputs with a float32 bias: use bias=False, 16.16 or 32.32"
+        yield Case(facts.biased_convolutions, "precision", why)
 
 
-def _check_optimizer(kind: str, groups: Sequence[Mapping[str, Any]], config: Config) -> List[str]:
-    """Return the faults of the optimizer in use, which may differ from the config's."""
+def _list_optimizer_cases(kind: str, groups: Sequence[Mapping[str, Any]], config: Config) -> Iterator[Case]:
+    """Yield the cases of the optimizer in use, which may differ from the config's."""
     if kind not in ACCUMULATORS:
-        return [f"optimizer: {kind}: unsupported: must be torch.optim's SGD, Adam, AdamW or RMSprop"]
+        yield Case(True, "optimizer", "unsupported: must be torch.optim's SGD, Adam, AdamW or RMSprop", kind)
+        return
     ipu, combined = config.ipu, config.ipu.use_combined_accum
-    chosen = {key for group in groups for key, value in group.items() if key != "params" and value}
-    others = {key for keys in ACCUMULATORS.values() for key in keys}.difference(ACCUMULATORS[kind])
-    unused = [Case(getattr(ipu, key) != "float32", f"ipu.{key}", f"{kind} has none: must be float32") for key in sorted(others)]
-    combines = Case(combined and kind != "sgd", "ipu.use_combined_accum", f"{kind} has none: only sgd has it")
-    clips = Case(config.clip and kind == "rmsprop", "clip.norm", "PopTorch does not clip with rmsprop: must be null")
-    faults = list_faults(config, [*unused, combines, clips])
-    for key in sorted(chosen & {"maximize", "differentiable", "capturable", "amsgrad"}):
-        faults.append(f"optimizer.{key}: true: PopTorch does not have it: must be false")
-    if "dampening" in chosen:
-        faults.append("optimizer.dampening: PopART's velocity starts at zero, PyTorch's at the first gradient: must be 0")
+    for key in sorted({key for keys in ACCUMULATORS.values() for key in keys}.difference(ACCUMULATORS[kind])):
+        yield Case(getattr(ipu, key) != "float32", f"ipu.{key}", f"{kind} has none: must be float32")
+    yield Case(combined and kind != "sgd", "ipu.use_combined_accum", f"{kind} has none: only sgd has it")
+    yield Case(config.clip and kind == "rmsprop", "clip.norm", "PopTorch does not clip with rmsprop: must be null")
+    chosen = {key: value for group in groups for key, value in group.items() if key != "params" and value}
+    for key in ("amsgrad", "capturable", "differentiable", "maximize"):
+        yield Case(key in chosen, f"optimizer.{key}", "PopTorch does not have it: must be false", True)
+    why = "PopART's velocity starts at zero, PyTorch's at the first gradient: must be 0"
+    yield Case("dampening" in chosen, "optimizer.dampening", why, chosen.get("dampening"))
     # PopART's Nesterov step uses the accumulator without dividing it by the number of microbatches (compoundscalarhelper.cpp:
     # NesterovDampeningScaleFactor times DampeningScaleFactor is 1 / loss scale). It is the mean only with a running mean.
     accumulates = config.gradient_accumulation * config.replicas > 1 or ipu.local == "decoupled"
     running = ipu.mean_reduction_strategy == "running" or ipu.accum_type == "float16"
-    if "nesterov" in chosen and (combined or (accumulates and not running)):
-        remedy = "set backend.ipu.mean_reduction_strategy=running and use_combined_accum=false"
-        faults.append(f"optimizer.nesterov: true: PopART would take the sum of the microbatches' gradients: {remedy}")
-    return faults
+    remedy = "set backend.ipu.mean_reduction_strategy=running and use_combined_accum=false"
+    why = f"PopART would take the sum of the microbatches' gradients: {remedy}"
+    yield Case("nesterov" in chosen and (combined or (accumulates and not running)), "optimizer.nesterov", why, True)
