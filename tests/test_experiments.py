@@ -159,6 +159,18 @@ def test_what_the_paper_expects_gets_a_verdict(file: Path) -> None:
     assert {verdict["verdict"] for verdict in results["verdicts"]} == {"not run"} and results["agrees"] is False
 
 
+def test_a_row_begins_with_the_weights_at_the_end_of_another(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    rows = "  tuned: {after: sync, optimizer: {lr: 1e-9}}\n  sync: {method: gpipe}\n"
+    file.write_text(TEXT[: TEXT.index("  sync:")] + rows)
+    # the row that it begins with is trained too, and before it
+    outcome = load_experiment(file).run(Request(tmp_path, jobs=2, rows=["tuned"]))
+    finals = {row["label"]: row["final_by_seed"] for row in outcome.results["rows"]}
+    assert finals["tuned"] == finals["sync"] and finals["sync"]["0"] != finals["sync"]["1"]
+
+
 def test_time_by_fill_and_drain_is_that_of_equation_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch of N = 2 on 3 stages takes N + 2 S = 8 steps where the method flushes, else 2."""
     monkeypatch.chdir(ROOT)
@@ -182,6 +194,7 @@ def test_time_by_fill_and_drain_is_that_of_equation_1(tmp_path: Path, monkeypatc
         (("better: sync", "better: synk"), "expect.0.better: synk: "),
         (("than: bad", "to: bad"), "expect.0: "),
         (("method: gpipe", "method: gpip"), "rows.sync on base: method: gpip"),
+        (("sync: {", "sync: {after: warm, "), "rows.sync.after: warm: "),
         (("steps: 30", "stepz: 30"), "rows.sync on full: stepz: 30: "),
     ],
 )

@@ -116,6 +116,8 @@ def test_characters_and_subsets(works: Path) -> None:
     assert data.train_batches_per_epoch(1) == 180 // 4 - 1
     assert "".join(spelt(data, test_part(data, 3)[0])) == prose()[180:196]
     assert load_data("shakespeare", works, context=4, characters=1000).train_batches_per_epoch(1) == 224
+    x, _ = epoch_of(load_data("shakespeare", works, context=4, ascii=True), 0, 1)
+    assert all("".join(map(chr, window)) in prose() for window in x.tolist())
     some = load_data("shakespeare", works, context=4, subset=10, test_subset=2)
     assert some.train_batches_per_epoch(1) == 10 and "".join(spelt(some, test_part(some, 3)[0])) == prose()[900:908]
     places = [prose().index(a + b[-1]) for a, b in zip(*(spelt(some, part) for part in epoch_of(some, 0, 1)))]
@@ -226,6 +228,17 @@ def test_longer_pairs_are_left_out_and_rare_words_unknown(verses: Path) -> None:
     assert sorted(set(data.target_tokens)) == sorted([*text.SPECIAL, ".", "él"]) and set(x[:, 0, 0].tolist()) <= {1, 5}
     assert int(x.max()) < 6 and ((y == 3).sum(1) == 1).all()
     assert (y[:, -1] == 3).any() and (y[:, -1] == -100).any()
+
+
+def test_verses_are_text_in_ascii(verses: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    english = verses / "translation" / "english.txt"
+    english.write_text("“Let there be light,” \u2014 God’s Spirit\n" * 9, encoding="utf-8")
+    monkeypatch.setattr(sets, "verify_files", lambda *given: None)
+    source: Any = load_data("verses", verses, context=4, ascii=True)
+    text, (x, _) = "\"Let there be light,\" - God's Spirit\n" * 9, epoch_of(source, 0, 1)
+    assert source.vocabulary_size == 128 and all("".join(map(chr, window)) in text for window in x.tolist())
+    assert english in source.data_files
+    one_line(list_faults(load_data, "verses", verses, ascii=1), "data.ascii: 1: must be true or false")
 
 
 @pytest.mark.parametrize("options, told", [

@@ -7,6 +7,7 @@ shakespeare    shakespeare/shakespeare.txt: 42 works (public domain), 5 million 
                Shakespeare of Karpathy 2015
 translation    translation/: english.txt and spanish.txt, 31,077 verses of the Bible, one a line (public domain); 19,581 pairs
                have at most 32 tokens. In some ten chapters, about 1 %, the two texts count verses otherwise
+verses         the English verses of `translation` as plain text for a language model, quotes and dashes in ASCII
 digits         8x8 images with scikit-learn (BSD-3), 1437 training and 360 test samples drawn once; no download
 image_folder   ImageNet-style folders train/CLASS/*.jpg and val/CLASS/*.jpg; `bytes: true` leaves normalizing to the model
 synthetic      random numbers of a stated shape, bytes where `bytes: true`
@@ -181,6 +182,15 @@ def _load_translation(root: Optional[str], seed: int, **options: Any) -> DataSou
     return TranslationData(english, spanish, seed, **options)
 
 
+# the English verses' quotation marks and dash in ASCII
+ASCII_MARKS = str.maketrans("‘’“”—", "''\"\"-")
+
+
+def _load_verses(root: Optional[str], seed: int, **options: Any) -> DataSource:
+    verses = (_resolve_folder("translation", root) / "english.txt").read_text(encoding="utf-8")
+    return TextData(verses.translate(ASCII_MARKS).encode("ascii", "ignore"), seed, **options)
+
+
 def _find_digits_file() -> Path:
     # reading the file takes no time; importing scikit-learn takes a second
     package = util.find_spec("sklearn")
@@ -257,6 +267,7 @@ SETS: Dict[str, Callable[..., DataSource]] = {
     "fashion_mnist": _make_idx_loader("fashion_mnist", 0.2860, 0.3530),
     "shakespeare": _load_shakespeare,
     "translation": _load_translation,
+    "verses": _load_verses,
     "digits": _load_digits,
     "image_folder": _load_image_folder,
     "synthetic": _make_synthetic,
@@ -265,7 +276,7 @@ _OPTIONS: Dict[str, List[str]] = {
     "cifar10": ["augment", "size", "subset", "test_subset", "random_labels"],
     "synthetic": ["shape", "classes", "subset", "test_subset", "bytes"],
     "image_folder": ["size", "subset", "test_subset", "threads", "bytes"],
-    "shakespeare": ["context", "characters", "subset", "test_subset"],
+    **dict.fromkeys(("shakespeare", "verses"), ["context", "characters", "subset", "test_subset", "ascii"]),
     "translation": ["length", "vocabulary", "subset", "test_subset"],
 }
 
@@ -295,14 +306,15 @@ def load_data(name: str, root: Union[str, Path, None] = None, seed: int = 0, **o
                 f"{', '.join(['root', *allowed, 'validation'])}"
                 + (f", nearest is {near}" if near else "")
             )
-        elif key in ("augment", "random_labels", "bytes") and not isinstance(value, bool):
+        elif key in ("augment", "random_labels", "bytes", "ascii") and not isinstance(value, bool):
             faults.append(f"data.{show(key)}: {show(value)}: must be true or false")
     if faults:
         raise BadInput(faults)
     source = SETS[name](str(root) if root is not None else None, seed, **options)
-    if name in FILES:
-        folder = Path(root or get_default_root()) / FOLDERS[name]
-        vars(source)["data_files"] = [folder / file for file in FILES[name]]
+    files_of = "translation" if name == "verses" else name
+    if files_of in FILES:
+        folder = Path(root or get_default_root()) / FOLDERS[files_of]
+        vars(source)["data_files"] = [folder / file for file in FILES[files_of]]
     elif name == "digits":
         vars(source)["data_files"] = [_find_digits_file()]
     if validation is not None:

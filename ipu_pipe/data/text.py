@@ -19,7 +19,7 @@ class TextData(SampledData):
     """Windows of `context` characters of a text; the label of each character is the one after it.
 
     x, y: (b, context) of numbers of characters, which are counted in the order of the whole text's characters, sorted:
-    `vocabulary`, `vocabulary_size` of them. Of the first `characters` characters the last tenth is the test part, cut into
+    `vocabulary`, `vocabulary_size` of them. With `ascii` they are ASCII codes, so that a model can go on with another text. Of the first `characters` characters the last tenth is the test part, cut into
     windows side by side. The training windows of an epoch lie side by side too, from an offset below `context`; the offset
     and the windows' order are drawn by (seed, epoch). The last window but a part is left for the offset. A validation part is
     the end of the training text.
@@ -33,11 +33,12 @@ class TextData(SampledData):
         characters: Optional[int] = None,
         subset: Optional[int] = None,
         test_subset: Optional[int] = None,
+        ascii: bool = False,
     ) -> None:
         require_whole("context", context)
         require_whole("characters", characters, 20, len(text), optional=True)
         codes = np.frombuffer(text, dtype=np.uint8)
-        characters_used, numbers = np.unique(codes, return_inverse=True)
+        characters_used, numbers = (np.arange(128, dtype=np.uint8), codes) if ascii else np.unique(codes, return_inverse=True)
         self.vocabulary, self.vocabulary_size = characters_used.tobytes().decode("latin-1"), len(characters_used)
         numbers = numbers[:characters].astype(np.uint8)
         cut = len(numbers) * 9 // 10

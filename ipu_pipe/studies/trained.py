@@ -4,7 +4,8 @@
     base              a complete config (see ipu_pipe.config.load)
     full              keys that replace those of `base` for the paper's own size (`--full`), for a GPU
     seeds             a list of whole numbers
-    rows              label -> keys that replace those of `base`; {} is the base itself
+    rows              label -> keys that replace those of `base`; {} is the base itself. `after: LABEL` begins with the weights at
+                      the end of that row's run of the same seed, as fine-tuning does
     tune              {rates, keys, seed}: the learning rates of every row are multiplied by each of `rates` in a run with `keys`
                       and `seed`, such as a validation split of the data; the best final value chooses the row's
     hours             about how long all runs take one core, from measured updates; without it, not known to be short
@@ -19,6 +20,7 @@ Finished runs are not run again, so an interrupted experiment continues where it
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import math
 import statistics
@@ -102,12 +104,17 @@ class TrainingGrid(Section):
 
     def make_config(self, label: str, seed: int, full: bool = False, rate: float = 1.0, tunes: bool = False) -> Keys:
         """Return the config of a run as plain data; learning rates times `rate`; `tunes`: of a run that chooses the rate."""
-        changed = merge_keys(merge_keys(self.base, self.full or {} if full else {}), self.rows[label] or {})
+        row = {key: value for key, value in (self.rows[label] or {}).items() if key != "after"}
+        changed = merge_keys(merge_keys(self.base, self.full or {} if full else {}), row)
         if tunes and self.tune is not None:
             changed = merge_keys(changed, self.tune.keys)
         if rate != 1.0:
             changed["optimizer"] = configure(**changed).optimizer.scale_rate(rate).model_dump(mode="json")
         return merge_keys(changed, {"seed": seed, "log": {"tensorboard": False}, "checkpoint": {"keep": 1}})
+
+    def get_earlier_row(self, label: str) -> Optional[str]:
+        """Return the label of the row with whose weights a row's runs begin, None if they begin with new ones."""
+        return (self.rows[label] or {}).get("after")
 
     def get_measure(self) -> Measure:
         """Return what is measured of its runs."""
@@ -132,6 +139,9 @@ def load_experiment(path: Path) -> Experiment:
             except BadInput as error:
                 place = f"rows.{label} on {'full' if full else 'tune' if tunes else 'base'}:"
                 faults += [fault.replace("configure:", place) for fault in error.faults]
+        earlier = grid.get_earlier_row(label)
+        if earlier is not None and (earlier not in grid.rows or grid.get_earlier_row(earlier) or grid.tune):
+            faults.append(f"rows.{label}.after: {earlier}: must be a row that begins with new weights; not with `tune`")
     for number, entry in enumerate(grid.expect):
         for key in ("better", "than", "equal", "to"):
             label = getattr(entry, key)
@@ -145,7 +155,8 @@ def make_experiment(name: str, grid: TrainingGrid) -> Experiment:
     """Return the experiment that trains all rows by all seeds, then compares them."""
 
     def find(request: Request, folder: Path) -> Findings:
-        rows = {label: row for label, row in grid.rows.items() if label in request.rows}
+        wanted = {*request.rows, *map(grid.get_earlier_row, request.rows)}
+        rows = {label: row for label, row in grid.rows.items() if label in wanted}
         chosen = grid.model_copy(update={"rows": rows})
         request.say(f"{grid.title}: {len(rows)} rows x {len(request.seeds)} seeds")
         tuned = run_tuning(chosen, folder, request)
@@ -188,18 +199,27 @@ def choose_rate(grid: TrainingGrid, by_rate: Mapping[float, Optional[float]]) ->
 def run_grid(grid: TrainingGrid, out: Path, request: Request, rates: Mapping[str, float] = {}) -> List[Dict[str, Any]]:
     """Train every row by every seed, each in `out/LABEL/seed-S`, and return the results by row, then seed.
 
-    A run whose loss is not finite is a result: it diverged. Any other fault ends all runs.
+    A run whose loss is not finite is a result: it diverged. Any other fault ends all runs. Rows that begin with the weights of
+    another row are trained after all others.
     """
-    runs = {
-        (label, seed): (
-            grid.make_config(label, seed, request.full, rates.get(label, 1.0)),
-            out / name_folder(label) / (f"seed-{seed}" + (f"-rate-{rates[label]:g}" if label in rates else "")),
-        )
-        for seed in request.seeds
-        for label in grid.rows
-    }
-    results = _train_all(grid, runs, lambda key: f"{key[0]}, seed {key[1]}", request)
+    results: Dict[Tuple[str, int], Result] = {}
+    for labels in _split_by_order(grid):
+        runs = {}
+        for seed, label in itertools.product(request.seeds, labels):
+            config = grid.make_config(label, seed, request.full, rates.get(label, 1.0))
+            earlier = grid.get_earlier_row(label)
+            if earlier is not None:
+                config["init_from"] = str(out / name_folder(earlier) / f"seed-{seed}")
+            suffix = f"-rate-{rates[label]:g}" if label in rates else ""
+            runs[label, seed] = config, out / name_folder(label) / f"seed-{seed}{suffix}"
+        results.update(_train_all(grid, runs, lambda key: f"{key[0]}, seed {key[1]}", request))
     return [{"label": label, "seed": seed, **results[label, seed]} for label in grid.rows for seed in request.seeds]
+
+
+def _split_by_order(grid: TrainingGrid) -> List[List[str]]:
+    """Return the rows that begin with new weights, then those that begin with another row's, if there are any."""
+    first = [label for label in grid.rows if grid.get_earlier_row(label) is None]
+    return [labels for labels in (first, [label for label in grid.rows if label not in first]) if labels]
 
 
 def _train_all(
