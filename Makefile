@@ -90,9 +90,9 @@ equality: install
 sweep: install
 	$(BIN)/python tools/sweep.py --out docs/results/third_party
 
-# Run the papers' experiments, of those that train the short ones: about half an hour on two cores. reproduce-full: all of them, about
-# 17 core-hours. Finished runs are kept.
-SMALL := 0.35
+# Run the papers' experiments, of those that train the short ones: about 40 minutes on two cores. reproduce-full: all of them, about
+# 16 core-hours. Finished runs are kept.
+SMALL := 0.25
 
 reproduce: install
 	$(BIN)/python tools/fetch_data.py cifar10

@@ -143,7 +143,7 @@ def test_what_the_paper_expects_gets_a_verdict(file: Path) -> None:
     grid = read_grid(file)
     accuracy = {"sync": (0.5, 0.52, 0.51), "warm up": (0.5, 0.53, 0.5), "bad": (None,) * 3}
     runs = [
-        {"label": label, "seed": seed, "curve": [(1.0, 1.0, 0.5, value)], "final": value, "best": value, "values": {},
+        {"label": label, "seed": seed, "curve": [(0.0, 0.0, 2.3, 0.1), (1.0, 1.0, 0.5, value)][: 2 if value else 1], "final": value, "best": value, "values": {},
          "diverged": None if value else "loss is nan", "step": 20}
         for label, values in accuracy.items() for seed, value in enumerate(values)
     ]  # fmt: skip
@@ -151,9 +151,16 @@ def test_what_the_paper_expects_gets_a_verdict(file: Path) -> None:
     outcome = experiment.report(compare(grid, runs), file.parent)
     results = outcome.results
     assert [verdict["verdict"] for verdict in results["verdicts"]] == ["shown", "contradicted", "shown"]
+    # diverged runs count with their first value
+    assert results["verdicts"][0]["difference"] == pytest.approx(0.41)
     assert results["verdicts"][2]["difference"] == pytest.approx(0.0) and results["verdicts"][2]["seeds"] == 3
     assert results["agrees"] is False and len(results["differences"]) == 1
     assert "| sync is better than bad | shown |" in outcome.table
+    # a seed in which all rows of a claim diverged tells nothing of it
+    runs[0]["final"] = None
+    results = experiment.report(compare(grid, runs), file.parent).results
+    assert [verdict["seeds"] for verdict in results["verdicts"]] == [2, 2, 3]
+    runs[0]["final"] = 0.5
     chosen = grid.model_copy(update={"rows": {"sync": grid.rows["sync"]}})
     results = experiment.report(compare(chosen, runs[:3]), file.parent).results
     assert {verdict["verdict"] for verdict in results["verdicts"]} == {"not run"} and results["agrees"] is False

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import FrozenSet, List, Tuple
 
 import pytest
+import yaml
 
 from ipu_pipe.studies.catalogue import find_experiments
 from ipu_pipe.studies.experiment import CONTRADICTED, NOT_RUN, SHOWN, UNDECIDED
@@ -98,3 +99,9 @@ def test_every_experiment_and_file_is_on_the_page_and_exists() -> None:
 def test_a_wrong_row_fails(command: str, status: str) -> None:
     with pytest.raises(AssertionError):
         check_row(command, status)
+
+
+def test_the_core_hours_of_all_experiments_are_those_of_their_files() -> None:
+    hours = sum(yaml.safe_load(file.read_text())["hours"] for file in (ROOT / "configs" / "experiments").glob("*.yaml"))
+    stated = re.search(r"about (\d+)\s+core-hours of training", (RESULTS / "README.md").read_text())
+    assert stated is not None and int(stated[1]) == round(hours)

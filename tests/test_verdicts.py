@@ -37,9 +37,7 @@ def judged(gaps: List[float], margin: Optional[float] = None) -> str:
     ([5.0, -5.0, 0.0], UNDECIDED, UNDECIDED),
     ([1.2, 0.8, 1.0], SHOWN, UNDECIDED),  # 1 +- 0.115: above 0, and on the margin
     ([9.0, 9.1], UNDECIDED, UNDECIDED),  # two seeds
-    ([INF, INF, 2.0], SHOWN, CONTRADICTED),  # the other row diverged
-    ([-INF, 1.0, 1.0], UNDECIDED, UNDECIDED),
-    ([INF, INF, math.nan], UNDECIDED, UNDECIDED),  # both did
+    ([INF, INF, 2.0], UNDECIDED, UNDECIDED),
     ([], NOT_RUN, NOT_RUN),
 ])  # fmt: skip
 def test_verdicts_by_the_gaps_of_the_seeds(gaps: List[float], order: str, equality: str) -> None:
@@ -58,6 +56,7 @@ def test_an_experiment_agrees_only_if_all_is_shown() -> None:
     shown, wrong = judge_exactly("x", True, 0.0), judge_exactly("y", False, 2.0)
     assert [judge_gap("x", gap).verdict for gap in (0.1, 0.0, -0.1)] == [SHOWN, CONTRADICTED, CONTRADICTED]
     assert make_results([shown])["agrees"] and not make_results([shown])["differences"]
+    assert not make_results([])["agrees"]  # nothing was claimed
     results = make_results([shown, wrong])
     assert not results["agrees"] and len(results["differences"]) == 1
     numbers = {"difference": 2.0, "standard_error": 0.0, "seeds": None}

@@ -19,10 +19,11 @@ class TextData(SampledData):
     """Windows of `context` characters of a text; the label of each character is the one after it.
 
     x, y: (b, context) of numbers of characters, which are counted in the order of the whole text's characters, sorted:
-    `vocabulary`, `vocabulary_size` of them. With `ascii` they are ASCII codes, so that a model can go on with another text. Of the first `characters` characters the last tenth is the test part, cut into
-    windows side by side. The training windows of an epoch lie side by side too, from an offset below `context`; the offset
-    and the windows' order are drawn by (seed, epoch). The last window but a part is left for the offset. A validation part is
-    the end of the training text.
+    `vocabulary`, `vocabulary_size` of them. With `ascii` they are ASCII codes, so that a model can go on with another text.
+
+    Of the first `characters` characters the last tenth is the test part, cut into windows side by side. The training windows of
+    an epoch lie side by side too, from an offset below `context`; the offset and the windows' order are drawn by (seed, epoch).
+    The last window but a part is left for the offset. A validation part is the end of the training text.
     """
 
     def __init__(

@@ -31,7 +31,9 @@ from ipu_pipe.launcher import end_with
 #     a is better than b     shown: d - 2 SE > 0         contradicted: d + 2 SE < 0
 #     a equals b             shown: |d| + 2 SE < margin  contradicted: |d| - 2 SE > margin
 #
-# and all other cases, such as fewer than three seeds, cannot be told. The claim states the margin of an equality.
+# and all other cases, such as fewer than three seeds, cannot be told. The claim states the margin of an equality. A run that
+# diverged counts with the first value of its curve, as a model that is not trained; a seed in which all rows of a claim diverged is
+# left out.
 
 SHOWN, CONTRADICTED, UNDECIDED, NOT_RUN = "shown", "contradicted", "cannot be told", "not run"
 LEAST_SEEDS = 3
@@ -58,22 +60,16 @@ class Verdict(NamedTuple):
 
 
 def judge(claim: Claim, finals: Mapping[str, Mapping[int, float]]) -> Verdict:
-    """Judge a claim by final values by row label, then seed. Diverged runs have infinite values."""
+    """Judge a claim by final values by row label, then seed."""
     seeds = set.intersection(*(set(finals.get(label, ())) for label in claim.rows))
     if not seeds:
         return Verdict(claim.text, NOT_RUN)
     gaps = [claim.gap({label: finals[label][seed] for label in claim.rows}) for seed in sorted(seeds)]
-    difference = error = None
-    # if a run diverged, all seeds must agree
-    low, high = min(gaps), max(gaps)
-    # both rows diverged
-    if any(math.isnan(gap) for gap in gaps):
-        low, high = -math.inf, math.inf
-    elif all(map(math.isfinite, gaps)):
-        difference = statistics.mean(gaps)
-        if len(gaps) > 1:
-            error = statistics.stdev(gaps) / math.sqrt(len(gaps))
-            low, high = difference - 2 * error, difference + 2 * error
+    if not all(map(math.isfinite, gaps)):
+        return Verdict(claim.text, UNDECIDED, seeds=len(seeds))
+    difference = statistics.mean(gaps)
+    error = statistics.stdev(gaps) / math.sqrt(len(gaps)) if len(gaps) > 1 else None
+    low, high = difference - 2 * (error or 0.0), difference + 2 * (error or 0.0)
     margin = claim.margin
     shown = low > 0 if margin is None else max(abs(low), abs(high)) < margin
     contradicted = high < 0 if margin is None else low > margin or high < -margin
@@ -104,7 +100,7 @@ def make_results(verdicts: Sequence[Verdict]) -> Dict[str, Any]:
     left = [verdict for verdict in verdicts if verdict.verdict != SHOWN]
     return {
         "verdicts": [verdict._asdict() for verdict in verdicts],
-        "agrees": not left,
+        "agrees": bool(verdicts) and not left,
         "differences": [describe(verdict) for verdict in left],
     }
 

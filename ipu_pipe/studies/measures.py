@@ -142,7 +142,8 @@ def measure_training_loss(config: Config, out: Path, options: MeasureOptions, ov
     replicas = config.method_args.replicas or config.replicas  # LocalSGD's, or copies of the pipeline
     in_window = options.window // (replicas * config.gradient_accumulation)
     every, curve = max(min(in_window, len(losses)), 1), []
-    for end in range(every, len(losses) + 1, every):
+    # the last window ends with the last update
+    for end in range(len(losses) % every + every, len(losses) + 1, every):
         mean = statistics.mean(record["train_loss"] for record in losses[end - every : end])
         curve.append([losses[end - 1]["epoch"], losses[end - 1]["time"], mean])
     return _summarize_curve(curve, min, records, diverged)

@@ -39,7 +39,7 @@ from ipu_pipe.config.values import Positive, Section, Seed
 from ipu_pipe.errors import BadInput, raise_faults
 from ipu_pipe.files import write_json
 from ipu_pipe.report.plots import describe_sizes
-from ipu_pipe.studies.experiment import Claim, Experiment, Findings, Key, Request, judge, run_all
+from ipu_pipe.studies.experiment import Claim, Experiment, Findings, Key, Request, Verdict, judge, run_all
 from ipu_pipe.studies.measures import MEASURES, Measure, MeasureOptions, Result, Runs
 
 Keys = Dict[str, Any]
@@ -278,7 +278,8 @@ def compare(
     runs_by_row = {label: [run for run in runs if run["label"] == label] for label in grid.rows}
     configs = {label: configure(**grid.make_config(label, 0, full)) for label in grid.rows}
     rows = {label: _summarize_row(label, configs[label], runs_by_row[label]) for label in grid.rows}
-    setting, seeds = describe_sizes(next(iter(configs.values()))), sorted({run["seed"] for run in runs})
+    sizes, seeds = [describe_sizes(config) for config in configs.values()], sorted({run["seed"] for run in runs})
+    setting = sizes[0] + (f" (row {next(iter(configs))}; others differ)" if len(set(sizes)) > 1 else "")
     results: Dict[str, Any] = {"setting": setting, "full_size": full, "seeds": seeds}
     ends = {"samples": {label: {run["seed"]: run["final"] for run in group} for label, group in runs_by_row.items()}}
     # columns that only some experiments have: key of a row -> heading
@@ -300,7 +301,7 @@ def compare(
     utilization = "the paper's utilization N/(N+2S)" if grid.measure.fill_and_drain else "the pipeline's utilization"
     return Findings(
         results,
-        [judge(entry.make_claim(measure), _replace_diverged(ends[entry.at], measure)) for entry in grid.expect],
+        [_judge(entry.make_claim(measure), ends[entry.at], runs) for entry in grid.expect],
         f": {setting}; seeds {', '.join(map(str, seeds))}. Final {measure.final}, mean and standard deviation. Time: epochs"
         f" divided by {utilization}.",
         ("row", "method", f"final {measure.final}", "by seed", "time", *extras.values(), *values),
@@ -316,14 +317,14 @@ def compare(
     )
 
 
-def _replace_diverged(
-    ends: Mapping[str, Mapping[int, Optional[float]]], measure: Measure
-) -> Dict[str, Dict[int, float]]:
-    """Return final values by row, then seed, with the worst one in the place of those of runs that diverged."""
-    worst = -math.inf * measure.sign
-    return {
-        label: {seed: worst if end is None else end for seed, end in by_seed.items()} for label, by_seed in ends.items()
-    }
+def _judge(claim: Claim, ends: Mapping[str, Mapping[int, Optional[float]]], runs: Runs) -> Verdict:
+    """Judge a claim by final values by row, then seed; those of diverged runs are None."""
+    finals: Dict[str, Dict[int, float]] = {label: {} for label in claim.rows}
+    for run in runs:
+        end = ends[run["label"]][run["seed"]]
+        if run["label"] in finals and any(ends.get(label, {}).get(run["seed"]) is not None for label in claim.rows):
+            finals[run["label"]][run["seed"]] = (run["curve"] or [[math.nan]])[0][-1] if end is None else end
+    return judge(claim, finals)
 
 
 def _summarize_row(label: str, config: Config, runs: Runs) -> Dict[str, Any]:
