@@ -1,8 +1,8 @@
 """Find the configs and models that come with the library, and the names of its commands as the user calls them.
 
 In a clone the models and configs are beside the package, as `models` and `configs`; a wheel contains them as
-`ipu_pipe.models` and `ipu_pipe/configs`, so it installs no package `models` or
-`configs`, names that users may have themselves.
+`ipu_pipe.models` and `ipu_pipe/configs`, so it installs no package `models` or `configs`, names
+that users may have themselves.
 """
 
 from __future__ import annotations

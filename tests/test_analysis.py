@@ -74,7 +74,7 @@ def event(device: int, kind: str, start: int, end: int, microbatch: int = 0, **m
 
 @pytest.mark.parametrize("name, accumulate, batches", [("gpipe", 6, 2), ("pipedream_flush", 6, 2), ("pipedream", 1, 400)])
 def test_what_a_move_gains_is_what_moving_it_gives(name: str, accumulate: int, batches: int) -> None:
-    """The gain that is told of one cut is result by cutting so and looking at the clock's trace of that."""
+    """The gain that is stated of one cut is found by cutting so and looking at the clock's trace of that."""
     before = analyze(modelled(name, [0, 1, 2], accumulate, batches), "before")
     result = before["bottleneck"]
     assert (result["what"], result["stage"], result["device"]) == ("stage", 2, 2)

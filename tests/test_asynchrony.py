@@ -100,8 +100,8 @@ def test_delays_and_draws_are_uniform_within_their_bounds() -> None:
     delays = source.delays(0, source.count)
     assert (delays[:, :5] <= np.arange(5)).all() and delays.max() == 7
     stages, microbatches = source.stages_of(0, 12000), source.microbatches_of(0, 12000) % 10
-    for draws in (*delays[:, 7:], stages, microbatches):
-        counts = np.bincount(draws)
+    for draws, bins in (*((row, 8) for row in delays[:, 7:]), (stages, 3), (microbatches, 10)):
+        counts = np.bincount(draws, minlength=bins)
         expected = counts.sum() / len(counts)
         assert (abs(counts - expected) < 5 * np.sqrt(expected)).all()
     assert (source.microbatches_of(0, 12000) // 10 == np.arange(12000) // 30).all()  # of the epoch at hand

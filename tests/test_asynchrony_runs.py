@@ -70,8 +70,8 @@ def test_what_randomized_pipedream_holds_is_its_bound(args: Dict[str, Any], lags
 @pytest.mark.parametrize(
     "method, keys, place",
     [
-        ("randomized_pipedream", {"gradient_accumulation": 2}, "gradient_accumulation: 2: randomized_pipedream "),
-        ("local_sgd", {"replicas": 2}, "replicas: 2: local_sgd "),
+        ("randomized_pipedream", {"gradient_accumulation": 2}, "gradient_accumulation: 2: randomized_pipedream updates single"),
+        ("local_sgd", {"replicas": 2}, "replicas: 2: local_sgd has replicas that step by themselves"),
         ("local_sgd", {"clip": {"norm": 1.0, "scope": "global"}}, "clip.scope: global: local_sgd "),
         ("randomized_pipedream", {"args": {"t1": {}}}, "method_args.t1: not with randomized_pipedream"),
     ],

@@ -219,8 +219,6 @@ class Gpt2Block(nn.Module):
         return x + self.c_out(nn.functional.gelu(self.c_fc(self.ln_2(x))))
 
 
-
-
 def imbalance(model: nn.Module, count: int, x: torch.Tensor) -> float:
     seen = observe_costs(model, x, lambda: model(x))
     footprint = make_footprint(model, partition(model, x, count), seen)

@@ -400,7 +400,7 @@ def test_what_counts_in_epochs_is_refused_without_a_length() -> None:
     faults = list_faults(build, settings(**keys), Two(), streamed())
     assert [fault.partition(":")[0] for fault in faults] == ["lr_schedule.milestones", "evaluate.every", "method_args.warmup"]
     line = refusal(Two(), streamed(), {"method": "randomized_pipedream", "gradient_accumulation": 1})
-    assert line.startswith("method: randomized_pipedream: draws delays by the epoch")
+    assert line.startswith("method: randomized_pipedream: draws delays by the epoch") and line.endswith("has no epochs")
 
 
 def test_loaders_that_give_no_batch_are_refused() -> None:
@@ -427,7 +427,7 @@ def test_samples_left_out_are_told() -> None:
     # the second does not say how many samples there are: its full microbatches do
     for batches, words in ((loader, "7 of 23 "), (PAIRS[:3], "4 of 12 ")):
         (line,) = describe_left_out(build(settings(**keys), Two(), ipu_pipe.from_loader(batches)))
-        assert line.startswith(f"data: {words}")
+        assert line.startswith(f"data: {words}") and line.endswith("they fill no batch of 8")
     assert describe_left_out(build(settings(), Two(), streamed())) == []
     for name, options, count in (("digits", {}, 1437), ("synthetic", {"subset": 30}, 30)):
         data = ipu_pipe.load_data(name, **options)

@@ -190,7 +190,8 @@ def test_all_faults_are_told_at_once_each_with_the_place_of_its_value(here: Path
     faults = list_faults(load_config, "x.yaml", ["epochs=0", "nonsense", "steps=[", "log.every.x=1"])
     check(
         sorted(faults),
-        "--set epochs=0: epochs: 0: ", "--set log.every.x=1: log.every: {'x'", "--set steps=[: line 1: ", "--set: nonsense: ",
+        "--set epochs=0: epochs: 0: ", "--set log.every.x=1: log.every: {'x'", "--set steps=[: line 1: ",
+        "--set: nonsense: must be KEY=VALUE",
         "base.yaml: optimizer.momentum: 2: ", "base.yaml: seed: abc: ",
         "x.yaml: foo_size: 1: ", "x.yaml: method: gpippe: ", "x.yaml: optimizer.lr: -1: ",
     )  # fmt: skip
@@ -350,6 +351,7 @@ def test_arguments_that_a_callable_does_not_take_are_named() -> None:
             list_faults(call, make, {"widht": 3, "depth": True}, "model.args"),
             "model.args.widht: 3: unknown argument, allowed are ", "model.args.width: missing: ",
         )  # fmt: skip
+    assert list_faults(check_arguments, make, {"widht": 3, "width": 3}, "model.args")[0].endswith("allowed are width, depth")
     check_arguments(make, {"width": 3}, "model.args")
     check_arguments(lambda **rest: rest, {"anything": 1}, "model.args")
     check_arguments(dict, {"anything": 1}, "model.args")  # does not tell what it takes

@@ -143,8 +143,8 @@ def test_what_the_paper_expects_gets_a_verdict(file: Path) -> None:
     grid = read_grid(file)
     accuracy = {"sync": (0.5, 0.52, 0.51), "warm up": (0.5, 0.53, 0.5), "bad": (None,) * 3}
     runs = [
-        {"label": label, "seed": seed, "curve": [(0.0, 0.0, 2.3, 0.1), (1.0, 1.0, 0.5, value)][: 2 if value else 1], "final": value, "best": value, "values": {},
-         "diverged": None if value else "loss is nan", "step": 20}
+        {"label": label, "seed": seed, "curve": [(0.0, 0.0, 2.3, 0.1), (1.0, 1.0, 0.5, value)][: 2 if value else 1],
+         "final": value, "best": value, "values": {}, "diverged": None if value else "loss is nan", "step": 20}
         for label, values in accuracy.items() for seed, value in enumerate(values)
     ]  # fmt: skip
     experiment = make_experiment("digits", grid)

@@ -376,7 +376,7 @@ def test_a_port_in_use_a_missing_first_rank_and_a_rank_twice_are_told(monkeypatc
         used.bind(("", 0))
         used.listen(1)
         port = used.getsockname()[1]
-        with pytest.raises(RunFault, match=f"MASTER_PORT: {port}: cannot be used on this machine: "):
+        with pytest.raises(RunFault, match=f"MASTER_PORT: {port}: cannot be used on this machine: Address already in use"):
             meet(Launch(0, 2, address="127.0.0.1", port=port), 2, {})
     with pytest.raises(RunFault, match="rank 1: rank 0 did not come to 127.0.0.1.* within 0.5 s .*refused"):
         meet(Launch(1, 2, address="127.0.0.1", port=free_port()), 0.5, {})

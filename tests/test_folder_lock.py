@@ -102,6 +102,7 @@ main()
             exit_code, _, complaint = command(*arguments, option, monkeypatch=monkeypatch, capsys=capsys)
             assert exit_code == 2 and complaint.count("\n") == 1
             assert complaint.startswith(f"error: --out: {out}: process {live.pid} writes a run there: ")
+            assert complaint.endswith("wait for it, or give another folder\n")
         assert files(out) == before
         go.touch()
         _, error = live.communicate(timeout=120)

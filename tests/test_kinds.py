@@ -40,6 +40,10 @@ class Misnamed(ipu_pipe.Callback):
         pass
 
 
+class MisnamedStopping(ipu_pipe.EarlyStopping, Misnamed):
+    pass
+
+
 def model() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), ipu_pipe.begin_stage(nn.Linear(8, 4)))
 
@@ -88,7 +92,7 @@ def test_what_is_of_a_wrong_kind_is_told_before_anything_is_written(line: str, t
 
 def test_early_stopping_of_wrong_kinds_tells_each() -> None:
     faults = list_faults(ipu_pipe.EarlyStopping, 3, mode="up", patience="x", min_delta=-1.0)
-    begins = ("metric: 3: ", "mode: up: ", "patience: x: ", "min_delta: -1.0: ")
+    begins = ("metric: 3: ", "mode: up: must be min or max", "patience: x: ", "min_delta: -1.0: must be >= 0")
     assert len(faults) == 4 and all(fault.startswith(f"EarlyStopping: {begin}") for fault, begin in zip(faults, begins))
 
 
@@ -98,6 +102,8 @@ def test_a_dry_run_tells_what_callbacks_cannot_be_made() -> None:
     entries = f"[{{entry: '{ends}', args: {{afte: 3}}}}, 'tests.callbacks_of_runs:Fails', 'tests.nothing:X']"
     faults = list_faults(build_for_planning, config(f"callbacks={entries}"))
     keys = [fault.partition(": ")[0] for fault in faults]
+    (fault,) = list_faults(build_for_planning, config("callbacks=['tests.test_kinds:MisnamedStopping']"))
+    assert "MisnamedStopping.on_epoch_end: unknown method" in fault
     assert keys == [f"callbacks.{ends}.afte", f"callbacks.{ends}.after", "callbacks"]
 
 

@@ -176,6 +176,7 @@ def test_an_optimizers_own_entries_stay() -> None:
     ("local_sgd", {"local_steps": 4, "outer": {}}, {"steps": 9}, "method_args.outer: "),
     ("local_sgd", {"local_steps": 4, "outer": {"fragments": 3}}, {"steps": 8}, "method_args.local_steps: 4: "),
     ("local_sgd", {"local_steps": 9, "outer": {"fragments": 9}}, {"steps": 9}, "method_args.outer.fragments: 9: "),
+    ("local_sgd", {"local_steps": 5, "outer": {"fragments": 2, "delay": 2}}, {"steps": 8}, "method_args.local_steps: 5: "),
     ("local_sgd", {"local_steps": 4, "outer": {"fragments": 2, "delay": 2}}, {"steps": 8}, "method_args.outer.delay: 2: "),
     ("local_sgd", {"local_steps": 4, "outer": {"offset": 1}}, {"steps": 8}, "method_args.outer.offset: 1: "),
     ("local_sgd", {"outer": {"mix": 1.5}}, {}, "method_args.outer.mix: 1.5: "),

@@ -188,7 +188,7 @@ class IndependentReplicas:
 
     @contextlib.contextmanager
     def exported(self) -> Iterator[None]:
-        """Hold the other replicas and the outer optimizer in the optimizer's state inside the context."""
+        """Hold the other replicas and the outer optimizer in the optimizer's state inside the context, between two rounds."""
         for i, p in enumerate(self._parameters):
             for place, weight, state in self._list_places(i, p):
                 entries = {f"{place}.{key}": value for key, value in state.items() if value is not None}

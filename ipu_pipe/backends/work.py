@@ -32,7 +32,7 @@ class Work:
     the parameters of the stages in this process. `clip`: (norm, scope) or None. `microbatch`: the first microbatch to run,
     greater than 0 after a resume. `replays`: the source of replays if it is not the version table. `block_updates`: the number of
     updates of single stages that make one update of the run. `refuse_nonfinite(update, losses)`: raises `RunFault` if a loss
-    is not finite, unless the config allows it.
+    is not finite and the config does not allow it; by default nothing is checked.
     """
 
     loss: Loss

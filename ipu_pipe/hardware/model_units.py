@@ -53,7 +53,7 @@ def count_units(
     """Return the units of a model that takes microbatches like `x`: between modules of its top-level sequence and at `begins`.
 
     Figures are for a sample. Model, `x` and `y` may be on the meta device. The `loss` of its outputs and labels `y`, where given,
-    is in the last unit. A tensor that two units keep belongs to the first. Raises BadInput if the model cannot be counted.
+    is in the last unit. A tensor that two units keep belongs to the first. Raise `BadInput` if the model cannot be counted.
     """
     try:
         order = observe_execution(model, x)

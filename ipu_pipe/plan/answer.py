@@ -171,7 +171,7 @@ def _move_off_chip(backend: Any) -> Any:
 def make_planned_config(config: Config, problem: Problem, prediction: Prediction, hardware: Any) -> str:
     """Return the text of `config` changed to a prediction; `hardware` as the user named it.
 
-    Settings of the method (`method_args`) stay where the method does. Raises BadInput where that is not a valid config.
+    Settings of the method (`method_args`) stay where the method does. Raise `BadInput` where that is not a valid config.
     """
     asked = prediction.asked
     changes = {

@@ -2,8 +2,7 @@
 
 Long batches are not played to their end: in the steady state each further microbatch takes equally long, so the time of a batch
 is the time of a short batch plus a multiple of the steady time per microbatch.
-Where transfers wait for one another on a shared link, the times can seem steady before they are: there this has been seen to be
-0.03 % too long.
+If transfers wait for one another on a shared link, the times can seem steady too early; an error of 0.03 % has been seen.
 """
 
 from __future__ import annotations
@@ -172,7 +171,7 @@ def bound_seconds(asked: Candidate, work: float) -> float:
 
     At best all stages are busy all the time. If the pipeline drains, stage s begins after a forward of the previous stages, which
     end a backward later: T >= w_0 + ... + w_(s-1) + N w_s for every s. This is least if all these bounds are equal, with
-    w_s = w_0 (1 - 1/N)^s. Methods with generated orders may fill these waits, so this bound does not apply to them.
+    w_s = w_0 (1 - 1/N)^s. Methods with generated orders may fill these waits: for them only `work` N / P is a bound.
     """
     depth, count = asked.depth, asked.gradient_accumulation
     if asked.row.flushes and asked.row.order is None:

@@ -204,7 +204,7 @@ def make_callbacks(config: Config, given: Optional[Sequence[Any]], empty: bool =
         if not empty or function is EarlyStopping:
             return call_entry(function, args, place), place
         check_arguments(function, args, place)
-        if isinstance(function, type) and issubclass(function, Callback) and not issubclass(function, EarlyStopping):
+        if isinstance(function, type) and issubclass(function, Callback):
             return object.__new__(function), place
         return Callback(), place
 
@@ -265,6 +265,9 @@ class EarlyStopping(Callback):
     is not better than the best by more than `min_delta`. `mode`: min, max, or None to choose by the metric's name. The
     checkpoint of the best evaluation is kept. `restore_best`: load its weights into the model when the run ends.
     """
+
+    # for objects whose constructor did not run
+    metric = "loss"
 
     def __init__(
         self, metric: str = "loss", mode: Optional[str] = None, patience: int = 3, min_delta: float = 0.0,

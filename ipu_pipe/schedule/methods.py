@@ -475,10 +475,11 @@ def check_sizes(method: Method, stages: int, microbatches: int, accumulate: int)
             faults.append(f"{key}.fragments: {fragments}: a fragment is a group of stages: must be at most {stages}")
         elif steps % fragments:
             faults.append(f"method_args.local_steps: {steps}: must be a multiple of the {fragments} fragments of outer")
-        elif outer.offset >= fragments:
-            faults.append(f"{key}.offset: {outer.offset}: must be below {fragments}, the fragments")
-        if outer.delay >= interval > 0:
-            faults.append(f"{key}.delay: {outer.delay}: must be below {interval}, the steps between two")
+        else:
+            if outer.offset >= fragments:
+                faults.append(f"{key}.offset: {outer.offset}: must be below {fragments}, the fragments")
+            if outer.delay >= interval:
+                faults.append(f"{key}.delay: {outer.delay}: must be below {interval}, the steps between two")
     table = method.delay.table if method.delay is not None else None
     if not faults and table is not None and [len(row) for row in table] != [accumulate] * stages:
         faults.append(

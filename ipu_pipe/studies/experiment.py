@@ -32,8 +32,8 @@ from ipu_pipe.launcher import end_with
 #     a equals b             shown: |d| + 2 SE < margin  contradicted: |d| - 2 SE > margin
 #
 # and all other cases, such as fewer than three seeds, cannot be told. The claim states the margin of an equality. A run that
-# diverged counts with the first value of its curve, as a model that is not trained; a seed in which all rows of a claim diverged is
-# left out.
+# diverged counts with the first value of its curve, as a model that is not trained; a seed in which all rows of a claim
+# diverged is left out.
 
 SHOWN, CONTRADICTED, UNDECIDED, NOT_RUN = "shown", "contradicted", "cannot be told", "not run"
 LEAST_SEEDS = 3
@@ -41,7 +41,8 @@ COLUMNS = ("the paper says", "verdict", "difference", "standard error", "seeds")
 
 
 class Claim(NamedTuple):
-    """A statement on the final values of `rows`. `gap` gets the values of one seed by label. `margin` is for equalities."""
+    """A statement on the final values of `rows`. `gap` gets the values of one seed by label. With a `margin`
+    the claim is an equality, that the gap is smaller than it; without one, that the gap is above 0."""
 
     text: str
     rows: Sequence[str]

@@ -2,7 +2,7 @@
 
 test_accuracy    of the final weights; test loss and accuracy by epoch and time
 test_loss        of the final weights; test loss by epoch and time
-training_loss    of the last `window` microbatches, and of each window before
+training_loss    of the last `window` microbatches, and of each window before; of the whole run if it is shorter
 angles           between each block's local gradient and the true one, every `every` updates   (Laskin et al. 2020, Figure 6(a))
 fit              how well the training samples are learned, beside the test samples            (Figures 6(b) and 6(c))
 filters          the first layer's weights, `tensor`, as an image                              (Figure 7)

@@ -6,8 +6,8 @@ time between them. A pass begins when its inputs have arrived and ends before it
     wait (peer: sender, carries: payload)  recv (bytes)  forward  send (bytes, peer)   wait  recv  backward  send ...
 
 `wait`: for a message, until the next one can be sent, for the data set (carries data, no peer) or for the norms of all stages (no
-peer). `average`: the gradients of replicas, waiting included. An update that waits for the norms of
-other stages has several events. `microbatch` of a message with norms, losses or shared gradients is the update's index.
+peer). `average`: the gradients of replicas, waiting included. An update that waits for the norms of other stages has several
+events. `microbatch` of a message with norms, losses or shared gradients is the update's index.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ def assert_close(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor], a
     """Compare two state dicts within `atol`."""
     assert a.keys() == b.keys()
     for name in a:
-        assert torch.allclose(a[name], b[name], atol=atol), name
+        assert torch.allclose(a[name], b[name], rtol=0, atol=atol), name
 
 
 def assert_same_weights(a: Path, b: Path) -> None:

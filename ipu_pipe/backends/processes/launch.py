@@ -270,6 +270,8 @@ def _open_store(where: Launch, limit: float) -> Any:
             where.address, where.port, where.world, keeps, timedelta(seconds=limit), wait_for_workers=False
         )
     except OSError as error:
+        if not keeps:
+            raise RunFault(f"{_address(where)}: cannot be joined: {error.strerror or error}") from error
         raise RunFault(
             f"MASTER_PORT: {where.port}: cannot be used on this machine: {error.strerror or error}: another run, or a second"
             " process with RANK 0, may have it"

@@ -352,7 +352,8 @@ def _path_of(folder: Path, rank: int) -> Path:
 
 
 def _read_earlier(path: Path, metadata: Dict[str, Any], first_update: int) -> Optional[Trace]:
-    """Return the trace of an earlier start up to `first_update`; None if its stages differ or its file is missing or damaged."""
+    """Return an earlier start's trace of the updates before `first_update`; None if its stages differ or its file is missing or
+    damaged."""
     try:
         earlier = read_store(path)
     except BadInput:
