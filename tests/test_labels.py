@@ -10,8 +10,8 @@ from torch import nn
 
 from ipu_pipe.config.load import configure
 from ipu_pipe.data import TensorData
-from ipu_pipe.data.batches import LabelRange, find_label_range
 from ipu_pipe.errors import BadInput
+from ipu_pipe.model.loss import LabelRange, find_label_range
 from ipu_pipe.run.build import build, set_up
 
 OUTPUT, LABELS = torch.zeros(3, 5), torch.zeros(3, dtype=torch.int64)

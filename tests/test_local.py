@@ -22,10 +22,11 @@ from ipu_pipe.backends.emulator.replay import Emulator
 from ipu_pipe.backends.work import Work
 from ipu_pipe.config.load import load_config
 from ipu_pipe.errors import BadInput
-from ipu_pipe.local.blocks import BlockedModel, SumOfLosses, get_blocks
+from ipu_pipe.local.blocks import BlockedModel, get_blocks
 from ipu_pipe.local.costs import compute_per_example, compute_sequential, make_auglocal_law
 from ipu_pipe.local.heads import AugLocal, TokenHead, make_head
 from ipu_pipe.local.structures import Flops, make_blocks
+from ipu_pipe.model.loss import SumOfLosses
 from ipu_pipe.model.observation import observe_training
 from ipu_pipe.model.stages import partition
 from ipu_pipe.run.train import train

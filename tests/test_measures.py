@@ -16,8 +16,9 @@ from ipu_pipe.config.schema import Config
 from ipu_pipe.data import TensorData, load_data, sets
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.evaluation import evaluate
-from ipu_pipe.local.blocks import BlockedModel, SumOfLosses, get_blocks
+from ipu_pipe.local.blocks import BlockedModel, get_blocks
 from ipu_pipe.local.structures import make_blocks
+from ipu_pipe.model.loss import SumOfLosses
 from ipu_pipe.run.build import build
 from ipu_pipe.run.train import train
 from ipu_pipe.schedule.methods import Structure

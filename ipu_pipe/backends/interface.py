@@ -86,7 +86,8 @@ class Engine:
     """The interface of one process's part of a run.
 
     `checkpoint_group`: the process group of all ranks if each rank writes its part of a checkpoint, else None.
-    `updates_per_call`: the updates that a device makes in one call; their results all arrive with the first.
+    `updates_per_call`: the updates that a device makes in one call; their results all arrive with the first. `newest_model`: the
+    model if it holds the newest weights now, None if they are on other devices.
     """
 
     is_main = True
@@ -95,6 +96,7 @@ class Engine:
 
     def __init__(self, job: Job) -> None:
         self.job = job
+        self.newest_model: Optional[nn.Module] = job.model
         self.names = {parameter: name for name, parameter in job.get_trained().items()}
         self._gradients: Dict[str, torch.Tensor] = {}
         if job.watches_gradients:
@@ -130,10 +132,6 @@ class Engine:
         if self.job.schedule.stretch(done - 1)[1] > done:
             return self.job.updates
         return done if run_on_main(lambda: stop_requested) else self.job.updates
-
-    def current_model(self) -> Optional[nn.Module]:
-        """Return the model if it holds the newest weights now, None if they are on other devices."""
-        return self.job.model
 
     def hold_whole_model(self) -> ContextManager[None]:
         """Hold the whole model with the newest weights in every process inside the context; the pipeline must be empty."""

@@ -175,11 +175,11 @@ class Config(Section):
         yield Case(self.backend.name != "poptorch" and self.precision in ("16.16", "16.32", "32.32"), "precision", why)
         is_missing = self.optimizer.name == sections.GIVEN and (self.given is None or self.given.optimizer is None)
         yield Case(is_missing, "optimizer.name", "without given.optimizer: must be sgd, adam or adamw")
-        by_hardware = isinstance(self.stages, dict) and self.stages.get("by") == "hardware"
+        is_unknown = self.hardware is None and self.leaves_stages_to_planner
         why = "needs to know the devices: hardware: a name or file"
-        yield Case(self.hardware is None and by_hardware, "stages.by", why, "hardware")
+        yield Case(is_unknown and self.stages != "auto", "stages.by", why, "hardware")
         is_auto = self.stages == "auto" and self.backend.name != "distributed"
-        yield Case(self.hardware is None and is_auto, "stages", f"{why}, or processes")
+        yield Case(is_unknown and is_auto, "stages", f"{why}, or processes")
         method, args = METHODS.get(self.method), self.method_args
         if method is not None and method.is_stale and method.backward_reads is Reads.NEWEST:
             recomputes = self.recompute and not args.recompute and not args.stash
@@ -194,6 +194,11 @@ class Config(Section):
         """The section `backend.ipu`, which a config for poptorch always has."""
         assert self.backend.ipu is not None
         return self.backend.ipu
+
+    @property
+    def leaves_stages_to_planner(self) -> bool:
+        """Whether the planner chooses where the stages begin."""
+        return self.stages == "auto" or (isinstance(self.stages, dict) and self.stages.get("by") == "hardware")
 
     @property
     def updates_per_call(self) -> int:

@@ -1,14 +1,12 @@
-"""Batches: the protocol of data sources, sources in memory, and the labels that a loss allows."""
+"""Batches: the protocol of data sources, and sources in memory."""
 
 from __future__ import annotations
 
 import copy
 import zlib
-from dataclasses import dataclass
 from typing import Any, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import torch
-from torch import nn
 
 from ipu_pipe.errors import BadInput
 from ipu_pipe.model.batch import list_tensors
@@ -301,41 +299,3 @@ def split_off_test(x: torch.Tensor, y: torch.Tensor, test: int, seed: int = 0) -
     """Split one set into [training part, test part], `test` samples drawn once by `seed`."""
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
     return [(x[order[test:]], y[order[test:]]), (x[order[:test]], y[order[:test]])]
-
-
-# the default ignored label of torch's cross-entropy
-IGNORED = -100
-
-
-@dataclass(frozen=True)
-class LabelRange:
-    """The labels that a loss allows: 0 to `classes` - 1, and `ignored`."""
-
-    classes: int
-    ignored: int = IGNORED
-
-    def check(self, y: Any) -> None:
-        """Raise `BadInput` if a label is not allowed."""
-        if not isinstance(y, torch.Tensor) or y.is_floating_point() or not y.numel():
-            return
-        counted = y[y != self.ignored]
-        wrong = counted[(counted < 0) | (counted >= self.classes)]
-        if wrong.numel():
-            raise BadInput(
-                f"data: label {int(wrong[0])}: the model gives {self.classes} classes: must be from 0 to {self.classes - 1}"
-            )
-
-
-def find_label_range(loss: Any, output: Any, y: Any) -> Optional[LabelRange]:
-    """Return the labels that a mean cross-entropy of `output` (b, classes, ...) with integers `y` (b, ...) allows.
-
-    Return None for other losses. A GPU's kernel that meets another label aborts far from its cause, so the host looks first.
-    """
-    is_module = isinstance(loss, nn.CrossEntropyLoss)
-    if not is_module and loss is not nn.functional.cross_entropy:
-        return None
-    if not isinstance(output, torch.Tensor) or not isinstance(y, torch.Tensor) or y.is_floating_point():
-        return None
-    if output.dim() < 2 or output.dim() != y.dim() + 1:
-        return None
-    return LabelRange(output.shape[1], loss.ignore_index if is_module else IGNORED)

@@ -3,55 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import random
 from pathlib import Path
-from typing import Any, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Any, Iterable, Iterator, List, Optional, Sequence, Union
 
-import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from ipu_pipe.errors import BadInput
 from ipu_pipe.model.batch import list_tensors
-from ipu_pipe.model.randomness import derive_seed
+from ipu_pipe.model.randomness import RandomStates, derive_seed, restore_random_states
 from ipu_pipe.text import describe_kind
 
 _END = object()
-
-
-class RandomStates(NamedTuple):
-    """The states of the global generators: PyTorch's on the CPU, Python's and numpy's."""
-
-    torch: torch.Tensor
-    python: Tuple[Any, ...]
-    numpy: Any
-
-    @classmethod
-    def read(cls) -> "RandomStates":
-        """Read the current states."""
-        return cls(torch.get_rng_state(), random.getstate(), np.random.get_state())
-
-    @classmethod
-    def seeded(cls, seed: int) -> "RandomStates":
-        """Return the states that `seed` gives, without changing any generator."""
-        numpy_state = np.random.RandomState(seed % 2**32).get_state()
-        return cls(torch.Generator().manual_seed(seed).get_state(), random.Random(seed).getstate(), numpy_state)
-
-    def write(self) -> None:
-        """Put the global generators into these states."""
-        torch.set_rng_state(self.torch)
-        random.setstate(self.python)
-        np.random.set_state(self.numpy)
-
-
-@contextlib.contextmanager
-def restore_random_states() -> Iterator[None]:
-    """Put the global generators back into their states at the end of the block."""
-    states = RandomStates.read()
-    try:
-        yield
-    finally:
-        states.write()
 
 
 class LoaderData:

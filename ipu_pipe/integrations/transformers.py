@@ -26,12 +26,11 @@ from ipu_pipe.backends.ranks import are_joined, is_distributed, is_main, run_on_
 from ipu_pipe.backends.table import launch, make_engine
 from ipu_pipe.config.load import configure
 from ipu_pipe.config.schema import Config
-from ipu_pipe.data.loaders import RandomStates, restore_random_states
 from ipu_pipe.errors import BadInput, RunFault, raise_faults
 from ipu_pipe.job.record import Job
 from ipu_pipe.launcher import read_launch
 from ipu_pipe.model.batch import count_samples, map_tensors
-from ipu_pipe.model.randomness import derive_seed
+from ipu_pipe.model.randomness import RandomStates, derive_seed, restore_random_states
 from ipu_pipe.run.build import build
 from ipu_pipe.text import show
 from ipu_pipe.update.optimizer import export_state, import_state

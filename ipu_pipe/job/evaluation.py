@@ -6,11 +6,19 @@ from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tu
 
 import torch
 
-from ipu_pipe.job.metrics import DEFAULT, Counting, Metric, count_right, is_cross_entropy
+from ipu_pipe.job.metrics import DEFAULT, Counting, Metric
 from ipu_pipe.job.record import Setup
-from ipu_pipe.local.blocks import SumOfLosses, get_blocks
+from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.model.batch import call_model, count_samples, take_samples
-from ipu_pipe.model.loss import Loss, get_labels, get_plain_loss, take_scores
+from ipu_pipe.model.loss import (
+    Loss,
+    count_right,
+    get_block_loss,
+    get_labels,
+    get_plain_loss,
+    is_cross_entropy,
+    take_scores,
+)
 from ipu_pipe.model.precision import get_given_loss
 from ipu_pipe.model.restoring import modes_restored
 
@@ -73,7 +81,7 @@ class Tally:
     """
 
     def __init__(self, loss: Loss, metrics: Sequence[Metric] = DEFAULT) -> None:
-        self._loss = loss.loss if isinstance(loss, SumOfLosses) else loss
+        self._loss = get_block_loss(loss)
         self._counts_labels = is_cross_entropy(get_given_loss(get_plain_loss(self._loss)))
         self._losses = Counting(self._sum_loss, 2)
         self._counting = [metric.begin() for metric in metrics]

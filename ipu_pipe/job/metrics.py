@@ -15,18 +15,15 @@ import re
 from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
 
 import torch
-from torch import nn
 
 from ipu_pipe.config.sections import Entry
 from ipu_pipe.errors import BadInput, raise_faults
 from ipu_pipe.job.factories import call_entry, collect_results, resolve_listed
-from ipu_pipe.model.loss import get_labels
+from ipu_pipe.model.loss import count_right
 from ipu_pipe.text import describe_kind, find_nearest, show
 
 # (outputs, labels, samples) -> sums (width,)
 SumBatch = Callable[[Any, Any, int], torch.Tensor]
-# the label that cross-entropy leaves out
-IGNORED = -100
 ACCURACY = "accuracy"
 
 
@@ -81,31 +78,6 @@ class _CountingByObject(Counting):
 
 
 # ---- metrics of the library
-
-
-def count_right(output: Any, y: Any, among: int = 1) -> Optional[torch.Tensor]:
-    """Return (right, counted): labels among the `among` greatest outputs, and labels that are not -100.
-
-    None unless outputs are (b, classes, ...) and labels integers (b, ...).
-    """
-    y = get_labels(y)
-    if not isinstance(output, torch.Tensor) or not isinstance(y, torch.Tensor) or y.is_floating_point():
-        return None
-    if output.dim() != y.dim() + 1 or output.shape[0] != y.shape[0] or output.shape[2:] != y.shape[1:]:
-        return None
-    if among == 1:
-        right = output.detach().argmax(dim=1) == y
-    else:
-        best = output.detach().topk(min(among, output.shape[1]), dim=1).indices
-        right = (best == y.unsqueeze(1)).any(dim=1)
-    return torch.stack([right.sum(), (y != IGNORED).sum()])
-
-
-def is_cross_entropy(loss: Any) -> bool:
-    """Return whether a loss is cross-entropy as a mean over all labels but -100."""
-    if isinstance(loss, nn.CrossEntropyLoss):
-        return loss.weight is None and loss.ignore_index == IGNORED
-    return loss is nn.functional.cross_entropy
 
 
 def _sum_answers(output: Any, y: Any, samples: int, among: int = 1) -> torch.Tensor:

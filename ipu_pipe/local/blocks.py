@@ -27,7 +27,7 @@ from ipu_pipe.errors import BadInput, summarize
 from ipu_pipe.local.heads import AugLocal, Heads, MakeHead, make_head
 from ipu_pipe.model.batch import call_model, get_first_tensor, join_arguments
 from ipu_pipe.model.cutting import Piece, cut_model
-from ipu_pipe.model.loss import Loss, Take, describe_output, take_scores
+from ipu_pipe.model.loss import BlockOutputs, Loss, Take, describe_output
 from ipu_pipe.model.observation import Observation, observe_effects, observe_training
 from ipu_pipe.model.precision import cast_forward, is_cast
 from ipu_pipe.model.randomness import derive_seed, draw_from
@@ -37,32 +37,6 @@ from ipu_pipe.model.stages import Footprint, Partition, make_footprint
 
 # the name of the auxiliary heads in a model
 HEADS = "local_heads"
-
-
-class BlockOutputs(List[Any]):
-    """The outputs of all blocks in a training forward, the model's own last."""
-
-
-class SumOfLosses:
-    """The sum of the losses of all blocks; for a single output the loss itself."""
-
-    def __init__(self, loss: Loss) -> None:
-        self.loss = loss
-
-    def __call__(self, output: Any, y: Any) -> torch.Tensor:
-        losses = compute_losses(self, output, y)
-        return losses[0] if len(losses) == 1 else torch.stack([loss.reshape(()) for loss in losses]).sum()
-
-
-def compute_losses(loss: Loss, output: Any, y: Any) -> List[torch.Tensor]:
-    """Return one loss for each block that has its own, the model's own last."""
-    block_loss = loss.loss if isinstance(loss, SumOfLosses) else loss
-    return [block_loss(one, y) for one in (output if isinstance(output, BlockOutputs) else [output])]
-
-
-def extract_scores(loss: Loss, output: Any) -> Any:
-    """Return the part of an output from which the loss and the accuracy are computed."""
-    return take_scores(loss.loss if isinstance(loss, SumOfLosses) else loss, output)
 
 
 class Blocks:

@@ -1,4 +1,5 @@
-"""Losses: the part of a model's output and the fields of a batch that they take, and losses that models compute themselves.
+"""Losses: the part of a model's output and the fields of a batch that they take, losses that models compute themselves, losses
+of blocks, and the labels that a loss allows and that a model gets right.
 
 output -> take -> scores -> loss(scores, y)          model.output: logits, an index, or a function
 output -> its loss                                   loss: model
@@ -12,6 +13,7 @@ The keyword-only parameters of a loss name the fields of the batch that it takes
 from __future__ import annotations
 
 import inspect
+from dataclasses import dataclass
 from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Tuple, Union
 
 import torch
@@ -23,6 +25,8 @@ Loss = Callable[[Any, Any], torch.Tensor]
 Take = Callable[[Any], Any]
 # fields of an output, as Hugging Face names them
 LOSS, SCORES = "loss", "logits"
+# the default ignored label of torch's cross-entropy
+IGNORED = -100
 
 
 class LossOfOutput:
@@ -80,8 +84,35 @@ class TakePart:
         return value
 
 
+class BlockOutputs(List[Any]):
+    """The outputs of all blocks in a training forward, the model's own last."""
+
+
+class SumOfLosses:
+    """The sum of the losses of all blocks; for a single output the loss itself."""
+
+    def __init__(self, loss: Loss) -> None:
+        self.loss = loss
+
+    def __call__(self, output: Any, y: Any) -> torch.Tensor:
+        losses = compute_losses(self, output, y)
+        return losses[0] if len(losses) == 1 else torch.stack([loss.reshape(()) for loss in losses]).sum()
+
+
+def get_block_loss(loss: Loss) -> Loss:
+    """Return the loss of one output: that of each block, if the blocks of a model have losses of their own."""
+    return loss.loss if isinstance(loss, SumOfLosses) else loss
+
+
+def compute_losses(loss: Loss, output: Any, y: Any) -> List[torch.Tensor]:
+    """Return one loss for each block that has its own, the model's own last."""
+    block_loss = get_block_loss(loss)
+    return [block_loss(one, y) for one in (output if isinstance(output, BlockOutputs) else [output])]
+
+
 def take_scores(loss: Loss, output: Any) -> Any:
-    """Return the part of a model's output from which loss and accuracy are computed."""
+    """Return the part of a model's output, or of a block's, from which loss and accuracy are computed."""
+    loss = get_block_loss(loss)
     return loss.take(output) if isinstance(loss, (LossOfOutput, OwnLoss)) and loss.take is not None else output
 
 
@@ -140,6 +171,65 @@ class Labels(NamedTuple):
 def get_labels(y: Any) -> Any:
     """Return the labels themselves."""
     return y.labels if isinstance(y, Labels) else y
+
+
+def count_right(output: Any, y: Any, among: int = 1) -> Optional[torch.Tensor]:
+    """Return (right, counted): labels among the `among` greatest outputs, and labels that are not -100.
+
+    None unless outputs are (b, classes, ...) and labels integers (b, ...).
+    """
+    y = get_labels(y)
+    if not isinstance(output, torch.Tensor) or not isinstance(y, torch.Tensor) or y.is_floating_point():
+        return None
+    if output.dim() != y.dim() + 1 or output.shape[0] != y.shape[0] or output.shape[2:] != y.shape[1:]:
+        return None
+    if among == 1:
+        right = output.detach().argmax(dim=1) == y
+    else:
+        best = output.detach().topk(min(among, output.shape[1]), dim=1).indices
+        right = (best == y.unsqueeze(1)).any(dim=1)
+    return torch.stack([right.sum(), (y != IGNORED).sum()])
+
+
+def is_cross_entropy(loss: Any) -> bool:
+    """Return whether a loss is cross-entropy as a mean over all labels but -100."""
+    if isinstance(loss, nn.CrossEntropyLoss):
+        return loss.weight is None and loss.ignore_index == IGNORED
+    return loss is nn.functional.cross_entropy
+
+
+@dataclass(frozen=True)
+class LabelRange:
+    """The labels that a loss allows: 0 to `classes` - 1, and `ignored`."""
+
+    classes: int
+    ignored: int = IGNORED
+
+    def check(self, y: Any) -> None:
+        """Raise `BadInput` if a label is not allowed."""
+        if not isinstance(y, torch.Tensor) or y.is_floating_point() or not y.numel():
+            return
+        counted = y[y != self.ignored]
+        wrong = counted[(counted < 0) | (counted >= self.classes)]
+        if wrong.numel():
+            raise BadInput(
+                f"data: label {int(wrong[0])}: the model gives {self.classes} classes: must be from 0 to {self.classes - 1}"
+            )
+
+
+def find_label_range(loss: Any, output: Any, y: Any) -> Optional[LabelRange]:
+    """Return the labels that a mean cross-entropy of `output` (b, classes, ...) with integers `y` (b, ...) allows.
+
+    Return None for other losses. A GPU's kernel that meets another label aborts far from its cause, so the host looks first.
+    """
+    is_module = isinstance(loss, nn.CrossEntropyLoss)
+    if not is_module and loss is not nn.functional.cross_entropy:
+        return None
+    if not isinstance(output, torch.Tensor) or not isinstance(y, torch.Tensor) or y.is_floating_point():
+        return None
+    if output.dim() < 2 or output.dim() != y.dim() + 1:
+        return None
+    return LabelRange(output.shape[1], loss.ignore_index if is_module else IGNORED)
 
 
 def list_requested_fields(loss: Any) -> Tuple[str, ...]:

@@ -1,15 +1,17 @@
-"""Keyed random draws inside a model, so that every backend draws the same dropout masks.
+"""Random numbers: seeds, states of the generators, and keyed draws inside a model.
 
-A module's draws are seeded by (seed, microbatch, module name); from its second call in a forward on also by the number of the
-call. So recomputation repeats them, and another cut of the model does not change them.
+Every backend draws the same dropout masks: a module's draws are seeded by (seed, microbatch, module name); from its second call
+in a forward on also by the number of the call. So recomputation repeats them, and another cut of the model does not change them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-from typing import Any, Dict, FrozenSet, Iterator, List, Mapping, Optional, Tuple
+import random
+from typing import Any, Dict, FrozenSet, Iterator, List, Mapping, NamedTuple, Optional, Tuple
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -42,6 +44,41 @@ def draw_from(state: torch.Tensor) -> Iterator[None]:
     with torch.random.fork_rng(devices=[]):
         torch.set_rng_state(state)
         yield
+
+
+class RandomStates(NamedTuple):
+    """The states of the global generators: PyTorch's on the CPU, Python's and numpy's."""
+
+    torch: torch.Tensor
+    python: Tuple[Any, ...]
+    numpy: Any
+
+    @classmethod
+    def read(cls) -> "RandomStates":
+        """Read the current states."""
+        return cls(torch.get_rng_state(), random.getstate(), np.random.get_state())
+
+    @classmethod
+    def seeded(cls, seed: int) -> "RandomStates":
+        """Return the states that `seed` gives, without changing any generator."""
+        numpy_state = np.random.RandomState(seed % 2**32).get_state()
+        return cls(torch.Generator().manual_seed(seed).get_state(), random.Random(seed).getstate(), numpy_state)
+
+    def write(self) -> None:
+        """Put the global generators into these states."""
+        torch.set_rng_state(self.torch)
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
+
+
+@contextlib.contextmanager
+def restore_random_states() -> Iterator[None]:
+    """Put the global generators back into their states at the end of the block."""
+    states = RandomStates.read()
+    try:
+        yield
+    finally:
+        states.write()
 
 
 class KeyedRandomness:

@@ -20,10 +20,10 @@ from ipu_pipe.hardware.precision import PRECISIONS
 from ipu_pipe.hardware.unit_costs import Unit
 from ipu_pipe.job.factories import resolve_head
 from ipu_pipe.job.record import Job
-from ipu_pipe.local.blocks import SumOfLosses, get_blocks
+from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.model.balance import IntArray, StagePrices, find_best_cut
 from ipu_pipe.model.batch import count_bytes, count_samples, take_samples
-from ipu_pipe.model.loss import Loss
+from ipu_pipe.model.loss import Loss, get_block_loss
 from ipu_pipe.plan.blocks import BlockUnits, count_blocks
 from ipu_pipe.plan.candidates import Candidate, list_schedules
 from ipu_pipe.plan.planner import Binding, find_binding, find_least_memory, search
@@ -63,11 +63,6 @@ def make_candidate(config: Config, depth: int) -> Candidate:
         config.method, depth, config.replicas, config.micro_batch_size, config.gradient_accumulation, config.recompute,
         config.stages_per_device or usual, None if schedule in (None, row.pipeline.value) else Pipeline(schedule),
     )  # fmt: skip
-
-
-def is_chosen(stages: Any) -> bool:
-    """Return whether a config's `stages` leave the cut to the planner."""
-    return stages == "auto" or (isinstance(stages, dict) and stages.get("by") == "hardware")
 
 
 def choose_stages(
@@ -221,7 +216,7 @@ def predict_own_cut(job: Job) -> OwnCut:
     begins = job.part.begin_names()
     blocked = get_blocks(job.model)
     model = job.model if blocked is None else blocked.model
-    loss = job.loss.loss if isinstance(job.loss, SumOfLosses) else job.loss
+    loss = get_block_loss(job.loss)
     units = count_units(model, take_samples(x, FEW), begins, loss, take_samples(y, FEW)).units
     blocks = _count_blocks(config, job.method, model, x, units)
     problem = replace(make_problem(config, units, _count_sample_bytes(x), hardware), blocks=blocks)

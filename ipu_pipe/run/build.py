@@ -16,7 +16,7 @@ from ipu_pipe.config.schema import Config
 from ipu_pipe.config.sections import OWN, Description, Given
 from ipu_pipe.config.values import MOST_STOPS, MOST_UPDATES
 from ipu_pipe.data import DataSource
-from ipu_pipe.data.loaders import LoaderData, RandomStates
+from ipu_pipe.data.loaders import LoaderData
 from ipu_pipe.errors import BadInput, raise_faults
 from ipu_pipe.hardware.precision import resolve_precision
 from ipu_pipe.job.factories import (
@@ -33,13 +33,13 @@ from ipu_pipe.job.overrides import Overrides, describe, describe_given, describe
 from ipu_pipe.job.record import DTYPES, Begun, Job, Setup, list_drains
 from ipu_pipe.job.user_code import attribute_faults
 from ipu_pipe.launcher import read_launch
-from ipu_pipe.local.blocks import SumOfLosses, get_blocks, measure_footprint, observe_blocks
+from ipu_pipe.local.blocks import get_blocks, measure_footprint, observe_blocks
 from ipu_pipe.model.batch import clone_tensors
-from ipu_pipe.model.loss import Loss, OwnLoss, get_plain_loss
+from ipu_pipe.model.loss import Loss, OwnLoss, SumOfLosses, get_plain_loss
 from ipu_pipe.model.meta import build_on_meta
 from ipu_pipe.model.precision import ModelPrecision, get_given_loss
-from ipu_pipe.model.randomness import derive_seed
-from ipu_pipe.plan.of_config import choose_stages, is_chosen
+from ipu_pipe.model.randomness import RandomStates, derive_seed
+from ipu_pipe.plan.of_config import choose_stages
 from ipu_pipe.run.checkpoint import find_newest, load_weights, read_weights
 from ipu_pipe.run.checks import check_metrics, check_model, check_modules, find_faults
 from ipu_pipe.schedule.methods import METHODS, resolve_method
@@ -181,7 +181,7 @@ def _assemble(setup: Setup, objects: Overrides, done: int) -> Job:
     example = clone_tensors(setup.move_to_device(*taken))
     setup.label_range, seen = check_model(model, chosen_loss, example, taken[1])
     check_metrics(setup)
-    if is_chosen(config.stages):
+    if config.leaves_stages_to_planner:
         processes = read_launch().world // config.replicas if config.backend.name == "distributed" else None
         # only on the main process, because each process would measure its own machine
         begins = run_on_main(lambda: choose_stages(config, method, model, chosen_loss, example, processes))

@@ -10,7 +10,6 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ipu_pipe.backends.table import get_backend
-from ipu_pipe.data.batches import LabelRange, find_label_range
 from ipu_pipe.errors import BadInput, raise_faults, summarize
 from ipu_pipe.job.evaluation import load_test_batches
 from ipu_pipe.job.metrics import DEFAULT
@@ -18,11 +17,13 @@ from ipu_pipe.job.record import Job, Setup, list_drains
 from ipu_pipe.model.batch import call_model, count_samples, describe_tensors
 from ipu_pipe.model.loss import (
     SCORES,
+    LabelRange,
     Loss,
     LossOfOutput,
     OwnLoss,
     TakePart,
     describe_output,
+    find_label_range,
     get_labels,
     get_plain_loss,
     list_fields,

@@ -295,7 +295,7 @@ class TrainingLoop:
         gathers = self.job.wants_model and method in ("on_start", "on_evaluation", "on_checkpoint")
         with self.engine.hold_whole_model() if gathers else contextlib.nullcontext():
             if self.callbacks.own:
-                self.moment = replace(self.moment, model=self.engine.current_model())
+                self.moment = replace(self.moment, model=self.engine.newest_model)
                 self.callbacks.call(method, self.moment)
 
     def _reads_after(self, done: int) -> bool:

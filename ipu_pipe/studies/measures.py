@@ -31,9 +31,9 @@ from ipu_pipe.data import TensorData
 from ipu_pipe.errors import BadInput, RunFault
 from ipu_pipe.job.evaluation import evaluate
 from ipu_pipe.job.record import Job
-from ipu_pipe.local.blocks import compute_losses, get_blocks
+from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.model.batch import call_model, clone_tensors, get_first_tensor
-from ipu_pipe.model.loss import Loss
+from ipu_pipe.model.loss import Loss, compute_losses
 from ipu_pipe.model.observation import observe_effects
 from ipu_pipe.model.randomness import KeyedRandomness
 from ipu_pipe.model.restoring import buffers_restored, modes_restored, undisturbed

@@ -17,9 +17,9 @@ from ipu_pipe.job.evaluation import EvaluationResult, evaluate
 from ipu_pipe.job.factories import place_whole
 from ipu_pipe.job.record import Job
 from ipu_pipe.job.user_code import attribute_faults
-from ipu_pipe.local.blocks import compute_losses
 from ipu_pipe.model.batch import call_model, clone_tensors, count_bytes, count_samples
 from ipu_pipe.model.flops import BACKWARD
+from ipu_pipe.model.loss import compute_losses
 from ipu_pipe.model.restoring import modes_restored
 from ipu_pipe.model.timing import REPEATS, PassSeconds, StageSeconds, time_passes
 from ipu_pipe.update.optimizer import count_state_bytes, export_state, list_parts

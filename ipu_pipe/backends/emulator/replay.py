@@ -30,10 +30,10 @@ from ipu_pipe.backends.replicas import GradientReplicas, IndependentReplicas
 from ipu_pipe.backends.weights import make_weight_store
 from ipu_pipe.backends.work import MicrobatchResult, Work, average, tabulate
 from ipu_pipe.errors import BadInput
-from ipu_pipe.job.metrics import count_right
 from ipu_pipe.job.user_code import StageWatch
-from ipu_pipe.local.blocks import BlockOutputs, compute_losses, extract_scores, get_blocks
+from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.model.batch import call_model, count_samples, get_first_tensor
+from ipu_pipe.model.loss import BlockOutputs, compute_losses, count_right, take_scores
 from ipu_pipe.model.observation import observe_effects
 from ipu_pipe.model.randomness import KeyedRandomness
 from ipu_pipe.model.restoring import FunctionWatch, buffers_restored
@@ -168,7 +168,7 @@ class Emulator:
         self.weights.release(self._plan.find_oldest(self._number))
         outputs = output if isinstance(output, BlockOutputs) else [output]
         return [
-            MicrobatchResult(loss.detach(), count_right(extract_scores(self.work.loss, of_block), y))
+            MicrobatchResult(loss.detach(), count_right(take_scores(self.work.loss, of_block), y))
             for loss, of_block in zip(losses, outputs)
         ]
 

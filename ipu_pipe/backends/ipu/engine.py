@@ -20,7 +20,6 @@ from typing import Any, Callable, Deque, List, Optional, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from ipu_pipe.backends.interface import CheckpointState, Engine, Report, StepResult
 from ipu_pipe.backends.ipu.config import DataLoading
@@ -73,8 +72,8 @@ class PoptorchEngine(Engine):
         self._last = Snapshot(first_update, start, import_state(job.optimizer, self.ipu))
         self._done = first_update
         self._may_retry = True
-        # the update whose weights the job's model holds
-        self._fetched = first_update
+        if self._other_instances:
+            self.newest_model = None
         self._results: Deque[StepResult] = deque()
         self._timeline = CallTimes(job.traced)
         # PopVision's system trace is written if the SDK's libpvti is installed and PVTI_OPTIONS is set
@@ -183,6 +182,7 @@ class PoptorchEngine(Engine):
             with self._channel.tracepoint(f"update {k}"):
                 self._results.extend(self._guarded(lambda executors: self._call(executors, k)))
             self._done += self.updates_per_call
+            self.newest_model = None
         return [self._results.popleft()]
 
     def _call(self, executors: Executors, k: int) -> List[StepResult]:
@@ -261,11 +261,8 @@ class PoptorchEngine(Engine):
     def _fetch(self, snapshot: Snapshot) -> None:
         """Copy a snapshot's weights into the user's model."""
         load_state(self.job.model, snapshot.model)
-        self._fetched = snapshot.update
-
-    def current_model(self) -> Optional[nn.Module]:
-        is_newest = self._fetched == self._done and not self._results
-        return self.job.model if is_newest and not self._other_instances else None
+        if not self._other_instances:
+            self.newest_model = self.job.model
 
     def report(self) -> Optional[Report]:
         """Return the pipeline's placement and the measurements of the calls."""

@@ -22,10 +22,9 @@ from torch.utils._pytree import tree_map
 
 from ipu_pipe.backends.ipu.config import IpuConfig
 from ipu_pipe.backends.ipu.options import name_stage
-from ipu_pipe.job.metrics import count_right
-from ipu_pipe.local.blocks import HEADS, SumOfLosses, get_activation, get_blocks
+from ipu_pipe.local.blocks import HEADS, get_activation, get_blocks
 from ipu_pipe.model.cutting import Piece
-from ipu_pipe.model.loss import Loss
+from ipu_pipe.model.loss import Loss, count_right, get_block_loss
 from ipu_pipe.model.stages import Partition
 
 OVERLAP = {"accumulation_loop": "OverlapAccumulationLoop", "device_iteration_loop": "OverlapDeviceIterationLoop"}
@@ -106,7 +105,7 @@ class Wrapped(nn.Module):
         self, body: Any, loss: Loss, narrow: bool = False, overlap: Optional[str] = None, hands_on: bool = False
     ) -> None:
         super().__init__()
-        block_loss = loss.loss if isinstance(loss, SumOfLosses) else loss
+        block_loss = get_block_loss(loss)
         self.body = body
         # one for each block: a tensor of the loss's own cannot be on two IPUs
         self.loss: Any = [block_loss] * body.losses

@@ -13,7 +13,6 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from ipu_pipe.backends.interface import Backend, CheckpointState, Engine, Report, StepResult
 from ipu_pipe.backends.processes import collect, trace
@@ -90,8 +89,8 @@ class ProcessEngine(Engine):
         )
         interpreter, recorder = self._interpreter, self._recorder
         self._doing = layout.rank, lambda: recorder.stage, lambda: interpreter.doing, lambda: interpreter.place
+        self.newest_model = None
         # for a model that the caller uses after training
-        self._has_whole_model = False
         self._holders = collect.find_holders(job.model, cut) if job.numbers.is_given or job.wants_model else {}
         self._observed: Optional[collect.GradientCollection] = None
         if job.watches_gradients:
@@ -150,9 +149,6 @@ class ProcessEngine(Engine):
             self._recorder.end_step()
             return [result]
 
-    def current_model(self) -> Optional[nn.Module]:
-        return self.job.model if self._has_whole_model else None
-
     def collect_gradients(self, k: int) -> Dict[str, torch.Tensor]:
         assert self._observed is not None
         with name_faults(*self._doing):
@@ -178,11 +174,11 @@ class ProcessEngine(Engine):
         with self._drained("gather", "whole model"):
             self._interpreter.load_newest()
             collect.broadcast_weights(self._mail, self.job.model, self._holders, self._layout.placement, self._freed)
-        self._has_whole_model = True
+        self.newest_model = self.job.model
         try:
             yield
         finally:
-            self._has_whole_model = False
+            self.newest_model = None
             collect.free(self._freed)
 
     def state(self) -> Optional[CheckpointState]:
@@ -242,7 +238,7 @@ class ProcessEngine(Engine):
             if self._holders:
                 with self.job.numbers.whole(loads=True):
                     collect.broadcast_weights(self._mail, self.job.model, self._holders, self._layout.placement)
-                self._has_whole_model = True
+                self.newest_model = self.job.model
         self.abort()
 
     def abort(self) -> None:

@@ -36,10 +36,10 @@ from ipu_pipe.backends.processes.trace import TraceRecorder
 from ipu_pipe.backends.replays import Replay, ReplayPlan
 from ipu_pipe.backends.weights import WeightStore, make_weight_store
 from ipu_pipe.backends.work import MicrobatchResult, Work
-from ipu_pipe.job.metrics import count_right
-from ipu_pipe.local.blocks import compute_losses, extract_scores, get_activation
+from ipu_pipe.local.blocks import get_activation
 from ipu_pipe.model.batch import list_tensors
 from ipu_pipe.model.cutting import Crossing, Piece
+from ipu_pipe.model.loss import compute_losses, count_right, take_scores
 from ipu_pipe.model.randomness import KeyedRandomness
 from ipu_pipe.model.restoring import buffers_restored, undisturbed
 from ipu_pipe.schedule.actions import Kind, get_pass_needs
@@ -235,7 +235,7 @@ class Stage:
         if not model.has_loss:
             return outputs, None
         loss = compute_losses(self._work.loss, scored_output, labels)[0]
-        return outputs, MicrobatchResult(loss, count_right(extract_scores(self._work.loss, scored_output), labels))
+        return outputs, MicrobatchResult(loss, count_right(take_scores(self._work.loss, scored_output), labels))
 
     def recompute(self, m: int) -> None:
         """Carry out R(m): run the forward again with the weights that are in memory now."""
