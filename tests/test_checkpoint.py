@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from ipu_pipe.backends.ranks import read_torch_version
 from ipu_pipe.errors import BadInput, RunFault
 from ipu_pipe.model.stages import begin_stage, partition
 from ipu_pipe.run import checkpoint
@@ -96,7 +97,7 @@ def test_prune_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-30", "step-40", "step-9"]
 
 
-@pytest.mark.skipif(checkpoint.read_torch_version() < checkpoint.SAFE_TORCH, reason="such a torch reads safetensors alone")
+@pytest.mark.skipif(read_torch_version() < checkpoint.SAFE_TORCH, reason="such a torch reads safetensors alone")
 def test_plain_state_dicts_load_and_other_files_do_not(tmp_path: Path) -> None:
     model, other = nn.Linear(3, 2), nn.Linear(3, 2)
     torch.save(model.state_dict(), tmp_path / "plain.pt")

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.distributed import TCPStore
 
+from ipu_pipe.backends.ranks import read_torch_version
 from ipu_pipe.config.load import load_config
 from ipu_pipe.config.sections import InitFrom
 from ipu_pipe.errors import BadInput, end_process
@@ -266,6 +267,6 @@ def test_weights_that_do_not_fit_say_what_would(ended: Path, tmp_path: Path) -> 
     save_file({f"module.{name}": value for name, value in weights.items()}, tmp_path / "wrapped.safetensors")
     for over in ((), (f"init_from={{path: {tmp_path / 'wrapped.safetensors'}, strict: false}}",)):
         assert refuse(tmp_path / "wrapped.safetensors", *over)[-1].endswith("; nothing in it fits")
-    if checkpoint.read_torch_version() >= checkpoint.SAFE_TORCH:
+    if read_torch_version() >= checkpoint.SAFE_TORCH:
         torch.save({"epoch": 3, "state_dict": weights}, tmp_path / "nest.pt")
         assert "nest.pt: is not a plain state dict" in refuse(tmp_path / "nest.pt")[0]

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import ipu_pipe
+from ipu_pipe.backends.ranks import read_torch_version
 from ipu_pipe.cli import train as tool
 from ipu_pipe.config.load import load_config
 from ipu_pipe.errors import BadInput, RunFault
@@ -254,7 +255,7 @@ def test_a_checkpoint_or_state_dict_is_evaluated_alone(tmp_path: Path, run_tool:
     report = train(config(), tmp_path / "run", quiet=True)
     path = tmp_path / "run" / "checkpoints" / "step-12"
     assert evaluate_checkpoint(config(), path)["test_loss"] == report["final"]["test_loss"]
-    is_safe = checkpoint.read_torch_version() >= checkpoint.SAFE_TORCH  # an older torch reads safetensors alone
+    is_safe = read_torch_version() >= checkpoint.SAFE_TORCH  # an older torch reads safetensors alone
     plain, write = (tmp_path / "plain.pt", torch.save) if is_safe else (tmp_path / "plain.safetensors", save_file)
     write(load_file(path / "model.safetensors"), plain)
     code, printed, _ = run_tool(DIGITS, *sets(), "--evaluate", str(plain))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Callable, Iterator, List, Optional, Sequence, TypeVar
+from typing import Any, Callable, Iterator, List, Optional, Sequence, Tuple, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from ipu_pipe.backends.processes.lost_ranks import ANSWER, LostRank, answer_within, detect_lost_rank, is_store_there
@@ -17,6 +18,11 @@ Result = TypeVar("Result")
 def is_distributed() -> bool:
     """Return whether a launcher such as torchrun started this process as one of several."""
     return read_launch().is_one_of_several
+
+
+def read_torch_version() -> Tuple[int, ...]:
+    """Return (major, minor) of the running torch."""
+    return tuple(map(int, torch.__version__.split(".")[:2]))
 
 
 def is_main() -> bool:

@@ -335,7 +335,7 @@ class RandomizedReplays:
     def delays(self, first: int, last: int) -> IntArray:
         """Return the drawn or constant delays (P, n) of the iterations [first, last), in block updates."""
         number = np.arange(first, last)
-        since = number - self._stretch_begin(number // self.stages) * self.stages
+        since = number - self._schedule.find_drains(number // self.stages) * self.stages
         if self._constant is not None:
             return np.minimum(self._constant[:, None], since)
         most = np.minimum(self._history.bound_for(self.stages), since)
@@ -354,14 +354,6 @@ class RandomizedReplays:
 
     def _count_between(self, first: int, last: int) -> IntArray:
         return np.bincount(self.stages_of(first, last), minlength=self.stages)
-
-    def _stretch_begin(self, step: IntArray) -> IntArray:
-        """Return, for each microbatch of `step`, the first microbatch after the drain before it."""
-        begin = np.zeros_like(step)
-        for part in self._schedule.stretches:
-            inside = (part.first_microbatch <= step) & (step < part.end_microbatch)
-            begin[inside] = step[inside] - (step[inside] - part.first_microbatch) % part.microbatches
-        return begin
 
 
 def order_of_updates(schedule: Schedule) -> Tuple[IntArray, IntArray]:

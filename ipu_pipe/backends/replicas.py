@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ipu_pipe.backends.work import Work
+from ipu_pipe.local.blocks import average_gradients
 from ipu_pipe.schedule.methods import Outer
 
 # prefixes and the name of entries in a parameter's optimizer state of a checkpoint: "replica2.weight", "outer.momentum_buffer"
@@ -63,11 +64,7 @@ class GradientReplicas:
     def average(self) -> None:
         """Put the mean of all gradients into the parameters, and the first replica's buffers into the model."""
         for i, p in enumerate(self._parameters):
-            gradients = [g for g in (of_replica[i] for of_replica in self._gradients) if g is not None]
-            total = gradients[0] if gradients else None
-            for gradient in gradients[1:]:
-                total = total + gradient  # type: ignore[operator]
-            p.grad = None if total is None else total / self.count
+            p.grad = average_gradients([of_replica[i] for of_replica in self._gradients])
         self._gradients = [[None] * len(self._parameters) for _ in range(self.count)]
         _set_buffers(self._places, self._buffers[0])
 

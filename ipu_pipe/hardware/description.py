@@ -352,11 +352,8 @@ def compute_all_reduce_seconds(link: LinkSpeed, size: float, replicas: int, at_o
     return at_once * steps / replicas * size / link.bandwidth.value + steps * link.latency.value
 
 
-def make_all_reduce(hardware: Hardware, devices: Sequence[int], size: float, at_once: int = 1) -> Transfer:
-    """Return the transfer of an all-reduce of `size` bytes among `devices`; it occupies the ways of all on their level.
-
-    `at_once`: such rings that use these at the same time, of which the clock plays one.
-    """
+def make_all_reduce(hardware: Hardware, devices: Sequence[int], size: float) -> Transfer:
+    """Return the transfer of an all-reduce of `size` bytes among `devices`; it occupies the ways of all on their level."""
     level = find_level(hardware, devices)
     if level is None:
         return Transfer()
@@ -365,4 +362,4 @@ def make_all_reduce(hardware: Hardware, devices: Sequence[int], size: float, at_
     )
     count = len(devices)
     latency = 2 * (count - 1) * level.latency.value
-    return Transfer(compute_all_reduce_seconds(level, size, count, at_once) - latency, latency, tuple(ways))
+    return Transfer(compute_all_reduce_seconds(level, size, count) - latency, latency, tuple(ways))

@@ -272,7 +272,7 @@ class Duplicates:
 
 
 def average_gradients(gradients: Sequence[Optional[torch.Tensor]]) -> Optional[torch.Tensor]:
-    """Return the mean of a layer's gradients, summed in the order of its blocks; None counts as zero."""
+    """Return the mean of gradients, of a layer in several blocks or replicas, summed in their order; None counts as zero."""
     present = [g for g in gradients if g is not None]
     if not present or len(gradients) == 1:
         return present[0] if present else None

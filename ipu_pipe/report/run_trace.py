@@ -19,6 +19,7 @@ from ipu_pipe.report.position import Position
 from ipu_pipe.schedule.actions import SPLIT_PASSES, Kind, get_pass_needs
 from ipu_pipe.schedule.clock import Costs, Times, clock, play_run
 from ipu_pipe.schedule.runs import IntArray
+from ipu_pipe.schedule.table import list_stages
 from ipu_pipe.trace import events as ev
 from ipu_pipe.trace.chrome import write_chrome
 from ipu_pipe.trace.events import KIND_CODE, PAYLOAD_CODE, WAIT, Counters, Events
@@ -102,7 +103,7 @@ def build_modelled_events(
     events: List[Events] = []
     counters: List[Counters] = []
     for device in dict.fromkeys(device_of_stage):
-        here = [s for s in range(stages) if device_of_stage[s] == device]
+        here = list_stages(device_of_stage, device)
         actions, messages, needed = zip(*(build_actions(kind, s) for s in here for kind in start))
         waits = _find_waits(ev.concatenate_events(actions), np.concatenate(needed, axis=1))
         events.append(_select_updates(_sort(ev.concatenate_events([*actions, waits, *messages])), accumulate, updates))

@@ -18,13 +18,14 @@ import os
 import re
 import shutil
 from pathlib import Path
-from typing import Any, Collection, Dict, Iterator, List, Mapping, NamedTuple, Optional, Tuple
+from typing import Any, Collection, Dict, Iterator, List, Mapping, NamedTuple, Optional
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from ipu_pipe.backends.ranks import read_torch_version
 from ipu_pipe.errors import BadInput, RunFault, guard_writing, raise_faults, summarize
 from ipu_pipe.files import hash_file
 from ipu_pipe.local.blocks import HEADS
@@ -294,11 +295,6 @@ def read_tensors(path: Path) -> Dict[str, torch.Tensor]:
         return loaded
     keys = f", but {list_some(list(loaded))}" if isinstance(loaded, dict) else ""
     raise BadInput(f"{path}: is not a plain state dict (names to tensors){keys}")
-
-
-def read_torch_version() -> Tuple[int, ...]:
-    """Return (major, minor) of the running torch."""
-    return tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
 # ---- loading weights into a model

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from ipu_pipe.backends.ranks import read_torch_version
 from ipu_pipe.backends.table import get_backend
 from ipu_pipe.errors import BadInput, raise_faults, summarize
 from ipu_pipe.job.evaluation import load_test_batches
@@ -33,7 +34,6 @@ from ipu_pipe.model.loss import (
 from ipu_pipe.model.observation import Observation, find_unkeyed_draws, observe_training
 from ipu_pipe.model.precision import get_given_loss
 from ipu_pipe.model.restoring import undisturbed
-from ipu_pipe.run.checkpoint import read_torch_version
 from ipu_pipe.text import list_some, show
 from ipu_pipe.update import optimizer as update
 from ipu_pipe.update import rules

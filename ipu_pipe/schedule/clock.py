@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from ipu_pipe.errors import BadInput
 from ipu_pipe.schedule.actions import Kind, get_pass_needs
 from ipu_pipe.schedule.runs import IntArray
-from ipu_pipe.schedule.table import Schedule
+from ipu_pipe.schedule.table import Schedule, list_stages
 
 FloatArray = NDArray[np.float64]
 HOST = "link to the host"
@@ -204,7 +204,7 @@ def measure_bubbles(
     times = clock(schedule, costs)
     begin = times.start[Kind.FORWARD].min(axis=1)
     end = np.max([times.end[kind].max(axis=1) for kind in schedule.passes], axis=0)
-    rows = [[stage for stage, other in enumerate(devices) if other == device] for device in set(devices)]
+    rows = [list_stages(devices, device) for device in set(devices)]
     makespan, span = float(end.max() - begin.min()), max(float(end[row].max() - begin[row].min()) for row in rows)
     ideal = schedule.microbatches * sum(durations) * max(sum(shares[stage] for stage in row) for row in rows)
     return Bubbles(makespan, span, *((cost - ideal) / cost if cost else 0.0 for cost in (makespan, span)))

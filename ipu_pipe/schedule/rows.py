@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from ipu_pipe.errors import BadInput, raise_faults
 from ipu_pipe.schedule.actions import PASSES, SPLIT_PASSES, Action, Kind, list_needs
 from ipu_pipe.schedule.runs import CODE, RUN, Stretch, compress_slots
-from ipu_pipe.schedule.table import Schedule, SlotHolds
+from ipu_pipe.schedule.table import Schedule, SlotHolds, list_stages
 from ipu_pipe.text import show
 
 _CELL = re.compile(r"([FBIW])(\d+)(?:@(\d+))?", re.ASCII)
@@ -189,7 +189,7 @@ def find_split_or_overlapped(name: str) -> Optional[str]:
 
 def _parse_row(device: int, row: Row, placement: Sequence[int]) -> List[Action]:
     """Return the actions of a row of `Action`s or cells; a cell may contain two actions ("F5 B2") or none ("")."""
-    stages = [stage for stage, other in enumerate(placement) if other == device]
+    stages = list_stages(placement, device)
     label = f"rows: stage {stages[0]}" if len(placement) == len(set(placement)) else f"rows: device {device}"
     actions: List[Action] = []
     for cell in row:
@@ -327,7 +327,7 @@ def _group_stages(schedule: Schedule) -> Dict[int, List[int]]:
     devices = schedule.device_of_stage
     if len(set(devices)) == schedule.stages:
         return {stage: [stage] for stage in range(schedule.stages)}
-    return {device: [s for s, other in enumerate(devices) if other == device] for device in sorted(set(devices))}
+    return {device: list_stages(devices, device) for device in sorted(set(devices))}
 
 
 def _draw_row(schedule: Schedule, stages: Sequence[int], first_slot: int, end: int) -> List[str]:

@@ -154,6 +154,14 @@ class Schedule:
                 return begin, begin + length
         raise AssertionError(f"no update {k}")
 
+    def find_drains(self, microbatch: IntArray) -> IntArray:
+        """Return, for each microbatch (n,), the first one after the drain before it."""
+        begin = np.zeros_like(microbatch)
+        for part in self.stretches:
+            inside = (part.first_microbatch <= microbatch) & (microbatch < part.end_microbatch)
+            begin[inside] = microbatch[inside] - (microbatch[inside] - part.first_microbatch) % part.microbatches
+        return begin
+
     # ---- microbatch -> slot and back
 
     def slots(self, kind: Kind, first: int, last: int, stages: slice = ALL_STAGES) -> IntArray:
@@ -346,7 +354,7 @@ def _find_collision(part: Stretch, both: bool, placement: Sequence[int]) -> Opti
             np.concatenate([getattr(pieces, name) for pieces in group], axis=1) for name in ("low", "stride", "count")
         )
         if devices:
-            rows = [[s for s, device in enumerate(placement) if device == row] for row in devices]
+            rows = [list_stages(placement, device) for device in devices]
             low, stride, count = (
                 _join_rows(table, rows, empty) for table, empty in ((low, 0), (stride, 1), (count, 0))
             )

@@ -137,14 +137,14 @@ class VersionTable:
         self._check(forward, backward, newest, first, stages)
         return forward, backward
 
-    def recompute(self, first: int, last: int, stages: slice = ALL_STAGES) -> IntArray:
+    def recompute(self, first: int, last: int) -> IntArray:
         """Return the versions (P, last - first) with which the activations of the microbatches [first, last) are recomputed.
 
         They are the newest versions at that time (PipeMare, appendix A).
         """
-        slots = recompute_slots(self.schedule, self.method, first, last, stages)
-        versions = self.schedule.count_before(Kind.UPDATE, slots, stages) if last > first else slots
-        forward, backward = self.window(first, last, stages)
+        slots = recompute_slots(self.schedule, self.method, first, last)
+        versions = self.schedule.count_before(Kind.UPDATE, slots) if last > first else slots
+        forward, backward = self.window(first, last)
         assert ((forward <= versions) & (versions <= backward)).all(), "recomputed between forward and backward"
         return versions
 
@@ -163,13 +163,9 @@ class VersionTable:
             assert forward is not None, "only a backward can read a stashed version"
             return forward
         microbatch = np.arange(first, first + newest.shape[1])
-        batch, begin = microbatch // self.schedule.accumulate, np.zeros_like(microbatch)
-        delay = self.method.delay
+        batch, delay = microbatch // self.schedule.accumulate, self.method.delay
         # after a drain only the newest version exists, as at the start
-        for stretch in self.schedule.stretches:
-            inside = (stretch.first_microbatch <= microbatch) & (microbatch < stretch.end_microbatch)
-            begin[inside] = microbatch[inside] - (microbatch[inside] - stretch.first_microbatch) % stretch.microbatches
-        begin = begin // self.schedule.accumulate
+        begin = self.schedule.find_drains(microbatch) // self.schedule.accumulate
         if rule is Reads.DOUBLE_BUFFERED:
             return np.broadcast_to(np.maximum(batch - 1, begin), newest.shape).copy()
         assert delay is not None

@@ -15,7 +15,7 @@ from ipu_pipe.backends.interface import CheckpointState, DeviceTimes, Report
 from ipu_pipe.backends.processes.interpreter import Interpreter
 from ipu_pipe.backends.processes.layout import RankLayout
 from ipu_pipe.backends.processes.lost_ranks import KEEPER, Termination, answer_within, detect_lost_rank
-from ipu_pipe.backends.processes.mail import OBSERVED, SHAPE, TEST, Mail, Message
+from ipu_pipe.backends.processes.mail import OBSERVED, TEST, Mail, Message
 from ipu_pipe.backends.processes.stage import StageModel
 from ipu_pipe.backends.processes.update import DRAW_ALIKE
 from ipu_pipe.data.batches import compute_checksum
@@ -30,8 +30,6 @@ from ipu_pipe.model.restoring import modes_restored
 from ipu_pipe.trace.events import Trace, concatenate_counters, concatenate_events
 from ipu_pipe.update import optimizer
 
-# the most dimensions of an activation in an evaluation
-DIMENSIONS = 8
 # key of the store: the number of batches that all stages together have evaluated
 EVALUATED = "ipu_pipe/evaluated"
 
@@ -275,26 +273,13 @@ class Evaluation:
         """Send the output of a stage on a batch of the test set to the next stage, and return it."""
         value, s = x, model.stage
         if not model.is_first:
-            shapes = enumerate(crossings[s - 1].tensors)
-            value = crossings[s - 1].unflatten([self._receive(model, DIMENSIONS * batch + i, t.dtype) for i, t in shapes])
+            message, crossing = Message(TEST, batch, s - 1, s), crossings[s - 1]
+            self._mail.expect([(message, crossing.tensors)])
+            value = crossing.unflatten([tensor.to(model.device) for tensor in self._mail.receive(message)])
         output = model.piece(value)
         if not model.is_last:
-            for i, tensor in enumerate(crossings[s].flatten(output)):
-                self._send(model, DIMENSIONS * batch + i, tensor)
+            self._mail.send(Message(TEST, batch, s, s + 1), crossings[s].flatten(output))
         return output if model.head is None else model.head(get_activation(output))
-
-    def _send(self, model: StageModel, number: int, tensor: torch.Tensor) -> None:
-        """Send a tensor whose shape the receiver does not know."""
-        shape = torch.tensor([tensor.dim(), *tensor.shape, *[0] * (DIMENSIONS - tensor.dim())])
-        self._mail.send(Message(SHAPE, number, model.stage, model.stage + 1), [shape])
-        self._mail.send(Message(TEST, number, model.stage, model.stage + 1), [tensor])
-
-    def _receive(self, model: StageModel, number: int, dtype: torch.dtype) -> torch.Tensor:
-        shape, tensor = (Message(kind, number, model.stage - 1, model.stage) for kind in (SHAPE, TEST))
-        self._mail.expect([(shape, (Shape((1 + DIMENSIONS,), torch.int64, False),))])
-        dimensions, *sizes = self._mail.receive(shape)[0].tolist()
-        self._mail.expect([(tensor, (Shape(tuple(sizes[:dimensions]), dtype, False),))])
-        return self._mail.receive(tensor)[0].to(model.device)
 
 
 def wait_for_first_replica(layout: RankLayout, mail: Mail, number: int) -> None:

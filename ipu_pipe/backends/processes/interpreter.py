@@ -22,7 +22,6 @@ from functools import partial
 from typing import (
     Any,
     Callable,
-    ContextManager,
     Dict,
     Iterable,
     Iterator,
@@ -224,9 +223,8 @@ class Interpreter:
         if self.independent:
             self._carry_out.update({FORWARD: self._forward_of_replica, BACKWARD: self._backward_of_replica})
         elif any(update.averages for update in self._updates.values()):
-            self._carry_out.update(
-                {BACKWARD: self._backward_and_average, WEIGHT_GRADIENT: self._add_weight_gradients_and_average}
-            )
+            for kind in (BACKWARD, WEIGHT_GRADIENT):
+                self._carry_out[kind] = partial(self._average_beside, self._carry_out[kind])
         kinds = [self._read_kind(stage, kind) for stage in stages.values() for kind in list_kinds(work)]
         row: Iterable[RowAction] = heapq.merge(*kinds)
         self._row = iter(row if early is None else early.filter(row))
@@ -301,18 +299,11 @@ class Interpreter:
         self._updates[stage.model.stage].step(m // replicas.count)
         replicas.end_replica_step(self._work, m // replicas.count)
 
-    def _backward_and_average(self, stage: Stage, m: int) -> None:
-        with self._average_beside(stage):
-            stage.backward(m)
-
-    def _add_weight_gradients_and_average(self, stage: Stage, m: int) -> None:
-        with self._average_beside(stage):
-            stage.add_weight_gradients(m)
-
-    def _average_beside(self, stage: Stage) -> ContextManager[None]:
-        """Return a context for a pass that averages finished gradients over the replicas meanwhile (`reduction: fast`)."""
-        averages = self._updates[stage.model.stage].averages
-        return averages[stage.model.stage].add_pass() if stage.model.stage in averages else nullcontext()
+    def _average_beside(self, carry_out: Callable[[Stage, int], None], stage: Stage, m: int) -> None:
+        """Carry out a pass, and average finished gradients over the replicas meanwhile (`reduction: fast`)."""
+        average = self._updates[stage.model.stage].averages.get(stage.model.stage)
+        with nullcontext() if average is None else average.add_pass():
+            carry_out(stage, m)
 
     def _update(self, stage: Stage, k: int) -> None:
         # the stage was updated together with an earlier one

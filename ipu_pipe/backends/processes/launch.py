@@ -16,14 +16,14 @@ import os
 import socket
 import time
 from datetime import timedelta
-from typing import Any, Dict, List, Mapping, NoReturn, Sequence, Tuple, Union
+from typing import Any, Dict, List, Mapping, NoReturn, Sequence, Union
 
 import torch
 import torch.distributed as dist
 
 from ipu_pipe import __version__
 from ipu_pipe.backends.processes.lost_ranks import ANSWER, WARM_UP, Termination, answer_within, wait_limit
-from ipu_pipe.backends.ranks import is_distributed, report_lost_rank
+from ipu_pipe.backends.ranks import is_distributed, read_torch_version, report_lost_rank
 from ipu_pipe.config.compare import flatten
 from ipu_pipe.config.schema import Config
 from ipu_pipe.errors import BadInput, RunFault, raise_faults
@@ -55,7 +55,7 @@ def join(config: Config, options: Mapping[str, object]) -> None:
         )
     if not dist.is_available():
         raise BadInput("backend.name: distributed: this PyTorch was built without torch.distributed")
-    if _torch_version() < (2, 4):
+    if read_torch_version() < (2, 4):
         raise BadInput(f"backend.name: distributed: needs torch 2.4 or later, this is {torch.__version__}")
     request = make_request(config, options)
     if dist.is_initialized():
@@ -105,13 +105,9 @@ def leave() -> None:
             dist.barrier()
         # Before torch 2.4 (PopTorch's is 2.0.1) gloo's destructor joins a worker while it holds the interpreter's lock, for which
         # that worker may wait: there the group ends with the process (errors.end_process).
-        if _torch_version() >= (2, 4):
+        if read_torch_version() >= (2, 4):
             dist.destroy_process_group()
         Termination.unwatch()
-
-
-def _torch_version() -> Tuple[int, ...]:
-    return tuple(map(int, torch.__version__.split(".")[:2]))
 
 
 # ---- requests of the ranks

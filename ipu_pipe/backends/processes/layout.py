@@ -20,6 +20,7 @@ from ipu_pipe.model.rehearsal import Rehearsed, rehearse
 from ipu_pipe.model.stages import Partition, group_stages, partition, require_one_stage, share_weights
 from ipu_pipe.schedule.methods import Method, Order, Reads
 from ipu_pipe.schedule.rows import read_csv
+from ipu_pipe.schedule.table import list_stages
 from ipu_pipe.text import list_some
 
 
@@ -51,7 +52,7 @@ class RankLayout:
     @cached_property
     def held(self) -> List[int]:
         """The stages of this rank, ascending."""
-        return [stage for stage, device in enumerate(self.placement) if device == self.rank % self.devices]
+        return list_stages(self.placement, self.rank % self.devices)
 
     @cached_property
     def replica(self) -> int:

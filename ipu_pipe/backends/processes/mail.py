@@ -36,18 +36,17 @@ TIED = "T"
 WEIGHTS = "V"
 # whether another batch starts
 WORD = "C"
-# the shape of the next activation in an evaluation, and the activation
-SHAPE = "H"
+# the activations of an evaluation
 TEST = "E"
 # the gradients of an update, for rank 0's callbacks
 OBSERVED = "O"
-KINDS = (FORWARD, RECOMPUTE, BACKWARD, UPDATE, NORM, SHARED, RESULT, TIED, WEIGHTS, WORD, SHAPE, TEST, OBSERVED)
+KINDS = (FORWARD, RECOMPUTE, BACKWARD, UPDATE, NORM, SHARED, RESULT, TIED, WEIGHTS, WORD, TEST, OBSERVED)
 CARRIES = {
     FORWARD: "activations", RECOMPUTE: "recomputed activations", BACKWARD: "gradients",
     SHARED: "shared gradients", NORM: "norms", RESULT: "losses", TIED: "tied gradients", WEIGHTS: "weights",
 }  # fmt: skip
 # sent from the host's memory on every device
-ON_HOST = (NORM, RESULT, WORD, SHAPE, TEST, OBSERVED)
+ON_HOST = (NORM, RESULT, WORD, TEST, OBSERVED)
 # the sender stores these tensors anyway, for its own backward
 KEPT_BY_SENDER = (FORWARD, RECOMPUTE)
 # kinds of messages whose number is an update's, and those whose number is a microbatch's
@@ -165,7 +164,7 @@ class Mail:
     def _post(self, link: Link) -> None:
         queue, kind = self._expected[link], link[2]
         most = 1 if kind == WEIGHTS else AHEAD
-        limit = UNLIMITED if kind in (RESULT, WORD, SHAPE, TEST, OBSERVED) else self._post_before[kind in BY_UPDATE]
+        limit = UNLIMITED if kind in (RESULT, WORD, TEST, OBSERVED) else self._post_before[kind in BY_UPDATE]
         while queue and self._posted_count.get(link, 0) < most and queue[0][0].number < limit:
             message, shapes = queue.popleft()
             source = self._ranks[kind][message.source]
