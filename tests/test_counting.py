@@ -15,7 +15,6 @@ from torch.nn import functional as F
 
 from ipu_pipe.hardware.description import read_hardware
 from ipu_pipe.hardware.model_units import CountedUnits, count_units, measure_units
-from ipu_pipe.hardware.unit_costs import join_units
 from ipu_pipe.model import flops
 from ipu_pipe.model.cutting import cut_model, list_crossings
 from ipu_pipe.model.meta import can_run_on_meta, move_to_meta, to_meta
@@ -26,6 +25,7 @@ from ipu_pipe.plan.prediction import Problem, Sums
 from models.resnet import resnet18
 from models.transformer import transformer_lm, transformer_translation
 from tests.support.models import TakeOutput
+from tests.support.units import join_units
 
 counted = pytest.mark.skipif(flops.FlopCounterMode is None, reason="torch 2.0 has no counter")
 

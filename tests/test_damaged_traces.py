@@ -18,7 +18,7 @@ import pytest
 
 from ipu_pipe.errors import BadInput
 from ipu_pipe.report.analysis.analyze import analyze
-from ipu_pipe.report.page.write import write_page
+from ipu_pipe.report.page import write_page
 from ipu_pipe.trace import store
 from ipu_pipe.trace.chrome import write_chrome
 from ipu_pipe.trace.events import EVENT_TYPES, Counter, Counters, Event, Events, Trace

@@ -20,10 +20,11 @@ from ipu_pipe.hardware.description import (
 )
 from ipu_pipe.hardware.paper_figures import compute_worker_footprint
 from ipu_pipe.hardware.precision import MASTERS, PRECISIONS
-from ipu_pipe.hardware.unit_costs import MeasuredPasses, Unit, join_units
+from ipu_pipe.hardware.unit_costs import MeasuredPasses, Unit
 from ipu_pipe.schedule.clock import Transfer
 from ipu_pipe.schedule.methods import METHODS, resolve_method
 from tests.support.runs import list_faults
+from tests.support.units import join_units
 
 # 1 GB of memory, 1 TFLOP/s of which half is reached, 100 GB/s; two servers of four that share 1 GB/s, 10 GB/s inside
 PLAIN: Dict[str, Any] = {

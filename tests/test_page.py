@@ -12,8 +12,8 @@ from typing import Any, Dict, List
 import numpy as np
 import pytest
 
-from ipu_pipe.report.page import write
-from ipu_pipe.report.page.write import write_page
+from ipu_pipe.report import page as page_module
+from ipu_pipe.report.page import write_page
 from ipu_pipe.trace.events import KINDS, Counter, Counters, Event, Events, Trace
 from tests.page_example import HOSTILE, example
 
@@ -98,8 +98,8 @@ def test_numbers_that_are_none_are_null(tmp_path: Path) -> None:
 
 
 def test_of_more_events_than_a_page_holds_there_are_a_window_and_an_overview(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(write, "MOST_EVENTS", 4)
-    monkeypatch.setattr(write, "OVERVIEW_BINS", 4)
+    monkeypatch.setattr(page_module, "MOST_EVENTS", 4)
+    monkeypatch.setattr(page_module, "OVERVIEW_BINS", 4)
     events = [Event(0, 0, "forward", m, 100 * m, 100 * m + 50, 0, None) for m in range(8)]
     events += [Event(0, 0, "wait", m, 100 * m + 50, 100 * m + 100, -1, None) for m in range(4)]
     held = data(written(tmp_path / "p", Trace(Events.from_rows(events), Counters.from_rows([]), {}), {}))["trace"]
@@ -112,7 +112,7 @@ def test_of_more_events_than_a_page_holds_there_are_a_window_and_an_overview(tmp
     assert shares.keys() == exact.keys()
     for kind, expected in exact.items():
         assert shares[kind].tolist() == pytest.approx([each / 187.5 for each in expected], abs=0.003)
-    monkeypatch.setattr(write, "MOST_EVENTS", 12)
+    monkeypatch.setattr(page_module, "MOST_EVENTS", 12)
     assert (
         "overview"
         not in data(written(tmp_path / "p", Trace(Events.from_rows(events), Counters.from_rows([]), {}), {}))["trace"]
@@ -123,5 +123,5 @@ def test_of_many_moments_a_curve_keeps_the_greatest(tmp_path: Path) -> None:
     counters = [Counter(0, "weights (bytes)", t, float(t == 1234)) for t in range(5000)]
     trace = Trace(Events.from_rows([]), Counters.from_rows(counters), {})
     (curve,) = data(written(tmp_path / "p", trace, {}))["trace"]["curves"]
-    assert len(curve["times"]) == write.MOST_CURVE_POINTS and 1234 in curve["times"]
+    assert len(curve["times"]) == page_module.MOST_CURVE_POINTS and 1234 in curve["times"]
     assert sum(curve["values"]["weights (bytes)"]) == 1.0

@@ -54,7 +54,7 @@ def main(args: argparse.Namespace) -> None:
         check_plots()
     trace, analysis = read_and_analyze(args.run)
     other = None if args.against is None else analyze_run(args.against)
-    for file, writer in ((args.png, "analysis.picture:draw_timeline"), (args.html, "page.write:write_page")):
+    for file, writer in ((args.png, "analysis.picture:draw_timeline"), (args.html, "page:write_page")):
         if file is not None:
             file.parent.mkdir(parents=True, exist_ok=True)
             module, _, name = writer.partition(":")

@@ -28,6 +28,7 @@ SET = option("--set", action="extend", nargs="+", default=[], metavar="KEY=VALUE
 CONFIG = (option("config", metavar="CONFIG", nargs="?", help="a YAML file, such as those in configs/"), SET)
 JSON = option("--json", action="store_true", help="print JSON")
 QUIET = option("--quiet", action="store_true", help="print faults alone, and JSON where it is asked for")
+RUNS = Path("runs/experiments")
 COMMON = (QUIET, option("--traceback", action="store_true", help="print a fault's whole traceback, not its line alone"))
 
 

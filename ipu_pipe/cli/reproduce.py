@@ -5,10 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from pathlib import Path
-from typing import Any, Dict, List
 
-from ipu_pipe.cli.arguments import JSON, QUIET, command, folder, get_say, get_tell, option, positive, whole
+from ipu_pipe.cli.arguments import JSON, QUIET, RUNS, command, folder, get_say, get_tell, option, positive, whole
 from ipu_pipe.errors import BadInput
 
 EPILOG = """\
@@ -31,7 +29,7 @@ Exit codes: 0 done (also where results differ from the paper: the table says so)
     option("experiment", metavar="EXPERIMENT", nargs="*", help="names, files, or all; none lists them"),
     JSON,
     option("--out", type=folder, metavar="DIR", help="write tables and plots to DIR/EXPERIMENT (default: with the runs)"),
-    option("--runs", type=folder, default=Path("runs/experiments"), metavar="DIR", help="folder of runs (default %(default)s)"),
+    option("--runs", type=folder, default=RUNS, metavar="DIR", help="folder of runs (default %(default)s)"),
     option("--seeds", type=whole(0, 2**63 - 1), nargs="+", metavar="S", help="instead of the experiment's own"),
     option("--rows", nargs="+", metavar="LABEL", help="only these rows"),
     option("--jobs", type=whole(1, 1024), default=os.cpu_count() or 1, metavar="N", help="runs at a time (default: the cores)"),
@@ -66,12 +64,6 @@ def main(args: argparse.Namespace) -> None:
     if not runs_all:
         for experiment in experiments:
             experiment.check(request)
-    all_results: List[Dict[str, Any]] = []
-    for experiment in experiments:
-        outcome = experiment.run(request)
-        files = outcome.write(args.out / experiment.name if args.out else outcome.folder)
-        all_results.append(outcome.results)
-        tell(outcome.table)
-        tell("where to look:\n  " + "\n  ".join(map(str, files)))
+    all_results = [experiment.publish(request, args.out, tell) for experiment in experiments]
     if args.json:
         print(json.dumps(all_results[0] if len(all_results) == 1 else all_results, indent=1))

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import io
 import json
-import sys
+import os
 from pathlib import Path
 from typing import Any, Dict
 
-from ipu_pipe.cli.arguments import COMMON, JSON, SET, command, folder, get_say, get_tell, option, positive, whole
+from ipu_pipe.cli.arguments import COMMON, JSON, RUNS, SET, command, folder, get_say, get_tell, option, positive, whole
 from ipu_pipe.errors import BadInput
 from ipu_pipe.shipped import find_config
 from ipu_pipe.text import find_nearest, show
@@ -122,9 +120,9 @@ def _make_figure(name: str, args: argparse.Namespace) -> Any:
 
 def _run_experiment(name: str, args: argparse.Namespace) -> Any:
     """Make a figure of training runs, as tools/reproduce.py does."""
-    from ipu_pipe.cli import reproduce
+    from ipu_pipe.studies.catalogue import find_experiments
+    from ipu_pipe.studies.experiment import Request
 
-    options = [*(["--quiet"] if args.quiet else []), *(["--json"] if args.json else [])]
-    with contextlib.redirect_stdout(io.StringIO() if args.json else sys.stdout) as printed:
-        reproduce.main([EXPERIMENTS[name], "--out", str(args.out or OUT), *options])
-    return json.loads(printed.getvalue()) if isinstance(printed, io.StringIO) else None
+    (experiment,) = find_experiments([EXPERIMENTS[name]])
+    request = Request(RUNS, jobs=os.cpu_count() or 1, say=get_say(args.quiet))
+    return experiment.publish(request, args.out or OUT, get_tell(args.quiet or args.json))

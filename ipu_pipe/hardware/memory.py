@@ -133,7 +133,7 @@ def compute_stage_memory(
     unit: Unit, entering: float, stashed: StashCounts, *, precision: str, samples: int, moments: int,
     device: Optional[Device] = None, accumulators: int = 0, trained: bool = True, streamed: bool = False,
 ) -> StageMemory:  # fmt: skip
-    """Return the memory of the device of stage `unit` (see `join_units`) with microbatches of `samples`.
+    """Return the memory of the device of stage `unit` with microbatches of `samples`.
 
     `entering`: bytes that come in with a microbatch. `moments`: of the optimizer. `accumulators`: copies of the weights that
     rules keep. `device`: whose share of code is charged. Not `trained`: the stage has weights and hands activations on, nothing

@@ -1,7 +1,7 @@
 """The cost of a unit: a piece of a model as a record of counts, and the seconds of its passes and updates on a device.
 
-A model is a row of units, which run one after another; a stage is consecutive units and again a unit (`join_units`). Units are
-counted or measured by `model_units`. Seconds are predicted from FLOPs and bytes, or lie between sizes that were measured.
+A model is a row of units, which run one after another; a stage is consecutive units and again a unit. Units are counted or
+measured by `model_units`. Seconds are predicted from FLOPs and bytes, or lie between sizes that were measured.
 
 A pass is two kinds of operations, one after the other. Products (of matrices, convolutions) take as long as their arithmetic at
 the rate that training reaches, or the traffic of the weights, whichever is more (the roofline of Williams et al. 2009): a forward
@@ -15,8 +15,8 @@ The roofline holds operation by operation: sum the seconds of units, rather than
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import NamedTuple, Sequence, Tuple
+from dataclasses import dataclass
+from typing import NamedTuple, Tuple
 
 from ipu_pipe.hardware.description import Hardware
 from ipu_pipe.hardware.precision import PRECISIONS
@@ -61,28 +61,6 @@ class Unit:
     forward_moved: float = 0.0
     backward_moved: float = 0.0
     also_kept: Tuple[Tuple[int, float], ...] = ()
-
-
-def join_units(units: Sequence[Unit]) -> Unit:
-    """Return consecutive units as one, such as a stage: sums, the name of the first, the output of the last.
-
-    It is measured for the sizes of microbatch for which all are.
-    """
-    by_size = [{passes.samples: passes for passes in unit.measured} for unit in units]
-    sizes = sorted(set.intersection(*(set(passes) for passes in by_size)))
-    summed = ("forward_flops", "backward_flops", "parameters", "update_seconds", "forward_moved", "backward_moved")
-    return replace(
-        units[0],
-        output_bytes=units[-1].output_bytes,
-        activation_bytes=sum(unit.activation_bytes for unit in units)
-        + sum(size for i, unit in enumerate(units) for back, size in unit.also_kept if back > i),
-        measured=tuple(
-            MeasuredPasses(size, sum(p[size].forward for p in by_size), sum(p[size].backward for p in by_size))
-            for size in sizes
-        ),
-        also_kept=(),
-        **{name: sum(getattr(unit, name) for unit in units) for name in summed},
-    )
 
 
 # ---- seconds and bytes

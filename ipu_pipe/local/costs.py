@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, Dict, List, Sequence, Tuple, Union
 
 import torch
@@ -104,13 +105,11 @@ def _count_forward(blocks: Blocks, x: torch.Tensor, count: Any, counts: List[flo
         where[index] += count(module, inputs, output)
 
     modules = nn.ModuleList([*blocks.pieces, *blocks.heads.values()]).modules()
-    handles = [module.register_forward_hook(add) for module in modules if not module._modules]
-    try:
-        with torch.no_grad():
-            blocks.outputs(x)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with contextlib.ExitStack() as hooks, torch.no_grad():
+        for module in modules:
+            if not module._modules:
+                hooks.enter_context(module.register_forward_hook(add))
+        blocks.outputs(x)
     return heads
 
 

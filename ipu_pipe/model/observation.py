@@ -177,13 +177,11 @@ def _watch_effects(model: nn.Module, device: torch.device) -> Iterator[Callable[
         written = [name for name, p, value in weights if not _is_equal(p, value)]
         return ForwardEffects({name: runs[name] for name in sorted(drawn)}, changed, written)
 
-    handles = [m.register_forward_pre_hook(before) for m in model.modules()]
-    handles += [m.register_forward_hook(after) for m in model.modules()]
-    try:
+    with contextlib.ExitStack() as hooks:
+        for module in model.modules():
+            hooks.enter_context(module.register_forward_pre_hook(before))
+            hooks.enter_context(module.register_forward_hook(after))
         yield read
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _is_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -216,13 +214,11 @@ def _watch_calls(
         if FlopCounterMode is None:
             at[names[id(module)]].flops += count_by_formula(module, [*inputs, *keywords.values()], output)
 
-    handles = [m.register_forward_pre_hook(before, with_kwargs=True) for m in model.modules()]
-    handles += [m.register_forward_hook(after, with_kwargs=True) for m in model.modules()]
-    try:
+    with contextlib.ExitStack() as hooks:
+        for module in model.modules():
+            hooks.enter_context(module.register_forward_pre_hook(before, with_kwargs=True))
+            hooks.enter_context(module.register_forward_hook(after, with_kwargs=True))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
     around = {outer for name in at for outer in list_ancestors(name)}
     for call in seen.calls:
         call.alone = call.name not in around

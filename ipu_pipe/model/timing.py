@@ -6,6 +6,7 @@ A hook marks the beginning of a part in the forward; hooks on autograd nodes mar
 from __future__ import annotations
 
 import bisect
+import contextlib
 import math
 import statistics
 import time
@@ -78,22 +79,19 @@ def _time_pass(
     next_node = getattr(torch._C._autograd, "_get_sequence_nr", None)
     # (the first autograd node of a part, the part)
     nodes: List[Tuple[int, int]] = [(-1, 0)]
-    handles = []
-    for name, part in begins.items():
 
-        def enter(module: nn.Module, inputs: Any, part: int = part) -> None:
-            if part > nodes[-1][1]:
-                clock.enter(part)
-                nodes.append((next_node() if next_node is not None else 0, part))
+    def enter(part: int) -> None:
+        if part > nodes[-1][1]:
+            clock.enter(part)
+            nodes.append((next_node() if next_node is not None else 0, part))
 
-        handles.append(model.get_submodule(name).register_forward_pre_hook(enter))
-    try:
+    with contextlib.ExitStack() as hooks:
+        for name, part in begins.items():
+            module = model.get_submodule(name)
+            hooks.enter_context(module.register_forward_pre_hook(lambda *_, part=part: enter(part)))  # type: ignore[misc]
         clock.enter(0)
         values = [value for value in losses() if value.grad_fn is not None]
         forward = clock.leave()
-    finally:
-        for handle in handles:
-            handle.remove()
     if next_node is not None:
         numbers = [number for number, _ in nodes]
         _hook_nodes(

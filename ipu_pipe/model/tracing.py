@@ -391,10 +391,6 @@ def _watch_modules(model: nn.Module, recorder: Recorder, traced: bool) -> Iterat
     tables = [table for m in model.modules() for table in (m._backward_hooks, m._backward_pre_hooks)]
     hooks = [table.copy() for table in tables]
     is_tracing, caches = torch.jit.is_tracing, torch.is_autocast_cache_enabled()
-    handles = []
-    for module in model.modules():
-        handles.append(module.register_forward_pre_hook(recorder.before, prepend=True, with_kwargs=True))
-        handles.append(module.register_forward_hook(recorder.after, with_kwargs=True))
     try:
         for table in tables:
             table.clear()
@@ -402,13 +398,15 @@ def _watch_modules(model: nn.Module, recorder: Recorder, traced: bool) -> Iterat
             torch.jit.is_tracing = lambda: True
         # with the cache a tied weight would be cast on its first stage only
         torch.set_autocast_cache_enabled(False)
-        with OperationWatch(recorder.run), FunctionWatch(recorder.call):
-            yield
+        with contextlib.ExitStack() as handles:
+            for module in model.modules():
+                handles.enter_context(module.register_forward_pre_hook(recorder.before, prepend=True, with_kwargs=True))
+                handles.enter_context(module.register_forward_hook(recorder.after, with_kwargs=True))
+            with OperationWatch(recorder.run), FunctionWatch(recorder.call):
+                yield
     finally:
         torch.jit.is_tracing = is_tracing
         torch.set_autocast_cache_enabled(caches)
-        for handle in handles:
-            handle.remove()
         for table, saved_hooks in zip(tables, hooks):
             table.update(saved_hooks)
 

@@ -10,6 +10,7 @@ begin.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, replace
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
@@ -112,12 +113,10 @@ class _EveryUnit(nn.Module):
             self.ends.append(next(t for t in iterate_tensors(inputs) if t.is_floating_point()))
             return tuple(value.detach() if isinstance(value, torch.Tensor) else value for value in inputs)
 
-        handles = [self.model.get_submodule(name).register_forward_pre_hook(enter) for name in self.begins]
-        try:
+        with contextlib.ExitStack() as hooks:
+            for name in self.begins:
+                hooks.enter_context(self.model.get_submodule(name).register_forward_pre_hook(enter))
             self.output = self.model(*inputs, **named)
-        finally:
-            for handle in handles:
-                handle.remove()
         return [self.output, *[head(value) for head, value in zip(self.heads, self.ends)]]
 
 

@@ -222,6 +222,14 @@ class Experiment:
         rows, seeds = request.rows or self.labels, request.seeds or self.seeds
         return self.report(self.find(replace(request, rows=rows, seeds=seeds, full=full), folder), folder, full)
 
+    def publish(self, request: Request, out: Optional[Path], tell: Callable[[str], None]) -> Dict[str, Any]:
+        """Make the unfinished runs, write the results into `out/NAME` (None: beside the runs), tell them, and return the JSON."""
+        outcome = self.run(request)
+        files = outcome.write(out / self.name if out else outcome.folder)
+        tell(outcome.table)
+        tell("where to look:\n  " + "\n  ".join(map(str, files)))
+        return outcome.results
+
     def report(self, findings: Findings, folder: Path, full: bool = False) -> Outcome:
         """Return findings as JSON and as Markdown: title, table, the verdicts on the paper's claims, notes."""
         command = f"python tools/reproduce.py {self.name}" + (" --full" if full else "")

@@ -10,8 +10,8 @@ from typing import Any, Callable, Iterator, List
 
 import pytest
 
-from ipu_pipe.report.page import write
-from ipu_pipe.report.page.write import write_page
+from ipu_pipe.report import page as page_module
+from ipu_pipe.report.page import write_page
 from tests.page_example import HOSTILE, MICROBATCHES, STAGES, example, split_example
 
 pytestmark = pytest.mark.browser
@@ -310,7 +310,7 @@ def test_what_the_analysis_does_not_know_is_said_to_be_not_known(opened: Callabl
 def test_of_more_events_than_it_holds_the_page_shows_an_overview_and_a_window(
     opened: Callable[..., Page], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(write, "MOST_EVENTS", 200)
+    monkeypatch.setattr(page_module, "MOST_EVENTS", 200)
     page = opened(*example())
     assert page.text("#window").startswith("Of 740 events the page holds 200, from ")
     page.settled()

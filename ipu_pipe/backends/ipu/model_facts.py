@@ -6,6 +6,7 @@ Sources: PopTorch, branch sdk-release-3.4 (dispatchers/JitDispatch.cpp: integer 
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, Dict, Iterator, List, Mapping, NamedTuple, Sequence, Set, Tuple
 
 import torch
@@ -76,20 +77,15 @@ def observe_model(job: Job) -> ModelFacts:
         if name in part.begins:
             order.append(part.begins[name])
 
-    handles = []
-    for name, module in model.named_modules():
-        handles.append(module.register_forward_pre_hook(lambda *_, name=name: enter(name)))  # type: ignore[misc]
-        handles.append(module.register_forward_hook(lambda *_: running.pop() and None))
     before = {name: (t, t.clone()) for name, t in model.named_buffers()}
-    try:
-        with torch.enable_grad(), torch.random.fork_rng(devices=[]), buffers_restored(model):
-            with FunctionWatch(call):
-                loss = job.loss(model(x.clone()), y)
-            now = dict(model.named_buffers())
-            moving = [name for name, (t, old) in before.items() if now[name] is not t or not torch.equal(t, old)]
-    finally:
-        for handle in handles:
-            handle.remove()
+    with contextlib.ExitStack() as hooks, torch.enable_grad(), torch.random.fork_rng(devices=[]), buffers_restored(model):
+        for name, module in model.named_modules():
+            hooks.enter_context(module.register_forward_pre_hook(lambda *_, name=name: enter(name)))  # type: ignore[misc]
+            hooks.enter_context(module.register_forward_hook(lambda *_: running.pop() and None))
+        with FunctionWatch(call):
+            loss = job.loss(model(x.clone()), y)
+        now = dict(model.named_buffers())
+        moving = [name for name, (t, old) in before.items() if now[name] is not t or not torch.equal(t, old)]
     functions = sorted(set(_find_functions(loss)))
     assert job.updates_per_epoch is not None, "data without a length is refused before"
     return ModelFacts(

@@ -1,1 +1,118 @@
-"""The HTML page of a trace."""
+"""Write one self-contained HTML page with a trace and its figures. Large traces are cut to a window plus an overview."""
+
+from __future__ import annotations
+
+import base64
+import json
+import zlib
+from pathlib import Path
+from typing import Any, Dict, List
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ipu_pipe.files import replace_nonfinite, write_text
+from ipu_pipe.trace.events import (
+    COMMUNICATION,
+    KINDS,
+    PAYLOADS,
+    Counters,
+    Events,
+    Trace,
+    build_counter_series,
+    group_places,
+)
+
+# of a longer trace only the middle is embedded
+MOST_EVENTS = 1_000_000
+OVERVIEW_BINS = 2048
+MOST_CURVES, MOST_CURVE_POINTS = 256, 1000
+# little-endian types; a column gets the first that fits, else f8
+_TYPES = ("u1", "i2", "i4", "u4")
+
+
+def embed_trace(trace: Trace, analysis: Dict[str, Any]) -> Dict[str, Any]:
+    """Return the JSON that data.js reads. Times are nanoseconds from the span's begin."""
+    events = trace.events.select(np.lexsort((trace.events.end, trace.events.start)))
+    moments = [int(column.min()) for column in (events.start, trace.counters.time) if len(column)]
+    begin = analysis.get("begin_ns")
+    begin = min(moments, default=0) if begin is None else int(begin)
+    events = events._replace(start=events.start - begin, end=events.end - begin)
+    count, span = len(events.start), int(events.end.max(initial=0))
+    data: Dict[str, Any] = {
+        "metadata": trace.metadata, "notes": trace.notes, "kinds": KINDS, "carried": PAYLOADS, "span_ns": span,
+        "communication": COMMUNICATION, "count": count,
+        "devices": np.unique(events.device).tolist(), "curves": _thin_curves(trace.counters, begin),
+    }  # fmt: skip
+    if count > MOST_EVENTS:
+        data["overview"] = _build_overview(events, span)
+        first = (count - MOST_EVENTS) // 2
+        events = events.select(slice(first, first + MOST_EVENTS))
+        data["window_ns"] = [int(events.start[0]), int(events.start[-1])]
+    columns = {**events._asdict(), "start": np.diff(events.start, prepend=0), "end": events.end - events.start}
+    return {**data, "columns": {name: _pack(column) for name, column in columns.items()}}
+
+
+def _pack(column: NDArray[Any]) -> Dict[str, str]:
+    """Return a column as the bytes of the narrowest type, compressed by zlib, in base64."""
+    low, high = (int(column.min()), int(column.max())) if len(column) and column.dtype.kind in "iu" else (0, 0)
+    fitting = (name for name in _TYPES if np.iinfo(name).min <= low and high <= np.iinfo(name).max)
+    name = "f8" if column.dtype.kind == "f" else next(fitting, "f8")
+    return {"type": name, "base64": base64.b64encode(zlib.compress(column.astype("<" + name).tobytes(), 6)).decode()}
+
+
+def _build_overview(events: Events, span: int) -> List[Dict[str, Any]]:
+    """Return for each device and kind its share of each of OVERVIEW_BINS equal parts of the span, in 255ths."""
+    edges = np.linspace(0, span, OVERVIEW_BINS + 1)
+    kinds = np.unique(events.kind).tolist()
+    overview = []
+    for device, places in group_places(events.device):
+        of_device, shares = events.select(places), {}
+        for code in kinds:
+            chosen = of_device.kind == code
+            start, end = of_device.start[chosen], np.sort(of_device.end[chosen])
+            share = np.diff(_sum_distances(edges, start) - _sum_distances(edges, end)) / max(span / OVERVIEW_BINS, 1)
+            shares[KINDS[code]] = _pack(np.rint(255 * share.clip(0, 1)).astype(np.int64))
+        overview.append({"device": device, "shares": shares})
+    return overview
+
+
+def _sum_distances(edges: NDArray[np.float64], moments: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Return for each edge the sum of its distances to all moments before it."""
+    before = np.searchsorted(moments, edges)
+    return before * edges - np.concatenate([[0.0], np.cumsum(moments, dtype=np.float64)])[before]
+
+
+def _thin_curves(counters: Counters, begin: int) -> List[Dict[str, Any]]:
+    """Return memory and other counters; of a long curve the greatest value of each of MOST_CURVE_POINTS parts."""
+    curves = []
+    for name, device, times, values in build_counter_series(counters):
+        total = np.nansum(np.stack([*values.values()]), axis=0)
+        chosen = np.arange(len(times))
+        if len(times) > MOST_CURVE_POINTS:
+            parts = np.linspace(0, len(times), MOST_CURVE_POINTS + 1).astype(int)
+            chosen = np.array([low + int(total[low:high].argmax()) for low, high in zip(parts[:-1], parts[1:])])
+        finite = {key: [None if v != v else v for v in column[chosen].tolist()] for key, column in values.items()}
+        curves.append({"name": name, "device": device, "times": (times[chosen] - begin).tolist(), "values": finite})
+    return curves[:MOST_CURVES]
+
+
+# the page's style and scripts, in this order
+_PARTS = ("page.css", "data.js", "timeline.js", "figures.js", "page.js")
+
+
+def write_page(path: Path, trace: Trace, analysis: Dict[str, Any]) -> None:
+    """Write the page atomically.
+
+    `analysis`: as `tools/analyze.py --json` prints it; missing or null figures are shown as unknown. Raise `RunFault` if writing
+    fails.
+    """
+    data = json.dumps(replace_nonfinite({"analysis": analysis, "trace": embed_trace(trace, analysis)}), allow_nan=False)
+    # names of runs are not trusted: nothing within a script's element may begin a tag
+    data = data.replace("<", "\\u003c")
+    here = Path(__file__).parent
+    text = (here / "page.html").read_text(encoding="utf-8")
+    for part in _PARTS:
+        text = text.replace(f"/* {part} */", (here / part).read_text(encoding="utf-8"), 1)
+    before, after = text.split("/* data */")
+    write_text(path, before + data + after)
