@@ -211,6 +211,15 @@ def test_a_wrong_file_is_told_in_one_line(file: Path, change: Any, said: str) ->
     assert any(said in fault and str(file) in fault for fault in faults), faults
 
 
+def test_rows_that_cannot_be_built_are_refused_before_any_run(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    file.write_text(TEXT.replace("  bad: {optimizer: {lr: 1e9}}", "  bad: {method_args: {hogwild: {max: 1, mean: 1}}}"))
+    (fault,) = list_faults(load_experiment(file).run, Request(tmp_path / "runs"))
+    assert fault.startswith("digits: rows.bad: method_args.hogwild.max: 1: ") and not (tmp_path / "runs").exists()
+
+
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Any:
     """Return the function that runs the command with arguments."""

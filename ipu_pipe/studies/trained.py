@@ -39,6 +39,7 @@ from ipu_pipe.config.values import Positive, Section, Seed
 from ipu_pipe.errors import BadInput, raise_faults
 from ipu_pipe.files import write_json
 from ipu_pipe.report.plots import describe_sizes
+from ipu_pipe.run.build import build
 from ipu_pipe.studies.experiment import Claim, Experiment, Findings, Key, Request, Verdict, judge, run_all
 from ipu_pipe.studies.measures import MEASURES, Measure, MeasureOptions, Result, Runs
 
@@ -159,6 +160,7 @@ def make_experiment(name: str, grid: TrainingGrid) -> Experiment:
         rows = {label: row for label, row in grid.rows.items() if label in wanted}
         chosen = grid.model_copy(update={"rows": rows})
         request.say(f"{grid.title}: {len(rows)} rows x {len(request.seeds)} seeds")
+        refuse_rows(name, chosen, request.full)
         tuned = run_tuning(chosen, folder, request)
         rates = {label: choose_rate(grid, by_rate) for label, by_rate in tuned.items()}
         return compare(chosen, run_grid(chosen, folder, request, rates), request.full, tuned)
@@ -172,6 +174,17 @@ def make_experiment(name: str, grid: TrainingGrid) -> Experiment:
 
 
 # ---- the runs
+
+
+def refuse_rows(name: str, grid: TrainingGrid, full: bool) -> None:
+    """Build each row's job, and raise `BadInput` with every fault before the first run, which may take hours."""
+    faults = []
+    for label in grid.rows:
+        try:
+            build(configure(**grid.make_config(label, 0, full)))
+        except BadInput as error:
+            faults += [f"{name}: rows.{label}: {fault}" for fault in error.faults]
+    raise_faults(faults)
 
 
 def run_tuning(grid: TrainingGrid, out: Path, request: Request) -> Dict[str, Dict[float, Optional[float]]]:
