@@ -14,6 +14,7 @@ from ipu_pipe.local.structures import Flops, make_blocks
 from ipu_pipe.schedule.methods import Structure
 from models.mlp import mlp
 from models.resnet import resnet18
+from models.transformer import transformer_lm
 
 
 def perceptron(inputs: int, width: int, layers: int) -> Blocks:
@@ -30,6 +31,18 @@ def test_the_papers_perceptron_has_the_papers_numbers() -> None:
         blocks = perceptron(3072, 4096, 8)
         found = costs.count_by_paper(blocks, torch.zeros(2, 3072), 10)
     assert (found.forward, found.auxiliary, found.backward, found.layers) == (32514176.0, 77884.0, 1.5, 8)
+
+
+def test_a_transformer_is_counted_by_torch() -> None:
+    """2 blocks of width 8 on 4 characters of 7: 12 w^2 products a character, 2 t w of attention; w * 7 for the logits."""
+    x = torch.zeros(3, 4, dtype=torch.int64)
+    made, _ = make_blocks(transformer_lm(7, 8, 2, 2, 4), x, Structure(), ["block2"])
+    blocks = get_blocks(made)
+    assert blocks is not None
+    found = costs.count_by_torch(blocks, x)
+    block, logits = 2 * 4 * (12 * 64 + 2 * 4 * 8), 2 * 4 * 8 * 7
+    assert (found.layers, found.auxiliary, found.backward) == (2, logits, 2.0)
+    assert found.forward == block
 
 
 def test_the_laws_term_by_term() -> None:

@@ -1,4 +1,4 @@
-"""Total against sequential cost of reaching a training loss, by local-parallel method: sweeps a perceptron on CIFAR-10."""
+"""Total against sequential cost of reaching a training loss, by local-parallel method: sweeps a perceptron or a Transformer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,18 @@ from ipu_pipe.cli.arguments import count, folder, positive, say, whole  # noqa: 
 from ipu_pipe.errors import BadInput, Parser, guard_writing, run_command  # noqa: E402
 from ipu_pipe.files import write_json, write_text  # noqa: E402
 
-LAYERS = 8
+# perceptron: layers; Transformer: blocks, and characters of a window
+LAYERS, BLOCKS, CONTEXT = 8, 4, 64
+# --model -> defaults of the other options
+DEFAULTS: Dict[str, Dict[str, Any]] = {
+    "perceptron": {
+        "batches": [256, 1024, 4096], "rates": [3e-4, 1e-3, 3e-3], "examples": 200_000, "width": 256,
+        "cutoffs": [1.7, 1.5, 1.2],
+    },
+    "transformer": {
+        "batches": [16, 64, 256], "rates": [1e-3, 3e-3, 1e-2], "examples": 16_000, "width": 64, "cutoffs": [2.6, 2.4, 2.2],
+    },
+}  # fmt: skip
 # label -> (method of the run, its arguments, cost law, its k)
 KINDS: Dict[str, Tuple[str, Dict[str, Any], str, int]] = {
     "backpropagation": ("gpipe", {}, "backpropagation", 1),
@@ -31,8 +42,9 @@ KINDS: Dict[str, Tuple[str, Dict[str, Any], str, int]] = {
     "last 2 layers": ("last_layers", {"layers": 2}, "last_layers", 2),
 }
 EPILOG = """
-The figure's shape, not its size: the paper (Laskin et al. 2020, Figure 3) trains 8 x 4096 units on 32x32 images for three
-million examples; --width 4096 --size 32 --examples 3000000 takes that, for a large machine (not run).
+The figures' shape, not their size: the paper (Laskin et al. 2020, Figure 3) trains 8 x 4096 units on 32x32 images of CIFAR-10
+for three million examples; --width 4096 --size 32 --examples 3000000 takes that, for a large machine (not run).
+--model transformer is for Figure 4: a character Transformer of 4 blocks on Shakespeare, a block a stage.
 """
 
 
@@ -40,22 +52,24 @@ def parser() -> Parser:
     """The command line."""
     p = Parser(prog="tools/pareto.py", description=__doc__, epilog=EPILOG)
     p.add_argument("--kinds", nargs="+", default=list(KINDS), metavar="KIND", help=f"of {', '.join(KINDS)}")
-    p.add_argument("--batches", nargs="+", type=count, default=[256, 1024, 4096], metavar="B", help="(%(default)s)")
-    p.add_argument(
-        "--rates", nargs="+", type=positive, default=[3e-4, 1e-3, 3e-3], metavar="LR", help="of Adam (%(default)s)"
-    )
-    p.add_argument("--examples", type=count, default=200_000, help="examples that each run sees (%(default)s)")
-    p.add_argument(
-        "--width", type=whole(1, 10**5), default=256, help="units of a layer, of which there are 8 (%(default)s)"
-    )
+    p.add_argument("--model", choices=list(DEFAULTS), default="perceptron", help="what is trained (%(default)s)")
+
+    def default(name: str) -> str:
+        perceptron, transformer = (str(row[name]).strip("[]").replace(",", "") for row in DEFAULTS.values())
+        return f"({perceptron}; of the transformer {transformer})"
+
+    p.add_argument("--batches", nargs="+", type=count, metavar="B", help=default("batches"))
+    p.add_argument("--rates", nargs="+", type=positive, metavar="LR", help=f"of Adam {default('rates')}")
+    p.add_argument("--examples", type=count, help=f"examples that each run sees {default('examples')}")
+    p.add_argument("--width", type=whole(1, 10**5), help=f"units of a layer or block {default('width')}")
     p.add_argument("--size", type=whole(1, 1024), default=16, help="side of the images (%(default)s)")
     p.add_argument("--subset", type=count, default=10_000, help="training images (%(default)s)")
-    p.add_argument("--cutoffs", nargs="+", type=positive, default=[1.7, 1.5, 1.2], metavar="LOSS", help="(%(default)s)")
+    p.add_argument("--cutoffs", nargs="+", type=positive, metavar="LOSS", help=f"training losses {default('cutoffs')}")
     p.add_argument(
         "--jobs", type=whole(1, 1024), default=os.cpu_count() or 1, help="runs at a time (cores, %(default)s)"
     )
     p.add_argument(
-        "--runs", type=folder, default=Path("runs/pareto"), metavar="DIR", help="where runs are kept (%(default)s)"
+        "--runs", type=folder, metavar="DIR", help="where runs are kept (runs/pareto-MODEL-WIDTH)"
     )
     p.add_argument(
         "--out", type=folder, metavar="DIR", help="where the table, JSON and plot go (default: with the runs)"
@@ -67,6 +81,10 @@ def parser() -> Parser:
 def main() -> None:
     """Run the command line."""
     args = parser().parse_args()
+    for name, value in DEFAULTS[args.model].items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    args.runs = args.runs or Path(f"runs/pareto-{args.model}-{args.width}")
     for kind in args.kinds:
         if kind not in KINDS:
             raise BadInput(f"--kinds: {kind}: must be of {', '.join(KINDS)}")
@@ -103,12 +121,18 @@ def _label(kind: str, batch: int, rate: float) -> str:
 def _experiment(args: Any) -> Any:
     from ipu_pipe.studies.trained import TrainingGrid
 
-    base = {
-        "model": {"entry": "models.mlp:mlp", "args": {"inputs": 3 * args.size**2, "width": args.width, "layers": LAYERS}},
-        "data": {"name": "cifar10", "size": args.size, "augment": False, "subset": args.subset, "test_subset": 500},
-        "stages": [f"fc{layer}" for layer in range(2, LAYERS + 1)],
+    base: Dict[str, Any] = {
         "optimizer": {"name": "adam"}, "evaluate": {"every": 0}, "backend": {"threads": 1}, "allow_nonfinite": True,
+        "stages": _stages(args),
     }  # fmt: skip
+    if args.model == "transformer":
+        sizes = {"vocabulary": 84, "width": args.width, "heads": 4, "blocks": BLOCKS, "context": CONTEXT}
+        base["model"] = {"entry": "models.transformer:transformer_lm", "args": sizes}
+        base["data"] = {"name": "shakespeare", "context": CONTEXT, "test_subset": 64}
+    else:
+        sizes = {"inputs": 3 * args.size**2, "width": args.width, "layers": LAYERS}
+        base["model"] = {"entry": "models.mlp:mlp", "args": sizes}
+        base["data"] = {"name": "cifar10", "size": args.size, "augment": False, "subset": args.subset, "test_subset": 500}
     rows: Dict[str, Optional[Dict[str, Any]]] = {}
     for kind in args.kinds:
         method, settings, _, _ = KINDS[kind]
@@ -119,8 +143,14 @@ def _experiment(args: Any) -> Any:
                     "method": method, "method_args": settings, "micro_batch_size": batch, "optimizer": {"lr": rate},
                     "steps": steps, "log": {"every": max(1, steps // 200)},
                 }  # fmt: skip
-    source = "Laskin et al. 2020, Figure 3"
+    source = "Laskin et al. 2020, Figures 3, 4 and 8"
     return TrainingGrid(title="Pareto fronts", source=source, base=base, seeds=[0], rows=rows)
+
+
+def _stages(args: Any) -> List[str]:
+    if args.model == "transformer":
+        return [f"block{number}" for number in range(2, BLOCKS + 1)]
+    return [f"fc{layer}" for layer in range(2, LAYERS + 1)]
 
 
 def _costs(args: Any) -> Any:
@@ -131,13 +161,16 @@ def _costs(args: Any) -> Any:
     from ipu_pipe.local.structures import make_blocks
     from ipu_pipe.schedule.methods import Structure
     from models.mlp import mlp
+    from models.transformer import transformer_lm
 
-    x = torch.zeros(2, 3, args.size, args.size)
-    model = mlp(3 * args.size**2, args.width, LAYERS)
-    made, _ = make_blocks(model, x, Structure(), [f"fc{layer}" for layer in range(2, LAYERS + 1)])
+    if args.model == "transformer":
+        model, x = transformer_lm(84, args.width, 4, BLOCKS, CONTEXT), torch.zeros(2, CONTEXT, dtype=torch.int64)
+    else:
+        model, x = mlp(3 * args.size**2, args.width, LAYERS), torch.zeros(2, 3, args.size, args.size)
+    made, _ = make_blocks(model, x, Structure(), _stages(args))
     blocks = get_blocks(made)
     assert blocks is not None
-    return costs.count_by_paper(blocks, x, 10)
+    return costs.count_by_paper(blocks, x, 10) if args.model == "perceptron" else costs.count_by_torch(blocks, x)
 
 
 def _steps_to(folder: Path, cutoff: float) -> Optional[int]:
@@ -176,9 +209,9 @@ def _table(found: Dict[str, Any], args: Any) -> str:
     lines = [
         "# Cost of reaching a training loss, by local-parallel method",
         "",
-        f"Made by `python tools/pareto.py`: {LAYERS} x {args.width} perceptron, {args.subset} CIFAR-10 images of "
-        f"{args.size}x{args.size}, {args.examples} examples a run, batches {', '.join(map(str, args.batches))}, Adam at "
-        f"{', '.join(f'{r:g}' for r in args.rates)}; one seed. By the paper's counting f = {c['forward']:,.0f}, "
+        f"Made by `python tools/pareto.py --model {args.model} --width {args.width}`: {_describe(args)}, {args.examples} "
+        f"examples a run, batches {', '.join(map(str, args.batches))}, Adam at {', '.join(f'{r:g}' for r in args.rates)}; "
+        f"one seed. By {'torch' if args.model == 'transformer' else 'the paper'}'s counting f = {c['forward']:,.0f}, "
         f"x = {c['auxiliary']:,.0f}, r = {c['backward']:g}.",
         "",
         "Least sequential FLOPs (the paper's time) and least total FLOPs of any run that reached the loss; in brackets against"
@@ -196,6 +229,12 @@ def _table(found: Dict[str, Any], args: Any) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _describe(args: Any) -> str:
+    if args.model == "transformer":
+        return f"a Transformer of {BLOCKS} blocks of width {args.width}, windows of {CONTEXT} characters of Shakespeare"
+    return f"a perceptron of {LAYERS} x {args.width} units, {args.subset:,} CIFAR-10 images of {args.size}x{args.size}"
+
+
 def _least(points: Sequence[Sequence[float]], base: Sequence[Sequence[float]], place: int) -> str:
     if not points:
         return "-"
@@ -210,10 +249,10 @@ def _plot(found: Dict[str, Any], args: Any, file: Path) -> None:
     from ipu_pipe.report.plots import open_figure
 
     entries = found["cutoffs"]
-    title = f"Cost of reaching a training loss: a perceptron of {LAYERS} x {args.width} units by local-parallel method"
+    title = "Cost of reaching a training loss, by local-parallel method"
     tried = f"batches {', '.join(map(str, args.batches))}, Adam at {', '.join(f'{r:g}' for r in args.rates)}"
     note = (
-        f"{args.subset:,} CIFAR-10 images of {args.size}x{args.size}, {args.examples:,} examples a run, seed 0 alone; "
+        f"{_describe(args)}, {args.examples:,} examples a run, seed 0 alone; "
         f"crosses: runs ({tried}); lines: the best of them"
     )
     with open_figure(file, (4.6, 4.4), len(entries), title=title, note=note) as panels:

@@ -12,6 +12,7 @@ from ipu_pipe.errors import BadInput
 from ipu_pipe.local import structures
 from ipu_pipe.local.blocks import Blocks
 from ipu_pipe.local.structures import STRUCTURES, Flops, Law
+from ipu_pipe.model.flops import separate_attention
 
 # of softmax cross-entropy, per class
 LOSS_FLOPS = 5
@@ -89,6 +90,21 @@ def count_by_paper(blocks: Blocks, x: torch.Tensor, classes: int) -> Flops:
     forward = (sum(counts) + LOSS_FLOPS * classes - auxiliary) / layers
     parameters = sum(p.numel() for p in blocks.model.parameters())
     return Flops(forward, auxiliary, 1.5, layers, parameters)
+
+
+def count_by_torch(blocks: Blocks, x: torch.Tensor) -> Flops:
+    """Count a model of blocks by PyTorch's counter of matrix products, with r = 2: a backward is two products for each one."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    totals = []
+    for forward in (blocks.model, blocks.outputs):
+        with separate_attention(), torch.no_grad(), FlopCounterMode(display=False) as counter:
+            forward(x)
+        totals.append(counter.get_total_flops() / len(x))
+    heads, layers = len(blocks.heads), len(blocks.pieces)
+    auxiliary = (totals[1] - totals[0]) / heads
+    # the last block ends with the model's own head
+    return Flops((totals[0] - auxiliary) / layers, auxiliary, 2.0, layers, sum(p.numel() for p in blocks.model.parameters()))
 
 
 def _count_forward(blocks: Blocks, x: torch.Tensor, count: Any, counts: List[float]) -> List[float]:
