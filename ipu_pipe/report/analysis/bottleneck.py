@@ -1,9 +1,24 @@
-"""Find the bottleneck of a traced run, its reason and a remedy, such as moving stage boundaries."""
+"""Find the bottleneck of a traced run, its reason and a remedy, such as moving stage boundaries.
+
+The bottleneck is the first of these of which the condition holds:
+
+    outside         evaluation, checkpoints and pauses take more than half of the span on a device
+    link            a link is busy longer for a microbatch than any device computes for one
+    communication   all devices together spend more time on messages that hide under no computation than on computing
+    stage           otherwise: the stage of the device that computes longest for a microbatch
+
+The remedy for a slow stage is usually another cut. `find_best_move` divides each stage's measured time among its units in
+proportion to their FLOPs, cuts the units anew, and plays both cuts by the run's schedule. For example stage 0 takes 4 ms and has
+the units a, b, c with 1, 2 and 1 GFLOP, and stage 1 takes 2 ms for the unit d:
+
+    cut now     a b c | d     4 and 2 ms          estimated times of the units: a 1, b 2, c 1, d 2 ms
+    cut then    a b | c d     3 and 3 ms          gain 4 / 3 - 1 = 33 % in a long pipeline without bubbles
+"""
 
 from __future__ import annotations
 
 from itertools import product
-from typing import Any, Callable, Dict, Iterator, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,54 +43,77 @@ WORTHWHILE = 0.02
 Figures = Dict[str, Any]
 
 
+class Cause(NamedTuple):
+    """A bottleneck: the `device`, `what` of it (STAGE, LINK, ...), and the sentences `why` and `do`, without a full stop."""
+
+    device: int
+    what: str
+    why: str
+    do: str
+
+
 def find_bottleneck(figures: Figures, loads: Dict[int, float], move: Figures, facts: RunFacts) -> Optional[Figures]:
     """Return the row of the analysis, None if no device computes. `why` and `do` are sentences without a full stop.
 
     `figures`: of the rest of the analysis. `loads`: nanoseconds for a microbatch by device, empty where they are not known.
     `move`: of `find_best_move`.
     """
-    devices, span = figures["devices"], figures["span_ns"]
-    busy = {device["index"]: device["busy_ns"] for device in devices}
-    is_by_microbatch, loads = bool(loads), loads or {device: float(ns) for device, ns in busy.items()}
-    slowest = max(loads, key=lambda device: (loads[device], busy[device]), default=-1)
-    if not loads or not busy[slowest]:
+    busy = {device["index"]: device["busy_ns"] for device in figures["devices"]}
+    # without times for a microbatch the devices are compared by all that they computed
+    by_device = loads or {device: float(ns) for device, ns in busy.items()}
+    slowest = max(by_device, key=lambda device: (by_device[device], busy[device]), default=-1)
+    if not by_device or not busy[slowest]:
         return None
     stages = [stage for stage in figures["stages"] if slowest in stage["devices"]]
     stage = max(stages, key=lambda stage: stage["busy_ns"])["index"] if stages else None
-    outside = max(devices, key=lambda device: device["outside_ns"])
+    cause = _find_time_outside(figures, slowest) or _find_slow_link(figures, loads, slowest) or _find_communication(figures)
+    if cause is None:
+        unit = "for a microbatch" if loads else "in all"
+        on_device = f" with stage {stage}" if stage is not None else ""
+        others = ", ".join(str(other["index"]) for other in stages if other["index"] != stage)
+        computes = f"device {slowest}{on_device}{others and f' (and {others})'} computes {format_time(by_device[slowest])} {unit}"
+        why = "; ".join([computes + _compare(slowest, by_device), *_explain(figures, slowest)])
+        cause = Cause(slowest, STAGE, why, _advise(figures, by_device, move, facts))
+    return {"stage": stage, **cause._asdict(), **move}
+
+
+def _find_time_outside(figures: Figures, slowest: int) -> Optional[Cause]:
+    """Return the time outside training as the cause, of the device `slowest`, if on a device it is more than half of the span."""
+    outside, span = max(figures["devices"], key=lambda device: device["outside_ns"]), figures["span_ns"]
+    if 2 * outside["outside_ns"] <= span:
+        return None
+    kinds = {kind: ns for kind, ns in outside["idle_in"].items() if kind != HOST and ns}
+    most = f" (mostly {max(kinds, key=lambda kind: kinds[kind])})" if kinds else ""
+    why = f"evaluation, checkpoints and pauses take {format_share(outside['outside_ns'], span)} of the span{most}"
+    return Cause(slowest, OUTSIDE, why, "evaluate or save less often (evaluate.every, checkpoint.every)")
+
+
+def _find_slow_link(figures: Figures, loads: Dict[int, float], slowest: int) -> Optional[Cause]:
+    """Return the busiest link as the cause if a microbatch's messages take longer than its passes on the slowest device."""
     link = max(figures["links"], key=lambda link: link["busy_ns_per_microbatch"] or 0.0, default=None)
+    if link is None or not loads or (link["busy_ns_per_microbatch"] or 0.0) <= loads[slowest]:
+        return None
+    why = (
+        f"messages from device {link['src']} to {link['dst']} ({link['carries']}) take "
+        f"{format_time(link['busy_ns_per_microbatch'])} for a microbatch, and device {slowest}, which computes longest, "
+        f"takes {format_time(loads[slowest])}"
+    )
+    do = "begin the stage where less crosses, send smaller numbers (precision), or use a faster link"
+    return Cause(link["src"], LINK, why, do)
+
+
+def _find_communication(figures: Figures) -> Optional[Cause]:
+    """Return communication as the cause if all devices together spend more time on it than on computing."""
+    devices = figures["devices"]
+    if sum(device["communication_ns"] for device in devices) <= sum(device["busy_ns"] for device in devices):
+        return None
     talking = max(devices, key=lambda device: device["communication_ns"])
-    device, what = slowest, STAGE
-    if 2 * outside["outside_ns"] > span:
-        what, do = OUTSIDE, "evaluate or save less often (evaluate.every, checkpoint.every)"
-        kinds = {kind: ns for kind, ns in outside["idle_in"].items() if kind != HOST and ns}
-        most = f" (mostly {max(kinds, key=lambda kind: kinds[kind])})" if kinds else ""
-        share = format_share(outside["outside_ns"], span)
-        why = f"evaluation, checkpoints and pauses take {share} of the span{most}"
-    elif link is not None and is_by_microbatch and (link["busy_ns_per_microbatch"] or 0.0) > loads[slowest]:
-        device, what = link["src"], LINK
-        why = (
-            f"messages from device {link['src']} to {link['dst']} ({link['carries']}) take "
-            f"{format_time(link['busy_ns_per_microbatch'])} for a microbatch, and device {slowest}, which computes longest, "
-            f"takes {format_time(loads[slowest])}"
-        )
-        do = "begin the stage where less crosses, send smaller numbers (precision), or use a faster link"
-    elif sum(entry["communication_ns"] for entry in devices) > sum(busy.values()):
-        device, what = talking["index"], COMMUNICATION
-        training_ns = span - talking["outside_ns"]
-        why = (
-            f"messages under which nothing is computed take {format_share(talking['communication_ns'], training_ns)} of the "
-            f"time of device {device}, and compute {format_share(talking['busy_ns'], training_ns)}"
-        )
-        do = "see what the messages wait for; then send less, or larger messages"
-    else:
-        reason = f"device {slowest}" + (f" with stage {stage}" if stage is not None else "")
-        others = [str(other["index"]) for other in stages if other["index"] != stage]
-        reason += f" (and {', '.join(others)})" if others else ""
-        reason += f" computes {format_time(loads[slowest])} {'for a microbatch' if is_by_microbatch else 'in all'}"
-        why = "; ".join([reason + _compare(slowest, loads), *_explain(figures, slowest)])
-        do = _advise(figures, loads, move, facts)
-    return {"stage": stage, "device": device, "what": what, "why": why, "do": do, **move}
+    training_ns = figures["span_ns"] - talking["outside_ns"]
+    why = (
+        f"messages under which nothing is computed take {format_share(talking['communication_ns'], training_ns)} of the "
+        f"time of device {talking['index']}, and compute {format_share(talking['busy_ns'], training_ns)}"
+    )
+    return Cause(talking["index"], COMMUNICATION, why, "see what the messages wait for; then send less, or larger messages")
 
 
 def _compare(slowest: int, loads: Dict[int, float]) -> str:
@@ -151,63 +189,88 @@ FloatArray = NDArray[np.float64]
 Row = Dict[str, Any]
 
 
+class Measured(NamedTuple):
+    """The measured times of P stages and the FLOPs of n units, each of forward and backward, and the stage of each unit."""
+
+    times: FloatArray  # (2, P)
+    flops: FloatArray  # (2, n)
+    stage_of_unit: NDArray[np.int64]  # (n,)
+
+    def estimate_unit_times(self, scale: Union[float, FloatArray] = 1.0) -> List[FloatArray]:
+        """Divide each stage's times among its units by their FLOPs times `scale`, equally if they have none."""
+        stage, counts, unit_times = self.stage_of_unit, np.bincount(self.stage_of_unit)[self.stage_of_unit], []
+        for time, work in zip(self.times, self.flops * scale):
+            sums = np.bincount(stage, work)[stage]
+            unit_times.append(np.where(sums > 0, time[stage] * work / np.where(sums > 0, sums, 1.0), time[stage] / counts))
+        return unit_times
+
+    def compare_speeds(self) -> float:
+        """Return how many times longer the slowest stage takes for a FLOP than the fastest."""
+        time, flops = self.times.sum(axis=0), np.bincount(self.stage_of_unit, self.flops.sum(axis=0))
+        known = (flops > 0) & (time > 0)
+        time_per_flop = time[known] / flops[known]
+        return float(time_per_flop.max() / time_per_flop.min()) if known.any() else 1.0
+
+    def vary_stage_times(self, starts: List[int], ratio: float) -> Iterator[List[FloatArray]]:
+        """Yield the times of the stages that begin at the units `starts`: as estimated, and then with errors of the estimate.
+
+        The error is that the units of one new stage take `ratio` times longer or shorter for a FLOP than the others with which
+        they share a stage now: as much as the stages differ from one another.
+        """
+        estimate = [np.add.reduceat(times, starts) for times in self.estimate_unit_times()]
+        yield estimate
+        new_stage = np.searchsorted(starts, np.arange(len(self.stage_of_unit)), side="right") - 1
+        longest = np.argsort(-(estimate[0] + estimate[1]))[:MOST_VARIED]
+        for stage, factor in product(longest, (ratio, 1 / ratio)):
+            scale = np.where(new_stage == stage, factor, 1.0)
+            yield [np.add.reduceat(times, starts) for times in self.estimate_unit_times(scale)]
+
+
 def find_best_move(facts: RunFacts, stages: Sequence[Row], links: Sequence[Row]) -> Row:
     """Compare the cut whose slowest stage is the fastest possible with the cut of the run.
 
     Return keys of the analysis's row of the bottleneck. `gain`: how much throughput the other cut adds (0.25: a quarter), by the
     clock; `gain_if_balanced`: if all stages took equally long; None where it is not known, for the reason `why_no_gain`. `move`:
-    the units at which stages begin now and then, and each stage's time for a microbatch. The time of a unit is estimated as the
-    share of its stage's measured time that its FLOPs have in those of the stage. `gain_range`: the least and the greatest gain if
-    the units of one new stage take up to `time_per_flop_ratio` times longer or shorter for a FLOP than the others with which they
-    share a stage now: as much as the stages differ from one another.
+    the units at which stages begin now and then, and each stage's time for a microbatch. `gain_range`: the least and the greatest
+    gain by `Measured.vary_stage_times` with the ratio `time_per_flop_ratio`.
     """
     answer: Row = dict.fromkeys(("gain", "gain_range", "time_per_flop_ratio", "why_no_gain", "gain_if_balanced", "move"))
     answer["why_no_gain"] = _find_missing(facts, stages)
     if answer["why_no_gain"]:
         return answer
-    forward = np.array([stage["forward_ns"] for stage in stages], np.float64)
-    backward = np.array([stage["backward_ns"] for stage in stages], np.float64)
+    forward, backward = (np.array([stage[key] for stage in stages], np.float64) for key in ("forward_ns", "backward_ns"))
     play = _make_player(facts, stages, links)
     try:
-        now = play(forward, backward)
-        even = play(np.full(len(stages), forward.mean()), np.full(len(stages), backward.mean()))
+        time_now = play(forward, backward)
+        time_if_even = play(np.full(len(stages), forward.mean()), np.full(len(stages), backward.mean()))
     # the metadata may contradict each other
     except BadInput as error:
         return {**answer, "why_no_gain": f"the schedule cannot be rebuilt: {error.faults[0]}"}
-    answer["gain_if_balanced"] = now / even - 1
+    answer["gain_if_balanced"] = time_now / time_if_even - 1
     units = facts.units or []
     stage_of_unit = np.array([unit.stage for unit in units], np.int64)
     if (np.diff(stage_of_unit) < 0).any() or set(stage_of_unit.tolist()) != set(range(len(stages))):
         why = "units are not in the order of its stages" if units else "model's units are not in it"
         return {**answer, "why_no_gain": f"the trace cannot tell, since its {why}"}
     flops = np.array([[unit.forward_flops, unit.backward_flops] for unit in units], np.float64).T
-    forwards, backwards = (_divide(*columns) for columns in zip((forward, backward), [stage_of_unit] * 2, flops))
+    measured = Measured(np.stack([forward, backward]), flops, stage_of_unit)
+    forwards, backwards = measured.estimate_unit_times()
+    starts_now = np.searchsorted(stage_of_unit, np.arange(len(stages))).tolist()
     starts = find_best_cut((forwards + backwards).tolist(), len(stages))
     assert starts is not None, "there are at least as many units as stages"
-    then = play(np.add.reduceat(forwards, starts), np.add.reduceat(backwards, starts))
-    starts_now = np.searchsorted(stage_of_unit, np.arange(len(stages))).tolist()
     # if the pipeline drains, an even cut is not always the fastest
-    if then >= now:
-        starts, then = starts_now, now
+    if play(np.add.reduceat(forwards, starts), np.add.reduceat(backwards, starts)) >= time_now:
+        starts = starts_now
+    ratio, gains = measured.compare_speeds(), [0.0]
+    if starts != starts_now:
+        gains = [time_now / play(*times) - 1 for times in measured.vary_stage_times(starts, ratio)]
     move = {
         "begins_now": [units[i].name for i in starts_now],
         "begins_then": [units[i].name for i in starts],
         "busy_now_ns": (forward + backward).tolist(),
         "busy_then_ns": np.add.reduceat(forwards + backwards, starts).tolist(),
     }
-    ratio = _compare_speeds(forward + backward, np.bincount(stage_of_unit, flops.sum(axis=0)).astype(np.float64))
-    stage_then = np.searchsorted(starts, np.arange(len(units)), side="right") - 1
-    longest = np.argsort(-np.add.reduceat(forwards + backwards, starts))[:MOST_VARIED]
-    gains = [now / then - 1]
-    for stage, factor in product(longest if starts != starts_now else (), (ratio, 1 / ratio)):
-        scale = np.where(stage_then == stage, factor, 1.0)
-        other = [
-            np.add.reduceat(_divide(times, stage_of_unit, work * scale), starts)
-            for times, work in zip((forward, backward), flops)
-        ]
-        gains.append(now / play(*other) - 1)
-    answer.update(gain=gains[0], gain_range=[min(gains), max(gains)], time_per_flop_ratio=ratio, move=move)
-    return answer
+    return {**answer, "gain": gains[0], "gain_range": [min(gains), max(gains)], "time_per_flop_ratio": ratio, "move": move}
 
 
 def _find_missing(facts: RunFacts, stages: Sequence[Row]) -> Optional[str]:
@@ -236,20 +299,6 @@ def _knows_order(facts: RunFacts) -> bool:
     if method is None or method.order is None:
         return len(set(devices)) == len(devices)
     return method.flushes and method.pipeline is not Pipeline.ROWS and list(method.order.place(len(devices))) == devices
-
-
-def _compare_speeds(times: FloatArray, flops: FloatArray) -> float:
-    """Return how many times longer the slowest stage takes for a FLOP than the fastest."""
-    known = (flops > 0) & (times > 0)
-    time_per_flop = times[known] / flops[known]
-    return float(time_per_flop.max() / time_per_flop.min()) if known.any() else 1.0
-
-
-def _divide(times: FloatArray, stage_of_unit: NDArray[np.int64], work: FloatArray) -> FloatArray:
-    """Return the time of each unit in proportion to its work; the units of a stage without any share its time equally."""
-    time = times[stage_of_unit]
-    sums, counts = np.bincount(stage_of_unit, work)[stage_of_unit], np.bincount(stage_of_unit)[stage_of_unit]
-    return np.where(sums > 0, time * work / np.where(sums > 0, sums, 1.0), time / counts)
 
 
 def _make_player(
