@@ -1,7 +1,8 @@
 """Generate the orders of pipelines that are given by each device's order of passes.
 
-P devices with v stages each, M microbatches of a batch, d a device. Every stage does each of its passes in the order of the
-microbatches, so a row of (pass, stage) suffices: the microbatches follow by counting. A whole backward counts as both halves.
+P devices with v stages each, M microbatches of a batch, d a device. A generator returns a row of (pass, stage) for each device.
+Every stage does each of its passes in the order of the microbatches, so these follow by counting: (F, 0) (F, 0) (B, 0) (F, 0) is
+F0 F1 B0 F2 on stage 0. A whole backward counts as both halves.
 
 in turn           stage s on device s mod P                  P = 2, v = 2: stages 0 2 on device 0, 1 3 on device 1
 there and back    stages d and 2P-1-d on device d: a V       P = 2, v = 2: stages 0 3 on device 0, 1 2 on device 1
@@ -112,7 +113,7 @@ def continuous_1f1b(order: Order, P: int, M: int) -> Rows:
     v = order.stages_per_device
     if not order.splits:
         return _alternate(v, P, M, (B,), ahead=2)
-    return _alternate(v, P, M, (I, W), ahead=1, more=round((order.activation_limit - 1) * P * v))
+    return _alternate(v, P, M, (I, W), ahead=1, extra=round((order.activation_limit - 1) * P * v))
 
 
 def get_period(order: Order, stages: int) -> int:
@@ -120,12 +121,16 @@ def get_period(order: Order, stages: int) -> int:
     return stages // order.stages_per_device
 
 
-def _alternate(v: int, P: int, M: int, backward: Tuple[Kind, ...], ahead: int, more: int = 0) -> Rows:
+def _alternate(v: int, P: int, M: int, backward: Tuple[Kind, ...], ahead: int, extra: int = 0) -> Rows:
     """Warm up by `ahead` forwards for each later device, then alternate; delay weight gradients until all devices hold equally
     much.
 
-    `more`: additional microbatches in flight on every device; early devices begin them earlier, late devices delay weight
-    gradients.
+    `backward`: (B,), or (I, W) of split ones. `extra`: additional microbatches in flight on every device; early devices begin
+    them earlier, late devices delay weight gradients. For example P = 3, v = 1, split, `ahead` 1, M = 4:
+
+    device 0  warm-up F F    then F I W F I W I W I W
+    device 1  warm-up F      then F I F I W F I W I W W     W delayed by 1
+    device 2  no warm-up          F I F I F I W F I W W W   W delayed by 2
     """
     rounds = max(M // P, 1) if v > 1 else 1
     if M % rounds:
@@ -135,17 +140,20 @@ def _alternate(v: int, P: int, M: int, backward: Tuple[Kind, ...], ahead: int, m
     rows = []
     for d in range(P):
         stages = [k // group % v * P + d for k in range(v * M)]
-        forwards = [(F, stage) for stage in stages]
-        backwards = [(backward[0], (v - 1) * P + 2 * d - stage) for stage in stages]
-        early = more * (P - 1 - d) // max(P - 1, 1)
-        warm = (v - 1) * group + ahead * (P - 1 - d) + early
-        late = (v - 1) * group + ahead * d + more - early if W in backward else 0
-        row = forwards[:warm]
-        for k, one in enumerate(backwards):
-            row += [*forwards[warm + k : warm + k + 1], one]
-            if W in backward and k >= late:
-                row.append((W, backwards[k - late][1]))
-        rows.append(row + [(W, stage) for _, stage in backwards[len(backwards) - min(late, len(backwards)) :]])
+        # backwards visit a device's stages in the opposite order
+        stages_back = [(v - 1) * P + 2 * d - stage for stage in stages]
+        early = extra * (P - 1 - d) // max(P - 1, 1)
+        warm_up = (v - 1) * group + ahead * (P - 1 - d) + early
+        delay = (v - 1) * group + ahead * d + extra - early
+        row = [(F, stage) for stage in stages[:warm_up]]
+        for k, stage in enumerate(stages_back):
+            row += [(F, later) for later in stages[warm_up + k : warm_up + k + 1]]
+            row.append((backward[0], stage))
+            if W in backward and k >= delay:
+                row.append((W, stages_back[k - delay]))
+        if W in backward:
+            row += [(W, stage) for stage in stages_back[max(len(stages) - delay, 0) :]]
+        rows.append(row)
     return rows
 
 
@@ -199,14 +207,15 @@ def _repeat_blocks(blocks: List[List[int]], M: int) -> Rows:
         passes: List[Pass] = [(F, d), (F, 2 * P - 1 - d), (I, 2 * P - 1 - d), (I, d)]
         planned = {slot + 6 * m: one for m in range(M) for slot, one in zip(block, passes)}
         row: List[Pass] = []
-        waiting: List[Pass] = []
+        delayed: List[Pass] = []
         for slot in range(max(planned) + 1):
             if slot in planned:
-                row.append(planned[slot])
-                waiting += [(W, stage) for kind, stage in [planned[slot]] if kind is I]
-            elif waiting:
-                row.append(waiting.pop(0))
-        rows.append(row + waiting)
+                kind, stage = planned[slot]
+                row.append((kind, stage))
+                delayed += [(W, stage)] if kind is I else []
+            elif delayed:
+                row.append(delayed.pop(0))
+        rows.append(row + delayed)
     return _pull_forward(rows, M)
 
 
@@ -218,37 +227,43 @@ def _pull_forward(rows: Rows, M: int) -> Rows:
     """
     change = {F: 1, I: 0, W: -1}
     most = max(sum(change[kind] for kind, _ in row[:end]) for row in rows for end in range(len(row) + 1))
+    stages = 2 * len(rows)
     done: CounterOf[Pass] = Counter()
     in_flight = [0] * len(rows)
     left, pulled = [list(row) for row in rows], [[] for _ in rows]  # type: Rows, Rows
 
+    def is_ready(kind: Kind, stage: int) -> bool:
+        needs = [(need, stage + offset) for need, offset in get_pass_needs(kind) if 0 <= stage + offset < stages]
+        return all(done[need] > done[kind, stage] for need in needs)
+
     def choose(device: int) -> List[Action]:
-        seen: Set[Pass] = set()
-        filler, highest, then = None, in_flight[device], in_flight[device]
-        for place, one in enumerate(left[device]):
-            kind, stage = one
-            if one not in seen:
-                seen.add(one)
-                needed = (
-                    (need, stage + offset) for need, offset in get_pass_needs(kind) if 0 <= stage + offset < 2 * len(rows)
-                )
-                if all(done[need] > done[one] for need in needed) and (kind is not F or highest < most):
+        tried: Set[Pass] = set()
+        filler = None
+        # the activations after the passes that the chosen one would overtake, and the most of them
+        then = peak = in_flight[device]
+        for place, (kind, stage) in enumerate(left[device]):
+            # of several passes of a kind on a stage only the first can be next
+            if (kind, stage) not in tried:
+                tried.add((kind, stage))
+                if is_ready(kind, stage) and (kind is not F or peak < most):
+                    # the index of these actions is the place in the row
+                    action = Action(kind, place, stage)
                     if kind is not W or (place == 0 and done[F, device] < M):
-                        return [Action(kind, place, stage)]
-                    filler = filler if filler is not None else Action(kind, place, stage)
+                        return [action]
+                    filler = filler or action
             then += change[kind]
-            highest = max(highest, then)
-            if len(seen) == 6:
+            peak = max(peak, then)
+            # F, I and W of two stages
+            if len(tried) == 6:
                 break
         return [filler] if filler is not None else []
 
     def complete(action: Action, slot: int) -> None:
-        device = min(action.stage, 2 * len(rows) - 1 - action.stage)
-        # the index of these actions is the place in the row
-        one = left[device].pop(action.index)
-        pulled[device].append(one)
-        done[one] += 1
-        in_flight[device] += change[one[0]]
+        device = min(action.stage, stages - 1 - action.stage)
+        kind, stage = left[device].pop(action.index)
+        pulled[device].append((kind, stage))
+        done[kind, stage] += 1
+        in_flight[device] += change[kind]
 
     play_slots(len(rows), choose, complete)
     return pulled
@@ -270,14 +285,14 @@ def dualpipe_v(order: Order, P: int, M: int) -> Rows:
         row += [(I, back), (W, back), (F, back)] * (P - 1 - d)
         row += [(F, there), (B, back), (F, back), (B, there)] * (M - 2 * P + d + 1)
         row += [(B, back), (F, back), (B, there)] * (P - 1 - d)
-        # the first half of the last backwards is whole; the weight gradients of the others come at the end
-        last = [stage for _ in range(d + 1) for stage in (back, there)] + [there] * (P - 1 - d)
-        whole = d + 1
-        late = [(W, stage) for stage in last[whole:]]
-        row += [(B, stage) for stage in last[:whole]] + [(I, stage) for stage in last[whole : 2 * d + 2]]
-        for stage in last[2 * d + 2 :]:
-            row += [late.pop(0), (I, stage)]
-        rows.append(row + late)
+        # the last backwards: d + 1 are whole, d + 1 input gradients, and for the rest W and I alternate
+        last = [back, there] * (d + 1) + [there] * (P - 1 - d)
+        whole, split, rest = last[: d + 1], last[d + 1 : 2 * d + 2], last[2 * d + 2 :]
+        delayed: List[Pass] = [(W, stage) for stage in split + rest]
+        row += [(B, stage) for stage in whole] + [(I, stage) for stage in split]
+        for weight_gradient, stage in zip(delayed, rest):
+            row += [weight_gradient, (I, stage)]
+        rows.append(row + delayed[len(rest) :])
     return rows
 
 

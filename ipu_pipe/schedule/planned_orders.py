@@ -1,8 +1,15 @@
 """Plan orders by durations: devices alternate input gradients and forwards, and weight gradients fill the waits.
 
-This is the heuristic of Qi et al. 2023 (Zero Bubble, sections 3 and 6), in rounds. Before a pass that has to wait, a device does
-the weight gradients that fit into the wait. It also does one that does not fit, if it would otherwise have waited longer than any
-other device so far: the span of the slowest device decides, so the others may lose as much time as it has lost.
+This is the heuristic of Qi et al. 2023 (Zero Bubble, sections 3 and 6), in rounds. Only the span of the slowest device counts, so
+other devices may lose as much time as it has lost. A pass of a device is added in four steps (`Plan.add_with_fillers`):
+
+    [1] a forward needs memory        weight gradients before it, until their activations are freed
+    [2] it waits for its inputs       the delayed weight gradients that fit into the wait
+    [3] it still waits too long       one more weight gradient, which delays it: better busy than slowest
+    [4] the pass
+
+For example device 0 has done F0 F1 I0 (unit times), the inputs of I1 arrive at 4.5, and W0 is delayed. The wait from 3 to 4.5 has
+room for W0; the rest of 0.5 is lost, which is harmless if another device has waited 0.5 already.
 """
 
 from __future__ import annotations
@@ -20,23 +27,25 @@ Pass = Tuple[Kind, int]
 
 
 class Plan:
-    """The planned passes of the devices. By device: `free`: the end of its last pass; `held`: its activations; `waited`: its
-    waiting time since its first forward."""
+    """The planned passes of P devices and their times in an ideal run.
 
-    def __init__(self, order: Order, P: int, M: int, allowed: Sequence[float]) -> None:
-        """`allowed`: the waiting time of each device in an earlier plan; others may wait as long as its slowest device did."""
+    By device: `rows`: its passes; `delayed`: the stages of weight gradients that are still to be done, oldest first; `free_at`:
+    the end of its last pass; `activations`: those that it holds, 1 for a microbatch on one stage; `waited`: its waiting time
+    since its first forward.
+    """
+
+    def __init__(self, order: Order, P: int, M: int, earlier_waits: Sequence[float]) -> None:
+        """`earlier_waits`: of the devices in an earlier plan: each may wait as much longer as its slowest device did."""
         self.order, self.microbatches = order, M
         self.placement = order.place(P * order.stages_per_device)
-        self.seconds = {kind: time / order.stages_per_device for kind, time in zip((F, I, W), order.durations)}
-        # one microbatch on one stage counts 1
-        self.most = order.activation_limit * P * order.stages_per_device
-        self.frees = {F: 1.0, I: order.weight_share - 1, W: -order.weight_share}
+        self.duration = {kind: time / order.stages_per_device for kind, time in zip((F, I, W), order.durations)}
+        self.limit = order.activation_limit * P * order.stages_per_device
+        self.change = {F: 1.0, I: order.weight_share - 1, W: -order.weight_share}
         self.ends: Dict[Pass, List[float]] = {(kind, s): [] for kind in (F, I, W) for s in range(len(self.placement))}
         self.rows: List[List[Pass]] = [[] for _ in range(P)]
-        # by device: the stages of delayed weight gradients, oldest first
-        self.late: List[List[int]] = [[] for _ in range(P)]
-        self.free, self.held, self.waited = [0.0] * P, [0.0] * P, [0.0] * P
-        self.spare = [max(allowed, default=0.0) - wait for wait in allowed] or [0.0] * P
+        self.delayed: List[List[int]] = [[] for _ in range(P)]
+        self.free_at, self.activations, self.waited = [0.0] * P, [0.0] * P, [0.0] * P
+        self._spare = [max(earlier_waits, default=0.0) - wait for wait in earlier_waits] or [0.0] * P
 
     def count(self, kind: Kind, stage: int) -> int:
         """Return the number of microbatches for which this pass is planned."""
@@ -56,69 +65,73 @@ class Plan:
                 ready = max(ready, self.ends[need, other][m] + self.order.link * is_message)
         return ready
 
-    def put(self, kind: Kind, stage: int) -> None:
+    def has_room(self, device: int, count: int = 1) -> bool:
+        """Return whether the device may hold the activations of `count` more forwards."""
+        return self.activations[device] + count <= self.limit + 1e-9
+
+    def find_slack(self, device: int) -> float:
+        """Return the time that a device may wait without becoming the slowest."""
+        return max(*self.waited, self._spare[device]) - self.waited[device]
+
+    def add(self, kind: Kind, stage: int) -> None:
         """Append a pass, which must be ready, to its device's row."""
         device, ready = self.placement[stage], self.find_ready(kind, stage)
         assert ready is not None, (kind, stage)
-        begin = max(ready, self.free[device])
+        begin = max(ready, self.free_at[device])
         if self.rows[device]:
-            self.waited[device] += begin - self.free[device]
-        self.free[device] = begin + self.seconds[kind]
-        self.ends[kind, stage].append(self.free[device])
-        self.held[device] += self.frees[kind]
+            self.waited[device] += begin - self.free_at[device]
+        self.free_at[device] = begin + self.duration[kind]
+        self.ends[kind, stage].append(self.free_at[device])
+        self.activations[device] += self.change[kind]
         self.rows[device].append((kind, stage))
         if kind is I:
-            self.late[device].append(stage)
+            self.delayed[device].append(stage)
 
-    def put_late(self, device: int) -> None:
-        """Append the oldest weight gradient."""
-        self.put(W, self.late[device].pop(0))
+    def add_weight_gradient(self, device: int) -> None:
+        """Append the oldest delayed weight gradient."""
+        self.add(W, self.delayed[device].pop(0))
 
-    def fits(self, device: int, count: int = 1) -> bool:
-        """Return whether the device may hold the activations of `count` more forwards."""
-        return self.held[device] + count <= self.most + 1e-9
-
-    def allow(self, device: int) -> float:
-        """Return the time that a device may wait without becoming the slowest."""
-        return max(*self.waited, self.spare[device]) - self.waited[device]
-
-    def put_filled(self, kind: Kind, stage: int, may_wait: float) -> None:
-        """Append a pass, and before it the weight gradients that free memory for it or fit into its wait.
-
-        If it would still wait longer than `may_wait`, append one more weight gradient, which delays it.
-        """
+    def add_with_fillers(self, kind: Kind, stage: int, may_wait: float) -> None:
+        """Append a pass, and weight gradients before it, in the steps of this module's drawing; it may wait for `may_wait`."""
         device, ready = self.placement[stage], self.find_ready(kind, stage)
         assert ready is not None
-        while kind is F and not self.fits(device):
-            self.put_late(device)
-        while self.late[device] and self.free[device] + self.seconds[W] <= ready:
-            self.put_late(device)
-        if self.late[device] and ready - self.free[device] > may_wait:
-            self.put_late(device)
-        self.put(kind, stage)
+        # [1]
+        while kind is F and not self.has_room(device):
+            self.add_weight_gradient(device)
+        # [2]
+        while self.delayed[device] and self.free_at[device] + self.duration[W] <= ready:
+            self.add_weight_gradient(device)
+        # [3]
+        if self.delayed[device] and ready - self.free_at[device] > may_wait:
+            self.add_weight_gradient(device)
+        # [4]
+        self.add(kind, stage)
 
     def finish(self) -> None:
         """Append the remaining weight gradients."""
-        for device, late in enumerate(self.late):
-            while late:
-                self.put_late(device)
+        for device, delayed in enumerate(self.delayed):
+            while delayed:
+                self.add_weight_gradient(device)
 
 
 def _find_best(
-    order: Order, P: int, M: int, run: Callable[[Plan, Tuple[bool, ...]], None], choices: int
+    order: Order, P: int, M: int, fill: Callable[[Plan, Tuple[bool, ...]], None], choices: int
 ) -> List[List[Pass]]:
-    """Return the rows of the plan whose slowest device waits least, over all `choices`; repeat each while it improves."""
+    """Return the rows of the plan whose slowest device waits least, of all answers to `choices` yes-or-no questions.
+
+    fill(plan, answers): adds all passes. The waits of each plan are the next one's `earlier_waits` as long as that helps.
+    """
     best: Optional[Plan] = None
-    for chosen in product((True, False), repeat=choices):
-        allowed: Sequence[float] = ()
+    for answers in product((True, False), repeat=choices):
+        earlier_waits: Sequence[float] = ()
         while True:
-            plan = Plan(order, P, M, allowed)
-            run(plan, chosen)
+            plan = Plan(order, P, M, earlier_waits)
+            fill(plan, answers)
             if best is None or max(plan.waited) < max(best.waited):
                 best = plan
-            if allowed and max(plan.waited) >= max(allowed):
+            if earlier_waits and max(plan.waited) >= max(earlier_waits):
                 break
-            allowed = plan.waited
+            earlier_waits = plan.waited
     assert best is not None
     return best.rows
 
@@ -130,22 +143,26 @@ def plan_v(order: Order, P: int, M: int) -> List[List[Pass]]:
     device 1  .  F0 f0 F1 f1 i0 w0 F2 I0 W0 f2 i1 w1 F3 I1 W1 f3 i2 I2 i3 I3 w2 W2 w3 W3
     """
 
-    def run(plan: Plan, chosen: Tuple[bool, ...]) -> None:
+    def fill(plan: Plan, answers: Tuple[bool, ...]) -> None:
+        # whether input gradients of the stages back, and forwards, may wait only as long as the slack
+        limits_back, limits_forwards = answers
         _warm_up_v(plan, P)
         for _ in range(2 * M):
-            backs = [_choose_input_gradient(plan, d, 2 * P - 1 - d) for d in range(P)]
-            for d in (*reversed([d for d in range(P) if backs[d] < P]), *(d for d in range(P) if backs[d] >= P)):
-                if plan.count(I, backs[d]) < M:
-                    plan.put_filled(I, backs[d], plan.allow(d) if backs[d] < P or chosen[0] else math.inf)
+            next_stage = [_choose_input_gradient(plan, d, 2 * P - 1 - d) for d in range(P)]
+            # gradients reach the stages back in the order of the devices, and the stages there in the opposite one
+            there, back = [d for d in range(P) if next_stage[d] < P], [d for d in range(P) if next_stage[d] >= P]
+            for d in (*reversed(there), *back):
+                if plan.count(I, next_stage[d]) < M:
+                    plan.add_with_fillers(I, next_stage[d], plan.find_slack(d) if d in there or limits_back else math.inf)
             for d in range(P):
                 stage = next((s for s in (2 * P - 1 - d, d) if plan.find_ready(F, s) is not None), None)
                 if stage is not None:
-                    plan.put_filled(F, stage, plan.allow(d) if chosen[1] else math.inf)
+                    plan.add_with_fillers(F, stage, plan.find_slack(d) if limits_forwards else math.inf)
         plan.finish()
 
     # fewer microbatches do not fill a V; `orders.make_device_rows` leaves out the surplus
     M = max(M, 2 * P)
-    return _find_best(order, P, M, run, 2)
+    return _find_best(order, P, M, fill, 2)
 
 
 def _choose_input_gradient(plan: Plan, there: int, back: int) -> int:
@@ -159,26 +176,26 @@ def _choose_input_gradient(plan: Plan, there: int, back: int) -> int:
 def _warm_up_v(plan: Plan, P: int) -> None:
     """Begin as many microbatches as fit before the first one comes back, then alternate until all devices have equally many."""
     for d in range(P):
-        plan.put(F, d)
+        plan.add(F, d)
     for d in reversed(range(P)):
         ready = plan.find_ready(F, 2 * P - 1 - d)
         assert ready is not None
         while (
             d < P - 1
-            and plan.fits(d, 2 + 2 * d)
-            and plan.free[d] + plan.seconds[F] <= ready
+            and plan.has_room(d, 2 + 2 * d)
+            and plan.free_at[d] + plan.duration[F] <= ready
             and plan.count(F, d) < plan.microbatches
         ):
             for other in range(d + 1):
-                plan.put(F, other)
-        plan.put(F, 2 * P - 1 - d)
+                plan.add(F, other)
+        plan.add(F, 2 * P - 1 - d)
     there = True
     for d in range(1, P):
         while sum(plan.count(F, s) for s in (d, 2 * P - 1 - d)) < sum(plan.count(F, s) for s in (d - 1, 2 * P - d)):
             for other in reversed(range(d, P)):
                 stage = other if there else 2 * P - 1 - other
                 if plan.count(F, stage) < plan.microbatches:
-                    plan.put(F, stage)
+                    plan.add(F, stage)
             there = not there
 
 
@@ -190,23 +207,23 @@ def plan_straight(order: Order, P: int, M: int) -> List[List[Pass]]:
     device 2  .  .  F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 F5 I5 W0 W1 W2 W3 W4 W5
     """
 
-    def run(plan: Plan, chosen: Tuple[bool, ...]) -> None:
-        waits_once, backward_first, never_waits = chosen
+    def fill(plan: Plan, answers: Tuple[bool, ...]) -> None:
+        waits_once, backward_first, never_waits = answers
         _warm_up_straight(plan, P, waits_once)
         for _ in range(1, M):
             forwards = [plan.count(F, d) < M and not (backward_first and _is_better_late(plan, d)) for d in range(P)]
             for d in range(P):
                 # if a later device has no forward now, it would only store the activations
                 if all(forwards[d:]):
-                    plan.put_filled(F, d, 0.0 if never_waits else plan.allow(d))
+                    plan.add_with_fillers(F, d, 0.0 if never_waits else plan.find_slack(d))
             for d in reversed(range(P)):
-                if d == 0 and plan.count(F, 0) == M:
-                    while plan.late[0]:
-                        plan.put_late(0)
-                plan.put_filled(I, d, 0.0 if never_waits else plan.allow(d))
+                # without forwards device 0 would only wait
+                while d == 0 and plan.count(F, 0) == M and plan.delayed[0]:
+                    plan.add_weight_gradient(0)
+                plan.add_with_fillers(I, d, 0.0 if never_waits else plan.find_slack(d))
         plan.finish()
 
-    return _find_best(order, P, M, run, 3)
+    return _find_best(order, P, M, fill, 3)
 
 
 def _warm_up_straight(plan: Plan, P: int, waits_once: bool) -> None:
@@ -215,36 +232,37 @@ def _warm_up_straight(plan: Plan, P: int, waits_once: bool) -> None:
     `waits_once`: begin none that would delay the first one's backward.
     """
     for d in range(P):
-        plan.put(F, d)
-    forward, counts = plan.seconds[F], [0] * P
+        plan.add(F, d)
+    forward, counts = plan.duration[F], [0] * P
     # the end of the first input gradient of the next device
-    back = plan.free[P - 1] + plan.seconds[I]
+    back = plan.free_at[P - 1] + plan.duration[I]
     for d in reversed(range(P - 1)):
-        begin = plan.free[d]
-        while counts[d] + 1 < plan.microbatches and plan.fits(d, counts[d] + 1):
+        begin = plan.free_at[d]
+        while counts[d] + 1 < plan.microbatches and plan.has_room(d, counts[d] + 1):
             if begin + forward > back + plan.order.link if waits_once else begin >= back + plan.order.link:
                 break
             counts[d], begin = counts[d] + 1, begin + forward
-        back = max(begin, back + plan.order.link) + plan.seconds[I]
+        back = max(begin, back + plan.order.link) + plan.duration[I]
     for d in range(1, P):
         if counts[d] + 1 < plan.microbatches:
             counts[d] = max(min(counts[d], counts[d - 1] - 1), 0)
     for d, count in enumerate(counts):
         for _ in range(count):
-            plan.put(F, d)
+            plan.add(F, d)
     for d in reversed(range(P)):
-        plan.put(I, d)
+        plan.add(I, d)
 
 
 def _is_better_late(plan: Plan, device: int) -> bool:
     """Return whether a forward would delay the device's next input gradient by more than it may wait."""
     if device + 1 == len(plan.rows) or plan.count(F, device) < plan.count(F, device + 1) + 2:
         return False
-    arrival = plan.free[device + 1] + plan.seconds[F] + plan.seconds[I] + plan.order.link
-    room, activations = 0, plan.held[device]
-    while activations + 1 > plan.most + 1e-9 and room < len(plan.late[device]):
-        room, activations = room + 1, activations + plan.frees[W]
-    begin = plan.free[device]
+    arrival = plan.free_at[device + 1] + plan.duration[F] + plan.duration[I] + plan.order.link
+    # the weight gradients that must come before the forward, to make room for its activations
+    needed, activations = 0, plan.activations[device]
+    while activations + 1 > plan.limit + 1e-9 and needed < len(plan.delayed[device]):
+        needed, activations = needed + 1, activations + plan.change[W]
+    begin = plan.free_at[device]
     if begin >= arrival:
         return True
-    return begin + plan.seconds[F] + room * plan.seconds[W] > arrival and arrival - begin <= plan.allow(device)
+    return begin + plan.duration[F] + needed * plan.duration[W] > arrival and arrival - begin <= plan.find_slack(device)

@@ -13,7 +13,7 @@ import json
 import math
 from itertools import count
 from pathlib import Path
-from typing import Any, Dict, Iterator, NamedTuple, Sequence, Union
+from typing import Any, Dict, Iterator, List, NamedTuple, Sequence, Tuple, Union
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from ipu_pipe.files import atomic_file
 from ipu_pipe.schedule.actions import PASSES, SPLIT_PASSES, Kind, get_pass_needs
 from ipu_pipe.trace import events as ev
-from ipu_pipe.trace.events import KINDS, PAYLOADS, WAIT, Counter, Counters, Event, Events
+from ipu_pipe.trace.events import KIND_CODE, KINDS, PAYLOAD_CODE, PAYLOADS, WAIT, Counter, Counters, Event, Events
 
 LETTERS = {kind.word: kind.value for kind in (*PASSES, *SPLIT_PASSES, Kind.UPDATE)}
 # names of events, followed by the number of their microbatch
@@ -29,18 +29,16 @@ NAMES = [LETTERS.get(kind, f"{kind} ") for kind in KINDS]
 GZIP_LEVEL = 5
 RECORDS_AT_ONCE = 1 << 14
 
-# What a pass hands on to a pass of its kind on another stage, as an index into PAYLOADS, and how many stages on that is.
+# what a pass hands on to the pass of its kind on the neighbouring stage
 HANDS_ON = {
-    kind: (PAYLOADS.index(payload), -need.offset)
-    for kind, payload in (
-        (Kind.FORWARD, "activations"),
-        (Kind.RECOMPUTE, "recomputed activations"),
-        (Kind.BACKWARD, "gradients"),
-        (Kind.INPUT_GRADIENT, "gradients"),
-    )
-    for need in get_pass_needs(kind)
-    if need.offset
-}
+    Kind.FORWARD: "activations", Kind.RECOMPUTE: "recomputed activations",
+    Kind.BACKWARD: "gradients", Kind.INPUT_GRADIENT: "gradients",
+}  # fmt: skip
+# the same as codes: of the payload by the kind; and by the payload, how many stages on it goes (0: not from stage to stage)
+PAYLOAD_OF_KIND, STAGES_ON = np.zeros(len(KINDS), np.int64), np.zeros(len(PAYLOADS), np.int64)
+for _kind, _payload in HANDS_ON.items():
+    PAYLOAD_OF_KIND[KIND_CODE[_kind.word]] = PAYLOAD_CODE[_payload]
+    STAGES_ON[PAYLOAD_CODE[_payload]] = -sum(need.offset for need in get_pass_needs(_kind))
 
 
 def write_chrome(
@@ -86,14 +84,12 @@ def _name_tracks(events: Events, thread: NDArray[np.int64]) -> Iterator[str]:
         stages = ", ".join(str(stage) for stage in np.unique(events.stage[here]).tolist() if stage >= 0)
         names = {device: f"compute, stage {stages}" if stages else "compute"}
         names.update({number: "communication" for number in np.unique(thread[here]).tolist() if number != device})
-        records = [
+        records: List[Tuple[int, str, Dict[str, Any]]] = [
             (device, "process_name", {"name": f"device {device}"}),
             (device, "process_sort_index", {"sort_index": device}),
-        ]
-        for number, name, args in [
-            *records,
             *((number, "thread_name", {"name": name}) for number, name in names.items()),
-        ]:
+        ]
+        for number, name, args in records:
             yield json.dumps({"ph": "M", "pid": device, "tid": number, "name": name, "args": args})
 
 
@@ -109,41 +105,44 @@ class Arrows(NamedTuple):
 
 
 def find_arrows(events: Events, metadata: Dict[str, Any]) -> Arrows:
-    """Return which event enables which other one: from a send to the pass that it is for, else to the receive or the wait; and
-    from pass to pass where no sends are recorded, or within a device."""
-    offset_of, payload_of = np.zeros(len(PAYLOADS), np.int64), np.zeros(len(KINDS), np.int64)
-    for kind, (payload, offset) in HANDS_ON.items():
-        offset_of[payload], payload_of[KINDS.index(kind.word)] = offset, payload
-    is_pass = events.is_kind(*(kind.word for kind in HANDS_ON))
-    carries = np.where(is_pass, payload_of[events.kind], events.carries)
-    # a message between stages is known by its target stage, any other one by the device that sent it
-    goal = np.where(offset_of[carries] != 0, events.stage + offset_of[carries], -2 - events.device)
-    place = np.where(offset_of[carries] != 0, events.stage, -2 - events.peer)
+    """Return which event enables which other one.
 
-    def match(
-        sources: NDArray[Any], goal_device: NDArray[Any], targets: NDArray[Any], device: NDArray[Any]
-    ) -> NDArray[Any]:
+        device 0    F0   send                  a send enables the pass on the receiving device that takes its payload; if that is
+        device 1         wait   recv   F0      not recorded, the receive, and if that is not recorded either, the wait
+
+    Where no sends are recorded, and between stages of one device, a pass enables the pass of its kind on the next stage.
+    """
+    is_pass = events.is_kind(*(kind.word for kind in HANDS_ON))
+    sends, passes = np.flatnonzero(events.is_kind("send") & (events.peer >= 0)), np.flatnonzero(is_pass)
+    # [1] a payload between stages is for a stage; any other one, such as norms, is of the device that sent it: -2 - device
+    carries = np.where(is_pass, PAYLOAD_OF_KIND[events.kind], events.carries)
+    stages_on = STAGES_ON[carries]
+    address = np.where(stages_on != 0, events.stage + stages_on, -2 - events.device)
+    taken_at = np.where(stages_on != 0, events.stage, -2 - events.peer)
+
+    def match(sources: NDArray[Any], to: NDArray[Any], targets: NDArray[Any], at: NDArray[Any]) -> NDArray[Any]:
+        """Return the first target of each source, `at` the device `to` which the source sends; -1 if there is none."""
         index = _match_first(
-            [goal_device[sources], goal[sources], events.microbatch[sources], carries[sources]],
-            [device[targets], place[targets], events.microbatch[targets], carries[targets]],
+            [to[sources], address[sources], events.microbatch[sources], carries[sources]],
+            [at[targets], taken_at[targets], events.microbatch[targets], carries[targets]],
             events.start[targets],
         )
         return np.append(targets, -1)[index]
 
-    sends, passes = np.flatnonzero(events.is_kind("send") & (events.peer >= 0)), np.flatnonzero(is_pass)
-    target = np.full(len(sends), -1)
+    # [2] from sends
+    target_of_send = np.full(len(sends), -1)
     for targets in (passes, np.flatnonzero(events.is_kind("recv")), np.flatnonzero(events.is_kind(WAIT))):
-        is_open = target < 0
-        target[is_open] = match(sends[is_open], events.peer, targets, events.device)
-    # the devices of a replica
+        is_open = target_of_send < 0
+        target_of_send[is_open] = match(sends[is_open], events.peer, targets, events.device)
+    # [3] from pass to pass, within a replica
     devices = max(metadata.get("device_of_stage") or [-1]) + 1
     replica = events.device // devices if devices else np.zeros_like(events.device)
     if not metadata.get("gradients_cross", True):
-        passes = passes[carries[passes] != PAYLOADS.index("gradients")]
+        passes = passes[carries[passes] != PAYLOAD_CODE["gradients"]]
     next_pass = match(passes, replica, passes, replica)
     if len(sends):
         next_pass[events.device[next_pass] != events.device[passes]] = -1
-    source, target = np.concatenate([sends, passes]), np.concatenate([target, next_pass])
+    source, target = np.concatenate([sends, passes]), np.concatenate([target_of_send, next_pass])
     known = target >= 0
     return Arrows(source[known], target[known], carries[source[known]])
 
@@ -154,12 +153,12 @@ def _match_first(
     """Return for each row of the columns `wanted` the index of the equal row of `rows` with the least start; -1 without one."""
     if not len(rows[0]):
         return np.full(len(wanted[0]), -1)
-    # one integer for a row, by the ranges of the columns
+    # one integer for a row, like the digits of a number: each column has the base of its range
     keys, row_keys = np.zeros(len(wanted[0]), np.int64), np.zeros(len(rows[0]), np.int64)
-    for left, right in zip(wanted, rows):
-        least = min(int(left.min(initial=0)), int(right.min()))
-        count = max(int(left.max(initial=0)), int(right.max())) - least + 1
-        keys, row_keys = (k * count + column - least for k, column in ((keys, left), (row_keys, right)))
+    for column, row_column in zip(wanted, rows):
+        least = min(int(column.min(initial=0)), int(row_column.min()))
+        base = max(int(column.max(initial=0)), int(row_column.max())) - least + 1
+        keys, row_keys = keys * base + column - least, row_keys * base + row_column - least
     order = np.lexsort((start, row_keys))
     place = np.minimum(np.searchsorted(row_keys[order], keys), len(order) - 1)
     return np.where(row_keys[order][place] == keys, order[place], -1)
@@ -199,16 +198,15 @@ def _format_arrows(events: Events, thread: NDArray[np.int64], arrows: Arrows) ->
     end = np.where(to_pass, np.minimum(np.maximum(target.start + 1, source.start), target.end - 1), target.end - 1)
     begin = np.maximum(source.start, np.minimum(source.end - 1, end))
     shown = (begin <= end) & (begin < source.end) & (end >= target.start)
-    columns = [
-        [column[shown].tolist() for column in (event.device, thread[index], time)]
+    # (device, thread, time) of both ends
+    tails, heads = (
+        zip(*(column[shown].tolist() for column in (event.device, thread[index], time)))
         for event, index, time in ((source, arrows.source, begin), (target, arrows.target, end))
-    ]
-    for number, payload, start, finish in zip(
-        count(1), arrows.carries[shown].tolist(), zip(*columns[0]), zip(*columns[1])
-    ):
+    )
+    for number, payload, tail, head in zip(count(1), arrows.carries[shown].tolist(), tails, heads):
         shared = f'"cat":"{PAYLOADS[payload]}","name":"sends","id":{number}}}'
-        for head, (device, tid, time) in (('"s"', start), ('"f","bp":"e"', finish)):
-            yield f'{{"ph":{head},"pid":{device},"tid":{tid},"ts":{_format_time(time)},{shared}'
+        for kind, (device, tid, time) in (('"s"', tail), ('"f","bp":"e"', head)):
+            yield f'{{"ph":{kind},"pid":{device},"tid":{tid},"ts":{_format_time(time)},{shared}'
 
 
 def _format_counters(counters: Counters) -> Iterator[str]:
