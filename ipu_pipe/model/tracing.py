@@ -1,16 +1,22 @@
 """Record one real forward of a model as calls of modules and torch functions, with the stage of each call.
 
+A model is cut at a module inside it, although its forward is plain Python that cannot be cut. So the forward runs once while it
+is watched, and each stage then replays its part of the calls:
+
     model's forward         h = self.embed(x) + self.position; for block in self.blocks: h = block(h) ...
     recorded with           0 input  1 embed(x)  2 add(1, position)  3 blocks.0(2) | 4 blocks.1(3) ...
     boundary blocks.1                                 stage 0                      |   stage 1
 
-A module is one call, unless there is a boundary inside it: then its inner calls are recorded instead. Hooks see module calls,
-and a `FunctionWatch` sees the torch functions between them; both ignore everything inside a recorded call. Python code in
-between runs only during the recording: sizes, branches and counters are those of the recording. So are tensors that depend only
-on sizes (masks, positions): a tensor is *live* if its memory depends on the input or on weights; all others are constants.
+    [1] a module is one call, unless there is a boundary inside it: then its inner calls are recorded instead
+        (`begin_module`, `end_module`: hooks)
+    [2] a torch function between them is a call; functions inside a call are ignored (`watch_function`: a `FunctionWatch`)
+    [3] below these, every operation on memory is watched, also inside calls (`watch_operation`: an `OperationWatch`): a tensor
+        is *live* if its memory depends on the input or on weights; all others, such as masks and positions, are constants
+    [4] at the end, calls whose results are all constant are left out (`finish`)
 
-The rehearsal (ipu_pipe.model.rehearsal) finds what a recording cannot see. This file refuses what the rehearsal could miss:
-branches on values, tensors kept in attributes from stage to stage, Python's counters and random numbers.
+Python code between the calls runs only during the recording: sizes, branches and counters are those of the recording. The
+rehearsal (ipu_pipe.model.rehearsal) finds what a recording cannot see. This file refuses what the rehearsal could miss: branches
+on values, tensors kept in attributes from stage to stage, Python's counters and random numbers.
 """
 
 from __future__ import annotations
@@ -20,7 +26,7 @@ import functools
 import pickle
 import random
 from dataclasses import dataclass, field
-from typing import Any, Callable, Dict, Iterator, List, NamedTuple, NoReturn, Sequence, Set, Tuple, Type, Union
+from typing import Any, Callable, Dict, Iterator, List, Mapping, NamedTuple, NoReturn, Sequence, Set, Tuple, Type, Union
 
 import numpy as np
 import torch
@@ -147,50 +153,34 @@ class Recorder:
         named = dict([*model.named_parameters(), *model.named_buffers()])
         inputs, weights = flatten_tensors(x), [*model.parameters(), *model.buffers()]
         self.recording = Recording(named)
-        self._model, self._stages, self._stage = model, len(begins), 0
+        self._model, self._last_stage, self._stage = model, len(begins), 0
         self._begins = {id(model.get_submodule(name)): (name, s) for s, name in enumerate(begins, 1)}
-        self._around = {id(model.get_submodule(name)) for name in list_cut_modules(begins)}
+        self._cut_modules = {id(model.get_submodule(name)) for name in list_cut_modules(begins)}
         self._names = {id(module): name for name, module in model.named_modules()}
-        # the running modules around cuts
-        self._path: List[str] = []
-        # the depth inside a recorded call, and whether the recorder itself calls functions
-        self._inside, self._is_busy = 0, False
         with enter_model_autocast(model):
             self._base = torch.is_grad_enabled(), _read_autocast()
+        # the running modules around cuts, the innermost last
+        self._running: List[str] = []
+        # the running call: its name, the depth of modules inside it (0 between calls), and the storages that it has made
+        self._call_name, self._depth = "", 0
+        self._made: Set[int] = set()
+        # whether the recorder itself calls functions
+        self._is_busy = False
+        # id of a tensor -> its name or value
         self._weights = {id(tensor): name for name, tensor in named.items()}
-        # id of a tensor -> value
         self._values: Dict[int, Value] = {}
-        # ids and storage numbers are not reused while these tensors are referenced
-        self._alive: List[Any] = [*weights, *inputs]
         # live memory -> the stage that made it
         self._live: Dict[int, int] = {get_storage(t): ANYWHERE for t in weights}
         self._live.update({get_storage(t): 0 for t in inputs})
         # storages that are arguments of this stage's calls
-        self._handed: Set[int] = set()
-        # storages that the running call has made, and its name
-        self._made: Set[int] = set()
-        self._called = ""
-        self._note_result(self._add(None, (), {}), x)
-
-    def _add(self, target: Any, args: Any, keywords: Any) -> RecordedCall:
-        # look at the arguments before and after flattening, because PyTorch may know a cache as a nest
-        for value in (*args, *keywords.values(), *tree_flatten((args, keywords))[0]):
-            if type(value).__name__.endswith("Cache"):
-                self._fail(
-                    self._called,
-                    f"it takes a {type(value).__name__}, which keeps tensors from call to call and cannot cross a boundary:"
-                    " set config.use_cache = False",
-                )
-        grad, (base_grad, base) = torch.is_grad_enabled(), self._base
-        autocast = tuple(setting for setting, usual in zip(_read_autocast(), base) if setting != usual)
-        state = AutogradState(None if grad == base_grad else grad, autocast)
-        call = RecordedCall(len(self.recording.calls), self._stage, target, self._describe((args, keywords)), state)
-        self.recording.calls.append(call)
-        return call
+        self._arguments: Set[int] = set()
+        # ids and storage numbers are not reused while these tensors are referenced
+        self._alive: List[Any] = [*weights, *inputs]
+        self._note_result(self._add_call(None, (), {}), x)
 
     def _fail(self, operation: str, why: str, kind: Type[BadInput] = BadInput) -> NoReturn:
         """Raise `BadInput` for an operation that cannot be cut."""
-        where = (self._path[-1] if self._path else "") or "the model's own forward"
+        where = (self._running[-1] if self._running else "") or "the model's own forward"
         raise kind(f"model: {type(self._model).__name__}: stage {self._stage}: {operation} in {where}: {why}")
 
     def _fail_on_values(self, operation: str) -> NoReturn:
@@ -201,26 +191,86 @@ class Recorder:
             ReadsValues,
         )
 
-    # ---- memory
+    # ---- [1] modules
 
-    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operation and track the storages that it reads, makes and writes."""
-        places = {get_storage(t) for t in iterate_tensors((*args, *kwargs.values()))}
-        is_live, name = not places.isdisjoint(self._live), func.overloadpacket.__name__
-        if is_live and name in VALUE_READS and not self._inside:
+    def begin_module(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Begin a module's run, and its stage if it is a boundary: a forward pre-hook."""
+        name, recording = self._names[id(module)], self.recording
+        if id(module) in self._begins:
+            self._begin_stage(*self._begins[id(module)])
+        recording.runs[self._stage, name] = recording.runs.get((self._stage, name), 0) + 1
+        if self._depth:
+            self._depth += 1
+            return
+        recording.reached.setdefault(name, self._stage)
+        if id(module) in self._cut_modules:
+            self._running.append(name)
+            return
+        self._is_busy, self._call_name, self._made = True, name, set()
+        self._add_call(name, args, kwargs)
+        self._is_busy, self._depth = False, 1
+
+    def end_module(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """End a module's run: a forward hook."""
+        if not self._depth:
+            self._running.pop()
+            return
+        if self._depth == 1:
+            self._note_result(self.recording.calls[-1], output)
+        self._depth -= 1
+
+    def _begin_stage(self, name: str, stage: int) -> None:
+        if stage <= self._stage:
+            # the module runs once more
+            return
+        if stage != self._stage + 1:
+            raise BadInput(
+                f"stages: {name}: begins stage {stage}, but runs during stage {self._stage}: must be in order"
+            )
+        if self._depth:
+            raise BadInput(
+                f"stages: {name}: first runs inside {self._call_name}, which is not a module around it: no stage can begin there"
+            )
+        self._stage, self._arguments = stage, set()
+
+    # ---- [2] functions
+
+    def watch_function(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Call a torch function and record it, unless it is inside a recorded call."""
+        if self._is_busy or self._depth:
+            return func(*args, **kwargs)
+        if func is torch.Tensor.__iter__:
+            return iter(self.watch_function(torch.Tensor.unbind, args, {}))
+        name = name_operation(func)
+        if name in PYTHON_READS and get_storage(args[0]) in self._live:
             self._fail_on_values(name)
-        if self._inside and any(
-            ANYWHERE < self._live.get(place, ANYWHERE) < self._stage and place not in self._handed for place in places
+        self._call_name, self._made = name, set()
+        result = func(*args, **kwargs)
+        # other functions return sizes and types
+        if flatten_tensors(result) or (result is None and flatten_tensors((args, kwargs))) or name in HOOKS:
+            self._note_result(self._add_call(func, args, kwargs), result)
+        return result
+
+    # ---- [3] memory
+
+    def watch_operation(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operation and track the storages that it reads, makes and writes."""
+        read = {get_storage(t) for t in iterate_tensors((*args, *kwargs.values()))}
+        is_live, name = not read.isdisjoint(self._live), func.overloadpacket.__name__
+        if is_live and name in VALUE_READS and not self._depth:
+            self._fail_on_values(name)
+        if self._depth and any(
+            ANYWHERE < self._live.get(place, ANYWHERE) < self._stage and place not in self._arguments for place in read
         ):
             self._fail(
-                self._called,
+                self._call_name,
                 f"its {name} reads a tensor that an earlier stage made and kept aside (an attribute, a list): give it to the"
                 " module as an argument, or begin the stage elsewhere",
             )
         result = func(*args, **kwargs)
         for tensor in iterate_tensors((result,)):
             place = get_storage(tensor)
-            if place not in places:
+            if place not in read:
                 self._made.add(place)
                 self._alive.append(
                     StorageWeakRef(tensor.untyped_storage()) if tensor.layout is torch.strided else tensor
@@ -233,17 +283,34 @@ class Recorder:
                 self._live.setdefault(place, self._stage)
         return result
 
-    # ---- arguments and results
+    # ---- calls, their arguments and results
+
+    def _add_call(self, target: Any, args: Any, keywords: Any) -> RecordedCall:
+        # look at the arguments before and after flattening, because PyTorch may know a cache as a nest
+        for value in (*args, *keywords.values(), *tree_flatten((args, keywords))[0]):
+            if type(value).__name__.endswith("Cache"):
+                self._fail(
+                    self._call_name,
+                    f"it takes a {type(value).__name__}, which keeps tensors from call to call and cannot cross a boundary:"
+                    " set config.use_cache = False",
+                )
+        grad, (base_grad, base) = torch.is_grad_enabled(), self._base
+        autocast = tuple(setting for setting, usual in zip(_read_autocast(), base) if setting != usual)
+        state = AutogradState(None if grad == base_grad else grad, autocast)
+        call = RecordedCall(len(self.recording.calls), self._stage, target, self._describe((args, keywords)), state)
+        self.recording.calls.append(call)
+        return call
 
     def _describe(self, nest: Any) -> Template:
         leaves, spec = tree_flatten(nest)
         return Template(tuple(map(self._name_leaf, leaves)), spec)
 
     def _name_leaf(self, value: Any) -> Any:
+        """Return the key of a live tensor, another value unchanged."""
         if not isinstance(value, torch.Tensor):
             return value
         if id(value) in self._values:
-            self._handed.add(get_storage(value))
+            self._arguments.add(get_storage(value))
             return self._values[id(value)]
         if id(value) in self._weights:
             return Weight(self._weights[id(value)])
@@ -262,67 +329,11 @@ class Recorder:
                 self._values[id(tensor)] = Value(call.index, i)
                 self.recording.tensors[Value(call.index, i)] = tensor
 
-    # ---- functions and modules
-
-    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Call a function and record it, unless it is inside a recorded call."""
-        if self._is_busy or self._inside:
-            return func(*args, **kwargs)
-        if func is torch.Tensor.__iter__:
-            return iter(self.call(torch.Tensor.unbind, args, {}))
-        name = name_operation(func)
-        if name in PYTHON_READS and get_storage(args[0]) in self._live:
-            self._fail_on_values(name)
-        self._called, self._made = name, set()
-        result = func(*args, **kwargs)
-        # other functions return sizes and types
-        if flatten_tensors(result) or (result is None and flatten_tensors((args, kwargs))) or name in HOOKS:
-            self._note_result(self._add(func, args, kwargs), result)
-        return result
-
-    def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Begin a module's run: a forward pre-hook."""
-        name, recording = self._names[id(module)], self.recording
-        if id(module) in self._begins:
-            self._enter(*self._begins[id(module)])
-        recording.runs[self._stage, name] = recording.runs.get((self._stage, name), 0) + 1
-        if self._inside:
-            self._inside += 1
-            return
-        recording.reached.setdefault(name, self._stage)
-        if id(module) in self._around:
-            self._path.append(name)
-            return
-        self._is_busy, self._called, self._made = True, name, set()
-        self._add(name, args, kwargs)
-        self._is_busy, self._inside = False, 1
-
-    def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """End a module's run: a forward hook."""
-        if not self._inside:
-            self._path.pop()
-            return
-        if self._inside == 1:
-            self._note_result(self.recording.calls[-1], output)
-        self._inside -= 1
-
-    def _enter(self, name: str, stage: int) -> None:
-        if stage <= self._stage:
-            # the module runs once more
-            return
-        if stage != self._stage + 1:
-            raise BadInput(
-                f"stages: {name}: begins stage {stage}, but runs during stage {self._stage}: must be in order"
-            )
-        if self._inside:
-            raise BadInput(
-                f"stages: {name}: first runs inside {self._called}, which is not a module around it: no stage can begin there"
-            )
-        self._stage, self._handed = stage, set()
+    # ---- [4] the end
 
     def finish(self, output: Any) -> Recording:
         """Add the model's output, turn values that are not live into constants, and return the recording."""
-        if self._stage != self._stages:
+        if self._stage != self._last_stage:
             late = next(name for name, stage in self._begins.values() if stage > self._stage)
             raise BadInput(
                 f"stages: {late}: does not run in this forward after the stages before: no stage can begin there"
@@ -400,9 +411,11 @@ def _watch_modules(model: nn.Module, recorder: Recorder, traced: bool) -> Iterat
         torch.set_autocast_cache_enabled(False)
         with contextlib.ExitStack() as handles:
             for module in model.modules():
-                handles.enter_context(module.register_forward_pre_hook(recorder.before, prepend=True, with_kwargs=True))
-                handles.enter_context(module.register_forward_hook(recorder.after, with_kwargs=True))
-            with OperationWatch(recorder.run), FunctionWatch(recorder.call):
+                handles.enter_context(
+                    module.register_forward_pre_hook(recorder.begin_module, prepend=True, with_kwargs=True)
+                )
+                handles.enter_context(module.register_forward_hook(recorder.end_module, with_kwargs=True))
+            with OperationWatch(recorder.watch_operation), FunctionWatch(recorder.watch_function):
                 yield
     finally:
         torch.jit.is_tracing = is_tracing
@@ -411,34 +424,24 @@ def _watch_modules(model: nn.Module, recorder: Recorder, traced: bool) -> Iterat
             table.update(saved_hooks)
 
 
-def record_forward(model: nn.Module, begins: Sequence[str], x: Any, traced: bool) -> Recording:
-    """Record one forward of the input `x`, which the forward may overwrite, in the model's present mode.
+@contextlib.contextmanager
+def _require_unchanged_python(model: nn.Module, owners: Mapping[str, nn.Module]) -> Iterator[None]:
+    """Raise `BadInput` if Python's or numpy's random state or a number in an attribute of `owners` changes inside the context.
 
-    `traced`: run with `torch.jit.is_tracing` true, for which models leave out branches on values. Raise `BadInput` if the model
-    cannot be cut at `begins`.
+    A replay of the calls would not change them.
     """
-    owners = [(name, model.get_submodule(name)) for name in list_cut_modules(begins)]
-    for name, owner in owners:
-        if owner._forward_hooks or owner._forward_pre_hooks or owner._backward_hooks or owner._backward_pre_hooks:
-            raise BadInput(
-                f"stages: {name or 'the model'}: has hooks, but stages begin inside it, where they would not run: put them on"
-                " modules inside, or begin stages elsewhere"
-            )
 
     def read_numbers() -> Dict[str, Any]:
         return {
-            join_name(n, key): v for n, owner in owners for key, v in vars(owner).items() if type(v) in (int, float)
+            join_name(n, key): v for n, owner in owners.items() for key, v in vars(owner).items() if type(v) in (int, float)
         }
 
     def read_random() -> Any:
         return random.getstate(), pickle.dumps(np.random.get_state())
 
-    numbers, drawn_from = read_numbers(), read_random()
-    recorder = Recorder(model, begins, x)
-    with _watch_modules(model, recorder, traced):
-        output = call_model(model, x)
-    recording = recorder.finish(output)
-    if read_random() != drawn_from:
+    numbers, random_states = read_numbers(), read_random()
+    yield
+    if read_random() != random_states:
         raise BadInput(
             f"model: {type(model).__name__}: its forward draws from Python's random or numpy's, which no seed of a microbatch"
             " reaches: draw from torch"
@@ -449,4 +452,23 @@ def record_forward(model: nn.Module, begins: Sequence[str], x: Any, traced: bool
                 f"model: {name}: the forward changes this number in a module that is cut, where Python code runs only once: keep"
                 " it in a buffer (self.count.add_(1)) or in a module inside, or begin no stage inside that module"
             )
-    return recording
+
+
+def record_forward(model: nn.Module, begins: Sequence[str], x: Any, traced: bool) -> Recording:
+    """Record one forward of the input `x`, which the forward may overwrite, in the model's present mode.
+
+    `traced`: run with `torch.jit.is_tracing` true, for which models leave out branches on values. Raise `BadInput` if the model
+    cannot be cut at `begins`.
+    """
+    owners = {name: model.get_submodule(name) for name in list_cut_modules(begins)}
+    for name, owner in owners.items():
+        if owner._forward_hooks or owner._forward_pre_hooks or owner._backward_hooks or owner._backward_pre_hooks:
+            raise BadInput(
+                f"stages: {name or 'the model'}: has hooks, but stages begin inside it, where they would not run: put them on"
+                " modules inside, or begin stages elsewhere"
+            )
+    with _require_unchanged_python(model, owners):
+        recorder = Recorder(model, begins, x)
+        with _watch_modules(model, recorder, traced):
+            output = call_model(model, x)
+        return recorder.finish(output)
