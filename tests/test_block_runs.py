@@ -23,7 +23,6 @@ from ipu_pipe.schedule.methods import Method, resolve_method
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.studies import vector_grids, vector_runs
-from ipu_pipe.studies.experiment import judge
 from ipu_pipe.studies.history_delays import fit_exponent
 from ipu_pipe.studies.vector_runs import (
     Logistic,
@@ -36,6 +35,7 @@ from ipu_pipe.studies.vector_runs import (
     run_pipedream,
     run_randomized,
 )
+from ipu_pipe.studies.verdicts import judge
 from ipu_pipe.update.apply import UpdateRules
 from ipu_pipe.update.optimizer import make_groups
 from tests.support import vectors

@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 from ipu_pipe.studies.catalogue import find_experiments
-from ipu_pipe.studies.experiment import CONTRADICTED, NOT_RUN, SHOWN, UNDECIDED
 from ipu_pipe.studies.theory_figures import FIGURES
+from ipu_pipe.studies.verdicts import CONTRADICTED, NOT_RUN, SHOWN, UNDECIDED
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results"

@@ -26,7 +26,8 @@ from ipu_pipe.plan.tensor_parallel import predict_tensor_parallel
 from ipu_pipe.schedule.clock import HOST
 from ipu_pipe.schedule.methods import METHODS
 from ipu_pipe.studies import catalogue, predicted_2bw, predicted_local, predicted_pipemare
-from ipu_pipe.studies.experiment import CONTRADICTED, PredictedRows, judge_exactly, make_prediction
+from ipu_pipe.studies.experiment import PredictedRows, make_prediction
+from ipu_pipe.studies.verdicts import CONTRADICTED, judge_exactly
 
 ROOT = Path(__file__).resolve().parents[1]
 RATE = {"peak_flops": 1.0, "achievable_share": 1}

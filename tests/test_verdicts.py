@@ -7,7 +7,7 @@ from typing import Dict, List, Optional
 
 import pytest
 
-from ipu_pipe.studies.experiment import (
+from ipu_pipe.studies.verdicts import (
     CONTRADICTED,
     NOT_RUN,
     SHOWN,

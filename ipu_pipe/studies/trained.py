@@ -10,7 +10,7 @@
                       and `seed`, such as a validation split of the data; the best final value chooses the row's
     hours             about how long all runs take one core, from measured updates; without it, not known to be short
     measure           {name, ...}: what is measured of each run (ipu_pipe.studies.measures; test_accuracy by default)
-    expect            what the paper says of the rows (ipu_pipe.studies.experiment), a list: {better, than, by}: row `better` is
+    expect            what the paper says of the rows (ipu_pipe.studies.verdicts), a list: {better, than, by}: row `better` is
                       better than row `than` by more than `by`; {equal, to, margin}: they differ by less than `margin`; with
                       `at: time` not when both end, but at the planned time at which the first row of all ends
 
@@ -40,8 +40,9 @@ from ipu_pipe.errors import BadInput, raise_faults
 from ipu_pipe.files import write_json
 from ipu_pipe.report.plots import describe_sizes
 from ipu_pipe.run.build import build
-from ipu_pipe.studies.experiment import Claim, Experiment, Findings, Key, Request, Verdict, judge, run_all
+from ipu_pipe.studies.experiment import Experiment, Findings, Key, Request, run_all
 from ipu_pipe.studies.measures import MEASURES, Measure, MeasureOptions, Result, Runs
+from ipu_pipe.studies.verdicts import Claim, Verdict, judge
 
 Keys = Dict[str, Any]
 

@@ -20,8 +20,9 @@ import numpy as np
 from ipu_pipe.report.plots import describe_seeds, open_figure, plot_mean_with_range
 from ipu_pipe.schedule.delays import compute_greatest_delay
 from ipu_pipe.studies import vector_runs
-from ipu_pipe.studies.experiment import Claim, Experiment, Findings, Request, judge, run_all
+from ipu_pipe.studies.experiment import Experiment, Findings, Request, run_all
 from ipu_pipe.studies.vector_runs import Floats, Objective
+from ipu_pipe.studies.verdicts import Claim, judge
 
 MEASURED = "f - f*"
 
