@@ -11,7 +11,6 @@ Where a fact is not confirmed, marked [U] in the comments, the double does the s
 Environment variables of the double, for a process of its own:
 
     POPTORCH_DOUBLE_IPUS         IPUs of the machine (as many as the largest model alone needs; 0: no hardware)
-    POPTORCH_DOUBLE_IPU_VERSION  their version (2)
     POPTORCH_DOUBLE_FAIL         faults: EVENT:CALL:ERROR[:ACTION],...   execute:3:RecoverableError:LINK_RESET
     POPTORCH_DOUBLE_RECORD       JSON file that gets what was recorded when the process ends
     POPTORCH_DOUBLE_ALONE        1: a process of several trains without averaging gradients with the others
@@ -25,7 +24,7 @@ import importlib
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Dict, Iterator, Optional
+from typing import Any, Dict, Iterator
 
 import pytest
 
@@ -38,18 +37,15 @@ def _ours() -> Dict[str, ModuleType]:
     return {name: module for name, module in sys.modules.items() if name.partition(".")[0] in PACKAGES}
 
 
-def install(monkeypatch: Optional[Any] = None) -> Any:
-    """Make `import poptorch`, `popdist` and `pva` give the doubles, as if just imported; returns `poptorch`.
+def install(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Make `import poptorch`, `popdist` and `pva` give the doubles, as if just imported; return `poptorch`.
 
-    With pytest's `monkeypatch` the import path, the modules and the environment are put back when the test ends; without,
-    call `remove`. Modules that imported `poptorch` at their top keep what they got.
+    The import path, the modules and the environment are put back when the test ends. Modules that imported `poptorch` at
+    their top keep what they got.
     """
-    remove()
-    if monkeypatch is None:
-        sys.path.insert(0, PATH)
-    else:
-        monkeypatch.setenv("RDMAV_FORK_SAFE", "1")  # importing sets it, as PopTorch does
-        monkeypatch.syspath_prepend(PATH)
+    _remove_modules()
+    monkeypatch.setenv("RDMAV_FORK_SAFE", "1")  # importing sets it, as PopTorch does
+    monkeypatch.syspath_prepend(PATH)
     if not _loaded:
         with contextlib.redirect_stderr(sys.__stderr__):  # a test's capture may be no file
             for name in ("poptorch", "popdist.poptorch", "pva"):
@@ -57,10 +53,7 @@ def install(monkeypatch: Optional[Any] = None) -> Any:
         _loaded.update(_ours())
         _remove_modules()
     for name, module in _loaded.items():
-        if monkeypatch is None:
-            sys.modules[name] = module
-        else:
-            monkeypatch.setitem(sys.modules, name, module)
+        monkeypatch.setitem(sys.modules, name, module)
     _forget()
     return _loaded["poptorch"]
 
@@ -69,8 +62,8 @@ def _forget() -> None:
     """Nothing was asked yet, no device is held."""
     poptorch, device = _loaded["poptorch"], _loaded["poptorch._device"]
     poptorch.recorded.__init__()
-    for kept in (device.held, device.held_ids):
-        kept.clear()
+    device.held.clear()
+    device.held_ids.clear()
     device.largest[:] = [0]
     _loaded["popdist"]._initialised = False
 
@@ -80,15 +73,8 @@ def _remove_modules() -> None:
         del sys.modules[name]
 
 
-def remove() -> None:
-    """Take the doubles out of the import path and of `sys.modules`."""
-    while PATH in sys.path:
-        sys.path.remove(PATH)
-    _remove_modules()
-
-
 @pytest.fixture
 def poptorch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The double, fresh for one test."""
     yield install(monkeypatch)
-    remove()
+    _remove_modules()

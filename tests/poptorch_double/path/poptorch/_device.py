@@ -1,7 +1,7 @@
 """The IPUs of the simulated machine: how many there are and who holds them.
 
-POPTORCH_DOUBLE_IPUS says how many (0: no hardware), POPTORCH_DOUBLE_IPU_VERSION which (2). Unless the number is set the
-machine has exactly as many as the largest model that was alone on it: a second model finds no IPU left.
+POPTORCH_DOUBLE_IPUS says how many (0: no hardware). Unless it is set the machine has exactly as many as the largest model
+that was alone on it: a second model finds no IPU left.
 """
 
 from __future__ import annotations
@@ -24,10 +24,6 @@ largest = [0]  # IPUs of the largest model that was alone
 
 def total() -> int:
     return int(os.environ.get("POPTORCH_DOUBLE_IPUS", str(MOST_PER_PROCESS)))
-
-
-def version() -> int:
-    return int(os.environ.get("POPTORCH_DOUBLE_IPU_VERSION", "2")) if total() else 0
 
 
 def rounded(ipus: int) -> int:

@@ -77,8 +77,8 @@ def describe(optimizer: Any, names: Mapping[int, str], options: Any) -> Descript
     if options._Popart.options.get("automaticLossScalingSettings.enabled"):
         variables["loss_scaling"] = (scaling, False)
     skipped = {*entry["group_vars"], *entry["global_vars"]}
-    own = [name for name in entry["extra_args"] if name not in skipped]
-    attributes = {name: getattr(optimizer, name, optim.OWN_DEFAULTS.get(name, torch.float32)) for name in own}
+    extra = [name for name in entry["extra_args"] if name not in skipped]
+    attributes = {name: getattr(optimizer, name, optim.OWN_DEFAULTS.get(name, torch.float32)) for name in extra}
     limit = attributes.get("max_grad_norm")
     if limit is not None and (math.isnan(limit) or limit <= 0):
         raise ValueError(f"max_grad_norm must be a positive number, not {limit}")
@@ -98,13 +98,9 @@ def _refuse_unsupported(group: Mapping[str, Any], family: str) -> None:
 
 def check_replacement(old: Description, new: Description) -> None:
     """What a compiled executable accepts in place of the optimizer it was compiled with."""
-    if old.kind != new.kind:
-        raise popart_error(f"New Optimizer of type {new.kind} can not replace the compiled one of type {old.kind}")
-    if old.attributes != new.attributes:
-        changed = sorted(name for name in old.attributes if old.attributes[name] != new.attributes.get(name))
-        raise popart_error(f"{', '.join(changed)}: attributes of the compiled optimizer can not change")
-    if old.parameters != new.parameters:  # [U] PopTorch keeps the compiled groups without a word
-        raise popart_error("the compiled optimizer's parameter groups can not change: other groups or other parameters")
+    # [U] PopTorch keeps the compiled groups of parameters without a word
+    if (old.kind, old.attributes, old.parameters) != (new.kind, new.attributes, new.parameters):
+        raise popart_error("type, attributes and parameter groups of the compiled optimizer can not change")
     for before, after in [(old.variables, new.variables), *zip(old.groups, new.groups)]:
         for name, (value, constant) in before.items():
             if constant != after[name][1]:
@@ -234,12 +230,12 @@ class Twin:
     def write(self, state: Mapping[str, Any]) -> None:
         """States that are not given stay as they are, with a warning. Rates are not written: the last one set counts
         (devicex.cpp, updateOptimizerTensors)."""
-        for name, own in self.states.items():
+        for name, value in self.states.items():
             if name not in state:
                 recorded.warn(f"writeOptimizerState: ignoring missing state {name}")
                 continue
-            if state[name].shape != own.shape or state[name].dtype != own.dtype:
+            if state[name].shape != value.shape or state[name].dtype != value.dtype:
                 raise DoubleRefuses(
-                    f"{name}: PopTorch would read the tensor's memory as {own.dtype} {tuple(own.shape)}"
+                    f"{name}: PopTorch would read the tensor's memory as {value.dtype} {tuple(value.shape)}"
                 )
-            own.copy_(state[name])
+            value.copy_(state[name])

@@ -256,11 +256,11 @@ class Program:
             enums.MeanReductionStrategy.PostAndLoss: self.accumulation,
         }[strategy]
         for name, p in self.model.named_parameters():
-            found = [one[name] for one in gradients if name in one]
+            shares = [one[name] for one in gradients if name in one]
             p.grad = None
-            if found:
-                total = found[0]
-                for other in found[1:]:
+            if shares:
+                total = shares[0]
+                for other in shares[1:]:
                     total = total + other
                 p.grad = total / divisor if mean else total
         assert self.twin is not None
@@ -275,14 +275,12 @@ class Program:
         """Final: the last micro-batch of every replica; All; EveryN: every n-th; Sum: over all, of every replica."""
         steps = [(d, g) for d in range(self.iterations) for g in range(self.accumulation)]
         mode, period = enums.OutputMode(self.options.output_mode), self.options.output_return_period
-        chosen = {
-            enums.OutputMode.Final: steps[-1:],
-            enums.OutputMode.EveryN: steps[period - 1 :: period],
-        }.get(mode, steps)
-        kept = [[_trace.flat(outputs[d, g, r]) for r in range(self.replicas)] for d, g in chosen]
+        modes = {enums.OutputMode.Final: steps[-1:], enums.OutputMode.EveryN: steps[period - 1 :: period]}
+        chosen = modes.get(mode, steps)
+        by_step = [[_trace.flat(outputs[d, g, r]) for r in range(self.replicas)] for d, g in chosen]
         if mode == enums.OutputMode.Sum:
-            kept = [[[_sum(step[r][i] for step in kept) for i in range(len(kept[0][r]))] for r in range(self.replicas)]]
-        leaves = [leaf for step in kept for leaf in step]
+            by_step = [[[_sum(values) for values in zip(*(step[r] for step in by_step))] for r in range(self.replicas)]]
+        leaves = [leaf for step in by_step for leaf in step]
         joined = iter([_join([one[i] for one in leaves]) for i in range(len(leaves[0]))])
         return _rebuilt(outputs[0, 0, 0], self.static, joined)
 

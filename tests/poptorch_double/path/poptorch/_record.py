@@ -93,12 +93,6 @@ class Recorder:
         self.executors = 0
         self._failures: List[Failure] = []
 
-    def clear(self) -> None:
-        """Forget all that was recorded and every fault that was ordered; executors are counted on."""
-        count = self.executors
-        self.__init__()
-        self.executors = count
-
     def names(self) -> List[str]:
         """The names of the calls, in order."""
         return [call.name for call in self.calls]

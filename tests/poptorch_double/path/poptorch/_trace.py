@@ -141,8 +141,8 @@ class Trace(TorchFunctionMode):
         ):
             op = {"cross_entropy": "masked_select", "scaled_dot_product_attention": "tril"}[name]
             raise cpp_error(f"Unsupported ops found in compiled model: [aten::{op}].")
-        given = tensors([args, kwargs])
-        for tensor in given:
+        inputs = tensors([args, kwargs])
+        for tensor in inputs:
             self._check_place(name, tensor)
         if (
             name.startswith("conv")
@@ -151,13 +151,13 @@ class Trace(TorchFunctionMode):
         ):
             raise RuntimeError("Input type (c10::Half) and bias type (float) should be the same")  # torch 2.0.1's own
         result = func(*args, **kwargs)
-        made = tensors(result)
+        outputs = tensors(result)
         if name == "__setitem__":
-            made = [args[0]]
-        if made:
-            self._note(name, given, made)
+            outputs = [args[0]]
+        if outputs:
+            self._note(name, inputs, outputs)
         if not torch.is_grad_enabled() and self.is_training and name != "detach":
-            if any(t.requires_grad for t in given) and any(t.is_floating_point() for t in made):
+            if any(t.requires_grad for t in inputs) and any(t.is_floating_point() for t in outputs):
                 raise DoubleRefuses(f"{name}: torch.no_grad() has no effect on an IPU (RequiresGrad.cpp)")
         return result
 
@@ -188,12 +188,12 @@ class Trace(TorchFunctionMode):
 
     def alive(self, outputs: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> List[Op]:
         """The operations that the outputs and the buffers written in place need; all others are dropped."""
-        needed, kept = {id(t) for t in [*outputs, *written]}, []
+        needed, living = {id(t) for t in [*outputs, *written]}, []
         for op in reversed(self.ops):
             if needed.intersection(op.outputs):
                 needed.update(op.inputs)
-                kept.append(op)
-        return kept[::-1]
+                living.append(op)
+        return living[::-1]
 
     def variables(self, ops: Sequence[Op]) -> Iterator[Tuple[str, Op]]:
         """Every use of a parameter or buffer."""
@@ -225,22 +225,22 @@ def find_losses(ops: Sequence[Op], outputs: Sequence[Any], training: bool) -> Tu
     marked = [index for index, op in enumerate(ops) if op.loss is not None]
     final = [index for index in marked if index not in demoted]
     places = {id(output): place for place, output in reversed(list(enumerate(outputs)))}
-    found = []
+    losses = []
     for index in marked:
         op = ops[index]
         changed = {tensor for later in ops[index + 1 :] for tensor in later.outputs}  # in place
         returned = next((places[tensor] for tensor in op.outputs if tensor in places and tensor not in changed), None)
-        found.append(Loss(str(op.loss), op.at.stage, op.at.ipu, training and index in final, returned))
+        losses.append(Loss(str(op.loss), op.at.stage, op.at.ipu, training and index in final, returned))
     if not training:
-        return found, None
+        return losses, None
     if not final:
         raise cpp_error("Couldn't find a loss in graph!")
     if len(final) > 1:
         raise cpp_error("Multiple independent losses found in graph.")
-    last = next(loss for loss in found if loss.final)
+    last = next(loss for loss in losses if loss.final)
     if last.returned is None:
         raise DoubleRefuses(f"the final loss, of {last.function}, is not itself returned")
-    return found, last.returned
+    return losses, last.returned
 
 
 # ---- the layout
@@ -279,13 +279,13 @@ def lay_out(trace: Trace, ops: Sequence[Op], losses: Sequence[Loss], parameters:
 
 
 def _check_order(ops: Sequence[Op], losses: Sequence[Loss]) -> None:
-    made: Dict[int, Op] = {}
+    maker_of: Dict[int, Op] = {}
     for op in ops:
         for tensor in op.inputs:
-            earlier = made.get(tensor)
+            earlier = maker_of.get(tensor)
             if earlier is not None and earlier.at.stage > op.at.stage:
                 raise popart_error(f"{op.name}: a tensor can not be consumed in an earlier stage than it is produced")
-        made.update(dict.fromkeys(op.outputs, op))
+        maker_of.update(dict.fromkeys(op.outputs, op))
     for loss in losses:
         if loss.final:
             for op in ops:

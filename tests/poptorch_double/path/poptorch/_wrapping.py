@@ -7,9 +7,8 @@ Only a weak reference leads to the executor: when it is gone the model stays wra
 from __future__ import annotations
 
 import collections
-import copy
 import weakref
-from typing import Any, Dict, Type
+from typing import Any, Type
 
 import torch
 
@@ -58,13 +57,6 @@ def _parameter_class(parent: Any) -> Type[torch.nn.Parameter]:
             _sync(parent)
             return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
 
-        def __deepcopy__(self, memo: Dict[int, Any]) -> Any:
-            memo[id(self)] = torch.nn.Parameter(self.data.clone(), self.requires_grad)
-            return memo[id(self)]
-
-        def __reduce_ex__(self, protocol: Any) -> Any:
-            return torch.nn.Parameter(self.data, self.requires_grad).__reduce_ex__(protocol)
-
     return PoptorchParameter
 
 
@@ -81,18 +73,7 @@ def _buffer_class(parent: Any) -> Type[torch.Tensor]:
             _sync(parent)
             return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
 
-        def __deepcopy__(self, memo: Dict[int, Any]) -> Any:
-            memo[id(self)] = self.detach().clone()
-            return memo[id(self)]
-
-        def __reduce_ex__(self, protocol: Any) -> Any:
-            return self.detach().__reduce_ex__(protocol)
-
     return PoptorchBuffer
-
-
-def _bare(base: Any) -> Any:
-    return base.__new__(base)
 
 
 def _model_class(base: Any, parent: Any) -> Any:
@@ -101,11 +82,6 @@ def _model_class(base: Any, parent: Any) -> Any:
 
         def copyWeightsToHostIfNeeded(self) -> bool:
             return _sync(parent)
-
-        def destroy(self) -> None:
-            executor = parent()
-            if executor is not None:
-                executor.destroy()
 
         def __getattribute__(self, name: str) -> Any:
             if name == "_host_weights_version":
@@ -117,20 +93,11 @@ def _model_class(base: Any, parent: Any) -> Any:
 
         def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
             """Plain tensors, which load where there is no PopTorch."""
-            found = super().state_dict(*args, destination=destination, prefix=prefix, keep_vars=keep_vars)
+            state = super().state_dict(*args, destination=destination, prefix=prefix, keep_vars=keep_vars)
             out = collections.OrderedDict()
-            for name, value in found.items():
+            for name, value in state.items():
                 out[name] = value.detach() if isinstance(value, torch.Tensor) else value
             return out
-
-        def __deepcopy__(self, memo: Dict[int, Any]) -> Any:
-            other = base.__new__(base)
-            memo[id(self)] = other
-            other.__dict__.update(copy.deepcopy(self.__dict__, memo))
-            return other
-
-        def __reduce_ex__(self, protocol: Any) -> Any:
-            return _bare, (base,), dict(self.__dict__)
 
     PoptorchModel.__name__ = f"Poptorch{base.__name__}"
     return PoptorchModel

@@ -32,16 +32,9 @@ class VariableAttributes:
 
     @typed("optim.VariableAttributes.markAsConstant")
     def markAsConstant(self, attr: str) -> None:
-        self._check(attr)
+        assert attr in self._allowed, f"Unknown attribute {attr}, allowed values: {self._allowed}"
         self._variable = [one for one in self._variable if one != attr]
 
-    @typed("optim.VariableAttributes.markAsVariable")
-    def markAsVariable(self, attr: str) -> None:
-        self._check(attr)
-        self._variable.append(attr)
-
-    def _check(self, attr: str) -> None:
-        assert attr in self._allowed, f"Unknown attribute {attr}, allowed values: {self._allowed}"
 
 
 class Optimizer:
@@ -98,24 +91,20 @@ class Optimizer:
     def has_state(self) -> bool:
         return self._state_dict["ipu_state"] is not None and self._state_dict["ipu_param"] is not None
 
-    def __getstate__(self) -> Dict[str, Any]:
-        state = {key: value for key, value in self.__dict__.items() if key not in ("state_dict", "step")}
-        return {**state, "ipu_state_is_dirty": self.has_state(), "host_state_is_dirty": False}
-
 
 def _make_optimizer(name: str) -> Any:
     """Return torch's class of that name with PopTorch's arguments, as the data states them."""
     parent = getattr(torch.optim, name)
     names = [param["name"] for param in API[f"optim.{name}"]["params"]]
-    own = API[f"optim.{name}"]["extra_args"]
+    extra = API[f"optim.{name}"]["extra_args"]
 
     @typed(f"optim.{name}")
     def __init__(self: Any, *values: Any) -> None:
         arguments = dict(zip(names, values))
-        given = [key for key, value in arguments.items() if value is not None]
+        passed = [key for key, value in arguments.items() if value is not None]
         Optimizer.__init__(self)
-        parent.__init__(self, **{key: arguments[key] for key in given if key not in own})
-        self._set_up({key: arguments[key] for key in own}, given)
+        parent.__init__(self, **{key: arguments[key] for key in passed if key not in extra})
+        self._set_up({key: arguments[key] for key in extra}, passed)
 
     return type(name, (Optimizer, parent), {"__init__": __init__, "__module__": __name__})
 

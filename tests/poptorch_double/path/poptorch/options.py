@@ -297,8 +297,6 @@ class Options(OptionsDict):
             _show_compilation_progress_bar=True,
             _ipus_per_replica=None,  # popdist's
         )
-        if os.environ.get("POPTORCH_CACHE_DIR"):
-            self.enableExecutableCaching(os.environ["POPTORCH_CACHE_DIR"])
 
     def _freeze(self) -> None:
         for part in PARTS:

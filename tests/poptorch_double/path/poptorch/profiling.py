@@ -13,12 +13,6 @@ class Channel:
     def __init__(self, name) -> None:
         self._name = name
 
-    @typed("profiling.Channel.instrument")
-    def instrument(self, obj, *methods) -> Any:
-        for method in methods:
-            getattr(obj, method)  # an unknown method is an AttributeError
-        return obj
-
     @typed("profiling.Channel.tracepoint")
     def tracepoint(self, name):
         return _tracepoint(name)
