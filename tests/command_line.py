@@ -26,6 +26,6 @@ def run_here(
     monkeypatch.setattr(sys, "argv", [command.__name__, *map(str, arguments)])
     with pytest.raises(SystemExit) as left:
         run_command(command.main)
-    told = capsys.readouterr()
+    printed = capsys.readouterr()
     assert isinstance(left.value.code, int)
-    return Done(left.value.code, told.out, told.err)
+    return Done(left.value.code, printed.out, printed.err)

@@ -146,8 +146,8 @@ def _training() -> Iterator[Scene]:
     yield _train("clip-delayed", "clip={norm: 0.1, scope: delayed_global}")
     yield _train("clip-global", "method=gpipe", "clip={norm: 0.1}")
     yield _train("schedule-of-rates", "lr_schedule={name: cosine, warmup_steps: 2}", "precision=float64")
-    own = "method_args={blocks: 3, block_rates: [1, 2, 3], block_accumulation: [1, 3, 1]}"
-    yield _train("blocks", "method=local_chunked", own)
+    by_block = "method_args={blocks: 3, block_rates: [1, 2, 3], block_accumulation: [1, 3, 1]}"
+    yield _train("blocks", "method=local_chunked", by_block)
     scaled = "optimizer={name: sgd, lr: 0.1, momentum: 0.9, reference_batch_size: 32, no_decay: norms_and_biases}"
     yield _train("reference", scaled)
     for method in ("pipedream", "pipemare", "gpipe", "local_greedy"):
@@ -207,8 +207,8 @@ def _ipus() -> Iterator[Scene]:
 def _tensors(path: Path) -> Dict[str, str]:
     from safetensors.numpy import load_file
 
-    found = load_file(path)
-    return {name: f"{a.dtype} {a.shape} {hashlib.sha256(a.tobytes()).hexdigest()[:16]}" for name, a in found.items()}
+    tensors = load_file(path)
+    return {name: f"{a.dtype} {a.shape} {hashlib.sha256(a.tobytes()).hexdigest()[:16]}" for name, a in tensors.items()}
 
 
 def _timeless(value: Any) -> Any:
@@ -227,38 +227,38 @@ def _trace(path: Path) -> List[Any]:
 
 def _found(run: Path, text: Any) -> Dict[str, Any]:
     """What a run left in its folder."""
-    held: Dict[str, Any] = {}
+    content: Dict[str, Any] = {}
     for path in sorted(p for p in run.rglob("*") if p.is_file() and "tensorboard" not in p.parts):
         name = str(path.relative_to(run))
         if path.suffix == ".safetensors":
-            held[name] = _tensors(path)
+            content[name] = _tensors(path)
         elif path.name.endswith(".json.gz"):
-            held[name] = _trace(path)
+            content[name] = _trace(path)
         elif path.name in ("throughput.json", "record.json"):
-            held[name] = "there"
+            content[name] = "there"
         elif path.name == "state.json":  # of checkpoints of schema 2, in whose manifest it stands now
             continue
         elif path.name == "manifest.json":  # hashes of what holds times
-            kept = json.loads(text(path.read_text()))
-            if kept["schema"] == 2:
-                kept = {**kept, "callbacks": [], **json.loads((path.parent / "state.json").read_text())}
+            manifest = json.loads(text(path.read_text()))
+            if manifest["schema"] == 2:
+                manifest = {**manifest, "callbacks": [], **json.loads((path.parent / "state.json").read_text())}
             left = ("sha256", "files", "schema", "stages", "keys_sha256")
-            held[name] = {key: value for key, value in _timeless(kept).items() if key not in left}
+            content[name] = {key: value for key, value in _timeless(manifest).items() if key not in left}
         elif path.suffix == ".json":
-            held[name] = _timeless(json.loads(text(path.read_text())))
+            content[name] = _timeless(json.loads(text(path.read_text())))
         elif path.suffix == ".jsonl":
-            held[name] = [_timeless(json.loads(line)) for line in path.read_text().splitlines()]
+            content[name] = [_timeless(json.loads(line)) for line in path.read_text().splitlines()]
         else:
-            held[name] = text(path.read_text(errors="replace")).splitlines()
-    return held
+            content[name] = text(path.read_text(errors="replace")).splitlines()
+    return content
 
 
 def _said(text: str) -> List[str]:
     """Printed lines without times, progress and the launcher's own."""
     lines = [line.rstrip() for line in text.splitlines()]
     noise = re.compile(r"^(W|E|\[W|Root Cause|Failures|=+|-+|throughput)|elastic|%\|")
-    kept = [line for line in lines if line and not noise.search(line)]
-    return [re.sub(r"[0-9.]+ (samples/sec|s\b|ms\b|seconds)", r"# \1", line) for line in kept]
+    told_lines = [line for line in lines if line and not noise.search(line)]
+    return [re.sub(r"[0-9.]+ (samples/sec|s\b|ms\b|seconds)", r"# \1", line) for line in told_lines]
 
 
 def run_scene(tree: Path, scene: Scene, folder: Path, checkpoints: Optional[Path] = None) -> Dict[str, Any]:
@@ -407,12 +407,12 @@ def compare(base: Path, scene: Scene, work: Path) -> Tuple[int, List[str]]:
     name = re.sub(r"[^A-Za-z0-9_.-]+", "_", scene.name)[:120]
     old = run_scene(base, scene, work / "old" / name)
     new = run_scene(ROOT, scene, work / "new" / name)
-    found = list(differences(old, new))
+    changes = list(differences(old, new))
     if scene.before:
-        kept = work / "old" / f"{name}.cut" / "out"
-        resumed = run_scene(ROOT, scene, work / "from_old" / name, checkpoints=kept)
-        found += [f"resumed from the old commit's checkpoint: {d}" for d in differences(old["files"], resumed["files"])]
-    return old["exit code"], found
+        checkpoints = work / "old" / f"{name}.cut" / "out"
+        resumed = run_scene(ROOT, scene, work / "from_old" / name, checkpoints=checkpoints)
+        changes += [f"resumed from the old commit's checkpoint: {d}" for d in differences(old["files"], resumed["files"])]
+    return old["exit code"], changes
 
 
 def main() -> None:
@@ -436,13 +436,13 @@ def main() -> None:
         try:
             differing, codes = 0, collections.Counter()  # type: ignore[var-annotated]
             with ThreadPoolExecutor(args.jobs) as pool:
-                for scene, (code, found) in zip(chosen, pool.map(lambda scene: compare(base, scene, work), chosen)):
-                    differing += bool(found)
+                for scene, (code, changes) in zip(chosen, pool.map(lambda scene: compare(base, scene, work), chosen)):
+                    differing += bool(changes)
                     codes[scene.name.partition("/")[0], code] += 1
                     if args.codes:
                         print(scene.name, code, flush=True)
-                    if found:
-                        print(f"{scene.name}: {len(found)} differences", *found[:12], sep="\n    ", flush=True)
+                    if changes:
+                        print(f"{scene.name}: {len(changes)} differences", *changes[:12], sep="\n    ", flush=True)
             print("scenes by exit code:", ", ".join(f"{kind} {code}: {n}" for (kind, code), n in sorted(codes.items())))
             print(f"{len(chosen)} scenes, {differing} differ from {args.commit}")
         finally:

@@ -131,11 +131,11 @@ def run_case(case: Case, rank: int, placement: Sequence[int]) -> Dict[str, torch
     recorder = TraceRecorder(rank, layout.held[0], range(512))
     mail = Mail(layout, cpu, recorder, 300.0, channels=channels)
     models = [StageModel(layout, s, cut[s], across, lambda m: data[m], cpu, keyed, ties=ties[s]) for s in layout.held]
-    held = {model.stage: Stage(work, model, mail, recorder) for model in models}
+    stages_here = {model.stage: Stage(work, model, mail, recorder) for model in models}
     if schedule.passes == SPLIT_PASSES:
-        for s, stage in held.items():
+        for s, stage in stages_here.items():
             assert stage.rehearse_split(data[0]) or model_name in ("checkpointed", "redrawing"), (case, s)
-    engine = Interpreter(work, held, mail, recorder, channels=channels)
+    engine = Interpreter(work, stages_here, mail, recorder, channels=channels)
     with double:
         losses = []
         for k in range(updates_of(case)):
@@ -144,7 +144,7 @@ def run_case(case: Case, rank: int, placement: Sequence[int]) -> Dict[str, torch
             losses.append(engine.step(k))
         engine.close()
     state: Dict[str, torch.Tensor] = {}
-    for s, stage in held.items():
+    for s, stage in stages_here.items():
         with numbers.whole():
             state.update(cut[s].state())
             weights = [model.get_parameter(name) for name in (*part.stages[s].parameters, *part.replicas(s))]

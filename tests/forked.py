@@ -34,9 +34,9 @@ class Ended(NamedTuple):
 
 def context() -> ForkServerContext:
     """Where processes come from. The server is started with the first of them."""
-    made = multiprocessing.get_context("forkserver")
-    made.set_forkserver_preload(PRELOADED)
-    return made
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload(PRELOADED)
+    return server
 
 
 def of_rank(rank: int, ranks: int, port: int) -> Dict[str, str]:
@@ -74,26 +74,26 @@ def run_ranks(ranks: int, command: str, arguments: Sequence[str], seconds: float
         "localhost", 0, is_master=True, wait_for_workers=False
     )  # which outlives its ranks, as torchrun's does
     with tempfile.TemporaryDirectory() as folder:
-        made = [
+        processes = [
             start(command, arguments, Path(folder) / str(rank), {**of_rank(rank, ranks, store.port), **variables})
             for rank in range(ranks)
         ]
-        _wait(made, seconds)
-        codes = [process.exitcode for process in made if process.exitcode is not None]
+        _wait(processes, seconds)
+        codes = [process.exitcode for process in processes if process.exitcode is not None]
         assert len(codes) == ranks
-        told = [
+        outputs = [
             "".join((Path(folder) / str(rank)).with_suffix(end).read_text() for rank in range(ranks)) for end in ENDS
         ]
-    return Ended(next((code for code in codes if code), 0), *told)
+    return Ended(next((code for code in codes if code), 0), *outputs)
 
 
 def run_command(command: str, *arguments: str, seconds: float = 240, **variables: str) -> Ended:
     """`tools/COMMAND.py` in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
-        made = start(command, arguments, Path(folder) / "command", variables)
-        _wait([made], seconds)
-        assert made.exitcode is not None
-        return Ended(made.exitcode, *((Path(folder) / "command").with_suffix(end).read_text() for end in ENDS))
+        process = start(command, arguments, Path(folder) / "command", variables)
+        _wait([process], seconds)
+        assert process.exitcode is not None
+        return Ended(process.exitcode, *((Path(folder) / "command").with_suffix(end).read_text() for end in ENDS))
 
 
 ENDS = (".out", ".err")

@@ -64,11 +64,11 @@ def run_seed(seed: int, out: Path) -> int:
     kills = 0
     for attempt in range(100):
         kill = Kill(draw.randrange(2), draw.randint(1, 30)) if kills < KILLS else None
-        codes, told = run_attempt(attempt, kill, arguments, f"kills-{seed}", store.port, out / f"attempt-{attempt}")
+        codes, printed = run_attempt(attempt, kill, arguments, f"kills-{seed}", store.port, out / f"attempt-{attempt}")
         kills += -signal.SIGKILL in codes
         if not any(codes):
             break
-        assert -signal.SIGKILL in codes, f"attempt {attempt}, {kill}: nobody was killed, the ranks ended with {codes}:\n{told}"
+        assert -signal.SIGKILL in codes, f"attempt {attempt}, {kill}: nobody was killed, the ranks ended with {codes}:\n{printed}"
     last = f"checkpoints/step-{summary['steps']}"
     for name in ("model", "optimizer"):
         file = f"{last}/{name}.safetensors"

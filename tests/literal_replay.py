@@ -146,11 +146,11 @@ class LiteralStage:
         self, m: int, inputs: Sequence[torch.Tensor], version: Optional[int] = None
     ) -> Tuple[torch.Tensor, ...]:
         """`version` None: the newest of its own weights, and of others' what has come."""
-        own = self.version if version is None else version
-        weights = self.history[own]
+        read_version = self.version if version is None else version
+        weights = self.history[read_version]
         if self.rules:
-            weights = self.rules.forward(weights, self.states[own], own)
-        self.forward_version[m] = own
+            weights = self.rules.forward(weights, self.states[read_version], read_version)
+        self.forward_version[m] = read_version
         return self._run(m, inputs, {**weights, **self._tied(version)})
 
     def _tied(self, version: Optional[int] = None) -> Weights:
@@ -167,8 +167,8 @@ class LiteralStage:
     def recompute(self, m: int, inputs: Optional[Sequence[torch.Tensor]]) -> Tuple[torch.Tensor, ...]:
         """The forward again with what is in memory now; `inputs` None: those of the forward, which a segment's head kept."""
         buffers = [b.clone() for b in self.module.buffers()]
-        kept = self.in_flight[m][1] if inputs is None else inputs
-        outputs = self._run(m, kept, self._read_now(m))
+        input_kept = self.in_flight[m][1] if inputs is None else inputs
+        outputs = self._run(m, input_kept, self._read_now(m))
         for b, value in zip(self.module.buffers(), buffers):
             b.data.copy_(value)
         return outputs
@@ -252,9 +252,9 @@ class LiteralStage:
                     state.velocity[name] = self.optimizer.state[p]["momentum_buffer"].clone()
                     state.direction[name] = state.velocity[name]
                 if "exp_avg" in self.optimizer.state[p] and "weight_prediction" in args:  # m_hat / (sqrt(v_hat) + eps)
-                    kept, (b1, b2) = self.optimizer.state[p], group["betas"]
-                    m_hat = kept["exp_avg"] / (1 - b1 ** float(kept["step"]))
-                    v_hat = kept["exp_avg_sq"] / (1 - b2 ** float(kept["step"]))
+                    moments, (b1, b2) = self.optimizer.state[p], group["betas"]
+                    m_hat = moments["exp_avg"] / (1 - b1 ** float(moments["step"]))
+                    v_hat = moments["exp_avg_sq"] / (1 - b2 ** float(moments["step"]))
                     state.direction[name] = m_hat / (v_hat.sqrt() + group["eps"])
                 rule = args.get("spike_compensation")
                 if (
@@ -364,14 +364,14 @@ def _recomputations(schedule: Schedule, method: Method) -> Dict[Tuple[int, int],
     segments = method.segments or max(round(P**0.5), 1)
     lengths = [P // segments + (i < P % segments) for i in range(segments)]
     backward = schedule.slots(Kind.BACKWARD, 0, schedule.microbatches).tolist()
-    made, head = {}, 0
+    runs, head = {}, 0
     for length in lengths:
         end = head + length - 1
         for s in range(head, end + 1):
             for m in range(schedule.microbatches):
-                made[backward[end][m] - (method.turn if P > 1 else 0) - (end - s), s] = (m, s == head)
+                runs[backward[end][m] - (method.turn if P > 1 else 0) - (end - s), s] = (m, s == head)
         head = end + 1
-    return made
+    return runs
 
 
 def _by_slot(slots: Any) -> Dict[Tuple[int, int], int]:

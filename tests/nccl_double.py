@@ -74,7 +74,7 @@ class NcclDouble:
         return sum(not transfer.is_completed() for transfer in self._posted)
 
     def _message(self, kind: str, tensor: torch.Tensor, other: int, group: Any = None, tag: int = 0) -> Any:
-        if not any(group is own for own in self._groups):
+        if not any(group is known for known in self._groups):
             return self._real[kind](tensor, other, group, tag)
         if id(group) not in self._touched:
             dist.barrier(group=group, async_op=True).wait(PATIENCE)
@@ -85,7 +85,7 @@ class NcclDouble:
         return transfer
 
     def _collective(self, kind: str, *tensors: Any, group: Any = None, async_op: bool = False) -> Any:
-        if not any(group is own for own in self._groups):
+        if not any(group is known for known in self._groups):
             return self._real[kind](*tensors, group=group, async_op=async_op)
         assert async_op, "the host would be held up without a limit"
         if id(group) not in self._touched:

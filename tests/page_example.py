@@ -23,11 +23,11 @@ def example(name: str = "an example") -> Tuple[Trace, Dict[str, Any]]:
     schedule = make_schedule(METHODS["pipedream_flush"], STAGES, MICROBATCHES, ACCUMULATE)
     table = VersionTable(schedule, METHODS["pipedream_flush"])
     costs = Costs([1.0, 2.1, 1.0, 0.9], [1.9, 4.0, 2.0, 1.8], [0.2] * STAGES, link=0.1)
-    made, _ = build_modelled_events(
+    modelled, _ = build_modelled_events(
         clock(schedule, costs), (table.forward(0, MICROBATCHES), table.backward(0, MICROBATCHES)),
         accumulate=ACCUMULATE, unit_ns=1e6, device_of_stage=range(STAGES), boundary_bytes=[SIZE] * (STAGES - 1),
     )  # fmt: skip
-    work = [event for event in made.rows() if event.kind in ("forward", "backward", "update")]
+    work = [event for event in modelled.rows() if event.kind in ("forward", "backward", "update")]
     events = [*work]
     counters = [
         Counter(s, name, 0, (s + 2.0) * SIZE) for s in range(STAGES) for name in (MEMORY["weights"], MEMORY["versions"])

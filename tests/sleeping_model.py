@@ -44,9 +44,9 @@ class Stage(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         begun = time.perf_counter_ns()
-        found: torch.Tensor = _Slow.apply(self.fc(x), self.stage)  # type: ignore[no-untyped-call]
+        output: torch.Tensor = _Slow.apply(self.fc(x), self.stage)  # type: ignore[no-untyped-call]
         passes.append([self.stage, begun, time.perf_counter_ns()])
-        return found
+        return output
 
 
 def model() -> nn.Module:

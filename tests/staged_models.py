@@ -9,35 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ipu_pipe.model.stages import begin_stage
-
-
-class Split(nn.Module):
-    """Begins a residual block: its input goes on beside what the block makes of it."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
-        return self.inner(x), x
-
-
-class Beside(nn.Module):
-    """Inside a residual block: works on the first of two tensors."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, pair: Tuple[torch.Tensor, torch.Tensor]) -> Tuple[torch.Tensor, torch.Tensor]:
-        return self.inner(pair[0]), pair[1]
-
-
-class Join(nn.Module):
-    """Ends a residual block."""
-
-    def forward(self, pair: Tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        return pair[0] + pair[1]
+from tests.support.models import Composed
 
 
 def mlp() -> List[nn.Module]:
@@ -60,39 +32,43 @@ def convolution() -> List[nn.Module]:
 
 
 def residual() -> List[nn.Module]:
+    """Return a residual block on three stages: its input goes on beside what the block makes of it."""
+    first = nn.Sequential(nn.Unflatten(1, (3, 2, 2)), nn.Conv2d(3, 4, 3, padding=1))
+    second = nn.Sequential(nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1, bias=False))
+    third = nn.Sequential(nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1))
     return [
-        nn.Sequential(nn.Unflatten(1, (3, 2, 2)), nn.Conv2d(3, 4, 3, padding=1)),
-        Split(nn.Sequential(nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1, bias=False))),
-        Beside(nn.Sequential(nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1))),
-        Join(),
+        first,
+        Composed(lambda m, x: (m.inner(x), x), inner=second),
+        Composed(lambda m, pair: (m.inner(pair[0]), pair[1]), inner=third),
+        Composed(lambda m, pair: pair[0] + pair[1]),
         nn.Sequential(nn.Flatten(), nn.Linear(16, 4)),
     ]
 
 
 def tied() -> List[nn.Module]:
     """The second stage's weight is the last one's, too."""
-    made: List[nn.Module] = [
+    stages: List[nn.Module] = [
         nn.Sequential(nn.Linear(12, 9), nn.Tanh()),
         nn.Sequential(nn.Linear(9, 9), nn.Tanh()),
         nn.Sequential(nn.Linear(9, 9), nn.LayerNorm(9), nn.ReLU()),
         nn.Sequential(nn.Linear(9, 9, bias=False), nn.ReLU(), nn.Linear(9, 4)),
     ]
-    made[3][0].weight = made[1][0].weight  # type: ignore[index]
-    return made
+    stages[3][0].weight = stages[1][0].weight  # type: ignore[index]
+    return stages
 
 
 def thrice() -> List[nn.Module]:
     """A weight of three stages, of which the last one has no other."""
-    made: List[nn.Module] = [
+    stages: List[nn.Module] = [
         nn.Sequential(nn.Linear(12, 9), nn.Tanh()),
         nn.Sequential(nn.Linear(9, 9), nn.Tanh(), nn.Linear(9, 12), nn.Tanh()),
         nn.Sequential(nn.Linear(12, 9), nn.ReLU()),
         nn.Sequential(nn.Linear(9, 12, bias=False), nn.Tanh()),
         nn.Linear(12, 9, bias=False),
     ]
-    for later in (made[2][0], made[4]):  # type: ignore[index]
-        later.weight = made[0][0].weight  # type: ignore[index]
-    return made
+    for later in (stages[2][0], stages[4]):  # type: ignore[index]
+        later.weight = stages[0][0].weight  # type: ignore[index]
+    return stages
 
 
 # of the stages of a model: name of a weight -> the stage before that uses it, and its name there
@@ -112,38 +88,24 @@ def twice() -> nn.Sequential:
     )
 
 
-class Checkpointed(nn.Module):
-    """Runs its forward a second time in the backward, and draws the same again."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(width, 12), nn.Dropout(0.3), nn.Tanh())
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(self.inner, x, use_reentrant=False)  # type: ignore[no-any-return]
-
-
 def checkpointed() -> List[nn.Module]:
-    return [*(Checkpointed(12) for _ in range(3)), nn.Linear(12, 4)]
+    """Return stages that run their forward a second time in the backward, and draw the same again."""
 
+    def make() -> nn.Module:
+        inner = nn.Sequential(nn.Linear(12, 12), nn.Dropout(0.3), nn.Tanh())
+        return Composed(lambda m, x: checkpoint(m.inner, x, use_reentrant=False), inner=inner)
 
-class Redrawing(nn.Module):
-    """Draws three times by a dropout that other stages draw by too, twice of these inside of a checkpoint."""
-
-    def __init__(self, drop: nn.Module, width: int = 12) -> None:
-        super().__init__()
-        self.linear, self.drop = nn.Linear(12, width), drop
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        def run(x: torch.Tensor) -> torch.Tensor:
-            return self.drop(self.linear(self.drop(x)))  # type: ignore[no-any-return]
-
-        return checkpoint(run, self.drop(x), use_reentrant=False)  # type: ignore[no-any-return]
+    return [*(make() for _ in range(3)), nn.Linear(12, 4)]
 
 
 def redrawing() -> List[nn.Module]:
+    """Return stages that draw three times by one dropout of all, twice of these inside of a checkpoint."""
+
+    def forward(m: Any, x: torch.Tensor) -> Any:
+        return checkpoint(lambda x: m.drop(m.linear(m.drop(x))), m.drop(x), use_reentrant=False)
+
     drop = nn.Dropout(0.3)
-    return [*(Redrawing(drop) for _ in range(3)), Redrawing(drop, 4)]
+    return [Composed(forward, linear=nn.Linear(12, width), drop=drop) for width in (12, 12, 12, 4)]
 
 
 MODELS: Dict[str, Callable[[], List[nn.Module]]] = {"mlp": mlp, "convolution": convolution, "residual": residual}
@@ -175,38 +137,27 @@ class Skipping(nn.Module):
         return self.head(self.d(self.norm(third)) + first + second)
 
 
-class FlatSkipping(nn.Module):
-    """Skipping, on the digits."""
+def make_flat_skipping() -> nn.Module:
+    """Return Skipping, on the digits."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.flatten = nn.Flatten()
-        self.a, self.b = nn.Linear(64, 10), begin_stage(nn.Linear(10, 10))
-        self.scale = nn.Parameter(torch.full((10,), 0.5))
+    def forward(m: Any, x: torch.Tensor) -> Any:
+        first = m.a(m.flatten(x))
+        return m.b(first) * m.scale + first
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        first = self.a(self.flatten(x))
-        return self.b(first) * self.scale + first
+    a, b = nn.Linear(64, 10), begin_stage(nn.Linear(10, 10))
+    return Composed(forward, flatten=nn.Flatten(), a=a, b=b, scale=nn.Parameter(torch.full((10,), 0.5)))
 
 
-class Force(nn.Module):
-    """Asks for a gradient inside of its forward."""
+def make_forces() -> nn.Module:
+    """Return, on the digits, classes from the gradient of an energy, for which a forward asks inside."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.energy = nn.Sequential(nn.Linear(64, 8), nn.Tanh())
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
         with torch.enable_grad():
             x = x.flatten(1).detach().requires_grad_()
-            return torch.autograd.grad(self.energy(x).sum(), x, create_graph=self.training)[0]
+            return torch.autograd.grad(m.energy(x).sum(), x, create_graph=m.training)[0]
 
-
-class Forces(nn.Sequential):
-    """On the digits: classes from the gradient of an energy."""
-
-    def __init__(self) -> None:
-        super().__init__(Force(), begin_stage(nn.Linear(64, 10)))
+    force = Composed(forward, energy=nn.Sequential(nn.Linear(64, 8), nn.Tanh()))
+    return nn.Sequential(force, begin_stage(nn.Linear(64, 10)))
 
 
 class Shrinking(nn.Sequential):
@@ -222,26 +173,13 @@ def shrink(module: nn.Module, inputs: Any) -> None:
     module.weight.data.mul_(0.9)  # type: ignore[operator,union-attr]
 
 
-class CutCheckpoint(nn.Module):
-    """On the digits: a checkpoint inside of which a stage begins."""
+def make_cut_checkpoint() -> nn.Module:
+    """Return, on the digits, a checkpoint inside of which a stage begins."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.flatten, self.a, self.b = nn.Flatten(), nn.Linear(64, 8), begin_stage(nn.Linear(8, 10))
+    def forward(m: Any, x: torch.Tensor) -> Any:
+        return checkpoint(lambda x: m.b(m.a(x).tanh()), m.flatten(x), use_reentrant=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(lambda x: self.b(self.a(x).tanh()), self.flatten(x), use_reentrant=False)  # type: ignore[no-any-return]
-
-
-class Turned(nn.Module):
-    """A layer that shares a table with others."""
-
-    def __init__(self, table: nn.Module) -> None:
-        super().__init__()
-        self.linear, self.table = nn.Linear(16, 16), table
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x) * self.table.values  # type: ignore[operator]
+    return Composed(forward, flatten=nn.Flatten(), a=nn.Linear(64, 8), b=begin_stage(nn.Linear(8, 10)))
 
 
 class Odd(nn.Sequential):
@@ -250,28 +188,18 @@ class Odd(nn.Sequential):
     def __init__(self) -> None:
         table = nn.Module()
         table.register_buffer("values", torch.linspace(0.5, 1.5, 16))
-        layers = [Turned(table), nn.ReLU(inplace=True), Turned(table), nn.ReLU(inplace=True), nn.Linear(16, 10)]
+        turn = lambda m, x: m.linear(x) * m.table.values  # noqa: E731
+        first, second = (Composed(turn, linear=nn.Linear(16, 16), table=table) for _ in range(2))
+        layers = [first, nn.ReLU(inplace=True), second, nn.ReLU(inplace=True), nn.Linear(16, 10)]
         super().__init__(nn.Flatten(), nn.Linear(64, 16), *[begin_stage(layer) for layer in layers])
         self.register_buffer("unused", torch.tensor(7))
 
 
-class Gated(nn.Module):
-    """On the digits: which of two layers runs depends on the microbatch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.flatten, self.a, self.b = nn.Flatten(), nn.Linear(64, 10), nn.Linear(64, 10)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.flatten(x)
-        return self.a(x) if int(x.sum() * 10) % 2 else self.b(x)
-
-
-class Gate(nn.Sequential):
-    """Gated as one stage of a sequence."""
-
-    def __init__(self) -> None:
-        super().__init__(Gated(), begin_stage(nn.Linear(10, 10)))
+def make_gate() -> nn.Module:
+    """Return, on the digits, a stage of which one of two layers runs, by the microbatch, and another stage."""
+    choose = lambda m, x: m.a(x) if int(x.sum() * 10) % 2 else m.b(x)  # noqa: E731
+    gated = Composed(lambda m, x: choose(m, m.flatten(x)), flatten=nn.Flatten(), a=nn.Linear(64, 10), b=nn.Linear(64, 10))
+    return nn.Sequential(gated, begin_stage(nn.Linear(10, 10)))
 
 
 def batches(count: int, size: int = 3, dtype: Any = torch.float64) -> List[Tuple[torch.Tensor, torch.Tensor]]:

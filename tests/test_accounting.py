@@ -132,8 +132,8 @@ def test_one_stage_keeps_one_microbatch() -> None:
 
 
 def test_no_more_is_recomputed_than_is_in_flight() -> None:
-    assert [kept.tolist() for kept in count_kept_by_segments([2, 2, 1], 1, 1)] == [[0, 0, 0], [2, 2, 1]]
-    assert [kept.tolist() for kept in count_kept_by_segments([9, 9, 9], 1, 1)] == [[3, 0, 0], [6, 4, 2]]
+    assert [counts.tolist() for counts in count_kept_by_segments([2, 2, 1], 1, 1)] == [[0, 0, 0], [2, 2, 1]]
+    assert [counts.tolist() for counts in count_kept_by_segments([9, 9, 9], 1, 1)] == [[3, 0, 0], [6, 4, 2]]
 
 
 def test_recompute_stash_of_the_papers_example() -> None:
@@ -160,8 +160,8 @@ def test_recompute_ratios(P: int, segments: int, order: float, counted: float) -
     ratio = recompute_stash(P, segments).sum() / activation_stash(P).sum()
     assert ratio == pytest.approx(counted, rel=1e-12) and 0.17 <= ratio <= 0.20
     flying = in_flight("pipemare", P, 3 * P)
-    kept = count_kept_by_segments(flying, segments, 1)
-    assert (kept.inputs + kept.activations == recompute_stash(P, segments) + 2).all()
+    kept_counts = count_kept_by_segments(flying, segments, 1)
+    assert (kept_counts.inputs + kept_counts.activations == recompute_stash(P, segments) + 2).all()
 
 
 def literal_bytes(P: int, M: int, turn: int, segments: int, saved: np.ndarray, entering: np.ndarray) -> Tuple[int, int]:
@@ -192,8 +192,8 @@ def test_activation_bytes_are_those_of_the_schedule_played_out(P: int, segments:
     saved, entering = sizes.integers(100, 200, P), sizes.integers(1, 50, P)
     for M in (3 * P, 3, 1) if P > 2 else (3 * P,):
         flying = in_flight("pipemare", P, M, turn)
-        kept = count_kept_by_segments(flying, segments, turn)
-        counted = int((saved * flying).sum()), int((saved * kept.activations + entering * kept.inputs).sum())
+        kept_counts = count_kept_by_segments(flying, segments, turn)
+        counted = int((saved * flying).sum()), int((saved * kept_counts.activations + entering * kept_counts.inputs).sum())
         expected = literal_bytes(P, M, turn, segments, saved, entering)
         assert counted[0] >= expected[0] and counted[1] >= expected[1]
         if M == 3 * P:  # the stages reach their peaks together only where the pipeline fills
@@ -305,9 +305,9 @@ def test_report_goes_by_the_method_as_changed() -> None:
     assert figures["stash_microbatches_with_recompute"] == [8, 2, 4, 2]
     alternating = resolve_method("pipemare", {"schedule": "1f1b"})
     assert compute_paper_figures(**arguments("pipemare", 4, 8, method=alternating))["recompute_ratio_order"] is None
-    own = compute_paper_figures(**arguments("pipelined_backprop", 4, 8))
-    assert own["stash_microbatches"] == [7, 5, 3, 1] and own["stash_microbatches_with_recompute"] == [7, 1, 3, 1]
-    assert own["activation_bytes_with_recompute"] == 3 * 100 + 4 * 10 + 1 * 101 + 3 * 102 + 1 * 103
+    plain = compute_paper_figures(**arguments("pipelined_backprop", 4, 8))
+    assert plain["stash_microbatches"] == [7, 5, 3, 1] and plain["stash_microbatches_with_recompute"] == [7, 1, 3, 1]
+    assert plain["activation_bytes_with_recompute"] == 3 * 100 + 4 * 10 + 1 * 101 + 3 * 102 + 1 * 103
 
 
 RECOMPUTED = (

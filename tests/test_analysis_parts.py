@@ -39,27 +39,27 @@ def span_of(row: Dict[str, Any]) -> int:
 
 def test_a_device_that_waits() -> None:
     """busy [10, 20) and [50, 70), a message [20, 26), a wait for 1 [26, 40), an evaluation [42, 47), 100 in all."""
-    found = parts(
+    rows = parts(
         (0, "backward", 50, 70, -1), (0, "forward", 10, 20, -1), (0, "send", 20, 26, 1), (0, WAIT, 26, 40, 1),
         (0, "evaluate", 42, 47, -1), (1, "forward", 0, 100, -1),
     )  # fmt: skip
-    assert found[0] == {
+    assert rows[0] == {
         "index": 0, "stages": [0], "busy_ns": 30, "busy_ns_by_stage": {"0": 30},
             "wait_ns": 14, "communication_ns": 6, "ramp_up_ns": 10, "ramp_down_ns": 30,
         "idle_ns": 10, "waits_for": {"1": 14}, "idle_in": {"evaluate": 5, "checkpoint": 0, "pause": 0, "host": 5},
         "outside_ns": 5, "utilization": 30 / 95,
     }  # fmt: skip
-    assert found[1]["busy_ns"] == span_of(found[1]) == 100 and found[1]["waits_for"] == {}
+    assert rows[1]["busy_ns"] == span_of(rows[1]) == 100 and rows[1]["waits_for"] == {}
 
 
 def test_what_overlaps_is_counted_once() -> None:
     """Compute hides messages, these hide waits, waits hide evaluations, and of two waits the one that began first counts."""
-    found = parts(
+    rows = parts(
         (0, "forward", 0, 10, -1), (0, "forward", 5, 15, -1), (0, "backward", 90, 100, -1), (0, "backward", 95, 95, -1),
         (0, "recv", 10, 25, 1), (0, "send", 12, 20, 1), (0, WAIT, 20, 50, 2), (0, WAIT, 18, 40, 1), (0, WAIT, 45, 60, 3),
         (0, "pause", 30, 70, -1), (0, "checkpoint", 65, 80, -1),
     )  # fmt: skip
-    (only,) = found
+    (only,) = rows
     assert (only["busy_ns"], only["communication_ns"], only["wait_ns"], only["outside_ns"]) == (25, 10, 35, 20)
     assert only["waits_for"] == {"1": 15, "2": 10, "3": 10}
     assert only["idle_in"] == {"evaluate": 0, "checkpoint": 15, "pause": 5, "host": 10}
@@ -77,10 +77,10 @@ def test_ramps_are_what_lies_before_and_after_compute_whatever_it_is() -> None:
 
 
 def test_devices_without_compute_or_without_events() -> None:
-    found = parts((0, "forward", 0, 50, -1), (3, WAIT, 10, 30, 0), devices=[0, 1, 3])
-    assert [row["index"] for row in found] == [0, 1, 3]
-    assert (found[1]["idle_ns"], span_of(found[1]), found[1]["stages"]) == (50, 50, [])
-    assert (found[2]["wait_ns"], found[2]["idle_ns"], found[2]["ramp_up_ns"]) == (20, 30, 0)
+    rows = parts((0, "forward", 0, 50, -1), (3, WAIT, 10, 30, 0), devices=[0, 1, 3])
+    assert [row["index"] for row in rows] == [0, 1, 3]
+    assert (rows[1]["idle_ns"], span_of(rows[1]), rows[1]["stages"]) == (50, 50, [])
+    assert (rows[2]["wait_ns"], rows[2]["idle_ns"], rows[2]["ramp_up_ns"]) == (20, 30, 0)
 
 
 def test_an_instant_alone() -> None:
@@ -99,33 +99,33 @@ events_drawn = st.lists(
 
 def literal(drawn: Sequence[Drawn], device: int, span: Tuple[int, int]) -> Dict[str, Any]:
     """Every nanosecond of a device looked at on its own."""
-    own = [e for e in drawn if e[0] == device]
-    computes = [e for e in own if e[1] in COMPUTE]
+    of_device = [e for e in drawn if e[0] == device]
+    computes = [e for e in of_device if e[1] in COMPUTE]
     begin = min((e[2] for e in computes), default=span[0])
     last = max((e[3] for e in computes), default=span[1])
-    found: Dict[str, Any] = {"waits_for": {}, "idle_in": dict.fromkeys((*OUTSIDE, "host"), 0), "outside_ns": 0}
+    counts: Dict[str, Any] = {"waits_for": {}, "idle_in": dict.fromkeys((*OUTSIDE, "host"), 0), "outside_ns": 0}
     for part in ("busy", "communication", "wait", "ramp_up", "ramp_down", "idle"):
-        found[f"{part}_ns"] = 0
+        counts[f"{part}_ns"] = 0
     for t in range(*span):
-        at: Set[str] = {e[1] for e in own if e[2] <= t < e[3]}
+        at: Set[str] = {e[1] for e in of_device if e[2] <= t < e[3]}
         outside = [kind for kind in OUTSIDE if kind in at]
         if not begin <= t < last:
-            found["ramp_up_ns" if t < begin else "ramp_down_ns"] += 1
-            found["outside_ns"] += bool(outside)
+            counts["ramp_up_ns" if t < begin else "ramp_down_ns"] += 1
+            counts["outside_ns"] += bool(outside)
         elif at & {*COMPUTE}:
-            found["busy_ns"] += 1
+            counts["busy_ns"] += 1
         elif at & {*COMMUNICATION}:
-            found["communication_ns"] += 1
+            counts["communication_ns"] += 1
         elif WAIT in at:
-            first = min((e for e in own if e[1] == WAIT and e[2] <= t < e[3]), key=lambda e: e[2])
-            found["wait_ns"] += 1
+            first = min((e for e in of_device if e[1] == WAIT and e[2] <= t < e[3]), key=lambda e: e[2])
+            counts["wait_ns"] += 1
             peer = str(first[4]) if first[4] >= 0 else "unknown"
-            found["waits_for"][peer] = found["waits_for"].get(peer, 0) + 1
+            counts["waits_for"][peer] = counts["waits_for"].get(peer, 0) + 1
         else:
-            found["idle_ns"] += 1
-            found["idle_in"][outside[0] if outside else "host"] += 1
-            found["outside_ns"] += bool(outside)
-    return found
+            counts["idle_ns"] += 1
+            counts["idle_in"][outside[0] if outside else "host"] += 1
+            counts["outside_ns"] += bool(outside)
+    return counts
 
 
 @settings(max_examples=300, deadline=None)
@@ -135,12 +135,12 @@ def test_parts_add_up_and_equal_a_count_of_every_nanosecond(drawn: List[Drawn]) 
     span = find_span(events)
     rows, overlap = measure_devices(events, [0, 1, 2], span)
     messages_ns = hidden_ns = 0
-    for found in rows:
-        assert span_of(found) == span[1] - span[0]
-        expected = literal(drawn, found["index"], span)
-        assert {key: found[key] for key in expected} == expected
-        messages = {t for e in drawn if e[0] == found["index"] and e[1] in COMMUNICATION for t in range(e[2], e[3])}
-        passes = {t for e in drawn if e[0] == found["index"] and e[1] in COMPUTE for t in range(e[2], e[3])}
+    for row in rows:
+        assert span_of(row) == span[1] - span[0]
+        expected = literal(drawn, row["index"], span)
+        assert {key: row[key] for key in expected} == expected
+        messages = {t for e in drawn if e[0] == row["index"] and e[1] in COMMUNICATION for t in range(e[2], e[3])}
+        passes = {t for e in drawn if e[0] == row["index"] and e[1] in COMPUTE for t in range(e[2], e[3])}
         messages_ns, hidden_ns = messages_ns + len(messages), hidden_ns + len(messages & passes)
     assert (overlap["communication_ns"], overlap["hidden_ns"]) == (messages_ns, hidden_ns)
 
@@ -149,8 +149,8 @@ def test_parts_add_up_and_equal_a_count_of_every_nanosecond(drawn: List[Drawn]) 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 9)), max_size=12))
 def test_a_union_is_a_set_of_moments(drawn: List[Tuple[int, int]]) -> None:
     start = np.array([s for s, _ in drawn], np.int64)
-    found = measure_union(start, start + np.array([length for _, length in drawn], np.int64))
-    assert found == len({t for s, length in drawn for t in range(s, s + length)})
+    length_of_union = measure_union(start, start + np.array([length for _, length in drawn], np.int64))
+    assert length_of_union == len({t for s, length in drawn for t in range(s, s + length)})
 
 
 @pytest.mark.parametrize("name", PLAYED)

@@ -17,7 +17,7 @@ from ipu_pipe.model import flops, observation
 from ipu_pipe.model.balance import SLACK, WeightedCuts, find_greatest
 from ipu_pipe.model.observation import observe_costs, observe_execution
 from ipu_pipe.model.stages import Partition, make_footprint, partition
-from tests.support.models import TakeOutput
+from tests.support.models import Composed, take_output
 
 IMAGES = torch.randn(2, 3, 8, 8)
 counted = pytest.mark.skipif(flops.FlopCounterMode is None, reason="torch 2.0 has no counter")
@@ -95,20 +95,10 @@ def test_a_small_count_goes_into_the_child_that_holds_everything() -> None:
     assert partition(model, IMAGES, 5) == partition(model, IMAGES, 5)
 
 
-class Uneven(nn.Module):
-    """Two children of which the second is three times the first, and can be divided."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.small = nn.Linear(16, 16)
-        self.large = Block(16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.large(self.small(x))  # type: ignore[no-any-return]
-
-
 def test_devices_that_hand_on_are_cut_between_children_where_these_are_enough() -> None:
-    model, x, two = Uneven(), torch.randn(1, 3, 16), {"count": 2, "by": "parameters"}
+    """Two children of which the second is three times the first, and can be divided."""
+    uneven = Composed(lambda m, x: m.large(m.small(x)), small=nn.Linear(16, 16), large=Block(16))
+    model, x, two = uneven, torch.randn(1, 3, 16), {"count": 2, "by": "parameters"}
     assert partition(model, x, two).begin_names() == ["large.mlp.0"]
     assert partition(model, x, two, between_top=True).begin_names() == ["large"]
     assert partition(model, x, 3, between_top=True) == partition(model, x, 3)
@@ -176,7 +166,7 @@ def test_layers_with_fast_paths_in_evaluation_are_counted() -> None:
     expected = 2 * b * n * w * 4 * w + 4 * b * n * n * w + 2 * 2 * b * n * w * 16
     assert forward(layer, partition(layer, torch.randn(b, n, w), 1), torch.randn(b, n, w)) == [expected]
 
-    model, x = TakeOutput(nn.LSTM(w, 4)), torch.randn(n, b, w)
+    model, x = take_output(nn.LSTM(w, 4)), torch.randn(n, b, w)
     assert forward(model, partition(model, x, 1), x) == [2 * n * b * 4 * 4 * (w + 4)]
 
 

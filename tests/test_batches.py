@@ -27,6 +27,7 @@ from ipu_pipe.model.loss import OwnLoss, TakePart, describe_output, list_fields
 from ipu_pipe.report.run_text import describe_left_out
 from ipu_pipe.run.build import build
 from ipu_pipe.run.planning import make_problem_of
+from tests.support.models import Composed
 from tests.support.processes import check_two_processes, run_in_group, train_on_processes
 from tests.support.runs import assert_same, list_faults, needs_processes, read_column
 
@@ -207,15 +208,9 @@ def test_a_model_that_gives_its_scores_and_its_loss() -> None:
 
 
 def test_a_model_that_gives_nothing_but_its_loss_needs_no_labels() -> None:
-    class Rebuilds(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inside, self.outside = nn.Linear(3, 2), nn.Linear(2, 3)
-
-        def forward(self, a: torch.Tensor) -> torch.Tensor:
-            return (self.outside(self.inside(a)) - a).square().mean()
-
-    train_alike(Rebuilds(), [a for a, _, _ in PARTS], lambda model, a: model(a), loss="model")
+    rebuild = lambda m, a: (m.outside(m.inside(a)) - a).square().mean()  # noqa: E731
+    rebuilding = Composed(rebuild, inside=nn.Linear(3, 2), outside=nn.Linear(2, 3))
+    train_alike(rebuilding, [a for a, _, _ in PARTS], lambda model, a: model(a), loss="model")
 
 
 def test_labels_by_another_name(tmp_path: Path) -> None:

@@ -86,9 +86,9 @@ def test_gradients_and_values_are_those_of_the_module(name: str) -> None:
 def test_data_are_drawn_as_the_paper_draws_them() -> None:
     rng = np.random.default_rng(3)
     A = rng.normal(size=(30, 8))
-    found = make_random_quadratic(30, 8, 5, 3)
-    assert (found.A == A).all() and (found.b == A @ rng.normal(size=8)).all()
-    assert found.optimum == pytest.approx(0, abs=1e-25)
+    quadratic = make_random_quadratic(30, 8, 5, 3)
+    assert (quadratic.A == A).all() and (quadratic.b == A @ rng.normal(size=8)).all()
+    assert quadratic.optimum == pytest.approx(0, abs=1e-25)
     X = make_tridiagonal_quadratic(30, 8, 5, 3).A
     matrix = 2.01 * np.eye(8) - np.eye(8, k=1) - np.eye(8, k=-1)
     np.testing.assert_allclose(X.T @ X / 30, matrix, atol=1e-13)
@@ -157,20 +157,20 @@ def test_pipedream_is_the_emulators(name: str) -> None:
 def test_randomized_pipedream_is_the_emulators(name: str, args: Dict[str, Any]) -> None:
     objective = OBJECTIVES[name]()
     other = {**args, "delay_bound": 1}
-    sources = [make_randomized_source(P, M, objective.batches, each, 2) for each in (other, args)]
-    found = run_randomized(objective, sources, RATES, 0)
+    sources = [make_randomized_source(P, M, objective.batches, bounds, 2) for bounds in (other, args)]
+    curves = run_randomized(objective, sources, RATES, 0)
     method = resolve_method("randomized_pipedream", args)
-    assert_close(found[1], lambda rate: emulated(objective, method, rate, sources[1]), objective)
-    assert (found[0].x != found[1].x).any()
+    assert_close(curves[1], lambda rate: emulated(objective, method, rate, sources[1]), objective)
+    assert (curves[0].x != curves[1].x).any()
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_local_sgd_is_the_emulators(name: str) -> None:
     objective, R = OBJECTIVES[name](), 3
-    found = run_local_sgd(objective, P, R, 4, M, RATES, 0)
+    curve = run_local_sgd(objective, P, R, 4, M, RATES, 0)
     method = resolve_method("local_sgd", {"replicas": R, "local_steps": 4})
-    assert_close(found, lambda rate: emulated(objective, method, rate, R=R), objective)
-    assert found.updates[-1] == 30 * P
+    assert_close(curve, lambda rate: emulated(objective, method, rate, R=R), objective)
+    assert curve.updates[-1] == 30 * P
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
@@ -239,10 +239,10 @@ def test_noisy_values_of_the_authors_published_code() -> None:
     """Logistic regression, f itself, with noise drawn from the beginning for each run."""
     objective = make_logistic_regression(50, 512, 1, 1e-4, 0.5)
     assert objective.optimum == pytest.approx(0.0005370302581, rel=1e-9)
-    found = run_pipedream(objective, 8, 1583, np.array([2.0**-12, 2.0**-6]), 0)
-    assert found.values[-1] == pytest.approx([0.24542295976386225, 0.010176086714725155], rel=1e-11)
-    found = run_local_sgd(objective, 8, 8, 5, 1352, np.array([2.0**-4]), 0)
-    assert found.values[-1, 0] == pytest.approx(0.008308065849363638, rel=1e-11)
+    curve = run_pipedream(objective, 8, 1583, np.array([2.0**-12, 2.0**-6]), 0)
+    assert curve.values[-1] == pytest.approx([0.24542295976386225, 0.010176086714725155], rel=1e-11)
+    curve = run_local_sgd(objective, 8, 8, 5, 1352, np.array([2.0**-4]), 0)
+    assert curve.values[-1, 0] == pytest.approx(0.008308065849363638, rel=1e-11)
 
 
 def _as_the_authors_draw(source: RandomizedReplays, bound: int) -> RandomizedReplays:
@@ -273,8 +273,8 @@ def test_noise_is_drawn_block_update_by_block_update() -> None:
     objective = make_logistic_regression(20, D, 2, 1e-2, 0.5, 1)
     exact = make_randomized_source(P, M, objective.batches, {"order": "schedule", "delays": "schedule"}, 0)
     pipedream = run_pipedream(objective, P, M, RATES, 7)
-    (found,) = run_randomized(objective, [exact], RATES, 7)
-    np.testing.assert_allclose(found.x, pipedream.x, rtol=0, atol=1e-13)
+    (randomized,) = run_randomized(objective, [exact], RATES, 7)
+    np.testing.assert_allclose(randomized.x, pipedream.x, rtol=0, atol=1e-13)
     assert np.abs(run_pipedream(objective, P, M, RATES, 8).x - pipedream.x).max() > 1e-3
     schedule = make_schedule(resolve_method("pipedream"), P, M, 1)
     drawn, size = np.random.default_rng(7).normal(size=(P * M, D // P)), D // P

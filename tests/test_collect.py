@@ -81,17 +81,17 @@ def test_methods_do_the_same_work_and_leave_their_traces(tmp_path: Path) -> None
 def test_each_method_has_a_turn_in_each_round(tmp_path: Path) -> None:
     config = load_config(str(ROOT / DIGITS), ["backend.threads=1", "log.tensorboard=false", "evaluate.every=0"])
     said: List[str] = []
-    found = compare_methods(config, ["gpipe", "pipedream"], tmp_path, steps=2, say=said.append, rounds=3)
+    comparison = compare_methods(config, ["gpipe", "pipedream"], tmp_path, steps=2, say=said.append, rounds=3)
     assert [line.partition(":")[0] for line in said] == ["gpipe", "pipedream"] * 3
-    for name, speed in found["throughput"].items():
+    for name, speed in comparison["throughput"].items():
         rates = speed["samples_per_second_by_round"]
         assert len(rates) == 3 and speed["samples_per_second"] == sorted(rates)[1]
         assert (tmp_path / name / "round-3" / "trace.json.gz").is_file()
         # one machine does all devices' work: nothing is measured of them
         assert speed["utilization"] is speed["measured_speedup"] is None and 0 < speed["modelled_utilization"] < 1
         assert speed["planned_utilization"] == build(load_config(tmp_path / name / "config.yaml")).planned_utilization()
-        assert all(device["measured_bytes"] is None for device in found["memory"][name]["devices"])
-    printed = make_comparison_table(found).splitlines()
+        assert all(device["measured_bytes"] is None for device in comparison["memory"][name]["devices"])
+    printed = make_comparison_table(comparison).splitlines()
     assert len({len(line) for line in printed[1:4]}) == 1 and "modelled" in printed[1] and "planned" in printed[1]
 
 

@@ -57,8 +57,8 @@ def test_bash_completes(script: Path, tmp_path: Path) -> None:
 def test_every_shell_gets_all_commands() -> None:
     shtab = pytest.importorskip("shtab")
     for shell in set(completion.SHELLS) & set(shtab.SUPPORTED_SHELLS):
-        made = completion.make_script(shell)
-        assert all(f"{name.replace('_', '-')}" in made for name in COMMANDS) and "pb_vgg11" in made
+        script = completion.make_script(shell)
+        assert all(f"{name.replace('_', '-')}" in script for name in COMMANDS) and "pb_vgg11" in script
 
 
 def test_without_shtab_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

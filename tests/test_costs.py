@@ -19,8 +19,8 @@ from models.transformer import transformer_lm
 
 def perceptron(inputs: int, width: int, layers: int) -> Blocks:
     x = torch.zeros(2, inputs)
-    made, _ = make_blocks(mlp(inputs, width, layers), x, Structure(), [f"fc{i}" for i in range(2, layers + 1)])
-    blocks = get_blocks(made)
+    blocked, _ = make_blocks(mlp(inputs, width, layers), x, Structure(), [f"fc{i}" for i in range(2, layers + 1)])
+    blocks = get_blocks(blocked)
     assert blocks is not None
     return blocks
 
@@ -29,8 +29,8 @@ def test_the_papers_perceptron_has_the_papers_numbers() -> None:
     """Appendix A.1: 8 layers of 4096 on 3072 inputs."""
     with torch.device("meta"):
         blocks = perceptron(3072, 4096, 8)
-        found = costs.count_by_paper(blocks, torch.zeros(2, 3072), 10)
-    assert (found.forward, found.auxiliary, found.backward, found.layers) == (32514176.0, 77884.0, 1.5, 8)
+        counts = costs.count_by_paper(blocks, torch.zeros(2, 3072), 10)
+    assert (counts.forward, counts.auxiliary, counts.backward, counts.layers) == (32514176.0, 77884.0, 1.5, 8)
 
 
 def test_a_transformer_is_counted_by_torch() -> None:
@@ -78,8 +78,8 @@ def test_the_laws_meet_where_the_methods_are_one() -> None:
 
 def test_the_paper_counts_no_convolutions() -> None:
     images = torch.randn(2, 3, 32, 32)
-    made, _ = make_blocks(resnet18(classes=10), images, Structure(), ["layer1", "layer2", "layer3", "layer4"])
-    blocks = get_blocks(made)
+    blocked, _ = make_blocks(resnet18(classes=10), images, Structure(), ["layer1", "layer2", "layer3", "layer4"])
+    blocks = get_blocks(blocked)
     assert blocks is not None
     with pytest.raises(BadInput, match="^model: Conv2d: "):
         costs.count_by_paper(blocks, images, 10)

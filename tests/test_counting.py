@@ -24,7 +24,7 @@ from ipu_pipe.model.stages import begin_stage, make_footprint, partition
 from ipu_pipe.plan.prediction import Problem, Sums
 from models.resnet import resnet18
 from models.transformer import transformer_lm, transformer_translation
-from tests.support.models import TakeOutput
+from tests.support.models import Composed, take_output
 from tests.support.units import join_units
 
 counted = pytest.mark.skipif(flops.FlopCounterMode is None, reason="torch 2.0 has no counter")
@@ -43,19 +43,17 @@ class Attend(nn.Module):
         return x + self.out(mixed.transpose(1, 2).flatten(2))
 
 
-class UNet(nn.Module):
-    """Skips over one and over two modules, and the input read at the end."""
+def make_unet() -> nn.Module:
+    """Return skips over one and over two modules, and the input read at the end."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Conv2d(3, 4, 3, padding=1), begin_stage(nn.Conv2d(4, 5, 3, stride=2, padding=1))
-        self.c = begin_stage(nn.ConvTranspose2d(5, 4, 2, stride=2))
-        self.d = begin_stage(nn.Conv2d(11, 2, 1))
+    def forward(m: Any, x: torch.Tensor) -> Any:
+        a = m.a(x).relu()
+        return m.d(torch.cat((a, m.c(m.b(a)), x), 1)).mean((2, 3))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        a = self.a(x).relu()
-        c = self.c(self.b(a))
-        return self.d(torch.cat((a, c, x), 1)).mean((2, 3))
+    return Composed(
+        forward, a=nn.Conv2d(3, 4, 3, padding=1), b=begin_stage(nn.Conv2d(4, 5, 3, stride=2, padding=1)),
+        c=begin_stage(nn.ConvTranspose2d(5, 4, 2, stride=2)), d=begin_stage(nn.Conv2d(11, 2, 1)),
+    )  # fmt: skip
 
 
 def convolutions() -> nn.Module:
@@ -70,12 +68,12 @@ IMAGES, TOKENS = torch.randn(4, 3, 17, 15), torch.randint(0, 32, (3, 12))
 MODELS: List[Tuple[str, Any, torch.Tensor]] = [
     ("convolutions", convolutions, IMAGES),
     ("resnet", lambda: resnet18(classes=10, small_images=True), torch.randn(2, 3, 32, 32)),
-    ("unet", UNet, torch.randn(2, 3, 8, 8)),
+    ("unet", make_unet, torch.randn(2, 3, 8, 8)),
     ("attention", lambda: nn.Sequential(Attend(8), Attend(8, True)), torch.randn(2, 5, 8)),
     ("encoder", lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True), torch.randn(2, 5, 8)),
     ("gpt", lambda: transformer_lm(32, 16, 2, 3, 16, dropout=0.1), TOKENS),
     ("translation", lambda: transformer_translation(20, 20, 8, 2, 2, 16), torch.randint(1, 20, (2, 2, 7))),
-    ("recurrent", lambda: nn.Sequential(TakeOutput(nn.LSTM(8, 4, batch_first=True)), nn.Linear(4, 2)), torch.randn(2, 5, 8)),
+    ("recurrent", lambda: nn.Sequential(take_output(nn.LSTM(8, 4, batch_first=True)), nn.Linear(4, 2)), torch.randn(2, 5, 8)),
 ]  # fmt: skip
 NAMED = pytest.mark.parametrize("make, x", [row[1:] for row in MODELS], ids=[row[0] for row in MODELS])
 
@@ -168,7 +166,7 @@ def test_what_crosses_is_what_pieces_hand_on(name: str) -> None:
 
 
 def test_a_footprint_carries_skips_and_the_input_over_every_boundary() -> None:
-    x, model = torch.randn(2, 3, 8, 8), UNet()
+    x, model = torch.randn(2, 3, 8, 8), make_unet()
     footprint = make_footprint(model, partition(model, x), real(model, x))
     a, b, c, images = (2 * size * 4 for size in (4 * 64, 5 * 16, 4 * 64, 3 * 64))
     assert footprint.boundary_bytes == (a + images, a + b + images, a + c + images)
@@ -184,19 +182,9 @@ def test_units_hold_every_weight_once_and_add_up() -> None:
         assert [u.name for u in costed.units] == names.split() and "by shape" in costed.how
 
 
-class Looking(nn.Module):
-    """Its path depends on values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.b(x) if float(x.sum()) > 1e9 else self.b(self.a(x))
-
-
 def test_a_forward_that_looks_at_values_is_run_and_said_so() -> None:
-    model, x = Looking(), torch.randn(6, 4)
+    look = lambda m, x: m.b(x) if float(x.sum()) > 1e9 else m.b(m.a(x))  # noqa: E731
+    model, x = Composed(look, a=nn.Linear(4, 4), b=nn.Linear(4, 4)), torch.randn(6, 4)
     costed = count_units(model, x)
     assert "of 2 samples" in costed.how
     assert [(u.name, u.forward_flops) for u in costed.units] == [("a", 32), ("b", 32)]
@@ -252,21 +240,15 @@ def test_a_look_by_shape_leaves_no_shape_behind() -> None:
     assert model(x).device.type == "cpu"
 
 
-class Gated(nn.Module):
-    """Its last part keeps what its second keeps too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c, self.d = (nn.Linear(4, 4, bias=False) for _ in range(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.a(x)
-        return self.d(self.c(self.b(h))) * h
-
-
 def test_each_stage_keeps_once_what_its_units_keep() -> None:
-    """Whatever units before it keep; of every run of units, as a whole pass would have it."""
-    model, x = Gated(), torch.zeros(2, 4)
+    """Whatever units before it keep; of every run of units, as a whole pass would have it. The last part keeps what the second
+    keeps too."""
+
+    def forward(m: Any, x: torch.Tensor) -> Any:
+        h = m.a(x)
+        return m.d(m.c(m.b(h))) * h
+
+    model, x = Composed(forward, **{name: nn.Linear(4, 4, bias=False) for name in "abcd"}), torch.zeros(2, 4)
     units, calls = count_units(model, x, ["b", "c", "d"]).units, real(model, x).calls[1:]
     assert [unit.also_kept for unit in units] == [(), (), (), ((2, 16.0),)]
     for first, end in itertools.combinations(range(5), 2):

@@ -56,7 +56,10 @@ def test_models_of_other_libraries_train_as_on_the_emulator(tmp_path: Path, name
 DIGITS = {"name": "digits", "subset": 64, "test_subset": 32}
 
 
-@pytest.mark.parametrize("entry, method", [("Forces", "pipedream"), ("Shrinking", "gpipe"), ("CutCheckpoint", "gpipe")])
+ENTRIES = [("make_forces", "pipedream"), ("Shrinking", "gpipe"), ("make_cut_checkpoint", "gpipe")]
+
+
+@pytest.mark.parametrize("entry, method", ENTRIES)
 def test_forwards_that_do_more_than_compute_train_as_on_the_emulator(tmp_path: Path, entry: str, method: str) -> None:
     """A gradient inside of a forward failed in looks at the model that had none; those looks wrote weights, too, on each process
     as often as it looked."""
@@ -81,7 +84,7 @@ def test_weights_that_a_forward_writes_have_no_versions() -> None:
 
 
 def test_a_checkpoint_that_is_cut_is_refused_where_its_backward_reads_newer_weights(tmp_path: Path) -> None:
-    keys = {**SHORT, "model": {"entry": "tests.staged_models:CutCheckpoint"}, "data": DIGITS, "method": "pipemare"}
+    keys = {**SHORT, "model": {"entry": "tests.staged_models:make_cut_checkpoint"}, "data": DIGITS, "method": "pipemare"}
     (tmp_path / "config.yaml").write_text(json.dumps({**keys, "backend": {"name": "distributed", "threads": 1}}))
     ended = forked.run_ranks(2, "train", [str(tmp_path / "config.yaml"), "--out", str(tmp_path / "run")])
     assert ended.code == 2 and "model: a, b:" in ended.error

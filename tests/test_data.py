@@ -393,8 +393,8 @@ def test_loader_respects_the_seed_of_its_own_generator() -> None:
 
     def order(user_seed: int, epoch: int) -> List[int]:
         torch.rand(3)
-        own = loader(shuffle=True, generator=torch.Generator().manual_seed(user_seed))
-        return epoch_of(from_loader(own), epoch, 4)[1].tolist()
+        user_loader = loader(shuffle=True, generator=torch.Generator().manual_seed(user_seed))
+        return epoch_of(from_loader(user_loader), epoch, 4)[1].tolist()
 
     plain = torch.cat([y for _, y in loader(shuffle=True, generator=torch.Generator().manual_seed(42))])[:20].tolist()
     assert order(42, 0) == plain and order(7, 0) != plain

@@ -27,63 +27,63 @@ pytestmark = needs_processes
 
 
 def cases() -> List[Case]:
-    made: List[Case] = []
+    table: List[Case] = []
     for method in (name for name, chosen in PLAYED.items() if chosen.is_pipeline):  # see test_local
         for model in ("mlp", "convolution", "residual"):
             for accumulate in (1, 4):
-                made.append((f"{method}-{model}-{accumulate}", method, {}, accumulate, model, 0))
+                table.append((f"{method}-{model}-{accumulate}", method, {}, accumulate, model, 0))
         rereads = METHODS[method].backward_reads is Reads.NEWEST and not METHODS[method].flushes
         skipping = "skipping-frozen" if rereads else "skipping"
-        made += [(f"{way}-{method}-{n}", method, {}, n, skipping, 0) for way in ("plain", "channels") for n in (1, 4)]
-        made.append((f"short-{method}", method, {}, 1, "residual", 0))
+        table += [(f"{way}-{method}-{n}", method, {}, n, skipping, 0) for way in ("plain", "channels") for n in (1, 4)]
+        table.append((f"short-{method}", method, {}, 1, "residual", 0))
     for method in ("interleaved_1f1b", "looped_bfs", "interleaved_zb", "pipedream", "pipelined_backprop"):
-        made.append((f"two-{method}", method, {"stages_per_device": 2}, 4, "residual", 0))
+        table.append((f"two-{method}", method, {"stages_per_device": 2}, 4, "residual", 0))
     splits = {"split_backward": True}
     for method in ("pipedream", "pipelined_backprop"):
-        made += [(f"split-{method}-{model}", method, splits, n, model, 0) for n, model in ((1, "residual"), (4, "convolution"))]
-        made.append((f"channels-split-{method}", method, {**splits, "activation_limit": 2}, 1, "residual", 0))
-        made.append((f"mixed-split-{method}", method, {**splits, "stages_per_device": 2}, 4, "residual", 0))
-        made.append((f"clip-stage-split-{method}", method, splits, 4, "redrawing", 0))
-    made += [(f"plain-zb_h1-{model}", "zb_h1", {}, 4, model, 0) for model in ("checkpointed", "redrawing")]
-    made.append(("mixed-zb_h1", "zb_h1", {}, 4, "residual", 0))
-    made.append(("capped", "pipedream", {"schedule": "1f1b_capped"}, 1, "residual", 0))
+        table += [(f"split-{method}-{model}", method, splits, n, model, 0) for n, model in ((1, "residual"), (4, "convolution"))]
+        table.append((f"channels-split-{method}", method, {**splits, "activation_limit": 2}, 1, "residual", 0))
+        table.append((f"mixed-split-{method}", method, {**splits, "stages_per_device": 2}, 4, "residual", 0))
+        table.append((f"clip-stage-split-{method}", method, splits, 4, "redrawing", 0))
+    table += [(f"plain-zb_h1-{model}", "zb_h1", {}, 4, model, 0) for model in ("checkpointed", "redrawing")]
+    table.append(("mixed-zb_h1", "zb_h1", {}, 4, "residual", 0))
+    table.append(("capped", "pipedream", {"schedule": "1f1b_capped"}, 1, "residual", 0))
     recompute = {"recompute": {"segments": 2}}
     for n, model in ((1, "skipping-frozen"), (4, "residual")):
-        made.append((f"channels-recompute-{n}", "pipemare", recompute, n, model, 0))
+        table.append((f"channels-recompute-{n}", "pipemare", recompute, n, model, 0))
     for pair in "stage-pipemare global-gpipe delayed-pipedream delayed-pipedream_2bw delayed-pipemare".split():
-        made += [(f"clip-{pair}-{n}", pair.split("-")[1], {}, n, "residual", 0) for n in (1, 4)]
+        table += [(f"clip-{pair}-{n}", pair.split("-")[1], {}, n, "residual", 0) for n in (1, 4)]
     for R, K, model in ((3, 2, "convolution"), (4, 3, "residual"), (1, 2, "mlp"), (5, 1, "mlp"), (2, 9, "convolution")):
         args = {"replicas": R, "local_steps": K}
-        made += [(f"{way}-local_sgd-{R}", "local_sgd", args, R, model, 0) for way in ("plain", "clip-stage", "adamw")]
+        table += [(f"{way}-local_sgd-{R}", "local_sgd", args, R, model, 0) for way in ("plain", "clip-stage", "adamw")]
     for way, model, outer in (
         ("plain", "convolution", {"mix": 0.25}),
         ("channels", "residual", {"fragments": 2, "delay": 1, "mix": 0.5}),
         ("adamw", "mlp", {"fragments": "per_stage", "offset": 1}),
     ):
-        made.append((f"{way}-outer", "local_sgd", {"replicas": 3, "local_steps": 4, "outer": outer}, 3, model, 0))
+        table.append((f"{way}-outer", "local_sgd", {"replicas": 3, "local_steps": 4, "outer": outer}, 3, model, 0))
     both = {"spike_compensation": {"scale": 1.0}, "weight_prediction": {"form": "velocity", "scale": 1.0}}
     more = {"pipemare": ROWS["t1+t2"].args, "pipelined_backprop": both}
     for method in "gpipe pipedream_flush pipedream pipedream_2bw pipemare pipelined_backprop spectrain".split():
         for model in ("mlp", "residual"):
-            made.append((f"mixed-{method}-{model}", method, more.get(method, {}), 4, model, 0))
-    made.append(("mixed-channels", "pipemare", recompute, 4, "residual", 0))
-    made.append(("mixed-compensation", "pipedream", ROWS["compensation-adaptive"].args, 4, "mlp", 0))
-    made.append(("mixed-adamw", "pipemare", {}, 4, "mlp", 0))
-    made.append(("channels-local_sgd", "local_sgd", {"replicas": 3, "local_steps": 2}, 3, "residual", 0))
+            table.append((f"mixed-{method}-{model}", method, more.get(method, {}), 4, model, 0))
+    table.append(("mixed-channels", "pipemare", recompute, 4, "residual", 0))
+    table.append(("mixed-compensation", "pipedream", ROWS["compensation-adaptive"].args, 4, "mlp", 0))
+    table.append(("mixed-adamw", "pipemare", {}, 4, "mlp", 0))
+    table.append(("channels-local_sgd", "local_sgd", {"replicas": 3, "local_steps": 2}, 3, "residual", 0))
     for method in (name for name, chosen in PLAYED.items() if chosen.one_version):
         clips = ["clip-global"] if METHODS[method].flushes else ["clip-stage", "clip-delayed"]
         for way, model in zip(["plain", "channels", "adamw", *clips], ("tied", "thrice", "twice", "tied", "thrice")):
-            made.append((f"{way}-{method}-{model}", method, {}, 1 if method == "naive" else 4, model, 0))
+            table.append((f"{way}-{method}-{model}", method, {}, 1 if method == "naive" else 4, model, 0))
     again = ("checkpointed", "redrawing")
-    made += [(f"plain-{method}-{model}", method, {}, 4, model, 0) for method in ("gpipe", "pipedream") for model in again]
-    made.append(("warm-up-thrice", "pipedream_2bw", {}, 4, "thrice", 3))
+    table += [(f"plain-{method}-{model}", method, {}, 4, model, 0) for method in ("gpipe", "pipedream") for model in again]
+    table.append(("warm-up-thrice", "pipedream_2bw", {}, 4, "thrice", 3))
     for name, row in ROWS.items():
         if not resolve_method(row.method, row.args).delay:
-            made.append((f"rule-{name}", row.method, _fit(row.args), 1, "residual", row.switch))
-            made.append((f"rule-{name}-4", row.method, _fit(row.args), 4, "mlp", row.switch))
+            table.append((f"rule-{name}", row.method, _fit(row.args), 1, "residual", row.switch))
+            table.append((f"rule-{name}-4", row.method, _fit(row.args), 4, "mlp", row.switch))
             if ADAMW in row.optimizers or len(row.optimizers) > 1:
-                made.append((f"adamw-{name}", row.method, _fit(row.args), 4, "convolution", row.switch))
-    return [c for c in made if not (resolve_method(c[1], c[2]).forward_reads is Reads.DOUBLE_BUFFERED and c[3] < 4)]
+                table.append((f"adamw-{name}", row.method, _fit(row.args), 4, "convolution", row.switch))
+    return [c for c in table if not (resolve_method(c[1], c[2]).forward_reads is Reads.DOUBLE_BUFFERED and c[3] < 4)]
 
 
 def _fit(args: Dict[str, Any]) -> Dict[str, Any]:

@@ -15,6 +15,7 @@ import ipu_pipe
 from ipu_pipe.config.load import load_config
 from ipu_pipe.errors import RunFault
 from ipu_pipe.run.train import check, evaluate_checkpoint, train
+from tests.support.models import Composed
 from tests.support.runs import (
     DIGITS,
     assert_same,
@@ -33,21 +34,11 @@ SETS = [
 CONV = "{entry: 'tests.test_ema:make_convolutions'}"
 
 
-class Convolutions(torch.nn.Module):
-    """A small model with BatchNorm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = torch.nn.Sequential(torch.nn.Conv2d(1, 3, 3), torch.nn.BatchNorm2d(3), torch.nn.ReLU(), torch.nn.Flatten())
-        self.last = torch.nn.Linear(3 * 36, 10)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(self.first(x))  # type: ignore[no-any-return]
-
-
 def make_convolutions(**of_the_file: Any) -> torch.nn.Module:
+    """Return a small model with BatchNorm."""
     torch.manual_seed(0)
-    return Convolutions()
+    first = torch.nn.Sequential(torch.nn.Conv2d(1, 3, 3), torch.nn.BatchNorm2d(3), torch.nn.ReLU(), torch.nn.Flatten())
+    return Composed(lambda m, x: m.last(m.first(x)), first=first, last=torch.nn.Linear(3 * 36, 10))
 
 
 class Follows(ipu_pipe.Callback):
@@ -127,25 +118,20 @@ def test_a_full_disk_at_the_end_is_one_line(tmp_path: Path, monkeypatch: pytest.
         go(tmp_path / "run", "steps=4", "checkpoint=null")
 
 
-class Tied(torch.nn.Module):
-    """A model of which two layers have one weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10, bias=False))
-        self.last = torch.nn.Linear(64, 10)
-        self.last.weight = self.first[1].weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.first(x) + self.last(x.flatten(1))  # type: ignore[no-any-return]
+def make_tied() -> torch.nn.Module:
+    """Return a model of which two layers have one weight."""
+    first, last = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10, bias=False)), torch.nn.Linear(64, 10)
+    last.weight = first[1].weight
+    return Composed(lambda m, x: m.first(x) + m.last(x.flatten(1)), first=first, last=last)
 
 
 def test_the_averages_of_tied_weights_load_under_both_names(tmp_path: Path) -> None:
-    report = go(tmp_path / "run", "method=gpipe", "stages=1", "steps=4", model=Tied())
+    report = go(tmp_path / "run", "method=gpipe", "stages=1", "steps=4", model=make_tied())
     averages = read_averages(tmp_path / "run")
     assert torch.equal(averages["first.1.weight"], averages["last.weight"])
-    outputs = ipu_pipe.predict(tmp_path / "run" / "ema.safetensors", ipu_pipe.load_data("digits", test_subset=64), into=Tied())
-    labels = torch.cat([y for _, y in ipu_pipe.load_data("digits", test_subset=64).test_batches(64)])
+    data = ipu_pipe.load_data("digits", test_subset=64)
+    outputs = ipu_pipe.predict(tmp_path / "run" / "ema.safetensors", data, into=make_tied())
+    labels = torch.cat([y for _, y in data.test_batches(64)])
     assert float((outputs.argmax(1) == labels).double().mean()) == report["final"]["test_accuracy"]
 
 

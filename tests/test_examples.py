@@ -39,7 +39,7 @@ def test_an_example_runs(script: Path, tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def said(cell: Any, stream: str) -> str:
-    return "".join(each["text"] for each in cell.get("outputs", []) if each.get("name") == stream)
+    return "".join(output["text"] for output in cell.get("outputs", []) if output.get("name") == stream)
 
 
 @pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*.ipynb")), ids=lambda file: file.stem)
@@ -58,7 +58,7 @@ def test_a_notebook_runs_and_its_progress_is_lines(file: Path, tmp_path: Path, m
     lines = said(training[0], "stdout")
     assert "\nupdate 1/" in lines and "\r" not in lines and "\x1b" not in lines
     assert [said(cell, "stderr") for cell in book.cells] == [""] * len(book.cells)
-    assert any("image/png" in each.get("data", {}) for cell in book.cells for each in cell.get("outputs", []))
+    assert any("image/png" in output.get("data", {}) for cell in book.cells for output in cell.get("outputs", []))
 
 
 @pytest.mark.parametrize("file, launcher", [("slurm.sbatch", "srun"), ("poprun.sh", "poprun")])

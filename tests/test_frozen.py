@@ -134,20 +134,21 @@ def test_saved_adapters_are_those_of_a_plain_loop(tmp_path: Path) -> None:
 def test_the_trainer_saves_adapters_as_transformers_own(tmp_path: Path) -> None:
     from ipu_pipe.integrations.transformers import PipelineTrainer
 
-    transformers, found = third_party.transformers, []
+    transformers, saved = third_party.transformers, []
     samples = [{"input_ids": ids, "labels": ids} for batch in draw_batches() for ids in batch["labels"]]
-    for made, pipeline in ((transformers.Trainer, {}), (PipelineTrainer, {"pipeline": {"method": "gpipe", "stages": [STAGE]}})):
-        out = tmp_path / made.__name__
+    ours = {"pipeline": {"method": "gpipe", "stages": [STAGE]}}
+    for trainer_class, pipeline in ((transformers.Trainer, {}), (PipelineTrainer, ours)):
+        out = tmp_path / trainer_class.__name__
         args = transformers.TrainingArguments(
             str(out / "run"), per_device_train_batch_size=4, gradient_accumulation_steps=2, max_steps=3, report_to=[],
             use_cpu=True, disable_tqdm=True, learning_rate=0.01, save_strategy="steps", save_steps=2,
         )  # fmt: skip
-        trainer = made(make_model(BOTH, dropout=0.0), args, train_dataset=samples, **pipeline)
+        trainer = trainer_class(make_model(BOTH, dropout=0.0), args, train_dataset=samples, **pipeline)
         trainer.train(resume_from_checkpoint=None)
         trainer.save_model(str(out / "model"))
         assert "adapter_model.safetensors" in read_adapters(out / "run" / "checkpoint-2")[0]
-        found.append(read_adapters(out / "model"))
-    (files, adapters), (our_files, our_adapters) = found
+        saved.append(read_adapters(out / "model"))
+    (files, adapters), (our_files, our_adapters) = saved
     assert files == our_files and adapters.keys() == our_adapters.keys()
     for name, value in adapters.items():
         torch.testing.assert_close(value, our_adapters[name], rtol=1e-5, atol=1e-6, msg=name)

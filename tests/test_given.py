@@ -40,14 +40,14 @@ def test_the_files_say_what_was_given_and_resuming_compares_it(tmp_path: Path) -
     written = yaml.safe_load((out / "config.yaml").read_text())
     assert written["model"] == {"entry": GIVEN, "args": {}, "output": None, "compile": False} and written["loss"] == GIVEN
     assert written["optimizer"]["name"] == GIVEN and written["optimizer"]["lr"] is None
-    given = written["given"]
-    assert given["optimizer"]["name"] == "torch.optim.sgd.SGD" and given["data"] is None
-    assert given["optimizer"]["settings"]["lr"] == 0.25 and given["optimizer"]["settings"]["momentum"] == 0.5
-    assert given["model"]["name"].endswith("Sequential")
-    assert given["loss"]["name"].endswith("CrossEntropyLoss") and given["loss"]["settings"]["label_smoothing"] == 0.125
+    objects = written["given"]
+    assert objects["optimizer"]["name"] == "torch.optim.sgd.SGD" and objects["data"] is None
+    assert objects["optimizer"]["settings"]["lr"] == 0.25 and objects["optimizer"]["settings"]["momentum"] == 0.5
+    assert objects["model"]["name"].endswith("Sequential")
+    assert objects["loss"]["name"].endswith("CrossEntropyLoss") and objects["loss"]["settings"]["label_smoothing"] == 0.125
     assert read_summary(out) == report
-    assert report["optimizer"] == given["optimizer"] and report["loss"]["name"] == given["loss"]["name"]
-    assert report["model"]["entry"] == given["model"]["name"]
+    assert report["optimizer"] == objects["optimizer"] and report["loss"]["name"] == objects["loss"]["name"]
+    assert report["model"]["entry"] == objects["model"]["name"]
 
     (out / "summary.json").unlink()
     again = train(digits(), out, model=small(), optimizer=SGD, resume=True, **how)

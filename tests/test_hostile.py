@@ -45,8 +45,8 @@ CASE = Case("train", [], "")
     ],
 )
 def test_what_must_not_be_is_seen(code: int, wrong: str, bad: str) -> None:
-    found = judged(CASE, code, "", wrong)
-    assert found.startswith(bad) and bool(found) == bool(bad)
+    verdict = judged(CASE, code, "", wrong)
+    assert verdict.startswith(bad) and bool(verdict) == bool(bad)
 
 
 def test_what_is_accepted_although_it_is_not_what_was_saved(tmp_path: Path) -> None:

@@ -153,8 +153,8 @@ def test_a_row_of_which_nobody_said_that_poptorch_runs_it_is_refused(what: str, 
     monkeypatch.setitem(METHODS, "invented", invented)
     (said,) = faults(method="invented")
     assert said.startswith("method: invented: PopTorch is not known to run") and "gpipe or pipedream_flush" in said
-    own = replace(GPIPE, name="invented", source="another", default_accumulate=DefaultAccumulate.ONE)
-    assert check_method(own) == [] and get_execution(own) == PIPELINED  # neither alters what runs
+    new_method = replace(GPIPE, name="invented", source="another", default_accumulate=DefaultAccumulate.ONE)
+    assert check_method(new_method) == [] and get_execution(new_method) == PIPELINED  # neither alters what runs
 
 
 def test_a_fault_names_the_file_it_came_from(tmp_path: Path) -> None:
@@ -258,7 +258,7 @@ SAID = {
 def test_every_key_becomes_the_option_of_its_name(poptorch: Any) -> None:
     settings = config(SAID, replicas=4)
     place = place_stages(settings.backend.ipu, 4)
-    made = make_options(settings, place, True, 5, ipu_id=3).toDict()
+    options = make_options(settings, place, True, 5, ipu_id=3).toDict()
     strategy = make_options(settings, place, True, 5)._execution_strategy
     assert [strategy.stage(f"stage{s}")._ipu for s in range(4)] == [0, 1, 1, 2]
     assert [strategy.stage(f"stage{s}")._stage_id for s in range(4)] == [0, 1, 1, 2]
@@ -279,7 +279,7 @@ def test_every_key_becomes_the_option_of_its_name(poptorch: Any) -> None:
         "engineOptions": {"debug.instrument": "true", "debug.allowOutOfMemory": "true", "autoReport.all": "true",
                           "autoReport.directory": "p"},
     }  # fmt: skip
-    assert {key: made.get(key) for key in expected} == expected
+    assert {key: options.get(key) for key in expected} == expected
     inference = make_options(settings, place, False, 5).toDict()
     assert inference["device_iterations"] == 3 and inference["gradient_accumulation"] == 1
     assert inference["output_mode"] == poptorch.OutputMode.All and "location_optimizer" not in inference
@@ -289,22 +289,22 @@ def test_every_key_becomes_the_option_of_its_name(poptorch: Any) -> None:
 
 def test_defaults_leave_poptorchs_own(poptorch: Any) -> None:
     settings = config()
-    made = make_options(settings, place_stages(settings.backend.ipu, 4), True, 5).toDict()
+    options = make_options(settings, place_stages(settings.backend.ipu, 4), True, 5).toDict()
     plain = poptorch.Options().outputMode(poptorch.OutputMode.All).toDict()
-    changed = {key for key in made if made[key] != plain.get(key)}
+    changed = {key for key in options if options[key] != plain.get(key)}
     assert changed == {
         "gradient_accumulation", "model_name", "random_seed", "partialsTypeMatMuls", "convolutionOptions",
         "enableStochasticRounding",
     }  # fmt: skip
-    assert made["partialsTypeMatMuls"] == "float" and made["enableStochasticRounding"] is False
+    assert options["partialsTypeMatMuls"] == "float" and options["enableStochasticRounding"] is False
 
 
 def test_recomputation_is_set_where_it_was_asked_for(poptorch: Any) -> None:
     place = Placement((0, 1, 2, 3))
 
     def asked(ipu: Any = None, **keys: Any) -> Tuple[Any, Any]:
-        made = make_options(config(ipu, **keys), place, True, 0).toDict()
-        return made.get("autoRecomputation"), made.get("explicitRecomputation")
+        options = make_options(config(ipu, **keys), place, True, 0).toDict()
+        return options.get("autoRecomputation"), options.get("explicitRecomputation")
 
     assert asked() == asked(recompute=True) == (None, None)  # a pipeline recomputes by itself
     assert asked({"recomputation": "none"}) == (0, None)

@@ -30,16 +30,16 @@ def test_a_run_stops_when_it_becomes_no_better_and_keeps_the_best(tmp_path: Path
     report = go(tmp_path / "run", *OFTEN, *stops)
     assert (report["steps"], report["planned_steps"]) == (12, 24)
     assert "test_loss is not better than" in report["stopped"] and "at step 4 for 2 evaluations" in report["stopped"]
-    kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
-    assert kept == ["step-12", "step-4"] and report["best"]["step"] == 4
+    checkpoints = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert checkpoints == ["step-12", "step-4"] and report["best"]["step"] == 4
     again = go(tmp_path / "run", *OFTEN, *stops, resume_from=4)  # with what had been waited for
     assert again["steps"] == 12 and again["stopped"] == report["stopped"]
 
 
 def test_more_is_better_for_an_accuracy() -> None:
     stopping = ipu_pipe.EarlyStopping("accuracy", patience=2)
-    found = [stopping.on_evaluation(_at(step, value)) for step, value in enumerate((0.5, 0.6, 0.6, 0.55), 1)]
-    assert found[:3] == [None, None, None] and isinstance(found[3], ipu_pipe.Stop) and stopping.best_step == 2
+    stops = [stopping.on_evaluation(_at(step, value)) for step, value in enumerate((0.5, 0.6, 0.6, 0.55), 1)]
+    assert stops[:3] == [None, None, None] and isinstance(stops[3], ipu_pipe.Stop) and stopping.best_step == 2
     falling = ipu_pipe.EarlyStopping("accuracy", mode="min", patience=1)
     assert [falling.on_evaluation(_at(1, 0.5)), falling.on_evaluation(_at(2, 0.4))] == [None, None]
 
@@ -70,8 +70,8 @@ def test_predictions_are_the_models_in_evaluation_mode(tmp_path: Path) -> None:
     model.train()
     inputs = torch.cat([x for x, _ in batches])
     close = {"rtol": 1e-5, "atol": 1e-6}  # batches of another size may take other kernels
-    for given in (data, inputs, [x for x, _ in batches], batches):
-        torch.testing.assert_close(ipu_pipe.predict(model, given, batch_size=10), expected, **close)  # type: ignore[arg-type]
+    for form in (data, inputs, [x for x, _ in batches], batches):
+        torch.testing.assert_close(ipu_pipe.predict(model, form, batch_size=10), expected, **close)  # type: ignore[arg-type]
     assert model.training
     for folder in (tmp_path / "run", tmp_path / "run" / "checkpoints" / "step-3"):
         assert torch.equal(ipu_pipe.predict(folder, data, batch_size=10), ipu_pipe.predict(model, data, batch_size=10))
@@ -92,8 +92,8 @@ class Named(nn.Module):
 
 def test_predictions_of_nests_and_what_is_refused(tmp_path: Path) -> None:
     a, b = torch.randn(7, 3), torch.randn(7, 3)
-    found = ipu_pipe.predict(Named(), {"a": a, "b": b}, batch_size=3)
-    assert torch.equal(found["sum"], a + b) and found["kept"][0].shape == (7,) and found["kept"][1] == "text"
+    predictions = ipu_pipe.predict(Named(), {"a": a, "b": b}, batch_size=3)
+    assert torch.equal(predictions["sum"], a + b) and predictions["kept"][0].shape == (7,) and predictions["kept"][1] == "text"
     wrong = {
         "contains no samples": lambda: ipu_pipe.predict(nn.Linear(3, 2), []),
         "data: 3: must be a DataSource": lambda: ipu_pipe.predict(nn.Linear(3, 2), 3),
@@ -132,10 +132,10 @@ def test_the_commit_is_that_of_git(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     git("add", "a")
     git("commit", "-qm", "first")
     (tmp_path / "inner").mkdir()
-    found = {"repository": str(tmp_path), "commit": git("rev-parse", "HEAD"), "dirty": False}
-    assert find_commit(tmp_path / "inner") == found
+    commit = {"repository": str(tmp_path), "commit": git("rev-parse", "HEAD"), "dirty": False}
+    assert find_commit(tmp_path / "inner") == commit
     (tmp_path / "a").write_text("2")
-    assert find_commit(tmp_path) == {**found, "dirty": True}
+    assert find_commit(tmp_path) == {**commit, "dirty": True}
     monkeypatch.setenv("PATH", "")
     assert find_commit(tmp_path) is None
 

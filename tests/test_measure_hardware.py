@@ -33,11 +33,11 @@ def test_a_long_message_takes_its_latency_and_its_bytes() -> None:
 def test_what_two_processes_found_makes_a_description() -> None:
     pair = [{"rates": {"float32": [1e9, 4e9]}, "copied": 2e9}, {"rates": {"float32": [3e9, 6e9]}, "copied": 4e9}]
     result = {**measuring.average(pair), "memory": 8e9, "latency": 1e-5, "bandwidth": 1e8}
-    made = read_hardware({"name": "this", **measuring.describe(result, 4, 2, "cpu")})
-    assert (made.devices, made.most_devices, made.device.memory_bytes.value) == (4, None, 2e9)
-    assert made.device.memory_bandwidth.value == 3e9 and made.find_rate("float32") == 2e9
-    assert compute_message_seconds(made.links[0], 1e6) == pytest.approx(1e-5 + 0.01)
-    assert [key for key, figure in made.list_figures() if not figure.confirmed] == ["device.usable_share"]
+    hardware = read_hardware({"name": "this", **measuring.describe(result, 4, 2, "cpu")})
+    assert (hardware.devices, hardware.most_devices, hardware.device.memory_bytes.value) == (4, None, 2e9)
+    assert hardware.device.memory_bandwidth.value == 3e9 and hardware.find_rate("float32") == 2e9
+    assert compute_message_seconds(hardware.links[0], 1e6) == pytest.approx(1e-5 + 0.01)
+    assert [key for key, figure in hardware.list_figures() if not figure.confirmed] == ["device.usable_share"]
 
 
 def test_the_command_writes_a_description_that_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

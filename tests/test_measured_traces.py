@@ -33,9 +33,9 @@ class Started(NamedTuple):
 
 def start(folder: Path, **keys: Any) -> Started:
     """Two processes that train the sleeping model."""
-    with socket.socket() as own:
-        own.bind(("localhost", 0))
-        port = own.getsockname()[1]
+    with socket.socket() as free_socket:
+        free_socket.bind(("localhost", 0))
+        port = free_socket.getsockname()[1]
     context = forked.context()
     ranks = [context.Process(target=_train, args=(rank, str(folder), port, keys)) for rank in range(2)]
     for rank in ranks:
@@ -63,9 +63,9 @@ def _train(rank: int, folder: str, port: int, keys: Dict[str, Any]) -> None:
     real = loop.TrainingLoop._write_end
 
     def seen(*given: Any) -> Any:
-        held = next(each for each in given if isinstance(each, Report))._asdict()
-        told = {key: held[key] for key in ("times", "peak_memory")}
-        (Path(folder) / "measured.json").write_text(json.dumps(told))
+        report = next(argument for argument in given if isinstance(argument, Report))._asdict()
+        measured = {key: report[key] for key in ("times", "peak_memory")}
+        (Path(folder) / "measured.json").write_text(json.dumps(measured))
         return real(*given)
 
     loop.TrainingLoop._write_end = seen  # type: ignore[method-assign]
@@ -100,8 +100,8 @@ def test_busy_is_what_timers_inside_the_model_measure(slept: Path) -> None:
     events = of_rank(slept, 0).events
     updates = events.select(events.is_kind("update"))
     begin, end = int(updates.end[0]), int(updates.end[-1])
-    own = [(a, b) for stage, a, b in json.loads((slept / "slept-0.json").read_text()) if stage == 0]
-    truth = during(own, begin, end) / (end - begin)
+    intervals = [(a, b) for stage, a, b in json.loads((slept / "slept-0.json").read_text()) if stage == 0]
+    truth = during(intervals, begin, end) / (end - begin)
     assert 0.05 < truth < 0.3
     work = events.select(events.is_kind("forward", "backward"))
     assert abs(during(zip(work.start.tolist(), work.end.tolist()), begin, end) / (end - begin) - truth) < 0.03
@@ -145,8 +145,8 @@ def test_memory_is_what_the_tensors_take_to_the_byte(slept: Path) -> None:
     peaks = json.loads((slept / "measured.json").read_text())["peak_memory"]
     first, last = 4 * (WIDTH * WIDTH + WIDTH), 4 * (WIDTH * CLASSES + CLASSES)
     across, labels = 4 * BATCH * WIDTH, 8 * BATCH
-    for peak, own in zip(peaks, (first, last)):
-        assert peak["weights"] == peak["gradients"] == peak["optimizer"] == own
+    for peak, weights in zip(peaks, (first, last)):
+        assert peak["weights"] == peak["gradients"] == peak["optimizer"] == weights
         assert peak["total"] <= sum(peak[name] for name in MEMORY)
     assert [peak["versions"] for peak in peaks] == [first, 0]  # the copy that the first stage's backward reads
     # two microbatches in flight: inputs, and what is sent on; on the last stage inputs, labels, the log of the softmax, the loss
@@ -162,11 +162,11 @@ def test_memory_is_what_the_tensors_take_to_the_byte(slept: Path) -> None:
 
 @needs_processes
 def test_the_metadata_tell_the_run_and_its_units(slept: Path) -> None:
-    told = of_rank(slept, 1).metadata
-    assert told["schema"] == 1 and told["method"] == "pipedream" and told["device_of_stage"] == [0, 1]
-    assert told["window"] == {"begin": 0, "end": 512, "every": 1} and told["step_samples"] == BATCH
-    units = {unit["name"]: unit for unit in told["units"]}
-    assert list(units) == ["one", "two"] and [unit["stage"] for unit in told["units"]] == [0, 1]
+    metadata = of_rank(slept, 1).metadata
+    assert metadata["schema"] == 1 and metadata["method"] == "pipedream" and metadata["device_of_stage"] == [0, 1]
+    assert metadata["window"] == {"begin": 0, "end": 512, "every": 1} and metadata["step_samples"] == BATCH
+    units = {unit["name"]: unit for unit in metadata["units"]}
+    assert list(units) == ["one", "two"] and [unit["stage"] for unit in metadata["units"]] == [0, 1]
     assert units["one"]["forward_flops"] == 2 * BATCH * WIDTH * WIDTH
     assert units["two"]["backward_flops"] == 2 * 2 * BATCH * WIDTH * CLASSES
     assert units["two"]["crossing_bytes"] == 4 * BATCH * WIDTH
@@ -191,7 +191,7 @@ def test_a_killed_run_leaves_its_trace_and_one_that_goes_on_takes_it_up(tmp_path
     done = [sorted(set(trace.events.microbatch[trace.events.is_kind("update")].tolist())) for trace in left]
     assert all(updates == list(range(2, len(updates) + 2)) and len(updates) > 40 for updates in done)
     steps = sorted(int(path.name[5:]) for path in (tmp_path / "run" / "checkpoints").glob("step-*"))
-    kept = steps[-1]
+    newest_step = steps[-1]
     finish(start(tmp_path, steps=90, resume=True, **keys))
     for rank, before in enumerate(left):
         trace = of_rank(tmp_path, rank)
@@ -200,7 +200,7 @@ def test_a_killed_run_leaves_its_trace_and_one_that_goes_on_takes_it_up(tmp_path
         assert sorted(set(updates.tolist())) == list(range(2, 90))  # nothing lost, nothing twice
         assert (events.start[1:] >= events.end[:-1]).all()
         assert events.is_kind("pause").sum() == 1
-        old = find_updates(before.events, 1) < kept
+        old = find_updates(before.events, 1) < newest_step
         assert int(old.sum()) == int(np.flatnonzero(events.is_kind("pause"))[0])
         same = events.select(slice(0, int(old.sum())))
         assert (same.end - same.start == (before.events.end - before.events.start)[old]).all()

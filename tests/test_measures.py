@@ -110,8 +110,8 @@ def test_angles_are_those_of_gradients_written_out(overlap: int) -> None:
         entered.append(stage(entered[-1]).detach())
     for j in range(4):
         first, head = max(0, j - overlap), blocks.head(j)
-        own = [*stages[first : j + 1], *([head] if head else [])]
-        loss = cross_entropy(nn.Sequential(*own)(entered[first]), y)
+        parts = [*stages[first : j + 1], *([head] if head else [])]
+        loss = cross_entropy(nn.Sequential(*parts)(entered[first]), y)
         for i in range(first, j + 1):
             grads = torch.autograd.grad(loss, list(stages[i].parameters()), retain_graph=True)
             local[i].append(torch.cat([g.flatten() for g in grads]))
@@ -139,13 +139,13 @@ def test_a_probe_leaves_everything_as_it_was(name: str) -> None:
     state, gradients = copy.deepcopy(model.state_dict()), [p.grad for p in model.parameters()]
     values = [None if g is None else g.clone() for g in gradients]
     random = torch.get_rng_state()
-    given = x.clone()
+    x_before = x.clone()
     first = measure_angles(model, x, y)
     assert all(torch.equal(value, model.state_dict()[key]) for key, value in state.items())
     for p, gradient, value in zip(model.parameters(), gradients, values):
         assert p.grad is gradient and (gradient is None or (value is not None and torch.equal(gradient, value)))
     assert modes == [module.training for module in [*model.modules(), blocks.model]]
-    assert torch.equal(random, torch.get_rng_state()) and torch.equal(x, given)
+    assert torch.equal(random, torch.get_rng_state()) and torch.equal(x, x_before)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     torch.rand(3)
     assert measure_angles(model, x, y) == first, "the draws are the probe's own"
@@ -283,10 +283,10 @@ def data_of(**options: Any) -> TensorData:
 
 
 def test_random_labels_are_drawn_by_the_seed_alone() -> None:
-    own, drawn, again = data_of(), data_of(random_labels=True), data_of(random_labels=True)
-    assert torch.equal(own.train[0], drawn.train[0]) and torch.equal(own.test[0], drawn.test[0])
+    plain_data, drawn, again = data_of(), data_of(random_labels=True), data_of(random_labels=True)
+    assert torch.equal(plain_data.train[0], drawn.train[0]) and torch.equal(plain_data.test[0], drawn.test[0])
     for part in ("train", "test"):
-        real, labels = getattr(own, part)[1], getattr(drawn, part)[1]
+        real, labels = getattr(plain_data, part)[1], getattr(drawn, part)[1]
         assert torch.equal(labels, getattr(again, part)[1]) and labels.dtype == real.dtype == torch.int64
         assert sorted(set(labels.tolist())) == list(range(10))
         assert 0.05 < float((labels == real).float().mean()) < 0.15  # chance: of 1437 and 360, 0.1 +- 0.008 and 0.016
@@ -295,9 +295,9 @@ def test_random_labels_are_drawn_by_the_seed_alone() -> None:
     assert 0.05 < float((drawn.train[1][:360] == drawn.test[1]).float().mean()) < 0.15
     few = data_of(random_labels=True, subset=50, test_subset=20)
     assert torch.equal(few.train[1], drawn.train[1][:50]) and torch.equal(few.test[1], drawn.test[1][:20])
-    assert torch.equal(data_of(random_labels=False).train[1], own.train[1])
+    assert torch.equal(data_of(random_labels=False).train[1], plain_data.train[1])
     # neither images nor labels matter
-    x, y = own.train
+    x, y = plain_data.train
     assert torch.equal(sets._draw_labels((x.flip(0), y * 0), 0, "train")[1], drawn.train[1])
 
 

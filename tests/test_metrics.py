@@ -55,8 +55,8 @@ def test_batches_of_any_size_add_up() -> None:
 def test_ones_own_function_is_averaged_by_samples_and_an_object_keeps_its_sums() -> None:
     output, y = torch.randn(10, 4), torch.zeros(10, dtype=torch.int64)
     result = measured([confidence, Spread()], nn.functional.cross_entropy, output, y, [7, 3])
-    own = (7 * float(confidence(output[:7], y)) + 3 * float(confidence(output[7:], y))) / 10
-    assert result.metrics == pytest.approx({"confidence": own, "Spread": float(output.max() - output.min())})
+    average = (7 * float(confidence(output[:7], y)) + 3 * float(confidence(output[7:], y))) / 10
+    assert result.metrics == pytest.approx({"confidence": average, "Spread": float(output.max() - output.min())})
     named = measured({"how_sure": confidence}, nn.functional.cross_entropy, output, y, [10])
     assert list(named.metrics) == ["how_sure"]
 

@@ -64,12 +64,12 @@ def model(*parts: nn.Module) -> nn.Module:
     return nn.Sequential(*first, *map(ipu_pipe.begin_stage, parts), nn.ReLU(), ipu_pipe.begin_stage(nn.Linear(16, 10)))
 
 
-def events_of(method: str, costs: Costs, stages: int, microbatches: int, accumulate: int, **given: Any) -> List[Event]:
+def events_of(method: str, costs: Costs, stages: int, microbatches: int, accumulate: int, **more: Any) -> List[Event]:
     schedule = make_schedule(METHODS[method], stages, microbatches, accumulate)
     table = VersionTable(schedule, METHODS[method])
     versions = table.forward(0, microbatches), table.backward(0, microbatches)
-    given = {"device_of_stage": range(stages), "boundary_bytes": [100 * (s + 1) for s in range(stages - 1)], **given}
-    result, _ = build_modelled_events(clock(schedule, costs), versions, accumulate, 1.0, **given)
+    arguments = {"device_of_stage": range(stages), "boundary_bytes": [100 * (s + 1) for s in range(stages - 1)], **more}
+    result, _ = build_modelled_events(clock(schedule, costs), versions, accumulate, 1.0, **arguments)
     return list(result.rows())
 
 
@@ -99,14 +99,14 @@ def test_what_a_device_does_and_waits_for_fills_its_time(name: str) -> None:
     costs = Costs([3, 11, 5], [7, 2, 13], [1, 2, 3])
     events = events_of(name, costs, 3, 12, accumulate, gradients_cross=not local)
     for device in range(3):
-        own = [e for e in events if e.device == device and e.kind != "send"]
-        assert own[0].start_ns == 0 and all(a.end_ns == b.start_ns for a, b in zip(own, own[1:]))
-        for wait, following in zip(own, own[1:]):
+        of_device = [e for e in events if e.device == device and e.kind != "send"]
+        assert of_device[0].start_ns == 0 and all(a.end_ns == b.start_ns for a, b in zip(of_device, of_device[1:]))
+        for wait, following in zip(of_device, of_device[1:]):
             if wait.kind == "wait":  # ends when the peer's pass does
                 kind = {"activations": "forward", "gradients": "backward"}[wait.carries]
                 need = [e for e in events if (e.kind, e.device, e.microbatch) == (kind, wait.peer, wait.microbatch)]
                 assert [e.end_ns for e in need] == [wait.end_ns] and following.kind == kind
-        busy = sum(e.end_ns - e.start_ns for e in own if e.kind != "wait")
+        busy = sum(e.end_ns - e.start_ns for e in of_device if e.kind != "wait")
         assert busy == 12 * (costs.forward[device] + costs.backward[device]) + 12 // accumulate * costs.update[device]
     sent = sum(e.bytes or 0 for e in events if e.kind == "send")
     assert sent == 12 * (100 + 200) * (1 if local else 2)
@@ -130,13 +130,13 @@ def test_halves_of_backwards_are_events_and_whole_ones_are_backwards(name: str) 
     )[0].rows())  # fmt: skip
     whole = schedule.is_whole if len(schedule.passes) > 2 else np.ones((4, 4), np.bool_)
     for stage in range(4):
-        own = {kind: [e for e in result if (e.stage, e.kind) == (stage, kind)] for kind in KINDS}
-        assert sorted(e.microbatch for e in own["backward"]) == np.flatnonzero(whole[stage]).tolist()
-        assert {e.end_ns - e.start_ns for e in own["backward"]} <= {costs.backward[stage]}
+        by_kind = {kind: [e for e in result if (e.stage, e.kind) == (stage, kind)] for kind in KINDS}
+        assert sorted(e.microbatch for e in by_kind["backward"]) == np.flatnonzero(whole[stage]).tolist()
+        assert {e.end_ns - e.start_ns for e in by_kind["backward"]} <= {costs.backward[stage]}
         for kind, takes in (("input gradient", costs.backward[stage] - costs.weight_gradient[stage]),
                             ("weight gradient", costs.weight_gradient[stage])):  # fmt: skip
-            assert sorted(e.microbatch for e in own[kind]) == np.flatnonzero(~whole[stage]).tolist()
-            assert {e.end_ns - e.start_ns for e in own[kind]} <= {takes}
+            assert sorted(e.microbatch for e in by_kind[kind]) == np.flatnonzero(~whole[stage]).tolist()
+            assert {e.end_ns - e.start_ns for e in by_kind[kind]} <= {takes}
     for device in set(schedule.device_of_stage):
         here = [e for e in result if e.device == device and e.kind != "send"]
         assert here[0].start_ns == 0 and all(a.end_ns == b.start_ns for a, b in zip(here, here[1:]))
@@ -148,14 +148,14 @@ def test_halves_of_backwards_are_events_and_whole_ones_are_backwards(name: str) 
 def test_only_the_window_is_recorded_with_pauses_between() -> None:
     whole = events_of("pipedream", Costs([3, 5], [7, 2], [1, 1]), 2, 24, 2)
     window = events_of("pipedream", Costs([3, 5], [7, 2], [1, 1]), 2, 24, 2, updates=range(2, 9, 3))
-    told = {2, 5, 8}
-    kept = [e for e in whole if (e.microbatch if e.kind == "update" else e.microbatch // 2) in told]
+    updates = {2, 5, 8}
+    expected = [e for e in whole if (e.microbatch if e.kind == "update" else e.microbatch // 2) in updates]
     key = lambda e: (e.device, e.start_ns, e.end_ns, e.kind)  # noqa: E731
-    assert sorted((e for e in window if e.kind != "pause"), key=key) == sorted(kept, key=key)
+    assert sorted((e for e in window if e.kind != "pause"), key=key) == sorted(expected, key=key)
     for device in range(2):
-        own = [e for e in window if e.device == device and e.kind != "send"]
-        assert all(a.end_ns == b.start_ns for a, b in zip(own, own[1:]))
-        assert sum(e.kind == "pause" for e in own) >= 2
+        of_device = [e for e in window if e.device == device and e.kind != "send"]
+        assert all(a.end_ns == b.start_ns for a, b in zip(of_device, of_device[1:]))
+        assert sum(e.kind == "pause" for e in of_device) >= 2
 
 
 # ---- what the stages take
@@ -198,16 +198,16 @@ def test_profiling_leaves_nothing_behind(pairs: Tuple[str, ...]) -> None:
     assert all(a is b for a, b in zip(gradients, [p.grad for p in job.model.parameters()]))
     after = job.optimizer.state_dict()
     assert after["param_groups"] == state["param_groups"] and after["state"].keys() == state["state"].keys()
-    for key, own in state["state"].items():
-        assert all(torch.equal(a, b) for a, b in zip(own.values(), after["state"][key].values()) if a is not None)
+    for key, entries in state["state"].items():
+        assert all(torch.equal(a, b) for a, b in zip(entries.values(), after["state"][key].values()) if a is not None)
 
 
 def test_the_numbers_of_a_run_are_those_without_a_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def weights(name: str) -> Dict[str, torch.Tensor]:
         torch.manual_seed(1)
-        given = model(nn.Linear(16, 16))
-        train(config("method=pipemare"), tmp_path / name, model=given, quiet=True)
-        return dict(given.state_dict())
+        net = model(nn.Linear(16, 16))
+        train(config("method=pipemare"), tmp_path / name, model=net, quiet=True)
+        return dict(net.state_dict())
 
     with_profile = weights("a")
     monkeypatch.setattr(engine, "time_passes", lambda *_, **__: 1 / 0)

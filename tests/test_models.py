@@ -153,14 +153,14 @@ def test_preactivation_resnets_have_the_papers_stages(depth: int, norm: str) -> 
 
 
 def test_what_the_stages_of_a_preactivation_resnet_hold() -> None:
-    held = owners(on_meta(preact(20)), torch.empty(1, 3, 32, 32, device="meta"))
+    modules = owners(on_meta(preact(20)), torch.empty(1, 3, 32, 32, device="meta"))
     ordinary = lambda at: [[f"{at}.norm1", f"{at}.conv1"], [f"{at}.norm2", f"{at}.conv2"], []]  # noqa: E731
     strided = lambda at: [[f"{at}.norm1", f"{at}.shortcut"], [f"{at}.conv1"], *ordinary(at)[1:]]  # noqa: E731
     want = [["conv1"]]
     for layer in (1, 2, 3):
         want += ordinary("layer1.0") if layer == 1 else strided(f"layer{layer}.0")
         want += ordinary(f"layer{layer}.1") + ordinary(f"layer{layer}.2")
-    assert held == [*want, ["norm"], [], ["fc"], []]  # last norm, pool, linear, loss
+    assert modules == [*want, ["norm"], [], ["fc"], []]  # last norm, pool, linear, loss
 
 
 def test_a_strided_block_projects_the_shared_preactivation_and_an_ordinary_one_adds_its_input() -> None:

@@ -57,8 +57,8 @@ def test_vggs_have_the_papers_stages_each_at_a_top_level_child(name: str, norm: 
     model, images = on_meta(getattr(vgg, name), norm=norm), torch.empty(2, 3, 32, 32, device="meta")
     begun = names(model, images)
     assert len(begun) == stages == 2 * sum(depths) + 5 + 7 + 1
-    own = [n for n, _ in model.named_children() if not n.startswith(("norm", "flatten"))]
-    assert begun == own  # a norm lies in its convolution's stage, the flattening in the last pool's
+    children = [n for n, _ in model.named_children() if not n.startswith(("norm", "flatten"))]
+    assert begun == children  # a norm lies in its convolution's stage, the flattening in the last pool's
     assert model(images).shape == (2, 10)
 
 
@@ -77,16 +77,16 @@ def test_vggs_have_the_parameters_that_their_convolutions_add_up_to(name: str, w
 
 def test_vgg11_computes_convolutions_pools_and_a_classifier() -> None:
     model = seeded(vgg.vgg11, width=2, dropout=0.4).eval()
-    held, x = model.state_dict(), torch.randn(2, 3, 32, 32)
+    weights, x = model.state_dict(), torch.randn(2, 3, 32, 32)
     want = x
     for block, depth in enumerate(VGGS["vgg11"][0], 1):
         for index in range(1, depth + 1):
             at = f"conv{block}_{index}"
-            want = F.conv2d(want, held[f"{at}.weight"], held[f"{at}.bias"], padding=1).relu()
+            want = F.conv2d(want, weights[f"{at}.weight"], weights[f"{at}.bias"], padding=1).relu()
         want = F.max_pool2d(want, 2)
     want = want.flatten(1)
     for at in ("fc6", "fc7", "fc8"):
-        want = F.linear(want, held[f"{at}.weight"], held[f"{at}.bias"])
+        want = F.linear(want, weights[f"{at}.weight"], weights[f"{at}.bias"])
         want = want if at == "fc8" else want.relu()
     torch.testing.assert_close(model(x), want)
     assert [m.p for m in model.modules() if isinstance(m, nn.Dropout)] == [0.4, 0.4]

@@ -38,8 +38,8 @@ def data() -> TensorData:
 
 def trained(out: Path, net: nn.Module, steps: int = 6, **how: Any) -> List[torch.Tensor]:
     keys = how.pop("keys", {})
-    given = {"data": data(), "model": net, "quiet": True, **how}
-    ipu_pipe.train(ipu_pipe.configure(steps=steps, **HOW, **keys), out, **given)
+    arguments = {"data": data(), "model": net, "quiet": True, **how}
+    ipu_pipe.train(ipu_pipe.configure(steps=steps, **HOW, **keys), out, **arguments)
     return [p.detach().clone() for p in net.parameters()]
 
 
@@ -75,7 +75,7 @@ def test_every_form_trains_as_plain_pytorch_does(form: str, tmp_path: Path) -> N
     theirs = model()
     expected = plain(theirs, make(groups_of(theirs) if form == "groups" else theirs.parameters()))
     keys = {"optimizer": {"name": "torch.optim.RMSprop", "lr": 0.01, "args": {"alpha": 0.9, "momentum": 0.5}}}
-    given = {
+    forms = {
         "instance": {"optimizer": make(net.parameters())},
         "groups": {"optimizer": make(groups_of(net))},
         "class": {"optimizer": torch.optim.RMSprop, "optimizer_args": args},
@@ -83,7 +83,7 @@ def test_every_form_trains_as_plain_pytorch_does(form: str, tmp_path: Path) -> N
         "factory": {"optimizer": make},
         "yaml": {"keys": keys},
     }[form]
-    assert equal(trained(tmp_path / "run", net, **given), expected)
+    assert equal(trained(tmp_path / "run", net, **forms), expected)
     report = read_summary(tmp_path / "run")["optimizer"]
     assert report["name"] == "torch.optim.rmsprop.RMSprop" and report["settings"]["alpha"] == 0.9
 
@@ -104,9 +104,9 @@ def test_an_optimizer_that_is_none_or_not_of_the_model_is_told_in_a_line(tmp_pat
         },
         "optimizer_args: need optimizer": {"optimizer_args": {"lr": 0.1}},
     }  # fmt: skip
-    for told, given in wrong.items():
-        with pytest.raises(BadInput, match=told) as refused:
-            trained(tmp_path / "run", net, **given)
+    for message, optimizer in wrong.items():
+        with pytest.raises(BadInput, match=message) as refused:
+            trained(tmp_path / "run", net, **optimizer)
         assert len(refused.value.faults) == 1
     assert not (tmp_path / "run").exists()
 
@@ -177,8 +177,8 @@ def test_a_scheduler_that_cannot_be_played_is_told_in_a_line() -> None:
         ),
         "returned a rate that is negative or not finite": lambda o: lr_scheduler.LambdaLR(o, lambda k: float("nan")),
     }
-    for told, make in wrong.items():
-        with pytest.raises(BadInput, match=told) as refused:
+    for message, make in wrong.items():
+        with pytest.raises(BadInput, match=message) as refused:
             simulate_scheduler(make, optimizer, 0.1, 20)
         assert len(refused.value.faults) == 1
     assert optimizer.param_groups[0]["lr"] == 0.1 and optimizer.param_groups[0]["momentum"] == 0.9

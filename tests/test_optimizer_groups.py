@@ -56,8 +56,8 @@ def configure(groups: Any, **keys: Any) -> Any:
 
 def trained(out: Path, groups: Any, **keys: Any) -> List[torch.Tensor]:
     net = model()
-    given = {key: keys.pop(key, None) for key in ("resume_from", "lr_scheduler")}
-    ipu_pipe.train(configure(groups, **keys), out, data=data(), model=net, quiet=True, **given)
+    arguments = {key: keys.pop(key, None) for key in ("resume_from", "lr_scheduler")}
+    ipu_pipe.train(configure(groups, **keys), out, data=data(), model=net, quiet=True, **arguments)
     return [p.detach().clone() for p in net.parameters()]
 
 

@@ -411,9 +411,9 @@ def test_activations_of_a_device_are_the_greatest_sum_over_its_stages() -> None:
     schedule, sizes = make("zbv", 2, 8), [5.0, 1.0, 2.0, 7.0]
     slots = {kind: schedule.slots(kind, 0, 8) for kind in schedule.passes}
     moments = range(schedule.slot_count)
-    held = [[sum(sizes[s] * (slots[Kind.FORWARD][s] <= t).sum() - sizes[s] * (slots[Kind.WEIGHT_GRADIENT][s] < t).sum()
+    sums = [[sum(sizes[s] * (slots[Kind.FORWARD][s] <= t).sum() - sizes[s] * (slots[Kind.WEIGHT_GRADIENT][s] < t).sum()
                  for s in stages) for t in moments] for stages in ((0, 3), (1, 2))]  # fmt: skip
-    assert schedule.peak_activations(sizes=sizes) == [max(row) for row in held]
+    assert schedule.peak_activations(sizes=sizes) == [max(row) for row in sums]
     assert schedule.peak_activations(sizes=sizes)[0] < sum(
         size * count for size, count in zip(sizes, schedule.max_in_flight()) if size in (5.0, 7.0)
     )

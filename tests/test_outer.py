@@ -24,6 +24,7 @@ from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.update.apply import UpdateRules
 from ipu_pipe.update.optimizer import make_groups
 from tests.staged_models import batches, whole
+from tests.support.models import Composed
 from tests.support.runs import assert_same_weights
 from tests.test_asynchrony import assert_alike, cross_entropy, emulated, fresh
 from tests.test_asynchrony_runs import ROOT, config
@@ -55,15 +56,9 @@ TORCHFT = {
 }  # fmt: skip
 
 
-class AddTwice(nn.Module):
-    """x + 2 w, of which the gradient of w is 2."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.ones(1))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + 2 * self.w
+def add_twice() -> nn.Module:
+    """Return x + 2 w, of which the gradient of w is 2."""
+    return Composed(lambda m, x: x + 2 * m.w, w=nn.Parameter(torch.ones(1)))
 
 
 @pytest.mark.parametrize("delay, mix", list(TORCHFT))
@@ -71,7 +66,7 @@ def test_weights_are_those_that_torchft_recorded(delay: int, mix: float) -> None
     """The first row has the seventh file, too: there the replica that does not fail goes the same way, six steps further."""
     by_fragment = TORCHFT[delay, mix]
     steps = max(map(len, by_fragment)) - 1
-    model = nn.Sequential(AddTwice(), begin_stage(AddTwice()))
+    model = nn.Sequential(add_twice(), begin_stage(add_twice()))
     batch = (torch.zeros(1, 1), torch.zeros(1))
     outer = {**OUTER, "lr": 2.0, "momentum": 0.0, "nesterov": False, "fragments": 2, "delay": delay, "mix": mix}
     method = resolve_method("local_sgd", {"replicas": 2, "local_steps": 6, "outer": outer})

@@ -24,8 +24,8 @@ def written(path: Path, *args: Any) -> str:
 
 
 def data(page: str) -> Dict[str, Any]:
-    (held,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
-    content: Dict[str, Any] = json.loads(held)
+    (text,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    content: Dict[str, Any] = json.loads(text)
     return content
 
 
@@ -38,37 +38,37 @@ def unpacked(column: Dict[str, str]) -> List[Any]:
 
 def test_the_page_holds_all_of_the_trace(tmp_path: Path) -> None:
     trace, analysis = example()
-    held = data(written(tmp_path / "p.html", trace, analysis))
-    assert held["analysis"] == json.loads(json.dumps(analysis)) and held["trace"]["metadata"] == trace.metadata
-    columns = {name: unpacked(column) for name, column in held["trace"]["columns"].items()}
+    content = data(written(tmp_path / "p.html", trace, analysis))
+    assert content["analysis"] == json.loads(json.dumps(analysis)) and content["trace"]["metadata"] == trace.metadata
+    columns = {name: unpacked(column) for name, column in content["trace"]["columns"].items()}
     start = np.cumsum(columns["start"])
     order = np.lexsort((trace.events.end, trace.events.start))
     assert start.tolist() == trace.events.start[order].tolist()
     assert (start + columns["end"]).tolist() == trace.events.end[order].tolist()
     for name in set(columns) - {"start", "end"}:
         assert columns[name] == getattr(trace.events, name)[order].tolist(), name
-    assert held["trace"]["kinds"] == list(KINDS)
-    curves = [curve for curve in held["trace"]["curves"] if curve["device"] == 0]
+    assert content["trace"]["kinds"] == list(KINDS)
+    curves = [curve for curve in content["trace"]["curves"] if curve["device"] == 0]
     assert {curve["name"] for curve in curves} == {"memory"} and len(curves[0]["values"]) == 4
 
 
 def test_times_of_a_wall_clock_count_from_the_begin(tmp_path: Path) -> None:
     begin = 1_765_000_000_123_456_789
     events = [Event(0, 0, "forward", m, begin + 10 * m, begin + 10 * m + 9, 0, 1 << 40) for m in range(3)]
-    held = data(
+    content = data(
         written(
             tmp_path / "p", Trace(Events.from_rows(events), Counters.from_rows([Counter(0, "loss", begin + 7, 1)]), {}),
             {},
         )
     )
-    columns = held["trace"]["columns"]
+    columns = content["trace"]["columns"]
     assert (unpacked(columns["start"]), unpacked(columns["end"])) == ([0, 10, 10], [9, 9, 9])
     assert unpacked(columns["bytes"]) == [1 << 40] * 3 and columns["microbatch"]["type"] == "u1"
-    assert held["trace"]["curves"][0]["times"] == [7]
-    held = data(
+    assert content["trace"]["curves"][0]["times"] == [7]
+    content = data(
         written(tmp_path / "p", Trace(Events.from_rows(events), Counters.from_rows([]), {}), {"begin_ns": begin - 5})
     )
-    assert unpacked(held["trace"]["columns"]["start"])[0] == 5
+    assert unpacked(content["trace"]["columns"]["start"])[0] == 5
 
 
 def test_nothing_is_asked_of_any_network(tmp_path: Path) -> None:
@@ -93,8 +93,8 @@ def test_names_cannot_end_the_data(tmp_path: Path) -> None:
 def test_numbers_that_are_none_are_null(tmp_path: Path) -> None:
     trace, analysis = example()
     analysis.update(utilization=float("nan"), imbalance=float("inf"))
-    held = data(written(tmp_path / "p", trace, analysis))["analysis"]
-    assert held["utilization"] is None and held["imbalance"] is None
+    content = data(written(tmp_path / "p", trace, analysis))["analysis"]
+    assert content["utilization"] is None and content["imbalance"] is None
 
 
 def test_of_more_events_than_a_page_holds_there_are_a_window_and_an_overview(tmp_path: Path, monkeypatch: Any) -> None:
@@ -102,16 +102,16 @@ def test_of_more_events_than_a_page_holds_there_are_a_window_and_an_overview(tmp
     monkeypatch.setattr(page_module, "OVERVIEW_BINS", 4)
     events = [Event(0, 0, "forward", m, 100 * m, 100 * m + 50, 0, None) for m in range(8)]
     events += [Event(0, 0, "wait", m, 100 * m + 50, 100 * m + 100, -1, None) for m in range(4)]
-    held = data(written(tmp_path / "p", Trace(Events.from_rows(events), Counters.from_rows([]), {}), {}))["trace"]
-    assert held["count"] == 12 and len(unpacked(held["columns"]["kind"])) == 4
-    assert held["window_ns"] == [200, 350]
-    (overview,) = held["overview"]
+    content = data(written(tmp_path / "p", Trace(Events.from_rows(events), Counters.from_rows([]), {}), {}))["trace"]
+    assert content["count"] == 12 and len(unpacked(content["columns"]["kind"])) == 4
+    assert content["window_ns"] == [200, 350]
+    (overview,) = content["overview"]
     shares = {kind: np.array(unpacked(share)) / 255 for kind, share in overview["shares"].items()}
-    assert held["span_ns"] == 750
+    assert content["span_ns"] == 750
     exact = {"forward": [100] * 4, "wait": [87.5, 87.5, 25, 0]}  # of each 187.5 ns
     assert shares.keys() == exact.keys()
     for kind, expected in exact.items():
-        assert shares[kind].tolist() == pytest.approx([each / 187.5 for each in expected], abs=0.003)
+        assert shares[kind].tolist() == pytest.approx([seconds / 187.5 for seconds in expected], abs=0.003)
     monkeypatch.setattr(page_module, "MOST_EVENTS", 12)
     assert (
         "overview"

@@ -17,11 +17,11 @@ def model(
     """Work, what crosses a stage's two boundaries, and memory that grows with the stages that follow."""
     work = np.concatenate([[0.0], np.cumsum(rng.integers(1, 9, units))])
     crossing = np.concatenate([[0.0], rng.integers(0, 9, units - 1), [0.0]])
-    held = np.concatenate([[0.0], np.cumsum(rng.integers(1, 5, units))])
+    bytes_before = np.concatenate([[0.0], np.cumsum(rng.integers(1, 5, units))])
 
     def costs(first: IntArray, end: IntArray) -> Callable[[int], FloatArray]:
         seconds = np.maximum(work[end] - work[first], 0) + crossing[first] + crossing[end]
-        return lambda k: np.where(k * (held[end] - held[first]) <= limit, seconds, np.inf)
+        return lambda k: np.where(k * (bytes_before[end] - bytes_before[first]) <= limit, seconds, np.inf)
 
     costs.work = np.diff(work)  # type: ignore[attr-defined]
     return costs
@@ -34,10 +34,10 @@ def every_cut(
     result = []
     for inner in itertools.combinations(range(1, units), count - 1):
         edges = [0, *inner, units]
-        each = [
+        sums = [
             float(costs(np.array([a]), np.array([b]))(count - s)[0]) for s, (a, b) in enumerate(zip(edges, edges[1:]))
         ]
-        result.append([max(each), sum(x * x for x in each)])
+        result.append([max(sums), sum(x * x for x in sums)])
     best = min(result, default=None)
     return best if best is not None and np.isfinite(best[0]) else None
 
@@ -56,12 +56,12 @@ def test_no_cut_is_better(count: int, limit: float) -> None:
                 continue
             assert starts is not None and starts[0] == 0 and len(starts) == count
             edges = [*starts, units]
-            each = [
+            cuts = [
                 float(costs(np.array([a]), np.array([b]))(count - s)[0])
                 for s, (a, b) in enumerate(zip(edges, edges[1:]))
             ]
-            assert max(each) == best[0]
-            assert sum(x * x for x in each) == pytest.approx(best[1])
+            assert max(cuts) == best[0]
+            assert sum(x * x for x in cuts) == pytest.approx(best[1])
 
 
 def test_more_stages_than_units_is_no_cut() -> None:

@@ -63,9 +63,9 @@ def units(rng: np.random.Generator, count: int) -> Tuple[Unit, ...]:
 
 def problem(seed: int = 0, count: int = 6, memory: Optional[float] = None, **changes: Any) -> Problem:
     """A small one."""
-    own = hardware(**changes)
+    machine = hardware(**changes)
     result = units(np.random.default_rng(seed), count)
-    return Problem(result, 8.0, own, own.device.usable_bytes if memory is None else memory, "float32", 1)
+    return Problem(result, 8.0, machine, machine.device.usable_bytes if memory is None else memory, "float32", 1)
 
 
 def predict(given: Problem, asked: Candidate) -> Optional[Prediction]:
@@ -87,8 +87,8 @@ def test_long_batches_are_extended_as_the_clock_would_play_them(method: str, loc
     links = [{"name": "all", "bandwidth": 50.0, "latency": 0.1}]
     for seed in range(3):
         asked = Candidate(method, 3, 1, 2, 160, False)
-        given = problem(seed, memory=1e9, devices=3, lockstep=lockstep, links=links)
-        costing = Costing(given, asked, list_layouts(3, 1)[0], Sums(given, 2))
+        task = problem(seed, memory=1e9, devices=3, lockstep=lockstep, links=links)
+        costing = Costing(task, asked, list_layouts(3, 1)[0], Sums(task, 2))
         starts = costing.cut()
         assert starts is not None
         costs = costing.costs(starts)
@@ -105,10 +105,10 @@ def test_long_batches_are_extended_as_the_clock_would_play_them(method: str, loc
 def test_long_batches_of_orders_are_extended_as_the_clock_would_play_them(method: str) -> None:
     links = [{"name": "all", "bandwidth": 500.0, "latency": 0.1}]
     for seed in range(2):
-        given = problem(seed, memory=1e9, devices=3, links=links)
-        (asked,) = (each for each in list_candidates([method], 3, 6, 90, (False,)) if each.shape[1] == 3
-                    and each.micro_batch_size == 1 and each.stages_per_device < 3)  # fmt: skip
-        costing = Costing(given, asked, list_layouts(3, 1, asked.placement)[0], Sums(given, 1))
+        task = problem(seed, memory=1e9, devices=3, links=links)
+        (asked,) = (candidate for candidate in list_candidates([method], 3, 6, 90, (False,)) if candidate.shape[1] == 3
+                    and candidate.micro_batch_size == 1 and candidate.stages_per_device < 3)  # fmt: skip
+        costing = Costing(task, asked, list_layouts(3, 1, asked.placement)[0], Sums(task, 1))
         starts = costing.cut()
         assert starts is not None and asked.gradient_accumulation == 90
         costs = costing.costs(starts)
@@ -119,17 +119,17 @@ def test_long_batches_of_orders_are_extended_as_the_clock_would_play_them(method
 
 def test_memory_of_a_device_is_that_of_its_stages_when_it_holds_most() -> None:
     """On equal units: P microbatches of a device for ZBV, half of that for V-half, and the weights of both of its stages."""
-    given = replace(problem(0, memory=1e9), units=(Unit("u", 1e3, 2e3, 10, 4.0, 100.0, 4),) * 8)
-    held = {}
+    task = replace(problem(0, memory=1e9), units=(Unit("u", 1e3, 2e3, 10, 4.0, 100.0, 4),) * 8)
+    most = {}
     for method in ("zbv", "v_half", "zb_h1", "interleaved_1f1b"):
-        asked = next(each for each in list_candidates([method], 4, 8, 16, (False,)) if each.depth == 4)
-        costing = Costing(given, asked, list_layouts(4, 1, asked.placement)[0], Sums(given, asked.micro_batch_size))
+        asked = next(candidate for candidate in list_candidates([method], 4, 8, 16, (False,)) if candidate.depth == 4)
+        costing = Costing(task, asked, list_layouts(4, 1, asked.placement)[0], Sums(task, asked.micro_batch_size))
         starts = costing.cut()
         assert starts is not None
         memory = costing.memories(starts)
         assert {device.weights for device in memory} == {2 * 10 * 4}
-        held[method] = max(device.activations for device in memory) / (2 * 100 * asked.micro_batch_size)
-    assert held == pytest.approx({"zbv": 4, "v_half": 3, "zb_h1": 4, "interleaved_1f1b": 5.5})
+        most[method] = max(device.activations for device in memory) / (2 * 100 * asked.micro_batch_size)
+    assert most == pytest.approx({"zbv": 4, "v_half": 3, "zb_h1": 4, "interleaved_1f1b": 5.5})
 
 
 @pytest.mark.parametrize("lockstep", [False, True])
@@ -137,10 +137,10 @@ def test_bounds_are_never_above_what_is_played(lockstep: bool) -> None:
     """Else the search would pass over what is best."""
     looked = 0
     for seed in range(4):
-        given = problem(seed, lockstep=lockstep)
+        task = problem(seed, lockstep=lockstep)
         for asked in list_candidates(PIPELINES[:3] if not lockstep else ["pipedream_flush"], 4, 6, 32):
             for layout in list_layouts(asked.depth, asked.width, asked.placement):
-                costing = Costing(given, asked, layout, Sums(given, asked.micro_batch_size))
+                costing = Costing(task, asked, layout, Sums(task, asked.micro_batch_size))
                 starts = costing.cut()
                 if starts is not None:
                     costs = costing.costs(starts)
@@ -180,27 +180,27 @@ def test_the_search_finds_what_trying_all_finds(memory: float, methods: List[str
 def test_pipedream_is_planned_with_the_schedule_that_holds_least_and_is_as_fast() -> None:
     """On equal stages both schedules are as fast; between their needs of memory only the capped one fits."""
     layers = tuple(Unit("", 1.0, 2.0, 10, 4.0, activations) for activations in (40.0, 40.0, 4000.0, 40.0))
-    given = Problem(layers, 8.0, hardware(), 1e9, "float32", 1)
+    task = Problem(layers, 8.0, hardware(), 1e9, "float32", 1)
     capped, plain = (Candidate("pipedream", 4, 1, 1, 4, False, 1, row) for row in (Pipeline.ONE_F_ONE_B_CAPPED, None))
     needs = []
     for asked in (capped, plain):
-        predicted = predict(given, asked)
+        predicted = predict(task, asked)
         assert predicted is not None
         needs.append(max(stage.total for stage in predicted.memory))
     assert needs[0] < needs[1]
     for memory in (1e9, needs[1] - 1):
-        limited = replace(given, memory_bytes=memory)
-        best = search(limited, [each for each in list_candidates(["pipedream"], 4, 4, 4) if each.depth == 4], 1).best
-        assert [each.asked.schedule for each in best] == [Pipeline.ONE_F_ONE_B_CAPPED]
+        limited = replace(task, memory_bytes=memory)
+        best = search(limited, [plan for plan in list_candidates(["pipedream"], 4, 4, 4) if plan.depth == 4], 1).best
+        assert [plan.asked.schedule for plan in best] == [Pipeline.ONE_F_ONE_B_CAPPED]
 
 
 def test_least_memory_is_where_it_begins_to_fit() -> None:
-    given = problem(memory=10.0)
+    task = problem(memory=10.0)
     asked = list(list_candidates(PIPELINES, 4, 6, 16))
-    assert not search(given, asked, 5).best
-    least_memory = find_least_memory(given, asked)
+    assert not search(task, asked, 5).best
+    least_memory = find_least_memory(task, asked)
     assert least_memory is not None
-    advice = make_plan(given, PIPELINES, 4, 16)
+    advice = make_plan(task, PIPELINES, 4, 16)
     assert not advice.plans and advice.smallest_change is not None
     assert "usable memory a device" in advice.smallest_change
     enough, short = (problem(memory=least_memory[0] + more) for more in (0, -1))
@@ -212,10 +212,10 @@ def test_the_dearer_messages_stay_inside_a_server() -> None:
     activations the stages of a replica."""
     for parameters, crossing, together in ((100000, 4.0, True), (1, 40000.0, False)):
         unit = Unit("", 1.0, 2.0, parameters, crossing, 0.0)
-        own = hardware()
-        given = Problem((unit, unit), 8.0, own, 1e12, "float32", 0)
+        servers = hardware()
+        task = Problem((unit, unit), 8.0, servers, 1e12, "float32", 0)
         asked = Candidate("pipedream_flush", 2, 2, 1, 4, False)
-        prediction = predict(given, asked)
+        prediction = predict(task, asked)
         assert prediction is not None and prediction.layout.replicas_together is together
     inside, outside = ReplicaLayout(2, 2, False), ReplicaLayout(2, 2, True)
     assert inside.map() == [[0, 1], [2, 3]] and outside.map() == [[0, 2], [1, 3]]
@@ -228,13 +228,13 @@ def test_what_holds_back_is_named() -> None:
     """One stage with most of the work, one microbatch an update, a link that is too slow."""
     one = Unit("", 1.0, 2.0, 1, 4.0, 4.0)
     heavy = Unit("heavy", 9.0, 18.0, 1, 4.0, 4.0)
-    own = hardware(devices=2, links=[{"name": "all", "bandwidth": 1e6, "latency": 0.0}])
+    fast = hardware(devices=2, links=[{"name": "all", "bandwidth": 1e6, "latency": 0.0}])
 
-    def kind(found: Tuple[Unit, ...], count: int, own: Hardware = own) -> Tuple[str, str]:
-        given = Problem(found, 8.0, own, 1e12, "float32", 0)
-        prediction = predict(given, Candidate("pipedream_flush", 2, 1, 1, count, False))
+    def kind(units: Tuple[Unit, ...], count: int, machine: Hardware = fast) -> Tuple[str, str]:
+        task = Problem(units, 8.0, machine, 1e12, "float32", 0)
+        prediction = predict(task, Candidate("pipedream_flush", 2, 1, 1, count, False))
         assert prediction is not None
-        reason = find_binding(given, prediction)
+        reason = find_binding(task, prediction)
         return reason.kind, str(reason)
 
     assert kind((one, heavy), 500)[0] == "imbalance" and "heavy" in kind((one, heavy), 500)[1]
@@ -247,10 +247,10 @@ def test_what_holds_back_is_named() -> None:
 def test_one_device_has_no_bubble() -> None:
     """It has no pipeline to fill: what it does besides its passes is updating. It was told to be held back by a bubble."""
     large = Unit("", 1.0, 2.0, 10**9, 4.0, 4.0)
-    given = Problem((large,), 8.0, hardware(), 1e12, "float32", 0)
-    prediction = predict(given, Candidate("pipedream_flush", 1, 1, 1, 1, False))
+    task = Problem((large,), 8.0, hardware(), 1e12, "float32", 0)
+    prediction = predict(task, Candidate("pipedream_flush", 1, 1, 1, 1, False))
     assert prediction is not None
-    reason = find_binding(given, prediction)
+    reason = find_binding(task, prediction)
     assert reason.kind == "compute" and reason.share > 0.4 and "updat" in reason.what
 
 
@@ -275,16 +275,16 @@ def run(capsys: Any, *arguments: str) -> str:
 
 def test_its_json_is_the_contracts_and_what_it_writes_trains(capsys: Any, tmp_path: Path) -> None:
     file = tmp_path / "planned.yaml"
-    told = run(capsys, "--hardware", "v100x8", "--devices", "4", "--top", "3", "--json", "--write", str(file))
-    content = json.loads(told)
+    printed = run(capsys, "--hardware", "v100x8", "--devices", "4", "--top", "3", "--json", "--write", str(file))
+    content = json.loads(printed)
     assert content == ipu_pipe.plan_config(load_config("configs/mlp_digits.yaml"), "v100x8", devices=4, top=3)
     assert set(content) >= {"hardware", "devices", "plans", "refused", "smallest_change"} and content["devices"] == 4
     keys = {
         "method", "depth", "width", "micro_batch_size", "gradient_accumulation", "recompute", "stages",
         "samples_per_second", "utilization", "global_batch_size", "memory_bytes", "binding",
     }  # fmt: skip
-    assert len(content["plans"]) == 3 and all(keys <= set(each) for each in content["plans"])
-    rates = [each["samples_per_second"] for each in content["plans"]]
+    assert len(content["plans"]) == 3 and all(keys <= set(plan) for plan in content["plans"])
+    rates = [plan["samples_per_second"] for plan in content["plans"]]
     assert rates == sorted(rates, reverse=True)
     best = content["plans"][0]
     assert len(best["memory_bytes"]) == best["depth"] == len(best["stages"]) + 1
@@ -315,7 +315,7 @@ def test_stages_of_a_device_are_planned_written_and_trained(method: str, tmp_pat
     asked = ["--hardware", "v100x8", "--devices", "2", "--methods", f"pipedream_flush,{method}", "--top", "9", "--json"]
     command.main(["configs/mlp_digits.yaml", *asked, "--batch", "64"])
     plans = json.loads(capsys.readouterr().out)["plans"]
-    best = next(each for each in plans if each["method"] == method)
+    best = next(plan for plan in plans if plan["method"] == method)
     assert best["stages_per_device"] == 2 == best["depth"] and len(best["stages"]) == 3
     assert len(best["memory_bytes"]) == len(best["activation_bytes"]) == 2
     assert best["devices"] == [[0, 1, 1, 0] if method == "zbv" else [0, 1, 0, 1]]
@@ -358,7 +358,7 @@ def test_local_methods_are_planned_and_written(name: str, asked: List[str], caps
     command.main(["configs/mlp_digits.yaml", *local, *asked, "--json", "--write", str(file)])
     said = capsys.readouterr()
     plans = json.loads(said.out)["plans"]
-    methods = {each["method"] for each in plans}
+    methods = {plan["method"] for plan in plans}
     usual = {"local_greedy", "pipedream_flush"} | (set() if name == "pod4" else {"pipedream_2bw", "gpipe", "zb_h1"})
     methods -= {*BY_DEVICE} - {"zb_h1"}  # as many as the few units have stages for
     assert methods == ({"local_chunked"} if asked else usual) and "not planned" not in said.err

@@ -55,9 +55,9 @@ def problem(seed: int, memory: float = 1e9, devices: int = 8, count: int = 8) ->
 def every(given: Problem, asked: List[Candidate]) -> List[Prediction]:
     """All candidates that fit, on every layout, each played."""
     result = []
-    for each in asked:
-        for layout in list_layouts(each.depth, each.width):
-            costing = Costing(given, each, layout, Sums(given, each.micro_batch_size))
+    for candidate in asked:
+        for layout in list_layouts(candidate.depth, candidate.width):
+            costing = Costing(given, candidate, layout, Sums(given, candidate.micro_batch_size))
             starts = costing.cut()
             result += [predict_cut(costing, starts)] if starts is not None else []
     return result
@@ -67,17 +67,17 @@ def every(given: Problem, asked: List[Candidate]) -> List[Prediction]:
 def test_slow_links_hide_nothing_from_the_search(memory: float) -> None:
     """What it shows is the best of all played, and those that it does not show are counted by what they are."""
     for seed in (0, 3):
-        given = problem(seed, memory)
+        task = problem(seed, memory)
         asked = list(list_candidates(PIPELINES, 8, 8, 16))
-        result, rates, fits = search(given, asked, 5), {}, set()
-        for each in every(given, asked):
-            rates[each.asked.shape] = max(each.samples_per_second, rates.get(each.asked.shape, 0.0))
-            fits.add(each.asked)
-        best = [each.samples_per_second for each in result.best]
+        result, rates, fits = search(task, asked, 5), {}, set()
+        for plan in every(task, asked):
+            rates[plan.asked.shape] = max(plan.samples_per_second, rates.get(plan.asked.shape, 0.0))
+            fits.add(plan.asked)
+        best = [plan.samples_per_second for plan in result.best]
         assert best == pytest.approx(sorted(rates.values(), reverse=True)[:5], rel=1e-12)
-        shown = {each.asked.shape for each in result.best}
-        assert result.refused.get(ALIKE, 0) == sum(each.shape in shown for each in asked) - len(result.best)
-        assert result.refused.get(NO_ROOM, 0) <= sum(each not in fits and each.shape not in shown for each in asked)
+        shown = {plan.asked.shape for plan in result.best}
+        assert result.refused.get(ALIKE, 0) == sum(plan.shape in shown for plan in asked) - len(result.best)
+        assert result.refused.get(NO_ROOM, 0) <= sum(plan not in fits and plan.shape not in shown for plan in asked)
         assert sum(result.refused.values()) + len(result.best) == len(asked)
 
 
@@ -86,10 +86,10 @@ def test_bounds_hold_where_messages_wait() -> None:
     what is played."""
     met = 0
     for seed in (20, 21):
-        given = problem(seed)
+        task = problem(seed)
         for asked in list_candidates(PIPELINES, 8, 8, 32, (False,)):
             for layout in list_layouts(asked.depth, asked.width):
-                costing = Costing(given, asked, layout, Sums(given, asked.micro_batch_size))
+                costing = Costing(task, asked, layout, Sums(task, asked.micro_batch_size))
                 starts = costing.cut()
                 assert starts is not None
                 pipeline, count = make_batches(costing, starts), asked.gradient_accumulation
@@ -126,10 +126,10 @@ def test_a_gpt_on_32_devices_plays_few_passes_one_by_one(monkeypatch: pytest.Mon
     head = Unit("66", 85714796544.0, 171429593088.0, 83_756_160, 0.0, 3407872.0, backward_moved=103123200.0)
     units = (embedding, *(replace(block, name=str(i)) for i in range(1, 65)), norm, head)
     hardware = read_hardware("v100x8").with_devices(32)
-    given = Problem(units, 4096.0, hardware, hardware.device.usable_bytes, "float16", 2)
+    task = Problem(units, 4096.0, hardware, hardware.device.usable_bytes, "float16", 2)
     asked = list(list_candidates(PIPELINES, 32, len(units), 256))
     played = played_one_by_one(monkeypatch)
-    answer = search(given, asked, 10)
+    answer = search(task, asked, 10)
     assert len(answer.best) == 10
     assert 0 < sum(played) < 45_000, sum(played)
 

@@ -42,8 +42,8 @@ def test_state_leaves_the_device_and_costs_its_traffic_at_each_update() -> None:
     on_chip = problem(1e6)
     asked = Candidate("pipedream_flush", 2, 1, 1, 4, False)
     result = [
-        predict_cut(Costing(given, asked, list_layouts(2, 1)[0], Sums(given, 1)), [0, 2])
-        for given in (on_chip, replace(on_chip, streamed=True))
+        predict_cut(Costing(task, asked, list_layouts(2, 1)[0], Sums(task, 1)), [0, 2])
+        for task in (on_chip, replace(on_chip, streamed=True))
     ]
     state = 2 * 1000 * 8  # of a stage
     for here, streamed in zip(result[0].memory, result[1].memory):
@@ -62,7 +62,7 @@ def test_it_is_planned_where_nothing_else_fits_and_said_so() -> None:
     assert usual.plans and not usual.problem.streamed and usual.smallest_change is None
     result = plan(problem(little))
     assert result.plans and result.problem.streamed and KEY in str(result.smallest_change) and KEY in format_answer(result)
-    assert max(memory.total for each, _ in result.plans for memory in each.memory) <= little
+    assert max(memory.total for prediction, _ in result.plans for memory in prediction.memory) <= little
     assert all(
         "optimizer state in streaming memory, whose traffic takes" in p["binding"] for p in convert_to_json(result)["plans"]
     )

@@ -30,6 +30,7 @@ from ipu_pipe.run.train import check, train
 from tests import forked
 from tests.staged_models import Odd
 from tests.support.ipu_runs import SGD, Own, Source, make_config, make_model, run
+from tests.support.models import Composed
 from tests.support.runs import (
     DIGITS,
     ROOT,
@@ -150,19 +151,11 @@ def test_a_model_that_needs_its_version_in_a_state_dict_trains(tmp_path: Path, p
     assert not torch.equal(versioned[0].weight, before)
 
 
-class ByClass(nn.Module):
-    """Cross-entropy times a factor of the label's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("factors", torch.tensor([1.0, 2.0, 0.5, 1.0]))
-
-    def forward(self, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return (nn.functional.cross_entropy(output, y, reduction="none") * self.factors[y]).mean()
-
-
 def test_a_loss_with_a_tensor_of_its_own_is_on_every_block(tmp_path: Path, poptorch: Any) -> None:
-    weighted = ByClass()
+    weighted = Composed(
+        lambda m, output, y: (nn.functional.cross_entropy(output, y, reduction="none") * m.factors[y]).mean(),
+        factors=torch.tensor([1.0, 2.0, 0.5, 1.0]),  # of the labels
+    )
     for folder, on in (("ipu", "poptorch"), ("emulator", "emulator")):
         run(make_config("local_greedy", on, steps=2), tmp_path / folder, "mlp", loss=weighted)
     assert_same_weights(tmp_path / "ipu", tmp_path / "emulator")

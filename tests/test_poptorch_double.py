@@ -296,12 +296,12 @@ def updates(poptorch: Any, optimizer: Callable[..., Any], count: int = 3, **trai
 def reference(optimizer: Callable[..., Any], count: int = 3) -> Dict[str, torch.Tensor]:
     """The weights of plain PyTorch."""
     model = Forward(plain)
-    own, (x, y) = optimizer(model.parameters()), data(8)
+    torchs, (x, y) = optimizer(model.parameters()), data(8)
     for _ in range(count):
-        own.zero_grad()
+        torchs.zero_grad()
         for part in range(2):
             (plain(model, x[part * 4 :][:4], y[part * 4 :][:4])[1] / 2).backward()
-        own.step()
+        torchs.step()
     return model.state_dict()
 
 
@@ -310,16 +310,16 @@ def sgd(module: Any, **more: Any) -> Callable[..., Any]:
 
 
 def assert_close(made: Any, weights: Dict[str, torch.Tensor]) -> None:
-    own = made.model.state_dict()
-    assert all(torch.allclose(own[name], value, atol=1e-6) for name, value in weights.items())
+    state = made.model.state_dict()
+    assert all(torch.allclose(state[name], value, atol=1e-6) for name, value in weights.items())
 
 
 @pytest.mark.parametrize("scale", [1.0, 64.0])
 @pytest.mark.parametrize("combined", [False, True])
 def test_velocities_are_kept_times_their_scale_under_popart_names(poptorch: Any, scale: float, combined: bool) -> None:
     """compoundscalarhelper.hpp; sgd1decompose.cpp, sgd2decompose.cpp. The scale of the separate variant is the loss scaling."""
-    own = {"velocity_scaling": scale, "use_combined_accum": True} if combined else {}
-    result = updates(poptorch, sgd(poptorch.optim, loss_scaling=scale, **own))
+    settings = {"velocity_scaling": scale, "use_combined_accum": True} if combined else {}
+    result = updates(poptorch, sgd(poptorch.optim, loss_scaling=scale, **settings))
     assert_close(result, reference(sgd(torch.optim)))
     state = result._optimizer.state_dict()["ipu_state"]
     prefix = "Accl___" if combined else "Accl1___"
@@ -335,17 +335,18 @@ def test_a_missing_state_is_skipped_with_a_warning_and_the_last_rate_counts(popt
     state = source._optimizer.state_dict()["ipu_state"]
     del state["Accl1___a.bias"]
     result = updates(poptorch, sgd(poptorch.optim), 1)
-    own = result._optimizer
+    optimizer = result._optimizer
     result.copyWeightsToHost()
-    own.param_groups[0]["lr"] = 0.5
-    own.load_state_dict({**own.state_dict(), "ipu_state": state})
-    result.setOptimizer(own)
+    optimizer.param_groups[0]["lr"] = 0.5
+    optimizer.load_state_dict({**optimizer.state_dict(), "ipu_state": state})
+    result.setOptimizer(optimizer)
     assert "ignoring missing state Accl1___a.bias" in poptorch.recorded.warnings[-1]
-    assert own.param_groups[0]["lr"] == 0.5 and result._description.groups[0]["lr"][0] == 0.5
-    refused(RuntimeError, "Only IPU optimizer states", lambda: own.load_state_dict(torch.optim.Optimizer.state_dict(own)))
+    assert optimizer.param_groups[0]["lr"] == 0.5 and result._description.groups[0]["lr"][0] == 0.5
+    plain_state = torch.optim.Optimizer.state_dict(optimizer)
+    refused(RuntimeError, "Only IPU optimizer states", lambda: optimizer.load_state_dict(plain_state))
     state["Accl1___a.weight"] = state["Accl1___a.weight"].half()
-    own.load_state_dict({**own.state_dict(), "ipu_state": state})
-    refused(poptorch._errors.DoubleRefuses, "Accl1___a.weight", lambda: result.setOptimizer(own))
+    optimizer.load_state_dict({**optimizer.state_dict(), "ipu_state": state})
+    refused(poptorch._errors.DoubleRefuses, "Accl1___a.weight", lambda: result.setOptimizer(optimizer))
 
 
 @pytest.mark.parametrize("optimizer, error, said", [
@@ -361,11 +362,11 @@ def test_optimizers_that_no_ipu_has_are_refused(poptorch: Any, optimizer: Any, e
 
 def test_constants_of_a_compiled_optimizer_do_not_change(poptorch: Any) -> None:
     result = updates(poptorch, sgd(poptorch.optim), 1)
-    own = result._optimizer
-    own.param_groups[0]["lr"] = 0.2
-    result.setOptimizer(own)
-    own.variable_attrs.markAsConstant("momentum")
-    refused(poptorch.Error, "momentum", lambda: result.setOptimizer(own))
+    optimizer = result._optimizer
+    optimizer.param_groups[0]["lr"] = 0.2
+    result.setOptimizer(optimizer)
+    optimizer.variable_attrs.markAsConstant("momentum")
+    refused(poptorch.Error, "momentum", lambda: result.setOptimizer(optimizer))
 
 
 # ---- weights and devices

@@ -67,16 +67,16 @@ def emulated(
 ) -> ModelPrecision:
     row = resolve_precision(MIXED, method)
     numbers = ModelPrecision(model, row, DTYPES[row], CPU, is_given=False)
-    given = [(x.to(numbers.inputs), y) for x, y in data]
-    part = partition(model, given[0][0])
+    inputs = [(x.to(numbers.inputs), y) for x, y in data]
+    part = partition(model, inputs[0][0])
     schedule = make_schedule(method, len(part), len(data), accumulate)
     table = VersionTable(schedule, method)
     optimizer = make(replace_parameters(make_groups(model, part), numbers.trained))
     rate = make.keywords["lr"]
     rules = UpdateRules(args, method, table.rule_lag(), accumulate, optimizer, lambda k: rate, masters=numbers.masters)
-    emulator = Emulator(Work(numbers.loss(cross_entropy), table, rules), model, part, given[0])
+    emulator = Emulator(Work(numbers.loss(cross_entropy), table, rules), model, part, inputs[0])
     for start in range(0, len(data), accumulate):
-        emulator.step(given[start : start + accumulate])
+        emulator.step(inputs[start : start + accumulate])
     emulator.close()
     return numbers
 
@@ -104,8 +104,8 @@ def literally(
         with autocast():
             return cross_entropy(output, y)
 
-    given = [(x.to(LOW if is_low else x.dtype), y) for x, y in data]
-    replay(done, schedule, method, given, loss)
+    inputs = [(x.to(LOW if is_low else x.dtype), y) for x, y in data]
+    replay(done, schedule, method, inputs, loss)
     return done
 
 
@@ -132,18 +132,18 @@ def test_the_emulator_equals_the_literal_replay(name: str, args: Any, make: Any,
     unsplit = whole(stages)
     numbers = emulated(unsplit, method, accumulate, data, make, args)
     done = literally(twins, method, accumulate, data, make, args)
-    kept = {f"{s}.{n}": p for s, stage in enumerate(done) for n, p in stage.parameters.items()}
+    parameters = {f"{s}.{n}": p for s, stage in enumerate(done) for n, p in stage.parameters.items()}
     same = torch.equal if args is not PB else functools.partial(torch.allclose, rtol=0, atol=1e-2)
     for key, weight in unsplit.named_parameters():
         master = numbers.trained(weight)
-        assert master.dtype == torch.float32 and same(master, kept[key]), key
+        assert master.dtype == torch.float32 and same(master, parameters[key]), key
         assert torch.equal(weight, master.to(weight.dtype)), key
         is_norm = isinstance(unsplit.get_submodule(key.rpartition(".")[0]), nn.BatchNorm2d)
         assert weight.dtype == (LOW if numbers.row == MASTERS and not is_norm else torch.float32)
     for s, stage in enumerate(done):
         for key, buffer in stage.module.named_buffers():
-            own = unsplit.get_buffer(f"{s}.{key}")
-            assert same(own, buffer) and own.dtype in (torch.float32, torch.int64), key
+            ours = unsplit.get_buffer(f"{s}.{key}")
+            assert same(ours, buffer) and ours.dtype in (torch.float32, torch.int64), key
 
 
 # ---- whole runs
@@ -294,10 +294,10 @@ def test_memory_is_what_was_planned(keys: List[str], tmp_path: Path) -> None:
     planned = build_memory_table(job)
     (peak,) = memory["peak_memory"]
     assert peak["weights"] == size * numbers and peak["gradients"] == 4 * numbers
-    kept = (1 + ("method=pipemare" in keys)) * 4 * numbers  # momentum; the masters
+    state_bytes = (1 + ("method=pipemare" in keys)) * 4 * numbers  # momentum; the masters
     ruled = [stage for stage in job.part.stages if job.rules.entries(stage.index)]
-    kept += sum(4 * job.model.get_parameter(name).numel() for stage in ruled for name in stage.parameters)
-    assert peak["optimizer"] == kept == sum(row["optimizer_bytes"] for row in planned)
+    state_bytes += sum(4 * job.model.get_parameter(name).numel() for stage in ruled for name in stage.parameters)
+    assert peak["optimizer"] == state_bytes == sum(row["optimizer_bytes"] for row in planned)
     assert sum(row["gradient_bytes"] for row in planned) == peak["gradients"]
     copies = sum(row["weight_bytes"] for row in planned)
     assert copies == peak["weights"] + peak["versions"] or "method=pipemare" in keys
@@ -311,12 +311,12 @@ def test_a_plan_counts_each_methods_own_way() -> None:
     ways = [problem, problem.resolve("pipemare")]
     assert [way.precision for way in ways] == [problem.resolve("pipedream").precision, MASTERS] == [MIXED, MASTERS]
     assert [way.input_bytes for way in ways] == [256.0, 128.0]
-    held = [
+    memories = [
         compute_stage_memory(unit, 0.0, StashCounts(2, 0, 3), precision=way.precision, samples=2, moments=way.moments)
         for way in ways
     ]
     # weights and an older version; gradients; moments and master; halved activations, and autocast's copies with each
-    assert [tuple(each)[:5] for each in held] == [(4000, 4000, 4000, 8000, 0), (2000, 2000, 4000, 12000, 0)]
-    assert [each.activations for each in held] == [3 * (2 * 1000 + 2000), 3 * 2 * 1000]
+    assert [tuple(memory)[:5] for memory in memories] == [(4000, 4000, 4000, 8000, 0), (2000, 2000, 4000, 12000, 0)]
+    assert [memory.activations for memory in memories] == [3 * (2 * 1000 + 2000), 3 * 2 * 1000]
     asked = Candidate("pipemare", 1, 1, 2, 1, False)
     assert search(problem, [asked], 1).best[0].memory[0].weights == 2000

@@ -28,6 +28,7 @@ from ipu_pipe.schedule.methods import METHODS
 from ipu_pipe.studies import catalogue, predicted_2bw, predicted_local, predicted_pipemare
 from ipu_pipe.studies.experiment import PredictedRows, make_prediction
 from ipu_pipe.studies.verdicts import CONTRADICTED, judge_exactly
+from tests.support.models import Composed
 
 ROOT = Path(__file__).resolve().parents[1]
 RATE = {"peak_flops": 1.0, "achievable_share": 1}
@@ -41,12 +42,12 @@ def written(name: str) -> Dict[str, Any]:
 
 def same_as_docs(name: str, found: PredictedRows) -> None:
     """What is computed is what docs/ shows, in whole percents."""
-    given = written(name)
-    assert len(given["rows"]) == len(found.rows)
-    for row, own in zip(given["rows"], found.rows):
+    table = written(name)
+    assert len(table["rows"]) == len(found.rows)
+    for row, computed in zip(table["rows"], found.rows):
         numbers = {key: value for key, value in row.items() if isinstance(value, float)}
-        assert {key: own[key] for key in numbers} == pytest.approx(numbers, rel=0.01, abs=0.11)
-        words = [{key: value for key, value in each.items() if isinstance(value, str)} for each in (row, own)]
+        assert {key: computed[key] for key in numbers} == pytest.approx(numbers, rel=0.01, abs=0.11)
+        words = [{key: value for key, value in one.items() if isinstance(value, str)} for one in (row, computed)]
         assert words[0] == words[1]
 
 
@@ -89,8 +90,8 @@ def test_pipemares_columns_are_predicted_within_two_percent() -> None:
     assert {row["printed"]: row["predicted"] for row in pipemare.rows if "IWSLT14, memory of" in row["what"]} == {
         "0.65 GB": 0.6387, "2.06": 2.035, "1.25": 1.25
     }  # fmt: skip
-    kept = [row["predicted"] for row in pipemare.rows if row["item"] == "Figure 9"]
-    assert kept == [2 * 136, 2 * (16 + 12 + 8 + 4) + 4 * 12]  # 2(P-i) + 2 at heads, 2(S-j) + 2 inside
+    activations = [row["predicted"] for row in pipemare.rows if row["item"] == "Figure 9"]
+    assert activations == [2 * 136, 2 * (16 + 12 + 8 + 4) + 4 * 12]  # 2(P-i) + 2 at heads, 2(S-j) + 2 inside
 
 
 @counts
@@ -114,8 +115,8 @@ def test_two_buffered_pipelines_beat_the_others_as_printed() -> None:
 def test_tensor_parallelism_loses_between_servers() -> None:
     """The abstract's 1.3 times on one server and 20 times on eight are predicted as 1.2 and 26."""
     ratios = [predicted_2bw.compare_tensor_parallel(*row[1:5]) for row in predicted_2bw.TENSOR]
-    given = {row["what"]: row["small"] for row in written("plan_2bw")["rows"] if "tensor" in row["what"]}
-    assert list(given.values()) == pytest.approx(ratios, rel=0.01) and 1 < ratios[0] < 1.5 and ratios[1] > 10
+    stored = {row["what"]: row["small"] for row in written("plan_2bw")["rows"] if "tensor" in row["what"]}
+    assert list(stored.values()) == pytest.approx(ratios, rel=0.01) and 1 < ratios[0] < 1.5 and ratios[1] > 10
 
 
 def test_tensor_parallelism_by_hand() -> None:
@@ -157,8 +158,8 @@ def test_gpipe_does_not_fit_where_the_paper_found_so_and_depth_makes_room() -> N
     assert memory["pipedream_2bw"] <= limit < memory["gpipe"] and len(memory) == 4
     sizes = [predicted_2bw.find_largest_model(depth) / 1e9 for depth in (4, 8, 16)]
     assert sizes == sorted(sizes) and sizes[0] < 2.2 < sizes[1]  # 2.2 billion need eight stages
-    given = {row["what"]: row["small"] for row in written("plan_2bw")["rows"] if row["figure"] == "9"}
-    assert list(given.values())[:3] == pytest.approx(sizes, abs=0.06)
+    stored = {row["what"]: row["small"] for row in written("plan_2bw")["rows"] if row["figure"] == "9"}
+    assert list(stored.values())[:3] == pytest.approx(sizes, abs=0.06)
 
 
 @counts
@@ -232,16 +233,11 @@ def test_heads_are_counted_and_a_block_spares_the_gradient_of_its_input() -> Non
 
 @counts
 def test_blocks_end_where_one_activation_crosses() -> None:
-    class Skip(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b, self.c = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 2)
+    def skip(m: Any, x: torch.Tensor) -> Any:
+        x = m.a(x)
+        return m.c(m.b(x.relu()) + x)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = self.a(x)
-            return self.c(self.b(x.relu()) + x)  # type: ignore[no-any-return]
-
-    model, x = Skip(), torch.zeros(2, 8)
+    model, x = Composed(skip, a=nn.Linear(8, 8), b=nn.Linear(8, 8), c=nn.Linear(8, 2)), torch.zeros(2, 8)
     with pytest.raises(BadInput, match="cannot begin at b: a skip connection crosses"):
         count_blocks(model, x, count_units(model, x).units)
 
@@ -264,9 +260,9 @@ def blocks(units: Any, head: float = 0.2, spared: float = 1 / 3) -> BlockUnits:
 @pytest.mark.parametrize("lockstep", [True, False])
 def test_a_block_takes_its_passes_its_head_and_no_gradient_of_its_input(lockstep: bool) -> None:
     units = tuple(Unit(str(i), 1.0, 3.0, 0, 4.0, 0.0) for i in range(4))
-    given = Problem(units, 4.0, simple(lockstep), 1e9, "float32", 0, blocks(units))
+    problem = Problem(units, 4.0, simple(lockstep), 1e9, "float32", 0, blocks(units))
     asked = Candidate("local_greedy", 2, 1, 1, 8, False)
-    prediction = predict_cut(Costing(given, asked, list_layouts(2, 1)[0], Sums(given, 1)), [0, 2])
+    prediction = predict_cut(Costing(problem, asked, list_layouts(2, 1)[0], Sums(problem, 1)), [0, 2])
     assert prediction.work == pytest.approx([8 + 0.6, 8 - 1.0])
     assert prediction.seconds == pytest.approx(8 * 8.6, rel=1e-6)
 
@@ -276,21 +272,22 @@ def test_a_block_takes_its_passes_its_head_and_no_gradient_of_its_input(lockstep
 def test_the_search_is_exact_with_blocks(lockstep: bool, work: Any, head: float, spared: float) -> None:
     """The best local configuration is found by bounds as by trying all, and its cut is the best of all cuts."""
     units = tuple(Unit(str(i), w, 3 * w, 0, 4.0, 0.0) for i, w in enumerate(work))
-    given = Problem(units, 4.0, simple(lockstep), 1e9, "float32", 0, blocks(units, head, spared))
+    problem = Problem(units, 4.0, simple(lockstep), 1e9, "float32", 0, blocks(units, head, spared))
     asked = list(list_candidates(["local_greedy", "pipedream_flush"], 4, len(units), 8, (False,)))
-    best = search(given, asked, 3).best
+    best = search(problem, asked, 3).best
     rates = []
-    for each in asked:
-        for layout in list_layouts(each.depth, each.width):
-            costing = Costing(given, each, layout, Sums(given, each.micro_batch_size))
+    for candidate in asked:
+        for layout in list_layouts(candidate.depth, candidate.width):
+            costing = Costing(problem, candidate, layout, Sums(problem, candidate.micro_batch_size))
             starts = costing.cut()
             assert starts is not None
             costs = costing.costs(starts)
-            seconds = compute_batch_time(METHODS[each.method], each.depth, each.gradient_accumulation, costs).seconds
+            method, count = METHODS[candidate.method], candidate.gradient_accumulation
+            seconds = compute_batch_time(method, candidate.depth, count, costs).seconds
             assert costing.least_seconds(costs) <= seconds * (1 + 1e-9)
-            rates.append(each.global_batch_size / seconds)
+            rates.append(candidate.global_batch_size / seconds)
     assert best[0].samples_per_second == pytest.approx(max(rates))
-    costing = Costing(given, Candidate("local_greedy", 2, 2, 1, 4, False), list_layouts(2, 2)[0], Sums(given, 1))
+    costing = Costing(problem, Candidate("local_greedy", 2, 2, 1, 4, False), list_layouts(2, 2)[0], Sums(problem, 1))
     slowest = {k: max(predict_cut(costing, [0, k]).work) for k in range(1, len(units))}
     assert costing.cut() == [0, min(slowest, key=lambda k: slowest[k])]
 
@@ -306,9 +303,9 @@ def test_in_lock_step_all_wait_for_samples_from_the_host() -> None:
     result = {}
     for lockstep in (True, False):
         for link in (None, host):
-            given = Problem(units, 4.0, simple(lockstep, link), 1e9, "float32", 0)
+            problem = Problem(units, 4.0, simple(lockstep, link), 1e9, "float32", 0)
             result[lockstep, link is host] = predict_cut(
-                Costing(given, asked, list_layouts(2, 1)[0], Sums(given, 1)), [0, 1]
+                Costing(problem, asked, list_layouts(2, 1)[0], Sums(problem, 1)), [0, 1]
             )
     assert result[True, True].seconds == pytest.approx(result[True, False].seconds + 8)
     assert result[False, True].seconds == result[False, False].seconds

@@ -11,6 +11,7 @@ from torch import nn
 
 from ipu_pipe.model.observation import Observation, find_unkeyed_draws, observe_effects, observe_training
 from ipu_pipe.model.stages import begin_stage, make_footprint, partition
+from tests.support.models import Composed
 
 IMAGES = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
 LABELS = torch.tensor([0, 1])
@@ -20,27 +21,14 @@ def observe(model: nn.Module, x: torch.Tensor, y: torch.Tensor = LABELS) -> Obse
     return observe_training(model, x, y, lambda x, y: F.cross_entropy(model(x), y))
 
 
-class Times(nn.Module):
-    """A layer that multiplies its weight before it uses it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(4, 192))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x.flatten(1), self.weight * 1)
+def make_times() -> nn.Module:
+    """Return a layer that multiplies its weight before it uses it."""
+    return Composed(lambda m, x: F.linear(x.flatten(1), m.weight * 1), weight=nn.Parameter(torch.randn(4, 192)))
 
 
-class Cast(nn.Module):
-    """A layer under autocast."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(nn.Flatten(), nn.Linear(192, 8), nn.Linear(8, 4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return self.inner(x).float()
+def run_under_autocast(m: Any, x: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return m.inner(x).float()  # type: ignore[no-any-return]
 
 
 def _head(channels: int) -> Any:
@@ -49,7 +37,7 @@ def _head(channels: int) -> Any:
 
 def test_a_first_layer_is_free_to_derive_weights() -> None:
     """No gradient of its input is wanted, so its backward reads no weight at all."""
-    assert observe(Times(), IMAGES).derived == []
+    assert observe(make_times(), IMAGES).derived == []
 
 
 def _weight_norm() -> nn.Module:
@@ -57,8 +45,8 @@ def _weight_norm() -> nn.Module:
 
 
 @pytest.mark.parametrize("model, guilty", [
-    (nn.Sequential(nn.Conv2d(3, 3, 1), Times()), ["1.weight"]),
-    (Cast(), ["inner.2.weight"]),
+    (nn.Sequential(nn.Conv2d(3, 3, 1), make_times()), ["1.weight"]),
+    (Composed(run_under_autocast, inner=nn.Sequential(nn.Flatten(), nn.Linear(192, 8), nn.Linear(8, 4))), ["inner.2.weight"]),
     (
         nn.Sequential(nn.Conv2d(3, 6, 3), nn.InstanceNorm2d(6, affine=True), nn.Flatten(), nn.Linear(216, 4)),
         ["1.weight"],

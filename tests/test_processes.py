@@ -356,7 +356,7 @@ def test_two_nodes_run_unchanged(tmp_path: Path) -> None:
 
 
 def test_a_weight_that_is_handed_on_cannot_be_read_anew(tmp_path: Path) -> None:
-    how = ["model.entry=tests.staged_models:FlatSkipping", "model.args={}", "stages=[b]", "gradient_accumulation=1"]
+    how = ["model.entry=tests.staged_models:make_flat_skipping", "model.args={}", "stages=[b]", "gradient_accumulation=1"]
     code, _, error = run(2, tmp_path / "run", *how, "method=pipemare")
     assert code != 0 and "error: model: scale: weights of a cut module" in error
     assert not (tmp_path / "run").exists()
@@ -367,7 +367,7 @@ def test_a_weight_that_is_handed_on_cannot_be_read_anew(tmp_path: Path) -> None:
 @pytest.mark.parametrize("how", [
     ["model.entry=tests.staged_models:Odd", 'stages=["2", "3", "5"]'],  # shared, unused and in-place modules
     # a replica that does not reach a weight counts as zero
-    ["model.entry=tests.staged_models:Gate", "stages=null", "replicas=2", "gradient_accumulation=1"],
+    ["model.entry=tests.staged_models:make_gate", "stages=null", "replicas=2", "gradient_accumulation=1"],
 ])  # fmt: skip
 def test_odd_models_keep_the_weights_equal(how: List[str], tmp_path: Path) -> None:
     compare(tmp_path, 4, *how, "model.args={}", "method=pipedream")
@@ -421,7 +421,7 @@ def _average(rank: int, folder: str) -> None:
     for i, p in enumerate(parameters[:3]):
         expected = (gradients[0][i] + gradients[1][i] + gradients[2][i]) / 3
         assert p.grad is not None and p.grad.shape == p.shape and torch.equal(p.grad, expected)
-    assert parameters[3].grad is None and [own.dtype for own in sent] == [torch.int32, torch.float32, torch.bfloat16]
+    assert parameters[3].grad is None and [message.dtype for message in sent] == [torch.int32, torch.float32, torch.bfloat16]
     torch.distributed.barrier()
     end_process(0)
 

@@ -16,6 +16,7 @@ from ipu_pipe.model.observation import observe_effects
 from ipu_pipe.model.randomness import KeyedRandomness, derive_seed, list_generators
 from ipu_pipe.schedule.methods import resolve_method
 from tests.staged_models import batches, whole
+from tests.support.models import Composed
 from tests.test_emulator_exact import OPTIMIZERS, emulate
 
 CPU = torch.device("cpu")
@@ -166,15 +167,8 @@ def test_a_checkpoint_that_keeps_no_random_state_is_refused_where_modules_run_ag
 
 
 def test_a_module_around_others_may_draw_itself() -> None:
-    class Around(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.drop = nn.Dropout(0.5)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.drop(self.drop(x) + torch.rand(x.shape)) + torch.rand(x.shape)
-
-    around, x = Around(), torch.ones(8, 4)
+    x = torch.ones(8, 4)
+    around = Composed(lambda m, x: m.drop(m.drop(x) + torch.rand(8, 4)) + torch.rand(8, 4), drop=nn.Dropout(0.5))
     calls = observe_effects(around, x).draws
     assert calls == {"": 1, "drop": 2}
     keyed = KeyedRandomness(around, calls, 0, CPU)

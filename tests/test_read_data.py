@@ -74,9 +74,9 @@ def test_the_record_has_the_hashes_of_the_files_that_were_read(folder: Path) -> 
     file = _find_digits_file()
     assert newest(folder / "digits")["files"][file.name]["sha256"] == digest(file)
     own(folder / "run", 2)
-    held = newest(folder / "run")
-    assert held["folder"] == str(folder / "data")
-    assert {name: each["sha256"] for name, each in held["files"].items()} == {
+    record = newest(folder / "run")
+    assert record["folder"] == str(folder / "data")
+    assert {name: entry["sha256"] for name, entry in record["files"].items()} == {
         f"{part}.npy": digest(folder / "data" / f"{part}.npy") for part in range(2)
     }
 
@@ -84,21 +84,21 @@ def test_the_record_has_the_hashes_of_the_files_that_were_read(folder: Path) -> 
 def test_a_run_does_not_go_on_with_other_data(folder: Path) -> None:
     """Story: it went on with whatever was in the files by then, without a word."""
     own(folder / "run", 2)
-    was, kept = digest(folder / "data" / "1.npy"), (folder / "data" / "1.npy").read_bytes()
+    was, content = digest(folder / "data" / "1.npy"), (folder / "data" / "1.npy").read_bytes()
     save(folder / "data" / "1.npy", 5)
     now = digest(folder / "data" / "1.npy")
-    told = f"record.json: data: 1.npy: its SHA-256 was {was[:16]}, is {now[:16]}: the data of a run cannot change"
-    with pytest.raises(BadInput, match=told) as refused:
+    message = f"record.json: data: 1.npy: its SHA-256 was {was[:16]}, is {now[:16]}: the data of a run cannot change"
+    with pytest.raises(BadInput, match=message) as refused:
         own(folder / "run", 4, resume=True)
     assert len(refused.value.faults) == 1
-    with pytest.raises(BadInput, match=told):
+    with pytest.raises(BadInput, match=message):
         check(load_config(DIGITS, [*OWN, *SHAPES, "steps=4"]), folder / "run", resume=True)  # as --dry-run does
     save(folder / "data" / "2.npy", 2)
     with pytest.raises(BadInput) as refused:
         own(folder / "run", 4, resume=True)
     assert ["1.npy" in refused.value.faults[0], "2.npy" in refused.value.faults[1]] == [True, True]
     (folder / "data" / "2.npy").unlink()
-    (folder / "data" / "1.npy").write_bytes(kept)
+    (folder / "data" / "1.npy").write_bytes(content)
     own(folder / "run", 4, resume=True)
     assert newest(folder / "run")["files"]["1.npy"]["sha256"] == was
 
@@ -131,8 +131,8 @@ def test_files_that_moved_or_are_unchanged_are_the_same(folder: Path, monkeypatc
 def test_many_or_large_files_are_known_by_names_and_sizes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "MOST_BYTES", (folder / "data" / "0.npy").stat().st_size)
     own(folder / "run", 2)
-    held = newest(folder / "run")["files"]
-    assert held["0.npy"]["sha256"] and held["1.npy"]["sha256"] is None
+    entries = newest(folder / "run")["files"]
+    assert entries["0.npy"]["sha256"] and entries["1.npy"]["sha256"] is None
     np.save(folder / "data" / "1.npy", np.zeros((40, 1, 8, 8), dtype=np.float32))
     with pytest.raises(BadInput, match="data: 1.npy: its size was 8320, is 10368"):
         own(folder / "run", 4, resume=True)
@@ -151,7 +151,7 @@ def loaded(seed: int, noise: bool = False) -> Any:
     samples = TensorDataset(x, torch.arange(64) % 10)
 
     def together(batch: List[Any]) -> Any:
-        x, y = (torch.stack(each) for each in zip(*batch))
+        x, y = (torch.stack(part) for part in zip(*batch))
         return x + float(np.random.default_rng().random()) * noise, y
 
     data_loader = DataLoader(samples, 8, shuffle=True, collate_fn=together)

@@ -55,8 +55,8 @@ def test_losses_read_now_and_then_give_the_same_numbers(how: List[str], tmp_path
     epochs = range(config_updates(config), 23, config_updates(config))
     assert reads == sorted({1, 5, 10, 15, 20, 8, 16, 23, *epochs})  # the first, lines, checkpoints, evaluations
     states = [(tmp_path / run / "checkpoints" / "step-16" / "manifest.json").read_text() for run in "ab"]
-    kept = [json.loads(state)["position"] for state in states]
-    assert all(position.pop("seconds") > 0 for position in kept) and kept[0] == kept[1]
+    positions = [json.loads(state)["position"] for state in states]
+    assert all(position.pop("seconds") > 0 for position in positions) and positions[0] == positions[1]
 
 
 def config_updates(config: Any) -> int:
@@ -65,14 +65,14 @@ def config_updates(config: Any) -> int:
 
 
 def test_a_loss_that_is_not_finite_is_told_of_its_own_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config, told = load_config(DIGITS, [*SHORT, "optimizer.lr=1e18"]), []
+    config, messages = load_config(DIGITS, [*SHORT, "optimizer.lr=1e18"]), []
     for run, waits in (("a", False), ("b", True)):
         monkeypatch.setattr(engines, "reading_synchronizes", lambda device, waits=waits: waits)
         with pytest.raises(RunFault, match="the training loss is") as fault:
             train(config, tmp_path / run, quiet=True)
-        told.append(str(fault.value))
+        messages.append(str(fault.value))
         assert not list((tmp_path / run / "checkpoints").glob("step-*"))
-    assert told[0] == told[1] and "update 0" not in told[0]
+    assert messages[0] == messages[1] and "update 0" not in messages[0]
 
 
 def test_updates_read_nothing_until_they_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,37 +16,13 @@ from ipu_pipe.model.cutting import Crossing, Shape, cut_model
 from ipu_pipe.model.precision import cast_forward
 from ipu_pipe.run.build import build
 from tests.staged_models import Odd, Skipping, residual, whole
+from tests.support.models import Composed
 from tests.test_train import config
 
 
-class Scale(nn.Module):
-    """Gives a number of Python's that it reads from a tensor."""
-
-    def forward(self, h: torch.Tensor) -> float:
-        return float(h.detach().abs().max())
-
-
-class Probe(nn.Module):
-    """Keeps such a number aside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen = [0.0]
-
-    def forward(self, h: torch.Tensor) -> torch.Tensor:
-        self.seen[0] = float(h.detach()[0].sum())
-        return h
-
-
-class Own(nn.Module):
-    """Draws from a generator of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.generator = torch.Generator().manual_seed(1)
-
-    def forward(self, h: torch.Tensor) -> torch.Tensor:
-        return h + torch.rand(4, generator=self.generator)
+def note_number(m: Any, h: torch.Tensor) -> torch.Tensor:
+    m.seen[0] = float(h.detach()[0].sum())
+    return h
 
 
 def run_without_gradient(m: Any, h: torch.Tensor) -> torch.Tensor:
@@ -91,19 +67,15 @@ WAYS: Dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
 }  # fmt: skip
 
 
-class Three(nn.Module):
-    """Three layers; what the second does differs."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.how, self.kept, self.counts = how, 1, [1]
-        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
-        self.drop = nn.Dropout(0.5)
-        self.register_buffer("count", torch.zeros(()))
-        self.scale, self.probe, self.own = Scale(), Probe(), Own()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.c(WAYS[self.how](self, self.drop(self.a(x))))  # type: ignore[no-any-return]
+def make_three(how: str) -> nn.Module:
+    """Return three layers; what the second does differs. Of its modules `scale` gives a number of Python's that it reads from a
+    tensor, `probe` keeps such a number aside, and `own` draws from a generator of its own."""
+    return Composed(
+        lambda m, x: m.c(WAYS[how](m, m.drop(m.a(x)))), kept=1, counts=[1], a=nn.Linear(4, 4), b=nn.Linear(4, 4),
+        c=nn.Linear(4, 3), drop=nn.Dropout(0.5), count=torch.zeros(()),
+        scale=Composed(lambda m, h: float(h.detach().abs().max())), probe=Composed(note_number, seen=[0.0]),
+        own=Composed(lambda m, h: h + torch.rand(4, generator=m.generator), generator=torch.Generator().manual_seed(1)),
+    )  # fmt: skip
 
 
 def rehearse(model: nn.Module, begins: Any, x: torch.Tensor) -> rehearsal.Rehearsed:
@@ -125,7 +97,7 @@ def rehearse(model: nn.Module, begins: Any, x: torch.Tensor) -> rehearsal.Rehear
 def test_what_pieces_would_do_otherwise_is_refused(how: str, told: str) -> None:
     """One line each; the model is left as it was."""
     torch.manual_seed(0)
-    model, x = Three(how), torch.randn(2, 4)
+    model, x = make_three(how), torch.randn(2, 4)
     state, attributes = {k: v.clone() for k, v in model.state_dict().items()}, set(vars(model))
     drawn = torch.get_rng_state()
     with pytest.raises(BadInput, match=told) as refused:
@@ -140,7 +112,7 @@ def test_what_pieces_would_do_otherwise_is_refused(how: str, told: str) -> None:
 def test_branches_on_sizes_and_blocks_of_a_mode_are_cut(how: str) -> None:
     """Story: a branch on a size after a module ended in a RecursionError; `_tensor_constant0` stayed on the model; weights
     frozen by no_grad got gradients, silently."""
-    model, x = Three(how), torch.randn(2, 4)
+    model, x = make_three(how), torch.randn(2, 4)
     attributes = set(vars(model))
     rehearse(model, ["b", "c"], x)
     assert set(vars(model)) == attributes
@@ -148,7 +120,7 @@ def test_branches_on_sizes_and_blocks_of_a_mode_are_cut(how: str) -> None:
 
 def test_hooks_of_backwards_stay_and_run() -> None:
     """Story: the recording lost what such a hook wraps, and the model was refused."""
-    model, x = Three("constant"), torch.randn(2, 4)
+    model, x = make_three("constant"), torch.randn(2, 4)
     model.b.register_full_backward_hook(lambda module, into, out: (into[0] * 0.5,))
     model.c.register_full_backward_pre_hook(lambda module, out: (out[0] * 2,))
     rehearse(model, ["b", "c"], x)
@@ -174,20 +146,10 @@ def test_models_that_are_cut_exactly_pass() -> None:
     rehearse(nn.Sequential(nn.Linear(4, 4)), [], torch.randn(2, 4))
 
 
-class Again(nn.Module):
-    """Its backward runs a batch norm again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(4)
-
-    def forward(self, h: torch.Tensor) -> torch.Tensor:
-        return checkpoint(self.norm, h, use_reentrant=False)  # type: ignore[no-any-return]
-
-
 def test_what_a_backward_changes_is_told() -> None:
-    """On processes forwards of other microbatches come before it."""
-    model, x = nn.Sequential(nn.Linear(4, 4), Again(), nn.Linear(4, 2)), torch.randn(6, 4)
+    """A backward that runs a batch norm again: on processes forwards of other microbatches come before it."""
+    again = Composed(lambda m, h: checkpoint(m.norm, h, use_reentrant=False), norm=nn.BatchNorm1d(4))
+    model, x = nn.Sequential(nn.Linear(4, 4), again, nn.Linear(4, 2)), torch.randn(6, 4)
     moved = rehearse(model, ["2"], x).moved
     assert moved == ["1.norm.running_mean", "1.norm.running_var", "1.norm.num_batches_tracked"]
     plain = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))

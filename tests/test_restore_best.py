@@ -63,13 +63,13 @@ def test_the_newest_may_be_the_best_and_a_run_need_not_stop(tmp_path: Path, caps
     assert capsys.readouterr().out.rstrip().endswith("the newest weights are the best: step 8")
     assert holds(model.state_dict(), read_weights(tmp_path / "run", 8))
     first = own_model()
-    given = {"callbacks": [ipu_pipe.EarlyStopping(mode="max", patience=9, restore_best=True)]}
-    assert went(tmp_path / "whole", "pipedream", "steps=8", model=first, **given)["restored_step"] == 4
+    arguments = {"callbacks": [ipu_pipe.EarlyStopping(mode="max", patience=9, restore_best=True)]}
+    assert went(tmp_path / "whole", "pipedream", "steps=8", model=first, **arguments)["restored_step"] == 4
     assert holds(first.state_dict(), read_weights(tmp_path / "whole", 4))
     # a run that goes on knows which was the best
     second = own_model()
-    given = {"callbacks": [ipu_pipe.EarlyStopping(mode="max", patience=9, restore_best=True)], "resume": True}
-    assert went(tmp_path / "whole", "pipedream", "steps=12", model=second, **given)["restored_step"] == 4
+    arguments = {"callbacks": [ipu_pipe.EarlyStopping(mode="max", patience=9, restore_best=True)], "resume": True}
+    assert went(tmp_path / "whole", "pipedream", "steps=12", model=second, **arguments)["restored_step"] == 4
     assert holds(second.state_dict(), read_weights(tmp_path / "whole", 4))
 
 

@@ -24,6 +24,7 @@ from ipu_pipe.run.build import build
 from ipu_pipe.run.resume import check_run
 from ipu_pipe.run.train import evaluate_checkpoint, train
 from tests.interrupted import interrupted_at
+from tests.support.models import Composed
 from tests.support.runs import DIGITS, assert_same_weights, list_faults, read_metrics
 from tests.test_train import config, run_tool, sets  # noqa: F401
 
@@ -261,20 +262,15 @@ def test_weights_of_another_precision_are_refused_before_anything_is_written(cut
 
 
 def test_a_parameter_that_never_had_a_gradient_has_no_entries(tmp_path: Path) -> None:
-    class Spare(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.used, self.spare = torch.nn.Linear(64, 10), torch.nn.Linear(3, 3)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.used(x.flatten(1))
+    def make_spare() -> torch.nn.Module:
+        torch.manual_seed(0)
+        return Composed(lambda m, x: m.used(x.flatten(1)), used=torch.nn.Linear(64, 10), spare=torch.nn.Linear(3, 3))
 
     how = ["method=gpipe", "method_args={}", "stages=1", "model.args={}"]
     for optimizer in ("optimizer.momentum=0.9", ADAM):
         out = tmp_path / optimizer[:12]
-        train(config(*keys(*how, optimizer)), out, model=Spare(), quiet=True)
-        resumed(out, *how, optimizer, resume_from=4, model=Spare())
+        train(config(*keys(*how, optimizer)), out, model=make_spare(), quiet=True)
+        resumed(out, *how, optimizer, resume_from=4, model=make_spare())
 
 
 # ---- before the first checkpoint

@@ -39,8 +39,8 @@ def make_mixed(parameters: Any, lr: float) -> torch.optim.Optimizer:
     parts = []
     for number, make in enumerate((getattr(torch.optim, "Muon", torch.optim.SGD), torch.optim.AdamW)):
         chosen = [[p for p in group["params"] if (p.dim() == 2) == (number == 0)] for group in groups]
-        own = [{"params": some, "stage": g["stage"], "member": number} for g, some in zip(groups, chosen) if some]
-        parts += [make(own, lr=lr)] if own else []
+        chosen_groups = [{"params": some, "stage": g["stage"], "member": number} for g, some in zip(groups, chosen) if some]
+        parts += [make(chosen_groups, lr=lr)] if chosen_groups else []
     return OptimizersByGroup(parts)
 
 

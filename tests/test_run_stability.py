@@ -25,6 +25,7 @@ from ipu_pipe.stability.recurrences import make_delayed_sgd, make_pipemare
 from ipu_pipe.studies.run_stability import analyze_job, measure_curvature
 from ipu_pipe.studies.theory_figures import compute_largest_curvature, load_regression, train_delayed
 from tests import forked
+from tests.support.models import Composed
 from tests.support.runs import list_faults
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -49,25 +50,20 @@ def test_the_curvature_of_linear_regression_is_known() -> None:
     assert few.iterations == 3 and few.residual > 1e-8 and few.value < curvature.value
 
 
-class Saddle(nn.Module):
-    """Of curvatures 2 along a, -10 along b, times a sign."""
-
-    def __init__(self, sign: float = 1.0) -> None:
-        super().__init__()
-        self.a, self.b, self.sign = nn.Parameter(torch.tensor([0.3])), nn.Parameter(torch.tensor([0.2])), sign
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.sign * (self.a**2 - 5 * self.b**2) * x[:, :1].abs().clamp(1, 1)
+def make_saddle(sign: float = 1.0) -> Any:
+    """Return a model of curvatures 2 along a, -10 along b, times a sign."""
+    a, b = (nn.Parameter(torch.tensor([start])) for start in (0.3, 0.2))
+    return Composed(lambda m, x: sign * (m.a**2 - 5 * m.b**2) * x[:, :1].abs().clamp(1, 1), a=a, b=b)
 
 
 def test_it_is_the_greatest_above_zero_that_counts() -> None:
     def loss(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return output.mean()
 
-    x, model = torch.ones(4, 1), Saddle()
+    x, model = torch.ones(4, 1), make_saddle()
     curvature = measure_curvature(model, loss, x, x, [[model.a], [model.b]], 500, 1e-5)
     assert curvature.value == pytest.approx(2, rel=1e-3) and curvature.shares == (pytest.approx(1), pytest.approx(0, abs=1e-6))
-    hill = Saddle(-1.0)
+    hill = make_saddle(-1.0)
     assert measure_curvature(hill, loss, x, x, [[hill.a], [hill.b]], 500, 1e-5).value == pytest.approx(10, rel=1e-3)
     with pytest.raises(BadInput, match="^model: "):
         measure_curvature(model, loss, x, x, [[model.b]], 50)
@@ -121,16 +117,13 @@ def test_the_discrepancy_is_that_of_the_backwards_weights_alone() -> None:
 # ---- a run of which theory knows all
 
 
-class Part(nn.Module):
-    """Adds its weight's part of one direction to the last column."""
+def make_part(column: int, start: float) -> nn.Module:
+    """Return a module that adds its weight's part of one direction to the last column."""
 
-    def __init__(self, column: int, start: float) -> None:
-        super().__init__()
-        self.column, self.weight = column, nn.Parameter(torch.tensor([start]))
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x[:, :-1], x[:, -1:] + x[:, column : column + 1] * m.weight], dim=1)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        more = x[:, -1:] + x[:, self.column : self.column + 1] * self.weight
-        return torch.cat([x[:, :-1], more], dim=1)
+    return Composed(forward, weight=nn.Parameter(torch.tensor([start])))
 
 
 SHARES = (0.4, 0.1, 0.3, 0.2)  # of a direction of curvature 3
@@ -139,7 +132,7 @@ SHARES = (0.4, 0.1, 0.3, 0.2)  # of a direction of curvature 3
 def job(lr: float, **keys: Any) -> Job:
     """Four stages on a loss with one direction, the same sample again and again."""
     columns = torch.tensor([3 * share for share in SHARES]).sqrt()
-    parts: List[nn.Module] = [Part(i, float(column)) for i, column in enumerate(columns)]
+    parts: List[nn.Module] = [make_part(i, float(column)) for i, column in enumerate(columns)]
     model = nn.Sequential(parts[0], *map(begin_stage, parts[1:]))
     x = torch.cat([columns, torch.zeros(1)]).repeat(64, 1).double()
     y = torch.zeros(64, dtype=torch.float64)

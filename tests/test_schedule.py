@@ -276,8 +276,8 @@ def test_the_compact_proof_agrees_with_checking_every_slot(
         assert not fits
     else:
         assert fits
-        held = [sum(f <= at <= b for f, b in zip(slots[0], slots[1])) for at in slots[0]]
-        assert schedule.max_in_flight().tolist() == [max(held)]
+        in_flight = [sum(f <= at <= b for f, b in zip(slots[0], slots[1])) for at in slots[0]]
+        assert schedule.max_in_flight().tolist() == [max(in_flight)]
 
 
 # --- rows written by hand

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Callable, Dict, List, Tuple
+from typing import Any, Callable, Dict, List, Tuple
 
 import pytest
 import torch
@@ -11,40 +11,27 @@ from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("torch", minversion="2.4")
 from ipu_pipe.backends.processes.split import backward_input, backward_whole, is_split_exact  # noqa: E402
+from tests.support.models import Composed
 
 
-class Twice(nn.Module):
-    """One linear layer twice, whose weight scales something too: a product and another use of one weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(6, 6)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(torch.tanh(self.layer(x))) * self.layer.weight.sum()
+def make_twice() -> nn.Module:
+    """Return one linear layer twice, whose weight scales something too: a product and another use of one weight."""
+    return Composed(lambda m, x: m.layer(torch.tanh(m.layer(x))) * m.layer.weight.sum(), layer=nn.Linear(6, 6))
 
 
-class FirstFactor(nn.Module):
-    """A weight that is the first factor of a product."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(5, 4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.weight.mm(x.flatten(1)[:4])
+def make_first_factor() -> nn.Module:
+    """Return a weight that is the first factor of a product."""
+    return Composed(lambda m, x: m.weight.mm(x.flatten(1)[:4]), weight=nn.Parameter(torch.randn(5, 4)))
 
 
-class Attention(nn.Module):
-    """Self-attention between residual connections."""
+def attend(m: Any, x: torch.Tensor) -> torch.Tensor:
+    y = m.norm(x)
+    return x + m.attention(y, y, y, need_weights=False)[0]  # type: ignore[no-any-return]
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.attention = nn.LayerNorm(8), nn.MultiheadAttention(8, 2, batch_first=True)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.norm(x)
-        return x + self.attention(y, y, y, need_weights=False)[0]
+def make_attention() -> nn.Module:
+    """Return self-attention between residual connections."""
+    return Composed(attend, norm=nn.LayerNorm(8), attention=nn.MultiheadAttention(8, 2, batch_first=True))
 
 
 Case = Tuple[Callable[[], nn.Module], List[int], int]  # the module, the shape of its input, weights that wait for W
@@ -55,9 +42,9 @@ CASES: Dict[str, Case] = {
     "grouped": (lambda: nn.Conv2d(4, 8, 3, groups=2, stride=2, padding=1), [2, 4, 9, 9], 2),
     "linear": (lambda: nn.Sequential(nn.Linear(6, 7), nn.GELU(), nn.Linear(7, 5, bias=False)), [4, 6], 3),
     "sequences": (lambda: nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 7), nn.Linear(7, 5, bias=False)), [4, 3, 6], 3),
-    "attention": (Attention, [2, 3, 8], 3),
-    "used twice": (Twice, [4, 6], 0),
-    "first factor": (FirstFactor, [4, 2, 3], 0),
+    "attention": (make_attention, [2, 3, 8], 3),
+    "used twice": (make_twice, [4, 6], 0),
+    "first factor": (make_first_factor, [4, 2, 3], 0),
 }  # fmt: skip
 
 
@@ -94,8 +81,8 @@ def test_the_first_half_drops_what_the_second_does_not_need() -> None:
     left = backward_input([y], [torch.ones_like(y)], [])
     with pytest.raises(RuntimeError, match="second time"):
         y.sum().backward()
-    kept = {t.data_ptr() for t in left.tensors}
-    assert x.data_ptr() in kept and len(kept) == 4, "the inputs and the outputs' gradients of two layers"
+    pointers = {t.data_ptr() for t in left.tensors}
+    assert x.data_ptr() in pointers and len(pointers) == 4, "the inputs and the outputs' gradients of two layers"
 
 
 def test_a_backward_that_cannot_run_in_parts_is_done_at_once() -> None:

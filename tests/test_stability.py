@@ -335,11 +335,11 @@ def test_rpd_stays_below_its_bound() -> None:
                 age = rng.integers(0, min(delay, k) + 1, blocks)
                 stale = np.concatenate([path[k - d][j * size : (j + 1) * size] for j, d in enumerate(age)])
                 s, b = rng.integers(blocks), rng.integers(len(A))
-                own = slice(s * size, (s + 1) * size)
-                gradient = (A[b] @ (stale - centres[b]))[own]
+                block = slice(s * size, (s + 1) * size)
+                gradient = (A[b] @ (stale - centres[b]))[block]
                 largest = max(largest, float(np.linalg.norm(gradient)))
                 path.append(path[k].copy())
-                path[-1][own] -= lr * gradient
+                path[-1][block] -= lr * gradient
         gap = loss(np.zeros(6)) - loss(least)
         bound = bound_rpd(lr, updates, blocks, delay, gap, L, largest)
         assert np.mean(norms) < bound.total

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 from collections import OrderedDict
 from typing import Any
@@ -16,28 +17,22 @@ from torch import nn
 from ipu_pipe.errors import BadInput
 from ipu_pipe.model.balance import balance
 from ipu_pipe.model.stages import begin_stage, partition
+from tests.support.models import Composed
 from tests.support.runs import list_faults
 
 X = torch.randn(2, 3, 8, 8)
 
 
-class Block(nn.Module):
-    """conv, norm and conv with a projection that is defined first and runs last."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.project = nn.Conv2d(4, 4, 1)
-        self.conv1, self.norm, self.conv2 = (
-            nn.Conv2d(4, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.Conv2d(4, 4, 3, padding=1),
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.conv2(self.norm(self.conv1(x))) + self.project(x)
+def make_block() -> nn.Module:
+    """Return conv, norm and conv with a projection that is defined first and runs last."""
+    conv = functools.partial(nn.Conv2d, 4, 4, 3, padding=1)
+    parts = {"project": nn.Conv2d(4, 4, 1), "conv1": conv(), "norm": nn.GroupNorm(2, 4), "conv2": conv()}
+    return Composed(lambda m, x: m.conv2(m.norm(m.conv1(x))) + m.project(x), **parts)
 
 
 def model() -> nn.Sequential:
     return nn.Sequential(OrderedDict(
-        stem=nn.Conv2d(3, 4, 3, padding=1), layers=nn.Sequential(Block(), Block()), pool=nn.AdaptiveAvgPool2d(1),
+        stem=nn.Conv2d(3, 4, 3, padding=1), layers=nn.Sequential(make_block(), make_block()), pool=nn.AdaptiveAvgPool2d(1),
         flat=nn.Flatten(), head=nn.Linear(4, 10),
     ))  # fmt: skip
 
@@ -127,17 +122,9 @@ def test_balance_is_optimal(costs: Any, data: Any) -> None:
 
 
 def test_attention_weights_belong_to_the_module_that_runs() -> None:
-    class Attend(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed = nn.Embedding(5, 4)
-            self.attend = begin_stage(nn.MultiheadAttention(4, 2))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            h = self.embed(x)
-            return self.attend(h, h, h)[0]
-
-    part = partition(Attend(), torch.randint(0, 5, (3, 2)))
+    attend = begin_stage(nn.MultiheadAttention(4, 2))
+    model = Composed(lambda m, x: m.attend(*[m.embed(x)] * 3)[0], embed=nn.Embedding(5, 4), attend=attend)
+    part = partition(model, torch.randint(0, 5, (3, 2)))
     assert "attend.out_proj.weight" in part.stages[1].parameters
     assert "attend.in_proj_weight" in part.stages[1].parameters
 
@@ -202,35 +189,22 @@ def test_a_module_that_runs_in_training_alone_has_the_stage_where_it_runs() -> N
     assert owners(partition(m, torch.randn(2, 4), ["aux"])) == [["a", "norm", "b", "c"], ["aux"]]
 
 
-class Chance(nn.Module):
+def test_a_module_that_training_skips_at_random_keeps_its_stage() -> None:
     """Stochastic depth at its worst: its block never runs in training, but does in evaluation."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.block, self.last = nn.Linear(4, 4), begin_stage(nn.Linear(4, 4)), begin_stage(nn.Linear(4, 3))
+    def forward(m: Any, x: torch.Tensor) -> Any:
+        h = m.first(x)
+        return m.last(h if m.training else h + m.block(h))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.first(x)
-        return self.last(h if self.training else h + self.block(h))
-
-
-def test_a_module_that_training_skips_at_random_keeps_its_stage() -> None:
-    assert owners(partition(Chance(), torch.randn(2, 4))) == [["first"], ["block"], ["last"]]
-
-
-class Keywords(nn.Module):
-    """Calls a module by keyword and works in place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.act, self.b = nn.ConvTranspose1d(4, 4, 1), nn.ReLU(inplace=True), nn.Linear(4, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.b(input=self.act(self.a(input=x)))
+    block, last = begin_stage(nn.Linear(4, 4)), begin_stage(nn.Linear(4, 3))
+    model = Composed(forward, first=nn.Linear(4, 4), block=block, last=last)
+    assert owners(partition(model, torch.randn(2, 4))) == [["first"], ["block"], ["last"]]
 
 
 @pytest.mark.parametrize("by", ["flops", "parameters", "time"])
 def test_modules_called_by_keyword_or_working_in_place_can_be_counted(by: str) -> None:
     """Story: `by: time` called the module again without its keywords, and in place on a leaf of the graph."""
-    part = partition(Keywords(), torch.randn(2, 4, 4), {"count": 2, "by": by})
+    parts = {"a": nn.ConvTranspose1d(4, 4, 1), "act": nn.ReLU(inplace=True), "b": nn.Linear(4, 3)}
+    keywords = Composed(lambda m, x: m.b(input=m.act(m.a(input=x))), **parts)
+    part = partition(keywords, torch.randn(2, 4, 4), {"count": 2, "by": by})
     assert sorted(n for s in part.stages for n in s.parameters) == ["a.bias", "a.weight", "b.bias", "b.weight"]

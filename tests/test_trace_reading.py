@@ -33,12 +33,12 @@ def stored(path: Path, events: Sequence[Event], counters: Sequence[Counter] = ()
 
 def test_a_run_of_several_ranks_is_one_trace(tmp_path: Path) -> None:
     for rank in (0, 1):
-        own = [event for event in EVENTS if event.device == rank]
+        of_rank = [event for event in EVENTS if event.device == rank]
         counter = Counter(rank, f"of {rank}", 5, 1.5)
-        stored(tmp_path / "trace" / f"rank-{rank}.trace", own, [counter], method="gpipe", rank=rank)
+        stored(tmp_path / "trace" / f"rank-{rank}.trace", of_rank, [counter], method="gpipe", rank=rank)
     write_chrome(tmp_path / "trace.json.gz", EVENTS[:1], [], {})  # of both the columns are read
-    for given in (tmp_path, tmp_path / "trace"):
-        trace = read_trace(given)
+    for path in (tmp_path, tmp_path / "trace"):
+        trace = read_trace(path)
         assert sorted(trace.events.rows()) == sorted(EVENTS)
         assert list(trace.counters.rows()) == [Counter(0, "of 0", 5, 1.5), Counter(1, "of 1", 5, 1.5)]
         assert trace.metadata == {"method": "gpipe", "rank": 0}
@@ -63,8 +63,8 @@ def test_chrome_json_of_ours(tmp_path: Path, name: str) -> None:
 
 
 def kineto(path: Path, records: Sequence[Dict[str, Any]], rank: Optional[int] = None, **keys: Any) -> Path:
-    told = {} if rank is None else {"distributedInfo": {"backend": "nccl", "rank": rank, "world_size": 2}}
-    path.write_text(json.dumps({"schemaVersion": 1, **told, "traceEvents": list(records), **keys}))
+    info = {} if rank is None else {"distributedInfo": {"backend": "nccl", "rank": rank, "world_size": 2}}
+    path.write_text(json.dumps({"schemaVersion": 1, **info, "traceEvents": list(records), **keys}))
     return path
 
 
@@ -166,8 +166,8 @@ def bad(tmp_path: Path) -> Dict[str, Path]:
 
 
 def test_what_is_no_trace_is_one_line_each(tmp_path: Path) -> None:
-    given = bad(tmp_path)
-    for name, path in given.items():
+    asked = bad(tmp_path)
+    for name, path in asked.items():
         (fault,) = list_faults(read_trace, path)
         assert fault.startswith(f"{path}: ") and len(fault) < 400 + len(str(path)), (name, fault)
-    assert len(given) > 30
+    assert len(asked) > 30

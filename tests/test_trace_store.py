@@ -63,9 +63,9 @@ def test_what_a_killed_run_leaves(tmp_path: Path) -> None:
     for cut in [len(store.MAGIC), len(whole) - 1, *(rng.randrange(len(store.MAGIC), len(whole)) for _ in range(30))]:
         path.write_bytes(whole[:cut])
         trace = read_store(path)
-        kept = list(trace.events.rows())
-        assert len(kept) % rows == 0 and kept == events[: len(kept)]
-        assert trace.notes or len(kept) in (0, rows, 2 * rows)  # a cut between two blocks leaves no trace of itself
+        kept_rows = list(trace.events.rows())
+        assert len(kept_rows) % rows == 0 and kept_rows == events[: len(kept_rows)]
+        assert trace.notes or len(kept_rows) in (0, rows, 2 * rows)  # a cut between two blocks leaves no trace of itself
 
 
 def test_another_versions_codes(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from ipu_pipe.run.folder import RunFolder, check_folder
 from ipu_pipe.run.train import evaluate_checkpoint, train
 from tests.command_line import run_here
 from tests.interrupted import interrupted_at
+from tests.support.models import Composed
 from tests.support.runs import (
     DIGITS,
     ROOT,
@@ -334,22 +335,19 @@ def test_bad_input_is_one_line_and_exit_code_2(name: str, tmp_path: Path, run_to
     assert sorted(p.name for p in tmp_path.iterdir()) == listed  # nothing is written, nothing lost
 
 
-class Derived(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.weight = nn.Linear(64, 8), nn.Parameter(torch.randn(10, 8))
-        ipu_pipe.begin_stage(self.first)
-        self.last = ipu_pipe.begin_stage(nn.Identity())
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(nn.functional.linear(self.first(x.flatten(1)), self.weight * 1))
+def make_derived() -> nn.Module:
+    first, last = ipu_pipe.begin_stage(nn.Linear(64, 8)), ipu_pipe.begin_stage(nn.Identity())
+    return Composed(
+        lambda m, x: m.last(nn.functional.linear(m.first(x.flatten(1)), m.weight * 1)),
+        first=first, weight=nn.Parameter(torch.randn(10, 8)), last=last,
+    )  # fmt: skip
 
 
 def test_derived_weights_are_refused_by_name_where_it_matters(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="tensors derived from weight"):
-        train(config("method=pipemare", "stages=null"), tmp_path / "a", model=Derived(), quiet=True)
+        train(config("method=pipemare", "stages=null"), tmp_path / "a", model=make_derived(), quiet=True)
     assert not (tmp_path / "a" / "config.yaml").exists()
-    train(config("method=pipedream", "stages=null"), tmp_path / "b", model=Derived(), quiet=True)
+    train(config("method=pipedream", "stages=null"), tmp_path / "b", model=make_derived(), quiet=True)
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path, run_tool: Any) -> None:
@@ -463,13 +461,9 @@ def test_the_folder_of_data_may_come_from_the_environment(tmp_path: Path, monkey
 # ---- what cannot be trained or kept
 
 
-class Complex(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.w = nn.Linear(64, 10), nn.Parameter(torch.randn(10, dtype=torch.cfloat))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.inner(x.flatten(1)) * self.w).real
+def make_complex() -> nn.Module:
+    weight = nn.Parameter(torch.randn(10, dtype=torch.cfloat))
+    return Composed(lambda m, x: (m.inner(x.flatten(1)) * m.w).real, inner=nn.Linear(64, 10), w=weight)
 
 
 class Extra(nn.Sequential):
@@ -492,7 +486,7 @@ class Failing(nn.Linear):
 
 
 @pytest.mark.parametrize("model, said", [
-    (Complex(), "model: w: complex"),  # story: it became real without a word
+    (make_complex(), "model: w: complex"),  # story: it became real without a word
     (Extra(nn.Flatten(), nn.Linear(64, 10)), "model: _extra_state: is not a dense tensor"),  # story: checkpoints gave a traceback
     (SparseBuffer(), "model: near: is not a dense tensor"),
     (nn.Sequential(nn.Embedding(9, 4, sparse=True)), "model: 0: gradients must be dense"),
@@ -527,20 +521,12 @@ class Sized(nn.Module):
         super().__init__()
 
 
-class InPlace(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(64, 10)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x.flatten(1).mul_(0.5))
-
-
 def test_a_model_that_works_in_place_leaves_the_data(tmp_path: Path) -> None:
     """Story: every look at the first microbatch before training halved it."""
     data = without_tests()
     first = data.train_batch(0, 0, 8)[0].clone()
-    build(config("stages=1"), model=InPlace(), data=data)
+    in_place = Composed(lambda m, x: m.inner(x.flatten(1).mul_(0.5)), inner=nn.Linear(64, 10))
+    build(config("stages=1"), model=in_place, data=data)
     assert torch.equal(data.train_batch(0, 0, 8)[0], first)
 
 

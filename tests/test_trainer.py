@@ -57,13 +57,13 @@ def make_trainer(folder: Path, kind: str = "gpt2", method: str = "", **changes: 
         "eval_strategy": "epoch", "save_strategy": "epoch", "report_to": [], "learning_rate": 0.01, "warmup_steps": 2,
         "weight_decay": 0.1, "max_grad_norm": 0.5, "use_cpu": True, "disable_tqdm": True,
     }  # fmt: skip
-    given = {key: changes.pop(key) for key in ("callbacks", "train_dataset", "data_collator", "model") if key in changes}
+    arguments = {key: changes.pop(key) for key in ("callbacks", "train_dataset", "data_collator", "model") if key in changes}
     pipeline = {"method": method, "stages": [STAGE[kind]], **changes.pop("pipeline", {})}
     result: Any = PipelineTrainer if method else transformers.Trainer
-    given = {"model": make_model(kind), "train_dataset": draw_samples(kind, 21), **given}
+    arguments = {"model": make_model(kind), "train_dataset": draw_samples(kind, 21), **arguments}
     return result(
         args=transformers.TrainingArguments(str(folder), **{**settings, **changes}), eval_dataset=draw_samples(kind, 5, 1),
-        compute_metrics=count_right, **given, **({"pipeline": pipeline} if method else {}),
+        compute_metrics=count_right, **arguments, **({"pipeline": pipeline} if method else {}),
     )  # fmt: skip
 
 

@@ -72,11 +72,11 @@ def test_clipping_takes_the_kernels_that_a_process_takes(scope: str, monkeypatch
     optimizer = torch.optim.SGD(make_groups(model, part), lr=0.1)
     stages = {group["stage"]: group["params"] for group in optimizer.param_groups}
     model(torch.randn(2, 4)).square().sum().backward()
-    given = {p: p.grad.clone() for p in model.parameters()}
+    gradients = {p: p.grad.clone() for p in model.parameters()}
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", None)
     clip(optimizer, 0.5, scope)
     clipped = {p: p.grad.clone() for p in model.parameters()}
-    for p, gradient in given.items():
+    for p, gradient in gradients.items():
         p.grad = gradient
     known = {s: clipping.compute_gradient_norms(parameters) for s, parameters in stages.items()}
     every = [norm for norms in known.values() for norm in norms]
@@ -91,8 +91,8 @@ def test_step_counts_resume_where_the_optimizer_keeps_them(how: Any, place: str)
     weight = nn.Parameter(torch.zeros(2, device="meta"))
     optimizer = torch.optim.Adam([weight], lr=0.1)
     optimizer.param_groups[0].update(how)
-    held = {"w/step": torch.tensor(3.0), "w/exp_avg": torch.zeros(2), "w/replica1.step": torch.tensor(3.0)}
-    import_state(optimizer, {weight: "w"}, held, {})
+    saved = {"w/step": torch.tensor(3.0), "w/exp_avg": torch.zeros(2), "w/replica1.step": torch.tensor(3.0)}
+    import_state(optimizer, {weight: "w"}, saved, {})
     state = optimizer.state[weight]
     assert state["step"].device.type == state["replica1.step"].device.type == place and state["exp_avg"].device.type == "meta"
 
@@ -133,5 +133,5 @@ def test_moments_are_counted_as_the_optimizer_keeps_them(made_by: Any, settings:
     optimizer = made_by([parameter], lr=0.1, **settings)
     parameter.grad = torch.ones(3, 2)
     optimizer.step()
-    held = [v for v in optimizer.state[parameter].values() if isinstance(v, torch.Tensor) and v.shape == parameter.shape]
-    assert count_moments(list_kinds(optimizer)[0], optimizer.param_groups[0]) == len(held)
+    moments = [v for v in optimizer.state[parameter].values() if isinstance(v, torch.Tensor) and v.shape == parameter.shape]
+    assert count_moments(list_kinds(optimizer)[0], optimizer.param_groups[0]) == len(moments)

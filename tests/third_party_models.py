@@ -21,8 +21,8 @@ class Logits(nn.Module):
         self.model = model
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.model(x).logits
-        return found.transpose(1, 2) if found.dim() == 3 else found
+        logits: torch.Tensor = self.model(x).logits
+        return logits.transpose(1, 2) if logits.dim() == 3 else logits
 
 
 def resnet18() -> nn.Module:

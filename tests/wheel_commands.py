@@ -17,9 +17,9 @@ def run(*words, code=0, said=""):
     """Run a command in the current folder; what it printed on standard output."""
     clean = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     done = subprocess.run(words, env=clean, stdout=subprocess.PIPE, stderr=subprocess.PIPE, universal_newlines=True)
-    told = done.stdout + done.stderr
-    if done.returncode != code or said not in told or "Traceback" in told:
-        sys.exit(f"{' '.join(words)}: exit code {done.returncode}, expected {code} and {said!r}\n{told}")
+    printed = done.stdout + done.stderr
+    if done.returncode != code or said not in printed or "Traceback" in printed:
+        sys.exit(f"{' '.join(words)}: exit code {done.returncode}, expected {code} and {said!r}\n{printed}")
     print("passed:", " ".join(words).replace(COMMAND, "ipu-pipe").replace(sys.executable, "python"), flush=True)
     return done.stdout
 
@@ -38,8 +38,8 @@ def main():
             run(COMMAND, command, "--help", said=f"usage: ipu-pipe {command}")
             assert command in run(COMMAND, "--help").replace("\n", "").replace(" ", ""), command
         run(COMMAND, "completion", "bash", code=2, said="pip install shtab")
-        held = json.loads(run(COMMAND, "schedule", "gpipe", "--stages", "3", "--microbatches", "4", "--format", "json"))
-        assert held["slots"] == 12, held["slots"]
+        schedule = json.loads(run(COMMAND, "schedule", "gpipe", "--stages", "3", "--microbatches", "4", "--format", "json"))
+        assert schedule["slots"] == 12, schedule["slots"]
         run(
             COMMAND, "train", "configs/mlp_digits.yaml", "--set", "steps=4", "--out", "runs/digits", said="throughput: "
         )

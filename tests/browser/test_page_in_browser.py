@@ -111,7 +111,7 @@ class Page:
     def quiet(self) -> None:
         assert self.driver.get_log("browser") == []
         asked = [json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance")]
-        urls = [each["params"]["request"]["url"] for each in asked if each["method"] == "Network.requestWillBeSent"]
+        urls = [message["params"]["request"]["url"] for message in asked if message["method"] == "Network.requestWillBeSent"]
         assert urls and all(url.startswith(("file:", "data:")) for url in urls), urls
 
 
@@ -186,20 +186,20 @@ def test_searching_hovering_and_choosing_kinds(opened: Callable[..., Page]) -> N
     page = opened(*example())
     whole = page.settled()
     page.keys("13\n", "#microbatch")
-    found = page.settled()
-    assert page.text("#status").startswith("microbatch 13: 16 events") and found[1] - found[0] < 0.2 * whole[1]
+    results = page.settled()
+    assert page.text("#status").startswith("microbatch 13: 16 events") and results[1] - results[0] < 0.2 * whole[1]
     trace, _ = example()
     mine = [e for e in trace.events.rows() if e.microbatch == 13 and e.kind != "update"]
-    assert found[0] < min(e.start_ns for e in mine) and max(e.end_ns for e in mine) < found[1]
+    assert results[0] < min(e.start_ns for e in mine) and max(e.end_ns for e in mine) < results[1]
     (forward,) = [e for e in mine if e.kind == "forward" and e.stage == 1]
-    page.hover(((forward.start_ns + forward.end_ns) / 2 - found[0]) / (found[1] - found[0]), row=1)
+    page.hover(((forward.start_ns + forward.end_ns) / 2 - results[0]) / (results[1] - results[0]), row=1)
     page.until(lambda: page.one("#tip").is_displayed())
     assert page.text("#tip").split("\n") == [
         "forward of microbatch 13", "stage 1, device 1", "2.1 ms from 92.0 ms (measured)", "reads weights' version 3",
         "512 KiB handed on",
     ]  # fmt: skip
     (wait,) = [e for e in mine if e.kind == "wait" and e.stage == 2 and e.carries == "activations"]
-    page.hover(((wait.start_ns + wait.end_ns) / 2 - found[0]) / (found[1] - found[0]), row=2)
+    page.hover(((wait.start_ns + wait.end_ns) / 2 - results[0]) / (results[1] - results[0]), row=2)
     page.until(lambda: "wait" in page.text("#tip"))
     assert "waits for activations from device 1" in page.text("#tip")
     page.shot("search")
@@ -296,12 +296,12 @@ def test_names_are_only_ever_text(opened: Callable[..., Page]) -> None:
 
 def test_what_the_analysis_does_not_know_is_said_to_be_not_known(opened: Callable[..., Page]) -> None:
     trace, analysis = example()
-    for held in (
+    for text in (
         {},
         dict.fromkeys(analysis),
         {key: [] if isinstance(value, list) else value for key, value in analysis.items()},
     ):
-        page = opened(trace, held)
+        page = opened(trace, text)
         assert "not known" in page.text("#answer") and page.settled()[1] > 0
     empty = trace._replace(events=trace.events.select(slice(0)), counters=type(trace.counters).from_rows([]), metadata={})
     assert "0 events" in opened(empty, {}).text("#subtitle")

@@ -50,9 +50,9 @@ def _places(held: Any, above: Tuple[Any, ...] = ()) -> List[Tuple[Any, ...]]:
 
 def _change_json(path: Path, rng: random.Random) -> str:
     """Change one value in a JSON file, take one out or put one in."""
-    held = json.loads(path.read_text())
-    place = rng.choice(_places(held))
-    section = held
+    content = json.loads(path.read_text())
+    place = rng.choice(_places(content))
+    section = content
     for key in place[:-1]:
         section = section[key]
     old = section[place[-1]]
@@ -65,15 +65,15 @@ def _change_json(path: Path, rng: random.Random) -> str:
         section["more"] = value(rng)
     else:
         section[place[-1]] = value(rng)
-    path.write_text(json.dumps(held))
+    path.write_text(json.dumps(content))
     return f"{path.name}: {'.'.join(map(str, place))} changed"
 
 
 def make(rng: random.Random, folder: Path, bases: Bases) -> Case:
     """A resumed or evaluated checkpoint, damaged."""
     shutil.copytree(bases.run, folder / "run")
-    found = sorted((folder / "run" / "checkpoints").glob("step-*"), key=lambda path: int(path.name.split("-")[1]))
-    newest = found[-1]
+    checkpoints = sorted((folder / "run" / "checkpoints").glob("step-*"), key=lambda path: int(path.name.split("-")[1]))
+    newest = checkpoints[-1]
     files = sorted(path for path in newest.iterdir() if path.is_file())
     said = []
     for _ in range(rng.choice([1, 1, 1, 2])):
@@ -88,7 +88,7 @@ def make(rng: random.Random, folder: Path, bases: Bases) -> Case:
             except ValueError:  # damaged already
                 said.append(damage_file(file, rng))
         elif how < 0.6:
-            other = rng.choice([*found[:-1], bases.end / LAST]) / file.name
+            other = rng.choice([*checkpoints[:-1], bases.end / LAST]) / file.name
             shutil.copyfile(other, file)
             said.append(f"{file.name} of {other.parent.name}")
         elif how < 0.65:

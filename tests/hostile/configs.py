@@ -15,14 +15,14 @@ from tests.hostile.cases import BASE, Bases, Case, damage, value
 
 
 def _keys(model: Any, above: Tuple[str, ...] = ()) -> List[Tuple[str, ...]]:
-    found: List[Tuple[str, ...]] = []
+    paths: List[Tuple[str, ...]] = []
     for name, field in model.model_fields.items():
-        found.append((*above, name))
+        paths.append((*above, name))
         outer = (import_outer("ipu"),) if name == "ipu" else ()
         for part in (*outer, field.annotation, *getattr(field.annotation, "__args__", ())):
             if hasattr(part, "model_fields"):
-                found += _keys(part, (*above, name))
-    return found
+                paths += _keys(part, (*above, name))
+    return paths
 
 
 KEYS = [*_keys(Config), *(("model", "args", name) for name in BASE["model"]["args"])]

@@ -34,11 +34,11 @@ def make(rng: random.Random, folder: Path, bases: Bases) -> Case:
         elif how < 0.8:
             left = run / rng.choice(LEFT)
             if not left.exists() and left.parent.is_dir():
-                made = rng.choice(["folder", "file", "pipe"])
-                if made == "pipe":
+                kind = rng.choice(["folder", "file", "pipe"])
+                if kind == "pipe":
                     os.mkfifo(left)
                 else:
-                    left.mkdir() if made == "folder" else left.touch()
+                    left.mkdir() if kind == "folder" else left.touch()
             said.append(f"{left.name} left over")
         else:
             old = run / "checkpoints"

@@ -119,14 +119,14 @@ class _Child(NamedTuple):
 
 def _start(case: Case, folder: Path, name: str) -> _Child:
     out = folder / f".{name}"
-    end, held = os.pipe()
+    end, write_end = os.pipe()
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
     if pid == 0:
         os.close(end)
         _be(case, folder, out)
-    os.close(held)
+    os.close(write_end)
     return _Child(pid, end, out, time.monotonic())
 
 
@@ -140,8 +140,8 @@ def _be(case: Case, folder: Path, out: Path) -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         sys.stdout = open(1, "w", encoding="utf-8", closefd=False)
         sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False)
-        held = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-        resource.setrlimit(resource.RLIMIT_AS, (held + MORE_MEMORY, held + MORE_MEMORY))
+        used_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+        resource.setrlimit(resource.RLIMIT_AS, (used_bytes + MORE_MEMORY, used_bytes + MORE_MEMORY))
         resource.setrlimit(resource.RLIMIT_FSIZE, (MOST_WRITTEN, MOST_WRITTEN))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         os.chdir(folder)
@@ -218,10 +218,10 @@ def judged(case: Case, code: Optional[int], said: str, wrong: str) -> str:
         return "not printable: on standard output or error"
     if code == 0 and case.differs is not None:
         try:
-            found = case.differs(said)
+            difference = case.differs(said)
         except Exception as error:  # what it wrote cannot be read
-            found = f"its result cannot be read: {type(error).__name__}: {error}"
-        return f"differs: {found}" if found else ""
+            difference = f"its result cannot be read: {type(error).__name__}: {error}"
+        return f"differs: {difference}" if difference else ""
     return ""
 
 
@@ -258,8 +258,8 @@ def table(results: Sequence[Result]) -> str:
     columns += [(bad, lambda r, bad=bad: r.bad.startswith(bad)) for bad in bads]  # type: ignore[misc]
     lines = [f"{'kind':<14}" + "".join(f"{name:>11}" for name, _ in columns)]
     for kind in [*KINDS, "all"]:
-        own = [r for r in results if kind in (r.kind, "all")]
-        lines.append(f"{kind:<14}" + "".join(f"{sum(map(of, own)):>11}" for _, of in columns))
+        chosen = [r for r in results if kind in (r.kind, "all")]
+        lines.append(f"{kind:<14}" + "".join(f"{sum(map(of, chosen)):>11}" for _, of in columns))
     return "\n".join(lines)
 
 

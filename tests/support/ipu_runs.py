@@ -86,9 +86,9 @@ def build_small(path: Path) -> Any:
     """Return the job of a pod's config: its own options, loader, method, stages, batch and optimizer; ResNet-18 on 8 x 8."""
     raw = read_yaml(path)
     raw["model"]["entry"] = "models.resnet:resnet18"
-    kept = {key: value for key, value in raw["data"].items() if key == "bytes"}
+    byte_keys = {key: value for key, value in raw["data"].items() if key == "bytes"}
     raw["data"] = {
-        "name": "synthetic", "shape": [3, 8, 8], "classes": 1000, "subset": 65536, "test_subset": 8, **kept,
+        "name": "synthetic", "shape": [3, 8, 8], "classes": 1000, "subset": 65536, "test_subset": 8, **byte_keys,
     }  # fmt: skip
     raw["steps"] = 1
     del raw["lr_schedule"], raw["optimizer"]["lr"]

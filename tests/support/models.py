@@ -9,15 +9,25 @@ from torch import nn
 from torch.nn import functional as F
 
 
-class TakeOutput(nn.Module):
-    """Give the outputs of a recurrent layer, without its state."""
+class Composed(nn.Module):
+    """Parts, and a forward that is `function(module, *inputs)`. A tensor among the parts becomes a buffer."""
 
-    def __init__(self, inner: nn.Module) -> None:
+    def __init__(self, function: Callable[..., Any], **parts: Any) -> None:
         super().__init__()
-        self.inner = inner
+        self._function = function
+        for name, part in parts.items():
+            if isinstance(part, torch.Tensor) and not isinstance(part, nn.Parameter):
+                self.register_buffer(name, part)
+            else:
+                setattr(self, name, part)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x)[0]
+    def forward(self, *inputs: Any) -> Any:
+        return self._function(self, *inputs)
+
+
+def take_output(inner: nn.Module) -> nn.Module:
+    """Return a recurrent layer that gives its outputs without its state."""
+    return Composed(lambda m, x: m.inner(x)[0], inner=inner)
 
 
 def on_meta(make: Callable[..., nn.Module], **args: Any) -> Any:
