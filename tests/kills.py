@@ -23,6 +23,7 @@ from typing import Any, Dict, List, NamedTuple, Optional, Sequence
 from torch.distributed import TCPStore
 
 from tests import forked
+from tests.support.runs import read_numbers
 
 KILLS = 3  # of a run, at most
 PATIENCE = 60.0  # seconds of an attempt
@@ -73,19 +74,13 @@ def run_seed(seed: int, out: Path) -> int:
     for name in ("model", "optimizer"):
         file = f"{last}/{name}.safetensors"
         assert (out / "killed" / file).read_bytes() == (out / "whole" / file).read_bytes(), file
-    lines, expected = read_metrics(out / "killed"), read_metrics(out / "whole")
+    lines, expected = read_numbers(out / "killed"), read_numbers(out / "whole")
     assert lines == expected, f"metrics.jsonl: {lines}, of the run never killed {expected}"
     final = json.loads((out / "killed" / "summary.json").read_text())
     assert (final["initial"], final["final"]) == (summary["initial"], summary["final"])
     left = [path.name for path in (out / "killed").rglob("*") if path.name.startswith(".") or path.suffix == ".part"]
     assert not left, left
     return kills
-
-
-def read_metrics(run: Path) -> List[Dict[str, Any]]:
-    """Return the lines of a run's metrics.jsonl without speeds."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if key != "samples_per_second"} for line in lines]
 
 
 def run_attempt(attempt: int, kill: Optional[Kill], arguments: Sequence[str], job: str, port: int, told: Path) -> Any:

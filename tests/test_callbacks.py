@@ -21,7 +21,7 @@ from tests.support.runs import (
     assert_same_state,
     list_faults,
     read_json,
-    read_metrics,
+    read_numbers,
     read_summary,
     read_weights,
 )
@@ -46,10 +46,6 @@ def go(out: Path, *sets: str, **how: Any) -> Dict[str, Any]:
     return train(load_config(DIGITS, [*SHORT, *sets]), out, quiet=True, **how)
 
 
-def lines(out: Path) -> List[Dict[str, Any]]:
-    return [{key: value for key, value in line.items() if key != "samples_per_second"} for line in read_metrics(out)]
-
-
 @pytest.mark.parametrize("method", METHODS)
 def test_a_run_that_is_asked_to_end_is_one_planned_that_long(method: str, tmp_path: Path) -> None:
     args, ends = METHODS[method]
@@ -59,7 +55,7 @@ def test_a_run_that_is_asked_to_end_is_one_planned_that_long(method: str, tmp_pa
     planned = go(tmp_path / "planned", *sets, f"steps={ends}")
     assert planned["stopped"] is None and cut["final"] == planned["final"]
     assert_same_state(tmp_path / "cut", tmp_path / "planned", ends)
-    assert lines(tmp_path / "cut") == lines(tmp_path / "planned")
+    assert read_numbers(tmp_path / "cut") == read_numbers(tmp_path / "planned")
 
 
 def test_processes_end_where_the_emulator_does(tmp_path: Path) -> None:
@@ -98,7 +94,7 @@ def test_what_callbacks_see(tmp_path: Path) -> None:
     sets = ["steps=6", "log.every=1", "micro_batch_size=8", "gradient_accumulation=1", "checkpoint.every=2"]
     report = go(out, *sets, "evaluate.every=0.0625", callbacks=[watches])  # of 32 updates
     assert report["stopped"].endswith("Watches.on_evaluation asked for it")
-    written = lines(out)
+    written = read_numbers(out)
     assert [(s[0], s[1], s[2]) for s in watches.seen if isinstance(s[0], int)] == [
         (line["step"], line["train_loss"], line["lr"]) for line in written if "train_loss" in line
     ]

@@ -22,13 +22,14 @@ from ipu_pipe.run import checkpoint
 from ipu_pipe.run.build import set_up
 from ipu_pipe.run.train import evaluate_checkpoint, train
 from tests import forked
+from tests.support.models import Versioned
 from tests.support.runs import (
     assert_same,
     assert_same_state,
     list_faults,
     needs_processes,
     read_json,
-    read_metrics,
+    read_numbers,
     read_weights,
 )
 from tests.test_train import DIGITS, config, run_tool, sets  # noqa: F401
@@ -48,8 +49,7 @@ def went(out: Path, *over: str, **how: Any) -> Dict[str, Any]:
 
 def trained(out: Path) -> List[Dict[str, Any]]:
     """Return the lines of metrics of updates; times differ."""
-    lines = [line for line in read_metrics(out) if "train_loss" in line]
-    return [{k: v for k, v in line.items() if k != "samples_per_second"} for line in lines]
+    return [line for line in read_numbers(out) if "train_loss" in line]
 
 
 def read_files(out: Path) -> Dict[Path, bytes]:
@@ -198,17 +198,6 @@ def test_a_run_goes_on_elsewhere_and_leaves_the_whole_model_to_every_caller(tmp_
         for rank in range(RANKS):
             assert_same(torch.load(tmp_path / f"{method}-{rank}.pt"), everything(model))
         assert {value.dtype for value in everything(model).values()} == {torch.float64, torch.int64}
-
-
-class Versioned(nn.Sequential):
-    """Loads no state dict that does not carry its version, as torchvision's MNASNet."""
-
-    _version = 2
-
-    def _load_from_state_dict(self, state: Any, prefix: str, local_metadata: Any, *others: Any) -> None:
-        if local_metadata.get("version") not in (1, 2):
-            raise ValueError("version should be set to 1 or 2")
-        super()._load_from_state_dict(state, prefix, local_metadata, *others)
 
 
 def test_a_model_that_needs_its_version_in_a_state_dict_is_resumed(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from ipu_pipe.errors import BadInput
 from ipu_pipe.run.folder import read_starts
 from ipu_pipe.run.train import train
 from tests import kills
-from tests.support.runs import needs_processes
+from tests.support.runs import needs_processes, read_numbers
 
 SETTINGS = ["steps=4", "checkpoint.every=2", "evaluate.every=0", "log.tensorboard=false"]
 
@@ -70,7 +70,7 @@ def test_a_run_that_was_killed_as_it_began_begins_again(tmp_path: Path, monkeypa
     (tmp_path / "killed" / "record.json").write_bytes((tmp_path / "whole" / "record.json").read_bytes())
     restart(monkeypatch, 1, "one")
     train(config, tmp_path / "killed", quiet=True)
-    assert kills.read_metrics(tmp_path / "killed") == kills.read_metrics(tmp_path / "whole")
+    assert read_numbers(tmp_path / "killed") == read_numbers(tmp_path / "whole")
 
 
 def test_a_restart_without_a_folder_finds_the_dated_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,9 +14,7 @@ from ipu_pipe.errors import BadInput
 from ipu_pipe.hardware import measuring
 from ipu_pipe.hardware.description import compute_message_seconds, read_hardware
 from ipu_pipe.run.planning import make_problem_of
-from tests.support.runs import list_faults
-
-ROOT = Path(__file__).resolve().parents[1]
+from tests.support.runs import ROOT, list_faults
 
 
 def test_the_time_of_some_work_is_that_of_one_call() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any, List
@@ -17,6 +16,7 @@ from ipu_pipe.errors import BadInput
 from ipu_pipe.job.evaluation import Tally, evaluate_sums
 from ipu_pipe.job.metrics import make_metrics
 from tests.callbacks_of_runs import Spread, confidence
+from tests.support.runs import read_metrics
 from tests.test_callbacks import go
 
 
@@ -75,7 +75,7 @@ def test_a_regression_says_its_own_metrics_and_no_accuracy(tmp_path: Path, capsy
     printed = capsys.readouterr()
     assert "accuracy" not in printed.out + printed.err
     assert "test r2 " in printed.out and "test mae " in printed.out and "test loss " in printed.out
-    last = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()][-1]
+    last = read_metrics(tmp_path / "run")[-1]
     assert report["final"]["test_r2"] == last["test_r2"] and report["final"]["test_accuracy"] is None
     with torch.no_grad():
         left = (model(x) - pair[1]).square().sum() / (pair[1] - pair[1].mean()).square().sum()

@@ -29,9 +29,9 @@ from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.trace.events import KINDS, Event
 from ipu_pipe.trace.store import read_store
-from tests.support.runs import read_summary, read_trace_file
+from tests.support.models import Composed
+from tests.support.runs import DIGITS, read_summary, read_trace_file
 
-DIGITS = str(Path(__file__).resolve().parents[1] / "configs" / "mlp_digits.yaml")
 SHORT = [
     "steps=6", "log.tensorboard=false", "gradient_accumulation=4", "micro_batch_size=8", "evaluate={every: 0, subset: 32}",
     "backend.threads=1", "stages=null",
@@ -42,19 +42,17 @@ def config(*pairs: str) -> Any:
     return load_config(DIGITS, [*SHORT, *pairs])
 
 
-class Slow(nn.Module):
-    """Takes so many seconds forward, and again backward."""
+def make_slow(seconds: float) -> nn.Module:
+    """Return a layer that takes so many seconds forward, and again backward."""
 
-    def __init__(self, seconds: float) -> None:
-        super().__init__()
-        self.seconds, self.inner = seconds, nn.Linear(16, 16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        time.sleep(self.seconds)
-        y = self.inner(x)
+    def forward(m: Any, x: torch.Tensor) -> Any:
+        time.sleep(seconds)
+        y = m.inner(x)
         if y.requires_grad:
-            y.register_hook(lambda gradient: time.sleep(self.seconds))
+            y.register_hook(lambda gradient: time.sleep(seconds))
         return y
+
+    return Composed(forward, inner=nn.Linear(16, 16))
 
 
 def model(*parts: nn.Module) -> nn.Module:
@@ -164,7 +162,7 @@ def test_only_the_window_is_recorded_with_pauses_between() -> None:
 def test_a_slow_stage_is_seen_as_one(tmp_path: Path) -> None:
     """A stage that sleeps 10 ms a pass beside one that sleeps 1: the trace says so, and for whom the others wait."""
     report = train(
-        config("method=pipedream", "steps=2"), tmp_path / "run", model=model(Slow(0.001), Slow(0.01)), quiet=True
+        config("method=pipedream", "steps=2"), tmp_path / "run", model=model(make_slow(0.001), make_slow(0.01)), quiet=True
     )
     trace = read_store(tmp_path / "run" / "trace" / "modelled.trace")
     said = read_trace_file(tmp_path / "run")["otherData"]

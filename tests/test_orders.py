@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from ipu_pipe.backends.ipu.unsupported import check_method
-from ipu_pipe.errors import BadInput
 from ipu_pipe.schedule.actions import Action, Kind, list_needs
 from ipu_pipe.schedule.clock import Bubbles, Costs, clock, compute_busy_share, measure_bubbles
 from ipu_pipe.schedule.methods import METHODS, resolve_method
@@ -330,9 +329,9 @@ def test_a_bad_cell_is_named_with_file_row_and_cell(text: str, where: str, tmp_p
 def test_rows_that_cannot_run_name_the_file_the_row_and_the_cell(text: str, where: str, tmp_path: Path) -> None:
     path = tmp_path / "bad.csv"
     path.write_text(text)
-    with pytest.raises(BadInput) as refused:
-        make_schedule(resolve_method("rows", {"file": str(path)}), 1, 1 + text.count("F1"), 1 + text.count("F1"))
-    assert len(refused.value.faults) == 1 and refused.value.faults[0].startswith(f"{path}: {where}")
+    count = 1 + text.count("F1")
+    (fault,) = list_faults(lambda: make_schedule(resolve_method("rows", {"file": str(path)}), 1, count, count))
+    assert fault.startswith(f"{path}: {where}")
 
 
 @pytest.mark.parametrize("text, cell", [
@@ -369,9 +368,8 @@ def test_an_overlapped_pair_is_a_forward_and_then_a_backward(tmp_path: Path) -> 
 def test_impossible_sizes_and_arguments_are_refused(
     name: str, args: Dict[str, Any], stages: int, microbatches: int, key: str
 ) -> None:
-    with pytest.raises(BadInput) as refused:
-        make_schedule(resolve_method(name, args), stages, microbatches, microbatches)
-    assert [fault[: len(key)] for fault in refused.value.faults] == [key]
+    (fault,) = list_faults(lambda: make_schedule(resolve_method(name, args), stages, microbatches, microbatches))
+    assert fault.startswith(key)
 
 
 # --- stages that share devices

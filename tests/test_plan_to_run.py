@@ -12,9 +12,8 @@ import pytest
 from ipu_pipe.cli import plan
 from ipu_pipe.config.load import load_config
 from tests import forked
-from tests.support.runs import needs_processes, read_summary
+from tests.support.runs import ROOT, needs_processes, read_summary
 
-ROOT = Path(__file__).resolve().parents[1]
 # a pipeline of two: all of the model with its gradients and state does not fit one device
 HARDWARE = """\
 devices: 2

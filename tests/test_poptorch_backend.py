@@ -22,15 +22,16 @@ from ipu_pipe.backends.ipu.optimizer import import_state
 from ipu_pipe.cli import train as tool
 from ipu_pipe.config.load import load_config
 from ipu_pipe.data.batches import TensorData
-from ipu_pipe.errors import BadInput, RunFault, run_command
+from ipu_pipe.errors import BadInput, RunFault
 from ipu_pipe.run import loop
 from ipu_pipe.run.build import build
 from ipu_pipe.run.callbacks import Callback
 from ipu_pipe.run.train import check, train
 from tests import forked
+from tests.command_line import run_here
 from tests.staged_models import Odd
 from tests.support.ipu_runs import SGD, Own, Source, make_config, make_model, run
-from tests.support.models import Composed
+from tests.support.models import Composed, Versioned
 from tests.support.runs import (
     DIGITS,
     ROOT,
@@ -130,17 +131,6 @@ def test_the_updates_of_a_call_have_the_rate_of_its_first(tmp_path: Path, poptor
         run(make_config(on=on, ipu=ipu), tmp_path / on, "mlp", lr_scheduler=schedule)
     assert_same_weights(tmp_path / "poptorch", tmp_path / "emulator")
     assert read_column(tmp_path / "poptorch", "lr") == read_column(tmp_path / "emulator", "lr")
-
-
-class Versioned(nn.Sequential):
-    """Loads no state dict that does not carry its version, as torchvision's MNASNet."""
-
-    _version = 2
-
-    def _load_from_state_dict(self, state: Any, prefix: str, local_metadata: Any, *others: Any) -> None:
-        if local_metadata.get("version") is None:
-            raise ValueError("version should be set to 1 or 2")
-        super()._load_from_state_dict(state, prefix, local_metadata, *others)
 
 
 def test_a_model_that_needs_its_version_in_a_state_dict_trains(tmp_path: Path, poptorch: Any) -> None:
@@ -725,11 +715,9 @@ SHORT = ["steps=4", "log.tensorboard=false", "gradient_accumulation=8", "micro_b
 def test_without_poptorch_the_command_says_so_in_one_line(monkeypatch: Any, capsys: Any, tmp_path: Path) -> None:
     monkeypatch.chdir(ROOT)
     out = str(tmp_path / "run")
-    monkeypatch.setattr(sys, "argv", ["tools/train.py", DIGITS, "--set", *SHORT, "method=gpipe", "--out", out])
-    with pytest.raises(SystemExit) as left:
-        run_command(tool.main)
-    said = capsys.readouterr().err
-    assert left.value.code == 2 and len(said.splitlines()) == 1
+    arguments = [DIGITS, "--set", *SHORT, "method=gpipe", "--out", out]
+    code, _, said = run_here(tool, *arguments, monkeypatch=monkeypatch, capsys=capsys)
+    assert code == 2 and len(said.splitlines()) == 1
     assert said.startswith("error: backend.name: poptorch: ") and "backend.name=emulator" in said
     assert all(part in said for part in ("Poplar SDK 3.4", "Python 3.8", "torch 2.0.1"))
     assert not Path(out).exists()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import json
-import sys
 from pathlib import Path
 from typing import Any, Dict
 
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ipu_pipe.cli import plan, reproduce
-from ipu_pipe.errors import BadInput, run_command
+from ipu_pipe.errors import BadInput
 from ipu_pipe.hardware.description import read_hardware
 from ipu_pipe.hardware.model_units import count_units
 from ipu_pipe.hardware.unit_costs import Unit
@@ -28,9 +28,10 @@ from ipu_pipe.schedule.methods import METHODS
 from ipu_pipe.studies import catalogue, predicted_2bw, predicted_local, predicted_pipemare
 from ipu_pipe.studies.experiment import PredictedRows, make_prediction
 from ipu_pipe.studies.verdicts import CONTRADICTED, judge_exactly
+from tests.command_line import run_here
 from tests.support.models import Composed
+from tests.support.runs import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 RATE = {"peak_flops": 1.0, "achievable_share": 1}
 counts = pytest.mark.skipif(FlopCounterMode is None, reason="this PyTorch counts no FLOPs")
 
@@ -138,14 +139,11 @@ def test_tensor_parallelism_by_hand() -> None:
 @pytest.mark.parametrize(("ways", "code"), [("4", 0), ("3", 2)])
 def test_the_planner_compares_tensor_parallelism(ways: str, code: int, monkeypatch: Any, capsys: Any) -> None:
     options = ["--hardware", "v100x8", "--precision", "float32", "--tensor-parallel", ways, "--json"]
-    monkeypatch.setattr(sys, "argv", ["tools/plan.py", str(ROOT / "configs/mlp_digits.yaml"), *options])
     monkeypatch.chdir(ROOT)
-    with pytest.raises(SystemExit) as left:
-        run_command(plan.main)
-    out, err = capsys.readouterr()
-    assert int(left.value.code or 0) == code and ("error: --tensor-parallel: 3: " in err) == (code == 2)
+    done = run_here(plan, ROOT / "configs/mlp_digits.yaml", *options, monkeypatch=monkeypatch, capsys=capsys)
+    assert done.returncode == code and ("error: --tensor-parallel: 3: " in done.stderr) == (code == 2)
     if not code:
-        compared = json.loads(out)["tensor_parallel"]
+        compared = json.loads(done.stdout)["tensor_parallel"]
         assert (compared["ways"], compared["width"]) == (4, 2) and compared["samples_per_second"] > 0
 
 
@@ -180,24 +178,20 @@ def test_the_planner_chooses_depths_as_printed() -> None:
 
 
 def test_the_command_prints_a_table(monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path) -> None:
-    def tool(*arguments: str) -> int:
-        monkeypatch.setattr(sys, "argv", ["tools/reproduce.py", *arguments])
-        monkeypatch.chdir(ROOT)
-        with pytest.raises(SystemExit) as left:
-            run_command(reproduce.main)
-        return int(left.value.code or 0)
-
+    monkeypatch.chdir(ROOT)
+    run = functools.partial(run_here, reproduce, monkeypatch=monkeypatch, capsys=capsys)
     row = {"what": "a", "printed": 1, "predicted": 2.0}
     columns, less = {"what": "what", "predicted": "predicted"}, judge_exactly("as much", False, -1.0)
     prediction = make_prediction("plan_2bw", "Title", "Paper", columns, lambda: PredictedRows([row], ["note"], [less]))
     monkeypatch.setattr(catalogue, "TABLE_2BW", prediction)
-    assert tool("plan_2bw", "--json", "--out", str(tmp_path)) == 0
-    content = json.loads(capsys.readouterr().out)
+    code, printed, _ = run("plan_2bw", "--json", "--out", tmp_path)
+    content = json.loads(printed)
+    assert code == 0
     assert content["rows"] == [row] and content["agrees"] is False and content["source"]
     assert content["verdicts"][0]["verdict"] == "contradicted"
     assert "| a | 2 |" in (tmp_path / "plan_2bw" / "table.md").read_text(encoding="utf-8")
-    assert tool("plan_2bw", "--seeds", "1") == 2
-    assert "error: --seeds: plan_2bw: " in capsys.readouterr().err
+    code, _, error = run("plan_2bw", "--seeds", "1")
+    assert code == 2 and "error: --seeds: plan_2bw: " in error
 
 
 # ---- what other operations than products move

@@ -23,18 +23,18 @@ from ipu_pipe.backends.processes.mail import Mail, Message
 from ipu_pipe.backends.processes.trace import TraceRecorder
 from ipu_pipe.backends.processes.update import ReplicaGroup, average_over_replicas
 from ipu_pipe.config.load import load_config
-from ipu_pipe.errors import end_process
 from ipu_pipe.model.cutting import Shape
 from ipu_pipe.run.checkpoint import FILES
 from ipu_pipe.run.folder import lock_folder
 from ipu_pipe.run.train import train
 from tests import forked
+from tests.support.processes import run_in_group
 from tests.support.runs import (
     DIGITS,
     ROOT,
     assert_same_state,
     needs_processes,
-    read_metrics,
+    read_numbers,
     read_summary,
     read_trace_file,
     read_weights,
@@ -96,7 +96,7 @@ def compare(tmp_path: Path, ranks: int, *how: str) -> Dict[str, Any]:
     assert code == 0, error
     expected = emulate(tmp_path / "one", *how)
     assert_same_state(tmp_path / "ranks", tmp_path / "one", 12)
-    assert metrics_of(tmp_path / "ranks") == metrics_of(tmp_path / "one")
+    assert read_numbers(tmp_path / "ranks") == read_numbers(tmp_path / "one")
     assert read_summary(tmp_path / "ranks")["final"] == expected["final"]
     return expected
 
@@ -140,12 +140,7 @@ def test_a_run_gives_the_emulators_weights_and_all_outputs(tmp_path: Path) -> No
     assert trace["otherData"]["modelled"] is False
     starts = [event["ts"] for event in trace["traceEvents"] if event.get("ph") == "X"]
     assert len(starts) >= 4 * 48 * 2 and min(starts) >= 0
-    assert metrics_of(tmp_path / "ranks") == metrics_of(tmp_path / "one")
-
-
-def metrics_of(run: Path) -> List[Dict[str, Any]]:
-    """Return the lines of a run's metrics.jsonl without their speed."""
-    return [{key: value for key, value in line.items() if key != "samples_per_second"} for line in read_metrics(run)]
+    assert read_numbers(tmp_path / "ranks") == read_numbers(tmp_path / "one")
 
 
 def test_replicas_of_a_pipeline_average_their_gradients(tmp_path: Path) -> None:
@@ -375,13 +370,11 @@ def test_odd_models_keep_the_weights_equal(how: List[str], tmp_path: Path) -> No
 
 def test_sends_that_are_through_are_let_go(tmp_path: Path) -> None:
     """Under gloo a send is known to be through only when it is waited for."""
-    forked.in_ranks(2, _send_many, str(tmp_path), of=forked.context())
+    run_in_group(2, _send_many, tmp_path)
 
 
-def _send_many(rank: int, folder: str) -> None:
-    count = 200
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    mail = make_mail(rank)
+def _send_many(rank: int, folder: Path) -> None:
+    count, mail = 200, make_mail(rank)
     if rank == 0:
         for m in range(count):
             mail.send(Message("F", m, 0, 1), [torch.full((3,), float(m))])
@@ -391,8 +384,6 @@ def _send_many(rank: int, folder: str) -> None:
         shapes = (Shape((3,), torch.float32, True),)
         mail.expect([(Message("F", m, 0, 1), shapes) for m in range(count)])
         assert all(float(mail.receive(Message("F", m, 0, 1))[0][0]) == m for m in range(count))
-    torch.distributed.barrier()
-    end_process(0)
 
 
 def make_mail(rank: int) -> Mail:
@@ -401,13 +392,11 @@ def make_mail(rank: int) -> Mail:
 
 def test_the_mean_over_replicas_is_the_emulators_whatever_their_number(tmp_path: Path) -> None:
     """Three replicas: the order of the sum shows."""
-    forked.in_ranks(3, _average, str(tmp_path), of=forked.context())
+    run_in_group(3, _average, tmp_path)
 
 
-def _average(rank: int, folder: str) -> None:
+def _average(rank: int, folder: Path) -> None:
     """One message a dtype, of tensors on the host; a gradient that a replica lacks is zero, one that all lack stays away."""
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=3)
     generator, sent = torch.Generator().manual_seed(3), []
     kinds = [((50, 3), torch.float32), ((7,), torch.bfloat16), ((), torch.float32), ((4,), torch.float32)]
     gradients = [[torch.randn(shape, generator=generator).to(dtype) for shape, dtype in kinds] for _ in range(3)]
@@ -422,8 +411,6 @@ def _average(rank: int, folder: str) -> None:
         expected = (gradients[0][i] + gradients[1][i] + gradients[2][i]) / 3
         assert p.grad is not None and p.grad.shape == p.shape and torch.equal(p.grad, expected)
     assert parameters[3].grad is None and [message.dtype for message in sent] == [torch.int32, torch.float32, torch.bfloat16]
-    torch.distributed.barrier()
-    end_process(0)
 
 
 def test_what_other_processes_hold_is_freed() -> None:

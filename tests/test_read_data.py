@@ -21,7 +21,7 @@ from ipu_pipe.data.sets import _find_digits_file
 from ipu_pipe.errors import BadInput
 from ipu_pipe.report import provenance
 from ipu_pipe.run.train import check
-from tests.support.runs import needs_processes
+from tests.support.runs import list_faults, needs_processes
 from tests.test_callbacks import DIGITS, SHORT, go
 from tests.test_processes import emulate, run
 
@@ -88,15 +88,13 @@ def test_a_run_does_not_go_on_with_other_data(folder: Path) -> None:
     save(folder / "data" / "1.npy", 5)
     now = digest(folder / "data" / "1.npy")
     message = f"record.json: data: 1.npy: its SHA-256 was {was[:16]}, is {now[:16]}: the data of a run cannot change"
-    with pytest.raises(BadInput, match=message) as refused:
-        own(folder / "run", 4, resume=True)
-    assert len(refused.value.faults) == 1
+    (fault,) = list_faults(own, folder / "run", 4, resume=True)
+    assert fault.endswith(message)
     with pytest.raises(BadInput, match=message):
         check(load_config(DIGITS, [*OWN, *SHAPES, "steps=4"]), folder / "run", resume=True)  # as --dry-run does
     save(folder / "data" / "2.npy", 2)
-    with pytest.raises(BadInput) as refused:
-        own(folder / "run", 4, resume=True)
-    assert ["1.npy" in refused.value.faults[0], "2.npy" in refused.value.faults[1]] == [True, True]
+    first, second, *_ = list_faults(own, folder / "run", 4, resume=True)
+    assert "1.npy" in first and "2.npy" in second
     (folder / "data" / "2.npy").unlink()
     (folder / "data" / "1.npy").write_bytes(content)
     own(folder / "run", 4, resume=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Dict, List
+from typing import Any, List
 
 import pytest
 import torch
@@ -20,8 +20,8 @@ from ipu_pipe.job.evaluation import Tally, evaluate_sums
 from ipu_pipe.job.metrics import DEFAULT
 from ipu_pipe.run.build import build
 from ipu_pipe.run.train import train
+from tests.support.runs import DIGITS, read_numbers
 
-DIGITS = Path(__file__).resolve().parents[1] / "configs" / "mlp_digits.yaml"
 SHORT = [
     "steps=23", "optimizer.lr=0.02", "log.tensorboard=false", "gradient_accumulation=4", "micro_batch_size=8", "stages=2",
     "evaluate.subset=64", "backend.threads=1", "log.every=5", "checkpoint.every=8", "data.subset=320",
@@ -38,11 +38,6 @@ class Reads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def lines(run: Path) -> List[Dict[str, Any]]:
-    result = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if key != "samples_per_second"} for line in result]
-
-
 @pytest.mark.parametrize("how", [["method=pipemare"], ["method=local_greedy"], ["replicas=2", "method=gpipe"]])
 def test_losses_read_now_and_then_give_the_same_numbers(how: List[str], tmp_path: Path, monkeypatch: Any) -> None:
     config, reads = load_config(DIGITS, [*SHORT, *how]), []
@@ -51,7 +46,7 @@ def test_losses_read_now_and_then_give_the_same_numbers(how: List[str], tmp_path
     read = Emulator.read
     monkeypatch.setattr(Emulator, "read", lambda self: reads.append(self.update) or read(self))
     later = train(config, tmp_path / "b", quiet=True)
-    assert later["final"] == at_once["final"] and lines(tmp_path / "a") == lines(tmp_path / "b")
+    assert later["final"] == at_once["final"] and read_numbers(tmp_path / "a") == read_numbers(tmp_path / "b")
     epochs = range(config_updates(config), 23, config_updates(config))
     assert reads == sorted({1, 5, 10, 15, 20, 8, 16, 23, *epochs})  # the first, lines, checkpoints, evaluations
     states = [(tmp_path / run / "checkpoints" / "step-16" / "manifest.json").read_text() for run in "ab"]

@@ -23,9 +23,9 @@ from ipu_pipe.backends.processes.update import (
     average_over_replicas,
     divide_into_buckets,
 )
-from ipu_pipe.errors import RunFault, end_process
-from tests import forked
+from ipu_pipe.errors import RunFault
 from tests.nccl_double import NcclDouble
+from tests.support.processes import run_in_group
 from tests.support.runs import assert_close_losses, needs_processes, read_state
 from tests.test_processes import emulate, run
 
@@ -61,18 +61,14 @@ def test_buckets_are_of_one_dtype_and_size_the_last_parameters_first() -> None:
 
 
 def test_fast_is_close_to_exact_and_runs_beside_the_last_backward(tmp_path: Path) -> None:
-    forked.in_ranks(RANKS, _compare, str(tmp_path), of=forked.context())
+    run_in_group(RANKS, _compare, tmp_path)
 
 
-def _compare(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
+def _compare(rank: int, folder: Path) -> None:
     _check_numbers_and_order(rank, ReplicaGroup(None), _make_mail(rank), [])
     _check_parts(rank)
     group = dist.new_group(list(range(RANKS)))
     _check_nccl(rank, group)
-    dist.barrier()
-    end_process(0)
 
 
 def _make_mail(rank: int, channels: Any = None) -> Mail:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import traceback
 from pathlib import Path
-from typing import Any, Dict, List, Optional
+from typing import Any, Dict, Optional
 
 import pytest
 import torch
 
 import ipu_pipe
-from ipu_pipe.errors import BadInput, end_process
-from tests import forked
+from ipu_pipe.errors import BadInput
+from tests.support.processes import run_in_group
 from tests.support.runs import needs_processes, read_summary, read_weights
 from tests.test_going_on import OWN, own_model
 from tests.test_loop import OFTEN
@@ -78,27 +76,19 @@ def test_a_wrong_kind_is_told() -> None:
         config("early_stopping={restore_best: 3}")
 
 
-def one_rank(rank: int, folder: Path, methods: List[str]) -> None:
-    """A process of two, forked from one that has imported all."""
-    os.environ.update(RANK=str(rank), WORLD_SIZE="2")
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    try:
-        for method in methods:
-            model = own_model()
-            over = ["backend.name=distributed", "backend.deadline=20", STOPS]
-            report = went(folder / method, method, *over, model=model, quiet=True)
-            assert report["restored_step"] < report["steps"]
-            torch.save(model.state_dict(), folder / f"{method}-{rank}.pt")
-    except BaseException:
-        traceback.print_exc()
-        end_process(1)
-    end_process(0)
+def train_each_method(rank: int, folder: Path) -> None:
+    """Train as a rank of a group of two, and save what the caller's model holds."""
+    for method in OWN:
+        model = own_model()
+        over = ["backend.name=distributed", "backend.deadline=20", STOPS]
+        report = went(folder / method, method, *over, model=model, quiet=True)
+        assert report["restored_step"] < report["steps"]
+        torch.save(model.state_dict(), folder / f"{method}-{rank}.pt")
 
 
 @needs_processes
 def test_every_process_has_the_best_weights(tmp_path: Path) -> None:
-    forked.in_ranks(2, one_rank, tmp_path, list(OWN))
+    run_in_group(2, train_each_method, tmp_path)
     for method in OWN:
         emulated = own_model()
         step = went(tmp_path / f"{method}-emulated", method, STOPS, model=emulated, quiet=True)["restored_step"]

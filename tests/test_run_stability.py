@@ -26,10 +26,7 @@ from ipu_pipe.studies.run_stability import analyze_job, measure_curvature
 from ipu_pipe.studies.theory_figures import compute_largest_curvature, load_regression, train_delayed
 from tests import forked
 from tests.support.models import Composed
-from tests.support.runs import list_faults
-
-ROOT = Path(__file__).resolve().parents[1]
-
+from tests.support.runs import ROOT, list_faults
 
 # ---- curvature
 

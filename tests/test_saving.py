@@ -14,12 +14,12 @@ import torch.distributed as dist
 
 import ipu_pipe
 from ipu_pipe.backends.interface import CheckpointState
-from ipu_pipe.errors import BadInput, RunFault, end_process
+from ipu_pipe.errors import RunFault, end_process
 from ipu_pipe.run import checkpoint
 from ipu_pipe.run.predict import predict
 from ipu_pipe.run.train import train
 from tests import forked
-from tests.support.runs import needs_processes
+from tests.support.runs import list_faults, needs_processes
 from tests.test_processes import emulate, run
 from tests.test_train import config, run_tool  # noqa: F401
 
@@ -142,9 +142,8 @@ def _fail(rank: int, path: str) -> None:
 
 def test_an_older_torch_cannot_write_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", "2.0.1+cpu")
-    with pytest.raises(BadInput) as error:
-        train(config(*KEYS, SHARDED), tmp_path / "run", quiet=True)
-    assert [fault.split(": needs")[0] for fault in error.value.faults] == ["checkpoint.format: sharded"]
+    (fault,) = list_faults(lambda: train(config(*KEYS, SHARDED), tmp_path / "run", quiet=True))
+    assert fault.startswith("checkpoint.format: sharded: needs")
     assert not (tmp_path / "run").exists()
 
 

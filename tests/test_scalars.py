@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Dict, List, Tuple
 
@@ -12,8 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from ipu_pipe.config.load import load_config
 from ipu_pipe.run.train import train
 from tests.interrupted import interrupted_at
-
-DIGITS = str(Path(__file__).resolve().parents[1] / "configs" / "mlp_digits.yaml")
+from tests.support.runs import DIGITS, read_metrics
 
 
 def read(folder: Path) -> Dict[str, List[Tuple[int, float]]]:
@@ -31,6 +29,5 @@ def test_a_resumed_run_shows_each_update_once(tmp_path: Path) -> None:
     assert [k for k, _ in read(tmp_path / "tensorboard")["train_loss"]] == [1, 2, 3, 4, 5]
     train(chosen, tmp_path, resume=True, quiet=True)
     assert len(list((tmp_path / "tensorboard").iterdir())) == 2
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    expected = [(line["step"], pytest.approx(line["train_loss"])) for line in lines if "train_loss" in line]
+    expected = [(line["step"], pytest.approx(line["train_loss"])) for line in read_metrics(tmp_path) if "train_loss" in line]
     assert read(tmp_path / "tensorboard")["train_loss"] == expected and len(expected) == 6

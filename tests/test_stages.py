@@ -161,25 +161,21 @@ def test_impossible_choices_are_refused(stages: Any, said: str) -> None:
     assert any(fault.startswith(said) for fault in faults), faults
 
 
-class Auxiliary(nn.Module):
-    """A head that runs in training alone, a counter that every forward binds anew, and a norm."""
+def make_auxiliary() -> nn.Module:
+    """Return a head that runs in training alone, a counter that every forward binds anew, and a norm."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.norm, self.b = nn.Linear(4, 4), nn.BatchNorm1d(4), begin_stage(nn.Linear(4, 4))
-        self.aux = nn.Linear(4, 3)
-        self.c = begin_stage(nn.Linear(4, 3))
-        self.register_buffer("count", torch.zeros(()))
+    def forward(m: Any, x: torch.Tensor) -> Any:
+        m.count = m.count + 1
+        h = m.b(m.norm(m.a(x)))
+        return m.c(h) + m.aux(h) if m.training else m.c(h)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.count = self.count + 1
-        h = self.b(self.norm(self.a(x)))
-        return self.c(h) + self.aux(h) if self.training else self.c(h)
+    parts = {"a": nn.Linear(4, 4), "norm": nn.BatchNorm1d(4), "b": begin_stage(nn.Linear(4, 4)), "aux": nn.Linear(4, 3)}
+    return Composed(forward, **parts, c=begin_stage(nn.Linear(4, 3)), count=torch.zeros(()))
 
 
 def test_a_module_that_runs_in_training_alone_has_the_stage_where_it_runs() -> None:
     """Story: the order was seen in evaluation, and what does not run there got the first stage."""
-    m = Auxiliary()
+    m = make_auxiliary()
     state = {name: value.clone() for name, value in m.state_dict().items()}
     for mode in (True, False):
         part = partition(m.train(mode), torch.randn(1, 4))  # one sample, which BatchNorm refuses in training

@@ -15,9 +15,8 @@ from ipu_pipe.cli import analyze
 from ipu_pipe.report.analysis import picture
 from ipu_pipe.trace.events import WAIT, Counter, Counters, Event, Events
 from ipu_pipe.trace.store import TraceWriter
-from tests.support.runs import list_faults
+from tests.support.runs import ROOT, list_faults
 
-ROOT = Path(__file__).resolve().parents[1]
 PARTS = ("busy_ns", "wait_ns", "communication_ns", "ramp_up_ns", "ramp_down_ns", "idle_ns")
 
 

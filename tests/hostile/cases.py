@@ -10,17 +10,11 @@ from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence
 # Digits in a few updates: the smallest run that has stages, delays, an evaluation and checkpoints.
 BASE: Dict[str, Any] = {
     "model": {"entry": "models.mlp:mlp", "args": {"inputs": 64, "width": 16, "layers": 4, "classes": 10}},
-    "data": {"name": "digits", "subset": 128, "test_subset": 32},
-    "method": "pipedream",
-    "stages": 4,
-    "micro_batch_size": 8,
-    "gradient_accumulation": 4,
-    "optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9},
-    "steps": 6,
-    "evaluate": {"every": 1},
-    "checkpoint": {"every": 2, "keep": 9},
+    "data": {"name": "digits", "subset": 128, "test_subset": 32}, "method": "pipedream", "stages": 4,
+    "micro_batch_size": 8, "gradient_accumulation": 4, "optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9},
+    "steps": 6, "evaluate": {"every": 1}, "checkpoint": {"every": 2, "keep": 9},
     "log": {"every": 1, "tensorboard": False},
-}
+}  # fmt: skip
 
 BYTES = [b"\xff", b"\xed\xa0\x80", b"a\xffb", b"\xc3", b"\x80=1", b"seed=\xff"]
 Differs = Callable[[str], Optional[str]]
@@ -47,19 +41,8 @@ Make = Callable[[random.Random, Path, Bases], Case]
 
 HUGE: List[Any] = [2**31, 2**31 - 1, 2**53, 2**63, 2**64, 10**30, 10**309, -1, -(2**63), 0, 1, 3, 1000]
 FLOATS: List[Any] = [
-    1e308,
-    -1e308,
-    1e-308,
-    5e-324,
-    float("inf"),
-    float("-inf"),
-    float("nan"),
-    0.0,
-    -0.0,
-    0.5,
-    1.0,
-    1e18,
-]
+    1e308, -1e308, 1e-308, 5e-324, float("inf"), float("-inf"), float("nan"), 0.0, -0.0, 0.5, 1.0, 1e18,
+]  # fmt: skip
 TEXTS: List[Any] = [
     "", " ", "a" * 5000, "\0", "a\0b", "\x1b[31mred", "line\nline", "\u2028", "\u202eevil", "ß€😀", "..", "/", "/dev/null",
     "1e400", ".inf", "true", "null", "~", "=", ":", "a:b", "models.mlp:none", "models.mlp:mlp", "-", "--set", "%s", "{}",

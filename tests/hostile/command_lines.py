@@ -14,30 +14,12 @@ from tests.hostile.cases import BASE, Bases, Case, word
 from tests.hostile.configs import HARMLESS, SNIPPETS
 
 TRAIN = [
-    "--set",
-    "--out",
-    "--resume",
-    "--overwrite",
-    "--evaluate",
-    "--against",
-    "--nothing",
-    "--se",
-    "-x",
-    "--",
-    "--out=",
-]
+    "--set", "--out", "--resume", "--overwrite", "--evaluate", "--against", "--nothing", "--se", "-x", "--", "--out=",
+]  # fmt: skip
 SCHEDULE = [
-    "--stages",
-    "--microbatches",
-    "--accumulate",
-    "--format",
-    "--slots",
-    "--drains",
-    "--schedule",
-    "--turn",
-    "--stash",
+    "--stages", "--microbatches", "--accumulate", "--format", "--slots", "--drains", "--schedule", "--turn", "--stash",
     "-h",
-]
+]  # fmt: skip
 
 
 def _override(rng: random.Random) -> str:

@@ -30,6 +30,17 @@ def take_output(inner: nn.Module) -> nn.Module:
     return Composed(lambda m, x: m.inner(x)[0], inner=inner)
 
 
+class Versioned(nn.Sequential):
+    """Loads no state dict that does not carry its version, as torchvision's MNASNet."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state: Any, prefix: str, local_metadata: Any, *others: Any) -> None:
+        if local_metadata.get("version") not in (1, 2):
+            raise ValueError("version should be set to 1 or 2")
+        super()._load_from_state_dict(state, prefix, local_metadata, *others)
+
+
 def on_meta(make: Callable[..., nn.Module], **args: Any) -> Any:
     """Return the model without memory for its weights: sizes, names and the order of execution are the same."""
     with torch.device("meta"):

@@ -48,6 +48,11 @@ def read_metrics(run: Path) -> List[Dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
+def read_numbers(run: Path) -> List[Dict[str, Any]]:
+    """Return the lines of a run's metrics without speeds, which differ from run to run."""
+    return [{key: value for key, value in line.items() if key != "samples_per_second"} for line in read_metrics(run)]
+
+
 def read_column(run: Path, key: str) -> List[Any]:
     """Return the values of one key of a run's metrics, from the lines that have it."""
     return [line[key] for line in read_metrics(run) if key in line]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import collections
 import weakref
-from typing import Any, Type
+from typing import Any
 
 import torch
 
@@ -24,7 +24,7 @@ def wrap(model: torch.nn.Module, executor: Any) -> None:
     for buffer in model.buffers():
         if type(buffer) is not torch.Tensor:
             raise py_error(f"All buffers must be an instance of torch.Tensor (Got {type(buffer)})")
-    parameter_class, buffer_class = _parameter_class(parent), _buffer_class(parent)
+    parameter_class, buffer_class = _tensor_class(torch.nn.Parameter, parent), _tensor_class(torch.Tensor, parent)
     for parameter in model.parameters():
         parameter.__class__ = parameter_class
     for buffer in model.buffers():
@@ -44,9 +44,9 @@ def _sync(parent: Any) -> bool:
     return executor is not None and bool(executor._sync_if_needed())
 
 
-def _parameter_class(parent: Any) -> Type[torch.nn.Parameter]:
-    class PoptorchParameter(torch.nn.Parameter):
-        _unwrapped = torch.nn.Parameter
+def _tensor_class(base: Any, parent: Any) -> Any:
+    class PoptorchTensor(base):
+        _unwrapped = base
 
         def __getattribute__(self, name: str) -> Any:
             _sync(parent)
@@ -57,23 +57,7 @@ def _parameter_class(parent: Any) -> Type[torch.nn.Parameter]:
             _sync(parent)
             return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
 
-    return PoptorchParameter
-
-
-def _buffer_class(parent: Any) -> Type[torch.Tensor]:
-    class PoptorchBuffer(torch.Tensor):
-        _unwrapped = torch.Tensor
-
-        def __getattribute__(self, name: str) -> Any:
-            _sync(parent)
-            return super().__getattribute__(name)
-
-        @classmethod
-        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            _sync(parent)
-            return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
-
-    return PoptorchBuffer
+    return PoptorchTensor
 
 
 def _model_class(base: Any, parent: Any) -> Any:
