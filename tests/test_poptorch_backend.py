@@ -30,6 +30,7 @@ from ipu_pipe.run.train import check, train
 from tests import forked
 from tests.command_line import run_here
 from tests.staged_models import Odd
+from tests.support.data import write_pictures
 from tests.support.ipu_runs import SGD, Own, Source, make_config, make_model, run
 from tests.support.models import Composed, Versioned
 from tests.support.runs import (
@@ -663,12 +664,7 @@ def test_poprun_sets_replicas_and_nothing_it_forbids_is_called(poptorch: Any, tm
 def test_instances_evaluate_shares_of_the_test_set(tmp_path: Path) -> None:
     """Two instances of poprun, one of which has a batch more; both make as many calls, since their replicas wait for one
     another."""
-    image = pytest.importorskip("PIL.Image")
-    for part, count in (("train", 8), ("val", 150)):
-        for label in range(2):
-            (tmp_path / part / str(label)).mkdir(parents=True)
-            for number in range(count):
-                image.new("RGB", (9, 9), (label * 200, number, 0)).save(tmp_path / part / str(label) / f"{number}.png")
+    write_pictures(tmp_path, 2, train=8, val=150)
     keys = ["model.entry=models.mlp:mlp", "model.args={inputs: 192, width: 8, layers: 1, classes: 2}", "stages=2", "steps=2"]
     keys += ["data={name: image_folder, size: 8, root: %s}" % tmp_path, "method=gpipe", "replicas=2"]
     keys += ["micro_batch_size=2", "gradient_accumulation=4", "log.tensorboard=false"]

@@ -29,6 +29,7 @@ from ipu_pipe.errors import BadInput, RunFault
 from ipu_pipe.run.build import build
 from models.transformer import transformer_lm, transformer_translation
 from tests.support import ipu_runs
+from tests.support.data import write_pictures
 from tests.support.ipu_runs import PODS, Source, build_small, make_model
 from tests.support.runs import assert_same_weights, read_json
 
@@ -154,13 +155,7 @@ def test_a_calls_microbatches_are_read_together(poptorch: Any, tmp_path: Path) -
 
 def test_images_are_read_by_a_forked_process(poptorch: Any, tmp_path: Path) -> None:
     """It had none of the threads that were made before the fork, and waited for them without end."""
-    image = pytest.importorskip("PIL.Image")
-    for part in ("train", "val"):
-        for label in range(4):
-            (tmp_path / part / str(label)).mkdir(parents=True)
-            for number in range(4):
-                picture = image.new("RGB", (9, 9), (label * 60, number * 60, 0))
-                picture.save(tmp_path / part / str(label) / f"{number}.png")
+    write_pictures(tmp_path, 4, train=4, val=4)
     source = ImageFolder(str(tmp_path), seed=1, size=8, threads=1)
     first = source.train_batch(0, 0, 2)  # its threads are there
     settings = config(gradient_accumulation=2, method="naive")

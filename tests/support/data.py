@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import List, Tuple
 
+import pytest
 import torch
 
 from ipu_pipe.data import DataSource
@@ -13,6 +15,16 @@ def epoch_of(source: DataSource, epoch: int, batch_size: int) -> Tuple[torch.Ten
     """Return inputs and labels of an epoch, read in batches."""
     batches = [source.train_batch(epoch, i, batch_size) for i in range(source.train_batches_per_epoch(batch_size))]
     return torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches])
+
+
+def write_pictures(root: Path, classes: int, **counts: int) -> None:
+    """Write so many small pictures, each of another color, of each class into each part of an image folder."""
+    image = pytest.importorskip("PIL.Image")
+    for part, count in counts.items():
+        for label in range(classes):
+            (root / part / str(label)).mkdir(parents=True)
+            for number in range(count):
+                image.new("RGB", (9, 9), (label * 60, number, 0)).save(root / part / str(label) / f"{number}.png")
 
 
 def one_line(faults: List[str], *parts: str) -> None:
