@@ -185,13 +185,7 @@ def _processes() -> Iterator[Scene]:
 
 
 def _ipus() -> Iterator[Scene]:
-    on = [
-        "backend={name: poptorch}",
-        "stages=4",
-        "gradient_accumulation=8",
-        "micro_batch_size=4",
-        "checkpoint={every: 2}",
-    ]
+    on = ["backend={name: poptorch}", "stages=4", "gradient_accumulation=8", "micro_batch_size=4", "checkpoint={every: 2}"]
     for method in ("naive", "gpipe", "pipedream_flush", "local_greedy", "local_chunked"):
         yield _train(f"ipu-{method}", f"method={method}", *on, double=True)
     yield _train("ipu-decoupled", "method=local_greedy", *on, "backend.ipu={local: decoupled}", double=True)
@@ -236,14 +230,9 @@ def _found(run: Path, text: Any) -> Dict[str, Any]:
             content[name] = _trace(path)
         elif path.name in ("throughput.json", "record.json"):
             content[name] = "there"
-        elif path.name == "state.json":  # of checkpoints of schema 2, in whose manifest it stands now
-            continue
         elif path.name == "manifest.json":  # hashes of what holds times
-            manifest = json.loads(text(path.read_text()))
-            if manifest["schema"] == 2:
-                manifest = {**manifest, "callbacks": [], **json.loads((path.parent / "state.json").read_text())}
-            left = ("sha256", "files", "schema", "stages", "keys_sha256")
-            content[name] = {key: value for key, value in _timeless(manifest).items() if key not in left}
+            manifest = _timeless(json.loads(text(path.read_text())))
+            content[name] = {key: value for key, value in manifest.items() if key not in ("sha256", "files", "schema")}
         elif path.suffix == ".json":
             content[name] = _timeless(json.loads(text(path.read_text())))
         elif path.suffix == ".jsonl":
@@ -261,14 +250,18 @@ def _said(text: str) -> List[str]:
     return [re.sub(r"[0-9.]+ (samples/sec|s\b|ms\b|seconds)", r"# \1", line) for line in told_lines]
 
 
+def make_environment(path: str) -> Dict[str, str]:
+    """Return the variables of a command that imports from `path`."""
+    fixed = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "140"}
+    return {**os.environ, **fixed}
+
+
 def run_scene(tree: Path, scene: Scene, folder: Path, checkpoints: Optional[Path] = None) -> Dict[str, Any]:
     """Exit code, what was said and what was left. `checkpoints`: run folder that takes the place of the scenes before."""
     folder.mkdir(parents=True)
     for name, text in scene.files:
         (folder / name).write_text(text)
-    env = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "140"}
-    if scene.double:
-        env["PYTHONPATH"] = f"{DOUBLE}{os.pathsep}{tree}"
+    env = make_environment(f"{DOUBLE}{os.pathsep}{tree}" if scene.double else str(tree))
 
     def fill(argv: List[str]) -> List[str]:
         return [part.replace("{run}", str(folder)) for part in argv]
@@ -315,17 +308,9 @@ class _Server:
     """A process that imports torch and the tree's package, then forks a child for each command line."""
 
     def __init__(self, tree: Path) -> None:
-        env = {
-            **os.environ,
-            "PYTHONPATH": str(tree),
-            "OMP_NUM_THREADS": "1",
-            "CUDA_VISIBLE_DEVICES": "",
-            "COLUMNS": "140",
-        }
         command = [sys.executable, str(Path(__file__).resolve()), "--serve"]
-        self._process = subprocess.Popen(
-            command, cwd=tree, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self._process = subprocess.Popen(command, cwd=tree, env=make_environment(str(tree)), **pipes)
 
     def call(self, tool: str, argv: List[str]) -> "subprocess.CompletedProcess[str]":
         assert self._process.stdin and self._process.stdout
