@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import OrderedDict
 from typing import Any, List
@@ -23,49 +24,34 @@ IMAGES = torch.randn(2, 3, 8, 8)
 counted = pytest.mark.skipif(flops.FlopCounterMode is None, reason="torch 2.0 has no counter")
 
 
-class Block(nn.Module):
-    """Attention and two linear layers, each beside a skip connection."""
+def make_block(width: int) -> nn.Module:
+    """Return attention and two linear layers, each beside a skip connection."""
 
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.ln_1, self.ln_2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attention = nn.MultiheadAttention(width, 2, batch_first=True)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+    def forward(m: Any, x: torch.Tensor) -> Any:
+        h = m.ln_1(x)
+        x = x + m.attention(h, h, h, need_weights=False)[0]
+        return x + m.mlp(m.ln_2(x))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.ln_1(x)
-        x = x + self.attention(h, h, h, need_weights=False)[0]
-        return x + self.mlp(self.ln_2(x))
+    norms, attention = [nn.LayerNorm(width) for _ in range(2)], nn.MultiheadAttention(width, 2, batch_first=True)
+    mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+    return Composed(forward, ln_1=norms[0], ln_2=norms[1], attention=attention, mlp=mlp)
 
 
-class Encoder(nn.Module):
-    """A module around the layers, with a weight of its own."""
+def make_vision(layers: int = 6, width: int = 8) -> nn.Module:
+    """Return a vision transformer: the model itself owns a weight, and all its layers lie inside one child, which has a weight
+    of its own."""
 
-    def __init__(self, layers: int, tokens: int, width: int) -> None:
-        super().__init__()
-        self.position = nn.Parameter(torch.zeros(1, tokens, width))
-        self.dropout = nn.Dropout(0.0)
-        self.layers = nn.Sequential(OrderedDict((f"layer_{i}", Block(width)) for i in range(layers)))
-        self.norm = nn.LayerNorm(width)
+    def forward(m: Any, x: torch.Tensor) -> Any:
+        x = m.patches(x).flatten(2).transpose(1, 2)  # (b, 4, width)
+        return m.heads(m.encoder(torch.cat([m.token.expand(len(x), -1, -1), x], dim=1))[:, 0])
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(self.layers(self.dropout(x + self.position)))
-
-
-class Vision(nn.Module):
-    """A vision transformer: the model itself owns a weight, all its layers lie inside one child."""
-
-    def __init__(self, layers: int = 6, width: int = 8) -> None:
-        super().__init__()
-        self.patches = nn.Conv2d(3, width, 4, 4)
-        self.token = nn.Parameter(torch.zeros(1, 1, width))
-        self.encoder = Encoder(layers, 5, width)
-        self.heads = nn.Sequential(OrderedDict(head=nn.Linear(width, 4)))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.patches(x).flatten(2).transpose(1, 2)  # (b, 4, width)
-        x = self.encoder(torch.cat([self.token.expand(len(x), -1, -1), x], dim=1))
-        return self.heads(x[:, 0])  # type: ignore[no-any-return]
+    blocks = nn.Sequential(OrderedDict((f"layer_{i}", make_block(width)) for i in range(layers)))
+    encoder = Composed(
+        lambda m, x: m.norm(m.layers(m.dropout(x + m.position))), position=nn.Parameter(torch.zeros(1, 5, width)),
+        dropout=nn.Dropout(0.0), layers=blocks, norm=nn.LayerNorm(width),
+    )  # fmt: skip
+    patches, heads = nn.Conv2d(3, width, 4, 4), nn.Sequential(OrderedDict(head=nn.Linear(width, 4)))
+    return Composed(forward, patches=patches, token=nn.Parameter(torch.zeros(1, 1, width)), encoder=encoder, heads=heads)
 
 
 def sizes(part: Partition, model: nn.Module) -> List[int]:
@@ -75,7 +61,7 @@ def sizes(part: Partition, model: nn.Module) -> List[int]:
 @pytest.mark.parametrize("by", ["flops", "parameters"])
 def test_a_model_with_a_weight_of_its_own_gets_as_many_stages_as_asked_for(by: str) -> None:
     """Story: its weight made a stage of nothing else before the first one, so that four became five."""
-    model = Vision()
+    model = make_vision()
     for count in range(1, 16):
         part = partition(model, IMAGES, {"count": count, "by": by})
         assert len(part) == count
@@ -85,7 +71,7 @@ def test_a_model_with_a_weight_of_its_own_gets_as_many_stages_as_asked_for(by: s
 
 def test_a_small_count_goes_into_the_child_that_holds_everything() -> None:
     """Story: two stages had 1 % and 99 % of the weights, since a small count cut between the model's children alone."""
-    model = Vision()
+    model = make_vision()
     for count, begins in ((2, [3]), (3, [2, 4])):
         part = partition(model, IMAGES, count)
         assert part.begin_names() == [f"encoder.layers.layer_{i}" for i in begins]
@@ -97,7 +83,7 @@ def test_a_small_count_goes_into_the_child_that_holds_everything() -> None:
 
 def test_devices_that_hand_on_are_cut_between_children_where_these_are_enough() -> None:
     """Two children of which the second is three times the first, and can be divided."""
-    uneven = Composed(lambda m, x: m.large(m.small(x)), small=nn.Linear(16, 16), large=Block(16))
+    uneven = Composed(lambda m, x: m.large(m.small(x)), small=nn.Linear(16, 16), large=make_block(16))
     model, x, two = uneven, torch.randn(1, 3, 16), {"count": 2, "by": "parameters"}
     assert partition(model, x, two).begin_names() == ["large.mlp.0"]
     assert partition(model, x, two, between_top=True).begin_names() == ["large"]
@@ -106,31 +92,24 @@ def test_devices_that_hand_on_are_cut_between_children_where_these_are_enough() 
 
 def test_a_cut_that_every_backend_can_make_is_preferred_unless_it_is_far_worse() -> None:
     """Three blocks on two stages: 2 to 1 instead of 1.5 to 1.5."""
-    model = nn.Sequential(Block(8), Block(8), Block(8))
+    model = nn.Sequential(make_block(8), make_block(8), make_block(8))
     assert partition(model, torch.randn(1, 3, 8), {"count": 2, "by": "parameters"}).begin_names() in (["1"], ["2"])
 
 
-class Tied(nn.Module):
-    """Layers of which the first and the third share a weight, and all lie inside one child."""
-
-    def __init__(self, last: int = 2) -> None:
-        super().__init__()
-        self.inner = nn.ModuleList([nn.Linear(8, 8, bias=False) for _ in range(5)])
-        self.inner[last].weight = self.inner[0].weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.inner:
-            x = layer(x)
-        return x
+def make_tied(last: int = 2) -> nn.Module:
+    """Return layers of which the first and another share a weight, and all lie inside one child."""
+    layers = [nn.Linear(8, 8, bias=False) for _ in range(5)]
+    layers[last].weight = layers[0].weight
+    return Composed(lambda m, x: functools.reduce(lambda h, layer: layer(h), m.inner, x), inner=nn.ModuleList(layers))
 
 
 def test_a_count_does_not_divide_a_shared_weight() -> None:
     """Story: the balanced cut went between two uses of one weight, and was refused where another was possible."""
     x = torch.randn(2, 8)
     for count, begins in ((2, ["inner.3"]), (3, ["inner.3", "inner.4"])):
-        assert partition(Tied(), x, count).begin_names() == begins
+        assert partition(make_tied(), x, count).begin_names() == begins
     with pytest.raises(BadInput, match="are one shared weight"):
-        partition(Tied(4), x, 2)
+        partition(make_tied(4), x, 2)
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 1), st.integers(0, 2)), min_size=1, max_size=9), st.data())
@@ -182,31 +161,25 @@ def test_linear_and_convolution_layers_have_the_same_count_by_formula(monkeypatc
     assert ("left out" in flops.HOW) == (torch.__version__.startswith("2.0"))
 
 
-class Linear(nn.Module):
-    """Hugging Face's Conv1D: a linear layer with its weight the other way round, taken by a function."""
-
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.randn(inputs, outputs) / 8), nn.Parameter(torch.zeros(outputs))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.addmm(self.bias, x.flatten(0, -2), self.weight).unflatten(0, x.shape[:-1])
+def make_conv1d(inputs: int, outputs: int) -> nn.Module:
+    """Return Hugging Face's Conv1D: a linear layer with its weight the other way round, taken by a function."""
+    forward = lambda m, x: torch.addmm(m.bias, x.flatten(0, -2), m.weight).unflatten(0, x.shape[:-1])  # noqa: E731
+    weight = nn.Parameter(torch.randn(inputs, outputs) / 8)
+    return Composed(forward, weight=weight, bias=nn.Parameter(torch.zeros(outputs)))
 
 
-class Gpt2Block(nn.Module):
-    """As Hugging Face writes it."""
+def make_gpt2_block(width: int) -> nn.Module:
+    """Return a block as Hugging Face writes it."""
 
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.ln_1, self.ln_2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.c_attn, self.c_proj = Linear(width, 3 * width), Linear(width, width)
-        self.c_fc, self.c_out = Linear(width, 4 * width), Linear(4 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (t.unflatten(-1, (2, -1)).transpose(1, 2) for t in self.c_attn(self.ln_1(x)).chunk(3, -1))
+    def forward(m: Any, x: torch.Tensor) -> Any:
+        q, k, v = (t.unflatten(-1, (2, -1)).transpose(1, 2) for t in m.c_attn(m.ln_1(x)).chunk(3, -1))
         mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.c_proj(mixed.transpose(1, 2).flatten(2))
-        return x + self.c_out(nn.functional.gelu(self.c_fc(self.ln_2(x))))
+        x = x + m.c_proj(mixed.transpose(1, 2).flatten(2))
+        return x + m.c_out(nn.functional.gelu(m.c_fc(m.ln_2(x))))
+
+    sizes = {"c_attn": (1, 3), "c_proj": (1, 1), "c_fc": (1, 4), "c_out": (4, 1)}
+    products = {name: make_conv1d(a * width, b * width) for name, (a, b) in sizes.items()}
+    return Composed(forward, ln_1=nn.LayerNorm(width), ln_2=nn.LayerNorm(width), **products)
 
 
 def imbalance(model: nn.Module, count: int, x: torch.Tensor) -> float:
@@ -220,7 +193,7 @@ def imbalance(model: nn.Module, count: int, x: torch.Tensor) -> float:
 @counted
 def test_layers_that_compute_by_functions_are_balanced() -> None:
     """Story: two stages of GPT-2 held 78 and 22 of its work, since a layer by a function counted 2 an output."""
-    model = nn.Sequential(nn.Embedding(200, 32), *[Gpt2Block(32) for _ in range(8)], nn.Linear(32, 200, bias=False))
+    model = nn.Sequential(nn.Embedding(200, 32), *[make_gpt2_block(32) for _ in range(8)], nn.Linear(32, 200, bias=False))
     assert imbalance(model, 2, torch.randint(0, 200, (2, 16))) < 1.06
 
 

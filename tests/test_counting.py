@@ -30,17 +30,15 @@ from tests.support.units import join_units
 counted = pytest.mark.skipif(flops.FlopCounterMode is None, reason="torch 2.0 has no counter")
 
 
-class Attend(nn.Module):
-    """Attention by a function, and a residual."""
+def make_attention(width: int, causal: bool = False) -> nn.Module:
+    """Return attention by a function, and a residual."""
 
-    def __init__(self, width: int, causal: bool = False) -> None:
-        super().__init__()
-        self.heads, self.out, self.causal = nn.Linear(width, 3 * width), nn.Linear(width, width), causal
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (t.unflatten(-1, (2, -1)).transpose(1, 2) for t in m.heads(x).chunk(3, -1))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+        return x + m.out(mixed.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (t.unflatten(-1, (2, -1)).transpose(1, 2) for t in self.heads(x).chunk(3, -1))
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
-        return x + self.out(mixed.transpose(1, 2).flatten(2))
+    return Composed(forward, heads=nn.Linear(width, 3 * width), out=nn.Linear(width, width))
 
 
 def make_unet() -> nn.Module:
@@ -69,7 +67,7 @@ MODELS: List[Tuple[str, Any, torch.Tensor]] = [
     ("convolutions", convolutions, IMAGES),
     ("resnet", lambda: resnet18(classes=10, small_images=True), torch.randn(2, 3, 32, 32)),
     ("unet", make_unet, torch.randn(2, 3, 8, 8)),
-    ("attention", lambda: nn.Sequential(Attend(8), Attend(8, True)), torch.randn(2, 5, 8)),
+    ("attention", lambda: nn.Sequential(make_attention(8), make_attention(8, True)), torch.randn(2, 5, 8)),
     ("encoder", lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True), torch.randn(2, 5, 8)),
     ("gpt", lambda: transformer_lm(32, 16, 2, 3, 16, dropout=0.1), TOKENS),
     ("translation", lambda: transformer_translation(20, 20, 8, 2, 2, 16), torch.randint(1, 20, (2, 2, 7))),
@@ -124,7 +122,7 @@ def count_stage_flops(model: nn.Module, x: torch.Tensor, begin: str) -> List[Tup
 @counted
 def test_flops_of_passes_by_hand() -> None:
     b, n, w = 2, 5, 8
-    model, x = nn.Sequential(nn.Linear(w, w), Attend(w)), torch.randn(b, n, w)
+    model, x = nn.Sequential(nn.Linear(w, w), make_attention(w)), torch.randn(b, n, w)
     linear, projection, attention = 2 * b * n * w * w, 2 * b * n * w * 3 * w, 4 * b * n * n * w
     first, second = count_stage_flops(model, x, "1")
     assert first == (linear, linear)  # no gradient of the data
@@ -219,21 +217,14 @@ def test_measured_units_have_seconds_of_each_pass() -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
-class Caching(nn.Module):
-    """Keeps masks of its forwards."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.masks = nn.Linear(4, 4), {}  # type: ignore[var-annotated]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.last = self.inner(x)
-        mask = self.masks.setdefault(x.shape[0], torch.ones_like(x))
-        return self.last * mask + torch.ones(4)
-
-
 def test_a_look_by_shape_leaves_no_shape_behind() -> None:
-    model, x = Caching(), torch.randn(2, 4)
+    """Of a model that keeps masks of its forwards."""
+
+    def forward(m: Any, x: torch.Tensor) -> Any:
+        m.last = m.inner(x)
+        return m.last * m.masks.setdefault(x.shape[0], torch.ones_like(x)) + torch.ones(4)
+
+    model, x = Composed(forward, inner=nn.Linear(4, 4), masks={}), torch.randn(2, 4)
     weight = model.inner.weight
     shaped(model, x)
     assert model.masks == {} and not hasattr(model, "last") and model.inner.weight is weight

@@ -16,6 +16,7 @@ from ipu_pipe.model.randomness import KeyedRandomness
 from ipu_pipe.model.rehearsal import rehearse
 from ipu_pipe.model.restoring import buffers_restored, modes_restored
 from ipu_pipe.model.stages import partition
+from tests.support.models import Composed
 
 
 class UNet(nn.Module):
@@ -34,18 +35,16 @@ class UNet(nn.Module):
         return self.last(torch.cat([self.up(deep), first], 1))  # type: ignore[no-any-return]
 
 
-class Translator(nn.Module):
-    """A causal mask made of sizes."""
+def make_translator() -> nn.Module:
+    """Return a model with a causal mask made of sizes."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(50, 16), nn.Linear(16, 50)
-        self.transformer = nn.Transformer(16, 2, 2, 2, 32, batch_first=True)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(m: Any, x: torch.Tensor) -> Any:
         mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], device=x.device)
-        h = self.embed(x)
-        return self.head(self.transformer(h, h, tgt_mask=mask))  # type: ignore[no-any-return]
+        h = m.embed(x)
+        return m.head(m.transformer(h, h, tgt_mask=mask))
+
+    parts = {"embed": nn.Embedding(50, 16), "head": nn.Linear(16, 50)}
+    return Composed(forward, **parts, transformer=nn.Transformer(16, 2, 2, 2, 32, batch_first=True))
 
 
 class Blocks(nn.Module):
@@ -84,7 +83,7 @@ IMAGES, WORDS = torch.randn(3, 3, 16, 16), torch.randint(1, 50, (3, 7))
 OWN: List[Tuple[Callable[[], nn.Module], List[str], torch.Tensor]] = [
     (UNet, ["relu", "deep", "up"], IMAGES),
     (UNet, ["down", "last"], IMAGES),
-    (Translator, ["transformer.encoder.layers.1.linear1", "transformer.decoder.layers.1"], WORDS),
+    (make_translator, ["transformer.encoder.layers.1.linear1", "transformer.decoder.layers.1"], WORDS),
     (Blocks, ["rows.0.frozen", "rows.0.low", "rows.0.b", "rows.1.b"], torch.randn(3, 6)),
 ]
 
@@ -153,7 +152,7 @@ def test_models_of_other_libraries_are_cut_inside_their_modules(name: str) -> No
 
 
 def test_what_depends_on_sizes_alone_is_made_again() -> None:
-    cut = cut_model(Translator(), ["transformer.decoder.layers.1"], WORDS)
+    cut = cut_model(make_translator(), ["transformer.decoder.layers.1"], WORDS)
     assert [[t.shape for t in crossing.tensors] for crossing in list_crossings(cut)] == [[(3, 7, 16)] * 2]
 
 

@@ -542,24 +542,22 @@ def test_a_buffer_of_two_stages_may_be_sharded_or_on_one_ipu(poptorch: Any) -> N
     build(make_config(on="poptorch", stages=ODD_STAGES, ipu={"ipus": [0, 1, 1, 1]}), model=make_odd(), data=Source())
 
 
-class Unfaithful(nn.Module):
-    """Computes what PopTorch would accept and compute otherwise."""
+def make_unfaithful(what: str) -> nn.Module:
+    """Return a model that PopTorch would accept and compute otherwise."""
 
-    def __init__(self, what: str) -> None:
-        super().__init__()
-        self.inner, self.what = nn.Linear(12, 12), what
-        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.inner(x)
-        if self.what == "function":
+    def forward(m: Any, x: torch.Tensor) -> Any:
+        x = m.inner(x)
+        if what == "function":
             return Own.apply(x)
-        if self.what == "counter":
-            self.seen += 1
-        if self.what == "no_grad":
+        if what == "counter":
+            m.seen += 1
+        if what == "no_grad":
             with torch.no_grad():
                 x = x - x.mean()
         return x
+
+    first = Composed(forward, inner=nn.Linear(12, 12), seen=torch.zeros((), dtype=torch.int64))
+    return nn.Sequential(first, nn.Linear(12, 4))
 
 
 @pytest.mark.parametrize("what, said", [
@@ -568,12 +566,9 @@ class Unfaithful(nn.Module):
     ("no_grad", r"model: mean in 0.*: torch.no_grad\(\) has no effect inside a forward"),
 ])  # fmt: skip
 def test_what_poptorch_would_compute_otherwise_is_refused_by_name(poptorch: Any, what: str, said: str) -> None:
-    def unfaithful(what: str) -> nn.Module:
-        return nn.Sequential(Unfaithful(what), nn.Linear(12, 4))
-
-    (fault,) = faults(make_config(on="poptorch", stages=["1"]), model=unfaithful(what))
+    (fault,) = faults(make_config(on="poptorch", stages=["1"]), model=make_unfaithful(what))
     assert re.match(said, fault), fault
-    build(make_config(on="poptorch", stages=["1"]), model=unfaithful("nothing"), data=Source())
+    build(make_config(on="poptorch", stages=["1"]), model=make_unfaithful("nothing"), data=Source())
 
 
 def test_half_inputs_that_stay_float32_or_meet_a_bias_are_refused(poptorch: Any) -> None:

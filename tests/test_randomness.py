@@ -61,17 +61,15 @@ def test_the_division_into_stages_does_not_change_what_is_drawn() -> None:
     assert all(torch.equal(p, q) for p, q in zip(*ends))
 
 
-class Depth(nn.Module):
-    """Draws from the generators that it is given, as stochastic depth does from the CPU's whatever the device of its input."""
+def make_depth(*drawing: torch.Generator) -> nn.Module:
+    """Return what draws from these generators, as stochastic depth does from the CPU's whatever the device of its input."""
 
-    def __init__(self, *drawing: torch.Generator) -> None:
-        super().__init__()
-        self.drawing = drawing
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for generator in self.drawing:
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        for generator in drawing:
             x = x * torch.rand(x.shape[0], generator=generator)
         return x
+
+    return Composed(forward)
 
 
 def test_on_a_gpu_the_draws_of_both_generators_are_keyed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +77,8 @@ def test_on_a_gpu_the_draws_of_both_generators_are_keyed(monkeypatch: pytest.Mon
     gpu, x = torch.Generator(), torch.ones(8)
     monkeypatch.setattr(torch.cuda, "default_generators", (gpu,))
     monkeypatch.setattr(observation, "list_generators", lambda device: list_generators(torch.device("cuda", 0)))
-    layers = [Depth(torch.default_generator), Depth(gpu), Depth(torch.default_generator, gpu), nn.Identity()]
+    cpu = torch.default_generator
+    layers = [make_depth(cpu), make_depth(gpu), make_depth(cpu, gpu), nn.Identity()]
     model = nn.Sequential(*layers)
     calls = observe_effects(model, x).draws
     assert calls == {"0": 1, "1": 1, "2": 1}
