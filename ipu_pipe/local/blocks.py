@@ -295,13 +295,12 @@ def observe_blocks(model: nn.Module, loss: Loss, example: Tuple[Any, Any]) -> Ob
 
 
 def measure_footprint(model: nn.Module, part: Partition, seen: Observation) -> Footprint:
-    """Return the bytes and FLOPs of each stage in the observed microbatch.
+    """Return the bytes and FLOPs of each stage of a model with blocks in the observed microbatch.
 
     Each block computes its own loss, so only activations cross boundaries.
     """
     blocks, plain = get_blocks(model), make_footprint(model, part, seen)
-    if blocks is None:
-        return plain
+    assert blocks is not None
     saved = plain.saved_bytes
     # each device also holds the previous block's last layer
     if blocks.overlap:

@@ -39,6 +39,7 @@ from ipu_pipe.model.loss import Loss, OwnLoss, SumOfLosses, get_plain_loss
 from ipu_pipe.model.meta import build_on_meta
 from ipu_pipe.model.precision import ModelPrecision, get_given_loss
 from ipu_pipe.model.randomness import RandomStates, derive_seed
+from ipu_pipe.model.stages import make_footprint
 from ipu_pipe.plan.of_config import choose_stages
 from ipu_pipe.run.checkpoint import find_newest, load_weights, read_weights
 from ipu_pipe.run.checks import check_metrics, check_model, check_modules, find_faults
@@ -188,7 +189,9 @@ def _assemble(setup: Setup, objects: Overrides, done: int) -> Job:
         config = config.model_copy(update={"stages": begins or 1})
     placed = backend.place(config, method, model, example[0])
     model, part, held_stages = placed.model, placed.part, placed.held
-    if method.structure is not None:
+    if method.structure is None:
+        footprint = make_footprint(model, part, seen)
+    else:
         # load again, now that the model has heads, which may be among the weights
         if config.init_from:
             _begin(model, config, heads_too=False)
@@ -197,6 +200,7 @@ def _assemble(setup: Setup, objects: Overrides, done: int) -> Job:
             config = config.with_method_args(blocks=len(part))
         chosen_loss = SumOfLosses(chosen_loss)
         seen = observe_blocks(model, chosen_loss, example)
+        footprint = measure_footprint(model, part, seen)
     # one replica per stage by default
     if rounds is not None and rounds.replicas is None:
         config = config.with_method_args(replicas=len(part))
@@ -224,11 +228,12 @@ def _assemble(setup: Setup, objects: Overrides, done: int) -> Job:
     groups = replace_parameters(make_groups(model, part, config.optimizer.no_decay, members), setup.numbers.trained)
     apply_settings_by_stage(config, groups, table.rule_lag().tolist())
     local_groups = groups if held_stages is None else [group for stage in held_stages for group in select_stage(groups, stage)]
-    blocks = get_blocks(model)
+    first_held = held_stages[0] if held_stages else 0
+    blocks = get_blocks(model) if first_held else None
     # an overlapping block has a duplicate of the previous stage's layers
-    if held_stages and held_stages[0] and blocks is not None and blocks.overlap:
-        shared = {id(p) for p in blocks.pieces[held_stages[0] - 1].parameters()}
-        local_groups = [*local_groups, *select_parameters(select_stage(groups, held_stages[0] - 1), shared)]
+    if blocks is not None and blocks.overlap:
+        shared = {id(p) for p in blocks.pieces[first_held - 1].parameters()}
+        local_groups = [*local_groups, *select_parameters(select_stage(groups, first_held - 1), shared)]
     factory = make_factory(config) if objects.optimizer is None else make_factory_of(objects.optimizer)
     optimizer = call_factory(factory, local_groups)
     # `optimizer` has the parameters of this process only, `whole` has all
@@ -278,7 +283,7 @@ def _assemble(setup: Setup, objects: Overrides, done: int) -> Job:
         **{**vars(setup), "config": config, "model": model, "loss": chosen_loss}, part=part, method=method, schedule=schedule,
         table=table, whole=whole, optimizer=optimizer, rules=rules, base_rate=base, rate=rate, plateau=plateau,
         updates_per_epoch=per_epoch,
-        updates=updates, example=example, footprint=measure_footprint(model, part, seen), seen=seen, note=placed.note, done=done,
+        updates=updates, example=example, footprint=footprint, seen=seen, note=placed.note, done=done,
         used=Given(optimizer=describe_optimizer(whole), loss=loss_used), pieces=placed.pieces,
         placement=tuple(placed.placement) or schedule.device_of_stage,
     )  # fmt: skip
