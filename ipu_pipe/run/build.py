@@ -42,7 +42,7 @@ from ipu_pipe.model.randomness import RandomStates, derive_seed
 from ipu_pipe.model.stages import make_footprint
 from ipu_pipe.plan.of_config import choose_stages
 from ipu_pipe.run.checkpoint import find_newest, load_weights, read_weights
-from ipu_pipe.run.checks import check_metrics, check_model, check_modules, find_faults
+from ipu_pipe.run.checks import check_model, check_modules, find_faults
 from ipu_pipe.schedule.methods import METHODS, resolve_method
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable, find_segment_ends
@@ -180,8 +180,7 @@ def _assemble(setup: Setup, objects: Overrides, done: int) -> Job:
     taken = setup.split_batch(data.train_batch(0, 0, config.micro_batch_size))
     # clone, because a model that works in place must not change the data
     example = clone_tensors(setup.move_to_device(*taken))
-    setup.label_range, seen = check_model(model, chosen_loss, example, taken[1])
-    check_metrics(setup)
+    seen = check_model(setup, example, taken[1])
     if config.leaves_stages_to_planner:
         processes = read_launch().world // config.replicas if config.backend.name == "distributed" else None
         # only on the main process, because each process would measure its own machine

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Sequence, Tuple
 
 import torch
 from torch import nn
@@ -18,7 +18,6 @@ from ipu_pipe.job.record import Job, Setup, list_drains
 from ipu_pipe.model.batch import call_model, count_samples, describe_tensors
 from ipu_pipe.model.loss import (
     SCORES,
-    LabelRange,
     Loss,
     LossOfOutput,
     OwnLoss,
@@ -167,55 +166,37 @@ def check_modules(model: nn.Module, loss: Any, device: torch.device) -> None:
     raise_faults(faults)
 
 
-def check_model(
-    model: nn.Module, loss: Loss, example: Tuple[Any, Any], labels: Any
-) -> Tuple[Optional[LabelRange], Observation]:
-    """Observe a training pass of a microbatch; return the labels that the loss allows (None if unknown) and the observation.
+def check_model(setup: Setup, example: Tuple[Any, Any], labels: Any) -> Observation:
+    """Run a training pass of a microbatch, and the metrics on a batch of the test set; return the observation of the pass.
 
-    Raise `BadInput` if the model does not fit the data, or cannot learn. `labels`: the example's labels on the CPU, with values
-    even if the example is on the meta device.
+    Raise `BadInput` if the model does not fit the data, the loss or the metrics, or cannot learn. `labels`: the example's labels
+    on the CPU, with values even if the example is on the meta device. The labels that the loss allows go to `setup.label_range`.
     """
+    model, loss, (x, y) = setup.model, setup.loss, example
     output: Any = None
     taken: Any = None
     value: Any = None
-    allowed: Optional[LabelRange] = None
 
     def run(x: Any, y: Any) -> Any:
-        nonlocal output, taken, value, allowed
+        nonlocal output, taken, value
         output = call_model(model, x)
         taken = take_scores(loss, output)
-        allowed = find_label_range(get_given_loss(get_plain_loss(loss)), taken, get_labels(y))
-        if allowed is not None:
-            allowed.check(get_labels(labels))
+        setup.label_range = find_label_range(get_given_loss(get_plain_loss(loss)), taken, get_labels(y))
+        if setup.label_range is not None:
+            setup.label_range.check(get_labels(labels))
         value = loss(output, y)
         if isinstance(value, torch.Tensor) and value.numel() == 1 and value.is_cuda:
             # report errors of GPU kernels here, not at the next synchronization
             torch.cuda.synchronize()
         return value
 
-    x, y = example
     try:
         seen = observe_training(model, x, y, run)
     except BadInput:
         raise
     # the user's model may raise anything
     except Exception as error:
-        if list_fields(output) and takes_whole_output(loss):
-            likely = SCORES if SCORES in list_fields(output) else list_fields(output)[0]
-            raise BadInput(
-                f"model: returns {describe_output(output)}, but the loss takes one of these ({summarize(error)}): set which one,"
-                f" as in model.output: {likely}, or use loss: model if the output has its own loss"
-            ) from error
-        if output is not None and value is None:
-            key = "model.output" if taken is None and isinstance(loss, LossOfOutput) else "loss"
-            returned = describe_output(output) + (
-                f" and labels {describe_tensors(get_labels(y))}" if key == "loss" else ""
-            )
-            raise BadInput(f"{key}: it fails on the model's output, {returned}: {summarize(error)}") from error
-        labelled = ", which loss: model calls with the labels too" if isinstance(get_plain_loss(loss), OwnLoss) else ""
-        raise BadInput(
-            f"model: it fails on a microbatch of shape {describe_tensors(x)}{labelled}: {summarize(error)}"
-        ) from error
+        raise BadInput(_explain_failure(loss, example, output, taken, value, summarize(error))) from error
     take = loss.take if isinstance(loss, (LossOfOutput, OwnLoss)) else None
     if isinstance(output, torch.Tensor) and isinstance(take, TakePart):
         raise BadInput(
@@ -225,10 +206,29 @@ def check_model(
         raise BadInput("loss: must return one number, the mean over the microbatch")
     if not value.requires_grad:
         raise BadInput("loss: depends on no parameter of the model that needs a gradient: nothing to train")
-    return allowed, seen
+    _try_metrics(setup)
+    return seen
 
 
-def check_metrics(setup: Setup) -> None:
+def _explain_failure(loss: Loss, example: Tuple[Any, Any], output: Any, taken: Any, value: Any, error: str) -> str:
+    """Return the fault of a training pass that ended by an `error` of the user's code; what it did not reach is None."""
+    (x, y), fields = example, list_fields(output)
+    if fields and takes_whole_output(loss):
+        likely = SCORES if SCORES in fields else fields[0]
+        return (
+            f"model: returns {describe_output(output)}, but the loss takes one of these ({error}): set which one,"
+            f" as in model.output: {likely}, or use loss: model if the output has its own loss"
+        )
+    if output is not None and value is None:
+        returned = describe_output(output)
+        if taken is None and isinstance(loss, LossOfOutput):
+            return f"model.output: it fails on the model's output, {returned}: {error}"
+        return f"loss: it fails on the model's output, {returned} and labels {describe_tensors(get_labels(y))}: {error}"
+    labelled = ", which loss: model calls with the labels too" if isinstance(get_plain_loss(loss), OwnLoss) else ""
+    return f"model: it fails on a microbatch of shape {describe_tensors(x)}{labelled}: {error}"
+
+
+def _try_metrics(setup: Setup) -> None:
     """Run the metrics on a batch of the test set before anything is written. Raise `BadInput` if one fails."""
     metrics = [metric for metric in setup.metrics if metric not in DEFAULT]
     if not metrics or setup.device.type == "meta":
