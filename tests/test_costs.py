@@ -36,13 +36,13 @@ def test_the_papers_perceptron_has_the_papers_numbers() -> None:
 def test_a_transformer_is_counted_by_torch() -> None:
     """2 blocks of width 8 on 4 characters of 7: 12 w^2 products a character, 2 t w of attention; w * 7 for the logits."""
     x = torch.zeros(3, 4, dtype=torch.int64)
-    made, _ = make_blocks(transformer_lm(7, 8, 2, 2, 4), x, Structure(), ["block2"])
-    blocks = get_blocks(made)
+    blocked, _ = make_blocks(transformer_lm(7, 8, 2, 2, 4), x, Structure(), ["block2"])
+    blocks = get_blocks(blocked)
     assert blocks is not None
-    found = costs.count_by_torch(blocks, x)
+    counts = costs.count_by_torch(blocks, x)
     block, logits = 2 * 4 * (12 * 64 + 2 * 4 * 8), 2 * 4 * 8 * 7
-    assert (found.layers, found.auxiliary, found.backward) == (2, logits, 2.0)
-    assert found.forward == block
+    assert (counts.layers, counts.auxiliary, counts.backward) == (2, logits, 2.0)
+    assert counts.forward == block
 
 
 def test_the_laws_term_by_term() -> None:
