@@ -1,4 +1,4 @@
-"""Ctrl-C on a command line: one line and exit code 130, whenever it comes.
+"""Handle Ctrl-C on a command line: print one line and exit with code 130, at any moment.
 
     first moments, imports     nothing to clean up yet: the process ends at once
     while the command works    KeyboardInterrupt, so that open files are closed; a second Ctrl-C ends the process at once
@@ -37,7 +37,7 @@ def raise_first() -> None:
 
 
 def has_come() -> bool:
-    """Return whether Ctrl-C has come since `raise_first`."""
+    """Return whether Ctrl-C has come since `raise_first`. Ask before `leave`: afterwards the answer is always True."""
     return sys.unraisablehook is _handle_unraisable and signal.getsignal(signal.SIGINT) is _end
 
 
@@ -48,14 +48,14 @@ def leave() -> None:
 
 
 def _may_set_handler() -> bool:
-    """Return whether this is the main thread, and not of a process that was started to ignore Ctrl-C (nohup)."""
+    """Return whether this is the main thread and the process was not started to ignore Ctrl-C (as by `nohup ... &`)."""
     return threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) != signal.SIG_IGN
 
 
 def _raise(number: int, frame: Any) -> None:
     signal.signal(signal.SIGINT, _end)
     while frame is not None:
-        # an import that breaks off ends in any exception, or counts as a module that is missing
+        # an interrupted import may raise anything, or look like a missing module, so end at once
         if frame.f_code.co_filename.startswith("<frozen importlib"):
             _end()
         frame = frame.f_back

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ipu_pipe.backends.processes.cuda import list_links
+from ipu_pipe.backends.processes.nccl import list_links
 from ipu_pipe.backends.processes.ties import find_ties
 from ipu_pipe.backends.work import average
 from ipu_pipe.errors import end_process

@@ -170,12 +170,17 @@ def test_a_row_begins_with_the_weights_at_the_end_of_another(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
-    rows = "  tuned: {after: sync, optimizer: {lr: 1e-9}}\n  sync: {method: gpipe}\n"
-    file.write_text(TEXT[: TEXT.index("  sync:")] + rows)
-    # the row that it begins with is trained too, and before it
-    outcome = load_experiment(file).run(Request(tmp_path, jobs=2, rows=["tuned"]))
-    finals = {row["label"]: row["final_by_seed"] for row in outcome.results["rows"]}
-    assert finals["tuned"] == finals["sync"] and finals["sync"]["0"] != finals["sync"]["1"]
+    head, finals = TEXT[: TEXT.index("  sync:")] + "  tuned: {after: sync, optimizer: {lr: 1e-9}}\n", {}
+    for folder, keys in (("a", "steps: 20"), ("a", "steps: 30"), ("b", "optimizer: {lr: 1e9}")):
+        file.write_text(f"{head}  sync: {{method: gpipe, {keys}}}\n")
+        # the row that it begins with is trained too, and before it
+        outcome = load_experiment(file).run(Request(tmp_path / folder, jobs=2, rows=["tuned"]))
+        rows = {row["label"]: row["final_by_seed"] for row in outcome.results["rows"]}
+        # other weights to begin with make another run, though its own keys are the same
+        assert rows["tuned"] == rows["sync"] and finals != rows
+        finals = rows
+    # what begins with weights that diverged has diverged
+    assert finals["tuned"] == {"0": None, "1": None} and "row sync diverged" in str(outcome.findings.curves)
 
 
 def test_time_by_fill_and_drain_is_that_of_equation_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,6 +207,8 @@ def test_time_by_fill_and_drain_is_that_of_equation_1(tmp_path: Path, monkeypatc
         (("than: bad", "to: bad"), "expect.0: "),
         (("method: gpipe", "method: gpip"), "rows.sync on base: method: gpip"),
         (("sync: {", "sync: {after: warm, "), "rows.sync.after: warm: "),
+        (("sync: {", "sync: {after: [bad], "), "rows.sync.after: ['bad']: "),
+        (("sync: {", "sync: {after: bad, init_from: x, "), "rows.sync.init_from: x: "),
         (("steps: 30", "stepz: 30"), "rows.sync on full: stepz: 30: "),
     ],
 )
@@ -217,7 +224,11 @@ def test_rows_that_cannot_be_built_are_refused_before_any_run(
     monkeypatch.chdir(ROOT)
     file.write_text(TEXT.replace("  bad: {optimizer: {lr: 1e9}}", "  bad: {method_args: {hogwild: {max: 1, mean: 1}}}"))
     (fault,) = list_faults(load_experiment(file).run, Request(tmp_path / "runs"))
-    assert fault.startswith("digits: rows.bad: method_args.hogwild.max: 1: ") and not (tmp_path / "runs").exists()
+    assert fault.startswith("digits: rows: bad: method_args.hogwild.max: 1: ") and not (tmp_path / "runs").exists()
+    narrow = "  bad: {after: sync, model: {entry: 'models.mlp:mlp', args: {width: 8}}}"
+    file.write_text(TEXT.replace("  bad: {optimizer: {lr: 1e9}}", narrow))
+    (fault,) = list_faults(load_experiment(file).run, Request(tmp_path / "runs"))
+    assert fault.startswith("digits: rows.bad.after: sync: ")
 
 
 @pytest.fixture

@@ -104,8 +104,8 @@ def test_an_optimizer_that_is_none_or_not_of_the_model_is_told_in_a_line(tmp_pat
         },
         "optimizer_args: need optimizer": {"optimizer_args": {"lr": 0.1}},
     }  # fmt: skip
-    for message, optimizer in wrong.items():
-        (fault,) = list_faults(trained, tmp_path / "run", net, **optimizer)
+    for message, arguments in wrong.items():
+        (fault,) = list_faults(trained, tmp_path / "run", net, **arguments)
         assert re.search(message, fault)
     assert not (tmp_path / "run").exists()
 

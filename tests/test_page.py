@@ -111,7 +111,7 @@ def test_of_more_events_than_a_page_holds_there_are_a_window_and_an_overview(tmp
     exact = {"forward": [100] * 4, "wait": [87.5, 87.5, 25, 0]}  # of each 187.5 ns
     assert shares.keys() == exact.keys()
     for kind, expected in exact.items():
-        assert shares[kind].tolist() == pytest.approx([seconds / 187.5 for seconds in expected], abs=0.003)
+        assert shares[kind].tolist() == pytest.approx([time / 187.5 for time in expected], abs=0.003)
     monkeypatch.setattr(page_module, "MOST_EVENTS", 12)
     assert (
         "overview"

@@ -30,14 +30,14 @@ def model(
 def every_cut(
     units: int, count: int, costs: Callable[[IntArray, IntArray], Callable[[int], FloatArray]]
 ) -> Optional[List[float]]:
-    """Greatest cost and sum of squares of the best of all cuts."""
+    """Greatest cost and sum of squares of the best of all by_stage."""
     result = []
     for inner in itertools.combinations(range(1, units), count - 1):
         edges = [0, *inner, units]
-        sums = [
+        by_stage = [
             float(costs(np.array([a]), np.array([b]))(count - s)[0]) for s, (a, b) in enumerate(zip(edges, edges[1:]))
         ]
-        result.append([max(sums), sum(x * x for x in sums)])
+        result.append([max(by_stage), sum(x * x for x in by_stage)])
     best = min(result, default=None)
     return best if best is not None and np.isfinite(best[0]) else None
 
@@ -56,12 +56,12 @@ def test_no_cut_is_better(count: int, limit: float) -> None:
                 continue
             assert starts is not None and starts[0] == 0 and len(starts) == count
             edges = [*starts, units]
-            cuts = [
+            by_stage = [
                 float(costs(np.array([a]), np.array([b]))(count - s)[0])
                 for s, (a, b) in enumerate(zip(edges, edges[1:]))
             ]
-            assert max(cuts) == best[0]
-            assert sum(x * x for x in cuts) == pytest.approx(best[1])
+            assert max(by_stage) == best[0]
+            assert sum(x * x for x in by_stage) == pytest.approx(best[1])
 
 
 def test_more_stages_than_units_is_no_cut() -> None:

@@ -190,7 +190,8 @@ def test_pipedream_is_planned_with_the_schedule_that_holds_least_and_is_as_fast(
     assert needs[0] < needs[1]
     for memory in (1e9, needs[1] - 1):
         limited = replace(task, memory_bytes=memory)
-        best = search(limited, [plan for plan in list_candidates(["pipedream"], 4, 4, 4) if plan.depth == 4], 1).best
+        asked = [candidate for candidate in list_candidates(["pipedream"], 4, 4, 4) if candidate.depth == 4]
+        best = search(limited, asked, 1).best
         assert [plan.asked.schedule for plan in best] == [Pipeline.ONE_F_ONE_B_CAPPED]
 
 

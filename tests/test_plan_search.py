@@ -76,8 +76,8 @@ def test_slow_links_hide_nothing_from_the_search(memory: float) -> None:
         best = [plan.samples_per_second for plan in result.best]
         assert best == pytest.approx(sorted(rates.values(), reverse=True)[:5], rel=1e-12)
         shown = {plan.asked.shape for plan in result.best}
-        assert result.refused.get(ALIKE, 0) == sum(plan.shape in shown for plan in asked) - len(result.best)
-        assert result.refused.get(NO_ROOM, 0) <= sum(plan not in fits and plan.shape not in shown for plan in asked)
+        assert result.refused.get(ALIKE, 0) == sum(candidate.shape in shown for candidate in asked) - len(result.best)
+        assert result.refused.get(NO_ROOM, 0) <= sum(one not in fits and one.shape not in shown for one in asked)
         assert sum(result.refused.values()) + len(result.best) == len(asked)
 
 

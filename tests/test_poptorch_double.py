@@ -296,12 +296,12 @@ def updates(poptorch: Any, optimizer: Callable[..., Any], count: int = 3, **trai
 def reference(optimizer: Callable[..., Any], count: int = 3) -> Dict[str, torch.Tensor]:
     """The weights of plain PyTorch."""
     model = Forward(plain)
-    torchs, (x, y) = optimizer(model.parameters()), data(8)
+    plain_optimizer, (x, y) = optimizer(model.parameters()), data(8)
     for _ in range(count):
-        torchs.zero_grad()
+        plain_optimizer.zero_grad()
         for part in range(2):
             (plain(model, x[part * 4 :][:4], y[part * 4 :][:4])[1] / 2).backward()
-        torchs.step()
+        plain_optimizer.step()
     return model.state_dict()
 
 

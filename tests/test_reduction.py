@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ipu_pipe.backends.processes.cuda import touch_channels
 from ipu_pipe.backends.processes.layout import RankLayout
 from ipu_pipe.backends.processes.mail import REPLICAS, Mail
+from ipu_pipe.backends.processes.nccl import touch_channels
 from ipu_pipe.backends.processes.trace import TraceRecorder
 from ipu_pipe.backends.processes.update import (
     OverlappedAverage,

@@ -22,7 +22,7 @@ PARTS = ("busy_ns", "wait_ns", "communication_ns", "ramp_up_ns", "ramp_down_ns",
 
 def run_folder(path: Path, slow: int = 20, microbatches: int = 6) -> Path:
     """Two ranks, the second of which takes `slow` milliseconds a pass and the first 2."""
-    for rank, count in ((0, 2), (1, slow)):
+    for rank, length in ((0, 2), (1, slow)):
         metadata = {
             "method": "pipedream", "method_args": {}, "stages": 2, "accumulate": 1, "microbatches": microbatches,
             "backend": "distributed",
@@ -34,13 +34,13 @@ def run_folder(path: Path, slow: int = 20, microbatches: int = 6) -> Path:
         counters: List[Counter] = []
         for m in range(microbatches):
             at, end = 2 * m * slow, 2 * (m + 1) * slow
-            for kind, begin in (("forward", at), ("backward", end - count)):
+            for kind, begin in (("forward", at), ("backward", end - length)):
                 ns = begin * 1_000_000
-                events.append(Event(rank, rank, kind, m, ns, ns + count * 1_000_000, m, None))
+                events.append(Event(rank, rank, kind, m, ns, ns + length * 1_000_000, m, None))
             if rank == 0:
                 events.append(Event(0, 0, "send", m, ns, ns + 1000, -1, 64, 1, "activations"))
                 events.append(
-                    Event(0, 0, WAIT, m, (at + count) * 1_000_000, (end - count) * 1_000_000, -1, None, 1, "gradients")
+                    Event(0, 0, WAIT, m, (at + length) * 1_000_000, (end - length) * 1_000_000, -1, None, 1, "gradients")
                 )
             events.append(Event(rank, rank, "update", m, end * 1_000_000, end * 1_000_000, m + 1, None))
             counters.append(Counter(rank, "weights (bytes)", at * 1_000_000, 1e6 * (rank + 1)))

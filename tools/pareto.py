@@ -25,7 +25,7 @@ LAYERS, BLOCKS, CONTEXT = 8, 4, 64
 DEFAULTS: Dict[str, Dict[str, Any]] = {
     "perceptron": {
         "batches": [256, 1024, 4096], "rates": [3e-4, 1e-3, 3e-3], "examples": 200_000, "width": 256,
-        "cutoffs": [1.7, 1.5, 1.2],
+        "cutoffs": [1.7, 1.5, 1.2], "size": 16, "subset": 10_000,
     },
     "transformer": {
         "batches": [16, 64, 256], "rates": [1e-3, 3e-3, 1e-2], "examples": 16_000, "width": 64, "cutoffs": [2.6, 2.4, 2.2],
@@ -62,8 +62,8 @@ def parser() -> Parser:
     p.add_argument("--rates", nargs="+", type=positive, metavar="LR", help=f"of Adam {default('rates')}")
     p.add_argument("--examples", type=count, help=f"examples that each run sees {default('examples')}")
     p.add_argument("--width", type=whole(1, 10**5), help=f"units of a layer or block {default('width')}")
-    p.add_argument("--size", type=whole(1, 1024), default=16, help="side of the images (%(default)s)")
-    p.add_argument("--subset", type=count, default=10_000, help="training images (%(default)s)")
+    p.add_argument("--size", type=whole(1, 1024), help="side of the perceptron's images (16)")
+    p.add_argument("--subset", type=count, help="the perceptron's training images (10000)")
     p.add_argument("--cutoffs", nargs="+", type=positive, metavar="LOSS", help=f"training losses {default('cutoffs')}")
     p.add_argument(
         "--jobs", type=whole(1, 1024), default=os.cpu_count() or 1, help="runs at a time (cores, %(default)s)"
@@ -81,6 +81,8 @@ def parser() -> Parser:
 def main() -> None:
     """Run the command line."""
     args = parser().parse_args()
+    if args.model == "transformer" and (args.size or args.subset):
+        raise BadInput("--size, --subset: belong to --model perceptron: leave them out")
     for name, value in DEFAULTS[args.model].items():
         if getattr(args, name) is None:
             setattr(args, name, value)

@@ -38,9 +38,9 @@ def main(args: argparse.Namespace) -> None:
     outputs = {"--png": args.png, "--html": args.html}
     faults = [f"{name}: {file}: is a folder, must be a file" for name, file in outputs.items() if file and file.is_dir()]
     raise_faults(faults)
-    from ipu_pipe.trace.reading import PROFILE
 
-    if args.run.name == PROFILE:
+    # PopVision's file, which Graphcore's library reads
+    if args.run.name == "profile.pop":
         print(json.dumps({"source": str(args.run), "profile": _read_profile(args.run)}, indent=1))
         return
     from ipu_pipe.report.analysis.analyze import analyze_run, read_and_analyze

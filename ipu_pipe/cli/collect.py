@@ -1,4 +1,4 @@
-"""Compare methods on the same work: throughput, memory, communication and a trace of each."""
+"""Compare methods on the same work: run each on the config and write its throughput, memory, communication and trace."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from ipu_pipe.config.values import MOST_UPDATES
 from ipu_pipe.errors import raise_faults
 
 EPILOG = """
-DIR gets throughput.json, memory.json, communication.json and a run for each method with its trace.
+DIR gets throughput.json, memory.json, communication.json and a run folder, with its trace, for each method.
 
 examples:
-  python tools/collect.py configs/resnet34_ipu4.yaml --out runs/ipu4             the local-updates paper's Table 2
+  python tools/collect.py configs/resnet34_ipu4.yaml --out runs/ipu4             Laskin et al. 2020, Table 2
   python tools/collect.py configs/mlp_digits.yaml --methods gpipe,pipedream,pipemare --steps 50 --out runs/compared
-  python tools/collect.py configs/mlp_digits.yaml --methods gpipe,pipedream --steps 50 --rounds 5 --out runs/two \
+  python tools/collect.py configs/mlp_digits.yaml --methods gpipe,pipedream --steps 50 --rounds 5 --out runs/two \\
       --set backend.name=distributed stages=2                                    on two processes, which it starts
   python tools/collect.py configs/resnet50_ipu8.yaml --steps 0 --out runs/ipu8   plans only, in seconds
 """
@@ -24,7 +24,8 @@ examples:
     __doc__, EPILOG,
     *CONFIG,
     option("--methods", metavar="A,B,...", type=split_names, help="methods (default: the config's and local_chunked)"),
-    option("--steps", type=whole(0, MOST_UPDATES), metavar="K", help="updates of each run (default: the config's; 0: plan)"),
+    option("--steps", type=whole(0, MOST_UPDATES), metavar="K",
+           help="updates of each run (default: the config's; 0: predict without running)"),
     option("--rounds", type=whole(1, 1000), default=1, metavar="N", help="runs of each method, for median and range (default 1)"),
     option("--out", type=folder, metavar="DIR", help="the folder to write into"),
     option("--overwrite", action="store_true", help="replace runs that DIR holds"),

@@ -1,5 +1,5 @@
-"""Measure how fast a process computes, copies and sends on this machine, and write the figures as a hardware
-description for --hardware this (or --hardware FILE, with --out FILE). Run it on an idle machine."""
+"""Measure how fast this machine computes, copies and sends, and write a hardware description: `--hardware this` then reads it
+(with --out FILE, `--hardware FILE`). Run it on an idle machine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from ipu_pipe.files import write_text
     __doc__, "",
     option("--out", type=Path, metavar="FILE", help="YAML file to write (default: this machine's, in the user's cache)"),
     option("--threads", type=whole(1, MOST_THREADS), default=1, metavar="N", help="threads of each device's process (default 1)"),
-    option("--device", choices=("cpu", "cuda"), default="cpu", help="device: cpu (a process each) or cuda (not tested on a GPU)"),
+    option("--device", choices=("cpu", "cuda"), default="cpu",
+           help="device: cpu (each device is a process) or cuda (not tested on a GPU)"),
     option("--seconds", type=float, default=0.3, metavar="S", help="least time for each measurement (default 0.3)"),
     QUIET,
 )  # fmt: skip

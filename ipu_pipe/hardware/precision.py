@@ -10,10 +10,11 @@ MIXED, MASTERS = "bfloat16_mixed", "bfloat16_masters"
 
 
 class Precision(NamedTuple):
-    """Bytes of a number, and the `arithmetic` of products: one of a device's rates.
+    """Bytes of a number of each kind.
 
-    master: of the copy of the weights that the update changes, with its gradient (0: it changes the weights themselves).
-    cast: of the copy of a weight that each microbatch in flight keeps. data_bytes: of the data, 0: those of activations.
+    `arithmetic`: the number format in which products are computed, which picks the device's rate. `master`: the float32 weights
+    that an update changes, with their gradient (0: it changes the weights themselves). `cast`: a low-precision copy of a weight,
+    kept for each microbatch in flight. `data_bytes`: an input (0: as `activation`).
     """
 
     arithmetic: str
@@ -31,7 +32,7 @@ class Precision(NamedTuple):
         return self.data_bytes or self.activation
 
 
-# float16 is no precision of a run here: it is the mixed one of the 2BW paper's GPUs, for plans alone. As in Megatron, which that
+# float16 is for plans only, no run uses it: mixed precision on the GPUs of the 2BW paper. As in Megatron, which that
 # work adapts, an update makes float32 gradients beside the master copy: with Adam 20 bytes a parameter (Megatron Core's user
 # guide, "Distributed Optimizer": float16 parameters and gradients).
 # bfloat16_masters replaces bfloat16_mixed for methods that write versions (`resolve_precision`); gradients are summed in float32.
@@ -44,7 +45,7 @@ PRECISIONS: Dict[str, Precision] = {
     MASTERS: Precision("bfloat16", 2, 2, 4, 4, master=4),
     "float16": Precision("float16", 2, 2, 2, 4, 8),
     "16.16": Precision("float16", 2, 2, 4, 4),
-    "16.32": Precision("float32", 4, 4, 4, 4),
+    "16.32": Precision("float32", 4, 4, 4, 4, data_bytes=2),
     "32.32": Precision("float32", 4, 4, 4, 4),
 }
 
@@ -53,7 +54,7 @@ def resolve_precision(precision: str, method: Method) -> str:
     """Return the row of PRECISIONS that a config's `precision` means for a method.
 
     Autocast keeps for the backward the copies that it cast of the forward's weights. Where the backward must read other weights
-    than its forward these would silently be the wrong ones: there the weights themselves are of low precision.
+    than its forward these would silently be the wrong ones, so these methods store the weights themselves in bfloat16.
     """
-    writes = method.is_stale and method.backward_reads is not Reads.STASHED
-    return MASTERS if precision == MIXED and writes else precision
+    rereads_newer_weights = method.is_stale and method.backward_reads is not Reads.STASHED
+    return MASTERS if precision == MIXED and rereads_newer_weights else precision

@@ -15,7 +15,8 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from ipu_pipe.model.batch import iterate_tensors, list_tensors
-from ipu_pipe.model.restoring import FunctionWatch, OperationWatch, attributes_restored
+from ipu_pipe.model.restoring import attributes_restored
+from ipu_pipe.model.watching import FunctionWatch, OperationWatch
 
 
 def can_run_on_meta(model: nn.Module, x: Any) -> bool:

@@ -28,7 +28,8 @@ from ipu_pipe.model.batch import call_model, clone_tensors, get_first_tensor, it
 from ipu_pipe.model.flops import BACKWARD, FlopCounterMode, count_by_formula, get_formulas, separate_attention
 from ipu_pipe.model.meta import move_to_meta
 from ipu_pipe.model.randomness import list_generators
-from ipu_pipe.model.restoring import OperationWatch, undisturbed
+from ipu_pipe.model.restoring import undisturbed
+from ipu_pipe.model.watching import OperationWatch
 
 
 @dataclass

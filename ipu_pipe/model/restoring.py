@@ -1,44 +1,16 @@
-"""Contexts around a forward: two ways to watch its operations, and the restoring of everything that it may change in a model."""
+"""Run a model without leaving traces: context managers that put back what a forward or a backward may change.
+
+Modes, buffers, attributes and weights each have a context; `undisturbed` restores all of them, gradients and random states too.
+The library uses them for every trial run: shape inference, cost measurement, rehearsals and warm-ups.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Tuple
+from typing import Any, Dict, Iterator, List, Mapping, Tuple
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-
-Run = Callable[[Any, Any, Any], Any]
-
-
-class OperationWatch(TorchDispatchMode):
-    """Call `run(operation, arguments, keywords)` instead of every operation inside the context, including backwards."""
-
-    def __init__(self, run: Run) -> None:
-        super().__init__()
-        self._run = run
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self._run(func, args, kwargs or {})
-
-
-class FunctionWatch(TorchFunctionMode):
-    """Call `run(function, arguments, keywords)` instead of every torch function that Python calls inside the context.
-
-    Functions that a torch function calls itself are not seen.
-    """
-
-    def __init__(self, run: Run) -> None:
-        super().__init__()
-        self._run = run
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self._run(func, args, kwargs or {})
-
-
-# ---- restoring
 
 
 @contextlib.contextmanager

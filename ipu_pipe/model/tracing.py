@@ -38,7 +38,7 @@ from ipu_pipe.errors import BadInput
 from ipu_pipe.model.batch import call_model, flatten_tensors, iterate_tensors, list_leaves
 from ipu_pipe.model.observation import get_storage, join_name, list_ancestors
 from ipu_pipe.model.precision import enter_model_autocast
-from ipu_pipe.model.restoring import FunctionWatch, OperationWatch
+from ipu_pipe.model.watching import FunctionWatch, OperationWatch
 
 
 @dataclass(frozen=True)

@@ -25,16 +25,17 @@ BEST = "best"
 def export(
     run: Union[str, Path], to: Union[str, Path], step: Union[None, int, str] = None, into: Optional[nn.Module] = None
 ) -> Path:
-    """Write the weights of a run under the names of the unsplit model, and return the folder of their checkpoint.
+    """Write the weights of a run under the names of the unsplit model, and return their checkpoint's folder.
 
     run: the folder of a run or of a checkpoint
     to: a file that ends in .safetensors, or a folder into which the model's own `save_pretrained` writes (config.json and
         model.safetensors for a model of transformers, the adapters for one of PEFT)
     step: the step of a checkpoint, "best" for the best evaluation, or None for the newest. "best" is refused for a run with
         `ema`, because its evaluations measure the averaged weights
-    into: a model of the same class and sizes, if the run's config names none
+    into: an instance of the model, required if the run's config does not name its class
 
-    Auxiliary heads of local losses are left out. Raise `BadInput` if the export is not possible, `RunFault` if the disk refuses.
+    Auxiliary heads of local losses are left out. Raise `BadInput` if the export is not possible, `RunFault` if the file cannot
+    be written.
     """
     run, to = Path(run), Path(to)
     path = find_checkpoint(run, step)

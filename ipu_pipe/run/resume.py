@@ -10,10 +10,10 @@ from ipu_pipe.backends.interface import MARK
 from ipu_pipe.backends.ranks import run_on_main
 from ipu_pipe.config.compare import compare_deciding, list_length_dependent, select_deciding
 from ipu_pipe.config.faults import show_value
-from ipu_pipe.data.loaders import restore_random_states
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.evaluation import EvaluationResult
 from ipu_pipe.job.record import Job
+from ipu_pipe.model.randomness import restore_random_states
 from ipu_pipe.report.position import Position
 from ipu_pipe.report.provenance import compare_data
 from ipu_pipe.run import checkpoint

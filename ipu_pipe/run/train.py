@@ -14,7 +14,6 @@ from ipu_pipe.config.compare import classify_changes, keep_recorded_choices
 from ipu_pipe.config.load import load_recorded
 from ipu_pipe.config.schema import Config
 from ipu_pipe.data import DataSource
-from ipu_pipe.data.loaders import restore_random_states
 from ipu_pipe.errors import BadInput, raise_faults
 from ipu_pipe.job.evaluation import evaluate
 from ipu_pipe.job.overrides import Overrides
@@ -22,6 +21,7 @@ from ipu_pipe.job.record import Job
 from ipu_pipe.job.user_code import attribute_faults
 from ipu_pipe.launcher import read_launch
 from ipu_pipe.model.loss import Loss
+from ipu_pipe.model.randomness import restore_random_states
 from ipu_pipe.model.restoring import modes_restored
 from ipu_pipe.report.provenance import fingerprint_data
 from ipu_pipe.run import checkpoint

@@ -1,8 +1,14 @@
-"""The clock: compute the time of each pass of a schedule from the durations of passes and messages.
+"""Compute when each pass of a schedule starts and ends, from the durations of passes and messages.
 
-Every device does its row in order, every pass waits for its needs, and messages that share a link follow one another. There are
-two disciplines: eager (every device continues as soon as it can) and lock-step (PopTorch's pipelines: all devices begin each slot
-together). With unit costs the clock gives the slots:
+A device does its passes in the order of its slots, each pass waits for the tensors that it needs, and messages that share a link
+follow one another.
+
+    _EagerPlayer       every device continues as soon as it can
+    _LockstepPlayer    all devices begin each slot together (PopTorch's pipelines)
+    time_uncontended   the eager times in array operations, for the planner; exact if no two messages contend for a link
+
+From these follow `play_run` (the time of a whole run, extrapolated if long), `measure_bubbles` and `compute_busy_share`. With
+unit costs the clock gives back the slots:
 
     clock(schedule, make_slot_costs(schedule)).start[Kind.FORWARD]  ==  schedule.slots(Kind.FORWARD, 0, M)
 """

@@ -1,7 +1,12 @@
-"""Plan orders by durations: devices alternate input gradients and forwards, and weight gradients fill the waits.
+"""Plan the order of passes on each device from their durations: the zero-bubble heuristic behind `zb_auto` and `zbv`.
 
-This is the heuristic of Qi et al. 2023 (Zero Bubble, sections 3 and 6), in rounds. Only the span of the slowest device counts, so
-other devices may lose as much time as it has lost. A pass of a device is added in four steps (`Plan.add_with_fillers`):
+`plan_straight` (one stage a device) and `plan_v` (two, in a V) return each device's row of forwards, input gradients and weight
+gradients; `orders.py` writes down by rule the orders that need no durations. Method: Qi et al. 2023 (Zero Bubble), sections 3 and
+6. Input gradients and forwards alternate; weight gradients, which no other pass needs, fill the waits. Only the slowest device's
+span counts, so every other device may wait as long as the slowest has waited (its slack). The heuristic is repeated with each
+combination of its options and with the slack of the plan before, and the plan whose slowest device waits least wins.
+
+A pass is added in four steps (`Plan.add_with_fillers`):
 
     [1] a forward needs memory        weight gradients before it, until their activations are freed
     [2] it waits for its inputs       the delayed weight gradients that fit into the wait

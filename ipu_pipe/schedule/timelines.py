@@ -1,6 +1,9 @@
-"""The schedules of the methods: each pipeline is a closed form below its drawing.
+"""Make the schedule of a method: which stage runs which pass in which slot.
 
-P stages, M microbatches, N microbatches per update; s and m are a stage and a microbatch, slots count from 0.
+A schedule consists of stretches, each from an empty pipeline to an empty one. Every pipeline here is a function that gives a
+stretch as runs (slots affine in the microbatch, `runs.py`), under a drawing of it; methods given by an order of each device are
+laid out by `_make_ordered`. P stages, M microbatches, N microbatches per update; s and m are a stage and a microbatch; slots
+count from 0.
 """
 
 from __future__ import annotations

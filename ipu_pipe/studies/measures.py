@@ -146,7 +146,9 @@ def measure_training_loss(config: Config, out: Path, options: MeasureOptions, ov
     for end in range(len(losses) % every + every, len(losses) + 1, every):
         mean = statistics.mean(record["train_loss"] for record in losses[end - every : end])
         curve.append([losses[end - 1]["epoch"], losses[end - 1]["time"], mean])
-    return _summarize_curve(curve, min, records, diverged)
+    result = _summarize_curve(curve, min, records, diverged)
+    # a window of a run that diverged says nothing of its beginning
+    return {**result, "begin": losses[0]["train_loss"]} if diverged and losses else result
 
 
 def _summarize_curve(

@@ -20,6 +20,7 @@ Finished runs are not run again, so an interrupted experiment continues where it
 from __future__ import annotations
 
 import functools
+import hashlib
 import itertools
 import json
 import math
@@ -141,9 +142,15 @@ def load_experiment(path: Path) -> Experiment:
             except BadInput as error:
                 place = f"rows.{label} on {'full' if full else 'tune' if tunes else 'base'}:"
                 faults += [fault.replace("configure:", place) for fault in error.faults]
-        earlier = grid.get_earlier_row(label)
-        if earlier is not None and (earlier not in grid.rows or grid.get_earlier_row(earlier) or grid.tune):
-            faults.append(f"rows.{label}.after: {earlier}: must be a row that begins with new weights; not with `tune`")
+        row, earlier = grid.rows[label] or {}, grid.get_earlier_row(label)
+        if earlier is not None:
+            beginning = [other for other in grid.rows if grid.get_earlier_row(other) is None]
+            if earlier not in beginning:
+                faults.append(f"rows.{label}.after: {earlier}: must be one of {', '.join(beginning)}: rows with new weights")
+            if grid.tune is not None:
+                faults.append(f"rows.{label}.after: {earlier}: cannot be combined with tune")
+            if "init_from" in row:
+                faults.append(f"rows.{label}.init_from: {row['init_from']}: the row begins with the weights of `after`: omit one")
     for number, entry in enumerate(grid.expect):
         for key in ("better", "than", "equal", "to"):
             label = getattr(entry, key)
@@ -161,7 +168,7 @@ def make_experiment(name: str, grid: TrainingGrid) -> Experiment:
         rows = {label: row for label, row in grid.rows.items() if label in wanted}
         chosen = grid.model_copy(update={"rows": rows})
         request.say(f"{grid.title}: {len(rows)} rows x {len(request.seeds)} seeds")
-        refuse_rows(name, chosen, request.full)
+        refuse_rows(name, chosen, folder, request.full)
         tuned = run_tuning(chosen, folder, request)
         rates = {label: choose_rate(grid, by_rate) for label, by_rate in tuned.items()}
         return compare(chosen, run_grid(chosen, folder, request, rates), request.full, tuned)
@@ -177,14 +184,24 @@ def make_experiment(name: str, grid: TrainingGrid) -> Experiment:
 # ---- the runs
 
 
-def refuse_rows(name: str, grid: TrainingGrid, full: bool) -> None:
-    """Build each row's job, and raise `BadInput` with every fault before the first run, which may take hours."""
-    faults = []
+def refuse_rows(name: str, grid: TrainingGrid, out: Path, full: bool) -> None:
+    """Build the job of each row that has no finished run in `out`; raise `BadInput` with every fault before hours of runs."""
+    labels_by_fault: Dict[str, List[str]] = {}
+    shapes: Dict[str, Dict[str, Any]] = {}
     for label in grid.rows:
+        if any((out / name_folder(label)).glob("seed-*/measured.json")):
+            continue
         try:
-            build(configure(**grid.make_config(label, 0, full)))
+            model = build(configure(**grid.make_config(label, 0, full))).model
+            shapes[label] = {key: value.shape for key, value in model.state_dict().items()}
         except BadInput as error:
-            faults += [f"{name}: rows.{label}: {fault}" for fault in error.faults]
+            for fault in error.faults:
+                labels_by_fault.setdefault(fault, []).append(label)
+    faults = [f"{name}: rows: {', '.join(labels)}: {fault}" for fault, labels in labels_by_fault.items()]
+    for label in shapes:
+        earlier = grid.get_earlier_row(label)
+        if earlier in shapes and shapes[earlier] != shapes[label]:
+            faults.append(f"{name}: rows.{label}.after: {earlier}: its model has other weights than this row's")
     raise_faults(faults)
 
 
@@ -221,13 +238,23 @@ def run_grid(grid: TrainingGrid, out: Path, request: Request, rates: Mapping[str
         runs = {}
         for seed, label in itertools.product(request.seeds, labels):
             config = grid.make_config(label, seed, request.full, rates.get(label, 1.0))
+            suffix = f"-rate-{rates[label]:g}" if label in rates else ""
             earlier = grid.get_earlier_row(label)
             if earlier is not None:
+                if results[earlier, seed]["diverged"]:
+                    results[label, seed] = {**results[earlier, seed], "diverged": f"row {earlier} diverged"}
+                    continue
                 config["init_from"] = str(out / name_folder(earlier) / f"seed-{seed}")
-            suffix = f"-rate-{rates[label]:g}" if label in rates else ""
+                # other weights to begin with make another run
+                suffix += f"-after-{hash_config(grid.make_config(earlier, seed, request.full))}"
             runs[label, seed] = config, out / name_folder(label) / f"seed-{seed}{suffix}"
-        results.update(_train_all(grid, runs, lambda key: f"{key[0]}, seed {key[1]}", request))
+        results.update(_train_all(grid, runs, lambda key: f"{key[0]}, seed {key[1]}", request) if runs else {})
     return [{"label": label, "seed": seed, **results[label, seed]} for label in grid.rows for seed in request.seeds]
+
+
+def hash_config(config: Keys) -> str:
+    """Return eight characters that tell configs apart."""
+    return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:8]
 
 
 def _split_by_order(grid: TrainingGrid) -> List[List[str]]:
@@ -332,12 +359,16 @@ def compare(
 
 
 def _judge(claim: Claim, ends: Mapping[str, Mapping[int, Optional[float]]], runs: Runs) -> Verdict:
-    """Judge a claim by final values by row, then seed; those of diverged runs are None."""
+    """Judge a claim by final values by row, then seed; None is of a run that diverged, which counts with its value at the
+    beginning, as a model that is not trained."""
     finals: Dict[str, Dict[int, float]] = {label: {} for label in claim.rows}
-    for run in runs:
-        end = ends[run["label"]][run["seed"]]
-        if run["label"] in finals and any(ends.get(label, {}).get(run["seed"]) is not None for label in claim.rows):
-            finals[run["label"]][run["seed"]] = (run["curve"] or [[math.nan]])[0][-1] if end is None else end
+    for seed in {run["seed"] for run in runs}:
+        of_seed = {run["label"]: run for run in runs if run["seed"] == seed and run["label"] in finals}
+        # a seed in which all rows diverged tells nothing
+        if any(ends[label][seed] is not None for label in of_seed):
+            for label, run in of_seed.items():
+                end, curve = ends[label][seed], run["curve"] or [[math.nan]]
+                finals[label][seed] = run.get("begin", curve[0][-1]) if end is None else end
     return judge(claim, finals)
 
 

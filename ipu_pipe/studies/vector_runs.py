@@ -1,9 +1,15 @@
-"""PipeDream, randomized PipeDream and LocalSGD on the objectives of their paper, all learning rates of a grid at once.
+"""Run PipeDream, randomized PipeDream and LocalSGD on the convex objectives of the randomized PipeDream paper.
 
-The replays are those of the emulator; the passes are products of float64 matrices, which makes a grid some hundred times as fast
-(tests compare the iterates with the emulator's). All versions of all blocks are kept: history[v] holds block r after v of its
-updates. PipeDream reads history[versions[r, m]] for microbatch m and then makes version m + 1 of every block; randomized
-PipeDream reads for each block update and makes a version of one block. LocalSGD always reads its replica's newest weights.
+The model is one vector x of d coordinates, one equal block for each stage, and all G learning rates of a grid are columns of x,
+(d, G). So a pass is a NumPy product, about 100 times as fast as the emulator; tests compare the iterates. Schedules, versions,
+and drawn stages and delays come from the library's own code.
+
+    PipeDream              microbatch m reads version versions[s, m] of block s and makes version m + 1 of every block
+    randomized PipeDream   each block update reads a drawn version of every block and makes a new version of one block
+    LocalSGD               each microbatch updates its replica's own x; replicas are averaged after each round
+
+The first two keep all versions of all blocks: `history[v, s]` is block s after v of its updates (`run_randomized` stores the
+blocks one after another).
 """
 
 from __future__ import annotations

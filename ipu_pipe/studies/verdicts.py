@@ -7,9 +7,8 @@ seeds
     a is better than b     shown: d - 2 SE > 0         contradicted: d + 2 SE < 0
     a equals b             shown: |d| + 2 SE < margin  contradicted: |d| - 2 SE > margin
 
-and all other cases, such as fewer than three seeds, cannot be told. The claim states the margin of an equality. A run that
-diverged counts with the first value of its curve, as a model that is not trained; a seed in which all rows of a claim
-diverged is left out.
+and all other cases, such as fewer than three seeds or a gap that is not finite, cannot be told. The claim states the margin of an
+equality.
 """
 
 from __future__ import annotations

@@ -20,8 +20,6 @@ from ipu_pipe.trace.events import Counter, Counters, Events, Trace
 from ipu_pipe.trace.store import MAGIC, SUFFIX, find_store_files, read_store
 
 CHROME = "trace.json.gz"
-# PopVision's file, which Graphcore's library reads
-PROFILE = "profile.pop"
 GZIP = b"\x1f\x8b"
 # records that become columns at once
 BATCH = 1 << 14
@@ -32,8 +30,10 @@ MOST_TEXT = 1 << 30
 
 
 def read_trace(path: Path) -> Trace:
-    """Read the trace in a run's folder, a trace file, or a folder of a profiler's files. Raise `BadInput`, a line a fault, where
-    no trace can be read, or where it has no events."""
+    """Read the trace in a run's folder, a trace file, or a folder of a profiler's files.
+
+    Raise `BadInput` if there is no readable trace or it has no events.
+    """
     files = _find_files(path)
     if all(_is_store(file) for file in files):
         traces, left = [], MOST_BYTES
@@ -49,8 +49,10 @@ def read_trace(path: Path) -> Trace:
 
 
 def merge_traces(traces: Sequence[Trace]) -> Trace:
-    """Return traces whose times count from one moment, such as one a rank, as one. Metadata of the first take precedence; the
-    result is modelled if one of them is."""
+    """Merge traces with a common time origin, such as one for each rank.
+
+    The first trace's metadata win; the result is modelled if any is.
+    """
     if len(traces) == 1:
         return traces[0]
     metadata = {key: value for trace in reversed(traces) for key, value in trace.metadata.items()}

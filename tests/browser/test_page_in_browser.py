@@ -296,12 +296,12 @@ def test_names_are_only_ever_text(opened: Callable[..., Page]) -> None:
 
 def test_what_the_analysis_does_not_know_is_said_to_be_not_known(opened: Callable[..., Page]) -> None:
     trace, analysis = example()
-    for text in (
+    for analysis_given in (
         {},
         dict.fromkeys(analysis),
         {key: [] if isinstance(value, list) else value for key, value in analysis.items()},
     ):
-        page = opened(trace, text)
+        page = opened(trace, analysis_given)
         assert "not known" in page.text("#answer") and page.settled()[1] > 0
     empty = trace._replace(events=trace.events.select(slice(0)), counters=type(trace.counters).from_rows([]), metadata={})
     assert "0 events" in opened(empty, {}).text("#subtitle")

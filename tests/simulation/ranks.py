@@ -17,9 +17,9 @@ import torch.distributed as dist
 from ipu_pipe.backends.interface import CheckpointState
 from ipu_pipe.backends.processes import engine as processes
 from ipu_pipe.backends.processes import launch
-from ipu_pipe.backends.processes.cuda import make_channels
 from ipu_pipe.backends.processes.layout import RankLayout
 from ipu_pipe.backends.processes.lost_ranks import WARM_UP
+from ipu_pipe.backends.processes.nccl import make_channels
 from ipu_pipe.errors import BadInput, RunFault
 from ipu_pipe.job.record import Job
 from tests.simulation.cases import DEADLINE, Case, Result, build_job, draw_case, drive, emulate

@@ -20,11 +20,14 @@ def epoch_of(source: DataSource, epoch: int, batch_size: int) -> Tuple[torch.Ten
 def write_pictures(root: Path, classes: int, **counts: int) -> None:
     """Write so many small pictures, each of another color, of each class into each part of an image folder."""
     image = pytest.importorskip("PIL.Image")
+    # of one color a crop would look like the whole picture
+    ramp = image.linear_gradient("L").resize((12, 9))
     for part, count in counts.items():
         for label in range(classes):
             (root / part / str(label)).mkdir(parents=True)
             for number in range(count):
-                image.new("RGB", (9, 9), (label * 60, number, 0)).save(root / part / str(label) / f"{number}.png")
+                colors = (image.new("L", (12, 9), value) for value in (label * 60, number))
+                image.merge("RGB", [ramp, *colors]).save(root / part / str(label) / f"{number}.png")
 
 
 def one_line(faults: List[str], *parts: str) -> None:

@@ -36,8 +36,9 @@ from ipu_pipe.model.batch import call_model, count_samples, get_first_tensor
 from ipu_pipe.model.loss import BlockOutputs, compute_losses, count_right, take_scores
 from ipu_pipe.model.observation import observe_effects
 from ipu_pipe.model.randomness import KeyedRandomness
-from ipu_pipe.model.restoring import FunctionWatch, buffers_restored
+from ipu_pipe.model.restoring import buffers_restored
 from ipu_pipe.model.stages import Partition
+from ipu_pipe.model.watching import FunctionWatch
 from ipu_pipe.schedule.table import Schedule
 from ipu_pipe.schedule.versions import find_segment_ends
 from ipu_pipe.update.clipping import GradientClipping

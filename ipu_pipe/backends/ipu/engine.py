@@ -1,13 +1,16 @@
-"""The engine of a job on Graphcore IPUs with PopTorch 3.4. Tested against tests/poptorch_double; not run on hardware.
+"""Train a job on Graphcore IPUs with PopTorch 3.4: the engine to which the run's loop says step, evaluate, save.
 
-    job.model -> copy, BeginBlock at every stage -> trainingModel  -> one call: D updates of GA microbatches on R replicas
-                                                 -> inferenceModel -> the test set, with the same weights
+    job.model -> copy, one poptorch.BeginBlock a stage -> trainingModel  -> a call trains D updates of N microbatches, R replicas
+                                                       -> inferenceModel -> evaluates with the same weights
 
-PopTorch's own pipeline runs both gpipe and pipedream_flush: fill, GA microbatches, flush, update. PopTorch compiles a copy of the
-user's model; weights are copied back into the model at evaluations, at checkpoints and at the end.
+A call is one execution on the device: D (device_iterations) updates. PopTorch's own pipeline fills, runs N microbatches, flushes
+and updates, which is both gpipe and pipedream_flush. The executors are the two compiled models; they are made from a copy of the
+user's model, into which weights are copied back at evaluations, at checkpoints and at the end.
 
-After a device error that PopTorch calls recoverable, new executors start from the state of the last checkpoint and repeat the
-updates since then.
+After a device error that PopTorch calls recoverable, the engine makes new executors from the state of the last checkpoint and
+repeats the updates since then.
+
+Tested against tests/poptorch_double; not run on hardware.
 """
 
 from __future__ import annotations

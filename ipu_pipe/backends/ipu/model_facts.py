@@ -16,7 +16,8 @@ from torch.nn.modules.conv import _ConvNd
 from torch.utils._pytree import tree_flatten
 
 from ipu_pipe.job.record import Job
-from ipu_pipe.model.restoring import FunctionWatch, buffers_restored
+from ipu_pipe.model.restoring import buffers_restored
+from ipu_pipe.model.watching import FunctionWatch
 from ipu_pipe.update.optimizer import list_kinds
 
 # These operations read only a tensor's shape, so no gradient flows through them anyway.

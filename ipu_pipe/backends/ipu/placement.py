@@ -1,13 +1,14 @@
-"""The placement of a run: PopTorch's execution mode of a method, the IPU of each stage, the replicas of this process.
+"""Decide how PopTorch runs a job: its execution mode for the method, the IPU of each stage, and this process's replicas.
 
-    stages         0   1   2   3   4                 ipus: [0, 1, 1, 2, 3]
-    IPUs           0 | 1   1 | 2 | 3                 F = 4 forward stages, 2F - 1 = 7 stages in training
+    stages         0   1   2   3   4                 backend.ipu.ipus: [0, 1, 1, 2, 3]
+    IPUs           0 | 1   1 | 2 | 3                 F = 4 PopTorch stages in a forward, 2F - 1 = 7 in training
 
-A PopTorch pipeline fills, runs the microbatches of one update and flushes. Every pass reads the newest weights, so the order of
-forwards and backwards in between does not matter. Blocks with losses of their own are one graph.
+Neighboring stages on one IPU are one stage for PopTorch. Its pipeline fills, runs the microbatches of one update and flushes. All
+passes read the newest weights, so gpipe and pipedream_flush give the same weights and are the same execution. A local-parallel
+model, with a loss for each block, is compiled as one graph.
 
 Sources: PopTorch, branch sdk-release-3.4 (popart_compiler/source/CompilerImpl.cpp), and PopART
-(willow/src/transforms/pipeline.cpp). Not run on hardware. No torch and no PopTorch is imported here.
+(willow/src/transforms/pipeline.cpp). Not run on hardware. Importing this module imports neither torch nor PopTorch.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from ipu_pipe.schedule.methods import Method, Pipeline, Reads, Structure
 SHARDED, PIPELINED = "ShardedExecution", "PipelinedExecution"
 
 # pipeline -> (PopTorch's class, whether it flushes before every update, whether its blocks have losses of their own)
-RUNS = {
+EXECUTIONS = {
     Pipeline.SEQUENTIAL: (SHARDED, True, False),
     Pipeline.FILL_DRAIN: (PIPELINED, True, False),
     Pipeline.ONE_F_ONE_B_FLUSH: (PIPELINED, True, False),
@@ -35,15 +36,16 @@ RUNS = {
 def get_execution(method: Method) -> Optional[str]:
     """Return PopTorch's class for the method, None if PopTorch does not run it.
 
-    All other fields must have the values of a plain method, so that a new field of `Method` is refused until a row allows it.
+    Every other field must have its default value, so that a field that is added to `Method` is refused until this table allows
+    it.
     """
-    execution, flushes, in_blocks = RUNS.get(method.pipeline, (None, False, False))
+    execution, flushes, in_blocks = EXECUTIONS.get(method.pipeline, (None, False, False))
     blocks = method.structure
-    runs = Method(
+    supported = Method(
         method.name, method.pipeline, 0, Reads.NEWEST, Reads.NEWEST, flushes, method.default_accumulate, method.source,
         structure=None if blocks is None else Structure(blocks.blocks, layers=blocks.layers), one_version=method.one_version,
     )  # fmt: skip
-    return execution if method == runs and in_blocks == (blocks is not None) else None
+    return execution if method == supported and in_blocks == (blocks is not None) else None
 
 
 def is_pipelined(method: Method) -> bool:

@@ -16,13 +16,13 @@ import torch.distributed as dist
 
 from ipu_pipe.backends.interface import Backend, CheckpointState, Engine, Report, StepResult
 from ipu_pipe.backends.processes import collect, trace
-from ipu_pipe.backends.processes.cuda import make_channels
 from ipu_pipe.backends.processes.interpreter import BatchAnnouncements, Interpreter
 from ipu_pipe.backends.processes.launch import join, make_group
 from ipu_pipe.backends.processes.layout import RankLayout, place
 from ipu_pipe.backends.processes.local import LocalBlock
 from ipu_pipe.backends.processes.lost_ranks import LostRank, detect_lost_rank
 from ipu_pipe.backends.processes.mail import REPLICAS, Mail
+from ipu_pipe.backends.processes.nccl import make_channels
 from ipu_pipe.backends.processes.stage import Stage, StageModel
 from ipu_pipe.backends.processes.ties import Ties, find_ties
 from ipu_pipe.backends.processes.update import ReplicaGroup, ResultCollection

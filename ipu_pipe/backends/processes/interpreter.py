@@ -36,7 +36,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ipu_pipe.backends.processes import cuda
+from ipu_pipe.backends.processes import nccl
 from ipu_pipe.backends.processes.lost_ranks import Termination
 from ipu_pipe.backends.processes.mail import (
     BACKWARD,
@@ -334,11 +334,11 @@ class Interpreter:
         """Allow receives to be posted until the pipeline is empty next; the first time, use all channels and kernels once."""
         if self._untouched is not None:
             first = next(iter(self.stages.values())).model
-            links = cuda.list_links(self.layout.stages, self._work.method, first.ties.links)
-            cuda.touch_channels(self._untouched, links, self.layout, first.device, self.mail.limit)
+            links = nccl.list_links(self.layout.stages, self._work.method, first.ties.links)
+            nccl.touch_channels(self._untouched, links, self.layout, first.device, self.mail.limit)
             for s, stage in self.stages.items():
                 of_stage = self._work.rules.stages.get(s)
-                cuda.rehearse(self._work, stage, of_stage.parameters if of_stage is not None else [])
+                nccl.warm_up(self._work, stage, of_stage.parameters if of_stage is not None else [])
             self._untouched = None
         end = self._posted_until = self._work.schedule.stretch(k)[1]
         if self._early is not None:

@@ -45,7 +45,7 @@ def join(config: Config, options: Mapping[str, object]) -> None:
     """Join the process group (gloo).
 
     Raise `BadInput` if there is no launcher, or if another rank has another config or other options, `RunFault` if a rank is
-    missing at the deadline. For GPUs that exchange messages directly, each link has an nccl group besides (`cuda.make_channels`).
+    missing at the deadline. For GPUs that exchange messages directly, each link has an nccl group besides (`nccl.make_channels`).
     """
     backend, where = config.backend, read_launch()
     if not is_distributed():

@@ -1,4 +1,10 @@
-"""Which rank holds which stage of which replica, and the stages of a model cut to fit the ranks."""
+"""Place the stages of a model on the ranks of a distributed run, and refuse models that cannot be placed.
+
+`RankLayout` says which rank holds which stages of which replica. `place` decides them: it merges neighboring stages until there
+is a group for each device (or follows the placement of the method's order), cuts the model at their boundaries, rehearses the
+pieces, and lists every reason for which separate processes cannot run them: weights, buffers or checkpoints that several stages
+share. Every rank does this alike before any rank waits for another, so that all ranks report the same faults.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +74,7 @@ class RankLayout:
         return [replica * self.devices + self.placement[stage] for replica in range(self.replicas)]
 
 
-def find_users(cut: Sequence[Piece]) -> Dict[str, List[int]]:
+def find_tied_weights(cut: Sequence[Piece]) -> Dict[str, List[int]]:
     """Return the users of each tied weight: name -> the stages that use it, ascending."""
     users: Dict[str, List[int]] = {}
     for stage, piece in enumerate(cut):
@@ -78,7 +84,10 @@ def find_users(cut: Sequence[Piece]) -> Dict[str, List[int]]:
 
 
 def place(config: Config, method: Method, model: nn.Module, x: torch.Tensor) -> Placed:
-    """Return the stages of a run, and this rank's. `x`: a microbatch of input. Raise `BadInput` if there are fewer than ranks."""
+    """Cut the model into stages, place them on the ranks, and return all stages with this rank's own.
+
+    `x`: a microbatch of input. Raise `BadInput` if there are fewer stages than ranks.
+    """
     world, replicas = dist.get_world_size(), config.replicas
     if world % replicas:
         raise BadInput(f"replicas: {replicas}: must divide the number of processes, {world}")
@@ -96,51 +105,54 @@ def place(config: Config, method: Method, model: nn.Module, x: torch.Tensor) -> 
 def _place_stages(
     config: Config, method: Method, model: nn.Module, x: torch.Tensor, devices: int, device: int
 ) -> Placed:
-    """Merge neighboring stages into `devices` groups with the smallest greatest sum of FLOPs."""
-    # on one rank only, because measured times differ from rank to rank
-    wished = run_on_main(lambda: partition(model, x, config.stages, one_stage=method.one_stage))
+    """Merge neighboring stages into one group per device, so that the largest group has as few FLOPs as possible.
+
+    A method with an order of its own is placed by that order.
+    """
+    # rank 0 decides for all, because measured times differ between ranks
+    requested = run_on_main(lambda: partition(model, x, config.stages, one_stage=method.one_stage))
     if method.order is not None:
-        return _place_by_order(config, method, method.order, model, wished, devices, device, x)
-    groups, note = group_stages(model, wished, devices, x), ""
-    begins, firsts = wished.begin_names(), list(groups.values())
-    placement = tuple(itertools.accumulate(int(stage in groups) for stage in range(len(wished))))
-    if not _can_cut(method, model, wished, x):
+        return _place_by_order(config, method, method.order, model, requested, devices, device, x)
+    groups, note = group_stages(model, requested, devices, x), ""
+    begins, firsts = requested.begin_names(), list(groups.values())
+    placement = tuple(itertools.accumulate(int(stage in groups) for stage in range(len(requested))))
+    if not _can_cut(method, model, requested, x):
         begins, placement = firsts, tuple(range(devices))
         names = list_some(begins, 8) or "the model"
-        note = f"{len(wished)} stages divide modules, which processes cannot: merged to {devices}, which begin at {names}"
-    elif len(wished) != devices:
-        note = f"{len(wished)} stages on {devices} processes, which begin at {list_some(firsts, 8) or 'the model'}"
+        note = f"{len(requested)} stages divide modules, which processes cannot: merged to {devices}, which begin at {names}"
+    elif len(requested) != devices:
+        note = f"{len(requested)} stages on {devices} processes, which begin at {list_some(firsts, 8) or 'the model'}"
     return _cut(method, model, begins, placement, device, x, note)
 
 
 def _place_by_order(
-    config: Config, method: Method, order: Order, model: nn.Module, wished: Partition, devices: int, device: int,
+    config: Config, method: Method, order: Order, model: nn.Module, requested: Partition, devices: int, device: int,
     x: torch.Tensor,
 ) -> Placed:  # fmt: skip
     """Place the stages as the method's order says; if the config names no stages, merge neighbors among the model's own."""
     placement = read_csv(order.file).placement if order.file else order.place(devices * order.stages_per_device)
-    count, begins = len(placement), wished.begin_names()
+    count, begins = len(placement), requested.begin_names()
     if max(placement) + 1 != devices:
         rows = max(placement) + 1
         raise BadInput(f"method_args.file: {order.file}: has rows of {rows} devices: must be {devices}, one a process")
-    if config.stages is None and len(wished) > count:
-        begins = list(group_stages(model, wished, count, x).values())
-    elif len(wished) != count:
+    if config.stages is None and len(requested) > count:
+        begins = list(group_stages(model, requested, count, x).values())
+    elif len(requested) != count:
         expected = order.file or f"{method.name} with {order.stages_per_device} on each of {devices} processes"
-        may_differ = len(wished) % devices == 0 and not (order.fixed or order.file)
-        more = f", or stages_per_device {len(wished) // devices}" if may_differ else ""
-        raise BadInput(f"stages: {len(wished)}: {expected} has {count}: must be {count}{more}")
-    if not _can_cut(method, model, wished, x):
-        raise BadInput(f"stages: {len(wished)}: they divide the weights of modules, which processes cannot: use fewer stages")
+        may_differ = len(requested) % devices == 0 and not (order.fixed or order.file)
+        more = f", or stages_per_device {len(requested) // devices}" if may_differ else ""
+        raise BadInput(f"stages: {len(requested)}: {expected} has {count}: must be {count}{more}")
+    if not _can_cut(method, model, requested, x):
+        raise BadInput(f"stages: {len(requested)}: they divide the weights of modules, which processes cannot: use fewer stages")
     return _cut(method, model, begins, placement, device, x)
 
 
-def _can_cut(method: Method, model: nn.Module, wished: Partition, x: torch.Tensor) -> bool:
+def _can_cut(method: Method, model: nn.Module, requested: Partition, x: torch.Tensor) -> bool:
     """Return whether the model can be cut into these stages; stages that divide the weights of one module cannot."""
-    if not wished.spread:
+    if not requested.spread:
         return True
-    part = partition(model, x, wished.begin_names() or 1, one_stage=method.one_stage)
-    return [set(stage.parameters) for stage in part.stages] == [set(stage.parameters) for stage in wished.stages]
+    part = partition(model, x, requested.begin_names() or 1, one_stage=method.one_stage)
+    return [set(stage.parameters) for stage in part.stages] == [set(stage.parameters) for stage in requested.stages]
 
 
 def _cut(
@@ -153,7 +165,7 @@ def _cut(
     rehearsed = rehearse(model, cut, x)
     _refuse_cut(model, method, cut, placement, rehearsed)
     part = partition(model, x, begins if begins else 1, one_stage=method.one_stage)
-    part = share_weights(part, find_users(cut), model)
+    part = share_weights(part, find_tied_weights(cut), model)
     if method.one_stage is not None:
         require_one_stage(part, model, method.one_stage)
     return Placed(model, part, RankLayout(device, placement).held, placement, note, cut)
@@ -163,7 +175,7 @@ def _refuse_cut(
     model: nn.Module, method: Method, cut: Sequence[Piece], placement: Sequence[int], rehearsed: Rehearsed
 ) -> None:
     """Raise `BadInput`, with every fault, for weights and buffers that ranks cannot share, or cannot read as the method says."""
-    faults, users, elsewhere = [], find_users(cut), "use backend: {name: emulator}"
+    faults, users, elsewhere = [], find_tied_weights(cut), "use backend: {name: emulator}"
     if method.delay is not None:
         key = "hogwild" if method.delay.drawn else "constant_delay"
         faults.append(f"method_args.{key}: delays that are not the pipeline's own: {elsewhere}")

@@ -5,7 +5,7 @@ two stages identify it on both sides. Receives are posted ahead of their need. A
 for the oldest send only if many later ones are in flight, when its receiver must be done with it anyway.
 
     gloo     all messages use one group and have tags; tensors of a GPU go through the host's memory
-    nccl     has no tags: each link has a group (`cuda.make_channels`), in which both sides follow the order of microbatches
+    nccl     has no tags: each link has a group (`nccl.make_channels`), in which both sides follow the order of microbatches
 """
 
 from __future__ import annotations

@@ -109,10 +109,11 @@ class MemoryCounters:
         if stepped or self._optimizer_bytes < 0:
             others = [of_stage.list_other_states() for of_stage in self._replicas]
             self._optimizer_bytes = count_bytes([self._optimizer_states, others]) + self.master_bytes
-        buffers = self._mail.buffer_bytes((i, m) for i, stage in self._stages.items() for m in stage.stash.bytes_by_microbatch)
+        stages = self._stages.items()
+        buffers = self._mail.buffer_bytes((i, m) for i, stage in stages for m in stage.activations.bytes_by_microbatch)
         # in the order of MEMORY
         versions = sum(stage.weights.held_bytes + stage.tied.held_bytes for stage in self._stages.values()) + self._replica_bytes
-        activations = sum(stage.stash.held_bytes for stage in self._stages.values())
+        activations = sum(stage.activations.held_bytes for stage in self._stages.values())
         now = (self._weight_bytes, versions, self._gradient_bytes, self._optimizer_bytes, activations, buffers)
         mark = recorder.mark()
         for i, value in enumerate(now):

@@ -1,9 +1,13 @@
-"""A stage of a rank: forward, recomputation and backward of a microbatch, each with the weight version that it reads.
+"""Run the passes of one stage on a rank: forward, recomputation and backward of a microbatch.
 
-The newest weights need no version table: they are the weights in memory, which change where the stage's row has an update.
+The interpreter calls one method of `Stage` for each action of the schedule. The method receives the tensors that it needs from
+another stage (`Mail`), loads the weight version that the pass must read, computes, and sends the result on.
 
-    row of stage s     F5   B2  U2   F6   B3  U3  ...
-    in memory       w2 ->        w3 ->       w4            (pipedream: B3 reads again what F3 read, which is stashed)
+The newest version needs no lookup: it is whatever the parameters hold now, because an update changes them in place when its turn
+in the schedule comes. Older versions (stashed, predicted) come from the weight store.
+
+    actions of stage s    F5   B2   U2   F6   B3   U3
+    newest version        w2   w2   w3   w3   w3   w4      pipedream: B3 reads the version that F3 read, which was stashed
 """
 
 from __future__ import annotations
@@ -80,27 +84,27 @@ class StageModel:
         self.modules = [module for module in (self.piece, self.previous, self.head) if module is not None]
         entries = local.entries(self.crossings) if local is not None else [None, *self.crossings]
         # the tensors that a forward receives (None if its input is the data), and those that the next stage receives
-        self.enters = entries[s]
-        self.leaves = None if self.is_last else entries[s + 1]
+        self.entering = entries[s]
+        self.leaving = None if self.is_last else entries[s + 1]
 
     @cached_property
     def tensors(self) -> List[torch.Tensor]:
         """The stage's parameters and buffers, each once."""
-        here = [t for piece in (self.piece, self.previous) if piece is not None for t in piece.tensors()]
+        tensors = [t for piece in (self.piece, self.previous) if piece is not None for t in piece.tensors()]
         if self.head is not None:
-            here += [*self.head.parameters(), *self.head.buffers()]
-        return list({id(t): t for t in here}.values())
+            tensors += [*self.head.parameters(), *self.head.buffers()]
+        return list({id(t): t for t in tensors}.values())
 
     def load_data(self, m: int) -> Tuple[Any, Any]:
         """Return inputs and labels of microbatch m; None for the one that the stage does not need."""
-        if self.enters is not None and not self.has_loss:
+        if self.entering is not None and not self.has_loss:
             return None, None
         x, y = self.source(m)
-        return x if self.enters is None else None, y if self.has_loss else None
+        return x if self.entering is None else None, y if self.has_loss else None
 
     def key_draws(self, m: int, piece: Optional[Piece]) -> ContextManager[None]:
-        """Key the random draws of a piece's forward of microbatch m; `piece` None: of the backward, where checkpoints run
-        forwards again."""
+        """Make the random draws of microbatch m repeatable: in the forward of `piece`, or in the backward if `piece` is None
+        (activation checkpoints run forwards again there)."""
         assert self.random is not None
         number = m * self.layout.replicas + self.layout.replica
         return self.random.backward(number) if piece is None else self.random.forward(number, piece.calls_before)
@@ -140,13 +144,13 @@ class Stage:
         self._is_tied = bool(ties.gradients_to or ties.gradients_from or ties.copies_of or ties.copied_to)
         self._keeps_apart = self._is_tied or work.rules.compensates
         self.tied = TiedWeights(model.ties, model.stage, mail, work.update)
-        self.stash = ActivationStash(model.tensors)
+        self.activations = ActivationStash(model.tensors)
         self._trained = [t for t in model.tensors if t.is_leaf and t.requires_grad]
         self.results: Dict[int, MicrobatchResult] = {}
         self.update, self.forwarded = work.update, work.microbatch - 1
         self._in_flight: Dict[int, _InFlight] = {}
         # microbatch -> the weight gradients that I leaves to W
-        self._left: Dict[int, WeightGradients] = {}
+        self._deferred_weight_gradients: Dict[int, WeightGradients] = {}
         # False: I computes the weight gradients too, and W only adds them
         self.splits = True
         segments = work.method.segments
@@ -166,7 +170,7 @@ class Stage:
 
     def _find_needs(self, kind: Kind) -> Iterator[Tuple[int, str, Shapes]]:
         model, s = self.model, self.model.stage
-        if not (kind is Kind.FORWARD and model.enters is None):
+        if not (kind is Kind.FORWARD and model.entering is None):
             for need in get_pass_needs(kind, model.local is not None, self._begins_segment):
                 source = s + need.offset
                 if need.offset and 0 <= source < model.layout.stages:
@@ -176,8 +180,8 @@ class Stage:
                 yield source, TIED, shapes
 
     def _shapes(self, kind: Kind, source: int) -> Shapes:
-        if kind is Kind.FORWARD and self.model.enters is not None:
-            return self.model.enters.tensors
+        if kind is Kind.FORWARD and self.model.entering is not None:
+            return self.model.entering.tensors
         crossing = self.model.crossings[min(source, self.model.stage)].tensors
         return tuple(t.gradient for t in crossing if t.differentiable) if kind is Kind.BACKWARD else crossing
 
@@ -191,15 +195,15 @@ class Stage:
         if x is not None or labels is not None:
             recorder.add("wait", m, start, carries="data")
         inputs: List[Any] = [x]
-        if model.enters is not None:
+        if model.entering is not None:
             inputs = self._mail.receive(Message(FORWARD, m, s - 1, s))
         replay = self._plan.replay(m, self._here)
         version = int(replay.forward.versions[0])
         if self._is_tied:
             self.tied.load(version)
         start = recorder.mark()
-        if model.enters is not None and model.local is None:
-            inputs = model.enters.enter(inputs)
+        if model.entering is not None and model.local is None:
+            inputs = model.entering.enter(inputs)
         self.weights.load(replay.forward)
         with torch.set_grad_enabled(replay.recompute is None):
             outputs, result = self._run_counted(m, inputs, labels)
@@ -208,11 +212,11 @@ class Stage:
         if result is not None:
             self.results[m] = MicrobatchResult(result.loss.detach(), result.answers)
         recorder.add(Kind.FORWARD.word, m, start, version=version)
-        if model.leaves is not None:
+        if model.leaving is not None:
             self._mail.send(Message(FORWARD, m, s, s + 1), outputs)
 
     def _run_counted(self, m: int, inputs: List[Any], labels: Any) -> Outputs:
-        with self.stash.watch_forward(m, list_tensors([*inputs, labels])) as stashed:
+        with self.activations.watch_forward(m, list_tensors([*inputs, labels])) as stashed:
             outputs, result = self.run(m, inputs, labels)
             stashed += [*outputs, result.loss if result else None]
         return outputs, result
@@ -220,7 +224,7 @@ class Stage:
     def run(self, m: int, inputs: Sequence[Any], labels: Any) -> Outputs:
         """Return the tensors for the next stage, and the result of the microbatch if the stage has a loss."""
         model = self.model
-        value = inputs[0] if model.enters is None else model.enters.unflatten(inputs)
+        value = inputs[0] if model.entering is None else model.entering.unflatten(inputs)
         if model.previous is not None:
             # only the previous stage itself changes the running statistics of its piece
             with buffers_restored(model.previous), model.key_draws(m, model.previous) if model.random else nullcontext():
@@ -230,8 +234,8 @@ class Stage:
             output = model.piece(value)
             scored_output = output if model.head is None else model.head(get_activation(output))
         outputs: List[torch.Tensor] = []
-        if model.leaves is not None:
-            outputs = model.leaves.flatten(entered if model.local is not None and model.local.overlaps else output)
+        if model.leaving is not None:
+            outputs = model.leaving.flatten(entered if model.local is not None and model.local.overlaps else output)
         if not model.has_loss:
             return outputs, None
         loss = compute_losses(self._work.loss, scored_output, labels)[0]
@@ -245,8 +249,8 @@ class Stage:
             received = self._mail.receive(Message(RECOMPUTE, m, s - 1, s))
         start = self._recorder.mark()
         if received is not None:
-            assert self.model.enters is not None
-            flight.inputs = self.model.enters.enter(received)
+            assert self.model.entering is not None
+            flight.inputs = self.model.entering.enter(received)
         assert flight.replay.recompute is not None
         self.weights.load(flight.replay.recompute)
         with buffers_restored(self.model.piece):
@@ -279,9 +283,9 @@ class Stage:
         if flight.loss is not None:
             roots = [(flight.loss / self._work.accumulate, None)]
         elif not is_local:
-            leaves = model.crossings[s]
-            outputs = [t for t, shape in zip(flight.outputs, leaves.tensors) if shape.differentiable]
-            roots = [(t, g) for t, g in zip(outputs, leaves.gradients(gradients)) if t.requires_grad]
+            crossing = model.crossings[s]
+            outputs = [t for t, shape in zip(flight.outputs, crossing.tensors) if shape.differentiable]
+            roots = [(t, g) for t, g in zip(outputs, crossing.gradients(gradients)) if t.requires_grad]
         roots += tied
         with model.key_draws(m, None) if model.random else nullcontext():
             self._run_backward(m, kind, flight, [t for t, _ in roots], [g for _, g in roots])
@@ -306,7 +310,7 @@ class Stage:
                     torch.autograd.backward(roots, gradients)  # type: ignore[arg-type]
             if self._work.rules.rounded:
                 self._work.rules.collect()
-            self.stash.drop(m)
+            self.activations.drop(m)
             return
         left = WeightGradients()
         if roots and self.splits:
@@ -315,8 +319,8 @@ class Stage:
             left = backward_whole(roots, gradients, self._trained)
         if self._is_tied:
             self.tied.take_gradients(left)
-        self._left[m] = left
-        self.stash.replace(m, left.tensors)
+        self._deferred_weight_gradients[m] = left
+        self.activations.replace(m, left.tensors)
 
     @contextmanager
     def _keep_gradients_apart(self) -> Iterator[None]:
@@ -335,9 +339,9 @@ class Stage:
     def add_weight_gradients(self, m: int) -> None:
         """Carry out W(m): add the weight gradients that I(m) has left."""
         start = self._recorder.mark()
-        self._left.pop(m).add()
+        self._deferred_weight_gradients.pop(m).add()
         self._work.rules.collect()
-        self.stash.drop(m)
+        self.activations.drop(m)
         self._recorder.add(Kind.WEIGHT_GRADIENT.word, m, start)
 
     def rehearse_split(self, example: Tuple[Any, Any]) -> bool:
@@ -346,8 +350,8 @@ class Stage:
         with ExitStack() as stack:
             for module in model.modules:
                 stack.enter_context(undisturbed(module))
-            if model.enters is not None:
-                inputs = model.enters.enter([_draw(shape.sent, shape.dtype, model.device) for shape in model.enters.tensors])
+            if model.entering is not None:
+                inputs = model.entering.enter([_draw(shape.sent, shape.dtype, model.device) for shape in model.entering.tensors])
             outputs, result = self.run(self.forwarded + 1, inputs, example[1])
             roots = [t for t in (outputs if result is None else [result.loss]) if t.requires_grad]
             gradients = [_draw(t.shape, t.dtype, t.device) if result is None else None for t in roots]
@@ -364,7 +368,7 @@ class Stage:
     # ---- weight versions before and after an update
 
     def before_update(self) -> None:
-        """Stash the views of the weights in memory that later backwards (of microbatches in flight) and forwards read."""
+        """Stash the weights that backwards in flight, or later forwards, still read, before the update overwrites them."""
         if not self._keeps_versions:
             return
         method, codes = self._work.method, set()

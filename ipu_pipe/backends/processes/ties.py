@@ -19,7 +19,7 @@ from typing import Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 import torch
 from torch import nn
 
-from ipu_pipe.backends.processes.layout import find_users
+from ipu_pipe.backends.processes.layout import find_tied_weights
 from ipu_pipe.backends.processes.mail import TIED, WEIGHTS, Mail, Message, Shapes
 from ipu_pipe.backends.processes.split import WeightGradients
 from ipu_pipe.model.cutting import Piece, Shape
@@ -55,7 +55,7 @@ def find_ties(model: nn.Module, cut: Sequence[Piece], stage: int, placement: Seq
     ties = Ties({}, {}, {}, {})
     links: Dict[StageLink, None] = {}
     parameters = dict(model.named_parameters())
-    for name, stages in find_users(cut).items():
+    for name, stages in find_tied_weights(cut).items():
         holder = stages[0]
         for before, user in zip(stages, stages[1:]):
             links.update(dict.fromkeys([(user, before, TIED), (holder, user, WEIGHTS)]))

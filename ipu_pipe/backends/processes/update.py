@@ -42,7 +42,7 @@ from ipu_pipe.update.clipping import GradientClipping, OtherStages
 #     the last backward of an update      layer 4 | layer 3 | layer 2 | layer 1 | U
 #     fast                                         [ bucket of 4, 3 ]  [ of 2, 1 ]
 #
-# With nccl (`cuda.make_channels`) gradients stay on the GPU, otherwise they go through the host's memory.
+# With nccl (`nccl.make_channels`) gradients stay on the GPU, otherwise they go through the host's memory.
 
 BUCKET_BYTES = 4 << 20
 

@@ -1,4 +1,7 @@
-"""Compute all figures of a trace as one record, which text, JSON, page and picture show. docs/traces.md explains each figure."""
+"""Compute all figures of a trace as one record, from which every output (text, JSON, web page, picture) is made.
+
+docs/traces.md explains each figure.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,10 @@ Figures = Dict[str, Any]
 
 
 def analyze(trace: Trace, source: str) -> Figures:
-    """Return the figures of a trace that has events, as `tools/analyze.py --json` prints them; `source`: where it is from. Raise
-    `BadInput` for metadata that no run writes."""
+    """Return the figures of a trace that has events, as `tools/analyze.py --json` prints them.
+
+    `source`: its path, for messages. Raise `BadInput` for damaged metadata.
+    """
     facts, events = read_run_facts(source, trace.metadata), trace.events
     begin, end = find_span(events)
     devices, overlap = measure_devices(events, facts.devices, (begin, end))

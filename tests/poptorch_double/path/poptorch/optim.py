@@ -36,7 +36,6 @@ class VariableAttributes:
         self._variable = [one for one in self._variable if one != attr]
 
 
-
 class Optimizer:
     """What the optimizers share: a state that lives on the IPU and is read back when it is asked for."""
 

@@ -1,13 +1,15 @@
-"""Messages between GPUs by nccl: a process group for each link, because nccl has no tags.
+"""Channels for nccl: a process group for each link between two stages, because nccl has no tags.
 
-The first message of a group makes both its ranks wait for each other. Ranks whose first messages use different groups would
-deadlock, so every rank uses all its groups once, in the same order, before anything else.
+A link is (source stage, target stage, kind of message); its channel is the process group that carries it. Two properties of nccl
+shape this file:
 
-A posted nccl receive occupies the GPU until its message arrives. Loading a kernel at its first use waits for an idle GPU, so it
-would wait for that message. Therefore a rank runs everything once before it posts its first receive (`rehearse`), and posts no
-receive for a message that comes only after the pipeline has been empty, because an evaluation may run there.
+    [1] The first message of a group makes its two ranks wait for each other. Ranks that began with different groups would
+        deadlock, so every rank uses all its channels once, in the same order, before anything else (`touch_channels`).
+    [2] A posted receive occupies the GPU until its message arrives, and a kernel that is used for the first time is loaded only
+        when the GPU is idle. So a rank runs every kernel of a step once before its first receive (`warm_up`). It posts no receive
+        across a moment when the pipeline is empty, because an evaluation, with kernels of its own, may run at that moment.
 
-(Tested over gloo with a double whose groups behave so. No machine with two GPUs has run it.)
+Tested over gloo, with a double whose groups behave like this. Not run on two GPUs.
 """
 
 from __future__ import annotations
@@ -57,25 +59,25 @@ def list_links(stages: int, method: Method, tied: Sequence[StageLink] = ()) -> L
 def make_channels(job: Job, layout: RankLayout, tied: Sequence[StageLink]) -> Optional[Dict[Link, Any]]:
     """Return a group for each link and one for the rank's replicas (`REPLICAS`), None if tensors go through the host's memory.
 
-    They do if a rank has no GPU of its own, if nccl is missing, or if a file of rows gives the order: both sides may then have
-    another order of microbatches, which needs tags. The groups' timeout is a day, because a receive may be posted long before its
-    message; the mail's deadline limits a wait.
+    Tensors go through the host if a rank has no GPU of its own, if nccl is missing, or if the order is read from a CSV file
+    (`method_args.file`): both ends of a link may then order microbatches differently, which needs tags. The groups'
+    timeout is a day, because a receive may be posted long before its message; the mail's deadline limits a wait.
     """
     if job.device.type != "cuda" or not _has_each_a_gpu() or (job.method.order is not None and job.method.order.file):
         return None
     channels: Dict[Link, Any] = {}
-    how: Dict[str, Any] = {"timeout": datetime.timedelta(days=1), "backend": "nccl"}
+    options: Dict[str, Any] = {"timeout": datetime.timedelta(days=1), "backend": "nccl"}
     for replica in range(layout.replicas):
         for link in list_links(layout.stages, job.method, tied):
             pair = sorted(layout.ranks_with(stage)[replica] for stage in link[:2])
             if pair[0] == pair[1]:
                 continue
-            group = make_group(pair, job.config.backend.deadline, **how)
+            group = make_group(pair, job.config.backend.deadline, **options)
             if replica == layout.replica:
                 channels[link] = group
     for device in range(layout.devices) if layout.replicas > 1 else ():
         ranks = range(device, layout.devices * layout.replicas, layout.devices)
-        group = make_group(ranks, job.config.backend.deadline, **how)
+        group = make_group(ranks, job.config.backend.deadline, **options)
         if layout.rank in ranks:
             channels[REPLICAS] = group
     return channels
@@ -111,13 +113,16 @@ def touch_channels(
             wait_for_channel(work, limit)
 
 
-def rehearse(work: Work, stage: Stage, parameters: Sequence[nn.Parameter]) -> None:
-    """Run forward, backward and update of the first microbatch (of zeros if it comes from another stage), and undo them."""
+def warm_up(work: Work, stage: Stage, parameters: Sequence[nn.Parameter]) -> None:
+    """Run forward, backward and update of this stage once, so that all kernels are loaded, and undo their effects.
+
+    Inputs from another stage are zeros.
+    """
     model, rules, m = stage.model, work.rules, stage.forwarded + 1
     with _undo_step(model.modules, rules):
         x, labels = model.load_data(m)
         inputs = [x] if x is not None else []
-        for shape in model.enters.tensors if model.enters is not None else ():
+        for shape in model.entering.tensors if model.entering is not None else ():
             zeros = torch.zeros(shape.sent, dtype=shape.dtype, device=model.device)
             inputs.append(zeros.requires_grad_(shape.differentiable and model.local is None))
         outputs, result = stage.run(m, inputs, labels)
