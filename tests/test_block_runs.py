@@ -287,9 +287,9 @@ def test_noise_is_drawn_block_update_by_block_update() -> None:
 
 def test_budgets_in_slots() -> None:
     assert [vector_runs.count_microbatches(slots, 16) for slots in (830, 1230, 2078, 2077)] == [400, 600, 1024, 1024]
-    assert vector_runs.count_jobs(2078, 16, 16, 5) == 874
+    assert vector_runs.count_local_sgd_microbatches(2078, 16, 16, 5) == 874
     for K in (1, 4, 30):
-        jobs = vector_runs.count_jobs(830, 16, 16, K)
+        jobs = vector_runs.count_local_sgd_microbatches(830, 16, 16, K)
         method = resolve_method("local_sgd", {"local_steps": K})
         lengths = [make_schedule(method, 16, m, 16).slot_count for m in (jobs - 1, jobs)]
         assert lengths[0] < 830 <= lengths[1]

@@ -179,7 +179,7 @@ def test_a_fault_names_the_file_it_came_from(tmp_path: Path) -> None:
 
 def test_neighbours_on_one_ipu_are_one_stage_and_a_pipeline_has_twice_as_many_less_one() -> None:
     place = place_stages(IpuConfig(ipus=[0, 1, 1, 2, 0]), 5)
-    assert place.runs == [(0, [0]), (1, [1, 2]), (2, [3]), (0, [4])]
+    assert place.poptorch_stages == [(0, [0]), (1, [1, 2]), (2, [3]), (0, [4])]
     assert (place.forward_stages, place.ipus, place.least_accumulation) == (4, 3, 7)
     whole = place_stages(IpuConfig(), 8)
     assert (whole.ipu_of, whole.least_accumulation) == (tuple(range(8)), 15)

@@ -260,9 +260,9 @@ def test_a_long_run_takes_what_it_takes_played_in_full(monkeypatch: pytest.Monke
         schedule = make_schedule(METHODS[name], 3, 1200, 3)
         whole = clock(schedule, costs).finish
         monkeypatch.setattr(module, "MOST_SIMULATED", 40_000)
-        assert module.play_run(schedule, costs, 1200) == whole
+        assert module.estimate_run_time(schedule, costs, 1200) == whole
         monkeypatch.setattr(module, "MOST_SIMULATED", 300)
-        assert module.play_run(schedule, costs, 1200) == pytest.approx(whole, rel=0.01)
+        assert module.estimate_run_time(schedule, costs, 1200) == pytest.approx(whole, rel=0.01)
 
 
 def test_measured_shares_are_of_all_devices_time() -> None:

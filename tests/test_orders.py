@@ -11,7 +11,7 @@ import pytest
 
 from ipu_pipe.backends.ipu.unsupported import check_method
 from ipu_pipe.schedule.actions import Action, Kind, list_needs
-from ipu_pipe.schedule.clock import Bubbles, Costs, clock, compute_busy_share, measure_bubbles
+from ipu_pipe.schedule.clock import Bubbles, Costs, clock, compute_bubbles, compute_busy_share
 from ipu_pipe.schedule.methods import METHODS, resolve_method
 from ipu_pipe.schedule.orders import make_device_rows
 from ipu_pipe.schedule.rows import format_csv, format_text, from_rows, lay_out, read_csv
@@ -32,7 +32,7 @@ def make(name: str, P: int, M: int, durations: Sequence[float] = (1, 1, 1), link
 
 def time(schedule: Schedule, durations: Sequence[float] = (1, 1, 1), link: float = 0.0) -> Tuple[float, float]:
     """What makespan and span have beside the work of a device."""
-    bubbles = measure_bubbles(schedule, durations, link)
+    bubbles = compute_bubbles(schedule, durations, link)
     work = schedule.microbatches * sum(durations)
     return bubbles.makespan - work, bubbles.span - work
 
@@ -96,7 +96,7 @@ def test_rates_of_zero_bubble_to_every_printed_digit(row: Tuple[Any, ...]) -> No
     P, M, *times, link, plain, h1, h2, one, two = row
 
     def measure(name: str, **args: Any) -> Bubbles:
-        return measure_bubbles(make(name, P, M, times, link, **args), times, link)
+        return compute_bubbles(make(name, P, M, times, link, **args), times, link)
 
     assert round(measure("pipedream_flush").bubble_rate, 4) == plain
     assert round(measure("zb_h1").bubble_rate, 4) == h1
@@ -105,7 +105,7 @@ def test_rates_of_zero_bubble_to_every_printed_digit(row: Tuple[Any, ...]) -> No
         method = resolve_method("zb_auto", {"activation_limit": limit})
         assert method.order is not None
         schedule = make("zb_auto", P, M, times, link, activation_limit=limit)
-        assert round(measure_bubbles(schedule, times, link).span_bubble_rate, 4) <= printed
+        assert round(compute_bubbles(schedule, times, link).span_bubble_rate, 4) <= printed
         assert max(schedule.peak_activations(method.order.weight_share)) <= limit * P + 1e-9
 
 
@@ -116,7 +116,7 @@ def test_rates_of_zero_bubble_to_every_printed_digit(row: Tuple[Any, ...]) -> No
 def test_rates_of_zbv_to_every_printed_digit(P: int, M: int, times: Tuple[int, ...], link: int, rate: float) -> None:
     both = [2 * time for time in times]
     schedule = make("zbv", P, M, both, link)
-    assert round(measure_bubbles(schedule, both, link).span_bubble_rate, 4) == rate
+    assert round(compute_bubbles(schedule, both, link).span_bubble_rate, 4) == rate
     assert max(schedule.peak_activations()) <= P
 
 
@@ -166,18 +166,18 @@ def test_a_whole_backward_among_split_ones_passes_its_gradient_on_at_its_end() -
         ["F0", None, None, None, "I0", "W0"],
         [None, "F0", "B0", None, None, None],
     ]
-    assert measure_bubbles(schedule, (2, 3, 5), 1).makespan == 2 + 1 + 2 + 3 + 5 + 1 + 3 + 5
+    assert compute_bubbles(schedule, (2, 3, 5), 1).makespan == 2 + 1 + 2 + 3 + 5 + 1 + 3 + 5
 
 
 def test_unequal_stages_are_bound_by_the_busiest_device() -> None:
     schedule = make("zb_h1", 2, 4)
-    bubbles = measure_bubbles(schedule, (1, 1, 1), work=(3, 1))
+    bubbles = compute_bubbles(schedule, (1, 1, 1), work=(3, 1))
     assert bubbles.span == bubbles.makespan == 4 * 3 * 1.5 and bubbles.bubble_rate == 0
 
 
 def test_stages_of_one_device_send_no_message() -> None:
     schedule = make("zbv", 1, 4)
-    assert measure_bubbles(schedule, (1, 1, 1), 100).makespan == 12
+    assert compute_bubbles(schedule, (1, 1, 1), 100).makespan == 12
 
 
 # --- asynchronous
@@ -220,7 +220,7 @@ def test_late_weight_gradients_fill_waits_for_slow_links_at_the_price_of_lag() -
     P, M, link = 4, 60, 0.7
     plain, split = (resolve_method("pipedream", args) for args in ({}, ASYNCHRONOUS[0]))
     schedules = [make_schedule(method, P, M, 1) for method in (plain, split)]
-    waits = [measure_bubbles(schedule, (1, 1, 1), link).span_bubble_rate for schedule in schedules]
+    waits = [compute_bubbles(schedule, (1, 1, 1), link).span_bubble_rate for schedule in schedules]
     assert waits[1] < waits[0]
     lags = [VersionTable(schedule, method).greatest_lag() for schedule, method in zip(schedules, (plain, split))]
     assert (lags[1] >= lags[0]).all() and lags[1].sum() > lags[0].sum()

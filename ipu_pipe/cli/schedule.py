@@ -17,7 +17,7 @@ from ipu_pipe.cli.arguments import command, option
 from ipu_pipe.config.values import MOST_STAGES
 from ipu_pipe.errors import BadInput, raise_faults
 from ipu_pipe.schedule.actions import Kind
-from ipu_pipe.schedule.clock import measure_bubbles
+from ipu_pipe.schedule.clock import compute_bubbles
 from ipu_pipe.schedule.global_history import summarize_history_delays
 from ipu_pipe.schedule.methods import METHODS, SCHEDULES, Method, resolve_method
 from ipu_pipe.schedule.rows import format_csv, format_text
@@ -200,7 +200,7 @@ def _compute_times(
     share = 1.0 if method.order is None else method.order.weight_share
     return {
         "placement": list(schedule.device_of_stage),
-        **measure_bubbles(schedule, durations, link, work)._asdict(),
+        **compute_bubbles(schedule, durations, link, work)._asdict(),
         "peak_activations": schedule.peak_activations(share),
     }
 

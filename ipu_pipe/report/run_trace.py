@@ -17,7 +17,7 @@ from ipu_pipe.model.flops import BACKWARD
 from ipu_pipe.model.timing import StageSeconds
 from ipu_pipe.report.position import Position
 from ipu_pipe.schedule.actions import SPLIT_PASSES, Kind, get_pass_needs
-from ipu_pipe.schedule.clock import Costs, Times, clock, play_run
+from ipu_pipe.schedule.clock import Costs, Times, clock, estimate_run_time
 from ipu_pipe.schedule.runs import IntArray
 from ipu_pipe.schedule.table import list_stages
 from ipu_pipe.trace import events as ev
@@ -238,5 +238,5 @@ def compute_modelled_rates(job: Job, costs: Costs) -> ModelledRates:
     for _, updates, schedule in job.list_phases():
         microbatches = updates * schedule.accumulate
         busy += microbatches * (sum(costs.forward) + sum(costs.backward)) + updates * sum(costs.update)
-        span += play_run(schedule, costs, microbatches, job.placement)
+        span += estimate_run_time(schedule, costs, microbatches, job.placement)
     return ModelledRates(busy / (span * len(set(job.placement))), job.updates * job.batch / span)

@@ -7,8 +7,8 @@ follow one another.
     _LockstepPlayer    all devices begin each slot together (PopTorch's pipelines)
     time_uncontended   the eager times in array operations, for the planner; exact if no two messages contend for a link
 
-From these follow `play_run` (the time of a whole run, extrapolated if long), `measure_bubbles` and `compute_busy_share`. With
-unit costs the clock gives back the slots:
+From these follow `estimate_run_time` (the time of a whole run, extrapolated if long), `compute_bubbles` and
+`compute_busy_share`. With unit costs the clock gives back the slots:
 
     clock(schedule, make_slot_costs(schedule)).start[Kind.FORWARD]  ==  schedule.slots(Kind.FORWARD, 0, M)
 """
@@ -147,7 +147,7 @@ def time_first_updates(schedule: Schedule, costs: Costs, updates: int) -> FloatA
     return np.array(player.updates, np.float64)[:, :updates, 1]
 
 
-def play_run(schedule: Schedule, costs: Costs, microbatches: int, placement: Sequence[int] = ()) -> float:
+def estimate_run_time(schedule: Schedule, costs: Costs, microbatches: int, placement: Sequence[int] = ()) -> float:
     """Return the time of `microbatches`; `placement` as in `clock`.
 
     A long run is played only at its beginning, and extrapolated on the line through half and all of that.
@@ -176,7 +176,7 @@ def compute_busy_share(schedule: Schedule, placement: Sequence[int]) -> float:
     # stages that share a device run later than their slots
     costs = replace(make_slot_costs(schedule), slot=0.0)
     work = schedule.microbatches * (sum(costs.forward) + sum(costs.backward))
-    return work / (play_run(schedule, costs, schedule.microbatches, placement) * len(set(placement)))
+    return work / (estimate_run_time(schedule, costs, schedule.microbatches, placement) * len(set(placement)))
 
 
 class Bubbles(NamedTuple):
@@ -191,7 +191,7 @@ class Bubbles(NamedTuple):
     span_bubble_rate: float
 
 
-def measure_bubbles(
+def compute_bubbles(
     schedule: Schedule, durations: Sequence[float], link: float = 0.0, work: Sequence[float] = ()
 ) -> Bubbles:
     """Measure the bubbles of a schedule: F, I and W of a device's microbatch take `durations`, and a message takes `link`.
@@ -266,7 +266,7 @@ class _Player:
             set(zip(*(part.tolist() for part in np.nonzero(schedule.is_whole)))) if len(self.kinds) > 2 else set()
         )
 
-    def measure_pass(self, which: int, microbatch: int) -> float:
+    def get_pass_duration(self, which: int, microbatch: int) -> float:
         """Return the duration of a pass; the first half of a whole backward takes the time of both halves."""
         stage = which % self.schedule.stages
         if self.whole and which >= self.schedule.stages and (stage, microbatch) in self.whole:
@@ -358,7 +358,7 @@ class _EagerPlayer(_Player):
                     # its input has not been sent yet
                     if start == math.inf:
                         continue
-                end = start + (self.measure_pass(which, m) if self.whole else duration[which])
+                end = start + (self.get_pass_duration(which, m) if self.whole else duration[which])
                 starts[which][m] = start
                 ends[which][m] = free[device] = end
                 following[device], runs[device] = next(coming[device], None), True
@@ -418,7 +418,7 @@ class _LockstepPlayer(_Player):
             sent: List[Transfer] = []
             for _, done, m in cycle:
                 device, stage = self.device[done], done % P
-                start, used[device] = used[device], used[device] + self.measure_pass(done, m)
+                start, used[device] = used[device], used[device] + self.get_pass_duration(done, m)
                 self.start[done][m], self.end[done][m] = start, used[device]
                 sent += sends.get(done, ())
                 k = self.complete_pass(done, m)
@@ -477,11 +477,11 @@ NOTHING = Transfer()
 class UncontendedTimes(NamedTuple):
     """The ends of the first updates of each stage, (P, updates).
 
-    `meet`: transfers meet on a link before the last of these ends, so the clock's times may be later.
+    `has_contention`: transfers meet on a link before the last of these ends, so the clock's times may be later.
     """
 
     ends: FloatArray
-    meet: bool
+    has_contention: bool
 
 
 class _Step(NamedTuple):
@@ -552,8 +552,8 @@ def time_uncontended(schedule: Schedule, costs: Costs, updates: int) -> Unconten
     by_place = np.empty_like(ends)
     by_place[program.places] = ends
     asked = update_ends[:, :updates]
-    meet = _do_transfers_meet(schedule, transfers, reduce, by_place.reshape(-1, M), float(asked.max()))
-    return UncontendedTimes(asked, meet)
+    has_contention = _do_transfers_meet(schedule, transfers, reduce, by_place.reshape(-1, M), float(asked.max()))
+    return UncontendedTimes(asked, has_contention)
 
 
 def _list_transfers(schedule: Schedule, costs: Costs) -> List[Transfer]:

@@ -34,7 +34,7 @@ Pass = Tuple[Kind, int]
 class Plan:
     """The planned passes of P devices and their times in an ideal run.
 
-    By device: `rows`: its passes; `delayed`: the stages of weight gradients that are still to be done, oldest first; `free_at`:
+    By device: `rows`: its passes; `delayed_weight_gradients`: the stages of weight gradients that are still to be done, oldest first; `free_at`:
     the end of its last pass; `activations`: those that it holds, 1 for a microbatch on one stage; `waited`: its waiting time
     since its first forward.
     """
@@ -45,10 +45,10 @@ class Plan:
         self.placement = order.place(P * order.stages_per_device)
         self.duration = {kind: time / order.stages_per_device for kind, time in zip((F, I, W), order.durations)}
         self.limit = order.activation_limit * P * order.stages_per_device
-        self.change = {F: 1.0, I: order.weight_share - 1, W: -order.weight_share}
+        self.activation_change = {F: 1.0, I: order.weight_share - 1, W: -order.weight_share}
         self.ends: Dict[Pass, List[float]] = {(kind, s): [] for kind in (F, I, W) for s in range(len(self.placement))}
         self.rows: List[List[Pass]] = [[] for _ in range(P)]
-        self.delayed: List[List[int]] = [[] for _ in range(P)]
+        self.delayed_weight_gradients: List[List[int]] = [[] for _ in range(P)]
         self.free_at, self.activations, self.waited = [0.0] * P, [0.0] * P, [0.0] * P
         self._spare = [max(earlier_waits, default=0.0) - wait for wait in earlier_waits] or [0.0] * P
 
@@ -87,34 +87,34 @@ class Plan:
             self.waited[device] += begin - self.free_at[device]
         self.free_at[device] = begin + self.duration[kind]
         self.ends[kind, stage].append(self.free_at[device])
-        self.activations[device] += self.change[kind]
+        self.activations[device] += self.activation_change[kind]
         self.rows[device].append((kind, stage))
         if kind is I:
-            self.delayed[device].append(stage)
+            self.delayed_weight_gradients[device].append(stage)
 
     def add_weight_gradient(self, device: int) -> None:
         """Append the oldest delayed weight gradient."""
-        self.add(W, self.delayed[device].pop(0))
+        self.add(W, self.delayed_weight_gradients[device].pop(0))
 
-    def add_with_fillers(self, kind: Kind, stage: int, may_wait: float) -> None:
-        """Append a pass, and weight gradients before it, in the steps of this module's drawing; it may wait for `may_wait`."""
+    def add_with_fillers(self, kind: Kind, stage: int, allowed_wait: float) -> None:
+        """Append a pass, and weight gradients before it, in the steps of this module's drawing; it may wait for `allowed_wait`."""
         device, ready = self.placement[stage], self.find_ready(kind, stage)
         assert ready is not None
         # [1]
         while kind is F and not self.has_room(device):
             self.add_weight_gradient(device)
         # [2]
-        while self.delayed[device] and self.free_at[device] + self.duration[W] <= ready:
+        while self.delayed_weight_gradients[device] and self.free_at[device] + self.duration[W] <= ready:
             self.add_weight_gradient(device)
         # [3]
-        if self.delayed[device] and ready - self.free_at[device] > may_wait:
+        if self.delayed_weight_gradients[device] and ready - self.free_at[device] > allowed_wait:
             self.add_weight_gradient(device)
         # [4]
         self.add(kind, stage)
 
     def finish(self) -> None:
         """Append the remaining weight gradients."""
-        for device, delayed in enumerate(self.delayed):
+        for device, delayed in enumerate(self.delayed_weight_gradients):
             while delayed:
                 self.add_weight_gradient(device)
 
@@ -150,7 +150,7 @@ def plan_v(order: Order, P: int, M: int) -> List[List[Pass]]:
 
     def fill(plan: Plan, answers: Tuple[bool, ...]) -> None:
         # whether input gradients of the stages back, and forwards, may wait only as long as the slack
-        limits_back, limits_forwards = answers
+        back_within_slack, forwards_within_slack = answers
         _warm_up_v(plan, P)
         for _ in range(2 * M):
             next_stage = [_choose_input_gradient(plan, d, 2 * P - 1 - d) for d in range(P)]
@@ -158,11 +158,11 @@ def plan_v(order: Order, P: int, M: int) -> List[List[Pass]]:
             there, back = [d for d in range(P) if next_stage[d] < P], [d for d in range(P) if next_stage[d] >= P]
             for d in (*reversed(there), *back):
                 if plan.count(I, next_stage[d]) < M:
-                    plan.add_with_fillers(I, next_stage[d], plan.find_slack(d) if d in there or limits_back else math.inf)
+                    plan.add_with_fillers(I, next_stage[d], plan.find_slack(d) if d in there or back_within_slack else math.inf)
             for d in range(P):
                 stage = next((s for s in (2 * P - 1 - d, d) if plan.find_ready(F, s) is not None), None)
                 if stage is not None:
-                    plan.add_with_fillers(F, stage, plan.find_slack(d) if limits_forwards else math.inf)
+                    plan.add_with_fillers(F, stage, plan.find_slack(d) if forwards_within_slack else math.inf)
         plan.finish()
 
     # fewer microbatches do not fill a V; `orders.make_device_rows` leaves out the surplus
@@ -213,17 +213,17 @@ def plan_straight(order: Order, P: int, M: int) -> List[List[Pass]]:
     """
 
     def fill(plan: Plan, answers: Tuple[bool, ...]) -> None:
-        waits_once, backward_first, never_waits = answers
-        _warm_up_straight(plan, P, waits_once)
+        protects_first_backward, backward_first, never_waits = answers
+        _warm_up_straight(plan, P, protects_first_backward)
         for _ in range(1, M):
-            forwards = [plan.count(F, d) < M and not (backward_first and _is_better_late(plan, d)) for d in range(P)]
+            forwards = [plan.count(F, d) < M and not (backward_first and _should_delay_forward(plan, d)) for d in range(P)]
             for d in range(P):
                 # if a later device has no forward now, it would only store the activations
                 if all(forwards[d:]):
                     plan.add_with_fillers(F, d, 0.0 if never_waits else plan.find_slack(d))
             for d in reversed(range(P)):
                 # without forwards device 0 would only wait
-                while d == 0 and plan.count(F, 0) == M and plan.delayed[0]:
+                while d == 0 and plan.count(F, 0) == M and plan.delayed_weight_gradients[0]:
                     plan.add_weight_gradient(0)
                 plan.add_with_fillers(I, d, 0.0 if never_waits else plan.find_slack(d))
         plan.finish()
@@ -231,10 +231,10 @@ def plan_straight(order: Order, P: int, M: int) -> List[List[Pass]]:
     return _find_best(order, P, M, fill, 3)
 
 
-def _warm_up_straight(plan: Plan, P: int, waits_once: bool) -> None:
+def _warm_up_straight(plan: Plan, P: int, protects_first_backward: bool) -> None:
     """Begin microbatches until the first one comes back, more on each device than on the next.
 
-    `waits_once`: begin none that would delay the first one's backward.
+    `protects_first_backward`: begin none that would delay the first one's backward.
     """
     for d in range(P):
         plan.add(F, d)
@@ -244,7 +244,7 @@ def _warm_up_straight(plan: Plan, P: int, waits_once: bool) -> None:
     for d in reversed(range(P - 1)):
         begin = plan.free_at[d]
         while counts[d] + 1 < plan.microbatches and plan.has_room(d, counts[d] + 1):
-            if begin + forward > back + plan.order.link if waits_once else begin >= back + plan.order.link:
+            if begin + forward > back + plan.order.link if protects_first_backward else begin >= back + plan.order.link:
                 break
             counts[d], begin = counts[d] + 1, begin + forward
         back = max(begin, back + plan.order.link) + plan.duration[I]
@@ -258,15 +258,15 @@ def _warm_up_straight(plan: Plan, P: int, waits_once: bool) -> None:
         plan.add(I, d)
 
 
-def _is_better_late(plan: Plan, device: int) -> bool:
+def _should_delay_forward(plan: Plan, device: int) -> bool:
     """Return whether a forward would delay the device's next input gradient by more than it may wait."""
     if device + 1 == len(plan.rows) or plan.count(F, device) < plan.count(F, device + 1) + 2:
         return False
     arrival = plan.free_at[device + 1] + plan.duration[F] + plan.duration[I] + plan.order.link
     # the weight gradients that must come before the forward, to make room for its activations
     needed, activations = 0, plan.activations[device]
-    while activations + 1 > plan.limit + 1e-9 and needed < len(plan.delayed[device]):
-        needed, activations = needed + 1, activations + plan.change[W]
+    while activations + 1 > plan.limit + 1e-9 and needed < len(plan.delayed_weight_gradients[device]):
+        needed, activations = needed + 1, activations + plan.activation_change[W]
     begin = plan.free_at[device]
     if begin >= arrival:
         return True

@@ -249,10 +249,10 @@ def run_randomized(
     history = np.zeros((int((updates_by_block + 1).sum()), block, S, G))
     newest = first_version.copy()
     x = np.empty((P, block, S, G))
-    columns = x.reshape(d, S * G)
+    x_flat = x.reshape(d, S * G)
     blocks = [slice(s * block, (s + 1) * block) for s in range(P)]
     rate_columns = np.tile(rates, S).reshape(S, G)
-    marks, values, place = _spread_marks(count, points), [], 0
+    marks, values, next_mark = _spread_marks(count, points), [], 0
     with np.errstate(over="ignore", invalid="ignore"):
         for first in range(0, count, WINDOW):
             windows = [source.window(first, min(first + WINDOW, count)) for source in sources]
@@ -260,17 +260,17 @@ def run_randomized(
             stage = windows[0].updates.argmax(axis=0)
             batch = (windows[0].microbatch % objective.batches).tolist()
             for i, s in enumerate(stage.tolist()):
-                if first + i == marks[place]:
+                if first + i == marks[next_mark]:
                     values.append(_compute_value(objective, history[newest].reshape(d, S * G)))
-                    place += 1
+                    next_mark += 1
                 for source in range(S):
                     x[:, :, source] = history[reads[i, source], :, source]
-                gradient = objective.compute_gradient(columns, batch[i], blocks[s])
+                gradient = objective.compute_gradient(x_flat, batch[i], blocks[s])
                 if noise is not None:
                     gradient += noise[first + i]
-                at = newest[s]
-                np.subtract(history[at], gradient.reshape(block, S, G) * rate_columns, out=history[at + 1])
-                newest[s] = at + 1
+                old = newest[s]
+                np.subtract(history[old], gradient.reshape(block, S, G) * rate_columns, out=history[old + 1])
+                newest[s] = old + 1
     last = history[newest].reshape(d, S * G)
     values.append(_compute_value(objective, last))
     slots = np.where(marks > 0, 2 * -(-marks // P) + 2 * (P - 1), 0)
@@ -283,32 +283,32 @@ def run_local_sgd(
     stages: int,
     replicas: int,
     steps: int,
-    jobs: int,
+    microbatches: int,
     rates: Floats,
     seed: int,
     slots: Optional[int] = None,
     points: int = 60,
 ) -> Curve:
-    """Run LocalSGD over its timeline of so many jobs, or over the first `slots` slots of it.
+    """Run LocalSGD over its timeline of so many microbatches (jobs in the paper), or over the first `slots` slots of it.
 
     The value is that of the mean of the replicas, within a round too.
     """
-    schedule = make_schedule(resolve_method("local_sgd", {"local_steps": steps}), stages, jobs, replicas)
+    schedule = make_schedule(resolve_method("local_sgd", {"local_steps": steps}), stages, microbatches, replicas)
     d, G, block = objective.dimension, len(rates), objective.dimension // stages
     noise = draw_noise_by_pass(objective, schedule, block, seed)
     x = np.zeros((replicas, d, G))
-    mean = np.zeros((jobs + 1, d, G))
+    mean = np.zeros((microbatches + 1, d, G))
     with np.errstate(over="ignore", invalid="ignore"):
-        for job in range(jobs):
-            replica = job % replicas
-            gradient = objective.compute_gradient(x[replica], job % objective.batches)
+        for m in range(microbatches):
+            replica = m % replicas
+            gradient = objective.compute_gradient(x[replica], m % objective.batches)
             if noise is not None:
-                gradient = gradient + noise[:, job].reshape(d, 1)
+                gradient = gradient + noise[:, m].reshape(d, 1)
             x[replica] -= rates * gradient
-            mean[job + 1] = mean[job] - rates / replicas * gradient
-            if (job + 1) % (replicas * steps) == 0:
-                x[:] = mean[job + 1] = x.mean(axis=0)
-    return _evaluate(objective, schedule, mean.reshape(jobs + 1, stages, block, G), slots, points)
+            mean[m + 1] = mean[m] - rates / replicas * gradient
+            if (m + 1) % (replicas * steps) == 0:
+                x[:] = mean[m + 1] = x.mean(axis=0)
+    return _evaluate(objective, schedule, mean.reshape(microbatches + 1, stages, block, G), slots, points)
 
 
 def _evaluate(objective: Objective, schedule: Schedule, history: Floats, slots: Optional[int], points: int) -> Curve:
@@ -354,8 +354,8 @@ def count_microbatches(slots: int, stages: int) -> int:
     return max(-(-(slots - 2 * (stages - 1)) // 2), 1)
 
 
-def count_jobs(slots: int, stages: int, replicas: int, steps: int) -> int:
-    """Return the fewest jobs with which LocalSGD's timeline has that many slots."""
+def count_local_sgd_microbatches(slots: int, stages: int, replicas: int, steps: int) -> int:
+    """Return the fewest microbatches with which LocalSGD's timeline has that many slots."""
     method = resolve_method("local_sgd", {"local_steps": steps})
     low, high = 1, slots
     while low < high:

@@ -151,7 +151,7 @@ def count_in_flight(job: Job) -> Optional[IntArray]:
     """
     if not (is_pipelined(job.method) and job.method.flushes):
         return None
-    runs, accumulate = place_stages(job.config.ipu, len(job.part)).runs, job.schedule.accumulate
+    runs, accumulate = place_stages(job.config.ipu, len(job.part)).poptorch_stages, job.schedule.accumulate
     stash = make_lockstep_schedule(job.method, len(runs), accumulate, accumulate).max_in_flight()
     return np.repeat(stash, [len(stages) for _, stages in runs])
 

@@ -66,14 +66,14 @@ class PoptorchEngine(Engine):
             raise BadInput(f"backend.ipu.device_iterations: {self.updates_per_call}: {why}")
         self._share = read_instance(job.config)
         self.is_main = self._share.first == 0
-        # number of other poprun instances; they cannot retry
+        # number of other poprun instances; if there are any, a device error ends the run: they cannot restart together
         self._other_instances = dist.get_world_size() - 1 if are_joined() else 0
         self._place = place_stages(self.ipu, len(job.part))
         blocks = get_blocks(job.model)
-        self._losses = 1 if blocks is None else len(blocks.heads) + 1
+        self._loss_count = 1 if blocks is None else len(blocks.heads) + 1
         start = {name: value.detach().clone() for name, value in job.model.state_dict().items()}
-        self._last = Snapshot(first_update, start, import_state(job.optimizer, self.ipu))
-        self._done = first_update
+        self._last_snapshot = Snapshot(first_update, start, import_state(job.optimizer, self.ipu))
+        self._updates_done = first_update
         self._may_retry = True
         if self._other_instances:
             self.newest_model = None
@@ -88,7 +88,7 @@ class PoptorchEngine(Engine):
 
     def _start(self) -> None:
         """Make executors and data loader that continue from the last snapshot."""
-        job, last, share = self.job, self._last, self._share
+        job, last, share = self.job, self._last_snapshot, self._share
         wrapped = wrap(job.model, job.loss, job.part, job.config.precision, self.ipu)
         tensors = {get_unsplit_name(name): t for name, t in wrapped.state_dict(keep_vars=True).items()}
         with torch.no_grad():
@@ -106,7 +106,7 @@ class PoptorchEngine(Engine):
         base, ipus = None, self._place.ipus
         if self._share.base is not None:
             base = self._share.base(round_up_ipus(ipus) if self.ipu.auto_round_num_ipus else ipus)
-        seed = derive_seed(self.job.config.seed, "ipu", self._last.update) % 2**32
+        seed = derive_seed(self.job.config.seed, "ipu", self._last_snapshot.update) % 2**32
         # randomSeed seeds the host's generator, too
         with torch.random.fork_rng(devices=[]):
             ipu_id = self.ipu.ipu_ids[0] if self.ipu.ipu_ids else None
@@ -156,13 +156,13 @@ class PoptorchEngine(Engine):
         """Start new executors and repeat the updates since the last snapshot."""
         self._may_retry = False
         if self.is_main:
-            again = self._done - self._last.update
-            text = f"restarting from update {self._last.update}; repeating {again} updates"
+            again = self._updates_done - self._last_snapshot.update
+            text = f"restarting from update {self._last_snapshot.update}; repeating {again} updates"
             print(f"poptorch: {reason}: {text}", file=sys.stderr, flush=True)
         self._drop()
         self._start()
         assert self.executors is not None
-        for past in range(self._last.update, self._done, self.updates_per_call):
+        for past in range(self._last_snapshot.update, self._updates_done, self.updates_per_call):
             self._call(self.executors, past)
 
     def _give_up(self, error: Any) -> RunFault:
@@ -173,7 +173,8 @@ class PoptorchEngine(Engine):
         if self._other_instances:
             times, remedy = "", "the other instances cannot retry: do what it asks for"
         return RunFault(
-            f"poptorch: after update {self._done}: device error ({error.recovery_action}){times}: {describe_error(error)}: "
+            f"poptorch: after update {self._updates_done}: device error ({error.recovery_action}){times}: "
+            f"{describe_error(error)}: "
             f"{remedy}, then go on with --resume"
         )
 
@@ -181,34 +182,34 @@ class PoptorchEngine(Engine):
 
     def step(self, k: int, read: bool = True) -> List[StepResult]:
         if not self._results:
-            assert k == self._done, f"update {self._done} is next, not {k}"
+            assert k == self._updates_done, f"update {self._updates_done} is next, not {k}"
             with self._channel.tracepoint(f"update {k}"):
                 self._results.extend(self._guarded(lambda executors: self._call(executors, k)))
-            self._done += self.updates_per_call
+            self._updates_done += self.updates_per_call
             self.newest_model = None
         return [self._results.popleft()]
 
     def _call(self, executors: Executors, k: int) -> List[StepResult]:
         """Make the updates k to k + D - 1 in one call; return mean losses and accuracies over the outputs of the output mode."""
-        job, blocks, iterations = self.job, self._losses, self.updates_per_call
+        job, blocks, iterations = self.job, self._loss_count, self.updates_per_call
         x, y = self.feed.take()
-        _, losses, *answers = executors.call(range(k, k + iterations), k, x, y)
-        parts = iterations if self.ipu.output_mode in ("all", "every_n") else 1
-        means = losses.double().reshape(parts, -1, blocks).mean(dim=1)
+        _, losses, *accuracy_outputs = executors.call(range(k, k + iterations), k, x, y)
+        row_count = iterations if self.ipu.output_mode in ("all", "every_n") else 1
+        means = losses.double().reshape(row_count, -1, blocks).mean(dim=1)
         if self.ipu.output_mode == "sum":
             means /= iterations * job.config.gradient_accumulation
-        right = torch.full((parts, blocks, 2), float("nan"), dtype=torch.float64)
-        if answers:
-            right = answers[0].double().reshape(parts, -1, blocks, 2).sum(dim=1)
+        counts_of_right = torch.full((row_count, blocks, 2), float("nan"), dtype=torch.float64)
+        if accuracy_outputs:
+            counts_of_right = accuracy_outputs[0].double().reshape(row_count, -1, blocks, 2).sum(dim=1)
         if self._other_instances:
             dist.all_reduce(means)
-            dist.all_reduce(right)
+            dist.all_reduce(counts_of_right)
             means /= self._other_instances + 1
         results = []
         for i in range(iterations):
-            row, counts = means[min(i, parts - 1)].tolist(), right[min(i, parts - 1)].tolist()
+            row, counts = means[min(i, row_count - 1)].tolist(), counts_of_right[min(i, row_count - 1)].tolist()
             refuse_nonfinite(job, k + i, row)
-            by_block = tuple((loss, n / max(of, 1) if answers else None) for loss, (n, of) in zip(row, counts))
+            by_block = tuple((loss, n / max(total, 1) if accuracy_outputs else None) for loss, (n, total) in zip(row, counts))
             results.append(StepResult(*by_block[-1], job.batch, by_block if blocks > 1 else ()))
         return results
 
@@ -221,13 +222,13 @@ class PoptorchEngine(Engine):
         start = time.perf_counter_ns()
         with self._channel.tracepoint("evaluate"):
             results = self._guarded(lambda executors: self._tally(executors, split))
-            self._fetch(self._guarded(lambda executors: executors.snapshot(self._done, with_optimizer=False)))
-        self._timeline.add("evaluate", self._done, start, time.perf_counter_ns())
+            self._fetch(self._guarded(lambda executors: executors.snapshot(self._updates_done, with_optimizer=False)))
+        self._timeline.add("evaluate", self._updates_done, start, time.perf_counter_ns())
         return results
 
     def _tally(self, executors: Executors, split: str) -> List[EvaluationResult]:
         """Evaluate on the inference model; each of poprun's instances evaluates a share of the batches."""
-        tallies = [Tally.of(self.job) for _ in range(self._losses)]
+        tallies = [Tally.of(self.job) for _ in range(self._loss_count)]
         executors.begin_evaluation()
         rank, world = (dist.get_rank(), dist.get_world_size()) if self._other_instances else (0, 1)
         calls = split_into_calls(load_test_batches(self.job, split, rank, world), executors.rows)
@@ -252,14 +253,14 @@ class PoptorchEngine(Engine):
         assert not self._results, "a checkpoint inside a call"
         start = time.perf_counter_ns()
         with self._channel.tracepoint("checkpoint"):
-            self._last = self._guarded(lambda executors: executors.snapshot(self._done))
-        self._fetch(self._last)
+            self._last_snapshot = self._guarded(lambda executors: executors.snapshot(self._updates_done))
+        self._fetch(self._last_snapshot)
         self._may_retry = True
-        self._timeline.add("checkpoint", self._done, start, time.perf_counter_ns())
-        return CheckpointState(self._last.model, *self._export()) if self.is_main else None
+        self._timeline.add("checkpoint", self._updates_done, start, time.perf_counter_ns())
+        return CheckpointState(self._last_snapshot.model, *self._export()) if self.is_main else None
 
     def _export(self) -> Any:
-        return export_state(self._last.optimizer, list(self.names.values()))
+        return export_state(self._last_snapshot.optimizer, list(self.names.values()))
 
     def _fetch(self, snapshot: Snapshot) -> None:
         """Copy a snapshot's weights into the user's model."""
@@ -293,9 +294,9 @@ class PoptorchEngine(Engine):
         """Copy the newest weights into the user's model and release the IPUs."""
         if self.executors is None:
             return
-        if self._last.update != self._done:
-            self._last = self._guarded(lambda executors: executors.snapshot(self._done))
-        self._fetch(self._last)
+        if self._last_snapshot.update != self._updates_done:
+            self._last_snapshot = self._guarded(lambda executors: executors.snapshot(self._updates_done))
+        self._fetch(self._last_snapshot)
         self.abort()
 
     def _drop(self) -> None:

@@ -40,7 +40,7 @@ def make_options(
         options.replicationFactor(config.replicas)
         if ipu_id is not None:
             options.useIpuId(ipu_id)
-    stages = [poptorch.Stage(*map(name_stage, stages)).ipu(index) for index, stages in place.runs]
+    stages = [poptorch.Stage(*map(name_stage, stages)).ipu(index) for index, stages in place.poptorch_stages]
     options.setExecutionStrategy(getattr(poptorch, execution)(*stages))
     is_pipeline = execution == PIPELINED
     is_split = is_pipeline and place.ipus > 1

@@ -62,7 +62,7 @@ class Placement(NamedTuple):
     ipu_of: Tuple[int, ...]
 
     @property
-    def runs(self) -> List[Tuple[int, List[int]]]:
+    def poptorch_stages(self) -> List[Tuple[int, List[int]]]:
         """The runs of stages on one IPU, (IPU, stages); PopTorch counts each run as one stage."""
         runs: List[Tuple[int, List[int]]] = []
         for stage, ipu in enumerate(self.ipu_of):
@@ -75,7 +75,7 @@ class Placement(NamedTuple):
     @property
     def forward_stages(self) -> int:
         """The number of PopTorch's stages in a forward, F: one more than the changes of the IPU."""
-        return len(self.runs)
+        return len(self.poptorch_stages)
 
     @property
     def ipus(self) -> int:
@@ -111,7 +111,7 @@ def is_under_poprun() -> bool:
     return bool(popdist.isPopdistEnvSet())
 
 
-class Instance(NamedTuple):
+class PoprunShare(NamedTuple):
     """This process's share: replicas `first` to `first + replicas`. `base`: makes popdist's options, None without poprun."""
 
     first: int
@@ -119,10 +119,10 @@ class Instance(NamedTuple):
     base: Optional[Callable[[int], Any]] = None
 
 
-def read_instance(config: Config) -> Instance:
+def read_instance(config: Config) -> PoprunShare:
     """Return this process's share of the run. Raise `BadInput` if poprun started another number of replicas."""
     if not is_under_poprun():
-        return Instance(0, config.replicas)
+        return PoprunShare(0, config.replicas)
     import popdist
     import popdist.poptorch
 
@@ -130,6 +130,6 @@ def read_instance(config: Config) -> Instance:
     local, total = popdist.getNumLocalReplicas(), popdist.getNumTotalReplicas()
     if total != config.replicas:
         raise BadInput(f"replicas: {config.replicas}: poprun started {total} (--num-replicas): must be the same")
-    return Instance(
+    return PoprunShare(
         popdist.getInstanceIndex() * local, local, lambda ipus: popdist.poptorch.Options(ipus_per_replica=ipus)
     )

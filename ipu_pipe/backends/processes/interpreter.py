@@ -40,12 +40,12 @@ from ipu_pipe.backends.processes import nccl
 from ipu_pipe.backends.processes.lost_ranks import Termination
 from ipu_pipe.backends.processes.mail import (
     BACKWARD,
+    CONTINUE,
     FORWARD,
     INPUT_GRADIENT,
     RECOMPUTE,
     UPDATE,
     WEIGHT_GRADIENT,
-    WORD,
     Link,
     Mail,
     Message,
@@ -164,12 +164,12 @@ class BatchAnnouncements:
     def _send_word(self, b: int) -> bool:
         word = torch.tensor([0 if self._is_asked else 1])
         for rank in range(1, dist.get_world_size()):
-            self._mail.send(Message(WORD, b, 0, rank), [word])
+            self._mail.send(Message(CONTINUE, b, 0, rank), [word])
         return not self._is_asked
 
     def _receive_word(self, b: int) -> bool:
         self._expect(b)
-        goes = bool(self._mail.receive(Message(WORD, b, 0, self._rank))[0].item())
+        goes = bool(self._mail.receive(Message(CONTINUE, b, 0, self._rank))[0].item())
         # after a "no" no further message follows
         if goes and b + 1 < self.end:
             self._expect(b + 1)
@@ -177,7 +177,7 @@ class BatchAnnouncements:
 
     def _expect(self, b: int) -> None:
         if self._expected <= b:
-            self._mail.expect([(Message(WORD, b, 0, self._rank), self.SHAPES)])
+            self._mail.expect([(Message(CONTINUE, b, 0, self._rank), self.SHAPES)])
             self._expected = b + 1
 
 

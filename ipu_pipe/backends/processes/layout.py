@@ -114,14 +114,14 @@ def _place_stages(
     if method.order is not None:
         return _place_by_order(config, method, method.order, model, requested, devices, device, x)
     groups, note = group_stages(model, requested, devices, x), ""
-    begins, firsts = requested.begin_names(), list(groups.values())
+    begins, group_begins = requested.begin_names(), list(groups.values())
     placement = tuple(itertools.accumulate(int(stage in groups) for stage in range(len(requested))))
     if not _can_cut(method, model, requested, x):
-        begins, placement = firsts, tuple(range(devices))
+        begins, placement = group_begins, tuple(range(devices))
         names = list_some(begins, 8) or "the model"
         note = f"{len(requested)} stages divide modules, which processes cannot: merged to {devices}, which begin at {names}"
     elif len(requested) != devices:
-        note = f"{len(requested)} stages on {devices} processes, which begin at {list_some(firsts, 8) or 'the model'}"
+        note = f"{len(requested)} stages on {devices} processes, which begin at {list_some(group_begins, 8) or 'the model'}"
     return _cut(method, model, begins, placement, device, x, note)
 
 
@@ -175,10 +175,10 @@ def _refuse_cut(
     model: nn.Module, method: Method, cut: Sequence[Piece], placement: Sequence[int], rehearsed: Rehearsed
 ) -> None:
     """Raise `BadInput`, with every fault, for weights and buffers that ranks cannot share, or cannot read as the method says."""
-    faults, users, elsewhere = [], find_tied_weights(cut), "use backend: {name: emulator}"
+    faults, users, use_emulator = [], find_tied_weights(cut), "use backend: {name: emulator}"
     if method.delay is not None:
         key = "hogwild" if method.delay.drawn else "constant_delay"
-        faults.append(f"method_args.{key}: delays that are not the pipeline's own: {elsewhere}")
+        faults.append(f"method_args.{key}: delays that are not the pipeline's own: {use_emulator}")
     # two stages of one device share one tensor for a tied weight, which cannot have two versions
     for name, stages in users.items() if method.reads_old(len(cut)) else ():
         if len({placement[stage] for stage in stages}) < len(stages):
@@ -203,12 +203,12 @@ def _refuse_cut(
     if rehearsed.moved:
         faults.append(
             f"model: {list_some(rehearsed.moved)}: a backward changes it (a checkpoint runs its module again), and"
-            f" other microbatches' forwards come between: keep it out of checkpoints, or {elsewhere}"
+            f" other microbatches' forwards come between: keep it out of checkpoints, or {use_emulator}"
         )
     for name in sorted(users.keys() & {*cut[0].cut.first.written, *rehearsed.effects.weights}):
         faults.append(
             f"model: {name}: the forward changes this weight (max_norm of an embedding?), which several stages use: untie it, or"
-            f" {elsewhere}"
+            f" {use_emulator}"
         )
     norms = [name for name, module in model.named_modules() if isinstance(module, nn.modules.batchnorm._NormBase)]
     changed: Dict[str, List[str]] = {}
@@ -218,7 +218,7 @@ def _refuse_cut(
             changed.setdefault(" and ".join(map(str, stages)), []).append(name)
     faults += [
         f"model: {list_some(names)}: training changes it, and stages {where} use it, each in a process of its own: cut elsewhere,"
-        f" or {elsewhere}"
+        f" or {use_emulator}"
         for where, names in changed.items()
     ]
     first_at: Dict[int, Tuple[int, str, nn.Parameter]] = {}
@@ -226,10 +226,10 @@ def _refuse_cut(
         parameters = dict(piece.cut.model.named_parameters())
         for name in piece.weights():
             p = parameters[name]
-            first, other, holder = first_at.setdefault(p.data_ptr(), (stage, name, p))
-            if holder is not p and first != stage and not p.is_meta:
+            first, first_name, first_parameter = first_at.setdefault(p.data_ptr(), (stage, name, p))
+            if first_parameter is not p and first != stage and not p.is_meta:
                 faults.append(
-                    f"model: {other} on stage {first} and {name} on stage {stage} are two parameters in one memory, which"
+                    f"model: {first_name} on stage {first} and {name} on stage {stage} are two parameters in one memory, which"
                     " processes do not share: make them one parameter (b.weight = a.weight), or clone one"
                 )
     raise_faults(faults)

@@ -35,18 +35,18 @@ TIED = "T"
 # the value of such a weight after an update
 WEIGHTS = "V"
 # whether another batch starts
-WORD = "C"
+CONTINUE = "C"
 # the activations of an evaluation
 TEST = "E"
 # the gradients of an update, for rank 0's callbacks
 OBSERVED = "O"
-KINDS = (FORWARD, RECOMPUTE, BACKWARD, UPDATE, NORM, SHARED, RESULT, TIED, WEIGHTS, WORD, TEST, OBSERVED)
+KINDS = (FORWARD, RECOMPUTE, BACKWARD, UPDATE, NORM, SHARED, RESULT, TIED, WEIGHTS, CONTINUE, TEST, OBSERVED)
 CARRIES = {
     FORWARD: "activations", RECOMPUTE: "recomputed activations", BACKWARD: "gradients",
     SHARED: "shared gradients", NORM: "norms", RESULT: "losses", TIED: "tied gradients", WEIGHTS: "weights",
 }  # fmt: skip
 # sent from the host's memory on every device
-ON_HOST = (NORM, RESULT, WORD, TEST, OBSERVED)
+ON_HOST = (NORM, RESULT, CONTINUE, TEST, OBSERVED)
 # the sender stores these tensors anyway, for its own backward
 KEPT_BY_SENDER = (FORWARD, RECOMPUTE)
 # kinds of messages whose number is an update's, and those whose number is a microbatch's
@@ -68,7 +68,7 @@ Shapes = Tuple[Shape, ...]
 class Message(NamedTuple):
     """The identity of a message: its `kind`, the number of the microbatch or update that needs it, its source and target stage.
 
-    Both stages belong to one replica. A WORD has ranks instead of stages.
+    Both stages belong to one replica. A CONTINUE has ranks instead of stages.
     """
 
     kind: str
@@ -112,9 +112,9 @@ class Mail:
     ) -> None:
         self._rank, self._device, self._recorder = layout.rank, device, recorder
         ranks = [layout.rank_of(stage) for stage in range(layout.stages)]
-        self._ends = max(layout.stages, layout.devices * layout.replicas)
-        # kind -> the rank of each stage (of each rank for WORD)
-        self._ranks: Dict[str, Sequence[int]] = {**dict.fromkeys(KINDS, ranks), WORD: range(self._ends)}
+        self._tag_base = max(layout.stages, layout.devices * layout.replicas)
+        # kind -> the rank of each stage (of each rank for CONTINUE)
+        self._ranks: Dict[str, Sequence[int]] = {**dict.fromkeys(KINDS, ranks), CONTINUE: range(self._tag_base)}
         self._by_channel = frozenset(KINDS).difference(ON_HOST) if channels is not None else frozenset()
         self._deadline, self._group, self._channels, self._in_flight = deadline, group, channels, in_flight
         self._through_host = device.type != "cpu" and channels is None
@@ -163,9 +163,9 @@ class Mail:
 
     def _post(self, link: Link) -> None:
         queue, kind = self._expected[link], link[2]
-        most = 1 if kind == WEIGHTS else AHEAD
-        limit = UNLIMITED if kind in (RESULT, WORD, TEST, OBSERVED) else self._post_before[kind in BY_UPDATE]
-        while queue and self._posted_count.get(link, 0) < most and queue[0][0].number < limit:
+        max_posted = 1 if kind == WEIGHTS else AHEAD
+        post_before = UNLIMITED if kind in (RESULT, CONTINUE, TEST, OBSERVED) else self._post_before[kind in BY_UPDATE]
+        while queue and self._posted_count.get(link, 0) < max_posted and queue[0][0].number < post_before:
             message, shapes = queue.popleft()
             source = self._ranks[kind][message.source]
             device = "cpu" if self._through_host or kind in ON_HOST else self._device
@@ -232,8 +232,8 @@ class Mail:
                 recorder.count_message(message.source, message.target, kind == SHARED, size)
             start = recorder.add("send", m, start, size=size, peer=target, carries=carries)
         # the oldest send was for an action that later actions of this stage have waited for, so it is complete, or soon will be
-        most = (self._in_flight if kind in BY_MICROBATCH else MOST_SMALL) * len(tensors)
-        while len(sent) > most:
+        max_in_flight = (self._in_flight if kind in BY_MICROBATCH else MOST_SMALL) * len(tensors)
+        while len(sent) > max_in_flight:
             oldest = self._finish_oldest(message.link)
             if oldest.kind in CARRIES:
                 start = recorder.add("wait", oldest.number, start, peer=target, carries=CARRIES[oldest.kind])
@@ -242,10 +242,10 @@ class Mail:
         work, _, message, size, lent = self._sent[link].popleft()
         self._sent_bytes -= size
         if lent:
-            place = message.source, message.number
-            left = self._lent.pop(place) - lent
+            key = message.source, message.number
+            left = self._lent.pop(key) - lent
             if left:
-                self._lent[place] = left
+                self._lent[key] = left
         self._wait(work, [self._ranks[message.kind][message.target]], message.kind in self._by_channel)
         return message
 
@@ -258,7 +258,7 @@ class Mail:
     def buffer_bytes(self, in_flight: Iterable[Tuple[int, int]]) -> int:
         """Return the bytes of posted receives and pending sends, without the bytes that the microbatches `in_flight`, pairs
         (stage, microbatch), keep anyway."""
-        return self._posted_bytes + self._sent_bytes - sum(self._lent.get(place, 0) for place in in_flight)
+        return self._posted_bytes + self._sent_bytes - sum(self._lent.get(key, 0) for key in in_flight)
 
     # ---- waiting
 
@@ -287,9 +287,9 @@ class Mail:
     def _route(self, message: Message, number: int) -> Tuple[Any, int]:
         """Return the group and the tag of a message's tensor `number`, the same on both sides."""
         if message.kind not in self._by_channel:
-            place = message.number * len(KINDS) + KINDS.index(message.kind)
-            place = (place * self._ends + message.source) * self._ends + message.target
-            return self._group, (8 * place + number % 8) % (1 << 30)
+            tag = message.number * len(KINDS) + KINDS.index(message.kind)
+            tag = (tag * self._tag_base + message.source) * self._tag_base + message.target
+            return self._group, (8 * tag + number % 8) % (1 << 30)
         assert self._channels is not None
         return self._channels[message.link], 0
 
