@@ -34,9 +34,9 @@ Pass = Tuple[Kind, int]
 class Plan:
     """The planned passes of P devices and their times in an ideal run.
 
-    By device: `rows`: its passes; `delayed_weight_gradients`: the stages of weight gradients that are still to be done, oldest first; `free_at`:
-    the end of its last pass; `activations`: those that it holds, 1 for a microbatch on one stage; `waited`: its waiting time
-    since its first forward.
+    By device: `rows`: its passes; `delayed_weight_gradients`: the stages of weight gradients that are still to be done, oldest
+    first; `free_at`: the end of its last pass; `activations`: those that it holds, 1 for a microbatch on one stage; `waited`: its
+    waiting time since its first forward.
     """
 
     def __init__(self, order: Order, P: int, M: int, earlier_waits: Sequence[float]) -> None:
@@ -97,7 +97,7 @@ class Plan:
         self.add(W, self.delayed_weight_gradients[device].pop(0))
 
     def add_with_fillers(self, kind: Kind, stage: int, allowed_wait: float) -> None:
-        """Append a pass, and weight gradients before it, in the steps of this module's drawing; it may wait for `allowed_wait`."""
+        """Append a pass, which may wait for `allowed_wait`, and weight gradients before it, in the steps of this module's drawing."""
         device, ready = self.placement[stage], self.find_ready(kind, stage)
         assert ready is not None
         # [1]

@@ -260,9 +260,8 @@ def list_scaling_rows(slots: int, rates: Floats, local_rates: Floats) -> List[Ve
     for P in STAGES:
         M, args = vector_runs.count_microbatches(slots, P), {"replicas": P, "local_steps": 5}
         rows += list_staleness_rows(P, M, rates)
-        rows.append(
-            VectorRow(f"LocalSGD P={P}", "local_sgd", args, P, vector_runs.count_local_sgd_microbatches(slots, P, P, 5), local_rates)
-        )
+        microbatches = vector_runs.count_local_sgd_microbatches(slots, P, P, 5)
+        rows.append(VectorRow(f"LocalSGD P={P}", "local_sgd", args, P, microbatches, local_rates))
     return rows
 
 
