@@ -97,7 +97,7 @@ class Plan:
         self.add(W, self.delayed_weight_gradients[device].pop(0))
 
     def add_with_fillers(self, kind: Kind, stage: int, allowed_wait: float) -> None:
-        """Append a pass, which may wait for `allowed_wait`, and weight gradients before it, in the steps of this module's drawing."""
+        """Append a pass, which may wait for `allowed_wait`, and weight gradients before it, in the steps of the drawing."""
         device, ready = self.placement[stage], self.find_ready(kind, stage)
         assert ready is not None
         # [1]

@@ -30,7 +30,6 @@ from typing import Any, Callable, Deque, Dict, Iterator, List, NamedTuple, Optio
 import torch
 import torch.distributed as dist
 
-from ipu_pipe.backends.processes import cuda
 from ipu_pipe.launcher import Launch
 
 CLOSED = "Connection closed by peer"
@@ -669,7 +668,7 @@ class Network:
         )  # fmt: skip
         launch = functools.partial(Launch, has_agent=self.store.has_agent)
         places: List[Tuple[Any, str, Any]] = [(dist, name, getattr(self, name)) for name in REPLACED]
-        places += [(dist.distributed_c10d, "_get_default_store", lambda: self.store), (cuda, "_has_each_a_gpu", lambda: True)]
+        places += [(dist.distributed_c10d, "_get_default_store", lambda: self.store), (nccl, "_has_each_a_gpu", lambda: True)]
         for name, module in list(sys.modules.items()):
             if name.startswith("ipu_pipe.backends.") and ".ipu" not in name:
                 for attribute, double in (("time", clock), ("answer_within", self.answer_within), ("read_launch", launch)):
