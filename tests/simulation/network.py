@@ -30,6 +30,7 @@ from typing import Any, Callable, Deque, Dict, Iterator, List, NamedTuple, Optio
 import torch
 import torch.distributed as dist
 
+from ipu_pipe.backends.processes import nccl
 from ipu_pipe.launcher import Launch
 
 CLOSED = "Connection closed by peer"
