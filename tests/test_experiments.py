@@ -156,6 +156,10 @@ def test_what_the_paper_expects_gets_a_verdict(file: Path) -> None:
     assert results["verdicts"][2]["difference"] == pytest.approx(0.0) and results["verdicts"][2]["seeds"] == 3
     assert results["agrees"] is False and len(results["differences"]) == 1
     assert "| sync is better than bad | shown |" in outcome.table
+    # or, if that is of a window of the diverging run, with the loss at its very beginning
+    begun = [{**run, "begin": 0.2} if run["diverged"] else run for run in runs]
+    results = experiment.report(compare(grid, begun), file.parent).results
+    assert results["verdicts"][0]["difference"] == pytest.approx(0.31)
     # a seed in which all rows of a claim diverged tells nothing of it
     runs[0]["final"] = None
     results = experiment.report(compare(grid, runs), file.parent).results

@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any, Dict, List
 
 import pytest
+import torch
 
+from ipu_pipe.backends.ipu.feed import convert_input
 from ipu_pipe.config.load import Config, dump_yaml, parse_yaml
 from ipu_pipe.errors import BadInput
 from ipu_pipe.hardware import description, memory, unit_costs
@@ -321,3 +323,8 @@ def test_the_page_shows_the_named_ones_as_their_files_have_them() -> None:
     example = "\n".join(line for line in text if line.startswith("    ") and "extends" not in line)
     assert read_hardware({"name": "page", **parse_yaml(example, "page")}).with_devices(64).devices == 64
     assert [line for line in page if line.startswith("| `")] == [row(name) for name in list_hardware() if name != "this"]
+
+
+@pytest.mark.parametrize("precision", ["16.16", "16.32", "32.32", "float32"])
+def test_plans_count_the_inputs_that_an_ipu_is_given(precision: str) -> None:
+    assert convert_input(torch.zeros(1), precision).element_size() == PRECISIONS[precision].data

@@ -73,6 +73,13 @@ def test_text_draws_the_timeline_and_sums_it_up(run: Run) -> None:
         assert line in done.stdout.splitlines()
 
 
+@pytest.mark.parametrize("method, symbols", [("zb_h1", "IW="), ("dualpipe_v", "IW=@"), ("pipedream", "")])
+def test_the_legend_explains_every_symbol_of_the_drawing(method: str, symbols: str, run: Run) -> None:
+    legend = run(method, "--stages", 4, "--microbatches", 8).stdout.partition("F forward, B backward")[2].partition("*")[0]
+    for symbol, words in (("I", "I input gradient"), ("W", "W weight gradient"), ("=", "= the second"), ("@", "@s of stage")):
+        assert (words in legend) is (symbol in symbols), (symbol, legend)
+
+
 def test_text_of_a_large_schedule_prints_its_beginning_and_says_so(run: Run) -> None:
     done = run("gpipe", "--stages", 200, "--microbatches", 5000, "--accumulate", 50)
     assert "(slots 0 to 119 of 49800, 64 of 200 stages shown)" in done.stdout.splitlines()
