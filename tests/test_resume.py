@@ -282,6 +282,19 @@ def test_resuming_where_there_is_no_run_yet_starts_one(trained: Path, tmp_path: 
     assert_same_weights(tmp_path / "new", trained)
 
 
+def test_a_dry_run_refuses_the_folder_that_the_run_would_refuse(cut: Path, run_tool: Any) -> None:  # noqa: F811
+    dry = [DIGITS, *sets(*keys()), "--dry-run", "--out", str(cut)]
+    before = {path: path.stat().st_mtime_ns for path in cut.rglob("*")}
+    refused: Dict[str, List[str]] = {
+        "--out": [], "--resume-from": ["--resume-from", "5"], "--resume": ["--resume", "--set", "optimizer.lr=0.2"],
+    }  # fmt: skip
+    for option, more in refused.items():
+        code, _, complaint = run_tool(*dry, *more)
+        assert code == 2 and f"{option}: " in complaint and str(cut) in complaint
+    assert run_tool(*dry, "--resume")[0] == run_tool(*dry, "--resume-from", "4")[0] == run_tool(*dry, "--overwrite")[0] == 0
+    assert before == {path: path.stat().st_mtime_ns for path in cut.rglob("*")}
+
+
 def test_resuming_in_a_folder_that_is_no_runs_is_refused(tmp_path: Path) -> None:
     (tmp_path / "trace.json.gz").write_bytes(b"")
     assert refused(tmp_path) == [f"--resume: {tmp_path}: contains no run to resume"]
