@@ -116,7 +116,7 @@ def run_case(case: Case, rank: int, placement: Sequence[int]) -> Dict[str, torch
     cut = cut_model(model, names, data[0][0])
     across = list_crossings(cut)
     make = ADAMW if "adamw" in case[0] else SGD
-    groups = replace_parameters(make_groups(model, part), numbers.trained)
+    groups = replace_parameters(make_groups(model, part), numbers.get_trained)
     optimizer = make([group for s in layout.held for group in select_stage(groups, s)])
     rate = make.keywords["lr"]
     rules = UpdateRules(args, method, table.rule_lag(), accumulate, optimizer, lambda k: rate, switch, numbers.masters)
@@ -127,14 +127,14 @@ def run_case(case: Case, rank: int, placement: Sequence[int]) -> Dict[str, torch
     for s in layout.held:
         double.watch(cut[s], optimizer)
     cpu = torch.device("cpu")
-    work = Work(numbers.loss(nn.functional.cross_entropy), table, rules, clip_of(case))
+    work = Work(numbers.convert_loss(nn.functional.cross_entropy), table, rules, clip_of(case))
     recorder = TraceRecorder(rank, layout.held[0], range(512))
     mail = Mail(layout, cpu, recorder, 300.0, channels=channels)
     models = [StageModel(layout, s, cut[s], across, lambda m: data[m], cpu, keyed, ties=ties[s]) for s in layout.held]
     stages_here = {model.stage: Stage(work, model, mail, recorder) for model in models}
     if schedule.passes == SPLIT_PASSES:
         for s, stage in stages_here.items():
-            assert stage.rehearse_split(data[0]) or model_name in ("checkpointed", "redrawing"), (case, s)
+            assert stage.verify_split(data[0]) or model_name in ("checkpointed", "redrawing"), (case, s)
     engine = Interpreter(work, stages_here, mail, recorder, channels=channels)
     with double:
         losses = []
@@ -145,9 +145,9 @@ def run_case(case: Case, rank: int, placement: Sequence[int]) -> Dict[str, torch
         engine.close()
     state: Dict[str, torch.Tensor] = {}
     for s, stage in stages_here.items():
-        with numbers.whole():
-            state.update(cut[s].state())
-            weights = [model.get_parameter(name) for name in (*part.stages[s].parameters, *part.replicas(s))]
+        with numbers.put_masters_in_place():
+            state.update(cut[s].select_state())
+            weights = [model.get_parameter(name) for name in (*part.stages[s].parameters, *part.list_replicas(s))]
             size = sum(p.numel() * p.element_size() for p in weights)
         if size:  # weight versions besides the newest, at most
             state[f"versions {s}"] = torch.tensor(stage.peak_version_bytes / size)

@@ -19,7 +19,7 @@ from ipu_pipe.model import flops
 from ipu_pipe.model.cutting import cut_model, list_crossings
 from ipu_pipe.model.meta import can_run_on_meta, move_to_meta, to_meta
 from ipu_pipe.model.observation import Observation, count_saved_bytes, observe_costs
-from ipu_pipe.model.restoring import undisturbed
+from ipu_pipe.model.restoring import restore_all
 from ipu_pipe.model.stages import begin_stage, make_footprint, partition
 from ipu_pipe.plan.prediction import Problem, Sums
 from models.resnet import resnet18
@@ -77,7 +77,7 @@ NAMED = pytest.mark.parametrize("make, x", [row[1:] for row in MODELS], ids=[row
 
 
 def real(model: nn.Module, x: torch.Tensor) -> Observation:
-    with undisturbed(model):
+    with restore_all(model):
         return observe_costs(model, x, lambda: model(x))
 
 
@@ -147,7 +147,7 @@ def test_what_is_kept_is_what_autograd_saves(make: Any, x: torch.Tensor) -> None
             saved[place.data_ptr()] = (place.nbytes(), tensor)
         return tensor
 
-    with undisturbed(model), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with restore_all(model), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         output = model(x)
     assert count_saved_bytes(real(model, x).calls) == sum(size for size, _ in saved.values()) > 0
     del output

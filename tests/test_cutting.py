@@ -13,9 +13,9 @@ from ipu_pipe.model.batch import check_same_shapes
 from ipu_pipe.model.cutting import cut_model, list_crossings
 from ipu_pipe.model.observation import observe_effects
 from ipu_pipe.model.randomness import KeyedRandomness
-from ipu_pipe.model.rehearsal import rehearse
-from ipu_pipe.model.restoring import buffers_restored, modes_restored
+from ipu_pipe.model.restoring import restore_buffers, restore_modes
 from ipu_pipe.model.stages import partition
+from ipu_pipe.model.verification import verify_pieces
 from tests.support.models import Composed
 
 
@@ -104,16 +104,16 @@ def check(model: nn.Module, begins: List[str], x: torch.Tensor) -> None:
     """Outputs, gradients and buffers of pieces one after another, and of the whole; for another batch size in evaluation, too."""
     attributes = [set(vars(module)) for module in model.modules()]
     cut = cut_model(model, begins, x)
-    rehearse(model, cut, x)
+    verify_pieces(model, cut, x)
     assert [set(vars(module)) for module in model.modules()] == attributes
     stages = partition(model, x, begins).stages
-    assert [sorted(piece.weights()) for piece in cut] == [sorted(stage.parameters) for stage in stages]
-    assert sorted(name for piece in cut for name in piece.state()) == sorted(model.state_dict())
+    assert [sorted(piece.list_weights()) for piece in cut] == [sorted(stage.parameters) for stage in stages]
+    assert sorted(name for piece in cut for name in piece.select_state()) == sorted(model.state_dict())
     keyed = KeyedRandomness(model, observe_effects(model, x).draws, 0, x.device)
     results = []
     for chained in (False, True):
         model.zero_grad()
-        with buffers_restored(model):
+        with restore_buffers(model):
             value: Any = x.clone()
             with keyed.forward(0):
                 for piece in cut if chained else [model.train()]:
@@ -125,7 +125,7 @@ def check(model: nn.Module, begins: List[str], x: torch.Tensor) -> None:
     keyed.remove()
     assert len(results[0]) == len(results[1])
     assert all(a is b or torch.equal(a, b) for a, b in zip(*results))
-    with modes_restored(*cut), torch.no_grad():
+    with restore_modes(*cut), torch.no_grad():
         model.eval()
         for piece in cut:
             piece.eval()
@@ -162,9 +162,9 @@ def test_memory_layouts_cross() -> None:
     cut = cut_model(model, ["1"], x.contiguous(memory_format=torch.channels_last))
     (crossing,) = list_crossings(cut)
     value = cut[0](x.contiguous(memory_format=torch.channels_last))
-    (message,) = crossing.flatten(value)
-    assert message.is_contiguous() and message.shape == crossing.tensors[0].sent == (3, 16, 16, 4)
-    again = crossing.unflatten([message.clone()])
+    (message,) = crossing.to_messages(value)
+    assert message.is_contiguous() and message.shape == crossing.tensors[0].message_shape == (3, 16, 16, 4)
+    again = crossing.from_messages([message.clone()])
     assert again.stride() == value.stride() != message.stride() and torch.equal(again, value)
 
 
@@ -280,7 +280,7 @@ def overwrites_a_view(self: Any, x: torch.Tensor) -> torch.Tensor:
 def test_what_cannot_be_cut_is_refused_with_place_and_remedy(act: Any, told: str) -> None:
     model, x = Does(act), torch.randn(2, 4)
     with pytest.raises(BadInput, match=told) as refused:
-        rehearse(model, cut_model(model, ["inner.b"], x), x)
+        verify_pieces(model, cut_model(model, ["inner.b"], x), x)
     assert len(refused.value.faults) == 1
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules()) and not torch.jit.is_tracing()
     assert model.inner.kept is None

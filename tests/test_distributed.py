@@ -116,17 +116,17 @@ def emulated(case: Case, ranks: int) -> Dict[str, torch.Tensor]:
     schedule = make_schedule(method, ranks, len(data), accumulate, worker.drains_of(case), switch * accumulate)
     table = VersionTable(schedule, method)
     make = ADAMW if "adamw" in name else SGD
-    optimizer = make(replace_parameters(make_groups(model, part), numbers.trained))
+    optimizer = make(replace_parameters(make_groups(model, part), numbers.get_trained))
     rate = make.keywords["lr"]
     rules = UpdateRules(args, method, table.rule_lag(), accumulate, optimizer, lambda k: rate, switch, numbers.masters)
-    work = Work(numbers.loss(torch.nn.functional.cross_entropy), table, rules, worker.clip_of(case))
+    work = Work(numbers.convert_loss(torch.nn.functional.cross_entropy), table, rules, worker.clip_of(case))
     emulator = Emulator(work, model, part, data[0])
     losses = [emulator.step(data[k * accumulate : (k + 1) * accumulate]).loss for k in range(worker.updates_of(case))]
     emulator.close()
     copies = count_weight_copies(table)
-    weighted = [stage.index for stage in part.stages if stage.parameters or part.replicas(stage.index)]
+    weighted = [stage.index for stage in part.stages if stage.parameters or part.list_replicas(stage.index)]
     versions = {f"versions {s}": torch.tensor(copies[s] - 1.0) for s in weighted}
-    with numbers.whole():
+    with numbers.put_masters_in_place():
         state = model.state_dict()
     return {**state, "losses": torch.tensor(losses), **versions}
 

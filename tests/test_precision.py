@@ -71,10 +71,10 @@ def emulated(
     part = partition(model, inputs[0][0])
     schedule = make_schedule(method, len(part), len(data), accumulate)
     table = VersionTable(schedule, method)
-    optimizer = make(replace_parameters(make_groups(model, part), numbers.trained))
+    optimizer = make(replace_parameters(make_groups(model, part), numbers.get_trained))
     rate = make.keywords["lr"]
     rules = UpdateRules(args, method, table.rule_lag(), accumulate, optimizer, lambda k: rate, masters=numbers.masters)
-    emulator = Emulator(Work(numbers.loss(cross_entropy), table, rules), model, part, inputs[0])
+    emulator = Emulator(Work(numbers.convert_loss(cross_entropy), table, rules), model, part, inputs[0])
     for start in range(0, len(data), accumulate):
         emulator.step(inputs[start : start + accumulate])
     emulator.close()
@@ -135,7 +135,7 @@ def test_the_emulator_equals_the_literal_replay(name: str, args: Any, make: Any,
     parameters = {f"{s}.{n}": p for s, stage in enumerate(done) for n, p in stage.parameters.items()}
     same = torch.equal if args is not PB else functools.partial(torch.allclose, rtol=0, atol=1e-2)
     for key, weight in unsplit.named_parameters():
-        master = numbers.trained(weight)
+        master = numbers.get_trained(weight)
         assert master.dtype == torch.float32 and same(master, parameters[key]), key
         assert torch.equal(weight, master.to(weight.dtype)), key
         is_norm = isinstance(unsplit.get_submodule(key.rpartition(".")[0]), nn.BatchNorm2d)

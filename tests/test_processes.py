@@ -23,7 +23,7 @@ from ipu_pipe.backends.processes.mail import Mail, Message
 from ipu_pipe.backends.processes.trace import TraceRecorder
 from ipu_pipe.backends.processes.update import ReplicaGroup, average_over_replicas
 from ipu_pipe.config.load import load_config
-from ipu_pipe.model.cutting import Shape
+from ipu_pipe.model.cutting import TensorSpec
 from ipu_pipe.run.checkpoint import FILES
 from ipu_pipe.run.folder import lock_folder
 from ipu_pipe.run.train import train
@@ -381,7 +381,7 @@ def _send_many(rank: int, folder: Path) -> None:
         assert mail.buffer_bytes([]) < 50 * 3 * 4  # of 200 messages
         mail.flush()
     else:
-        shapes = (Shape((3,), torch.float32, True),)
+        shapes = (TensorSpec((3,), torch.float32, True),)
         mail.expect([(Message("F", m, 0, 1), shapes) for m in range(count)])
         assert all(float(mail.receive(Message("F", m, 0, 1))[0][0]) == m for m in range(count))
 

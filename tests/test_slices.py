@@ -11,7 +11,7 @@ from torch import nn
 from ipu_pipe.errors import BadInput
 from ipu_pipe.model.cutting import cut_model, list_crossings
 from ipu_pipe.model.observation import observe_execution
-from ipu_pipe.model.stages import Partition, begin_stage, find_top_places, group_stages, partition
+from ipu_pipe.model.stages import Partition, begin_stage, find_top_cut_points, group_stages, partition
 from models.resnet import preact_resnet20, resnet18
 from tests.staged_models import Skipping, residual, whole
 
@@ -41,11 +41,11 @@ def test_values_that_skip_pieces_are_handed_on() -> None:
         value = piece(value)
     result = torch.autograd.grad(value.square().sum(), list(model.parameters()))
     assert all(torch.equal(a, b) for a, b in zip(expected, result))
-    assert sorted(name for piece in cut for name in piece.state()) == sorted(model.state_dict())
-    assert sum(t.numel() for piece in cut for t in piece.tensors()) == sum(
+    assert sorted(name for piece in cut for name in piece.select_state()) == sorted(model.state_dict())
+    assert sum(t.numel() for piece in cut for t in piece.list_tensors()) == sum(
         t.numel() for t in model.state_dict().values()
     )
-    assert "scale" in cut[0].state() and [piece.weights_handed_on() for piece in cut] == [["scale"], [], [], []]
+    assert "scale" in cut[0].select_state() and [piece.list_passed_weights() for piece in cut] == [["scale"], [], [], []]
 
 
 class GivesSizes(nn.Sequential):
@@ -67,7 +67,7 @@ def test_sizes_do_not_cross() -> None:
 def test_few_devices_cut_between_blocks_many_inside_them() -> None:
     model, x = preact_resnet20(), torch.randn(2, 3, 16, 16)
     part = partition(model, x)
-    tops = find_top_places(observe_execution(model, x), part.begin_names())
+    tops = find_top_cut_points(observe_execution(model, x), part.begin_names())
     starts = list(tops.values())
     assert len(part) == 34
     assert starts == [f"layer{i}.{j}" for i in (1, 2, 3) for j in range(3)] + ["norm", "avgpool", "fc", "loss"]
@@ -100,7 +100,7 @@ def test_what_crosses_is_known_with_its_nesting() -> None:
     across = list_crossings(cut)
     assert [[t.shape for t in c.tensors] for c in across] == [[(3, 4, 2, 2)], [(3, 4, 2, 2)] * 2, [(3, 4, 2, 2)] * 2]
     pair = (torch.ones(3, 4, 2, 2), torch.zeros(3, 4, 2, 2))
-    again = across[1].unflatten(across[1].flatten(pair))
+    again = across[1].from_messages(across[1].to_messages(pair))
     assert isinstance(again, tuple) and torch.equal(again[1], pair[1])
     assert across[0].tensors[0].bytes == 3 * 4 * 4 * 4 and across[0].tensors[0].differentiable
     assert all(module.training for module in model.modules())

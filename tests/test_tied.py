@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ipu_pipe.model.cutting import cut_model
-from ipu_pipe.model.rehearsal import rehearse
 from ipu_pipe.model.stages import begin_stage, partition
+from ipu_pipe.model.verification import verify_pieces
 from ipu_pipe.schedule.methods import METHODS, resolve_method
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
@@ -84,20 +84,20 @@ def test_the_first_stage_that_uses_a_weight_holds_it_whatever_its_name() -> None
     assert {name: [tuple(use) for use in uses] for name, uses in part.shared.items()} == {
         "head.weight": [(0, "embedding.weight", False), (2, "head.weight", False)]
     }
-    assert [part.replicas(s) for s in range(3)] == [[], [], ["head.weight"]]
+    assert [part.list_replicas(s) for s in range(3)] == [[], [], ["head.weight"]]
 
 
 def test_a_module_that_runs_on_two_stages_uses_its_weights_on_both() -> None:
     part = partition(twice(), torch.randn(2, 12), one_stage=None)
     names = [["0.weight", "0.bias"], ["1.weight", "1.bias"], [], ["4.weight", "4.bias"]]
     assert [list(stage.parameters) for stage in part.stages] == names
-    assert part.replicas(2) == ["1.weight", "1.bias"]
+    assert part.list_replicas(2) == ["1.weight", "1.bias"]
 
 
 def test_a_count_divides_a_shared_weight_where_it_may() -> None:
     model, x = whole(TIED["tied"]()), torch.randn(3, 12)
     apart = partition(model, x, 3, one_stage=None)
-    assert len(apart) == 3 and apart.replicas(2) == ["1.0.weight"]
+    assert len(apart) == 3 and apart.list_replicas(2) == ["1.0.weight"]
     assert not partition(model, x, 3).shared
 
 
@@ -158,4 +158,4 @@ def test_methods_that_flush_are_plain_training(method: str, model: str, dtype: t
 def test_the_pieces_self_check_adds_gradients_as_autograd_does() -> None:
     """Two uses in one piece and a third behind it: the sum of the two is no part of the whole model's."""
     model, x = whole(fresh("thrice", torch.float32)), batches(1, 16, torch.float32)[0][0]
-    rehearse(model, cut_model(model, ["4"], x), x)
+    verify_pieces(model, cut_model(model, ["4"], x), x)

@@ -117,7 +117,7 @@ class LoaderData:
         rank draw the same."""
         seed = derive_seed(self._seed, "loader", number)
         self._pass, self._taken = number, 0
-        self._drawn = RandomStates.seeded(seed)
+        self._drawn = RandomStates.from_seed(seed)
         self._own_states = list(self._first_states)
         if number:
             own_seeds = [derive_seed(seed, state.numpy().tobytes().hex()) for state in self._first_states]

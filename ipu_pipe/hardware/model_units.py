@@ -31,9 +31,9 @@ from ipu_pipe.model.observation import (
     observe_costs,
     observe_execution,
 )
-from ipu_pipe.model.precision import get_given_loss, uncast_temporarily
-from ipu_pipe.model.restoring import undisturbed
-from ipu_pipe.model.stages import list_top_places
+from ipu_pipe.model.precision import get_uncast_loss, restore_forward
+from ipu_pipe.model.restoring import restore_all
+from ipu_pipe.model.stages import list_top_cut_points
 from ipu_pipe.model.timing import time_passes
 
 # samples of a real forward; a batch norm refuses one sample
@@ -58,8 +58,8 @@ def count_units(
     try:
         order = observe_execution(model, x)
         # sizes are scaled by the precision later
-        with uncast_temporarily(model):
-            seen, samples = _observe(model, x, get_given_loss(loss), y)
+        with restore_forward(model):
+            seen, samples = _observe(model, x, get_uncast_loss(loss), y)
     except BadInput:
         raise
     # the user's model may raise anything
@@ -70,7 +70,7 @@ def count_units(
         if samples == count_samples(x) and can_run_on_meta(model, x)
         else f"in a forward and backward of {samples} samples"
     )
-    places = list_top_places(model, order)
+    places = list_top_cut_points(model, order)
     first = places[0] or next(call.name for call in seen.calls if call.works)
     wanted = {*places[1:], *begins} - {first}
     starts = [0, *[i for i, call in enumerate(seen.calls) if call.name in wanted]]
@@ -120,7 +120,7 @@ def _observe(model: nn.Module, x: Any, loss: Optional[Loss], y: Any) -> Tuple[Ob
             if get_first_tensor(x).is_meta:
                 raise
     some = clone_tensors(take_samples(x, FEW))
-    with undisturbed(model):
+    with restore_all(model):
         return observe_costs(model, some, lambda: run_pass(some, take_samples(y, FEW))), count_samples(some)
 
 

@@ -126,7 +126,7 @@ class UpdateBatches:
     def _read(self, epoch: int, update: int) -> None:
         """Read the batches of an update. Start a new pass of the loader unless the update is the next one of this pass."""
         if epoch != self._epoch or update != self._update + 1:
-            RandomStates.seeded(derive_seed(self._trainer.args.seed, "loader", epoch)).write()
+            RandomStates.from_seed(derive_seed(self._trainer.args.seed, "loader", epoch)).write()
             if hasattr(self._loader, "set_epoch"):
                 self._loader.set_epoch(epoch)
             # A resumed run reads and skips the finished batches, so that collators make the same draws.

@@ -19,8 +19,8 @@ from ipu_pipe.model.loss import (
     is_cross_entropy,
     take_scores,
 )
-from ipu_pipe.model.precision import get_given_loss
-from ipu_pipe.model.restoring import modes_restored
+from ipu_pipe.model.precision import get_uncast_loss
+from ipu_pipe.model.restoring import restore_modes
 
 # samples of one forward; the size does not matter for BatchNorm, which uses running statistics here
 TEST_BATCH = 128
@@ -82,7 +82,7 @@ class Tally:
 
     def __init__(self, loss: Loss, metrics: Sequence[Metric] = DEFAULT) -> None:
         self._loss = get_block_loss(loss)
-        self._counts_labels = is_cross_entropy(get_given_loss(get_plain_loss(self._loss)))
+        self._counts_labels = is_cross_entropy(get_uncast_loss(get_plain_loss(self._loss)))
         self._losses = Counting(self._sum_loss, 2)
         self._counting = [metric.begin() for metric in metrics]
 
@@ -129,7 +129,7 @@ def evaluate(setup: Setup, split: str = "test") -> List[EvaluationResult]:
     """
     model, blocks = setup.model, get_blocks(setup.model)
     tallies: List[Tally] = []
-    with torch.no_grad(), modes_restored(model):
+    with torch.no_grad(), restore_modes(model):
         model.eval()
         for x, y in load_test_batches(setup, split):
             outputs = blocks.outputs(x) if blocks is not None else [call_model(model, x)]

@@ -115,7 +115,7 @@ class Setup:
 
     def get_trained(self) -> Dict[str, nn.Parameter]:
         """Return the tensors that an optimizer updates, the weights or their masters, by the names of the weights."""
-        return {name: self.numbers.trained(p) for name, p in self.model.named_parameters()}
+        return {name: self.numbers.get_trained(p) for name, p in self.model.named_parameters()}
 
 
 @dataclass
@@ -166,7 +166,7 @@ class Job(Setup):
     def list_trained(self, stage: int) -> Dict[str, nn.Parameter]:
         """Return the tensors of a stage that an optimizer updates, by the names of the weights."""
         weights = {name: self.model.get_parameter(name) for name in self.part.stages[stage].parameters}
-        return {name: self.numbers.trained(p) for name, p in weights.items() if p.requires_grad}
+        return {name: self.numbers.get_trained(p) for name, p in weights.items() if p.requires_grad}
 
     @property
     def effects(self) -> ForwardEffects:
@@ -189,7 +189,7 @@ class Job(Setup):
         numbers, sizes = self.numbers, []
         for stage in self.part.stages:
             weights = [self.model.get_parameter(name) for name in stage.parameters]
-            masters = [numbers.trained(p) for p in weights if numbers.trained(p) is not p]
+            masters = [numbers.get_trained(p) for p in weights if numbers.get_trained(p) is not p]
             sizes.append(sum(p.numel() * p.element_size() for p in masters))
         return sizes
 

@@ -31,9 +31,9 @@ from ipu_pipe.model.loss import BlockOutputs, Loss, Take, describe_output
 from ipu_pipe.model.observation import Observation, observe_effects, observe_training
 from ipu_pipe.model.precision import cast_forward, is_cast
 from ipu_pipe.model.randomness import derive_seed, draw_from
-from ipu_pipe.model.rehearsal import rehearse
-from ipu_pipe.model.restoring import buffers_restored, undisturbed
+from ipu_pipe.model.restoring import restore_all, restore_buffers
 from ipu_pipe.model.stages import Footprint, Partition, make_footprint
+from ipu_pipe.model.verification import verify_pieces
 
 # the name of the auxiliary heads in a model
 HEADS = "local_heads"
@@ -60,7 +60,7 @@ class Blocks:
         self.model = model
         self.pieces = cut_model(model, begins, x)
         self.crossings = self.pieces[0].cut.crossings
-        rehearse(model, self.pieces, x)
+        verify_pieces(model, self.pieces, x)
         with torch.no_grad():
             # copies of the model need this recording too
             self.pieces[0].cut.prepare(x, training=False)
@@ -116,7 +116,7 @@ class Blocks:
         """Return the model's output, and the value at each boundary, in evaluation."""
         values: List[Any] = [x]
         model = self.model
-        with torch.no_grad(), undisturbed(model):
+        with torch.no_grad(), restore_all(model):
             model.eval()
             for piece in self.pieces:
                 values.append(piece(values[-1]))
@@ -258,7 +258,7 @@ class Duplicates:
         """Run the duplicate of piece `again` in block `index`, from the random state `drawn` from which the piece itself drew."""
         piece = self._pieces[again]
         # only the layer's own block updates its running statistics
-        with buffers_restored(piece), draw_from(drawn):
+        with restore_buffers(piece), draw_from(drawn):
             return torch.func.functional_call(piece, self._tensors[index][again], (value,))
 
     def average(self) -> None:

@@ -52,17 +52,8 @@ def list_tensors(nest: Any) -> List[torch.Tensor]:
     """Return the tensors of a nest, in order."""
     if isinstance(nest, torch.Tensor):
         return [nest]
-    parts = nest.values() if isinstance(nest, Mapping) else nest if isinstance(nest, (tuple, list)) else ()
+    parts = nest if isinstance(nest, (tuple, list)) else nest.values() if isinstance(nest, Mapping) else ()
     return [tensor for part in parts for tensor in list_tensors(part)]
-
-
-def iterate_tensors(values: Any) -> Iterator[torch.Tensor]:
-    """Iterate over the tensors among an operation's arguments or results, including tensors in lists."""
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from iterate_tensors(value)
 
 
 def list_leaves(value: Any) -> Sequence[Any]:

@@ -1,6 +1,6 @@
 """Cut a model into pieces that run one after another, for stages on separate devices and for blocks with losses of their own.
 
-A stage may begin wherever a named module first runs, also inside other modules. One recorded forward (ipu_pipe.model.tracing)
+A stage may begin wherever a named module first runs, also inside other modules. One recorded forward (ipu_pipe.model.recording)
 tells which operations belong to which stage:
 
     encoder.layers.0  encoder.layers.1 | encoder.layers.2.mlp  add  encoder.layers.3 | encoder.ln  heads
@@ -28,8 +28,7 @@ from ipu_pipe.errors import BadInput
 from ipu_pipe.model.batch import flatten_tensors, list_leaves, sort_keys, walk_leaves
 from ipu_pipe.model.observation import find_running_ancestor
 from ipu_pipe.model.precision import enter_model_autocast, is_cast
-from ipu_pipe.model.restoring import undisturbed
-from ipu_pipe.model.tracing import (
+from ipu_pipe.model.recording import (
     AutogradState,
     Key,
     ReadsValues,
@@ -40,6 +39,7 @@ from ipu_pipe.model.tracing import (
     Weight,
     record_forward,
 )
+from ipu_pipe.model.restoring import restore_all
 
 
 def get_memory_order(tensor: torch.Tensor) -> Tuple[int, ...]:
@@ -55,7 +55,7 @@ def invert_order(order: Sequence[int]) -> List[int]:
 
 
 @dataclass(frozen=True)
-class Shape:
+class TensorSpec:
     """The form of a tensor that crosses a cut.
 
     `differentiable`: a gradient comes back for it. `order`: the order of its dimensions in memory, on which the choice of kernels
@@ -70,18 +70,18 @@ class Shape:
     gradient_order: Tuple[int, ...] = ()
 
     @property
-    def gradient(self) -> Shape:
+    def gradient(self) -> TensorSpec:
         """The form of the message with the gradient."""
-        return Shape(self.sent, self.dtype, False, self.gradient_order)
+        return TensorSpec(self.message_shape, self.dtype, False, self.gradient_order)
 
-    def with_gradient_in(self, order: Sequence[int]) -> Shape:
+    def with_gradient_in(self, order: Sequence[int]) -> TensorSpec:
         """Return the form with another order of the gradient's dimensions in memory; () means contiguous."""
         places = invert_order(self.order or range(len(self.shape)))
         gradient = tuple(places[d] for d in order or range(len(self.shape)))
         return replace(self, gradient_order=() if gradient == tuple(range(len(gradient))) else gradient)
 
     @cached_property
-    def sent(self) -> Tuple[int, ...]:
+    def message_shape(self) -> Tuple[int, ...]:
         """The shape of the message."""
         return tuple(self.shape[d] for d in self.order) if self.order else self.shape
 
@@ -95,9 +95,9 @@ class Shape:
 class Crossing:
     """The value that one piece passes to the next: a tensor, or a tuple of tensors."""
 
-    tensors: Tuple[Shape, ...]
+    tensors: Tuple[TensorSpec, ...]
 
-    def flatten(self, value: Any) -> List[torch.Tensor]:
+    def to_messages(self, value: Any) -> List[torch.Tensor]:
         """Turn a crossing value into messages. Raise `BadInput` if a tensor's shape is not the recorded one."""
         values = value if isinstance(value, tuple) else (value,)
         for t, shape in zip(values, self.tensors):
@@ -108,14 +108,14 @@ class Crossing:
                 )
         return [t.permute(shape.order) if shape.order else t for t, shape in zip(values, self.tensors)]
 
-    def unflatten(self, tensors: Sequence[torch.Tensor]) -> Any:
+    def from_messages(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Return the value whose messages are `tensors`."""
         values = tuple(
             t.permute(invert_order(shape.order)) if shape.order else t for t, shape in zip(tensors, self.tensors)
         )
         return values[0] if len(values) == 1 else values
 
-    def enter(self, messages: Sequence[torch.Tensor]) -> List[torch.Tensor]:
+    def require_gradients(self, messages: Sequence[torch.Tensor]) -> List[torch.Tensor]:
         """Make the differentiable messages leaves that receive gradients in a backward.
 
         A leaf's `grad` takes the leaf's memory layout. If the gradient has another layout, a hook stores it unchanged, because
@@ -130,8 +130,8 @@ class Crossing:
                     t.raw_gradient = raw  # type: ignore[attr-defined]
         return list(messages)
 
-    def leave(self, messages: Sequence[torch.Tensor]) -> List[torch.Tensor]:
-        """Return the gradients that a backward left on the messages of `enter`, as messages."""
+    def collect_gradients(self, messages: Sequence[torch.Tensor]) -> List[torch.Tensor]:
+        """Return the gradients that a backward left on the messages of `require_gradients`, as messages."""
         gradients = []
         for t, shape in zip(messages, self.tensors):
             if shape.differentiable:
@@ -140,7 +140,7 @@ class Crossing:
                 gradients.append(gradient.permute(shape.gradient_order) if shape.gradient_order else gradient)
         return gradients
 
-    def gradients(self, messages: Sequence[torch.Tensor]) -> List[torch.Tensor]:
+    def unpack_gradients(self, messages: Sequence[torch.Tensor]) -> List[torch.Tensor]:
         """Return the gradients whose messages are `messages`, one for each differentiable tensor."""
         orders = [shape.gradient_order for shape in self.tensors if shape.differentiable]
         return [g.permute(invert_order(order)) if order else g for g, order in zip(messages, orders)]
@@ -224,8 +224,8 @@ def split_recording(seen: Recording, count: int, homes: Mapping[str, int]) -> St
     return StagedRecording(parts, shapes, seen.reached, written, seen.runs)
 
 
-def _describe(tensor: torch.Tensor) -> Shape:
-    return Shape(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, get_memory_order(tensor))
+def _describe(tensor: torch.Tensor) -> TensorSpec:
+    return TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, get_memory_order(tensor))
 
 
 def _join(keys: Sequence[Key]) -> Template:
@@ -366,17 +366,17 @@ def _as_recorded(state: AutogradState) -> ContextManager[Any]:
 def _record(model: nn.Module, begins: Sequence[str], x: Any, training: bool, homes: Dict[str, int]) -> StagedRecording:
     """Record one more forward of `x` in stages; the model is left as it was."""
 
-    def record(traced: bool) -> StagedRecording:
+    def record(pretends_tracing: bool) -> StagedRecording:
         batch = tree_map(lambda t: t.detach().clone() if isinstance(t, torch.Tensor) else t, sort_keys(x))
-        with undisturbed(model), torch.set_grad_enabled(training or torch.is_grad_enabled()):
+        with restore_all(model), torch.set_grad_enabled(training or torch.is_grad_enabled()):
             model.train(training)
-            return split_recording(record_forward(model, begins, batch, traced), len(begins) + 1, homes)
+            return split_recording(record_forward(model, begins, batch, pretends_tracing), len(begins) + 1, homes)
 
     try:
-        return record(traced=False)
+        return record(pretends_tracing=False)
     # models that branch on values may skip these branches while they are traced
     except ReadsValues:
-        return record(traced=True)
+        return record(pretends_tracing=True)
 
 
 class _Owned(nn.Module):
@@ -412,7 +412,7 @@ class Cut:
             if id(module) not in inside and (module._parameters or module._buffers):
                 self.owners[self._homes[find_running_ancestor(name, self._homes)]].append(name)
 
-    def on(self, model: nn.Module) -> Cut:
+    def copy_to(self, model: nn.Module) -> Cut:
         """Return the same cut of a copy of the model; the copy may lack modules of other stages."""
         other = copy.copy(self)
         other.model, other._programs = model, {}
@@ -440,7 +440,7 @@ class Cut:
         """
         return self._find_recording(x, training).crossings
 
-    def program(self, stage: int, value: Any, training: bool) -> Program:
+    def find_program(self, stage: int, value: Any, training: bool) -> Program:
         """Return the program of a stage for the input `value`."""
         # a copy gets microbatches of one size only
         if torch.jit.is_tracing() or self.model is not self._recorded_model:
@@ -521,9 +521,9 @@ class Piece(nn.Module):
             if earlier < stage:
                 self.calls_before[name] = self.calls_before.get(name, 0) + count
 
-    def on(self, model: nn.Module) -> Piece:
+    def copy_to(self, model: nn.Module) -> Piece:
         """Return the same piece of a copy of the model; the copy may lack modules of other stages."""
-        other = Piece(self.cut.on(model), self.stage)
+        other = Piece(self.cut.copy_to(model), self.stage)
         other.copies_input = self.copies_input
         return other
 
@@ -532,29 +532,29 @@ class Piece(nn.Module):
         if self.copies_input:
             value = tree_map(lambda t: t.clone() if isinstance(t, torch.Tensor) else t, value)
         value = value if self.stage or isinstance(value, torch.Tensor) else sort_keys(value)
-        program = self.cut.program(self.stage, value, self.training)
+        program = self.cut.find_program(self.stage, value, self.training)
         if not program.is_cast:
             return program.run(value)
         # one autocast region, as for the whole model, so that a weight is cast once
         with enter_model_autocast(self.cut.model):
             return program.run(value)
 
-    def state(self) -> Dict[str, torch.Tensor]:
+    def select_state(self) -> Dict[str, torch.Tensor]:
         """Return the piece's part of the model's state dict."""
-        ids = {id(t) for t in self.tensors()}
+        ids = {id(t) for t in self.list_tensors()}
         return {name: t.detach() for name, t in self.cut.model.state_dict(keep_vars=True).items() if id(t) in ids}
 
-    def weights(self) -> List[str]:
+    def list_weights(self) -> List[str]:
         """Return the names of the piece's trained parameters, each by its first name in the model."""
         ids = {id(p) for p in self.parameters() if p.requires_grad}
         return [name for name, p in self.cut.model.named_parameters() if id(p) in ids]
 
-    def weights_handed_on(self) -> List[str]:
+    def list_passed_weights(self) -> List[str]:
         """Return the weights of the piece that it passes to a later piece with the activations."""
         handed = {key.name for key in self.cut.first.parts[self.stage].leaves.keys if isinstance(key, Weight)}
-        return [name for name in self.weights() if name in handed]
+        return [name for name in self.list_weights() if name in handed]
 
-    def tensors(self) -> List[torch.Tensor]:
+    def list_tensors(self) -> List[torch.Tensor]:
         """Return the parameters and buffers of the piece."""
         return [*self.parameters(), *self.buffers()]
 

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from ipu_pipe.model.batch import iterate_tensors, list_tensors
-from ipu_pipe.model.restoring import attributes_restored
+from ipu_pipe.model.batch import list_tensors
+from ipu_pipe.model.restoring import restore_attributes
 from ipu_pipe.model.watching import FunctionWatch, OperationWatch
 
 
@@ -67,7 +67,7 @@ def move_to_meta(model: nn.Module) -> Iterator[None]:
             twins[id(tensor)] = nn.Parameter(shape, tensor.requires_grad) if is_weight else shape
         return twins[id(tensor)]
 
-    with attributes_restored(model):
+    with restore_attributes(model):
         for module in model.modules():
             tables: Tuple[Dict[str, Any], ...] = (module._parameters, module._buffers)
             for table in tables:
@@ -78,7 +78,7 @@ def move_to_meta(model: nn.Module) -> Iterator[None]:
 
 def _run_on_meta(func: Any, args: Any, kwargs: Any) -> Any:
     """Run an operation; if only some of its arguments are meta tensors, move the others to the meta device first."""
-    if len({tensor.is_meta for tensor in iterate_tensors((*args, *kwargs.values()))}) > 1:
+    if len({tensor.is_meta for tensor in list_tensors((*args, *kwargs.values()))}) > 1:
         args, kwargs = to_meta((args, kwargs))
     return func(*args, **kwargs)
 

@@ -24,11 +24,11 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
-from ipu_pipe.model.batch import call_model, clone_tensors, get_first_tensor, iterate_tensors, list_tensors
+from ipu_pipe.model.batch import call_model, clone_tensors, get_first_tensor, list_tensors
 from ipu_pipe.model.flops import BACKWARD, FlopCounterMode, count_by_formula, get_formulas, separate_attention
 from ipu_pipe.model.meta import move_to_meta
 from ipu_pipe.model.randomness import list_generators
-from ipu_pipe.model.restoring import undisturbed
+from ipu_pipe.model.restoring import restore_all
 from ipu_pipe.model.watching import OperationWatch
 
 
@@ -131,7 +131,7 @@ def observe_training(model: nn.Module, x: Any, y: Any, run: Callable[[Any, Any],
         with move_to_meta(model):
             return observe_costs(model, x, lambda: run(x, y))
     a = clone_tensors(x)
-    with undisturbed(model), _watch_effects(model, get_first_tensor(x).device) as read_effects:
+    with restore_all(model), _watch_effects(model, get_first_tensor(x).device) as read_effects:
         seen = observe_costs(model, a, lambda: run(a, y))
         seen.effects = read_effects()
     return seen
@@ -139,7 +139,7 @@ def observe_training(model: nn.Module, x: Any, y: Any, run: Callable[[Any, Any],
 
 def observe_effects(model: nn.Module, x: Any) -> ForwardEffects:
     """Run one training forward of `x` and return its effects; the model is left as it was."""
-    with undisturbed(model), _watch_effects(model, get_first_tensor(x).device) as read_effects:
+    with restore_all(model), _watch_effects(model, get_first_tensor(x).device) as read_effects:
         model.train()
         call_model(model, clone_tensors(x))
         return read_effects()
@@ -258,7 +258,7 @@ def _moved(operation: Any, arguments: Any, result: Any) -> float:
     looks = any(r.alias_info is not None and not r.alias_info.is_write for r in operation._schema.returns)
     if looks or operation.overloadpacket.__name__ in TAKES_MEMORY:
         return 0.0
-    return float(sum(min(_bytes(t), t.numel() * t.element_size()) for t in iterate_tensors((*arguments, result))))
+    return float(sum(min(_bytes(t), t.numel() * t.element_size()) for t in list_tensors((*arguments, result))))
 
 
 class _Counter:
@@ -314,7 +314,7 @@ class _Counter:
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
-        inputs = list(iterate_tensors((*args, *kwargs.values())))
+        inputs = list_tensors((*args, *kwargs.values()))
         if self.is_forward:
             self._read(inputs)
         result = func(*args, **kwargs)
@@ -356,7 +356,7 @@ class _Counter:
         takes_size = "like" in name or "new_" in name
         of_input = is_recurrent or (not takes_size and not places.isdisjoint(self._given))
         sources = frozenset().union(*(self._sources.get(place, ()) for place in places))
-        for tensor in iterate_tensors((result,)):
+        for tensor in list_tensors(result):
             key, place = _view(tensor), get_storage(tensor)
             self._made[key] = max(0, len(self.calls) - 1)
             self._reached.pop(key, None)
@@ -391,7 +391,7 @@ def _observe(model: nn.Module, example: Any, training: bool, counted: bool) -> O
     """
 
     x = clone_tensors(example)
-    with undisturbed(model), move_to_meta(model) if get_first_tensor(x).is_meta else contextlib.nullcontext():
+    with restore_all(model), move_to_meta(model) if get_first_tensor(x).is_meta else contextlib.nullcontext():
         model.train(training)
         for module in model.modules():
             if isinstance(module, nn.modules.batchnorm._NormBase):

@@ -21,30 +21,30 @@ from torch.utils._pytree import tree_map
 from ipu_pipe.model.loss import Loss, LossOfOutput, OwnLoss
 
 
-def _name(dtype: torch.dtype) -> str:
+def _name_dtype(dtype: torch.dtype) -> str:
     return str(dtype).partition(".")[2]
 
 
 class LossInFloat32:
-    """The loss `each` as a float32 number: under autocast of `device`, or of the outputs in float32 if `device` is None."""
+    """The loss `plain` as a float32 number: under autocast of `device`, or of the outputs in float32 if `device` is None."""
 
-    def __init__(self, each: Callable[..., torch.Tensor], device: Optional[str]) -> None:
-        self.each, self._device = each, device
+    def __init__(self, plain: Callable[..., torch.Tensor], device: Optional[str]) -> None:
+        self.plain, self._device = plain, device
 
     def __call__(self, output: Any, y: Any, **asked: Any) -> torch.Tensor:
         if self._device is None:
-            return self.each(tree_map(_widened, output), y, **asked).float()
+            return self.plain(tree_map(_widen, output), y, **asked).float()
         with enter_autocast(self._device):
-            return self.each(output, y, **asked).float()
+            return self.plain(output, y, **asked).float()
 
 
-def _widened(value: Any) -> Any:
+def _widen(value: Any) -> Any:
     return value.float() if isinstance(value, torch.Tensor) and value.dtype is LOW else value
 
 
-def get_given_loss(loss: Any) -> Any:
+def get_uncast_loss(loss: Any) -> Any:
     """Return the loss without the conversion to float32."""
-    return loss.each if isinstance(loss, LossInFloat32) else loss
+    return loss.plain if isinstance(loss, LossInFloat32) else loss
 
 
 class ModelPrecision:
@@ -82,7 +82,7 @@ class ModelPrecision:
             self.give_back()
             raise
 
-    def loss(self, loss: Loss) -> Loss:
+    def convert_loss(self, loss: Loss) -> Loss:
         """Return the loss of the model's outputs in this precision."""
         if self.row not in ("bfloat16_mixed", "bfloat16_masters") or isinstance(loss, OwnLoss):
             return loss
@@ -90,25 +90,25 @@ class ModelPrecision:
             return LossOfOutput(LossInFloat32(loss.plain, self._autocast), loss.take, loss.asks)
         return LossInFloat32(loss, self._autocast)
 
-    def whole(self, loads: bool = False) -> ContextManager[None]:
+    def put_masters_in_place(self, loads: bool = False) -> ContextManager[None]:
         """Put the full-precision weights into the model inside the context, to save them, or with `loads` to replace them."""
-        return self.masters.in_place(loads) if self.masters is not None else contextlib.nullcontext()
+        return self.masters.put_in_place(loads) if self.masters is not None else contextlib.nullcontext()
 
-    def trained(self, weight: nn.Parameter) -> nn.Parameter:
+    def get_trained(self, weight: nn.Parameter) -> nn.Parameter:
         """Return the parameter that the optimizer updates for this weight."""
-        return self.masters.of(weight) if self.masters is not None else weight
+        return self.masters.get(weight) if self.masters is not None else weight
 
     @property
     def record(self) -> Dict[str, Optional[str]]:
         """The dtypes that passes read and compute in, and the dtype of the masters."""
         masters = "float32" if self.masters is not None else None
         computes = "bfloat16" if self._autocast is not None else None
-        return {"weights": _name(self._dtype), "autocast": computes, "masters": masters}
+        return {"weights": _name_dtype(self._dtype), "autocast": computes, "masters": masters}
 
-    def others(self) -> List[str]:
+    def list_other_dtypes(self) -> List[str]:
         """Return the dtypes of the caller's model in which it does not train."""
         kinds = {kind for _, kind in self._given_types} - {self._dtype}
-        return sorted(map(_name, kinds)) if self.row != "bfloat16_masters" else []
+        return sorted(map(_name_dtype, kinds)) if self.row != "bfloat16_masters" else []
 
     def give_back(self, keep: bool = False) -> None:
         """Restore the model's dtypes and forward, with the trained weights; `keep`: leave the dtypes of training."""
@@ -135,10 +135,10 @@ class Masters:
         norms = [module.float() for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
         norm_tensors = {id(t) for norm in norms for t in [*norm.parameters(), *norm.buffers()]}
         model.to(device)
-        self._of: Dict[nn.Parameter, nn.Parameter] = {}
+        self._masters: Dict[nn.Parameter, nn.Parameter] = {}
         for weight in model.parameters():
             if weight.is_floating_point() and id(weight) not in norm_tensors:
-                self._of[weight] = nn.Parameter(weight.detach().float(), weight.requires_grad)
+                self._masters[weight] = nn.Parameter(weight.detach().float(), weight.requires_grad)
                 weight.data = weight.data.to(LOW)
         for module in model.modules():
             if not any(module is norm for norm in norms):
@@ -146,25 +146,25 @@ class Masters:
                     if buffer is not None and buffer.is_floating_point():
                         module._buffers[name] = buffer.to(LOW)
 
-    def of(self, weight: nn.Parameter) -> nn.Parameter:
+    def get(self, weight: nn.Parameter) -> nn.Parameter:
         """Return the master of a weight; the weight itself if it has none."""
-        return self._of.get(weight, weight)
+        return self._masters.get(weight, weight)
 
-    def pairs(self, masters: Iterable[nn.Parameter]) -> List[Tuple[nn.Parameter, nn.Parameter]]:
+    def list_pairs(self, masters: Iterable[nn.Parameter]) -> List[Tuple[nn.Parameter, nn.Parameter]]:
         """Return (weight, master) for each of `masters` that is not itself a weight of the model."""
-        weights = {id(master): weight for weight, master in self._of.items()}
+        weights = {id(master): weight for weight, master in self._masters.items()}
         return [(weights[id(master)], master) for master in masters if id(master) in weights]
 
     @contextlib.contextmanager
-    def in_place(self, loads: bool = False) -> Iterator[None]:
+    def put_in_place(self, loads: bool = False) -> Iterator[None]:
         """Put the masters into the model inside the context, and the rounded weights afterwards, newly rounded with `loads`."""
-        homes = [weight.data for weight in self._of]
+        homes = [weight.data for weight in self._masters]
         try:
-            for weight, master in self._of.items():
+            for weight, master in self._masters.items():
                 weight.data = master.data
             yield
         finally:
-            for (weight, master), home in zip(self._of.items(), homes):
+            for (weight, master), home in zip(self._masters.items(), homes):
                 if loads:
                     # loading may have replaced the tensor
                     master.data = weight.data
@@ -172,7 +172,7 @@ class Masters:
 
     def take_over(self) -> None:
         """Put the masters into the model permanently."""
-        for weight, master in self._of.items():
+        for weight, master in self._masters.items():
             weight.grad = None
             weight.data = master.data
 
@@ -240,7 +240,7 @@ def uncast_forward(model: nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def uncast_temporarily(model: nn.Module) -> Iterator[None]:
+def restore_forward(model: nn.Module) -> Iterator[None]:
     """Restore a model's own forward inside the context."""
     device = vars(model).get(_DEVICE)
     uncast_forward(model)

@@ -59,7 +59,7 @@ class RandomStates(NamedTuple):
         return cls(torch.get_rng_state(), random.getstate(), np.random.get_state())
 
     @classmethod
-    def seeded(cls, seed: int) -> "RandomStates":
+    def from_seed(cls, seed: int) -> "RandomStates":
         """Return the states that `seed` gives, without changing any generator."""
         numpy_state = np.random.RandomState(seed % 2**32).get_state()
         return cls(torch.Generator().manual_seed(seed).get_state(), random.Random(seed).getstate(), numpy_state)

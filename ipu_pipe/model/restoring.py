@@ -1,7 +1,7 @@
-"""Run a model without leaving traces: context managers that put back what a forward or a backward may change.
+"""Restore a model's state: contexts that undo at their end what a forward or a backward changed, and `load_state`.
 
-Modes, buffers, attributes and weights each have a context; `undisturbed` restores all of them, gradients and random states too.
-The library uses them for every trial run: shape inference, cost measurement, rehearsals and warm-ups.
+Modes, buffers, attributes and weights each have a context; `restore_all` restores all of them, gradients and random states too.
+The library uses them for every trial run: shape inference, cost measurement, the verification of pieces, warm-ups.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from torch import nn
 
 
 @contextlib.contextmanager
-def modes_restored(*models: nn.Module) -> Iterator[None]:
-    """Restore the training mode of each module of `models`."""
+def restore_modes(*models: nn.Module) -> Iterator[None]:
+    """Restore the training mode of each module of `models` at the end of the context."""
     modes = [(module, module.training) for model in models for module in model.modules()]
     try:
         yield
@@ -25,7 +25,7 @@ def modes_restored(*models: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def buffers_restored(model: nn.Module) -> Iterator[None]:
+def restore_buffers(model: nn.Module) -> Iterator[None]:
     """Restore every buffer: its values, and the tensor itself if a forward has bound another one to its name
     (`self.count = self.count + 1`)."""
     buffers = [
@@ -44,7 +44,7 @@ def buffers_restored(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def attributes_restored(model: nn.Module) -> Iterator[None]:
+def restore_attributes(model: nn.Module) -> Iterator[None]:
     """Restore the attributes of modules and the contents of their containers (tables of parameters and buffers, caches), where a
     forward may keep tensors or counters."""
     contents_by_module = [(module, _copy_attributes(module)) for module in model.modules()]
@@ -76,7 +76,7 @@ def load_state(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 @contextlib.contextmanager
-def weights_restored(model: nn.Module) -> Iterator[None]:
+def restore_weights(model: nn.Module) -> Iterator[None]:
     """Restore the values of weights, which a forward may write."""
     # expanded weights cannot be written
     values = [(p, p.detach().clone()) for p in model.parameters() if 0 not in p.stride()]
@@ -88,13 +88,13 @@ def weights_restored(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def undisturbed(model: nn.Module) -> Iterator[None]:
+def restore_all(model: nn.Module) -> Iterator[None]:
     """Restore weights, buffers, gradients, attributes, modes and random states: all that a forward and a backward can change."""
     parameters = list(model.parameters())
     gradients = [p.grad for p in parameters]
     cuda = [t.device for t in parameters[:1] if t.is_cuda]
     # attributes hold the modes too
-    with torch.random.fork_rng(devices=cuda), attributes_restored(model), buffers_restored(model), weights_restored(model):
+    with torch.random.fork_rng(devices=cuda), restore_attributes(model), restore_buffers(model), restore_weights(model):
         try:
             for p in parameters:
                 p.grad = None

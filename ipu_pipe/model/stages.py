@@ -32,7 +32,7 @@ from ipu_pipe.model.observation import (
     list_ancestors,
     observe_execution,
 )
-from ipu_pipe.model.restoring import modes_restored
+from ipu_pipe.model.restoring import restore_modes
 from ipu_pipe.model.timing import time_passes
 from ipu_pipe.text import find_nearest
 from ipu_pipe.trace.events import UnitRow
@@ -176,7 +176,7 @@ class Partition:
         """Return the shared weights that are trained; frozen ones have one version and no gradient."""
         return {name: uses for name, uses in self.shared.items() if model.get_parameter(name).requires_grad}
 
-    def replicas(self, stage: int) -> List[str]:
+    def list_replicas(self, stage: int) -> List[str]:
         """Return the names of the weights that a stage uses and an earlier stage holds."""
         return [name for name, uses in self.shared.items() if stage in [use.stage for use in uses[1:]]]
 
@@ -375,14 +375,14 @@ def balance_stages(
     return build_partition(model, seen, open_stages(calls, {chosen[start].name for start in starts[1:]}))
 
 
-def list_top_places(model: nn.Module, seen: Observation) -> List[str]:
+def list_top_cut_points(model: nn.Module, seen: Observation) -> List[str]:
     """Return, in order, the modules at which a stage may begin on every backend: between modules of the top-level sequence, and
     not between two uses of one weight."""
     places = _list_places(seen.calls, _find_held_together(model, seen))
     return [place.name for place in places if place.through == 0]
 
 
-def find_top_places(seen: Observation, names: Sequence[str]) -> Dict[str, str]:
+def find_top_cut_points(seen: Observation, names: Sequence[str]) -> Dict[str, str]:
     """Return the modules of `names` that first run between modules of the top-level sequence, with the outermost module that
     begins there: name -> outermost name."""
     alone = [i for i, call in enumerate(seen.calls) if call.alone]
@@ -473,7 +473,7 @@ def make_footprint(model: nn.Module, part: Partition, seen: Observation) -> Foot
 
 def _make_units(model: nn.Module, part: Partition, seen: Observation, stage_at: Sequence[int]) -> Tuple[UnitRow, ...]:
     """Return the units: the model divided at the boundaries and at all places where a stage may begin on every backend."""
-    first, *others = list_top_places(model, seen)
+    first, *others = list_top_cut_points(model, seen)
     places = {*others, *part.begins}
     starts = [0, *(i for i, call in enumerate(seen.calls) if i and call.name in places)]
     return tuple(
@@ -501,7 +501,7 @@ def group_stages(
     if count == len(names) + 1 and where is None:
         return dict(enumerate(names, 1))
     seen = observe_execution(model, x, counted=True)
-    tops = find_top_places(seen, names)
+    tops = find_top_cut_points(seen, names)
     starts = [s for s, name in enumerate(names, 1) if name in tops and (where is None or name in where)]
     if count > len(starts) + 1:
         starts = [s for s, name in enumerate(names, 1) if where is None or name in where]
@@ -546,7 +546,7 @@ def _time_calls(model: nn.Module, calls: List[ModuleCall], example: Any) -> List
         outputs = flatten_tensors(call_model(model, clone_tensors(example)))
         return [t.sum() for t in outputs if t.is_floating_point()]
 
-    with modes_restored(model), torch.enable_grad():
+    with restore_modes(model), torch.enable_grad():
         for module in model.modules():
             # BatchNorm in training refuses a single value per channel
             if isinstance(module, nn.modules.batchnorm._NormBase):

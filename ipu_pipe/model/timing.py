@@ -15,7 +15,7 @@ from typing import Any, Callable, List, Mapping, NamedTuple, Sequence, Tuple
 import torch
 from torch import nn
 
-from ipu_pipe.model.restoring import undisturbed
+from ipu_pipe.model.restoring import restore_all
 
 
 class PassSeconds(NamedTuple):
@@ -60,7 +60,7 @@ def time_passes(
     on_gpu = any(p.is_cuda for p in model.parameters())
     runs: List[Tuple[List[float], List[float]]] = []
     began = time.perf_counter()
-    with undisturbed(model):
+    with restore_all(model):
         while len(runs) < warm_up + repeats and (not runs or time.perf_counter() - began < enough):
             runs.append(_time_pass(model, losses, begins, backward_flops, on_gpu))
     forward, backward = ([statistics.median(parts) for parts in zip(*way)] for way in zip(*runs[warm_up:]))

@@ -20,7 +20,7 @@ from torch import nn
 from ipu_pipe.errors import BadInput, raise_faults, summarize
 from ipu_pipe.hardware.unit_costs import Unit
 from ipu_pipe.local.heads import AugLocal, Heads, make_head
-from ipu_pipe.model.batch import call_model, count_samples, iterate_tensors
+from ipu_pipe.model.batch import call_model, count_samples, list_tensors
 from ipu_pipe.model.loss import Take
 from ipu_pipe.model.meta import move_to_meta, to_meta
 from ipu_pipe.model.observation import ModuleCall, observe_costs
@@ -110,7 +110,7 @@ class _EveryUnit(nn.Module):
         self.ends = []
 
         def enter(module: nn.Module, inputs: Any) -> Any:
-            self.ends.append(next(t for t in iterate_tensors(inputs) if t.is_floating_point()))
+            self.ends.append(next(t for t in list_tensors(inputs) if t.is_floating_point()))
             return tuple(value.detach() if isinstance(value, torch.Tensor) else value for value in inputs)
 
         with contextlib.ExitStack() as hooks:

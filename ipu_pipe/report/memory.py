@@ -91,7 +91,7 @@ def build_memory_table(job: Job, optimizer_bytes: Optional[Sequence[int]] = None
         s = stage.index
         weights, frozen = _count_weight_bytes(parameters, stage.parameters)
         # copies of weights of an earlier stage, to which one microbatch's gradient is on its way
-        tied, frozen_copies = _count_weight_bytes(parameters, job.part.replicas(s))
+        tied, frozen_copies = _count_weight_bytes(parameters, job.part.list_replicas(s))
         if not weights + shared[s] + tied:
             stashed.copies[s] = 1
         planned = sum_stage_bytes(

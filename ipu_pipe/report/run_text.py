@@ -31,7 +31,7 @@ def format_opening(job: Job, done: int = 0) -> str:
     lines = [job.note] if job.note else []
     lines += _describe_unused_keys(job)
     lines += [_format_init_from(job.begun)] if job.begun is not None else []
-    others = job.numbers.others()
+    others = job.numbers.list_other_dtypes()
     if others:
         lines.append(
             f"precision: the model given in {' and '.join(others)} is trained in {config.precision}, and cast back at the end"

@@ -37,7 +37,7 @@ from ipu_pipe.local.blocks import get_blocks, measure_footprint, observe_blocks
 from ipu_pipe.model.batch import clone_tensors
 from ipu_pipe.model.loss import Loss, OwnLoss, SumOfLosses, get_plain_loss
 from ipu_pipe.model.meta import build_on_meta
-from ipu_pipe.model.precision import ModelPrecision, get_given_loss
+from ipu_pipe.model.precision import ModelPrecision, get_uncast_loss
 from ipu_pipe.model.randomness import RandomStates, derive_seed
 from ipu_pipe.model.stages import make_footprint
 from ipu_pipe.plan.of_config import choose_stages
@@ -84,7 +84,7 @@ def set_up(
     seed = derive_seed(config.seed, "model")
     torch.manual_seed(seed)
     # models and data sources may draw from Python's and numpy's generators too
-    RandomStates.seeded(seed).write()
+    RandomStates.from_seed(seed).write()
     device = torch.device("meta" if by_shape else config.backend.device)
     if model is None:
         with build_on_meta() if by_shape else contextlib.nullcontext():
@@ -108,7 +108,7 @@ def set_up(
     # convert the model last, so that an earlier failure leaves the caller's model as it was
     numbers = ModelPrecision(model.train(), row, DTYPES[row], device, objects.model is not None)
     return Setup(
-        config, model, numbers.loss(chosen_loss), data, device, numbers, metrics, getattr(chosen_loss, "asks", ()),
+        config, model, numbers.convert_loss(chosen_loss), data, device, numbers, metrics, getattr(chosen_loss, "asks", ()),
         backend.trains_on or config.backend.device, backend.pins_memory, begun, label_range=None,
     )  # fmt: skip
 
@@ -224,7 +224,7 @@ def _assemble(setup: Setup, objects: Overrides, done: int) -> Job:
         find_segment_ends(len(part), method.segments)
 
     members = [Member(one.match, one.ndim) for one in config.optimizer.groups] or [Member()]
-    groups = replace_parameters(make_groups(model, part, config.optimizer.no_decay, members), setup.numbers.trained)
+    groups = replace_parameters(make_groups(model, part, config.optimizer.no_decay, members), setup.numbers.get_trained)
     apply_settings_by_stage(config, groups, table.rule_lag().tolist())
     local_groups = groups if held_stages is None else [group for stage in held_stages for group in select_stage(groups, stage)]
     first_held = held_stages[0] if held_stages else 0
@@ -276,7 +276,7 @@ def _assemble(setup: Setup, objects: Overrides, done: int) -> Job:
         args, method, table.rule_lag(), config.gradient_accumulation, optimizer, rate, switch, setup.numbers.masters, base,
         None if config.ema is None else config.ema.decay, rates_by_group,
     )  # fmt: skip
-    of_loss = get_given_loss(get_plain_loss(setup.loss))
+    of_loss = get_uncast_loss(get_plain_loss(setup.loss))
     loss_used = Description(name=OWN) if isinstance(of_loss, OwnLoss) else describe(of_loss)
     job = Job(
         **{**vars(setup), "config": config, "model": model, "loss": chosen_loss}, part=part, method=method, schedule=schedule,

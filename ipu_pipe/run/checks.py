@@ -31,8 +31,8 @@ from ipu_pipe.model.loss import (
     takes_whole_output,
 )
 from ipu_pipe.model.observation import Observation, find_unkeyed_draws, observe_training
-from ipu_pipe.model.precision import get_given_loss
-from ipu_pipe.model.restoring import undisturbed
+from ipu_pipe.model.precision import get_uncast_loss
+from ipu_pipe.model.restoring import restore_all
 from ipu_pipe.text import list_some, show
 from ipu_pipe.update import optimizer as update
 from ipu_pipe.update import rules
@@ -181,7 +181,7 @@ def check_model(setup: Setup, example: Tuple[Any, Any], labels: Any) -> Observat
         nonlocal output, taken, value
         output = call_model(model, x)
         taken = take_scores(loss, output)
-        setup.label_range = find_label_range(get_given_loss(get_plain_loss(loss)), taken, get_labels(y))
+        setup.label_range = find_label_range(get_uncast_loss(get_plain_loss(loss)), taken, get_labels(y))
         if setup.label_range is not None:
             setup.label_range.check(get_labels(labels))
         value = loss(output, y)
@@ -234,7 +234,7 @@ def _try_metrics(setup: Setup) -> None:
     if not metrics or setup.device.type == "meta":
         return
     devices = [setup.device] if setup.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices), torch.no_grad(), undisturbed(setup.model):
+    with torch.random.fork_rng(devices=devices), torch.no_grad(), restore_all(setup.model):
         setup.model.eval()
         for x, labels in itertools.islice(load_test_batches(setup), 1):
             taken, y = take_scores(setup.loss, call_model(setup.model, x)), get_labels(labels)

@@ -205,7 +205,7 @@ class TrainingLoop:
             say(f"the best weights are at step {step}: {path}")
         else:
             weights, blocks = run_on_main(lambda: checkpoint.read_weights(path)), get_blocks(job.model)
-            with job.numbers.whole(loads=True):
+            with job.numbers.put_masters_in_place(loads=True):
                 # auxiliary heads stay as they are
                 checkpoint.load_weights(job.model if blocks is None else blocks.model, weights, str(path))
             say(f"restored the best weights, of step {step}: {path}")

@@ -17,7 +17,7 @@ from ipu_pipe.data.batches import LABELS, split_batch
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.factories import make_model
 from ipu_pipe.model.batch import call_model, list_tensors, map_tensors, require_tensors
-from ipu_pipe.model.restoring import modes_restored
+from ipu_pipe.model.restoring import restore_modes
 from ipu_pipe.run import checkpoint
 from ipu_pipe.text import describe_kind
 
@@ -47,7 +47,7 @@ def predict(
         raise BadInput("predict: into: must be None unless model is the folder of a run or checkpoint")
     like = next(model.parameters(), torch.zeros(0))
     outputs: List[Any] = []
-    with torch.no_grad(), modes_restored(model):
+    with torch.no_grad(), restore_modes(model):
         model.eval()
         for x in _list_inputs(data, batch_size):
             require_tensors(x, "inputs")

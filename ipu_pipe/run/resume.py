@@ -58,7 +58,7 @@ def restore(job: Job, out: Path, say: Callable[[str], None], callbacks: Callback
     # only the main process reads the data here, so its random states must not change
     with restore_random_states():
         run_on_main(lambda: check_run(job, out, saved))
-    with job.numbers.whole(loads=True):
+    with job.numbers.put_masters_in_place(loads=True):
         checkpoint.load_weights(job.model, saved.model, str(path))
     names = {parameter: name for name, parameter in job.get_trained().items()}
     import_state(job.optimizer, names, saved.optimizer, saved.manifest["optimizer"])
@@ -107,7 +107,7 @@ def _compare_keys(job: Job, manifest: Mapping[str, Any], path: Path) -> List[str
 
 def _compare_tensors(job: Job, saved: Checkpoint, path: Path) -> List[str]:
     """List the tensors whose dtype or shape differs from this run's; `load_weights` compares names and shapes of weights."""
-    with job.numbers.whole():
+    with job.numbers.put_masters_in_place():
         state = job.model.state_dict()
     faults = [
         f"model: {name}: is {_describe(value)}, this run has {_describe(state[name])}"

@@ -22,7 +22,7 @@ from ipu_pipe.job.user_code import attribute_faults
 from ipu_pipe.launcher import read_launch
 from ipu_pipe.model.loss import Loss
 from ipu_pipe.model.randomness import restore_random_states
-from ipu_pipe.model.restoring import modes_restored
+from ipu_pipe.model.restoring import restore_modes
 from ipu_pipe.report.provenance import fingerprint_data
 from ipu_pipe.run import checkpoint
 from ipu_pipe.run.build import build, set_up
@@ -94,7 +94,7 @@ def train(
         say(f"restart {attempt} by the launcher: {out}: the run continues")
         resume, resume_from, overwrite = True, None, False
     resume = resume or resume_from is not None
-    with reserve_folder(out, resume=resume, overwrite=overwrite, say=say), modes_restored(*filter(None, [model])):
+    with reserve_folder(out, resume=resume, overwrite=overwrite, say=say), restore_modes(*filter(None, [model])):
         start = run_on_main(lambda: _find_start(config, objects, out, resume, resume_from, overwrite, say))
         if start.ended is not None:
             why, steps = start.ended.get("stopped"), start.ended.get("steps")
@@ -205,7 +205,7 @@ def evaluate_checkpoint(config: Config, path: Union[str, Path]) -> Dict[str, Any
     """Return test loss and metrics of the weights in a checkpoint folder or a plain state dict."""
     path = Path(path)
     setup = set_up(config.model_copy(update={"init_from": None}))
-    with setup.numbers.whole(loads=True):
+    with setup.numbers.put_masters_in_place(loads=True):
         checkpoint.load_weights(setup.model, checkpoint.read_weights(path), str(path))
     with attribute_faults(lambda: "evaluation"):
         result = evaluate(setup)[-1]

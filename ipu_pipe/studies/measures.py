@@ -36,7 +36,7 @@ from ipu_pipe.model.batch import call_model, clone_tensors, get_first_tensor
 from ipu_pipe.model.loss import Loss, compute_losses
 from ipu_pipe.model.observation import observe_effects
 from ipu_pipe.model.randomness import KeyedRandomness
-from ipu_pipe.model.restoring import buffers_restored, modes_restored, undisturbed
+from ipu_pipe.model.restoring import restore_all, restore_buffers, restore_modes
 from ipu_pipe.report.plots import describe_seeds, open_figure, plot_mean_with_range
 from ipu_pipe.run import checkpoint
 from ipu_pipe.run.build import build
@@ -247,14 +247,14 @@ def compute_block_angles(
     assert blocks is not None
     # the trained parameters of each block without its head
     trained = [
-        [t for t in piece.tensors() if isinstance(t, nn.Parameter) and t.requires_grad] for piece in blocks.pieces
+        [t for t in piece.list_tensors() if isinstance(t, nn.Parameter) and t.requires_grad] for piece in blocks.pieces
     ]
 
     def collect(differentiated: nn.Module, finish: Callable[[], None]) -> List[torch.Tensor]:
         """Return the gradients of each block as one float64 vector."""
         for parameter in model.parameters():
             parameter.grad = None
-        with buffers_restored(model), buffers_restored(blocks.model):
+        with restore_buffers(model), restore_buffers(blocks.model):
             with keyed.forward(0):
                 output = call_model(differentiated, clone_tensors(x))
             with keyed.backward(0):
@@ -265,7 +265,7 @@ def compute_block_angles(
     def flatten(p: nn.Parameter) -> torch.Tensor:
         return (torch.zeros_like(p) if p.grad is None else p.grad).detach().double().flatten()
 
-    with undisturbed(model), modes_restored(blocks.model):
+    with restore_all(model), restore_modes(blocks.model):
         keyed = KeyedRandomness(model, draws, seed, get_first_tensor(x).device)
         try:
             model.train()

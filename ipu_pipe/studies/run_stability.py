@@ -25,7 +25,7 @@ from ipu_pipe.job.stability import derive_recurrence, list_inapplicable
 from ipu_pipe.model.batch import call_model, clone_tensors, map_tensors
 from ipu_pipe.model.loss import Loss
 from ipu_pipe.model.observation import observe_effects
-from ipu_pipe.model.restoring import undisturbed
+from ipu_pipe.model.restoring import restore_all
 from ipu_pipe.report.analysis.text import format_table
 from ipu_pipe.run.build import build
 from ipu_pipe.stability.advice import (
@@ -84,7 +84,7 @@ def measure_curvature(
     def compute_loss() -> torch.Tensor:
         return loss(call_model(model, clone_tensors(x)), y)
 
-    with undisturbed(model), _allow_second_derivatives():
+    with restore_all(model), _allow_second_derivatives():
         _fix_random_modules(model, x)
         try:
             gradient = _differentiate(compute_loss(), parameters, create_graph=True)

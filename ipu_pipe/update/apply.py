@@ -124,7 +124,7 @@ class UpdateRules:
         self.stages = _by_stage(optimizer, base)
         stage_lag = [p for stage in self.stages.values() for p in stage.parameters]
         # (weight, master) pairs
-        self.rounded = masters.pairs(stage_lag) if masters is not None else []
+        self.rounded = masters.list_pairs(stage_lag) if masters is not None else []
         self._rules: List[_Acting] = [
             (rule, [Setting(values, s, stage_lag, method, accumulate) for s, stage_lag in enumerate(lag.tolist())])
             for rule, values in select_rules(args, method)

@@ -20,7 +20,7 @@ from ipu_pipe.job.user_code import attribute_faults
 from ipu_pipe.model.batch import call_model, clone_tensors, count_bytes, count_samples
 from ipu_pipe.model.flops import BACKWARD
 from ipu_pipe.model.loss import compute_losses
-from ipu_pipe.model.restoring import modes_restored
+from ipu_pipe.model.restoring import restore_modes
 from ipu_pipe.model.timing import REPEATS, PassSeconds, StageSeconds, time_passes
 from ipu_pipe.update.optimizer import count_state_bytes, export_state, list_parts
 
@@ -57,7 +57,7 @@ def _time_passes(job: Job) -> PassSeconds:
     def losses() -> List[torch.Tensor]:
         return compute_losses(job.loss, call_model(job.model, clone_tensors(x)), clone_tensors(y))
 
-    with modes_restored(job.model):
+    with restore_modes(job.model):
         job.model.train()
         return time_passes(job.model, losses, job.part.begins, flops, enough=ENOUGH)
 
@@ -148,7 +148,7 @@ class EmulatorEngine(Engine):
                 return evaluate(self.job, split)
 
     def state(self) -> Optional[CheckpointState]:
-        with self.job.numbers.whole():
+        with self.job.numbers.put_masters_in_place():
             model = self.job.model.state_dict()
         with self._emulator.exported():
             return CheckpointState(model, *export_state(self.job.optimizer, self.names))

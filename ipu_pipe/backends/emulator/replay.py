@@ -36,7 +36,7 @@ from ipu_pipe.model.batch import call_model, count_samples, get_first_tensor
 from ipu_pipe.model.loss import BlockOutputs, compute_losses, count_right, take_scores
 from ipu_pipe.model.observation import observe_effects
 from ipu_pipe.model.randomness import KeyedRandomness
-from ipu_pipe.model.restoring import buffers_restored
+from ipu_pipe.model.restoring import restore_buffers
 from ipu_pipe.model.stages import Partition
 from ipu_pipe.model.watching import FunctionWatch
 from ipu_pipe.schedule.table import Schedule
@@ -348,7 +348,7 @@ class Recomputation:
 
     def repeat(self, run: Callable[[], Any]) -> Any:
         """Return `run()`, the same forward with the present parameters, and restore the buffers."""
-        with buffers_restored(self._model):
+        with restore_buffers(self._model):
             result = self._run(run, repeats=True)
         self._entered = {}
         return result

@@ -22,7 +22,7 @@ from ipu_pipe.backends.ipu.profile import CallTimes
 from ipu_pipe.backends.ipu.wrapping import Wrapped, get_unsplit_name
 from ipu_pipe.errors import BadInput, RunFault
 from ipu_pipe.job.record import Job
-from ipu_pipe.model.restoring import modes_restored
+from ipu_pipe.model.restoring import restore_modes
 
 # words of an error message -> remedy
 HINTS = {
@@ -143,7 +143,7 @@ class Executors:
         import poptorch
 
         config, options = self.job.config, self.options(False)
-        with modes_restored(self.wrapped):
+        with restore_modes(self.wrapped):
             self.rows = config.micro_batch_size * options.device_iterations * options.replication_factor
             inference = poptorch.inferenceModel(self.wrapped.eval(), options)
             inference.compile(convert_input(fill_up(self._example, self.rows), config.precision))

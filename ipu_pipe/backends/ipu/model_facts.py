@@ -13,10 +13,10 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
-from torch.utils._pytree import tree_flatten
 
 from ipu_pipe.job.record import Job
-from ipu_pipe.model.restoring import buffers_restored
+from ipu_pipe.model.batch import list_tensors
+from ipu_pipe.model.restoring import restore_buffers
 from ipu_pipe.model.watching import FunctionWatch
 from ipu_pipe.update.optimizer import list_kinds
 
@@ -62,14 +62,14 @@ def observe_model(job: Job) -> ModelFacts:
     ungraded, running, order = set(), ["the loss"], [0]
 
     def call(func: Any, args: Any, kwargs: Any) -> Any:
-        name, inputs = getattr(func, "__name__", str(func)), _list_tensors((args, kwargs))
+        name, inputs = getattr(func, "__name__", str(func)), list_tensors((args, kwargs))
         for tensor in inputs:
             if id(tensor) in names:
                 stages.setdefault(names[id(tensor)], set()).add(order[-1])
         without_gradient = not torch.is_grad_enabled() and name not in _SHAPE_ONLY
         loses_gradient = without_gradient and any(t.requires_grad for t in inputs)
         result = func(*args, **kwargs)
-        if loses_gradient and any(t.is_floating_point() for t in _list_tensors(result)):
+        if loses_gradient and any(t.is_floating_point() for t in list_tensors(result)):
             ungraded.add(f"{name} in {running[-1]}")
         return result
 
@@ -79,7 +79,7 @@ def observe_model(job: Job) -> ModelFacts:
             order.append(part.begins[name])
 
     before = {name: (t, t.clone()) for name, t in model.named_buffers()}
-    with contextlib.ExitStack() as hooks, torch.enable_grad(), torch.random.fork_rng(devices=[]), buffers_restored(model):
+    with contextlib.ExitStack() as hooks, torch.enable_grad(), torch.random.fork_rng(devices=[]), restore_buffers(model):
         for name, module in model.named_modules():
             hooks.enter_context(module.register_forward_pre_hook(lambda *_, name=name: enter(name)))  # type: ignore[misc]
             hooks.enter_context(module.register_forward_hook(lambda *_: running.pop() and None))
@@ -105,10 +105,6 @@ def observe_model(job: Job) -> ModelFacts:
         biased_convolutions=[name for name, m in model.named_modules() if isinstance(m, _ConvNd) and m.bias is not None],
         input_type=x.dtype,
     )
-
-
-def _list_tensors(nest: Any) -> List[torch.Tensor]:
-    return [value for value in tree_flatten(nest)[0] if isinstance(value, torch.Tensor)]
 
 
 def _is_counted(model: nn.Module, name: str) -> bool:

@@ -51,7 +51,7 @@ class LocalBlocks(nn.Module):
         super().__init__()
         self.model, self.heads = model, heads
         # a tuple, so that they are not children: their modules belong to the model
-        self._pieces = tuple(piece.on(model) for piece in cut)
+        self._pieces = tuple(piece.copy_to(model) for piece in cut)
         self._first = first
         last = len(cut) - 1
         self.losses = sum(i == last or str(first + i) in heads for i in range(len(cut)))

@@ -24,9 +24,9 @@ from ipu_pipe.job.evaluation import EvaluationResult, Tally, evaluate_sums, load
 from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import HEADS, get_activation, get_blocks
 from ipu_pipe.model.batch import count_samples
-from ipu_pipe.model.cutting import Crossing, Piece, Shape
+from ipu_pipe.model.cutting import Crossing, Piece, TensorSpec
 from ipu_pipe.model.loss import get_labels
-from ipu_pipe.model.restoring import modes_restored
+from ipu_pipe.model.restoring import restore_modes
 from ipu_pipe.trace.events import Trace, concatenate_counters, concatenate_events
 from ipu_pipe.update import optimizer
 
@@ -53,14 +53,14 @@ def export_stages(job: Job, models: Sequence[StageModel], names: Dict[nn.Paramet
     """Return a rank's part of a checkpoint, on the host. `names`: parameter -> name, for all parameters of the optimizer."""
     parameters: List[torch.Tensor] = []
     for model in models:
-        parameters += [*model.piece.tensors(), *(model.head.parameters() if model.head is not None else ())]
-    trained = {id(job.numbers.trained(p)) for p in parameters if isinstance(p, nn.Parameter)}
+        parameters += [*model.piece.list_tensors(), *(model.head.parameters() if model.head is not None else ())]
+    trained = {id(job.numbers.get_trained(p)) for p in parameters if isinstance(p, nn.Parameter)}
     names = {p: name for p, name in names.items() if id(p) in trained}
     tensors, plain = optimizer.export_state(job.optimizer, names)
     weights: Dict[str, torch.Tensor] = {}
     for model in models:
-        with job.numbers.whole():
-            weights.update({key: value.detach().cpu() for key, value in model.piece.state().items()})
+        with job.numbers.put_masters_in_place():
+            weights.update({key: value.detach().cpu() for key, value in model.piece.select_state().items()})
         if model.head is not None:
             head = f"{HEADS}.{model.stage}"
             weights.update({f"{head}.{key}": value.detach().cpu() for key, value in model.head.state_dict().items()})
@@ -73,7 +73,7 @@ def merge_ranks(job: Job, ranks: Sequence[CheckpointState]) -> CheckpointState:
     for stage in ranks:
         for into, part in zip(merged, stage):
             into.update(part)
-    with job.numbers.whole():
+    with job.numbers.put_masters_in_place():
         # tensors that no piece uses are unchanged here
         whole = job.model.state_dict()
     return merged._replace(model={name: merged.model.get(name, value) for name, value in whole.items()})
@@ -81,15 +81,15 @@ def merge_ranks(job: Job, ranks: Sequence[CheckpointState]) -> CheckpointState:
 
 def export_rest(job: Job, cut: Sequence[Piece]) -> Dict[str, torch.Tensor]:
     """Return the part of the model's state that no stage uses; `cut`: the pieces of all stages."""
-    in_pieces = {name for piece in cut for name in piece.state()}
-    with job.numbers.whole():
+    in_pieces = {name for piece in cut for name in piece.select_state()}
+    with job.numbers.put_masters_in_place():
         whole = job.model.state_dict()
     return {name: value for name, value in whole.items() if name not in in_pieces and not name.startswith(HEADS)}
 
 
 def find_holders(model: nn.Module, cut: Sequence[Piece]) -> Dict[str, int]:
     """Return the stage that holds each parameter and buffer of a model, by its name."""
-    stage_of = {id(tensor): stage for stage, piece in enumerate(cut) for tensor in piece.tensors()}
+    stage_of = {id(tensor): stage for stage, piece in enumerate(cut) for tensor in piece.list_tensors()}
     named = [*model.named_parameters(), *model.named_buffers()]
     return {name: stage_of[id(tensor)] for name, tensor in named if id(tensor) in stage_of}
 
@@ -127,8 +127,8 @@ def broadcast_weights(
 def free_other_stages(job: Job, models: Sequence[StageModel], cut: Sequence[Piece]) -> List[torch.Tensor]:
     """Free the tensors of the model that other ranks hold, and return them."""
     pieces = [piece for model in models for piece in (model.piece, model.previous) if piece is not None]
-    here = {id(t) for piece in pieces for t in piece.tensors()}
-    others = [t for piece in cut for t in piece.tensors()]
+    here = {id(t) for piece in pieces for t in piece.list_tensors()}
+    others = [t for piece in cut for t in piece.list_tensors()]
     blocks = get_blocks(job.model)
     if blocks is not None:
         blocks.forget_duplicates()
@@ -136,7 +136,7 @@ def free_other_stages(job: Job, models: Sequence[StageModel], cut: Sequence[Piec
             if index not in [str(model.stage) for model in models]:
                 others += [*head.parameters(), *head.buffers()]
     others = [t for t in others if id(t) not in here]
-    return free([*others, *(job.numbers.trained(t) for t in others if isinstance(t, nn.Parameter))])
+    return free([*others, *(job.numbers.get_trained(t) for t in others if isinstance(t, nn.Parameter))])
 
 
 def free(tensors: Iterable[torch.Tensor]) -> List[torch.Tensor]:
@@ -188,7 +188,7 @@ class GradientCollection:
         if self._layout.rank == 0:
             for s, parameters in self._parameters.items():
                 sizes = len(parameters), sum(p.numel() * p.element_size() for p in parameters)
-                self._mail.expect([(Message(OBSERVED, k, s, 0), tuple(Shape((n,), torch.uint8, False) for n in sizes))])
+                self._mail.expect([(Message(OBSERVED, k, s, 0), tuple(TensorSpec((n,), torch.uint8, False) for n in sizes))])
 
     def send(self, k: int) -> None:
         """Send the copied gradients of update k to rank 0."""
@@ -231,7 +231,7 @@ class Evaluation:
         # a row per stage: the sums of its tally, and the checksum of the test set that the rank has read
         sums = torch.zeros(layout.stages, len(Tally.of(self._job).sums) + 1, dtype=torch.float64)
         modules = [m for model in self._models for m in (model.piece, model.head) if m is not None]
-        with torch.no_grad(), modes_restored(*modules):
+        with torch.no_grad(), restore_modes(*modules):
             for module in modules:
                 module.eval()
             if layout.replica == 0:
@@ -275,10 +275,10 @@ class Evaluation:
         if not model.is_first:
             message, crossing = Message(TEST, batch, s - 1, s), crossings[s - 1]
             self._mail.expect([(message, crossing.tensors)])
-            value = crossing.unflatten([tensor.to(model.device) for tensor in self._mail.receive(message)])
+            value = crossing.from_messages([tensor.to(model.device) for tensor in self._mail.receive(message)])
         output = model.piece(value)
         if not model.is_last:
-            self._mail.send(Message(TEST, batch, s, s + 1), crossings[s].flatten(output))
+            self._mail.send(Message(TEST, batch, s, s + 1), crossings[s].to_messages(output))
         return output if model.head is None else model.head(get_activation(output))
 
 

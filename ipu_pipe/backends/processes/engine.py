@@ -111,7 +111,7 @@ class ProcessEngine(Engine):
         """Find the stages whose backward can be split and warn of the others. All ranks must call this at once."""
         is_whole = torch.zeros(self._layout.stages, dtype=torch.int64)
         for s, stage in stages.items():
-            is_whole[s] = not stage.rehearse_split(self.job.example)
+            is_whole[s] = not stage.verify_split(self.job.example)
         whole = torch.stack(self._mail.all_gather(is_whole)).amax(dim=0).nonzero().flatten().tolist()
         if whole:
             warnings.warn(
@@ -236,7 +236,7 @@ class ProcessEngine(Engine):
         with name_faults(*self._doing):
             self._interpreter.close()
             if self._holders:
-                with self.job.numbers.whole(loads=True):
+                with self.job.numbers.put_masters_in_place(loads=True):
                     collect.broadcast_weights(self._mail, self.job.model, self._holders, self._layout.placement)
                 self.newest_model = self.job.model
         self.abort()

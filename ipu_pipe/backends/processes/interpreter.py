@@ -56,7 +56,7 @@ from ipu_pipe.backends.processes.trace import TraceRecorder
 from ipu_pipe.backends.processes.update import ReplicaGroup, StageUpdate
 from ipu_pipe.backends.replicas import IndependentReplicas
 from ipu_pipe.backends.work import Work, average, tabulate
-from ipu_pipe.model.cutting import Shape
+from ipu_pipe.model.cutting import TensorSpec
 from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.versions import recompute_slots
 
@@ -131,7 +131,7 @@ class BatchAnnouncements:
     batch to run; `may_post`: the mail may post receives.
     """
 
-    SHAPES = (Shape((1,), torch.int64, False),)
+    SHAPES = (TensorSpec((1,), torch.int64, False),)
 
     def __init__(self, mail: Mail, rank: int, batch: int, updates: int, first: int, may_post: bool = True) -> None:
         self._mail, self._rank, self._batch, self.end = mail, rank, batch, updates

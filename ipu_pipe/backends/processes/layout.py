@@ -1,7 +1,7 @@
 """Place the stages of a model on the ranks of a distributed run, and refuse models that cannot be placed.
 
 `RankLayout` says which rank holds which stages of which replica. `place` decides them: it merges neighboring stages until there
-is a group for each device (or follows the placement of the method's order), cuts the model at their boundaries, rehearses the
+is a group for each device (or follows the placement of the method's order), cuts the model at their boundaries, verifies the
 pieces, and lists every reason for which separate processes cannot run them: weights, buffers or checkpoints that several stages
 share. Every rank does this alike before any rank waits for another, so that all ranks report the same faults.
 """
@@ -22,8 +22,8 @@ from ipu_pipe.config.schema import Config
 from ipu_pipe.errors import BadInput, raise_faults
 from ipu_pipe.job.factories import Placed, place_blocks
 from ipu_pipe.model.cutting import Piece, cut_model
-from ipu_pipe.model.rehearsal import Rehearsed, rehearse
 from ipu_pipe.model.stages import Partition, group_stages, partition, require_one_stage, share_weights
+from ipu_pipe.model.verification import TrainingEffects, verify_pieces
 from ipu_pipe.schedule.methods import Method, Order, Reads
 from ipu_pipe.schedule.rows import read_csv
 from ipu_pipe.schedule.table import list_stages
@@ -78,7 +78,7 @@ def find_tied_weights(cut: Sequence[Piece]) -> Dict[str, List[int]]:
     """Return the users of each tied weight: name -> the stages that use it, ascending."""
     users: Dict[str, List[int]] = {}
     for stage, piece in enumerate(cut):
-        for name in piece.weights():
+        for name in piece.list_weights():
             users.setdefault(name, []).append(stage)
     return {name: stages for name, stages in users.items() if len(stages) > 1}
 
@@ -162,8 +162,7 @@ def _cut(
     """Cut the model at the beginnings of its stages, and check that ranks can hold the pieces."""
     cut = cut_model(model, begins, x)
     # every rank finds the same faults here, before any rank waits for another
-    rehearsed = rehearse(model, cut, x)
-    _refuse_cut(model, method, cut, placement, rehearsed)
+    _refuse_cut(model, method, cut, placement, verify_pieces(model, cut, x))
     part = partition(model, x, begins if begins else 1, one_stage=method.one_stage)
     part = share_weights(part, find_tied_weights(cut), model)
     if method.one_stage is not None:
@@ -172,7 +171,7 @@ def _cut(
 
 
 def _refuse_cut(
-    model: nn.Module, method: Method, cut: Sequence[Piece], placement: Sequence[int], rehearsed: Rehearsed
+    model: nn.Module, method: Method, cut: Sequence[Piece], placement: Sequence[int], effects: TrainingEffects
 ) -> None:
     """Raise `BadInput`, with every fault, for weights and buffers that ranks cannot share, or cannot read as the method says."""
     faults, users, use_emulator = [], find_tied_weights(cut), "use backend: {name: emulator}"
@@ -187,25 +186,25 @@ def _refuse_cut(
                 f" {method.name} reads versions that are not the newest: use as many processes as stages, or untie it"
             )
     reads_anew = method.reads_old(len(cut)) and method.backward_reads is Reads.NEWEST
-    if rehearsed.again and reads_anew:
+    if effects.checkpointed and reads_anew:
         faults.append(
-            f"model: {list_some(rehearsed.again)}: a checkpoint (torch.utils.checkpoint) in a module that is cut runs it again in"
-            f" the backward, with {method.name} by newer weights, and a part of the checkpoint cannot: begin stages around it, or"
-            " use method_args: {stash: true} or backend: {name: emulator}"
+            f"model: {list_some(effects.checkpointed)}: a checkpoint (torch.utils.checkpoint) in a module that is cut runs it"
+            f" again in the backward, with {method.name} by newer weights, and a part of the checkpoint cannot: begin stages"
+            " around it, or use method_args: {stash: true} or backend: {name: emulator}"
         )
-    handed_on = [name for piece in cut for name in piece.weights_handed_on()]
+    handed_on = [name for piece in cut for name in piece.list_passed_weights()]
     if handed_on and reads_anew:
         faults.append(
             f"model: {', '.join(handed_on)}: weights of a cut module, which a later stage uses: with {method.name} its backward"
             " must read newer ones than the forward: put them into modules of that stage, or method_args: {stash: true}"
         )
     # tensors that the forwards or backwards of several ranks change, each in its own copy
-    if rehearsed.moved:
+    if effects.changed_by_backward:
         faults.append(
-            f"model: {list_some(rehearsed.moved)}: a backward changes it (a checkpoint runs its module again), and"
+            f"model: {list_some(effects.changed_by_backward)}: a backward changes it (a checkpoint runs its module again), and"
             f" other microbatches' forwards come between: keep it out of checkpoints, or {use_emulator}"
         )
-    for name in sorted(users.keys() & {*cut[0].cut.first.written, *rehearsed.effects.weights}):
+    for name in sorted(users.keys() & {*cut[0].cut.first.written, *effects.forward.weights}):
         faults.append(
             f"model: {name}: the forward changes this weight (max_norm of an embedding?), which several stages use: untie it, or"
             f" {use_emulator}"
@@ -214,7 +213,7 @@ def _refuse_cut(
     changed: Dict[str, List[str]] = {}
     for name, buffer in model.named_buffers():
         stages = [s for s, piece in enumerate(cut) if any(buffer is b for b in piece.buffers())]
-        if len(stages) > 1 and (name in rehearsed.effects.buffers or name.rpartition(".")[0] in norms):
+        if len(stages) > 1 and (name in effects.forward.buffers or name.rpartition(".")[0] in norms):
             changed.setdefault(" and ".join(map(str, stages)), []).append(name)
     faults += [
         f"model: {list_some(names)}: training changes it, and stages {where} use it, each in a process of its own: cut elsewhere,"
@@ -224,7 +223,7 @@ def _refuse_cut(
     first_at: Dict[int, Tuple[int, str, nn.Parameter]] = {}
     for stage, piece in enumerate(cut):
         parameters = dict(piece.cut.model.named_parameters())
-        for name in piece.weights():
+        for name in piece.list_weights():
             p = parameters[name]
             first, first_name, first_parameter = first_at.setdefault(p.data_ptr(), (stage, name, p))
             if first_parameter is not p and first != stage and not p.is_meta:

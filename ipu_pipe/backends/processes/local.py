@@ -16,7 +16,7 @@ from torch import nn
 
 from ipu_pipe.backends.processes.mail import SHARED, Mail, Message, Shapes
 from ipu_pipe.local.blocks import average_gradients
-from ipu_pipe.model.cutting import Crossing, Piece, Shape
+from ipu_pipe.model.cutting import Crossing, Piece, TensorSpec
 
 # a neighboring stage, and the weights that both stages hold
 Shared = Tuple[int, List[nn.Parameter]]
@@ -55,7 +55,7 @@ class LocalBlock:
     def needs(self) -> Iterator[Tuple[int, Shapes]]:
         """Yield (source stage, shapes) of the gradients that an update needs."""
         for neighbor, weights in self.shared:
-            yield neighbor, tuple(Shape(tuple(p.shape), p.dtype, False) for p in weights)
+            yield neighbor, tuple(TensorSpec(tuple(p.shape), p.dtype, False) for p in weights)
 
     def average_gradients(self, k: int, stage: int, mail: Mail) -> None:
         """Replace the gradients of the shared layers of `stage` by the mean over the stages that hold them."""

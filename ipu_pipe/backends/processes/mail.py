@@ -19,7 +19,7 @@ import torch.distributed as dist
 from ipu_pipe.backends.processes.layout import RankLayout
 from ipu_pipe.backends.processes.lost_ranks import detect_lost_rank, wait_for_channel, wait_limit
 from ipu_pipe.backends.processes.trace import TraceRecorder
-from ipu_pipe.model.cutting import Shape
+from ipu_pipe.model.cutting import TensorSpec
 from ipu_pipe.schedule.actions import Kind
 
 FORWARD, RECOMPUTE, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, UPDATE = (kind.value for kind in Kind if kind is not Kind.AVERAGE)
@@ -62,7 +62,7 @@ UNLIMITED = 1 << 62
 Link = Tuple[int, int, str]
 # stands for a link in `channels`: the group of all replicas of a rank's stages
 REPLICAS: Link = (-1, -1, Kind.AVERAGE.value)
-Shapes = Tuple[Shape, ...]
+Shapes = Tuple[TensorSpec, ...]
 
 
 class Message(NamedTuple):
@@ -171,7 +171,7 @@ class Mail:
             device = "cpu" if self._through_host or kind in ON_HOST else self._device
             received, size = [], 0
             for number, shape in enumerate(shapes):
-                buffer = torch.empty(shape.sent, dtype=shape.dtype, device=device)
+                buffer = torch.empty(shape.message_shape, dtype=shape.dtype, device=device)
                 size += buffer.numel() * buffer.element_size()
                 group, tag = self._route(message, number)
                 with detect_lost_rank([source], self.limit):

@@ -32,7 +32,7 @@ from ipu_pipe.backends.processes.update import keep_version_counters
 from ipu_pipe.backends.work import Work
 from ipu_pipe.job.record import Job
 from ipu_pipe.launcher import read_launch
-from ipu_pipe.model.restoring import undisturbed
+from ipu_pipe.model.restoring import restore_all
 from ipu_pipe.schedule.methods import Method
 from ipu_pipe.update import clipping
 from ipu_pipe.update.apply import UpdateRules
@@ -123,7 +123,7 @@ def warm_up(work: Work, stage: Stage, parameters: Sequence[nn.Parameter]) -> Non
         x, labels = model.load_data(m)
         inputs = [x] if x is not None else []
         for shape in model.entering.tensors if model.entering is not None else ():
-            zeros = torch.zeros(shape.sent, dtype=shape.dtype, device=model.device)
+            zeros = torch.zeros(shape.message_shape, dtype=shape.dtype, device=model.device)
             inputs.append(zeros.requires_grad_(shape.differentiable and model.local is None))
         outputs, result = stage.run(m, inputs, labels)
         ends = [t for t in (outputs if result is None else [result.loss / work.accumulate]) if t.requires_grad]
@@ -152,7 +152,7 @@ def _undo_step(modules: Sequence[nn.Module], rules: UpdateRules) -> Iterator[Non
     saved = [(p, p.detach().clone(), p.grad) for p in parameters]
     with contextlib.ExitStack() as stack:
         for module in modules:
-            stack.enter_context(undisturbed(module))
+            stack.enter_context(restore_all(module))
         try:
             yield
         finally:

@@ -45,7 +45,7 @@ from ipu_pipe.model.batch import list_tensors
 from ipu_pipe.model.cutting import Crossing, Piece
 from ipu_pipe.model.loss import compute_losses, count_right, take_scores
 from ipu_pipe.model.randomness import KeyedRandomness
-from ipu_pipe.model.restoring import buffers_restored, undisturbed
+from ipu_pipe.model.restoring import restore_all, restore_buffers
 from ipu_pipe.schedule.actions import Kind, get_pass_needs
 from ipu_pipe.schedule.methods import Reads
 from ipu_pipe.schedule.versions import find_segment_ends, find_segment_heads
@@ -90,7 +90,7 @@ class StageModel:
     @cached_property
     def tensors(self) -> List[torch.Tensor]:
         """The stage's parameters and buffers, each once."""
-        tensors = [t for piece in (self.piece, self.previous) if piece is not None for t in piece.tensors()]
+        tensors = [t for piece in (self.piece, self.previous) if piece is not None for t in piece.list_tensors()]
         if self.head is not None:
             tensors += [*self.head.parameters(), *self.head.buffers()]
         return list({id(t): t for t in tensors}.values())
@@ -203,7 +203,7 @@ class Stage:
             self.tied.load(version)
         start = recorder.mark()
         if model.entering is not None and model.local is None:
-            inputs = model.entering.enter(inputs)
+            inputs = model.entering.require_gradients(inputs)
         self.weights.load(replay.forward)
         with torch.set_grad_enabled(replay.recompute is None):
             outputs, result = self._run_counted(m, inputs, labels)
@@ -224,10 +224,10 @@ class Stage:
     def run(self, m: int, inputs: Sequence[Any], labels: Any) -> Outputs:
         """Return the tensors for the next stage, and the result of the microbatch if the stage has a loss."""
         model = self.model
-        value = inputs[0] if model.entering is None else model.entering.unflatten(inputs)
+        value = inputs[0] if model.entering is None else model.entering.from_messages(inputs)
         if model.previous is not None:
             # only the previous stage itself changes the running statistics of its piece
-            with buffers_restored(model.previous), model.key_draws(m, model.previous) if model.random else nullcontext():
+            with restore_buffers(model.previous), model.key_draws(m, model.previous) if model.random else nullcontext():
                 value = model.previous(value)
         entered = value
         with model.key_draws(m, model.piece) if model.random else nullcontext():
@@ -235,7 +235,7 @@ class Stage:
             scored_output = output if model.head is None else model.head(get_activation(output))
         outputs: List[torch.Tensor] = []
         if model.leaving is not None:
-            outputs = model.leaving.flatten(entered if model.local is not None and model.local.overlaps else output)
+            outputs = model.leaving.to_messages(entered if model.local is not None and model.local.overlaps else output)
         if not model.has_loss:
             return outputs, None
         loss = compute_losses(self._work.loss, scored_output, labels)[0]
@@ -250,10 +250,10 @@ class Stage:
         start = self._recorder.mark()
         if received is not None:
             assert self.model.entering is not None
-            flight.inputs = self.model.entering.enter(received)
+            flight.inputs = self.model.entering.require_gradients(received)
         assert flight.replay.recompute is not None
         self.weights.load(flight.replay.recompute)
-        with buffers_restored(self.model.piece):
+        with restore_buffers(self.model.piece):
             flight.outputs, result = self._run_counted(m, flight.inputs, flight.labels)
             flight.loss = result.loss if result else None
         self._recorder.add(Kind.RECOMPUTE.word, m, start, version=self.update)
@@ -285,14 +285,14 @@ class Stage:
         elif not is_local:
             crossing = model.crossings[s]
             outputs = [t for t, shape in zip(flight.outputs, crossing.tensors) if shape.differentiable]
-            roots = [(t, g) for t, g in zip(outputs, crossing.gradients(gradients)) if t.requires_grad]
+            roots = [(t, g) for t, g in zip(outputs, crossing.unpack_gradients(gradients)) if t.requires_grad]
         roots += tied
         with model.key_draws(m, None) if model.random else nullcontext():
             self._run_backward(m, kind, flight, [t for t, _ in roots], [g for _, g in roots])
         input_gradients: List[torch.Tensor] = []
         hands_on = not model.is_first and not is_local
         if hands_on:
-            input_gradients = model.crossings[s - 1].leave(flight.inputs)
+            input_gradients = model.crossings[s - 1].collect_gradients(flight.inputs)
         del self._in_flight[m]
         self._release()
         self._recorder.add(kind.word, m, start, version=version)
@@ -344,14 +344,15 @@ class Stage:
         self.activations.drop(m)
         self._recorder.add(Kind.WEIGHT_GRADIENT.word, m, start)
 
-    def rehearse_split(self, example: Tuple[Any, Any]) -> bool:
+    def verify_split(self, example: Tuple[Any, Any]) -> bool:
         """Return whether I and W give the same bits as B, on the microbatch `example` or on random inputs; else do not split."""
         model, inputs = self.model, [example[0]]
         with ExitStack() as stack:
             for module in model.modules:
-                stack.enter_context(undisturbed(module))
+                stack.enter_context(restore_all(module))
             if model.entering is not None:
-                inputs = model.entering.enter([_draw(shape.sent, shape.dtype, model.device) for shape in model.entering.tensors])
+                messages = [_draw(spec.message_shape, spec.dtype, model.device) for spec in model.entering.tensors]
+                inputs = model.entering.require_gradients(messages)
             outputs, result = self.run(self.forwarded + 1, inputs, example[1])
             roots = [t for t in (outputs if result is None else [result.loss]) if t.requires_grad]
             gradients = [_draw(t.shape, t.dtype, t.device) if result is None else None for t in roots]

@@ -22,7 +22,7 @@ from torch import nn
 from ipu_pipe.backends.processes.layout import find_tied_weights
 from ipu_pipe.backends.processes.mail import TIED, WEIGHTS, Mail, Message, Shapes
 from ipu_pipe.backends.processes.split import WeightGradients
-from ipu_pipe.model.cutting import Piece, Shape
+from ipu_pipe.model.cutting import Piece, TensorSpec
 
 Weights = List[nn.Parameter]
 # (source stage, target stage, kind of message)
@@ -47,7 +47,7 @@ class Ties:
     def needs(self, kind: str) -> Iterator[Tuple[int, Shapes]]:
         """Yield (source stage, shapes) of the messages of a backward (TIED) or after an update (WEIGHTS)."""
         for source, weights in (self.gradients_from if kind == TIED else self.copies_of).items():
-            yield source, tuple(Shape(tuple(p.shape), p.dtype, False) for p in weights)
+            yield source, tuple(TensorSpec(tuple(p.shape), p.dtype, False) for p in weights)
 
 
 def find_ties(model: nn.Module, cut: Sequence[Piece], stage: int, placement: Sequence[int]) -> Ties:

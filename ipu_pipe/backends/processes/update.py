@@ -30,7 +30,7 @@ from ipu_pipe.backends.replicas import IndependentReplicas
 from ipu_pipe.backends.work import COLUMNS, Work, average
 from ipu_pipe.errors import RunFault
 from ipu_pipe.model.batch import count_bytes
-from ipu_pipe.model.cutting import Shape
+from ipu_pipe.model.cutting import TensorSpec
 from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.update.clipping import GradientClipping, OtherStages
 
@@ -186,7 +186,7 @@ def divide_into_buckets(parameters: Sequence[torch.nn.Parameter], most_bytes: in
 
 # the norm that is sent for a missing gradient
 NO_GRADIENT = -1.0
-NORM_SHAPE = (Shape((1,), torch.float64, False),)
+NORM_SHAPE = (TensorSpec((1,), torch.float64, False),)
 DRAW_ALIKE = (
     "the inputs of one would be trained with the labels of the other; seed every generator that the data hold "
     "(numpy.random.default_rng(SEED)), or draw from the global ones, which are seeded alike on all ranks"
@@ -386,7 +386,7 @@ class ResultCollection:
         self._mail, self._recorder, self._layout, self.with_loss = mail, recorder, layout, with_loss
         self._microbatches, self._samples, self._data = microbatches, samples, data
         self._first_stages = first_stages
-        self._shapes = (Shape((microbatches, COLUMNS + 1), torch.float64, False),)
+        self._shapes = (TensorSpec((microbatches, COLUMNS + 1), torch.float64, False),)
         # update -> table and checksums of the first stage
         self._on_first: Dict[int, Tuple[Optional[torch.Tensor], torch.Tensor]] = {}
         self._expected = 0

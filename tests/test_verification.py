@@ -11,9 +11,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ipu_pipe.errors import BadInput
-from ipu_pipe.model import rehearsal
-from ipu_pipe.model.cutting import Crossing, Shape, cut_model
+from ipu_pipe.model.cutting import Crossing, TensorSpec, cut_model
 from ipu_pipe.model.precision import cast_forward
+from ipu_pipe.model.verification import TrainingEffects, verify_pieces
 from ipu_pipe.run.build import build
 from tests.staged_models import Odd, Skipping, residual, whole
 from tests.support.models import Composed
@@ -78,8 +78,8 @@ def make_three(how: str) -> nn.Module:
     )  # fmt: skip
 
 
-def rehearse(model: nn.Module, begins: Any, x: torch.Tensor) -> rehearsal.Rehearsed:
-    return rehearsal.rehearse(model, cut_model(model, begins, x), x)
+def verify(model: nn.Module, begins: Any, x: torch.Tensor) -> TrainingEffects:
+    return verify_pieces(model, cut_model(model, begins, x), x)
 
 
 @pytest.mark.parametrize("how, told", [
@@ -101,7 +101,7 @@ def test_what_pieces_would_do_otherwise_is_refused(how: str, told: str) -> None:
     state, attributes = {k: v.clone() for k, v in model.state_dict().items()}, set(vars(model))
     drawn = torch.get_rng_state()
     with pytest.raises(BadInput, match=told) as refused:
-        rehearse(model, ["b", "c"], x)
+        verify(model, ["b", "c"], x)
     assert len(refused.value.faults) == 1
     assert torch.equal(torch.get_rng_state(), drawn) and set(vars(model)) == attributes
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
@@ -114,7 +114,7 @@ def test_branches_on_sizes_and_blocks_of_a_mode_are_cut(how: str) -> None:
     frozen by no_grad got gradients, silently."""
     model, x = make_three(how), torch.randn(2, 4)
     attributes = set(vars(model))
-    rehearse(model, ["b", "c"], x)
+    verify(model, ["b", "c"], x)
     assert set(vars(model)) == attributes
 
 
@@ -123,7 +123,7 @@ def test_hooks_of_backwards_stay_and_run() -> None:
     model, x = make_three("constant"), torch.randn(2, 4)
     model.b.register_full_backward_hook(lambda module, into, out: (into[0] * 0.5,))
     model.c.register_full_backward_pre_hook(lambda module, out: (out[0] * 2,))
-    rehearse(model, ["b", "c"], x)
+    verify(model, ["b", "c"], x)
     assert len(model.b._backward_hooks) == len(model.c._backward_pre_hooks) == 1
 
 
@@ -131,29 +131,29 @@ def test_under_autocast_a_weight_that_stages_cast_is_refused() -> None:
     """The whole model sums the gradients of one cast in bfloat16. Story: it was told to keep a tensor aside."""
     again = nn.Linear(4, 4)
     model, x = nn.Sequential(nn.Linear(4, 4), again, nn.Linear(4, 4), again), torch.randn(3, 4)
-    rehearse(model, ["2"], x)
+    verify(model, ["2"], x)
     cast_forward(model, "cpu")
     with pytest.raises(
         BadInput, match="the gradient of 1.*autocast sums the gradient of a tied weight in bfloat16"
     ):
-        rehearse(model, ["2"], x)
+        verify(model, ["2"], x)
 
 
 def test_models_that_are_cut_exactly_pass() -> None:
-    rehearse(Skipping(), ["b", "c", "d"], torch.randn(5, 12))
-    rehearse(whole([stage.float() for stage in residual()]), ["1", "2", "3"], torch.randn(3, 12))
-    rehearse(Odd(), ["3", "4", "5"], torch.randn(3, 1, 8, 8))
-    rehearse(nn.Sequential(nn.Linear(4, 4)), [], torch.randn(2, 4))
+    verify(Skipping(), ["b", "c", "d"], torch.randn(5, 12))
+    verify(whole([stage.float() for stage in residual()]), ["1", "2", "3"], torch.randn(3, 12))
+    verify(Odd(), ["3", "4", "5"], torch.randn(3, 1, 8, 8))
+    verify(nn.Sequential(nn.Linear(4, 4)), [], torch.randn(2, 4))
 
 
 def test_what_a_backward_changes_is_told() -> None:
     """A backward that runs a batch norm again: on processes forwards of other microbatches come before it."""
     again = Composed(lambda m, h: checkpoint(m.norm, h, use_reentrant=False), norm=nn.BatchNorm1d(4))
     model, x = nn.Sequential(nn.Linear(4, 4), again, nn.Linear(4, 2)), torch.randn(6, 4)
-    moved = rehearse(model, ["2"], x).moved
-    assert moved == ["1.norm.running_mean", "1.norm.running_var", "1.norm.num_batches_tracked"]
+    changed = verify(model, ["2"], x).changed_by_backward
+    assert changed == ["1.norm.running_mean", "1.norm.running_var", "1.norm.num_batches_tracked"]
     plain = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
-    assert rehearse(plain, ["2"], x).moved == []
+    assert verify(plain, ["2"], x).changed_by_backward == []
 
 
 class Counting(nn.Linear):
@@ -176,14 +176,14 @@ def test_looks_at_a_model_before_training_leave_no_count_behind(stages: Any) -> 
     job = build(config("method=gpipe", "gradient_accumulation=4", "evaluate.subset=96", "steps=8"), model=model)
     x = job.example[0]
     if stages != 1:
-        rehearse(model, stages, x)
+        verify(model, stages, x)
     assert model[1].count == model[1].seen[0] == 0
 
 
 def test_what_crosses_has_the_recorded_shape() -> None:
     """A process would wait for other bytes for ever, or take them for what they are not."""
-    crossing = Crossing((Shape((2, 3), torch.float32, True),))
-    assert len(crossing.flatten(torch.zeros(2, 3))) == 1
+    crossing = Crossing((TensorSpec((2, 3), torch.float32, True),))
+    assert len(crossing.to_messages(torch.zeros(2, 3))) == 1
     for other in (torch.zeros(3, 2), torch.zeros(2, 3, dtype=torch.float64), torch.zeros(4, 3)):
         with pytest.raises(BadInput, match="a tensor that crosses a boundary must have one shape"):
-            crossing.flatten(other)
+            crossing.to_messages(other)

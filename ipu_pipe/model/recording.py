@@ -14,9 +14,9 @@ is watched, and each stage then replays its part of the calls:
         is *live* if its memory depends on the input or on weights; all others, such as masks and positions, are constants
     [4] at the end, calls whose results are all constant are left out (`finish`)
 
-Python code between the calls runs only during the recording: sizes, branches and counters are those of the recording. The
-rehearsal (ipu_pipe.model.rehearsal) finds what a recording cannot see. This file refuses what the rehearsal could miss: branches
-on values, tensors kept in attributes from stage to stage, Python's counters and random numbers.
+Python code between the calls runs only during the recording: sizes, branches and counters are those of the recording.
+`ipu_pipe.model.verification` finds what a recording cannot see. This file refuses what the verification could miss: branches on
+values, tensors kept in attributes from stage to stage, Python's counters and random numbers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_flatten
 
 from ipu_pipe.errors import BadInput
-from ipu_pipe.model.batch import call_model, flatten_tensors, iterate_tensors, list_leaves
+from ipu_pipe.model.batch import call_model, flatten_tensors, list_leaves, list_tensors
 from ipu_pipe.model.observation import get_storage, join_name, list_ancestors
 from ipu_pipe.model.precision import enter_model_autocast
 from ipu_pipe.model.watching import FunctionWatch, OperationWatch
@@ -134,7 +134,7 @@ class Recording:
 
 
 class ReadsValues(BadInput):
-    """The error of a forward that reads a tensor's values in a module that is cut."""
+    """Raised for a forward that reads a tensor's values in a module that is cut."""
 
 
 # the stage of weights and buffers, which every stage may read by name
@@ -255,12 +255,12 @@ class Recorder:
 
     def watch_operation(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation and track the storages that it reads, makes and writes."""
-        read = {get_storage(t) for t in iterate_tensors((*args, *kwargs.values()))}
+        read = {get_storage(t) for t in list_tensors((*args, *kwargs.values()))}
         is_live, name = not read.isdisjoint(self._live), func.overloadpacket.__name__
         if is_live and name in VALUE_READS and not self._depth:
             self._fail_on_values(name)
         if self._depth and any(
-            ANYWHERE < self._live.get(place, ANYWHERE) < self._stage and place not in self._arguments for place in read
+            ANYWHERE < self._live.get(storage, ANYWHERE) < self._stage and storage not in self._arguments for storage in read
         ):
             self._fail(
                 self._call_name,
@@ -268,19 +268,19 @@ class Recorder:
                 " module as an argument, or begin the stage elsewhere",
             )
         result = func(*args, **kwargs)
-        for tensor in iterate_tensors((result,)):
-            place = get_storage(tensor)
-            if place not in read:
-                self._made.add(place)
+        for tensor in list_tensors(result):
+            storage = get_storage(tensor)
+            if storage not in read:
+                self._made.add(storage)
                 self._alive.append(
                     StorageWeakRef(tensor.untyped_storage()) if tensor.layout is torch.strided else tensor
                 )
                 if is_live:
-                    self._live[place] = self._stage
-        for place in _list_written(func, args, kwargs):
-            self.recording.written.setdefault(self._stage, set()).add(place)
-            if is_live or place not in self._made:
-                self._live.setdefault(place, self._stage)
+                    self._live[storage] = self._stage
+        for storage in _list_written_storages(func, args, kwargs):
+            self.recording.written.setdefault(self._stage, set()).add(storage)
+            if is_live or storage not in self._made:
+                self._live.setdefault(storage, self._stage)
         return result
 
     # ---- calls, their arguments and results
@@ -297,15 +297,15 @@ class Recorder:
         grad, (base_grad, base) = torch.is_grad_enabled(), self._base
         autocast = tuple(setting for setting, usual in zip(_read_autocast(), base) if setting != usual)
         state = AutogradState(None if grad == base_grad else grad, autocast)
-        call = RecordedCall(len(self.recording.calls), self._stage, target, self._describe((args, keywords)), state)
+        call = RecordedCall(len(self.recording.calls), self._stage, target, self._make_template((args, keywords)), state)
         self.recording.calls.append(call)
         return call
 
-    def _describe(self, nest: Any) -> Template:
+    def _make_template(self, nest: Any) -> Template:
         leaves, spec = tree_flatten(nest)
-        return Template(tuple(map(self._name_leaf, leaves)), spec)
+        return Template(tuple(map(self._replace_tensor, leaves)), spec)
 
-    def _name_leaf(self, value: Any) -> Any:
+    def _replace_tensor(self, value: Any) -> Any:
         """Return the key of a live tensor, another value unchanged."""
         if not isinstance(value, torch.Tensor):
             return value
@@ -339,25 +339,25 @@ class Recorder:
                 f"stages: {late}: does not run in this forward after the stages before: no stage can begin there"
             )
         recording = self.recording
-        output_template = self._describe(output)
+        output_template = self._make_template(output)
         results: Dict[int, Dict[Value, torch.Tensor]] = {}
         for key, tensor in recording.tensors.items():
             results.setdefault(key.call, {})[key] = tensor
         constants: Dict[Any, torch.Tensor] = {}
 
-        def fold(template: Template) -> Template:
+        def insert_constants(template: Template) -> Template:
             leaves = (constants.get(leaf, leaf) if isinstance(leaf, Value) else leaf for leaf in template.leaves)
             return Template(tuple(leaves), template.spec)
 
         calls, recording.calls = recording.calls, []
         for call in calls:
-            call.arguments, values = fold(call.arguments), results.get(call.index, {})
+            call.arguments, values = insert_constants(call.arguments), results.get(call.index, {})
             is_live = any(get_storage(t) in self._live for t in values.values())
             if is_live or call.arguments.keys or call.target is None or isinstance(call.target, str):
                 recording.calls.append(call)
             else:
                 constants.update(values)
-        recording.output = fold(output_template)
+        recording.output = insert_constants(output_template)
         return recording
 
 
@@ -376,10 +376,10 @@ def _find_written_arguments(func: Any) -> List[Tuple[int, str]]:
     return [(i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write]
 
 
-def _list_written(func: Any, args: Any, kwargs: Any) -> List[int]:
+def _list_written_storages(func: Any, args: Any, kwargs: Any) -> List[int]:
     """Return the storages that an operation writes."""
     written = [args[i] if i < len(args) else kwargs.get(name) for i, name in _find_written_arguments(func)]
-    return [get_storage(t) for t in iterate_tensors(written)]
+    return [get_storage(t) for t in list_tensors(written)]
 
 
 def list_cut_modules(begins: Sequence[str]) -> List[str]:
@@ -393,19 +393,19 @@ def _is_wrapped(tensor: torch.Tensor) -> bool:
 
 
 @contextlib.contextmanager
-def _watch_modules(model: nn.Module, recorder: Recorder, traced: bool) -> Iterator[None]:
+def _watch_modules(model: nn.Module, recorder: Recorder, pretends_tracing: bool) -> Iterator[None]:
     """Put the recorder's hooks on all modules inside the context.
 
-    `traced`: `torch.jit.is_tracing` is true, so that models do not skip operations depending on values. Backward hooks are
+    `pretends_tracing`: `torch.jit.is_tracing` returns true, so that models skip branches on values. Backward hooks are
     removed, because they would wrap a module's outputs after the recorder has seen them, and there is no backward here.
     """
     tables = [table for m in model.modules() for table in (m._backward_hooks, m._backward_pre_hooks)]
     hooks = [table.copy() for table in tables]
-    is_tracing, caches = torch.jit.is_tracing, torch.is_autocast_cache_enabled()
+    is_tracing, is_caching = torch.jit.is_tracing, torch.is_autocast_cache_enabled()
     try:
         for table in tables:
             table.clear()
-        if traced:
+        if pretends_tracing:
             torch.jit.is_tracing = lambda: True
         # with the cache a tied weight would be cast on its first stage only
         torch.set_autocast_cache_enabled(False)
@@ -419,7 +419,7 @@ def _watch_modules(model: nn.Module, recorder: Recorder, traced: bool) -> Iterat
                 yield
     finally:
         torch.jit.is_tracing = is_tracing
-        torch.set_autocast_cache_enabled(caches)
+        torch.set_autocast_cache_enabled(is_caching)
         for table, saved_hooks in zip(tables, hooks):
             table.update(saved_hooks)
 
@@ -454,10 +454,10 @@ def _require_unchanged_python(model: nn.Module, owners: Mapping[str, nn.Module])
             )
 
 
-def record_forward(model: nn.Module, begins: Sequence[str], x: Any, traced: bool) -> Recording:
+def record_forward(model: nn.Module, begins: Sequence[str], x: Any, pretends_tracing: bool) -> Recording:
     """Record one forward of the input `x`, which the forward may overwrite, in the model's present mode.
 
-    `traced`: run with `torch.jit.is_tracing` true, for which models leave out branches on values. Raise `BadInput` if the model
+    `pretends_tracing`: `torch.jit.is_tracing` returns true, so that models skip branches on values. Raise `BadInput` if the model
     cannot be cut at `begins`.
     """
     owners = {name: model.get_submodule(name) for name in list_cut_modules(begins)}
@@ -469,6 +469,6 @@ def record_forward(model: nn.Module, begins: Sequence[str], x: Any, traced: bool
             )
     with _require_unchanged_python(model, owners):
         recorder = Recorder(model, begins, x)
-        with _watch_modules(model, recorder, traced):
+        with _watch_modules(model, recorder, pretends_tracing):
             output = call_model(model, x)
         return recorder.finish(output)
