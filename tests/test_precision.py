@@ -295,7 +295,7 @@ def test_memory_is_what_was_planned(keys: List[str], tmp_path: Path) -> None:
     (peak,) = memory["peak_memory"]
     assert peak["weights"] == size * numbers and peak["gradients"] == 4 * numbers
     state_bytes = (1 + ("method=pipemare" in keys)) * 4 * numbers  # momentum; the masters
-    ruled = [stage for stage in job.part.stages if job.rules.entries(stage.index)]
+    ruled = [stage for stage in job.part.stages if job.rules.list_entries(stage.index)]
     state_bytes += sum(4 * job.model.get_parameter(name).numel() for stage in ruled for name in stage.parameters)
     assert peak["optimizer"] == state_bytes == sum(row["optimizer_bytes"] for row in planned)
     assert sum(row["gradient_bytes"] for row in planned) == peak["gradients"]

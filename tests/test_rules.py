@@ -257,7 +257,7 @@ def test_delay_compensation_is_that_computed_by_hand(adaptive: bool) -> None:
     assert float(weight.grad) == pytest.approx((first - 1) / 2, rel=1e-15)
     assert not optimizer.state
     rules.step(0, lambda k: None)
-    assert [float(optimizer.state[weight][name]) for name in rules.entries(0)] == [2.75] * adaptive
+    assert [float(optimizer.state[weight][name]) for name in rules.list_entries(0)] == [2.75] * adaptive
 
 
 def test_delay_compensation_keeps_its_mean_square_beside_an_optimizer_without_state() -> None:
@@ -279,7 +279,7 @@ def test_a_prediction_by_the_steps_of_adam_by_hand() -> None:
     args = {"weight_prediction": {"form": "optimizer", "scale": 1.0}}
     rules = UpdateRules(args, resolve_method("pipedream", {"stash": False}), np.array([3.0]), 1, optimizer, lambda k: 0.1)
     m = v = 0.0
-    assert rules.compute_corrections(0, FORWARD, 0) == [] and rules.entries(0) == []
+    assert rules.compute_corrections(0, FORWARD, 0) == [] and rules.list_entries(0) == []
     for t, g in enumerate((0.5, -1.0, 0.25), 1):
         weight.grad = torch.tensor([g], dtype=torch.float64)
         rules.step(t - 1, None)

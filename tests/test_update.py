@@ -110,8 +110,8 @@ def test_a_delayed_global_norm_is_the_newest_that_all_stages_have() -> None:
     assert delayed.lag == 2
     for k in range(20):
         known = [j for j in range(k) if slots[:, j].max() < slots[:, k].min()]
-        assert delayed.source(k) == (known[-1] if known else None)
-    assert delayed.source(20) is None and delayed.source(21) is None and delayed.source(22) == 20
+        assert delayed.get_source(k) == (known[-1] if known else None)
+    assert delayed.get_source(20) is None and delayed.get_source(21) is None and delayed.get_source(22) == 20
     assert [delayed.is_needed(k) for k in (17, 18, 19, 20)] == [True, False, False, True]
     p = torch.nn.Parameter(torch.zeros(2))
     p.grad = torch.tensor([3.0, 4.0])

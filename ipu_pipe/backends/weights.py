@@ -258,13 +258,13 @@ def make_weight_store(work: Work, stages: Sequence[int], versions: Optional[IntA
     """Return the weight store for `stages` of a job; `versions`: the newest version of each stage, if they differ."""
     if not work.method.reads_old(work.schedule.stages):
         return WeightStore()
-    states, weights = work.rules.stages, {master: weight for weight, master in work.rules.rounded}
+    states, weights = work.rules.stages, {master: weight for weight, master in work.rules.weight_master_pairs}
     kind = SwappingStore if work.method.backward_reads is Reads.STASHED else OverwritingStore
     return kind(
         [[weights.get(p, p) for p in states[s].parameters] if s in states else [] for s in stages],
         work.update if versions is None else versions.tolist(),
         lambda index, code, version: work.rules.compute_corrections(stages[index], code, version),
-        dict(work.rules.rounded),
+        dict(work.rules.weight_master_pairs),
     )
 
 

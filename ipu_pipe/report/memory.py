@@ -100,7 +100,7 @@ def build_memory_table(job: Job, optimizer_bytes: Optional[Sequence[int]] = None
             frozen=frozen + frozen_copies,
             gradients=trained[s] + shared[s] + tied,
             optimizer=(moments[s] + max_moments * shared[s]) * copies_of_state + masters[s],
-            accumulators=(len(job.rules.entries(s)) + (job.rules.decay is not None) + copies_of_outer) * trained[s],
+            accumulators=(len(job.rules.list_entries(s)) + (job.rules.decay is not None) + copies_of_outer) * trained[s],
             saved=job.footprint.saved_bytes[s],
             entering=entering,
         )
@@ -169,7 +169,7 @@ def compute_memory_figures(job: Job) -> Optional[Dict[str, Any]]:
         saved_bytes=job.footprint.saved_bytes,
         input_bytes=_count_input_bytes(job),
         moments=_count_max_moments(job),
-        t2=max(len(job.rules.entries(stage.index)) for stage in job.part.stages),
+        t2=max(len(job.rules.list_entries(stage.index)) for stage in job.part.stages),
         method=job.method,
         accumulate=job.schedule.accumulate,
         depth=len(job.part),

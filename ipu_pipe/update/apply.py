@@ -1,4 +1,11 @@
-"""Apply the update rules of a run: to the versions that passes read, and to each update of one torch.optim optimizer."""
+"""Apply the update rules of a run (`update.rules`) over one torch.optim optimizer.
+
+    compute_corrections   before a pass: what to add to the weights that it reads
+    compensate            around a backward: change the gradients of one microbatch
+    step                  an update: change gradients, clip, step the optimizer, change the step, move the rules' state
+
+`StageState` gives rules a stage's parameters and their entries in the optimizer's state.
+"""
 
 from __future__ import annotations
 
@@ -53,8 +60,8 @@ class StageState:
         """The parameters of all groups, in order."""
         return [p for group in self.groups for p in group["params"]]
 
-    def entries(self, name: str) -> Optional[Tensors]:
-        """Return the optimizer state `name` of each parameter, None if no parameter has it yet.
+    def get_entry(self, name: str) -> Optional[Tensors]:
+        """Return the entry `name` of the optimizer's state for each parameter, None if no parameter has it yet.
 
         It is 0 for a parameter that has had no gradient. `STEP` is computed from the state.
         """
@@ -81,12 +88,10 @@ class StageState:
 
 # the entry of the optimizer's state with the moving average of a parameter
 AVERAGE = "ema"
-# a rule with its setting for each stage of the run, in order
-_Acting = Tuple[Rule, Sequence[Setting]]
 
 
-class _Moved(NamedTuple):
-    """The parameters of one group that an update moves, and their gradients with weight decay added."""
+class _SteppedGroup(NamedTuple):
+    """The parameters of one group that have a gradient in an update, and their gradients with weight decay added."""
 
     stage: StageState
     group: Mapping[str, Any]
@@ -121,32 +126,37 @@ class UpdateRules:
         self.rates_by_group = rates_by_group
         self.decay = decay
         self.optimizer, self._rate, self.switch = optimizer, rate, switch
-        self.stages = _by_stage(optimizer, base)
-        stage_lag = [p for stage in self.stages.values() for p in stage.parameters]
-        # (weight, master) pairs
-        self.rounded = masters.list_pairs(stage_lag) if masters is not None else []
-        self._rules: List[_Acting] = [
+        self.stages = _group_by_stage(optimizer, base)
+        trained = [p for stage in self.stages.values() for p in stage.parameters]
+        self.weight_master_pairs = masters.list_pairs(trained) if masters is not None else []
+        # each rule with its setting for each stage of the run, in order
+        self._rules: List[Tuple[Rule, Sequence[Setting]]] = [
             (rule, [Setting(values, s, stage_lag, method, accumulate) for s, stage_lag in enumerate(lag.tolist())])
             for rule, values in select_rules(args, method)
+        ]
+        # the rules that act on the stages of this process
+        self._active = [
+            (stage, rule, settings[stage.index])
+            for rule, settings in self._rules
+            for stage in self.stages.values()
+            if rule.acts_on(settings[stage.index])
         ]
         # called with each update and its stages at its beginning: after rules' `compensate`, before clipping and their `gradient`
         self.observe: Optional[Callable[[int, Sequence[int]], None]] = None
         # entries that `compensate` changes with each microbatch
         self._compensated: Dict[Tuple[torch.nn.Parameter, str], torch.Tensor] = {}
-        self._every: List[int] = args.get("block_accumulation") or [1] * len(lag)
-        self._gathers = max(self._every) > 1
+        self._batches_per_step: List[int] = args.get("block_accumulation") or [1] * len(lag)
         # whether `compensate` does more than `collect`
         self.compensates = any(rule.compensate is not None for rule, _ in self._rules)
-        self._count = len(lag)
+        self._stage_count = len(lag)
         self._reads_lag = any(rule.read is not None and rule.reads_lag for rule, _ in self._rules)
-        self._active = self._acting_here()
-        self._codes = {code: self._code_by_stage(code) for code in (FORWARD, BACKWARD)}
+        self._codes = {code: self._encode_stages(code) for code in (FORWARD, BACKWARD)}
 
-    def entries(self, stage: int) -> List[str]:
+    def list_entries(self, stage: int) -> List[str]:
         """List the names of the state that rules keep for each parameter of the stage beside the optimizer's own."""
-        return [name for rule, setting in self._on(stage) if rule.state is not None for name in rule.state(setting)]
+        return [name for rule, setting in self._list_acting(stage) if rule.state is not None for name in rule.state(setting)]
 
-    def _on(self, stage: int) -> List[Tuple[Rule, Setting]]:
+    def _list_acting(self, stage: int) -> List[Tuple[Rule, Setting]]:
         """List the rules that act on a stage, with their settings."""
         return [(rule, settings[stage]) for rule, settings in self._rules if rule.acts_on(settings[stage])]
 
@@ -156,35 +166,35 @@ class UpdateRules:
     def reads_by_rate(self) -> bool:
         """Whether passes read weights whose correction is proportional to the learning rate."""
         readings = [Reading(is_forward, rate=1.0) for is_forward in (True, False)]
-        pairs = [pair for stage in range(self._count) for reading in readings for pair in self._read(stage, reading)]
+        pairs = [pair for stage in range(self._stage_count) for reading in readings for pair in self._read(stage, reading)]
         return any(entry in BY_RATE and c for entry, c in pairs)
 
-    def _code_by_stage(self, code: int) -> IntArray:
-        """Return, per stage (P,), `code` if a rule corrects the weights that such a pass reads, else PLAIN."""
+    def _encode_stages(self, code: int) -> IntArray:
+        """Return for each stage (P,) `code` if a rule corrects the weights that such a pass reads, else PLAIN."""
         reading = Reading(code == FORWARD, rate=1.0)
-        corrects = [any(c for _, c in self._read(stage, reading)) for stage in range(self._count)]
+        corrects = [any(c for _, c in self._read(stage, reading)) for stage in range(self._stage_count)]
         return np.where(corrects, code, PLAIN)
 
     def _read(self, stage: int, reading: Reading) -> List[Tuple[str, float]]:
         """List the (entry, c) pairs of a stage's rules: of rules with `reads_lag` if `reading` has a lag, else of the others."""
         return [
             pair
-            for rule, setting in self._on(stage)
+            for rule, setting in self._list_acting(stage)
             if rule.read is not None and rule.reads_lag == bool(reading.lag)
             for pair in rule.read(setting, reading)
         ]
 
     def encode_forwards(self, versions: IntArray) -> IntArray:
         """Return the code of the correction for each forward that reads `versions`, (P,) or (P, n)."""
-        return np.where(versions >= self.switch, self._wide(FORWARD, versions), PLAIN)
+        return np.where(versions >= self.switch, self._broadcast_code(FORWARD, versions), PLAIN)
 
     def encode_backwards(self, versions: IntArray, forward: IntArray) -> IntArray:
         """Return the code of the correction for each backward or recomputation; `forward`: the versions of the forwards."""
         if self._reads_lag:
             return np.where(versions >= self.switch, forward - versions, PLAIN)
-        return np.where(versions >= self.switch, self._wide(BACKWARD, versions), PLAIN)
+        return np.where(versions >= self.switch, self._broadcast_code(BACKWARD, versions), PLAIN)
 
-    def _wide(self, code: int, like: IntArray) -> IntArray:
+    def _broadcast_code(self, code: int, like: IntArray) -> IntArray:
         codes = self._codes[code]
         return codes if like.ndim == 1 else codes[:, None]
 
@@ -192,9 +202,9 @@ class UpdateRules:
         """Return (x, c) pairs that correct the weights w of a stage's *newest* version to w + the sum of c x; may be empty."""
         rate = self._stage_rate(stage, version, float(self._rate(version)))
         read = self._read(stage, Reading(code == FORWARD, max(-code, 0), rate))
-        here = self.stages[stage]
-        pairs = [(entry, here.entries(entry), c) for entry, c in read if c]
-        return [(here.scale_by_rate(x) if entry in BY_RATE else x, c) for entry, x, c in pairs if x is not None]
+        state = self.stages[stage]
+        pairs = [(entry, state.get_entry(entry), c) for entry, c in read if c]
+        return [(state.scale_by_rate(x) if entry in BY_RATE else x, c) for entry, x, c in pairs if x is not None]
 
     # ---- gradients of a microbatch
 
@@ -208,20 +218,24 @@ class UpdateRules:
         None if equal.
         """
         active = self._active if k >= self.switch else []
-        acting = [(s, rule, at) for s, rule, at in active if rule.compensate is not None and s.index in stages]
+        acting = [
+            (stage, rule, setting)
+            for stage, rule, setting in active
+            if rule.compensate is not None and stage.index in stages
+        ]
         earlier = _take_gradients([stage for stage, _, _ in acting])
         yield
         self.collect()
-        for stage, rule, at in acting:
+        for stage, rule, setting in acting:
             assert rule.compensate is not None
             reached = [i for i, p in enumerate(stage.parameters) if p.grad is not None]
             parameters = [stage.parameters[i] for i in reached]
-            names = list(rule.state(at)) if rule.state is not None else []
+            names = list(rule.state(setting)) if rule.state is not None else []
             entries = {name: [self._get_compensated(stage, p, name) for p in parameters] for name in names}
             age = compute_age(stage.index)
             ages = None if age is None else [age[i].to(p.dtype) for i, p in zip(reached, parameters)]
             if parameters:
-                rule.compensate(at, [p.grad for p in parameters if p.grad is not None], ages, entries)
+                rule.compensate(setting, [p.grad for p in parameters if p.grad is not None], ages, entries)
         for p, gradient in earlier:
             p.grad = gradient if p.grad is None else gradient + p.grad
 
@@ -236,13 +250,13 @@ class UpdateRules:
 
     def collect(self) -> None:
         """Move the gradients of weights to their master copies after a backward."""
-        if self.rounded:
-            collect_gradients(self.rounded)
+        if self.weight_master_pairs:
+            collect_gradients(self.weight_master_pairs)
 
     def rates(self, k: int) -> Floats:
         """Return the learning rates (P,) of update k."""
         base = float(self._rate(k))
-        return np.array([self._stage_rate(stage, k, base) for stage in range(self._count)])
+        return np.array([self._stage_rate(stage, k, base) for stage in range(self._stage_count)])
 
     def _stage_rate(self, stage: int, k: int, rate: float) -> float:
         """Return the learning rate of one stage; `rate`: the schedule's."""
@@ -259,52 +273,58 @@ class UpdateRules:
         if self.observe is not None:
             self.observe(k, list(self.stages) if stages is None else stages)
         active = self._active if k >= self.switch else []
-        rounded = self.rounded
+        weight_master_pairs = self.weight_master_pairs
         others: List[StageState] = []
         if stages is not None:
-            active = [(stage, rule, at) for stage, rule, at in active if stage.index in stages]
+            active = [(stage, rule, setting) for stage, rule, setting in active if stage.index in stages]
             others = [stage for stage in self.stages.values() if stage.index not in stages]
-        gathering: List[Tuple[torch.nn.Parameter, torch.Tensor]] = []
+        # put back after the update
+        other_gradients: List[Tuple[torch.nn.Parameter, torch.Tensor]] = []
         if others:
-            gathering += _take_gradients(others)
-            masters = {id(p) for stage in others for p in stage.parameters}
-            rounded = [(weight, master) for weight, master in rounded if id(master) not in masters]
-        if self._gathers:
-            gathering += _gather(self.stages.values(), self._every, k)
+            other_gradients += _take_gradients(others)
+            unchanged = {id(p) for stage in others for p in stage.parameters}
+            weight_master_pairs = [(weight, master) for weight, master in weight_master_pairs if id(master) not in unchanged]
+        if max(self._batches_per_step) > 1:
+            other_gradients += _take_incomplete(self.stages.values(), self._batches_per_step, k)
         base, by_group = float(self._rate(k)), self.rates_by_group
         for stage in self.stages.values():
             for group, share in zip(stage.groups, stage.shares):
                 rate = base if by_group is None else by_group[min(k, len(by_group) - 1)][group["member"]]
                 group["lr"] = float(self._stage_rate(stage.index, k, rate)) * share
-        followed = [(stage, rule, rule.state(at)) for stage, rule, at in active if rule.state is not None]
-        followed = [(stage, rule, entries) for stage, rule, entries in followed if any(entries.values())]
-        before = {stage.index: [p.detach().clone() for p in stage.parameters] for stage, _, _ in followed}
+        # the rules with entries that move after the step
+        tracking = [(stage, rule, rule.state(setting)) for stage, rule, setting in active if rule.state is not None]
+        tracking = [(stage, rule, entries) for stage, rule, entries in tracking if any(entries.values())]
+        before = {stage.index: [p.detach().clone() for p in stage.parameters] for stage, _, _ in tracking}
         averages = self._begin_averages(others) if self.decay is not None else {}
         with torch.no_grad():
-            for stage, rule, at in active:
+            for stage, rule, setting in active:
                 if rule.gradient is not None:
-                    _change_gradients(rule.gradient, at, stage)
+                    _change_gradients(rule.gradient, setting, stage)
             if clip is not None:
                 clip(k)
-            moved = [(rule.step, at, _moved(stage)) for stage, rule, at in active if rule.step is not None]
+            # listed before the step, which changes the weights that weight decay reads
+            changing = [
+                (rule.step, setting, _list_stepped_groups(stage)) for stage, rule, setting in active if rule.step is not None
+            ]
             self.optimizer.step()
             steps = {s: _compute_step(self.stages[s], old) for s, old in before.items()}
-            for change, at, groups in moved:
-                for moved_group in groups:
-                    _change_step(change, at, moved_group, steps.get(moved_group.stage.index))
-            for stage, rule, entries in followed:
-                alone = rule.follows_optimizer or not moved
-                _follow(stage, entries, steps[stage.index] if alone else _compute_step(stage, before[stage.index]))
+            for change, setting, groups in changing:
+                for stepped in groups:
+                    _change_step(change, setting, stepped, steps.get(stepped.stage.index))
+            for stage, rule, entries in tracking:
+                ignores_changes = rule.follows_optimizer or not changing
+                step = steps[stage.index] if ignores_changes else _compute_step(stage, before[stage.index])
+                _move_entries(stage, entries, step)
         for (p, name), entry in self._compensated.items():
             # SGD without momentum makes no state of its own
             if p in self.optimizer.state or p.grad is not None:
                 self.optimizer.state[p][name] = entry
         if self.decay is not None:
             self._move_averages(k, averages)
-        if rounded:
-            write_weights(rounded)
+        if weight_master_pairs:
+            write_weights(weight_master_pairs)
         self.optimizer.zero_grad(set_to_none=True)
-        for p, gradient in gathering:
+        for p, gradient in other_gradients:
             p.grad = gradient
 
     # ---- the moving average of the weights, as in torch.optim.swa_utils.AveragedModel
@@ -332,7 +352,7 @@ class UpdateRules:
     @contextlib.contextmanager
     def hold_averages(self) -> Iterator[None]:
         """Put the averages of the weights into the model inside the context; without averages leave the newest weights."""
-        weights: Dict[torch.Tensor, torch.Tensor] = {master: weight for weight, master in self.rounded}
+        weights: Dict[torch.Tensor, torch.Tensor] = {master: weight for weight, master in self.weight_master_pairs}
         entries = [] if self.decay is None else list(self.optimizer.state.items())
         averages = [(weights.get(p, p), state[AVERAGE]) for p, state in entries if AVERAGE in state]
         newest = [weight.data for weight, _ in averages]
@@ -344,17 +364,8 @@ class UpdateRules:
             for (weight, _), value in zip(averages, newest):
                 weight.data = value
 
-    def _acting_here(self) -> List[Tuple[StageState, Rule, Setting]]:
-        """List (stage, rule, setting) of all rules that act on the stages of this process, rule by rule."""
-        return [
-            (stage, rule, settings[stage.index])
-            for rule, settings in self._rules
-            for stage in self.stages.values()
-            if rule.acts_on(settings[stage.index])
-        ]
 
-
-def _by_stage(optimizer: torch.optim.Optimizer, base: Optional[float]) -> Dict[int, StageState]:
+def _group_by_stage(optimizer: torch.optim.Optimizer, base: Optional[float]) -> Dict[int, StageState]:
     stages: Dict[int, StageState] = {}
     for group in optimizer.param_groups:
         stage = stages.setdefault(group["stage"], StageState(group["stage"], [], optimizer.state, [], []))
@@ -372,13 +383,14 @@ def _take_gradients(stages: Iterable[StageState]) -> List[Tuple[torch.nn.Paramet
     return taken
 
 
-def _gather(
-    stages: Iterable[StageState], every: Sequence[int], k: int
+def _take_incomplete(
+    stages: Iterable[StageState], batches_per_step: Sequence[int], k: int
 ) -> List[Tuple[torch.nn.Parameter, torch.Tensor]]:
-    """Remove the gradients of stages that do not step at update k; divide those of stages that do by their number of batches."""
+    """Remove and return the gradients of stages that do not step at update k; divide those of stages that do by their number of
+    batches."""
     taken: List[Tuple[torch.nn.Parameter, torch.Tensor]] = []
     for stage in stages:
-        count = every[stage.index]
+        count = batches_per_step[stage.index]
         if (k + 1) % count:
             taken += _take_gradients([stage])
         elif count > 1:
@@ -388,16 +400,16 @@ def _gather(
     return taken
 
 
-def _change_gradients(change: Callable[[Setting, Tensors], Tensors], at: Setting, stage: StageState) -> None:
-    moved = [p for p in stage.parameters if p.grad is not None]
-    if moved:
-        for p, gradient in zip(moved, change(at, [p.grad for p in moved if p.grad is not None])):
+def _change_gradients(change: Callable[[Setting, Tensors], Tensors], setting: Setting, stage: StageState) -> None:
+    parameters = [p for p in stage.parameters if p.grad is not None]
+    if parameters:
+        for p, gradient in zip(parameters, change(setting, [p.grad for p in parameters if p.grad is not None])):
             p.grad = gradient
 
 
-def _moved(stage: StageState) -> List[_Moved]:
-    """List the parameters that the update moves, by parameter group."""
-    moved = []
+def _list_stepped_groups(stage: StageState) -> List[_SteppedGroup]:
+    """List the parameters that the update steps, by parameter group."""
+    stepped = []
     for group in stage.groups:
         parameters = [p for p in group["params"] if p.grad is not None]
         gradients = [p.grad for p in parameters]
@@ -405,8 +417,8 @@ def _moved(stage: StageState) -> List[_Moved]:
             values = [p.detach() for p in parameters]
             gradients = list(torch._foreach_add(gradients, values, alpha=group["weight_decay"]))
         if parameters:
-            moved.append(_Moved(stage, group, parameters, gradients))
-    return moved
+            stepped.append(_SteppedGroup(stage, group, parameters, gradients))
+    return stepped
 
 
 def _compute_step(stage: StageState, before: Tensors) -> Tensors:
@@ -414,17 +426,17 @@ def _compute_step(stage: StageState, before: Tensors) -> Tensors:
     return list(torch._foreach_sub([p.detach() for p in stage.parameters], before))
 
 
-def _change_step(change: Step, at: Setting, moved: _Moved, steps: Optional[Tensors]) -> None:
+def _change_step(change: Step, setting: Setting, stepped: _SteppedGroup, steps: Optional[Tensors]) -> None:
     """Add a rule's part to the step of the optimizer; `steps`: the steps of the stage's parameters, if they are known."""
-    by_id = {id(p): step for p, step in zip(moved.stage.parameters, steps or ())}
-    states = [moved.stage.state[p] for p in moved.parameters]
-    steps_of_moved = [by_id[id(p)] for p in moved.parameters if by_id]
-    values = [p.detach() for p in moved.parameters]
-    for x, c in change(at, Move(moved.group, states, moved.gradients, steps_of_moved)):
+    by_id = {id(p): step for p, step in zip(stepped.stage.parameters, steps or ())}
+    states = [stepped.stage.state[p] for p in stepped.parameters]
+    group_steps = [by_id[id(p)] for p in stepped.parameters if by_id]
+    values = [p.detach() for p in stepped.parameters]
+    for x, c in change(setting, Move(stepped.group, states, stepped.gradients, group_steps)):
         torch._foreach_add_(values, x, alpha=c)
 
 
-def _follow(stage: StageState, entries: Mapping[str, Optional[Follow]], step: Tensors) -> None:
+def _move_entries(stage: StageState, entries: Mapping[str, Optional[Follow]], step: Tensors) -> None:
     """Move a rule's entries by `step`.
 
     A parameter without a gradient has not moved and must get no state, because optimizers initialize it when it has none.

@@ -60,7 +60,7 @@ class DelayedGlobalNorm:
         self.lag = _find_common_lag(schedule)
         self._totals: Dict[int, float] = {}
 
-    def source(self, k: int) -> Optional[int]:
+    def get_source(self, k: int) -> Optional[int]:
         """Return the update whose global norm clips update k, None if the stage's own norm does."""
         begin, _ = self._schedule.stretch(k)
         return k - self.lag if k - self.lag >= begin else None
@@ -76,14 +76,14 @@ class DelayedGlobalNorm:
 
     def clip(self, k: int, parameters: Sequence[torch.Tensor], norm: Optional[float]) -> None:
         """Scale a stage's gradients of update k; `norm`: the stage's own norm."""
-        source = self.source(k)
-        total = norm if source is None else self._totals[source]
-        if total is not None:
-            _multiply(parameters, min(self._norm / (total + MARGIN), 1.0))
+        source = self.get_source(k)
+        clipping_norm = norm if source is None else self._totals[source]
+        if clipping_norm is not None:
+            _multiply(parameters, min(self._norm / (clipping_norm + MARGIN), 1.0))
 
 
 def _find_common_lag(schedule: Schedule) -> int:
-    """Return the least g such that all stages have done update k - g before any stage does update k, for any k."""
+    """Return the least lag such that all stages have done update k - lag before any stage does update k, for any k."""
     longest = max(schedule.stretches, key=lambda part: part.microbatches)
     first = longest.first_microbatch // schedule.accumulate
     count = min(longest.microbatches // schedule.accumulate, 4 * schedule.stages + 8)
@@ -154,7 +154,7 @@ class GradientClipping:
 
     def _clip_by_delayed_norm(self, delayed: DelayedGlobalNorm, k: int) -> None:
         norms = {s: compute_norm(parameters) for s, parameters in self._stages.items()}
-        source = delayed.source(k)
+        source = delayed.get_source(k)
         if source is not None:
             at_source = {**self._norms.pop(source), **self._others.receive(source)}
             delayed.remember(source, [at_source.get(s) for s in range(self._count)])

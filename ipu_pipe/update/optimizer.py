@@ -21,8 +21,9 @@ from ipu_pipe.text import describe_kind, list_some, show
 
 # ---- the optimizer's parameter groups: by stage, by the config's `optimizer.groups`, and by `no_decay`
 #
-# A group has its stage (`group["stage"]`), by which rates and rules treat stages differently, and the index of its optimizer in
-# the config (`group["member"]`).
+# A member is one entry of the config's `optimizer.groups`, with an optimizer of its own (without the key there is one member).
+# A parameter group has its stage (`group["stage"]`), by which rates and rules treat stages differently, and the number of its
+# member (`group["member"]`).
 
 Groups = List[Dict[str, Any]]
 
@@ -34,8 +35,8 @@ _NORMS = (
 
 
 class Member(NamedTuple):
-    """The parameters that an optimizer of the config trains: those whose names match a pattern of `match` and that have `ndim`
-    dimensions; None means all."""
+    """The parameters that a member trains: those whose names match a pattern of `match` and that have `ndim` dimensions; None
+    means all."""
 
     match: Optional[Sequence[str]] = None
     ndim: Optional[int] = None
@@ -54,7 +55,7 @@ def make_groups(
     parameters that fit no member.
     """
     parameters = dict(model.named_parameters())
-    undecayed = _undecayed(model, parameters, [no_decay] if isinstance(no_decay, str) else list(no_decay))
+    undecayed = _list_undecayed(model, parameters, [no_decay] if isinstance(no_decay, str) else list(no_decay))
     member_of = _assign_members(parameters, members)
     groups: Groups = []
     for stage in part.stages:
@@ -106,8 +107,8 @@ def spread_settings(by_stage: Mapping[str, Any], delays: Sequence[float], place:
             values = [_interpolate(values["from"], values["to"], delay / over if over else 0.0) for delay in delays]
         elif len(values) != len(delays):
             raise BadInput(f"{place}.by_stage.{key}: {show(values)}: must be one for each of {len(delays)} stages")
-        for of_stage, value in zip(settings, values):
-            of_stage[key] = value
+        for stage_settings, value in zip(settings, values):
+            stage_settings[key] = value
     return settings
 
 
@@ -118,9 +119,9 @@ def _interpolate(first: Any, last: Any, share: float) -> Any:
     return float(first) + (float(last) - float(first)) * share
 
 
-def replace_parameters(groups: Groups, changed: Callable[[nn.Parameter], nn.Parameter]) -> Groups:
+def replace_parameters(groups: Groups, replace: Callable[[nn.Parameter], nn.Parameter]) -> Groups:
     """Replace each parameter by the tensor that the optimizer updates instead, such as its master copy."""
-    return [{**group, "params": [changed(p) for p in group["params"]]} for group in groups]
+    return [{**group, "params": [replace(p) for p in group["params"]]} for group in groups]
 
 
 def select_stage(groups: Groups, stage: int) -> Groups:
@@ -143,7 +144,7 @@ def select_parameters(groups: Groups, wanted: Set[int]) -> Groups:
     return [group for group in narrowed if group["params"]]
 
 
-def _undecayed(model: nn.Module, names: Iterable[str], patterns: Sequence[str]) -> List[str]:
+def _list_undecayed(model: nn.Module, names: Iterable[str], patterns: Sequence[str]) -> List[str]:
     """List the names of the parameters that match a pattern. Raise `BadInput` if a pattern matches nothing."""
     chosen: List[str] = []
     for pattern in patterns:
@@ -156,14 +157,6 @@ def _undecayed(model: nn.Module, names: Iterable[str], patterns: Sequence[str]) 
                 raise BadInput(f"optimizer.no_decay: {pattern}: matches no parameter of the model")
         chosen += matched
     return chosen
-
-
-OWN_RATES = "optimizer: parameter groups with different learning rates"
-
-
-def has_own_rates(optimizer: torch.optim.Optimizer, base: float) -> bool:
-    """Return whether any group has another learning rate than `base`."""
-    return any(group["lr"] != base for group in optimizer.param_groups)
 
 
 # ---- the optimizer
@@ -242,7 +235,7 @@ def make_factory_by_group(factories: Sequence[OptimizerFactory]) -> OptimizerFac
 
     def make(groups: Groups) -> torch.optim.Optimizer:
         chosen = [[group for group in groups if group["member"] == number] for number in range(len(factories))]
-        return OptimizersByGroup([call_factory(factory, some) for factory, some in zip(factories, chosen) if some])
+        return OptimizersByGroup([call_factory(factory, part) for factory, part in zip(factories, chosen) if part])
 
     return make
 
@@ -278,53 +271,53 @@ def make_factory_of(optimizer: Any, args: Optional[Mapping[str, Any]] = None) ->
     if isinstance(optimizer, torch.optim.Optimizer):
         if args:
             raise BadInput("optimizer_args: cannot be combined with an optimizer instance, which has its own settings")
-        return _Like(optimizer)
+        return _CopyFactory(optimizer)
     if (inspect.isclass(optimizer) and not issubclass(optimizer, torch.optim.Optimizer)) or not callable(optimizer):
         raise BadInput(f"optimizer: {describe_kind(optimizer)}: must be {ALLOWED}")
-    return _Calling(optimizer, dict(args or {}))
+    return _CallFactory(optimizer, dict(args or {}))
 
 
-class _Calling:
+class _CallFactory:
     """A factory that calls a class or a function with its arguments, and reports wrong arguments in one line."""
 
-    def __init__(self, made_by: Any, args: Dict[str, Any]) -> None:
-        self._made_by, self._args = made_by, args
+    def __init__(self, function: Any, args: Dict[str, Any]) -> None:
+        self._function, self._args = function, args
 
     def __call__(self, groups: Groups) -> torch.optim.Optimizer:
-        named = self._made_by.func if isinstance(self._made_by, functools.partial) else self._made_by
-        if not self._args and not inspect.isclass(named):
-            return self._made_by(groups)  # type: ignore[no-any-return]
-        name = getattr(named, "__name__", type(named).__name__)
+        inner = self._function.func if isinstance(self._function, functools.partial) else self._function
+        if not self._args and not inspect.isclass(inner):
+            return self._function(groups)  # type: ignore[no-any-return]
+        name = getattr(inner, "__name__", type(inner).__name__)
         try:
-            if named is self._made_by:
-                inspect.signature(named).bind(groups, **self._args)
-            return self._made_by(groups, **self._args)  # type: ignore[no-any-return]
+            if inner is self._function:
+                inspect.signature(inner).bind(groups, **self._args)
+            return self._function(groups, **self._args)  # type: ignore[no-any-return]
         except (TypeError, ValueError) as error:
             raise BadInput(f"optimizer: {name}: {error}") from error
 
 
-class _Like:
+class _CopyFactory:
     """A factory that makes optimizers of the class and settings of an existing one, over the same parameters."""
 
-    def __init__(self, own: torch.optim.Optimizer) -> None:
-        if own.state:
+    def __init__(self, original: torch.optim.Optimizer) -> None:
+        if original.state:
             raise BadInput(
-                f"optimizer: {type(own).__name__}: has stepped already, and its state would be lost: give a new one, or its class"
-                " and arguments"
+                f"optimizer: {type(original).__name__}: has stepped already, and its state would be lost: give a new one, or its"
+                " class and arguments"
             )
-        self._kind, self._defaults = type(own), own.defaults
+        self._kind, self._defaults = type(original), original.defaults
         self._settings = {
             id(p): (number, {key: value for key, value in group.items() if key not in ("params", "initial_lr")})
-            for number, group in enumerate(own.param_groups)
+            for number, group in enumerate(original.param_groups)
             for p in group["params"]
         }
 
     def __call__(self, groups: Groups) -> torch.optim.Optimizer:
-        taken = inspect.signature(self._kind.__init__).parameters
-        usual = {key: value for key, value in self._defaults.items() if key in taken}
-        return self._kind([subgroup for group in groups for subgroup in self._divided(group)], **usual)
+        accepted = inspect.signature(self._kind.__init__).parameters
+        defaults = {key: value for key, value in self._defaults.items() if key in accepted}
+        return self._kind([subgroup for group in groups for subgroup in self._divide(group)], **defaults)
 
-    def _divided(self, group: Mapping[str, Any]) -> List[Dict[str, Any]]:
+    def _divide(self, group: Mapping[str, Any]) -> List[Dict[str, Any]]:
         """Divide the group of a stage into the groups of the optimizer that is copied, in its order."""
         others = {key: value for key, value in group.items() if key != "params"}
         # a stage may have no weights

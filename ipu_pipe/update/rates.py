@@ -85,8 +85,8 @@ class Plateau:
     def __init__(self, base: float, args: Mapping[str, Any]) -> None:
         # torch accepts any value here, and fails or increases the rate at an evaluation hours later
         for key, value in args.items():
-            values = value if key == "min_lr" and isinstance(value, (list, tuple)) else [value]
-            if key in PLATEAU_NUMBERS and any(type(one) not in (int, float) or one < 0 for one in values):
+            numbers = value if key == "min_lr" and isinstance(value, (list, tuple)) else [value]
+            if key in PLATEAU_NUMBERS and any(type(number) not in (int, float) or number < 0 for number in numbers):
                 raise BadInput(f"lr_schedule.args.{key}: {show(value)}: must be a number >= 0")
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=base)
         self._group = optimizer.param_groups[0]
@@ -161,7 +161,9 @@ def simulate_scheduler(
             raise
         # a scheduler may raise anything, for example if it is made for a shorter run
         except Exception as error:
-            raise BadInput(f"{KEY}: {_name(make)}: at update {len(rates)} of {updates}: {summarize(error)}") from error
+            factory: Any = getattr(make, "func", make)
+            name = getattr(factory, "__name__", type(factory).__name__)
+            raise BadInput(f"{KEY}: {name}: at update {len(rates)} of {updates}: {summarize(error)}") from error
     if not all(math.isfinite(rate) and rate >= 0 for row in rates for rate in row):
         raise BadInput(f"{KEY}: {type(scheduler).__name__}: returned a rate that is negative or not finite")
     return rates
@@ -193,8 +195,3 @@ def _require_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> None
         )
     if getattr(scheduler, "optimizer", optimizer) is not optimizer:
         raise BadInput(f"{KEY}: {kind}: is of another optimizer: must return a torch.optim.lr_scheduler of its argument")
-
-
-def _name(make: Any) -> str:
-    factory = getattr(make, "func", make)
-    return str(getattr(factory, "__name__", type(factory).__name__))

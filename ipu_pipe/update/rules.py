@@ -82,7 +82,8 @@ class Move(NamedTuple):
 Step = Callable[[Setting, Move], List[Tuple[Tensors, float]]]
 
 
-def _own_key(rule: Rule, args: Mapping[str, Any], method: Method) -> Any:
+def get_own_settings(rule: Rule, args: Mapping[str, Any], method: Method) -> Any:
+    """Return the value of the rule's key in method_args."""
     return args.get(rule.key)
 
 
@@ -110,7 +111,7 @@ class Rule:
     key: str
     source: str
     equation: str
-    set_by: Callable[[Rule, Mapping[str, Any], Method], Any] = _own_key
+    set_by: Callable[[Rule, Mapping[str, Any], Method], Any] = get_own_settings
     method_faults: Optional[Callable[[Any, Method, Sequence[str]], List[str]]] = None
     optimizer_faults: Optional[Callable[[Any, str, Mapping[str, Any]], List[str]]] = None
 
@@ -186,7 +187,7 @@ def compensate_delay(
     torch._foreach_add_(gradients, terms, alpha=values["scale"] * N)
 
 
-def list_compensation_conflicts(settings: Any, method: Method, given: Sequence[str]) -> List[str]:
+def list_compensation_conflicts(settings: Any, method: Method, acting: Sequence[str]) -> List[str]:
     """List the reasons why a gradient does not belong to a single version of the weights, or why another rule changes it."""
     if method.predicts:
         why = f"{method.name} is itself a weight prediction, and both compensate for the same delay"
@@ -198,7 +199,7 @@ def list_compensation_conflicts(settings: Any, method: Method, given: Sequence[s
         ]
     if method.order is not None and method.order.splits:
         return ["method_args.delay_compensation: not with split_backward, whose weight gradients come after later updates"]
-    if "weight_prediction" in given:
+    if "weight_prediction" in acting:
         return ["method_args.delay_compensation: cannot be combined with weight_prediction: both compensate for the same delay"]
     return []
 
@@ -246,14 +247,14 @@ def feed_back_error(setting: Setting, move: Move) -> List[Tuple[Tensors, float]]
     step of the previous update, which was d_{t-1} instead; the error d_t - d_{t-1} is corrected now. For D updates the change
     is extrapolated. The first step is not changed.
     """
-    share = setting.values["scale"] * setting.lag
-    before = [state.get(DELAYED_STEP, step) for state, step in zip(move.states, move.step)]
-    return [(move.step, share), (before, -share)]
+    factor = setting.values["scale"] * setting.lag
+    previous_step = [state.get(DELAYED_STEP, step) for state, step in zip(move.states, move.step)]
+    return [(move.step, factor), (previous_step, -factor)]
 
 
-def list_feedback_conflicts(settings: Any, method: Method, given: Sequence[str]) -> List[str]:
+def list_feedback_conflicts(settings: Any, method: Method, acting: Sequence[str]) -> List[str]:
     """List the rules that cannot be combined with error feedback, because they change the step too."""
-    if "spike_compensation" in given:
+    if "spike_compensation" in acting:
         return ["method_args.error_feedback: cannot be combined with spike_compensation: both add to the step for the same delay"]
     return []
 
@@ -289,13 +290,13 @@ def read_discrepancy(setting: Setting, reading: Reading) -> List[Tuple[str, floa
     return [] if reading.is_forward else [(DELTA, -float(reading.lag))]
 
 
-def list_discrepancy_conflicts(settings: Any, method: Method, given: Sequence[str]) -> List[str]:
+def list_discrepancy_conflicts(settings: Any, method: Method, acting: Sequence[str]) -> List[str]:
     """List the reasons why T2 cannot act: both passes read the same weights, or another rule corrects the same discrepancy."""
     if method.backward_reads is not Reads.NEWEST:
         return [
             f"method_args.t2: with {method.name} here both passes read the same weights: there is nothing to correct"
         ]
-    if "weight_prediction" in given:
+    if "weight_prediction" in acting:
         return ["method_args.t2: cannot be combined with weight_prediction: both compensate for the same discrepancy"]
     return []
 
@@ -347,7 +348,7 @@ def read_prediction(setting: Setting, reading: Reading) -> List[Tuple[str, float
     return [(STEP if setting.values["form"] == "optimizer" else VELOCITY, -reading.rate * horizon)]
 
 
-def list_prediction_conflicts(settings: Any, method: Method, given: Sequence[str]) -> List[str]:
+def list_prediction_conflicts(settings: Any, method: Method, acting: Sequence[str]) -> List[str]:
     """List the reasons why a prediction cannot be added: the method itself predicts, or no paper defines it for recomputation."""
     if method.predicts:
         return [f"method_args.weight_prediction: {method.name} is itself a weight prediction"]
@@ -422,11 +423,7 @@ def read_nag(setting: Setting, reading: Reading) -> List[Tuple[str, float]]:
 # ---- the table of rules, in the order in which they act
 
 
-def _table(*rules: Rule) -> Dict[str, Rule]:
-    return {rule.key: rule for rule in rules}
-
-
-RULES: Dict[str, Rule] = _table(
+_ROWS = (
     Rule(
         "delay_compensation", "Zheng et al. 2017 (DC-ASGD)", "g <- g + lambda g*g*(w_now - w_read)",
         compensate=compensate_delay, method_faults=list_compensation_conflicts,
@@ -472,6 +469,8 @@ RULES: Dict[str, Rule] = _table(
         set_by=get_nag_settings, state=lambda setting: {LAST_STEP: lambda _, step: step}, read=read_nag, needs_lag=False,
     ),
 )  # fmt: skip
+
+RULES: Dict[str, Rule] = {rule.key: rule for rule in _ROWS}
 
 
 def select_rules(args: Mapping[str, Any], method: Method) -> List[Tuple[Rule, Any]]:

@@ -29,7 +29,6 @@ from ipu_pipe.job.record import Job
 from ipu_pipe.launcher import announce_rank, read_launch
 from ipu_pipe.model.loss import OwnLoss, takes_whole_output
 from ipu_pipe.schedule.runs import IntArray
-from ipu_pipe.update.optimizer import OWN_RATES, has_own_rates
 
 # seconds that a process may wait for another one that compiles
 COMPILATION = 3600.0
@@ -108,8 +107,8 @@ def list_faults(job: Job) -> List[str]:
         unfit.append(f"{key}: IPUs take a model that gives a tensor: {others}")
     elif job.updates_per_epoch is None:
         unfit.append(f"data: the training data has no length, which IPUs need: {others}")
-    if has_own_rates(job.optimizer, job.base_rate):
-        unfit.append(f"{OWN_RATES}: not with backend.name poptorch: must have one")
+    if any(group["lr"] != job.base_rate for group in job.optimizer.param_groups):
+        unfit.append("optimizer: parameter groups with different learning rates: not with backend.name poptorch: must have one")
     if unfit:
         return unfit
     local = read_instance(config).replicas if importlib.util.find_spec("poptorch") is not None else None

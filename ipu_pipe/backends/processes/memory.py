@@ -93,7 +93,7 @@ class MemoryCounters:
         tensors = list({id(t): t for stage in stages.values() for t in stage.model.tensors}.values())
         self._filled = work.update + work.schedule.stages + 2
         self._weight_bytes = count_bytes(tensors)
-        self.master_bytes = count_bytes([master for _, master in rules.rounded])
+        self.master_bytes = count_bytes([master for _, master in rules.weight_master_pairs])
         self._device = tensors[0].device if tensors else torch.device("cpu")
         self._optimizer_bytes, self._gradient_bytes, self._total = -1, 0, 0
         self._recorded: Tuple[int, ...] = (-1,) * len(MEMORY)

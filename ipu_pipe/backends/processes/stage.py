@@ -308,7 +308,7 @@ class Stage:
             with self._keep_gradients_apart() if self._keeps_apart else nullcontext():
                 if roots:
                     torch.autograd.backward(roots, gradients)  # type: ignore[arg-type]
-            if self._work.rules.rounded:
+            if self._work.rules.weight_master_pairs:
                 self._work.rules.collect()
             self.activations.drop(m)
             return

@@ -232,7 +232,7 @@ class StageUpdate:
                 yield Message(SHARED, k, neighbor, model.stage), shapes
         for holder, shapes in model.ties.needs(WEIGHTS):
             yield Message(WEIGHTS, k, holder, model.stage), shapes
-        source = self.clipping.delayed.source(k) if self.clipping.delayed is not None else None
+        source = self.clipping.delayed.get_source(k) if self.clipping.delayed is not None else None
         if source is not None:
             yield from self._norms.list_needs(source)
 
