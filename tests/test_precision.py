@@ -20,7 +20,7 @@ from ipu_pipe.backends.work import Work
 from ipu_pipe.config.schema import Config
 from ipu_pipe.errors import BadInput
 from ipu_pipe.hardware.description import read_hardware
-from ipu_pipe.hardware.memory import StashCounts, compute_stage_memory
+from ipu_pipe.hardware.memory import KeptCounts, compute_stage_memory
 from ipu_pipe.hardware.precision import MASTERS, MIXED, resolve_precision
 from ipu_pipe.hardware.unit_costs import Unit
 from ipu_pipe.job.record import DTYPES
@@ -312,7 +312,7 @@ def test_a_plan_counts_each_methods_own_way() -> None:
     assert [way.precision for way in ways] == [problem.resolve("pipedream").precision, MASTERS] == [MIXED, MASTERS]
     assert [way.input_bytes for way in ways] == [256.0, 128.0]
     memories = [
-        compute_stage_memory(unit, 0.0, StashCounts(2, 0, 3), precision=way.precision, samples=2, moments=way.moments)
+        compute_stage_memory(unit, 0.0, KeptCounts(2, 0, 3), precision=way.precision, samples=2, moments=way.moments)
         for way in ways
     ]
     # weights and an older version; gradients; moments and master; halved activations, and autocast's copies with each

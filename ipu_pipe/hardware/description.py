@@ -1,10 +1,13 @@
 """Descriptions of hardware (a device, the links between devices level by level, the host) and the time of messages on the links.
 
-Every figure says where it comes from.
+    devices 0 1 2 3   4 5 6 7         device       memory, FLOP/s by precision
+            -------   -------         links[0]     joins 4 devices: a server
+            -----------------         links[1]     joins all servers
+            host      host            host         sends the samples
 
 A description is a YAML file: a named one of configs/hardware/, the user's own, or `this`, the machine itself, which a command
-measures into the user's cache. A figure is a number, or {value, source, confirmed}; a number alone has no stated source. The
-units are bytes, seconds, FLOPs and bytes per second. A bandwidth is that of one direction.
+measures into the user's cache. Every figure says where it comes from: it is a number, or {value, source, confirmed}; a number
+alone has no stated source. The units are bytes, seconds, FLOPs and bytes per second. A bandwidth is that of one direction.
 """
 
 from __future__ import annotations
@@ -71,7 +74,7 @@ class ShareFigure(SourcedFigure):
     value: Annotated[float, Field(ge=LEAST_SHARE, le=1), NUMBER]
 
 
-class PartFigure(SourcedFigure):
+class ShareBelowOneFigure(SourcedFigure):
     """A share in [0, 1)."""
 
     value: values.Share
@@ -91,7 +94,7 @@ class Device(Section):
 
     memory_bytes: SizeFigure
     usable_share: ShareFigure
-    code_share: Optional[PartFigure] = None
+    code_share: Optional[ShareBelowOneFigure] = None
     memory_bandwidth: SizeFigure
     bandwidth_share: Optional[ShareFigure] = None
     rates: Dict[Literal["float64", "float32", "bfloat16", "float16"], Rate]
@@ -115,8 +118,8 @@ class Device(Section):
 
     def list_cases(self) -> Iterator[Case]:
         yield Case(not self.rates, "rates", "must state at least one of float64, float32, bfloat16, float16")
-        fills = self.code_share is not None and self.code_bytes >= self.usable_bytes
-        yield Case(fills, "code_share", "leaves nothing of usable_share", self.code_share and self.code_share.value)
+        is_filled = self.code_share is not None and self.code_bytes >= self.usable_bytes
+        yield Case(is_filled, "code_share", "leaves nothing of usable_share", self.code_share and self.code_share.value)
         is_alone = (self.streaming_bytes is None) != (self.streaming_bandwidth is None)
         yield Case(is_alone, "streaming_bytes", "goes with streaming_bandwidth: both or neither", "given or null alone")
 
@@ -160,11 +163,12 @@ class Hardware(Section):
     host: Optional[LinkSpeed] = None
 
     def list_cases(self) -> Iterator[Case]:
+        # the devices of a group of the level inside
         inner = 1
-        for place, level in enumerate(self.links):
-            holds, key = level.holds, f"links.{place}.holds"
+        for index, level in enumerate(self.links):
+            holds, key = level.holds, f"links.{index}.holds"
             yield Case(holds is None and level is not self.links[-1], key, "only the last level may hold all there are", holds)
-            is_no_multiple = holds is not None and (holds <= inner and place or holds % inner)
+            is_no_multiple = holds is not None and (holds <= inner and index or holds % inner)
             yield Case(is_no_multiple, key, f"must be a larger multiple of {inner}, the level's inside", holds)
             inner = holds or inner
         too_many = self.devices > (self.most_devices or self.devices)
@@ -300,6 +304,7 @@ def count_sharing(hardware: Hardware, flows: Sequence[Flow]) -> List[int]:
     A link is shared by the neighbours at its two ends (`LinkSpeed.shared_by`) at the flow's level; the fuller end counts.
     """
     levels = [find_level(hardware, flow) for flow in flows]
+    # by flow: the groups of neighbours that share the link's two ends
     ends: List[Tuple[Tuple[int, int], Tuple[int, int]]] = []
     for flow, level in zip(flows, levels):
         assert level is not None, "a flow goes to another device"
@@ -309,21 +314,21 @@ def count_sharing(hardware: Hardware, flows: Sequence[Flow]) -> List[int]:
     return [max(leaving[source], entering[target]) for source, target in ends]
 
 
-def compute_message_seconds(link: LinkSpeed, size: float, at_once: int = 1) -> float:
-    """Return latency + at_once size / bandwidth: `size` bytes while `at_once` such messages share the link."""
-    return link.latency.value + at_once * size / link.bandwidth.value
+def compute_message_seconds(link: LinkSpeed, size: float, sharing: int = 1) -> float:
+    """Return latency + sharing x size / bandwidth: `size` bytes while `sharing` such messages share the link."""
+    return link.latency.value + sharing * size / link.bandwidth.value
 
 
-def make_transfer(hardware: Hardware, source: int, target: int, size: float, at_once: int = 1) -> Transfer:
-    """Return the transfer of `size` bytes; it occupies the way out of the source's neighbours and the way in to the target's.
+def make_transfer(hardware: Hardware, source: int, target: int, size: float, sharing: int = 1) -> Transfer:
+    """Return the transfer of `size` bytes; it occupies the link out of the source's neighbours and the link into the target's.
 
-    `at_once`: pipelines that do the same at the same time and share these links, of which the clock plays one.
+    `sharing`: pipelines that do the same at the same time and share these links, of which the clock plays one.
     """
     level = find_level(hardware, (source, target))
     if level is None:
         return Transfer()
-    ways = (f"{level.name} from {_name_sharing(level, source)}", f"{level.name} to {_name_sharing(level, target)}")
-    return Transfer(at_once * size / level.bandwidth.value, level.latency.value, ways)
+    links = (f"{level.name} from {_name_sharing(level, source)}", f"{level.name} to {_name_sharing(level, target)}")
+    return Transfer(sharing * size / level.bandwidth.value, level.latency.value, links)
 
 
 def _name_sharing(level: LinkLevel, device: int) -> str:
@@ -341,7 +346,7 @@ def compute_host_seconds(hardware: Hardware, devices: Sequence[int], size: float
     return compute_message_seconds(hardware.host, size, max(sharing.values()))
 
 
-def compute_all_reduce_seconds(link: LinkSpeed, size: float, replicas: int, at_once: int = 1) -> float:
+def compute_all_reduce_seconds(link: LinkSpeed, size: float, replicas: int, sharing: int = 1) -> float:
     """Return 2 (r-1)/r size / bandwidth + 2 (r-1) latencies, an all-reduce over a ring of r `replicas`; 0 for one.
 
     Each sends a part of size / r to its neighbour 2 (r-1) times: r-1 for the sums, r-1 to hand them round.
@@ -349,17 +354,17 @@ def compute_all_reduce_seconds(link: LinkSpeed, size: float, replicas: int, at_o
     if replicas == 1:
         return 0.0
     steps = 2 * (replicas - 1)
-    return at_once * steps / replicas * size / link.bandwidth.value + steps * link.latency.value
+    return sharing * steps / replicas * size / link.bandwidth.value + steps * link.latency.value
 
 
 def make_all_reduce(hardware: Hardware, devices: Sequence[int], size: float) -> Transfer:
-    """Return the transfer of an all-reduce of `size` bytes among `devices`; it occupies the ways of all on their level."""
+    """Return the transfer of an all-reduce of `size` bytes among `devices`; it occupies the links of all on their level."""
     level = find_level(hardware, devices)
     if level is None:
         return Transfer()
-    ways = dict.fromkeys(
-        f"{level.name} {way} {_name_sharing(level, device)}" for device in devices for way in ("from", "to")
+    links = dict.fromkeys(
+        f"{level.name} {end} {_name_sharing(level, device)}" for device in devices for end in ("from", "to")
     )
     count = len(devices)
     latency = 2 * (count - 1) * level.latency.value
-    return Transfer(compute_all_reduce_seconds(level, size, count) - latency, latency, tuple(ways))
+    return Transfer(compute_all_reduce_seconds(level, size, count) - latency, latency, tuple(links))

@@ -78,23 +78,23 @@ def describe(figures: Dict[str, Any], devices: int, threads: int, device: str) -
     """Return the keys of a description with these measured figures."""
     source = f"measured {time.strftime('%Y-%m-%d')} on {platform.node()}, torch {torch.__version__}"
 
-    def measured(value: float) -> Dict[str, Any]:
+    def make_figure(value: float) -> Dict[str, Any]:
         return {"value": float(f"{value:.4g}"), "source": source, "confirmed": True}
 
     rates = {
-        name: {"peak_flops": measured(max(pair)), "achievable_share": measured(min(pair) / max(pair))}
+        name: {"peak_flops": make_figure(max(pair)), "achievable_share": make_figure(min(pair) / max(pair))}
         for name, pair in figures["rates"].items()
     }
-    what = f"{devices} GPUs" if device == "cuda" else f"{devices} processes of {threads} threads each"
-    link = {"bandwidth": measured(figures["bandwidth"]), "latency": measured(figures["latency"])}
+    devices_text = f"{devices} GPUs" if device == "cuda" else f"{devices} processes of {threads} threads each"
+    link = {"bandwidth": make_figure(figures["bandwidth"]), "latency": make_figure(figures["latency"])}
     return {
-        "about": f"{platform.node()}: {what}",
+        "about": f"{platform.node()}: {devices_text}",
         "measured_on": {"name": platform.node(), "device": device, "threads": threads},
         "devices": devices,
         "device": {
-            "memory_bytes": measured(figures["memory"] / (devices if device == "cpu" else 1)),
+            "memory_bytes": make_figure(figures["memory"] / (devices if device == "cpu" else 1)),
             "usable_share": {"value": 0.9, "source": "estimate"},
-            "memory_bandwidth": measured(figures["copied"]),
+            "memory_bandwidth": make_figure(figures["copied"]),
             "rates": rates,
         },
         "links": [{"name": "copies between GPUs" if device == "cuda" else "gloo", **link}],
@@ -114,11 +114,11 @@ def _run_process(
     store = dist.FileStore(str(Path(folder) / "store"), 2)
     timeout = timedelta(seconds=TIMEOUT_SECONDS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timeout)
-    place = torch.device(device, rank % torch.cuda.device_count()) if device == "cuda" else torch.device("cpu")
+    torch_device = torch.device(device, rank % torch.cuda.device_count()) if device == "cuda" else torch.device("cpu")
     if device == "cuda":
         # torch's Timer synchronizes the current GPU only
-        torch.cuda.set_device(place)
-    figures = _time_computing(place, seconds) if rank == 0 or compute_together else None
+        torch.cuda.set_device(torch_device)
+    figures = _time_computing(torch_device, seconds) if rank == 0 or compute_together else None
     dist.barrier()
     link: Dict[str, float] = {}
     if device == "cpu" or not compute_together:
@@ -129,7 +129,7 @@ def _run_process(
     dist.all_gather_object(figures_by_rank, figures)
     if rank == 0:
         mean = average([figures for figures in figures_by_rank if figures is not None])
-        (Path(folder) / "figures.json").write_text(json.dumps({**mean, **link, "memory": _count_memory(place)}))
+        (Path(folder) / "figures.json").write_text(json.dumps({**mean, **link, "memory": _count_memory(torch_device)}))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -142,9 +142,9 @@ def average(figures_by_rank: List[Dict[str, Any]]) -> Dict[str, Any]:
     return {"rates": rates, "copied": statistics.mean(figures["copied"] for figures in figures_by_rank)}
 
 
-def _count_memory(place: torch.device) -> int:
-    if place.type == "cuda":
-        return int(torch.cuda.get_device_properties(place).total_memory)
+def _count_memory(torch_device: torch.device) -> int:
+    if torch_device.type == "cuda":
+        return int(torch.cuda.get_device_properties(torch_device).total_memory)
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -154,23 +154,23 @@ def time_median(work: Callable[[], Any], seconds: float) -> float:
     return float(timer.blocked_autorange(min_run_time=seconds).median)
 
 
-def _time_computing(place: torch.device, seconds: float) -> Dict[str, Any]:
+def _time_computing(torch_device: torch.device, seconds: float) -> Dict[str, Any]:
     """Return FLOP/s in each arithmetic that has products and convolutions here, and bytes copied per second."""
-    sizes = SIZES[place.type]
+    sizes = SIZES[torch_device.type]
     rates = {}
     for name in sizes.arithmetic:
         with contextlib.suppress(RuntimeError):
-            rates[name] = _time_products(getattr(torch, name), place, sizes, seconds)
-    a = torch.ones(sizes.copied_bytes // 4, device=place)
+            rates[name] = _time_products(getattr(torch, name), torch_device, sizes, seconds)
+    a = torch.ones(sizes.copied_bytes // 4, device=torch_device)
     b = torch.empty_like(a)
     return {"rates": rates, "copied": 2 * sizes.copied_bytes / time_median(lambda: b.copy_(a), seconds)}
 
 
-def _time_products(dtype: torch.dtype, place: torch.device, sizes: Sizes, seconds: float) -> List[float]:
+def _time_products(dtype: torch.dtype, torch_device: torch.device, sizes: Sizes, seconds: float) -> List[float]:
     """Return the FLOPs per second of a matrix product and of a convolution."""
-    a = torch.ones(sizes.rows, sizes.rows, dtype=dtype, device=place)
-    x = torch.ones(sizes.images, 64, 28, 28, dtype=dtype, device=place)
-    kernel = torch.ones(64, 64, 3, 3, dtype=dtype, device=place)
+    a = torch.ones(sizes.rows, sizes.rows, dtype=dtype, device=torch_device)
+    x = torch.ones(sizes.images, 64, 28, 28, dtype=dtype, device=torch_device)
+    kernel = torch.ones(64, 64, 3, 3, dtype=dtype, device=torch_device)
     product = 2 * sizes.rows**3 / time_median(lambda: a @ a, seconds)
     convolution = time_median(lambda: torch.nn.functional.conv2d(x, kernel, padding=1), seconds)
     return [product, 2 * x.numel() * 64 * 9 / convolution]
@@ -178,7 +178,7 @@ def _time_products(dtype: torch.dtype, place: torch.device, sizes: Sizes, second
 
 def _time_gloo(rank: int, seconds: float) -> Dict[str, float]:
     """Return latency and bandwidth from half of a round trip; both ranks run the same fixed number of rounds."""
-    halves = []
+    seconds_by_size = []
     for size in (SHORT_BYTES, LONG_BYTES):
         message = torch.ones(size // 4)
         times = []
@@ -187,17 +187,16 @@ def _time_gloo(rank: int, seconds: float) -> Dict[str, float]:
             for turn in range(2):
                 (dist.send if rank == turn else dist.recv)(message, 1 - rank)
             times.append(time.perf_counter() - start)
-        halves.append(min(times[1:]) / 2)
-    return split_latency(*halves)
+        seconds_by_size.append(min(times[1:]) / 2)
+    return split_latency(*seconds_by_size)
 
 
 def _time_gpu_copies(seconds: float) -> Dict[str, float]:
-    places = [torch.device("cuda", index) for index in range(2)]
-    times = []
+    seconds_by_size = []
     for size in (SHORT_BYTES, LONG_BYTES):
-        a, b = (torch.ones(size // 4, device=place) for place in places)
-        times.append(time_median(lambda a=a, b=b: b.copy_(a), seconds))  # type: ignore[misc]
-    return split_latency(*times)
+        a, b = (torch.ones(size // 4, device=torch.device("cuda", index)) for index in range(2))
+        seconds_by_size.append(time_median(lambda a=a, b=b: b.copy_(a), seconds))  # type: ignore[misc]
+    return split_latency(*seconds_by_size)
 
 
 def split_latency(short: float, long: float) -> Dict[str, float]:

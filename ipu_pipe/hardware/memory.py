@@ -55,49 +55,49 @@ class StageMemory(NamedTuple):
         ))  # fmt: skip
 
 
-class StashCounts(NamedTuple):
-    """The weight versions, newest included, and `KeptMicrobatches` of a stage, or as arrays (P,) of all stages."""
+class KeptCounts(NamedTuple):
+    """The weight versions (`copies`, newest included) and `KeptMicrobatches` of a stage, or as arrays (P,) of all stages."""
 
     copies: Any
     inputs: Any
     activations: Any
 
-    def select(self, s: Any) -> "StashCounts":
+    def select(self, s: Any) -> "KeptCounts":
         """Return the entry of stage s, or of several stages."""
-        return StashCounts(*(counts[s] for counts in self))
+        return KeptCounts(*(counts[s] for counts in self))
 
 
 def count_kept_microbatches(
-    in_flight: Sequence[float], recompute: bool, segments: Optional[int] = None, turn: int = 0
+    in_flight: Sequence[float], recompute: bool, segments: Optional[int], turn: int
 ) -> KeptMicrobatches:
-    """Return the data that each stage keeps of its `in_flight` (P,) microbatches.
+    """Return which data each stage keeps of its `in_flight` (P,) microbatches.
 
-    `recompute`: every stage recomputes from its input. `segments`: else the method recomputes by segments of stages, 0 for its
-    own number of them (None: it does not recompute).
+    `recompute`: every stage recomputes from its input. Otherwise `segments`: the method recomputes by this number of segments of
+    stages, 0 for the square root of P (None: it does not recompute). `turn`: as in `Method`.
     """
-    flying = np.asarray(in_flight)
+    counts = np.asarray(in_flight)
     if recompute:
-        return KeptMicrobatches(flying, np.ones_like(flying))
-    if segments is not None and len(flying) > 1:
-        return count_kept_by_segments(flying.tolist(), segments, turn)
-    return KeptMicrobatches(np.zeros_like(flying), flying)
+        return KeptMicrobatches(counts, np.ones_like(counts))
+    if segments is not None and len(counts) > 1:
+        return count_kept_by_segments(counts.tolist(), segments, turn)
+    return KeptMicrobatches(np.zeros_like(counts), counts)
 
 
 def make_lockstep_schedule(method: Method, stages: int, microbatches: int, accumulate: int) -> Schedule:
     """Return the schedule of a method on hardware whose pipelines go in lock-step: PopTorch's.
 
     A pipeline that flushes does, in each cycle, a forward and a backward on every stage and drains before each update: N + 2P - 2
-    cycles, 2(P-1-s) + 1 microbatches in flight on stage s, PopART's stash. Others keep their own timeline.
+    cycles, 2(P-1-s) + 1 microbatches in flight on stage s, as PopART stores them. Others keep their own timeline.
     Source: PopART, branch sdk-release-3.4 (willow/src/transforms/pipeline.cpp). Not run on hardware.
     """
     if not method.flushes or method.pipeline is Pipeline.SEQUENTIAL:
         return make_schedule(method, stages, microbatches, accumulate)
-    merged = replace(method, pipeline=Pipeline.DATAFLOW, turn=0)
-    return make_schedule(merged, stages, microbatches, accumulate, range(0, microbatches, accumulate))
+    in_cycles = replace(method, pipeline=Pipeline.DATAFLOW, turn=0)
+    return make_schedule(in_cycles, stages, microbatches, accumulate, range(0, microbatches, accumulate))
 
 
-def count_stashed(method: Method, stages: int, accumulate: int, recompute: bool, lockstep: bool = False) -> StashCounts:
-    """Return the most that each stage holds with N = `accumulate` microbatches per update, the start-up included.
+def count_kept(method: Method, stages: int, accumulate: int, recompute: bool, lockstep: bool) -> KeptCounts:
+    """Return the most that each stage keeps with N = `accumulate` microbatches per update, the start-up included.
 
     `lockstep`: on the timeline of PopTorch, which recomputes on all stages but the last.
     """
@@ -109,14 +109,14 @@ def count_stashed(method: Method, stages: int, accumulate: int, recompute: bool,
     if method.order is not None:
         counts = schedule.count_held(method.order.weight_share)
         in_flight = np.ceil(counts).tolist() if recompute else counts
-    stashed = count_kept_microbatches(in_flight, recompute, method.segments, method.turn)
+    microbatches = count_kept_microbatches(in_flight, recompute, method.segments, method.turn)
     if recompute and lockstep:
-        stashed.inputs[-1] = 0
-    return StashCounts(count_weight_copies(VersionTable(schedule, method)), *stashed)
+        microbatches.inputs[-1] = 0
+    return KeptCounts(count_weight_copies(VersionTable(schedule, method)), *microbatches)
 
 
 def sum_stage_bytes(
-    stashed: StashCounts, *, weights: Any, gradients: Any, optimizer: Any, accumulators: Any, saved: Any, entering: Any,
+    counts: KeptCounts, *, weights: Any, gradients: Any, optimizer: Any, accumulators: Any, saved: Any, entering: Any,
     code: float = 0.0, frozen: Any = 0,
 ) -> StageMemory:  # fmt: skip
     """Return the memory of a stage's device by kind, in whole bytes. This is the only memory formula of the library.
@@ -124,31 +124,28 @@ def sum_stage_bytes(
     `weights`: of one version; `frozen`: of weights that have only one version. `gradients`, `optimizer`, `accumulators`: of all
     sums and state. `saved`: all that one microbatch leaves for its backward, `entering`: its input.
     """
-    activations = stashed.inputs * entering + stashed.activations * saved
-    versions = weights * (stashed.copies - 1)
+    activations = counts.inputs * entering + counts.activations * saved
+    versions = weights * (counts.copies - 1)
     return StageMemory(weights + frozen, versions, gradients, optimizer, accumulators, activations, code).round_down()
 
 
 def compute_stage_memory(
-    unit: Unit, entering: float, stashed: StashCounts, *, precision: str, samples: int, moments: int,
-    device: Optional[Device] = None, accumulators: int = 0, trained: bool = True, streamed: bool = False,
+    unit: Unit, entering: float, counts: KeptCounts, *, precision: str, samples: int, moments: int,
+    device: Optional[Device] = None, streamed: bool = False,
 ) -> StageMemory:  # fmt: skip
-    """Return the memory of the device of stage `unit` with microbatches of `samples`.
+    """Return the memory of the device of stage `unit` with microbatches of `samples`, without the state of update rules.
 
-    `entering`: bytes that come in with a microbatch. `moments`: of the optimizer. `accumulators`: copies of the weights that
-    rules keep. `device`: whose share of code is charged. Not `trained`: the stage has weights and hands activations on, nothing
-    else. `streamed`: the optimizer's state is in streaming memory.
+    `entering`: bytes that come in with a microbatch. `moments`: of the optimizer. `device`: whose share of code is charged.
+    `streamed`: the optimizer's state is in streaming memory.
     """
-    sizes, count = PRECISIONS[precision], unit.parameters
-    learns = count if trained else 0
-    saved = samples * unit.activation_bytes * sizes.activation / unit.number_bytes + learns * sizes.cast
+    sizes, parameters = PRECISIONS[precision], unit.parameters
     return sum_stage_bytes(
-        stashed,
-        weights=count * sizes.weight,
-        gradients=learns * sizes.gradient,
-        optimizer=0 if streamed else learns * count_state_bytes(precision, moments),
-        accumulators=learns * accumulators * sizes.weight,
-        saved=saved if trained else 0.0,
+        counts,
+        weights=parameters * sizes.weight,
+        gradients=parameters * sizes.gradient,
+        optimizer=0 if streamed else parameters * count_state_bytes(precision, moments),
+        accumulators=0,
+        saved=samples * unit.activation_bytes * sizes.activation / unit.number_bytes + parameters * sizes.cast,
         entering=entering,
         code=device.code_bytes if device is not None else 0.0,
     )

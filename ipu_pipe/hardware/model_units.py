@@ -70,35 +70,37 @@ def count_units(
         if samples == count_samples(x) and can_run_on_meta(model, x)
         else f"in a forward and backward of {samples} samples"
     )
-    places = list_top_cut_points(model, order)
-    first = places[0] or next(call.name for call in seen.calls if call.works)
-    wanted = {*places[1:], *begins} - {first}
-    starts = [0, *[i for i, call in enumerate(seen.calls) if call.name in wanted]]
+    cut_points = list_top_cut_points(model, order)
+    first = cut_points[0] or next(call.name for call in seen.calls if call.works)
+    later = {*cut_points[1:], *begins} - {first}
+    starts = [0, *[i for i, call in enumerate(seen.calls) if call.name in later]]
     names = [first, *[seen.calls[i].name for i in starts[1:]]]
-    owned = _count_parameters(model, seen)
+    parameters_by_call = _count_parameters(model, seen)
     # storage -> the last unit that keeps it
     last_keeper: Dict[int, int] = {}
     units = []
-    for i, (name, a, b) in enumerate(zip(names, starts, [*starts[1:], len(seen.calls)])):
-        calls_inside = seen.calls[a:b]
-        saved = {place: size for call in calls_inside for place, size in call.saved.items()}
-        again: Dict[int, float] = {}
-        for place in [place for place in saved if place in last_keeper]:
-            again[i - last_keeper[place]] = again.get(i - last_keeper[place], 0.0) + saved.pop(place) / samples
-            last_keeper[place] = i
+    for i, (name, start, end) in enumerate(zip(names, starts, [*starts[1:], len(seen.calls)])):
+        calls_inside = seen.calls[start:end]
+        saved = {storage: size for call in calls_inside for storage, size in call.saved.items()}
+        # bytes that previous units keep too, by the distance to the last of them
+        also_kept: Dict[int, float] = {}
+        for storage in [storage for storage in saved if storage in last_keeper]:
+            distance = i - last_keeper[storage]
+            also_kept[distance] = also_kept.get(distance, 0.0) + saved.pop(storage) / samples
+            last_keeper[storage] = i
         last_keeper.update(dict.fromkeys(saved, i))
         units.append(
             Unit(
                 name,
                 sum(call.flops for call in calls_inside) / samples,
                 sum(call.backward_flops for call in calls_inside) / samples,
-                sum(owned[a:b]),
-                (seen.live[b] if b < len(seen.calls) else 0) / samples,
+                sum(parameters_by_call[start:end]),
+                (seen.live[end] if end < len(seen.calls) else 0) / samples,
                 sum(saved.values()) / samples,
                 next((p.element_size() for p in model.parameters()), 4),
                 forward_moved=sum(call.moved for call in calls_inside) / samples,
                 backward_moved=sum(call.backward_moved for call in calls_inside) / samples,
-                also_kept=tuple(sorted(again.items())),
+                also_kept=tuple(sorted(also_kept.items())),
             )
         )
     return CountedUnits(tuple(units), f"FLOPs {HOW}, {how}")
@@ -119,9 +121,9 @@ def _observe(model: nn.Module, x: Any, loss: Optional[Loss], y: Any) -> Tuple[Ob
         except Exception:
             if get_first_tensor(x).is_meta:
                 raise
-    some = clone_tensors(take_samples(x, FEW))
+    few = clone_tensors(take_samples(x, FEW))
     with restore_all(model):
-        return observe_costs(model, some, lambda: run_pass(some, take_samples(y, FEW))), count_samples(some)
+        return observe_costs(model, few, lambda: run_pass(few, take_samples(y, FEW))), count_samples(few)
 
 
 def _count_parameters(model: nn.Module, seen: Observation) -> List[int]:
@@ -137,25 +139,25 @@ def _count_parameters(model: nn.Module, seen: Observation) -> List[int]:
 
 
 def measure_units(
-    costed: CountedUnits, model: nn.Module, loss: Loss, x: Any, y: Any, warm_up: int = 2, repeats: int = 5
+    counted: CountedUnits, model: nn.Module, loss: Loss, x: Any, y: Any, warm_up: int = 2, repeats: int = 5
 ) -> CountedUnits:
     """Return the units with the seconds of their passes of the microbatch `x`, `y` on its device.
 
     Medians of `repeats` after a `warm_up`. The model is left as it was. On torch 2.0 a backward's time is divided in proportion
     to the FLOPs of the backwards.
     """
-    begins = {unit.name: i for i, unit in enumerate(costed.units)}
+    begins = {unit.name: i for i, unit in enumerate(counted.units)}
     seconds = time_passes(
         model,
         lambda: [loss(call_model(model, clone_tensors(x)), y)],
         begins,
-        [unit.backward_flops for unit in costed.units],
+        [unit.backward_flops for unit in counted.units],
         repeats,
         warm_up,
     )
     passes = [MeasuredPasses(count_samples(x), *times) for times in zip(seconds.forward, seconds.backward)]
-    measured = [replace(unit, measured=(*unit.measured, times)) for unit, times in zip(costed.units, passes)]
+    measured = [replace(unit, measured=(*unit.measured, times)) for unit, times in zip(counted.units, passes)]
     return CountedUnits(
         tuple(measured),
-        f"{costed.how}; seconds measured with {count_samples(x)} samples on {get_first_tensor(x).device.type}",
+        f"{counted.how}; seconds measured with {count_samples(x)} samples on {get_first_tensor(x).device.type}",
     )

@@ -43,8 +43,8 @@ def compute_worker_footprint(
     """
 
     def sum_worker(versions: int, in_flight: int) -> float:
-        stash = input_bytes * in_flight + activation_bytes / depth if recompute else activation_bytes / depth * in_flight
-        return versions * weight_bytes / depth + stash
+        stored = input_bytes * in_flight + activation_bytes / depth if recompute else activation_bytes / depth * in_flight
+        return versions * weight_bytes / depth + stored
 
     return {
         "gpipe": sum_worker(1, microbatches),
@@ -73,7 +73,7 @@ def compute_paper_figures(
     - footprint_per_worker: `compute_worker_footprint`, A_input being the greatest of `input_bytes`.
     """
     weights, saved, entering = (np.asarray(sizes, np.float64) for sizes in (weight_bytes, saved_bytes, input_bytes))
-    flying, versions, P = np.asarray(in_flight, np.int64), np.asarray(weight_copies, np.int64), len(weights)
+    microbatches_in_flight, versions, P = np.asarray(in_flight, np.int64), np.asarray(weight_copies, np.int64), len(weights)
     synchronous = 2 + moments
     copies = synchronous + t2 - 1 + versions
     total = (weights * copies).sum()
@@ -86,20 +86,20 @@ def compute_paper_figures(
         "weight_optimizer_bytes": int(total),
         "pipedream_ratio": ratio,
         "pipedream_ratio_rounded": ratio_rounded,
-        "activation_bytes": int((saved * flying).sum()),
+        "activation_bytes": int((saved * microbatches_in_flight).sum()),
         "activation_bytes_with_recompute": None,
-        "stash_microbatches": flying.tolist(),
+        "stash_microbatches": microbatches_in_flight.tolist(),
         "stash_microbatches_with_recompute": None,
         "recompute_ratio_counted": None,
         "recompute_ratio_order": None,
     }
     if method.pipeline is Pipeline.DATAFLOW and P > 1:
         inputs, activations = count_kept_microbatches(in_flight, False, method.segments or 0, method.turn)
-        stash = inputs + activations
+        stored = inputs + activations
         figures.update(
             activation_bytes_with_recompute=int((entering * inputs + saved * activations).sum()),
-            stash_microbatches_with_recompute=stash.tolist(),
-            recompute_ratio_counted=float(stash.sum() / flying.sum()),
+            stash_microbatches_with_recompute=stored.tolist(),
+            recompute_ratio_counted=float(stored.sum() / microbatches_in_flight.sum()),
             recompute_ratio_order=1 / math.sqrt(P),
         )
     sizes = float(weights.sum()), float(saved.sum()), float(entering.max())

@@ -13,7 +13,7 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 import numpy as np
 
 from ipu_pipe.hardware.description import Hardware, compute_host_seconds
-from ipu_pipe.hardware.memory import StageMemory, StashCounts, compute_stage_memory, count_stashed
+from ipu_pipe.hardware.memory import KeptCounts, StageMemory, compute_stage_memory, count_kept
 from ipu_pipe.hardware.precision import PRECISIONS, resolve_precision
 from ipu_pipe.hardware.unit_costs import Unit, compute_pass_seconds, compute_update_seconds, count_state_bytes
 from ipu_pipe.model.balance import FloatArray, IntArray, StagePrices, find_best_cut
@@ -141,16 +141,16 @@ def _sum_also_kept(units: Tuple[Unit, ...]) -> Optional[FloatArray]:
 
 
 @lru_cache(maxsize=None)
-def _count_stashed(method: Method, stages: int, accumulate: int, recompute: bool, lockstep: bool) -> StashCounts:
-    return count_stashed(method, stages, accumulate, recompute, lockstep)
+def _count_kept(method: Method, stages: int, accumulate: int, recompute: bool, lockstep: bool) -> KeptCounts:
+    return count_kept(method, stages, accumulate, recompute, lockstep)
 
 
-def _count_candidate(problem: Problem, asked: Candidate) -> StashCounts:
-    """Return the versions and microbatches that the stages stash."""
+def _count_candidate(problem: Problem, asked: Candidate) -> KeptCounts:
+    """Return the versions and microbatches that the stages keep."""
     # more than 2 P microbatches per update change nothing, unless the pipeline holds a whole batch
     holds_batch = asked.row.pipeline is Pipeline.FILL_DRAIN and not problem.lockstep
     count = asked.gradient_accumulation if holds_batch else min(asked.gradient_accumulation, 2 * asked.depth)
-    return _count_stashed(asked.row, asked.stages, count, asked.recompute, problem.lockstep)
+    return _count_kept(asked.row, asked.stages, count, asked.recompute, problem.lockstep)
 
 
 class Costing:
@@ -194,7 +194,7 @@ class Costing:
     def may_fit(self) -> bool:
         """Return False if all devices together have too little memory even for the least stash."""
         stashed = self.stashed
-        fewest = StashCounts(*(np.array([count]) for count in (stashed.copies.min(), 0, stashed.activations.min())))
+        fewest = KeptCounts(*(np.array([count]) for count in (stashed.copies.min(), 0, stashed.activations.min())))
         first, end = np.array(0), np.array(len(self.work))
         whole = self._compute_memory(0, self.sums.make_stage(first, end, self.local), self.sums.entering[first], fewest)
         total = float(whole.total) + (self.asked.depth - 1) * float(whole.code)
@@ -246,7 +246,7 @@ class Costing:
         return forward, backward + forward if self.asked.recompute else backward
 
     def _compute_memory(
-        self, s: Any, stages: Unit, entering: Any, stashed: Optional[StashCounts] = None
+        self, s: Any, stages: Unit, entering: Any, stashed: Optional[KeptCounts] = None
     ) -> StageMemory:
         """Return the memory of `stages` as the s-th."""
         return compute_stage_memory(

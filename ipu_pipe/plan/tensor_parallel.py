@@ -18,7 +18,7 @@ from typing import List, Optional
 import numpy as np
 
 from ipu_pipe.hardware.description import compute_all_reduce_seconds, count_sharing, find_level
-from ipu_pipe.hardware.memory import StashCounts, compute_stage_memory
+from ipu_pipe.hardware.memory import KeptCounts, compute_stage_memory
 from ipu_pipe.hardware.precision import PRECISIONS
 from ipu_pipe.hardware.unit_costs import Unit
 from ipu_pipe.plan.prediction import Problem, Sums
@@ -69,7 +69,7 @@ def _predict(problem: Problem, ways: int, width: int, samples: int, accumulate: 
     largest = float(np.diff(sums.activations).max()) / ways
     whole = Unit("", 0.0, 0.0, parameters, 0.0, largest, sums.number_bytes)
     memory = compute_stage_memory(
-        whole, float(sums.entering[:end].sum()), StashCounts(1, 1, 1), precision=problem.precision, samples=samples,
+        whole, float(sums.entering[:end].sum()), KeptCounts(1, 1, 1), precision=problem.precision, samples=samples,
         moments=problem.moments, device=problem.hardware.device,
     )  # fmt: skip
     if float(memory.total) > problem.memory_bytes:

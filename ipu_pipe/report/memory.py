@@ -8,7 +8,7 @@ import torch
 
 from ipu_pipe.backends.interface import Report
 from ipu_pipe.backends.table import get_backend
-from ipu_pipe.hardware.memory import StashCounts, count_kept_microbatches, sum_stage_bytes
+from ipu_pipe.hardware.memory import KeptCounts, count_kept_microbatches, sum_stage_bytes
 from ipu_pipe.hardware.paper_figures import compute_paper_figures
 from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import get_blocks
@@ -60,15 +60,15 @@ def _build_device_memory(job: Job, table: Sequence[Mapping[str, int]]) -> List[D
     return rows
 
 
-def _count_stashed(job: Job) -> Tuple[IntArray, StashCounts]:
-    """Return the microbatches in flight on each stage, and the versions and microbatches that each stage stashes."""
+def _count_kept(job: Job) -> Tuple[IntArray, KeptCounts]:
+    """Return the microbatches in flight on each stage, and the versions and microbatches that each stage keeps."""
     backend_in_flight = get_backend(job.config).in_flight(job)
     in_flight = job.schedule.max_in_flight() if backend_in_flight is None else backend_in_flight
-    stash = count_kept_microbatches(in_flight.tolist(), job.config.recompute, job.method.segments, job.method.turn)
+    microbatches = count_kept_microbatches(in_flight.tolist(), job.config.recompute, job.method.segments, job.method.turn)
     if job.config.recompute and backend_in_flight is not None:
         # such a pipeline does not recompute its last stage
-        stash.inputs[in_flight == 1] = 0
-    return in_flight, StashCounts(count_weight_copies(job.table), *stash)
+        microbatches.inputs[in_flight == 1] = 0
+    return in_flight, KeptCounts(count_weight_copies(job.table), *microbatches)
 
 
 def build_memory_table(job: Job, optimizer_bytes: Optional[Sequence[int]] = None) -> List[Dict[str, int]]:
@@ -78,7 +78,7 @@ def build_memory_table(job: Job, optimizer_bytes: Optional[Sequence[int]] = None
     `optimizer_bytes`: as measured, by stage.
     """
     parameters = dict(job.model.named_parameters())
-    in_flight, stashed = _count_stashed(job)
+    in_flight, counts = _count_kept(job)
     # replicas of local SGD have weights and optimizer state of their own; an outer optimizer has weights and a velocity
     rounds = job.method.rounds
     copies_of_state = job.width if rounds is not None else 1
@@ -93,9 +93,9 @@ def build_memory_table(job: Job, optimizer_bytes: Optional[Sequence[int]] = None
         # copies of weights of an earlier stage, to which one microbatch's gradient is on its way
         tied, frozen_copies = _count_weight_bytes(parameters, job.part.list_replicas(s))
         if not weights + shared[s] + tied:
-            stashed.copies[s] = 1
+            counts.copies[s] = 1
         planned = sum_stage_bytes(
-            stashed.select(s),
+            counts.select(s),
             weights=weights + shared[s] + tied,
             frozen=frozen + frozen_copies,
             gradients=trained[s] + shared[s] + tied,
@@ -107,7 +107,7 @@ def build_memory_table(job: Job, optimizer_bytes: Optional[Sequence[int]] = None
         state = planned.optimizer + planned.accumulators
         rows.append({
             "parameters": sum(parameters[name].numel() for name in stage.parameters),
-            "weight_copies": int(stashed.copies[s]),
+            "weight_copies": int(counts.copies[s]),
             "weight_bytes": planned.weights + planned.versions,
             "gradient_bytes": planned.gradients,
             "optimizer_bytes": optimizer_bytes[s] if optimizer_bytes is not None and any(optimizer_bytes) else state,
