@@ -69,10 +69,10 @@ def _format_records(events: Events, counters: Counters, metadata: Dict[str, Any]
     is_message = events.is_kind(*ev.COMMUNICATION)
     thread = events.device + is_message * (events.device.max(initial=0) + 1)
     yield from _name_tracks(events, thread)
-    mark = ',"modelled":true' if metadata.get("modelled") else ""
+    modelled_arg = ',"modelled":true' if metadata.get("modelled") else ""
     for begin in range(0, len(thread), RECORDS_AT_ONCE):
-        some = slice(begin, begin + RECORDS_AT_ONCE)
-        yield ",\n".join(_format_events(events.select(some), thread[some], mark))
+        window = slice(begin, begin + RECORDS_AT_ONCE)
+        yield ",\n".join(_format_events(events.select(window), thread[window], modelled_arg))
     yield from _format_arrows(events, thread, find_arrows(events, metadata))
     yield from _format_counters(counters)
 
@@ -117,14 +117,16 @@ def find_arrows(events: Events, metadata: Dict[str, Any]) -> Arrows:
     # [1] a payload between stages is for a stage; any other one, such as norms, is of the device that sent it: -2 - device
     carries = np.where(is_pass, PAYLOAD_OF_KIND[events.kind], events.carries)
     stages_on = STAGES_ON[carries]
-    address = np.where(stages_on != 0, events.stage + stages_on, -2 - events.device)
-    taken_at = np.where(stages_on != 0, events.stage, -2 - events.peer)
+    sent_to = np.where(stages_on != 0, events.stage + stages_on, -2 - events.device)
+    taken_by = np.where(stages_on != 0, events.stage, -2 - events.peer)
 
-    def match(sources: NDArray[Any], to: NDArray[Any], targets: NDArray[Any], at: NDArray[Any]) -> NDArray[Any]:
-        """Return the first target of each source, `at` the device `to` which the source sends; -1 if there is none."""
+    def match(
+        sources: NDArray[Any], source_key: NDArray[Any], targets: NDArray[Any], target_key: NDArray[Any]
+    ) -> NDArray[Any]:
+        """Return the first target of each source with an equal key (a device, or a replica); -1 if there is none."""
         index = _match_first(
-            [to[sources], address[sources], events.microbatch[sources], carries[sources]],
-            [at[targets], taken_at[targets], events.microbatch[targets], carries[targets]],
+            [source_key[sources], sent_to[sources], events.microbatch[sources], carries[sources]],
+            [target_key[targets], taken_by[targets], events.microbatch[targets], carries[targets]],
             events.start[targets],
         )
         return np.append(targets, -1)[index]
@@ -160,8 +162,8 @@ def _match_first(
         base = max(int(column.max(initial=0)), int(row_column.max())) - least + 1
         keys, row_keys = keys * base + column - least, row_keys * base + row_column - least
     order = np.lexsort((start, row_keys))
-    place = np.minimum(np.searchsorted(row_keys[order], keys), len(order) - 1)
-    return np.where(row_keys[order][place] == keys, order[place], -1)
+    first = np.minimum(np.searchsorted(row_keys[order], keys), len(order) - 1)
+    return np.where(row_keys[order][first] == keys, order[first], -1)
 
 
 # ---- records as text, which is several times as fast as json.dumps of each
@@ -172,7 +174,7 @@ def _format_time(ns: int) -> str:
     return f"{ns // 1000}.{ns % 1000:03d}"
 
 
-def _format_events(events: Events, thread: NDArray[np.int64], mark: str) -> Iterator[str]:
+def _format_events(events: Events, thread: NDArray[np.int64], modelled_arg: str) -> Iterator[str]:
     columns = [column.tolist() for column in (thread, *events)]
     for tid, stage, device, kind, microbatch, start, end, version, size, peer, carries in zip(*columns):
         word, number, colour = KINDS[kind], "k" if KINDS[kind] == Kind.UPDATE.word else "microbatch", ""
@@ -181,13 +183,13 @@ def _format_events(events: Events, thread: NDArray[np.int64], mark: str) -> Iter
             # chrome://tracing reads this; Perfetto colours by name
             colour = '"cname":"grey",'
             name = name if peer < 0 else f"wait for device {peer}"
-        more = f',"bytes":{size}' if size >= 0 else ""
-        more += f',"peer":{peer}' if peer >= 0 else ""
-        more += f',"carries":"{PAYLOADS[carries]}"' if carries else ""
+        more_args = f',"bytes":{size}' if size >= 0 else ""
+        more_args += f',"peer":{peer}' if peer >= 0 else ""
+        more_args += f',"carries":"{PAYLOADS[carries]}"' if carries else ""
         yield (
             f'{{"ph":"X","pid":{device},"tid":{tid},"name":"{name}","cat":"{word}","ts":{_format_time(start)},'
             f'"dur":{_format_time(end - start)},{colour}"args":{{"stage":{stage},"{number}":{microbatch},'
-            f'"version":{version}{more}{mark}}}}}'
+            f'"version":{version}{more_args}{modelled_arg}}}}}'
         )
 
 

@@ -24,10 +24,10 @@ from ipu_pipe.schedule.actions import Kind
 # Traces of other tools do not say which pass was computed, nor to whom a message went.
 UNSPECIFIED, COLLECTIVE = "compute", "collective"
 COMPUTE = (*(kind.word for kind in Kind if kind is not Kind.AVERAGE), UNSPECIFIED)
-# kinds of events of the host's time for a message or an all-reduce
+# kinds of events in which the host sends or receives, or takes part in an all-reduce
 COMMUNICATION = ("send", "recv", Kind.AVERAGE.word, COLLECTIVE)
 WAIT = "wait"
-# a pause is a range of updates that are not recorded
+# kinds of events between updates; a pause is a range of updates that are not recorded
 OUTSIDE = ("evaluate", "checkpoint", "pause")
 KINDS = (*COMPUTE, *COMMUNICATION, WAIT, *OUTSIDE)
 PAYLOADS = (
@@ -39,7 +39,7 @@ PAYLOAD_CODE = {payload: code for code, payload in enumerate(PAYLOADS)}
 _PAYLOADS_OF_UPDATES = [PAYLOAD_CODE[name] for name in ("shared gradients", "norms", "losses", "weights")]
 
 # Counters of memory: bytes of a device's tensors by category. `versions`: of weights besides those in the model; `activations`:
-# stashed for backwards; `buffers`: receives posted, and sends not known to be through unless they are `activations`.
+# stored for backwards; `buffers`: receives posted, and sends not known to be through unless they are `activations`.
 MEMORY = {
     name: f"{name} (bytes)" for name in ("weights", "versions", "gradients", "optimizer", "activations", "buffers")
 }
@@ -150,8 +150,8 @@ class Counters(NamedTuple):
 
 
 class UnitRow(TypedDict):
-    """A place where a stage may begin, with the layers up to the next such place. FLOPs and bytes of one microbatch;
-    `crossing_bytes`: of its inputs from the previous units."""
+    """A unit of a model in a trace's metadata: the layers from one possible beginning of a stage to the next. FLOPs and bytes of
+    one microbatch; `crossing_bytes`: of its inputs from the previous units."""
 
     name: str
     stage: int
@@ -188,7 +188,7 @@ def find_updates(events: Events, accumulate: int) -> NDArray[np.int64]:
     return np.where(events.is_kind(*OUTSIDE), events.version - 1, update)
 
 
-def group_places(column: NDArray[Any]) -> Iterator[Tuple[int, NDArray[np.intp]]]:
+def group_indices(column: NDArray[Any]) -> Iterator[Tuple[int, NDArray[np.intp]]]:
     """Yield each value of an integer column in ascending order, with its indices in order. Takes O(n log n)."""
     if not len(column):
         return
@@ -198,8 +198,8 @@ def group_places(column: NDArray[Any]) -> Iterator[Tuple[int, NDArray[np.intp]]]
     order = np.argsort(keys, kind="stable")
     ordered = column[order]
     edges = np.flatnonzero(ordered[1:] != ordered[:-1]) + 1
-    for places in np.split(order, edges):
-        yield int(column[places[0]]), places
+    for indices in np.split(order, edges):
+        yield int(column[indices[0]]), indices
 
 
 class CounterSeries(NamedTuple):
@@ -218,8 +218,8 @@ def build_counter_series(counters: Counters) -> Iterator[CounterSeries]:
     others = ((name,) for name in dict.fromkeys(counters.name.tolist()) if name not in memory)
     for names in chain([memory], others):
         chosen = np.flatnonzero(np.isin(counters.name, names))
-        for device, places in group_places(counters.device[chosen]):
-            of_device = counters.select(chosen[places])
+        for device, indices in group_indices(counters.device[chosen]):
+            of_device = counters.select(chosen[indices])
             times, values = np.unique(of_device.time), {}
             for name in names:
                 curve = of_device.select(of_device.name == name)

@@ -1,4 +1,11 @@
-"""Reading a trace, whoever wrote it: a run's folder, our own files, our Chrome JSON and the JSON of PyTorch's profiler."""
+"""Read a trace, whoever wrote it, into the columns of `trace.events`.
+
+    *.trace                  our own files, one per rank (`trace.store`)
+    trace.json.gz            our Chrome JSON (`trace.chrome`)
+    *.json, *.json.gz        the JSON of PyTorch's profiler, one file per rank
+
+`_Records` takes the records of a JSON file one by one, tells from the first event who wrote them, and packs them into columns.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +28,7 @@ from ipu_pipe.trace.store import MAGIC, SUFFIX, find_store_files, read_store
 
 CHROME = "trace.json.gz"
 GZIP = b"\x1f\x8b"
-# records that become columns at once
+# records that are packed into columns together
 BATCH = 1 << 14
 # bytes of columns in all files, 22 million events; more is refused before memory is allocated
 MOST_BYTES = 1 << 30
@@ -35,11 +42,11 @@ def read_trace(path: Path) -> Trace:
     Raise `BadInput` if there is no readable trace or it has no events.
     """
     files = _find_files(path)
-    if all(_is_store(file) for file in files):
-        traces, left = [], MOST_BYTES
+    if all(_is_native(file) for file in files):
+        traces, bytes_left = [], MOST_BYTES
         for file in files:
-            traces.append(read_store(file, left))
-            left -= sum(column.nbytes for column in traces[-1].events)
+            traces.append(read_store(file, bytes_left))
+            bytes_left -= sum(column.nbytes for column in traces[-1].events)
         trace = merge_traces(traces)
     else:
         trace = _read_json_files(files)
@@ -78,7 +85,7 @@ def _find_files(path: Path) -> List[Path]:
     return files
 
 
-def _is_store(path: Path) -> bool:
+def _is_native(path: Path) -> bool:
     # reading a pipe or a device might never end
     if path.exists() and not path.is_file():
         raise BadInput(f"{path}: is not a file: must be a run's folder or a trace file")
@@ -99,33 +106,33 @@ def _is_store(path: Path) -> bool:
 
 
 def _read_json_files(files: Sequence[Path]) -> Trace:
-    """Read one or several files of ours, or PyTorch's profiler's, one a rank."""
+    """Read one or several files of ours, or PyTorch's profiler's, one per rank."""
     ours: List[Trace] = []
-    ranks: List[Tuple[Path, Dict[str, Any], Events]] = []
+    profiler_files: List[Tuple[Path, Dict[str, Any], Events]] = []
     for path in files:
         try:
             records, keys = _parse(path)
             if records.is_ours or (records.is_ours is None and "otherData" in keys):
                 ours.append(records.build_trace(path, keys))
             else:
-                ranks.append((path, keys, ev.concatenate_events(records.parts)))
+                profiler_files.append((path, keys, ev.concatenate_events(records.parts)))
         # a damaged gzip header raises an OSError without an errno
         except (OSError, EOFError, zlib.error) as error:
             raise BadInput(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError, AttributeError) as error:
             # JSON may contain a value of any type here.
             raise BadInput(f"{path}: cannot be read as a Chrome trace: {type(error).__name__}: {error}") from None
-    if ours and ranks:
-        raise BadInput(f"{ranks[0][0]}: is not of ipu_pipe, as other files of {files[0].parent} are: give one file")
-    return merge_traces(ours) if ours else merge_ranks(ranks)
+    if ours and profiler_files:
+        raise BadInput(f"{profiler_files[0][0]}: is not of ipu_pipe, as other files of {files[0].parent} are: give one file")
+    return merge_traces(ours) if ours else merge_profiler_files(profiler_files)
 
 
 def _parse(path: Path) -> Tuple["_Records", Dict[str, Any]]:
     """Return the records of a Chrome trace, and the file's other keys."""
     with path.open("rb") as raw:
-        is_packed = raw.read(2) == GZIP
+        is_gzipped = raw.read(2) == GZIP
         raw.seek(0)
-        text = (gzip.open(raw) if is_packed else raw).read(MOST_TEXT + 1)
+        text = (gzip.open(raw) if is_gzipped else raw).read(MOST_TEXT + 1)
     if len(text) > MOST_TEXT:
         raise BadInput(f"{path}: holds more than {MOST_TEXT >> 20} MiB of JSON: record fewer updates (log.trace)")
     records = _Records()
@@ -139,7 +146,7 @@ def _parse(path: Path) -> Tuple["_Records", Dict[str, Any]]:
 
 
 class _Records:
-    """Takes the records of one file. The first event says whether they are ours or the profiler's (`is_ours`; None: no event)."""
+    """The records of one file. The first event says whether they are ours or the profiler's (`is_ours`; None: no event)."""
 
     def __init__(self) -> None:
         self.is_ours: Optional[bool] = None
@@ -160,7 +167,7 @@ class _Records:
             if self.is_ours:
                 self._rows.append(_read_row(record, args))
             else:
-                self._take_foreign(record)
+                self._take_profiler_record(record)
         elif phase == "C" and self.is_ours is not False:
             (time,) = _build_times("ts", [record["ts"]]).tolist()
             (device,) = _build_integers("pid", [record["pid"]], np.int32).tolist()
@@ -171,7 +178,7 @@ class _Records:
             self.pack()
         return None
 
-    def _take_foreign(self, record: Dict[str, Any]) -> None:
+    def _take_profiler_record(self, record: Dict[str, Any]) -> None:
         kind, on_gpu = identify_record(str(record.get("cat", "")), str(record["name"]))
         # the busy time of a GPU includes only its kernels
         if on_gpu and not self._on_gpu:
@@ -219,13 +226,13 @@ def _build_integers(name: str, values: Sequence[Any], kind: Any) -> NDArray[Any]
 def _build_times(name: str, microseconds: Sequence[Any]) -> NDArray[np.int64]:
     """Return times, given in microseconds, as nanoseconds. Raise ValueError for other values and for times too far from 0."""
     column = np.array(microseconds)
-    # which NaN is not below either
+    # a comparison with NaN is false, so NaN is refused too
     if column.dtype.kind not in "iuf" or column.ndim != 1 or not (np.abs(column) < ev.FARTHEST_NS / 1000).all():
         raise ValueError(f"{name}: must be numbers of microseconds, below {ev.FARTHEST_NS // 1000:.0e}")
     return np.rint(column.astype(np.float64) * 1000).astype(np.int64)
 
 
-# ---- PyTorch's profiler (Kineto), a file a rank: which records are compute and which are communication
+# ---- PyTorch's profiler (Kineto), one file per rank: which records are compute and which are communication
 #
 # A rank is taken as a device and a stage. Where a rank used a GPU, its time is that of kernels and copies; else that of the CPU's
 # operations, which are nested. The records do not say microbatches, versions and waits.
@@ -258,10 +265,10 @@ def identify_record(category: str, name: str) -> Tuple[int, bool]:
     return ev.KIND_CODE[kind], category in ON_GPU
 
 
-def merge_ranks(files: Sequence[Tuple[Path, Dict[str, Any], Events]]) -> Trace:
+def merge_profiler_files(files: Sequence[Tuple[Path, Dict[str, Any], Events]]) -> Trace:
     """Return one trace of all ranks, from each file's path, keys and events; times count from the first file's base. Raise
     `BadInput` for two files of one rank, a base that is not an integer, and files without events."""
-    first, notes = files[0][0], [NOTE]
+    first_path, notes = files[0][0], [NOTE]
     ranks = [rank for rank in (_find_rank(path, keys) for path, keys, _ in files) if rank is not None]
     if len(ranks) < len(files):
         ranks = [*range(len(files))]
@@ -274,7 +281,7 @@ def merge_ranks(files: Sequence[Tuple[Path, Dict[str, Any], Events]]) -> Trace:
     bases = [keys.get("baseTimeNanoseconds", 0) for _, keys, _ in files]
     if not all(isinstance(base, int) and abs(base) < ev.FARTHEST_NS * 2 for base in bases):
         raise BadInput(
-            f"{first}: baseTimeNanoseconds: {show(bases[0])}: must be a whole number of nanoseconds in every file"
+            f"{first_path}: baseTimeNanoseconds: {show(bases[0])}: must be a whole number of nanoseconds in every file"
         )
     hosts = {str(keys["host_name"]) for _, keys, _ in files if "host_name" in keys}
     if len(hosts) > 1:
@@ -293,8 +300,8 @@ def merge_ranks(files: Sequence[Tuple[Path, Dict[str, Any], Events]]) -> Trace:
         tuple(notes),
     )
     if not len(trace.events.start):
-        raise BadInput(f"{first}: holds neither events of ipu_pipe nor kernels or operations of PyTorch's profiler")
-    ev.check_trace(first.parent, *trace[:3])
+        raise BadInput(f"{first_path}: holds neither events of ipu_pipe nor kernels or operations of PyTorch's profiler")
+    ev.check_trace(first_path.parent, *trace[:3])
     return trace
 
 
@@ -303,5 +310,5 @@ def _find_rank(path: Path, keys: Dict[str, Any]) -> Optional[int]:
     info = keys.get("distributedInfo")
     if isinstance(info, dict) and isinstance(info.get("rank"), int) and 0 <= info["rank"] < 1 << 20:
         return int(info["rank"])
-    named = RANK_IN_NAME.search(path.name)
-    return int(named.group(1)) if named else None
+    match = RANK_IN_NAME.search(path.name)
+    return int(match.group(1)) if match else None

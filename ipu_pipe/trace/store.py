@@ -143,16 +143,16 @@ def _read_blocks(path: Path, notes: List[str], most_bytes: int) -> Iterator[Tupl
         if file.read(len(MAGIC)) != MAGIC:
             raise BadInput(f"{path}: is not a trace of ipu_pipe: must begin with {MAGIC.decode().strip()!r}")
         while True:
-            at, head = file.tell(), file.read(HEAD.size)
+            offset, head = file.tell(), file.read(HEAD.size)
             if not head:
                 return
             tag, rows, size, checksum = HEAD.unpack(head) if len(head) == HEAD.size else (b"", 0, 1, 0)
             packed = file.read(size)
             if len(packed) < size:
-                notes.append(f"{path}: ends within a block (byte {at}), which is left out")
+                notes.append(f"{path}: ends within a block (byte {offset}), which is left out")
                 return
             if zlib.crc32(packed) != checksum:
-                raise BadInput(f"{path}: is damaged: the block at byte {at} does not have its checksum")
+                raise BadInput(f"{path}: is damaged: the block at byte {offset} does not have its checksum")
             # unpack no more than is allowed: a file of zeros unpacks to a thousand times its size
             payload = zlib.decompressobj().decompress(packed, most_bytes + 1)
             most_bytes -= len(payload)
@@ -164,14 +164,14 @@ def _read_blocks(path: Path, notes: List[str], most_bytes: int) -> Iterator[Tupl
 def _map_codes(events: Events, metadata: Dict[str, Any]) -> Events:
     """Return the events of a file with this version's codes, and remove the names of the codes from the metadata."""
     for column, key, names in (("kind", "kinds", KINDS), ("carries", "carried", PAYLOADS)):
-        names_then, codes = metadata.pop(key, names), getattr(events, column)
-        unknown = [name for name in names_then if name not in names]
+        file_names, codes = metadata.pop(key, names), getattr(events, column)
+        unknown = [name for name in file_names if name not in names]
         if unknown:
             raise ValueError(f"{key}: {', '.join(map(str, unknown))}: not known to this version")
         if (codes < 0).any():
             raise ValueError(f"{column}: a code without a name")
-        if tuple(names_then) != names or (codes >= len(names)).any():
-            events = events._replace(**{column: np.array([names.index(name) for name in names_then], np.int8)[codes]})
+        if tuple(file_names) != names or (codes >= len(names)).any():
+            events = events._replace(**{column: np.array([names.index(name) for name in file_names], np.int8)[codes]})
     return events
 
 

@@ -27,7 +27,7 @@ from ipu_pipe.trace.events import (
     WAIT,
     Counters,
     Events,
-    group_places,
+    group_indices,
 )
 
 # idle time that no event explains
@@ -49,7 +49,7 @@ def measure_devices(
 
     Return the analysis's rows of devices, and the part of all communication that overlaps with compute.
     """
-    places = {**dict.fromkeys(devices, np.zeros(0, np.intp)), **dict(group_places(events.device))}
+    places = {**dict.fromkeys(devices, np.zeros(0, np.intp)), **dict(group_indices(events.device))}
     rows, messages = zip(*(_measure_device(device, events.select(places[device]), span) for device in sorted(places)))
     messages_ns, hidden_ns = (sum(column) for column in zip(*messages))
     share = hidden_ns / messages_ns if messages_ns else None
@@ -106,7 +106,7 @@ def _measure_device(device: int, events: Events, span: Tuple[int, int]) -> Tuple
 
 
 def _measure_busy_by_stage(passes: Events) -> Dict[str, int]:
-    times = ((stage, passes.select(places)) for stage, places in group_places(passes.stage))
+    times = ((stage, passes.select(places)) for stage, places in group_indices(passes.stage))
     return {str(stage): measure_union(of_stage.start, of_stage.end) for stage, of_stage in times}
 
 
@@ -116,7 +116,7 @@ def _divide_waits(waits: Events, edges: NDArray[np.int64], pieces: NDArray[np.bo
     reach = np.maximum.accumulate(waits.end)
     peer = waits.peer[np.searchsorted(reach, edges[:-1][pieces], side="right")]
     lengths = np.diff(edges)[pieces]
-    return {device: int(lengths[places].sum()) for device, places in group_places(peer)}
+    return {device: int(lengths[places].sum()) for device, places in group_indices(peer)}
 
 
 def measure_union(start: NDArray[np.int64], end: NDArray[np.int64]) -> int:
@@ -138,11 +138,11 @@ _COMPLETING = (Kind.BACKWARD.word, Kind.WEIGHT_GRADIENT.word)
 def measure_memory(counters: Counters, events: Events, begin_ns: int) -> List[Dict[str, Any]]:
     """Return a row for each device that has counters of memory. Times count from `begin_ns`."""
     chosen = np.flatnonzero(np.isin(counters.name, [*MEMORY.values()]) & (np.abs(counters.value) < IMPLAUSIBLE))
-    by_device = {device: events.select(places) for device, places in group_places(events.device)}
+    by_device = {device: events.select(places) for device, places in group_indices(events.device)}
     nothing = events.select(slice(0))
     return [
         _measure_device_memory(device, counters.select(chosen[places]), by_device.get(device, nothing), begin_ns)
-        for device, places in group_places(counters.device[chosen])
+        for device, places in group_indices(counters.device[chosen])
     ]
 
 
@@ -211,7 +211,7 @@ def measure_links(events: Events) -> List[Row]:
     known = (place < len(links)) & (links[np.minimum(place, len(links) - 1)] == link_of_wait)
     latencies = _measure_latencies(sends, link, waits.select(known), place[known])
     rows = []
-    for number, places in group_places(link):
+    for number, places in group_indices(link):
         source, target = divmod(int(links[number]), int(wide))
         rows.append(_add_up(sends.select(places), source, target // len(PAYLOADS), latencies.get(number)))
     return rows
@@ -237,7 +237,7 @@ def _measure_latencies(
     took = (waits.end - sent_at)[matched]
     return {
         number: {"waited": len(places), "min": int(took[places].min()), "median": float(np.median(took[places]))}
-        for number, places in group_places(link_of_wait[matched])
+        for number, places in group_indices(link_of_wait[matched])
     }
 
 

@@ -13,7 +13,7 @@ from ipu_pipe.report.analysis.text import describe_origin, format_percent, forma
 from ipu_pipe.report.plots import check_plots
 from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.text import escape_lines
-from ipu_pipe.trace.events import COMMUNICATION, COMPUTE, OUTSIDE, UNSPECIFIED, WAIT, Events, Trace, group_places
+from ipu_pipe.trace.events import COMMUNICATION, COMPUTE, OUTSIDE, UNSPECIFIED, WAIT, Events, Trace, group_indices
 
 # passes of more events could not be distinguished
 MOST_EVENTS, MOST_EVENTS_PER_DEVICE = 3000, 150
@@ -94,7 +94,7 @@ def _draw_devices(axes: Any, events: Events, devices: Sequence[Dict[str, Any]], 
     shared = {device["index"] for device in devices if len(device["stages"]) > 1}
     scale, unit = _choose_unit(window[1] - window[0])
     labelled = set()
-    for device, places in group_places(events.device):
+    for device, places in group_indices(events.device):
         of_device = events.select(places)
         for name, kinds, colour, (bottom, height) in LAYERS if device in rows else ():
             bars = of_device.select(of_device.is_kind(*kinds))

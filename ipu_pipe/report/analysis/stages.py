@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from ipu_pipe.report.analysis.devices import measure_union
 from ipu_pipe.schedule.actions import SPLIT_PASSES, Kind
-from ipu_pipe.trace.events import COMPUTE, KIND_CODE, KINDS, UNSPECIFIED, Events, group_places
+from ipu_pipe.trace.events import COMPUTE, KIND_CODE, KINDS, UNSPECIFIED, Events, group_indices
 
 # a pass that takes longer than this multiple of the median is a straggler
 FAR = 3.0
@@ -30,7 +30,7 @@ def measure_stages(events: Events, begin_ns: int, flops: Mapping[int, float]) ->
     passes = events.select(events.is_kind(*COMPUTE) & (events.stage >= 0))
     rows: List[Row] = []
     stragglers: List[Row] = []
-    for stage, places in group_places(passes.stage):
+    for stage, places in group_indices(passes.stage):
         row, of_stage = _measure_stage(stage, passes.select(places), begin_ns, flops.get(stage))
         rows.append(row)
         stragglers += of_stage
@@ -42,13 +42,13 @@ def measure_stages(events: Events, begin_ns: int, flops: Mapping[int, float]) ->
 
 
 def _measure_stage(stage: int, events: Events, begin_ns: int, flops: Optional[float]) -> Tuple[Row, List[Row]]:
-    busy_ns = sum(measure_union(events.start[at], events.end[at]) for _, at in group_places(events.device))
+    busy_ns = sum(measure_union(events.start[at], events.end[at]) for _, at in group_indices(events.device))
     medians: Dict[str, float] = {}
     counts: Dict[str, int] = {}
     stragglers: List[Row] = []
     # the time of passes without updates
     passes_ns = 0.0
-    for code, places in group_places(events.kind):
+    for code, places in group_indices(events.kind):
         kind, of_kind = KINDS[code], events.select(places)
         durations = of_kind.end - of_kind.start
         medians[kind], counts[kind] = float(np.median(durations)), len(durations)
@@ -128,7 +128,7 @@ def measure_staleness(events: Events, accumulate: Optional[int]) -> List[Row]:
         return []
     chosen = (events.stage >= 0) & (events.microbatch >= 0) & events.is_kind(_FORWARD, _UPDATE, *_RETURNING)
     passes, rows = events.select(chosen), []
-    for stage, places in group_places(passes.stage):
+    for stage, places in group_indices(passes.stage):
         of_stage = passes.select(places)
         forward, update = of_stage.select(of_stage.is_kind(_FORWARD)), of_stage.select(of_stage.is_kind(_UPDATE))
         if len(forward.start):

@@ -20,7 +20,7 @@ from ipu_pipe.trace.events import (
     Events,
     Trace,
     build_counter_series,
-    group_places,
+    group_indices,
 )
 
 # of a longer trace only the middle is embedded
@@ -66,7 +66,7 @@ def _build_overview(events: Events, span: int) -> List[Dict[str, Any]]:
     edges = np.linspace(0, span, OVERVIEW_BINS + 1)
     kinds = np.unique(events.kind).tolist()
     overview = []
-    for device, places in group_places(events.device):
+    for device, places in group_indices(events.device):
         of_device, shares = events.select(places), {}
         for code in kinds:
             chosen = of_device.kind == code
