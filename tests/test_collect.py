@@ -89,7 +89,7 @@ def test_each_method_has_a_turn_in_each_round(tmp_path: Path) -> None:
         assert (tmp_path / name / "round-3" / "trace.json.gz").is_file()
         # one machine does all devices' work: nothing is measured of them
         assert speed["utilization"] is speed["measured_speedup"] is None and 0 < speed["modelled_utilization"] < 1
-        assert speed["planned_utilization"] == build(load_config(tmp_path / name / "config.yaml")).planned_utilization()
+        assert speed["planned_utilization"] == build(load_config(tmp_path / name / "config.yaml")).compute_planned_utilization()
         assert all(device["measured_bytes"] is None for device in comparison["memory"][name]["devices"])
     printed = make_comparison_table(comparison).splitlines()
     assert len({len(line) for line in printed[1:4]}) == 1 and "modelled" in printed[1] and "planned" in printed[1]

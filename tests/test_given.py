@@ -116,7 +116,7 @@ def test_a_callers_model_keeps_its_dtype(tmp_path: Path) -> None:
     before = {name: value.clone() for name, value in model.state_dict().items()}
     job = build(config, model=model)
     assert "the model given in float32 is trained in bfloat16, and cast back at the end" in format_opening(job)
-    job.numbers.give_back()
+    job.precision.give_back()
     train(config, tmp_path / "run", model=model, quiet=True)
     after = model.state_dict()
     assert {name: value.dtype for name, value in after.items()} == {name: value.dtype for name, value in before.items()}

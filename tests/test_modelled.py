@@ -190,7 +190,7 @@ def test_profiling_leaves_nothing_behind(pairs: Tuple[str, ...]) -> None:
     before, state = copy.deepcopy(job.model.state_dict()), copy.deepcopy(job.optimizer.state_dict())
     random, gradients = torch.get_rng_state(), [p.grad for p in job.model.parameters()]
     result = engine.profile(job)
-    assert len(result.forward) == len(result.backward) == len(result.update) == len(job.part) and min(result.forward) > 0
+    assert len(result.forward) == len(result.backward) == len(result.update) == len(job.partition) and min(result.forward) > 0
     assert all(torch.equal(a, b) for a, b in zip(before.values(), job.model.state_dict().values()))
     assert torch.equal(random, torch.get_rng_state()) and not job.model.training
     assert all(a is b for a, b in zip(gradients, [p.grad for p in job.model.parameters()]))
@@ -247,7 +247,7 @@ def test_the_modelled_share_of_equal_stages_is_the_planned_one() -> None:
     ones = Costs([1.0] * 4, [1.0] * 4, [0.0] * 4)
     for method, *more in (("gpipe",), ("pipedream",), ("pipemare", "method_args={warmup: {epochs: 0.05}}")):
         job = build(config(f"method={method}", "stages=4", "steps=9", *more))
-        share, planned = compute_modelled_rates(job, ones).utilization, job.planned_utilization()
+        share, planned = compute_modelled_rates(job, ones).utilization, job.compute_planned_utilization()
         assert planned * (1 - 1e-9) <= share
         assert share < 1 if method == "pipemare" else share <= planned * (1 + 1e-9)
 
@@ -266,7 +266,7 @@ def test_a_long_run_takes_what_it_takes_played_in_full(monkeypatch: pytest.Monke
 
 
 def test_measured_shares_are_of_all_devices_time() -> None:
-    job: Any = SimpleNamespace(planned_utilization=lambda: 0.9)
+    job: Any = SimpleNamespace(compute_planned_utilization=lambda: 0.9)
     times = [DeviceTimes(10, 80, 10, 100), DeviceTimes(90, 5, 5, 100)]
     busy_shares = compute_busy_shares(job, Report([], [], None, [], times=times), None)
     assert busy_shares["utilization"] == 0.5 and busy_shares["bubble_fraction"] == 0.5

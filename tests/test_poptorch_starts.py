@@ -52,11 +52,11 @@ def test_a_pods_job_starts_with_exactly_its_ipus(path: Path, poptorch: Any, monk
         assert stated.backend.ipu.ipu_ids == [0, 1, 2, 3] and "4 blocks on 4 IPUs" in job.note
         start_blocks(job, poptorch, monkeypatch, pod)
         return
-    assert len(job.part) == stated.stages and stated.stages * stated.replicas == pod
+    assert len(job.partition) == stated.stages and stated.stages * stated.replicas == pod
     engine = make_engine(job, 0)
     x, y = engine.feed.take()  # type: ignore[attr-defined]
     executors = engine.executors  # type: ignore[attr-defined]
-    assert len(x) == job.batch and x.dtype == convert_input(job.example[0], "16.16").dtype
+    assert len(x) == job.global_batch_size and x.dtype == convert_input(job.example[0], "16.16").dtype
     executors.training.compile(x, y)
     assert sum(poptorch._device.held.values()) == poptorch._device.largest[0] == pod
     executors.training.detachFromDevice()

@@ -257,7 +257,7 @@ class Blocks(nn.Sequential):
 def test_a_model_with_a_block_of_its_own_is_looked_at_as_it_runs() -> None:
     """Story: its stages were looked for outside of autocast, where it fails."""
     model = Blocks(nn.Flatten(), nn.Linear(64, 12), nn.Linear(12, 10))
-    assert len(build(digits("precision=bfloat16_mixed", "stages=2"), model=model).part) == 2
+    assert len(build(digits("precision=bfloat16_mixed", "stages=2"), model=model).partition) == 2
 
 
 def test_what_is_meant_is_said() -> None:
@@ -295,7 +295,7 @@ def test_memory_is_what_was_planned(keys: List[str], tmp_path: Path) -> None:
     (peak,) = memory["peak_memory"]
     assert peak["weights"] == size * numbers and peak["gradients"] == 4 * numbers
     state_bytes = (1 + ("method=pipemare" in keys)) * 4 * numbers  # momentum; the masters
-    ruled = [stage for stage in job.part.stages if job.rules.list_entries(stage.index)]
+    ruled = [stage for stage in job.partition.stages if job.rules.list_entries(stage.index)]
     state_bytes += sum(4 * job.model.get_parameter(name).numel() for stage in ruled for name in stage.parameters)
     assert peak["optimizer"] == state_bytes == sum(row["optimizer_bytes"] for row in planned)
     assert sum(row["gradient_bytes"] for row in planned) == peak["gradients"]

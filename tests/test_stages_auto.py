@@ -118,7 +118,7 @@ def test_local_stages_are_the_best_of_all_with_their_heads(method: str, depths: 
     assert best <= (1.03 if named else 1 + 1e-9) * min(result.values())
     if named:
         job = build(settings)
-        assert job.part.begin_names() == names
+        assert job.partition.begin_names() == names
         assert predict_own_cut(job).prediction.samples_per_second == pytest.approx(1 / best)
 
 

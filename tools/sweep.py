@@ -257,7 +257,7 @@ def _train_plainly(name: str, method: str, stages: Any) -> Dict[str, Any]:
 
     model, arguments = _prepare(name)
     job = build(_make_config(method, stages, "emulator"), model, **arguments)
-    parameters, stage_of = dict(model.named_parameters()), job.part.stage_of()
+    parameters, stage_of = dict(model.named_parameters()), job.partition.stage_of()
     optimizer = torch.optim.SGD(parameters.values(), lr=RATE, momentum=MOMENTUM)
     draws = KeyedRandomness(model, job.effects.draws, SEED, torch.device("cpu"))
     history = [{name: p.detach().clone() for name, p in parameters.items()}]

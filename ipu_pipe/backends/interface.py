@@ -112,7 +112,7 @@ class Engine:
 
     def _note_gradients(self, k: int, stages: Sequence[int]) -> None:
         """Copy the gradients of update k of these stages."""
-        trained = [item for s in range(len(self.job.part)) if s in stages for item in self.job.list_trained(s).items()]
+        trained = [item for s in range(len(self.job.partition)) if s in stages for item in self.job.list_trained(s).items()]
         self._gradients = {name: p.grad.detach().cpu().clone() for name, p in trained if p.grad is not None}
 
     def collect_gradients(self, k: int) -> Dict[str, torch.Tensor]:

@@ -49,14 +49,14 @@ class Work:
         """Return the work of a job that continues with update `first_update`."""
         config = job.config
         clip = (config.clip.norm, config.clip.scope) if config.clip else None
-        first = first_update * (config.gradient_accumulation if job.method.rounds is None else job.width)
+        first = first_update * (config.gradient_accumulation if job.method.rounds is None else job.replica_count)
         replays: Optional[Replays] = None
         history = job.method.history
         if history is not None:
             # `build` has checked that these methods have an epoch
             assert job.updates_per_epoch is not None
             replays = RandomizedReplays(job.table, history, job.updates_per_epoch, config.seed)
-        count = len(job.part) if history is not None else 1
+        count = len(job.partition) if history is not None else 1
         return cls(job.loss, job.table, job.rules, clip, first, replays, count, partial(refuse_nonfinite, job))
 
     def source(self, replicas: Sequence[int]) -> Replays:
@@ -114,7 +114,7 @@ def refuse_nonfinite(job: Job, k: int, losses: Iterable[float]) -> None:
 
 def list_exactness_faults(job: Job) -> List[str]:
     """Return the reasons why emulator and processes cannot run a job exactly."""
-    method, stages, reasons = job.method, len(job.part), []
+    method, stages, reasons = job.method, len(job.partition), []
     scope = job.config.clip.scope if job.config.clip else None
     if scope == "delayed_global" and method.flushes:
         reasons.append(
@@ -133,7 +133,7 @@ def list_exactness_faults(job: Job) -> List[str]:
             " write no weight, or use a method that flushes, without replicas"
         )
     if method.reads_old(stages) and method.backward_reads is Reads.NEWEST:
-        names = job.seen.derived
+        names = job.observation.derived
         if names:
             reasons.append(
                 f"model: with {method.name} the backward must read newer weights than the forward, but the forward keeps "
@@ -150,7 +150,7 @@ def list_exactness_faults(job: Job) -> List[str]:
                 f"method_args.file: {file}: a stage does its forwards in another order than the microbatches', and the model's"
                 f" forward changes buffers ({list_some(changed)}): list the forwards in order"
             )
-    tied = list(job.part.list_tied(job.model)) if file and not job.schedule.in_order else []
+    tied = list(job.partition.list_tied(job.model)) if file and not job.schedule.in_order else []
     if tied:
         reasons.append(
             f"method_args.file: {file}: a stage does its backwards in another order than the microbatches', and stages"

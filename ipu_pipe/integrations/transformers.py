@@ -313,7 +313,7 @@ class PipelineTrainer(Trainer):
         finally:
             self._engine = None
             if self._job is not None:
-                self._job.numbers.give_back()
+                self._job.precision.give_back()
                 self._job = None
             if self.optimizer is not None:
                 # the pipeline's own optimizer holds the state
@@ -352,7 +352,7 @@ class PipelineTrainer(Trainer):
                 done=done,
             )
         job = self._job
-        job.may_stop = job.may_stop_empty = True
+        job.may_stop = job.may_stop_drained = True
         if resume_from_checkpoint is not None:
             import_state(job.optimizer, names, *loaded)
         self._engine = make_engine(job, done)

@@ -265,15 +265,15 @@ class Placed(NamedTuple):
     """A model placed on devices.
 
     model: the model that trains, with heads if blocks have losses of their own.
-    held: the stages of this process; None: all stages are here.
+    local_stages: the stages of this process; None: all stages are here.
     placement: the device of each stage; empty: stage s is on device s.
     note: a message about the stages for the user.
     pieces: the stages as pieces of the model, if they are on separate devices.
     """
 
     model: nn.Module
-    part: Partition
-    held: Optional[Sequence[int]] = None
+    partition: Partition
+    local_stages: Optional[Sequence[int]] = None
     placement: Sequence[int] = ()
     note: str = ""
     pieces: Sequence[Piece] = ()
@@ -287,9 +287,9 @@ def place_whole(config: Config, method: Method, model: nn.Module, x: Any) -> Pla
 
 
 def place_blocks(
-    config: Config, method: Method, model: nn.Module, x: Any, count: Optional[int] = None, held: Optional[int] = None
+    config: Config, method: Method, model: nn.Module, x: Any, count: Optional[int] = None, local_block: Optional[int] = None
 ) -> Placed:
-    """Place blocks with losses of their own. `count`: the required number of blocks; `held`: the block of this process."""
+    """Place blocks with losses of their own. `count`: the required number of blocks; `local_block`: the one of this process."""
     assert method.structure is not None
     if isinstance(config.stages, dict) and config.stages.get("by") == "time":
         why = "times differ from run to run, and blocks are what is trained: must be flops or parameters"
@@ -298,4 +298,4 @@ def place_blocks(
     model, part = make_blocks(
         model, x, method.structure, config.stages, config.seed, count, resolve_head(config), method.one_stage or "", take
     )
-    return Placed(model, part, None if held is None else [held])
+    return Placed(model, part, None if local_block is None else [local_block])

@@ -39,9 +39,9 @@ DTYPES.update({MIXED: torch.float32, MASTERS: torch.bfloat16})
 DTYPES.update(dict.fromkeys(("16.16", "16.32", "32.32"), torch.float32))
 
 
-class Begun(NamedTuple):
-    """The initial weights of a run, from `path`: the number `taken`, the names `left_out` with the reason, and the model's `new`
-    names."""
+class InitialWeights(NamedTuple):
+    """The weights that a run loaded from `path` (`init_from`): the number `taken`, the names in the file that were `left_out`
+    with the reason, and the model's names that the file lacks (`new`)."""
 
     path: str
     taken: int
@@ -53,9 +53,9 @@ class Begun(NamedTuple):
 class Setup:
     """Model, loss and data of a run on its device, as evaluation needs them.
 
-    `asks`: keys of the batch that the loss takes besides labels. `device_kind`: `ipu`, or the type of the training device.
-    `pins_memory`: batches are pinned, so that copying them to a GPU does not wait. `begun`: the loaded weights of `init_from`.
-    `label_range`: the range of allowed labels, if the loss has one.
+    `precision`: the dtypes of weights, inputs and updates. `requested_fields`: keys of the batch that the loss takes besides
+    labels. `device_kind`: `ipu`, or the type of the training device. `pins_memory`: batches are pinned, so that copying them to a
+    GPU does not wait. `initial_weights`: those of `init_from`. `label_range`: the range of allowed labels, if the loss has one.
     """
 
     config: Config
@@ -63,12 +63,12 @@ class Setup:
     loss: Loss
     data: DataSource
     device: torch.device
-    numbers: ModelPrecision
+    precision: ModelPrecision
     metrics: Tuple[Metric, ...]
-    asks: Tuple[str, ...]
+    requested_fields: Tuple[str, ...]
     device_kind: str
     pins_memory: bool
-    begun: Optional[Begun]
+    initial_weights: Optional[InitialWeights]
     label_range: Optional[LabelRange]
 
     @property
@@ -83,8 +83,8 @@ class Setup:
         return getattr(self.data, "validation", None)
 
     @property
-    def watched(self) -> str:
-        """The set that evaluations during a run use, `validation` or `test`."""
+    def watched_split(self) -> str:
+        """The set that evaluations during a run use: `validation` if there is one, else `test`."""
         return "test" if self.validation is None else "validation"
 
     def split_batch(self, batch: Any) -> Tuple[Any, Any]:
@@ -92,7 +92,7 @@ class Setup:
 
         Raise `BadInput` if the batch has no such parts.
         """
-        return split_batch(batch, getattr(self.data, "labels", None), isinstance(self.loss, OwnLoss), self.asks)
+        return split_batch(batch, getattr(self.data, "labels", None), isinstance(self.loss, OwnLoss), self.requested_fields)
 
     def prepare_batch(self, batch: Any) -> Tuple[Any, Any]:
         """Return a batch of the data as inputs and labels on the run's device."""
@@ -111,11 +111,11 @@ class Setup:
         if self.label_range is not None and self.device.type == "cuda" and getattr(labels, "is_cpu", False):
             self.label_range.check(labels)
         move = partial(_move, self.device, self.pins_memory)
-        return map_tensors(partial(move, self.numbers.inputs), x), map_tensors(partial(move, self.numbers.labels), y)
+        return map_tensors(partial(move, self.precision.inputs), x), map_tensors(partial(move, self.precision.labels), y)
 
     def get_trained(self) -> Dict[str, nn.Parameter]:
         """Return the tensors that an optimizer updates, the weights or their masters, by the names of the weights."""
-        return {name: self.numbers.get_trained(p) for name, p in self.model.named_parameters()}
+        return {name: self.precision.get_trained(p) for name, p in self.model.named_parameters()}
 
 
 @dataclass
@@ -124,23 +124,23 @@ class Job(Setup):
 
     If stages were balanced by measured time, `config` has the names of the modules at which they begin.
 
-    `whole`: an optimizer of all parameters of the model, for its groups; `optimizer`: the optimizer of the stages that this
-    process trains. `base_rate` and `rate(k)`: learning rates before the update rules. `updates_per_epoch`: None for data
-    without a length. `seen`: the observed training pass of the example. `note`: a message about the stages. `done`: updates
-    before this start, where the pipeline is empty. `used`: the optimizer and the loss in use. `plateau`: the rate that follows
-    evaluations.
+    `partition`: the stages. `table`: the weight versions that each pass reads. `optimizer`: of the stages that this process
+    trains; `full_optimizer`: of all parameters of the model, which is read for its groups and never steps. `base_rate` and
+    `rate(k)`: learning rates before the update rules; `plateau`: the one that follows evaluations. `updates_per_epoch`: None for
+    data without a length. `example`: the first microbatch; `observation`: of a training pass of it. `note`: a message about the
+    stages. `done`: updates before this start, where the pipeline is empty. `used`: the optimizer and the loss, described.
 
-    `may_stop`: callbacks may stop the run after any update; `may_stop_empty`: they may stop it wherever the pipeline is empty.
+    `may_stop`: callbacks may stop the run after any update; `may_stop_drained`: they may stop it wherever the pipeline is empty.
     `wants_model`, `watches_gradients`: callbacks read the whole model, or each update's gradients. `folder`: the folder of the
-    run, for files of every process. `read`: fingerprints of the data, for record.json. On processes, `pieces`: the model cut
-    into its stages, and `placement`: the device of each stage.
+    run, for files of every process. `data_fingerprints`: for record.json. On processes, `pieces`: the model cut into its stages.
+    `placement`: the device of each stage.
     """
 
-    part: Partition
+    partition: Partition
     method: Method
     schedule: Schedule
     table: VersionTable
-    whole: torch.optim.Optimizer
+    full_optimizer: torch.optim.Optimizer
     optimizer: torch.optim.Optimizer
     rules: UpdateRules
     base_rate: float
@@ -149,84 +149,84 @@ class Job(Setup):
     updates: int
     example: Tuple[Any, Any]
     footprint: Footprint
-    seen: Observation
+    observation: Observation
     note: str = ""
     done: int = 0
     used: Given = Given()
     plateau: Optional[Plateau] = None
     may_stop: bool = False
-    may_stop_empty: bool = False
+    may_stop_drained: bool = False
     wants_model: bool = False
     watches_gradients: bool = False
     folder: Optional[Path] = None
-    read: Optional[Dict[str, Any]] = None
+    data_fingerprints: Optional[Dict[str, Any]] = None
     pieces: Sequence[Piece] = ()
     placement: Tuple[int, ...] = ()
 
     def list_trained(self, stage: int) -> Dict[str, nn.Parameter]:
         """Return the tensors of a stage that an optimizer updates, by the names of the weights."""
-        weights = {name: self.model.get_parameter(name) for name in self.part.stages[stage].parameters}
-        return {name: self.numbers.get_trained(p) for name, p in weights.items() if p.requires_grad}
+        weights = {name: self.model.get_parameter(name) for name in self.partition.stages[stage].parameters}
+        return {name: self.precision.get_trained(p) for name, p in weights.items() if p.requires_grad}
 
     @property
     def effects(self) -> ForwardEffects:
         """The side effects of a training forward of a microbatch."""
-        return self.seen.effects
+        return self.observation.effects
 
     @property
-    def batch(self) -> int:
-        """Samples of one update, the global batch size."""
-        return self.config.micro_batch_size * self.config.gradient_accumulation * self.width
+    def global_batch_size(self) -> int:
+        """The samples of one update."""
+        return self.config.micro_batch_size * self.config.gradient_accumulation * self.replica_count
 
     @cached_property
-    def width(self) -> int:
-        """The replicas that take turns in the data: the pipeline's, or the method's own."""
+    def replica_count(self) -> int:
+        """The number of replicas that take turns in the data: of the pipeline, or local SGD's own."""
         rounds = self.method.rounds
-        return self.config.replicas if rounds is None else rounds.replicas or len(self.part)
+        return self.config.replicas if rounds is None else rounds.replicas or len(self.partition)
 
     def count_master_bytes(self) -> List[int]:
         """Return the bytes of each stage's master weights, 0 if it has none."""
-        numbers, sizes = self.numbers, []
-        for stage in self.part.stages:
+        sizes = []
+        for stage in self.partition.stages:
             weights = [self.model.get_parameter(name) for name in stage.parameters]
-            masters = [numbers.get_trained(p) for p in weights if numbers.get_trained(p) is not p]
+            masters = [master for p in weights if (master := self.precision.get_trained(p)) is not p]
             sizes.append(sum(p.numel() * p.element_size() for p in masters))
         return sizes
 
     @property
-    def traced(self) -> range:
+    def traced_updates(self) -> range:
         """The updates whose events are recorded."""
-        chosen = self.config.log.trace
-        return range(0) if chosen is None else chosen.updates(self.config.gradient_accumulation)
+        trace = self.config.log.trace
+        return range(0) if trace is None else trace.updates(self.config.gradient_accumulation)
 
-    def microbatch(self, m: int, replica: int = 0) -> Tuple[Any, Any]:
+    def load_microbatch(self, m: int, replica: int = 0) -> Tuple[Any, Any]:
         """Return microbatch m of a replica of the pipeline as inputs and labels, on the run's device."""
         return self.prepare_batch(self.read_microbatch(m, replica))
 
     def read_microbatch(self, m: int, replica: int = 0) -> Any:
         """Return microbatch m of a replica as the data source returns it; replicas take turns in an epoch's order."""
-        accumulate, width = self.config.gradient_accumulation, self.width
-        epoch, within = (0, m) if self.updates_per_epoch is None else divmod(m, self.updates_per_epoch * accumulate)
-        return self.data.train_batch(epoch, within * width + replica, self.config.micro_batch_size)
+        accumulate = self.config.gradient_accumulation
+        epoch, index = (0, m) if self.updates_per_epoch is None else divmod(m, self.updates_per_epoch * accumulate)
+        return self.data.train_batch(epoch, index * self.replica_count + replica, self.config.micro_batch_size)
 
     @cached_property
-    def averaged(self) -> int:
+    def loss_window(self) -> int:
         """The updates over which the training loss is averaged: those of an epoch, or 100 if the data has no length."""
         return self.updates_per_epoch or 100
 
-    def epoch(self, done: int) -> Optional[float]:
+    def count_epochs(self, done: int) -> Optional[float]:
         """Return `done` updates in epochs; None if the data has no length."""
         return None if self.updates_per_epoch is None else done / self.updates_per_epoch
 
-    def count_ahead(self) -> int:
+    def count_updates_ahead(self) -> int:
         """Return the updates that the first stage may be ahead of the last: with local losses it waits for no gradient."""
-        return len(self.part) if get_blocks(self.model) is not None else 0
+        return len(self.partition) if get_blocks(self.model) is not None else 0
 
-    def count_done(self, k: int) -> int:
+    def count_updates_done(self, k: int) -> int:
         """Return the number of updates that the first stage has done when the loss of update k is known."""
-        return min(k + self.count_ahead() + 1, self.schedule.stretch(k)[1])
+        return min(k + self.count_updates_ahead() + 1, self.schedule.stretch(k)[1])
 
-    def count_begun(self, k: int) -> int:
+    def count_batches_begun(self, k: int) -> int:
         """Return the number of batches that have started when the loss of update k is known.
 
         A run that is asked to end after update k does all of them, because microbatches in the pipeline are finished.
@@ -236,7 +236,7 @@ class Job(Setup):
         # the round must end, so that replicas are averaged
         if self.method.rounds is not None:
             return self.schedule.stretch(k)[1]
-        last = self.count_done(k) - 1
+        last = self.count_updates_done(k) - 1
         first_stage, batch = slice(0, 1), self.schedule.accumulate
         slot = self.schedule.slots(Kind.UPDATE, last, last + 1, first_stage)[0]
         begun = int(self.schedule.count_before(Kind.FORWARD, slot + 1, first_stage)[0, 0])
@@ -244,7 +244,7 @@ class Job(Setup):
 
     def list_phases(self) -> List[Tuple[str, int, Schedule]]:
         """Return (method, updates, schedule) of the run's phases: warm-up by GPipe (the schedule of a batch), the method."""
-        warm, stages, accumulate = self.rules.switch, len(self.part), self.schedule.accumulate
+        warm, stages, accumulate = self.rules.switch, len(self.partition), self.schedule.accumulate
         if not warm:
             return [(self.method.name, self.updates, self.schedule)]
         batch = make_schedule(METHODS["gpipe"], stages, accumulate, accumulate)
@@ -263,24 +263,24 @@ class Job(Setup):
             for name, updates, schedule in self.list_phases()
         ]
 
-    def planned_utilization(self) -> float:
+    def compute_planned_utilization(self) -> float:
         """Return the busy share of slots of the whole run, amortized over the times of its phases (PipeMare, section 4)."""
         return amortize_utilization(
             [(phase["updates"], phase["planned_utilization"]) for phase in self.describe_phases()]
         )
 
     @cached_property
-    def intervals(self) -> Tuple[int, int]:
-        """The updates from one evaluation, and from one checkpoint, to the next; 0: none before the end."""
-        return self.config.evaluate.interval(self.updates_per_epoch), self.config.checkpoint_every
+    def evaluation_interval(self) -> int:
+        """The updates from one evaluation to the next; 0: none before the end."""
+        return self.config.evaluate.interval(self.updates_per_epoch)
 
-    def pauses_after(self, done: int) -> Tuple[bool, bool]:
+    def plan_pauses(self, done: int) -> Tuple[bool, bool]:
         """Return whether to evaluate, and whether to save a checkpoint, when `done` updates are done.
 
         Evaluations come after each `evaluate.every` epochs and at the end, checkpoints after each `checkpoint.every` updates
         and at each evaluation, so that the best weights can be kept.
         """
-        evaluation, saving = self.intervals
+        evaluation, saving = self.evaluation_interval, self.config.checkpoint_every
         evaluates = done == self.updates or (evaluation > 0 and done % evaluation == 0)
         return evaluates, self.config.checkpoint is not None and (evaluates or (saving > 0 and done % saving == 0))
 
@@ -304,19 +304,19 @@ def list_drains(config: Config, updates: int, per_epoch: Optional[int], done: in
 
 def make_trace_metadata(job: Job) -> Dict[str, Any]:
     """Return the metadata of a run's trace that depend only on the job."""
-    config, schedule, traced = job.config, job.schedule, job.traced
-    planned = job.planned_utilization()
+    config, schedule, traced = job.config, job.schedule, job.traced_updates
+    planned = job.compute_planned_utilization()
     return {
         "schema": SCHEMA,
         "run": "" if job.folder is None else job.folder.resolve().name,
         "method": job.method.name,
         "method_args": config.method_args.model_dump(mode="json", exclude_none=True),
         "backend": config.backend.name,
-        "stages": len(job.part),
+        "stages": len(job.partition),
         "replicas": config.replicas,
         "microbatches": schedule.microbatches,
         "accumulate": schedule.accumulate,
-        "step_samples": job.batch,
+        "step_samples": job.global_batch_size,
         "device_of_stage": list(job.placement),
         "window": {"begin": traced.start, "end": traced.stop, "every": traced.step},
         "gradients_cross": job.method.structure is None,

@@ -26,10 +26,10 @@ MOST_REMEDIES = 2
 def list_inapplicable(job: Job) -> List[str]:
     """Return the reasons why the theory does not apply to a job, one line each."""
     faults = []
-    kinds = list_kinds(job.whole)
+    kinds = list_kinds(job.full_optimizer)
     if kinds != ["sgd"]:
         faults.append(f"optimizer.name: {', '.join(kinds)}: the theory covers only SGD: must be sgd")
-    elif any(group.get("maximize") for group in job.whole.param_groups):
+    elif any(group.get("maximize") for group in job.full_optimizer.param_groups):
         faults.append("optimizer.maximize: true: the theory covers only descent")
     if job.config.method_args.error_feedback is not None:
         faults.append("method_args.error_feedback: the theory does not cover it: must be null")
@@ -50,7 +50,7 @@ def derive_recurrence(job: Job, stage: int, forward: int, backward: int, discrep
 
     `discrepancy` is PipeMare's Delta, as a share of the curvature.
     """
-    groups = job.whole.param_groups
+    groups = job.full_optimizer.param_groups
     options = next((group for group in groups if group["stage"] == stage), groups[0])
     momentum = float(options["momentum"])
     scale = 1 - options["dampening"] if momentum else 1.0

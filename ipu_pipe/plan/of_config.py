@@ -206,14 +206,14 @@ def predict_own_cut(job: Job) -> OwnCut:
     config, (x, y) = job.config, job.example
     assert config.hardware is not None
     order = job.method.order
-    hardware, depth = read_hardware(config.hardware, "hardware"), len(job.part) // (order.stages_per_device if order else 1)
+    hardware, depth = read_hardware(config.hardware, "hardware"), len(job.partition) // (order.stages_per_device if order else 1)
     unplanned = _explain_unplanned(job.method, config.hardware)
     if unplanned is not None:
         raise BadInput(f"method: {unplanned}")
-    if job.part.spread:
+    if job.partition.spread:
         raise BadInput("stages: single weights are spread over them: the planner predicts stages of whole modules")
     hardware = hardware.with_devices(max(hardware.devices, depth * config.replicas))
-    begins = job.part.begin_names()
+    begins = job.partition.begin_names()
     blocked = get_blocks(job.model)
     model = job.model if blocked is None else blocked.model
     loss = get_block_loss(job.loss)

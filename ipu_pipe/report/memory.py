@@ -81,17 +81,17 @@ def build_memory_table(job: Job, optimizer_bytes: Optional[Sequence[int]] = None
     in_flight, counts = _count_kept(job)
     # replicas of local SGD have weights and optimizer state of their own; an outer optimizer has weights and a velocity
     rounds = job.method.rounds
-    copies_of_state = job.width if rounds is not None else 1
+    copies_of_state = job.replica_count if rounds is not None else 1
     copies_of_outer = 1 + bool(rounds.outer.momentum) if rounds is not None and rounds.outer is not None else 0
     trained, shared, masters = _count_trained_bytes(job), _count_shared_layer_bytes(job), job.count_master_bytes()
     moments, max_moments = _count_trained_bytes(job, times_moments=True), _count_max_moments(job)
     lags, backward_lags = job.table.greatest_lag(), job.table.greatest_backward_lag()
     rows = []
-    for stage, entering in zip(job.part.stages, _count_input_bytes(job)):
+    for stage, entering in zip(job.partition.stages, _count_input_bytes(job)):
         s = stage.index
         weights, frozen = _count_weight_bytes(parameters, stage.parameters)
         # copies of weights of an earlier stage, to which one microbatch's gradient is on its way
-        tied, frozen_copies = _count_weight_bytes(parameters, job.part.list_replicas(s))
+        tied, frozen_copies = _count_weight_bytes(parameters, job.partition.list_replicas(s))
         if not weights + shared[s] + tied:
             counts.copies[s] = 1
         planned = sum_stage_bytes(
@@ -121,7 +121,7 @@ def build_memory_table(job: Job, optimizer_bytes: Optional[Sequence[int]] = None
 
 def _count_max_moments(job: Job) -> int:
     """Return the copies of the weights in the optimizer's state, of the parameter group with the most."""
-    return max(count_moments(get_kind(job.whole, group), group) for group in job.whole.param_groups)
+    return max(count_moments(get_kind(job.full_optimizer, group), group) for group in job.full_optimizer.param_groups)
 
 
 def _count_weight_bytes(parameters: Mapping[str, torch.Tensor], names: Iterable[str]) -> Tuple[int, int]:
@@ -135,7 +135,7 @@ def _count_shared_layer_bytes(job: Job) -> List[int]:
     """Return the bytes of the previous stage's layer of which each device holds a copy, if blocks share layers."""
     blocks = get_blocks(job.model)
     if blocks is None or not blocks.overlap:
-        return [0] * len(job.part)
+        return [0] * len(job.partition)
     return [0, *(count_bytes(list(piece.parameters())) for piece in blocks.pieces[:-1])]
 
 
@@ -149,9 +149,9 @@ def _count_trained_bytes(job: Job, times_moments: bool = False) -> List[int]:
 
     `times_moments`: multiply each parameter's bytes by its copies in the optimizer's state.
     """
-    trained = [0] * len(job.part)
-    for group in job.whole.param_groups:
-        copies = count_moments(get_kind(job.whole, group), group) if times_moments else 1
+    trained = [0] * len(job.partition)
+    for group in job.full_optimizer.param_groups:
+        copies = count_moments(get_kind(job.full_optimizer, group), group) if times_moments else 1
         trained[group["stage"]] += copies * count_bytes(group["params"])
     return trained
 
@@ -161,18 +161,18 @@ def compute_memory_figures(job: Job) -> Optional[Dict[str, Any]]:
     rate.
     """
     is_frozen = any(not p.requires_grad for p in job.model.parameters())
-    if is_frozen or not {"sgd", "adam", "adamw"}.issuperset(list_kinds(job.whole)):
+    if is_frozen or not {"sgd", "adam", "adamw"}.issuperset(list_kinds(job.full_optimizer)):
         return None
     sizes = {name: count_bytes(p) for name, p in job.model.named_parameters()}
     return compute_paper_figures(
-        weight_bytes=[sum(sizes[name] for name in stage.parameters) for stage in job.part.stages],
+        weight_bytes=[sum(sizes[name] for name in stage.parameters) for stage in job.partition.stages],
         saved_bytes=job.footprint.saved_bytes,
         input_bytes=_count_input_bytes(job),
         moments=_count_max_moments(job),
-        t2=max(len(job.rules.list_entries(stage.index)) for stage in job.part.stages),
+        t2=max(len(job.rules.list_entries(stage.index)) for stage in job.partition.stages),
         method=job.method,
         accumulate=job.schedule.accumulate,
-        depth=len(job.part),
+        depth=len(job.partition),
         in_flight=job.schedule.max_in_flight().tolist(),
         weight_copies=count_weight_copies(job.table).tolist(),
     )

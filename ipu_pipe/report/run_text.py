@@ -7,7 +7,7 @@ from typing import Any, List, Mapping, Optional, Sequence, Tuple
 
 from ipu_pipe.config.schema import Config
 from ipu_pipe.hardware.precision import MASTERS, MIXED
-from ipu_pipe.job.record import Begun, Job
+from ipu_pipe.job.record import InitialWeights, Job
 from ipu_pipe.model.flops import HOW
 from ipu_pipe.model.stages import describe_stages
 from ipu_pipe.plan.answer import format_own_cut
@@ -30,8 +30,8 @@ def format_opening(job: Job, done: int = 0) -> str:
     parameters = sum(p.numel() for p in job.model.parameters())
     lines = [job.note] if job.note else []
     lines += _describe_unused_keys(job)
-    lines += [_format_init_from(job.begun)] if job.begun is not None else []
-    others = job.numbers.list_other_dtypes()
+    lines += [_format_init_from(job.initial_weights)] if job.initial_weights is not None else []
+    others = job.precision.list_other_dtypes()
     if others:
         lines.append(
             f"precision: the model given in {' and '.join(others)} is trained in {config.precision}, and cast back at the end"
@@ -41,15 +41,15 @@ def format_opening(job: Job, done: int = 0) -> str:
         lines.append(
             f"precision {MIXED}: weights in bfloat16, updates of float32 masters beside them: a backward of {job.method.name} "
             "reads other weights than its forward, of which autocast would keep copies"
-            if job.numbers.row == MASTERS
+            if job.precision.row == MASTERS
             else f"precision {MIXED}: forward and loss under autocast, weights and updates in float32"
         )
     lines += [
         *describe_left_out(job),
-        f"{get_model_name(config)}: {parameters:,} parameters on {len(job.part)} stages; method {job.method.name}, "
+        f"{get_model_name(config)}: {parameters:,} parameters on {len(job.partition)} stages; method {job.method.name}, "
         f"backend {config.backend.name} on {job.device_kind}",
-        f"global batch size {job.batch} = micro_batch_size {config.micro_batch_size} x "
-        f"gradient_accumulation {config.gradient_accumulation} x replicas {job.width}; "
+        f"global batch size {job.global_batch_size} = micro_batch_size {config.micro_batch_size} x "
+        f"gradient_accumulation {config.gradient_accumulation} x replicas {job.replica_count}; "
         f"{job.updates - done} updates, "
         + (f"{job.updates_per_epoch} an epoch" if job.updates_per_epoch is not None else "of data without a length"),
     ]
@@ -63,30 +63,29 @@ def _describe_unused_keys(job: Job) -> List[str]:
         if job.updates_per_epoch is None or config.epochs * job.updates_per_epoch != config.steps:
             lines.append(f"steps: {config.steps} counts, epochs: {config.epochs} does not")
     of_stages = method.structure is None and method.history is None and method.rounds is None and method.delay is None
-    if len(job.part) == 1 and of_stages:
+    if len(job.partition) == 1 and of_stages:
         lines.append(f"stages: one stage: there is nothing to pipeline, {method.name} is plain training")
     return lines
 
 
-def _format_init_from(begun: Begun) -> str:
-    left = [f"{name} ({why})" for name, why in begun.left_out.items()]
+def _format_init_from(weights: InitialWeights) -> str:
+    left_out = [f"{name} ({why})" for name, why in weights.left_out.items()]
     return (
-        f"init_from: {begun.path}: {begun.taken} parameters and buffers are from there; left out: {list_some(left) or 'none'}; "
-        f"new in the model: {list_some(begun.new) or 'none'}"
+        f"init_from: {weights.path}: {weights.taken} parameters and buffers are from there; "
+        f"left out: {list_some(left_out) or 'none'}; new in the model: {list_some(weights.new) or 'none'}"
     )
 
 
 def describe_left_out(job: Job) -> List[str]:
-    """Describe in a line the number of training samples that no update uses; '' if all are used, or if it is not known."""
+    """Describe in a line the number of training samples that no update uses; [] if all are used, or if it is not known."""
     if job.updates_per_epoch is None:
         return []
-    size, used = job.config.micro_batch_size, job.updates_per_epoch * job.batch
+    size, batch = job.config.micro_batch_size, job.global_batch_size
     samples = getattr(job.data, "train_samples", None) or size * (job.data.train_batches_per_epoch(size) or 0)
-    if samples <= used:
+    left_out = samples - job.updates_per_epoch * batch
+    if left_out <= 0:
         return []
-    return [
-        f"data: {samples - used:,} of {samples:,} training samples are left out of each epoch: they fill no batch of {job.batch}"
-    ]
+    return [f"data: {left_out:,} of {samples:,} training samples are left out of each epoch: they fill no batch of {batch}"]
 
 
 STAGE_HEAD = (
@@ -104,7 +103,7 @@ def format_plan(job: Job) -> str:
     both = [f + b for f, b in zip(forward, backward)] if backward else forward
     whole, last = sum(both), len(table) - 1
     rows = []
-    for (s, name, parameters), row in zip(describe_stages(job.part, job.model), table):
+    for (s, name, parameters), row in zip(describe_stages(job.partition, job.model), table):
         size = sum(row[f"{kind}_bytes"] for kind in ("weight", "optimizer", "activation", "gradient"))
         rows.append([
             f"{s}", name or "(no weights)", f"{parameters:,}", f"{row['forward_delay']}", f"{row['weight_copies']}",
@@ -134,7 +133,7 @@ def format_plan(job: Job) -> str:
         "sends on: of a microbatch, one way: the gradients of these come back",
         "",
         *format_own_cut(job),
-        f"schedule: {job.schedule.slot_count:,} slots, stages busy in {job.planned_utilization():.1%} of them as planned "
+        f"schedule: {job.schedule.slot_count:,} slots, stages busy in {job.compute_planned_utilization():.1%} of them as planned "
         "(fill and drain included)",
         "",
         *_draw_schedule_begin(job),
@@ -153,9 +152,9 @@ def _format_memory_figures(job: Job) -> List[str]:
 
 
 def _draw_schedule_begin(job: Job) -> List[str]:
-    if len(job.part) > 40:
-        return [f"the schedule has {len(job.part)} rows: tools/schedule.py prints it"]
-    return ["its beginning:", format_text(job.schedule, last_slot=max(24, 2 * len(job.part) + 6))]
+    if len(job.partition) > 40:
+        return [f"the schedule has {len(job.partition)} rows: tools/schedule.py prints it"]
+    return ["its beginning:", format_text(job.schedule, last_slot=max(24, 2 * len(job.partition) + 6))]
 
 
 def get_model_name(config: Config) -> str:

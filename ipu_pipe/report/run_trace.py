@@ -193,7 +193,7 @@ def write_measured_trace(job: Job, path: Path, measured: Report) -> None:
 def write_modelled_trace(job: Job, folder: Path, costs: CostsOfStages) -> None:
     """Write the played schedule of the updates that `log.trace` names into a run's folder, as columns and as Chrome JSON."""
     schedule, batch = job.schedule, job.schedule.accumulate
-    count = min(schedule.microbatches, job.traced.stop * batch)
+    count = min(schedule.microbatches, job.traced_updates.stop * batch)
     metadata = {**make_trace_metadata(job), "modelled": True, "why_modelled": costs.why}
     events, counters = build_modelled_events(
         clock(schedule, costs.costs, count, job.placement),
@@ -203,7 +203,7 @@ def write_modelled_trace(job: Job, folder: Path, costs: CostsOfStages) -> None:
         device_of_stage=job.placement,
         boundary_bytes=job.footprint.boundary_bytes,
         gradients_cross=metadata["gradients_cross"],
-        updates=job.traced,
+        updates=job.traced_updates,
         is_whole=schedule.is_whole if Kind.WEIGHT_GRADIENT in schedule.passes else None,
     )
     writer = TraceWriter(folder / "trace" / f"modelled{SUFFIX}", metadata)
@@ -224,10 +224,10 @@ def choose_stage_costs(job: Job, seconds: Optional[StageSeconds], position: Posi
     backward = list(job.footprint.backward_flops or [BACKWARD * flops for flops in forward])
     total = sum(forward) + sum(backward)
     if not total:
-        forward, backward, total = [1.0] * len(job.part), [1.0] * len(job.part), 2.0 * len(job.part)
+        forward, backward, total = [1.0] * len(job.partition), [1.0] * len(job.partition), 2.0 * len(job.partition)
     seconds_of_update = position.seconds / position.timed_updates if position.timed_updates else 1.0
     scale = seconds_of_update / (job.schedule.accumulate * job.config.replicas) / total
-    costs = Costs([scale * f for f in forward], [scale * b for b in backward], [0.0] * len(job.part))
+    costs = Costs([scale * f for f in forward], [scale * b for b in backward], [0.0] * len(job.partition))
     return CostsOfStages(costs, f"{why} each stage's FLOPs as its share of what a microbatch took{reason}", False)
 
 
@@ -239,4 +239,4 @@ def compute_modelled_rates(job: Job, costs: Costs) -> ModelledRates:
         microbatches = updates * schedule.accumulate
         busy += microbatches * (sum(costs.forward) + sum(costs.backward)) + updates * sum(costs.update)
         span += estimate_run_time(schedule, costs, microbatches, job.placement)
-    return ModelledRates(busy / (span * len(set(job.placement))), job.updates * job.batch / span)
+    return ModelledRates(busy / (span * len(set(job.placement))), job.updates * job.global_batch_size / span)

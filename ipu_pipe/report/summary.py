@@ -36,20 +36,20 @@ def summarize(
     """
     config = job.config
     parameters = sum(p.numel() for p in job.model.parameters())
-    rate = position.timed_updates * job.batch / position.seconds if position.seconds else None
+    rate = position.timed_updates * job.global_batch_size / position.seconds if position.seconds else None
     return {
         "schema": SCHEMA,
         "method": job.method.name,
         "backend": config.backend.name,
         "device": job.device_kind,
         "numerics": record_numerics(config.backend),
-        "precision": {"name": config.precision, **job.numbers.record},
-        "model": {"entry": get_model_name(config), "parameters": parameters, "stages": len(job.part)},
+        "precision": {"name": config.precision, **job.precision.record},
+        "model": {"entry": get_model_name(config), "parameters": parameters, "stages": len(job.partition)},
         "batch": {
             "micro_batch_size": config.micro_batch_size,
             "gradient_accumulation": config.gradient_accumulation,
             "replicas": config.replicas,
-            "global_batch_size": job.batch,
+            "global_batch_size": job.global_batch_size,
         },
         "optimizer": job.used.optimizer.model_dump() if job.used.optimizer else None,
         "loss": job.used.loss.model_dump(exclude={"groups"}) if job.used.loss else None,
@@ -57,7 +57,7 @@ def summarize(
         "planned_steps": job.updates,
         "stopped": stopped,
         "best": position.best,
-        "samples": position.update * job.batch,
+        "samples": position.update * job.global_batch_size,
         "updates_per_epoch": job.updates_per_epoch,
         "initial": position.initial.to_record(),
         "final": {
@@ -66,7 +66,7 @@ def summarize(
         },
         "throughput_samples_per_second": rate,
         **compute_busy_shares(job, measured, costs),
-        "stages_begin_at": job.part.begin_names(),
+        "stages_begin_at": job.partition.begin_names(),
         "phases": job.describe_phases(),
         "stages": [
             {"index": index, **{key: row[key] for key in STAGE_KEYS}}
@@ -85,7 +85,7 @@ def compute_busy_shares(job: Job, measured: Report, costs: Optional[CostsOfStage
     includes waits and communication. Planned: the share of the schedule's unit slots, or PopTorch's own figure. Modelled: by
     the clock with measured costs, None if costs were not measured.
     """
-    planned = job.planned_utilization() if measured.utilization is None else measured.utilization
+    planned = job.compute_planned_utilization() if measured.utilization is None else measured.utilization
     span = sum(device.span_ns for device in measured.times or ())
     busy = sum(device.busy_ns for device in measured.times or ()) / span if span else None
     played = compute_modelled_rates(job, costs.costs) if costs is not None and costs.measured else None
@@ -104,7 +104,7 @@ def _record_blocks(job: Job, measured: Report, tested: Sequence[EvaluationResult
     gradients of shared layers, which `links` does not contain."""
     if job.method.structure is None:
         return {}
-    first = len(job.part) - len(tested)
+    first = len(job.partition) - len(tested)
     blocks = [{"index": first + i, **result.to_record()} for i, result in enumerate(tested)]
     shared = plan_shared_links(job) if measured.shared is None else _list_measured_links(measured.shared, measured)
     return {"blocks": blocks, "shared_layer_links": shared}
@@ -121,18 +121,18 @@ def plan_links(job: Job) -> List[Dict[str, int]]:
     layer receives the input of that layer (the second stage has the input)."""
     microbatches, updates, structure = job.schedule.microbatches, job.schedule.update_count, job.method.structure
     ahead = structure.overlap if structure is not None else 0
-    first_trained = min(group["stage"] for group in job.whole.param_groups)
+    first_trained = min(group["stage"] for group in job.full_optimizer.param_groups)
     # Tensors that are sent between two stages at the same time are one message.
     sizes: Dict[Tuple[int, int], int] = {}
     for s, size in enumerate(job.footprint.boundary_bytes):
-        if not ahead or s + ahead < len(job.part) - 1:
+        if not ahead or s + ahead < len(job.partition) - 1:
             sizes[s + ahead, s + ahead + 1] = size
             # no gradient is sent to stages that are all frozen
             if structure is None:
                 sizes[s + 1, s] = size if s >= first_trained else 0
     back: Dict[Tuple[int, int], int] = {}
     out: Dict[Tuple[int, int], int] = {}
-    for name, uses in job.part.list_tied(job.model).items():
+    for name, uses in job.partition.list_tied(job.model).items():
         weight = job.model.get_parameter(name)
         size = weight.numel() * weight.element_size()
         # each backward's gradient goes to the previous user, an update's weights from the first user to the others

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from pathlib import Path
-from typing import Any, Dict, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple, Union
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from ipu_pipe.data.loaders import LoaderData
 from ipu_pipe.errors import BadInput, raise_faults
 from ipu_pipe.hardware.precision import resolve_precision
 from ipu_pipe.job.factories import (
+    Placed,
     apply_settings_by_stage,
     make_data,
     make_factory,
@@ -30,7 +31,7 @@ from ipu_pipe.job.factories import (
 from ipu_pipe.job.metrics import make_metrics, prefers_greater
 from ipu_pipe.job.numerics import set_numerics
 from ipu_pipe.job.overrides import Overrides, describe, describe_given, describe_optimizer
-from ipu_pipe.job.record import DTYPES, Begun, Job, Setup, list_drains
+from ipu_pipe.job.record import DTYPES, InitialWeights, Job, Setup, list_drains
 from ipu_pipe.job.user_code import attribute_faults
 from ipu_pipe.launcher import read_launch
 from ipu_pipe.local.blocks import get_blocks, measure_footprint, observe_blocks
@@ -49,6 +50,7 @@ from ipu_pipe.schedule.versions import VersionTable, find_segment_ends
 from ipu_pipe.text import describe_kind
 from ipu_pipe.update.apply import UpdateRules
 from ipu_pipe.update.optimizer import (
+    Groups,
     Member,
     call_factory,
     make_factory_of,
@@ -90,26 +92,27 @@ def set_up(
         with build_on_meta() if by_shape else contextlib.nullcontext():
             model = make_model(config)
     data = make_data(config) if data is None else data
-    held_out = getattr(data, "validation", None)
-    if held_out is not None and not callable(getattr(held_out, "test_batches", None)):
+    validation = getattr(data, "validation", None)
+    if validation is not None and not callable(getattr(validation, "test_batches", None)):
         why = "must be a DataSource, whose test set is the validation set"
-        raise BadInput(f"data: validation: {describe_kind(held_out)}: {why}")
+        raise BadInput(f"data: validation: {describe_kind(validation)}: {why}")
     config = config.model_copy(update={"micro_batch_size": choose_batch_size(config, data)})
-    chosen_loss = make_loss(config, objects)
-    weighted = get_plain_loss(chosen_loss)
-    check_modules(model, weighted, device)
-    begun = _begin(model, config) if config.init_from else None
-    # a loss with class weights and the like
-    if isinstance(weighted, nn.Module):
-        weighted.to(device)
+    loss_of_output = make_loss(config, objects)
+    plain_loss = get_plain_loss(loss_of_output)
+    check_modules(model, plain_loss, device)
+    initial_weights = _load_initial_weights(model, config) if config.init_from else None
+    # it may have class weights
+    if isinstance(plain_loss, nn.Module):
+        plain_loss.to(device)
     metrics = make_metrics(config.metrics if objects.metrics is None else objects.metrics)
     backend, method = get_backend(config), resolve_method(config.method, config.method_settings())
-    row = resolve_precision(config.precision, method)
+    precision_row = resolve_precision(config.precision, method)
     # convert the model last, so that an earlier failure leaves the caller's model as it was
-    numbers = ModelPrecision(model.train(), row, DTYPES[row], device, objects.model is not None)
+    precision = ModelPrecision(model.train(), precision_row, DTYPES[precision_row], device, objects.model is not None)
     return Setup(
-        config, model, numbers.convert_loss(chosen_loss), data, device, numbers, metrics, getattr(chosen_loss, "asks", ()),
-        backend.trains_on or config.backend.device, backend.pins_memory, begun, label_range=None,
+        config, model, precision.convert_loss(loss_of_output), data, device, precision, metrics,
+        getattr(loss_of_output, "asks", ()), backend.trains_on or config.backend.device, backend.pins_memory, initial_weights,
+        label_range=None,
     )  # fmt: skip
 
 
@@ -120,25 +123,25 @@ def choose_batch_size(config: Config, data: DataSource) -> int:
     return data.read_batch_size() or config.micro_batch_size
 
 
-def _begin(model: nn.Module, config: Config, heads_too: bool = True) -> Optional[Begun]:
-    """Load the initial weights (`init_from`) into the model. Raise `BadInput` if they do not fit.
+def _load_initial_weights(model: nn.Module, config: Config, heads_too: bool = True) -> Optional[InitialWeights]:
+    """Load the weights of `init_from` into the model. Raise `BadInput` if they do not fit.
 
-    Return which of them were loaded if not all need to fit, else None.
+    Return which of them were loaded if not all need to fit (`strict: false`), else None.
     """
-    begin = config.init_from
-    assert begin is not None
+    init_from = config.init_from
+    assert init_from is not None
     state, tensors = model.state_dict(), None
     try:
-        path = find_newest(Path(begin.path))
+        path = find_newest(Path(init_from.path))
         tensors = read_weights(path)
-        left_out, new = load_weights(model, tensors, str(path), heads_too, begin.strict)
+        left_out, new = load_weights(model, tensors, str(path), heads_too, init_from.strict)
     except BadInput as error:
         faults = [f"init_from: {fault}" for fault in error.faults]
         if tensors is not None:
             fits = any(name in state and state[name].shape == value.shape for name, value in tensors.items())
             faults[-1] += "; init_from: {path: ..., strict: false} takes what fits" if fits else "; nothing in it fits"
         raise BadInput(faults) from None
-    return None if begin.strict else Begun(str(path), len(state) - len(new), left_out, new)
+    return None if init_from.strict else InitialWeights(str(path), len(state) - len(new), left_out, new)
 
 
 def build(
@@ -159,131 +162,103 @@ def build(
     objects = Overrides(model, data, loss, **others)
     with attribute_faults(lambda: "before training"):
         setup = set_up(objects.describe_in(config), by_shape=by_shape, **objects._asdict())
-    thawed = [p for p in setup.model.parameters() if p.requires_grad]
+    trainable = [p for p in setup.model.parameters() if p.requires_grad]
     try:
         with attribute_faults(lambda: "before training"):
             return _assemble(setup, objects, done)
     except BaseException:
         # a method may have frozen some parameters
-        for parameter in thawed:
+        for parameter in trainable:
             parameter.requires_grad_(True)
-        setup.numbers.give_back()
+        setup.precision.give_back()
         raise
 
 
 def _assemble(setup: Setup, objects: Overrides, done: int) -> Job:
     """Build the job from a model, loss and data that are ready."""
-    config, model, chosen_loss, data = setup.config, setup.model, setup.loss, setup.data
+    config, model, loss, data = setup.config, setup.model, setup.loss, setup.data
     backend, method = get_backend(config), resolve_method(config.method, config.method_settings())
     rounds = method.rounds
     per_epoch, updates = _count_updates(config, data, config.replicas if rounds is None else rounds.replicas or 1)
-    taken = setup.split_batch(data.train_batch(0, 0, config.micro_batch_size))
+
+    # a training pass of the first microbatch, and the stages
+    inputs, labels = setup.split_batch(data.train_batch(0, 0, config.micro_batch_size))
     # clone, because a model that works in place must not change the data
-    example = clone_tensors(setup.move_to_device(*taken))
-    seen = check_model(setup, example, taken[1])
+    example = clone_tensors(setup.move_to_device(inputs, labels))
+    observation = check_model(setup, example, labels)
     if config.leaves_stages_to_planner:
         processes = read_launch().world // config.replicas if config.backend.name == "distributed" else None
         # only on the main process, because each process would measure its own machine
-        begins = run_on_main(lambda: choose_stages(config, method, model, chosen_loss, example, processes))
+        begins = run_on_main(lambda: choose_stages(config, method, model, loss, example, processes))
         config = config.model_copy(update={"stages": begins or 1})
     placed = backend.place(config, method, model, example[0])
-    model, part, held_stages = placed.model, placed.part, placed.held
+    model, partition = placed.model, placed.partition
     if method.structure is None:
-        footprint = make_footprint(model, part, seen)
+        footprint = make_footprint(model, partition, observation)
     else:
         # load again, now that the model has heads, which may be among the weights
         if config.init_from:
-            _begin(model, config, heads_too=False)
+            _load_initial_weights(model, config, heads_too=False)
         # one block per process by default
         if method.structure.blocks is not None and config.method_args.blocks is None:
-            config = config.with_method_args(blocks=len(part))
-        chosen_loss = SumOfLosses(chosen_loss)
-        seen = observe_blocks(model, chosen_loss, example)
-        footprint = measure_footprint(model, part, seen)
+            config = config.with_method_args(blocks=len(partition))
+        loss = SumOfLosses(loss)
+        observation = observe_blocks(model, loss, example)
+        footprint = measure_footprint(model, partition, observation)
     # one replica per stage by default
     if rounds is not None and rounds.replicas is None:
-        config = config.with_method_args(replicas=len(part))
+        config = config.with_method_args(replicas=len(partition))
         method = resolve_method(config.method, config.method_settings())
-        per_epoch, updates = _count_updates(config, data, len(part))
-    if isinstance(config.stages, dict) and config.stages.get("by") == "time" and part.begins and not part.spread:
-        config = config.model_copy(update={"stages": list(part.begins)})
+        per_epoch, updates = _count_updates(config, data, len(partition))
+    if isinstance(config.stages, dict) and config.stages.get("by") == "time" and partition.begins and not partition.spread:
+        config = config.model_copy(update={"stages": list(partition.begins)})
 
+    # the schedule, and the weight versions that its passes read
     args = config.method_settings()
     # replicas with weights of their own take turns in one schedule
     accumulate = config.gradient_accumulation if method.rounds is None else method.rounds.replicas or 1
     switch = round(args["warmup"]["epochs"] * per_epoch) if "warmup" in args and per_epoch else 0
     drains = [k * accumulate for k in list_drains(config, updates, per_epoch, done)]
     try:
-        schedule = make_schedule(method, len(part), updates * accumulate, accumulate, drains, switch * accumulate)
+        schedule = make_schedule(method, len(partition), updates * accumulate, accumulate, drains, switch * accumulate)
     # schedules call the config's gradient_accumulation `accumulate`
     except BadInput as error:
         raise BadInput([re.sub("^accumulate:", "gradient_accumulation:", fault) for fault in error.faults]) from None
     table = VersionTable(schedule, method, config.seed)
     if method.segments is not None:
         # raises if there are more segments than stages
-        find_segment_ends(len(part), method.segments)
+        find_segment_ends(len(partition), method.segments)
 
+    # the optimizers, learning rates and update rules
     members = [Member(one.match, one.ndim) for one in config.optimizer.groups] or [Member()]
-    groups = replace_parameters(make_groups(model, part, config.optimizer.no_decay, members), setup.numbers.get_trained)
+    groups = replace_parameters(make_groups(model, partition, config.optimizer.no_decay, members), setup.precision.get_trained)
     apply_settings_by_stage(config, groups, table.rule_lag().tolist())
-    local_groups = groups if held_stages is None else [group for stage in held_stages for group in select_stage(groups, stage)]
-    first_held = held_stages[0] if held_stages else 0
-    blocks = get_blocks(model) if first_held else None
-    # an overlapping block has a duplicate of the previous stage's layers
-    if blocks is not None and blocks.overlap:
-        shared = {id(p) for p in blocks.pieces[first_held - 1].parameters()}
-        local_groups = [*local_groups, *select_parameters(select_stage(groups, first_held - 1), shared)]
+    local_groups = _select_local_groups(groups, placed)
     factory = make_factory(config) if objects.optimizer is None else make_factory_of(objects.optimizer)
     optimizer = call_factory(factory, local_groups)
-    # `optimizer` has the parameters of this process only, `whole` has all
-    whole = optimizer if local_groups is groups else factory(groups)
+    full_optimizer = optimizer if local_groups is groups else factory(groups)
     if objects.optimizer is not None:
-        config = describe_given(config, {"optimizer": describe_optimizer(whole)})
-    # the base rate must not be 0, because all rates are shares of it
-    base = next((float(group["lr"]) for group in whole.param_groups if group["lr"]), 0.0)
-    rate = make_rate(config.lr_schedule, base, updates, per_epoch, config.updates_per_call)
-    plateau: Optional[Plateau] = None
-    rates_by_group: Optional[Sequence[Sequence[float]]] = None
-    if config.lr_schedule.name == "plateau":
-        mode = "max" if prefers_greater(config.lr_schedule.metric or "loss") else "min"
-        following = plateau = Plateau(base, {"mode": mode, **(config.lr_schedule.args or {})})
-        share = make_rate(config.lr_schedule, 1.0, updates, per_epoch, config.updates_per_call)
-
-        def rate(k: int) -> float:
-            return following.rate * share(k)
-
-    if config.lr_schedule.is_played:
-        if config.lr_schedule.interval == "epoch" and per_epoch is None:
-            raise BadInput("lr_schedule.interval: epoch: the data have no epochs: must be update")
-        every = per_epoch if config.lr_schedule.interval == "epoch" and per_epoch else 1
-        make, count = objects.lr_scheduler or make_scheduler(config), len(config.optimizer.members)
-        scheduled = simulate_scheduler(make, whole, base, updates, every, count)
-        played = [scheduled[k - k % config.updates_per_call] for k in range(updates)]
-
-        def rate(k: int) -> float:
-            return played[min(k, updates - 1)][0]
-
-        if any(len(set(row)) > 1 for row in played):
-            rates_by_group = played
-
+        config = describe_given(config, {"optimizer": describe_optimizer(full_optimizer)})
+    rates = _make_rates(config, objects, full_optimizer, updates, per_epoch)
     # the learning-rate schedule gives T1's K by default
     if "t1" in args and args["t1"]["anneal_updates"] is None:
-        rates = config.lr_schedule
-        first = round(min(rates.milestones) * per_epoch) if rates.milestones and per_epoch else None
-        anneal = choose_anneal_updates(first, rates.warmup_steps, rates.total_steps or updates)
+        lr_schedule = config.lr_schedule
+        first = round(min(lr_schedule.milestones) * per_epoch) if lr_schedule.milestones and per_epoch else None
+        anneal = choose_anneal_updates(first, lr_schedule.warmup_steps, lr_schedule.total_steps or updates)
         args = {**args, "t1": {"anneal_updates": anneal}}
     rules = UpdateRules(
-        args, method, table.rule_lag(), config.gradient_accumulation, optimizer, rate, switch, setup.numbers.masters, base,
-        None if config.ema is None else config.ema.decay, rates_by_group,
+        args, method, table.rule_lag(), config.gradient_accumulation, optimizer, rates.rate, switch, setup.precision.masters,
+        rates.base, None if config.ema is None else config.ema.decay, rates.by_group,
     )  # fmt: skip
-    of_loss = get_uncast_loss(get_plain_loss(setup.loss))
-    loss_used = Description(name=OWN) if isinstance(of_loss, OwnLoss) else describe(of_loss)
+
+    uncast_loss = get_uncast_loss(get_plain_loss(setup.loss))
+    loss_used = Description(name=OWN) if isinstance(uncast_loss, OwnLoss) else describe(uncast_loss)
     job = Job(
-        **{**vars(setup), "config": config, "model": model, "loss": chosen_loss}, part=part, method=method, schedule=schedule,
-        table=table, whole=whole, optimizer=optimizer, rules=rules, base_rate=base, rate=rate, plateau=plateau,
-        updates_per_epoch=per_epoch,
-        updates=updates, example=example, footprint=footprint, seen=seen, note=placed.note, done=done,
-        used=Given(optimizer=describe_optimizer(whole), loss=loss_used), pieces=placed.pieces,
+        **{**vars(setup), "config": config, "model": model, "loss": loss}, partition=partition, method=method,
+        schedule=schedule, table=table, full_optimizer=full_optimizer, optimizer=optimizer, rules=rules, base_rate=rates.base,
+        rate=rates.rate, plateau=rates.plateau, updates_per_epoch=per_epoch, updates=updates, example=example,
+        footprint=footprint, observation=observation, note=placed.note, done=done,
+        used=Given(optimizer=describe_optimizer(full_optimizer), loss=loss_used), pieces=placed.pieces,
         placement=tuple(placed.placement) or schedule.device_of_stage,
     )  # fmt: skip
     raise_faults(find_faults(job, () if objects.optimizer is not None else config.optimizer_faults()))
@@ -291,19 +266,72 @@ def _assemble(setup: Setup, objects: Overrides, done: int) -> Job:
     return job
 
 
-def _count_updates(config: Config, data: DataSource, width: int) -> Tuple[Optional[int], int]:
-    """Return (updates of an epoch or None, updates of the run). A batch has `width` times `gradient_accumulation` microbatches.
+def _select_local_groups(groups: Groups, placed: Placed) -> Groups:
+    """Return the parameter groups of the stages of this process; `groups` itself if all stages are here."""
+    if placed.local_stages is None:
+        return groups
+    local_groups = [group for stage in placed.local_stages for group in select_stage(groups, stage)]
+    first = placed.local_stages[0]
+    blocks = get_blocks(placed.model) if first else None
+    # an overlapping block has a duplicate of the previous stage's layers
+    if blocks is not None and blocks.overlap:
+        shared = {id(p) for p in blocks.pieces[first - 1].parameters()}
+        local_groups += select_parameters(select_stage(groups, first - 1), shared)
+    return local_groups
+
+
+class _Rates(NamedTuple):
+    """The learning rates of a run before its update rules.
+
+    `base`: the rate of which all others are shares; `rate(k)`: of update k; `plateau`: follows evaluations; `by_group`: of each
+    update and parameter group, if the groups' rates do not stay in proportion.
+    """
+
+    base: float
+    rate: Callable[[int], float]
+    plateau: Optional[Plateau] = None
+    by_group: Optional[List[List[float]]] = None
+
+
+def _make_rates(
+    config: Config, objects: Overrides, optimizer: torch.optim.Optimizer, updates: int, per_epoch: Optional[int]
+) -> _Rates:
+    """Make the learning rates that `lr_schedule` describes, from the rates of the optimizer's groups."""
+    settings, per_call = config.lr_schedule, config.updates_per_call
+    # it must not be 0, because all rates are shares of it
+    base = next((float(group["lr"]) for group in optimizer.param_groups if group["lr"]), 0.0)
+    if settings.name == "plateau":
+        mode = "max" if prefers_greater(settings.metric or "loss") else "min"
+        plateau = Plateau(base, {"mode": mode, **(settings.args or {})})
+        share = make_rate(settings, 1.0, updates, per_epoch, per_call)
+        return _Rates(base, lambda k: plateau.rate * share(k), plateau)
+    if not settings.is_played:
+        return _Rates(base, make_rate(settings, base, updates, per_epoch, per_call))
+    if settings.interval == "epoch" and per_epoch is None:
+        raise BadInput("lr_schedule.interval: epoch: the data have no epochs: must be update")
+    every = per_epoch if settings.interval == "epoch" and per_epoch else 1
+    make_torch_scheduler = objects.lr_scheduler or make_scheduler(config)
+    scheduled = simulate_scheduler(make_torch_scheduler, optimizer, base, updates, every, len(config.optimizer.members))
+    played = [scheduled[k - k % per_call] for k in range(updates)]
+    differ = any(len(set(rates)) > 1 for rates in played)
+    return _Rates(base, lambda k: played[min(k, updates - 1)][0], None, played if differ else None)
+
+
+def _count_updates(config: Config, data: DataSource, replicas: int) -> Tuple[Optional[int], int]:
+    """Return (updates of an epoch or None, updates of the run). A batch has `gradient_accumulation` microbatches for each of
+    `replicas`.
 
     Raise `BadInput` if an epoch does not fill a batch, if settings count in epochs but the data have no length, or if the run has
     too many updates or stops to be planned.
     """
-    microbatches, rates, evaluation = data.train_batches_per_epoch(config.micro_batch_size), config.lr_schedule, config.evaluate
-    per_epoch = None if microbatches is None else microbatches // (config.gradient_accumulation * width)
+    microbatches, evaluation = data.train_batches_per_epoch(config.micro_batch_size), config.evaluate
+    milestones, total = config.lr_schedule.milestones, config.lr_schedule.total_steps
+    per_epoch = None if microbatches is None else microbatches // (config.gradient_accumulation * replicas)
     if per_epoch is None:
         warmup = config.method_args.warmup
         counts_epochs: Dict[str, Any] = {
             "steps: null: must be the updates of the run": config.steps is None,
-            f"lr_schedule.milestones: {rates.milestones}: must be none (linear and cosine go by updates)": rates.milestones,
+            f"lr_schedule.milestones: {milestones}: must be none (linear and cosine go by updates)": milestones,
             f"evaluate.every: {evaluation.every}: must be 1 or 0, after the last update, or with evaluate.steps, in updates":
                 evaluation.every not in (0, 1) and evaluation.steps is None,
             f"method_args.warmup: {warmup and warmup.epochs} epochs: must be none": warmup,
@@ -314,10 +342,10 @@ def _count_updates(config: Config, data: DataSource, width: int) -> Tuple[Option
     elif per_epoch < 1:
         raise BadInput(
             f"data: {microbatches} microbatches an epoch do not fill one batch of gradient_accumulation "
-            f"{config.gradient_accumulation} x replicas {width}: lower them, micro_batch_size, or take more data"
+            f"{config.gradient_accumulation} x replicas {replicas}: lower them, micro_batch_size, or take more data"
         )
     updates = config.steps if config.steps is not None else config.epochs * (per_epoch or 0)
-    planned, total = "a run is planned before it starts", rates.total_steps
+    planned = "a run is planned before it starts"
     faults: Dict[str, Any] = {
         f"epochs: {config.epochs}: {updates} updates, at most {MOST_UPDATES}: {planned}": updates > MOST_UPDATES,
         f"lr_schedule.total_steps: {total}: must be at least the {updates} updates of the run": total and total < updates,

@@ -245,7 +245,7 @@ def refuse_callbacks(job: Job, callbacks: Sequence[Callback]) -> None:
         for key, metric in chosen
         if metric not in known
     ]
-    if not job.intervals[0] and any(isinstance(one, EarlyStopping) for one in callbacks):
+    if not job.evaluation_interval and any(isinstance(one, EarlyStopping) for one in callbacks):
         faults.append("early_stopping: follows evaluations, and this run has no interval: set evaluate.every or evaluate.steps")
     why = ""
     if job.config.backend.name == "poptorch":

@@ -40,8 +40,8 @@ from ipu_pipe.update import rules
 
 def find_faults(job: Job, placed: Sequence[str] = ()) -> List[str]:
     """List all reasons to refuse the job. `placed`: faults of a config's optimizer with their places in the config."""
-    args, groups = job.config.method_settings(), job.whole.param_groups
-    kinds = [update.get_kind(job.whole, group) for group in groups]
+    args, groups = job.config.method_settings(), job.full_optimizer.param_groups
+    kinds = [update.get_kind(job.full_optimizer, group) for group in groups]
     of_rules = [f for kind, group in zip(kinds, groups) for f in rules.list_conflicts(args, job.method, kind, group)]
     conflicts = {**_find_conflicts(job), **(_find_block_conflicts(job) if job.method.structure is not None else {})}
     reasons = [*get_backend(job.config).faults(job), *(fault for fault, is_so in conflicts.items() if is_so)]
@@ -60,7 +60,7 @@ def _find_conflicts(job: Job) -> Dict[str, Any]:
     has_copies = replicas > 1 or method.rounds is not None or (method.structure and method.structure.overlap)
     stops = [*list_drains(config, job.updates, job.updates_per_epoch, job.done), job.updates]
     outer = method.rounds is not None and method.rounds.outer is not None
-    interval = method.rounds.interval(len(job.part)) if method.rounds is not None and outer else 1
+    interval = method.rounds.interval(len(job.partition)) if method.rounds is not None and outer else 1
     short = next((k for k in stops if k % interval), None)
     early = next(((every, k) for every in args.get("block_accumulation", ()) for k in stops if k % every), (0, 0))
     sharded = config.checkpoint is not None and config.checkpoint.format == "sharded"
@@ -72,13 +72,13 @@ def _find_conflicts(job: Job) -> Dict[str, Any]:
         "lr_schedule: a weight prediction goes by one learning rate: must be one function for all optimizer.groups":
             job.rules.rates_by_group and job.rules.reads_by_rate,
         "lr_schedule.name: plateau: follows evaluations, and this run has no interval: set evaluate.every or evaluate.steps":
-            job.plateau and not job.intervals[0],
+            job.plateau and not job.evaluation_interval,
         "ema: PopTorch keeps the weights on the IPUs, which average none: use another backend, or null":
             config.ema and config.backend.name == "poptorch",
         f"ema: {method.name}: its stages, replicas or duplicates of layers step by themselves: must be null":
             config.ema and (method.history or method.rounds or (method.structure and method.structure.overlap)),
         "ema: not with weights of several stages on processes, where each has a copy: use the emulator, or untie them":
-            config.ema and job.part.list_tied(job.model) and config.backend.name == "distributed",
+            config.ema and job.partition.list_tied(job.model) and config.backend.name == "distributed",
         "model.compile: true: only backend: {name: distributed} compiles the modules of its stages: must be false":
             config.model.compile and config.backend.name != "distributed",
         f"replicas: {replicas}: {alone}: must be 1": alone and replicas > 1,
@@ -98,8 +98,8 @@ def _find_conflicts(job: Job) -> Dict[str, Any]:
     }  # fmt: skip
     for key in ("block_rates", "block_accumulation", "head"):
         value = args.get(key)
-        blocks = f"must be one for each of {len(job.part)} blocks" if method.structure else f"{method.name} has no blocks"
-        wrong = not method.structure or (key != "head" and len(value or ()) != len(job.part))
+        blocks = f"must be one for each of {len(job.partition)} blocks" if method.structure else f"{method.name} has no blocks"
+        wrong = not method.structure or (key != "head" and len(value or ()) != len(job.partition))
         faults[f"method_args.{key}: {show(value)}: {blocks}"] = value is not None and wrong
     return faults
 

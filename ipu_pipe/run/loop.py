@@ -71,7 +71,7 @@ class TrainingLoop:
         )  # fmt: skip
         # local SGD stops only where replicas have averaged
         job.may_stop = self.at_steps and job.method.rounds is None
-        job.may_stop_empty = self.may_stop
+        job.may_stop_drained = self.may_stop
         self.end = job.updates
         self.moment = Moment(0, 0.0, (), job.rate(0), None, {}, None, None, config=job.config.to_dict(), folder=out)
 
@@ -91,7 +91,7 @@ class TrainingLoop:
                 done = position.update
                 newest = self.out / "checkpoints" / f"step-{done}" if done else None
                 rate = job.rate(max(done - 1, 0))
-                self.moment = replace(self.moment, step=done, epoch=job.epoch(done), rate=rate, checkpoint=newest)
+                self.moment = replace(self.moment, step=done, epoch=job.count_epochs(done), rate=rate, checkpoint=newest)
                 self._call_back("on_start")
                 if position.update == 0:
                     position.initial = self._evaluate("test")
@@ -102,9 +102,9 @@ class TrainingLoop:
                 # a run that was killed after its last update, before its summary was written, has no metrics yet
                 if not self.moment.metrics:
                     self.log, log = log_nothing, self.log
-                    self._evaluate(job.watched)
+                    self._evaluate(job.watched_split)
                     self.log = log
-                if job.watched != "test":
+                if job.watched_split != "test":
                     self._evaluate("test")
         except BaseException as error:
             # suppress later errors, so that the error that ended the run is reported
@@ -142,12 +142,12 @@ class TrainingLoop:
         if self.resume:
             run.forget_after(done, self.progress.say)
         # written first: a restarted process recognizes its run by this file
-        start = {**describe_start(job.read), "first_update": done}
+        start = {**describe_start(job.data_fingerprints), "first_update": done}
         write_json(self.out / "record.json", [*(read_starts(self.out) if self.resume else []), start])
         write_text(self.out / "config.yaml", dump_config(job.config))
-        if job.begun is not None:
-            write_json(self.out / "init_from.json", job.begun._asdict())
-        run.open_metrics(done, job.watched != "test")
+        if job.initial_weights is not None:
+            write_json(self.out / "init_from.json", job.initial_weights._asdict())
+        run.open_metrics(done, job.watched_split != "test")
 
     def _write_end(
         self, measured: Optional[Report], profile: Optional[StageSeconds], restored: Optional[int]
@@ -162,9 +162,9 @@ class TrainingLoop:
         if measured.times is None:
             # the trace of an earlier start
             self.run.forget("trace")
-        if costs is not None and job.traced:
+        if costs is not None and job.traced_updates:
             write_modelled_trace(job, out, costs)
-        elif job.traced:
+        elif job.traced_updates:
             write_measured_trace(job, out / "trace.json.gz", measured)
         *earlier, start = read_starts(out) or [{}]
         files = {**(measured.files or {}), "memory.json": build_memory_record(job, measured)}
@@ -201,11 +201,11 @@ class TrainingLoop:
         if step == self.position.update:
             say(f"the newest weights are the best: step {step}")
         # no process holds the whole model
-        elif are_joined() and not job.numbers.is_given and not job.wants_model:
+        elif are_joined() and not job.precision.is_given and not job.wants_model:
             say(f"the best weights are at step {step}: {path}")
         else:
             weights, blocks = run_on_main(lambda: checkpoint.read_weights(path)), get_blocks(job.model)
-            with job.numbers.put_masters_in_place(loads=True):
+            with job.precision.put_masters_in_place(loads=True):
                 # auxiliary heads stay as they are
                 checkpoint.load_weights(job.model if blocks is None else blocks.model, weights, str(path))
             say(f"restored the best weights, of step {step}: {path}")
@@ -218,7 +218,7 @@ class TrainingLoop:
                 self._step()
                 self._finish_saving(waits=False)
                 done = position.update
-                evaluates, saves = job.pauses_after(done)
+                evaluates, saves = job.plan_pauses(done)
                 self._pause(evaluates, saves)
                 if self.may_stop and (evaluates or saves or self.at_steps) and done < self.end:
                     self.end = self.engine.end(done, self.callbacks.asked is not None)
@@ -227,14 +227,14 @@ class TrainingLoop:
                 self.moment = replace(self.moment, stopped=self.callbacks.asked)
                 if self.unwritten:
                     self._log(self.unwritten)
-                evaluated, saved = job.pauses_after(self.end)
+                evaluated, saved = job.plan_pauses(self.end)
                 self._pause(not evaluated, not saved)
         self.bar = None
 
     def _pause(self, evaluates: bool, saves: bool) -> None:
         """Evaluate or save a checkpoint, or both, and call the callbacks."""
         if evaluates:
-            self._evaluate(self.job.watched)
+            self._evaluate(self.job.watched_split)
             self._call_back("on_evaluation")
         if saves:
             self._save()
@@ -262,9 +262,9 @@ class TrainingLoop:
         shows_accuracy = any(metric.name == ACCURACY for metric in job.metrics)
         assert self.bar is not None
         for update_index, result in enumerate(results, position.update - len(results)):
-            position.add_update(result.loss, begins_epoch=update_index % job.averaged == 0)
+            position.add_update(result.loss, begins_epoch=update_index % job.loss_window == 0)
             self.bar.advance(result.loss, result.accuracy if shows_accuracy else None, rate)
-        epoch, losses = job.epoch(position.update), tuple(loss for loss, _ in result.blocks) or (result.loss,)
+        epoch, losses = job.count_epochs(position.update), tuple(loss for loss, _ in result.blocks) or (result.loss,)
         self.unwritten = {
             "step": position.update, "epoch": epoch, "train_loss": result.loss, "lr": job.rate(k), "samples_per_second": rate,
             **({"block_train_loss": list(losses)} if result.blocks else {}),
@@ -304,20 +304,20 @@ class TrainingLoop:
         The results of the first call are read too, because its time does not count for throughput.
         """
         is_needed = self.at_steps or not self.progress.steps
-        return is_needed or done % self.job.config.log.every == 0 or any(self.job.pauses_after(done))
+        return is_needed or done % self.job.config.log.every == 0 or any(self.job.plan_pauses(done))
 
     def _evaluate(self, split: str) -> EvaluationResult:
         """Evaluate on the test or validation set, log the results and return the whole model's result."""
         job, position = self.job, self.position
         results = self.engine.evaluate(split)
-        result, epoch = results[-1], job.epoch(position.update)
+        result, epoch = results[-1], job.count_epochs(position.update)
         if split == "test":
             self.tested = results
         if self.bar is not None:
             self.bar.show_evaluation(result, split)
         by_block = collect_by_block(results, split) if len(results) > 1 else {}
         record = result.to_record(f"{split}_")
-        if split == job.watched:
+        if split == job.watched_split:
             best = f"{split}_{job.config.evaluate.best}"
             position.add_evaluation(best, record.get(best))
             if job.plateau is not None and position.update:

@@ -58,7 +58,7 @@ def restore(job: Job, out: Path, say: Callable[[str], None], callbacks: Callback
     # only the main process reads the data here, so its random states must not change
     with restore_random_states():
         run_on_main(lambda: check_run(job, out, saved))
-    with job.numbers.put_masters_in_place(loads=True):
+    with job.precision.put_masters_in_place(loads=True):
         checkpoint.load_weights(job.model, saved.model, str(path))
     names = {parameter: name for name, parameter in job.get_trained().items()}
     import_state(job.optimizer, names, saved.optimizer, saved.manifest["optimizer"])
@@ -80,7 +80,7 @@ def check_run(job: Job, out: Path, saved: Checkpoint) -> None:
     """
     path = out / "checkpoints" / f"step-{job.done}"
     checkpoint.raise_first(path, _compare_keys(job, saved.manifest, path) or _compare_tensors(job, saved, path))
-    faults = compare_data(job, read_data_record(out), job.read or {})
+    faults = compare_data(job, read_data_record(out), job.data_fingerprints or {})
     why = "the data of a run cannot change: restore them, or begin another run (--overwrite, or another --out)"
     checkpoint.raise_first(f"--resume: {out / 'record.json'}", [f"{fault}: {why}" for fault in faults])
 
@@ -107,7 +107,7 @@ def _compare_keys(job: Job, manifest: Mapping[str, Any], path: Path) -> List[str
 
 def _compare_tensors(job: Job, saved: Checkpoint, path: Path) -> List[str]:
     """List the tensors whose dtype or shape differs from this run's; `load_weights` compares names and shapes of weights."""
-    with job.numbers.put_masters_in_place():
+    with job.precision.put_masters_in_place():
         state = job.model.state_dict()
     faults = [
         f"model: {name}: is {_describe(value)}, this run has {_describe(state[name])}"

@@ -106,10 +106,10 @@ def train(
             refuse_callbacks(job, called)
             # only the main process reads the data here, so its random states must not change
             with restore_random_states():
-                job.read = run_on_main(lambda: fingerprint_data(job, read_data_record(out) if start.resumes else {}))
+                job.data_fingerprints = run_on_main(lambda: fingerprint_data(job, read_data_record(out) if start.resumes else {}))
             return TrainingLoop(job, out, start.resumes, overwrite, quiet, called).run_all()
         finally:
-            job.numbers.give_back(keep_dtype)
+            job.precision.give_back(keep_dtype)
 
 
 @contextlib.contextmanager
@@ -139,7 +139,7 @@ def check(config: Config, out: Path, *, resume: bool = False, overwrite: bool = 
     if start.ended is None:
         job = _build(start, Overrides())
         refuse_callbacks(job, called)
-        job.read = run_on_main(lambda: fingerprint_data(job, read_data_record(out) if start.resumes else {}))
+        job.data_fingerprints = run_on_main(lambda: fingerprint_data(job, read_data_record(out) if start.resumes else {}))
         if start.done:
             saved = checkpoint.load(out / "checkpoints" / f"step-{start.done}")
             run_on_main(lambda: check_run(job, out, saved))
@@ -205,7 +205,7 @@ def evaluate_checkpoint(config: Config, path: Union[str, Path]) -> Dict[str, Any
     """Return test loss and metrics of the weights in a checkpoint folder or a plain state dict."""
     path = Path(path)
     setup = set_up(config.model_copy(update={"init_from": None}))
-    with setup.numbers.put_masters_in_place(loads=True):
+    with setup.precision.put_masters_in_place(loads=True):
         checkpoint.load_weights(setup.model, checkpoint.read_weights(path), str(path))
     with attribute_faults(lambda: "evaluation"):
         result = evaluate(setup)[-1]

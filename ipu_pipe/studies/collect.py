@@ -64,9 +64,9 @@ def compare_methods(
     # all methods get the cut of the config's own method, whatever their order
     if list(methods) != [config.method]:
         job = build_for_planning(move_to_emulator(switch_method(config, config.method, steps)))
-        if not job.part.spread:
+        if not job.partition.spread:
             jobs[config.method] = job
-            config = config.model_copy(update={"stages": job.part.begin_names() or 1})
+            config = config.model_copy(update={"stages": job.partition.begin_names() or 1})
     boundaries = config.stages if isinstance(config.stages, list) else []
     configs = {name: switch_method(config, name, steps, boundaries) for name in methods}
     folders = {name: [out / name, *(out / name / f"round-{r}" for r in range(2, rounds + 1))] for name in configs}
@@ -199,8 +199,8 @@ def _describe_throughput(
         "gradient_accumulation": accumulate,
         "utilization": compute_median("utilization"),
         "modelled_utilization": compute_median("modelled_utilization"),
-        "planned_utilization": job.planned_utilization(),
-        "planned_utilization_steady": timelines.compute_utilization(job.method, len(job.part), accumulate),
+        "planned_utilization": job.compute_planned_utilization(),
+        "planned_utilization_steady": timelines.compute_utilization(job.method, len(job.partition), accumulate),
         "measured_speedup": None if not runs or BACKENDS[runs[0]["backend"]].emulates else speedup,
         "modelled_speedup": divide(model_rate(job), model_rate(first_job)),
     }
@@ -215,7 +215,7 @@ def model_rate(job: Job) -> Optional[float]:
     structure = job.method.structure
     if structure is not None and (structure.overlap or structure.layers is not None):
         return None
-    stages, accumulate = len(job.part), job.schedule.accumulate
+    stages, accumulate = len(job.partition), job.schedule.accumulate
     length = accumulate * -(-4 * stages // accumulate)
     flops = job.footprint.forward_flops
     costs = Costs(flops, [BACKWARD * f for f in flops], [0.0] * stages)

@@ -95,7 +95,7 @@ def train_run(
         if "loss is" not in str(error):
             raise
         job, diverged = build(config), str(error).split(";")[0]
-        phases, per_epoch, stages = job.describe_phases(), job.updates_per_epoch, len(job.part)
+        phases, per_epoch, stages = job.describe_phases(), job.updates_per_epoch, len(job.partition)
     if fill_and_drain:
         N = config.gradient_accumulation
         phases = [
@@ -313,7 +313,7 @@ def measure_fit(config: Config, out: Path, options: MeasureOptions, overwrite: b
     as_test.data.test = job.data.train
     train_result, test_result = evaluate(as_test)[-1], evaluate(job)[-1]
     values = {
-        "blocks": len(job.part), "train loss": train_result.loss, "train accuracy": train_result.accuracy,
+        "blocks": len(job.partition), "train loss": train_result.loss, "train accuracy": train_result.accuracy,
         "test loss": test_result.loss, "test accuracy": test_result.accuracy,
     }  # fmt: skip
     return make_result(train_result.accuracy, curve, job.updates, values)

@@ -225,7 +225,7 @@ def analyze_job(
     lags = job.table.greatest_lag().tolist(), job.table.greatest_backward_lag().tolist()
     differ = any(a != b for a, b in zip(*lags))
     measured = _measure(job, samples, iterations, seed, differ, by_stage) if curvature is None else []
-    values = [one.value for one in measured[1:]] if by_stage else [curvature or measured[0].value] * len(job.part)
+    values = [one.value for one in measured[1:]] if by_stage else [curvature or measured[0].value] * len(job.partition)
     discrepancy = measured[0].discrepancy or 0.0 if measured else 0.0
     rates, at = _find_greatest_rates(job)
     stages = [
@@ -274,8 +274,8 @@ def _measure(job: Job, samples: int, iterations: int, seed: int, differ: bool, b
     if job.config.precision == "bfloat16":
         job.model.float()
         x = map_tensors(lambda t: t.float() if t.is_floating_point() else t, x)
-    parameters: List[List[nn.Parameter]] = [[] for _ in job.part.stages]
-    for group in job.whole.param_groups:
+    parameters: List[List[nn.Parameter]] = [[] for _ in job.partition.stages]
+    for group in job.full_optimizer.param_groups:
         parameters[group["stage"]] += group["params"]
     curvatures = [measure_curvature(job.model, job.loss, x, y, parameters, iterations, seed=seed, discrepancy=differ)]
     if by_stage:

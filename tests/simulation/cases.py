@@ -192,7 +192,7 @@ def build_job(case: Case, backend: str = "distributed") -> Job:
     """Return the job of a rank, or of the emulator."""
     job = build(make_config(case, backend), make_model(case.model, case.layers), make_data())
     job.may_stop = case.stop_after is not None and job.method.rounds is None
-    job.may_stop_empty = case.stop_after is not None
+    job.may_stop_drained = case.stop_after is not None
     return job
 
 
@@ -206,10 +206,10 @@ def drive(engine: Engine, case: Case) -> Result:
         result.losses.extend(step.loss for step in engine.step(done, True))
         done += 1
         planned = False
-        if done < job.updates and job.pauses_after(done)[0]:
+        if done < job.updates and job.plan_pauses(done)[0]:
             result.evaluations.append(engine.evaluate())
             planned = True
-        if done < job.updates and job.pauses_after(done)[1]:
+        if done < job.updates and job.plan_pauses(done)[1]:
             result.states.append(_copy(engine.state()))
             planned = True
         if case.stop_after is not None and (planned or job.may_stop) and done < end:

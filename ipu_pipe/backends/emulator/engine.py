@@ -59,7 +59,7 @@ def _time_passes(job: Job) -> PassSeconds:
 
     with restore_modes(job.model):
         job.model.train()
-        return time_passes(job.model, losses, job.part.begins, flops, enough=ENOUGH)
+        return time_passes(job.model, losses, job.partition.begins, flops, enough=ENOUGH)
 
 
 def _time_updates(job: Job) -> List[float]:
@@ -67,13 +67,13 @@ def _time_updates(job: Job) -> List[float]:
 
     It is 0 for an optimizer that is not from torch.optim, because a copy of it may share state with the original.
     """
-    seconds = [0.0] * len(job.part)
+    seconds = [0.0] * len(job.partition)
     parts = list_parts(job.optimizer)
     if not all(type(part).__module__.startswith("torch.optim.") for part in parts):
         return seconds
     for part in copy.deepcopy(parts):
         groups = part.param_groups
-        for stage in range(len(job.part)):
+        for stage in range(len(job.partition)):
             part.param_groups = [group for group in groups if group["stage"] == stage]
             parameters = [p for group in part.param_groups for p in group["params"]]
             for p in parameters:
@@ -102,7 +102,7 @@ class EmulatorEngine(Engine):
         config, work = job.config, Work.of(job, first_update)
         self._block_updates = work.block_updates
         self._end = job.updates
-        self._emulator = Emulator(work, job.model, job.part, job.example, config.seed, job.width, job.effects.draws)
+        self._emulator = Emulator(work, job.model, job.partition, job.example, config.seed, job.replica_count, job.effects.draws)
 
     def step(self, k: int, read: bool = True) -> List[StepResult]:
         with attribute_faults(lambda: self._emulator.place):
@@ -118,7 +118,7 @@ class EmulatorEngine(Engine):
         while not is_done:
             replay = self._emulator.replay
             is_done = len(replay.updates) > 0
-            yield self.job.microbatch(replay.microbatch, replay.replica)
+            yield self.job.load_microbatch(replay.microbatch, replay.replica)
 
     def _combine(self, results: Sequence[StepResult]) -> List[StepResult]:
         """Return one result per step of the run.
@@ -139,7 +139,7 @@ class EmulatorEngine(Engine):
 
     def end(self, done: int, stop_requested: bool) -> int:
         if stop_requested:
-            self._end = min(self._end, self.job.count_begun(done - 1))
+            self._end = min(self._end, self.job.count_batches_begun(done - 1))
         return self._end
 
     def evaluate(self, split: str = "test") -> List[EvaluationResult]:
@@ -148,13 +148,13 @@ class EmulatorEngine(Engine):
                 return evaluate(self.job, split)
 
     def state(self) -> Optional[CheckpointState]:
-        with self.job.numbers.put_masters_in_place():
+        with self.job.precision.put_masters_in_place():
             model = self.job.model.state_dict()
         with self._emulator.exported():
             return CheckpointState(model, *export_state(self.job.optimizer, self.names))
 
     def report(self) -> Optional[Report]:
-        state = count_state_bytes(self.job.optimizer, len(self.job.part), self._emulator.list_other_states())
+        state = count_state_bytes(self.job.optimizer, len(self.job.partition), self._emulator.list_other_states())
         optimizer = [size + masters for size, masters in zip(state, self.job.count_master_bytes())]
         model, versions = self.job.model, self._emulator.peak_bytes
         trained = [p for p in self.job.get_trained().values() if p.requires_grad]

@@ -97,8 +97,8 @@ def list_faults(job: Job) -> List[str]:
     """Return the reasons why PopTorch cannot run the job, one line each; empty if none is known before compiling."""
     config, others = job.config, "use backend.name: emulator or distributed"
     unfit = []
-    if job.asks:
-        asks = ", ".join(job.asks)
+    if job.requested_fields:
+        asks = ", ".join(job.requested_fields)
         unfit.append(f"loss: takes {asks} of the batch: on IPUs a loss takes outputs and labels alone: {others}")
     elif not all(isinstance(part, torch.Tensor) for part in job.example):
         unfit.append(f"data: IPUs take batches (x, y) of two tensors: {others}")
@@ -117,7 +117,7 @@ def list_faults(job: Job) -> List[str]:
 
 def note(job: Job) -> str:
     """Describe for the user how PopTorch will run the stages."""
-    config, stages = job.config, len(job.part)
+    config, stages = job.config, len(job.partition)
     if config.ipu.local == "decoupled":
         return f"{stages} blocks on {stages} IPUs, each in a process of its own; activations go through the hosts"
     place = place_stages(config.ipu, stages)
@@ -133,7 +133,7 @@ def make(job: Job, first_update: int) -> Engine:
     import poptorch
 
     ipu, is_block = job.config.ipu, job.config.ipu.local == "decoupled"
-    count = 1 if is_block else round_up_ipus(place_stages(ipu, len(job.part)).ipus * read_instance(job.config).replicas)
+    count = 1 if is_block else round_up_ipus(place_stages(ipu, len(job.partition)).ipus * read_instance(job.config).replicas)
     simulated = ipu.use_ipu_model or ipu.offline_target is not None or os.environ.get("POPTORCH_IPU_MODEL", "0") not in ("", "0")
     if not (simulated or ipu.wait_for_ipu or poptorch.ipuHardwareIsAvailable(count)):
         raise BadInput(
@@ -150,7 +150,7 @@ def count_in_flight(job: Job) -> Optional[IntArray]:
     """
     if not (is_pipelined(job.method) and job.method.flushes):
         return None
-    runs, accumulate = place_stages(job.config.ipu, len(job.part)).poptorch_stages, job.schedule.accumulate
+    runs, accumulate = place_stages(job.config.ipu, len(job.partition)).poptorch_stages, job.schedule.accumulate
     stash = make_lockstep_schedule(job.method, len(runs), accumulate, accumulate).max_in_flight()
     return np.repeat(stash, [len(stages) for _, stages in runs])
 

@@ -90,7 +90,7 @@ class BlockEngine(Engine):
 
     def __init__(self, job: Job, first_update: int) -> None:
         super().__init__(job)
-        self.rank, self.depth = dist.get_rank(), len(job.part)
+        self.rank, self.depth = dist.get_rank(), len(job.partition)
         self.is_main, self._is_last = self.rank == 0, self.rank == self.depth - 1
         blocks = get_blocks(job.model)
         assert blocks is not None
@@ -105,7 +105,7 @@ class BlockEngine(Engine):
         self._first = self._done = first_update
         # update -> (loss, right labels, counted labels) of this block
         self._results: Dict[int, torch.Tensor] = {}
-        self._timeline = CallTimes(job.traced, self.rank, self.rank)
+        self._timeline = CallTimes(job.traced_updates, self.rank, self.rank)
         # type of the activations
         self._type = torch.float16 if job.config.precision.startswith("16") else torch.float32
         self.messages = Messages(OUTSTANDING * (1 + self.every))
@@ -113,7 +113,7 @@ class BlockEngine(Engine):
         self.example = job.example[0]
         if self.rank:
             self.example = torch.zeros(blocks.crossings[self.rank - 1].tensors[0].shape)
-        wrapped = wrap(job.model, job.loss, job.part, job.config.precision, job.config.ipu, self.rank)
+        wrapped = wrap(job.model, job.loss, job.partition, job.config.precision, job.config.ipu, self.rank)
         saved = import_state(job.optimizer, job.config.ipu)
         self.executors = Executors(job, wrapped, self._make_options, self.example, saved, first_update, self._timeline)
 
@@ -154,7 +154,7 @@ class BlockEngine(Engine):
     def _train(self, updates: range) -> None:
         """Update this block once for `updates` in one call; send its activations to the next block, and its results to rank 0."""
         job, accumulate = self.job, self.job.config.gradient_accumulation
-        pairs = [job.microbatch(m) for m in range(updates.start * accumulate, updates.stop * accumulate)]
+        pairs = [job.load_microbatch(m) for m in range(updates.start * accumulate, updates.stop * accumulate)]
         y = convert_label(torch.cat([pair[1] for pair in pairs]))
         x = torch.cat([self._receive(accumulate, k + 1) for k in updates] if self.rank else [pair[0] for pair in pairs])
         _, losses, *others = self.executors.call(updates, updates[-1], convert_input(x, job.config.precision), y)
@@ -178,7 +178,7 @@ class BlockEngine(Engine):
     def _collect_result(self, k: int) -> StepResult:
         """Return the result of update k; rank 0 receives the other blocks' results."""
         if not self.is_main:
-            return StepResult(float("nan"), None, self.job.batch)
+            return StepResult(float("nan"), None, self.job.global_batch_size)
         rows = [self._results.pop(k)]
         for source in range(1, self.depth):
             rows.append(torch.empty(3, dtype=torch.float64))
@@ -187,7 +187,7 @@ class BlockEngine(Engine):
             (loss, None if counted != counted else right / max(counted, 1))
             for loss, right, counted in (row.tolist() for row in rows)
         )
-        return StepResult(*blocks[-1], self.job.batch, blocks if len(blocks) > 1 else ())
+        return StepResult(*blocks[-1], self.job.global_batch_size, blocks if len(blocks) > 1 else ())
 
     # ---- evaluation
 
@@ -259,7 +259,7 @@ class BlockEngine(Engine):
         """Copy the newest weights of this block into the user's model and release the IPU."""
         with describe_block_errors(self.rank, "end"):
             model, tensors, _ = self._read_state()
-            self._optimizer_bytes = count_state_bytes(tensors, self.job.part)[self.rank]
+            self._optimizer_bytes = count_state_bytes(tensors, self.job.partition)[self.rank]
             load_state(self.job.model, {**self.job.model.state_dict(), **model})
         self.abort()
 

@@ -68,7 +68,7 @@ class PoptorchEngine(Engine):
         self.is_main = self._share.first == 0
         # number of other poprun instances; if there are any, a device error ends the run: they cannot restart together
         self._other_instances = dist.get_world_size() - 1 if are_joined() else 0
-        self._place = place_stages(self.ipu, len(job.part))
+        self._place = place_stages(self.ipu, len(job.partition))
         blocks = get_blocks(job.model)
         self._loss_count = 1 if blocks is None else len(blocks.heads) + 1
         start = {name: value.detach().clone() for name, value in job.model.state_dict().items()}
@@ -78,7 +78,7 @@ class PoptorchEngine(Engine):
         if self._other_instances:
             self.newest_model = None
         self._results: Deque[StepResult] = deque()
-        self._timeline = CallTimes(job.traced)
+        self._timeline = CallTimes(job.traced_updates)
         # PopVision's system trace is written if the SDK's libpvti is installed and PVTI_OPTIONS is set
         self._channel = poptorch.profiling.Channel("ipu_pipe")
         self.executors: Optional[Executors] = None
@@ -89,7 +89,7 @@ class PoptorchEngine(Engine):
     def _start(self) -> None:
         """Make executors and data loader that continue from the last snapshot."""
         job, last, share = self.job, self._last_snapshot, self._share
-        wrapped = wrap(job.model, job.loss, job.part, job.config.precision, self.ipu)
+        wrapped = wrap(job.model, job.loss, job.partition, job.config.precision, self.ipu)
         tensors = {get_unsplit_name(name): t for name, t in wrapped.state_dict(keep_vars=True).items()}
         with torch.no_grad():
             for name, value in last.model.items():
@@ -210,7 +210,7 @@ class PoptorchEngine(Engine):
             row, counts = means[min(i, row_count - 1)].tolist(), counts_of_right[min(i, row_count - 1)].tolist()
             refuse_nonfinite(job, k + i, row)
             by_block = tuple((loss, n / max(total, 1) if accuracy_outputs else None) for loss, (n, total) in zip(row, counts))
-            results.append(StepResult(*by_block[-1], job.batch, by_block if blocks > 1 else ()))
+            results.append(StepResult(*by_block[-1], job.global_batch_size, by_block if blocks > 1 else ()))
         return results
 
     def end(self, done: int, stop_requested: bool) -> int:
@@ -286,7 +286,7 @@ class PoptorchEngine(Engine):
             "profiles": read_profiles(self.ipu),
         }
         return Report(
-            count_state_bytes(self._export()[0], self.job.part), [0], None, Events.from_rows(self._timeline.events),
+            count_state_bytes(self._export()[0], self.job.partition), [0], None, Events.from_rows(self._timeline.events),
             counters=Counters.from_rows(self._timeline.counters), utilization=busy, files={"ipu.json": numbers},
         )  # fmt: skip
 

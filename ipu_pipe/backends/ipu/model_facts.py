@@ -54,7 +54,7 @@ class ModelFacts(NamedTuple):
 
 def observe_model(job: Job) -> ModelFacts:
     """Return the facts of a job's model, from one training forward of its example and its loss on the CPU."""
-    model, part, (x, y) = job.model, job.part, job.example
+    model, part, (x, y) = job.model, job.partition, job.example
     names = {id(t): name for name, t in [*model.named_parameters(), *model.named_buffers()]}
     # name of a weight -> the stages that use it
     stages: Dict[str, Set[int]] = {}

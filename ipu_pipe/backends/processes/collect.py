@@ -54,12 +54,12 @@ def export_stages(job: Job, models: Sequence[StageModel], names: Dict[nn.Paramet
     parameters: List[torch.Tensor] = []
     for model in models:
         parameters += [*model.piece.list_tensors(), *(model.head.parameters() if model.head is not None else ())]
-    trained = {id(job.numbers.get_trained(p)) for p in parameters if isinstance(p, nn.Parameter)}
+    trained = {id(job.precision.get_trained(p)) for p in parameters if isinstance(p, nn.Parameter)}
     names = {p: name for p, name in names.items() if id(p) in trained}
     tensors, plain = optimizer.export_state(job.optimizer, names)
     weights: Dict[str, torch.Tensor] = {}
     for model in models:
-        with job.numbers.put_masters_in_place():
+        with job.precision.put_masters_in_place():
             weights.update({key: value.detach().cpu() for key, value in model.piece.select_state().items()})
         if model.head is not None:
             head = f"{HEADS}.{model.stage}"
@@ -73,7 +73,7 @@ def merge_ranks(job: Job, ranks: Sequence[CheckpointState]) -> CheckpointState:
     for stage in ranks:
         for into, part in zip(merged, stage):
             into.update(part)
-    with job.numbers.put_masters_in_place():
+    with job.precision.put_masters_in_place():
         # tensors that no piece uses are unchanged here
         whole = job.model.state_dict()
     return merged._replace(model={name: merged.model.get(name, value) for name, value in whole.items()})
@@ -82,7 +82,7 @@ def merge_ranks(job: Job, ranks: Sequence[CheckpointState]) -> CheckpointState:
 def export_rest(job: Job, cut: Sequence[Piece]) -> Dict[str, torch.Tensor]:
     """Return the part of the model's state that no stage uses; `cut`: the pieces of all stages."""
     in_pieces = {name for piece in cut for name in piece.select_state()}
-    with job.numbers.put_masters_in_place():
+    with job.precision.put_masters_in_place():
         whole = job.model.state_dict()
     return {name: value for name, value in whole.items() if name not in in_pieces and not name.startswith(HEADS)}
 
@@ -136,7 +136,7 @@ def free_other_stages(job: Job, models: Sequence[StageModel], cut: Sequence[Piec
             if index not in [str(model.stage) for model in models]:
                 others += [*head.parameters(), *head.buffers()]
     others = [t for t in others if id(t) not in here]
-    return free([*others, *(job.numbers.get_trained(t) for t in others if isinstance(t, nn.Parameter))])
+    return free([*others, *(job.precision.get_trained(t) for t in others if isinstance(t, nn.Parameter))])
 
 
 def free(tensors: Iterable[torch.Tensor]) -> List[torch.Tensor]:

@@ -52,7 +52,7 @@ class ProcessEngine(Engine):
         self.is_main = layout.rank == 0
         self._first_update, self._aligned, self._steps = first_update, first_update, 0
         # the update before which the pipeline is empty next, and the updates that the first stage may be ahead of the last
-        self._drained_at, self._ahead = 0, job.count_ahead()
+        self._drained_at, self._ahead = 0, job.count_updates_ahead()
         # device -> the group of its ranks in all replicas
         groups: List[Any] = []
         if layout.replicas > 1:
@@ -64,7 +64,7 @@ class ProcessEngine(Engine):
         self._cut = cut
         first = models[0]
         stream = trace.StreamClock() if job.device.type == "cuda" else None
-        self._recorder = trace.TraceRecorder(layout.rank, first.stage, job.traced, stream)
+        self._recorder = trace.TraceRecorder(layout.rank, first.stage, job.traced_updates, stream)
         channels = make_channels(job, layout, first.ties.links)
         replicas: List[ReplicaGroup] = []
         if groups:
@@ -85,20 +85,20 @@ class ProcessEngine(Engine):
         if job.schedule.passes == SPLIT_PASSES:
             self._split_backwards(stages)
         self._interpreter = Interpreter(
-            work, stages, self._mail, self._recorder, replicas, self._early, job.may_stop_empty, channels
+            work, stages, self._mail, self._recorder, replicas, self._early, job.may_stop_drained, channels
         )
         interpreter, recorder = self._interpreter, self._recorder
         self._doing = layout.rank, lambda: recorder.stage, lambda: interpreter.doing, lambda: interpreter.place
         self.newest_model = None
         # for a model that the caller uses after training
-        self._holders = collect.find_holders(job.model, cut) if job.numbers.is_given or job.wants_model else {}
+        self._holders = collect.find_holders(job.model, cut) if job.precision.is_given or job.wants_model else {}
         self._observed: Optional[collect.GradientCollection] = None
         if job.watches_gradients:
             self._observed = collect.GradientCollection(job, self._mail, layout)
             job.rules.observe = self._observed.note
         self._freed = freed = collect.free_other_stages(job, models, cut)
         self._results = ResultCollection(
-            self._mail, self._recorder, layout, _list_stages_with_loss(job), job.schedule.accumulate, job.batch,
+            self._mail, self._recorder, layout, _list_stages_with_loss(job), job.schedule.accumulate, job.global_batch_size,
             job.data_name, groups[layout.placement[0]] if groups else None,
         )  # fmt: skip
         self._evaluation = collect.Evaluation(job, self._interpreter, self._results.with_loss, freed)
@@ -215,7 +215,7 @@ class ProcessEngine(Engine):
 
     def _align_clocks(self) -> None:
         """Compare the clocks if events were recorded since the last comparison."""
-        traced, done = self.job.traced, self._interpreter.update + 1
+        traced, done = self.job.traced_updates, self._interpreter.update + 1
         if max(traced.start, self._aligned) < min(traced.stop, done):
             with detect_lost_rank(limit=self._mail.limit):
                 self._recorder.synchronize(trace.compare_clocks())
@@ -236,7 +236,7 @@ class ProcessEngine(Engine):
         with name_faults(*self._doing):
             self._interpreter.close()
             if self._holders:
-                with self.job.numbers.put_masters_in_place(loads=True):
+                with self.job.precision.put_masters_in_place(loads=True):
                     collect.broadcast_weights(self._mail, self.job.model, self._holders, self._layout.placement)
                 self.newest_model = self.job.model
         self.abort()
@@ -279,7 +279,7 @@ class Microbatches:
     def __init__(self, job: Job, layout: RankLayout, first: int) -> None:
         self._job, self._replica, self._next = job, layout.replica, first
         # replicas with weights of their own take turns in one row
-        self._turns = job.width if job.method.rounds is not None else None
+        self._turns = job.replica_count if job.method.rounds is not None else None
         self._readers = len({0, *_list_stages_with_loss(job)} & {*layout.held})
         # microbatch -> (number of stages that will still take it, batch, checksum)
         self._kept: Dict[int, Tuple[int, Any, int]] = {}
@@ -306,7 +306,7 @@ class Microbatches:
 
 
 def _list_stages_with_loss(job: Job) -> List[int]:
-    blocks, last = get_blocks(job.model), len(job.part) - 1
+    blocks, last = get_blocks(job.model), len(job.partition) - 1
     if blocks is None:
         return [last]
     return [s for s in range(last + 1) if s == last or blocks.head(s) is not None]
@@ -343,7 +343,7 @@ def list_faults(job: Job) -> List[str]:
         why = "draws the weight versions at random, which no pipeline of processes does"
         return [f"method: {method.name}: {why}: use backend.name: emulator"]
     faults = list_exactness_faults(job)
-    tied = list(job.part.list_tied(job.model))
+    tied = list(job.partition.list_tied(job.model))
     # a rule corrects weights by state that only the owning stage has
     if tied:
         rules = [rule.key for rule, _ in select_rules(job.config.method_settings(), method) if rule.read is not None]

@@ -324,7 +324,7 @@ def open_file(job: Job, rank: int, recorder: TraceRecorder, first_update: int, o
     `offset_ns`: rank 0's clock minus this rank's clock. The events of an earlier start before `first_update` are moved so that
     they end where this start begins, because its clock may be another one. Its later events are left out.
     """
-    if job.folder is None or not job.traced:
+    if job.folder is None or not job.traced_updates:
         return
     path, metadata = _path_of(job.folder, rank), make_trace_metadata(job)
     earlier = _read_earlier(path, metadata, first_update) if first_update else None
@@ -344,7 +344,7 @@ def open_file(job: Job, rank: int, recorder: TraceRecorder, first_update: int, o
 def read_back(job: Job, rank: int, recorder: TraceRecorder) -> Optional[Trace]:
     """Close the file and return this rank's whole trace, by rank 0's clock; None if there is no file."""
     recorder.close()
-    return read_store(_path_of(job.folder, rank)) if job.folder is not None and job.traced else None
+    return read_store(_path_of(job.folder, rank)) if job.folder is not None and job.traced_updates else None
 
 
 def _path_of(folder: Path, rank: int) -> Path:
