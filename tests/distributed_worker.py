@@ -109,7 +109,7 @@ def run_case(case: Case, rank: int, placement: Sequence[int]) -> Dict[str, torch
     data = data_of(case, numbers)
     stages = len(placement)
     names = begins(model, stages)
-    part = partition(model, data[0][0], names, one_stage=method.one_stage)
+    part = partition(model, data[0][0], names, one_stage=method.one_stage_reason)
     schedule = make_schedule(method, stages, len(data), accumulate, drains_of(case), switch * accumulate)
     table = VersionTable(schedule, method)
     layout = RankLayout(rank, tuple(placement))

@@ -69,7 +69,7 @@ def test_timelines_have_the_lengths_of_the_paper(P: int) -> None:
 
 def test_a_drain_ends_a_round() -> None:
     schedule = make_schedule(resolve_method("local_sgd", {"local_steps": 5}), 3, 24, 2, drains=[6])
-    assert [schedule.stretch(k) for k in (0, 2, 3, 7, 8, 11)] == [(0, 3), (0, 3), (3, 8), (3, 8), (8, 12), (8, 12)]
+    assert [schedule.get_drain_interval(k) for k in (0, 2, 3, 7, 8, 11)] == [(0, 3), (0, 3), (3, 8), (3, 8), (8, 12), (8, 12)]
 
 
 # ---- what is drawn

@@ -112,7 +112,7 @@ def emulated(case: Case, ranks: int) -> Dict[str, torch.Tensor]:
     method, model = resolve_method(method_name, args), worker.fresh(model_name)
     numbers = worker.numbers_of(case, model)
     data = worker.data_of(case, numbers)
-    part = partition(model, data[0][0], worker.begins(model, ranks), one_stage=method.one_stage)
+    part = partition(model, data[0][0], worker.begins(model, ranks), one_stage=method.one_stage_reason)
     schedule = make_schedule(method, ranks, len(data), accumulate, worker.drains_of(case), switch * accumulate)
     table = VersionTable(schedule, method)
     make = ADAMW if "adamw" in name else SGD

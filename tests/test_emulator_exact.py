@@ -35,7 +35,7 @@ cross_entropy = nn.functional.cross_entropy
 def make_emulator(
     model: nn.Module, method: Method, schedule: Any, optimizer: Any, example: Any, args: Any = {}, switch: int = 0
 ) -> Emulator:
-    part = partition(model, example[0], one_stage=method.one_stage)
+    part = partition(model, example[0], one_stage=method.one_stage_reason)
     table = VersionTable(schedule, method)
     rate = optimizer.param_groups[0]["lr"]
     rules = UpdateRules(args, method, table.rule_lag(), schedule.accumulate, optimizer, lambda k: rate, switch)
@@ -54,7 +54,7 @@ def emulate(
     losses: Optional[List[float]] = None,
 ) -> Emulator:
     """Train `model` and append the loss of each update to `losses`."""
-    part = partition(model, data[0][0], one_stage=method.one_stage)
+    part = partition(model, data[0][0], one_stage=method.one_stage_reason)
     schedule = make_schedule(method, len(part), len(data), accumulate, drains, switch * accumulate)
     optimizer = make_optimizer(make_groups(model, part))
     emulator = make_emulator(model, method, schedule, optimizer, data[0], args, switch)

@@ -136,7 +136,7 @@ def test_orders_run_flush_and_take_microbatches_in_order(name: str, P: int, M: i
         M -= M % P  # whole rounds
     v = METHODS[name].order.stages_per_device  # type: ignore[union-attr]
     schedule = make_schedule(METHODS[name], P * v, 2 * M + (M if P > 1 else 0), M, drains=[M])
-    assert all(piece.ascends() for stretch in schedule.stretches for piece in stretch.pieces.values())
+    assert all(table.is_in_order() for stretch in schedule.stretches for table in stretch.tables.values())
     slots = {kind: schedule.slots(kind, 0, schedule.microbatches) for kind in schedule.passes}
     whole = {(s, m) for s, m in zip(*map(list, schedule.is_whole.nonzero()))}
     for kind, table in slots.items():
@@ -199,7 +199,7 @@ def test_a_long_run_repeats_its_middle(args: Dict[str, Any], P: int, M: int) -> 
     schedule = make_schedule(method, stages, M, 1)
     whole = lay_out(make_device_rows(method, stages, M))
     for kind in schedule.passes:
-        assert (schedule.slots(kind, 0, M) == whole.pieces[kind].find_slots(np.arange(M))).all()
+        assert (schedule.slots(kind, 0, M) == whole.tables[kind].find_slots(np.arange(M))).all()
     versions = VersionTable(schedule, method)
     lags = np.arange(M) - versions.forward(0, M)
     assert lags[:, M // 2 :].max(axis=1).tolist() == versions.greatest_lag().tolist()

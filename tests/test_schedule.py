@@ -142,9 +142,9 @@ def test_drains_that_split_a_batch_or_lie_outside_are_refused(drain: int) -> Non
 
 def test_stretches_lie_between_drains() -> None:
     drained = make_schedule(METHODS["pipedream"], 3, 40, 4, drains=[8, 24])
-    assert [drained.stretch(k) for k in (0, 1, 2, 5, 6, 9)] == [(0, 2), (0, 2), (2, 6), (2, 6), (6, 10), (6, 10)]
+    assert [drained.get_drain_interval(k) for k in (0, 1, 2, 5, 6, 9)] == [(0, 2), (0, 2), (2, 6), (2, 6), (6, 10), (6, 10)]
     for name in ("naive", "gpipe", "pipedream_flush"):  # empty after every update, or within it
-        assert [make_schedule(METHODS[name], 3, 40, 4).stretch(k) for k in (0, 3, 9)] == [(0, 1), (3, 4), (9, 10)]
+        assert [make_schedule(METHODS[name], 3, 40, 4).get_drain_interval(k) for k in (0, 3, 9)] == [(0, 1), (3, 4), (9, 10)]
 
 
 def test_needs() -> None:

@@ -129,7 +129,7 @@ class Engine:
 
         Every process calls this after each update. All end after the same update, where the pipeline is empty.
         """
-        if self.job.schedule.stretch(done - 1)[1] > done:
+        if self.job.schedule.get_drain_interval(done - 1)[1] > done:
             return self.job.updates
         return done if run_on_main(lambda: stop_requested) else self.job.updates
 

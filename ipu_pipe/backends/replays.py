@@ -277,10 +277,10 @@ class RandomizedReplays:
         self._table, self._history, self._batches, self._seed = table, history, batches, seed
         self._schedule, self.stages = table.schedule, table.schedule.stages
         self.count = self.stages * self._schedule.microbatches
-        self._constant = history.constant(self.stages) if history.delays == "offsets" else None
+        self._constant = history.compute_offsets(self.stages) if history.delays == "offsets" else None
         # PipeDream has windows of at most 3P slots with at most P block updates each; extrapolation reads one more iterate
         exact = history.delays == "schedule"
-        self.reach = 2 + (3 * self.stages**2 if exact else history.bound_for(self.stages))
+        self.reach = 2 + (3 * self.stages**2 if exact else history.get_bound(self.stages))
         # the updates of each stage before each block of iterations
         self._updates: Dict[int, IntArray] = {0: np.zeros(self.stages, np.int64)}
         self._drawn: Tuple[int, NDArray[np.float64]] = (-1, np.zeros((0, 0)))
@@ -338,7 +338,7 @@ class RandomizedReplays:
         since = number - self._schedule.find_drains(number // self.stages) * self.stages
         if self._constant is not None:
             return np.minimum(self._constant[:, None], since)
-        most = np.minimum(self._history.bound_for(self.stages), since)
+        most = np.minimum(self._history.get_bound(self.stages), since)
         return _index(self._uniform(first, last)[: self.stages], most + 1)
 
     def _uniform(self, first: int, last: int) -> NDArray[np.float64]:

@@ -92,7 +92,7 @@ class OuterOptimizer:
         """Return the indices of the weights of the fragment that the round of `step` synchronizes."""
         stages, rounds = work.schedule.stages, work.method.rounds
         assert rounds is not None
-        turn = (work.schedule.stretch(step)[1] - 1) // rounds.interval(stages) + self.settings.offset
+        turn = (work.schedule.get_drain_interval(step)[1] - 1) // rounds.interval(stages) + self.settings.offset
         turn %= self.settings.count_fragments(stages)
         return [i for i, fragment in enumerate(self._fragments) if fragment == turn]
 
@@ -218,7 +218,7 @@ class IndependentReplicas:
 
     def end_replica_step(self, work: Work, step: int) -> None:
         """Give the model's weights to the outer optimizer if `step` is `delay` steps before the end of its round."""
-        if self._outer is not None and work.schedule.stretch(step)[1] - self._outer.settings.delay == step + 1:
+        if self._outer is not None and work.schedule.get_drain_interval(step)[1] - self._outer.settings.delay == step + 1:
             weights = [p.data for p in self._parameters]
             self._outer.take(self._entered, self._outer.list_chosen(work, step), weights)
 
@@ -227,7 +227,7 @@ class IndependentReplicas:
 
         All replicas have done the step. The first one is in the model afterwards.
         """
-        if work.schedule.stretch(step)[1] != step + 1:
+        if work.schedule.get_drain_interval(step)[1] != step + 1:
             return
         self._save()
         with torch.no_grad():

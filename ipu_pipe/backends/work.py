@@ -142,7 +142,7 @@ def list_exactness_faults(job: Job) -> List[str]:
             )
     # a file of rows may have another order than the microbatches'
     file = method.order.file if method.order is not None else None
-    if file and not all(stretch.pieces[Kind.FORWARD].ascends() for stretch in job.schedule.stretches):
+    if file and not all(stretch.tables[Kind.FORWARD].is_in_order() for stretch in job.schedule.stretches):
         norms = [name for name, module in job.model.named_modules() if isinstance(module, nn.modules.batchnorm._NormBase)]
         changed = [*norms, *job.effects.buffers]
         if changed:

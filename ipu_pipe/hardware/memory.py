@@ -107,7 +107,7 @@ def count_kept(method: Method, stages: int, accumulate: int, recompute: bool, lo
     in_flight: Sequence[float] = schedule.max_in_flight().tolist()
     # stages of one device have their peaks at different times
     if method.order is not None:
-        counts = schedule.count_held(method.order.weight_share)
+        counts = schedule.count_at_peak(method.order.weight_share)
         in_flight = np.ceil(counts).tolist() if recompute else counts
     microbatches = count_kept_microbatches(in_flight, recompute, method.segments, method.turn)
     if recompute and lockstep:

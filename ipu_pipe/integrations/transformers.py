@@ -440,7 +440,7 @@ class PipelineTrainer(Trainer):
     def _is_drained(self) -> bool:
         """Whether the pipeline is empty after the newest update."""
         done = self.state.global_step
-        return self._job is None or not done or self._job.schedule.stretch(done - 1)[1] == done
+        return self._job is None or not done or self._job.schedule.get_drain_interval(done - 1)[1] == done
 
     def _follow_main(self) -> None:
         """Copy the control flags of the first process's callbacks if no process is ahead of another."""

@@ -283,7 +283,7 @@ def place_whole(config: Config, method: Method, model: nn.Module, x: Any) -> Pla
     """Place all stages in this process. `x`: one microbatch of input. Raise `BadInput` if the model has no such stages."""
     if method.structure is not None:
         return place_blocks(config, method, model, x)
-    return Placed(model, partition(model, x, config.stages, one_stage=method.one_stage))
+    return Placed(model, partition(model, x, config.stages, one_stage=method.one_stage_reason))
 
 
 def place_blocks(
@@ -296,6 +296,6 @@ def place_blocks(
         raise BadInput(f"stages.by: time: {why}")
     take = make_take(config, of_heads=not find_structure(method.structure).trains_last)
     model, part = make_blocks(
-        model, x, method.structure, config.stages, config.seed, count, resolve_head(config), method.one_stage or "", take
+        model, x, method.structure, config.stages, config.seed, count, resolve_head(config), method.one_stage_reason or "", take
     )
     return Placed(model, part, None if local_block is None else [local_block])

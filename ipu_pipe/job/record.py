@@ -224,7 +224,7 @@ class Job(Setup):
 
     def count_updates_done(self, k: int) -> int:
         """Return the number of updates that the first stage has done when the loss of update k is known."""
-        return min(k + self.count_updates_ahead() + 1, self.schedule.stretch(k)[1])
+        return min(k + self.count_updates_ahead() + 1, self.schedule.get_drain_interval(k)[1])
 
     def count_batches_begun(self, k: int) -> int:
         """Return the number of batches that have started when the loss of update k is known.
@@ -235,7 +235,7 @@ class Job(Setup):
             return k + 1
         # the round must end, so that replicas are averaged
         if self.method.rounds is not None:
-            return self.schedule.stretch(k)[1]
+            return self.schedule.get_drain_interval(k)[1]
         last = self.count_updates_done(k) - 1
         first_stage, batch = slice(0, 1), self.schedule.accumulate
         slot = self.schedule.slots(Kind.UPDATE, last, last + 1, first_stage)[0]

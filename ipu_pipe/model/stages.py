@@ -71,7 +71,7 @@ def partition(
     times what it must, else at any modules, nested ones too (see `ipu_pipe.model.balance`). `between_top`: always cut between
     top-level modules if there are enough, for backends that send activations.
     `one_stage`: the reason why all uses of a weight must be in one stage, None if they need not
-    (`schedule.methods.Method.one_stage`).
+    (`schedule.methods.Method.one_stage_reason`).
 
     Raise `BadInput` for unknown module names, impossible counts, or a weight of two stages that must be in one.
     """

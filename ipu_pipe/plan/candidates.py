@@ -138,7 +138,7 @@ def _list_accumulations(row: Method, depth: int, most: int) -> List[int]:
     if row.order is not None:
         if most < 2 * depth:
             return []
-        return [most - most % depth if most > depth and not row.order.turns and not row.order.fixed else most]
+        return [most - most % depth if most > depth and not row.order.is_v and not row.order.fixed else most]
     if row.pipeline is Pipeline.FILL_DRAIN:
         return [most >> k for k in range(most.bit_length())]
     return [most]

@@ -109,10 +109,10 @@ def list_needs(
     if action.kind is Kind.UPDATE:
         batch = range(action.index * accumulate, (action.index + 1) * accumulate)
         return [Action(passes[-1], microbatch, action.stage, action.replica) for microbatch in batch]
-    before = []
+    needs = []
     for kind, offset in get_pass_needs(action.kind, local, action.stage in heads):
         stage = action.stage + offset
         if 0 <= stage < stages:
             ends_later = kind is Kind.INPUT_GRADIENT and offset > 0 and (stage, action.index) in whole
-            before.append(Action(Kind.WEIGHT_GRADIENT if ends_later else kind, action.index, stage, action.replica))
-    return before
+            needs.append(Action(Kind.WEIGHT_GRADIENT if ends_later else kind, action.index, stage, action.replica))
+    return needs

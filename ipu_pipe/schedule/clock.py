@@ -48,6 +48,9 @@ class Transfer(NamedTuple):
     links: Tuple[str, ...] = ()
 
 
+NOTHING = Transfer()
+
+
 @dataclass(frozen=True)
 class Costs:
     """Durations by stage, in any unit of time. Raise `BadInput` unless there is one for every stage and boundary.
@@ -78,7 +81,7 @@ class Costs:
     def __post_init__(self) -> None:
         # a damaged trace may lack figures of some stages
         stages = len(self.forward)
-        for key, figures, count, optional in (
+        for key, figures, expected, optional in (
             ("backward", self.backward, stages, False),
             ("update", self.update, stages, False),
             ("weight_gradient", self.weight_gradient, stages, True),
@@ -86,8 +89,8 @@ class Costs:
             ("back", self.back, stages - 1, True),
             ("reduce", self.reduce, stages, True),
         ):
-            if len(figures) != count and (figures or not optional):
-                raise BadInput(f"costs: {key}: {len(figures)} figures: expected {count} for {stages} stages")
+            if len(figures) != expected and (figures or not optional):
+                raise BadInput(f"costs: {key}: {len(figures)} figures: expected {expected} for {stages} stages")
 
     def get_durations(self, passes: Sequence[Kind]) -> Dict[Kind, Sequence[float]]:
         """Return the durations of each of these passes, by stage."""
@@ -98,8 +101,10 @@ class Costs:
         first = [whole - part for whole, part in zip(self.backward, second)]
         return {Kind.FORWARD: self.forward, Kind.INPUT_GRADIENT: first, Kind.WEIGHT_GRADIENT: second}
 
-    def get_transfer(self, source: int, target: int) -> Transfer:
-        """Return the transfer between two neighbouring stages."""
+    def get_transfer(self, source: int, target: int, placement: Sequence[int]) -> Transfer:
+        """Return the transfer between two neighbouring stages; an empty one if they are on one device."""
+        if placement[source] == placement[target]:
+            return NOTHING
         transfers = self.onward if target > source else self.back
         return transfers[min(source, target)] if transfers else Transfer(self.link)
 
@@ -134,8 +139,8 @@ def clock(
     of their slots.
     """
     count = schedule.microbatches if microbatches is None else microbatches
-    make = _LockstepPlayer if costs.lockstep else _EagerPlayer
-    player = make(schedule, costs, count, tuple(placement) or schedule.device_of_stage)
+    discipline = _LockstepPlayer if costs.lockstep else _EagerPlayer
+    player = discipline(schedule, costs, count, tuple(placement) or schedule.device_of_stage)
     player.play()
     return player.get_times()
 
@@ -152,20 +157,20 @@ def estimate_run_time(schedule: Schedule, costs: Costs, microbatches: int, place
 
     A long run is played only at its beginning, and extrapolated on the line through half and all of that.
     """
-    batch = schedule.accumulate
-    known = min(schedule.microbatches, microbatches)
-    most = max(MOST_SIMULATED // schedule.stages, 8 * schedule.stages, 4 * batch) // (2 * batch) * 2 * batch
-    if known <= most:
+    N = schedule.accumulate
+    scheduled = min(schedule.microbatches, microbatches)
+    played = max(MOST_SIMULATED // schedule.stages, 8 * schedule.stages, 4 * N) // (2 * N) * 2 * N
+    if scheduled <= played:
         # the schedule may be one batch, which the run repeats
-        return clock(schedule, costs, known, placement).finish * (microbatches / known)
-    times = clock(schedule, costs, most, placement)
-    half, whole = _find_finish(times, most // 2, batch), times.finish
-    return whole + (microbatches - most) * (whole - half) / (most - most // 2)
+        return clock(schedule, costs, scheduled, placement).finish * (microbatches / scheduled)
+    times = clock(schedule, costs, played, placement)
+    half, whole = _find_finish(times, played // 2, N), times.finish
+    return whole + (microbatches - played) * (whole - half) / (played - played // 2)
 
 
-def _find_finish(times: Times, count: int, batch: int) -> float:
+def _find_finish(times: Times, count: int, accumulate: int) -> float:
     """Return the time at which the first `count` microbatches are complete."""
-    ends = [end[:, : count // batch if kind is Kind.UPDATE else count] for kind, end in times.end.items()]
+    ends = [end[:, : count // accumulate if kind is Kind.UPDATE else count] for kind, end in times.end.items()]
     return max(float(end.max()) for end in ends if end.size)
 
 
@@ -175,8 +180,8 @@ def compute_busy_share(schedule: Schedule, placement: Sequence[int]) -> float:
         return schedule.busy_share()
     # stages that share a device run later than their slots
     costs = replace(make_slot_costs(schedule), slot=0.0)
-    work = schedule.microbatches * (sum(costs.forward) + sum(costs.backward))
-    return work / (estimate_run_time(schedule, costs, schedule.microbatches, placement) * len(set(placement)))
+    busy = schedule.microbatches * (sum(costs.forward) + sum(costs.backward))
+    return busy / (estimate_run_time(schedule, costs, schedule.microbatches, placement) * len(set(placement)))
 
 
 class Bubbles(NamedTuple):
@@ -194,7 +199,7 @@ class Bubbles(NamedTuple):
 def compute_bubbles(
     schedule: Schedule, durations: Sequence[float], link: float = 0.0, work: Sequence[float] = ()
 ) -> Bubbles:
-    """Measure the bubbles of a schedule: F, I and W of a device's microbatch take `durations`, and a message takes `link`.
+    """Return the bubbles of a schedule: F, I and W of a device's microbatch take `durations`, and a message takes `link`.
 
     The stages of a device share its durations. `work`: the work of each stage in any unit, if stages are unequal; `durations`
     then belong to the mean device.
@@ -202,17 +207,18 @@ def compute_bubbles(
     devices = schedule.device_of_stage
     work = work or [1 / devices.count(device) for device in devices]
     shares = [part * len(set(devices)) / sum(work) for part in work]
-    forward, rest, weight = durations
+    F, I, W = durations  # noqa: E741
     costs = Costs(
-        [forward * share for share in shares], [(rest + weight) * share for share in shares], [0.0] * schedule.stages,
-        link, weight_gradient=[weight * share for share in shares],
+        [F * share for share in shares], [(I + W) * share for share in shares], [0.0] * schedule.stages,
+        link, weight_gradient=[W * share for share in shares],
     )  # fmt: skip
     times = clock(schedule, costs)
     begin = times.start[Kind.FORWARD].min(axis=1)
     end = np.max([times.end[kind].max(axis=1) for kind in schedule.passes], axis=0)
-    rows = [list_stages(devices, device) for device in set(devices)]
-    makespan, span = float(end.max() - begin.min()), max(float(end[row].max() - begin[row].min()) for row in rows)
-    ideal = schedule.microbatches * sum(durations) * max(sum(shares[stage] for stage in row) for row in rows)
+    stages_by_device = [list_stages(devices, device) for device in set(devices)]
+    makespan = float(end.max() - begin.min())
+    span = max(float(end[stages].max() - begin[stages].min()) for stages in stages_by_device)
+    ideal = schedule.microbatches * sum(durations) * max(sum(shares[s] for s in stages) for stages in stages_by_device)
     return Bubbles(makespan, span, *((cost - ideal) / cost if cost else 0.0 for cost in (makespan, span)))
 
 
@@ -225,16 +231,12 @@ def sum_link_times(flows: Iterable[Tuple[int, Transfer]]) -> Dict[str, float]:
     return busy
 
 
-def get_transfer(placement: Sequence[int], costs: Costs, source: int, target: int) -> Transfer:
-    """Return the transfer between two neighbouring stages; an empty one if they are on one device."""
-    return Transfer() if placement[source] == placement[target] else costs.get_transfer(source, target)
-
-
 class _Player:
     """The common part of both disciplines.
 
-    A *pass* is the number kind * P + stage, with kinds numbered in the order of `schedule.passes`. A pass and a microbatch are
-    one action.
+    The *number of a pass* is kind * P + stage, with kinds numbered in the order of `schedule.passes`: on two stages F, F, B, B.
+    By this number: `duration`, `device_of_pass`, and the rows of `start` and `end`. `passes`: (slot, number, microbatch) in the
+    order of the slots. `transfers`: (number of the sending pass, number of the receiving pass, transfer), for every microbatch.
     """
 
     def __init__(self, schedule: Schedule, costs: Costs, count: int, placement: Sequence[int]) -> None:
@@ -242,41 +244,41 @@ class _Player:
         P, self.kinds = schedule.stages, schedule.passes
         durations = costs.get_durations(self.kinds)
         self.duration = [seconds for kind in self.kinds for seconds in durations[kind]]
-        self.device = [*placement] * len(self.kinds)
-        self.rows = _list_passes(schedule, count)
-        longest = 1 + max(row[-1] for row in self.rows)
-        self.start = [[0.0] * longest for _ in self.duration]
-        self.end = [[0.0] * longest for _ in self.duration]
+        self.device_of_pass = [*placement] * len(self.kinds)
+        self.passes = _list_passes(schedule, count)
+        microbatches = 1 + max(m for _, _, m in self.passes)
+        self.start = [[0.0] * microbatches for _ in self.duration]
+        self.end = [[0.0] * microbatches for _ in self.duration]
         self.updates: List[List[Tuple[float, float]]] = [
             [(0.0, 0.0)] * (count // schedule.accumulate) for _ in range(P)
         ]
         self.link_busy: Dict[str, float] = {}
-        self._missing = [[schedule.accumulate] * (1 + longest // schedule.accumulate) for _ in range(P)]
-        # (source pass, target pass, transfer), for every microbatch
+        # by stage and update: the last passes that it still waits for
+        self._missing = [[schedule.accumulate] * (1 + microbatches // schedule.accumulate) for _ in range(P)]
         self.transfers: List[Tuple[int, int, Transfer]] = []
-        for place, kind in enumerate(self.kinds):
+        for code, kind in enumerate(self.kinds):
             for stage in range(P):
                 for need, offset in get_pass_needs(kind, schedule.local):
                     if offset and 0 <= stage + offset < P:
                         source = self.kinds.index(need) * P + stage + offset
-                        transfer = get_transfer(placement, costs, stage + offset, stage)
-                        self.transfers.append((source, place * P + stage, transfer))
+                        transfer = costs.get_transfer(stage + offset, stage, placement)
+                        self.transfers.append((source, code * P + stage, transfer))
         # (stage, microbatch) of whole backwards among split ones: their second half is done with the first
         self.whole = (
-            set(zip(*(part.tolist() for part in np.nonzero(schedule.is_whole)))) if len(self.kinds) > 2 else set()
+            set(zip(*(index.tolist() for index in np.nonzero(schedule.is_whole)))) if len(self.kinds) > 2 else set()
         )
 
-    def get_pass_duration(self, which: int, microbatch: int) -> float:
+    def get_pass_duration(self, number: int, microbatch: int) -> float:
         """Return the duration of a pass; the first half of a whole backward takes the time of both halves."""
-        stage = which % self.schedule.stages
-        if self.whole and which >= self.schedule.stages and (stage, microbatch) in self.whole:
-            first, second = self.duration[self.schedule.stages + stage], self.duration[2 * self.schedule.stages + stage]
-            return first + second if which < 2 * self.schedule.stages else 0.0
-        return self.duration[which]
+        P = self.schedule.stages
+        if self.whole and number >= P and (number % P, microbatch) in self.whole:
+            input_gradient, weight_gradient = self.duration[P + number % P], self.duration[2 * P + number % P]
+            return input_gradient + weight_gradient if number < 2 * P else 0.0
+        return self.duration[number]
 
-    def complete_pass(self, done: int, microbatch: int) -> Optional[int]:
+    def complete_pass(self, number: int, microbatch: int) -> Optional[int]:
         """Count a completed pass; return the update of its stage that waited only for this pass, None if there is none."""
-        stage = done - (len(self.kinds) - 1) * self.schedule.stages
+        stage = number - (len(self.kinds) - 1) * self.schedule.stages
         if stage < 0:
             return None
         k = microbatch // self.schedule.accumulate
@@ -292,9 +294,9 @@ class _Player:
         """Return the times after `play`."""
         P, count = self.schedule.stages, self.count
         times = Times({}, {}, self.link_busy)
-        for place, kind in enumerate(self.kinds):
+        for code, kind in enumerate(self.kinds):
             for columns, values in ((times.start, self.start), (times.end, self.end)):
-                columns[kind] = np.array([row[:count] for row in values[place * P : (place + 1) * P]], np.float64)
+                columns[kind] = np.array([row[:count] for row in values[code * P : (code + 1) * P]], np.float64)
         pairs = np.array(self.updates, np.float64).reshape(P, -1, 2)
         times.start[Kind.UPDATE], times.end[Kind.UPDATE] = pairs[:, :, 0], pairs[:, :, 1]
         return times
@@ -308,86 +310,88 @@ class _EagerPlayer(_Player):
 
     def play(self, updates: Optional[int] = None) -> None:
         """Play all, or until every stage has made `updates`."""
-        P, costs, device_of = self.schedule.stages, self.costs, self.device
+        P, costs, device_of = self.schedule.stages, self.costs, self.device_of_pass
         # the offset, in a slot with two passes, of the pass after the forward
-        later = costs.slot / 2 if self.schedule.slot_capacity == 2 else 0.0
+        second_offset = costs.slot / 2 if self.schedule.slot_capacity == 2 else 0.0
+        # by device: (earliest start, pass, microbatch) in order
         queues: List[List[Tuple[float, int, int]]] = [[] for _ in range(1 + max(device_of))]
-        for slot, which, m in self.rows:
-            queues[device_of[which]].append((slot * costs.slot + (later if which >= P else 0.0), which, m))
-        coming = [iter(queue) for queue in queues]
-        following = [next(queue, None) for queue in coming]
+        for slot, number, m in self.passes:
+            queues[device_of[number]].append((slot * costs.slot + (second_offset if number >= P else 0.0), number, m))
+        remaining = [iter(queue) for queue in queues]
+        next_passes = [next(queue, None) for queue in remaining]
         # the time at which each device is free again
         free = [0.0] * len(queues)
-        runs = [False] * len(queues)
+        is_busy = [False] * len(queues)
         link_free: Dict[str, float] = {}
         # a heap of (end, order, pass, microbatch)
         running: List[Tuple[float, int, int, int]] = []
-        # the arrival of each pass's input from another stage; needs of its own stage are earlier in its row
+        # the arrival of each pass's input from another stage, by microbatch; needs of its own stage are earlier in its row
         arrivals: List[Optional[List[float]]] = [None] * len(device_of)
-        results: List[Optional[Tuple[int, List[float], Transfer]]] = [None] * len(device_of)
-        for source, which, transfer in self.transfers:
-            moments = arrivals[which] = [math.inf] * len(self.start[0])
-            results[source] = device_of[which], moments, transfer
-        starts, ends, duration, last = self.start, self.end, self.duration, (len(self.kinds) - 1) * P
-        begun, waited = 0, P * updates if updates is not None else -1
+        # by pass: the device that needs its result, the arrivals there, the transfer
+        sends: List[Optional[Tuple[int, List[float], Transfer]]] = [None] * len(device_of)
+        for source, target, transfer in self.transfers:
+            target_arrivals = arrivals[target] = [math.inf] * len(self.start[0])
+            sends[source] = device_of[target], target_arrivals, transfer
+        starts, ends, duration, first_last_pass = self.start, self.end, self.duration, (len(self.kinds) - 1) * P
+        begun, updates_left = 0, P * updates if updates is not None else -1
 
-        def send(transfer: Transfer, at: float) -> float:
-            """Return the arrival of a transfer that is ready at the time `at`."""
+        def send(transfer: Transfer, ready: float) -> float:
+            """Return the arrival of a transfer that is ready at this time."""
             seconds, latency, links = transfer
             for link in links:
-                if link in link_free and link_free[link] > at:
-                    at = link_free[link]
-            at += seconds
+                if link in link_free and link_free[link] > ready:
+                    ready = link_free[link]
+            end = ready + seconds
             for link in links:
-                link_free[link] = at
-            return at + latency
+                link_free[link] = end
+            return end + latency
 
-        # devices that may continue
-        ready: Sequence[int] = range(len(queues))
-        while waited:
-            for device in ready:
-                action = following[device]
-                if action is None:
+        may_continue: Sequence[int] = range(len(queues))
+        while updates_left:
+            # begin the next pass of each of these devices, if its input has been sent
+            for device in may_continue:
+                next_pass = next_passes[device]
+                if next_pass is None:
                     continue
-                start, which, m = action
+                start, number, m = next_pass
                 if free[device] > start:
                     start = free[device]
-                needed = arrivals[which]
-                if needed is not None and needed[m] > start:
-                    start = needed[m]
-                    # its input has not been sent yet
+                input_arrivals = arrivals[number]
+                if input_arrivals is not None and input_arrivals[m] > start:
+                    start = input_arrivals[m]
                     if start == math.inf:
                         continue
-                end = start + (self.get_pass_duration(which, m) if self.whole else duration[which])
-                starts[which][m] = start
-                ends[which][m] = free[device] = end
-                following[device], runs[device] = next(coming[device], None), True
+                end = start + (self.get_pass_duration(number, m) if self.whole else duration[number])
+                starts[number][m] = start
+                ends[number][m] = free[device] = end
+                next_passes[device], is_busy[device] = next(remaining[device], None), True
                 begun += 1
-                heapq.heappush(running, (end, begun, which, m))
+                heapq.heappush(running, (end, begun, number, m))
             if not running:
                 break
-            end, _, done, m = heapq.heappop(running)
-            this = device_of[done]
-            if done >= last:
-                k = self.complete_pass(done, m)
+            # complete the pass that ends first: update its stage, send its result
+            end, _, number, m = heapq.heappop(running)
+            device = device_of[number]
+            if number >= first_last_pass:
+                k = self.complete_pass(number, m)
                 if k is not None:
-                    stage = done - last
+                    stage = number - first_last_pass
                     start = send(costs.reduce[stage], end) if costs.reduce else end
-                    free[this] = start + costs.update[stage]
-                    self.note_update(stage, k, start, free[this])
-                    waited -= updates is not None and k < updates
-            runs[this], ready = False, (this,)
-            result = results[done]
+                    free[device] = start + costs.update[stage]
+                    self.note_update(stage, k, start, free[device])
+                    updates_left -= updates is not None and k < updates
+            is_busy[device], may_continue = False, (device,)
+            result = sends[number]
             if result is not None:
-                device, moments, transfer = result
-                moments[m] = send(transfer, end)
-                if not runs[device]:
-                    ready = (device, this) if device != this else ready
+                receiver, target_arrivals, transfer = result
+                target_arrivals[m] = send(transfer, end)
+                if receiver != device and not is_busy[receiver]:
+                    may_continue = (receiver, device)
 
     def get_times(self) -> Times:
         """Return the times after `play`; every transfer occupies its links once."""
-        passes = Counter(which for _, which, _ in self.rows)
-        flows = [(passes[source], transfer) for source, _, transfer in self.transfers]
+        counts = Counter(number for _, number, _ in self.passes)
+        flows = [(counts[source], transfer) for source, _, transfer in self.transfers]
         flows += [(missing.count(0), transfer) for missing, transfer in zip(self._missing, self.costs.reduce)]
         self.link_busy = sum_link_times(flows)
         return super().get_times()
@@ -409,26 +413,27 @@ class _LockstepPlayer(_Player):
         now = 0.0
         # update -> stages that have completed its batch
         waiting: Dict[int, List[int]] = {}
-        for _, rows in groupby(self.rows, key=lambda row: row[0]):
-            cycle = list(rows)
-            if costs.enter and any(done == 0 for _, done, _ in cycle):
+        for _, passes in groupby(self.passes, key=lambda one: one[0]):
+            cycle = list(passes)
+            if costs.enter and any(number == 0 for _, number, _ in cycle):
                 now += costs.enter
                 self.link_busy[HOST] = self.link_busy.get(HOST, 0.0) + costs.enter
-            used = dict.fromkeys(self.device, now)
+            # the time until which each device is busy
+            free = dict.fromkeys(self.device_of_pass, now)
             sent: List[Transfer] = []
-            for _, done, m in cycle:
-                device, stage = self.device[done], done % P
-                start, used[device] = used[device], used[device] + self.get_pass_duration(done, m)
-                self.start[done][m], self.end[done][m] = start, used[device]
-                sent += sends.get(done, ())
-                k = self.complete_pass(done, m)
-                if k is not None and self.schedule.stretch(k)[1] == k + 1:
+            for _, number, m in cycle:
+                device, stage = self.device_of_pass[number], number % P
+                start, free[device] = free[device], free[device] + self.get_pass_duration(number, m)
+                self.start[number][m], self.end[number][m] = start, free[device]
+                sent += sends.get(number, ())
+                k = self.complete_pass(number, m)
+                if k is not None and self.schedule.get_drain_interval(k)[1] == k + 1:
                     waiting.setdefault(k, []).append(stage)
                 elif k is not None:
-                    start = used[device] + (sum(costs.reduce[stage][:2]) if costs.reduce else 0.0)
-                    used[device] = start + costs.update[stage]
-                    self.note_update(stage, k, start, used[device])
-            now = max(used.values()) + self._exchange(sent)
+                    start = free[device] + (sum(costs.reduce[stage][:2]) if costs.reduce else 0.0)
+                    free[device] = start + costs.update[stage]
+                    self.note_update(stage, k, start, free[device])
+            now = max(free.values()) + self._exchange(sent)
             for k in [k for k, stages in waiting.items() if len(stages) == P]:
                 now += self._exchange(costs.reduce)
                 for stage in waiting.pop(k):
@@ -438,15 +443,15 @@ class _LockstepPlayer(_Player):
     def _exchange(self, transfers: Iterable[Transfer]) -> float:
         """Return the time until transfers that begin together have all arrived."""
         busy: Dict[str, float] = {}
-        alone, latency = 0.0, 0.0
+        longest, latency = 0.0, 0.0
         for transfer in transfers:
             latency = max(latency, transfer.latency)
-            alone = max(alone, transfer.seconds)
+            longest = max(longest, transfer.seconds)
             for link in transfer.links:
                 busy[link] = busy.get(link, 0.0) + transfer.seconds
         for link, seconds in busy.items():
             self.link_busy[link] = self.link_busy.get(link, 0.0) + seconds
-        return max([alone, *busy.values()]) + latency
+        return max([longest, *busy.values()]) + latency
 
 
 def _list_passes(schedule: Schedule, count: int) -> List[Tuple[int, int, int]]:
@@ -454,15 +459,15 @@ def _list_passes(schedule: Schedule, count: int) -> List[Tuple[int, int, int]]:
     passes = schedule.passes
     end = 1 + max(int(schedule.slots(kind, 0, count).max()) for kind in passes)
     columns = []
-    for order, kind in enumerate(passes):
-        ascends = all(stretch.pieces[kind].ascends() for stretch in schedule.stretches)
-        reach = int(schedule.count_before(kind, np.array([end])).max()) if ascends else schedule.microbatches
+    for code, kind in enumerate(passes):
+        is_in_order = all(stretch.tables[kind].is_in_order() for stretch in schedule.stretches)
+        reach = int(schedule.count_before(kind, np.array([end])).max()) if is_in_order else schedule.microbatches
         slots = schedule.slots(kind, 0, reach)
         stage, microbatch = np.nonzero(slots < end)
-        columns.append(np.stack([slots[stage, microbatch], order * schedule.stages + stage, microbatch]))
-    slot, which, microbatch = np.concatenate(columns, axis=1)
-    by_slot = np.lexsort((microbatch, which, slot))
-    return list(zip(slot[by_slot].tolist(), which[by_slot].tolist(), microbatch[by_slot].tolist()))
+        columns.append(np.stack([slots[stage, microbatch], code * schedule.stages + stage, microbatch]))
+    slot, number, microbatch = np.concatenate(columns, axis=1)
+    by_slot = np.lexsort((microbatch, number, slot))
+    return list(zip(slot[by_slot].tolist(), number[by_slot].tolist(), microbatch[by_slot].tolist()))
 
 
 # ---- the clock's fast path: the eager discipline without contention of transfers, in array operations
@@ -470,8 +475,6 @@ def _list_passes(schedule: Schedule, count: int) -> List[Tuple[int, int, int]]:
 # It computes all passes of a slot at once: the start of a pass depends only on its device's last pass and on its needs. If no
 # two transfers meet on a link, the times equal the clock's bit for bit; otherwise the clock's times are not earlier. The
 # planner times many candidates with it in a fraction of the time of playing them.
-
-NOTHING = Transfer()
 
 
 class UncontendedTimes(NamedTuple):
@@ -485,26 +488,26 @@ class UncontendedTimes(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """Passes that begin together, as slices and places of the arrays of `_Program`.
+    """Actions that begin together. The number of an action is pass * M + microbatch, passes numbered as in `_Player`.
 
-    first, end: the range of these passes in the order of the program. device: the device of each pass. place: pass * M +
-    microbatch. goes_to: the places of the passes that need them. completes: (position in the step, stage, number of the update)
-    of the passes after which a stage makes an update.
+    first, end: the range of these actions in the order of the program. device: the device of each. action: its number.
+    needed_by: the number of the action on another stage that needs its result. completes: (position in the step, stage, update)
+    of the actions after which a stage makes an update.
     """
 
     first: int
     end: int
     device: IntArray
-    place: IntArray
-    goes_to: IntArray
+    action: IntArray
+    needed_by: IntArray
     completes: Optional[Tuple[IntArray, IntArray, IntArray]]
 
 
 class _Program(NamedTuple):
-    """A schedule as `steps`; `passes` and `places`: the pass (numbered as in `_Player`) and the place of each action in order."""
+    """A schedule as `steps`; `passes` and `actions`: the numbers of all actions and of their passes, in order."""
 
     passes: IntArray
-    places: IntArray
+    actions: IntArray
     steps: Tuple[_Step, ...]
 
 
@@ -520,10 +523,10 @@ def time_uncontended(schedule: Schedule, costs: Costs, updates: int) -> Unconten
     duration = np.array([durations[kind] for kind in schedule.passes], np.float64).ravel()[program.passes]
     # the first half of a whole backward takes the time of both halves
     if schedule.stretches[0].whole is not None:
-        halves = np.repeat(np.array([durations[kind] for kind in schedule.passes], np.float64)[:, :, None], M, axis=2)
-        halves[1] += np.where(schedule.is_whole, halves[2], 0.0)
-        halves[2][schedule.is_whole] = 0.0
-        duration = halves.ravel()[program.places]
+        by_kind = np.repeat(np.array([durations[kind] for kind in schedule.passes], np.float64)[:, :, None], M, axis=2)
+        by_kind[1] += np.where(schedule.is_whole, by_kind[2], 0.0)
+        by_kind[2][schedule.is_whole] = 0.0
+        duration = by_kind.ravel()[program.actions]
     transfers = _list_transfers(schedule, costs)
     seconds, latency = (
         np.array(column, np.float64)[program.passes] for column in zip(*(transfer[:2] for transfer in transfers))
@@ -532,36 +535,36 @@ def time_uncontended(schedule: Schedule, costs: Costs, updates: int) -> Unconten
     reduce_seconds, reduce_latency = (
         np.array(column, np.float64) for column in zip(*(transfer[:2] for transfer in reduce))
     )
-    updating = np.array(costs.update, np.float64)
+    update_seconds = np.array(costs.update, np.float64)
     free = np.zeros(1 + max(schedule.device_of_stage))
-    # the arrival of the input of the pass at each place; the last place is a dummy target
+    # the arrival of each action's input from another stage; the last entry is for results that no other stage needs
     arrival = np.zeros(len(schedule.passes) * P * M + 1)
     ends = np.empty(len(program.passes))
     update_ends = np.zeros((P, schedule.update_count))
-    for first, end, device, place, goes_to, completes in program.steps:
-        until = np.maximum(free[device], arrival[place])
-        until += duration[first:end]
-        ends[first:end] = free[device] = until
-        arrival[goes_to] = (until + seconds[first:end]) + latency[first:end]
+    for first, end, device, action, needed_by, completes in program.steps:
+        step_ends = np.maximum(free[device], arrival[action])
+        step_ends += duration[first:end]
+        ends[first:end] = free[device] = step_ends
+        arrival[needed_by] = (step_ends + seconds[first:end]) + latency[first:end]
         if completes is not None:
-            which, stage, k = completes
-            updated = until[which] + reduce_seconds[stage]
+            position, stage, k = completes
+            updated = step_ends[position] + reduce_seconds[stage]
             updated += reduce_latency[stage]
-            updated += updating[stage]
-            update_ends[stage, k] = free[device[which]] = updated
-    by_place = np.empty_like(ends)
-    by_place[program.places] = ends
-    asked = update_ends[:, :updates]
-    has_contention = _do_transfers_meet(schedule, transfers, reduce, by_place.reshape(-1, M), float(asked.max()))
-    return UncontendedTimes(asked, has_contention)
+            updated += update_seconds[stage]
+            update_ends[stage, k] = free[device[position]] = updated
+    ends_by_action = np.empty_like(ends)
+    ends_by_action[program.actions] = ends
+    first_ends = update_ends[:, :updates]
+    until = float(first_ends.max())
+    return UncontendedTimes(first_ends, _has_contention(schedule, transfers, reduce, ends_by_action.reshape(-1, M), until))
 
 
 def _list_transfers(schedule: Schedule, costs: Costs) -> List[Transfer]:
     """Return the transfer of the result of each pass."""
     P = schedule.stages
     devices = schedule.device_of_stage
-    onward = [get_transfer(devices, costs, s, s + 1) for s in range(P - 1)]
-    back = [] if schedule.local else [get_transfer(devices, costs, s, s - 1) for s in range(1, P)]
+    onward = [costs.get_transfer(s, s + 1, devices) for s in range(P - 1)]
+    back = [] if schedule.local else [costs.get_transfer(s, s - 1, devices) for s in range(1, P)]
     none = [NOTHING] * P
     return [*onward, NOTHING, NOTHING, *back, *none][: 2 * P] + none * (len(schedule.passes) - 2)
 
@@ -571,39 +574,39 @@ def _make_program(schedule: Schedule) -> _Program:
     P, M, N, kinds = schedule.stages, schedule.microbatches, schedule.accumulate, len(schedule.passes)
     slots = np.stack([schedule.slots(kind, 0, M) for kind in schedule.passes])
     begins = slots * 2 + (np.arange(kinds) > 0)[:, None, None] * (schedule.slot_capacity - 1)
-    order = np.argsort(begins.ravel(), kind="stable")
-    which, m = np.divmod(order, M)
-    kind, stage = np.divmod(which, P)
+    actions = np.argsort(begins.ravel(), kind="stable")
+    passes, m = np.divmod(actions, M)
+    kind, stage = np.divmod(passes, P)
     device = np.array(schedule.device_of_stage)[stage]
     onward, back = (kind == 0) & (stage < P - 1), (kind == 1) & (stage > 0) & (not schedule.local)
-    goes_to = np.where(onward, order + M, np.where(back, order - M, kinds * P * M))
-    last = (kind == kinds - 1) & (m % N == N - 1)
-    edges = np.flatnonzero(np.diff(begins.ravel()[order])) + 1
+    needed_by = np.where(onward, actions + M, np.where(back, actions - M, kinds * P * M))
+    completes_batch = (kind == kinds - 1) & (m % N == N - 1)
+    edges = np.flatnonzero(np.diff(begins.ravel()[actions])) + 1
     steps = []
-    for a, b in zip([0, *edges.tolist()], [*edges.tolist(), len(order)]):
-        done = np.flatnonzero(last[a:b])
-        completes = (done, stage[a:b][done], m[a:b][done] // N) if len(done) else None
-        steps.append(_Step(a, b, device[a:b], order[a:b], goes_to[a:b], completes))
-    return _Program(which, order, tuple(steps))
+    for a, b in zip([0, *edges.tolist()], [*edges.tolist(), len(actions)]):
+        positions = np.flatnonzero(completes_batch[a:b])
+        completes = (positions, stage[a:b][positions], m[a:b][positions] // N) if len(positions) else None
+        steps.append(_Step(a, b, device[a:b], actions[a:b], needed_by[a:b], completes))
+    return _Program(passes, actions, tuple(steps))
 
 
-def _do_transfers_meet(
+def _has_contention(
     schedule: Schedule, transfers: List[Transfer], reduce: Sequence[Transfer], ends: FloatArray, until: float
 ) -> bool:
     """Return whether a transfer is ready before `until` while its link is busy; `ends`: the end of each pass, (passes, M)."""
     sent: Dict[str, List[Tuple[FloatArray, float]]] = {}
-    for which, (seconds, _, links) in enumerate(transfers):
+    for number, (seconds, _, links) in enumerate(transfers):
         for link in links:
-            sent.setdefault(link, []).append((ends[which], seconds))
+            sent.setdefault(link, []).append((ends[number], seconds))
     for stage, (seconds, _, links) in enumerate(reduce):
         completing = ends[stage - schedule.stages][schedule.accumulate - 1 :: schedule.accumulate]
         for link in links:
             sent.setdefault(link, []).append((completing, seconds))
     for flows in sent.values():
-        ready = np.concatenate([moments for moments, _ in flows])
-        taken = np.concatenate([np.full(len(moments), seconds) for moments, seconds in flows])
+        ready = np.concatenate([times for times, _ in flows])
+        durations = np.concatenate([np.full(len(times), seconds) for times, seconds in flows])
         order = np.argsort(ready, kind="stable")
-        free = ready[order] + taken[order]
+        free = ready[order] + durations[order]
         if ((free[:-1] > ready[order][1:]) & (ready[order][1:] < until)).any():
             return True
     return False

@@ -1,7 +1,11 @@
-"""Delays that do not follow from a schedule: constant or drawn delays, and delays in the history of block updates.
+"""Delays that a method states instead of a schedule, in two units: a stage's own updates, and updates of all stages.
 
-The global history (randomized PipeDream paper) counts block updates of all stages in the order of (slot, stage); block r is the
-weights of stage r. P stages, a the stage that updates, r the block that is read.
+    Delay      a stage's own updates between the version that a pass reads and the use of its gradient: constant, or drawn
+    History    the global history (randomized PipeDream paper) counts the block updates of all stages in the order of (slot,
+               stage); block r is the weights of stage r
+
+The delays that a schedule has by itself are counted in `versions` (a stage's own updates) and `global_history`. P stages, a the
+stage that updates, r the block that is read.
 """
 
 from __future__ import annotations
@@ -85,9 +89,9 @@ class DelaySampler:
         if last <= first:
             return np.zeros((len(self._thresholds), 0), np.int64)
         blocks = range(first // self.BLOCK, (last - 1) // self.BLOCK + 1)
-        joined = np.concatenate([self._draw_block(block) for block in blocks], axis=1)
+        delays = np.concatenate([self._draw_block(block) for block in blocks], axis=1)
         start = blocks[0] * self.BLOCK
-        return joined[:, first - start : last - start]
+        return delays[:, first - start : last - start]
 
     def _draw_block(self, block: int) -> IntArray:
         if block not in self._blocks:
@@ -133,21 +137,21 @@ class History:
     order: str = "random"
     nag: Optional[float] = None
 
-    def bound_for(self, stages: int) -> int:
+    def get_bound(self, stages: int) -> int:
         """Return the greatest delay, in block updates."""
         return compute_greatest_delay(stages) if self.bound is None else self.bound
 
-    def constant(self, stages: int) -> IntArray:
+    def compute_offsets(self, stages: int) -> IntArray:
         """Return the delays (P,) of the law "offsets"."""
         means = compute_steady_delays(stages).mean(axis=0)
-        return np.minimum(np.rint(means).astype(np.int64), self.bound_for(stages))
+        return np.minimum(np.rint(means).astype(np.int64), self.get_bound(stages))
 
     def greatest_lag(self, stages: int) -> IntArray:
         """Return the greatest lag (P,) of a read in updates of the stage itself.
 
         If stages are drawn, all block updates in between may be the stage's own; in the schedule's order every P-th one is.
         """
-        delays = self.constant(stages) if self.delays == "offsets" else np.full(stages, self.bound_for(stages))
+        delays = self.compute_offsets(stages) if self.delays == "offsets" else np.full(stages, self.get_bound(stages))
         return delays if self.order == "random" else -(-delays // stages)
 
 

@@ -1,7 +1,7 @@
-"""Count the delays of a schedule in the global history of block updates (randomized PipeDream, section 4).
+"""Count the delays that a schedule has in the global history of block updates (randomized PipeDream, section 4).
 
-The entries of the history are updates of single stages in the order of (slot, stage). PipeDream on two stages; Uk.s is U(k) of
-stage s:
+The entries of the history are updates of single stages in the order of (slot, stage); delays stated by a method, without a
+schedule, are in `delays`. PipeDream on two stages; Uk.s is U(k) of stage s:
 
     slot     2          3          4          5
     history  U0.1       U0.0       U1.1       U1.0
@@ -19,7 +19,7 @@ from ipu_pipe.schedule.runs import IntArray
 from ipu_pipe.schedule.versions import WINDOW, VersionTable
 
 
-class HistoryDelays(NamedTuple):
+class HistoryPositions(NamedTuple):
     """The positions of passes in the global history of block updates, (P, n) each.
 
     `written[a, m]`: the entries before m's backward on stage a. `read[r, m]`: the entries that m's forward on stage r has seen.
@@ -42,10 +42,10 @@ def summarize_history_delays(table: VersionTable) -> Tuple[Optional[int], Option
     first, last = find_steady_range(table)
     greatest, written_sum, read_sum = 0, 0, 0
     for start, stop in _split_range(first, last, table.schedule.stages):
-        delays = count_history_delays(table, start, stop)
-        greatest = max(greatest, int((delays.written.max(axis=0) - delays.read.min(axis=0)).max()))
-        written_sum += int(delays.written.sum())
-        read_sum += int(delays.read.sum())
+        positions = count_history_delays(table, start, stop)
+        greatest = max(greatest, int((positions.written.max(axis=0) - positions.read.min(axis=0)).max()))
+        written_sum += int(positions.written.sum())
+        read_sum += int(positions.read.sum())
     return greatest, (written_sum - read_sum) / (table.schedule.stages * (last - first))
 
 
@@ -53,13 +53,13 @@ def find_steady_range(table: VersionTable) -> Tuple[int, int]:
     """Return the first and the end microbatch without the outer quarters, in whole batches if at least one remains."""
     M, N = table.schedule.microbatches, table.schedule.accumulate
     first, last = -(-M // 4), -(-3 * M // 4)
-    whole_first, whole_last = -(-first // N) * N, last // N * N
-    if whole_first < whole_last:
-        return whole_first, whole_last
+    batch_first, batch_last = -(-first // N) * N, last // N * N
+    if batch_first < batch_last:
+        return batch_first, batch_last
     return (first, last) if first < last else (0, M)
 
 
-def count_history_delays(table: VersionTable, first: int, last: int) -> HistoryDelays:
+def count_history_delays(table: VersionTable, first: int, last: int) -> HistoryPositions:
     """Return the positions in the history of the backwards and forwards of the microbatches [first, last).
 
     A forward has seen the entries of earlier slots, and of lower stages in its own slot. If it reads an older version than the
@@ -70,19 +70,19 @@ def count_history_delays(table: VersionTable, first: int, last: int) -> HistoryD
     # the gradient is applied after the last pass
     backward = schedule.slots(schedule.passes[-1], first, last)
     if table.method.forward_reads is Reads.NEWEST:
-        return HistoryDelays(*_count_entries_before(table, backward, forward))
+        return HistoryPositions(*_count_entries_before(table, backward, forward))
     version = table.forward(first, last)
     low, high = int(version.min()), min(int(version.max()) + 1, schedule.update_count)
     if high <= low:
-        return HistoryDelays(*_count_entries_before(table, backward, forward))
+        return HistoryPositions(*_count_entries_before(table, backward, forward))
     # update v is the entry that replaces version v
     replaced = schedule.slots(Kind.UPDATE, low, high)
-    written, seen, replacing = _count_entries_before(table, backward, forward, replaced)
-    latest = np.take_along_axis(replacing, np.minimum(version - low, high - low - 1), axis=1)
+    written, newest, before_replaced = _count_entries_before(table, backward, forward, replaced)
+    latest = np.take_along_axis(before_replaced, np.minimum(version - low, high - low - 1), axis=1)
     # versions that are never replaced have no end
     latest = np.where(version < high, latest, np.iinfo(np.int64).max)
     assert int(version.max()) <= last // N
-    return HistoryDelays(written, np.minimum(seen, latest))
+    return HistoryPositions(written, np.minimum(newest, latest))
 
 
 def _count_entries_before(table: VersionTable, *slots: IntArray) -> Tuple[IntArray, ...]:
@@ -90,13 +90,13 @@ def _count_entries_before(table: VersionTable, *slots: IntArray) -> Tuple[IntArr
     schedule = table.schedule
     start, stop = min(int(s.min()) for s in slots), max(int(s.max()) for s in slots) + 1
     updates = schedule.update_grid(start, stop) >= 0  # (P, slots)
-    below = np.cumsum(updates, axis=0, dtype=np.int64)
-    total = below[-1].copy()
+    before = np.cumsum(updates, axis=0, dtype=np.int64)
+    slot_totals = before[-1].copy()
     # entries of lower stages in the slot
-    below -= updates
-    earlier = int(schedule.count_before(Kind.UPDATE, np.array([start])).sum())
-    below += earlier + np.cumsum(total) - total
-    return tuple(np.take_along_axis(below, s - start, axis=1) for s in slots)
+    before -= updates
+    # and of earlier slots
+    before += int(schedule.count_before(Kind.UPDATE, np.array([start])).sum()) + np.cumsum(slot_totals) - slot_totals
+    return tuple(np.take_along_axis(before, s - start, axis=1) for s in slots)
 
 
 def _split_range(first: int, last: int, stages: int) -> Iterator[Tuple[int, int]]:

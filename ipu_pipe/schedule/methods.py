@@ -23,7 +23,7 @@ class Pipeline(Enum):
     ONE_F_ONE_B_FLUSH = "1f1b_flush"  # one forward, one backward; drains after every batch; at most P-s in flight
     ONE_F_ONE_B = "1f1b"  # never drains; at most P in flight, counted at stage 0 only
     ONE_F_ONE_B_CAPPED = "1f1b_capped"  # never drains; at most P-s in flight on stage s
-    # 1F1B over the steps of replicas, which take turns; drains after every round of local steps
+    # 1F1B over the steps of replicas, which take is_v; drains after every round of local steps
     LOCAL_SGD = "local_sgd"
     DATAFLOW = "dataflow"  # a forward and a backward on every stage in each step
     LOCAL = "local"  # a forward and, at once, its backward on every stage in each step; no stage waits for a later one
@@ -118,7 +118,7 @@ class Rounds:
 class Order:
     """The settings of a generated order of passes besides the sizes (`schedule.orders`).
 
-    stages_per_device: v. Stages are placed on devices in turn; with `turns` there and back (a V).
+    stages_per_device: v. Stages are placed on devices in turn; with `is_v` there and back, in a V.
     fixed: v cannot be changed.
     splits: the backwards of an asynchronous method are split.
     activation_limit: the limit of a device in a planned order, in units of 1F1B's activations (P microbatches of a device).
@@ -128,7 +128,7 @@ class Order:
     """
 
     stages_per_device: int = 1
-    turns: bool = False
+    is_v: bool = False
     fixed: bool = False
     splits: bool = False
     activation_limit: float = 1.0
@@ -140,7 +140,7 @@ class Order:
     def place(self, stages: int) -> Tuple[int, ...]:
         """Return the device of each stage."""
         devices = stages // self.stages_per_device
-        if self.turns:
+        if self.is_v:
             return tuple(min(stage, stages - 1 - stage) for stage in range(stages))
         return tuple(stage % devices for stage in range(stages))
 
@@ -193,7 +193,7 @@ class Method:
         return self.is_stale and (stages > 1 or self.delay is not None or self.history is not None)
 
     @property
-    def one_stage(self) -> Optional[str]:
+    def one_stage_reason(self) -> Optional[str]:
         """The reason why all uses of a weight must be in one stage, with remedies; None if they need not be."""
         if self.one_version:
             return None
@@ -202,8 +202,8 @@ class Method:
             why = "each block is trained by its own loss, so that it would have two gradients"
         elif self.history is not None or self.rounds is not None:
             why = f"{'single stages' if self.rounds is None else 'replicas'} step by themselves"
-        able = ", ".join(name for name, method in METHODS.items() if method.one_version and method.order is None)
-        return f"with {self.name} {why}: cut elsewhere, untie them, or use method {able}"
+        others = ", ".join(name for name, method in METHODS.items() if method.one_version and method.order is None)
+        return f"with {self.name} {why}: cut elsewhere, untie them, or use method {others}"
 
     def accumulate_for(self, stages: int, microbatches: int) -> int:
         """Return the default N, the microbatches per update."""
@@ -214,14 +214,14 @@ class Method:
         }[self.default_accumulate]
 
 
-def _order(name: str, pipeline: Pipeline, source: str, **order: Any) -> Method:
+def _make_ordered_method(name: str, pipeline: Pipeline, source: str, **order: Any) -> Method:
     return Method(
         name, pipeline, 0, Reads.NEWEST, Reads.NEWEST, True, DefaultAccumulate.MICROBATCHES, source, one_version=True,
         order=Order(**order),
     )  # fmt: skip
 
 
-_V: Dict[str, Any] = {"stages_per_device": 2, "turns": True, "fixed": True}
+_V: Dict[str, Any] = {"stages_per_device": 2, "is_v": True, "fixed": True}
 # The share of activations that weight gradients free in the smallest GPT of Qi et al.: 32 h / (34 h + 5 a s), h = 2304, a = 24
 # heads, s = 1024.
 _GPT_WEIGHT_SHARE = 0.366
@@ -283,17 +283,17 @@ _ROWS = (
         "randomized_pipedream", Pipeline.ONE_F_ONE_B, 0, Reads.NEWEST, Reads.STASHED, False, DefaultAccumulate.ONE,
         "the randomized PipeDream paper, Algorithm 1", history=History(),
     ),
-    _order("interleaved_1f1b", Pipeline.INTERLEAVED_1F1B, "Narayanan et al. 2021 (Megatron-LM), section 2.2"),
-    _order("looped_bfs", Pipeline.LOOPED_BFS, "Lamy-Poirier 2023, breadth-first pipeline parallelism"),
-    _order("zb_h1", Pipeline.INTERLEAVED_ZB, "Qi et al. 2023 (Zero Bubble), section 2.1", fixed=True),
-    _order("zb_h2", Pipeline.ZB_H2, "Qi et al. 2023, section 2.2", fixed=True),
-    _order("interleaved_zb", Pipeline.INTERLEAVED_ZB, "ZB-H1 with several stages on a device, as in PyTorch"),
-    _order("zb_auto", Pipeline.ZB_AUTO, "Qi et al. 2023, section 3", fixed=True, weight_share=_GPT_WEIGHT_SHARE),
-    _order("zbv", Pipeline.ZBV, "Qi et al. 2023, section 6", **_V),
-    _order("v_half", Pipeline.V_HALF, "Qi et al. 2024 (Controllable Memory)", **_V),
-    _order("v_min", Pipeline.V_MIN, "Qi et al. 2024 (Controllable Memory)", **_V),
-    _order("dualpipe_v", Pipeline.DUALPIPE_V, "DeepSeek-AI 2024; DualPipeV, 2025", **_V),
-    _order("rows", Pipeline.ROWS, "a file of rows in PyTorch's format"),
+    _make_ordered_method("interleaved_1f1b", Pipeline.INTERLEAVED_1F1B, "Narayanan et al. 2021 (Megatron-LM), section 2.2"),
+    _make_ordered_method("looped_bfs", Pipeline.LOOPED_BFS, "Lamy-Poirier 2023, breadth-first pipeline parallelism"),
+    _make_ordered_method("zb_h1", Pipeline.INTERLEAVED_ZB, "Qi et al. 2023 (Zero Bubble), section 2.1", fixed=True),
+    _make_ordered_method("zb_h2", Pipeline.ZB_H2, "Qi et al. 2023, section 2.2", fixed=True),
+    _make_ordered_method("interleaved_zb", Pipeline.INTERLEAVED_ZB, "ZB-H1 with several stages on a device, as in PyTorch"),
+    _make_ordered_method("zb_auto", Pipeline.ZB_AUTO, "Qi et al. 2023, section 3", fixed=True, weight_share=_GPT_WEIGHT_SHARE),
+    _make_ordered_method("zbv", Pipeline.ZBV, "Qi et al. 2023, section 6", **_V),
+    _make_ordered_method("v_half", Pipeline.V_HALF, "Qi et al. 2024 (Controllable Memory)", **_V),
+    _make_ordered_method("v_min", Pipeline.V_MIN, "Qi et al. 2024 (Controllable Memory)", **_V),
+    _make_ordered_method("dualpipe_v", Pipeline.DUALPIPE_V, "DeepSeek-AI 2024; DualPipeV, 2025", **_V),
+    _make_ordered_method("rows", Pipeline.ROWS, "a file of rows in PyTorch's format"),
 )  # fmt: skip
 
 METHODS: Dict[str, Method] = {row.name: row for row in _ROWS}
@@ -301,40 +301,40 @@ METHODS: Dict[str, Method] = {row.name: row for row in _ROWS}
 
 # ---- a method's name and arguments -> its row
 
-# keys of method_args that belong to one method
-OWNERS = {
+# key of method_args -> the one method to which it belongs
+METHOD_OF_KEY = {
     "blocks": "local_chunked", "overlap": "local_overlapping", "layers": "last_layers",
     "delay_bound": "randomized_pipedream", "delays": "randomized_pipedream", "order": "randomized_pipedream",
     "nag": "randomized_pipedream", "replicas": "local_sgd", "local_steps": "local_sgd", "outer": "local_sgd",
     "file": "rows",
 }  # fmt: skip
-# asynchronous methods that also run 1F1B with several stages on a device, and with split backwards
-BY_DEVICE = ("pipedream", "pipelined_backprop")
-# keys of generated orders
-OF_ORDERS = ("stages_per_device", "split_backward", "activation_limit", "durations", "link")
+# asynchronous methods that take settings of an order: they also run 1F1B with several stages on a device, and split backwards
+ASYNCHRONOUS_WITH_ORDER = ("pipedream", "pipelined_backprop")
+# keys of the settings of an order
+ORDER_KEYS = ("stages_per_device", "split_backward", "activation_limit", "durations", "link")
 SCHEDULES = tuple(row.value for row in (Pipeline.ONE_F_ONE_B, Pipeline.ONE_F_ONE_B_CAPPED, Pipeline.DATAFLOW))
-AXES = ("schedule", "turn", "stash", "hogwild", "constant_delay", "recompute")
+AXIS_KEYS = ("schedule", "turn", "stash", "hogwild", "constant_delay", "recompute")
 
 
 def resolve_method(name: str, args: Mapping[str, Any] = {}) -> Method:
     """Return the method `name` with its axes changed by `args`.
 
     Keys of `args`: `schedule` 1f1b|1f1b_capped|dataflow, `turn` 0|1, `stash` true|false, `hogwild` {mean, max}, `constant_delay`
-    {updates}, `recompute` {segments}, the keys of OF_ORDERS, and the keys of single methods in OWNERS. None means not given.
-    Other keys belong to update rules and are ignored. The config has checked the types of the values. Raise `BadInput` for an
-    unknown name, and for arguments that do not belong to the method.
+    {updates}, `recompute` {segments}, the keys of ORDER_KEYS, and the keys in METHOD_OF_KEY. None means not given. Other keys
+    belong to update rules and are ignored. The config has checked the types of the values. Raise `BadInput` for an unknown name,
+    and for arguments that do not belong to the method.
     """
     if name not in METHODS:
-        close = find_nearest(name, METHODS)
-        hint = f"; did you mean {close}?" if close else ""
+        nearest = find_nearest(name, METHODS)
+        hint = f"; did you mean {nearest}?" if nearest else ""
         raise BadInput(f"method: {show(name)}: must be one of {', '.join(METHODS)}{hint}")
     method = METHODS[name]
-    settings = {key: args[key] for key in (*AXES, *OWNERS, *OF_ORDERS) if args.get(key) is not None}
+    settings = {key: args[key] for key in (*AXIS_KEYS, *METHOD_OF_KEY, *ORDER_KEYS) if args.get(key) is not None}
     raise_faults(_find_misfits(method, settings))
     if method.order is not None:
         return replace(method, order=replace(method.order, **settings))
-    method = _go_by_device(method, settings)
-    settings = {key: value for key, value in settings.items() if key not in OF_ORDERS}
+    method = _set_order(method, settings)
+    settings = {key: value for key, value in settings.items() if key not in ORDER_KEYS}
     if method.history is not None:
         beta = settings.get("nag")
         history = History(
@@ -352,7 +352,7 @@ def resolve_method(name: str, args: Mapping[str, Any] = {}) -> Method:
     return _change_axes(method, settings)
 
 
-def _go_by_device(method: Method, settings: Mapping[str, Any]) -> Method:
+def _set_order(method: Method, settings: Mapping[str, Any]) -> Method:
     """Let an asynchronous method run 1F1B on several stages of a device, with whole or split backwards."""
     splits = bool(settings.get("split_backward"))
     order = Order(
@@ -389,50 +389,49 @@ def _change_axes(method: Method, settings: Mapping[str, Any]) -> Method:
     return method
 
 
-def _name_place(key: str) -> str:
-    """Return the place of a method's setting in a config."""
+def _format_key(key: str) -> str:
+    """Return the key of a method's setting in a config."""
     return key if key == "stages_per_device" else f"method_args: {key}"
 
 
 def _find_misfits(method: Method, settings: Mapping[str, Any]) -> List[str]:
     """Return a line for every argument that does not fit the method or another argument."""
     reasons = {
-        key: f"belongs to {OWNERS[key]} only" for key in settings if OWNERS.get(key, method.name) != method.name
+        key: f"belongs to {METHOD_OF_KEY[key]} only" for key in settings if METHOD_OF_KEY.get(key, method.name) != method.name
     }
-    usual = 1 if method.order is None else method.order.stages_per_device
-    goes_by_device = method.name in BY_DEVICE and not {"schedule", "turn", "hogwild", "constant_delay", "recompute"} & {
-        *settings
-    }
-    is_fixed = not goes_by_device if method.order is None else method.order.fixed
-    if is_fixed and settings.get("stages_per_device", usual) != usual:
-        reasons["stages_per_device"] = f"{method.name} has {usual} on each device"
-    if settings.get("split_backward") and not goes_by_device:
-        reasons["split_backward"] = f"belongs to {' and '.join(BY_DEVICE)}, without another schedule, turn or delay"
+    default = 1 if method.order is None else method.order.stages_per_device
+    changes_schedule = {"schedule", "turn", "hogwild", "constant_delay", "recompute"} & {*settings}
+    takes_order = method.name in ASYNCHRONOUS_WITH_ORDER and not changes_schedule
+    is_fixed = not takes_order if method.order is None else method.order.fixed
+    if is_fixed and settings.get("stages_per_device", default) != default:
+        reasons["stages_per_device"] = f"{method.name} has {default} on each device"
+    if settings.get("split_backward") and not takes_order:
+        reasons["split_backward"] = f"belongs to {' and '.join(ASYNCHRONOUS_WITH_ORDER)}, without another schedule, turn or delay"
     if (
         "activation_limit" in settings
         and method.name != "zb_auto"
-        and not (goes_by_device and settings.get("split_backward"))
+        and not (takes_order and settings.get("split_backward"))
     ):
         reasons["activation_limit"] = "belongs to zb_auto and to asynchronous methods with split_backward: true"
     fixed = _explain_fixed_axes(method)
-    for key in (key for key in settings if key in AXES):
+    for key in (key for key in settings if key in AXIS_KEYS):
         if fixed is not None and not (method.predicts and key in ("schedule", "turn")):
             reasons[key] = fixed
-    drawn = "hogwild" if "hogwild" in settings else "constant_delay" if "constant_delay" in settings else None
+    delay_key = "hogwild" if "hogwild" in settings else "constant_delay" if "constant_delay" in settings else None
     pipeline = Pipeline(settings.get("schedule", method.pipeline))
     if not reasons:
         if "turn" in settings and pipeline is not Pipeline.DATAFLOW:
             reasons["turn"] = "only the dataflow schedule has a turn; set schedule: dataflow"
-        if drawn == "hogwild" and "constant_delay" in settings:
+        if delay_key == "hogwild" and "constant_delay" in settings:
             reasons["hogwild"] = "cannot be combined with constant_delay, which fixes the delays"
-        if drawn is not None and "recompute" in settings:
-            reasons[drawn] = "cannot be combined with recompute, whose weights are defined by the pipeline's own delays"
+        if delay_key is not None and "recompute" in settings:
+            reasons[delay_key] = "cannot be combined with recompute, whose weights are defined by the pipeline's own delays"
         if settings.get("delays") == "schedule":
             if settings.get("order") != "schedule":
                 reasons["delays"] = "PipeDream's delays need PipeDream's order of updates: set order: schedule"
             if "delay_bound" in settings:
                 reasons["delay_bound"] = "delays: schedule has PipeDream's own bound: leave it out"
-    return [f"{_name_place(key)}: {show(settings[key])}: {reason}" for key, reason in reasons.items()]
+    return [f"{_format_key(key)}: {show(settings[key])}: {reason}" for key, reason in reasons.items()]
 
 
 def _explain_fixed_axes(method: Method) -> Optional[str]:

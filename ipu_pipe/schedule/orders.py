@@ -36,15 +36,15 @@ def make_device_rows(method: Method, stages: int, microbatches: int) -> DeviceRo
     assert order is not None
     if method.pipeline is Pipeline.ROWS:
         return _read_file(order.file, stages, microbatches)
-    rounded = microbatches
+    generated = microbatches
     # generate whole rounds and leave out the last microbatches
     if not method.flushes:
-        rounded = -(-microbatches // get_period(order, stages)) * get_period(order, stages)
-    rows = ORDERS[method.pipeline](order, stages // order.stages_per_device, rounded)
-    return DeviceRows([list(_count(row, microbatches)) for row in rows], order.place(stages))
+        generated = -(-microbatches // get_period(order, stages)) * get_period(order, stages)
+    rows = ORDERS[method.pipeline](order, stages // order.stages_per_device, generated)
+    return DeviceRows([list(_number_microbatches(row, microbatches)) for row in rows], order.place(stages))
 
 
-def _count(row: List[Pass], microbatches: int) -> Iterator[Action]:
+def _number_microbatches(row: List[Pass], microbatches: int) -> Iterator[Action]:
     """Yield the actions of a row: number the microbatches of each pass on each stage in order, up to `microbatches`."""
     done: CounterOf[Pass] = Counter()
     for kind, stage in row:
@@ -122,8 +122,8 @@ def get_period(order: Order, stages: int) -> int:
 
 
 def _alternate(v: int, P: int, M: int, backward: Tuple[Kind, ...], ahead: int, extra: int = 0) -> Rows:
-    """Warm up by `ahead` forwards for each later device, then alternate; delay weight gradients until all devices hold equally
-    much.
+    """Warm up by `ahead` forwards for each later device, then alternate; delay weight gradients until all devices hold the same
+    number of microbatches.
 
     `backward`: (B,), or (I, W) of split ones. `extra`: additional microbatches in flight on every device; early devices begin
     them earlier, late devices delay weight gradients. For example P = 3, v = 1, split, `ahead` 1, M = 4:
@@ -205,7 +205,7 @@ def _repeat_blocks(blocks: List[List[int]], M: int) -> Rows:
     P, rows = len(blocks), []
     for d, block in enumerate(blocks):
         passes: List[Pass] = [(F, d), (F, 2 * P - 1 - d), (I, 2 * P - 1 - d), (I, d)]
-        planned = {slot + 6 * m: one for m in range(M) for slot, one in zip(block, passes)}
+        planned = {slot + 6 * m: device_pass for m in range(M) for slot, device_pass in zip(block, passes)}
         row: List[Pass] = []
         delayed: List[Pass] = []
         for slot in range(max(planned) + 1):
@@ -223,14 +223,14 @@ def _pull_forward(rows: Rows, M: int) -> Rows:
     """Choose for each device, slot by slot, the first pass of its row that is ready and does not exceed the rows' peak
     activations.
 
-    A weight gradient keeps its place until the device has begun all microbatches; after that it only fills slots.
+    A weight gradient keeps its position until the device has begun all microbatches; after that it only fills slots.
     """
     change = {F: 1, I: 0, W: -1}
-    most = max(sum(change[kind] for kind, _ in row[:end]) for row in rows for end in range(len(row) + 1))
+    limit = max(sum(change[kind] for kind, _ in row[:end]) for row in rows for end in range(len(row) + 1))
     stages = 2 * len(rows)
     done: CounterOf[Pass] = Counter()
     in_flight = [0] * len(rows)
-    left, pulled = [list(row) for row in rows], [[] for _ in rows]  # type: Rows, Rows
+    remaining, pulled = [list(row) for row in rows], [[] for _ in rows]  # type: Rows, Rows
 
     def is_ready(kind: Kind, stage: int) -> bool:
         needs = [(need, stage + offset) for need, offset in get_pass_needs(kind) if 0 <= stage + offset < stages]
@@ -240,19 +240,19 @@ def _pull_forward(rows: Rows, M: int) -> Rows:
         tried: Set[Pass] = set()
         filler = None
         # the activations after the passes that the chosen one would overtake, and the most of them
-        then = peak = in_flight[device]
-        for place, (kind, stage) in enumerate(left[device]):
+        activations = peak = in_flight[device]
+        for position, (kind, stage) in enumerate(remaining[device]):
             # of several passes of a kind on a stage only the first can be next
             if (kind, stage) not in tried:
                 tried.add((kind, stage))
-                if is_ready(kind, stage) and (kind is not F or peak < most):
-                    # the index of these actions is the place in the row
-                    action = Action(kind, place, stage)
-                    if kind is not W or (place == 0 and done[F, device] < M):
+                if is_ready(kind, stage) and (kind is not F or peak < limit):
+                    # the index of these actions is the position in the row
+                    action = Action(kind, position, stage)
+                    if kind is not W or (position == 0 and done[F, device] < M):
                         return [action]
                     filler = filler or action
-            then += change[kind]
-            peak = max(peak, then)
+            activations += change[kind]
+            peak = max(peak, activations)
             # F, I and W of two stages
             if len(tried) == 6:
                 break
@@ -260,7 +260,7 @@ def _pull_forward(rows: Rows, M: int) -> Rows:
 
     def complete(action: Action, slot: int) -> None:
         device = min(action.stage, stages - 1 - action.stage)
-        kind, stage = left[device].pop(action.index)
+        kind, stage = remaining[device].pop(action.index)
         pulled[device].append((kind, stage))
         done[kind, stage] += 1
         in_flight[device] += change[kind]

@@ -1,6 +1,7 @@
 """Make schedules from rows, written by hand or read from a file, and write schedules as drawings or CSV.
 
-Each action of a row gets the earliest possible slot; rows that deadlock are refused.
+A row lists a device's passes in order, without slots. Each pass gets the earliest slot in which its needs are done; rows that
+deadlock are refused.
 """
 
 from __future__ import annotations
@@ -91,11 +92,11 @@ def from_rows(
         for stage, device in enumerate(placement)
         if device not in devices
     ]
-    raise_faults(faults + [f"rows: placement: device {one}: has no stage" for one in devices if one not in placement])
+    raise_faults(faults + [f"rows: placement: device {d}: has no stage" for d in devices if d not in placement])
     actions = [_parse_row(device, row, placement) for device, row in enumerate(rows)]
     stretch = lay_out(DeviceRows(actions, placement), slot_holds is SlotHolds.BOTH)
-    stated = () if placement == tuple(range(len(rows))) else placement
-    return Schedule(len(placement), stretch.microbatches, accumulate, slot_holds, (stretch,), placement=stated)
+    shared = () if placement == tuple(range(len(rows))) else placement
+    return Schedule(len(placement), stretch.microbatches, accumulate, slot_holds, (stretch,), placement=shared)
 
 
 def lay_out(device_rows: DeviceRows, both: bool = False) -> Stretch:
@@ -105,13 +106,13 @@ def lay_out(device_rows: DeviceRows, both: bool = False) -> Stretch:
     whole: Set[Tuple[int, int]] = set()
     if passes == SPLIT_PASSES:
         whole = {(action.stage, action.index) for row in rows for action in row if action.kind is Kind.BACKWARD}
-        rows = [[part for action in row for part in _halve(action)] for row in rows]
+        rows = [[half for action in row for half in _halve(action)] for row in rows]
     slots = _find_earliest_slots(device_rows._replace(rows=rows), both, whole)
-    table = {
+    slots_by_kind = {
         kind: np.array([[slots[Action(kind, m, s)] for m in range(microbatches)] for s in range(len(placement))])
         for kind in passes
     }
-    runs = np.array(list(compress_slots(table)), RUN)
+    runs = np.array(list(compress_slots(slots_by_kind)), RUN)
     is_whole = np.zeros((len(placement), microbatches), np.bool_)
     is_whole[tuple(np.array(sorted(whole), np.int64).reshape(-1, 2).T)] = True
     return Stretch(0, 0, 1, max(slots.values()) + 1, microbatches, runs, is_whole if whole else None)
@@ -136,7 +137,7 @@ def read_csv(name: str) -> DeviceRows:
     lines = _read_lines(name)
     rows: List[List[Action]] = []
     device_of: Dict[int, int] = {}
-    places: Dict[Action, str] = {}
+    cell_of: Dict[Action, str] = {}
     faults = []
     for device, line in enumerate(lines):
         rows.append([])
@@ -155,9 +156,9 @@ def read_csv(name: str) -> DeviceRows:
                     faults.append(
                         f"{where}: stage {action.stage} is on the device of row {device_of[action.stage] + 1}"
                     )
-                elif action in places:
-                    faults.append(f"{where}: is done already in {places[action]}")
-                places.setdefault(action, f"row {device + 1}, cell {column + 1}")
+                elif action in cell_of:
+                    faults.append(f"{where}: is done already in {cell_of[action]}")
+                cell_of.setdefault(action, f"row {device + 1}, cell {column + 1}")
                 rows[-1].append(action)
         if not any(cell.strip() for cell in line):
             faults.append(f"{name}: row {device + 1}: has no action: every device needs a stage")
@@ -167,7 +168,7 @@ def read_csv(name: str) -> DeviceRows:
     ]
     if faults or not rows:
         raise BadInput(faults or f"{name}: has no rows")
-    return DeviceRows(rows, tuple(device_of[stage] for stage in range(stages)), name, places)
+    return DeviceRows(rows, tuple(device_of[stage] for stage in range(stages)), name, cell_of)
 
 
 def _read_lines(name: str) -> List[List[str]]:
@@ -244,13 +245,14 @@ def _find_earliest_slots(
     """Return each action's first possible slot in the order of the rows; `both`: as in SlotHolds, `whole`: as in `list_needs`."""
     rows, placement = device_rows.rows, device_rows.placement
     slots: Dict[Action, int] = {}
-    heads = [0] * len(rows)
+    # by row: the index of its next action
+    next_index = [0] * len(rows)
 
     def is_ready(action: Action, beside: Optional[Action] = None) -> bool:
         return all(need == beside or need in slots for need in list_needs(action, len(placement), 1, whole=whole))
 
     def choose(device: int) -> Sequence[Action]:
-        first, second = (*rows[device][heads[device] : heads[device] + 2], None, None)[:2]
+        first, second = (*rows[device][next_index[device] : next_index[device] + 2], None, None)[:2]
         if first is None or not is_ready(first):
             return ()
         pair = both and first.kind is Kind.FORWARD and second is not None and second.kind is not Kind.FORWARD
@@ -258,38 +260,40 @@ def _find_earliest_slots(
 
     def complete(action: Action, slot: int) -> None:
         slots[action] = slot
-        heads[placement[action.stage]] += 1
+        next_index[placement[action.stage]] += 1
 
     play_slots(len(rows), choose, complete)
-    if any(head < len(row) for head, row in zip(heads, rows)):
-        cycle = _find_cycle(rows, placement, heads, slots)
+    if any(index < len(row) for index, row in zip(next_index, rows)):
+        cycle = _find_cycle(rows, placement, next_index, slots)
         raise BadInput(f"{device_rows.locate(cycle[0][0])}the schedule cannot run: {_describe_cycle(cycle)}")
     return slots
 
 
 def _find_cycle(
-    rows: Sequence[Sequence[Action]], placement: Sequence[int], heads: Sequence[int], done: Dict[Action, int]
+    rows: Sequence[Sequence[Action]], placement: Sequence[int], next_index: Sequence[int], done: Dict[Action, int]
 ) -> List[Tuple[Action, bool]]:
     """Follow the waits of blocked actions until one repeats; return each action and whether it waits for its own row."""
 
-    def get_head(action: Action) -> Action:
+    def get_next(action: Action) -> Action:
+        """Return the next action in the row of `action`."""
         device = placement[action.stage]
-        return rows[device][heads[device]]
+        return rows[device][next_index[device]]
 
-    action = next(row[head] for head, row in zip(heads, rows) if head < len(row))
+    action = next(row[index] for index, row in zip(next_index, rows) if index < len(row))
     chain: List[Action] = []
     while action not in chain:
         chain.append(action)
-        head = get_head(action)
-        action = head if head != action else next(n for n in list_needs(action, len(placement), 1) if n not in done)
-    return [(one, one != get_head(one)) for one in [*chain[chain.index(action) :], action]]
+        earlier = get_next(action)
+        needs = list_needs(action, len(placement), 1)
+        action = earlier if earlier != action else next(need for need in needs if need not in done)
+    return [(waiting, waiting != get_next(waiting)) for waiting in [*chain[chain.index(action) :], action]]
 
 
 def _describe_cycle(cycle: Sequence[Tuple[Action, bool]]) -> str:
-    words = str(cycle[0][0])
-    for k, ((_, in_row), (other, _)) in enumerate(zip(cycle, cycle[1:])):
-        words += f"{', which' if k else ''} waits for {other}" + " (before it in its row)" * in_row
-    return words
+    text = str(cycle[0][0])
+    for k, ((_, waits_for_row), (other, _)) in enumerate(zip(cycle, cycle[1:])):
+        text += f"{', which' if k else ''} waits for {other}" + " (before it in its row)" * waits_for_row
+    return text
 
 
 # ---- schedules as text: the papers' drawings, and CSV for PyTorch's pipelining
@@ -306,18 +310,18 @@ def format_text(
     """
     end = schedule.slot_count if last_slot is None else min(last_slot, schedule.slot_count)
     stages_of = _group_stages(schedule)
-    what = "stage" if len(stages_of) == schedule.stages else "device"
+    row_name = "stage" if len(stages_of) == schedule.stages else "device"
     shown = len(stages_of) if stages is None else min(stages, len(stages_of))
     rows = [[str(slot) for slot in range(first_slot, end)]]
     rows += [_draw_row(schedule, row, first_slot, end) for row in list(stages_of.values())[:shown]]
-    labels = ["slot", *(f"{what} {row}" for row in list(stages_of)[:shown])]
+    labels = ["slot", *(f"{row_name} {row}" for row in list(stages_of)[:shown])]
     label_width, width = max(map(len, labels)), max((len(cell) for row in rows for cell in row), default=1)
     lines = [
         f"{label:<{label_width}}  " + " ".join(f"{cell:<{width}}" for cell in row) for label, row in zip(labels, rows)
     ]
     if (first_slot, end, shown) != (0, schedule.slot_count, len(stages_of)):
         lines.append(
-            f"(slots {first_slot} to {end - 1} of {schedule.slot_count}, {shown} of {len(stages_of)} {what}s shown)"
+            f"(slots {first_slot} to {end - 1} of {schedule.slot_count}, {shown} of {len(stages_of)} {row_name}s shown)"
         )
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
@@ -334,13 +338,14 @@ def _draw_row(schedule: Schedule, stages: Sequence[int], first_slot: int, end: i
     """Return the cells [first_slot, end) of a device with these `stages`, forwards first."""
     columns = []
     for stage in stages:
-        where = f"@{stage}" if len(stages) > 1 else ""
+        suffix = f"@{stage}" if len(stages) > 1 else ""
         updates = schedule.update_grid(first_slot, end, slice(stage, stage + 1))[0] >= 0
-        cells = ([word + where for word in (cell or "").split()] for cell in schedule.cells(stage, first_slot, end))
-        rest = _find_second_slots(schedule, stage, first_slot, end)
-        columns.append(
-            ["=" * bool(second) + " ".join(cell) + "*" * bool(mark) for second, cell, mark in zip(rest, cells, updates)]
-        )
+        cells = ([word + suffix for word in (cell or "").split()] for cell in schedule.cells(stage, first_slot, end))
+        second_slots = _find_second_slots(schedule, stage, first_slot, end)
+        columns.append([
+            "=" * bool(is_second) + " ".join(cell) + "*" * bool(updated)
+            for is_second, cell, updated in zip(second_slots, cells, updates)
+        ])
     slots = (sorted(filter(None, cells), key=lambda cell: cell[0] != "F") for cells in zip(*columns))
     return [" ".join(cells) or "." for cells in slots]
 

@@ -1,4 +1,15 @@
-"""The compact form of a schedule: runs of actions whose slots are affine in the microbatch, and stretches of runs."""
+"""The compact form of a schedule: stretches, each from an empty pipeline to an empty one, that consist of runs.
+
+A run is consecutive microbatches' passes of one kind on one stage, in slots of one distance. 1F1B on two stages:
+
+    slot     0   1   2   3   4   5   6            runs of stage 0 (first_index, first_slot, slot_step)
+    stage 0  F0  F1  .   B0  F2  B1  F3  ...      F (0, 0, 1), F (2, 4, 2), B (0, 3, 2)
+    stage 1  .   F0  B0  F1  B1  F2  B2  ...
+
+    RunTable       the runs of one kind in a stretch, as arrays of a row per stage
+    LongRunTable   the same with a steady middle that is repeated, for schedules laid out pass by pass
+    Stretch        the tables of all kinds; a schedule is a tuple of stretches
+"""
 
 from __future__ import annotations
 
@@ -43,11 +54,11 @@ def make_runs(
     return runs[runs["count"] > 0]
 
 
-class Pieces:
+class RunTable:
     """The runs of one kind in a stretch as a table, a row per stage: slot = offset + step * microbatch from `first` on.
 
-    Arrays are (P, K), K the most runs of a stage; missing runs have count 0 and a `first` that no microbatch reaches. `low` and
-    `stride` describe each run's slots in ascending order, whatever the sign of its step.
+    Arrays are (P, K), K the most runs of a stage; missing runs have count 0 and a `first` that no microbatch reaches. `low`,
+    `high` and `stride` describe each run's slots in ascending order, whatever the sign of its step.
     """
 
     def __init__(self, runs: RunArray, stages: int, microbatches: int) -> None:
@@ -62,9 +73,10 @@ class Pieces:
         where = (runs["stage"], column)
         self.first[where], self.count[where], self.step[where] = runs["first_index"], runs["count"], runs["slot_step"]
         self.offset[where] = runs["first_slot"] - runs["slot_step"] * runs["first_index"]
-        head = self.offset + self.step * self.first
-        tail = head + self.step * np.maximum(self.count - 1, 0)
-        self.low, self.high, self.stride = np.minimum(head, tail), np.maximum(head, tail), np.abs(self.step)
+        first_slot = self.offset + self.step * self.first
+        last_slot = first_slot + self.step * np.maximum(self.count - 1, 0)
+        self.low, self.high = np.minimum(first_slot, last_slot), np.maximum(first_slot, last_slot)
+        self.stride = np.abs(self.step)
 
     def find_slots(self, index: IntArray, stages: slice = ALL_STAGES) -> IntArray:
         """Return the slots (P, n) of the microbatches `index`, (n,) or a row per stage (P, n)."""
@@ -84,40 +96,39 @@ class Pieces:
         total = np.zeros((low.shape[0], slot.shape[-1]), np.int64)
         lowest, highest = int(slot.min()), int(slot.max())
         for k in range(low.shape[1]):
-            start, step, most = low[:, k : k + 1], stride[:, k : k + 1], count[:, k : k + 1]
+            start, step, length = low[:, k : k + 1], stride[:, k : k + 1], count[:, k : k + 1]
             if int(start.min()) >= highest:
                 continue
-            if int((start + step * most).max()) <= lowest:
-                total += most
+            if int((start + step * length).max()) <= lowest:
+                total += length
                 continue
             passed = slot - start + (step - 1)
             # division is expensive, and most runs have step 1 or 2
             if int(step.max()) > 1:
                 passed = passed >> 1 if int(step.min()) == int(step.max()) == 2 else passed // step
-            total += np.clip(passed, 0, most)
+            total += np.clip(passed, 0, length)
         return total
 
     def fill_grid(self, first: int, last: int, stages: slice, grid: GridArray) -> None:
         """Write the microbatches in the slots [first, last) into `grid`."""
         low, stride, count = self.low[stages], self.stride[stages], self.count[stages]
-        # the number of each run's actions below the window
+        # the number of each run's passes before the slots `first` and `last`
         begin = np.clip(-((low - first) // stride), 0, count)
         end = np.clip(-((low - last) // stride), 0, count)
-        head = low + begin * stride - first
-        up = self.step[stages] > 0
-        index = self.first[stages] + np.where(up, begin, count - 1 - begin)
+        first_column = low + begin * stride - first
+        is_ascending = self.step[stages] > 0
+        index = self.first[stages] + np.where(is_ascending, begin, count - 1 - begin)
         for row, k in np.argwhere(end > begin).tolist():
-            length, start, step = int(end[row, k] - begin[row, k]), int(head[row, k]), int(stride[row, k])
-            m, sign = int(index[row, k]), 1 if up[row, k] else -1
+            length, start, step = int(end[row, k] - begin[row, k]), int(first_column[row, k]), int(stride[row, k])
+            m, sign = int(index[row, k]), 1 if is_ascending[row, k] else -1
             values = np.arange(m, m + sign * length, sign, dtype=np.int32)
             grid[row, start : start + (length - 1) * step + 1 : step] = values
 
-    def ascends(self) -> bool:
+    def is_in_order(self) -> bool:
         """Return whether every stage takes its microbatches in order."""
-        real = self.count > 0
-        forwards = (self.step > 0) | (self.count <= 1) | ~real
-        meets = (self.low[:, 1:] > self.high[:, :-1]) | ~real[:, 1:]
-        return bool(forwards.all() and meets.all())
+        is_run_ascending = (self.step > 0) | (self.count <= 1)
+        follows_previous_run = (self.low[:, 1:] > self.high[:, :-1]) | (self.count[:, 1:] == 0)
+        return bool(is_run_ascending.all() and follows_previous_run.all())
 
 
 class Middle(NamedTuple):
@@ -130,25 +141,25 @@ class Middle(NamedTuple):
     rounds: int
 
 
-class LongPieces:
-    """`Pieces` with a repeated `Middle`."""
+class LongRunTable:
+    """A `RunTable` with a repeated `Middle`."""
 
-    def __init__(self, pieces: Pieces, middle: Middle) -> None:
-        self.pieces, self.middle = pieces, middle
+    def __init__(self, short: RunTable, middle: Middle) -> None:
+        self.short, self.middle = short, middle
         # the first microbatch of the middle, (P, 1)
-        self.begin = pieces.count_before(np.array([middle.cut]))
-        after = pieces.count_before(np.array([middle.cut + middle.span]))
-        assert pieces.ascends() and (after - self.begin == middle.period).all(), "every stage is in its steady state"
+        self.begin = short.count_before(np.array([middle.cut]))
+        after = short.count_before(np.array([middle.cut + middle.span]))
+        assert short.is_in_order() and (after - self.begin == middle.period).all(), "every stage is in its steady state"
 
     def find_slots(self, index: IntArray, stages: slice = ALL_STAGES) -> IntArray:
-        """Return the slots (P, n) of the microbatches `index`, as `Pieces.find_slots`."""
+        """Return the slots (P, n) of the microbatches `index`, as `RunTable.find_slots`."""
         rounds = np.clip((index - self.begin[stages]) // self.middle.period, 0, self.middle.rounds)
-        return self.pieces.find_slots(index - rounds * self.middle.period, stages) + rounds * self.middle.span
+        return self.short.find_slots(index - rounds * self.middle.period, stages) + rounds * self.middle.span
 
     def count_before(self, slot: IntArray, stages: slice = ALL_STAGES) -> IntArray:
-        """Count each stage's actions (P, n) in slots below `slot`, as `Pieces.count_before`."""
+        """Count each stage's actions (P, n) in slots below `slot`, as `RunTable.count_before`."""
         rounds = np.clip((slot - self.middle.cut) // self.middle.span, 0, self.middle.rounds)
-        return self.pieces.count_before(slot - rounds * self.middle.span, stages) + rounds * self.middle.period
+        return self.short.count_before(slot - rounds * self.middle.span, stages) + rounds * self.middle.period
 
     def fill_grid(self, first: int, last: int, stages: slice, grid: GridArray) -> None:
         """Write the microbatches in the slots [first, last) into `grid`."""
@@ -158,7 +169,7 @@ class LongPieces:
             if len(index):
                 grid[row, self.find_slots(index, slice(stage, stage + 1))[0] - first] = index
 
-    def ascends(self) -> bool:
+    def is_in_order(self) -> bool:
         """Return True, because the middle is in order."""
         return True
 
@@ -169,7 +180,8 @@ class Stretch:
 
     Each repeat takes `slots` slots and `microbatches` microbatches; `runs` (dtype RUN) count from its start. `whole`: marks,
     among split backwards, the ones (P, microbatches) that are one pass of two slots; None: there are none. `middle`: the part
-    of the runs that is repeated within the stretch; `microbatches` and `slots` include it. `base`: the runs without it.
+    of the runs that is repeated within the stretch; `microbatches` and `slots` include it. `tables`: the runs of each kind;
+    `short_tables`: without the repeats of the middle.
     """
 
     first_slot: int
@@ -180,8 +192,8 @@ class Stretch:
     runs: RunArray
     whole: Optional[NDArray[np.bool_]] = None
     middle: Optional[Middle] = None
-    base: Dict[Kind, Pieces] = field(init=False, repr=False)
-    pieces: Mapping[Kind, Union[Pieces, LongPieces]] = field(init=False, repr=False)
+    short_tables: Dict[Kind, RunTable] = field(init=False, repr=False)
+    tables: Mapping[Kind, Union[RunTable, LongRunTable]] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.runs.setflags(write=False)
@@ -191,15 +203,15 @@ class Stretch:
             "backwards are whole, or all are split"
         )
         count = self.microbatches - (self.middle.period * self.middle.rounds if self.middle else 0)
-        tables = {k: Pieces(self.runs[self.runs["kind"] == CODE[k]], stages, count) for k in passes}
-        object.__setattr__(self, "base", tables)
+        short = {k: RunTable(self.runs[self.runs["kind"] == CODE[k]], stages, count) for k in passes}
+        object.__setattr__(self, "short_tables", short)
         middle = self.middle
-        object.__setattr__(self, "pieces", {k: LongPieces(t, middle) for k, t in tables.items()} if middle else tables)
+        object.__setattr__(self, "tables", {k: LongRunTable(t, middle) for k, t in short.items()} if middle else short)
 
     @property
     def passes(self) -> Tuple[Kind, ...]:
         """The passes of every microbatch on every stage."""
-        return tuple(self.pieces)
+        return tuple(self.tables)
 
     @property
     def end_slot(self) -> int:
@@ -211,8 +223,8 @@ class Stretch:
 
     def lengthen(self, more: int, period: int) -> Stretch:
         """Return the stretch with `more` microbatches, by repeating its steady middle of `period` microbatches."""
-        head = self.microbatches // 2
-        cut, end = self.pieces[Kind.FORWARD].find_slots(np.array([head, head + period]), slice(0, 1))[0].tolist()
+        first = self.microbatches // 2
+        cut, end = self.tables[Kind.FORWARD].find_slots(np.array([first, first + period]), slice(0, 1))[0].tolist()
         middle = Middle(cut, end - cut, period, more // period)
         longer = self.slots + middle.span * middle.rounds
         return replace(self, microbatches=self.microbatches + more, slots=longer, middle=middle)
@@ -225,7 +237,7 @@ class Stretch:
         """
         if self.middle is None:
             return self
-        begins = np.concatenate([piece.begin for piece in self.pieces.values() if isinstance(piece, LongPieces)])
+        begins = np.concatenate([table.begin for table in self.tables.values() if isinstance(table, LongRunTable)])
         rounds = min(self.middle.rounds, 2 + -(-int(begins.max() - begins.min()) // self.middle.period))
         dropped = self.middle.rounds - rounds
         short = replace(
@@ -233,21 +245,21 @@ class Stretch:
             microbatches=self.microbatches - dropped * self.middle.period,
         )  # fmt: skip
         index = np.arange(short.microbatches)
-        table = {kind: piece.find_slots(index) for kind, piece in short.pieces.items()}
-        return replace(short, middle=None, runs=np.array(list(compress_slots(table)), RUN))
+        slots = {kind: table.find_slots(index) for kind, table in short.tables.items()}
+        return replace(short, middle=None, runs=np.array(list(compress_slots(slots)), RUN))
 
     def find_slots(self, kind: Kind, index: IntArray, stages: slice = ALL_STAGES) -> IntArray:
-        """Return the schedule's slots (P, n) of the microbatches `index`, (n,), all of this stretch."""
+        """Return the schedule's slots (P, n) of the microbatches `index`, (n,), which are all in this stretch."""
         repeat, local = np.divmod(index - self.first_microbatch, self.microbatches)
-        return self.pieces[kind].find_slots(local, stages) + (self.first_slot + repeat * self.slots)
+        return self.tables[kind].find_slots(local, stages) + (self.first_slot + repeat * self.slots)
 
     def count_before(self, kind: Kind, slot: IntArray, stages: slice = ALL_STAGES) -> IntArray:
         """Count the `kind` on each stage (P, n) in this stretch before the schedule's slots `slot`."""
         inside = np.clip(slot - self.first_slot, 0, self.repeats * self.slots)
         if self.repeats == 1:
-            return self.pieces[kind].count_before(inside, stages)
+            return self.tables[kind].count_before(inside, stages)
         repeat, inside = np.divmod(inside, self.slots)
-        return repeat * self.microbatches + self.pieces[kind].count_before(inside, stages)
+        return repeat * self.microbatches + self.tables[kind].count_before(inside, stages)
 
 
 def find_slots(stretches: Sequence[Stretch], kind: Kind, index: IntArray, stages: slice) -> Optional[IntArray]:
@@ -277,14 +289,14 @@ def count_before(stretches: Sequence[Stretch], kind: Kind, slot: IntArray, stage
 def fill_grid(stretch: Stretch, kind: Kind, first_slot: int, last_slot: int, stages: slice, grid: GridArray) -> None:
     """Write the microbatches of `kind` in the slots [first_slot, last_slot), all inside `stretch`, into `grid`."""
     if stretch.repeats > 1:
-        once = np.full((grid.shape[0], stretch.slots), -1, np.int32)
-        stretch.pieces[kind].fill_grid(0, stretch.slots, stages, once)
+        one_repeat = np.full((grid.shape[0], stretch.slots), -1, np.int32)
+        stretch.tables[kind].fill_grid(0, stretch.slots, stages, one_repeat)
         repeat, column = np.divmod(np.arange(first_slot, last_slot) - stretch.first_slot, stretch.slots)
-        np.take(once, column, axis=1, out=grid)
+        np.take(one_repeat, column, axis=1, out=grid)
         shift = (stretch.first_microbatch + repeat * stretch.microbatches).astype(np.int32)
         np.add(grid, shift, out=grid, where=grid >= 0)
     else:
-        stretch.pieces[kind].fill_grid(first_slot - stretch.first_slot, last_slot - stretch.first_slot, stages, grid)
+        stretch.tables[kind].fill_grid(first_slot - stretch.first_slot, last_slot - stretch.first_slot, stages, grid)
         if stretch.first_microbatch:
             np.add(grid, np.int32(stretch.first_microbatch), out=grid, where=grid >= 0)
 
@@ -295,9 +307,9 @@ def count_most_in_flight(stretch: Stretch) -> IntArray:
     Between two ends of runs the number only grows or only falls, so the ends are enough.
     """
     # the middle does not need to be counted: no round holds more
-    forward, backward = stretch.base[Kind.FORWARD], stretch.base[stretch.passes[-1]]
+    forward, backward = stretch.short_tables[Kind.FORWARD], stretch.short_tables[stretch.passes[-1]]
     last = int(forward.count[0].sum()) - 1
-    if forward.ascends():
+    if forward.is_in_order():
         ends = np.concatenate([backward.low, backward.high + 1, forward.low], axis=1)
         next_forward = forward.count_before(ends)
         around = np.concatenate([next_forward - 1, next_forward], axis=1)

@@ -71,18 +71,18 @@ class Schedule:
                 f"schedule: placement: {len(self.placement)} devices: must be one for each of {self.stages} stages"
             )
         slot, microbatch, distinct = 0, 0, {}
-        for part in self.stretches:
-            assert part.first_slot == slot and part.first_microbatch == microbatch, "stretches follow without a gap"
-            assert part.repeats >= 1 and part.microbatches >= 1
-            slot, microbatch = part.end_slot, part.end_microbatch
+        for stretch in self.stretches:
+            assert stretch.first_slot == slot and stretch.first_microbatch == microbatch, "stretches follow without a gap"
+            assert stretch.repeats >= 1 and stretch.microbatches >= 1
+            slot, microbatch = stretch.end_slot, stretch.end_microbatch
             # equal stretches need one proof
-            distinct[part.microbatches, part.runs.tobytes(), part.slots] = part
+            distinct[stretch.microbatches, stretch.runs.tobytes(), stretch.slots] = stretch
         assert microbatch == self.microbatches, "stretches hold all microbatches"
-        assert len({part.passes for part in self.stretches}) == 1, "backwards are whole, or all are split"
+        assert len({stretch.passes for stretch in self.stretches}) == 1, "backwards are whole, or all are split"
         both = self.slot_holds is SlotHolds.BOTH
-        for part in map(Stretch.spell_out_middle, distinct.values()):
-            fault = _find_missing(part, self.stages) or _find_disorder(part, self.stages, both, self.local)
-            fault = fault or _find_collision(part, both, self.placement)
+        for stretch in map(Stretch.spell_out_middle, distinct.values()):
+            fault = _find_missing(stretch, self.stages) or _find_disorder(stretch, self.stages, both, self.local)
+            fault = fault or _find_collision(stretch, both, self.placement)
             if fault:
                 raise BadInput(f"schedule: {fault}")
         if not self.in_order:
@@ -112,12 +112,12 @@ class Schedule:
     @cached_property
     def is_whole(self) -> NDArray[np.bool_]:
         """The backwards (P, M) that are one pass in a schedule of split backwards."""
-        parts = [
-            np.zeros((self.stages, part.microbatches), np.bool_) if part.whole is None else part.whole
-            for part in self.stretches
-            for _ in range(part.repeats)
+        marks = [
+            np.zeros((self.stages, stretch.microbatches), np.bool_) if stretch.whole is None else stretch.whole
+            for stretch in self.stretches
+            for _ in range(stretch.repeats)
         ]
-        return np.concatenate(parts, axis=1)
+        return np.concatenate(marks, axis=1)
 
     @property
     def device_of_stage(self) -> Tuple[int, ...]:
@@ -139,27 +139,27 @@ class Schedule:
     @cached_property
     def in_order(self) -> bool:
         """Whether every stage completes the microbatches in order; only rows of a file may not."""
-        return all(stretch.pieces[self.passes[-1]].ascends() for stretch in self.stretches)
+        return all(stretch.tables[self.passes[-1]].is_in_order() for stretch in self.stretches)
 
-    def stretch(self, k: int) -> Tuple[int, int]:
+    def get_drain_interval(self, k: int) -> Tuple[int, int]:
         """Return the range [first, end) of updates between the drains before and after update k.
 
         It is only update k if the pipeline drains within its batch.
         """
-        batch = self.accumulate
+        N = self.accumulate
         for stretch in self.stretches:
-            if stretch.first_microbatch <= k * batch < stretch.end_microbatch:
-                length, begin = max(stretch.microbatches // batch, 1), stretch.first_microbatch // batch
-                begin += (k - begin) // length * length
-                return begin, begin + length
+            if stretch.first_microbatch <= k * N < stretch.end_microbatch:
+                updates, first = max(stretch.microbatches // N, 1), stretch.first_microbatch // N
+                first += (k - first) // updates * updates
+                return first, first + updates
         raise AssertionError(f"no update {k}")
 
     def find_drains(self, microbatch: IntArray) -> IntArray:
         """Return, for each microbatch (n,), the first one after the drain before it."""
         begin = np.zeros_like(microbatch)
-        for part in self.stretches:
-            inside = (part.first_microbatch <= microbatch) & (microbatch < part.end_microbatch)
-            begin[inside] = microbatch[inside] - (microbatch[inside] - part.first_microbatch) % part.microbatches
+        for stretch in self.stretches:
+            inside = (stretch.first_microbatch <= microbatch) & (microbatch < stretch.end_microbatch)
+            begin[inside] = microbatch[inside] - (microbatch[inside] - stretch.first_microbatch) % stretch.microbatches
         return begin
 
     # ---- microbatch -> slot and back
@@ -188,8 +188,8 @@ class Schedule:
             ended = self.count_before(self.passes[-1], slot, stages)
             return ended if self.accumulate == 1 else ended // self.accumulate
         updates = self.slots(Kind.UPDATE, 0, self.update_count, stages)
-        asked = np.broadcast_to(slot, (updates.shape[0], slot.shape[-1]))
-        return np.stack([np.searchsorted(row, ask) for row, ask in zip(updates, asked)]).astype(np.int64)
+        slot_rows = np.broadcast_to(slot, (updates.shape[0], slot.shape[-1]))
+        return np.stack([np.searchsorted(row, slots) for row, slots in zip(updates, slot_rows)]).astype(np.int64)
 
     # ---- slots as grids
 
@@ -225,12 +225,12 @@ class Schedule:
         if any(stretch.whole is not None for stretch in self.stretches):
             # the appended entry is for idle slots, whose microbatch is -1
             is_whole = np.append(self.is_whole[stage], False)
-            halves = {kind: np.where(is_whole[grid], grid, -1) for kind, grid in grids.items()}
+            first_half = grids[Kind.INPUT_GRADIENT]
             grids = {
                 kind: np.where(is_whole[grid] & (kind is not Kind.FORWARD), -1, grid) for kind, grid in grids.items()
             }
             # a whole backward is drawn in the first of its slots
-            grids[Kind.BACKWARD] = halves[Kind.INPUT_GRADIENT]
+            grids[Kind.BACKWARD] = np.where(is_whole[first_half], first_half, -1)
         words = ([f"{kind.value}{m}" if m >= 0 else "" for m in grid[0].tolist()] for kind, grid in grids.items())
         return [" ".join(filter(None, cell)) or None for cell in zip(*words)]
 
@@ -246,11 +246,11 @@ class Schedule:
         size of a microbatch on each stage, instead of equal shares; `placement`: the device of each stage, instead of the
         schedule's own.
         """
-        counts, device_of = self.count_held(weight_share, sizes, placement), tuple(placement) or self.device_of_stage
+        counts, device_of = self.count_at_peak(weight_share, sizes, placement), tuple(placement) or self.device_of_stage
         share = list(sizes) or [1 / device_of.count(device) for device in device_of]
         return [sum(counts[s] * share[s] for s in list_stages(device_of, device)) for device in sorted(set(device_of))]
 
-    def count_held(
+    def count_at_peak(
         self, weight_share: float = 1.0, sizes: Sequence[float] = (), placement: Sequence[int] = ()
     ) -> List[float]:
         """Return the microbatches of each stage at its device's peak; arguments as in `peak_activations`."""
@@ -266,20 +266,21 @@ class Schedule:
         for stretch in {(stretch.microbatches, stretch.slots): stretch for stretch in self.stretches}.values():
             first = stretch.first_microbatch
             last = first + min(reach, stretch.microbatches)
-            slots = [2 * self.slots(kind, first, last) + (kind is not Kind.FORWARD) for kind in self.passes]
+            # the second moment of a slot is for the pass after the forward
+            moments = [2 * self.slots(kind, first, last) + (kind is not Kind.FORWARD) for kind in self.passes]
             for device in peaks:
                 stages = list_stages(device_of, device)
-                when = np.concatenate([row[stages].ravel() for row in slots])
+                moment = np.concatenate([table[stages].ravel() for table in moments])
                 change = np.concatenate([
                     np.repeat([changes[kind] * share[stage] for stage in stages], last - first) for kind in self.passes
                 ])
-                order = np.argsort(when, kind="stable")
+                order = np.argsort(moment, kind="stable")
                 load = np.cumsum(change[order])
                 peak = int(load.argmax())
                 if load[peak] > peaks[device]:
                     peaks[device], before = float(load[peak]), order[: peak + 1] // (last - first)
-                    for place, stage in enumerate(stages):
-                        done = np.bincount(before[before % len(stages) == place] // len(stages), minlength=len(self.passes))
+                    for row, stage in enumerate(stages):
+                        done = np.bincount(before[before % len(stages) == row] // len(stages), minlength=len(self.passes))
                         counts[stage] = sum(changes[kind] * int(n) for kind, n in zip(self.passes, done))
         return counts
 
@@ -297,61 +298,61 @@ class Schedule:
 # ends of the runs proves it for all microbatches between. Two runs of a device share a slot only if their progressions meet.
 
 
-def _find_missing(part: Stretch, stages: int) -> Optional[str]:
+def _find_missing(stretch: Stretch, stages: int) -> Optional[str]:
     """Return a fault unless every stage does each pass of each microbatch once, within the stretch's slots."""
-    for kind, pieces in part.base.items():
-        if pieces.first.shape[0] > stages:
-            return f"{Action(kind, 0, pieces.first.shape[0] - 1)}: there are {stages} stages, counted from 0"
-        if pieces.first.shape[0] < stages:
-            return f"{Action(kind, part.first_microbatch, stages - 1)} is missing"
-        expected = np.cumsum(pieces.count, axis=1)
+    for kind, table in stretch.short_tables.items():
+        if table.first.shape[0] > stages:
+            return f"{Action(kind, 0, table.first.shape[0] - 1)}: there are {stages} stages, counted from 0"
+        if table.first.shape[0] < stages:
+            return f"{Action(kind, stretch.first_microbatch, stages - 1)} is missing"
+        expected = np.cumsum(table.count, axis=1)
         starts = np.concatenate([np.zeros((stages, 1), np.int64), expected], axis=1)
-        wrong = starts != np.concatenate([pieces.first, np.full((stages, 1), part.microbatches)], axis=1)
+        wrong = starts != np.concatenate([table.first, np.full((stages, 1), stretch.microbatches)], axis=1)
         if wrong.any():
             stage, k = _locate_first(wrong)
-            return f"{Action(kind, part.first_microbatch + int(starts[stage, k]), stage)} is missing or double"
-        outside = (pieces.count > 0) & ((pieces.low < 0) | (pieces.high >= part.slots))
+            return f"{Action(kind, stretch.first_microbatch + int(starts[stage, k]), stage)} is missing or double"
+        outside = (table.count > 0) & ((table.low < 0) | (table.high >= stretch.slots))
         if outside.any():
             stage, k = _locate_first(outside)
-            action = Action(kind, part.first_microbatch + int(pieces.first[stage, k]), stage)
-            return f"{action} is outside its stretch of {part.slots} slots"
+            action = Action(kind, stretch.first_microbatch + int(table.first[stage, k]), stage)
+            return f"{action} is outside its stretch of {stretch.slots} slots"
     return None
 
 
-def _find_disorder(part: Stretch, stages: int, both: bool, local: bool) -> Optional[str]:
+def _find_disorder(stretch: Stretch, stages: int, both: bool, local: bool) -> Optional[str]:
     """Return a fault unless every pass comes after its needs, checked at the ends of the runs of both."""
-    for kind in part.passes:
+    for kind in stretch.passes:
         for need, offset in get_pass_needs(kind, local):
             low, high = max(0, -offset), stages - max(0, offset)
             if low >= high:
                 continue
             later, earlier = slice(low, high), slice(low + offset, high + offset)
-            this, other = part.base[kind], part.base[need]
+            this, other = stretch.short_tables[kind], stretch.short_tables[need]
             ends = [this.first[later], (this.first + this.count - 1)[later]]
             ends += [other.first[earlier], (other.first + other.count - 1)[earlier]]
-            index = np.clip(np.concatenate(ends, axis=1), 0, part.microbatches - 1)
+            index = np.clip(np.concatenate(ends, axis=1), 0, stretch.microbatches - 1)
             slot, needed = this.find_slots(index, later), other.find_slots(index, earlier)
             wrong = slot < needed if both and offset == 0 else slot <= needed
             if wrong.any():
                 row, k = _locate_first(wrong)
-                microbatch = part.first_microbatch + int(index[row, k])
+                microbatch = stretch.first_microbatch + int(index[row, k])
                 action = Action(kind, microbatch, low + row)
                 before = Action(need, microbatch, low + row + offset)
                 return (
-                    f"{action} is in slot {part.first_slot + int(slot[row, k])}, but needs {before},"
-                    f" which is in slot {part.first_slot + int(needed[row, k])}"
+                    f"{action} is in slot {stretch.first_slot + int(slot[row, k])}, but needs {before},"
+                    f" which is in slot {stretch.first_slot + int(needed[row, k])}"
                 )
     return None
 
 
-def _find_collision(part: Stretch, both: bool, placement: Sequence[int]) -> Optional[str]:
+def _find_collision(stretch: Stretch, both: bool, placement: Sequence[int]) -> Optional[str]:
     """Return a fault unless a slot holds at most one action of a device, or a forward and one other pass."""
     devices = sorted(set(placement))
-    forward, *others = part.base.values()
+    forward, *others = stretch.short_tables.values()
     groups = [[forward], others] if both else [[forward, *others]]
     for group in groups:
         low, stride, count = (
-            np.concatenate([getattr(pieces, name) for pieces in group], axis=1) for name in ("low", "stride", "count")
+            np.concatenate([getattr(table, name) for table in group], axis=1) for name in ("low", "stride", "count")
         )
         if devices:
             rows = [list_stages(placement, device) for device in devices]
@@ -363,7 +364,7 @@ def _find_collision(part: Stretch, both: bool, placement: Sequence[int]) -> Opti
         if shared is not None:
             row, slot = shared
             who = f"device {devices[row]}" if devices else f"stage {row}"
-            return f"{who} has two actions in slot {part.first_slot + slot}"
+            return f"{who} has two actions in slot {stretch.first_slot + slot}"
     return None
 
 

@@ -3,7 +3,7 @@
 A schedule consists of stretches, each from an empty pipeline to an empty one. Every pipeline here is a function that gives a
 stretch as runs (slots affine in the microbatch, `runs.py`), under a drawing of it; methods given by an order of each device are
 laid out by `_make_ordered`. P stages, M microbatches, N microbatches per update; s and m are a stage and a microbatch; slots
-count from 0.
+count from 0. The size of a stretch is its number of microbatches.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ def make_schedule(
     """
     check_sizes(method, stages, microbatches, accumulate)
     if method.order is not None:
-        lengths = _split_at_drains(drains, microbatches, accumulate)
+        sizes = _split_at_drains(drains, microbatches, accumulate)
         # a method that flushes is empty at drains anyway
         if method.flushes:
-            whole, rest = divmod(microbatches, accumulate)
-            lengths = [(accumulate, whole), (rest, 1)]
-        return _make_ordered(method, stages, microbatches, accumulate, lengths)
+            batches, rest = divmod(microbatches, accumulate)
+            sizes = [(accumulate, batches), (rest, 1)]
+        return _make_ordered(method, stages, microbatches, accumulate, sizes)
     # a single stage is not a pipeline
     turn = method.turn if stages > 1 else 0
     # check the drains, also for methods that ignore them
@@ -66,57 +66,57 @@ def make_schedule(
                     f"method_args.local_steps: {method.rounds.steps}: replicas synchronize after {interval} steps: must be at"
                     f" most {MOST_SHARED_BATCHES} with fewer replicas ({accumulate}) than stages ({stages})"
                 )
-            lengths = _split_into_rounds(drains, count, accumulate, interval * accumulate)
+            sizes = _split_into_rounds(drains, count, accumulate, interval * accumulate)
         elif definition.longest is None:
             later = [drain - warm for drain in drains if drain >= warm]
-            lengths = _split_at_drains(later, count, accumulate)
-            batches = max(length for length, _ in lengths) // accumulate if lengths else 0
+            sizes = _split_at_drains(later, count, accumulate)
+            batches = max(size for size, _ in sizes) // accumulate if sizes else 0
             if method.pipeline is Pipeline.LOCAL_SHARED and accumulate > 1 and batches > MOST_SHARED_BATCHES:
                 raise BadInput(
                     f"steps: {batches} updates of {method.name} without a drain: must be at most {MOST_SHARED_BATCHES}:"
                     " evaluate or save more often (evaluate.every, checkpoint.every)"
                 )
         else:
-            length = definition.longest(accumulate)
-            lengths = [(length, count // length), (count % length, 1)]
-        for length, repeats in lengths:
-            if length and repeats:
-                slots, runs = definition.stretch(stages, length, accumulate if definition.by_accumulate else turn)
+            longest = definition.longest(accumulate)
+            sizes = [(longest, count // longest), (count % longest, 1)]
+        for size, repeats in sizes:
+            if size and repeats:
+                slots, runs = definition.stretch(stages, size, accumulate if definition.by_accumulate else turn)
                 first_slot, first = (stretches[-1].end_slot, stretches[-1].end_microbatch) if stretches else (0, 0)
-                stretches.append(Stretch(first_slot, first, repeats, slots, length, runs))
-    last = PIPELINES[method.pipeline]
-    return Schedule(stages, microbatches, accumulate, last.slot_holds, tuple(stretches), last.local)
+                stretches.append(Stretch(first_slot, first, repeats, slots, size, runs))
+    definition = PIPELINES[method.pipeline]
+    return Schedule(stages, microbatches, accumulate, definition.slot_holds, tuple(stretches), definition.local)
 
 
 def _make_ordered(
-    method: Method, stages: int, microbatches: int, accumulate: int, lengths: Sequence[Tuple[int, int]]
+    method: Method, stages: int, microbatches: int, accumulate: int, sizes: Sequence[Tuple[int, int]]
 ) -> Schedule:
-    """Make the schedule of a method that is given by its devices' orders; `lengths`: (microbatches, repeats) of each stretch."""
+    """Make the schedule of a method that is given by its devices' orders; `sizes`: as `_split_at_drains` returns them."""
     stretches: List[Stretch] = []
     placement: Tuple[int, ...] = ()
-    for length, repeats in lengths:
-        if length and repeats:
-            stretch, placement = _lay_out_order(method, stages, length)
+    for size, repeats in sizes:
+        if size and repeats:
+            stretch, placement = _lay_out_order(method, stages, size)
             first_slot, first = (stretches[-1].end_slot, stretches[-1].end_microbatch) if stretches else (0, 0)
             stretches.append(replace(stretch, first_slot=first_slot, first_microbatch=first, repeats=repeats))
     return Schedule(stages, microbatches, accumulate, SlotHolds.ONE, tuple(stretches), placement=placement)
 
 
-def _lay_out_order(method: Method, stages: int, length: int) -> Tuple[Stretch, Tuple[int, ...]]:
-    """Return a stretch of `length` microbatches and its placement; a long stretch repeats its steady middle."""
+def _lay_out_order(method: Method, stages: int, size: int) -> Tuple[Stretch, Tuple[int, ...]]:
+    """Return a stretch of `size` microbatches and its placement; a long stretch repeats its steady middle."""
     order = method.order
     assert order is not None
     period = get_period(order, stages)
     # enough microbatches to fill the pipeline; weight gradients may be late by the activation limit
-    known = 2 * (6 + round(order.activation_limit)) * period
-    more = 0 if method.flushes else max(length - known - length % period, 0)
-    rows = make_device_rows(method, stages, length - more)
+    filling = 2 * (6 + round(order.activation_limit)) * period
+    repeated = 0 if method.flushes else max(size - filling - size % period, 0)
+    rows = make_device_rows(method, stages, size - repeated)
     stretch = lay_out(rows)
-    return (stretch.lengthen(more, period) if more else stretch), rows.placement
+    return (stretch.lengthen(repeated, period) if repeated else stretch), rows.placement
 
 
 def _split_at_drains(drains: Sequence[int], microbatches: int, accumulate: int) -> List[Tuple[int, int]]:
-    """Return the stretches between drains as pairs (microbatches, number of consecutive stretches of that length)."""
+    """Return the stretches between drains as pairs (size, number of consecutive stretches of that size)."""
     faults = [
         f"drains: {drain}: must be a multiple of accumulate ({accumulate}) from 0 to {microbatches} microbatches"
         for drain in drains
@@ -124,16 +124,16 @@ def _split_at_drains(drains: Sequence[int], microbatches: int, accumulate: int) 
     ]
     raise_faults(faults)
     edges = sorted({0, microbatches, *drains})
-    lengths = (last - first for first, last in zip(edges, edges[1:]))
-    return [(length, len(list(equal))) for length, equal in groupby(lengths)]
+    sizes = (last - first for first, last in zip(edges, edges[1:]))
+    return [(size, len(list(equal))) for size, equal in groupby(sizes)]
 
 
-def _split_into_rounds(drains: Sequence[int], microbatches: int, accumulate: int, most: int) -> List[Tuple[int, int]]:
-    """Return the rounds of at most `most` microbatches as pairs (see `_split_at_drains`); each drain ends one."""
+def _split_into_rounds(drains: Sequence[int], microbatches: int, accumulate: int, longest: int) -> List[Tuple[int, int]]:
+    """Return the rounds of at most `longest` microbatches as pairs (see `_split_at_drains`); each drain ends one."""
     rounds: List[Tuple[int, int]] = []
-    for length, repeats in _split_at_drains(drains, microbatches, accumulate):
-        whole, rest = divmod(length, most)
-        rounds += [(most, whole * repeats)] if not rest else [(most, whole), (rest, 1)] * repeats
+    for size, repeats in _split_at_drains(drains, microbatches, accumulate):
+        whole, rest = divmod(size, longest)
+        rounds += [(longest, whole * repeats)] if not rest else [(longest, whole), (rest, 1)] * repeats
     return rounds
 
 
@@ -144,11 +144,11 @@ def compute_utilization(method: Method, stages: int, accumulate: int) -> float:
         return make_schedule(method, stages, batches * accumulate, accumulate).busy_share()
     # pipelines that never drain repeat every one or two slots, or with each batch, from slot 3P on
     period = accumulate + (stages > 1) if method.pipeline is Pipeline.LOCAL_SHARED else 2
-    start, length = 3 * stages, 4 * stages + 2 + period
+    start, microbatches = 3 * stages, 4 * stages + 2 + period
     if method.order is not None:
         start, period = 9 * stages * method.order.stages_per_device, stages * (3 if method.order.splits else 2)
-        length = 12 * stages
-    return make_schedule(method, stages, length, accumulate).busy_share(start, start + period)
+        microbatches = 12 * stages
+    return make_schedule(method, stages, microbatches, accumulate).busy_share(start, start + period)
 
 
 def amortize_utilization(phases: Sequence[Tuple[float, float]]) -> float:
@@ -160,6 +160,8 @@ def amortize_utilization(phases: Sequence[Tuple[float, float]]) -> float:
 
 
 # ---- the pipelines
+#
+# All take P, M and a third number: N where the table below says `by_accumulate`, otherwise the turn, which only `_dataflow` uses.
 
 
 def _fill_drain(P: int, M: int, turn: int) -> SlotsAndRuns:
@@ -289,10 +291,10 @@ def _local_shared(P: int, M: int, accumulate: int) -> SlotsAndRuns:
 
 
 class PipelineDefinition(NamedTuple):
-    """A pipeline from empty to empty: its `stretch` (slots and runs) as a function of P, M and the turn.
+    """A pipeline from empty to empty: its `stretch` (slots and runs) as a function of P, M and the turn, or N if `by_accumulate`.
 
-    `by_accumulate`: the third argument is N instead of the turn. `longest`: the most microbatches of a stretch as a function of
-    N; None: it never drains. `slot_holds` and `local` as in `Schedule`.
+    `longest`: the most microbatches of a stretch as a function of N; None: it never drains. `slot_holds` and `local` as in
+    `Schedule`.
     """
 
     stretch: Callable[[int, int, int], SlotsAndRuns]

@@ -67,11 +67,11 @@ def recompute_slots(schedule: Schedule, method: Method, first: int, last: int, s
     a microbatch around: stage s of a segment that ends with stage z recomputes 2 (z - s) + turn steps before its own backward.
     """
     assert method.segments is not None
-    begins = np.arange(schedule.stages)[stages]
+    s = np.arange(schedule.stages)[stages]
     ends = find_segment_ends(schedule.stages, method.segments)[stages]
     turn = method.turn if schedule.stages > 1 else 0
     backward = schedule.slots(Kind.BACKWARD, first, last, slice(int(ends[0]), int(ends[-1]) + 1))
-    return np.asarray(backward[ends - ends[0]] - turn - (ends - begins)[:, None])
+    return np.asarray(backward[ends - ends[0]] - turn - (ends - s)[:, None])
 
 
 def count_kept_by_segments(in_flight: Sequence[int], segments: int, turn: int) -> KeptMicrobatches:
@@ -82,11 +82,13 @@ def count_kept_by_segments(in_flight: Sequence[int], segments: int, turn: int) -
     all in flight. The head of a segment stores the inputs of the others until it recomputes them. PipeMare's appendix A.3 leaves
     out the turn and the microbatch of the step itself: turn + 1 fewer on every stage.
     """
-    flying = np.asarray(in_flight, np.int64)
-    ends = find_segment_ends(len(flying), segments)
-    window = 2 * (ends - np.arange(len(flying))) + (turn if len(flying) > 1 else 0) + 1
-    activations = np.minimum(flying, window)
-    return KeptMicrobatches(np.where(find_segment_heads(ends), flying - activations, 0), activations)
+    microbatches = np.asarray(in_flight, np.int64)
+    P = len(microbatches)
+    ends = find_segment_ends(P, segments)
+    # microbatches from a recomputation to its backward, both included
+    recomputed = 2 * (ends - np.arange(P)) + (turn if P > 1 else 0) + 1
+    activations = np.minimum(microbatches, recomputed)
+    return KeptMicrobatches(np.where(find_segment_heads(ends), microbatches - activations, 0), activations)
 
 
 # ---- versions
@@ -109,7 +111,7 @@ class VersionTable:
             method = replace(method, forward_reads=Reads.NEWEST)
         self.schedule, self.method = schedule, method
         # in a split backward the input gradient reads weights and the weight gradient reads none
-        self._reading = dict(zip(PASSES, schedule.passes))
+        self._reading_pass = dict(zip(PASSES, schedule.passes))
         # the schedule may have been made for another method
         if method.delay is not None:
             check_sizes(method, schedule.stages, schedule.microbatches, schedule.accumulate)
@@ -128,10 +130,12 @@ class VersionTable:
 
     def window(self, first: int, last: int, stages: slice = ALL_STAGES) -> Tuple[IntArray, IntArray]:
         """Return the checked forward and backward versions of the microbatches [first, last)."""
-        newest = {kind: self._find_newest(self._reading[kind], first, last, stages) for kind in PASSES}
-        # delayed reads count from the gradient's use, and LocalSGD's by replica, so the schedule does not bound them
+        newest = {kind: self._find_newest(self._reading_pass[kind], first, last, stages) for kind in PASSES}
+        # delayed reads count from the version to which the gradient is applied, and LocalSGD's by replica, so the schedule does
+        # not bound them
         if self.method.delay is not None or self.method.rounds is not None:
-            newest[Kind.FORWARD] = newest[Kind.BACKWARD] = self._find_batch(first, newest[Kind.BACKWARD])
+            batch = np.arange(first, last) // self.schedule.accumulate
+            newest[Kind.FORWARD] = newest[Kind.BACKWARD] = np.broadcast_to(batch, newest[Kind.BACKWARD].shape)
         forward = self._read(self.method.forward_reads, newest[Kind.FORWARD], None, first, stages)
         backward = self._read(self.method.backward_reads, newest[Kind.BACKWARD], forward, first, stages)
         self._check(forward, backward, newest, first, stages)
@@ -147,10 +151,6 @@ class VersionTable:
         forward, backward = self.window(first, last)
         assert ((forward <= versions) & (versions <= backward)).all(), "recomputed between forward and backward"
         return versions
-
-    def _find_batch(self, first: int, like: IntArray) -> IntArray:
-        """Return the version (P, n) to which the gradient of each microbatch from `first` on is applied."""
-        return np.broadcast_to(np.arange(first, first + like.shape[1]) // self.schedule.accumulate, like.shape)
 
     def _find_newest(self, kind: Kind, first: int, last: int, stages: slice) -> IntArray:
         slots = self.schedule.slots(kind, first, last, stages)
@@ -180,7 +180,7 @@ class VersionTable:
         self, forward: IntArray, backward: IntArray, newest: Dict[Kind, IntArray], first: int, stages: slice
     ) -> None:
         batch = np.arange(first, first + forward.shape[1]) // self.schedule.accumulate
-        for wrong, kind, what in (
+        for wrong, kind, fault in (
             (forward < 0, Kind.FORWARD, "reads a version below 0"),
             (forward > newest[Kind.FORWARD], Kind.FORWARD, "reads a version that does not exist yet"),
             (backward > newest[Kind.BACKWARD], Kind.BACKWARD, "reads a version that does not exist yet"),
@@ -190,8 +190,8 @@ class VersionTable:
             if wrong.any():
                 row, column = np.unravel_index(int(np.argmax(wrong)), wrong.shape)
                 stage = range(*stages.indices(self.schedule.stages))[int(row)]
-                action = Action(self._reading[kind], first + int(column), stage)
-                raise BadInput(f"schedule: {action} {what}: it cannot be replayed")
+                action = Action(self._reading_pass[kind], first + int(column), stage)
+                raise BadInput(f"schedule: {action} {fault}: it cannot be replayed")
 
     # ---- lags in updates of the stage itself
 

@@ -62,12 +62,12 @@ class DelayedGlobalNorm:
 
     def get_source(self, k: int) -> Optional[int]:
         """Return the update whose global norm clips update k, None if the stage's own norm does."""
-        begin, _ = self._schedule.stretch(k)
+        begin, _ = self._schedule.get_drain_interval(k)
         return k - self.lag if k - self.lag >= begin else None
 
     def is_needed(self, k: int) -> bool:
         """Return whether the norm of update k clips a later update."""
-        return k + self.lag < self._schedule.stretch(k)[1]
+        return k + self.lag < self._schedule.get_drain_interval(k)[1]
 
     def remember(self, k: int, norms: Sequence[Optional[float]]) -> None:
         """Store the global norm of update k; `norms`: the norms of the stages."""

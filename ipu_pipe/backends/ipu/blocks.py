@@ -145,7 +145,7 @@ class BlockEngine(Engine):
         with describe_block_errors(self.rank, f"update {k}"):
             until = k + 1
             if self.is_main:
-                until = min(k + 1 + self._ahead, self.job.schedule.stretch(k)[1])
+                until = min(k + 1 + self._ahead, self.job.schedule.get_drain_interval(k)[1])
             while self._done < until:
                 self._train(range(self._done, self._done + self.every))
                 self._done += self.every

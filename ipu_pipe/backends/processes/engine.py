@@ -127,7 +127,7 @@ class ProcessEngine(Engine):
             last = k + 1
             if is_first:
                 if k >= self._drained_at:
-                    self._drained_at = self.job.schedule.stretch(k)[1]
+                    self._drained_at = self.job.schedule.get_drain_interval(k)[1]
                 last = min(k + self._ahead + 1, self._drained_at)
             # the first step of a process warms up
             self._recorder.begin_step(self._steps > 0)

@@ -317,7 +317,7 @@ class Interpreter:
         self.update = min(member.update for member in self.stages.values())
         # no receive of a channel may wait while the pipeline is empty
         copying = [member for member in self.stages.values() if member.model.ties.copies_of]
-        if copying and self._work.schedule.stretch(k)[1] == self.update:
+        if copying and self._work.schedule.get_drain_interval(k)[1] == self.update:
             for member in copying:
                 member.tied.load(self.update)
         self.recorder.begin_update(self.update)
@@ -340,7 +340,7 @@ class Interpreter:
                 of_stage = self._work.rules.stages.get(s)
                 nccl.warm_up(self._work, stage, of_stage.parameters if of_stage is not None else [])
             self._untouched = None
-        end = self._posted_until = self._work.schedule.stretch(k)[1]
+        end = self._posted_until = self._work.schedule.get_drain_interval(k)[1]
         if self._early is not None:
             self._early.may_post, end = True, self._early.started
         self.mail.post(end * self._work.schedule.accumulate, end)

@@ -110,7 +110,7 @@ def _place_stages(
     A method with an order of its own is placed by that order.
     """
     # rank 0 decides for all, because measured times differ between ranks
-    requested = run_on_main(lambda: partition(model, x, config.stages, one_stage=method.one_stage))
+    requested = run_on_main(lambda: partition(model, x, config.stages, one_stage=method.one_stage_reason))
     if method.order is not None:
         return _place_by_order(config, method, method.order, model, requested, devices, device, x)
     groups, note = group_stages(model, requested, devices, x), ""
@@ -151,7 +151,7 @@ def _can_cut(method: Method, model: nn.Module, requested: Partition, x: torch.Te
     """Return whether the model can be cut into these stages; stages that divide the weights of one module cannot."""
     if not requested.spread:
         return True
-    part = partition(model, x, requested.begin_names() or 1, one_stage=method.one_stage)
+    part = partition(model, x, requested.begin_names() or 1, one_stage=method.one_stage_reason)
     return [set(stage.parameters) for stage in part.stages] == [set(stage.parameters) for stage in requested.stages]
 
 
@@ -163,10 +163,10 @@ def _cut(
     cut = cut_model(model, begins, x)
     # every rank finds the same faults here, before any rank waits for another
     _refuse_cut(model, method, cut, placement, verify_pieces(model, cut, x))
-    part = partition(model, x, begins if begins else 1, one_stage=method.one_stage)
+    part = partition(model, x, begins if begins else 1, one_stage=method.one_stage_reason)
     part = share_weights(part, find_tied_weights(cut), model)
-    if method.one_stage is not None:
-        require_one_stage(part, model, method.one_stage)
+    if method.one_stage_reason is not None:
+        require_one_stage(part, model, method.one_stage_reason)
     return Placed(model, part, RankLayout(device, placement).held, placement, note, cut)
 
 
