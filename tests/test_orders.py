@@ -142,7 +142,7 @@ def test_orders_run_flush_and_take_microbatches_in_order(name: str, P: int, M: i
     for kind, table in slots.items():
         for stage, row in enumerate(table.tolist()):
             for m, slot in enumerate(row):
-                for need in list_needs(Action(kind, m, stage), schedule.stages, M, whole=whole):
+                for need in list_needs(Action(kind, m, stage), schedule.stages, whole):
                     assert slots[need.kind][need.stage, need.index] < slot
     versions = VersionTable(schedule, METHODS[name])
     batches = [[m // M for m in range(schedule.microbatches)]] * schedule.stages
@@ -391,7 +391,7 @@ def test_stages_of_a_pipeline_take_turns_on_fewer_devices() -> None:
         for device, queue in enumerate(queues):
             _, which, m, kind = queue[0] if queue else (0, 0, 0, Kind.UPDATE)
             action = Action(kind, m, which % P)
-            needed = list_needs(action, P, M) if queue else []
+            needed = list_needs(action, P) if queue else []
             if queue and all(need in end for need in needed):
                 arrivals = [end[need] + 0.25 * (placement[need.stage] != device) for need in needed]
                 end[action] = free[device] = max([free[device], *arrivals]) + 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Dict, List, Tuple
+from typing import Dict, List, Tuple
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from slot_simulation import PLAYED, Simulated, simulate
 
 import ipu_pipe
 from ipu_pipe.errors import BadInput
-from ipu_pipe.schedule.actions import SPLIT_PASSES, Action, Kind, list_needs
+from ipu_pipe.schedule.actions import Action, Kind, get_pass_needs, list_needs
 from ipu_pipe.schedule.clock import Costs, clock
 from ipu_pipe.schedule.methods import METHODS, SCHEDULES, Method, Pipeline, Reads, resolve_method
 from ipu_pipe.schedule.rows import format_csv, format_text, from_rows
@@ -148,25 +148,18 @@ def test_stretches_lie_between_drains() -> None:
 
 
 def test_needs() -> None:
-    schedule = make_schedule(METHODS["gpipe"], 3, 4, 2)
-
-    def needed(kind: Kind, index: int, stage: int, local: bool = False, replica: int = 0, **more: Any) -> List[str]:
-        action = Action(kind, index, stage, replica)
-        return [str(need) for need in list_needs(action, schedule.stages, schedule.accumulate, local, replicas=2, **more)]
+    def needed(kind: Kind, index: int, stage: int) -> List[str]:
+        return [str(need) for need in list_needs(Action(kind, index, stage), 3)]
 
     assert needed(Kind.FORWARD, 1, 0) == []
     assert needed(Kind.FORWARD, 1, 2) == ["F1 on stage 1"]
     assert needed(Kind.BACKWARD, 1, 1) == ["F1 on stage 1", "B1 on stage 2"]
-    assert needed(Kind.BACKWARD, 1, 1, local=True) == ["F1 on stage 1"]
+    assert get_pass_needs(Kind.BACKWARD, local=True) == ((Kind.FORWARD, 0),)
     assert needed(Kind.BACKWARD, 1, 2) == ["F1 on stage 2"]
     assert needed(Kind.INPUT_GRADIENT, 1, 1) == ["F1 on stage 1", "I1 on stage 2"]
-    assert needed(Kind.WEIGHT_GRADIENT, 1, 1, replica=1) == ["I1 on stage 1 of replica 1"]
-    assert needed(Kind.UPDATE, 1, 0) == ["B2 on stage 0", "B3 on stage 0"]
-    assert needed(Kind.UPDATE, 1, 0, passes=SPLIT_PASSES) == ["W2 on stage 0", "W3 on stage 0"]
+    assert needed(Kind.WEIGHT_GRADIENT, 1, 1) == ["I1 on stage 1"]
     assert needed(Kind.RECOMPUTE, 1, 2) == ["F1 on stage 2", "R1 on stage 1"]
-    assert needed(Kind.RECOMPUTE, 1, 2, heads=[0, 2]) == ["F1 on stage 2"]
-    assert needed(Kind.FORWARD, 1, 2, heads=[0, 2]) == ["F1 on stage 1"]
-    assert needed(Kind.AVERAGE, 1, 0) == ["U1 on stage 0", "U1 on stage 0 of replica 1"]
+    assert get_pass_needs(Kind.RECOMPUTE, head=True) == ((Kind.FORWARD, 0),)
 
 
 @pytest.mark.parametrize(("P", "segments"), [(2, 1), (2, 2), (5, 2), (9, 3), (9, 9)])
@@ -180,17 +173,17 @@ def test_recomputations_come_after_what_they_need(P: int, segments: int, turn: i
     heads = np.flatnonzero(find_segment_heads(find_segment_ends(P, segments))).tolist()
     assert len(heads) == segments
 
-    def late(**more: Any) -> List[int]:
+    def late(heads: List[int]) -> List[int]:
         """Stages that recompute before all is there; a forward may be in the same slot (turn 0, last stage)."""
         return sorted({
             s
             for s in range(P)
-            for m in range(M)
-            for need in list_needs(Action(Kind.RECOMPUTE, m, s), P, 1, **more)
-            if slots[need.kind][need.stage, m] >= slots[Kind.RECOMPUTE][s, m] + (need.kind is Kind.FORWARD)
+            for kind, offset in get_pass_needs(Kind.RECOMPUTE, head=s in heads)
+            if s + offset >= 0
+            and (slots[kind][s + offset] >= slots[Kind.RECOMPUTE][s] + (kind is Kind.FORWARD)).any()
         })  # fmt: skip
 
-    assert late(heads=heads) == [] and late() == heads[1:]
+    assert late(heads) == [] and late([]) == heads[1:]
     assert (slots[Kind.RECOMPUTE] <= slots[Kind.BACKWARD]).all()
 
 

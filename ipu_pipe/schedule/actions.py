@@ -47,11 +47,9 @@ class Action:
     kind: Kind
     index: int
     stage: int
-    replica: int = 0
 
     def __str__(self) -> str:
-        where = f" of replica {self.replica}" if self.replica else ""
-        return f"{self.kind.value}{self.index} on stage {self.stage}{where}"
+        return f"{self.kind.value}{self.index} on stage {self.stage}"
 
 
 class Need(NamedTuple):
@@ -84,35 +82,17 @@ def get_pass_needs(kind: Kind, local: bool = False, head: bool = False) -> Tuple
     )
 
 
-def list_needs(
-    action: Action,
-    stages: int,
-    accumulate: int,
-    local: bool = False,
-    replicas: int = 1,
-    passes: Tuple[Kind, ...] = PASSES,
-    heads: Collection[int] = (),
-    whole: Collection[Tuple[int, int]] = (),
-) -> List[Action]:
-    """Return the actions that `action` needs, on P `stages` with N = `accumulate` microbatches per update.
+def list_needs(action: Action, stages: int, whole: Collection[Tuple[int, int]] = ()) -> List[Action]:
+    """Return the passes that a pass needs, on P `stages`.
 
-    Rows use only the needs of passes; the whole function is the reference with which tests compare all schedules.
-
-    `local`: as in `get_pass_needs`; `passes`: PASSES or SPLIT_PASSES; `heads`: the first stages of the segments of recomputation.
-    `whole`: the (stage, microbatch) pairs whose two halves are one backward, which sends its gradient at its end.
-
-    All needs must be done in earlier slots, with two exceptions: an update is in the slot of its batch's last pass, and in a slot
-    with two passes the forward comes first.
+    All are in earlier slots, except that in a slot with two passes the forward comes first. An update is in the slot of the last
+    pass of its batch. `whole`: the (stage, microbatch) pairs whose two halves are one backward, which sends its gradient at its
+    end.
     """
-    if action.kind is Kind.AVERAGE:
-        return [Action(Kind.UPDATE, action.index, action.stage, replica) for replica in range(replicas)]
-    if action.kind is Kind.UPDATE:
-        batch = range(action.index * accumulate, (action.index + 1) * accumulate)
-        return [Action(passes[-1], microbatch, action.stage, action.replica) for microbatch in batch]
     needs = []
-    for kind, offset in get_pass_needs(action.kind, local, action.stage in heads):
+    for kind, offset in get_pass_needs(action.kind):
         stage = action.stage + offset
         if 0 <= stage < stages:
             ends_later = kind is Kind.INPUT_GRADIENT and offset > 0 and (stage, action.index) in whole
-            needs.append(Action(Kind.WEIGHT_GRADIENT if ends_later else kind, action.index, stage, action.replica))
+            needs.append(Action(Kind.WEIGHT_GRADIENT if ends_later else kind, action.index, stage))
     return needs

@@ -23,7 +23,7 @@ class Pipeline(Enum):
     ONE_F_ONE_B_FLUSH = "1f1b_flush"  # one forward, one backward; drains after every batch; at most P-s in flight
     ONE_F_ONE_B = "1f1b"  # never drains; at most P in flight, counted at stage 0 only
     ONE_F_ONE_B_CAPPED = "1f1b_capped"  # never drains; at most P-s in flight on stage s
-    # 1F1B over the steps of replicas, which take is_v; drains after every round of local steps
+    # 1F1B over the steps of replicas, which take turns; drains after every round of local steps
     LOCAL_SGD = "local_sgd"
     DATAFLOW = "dataflow"  # a forward and a backward on every stage in each step
     LOCAL = "local"  # a forward and, at once, its backward on every stage in each step; no stage waits for a later one

@@ -210,8 +210,8 @@ def _parse_row(device: int, row: Row, placement: Sequence[int]) -> List[Action]:
     for action in actions:
         if action.kind is Kind.UPDATE:
             raise BadInput(f"{label}: {action}: updates follow from accumulate and are not written")
-        if action.kind not in CODE or action.replica:
-            raise BadInput(f"{label}: {action}: must be a forward or a backward of replica 0")
+        if action.kind not in CODE:
+            raise BadInput(f"{label}: {action}: must be a forward or a backward")
         if action.stage not in stages:
             raise BadInput(f"{label}: {action}: belongs to another row")
     return actions
@@ -249,7 +249,7 @@ def _find_earliest_slots(
     next_index = [0] * len(rows)
 
     def is_ready(action: Action, beside: Optional[Action] = None) -> bool:
-        return all(need == beside or need in slots for need in list_needs(action, len(placement), 1, whole=whole))
+        return all(need == beside or need in slots for need in list_needs(action, len(placement), whole))
 
     def choose(device: int) -> Sequence[Action]:
         first, second = (*rows[device][next_index[device] : next_index[device] + 2], None, None)[:2]
@@ -284,7 +284,7 @@ def _find_cycle(
     while action not in chain:
         chain.append(action)
         earlier = get_next(action)
-        needs = list_needs(action, len(placement), 1)
+        needs = list_needs(action, len(placement))
         action = earlier if earlier != action else next(need for need in needs if need not in done)
     return [(waiting, waiting != get_next(waiting)) for waiting in [*chain[chain.index(action) :], action]]
 
