@@ -40,7 +40,7 @@ class Plan:
     """
 
     def __init__(self, order: Order, P: int, M: int, earlier_waits: Sequence[float]) -> None:
-        """`earlier_waits`: of the devices in an earlier plan: each may wait as much longer as its slowest device did."""
+        """`earlier_waits`: of the devices in an earlier plan: each may now wait as much as the slowest waited longer than it."""
         self.order, self.microbatches = order, M
         self.placement = order.place(P * order.stages_per_device)
         self.duration = {kind: time / order.stages_per_device for kind, time in zip((F, I, W), order.durations)}
