@@ -268,17 +268,17 @@ class UpdateRules:
         """Carry out update k of these stages (all if None) from their gradients, and delete the gradients.
 
         `clip(k)` clips them, None for no clipping. Gradients of other stages, and of blocks that accumulate several batches,
-        stay.
+        stay. Steps [2] to [5] carry out the rules (`update.rules`).
         """
         if self.observe is not None:
             self.observe(k, list(self.stages) if stages is None else stages)
+        # [1] take away the gradients that stay, because the optimizer steps all that it finds
         active = self._active if k >= self.switch else []
         weight_master_pairs = self.weight_master_pairs
         others: List[StageState] = []
         if stages is not None:
             active = [(stage, rule, setting) for stage, rule, setting in active if stage.index in stages]
             others = [stage for stage in self.stages.values() if stage.index not in stages]
-        # put back after the update
         other_gradients: List[Tuple[torch.nn.Parameter, torch.Tensor]] = []
         if others:
             other_gradients += _take_gradients(others)
@@ -286,23 +286,25 @@ class UpdateRules:
             weight_master_pairs = [(weight, master) for weight, master in weight_master_pairs if id(master) not in unchanged]
         if max(self._batches_per_step) > 1:
             other_gradients += _take_incomplete(self.stages.values(), self._batches_per_step, k)
+        # [2] learning rates
         base, by_group = float(self._rate(k)), self.rates_by_group
         for stage in self.stages.values():
             for group, share in zip(stage.groups, stage.shares):
                 rate = base if by_group is None else by_group[min(k, len(by_group) - 1)][group["member"]]
                 group["lr"] = float(self._stage_rate(stage.index, k, rate)) * share
-        # the rules with entries that move after the step
+        # the rules with entries that step [5] moves
         tracking = [(stage, rule, rule.state(setting)) for stage, rule, setting in active if rule.state is not None]
         tracking = [(stage, rule, entries) for stage, rule, entries in tracking if any(entries.values())]
         before = {stage.index: [p.detach().clone() for p in stage.parameters] for stage, _, _ in tracking}
         averages = self._begin_averages(others) if self.decay is not None else {}
         with torch.no_grad():
+            # [3] gradients
             for stage, rule, setting in active:
                 if rule.gradient is not None:
                     _change_gradients(rule.gradient, setting, stage)
             if clip is not None:
                 clip(k)
-            # listed before the step, which changes the weights that weight decay reads
+            # [4] the step; weight decay in the gradients of rules reads the weights before it
             changing = [
                 (rule.step, setting, _list_stepped_groups(stage)) for stage, rule, setting in active if rule.step is not None
             ]
@@ -311,6 +313,7 @@ class UpdateRules:
             for change, setting, groups in changing:
                 for stepped in groups:
                     _change_step(change, setting, stepped, steps.get(stepped.stage.index))
+            # [5] the state of rules
             for stage, rule, entries in tracking:
                 ignores_changes = rule.follows_optimizer or not changing
                 step = steps[stage.index] if ignores_changes else _compute_step(stage, before[stage.index])
@@ -319,6 +322,7 @@ class UpdateRules:
             # SGD without momentum makes no state of its own
             if p in self.optimizer.state or p.grad is not None:
                 self.optimizer.state[p][name] = entry
+        # [6] averages, rounded weights, and the gradients that stay
         if self.decay is not None:
             self._move_averages(k, averages)
         if weight_master_pairs:
