@@ -117,20 +117,20 @@ def run_case(case: Case, rank: int, placement: Sequence[int]) -> Dict[str, torch
     across = list_crossings(cut)
     make = ADAMW if "adamw" in case[0] else SGD
     groups = replace_parameters(make_groups(model, part), numbers.get_trained)
-    optimizer = make([group for s in layout.held for group in select_stage(groups, s)])
+    optimizer = make([group for s in layout.stages_of_rank for group in select_stage(groups, s)])
     rate = make.keywords["lr"]
     rules = UpdateRules(args, method, table.rule_lag(), accumulate, optimizer, lambda k: rate, switch, numbers.masters)
     keyed = KeyedRandomness(model, observe_effects(model, data[0][0]).draws, 0, torch.device("cpu"))
-    ties = {s: find_ties(model, cut, s, placement) for s in layout.held}
-    channels = channels_of(case, placement, ties[layout.held[0]].links)
+    ties = {s: find_ties(model, cut, s, placement) for s in layout.stages_of_rank}
+    channels = channels_of(case, placement, ties[layout.stages_of_rank[0]].links)
     double = NcclDouble(list((channels or {}).values()))
-    for s in layout.held:
+    for s in layout.stages_of_rank:
         double.watch(cut[s], optimizer)
     cpu = torch.device("cpu")
     work = Work(numbers.convert_loss(nn.functional.cross_entropy), table, rules, clip_of(case))
-    recorder = TraceRecorder(rank, layout.held[0], range(512))
+    recorder = TraceRecorder(rank, layout.stages_of_rank[0], range(512))
     mail = Mail(layout, cpu, recorder, 300.0, channels=channels)
-    models = [StageModel(layout, s, cut[s], across, lambda m: data[m], cpu, keyed, ties=ties[s]) for s in layout.held]
+    models = [StageModel(layout, s, cut[s], across, lambda m: data[m], cpu, keyed, ties=ties[s]) for s in layout.stages_of_rank]
     stages_here = {model.stage: Stage(work, model, mail, recorder) for model in models}
     if schedule.passes == SPLIT_PASSES:
         for s, stage in stages_here.items():

@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 
 import ipu_pipe
 from ipu_pipe.backends.emulator.replay import Emulator
-from ipu_pipe.backends.replays import RandomizedReplays, order_of_updates
+from ipu_pipe.backends.replays import RandomizedReplays, order_updates
 from ipu_pipe.backends.work import Work
 from ipu_pipe.model.stages import partition
 from ipu_pipe.schedule import delays
@@ -97,21 +97,21 @@ def test_draws_are_a_function_of_seed_and_iteration_alone() -> None:
 
 def test_delays_and_draws_are_uniform_within_their_bounds() -> None:
     source = replays({"delay_bound": 7}, M=4000)
-    delays = source.delays(0, source.count)
+    delays = source.list_delays(0, source.count)
     assert (delays[:, :5] <= np.arange(5)).all() and delays.max() == 7
-    stages, microbatches = source.stages_of(0, 12000), source.microbatches_of(0, 12000) % 10
+    stages, microbatches = source.list_stages(0, 12000), source.list_microbatches(0, 12000) % 10
     for draws, bins in (*((row, 8) for row in delays[:, 7:]), (stages, 3), (microbatches, 10)):
         counts = np.bincount(draws, minlength=bins)
         expected = counts.sum() / len(counts)
         assert (abs(counts - expected) < 5 * np.sqrt(expected)).all()
-    assert (source.microbatches_of(0, 12000) // 10 == np.arange(12000) // 30).all()  # of the epoch at hand
+    assert (source.list_microbatches(0, 12000) // 10 == np.arange(12000) // 30).all()  # of the epoch at hand
     together = np.corrcoef(delays[:, 7:])
     assert abs(together - np.eye(3)).max() < 0.05
 
 
 def test_no_delay_reaches_beyond_a_drain() -> None:
     source = replays({"delay_bound": 50}, drains=[20])
-    delays = source.delays(0, 120)
+    delays = source.list_delays(0, 120)
     assert (delays[:, 60:] <= np.arange(60)).all() and delays[:, 59].max() > 10
 
 
@@ -119,13 +119,13 @@ def test_offsets_are_the_mean_delays_of_each_block() -> None:
     P = 4
     source = replays({"delays": "offsets"}, P=P)
     expected = np.rint(delays.compute_steady_delays(P).mean(axis=0))
-    assert (source.delays(60, 90) == expected[:, None]).all()
-    assert replays({"delays": "offsets", "delay_bound": 5}, P=P).delays(60, 61).max() == 5
+    assert (source.list_delays(60, 90) == expected[:, None]).all()
+    assert replays({"delays": "offsets", "delay_bound": 5}, P=P).list_delays(60, 61).max() == 5
 
 
 def test_the_schedules_order_is_that_of_its_slots() -> None:
     schedule = make_schedule(METHODS["pipedream"], 3, 4, 1)
-    stage, microbatch = order_of_updates(schedule)
+    stage, microbatch = order_updates(schedule)
     drawn = [(2, 0), (1, 0), (2, 1), (0, 0), (2, 2), (1, 1), (0, 1), (2, 3), (1, 2), (0, 2), (1, 3), (0, 3)]
     slots = {(s, m): (2 * 3 - 1 - s + 2 * m, s) for s, m in drawn}
     assert list(zip(stage.tolist(), microbatch.tolist())) == sorted(slots, key=lambda key: slots[key])
@@ -201,8 +201,8 @@ def by_the_algorithm(
     history = [[[p.detach().clone() for p in stage] for stage in parameters]]
     velocity: Dict[Tuple[int, int], torch.Tensor] = {}
     P, net = len(modules), whole(modules)
-    stages, microbatches = source.stages_of(0, source.count), source.microbatches_of(0, source.count)
-    delays = source.delays(0, source.count)
+    stages, microbatches = source.list_stages(0, source.count), source.list_microbatches(0, source.count)
+    delays = source.list_delays(0, source.count)
     for k in range(source.count):
         s = int(stages[k])
         for j in range(P):

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from ipu_pipe.backends.emulator.replay import Emulator
-from ipu_pipe.backends.replays import RandomizedReplays, order_of_updates
+from ipu_pipe.backends.replays import RandomizedReplays, order_updates
 from ipu_pipe.backends.work import Work
 from ipu_pipe.cli import reproduce
 from ipu_pipe.model.stages import partition
@@ -252,9 +252,9 @@ def _as_the_authors_draw(source: RandomizedReplays, bound: int) -> RandomizedRep
         stage, microbatch = rng.integers(0, source.stages), rng.integers(0, source.count // source.stages)
         drawn.append((stage, microbatch, *rng.integers(0, min(bound, k) + 1, size=source.stages)))
     stage, microbatch, *delays = np.array(drawn).T
-    source.stages_of = lambda first, last: stage[first:last]  # type: ignore[method-assign]
-    source.microbatches_of = lambda first, last: microbatch[first:last]  # type: ignore[method-assign]
-    source.delays = lambda first, last: np.stack(delays)[:, first:last]  # type: ignore[method-assign]
+    source.list_stages = lambda first, last: stage[first:last]  # type: ignore[method-assign]
+    source.list_microbatches = lambda first, last: microbatch[first:last]  # type: ignore[method-assign]
+    source.list_delays = lambda first, last: np.stack(delays)[:, first:last]  # type: ignore[method-assign]
     return source
 
 
@@ -278,7 +278,7 @@ def test_noise_is_drawn_block_update_by_block_update() -> None:
     assert np.abs(run_pipedream(objective, P, M, RATES, 8).x - pipedream.x).max() > 1e-3
     schedule = make_schedule(resolve_method("pipedream"), P, M, 1)
     drawn, size = np.random.default_rng(7).normal(size=(P * M, D // P)), D // P
-    stage, microbatch = order_of_updates(schedule)
+    stage, microbatch = order_updates(schedule)
     placed = vector_runs.draw_noise_by_pass(objective, schedule, size, 7)
     assert placed is not None
     for k in (0, 5, 60, P * M - 1):
@@ -377,5 +377,5 @@ def test_delay_statistics_and_their_fit(tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_other_sources_draw_the_same_stages_whatever_their_bound() -> None:
     sources: List[RandomizedReplays] = [make_randomized_source(8, 50, 20, {"delay_bound": b}, 3) for b in (0, 420)]
-    assert (sources[0].stages_of(0, 400) == sources[1].stages_of(0, 400)).all()
-    assert (sources[0].microbatches_of(0, 400) == sources[1].microbatches_of(0, 400)).all()
+    assert (sources[0].list_stages(0, 400) == sources[1].list_stages(0, 400)).all()
+    assert (sources[0].list_microbatches(0, 400) == sources[1].list_microbatches(0, 400)).all()

@@ -259,7 +259,7 @@ def test_memory_holds_only_versions_still_to_be_read(method: str, most: Optional
     forward = table.forward(0, len(data))
     for k in range(10):
         emulator.step(data[5 * k : 5 * k + 5])
-        counts = [len(versions) for versions in getattr(emulator.weights, "_kept", [()] * len(part))]
+        counts = [len(versions) for versions in getattr(emulator.weights, "_stash", [()] * len(part))]
         for s, count in enumerate(counts):
             still_read = {int(v) for v in forward[s, 5 * k + 5 :] if v <= k}
             assert count <= len(still_read)

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from ipu_pipe.backends.processes import launch, lost_ranks
 from ipu_pipe.backends.processes.collect import wait_for_first_replica
-from ipu_pipe.backends.processes.launch import compare, make_request, meet
+from ipu_pipe.backends.processes.launch import compare_requests, make_request, wait_for_ranks
 from ipu_pipe.backends.processes.layout import RankLayout
 from ipu_pipe.backends.processes.lost_ranks import LostRank
 from ipu_pipe.cli import train as tool
@@ -300,7 +300,7 @@ def join(asked: Dict[int, Dict[str, Any]], world: int, limit: float) -> Dict[int
 
     def one(rank: int) -> None:
         try:
-            stores.append(meet(Launch(rank, world, address="127.0.0.1", port=port), limit, asked[rank]))
+            stores.append(wait_for_ranks(Launch(rank, world, address="127.0.0.1", port=port), limit, asked[rank]))
         except (BadInput, RunFault) as error:
             faults[rank] = error
 
@@ -333,10 +333,10 @@ def test_ranks_that_are_asked_for_something_else_are_refused_with_both_values() 
         '--out: rank 0 has "a", rank 1 has "b": must be the same on all ranks',
         "seed: rank 0 has 1, rank 1 has 2: must be the same on all ranks",
     ]
-    assert compare({"version of torch": "2"}, {}, 0, 1) == [
+    assert compare_requests({"version of torch": "2"}, {}, 0, 1) == [
         'version of torch: rank 0 has "2", rank 1 has nothing: must be the same on all ranks'
     ]
-    assert compare(asked[0], asked[1], 0, 1) == compare(asked[1], asked[0], 1, 0)
+    assert compare_requests(asked[0], asked[1], 0, 1) == compare_requests(asked[1], asked[0], 1, 0)
 
 
 @needs_processes
@@ -352,7 +352,7 @@ def test_ranks_meet_again_after_a_restart_that_not_every_machine_counts() -> Non
             time.sleep(0.0 if rank == first else 0.3)
             where = Launch(rank, 2, address="127.0.0.1", port=store.port, has_agent=True, attempt=attempts[rank])
             try:
-                stores[rank] = meet(where, 10 if len(ranks) == 2 else 0.5, {})
+                stores[rank] = wait_for_ranks(where, 10 if len(ranks) == 2 else 0.5, {})
             except RunFault as error:
                 errors.append(str(error))
 
@@ -377,24 +377,24 @@ def test_a_port_in_use_a_missing_first_rank_and_a_rank_twice_are_told(monkeypatc
         used.listen(1)
         port = used.getsockname()[1]
         with pytest.raises(RunFault, match=f"MASTER_PORT: {port}: cannot be used on this machine: Address already in use"):
-            meet(Launch(0, 2, address="127.0.0.1", port=port), 2, {})
+            wait_for_ranks(Launch(0, 2, address="127.0.0.1", port=port), 2, {})
     with pytest.raises(RunFault, match="rank 1: rank 0 did not come to 127.0.0.1.* within 0.5 s .*refused"):
-        meet(Launch(1, 2, address="127.0.0.1", port=free_port()), 0.5, {})
+        wait_for_ranks(Launch(1, 2, address="127.0.0.1", port=free_port()), 0.5, {})
     with pytest.raises(RunFault, match="rank 0 did not come to no.such.host.invalid"):
-        meet(Launch(1, 2, address="no.such.host.invalid", port=29500), 0.1, {})
+        wait_for_ranks(Launch(1, 2, address="no.such.host.invalid", port=29500), 0.1, {})
     monkeypatch.setattr(launch, "LINGER", 0.1)
     port, second = free_port(), []
 
     def come_twice(rank: int) -> None:
         for _ in range(2):
             try:
-                meet(Launch(rank, 3, address="127.0.0.1", port=port), 3, {})
+                wait_for_ranks(Launch(rank, 3, address="127.0.0.1", port=port), 3, {})
             except (BadInput, RunFault) as error:
                 second.append(str(error))
 
     threads = start_threads(come_twice, 1, 1)
     with pytest.raises((BadInput, RunFault)):
-        meet(Launch(0, 3, address="127.0.0.1", port=port), 6, {})
+        wait_for_ranks(Launch(0, 3, address="127.0.0.1", port=port), 6, {})
     join_threads(threads, 20)
     assert any("RANK: 1: two processes have it: each of 3 must have its own" in text for text in second)
 
@@ -409,7 +409,7 @@ def test_a_first_rank_that_is_stopped_is_told_within_the_limit(monkeypatch: pyte
         port = stopped.getsockname()[1]
         where = Launch(1, 2, address="127.0.0.1", port=port)
         with pytest.raises(RunFault, match=f"127.0.0.1:{port}"):
-            meet(where, 0.5, {})
+            wait_for_ranks(where, 0.5, {})
 
 
 def join_with_a_stopped_rank(rank: int, port: int, victim: int, at: str, faults: Any) -> None:

@@ -51,8 +51,8 @@ def test_forward_and_backward_read_their_versions(name: str, kind: Any, backward
     new = [torch.randn_like(p) for p in layer.parameters()]
     for p, value in zip(layer.parameters(), old):
         p.data = value.clone()
-    history = kind([list(layer.parameters())])
-    history.before_update([{0}])
+    history = kind([list(layer.parameters())], [0])
+    history.stash_before_update([{0}])
     for p, value in zip(layer.parameters(), new):  # the optimizer's step
         p.data.copy_(value)
 
@@ -70,7 +70,7 @@ def test_forward_and_backward_read_their_versions(name: str, kind: Any, backward
         assert not torch.allclose(x.grad, gradient(x.detach(), other, g), rtol=1e-3)
     else:
         assert torch.equal(output, F.embedding(x, old[0]))
-    history.rest()
+    history.load_newest()
     assert all(torch.equal(p.data, value) for p, value in zip(layer.parameters(), new))
 
 

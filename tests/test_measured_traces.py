@@ -219,7 +219,7 @@ def test_updates_in_the_window_are_recorded_and_what_lies_between_is_a_pause() -
         recorder.begin_update(update)
         recorder.add("forward", update, recorder.mark(), version=update)
         recorder.add("update", update, recorder.mark(), version=update + 1)
-    events = recorder.events()
+    events = recorder.read_events()
     assert [(KINDS[kind], int(m)) for kind, m in zip(events.kind, events.microbatch)] == [
         ("forward", 2), ("update", 2), ("pause", -1), ("forward", 5), ("update", 5)
     ]  # fmt: skip
@@ -239,7 +239,7 @@ def test_totals_are_of_the_steps_that_are_timed_whatever_is_recorded() -> None:
             recorder.add(kind, 0, start)
         recorder.end_step()
     assert recorder.times == (200, 5, 77, 382)
-    assert len(recorder.events().start) == 0
+    assert len(recorder.read_events().start) == 0
 
 
 class Stream:
@@ -293,7 +293,7 @@ def test_on_a_gpu_events_take_the_time_that_they_take_there() -> None:
     recorder.end_step()
     recorder.flush()
     assert stream.host == 51 and len(recorder._pending) == 3  # a backward that goes on is not waited for
-    events = recorder.events()
+    events = recorder.read_events()
     assert [(KINDS[k], e) for k, e in zip(events.kind, (events.end - events.start) // 10**6)] == [
         ("forward", 30), ("wait", 21), ("backward", 60)
     ]  # fmt: skip
@@ -312,7 +312,7 @@ def test_marks_of_a_gpu() -> None:
         a @ a
     recorder.add("forward", 0, begun)
     asked = time.perf_counter_ns() - host
-    events = recorder.events()
+    events = recorder.read_events()
     assert int(events.end[0] - events.start[0]) > asked
 
 

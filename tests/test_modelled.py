@@ -189,7 +189,7 @@ def test_profiling_leaves_nothing_behind(pairs: Tuple[str, ...]) -> None:
     job.model.eval()
     before, state = copy.deepcopy(job.model.state_dict()), copy.deepcopy(job.optimizer.state_dict())
     random, gradients = torch.get_rng_state(), [p.grad for p in job.model.parameters()]
-    result = engine.profile(job)
+    result = engine.time_stages(job)
     assert len(result.forward) == len(result.backward) == len(result.update) == len(job.partition) and min(result.forward) > 0
     assert all(torch.equal(a, b) for a, b in zip(before.values(), job.model.state_dict().values()))
     assert torch.equal(random, torch.get_rng_state()) and not job.model.training

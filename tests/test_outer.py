@@ -161,7 +161,7 @@ def test_an_optimizers_own_entries_stay() -> None:
     weight = nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([weight])
     optimizer.state[weight].update({"outer_velocity": torch.ones(1), "replicas": 2})
-    with IndependentReplicas(nn.Module(), [weight], optimizer, 2, Outer(), [0]).exported():
+    with IndependentReplicas(nn.Module(), [weight], optimizer, 2, Outer(), [0]).export_replicas():
         assert {"replica1.weight", "replica1.replicas", "outer.weight"} < set(optimizer.state[weight])
     assert list(optimizer.state[weight]) == ["outer_velocity", "replicas"]
 

@@ -378,7 +378,7 @@ def _send_many(rank: int, folder: Path) -> None:
     if rank == 0:
         for m in range(count):
             mail.send(Message("F", m, 0, 1), [torch.full((3,), float(m))])
-        assert mail.buffer_bytes([]) < 50 * 3 * 4  # of 200 messages
+        assert mail.count_buffer_bytes([]) < 50 * 3 * 4  # of 200 messages
         mail.flush()
     else:
         shapes = (TensorSpec((3,), torch.float32, True),)

@@ -42,7 +42,7 @@ class Reads(TorchDispatchMode):
 def test_losses_read_now_and_then_give_the_same_numbers(how: List[str], tmp_path: Path, monkeypatch: Any) -> None:
     config, reads = load_config(DIGITS, [*SHORT, *how]), []
     at_once = train(config, tmp_path / "a", quiet=True)
-    monkeypatch.setattr(engines, "reading_synchronizes", lambda device: True)
+    monkeypatch.setattr(engines, "does_reading_synchronize", lambda device: True)
     read = Emulator.read
     monkeypatch.setattr(Emulator, "read", lambda self: reads.append(self.update) or read(self))
     later = train(config, tmp_path / "b", quiet=True)
@@ -62,7 +62,7 @@ def config_updates(config: Any) -> int:
 def test_a_loss_that_is_not_finite_is_told_of_its_own_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, messages = load_config(DIGITS, [*SHORT, "optimizer.lr=1e18"]), []
     for run, waits in (("a", False), ("b", True)):
-        monkeypatch.setattr(engines, "reading_synchronizes", lambda device, waits=waits: waits)
+        monkeypatch.setattr(engines, "does_reading_synchronize", lambda device, waits=waits: waits)
         with pytest.raises(RunFault, match="the training loss is") as fault:
             train(config, tmp_path / run, quiet=True)
         messages.append(str(fault.value))
@@ -71,7 +71,7 @@ def test_a_loss_that_is_not_finite_is_told_of_its_own_update(tmp_path: Path, mon
 
 
 def test_updates_read_nothing_until_they_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engines, "reading_synchronizes", lambda device: True)
+    monkeypatch.setattr(engines, "does_reading_synchronize", lambda device: True)
     engine = EmulatorEngine(build(load_config(DIGITS, [*SHORT, "clip={norm: 1.0, scope: stage}"])), 0)
     engine.step(0, read=True)
     with Reads() as reads:

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ipu_pipe.backends.processes.layout import RankLayout
 from ipu_pipe.backends.processes.mail import REPLICAS, Mail
-from ipu_pipe.backends.processes.nccl import touch_channels
+from ipu_pipe.backends.processes.nccl import use_channels_once
 from ipu_pipe.backends.processes.trace import TraceRecorder
 from ipu_pipe.backends.processes.update import (
     OverlappedAverage,
@@ -129,7 +129,7 @@ def _check_nccl(rank: int, group: Any) -> None:
     """A group of nccl is used once before anything is posted, and its waits take no limit."""
     double, channels = NcclDouble([group]), {REPLICAS: group}
     with double:
-        touch_channels(channels, [], RankLayout(rank, (0,), RANKS), torch.device("cpu"), timedelta(seconds=60))
+        use_channels_once(channels, [], RankLayout(rank, (0,), RANKS), torch.device("cpu"), timedelta(seconds=60))
         through = ReplicaGroup(None, group)
         assert through.of_gradients is group
         _check_numbers_and_order(rank, copy.copy(through), _make_mail(rank, channels), [])

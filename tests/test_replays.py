@@ -135,9 +135,9 @@ def test_updates_of_single_stages_are_those_of_the_literal_replay(
 
 
 @pytest.mark.parametrize("kind", [OverwritingStore, SwappingStore])
-def test_a_read_of_weights_that_were_not_kept_is_refused(kind: Any) -> None:
-    store = kind([[nn.Parameter(torch.ones(2))]], version=3)
-    with pytest.raises(AssertionError, match="was not kept"):
+def test_a_read_of_weights_that_were_not_stashed_is_refused(kind: Any) -> None:
+    store = kind([[nn.Parameter(torch.ones(2))]], [3])
+    with pytest.raises(AssertionError, match="was not stashed"):
         store.load(Views(np.array([1]), np.array([0])))
 
 

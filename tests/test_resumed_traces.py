@@ -62,7 +62,7 @@ def test_a_resumed_runs_trace_on_processes(tmp_path: Path) -> None:
     finish(start(tmp_path / "resumed", steps=8, resume=True, **KEYS))
     resumed, whole = (read_trace(tmp_path / name / "run") for name in ("resumed", "whole"))
     check(resumed, whole, ended=2)
-    assert resumed.events.is_kind("pause").sum() == 2 and not whole.events.is_kind("pause").any()  # one a rank
+    assert resumed.events.is_kind("pause").sum() == 2 and not whole.events.is_kind("pause").any()  # one per rank
 
 
 @pytest.mark.parametrize("method", ["pipedream", "gpipe"])

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("torch", minversion="2.4")
-from ipu_pipe.backends.processes.split import backward_input, backward_whole, is_split_exact  # noqa: E402
+from ipu_pipe.backends.processes.split import is_split_exact, run_input_backward, run_whole_backward  # noqa: E402
 from tests.support.models import Composed
 
 
@@ -59,7 +59,7 @@ def test_both_halves_give_the_bits_of_the_whole(name: str) -> None:
     for p in weights:
         p.grad = None
     y = module(x)
-    left = backward_input([y], [torch.ones_like(y)], [x])
+    left = run_input_backward([y], [torch.ones_like(y)], [x])
     assert all(p.grad is None for p in weights), "all gradients are added by W"
     finished = {id(node.variable) for node in left.finished}
     assert sum(id(p) not in finished for p in weights) == waiting
@@ -69,7 +69,7 @@ def test_both_halves_give_the_bits_of_the_whole(name: str) -> None:
 
 def test_what_is_to_be_sent_at_once_is_not_added_by_the_second_half() -> None:
     layer, x = nn.Linear(3, 3), torch.randn(2, 3)
-    left = backward_input([layer(x)], [torch.ones(2, 3)], [], [layer.weight])
+    left = run_input_backward([layer(x)], [torch.ones(2, 3)], [], [layer.weight])
     gradient = left.take(layer.weight)
     left.add()
     assert gradient is not None and layer.weight.grad is None and layer.bias.grad is not None
@@ -78,7 +78,7 @@ def test_what_is_to_be_sent_at_once_is_not_added_by_the_second_half() -> None:
 def test_the_first_half_drops_what_the_second_does_not_need() -> None:
     module, x = nn.Sequential(nn.Linear(4, 4), nn.Sigmoid(), nn.Softmax(1), nn.Linear(4, 4)), torch.randn(2, 4)
     y = module(x)
-    left = backward_input([y], [torch.ones_like(y)], [])
+    left = run_input_backward([y], [torch.ones_like(y)], [])
     with pytest.raises(RuntimeError, match="second time"):
         y.sum().backward()
     pointers = {t.data_ptr() for t in left.tensors}
@@ -93,10 +93,10 @@ def test_a_backward_that_cannot_run_in_parts_is_done_at_once() -> None:
         return checkpoint(layer, x, use_reentrant=True)  # type: ignore[no-any-return]
 
     with pytest.raises(RuntimeError):
-        backward_input([forward()], [torch.ones(2, 3)], [x])
+        run_input_backward([forward()], [torch.ones(2, 3)], [x])
     weights = list(layer.parameters())
     layer.weight.grad = torch.ones(3, 3)
-    left = backward_whole([forward()], [torch.ones(2, 3)], weights)
+    left = run_whole_backward([forward()], [torch.ones(2, 3)], weights)
     assert torch.equal(layer.weight.grad, torch.ones(3, 3)) and x.grad is not None
     left.add()
     expected = torch.ones(3, 3) + torch.autograd.grad(layer(x).sum(), [layer.weight])[0]

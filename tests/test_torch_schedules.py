@@ -223,12 +223,12 @@ def train_on_rank(rank: int, schedule: Schedule, method: Any) -> Gradients:
     from ipu_pipe.backends.processes.trace import TraceRecorder
 
     layout, cpu = RankLayout(rank, schedule.device_of_stage), torch.device("cpu")
-    side = OurSide(schedule, method, layout.held)
+    side = OurSide(schedule, method, layout.stages_of_rank)
     cut = cut_model(side.model, side.begins, side.data[0][0])
-    recorder = TraceRecorder(rank, layout.held[0], range(1))
+    recorder = TraceRecorder(rank, layout.stages_of_rank[0], range(1))
     mail = Mail(layout, cpu, recorder, 60.0)
     crossings = list_crossings(cut)
-    models = [StageModel(layout, s, cut[s], crossings, lambda m: side.data[m], cpu) for s in layout.held]
+    models = [StageModel(layout, s, cut[s], crossings, lambda m: side.data[m], cpu) for s in layout.stages_of_rank]
     engine = Interpreter(side.work, {m.stage: Stage(side.work, m, mail, recorder) for m in models}, mail, recorder)
     engine.step(0)
     engine.close()

@@ -211,7 +211,7 @@ def _time_rank(rank: int, case: Case, folder: str) -> None:
                 times[name].append(time.perf_counter() - begun)
     spans, costs = {}, {}
     for name in case.methods:
-        events = engines[name].recorder.events()
+        events = engines[name].recorder.read_events()
         spans[name] = _measure_turns(events, case, updates)
         costs[name] = _measure_costs(events.select(events.microbatch >= 2 * updates))
     (Path(folder) / f"{rank}.json").write_text(json.dumps({"times": times, "costs": costs, "spans": spans}))
@@ -315,13 +315,13 @@ def _make_engine(rank: int, case: Case, name: str, data: List[Any], group: Any) 
     table = VersionTable(make_schedule(method, case.stages, count, case.accumulate), method)
     cut, layout = cut_model(model, begins, data[0][0]), RankLayout(rank, _place(case, name))
     groups = make_groups(model, part)
-    optimizer = torch.optim.SGD([g for s in layout.held for g in select_stage(groups, s)], lr=RATE, momentum=0.9)
+    optimizer = torch.optim.SGD([g for s in layout.stages_of_rank for g in select_stage(groups, s)], lr=RATE, momentum=0.9)
     rules = UpdateRules({}, method, table.rule_lag(), case.accumulate, optimizer, lambda k: RATE)
     work, cpu = Work(torch.nn.functional.cross_entropy, table, rules), torch.device("cpu")
     crossings = list_crossings(cut)
-    recorder = TraceRecorder(rank, layout.held[0], range(count))
+    recorder = TraceRecorder(rank, layout.stages_of_rank[0], range(count))
     mail = Mail(layout, cpu, recorder, 300.0, group)
-    models = [StageModel(layout, s, cut[s], crossings, lambda m: data[m % len(data)], cpu) for s in layout.held]
+    models = [StageModel(layout, s, cut[s], crossings, lambda m: data[m % len(data)], cpu) for s in layout.stages_of_rank]
     return Interpreter(work, {m.stage: Stage(work, m, mail, recorder) for m in models}, mail, recorder)
 
 

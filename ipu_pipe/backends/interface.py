@@ -87,7 +87,7 @@ class Engine:
 
     `checkpoint_group`: the process group of all ranks if each rank writes its part of a checkpoint, else None.
     `updates_per_call`: the updates that a device makes in one call; their results all arrive with the first. `newest_model`: the
-    model if it holds the newest weights now, None if they are on other devices.
+    model if it holds the newest weights now, None if they are on other devices. `names`: trained parameter -> unsplit name.
     """
 
     is_main = True
@@ -124,8 +124,8 @@ class Engine:
         """
         return self._gradients
 
-    def end(self, done: int, stop_requested: bool) -> int:
-        """Return the number of updates of the run, after `done` of them: fewer than planned if the main process requests a stop.
+    def decide_end(self, done: int, stop_requested: bool) -> int:
+        """Return the number of updates of the run, of which `done` are done: fewer than planned if the main process asks to stop.
 
         Every process calls this after each update. All end after the same update, where the pipeline is empty.
         """
@@ -144,11 +144,11 @@ class Engine:
         """
         raise NotImplementedError
 
-    def state(self) -> Optional[CheckpointState]:
+    def collect_state(self) -> Optional[CheckpointState]:
         """Return the state for a checkpoint on the main process, None on others."""
         raise NotImplementedError
 
-    def part(self) -> CheckpointState:
+    def collect_part(self) -> CheckpointState:
         """Return this process's part of the state for a checkpoint; called on every process if `checkpoint_group` is set."""
         raise NotImplementedError
 
@@ -177,24 +177,23 @@ class Engine:
 class Backend(NamedTuple):
     """The functions of a backend, one row of the table of backends.
 
-    `place` returns the stages and which of them are here. `faults` returns the reasons why a job cannot run, one line each.
-    `engine(job, first_update)` returns this process's engine. `launch(config, asked)` joins the run's other processes, or raises
-    `BadInput` if the launcher does not fit, or if they were started with other options. `note` returns a line on how the stages
-    will run, '' if there is nothing to say. `emulates`: this process holds all weight versions. `pins_memory`: batches for a GPU
-    may be pinned, because no message waits meanwhile. `trains_on`: the device that trains, if it is not the config's.
-    `in_flight` returns the most microbatches that each stage holds, (P,), if the backend has a pipeline of its own, else None.
+    `place` returns the stages and which of them are here. `list_faults` returns the reasons why a job cannot run, one line each.
+    `make_engine(job, first_update)` returns this process's engine. `launch(config, asked)` joins the run's other processes, or
+    raises `BadInput` if the launcher does not fit, or if they were started with other options. `describe` returns a line on how
+    the stages will run, '' if there is nothing to say. `emulates`: this process holds all weight versions; as no message waits,
+    batches for a GPU are pinned. `trains_on`: the device that trains, if it is not the config's. `count_in_flight` returns the
+    most microbatches that each stage holds, (P,), if the backend has a pipeline of its own, else None.
     """
 
     place: Callable[[Config, Method, nn.Module, torch.Tensor], Placed]
-    faults: Callable[[Job], List[str]]
-    engine: Callable[[Job, int], Engine]
+    list_faults: Callable[[Job], List[str]]
+    make_engine: Callable[[Job, int], Engine]
     launch: Callable[[Config, Mapping[str, object]], None] = lambda config, asked: None
-    note: Callable[[Job], str] = lambda job: ""
+    describe: Callable[[Job], str] = lambda job: ""
     emulates: bool = False
-    pins_memory: bool = False
     trains_on: Optional[str] = None
-    in_flight: Callable[[Job], Optional[IntArray]] = lambda job: None
+    count_in_flight: Callable[[Job], Optional[IntArray]] = lambda job: None
 
 
 # the prefix of the entries of an optimizer's state that only PopTorch can load
-MARK = "poptorch"
+POPTORCH_PREFIX = "poptorch"

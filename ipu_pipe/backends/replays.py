@@ -150,7 +150,6 @@ class ReplayPlan:
 
     def __init__(self, source: Replays, rules: UpdateRules, first: int = 0) -> None:
         self._source, self._rules = source, rules
-        self.count = source.count
         self._start = self._stop = first
         # the updates of each stage before each of the window's replays, (P, n)
         self._updates = source.count_updates(first)[:, None]
@@ -170,10 +169,11 @@ class ReplayPlan:
             self._updates = updates + np.cumsum(window.updates, axis=1) - window.updates
             check_reads(window, self._updates, start, source.reach)
             self._views = self._correct(window)
-            self._kept: List[str] = [name for name in ("forward", "recompute") if name in self._views]
+            # the passes that may read a version after its update
+            self._late_passes: List[str] = [name for name in ("forward", "recompute") if name in self._views]
             # a split backward's weight gradient may run after an update
             if window.backward is not None and (window.backward < self._updates).any():
-                self._kept.append("backward")
+                self._late_passes.append("backward")
             # the oldest version that this replay or a later one reads: drawn delays make versions go up and down
             self._oldest = np.minimum.accumulate(window.forward[:, ::-1], axis=1)[:, ::-1]
         assert self._start <= number < self._stop, f"replay {number} is not one of {self._start} to {self._stop}"
@@ -191,11 +191,11 @@ class ReplayPlan:
 
     def replay(self, number: int, stages: slice = slice(None)) -> Replay:
         """Return the replay of a number, with its views on these stages."""
-        at, window = self._locate(number), self._window
-        views = {name: Views(view.versions[stages, at], view.codes[stages, at]) for name, view in self._views.items()}
+        column, window = self._locate(number), self._window
+        views = {name: Views(view.versions[stages, column], view.codes[stages, column]) for name, view in self._views.items()}
         return Replay(
-            int(window.microbatch[at]), int(window.replica[at]), views["forward"], views["backward"],
-            views.get("recompute"), np.flatnonzero(window.updates[:, at]),
+            int(window.microbatch[column]), int(window.replica[column]), views["forward"], views["backward"],
+            views.get("recompute"), np.flatnonzero(window.updates[:, column]),
         )  # fmt: skip
 
     def count_updates(self, number: int) -> IntArray:
@@ -207,7 +207,7 @@ class ReplayPlan:
 
     def find_oldest(self, number: int) -> IntArray:
         """Return the oldest version of each stage (P,) that replay `number` or a later one reads; the greatest int64 if none."""
-        if number >= self.count:
+        if number >= self._source.count:
             return np.full(len(self._updates), np.iinfo(np.int64).max)
         return self._oldest[:, self._locate(number)]
 
@@ -219,10 +219,10 @@ class ReplayPlan:
         start = self._locate(after) + 1
         stop = start + self._source.reach
         later: List[Set[int]] = [set() for _ in versions]
-        for name in self._kept:
-            read, codes = (array[:, start:stop] for array in self._views[name])
-            rows, columns = np.nonzero(read == versions[:, None])
-            for stage, code in set(zip(rows.tolist(), codes[rows, columns].tolist())):
+        for name in self._late_passes:
+            versions_read, codes = (array[:, start:stop] for array in self._views[name])
+            stage_indices, columns = np.nonzero(versions_read == versions[:, None])
+            for stage, code in set(zip(stage_indices.tolist(), codes[stage_indices, columns].tolist())):
                 later[stage].add(code)
         return later
 
@@ -239,11 +239,11 @@ def check_reads(window: ReplayWindow, updates: IntArray, first: int, reach: int)
     for name, versions in passes.items():
         if versions is None:
             continue
-        least = dropped if name == "forward" else window.forward
-        wrong = (versions > updates) | (versions < least)
+        oldest = dropped if name == "forward" else window.forward
+        wrong = (versions > updates) | (versions < oldest)
         if wrong.any():
             column, stage = (int(i) for i in np.argwhere(wrong.T)[0])
-            low, high = int(least[stage, column]), int(updates[stage, column])
+            low, high = int(oldest[stage, column]), int(updates[stage, column])
             raise BadInput(
                 f"replay {first + column}: {name} of microbatch {window.microbatch[column]}, stage {stage}: version "
                 f"{versions[stage, column]}: must be from {low} to {high}, the updates that earlier replays have made"
@@ -262,8 +262,8 @@ def check_reads(window: ReplayWindow, updates: IntArray, first: int, reach: int)
 # Iteration k is replay k: its forward and its backward read the stage versions of x_hat, and it updates one stage.
 # All draws are a function of (seed, iteration). After a drain (evaluation, checkpoint) no iterate from before it is read.
 
-# iterations that share a generator; the number of updates is stored once per block
-BLOCK = 4096
+# iterations that share a generator; the number of updates is stored once per group
+GROUP = 4096
 
 
 class RandomizedReplays:
@@ -279,90 +279,88 @@ class RandomizedReplays:
         self.count = self.stages * self._schedule.microbatches
         self._constant = history.compute_offsets(self.stages) if history.delays == "offsets" else None
         # PipeDream has windows of at most 3P slots with at most P block updates each; extrapolation reads one more iterate
-        exact = history.delays == "schedule"
-        self.reach = 2 + (3 * self.stages**2 if exact else history.get_bound(self.stages))
-        # the updates of each stage before each block of iterations
+        is_exact = history.delays == "schedule"
+        self.reach = 2 + (3 * self.stages**2 if is_exact else history.get_bound(self.stages))
+        # the updates of each stage before each group of iterations
         self._updates: Dict[int, IntArray] = {0: np.zeros(self.stages, np.int64)}
+        # the number of a group and its draws
         self._drawn: Tuple[int, NDArray[np.float64]] = (-1, np.zeros((0, 0)))
-        self._order: Optional[Tuple[IntArray, IntArray]] = None
-        if history.order == "schedule":
-            self._order = order_of_updates(self._schedule)
+        # stage and microbatch of each iteration, if they are not drawn
+        self._order = order_updates(self._schedule) if history.order == "schedule" else None
 
     def count_updates(self, number: int) -> IntArray:
         """Return the updates of each stage (P,) before iteration `number`."""
-        block, rest = divmod(number, BLOCK)
-        for i in range(max(known for known in self._updates if known <= block), block):
-            self._updates[i + 1] = self._updates[i] + self._count_between(i * BLOCK, (i + 1) * BLOCK)
-        return self._updates[block] + self._count_between(number - rest, number)
+        group, rest = divmod(number, GROUP)
+        for i in range(max(known for known in self._updates if known <= group), group):
+            self._updates[i + 1] = self._updates[i] + self._count_between(i * GROUP, (i + 1) * GROUP)
+        return self._updates[group] + self._count_between(number - rest, number)
 
     def window(self, first: int, last: int) -> ReplayWindow:
         """Return the iterations [first, last)."""
-        stage = self.stages_of(first, last)
+        stage = self.list_stages(first, last)
         updates = np.arange(self.stages)[:, None] == stage
         replica = np.zeros(len(stage), np.int64)
-        microbatch = self.microbatches_of(first, last)
+        microbatch = self.list_microbatches(first, last)
         if self._history.delays == "schedule":
             begin, end = int(microbatch.min()), int(microbatch.max()) + 1
             versions = self._table.forward(begin, end)[:, microbatch - begin]
             return ReplayWindow(microbatch, replica, versions, None, None, updates)
         low = max(first - self.reach, 0)
-        before = self.stages_of(low, last)
-        steps = (np.arange(self.stages)[:, None] == before).astype(np.int64)
+        is_updated = np.arange(self.stages)[:, None] == self.list_stages(low, last)
         # the updates of each stage at iterate low, low + 1, ...: (P, n + 1)
-        counts = np.concatenate([self.count_updates(low)[:, None], steps], axis=1).cumsum(axis=1)
-        iterate = np.arange(first, last) - self.delays(first, last) - low  # (P, n)
+        counts = np.concatenate([self.count_updates(low)[:, None], is_updated], axis=1).cumsum(axis=1)
+        iterate = np.arange(first, last) - self.list_delays(first, last) - low  # (P, n)
         versions = np.take_along_axis(counts, iterate, axis=1)
-        if self._history.nag is None:
-            return ReplayWindow(microbatch, replica, versions, None, None, updates)
-        moved = versions > np.take_along_axis(counts, np.maximum(iterate - 1, 0), axis=1)
-        return ReplayWindow(microbatch, replica, versions, None, None, updates, moved)
+        previous = np.take_along_axis(counts, np.maximum(iterate - 1, 0), axis=1)
+        has_changed = None if self._history.nag is None else versions > previous
+        return ReplayWindow(microbatch, replica, versions, None, None, updates, has_changed)
 
     # ---- draws
 
-    def stages_of(self, first: int, last: int) -> IntArray:
+    def list_stages(self, first: int, last: int) -> IntArray:
         """Return the stages (n,) that the iterations [first, last) update."""
         if self._order is not None:
             return self._order[0][first:last]
-        return _index(self._uniform(first, last)[-2], self.stages)
+        return _scale(self._draw(first, last)[-2], self.stages)
 
-    def microbatches_of(self, first: int, last: int) -> IntArray:
+    def list_microbatches(self, first: int, last: int) -> IntArray:
         """Return the microbatches (n,) of the iterations [first, last)."""
         if self._order is not None:
             return self._order[1][first:last]
         epoch = np.arange(first, last) // self.stages // self._batches
-        return epoch * self._batches + _index(self._uniform(first, last)[-1], self._batches)
+        return epoch * self._batches + _scale(self._draw(first, last)[-1], self._batches)
 
-    def delays(self, first: int, last: int) -> IntArray:
+    def list_delays(self, first: int, last: int) -> IntArray:
         """Return the drawn or constant delays (P, n) of the iterations [first, last), in block updates."""
         number = np.arange(first, last)
-        since = number - self._schedule.find_drains(number // self.stages) * self.stages
+        since_drain = number - self._schedule.find_drains(number // self.stages) * self.stages
         if self._constant is not None:
-            return np.minimum(self._constant[:, None], since)
-        most = np.minimum(self._history.get_bound(self.stages), since)
-        return _index(self._uniform(first, last)[: self.stages], most + 1)
+            return np.minimum(self._constant[:, None], since_drain)
+        greatest = np.minimum(self._history.get_bound(self.stages), since_drain)
+        return _scale(self._draw(first, last)[: self.stages], greatest + 1)
 
-    def _uniform(self, first: int, last: int) -> NDArray[np.float64]:
+    def _draw(self, first: int, last: int) -> NDArray[np.float64]:
         """Return uniform draws in [0, 1) for the P delays, the stage and the microbatch of each iteration, (P + 2, n)."""
         parts = []
-        for block in range(first // BLOCK, -(-last // BLOCK)):
-            if self._drawn[0] != block:
-                generator = np.random.default_rng((self._seed, block))
-                self._drawn = block, generator.random((BLOCK, self.stages + 2)).T
-            begin = block * BLOCK
+        for group in range(first // GROUP, -(-last // GROUP)):
+            if self._drawn[0] != group:
+                generator = np.random.default_rng((self._seed, group))
+                self._drawn = group, generator.random((GROUP, self.stages + 2)).T
+            begin = group * GROUP
             parts.append(self._drawn[1][:, max(first - begin, 0) : last - begin])
         return np.concatenate(parts, axis=1) if parts else np.zeros((self.stages + 2, 0))
 
     def _count_between(self, first: int, last: int) -> IntArray:
-        return np.bincount(self.stages_of(first, last), minlength=self.stages)
+        return np.bincount(self.list_stages(first, last), minlength=self.stages)
 
 
-def order_of_updates(schedule: Schedule) -> Tuple[IntArray, IntArray]:
+def order_updates(schedule: Schedule) -> Tuple[IntArray, IntArray]:
     """Return stage and microbatch of every block update of a schedule, in the order of (slot, stage)."""
     slots = schedule.slots(Kind.BACKWARD, 0, schedule.microbatches)
     order = np.argsort(slots.T.ravel() * schedule.stages + np.tile(np.arange(schedule.stages), slots.shape[1]))
     return order % schedule.stages, order // schedule.stages
 
 
-def _index(uniform: NDArray[np.float64], count: object) -> IntArray:
+def _scale(uniform: NDArray[np.float64], count: object) -> IntArray:
     """Map uniform draws in [0, 1) to integers in [0, count)."""
     return np.minimum(uniform * np.asarray(count), np.asarray(count) - 1).astype(np.int64)

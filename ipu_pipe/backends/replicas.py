@@ -20,19 +20,19 @@ REPLICA, OUTER, WEIGHT = "replica", "outer", "weight"
 _ENTRY = re.compile(rf"({REPLICA}\d+|{OUTER})\.")
 
 # a buffer: its module and its name there
-Place = Tuple[nn.Module, str]
+BufferKey = Tuple[nn.Module, str]
 
 
-def _find_buffers(model: nn.Module) -> List[Place]:
+def _list_buffers(model: nn.Module) -> List[BufferKey]:
     return [(module, name) for module in model.modules() for name in module._buffers]
 
 
-def _get_buffers(places: Sequence[Place]) -> List[Optional[torch.Tensor]]:
-    return [module._buffers[name] for module, name in places]
+def _get_buffers(keys: Sequence[BufferKey]) -> List[Optional[torch.Tensor]]:
+    return [module._buffers[name] for module, name in keys]
 
 
-def _set_buffers(places: Sequence[Place], buffers: Sequence[Optional[torch.Tensor]]) -> None:
-    for (module, name), buffer in zip(places, buffers):
+def _set_buffers(keys: Sequence[BufferKey], buffers: Sequence[Optional[torch.Tensor]]) -> None:
+    for (module, name), buffer in zip(keys, buffers):
         module._buffers[name] = buffer
 
 
@@ -45,28 +45,28 @@ class GradientReplicas:
 
     def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter], count: int) -> None:
         """`parameters`: the parameters that the optimizer trains."""
-        self.count, self._parameters, self._places = count, list(parameters), _find_buffers(model)
+        self.count, self._parameters, self._buffer_keys = count, list(parameters), _list_buffers(model)
         self._gradients: List[List[Optional[torch.Tensor]]] = [[None] * len(self._parameters) for _ in range(count)]
-        first = _get_buffers(self._places)
+        first = _get_buffers(self._buffer_keys)
         self._buffers = [first] + [[None if b is None else b.clone() for b in first] for _ in range(count - 1)]
 
     def enter(self, replica: int) -> None:
         """Put a replica's gradients and buffers into the model."""
         for p, gradient in zip(self._parameters, self._gradients[replica]):
             p.grad = gradient
-        _set_buffers(self._places, self._buffers[replica])
+        _set_buffers(self._buffer_keys, self._buffers[replica])
 
     def leave(self, replica: int) -> None:
         """Take a replica's gradients and buffers from the model."""
         self._gradients[replica] = [p.grad for p in self._parameters]
-        self._buffers[replica] = _get_buffers(self._places)
+        self._buffers[replica] = _get_buffers(self._buffer_keys)
 
     def average(self) -> None:
         """Put the mean of all gradients into the parameters, and the first replica's buffers into the model."""
         for i, p in enumerate(self._parameters):
-            p.grad = average_gradients([of_replica[i] for of_replica in self._gradients])
+            p.grad = average_gradients([gradients[i] for gradients in self._gradients])
         self._gradients = [[None] * len(self._parameters) for _ in range(self.count)]
-        _set_buffers(self._places, self._buffers[0])
+        _set_buffers(self._buffer_keys, self._buffers[0])
 
 
 class OuterOptimizer:
@@ -88,7 +88,7 @@ class OuterOptimizer:
         # the deltas of [1] by replica
         self._deltas: Dict[int, List[torch.Tensor]] = {}
 
-    def list_chosen(self, work: Work, step: int) -> List[int]:
+    def list_fragment(self, work: Work, step: int) -> List[int]:
         """Return the indices of the weights of the fragment that the round of `step` synchronizes."""
         stages, rounds = work.schedule.stages, work.method.rounds
         assert rounds is not None
@@ -96,22 +96,22 @@ class OuterOptimizer:
         turn %= self.settings.count_fragments(stages)
         return [i for i, fragment in enumerate(self._fragments) if fragment == turn]
 
-    def take(self, replica: int, chosen: Sequence[int], weights: Sequence[torch.Tensor]) -> None:
-        """Carry out [1] for a replica with these weights."""
-        self._deltas[replica] = [self.shared[i].detach() - weights[i] for i in chosen]
+    def compute_deltas(self, replica: int, indices: Sequence[int], weights: Sequence[torch.Tensor]) -> None:
+        """Carry out [1] for a replica with these weights; `indices`: the result of `list_fragment`."""
+        self._deltas[replica] = [self.shared[i].detach() - weights[i] for i in indices]
 
-    def synchronize(self, chosen: Sequence[int], weights: Sequence[Sequence[torch.Tensor]]) -> None:
+    def synchronize(self, indices: Sequence[int], weights: Sequence[Sequence[torch.Tensor]]) -> None:
         """Carry out [2] and [3] for the weights of each replica, and [1] if the round was too short to have done it."""
-        for replica, of_replica in enumerate(weights):
+        for replica, replica_weights in enumerate(weights):
             if replica not in self._deltas:
-                self.take(replica, chosen, of_replica)
-        for i, *deltas in zip(chosen, *(self._deltas[replica] for replica in range(len(weights)))):
+                self.compute_deltas(replica, indices, replica_weights)
+        for i, *deltas in zip(indices, *(self._deltas[replica] for replica in range(len(weights)))):
             self.shared[i].grad = functools.reduce(torch.add, deltas) / len(deltas)
         self.sgd.step()
         self.sgd.zero_grad(set_to_none=True)
-        for of_replica in weights:
-            for i in chosen:
-                of_replica[i].copy_(self.shared[i].lerp(of_replica[i], self.settings.mix))
+        for replica_weights in weights:
+            for i in indices:
+                replica_weights[i].copy_(self.shared[i].lerp(replica_weights[i], self.settings.mix))
         self._deltas.clear()
 
 
@@ -130,13 +130,13 @@ class IndependentReplicas:
         outer: Optional[Outer] = None, fragments: Sequence[int] = (),
     ) -> None:  # fmt: skip
         """`parameters`: the trained parameters; `model`: the module with the buffers; `fragments`: one number per parameter."""
-        self.count, self._entered = count, 0
-        self._parameters, self._places = list(parameters), _find_buffers(model)
+        self.count, self._current = count, 0
+        self._parameters, self._buffer_keys = list(parameters), _list_buffers(model)
         self._optimizer_state = optimizer.state
         entries = [self._take_entries(p) for p in self._parameters]
         self._weights = [[p.data for p in self._parameters]]
         self._states: List[Dict[Any, Dict[str, Any]]] = [self._get_states()]
-        self._buffers = [_get_buffers(self._places)]
+        self._buffers = [_get_buffers(self._buffer_keys)]
         for _ in range(1, count):
             self._weights.append([w.clone() for w in self._weights[0]])
             self._states.append({p: copy.deepcopy(state) for p, state in self._states[0].items()})
@@ -153,8 +153,7 @@ class IndependentReplicas:
         parameters = [(stage, p) for stage in stages if stage in updated for p in updated[stage].parameters]
         groups = outer.count_fragments(count) if outer is not None else 1
         fragments = [stage * groups // count for stage, _ in parameters]
-        chosen = [p for _, p in parameters]
-        return cls(model, chosen, work.rules.optimizer, work.schedule.accumulate, outer, fragments)
+        return cls(model, [p for _, p in parameters], work.rules.optimizer, work.schedule.accumulate, outer, fragments)
 
     # ---- checkpoints of replicas that differ
 
@@ -164,17 +163,18 @@ class IndependentReplicas:
         return {key: state.pop(key) for key in [key for key in state if _ENTRY.match(key)]}
 
     def _restore(self, entries: Sequence[Dict[str, Any]]) -> None:
-        for i, (p, of_parameter) in enumerate(zip(self._parameters, entries)):
-            for place, weight, state in self._list_places(i, p):
-                for key in [key for key in of_parameter if key.startswith(f"{place}.")]:
-                    entry, value = key[len(place) + 1 :], of_parameter[key]
+        """Set the other replicas and the outer optimizer to the entries of a checkpoint, one dict per parameter."""
+        for i, (p, saved_entries) in enumerate(zip(self._parameters, entries)):
+            for owner, weight, state in self._list_owners(i, p):
+                for key in [key for key in saved_entries if key.startswith(f"{owner}.")]:
+                    entry, value = key[len(owner) + 1 :], saved_entries[key]
                     if entry == WEIGHT:
                         weight.copy_(value)
                     else:
                         state[entry] = value
 
-    def _list_places(self, i: int, p: nn.Parameter) -> List[Tuple[str, torch.Tensor, Dict[str, Any]]]:
-        """List (name, weight, optimizer state) of parameter i for the outer optimizer and for all replicas but the first."""
+    def _list_owners(self, i: int, p: nn.Parameter) -> List[Tuple[str, torch.Tensor, Dict[str, Any]]]:
+        """List (owner, weight, optimizer state) of parameter i for the outer optimizer and for all replicas but the first."""
         if self._outer is None:
             return []
         shared = self._outer.shared[i]
@@ -184,43 +184,43 @@ class IndependentReplicas:
         return [(OUTER, shared.data, self._outer.sgd.state[shared]), *others]
 
     @contextlib.contextmanager
-    def exported(self) -> Iterator[None]:
+    def export_replicas(self) -> Iterator[None]:
         """Hold the other replicas and the outer optimizer in the optimizer's state inside the context, between two rounds."""
         for i, p in enumerate(self._parameters):
-            for place, weight, state in self._list_places(i, p):
-                entries = {f"{place}.{key}": value for key, value in state.items() if value is not None}
-                self._optimizer_state[p].update({f"{place}.{WEIGHT}": weight, **entries})
+            for owner, weight, state in self._list_owners(i, p):
+                entries = {f"{owner}.{key}": value for key, value in state.items() if value is not None}
+                self._optimizer_state[p].update({f"{owner}.{WEIGHT}": weight, **entries})
         yield
         for p in self._parameters:
             self._take_entries(p)
 
     def enter(self, replica: int) -> None:
         """Replace the replica in the model and the optimizer by another one."""
-        if replica == self._entered:
+        if replica == self._current:
             return
         self._save()
-        self._entered = replica
+        self._current = replica
         for p, w in zip(self._parameters, self._weights[replica]):
             p.data = w
         for p in self._parameters:
             self._optimizer_state.pop(p, None)
         self._optimizer_state.update(self._states[replica])
-        _set_buffers(self._places, self._buffers[replica])
+        _set_buffers(self._buffer_keys, self._buffers[replica])
 
     def _get_states(self) -> Dict[Any, Dict[str, Any]]:
         return {p: self._optimizer_state[p] for p in self._parameters if p in self._optimizer_state}
 
     def _save(self) -> None:
         """Store the weights, state and buffers of the replica that is in the model and the optimizer."""
-        self._weights[self._entered] = [p.data for p in self._parameters]
-        self._states[self._entered] = self._get_states()
-        self._buffers[self._entered] = _get_buffers(self._places)
+        self._weights[self._current] = [p.data for p in self._parameters]
+        self._states[self._current] = self._get_states()
+        self._buffers[self._current] = _get_buffers(self._buffer_keys)
 
     def end_replica_step(self, work: Work, step: int) -> None:
         """Give the model's weights to the outer optimizer if `step` is `delay` steps before the end of its round."""
         if self._outer is not None and work.schedule.get_drain_interval(step)[1] - self._outer.settings.delay == step + 1:
             weights = [p.data for p in self._parameters]
-            self._outer.take(self._entered, self._outer.list_chosen(work, step), weights)
+            self._outer.compute_deltas(self._current, self._outer.list_fragment(work, step), weights)
 
     def end_step(self, work: Work, step: int) -> None:
         """Average the replicas, in their order, or apply the outer optimizer, at the last step of a round; else do nothing.
@@ -232,17 +232,20 @@ class IndependentReplicas:
         self._save()
         with torch.no_grad():
             if self._outer is not None:
-                self._outer.synchronize(self._outer.list_chosen(work, step), self._weights)
-            for tensors in (*(zip(*self._weights) if self._outer is None else ()), *zip(*self._buffers)):
-                _average(tensors)
-            for p, state in self._states[0].items() if self._outer is None else ():
-                for key in state:
-                    _average([of_replica[p][key] for of_replica in self._states])
+                self._outer.synchronize(self._outer.list_fragment(work, step), self._weights)
+            else:
+                for tensors in zip(*self._weights):
+                    _average(tensors)
+                for p, state in self._states[0].items():
+                    for key in state:
+                        _average([states[p][key] for states in self._states])
+            for buffers in zip(*self._buffers):
+                _average(buffers)
         self.enter(0)
 
     def list_other_states(self) -> List[Mapping[Any, Mapping[str, Any]]]:
         """List by parameter the optimizer state of replicas that are not in the model, and the weights and state of `outer`."""
-        others: List[Mapping[Any, Mapping[str, Any]]] = [s for r, s in enumerate(self._states) if r != self._entered]
+        others: List[Mapping[Any, Mapping[str, Any]]] = [s for r, s in enumerate(self._states) if r != self._current]
         if self._outer is not None:
             state, pairs = self._outer.sgd.state, zip(self._parameters, self._outer.shared)
             others.append({p: {WEIGHT: w, **state.get(w, {})} for p, w in pairs})

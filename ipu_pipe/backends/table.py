@@ -55,4 +55,4 @@ def leave() -> None:
 
 def make_engine(job: Job, first_update: int) -> Engine:
     """Return this process's engine, which continues with update `first_update`."""
-    return get_backend(job.config).engine(job, first_update)
+    return get_backend(job.config).make_engine(job, first_update)

@@ -17,7 +17,7 @@ as an in-place change.
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Set, Tuple, Union
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Set, Tuple
 
 import numpy as np
 import torch
@@ -33,7 +33,6 @@ Tensors = List[torch.Tensor]
 Copies = List[Tuple[torch.Tensor, torch.Tensor]]
 # (version, code)
 View = Tuple[int, int]
-Versions = Union[int, Sequence[int]]
 # (stage, code, version) -> pairs (x, c) such that the corrected weights are w + sum of c x
 Offset = Callable[[int, int, int], List[Tuple[Tensors, float]]]
 
@@ -47,19 +46,19 @@ class WeightStore:
     peak_bytes = 0
     held_bytes = 0
 
-    def load(self, read: Views) -> None:
+    def load(self, views: Views) -> None:
         """Put the views that a pass reads into the parameters."""
 
     def release(self, oldest: IntArray) -> None:
         """Drop the views that are not read again, after a microbatch; `oldest`: the oldest version that is still read, (P,)."""
 
-    def before_update(self, keep: Sequence[Set[int]], updates: Optional[Sequence[int]] = None) -> None:
+    def stash_before_update(self, codes_by_stage: Sequence[Set[int]], updates: Optional[Sequence[int]] = None) -> None:
         """Stash the views that will be read later, before the optimizer steps the stages `updates` (all if None).
 
-        `keep`: per stage, the codes with which later passes read the version that is about to be superseded.
+        `codes_by_stage`: per stage, the codes with which later passes read the version that is about to be superseded.
         """
 
-    def rest(self) -> None:
+    def load_newest(self) -> None:
         """Put the newest weights into the parameters."""
 
     def compute_age(self, stage: int) -> Optional[Tensors]:
@@ -73,22 +72,22 @@ class _VersionedStore(WeightStore):
     def __init__(
         self,
         stages: Sequence[Sequence[torch.nn.Parameter]],
-        version: Versions = 0,
+        versions: Sequence[int],
         offset: Optional[Offset] = None,
         masters: Optional[Mapping[torch.nn.Parameter, torch.nn.Parameter]] = None,
     ) -> None:
-        """`version`: the newest version, of all stages or of each. `offset`: returns the correction of the newest version.
+        """`versions`: the newest version of each stage. `offset`: returns the correction of the newest version.
         `masters`: the exact weights of the parameters that are stored rounded; a correction is computed before rounding."""
         self._parameters = [list(stage) for stage in stages]
         self._offset, self._masters = offset, masters or {}
-        self._newest = [version] * len(stages) if isinstance(version, int) else list(version)
+        self._newest = list(versions)
         # the newest weights, uncorrected
         self._plain = Views(np.array(self._newest, np.int64), np.full(len(stages), PLAIN))
         # the views in the parameters
         self._loaded = self._plain
         # the oldest version of each stage that is still read
         self._oldest = self._loaded.versions
-        self._kept: List[Dict[View, Tensors]] = [{} for _ in stages]
+        self._stash: List[Dict[View, Tensors]] = [{} for _ in stages]
         self._pool: List[List[Tensors]] = [[] for _ in stages]
         self._size = [sum(p.numel() * p.element_size() for p in stage) for stage in stages]
         # `_used_bytes` counts views, `held_bytes` views and the pool
@@ -96,7 +95,8 @@ class _VersionedStore(WeightStore):
         self.held_bytes = 0
         self.peak_bytes = 0
 
-    def _fresh(self, stage: int) -> Tensors:
+    def _allocate(self, stage: int) -> Tensors:
+        """Return tensors for a view of a stage, of any values, from the pool if it has some."""
         self._used_bytes += self._size[stage]
         self.peak_bytes = max(self.peak_bytes, self._used_bytes)
         if self._pool[stage]:
@@ -105,7 +105,8 @@ class _VersionedStore(WeightStore):
         return [torch.empty_like(p.data) for p in self._parameters[stage]]
 
     def _drop(self, stage: int, view: View) -> None:
-        tensors = self._kept[stage].pop(view, None)
+        """Remove a view from the stash, if it is there, and put its tensors into the pool."""
+        tensors = self._stash[stage].pop(view, None)
         if tensors is not None:
             self._used_bytes -= self._size[stage]
             if len(self._pool[stage]) < 2:
@@ -116,53 +117,53 @@ class _VersionedStore(WeightStore):
     def release(self, oldest: IntArray) -> None:
         for stage in np.flatnonzero(oldest > self._oldest).tolist():
             newest = self._newest[stage]
-            for view in [v for v in self._kept[stage] if v[0] < oldest[stage] and v[0] != newest]:
+            for view in [v for v in self._stash[stage] if v[0] < oldest[stage] and v[0] != newest]:
                 self._drop(stage, view)
         self._oldest = np.minimum(oldest, self._newest)
 
-    def rest(self) -> None:
+    def load_newest(self) -> None:
         self.load(self._plain)
 
-    def load(self, read: Views) -> None:
-        versions, codes = read
+    def load(self, views: Views) -> None:
+        versions, codes = views
         loaded, newest = self._loaded, self._plain.versions
         changed = np.flatnonzero((versions != loaded.versions) | (codes != loaded.codes)).tolist()
         has_newest = (loaded.versions == newest) & (loaded.codes == PLAIN)
         self._put([(stage, (int(versions[stage]), int(codes[stage])), bool(has_newest[stage])) for stage in changed])
-        self._loaded = read
+        self._loaded = views
 
     def compute_age(self, stage: int) -> Optional[Tensors]:
         if self._loaded.codes[stage] == PLAIN and self._loaded.versions[stage] == self._newest[stage]:
             return None
-        newest = self._kept[stage][self._newest[stage], PLAIN]
+        newest = self._stash[stage][self._newest[stage], PLAIN]
         return list(torch._foreach_sub(newest, [p.data for p in self._parameters[stage]])) if newest else []
 
     def _put(self, views: Sequence[Tuple[int, View, bool]]) -> None:
         """Put views into the parameters; `views`: (stage, view, whether the parameters hold the newest plain weights now)."""
         raise NotImplementedError
 
-    def _correct(self, stage: int, code: int, to: Tensors) -> None:
-        """Correct the tensors `to`, which hold the plain weights of the newest version."""
-        if code == PLAIN or not to:
+    def _correct(self, stage: int, code: int, tensors: Tensors) -> None:
+        """Add the correction of `code` to tensors that hold the plain weights of the newest version."""
+        if code == PLAIN or not tensors:
             return
         assert self._offset is not None
         masters = [self._masters.get(p) for p in self._parameters[stage]]
-        exact = [w if master is None else master.detach().clone() for w, master in zip(to, masters)]
+        exact = [w if master is None else master.detach().clone() for w, master in zip(tensors, masters)]
         for x, c in self._offset(stage, code, self._newest[stage]):
             torch._foreach_add_(exact, x, alpha=c)
         rounded = [i for i, master in enumerate(masters) if master is not None]
-        copy_all([(to[i], exact[i]) for i in rounded])
+        copy_all([(tensors[i], exact[i]) for i in rounded])
 
-    def before_update(self, keep: Sequence[Set[int]], updates: Optional[Sequence[int]] = None) -> None:
+    def stash_before_update(self, codes_by_stage: Sequence[Set[int]], updates: Optional[Sequence[int]] = None) -> None:
         self.load(self._plain)
-        chosen = range(len(self._newest)) if updates is None else updates
-        self._keep(chosen, keep)
-        for stage in chosen:
+        stages = range(len(self._newest)) if updates is None else updates
+        self._stash_views(stages, codes_by_stage)
+        for stage in stages:
             self._newest[stage] += 1
         self._plain = self._loaded = Views(np.array(self._newest, np.int64), self._plain.codes)
 
-    def _keep(self, stages: Sequence[int], keep: Sequence[Set[int]]) -> None:
-        """Stash the views of `keep` for these stages, whose parameters hold the newest weights and are about to change."""
+    def _stash_views(self, stages: Sequence[int], codes_by_stage: Sequence[Set[int]]) -> None:
+        """Stash views of these stages, whose parameters hold the newest weights and are about to change."""
         raise NotImplementedError
 
 
@@ -171,43 +172,43 @@ class OverwritingStore(_VersionedStore):
 
     def __init__(self, stages: Sequence[Sequence[torch.nn.Parameter]], *args: Any, **keywords: Any) -> None:
         super().__init__(stages, *args, **keywords)
-        self._home = [[p.data for p in stage] for stage in self._parameters]
+        self._storage = [[p.data for p in stage] for stage in self._parameters]
 
     def _put(self, views: Sequence[Tuple[int, View, bool]]) -> None:
         saved: Copies = []
         written: Copies = []
         corrected: List[Tuple[int, int]] = []
         for stage, view, has_newest in views:
-            views_of_stage, home, newest = self._kept[stage], self._home[stage], (self._newest[stage], PLAIN)
+            views_of_stage, storage, newest = self._stash[stage], self._storage[stage], (self._newest[stage], PLAIN)
             # the newest weights are only in the parameters, which are about to be overwritten
             if newest not in views_of_stage:
-                views_of_stage[newest] = self._fresh(stage)
-                saved += zip(views_of_stage[newest], home)
+                views_of_stage[newest] = self._allocate(stage)
+                saved += zip(views_of_stage[newest], storage)
             if view in views_of_stage:
-                written += zip(home, views_of_stage[view])
+                written += zip(storage, views_of_stage[view])
             else:
-                assert view[0] == newest[0], f"stage {stage}: view {view} is read but was not kept"
+                assert view[0] == newest[0], f"stage {stage}: view {view} is read but was not stashed"
                 if not has_newest:
-                    written += zip(home, views_of_stage[newest])
+                    written += zip(storage, views_of_stage[newest])
                 corrected.append((stage, view[1]))
         copy_all(saved)
         copy_all(written)
         for stage, code in corrected:
-            self._correct(stage, code, self._home[stage])
+            self._correct(stage, code, self._storage[stage])
 
-    def _keep(self, stages: Sequence[int], keep: Sequence[Set[int]]) -> None:
+    def _stash_views(self, stages: Sequence[int], codes_by_stage: Sequence[Set[int]]) -> None:
         copies: Copies = []
         new: List[Tuple[int, int, Tensors]] = []
         for stage in stages:
-            codes, newest = keep[stage], self._newest[stage]
+            codes, newest = codes_by_stage[stage], self._newest[stage]
             if PLAIN not in codes:
                 self._drop(stage, (newest, PLAIN))
             for code in codes:
                 view = (newest, code)
-                if view not in self._kept[stage]:
-                    self._kept[stage][view] = self._fresh(stage)
-                    copies += zip(self._kept[stage][view], self._home[stage])
-                    new.append((stage, code, self._kept[stage][view]))
+                if view not in self._stash[stage]:
+                    self._stash[stage][view] = self._allocate(stage)
+                    copies += zip(self._stash[stage][view], self._storage[stage])
+                    new.append((stage, code, self._stash[stage][view]))
         copy_all(copies)
         for stage, code, tensors in new:
             self._correct(stage, code, tensors)
@@ -218,63 +219,64 @@ class SwappingStore(_VersionedStore):
 
     def _put(self, views: Sequence[Tuple[int, View, bool]]) -> None:
         for stage, view, has_newest in views:
-            views_of_stage, newest = self._kept[stage], (self._newest[stage], PLAIN)
+            views_of_stage, newest = self._stash[stage], (self._newest[stage], PLAIN)
             if has_newest:
                 views_of_stage[newest] = [p.data for p in self._parameters[stage]]
             if view not in views_of_stage:
-                assert view[0] == newest[0], f"stage {stage}: view {view} is read but was not kept"
-                self._make(stage, view[1], views_of_stage[newest])
+                assert view[0] == newest[0], f"stage {stage}: view {view} is read but was not stashed"
+                self._stash_corrected(stage, view[1], views_of_stage[newest])
             for parameter, tensor in zip(self._parameters[stage], views_of_stage[view]):
                 parameter.data = tensor
 
-    def _make(self, stage: int, code: int, plain: Tensors) -> None:
-        tensors = self._fresh(stage)
+    def _stash_corrected(self, stage: int, code: int, plain: Tensors) -> None:
+        """Stash a corrected view of the newest version, whose uncorrected weights are `plain`."""
+        tensors = self._allocate(stage)
         copy_all(list(zip(tensors, plain)))
         self._correct(stage, code, tensors)
-        self._kept[stage][(self._newest[stage], code)] = tensors
+        self._stash[stage][(self._newest[stage], code)] = tensors
 
-    def _keep(self, stages: Sequence[int], keep: Sequence[Set[int]]) -> None:
+    def _stash_views(self, stages: Sequence[int], codes_by_stage: Sequence[Set[int]]) -> None:
         copies: Copies = []
         for stage in stages:
-            codes, views, newest = keep[stage], self._kept[stage], self._newest[stage]
+            codes, views, newest = codes_by_stage[stage], self._stash[stage], self._newest[stage]
             tensors = [p.data for p in self._parameters[stage]]
             for code in codes - {PLAIN}:
                 if (newest, code) not in views:
-                    self._make(stage, code, tensors)
+                    self._stash_corrected(stage, code, tensors)
             for view in [v for v in views if v[0] == newest and v[1] not in codes and v[1] != PLAIN]:
                 self._drop(stage, view)
             views.pop((newest, PLAIN), None)
             # leave the parameters' tensors as they are; the update steps a copy
             if PLAIN in codes:
                 views[newest, PLAIN] = tensors
-                new = self._fresh(stage)
+                new = self._allocate(stage)
                 for parameter, tensor in zip(self._parameters[stage], new):
                     parameter.data = tensor
                 copies += zip(new, tensors)
         copy_all(copies)
 
 
-def make_weight_store(work: Work, stages: Sequence[int], versions: Optional[IntArray] = None) -> WeightStore:
-    """Return the weight store for `stages` of a job; `versions`: the newest version of each stage, if they differ."""
+def make_weight_store(work: Work, stages: Sequence[int], versions: Sequence[int]) -> WeightStore:
+    """Return the weight store for `stages` of a job; `versions`: the newest version of each."""
     if not work.method.reads_old(work.schedule.stages):
         return WeightStore()
     states, weights = work.rules.stages, {master: weight for weight, master in work.rules.weight_master_pairs}
-    kind = SwappingStore if work.method.backward_reads is Reads.STASHED else OverwritingStore
-    return kind(
+    store_class = SwappingStore if work.method.backward_reads is Reads.STASHED else OverwritingStore
+    return store_class(
         [[weights.get(p, p) for p in states[s].parameters] if s in states else [] for s in stages],
-        work.update if versions is None else versions.tolist(),
+        versions,
         lambda index, code, version: work.rules.compute_corrections(stages[index], code, version),
         dict(work.rules.weight_master_pairs),
     )
 
 
-def copy_all(copies: Sequence[Tuple[torch.Tensor, torch.Tensor]]) -> None:
+def copy_all(copies: Copies) -> None:
     """Write the second tensor of each pair into the storage of the first: in one call with PyTorch 2.1 and later."""
     if not copies:
         return
-    to, values = zip(*copies)
     if hasattr(torch, "_foreach_copy_"):
-        torch._foreach_copy_(to, values)
+        targets, values = zip(*copies)
+        torch._foreach_copy_(targets, values)
     else:
         for target, value in copies:
             target.copy_(value)

@@ -45,7 +45,7 @@ class Work:
     refuse_nonfinite: Callable[[int, Iterable[float]], None] = lambda update, losses: None
 
     @classmethod
-    def of(cls, job: Job, first_update: int) -> Work:
+    def from_job(cls, job: Job, first_update: int) -> Work:
         """Return the work of a job that continues with update `first_update`."""
         config = job.config
         clip = (config.clip.norm, config.clip.scope) if config.clip else None
@@ -59,7 +59,7 @@ class Work:
         count = len(job.partition) if history is not None else 1
         return cls(job.loss, job.table, job.rules, clip, first, replays, count, partial(refuse_nonfinite, job))
 
-    def source(self, replicas: Sequence[int]) -> Replays:
+    def make_replays(self, replicas: Sequence[int]) -> Replays:
         """Return the source of replays for these replicas of the pipeline."""
         if self.method.rounds is not None:
             return RoundReplays(self.schedule)
@@ -85,7 +85,7 @@ class Work:
         """The first update to run."""
         return self.microbatch // self.schedule.accumulate
 
-    def first_replay(self, replicas: int) -> int:
+    def find_first_replay(self, replicas: int) -> int:
         """Return the number of the first replay to run; `replicas` of them take turns."""
         return self.microbatch * (1 if self.method.rounds is not None else replicas) * self.block_updates
 
@@ -125,9 +125,9 @@ def list_exactness_faults(job: Job) -> List[str]:
             f"clip.scope: global: with {method.name} a stage updates before the others' gradients exist, so the global norm "
             "is not known: use scope: stage, scope: delayed_global, or a synchronous method"
         )
-    wide = job.config.replicas > 1
-    if (method.reads_old(stages) or wide) and not get_first_tensor(job.example[0]).is_meta and job.effects.weights:
-        why = "with replicas each would write its own" if wide else f"with {method.name} several versions are in use"
+    has_replicas = job.config.replicas > 1
+    if (method.reads_old(stages) or has_replicas) and not get_first_tensor(job.example[0]).is_meta and job.effects.weights:
+        why = "with replicas each would write its own" if has_replicas else f"with {method.name} several versions are in use"
         reasons.append(
             f"model: {list_some(job.effects.weights)}: the forward writes this weight (max_norm of an embedding?), and {why}:"
             " write no weight, or use a method that flushes, without replicas"
@@ -175,7 +175,7 @@ class MicrobatchResult(NamedTuple):
     """The loss of a microbatch and its (right, counted) labels, None if accuracy is undefined. Both may be on a GPU."""
 
     loss: torch.Tensor  # ()
-    answers: Optional[torch.Tensor]  # (2,)
+    label_counts: Optional[torch.Tensor]  # (2,)
 
 
 def tabulate(results: Sequence[MicrobatchResult]) -> torch.Tensor:
@@ -185,10 +185,9 @@ def tabulate(results: Sequence[MicrobatchResult]) -> torch.Tensor:
     """
     table = torch.full((len(results), COLUMNS), float("nan"), dtype=torch.float64)
     table[:, 0] = torch.stack([result.loss.detach().reshape(()) for result in results])
-    with_answers = [i for i, result in enumerate(results) if result.answers is not None]
-    if with_answers:
-        answers = [result.answers for result in results if result.answers is not None]
-        table[with_answers, 1:] = torch.stack(answers).to(table)
+    label_counts = {i: result.label_counts for i, result in enumerate(results) if result.label_counts is not None}
+    if label_counts:
+        table[list(label_counts), 1:] = torch.stack(list(label_counts.values())).to(table)
     return table
 
 
@@ -199,7 +198,7 @@ def average(table: torch.Tensor) -> Tuple[float, Optional[float]]:
     # not sum(): from Python 3.12 on it compensates for rounding
     for loss, _, _ in rows:
         total += loss
-    with_answers = [row for row in rows if row[2] == row[2]]
-    for _, of_row, all_of_row in with_answers:
-        right, counted = right + of_row, counted + all_of_row
-    return total / len(rows), right / max(counted, 1.0) if with_answers else None
+    counts = [row[1:] for row in rows if not math.isnan(row[2])]
+    for right_of_row, counted_of_row in counts:
+        right, counted = right + right_of_row, counted + counted_of_row
+    return total / len(rows), right / max(counted, 1.0) if counts else None

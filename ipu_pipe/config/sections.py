@@ -40,7 +40,7 @@ OWN = "model"
 # the default number of traced microbatches of a stage
 TRACED = 512
 STAGES = "stages"
-BY_STAGE = "must be a list of values, one a stage, or {from: a, to: b}, numbers by the stage's delay, and over: stages if wanted"
+BY_STAGE = "must be a list of values, one per stage, or {from: a, to: b}, numbers by a stage's delay, and over: stages if wanted"
 
 
 def is_entry(value: Any, within: str) -> bool:
@@ -492,7 +492,7 @@ class Hogwild(Section):
     @field_validator("mean")
     @classmethod
     def _validate_mean(cls, value: Any) -> Any:
-        return to_numbers(value, math.inf, "must be null, a number >= 0, or a list of such, one a stage")
+        return to_numbers(value, math.inf, "must be null, a number >= 0, or a list of such, one per stage")
 
 
 class ConstantDelay(Section):

@@ -5,7 +5,7 @@ mnist          train-images-idx3-ubyte and so on, IDX files (LeCun et al. 1998, 
 fashion_mnist  the same layout (Xiao et al. 2017, MIT)
 shakespeare    shakespeare/shakespeare.txt: 42 works (public domain), 5 million characters, 84 different ones; not the Tiny
                Shakespeare of Karpathy 2015
-translation    translation/: english.txt and spanish.txt, 31,077 verses of the Bible, one a line (public domain); 19,581 pairs
+translation    translation/: english.txt and spanish.txt, 31,077 verses of the Bible, one per line (public domain); 19,581 pairs
                have at most 32 tokens. In some ten chapters, about 1 %, the two texts count verses otherwise
 verses         the English verses of `translation` as plain text for a language model, quotes and dashes in ASCII
 digits         8x8 images with scikit-learn (BSD-3), 1437 training and 360 test samples drawn once; no download

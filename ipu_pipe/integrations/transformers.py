@@ -423,7 +423,7 @@ class PipelineTrainer(Trainer):
             if self.control.should_epoch_stop:
                 raise RunFault(f"update {k}: a callback set should_epoch_stop: a pipeline has begun with the next batches")
             self._stops = self._stops or self.control.should_training_stop
-            end = engine.end(k + 1, self._stops)
+            end = engine.decide_end(k + 1, self._stops)
             self.control.should_training_stop = k + 1 >= end
             self._maybe_log_save_evaluate(
                 self._tr_loss, None, model, trial, epoch, ignore_keys_for_eval, start_time, learning_rate=rate
@@ -494,7 +494,7 @@ class PipelineTrainer(Trainer):
         """Write a checkpoint that Trainer, too, can resume from."""
         assert self._engine is not None
         with self._hold_whole_model():
-            state = self._engine.state()
+            state = self._engine.collect_state()
             if is_main() and state is not None:
                 import_state(self.optimizer, self._names, state.optimizer, state.plain)
                 super()._save_checkpoint(model, trial)

@@ -62,7 +62,7 @@ def _build_device_memory(job: Job, table: Sequence[Mapping[str, int]]) -> List[D
 
 def _count_kept(job: Job) -> Tuple[IntArray, KeptCounts]:
     """Return the microbatches in flight on each stage, and the versions and microbatches that each stage keeps."""
-    backend_in_flight = get_backend(job.config).in_flight(job)
+    backend_in_flight = get_backend(job.config).count_in_flight(job)
     in_flight = job.schedule.max_in_flight() if backend_in_flight is None else backend_in_flight
     microbatches = count_kept_microbatches(in_flight.tolist(), job.config.recompute, job.method.segments, job.method.turn)
     if job.config.recompute and backend_in_flight is not None:

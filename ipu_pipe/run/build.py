@@ -111,7 +111,7 @@ def set_up(
     precision = ModelPrecision(model.train(), precision_row, DTYPES[precision_row], device, objects.model is not None)
     return Setup(
         config, model, precision.convert_loss(loss_of_output), data, device, precision, metrics,
-        getattr(loss_of_output, "asks", ()), backend.trains_on or config.backend.device, backend.pins_memory, initial_weights,
+        getattr(loss_of_output, "asks", ()), backend.trains_on or config.backend.device, backend.emulates, initial_weights,
         label_range=None,
     )  # fmt: skip
 
@@ -262,7 +262,7 @@ def _assemble(setup: Setup, objects: Overrides, done: int) -> Job:
         placement=tuple(placed.placement) or schedule.device_of_stage,
     )  # fmt: skip
     raise_faults(find_faults(job, () if objects.optimizer is not None else config.optimizer_faults()))
-    job.note = job.note or backend.note(job)
+    job.note = job.note or backend.describe(job)
     return job
 
 

@@ -44,7 +44,7 @@ def find_faults(job: Job, placed: Sequence[str] = ()) -> List[str]:
     kinds = [update.get_kind(job.full_optimizer, group) for group in groups]
     of_rules = [f for kind, group in zip(kinds, groups) for f in rules.list_conflicts(args, job.method, kind, group)]
     conflicts = {**_find_conflicts(job), **(_find_block_conflicts(job) if job.method.structure is not None else {})}
-    reasons = [*get_backend(job.config).faults(job), *(fault for fault, is_so in conflicts.items() if is_so)]
+    reasons = [*get_backend(job.config).list_faults(job), *(fault for fault, is_so in conflicts.items() if is_so)]
     reasons += [next((line for line in placed if line.endswith(fault)), fault) for fault in of_rules]
     return list(dict.fromkeys(reasons))
 

@@ -180,7 +180,7 @@ class TrainingLoop:
 
     def _write_averages(self) -> None:
         """Write the averaged weights, with the newest buffers, into the run's folder."""
-        state = self.engine.state()
+        state = self.engine.collect_state()
         if state is not None and self.run is not None:
             entries = {key: value for key, value in state.optimizer.items() if key.endswith(f"/{AVERAGE}")}
             averages = {key[: -len(AVERAGE) - 1]: value for key, value in entries.items()}
@@ -221,7 +221,7 @@ class TrainingLoop:
                 evaluates, saves = job.plan_pauses(done)
                 self._pause(evaluates, saves)
                 if self.may_stop and (evaluates or saves or self.at_steps) and done < self.end:
-                    self.end = self.engine.end(done, self.callbacks.asked is not None)
+                    self.end = self.engine.decide_end(done, self.callbacks.asked is not None)
             # after an early stop evaluate and save as at a planned end
             if self.end < job.updates:
                 self.moment = replace(self.moment, stopped=self.callbacks.asked)
@@ -336,7 +336,7 @@ class TrainingLoop:
         self._finish_saving()
         if settings is None:
             return
-        state = engine.state() if engine.checkpoint_group is None else engine.part()
+        state = engine.collect_state() if engine.checkpoint_group is None else engine.collect_part()
         manifest = {}
         if state is not None:
             manifest = make_manifest(self.job, position, state.plain, self.callbacks.collect_states())

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence
 
-from ipu_pipe.backends.interface import MARK
+from ipu_pipe.backends.interface import POPTORCH_PREFIX
 from ipu_pipe.backends.ranks import run_on_main
 from ipu_pipe.config.compare import compare_deciding, list_length_dependent, select_deciding
 from ipu_pipe.config.faults import show_value
@@ -115,7 +115,7 @@ def _compare_tensors(job: Job, saved: Checkpoint, path: Path) -> List[str]:
         if name in state and state[name].shape == value.shape and state[name].dtype != value.dtype
     ]
     parameters = job.get_trained()
-    if job.config.backend.name != "poptorch" and any(f"/{MARK}:" in key for key in saved.optimizer):
+    if job.config.backend.name != "poptorch" and any(f"/{POPTORCH_PREFIX}:" in key for key in saved.optimizer):
         remedy = f"resume with that, or start a new run from its weights (init_from: {path / checkpoint.MODEL})"
         return [f"optimizer: its state is PopTorch's, which only backend.name poptorch can load: {remedy}"]
     for key, value in saved.optimizer.items():
@@ -124,7 +124,7 @@ def _compare_tensors(job: Job, saved: Checkpoint, path: Path) -> List[str]:
         if parameter is None:
             faults.append(f"optimizer: {name}: the model has no parameter of that name")
         # step counts have no dimension, and PopTorch's state has its own shapes
-        elif value.dim() and value.shape != parameter.shape and not entry.startswith(f"{MARK}:"):
+        elif value.dim() and value.shape != parameter.shape and not entry.startswith(f"{POPTORCH_PREFIX}:"):
             faults.append(f"optimizer: {key}: is {_describe(value)}, the parameter is {_describe(parameter)}")
     return faults
 

@@ -21,7 +21,7 @@ from typing import Any, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Un
 import numpy as np
 from numpy.typing import NDArray
 
-from ipu_pipe.backends.replays import RandomizedReplays, order_of_updates
+from ipu_pipe.backends.replays import RandomizedReplays, order_updates
 from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.methods import resolve_method
 from ipu_pipe.schedule.runs import IntArray
@@ -340,7 +340,7 @@ def draw_noise_by_pass(objective: Objective, schedule: Schedule, block: int, see
     drawn = draw_noise(objective, P * M, block, seed)
     if drawn is None:
         return None
-    stage, microbatch = order_of_updates(schedule)
+    stage, microbatch = order_updates(schedule)
     placed = np.empty((P, M, block, 1))
     placed[stage, microbatch] = drawn
     return placed

@@ -210,13 +210,13 @@ def drive(engine: Engine, case: Case) -> Result:
             result.evaluations.append(engine.evaluate())
             planned = True
         if done < job.updates and job.plan_pauses(done)[1]:
-            result.states.append(_copy(engine.state()))
+            result.states.append(_copy(engine.collect_state()))
             planned = True
         if case.stop_after is not None and (planned or job.may_stop) and done < end:
-            end = engine.end(done, engine.is_main and done >= case.stop_after)
+            end = engine.decide_end(done, engine.is_main and done >= case.stop_after)
     if job.config.evaluate.steps:
         result.evaluations.append(engine.evaluate())
-    result.states.append(_copy(engine.state()))
+    result.states.append(_copy(engine.collect_state()))
     return result
 
 
@@ -228,7 +228,7 @@ def _copy(state: Optional[CheckpointState]) -> Optional[CheckpointState]:
 def emulate(case: Case) -> Result:
     """Return what the emulator makes of a case."""
     job = build_job(case, "emulator")
-    engine = emulator.BACKEND.engine(job, 0)
+    engine = emulator.BACKEND.make_engine(job, 0)
     result = drive(engine, case)
     engine.close()
     return result

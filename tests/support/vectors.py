@@ -78,8 +78,8 @@ def _replay(
 ) -> Floats:
     P, d = source.stages, objective.dimension
     size = d // P
-    stages, microbatches = source.stages_of(0, count), source.microbatches_of(0, count)
-    delays = source.delays(0, count)
+    stages, microbatches = source.list_stages(0, count), source.list_microbatches(0, count)
+    delays = source.list_delays(0, count)
     for k in range(count):
         stale = np.empty(d)
         for j in range(P):

@@ -30,7 +30,7 @@ from ipu_pipe.update.optimizer import count_state_bytes, export_state, list_part
 ENOUGH = 0.5
 
 
-def profile(job: Job) -> StageSeconds:
+def time_stages(job: Job) -> StageSeconds:
     """Return median times over passes of the job's example, or only the reason if the user's code cannot do another pass.
 
     Weights, buffers, gradients and random states stay as they are.
@@ -45,8 +45,8 @@ def profile(job: Job) -> StageSeconds:
     # a backward includes its recomputation
     if job.method.segments is not None:
         backward = [f + b for f, b in zip(passes.forward, backward)]
-    how = f"medians of {passes.repeats} passes of {count_samples(job.example[0])} samples when the training was done"
-    return StageSeconds(tuple(passes.forward), tuple(backward), tuple(update), how)
+    note = f"medians of {passes.repeats} passes of {count_samples(job.example[0])} samples when the training was done"
+    return StageSeconds(tuple(passes.forward), tuple(backward), tuple(update), note)
 
 
 def _time_passes(job: Job) -> PassSeconds:
@@ -54,12 +54,12 @@ def _time_passes(job: Job) -> PassSeconds:
     footprint = job.footprint
     flops = footprint.backward_flops or tuple(BACKWARD * f for f in footprint.forward_flops)
 
-    def losses() -> List[torch.Tensor]:
+    def run_forward() -> List[torch.Tensor]:
         return compute_losses(job.loss, call_model(job.model, clone_tensors(x)), clone_tensors(y))
 
     with restore_modes(job.model):
         job.model.train()
-        return time_passes(job.model, losses, job.partition.begins, flops, enough=ENOUGH)
+        return time_passes(job.model, run_forward, job.partition.begins, flops, enough=ENOUGH)
 
 
 def _time_updates(job: Job) -> List[float]:
@@ -68,18 +68,18 @@ def _time_updates(job: Job) -> List[float]:
     It is 0 for an optimizer that is not from torch.optim, because a copy of it may share state with the original.
     """
     seconds = [0.0] * len(job.partition)
-    parts = list_parts(job.optimizer)
-    if not all(type(part).__module__.startswith("torch.optim.") for part in parts):
+    optimizers = list_parts(job.optimizer)
+    if not all(type(optimizer).__module__.startswith("torch.optim.") for optimizer in optimizers):
         return seconds
-    for part in copy.deepcopy(parts):
-        groups = part.param_groups
+    for optimizer in copy.deepcopy(optimizers):
+        groups = optimizer.param_groups
         for stage in range(len(job.partition)):
-            part.param_groups = [group for group in groups if group["stage"] == stage]
-            parameters = [p for group in part.param_groups for p in group["params"]]
+            optimizer.param_groups = [group for group in groups if group["stage"] == stage]
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
             for p in parameters:
                 p.grad = torch.zeros_like(p)
             if parameters:
-                seconds[stage] += statistics.median(_time_step(part, job.device.type) for _ in range(REPEATS))
+                seconds[stage] += statistics.median(_time_step(optimizer, job.device.type) for _ in range(REPEATS))
     return seconds
 
 
@@ -99,14 +99,14 @@ class EmulatorEngine(Engine):
 
     def __init__(self, job: Job, first_update: int) -> None:
         super().__init__(job)
-        config, work = job.config, Work.of(job, first_update)
+        config, work = job.config, Work.from_job(job, first_update)
         self._block_updates = work.block_updates
         self._end = job.updates
         self._emulator = Emulator(work, job.model, job.partition, job.example, config.seed, job.replica_count, job.effects.draws)
 
     def step(self, k: int, read: bool = True) -> List[StepResult]:
-        with attribute_faults(lambda: self._emulator.place):
-            if not reading_synchronizes(self.job.device):
+        with attribute_faults(lambda: self._emulator.activity):
+            if not does_reading_synchronize(self.job.device):
                 return self._combine([self._emulator.step(self._microbatches()) for _ in range(self._block_updates)])
             for _ in range(self._block_updates):
                 self._emulator.advance(self._microbatches())
@@ -137,7 +137,7 @@ class EmulatorEngine(Engine):
             steps.append(StepResult(sum(result.loss for result in step_results) / count, accuracy, step_results[0].samples))
         return steps
 
-    def end(self, done: int, stop_requested: bool) -> int:
+    def decide_end(self, done: int, stop_requested: bool) -> int:
         if stop_requested:
             self._end = min(self._end, self.job.count_batches_begun(done - 1))
         return self._end
@@ -147,10 +147,10 @@ class EmulatorEngine(Engine):
             with self.job.rules.hold_averages():
                 return evaluate(self.job, split)
 
-    def state(self) -> Optional[CheckpointState]:
+    def collect_state(self) -> Optional[CheckpointState]:
         with self.job.precision.put_masters_in_place():
             model = self.job.model.state_dict()
-        with self._emulator.exported():
+        with self._emulator.export_replicas():
             return CheckpointState(model, *export_state(self.job.optimizer, self.names))
 
     def report(self) -> Optional[Report]:
@@ -168,18 +168,16 @@ class EmulatorEngine(Engine):
         return Report(optimizer, [versions], None, None, peak_memory=[peaks])
 
     def profile(self) -> Optional[StageSeconds]:
-        return profile(self.job)
+        return time_stages(self.job)
 
     def close(self) -> None:
         self._emulator.close()
         self.release_blocks()
 
 
-def reading_synchronizes(device: torch.device) -> bool:
+def does_reading_synchronize(device: torch.device) -> bool:
     """Return whether reading a tensor waits for all work queued on the device."""
     return device.type == "cuda"
 
 
-BACKEND = Backend(
-    place=place_whole, faults=list_exactness_faults, engine=EmulatorEngine, emulates=True, pins_memory=True
-)
+BACKEND = Backend(place=place_whole, list_faults=list_exactness_faults, make_engine=EmulatorEngine, emulates=True)

@@ -68,30 +68,30 @@ class Emulator:
         draws: Optional[Mapping[str, int]] = None,
     ) -> None:
         self.work, self.model, self._blocks = work, model, get_blocks(model)
-        self.update, self._number = work.update * work.block_updates, work.first_replay(replicas)
-        self._plan = ReplayPlan(work.source(range(replicas)), work.rules, self._number)
+        self.update, self._number = work.update * work.block_updates, work.find_first_replay(replicas)
+        self._plan = ReplayPlan(work.make_replays(range(replicas)), work.rules, self._number)
         self._replay: Optional[Replay] = None
-        self.weights = make_weight_store(work, range(len(part)), self._plan.count_updates(self._number))
+        self.weights = make_weight_store(work, range(len(part)), self._plan.count_updates(self._number).tolist())
         stages = {s: state.parameters for s, state in work.rules.stages.items()}
         self._clipping = GradientClipping(work.clip, stages, work.schedule)
         draws = observe_effects(model, example[0]).draws if draws is None else draws
         self._random = KeyedRandomness(model, draws, seed, get_first_tensor(example[0]).device)
         self._replica_count = replicas
         self._independent = IndependentReplicas.create(work, model, range(len(part)))
-        self._averaged: Optional[GradientReplicas] = None
+        self._gradient_replicas: Optional[GradientReplicas] = None
         if replicas > 1 and self._independent is None:
-            parameters = [p for of_stage in stages.values() for p in of_stage]
-            self._averaged = GradientReplicas(model, parameters, replicas)
+            parameters = [p for stage_parameters in stages.values() for p in stage_parameters]
+            self._gradient_replicas = GradientReplicas(model, parameters, replicas)
         self._row_order = None if work.schedule.in_order else GradientsInRowOrder(work.schedule, stages)
         self._watch, self._last_stage = StageWatch(model, part), len(part) - 1
-        self._buffers = StageBuffers(model, self._watch) if work.block_updates > 1 else None
+        self._stage_buffers = StageBuffers(model, self._watch) if work.block_updates > 1 else None
         self._recomputation: Optional[Recomputation] = None
         if work.method.segments is not None and work.method.reads_old(len(part)):
             self._recomputation = Recomputation(model, part, find_segment_ends(len(part), work.method.segments).tolist())
         # (update, samples, results by block) of updates whose results were not read yet
         self._unread: List[Tuple[int, int, List[List[MicrobatchResult]]]] = []
         # error messages name the current phase and microbatch
-        self._doing, self._microbatch = "data", work.microbatch
+        self._phase, self._microbatch = "data", work.microbatch
 
     # ---- steps
 
@@ -136,7 +136,7 @@ class Emulator:
             by_microbatch.append(self._run(replay, x, y))
             samples += count_samples(x)
             # a fault from here on is one of loading the next microbatch
-            self._doing = "data"
+            self._phase = "data"
         assert by_microbatch and len(replay.updates), f"{len(by_microbatch)} microbatches: not those up to the next update"
         by_block = [list(results) for results in zip(*by_microbatch)]
         self._unread.append((self.update // self.work.block_updates, samples, by_block))
@@ -144,23 +144,23 @@ class Emulator:
 
     def _run(self, replay: Replay, x: Any, y: Any) -> List[MicrobatchResult]:
         """Carry out the passes of a replay; return the result of the model, or one for each block that has a loss of its own."""
-        if self._averaged:
-            self._averaged.enter(replay.replica)
+        if self._gradient_replicas:
+            self._gradient_replicas.enter(replay.replica)
         if self._independent:
             self._independent.enter(replay.replica)
-        if self._buffers:
-            self._buffers.stage = int(replay.updates[0])
+        if self._stage_buffers:
+            self._stage_buffers.stage = int(replay.updates[0])
         (output, losses), losses_for_backward = self._forward(replay, x, y)
         self.weights.load(replay.backward)
-        self._doing = "backward"
+        self._phase = "backward"
         rules, stages = self.work.rules, range(self._last_stage + 1)
         with rules.compensate(self.update, stages, self.weights.compute_age), self._random.backward(self._draw_key(replay)):
             # the draws are keyed here too because a checkpoint runs forwards again
             torch.autograd.backward([loss / self.work.accumulate for loss in losses_for_backward])
         if self._row_order:
             self._row_order.gather(replay.replica, replay.microbatch)
-        if self._averaged:
-            self._averaged.leave(replay.replica)
+        if self._gradient_replicas:
+            self._gradient_replicas.leave(replay.replica)
         # replicas with weights of their own do not wait for each other, so this one steps now
         if self._independent:
             self.work.rules.step(self.update, self._clipping.clip)
@@ -169,8 +169,8 @@ class Emulator:
         self.weights.release(self._plan.find_oldest(self._number))
         outputs = output if isinstance(output, BlockOutputs) else [output]
         return [
-            MicrobatchResult(loss.detach(), count_right(take_scores(self.work.loss, of_block), y))
-            for loss, of_block in zip(losses, outputs)
+            MicrobatchResult(loss.detach(), count_right(take_scores(self.work.loss, block_output), y))
+            for loss, block_output in zip(losses, outputs)
         ]
 
     def _draw_key(self, replay: Replay) -> int:
@@ -188,26 +188,26 @@ class Emulator:
             return output, compute_losses(self.work.loss, output, y)
 
         self.weights.load(replay.forward)
-        self._doing = "forward"
+        self._phase = "forward"
         if self._recomputation is None or replay.recompute is None:
             result = forward()
             return result, result[1]
         result = self._recomputation.record(forward)
         self.weights.load(replay.recompute)
-        self._doing = "recomputation"
+        self._phase = "recomputation"
         return result, self._recomputation.repeat(forward)[1]
 
     def _update(self, replay: Replay) -> None:
-        self._doing, done = "update", self._number - 1
+        self._phase, done = "update", self._number - 1
         if self._independent:
             self._independent.end_step(self.work, self.update)
-            self.update, self._doing = self.update + 1, "data"
+            self.update, self._phase = self.update + 1, "data"
             return
         stages = None if len(replay.updates) == self._last_stage + 1 else replay.updates.tolist()
         versions = self._plan.count_updates(done)
-        self.weights.before_update(self._plan.find_later_reads(versions, done), stages)
-        if self._averaged:
-            self._averaged.average()
+        self.weights.stash_before_update(self._plan.find_later_reads(versions, done), stages)
+        if self._gradient_replicas:
+            self._gradient_replicas.average()
         if self._blocks is not None:
             self._blocks.average_duplicates()
         first = int(replay.updates[0])
@@ -218,13 +218,13 @@ class Emulator:
             self.work.rules.optimizer.zero_grad(set_to_none=True)
         self.update += 1
         self.weights.release(self._plan.find_oldest(self._number))
-        self._doing = "data"
+        self._phase = "data"
 
     # ---- checkpoints, reports, end
 
-    def exported(self) -> ContextManager[None]:
+    def export_replicas(self) -> ContextManager[None]:
         """Hold everything that a checkpoint needs in the optimizer's state inside the context."""
-        return self._independent.exported() if self._independent is not None else nullcontext()
+        return self._independent.export_replicas() if self._independent is not None else nullcontext()
 
     def list_other_states(self) -> List[Mapping[Any, Mapping[str, Any]]]:
         """List by parameter the optimizer state of the replicas that are not in the model."""
@@ -236,21 +236,21 @@ class Emulator:
         return self.weights.peak_bytes if self._independent is None else self._independent.held_bytes
 
     @property
-    def place(self) -> str:
+    def activity(self) -> str:
         """The current activity, in words for a fault. The backward of the whole model does not know its stage."""
-        place = f"{'block ' * (self.work.block_updates > 1)}update {self.update}"
-        if self._doing == "update":
-            return place
-        stage = f", stage {self._watch.stage}" if self._doing in ("forward", "recomputation") else ""
-        return f"{place}, microbatch {self._microbatch}{stage}, {self._doing}"
+        update = f"{'block ' * (self.work.block_updates > 1)}update {self.update}"
+        if self._phase == "update":
+            return update
+        stage = f", stage {self._watch.stage}" if self._phase in ("forward", "recomputation") else ""
+        return f"{update}, microbatch {self._microbatch}{stage}, {self._phase}"
 
     def close(self) -> None:
         """Leave the model as an ordinary one: newest weights in its parameters, no hooks."""
-        self.weights.rest()
+        self.weights.load_newest()
         self._random.remove()
         self._watch.remove()
-        if self._buffers:
-            self._buffers.remove()
+        if self._stage_buffers:
+            self._stage_buffers.remove()
 
 
 class GradientsInRowOrder:
@@ -262,7 +262,7 @@ class GradientsInRowOrder:
 
     def gather(self, replica: int, microbatch: int) -> None:
         """Move the gradients of a microbatch out of the parameters; after the last microbatch of a batch put the sums in."""
-        parameters = [p for of_stage in self._stages.values() for p in of_stage]
+        parameters = [p for stage_parameters in self._stages.values() for p in stage_parameters]
         batch = self._by_replica.setdefault(replica, [])
         batch.append({p: p.grad for p in parameters if p.grad is not None})
         for p in parameters:
@@ -331,7 +331,7 @@ class Recomputation:
         self._model, self._part, self._segment_of = model, part, list(segment_of)
         self._repeats = False
         # the stored tensors that cross into a later segment
-        self._entered: Dict[ArgumentPosition, torch.Tensor] = {}
+        self._stored: Dict[ArgumentPosition, torch.Tensor] = {}
         # id of a tensor -> its segment, for one forward; the reference keeps the id from being used again
         self._segments: Dict[int, Tuple[int, torch.Tensor]] = {}
         self._replaced: Dict[int, torch.Tensor] = {}
@@ -342,7 +342,7 @@ class Recomputation:
 
         Raise `BadInput` if an operation changes such a tensor in place.
         """
-        self._entered = {}
+        self._stored = {}
         with torch.no_grad():
             return self._run(run, repeats=False)
 
@@ -350,7 +350,7 @@ class Recomputation:
         """Return `run()`, the same forward with the present parameters, and restore the buffers."""
         with restore_buffers(self._model):
             result = self._run(run, repeats=True)
-        self._entered = {}
+        self._stored = {}
         return result
 
     def _run(self, run: Callable[[], Any], repeats: bool) -> Any:
@@ -365,16 +365,16 @@ class Recomputation:
         flat, shape = tree_flatten((args, kwargs))
         for index, value in enumerate(flat):
             if isinstance(value, torch.Tensor) and self._segments.get(id(value), (segment, value))[0] < segment:
-                flat[index] = self._cross(value, (self._operation, index))
+                flat[index] = self._store_or_replace(value, (self._operation, index))
         self._operation += 1
         args, kwargs = tree_unflatten(flat, shape)
         if self._repeats:
             result = func(*args, **kwargs)
         else:
             # detached and viewed tensors share the counter, so an operation on a view is seen too
-            versions = [value._version for value in self._entered.values()]
+            versions = [value._version for value in self._stored.values()]
             result = func(*args, **kwargs)
-            if versions != [value._version for value in self._entered.values()]:
+            if versions != [value._version for value in self._stored.values()]:
                 name = getattr(func, "__name__", str(func))
                 why = "changes a tensor of an earlier segment in place: use the out-of-place operation"
                 raise BadInput(f"method_args.recompute: {name}: {why}")
@@ -383,13 +383,13 @@ class Recomputation:
                 self._segments[id(value)] = (segment, value)
         return result
 
-    def _cross(self, value: torch.Tensor, position: ArgumentPosition) -> torch.Tensor:
+    def _store_or_replace(self, value: torch.Tensor, position: ArgumentPosition) -> torch.Tensor:
         """Store a tensor that crosses into a later segment, or return its replacement in the second forward."""
         if not self._repeats:
-            self._entered[position] = value.detach()
+            self._stored[position] = value.detach()
             return value
         if id(value) not in self._replaced:
-            self._replaced[id(value)] = _StraightThrough.apply(value, self._entered[position])  # type: ignore[no-untyped-call]
+            self._replaced[id(value)] = _StraightThrough.apply(value, self._stored[position])  # type: ignore[no-untyped-call]
         return self._replaced[id(value)]
 
 
@@ -397,8 +397,8 @@ class _StraightThrough(torch.autograd.Function):
     """Return the value of the second argument; the gradient goes to the first."""
 
     @staticmethod
-    def forward(ctx: Any, repeated: torch.Tensor, entered: torch.Tensor) -> torch.Tensor:
-        return entered.view_as(entered)
+    def forward(ctx: Any, repeated: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
+        return stored.view_as(stored)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:

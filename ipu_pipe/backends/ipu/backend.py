@@ -156,6 +156,6 @@ def count_in_flight(job: Job) -> Optional[IntArray]:
 
 
 BACKEND = Backend(
-    launch=start, place=place_whole, faults=list_faults, note=note, engine=make, trains_on="ipu",
-    in_flight=count_in_flight,
+    launch=start, place=place_whole, list_faults=list_faults, describe=note, make_engine=make, trains_on="ipu",
+    count_in_flight=count_in_flight,
 )  # fmt: skip

@@ -224,7 +224,7 @@ class BlockEngine(Engine):
         names = [name for name in self.executors.wrapped.list_names() if name is not None]
         return (snapshot.model, *export_state(snapshot.optimizer, names))
 
-    def state(self) -> Optional[CheckpointState]:
+    def collect_state(self) -> Optional[CheckpointState]:
         with describe_block_errors(self.rank, "checkpoint"):
             gathered = self._gather(self._read_state())
         if gathered is None:

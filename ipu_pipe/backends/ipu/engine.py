@@ -213,9 +213,9 @@ class PoptorchEngine(Engine):
             results.append(StepResult(*by_block[-1], job.global_batch_size, by_block if blocks > 1 else ()))
         return results
 
-    def end(self, done: int, stop_requested: bool) -> int:
+    def decide_end(self, done: int, stop_requested: bool) -> int:
         # a run cannot end inside a call
-        return self.job.updates if self._results else super().end(done, stop_requested)
+        return self.job.updates if self._results else super().decide_end(done, stop_requested)
 
     def evaluate(self, split: str = "test") -> List[EvaluationResult]:
         assert not self._results, "an evaluation inside a call"
@@ -249,7 +249,7 @@ class PoptorchEngine(Engine):
             dist.all_reduce(part)
         return [evaluate_sums(self.job.metrics, part) for part in sums]
 
-    def state(self) -> Optional[CheckpointState]:
+    def collect_state(self) -> Optional[CheckpointState]:
         assert not self._results, "a checkpoint inside a call"
         start = time.perf_counter_ns()
         with self._channel.tracepoint("checkpoint"):

@@ -7,7 +7,7 @@ from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tup
 import torch
 from torch import nn
 
-from ipu_pipe.backends.interface import MARK
+from ipu_pipe.backends.interface import POPTORCH_PREFIX
 from ipu_pipe.backends.ipu.config import IpuConfig
 from ipu_pipe.backends.ipu.unsupported import ACCUMULATORS
 from ipu_pipe.errors import BadInput
@@ -89,7 +89,7 @@ def update_optimizer(executor: Any, optimizer: Any, rates: Any, loss_scaling: fl
 
 # ---- the optimizer's state in checkpoints
 
-# entries of a checkpoint, each under MARK
+# entries of a checkpoint, each under POPTORCH_PREFIX
 STATE, SCALE = "ipu_state", "velocity_scaling"
 # PopART's prefixes of SGD's velocity, without and with use_combined_accum
 SEPARATE, COMBINED = "Accl1___", "Accl___"
@@ -151,7 +151,7 @@ def export_state(saved: Optional[IpuState], names: Sequence[str]) -> Tuple[Dict[
 
     def place(section: str, key: str) -> str:
         owner = next((name for name in longest if key.endswith(name)), names[0])
-        return f"{owner}/{MARK}:{section}:{key.replace('/', '|')}"
+        return f"{owner}/{POPTORCH_PREFIX}:{section}:{key.replace('/', '|')}"
 
     return {place(STATE, key): value for key, value in saved.tensors.items()}, {place(SCALE, ""): saved.scale}
 
@@ -165,8 +165,8 @@ def import_state(optimizer: torch.optim.Optimizer, ipu: IpuConfig) -> Optional[I
     tensors, scale = {}, None
     for state in optimizer.state.values():
         for entry, value in state.items():
-            mark, section, key = (*str(entry).split(":", 2), "", "")[:3]
-            if mark != MARK and value is not None:
+            prefix, section, key = (*str(entry).split(":", 2), "", "")[:3]
+            if prefix != POPTORCH_PREFIX and value is not None:
                 raise BadInput(
                     "--resume: the checkpoint's optimizer state is torch.optim's, of which PopTorch can load none: go on "
                     f"with the backend that wrote it, or {_ANEW}"

@@ -1,1 +1,1 @@
-"""One stage a process, over torch.distributed."""
+"""A backend that runs the stages of a model on several processes, over torch.distributed."""

@@ -1,4 +1,4 @@
-"""Collect from all ranks: checkpoints, evaluations, reports, gradients for callbacks, and the weights of the user's model."""
+"""Collect from all ranks: results of updates, checkpoints, evaluations, reports, and gradients for callbacks."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ipu_pipe.backends.interface import CheckpointState, DeviceTimes, Report
+from ipu_pipe.backends.interface import CheckpointState, DeviceTimes, Report, StepResult
 from ipu_pipe.backends.processes.interpreter import Interpreter
 from ipu_pipe.backends.processes.layout import RankLayout
 from ipu_pipe.backends.processes.lost_ranks import KEEPER, Termination, answer_within, detect_lost_rank
-from ipu_pipe.backends.processes.mail import OBSERVED, TEST, Mail, Message
+from ipu_pipe.backends.processes.mail import OBSERVED, RESULT, TEST, Mail, Message
 from ipu_pipe.backends.processes.stage import StageModel
-from ipu_pipe.backends.processes.update import DRAW_ALIKE
+from ipu_pipe.backends.processes.trace import TraceRecorder
+from ipu_pipe.backends.work import COLUMNS, average
 from ipu_pipe.data.batches import compute_checksum
 from ipu_pipe.errors import RunFault
 from ipu_pipe.job.evaluation import EvaluationResult, Tally, evaluate_sums, load_test_batches
@@ -32,6 +33,10 @@ from ipu_pipe.update import optimizer
 
 # key of the store: the number of batches that all stages together have evaluated
 EVALUATED = "ipu_pipe/evaluated"
+DRAW_ALIKE = (
+    "the inputs of one would be trained with the labels of the other; seed every generator that the data hold "
+    "(numpy.random.default_rng(SEED)), or draw from the global ones, which are seeded alike on all ranks"
+)
 
 Value = TypeVar("Value")
 
@@ -44,6 +49,74 @@ def gather(mail: Mail, value: Value) -> Optional[List[Value]]:
     with detect_lost_rank(limit=mail.limit):
         dist.gather_object(value, values, dst=0)
     return values  # type: ignore[no-any-return]
+
+
+# ---- results of updates
+
+
+class ResultCollection:
+    """Collect the results of updates on the first stage of each replica, and over the replicas.
+
+    The stages `with_loss` send their tables of results (`work.tabulate`) to the first stage, with the checksums of the batches
+    that they read for the labels. They must equal the checksums of the batches that the first stage read for its inputs.
+    `first_stages`: the group of the replicas' first stages, None if there is one replica.
+    """
+
+    def __init__(
+        self, job: Job, mail: Mail, recorder: TraceRecorder, layout: RankLayout, with_loss: List[int], first_stages: Any
+    ) -> None:
+        self._job, self._mail, self._recorder, self._layout = job, mail, recorder, layout
+        self._with_loss, self._first_stages = with_loss, first_stages
+        # the microbatches of an update on one replica, and its samples on all replicas
+        self._microbatches, self._samples = job.schedule.accumulate, job.global_batch_size
+        self._shapes = (TensorSpec((self._microbatches, COLUMNS + 1), torch.float64, False),)
+        # update -> table and checksums of the first stage
+        self._on_first: Dict[int, Tuple[Optional[torch.Tensor], torch.Tensor]] = {}
+        self._expected = 0
+
+    def expect(self, first: int, last: int) -> None:
+        """Announce, on the first stage, the results of the updates in [first, last) that are not announced yet."""
+        first = max(first, self._expected)
+        for stage in self._with_loss:
+            if stage:
+                self._mail.expect([(Message(RESULT, k, stage, 0), self._shapes) for k in range(first, last)])
+        self._expected = max(first, last)
+
+    def send(self, k: int, stage: int, table: Optional[torch.Tensor], checksums: Dict[int, int]) -> None:
+        """Send a stage's table of update k, None if it has no loss; remove the update's microbatches from `checksums`."""
+        microbatches = range(k * self._microbatches, (k + 1) * self._microbatches)
+        column = torch.tensor([checksums.pop(m, 0) for m in microbatches], dtype=torch.float64)
+        if stage == 0:
+            self._on_first[k] = table, column
+        elif table is not None:
+            self._mail.send(Message(RESULT, k, stage, 0), [torch.cat([table, column[:, None]], dim=1)])
+
+    def collect(self, k: int) -> StepResult:
+        """Return the result of update k, which only the first stages know. Raise `RunFault` if stages read different batches."""
+        if 0 not in self._layout.stages_of_rank:
+            return StepResult(float("nan"), None, self._samples)
+        on_first, checksums = self._on_first.pop(k)
+        tables = []
+        for stage in self._with_loss:
+            if stage == 0:
+                assert on_first is not None
+                tables.append(on_first)
+                continue
+            received = self._mail.receive(Message(RESULT, k, stage, 0))[0]
+            if not torch.equal(checksums, received[:, -1]):
+                ranks = self._layout.find_rank(0), self._layout.find_rank(stage)
+                who = f"rank {ranks[0]} and rank {ranks[1]} read different batches"
+                raise RunFault(f"data: {self._job.data_name}: update {k}: {who}: {DRAW_ALIKE}")
+            tables.append(received[:, :-1])
+        table = torch.stack(tables)  # (blocks, microbatches, 3)
+        if self._first_stages is not None:
+            start = self._recorder.mark()
+            replicas = self._mail.all_gather(table, self._first_stages)
+            self._recorder.add("wait", k, start, carries="losses")
+            # the emulator's order: microbatch 0 of each replica, microbatch 1 of each replica, ...
+            table = torch.stack(replicas, dim=2).flatten(1, 2)
+        blocks = [average(rows) for rows in table]
+        return StepResult(*blocks[-1], self._samples, tuple(blocks) if len(blocks) > 1 else ())
 
 
 # ---- weights and optimizer state
@@ -70,21 +143,21 @@ def export_stages(job: Job, models: Sequence[StageModel], names: Dict[nn.Paramet
 def merge_ranks(job: Job, ranks: Sequence[CheckpointState]) -> CheckpointState:
     """Merge the states of one replica's ranks into the state of the unsplit model."""
     merged = CheckpointState({}, {}, {})
-    for stage in ranks:
-        for into, part in zip(merged, stage):
-            into.update(part)
+    for rank_state in ranks:
+        for merged_part, part in zip(merged, rank_state):
+            merged_part.update(part)
     with job.precision.put_masters_in_place():
         # tensors that no piece uses are unchanged here
-        whole = job.model.state_dict()
-    return merged._replace(model={name: merged.model.get(name, value) for name, value in whole.items()})
+        state = job.model.state_dict()
+    return merged._replace(model={name: merged.model.get(name, value) for name, value in state.items()})
 
 
 def export_rest(job: Job, cut: Sequence[Piece]) -> Dict[str, torch.Tensor]:
     """Return the part of the model's state that no stage uses; `cut`: the pieces of all stages."""
     in_pieces = {name for piece in cut for name in piece.select_state()}
     with job.precision.put_masters_in_place():
-        whole = job.model.state_dict()
-    return {name: value for name, value in whole.items() if name not in in_pieces and not name.startswith(HEADS)}
+        state = job.model.state_dict()
+    return {name: value for name, value in state.items() if name not in in_pieces and not name.startswith(HEADS)}
 
 
 def find_holders(model: nn.Module, cut: Sequence[Piece]) -> Dict[str, int]:
@@ -107,18 +180,18 @@ def broadcast_weights(
     copy into, all if None.
     """
     mail.all_gather(torch.zeros(1))
-    taken = None if freed is None else {id(tensor) for tensor in freed}
+    freed_ids = None if freed is None else {id(tensor) for tensor in freed}
     for stage in sorted({*holders.values()}):
         tensors = {name: operator.attrgetter(name)(model) for name, s in holders.items() if s == stage}
-        sent: Any = [None]
+        values: Any = [None]
         source = placement[stage]
         if dist.get_rank() == source:
-            sent = [{name: t.detach().cpu() for name, t in tensors.items()}]
+            values = [{name: t.detach().cpu() for name, t in tensors.items()}]
         with detect_lost_rank(limit=mail.limit):
-            dist.broadcast_object_list(sent, src=source)
+            dist.broadcast_object_list(values, src=source)
         for name, tensor in tensors.items():
-            if taken is None or id(tensor) in taken:
-                tensor.data = sent[0][name].to(tensor.device)
+            if freed_ids is None or id(tensor) in freed_ids:
+                tensor.data = values[0][name].to(tensor.device)
 
 
 # ---- memory of the other ranks' stages
@@ -143,8 +216,8 @@ def free(tensors: Iterable[torch.Tensor]) -> List[torch.Tensor]:
     """Free the memory of tensors and return them: they keep their shapes, their values become NaN."""
     freed = list(tensors)
     for tensor in freed:
-        nothing = float("nan") if tensor.is_floating_point() else 0
-        tensor.data = torch.full((), nothing, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+        value = float("nan") if tensor.is_floating_point() else 0
+        tensor.data = torch.full((), value, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
     return freed
 
 
@@ -178,10 +251,11 @@ class GradientCollection:
     def note(self, k: int, stages: Sequence[int]) -> None:
         """Copy the gradients of update k of these stages."""
         for s in stages:
-            if s in self._parameters and s in self._layout.held and self._layout.replica == 0:
+            if s in self._parameters and s in self._layout.stages_of_rank and self._layout.replica == 0:
                 gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters[s]]
-                whole = torch.cat([g.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for g in gradients])
-                self._noted[k, s] = [torch.tensor([p.grad is not None for p in self._parameters[s]], dtype=torch.uint8), whole]
+                all_bytes = torch.cat([g.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for g in gradients])
+                has_gradient = torch.tensor([p.grad is not None for p in self._parameters[s]], dtype=torch.uint8)
+                self._noted[k, s] = [has_gradient, all_bytes]
 
     def expect(self, k: int) -> None:
         """Announce the messages of update k on rank 0."""
@@ -201,11 +275,11 @@ class GradientCollection:
         gradients: Dict[str, torch.Tensor] = {}
         for s, parameters in self._parameters.items() if self._layout.rank == 0 else ():
             noted = self._noted.pop((k, s), None)
-            is_there, whole = self._mail.receive(Message(OBSERVED, k, s, 0)) if noted is None else noted
-            parts = whole.split([p.numel() * p.element_size() for p in parameters])
-            for name, p, part, reached in zip(self._names[s], parameters, parts, is_there.tolist()):
-                if reached:
-                    gradients[name] = part.clone().view(p.dtype).view(p.shape)
+            has_gradient, all_bytes = self._mail.receive(Message(OBSERVED, k, s, 0)) if noted is None else noted
+            parts = all_bytes.split([p.numel() * p.element_size() for p in parameters])
+            for name, p, gradient_bytes, is_there in zip(self._names[s], parameters, parts, has_gradient.tolist()):
+                if is_there:
+                    gradients[name] = gradient_bytes.clone().view(p.dtype).view(p.shape)
         return gradients
 
 
@@ -223,41 +297,41 @@ class Evaluation:
         self._models, self._mail = [stage.model for stage in interpreter.stages.values()], interpreter.mail
         self._layout, self._count = interpreter.layout, 0
 
-    def __call__(self, split: str = "test") -> List[EvaluationResult]:
+    def evaluate(self, split: str) -> List[EvaluationResult]:
         """Return loss and metrics of each stage with a loss for the loaded weights, the same on every rank."""
         layout = self._layout
         # finish the messages of training: waiting for them must not count as evaluation
         self._mail.flush()
-        # a row per stage: the sums of its tally, and the checksum of the test set that the rank has read
         sums = torch.zeros(layout.stages, len(Tally.of(self._job).sums) + 1, dtype=torch.float64)
         modules = [m for model in self._models for m in (model.piece, model.head) if m is not None]
         with torch.no_grad(), restore_modes(*modules):
             for module in modules:
                 module.eval()
             if layout.replica == 0:
-                sums = self._tally(split)
+                sums = self._sum_by_stage(split)
         if layout.replicas > 1:
             self._count += 1
             wait_for_first_replica(layout, self._mail, self._count)
         # complete the sends, which frees the activations of the test set
         self._mail.flush()
-        of_ranks = self._mail.all_gather(sums)
-        by_stage = [of_ranks[device][stage] for stage, device in enumerate(layout.placement)]
+        by_rank = self._mail.all_gather(sums)
+        by_stage = [by_rank[device][stage] for stage, device in enumerate(layout.placement)]
         # stages without data and labels read the test set for shapes alone
         if len({float(by_stage[stage][-1]) for stage in (0, *self._with_loss)}) > 1:
             raise RunFault(f"data: {self._job.data_name}: evaluation: the ranks read different test sets: {DRAW_ALIKE}")
         return [evaluate_sums(self._job.metrics, by_stage[stage][:-1]) for stage in self._with_loss]
 
-    def _tally(self, split: str) -> torch.Tensor:
+    def _sum_by_stage(self, split: str) -> torch.Tensor:
+        """Run this rank's stages on a set; return a row per stage: the sums of its tally, and the checksum of the set."""
         tallies = {model.stage: Tally.of(self._job) for model in self._models}
-        read = 0
+        checksum = 0
         for batch, (x, y) in enumerate(load_test_batches(self._job, split)):
-            read = compute_checksum((x, get_labels(y)), read)
+            checksum = compute_checksum((x, get_labels(y)), checksum)
             cut = self._models[0].piece.cut
             with contextlib.nullcontext() if cut.is_prepared(x, training=False) else zero_freed(self._freed):
                 crossings = cut.prepare(x, training=False)
             for model in self._models:
-                output = self._run(model, batch, x, crossings)
+                output = self._run_stage(model, batch, x, crossings)
                 if model.stage in self._with_loss:
                     tallies[model.stage].add(output, y, count_samples(x))
             if self._layout.replicas > 1:
@@ -266,10 +340,10 @@ class Evaluation:
                     answer_within(limit.total_seconds(), lambda: store.add(EVALUATED, 1))
         sums = torch.zeros(self._layout.stages, len(Tally.of(self._job).sums) + 1, dtype=torch.float64)
         for stage, tally in tallies.items():
-            sums[stage] = torch.cat([tally.sums, torch.tensor([read], dtype=torch.float64)])
+            sums[stage] = torch.cat([tally.sums, torch.tensor([checksum], dtype=torch.float64)])
         return sums
 
-    def _run(self, model: StageModel, batch: int, x: Any, crossings: Sequence[Crossing]) -> Any:
+    def _run_stage(self, model: StageModel, batch: int, x: Any, crossings: Sequence[Crossing]) -> Any:
         """Send the output of a stage on a batch of the test set to the next stage, and return it."""
         value, s = x, model.stage
         if not model.is_first:
@@ -324,7 +398,7 @@ def report_rank(job: Job, interpreter: Interpreter, trace: Optional[Trace]) -> R
     """Return this rank's report; `trace`: its recorded events, by rank 0's clock."""
     recorder, stages = interpreter.recorder, interpreter.stages
     replicas, count = interpreter.independent, interpreter.layout.stages
-    others = [state for of_stage in replicas.values() for state in of_stage.list_other_states()]
+    others = [state for stage_replicas in replicas.values() for state in stage_replicas.list_other_states()]
     by_stage, masters = optimizer.count_state_bytes(job.optimizer, count, others), job.count_master_bytes()
     optimizer_bytes = {s: by_stage[s] + masters[s] for s in stages}
     # overlapping local blocks have a layer of the previous stage here too

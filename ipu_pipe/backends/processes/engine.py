@@ -25,7 +25,7 @@ from ipu_pipe.backends.processes.mail import REPLICAS, Mail
 from ipu_pipe.backends.processes.nccl import make_channels
 from ipu_pipe.backends.processes.stage import Stage, StageModel
 from ipu_pipe.backends.processes.ties import Ties, find_ties
-from ipu_pipe.backends.processes.update import ReplicaGroup, ResultCollection
+from ipu_pipe.backends.processes.update import ReplicaGroup
 from ipu_pipe.backends.work import Work, list_exactness_faults
 from ipu_pipe.data.batches import compute_checksum
 from ipu_pipe.errors import RunFault
@@ -47,29 +47,26 @@ class ProcessEngine(Engine):
 
     def __init__(self, job: Job, first_update: int) -> None:
         super().__init__(job)
-        config, work = job.config, Work.of(job, first_update)
+        config, work = job.config, Work.from_job(job, first_update)
         self._layout = layout = RankLayout(dist.get_rank(), job.placement, config.replicas)
         self.is_main = layout.rank == 0
-        self._first_update, self._aligned, self._steps = first_update, first_update, 0
+        self._first_update, self._clocks_compared_at, self._steps = first_update, first_update, 0
         # the update before which the pipeline is empty next, and the updates that the first stage may be ahead of the last
-        self._drained_at, self._ahead = 0, job.count_updates_ahead()
+        self._next_drain, self._ahead = 0, job.count_updates_ahead()
         # device -> the group of its ranks in all replicas
         groups: List[Any] = []
         if layout.replicas > 1:
-            ranks = [range(d, dist.get_world_size(), layout.devices) for d in range(layout.devices)]
-            groups = [make_group(ranks_of, config.backend.deadline) for ranks_of in ranks]
+            groups = [make_group(layout.list_ranks(device), config.backend.deadline) for device in range(layout.devices)]
         if config.checkpoint is not None and config.checkpoint.format == "sharded":
             self.checkpoint_group = make_group(range(dist.get_world_size()), config.backend.deadline)
-        models, cut = cut_stages(job, layout, work.microbatch)
-        self._cut = cut
-        first = models[0]
+        models, self._cut = cut_stages(job, layout, work.microbatch)
         stream = trace.StreamClock() if job.device.type == "cuda" else None
-        self._recorder = trace.TraceRecorder(layout.rank, first.stage, job.traced_updates, stream)
-        channels = make_channels(job, layout, first.ties.links)
+        self._recorder = trace.TraceRecorder(layout.rank, models[0].stage, job.traced_updates, stream)
+        channels = make_channels(job, layout, models[0].ties.links)
         replicas: List[ReplicaGroup] = []
         if groups:
-            on_device, is_fast = (channels or {}).get(REPLICAS), config.reduction == "fast"
-            replicas = [ReplicaGroup(groups[device], on_device, is_fast) for device in layout.placement]
+            nccl_group, is_fast = (channels or {}).get(REPLICAS), config.reduction == "fast"
+            replicas = [ReplicaGroup(groups[device], nccl_group, is_fast) for device in layout.placement]
         # a file of rows may receive a message after any number of later ones
         in_flight = job.schedule.microbatches
         if job.method.pipeline is not Pipeline.ROWS:
@@ -77,31 +74,32 @@ class ProcessEngine(Engine):
             is_local = job.method.structure is not None
             in_flight = 8 * (layout.stages + 1) if is_local else int(job.schedule.max_in_flight().max())
         self._mail = Mail(layout, job.device, self._recorder, config.backend.deadline, None, channels, in_flight)
-        self._early: Optional[BatchAnnouncements] = None
+        self._announcements: Optional[BatchAnnouncements] = None
         if job.may_stop:
             batch, updates = job.schedule.accumulate, job.updates
-            self._early = BatchAnnouncements(self._mail, layout.rank, batch, updates, first_update, channels is None)
+            self._announcements = BatchAnnouncements(
+                self._mail, layout.rank, batch, updates, first_update, channels is None
+            )
         stages = {model.stage: Stage(work, model, self._mail, self._recorder) for model in models}
         if job.schedule.passes == SPLIT_PASSES:
             self._split_backwards(stages)
         self._interpreter = Interpreter(
-            work, stages, self._mail, self._recorder, replicas, self._early, job.may_stop_drained, channels
+            work, stages, self._mail, self._recorder, replicas, self._announcements, job.may_stop_drained, channels
         )
         interpreter, recorder = self._interpreter, self._recorder
-        self._doing = layout.rank, lambda: recorder.stage, lambda: interpreter.doing, lambda: interpreter.place
+        self._fault_context = layout.rank, lambda: recorder.stage, lambda: interpreter.doing, lambda: interpreter.activity
         self.newest_model = None
         # for a model that the caller uses after training
-        self._holders = collect.find_holders(job.model, cut) if job.precision.is_given or job.wants_model else {}
-        self._observed: Optional[collect.GradientCollection] = None
+        self._holders = collect.find_holders(job.model, self._cut) if job.precision.is_given or job.wants_model else {}
+        self._gradient_collection: Optional[collect.GradientCollection] = None
         if job.watches_gradients:
-            self._observed = collect.GradientCollection(job, self._mail, layout)
-            job.rules.observe = self._observed.note
-        self._freed = freed = collect.free_other_stages(job, models, cut)
-        self._results = ResultCollection(
-            self._mail, self._recorder, layout, _list_stages_with_loss(job), job.schedule.accumulate, job.global_batch_size,
-            job.data_name, groups[layout.placement[0]] if groups else None,
-        )  # fmt: skip
-        self._evaluation = collect.Evaluation(job, self._interpreter, self._results.with_loss, freed)
+            self._gradient_collection = collect.GradientCollection(job, self._mail, layout)
+            job.rules.observe = self._gradient_collection.note
+        self._freed = collect.free_other_stages(job, models, self._cut)
+        first_stages = groups[layout.placement[0]] if groups else None
+        with_loss = _list_stages_with_loss(job)
+        self._results = collect.ResultCollection(job, self._mail, self._recorder, layout, with_loss, first_stages)
+        self._evaluation = collect.Evaluation(job, self._interpreter, with_loss, self._freed)
         # import now: an optimizer's first step would import it within the measured time
         importlib.import_module("torch._dynamo")
         with detect_lost_rank(limit=self._mail.limit):
@@ -121,57 +119,57 @@ class ProcessEngine(Engine):
             )
 
     def step(self, k: int, read: bool = True) -> List[StepResult]:
-        interpreter, early, is_first = self._interpreter, self._early, 0 in self._layout.held
-        with name_faults(*self._doing):
+        interpreter, announcements, is_first = self._interpreter, self._announcements, 0 in self._layout.stages_of_rank
+        with name_faults(*self._fault_context):
             # the first stage runs ahead until it has sent everything that update k of the last stage needs
             last = k + 1
             if is_first:
-                if k >= self._drained_at:
-                    self._drained_at = self.job.schedule.get_drain_interval(k)[1]
-                last = min(k + self._ahead + 1, self._drained_at)
+                if k >= self._next_drain:
+                    self._next_drain = self.job.schedule.get_drain_interval(k)[1]
+                last = min(k + self._ahead + 1, self._next_drain)
             # the first step of a process warms up
             self._recorder.begin_step(self._steps > 0)
             self._steps += 1
-            if is_first and early is None:
+            if is_first and announcements is None:
                 self._results.expect(k, last)
-            if self._observed is not None:
-                self._observed.expect(k)
-            while interpreter.update < last and (early is None or early.starts(interpreter.update)):
+            if self._gradient_collection is not None:
+                self._gradient_collection.expect(k)
+            while interpreter.update < last and (announcements is None or announcements.decide_start(interpreter.update)):
                 update = interpreter.update
-                if is_first and early is not None:
+                if is_first and announcements is not None:
                     self._results.expect(update, update + 1)
                 tables = interpreter.step(update)
                 for s, stage in interpreter.stages.items():
                     self._results.send(update, s, tables.get(s), stage.model.checksums)
-                if self._observed is not None:
-                    self._observed.send(update)
+                if self._gradient_collection is not None:
+                    self._gradient_collection.send(update)
             result = self._results.collect(k)
             self._recorder.end_step()
             return [result]
 
     def collect_gradients(self, k: int) -> Dict[str, torch.Tensor]:
-        assert self._observed is not None
-        with name_faults(*self._doing):
-            return self._observed.collect(k)
+        assert self._gradient_collection is not None
+        with name_faults(*self._fault_context):
+            return self._gradient_collection.collect(k)
 
-    def end(self, done: int, stop_requested: bool) -> int:
-        if self._early is None:
-            return super().end(done, stop_requested)
-        with name_faults(*self._doing):
+    def decide_end(self, done: int, stop_requested: bool) -> int:
+        if self._announcements is None:
+            return super().decide_end(done, stop_requested)
+        with name_faults(*self._fault_context):
             if stop_requested and self.is_main:
-                self._early.ask()
-            self._early.starts(done)
-        return self._early.end
+                self._announcements.request_stop()
+            self._announcements.decide_start(done)
+        return self._announcements.end
 
     def evaluate(self, split: str = "test") -> List[EvaluationResult]:
-        with self._drained("evaluate", "evaluation"):
+        with self._drain("evaluate", "evaluation"):
             self._interpreter.load_newest()
             with self.job.rules.hold_averages():
-                return self._evaluation(split)
+                return self._evaluation.evaluate(split)
 
     @contextlib.contextmanager
     def hold_whole_model(self) -> Iterator[None]:
-        with self._drained("gather", "whole model"):
+        with self._drain("gather", "whole model"):
             self._interpreter.load_newest()
             collect.broadcast_weights(self._mail, self.job.model, self._holders, self._layout.placement, self._freed)
         self.newest_model = self.job.model
@@ -181,13 +179,13 @@ class ProcessEngine(Engine):
             self.newest_model = None
             collect.free(self._freed)
 
-    def state(self) -> Optional[CheckpointState]:
-        with self._drained("checkpoint", "checkpoint"):
+    def collect_state(self) -> Optional[CheckpointState]:
+        with self._drain("checkpoint", "checkpoint"):
             ranks = collect.gather(self._mail, self._export())
         return None if ranks is None else collect.merge_ranks(self.job, ranks[: self._layout.devices])
 
-    def part(self) -> CheckpointState:
-        with self._drained("checkpoint", "checkpoint"):
+    def collect_part(self) -> CheckpointState:
+        with self._drain("checkpoint", "checkpoint"):
             part = self._export()
         # only the first replica writes
         if self._layout.replica:
@@ -198,34 +196,34 @@ class ProcessEngine(Engine):
     def _export(self) -> CheckpointState:
         self._interpreter.load_newest()
         models = [stage.model for stage in self._interpreter.stages.values()]
-        with self._interpreter.exported():
+        with self._interpreter.export_replicas():
             return collect.export_stages(self.job, models, self.names)
 
     @contextlib.contextmanager
-    def _drained(self, kind: str, doing: str) -> Iterator[None]:
+    def _drain(self, kind: str, doing: str) -> Iterator[None]:
         """Record the context, in which the pipeline is empty, as one event `kind`, and compare the clocks after it."""
         self._interpreter.doing = doing
         start = self._recorder.mark()
-        with name_faults(*self._doing):
+        with name_faults(*self._fault_context):
             yield
             # flush before the checkpoint is written: a run that is killed later has all events before the checkpoint
             self._recorder.flush()
-            self._align_clocks()
+            self._compare_clocks()
         self._recorder.add(kind, -1, start, version=self._interpreter.update)
 
-    def _align_clocks(self) -> None:
+    def _compare_clocks(self) -> None:
         """Compare the clocks if events were recorded since the last comparison."""
         traced, done = self.job.traced_updates, self._interpreter.update + 1
-        if max(traced.start, self._aligned) < min(traced.stop, done):
+        if max(traced.start, self._clocks_compared_at) < min(traced.stop, done):
             with detect_lost_rank(limit=self._mail.limit):
                 self._recorder.synchronize(trace.compare_clocks())
-        self._aligned = done
+        self._clocks_compared_at = done
 
     def report(self) -> Optional[Report]:
         self._interpreter.doing = "report"
-        with name_faults(*self._doing):
-            self._aligned = 0
-            self._align_clocks()
+        with name_faults(*self._fault_context):
+            self._clocks_compared_at = 0
+            self._compare_clocks()
             recorded = trace.read_back(self.job, self._layout.rank, self._recorder)
             ranks = collect.gather(self._mail, collect.report_rank(self.job, self._interpreter, recorded))
         microbatches = (self._interpreter.update - self._first_update) * self.job.schedule.accumulate
@@ -233,7 +231,7 @@ class ProcessEngine(Engine):
 
     def close(self) -> None:
         self._interpreter.doing = "end"
-        with name_faults(*self._doing):
+        with name_faults(*self._fault_context):
             self._interpreter.close()
             if self._holders:
                 with self.job.precision.put_masters_in_place(loads=True):
@@ -256,16 +254,16 @@ def cut_stages(job: Job, layout: RankLayout, first: int) -> Tuple[List[StageMode
         cut[0].cut.compile()
     draws = job.effects.draws
     keyed = KeyedRandomness(job.model, draws, job.config.seed, job.device) if draws else None
-    source = Microbatches(job, layout, first)
+    microbatches = Microbatches(job, layout, first)
     models = []
-    for s in layout.held:
+    for s in layout.stages_of_rank:
         ties, local = Ties(), None
         if blocks is None:
             ties = find_ties(job.model, cut, s, layout.placement)
         else:
-            local = LocalBlock.of(cut, s, blocks.overlap > 0, blocks.head(s))
+            local = LocalBlock.create(cut, s, blocks.overlap > 0, blocks.head(s))
         checksums: Dict[int, int] = {}
-        read = functools.partial(source.read, checksums)
+        read = functools.partial(microbatches.read, checksums)
         models.append(StageModel(layout, s, cut[s], across, read, job.device, keyed, local, ties, checksums))
     return models, cut
 
@@ -280,20 +278,20 @@ class Microbatches:
         self._job, self._replica, self._next = job, layout.replica, first
         # replicas with weights of their own take turns in one row
         self._turns = job.replica_count if job.method.rounds is not None else None
-        self._readers = len({0, *_list_stages_with_loss(job)} & {*layout.held})
+        self._user_count = len({0, *_list_stages_with_loss(job)} & {*layout.stages_of_rank})
         # microbatch -> (number of stages that will still take it, batch, checksum)
-        self._kept: Dict[int, Tuple[int, Any, int]] = {}
+        self._batches: Dict[int, Tuple[int, Any, int]] = {}
 
     def read(self, checksums: Dict[int, int], m: int) -> Tuple[Any, Any]:
         """Return inputs and labels of microbatch m, and add its checksum to `checksums`."""
         job = self._job
         # a file of rows may ask for a later microbatch first
         while self._next <= m:
-            self._kept[self._next] = self._read(self._next)
+            self._batches[self._next] = self._read(self._next)
             self._next += 1
-        left, batch, checksum = self._kept.pop(m) if m in self._kept else self._read(m)
+        left, batch, checksum = self._batches.pop(m) if m in self._batches else self._read(m)
         if left > 1:
-            self._kept[m] = left - 1, batch, checksum
+            self._batches[m] = left - 1, batch, checksum
         checksums[m] = checksum
         x, y = job.prepare_batch(batch)
         check_same_shapes(x, job.example[0], m)
@@ -302,7 +300,7 @@ class Microbatches:
     def _read(self, m: int) -> Tuple[int, Any, int]:
         job, turns = self._job, self._turns
         batch = job.read_microbatch(m, self._replica) if turns is None else job.read_microbatch(m // turns, m % turns)
-        return self._readers, batch, compute_checksum(batch)
+        return self._user_count, batch, compute_checksum(batch)
 
 
 def _list_stages_with_loss(job: Job) -> List[int]:
@@ -331,8 +329,8 @@ def name_faults(
 
 def make(job: Job, first_update: int) -> ProcessEngine:
     """Return this rank's engine, which continues with update `first_update`."""
-    layout = RankLayout(dist.get_rank(), job.placement, job.config.replicas)
-    with name_faults(layout.rank, lambda: layout.held[0], lambda: "start", lambda: f"start before update {first_update}"):
+    layout, doing = RankLayout(dist.get_rank(), job.placement, job.config.replicas), f"start before update {first_update}"
+    with name_faults(layout.rank, lambda: layout.stages_of_rank[0], lambda: "start", lambda: doing):
         return ProcessEngine(job, first_update)
 
 
@@ -355,4 +353,4 @@ def list_faults(job: Job) -> List[str]:
     return faults
 
 
-BACKEND = Backend(launch=join, place=place, faults=list_faults, engine=make)
+BACKEND = Backend(launch=join, place=place, list_faults=list_faults, make_engine=make)

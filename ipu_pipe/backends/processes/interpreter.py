@@ -19,18 +19,7 @@ from __future__ import annotations
 import heapq
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import (
-    Any,
-    Callable,
-    Dict,
-    Iterable,
-    Iterator,
-    List,
-    Mapping,
-    NamedTuple,
-    Optional,
-    Sequence,
-)
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, NamedTuple, Optional, Sequence
 
 import numpy as np
 import torch
@@ -38,18 +27,7 @@ import torch.distributed as dist
 
 from ipu_pipe.backends.processes import nccl
 from ipu_pipe.backends.processes.lost_ranks import Termination
-from ipu_pipe.backends.processes.mail import (
-    BACKWARD,
-    CONTINUE,
-    FORWARD,
-    INPUT_GRADIENT,
-    RECOMPUTE,
-    UPDATE,
-    WEIGHT_GRADIENT,
-    Link,
-    Mail,
-    Message,
-)
+from ipu_pipe.backends.processes.mail import CONTINUE, Link, Mail, Message
 from ipu_pipe.backends.processes.memory import MemoryCounters
 from ipu_pipe.backends.processes.stage import Stage
 from ipu_pipe.backends.processes.trace import TraceRecorder
@@ -63,12 +41,11 @@ from ipu_pipe.schedule.versions import recompute_slots
 # the number of microbatches whose actions are listed at a time
 CHUNK = 512
 # the order of actions within a slot
-ORDER = (FORWARD, RECOMPUTE, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, UPDATE)
-HALVES = (INPUT_GRADIENT, WEIGHT_GRADIENT)
+ORDER = tuple(Kind)
 
 
 class RowAction(NamedTuple):
-    """One action of a row: its slot, its place in the slot (`ORDER`), its stage, the number of its microbatch or update."""
+    """One action of a row: its slot, the index of its kind in `ORDER`, its stage, the number of its microbatch or update."""
 
     slot: int
     order: int
@@ -76,7 +53,7 @@ class RowAction(NamedTuple):
     number: int
 
 
-def spell_kind(work: Work, kind: str, stage: int, together: Sequence[int]) -> Iterator[List[RowAction]]:
+def list_actions(work: Work, kind: Kind, stage: int, together: Sequence[int]) -> Iterator[List[RowAction]]:
     """Yield a stage's actions of one kind in the order of their slots, some batches at a time.
 
     Input gradients include the whole backwards of a schedule that mixes whole and split ones: they need and send the same
@@ -84,49 +61,50 @@ def spell_kind(work: Work, kind: str, stage: int, together: Sequence[int]) -> It
     several, the method flushes, so no pass lies between these slots.
     """
     schedule, here = work.schedule, slice(stage, stage + 1)
-    is_mixed = kind in HALVES and any(stretch.whole is not None for stretch in schedule.stretches)
+    is_half = kind in (Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
+    is_mixed = is_half and any(stretch.whole is not None for stretch in schedule.stretches)
     batches = max(CHUNK // schedule.accumulate, 1)
     for batch in range(work.update, schedule.update_count, batches):
         last = min(batch + batches, schedule.update_count)
-        if kind == UPDATE:
+        if kind is Kind.UPDATE:
             numbers = np.arange(batch, last)
-            of_stages = [schedule.slots(Kind.UPDATE, batch, last, slice(s, s + 1))[0] for s in together]
-            slots = np.max(of_stages, axis=0)
+            slots_by_stage = [schedule.slots(Kind.UPDATE, batch, last, slice(s, s + 1))[0] for s in together]
+            slots = np.max(slots_by_stage, axis=0)
         else:
             ends = batch * schedule.accumulate, last * schedule.accumulate
             numbers = np.arange(*ends)
-            if kind == RECOMPUTE:
+            if kind is Kind.RECOMPUTE:
                 slots = recompute_slots(schedule, work.method, *ends, here)[0]
             else:
-                slots = schedule.slots(Kind(kind), *ends, here)[0]
+                slots = schedule.slots(kind, *ends, here)[0]
         orders = np.full(len(numbers), ORDER.index(kind))
         if is_mixed:
             is_whole = schedule.is_whole[stage, numbers]
-            orders[is_whole] = ORDER.index(BACKWARD)
+            orders[is_whole] = ORDER.index(Kind.BACKWARD)
             # a whole backward includes its weight gradient
-            if kind == WEIGHT_GRADIENT:
+            if kind is Kind.WEIGHT_GRADIENT:
                 slots, orders, numbers = slots[~is_whole], orders[~is_whole], numbers[~is_whole]
         actions = zip(slots.tolist(), orders.tolist(), numbers.tolist())
         yield sorted(RowAction(slot, order, stage, number) for slot, order, number in actions)
 
 
-def list_kinds(work: Work) -> List[str]:
+def list_action_kinds(work: Work) -> List[Kind]:
     """List the kinds of actions of a row."""
-    schedule, passes = work.schedule, {kind.value for kind in work.schedule.passes}
-    if work.method.segments is not None and work.method.reads_old(schedule.stages):
-        passes.add(RECOMPUTE)
-    return [kind for kind in ORDER if kind in passes or kind == UPDATE]
+    kinds = {*work.schedule.passes, Kind.UPDATE}
+    if work.method.segments is not None and work.method.reads_old(work.schedule.stages):
+        kinds.add(Kind.RECOMPUTE)
+    return [kind for kind in ORDER if kind in kinds]
 
 
 class BatchAnnouncements:
     """Early stopping across ranks: rank 0 announces to every rank, batch by batch, whether another batch starts.
 
-    rank 0   U2 | asked to end | F8: the first of batch 4 ...     batches 3 and what has started of it are in flight: they end
-                  says "no" to all before batch 4
-    rank 1   ... F7  (word on batch 4: no)  B6 U3 ...             its row without what belongs to batch 4
+    rank 0   U2 | stop requested | F8 would begin batch 4           batch 3, which is in flight, is completed
+                    announces "no batch 4" to all
+    rank 1   ... F7  (no batch 4)  B6 U3 ...                         its row without the actions of batch 4
 
-    Rank 0 sends the word on a batch before its own first forward of it. Another rank waits for the word before its first forward,
-    which could not start sooner anyway: the word takes no longer than the microbatch. Every rank ends at the same update, with
+    Rank 0 announces a batch before its own first forward of it. Another rank waits for the announcement before its first forward,
+    which could not start sooner anyway, because the microbatch takes as long to arrive. Every rank ends at the same update, with
     no message in flight. `batch`: the microbatches of a batch; `updates`: the planned updates of the run; `first`: the first
     batch to run; `may_post`: the mail may post receives.
     """
@@ -135,45 +113,45 @@ class BatchAnnouncements:
 
     def __init__(self, mail: Mail, rank: int, batch: int, updates: int, first: int, may_post: bool = True) -> None:
         self._mail, self._rank, self._batch, self.end = mail, rank, batch, updates
-        self.started, self._expected = first, first
-        self._is_asked = False
+        self.started_batches, self._expected = first, first
+        self._is_stop_requested = False
         self.may_post = may_post
         mail.post(first * batch, first)
 
-    def ask(self) -> None:
+    def request_stop(self) -> None:
         """Let no more batches start, on rank 0."""
-        self._is_asked = True
+        self._is_stop_requested = True
 
-    def starts(self, b: int) -> bool:
-        """Return whether the run has batch b; for the next batch, decide (rank 0) or wait for the word (other ranks)."""
-        if b >= self.started and b < self.end:
-            if self._send_word(b) if self._rank == 0 else self._receive_word(b):
-                self.started = b + 1
+    def decide_start(self, b: int) -> bool:
+        """Return whether the run has batch b; for the next batch, decide (rank 0) or wait for the announcement (other ranks)."""
+        if self.started_batches <= b < self.end:
+            if self._announce(b) if self._rank == 0 else self._receive(b):
+                self.started_batches = b + 1
                 if self.may_post:
-                    self._mail.post(self.started * self._batch, self.started)
+                    self._mail.post(self.started_batches * self._batch, self.started_batches)
             else:
                 self.end = b
-        return b < self.started
+        return b < self.started_batches
 
     def filter(self, actions: Iterable[RowAction]) -> Iterator[RowAction]:
         """Yield the actions of a row, without the actions of batches that do not start."""
         for action in actions:
-            if ORDER[action.order] == UPDATE or self.starts(action.number // self._batch):
+            if ORDER[action.order] is Kind.UPDATE or self.decide_start(action.number // self._batch):
                 yield action
 
-    def _send_word(self, b: int) -> bool:
-        word = torch.tensor([0 if self._is_asked else 1])
+    def _announce(self, b: int) -> bool:
+        starts = torch.tensor([0 if self._is_stop_requested else 1])
         for rank in range(1, dist.get_world_size()):
-            self._mail.send(Message(CONTINUE, b, 0, rank), [word])
-        return not self._is_asked
+            self._mail.send(Message(CONTINUE, b, 0, rank), [starts])
+        return not self._is_stop_requested
 
-    def _receive_word(self, b: int) -> bool:
+    def _receive(self, b: int) -> bool:
         self._expect(b)
-        goes = bool(self._mail.receive(Message(CONTINUE, b, 0, self._rank))[0].item())
+        starts = bool(self._mail.receive(Message(CONTINUE, b, 0, self._rank))[0].item())
         # after a "no" no further message follows
-        if goes and b + 1 < self.end:
+        if starts and b + 1 < self.end:
             self._expect(b + 1)
-        return goes
+        return starts
 
     def _expect(self, b: int) -> None:
         if self._expected <= b:
@@ -185,7 +163,7 @@ class Interpreter:
     """Carry out a rank's row: `step(k)` runs it up to and including update k of each of its stages.
 
     `stages`: stage number -> stage, for the stages of the rank. `replicas`: the replica group of each stage, empty if there is
-    one replica. `early`: the announcements of a run that may stop after any update. `ends_empty`: the run may stop where the
+    one replica. `announcements`: None if the run cannot stop early. `ends_empty`: the run may stop where the
     pipeline is empty; then no receive may be posted beyond that point, because it would take a message of the next run.
     `channels`: the mail's channels, which must be used once before anything is posted. Attributes: `update` is the next update,
     which not all stages have done; `doing` is the current action or activity.
@@ -194,9 +172,11 @@ class Interpreter:
     def __init__(
         self, work: Work, stages: Mapping[int, Stage], mail: Mail, recorder: TraceRecorder,
         replicas: Sequence[ReplicaGroup] = (),
-        early: Optional[BatchAnnouncements] = None, ends_empty: bool = False, channels: Optional[Mapping[Link, Any]] = None,
+        announcements: Optional[BatchAnnouncements] = None, ends_empty: bool = False,
+        channels: Optional[Mapping[Link, Any]] = None,
     ) -> None:  # fmt: skip
-        self.stages, self.mail, self.recorder, self._work, self._early = stages, mail, recorder, work, early
+        self.stages, self.mail, self.recorder, self._work = stages, mail, recorder, work
+        self._announcements = announcements
         self.layout = next(iter(stages.values())).model.layout
         created = {s: IndependentReplicas.create(work, stage.model.piece, [s]) for s, stage in stages.items()}
         self.independent = {s: replicas_of_stage for s, replicas_of_stage in created.items() if replicas_of_stage is not None}
@@ -205,49 +185,50 @@ class Interpreter:
         self._updates: Dict[int, StageUpdate] = {}
         for group in [list(stages)] if is_global else [[s] for s in stages]:
             independent = [self.independent[s] for s in group if s in self.independent]
-            members, among = [stages[s] for s in group], replicas[group[0]] if replicas else None
-            update = StageUpdate(work, members, mail, recorder, among, independent)
+            members, replica_group = [stages[s] for s in group], replicas[group[0]] if replicas else None
+            update = StageUpdate(work, members, mail, recorder, replica_group, independent)
             self._updates.update(dict.fromkeys(group, update))
         self.memory = MemoryCounters(work, stages, mail, recorder, list(self.independent.values()))
-        self._untouched, self._posts_by_stretch = channels, channels is not None or ends_empty
+        self._unused_channels, self._posts_by_stretch = channels, channels is not None or ends_empty
         # true after the first step
         self._is_warm = False
         # receives may be posted up to this update
         self._posted_until = -1
         # update -> stage -> table of the microbatches' results
         self._tables: Dict[int, Dict[int, torch.Tensor]] = {}
-        self._carry_out: Dict[str, Callable[[Stage, int], None]] = {
-            FORWARD: Stage.forward, RECOMPUTE: Stage.recompute, BACKWARD: Stage.backward, INPUT_GRADIENT: Stage.backward_input,
-            WEIGHT_GRADIENT: Stage.add_weight_gradients, UPDATE: self._update,
+        self._carry_out: Dict[Kind, Callable[[Stage, int], None]] = {
+            Kind.FORWARD: Stage.forward, Kind.RECOMPUTE: Stage.recompute, Kind.BACKWARD: Stage.backward,
+            Kind.INPUT_GRADIENT: partial(Stage.backward, kind=Kind.INPUT_GRADIENT),
+            Kind.WEIGHT_GRADIENT: Stage.add_weight_gradients, Kind.UPDATE: self._update,
         }  # fmt: skip
         if self.independent:
-            self._carry_out.update({FORWARD: self._forward_of_replica, BACKWARD: self._backward_of_replica})
+            self._carry_out.update({Kind.FORWARD: self._run_replica_forward, Kind.BACKWARD: self._run_replica_backward})
         elif any(update.averages for update in self._updates.values()):
-            for kind in (BACKWARD, WEIGHT_GRADIENT):
-                self._carry_out[kind] = partial(self._average_beside, self._carry_out[kind])
-        kinds = [self._read_kind(stage, kind) for stage in stages.values() for kind in list_kinds(work)]
+            for kind in (Kind.BACKWARD, Kind.WEIGHT_GRADIENT):
+                self._carry_out[kind] = partial(self._run_and_average, self._carry_out[kind])
+        kinds = [self._read_kind(stage, kind) for stage in stages.values() for kind in list_action_kinds(work)]
         row: Iterable[RowAction] = heapq.merge(*kinds)
-        self._row = iter(row if early is None else early.filter(row))
+        self._row = iter(row if announcements is None else announcements.filter(row))
         self.doing = "start"
         self.update = work.update
         recorder.begin_update(self.update)
 
     @property
-    def place(self) -> str:
+    def activity(self) -> str:
         """The current activity of the rank, in words for a fault."""
         kind, index = self.doing[:1], self.doing[1:]
         if not index.isdigit():
             return f"{self.doing} before update {self.update}"
-        if kind == UPDATE:
+        if kind == Kind.UPDATE.value:
             return f"update {index}"
         return f"update {int(index) // self._work.schedule.accumulate}, microbatch {index}, action {self.doing}"
 
-    def _read_kind(self, stage: Stage, kind: str) -> Iterator[RowAction]:
+    def _read_kind(self, stage: Stage, kind: Kind) -> Iterator[RowAction]:
         """Yield a stage's actions of one kind, and announce the messages that they need."""
         s, update = stage.model.stage, self._updates[stage.model.stage]
         together = [member.model.stage for member in update.stages]
-        list_needs = partial(update.list_needs, stage) if kind == UPDATE else partial(stage.list_needs, kind)
-        for actions in spell_kind(self._work, kind, s, together):
+        list_needs = partial(update.list_needs, stage) if kind is Kind.UPDATE else partial(stage.list_needs, kind)
+        for actions in list_actions(self._work, kind, s, together):
             self.mail.expect(need for action in actions for need in list_needs(action.number))
             yield from actions
 
@@ -258,21 +239,20 @@ class Interpreter:
         if self._posts_by_stretch and k >= self._posted_until:
             self._post(k)
         for action in self._row:
-            if Termination.asked is not None:
-                Termination.check()
+            Termination.check()
             kind, index, stage = ORDER[action.order], action.number, self.stages[action.stage]
-            self.doing, self.recorder.stage = f"{kind}{index}", action.stage
+            self.doing, self.recorder.stage = f"{kind.value}{index}", action.stage
             self._carry_out[kind](stage, index)
-            stepped = kind == UPDATE
-            self.memory.sample(self.update, kind in (BACKWARD, WEIGHT_GRADIENT, UPDATE), stepped)
-            if stepped and self.update > k:
-                if not self._is_warm and self._have_all_stages_begun(k):
+            is_update = kind is Kind.UPDATE
+            self.memory.sample(self.update, kind in (Kind.BACKWARD, Kind.WEIGHT_GRADIENT, Kind.UPDATE), is_update)
+            if is_update and self.update > k:
+                if not self._is_warm and self._has_every_stage_begun(k):
                     self._is_warm = True
                     self.mail.end_warm_up()
                 return self._tables.pop(k, {})
         raise AssertionError(f"the schedule ends before update {k}")
 
-    def _have_all_stages_begun(self, k: int) -> bool:
+    def _has_every_stage_begun(self, k: int) -> bool:
         """Return whether all stages have begun when update k is done.
 
         With local losses no gradient comes back from later stages. There the count of updates tells, because the first stage does
@@ -283,13 +263,13 @@ class Interpreter:
 
     # ---- one function for each kind of action
 
-    def _forward_of_replica(self, stage: Stage, m: int) -> None:
+    def _run_replica_forward(self, stage: Stage, m: int) -> None:
         """Carry out a forward with the weights of the microbatch's replica: replicas take turns (LocalSGD)."""
         replicas = self.independent[stage.model.stage]
         replicas.enter(m % replicas.count)
         stage.forward(m)
 
-    def _backward_of_replica(self, stage: Stage, m: int) -> None:
+    def _run_replica_backward(self, stage: Stage, m: int) -> None:
         """Carry out a backward with the weights of the microbatch's replica, and the replica's step."""
         replicas = self.independent[stage.model.stage]
         replicas.enter(m % replicas.count)
@@ -299,22 +279,22 @@ class Interpreter:
         self._updates[stage.model.stage].step(m // replicas.count)
         replicas.end_replica_step(self._work, m // replicas.count)
 
-    def _average_beside(self, carry_out: Callable[[Stage, int], None], stage: Stage, m: int) -> None:
+    def _run_and_average(self, carry_out: Callable[[Stage, int], None], stage: Stage, m: int) -> None:
         """Carry out a pass, and average finished gradients over the replicas meanwhile (`reduction: fast`)."""
-        average = self._updates[stage.model.stage].averages.get(stage.model.stage)
-        with nullcontext() if average is None else average.add_pass():
+        overlapped = self._updates[stage.model.stage].averages.get(stage.model.stage)
+        with nullcontext() if overlapped is None else overlapped.add_pass():
             carry_out(stage, m)
 
     def _update(self, stage: Stage, k: int) -> None:
         # the stage was updated together with an earlier one
-        if stage.update > k:
+        if stage.version > k:
             return
         update = self._updates[stage.model.stage]
         for member in update.stages:
             if member.model.has_loss:
                 self._tabulate(member, k)
         update.carry_out(k, self.memory.sample)
-        self.update = min(member.update for member in self.stages.values())
+        self.update = min(member.version for member in self.stages.values())
         # no receive of a channel may wait while the pipeline is empty
         copying = [member for member in self.stages.values() if member.model.ties.copies_of]
         if copying and self._work.schedule.get_drain_interval(k)[1] == self.update:
@@ -332,25 +312,25 @@ class Interpreter:
 
     def _post(self, k: int) -> None:
         """Allow receives to be posted until the pipeline is empty next; the first time, use all channels and kernels once."""
-        if self._untouched is not None:
+        if self._unused_channels is not None:
             first = next(iter(self.stages.values())).model
             links = nccl.list_links(self.layout.stages, self._work.method, first.ties.links)
-            nccl.touch_channels(self._untouched, links, self.layout, first.device, self.mail.limit)
+            nccl.use_channels_once(self._unused_channels, links, self.layout, first.device, self.mail.limit)
             for s, stage in self.stages.items():
-                of_stage = self._work.rules.stages.get(s)
-                nccl.warm_up(self._work, stage, of_stage.parameters if of_stage is not None else [])
-            self._untouched = None
+                state = self._work.rules.stages.get(s)
+                nccl.load_kernels(self._work, stage, state.parameters if state is not None else [])
+            self._unused_channels = None
         end = self._posted_until = self._work.schedule.get_drain_interval(k)[1]
-        if self._early is not None:
-            self._early.may_post, end = True, self._early.started
+        if self._announcements is not None:
+            self._announcements.may_post, end = True, self._announcements.started_batches
         self.mail.post(end * self._work.schedule.accumulate, end)
 
     @contextmanager
-    def exported(self) -> Iterator[None]:
+    def export_replicas(self) -> Iterator[None]:
         """Hold everything that a checkpoint needs in the optimizer's state inside the context."""
         with ExitStack() as stack:
             for replicas in self.independent.values():
-                stack.enter_context(replicas.exported())
+                stack.enter_context(replicas.export_replicas())
             yield
 
     def load_newest(self) -> None:

@@ -65,7 +65,7 @@ def join(config: Config, options: Mapping[str, object]) -> None:
     if missing:
         raise BadInput([f"{key}: missing: must be set, as a launcher such as torchrun does" for key in missing])
     limit = wait_limit(backend.deadline)
-    store = meet(where, limit.total_seconds(), request)
+    store = wait_for_ranks(where, limit.total_seconds(), request)
     if backend.device == "cuda":
         # loading a kernel at its first use would wait for an idle GPU, but a posted receive keeps the GPU busy
         os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
@@ -107,7 +107,7 @@ def leave() -> None:
         # that worker may wait: there the group ends with the process (errors.end_process).
         if read_torch_version() >= (2, 4):
             dist.destroy_process_group()
-        Termination.unwatch()
+        Termination.stop_watching()
 
 
 # ---- requests of the ranks
@@ -121,10 +121,10 @@ def make_request(config: Config, options: Mapping[str, object]) -> Request:
     return dict(json.loads(json.dumps({**versions, **texts, **settings})))
 
 
-def compare(ours: Request, theirs: Request, rank: int, other: int) -> List[str]:
+def compare_requests(ours: Request, theirs: Request, rank: int, other: int) -> List[str]:
     """Return a line for each difference between the requests of two ranks, the same lines on both."""
     if other < rank:
-        return compare(theirs, ours, other, rank)
+        return compare_requests(theirs, ours, other, rank)
     return [
         f"{key}: rank {rank} has {_show(ours, key)}, rank {other} has {_show(theirs, key)}: must be the same on all ranks"
         for key in {**ours, **theirs}
@@ -142,36 +142,36 @@ def _compare_with_all(request: Request) -> None:
     with report_lost_rank():
         dist.all_gather_object(requests, request)
     for rank, other in enumerate(requests):
-        faults = compare(requests[0], other, 0, rank)
-        raise_faults(faults)
+        raise_faults(compare_requests(requests[0], other, 0, rank))
 
 
 # ---- rendezvous in the store
 
 
-def meet(where: Launch, limit: float, request: Request) -> Any:
+def wait_for_ranks(where: Launch, limit: float, request: Request) -> Any:
     """Return the store of a run when all ranks have come.
 
     Raise `BadInput` if their requests differ, `RunFault` if a rank is missing after `limit` seconds.
     """
     try:
-        return answer_within(limit + ANSWER, lambda: _meet(where, limit, request))
+        return answer_within(limit + ANSWER, lambda: _run_rounds(where, limit, request))
     except TimeoutError as error:
         raise RunFault(
-            f"rank {where.rank}: rank 0 is at {_address(where)} but does not answer within {limit:g} s"
+            f"rank {where.rank}: rank 0 is at {_format_address(where)} but does not answer within {limit:g} s"
         ) from error
 
 
-def _meet(where: Launch, limit: float, request: Request) -> Any:
+def _run_rounds(where: Launch, limit: float, request: Request) -> Any:
+    """Wait for all ranks, again after each restart of the launcher's ranks; return the store of the last round."""
     end = time.monotonic() + limit
     rounds = _open_store(where, limit)
-    has_met = False
+    is_complete = False
     try:
-        while not has_met:
+        while not is_complete:
             number = rounds.add("round", 1 if where.rank == 0 else 0)
             store = dist.PrefixStore(str(number), rounds)
             try:
-                has_met = _wait_for_all(rounds, number, store, where, end, limit, {**request, "WORLD_SIZE": where.world})
+                is_complete = _wait_in_round(rounds, number, store, where, end, limit, {**request, "WORLD_SIZE": where.world})
             except (BadInput, RunFault) as error:
                 _end_for_all(store, where, error)
     except (BadInput, RunFault):
@@ -179,20 +179,20 @@ def _meet(where: Launch, limit: float, request: Request) -> Any:
     # torch's store raises this error
     except RuntimeError as error:
         raise RunFault(
-            f"{_address(where)}: rank 0, which keeps the store there, left before all ranks had come"
+            f"{_format_address(where)}: rank 0, which keeps the store there, left before all ranks had come"
         ) from error
     announce_attempt(number - 1)
     return store
 
 
-def _wait_for_all(
+def _wait_in_round(
     rounds: Any, number: int, store: Any, where: Launch, end: float, limit: float, request: Request
 ) -> bool:
     """Wait until all ranks have come to round `number`, whose `store` this is; return False if the next round has begun.
 
     Raise `BadInput` if their requests differ, `RunFault` if a rank is missing at the time `end`.
     """
-    twice = f"RANK: {where.rank}: two processes have it: each of {where.world} must have its own"
+    duplicate = f"RANK: {where.rank}: two processes have it: each of {where.world} must have its own"
     is_first = store.add(f"came/{where.rank}", 1) == 1
     # the entries may be of the round before a restart
     if not is_first or (where.has_agent and store.check(["over"])):
@@ -200,17 +200,17 @@ def _wait_for_all(
             if rounds.add("round", 0) > number:
                 return False
             time.sleep(POLL)
-        raise BadInput(twice)
+        raise BadInput(duplicate)
     store.set(f"asked/{where.rank}", json.dumps(request))
     missing = [rank for rank in range(where.world) if rank != where.rank]
     while missing or not (where.rank == 0 or store.check(["complete"])):
         for rank in list(missing):
             if store.check([f"asked/{rank}"]):
-                raise_faults(compare(request, json.loads(store.get(f"asked/{rank}")), where.rank, rank))
+                raise_faults(compare_requests(request, json.loads(store.get(f"asked/{rank}")), where.rank, rank))
                 missing.remove(rank)
         if rounds.add("round", 0) > number:
             if where.rank == 0:
-                raise BadInput(twice)
+                raise BadInput(duplicate)
             return False
         if store.check(["over"]):
             reason = json.loads(store.get("over"))
@@ -219,7 +219,7 @@ def _wait_for_all(
             missing = missing or [0]
             ranks = f"rank{'s' if len(missing) > 1 else ''} {list_some(missing, 8)}"
             raise RunFault(
-                f"rank {where.rank}: {ranks} of {where.world} did not come to {_address(where)} within {limit:g} s "
+                f"rank {where.rank}: {ranks} of {where.world} did not come to {_format_address(where)} within {limit:g} s "
                 f"(backend.deadline and {WARM_UP:g} more): is it started, with the same MASTER_ADDR and MASTER_PORT?"
             )
         if missing or where.rank:
@@ -246,34 +246,34 @@ def _end_for_all(store: Any, where: Launch, error: Union[BadInput, RunFault]) ->
     raise error
 
 
-def _address(where: Launch) -> str:
+def _format_address(where: Launch) -> str:
     return f"{where.address}:{where.port} (MASTER_ADDR:MASTER_PORT)"
 
 
 def _open_store(where: Launch, limit: float) -> Any:
     assert where.address is not None and where.port is not None
-    keeps = where.rank == 0 and not where.has_agent
-    if not keeps:
+    keeps_store = where.rank == 0 and not where.has_agent
+    if not keeps_store:
         _wait_for_keeper(where, limit)
     try:
         # try the port first, because torch's message for a port in use has many lines
-        if keeps:
+        if keeps_store:
             with socket.socket() as probe:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind(("", where.port))
                 probe.listen(1)
         store = dist.TCPStore(
-            where.address, where.port, where.world, keeps, timedelta(seconds=limit), wait_for_workers=False
+            where.address, where.port, where.world, keeps_store, timedelta(seconds=limit), wait_for_workers=False
         )
     except OSError as error:
-        if not keeps:
-            raise RunFault(f"{_address(where)}: cannot be joined: {error.strerror or error}") from error
+        if not keeps_store:
+            raise RunFault(f"{_format_address(where)}: cannot be joined: {error.strerror or error}") from error
         raise RunFault(
             f"MASTER_PORT: {where.port}: cannot be used on this machine: {error.strerror or error}: another run, or a second"
             " process with RANK 0, may have it"
         ) from error
     except (RuntimeError, ValueError) as error:
-        raise RunFault(f"{_address(where)}: cannot be joined: {' '.join(str(error).split())[:200]}") from error
+        raise RunFault(f"{_format_address(where)}: cannot be joined: {' '.join(str(error).split())[:200]}") from error
     return dist.PrefixStore("ipu_pipe", store)
 
 
@@ -289,7 +289,7 @@ def _wait_for_keeper(where: Launch, limit: float) -> None:
             if time.monotonic() > end:
                 reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
                 raise RunFault(
-                    f"rank {where.rank}: rank 0 did not come to {_address(where)} within {limit:g} s (backend.deadline and "
-                    f"{WARM_UP:g} more): {reason}"
+                    f"rank {where.rank}: rank 0 did not come to {_format_address(where)} within {limit:g} s "
+                    f"(backend.deadline and {WARM_UP:g} more): {reason}"
                 ) from error
         time.sleep(4 * POLL)

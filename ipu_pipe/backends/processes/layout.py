@@ -47,7 +47,7 @@ class RankLayout:
 
     @cached_property
     def stages(self) -> int:
-        """The number of stages."""
+        """The number of stages of the model."""
         return len(self.placement)
 
     @cached_property
@@ -56,7 +56,7 @@ class RankLayout:
         return max(self.placement) + 1
 
     @cached_property
-    def held(self) -> List[int]:
+    def stages_of_rank(self) -> List[int]:
         """The stages of this rank, ascending."""
         return list_stages(self.placement, self.rank % self.devices)
 
@@ -65,13 +65,13 @@ class RankLayout:
         """The replica of this rank."""
         return self.rank // self.devices
 
-    def rank_of(self, stage: int) -> int:
+    def find_rank(self, stage: int) -> int:
         """Return the rank that holds `stage` in this rank's replica."""
         return self.replica * self.devices + self.placement[stage]
 
-    def ranks_with(self, stage: int) -> List[int]:
-        """Return the ranks of a stage, one in each replica."""
-        return [replica * self.devices + self.placement[stage] for replica in range(self.replicas)]
+    def list_ranks(self, device: int) -> List[int]:
+        """Return the ranks of a device, one in each replica; they have the same stages."""
+        return [replica * self.devices + device for replica in range(self.replicas)]
 
 
 def find_tied_weights(cut: Sequence[Piece]) -> Dict[str, List[int]]:
@@ -134,7 +134,7 @@ def _place_by_order(
     count, begins = len(placement), requested.begin_names()
     if max(placement) + 1 != devices:
         rows = max(placement) + 1
-        raise BadInput(f"method_args.file: {order.file}: has rows of {rows} devices: must be {devices}, one a process")
+        raise BadInput(f"method_args.file: {order.file}: has rows of {rows} devices: must be {devices}, one per process")
     if config.stages is None and len(requested) > count:
         begins = list(group_stages(model, requested, count, x).values())
     elif len(requested) != count:
@@ -167,7 +167,7 @@ def _cut(
     part = share_weights(part, find_tied_weights(cut), model)
     if method.one_stage_reason is not None:
         require_one_stage(part, model, method.one_stage_reason)
-    return Placed(model, part, RankLayout(device, placement).held, placement, note, cut)
+    return Placed(model, part, RankLayout(device, placement).stages_of_rank, placement, note, cut)
 
 
 def _refuse_cut(

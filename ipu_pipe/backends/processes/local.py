@@ -36,7 +36,7 @@ class LocalBlock:
     shared: Sequence[Shared] = ()
 
     @classmethod
-    def of(cls, cut: Sequence[Piece], stage: int, overlaps: bool, head: Optional[nn.Module]) -> LocalBlock:
+    def create(cls, cut: Sequence[Piece], stage: int, overlaps: bool, head: Optional[nn.Module]) -> LocalBlock:
         """Return the block of a stage of a cut model."""
         if not overlaps:
             return cls(head)
@@ -45,14 +45,14 @@ class LocalBlock:
         shared = [(s, [p for p in piece.parameters() if p.requires_grad]) for s, piece in pairs if piece is not None]
         return cls(head, overlaps, previous, [(s, weights) for s, weights in shared if weights])
 
-    def entries(self, crossings: Sequence[Crossing]) -> List[Optional[Crossing]]:
+    def list_entries(self, crossings: Sequence[Crossing]) -> List[Optional[Crossing]]:
         """Return the tensors that each stage receives, None if its input is the data.
 
         With an overlap a stage starts one piece earlier.
         """
         return [None, None, *crossings[:-1]] if self.overlaps else [None, *crossings]
 
-    def needs(self) -> Iterator[Tuple[int, Shapes]]:
+    def list_needs(self) -> Iterator[Tuple[int, Shapes]]:
         """Yield (source stage, shapes) of the gradients that an update needs."""
         for neighbor, weights in self.shared:
             yield neighbor, tuple(TensorSpec(tuple(p.shape), p.dtype, False) for p in weights)

@@ -181,43 +181,43 @@ class Termination:
 
     GRACE = 3.0
     PATIENCE = 5.0
-    asked: Optional[float] = None
+    signalled_at: Optional[float] = None
     # signal handler and wake-up descriptor before `watch`
-    _before: Optional[Tuple[Any, int]] = None
+    _previous: Optional[Tuple[Any, int]] = None
 
     @classmethod
-    def ask(cls, *_: Any) -> None:
+    def note_signal(cls, *_: Any) -> None:
         """Note the time of the signal; this is the handler for `signal.signal`."""
-        cls.asked = cls.asked or time.monotonic()
+        cls.signalled_at = cls.signalled_at or time.monotonic()
 
     @classmethod
     def check(cls) -> None:
         """End the process if SIGTERM came more than `GRACE` seconds ago."""
-        if cls.asked is not None and time.monotonic() - cls.asked > cls.GRACE:
+        if cls.signalled_at is not None and time.monotonic() - cls.signalled_at > cls.GRACE:
             sys.exit(TERMINATED)
 
     @classmethod
     def watch(cls) -> None:
         """Install the handler of SIGTERM and the watching thread; do nothing outside the main thread."""
-        if cls._before is not None or threading.current_thread() is not threading.main_thread():
+        if cls._previous is not None or threading.current_thread() is not threading.main_thread():
             return
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
-        threading.Thread(target=cls._wait, args=(reader,), name="ipu_pipe stopping", daemon=True).start()
-        cls._before = signal.signal(signal.SIGTERM, cls.ask), signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        threading.Thread(target=cls._watch_signals, args=(reader,), name="ipu_pipe stopping", daemon=True).start()
+        cls._previous = signal.signal(signal.SIGTERM, cls.note_signal), signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
 
     @classmethod
-    def unwatch(cls) -> None:
+    def stop_watching(cls) -> None:
         """Restore the earlier handler of SIGTERM and end the watching thread."""
-        if cls._before is not None:
-            handler, descriptor = cls._before
+        if cls._previous is not None:
+            handler, descriptor = cls._previous
             signal.signal(signal.SIGTERM, handler)
             # closing the descriptor ends the thread
             os.close(signal.set_wakeup_fd(descriptor, warn_on_full_buffer=False))
-            cls._before = None
+            cls._previous = None
 
     @classmethod
-    def _wait(cls, reader: int) -> None:
+    def _watch_signals(cls, reader: int) -> None:
         while True:
             byte = os.read(reader, 1)
             if not byte:
@@ -225,12 +225,12 @@ class Termination:
                 return
             if byte[0] == signal.SIGTERM:
                 time.sleep(cls.PATIENCE)
-                if cls._before is not None:
+                if cls._previous is not None:
                     os._exit(TERMINATED)
             elif byte[0] == signal.SIGINT:
-                place = _find_main_thread()
+                position = _find_main_thread()
                 time.sleep(cls.PATIENCE)
-                if cls._before is not None and _find_main_thread() == place:
+                if cls._previous is not None and _find_main_thread() == position:
                     os._exit(INTERRUPTED)
 
 

@@ -22,8 +22,8 @@ from ipu_pipe.backends.processes.trace import TraceRecorder
 from ipu_pipe.model.cutting import TensorSpec
 from ipu_pipe.schedule.actions import Kind
 
-FORWARD, RECOMPUTE, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, UPDATE = (kind.value for kind in Kind if kind is not Kind.AVERAGE)
-# Kinds of messages besides those of the actions:
+# Kinds of messages. Those that passes send have the letter of the pass:
+FORWARD, RECOMPUTE, BACKWARD = Kind.FORWARD.value, Kind.RECOMPUTE.value, Kind.BACKWARD.value
 # the norm of a stage's gradients of an update, for clipping
 NORM = "N"
 # the gradients of a layer that two neighboring blocks with local losses share
@@ -40,7 +40,7 @@ CONTINUE = "C"
 TEST = "E"
 # the gradients of an update, for rank 0's callbacks
 OBSERVED = "O"
-KINDS = (FORWARD, RECOMPUTE, BACKWARD, UPDATE, NORM, SHARED, RESULT, TIED, WEIGHTS, CONTINUE, TEST, OBSERVED)
+KINDS = (FORWARD, RECOMPUTE, BACKWARD, NORM, SHARED, RESULT, TIED, WEIGHTS, CONTINUE, TEST, OBSERVED)
 CARRIES = {
     FORWARD: "activations", RECOMPUTE: "recomputed activations", BACKWARD: "gradients",
     SHARED: "shared gradients", NORM: "norms", RESULT: "losses", TIED: "tied gradients", WEIGHTS: "weights",
@@ -53,9 +53,9 @@ KEPT_BY_SENDER = (FORWARD, RECOMPUTE)
 BY_UPDATE = (SHARED, NORM, WEIGHTS)
 BY_MICROBATCH = (FORWARD, RECOMPUTE, BACKWARD, TIED)
 # the most sends in flight on a link of the other kinds, which are small or come once an update
-MOST_SMALL = 24
+MAX_SMALL_SENDS = 24
 # receives posted ahead on a link; only one for weights, which are large and come once an update
-AHEAD = 3
+MAX_POSTED = 3
 UNLIMITED = 1 << 62
 
 # (source stage, target stage, kind of message)
@@ -111,7 +111,7 @@ class Mail:
         in_flight: int = 24,
     ) -> None:
         self._rank, self._device, self._recorder = layout.rank, device, recorder
-        ranks = [layout.rank_of(stage) for stage in range(layout.stages)]
+        ranks = [layout.find_rank(stage) for stage in range(layout.stages)]
         self._tag_base = max(layout.stages, layout.devices * layout.replicas)
         # kind -> the rank of each stage (of each rank for CONTINUE)
         self._ranks: Dict[str, Sequence[int]] = {**dict.fromkeys(KINDS, ranks), CONTINUE: range(self._tag_base)}
@@ -123,13 +123,13 @@ class Mail:
         self._posted: Dict[Message, Tuple[List[Tuple[Any, torch.Tensor]], int]] = {}
         self._posted_count: Dict[Link, int] = {}
         # messages from one stage of this rank to another
-        self._handed: Dict[Message, List[torch.Tensor]] = {}
+        self._local_messages: Dict[Message, List[torch.Tensor]] = {}
         self._posted_bytes = 0
         # receives may be posted for lower numbers only: (microbatch, update)
         self._post_before = UNLIMITED, UNLIMITED
         self._sent: Dict[Link, Deque[_Sent]] = {}
         self._sent_bytes = 0
-        # (stage, microbatch) -> lent bytes
+        # (stage, microbatch) -> bytes of pending sends that the microbatch keeps too
         self._lent: Dict[Tuple[int, int], int] = {}
         # the longest time that a wait may take now
         self.limit = wait_limit(deadline)
@@ -163,7 +163,7 @@ class Mail:
 
     def _post(self, link: Link) -> None:
         queue, kind = self._expected[link], link[2]
-        max_posted = 1 if kind == WEIGHTS else AHEAD
+        max_posted = 1 if kind == WEIGHTS else MAX_POSTED
         post_before = UNLIMITED if kind in (RESULT, CONTINUE, TEST, OBSERVED) else self._post_before[kind in BY_UPDATE]
         while queue and self._posted_count.get(link, 0) < max_posted and queue[0][0].number < post_before:
             message, shapes = queue.popleft()
@@ -184,7 +184,7 @@ class Mail:
         """Wait for an expected message and return its tensors."""
         kind, recorder, source = message.kind, self._recorder, self._ranks[message.kind][message.source]
         if source == self._rank:
-            return self._handed.pop(message)
+            return self._local_messages.pop(message)
         carries = CARRIES.get(kind)
         start = recorder.mark()
         received, size = self._posted.pop(message)
@@ -206,7 +206,7 @@ class Mail:
         """Send tensors; if too many sends are in flight on the link, wait for the oldest."""
         kind, m, target = message.kind, message.number, self._ranks[message.kind][message.target]
         if target == self._rank:
-            self._handed[message] = [tensor.detach().contiguous() for tensor in tensors]
+            self._local_messages[message] = [tensor.detach().contiguous() for tensor in tensors]
             return
         carries, recorder = CARRIES.get(kind), self._recorder
         start, size = recorder.mark(), 0
@@ -232,7 +232,7 @@ class Mail:
                 recorder.count_message(message.source, message.target, kind == SHARED, size)
             start = recorder.add("send", m, start, size=size, peer=target, carries=carries)
         # the oldest send was for an action that later actions of this stage have waited for, so it is complete, or soon will be
-        max_in_flight = (self._in_flight if kind in BY_MICROBATCH else MOST_SMALL) * len(tensors)
+        max_in_flight = (self._in_flight if kind in BY_MICROBATCH else MAX_SMALL_SENDS) * len(tensors)
         while len(sent) > max_in_flight:
             oldest = self._finish_oldest(message.link)
             if oldest.kind in CARRIES:
@@ -255,7 +255,7 @@ class Mail:
             while sent:
                 self._finish_oldest(link)
 
-    def buffer_bytes(self, in_flight: Iterable[Tuple[int, int]]) -> int:
+    def count_buffer_bytes(self, in_flight: Iterable[Tuple[int, int]]) -> int:
         """Return the bytes of posted receives and pending sends, without the bytes that the microbatches `in_flight`, pairs
         (stage, microbatch), keep anyway."""
         return self._posted_bytes + self._sent_bytes - sum(self._lent.get(key, 0) for key in in_flight)

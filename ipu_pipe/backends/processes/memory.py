@@ -26,8 +26,8 @@ _NAMES = tuple(MEMORY.values())
 Tensors = Sequence[Optional[torch.Tensor]]
 
 
-class ActivationStash:
-    """The bytes that microbatches in flight keep on a stage. `weights`: the tensors that are not counted."""
+class ActivationBytes:
+    """Count the bytes that microbatches in flight keep on a stage. `weights`: the tensors that are not counted."""
 
     def __init__(self, weights: Sequence[torch.Tensor]) -> None:
         self._weights, self.held_bytes = weights, 0
@@ -35,13 +35,13 @@ class ActivationStash:
         self.bytes_by_microbatch: Dict[int, int] = {}
 
     @contextlib.contextmanager
-    def watch_forward(self, m: int, entered: Tensors) -> Iterator[List[Optional[torch.Tensor]]]:
+    def watch_forward(self, m: int, inputs: Tensors) -> Iterator[List[Optional[torch.Tensor]]]:
         """Count the bytes that the forward of microbatch m inside the context keeps.
 
-        `entered`: its inputs and labels. The caller adds its outputs to the list that the context yields.
+        `inputs`: its inputs and labels. The caller adds its outputs to the list that the context yields.
         """
         outputs: List[Optional[torch.Tensor]] = []
-        key = (torch.is_grad_enabled(), *(None if t is None else t.shape for t in entered))
+        key = (torch.is_grad_enabled(), *(None if t is None else t.shape for t in inputs))
         if key in self._bytes_by_shapes:
             yield outputs
         else:
@@ -56,20 +56,22 @@ class ActivationStash:
                 yield outputs
             saved.update((get_storage(t), t.untyped_storage().nbytes()) for t in outputs if t is not None)
             # inputs may be views of a data set's memory, so count only their own elements
-            saved.update((get_storage(t), count_bytes(t)) for t in entered if t is not None)
-            weights = {get_storage(t) for t in self._weights}
-            self._bytes_by_shapes[key] = sum(size for place, size in saved.items() if place not in weights)
-        self.drop(m)
-        self.bytes_by_microbatch[m] = self._bytes_by_shapes[key]
-        self.held_bytes += self._bytes_by_shapes[key]
+            saved.update((get_storage(t), count_bytes(t)) for t in inputs if t is not None)
+            self._bytes_by_shapes[key] = self._sum_without_weights(saved)
+        self._set(m, self._bytes_by_shapes[key])
 
     def replace(self, m: int, tensors: Sequence[torch.Tensor]) -> None:
         """Count only `tensors` for microbatch m, which is between the two halves of its backward."""
-        self.drop(m)
+        self._set(m, self._sum_without_weights({get_storage(t): t.untyped_storage().nbytes() for t in tensors}))
+
+    def _sum_without_weights(self, bytes_by_storage: Mapping[int, int]) -> int:
         weights = {get_storage(t) for t in self._weights}
-        storages = {get_storage(t): t.untyped_storage().nbytes() for t in tensors}
-        self.bytes_by_microbatch[m] = sum(size for place, size in storages.items() if place not in weights)
-        self.held_bytes += self.bytes_by_microbatch[m]
+        return sum(size for storage, size in bytes_by_storage.items() if storage not in weights)
+
+    def _set(self, m: int, size: int) -> None:
+        self.drop(m)
+        self.bytes_by_microbatch[m] = size
+        self.held_bytes += size
 
     def drop(self, m: int) -> None:
         """Stop counting microbatch m, which is done or whose forward runs again."""
@@ -87,7 +89,7 @@ class MemoryCounters:
         replicas: Sequence[IndependentReplicas] = (),
     ) -> None:  # fmt: skip
         rules, self._stages, self._mail, self._recorder = work.rules, stages, mail, recorder
-        self._replicas, self._replica_bytes = replicas, sum(of_stage.held_bytes for of_stage in replicas)
+        self._replicas, self._replica_bytes = replicas, sum(stage_replicas.held_bytes for stage_replicas in replicas)
         self._optimizer_states: Mapping[Any, Any] = next((stage.state for stage in rules.stages.values()), {})
         self._parameters = [p for s, stage in rules.stages.items() if s in stages for p in stage.parameters]
         tensors = list({id(t): t for stage in stages.values() for t in stage.model.tensors}.values())
@@ -95,41 +97,41 @@ class MemoryCounters:
         self._weight_bytes = count_bytes(tensors)
         self.master_bytes = count_bytes([master for _, master in rules.weight_master_pairs])
         self._device = tensors[0].device if tensors else torch.device("cpu")
-        self._optimizer_bytes, self._gradient_bytes, self._total = -1, 0, 0
+        self._optimizer_bytes, self._gradient_bytes, self._total_peak = -1, 0, 0
         self._recorded: Tuple[int, ...] = (-1,) * len(MEMORY)
-        self._greatest = [0] * len(MEMORY)
+        self._peaks = [0] * len(MEMORY)
 
-    def sample(self, update: int, gradients: bool = True, stepped: bool = False) -> None:
-        """Measure now. `gradients`: gradients may have changed since the last call; `stepped`: the optimizer has stepped."""
+    def sample(self, update: int, gradients_changed: bool = True, has_stepped: bool = False) -> None:
+        """Measure now. `gradients_changed`: they may differ from the last call; `has_stepped`: the optimizer has stepped."""
         recorder = self._recorder
         if not (recorder.is_recording or update < self._filled):
             return
-        if gradients:
+        if gradients_changed:
             self._gradient_bytes = count_bytes([p.grad for p in self._parameters])
-        if stepped or self._optimizer_bytes < 0:
-            others = [of_stage.list_other_states() for of_stage in self._replicas]
+        if has_stepped or self._optimizer_bytes < 0:
+            others = [stage_replicas.list_other_states() for stage_replicas in self._replicas]
             self._optimizer_bytes = count_bytes([self._optimizer_states, others]) + self.master_bytes
         stages = self._stages.items()
-        buffers = self._mail.buffer_bytes((i, m) for i, stage in stages for m in stage.activations.bytes_by_microbatch)
+        buffers = self._mail.count_buffer_bytes((i, m) for i, stage in stages for m in stage.activations.bytes_by_microbatch)
         # in the order of MEMORY
         versions = sum(stage.weights.held_bytes + stage.tied.held_bytes for stage in self._stages.values()) + self._replica_bytes
         activations = sum(stage.activations.held_bytes for stage in self._stages.values())
-        now = (self._weight_bytes, versions, self._gradient_bytes, self._optimizer_bytes, activations, buffers)
+        bytes_by_category = (self._weight_bytes, versions, self._gradient_bytes, self._optimizer_bytes, activations, buffers)
         mark = recorder.mark()
-        for i, value in enumerate(now):
-            self._greatest[i] = max(self._greatest[i], value)
+        for i, value in enumerate(bytes_by_category):
+            self._peaks[i] = max(self._peaks[i], value)
             if value != self._recorded[i]:
                 recorder.count(_NAMES[i], value, mark)
-        self._total = max(self._total, sum(now))
+        self._total_peak = max(self._total_peak, sum(bytes_by_category))
         if recorder.is_recording:
-            self._recorded = now
+            self._recorded = bytes_by_category
         if self._device.type == "cuda":
             recorder.count(ALLOCATED, torch.cuda.memory_allocated(self._device), mark)
 
     @property
     def peaks(self) -> Dict[str, int]:
         """The peak of each category and of their sum; on a GPU also the peak of the allocator."""
-        peaks = {**dict(zip(MEMORY, self._greatest)), TOTAL: self._total}
+        peaks = {**dict(zip(MEMORY, self._peaks)), TOTAL: self._total_peak}
         if self._device.type == "cuda":
             peaks[ALLOCATED] = torch.cuda.max_memory_allocated(self._device)
         return peaks

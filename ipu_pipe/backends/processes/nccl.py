@@ -4,10 +4,10 @@ A link is (source stage, target stage, kind of message); its channel is the proc
 shape this file:
 
     [1] The first message of a group makes its two ranks wait for each other. Ranks that began with different groups would
-        deadlock, so every rank uses all its channels once, in the same order, before anything else (`touch_channels`).
+        deadlock, so every rank uses all its channels once, in the same order, before anything else (`use_channels_once`).
     [2] A posted receive occupies the GPU until its message arrives, and a kernel that is used for the first time is loaded only
-        when the GPU is idle. So a rank runs every kernel of a step once before its first receive (`warm_up`). It posts no receive
-        across a moment when the pipeline is empty, because an evaluation, with kernels of its own, may run at that moment.
+        when the GPU is idle. So a rank runs every kernel of a step once before its first receive (`load_kernels`). It posts no
+        receive across a moment when the pipeline is empty, because an evaluation, with kernels of its own, may run then.
 
 Tested over gloo, with a double whose groups behave like this. Not run on two GPUs.
 """
@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence
+import functools
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence
 
 import torch
 import torch.distributed as dist
@@ -27,7 +28,6 @@ from ipu_pipe.backends.processes.layout import RankLayout
 from ipu_pipe.backends.processes.lost_ranks import answer_within, detect_lost_rank, wait_for_channel
 from ipu_pipe.backends.processes.mail import BACKWARD, FORWARD, RECOMPUTE, REPLICAS, SHARED, Link
 from ipu_pipe.backends.processes.stage import Stage
-from ipu_pipe.backends.processes.ties import StageLink
 from ipu_pipe.backends.processes.update import keep_version_counters
 from ipu_pipe.backends.work import Work
 from ipu_pipe.job.record import Job
@@ -38,12 +38,12 @@ from ipu_pipe.update import clipping
 from ipu_pipe.update.apply import UpdateRules
 
 
-def list_links(stages: int, method: Method, tied: Sequence[StageLink] = ()) -> List[StageLink]:
+def list_links(stages: int, method: Method, tied: Sequence[Link] = ()) -> List[Link]:
     """Return the links from stage 0 on, in the order in which every rank uses its channels first.
 
     `tied`: the links of tied weights, which come last.
     """
-    links: List[StageLink] = []
+    links: List[Link] = []
     for s in range(stages - 1):
         links.append((s, s + 1, FORWARD))
         if method.structure is not None:
@@ -56,7 +56,7 @@ def list_links(stages: int, method: Method, tied: Sequence[StageLink] = ()) -> L
     return [*links, *tied]
 
 
-def make_channels(job: Job, layout: RankLayout, tied: Sequence[StageLink]) -> Optional[Dict[Link, Any]]:
+def make_channels(job: Job, layout: RankLayout, tied: Sequence[Link]) -> Optional[Dict[Link, Any]]:
     """Return a group for each link and one for the rank's replicas (`REPLICAS`), None if tensors go through the host's memory.
 
     Tensors go through the host if a rank has no GPU of its own, if nccl is missing, or if the order is read from a CSV file
@@ -69,14 +69,14 @@ def make_channels(job: Job, layout: RankLayout, tied: Sequence[StageLink]) -> Op
     options: Dict[str, Any] = {"timeout": datetime.timedelta(days=1), "backend": "nccl"}
     for replica in range(layout.replicas):
         for link in list_links(layout.stages, job.method, tied):
-            pair = sorted(layout.ranks_with(stage)[replica] for stage in link[:2])
+            pair = sorted(layout.list_ranks(layout.placement[stage])[replica] for stage in link[:2])
             if pair[0] == pair[1]:
                 continue
             group = make_group(pair, job.config.backend.deadline, **options)
             if replica == layout.replica:
                 channels[link] = group
     for device in range(layout.devices) if layout.replicas > 1 else ():
-        ranks = range(device, layout.devices * layout.replicas, layout.devices)
+        ranks = layout.list_ranks(device)
         group = make_group(ranks, job.config.backend.deadline, **options)
         if layout.rank in ranks:
             channels[REPLICAS] = group
@@ -90,36 +90,35 @@ def _has_each_a_gpu() -> bool:
     return all(everywhere)
 
 
-def touch_channels(
-    channels: Mapping[Link, Any], links: Sequence[StageLink], layout: RankLayout, device: torch.device,
+def use_channels_once(
+    channels: Mapping[Link, Any], links: Sequence[Link], layout: RankLayout, device: torch.device,
     limit: datetime.timedelta,
 ) -> None:  # fmt: skip
     """Use each of this rank's channels once, in the order of `links` (the same on all ranks), and its replicas' group last."""
     for link in links:
-        source, target = map(layout.rank_of, link[:2])
+        source, target = map(layout.find_rank, link[:2])
         if source != target and layout.rank in (source, target):
             exchange, other = (dist.isend, target) if layout.rank == source else (dist.irecv, source)
-            value = torch.zeros(1, device=device)
-            # nccl waits for the other rank's first use without a limit
-            with detect_lost_rank([other], limit):
-                work = answer_within(
-                    limit.total_seconds(), lambda: exchange(value, other, channels[link])  # noqa: B023
-                )
-                wait_for_channel(work, limit)
+            _complete(functools.partial(exchange, torch.zeros(1, device=device), other, channels[link]), [other], limit)
     if REPLICAS in channels:
-        with detect_lost_rank(None, limit):
-            group, value = channels[REPLICAS], torch.zeros(1, device=device)
-            work = answer_within(limit.total_seconds(), lambda: dist.all_reduce(value, group=group, async_op=True))
-            wait_for_channel(work, limit)
+        value, group = torch.zeros(1, device=device), channels[REPLICAS]
+        _complete(functools.partial(dist.all_reduce, value, group=group, async_op=True), None, limit)
 
 
-def warm_up(work: Work, stage: Stage, parameters: Sequence[nn.Parameter]) -> None:
+def _complete(begin: Callable[[], Any], ranks: Optional[Sequence[int]], limit: datetime.timedelta) -> None:
+    """Begin a channel's first operation and wait until it is complete; `ranks`: the other ranks, all if None."""
+    with detect_lost_rank(ranks, limit):
+        # nccl waits for the other rank's first use without a limit
+        wait_for_channel(answer_within(limit.total_seconds(), begin), limit)
+
+
+def load_kernels(work: Work, stage: Stage, parameters: Sequence[nn.Parameter]) -> None:
     """Run forward, backward and update of this stage once, so that all kernels are loaded, and undo their effects.
 
     Inputs from another stage are zeros.
     """
-    model, rules, m = stage.model, work.rules, stage.forwarded + 1
-    with _undo_step(model.modules, rules):
+    model, rules, m = stage.model, work.rules, stage.newest_forward + 1
+    with _restore_state(model.modules, rules):
         x, labels = model.load_data(m)
         inputs = [x] if x is not None else []
         for shape in model.entering.tensors if model.entering is not None else ():
@@ -133,7 +132,7 @@ def warm_up(work: Work, stage: Stage, parameters: Sequence[nn.Parameter]) -> Non
         bound = work.clip[0] if work.clip else float("inf")
         with keep_version_counters(parameters):
             rules.step(
-                max(stage.update, rules.switch),
+                max(stage.version, rules.switch),
                 lambda k: clipping.clip_to_norm(bound, parameters, clipping.compute_gradient_norms(parameters)),
                 [model.stage],
             )
@@ -142,7 +141,7 @@ def warm_up(work: Work, stage: Stage, parameters: Sequence[nn.Parameter]) -> Non
 
 
 @contextlib.contextmanager
-def _undo_step(modules: Sequence[nn.Module], rules: UpdateRules) -> Iterator[None]:
+def _restore_state(modules: Sequence[nn.Module], rules: UpdateRules) -> Iterator[None]:
     """Put back weights, gradients, buffers, modes, random states and the optimizer's state."""
     parameters = [p for stage in rules.stages.values() for p in stage.parameters]
     state: Any = next(iter(rules.stages.values())).state

@@ -12,7 +12,7 @@ weights: there may be an update between I and W.
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple
 
 import torch
 
@@ -35,13 +35,15 @@ class _Operation(NamedTuple):
 
 
 class WeightGradients:
-    """The work that I leaves to W. `finished`: gradients that I has computed, by the node that accumulates them.
+    """The work that I leaves to W.
 
-    `tensors`: all tensors that are stored until W.
+    `products`: for each product its function, the gradient to call it with, and the edges to the weights by index of the
+    function's results. `finished`: gradients that I has computed, by the node that accumulates them. `tensors`: all tensors that
+    are stored until W.
     """
 
     def __init__(self) -> None:
-        self._products: List[Tuple[Callable[[torch.Tensor], Gradients], torch.Tensor, Dict[int, Edge]]] = []
+        self.products: List[Tuple[Callable[[torch.Tensor], Gradients], torch.Tensor, Dict[int, Edge]]] = []
         self.finished: Dict[Any, torch.Tensor] = {}
         self.tensors: List[torch.Tensor] = []
 
@@ -53,10 +55,10 @@ class WeightGradients:
         """Carry out W: compute the remaining gradients and add all of them to the gradients of the weights."""
         edges: List[GradientEdge] = []
         gradients: List[torch.Tensor] = []
-        for compute, gradient, places in self._products:
+        for compute, gradient, edges_by_index in self.products:
             computed = compute(gradient)
-            for place, edge in places.items():
-                value = computed[place]
+            for index, edge in edges_by_index.items():
+                value = computed[index]
                 assert value is not None
                 edges.append(GradientEdge(*edge))
                 gradients.append(value)
@@ -66,86 +68,88 @@ class WeightGradients:
             node(gradient)
 
 
-def backward_whole(
+def run_whole_backward(
     roots: Sequence[torch.Tensor], gradients: Gradients, weights: Sequence[torch.Tensor]
 ) -> WeightGradients:
     """Carry out I of a stage whose backward cannot be split: compute all gradients now and leave only the addition to W."""
-    left, gathered = WeightGradients(), [p.grad for p in weights]
+    deferred, accumulated = WeightGradients(), [p.grad for p in weights]
     for p in weights:
         p.grad = None
     torch.autograd.backward(roots, gradients)  # type: ignore[arg-type]
-    left.finished = {_get_leaf(p): p.grad for p in weights if p.grad is not None}
-    for p, gradient in zip(weights, gathered):
+    deferred.finished = {_get_leaf(p): p.grad for p in weights if p.grad is not None}
+    for p, gradient in zip(weights, accumulated):
         p.grad = gradient
-    left.tensors += left.finished.values()
-    return left
+    deferred.tensors += deferred.finished.values()
+    return deferred
 
 
-def backward_input(
-    roots: Sequence[torch.Tensor], gradients: Gradients, entered: Sequence[torch.Tensor],
-    at_once: Sequence[torch.Tensor] = (),
+def run_input_backward(
+    roots: Sequence[torch.Tensor], gradients: Gradients, inputs: Sequence[torch.Tensor],
+    immediate: Sequence[torch.Tensor] = (),
 ) -> WeightGradients:  # fmt: skip
-    """Carry out I: put the gradients of the tensors `entered` into them, and return the work of W.
+    """Carry out I: put the gradients of the tensors `inputs` into them, and return the work of W.
 
-    `gradients`: the gradients of `roots`. `at_once`: the weights whose gradients I computes itself.
+    `gradients`: the gradients of `roots`. `immediate`: the weights whose gradients I computes itself.
     """
-    inputs = [t for t in entered if t.requires_grad]
-    operations, leaves = _list_operations(roots, {id(t) for t in inputs}, {id(t) for t in at_once})
-    left = WeightGradients()
-    prepared = [_OPERATIONS[operation.node.name()](operation.node, left.tensors) for operation in operations]
+    inputs = [t for t in inputs if t.requires_grad]
+    operations, leaves = _list_operations(roots, {id(t) for t in inputs}, {id(t) for t in immediate})
+    deferred = WeightGradients()
+    prepared = [_OPERATIONS[operation.node.name()](operation.node, deferred.tensors) for operation in operations]
     edges = [GradientEdge(operation.node, 0) for operation in operations]
     weights = [leaf.variable for leaf in leaves]
     if not (inputs or weights or edges):
-        return left
+        return deferred
     values = torch.autograd.grad(roots, [*inputs, *weights, *edges], gradients, allow_unused=True)
     for t, value in zip(inputs, values):
         t.grad = value
     values = values[len(inputs) :]
-    left.finished = {leaf: value for leaf, value in zip(leaves, values) if value is not None}
+    deferred.finished = {leaf: value for leaf, value in zip(leaves, values) if value is not None}
     for operation, compute, value in zip(operations, prepared, values[len(leaves) :]):
         if value is not None:
-            left._products.append((compute, value, operation.edges))
-            left.tensors.append(value)
-    left.tensors += left.finished.values()
-    return left
+            deferred.products.append((compute, value, operation.edges))
+            deferred.tensors.append(value)
+    deferred.tensors += deferred.finished.values()
+    return deferred
 
 
-def _list_operations(roots: Sequence[torch.Tensor], inputs: Any, at_once: Any) -> Tuple[List[_Operation], List[Any]]:
+def _list_operations(
+    roots: Sequence[torch.Tensor], input_ids: Set[int], immediate_ids: Set[int]
+) -> Tuple[List[_Operation], List[Any]]:
     """Walk a graph; return the operations whose weight gradients can wait, and the leaves of the other weights."""
     operations: List[_Operation] = []
-    soon: Dict[Any, None] = {}
-    waiting = [t.grad_fn for t in roots if t.grad_fn is not None]
-    seen = set(waiting)
+    immediate_leaves: Dict[Any, None] = {}
+    unvisited = [t.grad_fn for t in roots if t.grad_fn is not None]
+    found_nodes = set(unvisited)
     for root in roots:
-        if root.grad_fn is None and root.requires_grad and id(root) not in inputs:
-            soon[_get_leaf(root)] = None
-    while waiting:
-        node = waiting.pop()
+        if root.grad_fn is None and root.requires_grad and id(root) not in input_ids:
+            immediate_leaves[_get_leaf(root)] = None
+    while unvisited:
+        node = unvisited.pop()
         operation = _Operation(node, {}, []) if node.name() in _OPERATIONS else None
-        for place, edge in enumerate(node.next_functions):
+        for index, edge in enumerate(node.next_functions):
             child = edge[0]
             if child is None:
                 continue
             leaf = _follow(child)
             if leaf is None:
-                if child not in seen:
-                    seen.add(child)
-                    waiting.append(child)
-            elif id(leaf.variable) in inputs:
+                if child not in found_nodes:
+                    found_nodes.add(child)
+                    unvisited.append(child)
+            elif id(leaf.variable) in input_ids:
                 continue
-            elif operation is not None and place in _PLACES[node.name()] and id(leaf.variable) not in at_once:
-                operation.edges[place] = edge
+            elif operation is not None and index in _WEIGHT_INDICES[node.name()] and id(leaf.variable) not in immediate_ids:
+                operation.edges[index] = edge
                 operation.leaves.append(leaf)
             else:
-                soon[leaf] = None
+                immediate_leaves[leaf] = None
         if operation is not None and operation.edges:
             operations.append(operation)
     # I computes the gradient of a weight that is used in both ways, because autograd sums all uses before it accumulates
     while True:
-        mixed = [operation for operation in operations if any(leaf in soon for leaf in operation.leaves)]
+        mixed = [operation for operation in operations if any(leaf in immediate_leaves for leaf in operation.leaves)]
         if not mixed:
-            return operations, list(soon)
-        soon.update(dict.fromkeys(leaf for operation in mixed for leaf in operation.leaves))
+            return operations, list(immediate_leaves)
+        immediate_leaves.update(dict.fromkeys(leaf for operation in mixed for leaf in operation.leaves))
         operations = [operation for operation in operations if operation not in mixed]
 
 
@@ -162,24 +166,24 @@ def _get_leaf(weight: torch.Tensor) -> Any:
     return weight.view_as(weight).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 
 
-def _prepare_convolution(node: Any, kept: List[torch.Tensor]) -> Callable[[torch.Tensor], Gradients]:
+def _prepare_convolution(node: Any, stored: List[torch.Tensor]) -> Callable[[torch.Tensor], Gradients]:
     x, weight = node._saved_input, node._saved_weight
     settings = (
         node._saved_bias_sym_sizes_opt, node._saved_stride, node._saved_padding, node._saved_dilation, node._saved_transposed,
         node._saved_output_padding, node._saved_groups,
     )  # fmt: skip
     mask = [False, *(child is not None for child, _ in node.next_functions[1:])]
-    kept.append(x)
+    stored.append(x)
     backward = torch.ops.aten.convolution_backward.default
     return lambda gradient: backward(gradient, x, weight, *settings, mask)
 
 
-def _prepare_product(node: Any, kept: List[torch.Tensor]) -> Callable[[torch.Tensor], Gradients]:
+def _prepare_product(node: Any, stored: List[torch.Tensor]) -> Callable[[torch.Tensor], Gradients]:
     """Return the function that computes the gradients of a product's second factor (m, n) and of its bias, as autograd does."""
     is_sum = len(node.next_functions) == 3
     x = node._saved_mat1 if is_sum else node._saved_self
     assert not is_sum or (node._saved_alpha == 1 and node._saved_beta == 1)
-    kept.append(x)
+    stored.append(x)
     rows, strides = node._saved_mat2_sym_sizes[0], node._saved_mat2_sym_strides
     is_transposed = strides[0] == 1 and strides[1] == rows
     bias = node.next_functions[0][0] if is_sum else None
@@ -198,12 +202,12 @@ _OPERATIONS: Dict[str, Callable[[Any, List[torch.Tensor]], Callable[[torch.Tenso
     "AddmmBackward0": _prepare_product,
     "MmBackward0": _prepare_product,
 }
-_PLACES = {"ConvolutionBackward0": (1, 2), "AddmmBackward0": (0, 2), "MmBackward0": (1,)}
+_WEIGHT_INDICES = {"ConvolutionBackward0": (1, 2), "AddmmBackward0": (0, 2), "MmBackward0": (1,)}
 
 
 def is_split_exact(
-    roots: Sequence[torch.Tensor], gradients: Gradients, entered: Sequence[torch.Tensor],
-    weights: Sequence[torch.Tensor], at_once: Sequence[torch.Tensor],
+    roots: Sequence[torch.Tensor], gradients: Gradients, inputs: Sequence[torch.Tensor],
+    weights: Sequence[torch.Tensor], immediate: Sequence[torch.Tensor],
 ) -> bool:  # fmt: skip
     """Return whether I and W give the gradients of a whole backward, bit for bit.
 
@@ -212,22 +216,22 @@ def is_split_exact(
     sums = [torch.randn_like(p) for p in weights]
 
     def begin() -> None:
-        for t in entered:
+        for t in inputs:
             t.grad = None
         for p, value in zip(weights, sums):
             p.grad = value.clone()
 
     begin()
     torch.autograd.backward(roots, gradients, retain_graph=True)  # type: ignore[arg-type]
-    expected = [t.grad for t in (*entered, *weights)]
+    expected = [t.grad for t in (*inputs, *weights)]
     begin()
-    left, values = backward_input(roots, gradients, entered, at_once), [p.data for p in weights]
+    deferred, values = run_input_backward(roots, gradients, inputs, immediate), [p.data for p in weights]
     for p in weights:
         p.data = torch.full_like(p, float("nan"))
     try:
-        left.add()
+        deferred.add()
     finally:
         for p, value in zip(weights, values):
             p.data = value
-    pairs = zip(expected, [t.grad for t in (*entered, *weights)])
+    pairs = zip(expected, [t.grad for t in (*inputs, *weights)])
     return all(a is b or (a is not None and b is not None and torch.equal(a, b)) for a, b in pairs)

@@ -22,19 +22,9 @@ import torch
 
 from ipu_pipe.backends.processes.layout import RankLayout
 from ipu_pipe.backends.processes.local import LocalBlock
-from ipu_pipe.backends.processes.mail import (
-    BACKWARD,
-    FORWARD,
-    INPUT_GRADIENT,
-    RECOMPUTE,
-    TIED,
-    WEIGHT_GRADIENT,
-    Mail,
-    Message,
-    Shapes,
-)
-from ipu_pipe.backends.processes.memory import ActivationStash
-from ipu_pipe.backends.processes.split import WeightGradients, backward_input, backward_whole, is_split_exact
+from ipu_pipe.backends.processes.mail import BACKWARD, FORWARD, RECOMPUTE, TIED, Mail, Message, Shapes
+from ipu_pipe.backends.processes.memory import ActivationBytes
+from ipu_pipe.backends.processes.split import WeightGradients, is_split_exact, run_input_backward, run_whole_backward
 from ipu_pipe.backends.processes.ties import TiedWeights, Ties
 from ipu_pipe.backends.processes.trace import TraceRecorder
 from ipu_pipe.backends.replays import Replay, ReplayPlan
@@ -58,16 +48,17 @@ Outputs = Tuple[List[torch.Tensor], Optional[MicrobatchResult]]
 class StageModel:
     """The part of the model that a rank holds for one `stage`, with everything that the stage's passes need.
 
-    `crossings`: the tensors that cross each cut. `source(m)`: returns microbatch m as (x, y), for the first stage and stages with
-    a loss. `checksums`: CRC-32 of each microbatch that was read, until it is compared with other ranks'. `random`: the modules'
-    keyed draws. `local`: the block of a stage with a loss of its own. `ties`: the weights that other stages use too.
+    `crossings`: the tensors that cross each cut. `read_microbatch(m)`: returns microbatch m as (x, y), for the first stage and
+    stages with a loss. `checksums`: CRC-32 of each microbatch that was read, until it is compared with other ranks'. `random`:
+    the modules' keyed draws, None if no module draws. `local`: the block of a stage with a loss of its own. `ties`: the weights
+    that other stages use too.
     """
 
     layout: RankLayout
     stage: int
     piece: Piece
     crossings: Sequence[Crossing]
-    source: Callable[[int], Tuple[Any, Any]]
+    read_microbatch: Callable[[int], Tuple[Any, Any]]
     device: torch.device
     random: Optional[KeyedRandomness] = None
     local: Optional[LocalBlock] = None
@@ -82,7 +73,7 @@ class StageModel:
         self.previous = local.previous if local is not None else None
         self.has_loss = self.head is not None or self.is_last
         self.modules = [module for module in (self.piece, self.previous, self.head) if module is not None]
-        entries = local.entries(self.crossings) if local is not None else [None, *self.crossings]
+        entries = local.list_entries(self.crossings) if local is not None else [None, *self.crossings]
         # the tensors that a forward receives (None if its input is the data), and those that the next stage receives
         self.entering = entries[s]
         self.leaving = None if self.is_last else entries[s + 1]
@@ -99,13 +90,14 @@ class StageModel:
         """Return inputs and labels of microbatch m; None for the one that the stage does not need."""
         if self.entering is not None and not self.has_loss:
             return None, None
-        x, y = self.source(m)
+        x, y = self.read_microbatch(m)
         return x if self.entering is None else None, y if self.has_loss else None
 
     def key_draws(self, m: int, piece: Optional[Piece]) -> ContextManager[None]:
         """Make the random draws of microbatch m repeatable: in the forward of `piece`, or in the backward if `piece` is None
         (activation checkpoints run forwards again there)."""
-        assert self.random is not None
+        if self.random is None:
+            return nullcontext()
         number = m * self.layout.replicas + self.layout.replica
         return self.random.backward(number) if piece is None else self.random.forward(number, piece.calls_before)
 
@@ -130,40 +122,38 @@ class _InFlight:
 class Stage:
     """Carry out the passes of a stage.
 
-    `update`: the version of the weights in memory; `forwarded`: the newest microbatch whose forward is done; `results`: the
+    `version`: the version of the weights in memory; `newest_forward`: the newest microbatch whose forward is done; `results`: the
     results of microbatches whose update is not done.
     """
 
     def __init__(self, work: Work, model: StageModel, mail: Mail, recorder: TraceRecorder) -> None:
         self.model, self._work, self._mail, self._recorder = model, work, mail, recorder
-        layout, self._here = model.layout, slice(model.stage, model.stage + 1)
-        self._plan = ReplayPlan(work.source([layout.replica]), work.rules, work.microbatch)
-        self.weights = make_weight_store(work, [model.stage])
-        self._keeps_versions = type(self.weights) is not WeightStore or bool(model.ties.copies_of)
-        ties = model.ties
+        layout, ties, self._here = model.layout, model.ties, slice(model.stage, model.stage + 1)
+        self._plan = ReplayPlan(work.make_replays([layout.replica]), work.rules, work.microbatch)
+        self.weights = make_weight_store(work, [model.stage], [work.update])
+        self._keeps_versions = type(self.weights) is not WeightStore or bool(ties.copies_of)
         self._is_tied = bool(ties.gradients_to or ties.gradients_from or ties.copies_of or ties.copied_to)
-        self._keeps_apart = self._is_tied or work.rules.compensates
-        self.tied = TiedWeights(model.ties, model.stage, mail, work.update)
-        self.activations = ActivationStash(model.tensors)
+        self._separates_gradients = self._is_tied or work.rules.compensates
+        self.tied = TiedWeights(ties, model.stage, mail, work.update)
+        self.activations = ActivationBytes(model.tensors)
         self._trained = [t for t in model.tensors if t.is_leaf and t.requires_grad]
         self.results: Dict[int, MicrobatchResult] = {}
-        self.update, self.forwarded = work.update, work.microbatch - 1
+        self.version, self.newest_forward = work.update, work.microbatch - 1
         self._in_flight: Dict[int, _InFlight] = {}
         # microbatch -> the weight gradients that I leaves to W
         self._deferred_weight_gradients: Dict[int, WeightGradients] = {}
         # False: I computes the weight gradients too, and W only adds them
         self.splits = True
-        segments = work.method.segments
-        heads = find_segment_heads(find_segment_ends(layout.stages, segments or 0))
+        heads = find_segment_heads(find_segment_ends(layout.stages, work.method.segments or 0))
         # such a stage stores its input, so it needs no recomputation of the previous stage
         self._begins_segment = bool(heads[model.stage])
         self._ends_segment = model.is_last or bool(heads[model.stage + 1])
-        needs = {kind: list(self._find_needs(Kind(kind))) for kind in (FORWARD, RECOMPUTE, BACKWARD)}
-        self._needs = {**needs, INPUT_GRADIENT: needs[BACKWARD], WEIGHT_GRADIENT: []}
+        needs = {kind: list(self._find_needs(kind)) for kind in (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD)}
+        self._needs = {**needs, Kind.INPUT_GRADIENT: needs[Kind.BACKWARD], Kind.WEIGHT_GRADIENT: []}
 
     # ---- the messages that passes need
 
-    def list_needs(self, kind: str, m: int) -> Iterator[Tuple[Message, Shapes]]:
+    def list_needs(self, kind: Kind, m: int) -> Iterator[Tuple[Message, Shapes]]:
         """Yield the messages that a pass of microbatch m needs, with their shapes."""
         for source, message_kind, shapes in self._needs[kind]:
             yield Message(message_kind, m, source, self.model.stage), shapes
@@ -174,12 +164,12 @@ class Stage:
             for need in get_pass_needs(kind, model.local is not None, self._begins_segment):
                 source = s + need.offset
                 if need.offset and 0 <= source < model.layout.stages:
-                    yield source, kind.value, self._shapes(kind, source)
+                    yield source, kind.value, self._find_shapes(kind, source)
         if kind is Kind.BACKWARD:
-            for source, shapes in model.ties.needs(TIED):
+            for source, shapes in model.ties.list_needs(TIED):
                 yield source, TIED, shapes
 
-    def _shapes(self, kind: Kind, source: int) -> Shapes:
+    def _find_shapes(self, kind: Kind, source: int) -> Shapes:
         if kind is Kind.FORWARD and self.model.entering is not None:
             return self.model.entering.tensors
         crossing = self.model.crossings[min(source, self.model.stage)].tensors
@@ -206,19 +196,19 @@ class Stage:
             inputs = model.entering.require_gradients(inputs)
         self.weights.load(replay.forward)
         with torch.set_grad_enabled(replay.recompute is None):
-            outputs, result = self._run_counted(m, inputs, labels)
+            outputs, result = self._run_and_count_bytes(m, inputs, labels)
         self._in_flight[m] = _InFlight(replay, inputs, labels, outputs, result.loss if result else None)
-        self.forwarded = max(m, self.forwarded)
+        self.newest_forward = max(m, self.newest_forward)
         if result is not None:
-            self.results[m] = MicrobatchResult(result.loss.detach(), result.answers)
+            self.results[m] = MicrobatchResult(result.loss.detach(), result.label_counts)
         recorder.add(Kind.FORWARD.word, m, start, version=version)
         if model.leaving is not None:
             self._mail.send(Message(FORWARD, m, s, s + 1), outputs)
 
-    def _run_counted(self, m: int, inputs: List[Any], labels: Any) -> Outputs:
-        with self.activations.watch_forward(m, list_tensors([*inputs, labels])) as stashed:
+    def _run_and_count_bytes(self, m: int, inputs: List[Any], labels: Any) -> Outputs:
+        with self.activations.watch_forward(m, list_tensors([*inputs, labels])) as counted_outputs:
             outputs, result = self.run(m, inputs, labels)
-            stashed += [*outputs, result.loss if result else None]
+            counted_outputs += [*outputs, result.loss if result else None]
         return outputs, result
 
     def run(self, m: int, inputs: Sequence[Any], labels: Any) -> Outputs:
@@ -227,15 +217,15 @@ class Stage:
         value = inputs[0] if model.entering is None else model.entering.from_messages(inputs)
         if model.previous is not None:
             # only the previous stage itself changes the running statistics of its piece
-            with restore_buffers(model.previous), model.key_draws(m, model.previous) if model.random else nullcontext():
+            with restore_buffers(model.previous), model.key_draws(m, model.previous):
                 value = model.previous(value)
-        entered = value
-        with model.key_draws(m, model.piece) if model.random else nullcontext():
+        piece_input = value
+        with model.key_draws(m, model.piece):
             output = model.piece(value)
             scored_output = output if model.head is None else model.head(get_activation(output))
         outputs: List[torch.Tensor] = []
         if model.leaving is not None:
-            outputs = model.leaving.to_messages(entered if model.local is not None and model.local.overlaps else output)
+            outputs = model.leaving.to_messages(piece_input if model.local is not None and model.local.overlaps else output)
         if not model.has_loss:
             return outputs, None
         loss = compute_losses(self._work.loss, scored_output, labels)[0]
@@ -243,97 +233,93 @@ class Stage:
 
     def recompute(self, m: int) -> None:
         """Carry out R(m): run the forward again with the weights that are in memory now."""
-        flight, s = self._in_flight[m], self.model.stage
+        in_flight, s = self._in_flight[m], self.model.stage
         received = None
         if not self._begins_segment:
             received = self._mail.receive(Message(RECOMPUTE, m, s - 1, s))
         start = self._recorder.mark()
         if received is not None:
             assert self.model.entering is not None
-            flight.inputs = self.model.entering.require_gradients(received)
-        assert flight.replay.recompute is not None
-        self.weights.load(flight.replay.recompute)
+            in_flight.inputs = self.model.entering.require_gradients(received)
+        assert in_flight.replay.recompute is not None
+        self.weights.load(in_flight.replay.recompute)
         with restore_buffers(self.model.piece):
-            flight.outputs, result = self._run_counted(m, flight.inputs, flight.labels)
-            flight.loss = result.loss if result else None
-        self._recorder.add(Kind.RECOMPUTE.word, m, start, version=self.update)
+            in_flight.outputs, result = self._run_and_count_bytes(m, in_flight.inputs, in_flight.labels)
+            in_flight.loss = result.loss if result else None
+        self._recorder.add(Kind.RECOMPUTE.word, m, start, version=self.version)
         if not self._ends_segment:
-            self._mail.send(Message(RECOMPUTE, m, s, s + 1), flight.outputs)
-
-    def backward_input(self, m: int) -> None:
-        """Carry out I(m): compute the input gradients and leave the weight gradients to W(m)."""
-        self.backward(m, Kind.INPUT_GRADIENT)
+            self._mail.send(Message(RECOMPUTE, m, s, s + 1), in_flight.outputs)
 
     def backward(self, m: int, kind: Kind = Kind.BACKWARD) -> None:
-        """Carry out B(m), or I(m) if `kind` is the input gradient."""
-        model, flight, s = self.model, self._in_flight[m], self.model.stage
+        """Carry out B(m), or I(m), which leaves the weight gradients to W(m), if `kind` is the input gradient."""
+        model, in_flight, s = self.model, self._in_flight[m], self.model.stage
         is_local = model.local is not None
         gradients: List[torch.Tensor] = []
         if not model.is_last and not is_local:
             gradients = self._mail.receive(Message(BACKWARD, m, s + 1, s))
         tied = self.tied.receive_gradients(m) if self._is_tied else []
         start = self._recorder.mark()
-        version = int(flight.replay.backward.versions[0])
+        version = int(in_flight.replay.backward.versions[0])
         if self._work.method.backward_reads is Reads.NEWEST:
-            assert version == self.update, f"stage {s}, {kind.value}{m}: reads version {version}, in memory is {self.update}"
-        self.weights.load(flight.replay.backward)
+            assert version == self.version, f"stage {s}, {kind.value}{m}: reads version {version}, in memory is {self.version}"
+        self.weights.load(in_flight.replay.backward)
         if self._is_tied:
             self.tied.load(version)
         roots: List[Tuple[torch.Tensor, Optional[torch.Tensor]]] = []
-        if flight.loss is not None:
-            roots = [(flight.loss / self._work.accumulate, None)]
+        if in_flight.loss is not None:
+            roots = [(in_flight.loss / self._work.accumulate, None)]
         elif not is_local:
             crossing = model.crossings[s]
-            outputs = [t for t, shape in zip(flight.outputs, crossing.tensors) if shape.differentiable]
+            outputs = [t for t, shape in zip(in_flight.outputs, crossing.tensors) if shape.differentiable]
             roots = [(t, g) for t, g in zip(outputs, crossing.unpack_gradients(gradients)) if t.requires_grad]
         roots += tied
-        with model.key_draws(m, None) if model.random else nullcontext():
-            self._run_backward(m, kind, flight, [t for t, _ in roots], [g for _, g in roots])
+        with model.key_draws(m, None):
+            self._run_backward(m, kind, in_flight, [t for t, _ in roots], [g for _, g in roots])
         input_gradients: List[torch.Tensor] = []
-        hands_on = not model.is_first and not is_local
-        if hands_on:
-            input_gradients = model.crossings[s - 1].collect_gradients(flight.inputs)
+        sends_gradients = not model.is_first and not is_local
+        if sends_gradients:
+            input_gradients = model.crossings[s - 1].collect_gradients(in_flight.inputs)
         del self._in_flight[m]
         self._release()
         self._recorder.add(kind.word, m, start, version=version)
-        if hands_on:
+        if sends_gradients:
             self._mail.send(Message(BACKWARD, m, s, s - 1), input_gradients)
         if self._is_tied:
             self.tied.send_gradients(m)
 
     def _run_backward(
-        self, m: int, kind: Kind, flight: _InFlight, roots: List[torch.Tensor], gradients: List[Optional[torch.Tensor]]
+        self, m: int, kind: Kind, in_flight: _InFlight, roots: List[torch.Tensor], gradients: List[Optional[torch.Tensor]]
     ) -> None:
         if kind is Kind.BACKWARD:
-            with self._keep_gradients_apart() if self._keeps_apart else nullcontext():
+            with self._separate_gradients() if self._separates_gradients else nullcontext():
                 if roots:
                     torch.autograd.backward(roots, gradients)  # type: ignore[arg-type]
             if self._work.rules.weight_master_pairs:
                 self._work.rules.collect()
             self.activations.drop(m)
             return
-        left = WeightGradients()
+        deferred = WeightGradients()
         if roots and self.splits:
-            left = backward_input(roots, gradients, list_tensors(flight.inputs), self.tied.weights)
+            deferred = run_input_backward(roots, gradients, list_tensors(in_flight.inputs), self.tied.weights)
         elif roots:
-            left = backward_whole(roots, gradients, self._trained)
+            deferred = run_whole_backward(roots, gradients, self._trained)
         if self._is_tied:
-            self.tied.take_gradients(left)
-        self._deferred_weight_gradients[m] = left
-        self.activations.replace(m, left.tensors)
+            self.tied.take_gradients(deferred)
+        self._deferred_weight_gradients[m] = deferred
+        self.activations.replace(m, deferred.tensors)
 
     @contextmanager
-    def _keep_gradients_apart(self) -> Iterator[None]:
+    def _separate_gradients(self) -> Iterator[None]:
         """Keep the gradients of the backward inside the context apart from accumulated ones.
 
         This concerns weights that other stages hold, and all weights if a rule corrects the gradients of each microbatch.
         """
         with ExitStack() as stack:
             stack.enter_context(
-                self._work.rules.compensate(self.update, [self.model.stage], lambda _: self.weights.compute_age(0))
+                self._work.rules.compensate(self.version, [self.model.stage], lambda _: self.weights.compute_age(0))
             )
             if self._is_tied:
-                stack.enter_context(self.tied.gradients_apart())
+                stack.enter_context(self.tied.separate_gradients())
             yield
 
     def add_weight_gradients(self, m: int) -> None:
@@ -353,49 +339,49 @@ class Stage:
             if model.entering is not None:
                 messages = [_draw(spec.message_shape, spec.dtype, model.device) for spec in model.entering.tensors]
                 inputs = model.entering.require_gradients(messages)
-            outputs, result = self.run(self.forwarded + 1, inputs, example[1])
+            outputs, result = self.run(self.newest_forward + 1, inputs, example[1])
             roots = [t for t in (outputs if result is None else [result.loss]) if t.requires_grad]
             gradients = [_draw(t.shape, t.dtype, t.device) if result is None else None for t in roots]
-            entered = [t for t in list_tensors(inputs) if t.requires_grad]
+            differentiable = [t for t in list_tensors(inputs) if t.requires_grad]
             # nothing is trained up to this stage
             if not roots:
                 return True
             # a user's module whose backward cannot run in parts may raise anything
             with suppress(Exception):
                 self.splits = False
-                self.splits = is_split_exact(roots, gradients, entered, self._trained, self.tied.weights)
+                self.splits = is_split_exact(roots, gradients, differentiable, self._trained, self.tied.weights)
         return self.splits
 
     # ---- weight versions before and after an update
 
-    def before_update(self) -> None:
-        """Stash the weights that backwards in flight, or later forwards, still read, before the update overwrites them."""
+    def stash_weights(self) -> None:
+        """Stash the weights that backwards in in_flight, or later forwards, still read, before the update overwrites them."""
         if not self._keeps_versions:
             return
         method, codes = self._work.method, set()
         if method.backward_reads is Reads.STASHED:
-            reads = [flight.replay.backward for flight in self._in_flight.values()]
-            codes = {int(read.codes[0]) for read in reads if read.versions[0] == self.update}
+            reads = [in_flight.replay.backward for in_flight in self._in_flight.values()]
+            codes = {int(read.codes[0]) for read in reads if read.versions[0] == self.version}
             if method.forward_reads is Reads.DOUBLE_BUFFERED:
-                versions = np.full(self._work.schedule.stages, self.update)
-                codes |= self._plan.find_later_reads(versions, self.forwarded)[self.model.stage]
-        self.weights.before_update([codes])
+                versions = np.full(self._work.schedule.stages, self.version)
+                codes |= self._plan.find_later_reads(versions, self.newest_forward)[self.model.stage]
+        self.weights.stash_before_update([codes])
 
-    def after_update(self) -> None:
+    def advance_version(self) -> None:
         """Count the weights in memory as the next version."""
-        self.update += 1
+        self.version += 1
         self._release()
 
     def _release(self) -> None:
         """Drop the versions that no later pass reads."""
         if not self._keeps_versions:
             return
-        versions = [int(flight.replay.backward.versions[0]) for flight in self._in_flight.values()]
-        if self.forwarded + 1 < self._work.schedule.microbatches:
-            versions.append(int(self._plan.replay(self.forwarded + 1, self._here).forward.versions[0]))
+        versions = [int(in_flight.replay.backward.versions[0]) for in_flight in self._in_flight.values()]
+        if self.newest_forward + 1 < self._work.schedule.microbatches:
+            versions.append(int(self._plan.replay(self.newest_forward + 1, self._here).forward.versions[0]))
         self.weights.release(np.array([min(versions, default=np.iinfo(np.int64).max)]))
         if self._is_tied:
-            self.tied.release(min(versions, default=self.update))
+            self.tied.release(min(versions, default=self.version))
 
     @property
     def peak_version_bytes(self) -> int:
@@ -403,9 +389,9 @@ class Stage:
         return self.weights.peak_bytes + self.tied.peak_bytes
 
     def load_newest(self) -> None:
-        """Put the newest weights into the parameters; nothing may be in flight."""
-        self.weights.rest()
-        self.tied.load(self.update)
+        """Put the newest weights into the parameters; nothing may be in in_flight."""
+        self.weights.load_newest()
+        self.tied.load(self.version)
 
     def remove_hooks(self) -> None:
         """Remove the hooks from the model."""

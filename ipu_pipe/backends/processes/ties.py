@@ -20,13 +20,11 @@ import torch
 from torch import nn
 
 from ipu_pipe.backends.processes.layout import find_tied_weights
-from ipu_pipe.backends.processes.mail import TIED, WEIGHTS, Mail, Message, Shapes
+from ipu_pipe.backends.processes.mail import TIED, WEIGHTS, Link, Mail, Message, Shapes
 from ipu_pipe.backends.processes.split import WeightGradients
 from ipu_pipe.model.cutting import Piece, TensorSpec
 
 Weights = List[nn.Parameter]
-# (source stage, target stage, kind of message)
-StageLink = Tuple[int, int, str]
 
 
 @dataclass(frozen=True)
@@ -42,9 +40,9 @@ class Ties:
     gradients_from: Mapping[int, Weights] = field(default_factory=dict)
     copies_of: Mapping[int, Weights] = field(default_factory=dict)
     copied_to: Mapping[int, Weights] = field(default_factory=dict)
-    links: Sequence[StageLink] = ()
+    links: Sequence[Link] = ()
 
-    def needs(self, kind: str) -> Iterator[Tuple[int, Shapes]]:
+    def list_needs(self, kind: str) -> Iterator[Tuple[int, Shapes]]:
         """Yield (source stage, shapes) of the messages of a backward (TIED) or after an update (WEIGHTS)."""
         for source, weights in (self.gradients_from if kind == TIED else self.copies_of).items():
             yield source, tuple(TensorSpec(tuple(p.shape), p.dtype, False) for p in weights)
@@ -53,13 +51,13 @@ class Ties:
 def find_ties(model: nn.Module, cut: Sequence[Piece], stage: int, placement: Sequence[int]) -> Ties:
     """Return the tied weights of a stage of a cut model. `placement`: the device of each stage."""
     ties = Ties({}, {}, {}, {})
-    links: Dict[StageLink, None] = {}
+    links: Dict[Link, None] = {}
     parameters = dict(model.named_parameters())
     for name, stages in find_tied_weights(cut).items():
         holder = stages[0]
-        for before, user in zip(stages, stages[1:]):
-            links.update(dict.fromkeys([(user, before, TIED), (holder, user, WEIGHTS)]))
-            tables = [(user, before, ties.gradients_to), (before, user, ties.gradients_from)]
+        for previous_user, user in zip(stages, stages[1:]):
+            links.update(dict.fromkeys([(user, previous_user, TIED), (holder, user, WEIGHTS)]))
+            tables = [(user, previous_user, ties.gradients_to), (previous_user, user, ties.gradients_from)]
             if placement[user] != placement[holder]:
                 tables += [(user, holder, ties.copies_of), (holder, user, ties.copied_to)]
             for here, other, table in tables:
@@ -98,15 +96,15 @@ class TiedWeights:
         for p, value in zip(self._copies, self._versions[version]):
             p.data = value
         self._loaded = version
-        self._count()
+        self._count_bytes()
 
     def release(self, oldest: int) -> None:
         """Drop the versions before `oldest`, which no later pass reads."""
         for version in [v for v in self._versions if v < oldest]:
             del self._versions[version]
-        self._count()
+        self._count_bytes()
 
-    def _count(self) -> None:
+    def _count_bytes(self) -> None:
         self.held_bytes = self._size * (len(self._versions) - (self._loaded in self._versions))
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
 
@@ -125,23 +123,23 @@ class TiedWeights:
         tables = (self._ties.gradients_to, self._ties.gradients_from)
         return [p for table in tables for weights in table.values() for p in weights]
 
-    def take_gradients(self, left: WeightGradients) -> None:
+    def take_gradients(self, deferred: WeightGradients) -> None:
         """Take the gradients for earlier stages out of the result of a split backward."""
-        self._gradients = [left.take(p) for weights in self._ties.gradients_to.values() for p in weights]
+        self._gradients = [deferred.take(p) for weights in self._ties.gradients_to.values() for p in weights]
 
     @contextlib.contextmanager
-    def gradients_apart(self) -> Iterator[None]:
+    def separate_gradients(self) -> Iterator[None]:
         """Keep the gradients of copied weights from the backward inside the context apart from those accumulated before.
 
         On one rank a copy and its holder are the same tensor, which already has accumulated gradients.
         """
         copies = [p for weights in self._ties.gradients_to.values() for p in weights]
-        gathered = [p.grad for p in copies]
+        accumulated = [p.grad for p in copies]
         for p in copies:
             p.grad = None
         yield
         self._gradients = [p.grad for p in copies]
-        for p, gradient in zip(copies, gathered):
+        for p, gradient in zip(copies, accumulated):
             p.grad = gradient
 
     def send_gradients(self, m: int) -> None:

@@ -50,17 +50,17 @@ Record = Tuple[int, int, int, int, int, int, int, int, int]
 # two marks of a GPU, and the function that takes their times
 Pending = Tuple[Any, Any, Callable[[int, int], None]]
 # events that are written at once
-ROWS = 4096
+FLUSH_EVENTS = 4096
 # seconds after which records are written; a killed run loses no more
-SECONDS = 1.0
+FLUSH_SECONDS = 1.0
 # a tag above the tags of all messages of the schedule
 CLOCK_TAG = (1 << 30) + 1
 # round trips of a comparison of two clocks
-ROUNDS = 8
+ROUND_TRIPS = 8
 
 # kind of event -> index in the totals: 0 busy, 1 waiting, 2 communication; None: not a part of an update
-_TOTAL: Dict[str, Optional[int]] = dict.fromkeys(KIND_CODE, 0)
-_TOTAL.update({WAIT: 1, **dict.fromkeys(COMMUNICATION, 2), **dict.fromkeys(OUTSIDE)})
+_TOTAL_INDEX: Dict[str, Optional[int]] = dict.fromkeys(KIND_CODE, 0)
+_TOTAL_INDEX.update({WAIT: 1, **dict.fromkeys(COMMUNICATION, 2), **dict.fromkeys(OUTSIDE)})
 
 
 class StreamClock:
@@ -75,7 +75,7 @@ class StreamClock:
         finish: Callable[[], None] = lambda: torch.cuda.synchronize(),
     ) -> None:
         self._event, self._finish = event, finish
-        self.anchor()
+        self.set_anchor()
 
     def mark(self) -> Any:
         """Return a mark of the present on the stream."""
@@ -83,15 +83,15 @@ class StreamClock:
         event.record()
         return event
 
-    def anchor(self) -> None:
+    def set_anchor(self) -> None:
         """Wait for the GPU and compare its clock with the host's.
 
         Later times are measured from here, because `elapsed_time` returns float32 milliseconds, inexact for long times.
         """
         self._finish()
-        self._first = self.mark()
+        self._anchor = self.mark()
         self._finish()
-        self._first_ns = time.perf_counter_ns()
+        self._anchor_ns = time.perf_counter_ns()
 
     def read(self, pending: Deque[Pending], wait: bool) -> None:
         """Remove the pending marks that the GPU has passed, in order, and hand over their times; if `wait`, wait for all."""
@@ -99,13 +99,13 @@ class StreamClock:
             self._finish()
         last = None
         while pending and (wait or pending[0][1].query()):
-            start, last, take = pending.popleft()
-            take(self._to_ns(start), self._to_ns(last))
+            start, last, store = pending.popleft()
+            store(self._to_ns(start), self._to_ns(last))
         if last is not None:
-            self._first_ns, self._first = self._to_ns(last), last
+            self._anchor_ns, self._anchor = self._to_ns(last), last
 
     def _to_ns(self, mark: Any) -> int:
-        return self._first_ns + round(self._first.elapsed_time(mark) * 1e6)
+        return self._anchor_ns + round(self._anchor.elapsed_time(mark) * 1e6)
 
 
 class TraceRecorder:
@@ -120,11 +120,11 @@ class TraceRecorder:
         self._pending: Deque[Pending] = deque()
         # without a file all records stay in memory
         self._file: Optional[TraceWriter] = None
-        self._written = time.monotonic()
+        self._last_write = time.monotonic()
         self._totals, self._span_ns = [0, 0, 0], 0
         self._step_start: Any = 0
         # the mark at which recording stopped
-        self._stopped: Optional[Any] = None
+        self._stopped_at: Optional[Any] = None
         self.update = 0
         self.is_recording, self._is_timed = False, False
         # (source stage, target stage) -> (bytes, messages) of activations and their gradients, and of shared layers' gradients
@@ -133,13 +133,14 @@ class TraceRecorder:
 
     def begin_update(self, update: int) -> None:
         """Record from now on if the update is one of `traced`, else stop recording."""
-        before, now = self.is_recording, update in self._traced
-        self.update, self.is_recording = update, now
-        if before and not now:
-            self._stopped = self.mark()
-        elif now and not before and self._stopped is not None:
-            self.add("pause", -1, self._stopped, version=update)
-        if before and (not now or len(self._records) >= ROWS or time.monotonic() - self._written > SECONDS):
+        was_recording, is_recording = self.is_recording, update in self._traced
+        self.update, self.is_recording = update, is_recording
+        if was_recording and not is_recording:
+            self._stopped_at = self.mark()
+        elif is_recording and not was_recording and self._stopped_at is not None:
+            self.add("pause", -1, self._stopped_at, version=update)
+        is_due = len(self._records) >= FLUSH_EVENTS or time.monotonic() - self._last_write > FLUSH_SECONDS
+        if was_recording and (is_due or not is_recording):
             self.flush()
 
     def add(
@@ -147,26 +148,24 @@ class TraceRecorder:
     ) -> Any:
         """Add an event of microbatch (or update) `index` from the mark `start` to now; return the mark of its end."""
         end = self.mark()
+        details = self.is_recording, self._is_timed, kind, (self.stage, index, version, size, peer, carries)
         if self._stream is None:
-            self._take(
-                self.is_recording, self._is_timed, kind, (self.stage, index, version, size, peer, carries), start, end
-            )
+            self._store_event(*details, start, end)
         else:
-            details = (self.is_recording, self._is_timed, kind, (self.stage, index, version, size, peer, carries))
-            self._pending.append((start, end, functools.partial(self._take, *details)))
+            self._pending.append((start, end, functools.partial(self._store_event, *details)))
         return end
 
-    def _take(
-        self, recorded: bool, timed: bool, kind: str, details: Tuple[int, int, int, int, int, str], start: int, end: int
+    def _store_event(
+        self, is_recorded: bool, is_timed: bool, kind: str, details: Tuple[int, int, int, int, int, str], start: int, end: int
     ) -> None:
-        if timed:
-            total = _TOTAL[kind]
-            if total is not None:
-                self._totals[total] += end - start
-        if recorded:
-            stage, index, version, size, peer, carries = details
+        if is_timed:
+            index = _TOTAL_INDEX[kind]
+            if index is not None:
+                self._totals[index] += end - start
+        if is_recorded:
+            stage, number, version, size, peer, carries = details
             self._records.append(
-                (stage, KIND_CODE[kind], index, start, end, version, size, peer, PAYLOAD_CODE[carries])
+                (stage, KIND_CODE[kind], number, start, end, version, size, peer, PAYLOAD_CODE[carries])
             )
 
     def count(self, name: str, value: float, mark: Any) -> None:
@@ -176,9 +175,9 @@ class TraceRecorder:
         if self._stream is None:
             self._counters.append(Counter(self._rank, name, mark, value))
         else:
-            self._pending.append((mark, mark, functools.partial(self._take_counter, name, value)))
+            self._pending.append((mark, mark, functools.partial(self._store_counter, name, value)))
 
-    def _take_counter(self, name: str, value: float, now: int, _: int) -> None:
+    def _store_counter(self, name: str, value: float, now: int, _: int) -> None:
         self._counters.append(Counter(self._rank, name, now, value))
 
     def count_message(self, source: int, target: int, is_shared: bool, size: int) -> None:
@@ -209,12 +208,12 @@ class TraceRecorder:
         self._read(wait=True)
         return DeviceTimes(self._totals[0], self._totals[1], self._totals[2], self._span_ns)
 
-    def events(self) -> Events:
+    def read_events(self) -> Events:
         """Return the events that are in memory."""
         self._read(wait=True)
-        return self._columns()
+        return self._make_events()
 
-    def _columns(self) -> Events:
+    def _make_events(self) -> Events:
         count, names = len(self._records), [name for name in EVENT_TYPES if name != "device"]
         table = np.array(self._records, np.int64).reshape(count, len(names)).T
         return Events.from_columns(count, device=self._rank, **dict(zip(names, table)))
@@ -230,7 +229,7 @@ class TraceRecorder:
         self._file = file
         file.synchronize(time.perf_counter_ns(), offset_ns)
 
-    def take_up(self, earlier: Trace, shift_ns: int, update: int) -> None:
+    def continue_trace(self, earlier: Trace, shift_ns: int, update: int) -> None:
         """Write the events of an earlier start first, moved by `shift_ns`, and a pause from its end to now."""
         assert self._file is not None
         events, values = earlier.events, earlier.counters
@@ -239,25 +238,25 @@ class TraceRecorder:
         self._file.write_counters(values._replace(time=values.time + shift_ns))
         end = int(events.end.max())
         if self.is_recording:
-            self._take(True, False, "pause", (self.stage, -1, update, -1, -1, ""), end, time.perf_counter_ns())
+            self._store_event(True, False, "pause", (self.stage, -1, update, -1, -1, ""), end, time.perf_counter_ns())
         elif self._stream is None:
-            self._stopped = end
+            self._stopped_at = end
 
     def synchronize(self, offset_ns: int) -> None:
         """Store the offset of this rank's clock: rank 0's clock minus this one, in ns. Nothing may be in flight."""
         self._read(wait=True)
         if self._stream is not None:
-            self._stream.anchor()
+            self._stream.set_anchor()
         if self._file is not None:
             self._file.synchronize(time.perf_counter_ns(), offset_ns)
 
     def flush(self, wait: bool = False) -> None:
         """Write the events in memory to the file, if there is one; a GPU's events that it has passed, or all if `wait`."""
         self._read(wait)
-        self._written = time.monotonic()
+        self._last_write = time.monotonic()
         if self._file is not None:
             if self._records:
-                self._file.write_events(self._columns())
+                self._file.write_events(self._make_events())
             self._file.write_counters(Counters.from_rows(self._counters))
             self._records.clear()
             self._counters.clear()
@@ -286,11 +285,11 @@ def compare_clocks() -> int:
         if identities[rank] is not None and identities[rank] == identities[0]:
             continue
         if dist.get_rank() == 0:
-            for _ in range(ROUNDS):
+            for _ in range(ROUND_TRIPS):
                 dist.recv(torch.zeros(1, dtype=torch.int64), src=rank, tag=CLOCK_TAG)
                 dist.send(torch.tensor([time.perf_counter_ns()]), dst=rank, tag=CLOCK_TAG)
         elif dist.get_rank() == rank:
-            offset = min(_ask_clock() for _ in range(ROUNDS))[1]
+            offset = min(_ask_clock() for _ in range(ROUND_TRIPS))[1]
     return offset
 
 
@@ -326,11 +325,11 @@ def open_file(job: Job, rank: int, recorder: TraceRecorder, first_update: int, o
     """
     if job.folder is None or not job.traced_updates:
         return
-    path, metadata = _path_of(job.folder, rank), make_trace_metadata(job)
+    path, metadata = _get_path(job.folder, rank), make_trace_metadata(job)
     earlier = _read_earlier(path, metadata, first_update) if first_update else None
     # remove the files of ranks that this start does not have
     if rank == 0:
-        for other in {*find_store_files(job.folder)} - {_path_of(job.folder, r) for r in range(dist.get_world_size())}:
+        for other in {*find_store_files(job.folder)} - {_get_path(job.folder, r) for r in range(dist.get_world_size())}:
             other.unlink()
     end = -1 if earlier is None or not len(earlier.events.end) else int(earlier.events.end.max())
     # the end of the earlier start by its rank 0's clock, and the present by this rank 0's clock
@@ -338,16 +337,16 @@ def open_file(job: Job, rank: int, recorder: TraceRecorder, first_update: int, o
     dist.all_reduce(last, op=dist.ReduceOp.MAX)
     recorder.write_to(TraceWriter(path, metadata), offset_ns)
     if earlier is not None and end >= 0:
-        recorder.take_up(earlier, int(last[1] - last[0]) - offset_ns, first_update)
+        recorder.continue_trace(earlier, int(last[1] - last[0]) - offset_ns, first_update)
 
 
 def read_back(job: Job, rank: int, recorder: TraceRecorder) -> Optional[Trace]:
     """Close the file and return this rank's whole trace, by rank 0's clock; None if there is no file."""
     recorder.close()
-    return read_store(_path_of(job.folder, rank)) if job.folder is not None and job.traced_updates else None
+    return read_store(_get_path(job.folder, rank)) if job.folder is not None and job.traced_updates else None
 
 
-def _path_of(folder: Path, rank: int) -> Path:
+def _get_path(folder: Path, rank: int) -> Path:
     return folder / "trace" / f"rank-{rank}{SUFFIX}"
 
 

@@ -1,4 +1,4 @@
-"""The update of a stage: average gradients over replicas and shared layers, clip, step, and send the losses to rank 0."""
+"""The update of a stage: average its gradients over replicas and shared layers, clip them, and step."""
 
 from __future__ import annotations
 
@@ -21,13 +21,12 @@ from typing import (
 
 import torch
 
-from ipu_pipe.backends.interface import StepResult
 from ipu_pipe.backends.processes.layout import RankLayout
-from ipu_pipe.backends.processes.mail import NORM, RESULT, SHARED, WEIGHTS, Mail, Message, Shapes
+from ipu_pipe.backends.processes.mail import NORM, SHARED, WEIGHTS, Mail, Message, Shapes
 from ipu_pipe.backends.processes.stage import Stage
 from ipu_pipe.backends.processes.trace import TraceRecorder
 from ipu_pipe.backends.replicas import IndependentReplicas
-from ipu_pipe.backends.work import COLUMNS, Work, average
+from ipu_pipe.backends.work import Work
 from ipu_pipe.errors import RunFault
 from ipu_pipe.model.batch import count_bytes
 from ipu_pipe.model.cutting import TensorSpec
@@ -67,14 +66,13 @@ def average_over_replicas(parameters: Sequence[torch.nn.Parameter], mail: Mail, 
     A gradient that is None on some ranks counts as zero there; one that is None on all ranks stays None.
     """
     has_gradient = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32)
-    somewhere = torch.stack(mail.all_gather(has_gradient, group.host)).amax(dim=0)
-    chosen = [p for p, reached in zip(parameters, somewhere.tolist()) if reached]
-    for dtype in dict.fromkeys(p.dtype for p in chosen):
-        of_dtype = [p for p in chosen if p.dtype == dtype]
-        flat = _flatten(of_dtype, group)
-        replicas = mail.all_gather(flat, group.of_gradients)
-        mean = (functools.reduce(torch.add, replicas) / len(replicas)).to(of_dtype[0].device)
-        for p, part in zip(of_dtype, mean.split([p.numel() for p in of_dtype])):
+    on_any_rank = torch.stack(mail.all_gather(has_gradient, group.host)).amax(dim=0)
+    averaged = [p for p, has_any in zip(parameters, on_any_rank.tolist()) if has_any]
+    for dtype in dict.fromkeys(p.dtype for p in averaged):
+        same_dtype = [p for p in averaged if p.dtype == dtype]
+        replicas = mail.all_gather(_flatten(same_dtype, group), group.of_gradients)
+        mean = (functools.reduce(torch.add, replicas) / len(replicas)).to(same_dtype[0].device)
+        for p, part in zip(same_dtype, mean.split([p.numel() for p in same_dtype])):
             p.grad = part.view_as(p)
 
 
@@ -119,7 +117,7 @@ class OverlappedAverage:
         # gradients that autograd has not reported by now are unused, or come without autograd
         if is_last:
             self._awaited = [set() for _ in self._buckets]
-            self._begin()
+            self._begin_sums()
             self._awaited = []
 
     def _note(self, p: torch.nn.Parameter) -> None:
@@ -133,16 +131,16 @@ class OverlappedAverage:
                 " checkpoint), the later after its sum over the replicas had begun: use reduction: exact"
             )
         self._awaited[number].discard(p)
-        self._begin()
+        self._begin_sums()
 
-    def _begin(self) -> None:
+    def _begin_sums(self) -> None:
         """Begin the sums of the next buckets whose gradients are complete."""
         while len(self._begun) < len(self._buckets) and not self._awaited[len(self._begun)]:
             bucket = self._buckets[len(self._begun)]
             # flags after the gradients tell the other ranks which of them exist
-            is_there = torch.tensor([float(p.grad is not None) for p in bucket], dtype=bucket[0].dtype)
+            has_gradient = torch.tensor([float(p.grad is not None) for p in bucket], dtype=bucket[0].dtype)
             gradients = _flatten(bucket, self._group)
-            total = torch.cat([gradients, is_there.to(gradients.device)])
+            total = torch.cat([gradients, has_gradient.to(gradients.device)])
             self._begun.append((total, self._mail.begin_sum(total, self._group.of_gradients)))
             for p in bucket:
                 p.grad = None
@@ -187,10 +185,6 @@ def divide_into_buckets(parameters: Sequence[torch.nn.Parameter], most_bytes: in
 # the norm that is sent for a missing gradient
 NO_GRADIENT = -1.0
 NORM_SHAPE = (TensorSpec((1,), torch.float64, False),)
-DRAW_ALIKE = (
-    "the inputs of one would be trained with the labels of the other; seed every generator that the data hold "
-    "(numpy.random.default_rng(SEED)), or draw from the global ones, which are seeded alike on all ranks"
-)
 
 
 class StageUpdate:
@@ -206,21 +200,20 @@ class StageUpdate:
     ) -> None:  # fmt: skip
         self.stages, self._work, self._mail, self._recorder = stages, work, mail, recorder
         self._replicas, self._independent = replicas, independent
-        self._gathers = replicas is not None or any(stage.model.local is not None for stage in stages)
-        layout, chosen = stages[0].model.layout, [stage.model.stage for stage in stages]
-        # an overlapping layer belongs to another rank's stage, and is stepped here too
-        self._updated = [s for s in work.rules.stages if s in chosen or s not in layout.held]
+        layout, numbers = stages[0].model.layout, [stage.model.stage for stage in stages]
+        # an overlapping layer belongs to another rank's stage, and is updated here too
+        self._updated = [s for s in work.rules.stages if s in numbers or s not in layout.stages_of_rank]
         parameters = {s: work.rules.stages[s].parameters for s in self._updated}
-        self._norms = OtherRanksNorms(work, layout, chosen, mail, recorder, self._interrupt)
-        self._parameters = [p for of_stage in parameters.values() for p in of_stage]
-        self._own = [p for s, of_stage in parameters.items() if s in chosen for p in of_stage]
+        self._norms = OtherRanksNorms(work, layout, numbers, mail, recorder, self._pause_event)
+        self._parameters = [p for stage_parameters in parameters.values() for p in stage_parameters]
+        self._parameters_here = [p for s, stage_parameters in parameters.items() if s in numbers for p in stage_parameters]
         self.clipping = GradientClipping(work.clip, parameters, work.schedule, self._norms)
         # stage -> average, if `reduction` is fast
         self.averages: Dict[int, OverlappedAverage] = {}
         if replicas is not None and replicas.is_fast:
             count, early = work.schedule.accumulate, not work.rules.compensates
             self.averages = {
-                s: OverlappedAverage(parameters[s], mail, replicas, count, begins_early=early) for s in chosen if s in parameters
+                s: OverlappedAverage(parameters[s], mail, replicas, count, begins_early=early) for s in numbers if s in parameters
             }
         self._update, self._start = -1, recorder.mark()
 
@@ -228,9 +221,9 @@ class StageUpdate:
         """Yield the messages that update k of a stage needs, or that arrive after it, with their shapes."""
         model = stage.model
         if model.local is not None:
-            for neighbor, shapes in model.local.needs():
+            for neighbor, shapes in model.local.list_needs():
                 yield Message(SHARED, k, neighbor, model.stage), shapes
-        for holder, shapes in model.ties.needs(WEIGHTS):
+        for holder, shapes in model.ties.list_needs(WEIGHTS):
             yield Message(WEIGHTS, k, holder, model.stage), shapes
         source = self.clipping.delayed.get_source(k) if self.clipping.delayed is not None else None
         if source is not None:
@@ -244,27 +237,26 @@ class StageUpdate:
                 for replicas in self._independent:
                     replicas.end_step(self._work, k)
         else:
-            if self._gathers:
-                self._gather(k)
+            self._average_gradients(k)
             with self._record(k):
                 for stage in self.stages:
-                    stage.before_update()
+                    stage.stash_weights()
                 sample(k)
                 self.step(k)
         for stage in self.stages:
-            stage.after_update()
+            stage.advance_version()
             if stage.model.ties.copied_to:
                 stage.tied.send_weights(k)
 
-    def _gather(self, k: int) -> None:
+    def _average_gradients(self, k: int) -> None:
         """Average the gradients of update k over replicas and over blocks that share a layer."""
         if self._replicas is not None:
-            start, size = self._recorder.mark(), count_bytes(self._own)
+            start, size = self._recorder.mark(), count_bytes(self._parameters_here)
             if self._replicas.is_fast:
                 for average_of_stage in self.averages.values():
                     average_of_stage.finish()
             else:
-                average_over_replicas(self._own, self._mail, self._replicas)
+                average_over_replicas(self._parameters_here, self._mail, self._replicas)
             self._recorder.add(Kind.AVERAGE.word, k, start, size=size, carries="gradients")
         for stage in self.stages:
             if stage.model.local is not None:
@@ -284,31 +276,31 @@ class StageUpdate:
         self._recorder.add(Kind.UPDATE.word, k, self._start, version=k + 1)
 
     @contextlib.contextmanager
-    def _interrupt(self) -> Iterator[None]:
+    def _pause_event(self) -> Iterator[None]:
         self._recorder.add(Kind.UPDATE.word, self._update, self._start, version=self._update + 1)
         yield
         self._start = self._recorder.mark()
 
 
 class OtherRanksNorms(OtherStages):
-    """The gradient norms of the replica's stages besides `here`. `interrupt`: a context for messages, which the update's event
-    does not include."""
+    """The gradient norms of the replica's stages besides `here`. `pause_event`: a context for messages, which the
+    update's event does not include."""
 
     def __init__(
         self, work: Work, layout: RankLayout, here: Sequence[int], mail: Mail, recorder: TraceRecorder,
-        interrupt: Callable[[], ContextManager[None]],
+        pause_event: Callable[[], ContextManager[None]],
     ) -> None:  # fmt: skip
-        self._layout, self._mail, self._recorder, self._interrupt = layout, mail, recorder, interrupt
+        self._layout, self._mail, self._recorder, self._pause_event = layout, mail, recorder, pause_event
         self._parameters = {s: work.rules.stages[s].parameters for s in here if s in work.rules.stages}
         self._here = here
         self._others = [stage for stage in range(layout.stages) if stage not in here]
         # the updates whose norms are announced to the mail
         self._expected: Set[int] = set()
-        # the most parameters of a stage
-        self._most = 0
+        # the parameters of the stage that has most
+        self._max_parameters = 0
         if work.clip is not None and work.clip[1] == "global":
-            most = max(map(len, self._parameters.values()), default=0)
-            self._most = max(int(n) for n in mail.all_gather(torch.tensor([most])))
+            count = max(map(len, self._parameters.values()), default=0)
+            self._max_parameters = max(int(n) for n in mail.all_gather(torch.tensor([count])))
 
     def list_needs(self, k: int) -> Iterator[Tuple[Message, Shapes]]:
         """Yield the messages with the norms of update k."""
@@ -320,22 +312,22 @@ class OtherRanksNorms(OtherStages):
         return [Message(NORM, k, other, stage) for stage in self._here for other in self._others]
 
     def gather_norms(self, norms: Sequence[torch.Tensor]) -> List[torch.Tensor]:
-        by_stage = torch.full((self._layout.stages, self._most), NO_GRADIENT, dtype=torch.float64)
+        by_stage = torch.full((self._layout.stages, self._max_parameters), NO_GRADIENT, dtype=torch.float64)
         rest = iter(norms)
         for stage, parameters in self._parameters.items():
             for i, p in enumerate(parameters):
                 by_stage[stage, i] = NO_GRADIENT if p.grad is None else next(rest).double().cpu()
-        with self._interrupt():
+        with self._pause_event():
             start = self._recorder.mark()
-            of_ranks = self._mail.all_gather(by_stage)
+            by_rank = self._mail.all_gather(by_stage)
             self._recorder.add("wait", self._recorder.update, start, carries="norms")
-        every = torch.cat([of_ranks[self._layout.rank_of(stage)][stage] for stage in range(self._layout.stages)])
-        every = every[every != NO_GRADIENT]
-        return list(every.to(norms[0].device, norms[0].dtype) if norms else every)
+        all_norms = torch.cat([by_rank[self._layout.find_rank(stage)][stage] for stage in range(self._layout.stages)])
+        all_norms = all_norms[all_norms != NO_GRADIENT]
+        return list(all_norms.to(norms[0].device, norms[0].dtype) if norms else all_norms)
 
     def receive(self, k: int) -> Dict[int, Optional[float]]:
         norms: Dict[int, Optional[float]] = {}
-        with self._interrupt():
+        with self._pause_event():
             self._expected.discard(k)
             for message in self._list_messages(k):
                 norm = float(self._mail.receive(message)[0])
@@ -343,7 +335,7 @@ class OtherRanksNorms(OtherStages):
         return norms
 
     def send(self, k: int, norms: Mapping[int, Optional[float]]) -> None:
-        with self._interrupt():
+        with self._pause_event():
             for stage in self._here:
                 norm = norms.get(stage)
                 value = torch.tensor([NO_GRADIENT if norm is None else norm], dtype=torch.float64)
@@ -368,70 +360,3 @@ def keep_version_counters(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
         return
     with torch.autograd._unsafe_preserve_version_counter(tuple(parameters)):  # type: ignore[arg-type]
         yield
-
-
-class ResultCollection:
-    """Collect the results of updates on the first stage of each replica, and over the replicas.
-
-    The stages `with_loss` send their tables of results (`work.tabulate`) to the first stage, with the checksums of the batches
-    that they read for the labels. They must equal the checksums of the batches that the first stage read for its inputs.
-    `microbatches`: the microbatches of an update on one replica; `samples`: the samples of an update on all replicas; `data`: the
-    name of the data, for a fault; `first_stages`: the group of the replicas' first stages, None if there is one replica.
-    """
-
-    def __init__(
-        self, mail: Mail, recorder: TraceRecorder, layout: RankLayout, with_loss: List[int], microbatches: int, samples: int,
-        data: str, first_stages: Any = None,
-    ) -> None:  # fmt: skip
-        self._mail, self._recorder, self._layout, self.with_loss = mail, recorder, layout, with_loss
-        self._microbatches, self._samples, self._data = microbatches, samples, data
-        self._first_stages = first_stages
-        self._shapes = (TensorSpec((microbatches, COLUMNS + 1), torch.float64, False),)
-        # update -> table and checksums of the first stage
-        self._on_first: Dict[int, Tuple[Optional[torch.Tensor], torch.Tensor]] = {}
-        self._expected = 0
-
-    def expect(self, first: int, last: int) -> None:
-        """Announce, on the first stage, the results of the updates in [first, last) that are not announced yet."""
-        first = max(first, self._expected)
-        for stage in self.with_loss:
-            if stage:
-                self._mail.expect([(Message(RESULT, k, stage, 0), self._shapes) for k in range(first, last)])
-        self._expected = max(first, last)
-
-    def send(self, k: int, stage: int, table: Optional[torch.Tensor], checksums: Dict[int, int]) -> None:
-        """Send a stage's table of update k, None if it has no loss; remove the update's microbatches from `checksums`."""
-        microbatches = range(k * self._microbatches, (k + 1) * self._microbatches)
-        column = torch.tensor([checksums.pop(m, 0) for m in microbatches], dtype=torch.float64)
-        if stage == 0:
-            self._on_first[k] = table, column
-        elif table is not None:
-            self._mail.send(Message(RESULT, k, stage, 0), [torch.cat([table, column[:, None]], dim=1)])
-
-    def collect(self, k: int) -> StepResult:
-        """Return the result of update k, which only the first stages know. Raise `RunFault` if stages read different batches."""
-        if 0 not in self._layout.held:
-            return StepResult(float("nan"), None, self._samples)
-        on_first, checksums = self._on_first.pop(k)
-        tables = []
-        for stage in self.with_loss:
-            if stage == 0:
-                assert on_first is not None
-                tables.append(on_first)
-                continue
-            received = self._mail.receive(Message(RESULT, k, stage, 0))[0]
-            if not torch.equal(checksums, received[:, -1]):
-                ranks = self._layout.rank_of(0), self._layout.rank_of(stage)
-                raise RunFault(
-                    f"data: {self._data}: update {k}: rank {ranks[0]} and rank {ranks[1]} read different batches: {DRAW_ALIKE}"
-                )
-            tables.append(received[:, :-1])
-        table = torch.stack(tables)  # (blocks, microbatches, 3)
-        if self._first_stages is not None:
-            start = self._recorder.mark()
-            replicas = self._mail.all_gather(table, self._first_stages)
-            self._recorder.add("wait", k, start, carries="losses")
-            # the emulator's order: microbatch 0 of each replica, microbatch 1 of each replica, ...
-            table = torch.stack(replicas, dim=2).flatten(1, 2)
-        blocks = [average(rows) for rows in table]
-        return StepResult(*blocks[-1], self._samples, tuple(blocks) if len(blocks) > 1 else ())
