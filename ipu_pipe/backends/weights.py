@@ -17,7 +17,7 @@ as an in-place change.
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Set, Tuple
+from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple
 
 import numpy as np
 import torch
@@ -31,10 +31,15 @@ from ipu_pipe.update.apply import PLAIN
 Tensors = List[torch.Tensor]
 # (target, value) pairs
 Copies = List[Tuple[torch.Tensor, torch.Tensor]]
-# (version, code)
-View = Tuple[int, int]
 # (stage, code, version) -> pairs (x, c) such that the corrected weights are w + sum of c x
 Offset = Callable[[int, int, int], List[Tuple[Tensors, float]]]
+
+
+class View(NamedTuple):
+    """The weights that a pass reads on one stage: a version, and the code of its correction."""
+
+    version: int
+    code: int
 
 
 class WeightStore:
@@ -117,7 +122,7 @@ class _VersionedStore(WeightStore):
     def release(self, oldest: IntArray) -> None:
         for stage in np.flatnonzero(oldest > self._oldest).tolist():
             newest = self._newest[stage]
-            for view in [v for v in self._stash[stage] if v[0] < oldest[stage] and v[0] != newest]:
+            for view in [v for v in self._stash[stage] if v.version < oldest[stage] and v.version != newest]:
                 self._drop(stage, view)
         self._oldest = np.minimum(oldest, self._newest)
 
@@ -129,13 +134,13 @@ class _VersionedStore(WeightStore):
         loaded, newest = self._loaded, self._plain.versions
         changed = np.flatnonzero((versions != loaded.versions) | (codes != loaded.codes)).tolist()
         has_newest = (loaded.versions == newest) & (loaded.codes == PLAIN)
-        self._put([(stage, (int(versions[stage]), int(codes[stage])), bool(has_newest[stage])) for stage in changed])
+        self._put([(stage, View(int(versions[stage]), int(codes[stage])), bool(has_newest[stage])) for stage in changed])
         self._loaded = views
 
     def compute_age(self, stage: int) -> Optional[Tensors]:
         if self._loaded.codes[stage] == PLAIN and self._loaded.versions[stage] == self._newest[stage]:
             return None
-        newest = self._stash[stage][self._newest[stage], PLAIN]
+        newest = self._stash[stage][View(self._newest[stage], PLAIN)]
         return list(torch._foreach_sub(newest, [p.data for p in self._parameters[stage]])) if newest else []
 
     def _put(self, views: Sequence[Tuple[int, View, bool]]) -> None:
@@ -179,7 +184,7 @@ class OverwritingStore(_VersionedStore):
         written: Copies = []
         corrected: List[Tuple[int, int]] = []
         for stage, view, has_newest in views:
-            views_of_stage, storage, newest = self._stash[stage], self._storage[stage], (self._newest[stage], PLAIN)
+            views_of_stage, storage, newest = self._stash[stage], self._storage[stage], View(self._newest[stage], PLAIN)
             # the newest weights are only in the parameters, which are about to be overwritten
             if newest not in views_of_stage:
                 views_of_stage[newest] = self._allocate(stage)
@@ -187,10 +192,10 @@ class OverwritingStore(_VersionedStore):
             if view in views_of_stage:
                 written += zip(storage, views_of_stage[view])
             else:
-                assert view[0] == newest[0], f"stage {stage}: view {view} is read but was not stashed"
+                assert view.version == newest.version, f"stage {stage}: {view} is read but was not stashed"
                 if not has_newest:
                     written += zip(storage, views_of_stage[newest])
-                corrected.append((stage, view[1]))
+                corrected.append((stage, view.code))
         copy_all(saved)
         copy_all(written)
         for stage, code in corrected:
@@ -202,9 +207,9 @@ class OverwritingStore(_VersionedStore):
         for stage in stages:
             codes, newest = codes_by_stage[stage], self._newest[stage]
             if PLAIN not in codes:
-                self._drop(stage, (newest, PLAIN))
+                self._drop(stage, View(newest, PLAIN))
             for code in codes:
-                view = (newest, code)
+                view = View(newest, code)
                 if view not in self._stash[stage]:
                     self._stash[stage][view] = self._allocate(stage)
                     copies += zip(self._stash[stage][view], self._storage[stage])
@@ -219,12 +224,12 @@ class SwappingStore(_VersionedStore):
 
     def _put(self, views: Sequence[Tuple[int, View, bool]]) -> None:
         for stage, view, has_newest in views:
-            views_of_stage, newest = self._stash[stage], (self._newest[stage], PLAIN)
+            views_of_stage, newest = self._stash[stage], View(self._newest[stage], PLAIN)
             if has_newest:
                 views_of_stage[newest] = [p.data for p in self._parameters[stage]]
             if view not in views_of_stage:
-                assert view[0] == newest[0], f"stage {stage}: view {view} is read but was not stashed"
-                self._stash_corrected(stage, view[1], views_of_stage[newest])
+                assert view.version == newest.version, f"stage {stage}: {view} is read but was not stashed"
+                self._stash_corrected(stage, view.code, views_of_stage[newest])
             for parameter, tensor in zip(self._parameters[stage], views_of_stage[view]):
                 parameter.data = tensor
 
@@ -233,7 +238,7 @@ class SwappingStore(_VersionedStore):
         tensors = self._allocate(stage)
         copy_all(list(zip(tensors, plain)))
         self._correct(stage, code, tensors)
-        self._stash[stage][(self._newest[stage], code)] = tensors
+        self._stash[stage][View(self._newest[stage], code)] = tensors
 
     def _stash_views(self, stages: Sequence[int], codes_by_stage: Sequence[Set[int]]) -> None:
         copies: Copies = []
@@ -241,14 +246,14 @@ class SwappingStore(_VersionedStore):
             codes, views, newest = codes_by_stage[stage], self._stash[stage], self._newest[stage]
             tensors = [p.data for p in self._parameters[stage]]
             for code in codes - {PLAIN}:
-                if (newest, code) not in views:
+                if View(newest, code) not in views:
                     self._stash_corrected(stage, code, tensors)
-            for view in [v for v in views if v[0] == newest and v[1] not in codes and v[1] != PLAIN]:
+            for view in [v for v in views if v.version == newest and v.code not in codes and v.code != PLAIN]:
                 self._drop(stage, view)
-            views.pop((newest, PLAIN), None)
+            views.pop(View(newest, PLAIN), None)
             # leave the parameters' tensors as they are; the update steps a copy
             if PLAIN in codes:
-                views[newest, PLAIN] = tensors
+                views[View(newest, PLAIN)] = tensors
                 new = self._allocate(stage)
                 for parameter, tensor in zip(self._parameters[stage], new):
                     parameter.data = tensor
