@@ -8,9 +8,9 @@ import torch
 from ipu_pipe.errors import BadInput
 from ipu_pipe.local import costs
 from ipu_pipe.local.blocks import Blocks, get_blocks
-from ipu_pipe.local.costs import BACKPROPAGATION
+from ipu_pipe.local.costs import BACKPROPAGATION, Flops
 from ipu_pipe.local.costs import compute_per_example as per_example
-from ipu_pipe.local.structures import Flops, make_blocks
+from ipu_pipe.local.structures import make_blocks
 from ipu_pipe.schedule.methods import Structure
 from models.mlp import mlp
 from models.resnet import resnet18

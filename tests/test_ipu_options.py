@@ -180,13 +180,13 @@ def test_a_fault_names_the_file_it_came_from(tmp_path: Path) -> None:
 def test_neighbours_on_one_ipu_are_one_stage_and_a_pipeline_has_twice_as_many_less_one() -> None:
     place = place_stages(IpuConfig(ipus=[0, 1, 1, 2, 0]), 5)
     assert place.poptorch_stages == [(0, [0]), (1, [1, 2]), (2, [3]), (0, [4])]
-    assert (place.forward_stages, place.ipus, place.least_accumulation) == (4, 3, 7)
+    assert (place.forward_stages, place.ipu_count, place.least_accumulation) == (4, 3, 7)
     whole = place_stages(IpuConfig(), 8)
-    assert (whole.ipu_of, whole.least_accumulation) == (tuple(range(8)), 15)
+    assert (whole.ipu_by_stage, whole.least_accumulation) == (tuple(range(8)), 15)
     # PopART's schedule (willow/src/transforms/pipeline.cpp): cycles of an update, and the share of them that is full
     for stages, accumulation, cycles, share in ((2, 3, 5, 0.6), (4, 7, 13, 0.54), (4, 64, 70, 0.91), (8, 64, 78, 0.82)):
         place = Placement(tuple(range(stages)))
-        assert place.cycles(accumulation) == cycles and round(accumulation / cycles, 2) == share
+        assert place.count_cycles(accumulation) == cycles and round(accumulation / cycles, 2) == share
 
 
 FACTS = ModelFacts(4, {}, [1, 2, 3], [], [], ("sgd", [{}]), 100, 50)
@@ -316,7 +316,7 @@ def test_recomputation_is_set_where_it_was_asked_for(poptorch: Any) -> None:
 def test_overlapped_io_reaches_the_model(poptorch: Any, monkeypatch: Any) -> None:
     settings = config({"overlapped_io": "device_iteration_loop", **IO}, method="naive")
     loss, mode = torch.nn.functional.cross_entropy, wrapping.OVERLAP[settings.backend.ipu.overlapped_io]
-    wrapped = wrapping.Wrapped(wrapping.Whole(torch.nn.Linear(2, 2)), loss, False, mode)
+    wrapped = wrapping.Wrapped(wrapping.WholeModel(torch.nn.Linear(2, 2)), loss, False, mode)
     options = make_options(settings, Placement((0,)), True, 0)
     executor = poptorch.trainingModel(wrapped, options, poptorch.optim.SGD(wrapped.parameters(), lr=0.1))
     asked: List[Any] = []

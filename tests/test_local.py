@@ -23,9 +23,9 @@ from ipu_pipe.backends.work import Work
 from ipu_pipe.config.load import load_config
 from ipu_pipe.errors import BadInput
 from ipu_pipe.local.blocks import BlockedModel, get_blocks
-from ipu_pipe.local.costs import compute_per_example, compute_sequential, make_auglocal_law
+from ipu_pipe.local.costs import Flops, compute_per_example, compute_sequential, make_auglocal_law
 from ipu_pipe.local.heads import AugLocal, TokenHead, make_head
-from ipu_pipe.local.structures import Flops, make_blocks
+from ipu_pipe.local.structures import make_blocks
 from ipu_pipe.model.loss import SumOfLosses
 from ipu_pipe.model.observation import observe_training
 from ipu_pipe.model.stages import partition
@@ -135,7 +135,7 @@ def train_plainly(blocks: Blocks, heads: Heads, accumulate: int, optimizer: str,
 def copy_heads(model: BlockedModel) -> Heads:
     blocks = get_blocks(model)
     assert blocks is not None
-    return [copy.deepcopy(blocks.head(j)) for j in range(len(blocks.pieces))]
+    return [copy.deepcopy(blocks.get_head(j)) for j in range(len(blocks.pieces))]
 
 
 def assert_equal(model: BlockedModel, expected: nn.Module, heads: Heads) -> None:
@@ -204,7 +204,7 @@ def test_the_last_layers_train_and_the_others_stay() -> None:
     assert_equal(model, whole(expected), [None, None])
     blocks = get_blocks(model)
     assert blocks is not None and not any(p.requires_grad for p in stages[0].parameters())
-    blocks.release()
+    blocks.unfreeze()
     assert all(p.requires_grad for p in stages[0].parameters())
 
 

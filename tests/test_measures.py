@@ -108,7 +108,7 @@ def test_angles_are_those_of_gradients_written_out(overlap: int) -> None:
     for stage in stages:
         entered.append(stage(entered[-1]).detach())
     for j in range(4):
-        first, head = max(0, j - overlap), blocks.head(j)
+        first, head = max(0, j - overlap), blocks.get_head(j)
         parts = [*stages[first : j + 1], *([head] if head else [])]
         loss = cross_entropy(nn.Sequential(*parts)(entered[first]), y)
         for i in range(first, j + 1):

@@ -171,7 +171,7 @@ class Engine:
         """Let a model that was cut into blocks train as a whole again."""
         blocks = get_blocks(self.job.model)
         if blocks is not None:
-            blocks.release()
+            blocks.unfreeze()
 
 
 class Backend(NamedTuple):

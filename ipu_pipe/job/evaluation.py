@@ -132,7 +132,7 @@ def evaluate(setup: Setup, split: str = "test") -> List[EvaluationResult]:
     with torch.no_grad(), restore_modes(model):
         model.eval()
         for x, y in load_test_batches(setup, split):
-            outputs = blocks.outputs(x) if blocks is not None else [call_model(model, x)]
+            outputs = blocks.compute_outputs(x) if blocks is not None else [call_model(model, x)]
             tallies = tallies or [Tally.of(setup) for _ in outputs]
             for tally, output in zip(tallies, outputs):
                 tally.add(output, y, count_samples(x))

@@ -20,7 +20,7 @@ from ipu_pipe.data import DataSource, load_data
 from ipu_pipe.errors import BadInput, raise_faults, summarize
 from ipu_pipe.job.overrides import Overrides
 from ipu_pipe.local.heads import AugLocal, Heads
-from ipu_pipe.local.structures import find_structure, make_blocks
+from ipu_pipe.local.structures import make_blocks
 from ipu_pipe.model.cutting import Piece
 from ipu_pipe.model.loss import Loss, LossOfOutput, OwnLoss, Take, TakePart, list_requested_fields
 from ipu_pipe.model.stages import Partition, partition
@@ -294,7 +294,7 @@ def place_blocks(
     if isinstance(config.stages, dict) and config.stages.get("by") == "time":
         why = "times differ from run to run, and blocks are what is trained: must be flops or parameters"
         raise BadInput(f"stages.by: time: {why}")
-    take = make_take(config, of_heads=not find_structure(method.structure).trains_last)
+    take = make_take(config, of_heads=method.structure.layers is None)
     model, part = make_blocks(
         model, x, method.structure, config.stages, config.seed, count, resolve_head(config), method.one_stage_reason or "", take
     )

@@ -17,6 +17,7 @@ With an overlap of 1 block j trains layer j - 1 as well, and the two gradients o
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import torch
@@ -42,9 +43,9 @@ HEADS = "local_heads"
 class Blocks:
     """The blocks of a model that have losses of their own.
 
-    `begins` are the names of the modules at which the second and later blocks begin. With `trains_last` only the last block
-    trains; the others are frozen and there are no heads. `take` extracts from the model's output what its loss needs; heads
-    return the same form.
+    `begins`: the names of the modules at which the second and later blocks begin. `trains_last`: only the last block trains; the
+    others are frozen and there are no heads. `take` extracts from the model's output what its loss needs; heads return the same
+    form.
     """
 
     def __init__(
@@ -64,11 +65,11 @@ class Blocks:
         with torch.no_grad():
             # copies of the model need this recording too
             self.pieces[0].cut.prepare(x, training=False)
-        # the number of previous blocks that each block also trains
+        # the number of previous blocks whose duplicates each block trains too
         self.overlap = 0
         self._duplicates: Optional[Duplicates] = None
-        before = self.pieces[:-1] if trains_last else []
-        self._frozen = [p for piece in before for p in piece.parameters() if p.requires_grad]
+        untrained = self.pieces[:-1] if trains_last else []
+        self._frozen = [p for piece in untrained for p in piece.parameters() if p.requires_grad]
         for parameter in self._frozen:
             parameter.requires_grad_(False)
         self.heads = nn.ModuleDict({} if trains_last else self._make_heads(begins, x, seed, head, take))
@@ -77,7 +78,7 @@ class Blocks:
         self, begins: Sequence[str], x: Any, seed: int, head: Optional[Heads], take: Optional[Take]
     ) -> Dict[str, nn.Module]:
         model = self.model
-        usual: MakeHead = getattr(model, "local_head", None) or (lambda a, o: make_head(model, a, o))
+        make_default: MakeHead = getattr(model, "local_head", None) or partial(make_head, model)
         output, activations = self._run_pieces(x)
         output = output if take is None else take(output)
         if not isinstance(output, torch.Tensor):
@@ -93,7 +94,7 @@ class Blocks:
                     if isinstance(head, AugLocal):
                         built = head.make(model, index, singles, output)
                     else:
-                        built = (head or usual)(activation, output)
+                        built = (head or make_default)(activation, output)
                     built.to(device, torch.float32 if is_cast(model) else activation.dtype)
                     if is_cast(model):
                         cast_forward(built, device.type)
@@ -107,7 +108,7 @@ class Blocks:
                     raise BadInput(
                         f"method_args.head: before {begin}: returns {shape}, must return {tuple(output.shape)}"
                     )
-                if _writes_over(built, activation):
+                if _overwrites_input(built, activation):
                     built.register_forward_pre_hook(lambda _, inputs: (inputs[0].clone(),))
                 heads[str(index)] = built.train()
         return heads
@@ -122,45 +123,45 @@ class Blocks:
                 values.append(piece(values[-1]))
         return values[-1], values[1:-1]
 
-    def head(self, index: int) -> Optional[nn.Module]:
+    def get_head(self, index: int) -> Optional[nn.Module]:
         """Return the auxiliary head of a block; None for the last block, and if there are no heads."""
         return self.heads[str(index)] if str(index) in self.heads else None
 
-    def train(self, x: Any) -> BlockOutputs:
-        """Run the training forward, in which no gradient passes from block to block."""
-        outputs, entered = BlockOutputs(), [x]
-        # the random state before each piece
-        drawn: List[torch.Tensor] = []
+    def run_detached(self, x: Any) -> BlockOutputs:
+        """Return the outputs of a training forward, in which no gradient passes from block to block."""
+        outputs, inputs = BlockOutputs(), [x]
+        # before each piece
+        random_states: List[torch.Tensor] = []
         for index, piece in enumerate(self.pieces):
             first = max(0, index - self.overlap)
-            value = entered[first]
-            for again in range(first, index):
+            value = inputs[first]
+            for earlier in range(first, index):
                 assert self._duplicates is not None
-                value = self._duplicates.run(index, again, value, drawn[again])
+                value = self._duplicates.run(index, earlier, value, random_states[earlier])
             if self.overlap:
-                drawn.append(torch.get_rng_state())
+                random_states.append(torch.get_rng_state())
             value = piece(value)
-            entered.append(tree_map(torch.Tensor.detach, value))
-            head = self.head(index)
+            inputs.append(tree_map(torch.Tensor.detach, value))
+            head = self.get_head(index)
             if head is not None:
                 outputs.append(head(get_activation(value)))
             elif piece is self.pieces[-1]:
                 outputs.append(value)
         return outputs
 
-    def outputs(self, x: Any) -> BlockOutputs:
-        """Return the outputs of all blocks in the modules' present mode."""
+    def compute_outputs(self, x: Any) -> BlockOutputs:
+        """Return the outputs of all blocks in the modules' present mode, without duplicates and detaching (for evaluation)."""
         outputs, value = BlockOutputs(), x
         for index, piece in enumerate(self.pieces):
             value = piece(value)
-            head = self.head(index)
+            head = self.get_head(index)
             if head is not None:
                 outputs.append(head(get_activation(value)))
         return BlockOutputs([*outputs, value])
 
     # ---- overlap
 
-    def share(self, overlap: int) -> None:
+    def add_duplicates(self, overlap: int) -> None:
         """Let each block train `overlap` previous blocks as well, as duplicates with the same weights and separate gradients."""
         self.overlap = overlap
         # the input is used twice
@@ -176,7 +177,7 @@ class Blocks:
         """Drop the duplicates: a process that runs one block trains the layers of its own model instead."""
         self._duplicates = None
 
-    def release(self) -> None:
+    def unfreeze(self) -> None:
         """Let the whole model train again."""
         for parameter in self._frozen:
             parameter.requires_grad_(True)
@@ -206,7 +207,7 @@ class BlockedModel(nn.Module):
         """Return `BlockOutputs` in training, else the model's output."""
         if not self.training:
             return self._local_blocks.model(*inputs, **named)
-        return self._local_blocks.train(join_arguments(inputs, named))
+        return self._local_blocks.run_detached(join_arguments(inputs, named))
 
 
 def get_blocks(model: nn.Module) -> Optional[Blocks]:
@@ -214,10 +215,10 @@ def get_blocks(model: nn.Module) -> Optional[Blocks]:
     return model._local_blocks if isinstance(model, BlockedModel) else None
 
 
-def _writes_over(part: nn.Module, value: torch.Tensor) -> bool:
-    """Return whether a module first overwrites its input in place."""
+def _overwrites_input(module: nn.Module, value: torch.Tensor) -> bool:
+    """Tell whether a module first overwrites its input in place."""
     try:
-        part(value.detach().clone().requires_grad_())
+        module(value.detach().clone().requires_grad_())
     except RuntimeError as error:
         return "leaf Variable that requires grad" in str(error)
     return False
@@ -246,25 +247,25 @@ class Duplicates:
     def __init__(self, pieces: Sequence[Piece], overlap: int) -> None:
         self._pieces = pieces
         # for each block: index of a previous piece -> parameter name -> tensor in the same memory
-        self._tensors = [
-            {again: self._duplicate(pieces[again]) for again in range(max(0, index - overlap), index)}
+        self._tensors: List[Dict[int, Dict[str, torch.Tensor]]] = [
+            {
+                earlier: {name: p.detach().requires_grad_(p.requires_grad) for name, p in pieces[earlier].named_parameters()}
+                for earlier in range(max(0, index - overlap), index)
+            }
             for index in range(len(pieces))
         ]
 
-    def _duplicate(self, piece: Piece) -> Dict[str, torch.Tensor]:
-        return {name: p.detach().requires_grad_(p.requires_grad) for name, p in piece.named_parameters()}
-
-    def run(self, index: int, again: int, value: Any, drawn: torch.Tensor) -> Any:
-        """Run the duplicate of piece `again` in block `index`, from the random state `drawn` from which the piece itself drew."""
-        piece = self._pieces[again]
+    def run(self, index: int, earlier: int, value: Any, random_state: torch.Tensor) -> Any:
+        """Run block `index`'s duplicate of piece `earlier` from the `random_state` from which the piece itself drew."""
+        piece = self._pieces[earlier]
         # only the layer's own block updates its running statistics
-        with restore_buffers(piece), draw_from(drawn):
-            return torch.func.functional_call(piece, self._tensors[index][again], (value,))
+        with restore_buffers(piece), draw_from(random_state):
+            return torch.func.functional_call(piece, self._tensors[index][earlier], (value,))
 
     def average(self) -> None:
         """Replace the gradient of each layer by its mean over the blocks that train it."""
-        for again, piece in enumerate(self._pieces):
-            duplicates = [tensors[again] for tensors in self._tensors if again in tensors]
+        for index, piece in enumerate(self._pieces):
+            duplicates = [tensors[index] for tensors in self._tensors if index in tensors]
             for name, parameter in piece.named_parameters():
                 parameter.grad = average_gradients([parameter.grad, *(tensors[name].grad for tensors in duplicates)])
                 for tensors in duplicates:

@@ -1,23 +1,81 @@
-"""The cost of local-parallel training, by the law of each structure, and the counts of a model that the laws need."""
+"""The FLOPs of local-parallel training: a law for each structure (Laskin et al. 2020, appendix A), and the counts that it needs.
+
+The laws give total and sequential FLOPs from four numbers of a model: f, forward FLOPs of a layer (the mean); x, those of an
+auxiliary head with its loss; r, the cost of a backward as a multiple of its forward; L, the number of layers. K is the number
+of blocks. An update costs its examples and 10 FLOPs per parameter for the optimizer. *Total* is all work.
+*Sequential* is the work that must be done one after another if each example has its own processor, and each block too if blocks
+do not wait for one another.
+
+    method              an example                                     divided by
+    backpropagation     (1+r) (f L + x)                                batch
+    local_greedy        (1+r) (f + x) L                                batch L
+    local_overlapping   (f+x) L + (L-1) r (2 f + x) + r (f + x)        batch L
+    local_chunked       (1+r) (f L + K x)                              batch K
+    last_layers (k)     (f L + x) + r (k f + x)                        batch (L + k r) / (k (1 + r))
+"""
 
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Dict, List, Sequence, Tuple, Union
+from dataclasses import dataclass
+from typing import Any, Callable, List, Sequence, Tuple, Union
 
 import torch
 from torch import nn
 
 from ipu_pipe.errors import BadInput
-from ipu_pipe.local import structures
 from ipu_pipe.local.blocks import Blocks
-from ipu_pipe.local.structures import STRUCTURES, Flops, Law
 from ipu_pipe.model.flops import separate_attention
 
 # of softmax cross-entropy, per class
 LOSS_FLOPS = 5
+# per parameter and update: the optimizer, and the averaging of duplicated layers
+OPTIMIZER_FLOPS = 10
+AVERAGING_FLOPS = 2
+
+
+@dataclass(frozen=True)
+class Flops:
+    """The numbers f, x, r and L of a model for one example, and its parameters without auxiliary heads."""
+
+    forward: float
+    auxiliary: float
+    backward: float
+    layers: int
+    parameters: int
+
+
+@dataclass(frozen=True)
+class Law:
+    """The cost of a structure; k is the number of blocks of local_chunked, of layers of last_layers.
+
+    `example(flops, k)` are the FLOPs of one example, `parallel(flops, k)` the divisor of the sequential cost besides the
+    batch size, `update` the FLOPs per parameter and update.
+    """
+
+    example: Callable[[Flops, int], float]
+    parallel: Callable[[Flops, int], float]
+    update: int = OPTIMIZER_FLOPS
+
+
+def _count_overlapping(c: Flops, k: int) -> float:
+    f, x, r, L = c.forward, c.auxiliary, c.backward, c.layers
+    return (f + x) * L + (L - 1) * r * (2 * f + x) + r * (f + x)
+
+
 BACKPROPAGATION = "backpropagation"
-LAWS = {BACKPROPAGATION: structures.BACKPROPAGATION, **{name: row.law for name, row in STRUCTURES.items()}}
+LAWS = {
+    BACKPROPAGATION: Law(lambda c, k: (1 + c.backward) * (c.forward * c.layers + c.auxiliary), lambda c, k: 1.0),
+    "local_greedy": Law(lambda c, k: (1 + c.backward) * (c.forward + c.auxiliary) * c.layers, lambda c, k: c.layers),
+    "local_overlapping": Law(_count_overlapping, lambda c, k: c.layers, OPTIMIZER_FLOPS + AVERAGING_FLOPS),
+    "local_chunked": Law(
+        lambda c, k: (1 + c.backward) * (c.forward * c.layers + k * c.auxiliary), lambda c, k: k
+    ),
+    "last_layers": Law(
+        lambda c, k: (c.forward * c.layers + c.auxiliary) + c.backward * (k * c.forward + c.auxiliary),
+        lambda c, k: (c.layers + k * c.backward) / (k * (1 + c.backward)),
+    ),
+}
 
 
 def compute_per_example(method: Union[str, Law], costs: Flops, k: int = 1) -> float:
@@ -66,28 +124,14 @@ def count_by_paper(blocks: Blocks, x: torch.Tensor, classes: int) -> Flops:
 
     A linear layer of I inputs and N outputs has (2 I N - I) + N FLOPs, its ReLU 2 N, softmax cross-entropy 5 per class.
     """
-    samples = len(x)
-    counts = [0.0 for _ in blocks.pieces]
-
-    def count(module: nn.Module, inputs: Any, output: Any) -> float:
-        if isinstance(module, nn.Linear):
-            products = 2 * module.in_features * module.out_features - module.in_features
-            return float(products + (module.out_features if module.bias is not None else 0))
-        if isinstance(module, nn.ReLU):
-            return float(2 * output.numel() // samples)
-        if isinstance(module, (nn.Flatten, nn.Identity)):
-            return 0.0
-        raise BadInput(
-            f"model: {type(module).__name__}: the paper has no count for it, only for linear layers and ReLUs"
-        )
-
-    heads = [flops + LOSS_FLOPS * classes for flops in _count_forward(blocks, x, count, counts)]
+    by_block, by_head = _count_forward(blocks, x)
+    heads = [flops + LOSS_FLOPS * classes for flops in by_head]
     if not heads:
         raise BadInput("model: one block has no auxiliary head to count")
     auxiliary = sum(heads) / len(heads)
     layers = len(blocks.pieces)
     # the last block ends with the model's own head
-    forward = (sum(counts) + LOSS_FLOPS * classes - auxiliary) / layers
+    forward = (sum(by_block) + LOSS_FLOPS * classes - auxiliary) / layers
     parameters = sum(p.numel() for p in blocks.model.parameters())
     return Flops(forward, auxiliary, 1.5, layers, parameters)
 
@@ -97,7 +141,7 @@ def count_by_torch(blocks: Blocks, x: torch.Tensor) -> Flops:
     from torch.utils.flop_counter import FlopCounterMode
 
     totals = []
-    for forward in (blocks.model, blocks.outputs):
+    for forward in (blocks.model, blocks.compute_outputs):
         with separate_attention(), torch.no_grad(), FlopCounterMode(display=False) as counter:
             forward(x)
         totals.append(counter.get_total_flops() / len(x))
@@ -107,26 +151,35 @@ def count_by_torch(blocks: Blocks, x: torch.Tensor) -> Flops:
     return Flops((totals[0] - auxiliary) / layers, auxiliary, 2.0, layers, sum(p.numel() for p in blocks.model.parameters()))
 
 
-def _count_forward(blocks: Blocks, x: torch.Tensor, count: Any, counts: List[float]) -> List[float]:
-    """Add the FLOPs of each block for an example to `counts`; return those of the heads."""
-    heads = [0.0 for _ in blocks.heads]
-    places: Dict[int, Tuple[List[float], int]] = {}
-    for index, piece in enumerate(blocks.pieces):
-        places.update({id(module): (counts, index) for module in piece.modules()})
-    for place, head in enumerate(blocks.heads.values()):
-        places.update({id(module): (heads, place) for module in head.modules()})
+def _count_forward(blocks: Blocks, x: torch.Tensor) -> Tuple[List[float], List[float]]:
+    """Return the FLOPs of each block, and of each head, for an example."""
+    by_block, by_head = [0.0 for _ in blocks.pieces], [0.0 for _ in blocks.heads]
+    # id of a module -> where its FLOPs are added
+    counters = {id(module): (by_block, i) for i, piece in enumerate(blocks.pieces) for module in piece.modules()}
+    for i, head in enumerate(blocks.heads.values()):
+        counters.update({id(module): (by_head, i) for module in head.modules()})
 
     def add(module: nn.Module, inputs: Any, output: Any) -> None:
-        where, index = places[id(module)]
-        where[index] += count(module, inputs, output)
+        counts, index = counters[id(module)]
+        counts[index] += _count_layer(module, output, len(x))
 
-    modules = nn.ModuleList([*blocks.pieces, *blocks.heads.values()]).modules()
     with contextlib.ExitStack() as hooks, torch.no_grad():
-        for module in modules:
+        for module in nn.ModuleList([*blocks.pieces, *blocks.heads.values()]).modules():
             if not module._modules:
                 hooks.enter_context(module.register_forward_hook(add))
-        blocks.outputs(x)
-    return heads
+        blocks.compute_outputs(x)
+    return by_block, by_head
+
+
+def _count_layer(module: nn.Module, output: torch.Tensor, samples: int) -> float:
+    if isinstance(module, nn.Linear):
+        products = 2 * module.in_features * module.out_features - module.in_features
+        return float(products + (module.out_features if module.bias is not None else 0))
+    if isinstance(module, nn.ReLU):
+        return float(2 * output.numel() // samples)
+    if isinstance(module, (nn.Flatten, nn.Identity)):
+        return 0.0
+    raise BadInput(f"model: {type(module).__name__}: the paper has no count for it, only for linear layers and ReLUs")
 
 
 # ---- fronts

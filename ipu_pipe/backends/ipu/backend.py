@@ -18,7 +18,13 @@ from ipu_pipe.backends.interface import Backend, Engine
 from ipu_pipe.backends.ipu.blocks import BlockEngine
 from ipu_pipe.backends.ipu.engine import PoptorchEngine
 from ipu_pipe.backends.ipu.model_facts import observe_model
-from ipu_pipe.backends.ipu.placement import is_pipelined, is_under_poprun, place_stages, read_instance, round_up_ipus
+from ipu_pipe.backends.ipu.placement import (
+    is_pipelined,
+    is_under_poprun,
+    place_stages,
+    read_poprun_share,
+    round_up_ipus,
+)
 from ipu_pipe.backends.ipu.unsupported import check_model
 from ipu_pipe.backends.ranks import is_distributed
 from ipu_pipe.config.schema import Config
@@ -60,26 +66,26 @@ def start(config: Config, asked: Mapping[str, object]) -> None:
     if ipu.wait_for_ipu:
         os.environ.setdefault("POPTORCH_WAIT_FOR_IPU", "1")
     # PopTorch's import passes the file of sys.stderr to its crash handler, but a notebook's stderr has no file
-    terminal = sys.__stderr__ or open(os.devnull, "w")
+    stderr_with_file = sys.__stderr__ or open(os.devnull, "w")
     try:
-        with contextlib.redirect_stderr(terminal):
+        with contextlib.redirect_stderr(stderr_with_file):
             import poptorch  # noqa: F401
     except (ImportError, AssertionError, OSError) as error:
         raise BadInput(
             f"backend.name: poptorch: PopTorch is there but cannot be imported: {summarize(error)}: source the SDK's enable "
             "scripts, and use its Python 3.8 and torch 2.0.1"
         ) from error
-    where: Dict[str, Any] = {}
+    group_arguments: Dict[str, Any] = {}
     is_one_of_several = decoupled
     if is_under_poprun():
-        where = _find_instances()
-        is_one_of_several = where["world_size"] > 1
+        group_arguments = _read_poprun_group()
+        is_one_of_several = group_arguments["world_size"] > 1
     if is_one_of_several and not dist.is_initialized():
-        patience = datetime.timedelta(seconds=max(config.backend.deadline, COMPILATION))
-        dist.init_process_group("gloo", timeout=patience, **where)
+        timeout = datetime.timedelta(seconds=max(config.backend.deadline, COMPILATION))
+        dist.init_process_group("gloo", timeout=timeout, **group_arguments)
 
 
-def _find_instances() -> Dict[str, Any]:
+def _read_poprun_group() -> Dict[str, Any]:
     """Return the arguments with which poprun's instances join a gloo group, for decisions of the first one (not run on hardware).
 
     The address is MASTER_ADDR:MASTER_PORT, 127.0.0.1:29500 by default.
@@ -96,22 +102,22 @@ def _find_instances() -> Dict[str, Any]:
 def list_faults(job: Job) -> List[str]:
     """Return the reasons why PopTorch cannot run the job, one line each; empty if none is known before compiling."""
     config, others = job.config, "use backend.name: emulator or distributed"
-    unfit = []
+    faults = []
     if job.requested_fields:
         asks = ", ".join(job.requested_fields)
-        unfit.append(f"loss: takes {asks} of the batch: on IPUs a loss takes outputs and labels alone: {others}")
+        faults.append(f"loss: takes {asks} of the batch: on IPUs a loss takes outputs and labels alone: {others}")
     elif not all(isinstance(part, torch.Tensor) for part in job.example):
-        unfit.append(f"data: IPUs take batches (x, y) of two tensors: {others}")
+        faults.append(f"data: IPUs take batches (x, y) of two tensors: {others}")
     elif not takes_whole_output(job.loss):
         key = "loss: model" if isinstance(job.loss, OwnLoss) else "model.output"
-        unfit.append(f"{key}: IPUs take a model that gives a tensor: {others}")
+        faults.append(f"{key}: IPUs take a model that gives a tensor: {others}")
     elif job.updates_per_epoch is None:
-        unfit.append(f"data: the training data has no length, which IPUs need: {others}")
+        faults.append(f"data: the training data has no length, which IPUs need: {others}")
     if any(group["lr"] != job.base_rate for group in job.optimizer.param_groups):
-        unfit.append("optimizer: parameter groups with different learning rates: not with backend.name poptorch: must have one")
-    if unfit:
-        return unfit
-    local = read_instance(config).replicas if importlib.util.find_spec("poptorch") is not None else None
+        faults.append("optimizer: parameter groups with different learning rates: not with backend.name poptorch: must have one")
+    if faults:
+        return faults
+    local = read_poprun_share(config).replicas if importlib.util.find_spec("poptorch") is not None else None
     return check_model(config, job.method, observe_model(job), local if local != config.replicas else None)
 
 
@@ -120,12 +126,12 @@ def note(job: Job) -> str:
     config, stages = job.config, len(job.partition)
     if config.ipu.local == "decoupled":
         return f"{stages} blocks on {stages} IPUs, each in a process of its own; activations go through the hosts"
-    place = place_stages(config.ipu, stages)
-    where = f"{stages} stages on {place.ipus} IPUs of each replica"
+    placement = place_stages(config.ipu, stages)
+    description = f"{stages} stages on {placement.ipu_count} IPUs of each replica"
     if not is_pipelined(job.method):
-        return f"{where}, one of which works at a time (ShardedExecution)"
-    accumulation, cycles = config.gradient_accumulation, place.cycles(config.gradient_accumulation)
-    return f"{where} (PipelinedExecution): {cycles} pipeline cycles an update, {accumulation / cycles:.1%} of them full"
+        return f"{description}, one of which works at a time (ShardedExecution)"
+    accumulation, cycles = config.gradient_accumulation, placement.count_cycles(config.gradient_accumulation)
+    return f"{description} (PipelinedExecution): {cycles} pipeline cycles an update, {accumulation / cycles:.1%} of them full"
 
 
 def make(job: Job, first_update: int) -> Engine:
@@ -133,7 +139,7 @@ def make(job: Job, first_update: int) -> Engine:
     import poptorch
 
     ipu, is_block = job.config.ipu, job.config.ipu.local == "decoupled"
-    count = 1 if is_block else round_up_ipus(place_stages(ipu, len(job.partition)).ipus * read_instance(job.config).replicas)
+    count = 1 if is_block else round_up_ipus(place_stages(ipu, len(job.partition)).ipu_count * read_poprun_share(job.config).replicas)
     simulated = ipu.use_ipu_model or ipu.offline_target is not None or os.environ.get("POPTORCH_IPU_MODEL", "0") not in ("", "0")
     if not (simulated or ipu.wait_for_ipu or poptorch.ipuHardwareIsAvailable(count)):
         raise BadInput(
@@ -144,15 +150,15 @@ def make(job: Job, first_update: int) -> Engine:
 
 
 def count_in_flight(job: Job) -> Optional[IntArray]:
-    """Return the most microbatches that each stage stashes, (P,), None without a pipeline (not run on hardware).
+    """Return the most microbatches in flight on each stage, (P,), None without a pipeline (not run on hardware).
 
     PopTorch counts the stages of one IPU as one stage.
     """
     if not (is_pipelined(job.method) and job.method.flushes):
         return None
-    runs, accumulate = place_stages(job.config.ipu, len(job.partition)).poptorch_stages, job.schedule.accumulate
-    stash = make_lockstep_schedule(job.method, len(runs), accumulate, accumulate).max_in_flight()
-    return np.repeat(stash, [len(stages) for _, stages in runs])
+    poptorch_stages, accumulate = place_stages(job.config.ipu, len(job.partition)).poptorch_stages, job.schedule.accumulate
+    in_flight = make_lockstep_schedule(job.method, len(poptorch_stages), accumulate, accumulate).max_in_flight()
+    return np.repeat(in_flight, [len(stages) for _, stages in poptorch_stages])
 
 
 BACKEND = Backend(

@@ -36,7 +36,7 @@ from ipu_pipe.model.restoring import load_state
 from ipu_pipe.trace.events import Counters, Events, concatenate_counters, concatenate_events
 
 # sends in flight to the next block
-OUTSTANDING = 4
+SENDS_IN_FLIGHT = 4
 RESULT_TAG, EVALUATION_TAG = 1 << 28, 1 << 29
 
 
@@ -45,45 +45,45 @@ def describe_block_errors(rank: int, doing: str) -> Iterator[None]:
     """Add rank and block to a fault. A device error ends the run, because the other blocks cannot go back."""
     import poptorch
 
-    place = f"rank {rank}, block {rank}"
+    subject = f"rank {rank}, block {rank}"
     try:
         yield
     except BadInput:
         raise
     except poptorch.RecoverableError as error:
-        said = f"device error ({error.recovery_action}): {error.message}"
-        raise RunFault(f"{place}: {said}: do what it asks for, then go on with --resume") from error
+        description = f"device error ({error.recovery_action}): {error.message}"
+        raise RunFault(f"{subject}: {description}: do what it asks for, then go on with --resume") from error
     except RunFault as error:
-        raise RunFault(f"{place}: {error}") from error
+        raise RunFault(f"{subject}: {error}") from error
     # torch.distributed raises this error
     except RuntimeError as error:
-        raise RunFault(f"{place}: {doing}: another rank is lost: {summarize(error)[:200]}") from error
+        raise RunFault(f"{subject}: {doing}: another rank is lost: {summarize(error)[:200]}") from error
 
 
 class Messages:
-    """The asynchronous sends of this rank, at most `most` in flight to bound their memory.
+    """The asynchronous sends of this rank, at most `max_in_flight` at once to bound their memory.
 
     `sent`: bytes and number of messages with activations in training.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, max_in_flight: int) -> None:
+        self._max_in_flight = max_in_flight
         self._sending: Deque[Tuple[Any, torch.Tensor]] = deque()
         self.sent = [0, 0]
 
     def post(self, tensor: torch.Tensor, target: int, tag: int) -> None:
         """Send without waiting, unless too many sends are in flight."""
         self._sending.append((dist.isend(tensor, target, tag=tag), tensor))
-        self.flush(self._most)
+        self.flush(self._max_in_flight)
 
-    def flush(self, most: int = 0) -> None:
-        """Wait until at most `most` sends are in flight."""
-        while len(self._sending) > most:
+    def flush(self, allowed: int = 0) -> None:
+        """Wait until at most `allowed` sends are in flight."""
+        while len(self._sending) > allowed:
             self._sending.popleft()[0].wait()
 
 
 class BlockEngine(Engine):
-    """Train this process's block, which is updated once per `every` updates of the run.
+    """Train this process's block, which is updated once per `updates_per_call` updates of the run.
 
     Rank 0 runs ahead up to the next evaluation or checkpoint, so that no block is idle.
     """
@@ -97,18 +97,18 @@ class BlockEngine(Engine):
         world = dist.get_world_size()
         if world != self.depth:
             raise BadInput(f"stages: {self.depth} blocks, each in a process of its own: start as many, not {world}")
-        wide = [i for i, crossing in enumerate(blocks.crossings) if len(crossing.tensors) != 1]
-        if wide:
-            raise BadInput(f"stages: several tensors cross to block {wide[0] + 1}: must be one, or backend.ipu.local fused")
+        several = [i for i, crossing in enumerate(blocks.crossings) if len(crossing.tensors) != 1]
+        if several:
+            raise BadInput(f"stages: several tensors cross to block {several[0] + 1}: must be one, or backend.ipu.local fused")
         block_accumulation = job.config.method_settings().get("block_accumulation") or [1] * self.depth
-        self.every, self._ahead = block_accumulation[self.rank], self.depth + max(block_accumulation)
+        self.updates_per_call, self._ahead = block_accumulation[self.rank], self.depth + max(block_accumulation)
         self._first = self._done = first_update
         # update -> (loss, right labels, counted labels) of this block
         self._results: Dict[int, torch.Tensor] = {}
         self._timeline = CallTimes(job.traced_updates, self.rank, self.rank)
         # type of the activations
         self._type = torch.float16 if job.config.precision.startswith("16") else torch.float32
-        self.messages = Messages(OUTSTANDING * (1 + self.every))
+        self.messages = Messages(SENDS_IN_FLIGHT * (1 + self.updates_per_call))
         # an input microbatch of this block
         self.example = job.example[0]
         if self.rank:
@@ -126,7 +126,7 @@ class BlockEngine(Engine):
             config = config.model_copy(update={"backend": config.backend.model_copy(update={"ipu": ipu})})
         ipu_id = ids[self.rank] if ids else self.rank if local is None else local
         seed = derive_seed(config.seed, "ipu", self._first, self.rank) % 2**32
-        accumulation = config.gradient_accumulation * self.every
+        accumulation = config.gradient_accumulation * self.updates_per_call
         with torch.random.fork_rng(devices=[]):
             return make_options(config, self.job.method, Placement((0,)), training, seed, None, ipu_id, accumulation)
 
@@ -147,8 +147,8 @@ class BlockEngine(Engine):
             if self.is_main:
                 until = min(k + 1 + self._ahead, self.job.schedule.get_drain_interval(k)[1])
             while self._done < until:
-                self._train(range(self._done, self._done + self.every))
-                self._done += self.every
+                self._train(range(self._done, self._done + self.updates_per_call))
+                self._done += self.updates_per_call
             return [self._collect_result(k)]
 
     def _train(self, updates: range) -> None:
@@ -157,16 +157,16 @@ class BlockEngine(Engine):
         pairs = [job.load_microbatch(m) for m in range(updates.start * accumulate, updates.stop * accumulate)]
         y = convert_label(torch.cat([pair[1] for pair in pairs]))
         x = torch.cat([self._receive(accumulate, k + 1) for k in updates] if self.rank else [pair[0] for pair in pairs])
-        _, losses, *others = self.executors.call(updates, updates[-1], convert_input(x, job.config.precision), y)
+        _, losses, *more_outputs = self.executors.call(updates, updates[-1], convert_input(x, job.config.precision), y)
         if not self._is_last:
             sent = self.messages.sent
-            for k, part in zip(updates, others.pop().chunk(self.every)):
+            for k, part in zip(updates, more_outputs.pop().chunk(self.updates_per_call)):
                 sent[0], sent[1] = sent[0] + part.numel() * part.element_size(), sent[1] + 1
                 self._send(part, k + 1)
         means = losses.double().reshape(len(updates), -1).mean(dim=1)
         right = torch.full((len(updates), 2), float("nan"), dtype=torch.float64)
-        if others:
-            right = others[0].double().reshape(len(updates), -1, 2).sum(dim=1)
+        if more_outputs:
+            right = more_outputs[0].double().reshape(len(updates), -1, 2).sum(dim=1)
         for i, k in enumerate(updates):
             row = torch.cat([means[i : i + 1], right[i]])
             refuse_nonfinite(job, k, row[:1].tolist())
@@ -194,14 +194,14 @@ class BlockEngine(Engine):
     def evaluate(self, split: str = "test") -> List[EvaluationResult]:
         """Evaluate the test set through all blocks, on the same IPUs."""
         with describe_block_errors(self.rank, "evaluation"):
-            sums_here = self._tally(split)
+            sums_here = self._sum_evaluation(split)
             sums = torch.zeros(self.depth, len(sums_here), dtype=torch.float64)
             sums[self.rank] = sums_here
             self.messages.flush()
             dist.all_reduce(sums)
             return [evaluate_sums(self.job.metrics, row) for row in sums]
 
-    def _tally(self, split: str) -> torch.Tensor:
+    def _sum_evaluation(self, split: str) -> torch.Tensor:
         """Return the sums of a Tally of the test set through this block."""
         tally = Tally.of(self.job)
         self.executors.begin_evaluation()

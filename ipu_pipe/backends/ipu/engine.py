@@ -1,7 +1,7 @@
-"""Train a job on Graphcore IPUs with PopTorch 3.4: the engine to which the run's loop says step, evaluate, save.
+"""Train a job on Graphcore IPUs with PopTorch 3.4: the engine that the run's loop calls for updates, evaluations and checkpoints.
 
-    job.model -> copy, one poptorch.BeginBlock a stage -> trainingModel  -> a call trains D updates of N microbatches, R replicas
-                                                       -> inferenceModel -> evaluates with the same weights
+    job.model -> copy, one poptorch.BeginBlock per stage -> trainingModel -> a call trains D updates of N microbatches, R replicas
+                                                      -> inferenceModel -> evaluates with the same weights
 
 A call is one execution on the device: D (device_iterations) updates. PopTorch's own pipeline fills, runs N microbatches, flushes
 and updates, which is both gpipe and pipedream_flush. The executors are the two compiled models; they are made from a copy of the
@@ -36,7 +36,7 @@ from ipu_pipe.backends.ipu.executors import (
 from ipu_pipe.backends.ipu.feed import Calls, Feed, fill_up, split_into_calls, trim_output
 from ipu_pipe.backends.ipu.optimizer import count_state_bytes, export_state, import_state
 from ipu_pipe.backends.ipu.options import make_options
-from ipu_pipe.backends.ipu.placement import is_pipelined, place_stages, read_instance, round_up_ipus
+from ipu_pipe.backends.ipu.placement import is_pipelined, place_stages, read_poprun_share, round_up_ipus
 from ipu_pipe.backends.ipu.profile import CallTimes, read_profiles
 from ipu_pipe.backends.ipu.wrapping import get_unsplit_name, wrap
 from ipu_pipe.backends.ranks import are_joined
@@ -64,11 +64,11 @@ class PoptorchEngine(Engine):
         if first_update % self.updates_per_call:
             why = f"must divide the {first_update} updates that are done"
             raise BadInput(f"backend.ipu.device_iterations: {self.updates_per_call}: {why}")
-        self._share = read_instance(job.config)
+        self._share = read_poprun_share(job.config)
         self.is_main = self._share.first == 0
         # number of other poprun instances; if there are any, a device error ends the run: they cannot restart together
         self._other_instances = dist.get_world_size() - 1 if are_joined() else 0
-        self._place = place_stages(self.ipu, len(job.partition))
+        self._placement = place_stages(self.ipu, len(job.partition))
         blocks = get_blocks(job.model)
         self._loss_count = 1 if blocks is None else len(blocks.heads) + 1
         start = {name: value.detach().clone() for name, value in job.model.state_dict().items()}
@@ -103,14 +103,14 @@ class PoptorchEngine(Engine):
         self.executors = executors
 
     def _make_options(self, training: bool) -> Any:
-        base, ipus = None, self._place.ipus
-        if self._share.base is not None:
-            base = self._share.base(round_up_ipus(ipus) if self.ipu.auto_round_num_ipus else ipus)
+        popdist_options, ipus = None, self._placement.ipu_count
+        if self._share.make_options is not None:
+            popdist_options = self._share.make_options(round_up_ipus(ipus) if self.ipu.auto_round_num_ipus else ipus)
         seed = derive_seed(self.job.config.seed, "ipu", self._last_snapshot.update) % 2**32
         # randomSeed seeds the host's generator, too
         with torch.random.fork_rng(devices=[]):
             ipu_id = self.ipu.ipu_ids[0] if self.ipu.ipu_ids else None
-            return make_options(self.job.config, self.job.method, self._place, training, seed, base, ipu_id)
+            return make_options(self.job.config, self.job.method, self._placement, training, seed, popdist_options, ipu_id)
 
     def _compile_only(self) -> None:
         """Compile both models without running them, print that and exit with code 0."""
@@ -122,19 +122,19 @@ class PoptorchEngine(Engine):
             executors.make_inference()
 
         try:
-            self._guarded(compile_both)
+            self._run_with_retry(compile_both)
         finally:
             self.abort()
         if self.is_main:
             cache = f", cached in {self.ipu.executable_cache}" if self.ipu.executable_cache else ""
-            print(f"compiled for {self._place.ipus} IPUs x replicas {self._share.replicas}{cache}; nothing was run")
+            print(f"compiled for {self._placement.ipu_count} IPUs x replicas {self._share.replicas}{cache}; nothing was run")
         if self._other_instances:
             end_process(0)
         sys.exit(0)
 
     # ---- device errors
 
-    def _guarded(self, work: Callable[[Executors], Result]) -> Result:
+    def _run_with_retry(self, work: Callable[[Executors], Result]) -> Result:
         """Run `work`; after a recoverable device error run it once more, from the last checkpoint's state."""
         import poptorch
 
@@ -156,14 +156,14 @@ class PoptorchEngine(Engine):
         """Start new executors and repeat the updates since the last snapshot."""
         self._may_retry = False
         if self.is_main:
-            again = self._updates_done - self._last_snapshot.update
-            text = f"restarting from update {self._last_snapshot.update}; repeating {again} updates"
+            repeated = self._updates_done - self._last_snapshot.update
+            text = f"restarting from update {self._last_snapshot.update}; repeating {repeated} updates"
             print(f"poptorch: {reason}: {text}", file=sys.stderr, flush=True)
         self._drop()
         self._start()
         assert self.executors is not None
-        for past in range(self._last_snapshot.update, self._updates_done, self.updates_per_call):
-            self._call(self.executors, past)
+        for k in range(self._last_snapshot.update, self._updates_done, self.updates_per_call):
+            self._call(self.executors, k)
 
     def _give_up(self, error: Any) -> RunFault:
         """Return the fault for a device error after which this run cannot retry."""
@@ -184,7 +184,7 @@ class PoptorchEngine(Engine):
         if not self._results:
             assert k == self._updates_done, f"update {self._updates_done} is next, not {k}"
             with self._channel.tracepoint(f"update {k}"):
-                self._results.extend(self._guarded(lambda executors: self._call(executors, k)))
+                self._results.extend(self._run_with_retry(lambda executors: self._call(executors, k)))
             self._updates_done += self.updates_per_call
             self.newest_model = None
         return [self._results.popleft()]
@@ -221,12 +221,13 @@ class PoptorchEngine(Engine):
         assert not self._results, "an evaluation inside a call"
         start = time.perf_counter_ns()
         with self._channel.tracepoint("evaluate"):
-            results = self._guarded(lambda executors: self._tally(executors, split))
-            self._fetch(self._guarded(lambda executors: executors.snapshot(self._updates_done, with_optimizer=False)))
+            results = self._run_with_retry(lambda executors: self._evaluate_batches(executors, split))
+            done = self._updates_done
+            self._load_into_model(self._run_with_retry(lambda executors: executors.snapshot(done, with_optimizer=False)))
         self._timeline.add("evaluate", self._updates_done, start, time.perf_counter_ns())
         return results
 
-    def _tally(self, executors: Executors, split: str) -> List[EvaluationResult]:
+    def _evaluate_batches(self, executors: Executors, split: str) -> List[EvaluationResult]:
         """Evaluate on the inference model; each of poprun's instances evaluates a share of the batches."""
         tallies = [Tally.of(self.job) for _ in range(self._loss_count)]
         executors.begin_evaluation()
@@ -235,7 +236,7 @@ class PoptorchEngine(Engine):
         while True:
             x, y, count = next(calls, (self.job.example[0], self.job.example[1], 0))
             total = torch.tensor([count])
-            # replicas of all instances wait for one another, so an instance without a batch sends the example
+            # replicas of all instances wait for one another, so an instance that has no batch left evaluates the example
             if self._other_instances:
                 dist.all_reduce(total)
             if not total:
@@ -253,8 +254,8 @@ class PoptorchEngine(Engine):
         assert not self._results, "a checkpoint inside a call"
         start = time.perf_counter_ns()
         with self._channel.tracepoint("checkpoint"):
-            self._last_snapshot = self._guarded(lambda executors: executors.snapshot(self._updates_done))
-        self._fetch(self._last_snapshot)
+            self._last_snapshot = self._run_with_retry(lambda executors: executors.snapshot(self._updates_done))
+        self._load_into_model(self._last_snapshot)
         self._may_retry = True
         self._timeline.add("checkpoint", self._updates_done, start, time.perf_counter_ns())
         return CheckpointState(self._last_snapshot.model, *self._export()) if self.is_main else None
@@ -262,7 +263,7 @@ class PoptorchEngine(Engine):
     def _export(self) -> Any:
         return export_state(self._last_snapshot.optimizer, list(self.names.values()))
 
-    def _fetch(self, snapshot: Snapshot) -> None:
+    def _load_into_model(self, snapshot: Snapshot) -> None:
         """Copy a snapshot's weights into the user's model."""
         load_state(self.job.model, snapshot.model)
         if not self._other_instances:
@@ -272,22 +273,22 @@ class PoptorchEngine(Engine):
         """Return the pipeline's placement and the measurements of the calls."""
         if not self.is_main:
             return None
-        place, accumulation = self._place, self.job.config.gradient_accumulation
+        placement, accumulation = self._placement, self.job.config.gradient_accumulation
         pipelined = is_pipelined(self.job.method)
-        busy = accumulation / place.cycles(accumulation) if pipelined else 1 / place.forward_stages
-        numbers = {
-            "forward_stages": place.forward_stages,
-            "ipus_per_replica": place.ipus,
+        busy = accumulation / placement.count_cycles(accumulation) if pipelined else 1 / placement.forward_stages
+        figures = {
+            "forward_stages": placement.forward_stages,
+            "ipus_per_replica": placement.ipu_count,
             "replicas": self.job.config.replicas,
             "execution": "PipelinedExecution" if pipelined else "ShardedExecution",
-            "pipeline_cycles_an_update": place.cycles(accumulation) if pipelined else None,
+            "pipeline_cycles_an_update": placement.count_cycles(accumulation) if pipelined else None,
             "full_cycles_share": busy,
             **self._timeline.describe(),
             "profiles": read_profiles(self.ipu),
         }
         return Report(
             count_state_bytes(self._export()[0], self.job.partition), [0], None, Events.from_rows(self._timeline.events),
-            counters=Counters.from_rows(self._timeline.counters), utilization=busy, files={"ipu.json": numbers},
+            counters=Counters.from_rows(self._timeline.counters), utilization=busy, files={"ipu.json": figures},
         )  # fmt: skip
 
     def close(self) -> None:
@@ -295,8 +296,8 @@ class PoptorchEngine(Engine):
         if self.executors is None:
             return
         if self._last_snapshot.update != self._updates_done:
-            self._last_snapshot = self._guarded(lambda executors: executors.snapshot(self._updates_done))
-        self._fetch(self._last_snapshot)
+            self._last_snapshot = self._run_with_retry(lambda executors: executors.snapshot(self._updates_done))
+        self._load_into_model(self._last_snapshot)
         self.abort()
 
     def _drop(self) -> None:

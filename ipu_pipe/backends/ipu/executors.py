@@ -87,23 +87,26 @@ class Executors:
 
     @describe_errors("making the training model")
     def __init__(
-        self, job: Job, wrapped: Wrapped, options: Callable[[bool], Any], example: torch.Tensor,
+        self, job: Job, wrapped: Wrapped, make_options: Callable[[bool], Any], example: torch.Tensor,
         optimizer: Optional[IpuState], first_update: int, timeline: CallTimes,
     ) -> None:  # fmt: skip
-        """Make the training model. `options`: of the training (True) or inference model. `example`: a microbatch's input.
-        `optimizer`: PopTorch's state to start from."""
+        """Make the training model.
+
+        `make_options`: returns the options of the training model (True) or the inference model. `example`: a microbatch's input.
+        `optimizer`: PopTorch's state to start from.
+        """
         import poptorch
 
-        self.job, self.wrapped, self.options, self.timeline = job, wrapped, options, timeline
+        self.job, self.wrapped, self._make_options, self.timeline = job, wrapped, make_options, timeline
         self._example, self._saved, self._starts_anew = example, optimizer, first_update == 0
         ipu, clip = job.config.ipu, job.config.clip
         self._detaches = ipu.detach_for_evaluation or ipu.local == "decoupled"
-        here = {name: p for name, p in zip(wrapped.list_names(), wrapped.parameters()) if name is not None}
+        trained = {name: p for name, p in zip(wrapped.list_names(), wrapped.parameters()) if name is not None}
         names = {p: name for name, p in job.model.named_parameters()}
         norm = clip.norm if clip else None
-        self.optimizer: Any = translate_optimizer(job.optimizer, names, here, ipu, first_update, norm)
+        self.optimizer: Any = translate_optimizer(job.optimizer, names, trained, ipu, first_update, norm)
         set_rates(self.optimizer, job.rules.rates(first_update))
-        self.training_options = options(True)
+        self.training_options = make_options(True)
         self.training: Any = poptorch.trainingModel(wrapped, self.training_options, self.optimizer)
         self.inference: Any = None
         self.rows = 0
@@ -142,7 +145,7 @@ class Executors:
         """Make the inference model after the training model and compile it in evaluation mode, which needs IPUs."""
         import poptorch
 
-        config, options = self.job.config, self.options(False)
+        config, options = self.job.config, self._make_options(False)
         with restore_modes(self.wrapped):
             self.rows = config.micro_batch_size * options.device_iterations * options.replication_factor
             inference = poptorch.inferenceModel(self.wrapped.eval(), options)

@@ -48,14 +48,14 @@ class Calls(Dataset):  # type: ignore[type-arg]
 
     def __init__(self, data: DataSource, config: Config, per_epoch: Optional[int], updates: range, replicas: range) -> None:
         self._data, self._config, self._per_epoch, self._replicas = data, config, per_epoch, replicas
-        self._firsts = updates[:: config.ipu.device_iterations]
+        self._first_updates = updates[:: config.ipu.device_iterations]
 
     def __len__(self) -> int:
-        return len(self._firsts)
+        return len(self._first_updates)
 
     def __getitem__(self, index: int) -> Tuple[torch.Tensor, torch.Tensor]:
         try:
-            return self._read_call(self._firsts[index])
+            return self._read_call(self._first_updates[index])
         except Exception as error:
             if self.error_file is None:
                 raise

@@ -57,15 +57,15 @@ def observe_model(job: Job) -> ModelFacts:
     model, part, (x, y) = job.model, job.partition, job.example
     names = {id(t): name for name, t in [*model.named_parameters(), *model.named_buffers()]}
     # name of a weight -> the stages that use it
-    stages: Dict[str, Set[int]] = {}
+    users: Dict[str, Set[int]] = {}
     # `running` holds the names of the running modules, the innermost last
     ungraded, running, order = set(), ["the loss"], [0]
 
-    def call(func: Any, args: Any, kwargs: Any) -> Any:
+    def record_call(func: Any, args: Any, kwargs: Any) -> Any:
         name, inputs = getattr(func, "__name__", str(func)), list_tensors((args, kwargs))
         for tensor in inputs:
             if id(tensor) in names:
-                stages.setdefault(names[id(tensor)], set()).add(order[-1])
+                users.setdefault(names[id(tensor)], set()).add(order[-1])
         without_gradient = not torch.is_grad_enabled() and name not in _SHAPE_ONLY
         loses_gradient = without_gradient and any(t.requires_grad for t in inputs)
         result = func(*args, **kwargs)
@@ -73,7 +73,7 @@ def observe_model(job: Job) -> ModelFacts:
             ungraded.add(f"{name} in {running[-1]}")
         return result
 
-    def enter(name: str) -> None:
+    def begin_module(name: str) -> None:
         running.append(name or "model")
         if name in part.begins:
             order.append(part.begins[name])
@@ -81,24 +81,24 @@ def observe_model(job: Job) -> ModelFacts:
     before = {name: (t, t.clone()) for name, t in model.named_buffers()}
     with contextlib.ExitStack() as hooks, torch.enable_grad(), torch.random.fork_rng(devices=[]), restore_buffers(model):
         for name, module in model.named_modules():
-            hooks.enter_context(module.register_forward_pre_hook(lambda *_, name=name: enter(name)))  # type: ignore[misc]
+            hooks.enter_context(module.register_forward_pre_hook(lambda *_, name=name: begin_module(name)))  # type: ignore[misc]
             hooks.enter_context(module.register_forward_hook(lambda *_: running.pop() and None))
-        with FunctionWatch(call):
+        with FunctionWatch(record_call):
             loss = job.loss(model(x.clone()), y)
         now = dict(model.named_buffers())
-        moving = [name for name, (t, old) in before.items() if now[name] is not t or not torch.equal(t, old)]
+        written = [name for name, (t, old) in before.items() if now[name] is not t or not torch.equal(t, old)]
     functions = sorted(set(_find_functions(loss)))
     assert job.updates_per_epoch is not None, "data without a length is refused before"
     return ModelFacts(
         stages=len(part),
-        shared={name: sorted(users) for name, users in stages.items() if len(users) > 1},
+        shared={name: sorted(stages) for name, stages in users.items() if len(stages) > 1},
         order=order[1:],
         empty=sorted(set(range(1, len(part))) - set(part.begins.values())),
-        written=[name for name in moving if before[name][0].is_floating_point()],
+        written=[name for name in written if before[name][0].is_floating_point()],
         optimizer=(list_kinds(job.optimizer)[0], job.optimizer.param_groups),
         updates=job.updates,
         updates_per_epoch=job.updates_per_epoch,
-        counters=[name for name in moving if not before[name][0].is_floating_point() and not _is_counted(model, name)],
+        counters=[name for name in written if not before[name][0].is_floating_point() and not _is_counted(model, name)],
         functions=functions,
         # the forward of an autograd.Function runs without a gradient, so its operations would be reported too
         ungraded=[] if functions else sorted(ungraded),
@@ -109,9 +109,9 @@ def observe_model(job: Job) -> ModelFacts:
 
 def _is_counted(model: nn.Module, name: str) -> bool:
     """Tell whether a buffer is a BatchNorm's number of batches, which nothing reads and the IPU counts in float32."""
-    owner, _, last = name.rpartition(".")
+    owner, _, buffer = name.rpartition(".")
     module = model.get_submodule(owner)
-    return last == "num_batches_tracked" and isinstance(module, _NormBase) and module.momentum is not None
+    return buffer == "num_batches_tracked" and isinstance(module, _NormBase) and module.momentum is not None
 
 
 def _find_functions(loss: torch.Tensor) -> Iterator[str]:
@@ -122,6 +122,6 @@ def _find_functions(loss: torch.Tensor) -> Iterator[str]:
         node = waiting.pop()
         if node not in seen:
             seen.add(node)
-            waiting += [following for following, _ in node.next_functions]
+            waiting += [next_node for next_node, _ in node.next_functions]
             if isinstance(node, torch.autograd.function.BackwardCFunction):
                 yield type(node).__name__.replace("Backward", "")

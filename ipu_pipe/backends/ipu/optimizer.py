@@ -26,19 +26,19 @@ SETTINGS: Dict[str, Dict[str, Any]] = {
 
 
 def translate_optimizer(
-    optimizer: torch.optim.Optimizer, names: Mapping[Any, str], own: Mapping[str, nn.Parameter], ipu: IpuConfig,
+    optimizer: torch.optim.Optimizer, names: Mapping[Any, str], trained: Mapping[str, nn.Parameter], ipu: IpuConfig,
     first_update: int, clip_norm: Optional[float],
 ) -> Any:  # fmt: skip
     """Return the poptorch.optim optimizer that equals a torch.optim optimizer.
 
-    `names`: parameter -> name; `own`: name -> the parameter's copy on the IPU, other parameters are left out. Only the learning
-    rate and the loss scaling may change later; the other settings are constants of the graph.
+    `names`: parameter -> name; `trained`: name -> the parameter's copy on the IPU, other parameters are left out. Only the
+    learning rate and the loss scaling may change later; the other settings are constants of the graph.
     """
     import poptorch
 
     (kind,), groups = list_kinds(optimizer), []
     for group in optimizer.param_groups:
-        chosen = [own[names[p]] for p in group["params"] if p in names and names[p] in own]
+        chosen = [trained[names[p]] for p in group["params"] if p in names and names[p] in trained]
         if chosen:
             settings = {key: convert(group[key]) for key, convert in SETTINGS[kind].items()}
             groups.append({"params": chosen, "stage": group["stage"], **settings})
@@ -121,20 +121,20 @@ def write_state(executor: Any, optimizer: Any, saved: Optional[IpuState]) -> Non
 
     Raise `BadInput` if a name is missing or a shape differs, of which PopTorch would only warn.
     """
-    wanted = read_state(optimizer)
-    if wanted is not None:
+    present = read_state(optimizer)
+    if present is not None:
         saved = saved or IpuState({}, None)
         # names without "___" belong to the loss scaling
-        needed = {name: value for name, value in wanted.tensors.items() if "___" in name}
-        unfit = [n for n, value in needed.items() if n not in saved.tensors or saved.tensors[n].shape != value.shape]
-        if unfit:
-            some = list_some(unfit, 2)
+        needed = {name: value for name, value in present.tensors.items() if "___" in name}
+        missing = [n for n, value in needed.items() if n not in saved.tensors or saved.tensors[n].shape != value.shape]
+        if missing:
+            some = list_some(missing, 2)
             raise BadInput(f"--resume: the checkpoint's optimizer state has no {some} of the shape that this run keeps: {_GO_ON}")
         state = {}
-        for name, value in wanted.tensors.items():
+        for name, value in present.tensors.items():
             tensor = saved.tensors.get(name, value)
             if saved.scale is not None and name.startswith((SEPARATE, COMBINED)):
-                tensor = tensor.float() * ((wanted.scale or 1.0) / saved.scale)
+                tensor = tensor.float() * ((present.scale or 1.0) / saved.scale)
             state[name] = tensor.to(value.dtype)
         optimizer.load_state_dict({**optimizer.get_state_dict(), STATE: state})
     executor.setOptimizer(optimizer)
@@ -149,11 +149,11 @@ def export_state(saved: Optional[IpuState], names: Sequence[str]) -> Tuple[Dict[
         return {}, {}
     longest = sorted(names, key=len, reverse=True)
 
-    def place(section: str, key: str) -> str:
+    def make_key(section: str, key: str) -> str:
         owner = next((name for name in longest if key.endswith(name)), names[0])
         return f"{owner}/{POPTORCH_PREFIX}:{section}:{key.replace('/', '|')}"
 
-    return {place(STATE, key): value for key, value in saved.tensors.items()}, {place(SCALE, ""): saved.scale}
+    return {make_key(STATE, key): value for key, value in saved.tensors.items()}, {make_key(SCALE, ""): saved.scale}
 
 
 def import_state(optimizer: torch.optim.Optimizer, ipu: IpuConfig) -> Optional[IpuState]:
@@ -194,8 +194,8 @@ def import_state(optimizer: torch.optim.Optimizer, ipu: IpuConfig) -> Optional[I
 def count_state_bytes(tensors: Mapping[str, torch.Tensor], part: Partition) -> List[int]:
     """Count the bytes of optimizer state of each stage; `tensors`: the tensors of `export_state`."""
     sizes, stage_of = [0] * len(part), part.stage_of()
-    for place, value in tensors.items():
-        name = place.rpartition("/")[0]
+    for key, value in tensors.items():
+        name = key.rpartition("/")[0]
         if name in stage_of:
             sizes[stage_of[name]] += value.numel() * value.element_size()
     return sizes

@@ -20,7 +20,7 @@ TRAINING, INFERENCE = "training", "inference"
 
 
 def make_options(
-    config: Config, method: Method, place: Placement, training: bool, seed: int, base: Optional[Any] = None,
+    config: Config, method: Method, placement: Placement, training: bool, seed: int, base: Optional[Any] = None,
     ipu_id: Optional[int] = None, accumulation: Optional[int] = None,
 ) -> Any:  # fmt: skip
     """Return the poptorch.Options of a run's training or inference model.
@@ -40,10 +40,10 @@ def make_options(
         options.replicationFactor(config.replicas)
         if ipu_id is not None:
             options.useIpuId(ipu_id)
-    stages = [poptorch.Stage(*map(name_stage, stages)).ipu(index) for index, stages in place.poptorch_stages]
+    stages = [poptorch.Stage(*map(name_stage, stages)).ipu(index) for index, stages in placement.poptorch_stages]
     options.setExecutionStrategy(getattr(poptorch, execution)(*stages))
     is_pipeline = execution == PIPELINED
-    is_split = is_pipeline and place.ipus > 1
+    is_split = is_pipeline and placement.ipu_count > 1
     # a pipeline recomputes by default
     mode = "standard" if ipu.recomputation == "auto" and config.recompute and not is_split else ipu.recomputation
     settings = {
@@ -57,7 +57,7 @@ def make_options(
         "Precision.enableStochasticRounding": ipu.stochastic_rounding and training,
         "Precision.enableFloatingPointExceptions": ipu.floating_point_exceptions or None,
         "enableStableNorm": ipu.stable_norm or None,
-        "setAvailableMemoryProportion": _share_memory(ipu.available_memory_proportion, place.ipus),
+        "setAvailableMemoryProportion": _share_memory(ipu.available_memory_proportion, placement.ipu_count),
         "useOfflineIpuTarget": ipu.offline_target,
         "connectionType": find_member(poptorch.ConnectionType, ipu.connection_type) if ipu.offline_target is None else None,
         "useIpuModel": ipu.use_ipu_model or None,
@@ -80,7 +80,7 @@ def make_options(
         options.outputMode(find_member(poptorch.OutputMode, ipu.output_mode), *period)
     else:
         # by default a call of an evaluation has one microbatch per stage, which keeps all stages busy
-        settings["deviceIterations"] = ipu.inference_device_iterations or (place.forward_stages if is_pipeline else 1)
+        settings["deviceIterations"] = ipu.inference_device_iterations or (placement.forward_stages if is_pipeline else 1)
         options.outputMode(poptorch.OutputMode.All)
     for name, value in settings.items():
         if value is not None:

@@ -1,4 +1,4 @@
-"""Decide how PopTorch runs a job: its execution mode for the method, the IPU of each stage, and this process's replicas.
+"""Decide how PopTorch runs a job: its execution class for the method, the IPU of each stage, and this process's replicas.
 
     stages         0   1   2   3   4                 backend.ipu.ipus: [0, 1, 1, 2, 3]
     IPUs           0 | 1   1 | 2 | 3                 F = 4 PopTorch stages in a forward, 2F - 1 = 7 in training
@@ -14,6 +14,7 @@ Sources: PopTorch, branch sdk-release-3.4 (popart_compiler/source/CompilerImpl.c
 from __future__ import annotations
 
 import importlib.util
+import itertools
 from typing import Any, Callable, List, NamedTuple, Optional, Tuple
 
 from ipu_pipe.backends.ipu.config import IpuConfig
@@ -57,37 +58,32 @@ def is_pipelined(method: Method) -> bool:
 
 
 class Placement(NamedTuple):
-    """The IPU of each stage: stage s is on IPU `ipu_of[s]` of each replica."""
+    """The IPU of each stage: stage s is on IPU `ipu_by_stage[s]` of each replica."""
 
-    ipu_of: Tuple[int, ...]
+    ipu_by_stage: Tuple[int, ...]
 
     @property
     def poptorch_stages(self) -> List[Tuple[int, List[int]]]:
-        """The runs of stages on one IPU, (IPU, stages); PopTorch counts each run as one stage."""
-        runs: List[Tuple[int, List[int]]] = []
-        for stage, ipu in enumerate(self.ipu_of):
-            if runs and runs[-1][0] == ipu:
-                runs[-1][1].append(stage)
-            else:
-                runs.append((ipu, [stage]))
-        return runs
+        """The stages that PopTorch counts, each as (IPU, its stages): neighboring stages on one IPU are one."""
+        stages = enumerate(self.ipu_by_stage)
+        return [(ipu, [stage for stage, _ in group]) for ipu, group in itertools.groupby(stages, lambda pair: pair[1])]
 
     @property
     def forward_stages(self) -> int:
-        """The number of PopTorch's stages in a forward, F: one more than the changes of the IPU."""
+        """The number of PopTorch's stages in a forward, F."""
         return len(self.poptorch_stages)
 
     @property
-    def ipus(self) -> int:
-        """The IPUs of one replica, including idle ones below the highest."""
-        return max(self.ipu_of) + 1
+    def ipu_count(self) -> int:
+        """The number of IPUs of one replica, including idle ones below the highest."""
+        return max(self.ipu_by_stage) + 1
 
     @property
     def least_accumulation(self) -> int:
-        """The fewest microbatches of an update: the number of stages in training, 2F - 1."""
+        """The fewest microbatches that an update may have: the number of PopTorch's stages in training, 2F - 1."""
         return 2 * self.forward_stages - 1
 
-    def cycles(self, accumulation: int) -> int:
+    def count_cycles(self, accumulation: int) -> int:
         """Return the pipeline cycles of an update with fill and flush; in a cycle every stage does a forward and a backward."""
         return accumulation + 2 * self.forward_stages - 2
 
@@ -112,15 +108,18 @@ def is_under_poprun() -> bool:
 
 
 class PoprunShare(NamedTuple):
-    """This process's share: replicas `first` to `first + replicas`. `base`: makes popdist's options, None without poprun."""
+    """This process's replicas: `replicas` of them, from number `first` on.
+
+    `make_options`: returns popdist's options for a number of IPUs per replica; None without poprun.
+    """
 
     first: int
     replicas: int
-    base: Optional[Callable[[int], Any]] = None
+    make_options: Optional[Callable[[int], Any]] = None
 
 
-def read_instance(config: Config) -> PoprunShare:
-    """Return this process's share of the run. Raise `BadInput` if poprun started another number of replicas."""
+def read_poprun_share(config: Config) -> PoprunShare:
+    """Return this process's share of the replicas: all without poprun. Raise `BadInput` if poprun started another number."""
     if not is_under_poprun():
         return PoprunShare(0, config.replicas)
     import popdist

@@ -15,8 +15,8 @@ from ipu_pipe.backends.ipu.options import INFERENCE, TRAINING
 from ipu_pipe.trace.events import Counter, Event
 
 # device and stage of events of the whole pipeline
-ALL, NO_STAGE = 0, -1
-GETTERS = {
+ALL_IPUS, NO_STAGE = 0, -1
+LATENCY_GETTERS = {
     "host_to_ipu": "getHostIpuLatency", "compute": "getComputeLatency", "ipu_to_host": "getIpuHostLatency",
     "round_trip": "getLatency",
 }  # fmt: skip
@@ -25,7 +25,7 @@ GETTERS = {
 class CallTimes:
     """The events and counters of calls that make one of `updates`: of all stages together, or of one stage and its device."""
 
-    def __init__(self, updates: range, stage: int = NO_STAGE, device: int = ALL) -> None:
+    def __init__(self, updates: range, stage: int = NO_STAGE, device: int = ALL_IPUS) -> None:
         self.events: List[Event] = []
         self.counters: List[Counter] = []
         # the cycles of the last call on the first replica
@@ -38,7 +38,7 @@ class CallTimes:
         self, executor: Any, updates: range, start_ns: int, end_ns: int, samples: int, sent: int, received: int
     ) -> None:
         """Add the events of one call that made `updates` of `samples` samples; `sent` and `received` are bytes."""
-        latencies = {name: _read_figure(getattr(executor, getter)) for name, getter in GETTERS.items()}
+        latencies = {name: _read_figure(getattr(executor, getter)) for name, getter in LATENCY_GETTERS.items()}
         # the times are (least, most, mean)
         self.latency = {name: times[2] for name, times in latencies.items() if times is not None}
         if executor.options._Popart.options.get("instrumentWithHardwareCycleCounter"):

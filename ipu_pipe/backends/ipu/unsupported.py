@@ -36,7 +36,7 @@ ACCUMULATORS = {"sgd": ("accum_type", "velocity_accum_type"), **dict.fromkeys(("
 TILES = "needs tensor_locations.num_io_tiles, 32 or more"
 
 
-def list_faults(config: Config, cases: Iterable[Case]) -> List[str]:
+def describe_cases(config: Config, cases: Iterable[Case]) -> List[str]:
     """Return `key: value: reason` of the cases that apply; a key that begins with `ipu.` means backend.ipu."""
     faults = []
     for case in cases:
@@ -72,7 +72,7 @@ def check_method(method: Method) -> List[str]:
 def check_config(config: Config, method: Method) -> List[str]:
     """Return why IPUs cannot run a config of backend poptorch whose method is resolved, before model and data are made."""
     cases = [*_list_option_cases(config, method), *_list_location_cases(config), *_list_block_cases(config, method)]
-    faults = check_method(method) + list_faults(config, cases)
+    faults = check_method(method) + describe_cases(config, cases)
     if not faults and config.ipu.local == "fused" and method.structure is None:
         stages = config.stages.get("count") if isinstance(config.stages, dict) else config.stages
         count = len(stages) + 1 if isinstance(stages, list) else stages
@@ -153,7 +153,7 @@ def _list_block_cases(config: Config, method: Method) -> Iterator[Case]:
 
 def check_placement(config: Config, method: Method, stages: int) -> List[str]:
     """Return the reasons why `stages` stages cannot run on their IPUs; empty for other backends."""
-    return [] if config.backend.ipu is None else list_faults(config, _list_placement_cases(config, method, stages))
+    return [] if config.backend.ipu is None else describe_cases(config, _list_placement_cases(config, method, stages))
 
 
 def _list_placement_cases(config: Config, method: Method, stages: int) -> Iterator[Case]:
@@ -162,24 +162,24 @@ def _list_placement_cases(config: Config, method: Method, stages: int) -> Iterat
     if ipu.ipus is not None and len(ipu.ipus) != stages:
         yield Case(True, "ipu.ipus", f"must name an IPU for each of {stages} stages")
         return
-    place = place_stages(ipu, stages)
-    forward, least = place.forward_stages, place.least_accumulation
+    placement = place_stages(ipu, stages)
+    forward, least = placement.forward_stages, placement.least_accumulation
     shares, iterations = ipu.available_memory_proportion, ipu.inference_device_iterations
     why = "the first stage must be on IPU 0, because PopTorch always counts IPU 0 as a stage"
-    yield Case(place.ipu_of[0] != 0, "ipu.ipus", why)
+    yield Case(placement.ipu_by_stage[0] != 0, "ipu.ipus", why)
     why = f"a PopTorch pipeline of {forward} stages needs at least 2 x {forward} - 1 = {least} microbatches per update"
-    has_too_few = pipelined and place.ipus > 1 and config.gradient_accumulation < least
+    has_too_few = pipelined and placement.ipu_count > 1 and config.gradient_accumulation < least
     yield Case(has_too_few, "gradient_accumulation", why)
     why = f"a pipeline of {forward} stages: must be at least {forward}"
     yield Case(iterations is not None and pipelined and iterations < forward, "ipu.inference_device_iterations", why)
-    why = f"must be one number, or {place.ipus}, one per IPU"
-    yield Case(isinstance(shares, list) and len(shares) != place.ipus, "ipu.available_memory_proportion", why)
+    why = f"must be one number, or {placement.ipu_count}, one per IPU"
+    yield Case(isinstance(shares, list) and len(shares) != placement.ipu_count, "ipu.available_memory_proportion", why)
     # a simulated device needs no IPUs
     if ipu.use_ipu_model or ipu.offline_target is not None:
         return
-    total = place.ipus * config.replicas
+    total = placement.ipu_count * config.replicas
     reserved = round_up_ipus(total)
-    counted = f"{place.ipus} IPUs x replicas {config.replicas} = {total}" if config.replicas > 1 else f"{total} IPUs"
+    counted = f"{placement.ipu_count} IPUs x replicas {config.replicas} = {total}" if config.replicas > 1 else f"{total} IPUs"
     if total != reserved and not ipu.auto_round_num_ipus:
         remedy = "take another number of stages or replicas, put two on one with backend.ipu.ipus, or auto_round_num_ipus: true"
         yield Case(True, "stages", f"IPUs are reserved by powers of 2, here {reserved}: {remedy}", counted)
@@ -203,7 +203,7 @@ def check_model(config: Config, method: Method, facts: ModelFacts, local_replica
             return faults
         cases = _list_stage_cases(config, method, facts, local_replicas is not None)
     model_cases = _list_model_cases(config, facts, local_replicas is not None)
-    return list_faults(config, [*cases, *model_cases, *_list_optimizer_cases(*facts.optimizer, config)])
+    return describe_cases(config, [*cases, *model_cases, *_list_optimizer_cases(*facts.optimizer, config)])
 
 
 def _list_decoupled_cases(config: Config, facts: ModelFacts) -> Iterator[Case]:
@@ -225,11 +225,11 @@ def _list_stage_cases(config: Config, method: Method, facts: ModelFacts, is_one_
     order = f"a forward begins them in the order {', '.join(map(str, facts.order))}"
     is_disordered = list(facts.order) != sorted(set(facts.order))
     yield Case(is_disordered, "stages", "on IPUs each must begin once, in order", order)
-    place = place_stages(config.ipu, facts.stages)
+    placement = place_stages(config.ipu, facts.stages)
     why = f"of each process, which drives at most {MOST_IPUS} IPUs: start more with poprun --num-instances"
-    yield Case(is_one_of_several and round_up_ipus(place.ipus * config.replicas) > MOST_IPUS, "replicas", why)
+    yield Case(is_one_of_several and round_up_ipus(placement.ipu_count * config.replicas) > MOST_IPUS, "replicas", why)
     for name, stages in facts.shared.items() if is_pipelined(method) else ():
-        ipus = sorted({place.ipu_of[s] for s in stages})
+        ipus = sorted({placement.ipu_by_stage[s] for s in stages})
         users = f"stages {', '.join(map(str, stages))} on IPUs {', '.join(map(str, ipus))}"
         why = f"used by {users}, but a parameter is stored on one IPU only: use backend.ipu.ipus or other boundaries"
         yield Case(len(ipus) > 1, "model", why, name)

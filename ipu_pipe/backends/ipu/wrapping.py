@@ -30,7 +30,7 @@ from ipu_pipe.model.stages import Partition
 OVERLAP = {"accumulation_loop": "OverlapAccumulationLoop", "device_iteration_loop": "OverlapDeviceIterationLoop"}
 
 
-class Whole(nn.Module):
+class WholeModel(nn.Module):
     """A copy of a model with one loss."""
 
     losses = 1
@@ -39,7 +39,7 @@ class Whole(nn.Module):
         super().__init__()
         self.model = copy.deepcopy(model)
 
-    def walk(self, x: torch.Tensor) -> Iterator[Tuple[Any, Any]]:
+    def run_blocks(self, x: torch.Tensor) -> Iterator[Tuple[Any, Any]]:
         """Yield the model's output, and None for the activations."""
         yield self.model(x), None
 
@@ -47,16 +47,16 @@ class Whole(nn.Module):
 class LocalBlocks(nn.Module):
     """Copies of a model's blocks with losses of their own, in one graph: all blocks, or some from number `first` on."""
 
-    def __init__(self, model: nn.Module, heads: nn.ModuleDict, cut: Sequence[Piece], first: int = 0) -> None:
+    def __init__(self, model: nn.Module, heads: nn.ModuleDict, pieces: Sequence[Piece], first: int = 0) -> None:
         super().__init__()
         self.model, self.heads = model, heads
         # a tuple, so that they are not children: their modules belong to the model
-        self._pieces = tuple(piece.copy_to(model) for piece in cut)
+        self._pieces = tuple(piece.copy_to(model) for piece in pieces)
         self._first = first
-        last = len(cut) - 1
-        self.losses = sum(i == last or str(first + i) in heads for i in range(len(cut)))
+        last = len(pieces) - 1
+        self.losses = sum(i == last or str(first + i) in heads for i in range(len(pieces)))
 
-    def walk(self, x: torch.Tensor) -> Iterator[Tuple[Any, Any]]:
+    def run_blocks(self, x: torch.Tensor) -> Iterator[Tuple[Any, Any]]:
         """Yield (outputs, detached activations for the next block) of each block that has a loss, the whole model's last.
 
         A block runs when its item is taken.
@@ -65,12 +65,12 @@ class LocalBlocks(nn.Module):
         for index, piece in enumerate(self._pieces, self._first):
             piece.training = self.training
             value = piece(value)
-            onward = tree_map(torch.Tensor.detach, value)
+            activations = tree_map(torch.Tensor.detach, value)
             if str(index) in self.heads:
-                yield self.heads[str(index)](get_activation(value)), onward
+                yield self.heads[str(index)](get_activation(value)), activations
             elif piece is self._pieces[-1]:
-                yield value, onward
-            value = onward
+                yield value, activations
+            value = activations
 
 
 def copy_piece(piece: Piece) -> nn.Module:
@@ -97,12 +97,12 @@ def _make_path(root: nn.Module, path: str) -> nn.Module:
 class Wrapped(nn.Module):
     """The module that PopTorch compiles.
 
-    `narrow`: outputs are in half precision, and losses are computed in float32. `overlap`: PopTorch's mode of overlapping input
-    with compute. `hands_on`: the outputs include the activations for the next block.
+    `is_half`: outputs are in half precision, and losses are computed in float32. `overlap`: PopTorch's mode of overlapping input
+    with compute. `passes_activations`: the outputs include the activations for the next block.
     """
 
     def __init__(
-        self, body: Any, loss: Loss, narrow: bool = False, overlap: Optional[str] = None, hands_on: bool = False
+        self, body: Any, loss: Loss, is_half: bool = False, overlap: Optional[str] = None, passes_activations: bool = False
     ) -> None:
         super().__init__()
         block_loss = get_block_loss(loss)
@@ -111,7 +111,7 @@ class Wrapped(nn.Module):
         self.loss: Any = [block_loss] * body.losses
         if isinstance(block_loss, nn.Module):
             self.loss = nn.ModuleList([copy.deepcopy(block_loss) for _ in range(body.losses)])
-        self._narrow, self._overlap, self._hands_on = narrow, overlap, hands_on
+        self._is_half, self._overlap, self._passes_activations = is_half, overlap, passes_activations
 
     def list_names(self) -> List[Optional[str]]:
         """Return the names of all parameters in the user's model, see `get_unsplit_name`."""
@@ -125,26 +125,26 @@ class Wrapped(nn.Module):
         poptorch.Block.start(name_stage(0))
         if self._overlap is not None:
             x = poptorch.set_overlap_for_input(x, getattr(poptorch.OverlapMode, self._overlap))
-        losses, answers, outputs, handed = [], [], [], []
-        for loss, (output, onward) in zip(self.loss, self.body.walk(x)):
-            handed = [onward] if self._hands_on else []
+        losses, counts_of_right, outputs, passed_on = [], [], [], []
+        for loss, (output, activations) in zip(self.loss, self.body.run_blocks(x)):
+            passed_on = [activations] if self._passes_activations else []
             if y is None:
                 outputs.append(output)
                 continue
-            if self._narrow:
+            if self._is_half:
                 output = tree_map(lambda t: t.float() if t.is_floating_point() else t, output)
             losses.append(loss(output, y))
-            answers.append(count_right(output, y))
+            counts_of_right.append(count_right(output, y))
         if losses:
             total = losses[0]
             for other in losses[1:]:
                 total = total + other
             by_block = torch.stack([loss.detach().reshape(()) for loss in losses])
-            counted = [right for right in answers if right is not None]
+            known_counts = [counts for counts in counts_of_right if counts is not None]
             outputs = [poptorch.identity_loss(total, "none"), by_block]
-            if len(counted) == len(answers):
-                outputs.append(torch.stack(counted))
-        return (*outputs, *handed)
+            if len(known_counts) == len(counts_of_right):
+                outputs.append(torch.stack(known_counts))
+        return (*outputs, *passed_on)
 
 
 def get_unsplit_name(name: str) -> Optional[str]:
@@ -164,7 +164,7 @@ def wrap(
 
     blocks = get_blocks(model)
     if blocks is None:
-        body: Any = Whole(model)
+        body: Any = WholeModel(model)
     elif block is None:
         body = LocalBlocks(copy.deepcopy(blocks.model), copy.deepcopy(blocks.heads), blocks.pieces)
     else:
@@ -178,5 +178,5 @@ def wrap(
             module.num_batches_tracked = module.num_batches_tracked.float()
     for name, stage in part.begins.items() if block is None else ():
         poptorch.BeginBlock(body.model.get_submodule(name), name_stage(stage))
-    hands_on = blocks is not None and block is not None and block < len(blocks.pieces) - 1
-    return Wrapped(body, loss, precision.startswith("16"), OVERLAP.get(ipu.overlapped_io), hands_on).train()
+    passes_activations = blocks is not None and block is not None and block < len(blocks.pieces) - 1
+    return Wrapped(body, loss, precision.startswith("16"), OVERLAP.get(ipu.overlapped_io), passes_activations).train()

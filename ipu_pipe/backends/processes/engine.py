@@ -261,7 +261,7 @@ def cut_stages(job: Job, layout: RankLayout, first: int) -> Tuple[List[StageMode
         if blocks is None:
             ties = find_ties(job.model, cut, s, layout.placement)
         else:
-            local = LocalBlock.create(cut, s, blocks.overlap > 0, blocks.head(s))
+            local = LocalBlock.create(cut, s, blocks.overlap > 0, blocks.get_head(s))
         checksums: Dict[int, int] = {}
         read = functools.partial(microbatches.read, checksums)
         models.append(StageModel(layout, s, cut[s], across, read, job.device, keyed, local, ties, checksums))
@@ -307,7 +307,7 @@ def _list_stages_with_loss(job: Job) -> List[int]:
     blocks, last = get_blocks(job.model), len(job.partition) - 1
     if blocks is None:
         return [last]
-    return [s for s in range(last + 1) if s == last or blocks.head(s) is not None]
+    return [s for s in range(last + 1) if s == last or blocks.get_head(s) is not None]
 
 
 @contextlib.contextmanager
