@@ -1,7 +1,7 @@
 """Train a job on Graphcore IPUs with PopTorch 3.4: the engine that the run's loop calls for updates, evaluations and checkpoints.
 
-    job.model -> copy, one poptorch.BeginBlock per stage -> trainingModel -> a call trains D updates of N microbatches, R replicas
-                                                      -> inferenceModel -> evaluates with the same weights
+    job.model -> copy, a poptorch.BeginBlock per stage -> trainingModel  -> a call trains D updates of N microbatches, R replicas
+                                                       -> inferenceModel -> evaluates with the same weights
 
 A call is one execution on the device: D (device_iterations) updates. PopTorch's own pipeline fills, runs N microbatches, flushes
 and updates, which is both gpipe and pipedream_flush. The executors are the two compiled models; they are made from a copy of the
