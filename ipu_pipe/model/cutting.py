@@ -15,9 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import math
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 from typing import Any, Callable, ContextManager, Dict, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple
 
 import torch
@@ -26,6 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from ipu_pipe.errors import BadInput
 from ipu_pipe.model.batch import flatten_tensors, list_leaves, sort_keys, walk_leaves
+from ipu_pipe.model.crossing import Crossing, TensorSpec, get_memory_order
 from ipu_pipe.model.observation import find_running_ancestor
 from ipu_pipe.model.precision import enter_model_autocast, is_cast
 from ipu_pipe.model.recording import (
@@ -42,123 +41,19 @@ from ipu_pipe.model.recording import (
 from ipu_pipe.model.restoring import restore_all
 
 
-def get_memory_order(tensor: torch.Tensor) -> Tuple[int, ...]:
-    """Return the order of a tensor's dimensions in memory; () if it is contiguous, or if no order is without gaps."""
-    strides = tensor.stride()
-    order = tuple(sorted(range(tensor.dim()), key=lambda d: (-strides[d], d)))
-    return () if tensor.is_contiguous() or not tensor.permute(order).is_contiguous() else order
-
-
-def invert_order(order: Sequence[int]) -> List[int]:
-    """Return the permutation that undoes `order`."""
-    return [list(order).index(d) for d in range(len(order))]
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """The form of a tensor that crosses a cut.
-
-    `differentiable`: a gradient comes back for it. `order`: the order of its dimensions in memory, on which the choice of kernels
-    depends; () if contiguous. The message has its dimensions in that order. `gradient_order`: the order in memory of the
-    dimensions of the message's gradient; () for the message's own order.
-    """
-
-    shape: Tuple[int, ...]
-    dtype: torch.dtype
-    differentiable: bool
-    order: Tuple[int, ...] = ()
-    gradient_order: Tuple[int, ...] = ()
-
-    @property
-    def gradient(self) -> TensorSpec:
-        """The form of the message with the gradient."""
-        return TensorSpec(self.message_shape, self.dtype, False, self.gradient_order)
-
-    def with_gradient_in(self, order: Sequence[int]) -> TensorSpec:
-        """Return the form with another order of the gradient's dimensions in memory; () means contiguous."""
-        places = invert_order(self.order or range(len(self.shape)))
-        gradient = tuple(places[d] for d in order or range(len(self.shape)))
-        return replace(self, gradient_order=() if gradient == tuple(range(len(gradient))) else gradient)
-
-    @cached_property
-    def message_shape(self) -> Tuple[int, ...]:
-        """The shape of the message."""
-        return tuple(self.shape[d] for d in self.order) if self.order else self.shape
-
-    @property
-    def bytes(self) -> int:
-        """The bytes of one message."""
-        return math.prod(self.shape) * torch.empty((), dtype=self.dtype).element_size()
-
-
-@dataclass(frozen=True)
-class Crossing:
-    """The value that one piece passes to the next: a tensor, or a tuple of tensors."""
-
-    tensors: Tuple[TensorSpec, ...]
-
-    def to_messages(self, value: Any) -> List[torch.Tensor]:
-        """Turn a crossing value into messages. Raise `BadInput` if a tensor's shape is not the recorded one."""
-        values = value if isinstance(value, tuple) else (value,)
-        for t, shape in zip(values, self.tensors):
-            if (tuple(t.shape), t.dtype) != (shape.shape, shape.dtype):
-                raise BadInput(
-                    f"model: a stage returns a tensor of shape {tuple(t.shape)}, {t.dtype}, but of shape {shape.shape},"
-                    f" {shape.dtype} in the recorded forward: a tensor that crosses a boundary must have one shape"
-                )
-        return [t.permute(shape.order) if shape.order else t for t, shape in zip(values, self.tensors)]
-
-    def from_messages(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """Return the value whose messages are `tensors`."""
-        values = tuple(
-            t.permute(invert_order(shape.order)) if shape.order else t for t, shape in zip(tensors, self.tensors)
-        )
-        return values[0] if len(values) == 1 else values
-
-    def require_gradients(self, messages: Sequence[torch.Tensor]) -> List[torch.Tensor]:
-        """Make the differentiable messages leaves that receive gradients in a backward.
-
-        A leaf's `grad` takes the leaf's memory layout. If the gradient has another layout, a hook stores it unchanged, because
-        kernels may sum in another order for another layout.
-        """
-        for t, shape in zip(messages, self.tensors):
-            if shape.differentiable:
-                t.requires_grad_()
-                if shape.gradient_order:
-                    raw: List[torch.Tensor] = []
-                    t.register_hook(raw.append)
-                    t.raw_gradient = raw  # type: ignore[attr-defined]
-        return list(messages)
-
-    def collect_gradients(self, messages: Sequence[torch.Tensor]) -> List[torch.Tensor]:
-        """Return the gradients that a backward left on the messages of `require_gradients`, as messages."""
-        gradients = []
-        for t, shape in zip(messages, self.tensors):
-            if shape.differentiable:
-                gradient = t.raw_gradient.pop() if getattr(t, "raw_gradient", None) else t.grad  # type: ignore[attr-defined]
-                gradient = torch.zeros_like(t) if gradient is None else gradient
-                gradients.append(gradient.permute(shape.gradient_order) if shape.gradient_order else gradient)
-        return gradients
-
-    def unpack_gradients(self, messages: Sequence[torch.Tensor]) -> List[torch.Tensor]:
-        """Return the gradients whose messages are `messages`, one for each differentiable tensor."""
-        orders = [shape.gradient_order for shape in self.tensors if shape.differentiable]
-        return [g.permute(invert_order(order)) if order else g for g, order in zip(messages, orders)]
-
-
 @dataclass(frozen=True)
 class StageCalls:
     """One stage of a recording.
 
-    `enters`: the values and weights that it receives; `entering`: their shapes; `copied`: those that it overwrites, and so copies
-    first; `leaves`: the value that it passes on.
+    `inputs`: the values and weights that it receives; `input_shapes`: their shapes; `copied`: the inputs that it overwrites, and
+    so copies first; `output`: the value that it passes on.
     """
 
     calls: List[RecordedCall]
-    enters: List[Key]
-    leaves: Template
+    inputs: List[Key]
+    output: Template
     copied: Set[Key]
-    entering: Tuple[Tuple[int, ...], ...]
+    input_shapes: Tuple[Tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -169,7 +64,7 @@ class StagedRecording:
     module) -> number of runs.
     """
 
-    parts: List[StageCalls]
+    stages: List[StageCalls]
     crossings: List[Crossing]
     homes: Mapping[str, int]
     written: Set[str]
@@ -178,74 +73,77 @@ class StagedRecording:
     @property
     def modules(self) -> List[List[str]]:
         """The modules that each stage calls, in the order of their first runs."""
-        return [list(dict.fromkeys(c.target for c in part.calls if isinstance(c.target, str))) for part in self.parts]
+        return [list(dict.fromkeys(c.target for c in stage.calls if isinstance(c.target, str))) for stage in self.stages]
 
 
-def split_recording(seen: Recording, count: int, homes: Mapping[str, int]) -> StagedRecording:
+def split_recording(recording: Recording, count: int, homes: Mapping[str, int]) -> StagedRecording:
     """Split a recording into `count` stages. Raise `BadInput` if a stage uses a weight of a later stage.
 
     `homes`: the stages of modules that ran in an earlier recording, where their weights stay.
     """
-    homes = {**seen.reached, **homes}
-    makers = {call.index: call.stage for call in seen.calls}
-    # the stage that makes a value or holds a weight, and the last stage that needs it
-    home_of: Dict[Key, int] = {}
-    last: Dict[Key, int] = {}
-    needs = [(key, call.stage, call.name) for call in seen.calls for key in call.arguments.keys]
-    for key, stage, name in [*needs, *((key, count - 1, "the output") for key in seen.output.keys)]:
+    homes = {**recording.homes, **homes}
+    stage_of_call = {call.index: call.stage for call in recording.calls}
+    # the stage that makes a value or holds a weight, and the last stage that uses it
+    source: Dict[Key, int] = {}
+    last_use: Dict[Key, int] = {}
+    uses = [(key, call.stage, call.name) for call in recording.calls for key in call.arguments.keys]
+    for key, stage, name in [*uses, *((key, count - 1, "the output") for key in recording.output.keys)]:
         if isinstance(key, Value):
-            home_of[key] = makers[key.call]
+            source[key] = stage_of_call[key.call]
         else:
-            home_of[key] = homes[find_running_ancestor(key.name.rpartition(".")[0], homes)]
-            if home_of[key] > stage:
+            source[key] = homes[find_running_ancestor(key.name.rpartition(".")[0], homes)]
+            if source[key] > stage:
                 raise BadInput(
-                    f"model: {key.name}: {name} uses it on stage {stage}, but it belongs to stage {home_of[key]}, where its"
+                    f"model: {key.name}: {name} uses it on stage {stage}, but it belongs to stage {source[key]}, where its"
                     " module first runs: begin that stage earlier"
                 )
-        last[key] = max(last.get(key, 0), stage)
+        last_use[key] = max(last_use.get(key, 0), stage)
 
     def get_tensor(key: Key) -> torch.Tensor:
-        return seen.tensors[key] if isinstance(key, Value) else seen.weights[key.name]
+        return recording.tensors[key] if isinstance(key, Value) else recording.weights[key.name]
 
     # by cut: weights, then values in order
-    crossing: List[List[Key]] = []
+    crossing_keys: List[List[Key]] = []
     for cut in range(count - 1):
-        keys = [key for key in last if home_of[key] <= cut < last[key]]
-        crossing.append(sorted(keys, key=lambda key: (key.call, key.leaf) if isinstance(key, Value) else (-1, 0)))
-    parts = []
+        keys = [key for key in last_use if source[key] <= cut < last_use[key]]
+        crossing_keys.append(sorted(keys, key=lambda key: (key.call, key.leaf) if isinstance(key, Value) else (-1, 0)))
+    stages = []
     for s in range(count):
-        enters = crossing[s - 1] if s else []
-        copied: Set[Key] = {k for k in enters if isinstance(k, Value) and seen.is_written(seen.tensors[k], s)}
-        entering = tuple(tuple(get_tensor(key).shape) for key in enters)
-        leaves = seen.output if s == count - 1 else _join(crossing[s])
-        parts.append(StageCalls([c for c in seen.calls if c.stage == s], enters, leaves, copied, entering))
-    shapes = [Crossing(tuple(_describe(get_tensor(key)) for key in keys)) for keys in crossing]
-    written = {name for name, weight in seen.weights.items() if any(seen.is_written(weight, s) for s in range(count))}
-    return StagedRecording(parts, shapes, seen.reached, written, seen.runs)
+        inputs = crossing_keys[s - 1] if s else []
+        copied: Set[Key] = {
+            key for key in inputs if isinstance(key, Value) and recording.is_written(recording.tensors[key], s)
+        }
+        input_shapes = tuple(tuple(get_tensor(key).shape) for key in inputs)
+        output = recording.output if s == count - 1 else _make_crossing_template(crossing_keys[s])
+        stages.append(StageCalls([c for c in recording.calls if c.stage == s], inputs, output, copied, input_shapes))
+    crossings = [Crossing(tuple(_make_spec(get_tensor(key)) for key in keys)) for keys in crossing_keys]
+    weights = recording.weights.items()
+    written = {name for name, weight in weights if any(recording.is_written(weight, s) for s in range(count))}
+    return StagedRecording(stages, crossings, recording.homes, written, recording.runs)
 
 
-def _describe(tensor: torch.Tensor) -> TensorSpec:
+def _make_spec(tensor: torch.Tensor) -> TensorSpec:
     return TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, get_memory_order(tensor))
 
 
-def _join(keys: Sequence[Key]) -> Template:
+def _make_crossing_template(keys: Sequence[Key]) -> Template:
     """Return the template of a crossing value: one tensor, or a tuple."""
     return Template(tuple(keys), tree_flatten(0 if len(keys) == 1 else (0,) * len(keys))[1])
 
 
 class _Step(NamedTuple):
-    """A call of a program; places are indices in its list of values.
+    """A call of a program, whose arguments and results are indices in the program's list of values.
 
-    `places`: the arguments, of which the last have the keywords `names`; `template`: the nest of the arguments, None if they are
-    flat; `gives`: (index of a result, place) for the results that are needed; `done`: places that no later step needs.
+    `arguments`: the last of them have the keywords `names`; `template`: the nest of the arguments, None if they are flat;
+    `results`: (leaf of the result, index) for the leaves that are needed; `freed`: values that no later step needs.
     """
 
     function: Callable[..., Any]
-    places: List[int]
+    arguments: List[int]
     names: Tuple[str, ...]
     template: Optional[Template]
-    gives: List[Tuple[int, int]]
-    done: List[int]
+    results: List[Tuple[int, int]]
+    freed: List[int]
 
 
 UNCHANGED = AutogradState()
@@ -254,85 +152,89 @@ UNCHANGED = AutogradState()
 class Program:
     """The steps of one stage of one recording, on a model's modules.
 
-    All arguments of its steps have a place in one list: constants, weights (which are read at each run) and values. `compiles`:
-    call each module by torch.compile. `is_cast`: the model's forward runs under autocast.
+    All arguments and results of its steps have an index in one list of values: constants, weights (which are read at each run)
+    and the results of calls. `compiles`: call each module by torch.compile. `is_cast`: the model's forward runs under autocast.
     """
 
-    def __init__(self, model: nn.Module, part: StageCalls, compiles: bool = False) -> None:
-        self._places: Dict[Key, int] = {}
-        # by place; None for weights and values
+    def __init__(self, model: nn.Module, stage: StageCalls, compiles: bool = False) -> None:
+        self._model, self.is_cast = model, is_cast(model)
+        self._indices: Dict[Key, int] = {}
+        # the list of values before a run; None for weights and results
         self._constants: List[Any] = []
         self._weights: List[Tuple[int, nn.Module, str]] = []
-        self._model, self.is_cast = model, is_cast(model)
-        self._enters = [self._add_place(key) for key in part.enters]
-        self._copied = [self._places[key] for key in part.copied]
-        # (leaf, place) of the model's input
-        self._given: List[Tuple[int, int]] = []
-        used: Dict[int, List[Value]] = {}
-        last: Dict[Key, int] = {}
-        for call in part.calls:
-            last.update(dict.fromkeys(call.arguments.keys, call.index))
-        for key in {**last, **dict.fromkeys(part.leaves.keys)}:
-            if isinstance(key, Value) and key not in self._places:
-                used.setdefault(key.call, []).append(key)
-        for key in part.leaves.keys:
-            last.pop(key, None)
-        self._runs: List[Tuple[AutogradState, List[_Step]]] = []
-        for call in part.calls:
-            gives = [(key.leaf, self._place(key)) for key in used.get(call.index, ())]
+        self._inputs = [self._add_value(key) for key in stage.inputs]
+        self._copied = [self._indices[key] for key in stage.copied]
+        # (leaf, index) of the model's input
+        self._model_input: List[Tuple[int, int]] = []
+        last_use: Dict[Key, int] = {}
+        for call in stage.calls:
+            last_use.update(dict.fromkeys(call.arguments.keys, call.index))
+        # by call
+        needed_results: Dict[int, List[Value]] = {}
+        for key in {**last_use, **dict.fromkeys(stage.output.keys)}:
+            if isinstance(key, Value) and key not in self._indices:
+                needed_results.setdefault(key.call, []).append(key)
+        for key in stage.output.keys:
+            last_use.pop(key, None)
+        # consecutive steps with the same state
+        self._steps: List[Tuple[AutogradState, List[_Step]]] = []
+        for call in stage.calls:
+            results = [(key.leaf, self._get_index(key)) for key in needed_results.get(call.index, ())]
             if call.target is None:
-                self._given = gives
+                self._model_input = results
                 continue
             function = model.get_submodule(call.target) if isinstance(call.target, str) else call.target
             if compiles and isinstance(call.target, str):
                 # with the fallback a compiled dropout draws the same numbers as an uncompiled one
                 function = torch.compile(function, options={"fallback_random": True})  # type: ignore[arg-type]
-            if not self._runs or self._runs[-1][0] != call.state:
-                self._runs.append((call.state, []))
+            if not self._steps or self._steps[-1][0] != call.state:
+                self._steps.append((call.state, []))
             template = call.arguments
-            places = [self._place(leaf) for leaf in template.leaves]
-            args, keywords = tree_unflatten(list(range(len(places))), template.spec)
-            is_flat = [*args, *keywords.values()] == list(range(len(places)))
-            done = [self._places[key] for key in call.arguments.keys if last.get(key) == call.index]
-            self._runs[-1][1].append(_Step(function, places, tuple(keywords), None if is_flat else template, gives, done))
+            arguments = [self._get_index(leaf) for leaf in template.leaves]
+            args, keywords = tree_unflatten(list(range(len(arguments))), template.spec)
+            is_flat = [*args, *keywords.values()] == list(range(len(arguments)))
+            freed = [self._indices[key] for key in template.keys if last_use.get(key) == call.index]
+            step = _Step(function, arguments, tuple(keywords), None if is_flat else template, results, freed)
+            self._steps[-1][1].append(step)
         # a weight that crosses is cloned, because it may be updated before it is sent
-        self._leaves = [(self._place(leaf), isinstance(leaf, Weight)) for leaf in part.leaves.leaves]
-        self._output = part.leaves
+        self._output = [(self._get_index(leaf), isinstance(leaf, Weight)) for leaf in stage.output.leaves]
+        self._output_spec = stage.output.spec
 
-    def _add_place(self, leaf: Any) -> int:
+    def _add_value(self, leaf: Any) -> int:
+        """Return the index of a new value."""
         is_key = isinstance(leaf, (Value, Weight))
         if is_key:
-            self._places[leaf] = len(self._constants)
+            self._indices[leaf] = len(self._constants)
         self._constants.append(None if is_key else leaf)
         return len(self._constants) - 1
 
-    def _place(self, leaf: Any) -> int:
-        """Return the place of an argument or a result of a step; add one if it has none."""
-        if isinstance(leaf, (Value, Weight)) and leaf in self._places:
-            return self._places[leaf]
+    def _get_index(self, leaf: Any) -> int:
+        """Return the index of an argument or a result of a step, a new one if it has none."""
+        if isinstance(leaf, (Value, Weight)) and leaf in self._indices:
+            return self._indices[leaf]
         if isinstance(leaf, Weight):
             path, _, name = leaf.name.rpartition(".")
             self._weights.append((len(self._constants), self._model.get_submodule(path), name))
-        return self._add_place(leaf)
+        return self._add_value(leaf)
 
     def run(self, value: Any) -> Any:
         """Run the stage and return the input of the next piece, or the model's output."""
         values = self._constants.copy()
-        for place, owner, name in self._weights:
-            values[place] = getattr(owner, name)
-        for place, tensor in zip(self._enters, value if len(self._enters) > 1 else (value,)):
-            values[place] = tensor
-        for place in self._copied:
-            values[place] = values[place].clone()
+        for index, owner, name in self._weights:
+            values[index] = getattr(owner, name)
+        for index, tensor in zip(self._inputs, value if len(self._inputs) > 1 else (value,)):
+            values[index] = tensor
+        for index in self._copied:
+            values[index] = values[index].clone()
         leaves: Sequence[Any] = ()
-        if self._given:
+        if self._model_input:
             leaves = (value,) if isinstance(value, torch.Tensor) else list_leaves(value)
-        for leaf, place in self._given:
-            values[place] = leaves[leaf]
-        for state, steps in self._runs:
-            with contextlib.nullcontext() if state == UNCHANGED else _as_recorded(state):
-                for function, places, names, template, gives, done in steps:
-                    args = [values[place] for place in places]
+        for leaf, index in self._model_input:
+            values[index] = leaves[leaf]
+        for state, steps in self._steps:
+            with contextlib.nullcontext() if state == UNCHANGED else _enter_state(state):
+                for function, arguments, names, template, results, freed in steps:
+                    args = [values[index] for index in arguments]
                     if template is not None:
                         args, keywords = tree_unflatten(args, template.spec)
                         result = function(*args, **keywords)
@@ -341,19 +243,19 @@ class Program:
                         result = function(*args[:count], **dict(zip(names, args[count:])))
                     else:
                         result = function(*args)
-                    if gives:
+                    if results:
                         leaves = (result,) if isinstance(result, torch.Tensor) else list_leaves(result)
-                        for leaf, place in gives:
-                            values[place] = leaves[leaf]
-                    for place in done:
-                        values[place] = None
+                        for leaf, index in results:
+                            values[index] = leaves[leaf]
+                    for index in freed:
+                        values[index] = None
+                # drop the references to the last step's tensors
                 args, result, leaves = [], None, ()
-        return tree_unflatten(
-            [values[place].clone() if is_weight else values[place] for place, is_weight in self._leaves], self._output.spec
-        )
+        output = [values[index].clone() if is_weight else values[index] for index, is_weight in self._output]
+        return tree_unflatten(output, self._output_spec)
 
 
-def _as_recorded(state: AutogradState) -> ContextManager[Any]:
+def _enter_state(state: AutogradState) -> ContextManager[Any]:
     """Enter the grad mode and the autocast that the recorded forward has set."""
     stack = contextlib.ExitStack()
     if state.grad is not None:
@@ -379,8 +281,8 @@ def _record(model: nn.Module, begins: Sequence[str], x: Any, training: bool, hom
         return record(pretends_tracing=True)
 
 
-class _Owned(nn.Module):
-    """The parameters and buffers of a module of which only a part runs here; it shares the module's tables."""
+class _PartialModule(nn.Module):
+    """The parameters and buffers of a module of which only a part runs in a piece; it shares the module's tables."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -422,7 +324,7 @@ class Cut:
         """Store, for each crossing tensor, the order of its gradient's dimensions in memory."""
         for i, (crossing, tensor_orders) in enumerate(zip(self.crossings, orders)):
             self.crossings[i] = Crossing(
-                tuple(t.with_gradient_in(order) for t, order in zip(crossing.tensors, tensor_orders))
+                tuple(t.with_gradient_order(order) for t, order in zip(crossing.tensors, tensor_orders))
             )
 
     def compile(self) -> None:
@@ -448,10 +350,10 @@ class Cut:
         elif stage == 0:
             staged = self._find_recording(value, training)
         else:
-            staged = self._find_entering(stage, value, training)
+            staged = self._find_by_input_shapes(stage, value, training)
         key = (id(staged), stage)
         if key not in self._programs:
-            self._programs[key] = Program(self.model, staged.parts[stage], self.compiles)
+            self._programs[key] = Program(self.model, staged.stages[stage], self.compiles)
         return self._programs[key]
 
     def _list_latest(self, training: bool) -> List[StagedRecording]:
@@ -471,11 +373,11 @@ class Cut:
         self._recordings[key] = staged
         return staged
 
-    def _find_entering(self, stage: int, value: Any, training: bool) -> StagedRecording:
+    def _find_by_input_shapes(self, stage: int, value: Any, training: bool) -> StagedRecording:
         """Return the latest recording in which tensors of these shapes enter a stage. Raise `BadInput` if there is none."""
         shapes = tuple(tuple(t.shape) for t in flatten_tensors(value))
         for recording in self._list_latest(training):
-            if recording.parts[stage].entering == shapes:
+            if recording.stages[stage].input_shapes == shapes:
                 return recording
         raise BadInput(
             f"model: {type(self.model).__name__}: stage {stage} gets tensors of shapes {list(shapes)}, but no such forward was"
@@ -484,11 +386,11 @@ class Cut:
 
     def _require_homes(self, staged: StagedRecording) -> None:
         """Raise BadInput if a module runs on a stage that does not hold it."""
-        for stage, (names, held_names) in enumerate(zip(staged.modules, self.names)):
+        for stage, (names, names_here) in enumerate(zip(staged.modules, self.names)):
             for name in names:
                 home, module = self._homes[find_running_ancestor(name, self._homes)], self.model.get_submodule(name)
                 owns_tensors = any(True for _ in (*module.parameters(), *module.buffers()))
-                if name not in held_names and home != stage and owns_tensors:
+                if name not in names_here and home != stage and owns_tensors:
                     raise BadInput(
                         f"model: module {name} belongs to stage {home} (first training forward) but runs on stage {stage}: choose"
                         " boundaries so that one stage calls it"
@@ -505,16 +407,17 @@ def _make_key(x: Any, training: bool) -> Any:
 class Piece(nn.Module):
     """One stage of a cut model as a module.
 
-    `names`: the modules of the model that it calls, in the order of their first runs. `copies_input`: clone the input, because
-    others need it unchanged. `calls_before`: module -> the number of its runs in earlier stages.
+    `names`: the modules of the model that it calls, in the order of their first runs; `called`: these modules. `partial`: the
+    modules around them whose own tensors belong to this stage. `copies_input`: clone the input, because others need it
+    unchanged. `calls_before`: module -> the number of its runs in earlier stages.
     """
 
     def __init__(self, cut: Cut, stage: int) -> None:
         super().__init__()
         self.cut, self.stage = cut, stage
         self.names = cut.names[stage]
-        self.links = nn.ModuleList([cut.model.get_submodule(name) for name in self.names])
-        self.owned = nn.ModuleList([_Owned(cut.model.get_submodule(name)) for name in cut.owners[stage]])
+        self.called = nn.ModuleList([cut.model.get_submodule(name) for name in self.names])
+        self.partial = nn.ModuleList([_PartialModule(cut.model.get_submodule(name)) for name in cut.owners[stage]])
         self.copies_input = False
         self.calls_before: Dict[str, int] = {}
         for (earlier, name), count in cut.first.runs.items():
@@ -550,9 +453,9 @@ class Piece(nn.Module):
         return [name for name, p in self.cut.model.named_parameters() if id(p) in ids]
 
     def list_passed_weights(self) -> List[str]:
-        """Return the weights of the piece that it passes to a later piece with the activations."""
-        handed = {key.name for key in self.cut.first.parts[self.stage].leaves.keys if isinstance(key, Weight)}
-        return [name for name in self.list_weights() if name in handed]
+        """Return the names of the weights that the piece passes to a later piece with the activations."""
+        crossing = {key.name for key in self.cut.first.stages[self.stage].output.keys if isinstance(key, Weight)}
+        return [name for name in self.list_weights() if name in crossing]
 
     def list_tensors(self) -> List[torch.Tensor]:
         """Return the parameters and buffers of the piece."""
@@ -565,6 +468,6 @@ def cut_model(model: nn.Module, begins: Sequence[str], x: Any) -> List[Piece]:
     return [Piece(cut, stage) for stage in range(len(cut.names))]
 
 
-def list_crossings(parts: Sequence[Piece]) -> List[Crossing]:
+def list_crossings(pieces: Sequence[Piece]) -> List[Crossing]:
     """Return the crossing of each cut in training."""
-    return parts[0].cut.crossings
+    return pieces[0].cut.crossings

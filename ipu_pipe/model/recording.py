@@ -116,7 +116,7 @@ def name_operation(function: Any) -> str:
 class Recording:
     """The recording of one forward; it keeps the forward's tensors alive.
 
-    `weights`: parameters and buffers by the first of their names. `reached`: module -> stage of its first run. `runs`: (stage,
+    `weights`: parameters and buffers by the first of their names. `homes`: module -> stage of its first run. `runs`: (stage,
     module) -> number of runs. `written`: stage -> storages that it writes.
     """
 
@@ -124,7 +124,7 @@ class Recording:
     calls: List[RecordedCall] = field(default_factory=list)
     output: Template = Template((), None)
     tensors: Dict[Value, torch.Tensor] = field(default_factory=dict)
-    reached: Dict[str, int] = field(default_factory=dict)
+    homes: Dict[str, int] = field(default_factory=dict)
     runs: Dict[Tuple[int, str], int] = field(default_factory=dict)
     written: Dict[int, Set[int]] = field(default_factory=dict)
 
@@ -202,7 +202,7 @@ class Recorder:
         if self._depth:
             self._depth += 1
             return
-        recording.reached.setdefault(name, self._stage)
+        recording.homes.setdefault(name, self._stage)
         if id(module) in self._cut_modules:
             self._running.append(name)
             return

@@ -16,7 +16,8 @@ from torch.utils._pytree import tree_map
 
 from ipu_pipe.errors import BadInput, summarize
 from ipu_pipe.model.batch import call_model, flatten_tensors
-from ipu_pipe.model.cutting import Piece, get_memory_order, invert_order
+from ipu_pipe.model.crossing import get_memory_order, invert_order
+from ipu_pipe.model.cutting import Piece
 from ipu_pipe.model.observation import ForwardEffects, observe_effects
 from ipu_pipe.model.precision import is_cast
 from ipu_pipe.model.randomness import KeyedRandomness, derive_seed
@@ -157,7 +158,7 @@ def _run(
         try:
             # in evaluation hooks would keep some modules off their fast paths
             for piece in pieces if training else ():
-                modules = zip(piece.names, piece.links)
+                modules = zip(piece.names, piece.called)
                 handles += [module.register_forward_hook(partial(record_output, name)) for name, module in modules]
             # twice, because a model that counts its forwards may change in the second
             for _ in range(2 if training else 1):

@@ -76,13 +76,13 @@ class LocalBlocks(nn.Module):
 def copy_piece(piece: Piece) -> nn.Module:
     """Return a module with copies of one piece's modules and weights under the model's names, and nothing else."""
     root, memo = nn.Module(), {}  # type: ignore[var-annotated]
-    for name, link in zip(piece.names, piece.links):
+    for name, called in zip(piece.names, piece.called):
         owner, _, last = name.rpartition(".")
-        _make_path(root, owner)._modules[last] = copy.deepcopy(link, memo)
-    for name, owned in zip(piece.cut.owners[piece.stage], piece.owned):
+        _make_path(root, owner)._modules[last] = copy.deepcopy(called, memo)
+    for name, partial in zip(piece.cut.owners[piece.stage], piece.partial):
         module = _make_path(root, name)
-        module._parameters.update(copy.deepcopy(owned._parameters, memo))
-        module._buffers.update(copy.deepcopy(owned._buffers, memo))
+        module._parameters.update(copy.deepcopy(partial._parameters, memo))
+        module._buffers.update(copy.deepcopy(partial._buffers, memo))
     return root
 
 

@@ -25,7 +25,8 @@ from ipu_pipe.job.evaluation import EvaluationResult, Tally, evaluate_sums, load
 from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import HEADS, get_activation, get_blocks
 from ipu_pipe.model.batch import count_samples
-from ipu_pipe.model.cutting import Crossing, Piece, TensorSpec
+from ipu_pipe.model.crossing import Crossing, TensorSpec
+from ipu_pipe.model.cutting import Piece
 from ipu_pipe.model.loss import get_labels
 from ipu_pipe.model.restoring import restore_modes
 from ipu_pipe.trace.events import Trace, concatenate_counters, concatenate_events

@@ -34,7 +34,7 @@ from ipu_pipe.backends.processes.trace import TraceRecorder
 from ipu_pipe.backends.processes.update import ReplicaGroup, StageUpdate
 from ipu_pipe.backends.replicas import IndependentReplicas
 from ipu_pipe.backends.work import Work, average, tabulate
-from ipu_pipe.model.cutting import TensorSpec
+from ipu_pipe.model.crossing import TensorSpec
 from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.versions import recompute_slots
 

@@ -29,7 +29,7 @@ from ipu_pipe.backends.replicas import IndependentReplicas
 from ipu_pipe.backends.work import Work
 from ipu_pipe.errors import RunFault
 from ipu_pipe.model.batch import count_bytes
-from ipu_pipe.model.cutting import TensorSpec
+from ipu_pipe.model.crossing import TensorSpec
 from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.update.clipping import GradientClipping, OtherStages
 
