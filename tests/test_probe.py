@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ipu_pipe.model.observation import Observation, find_unkeyed_draws, observe_effects, observe_training
+from ipu_pipe.model.observation import Observation, observe_effects, observe_training
+from ipu_pipe.model.randomness import find_unkeyed_draws
 from ipu_pipe.model.stages import begin_stage, make_footprint, partition
 from tests.support.models import Composed
 

@@ -71,7 +71,7 @@ def count_units(
         else f"in a forward and backward of {samples} samples"
     )
     cut_points = list_top_cut_points(model, order)
-    first = cut_points[0] or next(call.name for call in seen.calls if call.works)
+    first = cut_points[0] or next(call.name for call in seen.calls if call.computes)
     later = {*cut_points[1:], *begins} - {first}
     starts = [0, *[i for i, call in enumerate(seen.calls) if call.name in later]]
     names = [first, *[seen.calls[i].name for i in starts[1:]]]

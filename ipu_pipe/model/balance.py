@@ -54,8 +54,8 @@ def balance(costs: Sequence[float], count: int) -> List[int]:
     while len(starts) < count:
         edges = [*starts, len(costs)]
         _, a, b = max((sum(costs[a:b]), a, b) for a, b in zip(edges, edges[1:]) if b - a > 1)
-        halving = min(range(a + 1, b), key=lambda cut: max(sum(costs[a:cut]), sum(costs[cut:b])))
-        starts = sorted([*starts, halving])
+        best_split = min(range(a + 1, b), key=lambda cut: max(sum(costs[a:cut]), sum(costs[cut:b])))
+        starts = sorted([*starts, best_split])
     return starts
 
 
@@ -93,26 +93,26 @@ def _find_bottleneck(prices: FloatArray, end: IntArray) -> float:
     `prices` (count, n, width): prices[k - 1, i, j] is the price of the part of units [i, end[i, j]) as the k-th from the end;
     `end` is (n, width).
     """
-    reach = np.full(len(end) + 1, np.inf)
-    reach[-1] = 0.0
+    least_price = np.full(len(end) + 1, np.inf)
+    least_price[-1] = 0.0
     for price in prices:
-        reach[:-1], reach[-1] = np.maximum(price, reach[end]).min(axis=1), np.inf
-    return float(reach[0])
+        least_price[:-1], least_price[-1] = np.maximum(price, least_price[end]).min(axis=1), np.inf
+    return float(least_price[0])
 
 
-def _choose_cut(seconds: FloatArray, end: IntArray) -> List[int]:
+def _choose_cut(secondary: FloatArray, end: IntArray) -> List[int]:
     """Return the edges of the cut with the least sum of second prices, and among equal ones the cut with the earlier ends.
 
     The arrays are as in `_find_bottleneck`. The edges are the first units of the parts, and then the number of units.
     """
-    rows, paid = np.arange(len(end)), np.full(len(end) + 1, np.inf)
-    paid[-1] = 0.0
+    rows, least_sum = np.arange(len(end)), np.full(len(end) + 1, np.inf)
+    least_sum[-1] = 0.0
     ends: List[IntArray] = []
-    for second in seconds:
-        total = second + paid[end]
+    for price in secondary:
+        total = price + least_sum[end]
         best = total.argmin(axis=1)
         ends.append(end[rows, best])
-        paid[:-1], paid[-1] = total[rows, best], np.inf
+        least_sum[:-1], least_sum[-1] = total[rows, best], np.inf
     edges = [0]
     for chosen in reversed(ends):
         edges.append(int(chosen[edges[-1]]))
@@ -132,10 +132,10 @@ def find_best_cut(work: Sequence[float], count: int, price_parts: Optional[Price
     sums = np.concatenate([[0.0], np.cumsum(np.asarray(work, np.float64))])
     price_parts = price_parts or (lambda first, end: lambda k: sums[end] - sums[first])
     starts = np.array(_balance_once(tuple(work), count))
-    slowest = float(price_parts(starts, np.append(starts[1:], units))(np.arange(count, 0, -1)).max())
+    greatest = float(price_parts(starts, np.append(starts[1:], units))(np.arange(count, 0, -1)).max())
     rounding = 1e-9 * sums[-1]
-    fits = np.searchsorted(sums, sums[:-1] + slowest + rounding, side="right") - 1 - np.arange(units)
-    width = int(min(units - count + 1, max(1, fits.max())))
+    longest = np.searchsorted(sums, sums[:-1] + greatest + rounding, side="right") - 1 - np.arange(units)
+    width = int(min(units - count + 1, max(1, longest.max())))
     first = np.arange(units)[:, None]
     end = first + 1 + np.arange(width)[None, :]
     inside, end = end <= units, np.minimum(end, units)
@@ -151,14 +151,14 @@ def find_best_cut(work: Sequence[float], count: int, price_parts: Optional[Price
 class WeightedCuts:
     """All cuts of a row of units into consecutive parts of which each has a weight.
 
-    By unit: `costs`, `weights` (their number) and `through` (the number of modules that a cut before the unit divides). Among the
+    By unit: `costs`, `weights` (their number) and `divided` (the number of modules that a cut before the unit divides). Among the
     cuts whose greatest part is within SLACK of the least, the best one divides the fewest modules:
 
         unit     patches | block0.norm  block0.attention  block0.mlp | block1.norm ...
-        through     0    |     0              1               1      |     0            here block0 would be cut through
+        divided     0    |     0              1               1      |     0            here block0 would be cut through
     """
 
-    def __init__(self, costs: Sequence[float], weights: Sequence[int], through: Sequence[int]) -> None:
+    def __init__(self, costs: Sequence[float], weights: Sequence[int], divided: Sequence[int]) -> None:
         n = len(costs)
         sums = np.concatenate([[0.0], np.cumsum(np.asarray(costs, np.float64))])
         counts = np.concatenate([[0], np.cumsum(np.asarray(weights, np.int64))])
@@ -167,13 +167,13 @@ class WeightedCuts:
         row, end = np.arange(n)[:, None], np.arange(1, n + 1)[None, :]
         a, b = n - end, n - row
         self._end = np.broadcast_to(end, (n, n))
-        self._parts = np.where((end > row) & (counts[b] - counts[a] >= 1), sums[b] - sums[a], np.inf)
-        self._through = np.asarray(through, np.float64)[a]
+        self._prices = np.where((end > row) & (counts[b] - counts[a] >= 1), sums[b] - sums[a], np.inf)
+        self._divided = np.asarray(divided, np.float64)[a]
         self._total = float(sums[-1]) or 1.0
 
     def find_least(self, count: int) -> float:
         """Return the least possible cost of the greatest of `count` parts; infinite if there are fewer units."""
-        return _find_bottleneck(np.broadcast_to(self._parts, (count, *self._parts.shape)), self._end)
+        return _find_bottleneck(np.broadcast_to(self._prices, (count, *self._prices.shape)), self._end)
 
     def find_best(self, count: int) -> Optional[List[int]]:
         """Return the first units of the best `count` parts; None if there are fewer units.
@@ -184,8 +184,8 @@ class WeightedCuts:
         limit = self.find_least(count) * SLACK
         if limit == np.inf:
             return None
-        inside = np.where(self._parts <= limit, self._parts, 0.0) / self._total
+        inside = np.where(self._prices <= limit, self._prices, 0.0) / self._total
         # the squares of shares sum up to at most 1; half of them counts less than one divided module
-        seconds = np.where(self._parts <= limit, self._through + inside**2 / 2, np.inf)
-        edges = _choose_cut(np.broadcast_to(seconds, (count, *seconds.shape)), self._end)
+        secondary = np.where(self._prices <= limit, self._divided + inside**2 / 2, np.inf)
+        edges = _choose_cut(np.broadcast_to(secondary, (count, *secondary.shape)), self._end)
         return [len(self._end) - edge for edge in reversed(edges[1:])]

@@ -35,55 +35,53 @@ def get_formulas() -> Dict[Any, Formula]:
     counter."""
     if FlopCounterMode is None:
         return {}
-    return dict(FlopCounterMode(display=False, custom_mapping=_uncounted()).flop_registry)
+    return dict(FlopCounterMode(display=False, custom_mapping=_list_missing_formulas()).flop_registry)
 
 
-def _uncounted() -> Dict[Any, Formula]:
+def _list_missing_formulas() -> Dict[Any, Formula]:
     """Return the formulas of CPU operations that the counter lacks, and of the gradient of a grouped convolution's weights,
     which it counts too high."""
     attention, recurrent = "_scaled_dot_product_flash_attention_for_cpu", "mkldnn_rnn_layer"
     by_name: Dict[str, Formula] = {
-        attention: _attention,
-        f"{attention}_backward": _attention_backward,
-        "convolution_backward": _convolution_backward,
-        recurrent: _recurrent,
-        f"{recurrent}_backward": _recurrent_backward,
+        attention: _count_attention,
+        f"{attention}_backward": _count_attention_backward,
+        "convolution_backward": _count_convolution_backward,
+        recurrent: _count_recurrent,
+        f"{recurrent}_backward": _count_recurrent_backward,
     }
+    for formula in by_name.values():
+        # the counter passes tensors, not shapes, to formulas with this mark
+        vars(formula)["_get_raw"] = True
     by_operation = {getattr(torch.ops.aten, name, None): formula for name, formula in by_name.items()}
     return {operation: formula for operation, formula in by_operation.items() if operation is not None}
 
 
-def _attention(query: Any, key: Any, value: Any, *rest: Any, **options: Any) -> int:
+def _count_attention(query: Any, key: Any, value: Any, *rest: Any, **options: Any) -> int:
     """Count the products with keys and values of query (b, h, n, d), key (b, h, m, d), value (b, h, m, e)."""
     batch, heads, length, width = query.shape
     return int(2 * batch * heads * length * key.shape[-2] * (width + value.shape[-1]))
 
 
-def _attention_backward(gradient: Any, query: Any, key: Any, value: Any, *rest: Any, **options: Any) -> int:
+def _count_attention_backward(gradient: Any, query: Any, key: Any, value: Any, *rest: Any, **options: Any) -> int:
     """Count two products for each of the forward's, and the product with keys once more."""
     batch, heads, length, width = query.shape
     return int(2 * batch * heads * length * key.shape[-2] * (3 * width + 2 * value.shape[-1]))
 
 
-def _convolution_backward(gradient: Any, x: Any, weight: Any, *rest: Any, **options: Any) -> int:
+def _count_convolution_backward(gradient: Any, x: Any, weight: Any, *rest: Any, **options: Any) -> int:
     """Count the forward's products once for the input's gradient and once for the weight's, as the mask asks for them."""
     transposed, mask = rest[4], options.get("output_mask", rest[-1])
     return int(2 * (x if transposed else gradient).numel() * weight[0].numel() * (bool(mask[0]) + bool(mask[1])))
 
 
-def _recurrent(x: Any, into: Any, again: Any, *rest: Any, **options: Any) -> int:
+def _count_recurrent(x: Any, input_weight: Any, state_weight: Any, *rest: Any, **options: Any) -> int:
     """Count one layer of an LSTM: x (n, b, i), weights of the input and of the previous state."""
-    return int(2 * x.shape[0] * x.shape[1] * (into.numel() + again.numel()))
+    return int(2 * x.shape[0] * x.shape[1] * (input_weight.numel() + state_weight.numel()))
 
 
-def _recurrent_backward(x: Any, into: Any, again: Any, *rest: Any, **options: Any) -> int:
+def _count_recurrent_backward(x: Any, input_weight: Any, state_weight: Any, *rest: Any, **options: Any) -> int:
     """Count two products for each of the forward's."""
-    return 2 * _recurrent(x, into, again)
-
-
-# the counter passes tensors, not shapes, to formulas with this mark
-for _formula in (_attention, _attention_backward, _convolution_backward, _recurrent, _recurrent_backward):
-    vars(_formula)["_get_raw"] = True
+    return 2 * _count_recurrent(x, input_weight, state_weight)
 
 
 @contextlib.contextmanager

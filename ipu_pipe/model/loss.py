@@ -51,11 +51,11 @@ class OwnLoss:
     """
 
     def __init__(self, take: Optional[Take] = None) -> None:
-        self.take: Take = take or _scores
+        self.take: Take = take or _get_scores
 
     def __call__(self, output: Any, y: Any) -> torch.Tensor:
         """Return the loss in a model's output; the model has seen the labels."""
-        loss_field = _field(output, LOSS)
+        loss_field = _get_field(output, LOSS)
         values = (
             [loss_field] if loss_field is not None else list(output) if isinstance(output, (tuple, list)) else [output]
         )
@@ -78,7 +78,7 @@ class TakePart:
         """Return the part of an output. Raise `BadInput` if there is none."""
         if isinstance(output, torch.Tensor):
             return output
-        value = _field(output, self.key)
+        value = _get_field(output, self.key)
         if value is None:
             raise BadInput(f"model.output: {self.key}: the model returns {describe_output(output)}")
         return value
@@ -126,11 +126,11 @@ def takes_whole_output(loss: Loss) -> bool:
     return not isinstance(loss, OwnLoss) and (not isinstance(loss, LossOfOutput) or loss.take is None)
 
 
-def _scores(output: Any) -> Any:
-    return _field(output, SCORES)
+def _get_scores(output: Any) -> Any:
+    return _get_field(output, SCORES)
 
 
-def _field(output: Any, key: Union[int, str]) -> Any:
+def _get_field(output: Any, key: Union[int, str]) -> Any:
     """Return a field or element of an output; None if there is none."""
     if isinstance(key, int):
         elements = list(output.values()) if isinstance(output, Mapping) else output
@@ -157,7 +157,7 @@ def describe_output(output: Any) -> str:
 
 
 # the parameter name that asks for the whole batch
-WHOLE = "batch"
+WHOLE_BATCH = "batch"
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
@@ -244,7 +244,7 @@ def list_requested_fields(loss: Any) -> Tuple[str, ...]:
     if further:
         raise BadInput(
             f"loss: takes {', '.join(further)} besides outputs and labels: use a field of the batch by name, as in "
-            f"loss(output, y, *, {further[0]}), or the whole batch, as in loss(output, y, *, {WHOLE})"
+            f"loss(output, y, *, {further[0]}), or the whole batch, as in loss(output, y, *, {WHOLE_BATCH})"
         )
     return tuple(p.name for p in needed if p.kind is p.KEYWORD_ONLY)
 
@@ -255,12 +255,12 @@ def split_requested_fields(batch: Any, x: Any, y: Any, names: Tuple[str, ...]) -
     Raise `BadInput` if a field is missing.
     """
     fields = x if isinstance(x, Mapping) else {}
-    lacking = [name for name in names if name != WHOLE and name not in fields]
+    lacking = [name for name in names if name != WHOLE_BATCH and name not in fields]
     if lacking:
         there = f"has {', '.join(map(str, fields))}" if fields else "has no fields by name"
         raise BadInput(
-            f"loss: takes {', '.join(lacking)} of the batch, which besides labels {there}: must be among these, or {WHOLE} "
+            f"loss: takes {', '.join(lacking)} of the batch, which besides labels {there}: must be among these, or {WHOLE_BATCH} "
             "for the whole batch"
         )
     rest = {name: value for name, value in fields.items() if name not in names} if fields else x
-    return rest, Labels(y, {name: batch if name == WHOLE else fields[name] for name in names})
+    return rest, Labels(y, {name: batch if name == WHOLE_BATCH else fields[name] for name in names})

@@ -31,12 +31,12 @@ def can_run_on_meta(model: nn.Module, x: Any) -> bool:
 def to_meta(value: Any) -> Any:
     """Return the nest with its tensors on the meta device."""
 
-    def shape(t: Any) -> Any:
+    def move(t: Any) -> Any:
         if not isinstance(t, torch.Tensor) or (t.is_meta and not t.requires_grad):
             return t
         return torch.empty_like(t, device="meta")
 
-    return tree_map(shape, value)
+    return tree_map(move, value)
 
 
 @contextlib.contextmanager
@@ -58,7 +58,7 @@ def move_to_meta(model: nn.Module) -> Iterator[None]:
     """Move the model's parameters and buffers to the meta device inside the context; restore the model and its attributes."""
     twins: Dict[int, torch.Tensor] = {}
 
-    def twin(tensor: torch.Tensor) -> torch.Tensor:
+    def get_meta_twin(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.is_meta:
             return tensor
         if id(tensor) not in twins:
@@ -71,7 +71,7 @@ def move_to_meta(model: nn.Module) -> Iterator[None]:
         for module in model.modules():
             tables: Tuple[Dict[str, Any], ...] = (module._parameters, module._buffers)
             for table in tables:
-                table.update({name: twin(tensor) for name, tensor in table.items() if tensor is not None})
+                table.update({name: get_meta_twin(tensor) for name, tensor in table.items() if tensor is not None})
         with compute_on_meta():
             yield
 
@@ -91,14 +91,14 @@ def _call_as_cpu(func: Any, args: Any, kwargs: Any) -> Any:
 
     On the meta device PyTorch would use plain operations for attention, which save other tensors for the backward.
     """
-    if _casts():
+    if _is_autocast():
         raise RuntimeError("autocast on the meta device differs from autocast on the CPU")
     if func is nn.functional.scaled_dot_product_attention and FUSED is not None:
-        return _attention(*args, **kwargs)
+        return _run_attention(*args, **kwargs)
     return func(*args, **kwargs)
 
 
-def _casts() -> bool:
+def _is_autocast() -> bool:
     """Tell whether autocast is on for the CPU."""
     # newer versions take the device as an argument
     if hasattr(torch, "get_autocast_dtype"):
@@ -109,17 +109,18 @@ def _casts() -> bool:
 # available from torch 2.1 on
 FUSED: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
 # PyTorch's number of this kernel
-FLASH = 1
+FLASH_KERNEL = 1
 
 
-def _attention(
+def _run_attention(
     query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
     scale: Any = None, enable_gqa: bool = False,
 ) -> Any:  # fmt: skip
+    """Run attention by the fused kernel if the CPU would choose it for tensors of these shapes, else by plain operations."""
     plain = nn.functional.scaled_dot_product_attention
     keywords = dict({} if scale is None else {"scale": scale}, **({"enable_gqa": True} if enable_gqa else {}))
 
-    def on_cpu(tensor: Any) -> Any:
+    def make_empty_on_cpu(tensor: Any) -> Any:
         if tensor is None:
             return None
         # never written, so it takes no memory
@@ -128,9 +129,9 @@ def _attention(
 
     if not query.is_meta:
         return plain(query, key, value, attn_mask, dropout_p, is_causal, **keywords)
-    stand_ins = [on_cpu(tensor) for tensor in (query, key, value, attn_mask)]
+    stand_ins = [make_empty_on_cpu(tensor) for tensor in (query, key, value, attn_mask)]
     choice: Any = torch._fused_sdp_choice  # type: ignore[attr-defined]
-    if choice(*stand_ins, dropout_p, is_causal, **keywords) != FLASH or enable_gqa:
+    if choice(*stand_ins, dropout_p, is_causal, **keywords) != FLASH_KERNEL or enable_gqa:
         return plain(query, key, value, attn_mask, dropout_p, is_causal, **keywords)
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.empty_like(attn_mask, dtype=query.dtype)

@@ -36,15 +36,15 @@ from ipu_pipe.model.watching import OperationWatch
 class ModuleCall:
     """A module's first run, with the costs from there to the next module's first run.
 
-    `works`: the module computes something itself, because none of its children runs or it owns parameters. `alone`: none of its
-    children runs. `moved`: the bytes that operations without FLOPs read and write. `saved`: storage kept for the backward (not
-    weights) -> its bytes.
+    `computes`: the module computes something itself, because none of its children runs or it owns parameters. `is_leaf`: none of
+    its children runs. `moved`: the bytes that operations without FLOPs read and write. `saved`: storage kept for the backward
+    (not weights) -> its bytes.
     """
 
     name: str
     module: nn.Module
-    works: bool
-    alone: bool = True
+    computes: bool
+    is_leaf: bool = True
     flops: float = 0.0
     backward_flops: float = 0.0
     moved: float = 0.0
@@ -104,7 +104,7 @@ def observe_costs(model: nn.Module, x: Any, forward: Callable[[], Any], counted:
         with _watch_calls(model, seen, counter.running, counter.begin), OperationWatch(counter.run):
             with torch.autograd.graph.saved_tensors_hooks(counter.save, lambda tensor: tensor):
                 results = [t for t in tree_flatten(forward())[0] if isinstance(t, torch.Tensor) and t.requires_grad]
-        seen.live = list(itertools.accumulate(counter.steps))[: len(seen.calls)]
+        seen.live = list(itertools.accumulate(counter.live_changes))[: len(seen.calls)]
         seen.derived = [name for name, _ in model.named_parameters() if name in counter.derived]
         counter.is_forward = False
         trained = [p for p in model.parameters() if p.requires_grad]
@@ -152,21 +152,21 @@ def _watch_effects(model: nn.Module, device: torch.device) -> Iterator[Callable[
     norms = {name for name, module in model.named_modules() if isinstance(module, nn.modules.batchnorm._NormBase)}
     drawn: Set[str] = set()
     runs: Dict[str, int] = {}
-    drawing = list_generators(device)
-    stack: List[List[torch.Tensor]] = []
+    generators = list_generators(device)
+    states: List[List[torch.Tensor]] = []
 
-    def before(module: nn.Module, inputs: Any) -> None:
+    def begin_module(module: nn.Module, inputs: Any) -> None:
         # do not count the second forward of activation checkpointing
         if torch._C._current_graph_task_id() == -1:
             runs[names[id(module)]] = runs.get(names[id(module)], 0) + 1
-        stack.append([generator.get_state() for generator in drawing])
+        states.append([generator.get_state() for generator in generators])
 
-    def after(module: nn.Module, inputs: Any, output: Any) -> None:
-        start = stack.pop()
-        if not all(torch.equal(a, generator.get_state()) for a, generator in zip(start, drawing)):
+    def end_module(module: nn.Module, inputs: Any, output: Any) -> None:
+        start = states.pop()
+        if not all(torch.equal(a, generator.get_state()) for a, generator in zip(start, generators)):
             drawn.add(names[id(module)])
             # a module around this one counts as drawing only if its own forward draws
-            for generator, state in zip(drawing, start):
+            for generator, state in zip(generators, start):
                 generator.set_state(state)
 
     buffers = {name: t.clone() for name, t in model.named_buffers() if name.rpartition(".")[0] not in norms}
@@ -180,8 +180,8 @@ def _watch_effects(model: nn.Module, device: torch.device) -> Iterator[Callable[
 
     with contextlib.ExitStack() as hooks:
         for module in model.modules():
-            hooks.enter_context(module.register_forward_pre_hook(before))
-            hooks.enter_context(module.register_forward_hook(after))
+            hooks.enter_context(module.register_forward_pre_hook(begin_module))
+            hooks.enter_context(module.register_forward_hook(end_module))
         yield read
 
 
@@ -191,39 +191,39 @@ def _is_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 @contextlib.contextmanager
 def _watch_calls(
-    model: nn.Module, seen: Observation, running: List[nn.Module], begun: Callable[[], None] = lambda: None
+    model: nn.Module, seen: Observation, running: List[nn.Module], on_call: Callable[[], None] = lambda: None
 ) -> Iterator[None]:
     """Add the calls inside the context to `seen`; `running` lists the running modules, the innermost last.
 
-    `begun` is called at the beginning of each call.
+    `on_call` is called at the beginning of each call.
     """
     names = {id(module): name for name, module in model.named_modules()}
-    at: Dict[str, ModuleCall] = {}
+    call_by_name: Dict[str, ModuleCall] = {}
 
-    def before(module: nn.Module, inputs: Any, keywords: Any) -> None:
+    def begin_module(module: nn.Module, inputs: Any, keywords: Any) -> None:
         name = names[id(module)]
         seen.runs.append(name)
         running.append(module)
-        if name not in at:
+        if name not in call_by_name:
             owns_weights = any(True for _ in module.parameters(recurse=False))
-            at[name] = ModuleCall(name, module, owns_weights)
-            seen.calls.append(at[name])
-            begun()
+            call_by_name[name] = ModuleCall(name, module, owns_weights)
+            seen.calls.append(call_by_name[name])
+            on_call()
 
-    def after(module: nn.Module, inputs: Any, keywords: Any, output: Any) -> None:
+    def end_module(module: nn.Module, inputs: Any, keywords: Any, output: Any) -> None:
         running.pop()
         if FlopCounterMode is None:
-            at[names[id(module)]].flops += count_by_formula(module, [*inputs, *keywords.values()], output)
+            call_by_name[names[id(module)]].flops += count_by_formula(module, [*inputs, *keywords.values()], output)
 
     with contextlib.ExitStack() as hooks:
         for module in model.modules():
-            hooks.enter_context(module.register_forward_pre_hook(before, with_kwargs=True))
-            hooks.enter_context(module.register_forward_hook(after, with_kwargs=True))
+            hooks.enter_context(module.register_forward_pre_hook(begin_module, with_kwargs=True))
+            hooks.enter_context(module.register_forward_hook(end_module, with_kwargs=True))
         yield
-    around = {outer for name in at for outer in list_ancestors(name)}
+    outer_modules = {outer for name in call_by_name for outer in list_ancestors(name)}
     for call in seen.calls:
-        call.alone = call.name not in around
-        call.works = call.works or call.alone
+        call.is_leaf = call.name not in outer_modules
+        call.computes = call.computes or call.is_leaf
 
 
 def list_ancestors(name: str) -> List[str]:
@@ -237,13 +237,13 @@ def get_storage(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else id(tensor)
 
 
-def _bytes(tensor: torch.Tensor) -> int:
+def _count_storage_bytes(tensor: torch.Tensor) -> int:
     """Return the bytes of a tensor's whole storage."""
     dense = tensor.layout is torch.strided
     return int(tensor.untyped_storage().nbytes()) if dense else tensor.numel() * tensor.element_size()
 
 
-def _view(tensor: torch.Tensor) -> Tuple[Any, ...]:
+def _make_view_key(tensor: torch.Tensor) -> Tuple[Any, ...]:
     """Return a key that two tensors share if they are the same view of one storage."""
     if tensor.layout is not torch.strided:
         return (id(tensor),)
@@ -253,12 +253,12 @@ def _view(tensor: torch.Tensor) -> Tuple[Any, ...]:
 TAKES_MEMORY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 
 
-def _moved(operation: Any, arguments: Any, result: Any) -> float:
+def _count_moved_bytes(operation: Any, arguments: Any, result: Any) -> float:
     """Return the bytes that an operation reads and writes, each tensor once; 0 for views and allocations."""
-    looks = any(r.alias_info is not None and not r.alias_info.is_write for r in operation._schema.returns)
-    if looks or operation.overloadpacket.__name__ in TAKES_MEMORY:
+    is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in operation._schema.returns)
+    if is_view or operation.overloadpacket.__name__ in TAKES_MEMORY:
         return 0.0
-    return float(sum(min(_bytes(t), t.numel() * t.element_size()) for t in list_tensors((*arguments, result))))
+    return float(sum(min(_count_storage_bytes(t), t.numel() * t.element_size()) for t in list_tensors((*arguments, result))))
 
 
 class _Counter:
@@ -269,39 +269,39 @@ class _Counter:
         self.running: List[nn.Module] = []
         self.is_forward = True
         # the differences of `Observation.live`
-        self.steps = [0]
+        self.live_changes = [0]
         # parameters of which the forward saves derived values
         self.derived: Set[str] = set()
         # storage numbers are not reused while these tensors are referenced
-        self._held: List[torch.Tensor] = list_tensors(x)
+        self._alive: List[torch.Tensor] = list_tensors(x)
         self._formulas = get_formulas()
-        # the first autograd node of each call
-        self._first: List[int] = []
+        # the number of the first autograd node of each call
+        self._first_nodes: List[int] = []
         # the call that makes a tensor, and the last call so far that reads it
-        self._made: Dict[Any, int] = {_view(t): 0 for t in self._held}
-        self._reached: Dict[Any, int] = {}
-        self._own = {get_storage(t) for t in [*model.parameters(), *model.buffers()]}
+        self._source_call: Dict[Any, int] = {_make_view_key(t): 0 for t in self._alive}
+        self._last_read: Dict[Any, int] = {}
+        self._weight_storages = {get_storage(t) for t in [*model.parameters(), *model.buffers()]}
         # storage -> the parameters from which alone its values are derived
         self._sources: Dict[int, FrozenSet[str]] = {
             get_storage(p): frozenset([name]) for name, p in model.named_parameters()
         }
         # storages that depend on the input
-        self._given = {get_storage(t) for t in self._held}
+        self._input_storages = {get_storage(t) for t in self._alive}
 
     def begin(self) -> None:
         """Begin a new call."""
-        self.steps.append(0)
+        self.live_changes.append(0)
         if self._formulas:
-            self._first.append(torch._C._autograd._get_sequence_nr())  # type: ignore[attr-defined]
+            self._first_nodes.append(torch._C._autograd._get_sequence_nr())  # type: ignore[attr-defined]
 
     def save(self, tensor: torch.Tensor) -> torch.Tensor:
         """Count a tensor that is saved for the backward; weights and buffers are in memory anyway."""
-        place = get_storage(tensor)
-        if self.calls and place not in self._own:
-            self.calls[-1].saved[place] = _bytes(tensor)
-            self._held.append(tensor.detach())
+        storage = get_storage(tensor)
+        if self.calls and storage not in self._weight_storages:
+            self.calls[-1].saved[storage] = _count_storage_bytes(tensor)
+            self._alive.append(tensor.detach())
             if tensor.is_floating_point():
-                self.derived |= self._sources.get(place, frozenset())
+                self.derived |= self._sources.get(storage, frozenset())
         # returning the tensor itself would make a cycle that is never freed
         return tensor.detach()
 
@@ -316,18 +316,18 @@ class _Counter:
                 return result
         inputs = list_tensors((*args, *kwargs.values()))
         if self.is_forward:
-            self._read(inputs)
+            self._track_reads(inputs)
         result = func(*args, **kwargs)
         if self.calls and self._formulas:
             call = self.calls[-1] if self.is_forward else self.calls[self._find_call_of_node()]
             flops = 0.0 if formula is None else float(formula(*args, **kwargs, out_val=result))
-            moved = _moved(func, (*args, *kwargs.values()), result) if formula is None else 0.0
+            moved = _count_moved_bytes(func, (*args, *kwargs.values()), result) if formula is None else 0.0
             if self.is_forward:
                 call.flops, call.moved = call.flops + flops, call.moved + moved
             else:
                 call.backward_flops, call.backward_moved = call.backward_flops + flops, call.backward_moved + moved
         if self.is_forward:
-            self._make(func.overloadpacket.__name__, inputs, result)
+            self._track_results(func.overloadpacket.__name__, inputs, result)
         return result
 
     def _find_call_of_node(self) -> int:
@@ -335,38 +335,38 @@ class _Counter:
         node = torch._C._current_autograd_node()  # type: ignore[attr-defined]
         if node is None:
             return len(self.calls) - 1
-        return max(0, bisect.bisect_right(self._first, node._sequence_nr()) - 1)
+        return max(0, bisect.bisect_right(self._first_nodes, node._sequence_nr()) - 1)
 
-    def _read(self, inputs: Sequence[torch.Tensor]) -> None:
+    def _track_reads(self, inputs: Sequence[torch.Tensor]) -> None:
         call = len(self.calls) - 1
         for tensor in inputs:
-            key = _view(tensor)
-            reached = self._reached.get(key, self._made.get(key, call))
-            if reached < call:
+            key = _make_view_key(tensor)
+            last_read = self._last_read.get(key, self._source_call.get(key, call))
+            if last_read < call:
                 size = tensor.numel() * tensor.element_size()
-                self.steps[reached + 1] += size
-                self.steps[call + 1] -= size
-                self._reached[key] = call
+                self.live_changes[last_read + 1] += size
+                self.live_changes[call + 1] -= size
+                self._last_read[key] = call
 
-    def _make(self, name: str, inputs: Sequence[torch.Tensor], result: Any) -> None:
-        places = {get_storage(tensor) for tensor in inputs}
+    def _track_results(self, name: str, inputs: Sequence[torch.Tensor], result: Any) -> None:
+        storages = {get_storage(tensor) for tensor in inputs}
         # a recurrent layer's first state is zero, so results of weights alone are activations there
         is_recurrent = any(isinstance(module, nn.RNNBase) for module in self.running)
         # these functions read only the shape
-        takes_size = "like" in name or "new_" in name
-        of_input = is_recurrent or (not takes_size and not places.isdisjoint(self._given))
-        sources = frozenset().union(*(self._sources.get(place, ()) for place in places))
+        reads_only_shape = "like" in name or "new_" in name
+        of_input = is_recurrent or (not reads_only_shape and not storages.isdisjoint(self._input_storages))
+        sources = frozenset().union(*(self._sources.get(storage, ()) for storage in storages))
         for tensor in list_tensors(result):
-            key, place = _view(tensor), get_storage(tensor)
-            self._made[key] = max(0, len(self.calls) - 1)
-            self._reached.pop(key, None)
-            self._held.append(tensor)
+            key, storage = _make_view_key(tensor), get_storage(tensor)
+            self._source_call[key] = max(0, len(self.calls) - 1)
+            self._last_read.pop(key, None)
+            self._alive.append(tensor)
             if of_input:
-                self._given.add(place)
-                if place not in self._own:
-                    self._sources.pop(place, None)
-            elif sources and place not in self._given and place not in self._own:
-                self._sources[place] = sources
+                self._input_storages.add(storage)
+                if storage not in self._weight_storages:
+                    self._sources.pop(storage, None)
+            elif sources and storage not in self._input_storages and storage not in self._weight_storages:
+                self._sources[storage] = sources
 
 
 def observe_execution(model: nn.Module, example: Any, counted: bool = False) -> Observation:
@@ -399,9 +399,9 @@ def _observe(model: nn.Module, example: Any, training: bool, counted: bool) -> O
         return observe_costs(model, x, lambda: call_model(model, x), counted)
 
 
-def find_running_ancestor(name: str, at_call: Mapping[str, int]) -> str:
-    """Return the nearest module around `name`, or `name` itself, that runs: it computes with the parameters of `name`."""
-    while name not in at_call:
+def find_running_ancestor(name: str, running: Mapping[str, int]) -> str:
+    """Return the nearest module around `name`, or `name` itself, among the `running` modules: it computes with its parameters."""
+    while name not in running:
         name = name.rpartition(".")[0]
     return name
 
@@ -436,7 +436,7 @@ def find_weight_uses(model: nn.Module, seen: Observation) -> Dict[str, List[Weig
     known: Set[int] = set()
     for module, owner in model.named_modules(remove_duplicate=False):
         user = find_running_ancestor(module, order)
-        if id(owner) in known and not seen.calls[order[user]].alone:
+        if id(owner) in known and not seen.calls[order[user]].is_leaf:
             continue
         for name, parameter in owner.named_parameters(module, recurse=False):
             weight = names[id(parameter)]
@@ -466,12 +466,3 @@ def group_weights(model: nn.Module, calls: List[ModuleCall]) -> List[Tuple[Modul
             else:
                 groups.append([name])
     return [(call, group) for call, groups in zip(calls, owned) for group in groups]
-
-
-def find_unkeyed_draws(model: nn.Module, device: torch.device) -> List[str]:
-    """Return the names of modules that draw from a private state, which no seed of a microbatch reaches: cuDNN's recurrent layers
-    have one for the dropout between their layers."""
-    if device.type != "cuda":
-        return []
-    modules = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.RNNBase)]
-    return [name for name, m in modules if m.dropout > 0 and m.num_layers > 1]

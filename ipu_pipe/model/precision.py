@@ -48,7 +48,7 @@ def get_uncast_loss(loss: Any) -> Any:
 
 
 class ModelPrecision:
-    """Convert a model to the precision of a run, and back.
+    """A model in the precision of a run: the constructor converts it, `give_back` restores it.
 
     `row`: a key of hardware.precision.PRECISIONS; `inputs`: the dtype of the model's inputs; `labels`: the dtype of labels that
     are not integers; `is_given`: the model is the caller's, whose dtypes are restored at the end.
@@ -91,11 +91,11 @@ class ModelPrecision:
         return LossInFloat32(loss, self._autocast)
 
     def put_masters_in_place(self, loads: bool = False) -> ContextManager[None]:
-        """Put the full-precision weights into the model inside the context, to save them, or with `loads` to replace them."""
+        """Put the masters, if there are any, into the model inside the context, to save them, or with `loads` to replace them."""
         return self.masters.put_in_place(loads) if self.masters is not None else contextlib.nullcontext()
 
     def get_trained(self, weight: nn.Parameter) -> nn.Parameter:
-        """Return the parameter that the optimizer updates for this weight."""
+        """Return the parameter that the optimizer updates for this weight: its master, or the weight itself."""
         return self.masters.get(weight) if self.masters is not None else weight
 
     @property
@@ -158,17 +158,17 @@ class Masters:
     @contextlib.contextmanager
     def put_in_place(self, loads: bool = False) -> Iterator[None]:
         """Put the masters into the model inside the context, and the rounded weights afterwards, newly rounded with `loads`."""
-        homes = [weight.data for weight in self._masters]
+        rounded_weights = [weight.data for weight in self._masters]
         try:
             for weight, master in self._masters.items():
                 weight.data = master.data
             yield
         finally:
-            for (weight, master), home in zip(self._masters.items(), homes):
+            for (weight, master), rounded in zip(self._masters.items(), rounded_weights):
                 if loads:
                     # loading may have replaced the tensor
                     master.data = weight.data
-                weight.data = master.data.to(LOW) if loads else home
+                weight.data = master.data.to(LOW) if loads else rounded
 
     def take_over(self) -> None:
         """Put the masters into the model permanently."""

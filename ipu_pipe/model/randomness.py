@@ -18,7 +18,7 @@ from torch import nn
 from ipu_pipe.errors import BadInput
 
 # a bit that no seed of `derive_seed` has
-MARK = 1 << 63
+MARK_BIT = 1 << 63
 # more than the calls of a forward
 POSITIONS = 1 << 20
 
@@ -87,8 +87,8 @@ class KeyedRandomness:
     `calls`: module -> the number of its runs in a forward (`ipu_pipe.model.observation.ForwardEffects`).
 
     If a module runs more than once, the number of a call must be known when `torch.utils.checkpoint` runs a part of the forward
-    again in the backward. So between the calls the CPU's generator carries a mark for the number of calls so far of each module.
-    A checkpoint stores the generator's state and restores it:
+    again in the backward. So between the calls the CPU's generator carries a mark: its seed tells the *position* in the forward,
+    which is the number of calls so far of each module. A checkpoint stores the generator's state and restores it:
 
         forward     mark 0   drop (call 0)   mark 1   checkpoint[ drop (call 1) ]   mark 2
         backward                             mark 1   checkpoint[ drop (call 1) ]
@@ -97,42 +97,42 @@ class KeyedRandomness:
     def __init__(self, model: nn.Module, calls: Mapping[str, int], seed: int, device: torch.device) -> None:
         self._seed = seed
         # the most calls so far of each module in one forward
-        self._most = dict(calls)
+        self._max_calls = dict(calls)
         self._generators = list_generators(device) if calls else []
         # module -> states before its call; kept by name, because a checkpoint may break off its second forward anywhere
         self._saved: Dict[str, List[torch.Tensor]] = {}
-        # None outside the two contexts, where modules draw unkeyed
+        # None outside the two contexts, where draws are not keyed
         self._microbatch: Optional[int] = None
-        # a position is the index of the number of calls so far of each module; position 0 means none
-        self._counts: List[Dict[str, int]] = [{}]
+        # by position: module -> the number of its calls so far; position 0 is the beginning of the forward
+        self._counts_by_position: List[Dict[str, int]] = [{}]
         self._positions: Dict[FrozenSet[Tuple[str, int]], int] = {frozenset(): 0}
         self._position: Optional[int] = None
         self._is_backward = False
         self._handles: List[Any] = []
         for name in calls:
             module = model.get_submodule(name)
-            self._handles.append(module.register_forward_pre_hook(self._seeding(name)))
-            self._handles.append(module.register_forward_hook(self._restoring(name)))
+            self._handles.append(module.register_forward_pre_hook(self._make_seeding_hook(name)))
+            self._handles.append(module.register_forward_hook(self._make_restoring_hook(name)))
 
     @contextlib.contextmanager
     def forward(self, microbatch: int, before: Optional[Mapping[str, int]] = None) -> Iterator[None]:
         """Key the draws of a forward, or of a part of it; `before`: module -> calls in the parts before."""
-        counts = {name: count for name, count in (before or {}).items() if name in self._most}
-        with self._pass(microbatch, self._position_of(counts)):
+        counts = {name: count for name, count in (before or {}).items() if name in self._max_calls}
+        with self._enter_pass(microbatch, self._get_position(counts)):
             yield
 
     @contextlib.contextmanager
     def backward(self, microbatch: int) -> Iterator[None]:
         """Key the draws of a backward, in which checkpoints run parts of the forward again."""
-        with self._pass(microbatch, None):
+        with self._enter_pass(microbatch, None):
             yield
 
     @contextlib.contextmanager
-    def _pass(self, microbatch: int, position: Optional[int]) -> Iterator[None]:
+    def _enter_pass(self, microbatch: int, position: Optional[int]) -> Iterator[None]:
         self._microbatch, self._position, self._is_backward = microbatch, position, position is None
-        state = self._generators[0].get_state() if self._marks else None
+        state = self._generators[0].get_state() if self._needs_marks else None
         if state is not None and position is not None:
-            self._mark(position)
+            self._set_mark(position)
         try:
             yield
         finally:
@@ -143,75 +143,85 @@ class KeyedRandomness:
     # ---- positions
 
     @property
-    def _marks(self) -> bool:
-        return any(most > 1 for most in self._most.values())
+    def _needs_marks(self) -> bool:
+        return any(count > 1 for count in self._max_calls.values())
 
     @property
-    def _prefix(self) -> int:
+    def _first_mark(self) -> int:
         """The mark of this microbatch's position 0."""
-        return MARK + derive_seed(self._seed, self._microbatch) // POSITIONS * POSITIONS
+        return MARK_BIT + derive_seed(self._seed, self._microbatch) // POSITIONS * POSITIONS
 
-    def _mark(self, position: int) -> None:
-        self._generators[0].manual_seed(self._prefix + position)
+    def _set_mark(self, position: int) -> None:
+        self._generators[0].manual_seed(self._first_mark + position)
 
-    def _marked(self) -> Optional[int]:
+    def _read_mark(self) -> Optional[int]:
         """Return the position that the CPU's generator carries, None if it carries none."""
-        position = self._generators[0].initial_seed() % (1 << 64) - self._prefix
-        return position if 0 <= position < len(self._counts) else None
+        position = self._generators[0].initial_seed() % (1 << 64) - self._first_mark
+        return position if 0 <= position < len(self._counts_by_position) else None
 
-    def _position_of(self, counts: Dict[str, int]) -> int:
-        position = self._positions.setdefault(frozenset(counts.items()), len(self._counts))
-        if position == len(self._counts):
-            self._counts.append(counts)
+    def _get_position(self, counts: Dict[str, int]) -> int:
+        """Return the position with these numbers of calls, a new one if there is none."""
+        position = self._positions.setdefault(frozenset(counts.items()), len(self._counts_by_position))
+        if position == len(self._counts_by_position):
+            self._counts_by_position.append(counts)
         return position
 
-    def _number(self, name: str) -> int:
+    def _number_call(self, name: str) -> int:
         """Return the number, from 0, of the call of a module that begins."""
-        if self._marks:
-            marked = self._marked()
-            self._position = marked if marked is not None else self._position
+        if self._needs_marks:
+            position = self._read_mark()
+            self._position = position if position is not None else self._position
         # a checkpoint without preserve_rng_state
         if self._position is None:
-            if self._most[name] > 1:
+            if self._max_calls[name] > 1:
                 raise BadInput(
                     f"model: {name}: draws random numbers, runs several times in a forward, and a checkpoint without"
                     " preserve_rng_state runs it again: set preserve_rng_state=True"
                 )
             return 0
-        counts = self._counts[self._position]
+        counts = self._counts_by_position[self._position]
         number = counts.get(name, 0)
-        self._most[name] = max(self._most[name], number + 1)
-        self._position = self._position_of({**counts, name: number + 1})
+        self._max_calls[name] = max(self._max_calls[name], number + 1)
+        self._position = self._get_position({**counts, name: number + 1})
         return number
 
     # ---- hooks
 
-    def _seeding(self, name: str) -> Any:
-        def before(module: nn.Module, inputs: Any) -> None:
+    def _make_seeding_hook(self, name: str) -> Any:
+        def seed_draws(module: nn.Module, inputs: Any) -> None:
             if module.training and self._microbatch is not None:
                 self._saved[name] = [generator.get_state() for generator in self._generators]
-                number = self._number(name)
+                number = self._number_call(name)
                 seed = derive_seed(self._seed, self._microbatch, name, *([number] if number else []))
                 # not torch.manual_seed, which seeds every device type and takes 100 times as long
                 for generator in self._generators:
                     generator.manual_seed(seed)
 
-        return before
+        return seed_draws
 
-    def _restoring(self, name: str) -> Any:
-        def after(module: nn.Module, inputs: Any, output: Any) -> None:
+    def _make_restoring_hook(self, name: str) -> Any:
+        def restore_states(module: nn.Module, inputs: Any, output: Any) -> None:
             if module.training and self._microbatch is not None:
                 for generator, state in zip(self._generators, self._saved.pop(name)):
                     generator.set_state(state)
-                if self._marks and self._position is not None and self._marked() is not None:
-                    self._mark(self._position)
+                if self._needs_marks and self._position is not None and self._read_mark() is not None:
+                    self._set_mark(self._position)
                     # the next checkpoint restores its own mark
                     if self._is_backward:
                         self._position = None
 
-        return after
+        return restore_states
 
     def remove(self) -> None:
         """Remove the hooks from the model."""
         for handle in self._handles:
             handle.remove()
+
+
+def find_unkeyed_draws(model: nn.Module, device: torch.device) -> List[str]:
+    """Return the names of modules that draw from a private state, which no seed of a microbatch reaches: cuDNN's recurrent layers
+    have one for the dropout between their layers."""
+    if device.type != "cuda":
+        return []
+    modules = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.RNNBase)]
+    return [name for name, m in modules if m.dropout > 0 and m.num_layers > 1]

@@ -137,11 +137,11 @@ class PartitionStage:
 
 
 class Use(NamedTuple):
-    """A stage that uses a weight, and the weight's name there; `again`: its module ran on an earlier stage before."""
+    """A stage that uses a weight, and the weight's name there; `repeated`: its module ran on an earlier stage before."""
 
     stage: int
     name: str
-    again: bool = False
+    repeated: bool = False
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,7 @@ def open_stages(calls: List[ModuleCall], marked: Set[str]) -> Dict[str, int]:
         if call.name in marked and has_work:
             stage, has_work = stage + 1, False
             begins[call.name] = stage
-        has_work = has_work or call.works
+        has_work = has_work or call.computes
     return begins
 
 
@@ -214,7 +214,7 @@ def require_names(model: nn.Module, calls: List[ModuleCall], names: Sequence[str
         order = [call.name for call in calls if call.name in set(names)]
         if order != list(names):
             faults.append(f"stages: names must be in the order of execution: {', '.join(order)}")
-        first = next(call for call in calls if call.works).name
+        first = next(call for call in calls if call.computes).name
         for name in names:
             if name not in opened:
                 faults.append(
@@ -240,13 +240,13 @@ def build_partition(
                 stage = (spread or {}).get(used_name, stage_at[call])
                 by_stage.setdefault(stage, Use(stage, used_name))
             elif stage_at[call] != stage_at[first]:
-                by_stage.setdefault(stage_at[call], Use(stage_at[call], used_name, again=True))
+                by_stage.setdefault(stage_at[call], Use(stage_at[call], used_name, repeated=True))
         holders[name] = min(by_stage)
         if len(by_stage) > 1:
             shared[name] = tuple(by_stage[stage] for stage in sorted(by_stage))
     first_module: Dict[int, str] = {}
     for stage, module_call in zip(stage_at, seen.calls):
-        if module_call.works:
+        if module_call.computes:
             first_module.setdefault(stage, module_call.name)
     names: List[List[str]] = [[] for _ in range(1 + max([0, *begins.values(), *(spread or {}).values()]))]
     for name, stage in holders.items():
@@ -282,21 +282,21 @@ def share_weights(part: Partition, stages: Mapping[str, Sequence[int]], model: n
 
 def require_one_stage(part: Partition, model: nn.Module, why: str) -> None:
     """Raise `BadInput` if two stages use one trained weight; `why` is appended to the message."""
-    more, faults = f": {why}" if why else "", []
+    reason, faults = f": {why}" if why else "", []
     for first, *others in part.list_tied(model).values():
         for use in others:
-            if use.again:
+            if use.repeated:
                 module = use.name.rpartition(".")[0]
-                said = (
+                fault = (
                     f"stages: {module} runs on stage {first.stage} and again on stage {use.stage}: both uses of a weight must be "
                     "in one stage"
                 )
             else:
-                said = (
+                fault = (
                     f"stages: {first.name} on stage {first.stage} and {use.name} on stage {use.stage} are one shared weight: "
                     "both uses must be in one stage"
                 )
-            faults.append(said + more)
+            faults.append(fault + reason)
     if faults:
         raise BadInput(list(dict.fromkeys(faults)))
 
@@ -306,23 +306,23 @@ def require_one_stage(part: Partition, model: nn.Module, why: str) -> None:
 
 # the factor by which the greatest stage may cost more for a cut that every backend can make
 TOP_SLACK = 1.5
-# the most places among which the best cut is searched; time and memory grow with their square
-MOST_PLACES = 2000
+# the most cut points among which the best cut is searched; time and memory grow with their square
+MOST_CUT_POINTS = 2000
 
 
 # weights that stay together, in the order of execution
 WeightGroups = List[Tuple[ModuleCall, List[str]]]
 
 
-class _Place(NamedTuple):
-    """A place where a stage may begin: at call `at` of the module `name`.
+class _CutPoint(NamedTuple):
+    """A point where a stage may begin: at call number `call`, of the module `name`.
 
-    `through`: the number of modules, other than sequences, that a cut there divides.
+    `divided`: the number of modules, other than sequences, that a cut there divides.
     """
 
-    at: int
+    call: int
     name: str
-    through: int
+    divided: int
 
 
 def spread_weights(model: nn.Module, seen: Observation, groups: WeightGroups, count: int) -> Partition:
@@ -351,24 +351,24 @@ def balance_stages(
     what it must; else cut at any modules, nested ones too. `shares`: a cut between two uses of one weight is allowed.
     """
     calls = seen.calls
-    places = _list_places(calls, set() if shares else _find_held_together(model, seen))
+    cut_points = _list_cut_points(calls, set() if shares else _find_held_together(model, seen))
     # modules that share cannot be divided; the error below names them
-    if len(places) < count:
-        places = _list_places(calls, set())
-    top = [place for place in places if place.through == 0]
+    if len(cut_points) < count:
+        cut_points = _list_cut_points(calls, set())
+    top = [point for point in cut_points if point.divided == 0]
     starts: Optional[List[int]] = None
-    chosen, units = top, _sums(costs, top)
+    chosen, units = top, _sum_between(costs, top)
     if count <= len(top):
         starts = WeightedCuts(units, [1] * len(top), [0] * len(top)).find_best(count)
     if starts is None or not between_top:
-        while len(places) > max(MOST_PLACES, len(top)):
-            deepest = max(place.through for place in places)
-            places = [place for place in places if place.through < deepest]
+        while len(cut_points) > max(MOST_CUT_POINTS, len(top)):
+            deepest = max(point.divided for point in cut_points)
+            cut_points = [point for point in cut_points if point.divided < deepest]
         owners = [call.name for call, _ in groups]
-        weights = [int(total) for total in _sums([owners.count(call.name) for call in calls], places)]
-        cuts = WeightedCuts(_sums(costs, places), weights, [place.through for place in places])
+        weights = [int(total) for total in _sum_between([owners.count(call.name) for call in calls], cut_points)]
+        cuts = WeightedCuts(_sum_between(costs, cut_points), weights, [point.divided for point in cut_points])
         if starts is None or find_greatest(units, starts) > TOP_SLACK * cuts.find_least(count):
-            chosen, starts = places, cuts.find_best(count)
+            chosen, starts = cut_points, cuts.find_best(count)
     # there are enough weights only if several weights of one module are separated
     if starts is None:
         return spread_weights(model, seen, groups, count)
@@ -378,61 +378,61 @@ def balance_stages(
 def list_top_cut_points(model: nn.Module, seen: Observation) -> List[str]:
     """Return, in order, the modules at which a stage may begin on every backend: between modules of the top-level sequence, and
     not between two uses of one weight."""
-    places = _list_places(seen.calls, _find_held_together(model, seen))
-    return [place.name for place in places if place.through == 0]
+    cut_points = _list_cut_points(seen.calls, _find_held_together(model, seen))
+    return [point.name for point in cut_points if point.divided == 0]
 
 
 def find_top_cut_points(seen: Observation, names: Sequence[str]) -> Dict[str, str]:
     """Return the modules of `names` that first run between modules of the top-level sequence, with the outermost module that
     begins there: name -> outermost name."""
-    alone = [i for i, call in enumerate(seen.calls) if call.alone]
-    places = _list_places(seen.calls, set())
+    leaf_calls = [i for i, call in enumerate(seen.calls) if call.is_leaf]
+    cut_points = _list_cut_points(seen.calls, set())
     tops = {}
     for i, call in enumerate(seen.calls):
         if call.name in names:
-            k = bisect.bisect_left(alone, i)
-            if k < len(alone) and places[k].through == 0:
-                tops[call.name] = places[k].name
+            k = bisect.bisect_left(leaf_calls, i)
+            if k < len(leaf_calls) and cut_points[k].divided == 0:
+                tops[call.name] = cut_points[k].name
     return tops
 
 
-def _list_places(calls: Sequence[ModuleCall], together: Set[int]) -> List[_Place]:
-    """List the places where stages may begin, the model's beginning first; after each runs a module that has no inner runs."""
-    places: List[_Place] = []
-    begun: Dict[str, int] = {}
-    # the first call after the last module without inner runs
-    since = 0
+def _list_cut_points(calls: Sequence[ModuleCall], together: Set[int]) -> List[_CutPoint]:
+    """List the points where stages may begin, the model's beginning first. A leaf module runs after each."""
+    cut_points: List[_CutPoint] = []
+    call_numbers: Dict[str, int] = {}
+    # the first call after the last leaf module
+    after_leaf = 0
     for i, call in enumerate(calls):
-        begun[call.name] = i
-        if not call.alone:
+        call_numbers[call.name] = i
+        if not call.is_leaf:
             continue
-        outer = next(k for k in range(since, i + 1) if k == i or not isinstance(calls[k].module, nn.Sequential))
+        outer = next(k for k in range(after_leaf, i + 1) if k == i or not isinstance(calls[k].module, nn.Sequential))
         name = calls[outer].name
-        through = [
-            around
-            for around in list_ancestors(name)
-            if around
-            and begun.get(around, outer) < since
-            and not isinstance(calls[begun[around]].module, nn.Sequential)
+        divided = [
+            outer_name
+            for outer_name in list_ancestors(name)
+            if outer_name
+            and call_numbers.get(outer_name, outer) < after_leaf
+            and not isinstance(calls[call_numbers[outer_name]].module, nn.Sequential)
         ]
-        if not places:
-            places.append(_Place(0, name, 0))
-        elif not together.intersection(range(since, outer + 1)):
-            places.append(_Place(outer, name, len(through)))
-        since = i + 1
-    return places
+        if not cut_points:
+            cut_points.append(_CutPoint(0, name, 0))
+        elif not together.intersection(range(after_leaf, outer + 1)):
+            cut_points.append(_CutPoint(outer, name, len(divided)))
+        after_leaf = i + 1
+    return cut_points
 
 
 def _find_held_together(model: nn.Module, seen: Observation) -> Set[int]:
     """Return the calls at which no stage can begin, because they are between two uses of one weight."""
     uses_by_name = find_weight_uses(model, seen).items()
-    calls = [[use.call for use in uses] for name, uses in uses_by_name if model.get_parameter(name).requires_grad]
-    return {i for places in calls for i in range(min(places) + 1, max(places) + 1)}
+    calls_by_weight = [[use.call for use in uses] for name, uses in uses_by_name if model.get_parameter(name).requires_grad]
+    return {i for calls in calls_by_weight for i in range(min(calls) + 1, max(calls) + 1)}
 
 
-def _sums(values: Sequence[float], places: Sequence[_Place]) -> List[float]:
-    """Sum the values of the calls from each place to the next."""
-    edges = [*[place.at for place in places], len(values)]
+def _sum_between(values: Sequence[float], cut_points: Sequence[_CutPoint]) -> List[float]:
+    """Sum the values of the calls from each cut point to the next."""
+    edges = [*[point.call for point in cut_points], len(values)]
     return [float(sum(values[a:b])) for a, b in zip(edges, edges[1:])]
 
 
@@ -442,7 +442,7 @@ class Footprint:
 
     `saved_bytes[s]`: the bytes that stage s saves for its backward, without weights and buffers. `boundary_bytes[s]`: the bytes
     of activations from stage s to stage s + 1, including those for later stages. `forward_flops`, `backward_flops`: FLOPs of each
-    stage's passes; the latter is None if the backward cannot run. `units`: the model between places where a stage may begin.
+    stage's passes; the latter is None if the backward cannot run. `units`: the model between all points where a stage may begin.
     """
 
     saved_bytes: Tuple[int, ...]
@@ -472,10 +472,10 @@ def make_footprint(model: nn.Module, part: Partition, seen: Observation) -> Foot
 
 
 def _make_units(model: nn.Module, part: Partition, seen: Observation, stage_at: Sequence[int]) -> Tuple[UnitRow, ...]:
-    """Return the units: the model divided at the boundaries and at all places where a stage may begin on every backend."""
+    """Return the units: the model divided at the boundaries and at all points where a stage may begin on every backend."""
     first, *others = list_top_cut_points(model, seen)
-    places = {*others, *part.begins}
-    starts = [0, *(i for i, call in enumerate(seen.calls) if i and call.name in places)]
+    names = {*others, *part.begins}
+    starts = [0, *(i for i, call in enumerate(seen.calls) if i and call.name in names)]
     return tuple(
         UnitRow(
             name=seen.calls[a].name if a else first,
@@ -489,22 +489,22 @@ def _make_units(model: nn.Module, part: Partition, seen: Observation, stage_at: 
 
 
 def group_stages(
-    model: nn.Module, part: Partition, count: int, x: Any, where: Optional[Sequence[str]] = None
+    model: nn.Module, part: Partition, count: int, x: Any, allowed: Optional[Sequence[str]] = None
 ) -> Dict[int, str]:
     """Merge consecutive stages of `part` into `count` groups with the least greatest sum of FLOPs.
 
     Return the stage at which each group but the first begins -> the module there. If enough stages begin between modules of the
-    model's top-level sequence, groups begin only there. `where`: the modules at which groups may begin; None: all. Raise
-    `BadInput` if there are too few places.
+    model's top-level sequence, groups begin only there. `allowed`: the modules at which groups may begin; None: all. Raise
+    `BadInput` if there are too few cut points.
     """
     names = part.begin_names()
-    if count == len(names) + 1 and where is None:
+    if count == len(names) + 1 and allowed is None:
         return dict(enumerate(names, 1))
     seen = observe_execution(model, x, counted=True)
     tops = find_top_cut_points(seen, names)
-    starts = [s for s, name in enumerate(names, 1) if name in tops and (where is None or name in where)]
+    starts = [s for s, name in enumerate(names, 1) if name in tops and (allowed is None or name in allowed)]
     if count > len(starts) + 1:
-        starts = [s for s, name in enumerate(names, 1) if where is None or name in where]
+        starts = [s for s, name in enumerate(names, 1) if allowed is None or name in allowed]
     if count > len(starts) + 1:
         inside = len(names) - len(starts)
         raise BadInput(

@@ -30,8 +30,9 @@ from ipu_pipe.model.loss import (
     take_scores,
     takes_whole_output,
 )
-from ipu_pipe.model.observation import Observation, find_unkeyed_draws, observe_training
+from ipu_pipe.model.observation import Observation, observe_training
 from ipu_pipe.model.precision import get_uncast_loss
+from ipu_pipe.model.randomness import find_unkeyed_draws
 from ipu_pipe.model.restoring import restore_all
 from ipu_pipe.text import list_some, show
 from ipu_pipe.update import optimizer as update
