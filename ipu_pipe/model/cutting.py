@@ -20,10 +20,10 @@ from typing import Any, Callable, ContextManager, Dict, List, Mapping, NamedTupl
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ipu_pipe.errors import BadInput
-from ipu_pipe.model.batch import flatten_tensors, list_leaves, sort_keys, walk_leaves
+from ipu_pipe.model.batch import clone_tensors, flatten_tensors, list_leaves, map_tensors, sort_keys, walk_leaves
 from ipu_pipe.model.crossing import Crossing, TensorSpec, get_memory_order
 from ipu_pipe.model.observation import find_running_ancestor
 from ipu_pipe.model.precision import enter_model_autocast, is_cast
@@ -269,7 +269,7 @@ def _record(model: nn.Module, begins: Sequence[str], x: Any, training: bool, hom
     """Record one more forward of `x` in stages; the model is left as it was."""
 
     def record(pretends_tracing: bool) -> StagedRecording:
-        batch = tree_map(lambda t: t.detach().clone() if isinstance(t, torch.Tensor) else t, sort_keys(x))
+        batch = map_tensors(lambda t: t.detach().clone(), sort_keys(x))
         with restore_all(model), torch.set_grad_enabled(training or torch.is_grad_enabled()):
             model.train(training)
             return split_recording(record_forward(model, begins, batch, pretends_tracing), len(begins) + 1, homes)
@@ -433,7 +433,7 @@ class Piece(nn.Module):
     def forward(self, value: Any) -> Any:
         """Return the input of the next piece, or the model's output."""
         if self.copies_input:
-            value = tree_map(lambda t: t.clone() if isinstance(t, torch.Tensor) else t, value)
+            value = clone_tensors(value)
         value = value if self.stage or isinstance(value, torch.Tensor) else sort_keys(value)
         program = self.cut.find_program(self.stage, value, self.training)
         if not program.is_cast:

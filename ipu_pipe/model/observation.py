@@ -174,8 +174,8 @@ def _watch_effects(model: nn.Module, device: torch.device) -> Iterator[Callable[
 
     def read() -> ForwardEffects:
         now = dict(model.named_buffers())
-        changed = [name for name, value in buffers.items() if name in now and not _is_equal(now[name], value)]
-        written = [name for name, p, value in weights if not _is_equal(p, value)]
+        changed = [name for name, value in buffers.items() if name in now and not has_equal_values(now[name], value)]
+        written = [name for name, p, value in weights if not has_equal_values(p, value)]
         return ForwardEffects({name: runs[name] for name in sorted(drawn)}, changed, written)
 
     with contextlib.ExitStack() as hooks:
@@ -185,7 +185,8 @@ def _watch_effects(model: nn.Module, device: torch.device) -> Iterator[Callable[
         yield read
 
 
-def _is_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+def has_equal_values(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Tell whether two tensors have one shape and the same values, where NaN equals NaN. Meta tensors count as equal."""
     return a.is_meta or a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
 
 

@@ -15,10 +15,10 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from ipu_pipe.errors import BadInput, summarize
-from ipu_pipe.model.batch import call_model, flatten_tensors
+from ipu_pipe.model.batch import call_model, clone_tensors, flatten_tensors
 from ipu_pipe.model.crossing import get_memory_order, invert_order
 from ipu_pipe.model.cutting import Piece
-from ipu_pipe.model.observation import ForwardEffects, observe_effects
+from ipu_pipe.model.observation import ForwardEffects, has_equal_values, observe_effects
 from ipu_pipe.model.precision import is_cast
 from ipu_pipe.model.randomness import KeyedRandomness, derive_seed
 from ipu_pipe.model.restoring import restore_all, restore_modes
@@ -121,8 +121,7 @@ def _describe_difference(label: str, expected: Any, actual: Any, pieces: Sequenc
 def _is_same(a: Optional[torch.Tensor], b: Optional[torch.Tensor]) -> bool:
     if a is None or b is None:
         return a is b
-    alike = a.shape == b.shape and a.dtype == b.dtype and a.requires_grad == b.requires_grad
-    return alike and bool(((a == b) | ((a != a) & (b != b))).all())
+    return a.dtype == b.dtype and a.requires_grad == b.requires_grad and has_equal_values(a, b)
 
 
 class _Pass(NamedTuple):
@@ -163,7 +162,7 @@ def _run(
             # twice, because a model that counts its forwards may change in the second
             for _ in range(2 if training else 1):
                 torch.manual_seed(derive_seed("verification"))
-                batch = tree_map(lambda t: t.clone() if isinstance(t, torch.Tensor) else t, x)
+                batch = clone_tensors(x)
                 with randomness.forward(0):
                     outputs, run_other_backwards = _chain(pieces, batch) if chained else (call_model(model, batch), None)
             results = [t for t in flatten_tensors(outputs) if t.requires_grad]

@@ -17,10 +17,10 @@ from ipu_pipe.stability.roots import derive_loop_gain, find_largest_stable_step
 
 @dataclass(frozen=True)
 class StageDynamics:
-    """How a run trains one stage.
+    """The update rule of one stage in a run.
 
-    `updates` is its recurrence for curvature 1 and rate 1, the first read the forward's; `rate` the greatest learning rate of the
-    stage after all rules; `curvature` the one it is judged by.
+    `updates`: its recurrence for curvature 1 and rate 1, whose first read is the forward's. `rate`: the greatest learning rate of
+    the stage after all rules. `curvature`: that of the sharpest direction, by which the stage is judged.
     """
 
     index: int
@@ -65,13 +65,14 @@ def compute_margins(stages: Sequence[StageDynamics]) -> List[StabilityMargin]:
     margins = []
     for stage in stages:
         largest = find_limit(stage.updates, stage.curvature)
-        margin = _divide(largest, stage.rate)
+        margin = _compute_margin(largest, stage.rate)
         remedies = []
         for name, change in CHANGES.items():
             changed = change(stage.updates)
             if changed is not None and changed != (stage.updates, 1.0):
-                limit = find_limit(changed[0], stage.curvature)
-                remedies.append(Remedy(name, limit, _divide(limit, stage.rate * changed[1])))
+                recurrence, rate_factor = changed
+                limit = find_limit(recurrence, stage.curvature)
+                remedies.append(Remedy(name, limit, _compute_margin(limit, stage.rate * rate_factor)))
         better = sorted((r for r in remedies if r.margin > margin * 1.01), key=lambda r: -r.margin)
         margins.append(StabilityMargin(stage, largest, margin, tuple(better)))
     return margins
@@ -90,7 +91,7 @@ def find_largest_joint_rate(
     return find_largest_stable_step(derive_loop_gain(*parts)) / curvature
 
 
-def _divide(largest: float, rate: float) -> float:
+def _compute_margin(largest: float, rate: float) -> float:
     return largest / rate if rate else math.inf
 
 
@@ -100,60 +101,61 @@ def _divide(largest: float, rate: float) -> float:
 Change = Callable[[Recurrence], Optional[Tuple[Recurrence, float]]]
 
 
-def _lower_rate(now: Recurrence) -> Optional[Tuple[Recurrence, float]]:
+def _lower_rate(recurrence: Recurrence) -> Optional[Tuple[Recurrence, float]]:
     """Apply T1, as at its first update."""
-    return (now, 1 / now.reads[0].delay) if now.reads[0].delay > 1 else None
+    return (recurrence, 1 / recurrence.reads[0].delay) if recurrence.reads[0].delay > 1 else None
 
 
-def _correct_discrepancy(now: Recurrence) -> Optional[Tuple[Recurrence, float]]:
+def _correct_discrepancy(recurrence: Recurrence) -> Optional[Tuple[Recurrence, float]]:
     """Apply T2, if the passes read different weights and no other rule corrects this."""
-    forward, rest = now.reads[0], now.reads[1:]
+    forward, rest = recurrence.reads[0], recurrence.reads[1:]
     if not rest or forward.horizon or any(read.correction for read in rest):
         return None
     reads = tuple(read._replace(correction=float(forward.delay - read.delay)) for read in rest)
     decay = compute_discrepancy_decay(math.exp(-2), forward.delay - rest[0].delay)
-    return now._replace(reads=(forward, *reads), decay=decay), 1.0
+    return recurrence._replace(reads=(forward, *reads), decay=decay), 1.0
 
 
-def _stash(now: Recurrence) -> Optional[Tuple[Recurrence, float]]:
-    if len(now.reads) < 2:
+def _stash_weights(recurrence: Recurrence) -> Optional[Tuple[Recurrence, float]]:
+    if len(recurrence.reads) < 2:
         return None
-    whole = sum(read.sensitivity for read in now.reads)
-    return now._replace(reads=(now.reads[0]._replace(sensitivity=whole),), decay=0.0), 1.0
+    sensitivity = sum(read.sensitivity for read in recurrence.reads)
+    return recurrence._replace(reads=(recurrence.reads[0]._replace(sensitivity=sensitivity),), decay=0.0), 1.0
 
 
-def _compensate_spike(now: Recurrence) -> Optional[Tuple[Recurrence, float]]:
-    if not now.momentum or not now.reads[0].delay or (now.velocity, now.gradient) != (1.0, 0.0):
+def _compensate_spike(recurrence: Recurrence) -> Optional[Tuple[Recurrence, float]]:
+    if not recurrence.momentum or not recurrence.reads[0].delay or (recurrence.velocity, recurrence.gradient) != (1.0, 0.0):
         return None
-    a, b = compute_spike_coefficients(now.momentum, now.reads[0].delay)
-    return now._replace(velocity=a, gradient=b), 1.0
+    a, b = compute_spike_coefficients(recurrence.momentum, recurrence.reads[0].delay)
+    return recurrence._replace(velocity=a, gradient=b), 1.0
 
 
-def _predict_weights(now: Recurrence) -> Optional[Tuple[Recurrence, float]]:
-    forward = now.reads[0]
-    if not forward.delay or forward.horizon or any(read.correction for read in now.reads):
+def _predict_weights(recurrence: Recurrence) -> Optional[Tuple[Recurrence, float]]:
+    forward = recurrence.reads[0]
+    if not forward.delay or forward.horizon or any(read.correction for read in recurrence.reads):
         return None
-    predicted = forward._replace(horizon=1.0 * forward.delay, by_velocity=now.momentum > 0)
-    return now._replace(reads=(predicted, *now.reads[1:])), 1.0
+    predicted = forward._replace(horizon=1.0 * forward.delay, by_velocity=recurrence.momentum > 0)
+    return recurrence._replace(reads=(predicted, *recurrence.reads[1:])), 1.0
 
 
-def _compensate_and_predict(now: Recurrence) -> Optional[Tuple[Recurrence, float]]:
-    compensated = _compensate_spike(now)
+def _compensate_and_predict(recurrence: Recurrence) -> Optional[Tuple[Recurrence, float]]:
+    compensated = _compensate_spike(recurrence)
     return None if compensated is None else _predict_weights(compensated[0])
 
 
-def _drop_momentum(now: Recurrence) -> Optional[Tuple[Recurrence, float]]:
+def _drop_momentum(recurrence: Recurrence) -> Optional[Tuple[Recurrence, float]]:
     """Drop the momentum, at the rate with which a gradient adds up to the same amount in the end."""
-    if not now.momentum or now.reads[0].by_velocity:
+    if not recurrence.momentum or recurrence.reads[0].by_velocity:
         return None
-    return now._replace(momentum=0.0, velocity=1.0, gradient=0.0), now.velocity / (1 - now.momentum) + now.gradient
+    rate_factor = recurrence.velocity / (1 - recurrence.momentum) + recurrence.gradient
+    return recurrence._replace(momentum=0.0, velocity=1.0, gradient=0.0), rate_factor
 
 
 # rules by their config key
 CHANGES: Dict[str, Change] = {
     "t1": _lower_rate,
     "t2": _correct_discrepancy,
-    "stash": _stash,
+    "stash": _stash_weights,
     "spike_compensation": _compensate_spike,
     "weight_prediction": _predict_weights,
     "spike_compensation + weight_prediction": _compensate_and_predict,
@@ -164,16 +166,16 @@ CHANGES: Dict[str, Change] = {
 def describe_margins(margins: Sequence[StabilityMargin]) -> List[str]:
     """Return sentences on the stage with the smallest margin: its distance from the limit, and rules that would help."""
     worst = min(margins, key=lambda margin: margin.margin)
-    place = f"stage {worst.stage.index} (delay {worst.stage.delay} updates)"
+    subject = f"stage {worst.stage.index} (delay {worst.stage.delay} updates)"
     unstable = sum(margin.margin < 1 for margin in margins)
     if worst.margin < 1:
         lines = [
-            f"{unstable} of {len(margins)} stages exceed their largest stable learning rate, {place} the most: its rate"
+            f"{unstable} of {len(margins)} stages exceed their largest stable learning rate, {subject} the most: its rate"
             f" {worst.stage.rate:.3g} is {1 / worst.margin:.3g} times the limit {worst.largest_rate:.3g}"
         ]
     else:
         lines = [
-            f"no stage exceeds its largest stable learning rate; the closest is {place}, at 1/{worst.margin:.3g} of it"
+            f"no stage exceeds its largest stable learning rate; the closest is {subject}, at 1/{worst.margin:.3g} of it"
         ]
     return lines + [
         f"with {r.change} its largest stable rate would be {r.largest_rate:.3g}, {r.margin:.3g} times the rate it would use"

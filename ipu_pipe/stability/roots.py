@@ -55,10 +55,10 @@ class LoopGain:
     @property
     def poles(self) -> Tuple[float, ...]:
         """All poles, each with its highest multiplicity in a term. They are the roots for step 0, except roots at z = 0."""
-        most: Counter[float] = Counter()
+        multiplicities: Counter[float] = Counter()
         for term in self.terms:
-            most |= Counter(term.poles)
-        return tuple(most.elements())
+            multiplicities |= Counter(term.poles)
+        return tuple(multiplicities.elements())
 
     @property
     def delay(self) -> int:
@@ -72,13 +72,13 @@ class LoopGain:
         """
         radius, angle = np.broadcast_arrays(radius, angle)
         half = np.sin(angle / 2)
-        less_one = radius - 1 - 2 * radius * half * half + 1j * radius * np.sin(angle)  # z - 1
+        z_minus_one = radius - 1 - 2 * radius * half * half + 1j * radius * np.sin(angle)
         total = np.zeros(angle.shape, np.complex128)
         logs = np.log(radius)
         for term in self.terms:
-            value = np.polyval(term.numerator, 1 + less_one) * np.exp(-term.delay * (logs + 1j * angle))
+            value = np.polyval(term.numerator, 1 + z_minus_one) * np.exp(-term.delay * (logs + 1j * angle))
             for pole in term.poles:
-                value = value / (less_one + (1 - pole))
+                value = value / (z_minus_one + (1 - pole))
             total += value
         return total
 
@@ -161,12 +161,12 @@ def find_steps_within(loop: LoopGain, radii: Floats) -> List[List[Interval]]:
     rows, steps, changes = _find_crossings(loop, radii, angles, imaginary)
     intervals_by_radius = []
     for row, radius in enumerate(radii):
-        here = rows == row
-        order = np.argsort(steps[here], kind="stable")
-        marks = [0.0, *steps[here][order].tolist(), np.inf]
+        is_here = rows == row
+        order = np.argsort(steps[is_here], kind="stable")
+        edges = [0.0, *steps[is_here][order].tolist(), np.inf]
         at_zero = _count_outside_at_zero(loop, float(radius), imaginary[row, 0])
-        outside = at_zero + np.cumsum(np.append(0, changes[here][order]))
-        intervals_by_radius.append(_join([(a, b) for a, b, n in zip(marks, marks[1:], outside) if n == 0 and b > a]))
+        outside = at_zero + np.cumsum(np.append(0, changes[is_here][order]))
+        intervals_by_radius.append(_merge_touching([(a, b) for a, b, n in zip(edges, edges[1:], outside) if n == 0 and b > a]))
     return intervals_by_radius
 
 
@@ -189,28 +189,28 @@ def _find_crossings(
 ) -> Tuple[NDArray[np.intp], Floats, NDArray[np.int64]]:
     """Return (row, step, change of the number of roots outside) of each crossing at a step above 0."""
     above = imaginary > 0
-    rows, places = np.nonzero(above[:, 1:] != above[:, :-1])
-    low, high, radius, was = angles[places], angles[places + 1], radii[rows], above[rows, places]
+    rows, indices = np.nonzero(above[:, 1:] != above[:, :-1])
+    low, high, radius, was_above = angles[indices], angles[indices + 1], radii[rows], above[rows, indices]
     for _ in range(HALVINGS):
         middle = (low + high) / 2
-        same = (loop.evaluate(radius, middle).imag > 0) == was
-        low, high = np.where(same, middle, low), np.where(same, high, middle)
+        is_below = (loop.evaluate(radius, middle).imag > 0) == was_above
+        low, high = np.where(is_below, middle, low), np.where(is_below, high, middle)
     gains = [loop.evaluate(radius, (low + high) / 2).real]
-    changes = [np.where(was, -2, 2)]
+    changes = [np.where(was_above, -2, 2)]
     every = np.arange(len(radii))
     for angle, leaves in ((0.0, above[:, 0]), (np.pi, ~above[:, -1])):
         with np.errstate(divide="ignore", invalid="ignore"):
-            at = loop.evaluate(radii, np.full(len(radii), angle)).real
+            gain = loop.evaluate(radii, np.full(len(radii), angle)).real
         # no root crosses at a pole
-        gains.append(np.where(np.isfinite(at), at, 1.0))
+        gains.append(np.where(np.isfinite(gain), gain, 1.0))
         changes.append(np.where(leaves, 1, -1))
     rows, gain, change = np.concatenate([rows, every, every]), np.concatenate(gains), np.concatenate(changes)
     real = gain < 0
     return rows[real], -1 / gain[real], change[real]
 
 
-def _join(intervals: List[Interval]) -> List[Interval]:
-    """Merge intervals that touch: nothing crosses between them."""
+def _merge_touching(intervals: List[Interval]) -> List[Interval]:
+    """Merge intervals that touch: no root crosses between them."""
     joined: List[Interval] = []
     for low, high in intervals:
         if joined and joined[-1][1] == low:
@@ -227,8 +227,8 @@ def _join(intervals: List[Interval]) -> List[Interval]:
 # The least such radius is the least circle that holds all roots for some range of steps whose ends are a factor of kappa
 # apart.
 
-# the range of 1 - radius: half-lives from 0.08 to 7e7 updates
-LEAST, MOST = 1e-8, 1 - 1e-4
+# the range of 1 - radius, the gap to the unit circle: half-lives from 0.08 to 7e7 updates
+LEAST_GAP, GREATEST_GAP = 1e-8, 1 - 1e-4
 POINTS, ROUNDS = 16, 4
 
 
@@ -250,8 +250,8 @@ def find_least_half_life(loop: LoopGain, condition: float) -> float:
     It is infinite if no radius up to 1 - 1e-8 contains all roots.
     """
     # bounds of 1 - radius; `low` always fits
-    low, high = np.log(LEAST), np.log(MOST)
-    if find_widest_ranges(loop, np.array([1 - LEAST]))[0] < condition:
+    low, high = np.log(LEAST_GAP), np.log(GREATEST_GAP)
+    if find_widest_ranges(loop, np.array([1 - LEAST_GAP]))[0] < condition:
         return np.inf
     for _ in range(ROUNDS):
         margins = np.linspace(low, high, POINTS)
@@ -266,10 +266,10 @@ def find_least_half_lives(loop: LoopGain, conditions: Floats, points: int = 128)
 
     The ladder's steps make the results up to 16 % too large (with 128 points).
     """
-    radii = 1 - np.geomspace(MOST, LEAST, points)
+    radii = 1 - np.geomspace(GREATEST_GAP, LEAST_GAP, points)
     widest = np.maximum.accumulate(find_widest_ranges(loop, radii))
-    places = np.searchsorted(widest, conditions)
-    return np.append(compute_half_life(radii), np.inf)[places]
+    indices = np.searchsorted(widest, conditions)
+    return np.append(compute_half_life(radii), np.inf)[indices]
 
 
 def find_best_momentum(make: Callable[[float], LoopGain], condition: float) -> Tuple[float, float]:
@@ -277,14 +277,14 @@ def find_best_momentum(make: Callable[[float], LoopGain], condition: float) -> T
 
     Of 25 momenta evenly spaced in log(1 - m) the best is taken, then three times of 7 around the best so far.
     """
-    # logarithms of 1 - m
-    rest = np.linspace(0, np.log(1e-6), 25)
-    tried = {}
+    # of 1 - m
+    log_gaps = np.linspace(0, np.log(1e-6), 25)
+    half_lives = {}
     for _ in range(4):
-        for value in rest:
-            if value not in tried:
-                tried[value] = find_least_half_life(make(1 - float(np.exp(value))), condition)
-        best = min(tried, key=lambda value: tried[value])
-        width = abs(rest[1] - rest[0])
-        rest = np.clip(np.linspace(best - width, best + width, 7), np.log(1e-6), 0)
-    return tried[best], 1 - float(np.exp(best))
+        for log_gap in log_gaps:
+            if log_gap not in half_lives:
+                half_lives[log_gap] = find_least_half_life(make(1 - float(np.exp(log_gap))), condition)
+        best = min(half_lives, key=lambda value: half_lives[value])
+        width = abs(log_gaps[1] - log_gaps[0])
+        log_gaps = np.clip(np.linspace(best - width, best + width, 7), np.log(1e-6), 0)
+    return half_lives[best], 1 - float(np.exp(best))

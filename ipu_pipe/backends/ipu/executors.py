@@ -22,6 +22,7 @@ from ipu_pipe.backends.ipu.profile import CallTimes
 from ipu_pipe.backends.ipu.wrapping import Wrapped, get_unsplit_name
 from ipu_pipe.errors import BadInput, RunFault
 from ipu_pipe.job.record import Job
+from ipu_pipe.model.batch import count_bytes
 from ipu_pipe.model.restoring import restore_modes
 
 # words of an error message -> remedy
@@ -134,7 +135,7 @@ class Executors:
             start_ns = time.perf_counter_ns()
             outputs: Sequence[torch.Tensor] = self.training(x, y)
         end_ns = time.perf_counter_ns()
-        sent, received = (sum(t.numel() * t.element_size() for t in tensors) for tensors in ((x, y), outputs))
+        sent, received = count_bytes((x, y)), count_bytes(outputs)
         self.timeline.add_call(self.training, updates, start_ns, end_ns, len(x), sent, received)
         return outputs
 
