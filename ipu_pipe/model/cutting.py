@@ -9,6 +9,10 @@ tells which operations belong to which stage:
 A piece takes and returns one value, a tensor or a tuple of tensors. The first piece takes the model's input and the last returns
 its output. Pieces pass on the tensors that skip them. The modules are the model's own, under their names. Python code between
 modules runs only during the recording, so a new mode or a new input size is recorded when it first comes.
+
+    record_forward -> Recording -> split_recording -> StagedRecording -> Program: the steps of one stage, run by a Piece
+
+A `Cut` keeps the recordings and programs of all its pieces.
 """
 
 from __future__ import annotations

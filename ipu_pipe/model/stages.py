@@ -62,16 +62,18 @@ def partition(
     """Assign every parameter of `model` to a stage.
 
     `example`: one microbatch of input. A forward in evaluation mode gives the order of execution, or one in training mode if
-    some modules run only there (auxiliary heads).
-    `stages`: None: the model's own `begin_stage` marks. A list: the names of the modules at which stages begin (stage 0 begins
-    with the model). An integer: that many stages balanced by FLOPs, or `{"count": 4, "by": "flops" | "parameters" | "time"}`.
-    "finest": one stage per weight tensor in the order of execution, weight and bias of a module together (107 for ResNet-50).
-    `{"finest": P}`: weight j of n on stage `floor(j P / n)`, so that some stages may have no weights.
-    A count gives exactly that many stages: between modules of the model's top-level sequence if no stage then costs more than 1.5
-    times what it must, else at any modules, nested ones too (see `ipu_pipe.model.balance`). `between_top`: always cut between
-    top-level modules if there are enough, for backends that send activations.
-    `one_stage`: the reason why all uses of a weight must be in one stage, None if they need not
-    (`schedule.methods.Method.one_stage_reason`).
+    some modules run only there (auxiliary heads). `stages` is one of
+
+        None                         the model's own `begin_stage` marks
+        ["conv2", "head"]            the names of the modules at which stages 1 and later begin
+        P or {"count": P, "by": C}   exactly P stages, balanced by the cost C: "flops" (default), "parameters" or "time"
+        "finest"                     a stage per weight tensor in the order of execution, a module's weight and bias together
+        {"finest": P}                weight j of n on stage `floor(j P / n)`, so that some stages may have no weights
+
+    A count cuts between modules of the model's top-level sequence if no stage then costs more than 1.5 times what it must, else
+    at any modules, nested ones too (see `ipu_pipe.model.balance`). `between_top`: always cut between top-level modules if there
+    are enough, for backends that send activations. `one_stage`: the reason why all uses of a weight must be in one stage, None if
+    they need not (`schedule.methods.Method.one_stage_reason`).
 
     Raise `BadInput` for unknown module names, impossible counts, or a weight of two stages that must be in one.
     """

@@ -20,7 +20,7 @@ class StageDynamics:
     """The update rule of one stage in a run.
 
     `updates`: its recurrence for curvature 1 and rate 1, whose first read is the forward's. `rate`: the greatest learning rate of
-    the stage after all rules. `curvature`: that of the sharpest direction, by which the stage is judged.
+    the stage after all rules. `curvature`: the greatest curvature of the model or of the stage, or 1 for rates times curvature.
     """
 
     index: int
