@@ -288,19 +288,19 @@ def observe_blocks(model: nn.Module, loss: Loss, example: Tuple[Any, Any]) -> Ob
     blocks = get_blocks(model)
     assert blocks is not None
     overlap, blocks.overlap = blocks.overlap, 0
-    seen = observe_training(model, *example, lambda x, y: loss(call_model(model, x), y))
+    observation = observe_training(model, *example, lambda x, y: loss(call_model(model, x), y))
     blocks.overlap = overlap
     if overlap:
-        seen.effects = observe_effects(model, example[0])
-    return seen
+        observation.effects = observe_effects(model, example[0])
+    return observation
 
 
-def measure_footprint(model: nn.Module, part: Partition, seen: Observation) -> Footprint:
+def measure_footprint(model: nn.Module, part: Partition, observation: Observation) -> Footprint:
     """Return the bytes and FLOPs of each stage of a model with blocks in the observed microbatch.
 
     Each block computes its own loss, so only activations cross boundaries.
     """
-    blocks, plain = get_blocks(model), make_footprint(model, part, seen)
+    blocks, plain = get_blocks(model), make_footprint(model, part, observation)
     assert blocks is not None
     saved = plain.saved_bytes
     # each device also holds the previous block's last layer

@@ -94,18 +94,18 @@ def observe_costs(model: nn.Module, x: Any, forward: Callable[[], Any], counted:
 
     Without `counted` observe only the order of modules.
     """
-    seen = Observation()
+    observation = Observation()
     if not counted:
-        with _watch_calls(model, seen, []), torch.enable_grad():
+        with _watch_calls(model, observation, []), torch.enable_grad():
             forward()
-        return seen
-    counter = _Counter(model, x, seen.calls)
+        return observation
+    counter = _Counter(model, x, observation.calls)
     with separate_attention(), torch.enable_grad():
-        with _watch_calls(model, seen, counter.running, counter.begin), OperationWatch(counter.run):
+        with _watch_calls(model, observation, counter.running, counter.begin), OperationWatch(counter.run):
             with torch.autograd.graph.saved_tensors_hooks(counter.save, lambda tensor: tensor):
                 results = [t for t in tree_flatten(forward())[0] if isinstance(t, torch.Tensor) and t.requires_grad]
-        seen.live = list(itertools.accumulate(counter.live_changes))[: len(seen.calls)]
-        seen.derived = [name for name, _ in model.named_parameters() if name in counter.derived]
+        observation.live = list(itertools.accumulate(counter.live_changes))[: len(observation.calls)]
+        observation.derived = [name for name, _ in model.named_parameters() if name in counter.derived]
         counter.is_forward = False
         trained = [p for p in model.parameters() if p.requires_grad]
         try:
@@ -114,15 +114,15 @@ def observe_costs(model: nn.Module, x: Any, forward: Callable[[], Any], counted:
                 gradients = [None if t.numel() == 1 else torch.ones_like(t) for t in results]
                 with OperationWatch(counter.run):
                     torch.autograd.grad(results, trained, gradients, allow_unused=True)
-            seen.backward = True
+            observation.backward = True
         # the user's model may raise anything; training reports it with its place
         except Exception:
             if any(t.is_meta for t in results):
                 raise
     if FlopCounterMode is None:
-        for call in seen.calls:
+        for call in observation.calls:
             call.backward_flops = BACKWARD * call.flops
-    return seen
+    return observation
 
 
 def observe_training(model: nn.Module, x: Any, y: Any, run: Callable[[Any, Any], Any]) -> Observation:
@@ -132,9 +132,9 @@ def observe_training(model: nn.Module, x: Any, y: Any, run: Callable[[Any, Any],
             return observe_costs(model, x, lambda: run(x, y))
     a = clone_tensors(x)
     with restore_all(model), _watch_effects(model, get_first_tensor(x).device) as read_effects:
-        seen = observe_costs(model, a, lambda: run(a, y))
-        seen.effects = read_effects()
-    return seen
+        observation = observe_costs(model, a, lambda: run(a, y))
+        observation.effects = read_effects()
+    return observation
 
 
 def observe_effects(model: nn.Module, x: Any) -> ForwardEffects:
@@ -192,9 +192,9 @@ def has_equal_values(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 @contextlib.contextmanager
 def _watch_calls(
-    model: nn.Module, seen: Observation, running: List[nn.Module], on_call: Callable[[], None] = lambda: None
+    model: nn.Module, observation: Observation, running: List[nn.Module], on_call: Callable[[], None] = lambda: None
 ) -> Iterator[None]:
-    """Add the calls inside the context to `seen`; `running` lists the running modules, the innermost last.
+    """Add the calls inside the context to `observation`; `running` lists the running modules, the innermost last.
 
     `on_call` is called at the beginning of each call.
     """
@@ -203,12 +203,12 @@ def _watch_calls(
 
     def begin_module(module: nn.Module, inputs: Any, keywords: Any) -> None:
         name = names[id(module)]
-        seen.runs.append(name)
+        observation.runs.append(name)
         running.append(module)
         if name not in call_by_name:
             owns_weights = any(True for _ in module.parameters(recurse=False))
             call_by_name[name] = ModuleCall(name, module, owns_weights)
-            seen.calls.append(call_by_name[name])
+            observation.calls.append(call_by_name[name])
             on_call()
 
     def end_module(module: nn.Module, inputs: Any, keywords: Any, output: Any) -> None:
@@ -222,7 +222,7 @@ def _watch_calls(
             hooks.enter_context(module.register_forward_hook(end_module, with_kwargs=True))
         yield
     outer_modules = {outer for name in call_by_name for outer in list_ancestors(name)}
-    for call in seen.calls:
+    for call in observation.calls:
         call.is_leaf = call.name not in outer_modules
         call.computes = call.computes or call.is_leaf
 
@@ -376,13 +376,13 @@ def observe_execution(model: nn.Module, example: Any, counted: bool = False) -> 
     One forward runs in evaluation mode, which has no random depth. If modules did not run there, a second forward runs in
     training mode, and counts if it runs more modules (auxiliary heads).
     """
-    seen = _observe(model, example, False, counted)
+    observation = _observe(model, example, False, counted)
     can_run = {name for name, m in model.named_modules() if type(m).forward is not nn.Module.forward}
-    if can_run - set(seen.runs):
+    if can_run - set(observation.runs):
         more = _observe(model, example, True, False)
-        if set(more.runs) - set(seen.runs):
-            seen = _observe(model, example, True, counted) if counted else more
-    return seen
+        if set(more.runs) - set(observation.runs):
+            observation = _observe(model, example, True, counted) if counted else more
+    return observation
 
 
 def _observe(model: nn.Module, example: Any, training: bool, counted: bool) -> Observation:
@@ -424,20 +424,20 @@ class WeightUse(NamedTuple):
     name: str
 
 
-def find_weight_uses(model: nn.Module, seen: Observation) -> Dict[str, List[WeightUse]]:
+def find_weight_uses(model: nn.Module, observation: Observation) -> Dict[str, List[WeightUse]]:
     """Return the uses of every parameter.
 
     A parameter is used by the nearest running module around it, at each of its runs, and by other modules that hold the same
     parameter, if no module runs inside them.
     """
-    order = {call.name: i for i, call in enumerate(seen.calls)}
+    order = {call.name: i for i, call in enumerate(observation.calls)}
     names = {id(p): name for name, p in model.named_parameters()}
     uses: Dict[str, List[WeightUse]] = {name: [] for name in names.values()}
     owned: Dict[str, List[Tuple[str, str]]] = {}  # running module -> (weight, its name there)
     known: Set[int] = set()
     for module, owner in model.named_modules(remove_duplicate=False):
         user = find_running_ancestor(module, order)
-        if id(owner) in known and not seen.calls[order[user]].is_leaf:
+        if id(owner) in known and not observation.calls[order[user]].is_leaf:
             continue
         for name, parameter in owner.named_parameters(module, recurse=False):
             weight = names[id(parameter)]
@@ -447,7 +447,7 @@ def find_weight_uses(model: nn.Module, seen: Observation) -> Dict[str, List[Weig
         known.add(id(owner))
     ran: Set[str] = set()
     reached = 0
-    for module in seen.runs:
+    for module in observation.runs:
         reached = max(reached, order[module])
         for weight, name in owned.get(module, ()) if module in ran else ():
             uses[weight].append(WeightUse(reached, order[module], name))

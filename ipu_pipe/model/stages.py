@@ -78,21 +78,21 @@ def partition(
     Raise `BadInput` for unknown module names, impossible counts, or a weight of two stages that must be in one.
     """
     balances = not (stages is None or isinstance(stages, (list, tuple)) or stages == "finest")
-    seen = observe_execution(model, example, counted=balances)
+    observation = observe_execution(model, example, counted=balances)
     if stages is None:
-        marked = {c.name for c in seen.calls if getattr(c.module, "begins_stage", False)}
-        part = build_partition(model, seen, open_stages(seen.calls, marked))
+        marked = {c.name for c in observation.calls if getattr(c.module, "begins_stage", False)}
+        part = build_partition(model, observation, open_stages(observation.calls, marked))
     elif isinstance(stages, (list, tuple)):
-        require_names(model, seen.calls, stages)
-        part = build_partition(model, seen, open_stages(seen.calls, set(stages)))
+        require_names(model, observation.calls, stages)
+        part = build_partition(model, observation, open_stages(observation.calls, set(stages)))
     else:
         count, by, finest = _read_choice(stages)
-        groups = group_weights(model, seen.calls)
+        groups = group_weights(model, observation.calls)
         if finest or count > len(groups):
-            part = spread_weights(model, seen, groups, count or len(groups))
+            part = spread_weights(model, observation, groups, count or len(groups))
         else:
-            costs = compute_costs(model, seen.calls, groups, by, example)
-            part = balance_stages(model, seen, groups, count, costs, between_top, one_stage is None)
+            costs = compute_costs(model, observation.calls, groups, by, example)
+            part = balance_stages(model, observation, groups, count, costs, between_top, one_stage is None)
     if one_stage is not None:
         require_one_stage(part, model, one_stage)
     return part
@@ -226,20 +226,20 @@ def require_names(model: nn.Module, calls: List[ModuleCall], names: Sequence[str
 
 
 def build_partition(
-    model: nn.Module, seen: Observation, begins: Dict[str, int], spread: Optional[Mapping[str, int]] = None
+    model: nn.Module, observation: Observation, begins: Dict[str, int], stage_of_weight: Optional[Mapping[str, int]] = None
 ) -> Partition:
     """Build stages from boundaries between modules: a parameter belongs to the stage in which its module first runs.
 
-    `spread`: name of a weight -> its stage, which overrides that.
+    `stage_of_weight`: the stages of single weights, which override that.
     """
-    stage_at = map_calls_to_stages(seen.calls, begins)
+    stage_at = map_calls_to_stages(observation.calls, begins)
     shared: Dict[str, Tuple[Use, ...]] = {}
     holders: Dict[str, int] = {}
-    for name, weight_uses in find_weight_uses(model, seen).items():
+    for name, weight_uses in find_weight_uses(model, observation).items():
         by_stage: Dict[int, Use] = {}
         for call, first, used_name in weight_uses:
             if call == first:
-                stage = (spread or {}).get(used_name, stage_at[call])
+                stage = (stage_of_weight or {}).get(used_name, stage_at[call])
                 by_stage.setdefault(stage, Use(stage, used_name))
             elif stage_at[call] != stage_at[first]:
                 by_stage.setdefault(stage_at[call], Use(stage_at[call], used_name, repeated=True))
@@ -247,10 +247,10 @@ def build_partition(
         if len(by_stage) > 1:
             shared[name] = tuple(by_stage[stage] for stage in sorted(by_stage))
     first_module: Dict[int, str] = {}
-    for stage, module_call in zip(stage_at, seen.calls):
+    for stage, module_call in zip(stage_at, observation.calls):
         if module_call.computes:
             first_module.setdefault(stage, module_call.name)
-    names: List[List[str]] = [[] for _ in range(1 + max([0, *begins.values(), *(spread or {}).values()]))]
+    names: List[List[str]] = [[] for _ in range(1 + max([0, *begins.values(), *(stage_of_weight or {}).values()]))]
     for name, stage in holders.items():
         names[stage].append(name)
     stages = (PartitionStage(s, first_module.get(s, ""), tuple(stage_names)) for s, stage_names in enumerate(names))
@@ -327,7 +327,7 @@ class _CutPoint(NamedTuple):
     divided: int
 
 
-def spread_weights(model: nn.Module, seen: Observation, groups: WeightGroups, count: int) -> Partition:
+def spread_weights(model: nn.Module, observation: Observation, groups: WeightGroups, count: int) -> Partition:
     """Assign weight j of n to stage floor(j count / n); the stages between hold no weight."""
     if not groups:
         raise BadInput("stages: finest: the model has no weights")
@@ -338,13 +338,13 @@ def spread_weights(model: nn.Module, seen: Observation, groups: WeightGroups, co
         stage_of.update(dict.fromkeys(names, stage))
         if stage and call.name not in begins and stage not in begins.values():
             begins[call.name] = stage
-    part = build_partition(model, seen, begins, stage_of)
+    part = build_partition(model, observation, begins, stage_of)
     empty = tuple(PartitionStage(s, "", ()) for s in range(len(part), count))
     return replace(part, stages=part.stages + empty, spread=True)
 
 
 def balance_stages(
-    model: nn.Module, seen: Observation, groups: WeightGroups, count: int, costs: Sequence[float], between_top: bool,
+    model: nn.Module, observation: Observation, groups: WeightGroups, count: int, costs: Sequence[float], between_top: bool,
     shares: bool,
 ) -> Partition:  # fmt: skip
     """Divide the model into exactly `count` stages.
@@ -352,8 +352,8 @@ def balance_stages(
     Cut between modules of the top-level sequence, where every backend can cut, unless a stage then costs over TOP_SLACK times
     what it must; else cut at any modules, nested ones too. `shares`: a cut between two uses of one weight is allowed.
     """
-    calls = seen.calls
-    cut_points = _list_cut_points(calls, set() if shares else _find_held_together(model, seen))
+    calls = observation.calls
+    cut_points = _list_cut_points(calls, set() if shares else _find_held_together(model, observation))
     # modules that share cannot be divided; the error below names them
     if len(cut_points) < count:
         cut_points = _list_cut_points(calls, set())
@@ -373,24 +373,24 @@ def balance_stages(
             chosen, starts = cut_points, cuts.find_best(count)
     # there are enough weights only if several weights of one module are separated
     if starts is None:
-        return spread_weights(model, seen, groups, count)
-    return build_partition(model, seen, open_stages(calls, {chosen[start].name for start in starts[1:]}))
+        return spread_weights(model, observation, groups, count)
+    return build_partition(model, observation, open_stages(calls, {chosen[start].name for start in starts[1:]}))
 
 
-def list_top_cut_points(model: nn.Module, seen: Observation) -> List[str]:
+def list_top_cut_points(model: nn.Module, observation: Observation) -> List[str]:
     """Return, in order, the modules at which a stage may begin on every backend: between modules of the top-level sequence, and
     not between two uses of one weight."""
-    cut_points = _list_cut_points(seen.calls, _find_held_together(model, seen))
+    cut_points = _list_cut_points(observation.calls, _find_held_together(model, observation))
     return [point.name for point in cut_points if point.divided == 0]
 
 
-def find_top_cut_points(seen: Observation, names: Sequence[str]) -> Dict[str, str]:
+def find_top_cut_points(observation: Observation, names: Sequence[str]) -> Dict[str, str]:
     """Return the modules of `names` that first run between modules of the top-level sequence, with the outermost module that
     begins there: name -> outermost name."""
-    leaf_calls = [i for i, call in enumerate(seen.calls) if call.is_leaf]
-    cut_points = _list_cut_points(seen.calls, set())
+    leaf_calls = [i for i, call in enumerate(observation.calls) if call.is_leaf]
+    cut_points = _list_cut_points(observation.calls, set())
     tops = {}
-    for i, call in enumerate(seen.calls):
+    for i, call in enumerate(observation.calls):
         if call.name in names:
             k = bisect.bisect_left(leaf_calls, i)
             if k < len(leaf_calls) and cut_points[k].divided == 0:
@@ -425,9 +425,9 @@ def _list_cut_points(calls: Sequence[ModuleCall], together: Set[int]) -> List[_C
     return cut_points
 
 
-def _find_held_together(model: nn.Module, seen: Observation) -> Set[int]:
+def _find_held_together(model: nn.Module, observation: Observation) -> Set[int]:
     """Return the calls at which no stage can begin, because they are between two uses of one weight."""
-    uses_by_name = find_weight_uses(model, seen).items()
+    uses_by_name = find_weight_uses(model, observation).items()
     calls_by_weight = [[use.call for use in uses] for name, uses in uses_by_name if model.get_parameter(name).requires_grad]
     return {i for calls in calls_by_weight for i in range(min(calls) + 1, max(calls) + 1)}
 
@@ -454,39 +454,39 @@ class Footprint:
     units: Tuple[UnitRow, ...] = ()
 
 
-def make_footprint(model: nn.Module, part: Partition, seen: Observation) -> Footprint:
+def make_footprint(model: nn.Module, part: Partition, observation: Observation) -> Footprint:
     """Return the costs of an observed microbatch on each stage and across each boundary."""
-    stage_at = map_calls_to_stages(seen.calls, part.begins)
+    stage_at = map_calls_to_stages(observation.calls, part.begins)
     calls_by_stage: List[List[ModuleCall]] = [[] for _ in part.stages]
     crossing = [0] * (len(part) - 1)
-    for call, size, before, stage in zip(seen.calls, seen.live, [0, *stage_at], stage_at):
+    for call, size, before, stage in zip(observation.calls, observation.live, [0, *stage_at], stage_at):
         calls_by_stage[stage].append(call)
         for boundary in range(before, stage):
             crossing[boundary] = size
-    backward = tuple(sum(call.backward_flops for call in calls) for calls in calls_by_stage) if seen.backward else None
+    backward = tuple(sum(call.backward_flops for call in calls) for calls in calls_by_stage) if observation.backward else None
     return Footprint(
         tuple(map(count_saved_bytes, calls_by_stage)),
         tuple(crossing),
         tuple(sum(call.flops for call in calls) for calls in calls_by_stage),
         backward,
-        _make_units(model, part, seen, stage_at),
+        _make_units(model, part, observation, stage_at),
     )
 
 
-def _make_units(model: nn.Module, part: Partition, seen: Observation, stage_at: Sequence[int]) -> Tuple[UnitRow, ...]:
+def _make_units(model: nn.Module, part: Partition, observation: Observation, stage_at: Sequence[int]) -> Tuple[UnitRow, ...]:
     """Return the units: the model divided at the boundaries and at all points where a stage may begin on every backend."""
-    first, *others = list_top_cut_points(model, seen)
+    first, *others = list_top_cut_points(model, observation)
     names = {*others, *part.begins}
-    starts = [0, *(i for i, call in enumerate(seen.calls) if i and call.name in names)]
+    starts = [0, *(i for i, call in enumerate(observation.calls) if i and call.name in names)]
     return tuple(
         UnitRow(
-            name=seen.calls[a].name if a else first,
+            name=observation.calls[a].name if a else first,
             stage=stage_at[a],
-            forward_flops=sum(call.flops for call in seen.calls[a:b]),
-            backward_flops=sum(call.backward_flops for call in seen.calls[a:b]),
-            crossing_bytes=seen.live[a],
+            forward_flops=sum(call.flops for call in observation.calls[a:b]),
+            backward_flops=sum(call.backward_flops for call in observation.calls[a:b]),
+            crossing_bytes=observation.live[a],
         )
-        for a, b in zip(starts, [*starts[1:], len(seen.calls)])
+        for a, b in zip(starts, [*starts[1:], len(observation.calls)])
     )
 
 
@@ -502,8 +502,8 @@ def group_stages(
     names = part.begin_names()
     if count == len(names) + 1 and allowed is None:
         return dict(enumerate(names, 1))
-    seen = observe_execution(model, x, counted=True)
-    tops = find_top_cut_points(seen, names)
+    observation = observe_execution(model, x, counted=True)
+    tops = find_top_cut_points(observation, names)
     starts = [s for s, name in enumerate(names, 1) if name in tops and (allowed is None or name in allowed)]
     if count > len(starts) + 1:
         starts = [s for s, name in enumerate(names, 1) if allowed is None or name in allowed]
@@ -514,7 +514,7 @@ def group_stages(
             + (f": {inside} of its stages begin where several activations cross" if inside else "")
         )
     edges = [0, *starts, len(part)]
-    flops = make_footprint(model, part, seen).forward_flops
+    flops = make_footprint(model, part, observation).forward_flops
     costs = [sum(flops[a:b]) for a, b in zip(edges, edges[1:])]
     begins = [edges[k] for k in balance(costs, count)[1:]]
     return {stage: tops.get(names[stage - 1], names[stage - 1]) for stage in begins}
@@ -532,11 +532,11 @@ def compute_costs(
     if by == "time":
         return _time_calls(model, calls, example)
     owned: Dict[str, float] = {}
-    seen: Set[int] = set()
+    counted: Set[int] = set()
     for call, names in groups:
         for parameter in (model.get_parameter(name) for name in names):
-            owned[call.name] = owned.get(call.name, 0.0) + (parameter.numel() if id(parameter) not in seen else 0)
-            seen.add(id(parameter))
+            owned[call.name] = owned.get(call.name, 0.0) + (parameter.numel() if id(parameter) not in counted else 0)
+            counted.add(id(parameter))
     return [owned.get(call.name, 0.0) for call in calls]
 
 
