@@ -139,7 +139,8 @@ def make(job: Job, first_update: int) -> Engine:
     import poptorch
 
     ipu, is_block = job.config.ipu, job.config.ipu.local == "decoupled"
-    count = 1 if is_block else round_up_ipus(place_stages(ipu, len(job.partition)).ipu_count * read_poprun_share(job.config).replicas)
+    ipus = place_stages(ipu, len(job.partition)).ipu_count
+    count = 1 if is_block else round_up_ipus(ipus * read_poprun_share(job.config).replicas)
     simulated = ipu.use_ipu_model or ipu.offline_target is not None or os.environ.get("POPTORCH_IPU_MODEL", "0") not in ("", "0")
     if not (simulated or ipu.wait_for_ipu or poptorch.ipuHardwareIsAvailable(count)):
         raise BadInput(
