@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
-from ipu_pipe.model.batch import call_model, clone_tensors, get_first_tensor, list_tensors
+from ipu_pipe.model.batch import call_model, clone_tensors, count_bytes, get_first_tensor, list_tensors
 from ipu_pipe.model.flops import BACKWARD, FlopCounterMode, count_by_formula, get_formulas, separate_attention
 from ipu_pipe.model.meta import move_to_meta
 from ipu_pipe.model.randomness import list_generators
@@ -259,7 +259,8 @@ def _count_moved_bytes(operation: Any, arguments: Any, result: Any) -> float:
     is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in operation._schema.returns)
     if is_view or operation.overloadpacket.__name__ in TAKES_MEMORY:
         return 0.0
-    return float(sum(min(_count_storage_bytes(t), t.numel() * t.element_size()) for t in list_tensors((*arguments, result))))
+    # an expanded tensor has more elements than its storage
+    return float(sum(min(_count_storage_bytes(t), count_bytes(t)) for t in list_tensors((*arguments, result))))
 
 
 class _Counter:
@@ -279,11 +280,11 @@ class _Counter:
         # the number of the first autograd node of each call
         self._first_nodes: List[int] = []
         # the call that makes a tensor, and the last call so far that reads it
-        self._source_call: Dict[Any, int] = {_make_view_key(t): 0 for t in self._alive}
+        self._making_call: Dict[Any, int] = {_make_view_key(t): 0 for t in self._alive}
         self._last_read: Dict[Any, int] = {}
         self._weight_storages = {get_storage(t) for t in [*model.parameters(), *model.buffers()]}
         # storage -> the parameters from which alone its values are derived
-        self._sources: Dict[int, FrozenSet[str]] = {
+        self._source_weights: Dict[int, FrozenSet[str]] = {
             get_storage(p): frozenset([name]) for name, p in model.named_parameters()
         }
         # storages that depend on the input
@@ -302,7 +303,7 @@ class _Counter:
             self.calls[-1].saved[storage] = _count_storage_bytes(tensor)
             self._alive.append(tensor.detach())
             if tensor.is_floating_point():
-                self.derived |= self._sources.get(storage, frozenset())
+                self.derived |= self._source_weights.get(storage, frozenset())
         # returning the tensor itself would make a cycle that is never freed
         return tensor.detach()
 
@@ -342,7 +343,8 @@ class _Counter:
         call = len(self.calls) - 1
         for tensor in inputs:
             key = _make_view_key(tensor)
-            last_read = self._last_read.get(key, self._source_call.get(key, call))
+            last_read = self._last_read.get(key, self._making_call.get(key, call))
+            # the tensor crosses every boundary between its last reader, or its maker, and this call
             if last_read < call:
                 size = tensor.numel() * tensor.element_size()
                 self.live_changes[last_read + 1] += size
@@ -356,18 +358,18 @@ class _Counter:
         # these functions read only the shape
         reads_only_shape = "like" in name or "new_" in name
         of_input = is_recurrent or (not reads_only_shape and not storages.isdisjoint(self._input_storages))
-        sources = frozenset().union(*(self._sources.get(storage, ()) for storage in storages))
+        weights = frozenset().union(*(self._source_weights.get(storage, ()) for storage in storages))
         for tensor in list_tensors(result):
             key, storage = _make_view_key(tensor), get_storage(tensor)
-            self._source_call[key] = max(0, len(self.calls) - 1)
+            self._making_call[key] = max(0, len(self.calls) - 1)
             self._last_read.pop(key, None)
             self._alive.append(tensor)
             if of_input:
                 self._input_storages.add(storage)
                 if storage not in self._weight_storages:
-                    self._sources.pop(storage, None)
-            elif sources and storage not in self._input_storages and storage not in self._weight_storages:
-                self._sources[storage] = sources
+                    self._source_weights.pop(storage, None)
+            elif weights and storage not in self._input_storages and storage not in self._weight_storages:
+                self._source_weights[storage] = weights
 
 
 def observe_execution(model: nn.Module, example: Any, counted: bool = False) -> Observation:
