@@ -79,7 +79,7 @@ class Blocks:
     ) -> Dict[str, nn.Module]:
         model = self.model
         make_default: MakeHead = getattr(model, "local_head", None) or partial(make_head, model)
-        output, activations = self._run_pieces(x)
+        output, boundary_values = self._run_pieces(x)
         output = output if take is None else take(output)
         if not isinstance(output, torch.Tensor):
             raise BadInput(f"model: returns {describe_output(output)}: blocks need one tensor for the loss; set model.output")
@@ -88,11 +88,11 @@ class Blocks:
         devices = [device] if device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):
             torch.manual_seed(derive_seed(seed, HEADS))
-            singles = [_get_single_activation(value, begin) for begin, value in zip(begins, activations)]
-            for index, (begin, activation) in enumerate(zip(begins, singles)):
+            activations = [_get_single_activation(value, begin) for begin, value in zip(begins, boundary_values)]
+            for index, (begin, activation) in enumerate(zip(begins, activations)):
                 try:
                     if isinstance(head, AugLocal):
-                        built = head.make(model, index, singles, output)
+                        built = head.make(model, index, activations, output)
                     else:
                         built = (head or make_default)(activation, output)
                     built.to(device, torch.float32 if is_cast(model) else activation.dtype)
