@@ -182,8 +182,8 @@ class Hardware(Section):
     def with_devices(self, devices: int) -> "Hardware":
         """Return a copy with another number of devices. Raise `BadInput` if no level of links connects them."""
         if not 1 <= devices <= (self.most_devices or devices):
-            most = "" if self.most_devices is None else f" to {self.most_devices}, all that its links join"
-            raise BadInput(f"--devices: {show(devices)}: hardware {self.name}: must be an integer from 1{most}")
+            limit = "" if self.most_devices is None else f" to {self.most_devices}, all that its links join"
+            raise BadInput(f"--devices: {show(devices)}: hardware {self.name}: must be an integer from 1{limit}")
         return self.model_copy(update={"devices": devices})
 
     def find_rate(self, precision: str) -> float:
@@ -242,42 +242,42 @@ def find_this_file() -> Path:
     return Path.home() / ".cache" / "ipu_pipe" / "hardware" / f"{socket.gethostname()}.yaml"
 
 
-def read_hardware(asked: Union[str, Mapping[str, Any]], key: str = "--hardware") -> Hardware:
-    """Read the description `asked` for by name or file, or given as a mapping of a file's keys.
+def read_hardware(source: Union[str, Mapping[str, Any]], key: str = "--hardware") -> Hardware:
+    """Read a description by its name or file, or from a mapping of a file's keys.
 
     `key`: the config key that faults name. Raise `BadInput` with all faults.
     """
-    if not isinstance(asked, str):
+    if not isinstance(source, str):
         origins: Origins = {}
-        note_origin(dict(asked), "", key, origins)
-        return _validate({"name": "given", **asked}, origins, key)
-    path = _find_file(asked, key)
+        note_origin(dict(source), "", key, origins)
+        return _validate({"name": "given", **source}, origins, key)
+    path = _find_file(source, key)
     origins = {}
     raw = read_yaml(path, origins)
-    return _validate({"name": THIS if asked == THIS else path.stem, **raw}, origins, str(path))
+    return _validate({"name": THIS if source == THIS else path.stem, **raw}, origins, str(path))
 
 
-def _find_file(asked: str, key: str) -> Path:
-    if asked == THIS:
+def _find_file(name: str, key: str) -> Path:
+    if name == THIS:
         path = find_this_file()
         if not path.is_file():
             raise BadInput(f"{key}: this: this machine is not measured yet: {COMMAND} writes {path}")
         return path
-    if asked in list_hardware():
-        return HARDWARE_FOLDER / f"{asked}.yaml"
-    path = Path(asked)
+    if name in list_hardware():
+        return HARDWARE_FOLDER / f"{name}.yaml"
+    path = Path(name)
     if path.suffix not in (".yaml", ".yml"):
-        near = find_nearest(asked, list_hardware())
-        hint = f"; did you mean {near}?" if near else ""
-        raise BadInput(f"{key}: {show(asked)}: must be one of {', '.join(list_hardware())} or a YAML file{hint}")
+        nearest = find_nearest(name, list_hardware())
+        hint = f"; did you mean {nearest}?" if nearest else ""
+        raise BadInput(f"{key}: {show(name)}: must be one of {', '.join(list_hardware())} or a YAML file{hint}")
     return path
 
 
-def _validate(raw: Dict[str, Any], origins: Origins, place: str) -> Hardware:
+def _validate(raw: Dict[str, Any], origins: Origins, file_or_key: str) -> Hardware:
     try:
         return Hardware.model_validate(raw)
     except ValidationError as error:
-        raise BadInput(format_faults(error.errors(), origins, place, Hardware, {})) from None
+        raise BadInput(format_faults(error.errors(), origins, file_or_key, Hardware, {})) from None
 
 
 # ---- predicted times of messages and all-reduces, and the links that they occupy

@@ -80,10 +80,10 @@ def _format_records(events: Events, counters: Counters, metadata: Dict[str, Any]
 def _name_tracks(events: Events, thread: NDArray[np.int64]) -> Iterator[str]:
     """Yield the records that name the devices and their tracks: passes and waits on one, messages on another."""
     for device in np.unique(events.device).tolist():
-        here = events.device == device
-        stages = ", ".join(str(stage) for stage in np.unique(events.stage[here]).tolist() if stage >= 0)
+        is_of_device = events.device == device
+        stages = ", ".join(str(stage) for stage in np.unique(events.stage[is_of_device]).tolist() if stage >= 0)
         names = {device: f"compute, stage {stages}" if stages else "compute"}
-        names.update({number: "communication" for number in np.unique(thread[here]).tolist() if number != device})
+        names.update({number: "communication" for number in np.unique(thread[is_of_device]).tolist() if number != device})
         records: List[Tuple[int, str, Dict[str, Any]]] = [
             (device, "process_name", {"name": f"device {device}"}),
             (device, "process_sort_index", {"sort_index": device}),
@@ -145,8 +145,8 @@ def find_arrows(events: Events, metadata: Dict[str, Any]) -> Arrows:
     if len(sends):
         next_pass[events.device[next_pass] != events.device[passes]] = -1
     source, target = np.concatenate([sends, passes]), np.concatenate([target_of_send, next_pass])
-    known = target >= 0
-    return Arrows(source[known], target[known], carries[source[known]])
+    has_target = target >= 0
+    return Arrows(source[has_target], target[has_target], carries[source[has_target]])
 
 
 def _match_first(

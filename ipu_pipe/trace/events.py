@@ -116,9 +116,9 @@ class Events(NamedTuple):
 
     def is_kind(self, *kinds: str) -> NDArray[np.bool_]:
         """Return a mask of the events of these kinds."""
-        chosen = np.zeros(len(KINDS), bool)
-        chosen[[KIND_CODE[kind] for kind in kinds]] = True
-        return chosen[self.kind]
+        is_chosen_code = np.zeros(len(KINDS), bool)
+        is_chosen_code[[KIND_CODE[kind] for kind in kinds]] = True
+        return is_chosen_code[self.kind]
 
     def rows(self) -> Iterator[Event]:
         """Yield one record for each event; slow for many."""
@@ -217,9 +217,9 @@ def build_counter_series(counters: Counters) -> Iterator[CounterSeries]:
     memory = tuple(MEMORY.values())
     others = ((name,) for name in dict.fromkeys(counters.name.tolist()) if name not in memory)
     for names in chain([memory], others):
-        chosen = np.flatnonzero(np.isin(counters.name, names))
-        for device, indices in group_indices(counters.device[chosen]):
-            of_device = counters.select(chosen[indices])
+        named = counters.select(np.isin(counters.name, names))
+        for device, indices in group_indices(named.device):
+            of_device = named.select(indices)
             times, values = np.unique(of_device.time), {}
             for name in names:
                 curve = of_device.select(of_device.name == name)

@@ -228,12 +228,12 @@ class UpdateRules:
         self.collect()
         for stage, rule, setting in acting:
             assert rule.compensate is not None
-            reached = [i for i, p in enumerate(stage.parameters) if p.grad is not None]
-            parameters = [stage.parameters[i] for i in reached]
+            indices = [i for i, p in enumerate(stage.parameters) if p.grad is not None]
+            parameters = [stage.parameters[i] for i in indices]
             names = list(rule.state(setting)) if rule.state is not None else []
             entries = {name: [self._get_compensated(stage, p, name) for p in parameters] for name in names}
             age = compute_age(stage.index)
-            ages = None if age is None else [age[i].to(p.dtype) for i, p in zip(reached, parameters)]
+            ages = None if age is None else [age[i].to(p.dtype) for i, p in zip(indices, parameters)]
             if parameters:
                 rule.compensate(setting, [p.grad for p in parameters if p.grad is not None], ages, entries)
         for p, gradient in earlier:

@@ -187,7 +187,7 @@ def compensate_delay(
     torch._foreach_add_(gradients, terms, alpha=values["scale"] * N)
 
 
-def list_compensation_conflicts(settings: Any, method: Method, acting: Sequence[str]) -> List[str]:
+def list_compensation_conflicts(settings: Any, method: Method, acting_keys: Sequence[str]) -> List[str]:
     """List the reasons why a gradient does not belong to a single version of the weights, or why another rule changes it."""
     if method.predicts:
         why = f"{method.name} is itself a weight prediction, and both compensate for the same delay"
@@ -199,7 +199,7 @@ def list_compensation_conflicts(settings: Any, method: Method, acting: Sequence[
         ]
     if method.order is not None and method.order.splits:
         return ["method_args.delay_compensation: not with split_backward, whose weight gradients come after later updates"]
-    if "weight_prediction" in acting:
+    if "weight_prediction" in acting_keys:
         return ["method_args.delay_compensation: cannot be combined with weight_prediction: both compensate for the same delay"]
     return []
 
@@ -252,9 +252,9 @@ def feed_back_error(setting: Setting, move: Move) -> List[Tuple[Tensors, float]]
     return [(move.step, factor), (previous_step, -factor)]
 
 
-def list_feedback_conflicts(settings: Any, method: Method, acting: Sequence[str]) -> List[str]:
+def list_feedback_conflicts(settings: Any, method: Method, acting_keys: Sequence[str]) -> List[str]:
     """List the rules that cannot be combined with error feedback, because they change the step too."""
-    if "spike_compensation" in acting:
+    if "spike_compensation" in acting_keys:
         return ["method_args.error_feedback: cannot be combined with spike_compensation: both add to the step for the same delay"]
     return []
 
@@ -290,13 +290,13 @@ def read_discrepancy(setting: Setting, reading: Reading) -> List[Tuple[str, floa
     return [] if reading.is_forward else [(DELTA, -float(reading.lag))]
 
 
-def list_discrepancy_conflicts(settings: Any, method: Method, acting: Sequence[str]) -> List[str]:
+def list_discrepancy_conflicts(settings: Any, method: Method, acting_keys: Sequence[str]) -> List[str]:
     """List the reasons why T2 cannot act: both passes read the same weights, or another rule corrects the same discrepancy."""
     if method.backward_reads is not Reads.NEWEST:
         return [
             f"method_args.t2: with {method.name} here both passes read the same weights: there is nothing to correct"
         ]
-    if "weight_prediction" in acting:
+    if "weight_prediction" in acting_keys:
         return ["method_args.t2: cannot be combined with weight_prediction: both compensate for the same discrepancy"]
     return []
 
@@ -348,7 +348,7 @@ def read_prediction(setting: Setting, reading: Reading) -> List[Tuple[str, float
     return [(STEP if setting.values["form"] == "optimizer" else VELOCITY, -reading.rate * horizon)]
 
 
-def list_prediction_conflicts(settings: Any, method: Method, acting: Sequence[str]) -> List[str]:
+def list_prediction_conflicts(settings: Any, method: Method, acting_keys: Sequence[str]) -> List[str]:
     """List the reasons why a prediction cannot be added: the method itself predicts, or no paper defines it for recomputation."""
     if method.predicts:
         return [f"method_args.weight_prediction: {method.name} is itself a weight prediction"]
@@ -481,20 +481,20 @@ def select_rules(args: Mapping[str, Any], method: Method) -> List[Tuple[Rule, An
 
 def list_conflicts(args: Mapping[str, Any], method: Method, kind: str, options: Mapping[str, Any]) -> List[str]:
     """List the reasons why the rules in `args` (resolved method_args) cannot act with this method and optimizer."""
-    chosen = select_rules(args, method)
-    keys = [rule.key for rule, _ in chosen]
+    acting = select_rules(args, method)
+    keys = [rule.key for rule, _ in acting]
     if not method.is_stale:
-        idle = [rule.key for rule, _ in chosen if rule.needs_lag]
+        idle = [rule.key for rule, _ in acting if rule.needs_lag]
         idle += ["warmup"] if args.get("warmup") is not None else []
         if idle:
             why = "no gradient is stale: leave it out"
             return [f"method_args.{key}: with {method.name} {why}" for key in idle]
     faults: List[str] = []
     if method.history is not None:
-        other = [rule.key for rule, _ in chosen if rule.key != "nag"] + ["warmup"] * (args.get("warmup") is not None)
+        other = [key for key in keys if key != "nag"] + ["warmup"] * (args.get("warmup") is not None)
         why = "its delays count updates of all stages, for which no rule is defined"
         return [f"method_args.{key}: not with {method.name}: {why}" for key in other]
-    for rule, settings in chosen:
+    for rule, settings in acting:
         faults += rule.method_faults(settings, method, keys) if rule.method_faults is not None else []
         faults += rule.optimizer_faults(settings, kind, options) if rule.optimizer_faults is not None else []
     return faults
