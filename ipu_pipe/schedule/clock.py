@@ -264,9 +264,7 @@ class _Player:
                         transfer = costs.get_transfer(stage + offset, stage, placement)
                         self.transfers.append((source, code * P + stage, transfer))
         # (stage, microbatch) of whole backwards among split ones: their second half is done with the first
-        self.whole = (
-            set(zip(*(index.tolist() for index in np.nonzero(schedule.is_whole)))) if len(self.kinds) > 2 else set()
-        )
+        self.whole = set(map(tuple, np.argwhere(schedule.is_whole).tolist())) if len(self.kinds) > 2 else set()
 
     def get_pass_duration(self, number: int, microbatch: int) -> float:
         """Return the duration of a pass; the first half of a whole backward takes the time of both halves."""
