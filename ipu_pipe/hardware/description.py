@@ -258,6 +258,7 @@ def read_hardware(source: Union[str, Mapping[str, Any]], key: str = "--hardware"
 
 
 def _find_file(name: str, key: str) -> Path:
+    """Return the file of a named description, or the user's own file."""
     if name == THIS:
         path = find_this_file()
         if not path.is_file():

@@ -143,6 +143,7 @@ def average(figures_by_rank: List[Dict[str, Any]]) -> Dict[str, Any]:
 
 
 def _count_memory(torch_device: torch.device) -> int:
+    """Return the bytes of memory of a GPU, or of the machine."""
     if torch_device.type == "cuda":
         return int(torch.cuda.get_device_properties(torch_device).total_memory)
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -192,6 +193,7 @@ def _time_gloo(rank: int, seconds: float) -> Dict[str, float]:
 
 
 def _time_gpu_copies(seconds: float) -> Dict[str, float]:
+    """Return latency and bandwidth of copies between two GPUs."""
     seconds_by_size = []
     for size in (SHORT_BYTES, LONG_BYTES):
         a, b = (torch.ones(size // 4, device=torch.device("cuda", index)) for index in range(2))

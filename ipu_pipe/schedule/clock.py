@@ -569,6 +569,7 @@ def _list_transfers(schedule: Schedule, costs: Costs) -> List[Transfer]:
 
 @lru_cache(maxsize=32)
 def _make_program(schedule: Schedule) -> _Program:
+    """Sort the actions of a schedule by the moment at which they begin, one step for each moment."""
     P, M, N, kinds = schedule.stages, schedule.microbatches, schedule.accumulate, len(schedule.passes)
     slots = np.stack([schedule.slots(kind, 0, M) for kind in schedule.passes])
     begins = slots * 2 + (np.arange(kinds) > 0)[:, None, None] * (schedule.slot_capacity - 1)

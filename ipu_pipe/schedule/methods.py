@@ -215,6 +215,7 @@ class Method:
 
 
 def _make_ordered_method(name: str, pipeline: Pipeline, source: str, **order: Any) -> Method:
+    """Return a row of the table for a method that drains after every batch and is given by its devices' orders."""
     return Method(
         name, pipeline, 0, Reads.NEWEST, Reads.NEWEST, True, DefaultAccumulate.MICROBATCHES, source, one_version=True,
         order=Order(**order),
@@ -364,6 +365,7 @@ def _set_order(method: Method, settings: Mapping[str, Any]) -> Method:
 
 
 def _change_axes(method: Method, settings: Mapping[str, Any]) -> Method:
+    """Return the method with another pipeline, turn, delay, version read by backwards, or recomputation."""
     if "schedule" in settings:
         pipeline = Pipeline(settings["schedule"])
         method = replace(method, pipeline=pipeline, turn=method.turn if pipeline is Pipeline.DATAFLOW else 0)

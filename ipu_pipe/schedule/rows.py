@@ -172,6 +172,7 @@ def read_csv(name: str) -> DeviceRows:
 
 
 def _read_lines(name: str) -> List[List[str]]:
+    """Return the cells of each line of a CSV file."""
     try:
         return list(csv.reader(Path(name).read_text(encoding="utf-8").splitlines()))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
@@ -290,6 +291,7 @@ def _find_cycle(
 
 
 def _describe_cycle(cycle: Sequence[Tuple[Action, bool]]) -> str:
+    """Say what each action of a cycle waits for."""
     text = str(cycle[0][0])
     for k, ((_, waits_for_row), (other, _)) in enumerate(zip(cycle, cycle[1:])):
         text += f"{', which' if k else ''} waits for {other}" + " (before it in its row)" * waits_for_row

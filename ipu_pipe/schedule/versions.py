@@ -153,10 +153,12 @@ class VersionTable:
         return versions
 
     def _find_newest(self, kind: Kind, first: int, last: int, stages: slice) -> IntArray:
+        """Return the newest versions (P, n) in the slots of these passes: the updates that the stage made before."""
         slots = self.schedule.slots(kind, first, last, stages)
         return self.schedule.count_before(Kind.UPDATE, slots, stages) if last > first else slots
 
     def _read(self, rule: Reads, newest: IntArray, forward: Optional[IntArray], first: int, stages: slice) -> IntArray:
+        """Return the versions (P, n) that passes read by `rule`; `forward`: the versions that their forwards read."""
         if rule in (Reads.NEWEST, Reads.OWN):
             return newest
         if rule is Reads.STASHED:
@@ -179,6 +181,7 @@ class VersionTable:
     def _check(
         self, forward: IntArray, backward: IntArray, newest: Dict[Kind, IntArray], first: int, stages: slice
     ) -> None:
+        """Raise `BadInput` for a version that a pass cannot read."""
         batch = np.arange(first, first + forward.shape[1]) // self.schedule.accumulate
         for wrong, kind, fault in (
             (forward < 0, Kind.FORWARD, "reads a version below 0"),

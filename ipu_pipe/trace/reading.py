@@ -70,6 +70,7 @@ def merge_traces(traces: Sequence[Trace]) -> Trace:
 
 
 def _find_files(path: Path) -> List[Path]:
+    """Return the trace files of a run, of a folder, or the file itself; our own format before JSON."""
     if not path.is_dir():
         if not path.exists():
             raise BadInput(f"{path}: no such run or trace: must be a run's folder or a trace file")
@@ -86,6 +87,7 @@ def _find_files(path: Path) -> List[Path]:
 
 
 def _is_native(path: Path) -> bool:
+    """Return whether a file is in our own format, False for JSON. Raise `BadInput` if it is neither."""
     # reading a pipe or a device might never end
     if path.exists() and not path.is_file():
         raise BadInput(f"{path}: is not a file: must be a run's folder or a trace file")

@@ -127,6 +127,7 @@ def read_store(path: Path, most_bytes: int = 1 << 62) -> Trace:
 
 
 def _unpack(payload: bytes, rows: int, types: Sequence[Any]) -> List[Any]:
+    """Return the columns of a block."""
     ends = np.cumsum([rows * np.dtype(kind).itemsize for kind in types]).tolist()
     if len(payload) != ends[-1]:
         raise ValueError(f"a block of {rows} rows has {len(payload)} bytes, not {ends[-1]}")

@@ -370,6 +370,7 @@ class UpdateRules:
 
 
 def _group_by_stage(optimizer: torch.optim.Optimizer, base: Optional[float]) -> Dict[int, StageState]:
+    """Return the stages of the optimizer's parameter groups."""
     stages: Dict[int, StageState] = {}
     for group in optimizer.param_groups:
         stage = stages.setdefault(group["stage"], StageState(group["stage"], [], optimizer.state, [], []))
@@ -405,6 +406,7 @@ def _take_incomplete(
 
 
 def _change_gradients(change: Callable[[Setting, Tensors], Tensors], setting: Setting, stage: StageState) -> None:
+    """Replace the gradients of a stage by those that a rule returns."""
     parameters = [p for p in stage.parameters if p.grad is not None]
     if parameters:
         for p, gradient in zip(parameters, change(setting, [p.grad for p in parameters if p.grad is not None])):
