@@ -46,6 +46,17 @@ class RunFault(RuntimeError):
     is_reported: Optional[bool] = None
 
 
+class Divergence(RunFault):
+    """A training loss that is not finite. `reason`: the update and the loss, without the advice that the message adds."""
+
+    def __init__(self, reason: str, advice: str) -> None:
+        super().__init__(reason, advice)
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return "; ".join(self.args)
+
+
 class UserFault(RunFault):
     """A fault in the user's own code (a model, loss, data source, optimizer), with its file and line.
 

@@ -32,7 +32,7 @@ from ipu_pipe.model.stages import begin_stage
 Norm = Callable[[int], nn.Module]
 
 
-def _norm(kind: str, groups: int) -> Norm:
+def _choose_norm(kind: str, groups: int) -> Norm:
     """Return a function from channels to a norm: BatchNorm2d for `batch`, GroupNorm with `groups` groups for `group`."""
     if kind == "batch":
         return nn.BatchNorm2d
@@ -41,7 +41,7 @@ def _norm(kind: str, groups: int) -> Norm:
     raise BadInput(f"norm: {kind}: must be batch or group")
 
 
-def _conv(inputs: int, outputs: int, size: int, stride: int = 1) -> nn.Conv2d:
+def _make_conv(inputs: int, outputs: int, size: int, stride: int = 1) -> nn.Conv2d:
     """Build a convolution without bias, (B, inputs, H, W) -> (B, outputs, H / stride, W / stride); `size` is odd."""
     return nn.Conv2d(inputs, outputs, size, stride, padding=size // 2, bias=False)
 
@@ -95,10 +95,10 @@ class BasicBlock(nn.Module):
 
     def __init__(self, inputs: int, width: int, stride: int, norm: Norm) -> None:
         super().__init__()
-        self.conv1, self.bn1 = _conv(inputs, width, 3, stride), norm(width)
+        self.conv1, self.bn1 = _make_conv(inputs, width, 3, stride), norm(width)
         self.relu = nn.ReLU()
-        self.conv2, self.bn2 = _conv(width, width, 3), norm(width)
-        self.downsample = _downsample(inputs, width, stride, norm)
+        self.conv2, self.bn2 = _make_conv(width, width, 3), norm(width)
+        self.downsample = _make_downsample(inputs, width, stride, norm)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the block's output. x: (B, inputs, H, W) -> (B, width, H / stride, W / stride)."""
@@ -114,11 +114,11 @@ class Bottleneck(nn.Module):
 
     def __init__(self, inputs: int, width: int, stride: int, norm: Norm) -> None:
         super().__init__()
-        self.conv1, self.bn1 = _conv(inputs, width, 1), norm(width)
-        self.conv2, self.bn2 = _conv(width, width, 3, stride), norm(width)
-        self.conv3, self.bn3 = _conv(width, 4 * width, 1), norm(4 * width)
+        self.conv1, self.bn1 = _make_conv(inputs, width, 1), norm(width)
+        self.conv2, self.bn2 = _make_conv(width, width, 3, stride), norm(width)
+        self.conv3, self.bn3 = _make_conv(width, 4 * width, 1), norm(4 * width)
         self.relu = nn.ReLU()
-        self.downsample = _downsample(inputs, 4 * width, stride, norm)
+        self.downsample = _make_downsample(inputs, 4 * width, stride, norm)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the block's output. x: (B, inputs, H, W) -> (B, 4 width, H / stride, W / stride)."""
@@ -128,21 +128,21 @@ class Bottleneck(nn.Module):
         return self.relu(out + (x if self.downsample is None else self.downsample(x)))
 
 
-def _downsample(inputs: int, outputs: int, stride: int, norm: Norm) -> Any:
+def _make_downsample(inputs: int, outputs: int, stride: int, norm: Norm) -> Any:
     """Build the projection of a shortcut; None where the block keeps the shape."""
     if stride == 1 and inputs == outputs:
         return None
-    return nn.Sequential(_conv(inputs, outputs, 1, stride), norm(outputs))
+    return nn.Sequential(_make_conv(inputs, outputs, 1, stride), norm(outputs))
 
 
-def _resnet(
+def _build_resnet(
     block: Union[Type[BasicBlock], Type[Bottleneck]], depths: Sequence[int], classes: int, small_images: bool, norm: str,
     bytes: bool,
 ) -> nn.Sequential:  # fmt: skip
     """Build a post-activation ResNet whose layer i has `depths[i]` blocks."""
     _check_classes(classes)
-    make_norm = _norm(norm, groups=32)
-    stem = _conv(3, 64, 3) if small_images else _conv(3, 64, 7, 2)
+    make_norm = _choose_norm(norm, groups=32)
+    stem = _make_conv(3, 64, 3) if small_images else _make_conv(3, 64, 7, 2)
     children: List[Any] = [("from_bytes", FromBytes())] if bytes else []
     children += [("conv1", stem), ("bn1", make_norm(64)), ("relu", nn.ReLU())]
     if not small_images:
@@ -169,14 +169,14 @@ def resnet18(
     `small_images`: use a 3x3 stem without stride and pooling, for 32x32. `norm`: batch or group (32 groups).
     `bytes`: take uint8 images (`data.bytes: true`) and normalize them on the model's device.
     """
-    return _resnet(BasicBlock, (2, 2, 2, 2), classes, small_images, norm, bytes)
+    return _build_resnet(BasicBlock, (2, 2, 2, 2), classes, small_images, norm, bytes)
 
 
 def resnet34(
     classes: int = 1000, small_images: bool = False, norm: str = "batch", bytes: bool = False
 ) -> nn.Sequential:
     """Build ResNet-34, with the arguments of `resnet18`. 21,797,672 parameters; 17 stages."""
-    return _resnet(BasicBlock, (3, 4, 6, 3), classes, small_images, norm, bytes)
+    return _build_resnet(BasicBlock, (3, 4, 6, 3), classes, small_images, norm, bytes)
 
 
 def resnet50(
@@ -184,21 +184,21 @@ def resnet50(
 ) -> nn.Sequential:
     """Build ResNet-50, with the arguments of `resnet18`. 25,557,032 parameters (23,520,842 for CIFAR-10); 17 stages,
     107 with `stages: finest`."""
-    return _resnet(Bottleneck, (3, 4, 6, 3), classes, small_images, norm, bytes)
+    return _build_resnet(Bottleneck, (3, 4, 6, 3), classes, small_images, norm, bytes)
 
 
 def resnet101(
     classes: int = 1000, small_images: bool = False, norm: str = "batch", bytes: bool = False
 ) -> nn.Sequential:
     """Build ResNet-101, with the arguments of `resnet18`. 44,549,160 parameters; 34 stages."""
-    return _resnet(Bottleneck, (3, 4, 23, 3), classes, small_images, norm, bytes)
+    return _build_resnet(Bottleneck, (3, 4, 23, 3), classes, small_images, norm, bytes)
 
 
 def resnet152(
     classes: int = 1000, small_images: bool = False, norm: str = "batch", bytes: bool = False
 ) -> nn.Sequential:
     """Build ResNet-152, with the arguments of `resnet18`. 60,192,808 parameters; 51 stages."""
-    return _resnet(Bottleneck, (3, 8, 36, 3), classes, small_images, norm, bytes)
+    return _build_resnet(Bottleneck, (3, 8, 36, 3), classes, small_images, norm, bytes)
 
 
 # ---- pre-activation
@@ -212,13 +212,13 @@ class PreActivationBlock(nn.Module):
         self.norm1 = begin_stage(norm(inputs))
         self.relu1 = nn.ReLU()
         changes = stride != 1 or inputs != width
-        self.shortcut = _conv(inputs, width, 1, stride) if changes else None
-        self.conv1 = _conv(inputs, width, 3, stride)
+        self.shortcut = _make_conv(inputs, width, 1, stride) if changes else None
+        self.conv1 = _make_conv(inputs, width, 3, stride)
         if changes:  # the shared pre-activation and the projection make up the previous stage
             begin_stage(self.conv1)
         self.norm2 = begin_stage(norm(width))
         self.relu2 = nn.ReLU()
-        self.conv2 = _conv(width, width, 3)
+        self.conv2 = _make_conv(width, width, 3)
         self.add = begin_stage(Add())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -241,16 +241,16 @@ class PreActivationBottleneck(nn.Module):
         self.norm1 = begin_stage(norm(inputs))
         self.relu1 = nn.ReLU()
         changes = stride != 1 or inputs != 4 * width
-        self.shortcut = begin_stage(_conv(inputs, 4 * width, 1, stride)) if changes else None
-        self.conv1 = _conv(inputs, width, 1)
+        self.shortcut = begin_stage(_make_conv(inputs, 4 * width, 1, stride)) if changes else None
+        self.conv1 = _make_conv(inputs, width, 1)
         if changes:  # the shared pre-activation, the projection and this convolution are three stages
             begin_stage(self.conv1)
         self.norm2 = begin_stage(norm(width))
         self.relu2 = nn.ReLU()
-        self.conv2 = _conv(width, width, 3, stride)
+        self.conv2 = _make_conv(width, width, 3, stride)
         self.norm3 = begin_stage(norm(width))
         self.relu3 = nn.ReLU()
-        self.conv3 = _conv(width, 4 * width, 1)
+        self.conv3 = _make_conv(width, 4 * width, 1)
         self.add = begin_stage(Add())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -263,8 +263,8 @@ class PreActivationBottleneck(nn.Module):
         return self.add(out, shortcut)
 
 
-def _preact(children: List[Any], inputs: int, classes: int, make_norm: Norm) -> nn.Sequential:
-    """Build a network of the stem and layers in `children`, then the last norm, pool, linear layer and loss, a stage each."""
+def _append_head(children: List[Any], inputs: int, classes: int, make_norm: Norm) -> nn.Sequential:
+    """Build the network of the stem and layers in `children` and a head: norm, pool, linear layer and loss, a stage each."""
     children = [
         *children,
         ("norm", begin_stage(make_norm(inputs))),
@@ -279,11 +279,11 @@ def _preact(children: List[Any], inputs: int, classes: int, make_norm: Norm) -> 
     return model
 
 
-def _preact_resnet(depth: int, classes: int, norm: str) -> nn.Sequential:
+def _build_preact_resnet(depth: int, classes: int, norm: str) -> nn.Sequential:
     """Build a pre-activation ResNet of `depth` = 6 n + 2 layers for 32x32 images."""
     _check_classes(classes)
-    make_norm = _norm(norm, groups=8)  # groups of 2 channels in the first layer; every layer has as many groups
-    children: List[Any] = [("conv1", _conv(3, 16, 3))]
+    make_norm = _choose_norm(norm, groups=8)  # groups of 2 channels in the first layer; every layer has as many groups
+    children: List[Any] = [("conv1", _make_conv(3, 16, 3))]
     inputs = 16
     for number, width in enumerate((16, 32, 64)):
         blocks = []
@@ -291,7 +291,7 @@ def _preact_resnet(depth: int, classes: int, norm: str) -> nn.Sequential:
             blocks.append(PreActivationBlock(inputs, width, 2 if number and index == 0 else 1, make_norm))
             inputs = width
         children.append((f"layer{number + 1}", nn.Sequential(*blocks)))
-    return _preact(children, inputs, classes, make_norm)
+    return _append_head(children, inputs, classes, make_norm)
 
 
 def preact_resnet20(classes: int = 10, norm: str = "group") -> nn.Sequential:
@@ -299,27 +299,27 @@ def preact_resnet20(classes: int = 10, norm: str = "group") -> nn.Sequential:
 
     Input (B, 3, 32, 32), output (B, classes).
     """
-    return _preact_resnet(20, classes, norm)
+    return _build_preact_resnet(20, classes, norm)
 
 
 def preact_resnet32(classes: int = 10, norm: str = "group") -> nn.Sequential:
     """Build pre-activation ResNet-32, with the arguments of `preact_resnet20`; 52 stages."""
-    return _preact_resnet(32, classes, norm)
+    return _build_preact_resnet(32, classes, norm)
 
 
 def preact_resnet44(classes: int = 10, norm: str = "group") -> nn.Sequential:
     """Build pre-activation ResNet-44, with the arguments of `preact_resnet20`; 70 stages."""
-    return _preact_resnet(44, classes, norm)
+    return _build_preact_resnet(44, classes, norm)
 
 
 def preact_resnet56(classes: int = 10, norm: str = "group") -> nn.Sequential:
     """Build pre-activation ResNet-56, with the arguments of `preact_resnet20`; 88 stages."""
-    return _preact_resnet(56, classes, norm)
+    return _build_preact_resnet(56, classes, norm)
 
 
 def preact_resnet110(classes: int = 10, norm: str = "group") -> nn.Sequential:
     """Build pre-activation ResNet-110, with the arguments of `preact_resnet20`; 169 stages."""
-    return _preact_resnet(110, classes, norm)
+    return _build_preact_resnet(110, classes, norm)
 
 
 def preact_resnet50(classes: int = 1000, norm: str = "group") -> nn.Sequential:
@@ -328,8 +328,8 @@ def preact_resnet50(classes: int = 1000, norm: str = "group") -> nn.Sequential:
     Input (B, 3, H, W) of 32x32 or more (224x224 in the paper), output (B, classes). 25,549,352 parameters.
     """
     _check_classes(classes)
-    make_norm = _norm(norm, groups=32)  # groups of 2 channels in the first layer; every layer has as many groups
-    children: List[Any] = [("conv1", _conv(3, 64, 7, 2)), ("maxpool", begin_stage(nn.MaxPool2d(3, 2, 1)))]
+    make_norm = _choose_norm(norm, groups=32)  # groups of 2 channels in the first layer; every layer has as many groups
+    children: List[Any] = [("conv1", _make_conv(3, 64, 7, 2)), ("maxpool", begin_stage(nn.MaxPool2d(3, 2, 1)))]
     inputs = 64
     for number, depth in enumerate((3, 4, 6, 3)):
         width, blocks = 64 * 2**number, []
@@ -337,4 +337,4 @@ def preact_resnet50(classes: int = 1000, norm: str = "group") -> nn.Sequential:
             blocks.append(PreActivationBottleneck(inputs, width, 2 if number and index == 0 else 1, make_norm))
             inputs = 4 * width
         children.append((f"layer{number + 1}", nn.Sequential(*blocks)))
-    return _preact(children, inputs, classes, make_norm)
+    return _append_head(children, inputs, classes, make_norm)

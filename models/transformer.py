@@ -42,7 +42,7 @@ def _check(model: str, heads: int, width: int, dropout: float, **sizes: int) -> 
         raise BadInput(f"{model}: dropout: {dropout}: must be at least 0 and below 1")
 
 
-def _causal(x: torch.Tensor) -> torch.Tensor:
+def _make_causal_mask(x: torch.Tensor) -> torch.Tensor:
     """Return the causal mask. x: (B, T, W) -> (T, T), true where the row's position attends to the column's."""
     # Comparing positions, since PopTorch has no tril, and a mask in a buffer would need a greatest T.
     positions = torch.arange(x.shape[1], device=x.device)
@@ -134,7 +134,7 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the block's output. x: (B, T, W) -> (B, T, W)."""
-        x = x + self.dropout1(self.attention(self.norm1(x), _causal(x)))
+        x = x + self.dropout1(self.attention(self.norm1(x), _make_causal_mask(x)))
         return x + self.dropout2(self.fc2(self.gelu(self.fc1(self.norm2(x)))))
 
 
@@ -242,7 +242,7 @@ class DecoderLayer(nn.Module):
 
         x: (B, T, W), memory: the encoder's output (B, T, W), keep: (B, 1, 1, T), true at source tokens -> (B, T, W).
         """
-        x = self.norm1(x + self.dropout1(self.attention(x, _causal(x))))
+        x = self.norm1(x + self.dropout1(self.attention(x, _make_causal_mask(x))))
         x = self.norm2(x + self.dropout2(self.cross(x, keep, memory)))
         return self.norm3(x + self.dropout3(self.fc2(self.relu(self.fc1(x)))))
 

@@ -40,7 +40,7 @@ def _check(classes: int, norm: str, dropout: float, width: int) -> None:
         raise BadInput(f"dropout: {dropout}: must be at least 0 and below 1")
 
 
-def _vgg(depths: Sequence[int], classes: int, norm: str, dropout: float, width: int) -> nn.Sequential:
+def _build_vgg(depths: Sequence[int], classes: int, norm: str, dropout: float, width: int) -> nn.Sequential:
     """Build a VGG network with `depths[i]` convolutions before pool i, of five pools."""
     _check(classes, norm, dropout, width)
     children: List[Tuple[str, nn.Module]] = []
@@ -71,14 +71,14 @@ def vgg11(classes: int = 10, norm: str = "none", dropout: float = 0.5, width: in
 
     `norm`: none (as in the paper) or group (`width / 2` groups). `width`: channels of the first convolution.
     """
-    return _vgg((1, 1, 2, 2, 2), classes, norm, dropout, width)
+    return _build_vgg((1, 1, 2, 2, 2), classes, norm, dropout, width)
 
 
 def vgg13(classes: int = 10, norm: str = "none", dropout: float = 0.5, width: int = 64) -> nn.Sequential:
     """Build VGG13, with the arguments of `vgg11`. 9,935,434 parameters; 33 stages."""
-    return _vgg((2, 2, 2, 2, 2), classes, norm, dropout, width)
+    return _build_vgg((2, 2, 2, 2, 2), classes, norm, dropout, width)
 
 
 def vgg16(classes: int = 10, norm: str = "none", dropout: float = 0.5, width: int = 64) -> nn.Sequential:
     """Build VGG16, with the arguments of `vgg11`. 15,245,130 parameters; 39 stages."""
-    return _vgg((2, 2, 3, 3, 3), classes, norm, dropout, width)
+    return _build_vgg((2, 2, 3, 3, 3), classes, norm, dropout, width)

@@ -9,7 +9,7 @@ from typing import Any, List, Optional
 import torch
 
 import ipu_pipe
-from ipu_pipe.data.batches import compute_checksum
+from ipu_pipe.data.sources import compute_checksum
 
 
 class Ends(ipu_pipe.Callback):

@@ -10,12 +10,12 @@ import yaml
 
 from ipu_pipe.cli import train as train_command
 from ipu_pipe.config.load import configure, load_config
-from ipu_pipe.errors import BadInput, RunFault
+from ipu_pipe.errors import BadInput, Divergence
 from ipu_pipe.run.folder import read_starts
 from ipu_pipe.schedule.methods import METHODS
 from ipu_pipe.schedule.timelines import make_schedule
-from ipu_pipe.studies import against
-from ipu_pipe.studies.against import (
+from ipu_pipe.studies import equal_time
+from ipu_pipe.studies.equal_time import (
     ComparedRun,
     choose_accumulations,
     count_slots,
@@ -121,14 +121,14 @@ def test_a_method_that_takes_no_longer_is_not_run_again(tmp_path: Path) -> None:
 
 
 def test_a_rate_that_is_too_high_is_told_and_the_others_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = against.train
+    whole = equal_time.train
 
     def train(config: Any, out: Path, **how: Any) -> Any:
         if config.gradient_accumulation == 8:
-            raise RunFault("update 3 of method gpipe: the training loss is nan; a smaller optimizer.lr may help")
+            raise Divergence("update 3 of method gpipe: the training loss is nan", "a smaller optimizer.lr may help")
         return whole(config, out, **how)
 
-    monkeypatch.setattr(against, "train", train)
+    monkeypatch.setattr(equal_time, "train", train)
     said = train_against(config("method=pipedream"), config("method=gpipe"), tmp_path / "run", [4, 8])
     assert "8 microbatches per update" in said and "update 3 of method gpipe: the training loss is nan" in said
     assert "by gpipe at its best" in said
@@ -156,7 +156,7 @@ def test_the_better_loss_counts_where_accuracy_has_no_meaning() -> None:
 
     both = run("pipedream", 1.5, 100.0), run("gpipe", 1.25, 250.0)
     first, second = summary("pipedream", 10, 2), summary("gpipe", 10, 2)
-    said = describe(first, second, both, [run("gpipe", 2.0, 99.0, 4), run("gpipe", 1.75, 98.0, 8)])
+    said = describe(first, second, *both, [run("gpipe", 2.0, 99.0, 4), run("gpipe", 1.75, 98.0, 8)])
     assert "test loss 1.500 by pipedream, 1.250 by gpipe: +0.250" in said
     assert "test loss 1.500 by pipedream, 1.750 by gpipe at its best: -0.250" in said
 

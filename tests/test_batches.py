@@ -20,7 +20,7 @@ from ipu_pipe import BadInput
 from ipu_pipe.backends.ipu.backend import list_faults as list_ipu_faults
 from ipu_pipe.backends.table import make_engine
 from ipu_pipe.config.schema import Config
-from ipu_pipe.data.batches import split_batch
+from ipu_pipe.data.sources import split_batch
 from ipu_pipe.errors import RunFault, end_process
 from ipu_pipe.model.batch import check_same_shapes, clone_tensors, list_tensors, map_tensors, take_samples, walk_leaves
 from ipu_pipe.model.loss import OwnLoss, TakePart, describe_output, list_fields

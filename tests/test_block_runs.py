@@ -74,7 +74,7 @@ def test_gradients_and_values_are_those_of_the_module(name: str) -> None:
             block.data = torch.from_numpy(values.copy())
         assert float(loss(model(rows), targets).detach()) == pytest.approx(objective.compute_value(x)[g], rel=1e-13)
         for b in (0, objective.batches - 1):
-            part = slice(b * objective.size, (b + 1) * objective.size)
+            part = slice(b * objective.batch_size, (b + 1) * objective.batch_size)
             model.zero_grad()
             loss(model(rows[part]), targets[part]).backward()
             expected = np.concatenate([p.grad.numpy() for p in model.parameters()])
@@ -125,7 +125,7 @@ def emulated(objective: Union[Quadratic, Logistic], method: Method, rate: float,
         while True:
             replay = emulator.replay
             b = (replay.microbatch * R + replay.replica) % objective.batches
-            at = slice(b * objective.size, (b + 1) * objective.size)
+            at = slice(b * objective.batch_size, (b + 1) * objective.batch_size)
             yield rows[at], targets[at]
             if len(replay.updates):
                 return

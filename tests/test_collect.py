@@ -12,8 +12,8 @@ import torch
 from ipu_pipe.config.load import load_config
 from ipu_pipe.errors import RunFault
 from ipu_pipe.run.build import build
-from ipu_pipe.studies import collect as library
-from ipu_pipe.studies.collect import compare_methods, make_comparison_table, run_turn, switch_method
+from ipu_pipe.studies import method_comparison
+from ipu_pipe.studies.method_comparison import compare_methods, make_comparison_table, run_turn, switch_method
 from tests import forked
 from tests.support.runs import ROOT, read_json, read_summary
 
@@ -127,7 +127,7 @@ def test_a_fault_of_started_processes_is_one_line(stderr: str, told: str, tmp_pa
         asked.append(command)
         return subprocess.CompletedProcess(command, 1, "", stderr)
 
-    monkeypatch.setattr(library.subprocess, "run", run)
+    monkeypatch.setattr(method_comparison.subprocess, "run", run)
     config = load_config(str(ROOT / DIGITS), ["backend.name=distributed"])
     with pytest.raises(RunFault, match=f"^pipedream on 3 processes: .*{told}$"):
         run_turn(config, tmp_path / "run", 3)

@@ -21,7 +21,7 @@ from ipu_pipe.model.meta import can_run_on_meta, move_to_meta, to_meta
 from ipu_pipe.model.observation import Observation, count_saved_bytes, observe_costs
 from ipu_pipe.model.restoring import restore_all
 from ipu_pipe.model.stages import begin_stage, make_footprint, partition
-from ipu_pipe.plan.prediction import Problem, Sums
+from ipu_pipe.plan.prediction import Problem, UnitSums
 from models.resnet import resnet18
 from models.transformer import transformer_lm, transformer_translation
 from tests.support.models import Composed, take_output
@@ -245,6 +245,6 @@ def test_each_stage_keeps_once_what_its_units_keep() -> None:
     assert [unit.also_kept for unit in units] == [(), (), (), ((2, 16.0),)]
     for first, end in itertools.combinations(range(5), 2):
         assert join_units(units[first:end]).activation_bytes * 2 == count_saved_bytes(calls[first:end]), (first, end)
-    sums = Sums(Problem(units, 16.0, read_hardware("v100x8"), 1e9, "float32", 0), 2)
+    sums = UnitSums(Problem(units, 16.0, read_hardware("v100x8"), 1e9, "float32", 0), 2)
     ends = [sums.make_stage(np.array(a), np.array(b)).activation_bytes for a, b in itertools.combinations(range(5), 2)]
     assert ends == [join_units(units[a:b]).activation_bytes for a, b in itertools.combinations(range(5), 2)]

@@ -17,7 +17,7 @@ from torch.utils import data as torch_data
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ipu_pipe.data import DataSource, TensorData, from_loader, load_data, sets
-from ipu_pipe.data.batches import BORDER, crop_and_mirror
+from ipu_pipe.data.sources import BORDER, crop_and_mirror
 from ipu_pipe.errors import BadInput
 from models.resnet import FromBytes
 from tests.support.data import epoch_of, one_line

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
+import pickle
 from pathlib import Path
 from typing import Any, Dict, List
 
@@ -11,9 +13,18 @@ import pytest
 import yaml
 
 from ipu_pipe.cli import reproduce
+from ipu_pipe.errors import BadInput, Divergence
 from ipu_pipe.studies.experiment import Request
 from ipu_pipe.studies.measures import compute_normalized_time
-from ipu_pipe.studies.trained import TrainingGrid, compare, load_experiment, make_experiment, name_folder, run_one
+from ipu_pipe.studies.training_grids import (
+    TrainingGrid,
+    compare,
+    load_experiment,
+    make_experiment,
+    name_folder,
+    refuse_rows,
+    run_one,
+)
 from tests.command_line import run_here
 from tests.interrupted import interrupted_at
 from tests.support.runs import ROOT, list_faults, read_metrics
@@ -85,6 +96,11 @@ def test_rows_and_seeds_are_run_once_and_compared(file: Path, tmp_path: Path, mo
         assert again["curve"] == curve["curve"]
 
 
+def test_a_divergence_leaves_a_worker_process_whole() -> None:
+    fault = pickle.loads(pickle.dumps(Divergence("update 3: the loss is nan", "a smaller rate may help")))
+    assert str(fault) == "update 3: the loss is nan; a smaller rate may help" and fault.reason == "update 3: the loss is nan"
+
+
 def test_an_interrupted_run_goes_on(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     config = read_grid(file).make_config("sync", 0)
@@ -115,7 +131,7 @@ def test_each_row_is_tuned_on_its_own_and_compared_at_equal_time(
         asked.extend(arguments.values())
         return {key: work(*values) for key, values in arguments.items()}
 
-    monkeypatch.setattr("ipu_pipe.studies.trained.run_all", run_here)
+    monkeypatch.setattr("ipu_pipe.studies.training_grids.run_all", run_here)
     results = load_experiment(file).run(Request(tmp_path)).results
     assert [(config["steps"], config["seed"], config["optimizer"]["lr"]) for config, *_ in asked] == [
         (5, 3, 0.01), (5, 3, 2e7)] * 3 + [(20, 0, 0.01)] * 3  # fmt: skip
@@ -229,6 +245,13 @@ def test_rows_that_cannot_be_built_are_refused_before_any_run(
     file.write_text(TEXT.replace("  bad: {optimizer: {lr: 1e9}}", "  bad: {method_args: {hogwild: {max: 1, mean: 1}}}"))
     (fault,) = list_faults(load_experiment(file).run, Request(tmp_path / "runs"))
     assert fault.startswith("digits: rows: bad: method_args.hogwild.max: 1: ") and not (tmp_path / "runs").exists()
+    # a finished run lets its row pass only if it is of the row's config: rows that were changed since passed unseen
+    grid, measured = read_grid(file), tmp_path / "digits" / "bad" / "seed-0" / "measured.json"
+    measured.parent.mkdir(parents=True)
+    for label, is_refused in (("sync", True), ("bad", False)):
+        measured.write_text(json.dumps({"asked": {"config": grid.make_config(label, 7), "measure": {}}}))
+        with pytest.raises(BadInput) if is_refused else contextlib.nullcontext():
+            refuse_rows("digits", grid, tmp_path / "digits", False)
     narrow = "  bad: {after: sync, model: {entry: 'models.mlp:mlp', args: {width: 8}}}"
     file.write_text(TEXT.replace("  bad: {optimizer: {lr: 1e9}}", narrow))
     (fault,) = list_faults(load_experiment(file).run, Request(tmp_path / "runs"))

@@ -35,8 +35,8 @@ from ipu_pipe.launcher import Launch, read_launch
 from ipu_pipe.model.stages import begin_stage
 from ipu_pipe.run.folder import RunFolder, read_summary
 from ipu_pipe.run.train import train
-from ipu_pipe.studies.collect import write_comparison
 from ipu_pipe.studies.experiment import Findings, Outcome, Request, call_with_picklable_faults, run_all
+from ipu_pipe.studies.method_comparison import write_comparison
 from tests import forked
 from tests.command_line import run_here
 from tests.support.runs import DIGITS, ROOT, list_faults, needs_processes

@@ -24,7 +24,7 @@ from ipu_pipe.schedule.methods import Structure
 from ipu_pipe.studies import measures
 from ipu_pipe.studies.experiment import Request
 from ipu_pipe.studies.measures import MeasureOptions, compute_angle, compute_block_angles, observe_draws
-from ipu_pipe.studies.trained import load_experiment
+from ipu_pipe.studies.training_grids import load_experiment
 from tests.staged_models import whole
 from tests.support.runs import ROOT, list_faults
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import ipu_pipe
-from ipu_pipe.data.batches import TensorData
+from ipu_pipe.data.sources import TensorData
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.evaluation import Tally, evaluate_sums
 from ipu_pipe.job.metrics import make_metrics

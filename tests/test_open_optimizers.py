@@ -14,7 +14,7 @@ from torch.optim import lr_scheduler
 
 import ipu_pipe
 from ipu_pipe.config.compare import compare_deciding, select_deciding
-from ipu_pipe.data.batches import TensorData
+from ipu_pipe.data.sources import TensorData
 from ipu_pipe.errors import BadInput
 from ipu_pipe.run.build import build
 from ipu_pipe.update.apply import FORWARD

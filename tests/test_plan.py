@@ -14,20 +14,19 @@ import ipu_pipe
 from ipu_pipe.cli import plan as command
 from ipu_pipe.config.load import load_config
 from ipu_pipe.errors import BadInput
-from ipu_pipe.hardware.description import Hardware, read_hardware
+from ipu_pipe.hardware.description import Hardware, make_all_reduce, read_hardware
 from ipu_pipe.hardware.memory import make_lockstep_schedule
 from ipu_pipe.hardware.unit_costs import Unit
-from ipu_pipe.plan.batches import compute_batch_time
+from ipu_pipe.plan.batch_times import BatchTimes
 from ipu_pipe.plan.candidates import (
     Candidate,
     ReplicaLayout,
     list_candidates,
     list_layouts,
     make_boundary_transfer,
-    make_reduce_transfer,
 )
-from ipu_pipe.plan.planner import NO_ROOM, find_binding, find_least_memory, make_plan, search
-from ipu_pipe.plan.prediction import Costing, Prediction, Problem, Sums, predict_cut
+from ipu_pipe.plan.planner import NO_ROOM, find_bottleneck, find_least_memory, make_plan, search
+from ipu_pipe.plan.prediction import Costing, Prediction, Problem, UnitSums, predict_cut
 from ipu_pipe.run.train import train
 from ipu_pipe.schedule.clock import clock
 from ipu_pipe.schedule.methods import METHODS, Pipeline
@@ -72,8 +71,8 @@ def predict(given: Problem, asked: Candidate) -> Optional[Prediction]:
     """With the best cut, on the better layout; None where none fits."""
     result = []
     for layout in list_layouts(asked.depth, asked.width, asked.placement):
-        costing = Costing(given, asked, layout, Sums(given, asked.micro_batch_size))
-        starts = costing.cut()
+        costing = Costing(given, asked, layout, UnitSums(given, asked.micro_batch_size))
+        starts = costing.find_cut()
         if starts is not None:
             result.append(predict_cut(costing, starts))
     return max(result, key=lambda each: each.samples_per_second, default=None)
@@ -88,11 +87,11 @@ def test_long_batches_are_extended_as_the_clock_would_play_them(method: str, loc
     for seed in range(3):
         asked = Candidate(method, 3, 1, 2, 160, False)
         task = problem(seed, memory=1e9, devices=3, lockstep=lockstep, links=links)
-        costing = Costing(task, asked, list_layouts(3, 1)[0], Sums(task, 2))
-        starts = costing.cut()
+        costing = Costing(task, asked, list_layouts(3, 1)[0], UnitSums(task, 2))
+        starts = costing.find_cut()
         assert starts is not None
-        costs = costing.costs(starts)
-        result = compute_batch_time(METHODS[method], 3, 160, costs).seconds
+        costs = costing.compute_costs(starts)
+        result = BatchTimes(METHODS[method], 3, costs).compute(160).seconds
         if METHODS[method].flushes:
             make = make_lockstep_schedule if lockstep else make_schedule
             assert result == pytest.approx(clock(make(METHODS[method], 3, 160, 160), costs).finish, rel=1e-9)
@@ -108,13 +107,13 @@ def test_long_batches_of_orders_are_extended_as_the_clock_would_play_them(method
         task = problem(seed, memory=1e9, devices=3, links=links)
         (asked,) = (candidate for candidate in list_candidates([method], 3, 6, 90, (False,)) if candidate.shape[1] == 3
                     and candidate.micro_batch_size == 1 and candidate.stages_per_device < 3)  # fmt: skip
-        costing = Costing(task, asked, list_layouts(3, 1, asked.placement)[0], Sums(task, 1))
-        starts = costing.cut()
+        costing = Costing(task, asked, list_layouts(3, 1, asked.placement)[0], UnitSums(task, 1))
+        starts = costing.find_cut()
         assert starts is not None and asked.gradient_accumulation == 90
-        costs = costing.costs(starts)
-        result = compute_batch_time(asked.row, asked.stages, 90, costs).seconds
-        assert result == pytest.approx(clock(make_schedule(asked.row, asked.stages, 90, 90), costs).finish, rel=1e-6)
-        assert costing.least_seconds(costs) <= result * (1 + 1e-9)
+        costs = costing.compute_costs(starts)
+        result = BatchTimes(asked.method_row, asked.stages, costs).compute(90).seconds
+        assert result == pytest.approx(clock(make_schedule(asked.method_row, asked.stages, 90, 90), costs).finish, rel=1e-6)
+        assert costing.bound_seconds(costs) <= result * (1 + 1e-9)
 
 
 def test_memory_of_a_device_is_that_of_its_stages_when_it_holds_most() -> None:
@@ -123,10 +122,10 @@ def test_memory_of_a_device_is_that_of_its_stages_when_it_holds_most() -> None:
     most = {}
     for method in ("zbv", "v_half", "zb_h1", "interleaved_1f1b"):
         asked = next(candidate for candidate in list_candidates([method], 4, 8, 16, (False,)) if candidate.depth == 4)
-        costing = Costing(task, asked, list_layouts(4, 1, asked.placement)[0], Sums(task, asked.micro_batch_size))
-        starts = costing.cut()
+        costing = Costing(task, asked, list_layouts(4, 1, asked.placement)[0], UnitSums(task, asked.micro_batch_size))
+        starts = costing.find_cut()
         assert starts is not None
-        memory = costing.memories(starts)
+        memory = costing.compute_memory(starts)
         assert {device.weights for device in memory} == {2 * 10 * 4}
         most[method] = max(device.activations for device in memory) / (2 * 100 * asked.micro_batch_size)
     assert most == pytest.approx({"zbv": 4, "v_half": 3, "zb_h1": 4, "interleaved_1f1b": 5.5})
@@ -140,12 +139,12 @@ def test_bounds_are_never_above_what_is_played(lockstep: bool) -> None:
         task = problem(seed, lockstep=lockstep)
         for asked in list_candidates(PIPELINES[:3] if not lockstep else ["pipedream_flush"], 4, 6, 32):
             for layout in list_layouts(asked.depth, asked.width, asked.placement):
-                costing = Costing(task, asked, layout, Sums(task, asked.micro_batch_size))
-                starts = costing.cut()
+                costing = Costing(task, asked, layout, UnitSums(task, asked.micro_batch_size))
+                starts = costing.find_cut()
                 if starts is not None:
-                    costs = costing.costs(starts)
-                    seconds = compute_batch_time(METHODS[asked.method], asked.depth, asked.gradient_accumulation, costs).seconds
-                    assert costing.least_seconds(costs) <= seconds * (1 + 1e-9), asked
+                    costs = costing.compute_costs(starts)
+                    seconds = BatchTimes(METHODS[asked.method], asked.depth, costs).compute(asked.gradient_accumulation).seconds
+                    assert costing.bound_seconds(costs) <= seconds * (1 + 1e-9), asked
                     looked += 1
     assert looked > 40
 
@@ -165,7 +164,7 @@ def test_the_search_finds_what_trying_all_finds(memory: float, methods: List[str
         rates: Dict[Any, float] = {}
         for predicted in (predict(task, candidate) for candidate in candidates):
             if predicted is not None:
-                shape = predicted.asked.shape
+                shape = predicted.candidate.shape
                 rates[shape] = max(predicted.samples_per_second, rates.get(shape, 0.0))
         best = [plan.samples_per_second for plan in answer.best]
         assert best or memory < 2000
@@ -174,7 +173,7 @@ def test_the_search_finds_what_trying_all_finds(memory: float, methods: List[str
         if not answer.best:
             assert answer.refused == {NO_ROOM: len(candidates)}
         for plan in answer.best:
-            assert max(device.total for device in plan.memory) <= memory and len(plan.memory) == plan.asked.depth
+            assert max(device.total for device in plan.memory) <= memory and len(plan.memory) == plan.candidate.depth
 
 
 def test_pipedream_is_planned_with_the_schedule_that_holds_least_and_is_as_fast() -> None:
@@ -192,7 +191,7 @@ def test_pipedream_is_planned_with_the_schedule_that_holds_least_and_is_as_fast(
         limited = replace(task, memory_bytes=memory)
         asked = [candidate for candidate in list_candidates(["pipedream"], 4, 4, 4) if candidate.depth == 4]
         best = search(limited, asked, 1).best
-        assert [plan.asked.schedule for plan in best] == [Pipeline.ONE_F_ONE_B_CAPPED]
+        assert [plan.candidate.schedule for plan in best] == [Pipeline.ONE_F_ONE_B_CAPPED]
 
 
 def test_least_memory_is_where_it_begins_to_fit() -> None:
@@ -219,10 +218,10 @@ def test_the_dearer_messages_stay_inside_a_server() -> None:
         prediction = predict(task, asked)
         assert prediction is not None and prediction.layout.replicas_together is together
     inside, outside = ReplicaLayout(2, 2, False), ReplicaLayout(2, 2, True)
-    assert inside.map() == [[0, 1], [2, 3]] and outside.map() == [[0, 2], [1, 3]]
+    assert inside.list_devices() == [[0, 1], [2, 3]] and outside.list_devices() == [[0, 2], [1, 3]]
     assert make_boundary_transfer(hardware(), inside, 0).seconds == 1e-6
     assert make_boundary_transfer(hardware(), outside, 0).seconds == 2e-2  # both replicas at once through one link
-    assert make_reduce_transfer(hardware(), outside, 0, 100.0).seconds == pytest.approx(1e-4)
+    assert make_all_reduce(hardware(), outside.list_replicas(0), 100.0).seconds == pytest.approx(1e-4)
 
 
 def test_what_holds_back_is_named() -> None:
@@ -235,7 +234,7 @@ def test_what_holds_back_is_named() -> None:
         task = Problem(units, 8.0, machine, 1e12, "float32", 0)
         prediction = predict(task, Candidate("pipedream_flush", 2, 1, 1, count, False))
         assert prediction is not None
-        reason = find_binding(task, prediction)
+        reason = find_bottleneck(task, prediction)
         return reason.kind, str(reason)
 
     assert kind((one, heavy), 500)[0] == "imbalance" and "heavy" in kind((one, heavy), 500)[1]
@@ -251,7 +250,7 @@ def test_one_device_has_no_bubble() -> None:
     task = Problem((large,), 8.0, hardware(), 1e12, "float32", 0)
     prediction = predict(task, Candidate("pipedream_flush", 1, 1, 1, 1, False))
     assert prediction is not None
-    reason = find_binding(task, prediction)
+    reason = find_bottleneck(task, prediction)
     assert reason.kind == "compute" and reason.share > 0.4 and "updat" in reason.what
 
 
@@ -264,7 +263,7 @@ def test_a_batch_too_large_to_plan_is_refused(batch: int) -> None:
 
 def test_the_largest_batch_is_planned() -> None:
     best = make_plan(problem(memory=1e12), ["gpipe"], 4, 10**9, 1).plans[0][0]
-    assert best.asked.global_batch_size == 10**9 and np.isfinite(best.samples_per_second)
+    assert best.candidate.global_batch_size == 10**9 and np.isfinite(best.samples_per_second)
     assert all(0 < stage.total <= 1e12 for stage in best.memory)
 
 

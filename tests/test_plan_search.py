@@ -10,11 +10,11 @@ import pytest
 
 from ipu_pipe.hardware.description import Hardware, read_hardware
 from ipu_pipe.hardware.unit_costs import Unit
-from ipu_pipe.plan import batches
-from ipu_pipe.plan.batches import Batches, compute_batch_time
+from ipu_pipe.plan import batch_times
+from ipu_pipe.plan.batch_times import BatchTimes
 from ipu_pipe.plan.candidates import Candidate, list_candidates, list_layouts
 from ipu_pipe.plan.planner import ALIKE, NO_ROOM, search
-from ipu_pipe.plan.prediction import Costing, Prediction, Problem, Sums, make_batches, predict_cut
+from ipu_pipe.plan.prediction import Costing, Prediction, Problem, UnitSums, predict_cut
 from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.clock import Costs, Transfer, clock, time_first_updates, time_uncontended
 from ipu_pipe.schedule.methods import METHODS, resolve_method
@@ -57,8 +57,8 @@ def every(given: Problem, asked: List[Candidate]) -> List[Prediction]:
     result = []
     for candidate in asked:
         for layout in list_layouts(candidate.depth, candidate.width):
-            costing = Costing(given, candidate, layout, Sums(given, candidate.micro_batch_size))
-            starts = costing.cut()
+            costing = Costing(given, candidate, layout, UnitSums(given, candidate.micro_batch_size))
+            starts = costing.find_cut()
             result += [predict_cut(costing, starts)] if starts is not None else []
     return result
 
@@ -71,11 +71,11 @@ def test_slow_links_hide_nothing_from_the_search(memory: float) -> None:
         asked = list(list_candidates(PIPELINES, 8, 8, 16))
         result, rates, fits = search(task, asked, 5), {}, set()
         for plan in every(task, asked):
-            rates[plan.asked.shape] = max(plan.samples_per_second, rates.get(plan.asked.shape, 0.0))
-            fits.add(plan.asked)
+            rates[plan.candidate.shape] = max(plan.samples_per_second, rates.get(plan.candidate.shape, 0.0))
+            fits.add(plan.candidate)
         best = [plan.samples_per_second for plan in result.best]
         assert best == pytest.approx(sorted(rates.values(), reverse=True)[:5], rel=1e-12)
-        shown = {plan.asked.shape for plan in result.best}
+        shown = {plan.candidate.shape for plan in result.best}
         assert result.refused.get(ALIKE, 0) == sum(candidate.shape in shown for candidate in asked) - len(result.best)
         assert result.refused.get(NO_ROOM, 0) <= sum(one not in fits and one.shape not in shown for one in asked)
         assert sum(result.refused.values()) + len(result.best) == len(asked)
@@ -89,15 +89,15 @@ def test_bounds_hold_where_messages_wait() -> None:
         task = problem(seed)
         for asked in list_candidates(PIPELINES, 8, 8, 32, (False,)):
             for layout in list_layouts(asked.depth, asked.width):
-                costing = Costing(task, asked, layout, Sums(task, asked.micro_batch_size))
-                starts = costing.cut()
+                costing = Costing(task, asked, layout, UnitSums(task, asked.micro_batch_size))
+                starts = costing.find_cut()
                 assert starts is not None
-                pipeline, count = make_batches(costing, starts), asked.gradient_accumulation
-                least = costing.least_seconds(pipeline.costs)
+                pipeline, count = costing.make_batch_times(starts), asked.gradient_accumulation
+                least = costing.bound_seconds(pipeline.costs)
                 # a batch of a pipeline that never empties may be a little shorter than those around it
-                most = pipeline.time(count).seconds * (1.003 if not METHODS[asked.method].flushes else 1 + 1e-9)
-                assert max(least, pipeline.least_seconds(count)) <= most, (asked, layout)
-                met += pipeline.least_seconds(count) < most * 0.99
+                most = pipeline.compute(count).seconds * (1.003 if not METHODS[asked.method].flushes else 1 + 1e-9)
+                assert max(least, pipeline.compute_uncontended_seconds(count)) <= most, (asked, layout)
+                met += pipeline.compute_uncontended_seconds(count) < most * 0.99
     assert met > 20
 
 
@@ -109,7 +109,7 @@ def played_one_by_one(monkeypatch: pytest.MonkeyPatch) -> List[int]:
         counts.append(2 * schedule.stages * schedule.microbatches)
         return time_first_updates(schedule, costs, updates)
 
-    monkeypatch.setattr(batches, "time_first_updates", counting)
+    monkeypatch.setattr(batch_times, "time_first_updates", counting)
     return counts
 
 
@@ -174,10 +174,10 @@ def test_no_steady_state_is_faster_than_the_slowest_stage() -> None:
         reduce=tuple(Transfer(seconds, 2.0, servers[s // 2]) for s, seconds in enumerate((12.4, 15.0, 35.2, 56.7))),
     )  # fmt: skip
     gpipe = METHODS["gpipe"]
-    pipeline = Batches(gpipe, 4, costs)
-    slopes = [pipeline.time(n + 4).seconds - pipeline.time(n).seconds for n in (4, 8)]
+    pipeline = BatchTimes(gpipe, 4, costs)
+    slopes = [pipeline.compute(n + 4).seconds - pipeline.compute(n).seconds for n in (4, 8)]
     assert slopes[0] == pytest.approx(slopes[1]) and slopes[0] < 4 * 45
     for count in (32, 100):
-        assert compute_batch_time(gpipe, 4, count, costs).seconds == pytest.approx(
+        assert BatchTimes(gpipe, 4, costs).compute(count).seconds == pytest.approx(
             clock(make_schedule(gpipe, 4, count, count), costs).finish, rel=1e-9
         )

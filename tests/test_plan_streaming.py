@@ -16,9 +16,9 @@ from ipu_pipe.hardware.description import read_hardware
 from ipu_pipe.hardware.unit_costs import Unit
 from ipu_pipe.plan.answer import convert_to_json, format_answer
 from ipu_pipe.plan.candidates import Candidate, list_layouts
-from ipu_pipe.plan.of_config import make_problem
+from ipu_pipe.plan.config_cut import make_problem
 from ipu_pipe.plan.planner import make_plan
-from ipu_pipe.plan.prediction import Costing, Problem, Sums, predict_cut
+from ipu_pipe.plan.prediction import Costing, Problem, UnitSums, predict_cut
 
 KEY = "backend.ipu.tensor_locations.optimizer.on_chip: false"
 UNITS = tuple(Unit(f"unit{i}", 5.0, 10.0, 1000, 4.0, 40.0) for i in range(4))
@@ -42,7 +42,7 @@ def test_state_leaves_the_device_and_costs_its_traffic_at_each_update() -> None:
     on_chip = problem(1e6)
     asked = Candidate("pipedream_flush", 2, 1, 1, 4, False)
     result = [
-        predict_cut(Costing(task, asked, list_layouts(2, 1)[0], Sums(task, 1)), [0, 2])
+        predict_cut(Costing(task, asked, list_layouts(2, 1)[0], UnitSums(task, 1)), [0, 2])
         for task in (on_chip, replace(on_chip, streamed=True))
     ]
     state = 2 * 1000 * 8  # of a stage

@@ -21,7 +21,7 @@ from ipu_pipe.backends.ipu.feed import convert_input, convert_label
 from ipu_pipe.backends.ipu.optimizer import import_state
 from ipu_pipe.cli import train as tool
 from ipu_pipe.config.load import load_config
-from ipu_pipe.data.batches import TensorData
+from ipu_pipe.data.sources import TensorData
 from ipu_pipe.errors import BadInput, RunFault
 from ipu_pipe.run import loop
 from ipu_pipe.run.build import build

@@ -308,8 +308,8 @@ def test_a_plan_counts_each_methods_own_way() -> None:
     unit = Unit("a", 1e6, 2e6, 1000, 400.0, 2000.0, 4)
     plain = read_hardware("h100x8")
     problem = Problem((unit,), 256.0, plain, 1e9, MIXED, 2)
-    ways = [problem, problem.resolve("pipemare")]
-    assert [way.precision for way in ways] == [problem.resolve("pipedream").precision, MASTERS] == [MIXED, MASTERS]
+    ways = [problem, problem.adapt_to("pipemare")]
+    assert [way.precision for way in ways] == [problem.adapt_to("pipedream").precision, MASTERS] == [MIXED, MASTERS]
     assert [way.input_bytes for way in ways] == [256.0, 128.0]
     memories = [
         compute_stage_memory(unit, 0.0, KeptCounts(2, 0, 3), precision=way.precision, samples=2, moments=way.moments)

@@ -17,11 +17,11 @@ from ipu_pipe.hardware.description import read_hardware
 from ipu_pipe.hardware.model_units import count_units
 from ipu_pipe.hardware.unit_costs import Unit
 from ipu_pipe.model.flops import FlopCounterMode
-from ipu_pipe.plan.batches import compute_batch_time
+from ipu_pipe.plan.batch_times import BatchTimes
 from ipu_pipe.plan.blocks import BlockUnits, count_blocks
 from ipu_pipe.plan.candidates import Candidate, list_candidates, list_layouts
 from ipu_pipe.plan.planner import search
-from ipu_pipe.plan.prediction import Costing, Problem, Sums, predict_cut
+from ipu_pipe.plan.prediction import Costing, Problem, UnitSums, predict_cut
 from ipu_pipe.plan.tensor_parallel import predict_tensor_parallel
 from ipu_pipe.schedule.clock import HOST
 from ipu_pipe.schedule.methods import METHODS
@@ -165,7 +165,7 @@ def test_one_worker_reaches_what_its_paper_states() -> None:
     """The 355M-parameter GPT (24 blocks of 1024) on one device; the hardware file's share of the peak is fitted to it."""
     problem = predicted_2bw.make_problem(predicted_2bw.count_gpt(1024, 24), 1)
     candidate = Candidate("pipedream_flush", 1, 1, 8, 1, False)
-    costs = Costing(problem, candidate, list_layouts(1, 1)[0], Sums(problem, 8)).costs([0])
+    costs = Costing(problem, candidate, list_layouts(1, 1)[0], UnitSums(problem, 8)).compute_costs([0])
     flops = sum(unit.forward_flops + unit.backward_flops for unit in problem.units)
     assert 8 * flops / (costs.forward[0] + costs.backward[0]) == pytest.approx(45e12, rel=0.01)
 
@@ -256,7 +256,7 @@ def test_a_block_takes_its_passes_its_head_and_no_gradient_of_its_input(lockstep
     units = tuple(Unit(str(i), 1.0, 3.0, 0, 4.0, 0.0) for i in range(4))
     problem = Problem(units, 4.0, simple(lockstep), 1e9, "float32", 0, blocks(units))
     asked = Candidate("local_greedy", 2, 1, 1, 8, False)
-    prediction = predict_cut(Costing(problem, asked, list_layouts(2, 1)[0], Sums(problem, 1)), [0, 2])
+    prediction = predict_cut(Costing(problem, asked, list_layouts(2, 1)[0], UnitSums(problem, 1)), [0, 2])
     assert prediction.work == pytest.approx([8 + 0.6, 8 - 1.0])
     assert prediction.seconds == pytest.approx(8 * 8.6, rel=1e-6)
 
@@ -272,18 +272,18 @@ def test_the_search_is_exact_with_blocks(lockstep: bool, work: Any, head: float,
     rates = []
     for candidate in asked:
         for layout in list_layouts(candidate.depth, candidate.width):
-            costing = Costing(problem, candidate, layout, Sums(problem, candidate.micro_batch_size))
-            starts = costing.cut()
+            costing = Costing(problem, candidate, layout, UnitSums(problem, candidate.micro_batch_size))
+            starts = costing.find_cut()
             assert starts is not None
-            costs = costing.costs(starts)
+            costs = costing.compute_costs(starts)
             method, count = METHODS[candidate.method], candidate.gradient_accumulation
-            seconds = compute_batch_time(method, candidate.depth, count, costs).seconds
-            assert costing.least_seconds(costs) <= seconds * (1 + 1e-9)
+            seconds = BatchTimes(method, candidate.depth, costs).compute(count).seconds
+            assert costing.bound_seconds(costs) <= seconds * (1 + 1e-9)
             rates.append(candidate.global_batch_size / seconds)
     assert best[0].samples_per_second == pytest.approx(max(rates))
-    costing = Costing(problem, Candidate("local_greedy", 2, 2, 1, 4, False), list_layouts(2, 2)[0], Sums(problem, 1))
+    costing = Costing(problem, Candidate("local_greedy", 2, 2, 1, 4, False), list_layouts(2, 2)[0], UnitSums(problem, 1))
     slowest = {k: max(predict_cut(costing, [0, k]).work) for k in range(1, len(units))}
-    assert costing.cut() == [0, min(slowest, key=lambda k: slowest[k])]
+    assert costing.find_cut() == [0, min(slowest, key=lambda k: slowest[k])]
 
 
 # ---- the link to the host
@@ -299,7 +299,7 @@ def test_in_lock_step_all_wait_for_samples_from_the_host() -> None:
         for link in (None, host):
             problem = Problem(units, 4.0, simple(lockstep, link), 1e9, "float32", 0)
             result[lockstep, link is host] = predict_cut(
-                Costing(problem, asked, list_layouts(2, 1)[0], Sums(problem, 1)), [0, 1]
+                Costing(problem, asked, list_layouts(2, 1)[0], UnitSums(problem, 1)), [0, 1]
             )
     assert result[True, True].seconds == pytest.approx(result[True, False].seconds + 8)
     assert result[False, True].seconds == result[False, False].seconds

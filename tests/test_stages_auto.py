@@ -18,8 +18,8 @@ from ipu_pipe.hardware.description import read_hardware
 from ipu_pipe.hardware.model_units import FEW, count_units
 from ipu_pipe.plan.blocks import count_blocks
 from ipu_pipe.plan.candidates import list_layouts
-from ipu_pipe.plan.of_config import choose_stages, make_candidate, make_problem, predict_own_cut
-from ipu_pipe.plan.prediction import Costing, Sums, predict_cut
+from ipu_pipe.plan.config_cut import choose_stages, make_candidate, make_problem, predict_config_cut
+from ipu_pipe.plan.prediction import Costing, UnitSums, predict_cut
 from ipu_pipe.report.memory import build_memory_table
 from ipu_pipe.run.build import build
 from ipu_pipe.schedule.methods import resolve_method
@@ -61,7 +61,7 @@ def test_the_chosen_stages_are_the_best_of_all(keys: Any) -> None:
     units = count_units(mlp(**SMALL["args"]), EXAMPLE[0], (), F.cross_entropy, EXAMPLE[1]).units
     problem = make_problem(settings, units, 256.0, read_hardware(settings.hardware))
     depths = [3] if "stages" in keys else range(1, 4 // settings.replicas + 1)
-    sums, slowest = Sums(problem, settings.micro_batch_size), {}
+    sums, slowest = UnitSums(problem, settings.micro_batch_size), {}
     for depth in depths:
         for inner in itertools.combinations(range(1, len(units)), depth - 1):
             for layout in list_layouts(depth, settings.replicas):
@@ -107,7 +107,7 @@ def test_local_stages_are_the_best_of_all_with_their_heads(method: str, depths: 
             starts, ends = [0, *inner], [*inner, len(units)]
             if named:
                 problem = replace(make_problem(settings, units, 256.0, read_hardware(settings.hardware)), blocks=blocks)
-                costing = Costing(problem, make_candidate(settings, depth), list_layouts(depth, 1)[0], Sums(problem, 8))
+                costing = Costing(problem, make_candidate(settings, depth), list_layouts(depth, 1)[0], UnitSums(problem, 8))
                 result[inner] = 1 / predict_cut(costing, starts).samples_per_second
             else:
                 stages = [[blocks.first[a], *units[a + 1 : b]] if a else units[:b] for a, b in zip(starts, ends)]
@@ -119,7 +119,7 @@ def test_local_stages_are_the_best_of_all_with_their_heads(method: str, depths: 
     if named:
         job = build(settings)
         assert job.partition.begin_names() == names
-        assert predict_own_cut(job).prediction.samples_per_second == pytest.approx(1 / best)
+        assert predict_config_cut(job).prediction.samples_per_second == pytest.approx(1 / best)
 
 
 @pytest.mark.parametrize("keys, said", [
@@ -165,7 +165,7 @@ def test_a_dry_run_predicts_its_own_cut(capsys: Any) -> None:
     lines = said.splitlines()
     table = lines[lines.index("predicted on v100x8, nothing here is measured") + 1 :]
     assert "memory  of the usable" in table[0]
-    prediction = predict_own_cut(build(load_config("configs/mlp_digits.yaml", ["hardware=v100x8"]))).prediction
+    prediction = predict_config_cut(build(load_config("configs/mlp_digits.yaml", ["hardware=v100x8"]))).prediction
     assert f"predicted {prediction.samples_per_second:.4g} samples/s" in said and "predicted to be held back by" in said
     assert [line.split()[0] for line in table[1 : len(prediction.starts) + 1]] == [str(s) for s in range(len(prediction.starts))]
     merged = "method_args={schedule: dataflow}"
@@ -182,7 +182,7 @@ def test_stages_inside_modules_are_predicted_too() -> None:
     }
     data = {"name": "synthetic", "shape": [3, 32, 32], "classes": 10, "subset": 64, "test_subset": 8}
     job = build(config(**keys, data=data, stages=["layer2.0.conv2", "layer3.1"]))
-    result = predict_own_cut(job)
+    result = predict_config_cut(job)
     names = [unit.name for unit in result.problem.units]
     assert [names[start] for start in result.prediction.starts[1:]] == ["layer2.0.conv2", "layer3.1"]
     assert sum(unit.forward_flops for unit in result.problem.units) * 8 == sum(job.footprint.forward_flops)
@@ -209,6 +209,6 @@ def test_predicted_activations_are_those_of_the_runs_memory_report(keys: Any) ->
     """With the inputs that stages keep for their backward, though the stage before keeps them too, and what the loss keeps: to
     the byte with as many samples as units are counted with; a number or two do not grow with them."""
     job = build(config(**keys))
-    predicted = [memory.activations for memory in predict_own_cut(job).prediction.memory]
+    predicted = [memory.activations for memory in predict_config_cut(job).prediction.memory]
     reported = [row["activation_bytes"] for row in build_memory_table(job)]
     assert predicted == (reported if job.config.micro_batch_size == FEW else pytest.approx(reported, rel=0.02))

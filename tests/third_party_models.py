@@ -7,7 +7,7 @@ from typing import Any, Dict, List, NamedTuple
 import torch
 from torch import nn
 
-from ipu_pipe.data.batches import TensorData
+from ipu_pipe.data.sources import TensorData
 from tests.third_party import timm, torchvision, transformers
 
 CLASSES, WORDS, LENGTH = 5, 50, 8

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ipu_pipe.data.batches import TensorData
+from ipu_pipe.data.sources import TensorData
 from ipu_pipe.model.stages import begin_stage
 from models.transformer import transformer_lm
 

@@ -1,4 +1,4 @@
-"""What a trace tells of its run: python tools/analyze.py runs/digits --png timeline.png"""
+"""Analysis of a run's trace: python tools/analyze.py runs/digits --png timeline.png"""
 
 import os
 import sys

@@ -115,7 +115,7 @@ def measure(name: str, label: str, rounds: int, updates: int, device: str) -> Di
         accumulate = -(-len(part) // accumulate) * accumulate
         data = data * (accumulate // len(data))
     lag = VersionTable(make_schedule(method, len(part), accumulate, accumulate), method).greatest_lag().max()
-    fill = int(lag) + 2  # updates until the stash has its greatest size
+    fill = int(lag) + 2  # updates until as many weight versions are stashed as ever
     total = (fill + rounds * updates) * accumulate
     schedule = make_schedule(method, len(part), total, accumulate)
     optimizers = [torch.optim.SGD(m.parameters(), lr=1e-3, momentum=0.9) for m in models[1:]]

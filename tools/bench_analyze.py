@@ -49,14 +49,14 @@ def main() -> None:
     args = make_parser().parse_args()
     rows: List[Dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
-        for name, count, make in (
-            ("own files", args.events, make_run),
-            ("profiler's JSON", args.foreign, make_foreign),
+        for name, count, write in (
+            ("own files", args.events, write_run),
+            ("profiler's JSON", args.foreign, write_profiler_trace),
         ):
             if count:
                 path = Path(folder) / name.replace(" ", "-").replace("'", "")
                 path.mkdir()
-                events = make(path, count)
+                events = write(path, count)
                 rows.append({"trace": name, "events": events, **measure(path)})
                 if not args.json:
                     print(format_row(rows[-1]), flush=True)
@@ -95,7 +95,7 @@ print(used.ru_maxrss * {1 if sys.platform == "darwin" else 1024}, used.ru_utime 
 """
 
 
-def make_run(path: Path, events: int) -> int:
+def write_run(path: Path, events: int) -> int:
     """Write a run's folder of about `events` events. Return their number."""
     microbatches = max(1, events // (RANKS * len(PER_MICROBATCH)))
     rng = np.random.default_rng(0)
@@ -121,14 +121,14 @@ def _make_events(rank: int, microbatches: int, rng: Any) -> Events:
     count = microbatches * width
     lasts = rng.integers(50_000, 150_000, count)
     ends = np.cumsum(lasts) + rank * 1_000_000
-    place = np.arange(count) % width
-    kind = np.array([KINDS.index(word) for word in PER_MICROBATCH], np.int8)[place]
+    position = np.arange(count) % width
+    kind = np.array([KINDS.index(word) for word in PER_MICROBATCH], np.int8)[position]
     before, after = max(rank - 1, 0), min(rank + 1, RANKS - 1)
-    peer = np.array([before, -1, after, after, -1, before, -1], np.int32)[place]
+    peer = np.array([before, -1, after, after, -1, before, -1], np.int32)[position]
     onward, back = PAYLOADS.index("activations"), PAYLOADS.index("gradients")
-    carries = np.array([onward, 0, onward, back, 0, back, 0], np.int8)[place]
+    carries = np.array([onward, 0, onward, back, 0, back, 0], np.int8)[position]
     microbatch = (np.arange(count) // width).astype(np.int32)
-    version = np.where(place == width - 1, microbatch + 1, np.maximum(microbatch - (RANKS - rank), 0)).astype(np.int32)
+    version = np.where(position == width - 1, microbatch + 1, np.maximum(microbatch - (RANKS - rank), 0)).astype(np.int32)
     size = np.where(kind == KINDS.index("send"), 1 << 20, -1).astype(np.int64)
     return Events.from_columns(
         count, stage=rank, device=rank, kind=kind, microbatch=microbatch, start=ends - lasts, end=ends,
@@ -144,7 +144,7 @@ def _make_counters(rank: int, microbatches: int) -> Counters:
     return Counters(np.full(count, rank, np.int32), names, time_ns, values)
 
 
-def make_foreign(path: Path, events: int) -> int:
+def write_profiler_trace(path: Path, events: int) -> int:
     """Write one rank's trace as PyTorch's profiler writes it. Return the number of events."""
     keys = {"schemaVersion": 1, "distributedInfo": {"backend": "nccl", "rank": 0}, "baseTimeNanoseconds": 17 * 10**17}
     sends, computes = "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", "void gemm_kernel_{}<float>"

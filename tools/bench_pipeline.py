@@ -36,7 +36,7 @@ DEFAULT_WARM_UP = 2  # turns that fill pipelines and caches
 
 
 class Case(NamedTuple):
-    """What is timed together, turn about: methods that have a class of PyTorch's, each beside it, and asynchronous ones."""
+    """The runs that are timed in turns: `methods` with PyTorch's class of the same schedule, and `asynchronous` methods."""
 
     model: str
     stages: int
@@ -144,11 +144,11 @@ def _summarize(case: Case, ranks: List[Dict[str, Any]]) -> Dict[str, Any]:
 
     # the slower process decides the time of a turn
     times = {name: [max(pair) for pair in zip(*(rank["times"][name] for rank in ranks))] for name in ranks[0]["times"]}
-    costs_of, methods = {}, {}
+    costs_by_method, methods = {}, {}
     for name in case.methods:
         by_stage = {int(s): costs for rank in ranks for s, costs in rank["costs"][name].items()}
         forward, backward, weight, update = zip(*(by_stage[s] for s in range(case.stages)))
-        costs_of[name] = costs = Costs(forward, backward, update, weight_gradient=weight if any(weight) else ())
+        costs_by_method[name] = costs = Costs(forward, backward, update, weight_gradient=weight if any(weight) else ())
         schedule = make_schedule(_resolve(case, name), case.stages, case.accumulate, case.accumulate)
         busy = case.accumulate * (sum(forward) + sum(backward)) + sum(update)
         spans = zip(*(rank["spans"][name] for rank in ranks))
@@ -165,7 +165,7 @@ def _summarize(case: Case, ranks: List[Dict[str, Any]]) -> Dict[str, Any]:
             "bubble_planned": 1 - schedule.busy_share(),
         }  # fmt: skip
     first = case.methods[0]
-    costs, asynchronous = costs_of[first], {}
+    costs, asynchronous = costs_by_method[first], {}
     for name in case.asynchronous:
         gain = statistics.median(a / b for a, b in zip(times[THEIRS[first]], times[name]))
         schedule = make_schedule(_resolve(case, first), case.stages, case.accumulate, case.accumulate)
@@ -241,8 +241,9 @@ def _measure_costs(events: Any) -> Dict[int, Tuple[float, ...]]:
         medians = [
             _find_median(of_stage, kind) for kind in ("forward", "backward", "input gradient", "weight gradient")
         ]
-        forward, whole, first, second = medians
-        costs[stage] = (forward, first + second or whole, second, _find_median(of_stage, "update"))
+        forward, backward, input_gradient, weight_gradient = medians
+        backward = input_gradient + weight_gradient or backward
+        costs[stage] = (forward, backward, weight_gradient, _find_median(of_stage, "update"))
     return costs
 
 
@@ -341,9 +342,9 @@ def _make_torch_turn(rank: int, case: Case, name: str, data: List[Any]) -> Calla
 
     model = _make_model(case)
     cut = cut_model(model, _find_begins(case, model, data[0][0]), data[0][0])
-    held = [stage for stage, device in enumerate(_place(case, name)) if device == rank]
-    optimizer = torch.optim.SGD([p for s in held for p in cut[s].parameters()], lr=RATE, momentum=0.9)
-    stages = [pipelining.PipelineStage(cut[s], s, case.stages, torch.device("cpu")) for s in held]
+    own_stages = [stage for stage, device in enumerate(_place(case, name)) if device == rank]
+    optimizer = torch.optim.SGD([p for s in own_stages for p in cut[s].parameters()], lr=RATE, momentum=0.9)
+    stages = [pipelining.PipelineStage(cut[s], s, case.stages, torch.device("cpu")) for s in own_stages]
     make = getattr(schedules, THEIRS[name])
     schedule = make(
         stages if case.stages > RANKS else stages[0],
@@ -351,7 +352,7 @@ def _make_torch_turn(rank: int, case: Case, name: str, data: List[Any]) -> Calla
         loss_fn=torch.nn.functional.cross_entropy,
     )
     x, y = torch.cat([x for x, _ in data]), torch.cat([y for _, y in data])
-    inputs, targets = [x] if 0 in held else [], y if case.stages - 1 in held else None
+    inputs, targets = [x] if 0 in own_stages else [], y if case.stages - 1 in own_stages else None
 
     def turn() -> None:
         for _ in range(case.microbatches // case.accumulate):

@@ -80,20 +80,20 @@ def main() -> None:
     print("method           cut        microbatch   predicted    measured samples/s   error (of all rounds)")
     for row in rows:
         errors = row["errors"]
-        place = f"{row['method']:16s} {row['cut']:10s} {row['micro_batch_size']:10d}"
+        case_text = f"{row['method']:16s} {row['cut']:10s} {row['micro_batch_size']:10d}"
         rates = f"{row['predicted']:11.1f} {row['measured']:11.1f} {row['error']:15.1%}"
-        print(f"{place} {rates} ({min(errors):.1%} to {max(errors):.1%})")
+        print(f"{case_text} {rates} ({min(errors):.1%} to {max(errors):.1%})")
     print(f"mean error {statistics.mean(abs(row['error']) for row in rows):.1%}")
 
 
 def _predict(problem: Any, method: str, cut: str, size: int) -> float:
     """Return the predicted samples per second."""
     from ipu_pipe.plan.candidates import Candidate, list_layouts
-    from ipu_pipe.plan.prediction import Costing, Sums, predict_cut
+    from ipu_pipe.plan.prediction import Costing, UnitSums, predict_cut
 
     names = [unit.name for unit in problem.units]
     candidate = Candidate(method, 2, 1, size, 8, False)
-    costing = Costing(problem, candidate, list_layouts(2, 1)[0], Sums(problem, size))
+    costing = Costing(problem, candidate, list_layouts(2, 1)[0], UnitSums(problem, size))
     return predict_cut(costing, [0, names.index(cut)]).samples_per_second
 
 

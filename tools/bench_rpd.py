@@ -64,18 +64,17 @@ def main() -> None:
         updates = count * len(RATES) * len(chosen)
         print(f"fast, {name}: {updates / min(seconds):,.0f} block updates/s ({updates:,} of them)")
         fast = updates / min(seconds)
-    apart = 0.0
-    plain = {}
+    difference, plain = 0.0, {}
     for name, replay in PLAIN.items():
         seconds = []
         for g in range(COMPARED):
             start = time.process_time()
             x = replay(objective, source, BOUND, float(RATES[g]), count)
             seconds.append(time.process_time() - start)
-            apart = max(apart, float(np.abs(runs[0].x[:, g] - x).max() / np.abs(x).max()))
+            difference = max(difference, float(np.abs(runs[0].x[:, g] - x).max() / np.abs(x).max()))
         plain[name] = count / min(seconds)
         print(f"plain, history copied as {name}: {plain[name]:,.0f} block updates/s: ratio {fast / plain[name]:.1f}")
-    print(f"last iterates differ by {apart:.1e} of the greatest coordinate")
+    print(f"last iterates differ by {difference:.1e} of the greatest coordinate")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What tracing costs: the same run on two processes, traced and untraced in turns: python tools/bench_trace.py"""
+"""Benchmark of tracing: the same run on two processes, traced and untraced in turns: python tools/bench_trace.py"""
 
 from __future__ import annotations
 

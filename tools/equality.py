@@ -119,7 +119,7 @@ def main() -> None:
     if args.json:
         print(json.dumps({"rows": rows}, indent=1))
     else:
-        _print(rows, args.cases, args.models, args.ranks)
+        _print_table(rows, args.cases, args.models, args.ranks)
     if any(row["difference"] for row in rows):
         raise RunFault("not all weights are equal: see the table")
 
@@ -222,34 +222,34 @@ def _compare(case: str, model: str, ranks: int, folder: str, precision: str) -> 
     from ipu_pipe.config.load import load_config
     from ipu_pipe.run.train import train
 
-    there = _make_path(folder, case, model, ranks)
+    of_processes = _make_path(folder, case, model, ranks)
     row: Dict[str, Any] = {"case": case, "model": model, "ranks": ranks}
-    if there.with_suffix(REFUSED).exists():
-        return {**row, "refused": there.with_suffix(REFUSED).read_text(), "difference": None, "bytes": None}
-    report = json.loads((there / "summary.json").read_text())
-    placed = report["stages_begin_at"]
-    settings, backend = _make_config(case, model, ranks, precision), load_config(there / "config.yaml").backend
+    if of_processes.with_suffix(REFUSED).exists():
+        return {**row, "refused": of_processes.with_suffix(REFUSED).read_text(), "difference": None, "bytes": None}
+    summary = json.loads((of_processes / "summary.json").read_text())
+    boundaries = summary["stages_begin_at"]
+    settings, backend = _make_config(case, model, ranks, precision), load_config(of_processes / "config.yaml").backend
     changes: Dict[str, Any] = {"backend": backend.model_copy(update={"name": "emulator"})}
     if case == "local_chunked":
-        changes["method_args"] = settings.method_args.model_copy(update={"blocks": placed})
+        changes["method_args"] = settings.method_args.model_copy(update={"blocks": boundaries})
     elif case != "last_layers":
-        changes["stages"] = placed
+        changes["stages"] = boundaries
     settings = settings.model_copy(update=changes)
-    here = there.with_name(there.name + "-emulator")
-    train(settings, here, quiet=True)
-    ours, theirs = (load_file(path / "checkpoints" / "step-6" / "model.safetensors") for path in (there, here))
+    of_emulator = of_processes.with_name(of_processes.name + "-emulator")
+    train(settings, of_emulator, quiet=True)
+    ours, theirs = (load_file(path / "checkpoints/step-6/model.safetensors") for path in (of_processes, of_emulator))
     if ours.keys() != theirs.keys():
         raise RunFault(
             f"{case} on {model}, {ranks} ranks: the checkpoints hold other tensors: {sorted(ours.keys() ^ theirs.keys())}"
         )
-    apart = [name for name in theirs if not torch.equal(ours[name], theirs[name])]
-    gaps = [float((ours[name].double() - theirs[name].double()).abs().max()) for name in apart]
+    different = [name for name in theirs if not torch.equal(ours[name], theirs[name])]
+    gaps = [float((ours[name].double() - theirs[name].double()).abs().max()) for name in different]
     difference = max((gap if gap > 0 else float("inf") for gap in gaps), default=0.0)  # a NaN counts as infinite
-    sent = sum(link["bytes"] for link in report["links"])
+    sent = sum(link["bytes"] for link in summary["links"])
     return {**row, "refused": None, "difference": difference, "bytes": sent}
 
 
-def _print(rows: List[Dict[str, Any]], cases: List[str], models: List[str], ranks: List[int]) -> None:
+def _print_table(rows: List[Dict[str, Any]], cases: List[str], models: List[str], ranks: List[int]) -> None:
     """Print a Markdown table, a row per method, and the reasons of refused runs."""
     columns = [(model, count) for model in models for count in ranks]
     print("| method | " + " | ".join(f"{model}, {count} ranks" for model, count in columns) + " |")

@@ -1,4 +1,4 @@
-"""Total against sequential cost of reaching a training loss, by local-parallel method: sweeps a perceptron or a Transformer."""
+"""Pareto fronts of total and sequential cost of reaching a training loss, by local-parallel method: python tools/pareto.py"""
 
 from __future__ import annotations
 
@@ -48,23 +48,23 @@ for three million examples; --width 4096 --size 32 --examples 3000000 takes that
 """
 
 
-def parser() -> Parser:
-    """The command line."""
+def make_parser() -> Parser:
+    """Build the parser of the command line."""
     p = Parser(prog="tools/pareto.py", description=__doc__, epilog=EPILOG)
     p.add_argument("--kinds", nargs="+", default=list(KINDS), metavar="KIND", help=f"of {', '.join(KINDS)}")
     p.add_argument("--model", choices=list(DEFAULTS), default="perceptron", help="what is trained (%(default)s)")
 
-    def default(name: str) -> str:
+    def list_defaults(name: str) -> str:
         perceptron, transformer = (str(row[name]).strip("[]").replace(",", "") for row in DEFAULTS.values())
         return f"({perceptron}; of the transformer {transformer})"
 
-    p.add_argument("--batches", nargs="+", type=count, metavar="B", help=default("batches"))
-    p.add_argument("--rates", nargs="+", type=positive, metavar="LR", help=f"of Adam {default('rates')}")
-    p.add_argument("--examples", type=count, help=f"examples that each run sees {default('examples')}")
-    p.add_argument("--width", type=whole(1, 10**5), help=f"units of a layer or block {default('width')}")
+    p.add_argument("--batches", nargs="+", type=count, metavar="B", help=list_defaults("batches"))
+    p.add_argument("--rates", nargs="+", type=positive, metavar="LR", help=f"of Adam {list_defaults('rates')}")
+    p.add_argument("--examples", type=count, help=f"examples that each run sees {list_defaults('examples')}")
+    p.add_argument("--width", type=whole(1, 10**5), help=f"units of a layer or block {list_defaults('width')}")
     p.add_argument("--size", type=whole(1, 1024), help="side of the perceptron's images (16)")
     p.add_argument("--subset", type=count, help="the perceptron's training images (10000)")
-    p.add_argument("--cutoffs", nargs="+", type=positive, metavar="LOSS", help=f"training losses {default('cutoffs')}")
+    p.add_argument("--cutoffs", nargs="+", type=positive, metavar="LOSS", help=f"training losses {list_defaults('cutoffs')}")
     p.add_argument(
         "--jobs", type=whole(1, 1024), default=os.cpu_count() or 1, help="runs at a time (cores, %(default)s)"
     )
@@ -80,7 +80,7 @@ def parser() -> Parser:
 
 def main() -> None:
     """Run the command line."""
-    args = parser().parse_args()
+    args = make_parser().parse_args()
     if args.model == "transformer" and (args.size or args.subset):
         raise BadInput("--size, --subset: belong to --model perceptron: leave them out")
     for name, value in DEFAULTS[args.model].items():
@@ -95,37 +95,37 @@ def main() -> None:
             f"--examples: {args.examples}: must be at least two of the greatest --batches, {max(args.batches)}"
         )
     from ipu_pipe.studies.experiment import Request
-    from ipu_pipe.studies.trained import run_grid
+    from ipu_pipe.studies.training_grids import run_grid
 
-    experiment = _experiment(args)
-    say(f"{len(experiment.rows)} runs of {args.examples} examples, {args.jobs} at a time, into {args.runs}")
+    grid = _make_grid(args)
+    say(f"{len(grid.rows)} runs of {args.examples} examples, {args.jobs} at a time, into {args.runs}")
     try:
-        run_grid(experiment, args.runs, Request(args.runs, seeds=[0], jobs=args.jobs, say=say))
+        run_grid(grid, args.runs, Request(args.runs, seeds=[0], jobs=args.jobs, say=say))
     except BadInput as error:
         raise BadInput(
             [fault.replace("--resume:", f"--runs: {args.runs}: holds other runs:") for fault in error.faults]
         ) from None
-    found = _results(args)
+    results = _collect_results(args)
     out = args.out or args.runs
     with guard_writing(out):
         out.mkdir(parents=True, exist_ok=True)
-        write_json(out / "pareto.json", found)
-        write_text(out / "table.md", _table(found, args))
-        _plot(found, args, out / "pareto.png")
-    print(json.dumps(found, indent=1) if args.json else _table(found, args))
+        write_json(out / "pareto.json", results)
+        write_text(out / "table.md", _format_table(results, args))
+        _draw(results, args, out / "pareto.png")
+    print(json.dumps(results, indent=1) if args.json else _format_table(results, args))
     say(f"where to look: {out / 'pareto.png'}, {out / 'pareto.json'}, {out / 'table.md'}")
 
 
-def _label(kind: str, batch: int, rate: float) -> str:
+def _name_run(kind: str, batch: int, rate: float) -> str:
     return f"{kind.replace(' ', '-')}-b{batch}-lr{rate:g}"
 
 
-def _experiment(args: Any) -> Any:
-    from ipu_pipe.studies.trained import TrainingGrid
+def _make_grid(args: Any) -> Any:
+    from ipu_pipe.studies.training_grids import TrainingGrid
 
     base: Dict[str, Any] = {
         "optimizer": {"name": "adam"}, "evaluate": {"every": 0}, "backend": {"threads": 1}, "allow_nonfinite": True,
-        "stages": _stages(args),
+        "stages": _list_stages(args),
     }  # fmt: skip
     if args.model == "transformer":
         sizes = {"vocabulary": 84, "width": args.width, "heads": 4, "blocks": BLOCKS, "context": CONTEXT}
@@ -141,7 +141,7 @@ def _experiment(args: Any) -> Any:
         for batch in args.batches:
             steps = args.examples // batch
             for rate in args.rates:
-                rows[_label(kind, batch, rate)] = {
+                rows[_name_run(kind, batch, rate)] = {
                     "method": method, "method_args": settings, "micro_batch_size": batch, "optimizer": {"lr": rate},
                     "steps": steps, "log": {"every": max(1, steps // 200)},
                 }  # fmt: skip
@@ -149,13 +149,13 @@ def _experiment(args: Any) -> Any:
     return TrainingGrid(title="Pareto fronts", source=source, base=base, seeds=[0], rows=rows)
 
 
-def _stages(args: Any) -> List[str]:
+def _list_stages(args: Any) -> List[str]:
     if args.model == "transformer":
         return [f"block{number}" for number in range(2, BLOCKS + 1)]
     return [f"fc{layer}" for layer in range(2, LAYERS + 1)]
 
 
-def _costs(args: Any) -> Any:
+def _count_costs(args: Any) -> Any:
     import torch
 
     from ipu_pipe.local import costs
@@ -169,14 +169,14 @@ def _costs(args: Any) -> Any:
         model, x = transformer_lm(84, args.width, 4, BLOCKS, CONTEXT), torch.zeros(2, CONTEXT, dtype=torch.int64)
     else:
         model, x = mlp(3 * args.size**2, args.width, LAYERS), torch.zeros(2, 3, args.size, args.size)
-    made, _ = make_blocks(model, x, Structure(), _stages(args))
-    blocks = get_blocks(made)
+    model_in_blocks, _ = make_blocks(model, x, Structure(), _list_stages(args))
+    blocks = get_blocks(model_in_blocks)
     assert blocks is not None
     return costs.count_by_paper(blocks, x, 10) if args.model == "perceptron" else costs.count_by_torch(blocks, x)
 
 
-def _steps_to(folder: Path, cutoff: float) -> Optional[int]:
-    """The first update at which the training loss, a mean of five lines of the log, is at most `cutoff`."""
+def _find_update(folder: Path, cutoff: float) -> Optional[int]:
+    """Return the first update at which the training loss, the mean of five lines of the log, is at most `cutoff`."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     losses = [(line["step"], line["train_loss"]) for line in lines if line.get("train_loss") is not None]
     for i in range(4, len(losses)):
@@ -185,11 +185,11 @@ def _steps_to(folder: Path, cutoff: float) -> Optional[int]:
     return None
 
 
-def _results(args: Any) -> Dict[str, Any]:
+def _collect_results(args: Any) -> Dict[str, Any]:
     from ipu_pipe.local import costs
 
-    counted = _costs(args)
-    found: Dict[str, Any] = {"costs": vars(counted), "cutoffs": []}
+    counted = _count_costs(args)
+    results: Dict[str, Any] = {"costs": vars(counted), "cutoffs": []}
     for cutoff in args.cutoffs:
         rows = {}
         for kind in args.kinds:
@@ -197,24 +197,24 @@ def _results(args: Any) -> Dict[str, Any]:
             points: List[Tuple[float, float]] = []
             for batch in args.batches:
                 for rate in args.rates:
-                    steps = _steps_to(args.runs / _label(kind, batch, rate) / "seed-0", cutoff)
-                    if steps is not None:
-                        spent = (counted, steps, batch, k)
-                        points.append((costs.compute_sequential(law, *spent), costs.compute_total(law, *spent)))
+                    update = _find_update(args.runs / _name_run(kind, batch, rate) / "seed-0", cutoff)
+                    if update is not None:
+                        work = (counted, update, batch, k)
+                        points.append((costs.compute_sequential(law, *work), costs.compute_total(law, *work)))
             rows[kind] = {"points": points, "front": costs.find_front(points)}
-        found["cutoffs"].append({"loss": cutoff, "kinds": rows})
-    return found
+        results["cutoffs"].append({"loss": cutoff, "kinds": rows})
+    return results
 
 
-def _table(found: Dict[str, Any], args: Any) -> str:
-    c = found["costs"]
+def _format_table(results: Dict[str, Any], args: Any) -> str:
+    counted = results["costs"]
     lines = [
         "# Cost of reaching a training loss, by local-parallel method",
         "",
         f"Made by `python tools/pareto.py --model {args.model} --width {args.width}`: {_describe(args)}, {args.examples} "
         f"examples a run, batches {', '.join(map(str, args.batches))}, Adam at {', '.join(f'{r:g}' for r in args.rates)}; "
-        f"one seed. By {'torch' if args.model == 'transformer' else 'the paper'}'s counting f = {c['forward']:,.0f}, "
-        f"x = {c['auxiliary']:,.0f}, r = {c['backward']:g}.",
+        f"one seed. By {'torch' if args.model == 'transformer' else 'the paper'}'s counting f = {counted['forward']:,.0f}, "
+        f"x = {counted['auxiliary']:,.0f}, r = {counted['backward']:g}.",
         "",
         "Least sequential FLOPs (the paper's time) and least total FLOPs of any run that reached the loss; in brackets against"
         " backpropagation's.",
@@ -222,12 +222,12 @@ def _table(found: Dict[str, Any], args: Any) -> str:
         "| training loss | method | runs that reached it | least sequential | least total |",
         "| --- | --- | --- | --- | --- |",
     ]  # fmt: skip
-    for entry in found["cutoffs"]:
+    for entry in results["cutoffs"]:
         base = entry["kinds"].get("backpropagation", {"points": []})["points"]
         for kind, row in entry["kinds"].items():
             points = row["points"]
-            cells = [_least(points, base, place) for place in (0, 1)]
-            lines.append(f"| {entry['loss']:g} | {kind} | {len(points)} | {cells[0]} | {cells[1]} |")
+            sequential, total = (_format_least(points, base, axis) for axis in (0, 1))
+            lines.append(f"| {entry['loss']:g} | {kind} | {len(points)} | {sequential} | {total} |")
     return "\n".join(lines) + "\n"
 
 
@@ -237,20 +237,20 @@ def _describe(args: Any) -> str:
     return f"a perceptron of {LAYERS} x {args.width} units, {args.subset:,} CIFAR-10 images of {args.size}x{args.size}"
 
 
-def _least(points: Sequence[Sequence[float]], base: Sequence[Sequence[float]], place: int) -> str:
+def _format_least(points: Sequence[Sequence[float]], base: Sequence[Sequence[float]], axis: int) -> str:
     if not points:
         return "-"
-    least = min(point[place] for point in points)
-    ratio = f" ({least / min(point[place] for point in base):.2f})" if base else ""
+    least = min(point[axis] for point in points)
+    ratio = f" ({least / min(point[axis] for point in base):.2f})" if base else ""
     return f"{least:.2e}{ratio}"
 
 
-def _plot(found: Dict[str, Any], args: Any, file: Path) -> None:
+def _draw(results: Dict[str, Any], args: Any, file: Path) -> None:
     from matplotlib.ticker import NullFormatter
 
     from ipu_pipe.report.plots import open_figure
 
-    entries = found["cutoffs"]
+    entries = results["cutoffs"]
     title = "Cost of reaching a training loss, by local-parallel method"
     tried = f"batches {', '.join(map(str, args.batches))}, Adam at {', '.join(f'{r:g}' for r in args.rates)}"
     note = (

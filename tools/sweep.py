@@ -20,7 +20,7 @@ from ipu_pipe import interrupts  # noqa: E402
 if __name__ == "__main__":
     interrupts.end_at_once()  # before the imports that take time
 
-from ipu_pipe.errors import BadInput, Parser, RunFault, end_process, run_command  # noqa: E402
+from ipu_pipe.errors import BadInput, Divergence, Parser, RunFault, end_process, run_command  # noqa: E402
 from ipu_pipe.files import write_json, write_text  # noqa: E402
 
 METHODS = ("gpipe", "zb_h1", "pipedream", "pipedream_2bw", "pipemare")
@@ -51,7 +51,7 @@ def main() -> None:
     unknown = [name for name in args.models or () if name not in MODELS]
     if unknown:
         raise BadInput(f"--models: {', '.join(unknown)}: must be of {', '.join(MODELS)}")
-    path, versions, commit = args.out and args.out / "results.json", _get_versions(), _get_commit()
+    path, versions, commit = args.out and args.out / "results.json", _read_versions(), _find_commit()
     earlier = json.loads(path.read_text()) if path and path.is_file() else {}
     is_same = earlier.get("versions", versions) == versions
     if args.models and not is_same:
@@ -59,7 +59,7 @@ def main() -> None:
     rows, commits = (earlier.get(key, {}) if is_same else {} for key in ("rows", "commits"))
     is_wrong = False
     for name in args.models or MODELS:
-        rows[name], commits[name] = _examine(name, args.limit), commit
+        rows[name], commits[name] = _run_model(name, args.limit), commit
         print(f"{name}: " + "; ".join(f"{method}: {' / '.join(pair)}" for method, pair in rows[name].items()), flush=True)
         verdicts = [verdict for pair in rows[name].values() for verdict in pair]
         is_wrong |= not all(verdict.startswith(("equal", "refused", "diverged", "-")) for verdict in verdicts)
@@ -72,14 +72,14 @@ def main() -> None:
         raise RunFault("not all runs are equal: see above")
 
 
-def _get_versions() -> Dict[str, str]:
+def _read_versions() -> Dict[str, str]:
     """Return the versions of the libraries."""
     from importlib.metadata import version
 
     return {name: version(name) for name in ("torch", "torchvision", "timm", "transformers")}
 
 
-def _get_commit() -> Optional[str]:
+def _find_commit() -> Optional[str]:
     """Return the commit of this repository, with "changed" if files have changed since; None if it is not known."""
     from ipu_pipe.report.provenance import find_commit
 
@@ -90,7 +90,7 @@ def _get_commit() -> Optional[str]:
 # ---- one model
 
 
-def _examine(name: str, limit: float) -> Dict[str, List[str]]:
+def _run_model(name: str, limit: float) -> Dict[str, List[str]]:
     """Return for each method two verdicts: of the emulator against the plain loop, of processes against the emulator."""
     with tempfile.TemporaryDirectory() as temporary:
         folder, until, todo = Path(temporary), time.monotonic() + limit, list(METHODS)
@@ -98,17 +98,17 @@ def _examine(name: str, limit: float) -> Dict[str, List[str]]:
             with socket.socket() as free:
                 free.bind(("localhost", 0))
                 port = free.getsockname()[1]
-            _run([(_train_as_rank, (rank, port, name, todo, folder)) for rank in range(2)], until)
-            _strike_finished(todo, folder, ".processes")
+            _run_in_processes([(_train_as_rank, (rank, port, name, todo, folder)) for rank in range(2)], until)
+            _remove_finished(todo, folder, ".processes")
         todo = list(METHODS)
         while todo:
-            _run([(_compare_all, (name, todo, folder))], until)
-            _strike_finished(todo, folder, ".verdicts")
+            _run_in_processes([(_compare_all, (name, todo, folder))], until)
+            _remove_finished(todo, folder, ".verdicts")
         return {method: json.loads((folder / method).with_suffix(".verdicts").read_text()) for method in METHODS}
 
 
-def _strike_finished(todo: List[str], folder: Path, suffix: str) -> None:
-    """Strike the methods with a result from `todo`; the next one has failed, and gets its verdict here."""
+def _remove_finished(todo: List[str], folder: Path, suffix: str) -> None:
+    """Remove the methods with a result from `todo`, and the next one, which has failed: write its verdict."""
     while todo and (folder / todo[0]).with_suffix(suffix).exists():
         (folder / todo.pop(0)).with_suffix(".error").unlink(missing_ok=True)  # of a rank that another one has ended
     if todo:
@@ -119,7 +119,7 @@ def _strike_finished(todo: List[str], folder: Path, suffix: str) -> None:
         (folder / todo.pop(0)).with_suffix(suffix).write_text(json.dumps(verdict))
 
 
-def _run(works: List[Tuple[Callable[..., None], Tuple[Any, ...]]], until: float) -> None:
+def _run_in_processes(works: List[Tuple[Callable[..., None], Tuple[Any, ...]]], until: float) -> None:
     """Run each function in a process of its own until the deadline; kill what is left."""
     context = multiprocessing.get_context("forkserver")  # imports the libraries once for all processes
     context.set_forkserver_preload(PRELOADED)
@@ -195,11 +195,11 @@ def _train_as_rank(rank: int, port: int, name: str, methods: List[str], folder: 
                 torch.save(model.state_dict(), path.with_suffix(".pt"))
         except BadInput as error:  # every rank raises the same
             result = {"verdict": f"refused: {error}"}
+        except Divergence as error:
+            path.with_suffix(".processes").write_text(json.dumps({"verdict": f"differs: {error}"}))
+            end_process(1)
         except Exception as error:
-            if _is_divergence(error):
-                path.with_suffix(".processes").write_text(json.dumps({"verdict": f"differs: {error}"}))
-            else:
-                path.with_suffix(".error").write_text(_describe(error))
+            path.with_suffix(".error").write_text(_describe(error))
             end_process(1)
         if rank == 0:
             path.with_suffix(".processes").write_text(json.dumps(result))
@@ -212,29 +212,25 @@ def _compare_all(name: str, methods: List[str], folder: Path) -> None:
 
     for method in methods:
         path = folder / method
-        there = json.loads(path.with_suffix(".processes").read_text())
-        stages = there.get("stages", 2)
+        processes = json.loads(path.with_suffix(".processes").read_text())
+        stages = processes.get("stages", 2)
         try:
             model, summary = _train(name, method, stages, "emulator", folder / f"{method}-emulator")
         except BadInput as error:
-            verdicts = [f"refused: {error}", there.get("verdict", "differs: processes do not refuse")]
+            verdicts = [f"refused: {error}", processes.get("verdict", "differs: processes do not refuse")]
+        except Divergence as error:
+            verdicts = judge_divergence(str(error), processes.get("verdict", ""))
         except Exception as error:
-            if not _is_divergence(error):
-                path.with_suffix(".error").write_text(_describe(error))
-                end_process(1)
-            verdicts = judge_divergence(str(error), there.get("verdict", ""))
+            path.with_suffix(".error").write_text(_describe(error))
+            end_process(1)
         else:
             state = model.state_dict()
-            verdicts = [_compare(state, _train_plainly(name, method, stages)), there.get("verdict", "")]
+            verdicts = [_compare(state, _train_plainly(name, method, stages)), processes.get("verdict", "")]
             if not verdicts[1]:
                 verdicts[1] = _compare(torch.load(path.with_suffix(".pt")), state)
-                if verdicts[1] == "equal" and there["final"] != json.loads(json.dumps(summary["final"])):
-                    verdicts[1] = f"differs: evaluated to {there['final']}, on the emulator to {summary['final']}"
+                if verdicts[1] == "equal" and processes["final"] != json.loads(json.dumps(summary["final"])):
+                    verdicts[1] = f"differs: evaluated to {processes['final']}, on the emulator to {summary['final']}"
         path.with_suffix(".verdicts").write_text(json.dumps(verdicts))
-
-
-def _is_divergence(error: Exception) -> bool:
-    return isinstance(error, RunFault) and "loss is" in str(error)
 
 
 def judge_divergence(fault: str, processes: str) -> List[str]:
@@ -293,17 +289,17 @@ def _compare(ours: Dict[str, Any], theirs: Dict[str, Any]) -> str:
         return f"differs: other tensors: {sorted(ours.keys() ^ theirs.keys())}"
     if not all(torch.isfinite(value).all() for value in ours.values() if value.is_floating_point()):
         return "differs: a weight is not finite"
-    apart = [name for name, value in theirs.items() if not torch.equal(ours[name], value)]
-    if not apart:
+    different = [name for name, value in theirs.items() if not torch.equal(ours[name], value)]
+    if not different:
         return "equal"
-    gap = max(float((ours[name].double() - theirs[name].double()).abs().max()) for name in apart)
-    return f"differs: {len(apart)} of {len(ours)} tensors, by up to {gap:.1e}, the first {apart[0]}"
+    gap = max(float((ours[name].double() - theirs[name].double()).abs().max()) for name in different)
+    return f"differs: {len(different)} of {len(ours)} tensors, by up to {gap:.1e}, the first {different[0]}"
 
 
 def _describe(error: BaseException) -> str:
     """Return the type, message and place of an exception."""
-    place = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__}: {str(error)[:300]} ({Path(place.filename).name}:{place.lineno})"
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {str(error)[:300]} ({Path(frame.filename).name}:{frame.lineno})"
 
 
 # ---- the table
@@ -327,14 +323,14 @@ def format_table(results: Dict[str, Any]) -> str:
         for method, pair in row.items():
             words = [verdict.partition(":")[0] for verdict in pair]
             shown.append("equal" if words == ["equal", "equal"] else f"{words[0]} / {words[1]}")
-            for place, verdict in zip(("emulator", "processes"), pair):
+            for backend, verdict in zip(("emulator", "processes"), pair):
                 if verdict not in ("equal", "-"):
-                    reasons.setdefault((name, place, verdict), []).append(method)
+                    reasons.setdefault((name, backend, verdict), []).append(method)
         lines.append(f"| {name} | " + " | ".join(shown) + " |")
     lines += ["", "`a / b`: a of the emulator against the plain loop, b of processes against the emulator.", ""]
-    for (name, place, verdict), methods in reasons.items():
+    for (name, backend, verdict), methods in reasons.items():
         by = "all methods" if len(methods) == len(METHODS) else ", ".join(methods)
-        lines.append(f"- {name}, {place}, {by}: {verdict}".replace("\n", " "))
+        lines.append(f"- {name}, {backend}, {by}: {verdict}".replace("\n", " "))
     return "\n".join(lines) + "\n"
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ipu_pipe.backends.replays import RandomizedReplays, Replays, RoundReplays, TableReplays
-from ipu_pipe.errors import RunFault
+from ipu_pipe.errors import Divergence
 from ipu_pipe.job.record import Job
 from ipu_pipe.job.stability import explain_divergence
 from ipu_pipe.model.batch import get_first_tensor
@@ -31,7 +31,7 @@ class Work:
     `table`: the weight versions that passes read, with the schedule. `rules`: the update rules and the optimizer, which holds
     the parameters of the stages in this process. `clip`: (norm, scope) or None. `microbatch`: the first microbatch to run,
     greater than 0 after a resume. `replays`: the source of replays if it is not the version table. `block_updates`: the number of
-    updates of single stages that make one update of the run. `refuse_nonfinite(update, losses)`: raises `RunFault` if a loss
+    updates of single stages that make one update of the run. `refuse_nonfinite(update, losses)`: raises `Divergence` if a loss
     is not finite and the config does not allow it; by default nothing is checked.
     """
 
@@ -102,13 +102,14 @@ class Work:
 
 
 def refuse_nonfinite(job: Job, k: int, losses: Iterable[float]) -> None:
-    """Raise `RunFault`, with what theory says, if a loss of update k is not a finite number, unless the config allows it."""
+    """Raise `Divergence`, with what theory says, if a loss of update k is not a finite number, unless the config allows it."""
     wrong = [loss for loss in losses if not math.isfinite(loss)]
     if wrong and not job.config.allow_nonfinite:
         scaling = ", or another backend.ipu.loss_scaling in half precision" if job.config.backend.name == "poptorch" else ""
-        raise RunFault(
-            f"update {k} of method {job.method.name}: the training loss is {wrong[0]}; a smaller optimizer.lr or lr_schedule."
-            f"warmup_steps may help{scaling} (allow_nonfinite: true continues anyway){explain_divergence(job, k)}"
+        raise Divergence(
+            f"update {k} of method {job.method.name}: the training loss is {wrong[0]}",
+            f"a smaller optimizer.lr or lr_schedule.warmup_steps may help{scaling} (allow_nonfinite: true continues anyway)"
+            f"{explain_divergence(job, k)}",
         )
 
 

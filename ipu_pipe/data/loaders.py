@@ -1,4 +1,4 @@
-"""A user's own loaders as a DataSource, with a length or without."""
+"""Wrap a user's own loaders, with a length or without, as a source of batches."""
 
 from __future__ import annotations
 
@@ -41,24 +41,24 @@ class LoaderData:
         self._train, self._test, self._seed = train, test, seed
         self.validation = None if validation is None else LoaderData(validation, validation, seed, labels)
         self.labels, self.data_files = labels, list(files)
-        self._epoch, self._next = -1, 0
+        self._epoch, self._next_index = -1, 0
         # the pass over the loader, and the batches taken from it
-        self._pass, self._taken = 0, 0
+        self._pass_number, self._batches_of_pass = 0, 0
         self._iterator: Iterator[Any] = iter(())
-        # the random states that the loader draws from
-        self._drawn = RandomStates.read()
-        self._generators = _generators(train)
-        # The user's seeds apply, so that the first pass equals a plain loop over the loader.
-        self._first_states = [generator.get_state() for generator in self._generators]
-        self._own_states = list(self._first_states)
-        self._newest: Any = None
+        # the random states of PyTorch, Python and numpy from which the loader draws, and those of its own generators
+        self._global_states = RandomStates.read()
+        self._generators = _list_generators(train)
+        # the user's seeds apply, so that the first pass equals a plain loop over the loader
+        self._initial_generator_states = [generator.get_state() for generator in self._generators]
+        self._generator_states = list(self._initial_generator_states)
+        self._newest_batch: Any = None
 
     @property
     def dataset(self) -> Any:
         """The data set of the training loader, or the loader itself if it has no data set."""
         return getattr(self._train, "dataset", self._train)
 
-    def _length(self) -> Optional[int]:
+    def _get_length(self) -> Optional[int]:
         try:
             return len(self._train)  # type: ignore[arg-type]
         except TypeError:
@@ -69,30 +69,30 @@ class LoaderData:
 
         Return None if the loader has no length.
         """
-        count = self._length()
+        count = self._get_length()
         batches = getattr(self._train, "batch_sampler", None)
         batches = self._train if batches is None else batches
-        size, drawn = getattr(batches, "batch_size", None), self.train_samples
-        if count is None or not isinstance(size, int) or drawn is None or getattr(batches, "drop_last", False):
+        size, samples = getattr(batches, "batch_size", None), self.train_samples
+        if count is None or not isinstance(size, int) or samples is None or getattr(batches, "drop_last", False):
             return count
-        return min(count, drawn // size)
+        return min(count, samples // size)
 
     @property
     def train_samples(self) -> Optional[int]:
         """The samples that the loader draws in an epoch, None if that is not known."""
         batches = getattr(self._train, "batch_sampler", None)
-        drawn = getattr(self._train if batches is None else batches, "sampler", None)
-        if not hasattr(drawn, "__len__"):
-            drawn = getattr(self._train, "dataset", None)
-        return len(drawn) if hasattr(drawn, "__len__") else None  # type: ignore[arg-type]
+        samples = getattr(self._train if batches is None else batches, "sampler", None)
+        if not hasattr(samples, "__len__"):
+            samples = getattr(self._train, "dataset", None)
+        return len(samples) if hasattr(samples, "__len__") else None  # type: ignore[arg-type]
 
     def train_batch(self, epoch: int, index: int, batch_size: int) -> Any:
         """Return batch `index` of the loader's pass number `epoch`, passing over the batches before it.
 
         A loader without a length is started again at its end. Its last batch is left out if it is incomplete.
         """
-        batch = self._read(epoch, index, batch_size)
-        count = _count(batch)
+        batch = self._read_batch(epoch, index, batch_size)
+        count = _count_samples(batch)
         if count is not None and count != batch_size:
             raise BadInput(
                 f"data: the loader gives batches of {count}, micro_batch_size is {batch_size}: they must agree"
@@ -101,79 +101,82 @@ class LoaderData:
 
     def read_batch_size(self) -> Optional[int]:
         """Return the samples of the first batch, None if it has no tensor."""
-        return _count(self._read(0, 0, 1))
+        return _count_samples(self._read_batch(0, 0, 1))
 
-    def _read(self, epoch: int, index: int, batch_size: int) -> Any:
-        if epoch != self._epoch or index < self._next - 1:
-            self._epoch, self._next = epoch, 0
-            self._begin(epoch)
-        while self._next <= index:
-            self._newest = self._following(batch_size)
-            self._next += 1
-        return self._newest
+    def _read_batch(self, epoch: int, index: int, batch_size: int) -> Any:
+        """Read on to batch `index` of pass `epoch`, from the pass's beginning if that batch is over; return it."""
+        if epoch != self._epoch or index < self._next_index - 1:
+            self._epoch, self._next_index = epoch, 0
+            self._begin_pass(epoch)
+        while self._next_index <= index:
+            self._newest_batch = self._take_next_batch(batch_size)
+            self._next_index += 1
+        return self._newest_batch
 
-    def _begin(self, number: int) -> None:
-        """Begin a pass of the loader. All that it draws is a function of the seeds and the pass, so that a resumed run and every
-        rank draw the same."""
+    def _begin_pass(self, number: int) -> None:
+        """Begin a pass of the loader.
+
+        All that it draws is a function of the seeds and the pass, so that a resumed run and every rank draw the same.
+        """
         seed = derive_seed(self._seed, "loader", number)
-        self._pass, self._taken = number, 0
-        self._drawn = RandomStates.from_seed(seed)
-        self._own_states = list(self._first_states)
+        self._pass_number, self._batches_of_pass = number, 0
+        self._global_states = RandomStates.from_seed(seed)
+        self._generator_states = list(self._initial_generator_states)
         if number:
-            own_seeds = [derive_seed(seed, state.numpy().tobytes().hex()) for state in self._first_states]
-            self._own_states = [torch.Generator().manual_seed(own_seed).get_state() for own_seed in own_seeds]
-        with self._drawing():
+            seeds = [derive_seed(seed, state.numpy().tobytes().hex()) for state in self._initial_generator_states]
+            self._generator_states = [torch.Generator().manual_seed(seed).get_state() for seed in seeds]
+        with self._use_loader_states():
             self._iterator = iter(self._train)
 
     @contextlib.contextmanager
-    def _drawing(self) -> Iterator[None]:
-        """Put the generators into the states in which the loader left them, and into the caller's afterwards."""
+    def _use_loader_states(self) -> Iterator[None]:
+        """Set the random states to those that the loader left inside the context, and restore the caller's afterwards."""
         callers = [generator.get_state() for generator in self._generators]
         with restore_random_states():
-            self._drawn.write()
-            for generator, state in zip(self._generators, self._own_states):
+            self._global_states.write()
+            for generator, state in zip(self._generators, self._generator_states):
                 generator.set_state(state)
             try:
                 yield
             finally:
-                self._drawn = RandomStates.read()
-                self._own_states = [generator.get_state() for generator in self._generators]
+                self._global_states = RandomStates.read()
+                self._generator_states = [generator.get_state() for generator in self._generators]
                 for generator, state in zip(self._generators, callers):
                     generator.set_state(state)
 
-    def _following(self, batch_size: int) -> Any:
+    def _take_next_batch(self, batch_size: int) -> Any:
         """Return the next batch: of the next pass, if this one ends and the loader has no length."""
-        with self._drawing():
+        with self._use_loader_states():
             batch = next(self._iterator, _END)
-            if self._length() is None and batch is not _END and (_count(batch) or batch_size) < batch_size:
+            if self._get_length() is None and batch is not _END and (_count_samples(batch) or batch_size) < batch_size:
                 after = next(self._iterator, _END)
                 # an incomplete batch in the middle is a fault; at the end it is dropped
                 batch = _END if after is _END else batch
         if batch is not _END:
-            self._taken += 1
+            self._batches_of_pass += 1
             return batch
-        if self._length() is not None:
-            raise BadInput(f"data: the training loader ended after {self._next} batches, its length says more")
-        if not self._taken:
+        if self._get_length() is not None:
+            raise BadInput(f"data: the training loader ended after {self._next_index} batches, its length says more")
+        if not self._batches_of_pass:
             again = (
-                f"ended after {self._next} batches (can it be iterated over twice?), begun anew it "
-                if self._pass
+                f"ended after {self._next_index} batches (can it be iterated over twice?), begun anew it "
+                if self._pass_number
                 else ""
             )
             raise BadInput(f"data: the training loader {again}gives no batch of {batch_size} samples")
-        self._begin(self._pass + 1)
-        return self._following(batch_size)
+        self._begin_pass(self._pass_number + 1)
+        return self._take_next_batch(batch_size)
 
     def test_batches(self, batch_size: int) -> Iterator[Any]:
         """Yield the test loader's batches as they come."""
         yield from self._test if self._test is not None else ()
 
 
-def _generators(loader: Any) -> List[torch.Generator]:
+def _list_generators(loader: Any) -> List[torch.Generator]:
     """Collect the torch generators that a loader and its samplers hold, each once."""
     batches = getattr(loader, "batch_sampler", None)
-    drawing = (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
-    candidates = (getattr(holder, "generator", None) for holder in drawing)
+    objects = (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
+    candidates = (getattr(item, "generator", None) for item in objects)
     generators = {id(g): g for g in candidates if isinstance(g, torch.Generator) and g is not torch.default_generator}
     return list(generators.values())
 
@@ -192,7 +195,7 @@ def _require_batches(name: str, loader: Any) -> None:
         raise BadInput(f"data: {name}: {describe_kind(loader)}: must be a DataLoader, or another iterable of batches")
 
 
-def _count(batch: Any) -> Optional[int]:
+def _count_samples(batch: Any) -> Optional[int]:
     """Return the number of samples of a batch by its first tensor, or None if it has no tensor (reported later)."""
     batch_tensors = list_tensors(batch)
     return len(batch_tensors[0]) if batch_tensors and batch_tensors[0].dim() else None

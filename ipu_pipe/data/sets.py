@@ -28,15 +28,7 @@ from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
 import numpy as np
 import torch
 
-from ipu_pipe.data.batches import (
-    DataSource,
-    Pair,
-    SyntheticData,
-    TensorData,
-    require_whole,
-    split_off_test,
-    take_subset,
-)
+from ipu_pipe.data.sources import DataSource, Pair, SyntheticData, TensorData, require_int, split_off_test, take_subset
 from ipu_pipe.data.text import TextData, TranslationData
 from ipu_pipe.errors import BadInput
 from ipu_pipe.files import hash_file
@@ -95,7 +87,7 @@ def verify_files(name: str, folder: Path, root: Union[str, Path, None]) -> None:
         raise BadInput(f"data: {name}: {folder}: not there: {remedy}")
     # fetching does not replace an existing folder
     remedy = f"delete the folder and {remedy}"
-    faults, whole = [], {}
+    faults, complete_files = [], {}
     for file, (_, size) in FILES[name].items():
         path = folder / file
         if not path.is_file():
@@ -103,11 +95,11 @@ def verify_files(name: str, folder: Path, root: Union[str, Path, None]) -> None:
         elif path.stat().st_size != size:
             faults.append(f"data: {name}: {path}: {path.stat().st_size} bytes, must be {size}: {remedy}")
         else:
-            whole[file] = path
+            complete_files[file] = path
     with ThreadPoolExecutor() as pool:
-        for file, md5 in zip(whole, pool.map(lambda path: hash_file(path, "md5"), whole.values())):
+        for file, md5 in zip(complete_files, pool.map(lambda path: hash_file(path, "md5"), complete_files.values())):
             if md5 != FILES[name][file][0]:
-                faults.append(f"data: {name}: {whole[file]}: its MD5 is not {FILES[name][file][0]}: {remedy}")
+                faults.append(f"data: {name}: {complete_files[file]}: its MD5 is not {FILES[name][file][0]}: {remedy}")
     if faults:
         raise BadInput(faults)
 
@@ -132,10 +124,10 @@ def read_idx(images: Path, labels: Path) -> Pair:
     """Read images (n, 1, H, W) and labels (n,) of a pair of IDX files."""
     raw = np.fromfile(images, dtype=np.uint8)
     magic, count, height, width = raw[:16].view(">i4").tolist()
-    tags = np.fromfile(labels, dtype=np.uint8)
-    if magic != 2051 or tags[:8].view(">i4").tolist() != [2049, count]:
+    raw_labels = np.fromfile(labels, dtype=np.uint8)
+    if magic != 2051 or raw_labels[:8].view(">i4").tolist() != [2049, count]:
         raise BadInput(f"data: {images}: no IDX file of images, or {labels.name} does not belong to it")
-    return torch.from_numpy(raw[16:]).view(count, 1, height, width), torch.from_numpy(tags[8:]).long()
+    return torch.from_numpy(raw[16:]).view(count, 1, height, width), torch.from_numpy(raw_labels[8:]).long()
 
 
 def _load_cifar10(root: Optional[str], seed: int, augment: bool = True, size: int = 32, **limits: Any) -> DataSource:
@@ -144,9 +136,9 @@ def _load_cifar10(root: Optional[str], seed: int, augment: bool = True, size: in
     folder = _resolve_folder("cifar10", root)
     parts = [read_cifar(folder / file) for file in FILES["cifar10"]]
     train = torch.cat([x for x, _ in parts[:-1]]), torch.cat([y for _, y in parts[:-1]])
-    small = [(_average_pixels(x, 32 // size), y) for x, y in (train, parts[-1])]
+    train, test = ((_average_pixels(x, 32 // size), y) for x, y in (train, parts[-1]))
     # mean and standard deviation of the training images by channel
-    return _limit_samples(small[0], small[1], seed, augment, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616), **limits)
+    return _limit_samples(train, test, seed, augment, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616), **limits)
 
 
 def _average_pixels(x: torch.Tensor, factor: int) -> torch.Tensor:
@@ -230,7 +222,7 @@ CLASSES = 10
 
 
 def _draw_labels(pair: Pair, seed: int, part: str) -> Pair:
-    """Return the same samples with labels drawn by (seed, part, place), whatever the sample."""
+    """Return the same samples with labels drawn by (seed, part, position), whatever the sample."""
     generator = torch.Generator().manual_seed(derive_seed(seed, "random labels", part))
     return pair[0], torch.randint(0, CLASSES, (len(pair[1]),), generator=generator)
 
@@ -250,7 +242,7 @@ def _make_synthetic(
             f"data.shape: {show(shape)}, data.classes: {show(classes)}: must be whole numbers >= 1, as shape: [3, 32, 32]"
         )
     for key, count in (("subset", subset), ("test_subset", test_subset)):
-        require_whole(key, count)
+        require_int(key, count)
     return SyntheticData(sizes, classes, subset, test_subset, seed, bytes)
 
 
@@ -303,18 +295,17 @@ def load_data(name: str, root: Union[str, Path, None] = None, seed: int = 0, **o
             near = find_nearest(key, allowed)
             faults.append(
                 f"data.{show(key)}: {show(value)}: unknown key for {name}, allowed are "
-                f"{', '.join(['root', *allowed, 'validation'])}"
-                + (f", nearest is {near}" if near else "")
+                f"{', '.join(['root', *allowed, 'validation'])}" + (f", nearest is {near}" if near else "")
             )
         elif key in ("augment", "random_labels", "bytes", "ascii") and not isinstance(value, bool):
             faults.append(f"data.{show(key)}: {show(value)}: must be true or false")
     if faults:
         raise BadInput(faults)
     source = SETS[name](str(root) if root is not None else None, seed, **options)
-    files_of = "translation" if name == "verses" else name
-    if files_of in FILES:
-        folder = Path(root or get_default_root()) / FOLDERS[files_of]
-        vars(source)["data_files"] = [folder / file for file in FILES[files_of]]
+    set_of_files = "translation" if name == "verses" else name
+    if set_of_files in FILES:
+        folder = Path(root or get_default_root()) / FOLDERS[set_of_files]
+        vars(source)["data_files"] = [folder / file for file in FILES[set_of_files]]
     elif name == "digits":
         vars(source)["data_files"] = [_find_digits_file()]
     if validation is not None:

@@ -9,7 +9,7 @@ from typing import Any, List, Optional, Sequence
 import numpy as np
 import torch
 
-from ipu_pipe.data.batches import Pair, SampledData, TensorData, draw_order, require_whole, split_off_test, take_subset
+from ipu_pipe.data.sources import Pair, SampledData, TensorData, draw_order, require_int, split_off_test, take_subset
 from ipu_pipe.errors import BadInput
 from ipu_pipe.model.randomness import derive_seed
 from ipu_pipe.text import show
@@ -36,49 +36,49 @@ class TextData(SampledData):
         test_subset: Optional[int] = None,
         ascii: bool = False,
     ) -> None:
-        require_whole("context", context)
-        require_whole("characters", characters, 20, len(text), optional=True)
+        require_int("context", context)
+        require_int("characters", characters, 20, len(text), optional=True)
         codes = np.frombuffer(text, dtype=np.uint8)
         characters_used, numbers = (np.arange(128, dtype=np.uint8), codes) if ascii else np.unique(codes, return_inverse=True)
         self.vocabulary, self.vocabulary_size = characters_used.tobytes().decode("latin-1"), len(characters_used)
         numbers = numbers[:characters].astype(np.uint8)
-        cut = len(numbers) * 9 // 10
-        longest = min(cut // 2, len(numbers) - cut - 1)
+        train_length = len(numbers) * 9 // 10
+        longest = min(train_length // 2, len(numbers) - train_length - 1)
         if context > longest:
             raise BadInput(
                 f"data.context: {show(context)}: must be from 1 to {longest} for {len(numbers)} characters,"
                 " a tenth of them for tests"
             )
-        self._text, self._test_text = torch.from_numpy(numbers[:cut]), torch.from_numpy(numbers[cut:])
-        count, test_count = cut // context - 1, (len(numbers) - cut - 1) // context
-        require_whole("subset", subset, 1, count, optional=True)
-        require_whole("test_subset", test_subset, 1, test_count, optional=True)
+        self._text, self._test_text = torch.from_numpy(numbers[:train_length]), torch.from_numpy(numbers[train_length:])
+        count, test_count = train_length // context - 1, (len(numbers) - train_length - 1) // context
+        require_int("subset", subset, 1, count, optional=True)
+        require_int("test_subset", test_subset, 1, test_count, optional=True)
         self.train_samples, self.test_samples = subset or count, test_subset or test_count
         self._context, self._seed, self._epoch = context, seed, -1
 
-    def _move_to_test(self, other: Any, moved: torch.Tensor, left: torch.Tensor) -> None:
+    def _split_training_set(self, validation: Any, held_out: torch.Tensor, remaining: torch.Tensor) -> None:
         # windows begin anywhere: the validation part is the end of the training text, and no character is in both; the training
         # part loses a window to the offset
-        self.train_samples = len(left) - 1
-        cut = len(left) * self._context
-        other._test_text, self._text = self._text[cut : cut + len(moved) * self._context + 1], self._text[:cut]
+        self.train_samples = len(remaining) - 1
+        cut = len(remaining) * self._context
+        validation._test_text, self._text = self._text[cut : cut + len(held_out) * self._context + 1], self._text[:cut]
 
-    def take_train(self, epoch: int, places: range) -> Pair:
-        """Return the windows at these places of an epoch."""
+    def take_train(self, epoch: int, positions: range) -> Pair:
+        """Return the windows at these positions of an epoch."""
         if epoch != self._epoch:
             generator = torch.Generator().manual_seed(derive_seed(self._seed, "offset", epoch))
             offset = torch.randint(0, self._context, (), generator=generator)
             self._starts = draw_order(self._seed, epoch, self.train_samples) * self._context + offset
             self._epoch = epoch
-        return self._cut_windows(self._text, self._starts[places.start : places.stop])
+        return self._cut_windows(self._text, self._starts[positions.start : positions.stop])
 
-    def take_test(self, places: range) -> Pair:
-        """Return the windows at these places of the test part."""
-        return self._cut_windows(self._test_text, torch.arange(places.start, places.stop) * self._context)
+    def take_test(self, positions: range) -> Pair:
+        """Return the windows at these positions of the test part."""
+        return self._cut_windows(self._test_text, torch.arange(positions.start, positions.stop) * self._context)
 
     def _cut_windows(self, text: torch.Tensor, starts: torch.Tensor) -> Pair:
-        places = starts[:, None] + torch.arange(self._context)
-        return text[places].long(), text[places + 1].long()
+        positions = starts[:, None] + torch.arange(self._context)
+        return text[positions].long(), text[positions + 1].long()
 
 
 # ---- translation
@@ -88,7 +88,7 @@ SPECIAL = ["<pad>", "<unk>", "<begin>", "<end>"]
 TEST_PAIRS = 1000
 # the label that cross-entropy ignores
 NO_LABEL = -100
-# longer than any verse
+# the greatest `length`; every verse is shorter
 LONGEST = 512
 
 
@@ -100,10 +100,10 @@ def split_into_tokens(line: str) -> List[str]:
 class TranslationData(TensorData):
     """Pairs of sentences of at most `length` tokens, begin or end among them; 1000 drawn once are the test part.
 
-    x: (b, 2, length), the source, and the target shifted right behind a begin; y: (b, length), the target with its end, -100
-    where padded. A token is a word or a mark; a language has `vocabulary` numbers: padding, unknown, begin, end and the most
-    frequent tokens of the training pairs. `source_tokens` and `target_tokens` list them by number, `source_vocabulary` and
-    `target_vocabulary` say how many there are (fewer than asked for where there are fewer), `left_out` how many pairs are longer.
+    x: (b, 2, length), the source, and the target shifted right after a begin token; y: (b, length), the target and an end
+    token, -100 where padded. A token is a word or a mark. A language has at most `vocabulary` tokens: padding, unknown, begin,
+    end and the most frequent ones of the training pairs. `source_tokens` and `target_tokens` list them by number,
+    `source_vocabulary` and `target_vocabulary` are their lengths, `left_out` is the number of longer pairs.
     """
 
     def __init__(
@@ -116,8 +116,8 @@ class TranslationData(TensorData):
         subset: Optional[int] = None,
         test_subset: Optional[int] = None,
     ) -> None:
-        require_whole("length", length, 2, LONGEST)
-        require_whole("vocabulary", vocabulary, len(SPECIAL) + 1)
+        require_int("length", length, 2, LONGEST)
+        require_int("vocabulary", vocabulary, len(SPECIAL) + 1)
         read = [(split_into_tokens(source), split_into_tokens(target)) for source, target in zip(sources, targets)]
         pairs = [(source, target) for source, target in read if len(source) <= length and len(target) < length]
         self.left_out = len(read) - len(pairs)
@@ -126,8 +126,8 @@ class TranslationData(TensorData):
                 f"data.length: {show(length)}: {len(pairs)} pairs are no longer, must be more than"
                 f" {TEST_PAIRS}: take a greater length"
             )
-        places = torch.arange(len(pairs))
-        (chosen, _), _ = split_off_test(places, places, TEST_PAIRS)
+        positions = torch.arange(len(pairs))
+        (chosen, _), _ = split_off_test(positions, positions, TEST_PAIRS)
         self.source_tokens = _list_most_frequent([pairs[i][0] for i in chosen.tolist()], vocabulary)
         self.target_tokens = _list_most_frequent([pairs[i][1] for i in chosen.tolist()], vocabulary)
         self.source_vocabulary, self.target_vocabulary = len(self.source_tokens), len(self.target_tokens)

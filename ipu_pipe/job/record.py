@@ -13,7 +13,7 @@ from torch import nn
 from ipu_pipe.config.schema import Config
 from ipu_pipe.config.sections import GIVEN, Given
 from ipu_pipe.data import DataSource
-from ipu_pipe.data.batches import split_batch
+from ipu_pipe.data.sources import split_batch
 from ipu_pipe.hardware.precision import MASTERS, MIXED
 from ipu_pipe.job.metrics import Metric
 from ipu_pipe.local.blocks import get_blocks

@@ -1,4 +1,4 @@
-"""A plan as words, as JSON, and as a config that trains it. All of it is predicted."""
+"""Format the answer of the planner as text, as JSON, and as a config that trains its best configuration."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ipu_pipe.config.sections import MethodArgs
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.record import Job
 from ipu_pipe.plan.candidates import Candidate
-from ipu_pipe.plan.of_config import predict_own_cut
-from ipu_pipe.plan.planner import STREAMED, Answer, Binding
+from ipu_pipe.plan.config_cut import predict_config_cut
+from ipu_pipe.plan.planner import STREAMED, Answer, Bottleneck
 from ipu_pipe.plan.prediction import Prediction, Problem
 from ipu_pipe.schedule.methods import METHODS
 from ipu_pipe.text import format_bytes
 
-# the most devices whose map is printed
-MAP_SHOWN = 64
+# the most devices whose numbers are printed by replica
+MOST_LISTED_DEVICES = 64
 
 
 def list_begins(problem: Problem, prediction: Prediction) -> List[str]:
@@ -27,9 +27,9 @@ def list_begins(problem: Problem, prediction: Prediction) -> List[str]:
     return [problem.units[start].name for start in prediction.starts[1:]]
 
 
-def _name_schedule(asked: Candidate) -> Optional[str]:
+def _name_schedule(candidate: Candidate) -> Optional[str]:
     """Return the schedule as `method_args` name it; None for the method's own."""
-    return None if asked.schedule is None else asked.schedule.value
+    return None if candidate.schedule is None else candidate.schedule.value
 
 
 def convert_to_json(answer: Answer) -> Dict[str, Any]:
@@ -40,24 +40,24 @@ def convert_to_json(answer: Answer) -> Dict[str, Any]:
         "predicted": True,
         "plans": [
             {
-                "method": prediction.asked.method,
-                "depth": prediction.asked.depth,
-                "stages_per_device": prediction.asked.stages_per_device,
-                "schedule": _name_schedule(prediction.asked),
-                "width": prediction.asked.width,
-                "micro_batch_size": prediction.asked.micro_batch_size,
-                "gradient_accumulation": prediction.asked.gradient_accumulation,
-                "recompute": prediction.asked.recompute,
+                "method": prediction.candidate.method,
+                "depth": prediction.candidate.depth,
+                "stages_per_device": prediction.candidate.stages_per_device,
+                "schedule": _name_schedule(prediction.candidate),
+                "width": prediction.candidate.width,
+                "micro_batch_size": prediction.candidate.micro_batch_size,
+                "gradient_accumulation": prediction.candidate.gradient_accumulation,
+                "recompute": prediction.candidate.recompute,
                 "stages": list_begins(answer.problem, prediction),
                 "samples_per_second": prediction.samples_per_second,
                 "utilization": prediction.utilization,
-                "global_batch_size": prediction.asked.global_batch_size,
+                "global_batch_size": prediction.candidate.global_batch_size,
                 "memory_bytes": [memory.total for memory in prediction.memory],
                 "activation_bytes": [memory.activations for memory in prediction.memory],
-                "binding": str(reason),
-                "devices": prediction.layout.map(),
+                "binding": str(bottleneck),
+                "devices": prediction.layout.list_devices(),
             }
-            for prediction, reason in answer.plans
+            for prediction, bottleneck in answer.plans
         ],
         "refused": [{"reason": reason, "count": count} for reason, count in answer.refused.items()],
         "smallest_change": answer.smallest_change,
@@ -96,48 +96,49 @@ def _format_table(answer: Answer) -> List[str]:
         "    samples/s  method                  depth x width  microbatch x accumulation  recompute"
         "  busy  fullest device  of it activations  held back by"
     ]
-    for place, (prediction, reason) in enumerate(answer.plans, 1):
-        asked, fullest = prediction.asked, max(prediction.memory, key=lambda memory: memory.total)
-        name = asked.method + (f" v={asked.stages_per_device}" if asked.stages_per_device > 1 else "")
-        name += f" {_name_schedule(asked)}" if asked.schedule is not None else ""
+    for rank, (prediction, bottleneck) in enumerate(answer.plans, 1):
+        candidate, fullest = prediction.candidate, max(prediction.memory, key=lambda memory: memory.total)
+        name = candidate.method + (f" v={candidate.stages_per_device}" if candidate.stages_per_device > 1 else "")
+        name += f" {_name_schedule(candidate)}" if candidate.schedule is not None else ""
         lines.append(
-            f"{place:2d} {prediction.samples_per_second:10.4g}  {name:22s} {asked.depth:6d} x {asked.width:<5d}"
-            f" {asked.micro_batch_size:11d} x {asked.gradient_accumulation:<12d} {'yes' if asked.recompute else 'no':>9s} "
-            f"{prediction.utilization:6.0%} {format_bytes(fullest.total):>15s} {format_bytes(fullest.activations):>18s}"
-            f"  {reason.kind} ({reason.share:.0%})"
+            f"{rank:2d} {prediction.samples_per_second:10.4g}  {name:22s} {candidate.depth:6d} x {candidate.width:<5d}"
+            f" {candidate.micro_batch_size:11d} x {candidate.gradient_accumulation:<12d}"
+            f" {'yes' if candidate.recompute else 'no':>9s} {prediction.utilization:6.0%} {format_bytes(fullest.total):>15s}"
+            f" {format_bytes(fullest.activations):>18s}"
+            f"  {bottleneck.kind} ({bottleneck.share:.0%})"
         )
     return lines
 
 
-def _format_best(problem: Problem, prediction: Prediction, reason: Binding) -> List[str]:
+def _format_best(problem: Problem, prediction: Prediction, bottleneck: Bottleneck) -> List[str]:
     work, total = prediction.work, sum(prediction.work)
     lines = [
         "the best one's stages",
         "stage  begins with                      share of the work     memory  of it activations"
-        + ("  (of its device)" if prediction.asked.stages_per_device > 1 else ""),
+        + ("  (of its device)" if prediction.candidate.stages_per_device > 1 else ""),
     ]
     for s, start in enumerate(prediction.starts):
-        memory = prediction.memory[prediction.asked.placement[s]]
+        memory = prediction.memory[prediction.candidate.placement[s]]
         name = problem.units[start].name or "(the model's beginning)"
         lines.append(
             f"{s:5d}  {name:30s} {work[s] / total:18.1%} {format_bytes(memory.total):>10s} "
             f"{format_bytes(memory.activations):>15s}"
         )
-    lines += ["", f"held back by {reason}"]
-    devices = prediction.asked.devices
-    if prediction.asked.width > 1 and prediction.asked.depth > 1 and devices <= MAP_SHOWN:
+    lines += ["", f"held back by {bottleneck}"]
+    devices = prediction.candidate.devices
+    if prediction.candidate.width > 1 and prediction.candidate.depth > 1 and devices <= MOST_LISTED_DEVICES:
         lines += ["", "devices of each replica's stages, neighbours numbered next to one another:"]
-        lines += [f"  replica {r}: {' '.join(map(str, row))}" for r, row in enumerate(prediction.layout.map())]
+        lines += [f"  replica {r}: {' '.join(map(str, row))}" for r, row in enumerate(prediction.layout.list_devices())]
     return lines
 
 
-def format_own_cut(job: Job) -> List[str]:
-    """Return lines for `--dry-run`: what the config's stages would do on the hardware that it names; none if it names none."""
+def format_config_cut(job: Job) -> List[str]:
+    """Return lines for `--dry-run`: predicted figures of the job's stages on the config's hardware; none without hardware."""
     if job.config.hardware is None:
         return []
     name = job.config.hardware if isinstance(job.config.hardware, str) else "the hardware given"
     try:
-        problem, prediction, reason = predict_own_cut(job)
+        problem, prediction, bottleneck = predict_config_cut(job)
     except BadInput as error:
         return [*(f"not predicted on {name}: {fault}" for fault in error.faults), ""]
     limit, costs = problem.memory_bytes, prediction.costs
@@ -145,7 +146,7 @@ def format_own_cut(job: Job) -> List[str]:
         f"predicted on {problem.hardware.name}, nothing here is measured",
         "stage  forward (ms)  backward (ms)     memory  of the usable",
     ]
-    for s, device in enumerate(prediction.asked.placement):
+    for s, device in enumerate(prediction.candidate.placement):
         memory = prediction.memory[device]
         share = f"{memory.total / limit:14.1%}{'  does not fit' if memory.total > limit else ''}"
         lines.append(
@@ -154,7 +155,7 @@ def format_own_cut(job: Job) -> List[str]:
     lines += [
         f"predicted {prediction.samples_per_second:.4g} samples/s, devices busy {prediction.utilization:.0%} of the time, "
         f"{format_bytes(int(limit))} usable on each",
-        f"predicted to be held back by {reason}",
+        f"predicted to be held back by {bottleneck}",
         "",
     ]
     return lines
@@ -169,30 +170,30 @@ def _move_off_chip(backend: Any) -> Any:
 
 
 def make_planned_config(config: Config, problem: Problem, prediction: Prediction, hardware: Any) -> str:
-    """Return the text of `config` changed to a prediction; `hardware` as the user named it.
+    """Return the YAML text of `config` changed to the predicted configuration; `hardware`: as the user named it.
 
-    Settings of the method (`method_args`) stay where the method does. Raise `BadInput` where that is not a valid config.
+    `method_args` are kept if the method stays the same. Raise `BadInput` if the result is not a valid config.
     """
-    asked = prediction.asked
+    candidate = prediction.candidate
     changes = {
-        "method": asked.method,
+        "method": candidate.method,
         "stages": list_begins(problem, prediction) or 1,
-        "stages_per_device": None if asked.row.order is None else asked.stages_per_device,
-        "micro_batch_size": asked.micro_batch_size,
-        "gradient_accumulation": asked.gradient_accumulation,
-        "replicas": asked.width,
-        "recompute": asked.recompute,
+        "stages_per_device": None if candidate.method_row.order is None else candidate.stages_per_device,
+        "micro_batch_size": candidate.micro_batch_size,
+        "gradient_accumulation": candidate.gradient_accumulation,
+        "replicas": candidate.width,
+        "recompute": candidate.recompute,
         "precision": problem.precision,
         "hardware": hardware,
     }
     # the plan is of whole backwards
     method_args = config.method_args.model_copy(update=dict.fromkeys(("split_backward", "activation_limit")))
-    local = METHODS[asked.method].structure is not None
-    if asked.method != config.method:
+    local = METHODS[candidate.method].structure is not None
+    if candidate.method != config.method:
         method_args = MethodArgs(head=config.method_args.head if local else None)
-    if asked.method == "local_chunked":
+    if candidate.method == "local_chunked":
         method_args = method_args.model_copy(update={"blocks": list_begins(problem, prediction) or 1})
-    changes["method_args"] = method_args.model_copy(update={"schedule": _name_schedule(asked)})
+    changes["method_args"] = method_args.model_copy(update={"schedule": _name_schedule(candidate)})
     if problem.streamed and config.backend.ipu is not None:
         changes["backend"] = _move_off_chip(config.backend)
     text = dump_config(config.model_copy(update=changes))

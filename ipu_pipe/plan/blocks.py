@@ -1,4 +1,4 @@
-"""The costs of blocks with their own losses besides a model's units: auxiliary heads, minus gradients that are not computed.
+"""Count the costs of blocks with losses of their own: those of auxiliary heads, minus gradients that are not computed.
 
     units       a   b | c   d | e          three blocks, each on its own device
     added             head    head         a head at the end of each block but the last
@@ -11,6 +11,7 @@ begin.
 from __future__ import annotations
 
 import contextlib
+import functools
 from dataclasses import dataclass, replace
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
@@ -39,11 +40,7 @@ class BlockUnits:
 
 
 def count_blocks(
-    model: nn.Module,
-    x: Any,
-    units: Sequence[Unit],
-    head: Optional[Heads] = None,
-    take: Optional[Take] = None,
+    model: nn.Module, x: Any, units: Sequence[Unit], head: Optional[Heads] = None, take: Optional[Take] = None
 ) -> BlockUnits:
     """Count the blocks of a model whose `units` were counted with `x`; figures are for a sample.
 
@@ -53,15 +50,13 @@ def count_blocks(
     """
     if isinstance(head, AugLocal):
         raise BadInput("method_args.head: depth: its layers depend on where all blocks begin: name the stages")
-    make = (
-        head or getattr(model, "local_head", None) or (lambda activation, output: make_head(model, activation, output))
-    )
+    make = head or getattr(model, "local_head", None) or functools.partial(make_head, model)
     try:
         with move_to_meta(model):
-            whole = _EveryUnit(model, [unit.name for unit in units[1:]])
+            whole = _BlockAtEveryUnit(model, [unit.name for unit in units[1:]])
             with torch.no_grad():
                 call_model(whole, to_meta(x))
-            # more than the one activation that is detached at a boundary
+            # more bytes than this cross if there is another activation than the one that is detached
             most = [value.numel() * value.element_size() / count_samples(x) * (1 + 1e-9) for value in whole.ends]
             raise_faults([
                 f"method: blocks with their own losses cannot begin at {unit.name}: a skip connection crosses there"
@@ -72,13 +67,13 @@ def count_blocks(
             for value in whole.ends:
                 whole.heads.append(make(value, output).to("meta"))
             shapes = to_meta(x)
-            seen = observe_costs(whole, shapes, lambda: call_model(whole, shapes))
+            observed = observe_costs(whole, shapes, lambda: call_model(whole, shapes))
     except BadInput:
         raise
     # the user's code may raise anything
     except Exception as error:
         raise BadInput(f"model: its blocks cannot be counted by shape: {summarize(error)}") from error
-    calls_of_units, calls_of_heads = _split_calls(seen.calls, [unit.name for unit in units])
+    calls_of_units, calls_of_heads = _split_calls(observed.calls, [unit.name for unit in units])
     first = tuple(
         replace(
             unit,
@@ -88,14 +83,14 @@ def count_blocks(
         for unit, calls in zip(units, calls_of_units)
     )
     heads = tuple(
-        _make_head_unit(unit, head_module, calls, {place for call in before for place in call.saved}, count_samples(x))
-        for unit, head_module, calls, before in zip(units, whole.heads, calls_of_heads, calls_of_units)
+        _make_head_unit(unit, head_module, calls, {storage for call in unit_calls for storage in call.saved}, count_samples(x))
+        for unit, head_module, calls, unit_calls in zip(units, whole.heads, calls_of_heads, calls_of_units)
     )
     return BlockUnits(heads, first)
 
 
-class _EveryUnit(nn.Module):
-    """A model that detaches the inputs of every module of `begins` and runs them through a head."""
+class _BlockAtEveryUnit(nn.Module):
+    """A model with a block at every unit: it detaches the input of every module of `begins` and runs it through a head."""
 
     def __init__(self, model: nn.Module, begins: Sequence[str]) -> None:
         super().__init__()
@@ -124,25 +119,25 @@ def _split_calls(
     calls: Sequence[ModuleCall], names: Sequence[str]
 ) -> Tuple[List[List[ModuleCall]], List[List[ModuleCall]]]:
     """Return the calls of each unit, and of each head."""
-    at: Dict[str, int] = {f"model.{name}" if name else "model": i for i, name in enumerate(names)}
+    unit_of_module: Dict[str, int] = {f"model.{name}" if name else "model": i for i, name in enumerate(names)}
     of_units: List[List[ModuleCall]] = [[] for _ in names]
-    heads: List[List[ModuleCall]] = [[] for _ in names[1:]]
+    of_heads: List[List[ModuleCall]] = [[] for _ in names[1:]]
     part = of_units[0]
     for call in calls:
-        outer = call.name.split(".")
-        if outer[0] == "heads" and len(outer) > 1:
-            part = heads[int(outer[1])]
-        elif call.name in at:
-            part = of_units[at[call.name]]
+        path = call.name.split(".")
+        if path[0] == "heads" and len(path) > 1:
+            part = of_heads[int(path[1])]
+        elif call.name in unit_of_module:
+            part = of_units[unit_of_module[call.name]]
         part.append(call)
-    return of_units, heads
+    return of_units, of_heads
 
 
-def _make_head_unit(unit: Unit, head: nn.Module, calls: Sequence[ModuleCall], kept: Any, samples: int) -> Unit:
-    """Return a head as a unit, without the tensors that its block stores anyway (`kept`)."""
-    saved = {place: size for call in calls for place, size in call.saved.items() if place not in kept}
+def _make_head_unit(unit: Unit, head: nn.Module, calls: Sequence[ModuleCall], saved_by_unit: Any, samples: int) -> Unit:
+    """Return the head after a unit as a unit, without the storages `saved_by_unit`, which are saved for the backward anyway."""
+    saved = {storage: size for call in calls for storage, size in call.saved.items() if storage not in saved_by_unit}
     return Unit(
-        f"head behind {unit.name}",
+        f"head after {unit.name}",
         sum(call.flops for call in calls) / samples,
         sum(call.backward_flops for call in calls) / samples,
         sum(parameter.numel() for parameter in head.parameters() if parameter.requires_grad),

@@ -1,6 +1,6 @@
-"""The candidates of a plan: every width, depth, microbatch, accumulation and recomputation, and the layouts of replicas.
+"""List the candidates of a plan (width, depth, microbatch, accumulation, recomputation), and the layouts of their replicas.
 
-A configuration uses all devices as w replicas of a pipeline of d stages. Its global batch, microbatch x accumulation x w, is at
+A candidate uses all devices as w replicas of a pipeline of d devices. Its global batch, microbatch x accumulation x w, is at
 most the greatest that the user allows. Devices are numbered so that neighbours are close. There are two layouts: the stages of
 a replica together, or the replicas of a stage together:
 
@@ -18,7 +18,7 @@ from itertools import product
 from typing import Callable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 from ipu_pipe.errors import raise_faults
-from ipu_pipe.hardware.description import Hardware, count_sharing, make_all_reduce, make_transfer
+from ipu_pipe.hardware.description import Hardware, count_sharing, make_transfer
 from ipu_pipe.schedule.clock import Transfer
 from ipu_pipe.schedule.methods import METHODS, Method, Pipeline, Reads
 from ipu_pipe.text import show
@@ -53,7 +53,7 @@ def list_schedules(row: Method) -> Tuple[Optional[Pipeline], ...]:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A configuration without its boundaries: `depth` devices with `stages_per_device`, `width` replicas of the pipeline.
+    """A configuration without the boundaries of its stages: `width` replicas of a pipeline of `depth` devices.
 
     `recompute`: the backward recomputes activations from each stage's input. `schedule`: instead of the method's own, as in a
     config's method_args.
@@ -69,8 +69,8 @@ class Candidate:
     schedule: Optional[Pipeline] = None
 
     @property
-    def row(self) -> Method:
-        """Return the method."""
+    def method_row(self) -> Method:
+        """Return the method: its row of METHODS with the candidate's schedule and stages per device."""
         return get_method(self.method, self.stages_per_device, self.schedule)
 
     @property
@@ -80,18 +80,18 @@ class Candidate:
 
     @property
     def placement(self) -> Tuple[int, ...]:
-        """Return the place of each stage's device in its replica."""
-        order = self.row.order
+        """Return the device of each stage, numbered within its replica."""
+        order = self.method_row.order
         return tuple(range(self.depth)) if order is None else order.place(self.stages)
 
     @property
     def devices(self) -> int:
-        """Return the number of devices."""
+        """Return the number of devices of all replicas."""
         return self.depth * self.width
 
     @property
     def shape(self) -> Tuple[str, int, int, int, bool]:
-        """Everything but the division of an update's samples and the order of a stage's passes."""
+        """Return all fields but the microbatch, the accumulation and the schedule."""
         return self.method, self.depth, self.stages_per_device, self.width, self.recompute
 
     @property
@@ -110,7 +110,7 @@ def list_candidates(
     """
     for depth in (d for d in range(1, min(devices, units) + 1) if devices % d == 0):
         width = devices // depth
-        for size in _list_powers_of_two(greatest_batch // width):
+        for size in list_powers_of_two(greatest_batch // width):
             for method in methods if depth > 1 else methods[:1]:
                 schedules = list_schedules(METHODS[method]) if depth > 1 else (None,)
                 for v in _list_stages_per_device(METHODS[method], depth, units):
@@ -144,8 +144,34 @@ def _list_accumulations(row: Method, depth: int, most: int) -> List[int]:
     return [most]
 
 
-def _list_powers_of_two(most: int) -> List[int]:
+def list_powers_of_two(most: int) -> List[int]:
+    """Return 1, 2, 4, ..., up to `most`."""
     return [1 << k for k in range(most.bit_length())]
+
+
+def choose_methods(
+    configured: str, asked: Optional[Sequence[str]], lockstep: bool, say: Callable[[str], None] = lambda text: None
+) -> List[str]:
+    """Return the methods to rank: `asked` if given, else the `configured` one, if the planner supports it, and the usual ones.
+
+    Devices in lock-step have only the methods that they run. Raise `BadInput` for a method that the planner does not support.
+    """
+    pipelines = [name for name, row in METHODS.items() if row.is_pipeline and name not in UNPLANNED]
+    planned = [*pipelines, *LOCAL]
+    if asked is not None:
+        faults = [f"--methods: {show(name)}: must be of {', '.join(planned)}" for name in asked if name not in planned]
+        faults += [
+            f"--methods: {name}: devices in lock-step, such as IPUs, do not run it: must be of {', '.join(IN_LOCKSTEP)}"
+            for name in asked
+            if lockstep and name in planned and METHODS[name].order is not None
+        ]
+        raise_faults(faults)
+        return list(asked)
+    row = METHODS.get(configured)
+    if (row is None or row.structure is not None) and configured not in LOCAL:
+        say(f"method: {configured}: is not planned: {'others' if row is None else 'pipelines of one loss'} are, in its place")
+    first = [configured] if configured in (LOCAL if lockstep else planned) else []
+    return list(dict.fromkeys([*first, *(IN_LOCKSTEP if lockstep else USUAL)]))
 
 
 # ---- layouts
@@ -153,8 +179,11 @@ def _list_powers_of_two(most: int) -> List[int]:
 
 @dataclass(frozen=True)
 class ReplicaLayout:
-    """`width` replicas of a pipeline on `depth` devices, the replicas of a stage or the stages of a replica together.
-    `placement`: the place of each stage's device in its replica; empty: a stage on each."""
+    """The devices of `width` replicas of a pipeline of `depth` devices.
+
+    `replicas_together`: neighbouring devices have the same stage; otherwise they have neighbouring stages of a replica.
+    `placement`: the device of each stage, numbered within its replica; empty if each device has one stage.
+    """
 
     depth: int
     width: int
@@ -168,26 +197,28 @@ class ReplicaLayout:
 
     def get_device(self, replica: int, stage: int) -> int:
         """Return the device of a replica's stage."""
-        place = self.placement[stage] if self.placement else stage
-        return place * self.width + replica if self.replicas_together else replica * self.depth + place
+        position = self.placement[stage] if self.placement else stage
+        return position * self.width + replica if self.replicas_together else replica * self.depth + position
 
     def list_replicas(self, stage: int) -> List[int]:
         """Return the devices of all replicas of a stage."""
         return [self.get_device(replica, stage) for replica in range(self.width)]
 
-    def map(self) -> List[List[int]]:
-        """Return the device of each stage, replica by replica."""
+    def list_devices(self) -> List[List[int]]:
+        """Return the device of each stage by replica."""
         return [[self.get_device(replica, stage) for stage in range(self.stages)] for replica in range(self.width)]
 
 
 def list_layouts(depth: int, width: int, placement: Tuple[int, ...] = ()) -> Tuple[ReplicaLayout, ...]:
-    """Return the layouts that differ."""
-    stages = ReplicaLayout(depth, width, False, placement)
-    return (stages,) if depth == 1 or width == 1 else (stages, ReplicaLayout(depth, width, True, placement))
+    """Return the layouts of `width` replicas; both are the same if there is one replica or a pipeline of one device."""
+    stages_together = ReplicaLayout(depth, width, False, placement)
+    if depth == 1 or width == 1:
+        return (stages_together,)
+    return stages_together, ReplicaLayout(depth, width, True, placement)
 
 
 def make_boundary_transfer(hardware: Hardware, layout: ReplicaLayout, stage: int, back: bool = False) -> Transfer:
-    """Return the transfer of one byte from `stage` to the next, or back, while every replica sends one; the slowest replica's."""
+    """Return the transfer of one byte from `stage` to the next, or `back`, while every replica sends one: the slowest of them."""
     ends = (stage + 1, stage) if back else (stage, stage + 1)
     flows = [(layout.get_device(r, ends[0]), layout.get_device(r, ends[1])) for r in range(layout.width)]
     # both stages are on one device
@@ -214,36 +245,6 @@ def make_transfers(hardware: Hardware, layout: ReplicaLayout) -> BoundaryTransfe
     )
 
 
-def make_reduce_transfer(hardware: Hardware, layout: ReplicaLayout, stage: int, size: float) -> Transfer:
-    """Return the all-reduce of `size` bytes of gradients among the replicas of a stage."""
-    return make_all_reduce(hardware, layout.list_replicas(stage), size)
-
-
 def scale_transfer(per_byte: Transfer, size: float) -> Transfer:
     """Return the transfer of `size` bytes, given the transfer of one byte."""
     return per_byte._replace(seconds=per_byte.seconds * size)
-
-
-def choose_methods(
-    configured: str, asked: Optional[Sequence[str]], lockstep: bool, say: Callable[[str], None] = lambda text: None
-) -> List[str]:
-    """Return the methods to rank: `asked` if given, else the `configured` one, if the planner supports it, and the usual ones.
-
-    Devices in lock-step have only the methods that they run. Raise `BadInput` for a method that the planner does not support.
-    """
-    pipelines = [name for name, row in METHODS.items() if row.is_pipeline and name not in UNPLANNED]
-    planned = [*pipelines, *LOCAL]
-    if asked is not None:
-        faults = [f"--methods: {show(name)}: must be of {', '.join(planned)}" for name in asked if name not in planned]
-        faults += [
-            f"--methods: {name}: devices in lock-step, such as IPUs, do not run it: must be of {', '.join(IN_LOCKSTEP)}"
-            for name in asked
-            if lockstep and name in planned and METHODS[name].order is not None
-        ]
-        raise_faults(faults)
-        return list(asked)
-    row = METHODS.get(configured)
-    if (row is None or row.structure is not None) and configured not in LOCAL:
-        say(f"method: {configured}: is not planned: {'others' if row is None else 'pipelines of one loss'} are, in its place")
-    first = [configured] if configured in (LOCAL if lockstep else planned) else []
-    return list(dict.fromkeys([*first, *(IN_LOCKSTEP if lockstep else USUAL)]))

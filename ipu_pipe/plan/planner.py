@@ -1,4 +1,4 @@
-"""The planner: search the best configurations for a model's units, hardware and limits, and name the bottleneck of each."""
+"""Find the best configurations for a model's units, hardware and limits, and the bottleneck of each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Dict, Iterable, Iterator, List, NamedTuple, Optional, Se
 from ipu_pipe.errors import BadInput
 from ipu_pipe.hardware.unit_costs import count_state_bytes
 from ipu_pipe.model.balance import bound_slowest
-from ipu_pipe.plan.batches import bound_seconds, compute_batch_time
+from ipu_pipe.plan.batch_times import BatchTimes, bound_seconds_of_any_cut
 from ipu_pipe.plan.candidates import (
     BoundaryTransfers,
     Candidate,
@@ -19,7 +19,7 @@ from ipu_pipe.plan.candidates import (
     list_layouts,
     make_transfers,
 )
-from ipu_pipe.plan.prediction import Costing, Prediction, Problem, Sums, make_batches, predict_cut, remove_transfers
+from ipu_pipe.plan.prediction import Costing, Prediction, Problem, UnitSums, predict_cut, remove_transfers
 from ipu_pipe.schedule.clock import HOST
 from ipu_pipe.schedule.methods import METHODS
 from ipu_pipe.text import format_bytes, show
@@ -35,7 +35,7 @@ STREAMED = "backend.ipu.tensor_locations.optimizer.on_chip: false"
 SMALL = 0.02
 
 
-class Binding(NamedTuple):
+class Bottleneck(NamedTuple):
     """A bottleneck of a configuration.
 
     `kind`: memory, link, bubble, imbalance or compute; `share`: its share of the time; `what`: its description; `lifts`: the
@@ -51,11 +51,11 @@ class Binding(NamedTuple):
         return f"{self.kind}: {self.what}; {self.lifts}"
 
 
-def find_binding(problem: Problem, prediction: Prediction) -> Binding:
+def find_bottleneck(problem: Problem, prediction: Prediction) -> Bottleneck:
     """Return the greatest bottleneck of a configuration, with the share of time of streamed optimizer state."""
-    greatest = max(_list_bindings(problem, prediction), key=lambda binding: binding.share)
+    greatest = max(_list_bottlenecks(problem, prediction), key=lambda bottleneck: bottleneck.share)
     if greatest.share < SMALL:
-        greatest = Binding("compute", prediction.utilization, f"devices are busy {prediction.utilization:.0%} of the time",
+        greatest = Bottleneck("compute", prediction.utilization, f"devices are busy {prediction.utilization:.0%} of the time",
                            "only faster or more devices would do more")  # fmt: skip
     if not problem.streamed:
         return greatest
@@ -68,39 +68,40 @@ def _sum_streaming_seconds(problem: Problem, prediction: Prediction) -> float:
     """Return the most seconds of an update that streaming takes on a stage."""
     on_chip = replace(problem, streamed=False)
     edges = [*prediction.starts, len(problem.units)]
-    longer = [problem.get_update_seconds(unit) - on_chip.get_update_seconds(unit) for unit in problem.units]
-    return max(sum(longer[a:b]) for a, b in zip(edges, edges[1:]))
+    extra_seconds = [problem.get_update_seconds(unit) - on_chip.get_update_seconds(unit) for unit in problem.units]
+    return max(sum(extra_seconds[a:b]) for a, b in zip(edges, edges[1:]))
 
 
-def _list_bindings(problem: Problem, prediction: Prediction) -> List[Binding]:
+def _list_bottlenecks(problem: Problem, prediction: Prediction) -> List[Bottleneck]:
     """Return all bottlenecks of a configuration, unordered."""
-    asked, loads, seconds = prediction.asked, prediction.loads, prediction.seconds
-    count, mean, greatest = asked.gradient_accumulation, sum(loads) / asked.depth, max(loads)
-    quiet = compute_batch_time(asked.row, asked.stages, count, remove_transfers(prediction.costs)).seconds
-    slowest, kind = loads.index(greatest), "stage" if asked.stages_per_device == 1 else "device"
+    candidate, loads, seconds = prediction.candidate, prediction.loads, prediction.seconds
+    count, mean, greatest = candidate.gradient_accumulation, sum(loads) / candidate.depth, max(loads)
+    without_transfers = remove_transfers(prediction.costs)
+    compute_seconds = BatchTimes(candidate.method_row, candidate.stages, without_transfers).compute(count).seconds
+    slowest, kind = loads.index(greatest), "stage" if candidate.stages_per_device == 1 else "device"
     name = problem.units[prediction.starts[slowest]].name or "the model's beginning"
-    idle = max(quiet - count * greatest, 0.0) / seconds
-    reasons = [
-        Binding(
+    idle = max(compute_seconds - count * greatest, 0.0) / seconds
+    bottlenecks = [
+        Bottleneck(
             "imbalance",
             count * (greatest - mean) / seconds,
             f"{kind} {slowest} (from {name}) computes {greatest / mean - 1:.0%} more than the mean",
             "boundaries inside its modules, or a depth that divides the model better, would lift it",
         ),
         # a model on one device has no pipeline to fill or drain; besides passes it only updates its weights
-        Binding(
+        Bottleneck(
             "compute",
             idle,
             f"{idle:.0%} of the time goes to updating the weights",
             "more microbatches an update would lift it",
         )
-        if asked.depth == 1
-        else Binding(
+        if candidate.depth == 1
+        else Bottleneck(
             "bubble",
             idle,
             f"{idle:.0%} of the time goes to filling, draining and updating",
             "more microbatches an update (a greater batch), fewer stages or a method that does not flush would lift it"
-            if asked.row.flushes
+            if candidate.method_row.flushes
             else "more microbatches an update would lift it",
         ),
     ]
@@ -109,40 +110,37 @@ def _list_bindings(problem: Problem, prediction: Prediction) -> List[Binding]:
         reduces = any(link in transfer.links for transfer in prediction.costs.reduce)
         what = "all-reduces of gradients" if reduces else "activations and their gradients"
         what = "samples" if link == HOST else what
-        waited, busy = (seconds - quiet) / seconds, min(prediction.link_busy[link] / seconds, 1.0)
+        waited, busy = (seconds - compute_seconds) / seconds, min(prediction.link_busy[link] / seconds, 1.0)
         # most of the waiting time is latency
-        late = busy < waited / 2
+        is_latency = busy < waited / 2
         words = f"{waited:.0%} of the time is waited for messages, "
-        if late:
+        if is_latency:
             words += f"most of that for their latency; {link} itself is busy {busy:.2%} of the time, with {what}"
         else:
             words += f"{link} is busy {busy:.0%} of it, with {what}"
-        faster = "links of less latency" if late else "a faster link"
-        fewer = "or a greater micro_batch_size, of which there are fewer" if late else "or a cut where less crosses"
+        faster = "links of less latency" if is_latency else "a faster link"
+        fewer = "or a greater micro_batch_size, of which there are fewer" if is_latency else "or a cut where less crosses"
         lifts = f"{faster}, {'or more microbatches an update' if reduces else fewer}, would lift it"
-        reasons.append(Binding("link", waited, words, lifts))
-    if asked.recompute and not _fits_without_recomputing(problem, prediction):
-        fullest = max(range(asked.depth), key=lambda s: prediction.memory[s].total)
-        again = count * sum(prediction.costs.forward) / asked.depth / seconds
-        reasons.append(
-            Binding(
+        bottlenecks.append(Bottleneck("link", waited, words, lifts))
+    if candidate.recompute and not _fits_without_recomputing(problem, prediction):
+        fullest = max(range(candidate.depth), key=lambda s: prediction.memory[s].total)
+        recompute_share = count * sum(prediction.costs.forward) / candidate.depth / seconds
+        bottlenecks.append(
+            Bottleneck(
                 "memory",
-                again,
+                recompute_share,
                 f"{kind} {fullest} holds {format_bytes(prediction.memory[fullest].total)} of"
-                f" {format_bytes(int(problem.memory_bytes))}; recomputing, which fits, takes {again:.0%} of the time",
+                f" {format_bytes(int(problem.memory_bytes))}; recomputing, which fits, takes {recompute_share:.0%} of the time",
                 "more memory a device or more stages would lift it",
             )
         )
-    return reasons
+    return bottlenecks
 
 
 def _fits_without_recomputing(problem: Problem, prediction: Prediction) -> bool:
-    asked = replace(prediction.asked, recompute=False)
-    return (
-        Costing(problem, asked, prediction.layout, Sums(problem.resolve(asked.method), asked.micro_batch_size)).cut()
-        is not None
-    )
-
+    candidate = replace(prediction.candidate, recompute=False)
+    sums = UnitSums(problem.adapt_to(candidate.method), candidate.micro_batch_size)
+    return Costing(problem, candidate, prediction.layout, sums).find_cut() is not None
 
 
 # ---- the search: bound every candidate, and cut and simulate only candidates that may be among the best
@@ -171,104 +169,105 @@ class SearchResult(NamedTuple):
 
 
 class _Costings:
-    """Make the costings of a problem's candidates, and cache their shared parts."""
+    """Makes the costings of a problem's candidates, and caches what several of them need."""
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
-        self._sums: Dict[Tuple[int, str], Sums] = {}
+        self._sums: Dict[Tuple[int, str], UnitSums] = {}
         self._transfers: Dict[ReplicaLayout, BoundaryTransfers] = {}
         self._work: Dict[Tuple[int, bool, bool, str], List[float]] = {}
 
-    def make(self, asked: Candidate, layout: ReplicaLayout) -> Costing:
+    def make(self, candidate: Candidate, layout: ReplicaLayout) -> Costing:
         """Return the costing of a candidate."""
-        problem = self._problem.resolve(asked.method)
-        key = asked.micro_batch_size, problem.precision
+        problem = self._problem.adapt_to(candidate.method)
+        key = candidate.micro_batch_size, problem.precision
         if key not in self._sums:
-            self._sums[key] = Sums(problem, asked.micro_batch_size)
+            self._sums[key] = UnitSums(problem, candidate.micro_batch_size)
         if layout not in self._transfers:
             self._transfers[layout] = make_transfers(self._problem.hardware, layout)
-        return Costing(problem, asked, layout, self._sums[key], self._transfers[layout])
+        return Costing(problem, candidate, layout, self._sums[key], self._transfers[layout])
 
-    def get_work(self, asked: Candidate) -> List[float]:
-        """Return the seconds of each unit for a microbatch: the same for all with one microbatch and recomputation."""
-        row = self._problem.resolve(asked.method).precision
-        key = asked.micro_batch_size, asked.recompute, METHODS[asked.method].structure is None, row
+    def get_work(self, candidate: Candidate) -> List[float]:
+        """Return the seconds of each unit for a microbatch."""
+        precision = self._problem.adapt_to(candidate.method).precision
+        key = candidate.micro_batch_size, candidate.recompute, METHODS[candidate.method].structure is None, precision
         if key not in self._work:
-            self._work[key] = self.make(asked, list_layouts(asked.depth, asked.width, asked.placement)[0]).work.tolist()
+            layout = list_layouts(candidate.depth, candidate.width, candidate.placement)[0]
+            self._work[key] = self.make(candidate, layout).work.tolist()
         return self._work[key]
 
 
 _Steps = Iterator[Tuple[float, Optional[Prediction]]]
 
 
-def search(problem: Problem, asked: Iterable[Candidate], count: int) -> SearchResult:
+def search(problem: Problem, candidates: Sequence[Candidate], count: int) -> SearchResult:
     """Return the `count` candidates with the greatest predicted throughput, each with its best cut and layout.
 
     If candidates differ only in microbatch, accumulation and schedule, only the best is listed. The search is exact: candidates
     that are not cut or not simulated cannot be better.
     """
-    candidates = list(asked)
-    shown: Set[Tuple[Any, ...]] = set()
+    listed_shapes: Set[Tuple[Any, ...]] = set()
     costings = _Costings(problem)
     # ordered by least seconds per sample, then by the order of the candidates and of their layouts
     waiting: List[Tuple[float, int, int, _Steps, Optional[Prediction]]] = []
     for order, candidate in enumerate(candidates):
-        bound = bound_seconds(candidate, sum(costings.get_work(candidate))) / candidate.global_batch_size
-        for place, layout in enumerate(list_layouts(candidate.depth, candidate.width, candidate.placement)):
-            waiting.append((bound, order, place, _bound(candidate, layout, costings), None))
+        bound = bound_seconds_of_any_cut(candidate, sum(costings.get_work(candidate))) / candidate.global_batch_size
+        for layout_order, layout in enumerate(list_layouts(candidate.depth, candidate.width, candidate.placement)):
+            waiting.append((bound, order, layout_order, _bound(candidate, layout, costings), None))
     heapq.heapify(waiting)
     best: List[Prediction] = []
     no_room: Set[Candidate] = set()
     while waiting and len(best) < count:
-        bound, order, place, steps, prediction = heapq.heappop(waiting)
+        bound, order, layout_order, steps, prediction = heapq.heappop(waiting)
         candidate = candidates[order]
         # a faster one with the same shape is already listed
-        if candidate in no_room or candidate.shape in shown:
+        if candidate in no_room or candidate.shape in listed_shapes:
             continue
         if prediction is not None:
             best.append(prediction)
-            shown.add(candidate.shape)
+            listed_shapes.add(candidate.shape)
             continue
         step = next(steps, None)
         if step is None:
             no_room.add(candidate)
         else:
             seconds, prediction = step
-            heapq.heappush(waiting, (max(bound, seconds / candidate.global_batch_size), order, place, steps, prediction))
-    alike = sum(candidate.shape in shown for candidate in candidates) - len(best)
-    without = sum(candidate.shape not in shown for candidate in no_room)
-    refused = {NO_ROOM: without, ALIKE: alike, SLOWER: len(candidates) - len(best) - alike - without}
+            bound = max(bound, seconds / candidate.global_batch_size)
+            heapq.heappush(waiting, (bound, order, layout_order, steps, prediction))
+    alike = sum(candidate.shape in listed_shapes for candidate in candidates) - len(best)
+    without_room = sum(candidate.shape not in listed_shapes for candidate in no_room)
+    refused = {NO_ROOM: without_room, ALIKE: alike, SLOWER: len(candidates) - len(best) - alike - without_room}
     return SearchResult(best, {reason: number for reason, number in refused.items() if number})
 
 
-def _bound(asked: Candidate, layout: ReplicaLayout, costings: _Costings) -> _Steps:
+def _bound(candidate: Candidate, layout: ReplicaLayout, costings: _Costings) -> _Steps:
     """Yield tighter and tighter lower bounds of the seconds of a batch, and at last its prediction; stop early if no cut fits."""
-    costing = costings.make(asked, layout)
-    work = costings.get_work(asked)
-    slowest = bound_slowest(work, asked.stages)
+    costing = costings.make(candidate, layout)
+    work = costings.get_work(candidate)
+    slowest = bound_slowest(work, candidate.stages)
     if slowest == math.inf:
         return
     # the stages of a device need not be consecutive
-    if asked.stages_per_device > 1:
-        slowest = max(sum(work) / asked.depth, slowest)
-    yield asked.gradient_accumulation * slowest, None  # [2]
-    starts = costing.cut() if costing.may_fit() else None
+    if candidate.stages_per_device > 1:
+        slowest = max(sum(work) / candidate.depth, slowest)
+    yield candidate.gradient_accumulation * slowest, None  # [2]
+    starts = costing.find_cut() if costing.can_fit() else None
     if starts is None:
         return
-    batches = make_batches(costing, starts)
-    yield costing.least_seconds(batches.costs), None  # [3]
-    yield (1 - ROUNDING) * batches.least_seconds(asked.gradient_accumulation), None  # [4]
-    prediction = predict_cut(costing, starts, batches)
+    batch_times = costing.make_batch_times(starts)
+    yield costing.bound_seconds(batch_times.costs), None  # [3]
+    yield (1 - ROUNDING) * batch_times.compute_uncontended_seconds(candidate.gradient_accumulation), None  # [4]
+    prediction = predict_cut(costing, starts, batch_times)
     yield prediction.seconds, prediction  # [5]
 
 
-def find_least_memory(problem: Problem, asked: Iterable[Candidate]) -> Optional[Tuple[float, Candidate]]:
+def find_least_memory(problem: Problem, candidates: Iterable[Candidate]) -> Optional[Tuple[float, Candidate]]:
     """Return the fewest bytes per device with which one of the candidates fits, and that candidate; None if there are none."""
     costings = _Costings(problem)
     best: Optional[Tuple[float, Candidate]] = None
-    for candidate in asked:
+    for candidate in candidates:
         layout = list_layouts(candidate.depth, candidate.width, candidate.placement)[0]
-        needed = costings.make(candidate, layout).least_memory()
+        needed = costings.make(candidate, layout).find_least_memory()
         if needed is not None and (best is None or needed < best[0]):
             best = needed, candidate
     return best
@@ -284,12 +283,15 @@ MOST_DEVICES, MOST_BATCH = 4_096, 1_000_000_000
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer of a plan: configurations, best first, each with its bottleneck; reason -> number of others that were `refused`;
-    and if nothing fits, the `smallest_change` with which a configuration would."""
+    """The answer to a planning problem.
+
+    `plans`: configurations, best first, each with its bottleneck. `refused`: reason -> number of other candidates.
+    `smallest_change`: if nothing fits, the change with which a configuration would.
+    """
 
     problem: Problem
     devices: int
-    plans: Tuple[Tuple[Prediction, Binding], ...]
+    plans: Tuple[Tuple[Prediction, Bottleneck], ...]
     refused: Dict[str, int]
     smallest_change: Optional[str] = None
 
@@ -305,14 +307,14 @@ def make_plan(
     for key, value, most in (("devices", devices, MOST_DEVICES), ("batch", greatest_batch, MOST_BATCH)):
         if not 1 <= value <= most:
             raise BadInput(f"--{key}: {show(value)}: must be an integer from 1 to {most}")
-    asked = tuple(list_candidates(methods, devices, len(problem.units), greatest_batch))
-    result, change = search(problem, asked, count), None
+    candidates = tuple(list_candidates(methods, devices, len(problem.units), greatest_batch))
+    result, change = search(problem, candidates, count), None
     if not result.best and _may_stream(problem):
         problem, change = replace(problem, streamed=True), f"{STREAMED}, as planned here"
-        result = search(problem, asked, count)
-    plans = tuple((prediction, find_binding(problem, prediction)) for prediction in result.best)
+        result = search(problem, candidates, count)
+    plans = tuple((prediction, find_bottleneck(problem, prediction)) for prediction in result.best)
     if not plans:
-        change = _find_smallest_change(problem, asked, methods, devices, greatest_batch)
+        change = _find_smallest_change(problem, candidates, methods, devices, greatest_batch)
     return Answer(problem, devices, plans, result.refused, change)
 
 
@@ -323,10 +325,10 @@ def _may_stream(problem: Problem) -> bool:
 
 
 def _find_smallest_change(
-    problem: Problem, asked: Sequence[Candidate], methods: Sequence[str], devices: int, greatest_batch: int
+    problem: Problem, candidates: Sequence[Candidate], methods: Sequence[str], devices: int, greatest_batch: int
 ) -> Optional[str]:
-    """Return the change that makes a candidate fit: more memory per device or more devices, whichever factor is smaller."""
-    least = find_least_memory(problem, asked)
+    """Describe the smaller change that makes a candidate fit: more memory per device or more devices, by their factors."""
+    least = find_least_memory(problem, candidates)
     if least is None:
         return None
     size, candidate = least
@@ -337,8 +339,7 @@ def _find_smallest_change(
     if problem.streamed:
         memory += ", optimizer state in streaming memory"
     for number in _list_more_devices(problem, devices):
-        more = list_candidates(methods, number, len(problem.units), greatest_batch, (True,))
-        needed = find_least_memory(problem, more)
+        needed = find_least_memory(problem, list_candidates(methods, number, len(problem.units), greatest_batch, (True,)))
         if needed is not None and needed[0] <= problem.memory_bytes:
             if number / devices < size / problem.memory_bytes:
                 return f"{number} devices in place of {devices} ({_describe(needed[1])})"
@@ -352,6 +353,6 @@ def _list_more_devices(problem: Problem, devices: int) -> List[int]:
     return [devices * factor for factor in (2, 4, 8) if most is None or devices * factor <= most]
 
 
-def _describe(asked: Candidate) -> str:
-    again = ", recompute" if asked.recompute else ""
-    return f"{asked.method}, depth {asked.depth}, width {asked.width}, micro_batch_size {asked.micro_batch_size}{again}"
+def _describe(candidate: Candidate) -> str:
+    text = f"{candidate.method}, depth {candidate.depth}, width {candidate.width}, micro_batch_size {candidate.micro_batch_size}"
+    return text + (", recompute" if candidate.recompute else "")

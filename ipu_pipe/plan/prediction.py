@@ -1,35 +1,34 @@
 """Predict a configuration on a hardware description: the costs of its stages, its cut, the time of a batch, its memory.
 
-All figures are predicted: times from `hardware.unit_costs` (or from measured units) by the clock (`plan.batches`), memory from
-`hardware.memory`.
+All figures are predicted: times from `hardware.unit_costs` (or from measured units) by the clock (`plan.batch_times`), memory
+from `hardware.memory`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import numpy as np
 
-from ipu_pipe.hardware.description import Hardware, compute_host_seconds
+from ipu_pipe.hardware.description import Hardware, compute_host_seconds, make_all_reduce
 from ipu_pipe.hardware.memory import KeptCounts, StageMemory, compute_stage_memory, count_kept
 from ipu_pipe.hardware.precision import PRECISIONS, resolve_precision
 from ipu_pipe.hardware.unit_costs import Unit, compute_pass_seconds, compute_update_seconds, count_state_bytes
 from ipu_pipe.model.balance import FloatArray, IntArray, StagePrices, find_best_cut
-from ipu_pipe.plan.batches import Batches, bound_by_costs, sum_loads
+from ipu_pipe.plan.batch_times import BatchTimes, bound_by_costs, sum_loads
 from ipu_pipe.plan.blocks import BlockUnits
 from ipu_pipe.plan.candidates import (
     BoundaryTransfers,
     Candidate,
     ReplicaLayout,
     list_layouts,
-    make_reduce_transfer,
     make_transfers,
     scale_transfer,
 )
 from ipu_pipe.schedule.clock import Costs, Transfer
-from ipu_pipe.schedule.methods import METHODS, Method, Pipeline
+from ipu_pipe.schedule.methods import METHODS, Pipeline
 
 
 @dataclass(frozen=True)
@@ -66,17 +65,20 @@ class Problem:
             return True
         return parameters * count_state_bytes(self.precision, self.moments) <= room.value
 
-    def resolve(self, method: str) -> Problem:
-        """Return the problem for a method, by which a mixed precision differs."""
-        row = resolve_precision(self.precision, METHODS[method])
-        if row == self.precision:
+    def adapt_to(self, method: str) -> Problem:
+        """Return the problem with the precision in which a method trains: a mixed precision differs by method."""
+        precision = resolve_precision(self.precision, METHODS[method])
+        if precision == self.precision:
             return self
-        entering = self.input_bytes * PRECISIONS[row].data / PRECISIONS[self.precision].data
-        return replace(self, precision=row, input_bytes=entering)
+        input_bytes = self.input_bytes * PRECISIONS[precision].data / PRECISIONS[self.precision].data
+        return replace(self, precision=precision, input_bytes=input_bytes)
 
 
-class Sums:
-    """Sums over the units from the first on, so that any stage's figures are a difference; arrays of n + 1."""
+class UnitSums:
+    """Cumulative sums of the costs of n units for microbatches of `samples`: arrays of n + 1.
+
+    The cost of the stage from unit a to before unit b is `sums[b] - sums[a]`; `entering[a]` bytes of a microbatch enter it.
+    """
 
     def __init__(self, problem: Problem, samples: int) -> None:
         units, scale = problem.units, PRECISIONS[problem.precision].activation
@@ -89,12 +91,15 @@ class Sums:
         self.also_kept = _sum_also_kept(units)
         self.number_bytes = units[0].number_bytes
         crossing = [unit.output_bytes * scale / unit.number_bytes for unit in units]
-        # bytes of a microbatch that enter a stage which begins at each unit; none leave the last
+        # nothing leaves the last unit
         self.entering = samples * np.array([problem.input_bytes, *crossing[:-1], 0.0])
         self.blocks = _BlockCosts(problem, problem.blocks, samples) if problem.blocks is not None else None
 
     def make_stage(self, first: IntArray, end: IntArray, local: bool = False) -> Unit:
-        """Return a unit of arrays: the stages of the units from `first` to before `end`. `local`: each with its head."""
+        """Return many stages as one `Unit` whose figures are arrays: stage i has the units from `first[i]` to before `end[i]`.
+
+        `local`: each stage has a head.
+        """
         parameters: Any = self.parameters[end] - self.parameters[first]
         activations: Any = self.activations[end] - self.activations[first]
         if self.also_kept is not None:
@@ -107,8 +112,11 @@ class Sums:
 
 
 class _BlockCosts:
-    """The costs of heads by the unit before which their block ends, and the spared costs by the first unit of a block; arrays of
-    n + 1."""
+    """The costs that blocks with losses of their own add and spare: arrays of n + 1.
+
+    Costs of a head are at the unit after its block. The gradient of a block's input is not computed: `spared`, its seconds, is at
+    the first unit of the block.
+    """
 
     def __init__(self, problem: Problem, blocks: BlockUnits, samples: int) -> None:
         def pad(values: Sequence[float]) -> FloatArray:
@@ -140,94 +148,99 @@ def _sum_also_kept(units: Tuple[Unit, ...]) -> Optional[FloatArray]:
     return sums if sums.any() else None
 
 
-@lru_cache(maxsize=None)
-def _count_kept(method: Method, stages: int, accumulate: int, recompute: bool, lockstep: bool) -> KeptCounts:
-    return count_kept(method, stages, accumulate, recompute, lockstep)
+_count_kept = lru_cache(maxsize=None)(count_kept)
 
 
-def _count_candidate(problem: Problem, asked: Candidate) -> KeptCounts:
+def _count_kept_by(problem: Problem, candidate: Candidate) -> KeptCounts:
     """Return the versions and microbatches that the stages keep."""
     # more than 2 P microbatches per update change nothing, unless the pipeline holds a whole batch
-    holds_batch = asked.row.pipeline is Pipeline.FILL_DRAIN and not problem.lockstep
-    count = asked.gradient_accumulation if holds_batch else min(asked.gradient_accumulation, 2 * asked.depth)
-    return _count_kept(asked.row, asked.stages, count, asked.recompute, problem.lockstep)
+    holds_batch = candidate.method_row.pipeline is Pipeline.FILL_DRAIN and not problem.lockstep
+    count = candidate.gradient_accumulation if holds_batch else min(candidate.gradient_accumulation, 2 * candidate.depth)
+    return _count_kept(candidate.method_row, candidate.stages, count, candidate.recompute, problem.lockstep)
 
 
 class Costing:
-    """The costs of one configuration's stages for any cut."""
+    """The costs of a candidate's stages, for any cut.
+
+    A cut is a list of the first units of the stages. `kept`: the weight versions and microbatches that each stage keeps.
+    `work`: the seconds of each unit for a microbatch. `local`: stages are blocks with losses of their own.
+    """
 
     def __init__(
         self,
         problem: Problem,
-        asked: Candidate,
+        candidate: Candidate,
         layout: ReplicaLayout,
-        sums: Sums,
+        sums: UnitSums,
         transfers: Optional[BoundaryTransfers] = None,
     ) -> None:
-        self.problem, self.asked, self.layout, self.sums = problem.resolve(asked.method), asked, layout, sums
-        self.stashed = _count_candidate(problem, asked)
+        self.problem, self.candidate = problem.adapt_to(candidate.method), candidate
+        self.layout, self.sums = layout, sums
+        self.kept = _count_kept_by(problem, candidate)
         self.onward, self.back = transfers or make_transfers(problem.hardware, layout)
-        self.local = asked.row.structure is not None
-        self.limit = problem.memory_bytes
-        self.work = np.diff(sums.forward) * (2 if asked.recompute else 1) + np.diff(sums.backward)
+        self.local = candidate.method_row.structure is not None
+        self.work = np.diff(sums.forward) * (2 if candidate.recompute else 1) + np.diff(sums.backward)
         if self.local:
             assert sums.blocks is not None, "blocks are planned with the figures of their heads"
             self.work = self.work - sums.blocks.spared[:-1]
 
     # ---- cuts
 
-    def cut(self) -> Optional[List[int]]:
-        """Return the first units of the stages of the fastest cut that fits the memory, None if none fits.
+    def find_cut(self) -> Optional[List[int]]:
+        """Return the fastest cut that fits the memory, None if none fits.
 
         Each stage may first use all memory of its device; if the stages of a device do not fit together, each gets an equal
         share.
         """
-        for share in {1: None, self.asked.stages_per_device: None}:
-            self.limit = self.problem.memory_bytes / share
-            starts = find_best_cut(self.work.tolist(), self.asked.stages, self._price_stages)
-            if starts is None or self.asked.stages_per_device == 1:
+        for parts in dict.fromkeys((1, self.candidate.stages_per_device)):
+            price = partial(self._price_stages, self.problem.memory_bytes / parts)
+            starts = find_best_cut(self.work.tolist(), self.candidate.stages, price)
+            if starts is None or self.candidate.stages_per_device == 1:
                 return starts
-            if max(memory.total for memory in self.memories(starts)) <= self.problem.memory_bytes:
+            if max(memory.total for memory in self.compute_memory(starts)) <= self.problem.memory_bytes:
                 return starts
         return None
 
-    def may_fit(self) -> bool:
-        """Return False if all devices together have too little memory even for the least stash."""
-        stashed = self.stashed
-        fewest = KeptCounts(*(np.array([count]) for count in (stashed.copies.min(), 0, stashed.activations.min())))
+    def can_fit(self) -> bool:
+        """Return whether all devices together have enough memory if every stage keeps the least that one of them does."""
+        kept = self.kept
+        fewest_kept = KeptCounts(*(np.array([count]) for count in (kept.copies.min(), 0, kept.activations.min())))
         first, end = np.array(0), np.array(len(self.work))
-        whole = self._compute_memory(0, self.sums.make_stage(first, end, self.local), self.sums.entering[first], fewest)
-        total = float(whole.total) + (self.asked.depth - 1) * float(whole.code)
-        return total <= self.problem.memory_bytes * self.asked.depth
+        whole_model = self.sums.make_stage(first, end, self.local)
+        memory = self._compute_stage_memory(0, whole_model, self.sums.entering[first], fewest_kept)
+        total = float(memory.total) + (self.candidate.depth - 1) * float(memory.code)
+        return total <= self.problem.memory_bytes * self.candidate.depth
 
-    def least_seconds(self, costs: Costs) -> float:
-        """Return a lower bound of a batch with stages of these `costs` (see plan.batches)."""
-        in_flight = np.maximum(self.stashed.inputs, self.stashed.activations)
-        return bound_by_costs(self.asked, costs, in_flight, self.local, float(self.work.sum()))
+    def bound_seconds(self, costs: Costs) -> float:
+        """Return a lower bound of the seconds of a batch with stages of these `costs`."""
+        in_flight = np.maximum(self.kept.inputs, self.kept.activations)
+        return bound_by_costs(self.candidate, costs, in_flight, self.local, float(self.work.sum()))
 
-    def least_memory(self) -> Optional[float]:
+    def find_least_memory(self) -> Optional[float]:
         """Return the least possible bytes of the fullest stage's device, None if there are too few units."""
 
         def price(first: IntArray, end: IntArray) -> StagePrices:
             stages, entering = self.sums.make_stage(first, end, self.local), self.sums.entering[first]
-            return lambda k: np.asarray(self._compute_memory(self.asked.stages - k, stages, entering).total, np.float64)
+            count = self.candidate.stages
+            return lambda k: np.asarray(self._compute_stage_memory(count - k, stages, entering).total, np.float64)
 
-        starts = find_best_cut([0.0] * len(self.work), self.asked.stages, price)
-        return None if starts is None else max(memory.total for memory in self.memories(starts))
+        starts = find_best_cut([0.0] * len(self.work), self.candidate.stages, price)
+        return None if starts is None else max(memory.total for memory in self.compute_memory(starts))
 
-    def _price_stages(self, first: IntArray, end: IntArray) -> StagePrices:
+    def _price_stages(self, memory_limit: float, first: IntArray, end: IntArray) -> StagePrices:
+        """Return the price of stages for `find_best_cut`: their seconds, infinite if one needs more than `memory_limit` bytes."""
         seconds = sum(self._compute_seconds(first, end))
         stages, entering = self.sums.make_stage(first, end, self.local), self.sums.entering[first]
-        # activations and gradients are exchanged together between cycles
-        both = self.problem.lockstep and not self.local
+        # in lock-step, activations and gradients are exchanged together between cycles
+        exchanges_both = self.problem.lockstep and not self.local
         onward, back = ([*(transfer.seconds for transfer in sent), 0.0] for sent in (self.onward, self.back))
-        per_byte = np.add(onward, np.multiply(back, both))
+        per_byte = np.add(onward, np.multiply(back, exchanges_both))
 
         def price(k: IntArray) -> FloatArray:
-            s = self.asked.stages - k
-            leaving = self.sums.entering[end] * per_byte[s]
-            cost = seconds + leaving if self.problem.lockstep else np.maximum(seconds, leaving)
-            fits = self._compute_memory(s, stages, entering).total <= self.limit
+            s = self.candidate.stages - k
+            transfer_seconds = self.sums.entering[end] * per_byte[s]
+            cost = seconds + transfer_seconds if self.problem.lockstep else np.maximum(seconds, transfer_seconds)
+            fits = self._compute_stage_memory(s, stages, entering).total <= memory_limit
             return np.where(fits & self.problem.fits_streaming(stages.parameters), cost, np.inf)
 
         return price
@@ -243,52 +256,52 @@ class Costing:
             assert sums.blocks is not None
             forward = forward + sums.blocks.forward[end]
             backward = backward + sums.blocks.backward[end] - sums.blocks.spared[first]
-        return forward, backward + forward if self.asked.recompute else backward
+        return forward, backward + forward if self.candidate.recompute else backward
 
-    def _compute_memory(
-        self, s: Any, stages: Unit, entering: Any, stashed: Optional[KeptCounts] = None
+    def _compute_stage_memory(
+        self, s: Any, stages: Unit, entering: Any, kept: Optional[KeptCounts] = None
     ) -> StageMemory:
-        """Return the memory of `stages` as the s-th."""
+        """Return the memory of `stages` at positions s of the pipeline; `entering`: bytes of a microbatch that enter them."""
         return compute_stage_memory(
             stages,
             entering,
-            (stashed or self.stashed).select(s),
+            (kept or self.kept).select(s),
             precision=self.problem.precision,
-            samples=self.asked.micro_batch_size,
+            samples=self.candidate.micro_batch_size,
             moments=self.problem.moments,
             device=self.problem.hardware.device,
             streamed=self.problem.streamed,
         )
 
-    def memories(self, starts: Sequence[int]) -> List[StageMemory]:
-        """Return the bytes of each device."""
-        of_devices: Dict[int, List[StageMemory]] = {}
+    def compute_memory(self, starts: Sequence[int]) -> List[StageMemory]:
+        """Return the memory of each device if the stages begin at the units `starts`."""
+        stages_by_device: Dict[int, List[StageMemory]] = {}
         for s, (a, b) in enumerate(zip(starts, [*starts[1:], len(self.work)])):
             stage = self.sums.make_stage(np.array(a), np.array(b), self.local)
-            memory = self._compute_memory(s, stage, self.sums.entering[a])
-            of_devices.setdefault(self.asked.placement[s], []).append(memory)
+            memory = self._compute_stage_memory(s, stage, self.sums.entering[a])
+            stages_by_device.setdefault(self.candidate.placement[s], []).append(memory)
         return [
             StageMemory(*(int(sum(sizes)) for sizes in zip(*memories)))._replace(code=int(memories[0].code))
-            for _, memories in sorted(of_devices.items())
+            for _, memories in sorted(stages_by_device.items())
         ]
 
-    def costs(self, starts: Sequence[int]) -> Costs:
-        """Return the costs of the stages that begin at `starts`, for the clock."""
+    def compute_costs(self, starts: Sequence[int]) -> Costs:
+        """Return the costs of the stages that begin at the units `starts`, for the clock."""
         first, end = np.array(starts), np.array([*starts[1:], len(self.work)])
-        sums, asked, hardware = self.sums, self.asked, self.problem.hardware
+        sums, candidate, hardware = self.sums, self.candidate, self.problem.hardware
         forward, backward = self._compute_seconds(first, end)
         # each gradient of a matrix product costs as much as the product; recomputation comes before the first of them
-        split = self.asked.row.order is not None
-        weights = ((backward - forward * asked.recompute) / 2).tolist() if split else ()
+        split = self.candidate.method_row.order is not None
+        weights = ((backward - forward * candidate.recompute) / 2).tolist() if split else ()
         heads = sums.blocks.update[end] if self.local and sums.blocks else 0.0
         update = sums.update[end] - sums.update[first] + heads
         sizes = sums.entering[first[1:]]
         parameters: Any = sums.make_stage(first, end, self.local).parameters
         gradients = parameters * PRECISIONS[self.problem.precision].gradient
         reduce: Tuple[Transfer, ...] = ()
-        if asked.width > 1:
+        if candidate.width > 1:
             reduce = tuple(
-                make_reduce_transfer(hardware, self.layout, s, float(size)) for s, size in enumerate(gradients)
+                make_all_reduce(hardware, self.layout.list_replicas(s), float(size)) for s, size in enumerate(gradients)
             )
         enter = 0.0
         if self.problem.lockstep:
@@ -305,13 +318,20 @@ class Costing:
             enter=enter,
         )
 
+    def make_batch_times(self, starts: Sequence[int]) -> BatchTimes:
+        """Return the times of a batch if the stages begin at the units `starts`."""
+        return BatchTimes(self.candidate.method_row, self.candidate.stages, self.compute_costs(starts))
+
 
 @dataclass(frozen=True)
 class Prediction:
-    """A predicted configuration. `starts`: the first units of its stages; `memory`: the memory of its devices; `seconds`: the
-    time of a batch; `link_busy`: the seconds in which each link is busy during it."""
+    """The predicted figures of a candidate on a layout.
 
-    asked: Candidate
+    `starts`: the first units of its stages; `memory`: the memory of its devices; `seconds`: the time of a batch; `link_busy`: the
+    seconds of it in which each link is busy.
+    """
+
+    candidate: Candidate
     layout: ReplicaLayout
     starts: Tuple[int, ...]
     costs: Costs
@@ -322,7 +342,7 @@ class Prediction:
     @property
     def samples_per_second(self) -> float:
         """Return the predicted throughput."""
-        return self.asked.global_batch_size / self.seconds
+        return self.candidate.global_batch_size / self.seconds
 
     @property
     def work(self) -> List[float]:
@@ -332,32 +352,27 @@ class Prediction:
     @property
     def loads(self) -> List[float]:
         """Return the seconds that each device computes for a microbatch."""
-        return [float(load) for load in sum_loads(np.array(self.work), self.asked.row)]
+        return [float(load) for load in sum_loads(np.array(self.work), self.candidate.method_row)]
 
     @property
     def utilization(self) -> float:
         """Return the share of the time in which devices are in passes, on average over the stages."""
-        return self.asked.gradient_accumulation * sum(self.work) / (self.asked.depth * self.seconds)
+        return self.candidate.gradient_accumulation * sum(self.work) / (self.candidate.depth * self.seconds)
 
 
-def make_batches(costing: Costing, starts: Sequence[int]) -> Batches:
-    """Return the updates of a configuration that is cut at `starts`."""
-    return Batches(costing.asked.row, costing.asked.stages, costing.costs(starts))
+def predict_cut(costing: Costing, starts: Sequence[int], batch_times: Optional[BatchTimes] = None) -> Prediction:
+    """Predict a candidate that is cut at `starts`, whether it fits or not. `batch_times`: those of the cut, if they are known."""
+    candidate, batch_times = costing.candidate, batch_times or costing.make_batch_times(starts)
+    time = batch_times.compute(candidate.gradient_accumulation)
+    memory = tuple(costing.compute_memory(starts))
+    return Prediction(candidate, costing.layout, tuple(starts), batch_times.costs, memory, time.seconds, time.link_busy)
 
 
-def predict_cut(costing: Costing, starts: Sequence[int], batches: Optional[Batches] = None) -> Prediction:
-    """Predict a configuration that is cut at `starts`, whether it fits or not. `batches`: its updates, as far as played."""
-    asked, batches = costing.asked, batches or make_batches(costing, starts)
-    time = batches.time(asked.gradient_accumulation)
-    memory = tuple(costing.memories(starts))
-    return Prediction(asked, costing.layout, tuple(starts), batches.costs, memory, time.seconds, time.link_busy)
-
-
-def predict_fastest(problem: Problem, asked: Candidate, starts: Sequence[int]) -> Prediction:
+def predict_fastest(problem: Problem, candidate: Candidate, starts: Sequence[int]) -> Prediction:
     """Return the prediction for the fastest layout of a candidate that is cut at `starts`."""
-    sums = Sums(problem.resolve(asked.method), asked.micro_batch_size)
-    layouts = list_layouts(asked.depth, asked.width, asked.placement)
-    predictions = [predict_cut(Costing(problem, asked, layout, sums), starts) for layout in layouts]
+    sums = UnitSums(problem.adapt_to(candidate.method), candidate.micro_batch_size)
+    layouts = list_layouts(candidate.depth, candidate.width, candidate.placement)
+    predictions = [predict_cut(Costing(problem, candidate, layout, sums), starts) for layout in layouts]
     return max(predictions, key=lambda prediction: prediction.samples_per_second)
 
 

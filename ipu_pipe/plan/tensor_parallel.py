@@ -1,7 +1,7 @@
 """Predict Megatron's tensor parallelism in closed form, for comparison with pipelines; no backend of this library runs it.
 
-    t devices divide every matrix; w = devices / t such groups are replicas. Of each unit with weights (a Transformer block)
-    every pass ends its two halves, attention and perceptron, with an all-reduce of the activations:
+t devices divide every matrix; w = devices / t such groups are replicas. In each unit with weights (a Transformer block) every
+pass ends its two halves, attention and perceptron, with an all-reduce of the activations:
 
     batch = g (passes / t + 2 (forward, backward, and forward again) all-reduces of each unit's output among t)
             + all-reduce of the gradients / t among w + update / t
@@ -21,7 +21,8 @@ from ipu_pipe.hardware.description import compute_all_reduce_seconds, count_shar
 from ipu_pipe.hardware.memory import KeptCounts, compute_stage_memory
 from ipu_pipe.hardware.precision import PRECISIONS
 from ipu_pipe.hardware.unit_costs import Unit
-from ipu_pipe.plan.prediction import Problem, Sums
+from ipu_pipe.plan.candidates import list_powers_of_two
+from ipu_pipe.plan.prediction import Problem, UnitSums
 from ipu_pipe.text import format_bytes
 
 # all-reduces of a unit in each pass
@@ -47,9 +48,10 @@ class TensorParallel:
 def predict_tensor_parallel(problem: Problem, devices: int, ways: int, batch: int) -> Optional[TensorParallel]:
     """Return the fastest microbatch's prediction for updates of `batch` samples, None if none fits the memory."""
     width = devices // ways
-    sizes = [1 << k for k in range((batch // width).bit_length())]
-    options = [_predict(problem, ways, width, size, batch // width // size) for size in sizes]
-    return max((one for one in options if one is not None), key=lambda one: one.samples_per_second, default=None)
+    sizes = list_powers_of_two(batch // width)
+    predictions = [_predict(problem, ways, width, size, batch // width // size) for size in sizes]
+    fitting = [prediction for prediction in predictions if prediction is not None]
+    return max(fitting, key=lambda prediction: prediction.samples_per_second, default=None)
 
 
 def describe_tensor_parallel(prediction: Optional[TensorParallel]) -> str:
@@ -64,12 +66,12 @@ def describe_tensor_parallel(prediction: Optional[TensorParallel]) -> str:
 
 
 def _predict(problem: Problem, ways: int, width: int, samples: int, accumulate: int) -> Optional[TensorParallel]:
-    sums, end = Sums(problem, samples), len(problem.units)
+    sums, end = UnitSums(problem, samples), len(problem.units)
     parameters = round(float(sums.parameters[-1]) / ways)
     largest = float(np.diff(sums.activations).max()) / ways
-    whole = Unit("", 0.0, 0.0, parameters, 0.0, largest, sums.number_bytes)
+    part = Unit("", 0.0, 0.0, parameters, 0.0, largest, sums.number_bytes)
     memory = compute_stage_memory(
-        whole, float(sums.entering[:end].sum()), KeptCounts(1, 1, 1), precision=problem.precision, samples=samples,
+        part, float(sums.entering[:end].sum()), KeptCounts(1, 1, 1), precision=problem.precision, samples=samples,
         moments=problem.moments, device=problem.hardware.device,
     )  # fmt: skip
     if float(memory.total) > problem.memory_bytes:
@@ -78,26 +80,26 @@ def _predict(problem: Problem, ways: int, width: int, samples: int, accumulate: 
     messages: List[float] = (sums.entering[1:] * with_weights).tolist()
     # forward, recomputation and backward
     passes = 3
-    communicate = sum(passes * ALL_REDUCES * _reduce(problem, ways, size) for size in messages if size)
+    communicate = sum(passes * ALL_REDUCES * _compute_reduce_seconds(problem, ways, size) for size in messages if size)
     compute = (2 * float(sums.forward[-1]) + float(sums.backward[-1])) / ways
-    gradients = _reduce_gradients(problem, ways, width, parameters * PRECISIONS[problem.precision].gradient)
+    gradients = _compute_gradient_seconds(problem, ways, width, parameters * PRECISIONS[problem.precision].gradient)
     seconds = accumulate * (compute + communicate) + gradients + float(sums.update[-1]) / ways
     rate = samples * accumulate * width / seconds
     share = (accumulate * communicate + gradients) / seconds
     return TensorParallel(ways, width, samples, accumulate, rate, share, float(memory.total))
 
 
-def _reduce(problem: Problem, ways: int, size: float) -> float:
-    """Return the seconds of an all-reduce among neighbours; groups side by side share no link."""
+def _compute_reduce_seconds(problem: Problem, ways: int, size: float) -> float:
+    """Return the seconds of an all-reduce of `size` bytes among `ways` neighbouring devices, whose links no other group uses."""
     level = find_level(problem.hardware, range(ways))
     return 0.0 if level is None else compute_all_reduce_seconds(level, size, ways)
 
 
-def _reduce_gradients(problem: Problem, ways: int, width: int, size: float) -> float:
+def _compute_gradient_seconds(problem: Problem, ways: int, width: int, size: float) -> float:
     """Return the seconds of the all-reduces of the gradients, among the same part of every group, all parts at a time."""
-    devices = range(0, ways * width, ways)
-    level = find_level(problem.hardware, devices)
+    level = find_level(problem.hardware, range(0, ways * width, ways))
     if level is None:
         return 0.0
-    sharing = count_sharing(problem.hardware, [(one, (one + ways) % (ways * width)) for one in range(ways * width)])
+    count = ways * width
+    sharing = count_sharing(problem.hardware, [(device, (device + ways) % count) for device in range(count)])
     return compute_all_reduce_seconds(level, size, width, max(sharing))

@@ -10,7 +10,7 @@ from ipu_pipe.hardware.precision import MASTERS, MIXED
 from ipu_pipe.job.record import InitialWeights, Job
 from ipu_pipe.model.flops import HOW
 from ipu_pipe.model.stages import describe_stages
-from ipu_pipe.plan.answer import format_own_cut
+from ipu_pipe.plan.answer import format_config_cut
 from ipu_pipe.report.analysis.text import format_table
 from ipu_pipe.report.memory import build_memory_table, compute_memory_figures
 from ipu_pipe.schedule.rows import format_text
@@ -132,7 +132,7 @@ def format_plan(job: Job) -> str:
         + (f"; the greatest stage has {max(both) * len(both) / whole:.2f} times the mean" if whole else ""),
         "sends on: of a microbatch, one way: the gradients of these come back",
         "",
-        *format_own_cut(job),
+        *format_config_cut(job),
         f"schedule: {job.schedule.slot_count:,} slots, stages busy in {job.compute_planned_utilization():.1%} of them as planned "
         "(fill and drain included)",
         "",

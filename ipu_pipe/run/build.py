@@ -41,7 +41,7 @@ from ipu_pipe.model.meta import build_on_meta
 from ipu_pipe.model.precision import ModelPrecision, get_uncast_loss
 from ipu_pipe.model.randomness import RandomStates, derive_seed
 from ipu_pipe.model.stages import make_footprint
-from ipu_pipe.plan.of_config import choose_stages
+from ipu_pipe.plan.config_cut import choose_stages
 from ipu_pipe.run.checkpoint import find_newest, load_weights, read_weights
 from ipu_pipe.run.checks import check_model, check_modules, find_faults
 from ipu_pipe.schedule.methods import METHODS, resolve_method

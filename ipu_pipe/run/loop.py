@@ -20,7 +20,7 @@ from ipu_pipe.job.record import Job
 from ipu_pipe.job.user_code import exit_words, keep_traceback_of
 from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.model.timing import StageSeconds
-from ipu_pipe.plan.of_config import predict_rate
+from ipu_pipe.plan.config_cut import predict_rate
 from ipu_pipe.report.memory import build_memory_record
 from ipu_pipe.report.position import Position
 from ipu_pipe.report.provenance import describe_start, get_timestamp

@@ -16,8 +16,8 @@ from torch import nn
 from ipu_pipe.backends.table import get_backend
 from ipu_pipe.config.schema import Config
 from ipu_pipe.config.sections import OWN
-from ipu_pipe.data.batches import split_batch
 from ipu_pipe.data.loaders import LoaderData
+from ipu_pipe.data.sources import split_batch
 from ipu_pipe.errors import BadInput
 from ipu_pipe.hardware.description import read_hardware
 from ipu_pipe.hardware.model_units import CountedUnits, count_units, measure_units
@@ -30,7 +30,7 @@ from ipu_pipe.model.meta import build_on_meta, compute_on_meta
 from ipu_pipe.plan.answer import convert_to_json
 from ipu_pipe.plan.blocks import BlockUnits, count_blocks
 from ipu_pipe.plan.candidates import choose_methods
-from ipu_pipe.plan.of_config import make_problem
+from ipu_pipe.plan.config_cut import make_problem
 from ipu_pipe.plan.planner import SHOWN, make_plan
 from ipu_pipe.plan.prediction import Problem
 from ipu_pipe.run.build import build, choose_batch_size, set_up

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from ipu_pipe.config.load import load_recorded
 from ipu_pipe.config.sections import GIVEN
 from ipu_pipe.data import DataSource
-from ipu_pipe.data.batches import LABELS, split_batch
+from ipu_pipe.data.sources import LABELS, split_batch
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.factories import make_model
 from ipu_pipe.model.batch import call_model, list_tensors, map_tensors, require_tensors

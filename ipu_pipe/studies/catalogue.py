@@ -1,8 +1,8 @@
-"""All experiments of tools/reproduce.py by name.
+"""Find the experiments of tools/reproduce.py by name.
 
-To add one that trains configurations by seeds, write a file in configs/experiments/ (ipu_pipe.studies.trained). To add one that
-compares learning rates on a known objective, write a record in `ipu_pipe.studies.vector_grids`. To add a table of predictions,
-write a record and add it here.
+To add one that trains configurations by seeds, write a file in configs/experiments/ (`ipu_pipe.studies.training_grids`). To add
+one that compares learning rates on a known objective, write a record in `ipu_pipe.studies.vector_grids`. To add a table of
+predictions, write a record and add it here.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from ipu_pipe.studies.history_delays import DELAYS
 from ipu_pipe.studies.predicted_2bw import TABLE_2BW
 from ipu_pipe.studies.predicted_local import MEMORY_TABLE, SPEEDUP_TABLE
 from ipu_pipe.studies.predicted_pipemare import COLUMNS_TABLE
-from ipu_pipe.studies.trained import load_experiment
+from ipu_pipe.studies.training_grids import load_experiment
 from ipu_pipe.studies.vector_grids import VECTOR_GRIDS
 
 
 def find_experiments(names: Sequence[str]) -> List[Experiment]:
     """Return the experiments with these names or in these files; without names all. Raise `BadInput` for other names."""
-    on_vectors = [grid.make_experiment() for grid in VECTOR_GRIDS.values()]
-    records = {one.name: one for one in (SPEEDUP_TABLE, MEMORY_TABLE, TABLE_2BW, COLUMNS_TABLE, DELAYS, *on_vectors)}
+    vector_experiments = [grid.make_experiment() for grid in VECTOR_GRIDS.values()]
+    tables = (SPEEDUP_TABLE, MEMORY_TABLE, TABLE_2BW, COLUMNS_TABLE, DELAYS)
+    records = {experiment.name: experiment for experiment in (*tables, *vector_experiments)}
     files: Dict[str, Path] = {path.stem: path for path in sorted((find_configs() / "experiments").glob("*.yaml"))}
     experiments: List[Experiment] = []
     for name in names or [*files, *records]:

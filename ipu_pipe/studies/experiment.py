@@ -1,7 +1,8 @@
-"""Run experiments, several runs at a time with progress, and write files of results.
+"""Run an experiment, several training runs at a time, and write its results.
 
-An experiment has rows, seeds, measures of each run, and the paper's claims about the rows. Its runs are kept in a folder, and
-finished runs are not repeated.
+An `Experiment` is run for a `Request`, the options of the command line. Its `make_findings` makes the runs and returns
+`Findings`: rows, a table, and verdicts on the paper's claims. An `Outcome` is their report as JSON and Markdown. Runs are kept in
+a folder, and finished runs are not repeated.
 """
 
 from __future__ import annotations
@@ -45,14 +46,14 @@ class Request:
 class Findings:
     """The results of an experiment's runs.
 
-    `results` are the JSON keys that only this experiment has. The table has `columns` and `cells`. `how` is printed after the
-    command that made the table, `notes` are listed below it. `curves` go into results.json. `pictures` maps a file name to the
-    function that draws it.
+    `results` are the JSON keys that only this experiment has. The table has `columns` and `cells`. `conditions` are printed after
+    the command that made the table, `notes` are listed below it. `curves` go into results.json. `pictures` maps a file name to
+    the function that draws it.
     """
 
     results: Dict[str, Any]
     verdicts: Sequence[Verdict]
-    how: str
+    conditions: str
     columns: Sequence[str]
     cells: Sequence[Sequence[Any]]
     notes: Sequence[str] = ()
@@ -86,9 +87,10 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Experiment:
-    """Anything that tools/reproduce.py can list, check and run.
+    """An experiment that tools/reproduce.py can list, check and run.
 
-    `size` describes its rows and seeds in words. `find` makes the runs of a request, which has all rows and seeds, in a folder.
+    `size` describes its rows and seeds in words. `make_findings` makes the runs of a request in a folder; the request lists all
+    rows and seeds.
     `labels` are the rows that can be chosen, `seeds` the default seeds, and `has_full` says whether the paper's size can be run.
     Options without a choice are refused. `hours` is the approximate time on one core.
     """
@@ -97,7 +99,7 @@ class Experiment:
     title: str
     source: str
     size: str
-    find: Callable[[Request, Path], Findings]
+    make_findings: Callable[[Request, Path], Findings]
     labels: Sequence[str] = ()
     seeds: Sequence[int] = ()
     has_full: bool = False
@@ -108,15 +110,15 @@ class Experiment:
         options = {"rows": self.labels, "seeds": self.seeds, "full": self.has_full}
         faults = [
             f"--{option}: {self.name}: it has none to choose from; leave the option out"
-            for option, choice in options.items()
-            if getattr(request, option) and not choice
+            for option, allowed in options.items()
+            if getattr(request, option) and not allowed
         ]
         unknown = [label for label in request.rows if label not in self.labels]
         faults += [f"--rows: {label}: must be one of {', '.join(self.labels)}" for label in unknown if self.labels]
         raise_faults(faults)
 
     def describe(self) -> Dict[str, Any]:
-        """Return the first keys of the results."""
+        """Return the keys of the results that say which experiment it is."""
         return {"experiment": self.name, "title": self.title, "source": self.source}
 
     def run(self, request: Request) -> Outcome:
@@ -124,7 +126,7 @@ class Experiment:
         full = request.full and self.has_full
         folder = request.runs / (self.name + ("-full" if full else ""))
         rows, seeds = request.rows or self.labels, request.seeds or self.seeds
-        return self.report(self.find(replace(request, rows=rows, seeds=seeds, full=full), folder), folder, full)
+        return self.report(self.make_findings(replace(request, rows=rows, seeds=seeds, full=full), folder), folder, full)
 
     def publish(self, request: Request, out: Optional[Path], tell: Callable[[str], None]) -> Dict[str, Any]:
         """Make the unfinished runs, write the results into `out/NAME` (None: beside the runs), tell them, and return the JSON."""
@@ -137,7 +139,7 @@ class Experiment:
     def report(self, findings: Findings, folder: Path, full: bool = False) -> Outcome:
         """Return findings as JSON and as Markdown: title, table, the verdicts on the paper's claims, notes."""
         command = f"python tools/reproduce.py {self.name}" + (" --full" if full else "")
-        intro = f"Source: {self.source}. Made by `{command}`{findings.how}"
+        intro = f"Source: {self.source}. Made by `{command}`{findings.conditions}"
         lines = [f"# {self.title}", "", intro, "", *make_table(findings.columns, findings.cells)]
         if findings.verdicts:
             lines += ["", *make_table(COLUMNS, findings.verdicts)]
@@ -161,10 +163,10 @@ def run_all(
     `request.jobs` runs go on at a time, in processes of their own. A fault of one ends all: workers that go on would hold up
     the end of this process. A fault of the user's code is raised as its `UserFault`, since not every exception can be pickled.
     """
-    done: Dict[Key, Value] = {}
+    results: Dict[Key, Value] = {}
     start = time.monotonic()
     with ProcessPoolExecutor(
-        min(request.jobs, len(arguments)), mp_context=get_context("spawn"), initializer=_start, initargs=(os.getpid(),)
+        min(request.jobs, len(arguments)), mp_context=get_context("spawn"), initializer=_start_worker, initargs=(os.getpid(),)
     ) as pool:
         waiting: Dict["Future[Value]", Key] = {
             pool.submit(call_with_picklable_faults, work, values): key for key, values in arguments.items()
@@ -173,9 +175,9 @@ def run_all(
             while waiting:
                 for future in wait(waiting, return_when=FIRST_COMPLETED).done:
                     key, result = waiting.pop(future), future.result()
-                    done[key] = result
-                    left = (time.monotonic() - start) / len(done) * len(waiting) / 60
-                    request.say(f"[{len(done)}/{len(arguments)}] {describe(key, result)} ({left:.0f} min left)")
+                    results[key] = result
+                    minutes_left = (time.monotonic() - start) / len(results) * len(waiting) / 60
+                    request.say(f"[{len(results)}/{len(arguments)}] {describe(key, result)} ({minutes_left:.0f} min left)")
         except BaseException as error:
             # a run in progress is resumed next time; the pool then fails the runs that wait by itself
             for process in list((pool._processes or {}).values()):
@@ -183,10 +185,10 @@ def run_all(
             if isinstance(error, BrokenProcessPool):
                 raise RunFault("a process that trains one of the runs was killed (out of memory?)") from error
             raise
-    return {key: done[key] for key in arguments}
+    return {key: results[key] for key in arguments}
 
 
-def _start(parent: int) -> None:
+def _start_worker(parent: int) -> None:
     end_with(parent)
     # after Ctrl-C the parent ends its workers
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -220,7 +222,7 @@ def make_table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> List[str]:
 
 
 class PredictedRows(NamedTuple):
-    """The rows of a prediction. `notes` (with assumptions) are about the whole table, `pictures` are as in `Findings`."""
+    """The rows of a table of predictions, notes on its assumptions, and `pictures` as in `Findings`."""
 
     rows: List[Dict[str, Any]]
     notes: List[str]
@@ -236,11 +238,11 @@ def make_prediction(
     No run is made: predictions are computed from model shapes, hardware files and schedules within seconds.
     """
 
-    def find(request: Request, folder: Path) -> Findings:
+    def make_findings(request: Request, folder: Path) -> Findings:
         rows, notes, verdicts, pictures = predict()
         results = {"predicted": True, "rows": rows, "notes": notes}
-        how = ". Everything not printed in the paper is predicted."
+        conditions = ". Everything not printed in the paper is predicted."
         cells = [[row.get(key) for key in columns] for row in rows]
-        return Findings(results, verdicts, how, list(columns.values()), cells, notes, pictures=pictures)
+        return Findings(results, verdicts, conditions, list(columns.values()), cells, notes, pictures=pictures)
 
-    return Experiment(name, title, source, "predicted", find)
+    return Experiment(name, title, source, "predicted", make_findings)

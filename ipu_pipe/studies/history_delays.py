@@ -1,4 +1,4 @@
-"""PipeDream's delays in the global history of block updates, from its timeline, and LocalSGD's timelines, drawn."""
+"""Compute PipeDream's delays in the global history of block updates from its timeline, and draw LocalSGD's timelines."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def find_delays(request: Request, folder: Path) -> Findings:
     """Compare the delays of each number of stages with the paper's closed forms; nothing is trained."""
     delays = {P: compute_delays(P) for P in STAGES}
     deep = [P for P in STAGES if P >= 10]
-    fits = {key: fit_exponent(deep, [delays[P][key] for P in deep]) for key in ("mean", "greatest")}
+    exponents = {key: fit_exponent(deep, [delays[P][key] for P in deep]) for key in ("mean", "greatest")}
     laws = {
         "the greatest is P^2 - P/2, for odd P P^2 - (P+1)/2": ("greatest", compute_greatest_delay),
         "the mean is (P^2 - 1)/2": ("mean", compute_mean_delay),
@@ -33,19 +33,18 @@ def find_delays(request: Request, folder: Path) -> Findings:
     }
     verdicts = []
     for text, (key, law) in laws.items():
-        apart = max(abs(delays[P][key] - law(P)) for P in STAGES)
-        verdicts.append(judge_exactly(text, apart < 1e-9, apart))
-    apart = max(abs(fit - 2) for fit in fits.values())
-    verdicts.append(
-        judge_exactly("both grow as P^2 (exponent fitted from P = 10 on within 0.05 of 2)", apart < 0.05, apart)
-    )
+        difference = max(abs(delays[P][key] - law(P)) for P in STAGES)
+        verdicts.append(judge_exactly(text, difference < 1e-9, difference))
+    difference = max(abs(exponent - 2) for exponent in exponents.values())
+    claim = "both grow as P^2 (exponent fitted from P = 10 on within 0.05 of 2)"
+    verdicts.append(judge_exactly(claim, difference < 0.05, difference))
     rows = [
         {"method": "pipedream", "args": {"stages": P}, "step": None, "final": delays[P]["greatest"], **delays[P]}
         for P in STAGES
     ]
-    shown = ", ".join(f"{key} P^{value:.3f}" for key, value in fits.items())
+    shown = ", ".join(f"{key} P^{value:.3f}" for key, value in exponents.items())
     return Findings(
-        {"rows": rows, "exponents": fits},
+        {"rows": rows, "exponents": exponents},
         verdicts,
         f", from the timeline; fitted from P = 10 on: {shown}.",
         ("P", "least", "10th percentile", "mean", "greatest"),

@@ -28,7 +28,7 @@ from ipu_pipe.backends.table import get_backend, make_engine
 from ipu_pipe.config.schema import Config
 from ipu_pipe.config.values import Count, Section
 from ipu_pipe.data import TensorData
-from ipu_pipe.errors import BadInput, RunFault
+from ipu_pipe.errors import BadInput, Divergence
 from ipu_pipe.job.evaluation import evaluate
 from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import get_blocks
@@ -43,7 +43,7 @@ from ipu_pipe.run.build import build
 from ipu_pipe.run.train import train
 from ipu_pipe.schedule.methods import METHODS
 
-# the result of a run as plain data
+# the result of a run as plain data: see `make_result`
 Result = Dict[str, Any]
 # results of runs with their label and seed
 Runs = Sequence[Mapping[str, Any]]
@@ -64,7 +64,7 @@ class MeasureOptions(Section):
     tensor: str = "conv1.weight"
 
 
-# ---- of the files of a run
+# ---- measures that read the files of a run
 
 
 def make_result(
@@ -84,17 +84,17 @@ def make_result(
 def train_run(
     config: Config, out: Path, overwrite: bool, fill_and_drain: bool = False
 ) -> Tuple[List[Dict[str, Any]], Optional[str]]:
-    """Train a run, or resume it if it was interrupted. Return the lines of its metrics.jsonl, each with its "time", and why it
-    diverged: a loss that is not finite is a result. The time counts an epoch of a pipeline without bubbles as 1."""
+    """Train a run, or resume it if it was interrupted. Return its records and why it diverged, which is a result, or None.
+
+    The records are the lines of its metrics.jsonl, each with its "time": an epoch of a pipeline without bubbles takes 1.
+    """
     diverged = None
     try:
         resume = not overwrite and (out / "config.yaml").exists()
         summary = train(config, out, resume=resume, overwrite=overwrite, quiet=True)
         phases, per_epoch, stages = summary["phases"], summary["updates_per_epoch"], summary["model"]["stages"]
-    except RunFault as error:
-        if "loss is" not in str(error):
-            raise
-        job, diverged = build(config), str(error).split(";")[0]
+    except Divergence as error:
+        job, diverged = build(config), error.reason
         phases, per_epoch, stages = job.describe_phases(), job.updates_per_epoch, len(job.partition)
     if fill_and_drain:
         N = config.gradient_accumulation
@@ -110,11 +110,11 @@ def train_run(
 
 def compute_normalized_time(phases: Sequence[Mapping[str, Any]], step: int) -> float:
     """Return the time of `step` updates, in updates of a pipeline without bubbles. `phases` is from summary.json."""
-    total, left = 0.0, step
+    total, updates_left = 0.0, step
     for phase in phases:
-        count = min(left, phase["updates"])
+        count = min(updates_left, phase["updates"])
         total += count / phase["planned_utilization"]
-        left -= count
+        updates_left -= count
     return total
 
 
@@ -140,11 +140,11 @@ def measure_training_loss(config: Config, out: Path, options: MeasureOptions, ov
     records, diverged = train_run(config, out, overwrite)
     losses = [record for record in records if record.get("train_loss") is not None]
     replicas = config.method_args.replicas or config.replicas  # LocalSGD's, or copies of the pipeline
-    in_window = options.window // (replicas * config.gradient_accumulation)
-    every, curve = max(min(in_window, len(losses)), 1), []
+    window_updates = options.window // (replicas * config.gradient_accumulation)
+    length, curve = max(min(window_updates, len(losses)), 1), []
     # the last window ends with the last update
-    for end in range(len(losses) % every + every, len(losses) + 1, every):
-        mean = statistics.mean(record["train_loss"] for record in losses[end - every : end])
+    for end in range(len(losses) % length + length, len(losses) + 1, length):
+        mean = statistics.mean(record["train_loss"] for record in losses[end - length : end])
         curve.append([losses[end - 1]["epoch"], losses[end - 1]["time"], mean])
     result = _summarize_curve(curve, min, records, diverged)
     # a window of a run that diverged says nothing of its beginning
@@ -176,7 +176,7 @@ def measure_filters(config: Config, out: Path, options: MeasureOptions, overwrit
     return {**result, "values": {"mean colour": share}, "filters": filters.tolist()}
 
 
-# ---- of the models of a run on the emulator
+# ---- measures that read the model of a run on the emulator
 
 
 def build_emulated(config: Config) -> Job:
@@ -245,13 +245,13 @@ def compute_block_angles(
     """
     blocks = get_blocks(model)
     assert blocks is not None
-    # the trained parameters of each block without its head
-    trained = [
+    # of each block without its head
+    parameters_by_block = [
         [t for t in piece.list_tensors() if isinstance(t, nn.Parameter) and t.requires_grad] for piece in blocks.pieces
     ]
 
-    def collect(differentiated: nn.Module, finish: Callable[[], None]) -> List[torch.Tensor]:
-        """Return the gradients of each block as one float64 vector."""
+    def compute_gradients(differentiated: nn.Module, combine: Callable[[], None]) -> List[torch.Tensor]:
+        """Return the gradient of each block as a float64 vector; `combine` is called before gradients are read."""
         for parameter in model.parameters():
             parameter.grad = None
         with restore_buffers(model), restore_buffers(blocks.model):
@@ -259,8 +259,10 @@ def compute_block_angles(
                 output = call_model(differentiated, clone_tensors(x))
             with keyed.backward(0):
                 torch.autograd.backward(compute_losses(loss, output, y))
-        finish()
-        return [torch.cat([flatten(p) for p in parameters]) if parameters else torch.zeros(0) for parameters in trained]
+        combine()
+        return [
+            torch.cat([flatten(p) for p in parameters]) if parameters else torch.zeros(0) for parameters in parameters_by_block
+        ]
 
     def flatten(p: nn.Parameter) -> torch.Tensor:
         return (torch.zeros_like(p) if p.grad is None else p.grad).detach().double().flatten()
@@ -270,8 +272,8 @@ def compute_block_angles(
         try:
             model.train()
             blocks.model.train()
-            local = collect(model, blocks.average_duplicates)
-            true = collect(blocks.model, lambda: None)
+            local = compute_gradients(model, blocks.average_duplicates)
+            true = compute_gradients(blocks.model, lambda: None)
         finally:
             keyed.remove()
     return [compute_angle(a, b) for a, b in zip(local, true)]
@@ -303,15 +305,16 @@ def measure_fit(config: Config, out: Path, options: MeasureOptions, overwrite: b
     def gather(done: int, result: StepResult) -> None:
         window.append(result)
         if done % options.every == 0 or done == job.updates:
-            right = [one.accuracy for one in window if one.accuracy is not None]
-            curve.append([done, statistics.mean(one.loss for one in window), statistics.mean(right) if right else None])
+            accuracies = [one.accuracy for one in window if one.accuracy is not None]
+            accuracy = statistics.mean(accuracies) if accuracies else None
+            curve.append([done, statistics.mean(one.loss for one in window), accuracy])
             window.clear()
 
     train_emulated(job, gather)
-    # test samples are normalized but not augmented
-    as_test, as_test.data = copy.copy(job), copy.copy(job.data)
-    as_test.data.test = job.data.train
-    train_result, test_result = evaluate(as_test)[-1], evaluate(job)[-1]
+    # the training samples as a test set, which is normalized but not augmented
+    job_on_training, job_on_training.data = copy.copy(job), copy.copy(job.data)
+    job_on_training.data.test = job.data.train
+    train_result, test_result = evaluate(job_on_training)[-1], evaluate(job)[-1]
     values = {
         "blocks": len(job.partition), "train loss": train_result.loss, "train accuracy": train_result.accuracy,
         "test loss": test_result.loss, "test accuracy": test_result.accuracy,
@@ -334,9 +337,9 @@ def draw_means(results: Mapping[str, Any], runs: Runs, file: Path, x: int, x_lab
             points = [group for group in points if all(point[-1] is not None for point in group)]
             if points:
                 diverged = " (diverged)" if any(run["diverged"] for run in runs_of_row) else ""
-                middle = [statistics.mean(point[x] for point in group) for group in points]
+                xs = [statistics.mean(point[x] for point in group) for group in points]
                 groups = [[point[-1] for point in group] for group in points]
-                plot_mean_with_range(axes, middle, groups, markersize=3, label=label + diverged)
+                plot_mean_with_range(axes, xs, groups, markersize=3, label=label + diverged)
         if x_label.startswith("time"):
             axes.set_xscale("log")
         axes.set(xlabel=x_label, ylabel=y_label)
@@ -398,11 +401,11 @@ def make_filters_image(filters: np.ndarray) -> np.ndarray:
     n, _, height, width = filters.shape
     columns = math.ceil(math.sqrt(n))
     image = np.ones((-(-n // columns) * (height + 1) + 1, columns * (width + 1) + 1, 3))
-    for i, one in enumerate(filters):
-        spread = one.max() - one.min()
+    for i, weights in enumerate(filters):
+        spread = weights.max() - weights.min()
         top, left = i // columns * (height + 1) + 1, i % columns * (width + 1) + 1
-        shares = (one - one.min()) / spread if spread else np.full_like(one, 0.5)
-        image[top : top + height, left : left + width] = shares.transpose(1, 2, 0)
+        brightness = (weights - weights.min()) / spread if spread else np.full_like(weights, 0.5)
+        image[top : top + height, left : left + width] = brightness.transpose(1, 2, 0)
     return image
 
 
@@ -412,16 +415,17 @@ Draw = Callable[[Mapping[str, Any], Runs, Path], None]
 
 
 class Measure(NamedTuple):
-    """A row of the table: what the final value is in words, its format, and its `sign`, -1 where a smaller one is better."""
+    """A row of the table: the `quantity` that is a run's final value, its format, and its `sign`, -1 if less is better."""
 
-    final: str
-    form: str
+    quantity: str
+    format_spec: str
     sign: int
     run: Callable[[Config, Path, MeasureOptions, bool], Result]
     pictures: Mapping[str, Draw]
 
 
-def _by_epoch_and_time(name: str, y_label: str) -> Dict[str, Draw]:
+def _list_pictures(name: str, y_label: str) -> Dict[str, Draw]:
+    """Return the pictures of a curve by epoch and by time."""
     return {
         f"{name}_by_epoch.png": functools.partial(draw_means, x=0, x_label="epoch", y_label=y_label),
         f"{name}_by_time.png": functools.partial(
@@ -432,11 +436,11 @@ def _by_epoch_and_time(name: str, y_label: str) -> Dict[str, Draw]:
 
 MEASURES: Dict[str, Measure] = {
     "test_accuracy": Measure(
-        "test accuracy", ".1%", 1, measure_test_accuracy, _by_epoch_and_time("accuracy", "test accuracy")
+        "test accuracy", ".1%", 1, measure_test_accuracy, _list_pictures("accuracy", "test accuracy")
     ),
-    "test_loss": Measure("test loss", ".3f", -1, measure_test_loss, _by_epoch_and_time("loss", "test loss")),
+    "test_loss": Measure("test loss", ".3f", -1, measure_test_loss, _list_pictures("loss", "test loss")),
     "training_loss": Measure(
-        "training loss", ".4g", -1, measure_training_loss, _by_epoch_and_time("loss", "training loss")
+        "training loss", ".4g", -1, measure_training_loss, _list_pictures("loss", "training loss")
     ),
     "angles": Measure("mean angle, degrees", ".1f", -1, measure_angles, {"angles.png": draw_angles}),
     "fit": Measure(

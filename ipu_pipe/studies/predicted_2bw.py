@@ -1,4 +1,4 @@
-"""GPT models on V100 servers as the PipeDream-2BW paper measured them (Narayanan et al. 2021, Figures 6 to 9), predicted.
+"""Predict the GPT models on V100 servers that the PipeDream-2BW paper measured (Narayanan et al. 2021, Figures 6 to 9).
 
 The paper prints no shapes: 48 blocks of width 1920 have its 2.2 billion parameters, of width 2560 its 3.8 (3.9 in places), with a
 vocabulary of 50,304 whose embedding is also the head's weight; the first and the last stage of a pipeline each have a copy.
@@ -24,7 +24,7 @@ from ipu_pipe.job.factories import resolve_entry
 from ipu_pipe.model.flops import HOW
 from ipu_pipe.plan.candidates import Candidate, list_candidates, list_layouts
 from ipu_pipe.plan.planner import search
-from ipu_pipe.plan.prediction import Costing, Prediction, Problem, Sums, predict_fastest
+from ipu_pipe.plan.prediction import Costing, Prediction, Problem, UnitSums, predict_fastest
 from ipu_pipe.plan.tensor_parallel import predict_tensor_parallel
 from ipu_pipe.studies.experiment import PredictedRows, make_prediction
 from ipu_pipe.studies.verdicts import Verdict, judge_exactly, judge_gap, judge_printed
@@ -80,16 +80,16 @@ def cut_equally(units: Tuple[Unit, ...], depth: int) -> List[int]:
     return [0, *(1 + blocks * s // depth for s in range(1, depth))]
 
 
-def find_fullest(problem: Problem, prediction: Prediction) -> float:
+def compute_fullest_bytes(problem: Problem, prediction: Prediction) -> float:
     """Return the bytes of the fullest stage.
 
     Megatron does not recompute the logits and their loss: the last stage keeps those of all its microbatches in flight.
     """
     sizes = [float(memory.total) for memory in prediction.memory]
-    asked = prediction.asked
-    in_flight = asked.gradient_accumulation if asked.method == GPIPE else 1
+    candidate = prediction.candidate
+    in_flight = candidate.gradient_accumulation if candidate.method == GPIPE else 1
     logits = sum(unit.activation_bytes for unit in problem.units[-2:]) * PRECISIONS["float16"].activation / 4
-    sizes[-1] += (in_flight - 1) * asked.micro_batch_size * logits
+    sizes[-1] += (in_flight - 1) * candidate.micro_batch_size * logits
     return max(sizes)
 
 
@@ -110,7 +110,7 @@ def predict_throughputs(width: int, depth: int, batch: int) -> Dict[str, float]:
         return predict_fastest(problem, Candidate(method, depth, replicas, size, microbatches, True), starts)
 
     def fits(microbatches: int) -> bool:
-        return find_fullest(problem, predict_method(GPIPE, microbatches)) <= problem.memory_bytes
+        return compute_fullest_bytes(problem, predict_method(GPIPE, microbatches)) <= problem.memory_bytes
 
     rates = {method: predict_method(method, count).samples_per_second for method in (NAIVE, FLUSH, TWO_BW)}
     flush_after = next((n for n in range(count, 1, -1) if count % n == 0 and fits(n)), 1)
@@ -122,7 +122,7 @@ def predict_memory() -> Dict[str, float]:
     problem = make_problem(count_gpt(1920), 8)
     starts = cut_equally(problem.units, 8)
     return {
-        method: find_fullest(problem, predict_fastest(problem, Candidate(method, 8, 1, 8, 8, True), starts))
+        method: compute_fullest_bytes(problem, predict_fastest(problem, Candidate(method, 8, 1, 8, 8, True), starts))
         for method in NAMES
     }
 
@@ -136,8 +136,8 @@ def find_largest_model(depth: int) -> float:
     for width in range(512, 16384, 256):
         problem = make_problem(count_gpt(width, 64))
         candidate = Candidate(TWO_BW, depth, DEVICES // depth, 1, depth, True)
-        costing = Costing(problem, candidate, list_layouts(depth, candidate.width)[0], Sums(problem, 1))
-        if max(memory.total for memory in costing.memories(cut_equally(problem.units, depth))) > problem.memory_bytes:
+        costing = Costing(problem, candidate, list_layouts(depth, candidate.width)[0], UnitSums(problem, 1))
+        if max(memory.total for memory in costing.compute_memory(cut_equally(problem.units, depth))) > problem.memory_bytes:
             break
         # the head's weight is the embedding's
         parameters = sum(unit.parameters for unit in problem.units[:-2])
@@ -147,8 +147,9 @@ def find_largest_model(depth: int) -> float:
 def choose_depth(width: int, batch: int) -> int:
     """Return the depth of the planner's best pipeline for 2BW."""
     problem = make_problem(count_gpt(width))
-    options = [one for one in list_candidates([TWO_BW], DEVICES, len(problem.units), batch, (True,)) if one.depth > 1]
-    return search(problem, options, 1).best[0].asked.depth
+    candidates = list_candidates([TWO_BW], DEVICES, len(problem.units), batch, (True,))
+    pipelines = [candidate for candidate in candidates if candidate.depth > 1]
+    return search(problem, pipelines, 1).best[0].candidate.depth
 
 
 def compare_tensor_parallel(width: int, depth: int, devices: int, batch: int) -> float:
@@ -258,9 +259,9 @@ def predict_2bw() -> PredictedRows:
         add("9", f"largest model, depth {depth}, billions of parameters", almost, round(size, 1))
     growth = min(sizes[2 * depth] - sizes[depth] for depth in (4, 8, 16, 32))
     verdicts.append(judge_exactly("Figure 9: a deeper pipeline holds a larger model", growth >= 0, growth))
-    apart = sizes[64] / 30 - 1
+    difference = sizes[64] / 30 - 1
     claim = "Figure 9: almost 30 billion parameters at depth 64 (margin 10 %)"
-    verdicts.append(judge_exactly(claim, abs(apart) < 0.1, apart))
+    verdicts.append(judge_exactly(claim, abs(difference) < 0.1, difference))
     printed_depths = " and ".join(str(depth) for *_, depth in MODELS)
     for batch in BATCHES:
         depths = [choose_depth(width, batch) for _, width, _ in MODELS]

@@ -1,4 +1,4 @@
-"""The local-updates paper's speedups and memory on IPUs (Laskin et al. 2020, Tables 1 and 3), predicted.
+"""Predict the local-updates paper's speedups and memory on IPUs (Laskin et al. 2020, Tables 1 and 3).
 
 ResNets at 224 x 224 in 16-bit numbers train by SGD with momentum on IPU-M2000s: pipelined backpropagation, with one update for N
 microbatches, against one block with an auxiliary head on each device. Both run in lock-step on the same cut. The paper prints the
@@ -22,7 +22,7 @@ from ipu_pipe.job.factories import resolve_entry
 from ipu_pipe.model.flops import HOW
 from ipu_pipe.plan.blocks import BlockUnits, count_blocks
 from ipu_pipe.plan.candidates import Candidate, list_layouts
-from ipu_pipe.plan.prediction import Costing, Prediction, Problem, Sums, predict_cut
+from ipu_pipe.plan.prediction import Costing, Prediction, Problem, UnitSums, predict_cut
 from ipu_pipe.studies.experiment import PredictedRows, make_prediction
 from ipu_pipe.studies.verdicts import judge_exactly, judge_printed
 
@@ -78,7 +78,7 @@ TABLE_3 = (
 )
 
 
-# The parts of the model that a prediction can leave out.
+# the parts of the cost model that a prediction can leave out
 HOST_LINK, MESSAGES, AUXILIARY, SPARED, MOVED = EFFECTS = (
     "the link to the host", "messages between devices", "auxiliary heads", "the gradients that blocks spare",
     "what other operations than products move",
@@ -86,7 +86,7 @@ HOST_LINK, MESSAGES, AUXILIARY, SPARED, MOVED = EFFECTS = (
 
 
 @lru_cache(maxsize=None)
-def _count(network: str) -> Tuple[Tuple[Unit, ...], BlockUnits]:
+def _count_units(network: str) -> Tuple[Tuple[Unit, ...], BlockUnits]:
     with torch.device("meta"):
         model = resolve_entry(f"models.resnet:{network}", "model")()
     x = torch.empty(2, *IMAGE, device="meta")
@@ -95,16 +95,10 @@ def _count(network: str) -> Tuple[Tuple[Unit, ...], BlockUnits]:
 
 
 def predict(
-    network: str,
-    devices: int,
-    samples: int,
-    accumulate: int,
-    method: str,
-    recompute: bool = False,
-    without: str = "",
+    network: str, devices: int, samples: int, accumulate: int, method: str, recompute: bool = False, without: str = ""
 ) -> Prediction:
     """Return the prediction for a method on the cut of pipelined backpropagation, `without` one of `EFFECTS`."""
-    units, blocks = _count(network)
+    units, blocks = _count_units(network)
     heads, first, hardware = blocks.heads, blocks.first, read_hardware("pod16")
     if without == HOST_LINK:
         hardware = hardware.model_copy(update={"host": None})
@@ -127,11 +121,11 @@ def predict(
         )
     numbers = IMAGE[0] * IMAGE[1] * IMAGE[2]
     problem = Problem(units, 2.0 * numbers, hardware, 1e15, "16.16", 1, BlockUnits(heads, first))
-    layout, sums = list_layouts(devices, 1)[0], Sums(problem, samples)
+    layout, sums = list_layouts(devices, 1)[0], UnitSums(problem, samples)
     names = [unit.name for unit in units]
     candidate = Candidate(BACKPROPAGATION, devices, 1, samples, accumulate, False)
     printed = PRINTED_CUTS.get((network, devices))
-    starts = [0, *map(names.index, printed)] if printed else Costing(problem, candidate, layout, sums).cut()
+    starts = [0, *map(names.index, printed)] if printed else Costing(problem, candidate, layout, sums).find_cut()
     # any cut fits 1e15 bytes
     assert starts is not None
     # a block is updated after each microbatch
@@ -145,8 +139,8 @@ def predict_speedup(row: Speedup, without: str = "") -> float:
 
     On the paper's IPUs recomputation takes no time (its appendix E.3).
     """
-    local, back = (predict(*row[:4], method=method, without=without) for method in (LOCAL, BACKPROPAGATION))
-    return 100 * (local.samples_per_second / back.samples_per_second - 1)
+    local, backpropagation = (predict(*row[:4], method=method, without=without) for method in (LOCAL, BACKPROPAGATION))
+    return 100 * (local.samples_per_second / backpropagation.samples_per_second - 1)
 
 
 def compute_bound(row: Speedup) -> float:
@@ -226,7 +220,7 @@ def predict_memory() -> PredictedRows:
 
 
 def _count_swapped_pairs(rows: Sequence[Dict[str, Any]], predicted: str, printed: str) -> int:
-    """Return how many pairs of rows the paper has in the other order."""
+    """Return the number of pairs of rows that the paper has in the other order."""
     pairs = itertools.combinations(rows, 2)
     return sum((a[predicted] - b[predicted]) * (a[printed] - b[printed]) < 0 for a, b in pairs)
 

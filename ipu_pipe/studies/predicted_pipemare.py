@@ -1,4 +1,4 @@
-"""PipeMare's hardware columns (Yang et al. 2021): pipeline utilization and memory of Tables 2, 3 and 5 and Figures 2, 3 and 9.
+"""Predict PipeMare's hardware columns (Yang et al. 2021): utilization and memory of Tables 2, 3 and 5, Figures 2, 3 and 9.
 
 All follow from the weights by stage and the schedule; nothing is trained. One stage a weight, weight and bias of one operator
 together. Adam has four copies of the weights, momentum SGD three. The paper prints MiB and GiB as MB and GB. It prints no
@@ -32,9 +32,10 @@ IWSLT_VOCABULARIES, WMT_WIDTH = (8848, 6632), 512
 
 
 class Task(NamedTuple):
-    """A data set of Table 2: its `stages`, copies of the weights, N of GPipe and of PipeDream, W's and all epochs, prints.
+    """A data set of Table 2: `stages`, `copies` of the weights, N of GPipe and of PipeDream, epochs of warm-up and to the target.
 
-    `epochs` reach the target. Prints are GPipe's utilization, its memory, PipeDream's ratio, and the utilization with warm-up.
+    As printed: GPipe's `utilization` and `memory`, the memory of `pipedream` over GPipe's, and the `amortized` utilization of a
+    run with warm-up.
     """
 
     name: str
@@ -68,10 +69,9 @@ SEGMENTED = (16, 4)
 def count_weights(task: str) -> Tuple[int, ...]:
     """Return the weights of each stage, in the order in which they run."""
     if task == "WMT17":
-        # without the three embeddings
-        once = [size for size in _count_transformer(1, 1, 2048) if size != WMT_WIDTH]
-        vocabulary = round((1.01 * GIB / FP32 / 4 - sum(once)) / WMT_WIDTH)
-        return (vocabulary * WMT_WIDTH, *once)
+        without_embeddings = [size for size in _count_transformer(1, 1, 2048) if size != WMT_WIDTH]
+        vocabulary = round((1.01 * GIB / FP32 / 4 - sum(without_embeddings)) / WMT_WIDTH)
+        return (vocabulary * WMT_WIDTH, *without_embeddings)
     if task == "IWSLT14":
         return _count_transformer(*IWSLT_VOCABULARIES, 1024)
     with torch.device("meta"):
@@ -94,7 +94,7 @@ def _count_finest(model: Any, x: torch.Tensor) -> Tuple[int, ...]:
 
 
 def group_weights(weights: Sequence[int], stages: int) -> List[int]:
-    """Return the weights of so many stages, to which the paper's "evenly" gives equally many tensors."""
+    """Return the weights of each of `stages` stages, which have equally many tensors (the paper's "evenly")."""
     return [int(part.sum()) for part in np.array_split(np.array(weights), stages)]
 
 
@@ -103,12 +103,12 @@ def compute_gpipe_utilization(stages: int, accumulate: int) -> float:
     return compute_utilization(resolve_method("gpipe"), stages, accumulate)
 
 
-def count_stash(stages: int, segments: int) -> Tuple[List[float], List[float]]:
-    """Return the microbatches by stage that PipeMare's dataflow schedule keeps, without and with recomputation by segments."""
+def count_stored_microbatches(stages: int, segments: int) -> Tuple[List[float], List[float]]:
+    """Return the microbatches that each stage stores by PipeMare's schedule, without and with recomputation by segments."""
     method = resolve_method("pipemare")
-    flying = make_schedule(method, stages, 3 * stages, 1).max_in_flight().tolist()
-    by_segments = count_kept_microbatches(flying, False, segments, method.turn)
-    return flying, (by_segments.inputs + by_segments.activations).tolist()
+    in_flight = make_schedule(method, stages, 3 * stages, 1).max_in_flight().tolist()
+    by_segments = count_kept_microbatches(in_flight, False, segments, method.turn)
+    return in_flight, (by_segments.inputs + by_segments.activations).tolist()
 
 
 def predict_pipemare() -> PredictedRows:
@@ -154,12 +154,13 @@ def predict_pipemare() -> PredictedRows:
             for what, value in compute_columns(task, stages).items():
                 what = f"{task.name}, {stages} stages, {what}"
                 rows.append({"item": f"Figure {figure}", "what": what, "predicted": float(f"{value:.4g}")})
-    without, by_segments = count_stash(*SEGMENTED)
-    for what, stash in (("without", without), ("with", by_segments)):
-        shown = " ".join(f"{count:g}" for count in stash)
-        what = f"microbatches kept {what} recomputation, by stage {shown}"
-        rows.append({"item": "Figure 9", "what": what, "predicted": float(sum(stash))})
-    counted = [sum(again) / sum(flying) for flying, again in (count_stash(P, 0) for P, _ in ORDERS)]
+    without, by_segments = count_stored_microbatches(*SEGMENTED)
+    for with_or_without, counts in (("without", without), ("with", by_segments)):
+        by_stage = " ".join(f"{count:g}" for count in counts)
+        what = f"microbatches kept {with_or_without} recomputation, by stage {by_stage}"
+        rows.append({"item": "Figure 9", "what": what, "predicted": float(sum(counts))})
+    stored = [count_stored_microbatches(P, 0) for P, _ in ORDERS]
+    counted = [sum(recomputed) / sum(in_flight) for in_flight, recomputed in stored]
     notes = [
         "a printed number is shown if the prediction rounds to it",
         "PipeDream's tau is not rounded up, except in the figures (the paper's Table 1 rounds it up: 2.87, 1.79, 2.15); WMT's N"

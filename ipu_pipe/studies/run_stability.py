@@ -1,5 +1,4 @@
-"""The stability of a run by theory, before it trains: the delay, learning rate and largest stable rate of each stage, and
-remedies.
+"""Compute the stability of a run by theory, before it trains: delay, rate, largest stable rate and remedies of each stage.
 
 The run is built as for training and not trained. Each stage is modelled as its config says: momentum (Nesterov's too), T2, spike
 compensation, weight prediction, SpecTrain, gradient shrinking, stashed or newest weights, rates with T1. Weight decay, clipping,
@@ -44,11 +43,11 @@ Vector = List[torch.Tensor]
 
 @dataclass(frozen=True)
 class Curvature:
-    """The largest eigenvalue (`value`) of a Hessian, its eigenvector v by stage, and how well the iteration converged.
+    """The largest eigenvalue (`value`) of a Hessian with its unit eigenvector v, and how well the iteration converged.
 
-    `shares` are the stages' shares of the square of v, `residual` is |Hv - value v| / value of the last iteration. `discrepancy`,
-    if it was measured, is by how much the gradient along v falls when the weights of the backward alone move along v, as a
-    multiple of the value (PipeMare's Delta / lambda).
+    `shares` are the stages' shares of the squared norm of v, `residual` is |Hv - value v| / value of the last iteration.
+    `discrepancy`, if it was measured, is by how much the gradient along v falls when the weights of the backward alone move
+    along v, as a multiple of the value (PipeMare's Delta / lambda).
     """
 
     value: float
@@ -88,7 +87,7 @@ def measure_curvature(
         _fix_random_modules(model, x)
         try:
             gradient = _differentiate(compute_loss(), parameters, create_graph=True)
-            value, v, done, residual = _iterate(
+            value, v, done, residual = _iterate_power(
                 lambda v: _multiply_hessian(gradient, parameters, v), start, iterations, tolerance
             )
         except (RuntimeError, NotImplementedError) as error:
@@ -107,6 +106,7 @@ def measure_curvature(
 
 
 def _fix_random_modules(model: nn.Module, x: Any) -> None:
+    """Set the modules that draw random numbers to evaluation, all others to training."""
     names = observe_effects(model, x).draws
     model.train()
     for name in names:
@@ -132,37 +132,40 @@ def _differentiate(
 
 
 def _multiply_hessian(gradient: Vector, parameters: Sequence[nn.Parameter], v: Vector) -> Vector:
-    curved = [(g, part) for g, part in zip(gradient, v) if g.requires_grad]
-    if not curved:
+    # a gradient that depends on no parameter has no second derivative
+    pairs = [(g, part) for g, part in zip(gradient, v) if g.requires_grad]
+    if not pairs:
         return [torch.zeros_like(part) for part in v]
-    return _differentiate([g for g, _ in curved], parameters, [part for _, part in curved], retain_graph=True)
+    return _differentiate([g for g, _ in pairs], parameters, [part for _, part in pairs], retain_graph=True)
 
 
-def _dot(a: Vector, b: Vector) -> float:
+def _compute_dot(a: Vector, b: Vector) -> float:
     return float(sum((p * q).sum() for p, q in zip(a, b)))
 
 
-def _iterate(product: Any, v: Vector, iterations: int, tolerance: float) -> Tuple[float, Vector, int, float]:
-    """Return (eigenvalue, unit vector, iterations, residual)."""
+def _iterate_power(
+    multiply_hessian: Callable[[Vector], Vector], v: Vector, iterations: int, tolerance: float
+) -> Tuple[float, Vector, int, float]:
+    """Return (eigenvalue, unit eigenvector, iterations, residual)."""
     shift, done, residual, value = 0.0, 0, float("inf"), 0.0
-    length = _dot(v, v) ** 0.5
+    length = _compute_dot(v, v) ** 0.5
     v = [part / length for part in v]
     while done < iterations:
         done += 1
-        moved = product(v)
-        value = _dot(v, moved)
-        off = sum(float(((h - value * part) ** 2).sum()) for h, part in zip(moved, v)) ** 0.5
-        residual = off / abs(value) if value else float("inf")
+        product = multiply_hessian(v)
+        value = _compute_dot(v, product)
+        error = sum(float(((h - value * part) ** 2).sum()) for h, part in zip(product, v)) ** 0.5
+        residual = error / abs(value) if value else float("inf")
         if residual <= tolerance:
             if value > 0:
                 break
             # this is the negative end of the spectrum: continue with the positive one
             shift = min(shift, value)
-        moved = [h - shift * part for h, part in zip(moved, v)]
-        length = _dot(moved, moved) ** 0.5
+        product = [h - shift * part for h, part in zip(product, v)]
+        length = _compute_dot(product, product) ** 0.5
         if not length:
             break
-        v = [part / length for part in moved]
+        v = [part / length for part in product]
     return value, v, done, residual
 
 
@@ -173,8 +176,8 @@ def _measure_discrepancy(
 
     It is a central difference, with weights written in place between forward and backward.
     """
-    far = 1e-3 * float(sum((p.detach() ** 2).sum() for p in parameters)) ** 0.5
-    before = [p.detach().clone() for p in parameters]
+    step = 1e-3 * float(sum((p.detach() ** 2).sum() for p in parameters)) ** 0.5
+    weights = [p.detach().clone() for p in parameters]
 
     def compute_slope(distance: float) -> float:
         """Return the gradient along v of a pass whose backward reads weights moved by `distance` times v."""
@@ -184,11 +187,11 @@ def _measure_discrepancy(
                 p.data.add_(part, alpha=distance)
             gradient = _differentiate(value, parameters)
         finally:
-            for p, weights in zip(parameters, before):
-                p.data.copy_(weights)
-        return _dot(gradient, v)
+            for p, weight in zip(parameters, weights):
+                p.data.copy_(weight)
+        return _compute_dot(gradient, v)
 
-    return -(compute_slope(far) - compute_slope(-far)) / (2 * far)
+    return -(compute_slope(step) - compute_slope(-step)) / (2 * step)
 
 
 # ---- stability of a run
@@ -218,20 +221,19 @@ def analyze_job(
     """Return the stability of a job's stages as plain data.
 
     The curvature is measured on the first `samples` of the first epoch, or is `curvature`. With `by_stage` each stage has
-    its own, with the weights of the others held. Raise `BadInput` for a job that the theory does not cover.
+    its own, with the weights of the others fixed. Raise `BadInput` for a job that the theory does not cover.
     """
-    faults = list_inapplicable(job)
-    raise_faults(faults)
-    lags = job.table.greatest_lag().tolist(), job.table.greatest_backward_lag().tolist()
-    differ = any(a != b for a, b in zip(*lags))
-    measured = _measure(job, samples, iterations, seed, differ, by_stage) if curvature is None else []
+    raise_faults(list_inapplicable(job))
+    forward_lags, backward_lags = job.table.greatest_lag().tolist(), job.table.greatest_backward_lag().tolist()
+    has_discrepancy = forward_lags != backward_lags
+    measured = _measure(job, samples, iterations, seed, has_discrepancy, by_stage) if curvature is None else []
     values = [one.value for one in measured[1:]] if by_stage else [curvature or measured[0].value] * len(job.partition)
     discrepancy = measured[0].discrepancy or 0.0 if measured else 0.0
-    rates, at = _find_greatest_rates(job)
-    stages = [
-        StageDynamics(s, derive_recurrence(job, s, lags[0][s], lags[1][s], discrepancy), float(rates[s]), value)
-        for s, value in enumerate(values)
-    ]
+    rates, rate_updates = _find_greatest_rates(job)
+    stages = []
+    for s, value in enumerate(values):
+        recurrence = derive_recurrence(job, s, forward_lags[s], backward_lags[s], discrepancy)
+        stages.append(StageDynamics(s, recurrence, float(rates[s]), value))
     margins = compute_margins(stages)
     base = float(max(job.rate(k) for k in _choose_updates(job)))
     shares: Sequence[Optional[float]] = measured[0].shares if measured else [None] * len(stages)
@@ -243,7 +245,7 @@ def analyze_job(
     stability: Dict[str, Any] = replace_nonfinite({
         "method": job.method.name,
         "curvature": _describe_curvature(job, measured, curvature, samples, seed, by_stage),
-        "rates_of_update": at,
+        "rates_of_update": rate_updates,
         "stages": [_describe_stage(margin, share) for margin, share in zip(margins, shares)],
         "whole": whole,
         "advice": describe_margins(margins),
@@ -266,8 +268,10 @@ def _find_greatest_rates(job: Job) -> Tuple[Floats, List[int]]:
     return rates.max(axis=0), [updates[i] for i in rates.argmax(axis=0).tolist()]
 
 
-def _measure(job: Job, samples: int, iterations: int, seed: int, differ: bool, by_stage: bool) -> List[Curvature]:
-    """Measure the curvature of the whole model and, with `by_stage`, then of each stage."""
+def _measure(
+    job: Job, samples: int, iterations: int, seed: int, has_discrepancy: bool, by_stage: bool
+) -> List[Curvature]:
+    """Return the curvature of the whole model and, with `by_stage`, then of each stage."""
     if job.data.train_batches_per_epoch(samples) == 0:
         raise BadInput(f"--samples: {samples}: the training set has fewer samples")
     x, y = job.prepare_batch(job.data.train_batch(0, 0, samples))
@@ -277,20 +281,21 @@ def _measure(job: Job, samples: int, iterations: int, seed: int, differ: bool, b
     parameters: List[List[nn.Parameter]] = [[] for _ in job.partition.stages]
     for group in job.full_optimizer.param_groups:
         parameters[group["stage"]] += group["params"]
-    curvatures = [measure_curvature(job.model, job.loss, x, y, parameters, iterations, seed=seed, discrepancy=differ)]
+    curvatures = [measure_curvature(job.model, job.loss, x, y, parameters, iterations, seed=seed, discrepancy=has_discrepancy)]
     if by_stage:
-        still = Curvature(0.0, (), 0, 0.0)
+        without_parameters = Curvature(0.0, (), 0, 0.0)
         curvatures += [
-            measure_curvature(job.model, job.loss, x, y, [p], iterations, seed=seed) if p else still for p in parameters
+            measure_curvature(job.model, job.loss, x, y, [p], iterations, seed=seed) if p else without_parameters
+            for p in parameters
         ]
     return curvatures
 
 
 def _describe_curvature(
-    job: Job, measured: Sequence[Curvature], given: Optional[float], samples: int, seed: int, by_stage: bool
+    job: Job, measured: Sequence[Curvature], configured: Optional[float], samples: int, seed: int, by_stage: bool
 ) -> Dict[str, Any]:
     if not measured:
-        return {"value": given, "how": "given"}
+        return {"value": configured, "how": "given"}
     first = measured[0]
     return {
         "value": first.value,
@@ -325,29 +330,27 @@ def _describe_stage(margin: StabilityMargin, share: Optional[float]) -> Dict[str
 
 def format_stability(stability: Dict[str, Any]) -> str:
     """Return the stability as text: the curvature, a table of stages, and advice."""
-    c = stability["curvature"]
-    how = c["how"]
-    if "iterations" in c:
-        how += (
-            f": {c['iterations']} iterations, residual {c['residual']:.2g}, seed {c['seed']}, {c['samples']} samples, "
-        )
-        how += f"weights {c['weights']}"
-    lines = [f"{stability['method']}: curvature {c['value']:.4g} ({how})"]
-    if c.get("discrepancy") is not None:
-        lines.append(f"discrepancy (the backward's part of it): {c['discrepancy']:.3g} of the curvature")
+    curvature = stability["curvature"]
+    how = curvature["how"]
+    if "iterations" in curvature:
+        words = ": {iterations} iterations, residual {residual:.2g}, seed {seed}, {samples} samples, weights {weights}"
+        how += words.format(**curvature)
+    lines = [f"{stability['method']}: curvature {curvature['value']:.4g} ({how})"]
+    if curvature.get("discrepancy") is not None:
+        lines.append(f"discrepancy (the backward's part of it): {curvature['discrepancy']:.3g} of the curvature")
     head = ["stage", "delay", "share", "rate", "largest stable", "margin", "raised most by"]
     rows = []
-    for s in stability["stages"]:
-        best = s["raised_by"][0] if s["raised_by"] else None
+    for stage in stability["stages"]:
+        best = stage["raised_by"][0] if stage["raised_by"] else None
         rows.append([
-            str(s["index"]),
-            f"{s['delay']}" + (f"/{s['backward_delay']}" if s["backward_delay"] != s["delay"] else ""),
-            _show(s["share"]), _show(s["rate"]), _show(s["largest_stable_rate"]), _show(s["margin"]),
+            str(stage["index"]),
+            f"{stage['delay']}" + (f"/{stage['backward_delay']}" if stage["backward_delay"] != stage["delay"] else ""),
+            *(_show(stage[key]) for key in ("share", "rate", "largest_stable_rate", "margin")),
             f"{best['rule']} ({_show(best['margin'])})" if best else "-",
         ])  # fmt: skip
     if stability["whole"] is not None:
-        w = stability["whole"]
-        rows.append(["all", "", "1", _show(w["rate"]), _show(w["largest_stable_rate"]), _show(w["margin"]), ""])
+        whole = stability["whole"]
+        rows.append(["all", "", "1", *(_show(whole[key]) for key in ("rate", "largest_stable_rate", "margin")), ""])
     lines += ["", *format_table(head, rows, most=len(rows)), ""]
     return "\n".join([*lines, *stability["advice"]])
 

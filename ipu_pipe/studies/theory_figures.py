@@ -1,6 +1,6 @@
-"""The figures of two papers that follow from theory alone: PipeMare's 5(a), 5(b), 6, 10, 16 and Kosson et al.'s 3 to 7, 12.
+"""Compute and draw the figures that follow from theory alone: PipeMare's 5(a), 5(b), 6, 10, 16, Kosson et al.'s 3 to 7, 12.
 
-Each function returns a figure as data. Where a paper does not print a number that its figure was made with, ours is in the title.
+Each function returns a figure as data. The title states each number that we chose because the paper does not print it.
 PipeMare's Figures 17 and 18 are training runs: experiments in configs/experiments/.
 """
 
@@ -14,8 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ipu_pipe.report.plots import open_figure
-from ipu_pipe.stability import recurrences as model
-from ipu_pipe.stability import roots
+from ipu_pipe.stability import recurrences, roots
 from ipu_pipe.stability.recurrences import Floats, Recurrence
 from ipu_pipe.stability.roots import LoopGain
 
@@ -26,8 +25,10 @@ Panel = Dict[str, Any]
 
 
 class TheoryFigure(NamedTuple):
-    """Panels in `rows` rows; `seen` says in a sentence what the data say on the paper's statement, `note` how they were
-    computed."""
+    """A figure of `panels` in `rows` rows.
+
+    `seen`: a sentence on what the data say of the paper's statement. `note`: how they were computed.
+    """
 
     source: str
     title: str
@@ -118,13 +119,13 @@ NOISE = "one path of the recurrence each, with the same noise, of seed 0"
 def simulate_losses(recurrence: Recurrence, step: float, updates: int) -> Floats:
     """Return the losses w^2 / 2 along a path of a recurrence with noise N(0, 1) of seed 0."""
     noise = np.random.default_rng(0).normal(size=updates)
-    return model.simulate(recurrence, steps=step, updates=updates, noise=noise) ** 2 / 2
+    return recurrences.simulate(recurrence, steps=step, updates=updates, noise=noise) ** 2 / 2
 
 
 def compute_pipemare_5a() -> TheoryFigure:
     """Compute trajectories of the plain model with noise, by delay."""
     updates, step = 250, 0.2
-    losses = {d: simulate_losses(model.make_delayed_sgd(d), step, updates) for d in (0, 5, 10)}
+    losses = {d: simulate_losses(recurrences.make_delayed_sgd(d), step, updates) for d in (0, 5, 10)}
     lines = {f"delay {d} (stable below {2 * math.sin(math.pi / (4 * d + 2)):.3f})": loss for d, loss in losses.items()}
     ends = ", ".join(f"{loss[-50:].max():.3g} with delay {d}" for d, loss in losses.items())
     panel = make_panel("update", "loss w²/2", range(updates + 1), lines, y_scale="log", y_range=(1e-4, 1e6))
@@ -160,15 +161,15 @@ def compute_pipemare_6() -> TheoryFigure:
     """Compute discrepancy between the passes' weights, and T2 against it."""
     forward, backward, step, updates = 10, 6, 0.05, 250
     losses = {
-        f"discrepancy {d:g}": simulate_losses(model.make_pipemare(forward, backward, d), step, updates)
+        f"discrepancy {d:g}": simulate_losses(recurrences.make_pipemare(forward, backward, d), step, updates)
         for d in (0.0, 3.0, 5.0)
     }
     models = {
-        "discrepancy 5": model.make_pipemare(forward, backward, 5.0),
-        "discrepancy 5, T2 (D = 0.1)": model.make_pipemare(
-            forward, backward, 5.0, model.compute_discrepancy_decay(0.1, forward - backward)
+        "discrepancy 5": recurrences.make_pipemare(forward, backward, 5.0),
+        "discrepancy 5, T2 (D = 0.1)": recurrences.make_pipemare(
+            forward, backward, 5.0, recurrences.compute_discrepancy_decay(0.1, forward - backward)
         ),
-        "no discrepancy": model.make_pipemare(forward, backward),
+        "no discrepancy": recurrences.make_pipemare(forward, backward),
     }
     paths = make_panel(
         "update", "loss w²/2", range(updates + 1), losses, title=f"step {step}, noise N(0, 1)",
@@ -186,11 +187,11 @@ def compute_pipemare_6() -> TheoryFigure:
 def compute_pipemare_10() -> TheoryFigure:
     """Compute the largest stable step by discrepancy."""
     forward, backward = 40, 10
-    gamma = model.compute_discrepancy_decay(None, forward - backward)
+    gamma = recurrences.compute_discrepancy_decay(None, forward - backward)
     sensitivities = np.linspace(-100, 100, 401)
 
     def find_limits(decay: Optional[float]) -> Floats:
-        models = [model.make_pipemare(forward, backward, d, decay) for d in sensitivities.tolist()]
+        models = [recurrences.make_pipemare(forward, backward, d, decay) for d in sensitivities.tolist()]
         return np.array([find_limit(one) for one in models])
 
     plain, corrected = find_limits(None), find_limits(gamma)
@@ -208,11 +209,12 @@ def compute_pipemare_10() -> TheoryFigure:
 
 def compute_pipemare_16() -> TheoryFigure:
     """Compute recomputation with other weights, and T2 against it."""
+    decay = recurrences.compute_discrepancy_decay(0.1, 9)
     models = {
-        "recomputed with other weights": model.make_pipemare(10, 1, 10.0, recompute=(4, -5.0)),
-        "the same, T2 (D = 0.1)": model.make_pipemare(10, 1, 10.0, model.compute_discrepancy_decay(0.1, 9), (4, -5.0)),
-        "no recomputation, discrepancy 10": model.make_pipemare(10, 1, 10.0),
-        "no discrepancy": model.make_pipemare(10, 1),
+        "recomputed with other weights": recurrences.make_pipemare(10, 1, 10.0, recompute=(4, -5.0)),
+        "the same, T2 (D = 0.1)": recurrences.make_pipemare(10, 1, 10.0, decay, (4, -5.0)),
+        "no recomputation, discrepancy 10": recurrences.make_pipemare(10, 1, 10.0),
+        "no discrepancy": recurrences.make_pipemare(10, 1),
     }
     return TheoryFigure(
         f"{YANG}, Figure 16",
@@ -237,11 +239,11 @@ def list_limits(models: Dict[str, Recurrence]) -> str:
 
 
 def find_limit(recurrence: Recurrence) -> float:
-    """Return the largest stable step of a model."""
+    """Return the largest stable step of a recurrence."""
     return roots.find_largest_stable_step(roots.derive_loop_gain(recurrence))
 
 
-# ---- pipelined backpropagation
+# ---- pipelined backpropagation: rules by momentum m; its damping is 1 - m
 
 Rule = Callable[[float], LoopGain]  # momentum -> loop
 
@@ -250,15 +252,15 @@ def make_rule(delay: int, spike: bool = False, horizon: float = 0.0) -> Rule:
     """Return SGD with momentum, with spike compensation SC_D if `spike` and weight prediction LWP over `horizon` updates."""
 
     def make(m: float) -> LoopGain:
-        coefficients = model.compute_spike_coefficients(m, delay) if spike else (1.0, 0.0)
-        return roots.derive_loop_gain(model.make_delayed_sgd(delay, m, coefficients, horizon))
+        coefficients = recurrences.compute_spike_coefficients(m, delay) if spike else (1.0, 0.0)
+        return roots.derive_loop_gain(recurrences.make_delayed_sgd(delay, m, coefficients, horizon))
 
     return make
 
 
 def make_nesterov(m: float) -> LoopGain:
     """Return Nesterov's momentum without delay, w <- w - step (m v + g)."""
-    return roots.derive_loop_gain(model.make_delayed_sgd(0, m, (m, 1.0)))
+    return roots.derive_loop_gain(recurrences.make_delayed_sgd(0, m, (m, 1.0)))
 
 
 RULES: Dict[str, Rule] = {
@@ -274,13 +276,13 @@ RULES: Dict[str, Rule] = {
 def compute_pb_3() -> TheoryFigure:
     """Compute what a gradient adds to each update."""
     delay, m, times = 6, 0.85, 25
-    early = model.compute_impulse_response(model.make_delayed_sgd(0, m), times)
-    late = model.compute_impulse_response(
-        model.make_delayed_sgd(delay, m, model.compute_spike_coefficients(m, delay)), times
+    early = recurrences.compute_impulse_response(recurrences.make_delayed_sgd(0, m), times)
+    late = recurrences.compute_impulse_response(
+        recurrences.make_delayed_sgd(delay, m, recurrences.compute_spike_coefficients(m, delay)), times
     )
     responses = {
         "no delay": early,
-        f"delay {delay}": model.compute_impulse_response(model.make_delayed_sgd(delay, m), times),
+        f"delay {delay}": recurrences.compute_impulse_response(recurrences.make_delayed_sgd(delay, m), times),
         f"delay {delay}, spike compensation": late,
     }
     panels = []
@@ -300,13 +302,13 @@ def compute_pb_3() -> TheoryFigure:
 
 def compute_pb_4() -> TheoryFigure:
     """Compute the greatest root by normalized rate and momentum."""
-    rates, rest = np.geomspace(1e-9, 4, 56), np.geomspace(1, 1e-5, 41)
+    rates, dampings = np.geomspace(1e-9, 4, 56), np.geomspace(1, 1e-5, 41)
     panels, areas = [], []
     for title, rule in RULES.items():
-        radius = np.stack([roots.compute_root_radius(rule(1 - r), rates) for r in rest.tolist()])
+        radius = np.stack([roots.compute_root_radius(rule(1 - r), rates) for r in dampings.tolist()])
         areas.append(f"{(radius < 1).mean():.3f} ({title})")
         margin = np.where(radius < 1, np.log10(np.maximum(1 - radius, 1e-12)), np.nan)
-        colours = make_colours(rates, rest, [round_values(row) for row in margin], "log10 (1 - greatest root)", 0.0)
+        colours = make_colours(rates, dampings, [round_values(row) for row in margin], "log10 (1 - greatest root)", 0.0)
         scales = {"x_scale": "log", "y_scale": "log"}
         panels.append(make_panel("rate times curvature", "1 - momentum", (), {}, title, colours=colours, **scales))
     return TheoryFigure(
@@ -326,10 +328,10 @@ def make_half_life_figure(
 
 def compute_pb_5() -> TheoryFigure:
     """Compute the least half-life by condition number."""
-    conditions, rest = np.geomspace(1, 1e6, 37), np.geomspace(1, 1e-5, 121)
+    conditions, dampings = np.geomspace(1, 1e6, 37), np.geomspace(1, 1e-5, 121)
     delayed = [label for label in RULES if label.endswith("delay 1")]
     half_lives = {
-        label: np.stack([roots.find_least_half_lives(RULES[label](1 - r), conditions, 300) for r in rest.tolist()]).min(
+        label: np.stack([roots.find_least_half_lives(RULES[label](1 - r), conditions, 300) for r in dampings.tolist()]).min(
             axis=0
         )
         for label in (*delayed, "SGD with momentum, no delay")
@@ -358,13 +360,13 @@ def compute_pb_6() -> TheoryFigure:
 
 def compute_pb_7() -> TheoryFigure:
     """Compute the least half-life by momentum and horizon."""
-    rest = np.geomspace(1, 1e-5, 51).tolist()
+    dampings = np.geomspace(1, 1e-5, 51).tolist()
     rules = {f"LWP, T = {T}": make_rule(5, horizon=float(T)) for T in (0, 3, 5, 10, 20)}
     rules["LWP_w,D + SC_D"] = make_rule(5, spike=True, horizon=5)
-    half_lives = {label: [roots.find_least_half_life(rule(1 - r), 1e3) for r in rest] for label, rule in rules.items()}
-    best = {label: 1 - rest[int(np.argmin(values))] for label, values in half_lives.items()}
+    half_lives = {label: [roots.find_least_half_life(rule(1 - r), 1e3) for r in dampings] for label, rule in rules.items()}
+    best = {label: 1 - dampings[int(np.argmin(values))] for label, values in half_lives.items()}
     return make_half_life_figure(
-        7, "on a quadratic of condition number 1000, delay 5, over all rates", "1 - momentum", rest, half_lives,
+        7, "on a quadratic of condition number 1000, delay 5, over all rates", "1 - momentum", dampings, half_lives,
         "best momentum: " + ", ".join(f"{m:.4g}, half-life {min(half_lives[k]):.3g} ({k})" for k, m in best.items()),
         "log", (1e2, 1e4),
     )  # fmt: skip
@@ -387,8 +389,8 @@ def compute_pb_12() -> TheoryFigure:
 
 # ---- linear regression by SGD with delayed gradients, beside PipeMare's Lemma 1 (Figure 5(b))
 
-# a run has diverged when a squared weight exceeds this
-GONE = 1e12
+# a run has diverged when the squared norm of its weights, or the loss, exceeds this
+DIVERGED_SQUARE = 1e12
 
 
 class Regression(NamedTuple):
@@ -413,28 +415,29 @@ def compute_largest_curvature(data: Regression) -> float:
     return float(np.linalg.eigvalsh(data.x.T @ data.x / len(data.x)).max())
 
 
-def train_delayed(data: Regression, steps: Floats, delays: NDArray[np.int64], updates: int, seed: int = 0) -> Floats:
+def train_delayed(data: Regression, steps: Floats, delays: NDArray[np.int64], updates: int) -> Floats:
     """Return the loss over all samples after training from 0, infinity where it diverged: shape (delays, steps).
 
-    All runs see the same batches, drawn with replacement; an update uses the gradient at the weights `delay` updates old.
+    All runs see the same batches, drawn with replacement by seed 0. An update uses the gradient at weights `delay` updates old.
     """
-    rng = np.random.default_rng(seed)
-    ring = int(delays.max()) + 1
-    history = np.zeros((ring, len(delays), len(steps), data.x.shape[1]))
+    rng = np.random.default_rng(0)
+    length = int(delays.max()) + 1
+    # the newest weights, a ring of (delays, steps, d)
+    history = np.zeros((length, len(delays), len(steps), data.x.shape[1]))
     w, rows = history[0].copy(), np.arange(len(delays))
     rates = (steps / data.batch)[:, None]
     with np.errstate(over="ignore", invalid="ignore"):
         for t in range(updates):
             if t % 1000 == 0:
-                chosen = rng.integers(0, len(data.x), (1000, data.batch))
-                w[(w * w).sum(axis=2) > GONE] = np.nan
-            x, y = data.x[chosen[t % 1000]], data.y[chosen[t % 1000]]
-            stale = history[np.maximum(t - delays, 0) % ring, rows]
+                batches = rng.integers(0, len(data.x), (1000, data.batch))
+                w[(w * w).sum(axis=2) > DIVERGED_SQUARE] = np.nan
+            x, y = data.x[batches[t % 1000]], data.y[batches[t % 1000]]
+            stale = history[np.maximum(t - delays, 0) % length, rows]
             w -= rates * ((stale @ x.T - y) @ x)
-            history[(t + 1) % ring] = w
-        rest = (w @ data.x.T - data.y) ** 2
-        loss = rest.mean(axis=2) / 2
-    return np.where(loss < GONE, loss, np.inf)
+            history[(t + 1) % length] = w
+        squares = (w @ data.x.T - data.y) ** 2
+        loss = squares.mean(axis=2) / 2
+    return np.where(loss < DIVERGED_SQUARE, loss, np.inf)
 
 
 FIGURES: Dict[str, Callable[[], TheoryFigure]] = {

@@ -28,7 +28,7 @@ MEASURED = "f - f*"
 
 
 class VectorRow(NamedTuple):
-    """A method on so many stages and microbatches (of LocalSGD: jobs), run with each of `rates`; cut after `slots`, if given."""
+    """A method on some stages, for some microbatches (jobs of LocalSGD), run with each of `rates`; cut after `slots`, if any."""
 
     label: str
     method: str
@@ -40,7 +40,7 @@ class VectorRow(NamedTuple):
 
 
 class StepRun(NamedTuple):
-    """One run of a row with one learning rate (`step`, the papers' word); `curve` has (block updates, slots, f - f*)."""
+    """A run of a row with one learning rate (`step`, the paper's word); `curve` has (block updates, slots, f - f*)."""
 
     label: str
     method: str
@@ -50,7 +50,7 @@ class StepRun(NamedTuple):
 
     @property
     def final(self) -> float:
-        """The objective at the end; infinite if the run diverged."""
+        """Return the objective at the end; infinite if the run diverged."""
         return self.curve[-1][2]
 
 
@@ -77,9 +77,9 @@ class VectorGrid:
 
     def make_experiment(self) -> Experiment:
         """Return the experiment that runs all seeds, each in a process of its own, and compares the best step of each row."""
-        return Experiment(self.name, self.title, self.source, f"{len(SEEDS)} seeds", self.find, seeds=SEEDS)
+        return Experiment(self.name, self.title, self.source, f"{len(SEEDS)} seeds", self.make_findings, seeds=SEEDS)
 
-    def find(self, request: Request, folder: Path) -> Findings:
+    def make_findings(self, request: Request, folder: Path) -> Findings:
         """Run all seeds and compare the best step of each row; nothing is kept in the folder."""
         arguments = {seed: (self.name, seed) for seed in request.seeds}
         return compare(
@@ -134,7 +134,7 @@ def find_best_runs(runs: Mapping[int, List[StepRun]]) -> BestRuns:
 
 
 def compare(grid: VectorGrid, runs: Mapping[int, List[StepRun]]) -> Findings:
-    """Return what the runs of each seed say: `final` of a row is the mean over the seeds with the best step of each."""
+    """Summarize the runs by seed: `final` of a row is the mean over the seeds, with the best step of each."""
     best, runs_of_any_seed = find_best_runs(runs), next(iter(runs.values()))
     rows: List[Dict[str, Any]] = []
     cells = []
@@ -185,25 +185,24 @@ def show_power(step: float) -> str:
 
 def compute_distance(run: StepRun, other: StepRun) -> float:
     """Return how far apart two curves are in decades: the mean of |log10 a - log10 b| over the block updates of both."""
-    (updates, values), (other_updates, other_values) = (
-        ([point[0] for point in one.curve], [count_decades(point[2]) for point in one.curve]) for one in (run, other)
-    )
+    updates, other_updates = ([point[0] for point in one.curve] for one in (run, other))
+    values, other_values = ([count_decades(point[2]) for point in one.curve] for one in (run, other))
     marks = np.linspace(0, min(updates[-1], other_updates[-1]), 241)
-    apart = np.interp(marks, updates, values) - np.interp(marks, other_updates, other_values)
-    return float(np.abs(apart).mean())
+    difference = np.interp(marks, updates, values) - np.interp(marks, other_updates, other_values)
+    return float(np.abs(difference).mean())
 
 
 def draw_curves(best: BestRuns, title: str, note: str, file: Path) -> None:
     """Draw the best runs against block updates and against slots."""
     with open_figure(file, (8, 5), 2, title=title, note=note) as panels:
-        for place, (axes, axis) in enumerate(zip(panels, ("block updates", "slots"))):
+        for i, (axes, x_label) in enumerate(zip(panels, ("block updates", "slots"))):
             for label, by_seed in best.items():
                 points = list(zip(*(run.curve for run in by_seed.values())))
                 steps = sorted({show_power(run.step) for run in by_seed.values()})
-                values = [[at[2] for at in point] for point in points]
+                values = [[point[2] for point in by_run] for by_run in points]
                 label = f"{label}, step {' or '.join(steps)}"
-                plot_mean_with_range(axes, [point[0][place] for point in points], values, markersize=2, label=label)
-            axes.set(xlabel=axis, ylabel=MEASURED, yscale="log")
+                plot_mean_with_range(axes, [by_run[0][i] for by_run in points], values, markersize=2, label=label)
+            axes.set(xlabel=x_label, ylabel=MEASURED, yscale="log")
             axes.legend(fontsize="small")
 
 
@@ -237,9 +236,9 @@ def make_powers(low: int, high: int) -> Floats:
 
 
 def list_rows_against_local_sgd(P: int, slots: int, rates: Floats, local_rates: Floats) -> List[VectorRow]:
-    """Return PipeDream with the microbatches of so many slots, and LocalSGD.
+    """Return PipeDream for as many microbatches as take `slots`, and LocalSGD for as many jobs.
 
-    LocalSGD's timeline of as many jobs is longer; it is cut after as many slots.
+    LocalSGD's timeline of these is longer; it is cut after `slots`.
     """
     M = vector_runs.count_microbatches(slots, P)
     return [
@@ -252,7 +251,7 @@ def list_rows_against_local_sgd(P: int, slots: int, rates: Floats, local_rates: 
 
 
 def list_scaling_rows(slots: int, rates: Floats, local_rates: Floats) -> List[VectorRow]:
-    """Return all methods in so many slots on each number of stages.
+    """Return all methods in `slots` slots on each number of stages.
 
     Randomized PipeDream makes PipeDream's block updates, with PipeDream's greatest delay as bound.
     """
@@ -284,12 +283,12 @@ def make_logistic(seed: int) -> Objective:
 
 
 def count_decades(value: float) -> float:
-    """Return log10 of a value of f - f*, which may be 0."""
+    """Return log10 of a value of f - f*; -300 for 0."""
     return math.log10(max(value, 1e-300))
 
 
 def compare_pairs(text: str, pairs: Sequence[Tuple[str, str]], choose: Callable[..., float] = min) -> Claim:
-    """Return the claim that the first row of all pairs (with `choose` max: of one) ends below the second, in decades."""
+    """Return the claim that in all pairs (with `choose` max: in one) the first row ends below the second, in decades."""
 
     def gap(finals: Mapping[str, float]) -> float:
         return choose(count_decades(finals[above]) - count_decades(finals[below]) for below, above in pairs)

@@ -23,8 +23,11 @@ COLUMNS = ("the paper says", "verdict", "difference", "standard error", "seeds")
 
 
 class Claim(NamedTuple):
-    """A statement on the final values of `rows`. `gap` gets the values of one seed by label. With a `margin`
-    the claim is an equality, that the gap is smaller than it; without one, that the gap is above 0."""
+    """A statement on the final values of `rows`.
+
+    `gap` returns the gap from the final values of one seed by label. With a `margin` the claim is an equality (the gap is smaller
+    than the margin), without one it is that the gap is above 0.
+    """
 
     text: str
     rows: Sequence[str]
@@ -56,35 +59,36 @@ def judge(claim: Claim, finals: Mapping[str, Mapping[int, float]]) -> Verdict:
     margin = claim.margin
     shown = low > 0 if margin is None else max(abs(low), abs(high)) < margin
     contradicted = high < 0 if margin is None else low > margin or high < -margin
-    word = UNDECIDED if len(seeds) < LEAST_SEEDS else SHOWN if shown else CONTRADICTED if contradicted else UNDECIDED
-    return Verdict(claim.text, word, difference, error, len(seeds))
+    if len(seeds) < LEAST_SEEDS or not (shown or contradicted):
+        return Verdict(claim.text, UNDECIDED, difference, error, len(seeds))
+    return Verdict(claim.text, SHOWN if shown else CONTRADICTED, difference, error, len(seeds))
 
 
 def judge_exactly(claim: str, holds: bool, difference: float) -> Verdict:
-    """Judge a claim in which nothing is drawn."""
+    """Return the verdict on a claim without randomness that holds or does not."""
     return Verdict(claim, SHOWN if holds else CONTRADICTED, difference, 0.0, None)
 
 
 def judge_gap(claim: str, gap: float) -> Verdict:
-    """Judge a claim without randomness by its gap, which is above 0 if the paper is right."""
+    """Return the verdict on a claim without randomness by its gap, which is above 0 if the paper is right."""
     return judge_exactly(claim, gap > 0, gap)
 
 
 def judge_printed(claim: str, printed: str, value: float) -> Verdict:
-    """Judge a value in which nothing is drawn by a printed number, with or without a unit: it must round to its digits."""
+    """Return the verdict on a value without randomness: it must round to the `printed` number (which may have a unit)."""
     number = printed.split()[0]
-    half = 0.5 * 10.0 ** -len(number.partition(".")[2])
-    apart = value - float(number)
-    return judge_exactly(claim, abs(apart) <= half * (1 + 1e-9), apart)
+    half_digit = 0.5 * 10.0 ** -len(number.partition(".")[2])
+    difference = value - float(number)
+    return judge_exactly(claim, abs(difference) <= half_digit * (1 + 1e-9), difference)
 
 
 def make_results(verdicts: Sequence[Verdict]) -> Dict[str, Any]:
     """Return the keys "verdicts", "agrees" and "differences" of an experiment's results."""
-    left = [verdict for verdict in verdicts if verdict.verdict != SHOWN]
+    not_shown = [verdict for verdict in verdicts if verdict.verdict != SHOWN]
     return {
         "verdicts": [verdict._asdict() for verdict in verdicts],
-        "agrees": bool(verdicts) and not left,
-        "differences": [describe(verdict) for verdict in left],
+        "agrees": bool(verdicts) and not not_shown,
+        "differences": [describe(verdict) for verdict in not_shown],
     }
 
 

@@ -72,7 +72,7 @@ def prepare() -> None:
     for name in ("sklearn.datasets", "PIL.Image", "torch.utils.tensorboard", *commands):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
-    for name in ("report.summary", "run.train", "backends.table", "studies.trained"):
+    for name in ("report.summary", "run.train", "backends.table", "studies.training_grids"):
         importlib.import_module(f"ipu_pipe.{name}")
     importlib.import_module("models.mlp")
 

@@ -16,7 +16,7 @@ from ipu_pipe.backends.emulator import engine as emulator
 from ipu_pipe.backends.interface import CheckpointState, Engine, Report
 from ipu_pipe.config.load import configure
 from ipu_pipe.config.schema import Config
-from ipu_pipe.data.batches import TensorData
+from ipu_pipe.data.sources import TensorData
 from ipu_pipe.job.evaluation import EvaluationResult
 from ipu_pipe.job.record import Job
 from ipu_pipe.model.stages import begin_stage

@@ -86,10 +86,10 @@ def _replay(
             block = slice(j * size, (j + 1) * size)
             stale[block] = history[len(history) - 1 - delays[j, k]][block]
         b, s = int(microbatches[k]) % objective.batches, int(stages[k])
-        block, rows = slice(s * size, (s + 1) * size), slice(b * objective.size, (b + 1) * objective.size)
+        block, rows = slice(s * size, (s + 1) * size), slice(b * objective.batch_size, (b + 1) * objective.batch_size)
         A = objective.A[rows]
         new = history[-1].copy()
-        new[block] -= rate * (A[:, block].T @ (A @ stale - objective.b[rows])) / objective.size
+        new[block] -= rate * (A[:, block].T @ (A @ stale - objective.b[rows])) / objective.batch_size
         history = append(history, new, bound)
     return np.asarray(history[-1])
 

@@ -21,7 +21,7 @@ from ipu_pipe.backends.ipu.config import DataLoading
 from ipu_pipe.backends.ipu.options import find_member
 from ipu_pipe.config.schema import Config
 from ipu_pipe.data import DataSource
-from ipu_pipe.data.batches import split_batch
+from ipu_pipe.data.sources import split_batch
 from ipu_pipe.errors import BadInput, RunFault, summarize
 
 

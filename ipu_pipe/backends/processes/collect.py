@@ -19,7 +19,7 @@ from ipu_pipe.backends.processes.mail import OBSERVED, RESULT, TEST, Mail, Messa
 from ipu_pipe.backends.processes.stage import StageModel
 from ipu_pipe.backends.processes.trace import TraceRecorder
 from ipu_pipe.backends.work import COLUMNS, average
-from ipu_pipe.data.batches import compute_checksum
+from ipu_pipe.data.sources import compute_checksum
 from ipu_pipe.errors import RunFault
 from ipu_pipe.job.evaluation import EvaluationResult, Tally, evaluate_sums, load_test_batches
 from ipu_pipe.job.record import Job

@@ -27,7 +27,7 @@ from ipu_pipe.backends.processes.stage import Stage, StageModel
 from ipu_pipe.backends.processes.ties import Ties, find_ties
 from ipu_pipe.backends.processes.update import ReplicaGroup
 from ipu_pipe.backends.work import Work, list_exactness_faults
-from ipu_pipe.data.batches import compute_checksum
+from ipu_pipe.data.sources import compute_checksum
 from ipu_pipe.errors import RunFault
 from ipu_pipe.job.evaluation import EvaluationResult
 from ipu_pipe.job.record import Job

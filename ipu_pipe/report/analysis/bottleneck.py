@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from ipu_pipe.errors import BadInput
 from ipu_pipe.model.balance import find_best_cut
-from ipu_pipe.plan.batches import compute_batch_time
+from ipu_pipe.plan.batch_times import BatchTimes
 from ipu_pipe.report.analysis.devices import HOST
 from ipu_pipe.report.analysis.facts import RunFacts
 from ipu_pipe.report.analysis.text import describe_origin, format_share, format_time
@@ -329,6 +329,6 @@ def _make_player(
         )
         if method.order is not None:
             return clock(make_schedule(method, len(forward), accumulate, accumulate), costs).finish
-        return compute_batch_time(method, len(forward), accumulate, costs).seconds
+        return BatchTimes(method, len(forward), costs).compute(accumulate).seconds
 
     return play

@@ -1,4 +1,4 @@
-"""Experiments that train a table of configurations by several seeds: the files in configs/experiments/.
+"""Run experiments that train a table of configurations by several seeds: the files in configs/experiments/.
 
     title, source     what is compared, and which table or figure of which paper it follows
     base              a complete config (see ipu_pipe.config.load)
@@ -49,7 +49,7 @@ Keys = Dict[str, Any]
 
 
 class Expectation(Section):
-    """What a paper says of the final values of two rows: one is better, or they are equal; 0.01 is a point."""
+    """A paper's statement on the final values of two rows: one is better, or they are equal. Of accuracies 0.01 is a point."""
 
     better: Optional[str] = None
     than: Optional[str] = None
@@ -70,11 +70,11 @@ class Expectation(Section):
         """Return the claim on the values of a measure."""
         sign, at = measure.sign, " at equal time" if self.at == "time" else ""
         if self.equal is not None and self.to is not None:
-            text = f"{self.equal} equals {self.to} (margin {format(self.margin, measure.form)}){at}"
+            text = f"{self.equal} equals {self.to} (margin {format(self.margin, measure.format_spec)}){at}"
             gap = functools.partial(_compute_gap, self.equal, self.to, sign, 0.0)
             return Claim(text, (self.equal, self.to), gap, self.margin)
         assert self.better is not None and self.than is not None
-        by = f" by more than {format(self.by, measure.form)}" if self.by else ""
+        by = f" by more than {format(self.by, measure.format_spec)}" if self.by else ""
         gap = functools.partial(_compute_gap, self.better, self.than, sign, self.by)
         return Claim(f"{self.better} is better than {self.than}{by}{at}", (self.better, self.than), gap)
 
@@ -84,7 +84,7 @@ def _compute_gap(row: str, other: str, sign: int, by: float, finals: Mapping[str
 
 
 class Tuning(Section):
-    """How each row's learning rate is chosen."""
+    """The choice of each row's learning rate: a run with each of `rates`, with these `keys` and `seed`."""
 
     rates: Annotated[List[Positive], Field(min_length=1)]
     keys: Keys = {}
@@ -163,21 +163,21 @@ def load_experiment(path: Path) -> Experiment:
 def make_experiment(name: str, grid: TrainingGrid) -> Experiment:
     """Return the experiment that trains all rows by all seeds, then compares them."""
 
-    def find(request: Request, folder: Path) -> Findings:
-        wanted = {*request.rows, *map(grid.get_earlier_row, request.rows)}
-        rows = {label: row for label, row in grid.rows.items() if label in wanted}
-        chosen = grid.model_copy(update={"rows": rows})
+    def make_findings(request: Request, folder: Path) -> Findings:
+        labels = {*request.rows, *map(grid.get_earlier_row, request.rows)}
+        rows = {label: row for label, row in grid.rows.items() if label in labels}
+        selected = grid.model_copy(update={"rows": rows})
         request.say(f"{grid.title}: {len(rows)} rows x {len(request.seeds)} seeds")
-        refuse_rows(name, chosen, folder, request.full)
-        tuned = run_tuning(chosen, folder, request)
-        rates = {label: choose_rate(grid, by_rate) for label, by_rate in tuned.items()}
-        return compare(chosen, run_grid(chosen, folder, request, rates), request.full, tuned)
+        refuse_rows(name, selected, folder, request.full)
+        finals_by_rate = run_tuning(selected, folder, request)
+        rates = {label: choose_rate(grid, finals) for label, finals in finals_by_rate.items()}
+        return compare(selected, run_grid(selected, folder, request, rates), request.full, finals_by_rate)
 
     size = f"{len(grid.rows)} rows, {len(grid.seeds)} seeds"
     size += f", about {grid.hours:g} core-hours" if grid.hours is not None else ""
     hours = math.inf if grid.hours is None else grid.hours
     return Experiment(
-        name, grid.title, grid.source, size, find, list(grid.rows), grid.seeds, grid.full is not None, hours
+        name, grid.title, grid.source, size, make_findings, list(grid.rows), grid.seeds, grid.full is not None, hours
     )
 
 
@@ -185,14 +185,26 @@ def make_experiment(name: str, grid: TrainingGrid) -> Experiment:
 
 
 def refuse_rows(name: str, grid: TrainingGrid, out: Path, full: bool) -> None:
-    """Build the job of each row that has no finished run in `out`; raise `BadInput` with every fault before hours of runs."""
+    """Build the job of each row that has no finished run of its config in `out`, since a fault may come after hours of runs.
+
+    Raise `BadInput` with every fault.
+    """
     labels_by_fault: Dict[str, List[str]] = {}
     shapes: Dict[str, Dict[str, Any]] = {}
+    # the runs of a row differ in these keys
+    by_run = {"seed", "init_from", *(["optimizer"] if grid.tune is not None else [])}
+
+    def list_keys(asked: Mapping[str, Keys]) -> Keys:
+        return {key: value for key, value in _fill_in_defaults(asked).get("config", {}).items() if key not in by_run}
+
     for label in grid.rows:
-        if any((out / name_folder(label)).glob("seed-*/measured.json")):
+        config = grid.make_config(label, 0, full)
+        keys = list_keys({"config": config, "measure": grid.measure.model_dump()})
+        finished = (out / name_folder(label)).glob("seed-*/measured.json")
+        if any(list_keys(json.loads(file.read_text())["asked"]) == keys for file in finished):
             continue
         try:
-            model = build(configure(**grid.make_config(label, 0, full))).model
+            model = build(configure(**config)).model
             shapes[label] = {key: value.shape for key, value in model.state_dict().items()}
         except BadInput as error:
             for fault in error.faults:
@@ -221,10 +233,10 @@ def run_tuning(grid: TrainingGrid, out: Path, request: Request) -> Dict[str, Dic
     return {label: {rate: results[label, rate]["final"] for rate in grid.tune.rates} for label in grid.rows}
 
 
-def choose_rate(grid: TrainingGrid, by_rate: Mapping[float, Optional[float]]) -> float:
+def choose_rate(grid: TrainingGrid, finals: Mapping[float, Optional[float]]) -> float:
     """Return the rate with the best final value; the smallest if all runs diverged."""
     sign = grid.get_measure().sign
-    return max(sorted(by_rate), key=lambda rate: -math.inf if by_rate[rate] is None else sign * (by_rate[rate] or 0.0))
+    return max(sorted(finals), key=lambda rate: -math.inf if finals[rate] is None else sign * (finals[rate] or 0.0))
 
 
 def run_grid(grid: TrainingGrid, out: Path, request: Request, rates: Mapping[str, float] = {}) -> List[Dict[str, Any]]:
@@ -253,7 +265,7 @@ def run_grid(grid: TrainingGrid, out: Path, request: Request, rates: Mapping[str
 
 
 def hash_config(config: Keys) -> str:
-    """Return eight characters that tell configs apart."""
+    """Return the first eight characters of a config's hash."""
     return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:8]
 
 
@@ -264,15 +276,15 @@ def _split_by_order(grid: TrainingGrid) -> List[List[str]]:
 
 
 def _train_all(
-    grid: TrainingGrid, runs: Mapping[Key, Tuple[Keys, Path]], name: Callable[[Key], str], request: Request
+    grid: TrainingGrid, runs: Mapping[Key, Tuple[Keys, Path]], describe_key: Callable[[Key], str], request: Request
 ) -> Dict[Key, Result]:
-    """Train and measure each run, a config and its folder; `name` puts its key into words for the line that says how it ended."""
+    """Train and measure each run, a config and its folder. `describe_key` begins the line that says how a run ended."""
     options, measure = grid.measure.model_dump(), grid.get_measure()
 
     def describe(key: Key, result: Result) -> str:
-        final = "done" if result["final"] is None else f"{measure.final} {format(result['final'], measure.form)}"
+        final = "done" if result["final"] is None else f"{measure.quantity} {format(result['final'], measure.format_spec)}"
         end = f"diverged: {result['diverged']}" if result["diverged"] else final
-        return f"{name(key)}: {end} ({result['seconds']:.0f} s)"
+        return f"{describe_key(key)}: {end} ({result['seconds']:.0f} s)"
 
     arguments = {key: (config, str(folder), options) for key, (config, folder) in runs.items()}
     return run_all(run_one, arguments, request, describe)
@@ -287,9 +299,9 @@ def run_one(config: Keys, folder: str, options: Keys) -> Result:
     """Run and measure one run in `folder`, resume it if it was interrupted, or read its result if it is finished."""
     start, file = time.monotonic(), Path(folder) / "measured.json"
     settings, measure = configure(**config), MeasureOptions(**options)
-    asked = _complete({"config": config, "measure": options})
+    asked = _fill_in_defaults({"config": config, "measure": options})
     earlier = json.loads(file.read_text()) if file.is_file() else {}
-    if earlier and _complete(earlier["asked"]) == asked:
+    if earlier and _fill_in_defaults(earlier["asked"]) == asked:
         return {key: value for key, value in earlier.items() if key != "asked"}
     result = MEASURES[measure.name].run(settings, Path(folder), measure, bool(earlier.get("diverged")))
     result["seconds"] = time.monotonic() - start
@@ -298,8 +310,8 @@ def run_one(config: Keys, folder: str, options: Keys) -> Result:
     return result
 
 
-def _complete(asked: Mapping[str, Keys]) -> Keys:
-    """Return what a run was asked for as JSON, with today's default of each key that it lacks; {} if a key of it is gone."""
+def _fill_in_defaults(asked: Mapping[str, Keys]) -> Keys:
+    """Return the config and the measure of a run with today's default of each missing key; {} if a key no longer exists."""
     try:
         config, measure = configure(**asked["config"]), MeasureOptions(**asked["measure"])
     except (BadInput, ValidationError):
@@ -312,9 +324,9 @@ def _complete(asked: Mapping[str, Keys]) -> Keys:
 
 
 def compare(
-    grid: TrainingGrid, runs: Runs, full: bool = False, tuned: Mapping[str, Mapping[float, Optional[float]]] = {}
+    grid: TrainingGrid, runs: Runs, full: bool = False, finals_by_rate: Mapping[str, Mapping[float, Optional[float]]] = {}
 ) -> Findings:
-    """Return what the runs say: a row for each label, and the verdicts on the paper's claims."""
+    """Summarize the runs: a row for each label, and the verdicts on the paper's claims. `finals_by_rate`: of the tuning."""
     measure = grid.get_measure()
     runs_by_row = {label: [run for run in runs if run["label"] == label] for label in grid.rows}
     configs = {label: configure(**grid.make_config(label, 0, full)) for label in grid.rows}
@@ -322,30 +334,31 @@ def compare(
     sizes, seeds = [describe_sizes(config) for config in configs.values()], sorted({run["seed"] for run in runs})
     setting = sizes[0] + (f" (row {next(iter(configs))}; others differ)" if len(set(sizes)) > 1 else "")
     results: Dict[str, Any] = {"setting": setting, "full_size": full, "seeds": seeds}
-    ends = {"samples": {label: {run["seed"]: run["final"] for run in group} for label, group in runs_by_row.items()}}
+    # "samples" or "time" -> row -> seed -> value
+    values_at = {"samples": {label: {run["seed"]: run["final"] for run in group} for label, group in runs_by_row.items()}}
     # columns that only some experiments have: key of a row -> heading
     extras: Dict[str, str] = {}
-    for label, by_rate in tuned.items():
+    for label, finals in finals_by_rate.items():
         extras["rate"] = "rate x"
-        rows[label].update(rate=choose_rate(grid, by_rate), tuning=dict(by_rate))
+        rows[label].update(rate=choose_rate(grid, finals), tuning=dict(finals))
     if any(entry.at == "time" for entry in grid.expect):
         equal_time = min((run["curve"][-1][1] for run in runs if run["final"] is not None), default=0.0)
         results["equal_time"] = equal_time
-        extras["at_equal_time"] = f"{measure.final} at time {equal_time:.2f}"
-        ends["time"] = {
-            label: {run["seed"]: _find_at(run, equal_time) for run in group} for label, group in runs_by_row.items()
+        extras["at_equal_time"] = f"{measure.quantity} at time {equal_time:.2f}"
+        values_at["time"] = {
+            label: {run["seed"]: _interpolate(run, equal_time) for run in group} for label, group in runs_by_row.items()
         }
-        for label, by_seed in ends["time"].items():
+        for label, by_seed in values_at["time"].items():
             rows[label]["at_equal_time"] = _compute_mean(by_seed.values())
     results["rows"] = list(rows.values())
     values = list(results["rows"][0]["values"])
     utilization = "the paper's utilization N/(N+2S)" if grid.measure.fill_and_drain else "the pipeline's utilization"
     return Findings(
         results,
-        [_judge(entry.make_claim(measure), ends[entry.at], runs) for entry in grid.expect],
-        f": {setting}; seeds {', '.join(map(str, seeds))}. Final {measure.final}, mean and standard deviation. Time: epochs"
+        [_judge(entry.make_claim(measure), values_at[entry.at], runs) for entry in grid.expect],
+        f": {setting}; seeds {', '.join(map(str, seeds))}. Final {measure.quantity}, mean and standard deviation. Time: epochs"
         f" divided by {utilization}.",
-        ("row", "method", f"final {measure.final}", "by seed", "time", *extras.values(), *values),
+        ("row", "method", f"final {measure.quantity}", "by seed", "time", *extras.values(), *values),
         [
             _make_cells(row, measure) + [row[key] for key in extras] + [row["values"].get(key) for key in values]
             for row in rows.values()
@@ -358,17 +371,19 @@ def compare(
     )
 
 
-def _judge(claim: Claim, ends: Mapping[str, Mapping[int, Optional[float]]], runs: Runs) -> Verdict:
-    """Judge a claim by final values by row, then seed; None is of a run that diverged, which counts with its value at the
-    beginning, as a model that is not trained."""
+def _judge(claim: Claim, values: Mapping[str, Mapping[int, Optional[float]]], runs: Runs) -> Verdict:
+    """Judge a claim by `values` by row, then seed.
+
+    None is the value of a run that diverged. It counts with its value at the beginning, as a model that is not trained.
+    """
     finals: Dict[str, Dict[int, float]] = {label: {} for label in claim.rows}
     for seed in {run["seed"] for run in runs}:
-        of_seed = {run["label"]: run for run in runs if run["seed"] == seed and run["label"] in finals}
+        runs_of_seed = {run["label"]: run for run in runs if run["seed"] == seed and run["label"] in finals}
         # a seed in which all rows diverged tells nothing
-        if any(ends[label][seed] is not None for label in of_seed):
-            for label, run in of_seed.items():
-                end, curve = ends[label][seed], run["curve"] or [[math.nan]]
-                finals[label][seed] = run.get("begin", curve[0][-1]) if end is None else end
+        if any(values[label][seed] is not None for label in runs_of_seed):
+            for label, run in runs_of_seed.items():
+                value, curve = values[label][seed], run["curve"] or [[math.nan]]
+                finals[label][seed] = run.get("begin", curve[0][-1]) if value is None else value
     return judge(claim, finals)
 
 
@@ -391,8 +406,8 @@ def _summarize_row(label: str, config: Config, runs: Runs) -> Dict[str, Any]:
     }
 
 
-def _find_at(run: Mapping[str, Any], time: float) -> Optional[float]:
-    """Return the last value of a run's curve at a time, on the line between two points; None if the run diverged."""
+def _interpolate(run: Mapping[str, Any], time: float) -> Optional[float]:
+    """Return the last value of a run's curve at a time, interpolated linearly; None if the run diverged."""
     if run["final"] is None:
         return None
     return float(np.interp(time, [point[1] for point in run["curve"]], [point[-1] for point in run["curve"]]))
@@ -409,8 +424,8 @@ def _make_cells(row: Mapping[str, Any], measure: Measure) -> List[Any]:
     if row["final"] is None:
         final = f"{row['diverged']} of {len(by_seed)} runs diverged"
     else:
-        spread = "" if row["std"] is None else f" +- {format(row['std'], measure.form)}"
-        final = format(row["final"], measure.form) + spread
+        spread = "" if row["std"] is None else f" +- {format(row['std'], measure.format_spec)}"
+        final = format(row["final"], measure.format_spec) + spread
     shown = ", ".join("diverged" if value is None else f"{value:.3f}" for value in by_seed)
     time_cell = None if row["normalized_time"] is None else f"{row['normalized_time']:.2f}"
     return [row["label"], row["method"], final, shown, time_cell]

@@ -1,5 +1,4 @@
-"""Apply the planner to a config: choose the stages of `stages: auto` and `{count: P, by: hardware}`, and predict the config's
-cut.
+"""Cut a config's model by the planner (`stages: auto` and `{count: P, by: hardware}`), and predict a config's own cut.
 
 All figures are predicted, for the config's method, microbatch, accumulation, replicas and recomputation.
 """
@@ -26,7 +25,7 @@ from ipu_pipe.model.batch import count_bytes, count_samples, take_samples
 from ipu_pipe.model.loss import Loss, get_block_loss
 from ipu_pipe.plan.blocks import BlockUnits, count_blocks
 from ipu_pipe.plan.candidates import Candidate, list_schedules
-from ipu_pipe.plan.planner import Binding, find_binding, find_least_memory, search
+from ipu_pipe.plan.planner import Bottleneck, find_bottleneck, find_least_memory, search
 from ipu_pipe.plan.prediction import Prediction, Problem, predict_fastest
 from ipu_pipe.schedule.methods import METHODS, Method, Pipeline
 from ipu_pipe.schedule.timelines import make_schedule
@@ -56,12 +55,12 @@ def make_problem(
 
 
 def make_candidate(config: Config, depth: int) -> Candidate:
-    """Return the config as a candidate with `depth` stages."""
+    """Return the config as a candidate on `depth` devices."""
     row, schedule = METHODS[config.method], config.method_args.schedule
-    usual = 1 if row.order is None else row.order.stages_per_device
+    default = 1 if row.order is None else row.order.stages_per_device
     return Candidate(
         config.method, depth, config.replicas, config.micro_batch_size, config.gradient_accumulation, config.recompute,
-        config.stages_per_device or usual, None if schedule in (None, row.pipeline.value) else Pipeline(schedule),
+        config.stages_per_device or default, None if schedule in (None, row.pipeline.value) else Pipeline(schedule),
     )  # fmt: skip
 
 
@@ -69,25 +68,29 @@ def choose_stages(
     config: Config, method: Method, model: nn.Module, loss: Loss, example: Tuple[Any, Any],
     processes: Optional[int] = None,
 ) -> List[str]:  # fmt: skip
-    """Choose the modules at which stages 1 and later begin, for a config whose `stages` leave them to the planner.
+    """Return the modules at which stages 1 and later begin, for a config whose `stages` leave them to the planner.
 
     The number of stages is `processes` (of each replica; None: not on processes), or `count`, or else the number with the
     greatest predicted throughput that the hardware has devices for. The cut balances the hardware's times within its memory, or
     FLOPs if the config names no hardware. Raise `BadInput` if no cut is possible.
     """
-    said = "auto" if config.stages == "auto" else f"{{count: {config.stages['count']}, by: hardware}}"
+    stages_text = "auto" if config.stages == "auto" else f"{{count: {config.stages['count']}, by: hardware}}"
     unplanned = _explain_unplanned(method, config.hardware)
     if method.structure is not None and isinstance(method.structure.blocks, tuple):
         unplanned = "method_args.blocks names the blocks, each of which is a stage"
     if unplanned is not None:
-        raise BadInput(f"stages: {said}: {unplanned}: must be names, a count or finest")
-    v = 1 if method.order is None else method.order.stages_per_device
-    count = config.stages["count"] if config.stages != "auto" else None if processes is None else processes * v
-    if count is not None and count % v:
-        raise BadInput(f"stages: {said}: must be a multiple of the {v} stages on each device of {method.name}")
+        raise BadInput(f"stages: {stages_text}: {unplanned}: must be names, a count or finest")
+    stages_per_device = 1 if method.order is None else method.order.stages_per_device
+    count = None if processes is None else processes * stages_per_device
+    if config.stages != "auto":
+        count = config.stages["count"]
+    if count is not None and count % stages_per_device:
+        raise BadInput(
+            f"stages: {stages_text}: must be a multiple of the {stages_per_device} stages on each device of {method.name}"
+        )
     if count is None and method.structure is not None and method.structure.blocks is not None:
         assert isinstance(method.structure.blocks, int)
-        # each stage has one block
+        # each block is a stage
         count = method.structure.blocks
     x, y = example
     units = count_units(model, take_samples(x, FEW), (), loss, take_samples(y, FEW)).units
@@ -97,10 +100,10 @@ def choose_stages(
         starts = _cut_by_flops(units, count, blocks)
         if starts is None:
             raise BadInput(
-                f"stages: {said}: {count} stages: the model has {len(units)} places where a stage may begin"
+                f"stages: {stages_text}: {count} stages: the model has {len(units)} places where a stage may begin"
             )
     else:
-        starts = _cut_by_times(config, method, units, blocks, x, said, count)
+        starts = _cut_by_times(config, method, units, blocks, x, stages_text, count)
     return [units[start].name for start in starts[1:]]
 
 
@@ -140,13 +143,13 @@ def _cut_by_flops(units: Sequence[Unit], count: Optional[int], blocks: Optional[
     if blocks is not None:
         heads[1:-1] = [_sum_flops(head) for head in blocks.heads]
         spared[1:-1] = [_sum_flops(unit) - _sum_flops(first) for unit, first in zip(units[1:], blocks.first[1:])]
-    until = np.concatenate([[0.0], np.cumsum(work)])
+    sums = np.concatenate([[0.0], np.cumsum(work)])
 
-    def costs(first: IntArray, end: IntArray) -> StagePrices:
-        flops = until[end] - until[first] + heads[end] - spared[first]
+    def price(first: IntArray, end: IntArray) -> StagePrices:
+        flops = sums[end] - sums[first] + heads[end] - spared[first]
         return lambda k: flops
 
-    return find_best_cut((np.array(work) - spared[:-1]).tolist(), count, costs)
+    return find_best_cut((np.array(work) - spared[:-1]).tolist(), count, price)
 
 
 def _sum_flops(unit: Unit) -> float:
@@ -154,29 +157,32 @@ def _sum_flops(unit: Unit) -> float:
 
 
 def _cut_by_times(
-    config: Config, method: Method, units: Sequence[Unit], blocks: Optional[BlockUnits], x: Any, said: str,
+    config: Config, method: Method, units: Sequence[Unit], blocks: Optional[BlockUnits], x: Any, stages_text: str,
     count: Optional[int],
 ) -> Sequence[int]:  # fmt: skip
     assert config.hardware is not None
     hardware, width = read_hardware(config.hardware, "hardware"), config.replicas
     if count is None and width > hardware.devices:
-        raise BadInput(f"replicas: {width}: stages: {said}: hardware {hardware.name} has {hardware.devices} devices")
+        raise BadInput(f"replicas: {width}: stages: {stages_text}: hardware {hardware.name} has {hardware.devices} devices")
     problem = replace(make_problem(config, units, _count_sample_bytes(x), hardware), blocks=blocks)
-    v = 1 if method.order is None else method.order.stages_per_device
-    depths = [count // v] if count is not None else range(1, min(hardware.devices // width, len(units) // v) + 1)
-    asked = [make_candidate(config, depth) for depth in depths if count is not None or _can_run(config, method, depth * v)]
-    if not asked and depths:
-        # raises what every number of stages is refused for, where that is the method
-        make_schedule(method, max(depths) * v, config.gradient_accumulation, config.gradient_accumulation)
-    best = search(problem, asked, 1).best
+    stages_per_device = 1 if method.order is None else method.order.stages_per_device
+    depths: Sequence[int] = range(1, min(hardware.devices // width, len(units) // stages_per_device) + 1)
+    runnable = [depth for depth in depths if count is None and _can_run(config, method, depth * stages_per_device)]
+    if count is not None:
+        depths = runnable = [count // stages_per_device]
+    candidates = [make_candidate(config, depth) for depth in runnable]
+    if not candidates and depths:
+        # raise the method's own reason if it refuses every number of stages
+        make_schedule(method, max(depths) * stages_per_device, config.gradient_accumulation, config.gradient_accumulation)
+    best = search(problem, candidates, 1).best
     if best:
         return best[0].starts
-    least = find_least_memory(problem, asked)
+    least = find_least_memory(problem, candidates)
     if least is None:
-        raise BadInput(f"stages: {said}: the model has {len(units)} places where a stage may begin")
+        raise BadInput(f"stages: {stages_text}: the model has {len(units)} places where a stage may begin")
     raise BadInput(
-        f"stages: {said}: no cut fits hardware {hardware.name}, {format_bytes(int(problem.memory_bytes))} usable on each device: "
-        f"{least[1].depth} stages need {format_bytes(int(least[0]))} (predicted)"
+        f"stages: {stages_text}: no cut fits hardware {hardware.name}, {format_bytes(int(problem.memory_bytes))} usable on each"
+        f" device: {least[1].depth} stages need {format_bytes(int(least[0]))} (predicted)"
     )
 
 
@@ -193,15 +199,15 @@ def _count_sample_bytes(x: Any) -> float:
     return count_bytes(x) / count_samples(x)
 
 
-class OwnCut(NamedTuple):
-    """The prediction of a config's own stages on its hardware, with its bottleneck."""
+class ConfigCut(NamedTuple):
+    """The prediction of a config's stages on its hardware, with its bottleneck."""
 
     problem: Problem
     prediction: Prediction
-    reason: Binding
+    bottleneck: Bottleneck
 
 
-def predict_own_cut(job: Job) -> OwnCut:
+def predict_config_cut(job: Job) -> ConfigCut:
     """Predict the stages of a job whose config names hardware. Raise `BadInput` if that is not possible."""
     config, (x, y) = job.config, job.example
     assert config.hardware is not None
@@ -214,15 +220,15 @@ def predict_own_cut(job: Job) -> OwnCut:
         raise BadInput("stages: single weights are spread over them: the planner predicts stages of whole modules")
     hardware = hardware.with_devices(max(hardware.devices, depth * config.replicas))
     begins = job.partition.begin_names()
-    blocked = get_blocks(job.model)
-    model = job.model if blocked is None else blocked.model
+    local_blocks = get_blocks(job.model)
+    model = job.model if local_blocks is None else local_blocks.model
     loss = get_block_loss(job.loss)
     units = count_units(model, take_samples(x, FEW), begins, loss, take_samples(y, FEW)).units
     blocks = _count_blocks(config, job.method, model, x, units)
     problem = replace(make_problem(config, units, _count_sample_bytes(x), hardware), blocks=blocks)
     names = [unit.name for unit in units]
     prediction = predict_fastest(problem, make_candidate(config, depth), [0, *map(names.index, begins)])
-    return OwnCut(problem, prediction, find_binding(problem, prediction))
+    return ConfigCut(problem, prediction, find_bottleneck(problem, prediction))
 
 
 def predict_rate(job: Job) -> Optional[Tuple[str, float]]:
@@ -230,7 +236,7 @@ def predict_rate(job: Job) -> Optional[Tuple[str, float]]:
     if job.config.hardware is None:
         return None
     try:
-        own_cut = predict_own_cut(job)
+        cut = predict_config_cut(job)
     except BadInput:
         return None
-    return own_cut.problem.hardware.name, own_cut.prediction.samples_per_second
+    return cut.problem.hardware.name, cut.prediction.samples_per_second

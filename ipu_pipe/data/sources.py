@@ -1,10 +1,10 @@
-"""Batches: the protocol of data sources, and sources in memory."""
+"""Sources of batches: their protocol, the split of a batch into inputs and labels, and sources in memory."""
 
 from __future__ import annotations
 
 import copy
 import zlib
-from typing import Any, Iterator, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Iterator, List, Mapping, Optional, Protocol, Sequence, Tuple, runtime_checkable
 
 import torch
 
@@ -14,16 +14,12 @@ from ipu_pipe.model.loss import split_requested_fields
 from ipu_pipe.model.randomness import derive_seed
 from ipu_pipe.text import show
 
-try:
-    from typing import Protocol, runtime_checkable
-except ImportError:  # pragma: no cover
-    from typing_extensions import Protocol, runtime_checkable  # type: ignore[assignment]
-
+# inputs and labels
 Pair = Tuple[torch.Tensor, torch.Tensor]
-
-
 # the default names of the labels in a mapping: the first that is present
 LABELS = ("labels", "label", "target", "targets")
+# the zeros on each side of an image out of which it is cropped
+BORDER = 4
 
 
 @runtime_checkable
@@ -35,14 +31,14 @@ class DataSource(Protocol):
     dimension: the model gets a mapping as keyword arguments, a tuple or list as positional ones. None may stand for what it is
     not given. With `loss: model` the model gets the whole batch, labels too, in the same way.
 
-    A source may have attributes: `labels`, the name of the labels in its mappings; `train_samples`, how many samples an epoch
-    would have if no microbatch were dropped; `data_files`, the files that it reads, whose hashes the run's record keeps;
+    A source may have attributes: `labels`, the name of the labels in its mappings; `train_samples`, the samples of an epoch if
+    no microbatch were dropped; `data_files`, the files that it reads, whose hashes the run's record keeps;
     `validation`, a source whose test set is held out of the training set for the evaluations during a run;
     `train_batches(epoch, indices, batch_size)`, several microbatches as one batch, where reading them together is faster.
     """
 
     def train_batches_per_epoch(self, batch_size: int) -> Optional[int]:
-        """Return how many full microbatches of `batch_size` an epoch has; a last one that is not full is dropped.
+        """Return the number of full microbatches of `batch_size` in an epoch; a last one that is not full is dropped.
 
         Return None if that is not known: the run then has `steps` updates of one epoch, number 0, whose microbatches do not end.
         """
@@ -89,7 +85,7 @@ def split_batch(
 
 
 def compute_checksum(batch: Any, before: int = 0) -> int:
-    """Return the CRC-32 of the tensors of a batch, continuing `before`, the checksum of earlier batches."""
+    """Return the CRC-32 of the tensors of all batches so far; `before` is that of the earlier batches."""
     for tensor in list_tensors(batch):
         numbers = tensor.detach().cpu().contiguous().reshape(-1)
         before = zlib.crc32(numbers.view(torch.uint8).numpy().data, before)
@@ -97,7 +93,7 @@ def compute_checksum(batch: Any, before: int = 0) -> int:
 
 
 class SampledData:
-    """Samples of a known number, which subclasses take by their places in an epoch, or in the test set."""
+    """The base of sources with a known number of samples, which subclasses take by position in an epoch or the test set."""
 
     train_samples: int
     test_samples: int
@@ -116,18 +112,18 @@ class SampledData:
         order = torch.randperm(self.train_samples, generator=generator)
         self.validation = copy.copy(self)
         self.validation.test_samples, self.train_samples = count, self.train_samples - count
-        self._move_to_test(self.validation, order[:count].sort().values, order[count:].sort().values)
+        self._split_training_set(self.validation, order[:count].sort().values, order[count:].sort().values)
 
-    def _move_to_test(self, other: Any, moved: torch.Tensor, left: torch.Tensor) -> None:
-        """Use the training samples `moved` as the test set of the copy `other` and keep only the samples `left` here."""
+    def _split_training_set(self, validation: Any, held_out: torch.Tensor, remaining: torch.Tensor) -> None:
+        """Make the samples `held_out` the test set of the copy `validation`, and keep only the samples `remaining` here."""
         raise NotImplementedError
 
     def train_batches_per_epoch(self, batch_size: int) -> int:
-        """Return how many full microbatches an epoch has."""
+        """Return the number of full microbatches in an epoch."""
         return self.train_samples // batch_size
 
     def train_batch(self, epoch: int, index: int, batch_size: int) -> Pair:
-        """Return microbatch `index` of `epoch`: the places [index b, (index + 1) b) of the epoch's order."""
+        """Return microbatch `index` of `epoch`: the positions [index b, (index + 1) b) of the epoch's order."""
         return self.take_train(epoch, range(index * batch_size, (index + 1) * batch_size))
 
     def test_batches(self, batch_size: int) -> Iterator[Pair]:
@@ -135,12 +131,12 @@ class SampledData:
         for start in range(0, self.test_samples, batch_size):
             yield self.take_test(range(start, min(start + batch_size, self.test_samples)))
 
-    def take_train(self, epoch: int, places: range) -> Pair:
-        """Return the samples at these places of an epoch."""
+    def take_train(self, epoch: int, positions: range) -> Pair:
+        """Return the samples at these positions of an epoch."""
         raise NotImplementedError
 
-    def take_test(self, places: range) -> Pair:
-        """Return the samples at these places of the test set."""
+    def take_test(self, positions: range) -> Pair:
+        """Return the samples at these positions of the test set."""
         raise NotImplementedError
 
 
@@ -154,7 +150,7 @@ class TensorData(SampledData):
     """Samples held in memory: images as bytes (n, C, H, W) or numbers of any shape, with labels (n,).
 
     If `augment`, images are cropped at random out of a zero border of 4 pixels and mirrored at random, drawn by (seed, epoch,
-    place). `mean` and `std` are by channel, of values between 0 and 1 where the samples are bytes.
+    position). `mean` and `std` are by channel, of values between 0 and 1 where the samples are bytes.
     """
 
     def __init__(
@@ -169,33 +165,33 @@ class TensorData(SampledData):
         self.train, self.test, self.augment = train, test, augment
         self.train_samples, self.test_samples = len(train[0]), len(test[0])
         self._seed = seed
-        self._mean, self._std = _by_channel(mean, train[0]), _by_channel(std, train[0])
+        self._mean, self._std = _reshape_by_channel(mean, train[0]), _reshape_by_channel(std, train[0])
         self._epoch = -1
 
-    def _move_to_test(self, other: Any, moved: torch.Tensor, left: torch.Tensor) -> None:
-        other.test = self.train[0][moved], self.train[1][moved]
-        # the copy must not keep the left-out samples in memory
-        self.train = other.train = self.train[0][left], self.train[1][left]
+    def _split_training_set(self, validation: Any, held_out: torch.Tensor, remaining: torch.Tensor) -> None:
+        validation.test = self.train[0][held_out], self.train[1][held_out]
+        # the copy must not keep all samples in memory
+        self.train = validation.train = self.train[0][remaining], self.train[1][remaining]
 
-    def take_train(self, epoch: int, places: range) -> Pair:
-        """Return the samples at these places of an epoch."""
+    def take_train(self, epoch: int, positions: range) -> Pair:
+        """Return the samples at these positions of an epoch."""
         if epoch != self._epoch:
             self._draw_epoch(epoch)
-        part = slice(places.start, places.stop)
+        part = slice(positions.start, positions.stop)
         chosen = self._order[part]
         x = self.train[0][chosen]
         if self.augment:
             x = crop_and_mirror(x, self._shifts[part], self._mirrored[part])
-        return self._normalized(x), self.train[1][chosen]
+        return self._normalize(x), self.train[1][chosen]
 
-    def take_test(self, places: range) -> Pair:
-        """Return the samples at these places of the test set."""
+    def take_test(self, positions: range) -> Pair:
+        """Return the samples at these positions of the test set."""
         # clone, because a model may write into its input
-        x, y = (part[places.start : places.stop].clone() for part in self.test)
-        return self._normalized(x), y
+        x, y = (part[positions.start : positions.stop].clone() for part in self.test)
+        return self._normalize(x), y
 
     def _draw_epoch(self, epoch: int) -> None:
-        """Draw the order and the augmentation of an epoch, by place in it."""
+        """Draw the order and the augmentation of an epoch, by position in the epoch."""
         count, generator = self.train_samples, torch.Generator()
         self._order = draw_order(self._seed, epoch, count)
         generator.manual_seed(derive_seed(self._seed, "augmentation", epoch))
@@ -203,9 +199,9 @@ class TensorData(SampledData):
         self._mirrored = torch.randint(0, 2, (count,), generator=generator).bool()
         self._epoch = epoch
 
-    def _normalized(self, x: torch.Tensor) -> torch.Tensor:
-        # then the result below is a copy, which may be changed in place
+    def _normalize(self, x: torch.Tensor) -> torch.Tensor:
         is_bytes = x.dtype == torch.uint8
+        # of bytes this makes a copy, which may then be written in place
         if is_bytes:
             x = x.float().div_(255)
         if self._mean is None or self._std is None:
@@ -213,34 +209,29 @@ class TensorData(SampledData):
         return (x.sub_(self._mean) if is_bytes else x - self._mean).div_(self._std)
 
 
-BORDER = 4
-
-
 def crop_and_mirror(x: torch.Tensor, shifts: torch.Tensor, mirrored: torch.Tensor) -> torch.Tensor:
-    """Crop each image (C, H, W) of `x` (b, C, H, W) out of itself with a border of 4 zeros, and mirror some.
+    """Return images of the same shape, cropped out of `x` (b, C, H, W) with a border of 4 zeros; some are mirrored.
 
-    `shifts` (b, 2) are distances from the upper left corner (0 to 8, rows then columns), `mirrored` (b,) says which are turned
-    left to right. One gather does it for all.
+    `shifts` (b, 2): distances from the upper left corner (0 to 8, rows then columns). `mirrored` (b,): the images that are turned
+    left to right. One gather does it for all images.
     """
     b, channels, height, width = x.shape
     padded = torch.nn.functional.pad(x, (BORDER,) * 4).flatten(2)  # (b, C, pixels)
     columns = torch.arange(width).expand(b, width)
     columns = torch.where(mirrored[:, None], columns.flip(1), columns) + shifts[:, 1:]
     rows = torch.arange(height) + shifts[:, :1]
-    pixels = rows[:, :, None] * (width + 2 * BORDER) + columns[:, None, :]  # (b, H, W), places in a padded plane
+    pixels = rows[:, :, None] * (width + 2 * BORDER) + columns[:, None, :]  # (b, H, W), positions in a padded plane
     return padded.gather(2, pixels.view(b, 1, -1).expand(b, channels, -1)).view_as(x)
 
 
-def _by_channel(values: Optional[Sequence[float]], x: torch.Tensor) -> Optional[torch.Tensor]:
+def _reshape_by_channel(values: Optional[Sequence[float]], x: torch.Tensor) -> Optional[torch.Tensor]:
     if values is None:
         return None
     return torch.tensor(values, dtype=torch.float32).view(1, -1, *[1] * (x.dim() - 2))
 
 
-def require_whole(
-    key: str, value: Any, least: int = 1, most: Optional[int] = None, optional: bool = False
-) -> None:
-    """Raise `BadInput` unless the value of `key` is a whole number from `least` to `most`, or None if `key` is optional."""
+def require_int(key: str, value: Any, least: int = 1, most: Optional[int] = None, optional: bool = False) -> None:
+    """Raise `BadInput` unless the value of `key` is an integer from `least` to `most`, or None if `key` is optional."""
     if optional and value is None:
         return
     if type(value) is not int or value < least or (most is not None and value > most):
@@ -250,15 +241,15 @@ def require_whole(
 
 def take_subset(train: Pair, test: Pair, subset: Optional[int], test_subset: Optional[int]) -> Tuple[Pair, Pair]:
     """Return the first `subset` training and `test_subset` test samples (None: all). Raise `BadInput` for bad counts."""
-    require_whole("subset", subset, 1, len(train[0]), optional=True)
-    require_whole("test_subset", test_subset, 1, len(test[0]), optional=True)
+    require_int("subset", subset, 1, len(train[0]), optional=True)
+    require_int("test_subset", test_subset, 1, len(test[0]), optional=True)
     return (train[0][:subset], train[1][:subset]), (test[0][:test_subset], test[1][:test_subset])
 
 
 class SyntheticData(SampledData):
     """Random inputs and labels of a given shape, to measure throughput, memory and traffic. They are drawn on access.
 
-    Each sample is drawn by (seed, epoch, place), so that it is the same in microbatches of any size. If `bytes`, inputs are
+    Each sample is drawn by (seed, epoch, position), so that it is the same in microbatches of any size. If `bytes`, inputs are
     8-bit.
     """
 
@@ -267,26 +258,26 @@ class SyntheticData(SampledData):
     ) -> None:
         self._shape, self._classes, self.train_samples, self.test_samples = list(shape), classes, samples, test_samples
         self._seed, self._type = seed, torch.uint8 if bytes else torch.float32
-        self._tested = "test"
+        self._test_part = "test"
 
-    def _move_to_test(self, other: Any, moved: torch.Tensor, left: torch.Tensor) -> None:
+    def _split_training_set(self, validation: Any, held_out: torch.Tensor, remaining: torch.Tensor) -> None:
         # the validation set has its own samples, drawn like the test set's
-        other._tested = "validation"
+        validation._test_part = "validation"
 
-    def take_train(self, epoch: int, places: range) -> Pair:
-        """Return the samples at these places of an epoch."""
-        return self._draw(epoch, places)
+    def take_train(self, epoch: int, positions: range) -> Pair:
+        """Return the samples at these positions of an epoch."""
+        return self._draw(epoch, positions)
 
-    def take_test(self, places: range) -> Pair:
-        """Return the samples at these places of the test set."""
-        return self._draw(self._tested, places)
+    def take_test(self, positions: range) -> Pair:
+        """Return the samples at these positions of the test set."""
+        return self._draw(self._test_part, positions)
 
-    def _draw(self, part: Any, places: range) -> Pair:
+    def _draw(self, part: Any, positions: range) -> Pair:
         generator = torch.Generator()
-        x = torch.empty([len(places), *self._shape], dtype=self._type)
-        y = torch.empty(len(places), dtype=torch.int64)
-        for row, place in enumerate(places):
-            generator.manual_seed(derive_seed(self._seed, part, place))
+        x = torch.empty([len(positions), *self._shape], dtype=self._type)
+        y = torch.empty(len(positions), dtype=torch.int64)
+        for row, position in enumerate(positions):
+            generator.manual_seed(derive_seed(self._seed, part, position))
             if x.is_floating_point():
                 x[row].normal_(generator=generator)
             else:
@@ -296,6 +287,6 @@ class SyntheticData(SampledData):
 
 
 def split_off_test(x: torch.Tensor, y: torch.Tensor, test: int, seed: int = 0) -> List[Pair]:
-    """Split one set into [training part, test part], `test` samples drawn once by `seed`."""
+    """Return [training part, test part] of a set; the `test` samples of the test part are drawn by `seed`."""
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
     return [(x[order[test:]], y[order[test:]]), (x[order[:test]], y[order[:test]])]

@@ -1,4 +1,4 @@
-"""Methods compared on the same work: throughput, memory and communication of each, measured beside planned.
+"""Compare methods on the same work: throughput, memory and communication of each, measured beside planned.
 
 Every method trains on as many samples as the config's own. Methods whose blocks have losses of their own update after each
 microbatch: they need no batch to fill a pipeline (Laskin et al. 2020, section 6).
@@ -76,15 +76,15 @@ def compare_methods(
     for r in range(rounds if steps != 0 else 0):
         for name, chosen in configs.items():
             size = chosen.micro_batch_size * chosen.gradient_accumulation * chosen.replicas
-            part = f", round {r + 1} of {rounds}" if rounds > 1 else ""
-            say(f"{name}: {chosen.steps} updates of {size} samples{part}")
+            round_text = f", round {r + 1} of {rounds}" if rounds > 1 else ""
+            say(f"{name}: {chosen.steps} updates of {size} samples{round_text}")
             processes = len(set(jobs[name].placement)) * chosen.replicas
             summaries[name].append(run_turn(chosen, folders[name][r], processes, overwrite))
     comparison: Comparison = {"throughput": {}, "memory": {}, "communication": {}}
-    first = jobs[methods[0]], summaries[methods[0]]
+    baseline = jobs[methods[0]], summaries[methods[0]]
     for name, job in jobs.items():
         runs = summaries[name]
-        comparison["throughput"][name] = _describe_throughput(job, runs, *first)
+        comparison["throughput"][name] = _describe_throughput(job, runs, *baseline)
         memory = plan_memory(job)
         if runs:
             file = folders[name][0] / "memory.json"
@@ -156,17 +156,17 @@ def run_turn(config: Config, out: Path, processes: int, overwrite: bool = False)
             "--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0",
             "-m", "ipu_pipe", "train", str(file), "--out", str(out), *(["--overwrite"] if overwrite else []),
         ]  # fmt: skip
-        # The processes get the same import path and one core each.
-        path = os.pathsep.join(os.path.abspath(place) for place in sys.path)
+        # the processes get the same import path and one core each
+        path = os.pathsep.join(map(os.path.abspath, sys.path))
         environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": path}
-        done = subprocess.run(
+        finished = subprocess.run(
             command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment, errors="replace"
         )
     summary = read_summary(out)
-    if done.returncode or summary is None:
-        lines = done.stderr.splitlines()
+    if finished.returncode or summary is None:
+        lines = finished.stderr.splitlines()
         errors = [line[len(ERROR) :] for line in lines if line.startswith(ERROR)] or lines[-1:]
-        reason = "; ".join(errors) or f"exit code {done.returncode}"
+        reason = "; ".join(errors) or f"exit code {finished.returncode}"
         raise RunFault(f"{config.method} on {processes} processes: {reason}")
     return summary
 
@@ -175,9 +175,9 @@ def run_turn(config: Config, out: Path, processes: int, overwrite: bool = False)
 
 
 def _describe_throughput(
-    job: Job, runs: Sequence[Mapping[str, Any]], first_job: Job, first_runs: Sequence[Mapping[str, Any]]
+    job: Job, runs: Sequence[Mapping[str, Any]], baseline_job: Job, baseline_runs: Sequence[Mapping[str, Any]]
 ) -> Dict[str, Any]:
-    """Return the throughput of a method beside that of the first one.
+    """Return the throughput of a method, with its speedup against the baseline, the first method.
 
     On the emulator one machine does the work of all devices, so there is no measured speedup.
     """
@@ -190,7 +190,7 @@ def _describe_throughput(
         return None if value is None or other is None else value / other
 
     rate = "throughput_samples_per_second"
-    speedup = divide(compute_median(rate), compute_median(rate, first_runs))
+    speedup = divide(compute_median(rate), compute_median(rate, baseline_runs))
     accumulate = job.config.gradient_accumulation
     return {
         "samples_per_second": compute_median(rate),
@@ -202,11 +202,11 @@ def _describe_throughput(
         "planned_utilization": job.compute_planned_utilization(),
         "planned_utilization_steady": timelines.compute_utilization(job.method, len(job.partition), accumulate),
         "measured_speedup": None if not runs or BACKENDS[runs[0]["backend"]].emulates else speedup,
-        "modelled_speedup": divide(model_rate(job), model_rate(first_job)),
+        "modelled_speedup": divide(compute_modelled_rate(job), compute_modelled_rate(baseline_job)),
     }
 
 
-def model_rate(job: Job) -> Optional[float]:
+def compute_modelled_rate(job: Job) -> Optional[float]:
     """Return the microbatches in a unit of time in the steady state, from the schedule and the FLOPs of each stage.
 
     Auxiliary heads are included; a backward costs twice its forward, messages and updates nothing. None where layers are
@@ -227,7 +227,7 @@ def model_rate(job: Job) -> Optional[float]:
 
 
 def _describe_device_memory(memory: Mapping[str, Any]) -> List[Dict[str, Any]]:
-    """Return the planned bytes of each device, and the greatest number it held at once, where that was measured."""
+    """Return the planned bytes of each device, and its measured peak if there is one."""
     kinds = ("weight_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes")
     planned, peaks = memory["devices"], memory.get("peak_memory") or []
     # the emulator has one device; with replicas there are more devices than planned ones
@@ -289,22 +289,21 @@ def make_comparison_table(comparison: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _make_row(comparison: Mapping[str, Mapping[str, Any]], name: str) -> List[str]:
-    speed, traffic = comparison["throughput"][name], comparison["communication"][name]
-    rates, devices = speed["samples_per_second_by_round"], comparison["memory"][name]["devices"]
+    throughput, traffic = comparison["throughput"][name], comparison["communication"][name]
+    rates, devices = throughput["samples_per_second_by_round"], comparison["memory"][name]["devices"]
     peaks = [device["measured_bytes"] / MIB for device in devices if device["measured_bytes"] is not None]
     links = [*traffic["links"], *traffic.get("shared_layer_links", ())]
-    crosses = (
-        sum(link["bytes_per_microbatch"] for link in links) / MIB if speed["measured_speedup"] is not None else None
-    )
+    is_measured = throughput["measured_speedup"] is not None
+    link_mib = sum(link["bytes_per_microbatch"] for link in links) / MIB if is_measured else None
     return [
         name,
-        _show(speed["samples_per_second"], ".1f"),
+        _show(throughput["samples_per_second"], ".1f"),
         f"{min(rates):.1f} to {max(rates):.1f}" if len(rates) > 1 else "-",
-        *(_show(speed[key], ".1%") for key in ("utilization", "modelled_utilization", "planned_utilization")),
-        *(_show(speed[key], ".2f") for key in ("measured_speedup", "modelled_speedup")),
+        *(_show(throughput[key], ".1%") for key in ("utilization", "modelled_utilization", "planned_utilization")),
+        *(_show(throughput[key], ".2f") for key in ("measured_speedup", "modelled_speedup")),
         _show(max(peaks, default=None), ".1f"),
         f"{max(device['bytes'] for device in devices) / MIB:.1f}",
-        _show(crosses, ".3f"),
+        _show(link_mib, ".3f"),
         f"{sum(link['planned_bytes_per_microbatch'] for link in links) / MIB:.3f}",
     ]
 

@@ -1,4 +1,4 @@
-"""A run against another method, such as an asynchronous one against GPipe: with as many samples, and with as much time.
+"""Compare a run with another method, such as an asynchronous one with GPipe: at equal samples, and at equal time.
 
 Comparing at equal samples hides the gain of a pipeline that never drains: it trains on more samples in the same time. Time is
 planned: slots of the schedule, in each of which every stage does one pass, so a run of M microbatches takes 2 M / utilization.
@@ -20,7 +20,7 @@ from ipu_pipe.backends.ranks import are_joined, is_main, run_on_main
 from ipu_pipe.config.compare import keep_recorded_choices
 from ipu_pipe.config.load import load_recorded
 from ipu_pipe.config.schema import Config
-from ipu_pipe.errors import BadInput, RunFault
+from ipu_pipe.errors import BadInput, Divergence
 from ipu_pipe.files import write_json
 from ipu_pipe.report.plots import open_figure
 from ipu_pipe.report.run_text import format_busy, format_number, format_throughput
@@ -70,27 +70,27 @@ def train_against(
                 " others: must be methods of one stage a device (compare it by tools/collect.py)"
             )
     say = Progress(quiet or not is_main()).say
-    second = name_folder(out, other.method)
+    same_samples_folder = name_folder(out, other.method)
     folders = {count: name_folder(out, other.method, count) for count in choose_accumulations(other, accumulations)}
     starts = run_on_main(
-        lambda: {folder: choose_start(folder, resume, overwrite) for folder in (second, *folders.values())}
+        lambda: {folder: choose_resume_options(folder, resume, overwrite) for folder in (same_samples_folder, *folders.values())}
     )
-    check(other, second, **starts[second])
+    check(other, same_samples_folder, **starts[same_samples_folder])
     run_on_main(lambda: [check_folder(folder, **starts[folder]) for folder in folders.values()])
-    with reserve_folder(second, **starts[second]):
+    with reserve_folder(same_samples_folder, **starts[same_samples_folder]):
         summary = train(config, out, resume=resume, overwrite=overwrite, quiet=quiet)
     say(f"\nas many samples by {other.method}:")
     other = keep_recorded_choices(load_recorded(out / "config.yaml"), other)
-    other_summary = train(other, second, quiet=quiet, **starts[second])
-    pair = read_run(config, summary, out), read_run(other, other_summary, second)
-    timed: List[ComparedRun] = []
-    if takes_longer(pair):
+    other_summary = train(other, same_samples_folder, quiet=quiet, **starts[same_samples_folder])
+    run, same_samples = read_run(config, summary, out), read_run(other, other_summary, same_samples_folder)
+    same_time: List[ComparedRun] = []
+    if takes_longer(same_samples, run):
         for count, folder in folders.items():
-            chosen = fit_into_time(other, count, summary)
-            if chosen is not None:
+            fitted = fit_into_time(other, count, summary)
+            if fitted is not None:
                 say(f"\nas much time by {other.method}, {count} microbatches per update:")
-                timed.append(_train_timed(chosen, folder, starts[folder], quiet, pair[0].slots))
-    record = make_record(config, summary["model"]["stages"], pair, timed)
+                same_time.append(_train_for_same_time(fitted, folder, starts[folder], quiet, run.slots))
+    record = make_record(config, summary["model"]["stages"], run, same_samples, same_time)
 
     def write() -> None:
         write_json(out / "against.json", record)
@@ -98,11 +98,11 @@ def train_against(
             draw(record, out / "against.png")
 
     run_on_main(write)
-    return describe(summary, other_summary, pair, timed)
+    return describe(summary, other_summary, run, same_samples, same_time)
 
 
-def choose_start(folder: Path, resume: bool, overwrite: bool) -> Dict[str, Any]:
-    """Return whether the folder's run is resumed and whether it is overwritten.
+def choose_resume_options(folder: Path, resume: bool, overwrite: bool) -> Dict[str, Any]:
+    """Return the arguments `resume` and `overwrite` of `train` for the run in a folder.
 
     After a restart by the launcher, a run of the earlier attempt is resumed. Older runs are resumed only with `resume`.
     """
@@ -113,17 +113,18 @@ def choose_start(folder: Path, resume: bool, overwrite: bool) -> Dict[str, Any]:
     }
 
 
-def _train_timed(config: Config, folder: Path, start: Mapping[str, Any], quiet: bool, slots: float) -> ComparedRun:
+def _train_for_same_time(config: Config, folder: Path, start: Mapping[str, Any], quiet: bool, slots: float) -> ComparedRun:
     """Train a run at equal time. A loss that is not finite is a result here, since the rate may be too high."""
     try:
         return read_run(config, train(config, folder, quiet=quiet, **start), folder)
-    except RunFault as error:
-        if "loss is" not in str(error) or are_joined():
+    except Divergence as error:
+        # the other ranks do not know of it
+        if are_joined():
             raise
-        steps, reason = config.steps or 0, str(error).split(";")[0]
+        steps = config.steps or 0
         samples = steps * config.micro_batch_size * config.gradient_accumulation * config.replicas
         return ComparedRun(
-            config.method, config.gradient_accumulation, config.optimizer.lr, steps, samples, slots, {}, [], reason
+            config.method, config.gradient_accumulation, config.optimizer.lr, steps, samples, slots, {}, [], error.reason
         )
 
 
@@ -144,31 +145,31 @@ def choose_accumulations(config: Config, wanted: Sequence[int] = ()) -> List[int
 
 
 def fit_into_time(config: Config, accumulate: int, first: Summary) -> Optional[Config]:
-    """Return the other method's config with `accumulate` microbatches per update and the updates that fit into the first
-    run's time.
+    """Return the other method's config with `accumulate` microbatches per update and as many updates as take the time of the
+    run with the summary `first`.
 
     None if less than two fit, or an epoch holds no such update.
     """
-    before, slots = config.gradient_accumulation, count_slots(first)
-    share = compute_utilization(
+    configured, slots = config.gradient_accumulation, count_slots(first)
+    utilization = compute_utilization(
         resolve_method(config.method, config.method_settings()), first["model"]["stages"], accumulate
     )
-    steps = math.floor(slots * share / (2 * accumulate) * (1 + 1e-12))
-    if steps < 2 or accumulate > first["updates_per_epoch"] * before:
+    steps = math.floor(slots * utilization / (2 * accumulate) * (1 + 1e-12))
+    if steps < 2 or accumulate > first["updates_per_epoch"] * configured:
         return None
-    optimizer, rates = config.optimizer, config.lr_schedule
+    optimizer, lr_schedule = config.optimizer, config.lr_schedule
     # a reference batch size scales the rate itself
     if not optimizer.reference_batch_size:
-        optimizer = optimizer.scale_rate(accumulate / before)
-    # the share of the samples
-    part = steps * accumulate / (first["steps"] * before)
-    rates = rates.model_copy(
-        update={
-            "warmup_steps": math.ceil(rates.warmup_steps * before / accumulate),
-            "milestones": [epoch * part for epoch in rates.milestones],
-        }
-    )
-    changes = {"gradient_accumulation": accumulate, "steps": steps, "optimizer": optimizer, "lr_schedule": rates}
+        optimizer = optimizer.scale_rate(accumulate / configured)
+    share_of_samples = steps * accumulate / (first["steps"] * configured)
+    rate_changes = {
+        "warmup_steps": math.ceil(lr_schedule.warmup_steps * configured / accumulate),
+        "milestones": [epoch * share_of_samples for epoch in lr_schedule.milestones],
+    }
+    changes = {
+        "gradient_accumulation": accumulate, "steps": steps, "optimizer": optimizer,
+        "lr_schedule": lr_schedule.model_copy(update=rate_changes),
+    }  # fmt: skip
     return config.model_copy(update=changes)
 
 
@@ -178,9 +179,9 @@ def count_slots(summary: Summary) -> float:
     return 2.0 * summary["steps"] * batch["gradient_accumulation"] / summary["planned_utilization"]
 
 
-def takes_longer(pair: Tuple[ComparedRun, ComparedRun]) -> bool:
-    """Return whether the second run takes longer than the first, by at least one of its updates."""
-    return pair[1].slots > pair[0].slots * (1 + 1 / max(pair[0].steps, 1))
+def takes_longer(run: ComparedRun, other: ComparedRun) -> bool:
+    """Return whether a run takes longer than another one, by at least an update of the other one."""
+    return run.slots > other.slots * (1 + 1 / max(other.steps, 1))
 
 
 def read_run(config: Config, summary: Summary, folder: Path) -> ComparedRun:
@@ -202,50 +203,47 @@ def read_run(config: Config, summary: Summary, folder: Path) -> ComparedRun:
 
 
 def describe(
-    first: Summary, second: Summary, pair: Tuple[ComparedRun, ComparedRun], timed: Sequence[ComparedRun]
+    summary: Summary, other_summary: Summary, run: ComparedRun, same_samples: ComparedRun, same_time: Sequence[ComparedRun]
 ) -> str:
     """Return how far apart the runs ended at equal samples and at equal time; the last line is the first run's throughput.
 
-    `timed` are the other method's runs that took as long as the first one.
+    `same_samples` and `same_time` are the other method's runs with as many samples and with as much time.
     """
-    ours, theirs = pair
-    # Accuracy is compared if both runs have one.
-    key = "test_loss" if any(run.final.get("test_accuracy") is None for run in pair) else "test_accuracy"
+    # accuracy is compared if both runs have one
+    has_loss_alone = any(one.final.get("test_accuracy") is None for one in (run, same_samples))
+    key = "test_loss" if has_loss_alone else "test_accuracy"
 
-    def show(run: ComparedRun) -> str:
-        return format_number(run.final.get(key), 3)
+    def show(one: ComparedRun) -> str:
+        return format_number(one.final.get(key), 3)
 
     def compare(other: ComparedRun, words: str = "") -> str:
-        a, b = ours.final.get(key), other.final.get(key)
-        apart = (
-            "unknown"
-            if a is None or b is None
-            else f"{a - b:+.3f}"
-            if key == "test_loss"
-            else f"{(a - b) * 100:+.1f} points"
-        )
-        return f"{key.replace('_', ' ')} {show(ours)} by {ours.method}, {show(other)} by {other.method}{words}: {apart}"
+        a, b = run.final.get(key), other.final.get(key)
+        difference = "unknown"
+        if a is not None and b is not None:
+            difference = f"{a - b:+.3f}" if key == "test_loss" else f"{(a - b) * 100:+.1f} points"
+        return f"{key.replace('_', ' ')} {show(run)} by {run.method}, {show(other)} by {other.method}{words}: {difference}"
 
-    best = find_best(timed, key)
-    at_equal_time = f"the same time: no run of {theirs.method} ended within it"
+    best = find_best(same_time, key)
+    at_equal_time = f"the same time: no run of {same_samples.method} ended within it"
     if best is not None:
-        at_equal_time = f"the same time, {ours.slots:,.0f} slots (planned): {compare(best, ' at its best')}"
-    elif not timed and not takes_longer(pair):
-        at_equal_time = f"the same time: {theirs.method} takes no longer"
+        at_equal_time = f"the same time, {run.slots:,.0f} slots (planned): {compare(best, ' at its best')}"
+    elif not same_time and not takes_longer(same_samples, run):
+        at_equal_time = f"the same time: {same_samples.method} takes no longer"
     lines = [
         "",
-        f"the same samples, {ours.samples:,}: {compare(theirs)}",
-        f"  by the schedule (planned) {ours.method} takes {ours.slots:,.0f} slots, {theirs.method} {theirs.slots:,.0f}",
+        f"the same samples, {run.samples:,}: {compare(same_samples)}",
+        f"  by the schedule (planned) {run.method} takes {run.slots:,.0f} slots, {same_samples.method} {same_samples.slots:,.0f}",
         at_equal_time,
     ]
-    for run in timed:
-        rate = "" if run.rate is None else f", rate {run.rate:g}"
+    for one in same_time:
+        rate = "" if one.rate is None else f", rate {one.rate:g}"
         lines.append(
-            f"  {run.method} with {run.accumulate} microbatches per update: {run.steps} updates, {run.samples:,} samples{rate}: "
-            f"{run.diverged or show(run)}"
+            f"  {one.method} with {one.accumulate} microbatches per update: {one.steps} updates, {one.samples:,} samples{rate}: "
+            f"{one.diverged or show(one)}"
         )
-    lines += [f"busy by {run.method}: {format_busy(summary)}" for run, summary in zip(pair, (first, second))]
-    return "\n".join([*lines, format_throughput(first)])
+    lines.append(f"busy by {run.method}: {format_busy(summary)}")
+    lines.append(f"busy by {same_samples.method}: {format_busy(other_summary)}")
+    return "\n".join([*lines, format_throughput(summary)])
 
 
 def find_best(runs: Sequence[ComparedRun], key: str) -> Optional[ComparedRun]:
@@ -259,19 +257,19 @@ def find_best(runs: Sequence[ComparedRun], key: str) -> Optional[ComparedRun]:
 
 
 def make_record(
-    config: Config, stages: int, pair: Tuple[ComparedRun, ComparedRun], timed: Sequence[ComparedRun]
+    config: Config, stages: int, run: ComparedRun, same_samples: ComparedRun, same_time: Sequence[ComparedRun]
 ) -> Dict[str, Any]:
     """Return the comparison as JSON: `against.json`."""
 
-    def convert(run: ComparedRun) -> Dict[str, Any]:
-        curve = [dict(zip(("slots", "test_loss", "test_accuracy"), point)) for point in run.curve]
-        return {**run._asdict(), "final": dict(run.final), "curve": curve}
+    def convert(one: ComparedRun) -> Dict[str, Any]:
+        curve = [dict(zip(("slots", "test_loss", "test_accuracy"), point)) for point in one.curve]
+        return {**one._asdict(), "final": dict(one.final), "curve": curve}
 
     return {
         "schema": 1, "model": config.model.entry, "data": config.data.name, "seed": config.seed, "stages": stages,
         "micro_batch_size": config.micro_batch_size, "evaluated": config.evaluate.subset,
-        "time": "slots of the schedule (planned), one pass of a stage each", "run": convert(pair[0]),
-        "same_samples": convert(pair[1]), "same_time": [convert(run) for run in timed],
+        "time": "slots of the schedule (planned), one pass of a stage each", "run": convert(run),
+        "same_samples": convert(same_samples), "same_time": [convert(one) for one in same_time],
     }  # fmt: skip
 
 
