@@ -203,8 +203,8 @@ class Costing:
 
     def can_fit(self) -> bool:
         """Return whether all devices together have enough memory if every stage keeps the least that one of them does."""
-        kept = self.kept
-        fewest_kept = KeptCounts(*(np.array([count]) for count in (kept.copies.min(), 0, kept.activations.min())))
+        least = (self.kept.copies.min(), 0, self.kept.activations.min())
+        fewest_kept = KeptCounts(*(np.array([count]) for count in least))
         first, end = np.array(0), np.array(len(self.work))
         whole_model = self.sums.make_stage(first, end, self.local)
         memory = self._compute_stage_memory(0, whole_model, self.sums.entering[first], fewest_kept)
