@@ -30,8 +30,8 @@ class BadInput(ValueError):
 
 
 def raise_faults(faults: Union[Sequence[str], Mapping[str, object]]) -> None:
-    """Raise `BadInput` with the faults, of a mapping with the keys whose value is true. Return if there are none."""
-    lines = [fault for fault, is_so in faults.items() if is_so] if isinstance(faults, Mapping) else faults
+    """Raise `BadInput` with the faults, if there are any. A mapping says of each fault whether it applies."""
+    lines = [fault for fault, applies in faults.items() if applies] if isinstance(faults, Mapping) else faults
     if lines:
         raise BadInput(lines)
 
@@ -60,13 +60,13 @@ class Divergence(RunFault):
 class UserFault(RunFault):
     """A fault in the user's own code (a model, loss, data source, optimizer), with its file and line.
 
-    `traceback`: all of it; `traceback_file`: where it was saved. Code that calls `train` gets the user's own exception, with this
+    `traceback`: its text; `traceback_file`: where it was saved. Code that calls `train` gets the user's own exception, with this
     one at the end of its chain of causes.
     """
 
-    def __init__(self, line: str, whole: str) -> None:
+    def __init__(self, line: str, traceback: str) -> None:
         super().__init__(line)
-        self.traceback = whole
+        self.traceback = traceback
         self.traceback_file: Optional[str] = None
 
     # exceptions are pickled on their way out of a child process
@@ -86,7 +86,7 @@ def walk_causes(error: Optional[BaseException]) -> Iterator[BaseException]:
 
 def find_user_fault(error: Optional[BaseException]) -> Optional[UserFault]:
     """Return the `UserFault` in an exception's chain of causes, or None."""
-    return next((link for link in walk_causes(error) if isinstance(link, UserFault)), None)
+    return next((cause for cause in walk_causes(error) if isinstance(cause, UserFault)), None)
 
 
 def summarize(error: BaseException) -> str:
@@ -96,12 +96,13 @@ def summarize(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def guard_writing(place: Any, what: str = "", kind: Type[Exception] = RunFault) -> Iterator[None]:
-    """Raise `kind` if the system refuses to write `place`, a file or stream, which the line may call `what`."""
+def guard_writing(file: object, contents: str = "", kind: Type[Exception] = RunFault) -> Iterator[None]:
+    """Raise `kind` if the system refuses to write a file or stream. `contents`: such as "the trace", to be named in the fault."""
     try:
         yield
     except OSError as error:
-        raise kind(f"{place}: {what and what + ' '}cannot be written: {error.strerror or error}") from error
+        subject = f"{contents} cannot" if contents else "cannot"
+        raise kind(f"{file}: {subject} be written: {error.strerror or error}") from error
 
 
 class Parser(argparse.ArgumentParser):
@@ -115,8 +116,8 @@ class Parser(argparse.ArgumentParser):
         return name_commands(super().format_help())
 
     def error(self, message: str) -> NoReturn:
-        place = message[len("argument ") :] if message.startswith("argument ") else message
-        raise BadInput(f"{place} ({self.prog} --help lists what is allowed)")
+        fault = message[len("argument ") :] if message.startswith("argument ") else message
+        raise BadInput(f"{fault} ({self.prog} --help lists what is allowed)")
 
 
 def run_command(main: Callable[[], None]) -> NoReturn:
@@ -130,19 +131,19 @@ def run_command(main: Callable[[], None]) -> NoReturn:
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         try:
-            interrupts.raise_first()
+            interrupts.raise_at_first()
             _open_closed_streams()
             main()
             with guard_writing("standard output"):
                 sys.stdout.flush()
         except BaseException as error:
-            ended_by_ctrl_c = interrupts.has_come()
+            ended_by_ctrl_c = interrupts.was_interrupted()
             # the interrupt may have become another exception on its way here
             if ended_by_ctrl_c:
                 raise KeyboardInterrupt from error
             raise
         finally:
-            interrupts.leave()
+            interrupts.stop_raising()
         code = 0
     except BadInput as error:
         reported = read_launch().rank != 0 if error.is_reported is None else error.is_reported
@@ -157,15 +158,15 @@ def run_command(main: Callable[[], None]) -> NoReturn:
             # the reader of our output (head, less) has exited, which is not an error
             code = 0
         elif user_fault is not None:
-            saved = f"the traceback is in {user_fault.traceback_file}"
-            more = saved if user_fault.traceback_file else "tools/train.py --traceback shows all of it"
-            faults = [] if user_fault.is_reported else [f"{user_fault}; {more}"]
+            file = user_fault.traceback_file
+            remedy = f"the traceback is in {file}" if file else "tools/train.py --traceback shows all of it"
+            faults = [] if user_fault.is_reported else [f"{user_fault}; {remedy}"]
         elif isinstance(error, RunFault):
             faults = [] if error.is_reported else [str(error)]
         elif isinstance(error, OSError):
             # without a file name it concerns a stream, because code that writes files names them
-            place = "standard output" if error.filename is None else error.filename
-            faults = [f"{place}: {error.strerror or error}"]
+            file = "standard output" if error.filename is None else error.filename
+            faults = [f"{file}: {error.strerror or error}"]
         else:
             # a bug in ipu_pipe
             raise

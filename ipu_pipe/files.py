@@ -19,14 +19,14 @@ from ipu_pipe.errors import guard_writing
 
 
 @contextlib.contextmanager
-def atomic_file(file: Path, what: str = "") -> Iterator[Path]:
+def atomic_file(file: Path, contents: str = "") -> Iterator[Path]:
     """Yield a temporary path; if the block succeeds, the contents written there become `file`.
 
     A regular file is replaced in one step, so that a reader sees the old one or the new one. A symbolic link is followed. A
-    device or a pipe cannot be replaced: it receives the bytes. Raise `RunFault`, naming the file `what`, on any error, including
-    a pipe without a reader.
+    device or a pipe cannot be replaced: it receives the bytes. Raise `RunFault`, which may name the `contents`, on any error,
+    including a pipe without a reader.
     """
-    with guard_writing(file, what):
+    with guard_writing(file, contents):
         target = Path(os.path.realpath(file))
         # realpath gives up on a link that leads to itself
         if target.is_symlink():
@@ -77,12 +77,12 @@ def replace_nonfinite(value: Any) -> Any:
 
 # ---- hashes
 
-# the most bytes that are hashed at a start, which takes some seconds
-MOST_BYTES = 1 << 30
+# the most bytes that are hashed at a start of a run, which takes some seconds
+MOST_HASHED_BYTES = 1 << 30
 
 
 def hash_file(path: Path, algorithm: str) -> str:
-    """Return the hexadecimal hash of a file; `algorithm` is sha256, or md5 where official sums are given so."""
+    """Return the hexadecimal hash of a file; `algorithm`: sha256, or md5 if the set's publisher gives that."""
     digest = hashlib.new(algorithm)
     with open(path, "rb") as file:
         for block in iter(lambda: file.read(1 << 20), b""):
@@ -90,26 +90,25 @@ def hash_file(path: Path, algorithm: str) -> str:
     return digest.hexdigest()
 
 
-def hash_files(files: Mapping[str, Path], known: Mapping[str, Any]) -> Dict[str, Dict[str, Any]]:
+def hash_files(files: Mapping[str, Path], earlier: Mapping[str, Any]) -> Dict[str, Dict[str, Any]]:
     """Return `bytes`, `modified_ns` and `sha256` of each file by its name.
 
-    The hash is taken from `known`, an earlier result, if size and time are the same. It is None beyond the first `MOST_BYTES`,
-    and for anything but a regular file: a pipe may never end. Raise `OSError`.
+    The hash is taken from `earlier`, an earlier result, if size and time are the same. It is None beyond the first
+    `MOST_HASHED_BYTES`, and for anything but a regular file: a pipe may never end. Raise `OSError`.
     """
     states = {name: path.stat() for name, path in files.items()}
     records = {name: {"bytes": state.st_size, "modified_ns": state.st_mtime_ns} for name, state in states.items()}
-    left, chosen = MOST_BYTES, []
+    bytes_left, names = MOST_HASHED_BYTES, []
     for name, state in states.items():
-        left -= state.st_size
-        if left >= 0 and stat.S_ISREG(state.st_mode):
-            chosen.append(name)
+        bytes_left -= state.st_size
+        if bytes_left >= 0 and stat.S_ISREG(state.st_mode):
+            names.append(name)
 
-    def hashed(name: str) -> Optional[str]:
-        before = known.get(name)
-        if isinstance(before, dict) and {**before, "sha256": None} == {**records[name], "sha256": None}:
-            return before.get("sha256") or hash_file(files[name], "sha256")
-        return hash_file(files[name], "sha256")
+    def hash_or_reuse(name: str) -> Optional[str]:
+        record = earlier.get(name)
+        is_unchanged = isinstance(record, dict) and {**record, "sha256": None} == {**records[name], "sha256": None}
+        return (is_unchanged and record.get("sha256")) or hash_file(files[name], "sha256")
 
     with ThreadPoolExecutor() as pool:
-        sums = dict(zip(chosen, pool.map(hashed, chosen)))
-    return {name: {**state, "sha256": sums.get(name)} for name, state in records.items()}
+        hashes = dict(zip(names, pool.map(hash_or_reuse, names)))
+    return {name: {**record, "sha256": hashes.get(name)} for name, record in records.items()}

@@ -26,7 +26,7 @@ def end_at_once() -> None:
         signal.signal(signal.SIGINT, _end)
 
 
-def raise_first() -> None:
+def raise_at_first() -> None:
     """Raise KeyboardInterrupt at the first Ctrl-C from now on, and end the process at the next.
 
     Do nothing if `end_at_once` was not called before: the handler of a library or a test is not replaced.
@@ -36,13 +36,13 @@ def raise_first() -> None:
         sys.unraisablehook = _handle_unraisable
 
 
-def has_come() -> bool:
-    """Return whether Ctrl-C has come since `raise_first`. Ask before `leave`: afterwards the answer is always True."""
+def was_interrupted() -> bool:
+    """Return whether Ctrl-C was pressed since `raise_at_first`. Ask before `stop_raising`: afterwards it is always True."""
     return sys.unraisablehook is _handle_unraisable and signal.getsignal(signal.SIGINT) is _end
 
 
-def leave() -> None:
-    """End what `raise_first` began: from now on Ctrl-C ends the process."""
+def stop_raising() -> None:
+    """Undo `raise_at_first`: from now on Ctrl-C ends the process again."""
     if signal.getsignal(signal.SIGINT) is _raise:
         signal.signal(signal.SIGINT, _end)
 

@@ -10,13 +10,11 @@ import time
 from dataclasses import dataclass
 from typing import List, Mapping, Optional, Tuple
 
-# the most ranks
-GREATEST = 10**6
-# exit code of a fault
+MOST_RANKS = 10**6
+# exit code of a process whose launcher is gone
 ORPHANED = 1
-# the name of the watchdog thread
-WATCHDOG = "ipu_pipe orphans"
-LOOK_SECONDS = 0.5
+WATCHDOG_THREAD = "ipu_pipe orphans"
+WATCHDOG_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
@@ -26,7 +24,7 @@ class Launch:
     local_rank: the rank on its machine; None where the launcher does not say it.
     address, port: where rank 0 (or the launcher, `has_agent`) keeps the store for the rendezvous.
     attempt: how often the launcher has restarted its processes.
-    job: what tells this launcher from others; "" where it does not say it.
+    job: an id of the launcher's run; "" where it does not say one.
     is_one_of_several: a launcher started this process, even if it is the only one.
     faults: a line for each variable that makes no sense; it counts as not set.
     """
@@ -45,7 +43,7 @@ class Launch:
 
 
 def read_launch(environment: Optional[Mapping[str, str]] = None) -> Launch:
-    """Return what the environment (default: this process's) says. An empty variable counts as not set."""
+    """Read the launcher's variables from the environment (default: this process's). An empty one counts as not set."""
     source = os.environ if environment is None else environment
     variables = {key: value for key, value in source.items() if value.strip()}
     faults: List[str] = []
@@ -58,14 +56,14 @@ def read_launch(environment: Optional[Mapping[str, str]] = None) -> Launch:
         return default
 
     processes = "a whole number of processes, at least 1"
-    world = read_integer("WORLD_SIZE", 1, 1, GREATEST, processes)
+    world = read_integer("WORLD_SIZE", 1, 1, MOST_RANKS, processes)
     if faults:
-        rank = read_integer("RANK", 0, 0, GREATEST, "a whole number from 0")
+        rank = read_integer("RANK", 0, 0, MOST_RANKS, "a whole number from 0")
     else:
-        last = world - 1 if "WORLD_SIZE" in variables else GREATEST
+        last = world - 1 if "WORLD_SIZE" in variables else MOST_RANKS
         rank = read_integer("RANK", 0, 0, last, f"a whole number from 0 to {last}, below WORLD_SIZE")
-    for key, other, matters in (("RANK", "WORLD_SIZE", rank > 0), ("WORLD_SIZE", "RANK", world > 1)):
-        if matters and other not in variables:
+    for key, other, is_one_of_several in (("RANK", "WORLD_SIZE", rank > 0), ("WORLD_SIZE", "RANK", world > 1)):
+        if is_one_of_several and other not in variables:
             faults.append(f"{key}: {variables[key]}: set without {other}: a launcher sets both: unset it, or set both")
     job = variables.get("TORCHELASTIC_RUN_ID", "").strip()
     # torchrun's default without --rdzv-id
@@ -75,12 +73,12 @@ def read_launch(environment: Optional[Mapping[str, str]] = None) -> Launch:
     return Launch(
         rank,
         world,
-        local_world=read_integer("LOCAL_WORLD_SIZE", 1, 1, GREATEST, processes),
-        local_rank=read_integer("LOCAL_RANK", 0, 0, GREATEST, "a whole number from 0") if has_local else None,
+        local_world=read_integer("LOCAL_WORLD_SIZE", 1, 1, MOST_RANKS, processes),
+        local_rank=read_integer("LOCAL_RANK", 0, 0, MOST_RANKS, "a whole number from 0") if has_local else None,
         address=variables.get("MASTER_ADDR"),
         port=read_integer("MASTER_PORT", 0, 1, 65535, "a port from 1 to 65535") or None if has_port else None,
         has_agent=variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        attempt=read_integer("TORCHELASTIC_RESTART_COUNT", 0, 0, GREATEST, "a whole number"),
+        attempt=read_integer("TORCHELASTIC_RESTART_COUNT", 0, 0, MOST_RANKS, "a whole number"),
         job=job,
         is_one_of_several="RANK" in variables and "WORLD_SIZE" in variables,
         faults=tuple(faults),
@@ -104,8 +102,8 @@ def end_with(parent: int, line: str = "") -> None:
     Nothing else would end it, and it would go on writing. Linux's signal at a parent's death comes at the death of the thread
     that started the child, too early; so a thread looks at the parent, since the process may be busy. Safe to call twice.
     """
-    if all(thread.name != WATCHDOG for thread in threading.enumerate()):
-        threading.Thread(target=_watch, args=(parent, line), name=WATCHDOG, daemon=True).start()
+    if all(thread.name != WATCHDOG_THREAD for thread in threading.enumerate()):
+        threading.Thread(target=_watch, args=(parent, line), name=WATCHDOG_THREAD, daemon=True).start()
 
 
 def end_with_launcher() -> None:
@@ -116,7 +114,7 @@ def end_with_launcher() -> None:
 def _watch(parent: int, line: str) -> None:
     # an orphan gets another parent
     while os.getppid() == parent:
-        time.sleep(LOOK_SECONDS)
+        time.sleep(WATCHDOG_SECONDS)
     try:
         if line:
             print(line, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Find the configs and models that come with the library, and the names of its commands as the user calls them.
+"""Find the example configs that are shipped with the library, and name its commands as the user calls them.
 
 In a clone the models and configs are beside the package, as `models` and `configs`; a wheel contains them as
 `ipu_pipe.models` and `ipu_pipe/configs`, so it installs no package `models` or `configs`, names
@@ -19,8 +19,8 @@ TOOL = re.compile(r"\b(?:python )?tools/(\w+)\.py")
 
 def find_configs() -> Path:
     """Return the folder of the example configs and of the hardware descriptions."""
-    inside = PACKAGE / "configs"
-    return inside if inside.is_dir() else PACKAGE.parent / "configs"
+    in_wheel = PACKAGE / "configs"
+    return in_wheel if in_wheel.is_dir() else PACKAGE.parent / "configs"
 
 
 def find_config(name: str) -> Path:
@@ -28,14 +28,14 @@ def find_config(name: str) -> Path:
     path = Path(name)
     if path.exists() or path.is_absolute():
         return path
-    inside = Path(*path.parts[1:]) if path.parts[:1] == ("configs",) else path
-    candidate = find_configs() / inside
-    candidate = candidate if inside.suffix else candidate.with_suffix(".yaml")
-    return candidate if candidate.is_file() else path
+    relative = Path(*path.parts[1:]) if path.parts[:1] == ("configs",) else path
+    example = find_configs() / relative
+    example = example if relative.suffix else example.with_suffix(".yaml")
+    return example if example.is_file() else path
 
 
 def get_program() -> Optional[str]:
-    """Return what the user called to run a command; None for a script of a clone."""
+    """Return the program that the user called, "ipu-pipe" or "python -m ipu_pipe"; None for a script of a clone (tools/*.py)."""
     called = Path(sys.argv[0])
     if called.stem == COMMAND:
         return COMMAND
@@ -43,7 +43,7 @@ def get_program() -> Optional[str]:
 
 
 def name_commands(text: str, program: Optional[str] = None) -> str:
-    """Return text that names commands as in a clone (python tools/fetch_data.py) with the names that the user calls."""
+    """Replace a clone's names of commands (python tools/fetch_data.py) by those that the user calls (ipu-pipe fetch-data)."""
     program = program or get_program()
     if program is None:
         return text

@@ -21,7 +21,7 @@ def show(value: Any) -> str:
 
 
 def describe_kind(value: Any) -> str:
-    """Return a number or None as it is; of any other value say what it is."""
+    """Return a number or None as text, and of any other value its type: a Tensor, the class Linear."""
     if value is None or isinstance(value, (bool, int, float)):
         return show(value)
     if isinstance(value, type):
@@ -69,10 +69,13 @@ def find_alias(name: Any, known: Iterable[str]) -> str:
     return alias if alias in known else ""
 
 
-def find_nearest(name: Any, known: Iterable[Any], most: int = 1, alike: float = 0.6) -> str:
-    """Return the known names that may have been meant, the likeliest first, separated by commas; "" if none is `alike` enough."""
-    names = [str(one) for one in known]
-    return find_alias(name, names) or ", ".join(difflib.get_close_matches(show(name), names, most, alike))
+def find_nearest(name: Any, known: Iterable[Any], count: int = 1, cutoff: float = 0.6) -> str:
+    """Return at most `count` known names that may have been meant, the likeliest first, separated by commas.
+
+    A name counts from the similarity `cutoff` on, as in difflib; "" if there is none. An alias (`find_alias`) counts alone.
+    """
+    names = list(map(str, known))
+    return find_alias(name, names) or ", ".join(difflib.get_close_matches(show(name), names, count, cutoff))
 
 
 def list_some(names: Sequence[Any], most: int = 4) -> str:

@@ -15,7 +15,7 @@ from ipu_pipe import interrupts  # noqa: E402
 if __name__ == "__main__":
     interrupts.end_at_once()  # before the imports that take time
 
-from ipu_pipe.cli.arguments import count, folder, positive, say, whole  # noqa: E402
+from ipu_pipe.cli.arguments import int_in, parse_count, parse_folder, parse_positive, print_progress  # noqa: E402
 from ipu_pipe.errors import BadInput, Parser, guard_writing, run_command  # noqa: E402
 from ipu_pipe.files import write_json, write_text  # noqa: E402
 
@@ -58,21 +58,21 @@ def make_parser() -> Parser:
         perceptron, transformer = (str(row[name]).strip("[]").replace(",", "") for row in DEFAULTS.values())
         return f"({perceptron}; of the transformer {transformer})"
 
-    p.add_argument("--batches", nargs="+", type=count, metavar="B", help=list_defaults("batches"))
-    p.add_argument("--rates", nargs="+", type=positive, metavar="LR", help=f"of Adam {list_defaults('rates')}")
-    p.add_argument("--examples", type=count, help=f"examples that each run sees {list_defaults('examples')}")
-    p.add_argument("--width", type=whole(1, 10**5), help=f"units of a layer or block {list_defaults('width')}")
-    p.add_argument("--size", type=whole(1, 1024), help="side of the perceptron's images (16)")
-    p.add_argument("--subset", type=count, help="the perceptron's training images (10000)")
-    p.add_argument("--cutoffs", nargs="+", type=positive, metavar="LOSS", help=f"training losses {list_defaults('cutoffs')}")
+    p.add_argument("--batches", nargs="+", type=parse_count, metavar="B", help=list_defaults("batches"))
+    p.add_argument("--rates", nargs="+", type=parse_positive, metavar="LR", help=f"of Adam {list_defaults('rates')}")
+    p.add_argument("--examples", type=parse_count, help=f"examples that each run sees {list_defaults('examples')}")
+    p.add_argument("--width", type=int_in(1, 10**5), help=f"units of a layer or block {list_defaults('width')}")
+    p.add_argument("--size", type=int_in(1, 1024), help="side of the perceptron's images (16)")
+    p.add_argument("--subset", type=parse_count, help="the perceptron's training images (10000)")
+    p.add_argument("--cutoffs", nargs="+", type=parse_positive, metavar="LOSS", help=f"training losses {list_defaults('cutoffs')}")
     p.add_argument(
-        "--jobs", type=whole(1, 1024), default=os.cpu_count() or 1, help="runs at a time (cores, %(default)s)"
+        "--jobs", type=int_in(1, 1024), default=os.cpu_count() or 1, help="runs at a time (cores, %(default)s)"
     )
     p.add_argument(
-        "--runs", type=folder, metavar="DIR", help="where runs are kept (runs/pareto-MODEL-WIDTH)"
+        "--runs", type=parse_folder, metavar="DIR", help="where runs are kept (runs/pareto-MODEL-WIDTH)"
     )
     p.add_argument(
-        "--out", type=folder, metavar="DIR", help="where the table, JSON and plot go (default: with the runs)"
+        "--out", type=parse_folder, metavar="DIR", help="where the table, JSON and plot go (default: with the runs)"
     )
     p.add_argument("--json", action="store_true", help="print the results as JSON")
     return p
@@ -98,9 +98,9 @@ def main() -> None:
     from ipu_pipe.studies.training_grids import run_grid
 
     grid = _make_grid(args)
-    say(f"{len(grid.rows)} runs of {args.examples} examples, {args.jobs} at a time, into {args.runs}")
+    print_progress(f"{len(grid.rows)} runs of {args.examples} examples, {args.jobs} at a time, into {args.runs}")
     try:
-        run_grid(grid, args.runs, Request(args.runs, seeds=[0], jobs=args.jobs, say=say))
+        run_grid(grid, args.runs, Request(args.runs, seeds=[0], jobs=args.jobs, say=print_progress))
     except BadInput as error:
         raise BadInput(
             [fault.replace("--resume:", f"--runs: {args.runs}: holds other runs:") for fault in error.faults]
@@ -113,7 +113,7 @@ def main() -> None:
         write_text(out / "table.md", _format_table(results, args))
         _draw(results, args, out / "pareto.png")
     print(json.dumps(results, indent=1) if args.json else _format_table(results, args))
-    say(f"where to look: {out / 'pareto.png'}, {out / 'pareto.json'}, {out / 'table.md'}")
+    print_progress(f"where to look: {out / 'pareto.png'}, {out / 'pareto.json'}, {out / 'table.md'}")
 
 
 def _name_run(kind: str, batch: int, rate: float) -> str:

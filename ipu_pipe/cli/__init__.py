@@ -35,17 +35,17 @@ def run(command: Optional[str] = None) -> NoReturn:
     interrupts.end_at_once()
     from ipu_pipe.errors import Parser, run_command
 
-    def run_named() -> None:
-        shown = {name.replace("_", "-"): says for name, says in COMMANDS.items()}
+    def run_first_argument() -> None:
+        summaries = {name.replace("_", "-"): summary for name, summary in COMMANDS.items()}
         parser = Parser(
             prog=get_program() or COMMAND,
             description="Train, plan and analyze pipelined models.",
-            epilog="\n".join(["commands, each with --help:", *(f"  {name:18}{says}" for name, says in shown.items())]),
+            epilog="\n".join(["commands, each with --help:", *(f"  {name:18}{summary}" for name, summary in summaries.items())]),
         )
         parser.add_argument("--version", action="version", version=f"ipu_pipe {__version__}")
-        parser.add_argument("command", metavar="COMMAND", type=lambda name: name.replace("_", "-"), choices=shown)
+        parser.add_argument("command", metavar="COMMAND", type=lambda name: name.replace("_", "-"), choices=summaries)
         chosen = parser.parse_args(sys.argv[1:2]).command
         del sys.argv[1]
         importlib.import_module(f"{__name__}.{chosen.replace('-', '_')}").main()
 
-    run_command(run_named if command is None else importlib.import_module(f"{__name__}.{command}").main)
+    run_command(run_first_argument if command is None else importlib.import_module(f"{__name__}.{command}").main)

@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ipu_pipe.cli.arguments import COMMON, JSON, command, get_say, get_tell, option
+from ipu_pipe.cli.arguments import COMMON, JSON, command, option
 from ipu_pipe.errors import BadInput, raise_faults
 
 EPILOG = """
@@ -46,7 +46,6 @@ def main(args: argparse.Namespace) -> None:
     from ipu_pipe.report.analysis.analyze import analyze_run, read_and_analyze
     from ipu_pipe.report.analysis.text import compute_differences, format_analysis, format_comparison
 
-    tell = get_tell(args.quiet)
     # matplotlib may be missing: report that before the analysis
     if args.png is not None:
         from ipu_pipe.report.plots import check_plots
@@ -54,19 +53,19 @@ def main(args: argparse.Namespace) -> None:
         check_plots()
     trace, analysis = read_and_analyze(args.run)
     other = None if args.against is None else analyze_run(args.against)
-    for file, writer in ((args.png, "analysis.picture:draw_timeline"), (args.html, "page:write_page")):
+    for file, module, writer in ((args.png, "analysis.picture", "draw_timeline"), (args.html, "page", "write_page")):
         if file is not None:
             file.parent.mkdir(parents=True, exist_ok=True)
-            module, _, name = writer.partition(":")
-            getattr(importlib.import_module(f"ipu_pipe.report.{module}"), name)(file, trace, analysis)
-            get_say(args.quiet)(f"written: {file}")
+            getattr(importlib.import_module(f"ipu_pipe.report.{module}"), writer)(file, trace, analysis)
+            args.print_progress(f"written: {file}")
     if args.json:
-        against = {} if other is None else {"other": other, "differences": compute_differences(analysis, other)}
-        print(json.dumps({**analysis, **({"against": against} if against else {})}, indent=1))
+        if other is not None:
+            analysis["against"] = {"other": other, "differences": compute_differences(analysis, other)}
+        print(json.dumps(analysis, indent=1))
         return
-    tell(format_analysis(analysis))
+    args.print_result(format_analysis(analysis))
     if other is not None:
-        tell("\n" + format_comparison(analysis, other))
+        args.print_result("\n" + format_comparison(analysis, other))
 
 
 def _read_profile(file: Path) -> Any:

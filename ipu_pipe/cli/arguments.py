@@ -1,4 +1,4 @@
-"""Arguments and output that several commands share."""
+"""Declare a command with its arguments (`@command`, `option`), parse arguments, and print progress and results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ipu_pipe.text import escape_lines, show
 
 Option = Tuple[Tuple[str, ...], str, Dict[str, Any]]
 Epilog = Union[str, Callable[[], str]]
-Work = Callable[[argparse.Namespace], None]
+Function = Callable[[argparse.Namespace], None]
 
 
 def option(*names: str, group: str = "", **keys: Any) -> Option:
@@ -33,15 +33,19 @@ COMMON = (QUIET, option("--traceback", action="store_true", help="print a fault'
 
 
 class Command:
-    """A command: `work` on its parsed arguments. `epilog`: text, or a function that returns it when it is shown."""
+    """A command: a function of its parsed arguments.
 
-    def __init__(self, description: Optional[str], epilog: Epilog, options: Sequence[Option], work: Work) -> None:
-        self._description, self._epilog, self._options, self._work = description, epilog, options, work
+    `epilog`: text, or a function that returns it when it is shown. The function prints by `args.print_progress`, which --quiet
+    mutes, and by `args.print_result`, which --quiet and --json mute.
+    """
+
+    def __init__(self, description: Optional[str], epilog: Epilog, options: Sequence[Option], function: Function) -> None:
+        self._description, self._epilog, self._options, self._function = description, epilog, options, function
 
     def make_parser(self) -> Parser:
         """Return the command's parser."""
         epilog = self._epilog if isinstance(self._epilog, str) else self._epilog()
-        name = self._work.__module__.rpartition(".")[2]
+        name = self._function.__module__.rpartition(".")[2]
         parser = Parser(prog=f"tools/{name}.py", description=self._description, epilog=epilog)
         groups: Dict[str, Any] = {"": parser}
         for names, group, keys in self._options:
@@ -53,10 +57,13 @@ class Command:
     def __call__(self, arguments: Optional[Sequence[str]] = None) -> None:
         """Run the command on a command line, sys.argv by default."""
         args = self.make_parser().parse_args(arguments)
+        is_quiet = getattr(args, "quiet", False)
+        args.print_progress = _print_nothing if is_quiet else print_progress
+        args.print_result = _print_nothing if is_quiet or getattr(args, "json", False) else print_result
         if "config" in args:
             args.config = _take_config(args)
         try:
-            self._work(args)
+            self._function(args)
         except Exception as error:
             fault = find_user_fault(error)
             if getattr(args, "traceback", False) and not getattr(fault or error, "is_reported", None):
@@ -64,7 +71,7 @@ class Command:
             raise
 
 
-def command(description: Optional[str], epilog: Epilog, *options: Option) -> Callable[[Work], Command]:
+def command(description: Optional[str], epilog: Epilog, *options: Option) -> Callable[[Function], Command]:
     """Return a decorator that makes a command of a function of parsed arguments."""
     return functools.partial(Command, description, epilog, options)
 
@@ -81,34 +88,34 @@ def _take_config(args: argparse.Namespace) -> str:
     return str(find_config(args.config))
 
 
-def folder(text: str) -> Path:
+def parse_folder(text: str) -> Path:
     """Convert an argument to a folder's path. Refuse an empty one: it would mean the current folder."""
     if not text.strip():
         raise argparse.ArgumentTypeError(f"{text!r}: must name a folder")
     return Path(text)
 
 
-def whole(low: int, high: int = MOST_COUNT) -> Callable[[str], int]:
+def int_in(low: int, high: int = MOST_COUNT) -> Callable[[str], int]:
     """Return a converter of an argument to an integer in [low, high], for argparse's `type`."""
 
-    def convert(text: str) -> int:
+    def parse_integer(text: str) -> int:
         digits = text.strip()
         if len(digits) < 30 and digits.lstrip("+-").isdecimal() and digits.isascii() and low <= int(digits) <= high:
             return int(digits)
         raise argparse.ArgumentTypeError(f"{show(text)}: must be a whole number from {low} to {high}")
 
-    return convert
+    return parse_integer
 
 
-count = whole(1)
+parse_count = int_in(1)
 
 
-def counts(text: str) -> Tuple[int, ...]:
+def parse_counts(text: str) -> Tuple[int, ...]:
     """Convert an argument to positive integers separated by commas."""
-    return tuple(count(part) for part in text.split(","))
+    return tuple(map(parse_count, text.split(",")))
 
 
-def positive(text: str) -> float:
+def parse_positive(text: str) -> float:
     """Convert an argument to a number in (0, 1e18)."""
     try:
         value = float(text)
@@ -119,7 +126,7 @@ def positive(text: str) -> float:
     return value
 
 
-def split_names(text: str) -> Tuple[str, ...]:
+def parse_names(text: str) -> Tuple[str, ...]:
     """Convert an argument to names separated by commas."""
     names = tuple(filter(None, text.split(",")))
     if not names:
@@ -127,21 +134,15 @@ def split_names(text: str) -> Tuple[str, ...]:
     return names
 
 
-def say(text: str) -> None:
+def print_progress(text: str) -> None:
     """Print a line of progress on standard error; standard output belongs to the result."""
     print(escape_lines(text), file=sys.stderr, flush=True)
 
 
-def tell(text: str) -> None:
+def print_result(text: str) -> None:
     """Print a result on standard output."""
     print(escape_lines(text))
 
 
-def get_say(quiet: bool) -> Callable[[str], None]:
-    """Return `say`, or a function that prints nothing if `quiet`."""
-    return (lambda text: None) if quiet else say
-
-
-def get_tell(quiet: bool) -> Callable[[str], None]:
-    """Return `tell`, or a function that prints nothing if `quiet`."""
-    return (lambda text: None) if quiet else tell
+def _print_nothing(text: str) -> None:
+    pass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from ipu_pipe.cli.arguments import COMMON, CONFIG, command, folder, get_say, get_tell, option, split_names, whole
+from ipu_pipe.cli.arguments import COMMON, CONFIG, command, int_in, option, parse_folder, parse_names
 from ipu_pipe.config.values import MOST_UPDATES
 from ipu_pipe.errors import raise_faults
 
@@ -23,11 +23,12 @@ examples:
 @command(
     __doc__, EPILOG,
     *CONFIG,
-    option("--methods", metavar="A,B,...", type=split_names, help="methods (default: the config's and local_chunked)"),
-    option("--steps", type=whole(0, MOST_UPDATES), metavar="K",
+    option("--methods", metavar="A,B,...", type=parse_names, help="methods (default: the config's and local_chunked)"),
+    option("--steps", type=int_in(0, MOST_UPDATES), metavar="K",
            help="updates of each run (default: the config's; 0: predict without running)"),
-    option("--rounds", type=whole(1, 1000), default=1, metavar="N", help="runs of each method, for median and range (default 1)"),
-    option("--out", type=folder, metavar="DIR", help="the folder to write into"),
+    option("--rounds", type=int_in(1, 1000), default=1, metavar="N",
+           help="runs of each method, for median and range (default 1)"),
+    option("--out", type=parse_folder, metavar="DIR", help="the folder to write into"),
     option("--overwrite", action="store_true", help="replace runs that DIR holds"),
     *COMMON,
 )  # fmt: skip
@@ -42,11 +43,10 @@ def main(args: argparse.Namespace) -> None:
     config = load_config(args.config, args.set)
     methods = args.methods or list(dict.fromkeys([config.method, "local_chunked"]))
     with report_once():
-        comparison = compare_methods(
-            config, methods, args.out, args.steps, args.overwrite, get_say(args.quiet or not is_main()), args.rounds
-        )
+        say = args.print_progress if is_main() else (lambda text: None)
+        comparison = compare_methods(config, methods, args.out, args.steps, args.overwrite, say, args.rounds)
         leave()
     if is_main():
-        files, tell = write_comparison(comparison, args.out), get_tell(args.quiet)
-        tell(make_comparison_table(comparison))
-        tell("where to look:\n  " + "\n  ".join(map(str, files)))
+        files = write_comparison(comparison, args.out)
+        args.print_result(make_comparison_table(comparison))
+        args.print_result("where to look:\n  " + "\n  ".join(map(str, files)))

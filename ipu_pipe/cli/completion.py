@@ -8,7 +8,7 @@ import importlib.util
 from pathlib import Path
 from typing import Dict, List
 
-from ipu_pipe.cli.arguments import command, folder, option
+from ipu_pipe.cli.arguments import command, option, parse_folder
 from ipu_pipe.errors import BadInput, Parser
 from ipu_pipe.schedule.methods import METHODS
 from ipu_pipe.shipped import COMMAND, find_configs
@@ -44,22 +44,22 @@ def make_script(shell: str) -> str:
     from ipu_pipe.cli import COMMANDS
     from ipu_pipe.data.fetch import PACKAGES
 
-    words: Dict[str, List[str]] = {"method": [*METHODS], "methods": [*METHODS], "name": [*PACKAGES]}
-    for argument, kind in (("hardware", "hardware"), ("experiment", "experiments")):
-        words[argument] = sorted(path.stem for path in (find_configs() / kind).glob("*.yaml"))
-    whole = Parser(prog=COMMAND)
-    whole.add_argument("--version", action="store_true", help="print the version")
-    subparsers = whole.add_subparsers()
+    choices: Dict[str, List[str]] = {"method": [*METHODS], "methods": [*METHODS], "name": [*PACKAGES]}
+    for argument, folder in (("hardware", "hardware"), ("experiment", "experiments")):
+        choices[argument] = sorted(path.stem for path in (find_configs() / folder).glob("*.yaml"))
+    root = Parser(prog=COMMAND)
+    root.add_argument("--version", action="store_true", help="print the version")
+    subparsers = root.add_subparsers()
     for name, summary in COMMANDS.items():
         parent = importlib.import_module(f"ipu_pipe.cli.{name}").main.make_parser()
         for action in parent._actions:
             # --against names a method in train, a run in analyze
-            if action.dest in words or (action.dest == "against" and name == "train"):
-                action.choices = words.get(action.dest, words["method"])
-            elif action.type is folder:
+            if action.dest in choices or (action.dest == "against" and name == "train"):
+                action.choices = choices.get(action.dest, choices["method"])
+            elif action.type is parse_folder:
                 action.complete = shtab.DIRECTORY
             elif action.type is Path or action.dest in ("config", "what", "against"):
                 action.complete = shtab.FILE
         subparsers.add_parser(name.replace("_", "-"), parents=[parent], add_help=False, help=summary)
-    script: str = shtab.complete(whole, shell)
+    script: str = shtab.complete(root, shell)
     return script

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Union
 
-from ipu_pipe.cli.arguments import COMMON, command, folder, get_tell, option, whole
+from ipu_pipe.cli.arguments import COMMON, command, int_in, option, parse_folder
 
 EPILOG = """\
 examples:
@@ -20,12 +20,12 @@ Names are those of the model before it was split.
 
 def parse_step(text: str) -> Union[int, str]:
     """Convert an argument to a step, or best."""
-    return text if text == "best" else whole(0)(text)
+    return text if text == "best" else int_in(0)(text)
 
 
 @command(
     __doc__, EPILOG,
-    option("run", type=folder, metavar="RUN", help="the folder of a run, or of a checkpoint"),
+    option("run", type=parse_folder, metavar="RUN", help="the folder of a run, or of a checkpoint"),
     option("--to", type=Path, required=True, metavar="PATH", help="a file that ends in .safetensors, or a new folder"),
     option("--step", type=parse_step, metavar="STEP", help="of which checkpoint, or best (default: the newest)"),
     *COMMON,
@@ -35,4 +35,4 @@ def main(args: argparse.Namespace) -> None:
     from ipu_pipe.run.export import export
 
     path = export(args.run, args.to, args.step)
-    get_tell(args.quiet)(f"{args.to}: the weights of {path}")
+    args.print_result(f"{args.to}: the weights of {path}")

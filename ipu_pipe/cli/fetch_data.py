@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from ipu_pipe.cli.arguments import QUIET, command, get_tell, option
+from ipu_pipe.cli.arguments import QUIET, command, option
 
 
 def list_sets() -> str:
@@ -26,4 +26,4 @@ def main(args: argparse.Namespace) -> None:
     """Run the command."""
     from ipu_pipe.data.fetch import fetch
 
-    fetch(args.name, args.root, get_tell(args.quiet))
+    fetch(args.name, args.root, args.print_result)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from ipu_pipe.cli.arguments import QUIET, command, get_tell, option, whole
+from ipu_pipe.cli.arguments import QUIET, command, int_in, option
 from ipu_pipe.config.values import MOST_THREADS
 from ipu_pipe.errors import BadInput, guard_writing, raise_faults
 from ipu_pipe.files import write_text
@@ -15,7 +15,8 @@ from ipu_pipe.files import write_text
 @command(
     __doc__, "",
     option("--out", type=Path, metavar="FILE", help="YAML file to write (default: this machine's, in the user's cache)"),
-    option("--threads", type=whole(1, MOST_THREADS), default=1, metavar="N", help="threads of each device's process (default 1)"),
+    option("--threads", type=int_in(1, MOST_THREADS), default=1, metavar="N",
+           help="threads of each device's process (default 1)"),
     option("--device", choices=("cpu", "cuda"), default="cpu",
            help="device: cpu (each device is a process) or cuda (not tested on a GPU)"),
     option("--seconds", type=float, default=0.3, metavar="S", help="least time for each measurement (default 0.3)"),
@@ -44,4 +45,4 @@ def main(args: argparse.Namespace) -> None:
     with guard_writing(out):
         out.parent.mkdir(parents=True, exist_ok=True)
     write_text(out, text)
-    get_tell(args.quiet)("\n".join([*read_hardware(str(out)).format_figures(), f"written: {out}"]))
+    args.print_result("\n".join([*read_hardware(str(out)).format_figures(), f"written: {out}"]))

@@ -8,7 +8,7 @@ import re
 from dataclasses import asdict
 from pathlib import Path
 
-from ipu_pipe.cli.arguments import COMMON, CONFIG, JSON, command, get_say, get_tell, option, split_names, whole
+from ipu_pipe.cli.arguments import COMMON, CONFIG, JSON, command, int_in, option, parse_names
 from ipu_pipe.config.values import MOST_STAGES
 from ipu_pipe.errors import BadInput
 from ipu_pipe.plan.candidates import IN_LOCKSTEP, LOCAL, USUAL
@@ -42,19 +42,19 @@ def _parse_size(text: str) -> float:
     __doc__, EPILOG,
     *CONFIG,
     option("--hardware", metavar="NAME|FILE", help="a name in configs/hardware/, or a YAML file (default: the config's)"),
-    option("--devices", type=whole(1, MOST_STAGES), metavar="N", help="number of devices (default: all that the hardware has)"),
+    option("--devices", type=int_in(1, MOST_STAGES), metavar="N", help="number of devices (default: all that the hardware has)"),
     option("--memory", type=_parse_size, metavar="SIZE", help="memory of a device, such as 16GB (default: the hardware's)"),
-    option("--methods", metavar="A,B,...", type=split_names,
+    option("--methods", metavar="A,B,...", type=parse_names,
            help=f"methods to rank: pipelines, {' or '.join(LOCAL)} (default: the config's, {', '.join(USUAL)}; on hardware in "
            f"lock-step, such as IPUs, {', '.join(IN_LOCKSTEP)} and the config's if it is local)"),
-    option("--batch", type=whole(1, MOST_BATCH), metavar="SAMPLES", help="largest global batch (default: the config's)"),
+    option("--batch", type=int_in(1, MOST_BATCH), metavar="SAMPLES", help="largest global batch (default: the config's)"),
     option("--precision", metavar="P", help="precision (default: the config's); also float16: on GPUs, with float32 masters"),
     option("--measure", action="store_true", default=None,
            help="time the model's parts on this machine instead of counting FLOPs (default if the hardware is this machine)"),
     option("--count", dest="measure", action="store_false", default=None, help="count FLOPs even on this machine's hardware"),
-    option("--tensor-parallel", type=whole(2, MOST_STAGES), metavar="T",
+    option("--tensor-parallel", type=int_in(2, MOST_STAGES), metavar="T",
            help="also predict Megatron's tensor parallelism over T devices, to compare with: nothing here runs it"),
-    option("--top", type=whole(1), default=10, metavar="K", help="configurations to print (default 10)"),
+    option("--top", type=int_in(1), default=10, metavar="K", help="configurations to print (default 10)"),
     JSON,
     option("--write", type=Path, metavar="FILE", help="write the best configuration as a config for tools/train.py"),
     option("--overwrite", action="store_true", help="replace FILE if it exists"),
@@ -75,7 +75,7 @@ def main(args: argparse.Namespace) -> None:
     config = load_config(args.config, args.set)
     problem, methods, batch, how = make_problem_of(
         config, args.hardware, devices=args.devices, memory=args.memory, methods=args.methods, batch=args.batch,
-        precision=args.precision, measure=args.measure, say=get_say(args.quiet),
+        precision=args.precision, measure=args.measure, say=args.print_progress,
     )  # fmt: skip
     ways, devices = args.tensor_parallel, problem.hardware.devices
     if ways is not None and (devices % ways or batch < devices // ways):
@@ -89,7 +89,7 @@ def main(args: argparse.Namespace) -> None:
         print(json.dumps({**answer.convert_to_json(plan), **compared}, indent=1))
     else:
         compared_lines = "" if ways is None else f"\n\n{describe_tensor_parallel(tensor)}"
-        get_tell(args.quiet)(f"{answer.format_answer(plan)}{compared_lines}\n\nthe model: {how}")
+        args.print_result(f"{answer.format_answer(plan)}{compared_lines}\n\nthe model: {how}")
     if not plan.plans:
         why = plan.smallest_change or "the batch is too small"
         raise BadInput(f"no configuration fits {problem.hardware.name}: {why}")
@@ -105,7 +105,7 @@ def main(args: argparse.Namespace) -> None:
             raise BadInput(
                 f"--write: only methods that read old weights fit, as {config.method} does not: take --methods"
             )
-        get_say(args.quiet)(
+        args.print_progress(
             f"written is the best that flushes, as {config.method} does: {best.candidate.method} reads old weights"
             f" (--methods {best.candidate.method} writes it)"
         )
@@ -119,4 +119,4 @@ def main(args: argparse.Namespace) -> None:
             commands = [processes]
         else:
             commands.insert(0, f"{processes} --set backend.name=distributed")
-    get_say(args.quiet)(f"written: {args.write}: {', or '.join(commands)}")
+    args.print_progress(f"written: {args.write}: {', or '.join(commands)}")

@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 
-from ipu_pipe.cli.arguments import JSON, QUIET, RUNS, command, folder, get_say, get_tell, option, positive, whole
+from ipu_pipe.cli.arguments import JSON, QUIET, RUNS, command, int_in, option, parse_folder, parse_positive
 from ipu_pipe.errors import BadInput
 
 EPILOG = """\
@@ -28,12 +28,12 @@ Exit codes: 0 done (also where results differ from the paper: the table says so)
     "Run the papers' experiments.", EPILOG,
     option("experiment", metavar="EXPERIMENT", nargs="*", help="names, files, or all; none lists them"),
     JSON,
-    option("--out", type=folder, metavar="DIR", help="write tables and plots to DIR/EXPERIMENT (default: with the runs)"),
-    option("--runs", type=folder, default=RUNS, metavar="DIR", help="folder of runs (default %(default)s)"),
-    option("--seeds", type=whole(0, 2**63 - 1), nargs="+", metavar="S", help="instead of the experiment's own"),
+    option("--out", type=parse_folder, metavar="DIR", help="write tables and plots to DIR/EXPERIMENT (default: with the runs)"),
+    option("--runs", type=parse_folder, default=RUNS, metavar="DIR", help="folder of runs (default %(default)s)"),
+    option("--seeds", type=int_in(0, 2**63 - 1), nargs="+", metavar="S", help="instead of the experiment's own"),
     option("--rows", nargs="+", metavar="LABEL", help="only these rows"),
-    option("--jobs", type=whole(1, 1024), default=os.cpu_count() or 1, metavar="N", help="runs at a time (default: the cores)"),
-    option("--at-most", type=positive, metavar="HOURS", help="of all, only experiments that take one core so long, about"),
+    option("--jobs", type=int_in(1, 1024), default=os.cpu_count() or 1, metavar="N", help="runs at a time (default: the cores)"),
+    option("--at-most", type=parse_positive, metavar="HOURS", help="of all, only experiments that take one core so long, about"),
     option("--full", action="store_true", help="at the paper's size"),
     QUIET,
 )  # fmt: skip
@@ -45,15 +45,14 @@ def main(args: argparse.Namespace) -> None:
     from ipu_pipe.studies.catalogue import find_experiments
     from ipu_pipe.studies.experiment import Request
 
-    tell = get_tell(args.quiet or args.json)
     if not args.experiment:
-        listed = find_experiments([])
+        all_experiments = find_experiments([])
         if args.json:
-            print(json.dumps([e.describe() for e in listed], indent=1))
-        for e in listed:
-            tell(f"{e.name:30s} {e.title} ({e.source}); {e.size}")
+            print(json.dumps([e.describe() for e in all_experiments], indent=1))
+        for e in all_experiments:
+            args.print_result(f"{e.name:30s} {e.title} ({e.source}); {e.size}")
         return
-    request = Request(args.runs, args.seeds or (), args.rows or (), args.full, args.jobs, get_say(args.quiet))
+    request = Request(args.runs, args.seeds or (), args.rows or (), args.full, args.jobs, args.print_progress)
     runs_all = args.experiment == ["all"]
     if args.at_most is not None and not runs_all:
         raise BadInput(f"--at-most: {args.at_most:g}: chooses of all experiments; name all in place of {args.experiment[0]}")
@@ -64,6 +63,6 @@ def main(args: argparse.Namespace) -> None:
     if not runs_all:
         for experiment in experiments:
             experiment.check(request)
-    all_results = [experiment.publish(request, args.out, tell) for experiment in experiments]
+    all_results = [experiment.publish(request, args.out, args.print_result) for experiment in experiments]
     if args.json:
         print(json.dumps(all_results[0] if len(all_results) == 1 else all_results, indent=1))

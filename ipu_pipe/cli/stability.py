@@ -8,12 +8,13 @@ import os
 from pathlib import Path
 from typing import Any, Dict
 
-from ipu_pipe.cli.arguments import COMMON, JSON, RUNS, SET, command, folder, get_say, get_tell, option, positive, whole
+from ipu_pipe.cli.arguments import COMMON, JSON, RUNS, SET, command, int_in, option, parse_folder, parse_positive
 from ipu_pipe.errors import BadInput
 from ipu_pipe.shipped import find_config
 from ipu_pipe.text import find_nearest, show
 
 OUT = Path("runs/stability")
+# figure -> the experiment of tools/reproduce.py that draws it
 EXPERIMENTS = {"pipemare_17": "pipemare_recompute_resnet20", "pipemare_18": "pipemare_recompute_translation"}
 EPILOG = """
 examples:
@@ -34,11 +35,11 @@ train: they run experiments of tools/reproduce.py.
     option("what", metavar="CONFIG|FIGURE", nargs="*", help="a YAML file, or names of figures, or all"),
     SET,
     JSON,
-    option("--out", type=folder, metavar="DIR", help="folder for figures (default: runs/stability)"),
-    option("--samples", type=whole(1, 10**6), default=128, metavar="N", help="training samples for the curvature (%(default)s)"),
-    option("--iterations", type=whole(1, 10**6), default=100, metavar="N", help="limit of power iterations (%(default)s)"),
-    option("--seed", type=whole(0, 2**63 - 1), default=0, metavar="S", help="seed of the power iteration (%(default)s)"),
-    option("--curvature", type=positive, metavar="X", help="use this curvature instead of measuring it"),
+    option("--out", type=parse_folder, metavar="DIR", help="folder for figures (default: runs/stability)"),
+    option("--samples", type=int_in(1, 10**6), default=128, metavar="N", help="training samples for the curvature (%(default)s)"),
+    option("--iterations", type=int_in(1, 10**6), default=100, metavar="N", help="limit of power iterations (%(default)s)"),
+    option("--seed", type=int_in(0, 2**63 - 1), default=0, metavar="S", help="seed of the power iteration (%(default)s)"),
+    option("--curvature", type=parse_positive, metavar="X", help="use this curvature instead of measuring it"),
     option("--by-stage", action="store_true", help="measure the curvature of each stage instead of the model's"),
     *COMMON,
 )  # fmt: skip
@@ -63,9 +64,11 @@ def _examine_config(args: argparse.Namespace) -> None:
     from ipu_pipe.studies.run_stability import analyze_config, format_stability
 
     config = load_config(find_config(args.what[0]), args.set)
-    how = {key: getattr(args, key) for key in ("samples", "iterations", "seed", "curvature", "by_stage")}
-    result = {"config": args.what[0], **analyze_config(config, **how)}
-    get_tell(args.quiet and not args.json)(json.dumps(result, indent=1) if args.json else format_stability(result))
+    options = {key: getattr(args, key) for key in ("samples", "iterations", "seed", "curvature", "by_stage")}
+    result = {"config": args.what[0], **analyze_config(config, **options)}
+    args.print_result(format_stability(result))
+    if args.json:
+        print(json.dumps(result, indent=1))
 
 
 def _make_figures(args: argparse.Namespace) -> None:
@@ -81,14 +84,15 @@ def _make_figures(args: argparse.Namespace) -> None:
         raise BadInput("--set: changes keys of a config, and figures have none: name a YAML file")
     if not args.what:
         listed = {name: (make.__doc__ or "").strip() for name, make in FIGURES.items()}
-        listed.update({name: f"Training runs: tools/reproduce.py {of}." for name, of in EXPERIMENTS.items()})
-        words = "\n".join(f"{k:12s} {v}" for k, v in listed.items())
-        get_tell(args.quiet and not args.json)(json.dumps(listed, indent=1) if args.json else words)
+        listed.update({name: f"Training runs: tools/reproduce.py {experiment}." for name, experiment in EXPERIMENTS.items()})
+        args.print_result("\n".join(f"{name:12s} {summary}" for name, summary in listed.items()))
+        if args.json:
+            print(json.dumps(listed, indent=1))
         return
     from ipu_pipe.report.plots import check_plots
 
     check_plots()
-    names = list(dict.fromkeys(name for asked in args.what for name in (FIGURES if asked == "all" else [asked])))
+    names = list(dict.fromkeys(name for word in args.what for name in (FIGURES if word == "all" else [word])))
     figures = {name: _run_experiment(name, args) if name in EXPERIMENTS else _make_figure(name, args) for name in names}
     if args.json:
         print(json.dumps(figures, indent=1))
@@ -103,7 +107,7 @@ def _make_figure(name: str, args: argparse.Namespace) -> Any:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise BadInput(f"--out: {out}: cannot be written: {error.strerror or error}") from None
-    get_say(args.quiet)(f"{name} ...")
+    args.print_progress(f"{name} ...")
     figure = FIGURES[name]()
     data: Dict[str, Any] = {
         "figure": name,
@@ -114,7 +118,7 @@ def _make_figure(name: str, args: argparse.Namespace) -> Any:
     write_text(out / f"{name}.json", json.dumps(data) + "\n")
     title = figure.title.replace("\n", " ")
     text = f"{name}: {title}\n  {figure.source}\n  {figure.seen}\n  {out / name}.json, {out / name}.png"
-    get_tell(args.quiet or args.json)(text)
+    args.print_result(text)
     return data
 
 
@@ -124,5 +128,5 @@ def _run_experiment(name: str, args: argparse.Namespace) -> Any:
     from ipu_pipe.studies.experiment import Request
 
     (experiment,) = find_experiments([EXPERIMENTS[name]])
-    request = Request(RUNS, jobs=os.cpu_count() or 1, say=get_say(args.quiet))
-    return experiment.publish(request, args.out or OUT, get_tell(args.quiet or args.json))
+    request = Request(RUNS, jobs=os.cpu_count() or 1, say=args.print_progress)
+    return experiment.publish(request, args.out or OUT, args.print_result)

@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Optional
 
-from ipu_pipe.cli.arguments import COMMON, CONFIG, command, counts, folder, option, tell, whole
+from ipu_pipe.cli.arguments import COMMON, CONFIG, command, int_in, option, parse_counts, parse_folder, print_result
 from ipu_pipe.errors import raise_faults
 
 if TYPE_CHECKING:
@@ -32,14 +32,14 @@ Exit codes: 0 done, 2 bad input, 1 fault while running, 130 Ctrl-C.
 @command(
     "Train a staged model from a config file.", EPILOG,
     *CONFIG,
-    option("--out", type=folder, metavar="DIR", help="folder of the run (default: a dated folder under runs/)"),
+    option("--out", type=parse_folder, metavar="DIR", help="folder of the run (default: a dated folder under runs/)"),
     option("--resume", action="store_true", help="continue from the newest checkpoint in DIR"),
-    option("--resume-from", type=whole(0), metavar="STEP", help="continue from the checkpoint of this step, delete later ones"),
+    option("--resume-from", type=int_in(0), metavar="STEP", help="continue from the checkpoint of this step, delete later ones"),
     option("--overwrite", action="store_true", help="delete the run that DIR holds"),
     option("--dry-run", action="store_true", help="print stages, schedule, delays and memory; train nothing, write nothing"),
     option("--evaluate", type=Path, metavar="PATH", help="evaluate a run, a checkpoint or a state dict; print JSON"),
     option("--against", metavar="METHOD", help="then train by METHOD in DIR/METHOD, at equal samples and at equal time"),
-    option("--accumulate", type=counts, default=(), metavar="K,...",
+    option("--accumulate", type=parse_counts, default=(), metavar="K,...",
            help="microbatches an update at equal time (default, for a METHOD that flushes: 1, 2, 4 and 8 times the config's)"),
     *COMMON,
 )  # fmt: skip
@@ -69,7 +69,7 @@ def main(args: argparse.Namespace) -> None:
         result = _train(args, config, other)
         leave()
         if result is not None and is_main() and (args.evaluate or not args.quiet):
-            tell(result)
+            print_result(result)
 
 
 def _train(args: argparse.Namespace, config: Config, other: Optional[Config]) -> Optional[str]:

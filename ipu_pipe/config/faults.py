@@ -122,7 +122,7 @@ def _suggest_key(parts: List[str], schema: Schema, forms: Mapping[str, Schema]) 
     if called.startswith("--") or called.partition(".")[0] in fields:
         return f", nearest is {called}"
     inner = [name for name in fields if name not in WRITTEN and key in _list_keys(fields[name].annotation)]
-    near = " or ".join(f"{name}.{key}" for name in inner) or find_nearest(key, fields, alike=0.5)
+    near = " or ".join(f"{name}.{key}" for name in inner) or find_nearest(key, fields, cutoff=0.5)
     return f", nearest is {near}" if near else f", allowed are {', '.join(fields)}"
 
 
