@@ -106,8 +106,9 @@ def hash_files(files: Mapping[str, Path], earlier: Mapping[str, Any]) -> Dict[st
 
     def hash_or_reuse(name: str) -> Optional[str]:
         record = earlier.get(name)
-        is_unchanged = isinstance(record, dict) and {**record, "sha256": None} == {**records[name], "sha256": None}
-        return (is_unchanged and record.get("sha256")) or hash_file(files[name], "sha256")
+        if isinstance(record, dict) and record.get("sha256") and {**record, "sha256": None} == {**records[name], "sha256": None}:
+            return str(record["sha256"])
+        return hash_file(files[name], "sha256")
 
     with ThreadPoolExecutor() as pool:
         hashes = dict(zip(names, pool.map(hash_or_reuse, names)))
