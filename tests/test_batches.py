@@ -26,7 +26,7 @@ from ipu_pipe.model.batch import check_same_shapes, clone_tensors, list_tensors,
 from ipu_pipe.model.loss import OwnLoss, TakePart, describe_output, list_fields
 from ipu_pipe.report.run_text import describe_left_out
 from ipu_pipe.run.build import build
-from ipu_pipe.run.planning import make_problem_of
+from ipu_pipe.run.planning import make_planning_problem
 from tests.support.models import Composed
 from tests.support.processes import check_two_processes, run_in_group, train_on_processes
 from tests.support.runs import assert_same, list_faults, needs_processes, read_column
@@ -381,7 +381,7 @@ def test_a_microbatch_is_a_batch_of_the_loader_where_the_config_does_not_say(tmp
     data = {"name": "tests.test_batches:streamed"}  # plans of a loader's data were refused: they asked for two samples
     config = ipu_pipe.configure(model={"entry": "tests.test_batches:make_linear"}, data=data, gradient_accumulation=2, steps=2)
     for measure in (False, True):
-        problem = make_problem_of(config, "v100x8", measure=measure)
+        problem = make_planning_problem(config, "v100x8", measure=measure)
         assert problem.batch == 8 and [pass_.samples for pass_ in problem.problem.units[0].measured] == [2, 4][: 2 * measure]
 
 

@@ -13,7 +13,7 @@ from ipu_pipe.config.load import load_config
 from ipu_pipe.errors import BadInput
 from ipu_pipe.hardware import measuring
 from ipu_pipe.hardware.description import compute_message_seconds, read_hardware
-from ipu_pipe.run.planning import make_problem_of
+from ipu_pipe.run.planning import make_planning_problem
 from tests.support.runs import ROOT, list_faults
 
 
@@ -56,7 +56,7 @@ def test_plans_for_this_machine_time_the_models_parts() -> None:
 
     def is_timed(**others: Any) -> bool:
         hardware = {**machine, "measured_on": {**machine["measured_on"], **others.pop("measured_on", {})}}
-        problem = make_problem_of(config.model_copy(update={"hardware": hardware}), **others).problem
+        problem = make_planning_problem(config.model_copy(update={"hardware": hardware}), **others).problem
         return all(unit.measured for unit in problem.units)
 
     assert is_timed() and not is_timed(measure=False)

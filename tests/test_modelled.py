@@ -233,7 +233,7 @@ def test_costs_by_flops_take_as_long_as_a_microbatch_took() -> None:
     job = build(config("method=gpipe"))
     position = Position(seconds=10.0, timed_updates=5)
     stage_costs = choose_stage_costs(job, StageSeconds((), (), (), "why"), position)
-    assert not stage_costs.measured and "since why" in stage_costs.why
+    assert not stage_costs.are_measured and "since why" in stage_costs.origin
     assert sum(stage_costs.costs.forward) + sum(stage_costs.costs.backward) == pytest.approx(10 / 5 / 4)
     shares = np.array(stage_costs.costs.forward) / sum(stage_costs.costs.forward)
     assert shares == pytest.approx(np.array(job.footprint.forward_flops) / sum(job.footprint.forward_flops))

@@ -69,11 +69,11 @@ def main(args: argparse.Namespace) -> None:
     from ipu_pipe.plan import answer
     from ipu_pipe.plan.planner import make_plan
     from ipu_pipe.plan.tensor_parallel import describe_tensor_parallel, predict_tensor_parallel
-    from ipu_pipe.run.planning import make_problem_of
+    from ipu_pipe.run.planning import make_planning_problem
     from ipu_pipe.schedule.methods import METHODS
 
     config = load_config(args.config, args.set)
-    problem, methods, batch, how = make_problem_of(
+    problem, methods, batch, how = make_planning_problem(
         config, args.hardware, devices=args.devices, memory=args.memory, methods=args.methods, batch=args.batch,
         precision=args.precision, measure=args.measure, say=args.print_progress,
     )  # fmt: skip

@@ -53,7 +53,7 @@ def raise_attributed(error: BaseException, where: str) -> NoReturn:
     An `exit()` becomes a `RunFault`, because the run would end with exit code 0 and without a summary.
     """
     if isinstance(error, SystemExit):
-        raise RunFault(f"{where}: {exit_words(error)}") from error
+        raise RunFault(f"{where}: {describe_exit(error)}") from error
     if not isinstance(error, (BadInput, RunFault)) and find_user_fault(error) is None:
         frame = find_user_frame(error) or traceback.extract_tb(error.__traceback__)[-1]
         line = f"{where}: {summarize(error)[:400]} ({frame.filename}:{frame.lineno}, in {frame.name})"
@@ -62,14 +62,14 @@ def raise_attributed(error: BaseException, where: str) -> NoReturn:
     raise error
 
 
-def exit_words(error: SystemExit) -> str:
-    """Format a call of `exit()` as a fault, with the remedy."""
+def describe_exit(error: SystemExit) -> str:
+    """Describe a call of `exit()` in a fault, with the remedy."""
     code = "" if error.code is None else show(error.code)
     return f"called exit({code}): the run has no summary; a callback ends a run by returning ipu_pipe.Stop(reason)"
 
 
 @contextlib.contextmanager
-def keep_traceback_of(folder: Path) -> Iterator[None]:
+def save_traceback(folder: Path) -> Iterator[None]:
     """Write the traceback of a `UserFault` to `folder/traceback.txt`, if there is such a folder and space."""
     try:
         yield

@@ -34,6 +34,8 @@ from ipu_pipe.trace.store import SUFFIX, TraceWriter
 IN_FLIGHT = "microbatches in flight"
 # offset of the stage that a message comes from -> its content
 CROSSING = {-1: "activations", +1: "gradients"}
+# rows of an array of the inputs that actions get from other devices
+ARRIVAL, SENDER, PAYLOAD = range(3)
 # The order of events that begin at one time; passes come last.
 _ORDER = {"send": 0, Kind.UPDATE.word: 1, WAIT: 2, "pause": 2}
 _ORDER_OF_CODE = np.array([_ORDER.get(kind, 3) for kind in ev.KINDS], np.int8)
@@ -63,8 +65,8 @@ def build_modelled_events(
     stages = len(device_of_stage)
 
     def build_actions(kind: Kind, s: int) -> Tuple[Events, Events, IntArray]:
-        """Return the actions of a stage, their messages, and an array (3, n): when the input of each action from another device
-        arrived, that device, and the payload, or -1 if the action needs no such input."""
+        """Return the actions of a stage, their messages, and an array (3, n) of the rows ARRIVAL, SENDER and PAYLOAD: when the
+        input of each action from another device arrived, that device, and the payload; -1 if the action needs no such input."""
         index = np.arange(start[kind].shape[1])
         is_update, is_forward = kind is Kind.UPDATE, kind is Kind.FORWARD
         version = index + 1 if is_update else versions[not is_forward][s, : len(index)]
@@ -76,9 +78,10 @@ def build_modelled_events(
             "stage": s, "device": device_of_stage[s], "microbatch": index, "end": end[kind][s],
             "bytes": boundary_bytes[min(s, target)] if boundary_bytes is not None and sends else -1,
         }  # fmt: skip
-        is_half = is_whole is not None and kind in SPLIT_PASSES[1:]
-        whole = is_whole[s, : len(index)] if is_whole is not None and is_half else np.zeros(len(index), np.bool_)
-        code = np.where(whole, KIND_CODE[Kind.BACKWARD.word], KIND_CODE[kind.word])
+        not_split = np.zeros(len(index), np.bool_)
+        if is_whole is not None and kind in SPLIT_PASSES[1:]:
+            not_split = is_whole[s, : len(index)]
+        code = np.where(not_split, KIND_CODE[Kind.BACKWARD.word], KIND_CODE[kind.word])
         actions = Events.from_columns(len(index), **columns, kind=code, start=start[kind][s], version=version)
         messages = Events.from_rows([])
         if sends and device_of_stage[target] != device_of_stage[s]:
@@ -87,16 +90,16 @@ def build_modelled_events(
                 len(index), **columns, kind=KIND_CODE["send"], start=end[kind][s], peer=device_of_stage[target],
                 carries=PAYLOAD_CODE[CROSSING[s - target]],
             )  # fmt: skip
-        needed = np.full((3, len(index)), -1, np.int64)
+        inputs = np.full((3, len(index)), -1, np.int64)
         for need in get_pass_needs(kind, local=not gradients_cross) if not is_update else ():
-            other = s + need.offset
-            if 0 <= other < stages and device_of_stage[other] != device_of_stage[s]:
-                needed[0], needed[1] = end[need.kind][other], device_of_stage[other]
-                needed[2] = PAYLOAD_CODE[CROSSING[need.offset]]
+            source = s + need.offset
+            if 0 <= source < stages and device_of_stage[source] != device_of_stage[s]:
+                inputs[ARRIVAL], inputs[SENDER] = end[need.kind][source], device_of_stage[source]
+                inputs[PAYLOAD] = PAYLOAD_CODE[CROSSING[need.offset]]
                 break
         if kind is Kind.WEIGHT_GRADIENT:
-            actions, needed = actions.select(~whole), needed[:, ~whole]
-        return actions, messages, needed
+            actions, inputs = actions.select(~not_split), inputs[:, ~not_split]
+        return actions, messages, inputs
 
     # the last pass, which completes a microbatch on its stage
     completing = list(start)[-2]
@@ -104,32 +107,33 @@ def build_modelled_events(
     counters: List[Counters] = []
     for device in dict.fromkeys(device_of_stage):
         here = list_stages(device_of_stage, device)
-        actions, messages, needed = zip(*(build_actions(kind, s) for s in here for kind in start))
-        waits = _find_waits(ev.concatenate_events(actions), np.concatenate(needed, axis=1))
+        actions, messages, inputs = zip(*(build_actions(kind, s) for s in here for kind in start))
+        waits = _find_waits(ev.concatenate_events(actions), np.concatenate(inputs, axis=1))
         events.append(_select_updates(_sort(ev.concatenate_events([*actions, waits, *messages])), accumulate, updates))
         counters.append(_count_in_flight(device, end[Kind.FORWARD][here].ravel(), end[completing][here].ravel()))
     return ev.concatenate_events(events), ev.concatenate_counters(counters)
 
 
-def _order(events: Events) -> NDArray[np.intp]:
+def _get_order(events: Events) -> NDArray[np.intp]:
     return np.lexsort((_ORDER_OF_CODE[events.kind], events.start))
 
 
 def _sort(events: Events) -> Events:
-    return events.select(_order(events))
+    return events.select(_get_order(events))
 
 
-def _find_waits(actions: Events, needed: IntArray) -> Events:
+def _find_waits(actions: Events, inputs: IntArray) -> Events:
     """Return the gaps between a device's actions; a gap is a wait if the input of the next action arrived within it."""
-    order = _order(actions)
-    actions, needed = actions.select(order), needed[:, order]
+    order = _get_order(actions)
+    actions, inputs = actions.select(order), inputs[:, order]
     free = np.concatenate([[0], np.maximum.accumulate(actions.end)[:-1]])
     gap = actions.start > free
-    actions, needed, free = actions.select(gap), needed[:, gap], free[gap]
-    came_late = needed[0] > free
+    actions, inputs, free = actions.select(gap), inputs[:, gap], free[gap]
+    came_late = inputs[ARRIVAL] > free
     return Events.from_columns(
         len(free), stage=actions.stage, device=actions.device, kind=KIND_CODE[WAIT], microbatch=actions.microbatch,
-        start=free, end=actions.start, peer=np.where(came_late, needed[1], -1), carries=np.where(came_late, needed[2], 0),
+        start=free, end=actions.start, peer=np.where(came_late, inputs[SENDER], -1),
+        carries=np.where(came_late, inputs[PAYLOAD], 0),
     )  # fmt: skip
 
 
@@ -164,12 +168,12 @@ def _count_in_flight(device: int, forward_ends: IntArray, last_ends: IntArray) -
 # ---- the trace of a run
 
 
-class CostsOfStages(NamedTuple):
+class StageCosts(NamedTuple):
     """The clock's costs in seconds, a sentence on their source, and whether they were measured."""
 
     costs: Costs
-    why: str
-    measured: bool
+    origin: str
+    are_measured: bool
 
 
 class ModelledRates(NamedTuple):
@@ -190,11 +194,11 @@ def write_measured_trace(job: Job, path: Path, measured: Report) -> None:
     write_chrome(path, events, counters, {**make_trace_metadata(job), "modelled": False})
 
 
-def write_modelled_trace(job: Job, folder: Path, costs: CostsOfStages) -> None:
+def write_modelled_trace(job: Job, folder: Path, costs: StageCosts) -> None:
     """Write the played schedule of the updates that `log.trace` names into a run's folder, as columns and as Chrome JSON."""
     schedule, batch = job.schedule, job.schedule.accumulate
     count = min(schedule.microbatches, job.traced_updates.stop * batch)
-    metadata = {**make_trace_metadata(job), "modelled": True, "why_modelled": costs.why}
+    metadata = {**make_trace_metadata(job), "modelled": True, "why_modelled": costs.origin}
     events, counters = build_modelled_events(
         clock(schedule, costs.costs, count, job.placement),
         (job.table.forward(0, count), job.table.backward(0, count)),
@@ -213,12 +217,12 @@ def write_modelled_trace(job: Job, folder: Path, costs: CostsOfStages) -> None:
     write_chrome(folder / "trace.json.gz", events, counters, metadata)
 
 
-def choose_stage_costs(job: Job, seconds: Optional[StageSeconds], position: Position) -> CostsOfStages:
+def choose_stage_costs(job: Job, seconds: Optional[StageSeconds], position: Position) -> StageCosts:
     """Return the measured costs of the stages; without them the time of a microbatch, divided in proportion to FLOPs."""
     why = "the emulator runs all stages in one process, where no device has a clock: times are the schedule's by the clock, with"
     if seconds is not None and seconds.forward and any(seconds.forward + seconds.backward):
         costs = Costs(seconds.forward, seconds.backward, seconds.update)
-        return CostsOfStages(costs, f"{why} each stage's passes measured here ({seconds.how})", True)
+        return StageCosts(costs, f"{why} each stage's passes measured here ({seconds.how})", True)
     reason = f", since {seconds.how}" if seconds is not None and not seconds.forward else ""
     forward = list(job.footprint.forward_flops)
     backward = list(job.footprint.backward_flops or [BACKWARD * flops for flops in forward])
@@ -228,7 +232,7 @@ def choose_stage_costs(job: Job, seconds: Optional[StageSeconds], position: Posi
     seconds_of_update = position.seconds / position.timed_updates if position.timed_updates else 1.0
     scale = seconds_of_update / (job.schedule.accumulate * job.config.replicas) / total
     costs = Costs([scale * f for f in forward], [scale * b for b in backward], [0.0] * len(job.partition))
-    return CostsOfStages(costs, f"{why} each stage's FLOPs as its share of what a microbatch took{reason}", False)
+    return StageCosts(costs, f"{why} each stage's FLOPs as its share of what a microbatch took{reason}", False)
 
 
 def compute_modelled_rates(job: Job, costs: Costs) -> ModelledRates:

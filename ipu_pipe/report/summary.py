@@ -12,7 +12,7 @@ from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.report.memory import build_memory_table, compute_memory_figures
 from ipu_pipe.report.position import Position
 from ipu_pipe.report.run_text import get_model_name
-from ipu_pipe.report.run_trace import CostsOfStages, compute_modelled_rates
+from ipu_pipe.report.run_trace import StageCosts, compute_modelled_rates
 
 SCHEMA = 2
 STAGE_KEYS = (
@@ -26,7 +26,7 @@ def summarize(
     final: Mapping[str, Optional[float]],
     measured: Report,
     tested: Sequence[EvaluationResult] = (),
-    costs: Optional[CostsOfStages] = None,
+    costs: Optional[StageCosts] = None,
     stopped: Optional[str] = None,
 ) -> Dict[str, Any]:
     """Return the contents of `summary.json`.
@@ -78,7 +78,7 @@ def summarize(
     }
 
 
-def compute_busy_shares(job: Job, measured: Report, costs: Optional[CostsOfStages]) -> Dict[str, Optional[float]]:
+def compute_busy_shares(job: Job, measured: Report, costs: Optional[StageCosts]) -> Dict[str, Optional[float]]:
     """Return the measured, planned and modelled busy share.
 
     Measured: the time in passes and updates divided by the whole span, summed over the devices. The rest is the bubble, which
@@ -88,14 +88,14 @@ def compute_busy_shares(job: Job, measured: Report, costs: Optional[CostsOfStage
     planned = job.compute_planned_utilization() if measured.utilization is None else measured.utilization
     span = sum(device.span_ns for device in measured.times or ())
     busy = sum(device.busy_ns for device in measured.times or ()) / span if span else None
-    played = compute_modelled_rates(job, costs.costs) if costs is not None and costs.measured else None
+    modelled = compute_modelled_rates(job, costs.costs) if costs is not None and costs.are_measured else None
     return {
         "utilization": busy,
         "bubble_fraction": None if busy is None else 1 - busy,
         "planned_utilization": planned,
         "planned_bubble_fraction": 1 - planned,
-        "modelled_utilization": None if played is None else played.utilization,
-        "modelled_samples_per_second": None if played is None else played.samples_per_second,
+        "modelled_utilization": None if modelled is None else modelled.utilization,
+        "modelled_samples_per_second": None if modelled is None else modelled.samples_per_second,
     }
 
 
@@ -112,7 +112,7 @@ def _record_blocks(job: Job, measured: Report, tested: Sequence[EvaluationResult
 
 def _list_measured_links(sent: Mapping[Tuple[int, int], Tuple[int, int]], measured: Report) -> List[Dict[str, int]]:
     """Return the traffic that was measured since the run was last resumed."""
-    return [_build_link(way, *sent[way], measured.microbatches) for way in sorted(sent)]
+    return [_build_link(link, *sent[link], measured.microbatches) for link in sorted(sent)]
 
 
 def plan_links(job: Job) -> List[Dict[str, int]]:
@@ -122,7 +122,7 @@ def plan_links(job: Job) -> List[Dict[str, int]]:
     microbatches, updates, structure = job.schedule.microbatches, job.schedule.update_count, job.method.structure
     ahead = structure.overlap if structure is not None else 0
     first_trained = min(group["stage"] for group in job.full_optimizer.param_groups)
-    # Tensors that are sent between two stages at the same time are one message.
+    # tensors that are sent between two stages at the same time are one message; (source, target) -> its bytes
     sizes: Dict[Tuple[int, int], int] = {}
     for s, size in enumerate(job.footprint.boundary_bytes):
         if not ahead or s + ahead < len(job.partition) - 1:
@@ -130,25 +130,26 @@ def plan_links(job: Job) -> List[Dict[str, int]]:
             # no gradient is sent to stages that are all frozen
             if structure is None:
                 sizes[s + 1, s] = size if s >= first_trained else 0
-    back: Dict[Tuple[int, int], int] = {}
-    out: Dict[Tuple[int, int], int] = {}
+    tied_gradients: Dict[Tuple[int, int], int] = {}
+    tied_weights: Dict[Tuple[int, int], int] = {}
     for name, uses in job.partition.list_tied(job.model).items():
         weight = job.model.get_parameter(name)
         size = weight.numel() * weight.element_size()
         # each backward's gradient goes to the previous user, an update's weights from the first user to the others
         for before, user in zip(uses, uses[1:]):
-            back[user.stage, before.stage] = back.get((user.stage, before.stage), 0) + size
-            out[uses[0].stage, user.stage] = out.get((uses[0].stage, user.stage), 0) + size
-    sent: Dict[Tuple[int, int], Tuple[int, int]] = {}
-    for messages, ways in ((microbatches, sizes), (microbatches, back), (updates, out)):
-        for way, size in ways.items():
-            known_size, known_messages = sent.get(way, (0, 0))
-            sent[way] = known_size + size * messages, known_messages + messages
+            tied_gradients[user.stage, before.stage] = tied_gradients.get((user.stage, before.stage), 0) + size
+            tied_weights[uses[0].stage, user.stage] = tied_weights.get((uses[0].stage, user.stage), 0) + size
+    # (source, target) -> bytes and messages of the whole run
+    traffic: Dict[Tuple[int, int], Tuple[int, int]] = {}
+    for count, message_bytes in ((microbatches, sizes), (microbatches, tied_gradients), (updates, tied_weights)):
+        for link, size in message_bytes.items():
+            sent_bytes, messages = traffic.get(link, (0, 0))
+            traffic[link] = sent_bytes + size * count, messages + count
     return [
-        _build_link(way, size, messages, microbatches)
-        for way, (size, messages) in sent.items()
+        _build_link(link, sent_bytes, messages, microbatches)
+        for link, (sent_bytes, messages) in traffic.items()
         # transfers within a device are not messages
-        if job.placement[way[0]] != job.placement[way[1]]
+        if job.placement[link[0]] != job.placement[link[1]]
     ]
 
 
@@ -159,10 +160,10 @@ def plan_shared_links(job: Job) -> List[Dict[str, int]]:
     rows, messages = [], job.schedule.update_count
     for s, piece in enumerate(blocks.pieces[:-1] if blocks is not None and blocks.overlap else ()):
         size = messages * sum(p.numel() * p.element_size() for p in piece.parameters() if p.requires_grad)
-        rows += [_build_link(way, size, messages, job.schedule.microbatches) for way in ((s, s + 1), (s + 1, s))]
+        rows += [_build_link(link, size, messages, job.schedule.microbatches) for link in ((s, s + 1), (s + 1, s))]
     return rows
 
 
-def _build_link(way: Tuple[int, int], size: int, messages: int, microbatches: int) -> Dict[str, int]:
+def _build_link(link: Tuple[int, int], size: int, messages: int, microbatches: int) -> Dict[str, int]:
     share = size // max(microbatches, 1)
-    return {"src": way[0], "dst": way[1], "bytes": size, "messages": messages, "bytes_per_microbatch": share}
+    return {"src": link[0], "dst": link[1], "bytes": size, "messages": messages, "bytes_per_microbatch": share}

@@ -120,53 +120,53 @@ HOOKS = tuple(name for name in vars(Callback) if name.startswith("on_"))
 
 
 class Callbacks:
-    """The callbacks of a run, in order. `asked`: the reason to end the run, None if no callback asked for it."""
+    """The callbacks of a run, in order. `stop_reason`: why one of them asked to end the run, None if none did."""
 
-    def __init__(self, own: Sequence[Callback]) -> None:
-        self.own = list(own)
-        self.asked: Optional[str] = None
+    def __init__(self, callbacks: Sequence[Callback]) -> None:
+        self.callbacks = list(callbacks)
+        self.stop_reason: Optional[str] = None
 
     @property
-    def at_steps(self) -> bool:
+    def watches_updates(self) -> bool:
         """Whether any callback handles the end of an update."""
-        return self.watches_gradients or any(type(callback).on_step is not Callback.on_step for callback in self.own)
+        return self.watches_gradients or any(type(callback).on_step is not Callback.on_step for callback in self.callbacks)
 
     @property
     def watches_gradients(self) -> bool:
         """Whether any callback handles the gradients of an update."""
-        return any(type(callback).on_gradients is not Callback.on_gradients for callback in self.own)
+        return any(type(callback).on_gradients is not Callback.on_gradients for callback in self.callbacks)
 
     @property
     def wants_model(self) -> bool:
         """Whether any callback wants the whole model where the pipeline is empty."""
-        return any(callback.wants_model for callback in self.own)
+        return any(callback.wants_model for callback in self.callbacks)
 
     def call(self, method: str, now: Moment) -> None:
         """Call a method of all callbacks, even after one asks for the end; add the place to their exceptions."""
-        for callback in self.own:
+        for callback in self.callbacks:
             name = f"{type(callback).__qualname__}.{method}"
-            answer = _call(callback, method, now, where=f" after update {now.step}")
-            if answer is Stop or isinstance(answer, Stop):
-                self.asked = self.asked or getattr(answer, "reason", "") or f"{name} asked for it"
-            elif answer is not None:
+            result = _call(callback, method, now, where=f" after update {now.step}")
+            if result is Stop or isinstance(result, Stop):
+                self.stop_reason = self.stop_reason or getattr(result, "reason", "") or f"{name} asked for it"
+            elif result is not None:
                 raise RunFault(
-                    f"callback {name}: returned a {type(answer).__name__}: must return None or ipu_pipe.Stop(reason)"
+                    f"callback {name}: returned a {type(result).__name__}: must return None or ipu_pipe.Stop(reason)"
                 )
 
     def list_best_steps(self) -> List[int]:
         """List the steps whose checkpoints callbacks want to keep (their attribute `best_step`)."""
-        steps = (getattr(callback, "best_step", None) for callback in self.own)
+        steps = (getattr(callback, "best_step", None) for callback in self.callbacks)
         return [step for step in steps if isinstance(step, int)]
 
     def get_restored_step(self) -> Optional[int]:
         """Return the best step of the first callback that wants its weights at the end, None for the newest weights."""
-        wanted = Callbacks([callback for callback in self.own if getattr(callback, "restore_best", False)])
-        return next(iter(wanted.list_best_steps()), None)
+        restoring = Callbacks([callback for callback in self.callbacks if getattr(callback, "restore_best", False)])
+        return next(iter(restoring.list_best_steps()), None)
 
     def collect_states(self) -> List[Any]:
         """Collect the states of all callbacks for a checkpoint. Raise `RunFault` if JSON cannot hold one."""
         states = []
-        for callback in self.own:
+        for callback in self.callbacks:
             name, state = type(callback).__qualname__, _call(callback, "state")
             try:
                 json.dumps(state, allow_nan=False)
@@ -177,12 +177,12 @@ class Callbacks:
 
     def load(self, saved: Any) -> None:
         """Load each saved state into the callback of the same class name; several of one name are matched in order."""
-        left = [one for one in saved if one["state"] is not None] if saved else []
-        for callback in self.own:
-            one = next((one for one in left if one["name"] == type(callback).__qualname__), None)
-            if one is not None:
-                left.remove(one)
-                _call(callback, "load", one["state"])
+        unmatched = [entry for entry in saved or () if entry["state"] is not None]
+        for callback in self.callbacks:
+            entry = next((entry for entry in unmatched if entry["name"] == type(callback).__qualname__), None)
+            if entry is not None:
+                unmatched.remove(entry)
+                _call(callback, "load", entry["state"])
 
 
 def _call(callback: Callback, method: str, *args: Any, where: str = "") -> Any:
@@ -223,8 +223,8 @@ def make_callbacks(config: Config, given: Optional[Sequence[Any]], empty: bool =
     if config.early_stopping is not None:
         callbacks.append(EarlyStopping(**config.early_stopping.model_dump()))
     # an object whose constructor did not run has no attributes
-    settled = [one for one in callbacks if not empty or isinstance(one, EarlyStopping)]
-    if any(getattr(callback, "restore_best", False) for callback in settled):
+    constructed = [one for one in callbacks if not empty or isinstance(one, EarlyStopping)]
+    if any(getattr(callback, "restore_best", False) for callback in constructed):
         if config.checkpoint is None:
             raise BadInput("checkpoint: null: early_stopping.restore_best needs the checkpoint of the best evaluation")
         if config.ema is not None:
@@ -235,14 +235,14 @@ def make_callbacks(config: Config, given: Optional[Sequence[Any]], empty: bool =
 
 def refuse_callbacks(job: Job, callbacks: Sequence[Callback]) -> None:
     """Raise `BadInput` with one line for each callback that cannot work in the job, and for a wrong `evaluate.best`."""
-    chosen = [("evaluate.best", job.config.evaluate.best)]
+    metric_keys = [("evaluate.best", job.config.evaluate.best)]
     if job.plateau is not None:
-        chosen.append(("lr_schedule.metric", job.config.lr_schedule.metric or "loss"))
-    chosen += [("early_stopping.metric", one.metric) for one in callbacks if isinstance(one, EarlyStopping)]
+        metric_keys.append(("lr_schedule.metric", job.config.lr_schedule.metric or "loss"))
+    metric_keys += [("early_stopping.metric", one.metric) for one in callbacks if isinstance(one, EarlyStopping)]
     known = ["loss", *(metric.name for metric in job.metrics)]
     faults = [
         f"{key}: {metric}: no evaluation computes it: must be one of {', '.join(known)}"
-        for key, metric in chosen
+        for key, metric in metric_keys
         if metric not in known
     ]
     if not job.evaluation_interval and any(isinstance(one, EarlyStopping) for one in callbacks):

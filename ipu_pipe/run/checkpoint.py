@@ -49,7 +49,7 @@ _NO_HASH = "0" * 64
 class Checkpoint(NamedTuple):
     """The contents of a checkpoint: tensors on the CPU, and the manifest.
 
-    The manifest has `step`, the facts given to `save`, and the hashes of the files.
+    The manifest has `step`, the `entries` of `save`, and the hashes of the files.
     """
 
     model: Dict[str, torch.Tensor]
@@ -65,17 +65,17 @@ def save(
     step: int,
     model: Mapping[str, torch.Tensor],
     optimizer: Mapping[str, torch.Tensor],
-    facts: Mapping[str, Any],
+    entries: Mapping[str, Any],
 ) -> Path:
-    """Write `folder/step-K` and return it; `facts` are put into the manifest as JSON. Raise `RunFault` if the disk refuses."""
-    with abandoned_after_fault(folder, step), guard_step(folder, step):
+    """Write `folder/step-K` and return it; `entries`: of the manifest, JSON values. Raise `RunFault` if the disk refuses."""
+    with delete_after_fault(folder, step), guard_step(folder, step):
         begin_step(folder, step)
         files = {name: write_tensors(folder, step, name, part) for name, part in zip(FILES, (model, optimizer))}
-        return finish_step(folder, step, files, facts)
+        return finish_step(folder, step, files, entries)
 
 
 @contextlib.contextmanager
-def abandoned_after_fault(folder: Path, step: int) -> Iterator[None]:
+def delete_after_fault(folder: Path, step: int) -> Iterator[None]:
     """Delete an unfinished checkpoint if a fault ends its writing."""
     try:
         yield
@@ -113,25 +113,25 @@ def write_tensors(folder: Path, step: int, name: str, tensors: Mapping[str, torc
 
 def save_tensors(file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     """Write a safetensors file to the disk. Raise `OSError`."""
-    whole, storages = {}, set()
+    contiguous, storages = {}, set()
     for key, value in tensors.items():
         value = value.detach().cpu().contiguous()
         storage = value.untyped_storage().data_ptr()
         # the format refuses two names of one storage (tied weights)
-        whole[key] = value.clone() if storage in storages else value
+        contiguous[key] = value.clone() if storage in storages else value
         storages.add(storage)
     try:
-        save_file(whole, file)
+        save_file(contiguous, file)
     except SafetensorError as error:
         raise OSError(f"{file.name}: {error}") from error
     _flush(file)
 
 
-def finish_step(folder: Path, step: int, files: Mapping[str, str], facts: Mapping[str, Any]) -> Path:
+def finish_step(folder: Path, step: int, files: Mapping[str, str], entries: Mapping[str, Any]) -> Path:
     """Write the manifest of a checkpoint, rename its folder, and return it; `files`: name -> SHA-256."""
     final, unfinished = folder / f"step-{step}", _name_unfinished(folder, step)
-    manifest = {"sha256": _NO_HASH, "schema": SCHEMA, "step": step, **facts, "files": dict(files)}
-    (unfinished / MANIFEST).write_text(_seal(json.dumps(manifest, indent=1) + "\n"))
+    manifest = {"sha256": _NO_HASH, "schema": SCHEMA, "step": step, **entries, "files": dict(files)}
+    (unfinished / MANIFEST).write_text(_insert_hash(json.dumps(manifest, indent=1) + "\n"))
     for path in (unfinished / MANIFEST, unfinished):
         _flush(path)
     if final.exists():
@@ -142,7 +142,7 @@ def finish_step(folder: Path, step: int, files: Mapping[str, str], facts: Mappin
     return final
 
 
-def _seal(text: str) -> str:
+def _insert_hash(text: str) -> str:
     """Replace the zeros in the manifest's first line by the hash of the whole text."""
     return text.replace(_NO_HASH, hashlib.sha256(text.encode()).hexdigest(), 1)
 
@@ -164,7 +164,7 @@ def list_steps(folder: Path) -> List[int]:
     return sorted(int(match.group(1)) for match in matches if match)
 
 
-def tidy(folder: Path) -> None:
+def delete_leftovers(folder: Path) -> None:
     """Delete the half-written and half-deleted checkpoints of a killed run. Raise `RunFault` if the disk refuses."""
     with guard_writing(folder):
         for path in list(folder.iterdir()) if folder.is_dir() else ():
@@ -228,7 +228,7 @@ def read_manifest(path: Path, resumes: bool = True) -> Dict[str, Any]:
         text = file.read_text(encoding="utf-8")
         manifest: Dict[str, Any] = dict(json.loads(text))
         written = str(manifest.pop("sha256"))
-        if len(written) != len(_NO_HASH) or _seal(text.replace(written, _NO_HASH, 1)) != text:
+        if len(written) != len(_NO_HASH) or _insert_hash(text.replace(written, _NO_HASH, 1)) != text:
             raise ValueError("its SHA-256 differs from the recorded one")
         if resumes and manifest.get("schema") not in (2, SCHEMA):
             raise BadInput(
@@ -308,9 +308,9 @@ class Loaded(NamedTuple):
 
 
 def load_weights(
-    model: nn.Module, tensors: Mapping[str, torch.Tensor], place: str, heads_too: bool = True, strict: bool = True
+    model: nn.Module, tensors: Mapping[str, torch.Tensor], source: str, heads_too: bool = True, strict: bool = True
 ) -> Loaded:
-    """Copy a state dict into `model`. Raise `BadInput`, naming the source `place`, if they do not fit.
+    """Copy a state dict into `model`. Raise `BadInput`, naming the `source`, if they do not fit.
 
     `strict`: all names and shapes must agree; otherwise those that agree are loaded. `heads_too`: auxiliary heads of local losses
     must agree too; otherwise they are loaded if they are present and fit. A tied weight may be present under only one of its
@@ -339,12 +339,12 @@ def load_weights(
     fitting = {name: value for name, value in tensors.items() if name not in left_out}
     if strict or not fitting:
         missing = [f"{name}: missing, the model needs it" for name in state if name not in tensors]
-        raise_first(place, missing + [f"{name}: {why}" for name, why in left_out.items()])
+        raise_first_faults(source, missing + [f"{name}: {why}" for name, why in left_out.items()])
     load_state(model, {**state, **fitting})
     return Loaded(left_out, [name for name in state if name not in fitting])
 
 
-def raise_first(place: object, faults: List[str]) -> None:
-    """Raise `BadInput` with the first faults, `place` before each, and the number of the others; return if there are none."""
+def raise_first_faults(source: object, faults: List[str]) -> None:
+    """Raise `BadInput` with the first faults, `source` before each, and the number of the others; return if there are none."""
     more = [f"{len(faults) - MOST_FAULTS} more such faults"] if len(faults) > MOST_FAULTS else []
-    raise_faults([f"{place}: {fault}" for fault in faults[:MOST_FAULTS] + more])
+    raise_faults([f"{source}: {fault}" for fault in faults[:MOST_FAULTS] + more])

@@ -39,15 +39,16 @@ from ipu_pipe.update import optimizer as update
 from ipu_pipe.update import rules
 
 
-def find_faults(job: Job, placed: Sequence[str] = ()) -> List[str]:
-    """List all reasons to refuse the job. `placed`: faults of a config's optimizer with their places in the config."""
+def find_faults(job: Job, optimizer_faults: Sequence[str]) -> List[str]:
+    """List all reasons to refuse the job. `optimizer_faults`: of the config's own optimizer, with its file."""
     args, groups = job.config.method_settings(), job.full_optimizer.param_groups
     kinds = [update.get_kind(job.full_optimizer, group) for group in groups]
-    of_rules = [f for kind, group in zip(kinds, groups) for f in rules.list_conflicts(args, job.method, kind, group)]
+    rule_faults = [f for kind, group in zip(kinds, groups) for f in rules.list_conflicts(args, job.method, kind, group)]
     conflicts = {**_find_conflicts(job), **(_find_block_conflicts(job) if job.method.structure is not None else {})}
-    reasons = [*get_backend(job.config).list_faults(job), *(fault for fault, is_so in conflicts.items() if is_so)]
-    reasons += [next((line for line in placed if line.endswith(fault)), fault) for fault in of_rules]
-    return list(dict.fromkeys(reasons))
+    faults = [*get_backend(job.config).list_faults(job), *(fault for fault, applies in conflicts.items() if applies)]
+    # prefer the line that names the file of the key
+    faults += [next((line for line in optimizer_faults if line.endswith(fault)), fault) for fault in rule_faults]
+    return list(dict.fromkeys(faults))
 
 
 def _find_conflicts(job: Job) -> Dict[str, Any]:
@@ -62,8 +63,8 @@ def _find_conflicts(job: Job) -> Dict[str, Any]:
     stops = [*list_drains(config, job.updates, job.updates_per_epoch, job.done), job.updates]
     outer = method.rounds is not None and method.rounds.outer is not None
     interval = method.rounds.interval(len(job.partition)) if method.rounds is not None and outer else 1
-    short = next((k for k in stops if k % interval), None)
-    early = next(((every, k) for every in args.get("block_accumulation", ()) for k in stops if k % every), (0, 0))
+    unsynchronized = next((k for k in stops if k % interval), None)
+    unapplied = next(((every, k) for every in args.get("block_accumulation", ()) for k in stops if k % every), (0, 0))
     sharded = config.checkpoint is not None and config.checkpoint.format == "sharded"
     faults: Dict[str, Any] = {
         f"checkpoint.format: sharded: needs torch 2.4 or later, this is {torch.__version__}: must be single":
@@ -92,10 +93,10 @@ def _find_conflicts(job: Job) -> Dict[str, Any]:
         f"replicas: {replicas}: each would have its own mean square, but a checkpoint has only one: must be 1, or "
         "method_args.delay_compensation.adaptive: false":
             replicas > 1 and args.get("delay_compensation", {}).get("adaptive"),
-        f"method_args.outer: an evaluation, a checkpoint or the end comes after {short} steps, it must come after a multiple of "
-        f"{interval}, when replicas synchronize (evaluate.steps, evaluate.every, checkpoint.every, steps)": short is not None,
-        f"method_args.block_accumulation: {early[0]}: an evaluation or checkpoint comes after {early[1]} updates, it must come "
-        "after a multiple, when no gathered gradient is left (evaluate.every, checkpoint.every, steps)": early[0],
+        f"method_args.outer: an evaluation, a checkpoint or the end comes after {unsynchronized} steps, it must come after a "
+        f"multiple of {interval}, when replicas synchronize (evaluate.steps, evaluate.every, checkpoint.every, steps)": unsynchronized is not None,
+        f"method_args.block_accumulation: {unapplied[0]}: an evaluation or checkpoint comes after {unapplied[1]} updates, it must come "
+        "after a multiple, when no gathered gradient is left (evaluate.every, checkpoint.every, steps)": unapplied[0],
     }  # fmt: skip
     for key in ("block_rates", "block_accumulation", "head"):
         value = args.get(key)

@@ -242,7 +242,7 @@ class RunFolder:
                     _remove(path / name)
                     _remove(path / f".{name}.part")
             if resume:
-                checkpoint.tidy(self.checkpoints)
+                checkpoint.delete_leftovers(self.checkpoints)
                 # the traceback of the fault that ended the earlier start
                 _remove(path / "traceback.txt")
 

@@ -17,7 +17,7 @@ from ipu_pipe.files import atomic_file, write_json, write_text
 from ipu_pipe.job.evaluation import EvaluationResult, collect_by_block
 from ipu_pipe.job.metrics import ACCURACY
 from ipu_pipe.job.record import Job
-from ipu_pipe.job.user_code import exit_words, keep_traceback_of
+from ipu_pipe.job.user_code import describe_exit, save_traceback
 from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.model.timing import StageSeconds
 from ipu_pipe.plan.config_cut import predict_rate
@@ -58,19 +58,17 @@ class TrainingLoop:
         self.unread_seconds = 0.0
         self.update_seconds = 0.0
         # the newest update's line of metrics.jsonl, if it is not written yet
-        self.unwritten: Dict[str, Any] = {}
-        # results of the last test, by block
-        self.tested: List[EvaluationResult] = []
+        self.unwritten_line: Dict[str, Any] = {}
+        # by block, of the last evaluation on the test set
+        self.test_results: List[EvaluationResult] = []
         self.callbacks = Callbacks(callbacks if is_main() else ())
-        # all processes must agree on whether callbacks may stop the run, and whether after any update
-        main_callbacks = self.callbacks
-        self.may_stop, self.at_steps, job.watches_gradients, job.wants_model = run_on_main(
-            lambda: (
-                bool(main_callbacks.own), main_callbacks.at_steps, main_callbacks.watches_gradients, main_callbacks.wants_model
-            )
-        )  # fmt: skip
+        # all processes must know what rank 0's callbacks do: whether they may stop the run, whether after any update, ...
+        main = self.callbacks
+        self.may_stop, self.watches_updates, job.watches_gradients, job.wants_model = run_on_main(
+            lambda: (bool(main.callbacks), main.watches_updates, main.watches_gradients, main.wants_model)
+        )
         # local SGD stops only where replicas have averaged
-        job.may_stop = self.at_steps and job.method.rounds is None
+        job.may_stop = self.watches_updates and job.method.rounds is None
         job.may_stop_drained = self.may_stop
         self.end = job.updates
         self.moment = Moment(0, 0.0, (), job.rate(0), None, {}, None, None, config=job.config.to_dict(), folder=out)
@@ -87,7 +85,7 @@ class TrainingLoop:
         keep = job.config.checkpoint.keep if job.config.checkpoint is not None and self.run is not None else None
         self.saver = Saver(self.out / "checkpoints", engine.checkpoint_group, keep)
         try:
-            with keep_traceback_of(self.out), open_log(self.run, job.config.log.tensorboard, position.update) as self.log:
+            with save_traceback(self.out), open_log(self.run, job.config.log.tensorboard, position.update) as self.log:
                 done = position.update
                 newest = self.out / "checkpoints" / f"step-{done}" if done else None
                 rate = job.rate(max(done - 1, 0))
@@ -114,7 +112,7 @@ class TrainingLoop:
                 engine.abort()
             # user code may exit with status 0, which would mean that the run is finished
             if isinstance(error, SystemExit) and not error.code:
-                raise RunFault(f"after update {position.update}: {exit_words(error)}") from error
+                raise RunFault(f"after update {position.update}: {describe_exit(error)}") from error
             raise
         else:
             if job.rules.decay is not None:
@@ -130,7 +128,7 @@ class TrainingLoop:
         if restored is not None:
             self._restore_weights(restored)
         self.moment = replace(self.moment, summary=report)
-        with keep_traceback_of(self.out):
+        with save_traceback(self.out):
             self._call_back("on_end")
         return report
 
@@ -156,7 +154,7 @@ class TrainingLoop:
         job, position, out = self.job, self.position, self.out
         assert self.run is not None and measured is not None
         costs = None if measured.events is not None else choose_stage_costs(job, profile, position)
-        report = summarize(job, position, self.moment.metrics, measured, self.tested, costs, self.moment.stopped)
+        report = summarize(job, position, self.moment.metrics, measured, self.test_results, costs, self.moment.stopped)
         if restored is not None:
             report["restored_step"] = restored
         if measured.times is None:
@@ -220,13 +218,13 @@ class TrainingLoop:
                 done = position.update
                 evaluates, saves = job.plan_pauses(done)
                 self._pause(evaluates, saves)
-                if self.may_stop and (evaluates or saves or self.at_steps) and done < self.end:
-                    self.end = self.engine.decide_end(done, self.callbacks.asked is not None)
+                if self.may_stop and (evaluates or saves or self.watches_updates) and done < self.end:
+                    self.end = self.engine.decide_end(done, self.callbacks.stop_reason is not None)
             # after an early stop evaluate and save as at a planned end
             if self.end < job.updates:
-                self.moment = replace(self.moment, stopped=self.callbacks.asked)
-                if self.unwritten:
-                    self._log(self.unwritten)
+                self.moment = replace(self.moment, stopped=self.callbacks.stop_reason)
+                if self.unwritten_line:
+                    self._log(self.unwritten_line)
                 evaluated, saved = job.plan_pauses(self.end)
                 self._pause(not evaluated, not saved)
         self.bar = None
@@ -244,7 +242,7 @@ class TrainingLoop:
         job, position, engine = self.job, self.position, self.engine
         k = position.update
         start = time.perf_counter()
-        results = engine.step(k, self._reads_after(k + 1))
+        results = engine.step(k, self._needs_results(k + 1))
         # the first update of a call waits for all of them, so they share its time
         if k % engine.updates_per_call == 0:
             self.update_seconds = (time.perf_counter() - start) / engine.updates_per_call
@@ -265,7 +263,7 @@ class TrainingLoop:
             position.add_update(result.loss, begins_epoch=update_index % job.loss_window == 0)
             self.bar.advance(result.loss, result.accuracy if shows_accuracy else None, rate)
         epoch, losses = job.count_epochs(position.update), tuple(loss for loss, _ in result.blocks) or (result.loss,)
-        self.unwritten = {
+        self.unwritten_line = {
             "step": position.update, "epoch": epoch, "train_loss": result.loss, "lr": job.rate(k), "samples_per_second": rate,
             **({"block_train_loss": list(losses)} if result.blocks else {}),
         }  # fmt: skip
@@ -273,14 +271,14 @@ class TrainingLoop:
             self.moment, step=position.update, epoch=epoch, losses=losses, rate=job.rate(k), samples_per_second=rate
         )
         if position.update % job.config.log.every == 0 or position.update == job.updates:
-            self._log(self.unwritten)
-            self.unwritten = {}
+            self._log(self.unwritten_line)
+            self.unwritten_line = {}
         if job.watches_gradients:
             before = self.moment
             self.moment = replace(before, gradients=engine.collect_gradients(k))
             self._call_back("on_gradients")
             self.moment = before
-        if self.at_steps:
+        if self.watches_updates:
             self._call_back("on_step")
 
     def _log(self, line: Dict[str, Any]) -> None:
@@ -294,17 +292,18 @@ class TrainingLoop:
         """Call `method` of the user's callbacks, with the whole model if they want it."""
         gathers = self.job.wants_model and method in ("on_start", "on_evaluation", "on_checkpoint")
         with self.engine.hold_whole_model() if gathers else contextlib.nullcontext():
-            if self.callbacks.own:
+            if self.callbacks.callbacks:
                 self.moment = replace(self.moment, model=self.engine.newest_model)
                 self.callbacks.call(method, self.moment)
 
-    def _reads_after(self, done: int) -> bool:
-        """Return whether the results must be read after `done` updates, for a line, an evaluation or a checkpoint.
+    def _needs_results(self, done: int) -> bool:
+        """Return whether the losses must be read after `done` updates, for a line, an evaluation, a checkpoint or a callback.
 
-        The results of the first call are read too, because its time does not count for throughput.
+        Those of the first call are read too, because its time does not count for throughput.
         """
-        is_needed = self.at_steps or not self.progress.steps
-        return is_needed or done % self.job.config.log.every == 0 or any(self.job.plan_pauses(done))
+        if self.watches_updates or not self.progress.steps:
+            return True
+        return done % self.job.config.log.every == 0 or any(self.job.plan_pauses(done))
 
     def _evaluate(self, split: str) -> EvaluationResult:
         """Evaluate on the test or validation set, log the results and return the whole model's result."""
@@ -312,7 +311,7 @@ class TrainingLoop:
         results = self.engine.evaluate(split)
         result, epoch = results[-1], job.count_epochs(position.update)
         if split == "test":
-            self.tested = results
+            self.test_results = results
         if self.bar is not None:
             self.bar.show_evaluation(result, split)
         by_block = collect_by_block(results, split) if len(results) > 1 else {}

@@ -82,7 +82,7 @@ def count_config_units(config: Config, measured: bool = False, blocks: bool = Fa
     They are counted on the meta device if the model allows it. `measured`: they are timed on this machine with microbatches of
     the config's size and of twice that (for a loader: its own size and half of that). `blocks`: add the costs of local losses.
     """
-    model, costed, x, samples = _measure(config) if measured else _count(config)
+    model, costed, x, samples = _measure_units(config) if measured else _count_units(config)
     entering = count_bytes(x) / count_samples(x)
     if not blocks:
         return ConfigUnits(costed, entering, samples)
@@ -90,7 +90,7 @@ def count_config_units(config: Config, measured: bool = False, blocks: bool = Fa
     return ConfigUnits(costed, entering, samples, counted)
 
 
-def _count(config: Config) -> Tuple[nn.Module, CountedUnits, Any, int]:
+def _count_units(config: Config) -> Tuple[nn.Module, CountedUnits, Any, int]:
     loss = make_loss(config, Overrides())
     data = make_data(config)
     samples = choose_batch_size(config, data)
@@ -99,27 +99,27 @@ def _count(config: Config) -> Tuple[nn.Module, CountedUnits, Any, int]:
     try:
         with build_on_meta():
             model = make_model(config)
-        return model, count_units(model, map_tensors(_shape, x), (), loss, map_tensors(_shape, y)), x, samples
+        return model, count_units(model, map_tensors(_drop_values, x), (), loss, map_tensors(_drop_values, y)), x, samples
     # the model may read values, which meta tensors do not have; the next lines raise any other error again
     except Exception:
         model = make_model(config)
         return model, count_units(model, x, (), loss, y), x, samples
 
 
-def _shape(t: torch.Tensor) -> torch.Tensor:
+def _drop_values(t: torch.Tensor) -> torch.Tensor:
     return t.to("meta")
 
 
-def _measure(config: Config) -> Tuple[nn.Module, CountedUnits, Any, int]:
+def _measure_units(config: Config) -> Tuple[nn.Module, CountedUnits, Any, int]:
     threads = torch.get_num_threads()
     try:
         setup = set_up(config)
         samples = setup.config.micro_batch_size
-        most = samples if isinstance(setup.data, LoaderData) else 2 * samples
-        x, y = setup.prepare_batch(setup.data.train_batch(0, 0, most))
+        largest = samples if isinstance(setup.data, LoaderData) else 2 * samples
+        x, y = setup.prepare_batch(setup.data.train_batch(0, 0, largest))
         costed = count_units(setup.model, x, (), setup.loss, y)
-        for many in sorted({max(1, most // 2), most}):
-            costed = measure_units(costed, setup.model, setup.loss, take_samples(x, many), take_samples(y, many))
+        for size in sorted({max(1, largest // 2), largest}):
+            costed = measure_units(costed, setup.model, setup.loss, take_samples(x, size), take_samples(y, size))
     finally:
         torch.set_num_threads(threads)
     return setup.model, costed, x, samples
@@ -138,16 +138,16 @@ class PlanningProblem(NamedTuple):
     how: str
 
 
-def make_problem_of(
+def make_planning_problem(
     config: Config, hardware: Optional[str] = None, *, devices: Optional[int] = None, memory: Optional[float] = None,
     methods: Optional[Sequence[str]] = None, batch: Optional[int] = None, precision: Optional[str] = None,
     measure: Optional[bool] = None, say: Callable[[str], None] = lambda text: None,
 ) -> PlanningProblem:  # fmt: skip
     """Return the planning problem of a config; the arguments are as in `plan_config`. Raise `BadInput`."""
-    named, key = (config.hardware, "hardware") if hardware is None else (hardware, "--hardware")
-    if named is None:
+    wanted_hardware, key = (config.hardware, "hardware") if hardware is None else (hardware, "--hardware")
+    if wanted_hardware is None:
         raise BadInput("--hardware: missing, and the config names none: must be a name of configs/hardware/ or a file")
-    described = read_hardware(named, key)
+    described = read_hardware(wanted_hardware, key)
     if devices is not None:
         described = described.with_devices(devices)
     chosen = choose_methods(config.method, methods, described.lockstep, say)
@@ -155,12 +155,12 @@ def make_problem_of(
     if precision not in PRECISIONS:
         raise BadInput(f"--precision: {precision}: must be one of {', '.join(PRECISIONS)}")
     usable = None if memory is None else memory * described.device.usable_share.value
-    here = described.measured_on
-    is_here = here is not None and (here.name, here.device) == (platform.node(), config.backend.device)
-    if here is not None and is_here and config.backend.threads is None:
-        config = config.model_copy(update={"backend": config.backend.model_copy(update={"threads": here.threads})})
+    machine = described.measured_on
+    is_this = machine is not None and (machine.name, machine.device) == (platform.node(), config.backend.device)
+    if machine is not None and is_this and config.backend.threads is None:
+        config = config.model_copy(update={"backend": config.backend.model_copy(update={"threads": machine.threads})})
     of_blocks = any(METHODS[name].structure is not None for name in chosen)
-    costed, entering, samples, blocks = count_config_units(config, is_here if measure is None else measure, of_blocks)
+    costed, entering, samples, blocks = count_config_units(config, is_this if measure is None else measure, of_blocks)
     problem = make_problem(config, costed.units, entering, described, memory=usable, precision=precision)
     greatest = batch or samples * config.gradient_accumulation * config.replicas
     return PlanningProblem(replace(problem, blocks=blocks), chosen, greatest, costed.how)
@@ -178,7 +178,7 @@ def plan_config(
     machine instead of counting FLOPs, by default if the hardware is this machine. The record has no plan if none fits. Raise
     `BadInput` as the command does.
     """
-    problem, chosen, greatest, _ = make_problem_of(
+    problem, chosen, greatest, _ = make_planning_problem(
         config, hardware, devices=devices, memory=memory, methods=methods, batch=batch, precision=precision, measure=measure
     )
     return convert_to_json(make_plan(problem, chosen, problem.hardware.devices, greatest, top))

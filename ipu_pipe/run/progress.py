@@ -22,9 +22,9 @@ EPOCH_SECONDS = 1.0
 
 
 class Bar:
-    """Moving averages of loss, accuracy and samples per second, passed to `show(updates done, text, is_soon)`.
+    """Moving averages of loss, accuracy and samples per second, shown by `show(updates done, text, is_milestone)`.
 
-    `is_soon` is true at the end of an epoch and after an evaluation.
+    The end of an epoch and an evaluation are milestones.
     """
 
     def __init__(self, done: int, per_epoch: Optional[int], show: Callable[[int, str, bool], None]) -> None:
@@ -59,28 +59,28 @@ class Bar:
             self._ends_epoch = False
             self._update(True)
 
-    def _update(self, is_soon: bool) -> None:
+    def _update(self, is_milestone: bool) -> None:
         means = self._averages
         accuracy = f" accuracy {means['accuracy']:.3f}" if "accuracy" in means else ""
         text = f"loss {means.get('loss', 0.0):.3f}{accuracy}, {means.get('rate', 0.0):.0f} samples/s{self._tested}"
-        self._show(self._done, text, is_soon)
+        self._show(self._done, text, is_milestone)
 
 
 class Lines:
-    """Print a line of progress by `tell` if the last line is `LINE_SECONDS` old, or `EPOCH_SECONDS` if `is_soon`."""
+    """Print a line of progress by `print_line` if the last line is `LINE_SECONDS` old, or `EPOCH_SECONDS` if `is_milestone`."""
 
     def __init__(
-        self, total: int, per_epoch: Optional[int], tell: Callable[[str], None], clock: Callable[[], float] = time.monotonic
+        self, total: int, per_epoch: Optional[int], print_line: Callable[[str], None], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._total, self._per_epoch, self._tell, self._clock = total, per_epoch, tell, clock
+        self._total, self._per_epoch, self._print_line, self._clock = total, per_epoch, print_line, clock
         self._last = clock()
 
-    def __call__(self, done: int, text: str, is_soon: bool) -> None:
+    def __call__(self, done: int, text: str, is_milestone: bool) -> None:
         """Print a line if the last one is old enough."""
-        if self._clock() - self._last >= (EPOCH_SECONDS if is_soon else LINE_SECONDS):
+        if self._clock() - self._last >= (EPOCH_SECONDS if is_milestone else LINE_SECONDS):
             self._last = self._clock()
             epochs = f", epoch {round(done / self._per_epoch, 2):g}" if self._per_epoch else ""
-            self._tell(f"update {done}/{self._total}{epochs}: {text}")
+            self._print_line(f"update {done}/{self._total}{epochs}: {text}")
 
 
 class Progress:
@@ -101,11 +101,11 @@ class Progress:
         """Show a bar over `total` updates, of which `done` are done; `per_epoch` updates are an epoch (None: no epochs)."""
         console = Console(file=sys.stderr)
         if self._quiet:
-            yield Bar(done, per_epoch, lambda done, text, is_soon: None)
+            yield Bar(done, per_epoch, lambda done, text, is_milestone: None)
         elif not sys.stderr.isatty() or not console.is_terminal or console.is_dumb_terminal:
             # a notebook shows standard error as faults
-            tell = self.say if console.is_jupyter else lambda text: print(escape_lines(text), file=sys.stderr, flush=True)
-            bar = Bar(done, per_epoch, Lines(total, per_epoch, tell))
+            print_line = self.say if console.is_jupyter else lambda text: print(escape_lines(text), file=sys.stderr, flush=True)
+            bar = Bar(done, per_epoch, Lines(total, per_epoch, print_line))
             yield bar
             bar.end_epoch()
         else:
@@ -113,7 +113,7 @@ class Progress:
             shown = TextColumn("{task.fields[shown]}")
             with RichProgress(*columns, shown, console=console, refresh_per_second=4) as rich:
                 task = rich.add_task("training", total=total, completed=done, shown="")
-                yield Bar(done, per_epoch, lambda done, text, is_soon: rich.update(task, completed=done, shown=text))
+                yield Bar(done, per_epoch, lambda done, text, is_milestone: rich.update(task, completed=done, shown=text))
 
 
 # ---- the files of scalars

@@ -79,10 +79,10 @@ def check_run(job: Job, out: Path, saved: Checkpoint) -> None:
     It does if the keys that decide the numbers, the length, the tensors or the data differ.
     """
     path = out / "checkpoints" / f"step-{job.done}"
-    checkpoint.raise_first(path, _compare_keys(job, saved.manifest, path) or _compare_tensors(job, saved, path))
+    checkpoint.raise_first_faults(path, _compare_keys(job, saved.manifest, path) or _compare_tensors(job, saved, path))
     faults = compare_data(job, read_data_record(out), job.data_fingerprints or {})
     why = "the data of a run cannot change: restore them, or begin another run (--overwrite, or another --out)"
-    checkpoint.raise_first(f"--resume: {out / 'record.json'}", [f"{fault}: {why}" for fault in faults])
+    checkpoint.raise_first_faults(f"--resume: {out / 'record.json'}", [f"{fault}: {why}" for fault in faults])
 
 
 def _compare_keys(job: Job, manifest: Mapping[str, Any], path: Path) -> List[str]:

@@ -33,7 +33,7 @@ class Saver:
         self._error: Optional[BaseException] = None
 
     def start(
-        self, step: int, state: Optional[CheckpointState], facts: Mapping[str, Any], best_steps: Sequence[Optional[int]],
+        self, step: int, state: Optional[CheckpointState], entries: Mapping[str, Any], best_steps: Sequence[Optional[int]],
         background: bool,
     ) -> None:  # fmt: skip
         """Write the checkpoint of `step`; with `background` begin to write a copy of it. The previous one must be finished.
@@ -45,21 +45,21 @@ class Saver:
         if state is None:
             return
         if not background:
-            self._write(step, state, facts)
+            self._write(step, state, entries)
             return
         state = state._replace(model=_copy(state.model), optimizer=_copy(state.optimizer))
-        self._thread = threading.Thread(target=self._write, args=(step, state, facts), name="ipu_pipe saving", daemon=True)
+        self._thread = threading.Thread(target=self._write, args=(step, state, entries), name="ipu_pipe saving", daemon=True)
         self._thread.start()
 
-    def _write(self, step: int, state: CheckpointState, facts: Mapping[str, Any]) -> None:
+    def _write(self, step: int, state: CheckpointState, entries: Mapping[str, Any]) -> None:
         try:
             if self._group is None:
-                self._written = checkpoint.save(self._folder, step, state.model, state.optimizer, facts)
+                self._written = checkpoint.save(self._folder, step, state.model, state.optimizer, entries)
             else:
                 # PopTorch's torch cannot import this module
                 from ipu_pipe.run.shards import save_shard
 
-                self._written = save_shard(self._folder, step, state, facts, self._group)
+                self._written = save_shard(self._folder, step, state, entries, self._group)
         # in the main thread this may be Ctrl-C
         except BaseException as error:
             self._error = error

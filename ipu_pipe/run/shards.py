@@ -25,19 +25,19 @@ from torch.distributed.checkpoint.storage import WriteResult
 from ipu_pipe.backends.interface import CheckpointState
 from ipu_pipe.backends.ranks import report_lost_rank
 from ipu_pipe.errors import RunFault
-from ipu_pipe.run.checkpoint import abandoned_after_fault, begin_step, finish_step, guard_step, write_tensors
+from ipu_pipe.run.checkpoint import begin_step, delete_after_fault, finish_step, guard_step, write_tensors
 
 KINDS = ("model", "optimizer")
 
 
-def save_shard(folder: Path, step: int, state: CheckpointState, facts: Mapping[str, Any], group: Any) -> Path:
+def save_shard(folder: Path, step: int, state: CheckpointState, entries: Mapping[str, Any], group: Any) -> Path:
     """Write this process's part of `folder/step-K`; return the folder when all processes of `group` have written their parts.
 
-    `facts`: entries of the manifest; rank 0's are written. Raise `RunFault` on all processes if one cannot write or is lost.
+    `entries`: entries of the manifest; rank 0's are written. Raise `RunFault` on all processes if one cannot write or is lost.
     """
     tensors = {f"{kind}.{name}": value for kind, part in zip(KINDS, state) for name, value in part.items()}
-    writer, planner = ShardWriter(folder, step, state.plain, facts), dcp.DefaultSavePlanner(flatten_state_dict=False)
-    with abandoned_after_fault(folder, step):
+    writer, planner = ShardWriter(folder, step, state.plain, entries), dcp.DefaultSavePlanner(flatten_state_dict=False)
+    with delete_after_fault(folder, step):
         try:
             with report_lost_rank():
                 dcp.save(tensors, storage_writer=writer, planner=planner, process_group=group)
@@ -53,8 +53,8 @@ class ShardWriter(dcp.StorageWriter):
     `plain`: the plain values of the process's optimizer state, which are written into the manifest.
     """
 
-    def __init__(self, folder: Path, step: int, plain: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
-        self._folder, self._step, self._plain, self._facts = folder, step, plain, facts
+    def __init__(self, folder: Path, step: int, plain: Mapping[str, Any], entries: Mapping[str, Any]) -> None:
+        self._folder, self._step, self._plain, self._entries = folder, step, plain, entries
 
     def reset(self, checkpoint_id: Any = None) -> None:
         """Do nothing: a writer writes one checkpoint."""
@@ -98,7 +98,7 @@ class ShardWriter(dcp.StorageWriter):
             files.update(result.storage_data[0])
             plain.update(result.storage_data[1])
         with guard_step(self._folder, self._step):
-            finish_step(self._folder, self._step, files, {**self._facts, "optimizer": plain})
+            finish_step(self._folder, self._step, files, {**self._entries, "optimizer": plain})
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:

@@ -6,65 +6,64 @@ docs/traces.md explains each figure.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Dict, List, Tuple, Union
+from typing import List, Tuple, Union
 
 from ipu_pipe.report.analysis.bottleneck import find_best_move, find_bottleneck
 from ipu_pipe.report.analysis.devices import find_span, measure_devices, measure_links, measure_memory
-from ipu_pipe.report.analysis.facts import read_run_facts
+from ipu_pipe.report.analysis.metadata import validate_metadata
 from ipu_pipe.report.analysis.stages import measure_stages, measure_staleness, sum_busy_by_device
+from ipu_pipe.report.analysis.text import Analysis
 from ipu_pipe.trace.events import Trace
 from ipu_pipe.trace.reading import read_trace
 
-Figures = Dict[str, Any]
 
-
-def analyze(trace: Trace, source: str) -> Figures:
+def analyze(trace: Trace, source: str) -> Analysis:
     """Return the figures of a trace that has events, as `tools/analyze.py --json` prints them.
 
     `source`: its path, for messages. Raise `BadInput` for damaged metadata.
     """
-    facts, events = read_run_facts(source, trace.metadata), trace.events
+    run, events = validate_metadata(source, trace.metadata), trace.events
     begin, end = find_span(events)
-    devices, overlap = measure_devices(events, facts.devices, (begin, end))
-    stages, stragglers = measure_stages(events, begin, facts.sum_flops())
+    devices, overlap = measure_devices(events, run.devices, (begin, end))
+    stages, stragglers = measure_stages(events, begin, run.sum_flops())
     links = measure_links(events)
     training_ns = sum(end - begin - device["outside_ns"] for device in devices)
     utilization = sum(device["busy_ns"] for device in devices) / training_ns if training_ns else None
     loads = sum_busy_by_device(stages)
-    figures: Figures = {
+    analysis: Analysis = {
         "source": source,
-        "method": facts.method,
-        "backend": facts.backend,
-        "modelled": bool(facts.modelled),
-        "why_modelled": facts.why_modelled,
+        "method": run.method,
+        "backend": run.backend,
+        "modelled": bool(run.modelled),
+        "why_modelled": run.why_modelled,
         "span_ns": end - begin,
         "begin_ns": begin,
         "devices": devices,
         "utilization": utilization,
         "bubble_fraction": None if utilization is None else 1 - utilization,
-        "planned_bubble_fraction": facts.planned_bubble_fraction,
+        "planned_bubble_fraction": run.planned_bubble_fraction,
         "stages": stages,
         "imbalance": 1 - sum(loads.values()) / len(loads) / max(loads.values()) if any(loads.values()) else None,
         "overlap": overlap,
         "bottleneck": None,
         "links": links,
-        "staleness": measure_staleness(events, facts.accumulate),
+        "staleness": measure_staleness(events, run.accumulate),
         "memory": measure_memory(trace.counters, events, begin),
         "stragglers": stragglers,
         "notes": [*trace.notes],
     }
-    figures["bottleneck"] = find_bottleneck(figures, loads, find_best_move(facts, stages, links), facts)
-    figures["notes"] += _list_notes(figures, facts.why_no_method)
-    return figures
+    analysis["bottleneck"] = find_bottleneck(analysis, loads, find_best_move(run, stages, links), run)
+    analysis["notes"] += _list_notes(analysis, run.why_no_method)
+    return analysis
 
 
-def read_and_analyze(run: Union[str, Path]) -> Tuple[Trace, Figures]:
+def read_and_analyze(run: Union[str, Path]) -> Tuple[Trace, Analysis]:
     """Return a run's trace and its figures; `run`: the run's folder, or a trace that `tools/analyze.py` reads."""
     trace = read_trace(Path(run))
     return trace, analyze(trace, str(run))
 
 
-def analyze_run(run: Union[str, Path]) -> Figures:
+def analyze_run(run: Union[str, Path]) -> Analysis:
     """Return the figures of a run's trace, as `tools/analyze.py --json` prints them.
 
     `run`: the run's folder, or a trace. Raise `BadInput` if it cannot be read.
@@ -72,12 +71,12 @@ def analyze_run(run: Union[str, Path]) -> Figures:
     return read_and_analyze(run)[1]
 
 
-def _list_notes(figures: Figures, why_no_method: str) -> List[str]:
-    least = min((link["latency_ns"]["min"] for link in figures["links"] if link["latency_ns"]), default=0)
+def _list_notes(analysis: Analysis, why_no_method: str) -> List[str]:
+    least = min((link["latency_ns"]["min"] for link in analysis["links"] if link["latency_ns"]), default=0)
     notes = (
         (why_no_method, why_no_method),
         (least < 0, f"the clocks of ranks disagree: a message arrived {-least} ns before it was sent"),
-        (not figures["links"], "no message has a source and a target: no links"),
-        (not figures["memory"], "no counters of memory"),
+        (not analysis["links"], "no message has a source and a target: no links"),
+        (not analysis["memory"], "no counters of memory"),
     )
     return [note for applies, note in notes if applies]

@@ -18,7 +18,7 @@ the units a, b, c with 1, 2 and 1 GFLOP, and stage 1 takes 2 ms for the unit d:
 from __future__ import annotations
 
 from itertools import product
-from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,8 +27,8 @@ from ipu_pipe.errors import BadInput
 from ipu_pipe.model.balance import find_best_cut
 from ipu_pipe.plan.batch_times import BatchTimes
 from ipu_pipe.report.analysis.devices import HOST
-from ipu_pipe.report.analysis.facts import RunFacts
-from ipu_pipe.report.analysis.text import describe_origin, format_share, format_time
+from ipu_pipe.report.analysis.metadata import RunMetadata
+from ipu_pipe.report.analysis.text import Analysis, Row, describe_origin, format_share, format_time
 from ipu_pipe.schedule.clock import Costs, Transfer, clock
 from ipu_pipe.schedule.methods import Pipeline
 from ipu_pipe.schedule.timelines import make_schedule
@@ -40,7 +40,6 @@ EVEN = 0.05
 NOTABLE = 0.05
 # the least gain for which another boundary is advised
 WORTHWHILE = 0.02
-Figures = Dict[str, Any]
 
 
 class Cause(NamedTuple):
@@ -52,34 +51,34 @@ class Cause(NamedTuple):
     do: str
 
 
-def find_bottleneck(figures: Figures, loads: Dict[int, float], move: Figures, facts: RunFacts) -> Optional[Figures]:
+def find_bottleneck(analysis: Analysis, loads: Dict[int, float], move: Row, run: RunMetadata) -> Optional[Row]:
     """Return the row of the analysis, None if no device computes. `why` and `do` are sentences without a full stop.
 
-    `figures`: of the rest of the analysis. `loads`: nanoseconds for a microbatch by device, empty where they are not known.
+    `analysis`: all but the bottleneck. `loads`: nanoseconds for a microbatch by device, empty where they are not known.
     `move`: of `find_best_move`.
     """
-    busy = {device["index"]: device["busy_ns"] for device in figures["devices"]}
+    busy = {device["index"]: device["busy_ns"] for device in analysis["devices"]}
     # without times for a microbatch the devices are compared by all that they computed
     by_device = loads or {device: float(ns) for device, ns in busy.items()}
     slowest = max(by_device, key=lambda device: (by_device[device], busy[device]), default=-1)
     if not by_device or not busy[slowest]:
         return None
-    stages = [stage for stage in figures["stages"] if slowest in stage["devices"]]
+    stages = [stage for stage in analysis["stages"] if slowest in stage["devices"]]
     stage = max(stages, key=lambda stage: stage["busy_ns"])["index"] if stages else None
-    cause = _find_time_outside(figures, slowest) or _find_slow_link(figures, loads, slowest) or _find_communication(figures)
+    cause = _find_time_outside(analysis, slowest) or _find_slow_link(analysis, loads, slowest) or _find_communication(analysis)
     if cause is None:
         unit = "for a microbatch" if loads else "in all"
         on_device = f" with stage {stage}" if stage is not None else ""
         others = ", ".join(str(other["index"]) for other in stages if other["index"] != stage)
         computes = f"device {slowest}{on_device}{others and f' (and {others})'} computes {format_time(by_device[slowest])} {unit}"
-        why = "; ".join([computes + _compare(slowest, by_device), *_explain(figures, slowest)])
-        cause = Cause(slowest, STAGE, why, _advise(figures, by_device, move, facts))
+        why = "; ".join([computes + _compare(slowest, by_device), *_explain(analysis, slowest)])
+        cause = Cause(slowest, STAGE, why, _advise(analysis, by_device, move, run))
     return {"stage": stage, **cause._asdict(), **move}
 
 
-def _find_time_outside(figures: Figures, slowest: int) -> Optional[Cause]:
+def _find_time_outside(analysis: Analysis, slowest: int) -> Optional[Cause]:
     """Return the time outside training as the cause, of the device `slowest`, if on a device it is more than half of the span."""
-    outside, span = max(figures["devices"], key=lambda device: device["outside_ns"]), figures["span_ns"]
+    outside, span = max(analysis["devices"], key=lambda device: device["outside_ns"]), analysis["span_ns"]
     if 2 * outside["outside_ns"] <= span:
         return None
     kinds = {kind: ns for kind, ns in outside["idle_in"].items() if kind != HOST and ns}
@@ -88,9 +87,9 @@ def _find_time_outside(figures: Figures, slowest: int) -> Optional[Cause]:
     return Cause(slowest, OUTSIDE, why, "evaluate or save less often (evaluate.every, checkpoint.every)")
 
 
-def _find_slow_link(figures: Figures, loads: Dict[int, float], slowest: int) -> Optional[Cause]:
+def _find_slow_link(analysis: Analysis, loads: Dict[int, float], slowest: int) -> Optional[Cause]:
     """Return the busiest link as the cause if a microbatch's messages take longer than its passes on the slowest device."""
-    link = max(figures["links"], key=lambda link: link["busy_ns_per_microbatch"] or 0.0, default=None)
+    link = max(analysis["links"], key=lambda link: link["busy_ns_per_microbatch"] or 0.0, default=None)
     if link is None or not loads or (link["busy_ns_per_microbatch"] or 0.0) <= loads[slowest]:
         return None
     why = (
@@ -102,13 +101,13 @@ def _find_slow_link(figures: Figures, loads: Dict[int, float], slowest: int) -> 
     return Cause(link["src"], LINK, why, do)
 
 
-def _find_communication(figures: Figures) -> Optional[Cause]:
+def _find_communication(analysis: Analysis) -> Optional[Cause]:
     """Return communication as the cause if all devices together spend more time on it than on computing."""
-    devices = figures["devices"]
+    devices = analysis["devices"]
     if sum(device["communication_ns"] for device in devices) <= sum(device["busy_ns"] for device in devices):
         return None
     talking = max(devices, key=lambda device: device["communication_ns"])
-    training_ns = figures["span_ns"] - talking["outside_ns"]
+    training_ns = analysis["span_ns"] - talking["outside_ns"]
     why = (
         f"messages under which nothing is computed take {format_share(talking['communication_ns'], training_ns)} of the "
         f"time of device {talking['index']}, and compute {format_share(talking['busy_ns'], training_ns)}"
@@ -127,17 +126,17 @@ def _compare(slowest: int, loads: Dict[int, float]) -> str:
     return f", {loads[slowest] / mean:.3g} times what the others do on average ({format_time(mean)})"
 
 
-def _explain(figures: Figures, slowest: int) -> Iterator[str]:
+def _explain(analysis: Analysis, slowest: int) -> Iterator[str]:
     """Yield further findings about a run whose bottleneck is the device `slowest`."""
-    devices, span = figures["devices"], figures["span_ns"]
+    devices, span = analysis["devices"], analysis["span_ns"]
     waiting = max(devices, key=lambda device: device["waits_for"].get(str(slowest), 0))
     waited = waiting["waits_for"].get(str(slowest))
     if waited:
         yield f"device {waiting['index']} waits for it {format_share(waited, span - waiting['outside_ns'])} of the time"
-    bubble, planned = figures["bubble_fraction"], figures["planned_bubble_fraction"]
+    bubble, planned = analysis["bubble_fraction"], analysis["planned_bubble_fraction"]
     if bubble is not None and planned is not None and len(devices) > 1:
         yield f"the bubble is {bubble:.1%}, the schedule's own {planned:.1%} (planned)"
-    worst = max(figures["stragglers"], key=lambda group: group["lost_ns"], default=None)
+    worst = max(analysis["stragglers"], key=lambda group: group["lost_ns"], default=None)
     if worst is not None and worst["lost_ns"] > NOTABLE * span:
         yield (
             f"{worst['count']} of stage {worst['stage']}'s passes ({worst['kind']}) take far longer than its others, in all "
@@ -148,19 +147,19 @@ def _explain(figures: Figures, slowest: int) -> Iterator[str]:
         yield f"no event accounts for {format_share(silent['idle_in'][HOST], span)} of device {silent['index']}'s span"
 
 
-def _advise(figures: Figures, loads: Dict[int, float], move: Figures, facts: RunFacts) -> str:
-    gain, even, planned = move["gain"], move["gain_if_balanced"], figures["planned_bubble_fraction"]
+def _advise(analysis: Analysis, loads: Dict[int, float], move: Row, run: RunMetadata) -> str:
+    gain, even, planned = move["gain"], move["gain_if_balanced"], analysis["planned_bubble_fraction"]
     if gain is not None and gain >= WORTHWHILE:
         pairs = enumerate(zip(move["move"]["begins_now"], move["move"]["begins_then"]))
         moves = " and ".join(f"stage {s} at {then} instead of {now}" for s, (now, then) in pairs if now != then)
         low, high = move["gain_range"]
         return (
             f"{'begin' if low > 0 else 'try to begin'} {moves}: {gain:.0%} more throughput, between {low:+.0%} and {high:+.0%} "
-            f"(predicted: each stage's {describe_origin(figures)} time is divided among its layers in proportion to their FLOPs; "
-            f"those of a stage may differ from that as much as stages do, {move['time_per_flop_ratio']:.2g} times; train for "
-            "some updates with the new boundary to confirm it)"
+            f"(predicted: each stage's {describe_origin(analysis)} time is divided among its layers in proportion to their "
+            f"FLOPs; those of a stage may differ from that as much as stages do, {move['time_per_flop_ratio']:.2g} times; "
+            "train for some updates with the new boundary to confirm it)"
         )
-    if len(figures["devices"]) == 1:
+    if len(analysis["devices"]) == 1:
         return "one device: more stages, or a smaller model"
     if max(loads.values()) > (1 + EVEN) * sum(loads.values()) / len(loads):
         if gain is not None:
@@ -170,7 +169,7 @@ def _advise(figures: Figures, loads: Dict[int, float], move: Figures, facts: Run
             f"move work away from it: if all stages took equally long, {hope} "
             f"(which boundary is not known: {move['why_no_gain']})"
         )
-    if planned is not None and planned > 0.1 and facts.known_method is not None and facts.known_method.flushes:
+    if planned is not None and planned > 0.1 and run.known_method is not None and run.known_method.flushes:
         return "more microbatches an update, or a method that does not drain the pipeline"
     return "stages are even: faster devices, or more of them"
 
@@ -186,7 +185,6 @@ MOST_PLAYED = 1 << 14
 # the most stages whose times are varied
 MOST_VARIED = 8
 FloatArray = NDArray[np.float64]
-Row = Dict[str, Any]
 
 
 class Measured(NamedTuple):
@@ -226,7 +224,7 @@ class Measured(NamedTuple):
             yield [np.add.reduceat(times, starts) for times in self.estimate_unit_times(scale)]
 
 
-def find_best_move(facts: RunFacts, stages: Sequence[Row], links: Sequence[Row]) -> Row:
+def find_best_move(run: RunMetadata, stages: Sequence[Row], links: Sequence[Row]) -> Row:
     """Compare the cut whose slowest stage is the fastest possible with the cut of the run.
 
     Return keys of the analysis's row of the bottleneck. `gain`: how much throughput the other cut adds (0.25: a quarter), by the
@@ -235,11 +233,11 @@ def find_best_move(facts: RunFacts, stages: Sequence[Row], links: Sequence[Row])
     gain by `Measured.vary_stage_times` with the ratio `time_per_flop_ratio`.
     """
     answer: Row = dict.fromkeys(("gain", "gain_range", "time_per_flop_ratio", "why_no_gain", "gain_if_balanced", "move"))
-    answer["why_no_gain"] = _find_missing(facts, stages)
+    answer["why_no_gain"] = _find_missing(run, stages)
     if answer["why_no_gain"]:
         return answer
     forward, backward = (np.array([stage[key] for stage in stages], np.float64) for key in ("forward_ns", "backward_ns"))
-    play = _make_player(facts, stages, links)
+    play = _make_player(run, stages, links)
     try:
         time_now = play(forward, backward)
         time_if_even = play(np.full(len(stages), forward.mean()), np.full(len(stages), backward.mean()))
@@ -247,7 +245,7 @@ def find_best_move(facts: RunFacts, stages: Sequence[Row], links: Sequence[Row])
     except BadInput as error:
         return {**answer, "why_no_gain": f"the schedule cannot be rebuilt: {error.faults[0]}"}
     answer["gain_if_balanced"] = time_now / time_if_even - 1
-    units = facts.units or []
+    units = run.units or []
     stage_of_unit = np.array([unit.stage for unit in units], np.int64)
     if (np.diff(stage_of_unit) < 0).any() or set(stage_of_unit.tolist()) != set(range(len(stages))):
         why = "units are not in the order of its stages" if units else "model's units are not in it"
@@ -273,42 +271,42 @@ def find_best_move(facts: RunFacts, stages: Sequence[Row], links: Sequence[Row])
     return {**answer, "gain": gains[0], "gain_range": [min(gains), max(gains)], "time_per_flop_ratio": ratio, "move": move}
 
 
-def _find_missing(facts: RunFacts, stages: Sequence[Row]) -> Optional[str]:
+def _find_missing(run: RunMetadata, stages: Sequence[Row]) -> Optional[str]:
     """Return the first reason why cuts cannot be played; None without any."""
-    count, devices = len(stages), facts.device_of_stage or []
-    has_all = [stage["index"] for stage in stages] == list(range(count)) and (facts.stages or count) == count
-    most = MOST_PLANNED if facts.known_method is None or facts.known_method.order is None else MOST_PLAYED
+    count, devices = len(stages), run.device_of_stage or []
+    has_all = [stage["index"] for stage in stages] == list(range(count)) and (run.stages or count) == count
+    most = MOST_PLANNED if run.known_method is None or run.known_method.order is None else MOST_PLAYED
     without_times = any(not stage["forward_ns"] or stage["backward_ns"] is None for stage in stages)
     reasons = (
-        (facts.known_method is None, facts.why_no_method),
-        (not facts.accumulate, "the trace does not say how many microbatches an update has"),
+        (run.known_method is None, run.why_no_method),
+        (not run.accumulate, "the trace does not say how many microbatches an update has"),
         (not has_all, "the trace does not hold all stages"),
         (bool(devices) and len(devices) != count, "the trace does not say the device of each stage"),
-        (not _knows_order(facts), "several stages share a device, and the order of its passes is not known"),
+        (not _knows_order(run), "several stages share a device, and the order of its passes is not known"),
         (without_times, "the trace does not hold forwards and backwards of all stages"),
         (count == 1, "there is one stage"),
-        (count * (facts.accumulate or 0) > most, f"updates of more than {most} passes are not played"),
+        (count * (run.accumulate or 0) > most, f"updates of more than {most} passes are not played"),
         (count > MOST_STAGES, f"more than {MOST_STAGES} stages are not played"),
     )
     return next((why for applies, why in reasons if applies), None)
 
 
-def _knows_order(facts: RunFacts) -> bool:
+def _knows_order(run: RunMetadata) -> bool:
     """Return whether devices have one stage each, or a method by device that drains says what they do in which order."""
-    method, devices = facts.known_method, facts.device_of_stage or []
+    method, devices = run.known_method, run.device_of_stage or []
     if method is None or method.order is None:
         return len(set(devices)) == len(devices)
     return method.flushes and method.pipeline is not Pipeline.ROWS and list(method.order.place(len(devices))) == devices
 
 
 def _make_player(
-    facts: RunFacts, stages: Sequence[Row], links: Sequence[Row]
+    run: RunMetadata, stages: Sequence[Row], links: Sequence[Row]
 ) -> Callable[[FloatArray, FloatArray], float]:
     """Return a function from the times of forwards and backwards (P,) to the time of an update, by the run's schedule."""
-    method, accumulate = facts.known_method, facts.accumulate
+    method, accumulate = run.known_method, run.accumulate
     assert method is not None and accumulate is not None
     update = [stage["update_ns"] or 0.0 for stage in stages]
-    devices = facts.device_of_stage or [stage["devices"][0] for stage in stages]
+    devices = run.device_of_stage or [stage["devices"][0] for stage in stages]
     latency: Dict[Tuple[int, int], float] = {}
     for link in links:
         if link["latency_ns"]:

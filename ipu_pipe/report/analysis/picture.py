@@ -38,7 +38,7 @@ _NUMBERED = tuple(kind for kind in COMPUTE if kind not in (UNSPECIFIED, Kind.UPD
 Window = Tuple[int, int]
 
 
-def draw_timeline(file: Path, trace: Trace, figures: Dict[str, Any]) -> None:
+def draw_timeline(file: Path, trace: Trace, analysis: Dict[str, Any]) -> None:
     """Write a PNG. Raise `BadInput` if matplotlib is missing, `RunFault` if the disk refuses."""
     check_plots()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -46,21 +46,21 @@ def draw_timeline(file: Path, trace: Trace, figures: Dict[str, Any]) -> None:
 
     begin, end = choose_window(trace.events)
     # times count from the span's begin
-    start_ns = figures["begin_ns"]
+    start_ns = analysis["begin_ns"]
     shown = trace.events.select((trace.events.start < end) & (trace.events.end > begin))
     shown = shown._replace(start=shown.start - start_ns, end=shown.end - start_ns)
     window = begin - start_ns, end - start_ns
-    devices, memory = figures["devices"][:MOST_DEVICES], figures["memory"][:MOST_DEVICES]
+    devices, memory = analysis["devices"][:MOST_DEVICES], analysis["memory"][:MOST_DEVICES]
     heights = [1.3 + min(0.42 * len(devices), 8.0), *([2.0] if memory else [])]
     drawing = Figure(figsize=(11, sum(heights)), layout="constrained")
     FigureCanvasAgg(drawing)
     axes = drawing.subplots(len(heights), 1, squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]
     _draw_devices(axes[0], shown, devices, window)
     if memory:
-        _draw_memory(axes[1], memory, window, figures["span_ns"])
+        _draw_memory(axes[1], memory, window, analysis["span_ns"])
     for panel in axes:
         panel.tick_params(labelsize=8)
-    drawing.suptitle(_format_title(figures, window), fontsize=10)
+    drawing.suptitle(_format_title(analysis, window), fontsize=10)
     with atomic_file(file) as temporary:
         drawing.savefig(temporary, dpi=100, format="png")
 
@@ -75,16 +75,16 @@ def choose_window(events: Events) -> Window:
     return int(starts[middle - half]), int(starts[middle + half - 1]) + 1
 
 
-def _format_title(figures: Dict[str, Any], window: Window) -> str:
-    is_whole = window == (0, figures["span_ns"])
+def _format_title(analysis: Dict[str, Any], window: Window) -> str:
+    is_whole = window == (0, analysis["span_ns"])
     part = "all of" if is_whole else f"{format_time(window[0])} to {format_time(window[1])} of"
-    stages = f" on {len(figures['stages'])} stages" if figures["stages"] else ""
-    planned = figures["planned_bubble_fraction"]
+    stages = f" on {len(analysis['stages'])} stages" if analysis["stages"] else ""
+    planned = analysis["planned_bubble_fraction"]
     bound = "" if planned is None else f", schedule's own {format_percent(planned)} (planned)"
-    name, method = Path(figures["source"]).name or figures["source"], figures["method"] or "a trace"
+    name, method = Path(analysis["source"]).name or analysis["source"], analysis["method"] or "a trace"
     title = (
-        f"{name}: {method}{stages}, {part} {format_time(figures['span_ns'])} ({describe_origin(figures)})\n"
-        f"devices busy {format_percent(figures['utilization'])}, bubble {format_percent(figures['bubble_fraction'])}{bound}"
+        f"{name}: {method}{stages}, {part} {format_time(analysis['span_ns'])} ({describe_origin(analysis)})\n"
+        f"devices busy {format_percent(analysis['utilization'])}, bubble {format_percent(analysis['bubble_fraction'])}{bound}"
     )
     return escape_lines(title).replace("$", r"\$")
 

@@ -8,7 +8,9 @@ from ipu_pipe.text import escape_lines, format_bytes
 
 # the most rows of a table
 MOST_ROWS = 16
-Figures = Dict[str, Any]
+# the figures of a trace, by the keys of `tools/analyze.py --json`, and a row of one of its lists
+Analysis = Dict[str, Any]
+Row = Dict[str, Any]
 
 PARTS = ("busy_ns", "communication_ns", "wait_ns", "ramp_up_ns", "ramp_down_ns", "idle_ns")
 DEVICE_HEAD = (
@@ -45,27 +47,27 @@ def format_percent(value: Optional[float]) -> str:
     return "-" if value is None else f"{value:.1%}"
 
 
-def describe_origin(figures: Figures) -> str:
+def describe_origin(analysis: Analysis) -> str:
     """Return whether the times of an analysis were modelled or measured."""
-    return "modelled" if figures["modelled"] else "measured"
+    return "modelled" if analysis["modelled"] else "measured"
 
 
 def _format_size(size: Optional[float]) -> str:
     return "-" if size is None else format_bytes(size)
 
 
-def _format_lag(lag: Optional[Figures]) -> str:
+def _format_lag(lag: Optional[Row]) -> str:
     return "-" if lag is None else f"{lag['mean']:.3g} (max {lag['greatest']})"
 
 
 # ---- one analysis
 
 
-def format_analysis(figures: Figures) -> str:
+def format_analysis(analysis: Analysis) -> str:
     """Format all figures for a terminal."""
     tables = (_format_devices, _format_stages, _format_links, _format_memory, _format_stragglers)
-    blocks = [_format_head(figures), _format_answer(figures), *(form(figures) for form in tables)]
-    blocks.append([f"note: {note}" for note in figures["notes"]])
+    blocks = [_format_head(analysis), _format_answer(analysis), *(form(analysis) for form in tables)]
+    blocks.append([f"note: {note}" for note in analysis["notes"]])
     return escape_lines("\n\n".join("\n".join(block) for block in blocks if block))
 
 
@@ -81,17 +83,17 @@ def format_table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int =
     return lines + ([f"... and {len(rows) - most} more"] if len(rows) > most else [])
 
 
-def _format_head(figures: Figures) -> List[str]:
-    stages = f"{len(figures['stages'])} stages, " if figures["stages"] else ""
+def _format_head(analysis: Analysis) -> List[str]:
+    stages = f"{len(analysis['stages'])} stages, " if analysis["stages"] else ""
     line = (
-        f"{figures['source']}: {figures['method'] or 'unknown method'}, {stages}{len(figures['devices'])} devices, "
-        f"{format_time(figures['span_ns'])}, {describe_origin(figures)}"
+        f"{analysis['source']}: {analysis['method'] or 'unknown method'}, {stages}{len(analysis['devices'])} devices, "
+        f"{format_time(analysis['span_ns'])}, {describe_origin(analysis)}"
     )
-    return [line] + ([f"modelled: {figures['why_modelled']}"] if figures["why_modelled"] else [])
+    return [line] + ([f"modelled: {analysis['why_modelled']}"] if analysis["why_modelled"] else [])
 
 
-def _format_answer(figures: Figures) -> List[str]:
-    worst = figures["bottleneck"]
+def _format_answer(analysis: Analysis) -> List[str]:
+    worst = analysis["bottleneck"]
     if worst is None:
         return ["no device computes anything"]
     device = f"device {worst['device']}"
@@ -102,24 +104,24 @@ def _format_answer(figures: Figures) -> List[str]:
         "outside": "what is outside of training",
     }[worst["what"]]
     why = "\n       ".join(worst["why"].split("; "))
-    planned, overlap = figures["planned_bubble_fraction"], figures["overlap"]
+    planned, overlap = analysis["planned_bubble_fraction"], analysis["overlap"]
     bound = "" if planned is None else f"; the schedule alone leaves {format_percent(planned)} (planned)"
     lines = [
         f"What holds it up: {place}",
         f"  why: {why}",
         f"  do:  {worst['do']}",
-        f"Devices are busy {format_percent(figures['utilization'])} of their time, "
-        f"bubble {format_percent(figures['bubble_fraction'])} ({describe_origin(figures)}){bound}",
+        f"Devices are busy {format_percent(analysis['utilization'])} of their time, "
+        f"bubble {format_percent(analysis['bubble_fraction'])} ({describe_origin(analysis)}){bound}",
     ]
     if overlap["communication_ns"]:
         lines.append(f"Of the communication, {format_percent(overlap['share'])} is hidden under compute")
     return lines
 
 
-def _format_devices(figures: Figures) -> List[str]:
-    span, rows = figures["span_ns"], []
-    shared = any(len(d["stages"]) > 1 for d in figures["devices"])
-    for d in figures["devices"]:
+def _format_devices(analysis: Analysis) -> List[str]:
+    span, rows = analysis["span_ns"], []
+    shared = any(len(d["stages"]) > 1 for d in analysis["devices"])
+    for d in analysis["devices"]:
         waits = sorted(d["waits_for"].items(), key=lambda item: -item[1])
         most = ", ".join(f"{device} {format_share(ns, span)}" for device, ns in waits[:3])
         kinds = ", ".join(f"{kind} {format_share(ns, span)}" for kind, ns in d["idle_in"].items() if ns)
@@ -129,9 +131,9 @@ def _format_devices(figures: Figures) -> List[str]:
     return format_table([DEVICE_HEAD[0], *["busy in stage"] * shared, *DEVICE_HEAD[1:]], rows)
 
 
-def _format_stages(figures: Figures) -> List[str]:
-    staleness, rows = {row["stage"]: row for row in figures["staleness"]}, []
-    for s in figures["stages"]:
+def _format_stages(analysis: Analysis) -> List[str]:
+    staleness, rows = {row["stage"]: row for row in analysis["staleness"]}, []
+    for s in analysis["stages"]:
         stale, rate = staleness.get(s["index"], {}), s["flops_per_second"]
         rows.append([
             str(s["index"]),
@@ -141,14 +143,14 @@ def _format_stages(figures: Figures) -> List[str]:
             *(_format_lag(stale.get(key)) for key in ("forward_versions", "backward_versions")),
             format_time((stale.get("time_ns") or {}).get("median")),
         ])  # fmt: skip
-    is_split = any(s[key] is not None for s in figures["stages"] for key in HALVES.values())
+    is_split = any(s[key] is not None for s in analysis["stages"] for key in HALVES.values())
     table = [[cell for cell, name in zip(row, STAGE_HEAD) if is_split or name not in HALVES] for row in (STAGE_HEAD, *rows)]
-    return format_table(table[0], table[1:] if any(s["microbatches"] for s in figures["stages"]) else [])
+    return format_table(table[0], table[1:] if any(s["microbatches"] for s in analysis["stages"]) else [])
 
 
-def _format_links(figures: Figures) -> List[str]:
+def _format_links(analysis: Analysis) -> List[str]:
     rows = []
-    for link in figures["links"]:
+    for link in analysis["links"]:
         latency = link["latency_ns"] or {}
         rows.append([
             f"{link['src']} -> {link['dst']}", link["carries"], str(link["messages"]), _format_size(link["bytes"]),
@@ -157,19 +159,19 @@ def _format_links(figures: Figures) -> List[str]:
     return format_table(LINK_HEAD, rows, left=2)
 
 
-def _format_memory(figures: Figures) -> List[str]:
-    names = list(dict.fromkeys(name for row in figures["memory"] for name in row["categories"]))
+def _format_memory(analysis: Analysis) -> List[str]:
+    names = list(dict.fromkeys(name for row in analysis["memory"] for name in row["categories"]))
     rows = [
         [str(row["device"]), format_bytes(row["peak_bytes"]), format_time(row["at_ns"]),
          *(_format_size(row["categories"].get(name)) for name in names), str(len(row["microbatches"]))]
-        for row in figures["memory"]
+        for row in analysis["memory"]
     ]  # fmt: skip
     return format_table(["device", "peak", "at", *names, "microbatches"], rows)
 
 
-def _format_stragglers(figures: Figures) -> List[str]:
+def _format_stragglers(analysis: Analysis) -> List[str]:
     rows = []
-    for group in sorted(figures["stragglers"], key=lambda group: -group["lost_ns"]):
+    for group in sorted(analysis["stragglers"], key=lambda group: -group["lost_ns"]):
         worst = group["longest"][0]
         rows.append([
             str(group["stage"]), group["kind"], str(group["count"]), format_time(group["lost_ns"]),
@@ -204,9 +206,9 @@ def list_numbers(value: Any, name: str = "") -> Iterator[Tuple[str, float]]:
                 yield from list_numbers(inner, f"{name}[{identity}]")
 
 
-def compute_differences(figures: Figures, other: Figures) -> List[Figures]:
+def compute_differences(analysis: Analysis, other: Analysis) -> List[Row]:
     """Return a row for each figure: its name, both values (null if missing), and the first minus the second."""
-    first, second = dict(list_numbers(figures)), dict(list_numbers(other))
+    first, second = dict(list_numbers(analysis)), dict(list_numbers(other))
     return [
         {
             "name": name, "this": first.get(name), "other": second.get(name),
@@ -216,14 +218,14 @@ def compute_differences(figures: Figures, other: Figures) -> List[Figures]:
     ]  # fmt: skip
 
 
-def format_comparison(figures: Figures, other: Figures) -> str:
+def format_comparison(analysis: Analysis, other: Analysis) -> str:
     """Format the differences of two analyses as a table."""
     rows = []
-    for row in compute_differences(figures, other):
+    for row in compute_differences(analysis, other):
         known = row["difference"] is not None and row["other"]
         share = f"{row['difference'] / abs(row['other']):+.1%}" if known else "-"
         rows.append((row["name"], *(_format_value(row[key]) for key in ("this", "other", "difference")), share))
-    lines = [f"{name} {f['source']} ({describe_origin(f)})" for name, f in (("this: ", figures), ("other:", other))]
+    lines = [f"{name} {f['source']} ({describe_origin(f)})" for name, f in (("this: ", analysis), ("other:", other))]
     lines += ["", *format_table(("", "this", "other", "this - other", "of other"), rows, left=1, most=len(rows))]
     return escape_lines("\n".join(lines))
 

@@ -1,4 +1,4 @@
-"""Validate the metadata of a trace file and resolve its method."""
+"""The metadata of a run's trace: which keys it may have, and the method whose schedule it names."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Flops = Annotated[float, Field(ge=0, lt=1e30)]
 Device = Annotated[int, Field(ge=0, lt=1 << 20)]
 
 
-class UnitFacts(BaseModel):
+class UnitMetadata(BaseModel):
     """A unit of the model (`ipu_pipe.trace.events.UnitRow`)."""
 
     model_config = ConfigDict(strict=True)
@@ -29,8 +29,8 @@ class UnitFacts(BaseModel):
     backward_flops: Flops
 
 
-class RunFacts(BaseModel):
-    """Run metadata; None if absent. See `ipu_pipe.job.record.make_trace_metadata`."""
+class RunMetadata(BaseModel):
+    """The metadata that `ipu_pipe.job.record.make_trace_metadata` writes; None if absent. Other tools' traces have none."""
 
     model_config = ConfigDict(strict=True)
     method: Optional[str] = None
@@ -44,24 +44,24 @@ class RunFacts(BaseModel):
     device_of_stage: Optional[List[Device]] = None
     gradients_cross: Optional[bool] = None
     planned_bubble_fraction: Optional[Annotated[float, Field(ge=0, lt=1 << 31)]] = None
-    units: Optional[List[UnitFacts]] = None
+    units: Optional[List[UnitMetadata]] = None
     _resolved: Tuple[Optional[Method], str] = PrivateAttr((None, ""))
 
     @property
     def known_method(self) -> Optional[Method]:
-        """Return the method; None if its schedule cannot be rebuilt, for the reason `why_no_method`."""
+        """The method; None if its schedule cannot be rebuilt, for the reason `why_no_method`."""
         return self._resolved[0]
 
     @property
     def why_no_method(self) -> str:
-        """Return why the method's schedule cannot be rebuilt."""
+        """The reason why the method's schedule cannot be rebuilt."""
         return self._resolved[1]
 
     @property
     def devices(self) -> List[int]:
-        """Return all devices of the run."""
-        first = sorted(set(self.device_of_stage or ()))
-        return [device + replica * len(first) for replica in range(self.replicas or 1) for device in first]
+        """All devices of the run, those of the first replica first."""
+        of_replica = sorted(set(self.device_of_stage or ()))
+        return [device + replica * len(of_replica) for replica in range(self.replicas or 1) for device in of_replica]
 
     def sum_flops(self) -> Dict[int, float]:
         """Return each stage's FLOPs of a microbatch, forward and backward."""
@@ -72,33 +72,36 @@ class RunFacts(BaseModel):
         return flops_by_stage
 
 
-def read_run_facts(where: Any, metadata: Mapping[str, Any]) -> RunFacts:
-    """Validate metadata. Raise `BadInput`, one line per fault, for values that no run writes."""
+def validate_metadata(source: str, metadata: Mapping[str, Any]) -> RunMetadata:
+    """Validate a trace's metadata and resolve its method. Raise `BadInput`, one line per fault, for values that no run writes.
+
+    `source`: the trace's path, for the faults.
+    """
     try:
-        facts = RunFacts.model_validate(dict(metadata))
+        run = RunMetadata.model_validate(dict(metadata))
     except ValidationError as error:
         faults = {str(fault["loc"][0]): f"{show(fault['input'])}: {fault['msg']}" for fault in error.errors()}
-        raise BadInput([f"{where}: metadata: {key}: {fault}" for key, fault in faults.items()]) from None
-    devices = len(set(facts.device_of_stage or ()))
-    if (facts.replicas or 1) * devices > MOST_DEVICES:
+        raise BadInput([f"{source}: metadata: {key}: {fault}" for key, fault in faults.items()]) from None
+    devices = len(set(run.device_of_stage or ()))
+    if (run.replicas or 1) * devices > MOST_DEVICES:
         raise BadInput(
-            f"{where}: metadata: replicas: {facts.replicas}: must be at most {MOST_DEVICES} devices, {devices} per replica"
+            f"{source}: metadata: replicas: {run.replicas}: must be at most {MOST_DEVICES} devices, {devices} per replica"
         )
-    facts._resolved = _resolve(facts)
-    return facts
+    run._resolved = _resolve(run)
+    return run
 
 
-def _resolve(facts: RunFacts) -> Tuple[Optional[Method], str]:
-    if facts.method is None:
+def _resolve(run: RunMetadata) -> Tuple[Optional[Method], str]:
+    if run.method is None:
         return None, "the trace does not say its method"
-    args = facts.method_args or {}
+    args = run.method_args or {}
     try:
         known = MethodArgs.model_validate(args).model_dump(exclude_none=True)
-        devices = facts.device_of_stage or [0]
-        order = resolve_method(facts.method).order
+        devices = run.device_of_stage or [0]
+        order = resolve_method(run.method).order
         if order is not None and not order.fixed:
             known["stages_per_device"] = len(devices) // len(set(devices))
-        return resolve_method(facts.method, known), ""
+        return resolve_method(run.method, known), ""
     except BadInput as error:
         return None, f"the method's schedule cannot be rebuilt: {error.faults[0]}"
     except ValidationError:
