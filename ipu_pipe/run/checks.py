@@ -96,8 +96,8 @@ def _find_conflicts(job: Job) -> Dict[str, Any]:
         f"method_args.outer: an evaluation, a checkpoint or the end comes after {unsynchronized} steps, it must come after a "
         f"multiple of {interval}, when replicas synchronize (evaluate.steps, evaluate.every, checkpoint.every, steps)":
             unsynchronized is not None,
-        f"method_args.block_accumulation: {unapplied[0]}: an evaluation or checkpoint comes after {unapplied[1]} updates, it must "
-        "come after a multiple, when no gathered gradient is left (evaluate.every, checkpoint.every, steps)": unapplied[0],
+        f"method_args.block_accumulation: {unapplied[0]}: an evaluation or checkpoint comes after {unapplied[1]} updates, it "
+        "must come after a multiple, when no gathered gradient is left (evaluate.every, checkpoint.every, steps)": unapplied[0],
     }  # fmt: skip
     for key in ("block_rates", "block_accumulation", "head"):
         value = args.get(key)
