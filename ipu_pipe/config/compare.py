@@ -11,15 +11,15 @@ from ipu_pipe.config.load import dump_yaml
 from ipu_pipe.config.schema import Config
 from ipu_pipe.schedule.methods import METHODS
 
-# the optimizer is described when it is made, so it is compared then
-MADE_LATER = "given.optimizer"
+# not compared here: a run describes an optimizer from Python when it is made
+DESCRIBED_LATER = "given.optimizer"
 
 
 class Role(Enum):
     """The role of a config's key for a resumed run."""
 
     DECIDES = "the numbers depend on it: it is in every checkpoint's manifest and may not change"
-    KEPT = "no number depends on it, but it may not change either"
+    FIXED = "no number depends on it, but it may not change either"
     GROWS = "how long the run is: may grow"
     FREE = "where it runs and what it writes: may change"
 
@@ -28,7 +28,7 @@ ROLES: Dict[str, Role] = {
     **dict.fromkeys(("model", "data", "loss", "given", "init_from", "seed", "precision"), Role.DECIDES),
     **dict.fromkeys(("method", "method_args", "optimizer", "lr_schedule", "clip"), Role.DECIDES),
     **dict.fromkeys(("micro_batch_size", "gradient_accumulation", "replicas"), Role.DECIDES),
-    **dict.fromkeys(("recompute", "allow_nonfinite", "stages_per_device", "ema"), Role.KEPT),
+    **dict.fromkeys(("recompute", "allow_nonfinite", "stages_per_device", "ema"), Role.FIXED),
     **dict.fromkeys(("steps", "epochs"), Role.GROWS),
     **dict.fromkeys(("backend", "reduction", "stages", "hardware", "evaluate", "checkpoint", "log"), Role.FREE),
     **dict.fromkeys(("metrics", "callbacks", "early_stopping"), Role.FREE),
@@ -64,11 +64,11 @@ def keep_recorded_choices(old: Config, new: Config) -> Config:
     """
     if "micro_batch_size" not in new.model_fields_set:
         new = new.model_copy(update={"micro_batch_size": old.micro_batch_size})
-    by = new.stages.get("by") if isinstance(new.stages, dict) else None
-    count = len(old.stages) + 1 if isinstance(old.stages, list) else old.stages
-    chosen = new.stages == "auto" or (by in ("time", "hardware") and count == new.stages["count"])
-    again = by != "time" and (new.hardware != old.hardware or new.backend.name == "distributed")
-    if chosen and not again and (isinstance(old.stages, list) or old.stages == 1):
+    balanced_by = new.stages.get("by") if isinstance(new.stages, dict) else None
+    old_count = len(old.stages) + 1 if isinstance(old.stages, list) else old.stages
+    run_chooses = new.stages == "auto" or (balanced_by in ("time", "hardware") and old_count == new.stages["count"])
+    plans_again = balanced_by != "time" and (new.hardware != old.hardware or new.backend.name == "distributed")
+    if run_chooses and not plans_again and (isinstance(old.stages, list) or old.stages == 1):
         new = new.model_copy(update={"stages": old.stages})
     method = METHODS[new.method]
     key = "blocks" if method.structure is not None else "replicas" if method.rounds is not None else None
@@ -86,7 +86,7 @@ def find_role(key: str, method: str) -> Role:
     top = inner.partition(".")[0] if top == "given" and ROLES.get(inner.partition(".")[0]) is Role.FREE else top
     if top == "stages" and method in METHODS and METHODS[method].structure is not None:
         return Role.DECIDES
-    return ROLES.get(top, Role.KEPT)
+    return ROLES.get(top, Role.FIXED)
 
 
 def select_deciding(resolved: Mapping[str, Any]) -> Dict[str, Any]:
@@ -129,7 +129,7 @@ def classify_changes(old: Config, new: Config) -> Changes:
     """Return the differences of `new` from `old` for a resumed run."""
     refused, free, longer = [], [], False
     for key, before, after in list_changes(flatten(old.to_dict()), flatten(new.to_dict())):
-        if key.startswith(MADE_LATER):
+        if key.startswith(DESCRIBED_LATER):
             continue
         change, role = f"{key}: {show_value(before)} -> {show_value(after)}", find_role(key, old.method)
         shrinks = isinstance(before, int) and isinstance(after, int) and after < before

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from ipu_pipe.text import find_alias, find_nearest, show
 
 MOST_FAULTS = 50
-# keys that only a run writes
+# keys that only a run writes, never a user
 WRITTEN = ("given",)
 # other names of keys -> key of a run's config
 KEYS_ALSO_CALLED = {
@@ -33,27 +33,29 @@ KEYS_ALSO_CALLED = {
     "num_warmup_steps": "lr_schedule.warmup_steps", "learning_rate": "optimizer.lr", "criterion": "loss",
     "dataset": "data", "metric": "metrics", "random_seed": "seed", "resume": "--resume", "dp_size": "replicas",
 }  # fmt: skip
-# type of a plain value given for a section -> the keys of the section that it may be meant for, the likeliest first
-MEANT = {str: ("entry", "name"), int: ("norm", "every"), float: ("norm", "every")}
-# pydantic's types of faults whose messages are replaced
-WORDS = {
+# type of a plain value in place of a section -> the keys of the section that it may be meant for, the likeliest first
+LIKELY_KEYS = {str: ("entry", "name"), int: ("norm", "every"), float: ("norm", "every")}
+# pydantic's type of a fault -> the message in place of pydantic's
+MESSAGES = {
     **dict.fromkeys(("dict_type", "model_type", "model_attributes_type"), "must be a mapping of keys to values"),
     **dict.fromkeys(("string_type", "invalid_key"), "must be text"),
     **dict.fromkeys(("int_type", "int_from_float", "int_parsing"), "must be a whole number"),
     "bool_type": "must be true or false", "missing": "must be given",
 }  # fmt: skip
-BOUNDS = {"greater_than_equal": "ge", "greater_than": "gt", "less_than_equal": "le", "less_than": "lt"}
-SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+# pydantic's type of a fault -> the bound's name in its context, and its sign
+BOUNDS = {
+    "greater_than_equal": ("ge", ">="), "greater_than": ("gt", ">"), "less_than_equal": ("le", "<="), "less_than": ("lt", "<"),
+}  # fmt: skip
 Schema = Type[BaseModel]
 
 
 def format_faults(
-    details: Sequence[Any], origins: Mapping[str, str], place: str, schema: Schema, forms: Mapping[str, Schema]
+    details: Sequence[Any], origins: Mapping[str, str], default_origin: str, schema: Schema, forms: Mapping[str, Schema]
 ) -> List[str]:
     """Return a line for each of pydantic's faults, the first `MOST_FAULTS` of them.
 
     details: of a `ValidationError` of `schema`.
-    origins: key with dots -> the file or option that it came from; `place`: used if that is not known.
+    origins: key with dots -> the file or option that it came from; `default_origin`: used if that is not known.
     forms: the sections of keys whose types do not say which section they hold.
     """
     faults = []
@@ -69,15 +71,16 @@ def format_faults(
             near = find_alias(value, re.findall("'(.*?)'", message))
             message = message.replace("'", "") + (f"; did you mean {near}?" if near else "")
         elif kind in BOUNDS:
-            bound = context[BOUNDS[kind]]
-            message = f"must be {SIGNS[BOUNDS[kind]]} {f'{bound:g}' if isinstance(bound, float) else bound}"
-        elif kind in WORDS:
-            message = WORDS[kind] + (_suggest_section(parts, value, schema) if kind.startswith("model_") else "")
+            name, sign = BOUNDS[kind]
+            bound = context[name]
+            message = f"must be {sign} {f'{bound:g}' if isinstance(bound, float) else bound}"
+        elif kind in MESSAGES:
+            message = MESSAGES[kind] + (_suggest_section(parts, value, schema) if kind.startswith("model_") else "")
         key = ".".join(parts)
         shown = "missing" if kind == "missing" else show_value(value)
-        faults.append(f"{find_origin(key, origins, place)}: {show(key)}: {shown}: {message}")
+        faults.append(f"{find_origin(key, origins, default_origin)}: {show(key)}: {shown}: {message}")
     more = len(details) - len(faults)
-    return faults + ([f"{place}: {more} more such faults"] if more else [])
+    return faults + ([f"{default_origin}: {more} more such faults"] if more else [])
 
 
 def show_value(value: Any) -> str:
@@ -85,18 +88,18 @@ def show_value(value: Any) -> str:
     return {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else show(value)
 
 
-def find_origin(key: str, origins: Mapping[str, str], place: str) -> str:
-    """Return the source of the value of `key`, or of its section; `place` if it is not known."""
+def find_origin(key: str, origins: Mapping[str, str], default: str) -> str:
+    """Return the file or option that `key`, or its section, came from; `default` if it is not known."""
     while key and key not in origins:
         key = key.rpartition(".")[0]
-    return origins.get(key, place) or place
+    return origins.get(key, default) or default
 
 
 def _suggest_section(parts: List[str], value: Any, schema: Schema) -> str:
     """Return the section as it would be with the value that was given in its place."""
     field = schema.model_fields.get(parts[0]) if len(parts) == 1 else None
     known = _list_keys(field.annotation) if field is not None else []
-    meant = [key for key in MEANT.get(type(value), ()) if key in known]
+    meant = [key for key in LIKELY_KEYS.get(type(value), ()) if key in known]
     return f", such as {{{meant[0]}: {show(value)}}}" if meant else ""
 
 
@@ -104,25 +107,25 @@ def _suggest_key(parts: List[str], schema: Schema, forms: Mapping[str, Schema]) 
     """Return the known key that is nearest to an unknown one, or all that are known in its section."""
     section: Any = schema
     # in a list or mapping of sections, an index or a key follows
-    inside = False
+    is_index = False
     for name in parts[:-1]:
-        if inside:
-            inside = False
+        if is_index:
+            is_index = False
             continue
         field = section.model_fields.get(name)
         section = forms.get(name) or (_find_section(field.annotation) if field else None)
-        inside = field is not None and get_origin(field.annotation) in (list, tuple, dict)
+        is_index = field is not None and get_origin(field.annotation) in (list, tuple, dict)
         if section is None:
             return ""
     fields, key = section.model_fields, parts[-1]
     # the key belongs to another form of `stages`
     if key in fields:
         return ""
-    called = KEYS_ALSO_CALLED.get(key.lower().replace("-", "_"), "") if len(parts) == 1 else ""
-    if called.startswith("--") or called.partition(".")[0] in fields:
-        return f", nearest is {called}"
-    inner = [name for name in fields if name not in WRITTEN and key in _list_keys(fields[name].annotation)]
-    near = " or ".join(f"{name}.{key}" for name in inner) or find_nearest(key, fields, cutoff=0.5)
+    alias = KEYS_ALSO_CALLED.get(key.lower().replace("-", "_"), "") if len(parts) == 1 else ""
+    if alias.startswith("--") or alias.partition(".")[0] in fields:
+        return f", nearest is {alias}"
+    sections = [name for name in fields if name not in WRITTEN and key in _list_keys(fields[name].annotation)]
+    near = " or ".join(f"{name}.{key}" for name in sections) or find_nearest(key, fields, cutoff=0.5)
     return f", nearest is {near}" if near else f", allowed are {', '.join(fields)}"
 
 

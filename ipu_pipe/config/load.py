@@ -98,34 +98,34 @@ _Loader.yaml_constructors = {
 _Loader.yaml_constructors[None] = yaml.SafeLoader.construct_undefined
 
 
-def parse_yaml(text: str, place: str, level: int = 0) -> Any:
+def parse_yaml(text: str, source: str, level: int = 0) -> Any:
     """Return the one document in `text` as plain data. Raise `BadInput` if it is not valid or too large.
 
-    `place` names the text in faults; `level` is the depth of its values in a config.
+    `source` names the text in faults; `level` is the depth of its values in a config.
     """
     try:
         parsed = _Loader(text).get_single_data()  # type: ignore[no-untyped-call]
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = mark.line + 1 if mark else text.count("\n", 0, getattr(error, "position", 0)) + 1
-        raise BadInput(f"{place}: line {line}: is not valid YAML: {getattr(error, 'problem', None) or error}") from None
+        raise BadInput(f"{source}: line {line}: is not valid YAML: {getattr(error, 'problem', None) or error}") from None
     # such as !!int abc, the escape "\UFFFFFFFF", or a number of 5,000 digits
     except (ValueError, KeyError, OverflowError) as error:
-        raise BadInput(f"{place}: is not valid YAML: {error}") from None
+        raise BadInput(f"{source}: is not valid YAML: {error}") from None
     except RecursionError:
-        raise BadInput(f"{place}: {_TOO_LARGE}") from None
+        raise BadInput(f"{source}: {_TOO_LARGE}") from None
     # the repeated values of an alias count again
-    count, waiting = 0, [(parsed, level)]
-    while waiting:
-        value, level = waiting.pop()
+    count, unvisited = 0, [(parsed, level)]
+    while unvisited:
+        value, level = unvisited.pop()
         count += 1
         if level >= MOST_LEVELS or count > MOST_VALUES:
-            raise BadInput(f"{place}: {_TOO_LARGE}")
+            raise BadInput(f"{source}: {_TOO_LARGE}")
         # an escape such as "\ud800" makes a lone surrogate, which no file can hold
         if isinstance(value, str) and any("\ud800" <= c <= "\udfff" for c in value):
-            raise BadInput(f"{place}: {show(value)}: contains half a character")
+            raise BadInput(f"{source}: {show(value)}: contains half a character")
         inner = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else ()
-        waiting.extend((one, level + 1) for one in inner)
+        unvisited.extend((one, level + 1) for one in inner)
     return parsed
 
 
@@ -139,21 +139,21 @@ def read_yaml(path: Path, origins: Optional[Origins] = None) -> Dict[str, Any]:
     origins = {} if origins is None else origins
     # (file, keys) of `path` and of the files that it extends, in order
     layers: List[Tuple[Path, Dict[str, Any]]] = []
-    place, target = str(path), path
+    source, target = str(path), path
     for _ in range(MOST_FILES):
-        raw = parse_yaml(_read_text(target, place), str(target))
+        raw = parse_yaml(_read_text(target, source), str(target))
         if not isinstance(raw, dict):
             raise BadInput(f"{target}: must be a mapping of keys to values, as in configs/mlp_digits.yaml")
         layers.append((target, raw))
         if "extends" not in raw:
             break
         name = raw.pop("extends")
-        place = f"{target}: extends: {show(name)}"
+        source = f"{target}: extends: {show(name)}"
         if not isinstance(name, str) or not name:
-            raise BadInput(f"{place}: must be a file name")
+            raise BadInput(f"{source}: must be a file name")
         target = target.parent / name
     else:
-        raise BadInput(f"{place}: more than {MOST_FILES} files extend one another, or in a circle")
+        raise BadInput(f"{source}: more than {MOST_FILES} files extend one another, or in a circle")
     merged: Dict[str, Any] = {}
     for file, raw in reversed(layers):
         note_origin(raw, "", str(file), origins)
@@ -161,20 +161,23 @@ def read_yaml(path: Path, origins: Optional[Origins] = None) -> Dict[str, Any]:
     return merged
 
 
-def _read_text(path: Path, place: str) -> str:
-    """Return a file's text. Refuse a pipe or a device without reading it, because that might block or never end."""
+def _read_text(path: Path, source: str) -> str:
+    """Return a file's text; `source` names it in faults.
+
+    Refuse a pipe or a device without reading it, because that might block or never end.
+    """
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         with open(handle, "rb") as file:
             is_file = stat.S_ISREG(os.fstat(handle).st_mode)
             content = file.read(MOST_BYTES + 1) if is_file else b""
     except FileNotFoundError:
-        raise BadInput(f"{place}: no such config file") from None
+        raise BadInput(f"{source}: no such config file") from None
     # a NUL in the name is a ValueError
     except (OSError, ValueError) as error:
-        raise BadInput(f"{place}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        raise BadInput(f"{source}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
     if not is_file or len(content) > MOST_BYTES:
-        raise BadInput(f"{place}: must be a file of at most {MOST_BYTES // 1024} KiB")
+        raise BadInput(f"{source}: must be a file of at most {MOST_BYTES // 1024} KiB")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -205,29 +208,29 @@ def apply_override(raw: Dict[str, Any], text: str, origins: Origins) -> None:
     names = key.split(".")
     if not equals or not all(names):
         raise BadInput(f"--set: {show(text)}: must be KEY=VALUE, such as optimizer.lr=0.1")
-    place = f"--set {show(text)}"
+    option = f"--set {show(text)}"
     if len(names) > MOST_LEVELS:
-        raise BadInput(f"{place}: {_TOO_LARGE}")
-    parsed = parse_yaml(value, place, level=len(names))
+        raise BadInput(f"{option}: {_TOO_LARGE}")
+    parsed = parse_yaml(value, option, level=len(names))
     section = raw
     for depth, name in enumerate(names[:-1], 1):
         inner = section.get(name)
         # copy it, because aliases give several keys the same mapping
         section[name] = dict(inner) if isinstance(inner, dict) else {}
         if not isinstance(inner, dict):
-            origins[".".join(names[:depth])] = place
+            origins[".".join(names[:depth])] = option
         section = section[name]
     last = names[-1]
     merges = isinstance(parsed, dict) and isinstance(section.get(last), dict) and parsed
     section[last] = merge_keys(section[last], parsed) if merges else parsed
-    note_origin(parsed, key, place, origins)
+    note_origin(parsed, key, option, origins)
 
 
 # ---- configs from keys
 
 
-# at other keys, null means that the key is left out
-NULL_MEANS = ("stages", "steps", "clip", "hardware", "init_from", "checkpoint")
+# keys at which null is a value; at others it means that the key is left out
+NULLABLE = ("stages", "steps", "clip", "hardware", "init_from", "checkpoint")
 
 
 def load_config(path: Union[str, Path], overrides: Sequence[str] = ()) -> Config:
@@ -274,35 +277,36 @@ def resolve_method(name: str, args: Mapping[str, Any] = {}) -> Method:
     return methods.resolve_method(config.method, config.method_settings())
 
 
-def _validate(raw: Dict[str, Any], origins: Origins, place: str, faults: List[str]) -> Config:
-    """Return the config of `raw`. Raise `BadInput` with `faults` and all others, each with the place that its key came from."""
+def _validate(raw: Dict[str, Any], origins: Origins, source: str, faults: List[str]) -> Config:
+    """Return the config of `raw`. Raise `BadInput` with `faults` and all others, each with the file or option of its key."""
 
-    def put_place(found: Sequence[str]) -> List[str]:
-        return [f"{find_origin(fault.partition(':')[0], origins, place)}: {fault}" for fault in found]
+    def add_origins(faults: Sequence[str]) -> List[str]:
+        return [f"{find_origin(fault.partition(':')[0], origins, source)}: {fault}" for fault in faults]
 
-    raw = {key: value for key, value in raw.items() if value is not None or key in NULL_MEANS}
+    raw = {key: value for key, value in raw.items() if value is not None or key in NULLABLE}
     config, faults = None, list(faults)
     # keys with faults, and their sections
-    wrong: Set[Tuple[str, ...]] = set()
+    faulty_keys: Set[Tuple[str, ...]] = set()
     try:
         config = Config.model_validate(raw)
     except ValidationError as error:
         details = error.errors()
         # the types of these keys do not tell their section
         forms = {"stages": StageCount, "ipu": import_outer("ipu"), "hardware": import_outer("hardware")}
-        faults += format_faults(details, origins, place, Config, forms)
+        faults += format_faults(details, origins, source, Config, forms)
         for detail in details:
             key = tuple(map(str, (*detail["loc"], *filter(None, [detail.get("ctx", {}).get("key")]))))
-            wrong |= {key[:1], key[:2]}
+            faulty_keys |= {key[:1], key[:2]}
     if isinstance(raw.get("hardware"), str):
-        faults += _collect(import_outer("read_hardware"), raw["hardware"], f"{find_origin('hardware', origins, place)}: hardware")
+        key = f"{find_origin('hardware', origins, source)}: hardware"
+        faults += _collect_faults(import_outer("read_hardware"), raw["hardware"], key)
     # check the method even if other keys are wrong
-    if ("method",) not in wrong:
+    if ("method",) not in faulty_keys:
         args = raw.get("method_args", {})
         args = args if isinstance(args, dict) else {}
-        args = {key: value for key, value in args.items() if ("method_args", key) not in wrong}
-        against = _collect(methods.resolve_method, raw.get("method", "gpipe"), args)
-        faults += put_place([re.sub(r"^method_args: ", "method_args.", fault) for fault in against])
+        args = {key: value for key, value in args.items() if ("method_args", key) not in faulty_keys}
+        method_faults = _collect_faults(methods.resolve_method, raw.get("method", "gpipe"), args)
+        faults += add_origins([re.sub(r"^method_args: ", "method_args.", fault) for fault in method_faults])
     if config is not None and not faults:
         # imported here because it imports torch, which reading a config otherwise does not need
         from ipu_pipe.update import rules
@@ -310,17 +314,18 @@ def _validate(raw: Dict[str, Any], origins: Origins, place: str, faults: List[st
         settings = config.method_settings()
         method = methods.resolve_method(config.method, settings)
         # every rule supports this optimizer; faults of the config's own one are kept apart, because Python may replace it
-        always = rules.list_conflicts(settings, method, "sgd", {"momentum": 0.9})
-        of_own = [f for one in config.optimizer.members for f in rules.list_conflicts(settings, method, one.name, one.settings())]
-        config._optimizer_faults = tuple(put_place([fault for fault in dict.fromkeys(of_own) if fault not in always]))
-        of_backend = import_outer("check_backend")(config, method) if config.backend.name == "poptorch" else []
-        faults += put_place([*always, *of_backend])
+        rule_faults = rules.list_conflicts(settings, method, "sgd", {"momentum": 0.9})
+        members = config.optimizer.members
+        with_own = [f for one in members for f in rules.list_conflicts(settings, method, one.name, one.settings())]
+        config._optimizer_faults = tuple(add_origins([f for f in dict.fromkeys(with_own) if f not in rule_faults]))
+        backend_faults = import_outer("check_backend")(config, method) if config.backend.name == "poptorch" else []
+        faults += add_origins([*rule_faults, *backend_faults])
     if faults or config is None:
         raise BadInput(faults)
     return config
 
 
-def _collect(check: Any, *args: Any) -> List[str]:
+def _collect_faults(check: Any, *args: Any) -> List[str]:
     """Return the faults that a function raises."""
     try:
         check(*args)

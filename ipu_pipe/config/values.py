@@ -47,13 +47,13 @@ def check_number(value: Any) -> Any:
     return value if isinstance(value, int) else number
 
 
-def to_numbers(value: Any, most: float, why: str) -> Any:
-    """Convert null, a number from 0 to `most`, or a list of such numbers. Raise `ValueError` with `why` for anything else."""
+def to_numbers(value: Any, most: float, allowed: str) -> Any:
+    """Convert null, a number from 0 to `most`, or a list of such numbers. Raise `ValueError` (`allowed`) for anything else."""
     numbers = [to_number(one) for one in (value if isinstance(value, (list, tuple)) else [value])]
     if value is None:
         return None
     if not numbers or not all(number is not None and 0 <= number <= most for number in numbers):
-        raise ValueError(why)
+        raise ValueError(allowed)
     return numbers if isinstance(value, (list, tuple)) else numbers[0]
 
 
@@ -69,8 +69,8 @@ def key_fault(key: str, value: Any, why: str) -> PydanticCustomError:
     return PydanticCustomError("setting", "{why}", {"key": key, "value": value, "why": why})
 
 
-# stands for a value that is looked up
-READ: Any = object()
+# stands for the present value of a key
+PRESENT: Any = object()
 # rejects bools and floats such as 2.0
 Integer = Annotated[int, Strict()]
 # used together with the limits of a float
@@ -97,17 +97,17 @@ Decay = Annotated[float, Field(gt=0, lt=1), NUMBER]
 class Case(NamedTuple):
     """A row of a table of checks: whether the case `applies`, and then the `key`, the `reason` and remedy, and the key's value.
 
-    `value`: `READ` for the value that the key has.
+    `value`: `PRESENT` for the value that the key has.
     """
 
     applies: Any
     key: str
     reason: str
-    value: Any = READ
+    value: Any = PRESENT
 
     def read_value(self, section: BaseModel) -> Any:
         """Return the value that a fault shows; the key is one of `section`, with dots if it is in a section of that."""
-        return attrgetter(self.key)(section) if self.value is READ else self.value
+        return attrgetter(self.key)(section) if self.value is PRESENT else self.value
 
 
 AnySection = TypeVar("AnySection", bound="Section")

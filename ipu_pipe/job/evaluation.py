@@ -6,7 +6,7 @@ from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tu
 
 import torch
 
-from ipu_pipe.job.metrics import DEFAULT, Counting, Metric
+from ipu_pipe.job.metrics import DEFAULT, Metric, MetricSums
 from ipu_pipe.job.record import Setup
 from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.model.batch import call_model, count_samples, take_samples
@@ -57,7 +57,7 @@ def load_test_batches(
     With several `shards`, only the batches with `number % shards == shard`; data with `test_shard(batch_size, shard, shards)`
     reads no others.
     """
-    subset, seen = setup.config.evaluate.subset, 0
+    subset, samples = setup.config.evaluate.subset, 0
     data: Any = setup.data if split == "test" else setup.validation
     read_shard = getattr(data, "test_shard", None)
     if shards > 1 and read_shard is not None and not subset:
@@ -66,11 +66,11 @@ def load_test_batches(
     for number, batch in enumerate(data.test_batches(TEST_BATCH)):
         x, y = setup.prepare_batch(batch)
         if subset:
-            x, y = take_samples(x, subset - seen), take_samples(y, subset - seen)
-        seen += count_samples(x)
+            x, y = take_samples(x, subset - samples), take_samples(y, subset - samples)
+        samples += count_samples(x)
         if number % shards == shard:
             yield x, y
-        if subset and seen >= subset:
+        if subset and samples >= subset:
             return
 
 
@@ -83,8 +83,8 @@ class Tally:
     def __init__(self, loss: Loss, metrics: Sequence[Metric] = DEFAULT) -> None:
         self._loss = get_block_loss(loss)
         self._counts_labels = is_cross_entropy(get_uncast_loss(get_plain_loss(self._loss)))
-        self._losses = Counting(self._sum_loss, 2)
-        self._counting = [metric.begin() for metric in metrics]
+        self._losses = MetricSums(self._sum_loss, 2)
+        self._metrics = [metric.make_sums() for metric in metrics]
 
     @classmethod
     def of(cls, setup: Setup) -> Tally:
@@ -93,10 +93,10 @@ class Tally:
 
     def add(self, output: Any, y: Any, samples: int) -> None:
         """Add a batch's outputs and labels."""
-        taken = take_scores(self._loss, output)
+        scores = take_scores(self._loss, output)
         self._losses.add(output, y, samples)
-        for counting in self._counting:
-            counting.add(taken, get_labels(y), samples)
+        for metric in self._metrics:
+            metric.add(scores, get_labels(y), samples)
 
     def _sum_loss(self, output: Any, y: Any, samples: int) -> torch.Tensor:
         """Return the loss times its weight, and the weight  # (2,)"""
@@ -109,7 +109,7 @@ class Tally:
     @property
     def sums(self) -> torch.Tensor:
         """The loss, its weight and the sums of each metric, on the CPU."""
-        return torch.cat([counting.sums().cpu() for counting in (self._losses, *self._counting)])
+        return torch.cat([sums.sums().cpu() for sums in (self._losses, *self._metrics)])
 
 
 def evaluate_sums(metrics: Sequence[Metric], sums: torch.Tensor) -> EvaluationResult:
@@ -117,8 +117,8 @@ def evaluate_sums(metrics: Sequence[Metric], sums: torch.Tensor) -> EvaluationRe
     loss, weight, *rest = sums.tolist()
     values: Dict[str, Optional[float]] = {}
     for metric in metrics:
-        values[metric.name] = metric.value(rest[: metric.width])
-        rest = rest[metric.width :]
+        values[metric.name] = metric.compute(rest[: metric.sum_count])
+        rest = rest[metric.sum_count :]
     return EvaluationResult(loss / weight if weight else None, values)
 
 

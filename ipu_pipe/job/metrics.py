@@ -33,18 +33,18 @@ def prefers_greater(metric: str) -> bool:
 
 
 class Metric(NamedTuple):
-    """A metric: `begin()` returns the counter of one evaluation; `value(sums)`, of all processes, is a number or None.
+    """A metric: `make_sums()` returns the `sum_count` empty sums of an evaluation, and `compute(sums)` their value.
 
-    `width`: the number of sums.
+    The sums may be added up over processes before. The value is None if it is not defined, such as a share of no samples.
     """
 
     name: str
-    width: int
-    begin: Callable[[], "Counting"]
-    value: Callable[[Sequence[float]], Optional[float]]
+    sum_count: int
+    make_sums: Callable[[], "MetricSums"]
+    compute: Callable[[Sequence[float]], Optional[float]]
 
 
-class Counting:
+class MetricSums:
     """One evaluation's sums of one metric, or of the loss."""
 
     def __init__(self, sum_batch: SumBatch, width: int) -> None:
@@ -60,8 +60,8 @@ class Counting:
         return self._sums
 
 
-class _CountingByObject(Counting):
-    """One evaluation of an object that has its own sums; it is copied, so that each of several blocks has its own."""
+class _ObjectSums(MetricSums):
+    """The sums of an object with `update` and `compute`; it is copied, so that each of several blocks has its own."""
 
     def __init__(self, metric: Any) -> None:
         self._metric, self._batches = copy.deepcopy(metric), 0
@@ -89,7 +89,7 @@ def _sum_answers(output: Any, y: Any, samples: int, among: int = 1) -> torch.Ten
     return torch.cat([answers.double(), answers.new_zeros(1).double()])
 
 
-def _share(sums: Sequence[float]) -> Optional[float]:
+def _compute_share(sums: Sequence[float]) -> Optional[float]:
     right, counted, without = sums
     return right / counted if counted and not without else None
 
@@ -112,8 +112,8 @@ def _sum_errors(output: Any, y: Any, samples: int, name: str) -> torch.Tensor:
 def _compute_r2(sums: Sequence[float]) -> Optional[float]:
     """Return 1 - (residual sum of squares) / (total sum of squares about the mean)."""
     count, residual, _, total, squares = sums
-    about = squares - total * total / count if count else 0.0
-    return 1 - residual / about if about > 0 else None
+    about_mean = squares - total * total / count if count else 0.0
+    return 1 - residual / about_mean if about_mean > 0 else None
 
 
 # The value of each metric of errors, from the sums of `_sum_errors`.
@@ -129,14 +129,14 @@ _ERRORS: Dict[str, Callable[[Sequence[float]], Optional[float]]] = {
 def _find_metric(name: str) -> Metric:
     """Return the library's metric of that name."""
     if name in _ERRORS:
-        return Metric(name, 5, lambda: Counting(functools.partial(_sum_errors, name=name), 5), _ERRORS[name])
+        return Metric(name, 5, lambda: MetricSums(functools.partial(_sum_errors, name=name), 5), _ERRORS[name])
     top = re.fullmatch(r"top([1-9]\d{0,8})", name)
     if top is None and name != ACCURACY:
         near = find_nearest(name, (ACCURACY, *_ERRORS))
         known = f"must be one of {', '.join((ACCURACY, *_ERRORS))}, top5 (or another number), or an import string module:name"
         raise BadInput(f"metrics: {show(name)}: {f'nearest is {near}' if near else known}")
     sum_answers = functools.partial(_sum_answers, among=int(top.group(1)) if top else 1)
-    return Metric(name, 3, lambda: Counting(sum_answers, 3), _share)
+    return Metric(name, 3, lambda: MetricSums(sum_answers, 3), _compute_share)
 
 
 DEFAULT = (_find_metric(ACCURACY),)
@@ -145,10 +145,10 @@ DEFAULT = (_find_metric(ACCURACY),)
 # ---- the user's own
 
 
-def _wrap(name: str, metric: Any) -> Metric:
+def _make_own_metric(name: str, metric: Any) -> Metric:
     """Return the metric of a function (output, y) -> value, or of an object with update and compute."""
     if hasattr(metric, "update") and hasattr(metric, "compute"):
-        return Metric(name, 2, lambda: _CountingByObject(metric), lambda sums: sums[0] / sums[1] if sums[1] else None)
+        return Metric(name, 2, lambda: _ObjectSums(metric), lambda sums: sums[0] / sums[1] if sums[1] else None)
 
     def sum_batch(output: Any, y: Any, samples: int) -> torch.Tensor:
         value = torch.as_tensor(metric(output, y), dtype=torch.float64).detach()
@@ -157,7 +157,7 @@ def _wrap(name: str, metric: Any) -> Metric:
             raise BadInput(f"metrics: {name}: returned a tensor of shape {shape}: must return one number per batch")
         return torch.stack([value.new_tensor(float(samples)), value.reshape(()) * samples])
 
-    return Metric(name, 2, lambda: Counting(sum_batch, 2), lambda sums: sums[1] / sums[0] if sums[0] else None)
+    return Metric(name, 2, lambda: MetricSums(sum_batch, 2), lambda sums: sums[1] / sums[0] if sums[0] else None)
 
 
 def _make_metric(value: Any, name: Optional[str]) -> Metric:
@@ -170,11 +170,11 @@ def _make_metric(value: Any, name: Optional[str]) -> Metric:
         if args or inspect.isclass(metric):
             metric = call_entry(metric, args, place)
         value, name = metric, place.rpartition(":")[2].rpartition(".")[2]
-    keeps = hasattr(value, "update") and hasattr(value, "compute") and not inspect.isclass(value)
-    if not keeps and (not callable(value) or inspect.isclass(value) or isinstance(value, Mapping)):
+    has_sums = hasattr(value, "update") and hasattr(value, "compute") and not inspect.isclass(value)
+    if not has_sums and (not callable(value) or inspect.isclass(value) or isinstance(value, Mapping)):
         allowed = "must be a name, a function (output, y), or an object with update and compute"
         raise BadInput(f"metrics: {describe_kind(value)}: {allowed}")
-    return _wrap(name or str(getattr(value, "__name__", type(value).__name__)), value)
+    return _make_own_metric(name or str(getattr(value, "__name__", type(value).__name__)), value)
 
 
 def make_metrics(chosen: Union[Sequence[Any], Mapping[str, Any]]) -> Tuple[Metric, ...]:

@@ -55,26 +55,27 @@ def derive_recurrence(job: Job, stage: int, forward: int, backward: int, discrep
     momentum = float(options["momentum"])
     scale = 1 - options["dampening"] if momentum else 1.0
     a, b = (momentum * scale, 1.0) if options["nesterov"] else (scale, 0.0)
-    shrink, ahead, back, correction, decay, by_velocity = 1.0, 0.0, 0.0, 0.0, 0.0, False
+    factor, horizon, backward_horizon, correction, decay, by_velocity = 1.0, 0.0, 0.0, 0.0, 0.0, False
     for rule, values in select_rules(job.config.method_settings(), job.method):
         setting = Setting(values, stage, float(forward), job.method, job.config.gradient_accumulation)
         if not rule.acts_on(setting):
             continue
         if rule.key == "gradient_shrinking":
-            shrink = float(values["factor"]) ** forward
+            factor = float(values["factor"]) ** forward
         elif rule.key == "spike_compensation":
             a, b = compute_spike_coefficients(setting, momentum)
         elif rule.key == "t2":
             correction, decay = float(forward - backward), compute_discrepancy_decay(setting)
         elif rule.key == "weight_prediction":
-            ahead, by_velocity = values["scale"] * forward, values["form"] == "velocity"
+            horizon, by_velocity = values["scale"] * forward, values["form"] == "velocity"
         elif rule.key == "spectrain":
-            ahead, back, by_velocity = compute_spectrain_horizon(setting, True), compute_spectrain_horizon(setting, False), True
-    first = DelayedRead(shrink * (1 + discrepancy), forward, ahead, by_velocity)
+            horizon, by_velocity = compute_spectrain_horizon(setting, True), True
+            backward_horizon = compute_spectrain_horizon(setting, False)
+    forward_read = DelayedRead(factor * (1 + discrepancy), forward, horizon, by_velocity)
     if backward == forward or not discrepancy:
-        return Recurrence((first._replace(sensitivity=shrink),), momentum, a, b)
-    second = DelayedRead(-shrink * discrepancy, backward, back, by_velocity, correction)
-    return Recurrence((first, second), momentum, a, b, decay)
+        return Recurrence((forward_read._replace(sensitivity=factor),), momentum, a, b)
+    backward_read = DelayedRead(-factor * discrepancy, backward, backward_horizon, by_velocity, correction)
+    return Recurrence((forward_read, backward_read), momentum, a, b, decay)
 
 
 def explain_divergence(job: Job, update: int) -> str:

@@ -240,13 +240,13 @@ def _try_metrics(setup: Setup) -> None:
     with torch.random.fork_rng(devices=devices), torch.no_grad(), restore_all(setup.model):
         setup.model.eval()
         for x, labels in itertools.islice(load_test_batches(setup), 1):
-            taken, y = take_scores(setup.loss, call_model(setup.model, x)), get_labels(labels)
+            scores, y = take_scores(setup.loss, call_model(setup.model, x)), get_labels(labels)
             for metric in metrics:
                 try:
-                    metric.begin().add(taken, y, count_samples(x))
+                    metric.make_sums().add(scores, y, count_samples(x))
                 except BadInput:
                     raise
                 # the user's metric may raise anything
                 except Exception as error:
-                    kinds = f"{describe_output(taken)} and labels {describe_tensors(y)}"
+                    kinds = f"{describe_output(scores)} and labels {describe_tensors(y)}"
                     raise BadInput(f"metrics: {metric.name}: fails on {kinds}: {summarize(error)}") from error

@@ -86,7 +86,7 @@ def train(
     elif optimizer_args is not None:
         raise BadInput("optimizer_args: need optimizer=..., the class to which they belong")
     with attribute_faults(lambda: "before training"):
-        called = make_callbacks(config, callbacks)
+        run_callbacks = make_callbacks(config, callbacks)
     config = objects.describe_in(config)
     say = Progress(quiet or not is_main()).say
     attempt = read_launch().attempt
@@ -103,11 +103,11 @@ def train(
             return start.ended
         job = _build(start, objects)
         try:
-            refuse_callbacks(job, called)
+            refuse_callbacks(job, run_callbacks)
             # only the main process reads the data here, so its random states must not change
             with restore_random_states():
                 job.data_fingerprints = run_on_main(lambda: fingerprint_data(job, read_data_record(out) if start.resumes else {}))
-            return TrainingLoop(job, out, start.resumes, overwrite, quiet, called).run_all()
+            return TrainingLoop(job, out, start.resumes, overwrite, quiet, run_callbacks).run_all()
         finally:
             job.precision.give_back(keep_dtype)
 
@@ -135,10 +135,10 @@ def check(config: Config, out: Path, *, resume: bool = False, overwrite: bool = 
     launch(config, {"out": out, "resume": resume, "overwrite": overwrite})
     start = run_on_main(lambda: _find_start(config, Overrides(), out, resume, None, overwrite, lambda text: None))
     with attribute_faults(lambda: "before training"):
-        called = make_callbacks(config, None)
+        run_callbacks = make_callbacks(config, None)
     if start.ended is None:
         job = _build(start, Overrides())
-        refuse_callbacks(job, called)
+        refuse_callbacks(job, run_callbacks)
         job.data_fingerprints = run_on_main(lambda: fingerprint_data(job, read_data_record(out) if start.resumes else {}))
         if start.done:
             saved = checkpoint.load(out / "checkpoints" / f"step-{start.done}")
