@@ -58,8 +58,8 @@ class Command:
         """Run the command on a command line, sys.argv by default."""
         args = self.make_parser().parse_args(arguments)
         is_quiet = getattr(args, "quiet", False)
-        args.print_progress = _print_nothing if is_quiet else print_progress
-        args.print_result = _print_nothing if is_quiet or getattr(args, "json", False) else print_result
+        args.print_progress = (lambda text: None) if is_quiet else print_progress
+        args.print_result = (lambda text: None) if is_quiet or getattr(args, "json", False) else print_result
         if "config" in args:
             args.config = _take_config(args)
         try:
@@ -142,7 +142,3 @@ def print_progress(text: str) -> None:
 def print_result(text: str) -> None:
     """Print a result on standard output."""
     print(escape_lines(text))
-
-
-def _print_nothing(text: str) -> None:
-    pass

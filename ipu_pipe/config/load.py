@@ -237,12 +237,7 @@ def load_config(path: Union[str, Path], overrides: Sequence[str] = ()) -> Config
     """Return the config in the YAML file `path`, changed by KEY=VALUE `overrides`. Raise `BadInput` with every fault found."""
     origins: Origins = {}
     raw = read_yaml(Path(path), origins)
-    faults: List[str] = []
-    for text in overrides:
-        try:
-            apply_override(raw, text, origins)
-        except BadInput as error:
-            faults += error.faults
+    faults = [fault for text in overrides for fault in _collect_faults(apply_override, raw, text, origins)]
     return _validate(raw, origins, str(path), faults)
 
 
@@ -298,8 +293,8 @@ def _validate(raw: Dict[str, Any], origins: Origins, source: str, faults: List[s
             key = tuple(map(str, (*detail["loc"], *filter(None, [detail.get("ctx", {}).get("key")]))))
             faulty_keys |= {key[:1], key[:2]}
     if isinstance(raw.get("hardware"), str):
-        key = f"{find_origin('hardware', origins, source)}: hardware"
-        faults += _collect_faults(import_outer("read_hardware"), raw["hardware"], key)
+        origin = find_origin("hardware", origins, source)
+        faults += _collect_faults(import_outer("read_hardware"), raw["hardware"], f"{origin}: hardware")
     # check the method even if other keys are wrong
     if ("method",) not in faulty_keys:
         args = raw.get("method_args", {})

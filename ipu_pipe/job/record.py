@@ -209,11 +209,6 @@ class Job(Setup):
         epoch, index = (0, m) if self.updates_per_epoch is None else divmod(m, self.updates_per_epoch * accumulate)
         return self.data.train_batch(epoch, index * self.replica_count + replica, self.config.micro_batch_size)
 
-    @cached_property
-    def loss_window(self) -> int:
-        """The updates over which the training loss is averaged: those of an epoch, or 100 if the data has no length."""
-        return self.updates_per_epoch or 100
-
     def count_epochs(self, done: int) -> Optional[float]:
         """Return `done` updates in epochs; None if the data has no length."""
         return None if self.updates_per_epoch is None else done / self.updates_per_epoch
@@ -221,10 +216,6 @@ class Job(Setup):
     def count_updates_ahead(self) -> int:
         """Return the updates that the first stage may be ahead of the last: with local losses it waits for no gradient."""
         return len(self.partition) if get_blocks(self.model) is not None else 0
-
-    def count_updates_done(self, k: int) -> int:
-        """Return the number of updates that the first stage has done when the loss of update k is known."""
-        return min(k + self.count_updates_ahead() + 1, self.schedule.get_drain_interval(k)[1])
 
     def count_batches_begun(self, k: int) -> int:
         """Return the number of batches that have started when the loss of update k is known.
@@ -236,7 +227,8 @@ class Job(Setup):
         # the round must end, so that replicas are averaged
         if self.method.rounds is not None:
             return self.schedule.get_drain_interval(k)[1]
-        last = self.count_updates_done(k) - 1
+        # the last update that the first stage has done then
+        last = min(k + self.count_updates_ahead(), self.schedule.get_drain_interval(k)[1] - 1)
         first_stage, batch = slice(0, 1), self.schedule.accumulate
         slot = self.schedule.slots(Kind.UPDATE, last, last + 1, first_stage)[0]
         begun = int(self.schedule.count_before(Kind.FORWARD, slot + 1, first_stage)[0, 0])

@@ -82,35 +82,27 @@ class Callback:
 
     def on_start(self, now: Moment) -> Optional[Stop]:
         """Handle the start of a run, new or resumed, before it trains or evaluates."""
-        return None
 
     def on_log(self, now: Moment) -> Optional[Stop]:
         """Handle a line of metrics.jsonl that has been written."""
-        return None
 
     def on_gradients(self, now: Moment) -> Optional[Stop]:
         """Handle the gradients with which the optimizer's update began; called before `on_step`, with the same moment."""
-        return None
 
     def on_step(self, now: Moment) -> Optional[Stop]:
         """Handle the end of an update."""
-        return None
 
     def on_evaluation(self, now: Moment) -> Optional[Stop]:
         """Handle the end of an evaluation, except the one before training."""
-        return None
 
     def on_checkpoint(self, now: Moment) -> Optional[Stop]:
         """Handle a checkpoint that has been written."""
-        return None
 
     def on_end(self, now: Moment) -> Optional[Stop]:
         """Handle the end of a run without a fault, when all its files are written."""
-        return None
 
     def state(self) -> Any:
         """Return the state for checkpoints as JSON values, None for no state."""
-        return None
 
     def load(self, state: Any) -> None:
         """Restore what `state` returned."""

@@ -259,8 +259,9 @@ class TrainingLoop:
         self.unread_seconds = 0.0
         shows_accuracy = any(metric.name == ACCURACY for metric in job.metrics)
         assert self.bar is not None
+        # the training loss is averaged over an epoch, or over 100 updates of data without a length
         for update_index, result in enumerate(results, position.update - len(results)):
-            position.add_update(result.loss, begins_epoch=update_index % job.loss_window == 0)
+            position.add_update(result.loss, begins_epoch=update_index % (job.updates_per_epoch or 100) == 0)
             self.bar.advance(result.loss, result.accuracy if shows_accuracy else None, rate)
         epoch, losses = job.count_epochs(position.update), tuple(loss for loss, _ in result.blocks) or (result.loss,)
         self.unwritten_line = {

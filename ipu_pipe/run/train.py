@@ -212,10 +212,6 @@ def evaluate_checkpoint(config: Config, path: Union[str, Path]) -> Dict[str, Any
     return {"weights": str(path), **result.to_record()}
 
 
-def _is_function(value: Any) -> bool:
-    return callable(value) and not isinstance(value, type)
-
-
 # argument of `train` -> whether a value fits, and what is allowed; `make_factory_of` checks the optimizer
 _KINDS: Dict[str, Tuple[Callable[[Any], bool], str]] = {
     "model": (lambda value: isinstance(value, nn.Module), "a torch.nn.Module"),
@@ -223,7 +219,10 @@ _KINDS: Dict[str, Tuple[Callable[[Any], bool], str]] = {
         lambda value: isinstance(value, DataSource) and not isinstance(value, type),
         "a DataSource, such as the result of ipu_pipe.from_loader(train, test)",
     ),
-    "loss": (lambda value: isinstance(value, str) or _is_function(value), "a function of outputs and labels, or the name of one"),
+    "loss": (
+        lambda value: isinstance(value, str) or (callable(value) and not isinstance(value, type)),
+        "a function of outputs and labels, or the name of one",
+    ),
     "output": (lambda value: isinstance(value, (str, int)) or callable(value), "a field's name, an index, or a function of it"),
     "lr_scheduler": (callable, "a function of an optimizer that makes a torch.optim.lr_scheduler"),
     "metrics": (lambda value: isinstance(value, (list, tuple, Mapping)), "a list, or a mapping, of names, functions and objects"),
