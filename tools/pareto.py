@@ -64,7 +64,9 @@ def make_parser() -> Parser:
     p.add_argument("--width", type=int_in(1, 10**5), help=f"units of a layer or block {list_defaults('width')}")
     p.add_argument("--size", type=int_in(1, 1024), help="side of the perceptron's images (16)")
     p.add_argument("--subset", type=parse_count, help="the perceptron's training images (10000)")
-    p.add_argument("--cutoffs", nargs="+", type=parse_positive, metavar="LOSS", help=f"training losses {list_defaults('cutoffs')}")
+    p.add_argument(
+        "--cutoffs", nargs="+", type=parse_positive, metavar="LOSS", help=f"training losses {list_defaults('cutoffs')}"
+    )
     p.add_argument(
         "--jobs", type=int_in(1, 1024), default=os.cpu_count() or 1, help="runs at a time (cores, %(default)s)"
     )
