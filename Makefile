@@ -90,8 +90,8 @@ equality: install
 sweep: install
 	$(BIN)/python tools/sweep.py --out docs/results/third_party
 
-# Run the papers' experiments, of those that train the short ones: by estimate 40 minutes on two cores. reproduce-full: all of
-# them, by estimate 16 core-hours. Finished runs are kept.
+# Run the papers' experiments, of those that train the short ones: 85 minutes of processor time, measured, on two cores.
+# reproduce-full: all of them, by estimate 16 core-hours. Finished runs are kept.
 SMALL := 0.25
 
 reproduce: install
