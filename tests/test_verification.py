@@ -11,8 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ipu_pipe.errors import BadInput
-from ipu_pipe.model.crossing import Crossing, TensorSpec
-from ipu_pipe.model.cutting import cut_model
+from ipu_pipe.model.cutting import Crossing, TensorSpec, cut_model
 from ipu_pipe.model.precision import cast_forward
 from ipu_pipe.model.verification import TrainingEffects, verify_pieces
 from ipu_pipe.run.build import build

@@ -266,13 +266,18 @@ class Job(Setup):
         """The updates from one evaluation to the next; 0: none before the end."""
         return self.config.evaluate.interval(self.updates_per_epoch)
 
+    @cached_property
+    def checkpoint_interval(self) -> int:
+        """The updates from one checkpoint to the next, besides those of evaluations; 0: none."""
+        return self.config.checkpoint_every
+
     def plan_pauses(self, done: int) -> Tuple[bool, bool]:
         """Return whether to evaluate, and whether to save a checkpoint, when `done` updates are done.
 
         Evaluations come after each `evaluate.every` epochs and at the end, checkpoints after each `checkpoint.every` updates
         and at each evaluation, so that the best weights can be kept.
         """
-        evaluation, saving = self.evaluation_interval, self.config.checkpoint_every
+        evaluation, saving = self.evaluation_interval, self.checkpoint_interval
         evaluates = done == self.updates or (evaluation > 0 and done % evaluation == 0)
         return evaluates, self.config.checkpoint is not None and (evaluates or (saving > 0 and done % saving == 0))
 

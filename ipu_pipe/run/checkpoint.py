@@ -68,14 +68,14 @@ def save(
     entries: Mapping[str, Any],
 ) -> Path:
     """Write `folder/step-K` and return it; `entries`: of the manifest, JSON values. Raise `RunFault` if the disk refuses."""
-    with delete_after_fault(folder, step), guard_step(folder, step):
+    with delete_on_error(folder, step), guard_step(folder, step):
         begin_step(folder, step)
         files = {name: write_tensors(folder, step, name, part) for name, part in zip(FILES, (model, optimizer))}
         return finish_step(folder, step, files, entries)
 
 
 @contextlib.contextmanager
-def delete_after_fault(folder: Path, step: int) -> Iterator[None]:
+def delete_on_error(folder: Path, step: int) -> Iterator[None]:
     """Delete an unfinished checkpoint if a fault ends its writing."""
     try:
         yield

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from ipu_pipe.backends.interface import CheckpointState
 from ipu_pipe.backends.ranks import report_lost_rank
 from ipu_pipe.errors import RunFault
-from ipu_pipe.run.checkpoint import begin_step, delete_after_fault, finish_step, guard_step, write_tensors
+from ipu_pipe.run.checkpoint import begin_step, delete_on_error, finish_step, guard_step, write_tensors
 
 KINDS = ("model", "optimizer")
 
@@ -37,7 +37,7 @@ def save_shard(folder: Path, step: int, state: CheckpointState, entries: Mapping
     """
     tensors = {f"{kind}.{name}": value for kind, part in zip(KINDS, state) for name, value in part.items()}
     writer, planner = ShardWriter(folder, step, state.plain, entries), dcp.DefaultSavePlanner(flatten_state_dict=False)
-    with delete_after_fault(folder, step):
+    with delete_on_error(folder, step):
         try:
             with report_lost_rank():
                 dcp.save(tensors, storage_writer=writer, planner=planner, process_group=group)

@@ -25,7 +25,7 @@ from ipu_pipe.backends.processes.mail import REPLICAS, Mail
 from ipu_pipe.backends.processes.nccl import make_channels
 from ipu_pipe.backends.processes.stage import Stage, StageModel
 from ipu_pipe.backends.processes.ties import Ties, find_ties
-from ipu_pipe.backends.processes.update import ReplicaGroup
+from ipu_pipe.backends.processes.update import ReplicaGroup, ResultCollection
 from ipu_pipe.backends.work import Work, list_exactness_faults
 from ipu_pipe.data.sources import compute_checksum
 from ipu_pipe.errors import RunFault
@@ -98,7 +98,7 @@ class ProcessEngine(Engine):
         self._freed = collect.free_other_stages(job, models, self._cut)
         first_stages = groups[layout.placement[0]] if groups else None
         with_loss = _list_stages_with_loss(job)
-        self._results = collect.ResultCollection(job, self._mail, self._recorder, layout, with_loss, first_stages)
+        self._results = ResultCollection(job, self._mail, self._recorder, layout, with_loss, first_stages)
         self._evaluation = collect.Evaluation(job, self._interpreter, with_loss, self._freed)
         # import now: an optimizer's first step would import it within the measured time
         importlib.import_module("torch._dynamo")

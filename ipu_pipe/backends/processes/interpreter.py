@@ -34,7 +34,7 @@ from ipu_pipe.backends.processes.trace import TraceRecorder
 from ipu_pipe.backends.processes.update import ReplicaGroup, StageUpdate
 from ipu_pipe.backends.replicas import IndependentReplicas
 from ipu_pipe.backends.work import Work, average, tabulate
-from ipu_pipe.model.crossing import TensorSpec
+from ipu_pipe.model.cutting import TensorSpec
 from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.versions import recompute_slots
 
@@ -239,7 +239,8 @@ class Interpreter:
         if self._posts_by_stretch and k >= self._posted_until:
             self._post(k)
         for action in self._row:
-            Termination.check()
+            if Termination.signalled_at is not None:
+                Termination.check()
             kind, index, stage = ORDER[action.order], action.number, self.stages[action.stage]
             self.doing, self.recorder.stage = f"{kind.value}{index}", action.stage
             self._carry_out[kind](stage, index)

@@ -58,20 +58,19 @@ class ActivationBytes:
             # inputs may be views of a data set's memory, so count only their own elements
             saved.update((get_storage(t), count_bytes(t)) for t in inputs if t is not None)
             self._bytes_by_shapes[key] = self._sum_without_weights(saved)
-        self._set(m, self._bytes_by_shapes[key])
+        self.drop(m)
+        self.bytes_by_microbatch[m] = self._bytes_by_shapes[key]
+        self.held_bytes += self.bytes_by_microbatch[m]
 
     def replace(self, m: int, tensors: Sequence[torch.Tensor]) -> None:
         """Count only `tensors` for microbatch m, which is between the two halves of its backward."""
-        self._set(m, self._sum_without_weights({get_storage(t): t.untyped_storage().nbytes() for t in tensors}))
+        self.drop(m)
+        self.bytes_by_microbatch[m] = self._sum_without_weights({get_storage(t): t.untyped_storage().nbytes() for t in tensors})
+        self.held_bytes += self.bytes_by_microbatch[m]
 
     def _sum_without_weights(self, bytes_by_storage: Mapping[int, int]) -> int:
         weights = {get_storage(t) for t in self._weights}
         return sum(size for storage, size in bytes_by_storage.items() if storage not in weights)
-
-    def _set(self, m: int, size: int) -> None:
-        self.drop(m)
-        self.bytes_by_microbatch[m] = size
-        self.held_bytes += size
 
     def drop(self, m: int) -> None:
         """Stop counting microbatch m, which is done or whose forward runs again."""

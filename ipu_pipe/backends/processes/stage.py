@@ -32,8 +32,7 @@ from ipu_pipe.backends.weights import WeightStore, make_weight_store
 from ipu_pipe.backends.work import MicrobatchResult, Work
 from ipu_pipe.local.blocks import get_activation
 from ipu_pipe.model.batch import list_tensors
-from ipu_pipe.model.crossing import Crossing
-from ipu_pipe.model.cutting import Piece
+from ipu_pipe.model.cutting import Crossing, Piece
 from ipu_pipe.model.loss import compute_losses, count_right, take_scores
 from ipu_pipe.model.randomness import KeyedRandomness
 from ipu_pipe.model.restoring import restore_all, restore_buffers

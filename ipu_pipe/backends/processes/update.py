@@ -21,15 +21,17 @@ from typing import (
 
 import torch
 
+from ipu_pipe.backends.interface import StepResult
 from ipu_pipe.backends.processes.layout import RankLayout
-from ipu_pipe.backends.processes.mail import NORM, SHARED, WEIGHTS, Mail, Message, Shapes
+from ipu_pipe.backends.processes.mail import NORM, RESULT, SHARED, WEIGHTS, Mail, Message, Shapes
 from ipu_pipe.backends.processes.stage import Stage
 from ipu_pipe.backends.processes.trace import TraceRecorder
 from ipu_pipe.backends.replicas import IndependentReplicas
-from ipu_pipe.backends.work import Work
+from ipu_pipe.backends.work import COLUMNS, Work, average
 from ipu_pipe.errors import RunFault
+from ipu_pipe.job.record import Job
 from ipu_pipe.model.batch import count_bytes
-from ipu_pipe.model.crossing import TensorSpec
+from ipu_pipe.model.cutting import TensorSpec
 from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.update.clipping import GradientClipping, OtherStages
 
@@ -44,6 +46,10 @@ from ipu_pipe.update.clipping import GradientClipping, OtherStages
 # With nccl (`nccl.make_channels`) gradients stay on the GPU, otherwise they go through the host's memory.
 
 BUCKET_BYTES = 4 << 20
+DRAW_ALIKE = (
+    "the inputs of one would be trained with the labels of the other; seed every generator that the data hold "
+    "(numpy.random.default_rng(SEED)), or draw from the global ones, which are seeded alike on all ranks"
+)
 
 
 class ReplicaGroup(NamedTuple):
@@ -237,7 +243,17 @@ class StageUpdate:
                 for replicas in self._independent:
                     replicas.end_step(self._work, k)
         else:
-            self._average_gradients(k)
+            if self._replicas is not None:
+                start, size = self._recorder.mark(), count_bytes(self._parameters_here)
+                if self._replicas.is_fast:
+                    for average_of_stage in self.averages.values():
+                        average_of_stage.finish()
+                else:
+                    average_over_replicas(self._parameters_here, self._mail, self._replicas)
+                self._recorder.add(Kind.AVERAGE.word, k, start, size=size, carries="gradients")
+            for stage in self.stages:
+                if stage.model.local is not None:
+                    stage.model.local.average_gradients(k, stage.model.stage, self._mail)
             with self._record(k):
                 for stage in self.stages:
                     stage.stash_weights()
@@ -247,20 +263,6 @@ class StageUpdate:
             stage.advance_version()
             if stage.model.ties.copied_to:
                 stage.tied.send_weights(k)
-
-    def _average_gradients(self, k: int) -> None:
-        """Average the gradients of update k over replicas and over blocks that share a layer."""
-        if self._replicas is not None:
-            start, size = self._recorder.mark(), count_bytes(self._parameters_here)
-            if self._replicas.is_fast:
-                for average_of_stage in self.averages.values():
-                    average_of_stage.finish()
-            else:
-                average_over_replicas(self._parameters_here, self._mail, self._replicas)
-            self._recorder.add(Kind.AVERAGE.word, k, start, size=size, carries="gradients")
-        for stage in self.stages:
-            if stage.model.local is not None:
-                stage.model.local.average_gradients(k, stage.model.stage, self._mail)
 
     def step(self, k: int) -> None:
         """Clip the gradients of update k and let the optimizer and the rules step."""
@@ -360,3 +362,71 @@ def keep_version_counters(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
         return
     with torch.autograd._unsafe_preserve_version_counter(tuple(parameters)):  # type: ignore[arg-type]
         yield
+
+
+# ---- results of updates
+
+
+class ResultCollection:
+    """Collect the results of updates on the first stage of each replica, and over the replicas.
+
+    The stages `with_loss` send their tables of results (`work.tabulate`) to the first stage, with the checksums of the batches
+    that they read for the labels. They must equal the checksums of the batches that the first stage read for its inputs.
+    `first_stages`: the group of the replicas' first stages, None if there is one replica.
+    """
+
+    def __init__(
+        self, job: Job, mail: Mail, recorder: TraceRecorder, layout: RankLayout, with_loss: List[int], first_stages: Any
+    ) -> None:
+        self._job, self._mail, self._recorder, self._layout = job, mail, recorder, layout
+        self._with_loss, self._first_stages = with_loss, first_stages
+        # the microbatches of an update on one replica, and its samples on all replicas
+        self._microbatches, self._samples = job.schedule.accumulate, job.global_batch_size
+        self._shapes = (TensorSpec((self._microbatches, COLUMNS + 1), torch.float64, False),)
+        # update -> table and checksums of the first stage
+        self._on_first: Dict[int, Tuple[Optional[torch.Tensor], torch.Tensor]] = {}
+        self._expected = 0
+
+    def expect(self, first: int, last: int) -> None:
+        """Announce, on the first stage, the results of the updates in [first, last) that are not announced yet."""
+        first = max(first, self._expected)
+        for stage in self._with_loss:
+            if stage:
+                self._mail.expect([(Message(RESULT, k, stage, 0), self._shapes) for k in range(first, last)])
+        self._expected = max(first, last)
+
+    def send(self, k: int, stage: int, table: Optional[torch.Tensor], checksums: Dict[int, int]) -> None:
+        """Send a stage's table of update k, None if it has no loss; remove the update's microbatches from `checksums`."""
+        microbatches = range(k * self._microbatches, (k + 1) * self._microbatches)
+        column = torch.tensor([checksums.pop(m, 0) for m in microbatches], dtype=torch.float64)
+        if stage == 0:
+            self._on_first[k] = table, column
+        elif table is not None:
+            self._mail.send(Message(RESULT, k, stage, 0), [torch.cat([table, column[:, None]], dim=1)])
+
+    def collect(self, k: int) -> StepResult:
+        """Return the result of update k, which only the first stages know. Raise `RunFault` if stages read different batches."""
+        if 0 not in self._layout.stages_of_rank:
+            return StepResult(float("nan"), None, self._samples)
+        on_first, checksums = self._on_first.pop(k)
+        tables = []
+        for stage in self._with_loss:
+            if stage == 0:
+                assert on_first is not None
+                tables.append(on_first)
+                continue
+            received = self._mail.receive(Message(RESULT, k, stage, 0))[0]
+            if not torch.equal(checksums, received[:, -1]):
+                ranks = self._layout.find_rank(0), self._layout.find_rank(stage)
+                who = f"rank {ranks[0]} and rank {ranks[1]} read different batches"
+                raise RunFault(f"data: {self._job.data_name}: update {k}: {who}: {DRAW_ALIKE}")
+            tables.append(received[:, :-1])
+        table = torch.stack(tables)  # (blocks, microbatches, 3)
+        if self._first_stages is not None:
+            start = self._recorder.mark()
+            replicas = self._mail.all_gather(table, self._first_stages)
+            self._recorder.add("wait", k, start, carries="losses")
+            # the emulator's order: microbatch 0 of each replica, microbatch 1 of each replica, ...
+            table = torch.stack(replicas, dim=2).flatten(1, 2)
+        blocks = [average(rows) for rows in table]
+        return StepResult(*blocks[-1], self._samples, tuple(blocks) if len(blocks) > 1 else ())
