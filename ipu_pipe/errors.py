@@ -131,7 +131,7 @@ def run_command(main: Callable[[], None]) -> NoReturn:
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         try:
-            interrupts.raise_at_first()
+            interrupts.raise_at_first_interrupt()
             _open_closed_streams()
             main()
             with guard_writing("standard output"):

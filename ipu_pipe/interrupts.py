@@ -5,7 +5,7 @@
     on the way out             the process ends at once
 
 Files are written atomically, so that ending at once loses nothing. This module imports only a small part of the standard
-library, because a command line calls `end_at_once` before anything else.
+library, because a command line calls `install_end_at_interrupt` before anything else.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from typing import Any, NoReturn
 INTERRUPTED = 130
 
 
-def end_at_once() -> None:
+def install_end_at_interrupt() -> None:
     """End the process at Ctrl-C from now on."""
     if _may_set_handler():
         signal.signal(signal.SIGINT, _end)
 
 
-def raise_at_first() -> None:
+def raise_at_first_interrupt() -> None:
     """Raise KeyboardInterrupt at the first Ctrl-C from now on, and end the process at the next.
 
-    Do nothing if `end_at_once` was not called before: the handler of a library or a test is not replaced.
+    Do nothing if `install_end_at_interrupt` was not called before: the handler of a library or a test is not replaced.
     """
     if signal.getsignal(signal.SIGINT) is _end and _may_set_handler():
         signal.signal(signal.SIGINT, _raise)
@@ -37,12 +37,12 @@ def raise_at_first() -> None:
 
 
 def was_interrupted() -> bool:
-    """Return whether Ctrl-C was pressed since `raise_at_first`. Ask before `stop_raising`: afterwards it is always True."""
+    """Return whether Ctrl-C was pressed since `raise_at_first_interrupt`. Ask before `stop_raising`: later it is always True."""
     return sys.unraisablehook is _handle_unraisable and signal.getsignal(signal.SIGINT) is _end
 
 
 def stop_raising() -> None:
-    """Undo `raise_at_first`: from now on Ctrl-C ends the process again."""
+    """Let Ctrl-C end the process again, as before `raise_at_first_interrupt`."""
     if signal.getsignal(signal.SIGINT) is _raise:
         signal.signal(signal.SIGINT, _end)
 

@@ -109,7 +109,7 @@ def test_ctrl_c_at_any_moment_ends_a_run(tmp_path: Path, load: None, capsys: pyt
 COMMAND = """
 import gc, os, signal, sys, threading
 from ipu_pipe import interrupts
-interrupts.end_at_once()
+interrupts.install_end_at_interrupt()
 from ipu_pipe.errors import run_command
 
 def ctrl_c():
@@ -179,7 +179,7 @@ def test_every_command_line_ends_quietly_from_its_first_line_on() -> None:
             imports = re.findall("^(?:import|from) (.*)", text, re.MULTILINE)
             if imports != ["os", "sys", "ipu_pipe import cli  # noqa: E402"]:
                 late.append(file.name)
-        elif not 0 < text.find("interrupts.end_at_once()") < text.find("ipu_pipe.errors"):
+        elif not 0 < text.find("interrupts.install_end_at_interrupt()") < text.find("ipu_pipe.errors"):
             late.append(file.name)
     assert not late
     code = "import sys, ipu_pipe.cli; print([m for m in ('argparse', 'ipu_pipe.errors', 'json') if m in sys.modules])"

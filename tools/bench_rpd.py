@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from ipu_pipe import interrupts  # noqa: E402
 
 if __name__ == "__main__":
-    interrupts.end_at_once()  # before the imports that take time
+    interrupts.install_end_at_interrupt()  # before the imports that take time
 
 import numpy as np  # noqa: E402
 

@@ -18,7 +18,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from ipu_pipe import interrupts  # noqa: E402
 
 if __name__ == "__main__":
-    interrupts.end_at_once()  # before the imports that take time
+    interrupts.install_end_at_interrupt()  # before the imports that take time
 
 import tempfile  # noqa: E402
 import time  # noqa: E402

@@ -32,7 +32,7 @@ COMMANDS = {
 def run(command: Optional[str] = None) -> NoReturn:
     """Run a command, by default the one that the first argument names, and leave with its exit code."""
     # call it before the slow imports
-    interrupts.end_at_once()
+    interrupts.install_end_at_interrupt()
     from ipu_pipe.errors import Parser, run_command
 
     def run_first_argument() -> None:

@@ -83,8 +83,8 @@ AXES = "changes to an asynchronous method (method_args in a config)"
     option("--stages", metavar="S", type=int, required=True, help="stages of the pipeline, on all devices"),
     option("--microbatches", metavar="M", type=int, required=True, help="microbatches in the whole run"),
     option("--accumulate", metavar="N", type=int,
-           help="microbatches per update (default: M for gpipe, pipedream_flush and those from interleaved_1f1b on, P for "
-           "pipedream_2bw, 1 for the others); a last batch that is not full runs without an update"),
+           help="microbatches per update (default: M for gpipe, pipedream_flush and those listed from interleaved_1f1b on, S for "
+           "pipedream_2bw and local_sgd, 1 for the others); a last batch that is not full runs without an update"),
     option("--format", choices=("text", "csv", "json"), default="text",
            help="text: as papers draw it (default); csv: for PyTorch's loader, flush methods only; json: for programs"),
     option("--slots", metavar="A:B", type=_parse_slots, help="text: print the slots from A up to, not including, B"),
@@ -239,7 +239,7 @@ def _write_json(schedule: Schedule, method: Method, timed: Dict[str, Any], out: 
     for key, value in parts.items():
         out.write(f"{before}{json.dumps(key)}: ")
         before = ",\n"
-        # a method may compute a value for each stage
+        # a function gives the value of one stage
         if callable(value):
             out.writelines((", " if stage else "[") + json.dumps(value(stage)) for stage in range(schedule.stages))
             out.write("]")

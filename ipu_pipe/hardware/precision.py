@@ -1,4 +1,7 @@
-"""The table of precisions: the bytes of each kind of number, and the arithmetic in which products are computed."""
+"""The table of precisions, for predictions of memory and time: bytes of each kind of number, and the arithmetic of products.
+
+A run takes its precision from `ipu_pipe.model.precision`.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,7 @@ PRECISIONS: Dict[str, Precision] = {
     "bfloat16": Precision("bfloat16", 2, 2, 2, 2),
     MIXED: Precision("bfloat16", 2, 4, 4, 4, cast=2, data_bytes=4),
     MASTERS: Precision("bfloat16", 2, 2, 4, 4, master=4),
-    "float16": Precision("float16", 2, 2, 2, 4, 8),
+    "float16": Precision("float16", 2, 2, 2, 4, master=8),
     "16.16": Precision("float16", 2, 2, 4, 4),
     "16.32": Precision("float32", 4, 4, 4, 4, data_bytes=2),
     "32.32": Precision("float32", 4, 4, 4, 4),

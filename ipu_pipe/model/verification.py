@@ -38,7 +38,7 @@ class TrainingEffects(NamedTuple):
 
 def verify_pieces(model: nn.Module, pieces: Sequence[Piece], x: Any) -> TrainingEffects:
     """Raise `BadInput` if pieces and model differ: in module outputs, gradients and buffers in training, or in the output in
-    evaluation. The model is left as it was."""
+    evaluation. The model is left as it was; its cut keeps the recordings and the layouts of gradients that cross it."""
     # meta tensors have no values to compare
     if any(t.is_meta for t in flatten_tensors(x)):
         return TrainingEffects(ForwardEffects())
@@ -66,7 +66,7 @@ def verify_pieces(model: nn.Module, pieces: Sequence[Piece], x: Any) -> Training
                 why = "something draws random numbers from a generator of its own, which no seed of a microbatch reaches"
                 raise _make_refusal(model, f"the {varying[0]} differs each time: {why}", "draw without one")
         if differing:
-            label, drawing = differing[0], _find_cut_drawing(pieces, effects.forward) if training else []
+            label, drawing = differing[0], _find_cut_random_modules(pieces, effects.forward) if training else []
             remedy = MOVE_INTO_MODULES
             if drawing:
                 remedy = (
@@ -83,7 +83,7 @@ def verify_pieces(model: nn.Module, pieces: Sequence[Piece], x: Any) -> Training
     return effects
 
 
-def _find_cut_drawing(pieces: Sequence[Piece], effects: ForwardEffects) -> List[str]:
+def _find_cut_random_modules(pieces: Sequence[Piece], effects: ForwardEffects) -> List[str]:
     """Return the modules in which stages begin and whose own forward draws random numbers."""
     uncut = [f"{name}." for piece in pieces for name in piece.names]
     return [name or "the model itself" for name in effects.draws if not any(f"{name}.".startswith(n) for n in uncut)]

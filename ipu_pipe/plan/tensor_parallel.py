@@ -1,10 +1,10 @@
 """Predict Megatron's tensor parallelism in closed form, for comparison with pipelines; no backend of this library runs it.
 
 t devices divide every matrix; w = devices / t such groups are replicas. In each unit with weights (a Transformer block) every
-pass ends its two halves, attention and perceptron, with an all-reduce of the activations:
+pass (forward, forward again, backward) ends its two halves, attention and MLP, with an all-reduce of the activations:
 
-    batch = g (passes / t + 2 (forward, backward, and forward again) all-reduces of each unit's output among t)
-            + all-reduce of the gradients / t among w + update / t
+    seconds of an update = g (compute / t + 3 passes * 2 * sum over units of all-reduce(unit's output, among t))
+                           + all-reduce(gradients / t, among w) + update / t             g: microbatches per update
 
 Source: Shoeybi et al. 2019 (Megatron-LM), section 3. Norms, residuals and dropout, which every device does in whole, are counted
 as divided, and no message overlaps with compute.
@@ -31,7 +31,7 @@ ALL_REDUCES = 2
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """A configuration of tensor parallelism over `ways` devices and `width` replicas with its predicted figures.
+    """A configuration of tensor parallelism over `ways` devices (t) and `width` replicas (w) with its predicted figures.
 
     Activations are computed again unit by unit. `communication`: the share of the time that all-reduces take.
     """

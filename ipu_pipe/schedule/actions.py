@@ -15,7 +15,7 @@ class Kind(Enum):
 
     RECOMPUTE repeats a forward for the activations that its backward needs. BACKWARD computes both gradients. INPUT_GRADIENT is
     the first half of a split backward, for which the previous stage waits; WEIGHT_GRADIENT is the second half, for which only the
-    update waits. AVERAGE averages the weights over the replicas.
+    update waits. AVERAGE averages over the replicas: the weights in a method with rounds (LocalSGD), otherwise the gradients.
     """
 
     FORWARD = "F"
@@ -69,16 +69,16 @@ _NEEDS: Dict[Kind, Tuple[Need, ...]] = {
 }
 
 
-def get_pass_needs(kind: Kind, local: bool = False, head: bool = False) -> Tuple[Need, ...]:
+def get_pass_needs(kind: Kind, local: bool = False, begins_segment: bool = False) -> Tuple[Need, ...]:
     """Return the needs of a pass of `kind`.
 
-    `local`: each stage has its own loss, so no stage needs a later stage's pass. `head`: the stage is the first of a segment of
-    recomputation; it starts from its stored input and needs no other stage's recomputation.
+    `local`: each stage has its own loss, so no stage needs a later stage's pass. `begins_segment`: the stage is the first of a
+    segment of recomputation; it starts from its stored input and needs no other stage's recomputation.
     """
     return tuple(
         need
         for need in _NEEDS[kind]
-        if not (need.offset > 0 and local) and not (need == Need(Kind.RECOMPUTE, -1) and head)
+        if not (need.offset > 0 and local) and not (need == Need(Kind.RECOMPUTE, -1) and begins_segment)
     )
 
 

@@ -1,4 +1,5 @@
-"""Generate the orders of pipelines that are given by each device's order of passes.
+"""Generate the pipelines that are defined by each device's order of passes, without slots: interleaved 1F1B, looped breadth
+first, zero-bubble, V-shaped and DualPipe-V. `rows.play_slots` finds the slots; `planned_orders` has the orders that are searched.
 
 P devices with v stages each, M microbatches of a batch, d a device. A generator returns a row of (pass, stage) for each device.
 Every stage does each of its passes in the order of the microbatches, so these follow by counting: (F, 0) (F, 0) (B, 0) (F, 0) is
@@ -200,7 +201,7 @@ def v_min(order: Order, P: int, M: int) -> Rows:
 def _repeat_blocks(blocks: List[List[int]], M: int) -> Rows:
     """Repeat a block every six slots; `blocks`: for each device the slots of microbatch 0's F there, F back, I back and I there.
 
-    Weight gradients fill the gaps. Then passes are moved forward where possible (`_pull_forward`).
+    Weight gradients fill the gaps. Then passes are moved to earlier slots where possible (`_pull_earlier`).
     """
     P, rows = len(blocks), []
     for d, block in enumerate(blocks):
@@ -216,10 +217,10 @@ def _repeat_blocks(blocks: List[List[int]], M: int) -> Rows:
             elif delayed:
                 row.append(delayed.pop(0))
         rows.append(row + delayed)
-    return _pull_forward(rows, M)
+    return _pull_earlier(rows, M)
 
 
-def _pull_forward(rows: Rows, M: int) -> Rows:
+def _pull_earlier(rows: Rows, M: int) -> Rows:
     """Choose for each device, slot by slot, the first pass of its row that is ready and does not exceed the rows' peak
     activations.
 

@@ -8,6 +8,8 @@ is affine in m. PipeDream on three stages; stage 0 has the runs F+ (fill), F (st
     stage 1  .   F0  F1  F2  B0* .   B1* F3  B2* F4  B3* ...      F   m = 3, 4, ... in slot 2m
     stage 2  .   .   F0  B0* F1  B1* F2  B2* F3  B3* F4  ...      B   m = 0, 1, ... in slot 2m + 5
 
+* an update follows. A *stretch* is the part of a schedule from one empty pipeline to the next.
+
 Slots, stages, microbatches and updates count from 0. Symbols: P stages, M microbatches, N microbatches per update.
 """
 
@@ -261,7 +263,7 @@ class Schedule:
         device_of = tuple(placement) or self.device_of_stage
         share = list(sizes) or [1 / device_of.count(device) for device in device_of]
         peaks, counts = dict.fromkeys(device_of, 0.0), [0.0] * self.stages
-        # a stretch is in its steady state long before `reach`; stretches of one length are equal
+        # a stretch is in its steady state long before `reach`; stretches of equal length and slots are equal
         reach = 2 * int(self.max_in_flight().max()) + 4 * (self.stages + self.accumulate)
         for stretch in {(stretch.microbatches, stretch.slots): stretch for stretch in self.stretches}.values():
             first = stretch.first_microbatch

@@ -1,5 +1,5 @@
-"""Experiments (a) to (d) of the randomized PipeDream paper: every row is run with a grid of learning rates, and the best one
-counts.
+"""Experiments (a) to (d) of the randomized PipeDream paper, on objectives of one weight vector: quadratics and logistic
+regression. Every row is run with a grid of learning rates, and the best one counts.
 
 Data, drawn orders and delays, and gradient noise follow the seed; the paper has seed 0 alone. To add an experiment, write a
 record in `VECTOR_GRIDS`. Experiment (e) trains a Transformer: configs/experiments/local_sgd_transformer.yaml.

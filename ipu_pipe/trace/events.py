@@ -6,8 +6,8 @@ time between them. A pass begins when its inputs have arrived and ends before it
     wait (peer: sender, carries: payload)  recv (bytes)  forward  send (bytes, peer)   wait  recv  backward  send ...
 
 `wait`: for a message, until the next one can be sent, for the data set (carries data, no peer) or for the norms of all stages (no
-peer). `average`: the gradients of replicas, waiting included. An update that waits for the norms of other stages has several
-events. `microbatch` of a message with norms, losses or shared gradients is the update's index.
+peer). `average`: the average over the replicas, waiting included. An update that waits for the norms of other stages has several
+events. `microbatch` of a message with norms, losses, weights or shared gradients is the update's index.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ def concatenate_counters(parts: Iterable[Counters]) -> Counters:
 def find_updates(events: Events, accumulate: int) -> NDArray[np.int64]:
     """Return the update, of `accumulate` microbatches, that each event belongs to. Events between two updates belong to the
     earlier one."""
-    by_update = events.is_kind("update", Kind.AVERAGE.word) | np.isin(events.carries, _PAYLOADS_OF_UPDATES)
+    by_update = events.is_kind(Kind.UPDATE.word, Kind.AVERAGE.word) | np.isin(events.carries, _PAYLOADS_OF_UPDATES)
     update = np.where(by_update, events.microbatch, events.microbatch // accumulate)
     return np.where(events.is_kind(*OUTSIDE), events.version - 1, update)
 

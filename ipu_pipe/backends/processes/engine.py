@@ -113,8 +113,8 @@ class ProcessEngine(Engine):
         whole = torch.stack(self._mail.all_gather(is_whole)).amax(dim=0).nonzero().flatten().tolist()
         if whole:
             warnings.warn(
-                f"stages {', '.join(map(str, whole))}: W is computed with I: their backward does not come out the same, bit for"
-                " bit, when its weight gradients are computed later",
+                f"stages {', '.join(map(str, whole))}: weight gradients are computed together with input gradients:"
+                " their backward does not come out the same, bit for bit, when its weight gradients are computed later",
                 stacklevel=2,
             )
 
@@ -162,14 +162,14 @@ class ProcessEngine(Engine):
         return self._announcements.end
 
     def evaluate(self, split: str = "test") -> List[EvaluationResult]:
-        with self._drain("evaluate", "evaluation"):
+        with self._record_pause("evaluate", "evaluation"):
             self._interpreter.load_newest()
             with self.job.rules.hold_averages():
                 return self._evaluation.evaluate(split)
 
     @contextlib.contextmanager
     def hold_whole_model(self) -> Iterator[None]:
-        with self._drain("gather", "whole model"):
+        with self._record_pause("gather", "whole model"):
             self._interpreter.load_newest()
             collect.broadcast_weights(self._mail, self.job.model, self._holders, self._layout.placement, self._freed)
         self.newest_model = self.job.model
@@ -180,12 +180,12 @@ class ProcessEngine(Engine):
             collect.free(self._freed)
 
     def collect_state(self) -> Optional[CheckpointState]:
-        with self._drain("checkpoint", "checkpoint"):
+        with self._record_pause("checkpoint", "checkpoint"):
             ranks = collect.gather(self._mail, self._export())
         return None if ranks is None else collect.merge_ranks(self.job, ranks[: self._layout.devices])
 
     def collect_part(self) -> CheckpointState:
-        with self._drain("checkpoint", "checkpoint"):
+        with self._record_pause("checkpoint", "checkpoint"):
             part = self._export()
         # only the first replica writes
         if self._layout.replica:
@@ -200,8 +200,8 @@ class ProcessEngine(Engine):
             return collect.export_stages(self.job, models, self.names)
 
     @contextlib.contextmanager
-    def _drain(self, kind: str, doing: str) -> Iterator[None]:
-        """Record the context, in which the pipeline is empty, as one event `kind`, and compare the clocks after it."""
+    def _record_pause(self, kind: str, doing: str) -> Iterator[None]:
+        """Record the work in the context, between two updates, as one event `kind`; then flush and compare the clocks."""
         self._interpreter.doing = doing
         start = self._recorder.mark()
         with name_faults(*self._fault_context):

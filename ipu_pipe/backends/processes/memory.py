@@ -92,7 +92,7 @@ class MemoryCounters:
         self._optimizer_states: Mapping[Any, Any] = next((stage.state for stage in rules.stages.values()), {})
         self._parameters = [p for s, stage in rules.stages.items() if s in stages for p in stage.parameters]
         tensors = list({id(t): t for stage in stages.values() for t in stage.model.tensors}.values())
-        self._filled = work.update + work.schedule.stages + 2
+        self._end_of_fill = work.update + work.schedule.stages + 2
         self._weight_bytes = count_bytes(tensors)
         self.master_bytes = count_bytes([master for _, master in rules.weight_master_pairs])
         self._device = tensors[0].device if tensors else torch.device("cpu")
@@ -103,7 +103,7 @@ class MemoryCounters:
     def sample(self, update: int, gradients_changed: bool = True, has_stepped: bool = False) -> None:
         """Measure now. `gradients_changed`: they may differ from the last call; `has_stepped`: the optimizer has stepped."""
         recorder = self._recorder
-        if not (recorder.is_recording or update < self._filled):
+        if not (recorder.is_recording or update < self._end_of_fill):
             return
         if gradients_changed:
             self._gradient_bytes = count_bytes([p.grad for p in self._parameters])

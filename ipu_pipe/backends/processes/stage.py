@@ -355,7 +355,7 @@ class Stage:
     # ---- weight versions before and after an update
 
     def stash_weights(self) -> None:
-        """Stash the weights that backwards in in_flight, or later forwards, still read, before the update overwrites them."""
+        """Stash the weights that backwards of microbatches in flight, or later forwards, still read and the update overwrites."""
         if not self._keeps_versions:
             return
         method, codes = self._work.method, set()
@@ -389,7 +389,7 @@ class Stage:
         return self.weights.peak_bytes + self.tied.peak_bytes
 
     def load_newest(self) -> None:
-        """Put the newest weights into the parameters; nothing may be in in_flight."""
+        """Put the newest weights into the parameters; no microbatch may be in flight."""
         self.weights.load_newest()
         self.tied.load(self.version)
 
