@@ -159,7 +159,7 @@ def test_needs() -> None:
     assert needed(Kind.INPUT_GRADIENT, 1, 1) == ["F1 on stage 1", "I1 on stage 2"]
     assert needed(Kind.WEIGHT_GRADIENT, 1, 1) == ["I1 on stage 1"]
     assert needed(Kind.RECOMPUTE, 1, 2) == ["F1 on stage 2", "R1 on stage 1"]
-    assert get_pass_needs(Kind.RECOMPUTE, head=True) == ((Kind.FORWARD, 0),)
+    assert get_pass_needs(Kind.RECOMPUTE, begins_segment=True) == ((Kind.FORWARD, 0),)
 
 
 @pytest.mark.parametrize(("P", "segments"), [(2, 1), (2, 2), (5, 2), (9, 3), (9, 9)])
@@ -178,7 +178,7 @@ def test_recomputations_come_after_what_they_need(P: int, segments: int, turn: i
         return sorted({
             s
             for s in range(P)
-            for kind, offset in get_pass_needs(Kind.RECOMPUTE, head=s in heads)
+            for kind, offset in get_pass_needs(Kind.RECOMPUTE, begins_segment=s in heads)
             if s + offset >= 0
             and (slots[kind][s + offset] >= slots[Kind.RECOMPUTE][s] + (kind is Kind.FORWARD)).any()
         })  # fmt: skip
