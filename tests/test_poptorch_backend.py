@@ -583,7 +583,7 @@ def test_half_inputs_that_stay_float32_or_meet_a_bias_are_refused(poptorch: Any)
             return super().forward(x.float())
 
     class Bytes(TensorData):
-        def _normalized(self, x: torch.Tensor) -> torch.Tensor:
+        def _normalize(self, x: torch.Tensor) -> torch.Tensor:
             return x
 
     (said,) = faults(make_config(**keys), model=Normalized(12, 4), data=Bytes((x, y), (x, y), 5))

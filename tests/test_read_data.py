@@ -127,7 +127,7 @@ def test_files_that_moved_or_are_unchanged_are_the_same(folder: Path, monkeypatc
 
 
 def test_many_or_large_files_are_known_by_names_and_sizes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "MOST_BYTES", (folder / "data" / "0.npy").stat().st_size)
+    monkeypatch.setattr(files, "MOST_HASHED_BYTES", (folder / "data" / "0.npy").stat().st_size)
     own(folder / "run", 2)
     entries = newest(folder / "run")["files"]
     assert entries["0.npy"]["sha256"] and entries["1.npy"]["sha256"] is None
