@@ -291,6 +291,9 @@ def test_precision_optimizer_and_code_count(plain: Hardware) -> None:
     mixed = needed("gpipe", 0, precision="float16", moments=2, device=plain.device)
     assert (mixed.weights, mixed.gradients, mixed.optimizer, mixed.accumulators) == (200, 200, 1600, 0)
     assert mixed.activations == 8 * 2 * KEPT / 2 and mixed.code == 1e8
+    amounts = {"weights": 400, "gradients": 40, "optimizer": 4, "accumulators": 300, "saved": 30, "entering": 3}
+    summed = memory.sum_stage_bytes(memory.KeptCounts(copies=2, inputs=5, activations=1), frozen=8, **amounts)
+    assert (summed.weights, summed.versions, summed.accumulators, summed.activations) == (408, 400, 300, 45)
 
 
 def test_precisions_are_those_of_a_config_and_one_for_plans() -> None:

@@ -386,13 +386,15 @@ def test_a_full_disk_is_a_fault_and_earlier_checkpoints_stay(limit: int, cut: Pa
     checkpoint.load(folder / "step-8")
 
 
-def test_a_run_with_weights_to_begin_with_is_resumed_twice(cut: Path, tmp_path: Path, trained: Path) -> None:
+def test_a_run_with_weights_to_begin_with_is_resumed_twice(tmp_path: Path, trained: Path, run_tool: Any) -> None:  # noqa: F811
     """Story: the first resume wrote init_from: null into config.yaml, and the second was refused."""
     first = tmp_path / "first.safetensors"
     shutil.copy(trained / "checkpoints" / "step-4" / "model.safetensors", first)
     chosen = [f"init_from={first}", "steps=8"]
     train(config(*keys(*chosen)), tmp_path / "run", quiet=True)
     first.unlink()
+    dry = [DIGITS, *sets(*keys(*chosen)), "--dry-run", "--out", str(tmp_path / "run"), "--resume-from", "4"]
+    assert run_tool(*dry)[0] == 0
     for _ in range(2):
         resumed(tmp_path / "run", *chosen, resume_from=4)
     assert load_config(tmp_path / "run" / "config.yaml").init_from == InitFrom(path=str(first))

@@ -66,9 +66,10 @@ def _examine_config(args: argparse.Namespace) -> None:
     config = load_config(find_config(args.what[0]), args.set)
     options = {key: getattr(args, key) for key in ("samples", "iterations", "seed", "curvature", "by_stage")}
     result = {"config": args.what[0], **analyze_config(config, **options)}
-    args.print_result(format_stability(result))
     if args.json:
         print(json.dumps(result, indent=1))
+    else:
+        args.print_result(format_stability(result))
 
 
 def _make_figures(args: argparse.Namespace) -> None:

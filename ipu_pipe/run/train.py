@@ -146,10 +146,11 @@ def check(config: Config, out: Path, *, resume: bool = False, overwrite: bool = 
 
 
 def find_config(config: Config, out: Path, *, resume: bool, resume_from: Optional[int], overwrite: bool) -> Config:
-    """Return the config that `train` would train by in the folder `out`. Raise `BadInput` if it cannot start there."""
+    """Return the config of the job that `train` would build for the folder `out`. Raise `BadInput` if it cannot start there."""
     resume = resume or resume_from is not None
     start = run_on_main(lambda: _find_start(config, Overrides(), out, resume, resume_from, overwrite, lambda text: None))
-    return start.config
+    # a checkpoint replaces the weights that the run began with
+    return start.config.model_copy(update={"init_from": None}) if start.done else start.config
 
 
 class _Start(NamedTuple):

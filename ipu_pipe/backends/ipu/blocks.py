@@ -26,7 +26,7 @@ from ipu_pipe.backends.ipu.placement import Placement
 from ipu_pipe.backends.ipu.profile import CallTimes
 from ipu_pipe.backends.ipu.wrapping import wrap
 from ipu_pipe.backends.work import refuse_nonfinite
-from ipu_pipe.errors import BadInput, RunFault, summarize
+from ipu_pipe.errors import BadInput, Divergence, RunFault, summarize
 from ipu_pipe.job.evaluation import EvaluationResult, Tally, evaluate_sums, load_test_batches
 from ipu_pipe.job.record import Job
 from ipu_pipe.launcher import read_launch
@@ -53,6 +53,8 @@ def describe_block_errors(rank: int, doing: str) -> Iterator[None]:
     except poptorch.RecoverableError as error:
         description = f"device error ({error.recovery_action}): {error.message}"
         raise RunFault(f"{subject}: {description}: do what it asks for, then go on with --resume") from error
+    except Divergence as error:
+        raise Divergence(f"{subject}: {error.args[0]}", error.args[1]) from error
     except RunFault as error:
         raise RunFault(f"{subject}: {error}") from error
     # torch.distributed raises this error
