@@ -17,12 +17,13 @@ from torch import nn
 
 from ipu_pipe.backends.ipu import backend as row
 from ipu_pipe.backends.ipu import engine as ipu_engine
+from ipu_pipe.backends.ipu.blocks import describe_block_errors
 from ipu_pipe.backends.ipu.feed import convert_input, convert_label
 from ipu_pipe.backends.ipu.optimizer import import_state
 from ipu_pipe.cli import train as tool
 from ipu_pipe.config.load import load_config
 from ipu_pipe.data.sources import TensorData
-from ipu_pipe.errors import BadInput, RunFault
+from ipu_pipe.errors import BadInput, Divergence, RunFault
 from ipu_pipe.run import loop
 from ipu_pipe.run.build import build
 from ipu_pipe.run.callbacks import Callback
@@ -497,6 +498,13 @@ def test_ctrl_c_leaves_no_wrapper_and_no_ipu_held(poptorch: Any, tmp_path: Path)
 def test_a_loss_that_is_no_number_ends_the_run(poptorch: Any, tmp_path: Path) -> None:
     with pytest.raises(RunFault, match="update 0 of method gpipe: the training loss is nan"):
         run(make_config(on="poptorch"), tmp_path, "mlp", loss=lambda x, y: nn.functional.cross_entropy(x * torch.nan, y))
+
+
+def test_a_divergence_in_a_block_stays_one(poptorch: Any) -> None:
+    with pytest.raises(Divergence) as raised, describe_block_errors(1, "training"):
+        raise Divergence("update 3: the training loss is nan", "lower optimizer.lr")
+    assert raised.value.reason == "rank 1, block 1: update 3: the training loss is nan"
+    assert str(raised.value).endswith("; lower optimizer.lr")
 
 
 # ---- before anything compiles
