@@ -77,12 +77,12 @@ def _train(args: argparse.Namespace, config: Config, other: Optional[Config]) ->
     from ipu_pipe.backends.ranks import run_on_main
     from ipu_pipe.report.run_text import format_plan
     from ipu_pipe.run.planning import build_for_planning
-    from ipu_pipe.run.train import evaluate_checkpoint, find_config, train
+    from ipu_pipe.run.train import evaluate_checkpoint, get_starting_config, train
 
     if args.dry_run:
         if args.out is not None:
             how = {"resume": args.resume, "resume_from": args.resume_from, "overwrite": args.overwrite}
-            config = find_config(config, args.out, **how)
+            config = get_starting_config(config, args.out, **how)
         return format_plan(build_for_planning(config))
     if args.evaluate:
         return json.dumps(evaluate_checkpoint(config, args.evaluate), indent=1)

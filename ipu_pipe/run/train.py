@@ -145,7 +145,7 @@ def check(config: Config, out: Path, *, resume: bool = False, overwrite: bool = 
             run_on_main(lambda: check_run(job, out, saved))
 
 
-def find_config(config: Config, out: Path, *, resume: bool, resume_from: Optional[int], overwrite: bool) -> Config:
+def get_starting_config(config: Config, out: Path, *, resume: bool, resume_from: Optional[int], overwrite: bool) -> Config:
     """Return the config of the job that `train` would build for the folder `out`. Raise `BadInput` if it cannot start there."""
     resume = resume or resume_from is not None
     start = run_on_main(lambda: _find_start(config, Overrides(), out, resume, resume_from, overwrite, lambda text: None))
