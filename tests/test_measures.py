@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import Any, List, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import numpy as np
 import pytest
@@ -152,6 +152,19 @@ def test_a_probe_leaves_everything_as_it_was(name: str) -> None:
 
 def test_frozen_blocks_have_no_angle() -> None:
     assert measure_angles(blocked(Structure(layers=1)), *batch()) == [None, 0.0]
+
+
+def test_figure_6a_is_judged_by_the_second_half_of_the_updates() -> None:
+    def run(seed: int, *later: Optional[float]) -> Dict[str, Any]:
+        curve = [[0, 170.0, 170.0, 170.0, 0.0], *([update, *later, 0.0] for update in (50, 100))]
+        return {"label": "greedy", "seed": seed, "step": 100, "curve": curve}
+
+    descent, growth = measures.judge_angles([run(seed, 60.0 + seed, 50.0, 40.0) for seed in range(3)])
+    assert (descent.verdict, descent.difference) == ("shown", pytest.approx(29))
+    assert (growth.verdict, growth.difference) == ("shown", pytest.approx(10.5))
+    verdicts = measures.judge_angles([run(seed, 91.0, 95.0, 99.0) for seed in range(3)])
+    assert [verdict.verdict for verdict in verdicts] == ["contradicted", "contradicted"]
+    assert [verdict.verdict for verdict in measures.judge_angles([run(0, None, 50.0, 40.0)])] == ["not run", "not run"]
 
 
 def test_angles_of_vectors() -> None:

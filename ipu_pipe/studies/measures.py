@@ -42,6 +42,7 @@ from ipu_pipe.run import checkpoint
 from ipu_pipe.run.build import build
 from ipu_pipe.run.train import train
 from ipu_pipe.schedule.methods import METHODS
+from ipu_pipe.studies.verdicts import Claim, Verdict, judge
 
 # the result of a run as plain data: see `make_result`
 Result = Dict[str, Any]
@@ -291,6 +292,27 @@ def compute_angle(a: torch.Tensor, b: torch.Tensor) -> Optional[float]:
     return math.degrees(2 * math.atan2(float((a - b).norm()), float((a + b).norm())))
 
 
+def judge_angles(runs: Runs) -> List[Verdict]:
+    """Judge Figure 6(a) of each row by the means of the angles over the second half of the updates, without the last block's.
+
+    The last block's loss is the model's, so that its angle is 0.
+    """
+    verdicts = []
+    for label in dict.fromkeys(run["label"] for run in runs):
+        greatest: Dict[int, float] = {}
+        slopes: Dict[int, float] = {}
+        for run in runs:
+            angles = [point[1:-1] for point in run["curve"] if 2 * point[0] >= run["step"]]
+            if run["label"] == label and all(len(blocks) > 1 and None not in blocks for blocks in angles):
+                means = np.mean(angles, axis=0)
+                greatest[run["seed"]] = float(means.max())
+                slopes[run["seed"]] = -float(np.polyfit(np.arange(means.size), means, 1)[0])
+        descent = Claim(f"{label}: the angle of each block is below 90 degrees", (label,), lambda finals: 90 - finals[label])
+        growth = Claim(f"{label}: angles grow away from the end (degrees per block)", (label,), lambda finals: finals[label])
+        verdicts += [judge(descent, {label: greatest}), judge(growth, {label: slopes})]
+    return verdicts
+
+
 def measure_fit(config: Config, out: Path, options: MeasureOptions, overwrite: bool) -> Result:
     """Train, then evaluate the final weights on the training samples, without augmentation, and on the test samples.
 
@@ -415,13 +437,17 @@ Draw = Callable[[Mapping[str, Any], Runs, Path], None]
 
 
 class Measure(NamedTuple):
-    """A row of the table: the `quantity` that is a run's final value, its format, and its `sign`, -1 if less is better."""
+    """A row of the table: the `quantity` that is a run's final value, its format, and its `sign`, -1 if less is better.
+
+    `judge` gives the verdicts on what the paper says of any runs with this measure.
+    """
 
     quantity: str
     format_spec: str
     sign: int
     run: Callable[[Config, Path, MeasureOptions, bool], Result]
     pictures: Mapping[str, Draw]
+    judge: Callable[[Runs], List[Verdict]] = lambda runs: []
 
 
 def _list_pictures(name: str, y_label: str) -> Dict[str, Draw]:
@@ -442,7 +468,7 @@ MEASURES: Dict[str, Measure] = {
     "training_loss": Measure(
         "training loss", ".4g", -1, measure_training_loss, _list_pictures("loss", "training loss")
     ),
-    "angles": Measure("mean angle, degrees", ".1f", -1, measure_angles, {"angles.png": draw_angles}),
+    "angles": Measure("mean angle, degrees", ".1f", -1, measure_angles, {"angles.png": draw_angles}, judge_angles),
     "fit": Measure(
         "training accuracy", ".1%", 1, measure_fit,
         {"accuracy.png": draw_fit, "training.png": functools.partial(

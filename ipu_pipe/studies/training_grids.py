@@ -355,7 +355,7 @@ def compare(
     utilization = "the paper's utilization N/(N+2S)" if grid.measure.fill_and_drain else "the pipeline's utilization"
     return Findings(
         results,
-        [_judge(entry.make_claim(measure), values_at[entry.at], runs) for entry in grid.expect],
+        [_judge(entry.make_claim(measure), values_at[entry.at], runs) for entry in grid.expect] + measure.judge(runs),
         f": {setting}; seeds {', '.join(map(str, seeds))}. Final {measure.quantity}, mean and standard deviation. Time: epochs"
         f" divided by {utilization}.",
         ("row", "method", f"final {measure.quantity}", "by seed", "time", *extras.values(), *values),
