@@ -75,6 +75,18 @@ def test_pipelined_backpropagations_polynomials(D: int, m: float) -> None:
     same_roots(at_step(make_delayed_sgd(D, m, (a, b), T, by_velocity=True), k), list(velocity))
 
 
+@pytest.mark.parametrize("D", [1, 4, 12])
+@pytest.mark.parametrize("m", [0.3, 0.9])
+def test_on_a_quadratic_spike_compensation_is_weight_prediction(D: int, m: float) -> None:
+    """Equations 44 to 47 of Kosson et al. 2021."""
+    a, b = compute_spike_coefficients(m, D)
+    predicted = at_step(make_delayed_sgd(D, m, horizon=m * (1 - m**D) / (1 - m)), 0.3)
+    same_roots(at_step(make_delayed_sgd(D, m, (a, b)), 0.3), predicted)
+    T = 3.5
+    spike = make_delayed_sgd(D, m, (1 - (1 - m) / m * T, T / m))
+    same_roots(at_step(spike, 0.3), at_step(make_delayed_sgd(D, m, horizon=T), 0.3))
+
+
 @pytest.mark.parametrize("forward, backward", [(1, 0), (6, 2), (10, 6), (10, 0)])
 def test_pipemares_polynomials(forward: int, backward: int) -> None:
     step, h, delta, phi, middle, g = 0.07, 1.5, 4.0, -2.0, (forward + backward) // 2, 0.8
