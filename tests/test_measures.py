@@ -154,7 +154,7 @@ def test_frozen_blocks_have_no_angle() -> None:
     assert measure_angles(blocked(Structure(layers=1)), *batch()) == [None, 0.0]
 
 
-def test_figure_6a_is_judged_by_the_second_half_of_the_updates() -> None:
+def test_angles_are_judged_by_the_second_half_of_the_updates() -> None:
     def run(seed: int, *later: Optional[float]) -> Dict[str, Any]:
         curve = [[0, 170.0, 170.0, 170.0, 0.0], *([update, *later, 0.0] for update in (50, 100))]
         return {"label": "greedy", "seed": seed, "step": 100, "curve": curve}
@@ -164,7 +164,9 @@ def test_figure_6a_is_judged_by_the_second_half_of_the_updates() -> None:
     assert (growth.verdict, growth.difference) == ("shown", pytest.approx(10.5))
     verdicts = measures.judge_angles([run(seed, 91.0, 95.0, 99.0) for seed in range(3)])
     assert [verdict.verdict for verdict in verdicts] == ["contradicted", "contradicted"]
-    assert [verdict.verdict for verdict in measures.judge_angles([run(0, None, 50.0, 40.0)])] == ["not run", "not run"]
+    assert [verdict.verdict for verdict in measures.judge_angles([run(0, None, 50.0, 40.0)])] == ["cannot be told"] * 2
+    runs = [run(seed, 120.0) for seed in range(3)]
+    assert [verdict.verdict for verdict in measures.judge_angles(runs)] == ["contradicted", "cannot be told"]
 
 
 def test_angles_of_vectors() -> None:

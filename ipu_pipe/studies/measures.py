@@ -293,24 +293,26 @@ def compute_angle(a: torch.Tensor, b: torch.Tensor) -> Optional[float]:
 
 
 def judge_angles(runs: Runs) -> List[Verdict]:
-    """Judge Figure 6(a) of each row by the means of the angles over the second half of the updates, without the last block's.
-
-    The last block's loss is the model's, so that its angle is 0.
+    """Judge Figure 6(a) by the first row: the mean angles of its blocks over the second half of the updates, without the last
+    block, whose loss is the model's.
     """
-    verdicts = []
-    for label in dict.fromkeys(run["label"] for run in runs):
-        greatest: Dict[int, float] = {}
-        slopes: Dict[int, float] = {}
-        for run in runs:
-            angles = [point[1:-1] for point in run["curve"] if 2 * point[0] >= run["step"]]
-            if run["label"] == label and all(len(blocks) > 1 and None not in blocks for blocks in angles):
-                means = np.mean(angles, axis=0)
-                greatest[run["seed"]] = float(means.max())
-                slopes[run["seed"]] = -float(np.polyfit(np.arange(means.size), means, 1)[0])
-        descent = Claim(f"{label}: the angle of each block is below 90 degrees", (label,), lambda finals: 90 - finals[label])
-        growth = Claim(f"{label}: angles grow away from the end (degrees per block)", (label,), lambda finals: finals[label])
-        verdicts += [judge(descent, {label: greatest}), judge(growth, {label: slopes})]
-    return verdicts
+    label = runs[0]["label"]
+    greatest: Dict[int, float] = {}
+    slopes: Dict[int, float] = {}
+    for run in (run for run in runs if run["label"] == label):
+        # a missing angle becomes nan, of which nothing can be told
+        angles = np.array([point[1:-1] for point in run["curve"] if 2 * point[0] >= run["step"]], dtype=np.float64)
+        means = angles.mean(axis=0)
+        known = bool(means.size and np.isfinite(means).all())
+        greatest[run["seed"]] = float(means.max()) if known else math.nan
+        slope = -float(np.polyfit(np.arange(means.size), means, 1)[0]) if known and means.size > 1 else math.nan
+        slopes[run["seed"]] = slope
+    below = Claim(f"{label}: mean angles of the blocks are below 90 degrees", (label,), lambda finals: 90 - finals[label])
+    rising = f"{label}: a straight line through the mean angles rises away from the end (degrees per block)"
+    return [
+        judge(below, {label: greatest}),
+        judge(Claim(rising, (label,), lambda finals: finals[label]), {label: slopes}),
+    ]
 
 
 def measure_fit(config: Config, out: Path, options: MeasureOptions, overwrite: bool) -> Result:
@@ -439,7 +441,7 @@ Draw = Callable[[Mapping[str, Any], Runs, Path], None]
 class Measure(NamedTuple):
     """A row of the table: the `quantity` that is a run's final value, its format, and its `sign`, -1 if less is better.
 
-    `judge` gives the verdicts on what the paper says of any runs with this measure.
+    `judge` returns verdicts on what the paper says of this measure; most measures have none.
     """
 
     quantity: str

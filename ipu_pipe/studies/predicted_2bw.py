@@ -275,7 +275,8 @@ def predict_2bw() -> PredictedRows:
         f"FLOPs {HOW}",
         "tensor parallelism by a closed form (plan/tensor_parallel.py), its best microbatch; Figure 8's shape and smaller"
         " microbatch are assumed",
-        'the paper\'s ratios of Figure 6 are the greatest ("up to") of the models and batches that it tried',
+        'the paper\'s ratios of Figure 6 are the greatest ("up to") of the models and batches that it tried; only those of Flush'
+        " over GPipe, and of 2BW over Flush for batches of 2048, are stated plainly",
     ]
     return PredictedRows(rows, notes, verdicts)
 
