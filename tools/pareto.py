@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence, Tuple
@@ -210,10 +211,11 @@ def _collect_results(args: Any) -> Dict[str, Any]:
 
 def _format_table(results: Dict[str, Any], args: Any) -> str:
     counted = results["costs"]
+    chosen = "" if args.kinds == list(KINDS) else " --kinds " + " ".join(map(shlex.quote, args.kinds))
     lines = [
         "# Cost of reaching a training loss, by local-parallel method",
         "",
-        f"Made by `python tools/pareto.py --model {args.model} --width {args.width}`: {_describe(args)}, {args.examples} "
+        f"Made by `python tools/pareto.py --model {args.model} --width {args.width}{chosen}`: {_describe(args)}, {args.examples} "
         f"examples a run, batches {', '.join(map(str, args.batches))}, Adam at {', '.join(f'{r:g}' for r in args.rates)}; "
         f"one seed. By {'torch' if args.model == 'transformer' else 'the paper'}'s counting f = {counted['forward']:,.0f}, "
         f"x = {counted['auxiliary']:,.0f}, r = {counted['backward']:g}.",
