@@ -178,32 +178,39 @@ def _count_costs(args: Any) -> Any:
     return costs.count_by_paper(blocks, x, 10) if args.model == "perceptron" else costs.count_by_torch(blocks, x)
 
 
-def _find_update(folder: Path, cutoff: float) -> Optional[int]:
-    """Return the first update at which the training loss, the mean of five lines of the log, is at most `cutoff`."""
+def _read_losses(folder: Path) -> List[Tuple[int, float]]:
+    """Return a run's (update, training loss), the loss as the mean of five lines of the log."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     losses = [(line["step"], line["train_loss"]) for line in lines if line.get("train_loss") is not None]
-    for i in range(4, len(losses)):
-        if sum(loss for _, loss in losses[i - 4 : i + 1]) / 5 <= cutoff:
-            return int(losses[i][0])
-    return None
+    return [(losses[i][0], sum(loss for _, loss in losses[i - 4 : i + 1]) / 5) for i in range(4, len(losses))]
 
 
 def _collect_results(args: Any) -> Dict[str, Any]:
     from ipu_pipe.local import costs
 
     counted = _count_costs(args)
-    results: Dict[str, Any] = {"costs": vars(counted), "cutoffs": []}
+    runs = {
+        kind: [
+            (batch, _read_losses(args.runs / _name_run(kind, batch, rate) / "seed-0"))
+            for batch in args.batches
+            for rate in args.rates
+        ]
+        for kind in args.kinds
+    }
+    least = {
+        kind: min((loss for _, losses in of_kind for _, loss in losses), default=None) for kind, of_kind in runs.items()
+    }
+    results: Dict[str, Any] = {"costs": vars(counted), "least_losses": least, "cutoffs": []}
     for cutoff in args.cutoffs:
         rows = {}
-        for kind in args.kinds:
+        for kind, of_kind in runs.items():
             _, _, law, k = KINDS[kind]
             points: List[Tuple[float, float]] = []
-            for batch in args.batches:
-                for rate in args.rates:
-                    update = _find_update(args.runs / _name_run(kind, batch, rate) / "seed-0", cutoff)
-                    if update is not None:
-                        work = (counted, update, batch, k)
-                        points.append((costs.compute_sequential(law, *work), costs.compute_total(law, *work)))
+            for batch, losses in of_kind:
+                update = next((update for update, loss in losses if loss <= cutoff), None)
+                if update is not None:
+                    work = (counted, update, batch, k)
+                    points.append((costs.compute_sequential(law, *work), costs.compute_total(law, *work)))
             rows[kind] = {"points": points, "front": costs.find_front(points)}
         results["cutoffs"].append({"loss": cutoff, "kinds": rows})
     return results
@@ -232,6 +239,9 @@ def _format_table(results: Dict[str, Any], args: Any) -> str:
             points = row["points"]
             sequential, total = (_format_least(points, base, axis) for axis in (0, 1))
             lines.append(f"| {entry['loss']:g} | {kind} | {len(points)} | {sequential} | {total} |")
+    lines += ["", "Least training loss of any run:", "", "| method | loss |", "| --- | --- |"]
+    for kind, loss in results["least_losses"].items():
+        lines.append(f"| {kind} | {'-' if loss is None else format(loss, '.3f')} |")
     return "\n".join(lines) + "\n"
 
 

@@ -1,0 +1,56 @@
+"""tools/pareto.py on training losses that are written here instead of trained."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, List, Optional
+
+import pytest
+
+from ipu_pipe.local import costs
+from ipu_pipe.studies import training_grids
+from tests.command_line import run_here
+from tools import pareto
+
+
+def train_as_written(grid: Any, out: Path, request: Any) -> None:
+    """Write the log of every run: backpropagation's loss falls below 1.5, greedy training's does not, and one run diverges."""
+    for label in grid.rows:
+        losses: List[Optional[float]] = [2.3, 2.1, 1.9, 1.7, 1.5, 1.3, 1.1, 0.9]  # means of five: 1.9, 1.7, 1.5, 1.3
+        if label.startswith("greedy"):
+            losses = [2.3, 2.2, 2.1, 2.0, 1.9, None, 1.8]
+        if label == "greedy-b64-lr0.01":
+            losses = [2.3, None, None]
+        folder = out / label / "seed-0"
+        folder.mkdir(parents=True)
+        lines = [json.dumps({"step": 10 * i, "train_loss": loss}) for i, loss in enumerate(losses, 1)]
+        (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def test_costs_are_those_of_the_first_update_whose_mean_of_five_losses_is_low_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(training_grids, "run_grid", train_as_written)
+    grid = ["--kinds", "backpropagation", "greedy", "--batches", 64, "--rates", 0.001, 0.01, "--examples", 640]
+    sizes = ["--width", 8, "--cutoffs", 2.2, 1.5, "--runs", tmp_path / "runs", "--out", tmp_path / "out"]
+    done = run_here(pareto, *grid, *sizes, "--json", monkeypatch=monkeypatch, capsys=capsys)
+    assert done.returncode == 0, done.stderr
+    results = json.loads(done.stdout)
+    assert results == json.loads((tmp_path / "out" / "pareto.json").read_text())
+    assert (tmp_path / "out" / "pareto.png").stat().st_size > 0
+
+    counted = costs.Flops(**results["costs"])
+
+    def price(update: int) -> List[float]:
+        work = ("backpropagation", counted, update, 64, 1)
+        return [costs.compute_sequential(*work), costs.compute_total(*work)]
+
+    high, low = (entry["kinds"] for entry in results["cutoffs"])
+    assert high["backpropagation"]["points"] == [price(50)] * 2 and low["backpropagation"]["points"] == [price(70)] * 2
+    assert len(high["greedy"]["points"]) == 1 and low["greedy"]["points"] == []
+    assert results["least_losses"] == pytest.approx({"backpropagation": 1.3, "greedy": 2.0})
+
+    table = (tmp_path / "out" / "table.md").read_text()
+    assert "--model perceptron --width 8 --kinds backpropagation greedy`" in table and "| 1.5 | greedy | 0 | - | - |" in table
+    assert table.endswith("| backpropagation | 1.300 |\n| greedy | 2.000 |\n")
