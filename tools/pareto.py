@@ -260,7 +260,7 @@ def _format_least(points: Sequence[Sequence[float]], base: Sequence[Sequence[flo
 
 
 def _draw(results: Dict[str, Any], args: Any, file: Path) -> None:
-    from matplotlib.ticker import NullFormatter
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
     from ipu_pipe.report.plots import open_figure
 
@@ -269,7 +269,7 @@ def _draw(results: Dict[str, Any], args: Any, file: Path) -> None:
     tried = f"batches {', '.join(map(str, args.batches))}, Adam at {', '.join(f'{r:g}' for r in args.rates)}"
     note = (
         f"{_describe(args)}, {args.examples:,} examples a run, seed 0 alone; "
-        f"crosses: runs ({tried}); lines: the best of them"
+        f"crosses: runs ({tried}); dots and lines: the best of them"
     )
     with open_figure(file, (4.6, 4.4), len(entries), title=title, note=note) as panels:
         for axes, entry in zip(panels, entries):
@@ -277,10 +277,12 @@ def _draw(results: Dict[str, Any], args: Any, file: Path) -> None:
                 color = f"C{number}"
                 if row["points"]:
                     axes.plot(*zip(*row["points"]), "x", color=color, markersize=4, alpha=0.6)
-                    axes.plot(*zip(*row["front"]), "-", color=color, label=kind)
+                    axes.plot(*zip(*row["front"]), "o-", markersize=4, color=color, label=kind)
             axes.set(xscale="log", yscale="log", xlabel="sequential FLOPs", title=f"training loss {entry['loss']:g}")
-            axes.xaxis.set_minor_formatter(NullFormatter())
-            axes.yaxis.set_minor_formatter(NullFormatter())
+            for axis in (axes.xaxis, axes.yaxis):
+                axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+                axis.set_major_formatter(StrMethodFormatter("{x:.0e}"))
+                axis.set_minor_formatter(NullFormatter())
         panels[0].set_ylabel("total FLOPs")
         panels[0].legend(fontsize=8)
 
