@@ -122,8 +122,9 @@ def test_each_row_is_tuned_on_its_own_and_compared_at_equal_time(
     monkeypatch.chdir(ROOT)
     file.write_text(
         TEXT.replace("seeds: [0, 1]", "seeds: [0]\ntune: {rates: [0.5, 1e9], keys: {steps: 5, data: {subset: 400}}, seed: 3}")
-        .replace("  bad: {optimizer: {lr: 1e9}}", "  groups: {}").replace("than: bad}", "than: groups, at: time}")
-        .replace("better: bad,", "better: groups,") + "measure: {name: test_loss}\n"
+        .replace("  bad: {optimizer: {lr: 1e9}}", "  groups: {}\n  longer: {steps: 24}")
+        .replace("than: bad}", "than: groups, at: time}").replace("better: bad,", "better: groups,")
+        + "measure: {name: test_loss}\n"
     )  # fmt: skip
     asked: List[Any] = []
 
@@ -133,9 +134,11 @@ def test_each_row_is_tuned_on_its_own_and_compared_at_equal_time(
 
     monkeypatch.setattr("ipu_pipe.studies.training_grids.run_all", run_here)
     results = load_experiment(file).run(Request(tmp_path)).results
+    # "longer" is tuned by the runs of "groups", which are the same
     assert [(config["steps"], config["seed"], config["optimizer"]["lr"]) for config, *_ in asked] == [
-        (5, 3, 0.01), (5, 3, 2e7)] * 3 + [(20, 0, 0.01)] * 3  # fmt: skip
+        (5, 3, 0.01), (5, 3, 2e7)] * 3 + [(20, 0, 0.01)] * 3 + [(24, 0, 0.01)]  # fmt: skip
     row = results["rows"][0]
+    assert results["rows"][3]["tuning"] == results["rows"][2]["tuning"] != row["tuning"]
     assert row["rate"] == 0.5 and row["tuning"][0.5] < 3 and row["tuning"][1e9] is None
     assert row["at_equal_time"] > row["final"]  # gpipe is not as far by then
     assert results["rows"][2]["at_equal_time"] == pytest.approx(results["rows"][2]["final"])

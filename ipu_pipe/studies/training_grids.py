@@ -218,19 +218,21 @@ def refuse_rows(name: str, grid: TrainingGrid, out: Path, full: bool) -> None:
 
 
 def run_tuning(grid: TrainingGrid, out: Path, request: Request) -> Dict[str, Dict[float, Optional[float]]]:
-    """Train every row with each learning rate, in `out/LABEL/rate-R`; return the final values by row, then rate."""
+    """Train every row with each learning rate, in `out/LABEL/rate-R`; return the final values by row, then rate.
+
+    Rows that differ only in `tune.keys` share the runs of the first of them.
+    """
     if grid.tune is None:
         return {}
-    runs = {
-        (label, rate): (
-            grid.make_config(label, grid.tune.seed, request.full, rate, tunes=True),
-            out / name_folder(label) / f"rate-{rate:g}",
-        )
-        for label in grid.rows
-        for rate in grid.tune.rates
-    }
+    runs: Dict[Tuple[str, float], Tuple[Keys, Path]] = {}
+    run_by_config: Dict[str, Tuple[str, float]] = {}
+    shared: Dict[Tuple[str, float], Tuple[str, float]] = {}
+    for label, rate in itertools.product(grid.rows, grid.tune.rates):
+        config = grid.make_config(label, grid.tune.seed, request.full, rate, tunes=True)
+        run = shared[label, rate] = run_by_config.setdefault(json.dumps(config, sort_keys=True), (label, rate))
+        runs[run] = (config, out / name_folder(run[0]) / f"rate-{rate:g}")
     results = _train_all(grid, runs, lambda key: f"tuning {key[0]}, rate x {key[1]:g}", request)
-    return {label: {rate: results[label, rate]["final"] for rate in grid.tune.rates} for label in grid.rows}
+    return {label: {rate: results[shared[label, rate]]["final"] for rate in grid.tune.rates} for label in grid.rows}
 
 
 def choose_rate(grid: TrainingGrid, finals: Mapping[float, Optional[float]]) -> float:
