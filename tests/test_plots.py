@@ -24,6 +24,13 @@ def test_a_figure_has_its_title_above_and_its_note_below(tmp_path: Path) -> None
     assert (tmp_path / "f.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_lines_of_one_color_differ_in_style(tmp_path: Path) -> None:
+    with open_figure(tmp_path / "f.png", (4, 3), title="", note="") as (axes,):
+        for number in range(30):
+            plot_mean_with_range(axes, [0, 1], [[number], [number + 1.0]])
+    assert len({(line.get_color(), line.get_linestyle()) for line in axes.lines}) == 30
+
+
 def test_what_bands_are_is_said() -> None:
     assert describe_seeds([3, 3]) == "seed 3 alone"
     assert describe_seeds([2, 0]) == "lines: means over seeds 0, 2; bands: from the least to the greatest of them"
