@@ -13,6 +13,8 @@ from ipu_pipe.studies import training_grids
 from tests.command_line import run_here
 from tools import pareto
 
+KINDS = ("backpropagation", "greedy", "3 chunks")
+
 
 def train_as_written(grid: Any, out: Path, request: Any) -> None:
     """Write the log of every run: backpropagation's loss falls below 1.5, greedy training's does not, and one run diverges."""
@@ -32,7 +34,7 @@ def test_costs_are_those_of_the_first_update_whose_mean_of_five_losses_is_low_en
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(training_grids, "run_grid", train_as_written)
-    grid = ["--kinds", "backpropagation", "greedy", "--batches", 64, "--rates", 0.001, 0.01, "--examples", 640]
+    grid = ["--kinds", *KINDS, "--batches", 64, 128, "--rates", 0.001, 0.01, "--examples", 640]
     sizes = ["--width", 8, "--cutoffs", 2.2, 1.5, "--runs", tmp_path / "runs", "--out", tmp_path / "out"]
     done = run_here(pareto, *grid, *sizes, "--json", monkeypatch=monkeypatch, capsys=capsys)
     assert done.returncode == 0, done.stderr
@@ -42,15 +44,26 @@ def test_costs_are_those_of_the_first_update_whose_mean_of_five_losses_is_low_en
 
     counted = costs.Flops(**results["costs"])
 
-    def price(update: int) -> List[float]:
-        work = ("backpropagation", counted, update, 64, 1)
+    def price(law: str, k: int, update: int, batch: int) -> List[float]:
+        work = (law, counted, update, batch, k)
         return [costs.compute_sequential(*work), costs.compute_total(*work)]
 
     high, low = (entry["kinds"] for entry in results["cutoffs"])
-    assert high["backpropagation"]["points"] == [price(50)] * 2 and low["backpropagation"]["points"] == [price(70)] * 2
-    assert len(high["greedy"]["points"]) == 1 and low["greedy"]["points"] == []
-    assert results["least_losses"] == pytest.approx({"backpropagation": 1.3, "greedy": 2.0})
+    for kind, law, k in (("backpropagation", "backpropagation", 1), ("3 chunks", "local_chunked", 3)):
+        for row, update in ((high[kind], 50), (low[kind], 70)):
+            assert row["points"] == [price(law, k, update, 64)] * 2 + [price(law, k, update, 128)] * 2
+            # least sequential cost first
+            assert row["front"] == [price(law, k, update, 128), price(law, k, update, 64)]
+    assert high["greedy"]["points"] == [price("local_greedy", 1, 50, batch) for batch in (64, 128, 128)]
+    assert low["greedy"]["points"] == []
+    assert results["least_losses"] == pytest.approx({"backpropagation": 1.3, "greedy": 2.0, "3 chunks": 1.3})
 
     table = (tmp_path / "out" / "table.md").read_text()
-    assert "--model perceptron --width 8 --kinds backpropagation greedy`" in table and "| 1.5 | greedy | 0 | - | - |" in table
-    assert table.endswith("| backpropagation | 1.300 |\n| greedy | 2.000 |\n")
+    assert "--model perceptron --width 8 --kinds backpropagation greedy '3 chunks'`" in table
+    cells = []
+    for axis, batch in ((0, 128), (1, 64)):  # that of the least cost
+        least, base = price("local_chunked", 3, 70, batch)[axis], price("backpropagation", 1, 70, batch)[axis]
+        cells.append(f"{least:.2e} ({least / base:.2f})")
+    assert f"| 1.5 | 3 chunks | 4 | {cells[0]} | {cells[1]} |" in table
+    assert "| 1.5 | greedy | 0 | - | - |" in table
+    assert table.endswith("| backpropagation | 1.300 |\n| greedy | 2.000 |\n| 3 chunks | 1.300 |\n")

@@ -239,7 +239,13 @@ def _format_table(results: Dict[str, Any], args: Any) -> str:
             points = row["points"]
             sequential, total = (_format_least(points, base, axis) for axis in (0, 1))
             lines.append(f"| {entry['loss']:g} | {kind} | {len(points)} | {sequential} | {total} |")
-    lines += ["", "Least training loss of any run:", "", "| method | loss |", "| --- | --- |"]
+    lines += [
+        "",
+        "Least training loss of any run, like those above the mean of five lines of the log, each of one update:",
+        "",
+        "| method | loss |",
+        "| --- | --- |",
+    ]
     for kind, loss in results["least_losses"].items():
         lines.append(f"| {kind} | {'-' if loss is None else format(loss, '.3f')} |")
     return "\n".join(lines) + "\n"

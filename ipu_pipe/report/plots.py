@@ -73,9 +73,10 @@ def describe_seeds(seeds: Sequence[int]) -> str:
 def plot_mean_with_range(axes: Any, x: Sequence[float], groups: Sequence[Sequence[float]], **how: Any) -> None:
     """Draw a line through the mean of each group of values, and shade their range.
 
-    Lines of one color, of which there are ten, differ in style.
+    Up to 30 lines differ in color or style.
     """
-    how.setdefault("linestyle", ("-", "--", ":")[len(axes.lines) // 10 % 3])
+    if "color" not in how:  # matplotlib has ten
+        how["linestyle"] = ("-", "--", ":")[len(axes.lines) // 10 % 3]
     (line,) = axes.plot(x, [statistics.mean(group) for group in groups], marker="o", **how)
     low, high = [min(group) for group in groups], [max(group) for group in groups]
     axes.fill_between(x, low, high, color=line.get_color(), alpha=0.15, linewidth=0)

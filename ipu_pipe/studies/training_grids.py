@@ -354,7 +354,8 @@ def compare(
             rows[label]["at_equal_time"] = _compute_mean(by_seed.values())
     results["rows"] = list(rows.values())
     values = list(results["rows"][0]["values"])
-    utilization = "the paper's utilization N/(N+2S)" if grid.measure.fill_and_drain else "the pipeline's utilization"
+    of_paper = "the paper's utilization, N/(N+2S), or 1 without draining"
+    utilization = of_paper if grid.measure.fill_and_drain else "the pipeline's utilization"
     return Findings(
         results,
         [_judge(entry.make_claim(measure), values_at[entry.at], runs) for entry in grid.expect] + measure.judge(runs),
