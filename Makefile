@@ -90,7 +90,7 @@ equality: install
 sweep: install
 	$(BIN)/python tools/sweep.py --out docs/results/third_party
 
-# Run the papers' experiments, of those that train the short ones: 85 minutes of processor time, measured, on two cores.
+# Run the papers' experiments, of those that train the short ones: 50 minutes on two cores, measured.
 # reproduce-full: all of them, by estimate 16 core-hours. Finished runs are kept.
 SMALL := 0.25
 
