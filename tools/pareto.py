@@ -228,7 +228,7 @@ def _format_table(results: Dict[str, Any], args: Any) -> str:
         f"x = {counted['auxiliary']:,.0f}, r = {counted['backward']:g}.",
         "",
         "Least sequential FLOPs (the paper's time) and least total FLOPs of any run that reached the loss; in brackets against"
-        " backpropagation's.",
+        " backpropagation's, if it was run.",
         "",
         "| training loss | method | runs that reached it | least sequential | least total |",
         "| --- | --- | --- | --- | --- |",
