@@ -242,6 +242,31 @@ def test_three_updates_are_those_computed_by_hand(name: str) -> None:
         assert value == (float(expected) if dyadic else pytest.approx(float(expected), rel=1e-15))
 
 
+def test_each_group_has_its_own_settings_and_prediction() -> None:
+    """Update k of a group steps by the group's settings; a prediction for version v goes by its rate of update v."""
+    weights = [nn.Parameter(torch.tensor([1.0], dtype=torch.float64)) for _ in range(2)]
+    groups = [{"params": [weight], "stage": 0, "number": i} for i, weight in enumerate(weights)]
+    optimizer = torch.optim.SGD(groups, lr=1.0, momentum=0.5)
+    settings = [
+        [{"lr": 0.5, "momentum": 0.5}, {"lr": 0.0, "momentum": 0.25}],
+        [{"lr": 0.25, "momentum": 0.5}, {"lr": 4.0, "momentum": 0.5}],
+    ]
+    args = {"weight_prediction": {"form": "velocity", "scale": 1.0}}
+    rules = UpdateRules(
+        args, resolve_method("pipelined_backprop", args), np.array([2.0]), 1, optimizer, lambda k: 0.0,
+        settings=lambda k, group: settings[group["number"]][k],
+    )  # fmt: skip
+    for k in range(2):
+        for weight in weights:
+            weight.grad = torch.tensor([1.0], dtype=torch.float64)
+        rules.step(k, None)
+    # velocities 1 then momentum + 1
+    assert [float(weight) for weight in weights] == [1 - 0.5 * 1 - 0.0 * 1.25, 1 - 0.25 * 1 - 4.0 * 1.5]
+    # version 1 of a lag of 2 updates: w - 2 lr v, with the rate of update 1
+    [(x, c)] = rules.compute_corrections(0, int(rules.encode_forwards(np.array([1]))[0]), 1)
+    assert [c * float(x[0]), c * float(x[1])] == [-2 * 0.0 * 1.25, -2 * 4.0 * 1.5]
+
+
 @pytest.mark.parametrize("adaptive", [False, True])
 def test_delay_compensation_is_that_computed_by_hand(adaptive: bool) -> None:
     """Two microbatches of one update, gradients 3 and -1 halved, of weights 1/2 and 0 behind: g + 4 g g (w_now - w_read)."""

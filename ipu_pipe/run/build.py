@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from pathlib import Path
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple, Union
+from typing import Any, Callable, Dict, Mapping, NamedTuple, Optional, Tuple, Union
 
 import torch
 from torch import nn
@@ -48,7 +48,7 @@ from ipu_pipe.schedule.methods import METHODS, resolve_method
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable, find_segment_ends
 from ipu_pipe.text import describe_kind
-from ipu_pipe.update.apply import UpdateRules
+from ipu_pipe.update.apply import GroupSettings, UpdateRules
 from ipu_pipe.update.optimizer import (
     Groups,
     Member,
@@ -248,7 +248,7 @@ def _assemble(setup: Setup, objects: Overrides, done: int) -> Job:
         args = {**args, "t1": {"anneal_updates": anneal}}
     rules = UpdateRules(
         args, method, table.rule_lag(), config.gradient_accumulation, optimizer, rates.rate, switch, setup.precision.masters,
-        rates.base, None if config.ema is None else config.ema.decay, rates.by_group,
+        rates.base, None if config.ema is None else config.ema.decay, rates.settings,
     )  # fmt: skip
 
     uncast_loss = get_uncast_loss(get_plain_loss(setup.loss))
@@ -283,14 +283,14 @@ def _select_local_groups(groups: Groups, placed: Placed) -> Groups:
 class _Rates(NamedTuple):
     """The learning rates of a run before its update rules.
 
-    `base`: the rate of which all others are shares; `rate(k)`: of update k; `plateau`: follows evaluations; `by_group`: of each
-    update and parameter group, if the groups' rates do not stay in proportion.
+    `base`: the rate of which all others are shares; `rate(k)`: of update k; `plateau`: follows evaluations;
+    `settings`: of each update and parameter group, if the groups' rates do not stay in proportion.
     """
 
     base: float
     rate: Callable[[int], float]
     plateau: Optional[Plateau] = None
-    by_group: Optional[List[List[float]]] = None
+    settings: Optional[GroupSettings] = None
 
 
 def _make_rates(
@@ -314,7 +314,12 @@ def _make_rates(
     scheduled = simulate_scheduler(make_torch_scheduler, optimizer, base, updates, every, len(config.optimizer.members))
     played = [scheduled[k - k % per_call] for k in range(updates)]
     differ = any(len(set(rates)) > 1 for rates in played)
-    return _Rates(base, lambda k: played[min(k, updates - 1)][0], None, played if differ else None)
+
+    def get_settings(k: int, group: Mapping[str, Any]) -> Mapping[str, Any]:
+        # randomized methods may update one stage more often than the run has steps
+        return {"lr": played[min(k, updates - 1)][group["member"]]}
+
+    return _Rates(base, lambda k: played[min(k, updates - 1)][0], None, get_settings if differ else None)
 
 
 def _count_updates(config: Config, data: DataSource, replicas: int) -> Tuple[Optional[int], int]:

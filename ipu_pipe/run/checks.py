@@ -71,8 +71,6 @@ def _find_conflicts(job: Job) -> Dict[str, Any]:
             sharded and read_torch_version() < (2, 4),
         "lr_schedule.name: plateau: PopTorch's runs have rates that are known before: use another backend or schedule":
             job.plateau and config.backend.name == "poptorch",
-        "lr_schedule: a weight prediction goes by one learning rate: must be one function for all optimizer.groups":
-            job.rules.rates_by_group and job.rules.reads_by_rate,
         "lr_schedule.name: plateau: follows evaluations, and this run has no interval: set evaluate.every or evaluate.steps":
             job.plateau and not job.evaluation_interval,
         "ema: PopTorch keeps the weights on the IPUs, which average none: use another backend, or null":

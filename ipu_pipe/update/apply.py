@@ -45,8 +45,8 @@ PLAIN, FORWARD, BACKWARD = 0, 1, 2
 class StageState:
     """A stage's groups in the optimizer, with the trained parameters.
 
-    `state`: the optimizer's `state`; `shares`: the ratio of each group's learning rate to the schedule's; `kinds`: the kind of
-    each group's optimizer.
+    `state`: the optimizer's `state`; `shares`: the ratio of each group's learning rate to the schedule's;
+    `kinds`: the kind of each group's optimizer.
     """
 
     index: int
@@ -78,16 +78,19 @@ class StageState:
         entry, compute = DIRECTIONS[kind]
         return compute(group, self.state[p]) if p in self.state and entry in self.state[p] else None
 
-    def scale_by_rate(self, tensors: Tensors) -> Tensors:
-        """Multiply tensors, one for each parameter, by the share of the parameter's group in the schedule's learning rate."""
-        if all(share == 1 for share in self.shares):
+    def scale_by_group(self, tensors: Tensors, factors: Sequence[float]) -> Tensors:
+        """Multiply tensors, one for each parameter, by the factor of the parameter's group."""
+        if all(factor == 1 for factor in factors):
             return tensors
-        shares = [share for group, share in zip(self.groups, self.shares) for _ in group["params"]]
-        return [x * share for x, share in zip(tensors, shares)]
+        by_parameter = [factor for group, factor in zip(self.groups, factors) for _ in group["params"]]
+        return [x * factor for x, factor in zip(tensors, by_parameter)]
 
 
 # the entry of the optimizer's state with the moving average of a parameter
 AVERAGE = "ema"
+
+# (update, parameter group of the optimizer) -> the group's settings for that update
+GroupSettings = Callable[[int, Mapping[str, Any]], Mapping[str, Any]]
 
 
 class _SteppedGroup(NamedTuple):
@@ -105,8 +108,8 @@ class UpdateRules:
     `rate(k)`: the learning rate of update k. `switch`: the first asynchronous update; earlier updates are plain, and no state
     of a rule changes. `masters`: the master copies, if the optimizer's parameters are master copies of a model's weights.
     `base`: the rate of which each parameter group's rate is a share. `decay`: the decay of a moving average of the weights in
-    the optimizer's state, None for no average. `rates_by_group`: by update, the rate of each of the config's
-    `optimizer.groups`, used instead of `rate` and multiplied by the same shares.
+    the optimizer's state, None for no average. `settings(k, group)`: the settings of a parameter group for
+    update k, with its learning rate `lr` before the group's share and the rules; by default `rate(k)` alone.
     """
 
     def __init__(
@@ -121,9 +124,9 @@ class UpdateRules:
         masters: Optional[Masters] = None,
         base: Optional[float] = None,
         decay: Optional[float] = None,
-        rates_by_group: Optional[Sequence[Sequence[float]]] = None,
+        settings: Optional[GroupSettings] = None,
     ) -> None:
-        self.rates_by_group = rates_by_group
+        self._settings: GroupSettings = settings or (lambda k, group: {"lr": rate(k)})
         self.decay = decay
         self.optimizer, self._rate, self.switch = optimizer, rate, switch
         self.stages = _group_by_stage(optimizer, base)
@@ -162,13 +165,6 @@ class UpdateRules:
 
     # ---- corrections of the weights that passes read
 
-    @property
-    def reads_by_rate(self) -> bool:
-        """Whether passes read weights whose correction is proportional to the learning rate."""
-        readings = [Reading(is_forward, rate=1.0) for is_forward in (True, False)]
-        pairs = [pair for stage in range(self._stage_count) for reading in readings for pair in self._read(stage, reading)]
-        return any(entry in BY_RATE and c for entry, c in pairs)
-
     def _encode_stages(self, code: int) -> IntArray:
         """Return for each stage (P,) `code` if a rule corrects the weights that such a pass reads, else PLAIN."""
         reading = Reading(code == FORWARD, rate=1.0)
@@ -200,11 +196,18 @@ class UpdateRules:
 
     def compute_corrections(self, stage: int, code: int, version: int) -> List[Tuple[Tensors, float]]:
         """Return (x, c) pairs that correct the weights w of a stage's *newest* version to w + the sum of c x; may be empty."""
-        rate = self._stage_rate(stage, version, float(self._rate(version)))
-        read = self._read(stage, Reading(code == FORWARD, max(-code, 0), rate))
         state = self.stages[stage]
-        pairs = [(entry, state.get_entry(entry), c) for entry, c in read if c]
-        return [(state.scale_by_rate(x) if entry in BY_RATE else x, c) for entry, x, c in pairs if x is not None]
+        rates = [float(self._settings(version, group)["lr"]) for group in state.groups]
+        # the rules are asked for one rate, of which each group's is a multiple
+        reference = next(filter(None, rates), 0.0)
+        factors = [share * (rate / reference if reference else 1.0) for rate, share in zip(rates, state.shares)]
+        rate = self._stage_rate(stage, version, reference)
+        corrections: List[Tuple[Tensors, float]] = []
+        for entry, c in self._read(stage, Reading(code == FORWARD, max(-code, 0), rate)):
+            x = state.get_entry(entry) if c else None
+            if x is not None:
+                corrections.append((state.scale_by_group(x, factors) if entry in BY_RATE else x, c))
+        return corrections
 
     # ---- gradients of a microbatch
 
@@ -286,12 +289,10 @@ class UpdateRules:
             weight_master_pairs = [(weight, master) for weight, master in weight_master_pairs if id(master) not in unchanged]
         if max(self._batches_per_step) > 1:
             other_gradients += _take_incomplete(self.stages.values(), self._batches_per_step, k)
-        # [2] learning rates
-        base, by_group = float(self._rate(k)), self.rates_by_group
+        # [2] the settings of this update; stages that step later may have others
         for stage in self.stages.values():
-            for group, share in zip(stage.groups, stage.shares):
-                rate = base if by_group is None else by_group[min(k, len(by_group) - 1)][group["member"]]
-                group["lr"] = float(self._stage_rate(stage.index, k, rate)) * share
+            if stage not in others:
+                self._apply_settings(stage, k)
         # the rules with entries that step [5] moves
         tracking = [(stage, rule, rule.state(setting)) for stage, rule, setting in active if rule.state is not None]
         tracking = [(stage, rule, entries) for stage, rule, entries in tracking if any(entries.values())]
@@ -330,6 +331,13 @@ class UpdateRules:
         self.optimizer.zero_grad(set_to_none=True)
         for p, gradient in other_gradients:
             p.grad = gradient
+
+    def _apply_settings(self, stage: StageState, k: int) -> None:
+        """Write the settings of update k, and the learning rate that the rules make of it, into a stage's groups."""
+        for group, share in zip(stage.groups, stage.shares):
+            settings = self._settings(k, group)
+            group.update(settings)
+            group["lr"] = float(self._stage_rate(stage.index, k, float(settings["lr"]))) * share
 
     # ---- the moving average of the weights, as in torch.optim.swa_utils.AveragedModel
 
