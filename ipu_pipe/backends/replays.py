@@ -285,8 +285,9 @@ class RandomizedReplays:
         self._updates: Dict[int, IntArray] = {0: np.zeros(self.stages, np.int64)}
         # the number of a group and its draws
         self._drawn: Tuple[int, NDArray[np.float64]] = (-1, np.zeros((0, 0)))
-        # stage and microbatch of each iteration, if they are not drawn
-        self._order = order_updates(self._schedule) if history.order == "schedule" else None
+        # stage and microbatch of the first iterations, if they are not drawn; read further when they are needed
+        self._order = np.zeros((2, 0), np.int64)
+        self._is_ordered = history.order == "schedule"
 
     def count_updates(self, number: int) -> IntArray:
         """Return the updates of each stage (P,) before iteration `number`."""
@@ -319,16 +320,23 @@ class RandomizedReplays:
 
     def list_stages(self, first: int, last: int) -> IntArray:
         """Return the stages (n,) that the iterations [first, last) update."""
-        if self._order is not None:
-            return self._order[0][first:last]
+        if self._is_ordered:
+            return self._list_ordered(last)[0, first:last]
         return _scale(self._draw(first, last)[-2], self.stages)
 
     def list_microbatches(self, first: int, last: int) -> IntArray:
         """Return the microbatches (n,) of the iterations [first, last)."""
-        if self._order is not None:
-            return self._order[1][first:last]
+        if self._is_ordered:
+            return self._list_ordered(last)[1, first:last]
         epoch = np.arange(first, last) // self.stages // self._batches
         return epoch * self._batches + _scale(self._draw(first, last)[-1], self._batches)
+
+    def _list_ordered(self, last: int) -> IntArray:
+        """Return stage and microbatch (2, n) of at least the first `last` iterations in the schedule's order."""
+        if self._order.shape[1] < min(last, self.count):
+            # twice as many each time, because every iteration from the first on is ordered again
+            self._order = np.stack(order_updates(self._schedule, 2 * last))
+        return self._order
 
     def list_delays(self, first: int, last: int) -> IntArray:
         """Return the drawn or constant delays (P, n) of the iterations [first, last), in block updates."""
@@ -354,10 +362,19 @@ class RandomizedReplays:
         return np.bincount(self.list_stages(first, last), minlength=self.stages)
 
 
-def order_updates(schedule: Schedule) -> Tuple[IntArray, IntArray]:
-    """Return stage and microbatch of every block update of a schedule, in the order of (slot, stage)."""
-    slots = schedule.slots(Kind.BACKWARD, 0, schedule.microbatches)
+def order_updates(schedule: Schedule, count: Optional[int] = None) -> Tuple[IntArray, IntArray]:
+    """Return stage and microbatch of the block updates of a schedule, at least the first `count` (all if None), in the order of
+    (slot, stage)."""
+    microbatches = schedule.microbatches
+    if count is not None:
+        microbatches = min(microbatches, -(-count // schedule.stages) + 1)
+    # a later microbatch's first backward may come before an earlier one's last
+    overlap = 2 * int(schedule.max_in_flight().max()) + 2
+    read = min(microbatches + overlap, schedule.microbatches)
+    slots = schedule.slots(Kind.BACKWARD, 0, read)
     order = np.argsort(slots.T.ravel() * schedule.stages + np.tile(np.arange(schedule.stages), slots.shape[1]))
+    if read < schedule.microbatches:
+        order = order[: microbatches * schedule.stages]
     return order % schedule.stages, order // schedule.stages
 
 

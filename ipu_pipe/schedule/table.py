@@ -114,12 +114,18 @@ class Schedule:
     @cached_property
     def is_whole(self) -> NDArray[np.bool_]:
         """The backwards (P, M) that are one pass in a schedule of split backwards."""
-        marks = [
-            np.zeros((self.stages, stretch.microbatches), np.bool_) if stretch.whole is None else stretch.whole
-            for stretch in self.stretches
-            for _ in range(stretch.repeats)
-        ]
-        return np.concatenate(marks, axis=1)
+        return self.find_whole(np.arange(self.microbatches))
+
+    def find_whole(self, microbatch: IntArray, stages: slice = ALL_STAGES) -> NDArray[np.bool_]:
+        """Return which backwards (P, n) of these microbatches, (n,), are one pass in a schedule of split backwards."""
+        height = len(range(*stages.indices(self.stages)))
+        is_whole = np.zeros((height, len(microbatch)), np.bool_)
+        for stretch in self.stretches:
+            inside = (stretch.first_microbatch <= microbatch) & (microbatch < stretch.end_microbatch)
+            if stretch.whole is not None and inside.any():
+                local = (microbatch[inside] - stretch.first_microbatch) % stretch.microbatches
+                is_whole[:, inside] = stretch.whole[stages][:, local]
+        return is_whole
 
     @property
     def device_of_stage(self) -> Tuple[int, ...]:

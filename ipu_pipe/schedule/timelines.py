@@ -27,8 +27,10 @@ FORWARD, BACKWARD = PASSES
 # (number of slots, runs) of a pipeline from empty to empty
 SlotsAndRuns = Tuple[int, RunArray]
 
-# the most batches in a stretch of local_overlapping, because each batch is a run, and runs are checked one by one
-MOST_SHARED_BATCHES = 5_000
+# the most steps between two averages of local_sgd with fewer replicas than stages: each is a run, checked one by one
+MOST_STEPS_OF_ROUND = 5_000
+# the updates of an open schedule, more than any run makes; a schedule's size is that of its runs
+OPEN = 1 << 40
 
 
 def make_schedule(
@@ -61,31 +63,45 @@ def make_schedule(
         if pipeline is Pipeline.LOCAL_SGD:
             assert method.rounds is not None
             interval = method.rounds.interval(stages)
-            if accumulate < stages and interval > MOST_SHARED_BATCHES:
+            if accumulate < stages and interval > MOST_STEPS_OF_ROUND:
                 raise BadInput(
                     f"method_args.local_steps: {method.rounds.steps}: replicas synchronize after {interval} steps: must be at"
-                    f" most {MOST_SHARED_BATCHES} with fewer replicas ({accumulate}) than stages ({stages})"
+                    f" most {MOST_STEPS_OF_ROUND} with fewer replicas ({accumulate}) than stages ({stages})"
                 )
             sizes = _split_into_rounds(drains, count, accumulate, interval * accumulate)
         elif definition.longest is None:
             later = [drain - warm for drain in drains if drain >= warm]
             sizes = _split_at_drains(later, count, accumulate)
-            batches = max(size for size, _ in sizes) // accumulate if sizes else 0
-            if method.pipeline is Pipeline.LOCAL_SHARED and accumulate > 1 and batches > MOST_SHARED_BATCHES:
-                raise BadInput(
-                    f"steps: {batches} updates of {method.name} without a drain: must be at most {MOST_SHARED_BATCHES}:"
-                    " evaluate or save more often (evaluate.every, checkpoint.every)"
-                )
         else:
             longest = definition.longest(accumulate)
             sizes = [(longest, count // longest), (count % longest, 1)]
         for size, repeats in sizes:
             if size and repeats:
-                slots, runs = definition.stretch(stages, size, accumulate if definition.by_accumulate else turn)
+                repeated = 0
+                if pipeline is Pipeline.LOCAL_SHARED and accumulate > 1:
+                    # each batch is a run: lay out enough of them to fill the pipeline, and repeat one in the middle
+                    laid_out = (2 * stages + 4) * accumulate + size % accumulate
+                    repeated = max(size - laid_out, 0)
+                third = accumulate if definition.by_accumulate else turn
+                slots, runs = definition.stretch(stages, size - repeated, third)
                 first_slot, first = (stretches[-1].end_slot, stretches[-1].end_microbatch) if stretches else (0, 0)
-                stretches.append(Stretch(first_slot, first, repeats, slots, size, runs))
+                stretch = Stretch(first_slot, first, repeats, slots, size - repeated, runs)
+                stretches.append(stretch.lengthen(repeated, accumulate) if repeated else stretch)
     definition = PIPELINES[method.pipeline]
     return Schedule(stages, microbatches, accumulate, definition.slot_holds, tuple(stretches), definition.local)
+
+
+def open_schedule(
+    method: Method, stages: int, accumulate: int, drains: Sequence[int] = (), synchronous: int = 0
+) -> Schedule:
+    """Make a schedule whose end is not known yet: its last stretch goes on for `OPEN` updates.
+
+    `drains`: the updates before which the pipeline has drained so far; `synchronous`: the updates at the start
+    that run as in GPipe. The versions that passes read before a drain do not depend on what follows, so a run may
+    begin with an open schedule, and drain by making another one with the update of the drain as its last.
+    """
+    marks = [update * accumulate for update in drains]
+    return make_schedule(method, stages, OPEN * accumulate, accumulate, marks, synchronous * accumulate)
 
 
 def _make_ordered(

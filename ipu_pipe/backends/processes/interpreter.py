@@ -79,7 +79,7 @@ def list_actions(work: Work, kind: Kind, stage: int, together: Sequence[int]) ->
                 slots = schedule.slots(kind, *ends, here)[0]
         orders = np.full(len(numbers), ORDER.index(kind))
         if is_mixed:
-            is_whole = schedule.is_whole[stage, numbers]
+            is_whole = schedule.find_whole(numbers, here)[0]
             orders[is_whole] = ORDER.index(Kind.BACKWARD)
             # a whole backward includes its weight gradient
             if kind is Kind.WEIGHT_GRADIENT:
