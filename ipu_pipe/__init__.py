@@ -26,6 +26,7 @@ _HOMES = {
     "CSVLogger": "run.loggers", "MLflowLogger": "run.loggers", "WandbLogger": "run.loggers",
     "Moment": "run.callbacks", "Stop": "run.callbacks",
     "load_data": "data", "from_loader": "data", "train": "run.train",
+    "Pipeline": "pipeline.pipeline", "Update": "pipeline.pipeline",
     "plan_config": "run.planning", "analyze_run": "report.analysis.analyze",
 }  # fmt: skip
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from ipu_pipe.data import from_loader, load_data
     from ipu_pipe.errors import BadInput, RunFault
     from ipu_pipe.model.stages import begin_stage, partition
+    from ipu_pipe.pipeline.pipeline import Pipeline, Update
     from ipu_pipe.report.analysis.analyze import analyze_run
     from ipu_pipe.run.callbacks import Callback, EarlyStopping, Moment, Stop
     from ipu_pipe.run.export import export
@@ -47,8 +49,9 @@ if TYPE_CHECKING:
     from ipu_pipe.schedule.versions import VersionTable
 
 __all__ = [
-    "METHODS", "BadInput", "CSVLogger", "Callback", "EarlyStopping", "MLflowLogger", "Moment", "RunFault", "Stop",
-    "VersionTable", "WandbLogger", "analyze_run", "begin_stage", "configure", "export", "format_text", "from_loader", "from_rows",
+    "METHODS", "BadInput", "CSVLogger", "Callback", "EarlyStopping", "MLflowLogger", "Moment", "Pipeline", "RunFault",
+    "Stop", "Update", "VersionTable", "WandbLogger", "analyze_run",
+    "begin_stage", "configure", "export", "format_text", "from_loader", "from_rows",
     "load_config", "load_data", "make_schedule", "partition", "plan_config", "predict", "resolve_method", "train",
 ]  # fmt: skip
 

@@ -110,6 +110,32 @@ class Engine:
         """
         raise NotImplementedError
 
+    # ---- open runs (`Job.is_open`), whose batches a loop of the caller's own gives one by one
+
+    def give(self, k: int, cut: float) -> None:
+        """Run the actions of slots before `cut`; the batches of the updates up to k are at hand."""
+        raise NotImplementedError
+
+    def take(self, k: int) -> StepResult:
+        """Return the result of update k, which has left the pipeline, on every process."""
+        raise NotImplementedError
+
+    def finish(self, given: int) -> None:
+        """Run the pipeline empty: finish the first `given` updates, the last ones by the schedule that is still open."""
+        raise NotImplementedError
+
+    def reopen(self, update: int) -> None:
+        """Begin again with this update, from an empty pipeline, by the job's present schedule and weights."""
+        raise NotImplementedError
+
+    def predict(self, x: Any) -> Any:
+        """Return the model's output for inputs, in evaluation mode, on every process; the pipeline is empty."""
+        raise NotImplementedError
+
+    def load_weights(self, load: Callable[[], None]) -> None:
+        """Call `load`, which writes weights into the whole model; the pipeline is empty."""
+        load()
+
     def _note_gradients(self, k: int, stages: Sequence[int]) -> None:
         """Copy the gradients of update k of these stages."""
         trained = [item for s in range(len(self.job.partition)) if s in stages for item in self.job.list_trained(s).items()]

@@ -362,6 +362,13 @@ class RandomizedReplays:
         return np.bincount(self.list_stages(first, last), minlength=self.stages)
 
 
+class StreamedReplays(RandomizedReplays):
+    """Randomized replays of a run whose end is not known: iteration i uses microbatch i instead of a drawn one of an epoch."""
+
+    def list_microbatches(self, first: int, last: int) -> IntArray:
+        return np.arange(first, last)
+
+
 def order_updates(schedule: Schedule, count: Optional[int] = None) -> Tuple[IntArray, IntArray]:
     """Return stage and microbatch of the block updates of a schedule, at least the first `count` (all if None), in the order of
     (slot, stage)."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Callable, Iterable, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch import nn
 
-from ipu_pipe.backends.replays import RandomizedReplays, Replays, RoundReplays, TableReplays
+from ipu_pipe.backends.replays import RandomizedReplays, Replays, RoundReplays, StreamedReplays, TableReplays
 from ipu_pipe.errors import Divergence
 from ipu_pipe.job.record import Job
 from ipu_pipe.job.stability import explain_divergence
@@ -32,7 +32,8 @@ class Work:
     the parameters of the stages in this process. `clip`: (norm, scope) or None. `microbatch`: the first microbatch to run,
     greater than 0 after a resume. `replays`: the source of replays if it is not the version table. `block_updates`: the number of
     updates of single stages that make one update of the run. `refuse_nonfinite(update, losses)`: raises `Divergence` if a loss
-    is not finite and the config does not allow it; by default nothing is checked.
+    is not finite and the config does not allow it; by default nothing is checked. `after_update(update, stages)`: called when
+    these stages have made an update, replicas with their average.
     """
 
     loss: Loss
@@ -43,6 +44,7 @@ class Work:
     replays: Optional[Replays] = None
     block_updates: int = 1
     refuse_nonfinite: Callable[[int, Iterable[float]], None] = lambda update, losses: None
+    after_update: Callable[[int, Sequence[int]], None] = lambda update, stages: None
 
     @classmethod
     def from_job(cls, job: Job, first_update: int) -> Work:
@@ -52,12 +54,18 @@ class Work:
         first = first_update * (config.gradient_accumulation if job.method.rounds is None else job.replica_count)
         replays: Optional[Replays] = None
         history = job.method.history
-        if history is not None:
+        if history is not None and job.is_open:
+            replays = StreamedReplays(job.table, history, 1, config.seed)
+        elif history is not None:
             # `build` has checked that these methods have an epoch
             assert job.updates_per_epoch is not None
             replays = RandomizedReplays(job.table, history, job.updates_per_epoch, config.seed)
         count = len(job.partition) if history is not None else 1
-        return cls(job.loss, job.table, job.rules, clip, first, replays, count, partial(refuse_nonfinite, job))
+        work = cls(job.loss, job.table, job.rules, clip, first, replays, count, partial(refuse_nonfinite, job))
+        if job.is_open:
+            # a loss is checked when its update leaves the pipeline, at the same step on all processes
+            return replace(work, refuse_nonfinite=lambda update, losses: None, after_update=job.after_update)
+        return work
 
     def make_replays(self, replicas: Sequence[int]) -> Replays:
         """Return the source of replays for these replicas of the pipeline."""

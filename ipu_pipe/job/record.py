@@ -133,7 +133,8 @@ class Job(Setup):
     `may_stop`: callbacks may stop the run after any update; `may_stop_drained`: they may stop it wherever the pipeline is empty.
     `wants_model`, `watches_gradients`: callbacks read the whole model, or each update's gradients. `folder`: the folder of the
     run, for files of every process. `data_fingerprints`: for record.json. On processes, `pieces`: the model cut into its stages.
-    `placement`: the device of each stage.
+    `placement`: the device of each stage. `is_open`: the run's end is not known; its batches are given one by one.
+    `after_update(update, stages)`: called in an open run when these stages have made an update.
     """
 
     partition: Partition
@@ -162,6 +163,8 @@ class Job(Setup):
     data_fingerprints: Optional[Dict[str, Any]] = None
     pieces: Sequence[Piece] = ()
     placement: Tuple[int, ...] = ()
+    is_open: bool = False
+    after_update: Callable[[int, Sequence[int]], None] = lambda update, stages: None
 
     def list_trained(self, stage: int) -> Dict[str, nn.Parameter]:
         """Return the tensors of a stage that an optimizer updates, by the names of the weights."""

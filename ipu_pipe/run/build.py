@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from pathlib import Path
-from typing import Any, Callable, Dict, Mapping, NamedTuple, Optional, Tuple, Union
+from typing import Any, Callable, Dict, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
 
 import torch
 from torch import nn
@@ -45,11 +45,12 @@ from ipu_pipe.plan.config_cut import choose_stages
 from ipu_pipe.run.checkpoint import find_newest, load_weights, read_weights
 from ipu_pipe.run.checks import check_model, check_modules, find_faults
 from ipu_pipe.schedule.methods import METHODS, resolve_method
-from ipu_pipe.schedule.timelines import make_schedule
+from ipu_pipe.schedule.timelines import OPEN, make_schedule, open_schedule
 from ipu_pipe.schedule.versions import VersionTable, find_segment_ends
 from ipu_pipe.text import describe_kind
 from ipu_pipe.update.apply import GroupSettings, UpdateRules
 from ipu_pipe.update.optimizer import (
+    ChooseMember,
     Groups,
     Member,
     call_factory,
@@ -165,7 +166,7 @@ def build(
     trainable = [p for p in setup.model.parameters() if p.requires_grad]
     try:
         with attribute_faults(lambda: "before training"):
-            return _assemble(setup, objects, done)
+            return assemble(setup, objects, done)
     except BaseException:
         # a method may have frozen some parameters
         for parameter in trainable:
@@ -174,12 +175,30 @@ def build(
         raise
 
 
-def _assemble(setup: Setup, objects: Overrides, done: int) -> Job:
-    """Build the job from a model, loss and data that are ready."""
+class OpenRun(NamedTuple):
+    """A run whose batches a loop of the caller's own gives one by one, so that its end and its rates are not known ahead.
+
+    `warmup`: the updates of the synchronous warm-up. `choose_member`: the caller's parameter group of each parameter.
+    `settings`: as of `UpdateRules`. `after_update`: as of `Job`.
+    """
+
+    warmup: int
+    members: int
+    choose_member: ChooseMember
+    settings: GroupSettings
+    after_update: Callable[[int, Sequence[int]], None]
+
+
+def assemble(setup: Setup, objects: Overrides, done: int = 0, open_run: Optional[OpenRun] = None) -> Job:
+    """Build the job from a model, loss and data that are ready. `open_run`: None for a run that is planned ahead."""
     config, model, loss, data = setup.config, setup.model, setup.loss, setup.data
     backend, method = get_backend(config), resolve_method(config.method, config.method_settings())
     rounds = method.rounds
-    per_epoch, updates = _count_updates(config, data, config.replicas if rounds is None else rounds.replicas or 1)
+
+    def count_updates(replicas: int) -> Tuple[Optional[int], int]:
+        return (None, OPEN) if open_run is not None else _count_updates(config, data, replicas)
+
+    per_epoch, updates = count_updates(config.replicas if rounds is None else rounds.replicas or 1)
 
     # a training pass of the first microbatch, and the stages
     inputs, labels = setup.split_batch(data.train_batch(0, 0, config.micro_batch_size))
@@ -209,7 +228,7 @@ def _assemble(setup: Setup, objects: Overrides, done: int) -> Job:
     if rounds is not None and rounds.replicas is None:
         config = config.with_method_args(replicas=len(partition))
         method = resolve_method(config.method, config.method_settings())
-        per_epoch, updates = _count_updates(config, data, len(partition))
+        per_epoch, updates = count_updates(len(partition))
     if isinstance(config.stages, dict) and config.stages.get("by") == "time" and partition.begins and not partition.spread:
         config = config.model_copy(update={"stages": list(partition.begins)})
 
@@ -218,9 +237,14 @@ def _assemble(setup: Setup, objects: Overrides, done: int) -> Job:
     # replicas with weights of their own take turns in one schedule
     accumulate = config.gradient_accumulation if method.rounds is None else method.rounds.replicas or 1
     switch = round(args["warmup"]["epochs"] * per_epoch) if "warmup" in args and per_epoch else 0
-    drains = [k * accumulate for k in list_drains(config, updates, per_epoch, done)]
+    if open_run is not None:
+        switch = open_run.warmup
     try:
-        schedule = make_schedule(method, len(partition), updates * accumulate, accumulate, drains, switch * accumulate)
+        if open_run is not None:
+            schedule = open_schedule(method, len(partition), accumulate, (), switch)
+        else:
+            drains = [k * accumulate for k in list_drains(config, updates, per_epoch, done)]
+            schedule = make_schedule(method, len(partition), updates * accumulate, accumulate, drains, switch * accumulate)
     # schedules call the config's gradient_accumulation `accumulate`
     except BadInput as error:
         raise BadInput([re.sub("^accumulate:", "gradient_accumulation:", fault) for fault in error.faults]) from None
@@ -230,8 +254,11 @@ def _assemble(setup: Setup, objects: Overrides, done: int) -> Job:
         find_segment_ends(len(partition), method.segments)
 
     # the optimizers, learning rates and update rules
-    members = [Member(one.match, one.ndim) for one in config.optimizer.groups] or [Member()]
-    groups = replace_parameters(make_groups(model, partition, config.optimizer.no_decay, members), setup.precision.get_trained)
+    members, choose_member = [Member(one.match, one.ndim) for one in config.optimizer.groups] or [Member()], None
+    if open_run is not None:
+        members, choose_member = [Member()] * open_run.members, open_run.choose_member
+    groups = make_groups(model, partition, config.optimizer.no_decay, members, choose_member)
+    groups = replace_parameters(groups, setup.precision.get_trained)
     apply_settings_by_stage(config, groups, table.rule_lag().tolist())
     local_groups = _select_local_groups(groups, placed)
     factory = make_factory(config) if objects.optimizer is None else make_factory_of(objects.optimizer)
@@ -239,7 +266,13 @@ def _assemble(setup: Setup, objects: Overrides, done: int) -> Job:
     full_optimizer = optimizer if local_groups is groups else factory(groups)
     if objects.optimizer is not None:
         config = describe_given(config, {"optimizer": describe_optimizer(full_optimizer)})
-    rates = _make_rates(config, objects, full_optimizer, updates, per_epoch)
+    if open_run is None:
+        rates = _make_rates(config, objects, full_optimizer, updates, per_epoch)
+    else:
+        first_group, settings = full_optimizer.param_groups[0], open_run.settings
+        rates = _Rates(0.0, lambda k: float(settings(k, first_group)["lr"]), None, settings)
+        if "t1" in args and args["t1"]["anneal_updates"] is None:
+            raise BadInput("method_args.t1.anneal_updates: null: the run's end is not known: must be a number of updates")
     # the learning-rate schedule gives T1's K by default
     if "t1" in args and args["t1"]["anneal_updates"] is None:
         lr_schedule = config.lr_schedule
@@ -260,6 +293,7 @@ def _assemble(setup: Setup, objects: Overrides, done: int) -> Job:
         footprint=footprint, observation=observation, note=placed.note, done=done,
         used=Given(optimizer=describe_optimizer(full_optimizer), loss=loss_used), pieces=placed.pieces,
         placement=tuple(placed.placement) or schedule.device_of_stage,
+        **({} if open_run is None else {"is_open": True, "after_update": open_run.after_update}),
     )  # fmt: skip
     raise_faults(find_faults(job, () if objects.optimizer is not None else config.optimizer_faults()))
     job.note = job.note or backend.describe(job)

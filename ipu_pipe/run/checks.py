@@ -60,7 +60,7 @@ def _find_conflicts(job: Job) -> Dict[str, Any]:
         alone = f"{method.name} has replicas that step by themselves (method_args.replicas)"
     # each copy of a layer would have its own such buffers, but a checkpoint has only those of the first copy
     has_copies = replicas > 1 or method.rounds is not None or (method.structure and method.structure.overlap)
-    stops = [*list_drains(config, job.updates, job.updates_per_epoch, job.done), job.updates]
+    stops = [] if job.is_open else [*list_drains(config, job.updates, job.updates_per_epoch, job.done), job.updates]
     outer = method.rounds is not None and method.rounds.outer is not None
     interval = method.rounds.interval(len(job.partition)) if method.rounds is not None and outer else 1
     unsynchronized = next((k for k in stops if k % interval), None)

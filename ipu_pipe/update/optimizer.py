@@ -42,13 +42,20 @@ class Member(NamedTuple):
     ndim: Optional[int] = None
 
 
+# (name, parameter) -> the number of its member, None if it is not trained
+ChooseMember = Callable[[str, nn.Parameter], Optional[int]]
+
+
 def make_groups(
     model: nn.Module,
     part: Partition,
     no_decay: Union[str, Sequence[str]] = (),
     members: Sequence[Member] = (Member(),),
+    choose_member: Optional[ChooseMember] = None,
 ) -> Groups:
     """Make parameter groups in stage order. A parameter is in a group of the first of `members` that fits it.
+
+    `choose_member` decides instead of what the members match; a parameter that it gives no member is left out.
 
     Parameters whose names match `no_decay` (patterns as in a shell, or the word `norms_and_biases`) form groups of their own with
     `weight_decay` 0. Parameters that need no gradient are left out. Raise `BadInput` if a pattern matches nothing, and for
@@ -56,7 +63,10 @@ def make_groups(
     """
     parameters = dict(model.named_parameters())
     undecayed = _list_undecayed(model, parameters, [no_decay] if isinstance(no_decay, str) else list(no_decay))
-    member_of = _assign_members(parameters, members)
+    if choose_member is None:
+        member_of: Mapping[str, Optional[int]] = _assign_members(parameters, members)
+    else:
+        member_of = {name: choose_member(name, p) for name, p in parameters.items()}
     groups: Groups = []
     for stage in part.stages:
         trained = [name for name in stage.parameters if parameters[name].requires_grad]

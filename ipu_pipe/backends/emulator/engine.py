@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import statistics
 import time
-from typing import Any, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import torch
 
@@ -17,6 +17,7 @@ from ipu_pipe.job.evaluation import EvaluationResult, evaluate
 from ipu_pipe.job.factories import place_whole
 from ipu_pipe.job.record import Job
 from ipu_pipe.job.user_code import attribute_faults
+from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.model.batch import call_model, clone_tensors, count_bytes, count_samples
 from ipu_pipe.model.flops import BACKWARD
 from ipu_pipe.model.loss import compute_losses
@@ -99,10 +100,36 @@ class EmulatorEngine(Engine):
 
     def __init__(self, job: Job, first_update: int) -> None:
         super().__init__(job)
-        config, work = job.config, Work.from_job(job, first_update)
+        work = Work.from_job(job, first_update)
         self._block_updates = work.block_updates
         self._end = job.updates
-        self._emulator = Emulator(work, job.model, job.partition, job.example, config.seed, job.replica_count, job.effects.draws)
+        # results of an open run's updates that have not left the pipeline
+        self._results: Dict[int, StepResult] = {}
+        self._emulator = self._make_emulator(work)
+
+    def _make_emulator(self, work: Work) -> Emulator:
+        job = self.job
+        return Emulator(work, job.model, job.partition, job.example, job.config.seed, job.replica_count, job.effects.draws)
+
+    def give(self, k: int, cut: float) -> None:
+        """Make update k at once: the result is the same, and `take` returns it when it would leave the pipeline."""
+        self._results[k] = self.step(k)[-1]
+
+    def take(self, k: int) -> StepResult:
+        return self._results.pop(k)
+
+    def finish(self, given: int) -> None:
+        self._emulator.end_round(Work.from_job(self.job, given))
+
+    def reopen(self, update: int) -> None:
+        self._emulator.close()
+        self._emulator = self._make_emulator(Work.from_job(self.job, update))
+
+    def predict(self, x: Any) -> Any:
+        model, blocks = self.job.model, get_blocks(self.job.model)
+        with torch.no_grad(), restore_modes(model), self.job.rules.hold_averages():
+            model.eval()
+            return call_model(model, x) if blocks is None else blocks.compute_outputs(x)[-1]
 
     def step(self, k: int, read: bool = True) -> List[StepResult]:
         with attribute_faults(lambda: self._emulator.activity):

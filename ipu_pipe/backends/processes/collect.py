@@ -10,6 +10,7 @@ from typing import Any, Dict, Iterable, Iterator, List, NamedTuple, Optional, Se
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from ipu_pipe.backends.interface import CheckpointState, DeviceTimes, Report
 from ipu_pipe.backends.processes.interpreter import Interpreter
@@ -220,9 +221,9 @@ class Evaluation:
     """
 
     def __init__(self, job: Job, interpreter: Interpreter, with_loss: List[int], freed: List[torch.Tensor]) -> None:
-        self._job, self._interpreter, self._with_loss, self._freed = job, interpreter, with_loss, freed
+        self._job, self._with_loss, self._freed = job, with_loss, freed
         self._models, self._mail = [stage.model for stage in interpreter.stages.values()], interpreter.mail
-        self._layout, self._count = interpreter.layout, 0
+        self._layout, self._count, self._predicted = interpreter.layout, 0, 0
 
     def evaluate(self, split: str) -> List[EvaluationResult]:
         """Return loss and metrics of each stage with a loss for the loaded weights, the same on every rank."""
@@ -248,15 +249,41 @@ class Evaluation:
             raise RunFault(f"data: {self._job.data_name}: evaluation: the ranks read different test sets: {DRAW_ALIKE}")
         return [evaluate_sums(self._job.metrics, by_stage[stage][:-1]) for stage in self._with_loss]
 
+    def predict(self, x: Any) -> Any:
+        """Return the output of the last stage for inputs `x`, on every rank."""
+        layout, last = self._layout, self._layout.stages - 1
+        modules = [m for model in self._models for m in (model.piece, model.head) if m is not None]
+        outputs: List[Any] = [None]
+        with torch.no_grad(), restore_modes(*modules):
+            for module in modules:
+                module.eval()
+            if layout.replica == 0:
+                crossings = self._prepare(x)
+                for model in self._models:
+                    output = self._run_stage(model, self._predicted, x, crossings)
+                    if model.stage == last:
+                        outputs = [tree_map(lambda t: t.cpu() if isinstance(t, torch.Tensor) else t, output)]
+                self._predicted += 1
+        self._mail.flush()
+        # wait for all ranks first, because this wait has the deadline
+        self._mail.all_gather(torch.zeros(1))
+        with detect_lost_rank(limit=self._mail.limit):
+            dist.broadcast_object_list(outputs, src=layout.placement[last])
+        return outputs[0]
+
+    def _prepare(self, x: Any) -> Sequence[Crossing]:
+        """Return the tensors that cross each cut in the evaluation of inputs `x`."""
+        cut = self._models[0].piece.cut
+        with contextlib.nullcontext() if cut.is_prepared(x, training=False) else zero_freed(self._freed):
+            return cut.prepare(x, training=False)
+
     def _sum_by_stage(self, split: str) -> torch.Tensor:
         """Run this rank's stages on a set; return a row per stage: the sums of its tally, and the checksum of the set."""
         tallies = {model.stage: Tally.of(self._job) for model in self._models}
         checksum = 0
         for batch, (x, y) in enumerate(load_test_batches(self._job, split)):
             checksum = compute_checksum((x, get_labels(y)), checksum)
-            cut = self._models[0].piece.cut
-            with contextlib.nullcontext() if cut.is_prepared(x, training=False) else zero_freed(self._freed):
-                crossings = cut.prepare(x, training=False)
+            crossings = self._prepare(x)
             for model in self._models:
                 output = self._run_stage(model, batch, x, crossings)
                 if model.stage in self._with_loss:

@@ -59,7 +59,8 @@ class ProcessEngine(Engine):
             groups = [make_group(layout.list_ranks(device), config.backend.deadline) for device in range(layout.devices)]
         if config.checkpoint is not None and config.checkpoint.format == "sharded":
             self.checkpoint_group = make_group(range(dist.get_world_size()), config.backend.deadline)
-        models, self._cut = cut_stages(job, layout, work.microbatch)
+        self._microbatches = Microbatches(job, layout, work.microbatch)
+        models, self._cut = cut_stages(job, layout, self._microbatches)
         stream = trace.StreamClock() if job.device.type == "cuda" else None
         self._recorder = trace.TraceRecorder(layout.rank, models[0].stage, job.traced_updates, stream)
         channels = make_channels(job, layout, models[0].ties.links)
@@ -80,14 +81,13 @@ class ProcessEngine(Engine):
             self._announcements = BatchAnnouncements(
                 self._mail, layout.rank, batch, updates, first_update, channels is None
             )
+        self._models, self._replicas = models, replicas
         stages = {model.stage: Stage(work, model, self._mail, self._recorder) for model in models}
         if job.schedule.passes == SPLIT_PASSES:
             self._split_backwards(stages)
         self._interpreter = Interpreter(
             work, stages, self._mail, self._recorder, replicas, self._announcements, job.may_stop_drained, channels
         )
-        interpreter, recorder = self._interpreter, self._recorder
-        self._fault_context = layout.rank, lambda: recorder.stage, lambda: interpreter.doing, lambda: interpreter.activity
         self.newest_model = None
         # for a model that the caller uses after training
         self._holders = collect.find_holders(job.model, self._cut) if job.precision.is_given or job.wants_model else {}
@@ -96,14 +96,69 @@ class ProcessEngine(Engine):
             self._gradient_collection = collect.GradientCollection(job, self._mail, layout)
             job.rules.observe = self._gradient_collection.note
         self._freed = collect.free_other_stages(job, models, self._cut)
-        first_stages = groups[layout.placement[0]] if groups else None
-        with_loss = _list_stages_with_loss(job)
-        self._results = ResultCollection(job, self._mail, self._recorder, layout, with_loss, first_stages)
-        self._evaluation = collect.Evaluation(job, self._interpreter, with_loss, self._freed)
+        self._with_loss = _list_stages_with_loss(job)
+        group_of_replicas = groups[layout.rank % layout.devices if job.is_open else layout.placement[0]] if groups else None
+        self._results = ResultCollection(job, self._mail, self._recorder, layout, self._with_loss, group_of_replicas)
+        self._evaluation = collect.Evaluation(job, self._interpreter, self._with_loss, self._freed)
         # import now: an optimizer's first step would import it within the measured time
         importlib.import_module("torch._dynamo")
         with detect_lost_rank(limit=self._mail.limit):
             trace.open_file(job, layout.rank, self._recorder, first_update, trace.compare_clocks())
+
+    @property
+    def _fault_context(self) -> Tuple[int, Callable[[], int], Callable[[], str], Callable[[], str]]:
+        """The arguments of `name_faults`."""
+        interpreter, recorder = self._interpreter, self._recorder
+        return self._layout.rank, lambda: recorder.stage, lambda: interpreter.doing, lambda: interpreter.activity
+
+    # ---- open runs
+
+    def give(self, k: int, cut: float) -> None:
+        with name_faults(*self._fault_context):
+            self._recorder.begin_step(self._steps > 0)
+            self._steps += 1
+            self._results.expect(k, k + 1)
+            self._advance(cut, k + 1)
+            self._recorder.end_step()
+
+    def _advance(self, cut: float, given: int) -> None:
+        for k, tables in self._interpreter.advance(cut, given):
+            for s, stage in self._interpreter.stages.items():
+                self._results.send(k, s, tables.get(s), stage.model.checksums)
+
+    def take(self, k: int) -> StepResult:
+        with name_faults(*self._fault_context):
+            return self._results.collect(k)
+
+    def finish(self, given: int) -> None:
+        with name_faults(*self._fault_context):
+            self._advance(float("inf"), given)
+            self._interpreter.end_round(Work.from_job(self.job, given))
+
+    def reopen(self, update: int) -> None:
+        with name_faults(*self._fault_context):
+            old = self._interpreter
+            old.end()
+            self._mail.forget_expected()
+            work = Work.from_job(self.job, update)
+            stages = {model.stage: Stage(work, model, self._mail, self._recorder) for model in self._models}
+            for s, stage in stages.items():
+                stage.splits = old.stages[s].splits
+            # the mail has used its channels
+            self._interpreter = Interpreter(work, stages, self._mail, self._recorder, self._replicas, ends_empty=True)
+            self._microbatches.restart(work.microbatch)
+
+    def predict(self, x: Any) -> Any:
+        with name_faults(*self._fault_context):
+            self._interpreter.load_newest()
+            with self.job.rules.hold_averages():
+                return self._evaluation.predict(x)
+
+    def load_weights(self, load: Callable[[], None]) -> None:
+        for tensor in self._freed:
+            tensor.data = torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        load()
+        collect.free(self._freed)
 
     def _split_backwards(self, stages: Dict[int, Stage]) -> None:
         """Find the stages whose backward can be split and warn of the others. All ranks must call this at once."""
@@ -245,8 +300,8 @@ class ProcessEngine(Engine):
         self.release_blocks()
 
 
-def cut_stages(job: Job, layout: RankLayout, first: int) -> Tuple[List[StageModel], List[Piece]]:
-    """Return this rank's stages of a job's model, whose first microbatch is `first`, and the pieces of all stages."""
+def cut_stages(job: Job, layout: RankLayout, microbatches: Microbatches) -> Tuple[List[StageModel], List[Piece]]:
+    """Return this rank's stages of a job's model, which read `microbatches`, and the pieces of all stages."""
     blocks = get_blocks(job.model)
     cut = list(job.pieces) if blocks is None else blocks.pieces
     across = list_crossings(cut) if blocks is None else blocks.crossings
@@ -254,7 +309,6 @@ def cut_stages(job: Job, layout: RankLayout, first: int) -> Tuple[List[StageMode
         cut[0].cut.compile()
     draws = job.effects.draws
     keyed = KeyedRandomness(job.model, draws, job.config.seed, job.device) if draws else None
-    microbatches = Microbatches(job, layout, first)
     models = []
     for s in layout.stages_of_rank:
         ties, local = Ties(), None
@@ -300,7 +354,14 @@ class Microbatches:
     def _read(self, m: int) -> Tuple[int, Any, int]:
         job, turns = self._job, self._turns
         batch = job.read_microbatch(m, self._replica) if turns is None else job.read_microbatch(m // turns, m % turns)
-        return self._user_count, batch, compute_checksum(batch)
+        # a rank of an open run may lack inputs or labels, and knows which
+        compute: Callable[[Any], int] = getattr(job.data, "compute_checksum", compute_checksum)
+        return self._user_count, batch, compute(batch)
+
+    def restart(self, first: int) -> None:
+        """Go on with the microbatch `first`."""
+        self._next = first
+        self._batches.clear()
 
 
 def _list_stages_with_loss(job: Job) -> List[int]:

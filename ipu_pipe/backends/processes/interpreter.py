@@ -19,7 +19,7 @@ from __future__ import annotations
 import heapq
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, NamedTuple, Optional, Sequence
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 import torch
@@ -192,6 +192,8 @@ class Interpreter:
         self._unused_channels, self._posts_by_stretch = channels, channels is not None or ends_empty
         # true after the first step
         self._is_warm = False
+        # the action at which an open row has stopped
+        self._next_action: Optional[RowAction] = None
         # receives may be posted up to this update
         self._posted_until = -1
         # update -> stage -> table of the microbatches' results
@@ -239,19 +241,47 @@ class Interpreter:
         if self._posts_by_stretch and k >= self._posted_until:
             self._post(k)
         for action in self._row:
-            if Termination.signalled_at is not None:
-                Termination.check()
-            kind, index, stage = ORDER[action.order], action.number, self.stages[action.stage]
-            self.doing, self.recorder.stage = f"{kind.value}{index}", action.stage
-            self._carry_out[kind](stage, index)
-            is_update = kind is Kind.UPDATE
-            self.memory.sample(self.update, kind in (Kind.BACKWARD, Kind.WEIGHT_GRADIENT, Kind.UPDATE), is_update)
-            if is_update and self.update > k:
-                if not self._is_warm and self._has_every_stage_begun(k):
-                    self._is_warm = True
-                    self.mail.end_warm_up()
+            if self._run_action(action):
                 return self._tables.pop(k, {})
         raise AssertionError(f"the schedule ends before update {k}")
+
+    def advance(self, cut: float, given: int) -> Iterator[Tuple[int, Dict[int, torch.Tensor]]]:
+        """Carry out the actions of slots before `cut` that belong to the first `given` batches.
+
+        Yield each update that all stages of the rank have made now, with the table of results of each stage with a loss. If
+        `cut` is beyond all of them, the pipeline is empty afterwards, and the interpreter cannot go on.
+        """
+        if self._unused_channels is not None:
+            self._use_channels()
+        self.mail.post(given * self._work.schedule.accumulate, given)
+        while self.update < given:
+            action = next(self._row) if self._next_action is None else self._next_action
+            self._next_action = action
+            if action.slot >= cut:
+                return
+            self._next_action = None
+            if self._find_batch(action) < given and self._run_action(action):
+                yield self.update - 1, self._tables.pop(self.update - 1, {})
+
+    def _find_batch(self, action: RowAction) -> int:
+        is_update = ORDER[action.order] is Kind.UPDATE
+        return action.number if is_update else action.number // self._work.schedule.accumulate
+
+    def _run_action(self, action: RowAction) -> bool:
+        """Carry out one action of the row. Return whether all stages of the rank have now made another update."""
+        if Termination.signalled_at is not None:
+            Termination.check()
+        k, kind, stage = self.update, ORDER[action.order], self.stages[action.stage]
+        self.doing, self.recorder.stage = f"{kind.value}{action.number}", action.stage
+        self._carry_out[kind](stage, action.number)
+        is_update = kind is Kind.UPDATE
+        self.memory.sample(self.update, kind in (Kind.BACKWARD, Kind.WEIGHT_GRADIENT, Kind.UPDATE), is_update)
+        if self.update == k:
+            return False
+        if not self._is_warm and self._has_every_stage_begun(k):
+            self._is_warm = True
+            self.mail.end_warm_up()
+        return True
 
     def _has_every_stage_begun(self, k: int) -> bool:
         """Return whether all stages have begun when update k is done.
@@ -314,17 +344,22 @@ class Interpreter:
     def _post(self, k: int) -> None:
         """Allow receives to be posted until the pipeline is empty next; the first time, use all channels and kernels once."""
         if self._unused_channels is not None:
-            first = next(iter(self.stages.values())).model
-            links = nccl.list_links(self.layout.stages, self._work.method, first.ties.links)
-            nccl.use_channels_once(self._unused_channels, links, self.layout, first.device, self.mail.limit)
-            for s, stage in self.stages.items():
-                state = self._work.rules.stages.get(s)
-                nccl.load_kernels(self._work, stage, state.parameters if state is not None else [])
-            self._unused_channels = None
+            self._use_channels()
         end = self._posted_until = self._work.schedule.get_drain_interval(k)[1]
         if self._announcements is not None:
             self._announcements.may_post, end = True, self._announcements.started_batches
         self.mail.post(end * self._work.schedule.accumulate, end)
+
+    def _use_channels(self) -> None:
+        """Use all channels and kernels once, before any receive is posted (`nccl`)."""
+        assert self._unused_channels is not None
+        first = next(iter(self.stages.values())).model
+        links = nccl.list_links(self.layout.stages, self._work.method, first.ties.links)
+        nccl.use_channels_once(self._unused_channels, links, self.layout, first.device, self.mail.limit)
+        for s, stage in self.stages.items():
+            state = self._work.rules.stages.get(s)
+            nccl.load_kernels(self._work, stage, state.parameters if state is not None else [])
+        self._unused_channels = None
 
     @contextmanager
     def export_replicas(self) -> Iterator[None]:
@@ -339,18 +374,31 @@ class Interpreter:
         for stage in self.stages.values():
             stage.load_newest()
 
-    def close(self) -> None:
-        """Wait for all messages, put the newest weights into the parameters and remove the hooks from the model."""
+    def end_round(self, work: Work) -> None:
+        """Average replicas with weights of their own, if the schedule of `work` drains before the next update."""
+        for replicas in self.independent.values():
+            replicas.end_step(work, self.update - 1)
+
+    def end(self) -> None:
+        """Wait for all messages, of a pipeline that is empty, and put the newest weights into the parameters."""
         for update in dict.fromkeys(self._updates.values()):
             update.clipping.discard_rest()
         self.load_newest()
         self.mail.flush()
+        self._stop_averages()
+
+    def close(self) -> None:
+        """Do `end`, and remove the hooks from the model."""
+        self.end()
         self.remove_hooks()
 
     def remove_hooks(self) -> None:
         """Remove the hooks from the model."""
         for stage in self.stages.values():
             stage.remove_hooks()
+        self._stop_averages()
+
+    def _stop_averages(self) -> None:
         for update in dict.fromkeys(self._updates.values()):
             for average_of_stage in update.averages.values():
                 average_of_stage.remove_hooks()

@@ -51,6 +51,11 @@ DRAW_ALIKE = (
     "(numpy.random.default_rng(SEED)), or draw from the global ones, which are seeded alike on all ranks"
 )
 
+READ_ALIKE = (
+    "ranks of one pipeline must read the same batches: do not shard the loader by rank, and seed its shuffle alike "
+    "(with replicas: DistributedSampler(num_replicas=pipe.replicas, rank=pipe.replica))"
+)
+
 
 class ReplicaGroup(NamedTuple):
     """The ranks of a stage in all replicas: a gloo group, an nccl group (None if gradients go through the host), and whether
@@ -259,6 +264,7 @@ class StageUpdate:
                     stage.stash_weights()
                 sample(k)
                 self.step(k)
+        self._work.after_update(k, [stage.model.stage for stage in self.stages])
         for stage in self.stages:
             stage.advance_version()
             if stage.model.ties.copied_to:
@@ -368,31 +374,35 @@ def keep_version_counters(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
 
 
 class ResultCollection:
-    """Collect the results of updates on the first stage of each replica, and over the replicas.
+    """Collect the results of updates on the first stage of each replica (in an open run on every rank), and over the replicas.
 
-    The stages `with_loss` send their tables of results (`work.tabulate`) to the first stage, with the checksums of the batches
-    that they read for the labels. They must equal the checksums of the batches that the first stage read for its inputs.
-    `first_stages`: the group of the replicas' first stages, None if there is one replica.
+    The stages `with_loss` send their tables of results (`work.tabulate`) to these ranks, with the checksums of the batches that
+    they read for the labels. They must equal the checksums of the batches that the first stage read for its inputs.
+    `group`: the group of the collecting ranks of all replicas, None if there is one replica.
     """
 
     def __init__(
-        self, job: Job, mail: Mail, recorder: TraceRecorder, layout: RankLayout, with_loss: List[int], first_stages: Any
+        self, job: Job, mail: Mail, recorder: TraceRecorder, layout: RankLayout, with_loss: List[int], group: Any
     ) -> None:
         self._job, self._mail, self._recorder, self._layout = job, mail, recorder, layout
-        self._with_loss, self._first_stages = with_loss, first_stages
+        self._with_loss, self._group = with_loss, group
+        # each rank that collects is named by the lowest of its stages
+        self._collectors = [layout.placement.index(device) for device in range(layout.devices if job.is_open else 1)]
+        self._here = layout.stages_of_rank[0] if layout.stages_of_rank[0] in self._collectors else None
         # the microbatches of an update on one replica, and its samples on all replicas
         self._microbatches, self._samples = job.schedule.accumulate, job.global_batch_size
         self._shapes = (TensorSpec((self._microbatches, COLUMNS + 1), torch.float64, False),)
-        # update -> table and checksums of the first stage
-        self._on_first: Dict[int, Tuple[Optional[torch.Tensor], torch.Tensor]] = {}
+        # update -> checksums of the first stage; (update, stage) -> table of a stage of this rank
+        self._checksums: Dict[int, torch.Tensor] = {}
+        self._own_tables: Dict[Tuple[int, int], torch.Tensor] = {}
         self._expected = 0
 
     def expect(self, first: int, last: int) -> None:
-        """Announce, on the first stage, the results of the updates in [first, last) that are not announced yet."""
+        """Announce, on a rank that collects, the results of the updates in [first, last) that are not announced yet."""
         first = max(first, self._expected)
-        for stage in self._with_loss:
-            if stage:
-                self._mail.expect([(Message(RESULT, k, stage, 0), self._shapes) for k in range(first, last)])
+        for stage in self._with_loss if self._here is not None else ():
+            if stage not in self._layout.stages_of_rank:
+                self._mail.expect([(Message(RESULT, k, stage, self._here), self._shapes) for k in range(first, last)])
         self._expected = max(first, last)
 
     def send(self, k: int, stage: int, table: Optional[torch.Tensor], checksums: Dict[int, int]) -> None:
@@ -400,33 +410,49 @@ class ResultCollection:
         microbatches = range(k * self._microbatches, (k + 1) * self._microbatches)
         column = torch.tensor([checksums.pop(m, 0) for m in microbatches], dtype=torch.float64)
         if stage == 0:
-            self._on_first[k] = table, column
-        elif table is not None:
-            self._mail.send(Message(RESULT, k, stage, 0), [torch.cat([table, column[:, None]], dim=1)])
+            self._checksums[k] = column
+        if table is None:
+            return
+        results = torch.cat([table, column[:, None]], dim=1)
+        for collector in self._collectors:
+            if collector == self._here:
+                self._own_tables[k, stage] = results
+            else:
+                self._mail.send(Message(RESULT, k, stage, collector), [results])
 
     def collect(self, k: int) -> StepResult:
-        """Return the result of update k, which only the first stages know. Raise `RunFault` if stages read different batches."""
-        if 0 not in self._layout.stages_of_rank:
+        """Return the result of update k, which only ranks that collect know.
+
+        Raise `RunFault` if stages read different batches.
+        """
+        if self._here is None:
             return StepResult(float("nan"), None, self._samples)
-        on_first, checksums = self._on_first.pop(k)
+        checksums = self._checksums.pop(k, None)
         tables = []
         for stage in self._with_loss:
-            if stage == 0:
-                assert on_first is not None
-                tables.append(on_first)
-                continue
-            received = self._mail.receive(Message(RESULT, k, stage, 0))[0]
-            if not torch.equal(checksums, received[:, -1]):
-                ranks = self._layout.find_rank(0), self._layout.find_rank(stage)
-                who = f"rank {ranks[0]} and rank {ranks[1]} read different batches"
-                raise RunFault(f"data: {self._job.data_name}: update {k}: {who}: {DRAW_ALIKE}")
-            tables.append(received[:, :-1])
+            results = self._own_tables.pop((k, stage), None)
+            if results is None:
+                results = self._mail.receive(Message(RESULT, k, stage, self._here))[0]
+            if checksums is not None:
+                self._compare_batches(k, stage, checksums, results[:, -1])
+            tables.append(results[:, :-1])
         table = torch.stack(tables)  # (blocks, microbatches, 3)
-        if self._first_stages is not None:
+        if self._group is not None:
             start = self._recorder.mark()
-            replicas = self._mail.all_gather(table, self._first_stages)
+            replicas = self._mail.all_gather(table, self._group)
             self._recorder.add("wait", k, start, carries="losses")
             # the emulator's order: microbatch 0 of each replica, microbatch 1 of each replica, ...
             table = torch.stack(replicas, dim=2).flatten(1, 2)
         blocks = [average(rows) for rows in table]
         return StepResult(*blocks[-1], self._samples, tuple(blocks) if len(blocks) > 1 else ())
+
+    def _compare_batches(self, k: int, stage: int, first: torch.Tensor, other: torch.Tensor) -> None:
+        """Raise `RunFault` if the first stage and another one read different batches of update k; 0: has none to compare."""
+        if torch.equal(first, other) or not (first * other).any():
+            return
+        ranks = self._layout.find_rank(0), self._layout.find_rank(stage)
+        if self._job.is_open:
+            who = f"rank {ranks[0]} and rank {ranks[1]} have different labels for step {k}"
+            raise RunFault(f"step: {who}: {READ_ALIKE}")
+        who = f"rank {ranks[0]} and rank {ranks[1]} read different batches"
+        raise RunFault(f"data: {self._job.data_name}: update {k}: {who}: {DRAW_ALIKE}")

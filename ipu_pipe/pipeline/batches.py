@@ -1,0 +1,91 @@
+"""The batches of a caller's loop: divide one into microbatches, and hand them to a backend, which asks for them by number."""
+
+from __future__ import annotations
+
+from typing import Any, Dict, Iterable, Iterator, List, NamedTuple, Sequence
+
+from ipu_pipe.data.sources import compute_checksum
+from ipu_pipe.model.batch import clone_tensors, list_tensors, map_tensors
+
+
+class Microbatch(NamedTuple):
+    """Inputs and labels of a microbatch; None for the part that this process does not have."""
+
+    x: Any
+    y: Any
+
+
+def divide_batch(x: Any, y: Any, count: int) -> List[Microbatch]:
+    """Divide inputs and labels into `count` microbatches of equally many samples, in order, as views.
+
+    `x`, `y`: tensors, or tensors in mappings, tuples and lists, with the samples as their first dimension; or None.
+    Raise `ValueError` if the samples do not divide, or differ between tensors.
+    """
+    sizes = {len(tensor) for tensor in [*list_tensors(x), *list_tensors(y)] if tensor.dim()}
+    if len(sizes) > 1:
+        raise ValueError(f"step: tensors of {' and '.join(map(str, sorted(sizes)))} samples: must have equally many")
+    samples = sizes.pop() if sizes else 0
+    if not samples or samples % count:
+        raise ValueError(
+            f"step: a batch of {samples} samples does not divide into {count} microbatches: must be a multiple of"
+            f" {count} (DataLoader(..., drop_last=True) leaves out a smaller last batch)"
+        )
+    size = samples // count
+
+    def take(nest: Any, i: int) -> Any:
+        return map_tensors(lambda tensor: tensor[i * size : (i + 1) * size] if tensor.dim() else tensor, nest)
+
+    return [Microbatch(take(x, i), take(y, i)) for i in range(count)]
+
+
+class GivenBatches:
+    """A data source of the microbatches that a caller's loop has given and no stage has read yet.
+
+    `example`: a microbatch whose parts stand in for those that this process does not have. `passes_whole`: the model
+    computes its own loss, so that a microbatch is its input alone.
+    """
+
+    def __init__(self, example: Microbatch, passes_whole: bool) -> None:
+        # the caller may use the memory of a batch again
+        self._example = Microbatch(clone_tensors(example.x), clone_tensors(example.y))
+        self._passes_whole = passes_whole
+        self._given: Dict[int, Microbatch] = {}
+        self._test_batches: Iterable[Any] = ()
+
+    def give(self, microbatches: Dict[int, Microbatch]) -> None:
+        """Add microbatches by their number."""
+        self._given.update(microbatches)
+
+    def forget(self) -> None:
+        """Drop the microbatches that were given and not read."""
+        self._given.clear()
+
+    def set_test_batches(self, batches: Iterable[Any]) -> None:
+        """Take the batches of the next evaluation."""
+        self._test_batches = batches
+
+    def train_batches_per_epoch(self, batch_size: int) -> None:
+        """Return None: the loop decides how many batches there are."""
+
+    def train_batch(self, epoch: int, index: int, batch_size: int) -> Any:
+        """Return a given microbatch, once; the example if it was not given, to build the run."""
+        given = self._given.pop(index, self._example)
+        x = self._example.x if given.x is None else given.x
+        y = self._example.y if given.y is None else given.y
+        return x if self._passes_whole else (x, y)
+
+    def test_batches(self, batch_size: int) -> Iterator[Any]:
+        """Yield the batches of the evaluation as they were given."""
+        return iter(self._test_batches)
+
+    def compute_checksum(self, batch: Any) -> int:
+        """Return a checksum of a microbatch's labels, 0 if this process has none of its own."""
+        if self._passes_whole or batch[1] is self._example.y:
+            return 0
+        return compute_checksum(batch[1])
+
+
+def interleave_replicas(microbatches: Sequence[Microbatch], replicas: int) -> List[Microbatch]:
+    """Order the microbatches of `replicas` parts of a batch, one part after another, as the replicas take turns."""
+    per_replica = len(microbatches) // replicas
+    return [microbatches[r * per_replica + i] for i in range(per_replica) for r in range(replicas)]

@@ -1,0 +1,710 @@
+"""`Pipeline`: train a model under any method from a loop of the caller's own, one batch a step.
+
+    step k      gives batch k, then every process runs exactly the actions of slots before stage 0's first forward of batch k + 1
+    the cut     is consistent: what an action needs has an earlier slot, so no process waits for another's next step
+    results     leave with the step at whose cut all stages have made their update, the same step on every backend
+
+    slot     0   1   2   3   4   5   6   7   8   9       pipedream, 3 stages
+    stage 0  F0  F1  F2  .   .   B0* F3  B1* F4  B2*     | step 0 | step 1 | step 2 ......... | step 3 . | step 4
+    stage 1  .   F0  F1  F2  B0* .   B1* F3  B2* F4      update 0 is made by all stages in slot 5: step 2 returns it
+    stage 2  .   .   F0  B0* F1  B1* F2  B2* F3  B3*
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
+
+import numpy as np
+import torch
+from torch import nn
+
+from ipu_pipe.backends.interface import Engine, StepResult
+from ipu_pipe.backends.ranks import are_joined
+from ipu_pipe.backends.table import launch, make_engine
+from ipu_pipe.config.load import configure
+from ipu_pipe.errors import BadInput, Divergence, RunFault
+from ipu_pipe.job.metrics import make_metrics
+from ipu_pipe.job.overrides import Overrides
+from ipu_pipe.job.record import Job
+from ipu_pipe.job.stability import explain_divergence
+from ipu_pipe.job.user_code import attribute_faults
+from ipu_pipe.local.blocks import HEADS, get_blocks
+from ipu_pipe.model.batch import count_samples, map_tensors
+from ipu_pipe.model.randomness import restore_random_states
+from ipu_pipe.model.stages import Partition
+from ipu_pipe.pipeline.batches import GivenBatches, Microbatch, divide_batch, interleave_replicas
+from ipu_pipe.pipeline.optimizer import OptimizerHandle
+from ipu_pipe.run.build import OpenRun, assemble, set_up
+from ipu_pipe.run.checkpoint import load_weights
+from ipu_pipe.schedule.actions import Kind
+from ipu_pipe.schedule.methods import DefaultAccumulate, resolve_method
+from ipu_pipe.schedule.table import Schedule
+from ipu_pipe.schedule.timelines import make_schedule, open_schedule
+from ipu_pipe.schedule.versions import VersionTable
+from ipu_pipe.update.optimizer import import_state
+
+PRECISIONS = {torch.float64: "float64", torch.bfloat16: "bfloat16"}
+# of the state that `state_dict` returns
+FORMAT = 1
+
+
+class Update(NamedTuple):
+    """An update that has left the pipeline.
+
+    `index`: its number, from 0. `loss`, `accuracy`: means over its microbatches and replicas; accuracy is None where labels have
+    none. `blocks`: (loss, accuracy) of each block with a loss of its own, the whole model last; empty if there is one loss.
+    """
+
+    index: int
+    loss: float
+    accuracy: Optional[float] = None
+    blocks: Tuple[Tuple[float, Optional[float]], ...] = ()
+
+
+class Pipeline:
+    """Train `model` in place under a pipeline or local-parallel method, one batch a `step`.
+
+        pipe = ipu_pipe.Pipeline(model, loss, optimizer, method="pipemare", stages=8, microbatches=4)
+        for x, y in loader:
+            for update in pipe.step(x, y):      # the updates that left the pipeline in this call, in order
+                print(update.index, update.loss)
+            scheduler.step()
+        print(pipe.evaluate(test_loader, ["accuracy"]))
+        torch.save(pipe.state_dict(), "checkpoint.pt")
+
+    model:      trained in place, in its own dtype, by the modes that its modules have. Its stages begin where `begin_stage` marks
+                them, or as `stages` says: a count, names of modules, "finest", or a mapping as in a config.
+    loss:       `loss(output, y) -> ()`, the mean over a microbatch; None: the model returns its own loss.
+    optimizer:  over the model's parameters, in any groups; parameters in no group are not changed. It stays the handle for
+                learning rates and other settings, which are copied at each `step` for that batch's update, on every stage. The
+                pipeline steps it: `optimizer.step()` raises. Its `state` is filled as usual.
+    method:     a name of `ipu_pipe.METHODS`; `method_args`: its rules and changes, as in a config.
+    microbatches: the microbatches N of an update; by default the number of stages for methods that flush and PipeDream-2BW,
+                else 1.
+    warmup:     updates at the start that run as in GPipe (PipeMare, W).
+    clip:       (norm, scope), with scope "stage", "global" (methods that flush) or "delayed_global".
+    precision:  "float32", "float64", "bfloat16" or "bfloat16_mixed"; by default the model's own dtype.
+    replicas:   R copies of the pipeline, which average gradients. On processes each rank passes its own replica's batch, as under
+                DistributedDataParallel (`DistributedSampler(num_replicas=pipe.replicas, rank=pipe.replica)`); the emulator takes
+                the R batches in one, one after another.
+    backend:    "emulator" (one process), "distributed" (one process per device, from torchrun or a process group of the
+                caller's), with `backend_args`: `device`, `threads`, `deadline` and so on, as in a config.
+    example:    a microbatch (x, y) for a process that is given no inputs or labels; else the first step's first one serves.
+
+    On processes all ranks make the object with equal arguments and call the same methods in the same order. A rank needs x if
+    `takes_inputs` and y if `takes_labels`, and may pass None for the other. Collectives of the caller between calls are allowed.
+
+    Raise `BadInput` if the arguments or the model do not fit, at the latest in the first `step`. An error inside a call breaks
+    the object on all ranks: every later call but `close` raises `RunFault`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Union[Callable[[Any, Any], torch.Tensor], None],
+        optimizer: torch.optim.Optimizer,
+        method: str = "gpipe",
+        *,
+        stages: Any = None,
+        stages_per_device: Optional[int] = None,
+        microbatches: Optional[int] = None,
+        method_args: Optional[Mapping[str, Any]] = None,
+        warmup: int = 0,
+        clip: Optional[Tuple[float, str]] = None,
+        precision: Optional[str] = None,
+        recompute: bool = False,
+        replicas: int = 1,
+        reduction: str = "exact",
+        seed: int = 0,
+        backend: str = "emulator",
+        backend_args: Optional[Mapping[str, Any]] = None,
+        allow_nonfinite: bool = False,
+        example: Optional[Tuple[Any, Any]] = None,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise BadInput(f"model: {type(model).__name__}: must be a torch.nn.Module")
+        if loss is not None and not callable(loss):
+            raise BadInput(f"loss: {type(loss).__name__}: must be a function of outputs and labels, or None for the model's own")
+        if backend == "poptorch":
+            raise BadInput("backend: poptorch: a loop of your own cannot drive IPUs yet: use ipu_pipe.train")
+        self.model, self._loss = model, loss
+        stage_count = _count_stages(model, stages)
+        args = {key: value for key, value in (method_args or {}).items() if value is not None}
+        if "warmup" in args:
+            raise BadInput("method_args.warmup: use the argument warmup, a number of updates")
+        if warmup:
+            args["warmup"] = {"epochs": warmup}
+        keys: Dict[str, Any] = {
+            "method": method,
+            "method_args": args,
+            "stages": stages,
+            "stages_per_device": stages_per_device,
+            "precision": precision or _find_precision(model),
+            "recompute": recompute,
+            "replicas": replicas,
+            "reduction": reduction,
+            "seed": seed,
+            "backend": {"name": backend, **(backend_args or {})},
+            "allow_nonfinite": allow_nonfinite,
+            "loss": "model" if loss is None else None,
+            "clip": None if clip is None else {"norm": clip[0], "scope": clip[1]},
+            "evaluate": {"every": 0},
+            "checkpoint": None,
+            "metrics": [],
+            "log": {"trace": None, "tensorboard": False},
+        }
+        with _name_arguments():
+            if microbatches is None:
+                # checks the method's name before its default is looked up
+                configure(**keys)
+                microbatches = _choose_microbatches(method, args, stage_count)
+            self._config = configure(gradient_accumulation=microbatches, **keys)
+            self._method = resolve_method(self._config.method, self._config.method_settings())
+            launch(self._config, {"warmup": warmup})
+        if self._method.history is not None and self._method.history.order == "schedule":
+            raise BadInput('method_args.order: schedule: takes batches in another order than a loop gives them: use "random"')
+        self._warmup, self._example = warmup, example
+        self._stage_count = stage_count
+        self._handle = OptimizerHandle(optimizer)
+        self._job: Optional[Job] = None
+        self._engine: Optional[Engine] = None
+        self._given = self._left = 0
+        self._drains: List[int] = []
+        # updates that left in a drain that `evaluate` and the like have made
+        self._pending: List[Update] = []
+        self._callbacks: List[Callable[[int, int, List[nn.Parameter]], None]] = []
+        self._is_broken = self._is_closed = False
+        self._loaded: Optional[Mapping[str, Any]] = None
+
+    # ---- the loop
+
+    def step(
+        self, x: Any = None, y: Any = None, *, microbatches: Optional[Sequence[Tuple[Any, Any]]] = None
+    ) -> List[Update]:
+        """Give one update's batch to the pipeline. Return the updates that left it in this call, in order, maybe none.
+
+        x, y: tensors, or tensors in mappings, tuples and lists, of N x B samples, which are divided into N microbatches in order;
+        or `microbatches`, N pairs (x, y). B is that of the first step on processes.
+
+        Raise `ValueError` if the batch does not divide, `RuntimeError` under `no_grad` or autocast, `Divergence` if the loss of
+        an update that leaves is not finite, and the exceptions of the model and the loss.
+        """
+        self._require_usable("step")
+        _require_plain_context()
+        batch = self._divide(x, y, microbatches)
+        with self._breaking("step"):
+            job, engine = self._build(batch[0])
+            if not self._given:
+                self._handle.count_as_stepped()
+            k = self._given
+            self._handle.record(k)
+            self._data.give(self._number(batch, k))
+            self._given = k + 1
+            engine.give(k, self._find_cut(job, k + 1))
+            return self._take(job, engine, self._count_left(job, k + 1))
+
+    def drain(self) -> List[Update]:
+        """Run the pipeline empty. Return the updates that left it and were not returned yet; the next step fills it again.
+
+        A drain is a part of the method's mathematics: the passes after it read weights that are less stale. Calling it again
+        changes nothing. Raise `ValueError` where the method cannot drain (`can_drain`).
+        """
+        self._require_usable("drain")
+        self._drain("drain")
+        pending, self._pending = self._pending, []
+        return pending
+
+    @property
+    def can_drain(self) -> bool:
+        """Whether the pipeline may drain now: not within a round of an outer optimizer or of accumulating blocks."""
+        return self._find_undrainable() is None
+
+    @property
+    def updates(self) -> int:
+        """The updates whose batches were given."""
+        return self._given
+
+    @property
+    def in_flight(self) -> int:
+        """The updates whose batches were given and that have not left the pipeline."""
+        return self._given - self._left
+
+    @property
+    def finished(self) -> int:
+        """The updates that have left the pipeline."""
+        return self._left
+
+    # ---- the place of this process
+
+    @property
+    def replicas(self) -> int:
+        """The copies of the pipeline."""
+        return self._config.replicas
+
+    @property
+    def replica(self) -> int:
+        """The replica of this process, as `rank` of a DistributedSampler; 0 on the emulator, which has all."""
+        return 0 if not are_joined() else _get_rank() // (_get_world() // self.replicas)
+
+    @property
+    def rank_in_pipeline(self) -> int:
+        """The device of this process within its replica; 0 on the emulator."""
+        return 0 if not are_joined() else _get_rank() % (_get_world() // self.replicas)
+
+    @property
+    def takes_inputs(self) -> bool:
+        """Whether this process needs the inputs of a batch. Before the first step known for one process only."""
+        return self._holds(lambda job, stages: 0 in stages)
+
+    @property
+    def takes_labels(self) -> bool:
+        """Whether this process needs the labels of a batch. Before the first step known for one process only."""
+
+        def needs_labels(job: Job, stages: Sequence[int]) -> bool:
+            blocks, last = get_blocks(job.model), len(job.partition) - 1
+            heads = [] if blocks is None else [s for s in stages if blocks.get_head(s) is not None]
+            return last in stages or bool(heads)
+
+        return self._holds(needs_labels)
+
+    def _holds(self, test: Callable[[Job, Sequence[int]], bool]) -> bool:
+        if self._job is None or not are_joined():
+            return True
+        here = [s for s, device in enumerate(self._job.placement) if device == self.rank_in_pipeline]
+        return test(self._job, here)
+
+    # ---- evaluation and prediction
+
+    def evaluate(self, batches: Iterable[Any], metrics: Any = None) -> Dict[str, Optional[float]]:
+        """Drain, and return the mean loss and the metrics over `batches`, pairs (x, y) of any size.
+
+        metrics: a list of names, functions `f(output, y)` and objects with `update` and `compute` (as in torchmetrics), or a
+        mapping from names to them; None: the loss alone. All ranks pass the same batches and get the same values. A batch counts
+        by its samples. The modules' modes are restored.
+        """
+        job, engine = self._pause("evaluate", batches)
+        metric_list = [] if metrics is None else metrics
+        with self._breaking("evaluate"):
+            job.metrics = make_metrics(metric_list)
+            self._data.set_test_batches(batches if isinstance(batches, (list, tuple)) else iter(batches))
+            result = engine.evaluate()[-1]
+        return {"loss": result.loss, **result.metrics}
+
+    def predict(self, x: Any) -> Any:
+        """Drain, and return the model's output for inputs `x` in evaluation mode, on every rank, without gradients."""
+        job, engine = self._pause("predict", None)
+        with self._breaking("predict"):
+            inputs, _ = job.move_to_device(x, None) if self._loss is None else (_move_inputs(job, x), None)
+            return engine.predict(inputs)
+
+    @contextlib.contextmanager
+    def whole_model(self) -> Iterator[nn.Module]:
+        """Drain, and hold the whole model with the newest weights in every process inside the context; all ranks enter it."""
+        job, engine = self._pause("whole_model", None)
+        with self._breaking("whole_model"):
+            with engine.hold_whole_model(), job.precision.put_masters_in_place():
+                yield self.model
+
+    # ---- state
+
+    def state_dict(self, *, drain: bool = True) -> Dict[str, Any]:
+        """Drain, and return what `load_state_dict` needs to continue bit for bit; all ranks call it, rank 0 gets the state.
+
+        It has the weights and buffers, the optimizer's state by parameter name (heads, outer optimizers and replicas' weights
+        too), and the position. Schedulers, loaders and torch's generators are the caller's. Other ranks get {}. Raise
+        `RunFault` with `drain=False` if an update is in flight.
+        """
+        self._require_usable("state_dict")
+        if not drain and self.in_flight:
+            raise RunFault(f"state_dict: {self.in_flight} updates are in flight: call drain() first")
+        self._drain("state_dict")
+        if self._engine is None:
+            raise RunFault("state_dict: no step was made yet: save the states of the model and the optimizer themselves")
+        with self._breaking("state_dict"):
+            state = self._engine.collect_state()
+        if state is None:
+            return {}
+        clone = torch.Tensor.clone
+        return {
+            "format": FORMAT,
+            "method": self._config.method,
+            "model": {name: clone(value) for name, value in state.model.items()},
+            "optimizer": {name: clone(value) for name, value in state.optimizer.items()},
+            "plain": dict(state.plain),
+            "updates": self._given,
+            "drains": list(self._drains),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where `state_dict` was taken, on any backend and number of ranks; every rank passes the whole state.
+
+        Updates in flight are finished first, and their results dropped.
+        """
+        self._require_usable("load_state_dict")
+        wanted = ("format", "method", "model", "optimizer", "plain", "updates", "drains")
+        missing = [key for key in wanted if not isinstance(state, Mapping) or key not in state]
+        if missing:
+            raise BadInput(f"load_state_dict: lacks {', '.join(missing)}: must be a result of Pipeline.state_dict on rank 0")
+        if state["format"] != FORMAT:
+            raise BadInput(f"load_state_dict: format {state['format']}: this version reads {FORMAT}")
+        if state["method"] != self._config.method:
+            raise BadInput(f"load_state_dict: state of method {state['method']}: this pipeline has {self._config.method}")
+        self._drain("load_state_dict")
+        self._loaded, self._pending = state, []
+        if self._engine is None:
+            # weights first, so that everything is built from them; the rest when there is an engine
+            load_weights(self.model, _select_model_state(state), "load_state_dict")
+            return
+        with self._breaking("load_state_dict"):
+            self._load(self._require_job(), self._engine)
+
+    # ---- what others see
+
+    def on_update(self, call: Callable[[int, int, List[nn.Parameter]], None]) -> None:
+        """Call `call(update, stage, parameters)` in the stage's process after each of its updates, with its trained parameters.
+
+        The parameters have the new weights, and are read only. Replicas of LocalSGD count together, after their average.
+        """
+        self._callbacks.append(call)
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule of the batches given so far, with the drains, or of the first updates if there are fewer."""
+        job = self._require_built("schedule")
+        N, P = job.schedule.accumulate, len(job.partition)
+        updates = max(self._given, -(-3 * P // N) + 1)
+        drains = [k * N for k in self._drains]
+        return make_schedule(job.method, P, updates * N, N, drains, self._warmup * N)
+
+    @property
+    def versions(self) -> VersionTable:
+        """The weight version that each pass of `schedule` reads."""
+        return VersionTable(self.schedule, self._require_built("versions").method, self._config.seed)
+
+    @property
+    def partition(self) -> Partition:
+        """The stages of the model."""
+        return self._require_built("partition").partition
+
+    # ---- the end
+
+    def close(self) -> List[Update]:
+        """Drain, and leave the model as an ordinary one with the newest weights on every rank. Return the last updates.
+
+        After an error, or where the method cannot drain, end without waiting for other ranks. Calling it again changes nothing.
+        """
+        if self._is_closed:
+            return []
+        updates: List[Update] = []
+        if not self._is_broken:
+            if self.can_drain:
+                updates = self.drain()
+            self._is_closed = True
+            if self._engine is not None:
+                with self._breaking("close"):
+                    self._engine.close()
+        self._end()
+        return updates
+
+    def abort(self) -> None:
+        """End at once, without waiting for other ranks; the model has the weights of this moment."""
+        if not self._is_closed:
+            self._is_broken = True
+            self._end()
+
+    def _end(self) -> None:
+        self._is_closed = True
+        if self._is_broken and self._engine is not None:
+            # the error that ended the loop is the one to report
+            with contextlib.suppress(Exception):
+                self._engine.abort()
+        if self._job is not None:
+            self._job.precision.give_back(keep=True)
+        self._handle.release()
+
+    def __enter__(self) -> Pipeline:
+        return self
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        if error is None:
+            self.close()
+        else:
+            self.abort()
+
+    # ---- inside: building
+
+    def _build(self, first: Microbatch) -> Tuple[Job, Engine]:
+        """Build the job and the engine from the first microbatch, once."""
+        if self._job is not None and self._engine is not None:
+            return self._job, self._engine
+        example = first if self._example is None else Microbatch(*self._example)
+        x = example.x if first.x is None else first.x
+        y = example.y if first.y is None else first.y
+        if x is None or (y is None and self._loss is not None):
+            raise BadInput("step: this rank gets no inputs or labels: give an example=(x, y), a microbatch, to the pipeline")
+        self._data = GivenBatches(Microbatch(x, y), passes_whole=self._loss is None)
+        objects = Overrides(model=self.model, data=self._data, loss=self._loss, optimizer=self._handle.copy_for)
+        config = self._config.model_copy(update={"micro_batch_size": count_samples(x)})
+        open_run = OpenRun(
+            warmup=self._warmup,
+            members=self._handle.group_count,
+            choose_member=self._choose_member,
+            settings=self._handle.get_settings,
+            after_update=self._call_back,
+        )
+        with _name_arguments(), attribute_faults(lambda: "before training"), restore_random_states():
+            setup = set_up(objects.describe_in(config), **objects._asdict())
+            try:
+                self._job = assemble(setup, objects, open_run=open_run)
+                self._engine = make_engine(self._job, 0)
+            except BaseException:
+                setup.precision.give_back()
+                raise
+        if self._loaded is not None:
+            self._load(self._job, self._engine)
+        return self._job, self._engine
+
+    def _choose_member(self, name: str, parameter: nn.Parameter) -> Optional[int]:
+        """Return the caller's group of a parameter; parameters that the method adds are in the first group."""
+        return 0 if name.startswith(HEADS) else self._handle.find_member(parameter)
+
+    def _load(self, job: Job, engine: Engine) -> None:
+        """Put the state that was loaded into the model, the optimizer and the position."""
+        state, self._loaded = self._loaded, None
+        assert state is not None
+
+        def load() -> None:
+            with job.precision.put_masters_in_place(loads=True):
+                load_weights(job.model, state["model"], "load_state_dict")
+
+        engine.load_weights(load)
+        names = {parameter: name for name, parameter in job.get_trained().items()}
+        import_state(job.optimizer, names, state["optimizer"], state["plain"])
+        self._given = self._left = int(state["updates"])
+        self._drains = [int(k) for k in state["drains"]]
+        self._data.forget()
+        self._reopen(job, engine)
+
+    # ---- inside: batches
+
+    def _divide(self, x: Any, y: Any, microbatches: Optional[Sequence[Tuple[Any, Any]]]) -> List[Microbatch]:
+        """Return the microbatches of a step. Raise `ValueError` if they are not as many as the update has."""
+        count = self._microbatches_per_step
+        if microbatches is None:
+            return divide_batch(x, y, count)
+        if x is not None or y is not None:
+            raise ValueError("step: give x and y, or microbatches, not both")
+        if len(microbatches) != count:
+            raise ValueError(f"step: {len(microbatches)} microbatches: must be {count}")
+        return [Microbatch(*pair) for pair in microbatches]
+
+    @property
+    def _microbatches_per_step(self) -> int:
+        method, config = self._method, self._config
+        if method.rounds is not None:
+            return method.rounds.replicas or self._stage_count
+        if method.history is not None:
+            return self._stage_count
+        here = 1 if config.backend.name == "distributed" else config.replicas
+        return config.gradient_accumulation * here
+
+    def _number(self, batch: List[Microbatch], k: int) -> Dict[int, Microbatch]:
+        """Return the microbatches of batch k that this process reads, by the number under which it reads them."""
+        if not (self.takes_inputs or self.takes_labels):
+            return {}
+        job, first = self._require_job(), k * len(batch)
+        if self._config.backend.name == "distributed" and self.replicas > 1:
+            return {(first + i) * self.replicas + self.replica: part for i, part in enumerate(batch)}
+        if job.method.rounds is None and self.replicas > 1:
+            batch = interleave_replicas(batch, self.replicas)
+        return dict(enumerate(batch, first))
+
+    # ---- inside: the cut
+
+    def _find_cut(self, job: Job, batch: int) -> float:
+        """Return the slot of stage 0's first forward of a batch."""
+        first = batch * job.schedule.accumulate
+        return int(job.schedule.slots(Kind.FORWARD, first, first + 1, slice(0, 1))[0, 0])
+
+    def _count_left(self, job: Job, given: int) -> int:
+        """Return the updates that all stages have made before the next batch enters."""
+        if job.method.history is not None:
+            return given
+        # with local losses no gradient comes back, and the last stage's loss takes as many slots to arrive
+        margin = len(job.partition) - 1 if job.method.structure is not None else 0
+        slots = np.array([self._find_cut(job, given) - margin])
+        return int(job.schedule.count_before(Kind.UPDATE, slots).min())
+
+    def _take(self, job: Job, engine: Engine, left: int) -> List[Update]:
+        """Return the pending updates and those up to `left`. Raise `Divergence` if a loss is not finite."""
+        updates, self._pending = self._pending, []
+        for k in range(self._left, left):
+            result = engine.take(k)
+            self._left = k + 1
+            self._refuse_nonfinite(job, k, result)
+            updates.append(Update(k, result.loss, result.accuracy, result.blocks))
+        self._handle.forget_before(self._left)
+        return updates
+
+    def _refuse_nonfinite(self, job: Job, k: int, result: StepResult) -> None:
+        losses = [loss for loss, _ in result.blocks] or [result.loss]
+        wrong = [loss for loss in losses if not math.isfinite(loss)]
+        if wrong and not self._config.allow_nonfinite:
+            reason = f"update {k} of method {job.method.name}: the training loss is {wrong[0]}"
+            advice = "a smaller learning rate or a warm-up of it may help (allow_nonfinite=True continues)"
+            raise Divergence(reason, f"{advice}{explain_divergence(job, k)}")
+
+    # ---- inside: drains
+
+    def _drain(self, call: str) -> None:
+        """Run the pipeline empty, and keep its updates as pending."""
+        job, engine = self._job, self._engine
+        if job is None or engine is None or self._drains[-1:] == [self._given] or not self._given:
+            return
+        undrainable = self._find_undrainable()
+        if undrainable is not None:
+            raise ValueError(f"{call}: {undrainable}")
+        with self._breaking(call):
+            self._drains.append(self._given)
+            # the open row finishes what it has begun; a new stretch begins afterwards
+            job.schedule, job.table = self._open(job)
+            engine.finish(self._given)
+            self._pending = self._take(job, engine, self._given)
+            engine.reopen(self._given)
+
+    def _open(self, job: Job) -> Tuple[Schedule, VersionTable]:
+        """Return the schedule with the drains so far and an open end, and its versions."""
+        schedule = open_schedule(job.method, len(job.partition), job.schedule.accumulate, self._drains, self._warmup)
+        return schedule, VersionTable(schedule, job.method, self._config.seed)
+
+    def _reopen(self, job: Job, engine: Engine) -> None:
+        job.schedule, job.table = self._open(job)
+        engine.reopen(self._given)
+
+    def _find_undrainable(self) -> Optional[str]:
+        """Return why the method cannot drain now, and when it can; None if it can."""
+        method, args = self._method, self._config.method_settings()
+        every, what = 1, ""
+        if method.rounds is not None and method.rounds.outer is not None:
+            every, what = method.rounds.interval(self._stage_count), "replicas synchronize by an outer optimizer"
+        for count in args.get("block_accumulation", ()):
+            if self._given % count:
+                every, what = count, "a block accumulates the gradients of several updates"
+        if self._given % every == 0:
+            return None
+        following = -(-self._given // every) * every
+        return f"{what}: after {self._given} updates the pipeline cannot drain, the next time is after {following}"
+
+    def _pause(self, call: str, batches: Any) -> Tuple[Job, Engine]:
+        """Drain for a call between two steps, and return what it works with."""
+        self._require_usable(call)
+        self._drain(call)
+        job = self._require_built(call)
+        assert self._engine is not None
+        return job, self._engine
+
+    # ---- inside: errors
+
+    def _require_usable(self, call: str) -> None:
+        if self._is_closed:
+            raise RunFault(f"{call}: the pipeline is closed")
+        if self._is_broken:
+            raise RunFault(f"{call}: an earlier call has failed, so weights and messages are unfinished: make a new pipeline")
+
+    def _require_built(self, call: str) -> Job:
+        if self._job is None:
+            raise RunFault(f"{call}: the stages are known from the first step on: make a step first")
+        return self._job
+
+    def _require_job(self) -> Job:
+        assert self._job is not None
+        return self._job
+
+    @contextlib.contextmanager
+    def _breaking(self, call: str) -> Iterator[None]:
+        """Break the object if an exception leaves the context."""
+        try:
+            yield
+        except BaseException:
+            self._is_broken = True
+            raise
+
+    def _call_back(self, update: int, stages: Sequence[int]) -> None:
+        if not self._callbacks:
+            return
+        by_stage = self._require_job().rules.stages
+        for stage in stages:
+            parameters = by_stage[stage].parameters if stage in by_stage else []
+            for call in self._callbacks:
+                call(update, stage, parameters)
+
+
+def _count_stages(model: nn.Module, stages: Any) -> Optional[int]:
+    """Return the number of stages if the arguments tell it, else None."""
+    if stages is None:
+        marked = [m for m in model.modules() if getattr(m, "begins_stage", False)]
+        return len(marked) + 1
+    if isinstance(stages, int):
+        return stages
+    if isinstance(stages, (list, tuple)):
+        return len(stages) + 1
+    return stages.get("count") if isinstance(stages, Mapping) else None
+
+
+def _choose_microbatches(name: str, args: Mapping[str, Any], stage_count: Optional[int]) -> int:
+    """Return the default N of a method. Raise `BadInput` if it is the number of stages, which is not known yet."""
+    method = resolve_method(name, args)
+    if method.rounds is not None or method.history is not None:
+        return 1
+    if not method.flushes and method.default_accumulate is DefaultAccumulate.ONE:
+        return 1
+    if stage_count is None:
+        why = f"{name} has as many as stages by default, whose number the model decides"
+        raise BadInput(f"microbatches: None: {why}: must be given")
+    return stage_count
+
+
+def _find_precision(model: nn.Module) -> str:
+    """Return the precision of the model's own dtype: that of all its floating-point parameters, else float32."""
+    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    return PRECISIONS.get(dtypes.pop(), "float32") if len(dtypes) == 1 else "float32"
+
+
+def _move_inputs(job: Job, x: Any) -> Any:
+    """Return inputs on the pipeline's device, in its precision."""
+    dtype = job.precision.inputs
+    return map_tensors(lambda t: t.to(job.device, dtype if t.is_floating_point() else t.dtype), x)
+
+
+def _select_model_state(state: Mapping[str, Any]) -> Dict[str, torch.Tensor]:
+    return {name: value for name, value in state["model"].items() if not name.startswith(HEADS)}
+
+
+def _require_plain_context() -> None:
+    """Raise `RuntimeError` where passes would not be recorded, or would run in another precision than the pipeline's."""
+    if not torch.is_grad_enabled():
+        raise RuntimeError("step: called under no_grad: training needs gradients")
+    if torch.is_autocast_enabled() or torch.is_autocast_cpu_enabled():
+        raise RuntimeError('step: called under autocast: use Pipeline(..., precision="bfloat16_mixed") instead')
+
+
+@contextlib.contextmanager
+def _name_arguments() -> Iterator[None]:
+    """Name the arguments of `Pipeline` in faults, instead of the keys of a config."""
+    try:
+        yield
+    except BadInput as error:
+        faults = [fault.replace("configure: ", "", 1) if fault.startswith("configure: ") else fault for fault in error.faults]
+        error.faults = [fault.replace("gradient_accumulation", "microbatches") for fault in faults]
+        error.args = ("; ".join(error.faults),)
+        raise
+
+
+def _get_rank() -> int:
+    return torch.distributed.get_rank()
+
+
+def _get_world() -> int:
+    return torch.distributed.get_world_size()
