@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
 
@@ -21,7 +22,7 @@ import torch
 from torch import nn
 
 from ipu_pipe.backends.interface import Engine, StepResult
-from ipu_pipe.backends.ranks import are_joined
+from ipu_pipe.backends.ranks import are_joined, read_torch_version
 from ipu_pipe.backends.table import launch, make_engine
 from ipu_pipe.config.load import configure
 from ipu_pipe.errors import BadInput, Divergence, RunFault
@@ -332,7 +333,7 @@ class Pipeline:
             "method": self._config.method,
             "model": {name: clone(value) for name, value in state.model.items()},
             "optimizer": {name: clone(value) for name, value in state.optimizer.items()},
-            "plain": dict(state.plain),
+            "plain": copy.deepcopy(state.plain),
             "updates": self._given,
             "drains": list(self._drains),
         }
@@ -481,7 +482,9 @@ class Pipeline:
 
         engine.load_weights(load)
         names = {parameter: name for name, parameter in job.get_trained().items()}
-        import_state(job.optimizer, names, state["optimizer"], state["plain"])
+        # copies, because an optimizer changes its state in place
+        tensors = {name: value.clone() for name, value in state["optimizer"].items()}
+        import_state(job.optimizer, names, tensors, copy.deepcopy(state["plain"]))
         self._given = self._left = int(state["updates"])
         self._drains = [int(k) for k in state["drains"]]
         self._data.forget()
@@ -686,7 +689,10 @@ def _require_plain_context() -> None:
     """Raise `RuntimeError` where passes would not be recorded, or would run in another precision than the pipeline's."""
     if not torch.is_grad_enabled():
         raise RuntimeError("step: called under no_grad: training needs gradients")
-    if torch.is_autocast_enabled() or torch.is_autocast_cpu_enabled():
+    # a device is an argument from torch 2.4 on; processes of earlier versions have no CUDA to cast for
+    takes_device = read_torch_version() >= (2, 4)
+    is_cast = any(map(torch.is_autocast_enabled, ("cpu", "cuda"))) if takes_device else torch.is_autocast_cpu_enabled()
+    if is_cast:
         raise RuntimeError('step: called under autocast: use Pipeline(..., precision="bfloat16_mixed") instead')
 
 

@@ -122,8 +122,11 @@ class EmulatorEngine(Engine):
         self._emulator.end_round(Work.from_job(self.job, given))
 
     def reopen(self, update: int) -> None:
-        self._emulator.close()
-        self._emulator = self._make_emulator(Work.from_job(self.job, update))
+        old = self._emulator
+        old.close()
+        # replicas with weights of their own go on through the optimizer's state, as through a checkpoint
+        with old.export_replicas():
+            self._emulator = self._make_emulator(Work.from_job(self.job, update))
 
     def predict(self, x: Any) -> Any:
         model, blocks = self.job.model, get_blocks(self.job.model)

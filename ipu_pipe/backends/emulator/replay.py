@@ -223,9 +223,10 @@ class Emulator:
         self._phase = "data"
 
     def end_round(self, work: Work) -> None:
-        """Average replicas with weights of their own, if the schedule of `work` drains before the next update."""
-        if self._independent is not None:
-            self._independent.end_step(work, self.update - 1)
+        """End a round of replicas with weights of their own early, if the schedule of `work` drains before the next update."""
+        last = self.update - 1
+        if self._independent is not None and self.work.schedule.get_drain_interval(last)[1] != self.update:
+            self._independent.end_step(work, last)
 
     # ---- checkpoints, reports, end
 

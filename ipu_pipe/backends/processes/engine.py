@@ -144,8 +144,9 @@ class ProcessEngine(Engine):
             stages = {model.stage: Stage(work, model, self._mail, self._recorder) for model in self._models}
             for s, stage in stages.items():
                 stage.splits = old.stages[s].splits
-            # the mail has used its channels
-            self._interpreter = Interpreter(work, stages, self._mail, self._recorder, self._replicas, ends_empty=True)
+            # replicas with weights of their own go on through the optimizer's state; the mail has used its channels
+            with old.export_replicas():
+                self._interpreter = Interpreter(work, stages, self._mail, self._recorder, self._replicas, ends_empty=True)
             self._microbatches.restart(work.microbatch)
 
     def predict(self, x: Any) -> Any:

@@ -375,9 +375,11 @@ class Interpreter:
             stage.load_newest()
 
     def end_round(self, work: Work) -> None:
-        """Average replicas with weights of their own, if the schedule of `work` drains before the next update."""
+        """End a round of replicas with weights of their own early, if the schedule of `work` drains before the next update."""
+        last = self.update - 1
         for replicas in self.independent.values():
-            replicas.end_step(work, self.update - 1)
+            if self._work.schedule.get_drain_interval(last)[1] != self.update:
+                replicas.end_step(work, last)
 
     def end(self) -> None:
         """Wait for all messages, of a pipeline that is empty, and put the newest weights into the parameters."""

@@ -1,0 +1,439 @@
+"""A loop of one's own over `Pipeline` gives the weights, buffers and losses of `ipu_pipe.train`, bit for bit, on the emulator."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from pathlib import Path
+from typing import Any, Dict, List
+
+import pytest
+import torch
+from torch import nn
+
+import ipu_pipe
+from ipu_pipe.errors import BadInput, Divergence, RunFault
+from ipu_pipe.schedule.methods import METHODS, DefaultAccumulate
+from tests.support.loops import (
+    EPOCH,
+    STAGES,
+    UPDATES,
+    Case,
+    Loop,
+    make_batch,
+    make_model,
+    make_pipeline,
+    make_sgd,
+    train_with_config,
+)
+from tests.support.runs import assert_same
+
+T1_T2 = {"t1": {"anneal_updates": 5}, "t2": {"decay": 0.5}}
+CASES: Dict[str, Case] = {
+    "pipedream_n2": Case("pipedream", 2),
+    "pipemare_t1_t2": Case("pipemare", 4, T1_T2),
+    "pipemare_warmup": Case("pipemare", 4, T1_T2, warmup=4),
+    "pipemare_recompute": Case("pipemare", 2, {"recompute": {"segments": 2}}),
+    "pipemare_hogwild": Case("pipemare", 1, {"hogwild": {"max": 4, "mean": 2}}),
+    "pb_sc_lwp": Case("pipelined_backprop", 1, {"spike_compensation": {}, "weight_prediction": {"form": "velocity"}}),
+    "pb_virtual_split": Case("pipelined_backprop", 1, {"split_backward": True}, others={"stages_per_device": 2}),
+    "pipedream_clip_delayed": Case("pipedream", 1, clip=(0.5, "delayed_global")),
+    "pipedream_clip_stage": Case("pipedream", 1, clip=(0.5, "stage")),
+    "gpipe_clip_global": Case("gpipe", 4, clip=(0.5, "global")),
+    "gpipe_replicas": Case("gpipe", 2, replicas=2),
+    "pipedream_replicas": Case("pipedream", 2, replicas=3),
+    "local_overlapping_n3": Case("local_overlapping", 3),
+    "local_sgd_rounds": Case("local_sgd", 1, {"local_steps": 3}),
+    "local_sgd_replicas": Case("local_sgd", 1, {"local_steps": 2, "replicas": 2}),
+    "diloco": Case("local_sgd", 1, {"local_steps": 3, "outer": {"name": "sgd", "lr": 0.7, "momentum": 0.9, "nesterov": True}}),
+    "delay_compensation": Case("pipedream", 2, {"delay_compensation": {}}),
+    "recompute": Case("gpipe", 2, others={"recompute": True}),
+}
+for _name, _method in METHODS.items():
+    _default = 4 if _method.flushes or _method.default_accumulate is DefaultAccumulate.STAGES else 1
+    if _name != "rows":
+        CASES[_name] = Case(_name, 1 if _method.rounds is not None or _method.history is not None else _default)
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_a_loop_gives_the_bits_of_train(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    expected, losses = train_with_config(case, tmp_path / "run")
+    loop = Loop(case)
+    with warnings.catch_warnings():
+        # such as a scheduler's, that it stepped before the optimizer
+        warnings.simplefilter("error", UserWarning)
+        loop.run()
+        model = loop.close()
+    assert_same(expected.state_dict(), model.state_dict())
+    assert loop.losses == losses
+
+
+def test_dropout_is_drawn_as_by_train(tmp_path: Path) -> None:
+    case = CASES["pipemare_t1_t2"]
+    expected, _ = train_with_config(case, tmp_path / "run", dropout=0.3)
+    loop = Loop(case, dropout=0.3)
+    torch.manual_seed(1)
+    loop.run()
+    assert_same(expected.state_dict(), loop.close().state_dict())
+    # torch's generators are the caller's
+    state = torch.get_rng_state()
+    torch.manual_seed(1)
+    assert torch.equal(state, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("name", ["pipedream", "pipemare_t1_t2", "pb_sc_lwp", "pipedream_2bw", "local_sgd"])
+def test_drains_and_rates_matter(name: str) -> None:
+    """Else the comparisons above would show nothing."""
+    models = []
+    for drains, rate_late in ((True, False), (False, False), (True, True)):
+        loop = Loop(CASES[name])
+        if rate_late:
+            loop.scheduler.step()
+        loop.run(drains=drains)
+        models.append(torch.cat([p.detach().flatten() for p in loop.close().parameters()]))
+    assert not torch.equal(models[0], models[1])
+    assert not torch.equal(models[0], models[2])
+
+
+LEAVES = {
+    "gpipe": [[0], [1], [2], [3]],
+    "pipedream_flush": [[0], [1], [2], [3]],
+    "pipedream": [[], [], [], [0], [1]],
+    "pipedream_2bw": [[], [0], [1], [2]],
+    "pipemare_t1_t2": [[], [], [0], [1]],
+    "local_sgd_rounds": [[], [0], [1, 2], [], [3], [4, 5]],
+    "local_sgd": [[], [0], [1], [2], [3, 4], []],
+}
+
+
+@pytest.mark.parametrize("name", sorted(LEAVES))
+def test_updates_leave_at_these_steps(name: str) -> None:
+    loop = Loop(CASES[name])
+    loop.run(0, len(LEAVES[name]), drains=False)
+    assert loop.left == LEAVES[name]
+    assert loop.pipe.updates == len(LEAVES[name])
+    assert loop.pipe.in_flight == loop.pipe.updates - loop.pipe.finished
+    before = loop.pipe.in_flight
+    assert [update.index for update in loop.pipe.drain()] == list(range(loop.pipe.updates - before, loop.pipe.updates))
+    assert loop.pipe.in_flight == 0 and loop.pipe.drain() == []
+    loop.close()
+
+
+RESUMED = [name for name in sorted(CASES) if not name.endswith(("hogwild",))]
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_saved_state_goes_on_to_the_same_bits(name: str) -> None:
+    """At every step where it may drain, from a new object before its first step and from one that has made some."""
+    case = CASES[name]
+    for at in (3, 6):
+        straight = Loop(case)
+        straight.run(0, at)
+        straight.pipe.drain()
+        state = copy.deepcopy(straight.pipe.state_dict())
+        rate = straight.scheduler.state_dict()
+        straight.run(at, UPDATES)
+        expected = straight.close().state_dict()
+        for steps_before in (0, 3):
+            resumed = Loop(case)
+            resumed.run(0, steps_before)
+            resumed.pipe.load_state_dict(state)
+            resumed.scheduler.load_state_dict(rate)
+            for group in resumed.optimizer.param_groups:
+                group["lr"] = resumed.scheduler.get_last_lr()[0]
+            resumed.run(at, UPDATES)
+            assert_same(expected, resumed.close().state_dict())
+
+
+def test_a_state_goes_through_a_file(tmp_path: Path) -> None:
+    loop = Loop(CASES["local_greedy"])
+    loop.run(0, 4)
+    torch.save(loop.pipe.state_dict(), tmp_path / "state.pt")
+    loaded = torch.load(tmp_path / "state.pt", weights_only=True)
+    again = Loop(CASES["local_greedy"])
+    again.pipe.load_state_dict(loaded)
+    for each in (loop, again):
+        each.run(4, 8, drains=False)
+        each.close()
+    # rates aside, which are the caller's
+    assert again.pipe.updates == loop.pipe.updates
+    with pytest.raises(BadInput, match="^load_state_dict: lacks"):
+        Loop(CASES["gpipe"]).pipe.load_state_dict({"model": {}})
+    with pytest.raises(BadInput, match="^load_state_dict: .*local_greedy"):
+        Loop(CASES["gpipe"]).pipe.load_state_dict(loaded)
+
+
+# ---- the caller's optimizer
+
+
+def test_the_optimizer_stays_the_callers_handle() -> None:
+    for name in ("pipedream", "local_greedy"):
+        loop = Loop(CASES[name])
+        loop.run(0, 3)
+        loop.pipe.drain()
+        state = loop.optimizer.state_dict()
+        # one momentum for each of the caller's parameters, none for heads of blocks
+        assert len(state["state"]) == len(list(loop.model.parameters()))
+        with pytest.raises(RuntimeError, match="^optimizer.step"):
+            loop.optimizer.step()
+        loop.run(3, 5)
+        loop.close()
+        # it is an ordinary optimizer again
+        loop.model(make_batch(loop.case, 0)[0]).sum().backward()
+        loop.optimizer.step()
+
+
+def test_each_group_has_its_own_rates_and_momentum() -> None:
+    """gpipe with two groups, under OneCycleLR, is the plain loop; a parameter in no group does not change."""
+    case = Case("gpipe", 2)
+
+    def make(model: nn.Module) -> Any:
+        matrices = [p for p in model.parameters() if p.dim() > 1]
+        vectors = [p for name, p in model.named_parameters() if p.dim() == 1 and name != "0.bias"]
+        optimizer = torch.optim.SGD(
+            [{"params": matrices, "weight_decay": 1e-2}, {"params": vectors, "momentum": 0.5}], lr=0.1, momentum=0.9
+        )
+        return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=[0.2, 0.1], total_steps=20)
+
+    plain = make_model()
+    optimizer, scheduler = make(plain)
+    for k in range(8):
+        x, y = make_batch(case, k)
+        optimizer.zero_grad()
+        for part, labels in zip(x.chunk(2), y.chunk(2)):
+            (nn.functional.cross_entropy(plain(part), labels) / 2).backward()
+        optimizer.step()
+        scheduler.step()
+    model = make_model()
+    optimizer, scheduler = make(model)
+    with make_pipeline(case, model, optimizer) as pipe:
+        for k in range(8):
+            pipe.step(*make_batch(case, k))
+            scheduler.step()
+    assert_same(plain.state_dict(), model.state_dict())
+    assert torch.equal(model[0].bias, make_model()[0].bias)
+
+
+def test_a_late_stage_steps_by_the_settings_of_its_batch() -> None:
+    """The rate drops to 0 after step 2: in-flight updates keep theirs, and later ones change nothing."""
+    loop = Loop(CASES["pipedream"])
+    for k in range(6):
+        if k == 3:
+            loop.optimizer.param_groups[0]["lr"] = 0.0
+        loop.pipe.step(*make_batch(loop.case, k))
+    other = Loop(CASES["pipedream"])
+    for k in range(3):
+        other.pipe.step(*make_batch(other.case, k))
+    weights = [dict(each.close().named_parameters()) for each in (loop, other)]
+    for name in weights[0]:
+        assert torch.equal(weights[0][name], weights[1][name])
+
+
+def test_a_plateau_scheduler_needs_nothing_special() -> None:
+    loop = Loop(CASES["pipemare_t1_t2"])
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(loop.optimizer, patience=0, threshold=1.0)
+    for k in range(8):
+        for update in loop.pipe.step(*make_batch(loop.case, k)):
+            scheduler.step(update.loss)
+    assert loop.optimizer.param_groups[0]["lr"] < 0.05 * 1e-3
+    loop.close()
+
+
+def test_other_optimizers_and_loaded_states() -> None:
+    """AdamW whose state was loaded: gpipe goes on as the plain loop."""
+    case = Case("gpipe", 2)
+    plain = make_model()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01)
+
+    def step_plainly(k: int) -> None:
+        x, y = make_batch(case, k)
+        optimizer.zero_grad()
+        for part, labels in zip(x.chunk(2), y.chunk(2)):
+            (nn.functional.cross_entropy(plain(part), labels) / 2).backward()
+        optimizer.step()
+
+    for k in range(3):
+        step_plainly(k)
+    model = make_model()
+    model.load_state_dict(plain.state_dict())
+    loaded = torch.optim.AdamW(model.parameters(), lr=0.01)
+    loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    with make_pipeline(case, model, loaded) as pipe:
+        for k in range(3, 6):
+            pipe.step(*make_batch(case, k))
+            step_plainly(k)
+    assert_same(plain.state_dict(), model.state_dict())
+    with pytest.raises(BadInput, match="^optimizer: LBFGS"):
+        make_pipeline(case, model, torch.optim.LBFGS(model.parameters()))
+
+
+# ---- evaluation, prediction, the whole model
+
+
+def test_evaluation_and_prediction_see_the_newest_weights() -> None:
+    loop = Loop(CASES["pipedream"])
+    loop.run(0, 4, drains=False)
+    x, y = make_batch(Case("gpipe", 3), 50)
+    batches = [(x[:5], y[:5]), (x[5:], y[5:])]
+    measured = loop.pipe.evaluate(batches, {"right": lambda output, labels: (output.argmax(1) == labels).double().mean()})
+    output = loop.pipe.predict(x)
+    with loop.pipe.whole_model() as model:
+        model.eval()
+        with torch.no_grad():
+            expected = model(x)
+        model.train()
+    assert torch.equal(output, expected)
+    assert measured["loss"] == pytest.approx(float(nn.functional.cross_entropy(expected, y)), rel=1e-12)
+    assert measured["right"] == pytest.approx(float((expected.argmax(1) == y).double().mean()), rel=1e-12)
+    assert loop.pipe.evaluate(batches) == {"loss": measured["loss"]}
+    # the updates of the drain are not lost
+    assert [update.index for update in loop.pipe.step(*make_batch(loop.case, 4))] == [1, 2, 3]
+    loop.close()
+
+
+def test_on_update_sees_each_stage_after_its_step() -> None:
+    seen: Dict[int, List[int]] = {}
+    loop = Loop(CASES["pipedream"])
+    averages = {id(p): p.detach().clone() for p in loop.model.parameters()}
+
+    def average(update: int, stage: int, parameters: List[nn.Parameter]) -> None:
+        seen.setdefault(update, []).append(stage)
+        for p in parameters:
+            averages[id(p)].lerp_(p.detach(), 0.5)
+
+    loop.pipe.on_update(average)
+    loop.run(0, 4)
+    model = loop.close()
+    assert seen == {k: [0, 1, 2, 3] for k in range(4)}
+    assert not any(torch.equal(averages[id(p)], p) for p in model.parameters())
+    rounds = Loop(CASES["local_sgd_rounds"])
+    counts: List[int] = []
+    rounds.pipe.on_update(lambda update, stage, parameters: counts.append(update))
+    rounds.run(0, 3)
+    rounds.close()
+    assert counts == [k for k in range(3) for _ in range(4)]
+
+
+# ---- what is refused, at the call, with nothing half done
+
+
+def test_a_batch_must_divide() -> None:
+    loop = Loop(Case("pipedream_flush", 4))
+    x, y = make_batch(loop.case, 0)
+    for arguments in ((x[:14], y[:14]), (x, y[:8]), (x[:0], y[:0])):
+        with pytest.raises(ValueError, match="^step: "):
+            loop.pipe.step(*arguments)
+    with pytest.raises(ValueError, match="^step: 2 microbatches: must be 4"):
+        loop.pipe.step(microbatches=[(x, y)] * 2)
+    # nothing was changed, and divided microbatches are taken
+    loop.pipe.step(microbatches=list(zip(x.chunk(4), y.chunk(4))))
+    # another size of microbatches is right on the emulator
+    loop.pipe.step(x[:8], y[:8])
+    assert loop.pipe.updates == 2
+    loop.close()
+
+
+def test_steps_outside_of_training_are_refused() -> None:
+    loop = Loop(CASES["gpipe"])
+    batch = make_batch(loop.case, 0)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="no_grad"):
+        loop.pipe.step(*batch)
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(RuntimeError, match="autocast"):
+        loop.pipe.step(*batch)
+    loop.run(0, 2)
+    loop.close()
+
+
+def test_an_error_breaks_the_object() -> None:
+    loop = Loop(CASES["pipedream"])
+    loop.run(0, 3, drains=False)
+    x, y = make_batch(loop.case, 3)
+    with pytest.raises(IndexError):
+        loop.pipe.step(x, y + 7)
+    for call in (lambda: loop.pipe.step(x, y), loop.pipe.drain, loop.pipe.state_dict, lambda: loop.pipe.evaluate([(x, y)])):
+        with pytest.raises(RunFault, match="earlier call has failed"):
+            call()
+    assert loop.pipe.close() == []
+    # the model is an ordinary one
+    loop.model(x).sum().backward()
+
+
+def test_leaving_with_an_exception_does_not_drain() -> None:
+    loop = Loop(CASES["pipedream"])
+    with pytest.raises(KeyError):
+        with loop.pipe:
+            loop.run(0, 3, drains=False)
+            raise KeyError
+    with pytest.raises(RunFault, match="closed"):
+        loop.pipe.drain()
+
+
+def test_a_loss_that_is_not_finite_is_reported_when_it_leaves() -> None:
+    loop = Loop(CASES["pipedream"])
+    loop.run(0, 1, drains=False)
+    x, y = make_batch(loop.case, 1)
+    loop.pipe.step(x * float("nan"), y)
+    loop.pipe.step(*make_batch(loop.case, 2))
+    assert [update.index for update in loop.pipe.step(*make_batch(loop.case, 3))] == [0]
+    with pytest.raises(Divergence, match="^update 1 "):
+        loop.pipe.step(*make_batch(loop.case, 4))
+
+
+def test_rounds_of_an_outer_optimizer_drain_between_rounds_only() -> None:
+    loop = Loop(CASES["diloco"])
+    loop.run(0, 4, drains=False)
+    assert not loop.pipe.can_drain
+    for call in (loop.pipe.drain, loop.pipe.state_dict):
+        with pytest.raises(ValueError, match="next time is after 6"):
+            call()
+    loop.run(4, 6, drains=False)
+    assert loop.pipe.can_drain
+    loop.pipe.drain()
+    loop.run(6, 7, drains=False)
+    loop.close()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ({"method": "pipdream"}, "method: pipdream"),
+        ({"method": "pipedream", "microbatches": 0}, "microbatches: 0"),
+        ({"method": "pipedream_2bw", "microbatches": 2}, "microbatches: 2"),
+        ({"method": "gpipe", "stages": "finest"}, "microbatches: None"),
+        ({"method": "gpipe", "method_args": {"t2": {}}}, "method_args"),
+        ({"method": "pipedream", "clip": (1.0, "global")}, "clip.scope: global"),
+        ({"method": "pipemare", "method_args": {"t1": {}}}, "method_args.t1.anneal_updates"),
+        ({"method": "pipemare", "method_args": {"warmup": {"epochs": 1}}}, "method_args.warmup"),
+        ({"method": "gpipe", "replicas": 0}, "replicas: 0"),
+        ({"method": "gpipe", "stages": ["nowhere"]}, "stages"),
+        ({"method": "gpipe", "precision": "float16"}, "precision: float16"),
+        ({"method": "spectrain", "optimizer": torch.optim.Adam}, "method: adam"),
+        ({"method": "randomized_pipedream", "microbatches": 3}, "microbatches: 3"),
+        ({"method": "gpipe", "backend": "poptorch"}, "backend: poptorch"),
+        ({"method": "gpipe", "backend": "tpu"}, "backend.name: tpu"),
+    ],
+)
+def test_arguments_that_do_not_fit(arguments: Dict[str, Any], line: str) -> None:
+    """By the table of refusals that configs have, in the words of the arguments."""
+    model = make_model()
+    keys = {"stages": STAGES, **arguments}
+    optimizer = keys.pop("optimizer", make_sgd)(model.parameters())
+    with pytest.raises(BadInput) as refused:
+        pipe = ipu_pipe.Pipeline(model, nn.functional.cross_entropy, optimizer, **keys)
+        pipe.step(*make_batch(Case("gpipe", 4), 0))
+    assert any(fault.startswith(line) for fault in refused.value.faults), refused.value.faults
+
+
+def test_modes_precision_and_schedule() -> None:
+    loop = Loop(CASES["pipedream"])
+    loop.model[3].eval()
+    statistics = loop.model[3].running_mean.clone()
+    loop.run(0, EPOCH)
+    pipe = loop.pipe
+    assert pipe.schedule.update_count > EPOCH and pipe.schedule.stages == 4
+    assert pipe.versions.forward(0, EPOCH)[0].tolist() == [0, 0, 0, 0, 1, 2]
+    assert len(pipe.partition) == 4 and pipe.replicas == 1 and pipe.replica == 0
+    model = loop.close()
+    assert model[0].weight.dtype == torch.float64
+    # before modules kept their modes
