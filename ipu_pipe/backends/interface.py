@@ -124,8 +124,11 @@ class Engine:
         """Run the pipeline empty: finish the first `given` updates, the last ones by the schedule that is still open."""
         raise NotImplementedError
 
-    def reopen(self, update: int) -> None:
-        """Begin again with this update, from an empty pipeline, by the job's present schedule and weights."""
+    def reopen(self, update: int, is_loaded: bool = False) -> None:
+        """Begin again with this update, from an empty pipeline, by the job's present schedule and weights.
+
+        `is_loaded`: the optimizer's state was loaded, with that of replicas that have weights of their own.
+        """
         raise NotImplementedError
 
     def predict(self, x: Any) -> Any:

@@ -488,7 +488,8 @@ class Pipeline:
         self._given = self._left = int(state["updates"])
         self._drains = [int(k) for k in state["drains"]]
         self._data.forget()
-        self._reopen(job, engine)
+        job.schedule, job.table = self._open(job)
+        engine.reopen(self._given, is_loaded=True)
 
     # ---- inside: batches
 
@@ -581,10 +582,6 @@ class Pipeline:
         """Return the schedule with the drains so far and an open end, and its versions."""
         schedule = open_schedule(job.method, len(job.partition), job.schedule.accumulate, self._drains, self._warmup)
         return schedule, VersionTable(schedule, job.method, self._config.seed)
-
-    def _reopen(self, job: Job, engine: Engine) -> None:
-        job.schedule, job.table = self._open(job)
-        engine.reopen(self._given)
 
     def _find_undrainable(self) -> Optional[str]:
         """Return why the method cannot drain now, and when it can; None if it can."""

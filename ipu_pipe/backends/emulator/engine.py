@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import statistics
 import time
@@ -121,11 +122,11 @@ class EmulatorEngine(Engine):
     def finish(self, given: int) -> None:
         self._emulator.end_round(Work.from_job(self.job, given))
 
-    def reopen(self, update: int) -> None:
+    def reopen(self, update: int, is_loaded: bool = False) -> None:
         old = self._emulator
         old.close()
         # replicas with weights of their own go on through the optimizer's state, as through a checkpoint
-        with old.export_replicas():
+        with contextlib.nullcontext() if is_loaded else old.export_replicas():
             self._emulator = self._make_emulator(Work.from_job(self.job, update))
 
     def predict(self, x: Any) -> Any:

@@ -135,7 +135,7 @@ class ProcessEngine(Engine):
             self._advance(float("inf"), given)
             self._interpreter.end_round(Work.from_job(self.job, given))
 
-    def reopen(self, update: int) -> None:
+    def reopen(self, update: int, is_loaded: bool = False) -> None:
         with name_faults(*self._fault_context):
             old = self._interpreter
             old.end()
@@ -145,7 +145,7 @@ class ProcessEngine(Engine):
             for s, stage in stages.items():
                 stage.splits = old.stages[s].splits
             # replicas with weights of their own go on through the optimizer's state; the mail has used its channels
-            with old.export_replicas():
+            with contextlib.nullcontext() if is_loaded else old.export_replicas():
                 self._interpreter = Interpreter(work, stages, self._mail, self._recorder, self._replicas, ends_empty=True)
             self._microbatches.restart(work.microbatch)
 
