@@ -428,7 +428,6 @@ def test_arguments_that_do_not_fit(arguments: Dict[str, Any], line: str) -> None
 def test_modes_precision_and_schedule() -> None:
     loop = Loop(CASES["pipedream"])
     loop.model[3].eval()
-    statistics = loop.model[3].running_mean.clone()
     loop.run(0, EPOCH)
     pipe = loop.pipe
     assert pipe.schedule.update_count > EPOCH and pipe.schedule.stages == 4

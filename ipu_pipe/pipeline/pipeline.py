@@ -302,7 +302,10 @@ class Pipeline:
 
     @contextlib.contextmanager
     def whole_model(self) -> Iterator[nn.Module]:
-        """Drain, and hold the whole model with the newest weights in every process inside the context; all ranks enter it."""
+        """Drain, and hold the whole model with the newest weights in every process inside the context; all ranks enter it.
+
+        Running statistics (BatchNorm) of a rank's own stages are those of its replica.
+        """
         job, engine = self._pause("whole_model", None)
         with self._breaking("whole_model"):
             with engine.hold_whole_model(), job.precision.put_masters_in_place():
@@ -496,6 +499,11 @@ class Pipeline:
     def _divide(self, x: Any, y: Any, microbatches: Optional[Sequence[Tuple[Any, Any]]]) -> List[Microbatch]:
         """Return the microbatches of a step. Raise `ValueError` if they are not as many as the update has."""
         count = self._microbatches_per_step
+        if microbatches is None and x is None and y is None and not (self.takes_inputs or self.takes_labels):
+            return [Microbatch(None, None)] * count
+        for name, part, is_needed in (("x", x, self.takes_inputs), ("y", y, self.takes_labels and self._loss is not None)):
+            if microbatches is None and part is None and is_needed and self._job is not None:
+                raise ValueError(f"step: {name} is None: this process needs it (pipe.takes_inputs, pipe.takes_labels)")
         if microbatches is None:
             return divide_batch(x, y, count)
         if x is not None or y is not None:

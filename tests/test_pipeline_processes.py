@@ -1,0 +1,209 @@
+"""A loop of one's own over `Pipeline` on processes gives the emulator's weights, losses and steps of leaving, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Dict, List, Tuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import ipu_pipe
+from ipu_pipe.errors import BadInput, RunFault, end_process
+from ipu_pipe.schedule.methods import METHODS
+from tests.support.loops import EPOCH, STAGES, UPDATES, Case, Loop, make_batch, make_model, make_pipeline, make_sgd
+from tests.support.processes import run_in_group
+from tests.support.runs import assert_same, needs_processes
+from tests.test_pipeline import CASES
+
+pytestmark = needs_processes
+# their delays are not the pipeline's own
+EMULATED = ("pipemare_hogwild", "randomized_pipedream")
+
+
+def place(name: str, case: Case) -> Case:
+    """Return the case on two processes: blocks and orders of passes need one each, replicas are whole pipelines."""
+    method = METHODS[case.method]
+    has_one_stage = method.order is not None and method.order.stages_per_device == 1
+    if method.structure is not None or has_one_stage:
+        return case._replace(stages=["5"])
+    return case._replace(replicas=2) if case.replicas > 1 else case
+
+
+ON_PROCESSES = {name: place(name, case) for name, case in CASES.items() if name not in EMULATED}
+
+
+def take_share(pipe: ipu_pipe.Pipeline, x: torch.Tensor, y: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
+    """Return this replica's part of a batch."""
+    return x.chunk(pipe.replicas)[pipe.replica], y.chunk(pipe.replicas)[pipe.replica]
+
+
+def take_needed(pipe: ipu_pipe.Pipeline, x: torch.Tensor, y: torch.Tensor) -> Tuple[Any, Any]:
+    """Return what this rank needs, after a collective of the caller's own."""
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert total.item() == 2
+    x, y = take_share(pipe, x, y)
+    return x if pipe.takes_inputs else None, y if pipe.takes_labels else None
+
+
+def compare_loops(rank: int, folder: Path, names: List[str], needed_only: bool) -> None:
+    for name in names:
+        case = ON_PROCESSES[name]
+        keys: Dict[str, Any] = {"backend": "distributed", "backend_args": {"deadline": 60}}
+        if needed_only:
+            keys["example"] = tuple(part[:4] for part in make_batch(case, 0))
+        loop = Loop(case, share=take_needed if needed_only else take_share, **keys)
+        loop.run()
+        state = loop.close().state_dict()
+        expected = torch.load(folder / f"{name}.pt", weights_only=False)
+        assert loop.left == expected["left"], name
+        assert loop.losses == expected["losses"], name
+        assert_same(expected["state"], state)
+
+
+def write_expected(folder: Path, names: List[str]) -> None:
+    for name in names:
+        loop = Loop(ON_PROCESSES[name])
+        loop.run()
+        state = loop.close().state_dict()
+        torch.save({"state": state, "losses": loop.losses, "left": loop.left}, folder / f"{name}.pt")
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_every_method_gives_the_emulators_bits(part: int, tmp_path: Path) -> None:
+    names = sorted(ON_PROCESSES)[part::4]
+    write_expected(tmp_path, names)
+    run_in_group(2, compare_loops, tmp_path, names, False)
+
+
+def test_ranks_may_pass_only_what_they_need_and_use_collectives(tmp_path: Path) -> None:
+    names = ["gpipe", "pipedream", "pipemare_t1_t2", "local_greedy", "zbv"]
+    write_expected(tmp_path, names)
+    run_in_group(2, compare_loops, tmp_path, names, True)
+
+
+# ---- state, evaluation, prediction
+
+
+def resume_and_measure(rank: int, folder: Path) -> None:
+    for name in ("pipemare_t1_t2", "local_greedy", "diloco", "gpipe_replicas"):
+        case = ON_PROCESSES[name]
+        keys: Dict[str, Any] = {"backend": "distributed", "backend_args": {"deadline": 60}}
+        loop = Loop(case, share=take_share, **keys)
+        loop.run(0, EPOCH)
+        state = loop.pipe.state_dict()
+        assert bool(state) == (rank == 0)
+        if rank == 0:
+            torch.save(state, folder / f"{name}-processes.pt")
+        dist.barrier()
+        x, y = make_batch(Case("gpipe", 3), 50)
+        batches = [(x[:5], y[:5]), (x[5:], y[5:])]
+        expected = torch.load(folder / f"{name}-emulator.pt", weights_only=False)
+        right = {"right": lambda output, labels: (output.argmax(1) == labels).double().mean()}
+        measured = loop.pipe.evaluate(batches, right)
+        assert measured == pytest.approx(expected["measured"], rel=1e-12)
+        assert torch.allclose(loop.pipe.predict(x), expected["predicted"], rtol=1e-12)
+        with loop.pipe.whole_model() as model:
+            weights = {key: value.clone() for key, value in model.state_dict().items()}
+        # running statistics are each replica's own until the end
+        if loop.pipe.replica == 0:
+            assert_same(expected["model"], weights)
+        # the emulator's state on processes, from a new object and from one that was used
+        for used in (False, True):
+            again = loop if used else Loop(case, share=take_share, **keys)
+            again.pipe.load_state_dict(expected["state"])
+            again.scheduler.load_state_dict(expected["scheduler"])
+            for group in again.optimizer.param_groups:
+                group["lr"] = again.scheduler.get_last_lr()[0]
+            again.run(EPOCH, UPDATES)
+            assert_same(expected["end"], again.close().state_dict())
+
+
+def test_states_go_from_backend_to_backend(tmp_path: Path) -> None:
+    names = ("pipemare_t1_t2", "local_greedy", "diloco", "gpipe_replicas")
+    x, y = make_batch(Case("gpipe", 3), 50)
+    for name in names:
+        loop = Loop(ON_PROCESSES[name])
+        loop.run(0, EPOCH)
+        right = {"right": lambda output, labels: (output.argmax(1) == labels).double().mean()}
+        stored = {
+            "state": loop.pipe.state_dict(),
+            "scheduler": loop.scheduler.state_dict(),
+            "measured": loop.pipe.evaluate([(x[:5], y[:5]), (x[5:], y[5:])], right),
+            "predicted": loop.pipe.predict(x),
+            "model": {key: value.clone() for key, value in loop.model.state_dict().items()},
+        }
+        loop.run(EPOCH, UPDATES)
+        stored["end"] = loop.close().state_dict()
+        torch.save(stored, tmp_path / f"{name}-emulator.pt")
+    run_in_group(2, resume_and_measure, tmp_path)
+    for name in names:
+        stored = torch.load(tmp_path / f"{name}-emulator.pt", weights_only=False)
+        loop = Loop(ON_PROCESSES[name])
+        loop.pipe.load_state_dict(torch.load(tmp_path / f"{name}-processes.pt", weights_only=True))
+        loop.scheduler.load_state_dict(stored["scheduler"])
+        for group in loop.optimizer.param_groups:
+            group["lr"] = loop.scheduler.get_last_lr()[0]
+        loop.run(EPOCH, UPDATES)
+        assert_same(stored["end"], loop.close().state_dict())
+
+
+# ---- errors: one line each, on every rank
+
+
+def end_rank(folder: Path, rank: int) -> None:
+    """Note that a rank has come to its end, and end it at once, as a script that raises does."""
+    (folder / f"{rank}.ended").touch()
+    end_process(0)
+
+
+def shuffle_alone(rank: int, folder: Path) -> None:
+    loop = Loop(ON_PROCESSES["pipedream"], backend="distributed", backend_args={"deadline": 20})
+    with pytest.raises(RunFault) as fault:
+        for k in range(8):
+            loop.pipe.step(*make_batch(loop.case, k + 100 * rank))
+    assert rank == 1 or "do not shard the loader by rank" in str(fault.value)
+    assert loop.pipe.close() == []
+    end_rank(folder, rank)
+
+
+def fail_on_one_rank(rank: int, folder: Path) -> None:
+    loop = Loop(ON_PROCESSES["pipedream"], backend="distributed", backend_args={"deadline": 20})
+    loop.run(0, 3, drains=False)
+    # labels that the loss refuses, on the rank that has it
+    with pytest.raises(IndexError if rank else RunFault) as fault:
+        for k in range(3, 8):
+            x, y = make_batch(loop.case, k)
+            loop.pipe.step(x, y + 9 * rank)
+    assert rank == 1 or "rank 1 is lost" in str(fault.value)
+    for call in (loop.pipe.drain, loop.pipe.state_dict):
+        with pytest.raises(RunFault, match="earlier call has failed"):
+            call()
+    assert loop.pipe.close() == []
+    end_rank(folder, rank)
+
+
+@pytest.mark.parametrize("work", [shuffle_alone, fail_on_one_rank])
+def test_an_error_ends_every_rank(work: Any, tmp_path: Path) -> None:
+    run_in_group(2, work, tmp_path)
+    assert all((tmp_path / f"{rank}.ended").exists() for rank in range(2))
+
+
+def differ_in_arguments(rank: int, folder: Path) -> None:
+    model = make_model()
+    case = ON_PROCESSES["pipedream"]._replace(microbatches=1 + rank)
+    with pytest.raises(BadInput, match="gradient_accumulation|microbatches"):
+        make_pipeline(case, model, make_sgd(model.parameters()), backend="distributed", backend_args={"deadline": 20})
+
+
+def test_ranks_with_other_arguments_are_refused(tmp_path: Path) -> None:
+    run_in_group(2, differ_in_arguments, tmp_path)
+
+
+def test_processes_need_a_launcher() -> None:
+    model = make_model()
+    with pytest.raises(BadInput, match="^backend.name: distributed"):
+        ipu_pipe.Pipeline(model, nn.functional.cross_entropy, make_sgd(model.parameters()), stages=STAGES, backend="distributed")
