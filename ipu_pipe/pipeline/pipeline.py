@@ -15,7 +15,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
+from dataclasses import dataclass
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
 
 import numpy as np
 import torch
@@ -51,7 +52,8 @@ PRECISIONS = {torch.float64: "float64", torch.bfloat16: "bfloat16"}
 FORMAT = 1
 
 
-class Update(NamedTuple):
+@dataclass(frozen=True)
+class Update:
     """An update that has left the pipeline.
 
     `index`: its number, from 0. `loss`, `accuracy`: means over its microbatches and replicas; accuracy is None where labels have
@@ -195,7 +197,7 @@ class Pipeline:
         self._require_usable("step")
         _require_plain_context()
         batch = self._divide(x, y, microbatches)
-        with self._breaking("step"):
+        with self._break_on_error("step"):
             job, engine = self._build(batch[0])
             if not self._given:
                 self._handle.count_as_stepped()
@@ -224,7 +226,7 @@ class Pipeline:
 
     @property
     def updates(self) -> int:
-        """The updates whose batches were given."""
+        """The number of updates whose batches were given."""
         return self._given
 
     @property
@@ -257,7 +259,7 @@ class Pipeline:
     @property
     def takes_inputs(self) -> bool:
         """Whether this process needs the inputs of a batch. Before the first step known for one process only."""
-        return self._holds(lambda job, stages: 0 in stages)
+        return self._hold_stage(lambda job, stages: 0 in stages)
 
     @property
     def takes_labels(self) -> bool:
@@ -268,9 +270,9 @@ class Pipeline:
             heads = [] if blocks is None else [s for s in stages if blocks.get_head(s) is not None]
             return last in stages or bool(heads)
 
-        return self._holds(needs_labels)
+        return self._hold_stage(needs_labels)
 
-    def _holds(self, test: Callable[[Job, Sequence[int]], bool]) -> bool:
+    def _hold_stage(self, test: Callable[[Job, Sequence[int]], bool]) -> bool:
         if self._job is None or not are_joined():
             return True
         here = [s for s, device in enumerate(self._job.placement) if device == self.rank_in_pipeline]
@@ -287,7 +289,7 @@ class Pipeline:
         """
         job, engine = self._pause("evaluate", batches)
         metric_list = [] if metrics is None else metrics
-        with self._breaking("evaluate"):
+        with self._break_on_error("evaluate"):
             job.metrics = make_metrics(metric_list)
             self._data.set_test_batches(batches if isinstance(batches, (list, tuple)) else iter(batches))
             result = engine.evaluate()[-1]
@@ -296,7 +298,7 @@ class Pipeline:
     def predict(self, x: Any) -> Any:
         """Drain, and return the model's output for inputs `x` in evaluation mode, on every rank, without gradients."""
         job, engine = self._pause("predict", None)
-        with self._breaking("predict"):
+        with self._break_on_error("predict"):
             inputs, _ = job.move_to_device(x, None) if self._loss is None else (_move_inputs(job, x), None)
             return engine.predict(inputs)
 
@@ -307,7 +309,7 @@ class Pipeline:
         Running statistics (BatchNorm) of a rank's own stages are those of its replica.
         """
         job, engine = self._pause("whole_model", None)
-        with self._breaking("whole_model"):
+        with self._break_on_error("whole_model"):
             with engine.hold_whole_model(), job.precision.put_masters_in_place():
                 yield self.model
 
@@ -326,7 +328,7 @@ class Pipeline:
         self._drain("state_dict")
         if self._engine is None:
             raise RunFault("state_dict: no step was made yet: save the states of the model and the optimizer themselves")
-        with self._breaking("state_dict"):
+        with self._break_on_error("state_dict"):
             state = self._engine.collect_state()
         if state is None:
             return {}
@@ -361,7 +363,7 @@ class Pipeline:
             # weights first, so that everything is built from them; the rest when there is an engine
             load_weights(self.model, _select_model_state(state), "load_state_dict")
             return
-        with self._breaking("load_state_dict"):
+        with self._break_on_error("load_state_dict"):
             self._load(self._require_job(), self._engine)
 
     # ---- what others see
@@ -407,7 +409,7 @@ class Pipeline:
                 updates = self.drain()
             self._is_closed = True
             if self._engine is not None:
-                with self._breaking("close"):
+                with self._break_on_error("close"):
                     self._engine.close()
         self._end()
         return updates
@@ -516,11 +518,18 @@ class Pipeline:
     def _microbatches_per_step(self) -> int:
         method, config = self._method, self._config
         if method.rounds is not None:
-            return method.rounds.replicas or self._stage_count
+            return method.rounds.replicas or self._require_stage_count()
         if method.history is not None:
-            return self._stage_count
+            return self._require_stage_count()
         here = 1 if config.backend.name == "distributed" else config.replicas
         return config.gradient_accumulation * here
+
+    def _require_stage_count(self) -> int:
+        """Return the number of stages. Raise `BadInput` if it is needed before the model is divided."""
+        if self._stage_count is None:
+            why = f"{self._method.name} takes as many microbatches: must be a count or names"
+            raise BadInput(f"stages: {self._config.stages}: {why}")
+        return self._stage_count
 
     def _number(self, batch: List[Microbatch], k: int) -> Dict[int, Microbatch]:
         """Return the microbatches of batch k that this process reads, by the number under which it reads them."""
@@ -578,7 +587,7 @@ class Pipeline:
         undrainable = self._find_undrainable()
         if undrainable is not None:
             raise ValueError(f"{call}: {undrainable}")
-        with self._breaking(call):
+        with self._break_on_error(call):
             self._drains.append(self._given)
             # the open row finishes what it has begun; a new stretch begins afterwards
             job.schedule, job.table = self._open(job)
@@ -596,7 +605,8 @@ class Pipeline:
         method, args = self._method, self._config.method_settings()
         every, what = 1, ""
         if method.rounds is not None and method.rounds.outer is not None:
-            every, what = method.rounds.interval(self._stage_count), "replicas synchronize by an outer optimizer"
+            every = method.rounds.interval(self._require_stage_count())
+            what = "replicas synchronize by an outer optimizer"
         for count in args.get("block_accumulation", ()):
             if self._given % count:
                 every, what = count, "a block accumulates the gradients of several updates"
@@ -631,7 +641,7 @@ class Pipeline:
         return self._job
 
     @contextlib.contextmanager
-    def _breaking(self, call: str) -> Iterator[None]:
+    def _break_on_error(self, call: str) -> Iterator[None]:
         """Break the object if an exception leaves the context."""
         try:
             yield

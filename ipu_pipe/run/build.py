@@ -293,8 +293,9 @@ def assemble(setup: Setup, objects: Overrides, done: int = 0, open_run: Optional
         footprint=footprint, observation=observation, note=placed.note, done=done,
         used=Given(optimizer=describe_optimizer(full_optimizer), loss=loss_used), pieces=placed.pieces,
         placement=tuple(placed.placement) or schedule.device_of_stage,
-        **({} if open_run is None else {"is_open": True, "after_update": open_run.after_update}),
     )  # fmt: skip
+    if open_run is not None:
+        job.is_open, job.after_update = True, open_run.after_update
     raise_faults(find_faults(job, () if objects.optimizer is not None else config.optimizer_faults()))
     job.note = job.note or backend.describe(job)
     return job

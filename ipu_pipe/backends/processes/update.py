@@ -399,10 +399,12 @@ class ResultCollection:
 
     def expect(self, first: int, last: int) -> None:
         """Announce, on a rank that collects, the results of the updates in [first, last) that are not announced yet."""
-        first = max(first, self._expected)
-        for stage in self._with_loss if self._here is not None else ():
+        here, first = self._here, max(first, self._expected)
+        if here is None:
+            return
+        for stage in self._with_loss:
             if stage not in self._layout.stages_of_rank:
-                self._mail.expect([(Message(RESULT, k, stage, self._here), self._shapes) for k in range(first, last)])
+                self._mail.expect([(Message(RESULT, k, stage, here), self._shapes) for k in range(first, last)])
         self._expected = max(first, last)
 
     def send(self, k: int, stage: int, table: Optional[torch.Tensor], checksums: Dict[int, int]) -> None:
@@ -415,10 +417,10 @@ class ResultCollection:
             return
         results = torch.cat([table, column[:, None]], dim=1)
         for collector in self._collectors:
-            if collector == self._here:
-                self._own_tables[k, stage] = results
-            else:
+            if collector != self._here:
                 self._mail.send(Message(RESULT, k, stage, collector), [results])
+            else:
+                self._own_tables[k, stage] = results
 
     def collect(self, k: int) -> StepResult:
         """Return the result of update k, which only ranks that collect know.
