@@ -120,8 +120,8 @@ class Engine:
         """Return the result of update k, which has left the pipeline, on every process."""
         raise NotImplementedError
 
-    def finish(self, given: int) -> None:
-        """Run the pipeline empty: finish the first `given` updates, the last ones by the schedule that is still open."""
+    def finish(self, batches: int) -> None:
+        """Run the pipeline empty: finish this many updates, the last ones by the schedule that is still open."""
         raise NotImplementedError
 
     def reopen(self, update: int, is_loaded: bool = False) -> None:

@@ -68,10 +68,10 @@ class GivenBatches:
         """Return None: the loop decides how many batches there are."""
 
     def train_batch(self, epoch: int, index: int, batch_size: int) -> Any:
-        """Return a given microbatch, once; the example if it was not given, to build the run."""
-        given = self._given.pop(index, self._example)
-        x = self._example.x if given.x is None else given.x
-        y = self._example.y if given.y is None else given.y
+        """Return a microbatch that was given, once; the example if it was not, to build the run."""
+        microbatch = self._given.pop(index, self._example)
+        x = self._example.x if microbatch.x is None else microbatch.x
+        y = self._example.y if microbatch.y is None else microbatch.y
         return x if self._passes_whole else (x, y)
 
     def test_batches(self, batch_size: int) -> Iterator[Any]:

@@ -549,13 +549,13 @@ class Pipeline:
         first = batch * job.schedule.accumulate
         return int(job.schedule.slots(Kind.FORWARD, first, first + 1, slice(0, 1))[0, 0])
 
-    def _count_left(self, job: Job, given: int) -> int:
+    def _count_left(self, job: Job, batches: int) -> int:
         """Return the updates that all stages have made before the next batch enters."""
         if job.method.history is not None:
-            return given
+            return batches
         # with local losses no gradient comes back, and the last stage's loss takes as many slots to arrive
         margin = len(job.partition) - 1 if job.method.structure is not None else 0
-        slots = np.array([self._find_cut(job, given) - margin])
+        slots = np.array([self._find_cut(job, batches) - margin])
         return int(job.schedule.count_before(Kind.UPDATE, slots).min())
 
     def _take(self, job: Job, engine: Engine, left: int) -> List[Update]:

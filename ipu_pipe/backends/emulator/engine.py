@@ -119,8 +119,8 @@ class EmulatorEngine(Engine):
     def take(self, k: int) -> StepResult:
         return self._results.pop(k)
 
-    def finish(self, given: int) -> None:
-        self._emulator.end_round(Work.from_job(self.job, given))
+    def finish(self, batches: int) -> None:
+        self._emulator.end_round(Work.from_job(self.job, batches))
 
     def reopen(self, update: int, is_loaded: bool = False) -> None:
         old = self._emulator

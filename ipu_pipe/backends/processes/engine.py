@@ -121,8 +121,8 @@ class ProcessEngine(Engine):
             self._advance(cut, k + 1)
             self._recorder.end_step()
 
-    def _advance(self, cut: float, given: int) -> None:
-        for k, tables in self._interpreter.advance(cut, given):
+    def _advance(self, cut: float, batches: int) -> None:
+        for k, tables in self._interpreter.advance(cut, batches):
             for s, stage in self._interpreter.stages.items():
                 self._results.send(k, s, tables.get(s), stage.model.checksums)
 
@@ -130,10 +130,10 @@ class ProcessEngine(Engine):
         with name_faults(*self._fault_context):
             return self._results.collect(k)
 
-    def finish(self, given: int) -> None:
+    def finish(self, batches: int) -> None:
         with name_faults(*self._fault_context):
-            self._advance(float("inf"), given)
-            self._interpreter.end_round(Work.from_job(self.job, given))
+            self._advance(float("inf"), batches)
+            self._interpreter.end_round(Work.from_job(self.job, batches))
 
     def reopen(self, update: int, is_loaded: bool = False) -> None:
         with name_faults(*self._fault_context):

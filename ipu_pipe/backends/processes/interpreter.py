@@ -245,22 +245,22 @@ class Interpreter:
                 return self._tables.pop(k, {})
         raise AssertionError(f"the schedule ends before update {k}")
 
-    def advance(self, cut: float, given: int) -> Iterator[Tuple[int, Dict[int, torch.Tensor]]]:
-        """Carry out the actions of slots before `cut` that belong to the first `given` batches.
+    def advance(self, cut: float, batches: int) -> Iterator[Tuple[int, Dict[int, torch.Tensor]]]:
+        """Carry out the actions of slots before `cut` that belong to this many batches.
 
         Yield each update that all stages of the rank have made now, with the table of results of each stage with a loss. If
         `cut` is beyond all of them, the pipeline is empty afterwards, and the interpreter cannot go on.
         """
         if self._unused_channels is not None:
             self._use_channels()
-        self.mail.post(given * self._work.schedule.accumulate, given)
-        while self.update < given:
+        self.mail.post(batches * self._work.schedule.accumulate, batches)
+        while self.update < batches:
             action = next(self._row) if self._next_action is None else self._next_action
             self._next_action = action
             if action.slot >= cut:
                 return
             self._next_action = None
-            if self._find_batch(action) < given and self._run_action(action):
+            if self._find_batch(action) < batches and self._run_action(action):
                 yield self.update - 1, self._tables.pop(self.update - 1, {})
 
     def _find_batch(self, action: RowAction) -> int:
