@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from ipu_pipe.backends.interface import Engine, StepResult
+from ipu_pipe.backends.processes.lost_ranks import LostRank
 from ipu_pipe.backends.ranks import are_joined, read_torch_version
 from ipu_pipe.backends.table import launch, make_engine
 from ipu_pipe.config.load import configure
@@ -642,11 +643,15 @@ class Pipeline:
 
     @contextlib.contextmanager
     def _break_on_error(self, call: str) -> Iterator[None]:
-        """Break the object if an exception leaves the context."""
+        """Break the object if an exception leaves the context. Say in which call a lost rank was waited for."""
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             self._is_broken = True
+            if isinstance(error, RunFault) and isinstance(error.__cause__, LostRank):
+                number = f" {self._given - 1}" if call == "step" else ""
+                why = f"this rank waits in {call}{number}, which all ranks must call, in the same order"
+                raise RunFault(f"{error}; {why}") from error.__cause__
             raise
 
     def _call_back(self, update: int, stages: Sequence[int]) -> None:
