@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -12,6 +14,7 @@ import pytest
 from ipu_pipe import shipped
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.factories import resolve_entry
+from tests.support.packages import write_broken_torchvision
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -76,3 +79,33 @@ def test_the_users_own_models_come_first(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert resolve_entry("models.mlp:mlp", "model.entry")() == "mine"
     for name in ("models", "models.mlp"):  # before the others come back
         del sys.modules[name]
+
+
+CHECK = "import runpy, sys; sys.prefix = sys.argv[1]; runpy.run_path(sys.argv[2], run_name='__main__')"
+
+
+def check_torchvision(environment: Path, packages: Path) -> str:
+    """Run tools/check_torchvision.py where `packages` come before the installed ones; return what it prints."""
+    words = [sys.executable, "-c", CHECK, str(environment), str(ROOT / "tools" / "check_torchvision.py")]
+    variables = {**os.environ, "PYTHONPATH": str(packages)}
+    return subprocess.run(words, env=variables, stdout=subprocess.PIPE, text=True, timeout=120, check=True).stdout
+
+
+def test_an_environment_has_no_torchvision_that_cannot_be_imported(tmp_path: Path) -> None:
+    packages = tmp_path / "packages"
+    packages.mkdir()
+    write_broken_torchvision(packages)
+    for _ in range(2):  # an environment is installed again
+        (line,) = check_torchvision(tmp_path, packages).splitlines()
+        assert "torchvision 0.1.2" in line and "operator torchvision::nms does not exist" in line
+        assert list(packages.iterdir()) == []
+        moved = {path.name for path in (tmp_path / "torchvision_aside").iterdir()}
+        assert moved == {"torchvision", "torchvision-0.1.2.dist-info"}
+        write_broken_torchvision(packages)
+
+
+def test_a_torchvision_that_can_be_imported_stays(tmp_path: Path) -> None:
+    write_broken_torchvision(tmp_path)
+    (tmp_path / "torchvision" / "__init__.py").write_text("")
+    assert check_torchvision(tmp_path, tmp_path) == ""
+    assert (tmp_path / "torchvision").is_dir()
