@@ -1,9 +1,9 @@
 """Import `torchvision` and `timm` through here, for tests of their models.
 
-Beside PyTorch's CPU build, torchvision from a package index fails to import, and `make install` sets it aside
-(tools/check_torchvision.py). Its models need nothing but its Python code, so tests train them with that code and with empty
-definitions of the two operators that it looks for when it is imported. Users have no such definitions: what tests run as users do
-runs in a process that does not import this module.
+Beside PyTorch's CPU build, torchvision from a package index fails to import, and `make install` sets it
+aside (tools/check_torchvision.py). Its models need only its Python code, so tests train them with that code
+and with empty definitions of the two operators that it looks for when it is imported. Users have no such
+definitions: tests that do what users do run in a process that does not import this module.
 
     python -m tests.vision_libraries SCRIPT [ARGUMENT ...]     # run a script with these libraries
 """
@@ -22,7 +22,7 @@ _LIBRARY = torch.library.Library("torchvision", "FRAGMENT")  # lives as long as 
 
 
 def _define_operators() -> bool:
-    """Define the two operators where torchvision's own library of them cannot be loaded; return whether that is so."""
+    """Define the two operators if torchvision's own library cannot be loaded; return whether that is so."""
     signature = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
     spec = importlib.util.find_spec("torchvision")
     if spec is None or spec.submodule_search_locations is None:
