@@ -13,11 +13,11 @@ from __future__ import annotations
 import importlib.util
 import runpy
 import sys
+from pathlib import Path
 
 import torch
 
-from tools.check_torchvision import ASIDE
-
+ASIDE = Path(sys.prefix) / "torchvision_aside"  # as in tools/check_torchvision.py
 _LIBRARY = torch.library.Library("torchvision", "FRAGMENT")  # lives as long as its definitions
 
 

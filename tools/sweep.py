@@ -76,7 +76,7 @@ def _read_versions() -> Dict[str, str]:
     """Return the versions of the libraries."""
     from importlib.metadata import distributions
 
-    from tools.check_torchvision import ASIDE
+    from tests.vision_libraries import ASIDE
 
     versions = {}
     for name in ("torch", "torchvision", "timm", "transformers"):
