@@ -17,10 +17,11 @@ help:
 install: $(VENV)/.installed
 
 # The stamp is written last, so that an interrupted installation starts again.
-$(VENV)/.installed: pyproject.toml $(CONSTRAINTS)
+$(VENV)/.installed: pyproject.toml $(CONSTRAINTS) tools/check_torchvision.py
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "error: $(PYTHON) has no venv module: install python3-venv (Debian) or another Python" >&2; exit 2; }
 	@test -x $(BIN)/python && $(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	$(PIP) install --quiet --constraint $(CONSTRAINTS) --editable '.[dev]'
+	@$(BIN)/python tools/check_torchvision.py
 	@touch $@
 
 train: install
