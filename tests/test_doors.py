@@ -1,0 +1,180 @@
+"""The doors through which a file could run code: a git repository around a run, and the modules that a config names."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Callable, Dict, List
+
+import pytest
+
+from ipu_pipe.report.provenance import find_commit
+
+GIT = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-c", "protocol.file.allow=always"]
+
+
+def git(folder: Path, *command: str) -> str:
+    finished = subprocess.run([*GIT, *command], cwd=folder, check=True, capture_output=True, text=True)
+    return finished.stdout.strip()
+
+
+def make_repository(folder: Path) -> None:
+    """Make a repository with one commit of two files."""
+    folder.mkdir()
+    git(folder, "init", "-q", "-b", "work")
+    (folder / "a").write_text("1\n")
+    (folder / "b").write_text("2\n")
+    git(folder, "add", ".")
+    git(folder, "commit", "-qm", "first")
+
+
+# Each of these puts the program `hostile` behind one door of the repository `folder`.
+
+
+def set_fsmonitor(folder: Path, hostile: Path) -> None:
+    git(folder, "config", "core.fsmonitor", str(hostile))
+
+
+def set_included_fsmonitor(folder: Path, hostile: Path) -> None:
+    included = folder / ".git" / "more"
+    git(folder, "config", "--file", str(included), "core.fsmonitor", str(hostile))
+    git(folder, "config", "include.path", "more")
+
+
+def set_fsmonitor_of_worktree(folder: Path, hostile: Path) -> None:
+    git(folder, "config", "extensions.worktreeConfig", "true")
+    git(folder, "config", "--worktree", "core.fsmonitor", str(hostile))
+
+
+def set_hook(folder: Path, hostile: Path) -> None:
+    hooks = folder / ".git" / "hooks"
+    hooks.mkdir(exist_ok=True)
+    shutil.copy(hostile, hooks / "post-index-change")
+
+
+def set_folder_of_hooks(folder: Path, hostile: Path) -> None:
+    (folder / "tools").mkdir()
+    shutil.copy(hostile, folder / "tools" / "post-index-change")
+    git(folder, "config", "core.hooksPath", "tools")
+
+
+def set_filter(kind: str, name: str) -> Callable[[Path, Path], None]:
+    def set_one(folder: Path, hostile: Path) -> None:
+        (folder / ".git" / "info").mkdir(exist_ok=True)
+        (folder / ".git" / "info" / "attributes").write_text(f"* filter={name}\n")
+        git(folder, "config", f"filter.{name}.{kind}", str(hostile))
+
+    return set_one
+
+
+def set_filter_by_attributes(folder: Path, hostile: Path) -> None:
+    (folder / ".gitattributes").write_text("* filter=x\n")
+    git(folder, "config", "filter.x.clean", str(hostile))
+
+
+def set_transport(folder: Path, hostile: Path) -> None:
+    """Fetch a missing object by a program, as partial clones do."""
+    git(folder, "config", "core.repositoryFormatVersion", "1")
+    git(folder, "config", "extensions.partialClone", "origin")
+    git(folder, "config", "remote.origin.url", f"ext::{hostile}")
+    git(folder, "config", "remote.origin.promisor", "true")
+    git(folder, "config", "protocol.ext.allow", "always")
+    tree = git(folder, "rev-parse", "HEAD^{tree}")
+    (folder / ".git" / "objects" / tree[:2] / tree[2:]).unlink()
+    # the index keeps the tree's name, with which no tree would be read
+    (folder / "a").write_text("3\n")
+    git(folder, "update-index", "a")
+
+
+def set_submodule(folder: Path, hostile: Path) -> None:
+    make_repository(folder.with_name("inner"))
+    git(folder, "submodule", "--quiet", "add", str(folder.with_name("inner")), "inner")
+    git(folder, "commit", "-qm", "second")
+    set_fsmonitor(folder / "inner", hostile)
+
+
+DOORS: Dict[str, Callable[[Path, Path], None]] = {
+    "fsmonitor": set_fsmonitor,
+    "included": set_included_fsmonitor,
+    "of a worktree": set_fsmonitor_of_worktree,
+    "hook": set_hook,
+    "folder of hooks": set_folder_of_hooks,
+    "clean": set_filter("clean", "x"),
+    "process": set_filter("process", "x"),
+    # cannot be overridden by git -c
+    "odd name": set_filter("clean", "a=b"),
+    "attributes": set_filter_by_attributes,
+    "transport": set_transport,
+    "submodule": set_submodule,
+}
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_the_record_runs_no_program_of_the_repository(door: str, tmp_path: Path) -> None:
+    """A run in a folder with a hostile .git/config ran the program of its core.fsmonitor, since it asked git for its status."""
+    folder, ran = tmp_path / "repository", tmp_path / "ran"
+    make_repository(folder)
+    hostile = tmp_path / "hostile"
+    hostile.write_text(f"#!/bin/sh\n: > {shlex.quote(str(ran))}\nexit 1\n")
+    hostile.chmod(0o755)
+    DOORS[door](folder, hostile)
+    commit = git(folder, "rev-parse", "HEAD")
+    ran.unlink() if ran.exists() else None
+
+    def change_times() -> None:
+        # git compares the content of files of other times, by filters
+        for path in (folder / "a", folder / "b"):
+            os.utime(path, (1_000_000_000, 1_000_000_000))
+
+    change_times()
+    record = find_commit(folder)
+    assert not ran.exists()
+    assert record is not None and record["commit"] == commit
+    assert record["dirty"] is (None if door == "transport" else False)
+    # the door is one: git itself runs the program
+    change_times()
+    subprocess.run(["git", "status", "--porcelain"], cwd=folder, capture_output=True, check=False)
+    assert ran.exists()
+
+
+@pytest.mark.parametrize("settings", [
+    {"core.autocrlf": "true"}, {"core.fileMode": "false"}, {"core.eol": "crlf"}, {"core.splitIndex": "false"}, {},
+])  # fmt: skip
+def test_the_settings_of_a_repository_decide_what_has_changed(settings: Dict[str, str], tmp_path: Path) -> None:
+    """The answer is that of git in the repository itself, for every setting on which it depends."""
+    make_repository(tmp_path / "r")
+    for key, value in settings.items():
+        git(tmp_path / "r", "config", key, value)
+
+    def compare() -> List[bool]:
+        said = find_commit(tmp_path / "r")
+        assert said is not None
+        return [said["dirty"], bool(git(tmp_path / "r", "status", "--porcelain", "--untracked-files=no"))]
+
+    seen = [compare()]
+    (tmp_path / "r" / ".gitattributes").write_text("a text\n")
+    (tmp_path / "r" / "a").write_bytes(b"1\r\n")
+    seen.append(compare())
+    git(tmp_path / "r", "checkout", "a")
+    (tmp_path / "r" / "a").chmod(0o755)
+    seen.append(compare())
+    (tmp_path / "r" / "b").write_text("other\n")
+    seen.append(compare())
+    assert all(answer == answer_of_git for answer, answer_of_git in seen)
+    assert [answer for answer, _ in seen][::3] == [False, True]
+
+
+def test_a_setting_cannot_bring_in_another(tmp_path: Path) -> None:
+    """The value of a copied setting is text of the repository's: it may hold the end of its line."""
+    folder, ran = tmp_path / "r", tmp_path / "ran"
+    make_repository(folder)
+    (tmp_path / "hostile").write_text(f"#!/bin/sh\n: > {shlex.quote(str(ran))}\n")
+    (tmp_path / "hostile").chmod(0o755)
+    (folder / ".gitattributes").write_text("* filter=x\n")
+    git(folder, "config", "core.eol", f'lf\n[filter "x"]\nclean = {tmp_path / "hostile"}')
+    (folder / "a").write_text("3\n")
+    assert find_commit(folder) == {"repository": str(folder), "commit": git(folder, "rev-parse", "HEAD"), "dirty": True}
+    assert not ran.exists()
