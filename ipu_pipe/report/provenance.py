@@ -122,7 +122,8 @@ def describe_machine() -> Dict[str, Any]:
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     try:
         memory: Optional[int] = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError):
+    # Windows does not have it
+    except (AttributeError, ValueError, OSError):
         memory = None
     return {
         "name": platform.node(), "system": platform.platform(), "cpu": _find_cpu(), "cores": os.cpu_count(),
