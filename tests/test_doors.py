@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import re
 import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
-from typing import Callable, Dict, List
+from typing import Any, Callable, Dict, List, Set
 
 import pytest
+import torch
 
+import ipu_pipe
 from ipu_pipe.report.provenance import find_commit
+from tests.command_line import run_here
+from tests.support.runs import ROOT
 
 GIT = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-c", "protocol.file.allow=always"]
 
@@ -178,3 +185,105 @@ def test_a_setting_cannot_bring_in_another(tmp_path: Path) -> None:
     (folder / "a").write_text("3\n")
     assert find_commit(folder) == {"repository": str(folder), "commit": git(folder, "rev-parse", "HEAD"), "dirty": True}
     assert not ran.exists()
+
+
+# ---- what a config names is imported
+
+# The modules of a config's keys: each leaves a file when it is imported, and has what its key wants as `make`.
+MODULES = {
+    "model.entry": "from models.mlp import mlp as make",
+    "model.output": "def make(output): return output",
+    "data.name": "from ipu_pipe.data import load_data\ndef make(**settings): return load_data('digits')",
+    "loss": "from torch.nn.functional import cross_entropy as make",
+    "metrics": "def make(output, y): return 0.5",
+    "callbacks": "import ipu_pipe\nclass make(ipu_pipe.Callback): pass",
+    "optimizer.name": "from torch.optim import SGD as make",
+    "lr_schedule.name": "from torch.optim.lr_scheduler import ConstantLR as make",
+    "method_args.head": "from torch import nn\ndef make(x, output): return nn.Linear(x.shape[1], output.shape[1])",
+}
+CONFIG = """
+model: {entry: "model_entry:make", args: {inputs: 64, width: 16, layers: 4, classes: 10}, output: OUTPUT}
+data: {name: "data_name:make"}
+loss: "loss:make"
+metrics: ["metrics:make"]
+callbacks: ["callbacks:make"]
+optimizer: {name: "optimizer_name:make", lr: 0.1}
+lr_schedule: {name: "lr_schedule_name:make"}
+method: METHOD
+method_args: {head: HEAD}
+stages: 2
+micro_batch_size: 16
+gradient_accumulation: 2
+steps: 2
+evaluate: null
+"""
+# row of the table in docs/configuration.md, "A config is code" -> a command line
+COMMANDS = {
+    "`train CONFIG`": "train c.yaml --out again --overwrite --quiet",
+    "`train CONFIG --dry-run`": "train c.yaml --dry-run",
+    "`collect CONFIG`": "collect c.yaml --methods METHOD --steps 0 --out compared --overwrite",
+    "`train CONFIG --evaluate PATH`": "train c.yaml --evaluate run",
+    "`stability CONFIG`": "stability c.yaml --curvature 1",
+    "`plan CONFIG`": "plan c.yaml --hardware v100x8",
+    "`export RUN --to FOLDER`": "export run --to folder",
+    "`export RUN --to FILE.safetensors`": "export run --to METHOD.safetensors",
+    "`analyze RUN`": "analyze run",
+}
+
+
+def read_documented_imports() -> Dict[str, Set[str]]:
+    """Return the keys whose modules each command imports, by the documentation."""
+    text = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    section = text.partition("## A config is code\n")[2].partition("\n## ")[0]
+    rows = [line.split("|")[1:3] for line in section.splitlines() if line.startswith("| `")]
+    return {command.strip(): set(re.findall(r"`([a-z_.]+)`", keys)) for command, keys in rows}
+
+
+# a method with heads takes no function for the output, so that no config has all keys
+VARIANTS = (
+    {"METHOD": "gpipe", "OUTPUT": '"model_output:make"', "HEAD": "null"},
+    {"METHOD": "local_greedy", "OUTPUT": "null", "HEAD": '"method_args_head:make"'},
+)
+
+
+def test_commands_import_what_the_documentation_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run's folder holds a config, and `--dry-run` builds the model: these are doors, too."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    modules = {key: key.replace(".", "_") for key in MODULES}
+    for key, text in MODULES.items():
+        (tmp_path / f"{modules[key]}.py").write_text(f"open('imported_{key}', 'w').close()\n{text}\n")
+    importlib.invalidate_caches()
+
+    def list_imported() -> Set[str]:
+        """Return the keys whose modules were imported since the last call."""
+        for name in modules.values():
+            sys.modules.pop(name, None)
+        files = list(tmp_path.glob("imported_*"))
+        for file in files:
+            file.unlink()
+        return {file.name.partition("_")[2] for file in files}
+
+    imported: Dict[str, Set[str]] = {"`predict(RUN, ...)`": set(), **{row: set() for row in COMMANDS}}
+    for values in VARIANTS:
+        config_text = CONFIG
+        for name, value in values.items():
+            config_text = config_text.replace(name, value)
+        (tmp_path / "c.yaml").write_text(config_text)
+        config = ipu_pipe.load_config("c.yaml")
+        assert list_imported() == set()
+        ipu_pipe.train(config, "run", quiet=True, overwrite=True)
+        list_imported()
+        ipu_pipe.predict("run", torch.zeros(2, 64))
+        imported["`predict(RUN, ...)`"] |= list_imported()
+        for row, line in COMMANDS.items():
+            command, *arguments = line.replace("METHOD", values["METHOD"]).split()
+            module: Any = importlib.import_module(f"ipu_pipe.cli.{command}")
+            done = run_here(module, *arguments, monkeypatch=monkeypatch, capsys=capsys)
+            # this model has no save_pretrained, and for local methods there is no delay to examine
+            is_refused = command == "stability" if values["METHOD"] == "local_greedy" else False
+            assert done.returncode == (2 if is_refused or row == "`export RUN --to FOLDER`" else 0), done
+            imported[row] |= list_imported()
+    assert imported == read_documented_imports()
