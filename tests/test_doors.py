@@ -287,3 +287,12 @@ def test_commands_import_what_the_documentation_says(
             assert done.returncode == (2 if is_refused or row == "`export RUN --to FOLDER`" else 0), done
             imported[row] |= list_imported()
     assert imported == read_documented_imports()
+
+
+def test_readme_names_the_commands_that_import() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    importing, _, harmless = readme.partition("A config names code to import")[2].partition("\n\n")[0].partition(". ")
+    for row, keys in read_documented_imports().items():
+        command = re.split(r"\W", row.strip("`"))[0]
+        assert f"`{command}" in (importing if keys else harmless), row
+    assert "--dry-run" in importing
