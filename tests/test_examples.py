@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import json
 import os
 import subprocess
 import sys
@@ -9,6 +11,8 @@ from pathlib import Path
 from typing import Any, Dict, List
 
 import pytest
+
+import ipu_pipe
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
@@ -81,3 +85,29 @@ def test_batch_files_start_tools_train_with_resume(file: str, launcher: str, tmp
         assert "--rdzv_endpoint node0:24711 --rdzv_id 4711" in done.stdout
     without = subprocess.run(["bash", str(EXAMPLES / file)], env={**variables, "CONFIG": ""}, **how)
     assert without.returncode != 0 and "CONFIG" in without.stderr and not without.stdout
+
+
+def read_code(file: Path) -> str:
+    """Return the Python code of a script or a notebook, without the notebook's magic commands."""
+    text = file.read_text(encoding="utf-8")
+    if file.suffix != ".ipynb":
+        return text
+    cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
+    lines = "\n".join("".join(cell["source"]) for cell in cells).splitlines()
+    return "\n".join(line for line in lines if not line.startswith("%"))
+
+
+@pytest.mark.parametrize("file", sorted([*EXAMPLES.glob("*.py"), *EXAMPLES.glob("*.ipynb")]), ids=lambda file: file.name)
+def test_an_example_uses_public_names_alone(file: Path) -> None:
+    """The notebook imported inner modules, which may change in any version."""
+    used = set()
+    for node in ast.walk(ast.parse(read_code(file))):
+        if isinstance(node, ast.Import):
+            used |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            used |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "ipu_pipe":
+            used.add(f"ipu_pipe.{node.attr}")
+    public = {"ipu_pipe", "ipu_pipe.integrations.transformers.PipelineTrainer"}
+    public |= {f"ipu_pipe.{name}" for name in ipu_pipe.__all__}
+    assert {name for name in used if name.partition(".")[0] == "ipu_pipe"} <= public

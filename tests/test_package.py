@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -28,6 +29,19 @@ def test_the_wheel_has_all_folders() -> None:
     names = {".".join(folder.relative_to(ROOT).parts) for folder in folders}
     names = {name if name.startswith("ipu_pipe") else f"ipu_pipe.{name}" for name in names}
     assert {line.strip().strip('",') for line in listed.splitlines()[1:]} - {""} == names
+
+
+def test_the_description_on_an_index_leads_nowhere_into_the_clone() -> None:
+    """Story: README was the description as it is; on an index its picture and its links into docs/ were broken."""
+    pytest.importorskip("setuptools")
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = runpy.run_path(str(ROOT / "setup.py"))["describe"]()
+    links = re.findall(r"\]\(([^)]*)\)", text)
+    assert all(link.startswith(("https:", "#")) for link in links), links
+    assert "![" not in text and "](docs/" in readme
+    # nothing else is lost
+    without_targets = re.sub(r"!\[[^]]*\]\([^)]*\)|(?<=\])\([^)]*\)", "", readme)
+    assert re.findall(r"\w+", text) == re.findall(r"\w+", without_targets)
 
 
 def test_examples_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
