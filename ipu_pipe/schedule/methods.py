@@ -353,6 +353,11 @@ def resolve_method(name: str, args: Mapping[str, Any] = {}) -> Method:
     return _change_axes(method, settings)
 
 
+def find_method(method: Union[str, Method]) -> Method:
+    """Return the row of a method, which may be its name. Raise `BadInput` for an unknown name."""
+    return method if isinstance(method, Method) else resolve_method(method)
+
+
 def _set_order(method: Method, settings: Mapping[str, Any]) -> Method:
     """Let an asynchronous method run 1F1B on several stages of a device, with whole or split backwards."""
     splits = bool(settings.get("split_backward"))
