@@ -17,7 +17,8 @@ from ipu_pipe.config.sections import GIVEN, StageCount
 from ipu_pipe.errors import BadInput
 from ipu_pipe.schedule import methods
 from ipu_pipe.schedule.methods import Method
-from ipu_pipe.text import show
+from ipu_pipe.shipped import list_configs
+from ipu_pipe.text import find_nearest, show
 
 # ---- YAML files: read keys within bounds and record the source of each value; write YAML that reads the same
 #
@@ -172,7 +173,7 @@ def _read_text(path: Path, source: str) -> str:
             is_file = stat.S_ISREG(os.fstat(handle).st_mode)
             content = file.read(MOST_BYTES + 1) if is_file else b""
     except FileNotFoundError:
-        raise BadInput(f"{source}: no such config file") from None
+        raise BadInput(f"{source}: no such config file{_suggest_file(path)}") from None
     # a NUL in the name is a ValueError
     except (OSError, ValueError) as error:
         raise BadInput(f"{source}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
@@ -183,6 +184,21 @@ def _read_text(path: Path, source: str) -> str:
     except UnicodeDecodeError as error:
         line, byte = content.count(b"\n", 0, error.start) + 1, f"0x{content[error.start]:02x}"
         raise BadInput(f"{path}: line {line}: byte {byte} is not UTF-8: save the file as UTF-8") from None
+
+
+def _suggest_file(path: Path) -> str:
+    """Return the end of a fault that names the nearest file beside a missing one, or the nearest example config."""
+    try:
+        beside = {file.stem: str(file) for file in path.parent.glob("*.y*ml")}
+    # such as a name that is too long
+    except (OSError, ValueError):
+        beside = {}
+    near = find_nearest(path.stem, beside)
+    if near:
+        return f"; did you mean {beside[near]}?"
+    examples = {Path(name).name: name for name in list_configs()}
+    near = find_nearest(path.stem, examples)
+    return f"; did you mean {examples[near]}?" if near else ""
 
 
 def note_origin(value: Any, key: str, origin: str, origins: Origins) -> None:

@@ -43,7 +43,8 @@ def make_schedule(
 
     `method`: its name, or the row that `resolve_method` returns, with other settings. `drains`: microbatches, multiples of N,
     before which the pipeline drains and refills (evaluation, checkpoints); a method that flushes is empty there anyway.
-    `synchronous`: the number of microbatches at the start, a multiple of N, that run as in GPipe (PipeMare's warm-up, W). Raise `BadInput` for an unknown name and for impossible sizes (see `check_sizes`).
+    `synchronous`: the number of microbatches at the start, a multiple of N, that run as in GPipe (PipeMare's warm-up, W).
+    Raise `BadInput` for an unknown name and for impossible sizes (see `check_sizes`).
     """
     method = find_method(method)
     check_sizes(method, stages, microbatches, accumulate)
