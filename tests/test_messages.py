@@ -257,8 +257,10 @@ def test_settings_beside_the_new_name_are_still_faults(overrides: List[str], key
     assert fault.startswith("--set ") and f": optimizer.{key}: " in fault
 
 
-def test_a_file_whose_own_settings_do_not_fit_is_a_fault(tmp_path: Path) -> None:
-    path = write_base(tmp_path, BASE.replace("momentum: 0.9", "betas: [0.9, 0.9]").replace("nesterov: true, ", ""))
+@pytest.mark.parametrize("name", ["name: sgd, ", ""])
+def test_a_file_whose_own_settings_do_not_fit_is_a_fault(name: str, tmp_path: Path) -> None:
+    text = BASE.replace("momentum: 0.9", "betas: [0.9, 0.9]").replace("nesterov: true, ", "").replace("name: sgd, ", name)
+    path = write_base(tmp_path, text)
     for overrides in ([], ["optimizer.lr=0.2"], ["optimizer={lr: 0.2}"]):
         (fault,) = list_faults(load_config, path, overrides)
         assert fault.startswith(f"{path}: optimizer.betas: ")

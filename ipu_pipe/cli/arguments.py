@@ -25,8 +25,11 @@ def option(*names: str, group: str = "", **keys: Any) -> Option:
     return names, group, keys
 
 
-SET = option("--set", action="extend", nargs="+", default=[], metavar="KEY=VALUE", help="other values of keys, as YAML")
-CONFIG = (option("config", metavar="CONFIG", nargs="?", help="a YAML file, such as those in configs/"), SET)
+SET = option("--set", action="extend", nargs="+", default=[], metavar="KEY=VALUE",
+             help="change keys of the config, such as optimizer.lr=0.1 (values are YAML)")  # fmt: skip
+CONFIG = (
+    option("config", metavar="CONFIG", nargs="?", help="a YAML file, or the name of one in configs/, such as mlp_digits"), SET,
+)  # fmt: skip
 JSON = option("--json", action="store_true", help="print JSON")
 QUIET = option("--quiet", action="store_true", help="print faults alone, and JSON where it is asked for")
 RUNS = Path("runs/experiments")
