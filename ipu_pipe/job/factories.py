@@ -257,12 +257,11 @@ def check_arguments(function: Callable[..., Any], args: Mapping[str, Any], key: 
         return
     named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    faults = []
-    for name, value in args.items():
-        if name not in named and not takes_any:
-            near = find_nearest(name, named)
-            hint = f", nearest is {near}" if near else ""
-            faults.append(f"{key}.{show(name)}: {show(value)}: unknown argument{hint}, allowed are {', '.join(named)}")
+    faults = [
+        f"{key}.{show(name)}: {show(value)}: unknown argument, allowed are {', '.join(named)}"
+        for name, value in args.items()
+        if name not in named and not takes_any
+    ]
     faults += [
         f"{key}.{name}: missing: must be given"
         for name, parameter in named.items()
