@@ -14,6 +14,7 @@ from typing_extensions import Literal
 from ipu_pipe.config import sections
 from ipu_pipe.config.values import MOST_STAGES, Case, Count, Seconds, Section, Seed, Threads, Updates
 from ipu_pipe.schedule.methods import METHODS, Reads
+from ipu_pipe.text import suggest
 
 # Sections and checks of folders above this one, as "module:name", imported when a config needs them. A backend has its section
 # and its checks in its own folder; a new backend needs only a line here.
@@ -166,9 +167,10 @@ class Config(Section):
         if isinstance(value, Mapping) and ("count" in value or "finest" in value):
             section: Type[Section] = sections.StageFinest if "finest" in value else sections.StageCount
             return section.model_validate(value).model_dump()
-        raise ValueError(
+        allowed = (
             "must be null (the model's own), auto, finest, a whole number >= 1, a list of module names, {count, by} or {finest}"
         )
+        raise ValueError(allowed + (suggest(value, ("auto", "finest")) if isinstance(value, str) else ""))
 
     def list_cases(self) -> Iterator[Case]:
         why = f"is of backend.name poptorch: must be float32, float64, bfloat16 or bfloat16_mixed with {self.backend.name}"

@@ -19,7 +19,7 @@ from ipu_pipe.job.factories import call_entry, check_arguments, collect_results,
 from ipu_pipe.job.metrics import prefers_greater
 from ipu_pipe.job.record import Job
 from ipu_pipe.job.user_code import raise_attributed
-from ipu_pipe.text import describe_kind, list_some
+from ipu_pipe.text import describe_kind, list_some, suggest
 
 
 @dataclass(frozen=True)
@@ -233,7 +233,7 @@ def refuse_callbacks(job: Job, callbacks: Sequence[Callback]) -> None:
     metric_keys += [("early_stopping.metric", one.metric) for one in callbacks if isinstance(one, EarlyStopping)]
     known = ["loss", *(metric.name for metric in job.metrics)]
     faults = [
-        f"{key}: {metric}: no evaluation computes it: must be one of {', '.join(known)}"
+        f"{key}: {metric}: no evaluation computes it: must be one of {', '.join(known)}{suggest(metric, known)}"
         for key, metric in metric_keys
         if metric not in known
     ]
