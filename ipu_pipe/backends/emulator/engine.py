@@ -112,11 +112,11 @@ class EmulatorEngine(Engine):
                 self._emulator.advance(*self._read_batch())
             return self._combine(self._emulator.read()) if read else []
 
-    def _read_batch(self) -> Tuple[Iterator[Tuple[Any, Any]], Optional[List[float]]]:
-        """Return the microbatches up to the next update, with their weights if they have any."""
+    def _read_batch(self) -> Tuple[Any, ...]:
+        """Return the arguments of the emulator's step: the microbatches up to the next update, and any weights."""
         job = self.job
         if job.loss_weight is None:
-            return self._microbatches(), None
+            return (self._microbatches(),)
         # the sum of the weights must be known before the first backward
         batches, weights = [], []
         for replay in self._emulator.list_replays():
