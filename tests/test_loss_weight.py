@@ -56,8 +56,11 @@ def make_batches(counts: Sequence[int]) -> List[Batch]:
 
 
 def token_loss(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Return the mean over the tokens of a microbatch, NaN if there are none."""
-    return F.cross_entropy(output.flatten(0, 1), y.flatten(), ignore_index=IGNORED)
+    """Return the mean over the tokens of a microbatch, NaN with NaN gradients if there are none."""
+    labels = y.flatten()
+    counts = labels != IGNORED
+    losses = F.cross_entropy(output.flatten(0, 1), labels.clamp(min=0), reduction="none")
+    return (losses * counts).sum() / counts.sum()
 
 
 def count_first_row(y: torch.Tensor) -> int:

@@ -186,7 +186,7 @@ def list_exactness_faults(job: Job) -> List[str]:
 # ---- training loss and accuracy of an update: every backend sums in the same order and type
 #
 #     loss        (l_0 + l_1 + ... + l_n-1) / n    in float64, from left to right, over the losses of n microbatches
-#                 (l_0 w_0 + ... + l_n-1 w_n-1) / (w_0 + ... + w_n-1) with weights, over those greater than 0; None if all are 0
+#                 (l_0 w_0 + ... + l_n-1 w_n-1) / (w_0 + ... + w_n-1) with weights; None if all are 0
 #     accuracy    right labels / counted labels    integers until the one division
 #
 # The order is microbatch 0 of each replica, microbatch 1 of each replica, and so on. Partial sums in another type or order
@@ -251,10 +251,9 @@ def average(table: torch.Tensor) -> Tuple[Optional[float], Optional[float]]:
 
 
 def _average_by_weight(table: torch.Tensor) -> Optional[float]:
-    """Return the weighted mean of the losses; None without weight. The losses of weight 0 may be NaN."""
+    """Return the weighted mean of the losses; None without weight."""
     total = weight_sum = 0.0
     for loss, weight in table[:, [0, COLUMNS]].tolist():
-        if weight:
-            total += loss * weight
-            weight_sum += weight
+        total += loss * weight
+        weight_sum += weight
     return total / weight_sum if weight_sum else None
