@@ -78,7 +78,9 @@ class Config(Section):
     `method_args`: changes of the method, and rules against staleness. `stages`: where the model is cut, see
     docs/configuration.md; null: where its own boundaries are. `stages_per_device`: virtual stages on each device, of
     schedules that have them; null: the method's own number. `loss`: cross_entropy, "module:callable" of (output, target), or
-    model: the model's own, see docs/data.md. `backend`: where the run computes. `micro_batch_size`: samples of a microbatch,
+    model: the model's own, see docs/data.md. `loss_weight`: the weight of a microbatch in the mean loss of an update: tokens,
+    the number of its labels that the loss does not ignore, or "module:callable" of the labels, see docs/configuration.md;
+    null: all weigh the same. `backend`: where the run computes. `micro_batch_size`: samples of a microbatch,
     which passes through the stages together; a loader's own if not set. `gradient_accumulation`: microbatches per update.
     `replicas`: copies of the pipeline, each with its share of the samples. `reduction`: how processes average the replicas'
     gradients: exact, in a fixed order, or fast, by the backend's own all-reduce beside the backward, see docs/processes.md.
@@ -101,6 +103,7 @@ class Config(Section):
     stages: Any = None
     stages_per_device: Optional[Count] = None
     loss: str = "cross_entropy"
+    loss_weight: Optional[str] = None
     backend: BackendConfig = BackendConfig()
     micro_batch_size: Count = 8
     gradient_accumulation: Count = 1

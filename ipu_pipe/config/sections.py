@@ -38,6 +38,8 @@ GIVEN = "(given in Python)"
 OPTIMIZERS, SCHEDULERS = "torch.optim.", "torch.optim.lr_scheduler."
 # the name of the loss that a model computes itself
 OWN = "model"
+# the weight of a microbatch that counts its labels
+TOKENS = "tokens"
 # the default number of traced microbatches of a stage
 TRACED = 512
 STAGES = "stages"
@@ -455,6 +457,7 @@ class Given(Section):
     output: Optional[Description] = None
     data: Optional[Description] = None
     loss: Optional[Description] = None
+    loss_weight: Optional[Description] = None
     optimizer: Optional[Description] = None
     lr_scheduler: Optional[Description] = None
     metrics: Optional[List[Description]] = None

@@ -16,14 +16,24 @@ from typing import Any, Callable, Dict, Iterable, List, Mapping, NamedTuple, Opt
 from torch import nn
 
 from ipu_pipe.config.schema import Config
-from ipu_pipe.config.sections import GIVEN, OWN, Entry, OptimizerSettings
+from ipu_pipe.config.sections import GIVEN, OWN, TOKENS, Entry, OptimizerSettings
 from ipu_pipe.data import DataSource, load_data
 from ipu_pipe.errors import BadInput, raise_faults, summarize
 from ipu_pipe.job.overrides import Overrides
 from ipu_pipe.local.heads import AugLocal, Heads
 from ipu_pipe.local.structures import make_blocks
 from ipu_pipe.model.cutting import Piece
-from ipu_pipe.model.loss import Loss, LossOfOutput, OwnLoss, Take, TakePart, list_requested_fields
+from ipu_pipe.model.loss import (
+    Loss,
+    LossOfOutput,
+    LossWeight,
+    OwnLoss,
+    Take,
+    TakePart,
+    get_plain_loss,
+    list_requested_fields,
+    make_token_count,
+)
 from ipu_pipe.model.stages import Partition, partition
 from ipu_pipe.schedule.methods import Method
 from ipu_pipe.shipped import MODELS
@@ -88,6 +98,20 @@ def make_loss(config: Config, objects: Overrides) -> Loss:
         chosen = call_entry(chosen, {}, "loss") if inspect.isclass(chosen) and issubclass(chosen, nn.Module) else chosen
     asks = list_requested_fields(chosen)
     return chosen if take is None and not asks else LossOfOutput(chosen, take, asks)
+
+
+def make_loss_weight(config: Config, objects: Overrides, loss: Loss) -> Optional[LossWeight]:
+    """Make the weight of microbatches in the mean loss of an update; None if all weigh the same."""
+    if callable(objects.loss_weight):
+        return objects.loss_weight
+    if config.loss_weight is None:
+        return None
+    if config.loss_weight == TOKENS:
+        return make_token_count(get_plain_loss(loss))
+    if ":" not in config.loss_weight:
+        why = "must be tokens, or an import string module:name of a function of the labels"
+        raise BadInput(f"loss_weight: {show(config.loss_weight)}: {why}")
+    return resolve_entry(config.loss_weight, "loss_weight")
 
 
 def make_take(config: Config, of_heads: bool = False) -> Optional[Take]:

@@ -37,7 +37,8 @@ class Moment:
     """The state of a run that callbacks get.
 
     step: the number of updates done; epoch: the same in epochs (None for data without a length)
-    losses: the mean training losses of the newest update, one for each block that has its own, the model's last; may be empty
+    losses: the mean training losses of the newest update, one for each block that has its own, the model's last; may be empty;
+        None if the update's microbatches have no weight (`loss_weight`)
     rate: the learning rate of the newest update
     metrics: the newest evaluation by the names of `metrics.jsonl` (test_loss, test_accuracy, ...); empty before the first
     model: the whole model with the newest weights, None if its stages are in several processes or on other devices
@@ -50,7 +51,7 @@ class Moment:
 
     step: int
     epoch: Optional[float]
-    losses: Tuple[float, ...]
+    losses: Tuple[Optional[float], ...]
     rate: float
     samples_per_second: Optional[float]
     metrics: Mapping[str, Optional[float]]
