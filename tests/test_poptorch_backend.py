@@ -783,8 +783,8 @@ def test_the_analysis_of_other_executions_of_all_ipus(
     analysis = check_one_device(tmp_path / "ipu", busy_share)
     run(make_config(method, stages=4), tmp_path / "emulator", "mlp")
     # device 0 of the emulator's trace is another device than all IPUs
-    for row in compute_differences(analysis, analyze_run(tmp_path / "emulator")):
-        assert row["difference"] is None or not row["name"].startswith("devices[")
+    for figure in compute_differences(analysis, analyze_run(tmp_path / "emulator")):
+        assert figure["difference"] is None or not figure["name"].startswith("devices[")
 
 
 @pytest.mark.parametrize("blocks", [2, 4])

@@ -34,6 +34,7 @@ from ipu_pipe.model.observation import Observation, observe_training
 from ipu_pipe.model.precision import get_uncast_loss
 from ipu_pipe.model.randomness import find_unkeyed_draws
 from ipu_pipe.model.restoring import restore_all
+from ipu_pipe.plan.config_cut import list_shortages
 from ipu_pipe.text import list_some, show
 from ipu_pipe.update import optimizer as update
 from ipu_pipe.update import rules
@@ -45,7 +46,7 @@ def find_faults(job: Job, optimizer_faults: Sequence[str]) -> List[str]:
     kinds = [update.get_kind(job.full_optimizer, group) for group in groups]
     rule_faults = [f for kind, group in zip(kinds, groups) for f in rules.list_conflicts(args, job.method, kind, group)]
     conflicts = {**_find_conflicts(job), **(_find_block_conflicts(job) if job.method.structure is not None else {})}
-    faults = [*get_backend(job.config).list_faults(job), *(fault for fault, applies in conflicts.items() if applies)]
+    faults = [*get_backend(job.config).list_faults(job), *list_shortages(job), *(fault for fault, applies in conflicts.items() if applies)]
     # prefer the line that names the file of the key
     faults += [next((line for line in optimizer_faults if line.endswith(fault)), fault) for fault in rule_faults]
     return list(dict.fromkeys(faults))
