@@ -129,6 +129,7 @@ def test_local_stages_are_the_best_of_all_with_their_heads(method: str, depths: 
     ({"method": "local_chunked", "method_args": {"blocks": ["fc2"]}}, "stages: auto: method_args.blocks names the blocks"),
     ({"hardware": devices(memory=9e3)}, "stages: auto: no cut fits hardware given, 9 kB usable on each device: 4 stages"),
     ({"stages": {"count": 99, "by": "hardware"}}, "the model has 12 places where a stage may begin"),
+    ({"stages": {"count": 7, "by": "hardware"}}, "stages: 7: must be at most 6"),
     ({"precision": "float64"}, "precision: float64: hardware given states no rate for float64"),
     ({"replicas": 5}, "replicas: 5: stages: auto: hardware given has 4 devices"),
     ({"method": "zbv", "gradient_accumulation": 8, "hardware": "pod4"}, "stages: auto: devices in lock-step do not run zbv"),

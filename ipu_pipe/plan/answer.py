@@ -10,9 +10,9 @@ from ipu_pipe.config.load import configure, parse_yaml
 from ipu_pipe.config.schema import Config
 from ipu_pipe.config.sections import MethodArgs
 from ipu_pipe.errors import BadInput
+from ipu_pipe.hardware.description import read_hardware
 from ipu_pipe.job.record import Job
 from ipu_pipe.plan.candidates import Candidate
-from ipu_pipe.hardware.description import read_hardware
 from ipu_pipe.plan.config_cut import predict_config_cut
 from ipu_pipe.plan.planner import STREAMED, Answer, Bottleneck
 from ipu_pipe.plan.prediction import Prediction, Problem

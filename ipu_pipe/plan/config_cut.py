@@ -23,6 +23,8 @@ from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.model.balance import IntArray, StagePrices, find_best_cut
 from ipu_pipe.model.batch import count_bytes, count_samples, take_samples
 from ipu_pipe.model.loss import Loss, get_block_loss
+from ipu_pipe.model.observation import group_weights, observe_execution
+from ipu_pipe.model.stages import explain_too_many
 from ipu_pipe.plan.blocks import BlockUnits, count_blocks
 from ipu_pipe.plan.candidates import Candidate, list_schedules
 from ipu_pipe.plan.planner import Bottleneck, find_bottleneck, find_least_memory, search
@@ -94,6 +96,9 @@ def choose_stages(
         count = method.structure.blocks
     x, y = example
     units = count_units(model, take_samples(x, FEW), (), loss, take_samples(y, FEW)).units
+    if count is not None and count <= len(units):
+        most = len(group_weights(model, observe_execution(model, take_samples(x, FEW)).calls))
+        raise_faults([explain_too_many(count, most)] if count > most else [])
     blocks = _count_blocks(config, method, model, x, units)
     starts: Optional[Sequence[int]]
     if config.hardware is None:

@@ -1,0 +1,67 @@
+"""Tell whether the training loss of a run fell at all, beyond its noise.
+
+    tenths of the run   | 0 | 1 | 2 | ... | 9 |     s: the deviation of updates' losses within a tenth of w updates
+    means               m_0 m_1 m_2       m_9
+
+The loss fell if the least of the later means is below m_0 by more than 3 s sqrt(2 / w), three standard errors of their difference,
+or below the first update's loss by more than 3 s sqrt(1 + 1 / w): a run may learn within its first tenth.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import List, Optional
+
+PARTS = 10
+# fewer updates tell nothing
+LEAST_UPDATES = 20
+STANDARD_ERRORS = 3.0
+
+
+class LossTrend:
+    """The losses of a run of `updates` planned updates, summed up by tenths; for runs that are seen from their beginning."""
+
+    def __init__(self, updates: int) -> None:
+        self._size = max(1, updates // PARTS)
+        self._first: Optional[float] = None
+        self._update_count = 0
+        # by tenth: the number of finite losses, their sum, and the sum of the squared distances from the first loss
+        self._counts: List[int] = []
+        self._sums: List[float] = []
+        self._squares: List[float] = []
+
+    def add(self, loss: float) -> None:
+        """Add the loss of the next update. Losses that are not finite are not part of a mean."""
+        if self._update_count % self._size == 0:
+            self._counts.append(0)
+            self._sums.append(0.0)
+            self._squares.append(0.0)
+        self._update_count += 1
+        if not math.isfinite(loss):
+            return
+        if self._first is None:
+            self._first = loss
+        distance = loss - self._first
+        self._counts[-1] += 1
+        self._sums[-1] += distance
+        self._squares[-1] += distance * distance
+
+    def describe(self) -> Optional[str]:
+        """Return a sentence if the loss did not fall; None if it fell, or if the updates are too few to tell."""
+        tenths = [i for i, count in enumerate(self._counts) if count == self._size]
+        if self._first is None or self._update_count < LEAST_UPDATES or tenths[:1] != [0] or len(tenths) < 3:
+            return None
+        means = [self._sums[i] / self._size for i in tenths]
+        spread = sum(self._squares[i] - self._size * mean * mean for i, mean in zip(tenths, means))
+        deviation = math.sqrt(max(spread, 0.0) / (len(tenths) * max(self._size - 1, 1)))
+        least = min(means[1:])
+        fell_by_tenth = means[0] - least > STANDARD_ERRORS * deviation * math.sqrt(2 / self._size)
+        # distances count from the first loss
+        fell_from_first = -least > STANDARD_ERRORS * deviation * math.sqrt(1 + 1 / self._size)
+        if fell_by_tenth or fell_from_first:
+            return None
+        start, lowest = self._first + means[0], self._first + least
+        return (
+            f"the training loss did not fall below its start: {start:.4f} in the first tenth of the updates, at best "
+            f"{lowest:.4f} in a later one, within {STANDARD_ERRORS:g} standard errors"
+        )
