@@ -99,7 +99,7 @@ def test_a_count_of_more_stages_than_weights_is_refused(count: int, by: str) -> 
 
 def test_a_count_leaves_no_stage_without_weights() -> None:
     """Between the top-level modules alone the activation would be the third stage."""
-    block = nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 1))
+    block = Composed(lambda m, x: m.b(m.a(x)), a=nn.Linear(8, 64), b=nn.Linear(64, 1))
     m = nn.Sequential(block, nn.ReLU(), nn.Linear(1, 1))
     for between_top in (False, True):
         part = partition(m, torch.zeros(2, 8), 3, between_top=between_top)

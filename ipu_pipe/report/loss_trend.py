@@ -1,10 +1,11 @@
 """Tell whether the training loss of a run fell at all, beyond its noise.
 
-    tenths of the run   | 0 | 1 | 2 | ... | 9 |     s: the deviation of updates' losses within a tenth of w updates
-    means               m_0 m_1 m_2       m_9
+    tenths of the run   | 0 | 1 | 2 | ... | 9 |     w updates each
+    means               m_0 m_1 m_2       m_9       s: the deviation of losses within a tenth
 
-The loss fell if the least of the later means is below m_0 by more than 3 s sqrt(2 / w), three standard errors of their difference,
-or below the first update's loss by more than 3 s sqrt(1 + 1 / w): a run may learn within its first tenth.
+The loss fell if the least of the later means is below m_0 by more than 3 s sqrt(2 / w), three
+standard errors of their difference, or below the first update's loss by more than
+3 s sqrt(1 + 1 / w): a run may learn within its first tenth.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ STANDARD_ERRORS = 3.0
 
 
 class LossTrend:
-    """The losses of a run of `updates` planned updates, summed up by tenths; for runs that are seen from their beginning."""
+    """The losses of a run of `updates` planned updates from its beginning, summed up by tenths."""
 
     def __init__(self, updates: int) -> None:
         self._size = max(1, updates // PARTS)
         self._first: Optional[float] = None
         self._update_count = 0
-        # by tenth: the number of finite losses, their sum, and the sum of the squared distances from the first loss
+        # by tenth: the number of finite losses, and the sums of their distances from the first loss
+        # and of the squares of these
         self._counts: List[int] = []
         self._sums: List[float] = []
         self._squares: List[float] = []
@@ -47,10 +49,12 @@ class LossTrend:
         self._squares[-1] += distance * distance
 
     def describe(self) -> Optional[str]:
-        """Return a sentence if the loss did not fall; None if it fell, or if the updates are too few to tell."""
+        """Return a sentence if the loss did not fall, None if it fell or the updates are too few."""
         tenths = [i for i, count in enumerate(self._counts) if count == self._size]
-        if self._first is None or self._update_count < LEAST_UPDATES or tenths[:1] != [0] or len(tenths) < 3:
+        knows_start = self._first is not None and tenths[:1] == [0]
+        if not knows_start or self._update_count < LEAST_UPDATES or len(tenths) < 3:
             return None
+        assert self._first is not None
         means = [self._sums[i] / self._size for i in tenths]
         spread = sum(self._squares[i] - self._size * mean * mean for i, mean in zip(tenths, means))
         deviation = math.sqrt(max(spread, 0.0) / (len(tenths) * max(self._size - 1, 1)))
@@ -62,6 +66,6 @@ class LossTrend:
             return None
         start, lowest = self._first + means[0], self._first + least
         return (
-            f"the training loss did not fall below its start: {start:.4f} in the first tenth of the updates, at best "
-            f"{lowest:.4f} in a later one, within {STANDARD_ERRORS:g} standard errors"
+            f"the training loss did not fall below its start: {start:.4f} in the first tenth of the "
+            f"updates, at best {lowest:.4f} in a later one, within {STANDARD_ERRORS:g} standard errors"
         )

@@ -1,4 +1,6 @@
-"""The names of PopART's session options with their types: PopTorch itself finds an unknown one only when it compiles.
+"""The names of PopART's session options with their types.
+
+PopTorch itself finds an unknown one only when it compiles.
 
 Source: PopTorch and PopART, branch sdk-release-3.4.
 """
@@ -67,7 +69,11 @@ _NAMES_BY_TYPE = {
         reportOptions updatableNamedBuffers
     """,
 }
-TYPES: Dict[str, str] = {name: kind for kind, names in _NAMES_BY_TYPE.items() for name in names.split()}
+TYPES: Dict[str, str] = {
+    name: kind
+    for kind, names in _NAMES_BY_TYPE.items()
+    for name in names.split()
+}
 
 _WORDS = {
     "bool": "true or false",
