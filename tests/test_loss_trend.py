@@ -10,7 +10,7 @@ from typing import Any, List
 import pytest
 
 from ipu_pipe.cli import train
-from ipu_pipe.report.loss_trend import LossTrend
+from ipu_pipe.report.position import LossTrend
 from tests.command_line import run_here
 from tests.support.runs import DIGITS, ROOT
 

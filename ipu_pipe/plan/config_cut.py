@@ -241,8 +241,10 @@ def _count_stages_per_device(method: Method) -> int:
 
 
 def list_shortages(job: Job) -> List[str]:
-    """Return the fault of a job that would be predicted on more devices than its hardware has; [] without a prediction."""
-    if job.config.hardware is None or _explain_unpredicted(job) is not None:
+    """Return the fault of a job, whose config names hardware, that would be predicted on more devices than this has; [] without a
+    prediction."""
+    assert job.config.hardware is not None
+    if _explain_unpredicted(job) is not None:
         return []
     hardware = read_hardware(job.config.hardware, "hardware")
     shortage = _explain_shortage(job.config, hardware, len(job.partition), _count_stages_per_device(job.method))

@@ -47,7 +47,8 @@ def find_faults(job: Job, optimizer_faults: Sequence[str]) -> List[str]:
     kinds = [update.get_kind(job.full_optimizer, group) for group in groups]
     rule_faults = [f for kind, group in zip(kinds, groups) for f in rules.list_conflicts(args, job.method, kind, group)]
     conflicts = {**_find_conflicts(job), **(_find_block_conflicts(job) if job.method.structure is not None else {})}
-    faults = [*get_backend(job.config).list_faults(job), *list_shortages(job)]
+    faults = [*get_backend(job.config).list_faults(job)]
+    faults += list_shortages(job) if job.config.hardware is not None else []
     faults += [fault for fault, applies in conflicts.items() if applies]
     # prefer the line that names the file of the key
     faults += [next((line for line in optimizer_faults if line.endswith(fault)), fault) for fault in rule_faults]

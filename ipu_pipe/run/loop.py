@@ -21,9 +21,8 @@ from ipu_pipe.job.user_code import describe_exit, save_traceback
 from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.model.timing import StageSeconds
 from ipu_pipe.plan.config_cut import predict_rate
-from ipu_pipe.report.loss_trend import LossTrend
 from ipu_pipe.report.memory import build_memory_record
-from ipu_pipe.report.position import Position
+from ipu_pipe.report.position import LossTrend, Position
 from ipu_pipe.report.provenance import describe_start, get_timestamp
 from ipu_pipe.report.run_text import format_closing, format_opening
 from ipu_pipe.report.run_trace import choose_stage_costs, write_measured_trace, write_modelled_trace
