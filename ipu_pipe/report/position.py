@@ -84,14 +84,14 @@ class LossTrend:
         self._sums: List[float] = []
         self._squares: List[float] = []
 
-    def add(self, loss: float) -> None:
-        """Add the loss of the next update. Losses that are not finite are not part of a mean."""
+    def add(self, loss: Optional[float]) -> None:
+        """Add the loss of the next update. Losses that are missing or not finite are not part of a mean."""
         if self._update_count % self._size == 0:
             self._counts.append(0)
             self._sums.append(0.0)
             self._squares.append(0.0)
         self._update_count += 1
-        if not math.isfinite(loss):
+        if loss is None or not math.isfinite(loss):
             return
         if self._first is None:
             self._first = loss
