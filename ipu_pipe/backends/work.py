@@ -22,6 +22,7 @@ from ipu_pipe.schedule.table import Schedule
 from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.text import list_some
 from ipu_pipe.update.apply import UpdateRules
+from ipu_pipe.update.clipping import explain_stage_scope
 
 
 @dataclass(frozen=True)
@@ -152,10 +153,11 @@ def list_exactness_faults(job: Job) -> List[str]:
         reasons.append(
             f"clip.scope: delayed_global: with {method.name} the global norm itself is known: use scope: global"
         )
-    if scope == "global" and method.reads_old(stages):
+    if job.config.clip is not None and scope == "global" and method.reads_old(stages):
+        remedy = explain_stage_scope(job.config.clip.norm, stages)
         reasons.append(
             f"clip.scope: global: with {method.name} a stage updates before the others' gradients exist, so the global norm "
-            "is not known: use scope: stage, scope: delayed_global, or a synchronous method"
+            f"is not known: use {remedy}, scope: delayed_global, or a synchronous method"
         )
     has_replicas = job.config.replicas > 1
     if (method.reads_old(stages) or has_replicas) and not get_first_tensor(job.example[0]).is_meta and job.effects.weights:

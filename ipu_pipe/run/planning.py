@@ -150,6 +150,8 @@ def make_planning_problem(
         raise BadInput("--hardware: missing, and the config names none: must be a name of configs/hardware/ or a file")
     described = read_hardware(wanted_hardware, key)
     if devices is not None:
+        if described.devices < devices <= (described.most_devices or devices):
+            say(f"--devices: {devices}: hardware {described.name} describes {described.devices}: its links join the others")
         described = described.with_devices(devices)
     chosen = choose_methods(config.method, methods, described.lockstep, say)
     precision = precision or config.precision

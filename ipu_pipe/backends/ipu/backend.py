@@ -8,6 +8,7 @@ import importlib.util
 import json
 import os
 import sys
+import warnings
 from typing import Any, Dict, List, Mapping, Optional
 
 import numpy as np
@@ -70,6 +71,8 @@ def start(config: Config, asked: Mapping[str, object]) -> None:
     try:
         with contextlib.redirect_stderr(stderr_with_file):
             import poptorch  # noqa: F401
+        # PopTorch's wrapped model passes state_dict's arguments by position
+        warnings.filterwarnings("ignore", message="Positional args are being deprecated")
     except (ImportError, AssertionError, OSError) as error:
         raise BadInput(
             f"backend.name: poptorch: PopTorch is there but cannot be imported: {summarize(error)}: source the SDK's enable "
