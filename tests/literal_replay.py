@@ -16,7 +16,7 @@ from torch import nn
 from torch.func import functional_call
 
 from ipu_pipe.schedule.actions import Kind
-from ipu_pipe.schedule.methods import Method, Pipeline, Reads
+from ipu_pipe.schedule.methods import Method, Reads, Timeline
 from ipu_pipe.schedule.table import Schedule
 
 Batch = Tuple[torch.Tensor, torch.Tensor]
@@ -32,7 +32,7 @@ def lag_formula(method: Method, stages: int, stage: int, accumulate: int) -> flo
     if method.name == "pipedream_2bw":
         return 1
     microbatches = (
-        2 * (stages - 1 - stage) + method.turn if method.pipeline is Pipeline.DATAFLOW else stages - 1 - stage
+        2 * (stages - 1 - stage) + method.turn if method.pipeline is Timeline.DATAFLOW else stages - 1 - stage
     )
     return math.ceil(microbatches / accumulate)
 
@@ -54,7 +54,7 @@ class LiteralRules:
         self.lag = lag_formula(method, stages, stage, accumulate)
         self.ahead = 0.0
         if method.name == "spectrain" and stages > 1:
-            self.ahead = math.ceil(stage / (1 if method.pipeline is Pipeline.DATAFLOW else 2) / accumulate)
+            self.ahead = math.ceil(stage / (1 if method.pipeline is Timeline.DATAFLOW else 2) / accumulate)
 
     def rate(self, k: int) -> float:
         """T1: lr / tau^p."""

@@ -25,7 +25,7 @@ from ipu_pipe.config.compare import dump_config
 from ipu_pipe.config.load import configure, load_config
 from ipu_pipe.errors import BadInput
 from ipu_pipe.run.build import build
-from ipu_pipe.schedule.methods import METHODS, DefaultAccumulate, Method, Pipeline, Reads, resolve_method
+from ipu_pipe.schedule.methods import METHODS, DefaultAccumulate, Method, Reads, Timeline, resolve_method
 from tests.support.ipu_runs import PODS
 from tests.support.runs import ROOT, list_faults, read_json
 
@@ -149,7 +149,7 @@ def test_layers_in_two_blocks_are_refused_and_all_other_methods_run() -> None:
 
 GPIPE, GREEDY = METHODS["gpipe"], METHODS["local_greedy"]
 INVENTED = {
-    "pipeline": replace(GPIPE, pipeline=Pipeline.DATAFLOW),
+    "pipeline": replace(GPIPE, pipeline=Timeline.DATAFLOW),
     "forward_reads": replace(GPIPE, forward_reads=Reads.DOUBLE_BUFFERED),
     "backward_reads": replace(METHODS["pipedream_flush"], backward_reads=Reads.STASHED),
     "predicts": replace(GPIPE, predicts=True),

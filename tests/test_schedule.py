@@ -15,7 +15,7 @@ import ipu_pipe
 from ipu_pipe.errors import BadInput
 from ipu_pipe.schedule.actions import Action, Kind, get_pass_needs, list_needs
 from ipu_pipe.schedule.clock import Costs, clock
-from ipu_pipe.schedule.methods import METHODS, SCHEDULES, Method, Pipeline, Reads, resolve_method
+from ipu_pipe.schedule.methods import METHODS, SCHEDULES, Method, Reads, Timeline, resolve_method
 from ipu_pipe.schedule.rows import format_csv, format_text, from_rows
 from ipu_pipe.schedule.runs import RUN, Stretch
 from ipu_pipe.schedule.table import Schedule, SlotHolds
@@ -352,11 +352,11 @@ def test_csv_refuses_what_pytorch_cannot_express(name: str, reason: str) -> None
 
 def test_method_arguments_change_the_axes() -> None:
     stashing = resolve_method("pipelined_backprop", {"stash": True, "t1": {"anneal_updates": 5}, "turn": None})
-    assert (stashing.pipeline, stashing.turn, stashing.backward_reads) == (Pipeline.DATAFLOW, 0, Reads.STASHED)
+    assert (stashing.pipeline, stashing.turn, stashing.backward_reads) == (Timeline.DATAFLOW, 0, Reads.STASHED)
     late = resolve_method("pipedream", {"schedule": "dataflow", "turn": 1})
-    assert (late.pipeline, late.turn, late.backward_reads) == (Pipeline.DATAFLOW, 1, Reads.STASHED)
+    assert (late.pipeline, late.turn, late.backward_reads) == (Timeline.DATAFLOW, 1, Reads.STASHED)
     other = resolve_method("pipemare", {"schedule": "1f1b"})
-    assert (other.pipeline, other.turn, other.backward_reads) == (Pipeline.ONE_F_ONE_B, 0, Reads.NEWEST)
+    assert (other.pipeline, other.turn, other.backward_reads) == (Timeline.ONE_F_ONE_B, 0, Reads.NEWEST)
 
 
 def test_capped_1f1b_holds_fewer_microbatches_in_the_same_time() -> None:

@@ -34,8 +34,8 @@ class Work:
     greater than 0 after a resume. `replays`: the source of replays if it is not the version table. `block_updates`: the number of
     updates of single stages that make one update of the run. `refuse_nonfinite(update, losses)`: raises `Divergence` if a loss
     is not finite and the config does not allow it; by default nothing is checked. `weighs`: the microbatches of an update have
-    weights (`Weight`); otherwise all count the same. `after_update(update, stages)`: called when these stages have made an update,
-    replicas with their average.
+    weights (`Weight`); otherwise all count the same. `after_update(update, stages)`: called when these stages have made an
+    update, replicas with their average.
     """
 
     loss: Loss

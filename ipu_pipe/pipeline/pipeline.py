@@ -57,8 +57,10 @@ FORMAT = 1
 class Update:
     """An update that has left the pipeline.
 
-    `index`: its number, from 0. `loss`, `accuracy`: means over its microbatches and replicas; the loss is None if all have the
-    weight 0, accuracy where labels have none. `blocks`: (loss, accuracy) of each block with a loss of its own, the whole model last; empty if there is one loss.
+    index:    its number, from 0.
+    loss:     the mean over its microbatches and replicas; None if all have the weight 0.
+    accuracy: the same mean; None where labels have no accuracy.
+    blocks:   (loss, accuracy) of each block with a loss of its own, the whole model last; empty if there is one loss.
     """
 
     index: int

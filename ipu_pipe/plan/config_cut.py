@@ -29,7 +29,7 @@ from ipu_pipe.plan.blocks import BlockUnits, count_blocks
 from ipu_pipe.plan.candidates import Candidate, list_schedules
 from ipu_pipe.plan.planner import Bottleneck, find_bottleneck, find_least_memory, search
 from ipu_pipe.plan.prediction import Prediction, Problem, predict_fastest
-from ipu_pipe.schedule.methods import METHODS, Method, Pipeline
+from ipu_pipe.schedule.methods import METHODS, Method, Timeline
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.text import format_bytes
 from ipu_pipe.update.optimizer import count_moments
@@ -62,7 +62,7 @@ def make_candidate(config: Config, depth: int) -> Candidate:
     default = 1 if row.order is None else row.order.stages_per_device
     return Candidate(
         config.method, depth, config.replicas, config.micro_batch_size, config.gradient_accumulation, config.recompute,
-        config.stages_per_device or default, None if schedule in (None, row.pipeline.value) else Pipeline(schedule),
+        config.stages_per_device or default, None if schedule in (None, row.pipeline.value) else Timeline(schedule),
     )  # fmt: skip
 
 
@@ -115,7 +115,7 @@ def choose_stages(
 def _explain_unplanned(method: Method, hardware: Any) -> Optional[str]:
     """Return why the planner cannot cut or predict a method's stages on `hardware` (as in a config), None if it can."""
     structure, row = method.structure, METHODS[method.name]
-    if method.order is not None and (not method.flushes or method.pipeline is Pipeline.ROWS):
+    if method.order is not None and (not method.flushes or method.pipeline is Timeline.ROWS):
         return f"{method.name} is not planned by device"
     if method.order is not None and hardware is not None and read_hardware(hardware, "hardware").lockstep:
         return f"devices in lock-step do not run {method.name}"

@@ -37,7 +37,7 @@ from ipu_pipe.model.batch import check_same_shapes
 from ipu_pipe.model.cutting import Piece, list_crossings
 from ipu_pipe.model.randomness import KeyedRandomness
 from ipu_pipe.schedule.actions import SPLIT_PASSES
-from ipu_pipe.schedule.methods import Pipeline
+from ipu_pipe.schedule.methods import Timeline
 from ipu_pipe.text import list_some
 from ipu_pipe.update.rules import select_rules
 
@@ -70,7 +70,7 @@ class ProcessEngine(Engine):
             replicas = [ReplicaGroup(groups[device], nccl_group, is_fast) for device in layout.placement]
         # a file of rows may receive a message after any number of later ones
         in_flight = job.schedule.microbatches
-        if job.method.pipeline is not Pipeline.ROWS:
+        if job.method.pipeline is not Timeline.ROWS:
             # with local losses no gradient comes back, so only the limit on sends tells that a message has arrived
             is_local = job.method.structure is not None
             in_flight = 8 * (layout.stages + 1) if is_local else int(job.schedule.max_in_flight().max())

@@ -30,7 +30,7 @@ from ipu_pipe.report.analysis.devices import HOST
 from ipu_pipe.report.analysis.metadata import RunMetadata
 from ipu_pipe.report.analysis.text import Analysis, Row, describe_origin, format_share, format_time
 from ipu_pipe.schedule.clock import Costs, Transfer, clock
-from ipu_pipe.schedule.methods import Pipeline
+from ipu_pipe.schedule.methods import Timeline
 from ipu_pipe.schedule.timelines import make_schedule
 
 STAGE, LINK, COMMUNICATION, OUTSIDE = "stage", "link", "communication", "outside"
@@ -300,7 +300,7 @@ def _knows_order(run: RunMetadata) -> bool:
     method, devices = run.known_method, run.device_of_stage or []
     if method is None or method.order is None:
         return len(set(devices)) == len(devices)
-    return method.flushes and method.pipeline is not Pipeline.ROWS and list(method.order.place(len(devices))) == devices
+    return method.flushes and method.pipeline is not Timeline.ROWS and list(method.order.place(len(devices))) == devices
 
 
 def _make_player(
