@@ -38,6 +38,8 @@ CASE = Case("train", [], "")
         (1, "killed\n", "no line"),
         (2, f"error: {'a' * 9000}\n", "no line: too long"),
         (2, "error: \x1b[31m\n", "no line: too long, or not printable"),
+        (1, "error: before training: KeyError: 3 (/x/ipu_pipe/run/checkpoint.py:324, in load)\n", "our line: error"),
+        (1, "error: before training: KeyError: 3 (/x/my_model.py:3, in forward)\n", ""),
         (-11, "", "exit code: -11"),
         (3, "error: x\n", "exit code: 3"),
         (0, "x.py:3: RuntimeWarning: overflow\n  x * y\n", "warning: "),

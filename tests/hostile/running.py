@@ -47,6 +47,8 @@ SECONDS = 30  # of a case
 MORE_MEMORY = 3 * 2**30  # address space of a case beyond what the imports take, in bytes
 MOST_WRITTEN = 2**28  # of a file
 LONGEST = 2100  # characters of a fault's line
+# a fault of ours that was reported as the user's: their own lines are never in our files
+OURS = re.compile(r"ipu_pipe/[\w/]+\.py:\d+")
 
 
 class Result(NamedTuple):
@@ -214,6 +216,8 @@ def judged(case: Case, code: Optional[int], said: str, wrong: str) -> str:
         return f"no line: exit code {code}, standard error {wrong[-200:]!r}"
     if any(len(line) > LONGEST or not line.isprintable() for line in lines):
         return "no line: too long, or not printable"
+    if any(OURS.search(line) for line in lines):
+        return f"our line: {next(filter(OURS.search, lines))}"
     if any(not line.isprintable() for line in (said + wrong).replace("\t", " ").split("\n")):
         return "not printable: on standard output or error"
     if code == 0 and case.differs is not None:
@@ -252,7 +256,7 @@ def run_cases(wanted: Sequence[Tuple[str, int]], seed: int, scratch: Path, worke
 
 def table(results: Sequence[Result]) -> str:
     """How the cases ended, a row a kind."""
-    bads = ("traceback", "hang", "exit code", "no line", "differs", "warning", "not printable")
+    bads = ("traceback", "hang", "exit code", "no line", "our line", "differs", "warning", "not printable")
     columns: List[Tuple[str, Callable[[Result], bool]]] = [("cases", lambda r: True)]
     columns += [(f"exit {code}", lambda r, code=code: r.code == code) for code in (0, 1, 2)]  # type: ignore[misc]
     columns += [(bad, lambda r, bad=bad: r.bad.startswith(bad)) for bad in bads]  # type: ignore[misc]
