@@ -162,7 +162,7 @@ class Callbacks:
             name, state = type(callback).__qualname__, _call(callback, "state")
             try:
                 json.dumps(state, allow_nan=False)
-            except (TypeError, ValueError) as error:
+            except (TypeError, ValueError, RecursionError) as error:
                 raise RunFault(f"callback {name}.state: cannot be put into a checkpoint as JSON: {error}") from error
             states.append({"name": name, "state": state})
         return states

@@ -89,7 +89,7 @@ def guard_step(folder: Path, step: int) -> Iterator[None]:
     """Raise `RunFault` if writing a checkpoint fails."""
     try:
         yield
-    except (OSError, TypeError, ValueError) as error:
+    except (OSError, TypeError, ValueError, RecursionError) as error:
         why = f"cannot write the checkpoint: {error}; earlier checkpoints are whole"
         raise RunFault(f"{folder / f'step-{step}'}: {why}") from error
 
