@@ -19,8 +19,21 @@ from typing import Callable, Dict, Iterator, List, NamedTuple, NoReturn, Optiona
 
 import yaml
 
+import ipu_pipe
 from ipu_pipe.errors import run_command
-from tests.hostile import checkpoints, command_lines, commands, configs, data_files, folders, traces
+from tests.hostile import (
+    checkpoints,
+    command_lines,
+    commands,
+    configs,
+    data_files,
+    folders,
+    manifests,
+    named_files,
+    traces,
+    user_code,
+    weights,
+)
 from tests.hostile.cases import BASE, Bases, Case, Make
 
 KINDS: Dict[str, Make] = {
@@ -32,12 +45,17 @@ KINDS: Dict[str, Make] = {
     "traces": traces.make,
     "plans": commands.make_plan,
     "commands": commands.make,
+    "weights": weights.make,
+    "manifests": manifests.make,
+    "named_files": named_files.make,
+    "user_code": user_code.make,
 }
 # in which turn the kinds come: most cases where most can be said
 TURN = (
     *("configs", "command_lines", "checkpoints", "traces", "commands"),
     *("configs", "plans", "folders", "traces", "commands"),
     *("configs", "command_lines", "checkpoints", "data_files", "plans"),
+    *("weights", "manifests", "named_files", "user_code", "user_code"),
 )
 TOOLS = (
     *("train", "schedule", "analyze", "plan", "stability", "collect", "reproduce", "measure_hardware"),
@@ -48,7 +66,7 @@ MORE_MEMORY = 3 * 2**30  # address space of a case beyond what the imports take,
 MOST_WRITTEN = 2**28  # of a file
 LONGEST = 2100  # characters of a fault's line
 # a fault of ours that was reported as the user's: their own lines are never in our files
-OURS = re.compile(r"ipu_pipe/[\w/]+\.py:\d+")
+OURS = re.compile(re.escape(os.path.dirname(ipu_pipe.__file__)) + r"/[\w/]+\.py:\d+")
 
 
 class Result(NamedTuple):
@@ -167,6 +185,8 @@ def _be(case: Case, folder: Path, out: Path) -> NoReturn:
 def _main_of(tool: str) -> Callable[[], None]:
     if tool == "predict":
         return commands.predict
+    if tool == "call":
+        return named_files.call
     module = f"ipu_pipe.cli.{tool}" if tool in TOOLS else f"tools.{tool}"
     main: Callable[[], None] = importlib.import_module(module).main
     return main
