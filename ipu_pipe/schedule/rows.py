@@ -31,6 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ipu_pipe.errors import BadInput, raise_faults
+from ipu_pipe.files import read_file
 from ipu_pipe.schedule.actions import PASSES, SPLIT_PASSES, Action, Kind, list_needs
 from ipu_pipe.schedule.runs import CODE, RUN, Stretch, compress_slots
 from ipu_pipe.schedule.table import Schedule, SlotHolds, list_stages
@@ -171,10 +172,14 @@ def read_csv(name: str) -> DeviceRows:
     return DeviceRows(rows, tuple(device_of[stage] for stage in range(stages)), name, cell_of)
 
 
+# the most bytes of a CSV file: a million actions
+MOST_CSV_BYTES = 16 << 20
+
+
 def _read_lines(name: str) -> List[List[str]]:
     """Return the cells of each line of a CSV file."""
     try:
-        return list(csv.reader(Path(name).read_text(encoding="utf-8").splitlines()))
+        return list(csv.reader(read_file(Path(name), MOST_CSV_BYTES).decode("utf-8").splitlines()))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise BadInput(f"{name}: {getattr(error, 'strerror', None) or error}") from None
 
