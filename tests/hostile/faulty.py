@@ -29,7 +29,7 @@ class UnprintableBase(BaseException):
     """The same, of no `Exception`."""
 
     def __str__(self) -> str:
-        raise KeyboardInterrupt
+        raise ValueError("no text")
 
     __repr__ = __str__
 
@@ -107,6 +107,9 @@ HOW: Dict[str, Callable[[], Any]] = {
 }  # fmt: skip
 
 
+RAISING = list(HOW)[: list(HOW).index("stdout")]
+
+
 def wrong_signature() -> None:
     """Take no argument, whatever a caller gives."""
 
@@ -151,13 +154,13 @@ def _wrap(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
 class Model(nn.Module):
     """Two layers."""
 
-    def __init__(self, where: str, how: str, after: int) -> None:
+    def __init__(self, where: str, how: str, after: int, **others: Any) -> None:
         super().__init__()
         choose(where, how, after)
         if where == "constructor":
             _Counted(how, 0, int)()
         self.a, self.b = nn.Linear(64, 8), nn.Linear(8, 10)
-        for name in ("forward", "state_dict", "load_state_dict", "named_parameters", "train"):
+        for name in ("forward", "state_dict", "load_state_dict"):
             if where == name:
                 setattr(self, name, _wrap(name, getattr(self, name)))
 
@@ -216,7 +219,7 @@ def make_scheduler(optimizer: torch.optim.Optimizer) -> Any:
     if where == "empties":
         optimizer.param_groups.clear()
     elif where == "empties later":
-        real.step = lambda: optimizer.param_groups.clear()  # type: ignore[method-assign]
+        real.step = lambda epoch=None: optimizer.param_groups.clear()  # type: ignore[method-assign]
     elif where == "renames":
         optimizer.param_groups[0].pop("lr")
     elif where == "rate":

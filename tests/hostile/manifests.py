@@ -1,4 +1,4 @@
-"""Manifests whose values are changed and whose seal is made anew, as a forger or another tool would; schema 2's state.json too."""
+"""Manifests whose values are changed and whose seal is made anew, as a forger would; and the state.json of schema 2."""
 
 from __future__ import annotations
 

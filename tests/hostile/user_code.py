@@ -10,14 +10,15 @@ import yaml
 
 from ipu_pipe.run.callbacks import HOOKS
 from tests.hostile.cases import BASE, Bases, Case
-from tests.hostile.faulty import HOW
+from tests.hostile.faulty import HOW, RAISING
 
 PLACES = [
-    "constructor", "forward", "state_dict", "load_state_dict", "named_parameters", "train", "train_batch",
-    "test_batches", "train_batches_per_epoch", "loss", "metric", "optimizer", "step", "scheduler", "scheduler step",
-    "rate", "empties", "empties later", "renames",
+    "constructor", "forward", "state_dict", "load_state_dict", "train_batch", "test_batches", "train_batches_per_epoch",
+    "loss", "metric", "optimizer", "step", "scheduler", "scheduler step", "rate", "empties", "empties later", "renames",
 ]  # fmt: skip
 FAULTY = "tests.hostile.faulty"
+# methods of every module: they may raise, and none returns anything else than PyTorch's own
+OF_MODULES = ("state_dict", "load_state_dict")
 
 
 def make(rng: random.Random, folder: Path, bases: Bases) -> Case:
@@ -31,6 +32,7 @@ def make(rng: random.Random, folder: Path, bases: Bases) -> Case:
         config["callbacks"] = [entry]
     else:
         where = rng.choice(PLACES)
+        how = rng.choice(RAISING) if where in OF_MODULES else how
         args = {"where": where, "how": how, "after": after}
         config["model"] = {"entry": f"{FAULTY}:Model", "args": args}
         config.update(data={"name": f"{FAULTY}:make_data"}, loss=f"{FAULTY}:loss", metrics=[f"{FAULTY}:metric"])
