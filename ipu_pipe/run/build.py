@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import numbers
 import re
 from pathlib import Path
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple, Union
@@ -22,6 +23,7 @@ from ipu_pipe.hardware.precision import resolve_precision
 from ipu_pipe.job.factories import (
     Placed,
     apply_settings_by_stage,
+    explain_wrong_call,
     make_data,
     make_factory,
     make_loss,
@@ -93,6 +95,7 @@ def set_up(
         with build_on_meta() if by_shape else contextlib.nullcontext():
             model = make_model(config)
     data = make_data(config) if data is None else data
+    _check_data(data)
     validation = getattr(data, "validation", None)
     if validation is not None and not callable(getattr(validation, "test_batches", None)):
         why = "must be a DataSource, whose test set is the validation set"
@@ -115,6 +118,17 @@ def set_up(
         getattr(loss_of_output, "asks", ()), backend.trains_on or config.backend.device, backend.emulates, initial_weights,
         label_range=None, loss_weight=make_loss_weight(config, objects, loss_of_output),
     )  # fmt: skip
+
+
+def _check_data(data: DataSource) -> None:
+    """Raise `BadInput` if a method of the data source cannot be called as a run calls it, or counts no microbatches."""
+    arguments = {
+        "train_batch": ("epoch", "index", "batch_size"),
+        "test_batches": ("batch_size",),
+        "train_batches_per_epoch": ("batch_size",),
+    }
+    reasons = {name: explain_wrong_call(getattr(data, name), *names) for name, names in arguments.items()}
+    raise_faults([f"data: {type(data).__name__}.{name}: {why}" for name, why in reasons.items() if why])
 
 
 def choose_batch_size(config: Config, data: DataSource) -> int:
@@ -329,6 +343,9 @@ def _count_updates(config: Config, data: DataSource, replicas: int) -> Tuple[Opt
     too many updates or stops to be planned.
     """
     microbatches, evaluation = data.train_batches_per_epoch(config.micro_batch_size), config.evaluate
+    if microbatches is not None and not isinstance(microbatches, numbers.Integral):
+        why = "must be the microbatches of an epoch, or None"
+        raise BadInput(f"data: train_batches_per_epoch: returned {describe_kind(microbatches)}: {why}")
     milestones, total = config.lr_schedule.milestones, config.lr_schedule.total_steps
     per_epoch = None if microbatches is None else microbatches // (config.gradient_accumulation * replicas)
     if per_epoch is None:

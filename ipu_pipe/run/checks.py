@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any, Dict, List, Sequence, Tuple
+from typing import Any, Dict, List, Mapping, Sequence, Tuple
 
 import torch
 from torch import nn
@@ -35,7 +35,7 @@ from ipu_pipe.model.precision import get_uncast_loss
 from ipu_pipe.model.randomness import find_unkeyed_draws
 from ipu_pipe.model.restoring import restore_all
 from ipu_pipe.plan.config_cut import list_shortages
-from ipu_pipe.text import list_some, show
+from ipu_pipe.text import describe_kind, list_some, show
 from ipu_pipe.update import optimizer as update
 from ipu_pipe.update import rules
 from ipu_pipe.update.clipping import explain_stage_scope
@@ -159,6 +159,9 @@ def check_modules(model: nn.Module, loss: Any, device: torch.device) -> None:
             raise BadInput(f"{place}: {why}")
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
             sparse.append(name)
+    state = model.state_dict()
+    if not isinstance(state, Mapping):
+        raise BadInput(f"model: state_dict: returned {describe_kind(state)}: must return names to tensors")
     named = [*model.named_parameters(), *model.named_buffers()]
     trained = set(model.parameters())
     of_loss = loss.named_parameters() if isinstance(loss, nn.Module) else ()
@@ -166,7 +169,7 @@ def check_modules(model: nn.Module, loss: Any, device: torch.device) -> None:
     names_by_fault = {
         "complex: parameters and buffers must be real": [name for name, t in named if t.dtype.is_complex],
         "is not a dense tensor: checkpoints support only dense tensors": [
-            name for name, t in model.state_dict().items() if not isinstance(t, torch.Tensor) or t.layout != torch.strided
+            name for name, t in state.items() if not isinstance(t, torch.Tensor) or t.layout != torch.strided
         ],
         "gradients must be dense: sparse=False gives the same numbers": sparse,
         "on a GPU cuDNN draws a recurrent layer's dropout from a private state, which no seed reaches: use dropout=0 with "
