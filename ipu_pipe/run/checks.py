@@ -30,10 +30,11 @@ from ipu_pipe.model.loss import (
     take_scores,
     takes_whole_output,
 )
+from ipu_pipe.model.loss_verification import get_user_loss
 from ipu_pipe.model.observation import Observation, observe_training
 from ipu_pipe.model.precision import get_uncast_loss
 from ipu_pipe.model.randomness import find_unkeyed_draws
-from ipu_pipe.model.restoring import restore_all
+from ipu_pipe.model.restoring import restore_all, restore_function
 from ipu_pipe.text import list_some, show
 from ipu_pipe.update import optimizer as update
 from ipu_pipe.update import rules
@@ -194,7 +195,8 @@ def check_model(setup: Setup, example: Tuple[Any, Any], labels: Any) -> Observat
         return value
 
     try:
-        seen = observe_training(model, x, y, run)
+        with restore_function(get_user_loss(loss)):
+            seen = observe_training(model, x, y, run)
     except BadInput:
         raise
     # the user's model may raise anything
