@@ -7,6 +7,7 @@ and processes trained others, without a word; a penalty of all parameters gave N
 from __future__ import annotations
 
 import random
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any, Callable, Dict, List, NamedTuple, Sequence, Tuple
@@ -17,7 +18,6 @@ from torch import nn
 from torch.nn import functional as F
 
 import ipu_pipe
-from ipu_pipe.backends.ipu import backend as ipu_backend
 from ipu_pipe.config.load import configure
 from ipu_pipe.errors import BadInput
 from ipu_pipe.local.blocks import verify_losses
@@ -29,8 +29,9 @@ from ipu_pipe.model.restoring import restore_function
 from ipu_pipe.run.build import build
 from tests.support.models import Composed
 from tests.support.processes import check_two_processes
-from tests.support.runs import needs_processes
+from tests.support.runs import list_faults, needs_processes
 
+pytest_plugins = ["poptorch_double"]  # the fixture `poptorch`
 Loss = Callable[..., torch.Tensor]
 
 
@@ -48,8 +49,7 @@ class Router(nn.Module):
         p = self.gate(x).softmax(-1)
         self.aux = 4 * (p.mean(0) ** 2).sum()
         self.number = float(p.detach().amax())
-        with torch.no_grad():
-            self.mean.mul_(0.9).add_(0.1 * p.mean(0))
+        self.mean.mul_(0.9).add_(0.1 * p.detach().mean(0))
         return x + self.drop(self.expert(x)) * p.amax(-1, keepdim=True)
 
 
@@ -150,7 +150,7 @@ READS: Dict[str, Tuple[Callable[[Any], Loss], str]] = {
     "attribute": (read(lambda m: m[0].aux), r"attributes of modules \(0.aux\)"),
     "attributes": (read(lambda m: m[0].aux + m[2].aux), r"attributes of modules \(0.aux\)"),
     "number": (read(lambda m: m[0].number), "values of other stages"),
-    "popped": (make_popping, "(attributes of modules|values of other stages|fails)"),
+    "popped": (make_popping, "activations of stage 0"),
     "hook": (make_hooked("0", lambda t: t.pow(2).mean()), r"activations of stage 0 \(they depend on 0.gate.weight"),
     "hook without gradient": (make_hooked("0", lambda t: t.detach().mean()), "values of other stages"),
     "hook's number": (make_hooked("1", lambda t: float(t.detach().mean())), "values of other stages"),
@@ -159,7 +159,7 @@ READS: Dict[str, Tuple[Callable[[Any], Loss], str]] = {
     "parameters' norm": (
         read(lambda m: torch.stack([p.norm() for p in m.parameters()]).norm()), r"parameters of stage 0 \(0.gate.weight"),
     "one weight": (read(lambda m: m[0].gate.weight.pow(2).sum()), r"parameters of stage 0 \(0.gate.weight\)"),
-    "a weight's number": (read(lambda m: float(m[0].gate.weight.sum())), r"parameters of stage 0 \(0.gate.weight\)"),
+    "a weight's number": (read(lambda m: float(m[0].gate.weight.detach().sum())), r"parameters of stage 0 \(0.gate.weight\)"),
     "a weight times zero": (read(lambda m: 0.0 * m[0].gate.weight.sum()), r"parameters of stage 0 \(0.gate.weight\)"),
     "another name of a weight": (make_alias, "values of other stages"),
     "a changing buffer": (read(lambda m: m[0].mean.pow(2).sum()), r"buffers of stage 0 \(0.mean\)"),
@@ -339,6 +339,58 @@ def test_what_a_loss_keeps_is_restored() -> None:
     assert torch.allclose(made(x, y) / (1 + 1 / 4), first)
 
 
+# ---- blocks, and copies
+
+
+def make_blocks_job(make: Callable[[Any], Loss], method: str = "local_greedy", **keys: Any) -> Any:
+    return build(**make_case(method, make).make_arguments(**keys))
+
+
+BLOCK_READS: Dict[str, Tuple[Callable[[Any], Loss], List[str]]] = {
+    "weights": (read(lambda m: m[3].weight.pow(2).sum()), ["parameters of stage 1 (3.weight), but block 0 "]),
+    "attributes": (read(lambda m: m[0].aux + m[2].aux), ["(2.aux), but block 0 ", "(0.aux), but block 1 "]),
+    "hook": (make_hooked("0", lambda t: t.detach().mean()), ["values of other stages (of modules or hooks), but block 1 "]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BLOCK_READS)
+def test_the_loss_of_a_block_reads_this_block_alone(case: str) -> None:
+    """On the emulator too, where the other blocks are there: a block would train another's weights."""
+    make, expected = BLOCK_READS[case]
+    faults = list_faults(make_blocks_job, make)
+    assert len(faults) == len(expected)
+    assert all(part in fault and "a method that has no blocks" in fault for part, fault in zip(expected, faults))
+
+
+@pytest.mark.parametrize("method", ["local_greedy", "local_overlapping", "last_layers"])
+@pytest.mark.parametrize("make", [make_counting, draw, lambda model: Counting()])
+def test_losses_of_blocks_that_read_outputs_are_allowed(method: str, make: Any) -> None:
+    model = make_model(partial(nn.Linear, 8, 8))
+    method_args = {"layers": 1} if method == "last_layers" else {}
+    job = build(**Case(method, model, make(model)).make_arguments(method_args=method_args))
+    assert job.method.structure is not None
+
+
+COPIES: Dict[str, Tuple[Callable[[Any], Loss], str]] = {
+    "weight": (read(lambda m: m[3].weight.pow(2).sum()), r"parameters \(3.weight\)"),
+    "attribute": (read(lambda m: m[2].aux), r"attributes of modules \(2.aux\)"),
+    "hook": (make_hooked("0", lambda t: t.pow(2).mean()), ""),
+    "counts": (make_counting, ""),
+    "draws": (draw, ""),
+}
+
+
+@pytest.mark.parametrize("case", COPIES)
+def test_poptorch_compiles_a_copy_which_the_loss_does_not_read(case: str, poptorch: Any) -> None:
+    """Hooks belong to the copy too."""
+    make, expected = COPIES[case]
+    backend = {"name": "poptorch", "ipu": {}}
+    arguments = make_case("gpipe", make).make_arguments(backend=backend, gradient_accumulation=4)
+    faults = list_faults(build, **arguments)
+    assert len(faults) == bool(expected)
+    assert all(re.match(f"loss: reads {expected}, but PopTorch compiles a copy", fault) for fault in faults)
+
+
 # ---- whole runs
 
 
@@ -352,10 +404,11 @@ class Case(NamedTuple):
     def make_arguments(self, **keys: Any) -> Dict[str, Any]:
         x, y = make_batch()
         batches = [(x[i : i + 2] * (1 + 0.1 * i), y[i : i + 2]) for i in range(5)]
-        config = configure(
-            method=self.method, gradient_accumulation=2, micro_batch_size=2, steps=4, stages=["2"], evaluate={"every": 0},
-            optimizer={"name": "sgd", "lr": 0.05, "momentum": 0.9}, **keys,
-        )  # fmt: skip
+        base: Dict[str, Any] = {
+            "method": self.method, "gradient_accumulation": 2, "micro_batch_size": 2, "steps": 4, "stages": ["2"],
+            "evaluate": {"every": 0}, "optimizer": {"name": "sgd", "lr": 0.05, "momentum": 0.9},
+        }  # fmt: skip
+        config = configure(**{**base, **keys})
         data = ipu_pipe.from_loader(batches, batches[:1])
         return {"config": config, "model": self.model, "data": data, "loss": self.loss}
 

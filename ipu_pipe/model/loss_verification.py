@@ -116,11 +116,11 @@ def list_loss_faults(trial: LossTrial, stages: Sequence[LossStage], place: str, 
     tensors = [*list_tensors(trial.example), *trial.model.parameters()]
     if takes_output_alone(trial.loss) or any(t.is_meta for t in tensors):
         return []
-    expected = _run_whole(trial)
     faults = []
     for number, stage in enumerate(stages):
+        expected = _run_whole(trial, number)
         try:
-            why = _explain_difference(trial, stage, number, expected[number])
+            why = _explain_difference(trial, stage, number, expected)
         # the user's loss may raise anything
         except Exception as error:
             why = f"fails ({summarize(error)[:160]})"
@@ -136,17 +136,17 @@ def _explain_difference(trial: LossTrial, stage: LossStage, number: int, expecte
     """Return what the loss `number` reads besides what its stage holds; "" if it reads nothing else."""
     own = {id(t) for t in stage.list_tensors()}
     elsewhere = {id(t) for piece in trial.pieces if piece.stage != stage.index for t in piece.list_tensors()}
-    actual = _run_alone(trial, stage)
+    actual = _run_alone(trial, stage, number)
     reached = actual.reached - own
     if not reached:
         compared = own - elsewhere
         if _is_same(expected, actual, compared):
             return ""
         # if the loss itself varies, a difference proves nothing
-        if not _is_same(expected, _run_whole(trial)[number], compared):
+        if not _is_same(expected, _run_whole(trial, number), compared):
             return ""
     reads = _Reads(trial, stage)
-    _run_alone(trial, stage, reads.note)
+    _run_alone(trial, stage, number, reads.note)
     return f"reads {reads.describe(reached)}"
 
 
@@ -161,20 +161,18 @@ def _is_same(expected: _Result, actual: _Result, weights: Set[int]) -> bool:
 # ---- runs of model and loss
 
 
-def _run_whole(trial: LossTrial) -> List[_Result]:
-    """Return the losses where all modules run."""
+def _run_whole(trial: LossTrial, number: int) -> _Result:
+    """Return the loss of an output, given by its number, where all modules have just run."""
     with trial.restore(), torch.enable_grad():
-        _run_on_other_values(trial, [*trial.model.parameters()])
+        _run_on_other_values(trial, number, [*trial.model.parameters()])
         for _ in range(ROUNDS):
             with trial.randomness.forward(0):
                 output = call_model(trial.model, clone_tensors(trial.example[0]))
-            outputs = output if isinstance(output, BlockOutputs) else [output]
-            losses = [trial.compute_loss(one) for one in outputs]
-        gradients = _compute_gradients(trial, losses)
-        return [_Result(loss.detach(), gradients, set()) for loss in losses]
+            loss = trial.compute_loss(_get_output(output, number))
+        return _Result(loss.detach(), _compute_gradients(trial, loss), set())
 
 
-def _run_alone(trial: LossTrial, stage: LossStage, note: Optional[Handler] = None) -> _Result:
+def _run_alone(trial: LossTrial, stage: LossStage, number: int, note: Optional[Handler] = None) -> _Result:
     """Return the loss of a stage where only its own modules have just run; `note` watches the functions that it calls."""
     own = {get_storage(t) for t in stage.list_tensors()}
     tensors = [*trial.model.parameters(), *trial.model.buffers()]
@@ -186,20 +184,22 @@ def _run_alone(trial: LossTrial, stage: LossStage, note: Optional[Handler] = Non
         with trial.randomness.forward(0):
             for piece in earlier:
                 value = _copy_as_leaves(piece(value))
-        _run_on_other_values(trial, [*trial.model.parameters()])
+        _run_on_other_values(trial, number, [*trial.model.parameters()])
         for _ in range(ROUNDS):
-            _run_on_other_values(trial, others, earlier)
+            _run_on_other_values(trial, number, others, earlier)
             with _change_tensors(others):
                 with trial.randomness.forward(0, calls_before):
                     output = stage.run(_copy_as_leaves(value) if earlier else clone_tensors(value))
                 with FunctionWatch(note) if note is not None else contextlib.nullcontext():
                     loss = trial.compute_loss(output)
         reached = _find_leaves(loss) & {id(p) for p in trial.model.parameters()}
-        gradients = {} if reached - {id(t) for t in stage.list_tensors()} else _compute_gradients(trial, [loss])
+        gradients = {} if reached - {id(t) for t in stage.list_tensors()} else _compute_gradients(trial, loss)
         return _Result(loss.detach(), gradients, reached)
 
 
-def _run_on_other_values(trial: LossTrial, others: Sequence[torch.Tensor], pieces: Sequence[Piece] = ()) -> None:
+def _run_on_other_values(
+    trial: LossTrial, number: int, others: Sequence[torch.Tensor], pieces: Optional[Sequence[Piece]] = None
+) -> None:
     """Run the model and its loss, or only `pieces`, on another input and with other values of the weights among `others`.
 
     Afterwards, values that modules and hooks have kept are those of another microbatch.
@@ -208,13 +208,14 @@ def _run_on_other_values(trial: LossTrial, others: Sequence[torch.Tensor], piece
     weights = [t for t in others if isinstance(t, nn.Parameter)]
     # the model or the loss may refuse such values; then the kept ones stay
     with contextlib.suppress(Exception), _change_tensors(weights), trial.randomness.forward(1):
-        if pieces:
-            for piece in pieces:
-                x = _copy_as_leaves(piece(x))
-            return
-        output = call_model(trial.model, x)
-        for one in output if isinstance(output, BlockOutputs) else [output]:
-            trial.compute_loss(one)
+        for piece in pieces or ():
+            x = _copy_as_leaves(piece(x))
+        if pieces is None:
+            trial.compute_loss(_get_output(call_model(trial.model, x), number))
+
+
+def _get_output(output: Any, number: int) -> Any:
+    return output[number] if isinstance(output, BlockOutputs) else output
 
 
 def _copy_as_leaves(value: Any) -> Any:
@@ -240,10 +241,11 @@ def _change_tensors(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
             t.copy_(value)
 
 
-def _compute_gradients(trial: LossTrial, losses: Sequence[torch.Tensor]) -> Dict[int, Optional[torch.Tensor]]:
-    """Return the gradients of the losses' sum by the ids of the weights."""
-    with trial.randomness.backward(0):
-        torch.autograd.backward([loss for loss in losses if loss.requires_grad])
+def _compute_gradients(trial: LossTrial, loss: torch.Tensor) -> Dict[int, Optional[torch.Tensor]]:
+    """Return the gradients of a loss by the ids of the weights."""
+    if loss.requires_grad:
+        with trial.randomness.backward(0):
+            loss.backward()
     return {id(p): p.grad for p in trial.model.parameters()}
 
 

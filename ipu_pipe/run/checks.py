@@ -150,12 +150,11 @@ def check_modules(model: nn.Module, loss: Any, device: torch.device) -> None:
             raise BadInput(f"{place}: {why}")
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
             sparse.append(name)
-    named = [*model.named_parameters(), *model.named_buffers()]
     trained = set(model.parameters())
     of_loss = loss.named_parameters() if isinstance(loss, nn.Module) else ()
     untrained = [name for name, p in of_loss if p.requires_grad and p not in trained]
     names_by_fault = {
-        "complex: parameters and buffers must be real": [name for name, t in named if t.dtype.is_complex],
+        "complex: parameters must be real": [name for name, p in model.named_parameters() if p.dtype.is_complex],
         "is not a dense tensor: checkpoints support only dense tensors": [
             name for name, t in model.state_dict().items() if not isinstance(t, torch.Tensor) or t.layout != torch.strided
         ],
@@ -209,6 +208,11 @@ def check_model(setup: Setup, example: Tuple[Any, Any], labels: Any) -> Observat
         )
     if not isinstance(value, torch.Tensor) or value.numel() != 1:
         raise BadInput("loss: must return one number, the mean over the microbatch")
+    buffers = dict(model.named_buffers())
+    changed = [name for name in seen.effects.buffers if buffers[name].is_complex()]
+    if changed:
+        why = "complex, and training changes it: keep its real and its imaginary part in a buffer each"
+        raise BadInput(f"model: {list_some(changed)}: {why}")
     if not value.requires_grad:
         raise BadInput("loss: depends on no parameter of the model that needs a gradient: nothing to train")
     _try_metrics(setup)

@@ -38,6 +38,7 @@ from ipu_pipe.model.loss import OwnLoss, takes_whole_output
 from ipu_pipe.model.loss_verification import LossStage, LossTrial, list_loss_faults, takes_output_alone
 from ipu_pipe.model.randomness import KeyedRandomness
 from ipu_pipe.schedule.runs import IntArray
+from ipu_pipe.text import list_some
 
 # seconds that a process may wait for another one that compiles
 COMPILATION = 3600.0
@@ -116,6 +117,9 @@ def list_faults(job: Job) -> List[str]:
         faults.append(f"{key}: IPUs take a model that gives a tensor: {others}")
     elif job.updates_per_epoch is None:
         faults.append(f"data: the training data has no length, which IPUs need: {others}")
+    complex_buffers = [name for name, buffer in job.model.named_buffers() if buffer.is_complex()]
+    if complex_buffers:
+        faults.append(f"model: {list_some(complex_buffers)}: complex: IPUs have no complex numbers: {others}")
     if any(group["lr"] != job.base_rate for group in job.optimizer.param_groups):
         faults.append("optimizer: parameter groups with different learning rates: not with backend.name poptorch: must have one")
     if faults:

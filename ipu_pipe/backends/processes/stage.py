@@ -104,7 +104,7 @@ class StageModel:
 
 
 def _draw(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    if not dtype.is_floating_point:
+    if not (dtype.is_floating_point or dtype.is_complex):
         return torch.zeros(*shape, dtype=dtype, device=device)
     return torch.randn(*shape, dtype=dtype, device=device)
 
