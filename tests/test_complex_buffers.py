@@ -65,9 +65,7 @@ def make_model(persistent: bool = True) -> Any:
 
 def make_batches() -> Any:
     generator = torch.Generator().manual_seed(1)
-    return [
-        (torch.randn(4, 8, generator=generator), torch.randint(0, 4, (4,), generator=generator)) for _ in range(8)
-    ]
+    return [(torch.randn(4, 8, generator=generator), torch.randint(0, 4, (4,), generator=generator)) for _ in range(8)]
 
 
 def make_arguments(persistent: bool = True, method: str = "gpipe", **keys: Any) -> Dict[str, Any]:

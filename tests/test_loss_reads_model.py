@@ -28,7 +28,7 @@ from ipu_pipe.model.observation import observe_effects
 from ipu_pipe.model.restoring import restore_function
 from ipu_pipe.run.build import build
 from tests.support.models import Composed
-from tests.support.processes import check_two_processes
+from tests.support.processes import check_two_processes, run_in_group
 from tests.support.runs import list_faults, needs_processes
 
 pytest_plugins = ["poptorch_double"]  # the fixture `poptorch`
@@ -80,6 +80,12 @@ def make_model(router: Callable[[], nn.Module] = Router) -> Any:
 def make_batch() -> Tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     return torch.randn(6, 8, generator=generator), torch.randint(0, 4, (6,), generator=generator)
+
+
+def make_small_batches() -> List[Tuple[torch.Tensor, torch.Tensor]]:
+    """Return four batches of two samples."""
+    x, y = make_batch()
+    return [(x[i : i + 2] * (1 + 0.1 * i), y[i : i + 2]) for i in range(4)]
 
 
 def verify(model: nn.Module, loss: Loss, example: Any = None, begins: Sequence[str] = ("2",)) -> None:
@@ -176,7 +182,9 @@ def test_a_loss_that_reads_another_stage_is_refused(case: str) -> None:
     loss = make(model)
     state = {name: value.clone() for name, value in model.state_dict().items()}
     aux, drawn = model[0].aux, torch.get_rng_state()
-    with pytest.raises(BadInput, match=f"^loss: (reads )?{expected}.*on processes the last stage computes it alone") as refused:
+    with pytest.raises(
+        BadInput, match=f"^loss: (reads )?{expected}.*on processes the last stage computes it alone"
+    ) as refused:
         verify(model, loss)
     assert len(refused.value.faults) == 1 and "backend: {name: emulator}" in str(refused.value)
     assert torch.equal(torch.get_rng_state(), drawn) and model[0].aux is aux
@@ -422,8 +430,7 @@ class Case(NamedTuple):
     loss: Loss
 
     def make_arguments(self, **keys: Any) -> Dict[str, Any]:
-        x, y = make_batch()
-        batches = [(x[i : i + 2] * (1 + 0.1 * i), y[i : i + 2]) for i in range(5)]
+        batches = make_small_batches()
         base: Dict[str, Any] = {
             "method": self.method, "gradient_accumulation": 2, "micro_batch_size": 2, "steps": 4, "stages": ["2"],
             "evaluate": {"every": 0}, "optimizer": {"name": "sgd", "lr": 0.05, "momentum": 0.9},
@@ -454,8 +461,62 @@ def make_run(method: str) -> Dict[str, Any]:
     return make_case(method, penalize_and_count).make_arguments(checkpoint={"every": 2})
 
 
+def refuse_on_a_rank(rank: int, folder: Path) -> None:
+    make = read(lambda m: m[0].aux)
+    keys = {"backend": {"name": "distributed", "deadline": 60}}
+    for method in ("gpipe", "zb_h1"):
+        (fault,) = list_faults(
+            ipu_pipe.train, out=folder / "run", quiet=True, **make_case(method, make).make_arguments(**keys)
+        )
+        assert fault.startswith("loss: reads attributes of modules (0.aux), but on processes the last stage"), fault
+    assert not (folder / "run" / "metrics.jsonl").exists()
+
+
+@needs_processes
+def test_every_rank_refuses_a_loss_that_reads_another_stage(tmp_path: Path) -> None:
+    """The ranks say the same line before any of them waits."""
+    run_in_group(2, refuse_on_a_rank, tmp_path)
+
+
 @needs_processes
 def test_processes_train_with_a_loss_of_the_last_stage(tmp_path: Path) -> None:
-    """Two processes and the emulator end in the same weights; the emulator's are those of a plain loop."""
+    """Two processes and the emulator end in the same weights, with a loss that counts its calls."""
     methods = ("gpipe", "zb_h1", "pipedream")
     check_two_processes(tmp_path, {method: partial(make_run, method) for method in methods})
+
+
+def read_all_and_count(model: Any) -> Loss:
+    """Return a loss that reads all weights and attributes, and counts its calls."""
+    calls = [0]
+
+    def loss(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        calls[0] += 1
+        penalty = sum(p.abs().sum() for p in model.parameters())
+        return F.cross_entropy(output, y) + (0.01 * penalty + model[0].aux + model[2].aux) / calls[0]
+
+    return loss
+
+
+def make_without_dropout() -> Case:
+    model = make_model()
+    model[0].drop.p = model[2].drop.p = 0.0
+    return Case("gpipe", model, read_all_and_count(model))
+
+
+def test_the_emulator_trains_the_weights_of_a_plain_loop(tmp_path: Path) -> None:
+    """Story: the check before training had counted a call of the loss."""
+    case, plain = make_without_dropout(), make_without_dropout()
+    ipu_pipe.train(out=tmp_path, quiet=True, **case.make_arguments())
+    batches = make_small_batches()
+    # the evaluation before training
+    plain.loss(plain.model.eval()(batches[0][0]), batches[0][1])
+    plain.model.train()
+    optimizer = torch.optim.SGD(plain.model.parameters(), lr=0.05, momentum=0.9)
+    for m in range(8):
+        x, y = batches[m % 4]
+        (plain.loss(plain.model(x), y) / 2).backward()
+        if m % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    expected = dict(plain.model.named_parameters())
+    assert all(torch.equal(p, expected[name]) for name, p in case.model.named_parameters())

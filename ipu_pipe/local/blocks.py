@@ -332,7 +332,10 @@ def verify_losses(
         elif piece is pieces[-1]:
             stages.append(LossStage(piece.stage, [piece], piece))
     place = "on processes the last stage computes it alone"
-    remedy = "use backend: {name: emulator}"
+    remedy = (
+        "put the term into the model's output, or into a layer's backward by an autograd function, or use backend:"
+        " {name: emulator}"
+    )
     if blocks is not None:
         place = "block {stage} computes it alone"
         remedy += " with a method that has no blocks"

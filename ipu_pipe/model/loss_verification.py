@@ -111,8 +111,7 @@ def takes_output_alone(loss: Loss) -> bool:
 def list_loss_faults(trial: LossTrial, stages: Sequence[LossStage], place: str, remedy: str) -> List[str]:
     """Return a fault for each stage whose loss reads more than the stage holds; model and loss are left as they were.
 
-    `stages`: those with losses, in order; `place`: who computes a loss, with `{stage}` for the number; `remedy`: the alternative
-    to moving the term into the model.
+    `stages`: those with losses, in order; `place`: who computes a loss, with `{stage}` for the number.
     """
     tensors = [*list_tensors(trial.example), *trial.model.parameters()]
     if takes_output_alone(trial.loss) or any(t.is_meta for t in tensors):
@@ -130,10 +129,7 @@ def list_loss_faults(trial: LossTrial, stages: Sequence[LossStage], place: str, 
         except Exception as error:
             why = f"fails ({summarize(error)[:160]})"
         if why:
-            faults.append(
-                f"loss: {why}, but {place.format(stage=stage.stage)}: put the term into the model's output, or into a layer's"
-                f" backward by an autograd function, or {remedy}"
-            )
+            faults.append(f"loss: {why}, but {place.format(stage=stage.stage)}: {remedy}")
     return faults
 
 

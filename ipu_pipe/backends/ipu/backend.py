@@ -140,7 +140,8 @@ def _list_loss_faults(job: Job) -> List[str]:
         stages = [LossStage(0, [body], lambda x, i=i: list(body.run_blocks(x))[i][0]) for i in range(body.losses)]  # type: ignore[misc]
         trial = LossTrial(job.model, (), job.loss, job.example, randomness)
         place = "PopTorch compiles a copy of the model, in which it cannot read them"
-        return list(dict.fromkeys(list_loss_faults(trial, stages, place, "use backend: {name: emulator}")))
+        remedy = "put the term into the model's output, or use backend: {name: emulator}"
+        return list(dict.fromkeys(list_loss_faults(trial, stages, place, remedy)))
     finally:
         randomness.remove()
 
