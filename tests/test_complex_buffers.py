@@ -102,7 +102,8 @@ def test_a_buffer_stays_complex_in_every_precision(tmp_path: Path, precision: st
     arguments["model"][0].register_forward_hook(keep_dtype)
     train(out=tmp_path, quiet=True, **arguments)
     assert set(seen) == {torch.complex128 if precision == "float64" else torch.complex64}
-    assert torch.equal(arguments["model"][0].rotations, torch.polar(torch.ones(4), ANGLES))
+    rotations = arguments["model"][0].rotations
+    assert rotations.dtype == torch.complex64 and torch.equal(rotations, torch.polar(torch.ones(4), ANGLES))
 
 
 @pytest.mark.parametrize("precision", ["float32", "float64"])

@@ -152,10 +152,15 @@ def make_popping(model: Any) -> Loss:
     return lambda output, y: F.cross_entropy(output, y) + vars(model[0]).pop("aux")
 
 
+def make_drawing(model: Any) -> Loss:
+    return lambda output, y: F.cross_entropy(F.dropout(output, 0.5), y) * (1 + random.random()) + model[0].number
+
+
 READS: Dict[str, Tuple[Callable[[Any], Loss], str]] = {
     "attribute": (read(lambda m: m[0].aux), r"attributes of modules \(0.aux\)"),
     "attributes": (read(lambda m: m[0].aux + m[2].aux), r"attributes of modules \(0.aux\)"),
     "number": (read(lambda m: m[0].number), "values of other stages"),
+    "number, with draws": (make_drawing, "values of other stages"),
     "popped": (make_popping, "activations of stage 0"),
     "hook": (make_hooked("0", lambda t: t.pow(2).mean()), r"activations of stage 0 \(they depend on 0.gate.weight"),
     "hook without gradient": (make_hooked("0", lambda t: t.detach().mean()), "values of other stages"),
