@@ -44,7 +44,7 @@ def verify_pieces(model: nn.Module, pieces: Sequence[Piece], x: Any) -> Training
         return TrainingEffects(ForwardEffects())
     with torch.no_grad():
         pieces[0].cut.prepare(x, training=False)
-    x = tree_map(_change_values, x)
+    x = tree_map(change_values, x)
     effects = TrainingEffects(observe_effects(model, x))
     for training in (True, False):
         run = partial(_run, model, pieces, x, effects.forward, training)
@@ -89,7 +89,7 @@ def _find_cut_random_modules(pieces: Sequence[Piece], effects: ForwardEffects) -
     return [name or "the model itself" for name in effects.draws if not any(f"{name}.".startswith(n) for n in uncut)]
 
 
-def _change_values(t: Any) -> Any:
+def change_values(t: Any) -> Any:
     """Return an input with other values that are valid for the model too."""
     if not isinstance(t, torch.Tensor) or not t.dim():
         return t

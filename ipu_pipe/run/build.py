@@ -37,7 +37,7 @@ from ipu_pipe.job.overrides import Overrides, describe, describe_given, describe
 from ipu_pipe.job.record import DTYPES, InitialWeights, Job, Setup, list_drains
 from ipu_pipe.job.user_code import attribute_faults
 from ipu_pipe.launcher import read_launch
-from ipu_pipe.local.blocks import get_blocks, measure_footprint, observe_blocks
+from ipu_pipe.local.blocks import get_blocks, measure_footprint, observe_blocks, verify_losses
 from ipu_pipe.model.batch import clone_tensors
 from ipu_pipe.model.loss import Loss, OwnLoss, SumOfLosses, get_plain_loss
 from ipu_pipe.model.meta import build_on_meta
@@ -223,6 +223,7 @@ def _assemble(setup: Setup, objects: Overrides, done: int) -> Job:
         loss = SumOfLosses(loss)
         observation = observe_blocks(model, loss, example)
         footprint = measure_footprint(model, partition, observation)
+    verify_losses(model, placed.pieces, loss, example, observation.effects.draws)
     # one replica per stage by default
     if rounds is not None and rounds.replicas is None:
         config = config.with_method_args(replicas=len(partition))

@@ -118,6 +118,8 @@ def save_tensors(file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     """Write a safetensors file to the disk. Raise `OSError`."""
     contiguous, storages = {}, set()
     for key, value in tensors.items():
+        # older versions of the format have no complex numbers, so these are stored as pairs  # (..., 2)
+        value = torch.view_as_real(value.detach().resolve_conj()) if value.is_complex() else value
         value = value.detach().cpu().contiguous()
         storage = value.untyped_storage().data_ptr()
         # the format refuses two names of one storage (tied weights)
@@ -353,6 +355,8 @@ def load_weights(
     names.
     """
     state = model.state_dict()
+    pairs = {name for name, value in tensors.items() if name in state and state[name].is_complex() and not value.is_complex()}
+    tensors = {name: _join_pairs(value) if name in pairs else value for name, value in tensors.items()}
     heads = {name: value for name, value in state.items() if name.startswith(HEADS)}
     # a model without heads can load a checkpoint with heads, because they are for training only
     if not heads or not heads_too:
@@ -381,6 +385,12 @@ def load_weights(
         raise_first_faults(source, missing + [f"{name}: {why}" for name, why in left_out.items()])
     load_state(model, {**state, **fitting})
     return Loaded(left_out, [name for name in state if name not in fitting])
+
+
+def _join_pairs(value: torch.Tensor) -> torch.Tensor:
+    """Return the complex numbers whose parts are in the last dimension; other tensors unchanged."""
+    is_paired = value.is_floating_point() and value.dim() > 0 and value.shape[-1] == 2
+    return torch.view_as_complex(value.contiguous()) if is_paired else value
 
 
 def raise_first_faults(source: object, faults: List[str]) -> None:

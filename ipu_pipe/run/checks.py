@@ -30,10 +30,11 @@ from ipu_pipe.model.loss import (
     take_scores,
     takes_whole_output,
 )
+from ipu_pipe.model.loss_verification import get_user_loss
 from ipu_pipe.model.observation import Observation, observe_training
 from ipu_pipe.model.precision import get_uncast_loss
 from ipu_pipe.model.randomness import find_unkeyed_draws
-from ipu_pipe.model.restoring import restore_all
+from ipu_pipe.model.restoring import restore_all, restore_function
 from ipu_pipe.plan.config_cut import list_shortages
 from ipu_pipe.text import describe_kind, list_some, show
 from ipu_pipe.update import optimizer as update
@@ -162,12 +163,11 @@ def check_modules(model: nn.Module, loss: Any, device: torch.device) -> None:
     state = model.state_dict()
     if not isinstance(state, Mapping):
         raise BadInput(f"model: state_dict: returned {describe_kind(state)}: must return names to tensors")
-    named = [*model.named_parameters(), *model.named_buffers()]
     trained = set(model.parameters())
     of_loss = loss.named_parameters() if isinstance(loss, nn.Module) else ()
     untrained = [name for name, p in of_loss if p.requires_grad and p not in trained]
     names_by_fault = {
-        "complex: parameters and buffers must be real": [name for name, t in named if t.dtype.is_complex],
+        "complex: parameters must be real": [name for name, p in model.named_parameters() if p.dtype.is_complex],
         "is not a dense tensor: checkpoints support only dense tensors": [
             name for name, t in state.items() if not isinstance(t, torch.Tensor) or t.layout != torch.strided
         ],
@@ -207,7 +207,8 @@ def check_model(setup: Setup, example: Tuple[Any, Any], labels: Any) -> Observat
         return value
 
     try:
-        seen = observe_training(model, x, y, run)
+        with restore_function(get_user_loss(loss)):
+            seen = observe_training(model, x, y, run)
     except BadInput:
         raise
     # the user's model may raise anything
@@ -220,6 +221,11 @@ def check_model(setup: Setup, example: Tuple[Any, Any], labels: Any) -> Observat
         )
     if not isinstance(value, torch.Tensor) or value.numel() != 1:
         raise BadInput("loss: must return one number, the mean over the microbatch")
+    buffers = dict(model.named_buffers())
+    changed = [name for name in seen.effects.buffers if buffers[name].is_complex()]
+    if changed:
+        why = "complex, and training changes it: keep its real and its imaginary part in a buffer each"
+        raise BadInput(f"model: {list_some(changed)}: {why}")
     if not value.requires_grad:
         raise BadInput("loss: depends on no parameter of the model that needs a gradient: nothing to train")
     _try_metrics(setup)

@@ -16,7 +16,8 @@ from torch.nn.modules.conv import _ConvNd
 
 from ipu_pipe.job.record import Job
 from ipu_pipe.model.batch import list_tensors
-from ipu_pipe.model.restoring import restore_buffers
+from ipu_pipe.model.loss_verification import get_user_loss
+from ipu_pipe.model.restoring import restore_attributes, restore_buffers, restore_function
 from ipu_pipe.model.watching import FunctionWatch
 from ipu_pipe.update.optimizer import list_kinds
 
@@ -79,7 +80,11 @@ def observe_model(job: Job) -> ModelFacts:
             order.append(part.begins[name])
 
     before = {name: (t, t.clone()) for name, t in model.named_buffers()}
-    with contextlib.ExitStack() as hooks, torch.enable_grad(), torch.random.fork_rng(devices=[]), restore_buffers(model):
+    with contextlib.ExitStack() as hooks, torch.enable_grad(), torch.random.fork_rng(devices=[]):
+        hooks.enter_context(restore_buffers(model))
+        # a tensor with a graph, which a module has kept as an attribute, could not be copied with the model
+        hooks.enter_context(restore_attributes(model))
+        hooks.enter_context(restore_function(get_user_loss(job.loss)))
         for name, module in model.named_modules():
             hooks.enter_context(module.register_forward_pre_hook(lambda *_, name=name: begin_module(name)))  # type: ignore[misc]
             hooks.enter_context(module.register_forward_hook(lambda *_: running.pop() and None))
