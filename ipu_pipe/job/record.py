@@ -56,6 +56,7 @@ class Setup:
     `precision`: the dtypes of weights, inputs and updates. `requested_fields`: keys of the batch that the loss takes besides
     labels. `device_kind`: `ipu`, or the type of the training device. `pins_memory`: batches are pinned, so that copying them to a
     GPU does not wait. `initial_weights`: those of `init_from`. `label_range`: the range of allowed labels, if the loss has one.
+    `came_evaluating`: whether the model came in evaluation mode.
     """
 
     config: Config
@@ -70,6 +71,7 @@ class Setup:
     pins_memory: bool
     initial_weights: Optional[InitialWeights]
     label_range: Optional[LabelRange]
+    came_evaluating: bool
 
     @property
     def data_name(self) -> str:
