@@ -1,4 +1,4 @@
-"""Modules that come in evaluation mode are trained in it, on every backend; a model that comes in it is trained in training mode."""
+"""Modules that come in evaluation mode stay in it on every backend; a model that comes in it is trained in training mode."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ pytest_plugins = ["poptorch_double"]  # the fixture `poptorch`
 SGD = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 STAGES = ["3"]
 STEPS = 4
+METHODS = ["pipedream", "pipemare", "pipelined_backprop", "randomized_pipedream", "local_sgd", "local_greedy"]
 ACCUMULATION = 2
 
 
@@ -105,7 +106,7 @@ def test_modules_in_evaluation_mode_train_as_in_a_plain_loop(tmp_path: Path) -> 
     assert read_modes(model) == before
 
 
-@pytest.mark.parametrize("method", ["pipedream", "pipemare", "pipelined_backprop", "randomized_pipedream", "local_sgd", "local_greedy"])
+@pytest.mark.parametrize("method", METHODS)
 def test_every_method_leaves_their_statistics(method: str, tmp_path: Path) -> None:
     model, before = make_model(), make_model().state_dict()
     keys = {"gradient_accumulation": 1} if method in ("randomized_pipedream", "local_sgd") else {}

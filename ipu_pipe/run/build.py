@@ -164,7 +164,8 @@ def build(
 ) -> Job:
     """Build the job that `config` describes; `model`, `data`, `loss` and `others` replace the config's entries as in `set_up`.
 
-    `done`, `by_shape`: as in `set_up`. Raise `BadInput` if anything does not fit. Exceptions of the user's own code pass unchanged.
+    `done`, `by_shape`: as in `set_up`. Raise `BadInput` if anything does not fit. Exceptions of the user's own code pass
+    unchanged.
     """
     objects = Overrides(model, data, loss, **others)
     with attribute_faults(lambda: "before training"):
