@@ -347,7 +347,7 @@ def test_a_run_reports_every_head_and_resumes(head: str, tmp_path: Path) -> None
         ("local_greedy", "method_args.block_rates=[1.0]", "method_args.block_rates: "),
         ("gpipe", "method_args.block_rates=[1.0]", "method_args.block_rates: "),
         ("local_chunked", "method_args.block_accumulation=[1, 4]", "method_args.block_accumulation"),
-        ("local_greedy", "clip={norm: 1.0, scope: global}", "clip.scope: global: "),
+        ("local_greedy", "clip={norm: 1.0, scope: global}", "scope: stage with norm: 0.5 (norm / sqrt(stages)"),
         ("local_overlapping", "clip={norm: 1.0, scope: stage}", "clip: "),
         ("local_overlapping", "method_args.block_accumulation=[1, 1, 1, 1]", "method_args.block_accumulation"),
         ("local_overlapping", "method_args.overlap=2", "overlap: 2: "),

@@ -449,6 +449,7 @@ class PipelineTrainer(Trainer):
             for module, mode in self._modes.items():
                 module.training = mode
             for result in engine.step(k, read=True):
+                assert result.loss is not None
                 self._add_loss(result.loss)
             self.control = self.callback_handler.on_optimizer_step(self.args, self.state, self.control)
             rate = self._get_learning_rate()

@@ -23,7 +23,7 @@ from ipu_pipe.model.modes import find_changed_mode
 from ipu_pipe.model.timing import StageSeconds
 from ipu_pipe.plan.config_cut import predict_rate
 from ipu_pipe.report.memory import build_memory_record
-from ipu_pipe.report.position import Position
+from ipu_pipe.report.position import LossTrend, Position
 from ipu_pipe.report.provenance import describe_start, get_timestamp
 from ipu_pipe.report.run_text import format_closing, format_opening
 from ipu_pipe.report.run_trace import choose_stage_costs, write_measured_trace, write_modelled_trace
@@ -62,6 +62,8 @@ class TrainingLoop:
         self.unwritten_line: Dict[str, Any] = {}
         # by block, of the last evaluation on the test set
         self.test_results: List[EvaluationResult] = []
+        # None of a resumed run, whose start is not known
+        self.loss_trend: Optional[LossTrend] = None
         self.callbacks = Callbacks(callbacks if is_main() else ())
         # all processes must know what rank 0's callbacks do: whether they may stop the run, whether after any update, ...
         main = self.callbacks
@@ -80,6 +82,8 @@ class TrainingLoop:
         if self.resume:
             self.position = restore(job, self.out, self.progress.say, self.callbacks)
         position = self.position
+        if not position.update:
+            self.loss_trend = LossTrend(job.updates)
         self._write_start()
         self.progress.say(format_opening(job, position.update))
         self.engine = engine = make_engine(job, position.update)
@@ -174,7 +178,8 @@ class TrainingLoop:
             write_json(out / name, value)
         # an emulator does the work of all devices in one process, so its rate is not comparable with a prediction
         predicted = None if get_backend(job.config).emulates else predict_rate(job)
-        self.progress.say(format_closing(report, out, predicted))
+        trend = None if self.loss_trend is None else self.loss_trend.describe()
+        self.progress.say(format_closing(report, out, predicted, trend))
         return report
 
     def _write_averages(self) -> None:
@@ -263,6 +268,8 @@ class TrainingLoop:
         # the training loss is averaged over an epoch, or over 100 updates of data without a length
         for update_index, result in enumerate(results, position.update - len(results)):
             position.add_update(result.loss, begins_epoch=update_index % (job.updates_per_epoch or 100) == 0)
+            if self.loss_trend is not None:
+                self.loss_trend.add(result.loss)
             self.bar.advance(result.loss, result.accuracy if shows_accuracy else None, rate)
         epoch, losses = job.count_epochs(position.update), tuple(loss for loss, _ in result.blocks) or (result.loss,)
         self.unwritten_line = {

@@ -17,6 +17,7 @@ from ipu_pipe.backends.ipu.placement import (
     place_stages,
     round_up_ipus,
 )
+from ipu_pipe.backends.ipu.popart_options import list_popart_cases
 from ipu_pipe.config.schema import Config
 from ipu_pipe.config.values import Case
 from ipu_pipe.schedule.methods import Method
@@ -115,6 +116,7 @@ def _list_option_cases(config: Config, method: Method) -> Iterator[Case]:
     for key in ("ipu_ids", "log_cycle_count"):
         why = "cannot be combined with offline_target, which has no device: leave it out"
         yield Case(offline and getattr(ipu, key), f"ipu.{key}", why)
+    yield from list_popart_cases(ipu.popart_options)
     yield Case(ipu.log_cycle_count and ipu.use_ipu_model, "ipu.log_cycle_count", "must be false: hardware alone counts cycles")
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from ipu_pipe.files import atomic_file
 from ipu_pipe.report.analysis.devices import find_span
-from ipu_pipe.report.analysis.text import describe_origin, format_percent, format_time
+from ipu_pipe.report.analysis.text import describe_busy, describe_origin, format_time, name_device
 from ipu_pipe.report.page import COLOURS
 from ipu_pipe.report.plots import check_plots
 from ipu_pipe.schedule.actions import Kind
@@ -74,12 +74,10 @@ def _format_title(analysis: Dict[str, Any], window: Window) -> str:
     is_whole = window == (0, analysis["span_ns"])
     part = "all of" if is_whole else f"{format_time(window[0])} to {format_time(window[1])} of"
     stages = f" on {len(analysis['stages'])} stages" if analysis["stages"] else ""
-    planned = analysis["planned_bubble_fraction"]
-    bound = "" if planned is None else f", schedule's own {format_percent(planned)} (planned)"
     name, method = Path(analysis["source"]).name or analysis["source"], analysis["method"] or "a trace"
     title = (
         f"{name}: {method}{stages}, {part} {format_time(analysis['span_ns'])} ({describe_origin(analysis)})\n"
-        f"devices busy {format_percent(analysis['utilization'])}, bubble {format_percent(analysis['bubble_fraction'])}{bound}"
+        f"{describe_busy(analysis)}"
     )
     return escape_lines(title).replace("$", r"\$")
 
@@ -112,12 +110,17 @@ def _draw_devices(axes: Any, events: Events, devices: Sequence[Dict[str, Any]], 
     axes.set_xlim(window[0] / scale, max(window[1] / scale, 1e-9))
     axes.set_ylim(len(devices) - 0.45, -0.55)
     step = -(-len(devices) // 24)
-    names = [f"device {d['index']} (stage {', '.join(map(str, d['stages']))})" for d in devices[::step]]
+    names = [_label_device(device) for device in devices[::step]]
     axes.set_yticks(range(0, len(devices), step), names, fontsize=8)
     axes.set_xlabel(f"{unit} from the trace's begin", fontsize=8)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=MOST_IN_LEGEND_ROW, fontsize=8, frameon=False)
+
+
+def _label_device(device: Dict[str, Any]) -> str:
+    stages = f" (stage {', '.join(map(str, device['stages']))})" if device["stages"] else ""
+    return f"device {name_device(device)}{stages}"
 
 
 def _draw_memory(axes: Any, memory: Sequence[Dict[str, Any]], window: Window, span: int) -> None:
