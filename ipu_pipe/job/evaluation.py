@@ -135,8 +135,11 @@ def evaluate(setup: Setup, split: str = "test") -> List[EvaluationResult]:
     """
     model, blocks = setup.model, get_blocks(setup.model)
     tallies: List[Tally] = []
-    with torch.no_grad(), restore_modes(model):
-        model.eval()
+    # a model in blocks does not contain the user's own, nor its pieces
+    models = [model] if blocks is None else [model, blocks.model, *blocks.pieces]
+    with torch.no_grad(), restore_modes(*models):
+        for one in models:
+            one.eval()
         for x, y in load_test_batches(setup, split):
             outputs = blocks.compute_outputs(x) if blocks is not None else [call_model(model, x)]
             tallies = tallies or [Tally.of(setup) for _ in outputs]

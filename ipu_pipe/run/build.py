@@ -11,6 +11,7 @@ from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple, Union
 import torch
 from torch import nn
 
+from ipu_pipe.backends.processes.agreement import compare_models, compare_values
 from ipu_pipe.backends.ranks import run_on_main
 from ipu_pipe.backends.table import get_backend
 from ipu_pipe.config.schema import Config
@@ -41,6 +42,7 @@ from ipu_pipe.local.blocks import get_blocks, measure_footprint, observe_blocks,
 from ipu_pipe.model.batch import clone_tensors
 from ipu_pipe.model.loss import Loss, OwnLoss, SumOfLosses, get_plain_loss
 from ipu_pipe.model.meta import build_on_meta
+from ipu_pipe.model.modes import enter_training
 from ipu_pipe.model.precision import ModelPrecision, get_uncast_loss
 from ipu_pipe.model.randomness import RandomStates, derive_seed
 from ipu_pipe.model.stages import make_footprint
@@ -71,13 +73,15 @@ def set_up(
     data: Optional[DataSource] = None,
     loss: Union[Loss, str, None] = None,
     *,
+    done: int = 0,
     by_shape: bool = False,
     **others: Any,
 ) -> Setup:
     """Make the model, loss, data and metrics that `config` describes, ready to run.
 
-    `model`, `data`, `loss` and `others` (fields of `Overrides`) replace the config's entries. `by_shape`: model and microbatches
-    are on the meta device (see `ipu_pipe.run.planning`).
+    `model`, `data`, `loss` and `others` (fields of `Overrides`) replace the config's entries. `done`: the updates of the
+    checkpoint from which the run resumes. `by_shape`: model and microbatches are on the meta device (see
+    `ipu_pipe.run.planning`).
     """
     objects = Overrides(model, data, loss, **others)
     objects.refuse_missing(config)
@@ -104,19 +108,23 @@ def set_up(
     loss_of_output = make_loss(config, objects)
     plain_loss = get_plain_loss(loss_of_output)
     check_modules(model, plain_loss, device)
+    # ranks that disagree would send tensors that the receiver does not expect
+    compare_models(model)
     initial_weights = _load_initial_weights(model, config) if config.init_from else None
+    compare_values(model, plain_loss, replaces_weights=done > 0)
     # it may have class weights
     if isinstance(plain_loss, nn.Module):
         plain_loss.to(device)
     metrics = make_metrics(config.metrics if objects.metrics is None else objects.metrics)
     backend, method = get_backend(config), resolve_method(config.method, config.method_settings())
     precision_row = resolve_precision(config.precision, method)
+    came_evaluating = enter_training(model)
     # convert the model last, so that an earlier failure leaves the caller's model as it was
-    precision = ModelPrecision(model.train(), precision_row, DTYPES[precision_row], device, objects.model is not None)
+    precision = ModelPrecision(model, precision_row, DTYPES[precision_row], device, objects.model is not None)
     return Setup(
         config, model, precision.convert_loss(loss_of_output), data, device, precision, metrics,
         getattr(loss_of_output, "asks", ()), backend.trains_on or config.backend.device, backend.emulates, initial_weights,
-        label_range=None, loss_weight=make_loss_weight(config, objects, loss_of_output),
+        label_range=None, came_evaluating=came_evaluating, loss_weight=make_loss_weight(config, objects, loss_of_output),
     )  # fmt: skip
 
 
@@ -171,12 +179,12 @@ def build(
 ) -> Job:
     """Build the job that `config` describes; `model`, `data`, `loss` and `others` replace the config's entries as in `set_up`.
 
-    `done`: the updates of the checkpoint from which the run resumes; `by_shape`: as in `set_up`. Raise `BadInput` if anything
-    does not fit. Exceptions of the user's own code pass unchanged.
+    `done`, `by_shape`: as in `set_up`. Raise `BadInput` if anything does not fit. Exceptions of the user's own code pass
+    unchanged.
     """
     objects = Overrides(model, data, loss, **others)
     with attribute_faults(lambda: "before training"):
-        setup = set_up(objects.describe_in(config), by_shape=by_shape, **objects._asdict())
+        setup = set_up(objects.describe_in(config), done=done, by_shape=by_shape, **objects._asdict())
     trainable = [p for p in setup.model.parameters() if p.requires_grad]
     try:
         with attribute_faults(lambda: "before training"):

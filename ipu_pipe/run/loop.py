@@ -19,6 +19,7 @@ from ipu_pipe.job.metrics import ACCURACY
 from ipu_pipe.job.record import Job
 from ipu_pipe.job.user_code import find_user_frame, raise_attributed, save_traceback
 from ipu_pipe.local.blocks import get_blocks
+from ipu_pipe.model.modes import find_changed_mode
 from ipu_pipe.model.timing import StageSeconds
 from ipu_pipe.plan.config_cut import predict_rate
 from ipu_pipe.report.memory import build_memory_record
@@ -303,7 +304,15 @@ class TrainingLoop:
         with self.engine.hold_whole_model() if gathers else contextlib.nullcontext():
             if self.callbacks.callbacks:
                 self.moment = replace(self.moment, model=self.engine.newest_model)
+                modes = {module: module.training for module in self.job.model.modules()}
                 self.callbacks.call(method, self.moment)
+                changed = find_changed_mode(self.job.model, modes)
+                # after the last update the modes no longer matter
+                if changed and method != "on_end":
+                    raise RunFault(
+                        f"callbacks: {method} after update {self.moment.step}: changed the mode (train, eval) of {changed}: give"
+                        " each module its own mode back"
+                    )
 
     def _needs_results(self, done: int) -> bool:
         """Return whether the losses must be read after `done` updates, for a line, an evaluation, a checkpoint or a callback.
