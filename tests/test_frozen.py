@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from torch.distributed import TCPStore
 
 import ipu_pipe
+from ipu_pipe.model.modes import enter_training
 from tests import forked
 from tests.support.runs import assert_same, read_json, read_summary
 
@@ -68,6 +69,13 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     forked.in_ranks(2, run_rank, folder, store.port)
     return folder
+
+
+def test_a_pretrained_model_in_adapters_is_trained_in_training_mode() -> None:
+    """PEFT's wrapper is in training mode, and the model in it as `from_pretrained` returned it: its dropouts stayed off."""
+    model = make_model(BOTH)
+    model.get_base_model().eval()
+    assert model.training and enter_training(model) and all(module.training for module in model.modules())
 
 
 @pytest.mark.parametrize("number", range(len(RUNS)))

@@ -148,6 +148,27 @@ def test_checkpoints_are_trainers(tmp_path: Path) -> None:
     assert is_same_model(again.model, ours.model)
 
 
+class Silencing(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+    """Leaves the model in evaluation mode, as callbacks do that generate text."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        others["model"].eval()
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["whole", "dropout"])
+def test_modes_are_those_of_the_beginning(frozen: bool, tmp_path: Path) -> None:
+    """A dropout that is off stays off; a model in evaluation mode is trained in training mode, with its dropouts."""
+    models = []
+    for rate, evaluating in ((0.0, False), (0.5, True), (0.5, False)):
+        model: Any = make_model("bert").train()
+        model.dropout.p = rate
+        (model.dropout if frozen else model).train(not evaluating)
+        make_trainer(tmp_path, "bert", "gpipe", model=model, save_strategy="no", callbacks=[Silencing()]).train()
+        models.append(model)
+    assert is_same_model(models[1], models[0]) is frozen
+    assert is_same_model(models[1], models[2]) is not frozen
+
+
 def make_grouped(folder: Path, method: str = "", **changes: Any) -> Any:
     """A trainer whose optimizer has two groups with rates of their own."""
     trainer = make_trainer(folder, method=method, save_strategy="no", eval_strategy="no", num_train_epochs=1, **changes)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
 
 from ipu_pipe.config.values import MOST_COUNT
-from ipu_pipe.errors import BadInput, Parser, find_user_fault
+from ipu_pipe.errors import BadInput, Parser, RunFault, find_user_fault
 from ipu_pipe.shipped import find_config
 from ipu_pipe.text import escape_lines, find_nearest, show
 
@@ -73,9 +73,18 @@ class Command:
             args.config = _take_config(args)
         try:
             self._function(args)
-        except Exception as error:
+        except SystemExit as error:
+            # commands that need no torch never exit so
+            from ipu_pipe.job.user_code import is_own_exit
+
+            if is_own_exit(error):
+                raise
+            # its exit code might mean success
+            raise RunFault(f"code that the config names called exit({show(error.code)})") from error
+        except BaseException as error:
             fault = find_user_fault(error)
-            if getattr(args, "traceback", False) and not getattr(fault or error, "is_reported", None):
+            wants_traceback = getattr(args, "traceback", False) and not isinstance(error, KeyboardInterrupt)
+            if wants_traceback and not getattr(fault or error, "is_reported", None):
                 sys.stderr.write(fault.traceback if fault is not None else traceback.format_exc())
             raise
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import stat
 import warnings
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Set, Tuple, Type, Union
@@ -17,6 +15,7 @@ from ipu_pipe.config.schema import Config, import_outer
 from ipu_pipe.config.sections import GIVEN, LrSchedule, OptimizerConfig, StageCount
 from ipu_pipe.config.values import Section
 from ipu_pipe.errors import BadInput
+from ipu_pipe.files import read_file
 from ipu_pipe.schedule import methods
 from ipu_pipe.schedule.methods import Method
 from ipu_pipe.shipped import list_configs
@@ -175,17 +174,11 @@ def _read_text(path: Path, source: str) -> str:
     Refuse a pipe or a device without reading it, because that might block or never end.
     """
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-        with open(handle, "rb") as file:
-            is_file = stat.S_ISREG(os.fstat(handle).st_mode)
-            content = file.read(MOST_BYTES + 1) if is_file else b""
+        content = read_file(path, MOST_BYTES)
     except FileNotFoundError:
         raise BadInput(f"{source}: no such config file{_suggest_file(path)}") from None
-    # a NUL in the name is a ValueError
-    except (OSError, ValueError) as error:
-        raise BadInput(f"{source}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    if not is_file or len(content) > MOST_BYTES:
-        raise BadInput(f"{source}: must be a file of at most {MOST_BYTES // 1024} KiB")
+    except OSError as error:
+        raise BadInput(f"{source}: cannot be read: {error.strerror or error}") from None
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:

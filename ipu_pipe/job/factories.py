@@ -294,6 +294,18 @@ def check_arguments(function: Callable[..., Any], args: Mapping[str, Any], key: 
     raise_faults(faults)
 
 
+def explain_wrong_call(function: Any, *names: str) -> str:
+    """Return why `function` cannot be called with these positional arguments; "" if it can, or nobody knows before the call."""
+    try:
+        inspect.signature(function).bind(*names)
+    except TypeError as error:
+        return f"{error}: must take ({', '.join(names)})"
+    # some built-in callables have no signature
+    except ValueError:
+        pass
+    return ""
+
+
 def call_entry(function: Callable[..., Any], args: Mapping[str, Any], key: str) -> Any:
     """Return `function(**args)`. Raise `BadInput` if it fails; `key` holds its arguments in the config."""
     check_arguments(function, args, key)

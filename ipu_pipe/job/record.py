@@ -63,6 +63,7 @@ class Setup:
     `precision`: the dtypes of weights, inputs and updates. `requested_fields`: keys of the batch that the loss takes besides
     labels. `device_kind`: `ipu`, or the type of the training device. `pins_memory`: batches are pinned, so that copying them to a
     GPU does not wait. `initial_weights`: those of `init_from`. `label_range`: the range of allowed labels, if the loss has one.
+    `came_evaluating`: whether the model came in evaluation mode.
     `loss_weight`: the weight of a microbatch in the mean loss of an update; None if all weigh the same.
     """
 
@@ -78,6 +79,7 @@ class Setup:
     pins_memory: bool
     initial_weights: Optional[InitialWeights]
     label_range: Optional[LabelRange]
+    came_evaluating: bool
     loss_weight: Optional[LossWeight]
 
     @property

@@ -22,6 +22,7 @@ from torch import nn
 
 from ipu_pipe.errors import BadInput
 from ipu_pipe.model.batch import describe_tensors, list_tensors
+from ipu_pipe.text import describe_kind
 
 Loss = Callable[[Any, Any], torch.Tensor]
 # labels of a microbatch -> its weight in the mean loss of its update
@@ -111,7 +112,15 @@ def get_block_loss(loss: Loss) -> Loss:
 def compute_losses(loss: Loss, output: Any, y: Any) -> List[torch.Tensor]:
     """Return one loss for each block that has its own, the model's own last."""
     block_loss = get_block_loss(loss)
-    return [block_loss(one, y) for one in (output if isinstance(output, BlockOutputs) else [output])]
+    return [call_loss(block_loss, one, y) for one in (output if isinstance(output, BlockOutputs) else [output])]
+
+
+def call_loss(loss: Loss, output: Any, y: Any) -> torch.Tensor:
+    """Return the loss of one output. Raise `BadInput` if the user's function returns something else than for the first batch."""
+    value: Any = loss(output, y)
+    if not isinstance(value, torch.Tensor):
+        raise BadInput(f"loss: returned {describe_kind(value)}: must return one number, a tensor")
+    return value
 
 
 class _Zero(torch.autograd.Function):

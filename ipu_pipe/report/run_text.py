@@ -9,6 +9,7 @@ from ipu_pipe.config.schema import Config
 from ipu_pipe.hardware.precision import MASTERS, MIXED
 from ipu_pipe.job.record import InitialWeights, Job
 from ipu_pipe.model.flops import HOW
+from ipu_pipe.model.modes import describe_modes
 from ipu_pipe.model.stages import describe_stages
 from ipu_pipe.plan.answer import format_config_cut
 from ipu_pipe.report.analysis.text import format_table
@@ -29,7 +30,7 @@ def format_opening(job: Job, done: int = 0) -> str:
     config = job.config
     parameters = sum(p.numel() for p in job.model.parameters())
     lines = [job.note] if job.note else []
-    lines += _describe_unused_keys(job)
+    lines += [*_describe_unused_keys(job), *describe_modes(job.model, job.came_evaluating)]
     lines += [_format_init_from(job.initial_weights)] if job.initial_weights is not None else []
     others = job.precision.list_other_dtypes()
     if others:

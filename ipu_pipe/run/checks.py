@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any, Dict, List, Sequence, Tuple
+from typing import Any, Dict, List, Mapping, Sequence, Tuple
 
 import torch
 from torch import nn
@@ -30,12 +30,13 @@ from ipu_pipe.model.loss import (
     take_scores,
     takes_whole_output,
 )
+from ipu_pipe.model.loss_verification import get_user_loss
 from ipu_pipe.model.observation import Observation, observe_training
 from ipu_pipe.model.precision import get_uncast_loss
 from ipu_pipe.model.randomness import find_unkeyed_draws
-from ipu_pipe.model.restoring import restore_all
+from ipu_pipe.model.restoring import restore_all, restore_function
 from ipu_pipe.plan.config_cut import list_shortages
-from ipu_pipe.text import list_some, show
+from ipu_pipe.text import describe_kind, list_some, show
 from ipu_pipe.update import optimizer as update
 from ipu_pipe.update import rules
 from ipu_pipe.update.clipping import explain_stage_scope
@@ -157,14 +158,16 @@ def check_modules(model: nn.Module, loss: Any, device: torch.device) -> None:
             raise BadInput(f"{place}: {why}")
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
             sparse.append(name)
-    named = [*model.named_parameters(), *model.named_buffers()]
+    state = model.state_dict()
+    if not isinstance(state, Mapping):
+        raise BadInput(f"model: state_dict: returned {describe_kind(state)}: must return names to tensors")
     trained = set(model.parameters())
     of_loss = loss.named_parameters() if isinstance(loss, nn.Module) else ()
     untrained = [name for name, p in of_loss if p.requires_grad and p not in trained]
     names_by_fault = {
-        "complex: parameters and buffers must be real": [name for name, t in named if t.dtype.is_complex],
+        "complex: parameters must be real": [name for name, p in model.named_parameters() if p.dtype.is_complex],
         "is not a dense tensor: checkpoints support only dense tensors": [
-            name for name, t in model.state_dict().items() if not isinstance(t, torch.Tensor) or t.layout != torch.strided
+            name for name, t in state.items() if not isinstance(t, torch.Tensor) or t.layout != torch.strided
         ],
         "gradients must be dense: sparse=False gives the same numbers": sparse,
         "on a GPU cuDNN draws a recurrent layer's dropout from a private state, which no seed reaches: use dropout=0 with "
@@ -202,7 +205,8 @@ def check_model(setup: Setup, example: Tuple[Any, Any], labels: Any) -> Observat
         return value
 
     try:
-        seen = observe_training(model, x, y, run)
+        with restore_function(get_user_loss(loss)):
+            seen = observe_training(model, x, y, run)
     except BadInput:
         raise
     # the user's model may raise anything
@@ -215,6 +219,11 @@ def check_model(setup: Setup, example: Tuple[Any, Any], labels: Any) -> Observat
         )
     if not isinstance(value, torch.Tensor) or value.numel() != 1:
         raise BadInput("loss: must return one number, the mean over the microbatch")
+    buffers = dict(model.named_buffers())
+    changed = [name for name in seen.effects.buffers if buffers[name].is_complex()]
+    if changed:
+        why = "complex, and training changes it: keep its real and its imaginary part in a buffer each"
+        raise BadInput(f"model: {list_some(changed)}: {why}")
     if not value.requires_grad:
         raise BadInput("loss: depends on no parameter of the model that needs a gradient: nothing to train")
     _try_metrics(setup)

@@ -12,13 +12,14 @@ from ipu_pipe.backends.interface import Report
 from ipu_pipe.backends.ranks import are_joined, is_main, run_on_main
 from ipu_pipe.backends.table import get_backend, make_engine
 from ipu_pipe.config.compare import dump_config
-from ipu_pipe.errors import RunFault
+from ipu_pipe.errors import RunFault, find_user_fault
 from ipu_pipe.files import atomic_file, write_json, write_text
 from ipu_pipe.job.evaluation import EvaluationResult, collect_by_block
 from ipu_pipe.job.metrics import ACCURACY
 from ipu_pipe.job.record import Job
-from ipu_pipe.job.user_code import describe_exit, save_traceback
+from ipu_pipe.job.user_code import find_user_frame, raise_attributed, save_traceback
 from ipu_pipe.local.blocks import get_blocks
+from ipu_pipe.model.modes import find_changed_mode
 from ipu_pipe.model.timing import StageSeconds
 from ipu_pipe.plan.config_cut import predict_rate
 from ipu_pipe.report.memory import build_memory_record
@@ -115,8 +116,9 @@ class TrainingLoop:
             with contextlib.suppress(Exception):
                 engine.abort()
             # user code may exit with status 0, which would mean that the run is finished
-            if isinstance(error, SystemExit) and not error.code:
-                raise RunFault(f"after update {position.update}: {describe_exit(error)}") from error
+            is_users = find_user_fault(error) is None and find_user_frame(error) is not None
+            if isinstance(error, SystemExit) or (is_users and not isinstance(error, KeyboardInterrupt)):
+                raise_attributed(error, f"after update {position.update}")
             raise
         else:
             if job.rules.decay is not None:
@@ -302,7 +304,15 @@ class TrainingLoop:
         with self.engine.hold_whole_model() if gathers else contextlib.nullcontext():
             if self.callbacks.callbacks:
                 self.moment = replace(self.moment, model=self.engine.newest_model)
+                modes = {module: module.training for module in self.job.model.modules()}
                 self.callbacks.call(method, self.moment)
+                changed = find_changed_mode(self.job.model, modes)
+                # after the last update the modes no longer matter
+                if changed and method != "on_end":
+                    raise RunFault(
+                        f"callbacks: {method} after update {self.moment.step}: changed the mode (train, eval) of {changed}: give"
+                        " each module its own mode back"
+                    )
 
     def _needs_results(self, done: int) -> bool:
         """Return whether the losses must be read after `done` updates, for a line, an evaluation, a checkpoint or a callback.

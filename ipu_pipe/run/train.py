@@ -15,6 +15,7 @@ from ipu_pipe.config.load import load_recorded
 from ipu_pipe.config.schema import Config
 from ipu_pipe.data import DataSource
 from ipu_pipe.errors import BadInput, raise_faults
+from ipu_pipe.files import parse_path
 from ipu_pipe.job.evaluation import evaluate
 from ipu_pipe.job.overrides import Overrides
 from ipu_pipe.job.record import Job
@@ -107,7 +108,7 @@ def train(
         try:
             refuse_callbacks(job, run_callbacks)
             # only the main process reads the data here, so its random states must not change
-            with restore_random_states():
+            with restore_random_states(), attribute_faults(lambda: "before training"):
                 job.data_fingerprints = run_on_main(lambda: fingerprint_data(job, read_data_record(out) if start.resumes else {}))
             return TrainingLoop(job, out, start.resumes, overwrite, quiet, run_callbacks).run_all()
         finally:
@@ -141,7 +142,8 @@ def check(config: Config, out: Path, *, resume: bool = False, overwrite: bool = 
     if start.ended is None:
         job = _build(start, Overrides())
         refuse_callbacks(job, run_callbacks)
-        job.data_fingerprints = run_on_main(lambda: fingerprint_data(job, read_data_record(out) if start.resumes else {}))
+        with attribute_faults(lambda: "before training"):
+            job.data_fingerprints = run_on_main(lambda: fingerprint_data(job, read_data_record(out) if start.resumes else {}))
         if start.done:
             saved = checkpoint.load(out / "checkpoints" / f"step-{start.done}")
             run_on_main(lambda: check_run(job, out, saved))
@@ -206,8 +208,9 @@ def _find_start(
 
 def evaluate_checkpoint(config: Config, path: Union[str, Path]) -> Dict[str, Any]:
     """Return test loss and metrics of the weights in a checkpoint folder or a plain state dict."""
-    path = Path(path)
-    setup = set_up(config.model_copy(update={"init_from": None}))
+    path = parse_path(path, "--evaluate")
+    with attribute_faults(lambda: "before evaluation"):
+        setup = set_up(config.model_copy(update={"init_from": None}))
     with setup.precision.put_masters_in_place(loads=True):
         checkpoint.load_weights(setup.model, checkpoint.read_weights(path), str(path))
     with attribute_faults(lambda: "evaluation"):

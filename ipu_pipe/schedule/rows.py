@@ -34,6 +34,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ipu_pipe.errors import BadInput, raise_faults
+from ipu_pipe.files import read_file
 from ipu_pipe.schedule.actions import PASSES, SPLIT_PASSES, Action, Kind, list_needs
 from ipu_pipe.schedule.runs import CODE, RUN, Stretch, compress_slots
 from ipu_pipe.schedule.table import Schedule, SlotHolds, list_stages
@@ -213,10 +214,15 @@ def _warn_of_communication(name: str, communication: Mapping[str, int]) -> None:
     warnings.warn(f"{name}: skipped cells of communication, which follows from the passes: {counts}", stacklevel=2)
 
 
+# the most bytes of a CSV file: a million actions
+MOST_CSV_BYTES = 16 << 20
+
+
 def _read_lines(name: str) -> List[List[str]]:
     """Return the cells of each line of a CSV file, without spaces; a cell of None is idle, as PyTorch prints it."""
     try:
-        lines = list(csv.reader(Path(name).read_text(encoding="utf-8").splitlines()))
+        text = read_file(Path(name), MOST_CSV_BYTES).decode("utf-8")
+        lines = list(csv.reader(text.splitlines()))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise BadInput(f"{name}: {getattr(error, 'strerror', None) or error}") from None
     # Windows begins files with a byte order mark, and Python ends lines twice there; an empty line is not a device.

@@ -22,7 +22,6 @@ from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.model.batch import call_model, clone_tensors, count_bytes, count_samples
 from ipu_pipe.model.flops import BACKWARD
 from ipu_pipe.model.loss import compute_losses
-from ipu_pipe.model.restoring import restore_modes
 from ipu_pipe.model.timing import REPEATS, PassSeconds, StageSeconds, time_passes
 from ipu_pipe.update.optimizer import count_state_bytes, export_state, list_parts
 
@@ -59,9 +58,7 @@ def _time_passes(job: Job) -> PassSeconds:
     def run_forward() -> List[torch.Tensor]:
         return compute_losses(job.loss, call_model(job.model, clone_tensors(x)), clone_tensors(y))
 
-    with restore_modes(job.model):
-        job.model.train()
-        return time_passes(job.model, run_forward, job.partition.begins, flops, enough=ENOUGH)
+    return time_passes(job.model, run_forward, job.partition.begins, flops, enough=ENOUGH)
 
 
 def _time_updates(job: Job) -> List[float]:

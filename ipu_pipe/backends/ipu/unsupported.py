@@ -254,6 +254,8 @@ def _list_model_cases(config: Config, facts: ModelFacts, is_one_of_several: bool
     for names, why in (
         (facts.functions, "PopTorch never calls its backward (a torch.autograd.Function): use plain operations"),
         (facts.ungraded, "torch.no_grad() has no effect inside a forward on an IPU: use .detach() on what is read"),
+        (facts.fixed_norms, "PopART has no gradient of a normalization in evaluation mode: use GroupNorm, or freeze by "
+         "requires_grad_(False) its weights and all weights before it"),
         (facts.counters, "training writes an integer buffer, a constant on an IPU: keep it in float32"),
     ):
         yield Case(names, "model", why, list_some(names, 3))

@@ -440,7 +440,9 @@ def name_faults(
         yield
     except LostRank as error:
         raise RunFault(f"rank {rank}, stage {stage()}, action {action()}: {error}") from error
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         raise_attributed(error, f"rank {rank}, stage {stage()}, {doing()}")
 
 

@@ -34,8 +34,9 @@ from ipu_pipe.local.blocks import get_activation
 from ipu_pipe.model.batch import list_tensors
 from ipu_pipe.model.cutting import Crossing, Piece
 from ipu_pipe.model.loss import compute_losses, compute_zero_losses, count_right, take_scores
+from ipu_pipe.model.loss_verification import get_user_loss
 from ipu_pipe.model.randomness import KeyedRandomness
-from ipu_pipe.model.restoring import restore_all, restore_buffers
+from ipu_pipe.model.restoring import restore_all, restore_buffers, restore_function
 from ipu_pipe.schedule.actions import Kind, get_pass_needs
 from ipu_pipe.schedule.methods import Reads
 from ipu_pipe.schedule.versions import find_segment_ends, find_segment_heads
@@ -105,7 +106,7 @@ class StageModel:
 
 
 def _draw(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    if not dtype.is_floating_point:
+    if not (dtype.is_floating_point or dtype.is_complex):
         return torch.zeros(*shape, dtype=dtype, device=device)
     return torch.randn(*shape, dtype=dtype, device=device)
 
@@ -346,6 +347,7 @@ class Stage:
         with ExitStack() as stack:
             for module in model.modules:
                 stack.enter_context(restore_all(module))
+            stack.enter_context(restore_function(get_user_loss(self._work.loss)))
             if model.entering is not None:
                 messages = [_draw(spec.message_shape, spec.dtype, model.device) for spec in model.entering.tensors]
                 inputs = model.entering.require_gradients(messages)

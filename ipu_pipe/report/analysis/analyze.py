@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import List, Tuple, Union
 
+from ipu_pipe.files import parse_path
 from ipu_pipe.report.analysis.bottleneck import find_best_move, find_bottleneck
 from ipu_pipe.report.analysis.devices import find_span, measure_devices, measure_links, measure_memory
 from ipu_pipe.report.analysis.metadata import RunMetadata, validate_metadata
@@ -66,7 +67,7 @@ def analyze(trace: Trace, source: str) -> Analysis:
 
 def read_and_analyze(run: Union[str, Path]) -> Tuple[Trace, Analysis]:
     """Return a run's trace and its figures; `run`: the run's folder, or a trace that `tools/analyze.py` reads."""
-    trace = read_trace(Path(run))
+    trace = read_trace(parse_path(run, "analyze: run"))
     return trace, analyze(trace, str(run))
 
 
