@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, Dict, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
+from torch import nn
 
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.metrics import DEFAULT, Metric, MetricSums
@@ -128,20 +130,33 @@ def evaluate_sums(metrics: Sequence[Metric], sums: torch.Tensor) -> EvaluationRe
     return EvaluationResult(loss / weight if weight else None, values)
 
 
-def evaluate(setup: Setup, split: str = "test") -> List[EvaluationResult]:
-    """Evaluate on the test or validation set, or its configured subset.
-
-    Return the result of every block that has a loss of its own, then that of the model's output.
-    """
-    model, blocks = setup.model, get_blocks(setup.model)
-    tallies: List[Tally] = []
+@contextlib.contextmanager
+def enter_evaluation(model: nn.Module) -> Iterator[None]:
+    """Put a model, which may be divided into blocks, into evaluation mode inside the context, without gradients."""
+    blocks = get_blocks(model)
     # a model in blocks does not contain the user's own, nor its pieces
     models = [model] if blocks is None else [model, blocks.model, *blocks.pieces]
     with torch.no_grad(), restore_modes(*models):
         for one in models:
             one.eval()
+        yield
+
+
+def compute_outputs(model: nn.Module, x: Any) -> List[Any]:
+    """Return the output of every block that has a loss of its own, then that of the model."""
+    blocks = get_blocks(model)
+    return [call_model(model, x)] if blocks is None else blocks.compute_outputs(x)
+
+
+def evaluate(setup: Setup, split: str = "test") -> List[EvaluationResult]:
+    """Evaluate on the test or validation set, or its configured subset.
+
+    Return the result of every block that has a loss of its own, then that of the model's output.
+    """
+    tallies: List[Tally] = []
+    with enter_evaluation(setup.model):
         for x, y in load_test_batches(setup, split):
-            outputs = blocks.compute_outputs(x) if blocks is not None else [call_model(model, x)]
+            outputs = compute_outputs(setup.model, x)
             tallies = tallies or [Tally.of(setup) for _ in outputs]
             for tally, output in zip(tallies, outputs):
                 tally.add(output, y, count_samples(x))

@@ -14,11 +14,10 @@ from ipu_pipe.backends.emulator.replay import Emulator
 from ipu_pipe.backends.interface import Backend, CheckpointState, Engine, Report, StepResult
 from ipu_pipe.backends.work import Work, list_exactness_faults
 from ipu_pipe.errors import summarize
-from ipu_pipe.job.evaluation import EvaluationResult, evaluate
+from ipu_pipe.job.evaluation import EvaluationResult, compute_outputs, enter_evaluation, evaluate
 from ipu_pipe.job.factories import place_whole
 from ipu_pipe.job.record import Job
 from ipu_pipe.job.user_code import attribute_faults
-from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.model.batch import call_model, clone_tensors, count_bytes, count_samples
 from ipu_pipe.model.flops import BACKWARD
 from ipu_pipe.model.loss import compute_losses
@@ -127,10 +126,8 @@ class EmulatorEngine(Engine):
             self._emulator = self._make_emulator(Work.from_job(self.job, update))
 
     def predict(self, x: Any) -> Any:
-        model, blocks = self.job.model, get_blocks(self.job.model)
-        with torch.no_grad(), restore_modes(model), self.job.rules.hold_averages():
-            model.eval()
-            return call_model(model, x) if blocks is None else blocks.compute_outputs(x)[-1]
+        with enter_evaluation(self.job.model), self.job.rules.hold_averages():
+            return compute_outputs(self.job.model, x)[-1]
 
     def step(self, k: int, read: bool = True) -> List[StepResult]:
         with attribute_faults(lambda: self._emulator.activity):
