@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+import warnings
 from dataclasses import dataclass
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
 
@@ -35,7 +36,9 @@ from ipu_pipe.job.stability import explain_divergence
 from ipu_pipe.job.user_code import attribute_faults
 from ipu_pipe.local.blocks import HEADS, get_blocks
 from ipu_pipe.model.batch import count_samples, map_tensors
+from ipu_pipe.model.modes import describe_modes, find_changed_mode
 from ipu_pipe.model.randomness import restore_random_states
+from ipu_pipe.model.restoring import restore_modes
 from ipu_pipe.model.stages import Partition
 from ipu_pipe.pipeline.batches import GivenBatches, Microbatch, divide_batch, interleave_replicas
 from ipu_pipe.pipeline.optimizer import OptimizerHandle
@@ -80,7 +83,8 @@ class Pipeline:
         print(pipe.evaluate(test_loader, ["accuracy"]))
         torch.save(pipe.state_dict(), "checkpoint.pt")
 
-    model:      trained in place, in its own dtype, by the modes that its modules have. Its stages begin where `begin_stage` marks
+    model:      trained in place, in its own dtype, by the modes that its modules have (in training mode if it comes in evaluation
+                mode as a whole). Its stages begin where `begin_stage` marks
                 them, or as `stages` says: a count, names of modules, "finest", or a mapping as in a config.
     loss:       `loss(output, y) -> ()`, the mean over a microbatch; None: the model returns its own loss.
     loss_weight: the weight of a microbatch in its update's mean loss: "tokens" (labels that are not ignored), or a function of
@@ -188,6 +192,8 @@ class Pipeline:
         self._callbacks: List[Callable[[int, int, List[nn.Parameter]], None]] = []
         self._is_broken = self._is_closed = False
         self._loaded: Optional[Mapping[str, Any]] = None
+        # the modules' modes in training, from the first step on
+        self._modes: Dict[nn.Module, bool] = {}
 
     # ---- the loop
 
@@ -204,6 +210,9 @@ class Pipeline:
         """
         self._require_usable("step")
         _require_plain_context()
+        changed = find_changed_mode(self.model, self._modes) if self._modes else None
+        if changed:
+            raise RuntimeError(f"step: {changed}: its mode (train, eval) is another one than in earlier steps: set it back")
         batch = self._divide(x, y, microbatches)
         with self._break_on_error("step"):
             job, engine = self._build(batch[0])
@@ -318,7 +327,7 @@ class Pipeline:
         """
         job, engine = self._pause("whole_model", None)
         with self._break_on_error("whole_model"):
-            with engine.hold_whole_model(), job.precision.put_masters_in_place():
+            with engine.hold_whole_model(), job.precision.put_masters_in_place(), restore_modes(self.model):
                 yield self.model
 
     # ---- state
@@ -482,6 +491,9 @@ class Pipeline:
             except BaseException:
                 setup.precision.give_back()
                 raise
+        for line in describe_modes(self.model, self._job.came_evaluating):
+            warnings.warn(line, stacklevel=3)
+        self._modes = {module: module.training for module in self.model.modules()}
         if self._loaded is not None:
             self._load(self._job, self._engine)
         return self._job, self._engine
