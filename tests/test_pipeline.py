@@ -449,7 +449,7 @@ def test_modules_keep_the_modes_that_they_come_with() -> None:
 def test_the_schedule_and_its_versions() -> None:
     loop = Loop(CASES["pipedream"])
     with pytest.raises(RunFault, match="^schedule: "):
-        loop.pipe.schedule
+        _ = loop.pipe.schedule
     loop.run(0, EPOCH)
     pipe = loop.pipe
     assert pipe.schedule.update_count > EPOCH and pipe.schedule.stages == 4
