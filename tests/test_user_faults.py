@@ -284,6 +284,12 @@ def test_a_path_with_a_nul_is_refused_in_a_line(call: str, tmp_path: Path, monke
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("name", ["mnist", "image_folder", "shakespeare"])
+def test_a_data_root_that_cannot_be_read_is_one_line(name: str) -> None:
+    """Story: a name that is too long was an OSError, reported as the user's."""
+    assert list_faults(ipu_pipe.load_data, name, root="a" * 300)[0].startswith("data.root: ")
+
+
 @pytest.mark.parametrize("text", [NUL, "\ud800"])
 def test_a_path_is_text_that_a_system_can_have(text: str) -> None:
     assert list_faults(parse_path, text, "--out")[0].startswith("--out: ")

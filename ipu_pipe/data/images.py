@@ -119,7 +119,8 @@ class ImageFolder(SampledData):
         return x.contiguous(), labels
 
     def _open(self, path: Path) -> Any:
-        if not path.is_file():
+        # pathlib raises if the folder cannot be read
+        if not os.path.isfile(path):
             raise BadInput(f"data: {path}: is no file: must be an image")
         try:
             with self._pillow.open(path) as image:

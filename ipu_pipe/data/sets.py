@@ -302,7 +302,12 @@ def load_data(name: str, root: Union[str, Path, None] = None, seed: int = 0, **o
             faults.append(f"data.{show(key)}: {show(value)}: must be true or false")
     if faults:
         raise BadInput(faults)
-    source = SETS[name](str(root) if root is not None else None, seed, **options)
+    try:
+        source = SETS[name](str(root) if root is not None else None, seed, **options)
+    # a name that is too long, a folder that nobody may read
+    except OSError as error:
+        place = error.filename or root or get_default_root()
+        raise BadInput(f"data.root: {place}: cannot be read: {error.strerror or error}") from None
     set_of_files = "translation" if name == "verses" else name
     if set_of_files in FILES:
         folder = Path(root or get_default_root()) / FOLDERS[set_of_files]
