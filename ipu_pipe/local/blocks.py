@@ -29,9 +29,9 @@ from ipu_pipe.local.heads import AugLocal, Heads, MakeHead, make_head
 from ipu_pipe.model.batch import call_model, get_first_tensor, join_arguments
 from ipu_pipe.model.cutting import Piece, cut_model
 from ipu_pipe.model.loss import BlockOutputs, Loss, Take, describe_output
-from ipu_pipe.model.loss_verification import LossStage, LossTrial, get_user_loss, list_loss_faults
+from ipu_pipe.model.loss_verification import LossStage, LossTrial, list_loss_faults
 from ipu_pipe.model.observation import Observation, observe_effects, observe_training
-from ipu_pipe.model.precision import cast_forward, is_cast
+from ipu_pipe.model.precision import cast_forward, get_user_loss, is_cast
 from ipu_pipe.model.randomness import KeyedRandomness, derive_seed, draw_from
 from ipu_pipe.model.restoring import restore_all, restore_buffers, restore_function
 from ipu_pipe.model.stages import Footprint, Partition, make_footprint

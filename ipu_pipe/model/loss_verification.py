@@ -30,10 +30,9 @@ from ipu_pipe.model.loss import (
     TakePart,
     compute_losses,
     get_block_loss,
-    get_plain_loss,
 )
 from ipu_pipe.model.observation import get_storage, has_equal_values
-from ipu_pipe.model.precision import get_uncast_loss
+from ipu_pipe.model.precision import get_user_loss
 from ipu_pipe.model.randomness import KeyedRandomness, RandomStates, derive_seed, restore_random_states
 from ipu_pipe.model.restoring import restore_all, restore_function
 from ipu_pipe.model.verification import change_values
@@ -88,11 +87,6 @@ class _Result(NamedTuple):
     value: torch.Tensor
     gradients: Mapping[int, Optional[torch.Tensor]]
     reached: Set[int]
-
-
-def get_user_loss(loss: Loss) -> Any:
-    """Return the loss as its author wrote it, without the parts that this library puts around it."""
-    return get_uncast_loss(get_plain_loss(get_block_loss(loss)))
 
 
 def takes_output_alone(loss: Loss) -> bool:
