@@ -372,6 +372,7 @@ def test_local_methods_are_planned_and_written(name: str, asked: List[str], caps
     ([], "--hardware: missing"),
     (["--hardware", "v100"], "--hardware: v100: must be one of"),
     (["--hardware", "v100x8", "--devices", "0"], "--devices: 0: must be"),
+    (["--hardware", "pod16", "--devices", "32"], "--devices: 32: hardware pod16: needs 32 of 16: must be"),
     (["--hardware", "v100x8", "--methods", "pipedrem"], "--methods: pipedrem: must be of"),
     (["--hardware", "v100x8", "--precision", "int8"], "--precision: int8: must be one of"),
     (["--hardware", "v100x8", "--devices", "2", "--memory", "1kB"], "no configuration fits v100x8"),

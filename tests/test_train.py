@@ -310,7 +310,8 @@ WRONG = {
     "a model that does not fit the data": (lambda tmp: [DIGITS, *sets("model.args.inputs=65")], "fails on a microbatch"),
     "other weights": (write_other_weights, "other.pt"),
     "global clipping of an asynchronous method": (
-        lambda tmp: [DIGITS, *sets("method=pipemare", "clip.norm=1", "clip.scope=global")], "clip.scope"
+        lambda tmp: [DIGITS, *sets("method=pipemare", "clip.norm=1", "clip.scope=global")],
+        "scope: stage with norm: 0.5 (norm / sqrt(stages)",
     ),
     "no cuda": (lambda tmp: [DIGITS, *sets("backend.device=cuda")], "cuda"),
 }  # fmt: skip

@@ -30,10 +30,11 @@ from ipu_pipe.model.batch import call_model, get_first_tensor, join_arguments
 from ipu_pipe.model.cutting import Piece, cut_model
 from ipu_pipe.model.loss import BlockOutputs, Loss, Take, describe_output
 from ipu_pipe.model.loss_verification import LossStage, LossTrial, list_foreign_reads
+from ipu_pipe.model.modes import enter_training
 from ipu_pipe.model.observation import Observation, observe_effects, observe_training
 from ipu_pipe.model.precision import cast_forward, get_user_loss, is_cast
 from ipu_pipe.model.randomness import KeyedRandomness, derive_seed, draw_from
-from ipu_pipe.model.restoring import restore_all, restore_buffers, restore_function
+from ipu_pipe.model.restoring import restore_all, restore_buffers, restore_function, restore_modes
 from ipu_pipe.model.stages import Footprint, Partition, make_footprint
 from ipu_pipe.model.verification import verify_pieces
 
@@ -99,7 +100,10 @@ class Blocks:
                     built.to(device, torch.float32 if is_cast(model) else activation.dtype)
                     if is_cast(model):
                         cast_forward(built, device.type)
-                    shape = tuple(built.eval()(activation).shape)
+                    enter_training(built)
+                    with restore_modes(built):
+                        shape = tuple(built.eval()(activation).shape)
+                        overwrites = _overwrites_input(built, activation)
                 except BadInput:
                     raise
                 # the user's function may raise anything
@@ -109,9 +113,9 @@ class Blocks:
                     raise BadInput(
                         f"method_args.head: before {begin}: returns {shape}, must return {tuple(output.shape)}"
                     )
-                if _overwrites_input(built, activation):
+                if overwrites:
                     built.register_forward_pre_hook(lambda _, inputs: (inputs[0].clone(),))
-                heads[str(index)] = built.train()
+                heads[str(index)] = built
         return heads
 
     def _run_pieces(self, x: Any) -> Tuple[Any, List[Any]]:

@@ -18,13 +18,20 @@ from torch import nn
 
 @contextlib.contextmanager
 def restore_modes(*models: nn.Module) -> Iterator[None]:
-    """Restore the training mode of each module of `models` at the end of the context."""
+    """Restore the training mode of each module of `models` at the end of the context.
+
+    `requires_grad` of the parameters too, because a user's `train()` may freeze some.
+    """
     modes = [(module, module.training) for model in models for module in model.modules()]
+    trainability = [(p, p.requires_grad) for model in models for p in model.parameters()]
     try:
         yield
     finally:
         for module, mode in modes:
             module.training = mode
+        for parameter, is_trained in trainability:
+            if parameter.requires_grad != is_trained:
+                parameter.requires_grad_(is_trained)
 
 
 @contextlib.contextmanager
@@ -102,8 +109,10 @@ def restore_all(model: nn.Module) -> Iterator[None]:
     parameters = list(model.parameters())
     gradients = [p.grad for p in parameters]
     cuda = [t.device for t in parameters[:1] if t.is_cuda]
-    # attributes hold the modes too
-    with torch.random.fork_rng(devices=cuda), restore_attributes(model), restore_buffers(model), restore_weights(model):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=cuda))
+        for restore in (restore_modes, restore_attributes, restore_buffers, restore_weights):
+            stack.enter_context(restore(model))
         try:
             for p in parameters:
                 p.grad = None

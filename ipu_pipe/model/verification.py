@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map
 from ipu_pipe.errors import BadInput, summarize
 from ipu_pipe.model.batch import call_model, clone_tensors, flatten_tensors
 from ipu_pipe.model.cutting import Piece, get_memory_order, invert_order
+from ipu_pipe.model.modes import set_mode
 from ipu_pipe.model.observation import ForwardEffects, has_equal_values, observe_effects
 from ipu_pipe.model.precision import is_cast
 from ipu_pipe.model.randomness import KeyedRandomness, derive_seed
@@ -149,7 +150,7 @@ def _run(
         rerun.append(name)
 
     with restore_all(model), restore_modes(*pieces), torch.set_grad_enabled(training):
-        model.train(training)
+        set_mode(model, training)
         for piece in pieces:
             piece.training = training
         randomness = KeyedRandomness(model, effects.draws, 0, flatten_tensors(x)[0].device)

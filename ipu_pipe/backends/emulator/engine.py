@@ -20,7 +20,6 @@ from ipu_pipe.job.user_code import attribute_faults
 from ipu_pipe.model.batch import call_model, clone_tensors, count_bytes, count_samples
 from ipu_pipe.model.flops import BACKWARD
 from ipu_pipe.model.loss import compute_losses
-from ipu_pipe.model.restoring import restore_modes
 from ipu_pipe.model.timing import REPEATS, PassSeconds, StageSeconds, time_passes
 from ipu_pipe.update.optimizer import count_state_bytes, export_state, list_parts
 
@@ -57,9 +56,7 @@ def _time_passes(job: Job) -> PassSeconds:
     def run_forward() -> List[torch.Tensor]:
         return compute_losses(job.loss, call_model(job.model, clone_tensors(x)), clone_tensors(y))
 
-    with restore_modes(job.model):
-        job.model.train()
-        return time_passes(job.model, run_forward, job.partition.begins, flops, enough=ENOUGH)
+    return time_passes(job.model, run_forward, job.partition.begins, flops, enough=ENOUGH)
 
 
 def _time_updates(job: Job) -> List[float]:
@@ -107,10 +104,24 @@ class EmulatorEngine(Engine):
     def step(self, k: int, read: bool = True) -> List[StepResult]:
         with attribute_faults(lambda: self._emulator.activity):
             if not does_reading_synchronize(self.job.device):
-                return self._combine([self._emulator.step(self._microbatches()) for _ in range(self._block_updates)])
+                return self._combine([self._emulator.step(*self._read_batch()) for _ in range(self._block_updates)])
             for _ in range(self._block_updates):
-                self._emulator.advance(self._microbatches())
+                self._emulator.advance(*self._read_batch())
             return self._combine(self._emulator.read()) if read else []
+
+    def _read_batch(self) -> Tuple[Any, ...]:
+        """Return the arguments of the emulator's step: the microbatches up to the next update, and any weights."""
+        job = self.job
+        if job.loss_weight is None:
+            return (self._microbatches(),)
+        # the sum of the weights must be known before the first backward
+        batches, weights = [], []
+        for replay in self._emulator.list_replays():
+            batch = job.read_microbatch(replay.microbatch, replay.replica)
+            update = self._emulator.update // self._block_updates
+            batches.append(batch)
+            weights.append(job.weigh_microbatch(batch, update, replay.microbatch, replay.replica))
+        return map(job.prepare_batch, batches), weights
 
     def _microbatches(self) -> Iterator[Tuple[Any, Any]]:
         """Yield lazily, in replay order, the microbatches up to and including the next replay with an update."""
@@ -125,6 +136,7 @@ class EmulatorEngine(Engine):
 
         Randomized methods update one stage per replay. P such updates use the gradients of P stages, as many as other methods
         compute from one microbatch. So they count as one step with the samples of one microbatch and the mean loss and accuracy.
+        Updates without weight have no loss.
         """
         count = self._block_updates
         if count == 1:
@@ -134,7 +146,9 @@ class EmulatorEngine(Engine):
             step_results = results[first : first + count]
             accuracies = [result.accuracy for result in step_results if result.accuracy is not None]
             accuracy = sum(accuracies) / count if len(accuracies) == count else None
-            steps.append(StepResult(sum(result.loss for result in step_results) / count, accuracy, step_results[0].samples))
+            losses = [result.loss for result in step_results if result.loss is not None]
+            loss = sum(losses) / len(losses) if losses else None
+            steps.append(StepResult(loss, accuracy, step_results[0].samples))
         return steps
 
     def decide_end(self, done: int, stop_requested: bool) -> int:

@@ -8,6 +8,7 @@ import importlib.util
 import json
 import os
 import sys
+import warnings
 from typing import Any, Dict, List, Mapping, Optional
 
 import numpy as np
@@ -74,6 +75,8 @@ def start(config: Config, asked: Mapping[str, object]) -> None:
     try:
         with contextlib.redirect_stderr(stderr_with_file):
             import poptorch  # noqa: F401
+        # PopTorch's wrapped model passes state_dict's arguments by position
+        warnings.filterwarnings("ignore", message="Positional args are being deprecated")
     except (ImportError, AssertionError, OSError) as error:
         raise BadInput(
             f"backend.name: poptorch: PopTorch is there but cannot be imported: {summarize(error)}: source the SDK's enable "
@@ -117,6 +120,9 @@ def list_faults(job: Job) -> List[str]:
         faults.append(f"{key}: IPUs take a model that gives a tensor: {others}")
     elif job.updates_per_epoch is None:
         faults.append(f"data: the training data has no length, which IPUs need: {others}")
+    if job.loss_weight is not None and config.gradient_accumulation * config.replicas > 1:
+        why = "PopTorch averages an update's microbatches and replicas itself, and all count the same"
+        faults.append(f"loss_weight: {config.loss_weight}: {why}: must be null, or {others}")
     complex_buffers = [name for name, buffer in job.model.named_buffers() if buffer.is_complex()]
     if complex_buffers:
         faults.append(f"model: {list_some(complex_buffers)}: complex: IPUs have no complex numbers: {others}")

@@ -185,4 +185,4 @@ def wrap(
     for name, stage in part.begins.items() if block is None else ():
         poptorch.BeginBlock(body.model.get_submodule(name), name_stage(stage))
     passes_activations = blocks is not None and block is not None and block < len(blocks.pieces) - 1
-    return Wrapped(body, loss, precision.startswith("16"), OVERLAP.get(ipu.overlapped_io), passes_activations).train()
+    return Wrapped(body, loss, precision.startswith("16"), OVERLAP.get(ipu.overlapped_io), passes_activations)

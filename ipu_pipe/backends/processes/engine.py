@@ -26,7 +26,7 @@ from ipu_pipe.backends.processes.nccl import make_channels
 from ipu_pipe.backends.processes.stage import Stage, StageModel
 from ipu_pipe.backends.processes.ties import Ties, find_ties
 from ipu_pipe.backends.processes.update import ReplicaGroup, ResultCollection
-from ipu_pipe.backends.work import Work, list_exactness_faults
+from ipu_pipe.backends.work import Weight, Work, list_exactness_faults
 from ipu_pipe.data.sources import compute_checksum
 from ipu_pipe.errors import RunFault
 from ipu_pipe.job.evaluation import EvaluationResult
@@ -59,7 +59,8 @@ class ProcessEngine(Engine):
             groups = [make_group(layout.list_ranks(device), config.backend.deadline) for device in range(layout.devices)]
         if config.checkpoint is not None and config.checkpoint.format == "sharded":
             self.checkpoint_group = make_group(range(dist.get_world_size()), config.backend.deadline)
-        models, self._cut = cut_stages(job, layout, work.microbatch)
+        microbatches = Microbatches(job, layout, work.microbatch)
+        models, self._cut = cut_stages(job, layout, microbatches)
         stream = trace.StreamClock() if job.device.type == "cuda" else None
         self._recorder = trace.TraceRecorder(layout.rank, models[0].stage, job.traced_updates, stream)
         channels = make_channels(job, layout, models[0].ties.links)
@@ -74,6 +75,11 @@ class ProcessEngine(Engine):
             is_local = job.method.structure is not None
             in_flight = 8 * (layout.stages + 1) if is_local else int(job.schedule.max_in_flight().max())
         self._mail = Mail(layout, job.device, self._recorder, config.backend.deadline, None, channels, in_flight)
+        if job.loss_weight is not None:
+            group = groups[layout.placement[models[0].stage]] if groups else None
+            weights = UpdateWeights(work, microbatches, self._mail, group)
+            for model in models:
+                model.weigh_update = weights.read
         self._announcements: Optional[BatchAnnouncements] = None
         if job.may_stop:
             batch, updates = job.schedule.accumulate, job.updates
@@ -245,8 +251,10 @@ class ProcessEngine(Engine):
         self.release_blocks()
 
 
-def cut_stages(job: Job, layout: RankLayout, first: int) -> Tuple[List[StageModel], List[Piece]]:
-    """Return this rank's stages of a job's model, whose first microbatch is `first`, and the pieces of all stages."""
+def cut_stages(
+    job: Job, layout: RankLayout, microbatches: Microbatches
+) -> Tuple[List[StageModel], List[Piece]]:
+    """Return this rank's stages of a job's model, which read `microbatches`, and the pieces of all stages."""
     blocks = get_blocks(job.model)
     cut = list(job.pieces) if blocks is None else blocks.pieces
     across = list_crossings(cut) if blocks is None else blocks.crossings
@@ -254,7 +262,6 @@ def cut_stages(job: Job, layout: RankLayout, first: int) -> Tuple[List[StageMode
         cut[0].cut.compile()
     draws = job.effects.draws
     keyed = KeyedRandomness(job.model, draws, job.config.seed, job.device) if draws else None
-    microbatches = Microbatches(job, layout, first)
     models = []
     for s in layout.stages_of_rank:
         ties, local = Ties(), None
@@ -285,11 +292,8 @@ class Microbatches:
     def read(self, checksums: Dict[int, int], m: int) -> Tuple[Any, Any]:
         """Return inputs and labels of microbatch m, and add its checksum to `checksums`."""
         job = self._job
-        # a file of rows may ask for a later microbatch first
-        while self._next <= m:
-            self._batches[self._next] = self._read(self._next)
-            self._next += 1
-        left, batch, checksum = self._batches.pop(m) if m in self._batches else self._read(m)
+        self._hold(m)
+        left, batch, checksum = self._batches.pop(m)
         if left > 1:
             self._batches[m] = left - 1, batch, checksum
         checksums[m] = checksum
@@ -297,10 +301,57 @@ class Microbatches:
         check_same_shapes(x, job.example[0], m)
         return x, y
 
+    def weigh(self, m: int) -> float:
+        """Return the weight of microbatch m, which no stage has taken."""
+        self._hold(m)
+        return self._job.weigh_microbatch(self._batches[m][1], m // self._job.schedule.accumulate, *self._locate(m))
+
+    def _hold(self, m: int) -> None:
+        """Read on to microbatch m."""
+        # a file of rows may ask for a later microbatch first
+        while self._next <= m:
+            self._batches[self._next] = self._read(self._next)
+            self._next += 1
+        if m not in self._batches:
+            self._batches[m] = self._read(m)
+
     def _read(self, m: int) -> Tuple[int, Any, int]:
-        job, turns = self._job, self._turns
-        batch = job.read_microbatch(m, self._replica) if turns is None else job.read_microbatch(m // turns, m % turns)
+        batch = self._job.read_microbatch(*self._locate(m))
         return self._user_count, batch, compute_checksum(batch)
+
+    def _locate(self, m: int) -> Tuple[int, int]:
+        """Return the number of microbatch m in its replica's data, and the replica."""
+        return (m, self._replica) if self._turns is None else divmod(m, self._turns)
+
+
+class UpdateWeights:
+    """The weights of each update's microbatches in its mean loss, for the stages of a rank that have a loss.
+
+    The labels of the whole update are read before the first of its backwards. `group`: the ranks of these stages in all replicas,
+    whose sum counts; None if there is one replica. They all call `read` at the same place in their rows.
+    """
+
+    def __init__(self, work: Work, microbatches: Microbatches, mail: Mail, group: Any) -> None:
+        self._work, self._microbatches, self._mail, self._group = work, microbatches, mail, group
+        # the newest update that was read, and its weights by microbatch
+        self._newest: Tuple[int, Dict[int, Weight]] = (-1, {})
+
+    def read(self, k: int) -> Dict[int, Weight]:
+        """Return the weights of update k's microbatches, by microbatch."""
+        if k == self._newest[0]:
+            return self._newest[1]
+        count, rank = self._work.schedule.accumulate, 0
+        numbers = range(k * count, (k + 1) * count)
+        own = torch.tensor([self._microbatches.weigh(m) for m in numbers], dtype=torch.float64)
+        by_replica = [own]
+        if self._group is not None:
+            by_replica = self._mail.all_gather(own, self._group)
+            rank = torch.distributed.get_rank(self._group)
+        # the emulator's order: microbatch 0 of each replica, microbatch 1 of each replica, ...
+        in_order = torch.stack(by_replica, dim=1).flatten().tolist()
+        weights = self._work.compute_weights(in_order, len(by_replica))[rank :: len(by_replica)]
+        self._newest = k, dict(zip(numbers, weights))
+        return self._newest[1]
 
 
 def _list_stages_with_loss(job: Job) -> List[int]:
@@ -323,7 +374,9 @@ def name_faults(
         yield
     except LostRank as error:
         raise RunFault(f"rank {rank}, stage {stage()}, action {action()}: {error}") from error
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         raise_attributed(error, f"rank {rank}, stage {stage()}, {doing()}")
 
 

@@ -382,7 +382,8 @@ class ResultCollection:
         self._with_loss, self._first_stages = with_loss, first_stages
         # the microbatches of an update on one replica, and its samples on all replicas
         self._microbatches, self._samples = job.schedule.accumulate, job.global_batch_size
-        self._shapes = (TensorSpec((self._microbatches, COLUMNS + 1), torch.float64, False),)
+        columns = COLUMNS + (job.loss_weight is not None)
+        self._shapes = (TensorSpec((self._microbatches, columns + 1), torch.float64, False),)
         # update -> table and checksums of the first stage
         self._on_first: Dict[int, Tuple[Optional[torch.Tensor], torch.Tensor]] = {}
         self._expected = 0
@@ -421,7 +422,7 @@ class ResultCollection:
                 who = f"rank {ranks[0]} and rank {ranks[1]} read different batches"
                 raise RunFault(f"data: {self._job.data_name}: update {k}: {who}: {DRAW_ALIKE}")
             tables.append(received[:, :-1])
-        table = torch.stack(tables)  # (blocks, microbatches, 3)
+        table = torch.stack(tables)  # (blocks, microbatches, columns)
         if self._first_stages is not None:
             start = self._recorder.mark()
             replicas = self._mail.all_gather(table, self._first_stages)

@@ -52,7 +52,8 @@ class Cause(NamedTuple):
 
 
 def find_bottleneck(analysis: Analysis, loads: Dict[int, float], move: Row, run: RunMetadata) -> Optional[Row]:
-    """Return the row of the analysis, None if no device computes. `why` and `do` are sentences without a full stop.
+    """Return the row of the analysis, None if no device computes, or if one device stands for all: its time does not tell which
+    of them holds the run up. `why` and `do` are sentences without a full stop.
 
     `analysis`: all but the bottleneck. `loads`: nanoseconds for a microbatch by device, empty where they are not known.
     `move`: of `find_best_move`.
@@ -65,7 +66,10 @@ def find_bottleneck(analysis: Analysis, loads: Dict[int, float], move: Row, run:
         return None
     stages = [stage for stage in analysis["stages"] if slowest in stage["devices"]]
     stage = max(stages, key=lambda stage: stage["busy_ns"])["index"] if stages else None
-    cause = _find_time_outside(analysis, slowest) or _find_slow_link(analysis, loads, slowest) or _find_communication(analysis)
+    cause = _find_time_outside(analysis, slowest)
+    if cause is None and analysis["devices"][0].get("covers"):
+        return None
+    cause = cause or _find_slow_link(analysis, loads, slowest) or _find_communication(analysis)
     if cause is None:
         unit = "for a microbatch" if loads else "in all"
         on_device = f" with stage {stage}" if stage is not None else ""
