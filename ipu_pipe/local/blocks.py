@@ -29,10 +29,10 @@ from ipu_pipe.local.heads import AugLocal, Heads, MakeHead, make_head
 from ipu_pipe.model.batch import call_model, get_first_tensor, join_arguments
 from ipu_pipe.model.cutting import Piece, cut_model
 from ipu_pipe.model.loss import BlockOutputs, Loss, Take, describe_output
-from ipu_pipe.model.loss_verification import LossStage, LossTrial, get_user_loss, list_loss_faults
+from ipu_pipe.model.loss_verification import LossStage, LossTrial, list_foreign_reads
 from ipu_pipe.model.modes import enter_training
 from ipu_pipe.model.observation import Observation, observe_effects, observe_training
-from ipu_pipe.model.precision import cast_forward, is_cast
+from ipu_pipe.model.precision import cast_forward, get_user_loss, is_cast
 from ipu_pipe.model.randomness import KeyedRandomness, derive_seed, draw_from
 from ipu_pipe.model.restoring import restore_all, restore_buffers, restore_function, restore_modes
 from ipu_pipe.model.stages import Footprint, Partition, make_footprint
@@ -345,7 +345,7 @@ def verify_losses(
         remedy += " with a method that has no blocks"
     randomness = KeyedRandomness(model, draws, 0, get_first_tensor(example[0]).device)
     try:
-        raise_faults(list_loss_faults(LossTrial(model, pieces, loss, example, randomness), stages, place, remedy))
+        raise_faults(list_foreign_reads(LossTrial(model, pieces, loss, example, randomness), stages, place, remedy))
     finally:
         randomness.remove()
 

@@ -30,10 +30,9 @@ from ipu_pipe.model.loss import (
     TakePart,
     compute_losses,
     get_block_loss,
-    get_plain_loss,
 )
 from ipu_pipe.model.observation import get_storage, has_equal_values
-from ipu_pipe.model.precision import get_uncast_loss
+from ipu_pipe.model.precision import get_user_loss
 from ipu_pipe.model.randomness import KeyedRandomness, RandomStates, derive_seed, restore_random_states
 from ipu_pipe.model.restoring import restore_all, restore_function
 from ipu_pipe.model.verification import change_values
@@ -90,11 +89,6 @@ class _Result(NamedTuple):
     reached: Set[int]
 
 
-def get_user_loss(loss: Loss) -> Any:
-    """Return the loss as its author wrote it, without the parts that this library puts around it."""
-    return get_uncast_loss(get_plain_loss(get_block_loss(loss)))
-
-
 def takes_output_alone(loss: Loss) -> bool:
     """Tell whether a loss is known to read outputs and labels alone: torch's own losses, and a loss in the output."""
     one, plain = get_block_loss(loss), get_user_loss(loss)
@@ -108,7 +102,7 @@ def takes_output_alone(loss: Loss) -> bool:
     return getattr(plain, "__module__", None) == "torch.nn.functional"
 
 
-def list_loss_faults(trial: LossTrial, stages: Sequence[LossStage], place: str, remedy: str) -> List[str]:
+def list_foreign_reads(trial: LossTrial, stages: Sequence[LossStage], place: str, remedy: str) -> List[str]:
     """Return a fault for each stage whose loss reads more than the stage holds; model and loss are left as they were.
 
     `stages`: those with losses, in order; `place`: who computes a loss, with `{stage}` for the number.
@@ -135,12 +129,12 @@ def list_loss_faults(trial: LossTrial, stages: Sequence[LossStage], place: str, 
 
 def _explain_difference(trial: LossTrial, stage: LossStage, number: int, expected: _Result) -> str:
     """Return what the loss `number` reads besides what its stage holds; "" if it reads nothing else."""
-    own = {id(t) for t in stage.list_tensors()}
+    held_ids = {id(t) for t in stage.list_tensors()}
     elsewhere = {id(t) for piece in trial.pieces if piece.stage != stage.stage for t in piece.list_tensors()}
     actual = _run_alone(trial, stage, number)
-    reached = actual.reached - own
+    reached = actual.reached - held_ids
     if not reached:
-        compared = own - elsewhere
+        compared = held_ids - elsewhere
         if _is_same(expected, actual, compared):
             return ""
         # if the loss itself varies, a difference proves nothing
@@ -192,9 +186,9 @@ def _run_whole(trial: LossTrial, number: int) -> _Result:
 
 def _run_alone(trial: LossTrial, stage: LossStage, number: int, note: Optional[Handler] = None) -> _Result:
     """Return the loss of a stage where only its own modules have just run; `note` watches the functions that it calls."""
-    own = {get_storage(t) for t in stage.list_tensors()}
+    held_storages = {get_storage(t) for t in stage.list_tensors()}
     tensors = [*trial.model.parameters(), *trial.model.buffers()]
-    others = [t for t in tensors if get_storage(t) not in own]
+    others = [t for t in tensors if get_storage(t) not in held_storages]
     earlier = [piece for piece in trial.pieces if piece.stage < stage.stage]
     calls_before = trial.pieces[stage.stage].calls_before if trial.pieces else {}
     with trial.restore(), torch.enable_grad():
@@ -277,14 +271,14 @@ def _find_leaves(loss: torch.Tensor) -> Set[int]:
     if loss.grad_fn is None:
         return {id(loss)}
     leaves: Set[int] = set()
-    found: Set[Any] = {loss.grad_fn}
+    visited: Set[Any] = {loss.grad_fn}
     waiting: List[Any] = [loss.grad_fn]
     while waiting:
         node = waiting.pop()
         if hasattr(node, "variable"):
             leaves.add(id(node.variable))
-        following = {child for child, _ in node.next_functions if child is not None} - found
-        found |= following
+        following = {child for child, _ in node.next_functions if child is not None} - visited
+        visited |= following
         waiting += following
     return leaves
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from ipu_pipe.model.loss import Loss, LossOfOutput, OwnLoss
+from ipu_pipe.model.loss import Loss, LossOfOutput, OwnLoss, get_block_loss, get_plain_loss
 
 
 def _name_dtype(dtype: torch.dtype) -> str:
@@ -45,6 +45,11 @@ def _widen(value: Any) -> Any:
 def get_uncast_loss(loss: Any) -> Any:
     """Return the loss without the conversion to float32."""
     return loss.plain if isinstance(loss, LossInFloat32) else loss
+
+
+def get_user_loss(loss: Loss) -> Any:
+    """Return the loss as its author wrote it, without the parts that this library puts around it."""
+    return get_uncast_loss(get_plain_loss(get_block_loss(loss)))
 
 
 class ModelPrecision:

@@ -133,12 +133,12 @@ def restore_function(function: Any) -> Iterator[None]:
     It may keep them in its object, module or defaults, and in variables outside of it (of an enclosing function, or global).
     """
     variables: List[Tuple[Any, str, Any]] = []
-    values = _list_kept(function, variables)
+    values = _list_shared_values(function, variables)
     modules = [value for value in values if isinstance(value, nn.Module)]
     objects = [value for value in values if hasattr(value, "__dict__") and not isinstance(value, torch.Tensor)]
     generators = [(value, value.get_state()) for value in values if isinstance(value, torch.Generator)]
-    tensors = [value for value in values if isinstance(value, torch.Tensor) and value.numel() <= MOST_NUMBERS]
-    copies = [t.detach().clone() for t in tensors]
+    tensors = [value for value in values if isinstance(value, torch.Tensor) and value.layout is torch.strided]
+    copies = [(t, t.detach().clone()) for t in tensors if t.numel() <= MOST_NUMBERS]
     with contextlib.ExitStack() as stack:
         stack.enter_context(_restore_objects(objects, values))
         for module in modules:
@@ -152,34 +152,38 @@ def restore_function(function: Any) -> Iterator[None]:
                     owner[name] = value
                 else:
                     setattr(owner, name, value)
-            for t, copied in zip(tensors, copies):
-                t.data.copy_(copied)
+            for t, copied in copies:
+                # those that have not changed may be expanded or read-only
+                if not torch.equal(t, copied):
+                    t.data.copy_(copied)
             for generator, state in generators:
                 generator.set_state(state)
 
 
-def _list_kept(function: Any, variables: List[Tuple[Any, str, Any]]) -> List[Any]:
+def _list_shared_values(function: Any, variables: List[Tuple[Any, str, Any]]) -> List[Any]:
     """List the functions, objects, containers and tensors in which a function may keep values; add its outer variables, each as
     (cell or dictionary of globals, name, value), to `variables`."""
-    kept: Dict[int, Any] = {}
+    values_by_id: Dict[int, Any] = {}
     waiting = [function]
     while waiting:
         value = waiting.pop()
-        if id(value) in kept or isinstance(value, (type, types.ModuleType, types.BuiltinFunctionType, str, int, float)):
+        has_no_state = isinstance(value, (type, types.ModuleType, types.BuiltinFunctionType, str, int, float))
+        if has_no_state or id(value) in values_by_id:
             continue
-        kept[id(value)] = value
+        values_by_id[id(value)] = value
         if isinstance(value, functools.partial):
             waiting += [value.func, *value.args, *value.keywords.values()]
         elif isinstance(value, types.MethodType):
             waiting += [value.__self__, value.__func__]
-        elif isinstance(value, types.FunctionType):
+        elif isinstance(value, types.FunctionType) and not str(value.__module__).startswith("torch."):
             outer = list(_walk_outer_variables(value))
             variables += outer
             waiting += [content for _, _, content in outer]
             waiting += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
         elif isinstance(value, (dict, list, tuple, set)):
             waiting += value.values() if isinstance(value, dict) else value
-    return [value for value in kept.values() if not isinstance(value, (types.MethodType, functools.partial))]
+    wrappers = (types.MethodType, functools.partial)
+    return [value for value in values_by_id.values() if not isinstance(value, wrappers)]
 
 
 def _walk_outer_variables(function: types.FunctionType) -> Iterator[Tuple[Any, str, Any]]:

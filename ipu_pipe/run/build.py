@@ -250,7 +250,8 @@ def assemble(setup: Setup, objects: Overrides, done: int = 0, open_run: Optional
         loss = SumOfLosses(loss)
         observation = observe_blocks(model, loss, example)
         footprint = measure_footprint(model, partition, observation)
-    verify_losses(model, placed.pieces, loss, example, observation.effects.draws)
+    if placed.pieces or method.structure is not None:
+        verify_losses(model, placed.pieces, loss, example, observation.effects.draws)
     # one replica per stage by default
     if rounds is not None and rounds.replicas is None:
         config = config.with_method_args(replicas=len(partition))

@@ -30,9 +30,8 @@ from ipu_pipe.model.loss import (
     take_scores,
     takes_whole_output,
 )
-from ipu_pipe.model.loss_verification import get_user_loss
 from ipu_pipe.model.observation import Observation, observe_training
-from ipu_pipe.model.precision import get_uncast_loss
+from ipu_pipe.model.precision import get_uncast_loss, get_user_loss
 from ipu_pipe.model.randomness import find_unkeyed_draws
 from ipu_pipe.model.restoring import restore_all, restore_function
 from ipu_pipe.plan.config_cut import list_shortages

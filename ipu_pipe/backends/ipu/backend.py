@@ -36,7 +36,7 @@ from ipu_pipe.job.factories import place_whole
 from ipu_pipe.job.record import Job
 from ipu_pipe.launcher import announce_rank, read_launch
 from ipu_pipe.model.loss import OwnLoss, takes_whole_output
-from ipu_pipe.model.loss_verification import LossStage, LossTrial, list_loss_faults, takes_output_alone
+from ipu_pipe.model.loss_verification import LossStage, LossTrial, list_foreign_reads, takes_output_alone
 from ipu_pipe.model.randomness import KeyedRandomness
 from ipu_pipe.schedule.runs import IntArray
 from ipu_pipe.text import list_some
@@ -132,10 +132,10 @@ def list_faults(job: Job) -> List[str]:
         return faults
     local = read_poprun_share(config).replicas if importlib.util.find_spec("poptorch") is not None else None
     faults = check_model(config, job.method, observe_model(job), local if local != config.replicas else None)
-    return faults + _list_loss_faults(job)
+    return faults + _list_foreign_reads(job)
 
 
-def _list_loss_faults(job: Job) -> List[str]:
+def _list_foreign_reads(job: Job) -> List[str]:
     """Return the reasons why the loss cannot be computed with the copies of the model that PopTorch compiles."""
     if takes_output_alone(job.loss):
         return []
@@ -147,7 +147,7 @@ def _list_loss_faults(job: Job) -> List[str]:
         trial = LossTrial(job.model, (), job.loss, job.example, randomness)
         place = "PopTorch compiles a copy of the model, in which it cannot read them"
         remedy = "put the term into the model's output, or use backend: {name: emulator}"
-        return list(dict.fromkeys(list_loss_faults(trial, stages, place, remedy)))
+        return list(dict.fromkeys(list_foreign_reads(trial, stages, place, remedy)))
     finally:
         randomness.remove()
 

@@ -17,7 +17,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from ipu_pipe.job.record import Job
 from ipu_pipe.model.batch import list_tensors
-from ipu_pipe.model.loss_verification import get_user_loss
+from ipu_pipe.model.precision import get_user_loss
 from ipu_pipe.model.restoring import restore_attributes, restore_buffers, restore_function
 from ipu_pipe.model.watching import FunctionWatch
 from ipu_pipe.update.optimizer import list_kinds

@@ -34,7 +34,7 @@ from ipu_pipe.local.blocks import get_activation
 from ipu_pipe.model.batch import list_tensors
 from ipu_pipe.model.cutting import Crossing, Piece
 from ipu_pipe.model.loss import compute_losses, compute_zero_losses, count_right, take_scores
-from ipu_pipe.model.loss_verification import get_user_loss
+from ipu_pipe.model.precision import get_user_loss
 from ipu_pipe.model.randomness import KeyedRandomness
 from ipu_pipe.model.restoring import restore_all, restore_buffers, restore_function
 from ipu_pipe.schedule.actions import Kind, get_pass_needs
