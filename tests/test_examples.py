@@ -1,9 +1,10 @@
-"""The examples run as they stand, with few updates."""
+"""The examples run as they stand, in plain processes, with few updates."""
 
 from __future__ import annotations
 
+import ast
+import json
 import os
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -11,29 +12,32 @@ from typing import Any, Dict, List
 
 import pytest
 
+import ipu_pipe
+
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
 
-def on_two_processes(script: Path, folder: Path) -> str:
-    """What they print."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script), "2"]
+def run_script(words: List[str], folder: Path) -> str:
+    """Run Python with these arguments in a process of its own; return what it prints."""
     path = os.pathsep.join([str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")])
-    how = {"cwd": folder, "env": {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}, "timeout": 240}
-    done = subprocess.run(launch, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **how)  # type: ignore[call-overload]
+    how: Dict[str, Any] = {"cwd": folder, "env": {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}, "timeout": 240}
+    done = subprocess.run([sys.executable, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **how)
     assert done.returncode == 0, done.stderr
     return str(done.stdout)
 
 
 @pytest.mark.parametrize("script", sorted(EXAMPLES.glob("*.py")), ids=lambda script: script.stem)
-def test_an_example_runs(script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    pytest.importorskip("tests.third_party")
-    monkeypatch.chdir(tmp_path)
-    if "torchrun " in script.read_text(encoding="utf-8").splitlines()[0]:
-        printed = on_two_processes(script, tmp_path)
-    else:
-        monkeypatch.setattr(sys, "argv", [str(script), "2"])
-        runpy.run_path(str(script), run_name="__main__")
-        printed = capsys.readouterr().out
+def test_an_example_runs(script: Path, tmp_path: Path) -> None:
+    """Run each as users do. Those of torchvision and timm run with the tests' torchvision where none can be imported."""
+    text, prefix = script.read_text(encoding="utf-8"), []
+    if "transformers" in text:
+        pytest.importorskip("transformers")
+    if "torchvision" in script.stem or "timm" in script.stem:
+        if pytest.importorskip("tests.vision_libraries").LACKS_OPERATORS:
+            prefix = ["-m", "tests.vision_libraries"]
+    if "torchrun " in text.splitlines()[0]:
+        prefix = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    printed = run_script([*prefix, str(script), "2"], tmp_path)
     assert "throughput: " in printed
     assert (tmp_path / "runs" / script.stem / "summary.json").is_file()
 
@@ -81,3 +85,29 @@ def test_batch_files_start_tools_train_with_resume(file: str, launcher: str, tmp
         assert "--rdzv_endpoint node0:24711 --rdzv_id 4711" in done.stdout
     without = subprocess.run(["bash", str(EXAMPLES / file)], env={**variables, "CONFIG": ""}, **how)
     assert without.returncode != 0 and "CONFIG" in without.stderr and not without.stdout
+
+
+def read_code(file: Path) -> str:
+    """Return the Python code of a script or a notebook, without the notebook's magic commands."""
+    text = file.read_text(encoding="utf-8")
+    if file.suffix != ".ipynb":
+        return text
+    cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
+    lines = "\n".join("".join(cell["source"]) for cell in cells).splitlines()
+    return "\n".join(line for line in lines if not line.startswith("%"))
+
+
+@pytest.mark.parametrize("file", sorted([*EXAMPLES.glob("*.py"), *EXAMPLES.glob("*.ipynb")]), ids=lambda file: file.name)
+def test_an_example_uses_public_names_alone(file: Path) -> None:
+    """The notebook imported inner modules, which may change in any version."""
+    used = set()
+    for node in ast.walk(ast.parse(read_code(file))):
+        if isinstance(node, ast.Import):
+            used |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            used |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "ipu_pipe":
+            used.add(f"ipu_pipe.{node.attr}")
+    public = {"ipu_pipe", "ipu_pipe.integrations.transformers.PipelineTrainer"}
+    public |= {f"ipu_pipe.{name}" for name in ipu_pipe.__all__}
+    assert {name for name in used if name.partition(".")[0] == "ipu_pipe"} <= public

@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib.util
 import itertools
 import math
+from importlib import metadata
 from typing import Any, Dict, Iterator, List, Mapping, Optional
 
 import torch
@@ -35,14 +37,34 @@ from ipu_pipe.run.build import build
 from ipu_pipe.text import show
 from ipu_pipe.update.optimizer import export_state, import_state
 
+
+def _describe_torchvision() -> str:
+    """Return cause and remedy if an installed torchvision cannot be imported, which transformers then does not say; else ''."""
+    if importlib.util.find_spec("torchvision") is None:
+        return ""
+    try:
+        importlib.import_module("torchvision")
+    except Exception as error:
+        version = metadata.version("torchvision")
+        return (
+            f"torchvision {version} does not fit torch {torch.__version__} ({error}): pip uninstall torchvision,"
+            " or install both from one index by one command"
+        )
+    return ""
+
+
 try:
     from accelerate.state import AcceleratorState, PartialState
     from accelerate.utils import DistributedType
     from transformers import Trainer, TrainerCallback
     from transformers.optimization import GreedyLR
     from transformers.trainer_utils import has_length
-except ImportError as error:
-    raise ImportError(f"ipu_pipe.integrations.transformers: needs pip install 'ipu_pipe[transformers]': {error}") from error
+except (ImportError, RuntimeError) as error:
+    reason = _describe_torchvision()
+    # transformers' own error is several tracebacks long and does not name torchvision
+    cause = None if reason else error
+    reason = reason or f"needs pip install 'ipu_pipe[transformers]': {error}"
+    raise ImportError(f"ipu_pipe.integrations.transformers: {reason}") from cause
 
 KEYS = (
     "method", "method_args", "stages", "stages_per_device", "recompute", "backend", "precision", "clip", "hardware",

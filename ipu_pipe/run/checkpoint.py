@@ -148,7 +148,12 @@ def _insert_hash(text: str) -> str:
 
 
 def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
+    """Write a file, or the list of a folder's files, to the disk."""
+    is_folder = path.is_dir()
+    # Windows opens no folder, and flushes no file that is open for reading alone
+    if is_folder and os.name == "nt":
+        return
+    handle = os.open(path, os.O_RDONLY if is_folder else os.O_RDWR)
     try:
         os.fsync(handle)
     finally:
