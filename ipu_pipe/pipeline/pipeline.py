@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
 
 import numpy as np
@@ -382,7 +382,8 @@ class Pipeline:
         N, P = job.schedule.accumulate, len(job.partition)
         updates = max(self._given, -(-3 * P // N) + 1)
         drains = [k * N for k in self._drains]
-        return make_schedule(job.method, P, updates * N, N, drains, self._warmup * N)
+        schedule = make_schedule(job.method, P, updates * N, N, drains, self._warmup * N)
+        return replace(schedule, read_versions=VersionTable(schedule, job.method, self._config.seed).window)
 
     @property
     def versions(self) -> VersionTable:
