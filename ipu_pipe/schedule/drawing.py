@@ -73,7 +73,7 @@ def draw_html(schedule: Drawable, read_versions: Optional[ReadVersions] = None) 
     if more_rows > 0:
         notes.append(f"{more_rows} more {row_name}s")
     return (
-        '<div style="overflow-x:auto"><table style="border-collapse:collapse;font:12px monospace">'
+        '<div style="overflow-x:auto"><table style="border-collapse:collapse;color:inherit;font:12px monospace">'
         + "".join(lines)
         + f"</table></div><div>{_write_legend(schedule, read_versions is not None)}{escape('; '.join(notes))}</div>"
     )

@@ -7,7 +7,7 @@ import hashlib
 import json
 import zlib
 from pathlib import Path
-from typing import Any, Dict, List, Tuple
+from typing import Any, Dict, List
 
 import numpy as np
 from numpy.typing import NDArray
