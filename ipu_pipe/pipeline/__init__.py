@@ -2,5 +2,6 @@
 
     pipeline      `Pipeline` and `Update`
     batches       divide a batch into microbatches; hand them to the backend
+    cuts          where each step ends in the schedule
     optimizer     the caller's optimizer: its groups, settings and state, shared with the one that steps
 """

@@ -18,7 +18,6 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -37,10 +36,10 @@ from ipu_pipe.model.batch import count_samples, map_tensors
 from ipu_pipe.model.randomness import restore_random_states
 from ipu_pipe.model.stages import Partition
 from ipu_pipe.pipeline.batches import GivenBatches, Microbatch, divide_batch, interleave_replicas
+from ipu_pipe.pipeline.cuts import Cuts
 from ipu_pipe.pipeline.optimizer import OptimizerHandle
 from ipu_pipe.run.build import OpenRun, assemble, set_up
 from ipu_pipe.run.checkpoint import load_weights
-from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.methods import DefaultAccumulate, resolve_method
 from ipu_pipe.schedule.table import Schedule
 from ipu_pipe.schedule.timelines import make_schedule, open_schedule
@@ -205,8 +204,8 @@ class Pipeline:
             self._handle.record(k)
             self._data.give(self._number(batch, k))
             self._given = k + 1
-            engine.give(k, self._find_cut(job, k + 1))
-            return self._take(job, engine, self._count_left(job, k + 1))
+            engine.give(k, self._cuts.find(k + 1))
+            return self._take(job, engine, self._cuts.count_left(k + 1))
 
     def drain(self) -> List[Update]:
         """Run the pipeline empty. Return the updates that left it and were not returned yet; the next step fills it again.
@@ -469,6 +468,7 @@ class Pipeline:
             except BaseException:
                 setup.precision.give_back()
                 raise
+        self._cuts = Cuts(self._job)
         if self._loaded is not None:
             self._load(self._job, self._engine)
         return self._job, self._engine
@@ -494,7 +494,7 @@ class Pipeline:
         self._given = self._left = int(state["updates"])
         self._drains = [int(k) for k in state["drains"]]
         self._data.forget()
-        job.schedule, job.table = self._open(job)
+        self._open(job)
         engine.reopen(self._given, is_loaded=True)
 
     # ---- inside: batches
@@ -543,21 +543,7 @@ class Pipeline:
             batch = interleave_replicas(batch, self.replicas)
         return dict(enumerate(batch, first))
 
-    # ---- inside: the cut
-
-    def _find_cut(self, job: Job, batch: int) -> float:
-        """Return the slot of stage 0's first forward of a batch."""
-        first = batch * job.schedule.accumulate
-        return int(job.schedule.slots(Kind.FORWARD, first, first + 1, slice(0, 1))[0, 0])
-
-    def _count_left(self, job: Job, batches: int) -> int:
-        """Return the updates that all stages have made before the next batch enters."""
-        if job.method.history is not None:
-            return batches
-        # with local losses no gradient comes back, and the last stage's loss takes as many slots to arrive
-        margin = len(job.partition) - 1 if job.method.structure is not None else 0
-        slots = np.array([self._find_cut(job, batches) - margin])
-        return int(job.schedule.count_before(Kind.UPDATE, slots).min())
+    # ---- inside: results
 
     def _take(self, job: Job, engine: Engine, left: int) -> List[Update]:
         """Return the pending updates and those up to `left`. Raise `Divergence` if a loss is not finite."""
@@ -591,15 +577,17 @@ class Pipeline:
         with self._break_on_error(call):
             self._drains.append(self._given)
             # the open row finishes what it has begun; a new stretch begins afterwards
-            job.schedule, job.table = self._open(job)
+            self._open(job)
             engine.finish(self._given)
             self._pending = self._take(job, engine, self._given)
             engine.reopen(self._given)
 
-    def _open(self, job: Job) -> Tuple[Schedule, VersionTable]:
-        """Return the schedule with the drains so far and an open end, and its versions."""
-        schedule = open_schedule(job.method, len(job.partition), job.schedule.accumulate, self._drains, self._warmup)
-        return schedule, VersionTable(schedule, job.method, self._config.seed)
+    def _open(self, job: Job) -> None:
+        """Give the job the schedule with the drains so far and an open end, and its versions."""
+        accumulate = job.schedule.accumulate
+        job.schedule = open_schedule(job.method, len(job.partition), accumulate, self._drains, self._warmup)
+        job.table = VersionTable(job.schedule, job.method, self._config.seed)
+        self._cuts = Cuts(job)
 
     def _find_undrainable(self) -> Optional[str]:
         """Return why the method cannot drain now, and when it can; None if it can."""
