@@ -15,7 +15,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+import tempfile
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
 
 import torch
@@ -38,6 +40,8 @@ from ipu_pipe.model.stages import Partition
 from ipu_pipe.pipeline.batches import GivenBatches, Microbatch, divide_batch, interleave_replicas
 from ipu_pipe.pipeline.cuts import Cuts
 from ipu_pipe.pipeline.optimizer import OptimizerHandle
+from ipu_pipe.pipeline.trace import PipelineTrace, make_trace_section, write_trace
+from ipu_pipe.report.memory import build_memory_record
 from ipu_pipe.run.build import OpenRun, assemble, set_up
 from ipu_pipe.run.checkpoint import load_weights
 from ipu_pipe.schedule.methods import DefaultAccumulate, resolve_method
@@ -93,6 +97,7 @@ class Pipeline:
                 the R batches in one, one after another.
     backend:    "emulator" (one process), "distributed" (one process per device, from torchrun or a process group of the
                 caller's), with `backend_args`: `device`, `threads`, `deadline` and so on, as in a config.
+    trace:      the updates whose events `trace()` writes, a range; True: about the first 512 microbatches.
     example:    a microbatch (x, y) for a process that is given no inputs or labels; else the first step's first one serves.
 
     On processes all ranks make the object with equal arguments and call the same methods in the same order. A rank needs x if
@@ -123,6 +128,7 @@ class Pipeline:
         backend: str = "emulator",
         backend_args: Optional[Mapping[str, Any]] = None,
         allow_nonfinite: bool = False,
+        trace: Union[range, bool, None] = None,
         example: Optional[Tuple[Any, Any]] = None,
     ) -> None:
         if not isinstance(model, nn.Module):
@@ -155,7 +161,7 @@ class Pipeline:
             "evaluate": {"every": 0},
             "checkpoint": None,
             "metrics": [],
-            "log": {"trace": None, "tensorboard": False},
+            "log": {"trace": make_trace_section(trace), "tensorboard": False},
         }
         with _name_arguments():
             if microbatches is None:
@@ -179,6 +185,8 @@ class Pipeline:
         self._callbacks: List[Callable[[int, int, List[nn.Parameter]], None]] = []
         self._is_broken = self._is_closed = False
         self._loaded: Optional[Mapping[str, Any]] = None
+        # of the events that this process records, until they are written
+        self._events_folder: Optional[tempfile.TemporaryDirectory[str]] = None
 
     # ---- the loop
 
@@ -377,17 +385,45 @@ class Pipeline:
     @property
     def schedule(self) -> Schedule:
         """The schedule of the batches given so far, with the drains, or of the first updates if there are fewer."""
-        job = self._require_built("schedule")
-        N, P = job.schedule.accumulate, len(job.partition)
-        updates = max(self._given, -(-3 * P // N) + 1)
-        drains = [k * N for k in self._drains]
-        schedule = make_schedule(job.method, P, updates * N, N, drains, self._warmup * N)
-        return replace(schedule, read_versions=VersionTable(schedule, job.method, self._config.seed).window)
+        table = self.versions
+        return replace(table.schedule, read_versions=table.window)
 
     @property
     def versions(self) -> VersionTable:
         """The weight version that each pass of `schedule` reads."""
-        return VersionTable(self.schedule, self._require_built("versions").method, self._config.seed)
+        return self._plan_job("versions").table
+
+    def trace(self, path: Union[str, Path, None] = None) -> Optional[PipelineTrace]:
+        """Write the events of the updates `trace` of the pipeline so far, and a page that shows them; all ranks call it.
+
+        path: a folder for `trace.json.gz` and `trace.html`; by default a new temporary one. Return on rank 0 what a notebook
+        shows as the page, None on other ranks. On processes the events are measured. The emulator has no device with a clock:
+        there the clock plays the schedule with each stage's passes measured now. Training does not change by it.
+        """
+        self._require_usable("trace")
+        job = self._plan_job("trace", exactly=True)
+        traced = job.traced_updates
+        if not traced:
+            raise BadInput("trace: no update was recorded: make the pipeline with trace=True, or a range of updates")
+        if traced.start >= self._given:
+            raise BadInput(f"trace: update {traced.start} is the first that is recorded: {self._given} were given so far")
+        folder = Path(tempfile.mkdtemp(prefix="ipu_pipe-") if path is None else path)
+        assert self._engine is not None
+        with self._break_on_error("trace"):
+            return write_trace(replace(job, folder=folder), self._engine, folder)
+
+    def memory(self) -> Dict[str, Any]:
+        """Return the planned bytes of each stage and device, and measured peaks; all ranks call it, others than 0 get {}.
+
+        "stages": weight copies, delays, microbatches in flight, and bytes of weights, gradients, optimizer and activations.
+        "devices": the same by device. "peak_memory": the measured peak of each device by category, in bytes.
+        """
+        self._require_usable("memory")
+        job = self._plan_job("memory")
+        assert self._engine is not None
+        with self._break_on_error("memory"):
+            measured = self._engine.report()
+        return {} if measured is None else build_memory_record(job, measured)
 
     @property
     def partition(self) -> Partition:
@@ -464,6 +500,9 @@ class Pipeline:
             setup = set_up(objects.describe_in(config), **objects._asdict())
             try:
                 self._job = assemble(setup, objects, open_run=open_run)
+                if self._job.traced_updates:
+                    self._events_folder = tempfile.TemporaryDirectory(prefix="ipu_pipe-")
+                    self._job.folder = Path(self._events_folder.name)
                 self._engine = make_engine(self._job, 0)
             except BaseException:
                 setup.precision.give_back()
@@ -588,6 +627,16 @@ class Pipeline:
         job.schedule = open_schedule(job.method, len(job.partition), accumulate, self._drains, self._warmup)
         job.table = VersionTable(job.schedule, job.method, self._config.seed)
         self._cuts = Cuts(job)
+
+    def _plan_job(self, call: str, exactly: bool = False) -> Job:
+        """Return the job with a schedule that ends after the batches given so far; unless `exactly`, where it is steady."""
+        job = self._require_built(call)
+        N, P = job.schedule.accumulate, len(job.partition)
+        updates = self._given if exactly else max(self._given, -(-3 * P // N) + 1)
+        drains = [k * N for k in self._drains]
+        schedule = make_schedule(job.method, P, updates * N, N, drains, self._warmup * N)
+        table = VersionTable(schedule, job.method, self._config.seed)
+        return replace(job, schedule=schedule, table=table, updates=updates)
 
     def _find_undrainable(self) -> Optional[str]:
         """Return why the method cannot drain now, and when it can; None if it can."""

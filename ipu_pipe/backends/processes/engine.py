@@ -297,7 +297,11 @@ class ProcessEngine(Engine):
 
     def abort(self) -> None:
         self._interpreter.remove_hooks()
-        self._recorder.flush()
+        if self.job.is_open:
+            self._recorder.close()
+        else:
+            # the report follows
+            self._recorder.flush()
         self.release_blocks()
 
 
