@@ -8,12 +8,27 @@ import io
 import os
 import sys
 import warnings
-from typing import Any, Callable, Iterator, Mapping, NoReturn, Optional, Sequence, Set, TextIO, Tuple, Type, Union
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    Iterator,
+    List,
+    Mapping,
+    NoReturn,
+    Optional,
+    Sequence,
+    Set,
+    TextIO,
+    Tuple,
+    Type,
+    Union,
+)
 
 from ipu_pipe import interrupts
 from ipu_pipe.launcher import read_launch
 from ipu_pipe.shipped import name_commands
-from ipu_pipe.text import fold_lines
+from ipu_pipe.text import fold_lines, suggest
 
 _printed_warnings: Set[str] = set()
 
@@ -114,6 +129,22 @@ class Parser(argparse.ArgumentParser):
     def format_help(self) -> str:
         """Return the help, with commands named as the user calls them."""
         return name_commands(super().format_help())
+
+    def list_options(self) -> List[str]:
+        """Return the options of the command, such as --out."""
+        return [name for action in self._actions for name in action.option_strings]
+
+    def list_positional(self) -> Dict[str, str]:
+        """Return the name and the form of each argument that is not an option, such as config and CONFIG."""
+        actions = [action for action in self._actions if not action.option_strings]
+        return {action.dest: str(action.metavar or action.dest) for action in actions}
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Refuse a value that is not one of an argument's choices, and name the nearest choice."""
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            raise argparse.ArgumentError(action, f"{error.message}{suggest(value, action.choices or ())}") from None
 
     def error(self, message: str) -> NoReturn:
         fault = message[len("argument ") :] if message.startswith("argument ") else message

@@ -195,6 +195,7 @@ MODULES = {
     "model.output": "def make(output): return output",
     "data.name": "from ipu_pipe.data import load_data\ndef make(**settings): return load_data('digits')",
     "loss": "from torch.nn.functional import cross_entropy as make",
+    "loss_weight": "def make(y): return float(len(y))",
     "metrics": "def make(output, y): return 0.5",
     "callbacks": "import ipu_pipe\nclass make(ipu_pipe.Callback): pass",
     "optimizer.name": "from torch.optim import SGD as make",
@@ -205,6 +206,7 @@ CONFIG = """
 model: {entry: "model_entry:make", args: {inputs: 64, width: 16, layers: 4, classes: 10}, output: OUTPUT}
 data: {name: "data_name:make"}
 loss: "loss:make"
+loss_weight: "loss_weight:make"
 metrics: ["metrics:make"]
 callbacks: ["callbacks:make"]
 optimizer: {name: "optimizer_name:make", lr: 0.1}

@@ -436,3 +436,21 @@ def test_modes_precision_and_schedule() -> None:
     model = loop.close()
     assert model[0].weight.dtype == torch.float64
     # before modules kept their modes
+
+
+@pytest.mark.parametrize("method", ["gpipe", "pipedream", "pipemare"])
+def test_microbatches_have_weights(method: str, tmp_path: Path) -> None:
+    """As by `train` with the same weights; microbatches of weight 0 and updates without any weight among them."""
+
+    def weigh(y: torch.Tensor) -> float:
+        return float((y == 0).sum())
+
+    case = Case(method, 2)
+    expected, losses = train_with_config(case, tmp_path / "run", loss_weight=weigh)
+    loop = Loop(case, loss_weight=weigh)
+    loop.run()
+    assert_same(expected.state_dict(), loop.close().state_dict())
+    assert loop.losses == losses
+    unweighted = Loop(case)
+    unweighted.run()
+    assert not torch.equal(unweighted.close()[0].weight, expected[0].weight)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any, Dict, List, Tuple
 
@@ -186,7 +187,20 @@ def fail_on_one_rank(rank: int, folder: Path) -> None:
     end_rank(folder, rank)
 
 
-@pytest.mark.parametrize("work", [shuffle_alone, fail_on_one_rank])
+def call_differently(rank: int, folder: Path) -> None:
+    loop = Loop(ON_PROCESSES["pipedream"], backend="distributed", backend_args={"deadline": 2})
+    loop.run(0, 3, drains=False)
+    if rank == 0:
+        # longer than the other rank waits for step 3
+        time.sleep(8)
+    else:
+        with pytest.raises(RunFault, match="rank 0 .* this rank waits in step 3"):
+            loop.pipe.step(*make_batch(loop.case, 3))
+    loop.pipe.abort()
+    end_rank(folder, rank)
+
+
+@pytest.mark.parametrize("work", [shuffle_alone, fail_on_one_rank, call_differently])
 def test_an_error_ends_every_rank(work: Any, tmp_path: Path) -> None:
     run_in_group(2, work, tmp_path)
     assert all((tmp_path / f"{rank}.ended").exists() for rank in range(2))

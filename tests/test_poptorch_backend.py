@@ -535,6 +535,8 @@ UNFIT: List[Tuple[Dict[str, Any], Dict[str, Any], List[str]]] = [
     ({}, {"optimizer": functools.partial(torch.optim.AdamW, amsgrad=True)}, ["optimizer.amsgrad: true"]),
     ({"stages": {"finest": 16}, "gradient_accumulation": 32}, {}, ["the stage is empty"]),
     ({"ipu": {"device_iterations": 3}, "steps": None, "checkpoint": {}}, {}, ["must divide the run's 20"]),
+    ({"loss_weight": "tokens"}, {}, ["loss_weight: tokens: PopTorch averages"]),
+    ({"method": "naive", "replicas": 2, "gradient_accumulation": 1}, {"loss_weight": len}, ["loss_weight: (given in Python)"]),
     ({}, {"loss": lambda output, y: nn.functional.cross_entropy(Own.apply(output), y)}, ["model: Own: "]),
 ]  # fmt: skip
 
@@ -543,6 +545,10 @@ UNFIT: List[Tuple[Dict[str, Any], Dict[str, Any], List[str]]] = [
 def test_models_that_no_pipeline_of_ipus_has_are_refused(poptorch: Any, keys: Any, parts: Any, said: List[str]) -> None:
     (fault,) = faults(make_config(on="poptorch", **keys), **parts)
     assert all(part in fault for part in said), fault
+
+
+def test_a_weight_is_accepted_where_it_changes_nothing(poptorch: Any) -> None:
+    build(make_config("naive", "poptorch", gradient_accumulation=1, loss_weight="tokens"), model=make_model("mlp"), data=Source())
 
 
 def test_a_buffer_of_two_stages_may_be_sharded_or_on_one_ipu(poptorch: Any) -> None:

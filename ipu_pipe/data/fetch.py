@@ -22,6 +22,7 @@ from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 from ipu_pipe.data.sets import FILES, FOLDERS, get_default_root, verify_files
 from ipu_pipe.errors import BadInput, RunFault
 from ipu_pipe.files import hash_file
+from ipu_pipe.text import suggest
 
 Say = Callable[[str], None]
 
@@ -62,7 +63,7 @@ def fetch(name: str, root: Optional[Path] = None, say: Say = print) -> Path:
     """
     if name not in PACKAGES:
         why = "digits and synthetic need no download; verses are part of translation"
-        raise BadInput(f"NAME: {name}: must be one of {', '.join(PACKAGES)} ({why})")
+        raise BadInput(f"NAME: {name}: must be one of {', '.join(PACKAGES)} ({why}){suggest(name, PACKAGES)}")
     base = Path(root) if root is not None else get_default_root()
     folder = base / FOLDERS[name]
     if folder.is_dir():

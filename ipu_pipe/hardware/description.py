@@ -28,7 +28,7 @@ from ipu_pipe.errors import BadInput
 from ipu_pipe.hardware.precision import PRECISIONS
 from ipu_pipe.schedule.clock import Transfer
 from ipu_pipe.shipped import find_configs
-from ipu_pipe.text import escape, find_nearest, show
+from ipu_pipe.text import escape, show, suggest
 
 NOT_STATED = "not stated"
 # Times are sums of quotients of these figures. Smaller figures would make them infinite.
@@ -268,9 +268,8 @@ def _find_file(name: str, key: str) -> Path:
         return HARDWARE_FOLDER / f"{name}.yaml"
     path = Path(name)
     if path.suffix not in (".yaml", ".yml"):
-        nearest = find_nearest(name, list_hardware())
-        hint = f"; did you mean {nearest}?" if nearest else ""
-        raise BadInput(f"{key}: {show(name)}: must be one of {', '.join(list_hardware())} or a YAML file{hint}")
+        known = list_hardware()
+        raise BadInput(f"{key}: {show(name)}: must be one of {', '.join(known)} or a YAML file{suggest(name, known)}")
     return path
 
 

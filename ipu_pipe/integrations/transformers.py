@@ -434,6 +434,7 @@ class PipelineTrainer(Trainer):
             self.control = self.callback_handler.on_step_begin(self.args, self.state, self.control)
             self._model.train()
             for result in engine.step(k, read=True):
+                assert result.loss is not None
                 self._add_loss(result.loss)
             self.control = self.callback_handler.on_optimizer_step(self.args, self.state, self.control)
             rate = self._get_learning_rate()

@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from ipu_pipe.backends.interface import Engine, StepResult
+from ipu_pipe.backends.processes.lost_ranks import LostRank
 from ipu_pipe.backends.ranks import are_joined, read_torch_version
 from ipu_pipe.backends.table import launch, make_engine
 from ipu_pipe.config.load import configure
@@ -59,14 +60,14 @@ FORMAT = 1
 class Update:
     """An update that has left the pipeline.
 
-    `index`: its number, from 0. `loss`, `accuracy`: means over its microbatches and replicas; accuracy is None where labels have
-    none. `blocks`: (loss, accuracy) of each block with a loss of its own, the whole model last; empty if there is one loss.
+    `index`: its number, from 0. `loss`, `accuracy`: means over its microbatches and replicas; the loss is None if all have the
+    weight 0, accuracy where labels have none. `blocks`: (loss, accuracy) of each block with a loss of its own, the whole model last; empty if there is one loss.
     """
 
     index: int
-    loss: float
+    loss: Optional[float]
     accuracy: Optional[float] = None
-    blocks: Tuple[Tuple[float, Optional[float]], ...] = ()
+    blocks: Tuple[Tuple[Optional[float], Optional[float]], ...] = ()
 
 
 class Pipeline:
@@ -83,6 +84,8 @@ class Pipeline:
     model:      trained in place, in its own dtype, by the modes that its modules have. Its stages begin where `begin_stage` marks
                 them, or as `stages` says: a count, names of modules, "finest", or a mapping as in a config.
     loss:       `loss(output, y) -> ()`, the mean over a microbatch; None: the model returns its own loss.
+    loss_weight: the weight of a microbatch in its update's mean loss: "tokens" (labels that are not ignored), or a function of
+                the labels; by default all count the same.
     optimizer:  over the model's parameters, in any groups; parameters in no group are not changed. It stays the handle for
                 learning rates and other settings, which are copied at each `step` for that batch's update, on every stage. The
                 pipeline steps it: `optimizer.step()` raises. Its `state` is filled as usual.
@@ -114,6 +117,7 @@ class Pipeline:
         optimizer: torch.optim.Optimizer,
         method: str = "gpipe",
         *,
+        loss_weight: Union[Callable[[Any], float], str, None] = None,
         stages: Any = None,
         stages_per_device: Optional[int] = None,
         microbatches: Optional[int] = None,
@@ -157,6 +161,7 @@ class Pipeline:
             "backend": {"name": backend, **(backend_args or {})},
             "allow_nonfinite": allow_nonfinite,
             "loss": "model" if loss is None else None,
+            "loss_weight": loss_weight if isinstance(loss_weight, str) else None,
             "clip": None if clip is None else {"norm": clip[0], "scope": clip[1]},
             "evaluate": {"every": 0},
             "checkpoint": None,
@@ -174,6 +179,7 @@ class Pipeline:
         if self._method.history is not None and self._method.history.order == "schedule":
             raise BadInput('method_args.order: schedule: takes batches in another order than a loop gives them: use "random"')
         self._warmup, self._example = warmup, example
+        self._loss_weight = loss_weight
         self._stage_count = stage_count
         self._handle = OptimizerHandle(optimizer)
         self._job: Optional[Job] = None
@@ -487,7 +493,13 @@ class Pipeline:
         if x is None or (y is None and self._loss is not None):
             raise BadInput("step: this rank gets no inputs or labels: give an example=(x, y), a microbatch, to the pipeline")
         self._data = GivenBatches(Microbatch(x, y), passes_whole=self._loss is None)
-        objects = Overrides(model=self.model, data=self._data, loss=self._loss, optimizer=self._handle.copy_for)
+        objects = Overrides(
+            model=self.model,
+            data=self._data,
+            loss=self._loss,
+            optimizer=self._handle.copy_for,
+            loss_weight=self._loss_weight,
+        )
         config = self._config.model_copy(update={"micro_batch_size": count_samples(x)})
         open_run = OpenRun(
             warmup=self._warmup,
@@ -597,7 +609,7 @@ class Pipeline:
 
     def _refuse_nonfinite(self, job: Job, k: int, result: StepResult) -> None:
         losses = [loss for loss, _ in result.blocks] or [result.loss]
-        wrong = [loss for loss in losses if not math.isfinite(loss)]
+        wrong = [loss for loss in losses if loss is not None and not math.isfinite(loss)]
         if wrong and not self._config.allow_nonfinite:
             reason = f"update {k} of method {job.method.name}: the training loss is {wrong[0]}"
             advice = "a smaller learning rate or a warm-up of it may help (allow_nonfinite=True continues)"
@@ -680,11 +692,15 @@ class Pipeline:
 
     @contextlib.contextmanager
     def _break_on_error(self, call: str) -> Iterator[None]:
-        """Break the object if an exception leaves the context."""
+        """Break the object if an exception leaves the context. Say in which call a lost rank was waited for."""
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             self._is_broken = True
+            if isinstance(error, RunFault) and isinstance(error.__cause__, LostRank):
+                number = f" {self._given - 1}" if call == "step" else ""
+                why = f"this rank waits in {call}{number}, which all ranks must call, in the same order"
+                raise RunFault(f"{error}; {why}") from error.__cause__
             raise
 
     def _call_back(self, update: int, stages: Sequence[int]) -> None:

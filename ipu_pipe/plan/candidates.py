@@ -21,7 +21,7 @@ from ipu_pipe.errors import raise_faults
 from ipu_pipe.hardware.description import Hardware, count_sharing, make_transfer
 from ipu_pipe.schedule.clock import Transfer
 from ipu_pipe.schedule.methods import METHODS, Method, Pipeline, Reads
-from ipu_pipe.text import show
+from ipu_pipe.text import show, suggest
 
 # without zb_auto, which searches for each order and would take a third of a plan's time; `--methods` may name it
 BY_DEVICE = ("interleaved_1f1b", "zb_h1", "zb_h2", "interleaved_zb", "zbv", "v_half", "v_min", "dualpipe_v")
@@ -159,7 +159,11 @@ def choose_methods(
     pipelines = [name for name, row in METHODS.items() if row.is_pipeline and name not in UNPLANNED]
     planned = [*pipelines, *LOCAL]
     if asked is not None:
-        faults = [f"--methods: {show(name)}: must be of {', '.join(planned)}" for name in asked if name not in planned]
+        faults = [
+            f"--methods: {show(name)}: must be of {', '.join(planned)}{suggest(name, planned)}"
+            for name in asked
+            if name not in planned
+        ]
         faults += [
             f"--methods: {name}: devices in lock-step, such as IPUs, do not run it: must be of {', '.join(IN_LOCKSTEP)}"
             for name in asked

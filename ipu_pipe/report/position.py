@@ -28,10 +28,12 @@ class Position:
     initial: EvaluationResult = EvaluationResult()
     plateau: Optional[Dict[str, Any]] = None
 
-    def add_update(self, loss: float, begins_epoch: bool) -> None:
-        """Count one more update with its mean training loss."""
+    def add_update(self, loss: Optional[float], begins_epoch: bool) -> None:
+        """Count one more update with its mean training loss, if it has one."""
         if begins_epoch:
             self.epoch_loss, self.epoch_updates = 0.0, 0
+        if loss is None:
+            return
         self.epoch_loss += loss
         self.epoch_updates += 1
 

@@ -25,6 +25,7 @@ from ipu_pipe.job.factories import (
     make_data,
     make_factory,
     make_loss,
+    make_loss_weight,
     make_model,
     make_scheduler,
 )
@@ -113,7 +114,7 @@ def set_up(
     return Setup(
         config, model, precision.convert_loss(loss_of_output), data, device, precision, metrics,
         getattr(loss_of_output, "asks", ()), backend.trains_on or config.backend.device, backend.emulates, initial_weights,
-        label_range=None,
+        label_range=None, loss_weight=make_loss_weight(config, objects, loss_of_output),
     )  # fmt: skip
 
 
@@ -201,7 +202,10 @@ def assemble(setup: Setup, objects: Overrides, done: int = 0, open_run: Optional
     per_epoch, updates = count_updates(config.replicas if rounds is None else rounds.replicas or 1)
 
     # a training pass of the first microbatch, and the stages
-    inputs, labels = setup.split_batch(data.train_batch(0, 0, config.micro_batch_size))
+    first_batch = data.train_batch(0, 0, config.micro_batch_size)
+    inputs, labels = setup.split_batch(first_batch)
+    if setup.loss_weight is not None and setup.device.type != "meta":
+        setup.weigh(first_batch, "update 0, microbatch 0")
     # clone, because a model that works in place must not change the data
     example = clone_tensors(setup.move_to_device(inputs, labels))
     observation = check_model(setup, example, labels)

@@ -19,7 +19,7 @@ from ipu_pipe.job.factories import call_entry, check_arguments, collect_results,
 from ipu_pipe.job.metrics import prefers_greater
 from ipu_pipe.job.record import Job
 from ipu_pipe.job.user_code import raise_attributed
-from ipu_pipe.text import describe_kind, list_some
+from ipu_pipe.text import describe_kind, list_some, suggest
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,8 @@ class Moment:
     """The state of a run that callbacks get.
 
     step: the number of updates done; epoch: the same in epochs (None for data without a length)
-    losses: the mean training losses of the newest update, one for each block that has its own, the model's last; may be empty
+    losses: the mean training losses of the newest update, one for each block that has its own, the model's last; may be empty;
+        None if the update's microbatches have no weight (`loss_weight`)
     rate: the learning rate of the newest update
     metrics: the newest evaluation by the names of `metrics.jsonl` (test_loss, test_accuracy, ...); empty before the first
     model: the whole model with the newest weights, None if its stages are in several processes or on other devices
@@ -50,7 +51,7 @@ class Moment:
 
     step: int
     epoch: Optional[float]
-    losses: Tuple[float, ...]
+    losses: Tuple[Optional[float], ...]
     rate: float
     samples_per_second: Optional[float]
     metrics: Mapping[str, Optional[float]]
@@ -233,7 +234,7 @@ def refuse_callbacks(job: Job, callbacks: Sequence[Callback]) -> None:
     metric_keys += [("early_stopping.metric", one.metric) for one in callbacks if isinstance(one, EarlyStopping)]
     known = ["loss", *(metric.name for metric in job.metrics)]
     faults = [
-        f"{key}: {metric}: no evaluation computes it: must be one of {', '.join(known)}"
+        f"{key}: {metric}: no evaluation computes it: must be one of {', '.join(known)}{suggest(metric, known)}"
         for key, metric in metric_keys
         if metric not in known
     ]

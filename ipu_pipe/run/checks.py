@@ -83,6 +83,9 @@ def _find_conflicts(job: Job) -> Dict[str, Any]:
             config.model.compile and config.backend.name != "distributed",
         f"replicas: {replicas}: {alone}: must be 1": alone and replicas > 1,
         f"gradient_accumulation: {accumulation}: {alone}: must be 1": alone and accumulation > 1,
+        "method_args.delay_compensation: not with loss_weight, since it goes by the gradient of a microbatch's own loss, and "
+        "earlier stages do not know its weight: must be null":
+            job.loss_weight and job.rules.compensates and job.schedule.accumulate * replicas > 1,
         f"clip.scope: {scope}: {alone}: must be stage": alone and scope not in (None, "stage"),
         "clip.scope: delayed_global: cannot be combined with method_args.warmup, whose norms are not delayed: use stage":
             scope == "delayed_global" and "warmup" in args,

@@ -20,7 +20,7 @@ from ipu_pipe.job.overrides import Overrides
 from ipu_pipe.job.record import Job
 from ipu_pipe.job.user_code import attribute_faults
 from ipu_pipe.launcher import read_launch
-from ipu_pipe.model.loss import Loss
+from ipu_pipe.model.loss import Loss, LossWeight
 from ipu_pipe.model.randomness import restore_random_states
 from ipu_pipe.model.restoring import restore_modes
 from ipu_pipe.report.provenance import fingerprint_data
@@ -43,6 +43,7 @@ def train(
     model: Optional[nn.Module] = None,
     data: Optional[DataSource] = None,
     loss: Union[Loss, str, None] = None,
+    loss_weight: Union[LossWeight, str, None] = None,
     output: Union[int, str, Callable[[Any], Any], None] = None,
     optimizer: Any = None,
     optimizer_args: Optional[Mapping[str, Any]] = None,
@@ -58,9 +59,10 @@ def train(
     """Train by `config` and write the run into the folder `out`. Return the summary (as in `summary.json`).
 
     `model`, `data`, `loss`, `optimizer`, `lr_scheduler`, `metrics` and `callbacks` replace the config's entries (docs/loop.md
-    describes each). `loss` may also be a name as in the config. `output` selects the part of the model's output that the loss
-    takes, if the output is an object, a mapping or a tuple: a name or an index as in `model.output`, or a function of the
-    output. `resume` continues from the newest checkpoint, with the same numbers as without the interruption; `resume_from`
+    describes each). `loss` may also be a name as in the config. `loss_weight` is the weight of a microbatch in the mean loss of
+    its update: a function of the labels, or tokens. `output` selects the part of the model's output that the loss takes, if the
+    output is an object, a mapping or a tuple: a name or an index as in `model.output`, or a function of the output.
+    `resume` continues from the newest checkpoint, with the same numbers as without the interruption; `resume_from`
     continues from the checkpoint of that step and deletes later ones. If a launcher restarts its processes (`torchrun
     --max-restarts`), their run continues as with `resume`.
 
@@ -71,7 +73,7 @@ def train(
     trained in place in the config's precision. At the end its modules have their modes and, unless `keep_dtype`, their dtypes
     again. On processes every rank has the whole model at the end; after a fault each rank has its own stage, and NaN elsewhere.
     """
-    objects = Overrides(model, data, loss, output, optimizer, lr_scheduler, metrics, callbacks)
+    objects = Overrides(model, data, loss, output, optimizer, lr_scheduler, metrics, callbacks, loss_weight)
     if not isinstance(config, Config):
         raise BadInput(f"config: {describe_kind(config)}: must be the result of ipu_pipe.configure or ipu_pipe.load_config")
     kinds = {name: (value, *_KINDS[name]) for name, value in objects._asdict().items() if value is not None and name in _KINDS}
@@ -223,6 +225,10 @@ _KINDS: Dict[str, Tuple[Callable[[Any], bool], str]] = {
     "loss": (
         lambda value: isinstance(value, str) or (callable(value) and not isinstance(value, type)),
         "a function of outputs and labels, or the name of one",
+    ),
+    "loss_weight": (
+        lambda value: isinstance(value, str) or (callable(value) and not isinstance(value, type)),
+        "a function of the labels, or tokens",
     ),
     "output": (lambda value: isinstance(value, (str, int)) or callable(value), "a field's name, an index, or a function of it"),
     "lr_scheduler": (callable, "a function of an optimizer that makes a torch.optim.lr_scheduler"),

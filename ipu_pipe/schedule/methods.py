@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any, Dict, List, Mapping, Optional, Tuple, Union
+from typing import Any, Dict, Iterable, List, Mapping, Optional, Tuple, Union
 
 from ipu_pipe.errors import BadInput, raise_faults
 from ipu_pipe.schedule.delays import Delay, History
-from ipu_pipe.text import find_nearest, show
+from ipu_pipe.text import show, suggest
 
 
 class Pipeline(Enum):
@@ -317,6 +317,13 @@ SCHEDULES = tuple(row.value for row in (Pipeline.ONE_F_ONE_B, Pipeline.ONE_F_ONE
 AXIS_KEYS = ("schedule", "turn", "stash", "hogwild", "constant_delay", "recompute")
 
 
+def check_methods(names: Iterable[str], key: str) -> None:
+    """Raise `BadInput` with a line for each name at `key` that is not a method's, and the nearest method."""
+    unknown = [name for name in names if name not in METHODS]
+    allowed = f"must be one of {', '.join(METHODS)}"
+    raise_faults([f"{key}: {show(name)}: {allowed}{suggest(name, METHODS)}" for name in unknown])
+
+
 def resolve_method(name: str, args: Mapping[str, Any] = {}) -> Method:
     """Return the method `name` with its axes changed by `args`.
 
@@ -325,10 +332,7 @@ def resolve_method(name: str, args: Mapping[str, Any] = {}) -> Method:
     belong to update rules and are ignored. The config has checked the types of the values. Raise `BadInput` for an unknown name,
     and for arguments that do not belong to the method.
     """
-    if name not in METHODS:
-        nearest = find_nearest(name, METHODS)
-        hint = f"; did you mean {nearest}?" if nearest else ""
-        raise BadInput(f"method: {show(name)}: must be one of {', '.join(METHODS)}{hint}")
+    check_methods([name], "method")
     method = METHODS[name]
     settings = {key: args[key] for key in (*AXIS_KEYS, *METHOD_OF_KEY, *ORDER_KEYS) if args.get(key) is not None}
     raise_faults(_find_misfits(method, settings))
@@ -351,6 +355,11 @@ def resolve_method(name: str, args: Mapping[str, Any] = {}) -> Method:
         changes: Dict[str, Any] = {key: tuple(v) if isinstance(v, (list, tuple)) else v for key, v in settings.items()}
         return replace(method, structure=replace(method.structure, **changes)) if changes else method
     return _change_axes(method, settings)
+
+
+def find_method(method: Union[str, Method]) -> Method:
+    """Return the row of a method, which may be its name. Raise `BadInput` for an unknown name."""
+    return method if isinstance(method, Method) else resolve_method(method)
 
 
 def _set_order(method: Method, settings: Mapping[str, Any]) -> Method:

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import groupby
-from typing import Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 import numpy as np
 
 from ipu_pipe.errors import BadInput, raise_faults
 from ipu_pipe.schedule.actions import PASSES
-from ipu_pipe.schedule.methods import Method, Pipeline, check_sizes
+from ipu_pipe.schedule.methods import Method, Pipeline, check_sizes, find_method
 from ipu_pipe.schedule.orders import get_period, make_device_rows
 from ipu_pipe.schedule.rows import lay_out
 from ipu_pipe.schedule.runs import RunArray, Stretch, make_runs
@@ -34,14 +34,21 @@ OPEN = 1 << 40
 
 
 def make_schedule(
-    method: Method, stages: int, microbatches: int, accumulate: int, drains: Sequence[int] = (), synchronous: int = 0
+    method: Union[str, Method],
+    stages: int,
+    microbatches: int,
+    accumulate: int,
+    drains: Sequence[int] = (),
+    synchronous: int = 0,
 ) -> Schedule:
     """Make the schedule of `method` for P `stages`, M `microbatches` and N = `accumulate` microbatches per update.
 
-    `drains`: microbatches, multiples of N, before which the pipeline drains and refills (evaluation, checkpoints); a method that
-    flushes is empty there anyway. `synchronous`: the number of microbatches at the start, a multiple of N, that run as in GPipe
-    (PipeMare's warm-up, W). Raise `BadInput` for impossible sizes (see `check_sizes`).
+    `method`: its name, or the row that `resolve_method` returns, with other settings. `drains`: microbatches, multiples of N,
+    before which the pipeline drains and refills (evaluation, checkpoints); a method that flushes is empty there anyway.
+    `synchronous`: the number of microbatches at the start, a multiple of N, that run as in GPipe (PipeMare's warm-up, W).
+    Raise `BadInput` for an unknown name and for impossible sizes (see `check_sizes`).
     """
+    method = find_method(method)
     check_sizes(method, stages, microbatches, accumulate)
     if method.order is not None:
         sizes = _split_at_drains(drains, microbatches, accumulate)
@@ -88,7 +95,8 @@ def make_schedule(
                 stretch = Stretch(first_slot, first, repeats, slots, size - repeated, runs)
                 stretches.append(stretch.lengthen(repeated, accumulate) if repeated else stretch)
     definition = PIPELINES[method.pipeline]
-    return Schedule(stages, microbatches, accumulate, definition.slot_holds, tuple(stretches), definition.local)
+    holds, local = definition.slot_holds, definition.local
+    return Schedule(stages, microbatches, accumulate, holds, tuple(stretches), local, name=method.name)
 
 
 def open_schedule(
@@ -115,7 +123,7 @@ def _make_ordered(
             stretch, placement = _lay_out_order(method, stages, size)
             first_slot, first = (stretches[-1].end_slot, stretches[-1].end_microbatch) if stretches else (0, 0)
             stretches.append(replace(stretch, first_slot=first_slot, first_microbatch=first, repeats=repeats))
-    return Schedule(stages, microbatches, accumulate, SlotHolds.ONE, tuple(stretches), placement=placement)
+    return Schedule(stages, microbatches, accumulate, SlotHolds.ONE, tuple(stretches), placement=placement, name=method.name)
 
 
 def _lay_out_order(method: Method, stages: int, size: int) -> Tuple[Stretch, Tuple[int, ...]]:

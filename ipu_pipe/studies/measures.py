@@ -331,7 +331,7 @@ def measure_fit(config: Config, out: Path, options: MeasureOptions, overwrite: b
         if done % options.every == 0 or done == job.updates:
             accuracies = [one.accuracy for one in window if one.accuracy is not None]
             accuracy = statistics.mean(accuracies) if accuracies else None
-            curve.append([done, statistics.mean(one.loss for one in window), accuracy])
+            curve.append([done, statistics.mean(one.loss for one in window if one.loss is not None), accuracy])
             window.clear()
 
     train_emulated(job, gather)

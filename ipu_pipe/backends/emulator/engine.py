@@ -138,10 +138,24 @@ class EmulatorEngine(Engine):
     def step(self, k: int, read: bool = True) -> List[StepResult]:
         with attribute_faults(lambda: self._emulator.activity):
             if not does_reading_synchronize(self.job.device):
-                return self._combine([self._emulator.step(self._microbatches()) for _ in range(self._block_updates)])
+                return self._combine([self._emulator.step(*self._read_batch()) for _ in range(self._block_updates)])
             for _ in range(self._block_updates):
-                self._emulator.advance(self._microbatches())
+                self._emulator.advance(*self._read_batch())
             return self._combine(self._emulator.read()) if read else []
+
+    def _read_batch(self) -> Tuple[Any, ...]:
+        """Return the arguments of the emulator's step: the microbatches up to the next update, and any weights."""
+        job = self.job
+        if job.loss_weight is None:
+            return (self._microbatches(),)
+        # the sum of the weights must be known before the first backward
+        batches, weights = [], []
+        for replay in self._emulator.list_replays():
+            batch = job.read_microbatch(replay.microbatch, replay.replica)
+            update = self._emulator.update // self._block_updates
+            batches.append(batch)
+            weights.append(job.weigh_microbatch(batch, update, replay.microbatch, replay.replica))
+        return map(job.prepare_batch, batches), weights
 
     def _microbatches(self) -> Iterator[Tuple[Any, Any]]:
         """Yield lazily, in replay order, the microbatches up to and including the next replay with an update."""
@@ -156,6 +170,7 @@ class EmulatorEngine(Engine):
 
         Randomized methods update one stage per replay. P such updates use the gradients of P stages, as many as other methods
         compute from one microbatch. So they count as one step with the samples of one microbatch and the mean loss and accuracy.
+        Updates without weight have no loss.
         """
         count = self._block_updates
         if count == 1:
@@ -165,7 +180,9 @@ class EmulatorEngine(Engine):
             step_results = results[first : first + count]
             accuracies = [result.accuracy for result in step_results if result.accuracy is not None]
             accuracy = sum(accuracies) / count if len(accuracies) == count else None
-            steps.append(StepResult(sum(result.loss for result in step_results) / count, accuracy, step_results[0].samples))
+            losses = [result.loss for result in step_results if result.loss is not None]
+            loss = sum(losses) / len(losses) if losses else None
+            steps.append(StepResult(loss, accuracy, step_results[0].samples))
         return steps
 
     def decide_end(self, done: int, stop_requested: bool) -> int:

@@ -113,6 +113,9 @@ def list_faults(job: Job) -> List[str]:
         faults.append(f"{key}: IPUs take a model that gives a tensor: {others}")
     elif job.updates_per_epoch is None:
         faults.append(f"data: the training data has no length, which IPUs need: {others}")
+    if job.loss_weight is not None and config.gradient_accumulation * config.replicas > 1:
+        why = "PopTorch averages an update's microbatches and replicas itself, and all count the same"
+        faults.append(f"loss_weight: {config.loss_weight}: {why}: must be null, or {others}")
     if any(group["lr"] != job.base_rate for group in job.optimizer.param_groups):
         faults.append("optimizer: parameter groups with different learning rates: not with backend.name poptorch: must have one")
     if faults:
