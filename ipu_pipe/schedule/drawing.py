@@ -31,6 +31,9 @@ class Drawable(Protocol):
     """The parts of a `Schedule` that a drawing reads; the class itself imports this module."""
 
     @property
+    def name(self) -> str: ...
+
+    @property
     def stages(self) -> int: ...
 
     @property
@@ -133,7 +136,7 @@ def _write_legend(schedule: Drawable, has_versions: bool) -> str:
 def _describe(schedule: Drawable) -> str:
     N = schedule.accumulate
     every = "each microbatch" if N == 1 else f"each {N} microbatches"
-    return f"{schedule.stages} stages, {schedule.microbatches} microbatches, an update after {every}"
+    return f"{schedule.name}: {schedule.stages} stages, {schedule.microbatches} microbatches, an update after {every}"
 
 
 def format_versions(schedule: Drawable, read_versions: ReadVersions, lags: IntArray) -> str:
