@@ -10,13 +10,13 @@ import pytest
 
 from tests.support.runs import ROOT, needs_processes
 
-PIPELINE = "--accumulate 2 --rounds 1 --microbatches 8 --methods pipedream --schedules zbv --models resnet"
+PIPELINE = "--accumulate 2 --rounds 1 --microbatches 8 --methods pipedream --schedules zbv --models resnet --objects zbv"
 
 
 @pytest.mark.parametrize(
     "tool, arguments",
     [
-        ("bench.py", "--models resnet20 --methods pipemare --rounds 1 --updates 1"),
+        ("bench.py", "--models resnet20 --methods pipemare --stages 4 --rounds 1 --updates 1"),
         pytest.param("bench_trace.py", "--model mlp --turns 11 --updates 1", marks=needs_processes),
         pytest.param("bench_pipeline.py", PIPELINE, marks=needs_processes),
     ],

@@ -46,23 +46,49 @@ def said(cell: Any, stream: str) -> str:
     return "".join(output["text"] for output in cell.get("outputs", []) if output.get("name") == stream)
 
 
-@pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*.ipynb")), ids=lambda file: file.stem)
-def test_a_notebook_runs_and_its_progress_is_lines(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def run_notebook(file: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, first: str = "") -> List[Any]:
+    """Run a notebook in a folder, after the code `first`; return its cells."""
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
     pytest.importorskip("ipykernel")
     path = os.pathsep.join([str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")])
     monkeypatch.setenv("PYTHONPATH", path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     book = nbformat.read(file, as_version=4)
     assert all(cell.get("outputs", []) == [] for cell in book.cells), "is kept without outputs"
+    book.cells.insert(0, nbformat.v4.new_code_cell(first))
+    nbclient.NotebookClient(book, timeout=300, resources={"metadata": {"path": str(folder)}}).execute()
+    assert [said(cell, "stderr") for cell in book.cells] == [""] * len(book.cells)
+    return list(book.cells)
+
+
+def list_shown(cells: List[Any], kind: str) -> List[str]:
+    """Return what the cells display of a MIME type."""
+    shown = [output.get("data", {}) for cell in cells for output in cell.get("outputs", [])]
+    return [data[kind] for data in shown if kind in data]
+
+
+def test_a_notebook_runs_and_its_progress_is_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     often = "import ipu_pipe.run.progress as p; p.LINE_SECONDS = p.EPOCH_SECONDS = 0.0"
-    book.cells.insert(0, nbformat.v4.new_code_cell(often))
-    nbclient.NotebookClient(book, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
-    training: List[Any] = [cell for cell in book.cells if "throughput: " in said(cell, "stdout")]
+    cells = run_notebook(EXAMPLES / "first_steps.ipynb", tmp_path, monkeypatch, often)
+    training: List[Any] = [cell for cell in cells if "throughput: " in said(cell, "stdout")]
     assert len(training) == 1
     lines = said(training[0], "stdout")
     assert "\nupdate 1/" in lines and "\r" not in lines and "\x1b" not in lines
-    assert [said(cell, "stderr") for cell in book.cells] == [""] * len(book.cells)
-    assert any("image/png" in output.get("data", {}) for cell in book.cells for output in cell.get("outputs", []))
+    assert list_shown(cells, "image/png")
+
+
+def test_every_notebook_is_run_here() -> None:
+    assert {file.name for file in EXAMPLES.glob("*.ipynb")} == {"first_steps.ipynb", "own_loop.ipynb"}
+
+
+def test_the_notebook_of_a_loop_of_ones_own_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cells = run_notebook(EXAMPLES / "own_loop.ipynb", tmp_path, monkeypatch)
+    assert len(list_shown(cells, "image/png")) == 2
+    schedule, trace = list_shown(cells, "text/html")
+    assert "reads weight version" in schedule and trace.startswith("<iframe")
+    printed = "".join(said(cell, "stdout") for cell in cells)
+    assert "pipemare: staleness by stage [8, 7, 6, 5, 4, 3, 2, 1]" in printed
+    assert printed.count("largest stable") >= 2
 
 
 @pytest.mark.parametrize("file, launcher", [("slurm.sbatch", "srun"), ("poprun.sh", "poprun")])

@@ -7,7 +7,7 @@ import statistics
 import sys
 import time
 from pathlib import Path
-from typing import Any, Callable, Dict, List
+from typing import Any, Callable, Dict, List, NamedTuple, Union
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -35,8 +35,9 @@ def make_parser() -> Parser:
     """Build the parser of the command line."""
     p = Parser(
         prog="tools/bench.py",
-        description="Time the emulator's asynchronous methods at the finest partition against plain training with the same\n"
-        "microbatches and the same number of updates. Turns alternate, so that a slow moment of the machine hits both.",
+        description="Time steps of ipu_pipe.Pipeline on the emulator against a plain loop with the same microbatches and the\n"
+        "same number of updates. Turns alternate, so that a slow moment of the machine hits both, and the ratio of CPU time\n"
+        "leaves out what other processes take.",
     )
     p.add_argument("--models", default="resnet20,resnet50", help=f"comma-separated: {', '.join(CASES)} (default: both)")
     p.add_argument(
@@ -44,6 +45,7 @@ def make_parser() -> Parser:
         default=",".join(METHODS),
         help=f"methods, with rules added by + ({', '.join(RULES)}); default: {','.join(METHODS)}",
     )
+    p.add_argument("--stages", default="finest", help="numbers of stages, or finest, comma-separated (default finest)")
     p.add_argument("--rounds", type=int, default=5, help="turns of each; the median ratio is printed (default 5)")
     p.add_argument("--updates", type=int, default=3, help="updates per turn (default 3)")
     p.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
@@ -61,6 +63,11 @@ def main() -> None:
         for rule in m.split("+")[1:]
         if rule not in RULES
     ]
+    faults += [
+        f"--stages: {count}: must be a number from 1 on, or finest"
+        for count in args.stages.split(",")
+        if count != "finest" and not (count.isdecimal() and int(count))
+    ]
     if faults or args.rounds < 1 or args.updates < 1:
         raise BadInput(faults or "--rounds and --updates must be at least 1")
     import torch  # imported after the arguments are read: --help must not wait for it
@@ -70,88 +77,98 @@ def main() -> None:
     rows: List[Dict[str, Any]] = []
     for name in args.models.split(","):
         for method in args.methods.split(","):
-            rows.append(measure(name, method, args.rounds, args.updates, args.device))
-            if not args.json:
-                r = rows[-1]
-                print(
-                    f"{name:9s} {r['stages']:4d} stages  {method:25s} plain {r['plain_ms']:8.1f} ms  emulator "
-                    f"{r['emulator_ms']:8.1f} ms a microbatch  ratio {r['ratio']:.3f} "
-                    f"(rounds {r['least']:.3f} to {r['most']:.3f})",
-                    flush=True,
-                )
+            for stages in args.stages.split(","):
+                count = "finest" if stages == "finest" else int(stages)
+                rows.append(measure(name, method, count, args.rounds, args.updates, args.device))
+                if not args.json:
+                    print(format_row(rows[-1]), flush=True)
     if args.json:
         print(json.dumps({"rows": rows}, indent=1))
 
 
-def measure(name: str, label: str, rounds: int, updates: int, device: str) -> Dict[str, Any]:
-    """Return the median of emulator time divided by plain time over `rounds` turns of `updates` updates.
+def format_row(row: Dict[str, Any]) -> str:
+    """Format the figures of a case."""
+    return (
+        f"{row['model']:9s} {row['stages']:4d} stages  {row['method']:25s} plain {row['plain_ms']:8.1f} ms  emulator "
+        f"{row['emulator_ms']:8.1f} ms a microbatch  ratio {row['ratio']:.3f} "
+        f"(rounds {row['least']:.3f} to {row['most']:.3f}), of CPU time {row['cpu_ratio']:.3f} "
+        f"({row['cpu_least']:.3f} to {row['cpu_most']:.3f})"
+    )
+
+
+def measure(name: str, label: str, stages: Union[str, int], rounds: int, updates: int, device: str) -> Dict[str, Any]:
+    """Return the median of the pipeline's time divided by plain time over `rounds` turns of `updates` updates.
 
     The turns begin after as many weight versions are stashed as there will ever be.
     """
     import torch
     from torch.nn.functional import cross_entropy
 
-    from ipu_pipe.backends.emulator.replay import Emulator
-    from ipu_pipe.backends.work import Work
+    import ipu_pipe
     from ipu_pipe.job.factories import resolve_entry
-    from ipu_pipe.model.stages import partition
-    from ipu_pipe.schedule.methods import Reads, resolve_method
-    from ipu_pipe.schedule.timelines import make_schedule
-    from ipu_pipe.schedule.versions import VersionTable
-    from ipu_pipe.update.apply import UpdateRules
-    from ipu_pipe.update.optimizer import make_groups
 
     entry, model_args, size, accumulate = CASES[name]
     torch.manual_seed(0)
     models = [resolve_entry(entry, "model")(**model_args).to(device) for _ in range(2)]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=1e-3, momentum=0.9) for m in models]
+    method, *added = label.split("+")
+    example = torch.randn(size, 3, 32, 32).to(device)
+    count = len(ipu_pipe.partition(models[0], example, stages))
+    if method == "pipedream_2bw":  # N must be at least the number of stages
+        accumulate = -(-count // accumulate) * accumulate
     data = [
         (torch.randn(size, 3, 32, 32).to(device), torch.randint(0, 10, (size,)).to(device)) for _ in range(accumulate)
     ]
-    method_name, *added = label.split("+")
-    method = resolve_method(method_name)
-    args = {key: value for rule in added for key, value in RULES[rule].items()}
-    part = partition(models[0], data[0][0], "finest")
-    if method.forward_reads is Reads.DOUBLE_BUFFERED:  # N must be at least the number of stages
-        accumulate = -(-len(part) // accumulate) * accumulate
-        data = data * (accumulate // len(data))
-    lag = VersionTable(make_schedule(method, len(part), accumulate, accumulate), method).greatest_lag().max()
-    fill = int(lag) + 2  # updates until as many weight versions are stashed as ever
-    total = (fill + rounds * updates) * accumulate
-    schedule = make_schedule(method, len(part), total, accumulate)
-    optimizers = [torch.optim.SGD(m.parameters(), lr=1e-3, momentum=0.9) for m in models[1:]]
-    staged = torch.optim.SGD(make_groups(models[0], part), lr=1e-3, momentum=0.9)
-    table = VersionTable(schedule, method)
-    rules = UpdateRules(args, method, table.rule_lag(), accumulate, staged, lambda k: 1e-3)
-    emulator = Emulator(Work(cross_entropy, table, rules), models[0], part, data[0])
+    pipe = ipu_pipe.Pipeline(
+        models[0],
+        cross_entropy,
+        optimizers[0],
+        method,
+        stages=stages,
+        microbatches=accumulate,
+        method_args={key: value for rule in added for key, value in RULES[rule].items()},
+        backend_args={"device": device},
+    )
 
-    def emulate() -> None:
+    def step() -> None:
         for _ in range(updates):
-            emulator.step(data)
+            pipe.step(microbatches=data)
 
     def train_plainly() -> None:
         for _ in range(updates):
             for x, y in data:
                 (cross_entropy(models[1](x), y) / accumulate).backward()
-            optimizers[0].step()
-            optimizers[0].zero_grad()
+            optimizers[1].step()
+            optimizers[1].zero_grad()
 
-    for _ in range(fill):
-        emulator.step(data)
+    pipe.step(microbatches=data)
+    # until as many weight versions are stashed as ever
+    for _ in range(int(pipe.versions.greatest_lag().max()) + 1):
+        pipe.step(microbatches=data)
     train_plainly()
-    times = [(_measure_seconds(train_plainly, device), _measure_seconds(emulate, device)) for _ in range(rounds)]
-    ratios = [b / a for a, b in times]
+    times = [(_measure_seconds(train_plainly, device), _measure_seconds(step, device)) for _ in range(rounds)]
+    ratios = [emulated.wall / plain.wall for plain, emulated in times]
+    cpu_ratios = sorted(emulated.cpu / plain.cpu for plain, emulated in times)
     ms_per_microbatch = 1000 / (updates * accumulate)
     return {
-        "model": name, "method": label, "stages": len(part), "micro_batch_size": size, "gradient_accumulation": accumulate,
-        "plain_ms": statistics.median(a for a, _ in times) * ms_per_microbatch,
-        "emulator_ms": statistics.median(b for _, b in times) * ms_per_microbatch,
+        "model": name, "method": label, "stages": count, "micro_batch_size": size, "gradient_accumulation": accumulate,
+        "plain_ms": statistics.median(plain.wall for plain, _ in times) * ms_per_microbatch,
+        "emulator_ms": statistics.median(emulated.wall for _, emulated in times) * ms_per_microbatch,
         "ratio": statistics.median(ratios), "least": min(ratios), "most": max(ratios),
-        "version_bytes": emulator.weights.peak_bytes,
+        "cpu_ratio": statistics.median(cpu_ratios), "cpu_least": cpu_ratios[0], "cpu_most": cpu_ratios[-1],
+        "version_bytes": pipe.memory()["emulator_bytes"],
     }  # fmt: skip
 
 
-def _measure_seconds(work: Callable[[], None], device: str) -> float:
-    """Return the wall-clock seconds of `work`, with all its kernels finished."""
+class Seconds(NamedTuple):
+    """The time of some work by the clock on the wall, and by that of this process's CPUs."""
+
+    wall: float
+    cpu: float
+
+
+def _measure_seconds(work: Callable[[], None], device: str) -> Seconds:
+    """Return the seconds of `work`, with all its kernels finished."""
     import torch
 
     def finish() -> None:
@@ -159,10 +176,10 @@ def _measure_seconds(work: Callable[[], None], device: str) -> float:
             torch.cuda.synchronize()
 
     finish()  # kernels that were launched before do not count
-    start = time.perf_counter()
+    wall, cpu = time.perf_counter(), time.process_time()
     work()
     finish()
-    return time.perf_counter() - start
+    return Seconds(time.perf_counter() - wall, time.process_time() - cpu)
 
 
 if __name__ == "__main__":

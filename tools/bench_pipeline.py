@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import multiprocessing
 import os
@@ -31,6 +32,7 @@ THEIRS = {  # PyTorch's class of the same schedule
     "dualpipe_v": "ScheduleDualPipeV",
 }  # fmt: skip
 BY_DEVICE = ["interleaved_1f1b", "zbv", "dualpipe_v"]
+OBJECTS = ["pipedream_flush", "pipedream", "zbv"]
 MODELS = ["resnet", "transformer"]
 DEFAULT_WARM_UP = 2  # turns that fill pipelines and caches
 
@@ -55,7 +57,8 @@ def make_parser() -> Parser:
         "1. A pre-activation ResNet-20 in two stages: PyTorch's Schedule1F1B, this package's pipedream_flush, and asynchronous\n"
         "   methods.\n"
         "2. Models in four stages, two on each process: schedules by device beside PyTorch's classes, with the bubble that the\n"
-        "   trace measures, that of the clock with the measured times, and that of the schedule in unit slots.",
+        "   trace measures, that of the clock with the measured times, and that of the schedule in unit slots.\n"
+        "3. A step of ipu_pipe.Pipeline against a step of the engine of `train`, each on two processes of its own.",
     )
     p.add_argument(
         "--accumulate", type=int, nargs="*", default=[2, 4, 8], metavar="N",
@@ -69,6 +72,10 @@ def make_parser() -> Parser:
         "--schedules", nargs="*", default=BY_DEVICE, choices=[*THEIRS][2:], metavar="NAME",
         help=f"schedules of part 2, of {', '.join([*THEIRS][2:])}; none leaves it out (default {' '.join(BY_DEVICE)})",
     )  # fmt: skip
+    p.add_argument(
+        "--objects", nargs="*", default=OBJECTS, metavar="NAME",
+        help=f"methods of part 3; none leaves it out (default {' '.join(OBJECTS)})",
+    )  # fmt: skip
     p.add_argument("--models", nargs="+", default=MODELS, choices=MODELS, help="models of part 2 (default both)")
     p.add_argument("--rounds", type=int, default=7, help="turns of each; medians are printed (default 7)")
     p.add_argument("--microbatches", type=int, default=32, help="microbatches per turn (default 32)")
@@ -79,7 +86,7 @@ def make_parser() -> Parser:
 def main() -> None:
     """Run the command line."""
     args = make_parser().parse_args()
-    from ipu_pipe.schedule.methods import resolve_method
+    from ipu_pipe.schedule.methods import METHODS, resolve_method
 
     batch = 8  # microbatches per update of part 2
     sizes = [*args.accumulate, *[batch] * bool(args.schedules)]
@@ -87,7 +94,7 @@ def main() -> None:
         raise BadInput(
             f"--microbatches: {args.microbatches}: must be a multiple of {', '.join(map(str, sizes))}; --rounds at least 1"
         )
-    for name in args.methods:
+    for name in [*args.methods, *args.objects]:
         resolve_method(name)
     cases = [
         Case("resnet", RANKS, ["pipedream_flush"], args.methods, n, args.rounds, args.microbatches)
@@ -102,6 +109,14 @@ def main() -> None:
         rows.append(measure(case))
         if not args.json:
             print(format_row(rows[-1]), flush=True)
+    for name in args.objects:
+        # asynchronous methods update after each microbatch, where a step's own cost weighs most
+        accumulate = min(sizes, default=batch) if METHODS[name].flushes else 1
+        stages = RANKS * (1 if METHODS[name].order is None else 2)
+        row = measure_object(Case("resnet", stages, [name], [], accumulate, args.rounds, args.microbatches))
+        rows.append(row)
+        if not args.json:
+            print(format_object(row), flush=True)
     if args.json:
         print(json.dumps({"rows": rows}, indent=1))
 
@@ -179,6 +194,154 @@ def _summarize(case: Case, ranks: List[Dict[str, Any]]) -> Dict[str, Any]:
         "stage_ms": [1e3 * (f + b) for f, b in zip(costs.forward, costs.backward)],
         "methods": methods, "asynchronous": asynchronous,
     }  # fmt: skip
+
+
+# ---- part 3: the object against the engine
+#
+# Both have messages in flight between their steps, so each has two processes and a group of its own. They take turns: the ones
+# that wait sleep.
+
+
+def measure_object(case: Case) -> Dict[str, Any]:
+    """Time a step of the object against one of the engine; return the median and the range of the ratio of their speeds."""
+    context = multiprocessing.get_context("spawn")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    with tempfile.TemporaryDirectory() as folder:
+        ends: Dict[str, List[Any]] = {"engine": [], "object": []}
+        processes = []
+        for kind, connections in ends.items():
+            for rank in range(RANKS):
+                ours, theirs = context.Pipe()
+                connections.append(ours)
+                arguments = (rank, kind, case, str(Path(folder) / kind), theirs)
+                processes.append(context.Process(target=_serve_turns, args=arguments))
+        for process in processes:
+            process.start()
+        times: Dict[str, List[float]] = {kind: [] for kind in ends}
+        cpu_times: Dict[str, List[float]] = {kind: [] for kind in ends}
+        try:
+            for number in range(case.rounds + DEFAULT_WARM_UP):
+                for kind in sorted(ends, reverse=number % 2 == 0):
+                    for connection in ends[kind]:
+                        connection.send(True)
+                    seconds, cpu_seconds = zip(*(connection.recv() for connection in ends[kind]))
+                    if number >= DEFAULT_WARM_UP:
+                        # the slower process decides the time of a turn
+                        times[kind].append(max(seconds))
+                        cpu_times[kind].append(sum(cpu_seconds))
+            for connection in [*ends["engine"], *ends["object"]]:
+                connection.send(False)
+        except EOFError:
+            raise RunFault("a process of the benchmark failed: see above") from None
+        for process in processes:
+            process.join()
+    steps = case.microbatches // case.accumulate
+    ratios = sorted(engine / pipe for engine, pipe in zip(times["engine"], times["object"]))
+    cpu_ratios = sorted(engine / pipe for engine, pipe in zip(cpu_times["engine"], cpu_times["object"]))
+    return {
+        "object": case.methods[0], "stages": case.stages, "accumulate": case.accumulate,
+        "ratio": statistics.median(ratios), "least": ratios[0], "most": ratios[-1],
+        "cpu_ratio": statistics.median(cpu_ratios), "cpu_least": cpu_ratios[0], "cpu_most": cpu_ratios[-1],
+        "engine_ms": statistics.median(times["engine"]) * 1e3 / steps,
+        "object_ms": statistics.median(times["object"]) * 1e3 / steps,
+        "engine_least_ms": min(times["engine"]) * 1e3 / steps, "object_least_ms": min(times["object"]) * 1e3 / steps,
+    }  # fmt: skip
+
+
+def format_object(row: Dict[str, Any]) -> str:
+    """Format the figures of a case of part 3."""
+    return (
+        f"Pipeline, {row['object']} in {row['stages']} stages, N = {row['accumulate']}: {row['ratio']:.3f} times the engine's"
+        f" speed (rounds {row['least']:.3f} to {row['most']:.3f}; medians {row['object_ms']:.2f} and {row['engine_ms']:.2f} ms"
+        f" a step, least {row['object_least_ms']:.2f} and {row['engine_least_ms']:.2f}); by CPU time {row['cpu_ratio']:.3f}"
+        f" ({row['cpu_least']:.3f} to {row['cpu_most']:.3f})"
+    )
+
+
+def _serve_turns(rank: int, kind: str, case: Case, store: str, connection: Any) -> None:
+    """Make a turn whenever the connection asks for one, and answer its seconds."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(RANKS))
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
+    step = (_make_object_step if kind == "object" else _make_engine_step)(case)
+    while connection.recv():
+        dist.barrier()
+        begun, cpu_begun = time.perf_counter(), time.process_time()
+        for _ in range(case.microbatches // case.accumulate):
+            step()
+        connection.send((time.perf_counter() - begun, time.process_time() - cpu_begun))
+    end_process(0)
+
+
+def _make_object_step(case: Case) -> Callable[[], Any]:
+    """Return a step of the object."""
+    import torch
+
+    import ipu_pipe
+
+    # the model's seed makes the data alike on both ranks
+    model = _make_model(case)
+    data = _make_data(case)
+    pipe = ipu_pipe.Pipeline(
+        model,
+        torch.nn.functional.cross_entropy,
+        torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9),
+        case.methods[0],
+        stages=_find_begins(case, model, data[0][0]),
+        microbatches=case.accumulate,
+        backend="distributed",
+    )
+    return lambda: pipe.step(microbatches=data)
+
+
+def _make_engine_step(case: Case) -> Callable[[], Any]:
+    """Return a step of the engine that `train` has, for the same training."""
+    import torch
+
+    from ipu_pipe.backends.table import launch, make_engine
+    from ipu_pipe.config.load import configure
+    from ipu_pipe.run.build import build
+
+    # the model's seed makes the data alike on both ranks
+    model = _make_model(case)
+    data = _make_data(case)
+
+    class Source:
+        def train_batches_per_epoch(self, batch_size: int) -> int:
+            return 10**6 * case.accumulate
+
+        def train_batch(self, epoch: int, index: int, batch_size: int) -> Any:
+            return data[index % len(data)]
+
+        def test_batches(self, batch_size: int) -> Any:
+            return iter(data[:1])
+
+    config = configure(
+        method=case.methods[0],
+        stages=_find_begins(case, model, data[0][0]),
+        gradient_accumulation=case.accumulate,
+        micro_batch_size=SIZE,
+        backend={"name": "distributed"},
+        steps=10**5,
+        evaluate={"every": 0},
+        checkpoint=None,
+        metrics=[],
+        log={"trace": None, "tensorboard": False},
+    )
+    launch(config, {})
+    job = build(
+        config,
+        model,
+        Source(),  # type: ignore[arg-type]
+        torch.nn.functional.cross_entropy,
+        optimizer=functools.partial(torch.optim.SGD, lr=RATE, momentum=0.9),
+    )
+    engine, numbers = make_engine(job, 0), itertools.count()
+    return lambda: engine.step(next(numbers))
 
 
 # ---- in the processes

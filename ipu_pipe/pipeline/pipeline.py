@@ -15,11 +15,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+import tempfile
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -41,10 +42,12 @@ from ipu_pipe.model.randomness import restore_random_states
 from ipu_pipe.model.restoring import restore_modes
 from ipu_pipe.model.stages import Partition
 from ipu_pipe.pipeline.batches import GivenBatches, Microbatch, divide_batch, interleave_replicas
+from ipu_pipe.pipeline.cuts import Cuts
 from ipu_pipe.pipeline.optimizer import OptimizerHandle
+from ipu_pipe.pipeline.trace import PipelineTrace, make_trace_section, write_trace
+from ipu_pipe.report.memory import build_memory_record
 from ipu_pipe.run.build import OpenRun, assemble, set_up
 from ipu_pipe.run.checkpoint import load_weights
-from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.methods import DefaultAccumulate, resolve_method
 from ipu_pipe.schedule.table import Schedule
 from ipu_pipe.schedule.timelines import make_schedule, open_schedule
@@ -103,6 +106,7 @@ class Pipeline:
                 the R batches in one, one after another.
     backend:    "emulator" (one process), "distributed" (one process per device, from torchrun or a process group of the
                 caller's), with `backend_args`: `device`, `threads`, `deadline` and so on, as in a config.
+    trace:      the updates whose events `trace()` writes, a range; True: about the first 512 microbatches.
     example:    a microbatch (x, y) for a process that is given no inputs or labels; else the first step's first one serves.
 
     On processes all ranks make the object with equal arguments and call the same methods in the same order. A rank needs x if
@@ -134,6 +138,7 @@ class Pipeline:
         backend: str = "emulator",
         backend_args: Optional[Mapping[str, Any]] = None,
         allow_nonfinite: bool = False,
+        trace: Union[range, bool, None] = None,
         example: Optional[Tuple[Any, Any]] = None,
     ) -> None:
         if not isinstance(model, nn.Module):
@@ -167,7 +172,7 @@ class Pipeline:
             "evaluate": {"every": 0},
             "checkpoint": None,
             "metrics": [],
-            "log": {"trace": None, "tensorboard": False},
+            "log": {"trace": make_trace_section(trace), "tensorboard": False},
         }
         with _name_arguments():
             if microbatches is None:
@@ -194,6 +199,8 @@ class Pipeline:
         self._loaded: Optional[Mapping[str, Any]] = None
         # the modules' modes in training, from the first step on
         self._modes: Dict[nn.Module, bool] = {}
+        # of the events that this process records, until they are written
+        self._events_folder: Optional[tempfile.TemporaryDirectory[str]] = None
 
     # ---- the loop
 
@@ -222,8 +229,8 @@ class Pipeline:
             self._handle.record(k)
             self._data.give(self._number(batch, k))
             self._given = k + 1
-            engine.give(k, self._find_cut(job, k + 1))
-            return self._take(job, engine, self._count_left(job, k + 1))
+            engine.give(k, self._cuts.find(k + 1))
+            return self._take(job, engine, self._cuts.count_left(k + 1))
 
     def drain(self) -> List[Update]:
         """Run the pipeline empty. Return the updates that left it and were not returned yet; the next step fills it again.
@@ -395,16 +402,45 @@ class Pipeline:
     @property
     def schedule(self) -> Schedule:
         """The schedule of the batches given so far, with the drains, or of the first updates if there are fewer."""
-        job = self._require_built("schedule")
-        N, P = job.schedule.accumulate, len(job.partition)
-        updates = max(self._given, -(-3 * P // N) + 1)
-        drains = [k * N for k in self._drains]
-        return make_schedule(job.method, P, updates * N, N, drains, self._warmup * N)
+        table = self.versions
+        return replace(table.schedule, read_versions=table.window)
 
     @property
     def versions(self) -> VersionTable:
         """The weight version that each pass of `schedule` reads."""
-        return VersionTable(self.schedule, self._require_built("versions").method, self._config.seed)
+        return self._plan_job("versions").table
+
+    def trace(self, path: Union[str, Path, None] = None) -> Optional[PipelineTrace]:
+        """Write the events of the updates `trace` of the pipeline so far, and a page that shows them; all ranks call it.
+
+        path: a folder for `trace.json.gz` and `trace.html`; by default a new temporary one. Return on rank 0 what a notebook
+        shows as the page, None on other ranks. On processes the events are measured. The emulator has no device with a clock:
+        there the clock plays the schedule with each stage's passes measured now. Training does not change by it.
+        """
+        self._require_usable("trace")
+        job = self._plan_job("trace", exactly=True)
+        traced = job.traced_updates
+        if not traced:
+            raise BadInput("trace: no update was recorded: make the pipeline with trace=True, or a range of updates")
+        if traced.start >= self._given:
+            raise BadInput(f"trace: update {traced.start} is the first that is recorded: {self._given} were given so far")
+        folder = Path(tempfile.mkdtemp(prefix="ipu_pipe-") if path is None else path)
+        assert self._engine is not None
+        with self._break_on_error("trace"):
+            return write_trace(replace(job, folder=folder), self._engine, folder)
+
+    def memory(self) -> Dict[str, Any]:
+        """Return the planned bytes of each stage and device, and measured peaks; all ranks call it, others than 0 get {}.
+
+        "stages": weight copies, delays, microbatches in flight, and bytes of weights, gradients, optimizer and activations.
+        "devices": the same by device. "peak_memory": the measured peak of each device by category, in bytes.
+        """
+        self._require_usable("memory")
+        job = self._plan_job("memory")
+        assert self._engine is not None
+        with self._break_on_error("memory"):
+            measured = self._engine.report()
+        return {} if measured is None else build_memory_record(job, measured)
 
     @property
     def partition(self) -> Partition:
@@ -487,6 +523,9 @@ class Pipeline:
             setup = set_up(objects.describe_in(config), **objects._asdict())
             try:
                 self._job = assemble(setup, objects, open_run=open_run)
+                if self._job.traced_updates:
+                    self._events_folder = tempfile.TemporaryDirectory(prefix="ipu_pipe-")
+                    self._job.folder = Path(self._events_folder.name)
                 self._engine = make_engine(self._job, 0)
             except BaseException:
                 setup.precision.give_back()
@@ -494,6 +533,7 @@ class Pipeline:
         for line in describe_modes(self.model, self._job.came_evaluating):
             warnings.warn(line, stacklevel=3)
         self._modes = {module: module.training for module in self.model.modules()}
+        self._cuts = Cuts(self._job)
         if self._loaded is not None:
             self._load(self._job, self._engine)
         return self._job, self._engine
@@ -519,7 +559,7 @@ class Pipeline:
         self._given = self._left = int(state["updates"])
         self._drains = [int(k) for k in state["drains"]]
         self._data.forget()
-        job.schedule, job.table = self._open(job)
+        self._open(job)
         engine.reopen(self._given, is_loaded=True)
 
     # ---- inside: batches
@@ -568,21 +608,7 @@ class Pipeline:
             batch = interleave_replicas(batch, self.replicas)
         return dict(enumerate(batch, first))
 
-    # ---- inside: the cut
-
-    def _find_cut(self, job: Job, batch: int) -> float:
-        """Return the slot of stage 0's first forward of a batch."""
-        first = batch * job.schedule.accumulate
-        return int(job.schedule.slots(Kind.FORWARD, first, first + 1, slice(0, 1))[0, 0])
-
-    def _count_left(self, job: Job, batches: int) -> int:
-        """Return the updates that all stages have made before the next batch enters."""
-        if job.method.history is not None:
-            return batches
-        # with local losses no gradient comes back, and the last stage's loss takes as many slots to arrive
-        margin = len(job.partition) - 1 if job.method.structure is not None else 0
-        slots = np.array([self._find_cut(job, batches) - margin])
-        return int(job.schedule.count_before(Kind.UPDATE, slots).min())
+    # ---- inside: results
 
     def _take(self, job: Job, engine: Engine, left: int) -> List[Update]:
         """Return the pending updates and those up to `left`. Raise `Divergence` if a loss is not finite."""
@@ -616,15 +642,27 @@ class Pipeline:
         with self._break_on_error(call):
             self._drains.append(self._given)
             # the open row finishes what it has begun; a new stretch begins afterwards
-            job.schedule, job.table = self._open(job)
+            self._open(job)
             engine.finish(self._given)
             self._pending = self._take(job, engine, self._given)
             engine.reopen(self._given)
 
-    def _open(self, job: Job) -> Tuple[Schedule, VersionTable]:
-        """Return the schedule with the drains so far and an open end, and its versions."""
-        schedule = open_schedule(job.method, len(job.partition), job.schedule.accumulate, self._drains, self._warmup)
-        return schedule, VersionTable(schedule, job.method, self._config.seed)
+    def _open(self, job: Job) -> None:
+        """Give the job the schedule with the drains so far and an open end, and its versions."""
+        accumulate = job.schedule.accumulate
+        job.schedule = open_schedule(job.method, len(job.partition), accumulate, self._drains, self._warmup)
+        job.table = VersionTable(job.schedule, job.method, self._config.seed)
+        self._cuts = Cuts(job)
+
+    def _plan_job(self, call: str, exactly: bool = False) -> Job:
+        """Return the job with a schedule that ends after the batches given so far; unless `exactly`, where it is steady."""
+        job = self._require_built(call)
+        N, P = job.schedule.accumulate, len(job.partition)
+        updates = self._given if exactly else max(self._given, -(-3 * P // N) + 1)
+        drains = [k * N for k in self._drains]
+        schedule = make_schedule(job.method, P, updates * N, N, drains, self._warmup * N)
+        table = VersionTable(schedule, job.method, self._config.seed)
+        return replace(job, schedule=schedule, table=table, updates=updates)
 
     def _find_undrainable(self) -> Optional[str]:
         """Return why the method cannot drain now, and when it can; None if it can."""

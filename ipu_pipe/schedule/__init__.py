@@ -8,5 +8,6 @@
     runs, table         the compact form of a schedule; `Schedule`, which proves that it can run
     versions            the weight versions that passes read, their lags, copies of the weights
     delays              delays that a method states; global_history: those of a schedule in the history of all stages
+    drawing, colours    schedules and versions in a notebook
     clock               when passes start and end, from the durations of passes and messages
 """

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from ipu_pipe.errors import BadInput
 from ipu_pipe.schedule.actions import PASSES, Action, Kind, get_pass_needs
+from ipu_pipe.schedule.drawing import ReadVersions, draw_html
 from ipu_pipe.schedule.runs import (
     ALL_STAGES,
     GridArray,
@@ -55,8 +56,9 @@ class Schedule:
 
     Updates are not listed: U(k) follows the pass that completes batch k, in the same slot; an incomplete last batch has none.
     `stretches`, from an empty pipeline to an empty one, follow one another without a gap. `local`: no backward needs a backward
-    of another stage. `placement`: the device of each stage; empty: stage s is on device s. `name`: that of its method. Raise
-    `BadInput`, naming the action, unless the schedule can run; the proof works on the compact form.
+    of another stage. `placement`: the device of each stage; empty: stage s is on device s. `name`: that of its method.
+    `read_versions`: of a table of this schedule's weight versions, for its drawing in a notebook. Raise `BadInput`, naming the
+    action, unless the schedule can run; the proof works on the compact form.
     """
 
     stages: int
@@ -67,6 +69,7 @@ class Schedule:
     local: bool = False
     placement: Tuple[int, ...] = ()
     name: str = "rows"
+    read_versions: Optional[ReadVersions] = None
 
     def __repr__(self) -> str:
         """Return the sizes: the dataclass's own text would be the arrays of all runs."""
@@ -247,6 +250,9 @@ class Schedule:
             grids[Kind.BACKWARD] = np.where(is_whole[first_half], first_half, -1)
         words = ([f"{kind.value}{m}" if m >= 0 else "" for m in grid[0].tolist()] for kind, grid in grids.items())
         return [" ".join(filter(None, cell)) or None for cell in zip(*words)]
+
+    def _repr_html_(self) -> str:
+        return draw_html(self, self.read_versions)
 
     # ---- activations
 

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from ipu_pipe.errors import BadInput
 from ipu_pipe.schedule.actions import PASSES, Action, Kind
 from ipu_pipe.schedule.delays import DelaySampler, find_mean_delays
+from ipu_pipe.schedule.drawing import draw_html, format_versions
 from ipu_pipe.schedule.methods import Method, Reads, check_sizes, find_method
 from ipu_pipe.schedule.runs import ALL_STAGES, IntArray
 from ipu_pipe.schedule.table import Schedule
@@ -196,6 +197,12 @@ class VersionTable:
                 stage = range(*stages.indices(self.schedule.stages))[int(row)]
                 action = Action(self._reading_pass[kind], first + int(column), stage)
                 raise BadInput(f"schedule: {action} {fault}: it cannot be replayed")
+
+    def __repr__(self) -> str:
+        return format_versions(self.schedule, self.window, self.greatest_lag())
+
+    def _repr_html_(self) -> str:
+        return draw_html(self.schedule, self.window)
 
     # ---- lags in updates of the stage itself
 

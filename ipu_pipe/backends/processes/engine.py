@@ -278,15 +278,22 @@ class ProcessEngine(Engine):
         """Compare the clocks if events were recorded since the last comparison."""
         traced, done = self.job.traced_updates, self._interpreter.update + 1
         if max(traced.start, self._clocks_compared_at) < min(traced.stop, done):
-            with detect_lost_rank(limit=self._mail.limit):
-                self._recorder.synchronize(trace.compare_clocks())
+            self._synchronize_clocks()
         self._clocks_compared_at = done
+
+    def _synchronize_clocks(self) -> None:
+        with detect_lost_rank(limit=self._mail.limit):
+            self._recorder.synchronize(trace.compare_clocks())
 
     def report(self) -> Optional[Report]:
         self._interpreter.doing = "report"
         with name_faults(*self._fault_context):
-            self._clocks_compared_at = 0
-            self._compare_clocks()
+            if not self.job.is_open:
+                self._clocks_compared_at = 0
+                self._compare_clocks()
+            elif self.job.traced_updates:
+                # ranks may be at different updates, and all must compare
+                self._synchronize_clocks()
             recorded = trace.read_back(self.job, self._layout.rank, self._recorder)
             ranks = collect.gather(self._mail, collect.report_rank(self.job, self._interpreter, recorded))
         microbatches = (self._interpreter.update - self._first_update) * self.job.schedule.accumulate
@@ -304,7 +311,11 @@ class ProcessEngine(Engine):
 
     def abort(self) -> None:
         self._interpreter.remove_hooks()
-        self._recorder.flush()
+        if self.job.is_open:
+            self._recorder.close()
+        else:
+            # the report follows
+            self._recorder.flush()
         self.release_blocks()
 
 

@@ -267,6 +267,7 @@ class TraceRecorder:
         self.flush(wait=True)
         if self._file is not None:
             self._file.close()
+            self._file = None
 
 
 # ---- one clock for all ranks
@@ -341,8 +342,11 @@ def open_file(job: Job, rank: int, recorder: TraceRecorder, first_update: int, o
 
 
 def read_back(job: Job, rank: int, recorder: TraceRecorder) -> Optional[Trace]:
-    """Close the file and return this rank's whole trace, by rank 0's clock; None if there is no file."""
-    recorder.close()
+    """Return this rank's trace so far, by rank 0's clock; None if there is no file. It is closed unless the run goes on."""
+    if job.is_open:
+        recorder.flush(wait=True)
+    else:
+        recorder.close()
     return read_store(_get_path(job.folder, rank)) if job.folder is not None and job.traced_updates else None
 
 

@@ -10,9 +10,9 @@ import numpy as np
 from ipu_pipe.files import atomic_file
 from ipu_pipe.report.analysis.devices import find_span
 from ipu_pipe.report.analysis.text import describe_busy, describe_origin, format_time, name_device
-from ipu_pipe.report.page import COLOURS
 from ipu_pipe.report.plots import check_plots
 from ipu_pipe.schedule.actions import Kind
+from ipu_pipe.schedule.colours import COLOURS, choose_ink
 from ipu_pipe.text import escape_lines
 from ipu_pipe.trace.events import COMMUNICATION, COMPUTE, OUTSIDE, UNSPECIFIED, WAIT, Events, Trace, group_indices
 
@@ -105,7 +105,7 @@ def _draw_devices(axes: Any, events: Events, devices: Sequence[Dict[str, Any]], 
             is_wide = event.end_ns - event.start_ns > (window[1] - window[0]) / 90
             if is_wide and event.device in rows and event.microbatch >= 0:
                 number = f"{event.microbatch}" + f"@{event.stage}" * (event.device in shared)
-                ink = _choose_ink(COLOURS[event.kind][0])
+                ink = choose_ink(COLOURS[event.kind][0])
                 axes.text((event.start_ns + event.end_ns) / 2 / scale, rows[event.device], number, color=ink, **text_style)
     axes.set_xlim(window[0] / scale, max(window[1] / scale, 1e-9))
     axes.set_ylim(len(devices) - 0.45, -0.55)
@@ -143,10 +143,3 @@ def _draw_memory(axes: Any, memory: Sequence[Dict[str, Any]], window: Window, sp
 def _choose_unit(span: int) -> Tuple[float, str]:
     units = ((9, "s"), (6, "ms"), (3, "us"))
     return next(((10.0**power, unit) for power, unit in units if span >= 10**power), (1.0, "ns"))
-
-
-def _choose_ink(colour: str) -> str:
-    """Return black or white, whichever reads better on a colour #rrggbb, as the page does (`inkOn` in timeline.js)."""
-    shares = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
-    red, green, blue = (share / 12.92 if share <= 0.04 else ((share + 0.055) / 1.055) ** 2.4 for share in shares)
-    return "#111111" if 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.18 else "#ffffff"

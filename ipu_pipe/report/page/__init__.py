@@ -7,12 +7,13 @@ import hashlib
 import json
 import zlib
 from pathlib import Path
-from typing import Any, Dict, List, Tuple
+from typing import Any, Dict, List
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ipu_pipe.files import replace_nonfinite, write_text
+from ipu_pipe.schedule.colours import COLOURS
 from ipu_pipe.trace.events import (
     COMMUNICATION,
     KINDS,
@@ -24,26 +25,6 @@ from ipu_pipe.trace.events import (
     group_indices,
 )
 
-# the colours of events on a light and on a dark ground, for the page and for the picture; after Okabe and Ito 2008, whose
-# colours also those tell apart who are colour-blind
-COLOURS: Dict[str, Tuple[str, str]] = {
-    "forward": ("#0072b2", "#3f9bdc"),
-    "compute": ("#0072b2", "#3f9bdc"),
-    "recompute": ("#56b4e9", "#8fd0f7"),
-    "backward": ("#e69f00", "#f0b43c"),
-    "input gradient": ("#d55e00", "#ef7d33"),
-    "weight gradient": ("#d9c41f", "#f0e442"),
-    "update": ("#a8447f", "#d98abb"),
-    "send": ("#009e73", "#27b98f"),
-    "recv": ("#4fc1a3", "#7fdcc3"),
-    "average": ("#00674b", "#129c77"),
-    "collective": ("#00674b", "#129c77"),
-    "wait": ("#c9cdd2", "#454c54"),
-    "wait line": ("#8b939c", "#7d8791"),
-    "evaluate": ("#8a6d9e", "#b79fc9"),
-    "checkpoint": ("#5d4b6b", "#8f7aa0"),
-    "pause": ("#e6e8ea", "#2a2f35"),
-}
 # of a longer trace only the middle is embedded
 MOST_EVENTS = 1_000_000
 OVERVIEW_BINS = 2048

@@ -1,0 +1,71 @@
+"""The trace of a pipeline: record it, write it, and show its page in a notebook."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any, Dict, Optional, Union
+
+from ipu_pipe.backends.interface import Engine
+from ipu_pipe.errors import BadInput
+from ipu_pipe.job.record import Job
+from ipu_pipe.report.analysis.analyze import read_and_analyze
+from ipu_pipe.report.analysis.text import Analysis, format_analysis
+from ipu_pipe.report.page import write_page
+from ipu_pipe.report.position import Position
+from ipu_pipe.report.run_trace import choose_stage_costs, write_measured_trace, write_modelled_trace
+
+# pixels of the page in a notebook
+HEIGHT = 720
+
+
+@dataclass(frozen=True, repr=False)
+class PipelineTrace:
+    """A trace that was written.
+
+    `file`: the events, which `ipu_pipe analyze` reads; `page`: a self-contained page, which a notebook shows; `analysis`: the
+    figures, as `ipu_pipe.analyze_run` returns them.
+    """
+
+    file: Path
+    page: Path
+    analysis: Analysis
+
+    def __repr__(self) -> str:
+        return format_analysis(self.analysis)
+
+    def _repr_html_(self) -> str:
+        page = escape(self.page.read_text(encoding="utf-8"))
+        return f'<iframe title="trace" srcdoc="{page}" style="width:100%;height:{HEIGHT}px;border:0"></iframe>'
+
+
+def make_trace_section(trace: Union[range, bool, None]) -> Optional[Dict[str, Any]]:
+    """Return the section `log.trace` of a config for the updates to record; None for none."""
+    if trace is None or trace is False:
+        return None
+    if trace is True:
+        return {}
+    if not isinstance(trace, range) or not trace or trace.start < 0 or trace.step < 1:
+        raise BadInput(f"trace: {trace!r}: must be True, or a range of updates such as range(10, 20)")
+    return {"begin": trace.start, "end": trace.stop, "every": trace.step}
+
+
+def write_trace(job: Job, engine: Engine, folder: Path) -> Optional[PipelineTrace]:
+    """Write the recorded events and their page into a folder, on the main process; return None on others.
+
+    `job`: with the schedule of the updates so far. On the emulator, which has no clock of each device, the clock plays the
+    schedule with the measured times of the stages' passes.
+    """
+    measured, seconds = engine.report(), engine.profile()
+    if measured is None:
+        return None
+    file, page = folder / "trace.json.gz", folder / "trace.html"
+    folder.mkdir(parents=True, exist_ok=True)
+    if measured.events is None:
+        write_modelled_trace(job, folder, choose_stage_costs(job, seconds, Position()))
+    else:
+        write_measured_trace(job, file, measured)
+    trace, analysis = read_and_analyze(file)
+    write_page(page, trace, analysis)
+    return PipelineTrace(file, page, analysis)

@@ -1,0 +1,139 @@
+"""Schedules and versions draw themselves in a notebook; each cell is compared with the schedule and the table."""
+
+from __future__ import annotations
+
+from html.parser import HTMLParser
+from typing import Any, Dict, List, Tuple
+
+import pytest
+
+from ipu_pipe.schedule.actions import Kind
+from ipu_pipe.schedule.colours import COLOURS
+from ipu_pipe.schedule.drawing import MOST_MICROBATCHES, MOST_ROWS, MOST_SLOTS
+from ipu_pipe.schedule.methods import resolve_method
+from ipu_pipe.schedule.rows import format_text
+from ipu_pipe.schedule.timelines import make_schedule
+from ipu_pipe.schedule.versions import VersionTable
+
+WORDS = {kind.word: kind for kind in Kind}
+
+
+class Page(HTMLParser):
+    """A drawing: the (text, title, style) of the passes by row and column, and the text below."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: set = set()
+        self.rows: List[List[List[Tuple[str, str, str]]]] = []
+        self.below, self._open = "", []
+        self.feed(text)
+        self.close()
+        assert not self._open, "every element is closed"
+
+    def handle_starttag(self, tag: str, attributes: Any) -> None:
+        self.tags.add(tag)
+        self._open.append((tag, dict(attributes)))
+        if tag == "tr":
+            self.rows.append([])
+        elif tag in ("td", "th"):
+            self.rows[-1].append([])
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop()[0] == tag
+
+    def handle_data(self, data: str) -> None:
+        tags = [tag for tag, _ in self._open]
+        attributes = self._open[-1][1]
+        if "table" in tags:
+            self.rows[-1][-1].append((data, attributes.get("title", ""), attributes.get("style", "")))
+        else:
+            self.below += data
+
+
+def make_table(method: str, stages: int, microbatches: int, accumulate: int, **args: Any) -> VersionTable:
+    resolved = resolve_method(method, args)
+    return VersionTable(make_schedule(resolved, stages, microbatches, accumulate), resolved)
+
+
+@pytest.mark.parametrize(
+    ("method", "accumulate", "args"),
+    [
+        ("pipedream", 1, {}),
+        ("pipemare", 4, {}),
+        ("gpipe", 4, {}),
+        ("pipedream_2bw", 4, {}),
+        ("local_greedy", 1, {}),
+        ("zbv", 4, {}),
+        ("pipelined_backprop", 1, {"split_backward": True, "stages_per_device": 2}),
+        ("interleaved_1f1b", 4, {"stages_per_device": 2}),
+    ],
+)
+def test_every_pass_and_update_is_drawn(method: str, accumulate: int, args: Dict[str, Any]) -> None:
+    table = make_table(method, 4, 8, accumulate, **args)
+    schedule = table.schedule
+    page = Page(table._repr_html_())
+    assert page.tags <= {"div", "table", "tr", "th", "td", "span"}, "no scripts, styles or links"
+    devices = sorted(set(schedule.device_of_stage))
+    assert len(page.rows) == 1 + len(devices)
+    assert [cell[0][0] for cell in page.rows[0]] == ["slot", *map(str, range(schedule.slot_count))]
+    forward, backward = table.window(0, 8)
+    expected: Dict[Tuple[int, int], List[Tuple[str, str]]] = {}
+    for kind, grid in schedule.spell_out(0, schedule.slot_count).items():
+        for stage in range(4):
+            for slot, m in enumerate(grid[stage].tolist()):
+                if m >= 0:
+                    title = f"{kind.word} of microbatch {m} on stage {stage}"
+                    versions = {Kind.FORWARD: forward, Kind.WEIGHT_GRADIENT: None}.get(kind, backward)
+                    title += "" if versions is None else f" reads weight version {versions[stage, m]}"
+                    expected.setdefault((schedule.device_of_stage[stage], slot), []).append((kind.word, title))
+    updates = schedule.update_grid(0, schedule.slot_count)
+    for stage in range(4):
+        for slot, k in enumerate(updates[stage].tolist()):
+            if k >= 0:
+                title = f"update {k} of stage {stage} makes weight version {k + 1}"
+                expected.setdefault((schedule.device_of_stage[stage], slot), []).append(("update", title))
+    for row, device in zip(page.rows[1:], devices):
+        for slot, cell in enumerate(row[1:]):
+            wanted = expected.get((device, slot), [])
+            assert [title for _, title, _ in cell] == ([title for _, title in wanted] or [""])
+            for (text, title, style), (word, _) in zip(cell, wanted):
+                assert f"background:{COLOURS[word][0]};" in style
+                assert text == "*" if word == "update" else text.startswith(WORDS[word].value)
+                several = len(devices) < 4
+                assert several is False or word == "update" or text.endswith(f"@{title.split(' stage ')[1].split()[0]}")
+    assert "weight versions on hover" in page.below
+
+
+def test_a_whole_backward_among_split_ones_takes_two_slots() -> None:
+    """The drawing in HTML has the words of the one in text."""
+    table = make_table("dualpipe_v", 4, 8, 8)
+    drawn = [line.split()[2:] for line in format_text(table.schedule).splitlines()[1:]]
+    rows = Page(table._repr_html_()).rows[1:]
+    words = [["".join(text for text, _, _ in cell) for cell in row[1:]] for row in rows]
+    assert words == [[word.replace(".", "\u00b7") for word in row] for row in drawn]
+    assert any("=" in row for row in words)
+
+
+def test_a_schedule_alone_has_no_versions() -> None:
+    schedule = make_table("pipedream", 3, 4, 1).schedule
+    page = Page(schedule._repr_html_())
+    assert "version" not in page.below
+    assert "forward of microbatch 0 on stage 0" in [title for _, title, _ in page.rows[1][1]]
+
+
+def test_a_large_schedule_is_cut_and_says_so() -> None:
+    schedule = make_table("pipedream", MOST_ROWS + 8, 10_000, 1).schedule
+    page = Page(schedule._repr_html_())
+    assert len(page.rows) == 1 + MOST_ROWS and {len(row) for row in page.rows} == {1 + MOST_SLOTS}
+    assert f"{schedule.slot_count - MOST_SLOTS} more slots; 8 more stages" in page.below
+
+
+def test_versions_as_text() -> None:
+    table = make_table("pipemare", 3, 40, 1)
+    forward, backward = table.window(0, MOST_MICROBATCHES)
+    _, header, *rows, note = repr(table).splitlines()
+    assert header.split() == ["microbatch", *map(str, range(MOST_MICROBATCHES)), "lag"]
+    for s, row in enumerate(rows):
+        pairs = [f"{f}/{b}" for f, b in zip(forward[s].tolist(), backward[s].tolist())]
+        assert row.split() == ["stage", str(s), *pairs, str(table.greatest_lag()[s])]
+    assert note == f"({MOST_MICROBATCHES} of 40 microbatches, 3 of 3 stages shown)"
