@@ -173,7 +173,7 @@ class Counting(nn.Linear):
 def test_looks_at_a_model_before_training_leave_no_count_behind(stages: Any) -> None:
     """Story: a module that counts its forwards had another count on processes, which look more often, than on the emulator."""
     model = nn.Sequential(nn.Flatten(), Counting(), nn.Linear(10, 10))
-    job = build(config("method=gpipe", "gradient_accumulation=4", "evaluate.subset=96", "steps=8"), model=model)
+    job = build(config("method=gpipe", "gradient_accumulation=4", "evaluate.subset=96", "steps=8", "stages=2"), model=model)
     x = job.example[0]
     if stages != 1:
         verify(model, stages, x)
