@@ -402,7 +402,7 @@ class Pipeline:
     @property
     def schedule(self) -> Schedule:
         """The schedule of the batches given so far, with the drains, or of the first updates if there are fewer."""
-        table = self.versions
+        table = self._plan_job("schedule").table
         return replace(table.schedule, read_versions=table.window)
 
     @property
