@@ -38,7 +38,7 @@ from ipu_pipe.model.batch import count_samples, map_tensors
 from ipu_pipe.model.randomness import restore_random_states
 from ipu_pipe.model.stages import Partition
 from ipu_pipe.pipeline.batches import GivenBatches, Microbatch, divide_batch, interleave_replicas
-from ipu_pipe.pipeline.optimizer import OptimizerHandle
+from ipu_pipe.pipeline.optimizer import OptimizerHandle, OptimizerView
 from ipu_pipe.run.build import OpenRun, assemble, set_up
 from ipu_pipe.run.checkpoint import load_weights
 from ipu_pipe.schedule.actions import Kind
@@ -95,7 +95,8 @@ class Pipeline:
                 the R batches in one, one after another.
     backend:    "emulator" (one process), "distributed" (one process per device, from torchrun or a process group of the
                 caller's), with `backend_args`: `device`, `threads`, `deadline` and so on, as in a config.
-    example:    a microbatch (x, y) for a process that is given no inputs or labels; else the first step's first one serves.
+    example:    a microbatch (x, y) for a process that is given no inputs or labels, and to evaluate or predict before the first
+                step; else the first step's first one serves.
 
     On processes all ranks make the object with equal arguments and call the same methods in the same order. A rank needs x if
     `takes_inputs` and y if `takes_labels`, and may pass None for the other. Collectives of the caller between calls are allowed.
@@ -172,6 +173,7 @@ class Pipeline:
         self._warmup, self._example = warmup, example
         self._stage_count = stage_count
         self._handle = OptimizerHandle(optimizer)
+        self._view = OptimizerView(optimizer)
         self._job: Optional[Job] = None
         self._engine: Optional[Engine] = None
         self._given = self._left = 0
@@ -196,7 +198,9 @@ class Pipeline:
         an update that leaves is not finite, and the exceptions of the model and the loss.
         """
         self._require_usable("step")
-        _require_plain_context()
+        if not torch.is_grad_enabled():
+            raise RuntimeError("step: called under no_grad: training needs gradients")
+        _refuse_autocast("step")
         batch = self._divide(x, y, microbatches)
         with self._break_on_error("step"):
             job, engine = self._build(batch[0])
@@ -239,6 +243,11 @@ class Pipeline:
     def finished(self) -> int:
         """The updates that have left the pipeline."""
         return self._left
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer for a framework that steps it, or counts its steps: its `step` changes nothing."""
+        return self._view
 
     # ---- the place of this process
 
@@ -588,7 +597,9 @@ class Pipeline:
         undrainable = self._find_undrainable()
         if undrainable is not None:
             raise ValueError(f"{call}: {undrainable}")
-        with self._break_on_error(call):
+        _refuse_autocast(call)
+        # a loop evaluates and saves under no_grad or inference_mode, but on processes a drain has backwards to run
+        with self._break_on_error(call), torch.inference_mode(False), torch.enable_grad():
             self._drains.append(self._given)
             # the open row finishes what it has begun; a new stretch begins afterwards
             job.schedule, job.table = self._open(job)
@@ -619,6 +630,10 @@ class Pipeline:
     def _pause(self, call: str, batches: Any) -> Tuple[Job, Engine]:
         """Drain for a call between two steps, and return what it works with."""
         self._require_usable(call)
+        if self._example is not None:
+            # a loop may evaluate before its first step
+            with self._break_on_error(call):
+                self._build(Microbatch(*self._example))
         self._drain(call)
         job = self._require_built(call)
         assert self._engine is not None
@@ -634,7 +649,7 @@ class Pipeline:
 
     def _require_built(self, call: str) -> Job:
         if self._job is None:
-            raise RunFault(f"{call}: the stages are known from the first step on: make a step first")
+            raise RunFault(f"{call}: the stages are known from the first step on: make a step first, or give the pipeline an example")
         return self._job
 
     def _require_job(self) -> Job:
@@ -705,15 +720,13 @@ def _select_model_state(state: Mapping[str, Any]) -> Dict[str, torch.Tensor]:
     return {name: value for name, value in state["model"].items() if not name.startswith(HEADS)}
 
 
-def _require_plain_context() -> None:
-    """Raise `RuntimeError` where passes would not be recorded, or would run in another precision than the pipeline's."""
-    if not torch.is_grad_enabled():
-        raise RuntimeError("step: called under no_grad: training needs gradients")
+def _refuse_autocast(call: str) -> None:
+    """Raise `RuntimeError` where passes would run in another precision than the pipeline's."""
     # a device is an argument from torch 2.4 on; processes of earlier versions have no CUDA to cast for
     takes_device = read_torch_version() >= (2, 4)
     is_cast = any(map(torch.is_autocast_enabled, ("cpu", "cuda"))) if takes_device else torch.is_autocast_cpu_enabled()
     if is_cast:
-        raise RuntimeError('step: called under autocast: use Pipeline(..., precision="bfloat16_mixed") instead')
+        raise RuntimeError(f'{call}: called under autocast: use Pipeline(..., precision="bfloat16_mixed") instead')
 
 
 @contextlib.contextmanager
