@@ -6,25 +6,21 @@ import lightning
 import torch
 from sklearn.datasets import load_digits
 from torch import nn
-from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 import ipu_pipe
-
-updates = int(sys.argv[1]) if sys.argv[1:] else 460
 
 
 class Digits(lightning.LightningModule):
     def __init__(self):
         super().__init__()
         self.automatic_optimization = False
-        first = nn.Sequential(nn.Linear(64, 128), nn.ReLU())
-        self.net = nn.Sequential(first, nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))
+        self.net = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))
         self.loaded = None
 
     def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.net.parameters(), lr=0.02, momentum=0.9)
-        self.pipe = ipu_pipe.Pipeline(self.net, cross_entropy, optimizer, method="pipedream", stages=3)
+        self.pipe = ipu_pipe.Pipeline(self.net, nn.functional.cross_entropy, optimizer, method="pipedream", stages=3)
         if self.loaded is not None:
             self.pipe.load_state_dict(self.loaded)
         # steps of this view change nothing, but Lightning counts them, for max_steps and for checkpoints
@@ -40,7 +36,7 @@ class Digits(lightning.LightningModule):
         self.log("accuracy", self.pipe.evaluate([batch], ["accuracy"])["accuracy"], prog_bar=True)
 
     def on_save_checkpoint(self, checkpoint):
-        # this drains the pipeline, and Lightning has taken weights and optimizer before: take them again
+        # this drains the pipeline; Lightning has taken weights and optimizer before, so they are taken again
         checkpoint["pipeline"] = self.pipe.state_dict()
         checkpoint["state_dict"] = self.state_dict()
         checkpoint["optimizer_states"] = [self.pipe.optimizer.state_dict()]
@@ -56,6 +52,9 @@ x, y = (torch.tensor(array) for array in load_digits(return_X_y=True))
 x = x.float() / 16
 train_loader = DataLoader(TensorDataset(x[:1500], y[:1500]), 32, shuffle=True, drop_last=True)
 test_loader = DataLoader(TensorDataset(x[1500:], y[1500:]), 297)
+updates = int(sys.argv[1]) if sys.argv[1:] else 460
 trainer = lightning.Trainer(max_steps=updates, accelerator="cpu", logger=False, num_sanity_val_steps=0)
-trainer.fit(Digits(), train_loader, test_loader)
-print(f"after {trainer.global_step} updates: test accuracy {trainer.callback_metrics['accuracy']:.3f}")
+digits = Digits()
+trainer.fit(digits, train_loader, test_loader)
+accuracy = trainer.validate(digits, test_loader, verbose=False)[0]["accuracy"]
+print(f"after {trainer.global_step} updates: test accuracy {accuracy:.3f}")
