@@ -36,10 +36,8 @@ class Digits(lightning.LightningModule):
         self.log("accuracy", self.pipe.evaluate([batch], ["accuracy"])["accuracy"], prog_bar=True)
 
     def on_save_checkpoint(self, checkpoint):
-        # this drains the pipeline; Lightning has taken weights and optimizer before, so they are taken again
+        # this drains the pipeline; the weights and momenta that Lightning has taken before are references, not copies
         checkpoint["pipeline"] = self.pipe.state_dict()
-        checkpoint["state_dict"] = self.state_dict()
-        checkpoint["optimizer_states"] = [self.pipe.optimizer.state_dict()]
 
     def on_load_checkpoint(self, checkpoint):
         self.loaded = checkpoint["pipeline"]

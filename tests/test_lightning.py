@@ -107,7 +107,7 @@ def test_steps_and_checkpoints_are_those_of_an_own_loop(
 ) -> None:
     """Files in the middle of an epoch, with updates in flight.
 
-    A drain changes the weights of LocalSGD, which averages its replicas early; Lightning has taken the weights before.
+    A drain changes the weights of LocalSGD, which averages its replicas early, in place: Lightning has taken them before.
     """
     args = {"local_steps": 3, "replicas": 2} if method == "local_sgd" else None
     expected = module_class()

@@ -106,7 +106,7 @@ class OptimizerHandle:
         self.optimizer = optimizer
         self._member_of = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
         self._settings: Dict[int, List[Dict[str, Any]]] = {}
-        self._is_stepping = False
+        self._is_stepping = self._is_counted = False
         # registered on the caller's handle alone: the optimizer that steps has the caller's other hooks
         self._hook = optimizer.register_step_pre_hook(self._refuse_step)
 
@@ -165,7 +165,10 @@ class OptimizerHandle:
             )
 
     def count_as_stepped(self) -> None:
-        """Let the caller's learning-rate schedulers see a step of the caller's optimizer, which changes nothing."""
+        """Let the caller's learning-rate schedulers see a step of the caller's optimizer, which changes nothing, once."""
+        if self._is_counted:
+            return
+        self._is_counted = True
         parameters = [group["params"] for group in self.optimizer.param_groups]
         self._is_stepping = True
         try:

@@ -204,8 +204,8 @@ class Pipeline:
         batch = self._divide(x, y, microbatches)
         with self._break_on_error("step"):
             job, engine = self._build(batch[0])
-            if not self._given:
-                self._handle.count_as_stepped()
+            self._require_parts(batch)
+            self._handle.count_as_stepped()
             k = self._given
             self._handle.record(k)
             self._data.give(self._number(batch, k))
@@ -511,18 +511,30 @@ class Pipeline:
     def _divide(self, x: Any, y: Any, microbatches: Optional[Sequence[Tuple[Any, Any]]]) -> List[Microbatch]:
         """Return the microbatches of a step. Raise `ValueError` if they are not as many as the update has."""
         count = self._microbatches_per_step
-        if microbatches is None and x is None and y is None and not (self.takes_inputs or self.takes_labels):
-            return [Microbatch(None, None)] * count
-        for name, part, is_needed in (("x", x, self.takes_inputs), ("y", y, self.takes_labels and self._loss is not None)):
-            if microbatches is None and part is None and is_needed and self._job is not None:
-                raise ValueError(f"step: {name} is None: this process needs it (pipe.takes_inputs, pipe.takes_labels)")
         if microbatches is None:
-            return divide_batch(x, y, count)
-        if x is not None or y is not None:
+            is_empty = x is None and y is None
+            batch = [Microbatch(None, None)] * count if is_empty else divide_batch(x, y, count)
+        elif x is not None or y is not None:
             raise ValueError("step: give x and y, or microbatches, not both")
-        if len(microbatches) != count:
+        elif len(microbatches) != count:
             raise ValueError(f"step: {len(microbatches)} microbatches: must be {count}")
-        return [Microbatch(*pair) for pair in microbatches]
+        else:
+            batch = [Microbatch(*pair) for pair in microbatches]
+        # several processes know their stages from the first step on
+        if self._job is not None or not are_joined():
+            self._require_parts(batch)
+        return batch
+
+    def _require_parts(self, batch: List[Microbatch]) -> None:
+        """Raise `ValueError` if a microbatch lacks what this process needs of it; no example may stand in for that."""
+        has_own_loss = self._loss is None
+        needed = {
+            "x": self.takes_inputs or (has_own_loss and self.takes_labels),
+            "y": self.takes_labels and not has_own_loss,
+        }
+        for name, is_needed in needed.items():
+            if is_needed and any(getattr(microbatch, name) is None for microbatch in batch):
+                raise ValueError(f"step: {name} is None: this process needs it (pipe.takes_inputs, pipe.takes_labels)")
 
     @property
     def _microbatches_per_step(self) -> int:
