@@ -17,10 +17,11 @@ help:
 install: $(VENV)/.installed
 
 # The stamp is written last, so that an interrupted installation starts again.
-$(VENV)/.installed: pyproject.toml $(CONSTRAINTS)
+$(VENV)/.installed: pyproject.toml $(CONSTRAINTS) tools/check_torchvision.py
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "error: $(PYTHON) has no venv module: install python3-venv (Debian) or another Python" >&2; exit 2; }
 	@test -x $(BIN)/python && $(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	$(PIP) install --quiet --constraint $(CONSTRAINTS) --editable '.[dev]'
+	@$(BIN)/python tools/check_torchvision.py
 	@touch $@
 
 train: install
@@ -35,7 +36,8 @@ test: install
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 # Test the IPU backend against the double of PopTorch on the Python and torch of PopTorch 3.4. FLOOR chooses the interpreter.
-FLOOR ?= python3.8
+FLOOR ?= $(firstword $(wildcard $(or $(PYENV_ROOT),$(HOME)/.pyenv)/versions/3.8.*/bin/python) python3.8)
+IS_FLOOR := -c 'import sys; sys.exit(sys.version_info[:2] != (3, 8))'
 FLOOR_VENV := .venv-ipu-floor
 IPU_TESTS := tests/test_ipu_options.py tests/test_poptorch_backend.py tests/test_poptorch_starts.py tests/test_poptorch_double.py
 
@@ -43,7 +45,7 @@ test-ipu-floor: $(FLOOR_VENV)/.installed
 	$(FLOOR_VENV)/bin/python -m pytest $(IPU_TESTS)
 
 $(FLOOR_VENV)/.installed: pyproject.toml constraints/py38-torch2.0.1.txt
-	@$(FLOOR) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 8))' || { echo "error: FLOOR=$(FLOOR) is not Python 3.8" >&2; exit 2; }
+	@$(FLOOR) $(IS_FLOOR) || { echo "error: FLOOR=$(FLOOR) is not Python 3.8" >&2; exit 2; }
 	$(FLOOR) -m venv --clear $(FLOOR_VENV)
 	$(FLOOR_VENV)/bin/python -m pip --disable-pip-version-check --retries 5 --timeout 60 install --quiet \
 	    --constraint constraints/py38-torch2.0.1.txt --editable '.[dev]'
@@ -103,13 +105,18 @@ reproduce: install
 reproduce-full: SMALL := 1000000
 reproduce-full: reproduce
 
-# Build the wheel and run its commands in a separate environment, outside the clone.
+# Build the source package, from it the wheel (on Python 3.8, too), and run its commands in a separate environment, outside the clone.
 WHEEL_VENV := .venv-wheel
 
 wheel: install
 	rm -rf $(WHEEL_VENV)
 	$(PYTHON) -m venv $(WHEEL_VENV)
-	$(PIP) wheel --quiet --no-deps --wheel-dir $(WHEEL_VENV)/dist .
+	$(WHEEL_VENV)/bin/python -m pip --disable-pip-version-check --retries 5 --timeout 60 install --quiet --upgrade setuptools
+	$(WHEEL_VENV)/bin/python -c 'from setuptools import build_meta; build_meta.build_sdist("$(WHEEL_VENV)/dist")' >/dev/null
+	$(PIP) wheel --quiet --no-deps --wheel-dir $(WHEEL_VENV)/dist $(WHEEL_VENV)/dist/*.tar.gz
+	@if $(FLOOR) $(IS_FLOOR) 2>/dev/null; \
+	then $(FLOOR) -m pip wheel --quiet --no-deps --wheel-dir $(WHEEL_VENV)/floor $(WHEEL_VENV)/dist/*.tar.gz && echo "passed: the wheel on Python 3.8"; \
+	else echo "skipped: the wheel on Python 3.8: FLOOR=$(FLOOR) is not Python 3.8"; fi
 	env -u PYTHONPATH $(WHEEL_VENV)/bin/python -m pip --disable-pip-version-check --retries 5 --timeout 60 install --quiet \
 	    --constraint $(CONSTRAINTS) $(WHEEL_VENV)/dist/*.whl
 	$(WHEEL_VENV)/bin/python tests/wheel_commands.py

@@ -8,12 +8,27 @@ import io
 import os
 import sys
 import warnings
-from typing import Any, Callable, Iterator, Mapping, NoReturn, Optional, Sequence, Set, TextIO, Tuple, Type, Union
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    Iterator,
+    List,
+    Mapping,
+    NoReturn,
+    Optional,
+    Sequence,
+    Set,
+    TextIO,
+    Tuple,
+    Type,
+    Union,
+)
 
 from ipu_pipe import interrupts
 from ipu_pipe.launcher import read_launch
 from ipu_pipe.shipped import name_commands
-from ipu_pipe.text import fold_lines
+from ipu_pipe.text import fold_lines, suggest
 
 _printed_warnings: Set[str] = set()
 
@@ -91,7 +106,11 @@ def find_user_fault(error: Optional[BaseException]) -> Optional[UserFault]:
 
 def summarize(error: BaseException) -> str:
     """Return an exception's type and the first line of its message."""
-    lines = str(error).strip().splitlines()
+    try:
+        lines = str(error).strip().splitlines()
+    # an exception of the user's own may fail here too
+    except Exception as second:
+        lines = [f"(its text cannot be made: {type(second).__name__})"]
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
@@ -111,9 +130,32 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **keys: Any) -> None:
         super().__init__(**{"formatter_class": argparse.RawDescriptionHelpFormatter, **keys})
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse a command line, as argparse does. Refuse text that no system hands over, and which no path holds."""
+        for word in sys.argv[1:] if args is None else args:
+            if "\0" in word or any("\ud800" <= c < "\udc80" for c in word):
+                raise BadInput(f"{word}: holds a character that no command line can")
+        return super().parse_known_args(args, namespace)
+
     def format_help(self) -> str:
         """Return the help, with commands named as the user calls them."""
         return name_commands(super().format_help())
+
+    def list_options(self) -> List[str]:
+        """Return the options of the command, such as --out."""
+        return [name for action in self._actions for name in action.option_strings]
+
+    def list_positional(self) -> Dict[str, str]:
+        """Return the name and the form of each argument that is not an option, such as config and CONFIG."""
+        actions = [action for action in self._actions if not action.option_strings]
+        return {action.dest: str(action.metavar or action.dest) for action in actions}
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Refuse a value that is not one of an argument's choices, and name the nearest choice."""
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            raise argparse.ArgumentError(action, f"{error.message}{suggest(value, action.choices or ())}") from None
 
     def error(self, message: str) -> NoReturn:
         fault = message[len("argument ") :] if message.startswith("argument ") else message
@@ -152,7 +194,10 @@ def run_command(main: Callable[[], None]) -> NoReturn:
         if read_launch().rank == 0:
             print("interrupted", file=sys.stderr)
         code = interrupts.INTERRUPTED
-    except Exception as error:
+    except SystemExit:
+        raise
+    # the user's code may raise what is no Exception (asyncio.CancelledError)
+    except BaseException as error:
         code, user_fault = 1, find_user_fault(error)
         if isinstance(error, BrokenPipeError) or isinstance(error.__cause__, BrokenPipeError):
             # the reader of our output (head, less) has exited, which is not an error
@@ -163,6 +208,8 @@ def run_command(main: Callable[[], None]) -> NoReturn:
             faults = [] if user_fault.is_reported else [f"{user_fault}; {remedy}"]
         elif isinstance(error, RunFault):
             faults = [] if error.is_reported else [str(error)]
+        elif isinstance(error, ValueError) and _list_closed_streams():
+            faults = [f"{' and '.join(_list_closed_streams())}: closed by the run's own code: nothing can be printed there"]
         elif isinstance(error, OSError):
             # without a file name it concerns a stream, because code that writes files names them
             file = "standard output" if error.filename is None else error.filename
@@ -173,13 +220,21 @@ def run_command(main: Callable[[], None]) -> NoReturn:
         if isinstance(error, OSError) or isinstance(error.__cause__, OSError):
             _drop_output()
     for fault in faults:
-        # there is nowhere else to print it
-        with contextlib.suppress(OSError):
-            print(f"error: {name_commands(fold_lines(fault))}", file=sys.stderr, flush=True)
+        _print_fault(f"error: {name_commands(fold_lines(fault))}")
     # taking down the interpreter restores the system's own handling of Ctrl-C: a second one would end it without an exit code
     if ended_by_ctrl_c or read_launch().world > 1:
         end_process(code)
     sys.exit(code)
+
+
+def _print_fault(line: str) -> None:
+    """Print a line on standard error, also if the user's code has closed Python's stream of it."""
+    # there is nowhere else to print it
+    with contextlib.suppress(OSError):
+        try:
+            print(line, file=sys.stderr, flush=True)
+        except ValueError:
+            os.write(2, f"{line}\n".encode("utf-8", "backslashreplace"))
 
 
 def _show_warning(
@@ -210,6 +265,12 @@ def _open_closed_streams() -> None:
     if sys.stdout is None:
         sys.stdout = open(os.devnull, "w")
         raise RunFault("standard output: is closed: nothing can be printed (use > /dev/null if nothing is wanted)")
+
+
+def _list_closed_streams() -> List[str]:
+    """List the standard streams that Python code has closed, on which printing raises a ValueError."""
+    streams = {"standard output": sys.stdout, "standard error": sys.stderr}
+    return [name for name, stream in streams.items() if getattr(stream, "closed", False)]
 
 
 def _drop_output() -> None:

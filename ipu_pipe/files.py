@@ -1,4 +1,5 @@
-"""Write output files atomically (a reader sees all of a file's new contents, or none), and hash files."""
+"""Open the files that a user names, write output files atomically (a reader sees all of a file's new contents, or none), and
+hash files."""
 
 from __future__ import annotations
 
@@ -13,9 +14,64 @@ import stat
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Dict, Iterator, Mapping, Optional
+from typing import Any, BinaryIO, Dict, Iterator, Mapping, Optional, Union
 
-from ipu_pipe.errors import guard_writing
+from ipu_pipe.errors import BadInput, guard_writing
+from ipu_pipe.text import show
+
+# ---- reading
+
+# the most bytes of a file whose text is read at once: more than any manifest, table or list of lines of a run
+MOST_TEXT_BYTES = 1 << 30
+# the most bytes of a file of weights: no machine has the memory for more
+MOST_WEIGHTS_BYTES = 1 << 40
+
+
+def parse_path(value: Union[str, os.PathLike[str]], key: str) -> Path:
+    """Return the path that `value` names. Raise `BadInput`, about `key`, for text that no file's name can hold."""
+    try:
+        if b"\0" in os.fsencode(value):
+            raise ValueError("embedded null byte")
+    # half a character is a UnicodeEncodeError
+    except (TypeError, ValueError) as error:
+        raise BadInput(f"{key}: {show(value)}: cannot be a path: {error}") from None
+    return Path(value)
+
+
+def open_file(path: Path, most_bytes: int = MOST_WEIGHTS_BYTES) -> BinaryIO:
+    """Open a regular file of at most `most_bytes` bytes, for reading.
+
+    Raise `OSError`, with the reason, for anything else: a pipe would block, a device might never end.
+    """
+    try:
+        # O_NONBLOCK, because opening a pipe waits for a writer; systems without it have no such files
+        handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    # a NUL, or half a character
+    except ValueError as error:
+        raise OSError(errno.EINVAL, f"no file can have this name ({error})") from None
+    state = os.fstat(handle)
+    why = ""
+    if not stat.S_ISREG(state.st_mode):
+        why = "is not a regular file"
+    elif state.st_size > most_bytes:
+        why = f"has {state.st_size} bytes, at most {most_bytes} are read"
+    if why:
+        os.close(handle)
+        raise OSError(errno.EINVAL, why)
+    return open(handle, "rb")
+
+
+def read_file(path: Path, most_bytes: int = MOST_TEXT_BYTES) -> bytes:
+    """Return the contents of a file that `open_file` opens. Raise `OSError`."""
+    with open_file(path, most_bytes) as file:
+        content = file.read(most_bytes + 1)
+    # a file of /proc has no size before it is read
+    if len(content) > most_bytes:
+        raise OSError(errno.EINVAL, f"has more than {most_bytes} bytes")
+    return content
+
+
+# ---- writing
 
 
 @contextlib.contextmanager
@@ -84,7 +140,7 @@ MOST_HASHED_BYTES = 1 << 30
 def hash_file(path: Path, algorithm: str) -> str:
     """Return the hexadecimal hash of a file; `algorithm`: sha256, or md5 if the set's publisher gives that."""
     digest = hashlib.new(algorithm)
-    with open(path, "rb") as file:
+    with open_file(path) as file:
         for block in iter(lambda: file.read(1 << 20), b""):
             digest.update(block)
     return digest.hexdigest()

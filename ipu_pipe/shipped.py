@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
-from typing import Optional
+from typing import List, Optional
 
 PACKAGE = Path(__file__).resolve().parent
 MODELS, COMMAND = "models", "ipu-pipe"
@@ -21,6 +21,13 @@ def find_configs() -> Path:
     """Return the folder of the example configs and of the hardware descriptions."""
     in_wheel = PACKAGE / "configs"
     return in_wheel if in_wheel.is_dir() else PACKAGE.parent / "configs"
+
+
+def list_configs() -> List[str]:
+    """Return the names of the example configs, as `find_config` takes them."""
+    folder = find_configs()
+    names = sorted(str(file.relative_to(folder).with_suffix("")) for file in folder.rglob("*.yaml"))
+    return [name for name in names if not name.startswith("hardware")]
 
 
 def find_config(name: str) -> Path:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.func import functional_call
 
 from ipu_pipe.schedule.actions import Kind
-from ipu_pipe.schedule.methods import Method, Pipeline, Reads
+from ipu_pipe.schedule.methods import Method, Reads, Timeline
 from ipu_pipe.schedule.table import Schedule
 
 Batch = Tuple[torch.Tensor, torch.Tensor]
@@ -32,7 +32,7 @@ def lag_formula(method: Method, stages: int, stage: int, accumulate: int) -> flo
     if method.name == "pipedream_2bw":
         return 1
     microbatches = (
-        2 * (stages - 1 - stage) + method.turn if method.pipeline is Pipeline.DATAFLOW else stages - 1 - stage
+        2 * (stages - 1 - stage) + method.turn if method.pipeline is Timeline.DATAFLOW else stages - 1 - stage
     )
     return math.ceil(microbatches / accumulate)
 
@@ -54,7 +54,7 @@ class LiteralRules:
         self.lag = lag_formula(method, stages, stage, accumulate)
         self.ahead = 0.0
         if method.name == "spectrain" and stages > 1:
-            self.ahead = math.ceil(stage / (1 if method.pipeline is Pipeline.DATAFLOW else 2) / accumulate)
+            self.ahead = math.ceil(stage / (1 if method.pipeline is Timeline.DATAFLOW else 2) / accumulate)
 
     def rate(self, k: int) -> float:
         """T1: lr / tau^p."""
@@ -289,13 +289,21 @@ def replay(
     loss: Callable[[Any, Any], torch.Tensor],
     drains: Sequence[int] = (),
     delays: Any = None,
+    shares: Optional[Sequence[float]] = None,
 ) -> None:
     """Carry out `schedule` on `stages`: in each slot every stage does its forward, then its backward, then its update.
 
     2BW reads one version behind its batch's; at the start and after each of the `drains` (microbatches) there is but one.
     `delays[s][m]`: where the method states them, the updates by which the forward's weights are older than the gradient's use.
+    `shares[m]`: by which a microbatch's loss is multiplied, instead of 1 / N; 0: its loss is not read.
     """
     last, accumulate = len(stages) - 1, schedule.accumulate
+
+    def scale_loss(output: torch.Tensor, m: int) -> torch.Tensor:
+        if shares is None:
+            return loss(output, batches[m][1]) / accumulate
+        return loss(output, batches[m][1]) * shares[m] if shares[m] else output.sum() * 0
+
     count = schedule.microbatches
     forwards = _by_slot(schedule.slots(Kind.FORWARD, 0, count))
     # of a split backward the input gradient, and the weight gradient
@@ -314,7 +322,7 @@ def replay(
                 inputs = stage.forward(m, inputs, max(stage.version - int(delays[s][m]), begin))
             grads: Sequence[Any] = [None]
             for s in reversed(range(len(stages))):
-                outputs = (loss(inputs[0], batches[m][1]) / accumulate,) if s == last else stages[s].in_flight[m][2]
+                outputs = (scale_loss(inputs[0], m),) if s == last else stages[s].in_flight[m][2]
                 grads = stages[s].backward(m, outputs, grads, newest=method.backward_reads is Reads.NEWEST)
                 if (m + 1) % accumulate == 0:
                     stages[s].update()
@@ -341,7 +349,7 @@ def replay(
                 outputs = stage.in_flight[m][2]
                 grads = [None]
                 if s == last:
-                    outputs = (loss(outputs[0], batches[m][1]) / accumulate,)
+                    outputs = (scale_loss(outputs[0], m),)
                 else:
                     grads = gradients.pop((s, m))
                 newest = method.backward_reads is Reads.NEWEST

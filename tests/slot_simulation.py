@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Callable, Dict, List, NamedTuple, Optional, Tuple
 
 from ipu_pipe.schedule.actions import PASSES, Action, Kind, get_pass_needs
-from ipu_pipe.schedule.methods import METHODS, Pipeline
+from ipu_pipe.schedule.methods import METHODS, Timeline
 from ipu_pipe.schedule.rows import play_slots
 from ipu_pipe.schedule.timelines import PIPELINES
 
@@ -15,10 +15,10 @@ Slots = Dict[Tuple[int, str, int], int]
 PLAYED = {name: method for name, method in METHODS.items() if method.order is None}
 # How many microbatches go through between an empty pipeline and an empty one, as a function of N; the others never empty.
 EMPTIES = {
-    Pipeline.SEQUENTIAL: lambda accumulate: 1,
-    Pipeline.FILL_DRAIN: lambda accumulate: accumulate,
-    Pipeline.ONE_F_ONE_B_FLUSH: lambda accumulate: accumulate,
-    Pipeline.LOCAL_SGD: lambda accumulate: 5 * accumulate,  # local steps of a round
+    Timeline.SEQUENTIAL: lambda accumulate: 1,
+    Timeline.FILL_DRAIN: lambda accumulate: accumulate,
+    Timeline.ONE_F_ONE_B_FLUSH: lambda accumulate: accumulate,
+    Timeline.LOCAL_SGD: lambda accumulate: 5 * accumulate,  # local steps of a round
 }
 
 
@@ -28,7 +28,7 @@ class Simulated(NamedTuple):
     updates: List[List[Tuple[int, int]]]  # per stage (slot, k), in order
 
 
-def simulate(pipeline: Pipeline, stages: int, microbatches: int, accumulate: int, turn: int = 0) -> Simulated:
+def simulate(pipeline: Timeline, stages: int, microbatches: int, accumulate: int, turn: int = 0) -> Simulated:
     """Play `pipeline` from the first microbatch to the last."""
     timeline = PIPELINES[pipeline]
     batch = EMPTIES[pipeline](accumulate) if pipeline in EMPTIES else microbatches
@@ -175,14 +175,14 @@ def local_shared(sight: Sight) -> Tuple[Kind, ...]:
     return () if waits else local(sight)
 
 
-POLICIES: Dict[Pipeline, Policy] = {
-    Pipeline.SEQUENTIAL: sequential,
-    Pipeline.FILL_DRAIN: fill_drain,
-    Pipeline.ONE_F_ONE_B_FLUSH: capped_1f1b,
-    Pipeline.ONE_F_ONE_B: pipedream_1f1b,
-    Pipeline.ONE_F_ONE_B_CAPPED: capped_1f1b,
-    Pipeline.LOCAL_SGD: local_sgd,
-    Pipeline.DATAFLOW: dataflow,
-    Pipeline.LOCAL: local,
-    Pipeline.LOCAL_SHARED: local_shared,
+POLICIES: Dict[Timeline, Policy] = {
+    Timeline.SEQUENTIAL: sequential,
+    Timeline.FILL_DRAIN: fill_drain,
+    Timeline.ONE_F_ONE_B_FLUSH: capped_1f1b,
+    Timeline.ONE_F_ONE_B: pipedream_1f1b,
+    Timeline.ONE_F_ONE_B_CAPPED: capped_1f1b,
+    Timeline.LOCAL_SGD: local_sgd,
+    Timeline.DATAFLOW: dataflow,
+    Timeline.LOCAL: local,
+    Timeline.LOCAL_SHARED: local_shared,
 }

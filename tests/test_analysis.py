@@ -275,6 +275,16 @@ def test_replicas_devices_are_told_apart() -> None:
     assert result["stages"][0]["devices"] == [0, 2]
 
 
+def test_a_modelled_trace_plays_one_replica() -> None:
+    """Story: the devices of the other replicas, of which nothing was played, were reported as idle, 100 %."""
+    trace = modelled("gpipe", [0, 5], 2, 3)
+    alone, one_of_two = (
+        analyze(trace._replace(metadata={**trace.metadata, "replicas": count}), "x") for count in (1, 2)
+    )
+    assert one_of_two["devices"] == alone["devices"] and one_of_two["bubble_fraction"] == alone["bubble_fraction"]
+    assert any("2 replicas" in note for note in one_of_two["notes"])
+
+
 def test_metadata_that_no_run_writes() -> None:
     wrong = {"stages": "x", "accumulate": 0, "units": [3], "replicas": True, "device_of_stage": [-1], "method": 5}
     faults = list_faults(by_hand, [event(0, "forward", 0, 1)], **wrong)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import stat
+import types
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +36,49 @@ def test_round_trip_keeps_names_values_and_state(tmp_path: Path) -> None:
     assert_same(saved.model, model.state_dict())
     assert_same(saved.optimizer, state)
     assert saved.manifest["note"] == [1, None] and saved.manifest["step"] == 7
+
+
+def test_a_checkpoint_is_written_as_windows_wants_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Story: every checkpoint failed there, "Bad file descriptor": a file open for reading was flushed, a folder opened."""
+    open_here, flush_here = os.open, os.fsync
+    writable, flushed = set(), []
+
+    def open_as_windows(path: Any, flags: int, *mode: int) -> int:
+        if os.path.isdir(path):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        handle = open_here(path, flags, *mode)
+        if flags & (os.O_RDWR | os.O_WRONLY):
+            writable.add(handle)
+        return handle
+
+    def flush_as_windows(handle: int) -> None:
+        if handle not in writable:
+            raise OSError(errno.EBADF, "Bad file descriptor")
+        flushed.append(handle)
+        flush_here(handle)
+
+    monkeypatch.setattr(os, "open", open_as_windows)
+    monkeypatch.setattr(os, "fsync", flush_as_windows)
+    # only there: pathlib reads os.name, too
+    monkeypatch.setattr(checkpoint, "os", types.SimpleNamespace(**{**vars(os), "name": "nt"}))
+    path = make(tmp_path, 3)
+    assert checkpoint.load(path).manifest["step"] == 3
+    # two files of tensors and the manifest
+    assert len(flushed) == 3
+
+
+def test_folders_are_flushed_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file whose folder is not on the disk is lost with it."""
+    kinds = []
+    flush_here = os.fsync
+
+    def record_flush(handle: int) -> None:
+        kinds.append("folder" if stat.S_ISDIR(os.fstat(handle).st_mode) else "file")
+        flush_here(handle)
+
+    monkeypatch.setattr(os, "fsync", record_flush)
+    make(tmp_path / "checkpoints", 3)
+    assert kinds == ["file"] * 3 + ["folder"] * 3
 
 
 def test_tied_weights_are_kept_under_both_names(tmp_path: Path) -> None:

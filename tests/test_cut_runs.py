@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any, Dict, List
@@ -24,7 +23,6 @@ SHORT: Dict[str, Any] = {
     "steps": 3, "micro_batch_size": 4, "gradient_accumulation": 2, "evaluate": {"subset": 6}, "log": {"tensorboard": False},
     "checkpoint": {"every": 3, "keep": 1}, "optimizer": {"name": "sgd", "lr": 0.01, "momentum": 0.9}, "loss": "cross_entropy",
 }  # fmt: skip
-third_party = pytest.mark.skipif(importlib.util.find_spec("torchvision") is None, reason="needs torchvision and the like")
 
 
 def check_both(tmp_path: Path, entry: str, data: Dict[str, Any], stages: List[str], **more: Any) -> None:
@@ -42,11 +40,11 @@ def check_both(tmp_path: Path, entry: str, data: Dict[str, Any], stages: List[st
     assert (one["initial"], one["final"]) == (two["initial"], two["final"])
 
 
-@third_party
 @pytest.mark.parametrize("name", ["torchvision-convnext", "timm-cait", "hf-mixtral"])
 def test_models_of_other_libraries_train_as_on_the_emulator(tmp_path: Path, name: str) -> None:
     """ConvNeXt and CaiT were refused: a leaf's gradient has its memory layout, the whole model's gradient has not. Mixtral failed
     in the first evaluation, recorded with weights of other stages that took no memory."""
+    pytest.importorskip("tests.vision_libraries")
     from tests.third_party_models import CASES
 
     case = CASES[name]

@@ -451,6 +451,22 @@ def test_loader_drops_the_last_short_batch() -> None:
         one_line(list_faults(from_loader(data).train_batch, 0, index, size), words)
 
 
+@pytest.mark.parametrize("sizes, words", [
+    ([4, 4, 4, 2], ["batch 4 of 4 has 2 samples", "drop_last=True"]),
+    ([4, 3, 4, 4], ["batch 2 of 4 has 3 samples, its first 4"]),
+    ([3, 4, 4, 4], ["batch 2 of 4 has 4 samples, its first 3"]),
+    ([4, 4, 4, 6], ["batch 4 of 4 has 6 samples, its first 4"]),
+])  # fmt: skip
+def test_batches_of_several_sizes_are_told_with_their_place(sizes: List[int], words: List[str]) -> None:
+    """Story: micro_batch_size, which nobody had set, was blamed for a loader's smaller last batch."""
+    data = from_loader([(torch.zeros(size, 1), torch.zeros(size)) for size in sizes])
+    first = data.read_batch_size()
+    assert first == sizes[0]
+    (fault,) = list_faults(lambda: [data.train_batch(0, index, first) for index in range(4)])
+    assert all(word in fault for word in words) and "micro_batch_size" not in fault
+    assert ("drop_last" in fault) == ("drop_last=True" in words)
+
+
 def test_loader_counts_what_its_sampler_gives() -> None:
     """Story: the batches of the whole set were counted, and the run died where the sampler ended."""
     for sampler, drop_last, batches in ((range(10), False, 2), (range(10), True, 2), (range(12), False, 3)):

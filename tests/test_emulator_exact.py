@@ -51,15 +51,17 @@ def emulate(
     drains: Sequence[int] = (),
     args: Any = {},
     switch: int = 0,
-    losses: Optional[List[float]] = None,
+    losses: Optional[List[Optional[float]]] = None,
+    weights: Optional[Sequence[float]] = None,
 ) -> Emulator:
-    """Train `model` and append the loss of each update to `losses`."""
+    """Train `model` and append the loss of each update to `losses`. `weights`: of each microbatch."""
     part = partition(model, data[0][0], one_stage=method.one_stage_reason)
     schedule = make_schedule(method, len(part), len(data), accumulate, drains, switch * accumulate)
     optimizer = make_optimizer(make_groups(model, part))
     emulator = make_emulator(model, method, schedule, optimizer, data[0], args, switch)
     for start in range(0, len(data), accumulate):
-        result = emulator.step(data[start : start + accumulate])
+        batch = slice(start, start + accumulate)
+        result = emulator.step(data[batch], None if weights is None else weights[batch])
         if losses is not None:
             losses.append(result.loss)
     emulator.close()
@@ -76,6 +78,7 @@ def literal(
     args: Any = None,
     switch: int = 0,
     ties: Mapping[int, Mapping[str, Tuple[int, str]]] = {},
+    shares: Optional[Sequence[float]] = None,
 ) -> List[LiteralStage]:
     """Train the stages by the literal replay. `ties`: of a stage, as those of `tests.staged_models.TIES`."""
     P = len(stages)
@@ -96,7 +99,7 @@ def literal(
             delays = np.array([[row[m % accumulate] for m in range(len(data))] for row in method.delay.table])
         if method.delay.drawn:  # the draws themselves are tested for what they are
             delays = table.sampler(0, len(data))
-    replay(done, schedule, method, data, cross_entropy, drains, delays)
+    replay(done, schedule, method, data, cross_entropy, drains, delays, shares)
     return done
 
 

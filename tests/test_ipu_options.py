@@ -14,7 +14,7 @@ from typing import Any, Dict, List, Tuple
 import pytest
 import torch
 
-from ipu_pipe.backends.ipu import options, unsupported, wrapping
+from ipu_pipe.backends.ipu import options, popart_options, unsupported, wrapping
 from ipu_pipe.backends.ipu.config import IpuConfig
 from ipu_pipe.backends.ipu.model_facts import ModelFacts
 from ipu_pipe.backends.ipu.options import RECOMPUTATION
@@ -25,9 +25,9 @@ from ipu_pipe.config.compare import dump_config
 from ipu_pipe.config.load import configure, load_config
 from ipu_pipe.errors import BadInput
 from ipu_pipe.run.build import build
-from ipu_pipe.schedule.methods import METHODS, DefaultAccumulate, Method, Pipeline, Reads, resolve_method
+from ipu_pipe.schedule.methods import METHODS, DefaultAccumulate, Method, Reads, Timeline, resolve_method
 from tests.support.ipu_runs import PODS
-from tests.support.runs import ROOT, list_faults
+from tests.support.runs import ROOT, list_faults, read_json
 
 pytest_plugins = ["poptorch_double"]  # the fixture `poptorch`
 
@@ -109,6 +109,11 @@ REFUSED: List[Tuple[str, Dict[str, Any], Dict[str, Any]]] = [
     ("backend.ipu.log_cycle_count: true", {**OFFLINE, "log_cycle_count": True}, {}),
     ("backend.ipu.log_cycle_count: true", {"log_cycle_count": True, "use_ipu_model": True}, {}),
     ("backend.ipu.recomputaton: none", {"recomputaton": "none"}, {}),
+    ("backend.ipu.popart_options.enableOutlinning: false", {"popart_options": {"enableOutlinning": False}}, {}),
+    ("backend.ipu.popart_options.no: 1", {"popart_options": {"enableOutlining": True, "no": 1}}, {}),
+    ("backend.ipu.popart_options.enableOutlining: 1", {"popart_options": {"enableOutlining": 1}}, {}),
+    ("backend.ipu.popart_options.outlineThreshold: 2", {"popart_options": {"outlineThreshold": 2}}, {}),
+    ("backend.ipu.popart_options.mergeVarUpdate: -1", {"popart_options": {"mergeVarUpdate": -1}}, {}),
 ]  # fmt: skip
 
 
@@ -117,6 +122,14 @@ def test_what_no_ipu_can_do_is_refused_by_key_and_value(case: int) -> None:
     said, ipu, keys = REFUSED[case]
     lines = faults(ipu, **keys)
     assert len(lines) == 1 and lines[0].startswith(f"{said}: "), lines
+
+
+def test_popart_options_are_those_of_the_published_list() -> None:
+    published = read_json(ROOT / "tests" / "poptorch_double" / "api.json")
+    assert popart_options.TYPES == published["popart_session_options"]
+    assert popart_options.VERSION == published["version"]
+    (fault,) = faults({"popart_options": {"enableOutlinning": False}})
+    assert "3.4" in fault and "nearest is enableOutlining" in fault
 
 
 @pytest.mark.parametrize("method", [name for name, method in METHODS.items() if method.is_stale])
@@ -136,7 +149,7 @@ def test_layers_in_two_blocks_are_refused_and_all_other_methods_run() -> None:
 
 GPIPE, GREEDY = METHODS["gpipe"], METHODS["local_greedy"]
 INVENTED = {
-    "pipeline": replace(GPIPE, pipeline=Pipeline.DATAFLOW),
+    "pipeline": replace(GPIPE, pipeline=Timeline.DATAFLOW),
     "forward_reads": replace(GPIPE, forward_reads=Reads.DOUBLE_BUFFERED),
     "backward_reads": replace(METHODS["pipedream_flush"], backward_reads=Reads.STASHED),
     "predicts": replace(GPIPE, predicts=True),

@@ -278,6 +278,7 @@ def test_heads_of_layers_are_those_of_auglocal() -> None:
     head = AugLocal(2, 0.0).make(model, 0, activations, torch.zeros(2, 5))
     assert [type(layer).__name__ for layer in head] == ["ResidualLayer", "ResidualLayer", "Sequential"]
     assert head[0].conv1.out_channels == 8 and head[0].conv1.stride == (2, 2) and head[1].conv1.stride == (1, 1)
+    assert all(module.training for module in head.modules())
     assert head.eval()(activations[0]).shape == (2, 5)
     assert head[0].norm1.num_batches_tracked == 0
     with pytest.raises(BadInput, match="method_args.head: depth"):
@@ -346,7 +347,7 @@ def test_a_run_reports_every_head_and_resumes(head: str, tmp_path: Path) -> None
         ("local_greedy", "method_args.block_rates=[1.0]", "method_args.block_rates: "),
         ("gpipe", "method_args.block_rates=[1.0]", "method_args.block_rates: "),
         ("local_chunked", "method_args.block_accumulation=[1, 4]", "method_args.block_accumulation"),
-        ("local_greedy", "clip={norm: 1.0, scope: global}", "clip.scope: global: "),
+        ("local_greedy", "clip={norm: 1.0, scope: global}", "scope: stage with norm: 0.5 (norm / sqrt(stages)"),
         ("local_overlapping", "clip={norm: 1.0, scope: stage}", "clip: "),
         ("local_overlapping", "method_args.block_accumulation=[1, 1, 1, 1]", "method_args.block_accumulation"),
         ("local_overlapping", "method_args.overlap=2", "overlap: 2: "),

@@ -16,6 +16,7 @@ from torch import nn
 
 import ipu_pipe
 from ipu_pipe.config.load import load_config
+from ipu_pipe.data.text import TextData
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.factories import make_factory
 from ipu_pipe.report.memory import build_memory_table
@@ -276,9 +277,16 @@ def test_groups_of_users_optimizers_are_named_by_import_strings(tmp_path: Path) 
     assert equal(trained(tmp_path / "b", groups, resume_from=2, **keys), straight)
 
 
-@pytest.mark.parametrize("name", ["nesterov", "pipeoptim", "xpipe", "delayed_muon"])
+def make_text(**options: Any) -> TextData:
+    """Return a text of as many kinds of characters as Shakespeare's, which need not be fetched."""
+    kinds = torch.randint(84, (6000,), generator=torch.Generator().manual_seed(0))
+    return TextData(bytes((kinds + 33).tolist()), **options)
+
+
+@pytest.mark.parametrize("name", ["nesterov", "pipeoptim", "xpipe", "delayed_muon", "cyclic_v2"])
 def test_presets_train(name: str, tmp_path: Path) -> None:
-    sizes = ["model.args={width: 8, heads: 2, context: 8}", "data={context: 8, subset: 512, test_subset: 32}"]
+    data = "data={name: 'tests.test_optimizer_groups:make_text', context: 8, subset: 512, test_subset: 32}"
+    sizes = ["model.args={width: 8, heads: 2, context: 8}", data]
     quick = ["steps=3", "log={tensorboard: false, trace: false}", "evaluate.every=0", "checkpoint=null"]
     config = load_config(f"configs/async/{name}.yaml", [*sizes, *quick])
     report = ipu_pipe.train(config, tmp_path / "run", quiet=True)

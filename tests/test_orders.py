@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import types
 from pathlib import Path
 from typing import Any, Dict, List, Sequence, Tuple
@@ -300,6 +301,34 @@ def test_pytorchs_own_orders_are_read(theirs: str, v: int, ours: Any, P: int, M:
         assert not schedule.in_order and time(schedule) == pytest.approx((1.5 * (P - 1), 1.5 * (P - 1)))
 
 
+@pytest.mark.parametrize("theirs, v", [
+    ("ScheduleInterleaved1F1B", 2), ("ScheduleLoopedBFS", 2), ("ScheduleInterleavedZeroBubble", 2),
+    ("ScheduleZBVZeroBubble", 2), ("ScheduleDualPipeV", 2),
+])  # fmt: skip
+@pytest.mark.parametrize(("P", "M"), [(2, 4), (4, 8)])
+def test_both_files_that_pytorch_writes_have_the_same_passes(
+    theirs: str, v: int, P: int, M: int, tmp_path: Path
+) -> None:
+    schedules = load_torch()
+    runtime = schedules._PipelineScheduleRuntime.__new__(schedules._PipelineScheduleRuntime)
+    runtime.pipeline_order = order_of(schedules, theirs, P, v, M)
+    placement = schedules._validate_schedule(runtime.pipeline_order, P, P * v, M)
+    with_averages = {
+        rank: schedules._add_reduce_grad(schedules._add_unshard_reshard(row), M)
+        for rank, row in runtime.pipeline_order.items()
+    }
+    runtime.pipeline_order_with_comms = schedules._add_send_recv(with_averages, placement.__getitem__, P * v)
+    written: Dict[str, List[List[Action]]] = {}
+    for form in ("compute_only", "compute_comms"):
+        path = tmp_path / f"{form}.csv"
+        runtime._dump_csv(str(path), format=form)
+        with pytest.warns(UserWarning) if form == "compute_comms" else contextlib.nullcontext():
+            read = read_csv(str(path))
+        assert read.placement == tuple(placement[stage] for stage in range(P * v))
+        written[form] = read.rows
+    assert written["compute_only"] == written["compute_comms"]
+
+
 # --- bad input
 
 
@@ -352,6 +381,58 @@ def test_an_overlapped_pair_is_a_forward_and_then_a_backward(tmp_path: Path) -> 
     path.write_text("0F0,(0F1;0B0)OVERLAP_F_B,0B1\n")
     assert lay_out(read_csv(str(path))).slots == 4
     assert [action.kind for action in read_csv(str(path)).rows[0]][1:3] == [Kind.FORWARD, Kind.BACKWARD]
+
+
+WHOLE = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
+SPLIT = "0F0,0F1,0I0,0W0,0I1,0W1\n1F0,1I0,1F1,1W0,1I1,1W1\n"
+COMMUNICATION = ("SEND_F", "RECV_F", "SEND_B", "RECV_B", "UNSHARD", "RESHARD", "REDUCE_GRAD")
+
+
+@pytest.mark.parametrize("written, meant", [
+    (SPLIT.replace("I", "B"), SPLIT),  # PyTorch before FULL_BACKWARD was B
+    (WHOLE + "2F0,2B0,2W0,2F1,2B1\n", WHOLE + "2F0,2I0,2W0,2F1,2B1\n"),  # by microbatch: a B without W is whole
+    ("0F0,(0F1;0B0)OVERLAP_F_B,0B1,0W0,0W1\n", "0F0,0F1,0I0,0I1,0W0,0W1\n"),
+    ("0F0,( 0F1; 0B0 )OVERLAP_F_B,0B1\n", "0F0,0F1,0B0,0B1\n"),
+    (SPLIT.lower(), SPLIT),
+    (SPLIT.replace(",", " ,\t"), SPLIT),
+    (SPLIT.replace("\n", ",,,\n") + "\n \n", SPLIT),
+    ("\ufeff" + SPLIT, SPLIT),
+    (SPLIT.replace("\n", "\r\n"), SPLIT),
+    (SPLIT.replace("\n", "\r\r\n"), SPLIT),  # csv.writer on Windows without newline=""
+    (SPLIT.replace("0F0,", '"0F0",None,'), SPLIT),
+])  # fmt: skip
+def test_other_spellings_of_rows_are_read_as_the_same_rows(written: str, meant: str, tmp_path: Path) -> None:
+    files = tmp_path / "written.csv", tmp_path / "meant.csv"
+    for file, text in zip(files, (written, meant)):
+        file.write_bytes(text.encode())
+    read, expected = (read_csv(str(file)) for file in files)
+    assert (read.rows, read.placement) == (expected.rows, expected.placement)
+    assert (lay_out(read).runs == lay_out(expected).runs).all()
+
+
+def test_communication_in_rows_is_skipped_with_one_warning(tmp_path: Path) -> None:
+    """Each cell of a lowered schedule was a fault: 54 lines for a file of two devices."""
+    plain, lowered = tmp_path / "plain.csv", tmp_path / "lowered.csv"
+    plain.write_text(SPLIT)
+    actions = ",".join(f"0{kind}{'' if kind.endswith('SHARD') else 1}" for kind in COMMUNICATION)
+    lowered.write_text(SPLIT.replace("0F1", f"{actions},0F1"))
+    with pytest.warns(UserWarning) as warned:
+        assert read_csv(str(lowered)).rows == read_csv(str(plain)).rows
+    assert len(warned) == 1 and str(lowered) in str(warned[0].message)
+    assert all(f"1 {kind}" in str(warned[0].message) for kind in COMMUNICATION)
+    lowered.write_text(WHOLE + "2UNSHARD,2RESHARD\n")
+    assert [fault.split(": ")[1] for fault in list_faults(read_csv, str(lowered))] == ["row 3"]
+
+
+@pytest.mark.parametrize("text, where", [
+    ("0F0,0I0,0B0,0W0\n", "row 1, cell 3: B0 on stage 0"),  # all three of a microbatch
+    ("0F0,0W0,0B0\n", "row 1, cell 2: the schedule cannot run: W0 on stage 0"),
+])  # fmt: skip
+def test_an_older_backward_that_cannot_run_names_its_cell(text: str, where: str, tmp_path: Path) -> None:
+    path = tmp_path / "bad.csv"
+    path.write_text(text)
+    (fault,) = list_faults(lambda: lay_out(read_csv(str(path))))
+    assert fault.startswith(f"{path}: {where}")
 
 
 @pytest.mark.parametrize("name, args, stages, microbatches, key", [

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import re
+import runpy
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -12,6 +16,7 @@ import pytest
 from ipu_pipe import shipped
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.factories import resolve_entry
+from tests.support.packages import write_broken_torchvision
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -24,6 +29,19 @@ def test_the_wheel_has_all_folders() -> None:
     names = {".".join(folder.relative_to(ROOT).parts) for folder in folders}
     names = {name if name.startswith("ipu_pipe") else f"ipu_pipe.{name}" for name in names}
     assert {line.strip().strip('",') for line in listed.splitlines()[1:]} - {""} == names
+
+
+def test_the_description_on_an_index_leads_nowhere_into_the_clone() -> None:
+    """Story: README was the description as it is; on an index its picture and its links into docs/ were broken."""
+    pytest.importorskip("setuptools")
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = runpy.run_path(str(ROOT / "setup.py"))["describe"]()
+    links = re.findall(r"\]\(([^)]*)\)", text)
+    assert all(link.startswith(("https:", "#")) for link in links), links
+    assert "![" not in text and "](docs/" in readme
+    # nothing else is lost
+    without_targets = re.sub(r"!\[[^]]*\]\([^)]*\)|(?<=\])\((?!https:|#)[^)]*\)", "", readme)
+    assert re.findall(r"\w+", text) == re.findall(r"\w+", without_targets)
 
 
 def test_examples_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,3 +94,67 @@ def test_the_users_own_models_come_first(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert resolve_entry("models.mlp:mlp", "model.entry")() == "mine"
     for name in ("models", "models.mlp"):  # before the others come back
         del sys.modules[name]
+
+
+CHECK = "import runpy, sys; sys.prefix = sys.argv[1]; runpy.run_path(sys.argv[2], run_name='__main__')"
+
+
+def check_torchvision(environment: Path, packages: Path) -> str:
+    """Run tools/check_torchvision.py where `packages` come before the installed ones; return what it prints."""
+    words = [sys.executable, "-c", CHECK, str(environment), str(ROOT / "tools" / "check_torchvision.py")]
+    variables = {**os.environ, "PYTHONPATH": str(packages)}
+    return subprocess.run(words, env=variables, stdout=subprocess.PIPE, text=True, timeout=120, check=True).stdout
+
+
+def test_an_environment_has_no_torchvision_that_cannot_be_imported(tmp_path: Path) -> None:
+    packages = tmp_path / "packages"
+    packages.mkdir()
+    write_broken_torchvision(packages)
+    for _ in range(2):  # an environment is installed again
+        (line,) = check_torchvision(tmp_path, packages).splitlines()
+        assert "torchvision 0.1.2" in line and "operator torchvision::nms does not exist" in line
+        assert list(packages.iterdir()) == []
+        moved = {path.name for path in (tmp_path / "torchvision_aside").iterdir()}
+        assert moved == {"torchvision", "torchvision-0.1.2.dist-info"}
+        write_broken_torchvision(packages)
+
+
+def test_a_torchvision_that_can_be_imported_stays(tmp_path: Path) -> None:
+    write_broken_torchvision(tmp_path)
+    (tmp_path / "torchvision" / "__init__.py").write_text("")
+    assert check_torchvision(tmp_path, tmp_path) == ""
+    assert (tmp_path / "torchvision").is_dir()
+
+
+@pytest.mark.parametrize("name", ["py310-torch2.13", "py311-torch2.13"])
+def test_readme_names_the_pair_that_is_tested(name: str) -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    tested = (ROOT / "constraints" / f"{name}.txt").read_text().splitlines()
+    pair = re.findall(r"pip install (torch==\S+) (torchvision==\S+) --index-url", readme)
+    assert pair == [tuple(line for line in tested if line.startswith(("torch==", "torchvision==")))]
+
+
+def test_ci_runs_as_on_a_machine_that_was_never_used(tmp_path: Path) -> None:
+    """Story: tests read a text in the cache of the machine that CI ran on, and failed on every other one."""
+    home = tmp_path / "home"
+    (home / ".config" / "pip").mkdir(parents=True)
+    for name in (".config/pip/pip.conf", ".npmrc"):
+        (home / name).write_text("")
+    stand_in = tmp_path / "make"
+    stand_in.write_text('#!/bin/sh\nenv\nls -A "$HOME" "$XDG_CACHE_HOME" "$TMPDIR"\n')
+    stand_in.chmod(0o755)
+    variables = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}", "HOME": str(home), "TMPDIR": str(tmp_path), "PYENV_ROOT": "set",
+        "IPU_PIPE_DATA": str(home), "IPU_PIPE_INTERRUPTS": "1",
+    }  # fmt: skip
+    words = ["bash", str(ROOT / ".ci" / "run")]
+    done = subprocess.run(words, env=variables, stdout=subprocess.PIPE, text=True, timeout=60, check=True)
+    lines = done.stdout.splitlines()
+    seen = dict(line.split("=", 1) for line in lines if "=" in line)
+    assert not [name for name in seen if name.startswith("IPU_PIPE_")]
+    assert seen["PIP_CONFIG_FILE"] == str(home / ".config" / "pip" / "pip.conf")
+    assert seen["NPM_CONFIG_USERCONFIG"] == str(home / ".npmrc") and seen["PYENV_ROOT"] == "set"
+    folders = [seen[name] for name in ("HOME", "XDG_CACHE_HOME", "TMPDIR")]
+    printed = [line for line in lines if line and "=" not in line]
+    assert set(printed) == {f"{folder}:" for folder in folders} and str(home) not in folders
+    assert not [folder for folder in folders if Path(folder).exists()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import re
 import zlib
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 from ipu_pipe.report import page as page_module
+from ipu_pipe.report.analysis import picture
 from ipu_pipe.report.page import write_page
 from ipu_pipe.trace.events import KINDS, Counter, Counters, Event, Events, Trace
 from tests.page_example import HOSTILE, example
@@ -78,6 +80,42 @@ def test_nothing_is_asked_of_any_network(tmp_path: Path) -> None:
     assert re.findall(r"<link[^>]*>", page) == ['<link rel="icon" href="data:,">']
     assert "default-src 'none'" in page and "/* " not in re.sub(r"<style>.*?</style>", "", page, flags=re.DOTALL)
     assert len(page) < 200_000
+
+
+def test_the_policy_allows_the_one_script_and_the_one_style(tmp_path: Path) -> None:
+    """With 'unsafe-inline' a script that a fault let into the page would have run."""
+    page = written(tmp_path / "p", *example("</script>" + HOSTILE))
+    (policy,) = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]*)"', page)
+    allowed = dict(rule.split(" ", 1) for rule in policy.split("; "))
+    assert "unsafe" not in policy and allowed["default-src"] == "'none'"
+    for tag in ("script", "style"):
+        (content,) = re.findall(f"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(content.encode("utf-8")).digest()).decode()
+        assert allowed[f"{tag}-src"] == f"'sha256-{digest}'"
+    # the policy stops styles in attributes
+    assert not re.search(r"<[^>]* style=", page)
+
+
+def test_the_picture_has_the_colours_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Backwards were green in the picture and orange on the page, where sends were green."""
+    axes = pytest.importorskip("matplotlib.axes")
+    page = written(tmp_path / "p", *example())
+    light, dark = (re.findall(r"--([\w-]+): (#[0-9a-f]{6});", part) for part in page.split("@media")[:2])
+    assert {name for name, _ in light} >= {kind.replace(" ", "-") for kind in KINDS}
+    assert [name for name, _ in light] == [name for name, _ in dark]
+    drawn: Dict[str, str] = {}
+    draw_bars = axes.Axes.broken_barh
+
+    def record_bars(*args: Any, **keys: Any) -> Any:
+        drawn.setdefault(str(keys["label"]), keys["facecolor"])
+        return draw_bars(*args, **keys)
+
+    monkeypatch.setattr(axes.Axes, "broken_barh", record_bars)
+    trace, analysis = example()
+    events = [Event(0, 0, kind, 0, 10 * place, 10 * place + 9, 0, None) for place, kind in enumerate(KINDS)]
+    trace = trace._replace(events=Events.from_rows(events))
+    picture.draw_timeline(tmp_path / "p.png", trace, {**analysis, "begin_ns": 0})
+    assert drawn == {kind: dict(light)[kind.replace(" ", "-")] for kind in KINDS}
 
 
 def test_names_cannot_end_the_data(tmp_path: Path) -> None:

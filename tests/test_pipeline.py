@@ -153,9 +153,12 @@ def test_a_state_goes_through_a_file(tmp_path: Path) -> None:
     loaded = torch.load(tmp_path / "state.pt", weights_only=True)
     again = Loop(CASES["local_greedy"])
     again.pipe.load_state_dict(loaded)
-    for each in (loop, again):
-        each.run(4, 8, drains=False)
-        each.close()
+    with warnings.catch_warnings():
+        # a new scheduler's, that it stepped before the optimizer
+        warnings.simplefilter("error", UserWarning)
+        for each in (loop, again):
+            each.run(4, 8, drains=False)
+            each.close()
     # rates aside, which are the caller's
     assert again.pipe.updates == loop.pipe.updates
     with pytest.raises(BadInput, match="^load_state_dict: lacks"):
@@ -425,14 +428,52 @@ def test_arguments_that_do_not_fit(arguments: Dict[str, Any], line: str) -> None
     assert any(fault.startswith(line) for fault in refused.value.faults), refused.value.faults
 
 
-def test_modes_precision_and_schedule() -> None:
+def test_modules_keep_the_modes_that_they_come_with() -> None:
     loop = Loop(CASES["pipedream"])
+    statistics = loop.model[3].eval().running_mean.clone()
+    with pytest.warns(UserWarning, match="1 module stays in evaluation mode: 3"):
+        loop.run(0, 3)
+    loop.pipe.evaluate([make_batch(loop.case, 0)])
+    loop.run(3, 5)
+    loop.model.eval()
+    with pytest.raises(RuntimeError, match="mode"):
+        loop.run(5, 6)
+    loop.model.train()
     loop.model[3].eval()
+    loop.run(5, 6)
+    assert torch.equal(loop.close()[3].running_mean, statistics)
+    whole = Loop(CASES["pipedream"])
+    whole.model.eval()
+    with pytest.warns(UserWarning, match="came in evaluation mode"):
+        whole.run(0, 3)
+    assert not torch.equal(whole.close()[3].running_mean, statistics)
+
+
+def test_the_schedule_and_its_versions() -> None:
+    loop = Loop(CASES["pipedream"])
+    with pytest.raises(RunFault, match="^schedule: "):
+        _ = loop.pipe.schedule
     loop.run(0, EPOCH)
     pipe = loop.pipe
     assert pipe.schedule.update_count > EPOCH and pipe.schedule.stages == 4
     assert pipe.versions.forward(0, EPOCH)[0].tolist() == [0, 0, 0, 0, 1, 2]
     assert len(pipe.partition) == 4 and pipe.replicas == 1 and pipe.replica == 0
-    model = loop.close()
-    assert model[0].weight.dtype == torch.float64
-    # before modules kept their modes
+    assert loop.close()[0].weight.dtype == torch.float64
+
+
+@pytest.mark.parametrize("method", ["gpipe", "pipedream", "pipemare"])
+def test_microbatches_have_weights(method: str, tmp_path: Path) -> None:
+    """As by `train` with the same weights; microbatches of weight 0 and updates without any weight among them."""
+
+    def weigh(y: torch.Tensor) -> float:
+        return float((y == 0).sum())
+
+    case = Case(method, 2)
+    expected, losses = train_with_config(case, tmp_path / "run", loss_weight=weigh)
+    loop = Loop(case, loss_weight=weigh)
+    loop.run()
+    assert_same(expected.state_dict(), loop.close().state_dict())
+    assert loop.losses == losses
+    unweighted = Loop(case)
+    unweighted.run()
+    assert not torch.equal(unweighted.close()[0].weight, expected[0].weight)

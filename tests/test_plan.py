@@ -29,7 +29,7 @@ from ipu_pipe.plan.planner import NO_ROOM, find_bottleneck, find_least_memory, m
 from ipu_pipe.plan.prediction import Costing, Prediction, Problem, UnitSums, predict_cut
 from ipu_pipe.run.train import train
 from ipu_pipe.schedule.clock import clock
-from ipu_pipe.schedule.methods import METHODS, Pipeline
+from ipu_pipe.schedule.methods import METHODS, Timeline
 from ipu_pipe.schedule.timelines import make_schedule
 from tests.support.runs import list_faults
 
@@ -180,7 +180,7 @@ def test_pipedream_is_planned_with_the_schedule_that_holds_least_and_is_as_fast(
     """On equal stages both schedules are as fast; between their needs of memory only the capped one fits."""
     layers = tuple(Unit("", 1.0, 2.0, 10, 4.0, activations) for activations in (40.0, 40.0, 4000.0, 40.0))
     task = Problem(layers, 8.0, hardware(), 1e9, "float32", 1)
-    capped, plain = (Candidate("pipedream", 4, 1, 1, 4, False, 1, row) for row in (Pipeline.ONE_F_ONE_B_CAPPED, None))
+    capped, plain = (Candidate("pipedream", 4, 1, 1, 4, False, 1, row) for row in (Timeline.ONE_F_ONE_B_CAPPED, None))
     needs = []
     for asked in (capped, plain):
         predicted = predict(task, asked)
@@ -191,7 +191,7 @@ def test_pipedream_is_planned_with_the_schedule_that_holds_least_and_is_as_fast(
         limited = replace(task, memory_bytes=memory)
         asked = [candidate for candidate in list_candidates(["pipedream"], 4, 4, 4) if candidate.depth == 4]
         best = search(limited, asked, 1).best
-        assert [plan.candidate.schedule for plan in best] == [Pipeline.ONE_F_ONE_B_CAPPED]
+        assert [plan.candidate.schedule for plan in best] == [Timeline.ONE_F_ONE_B_CAPPED]
 
 
 def test_least_memory_is_where_it_begins_to_fit() -> None:
@@ -372,6 +372,7 @@ def test_local_methods_are_planned_and_written(name: str, asked: List[str], caps
     ([], "--hardware: missing"),
     (["--hardware", "v100"], "--hardware: v100: must be one of"),
     (["--hardware", "v100x8", "--devices", "0"], "--devices: 0: must be"),
+    (["--hardware", "pod16", "--devices", "32"], "--devices: 32: hardware pod16: needs 32 of 16: must be"),
     (["--hardware", "v100x8", "--methods", "pipedrem"], "--methods: pipedrem: must be of"),
     (["--hardware", "v100x8", "--precision", "int8"], "--precision: int8: must be one of"),
     (["--hardware", "v100x8", "--devices", "2", "--memory", "1kB"], "no configuration fits v100x8"),

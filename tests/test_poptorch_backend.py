@@ -20,10 +20,13 @@ from ipu_pipe.backends.ipu import engine as ipu_engine
 from ipu_pipe.backends.ipu.blocks import describe_block_errors
 from ipu_pipe.backends.ipu.feed import convert_input, convert_label
 from ipu_pipe.backends.ipu.optimizer import import_state
+from ipu_pipe.cli import analyze as analyze_tool
 from ipu_pipe.cli import train as tool
 from ipu_pipe.config.load import load_config
 from ipu_pipe.data.sources import TensorData
 from ipu_pipe.errors import BadInput, Divergence, RunFault
+from ipu_pipe.report.analysis.analyze import analyze_run
+from ipu_pipe.report.analysis.text import PARTS, compute_differences, format_analysis
 from ipu_pipe.run import loop
 from ipu_pipe.run.build import build
 from ipu_pipe.run.callbacks import Callback
@@ -535,6 +538,8 @@ UNFIT: List[Tuple[Dict[str, Any], Dict[str, Any], List[str]]] = [
     ({}, {"optimizer": functools.partial(torch.optim.AdamW, amsgrad=True)}, ["optimizer.amsgrad: true"]),
     ({"stages": {"finest": 16}, "gradient_accumulation": 32}, {}, ["the stage is empty"]),
     ({"ipu": {"device_iterations": 3}, "steps": None, "checkpoint": {}}, {}, ["must divide the run's 20"]),
+    ({"loss_weight": "tokens"}, {}, ["loss_weight: tokens: PopTorch averages"]),
+    ({"method": "naive", "replicas": 2, "gradient_accumulation": 1}, {"loss_weight": len}, ["loss_weight: (given in Python)"]),
     ({}, {"loss": lambda output, y: nn.functional.cross_entropy(Own.apply(output), y)}, ["model: Own: "]),
 ]  # fmt: skip
 
@@ -543,6 +548,10 @@ UNFIT: List[Tuple[Dict[str, Any], Dict[str, Any], List[str]]] = [
 def test_models_that_no_pipeline_of_ipus_has_are_refused(poptorch: Any, keys: Any, parts: Any, said: List[str]) -> None:
     (fault,) = faults(make_config(on="poptorch", **keys), **parts)
     assert all(part in fault for part in said), fault
+
+
+def test_a_weight_is_accepted_where_it_changes_nothing(poptorch: Any) -> None:
+    build(make_config("naive", "poptorch", gradient_accumulation=1, loss_weight="tokens"), model=make_model("mlp"), data=Source())
 
 
 def test_a_buffer_of_two_stages_may_be_sharded_or_on_one_ipu(poptorch: Any) -> None:
@@ -729,7 +738,74 @@ def test_the_command_in_a_process_of_its_own(tmp_path: Path) -> None:
     code, out, error = forked.run_command("train", *arguments, PYTHONPATH=DOUBLE, **faulty)
     assert code == 0 and out.splitlines()[-1].startswith("throughput: "), error
     assert "(PipelinedExecution): 10 pipeline cycles an update, 80.0% of them full" in out
+    # PopTorch's wrapped model calls torch's state_dict by position
+    assert "Positional args" not in error and "Warning" not in error
     assert sum(name == "destroy" for name, _ in read_json(record)["events"]) >= 2
+
+
+# ---- the analysis of a run
+
+
+def check_one_device(folder: Path, busy_share: float) -> Dict[str, Any]:
+    """Check that a run's analysis, in text, JSON and a comparison, says nothing of single IPUs or stages; return it."""
+    analysis: Dict[str, Any] = analyze_run(folder)
+    (device,) = analysis["devices"]
+    assert device["covers"] == "all IPUs" and device["busy_ns"] > 0
+    for key in ("utilization", "bubble_fraction", "imbalance", "bottleneck"):
+        assert analysis[key] is None, key
+    assert device["utilization"] is analysis["overlap"]["share"] is analysis["overlap"]["hidden_ns"] is None
+    assert analysis["stages"] == analysis["links"] == analysis["staleness"] == []
+    assert sum(device[part] for part in PARTS) == analysis["span_ns"]
+    # planned as PopTorch's pipeline runs it, here as in the summary
+    assert analysis["planned_bubble_fraction"] == pytest.approx(1 - busy_share)
+    summary = read_summary(folder)
+    assert summary["planned_bubble_fraction"] == analysis["planned_bubble_fraction"]
+    assert summary["utilization"] is summary["bubble_fraction"] is None
+    text = format_analysis(analysis)
+    assert "all IPUs as one device" in text and "0 (all IPUs)" in text and "known" in text
+    assert "move work" not in text and "stages" not in text.split("note:")[0] and "bubble" not in text.split("note:")[0]
+    return analysis
+
+
+@pytest.mark.parametrize("stages, replicas", [(2, 1), (4, 2), (8, 1)])
+def test_the_analysis_takes_all_ipus_as_one_device(
+    stages: int, replicas: int, tmp_path: Path, poptorch: Any, monkeypatch: Any, capsys: Any
+) -> None:
+    """Story: the host sees calls of all IPUs together as device 0, and every other device was reported as idle, 100 %."""
+    deep = nn.Sequential(*[nn.Linear(12, 12) for _ in range(7)], nn.Linear(12, 4))
+    run(make_config("pipedream_flush", "poptorch", stages=stages, replicas=replicas), tmp_path / "ipu", model=deep)
+    check_one_device(tmp_path / "ipu", 16 / (16 + 2 * stages - 2))
+    png, html = tmp_path / "timeline.png", tmp_path / "page.html"
+    asked = (str(tmp_path / "ipu"), "--png", str(png), "--html", str(html))
+    code, _, _ = run_here(analyze_tool, *asked, monkeypatch=monkeypatch, capsys=capsys)
+    assert code == 0 and png.read_bytes()[1:4] == b"PNG" and '"covers": "all IPUs"' in html.read_text()
+
+
+@pytest.mark.parametrize("method, busy_share", [("naive", 1 / 4), ("local_greedy", 16 / 22)])
+def test_the_analysis_of_other_executions_of_all_ipus(
+    method: str, busy_share: float, tmp_path: Path, poptorch: Any
+) -> None:
+    run(make_config(method, "poptorch", stages=4), tmp_path / "ipu", "mlp")
+    analysis = check_one_device(tmp_path / "ipu", busy_share)
+    run(make_config(method, stages=4), tmp_path / "emulator", "mlp")
+    # device 0 of the emulator's trace is another device than all IPUs
+    for figure in compute_differences(analysis, analyze_run(tmp_path / "emulator")):
+        assert figure["difference"] is None or not figure["name"].startswith("devices[")
+
+
+@pytest.mark.parametrize("blocks", [2, 4])
+def test_the_analysis_of_blocks_on_ipus_of_their_own(blocks: int, tmp_path: Path) -> None:
+    """Each is a device with its stage; checkpoints and evaluations are not the bubble's."""
+    keys = [*SHORT[:-1], "checkpoint.every=2", "method=local_greedy", f"stages={blocks}"]
+    decoupled = ["backend.name=poptorch", "backend.ipu.local=decoupled"]
+    arguments = [DIGITS, "--set", *keys, *decoupled, "--out", str(tmp_path / "run")]
+    code, _, error = forked.run_ranks(blocks, "train", arguments, PYTHONPATH=DOUBLE)
+    assert code == 0 and "Positional args" not in error, error
+    analysis = analyze_run(tmp_path / "run")
+    assert [device["index"] for device in analysis["devices"]] == list(range(blocks))
+    for device in analysis["devices"]:
+        assert device["stages"] == [device["index"]] and device["busy_ns"] > 0 and "covers" not in device
+        assert device["outside_ns"] > 0
 
 
 def test_blocks_on_ipus_of_their_own_give_the_emulators_weights(tmp_path: Path) -> None:

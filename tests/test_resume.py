@@ -219,7 +219,7 @@ def test_every_key_of_the_config_has_a_role() -> None:
     }  # fmt: skip
     assert {key for key, role in ROLES.items() if role is Role.DECIDES} == {
         "model", "data", "loss", "given", "init_from", "seed", "precision", "method", "method_args", "optimizer", "lr_schedule",
-        "clip", "micro_batch_size", "gradient_accumulation", "replicas",
+        "clip", "micro_batch_size", "gradient_accumulation", "replicas", "loss_weight",
     }  # fmt: skip
 
 

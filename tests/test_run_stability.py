@@ -78,7 +78,7 @@ def test_a_model_is_left_as_found_and_looked_at_without_its_dropout() -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert not any(module.training for module in model.modules()) and torch.equal(state, torch.get_rng_state())
     assert all(p.grad is None for p in model.parameters())
-    plain = nn.Sequential(*(layer for layer in model if not isinstance(layer, nn.Dropout)))
+    plain = nn.Sequential(*(layer for layer in model if not isinstance(layer, nn.Dropout))).train()
     assert measure_curvature(plain, nn.functional.cross_entropy, x, y, stages, 200, 1e-3).value == pytest.approx(
         result[0].value, rel=1e-4
     )

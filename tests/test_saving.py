@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import threading
 from pathlib import Path
-from typing import Any, List, Optional
+from typing import Any, Dict, List, Optional
 
 import pytest
 import torch
@@ -216,3 +217,138 @@ def test_what_fails_in_the_background_ends_the_run(fails_at: int, tmp_path: Path
     with pytest.raises(RunFault, match="step-8: cannot write the checkpoint.*part/(model|optimizer|manifest)"):
         train(config(*KEYS, "checkpoint.background=true"), tmp_path / "run", quiet=True)
     assert {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()} == {"step-4"}
+
+
+class Remembers(ipu_pipe.Callback):
+    """Hands its own containers to checkpoints and goes on changing them."""
+
+    def __init__(self) -> None:
+        self.steps: List[int] = []
+        self.by_name: Dict[str, Any] = {"inner": {"steps": self.steps}}
+
+    def on_step(self, now: ipu_pipe.Moment) -> None:
+        self.steps.append(now.step)
+        self.by_name[f"step-{now.step}"] = [now.step]
+
+    def state(self) -> Dict[str, Any]:
+        return self.by_name
+
+
+class RemembersSteps(torch.optim.SGD):
+    """SGD whose state has containers of plain values, changed in place."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state.setdefault("hist", []).append(len(state.get("hist", ())))
+                state.setdefault("inner", {"counts": [0]})["counts"][0] += 1
+
+
+def _compare_manifests(tmp_path: Path, *others: str, **objects: Any) -> None:
+    """Every checkpoint that was written late, in the background, has the manifest of one written at once."""
+    manifests = []
+    for out, background in (("at_once", "false"), ("late", "true")):
+        made = {name: make() for name, make in objects.items()}
+        train(config(*KEYS, *others, f"checkpoint.background={background}"), tmp_path / out, quiet=True, **made)
+        saved = [checkpoint.load(tmp_path / out / "checkpoints" / f"step-{step}").manifest for step in (4, 8, 12)]
+        for manifest in saved:
+            # these two depend on the clock; the files' hashes are compared
+            manifest["position"].pop("seconds")
+            manifest["keys"].pop("checkpoint", None)
+        manifests.append(saved)
+    assert manifests[0] == manifests[1]
+
+
+def test_a_slow_writer_saves_the_state_of_the_checkpoints_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A callback's own list, stored by reference, had the values of later updates when the manifest was written.
+
+    Everything that a manifest holds is compared: callbacks, the optimizer's plain values, the position, the plateau.
+    """
+    real, done = checkpoint.save, threading.Condition()
+    steps: List[int] = [0]
+
+    class Counts(ipu_pipe.Callback):
+        def on_step(self, now: ipu_pipe.Moment) -> None:
+            with done:
+                steps.append(now.step)
+                done.notify_all()
+
+    def save_late(folder: Path, step: int, *args: Any) -> Path:
+        if threading.current_thread() is not threading.main_thread():
+            with done:
+                assert done.wait_for(lambda: steps[-1] >= min(step + 2, 12), 60), "training waits for a checkpoint"
+        return real(folder, step, *args)
+
+    monkeypatch.setattr(checkpoint, "save", save_late)
+    _compare_manifests(
+        tmp_path,
+        "lr_schedule={name: plateau, args: {patience: 1}}",
+        "evaluate.steps=2",
+        callbacks=lambda: [Counts(), Remembers()],
+        optimizer=lambda: functools.partial(RemembersSteps, lr=0.1),
+    )
+    late = tmp_path / "late" / "checkpoints"
+    manifest = checkpoint.load(late / "step-4").manifest
+    assert manifest["callbacks"][1]["state"]["inner"] == {"steps": [1, 2, 3, 4]}
+    assert all(value == [0, 1, 2, 3] for key, value in manifest["optimizer"].items() if key.endswith("/hist"))
+
+
+@needs_processes
+@pytest.mark.parametrize("format", ["single", "sharded"])
+def test_what_a_saver_was_given_may_change_at_once(format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ipu_pipe.run import shards
+    from ipu_pipe.run.saving import Saver
+
+    may_write = threading.Event()
+    written: List[Any] = []
+
+    def save(folder: Path, step: int, model: Any, optimizer: Any, entries: Any) -> Path:
+        assert may_write.wait(60)
+        written.extend([model, optimizer, entries])
+        return folder
+
+    def save_shard(folder: Path, step: int, state: CheckpointState, entries: Any, group: Any) -> Path:
+        save(folder, step, state.model, state.optimizer, entries)
+        written.append(state.plain)
+        return folder
+
+    monkeypatch.setattr(checkpoint, "save", save)
+    monkeypatch.setattr(shards, "save_shard", save_shard)
+    state = CheckpointState({"w": torch.ones(2)}, {"w/m": torch.ones(2)}, {"w/hist": [1]})
+    entries = {"callbacks": [{"name": "A", "state": {"seen": [1]}}]}
+    saver = Saver(tmp_path, group=None if format == "single" else object())
+    saver.start(4, state, entries, (), background=True)
+    state.model["w"].zero_()
+    state.optimizer["w/m"].zero_()
+    state.plain["w/hist"].append(2)
+    entries["callbacks"][0]["state"]["seen"].append(2)  # type: ignore[index]
+    may_write.set()
+    saver.wait()
+    assert written[0]["w"].tolist() == written[1]["w/m"].tolist() == [1.0, 1.0]
+    assert written[2] == {"callbacks": [{"name": "A", "state": {"seen": [1]}}]}
+    assert format == "single" or written[3] == {"w/hist": [1]}
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_what_json_cannot_hold_ends_the_run_in_a_line(background: bool, tmp_path: Path) -> None:
+    """Tensors in a list of an optimizer's state, and a callback's state 2,000 deep: RecursionError."""
+
+    class Lists(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            super().step()
+            self.state[self.param_groups[0]["params"][0]]["list"] = [torch.zeros(1)]
+
+    class Deep(ipu_pipe.Callback):
+        def state(self) -> Any:
+            deep: Any = 1
+            for _ in range(2000):
+                deep = [deep]
+            return deep
+
+    keys = [*KEYS, f"checkpoint.background={str(background).lower()}"]
+    with pytest.raises(RunFault, match="step-4: cannot write the checkpoint: .*Tensor.*"):
+        train(config(*keys), tmp_path / "a", quiet=True, optimizer=functools.partial(Lists, lr=0.1))
+    with pytest.raises(RunFault, match="Deep.state: cannot be put into a checkpoint as JSON"):
+        train(config(*keys), tmp_path / "b", quiet=True, callbacks=[Deep()])

@@ -15,12 +15,12 @@ import ipu_pipe
 from ipu_pipe.errors import BadInput
 from ipu_pipe.schedule.actions import Action, Kind, get_pass_needs, list_needs
 from ipu_pipe.schedule.clock import Costs, clock
-from ipu_pipe.schedule.methods import METHODS, SCHEDULES, Method, Pipeline, Reads, resolve_method
+from ipu_pipe.schedule.methods import METHODS, SCHEDULES, Method, Reads, Timeline, resolve_method
 from ipu_pipe.schedule.rows import format_csv, format_text, from_rows
 from ipu_pipe.schedule.runs import RUN, Stretch
 from ipu_pipe.schedule.table import Schedule, SlotHolds
 from ipu_pipe.schedule.timelines import compute_utilization, make_schedule
-from ipu_pipe.schedule.versions import find_segment_ends, find_segment_heads, recompute_slots
+from ipu_pipe.schedule.versions import VersionTable, find_segment_ends, find_segment_heads, recompute_slots
 from tests.support.runs import list_faults
 
 SIZES = [(P, M) for P in range(1, 8) for M in range(1, 21)]
@@ -352,11 +352,11 @@ def test_csv_refuses_what_pytorch_cannot_express(name: str, reason: str) -> None
 
 def test_method_arguments_change_the_axes() -> None:
     stashing = resolve_method("pipelined_backprop", {"stash": True, "t1": {"anneal_updates": 5}, "turn": None})
-    assert (stashing.pipeline, stashing.turn, stashing.backward_reads) == (Pipeline.DATAFLOW, 0, Reads.STASHED)
+    assert (stashing.pipeline, stashing.turn, stashing.backward_reads) == (Timeline.DATAFLOW, 0, Reads.STASHED)
     late = resolve_method("pipedream", {"schedule": "dataflow", "turn": 1})
-    assert (late.pipeline, late.turn, late.backward_reads) == (Pipeline.DATAFLOW, 1, Reads.STASHED)
+    assert (late.pipeline, late.turn, late.backward_reads) == (Timeline.DATAFLOW, 1, Reads.STASHED)
     other = resolve_method("pipemare", {"schedule": "1f1b"})
-    assert (other.pipeline, other.turn, other.backward_reads) == (Pipeline.ONE_F_ONE_B, 0, Reads.NEWEST)
+    assert (other.pipeline, other.turn, other.backward_reads) == (Timeline.ONE_F_ONE_B, 0, Reads.NEWEST)
 
 
 def test_capped_1f1b_holds_fewer_microbatches_in_the_same_time() -> None:
@@ -382,6 +382,18 @@ def test_capped_1f1b_holds_fewer_microbatches_in_the_same_time() -> None:
 def test_methods_refuse_with_the_reason(name: str, args: Dict[str, object], message: str) -> None:
     with pytest.raises(BadInput, match=message):
         ipu_pipe.resolve_method(name, args)
+
+
+def test_schedules_and_versions_take_a_methods_name_and_are_shown_by_their_sizes() -> None:
+    """A name was an AttributeError, and the text of a schedule was the arrays of its runs."""
+    for name in ("pipedream", "zbv"):
+        named, expected = (make_schedule(method, 4, 6, 3) for method in (name, METHODS[name]))
+        assert format_text(named) == format_text(expected)
+        versions = [VersionTable(named, method).backward(0, 6).tolist() for method in (name, METHODS[name])]
+        assert versions[0] == versions[1]
+        assert name in repr(named) and len(repr(make_schedule(name, 64, 960, 3))) < 100
+    assert repr(from_rows(["F0 B0".split()], 1)).startswith("Schedule(")
+    assert "pipedream_flush" in list_faults(make_schedule, "pipedream_flsh", 4, 6, 6)[0]
 
 
 def test_impossible_sizes_name_every_fault() -> None:

@@ -87,8 +87,23 @@ def test_more_stages_than_weights_spread_them(count: int) -> None:
     assert len(part) == count
     flat = [(stage.index, name) for stage in part.stages for name in owners(part)[stage.index]]
     assert [index for index, _ in flat] == [j * count // 10 for j in range(10)]
-    if count > 10:
-        assert [s.parameters for s in partition(model(), X, count).stages] == [s.parameters for s in part.stages]
+
+
+@pytest.mark.parametrize("by", ["flops", "parameters", "time"])
+@pytest.mark.parametrize("count", [11, 40])
+def test_a_count_of_more_stages_than_weights_is_refused(count: int, by: str) -> None:
+    """Story: 40 stages of a model of four layers were 36 stages without weights."""
+    (fault,) = list_faults(partition, model(), X, {"count": count, "by": by})
+    assert fault.startswith(f"stages: {count}: must be at most 10")
+
+
+def test_a_count_leaves_no_stage_without_weights() -> None:
+    """Between the top-level modules alone the activation would be the third stage."""
+    block = Composed(lambda m, x: m.b(m.a(x)), a=nn.Linear(8, 64), b=nn.Linear(64, 1))
+    m = nn.Sequential(block, nn.ReLU(), nn.Linear(1, 1))
+    for between_top in (False, True):
+        part = partition(m, torch.zeros(2, 8), 3, between_top=between_top)
+        assert [len(stage.parameters) for stage in part.stages] == [2, 2, 2]
 
 
 @pytest.mark.parametrize("count", range(1, 11))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from ipu_pipe.cli import train
+from ipu_pipe.cli import plan, train
 from ipu_pipe.config.compare import dump_config
 from ipu_pipe.config.load import configure, load_config
 from ipu_pipe.hardware.description import read_hardware
@@ -129,6 +129,7 @@ def test_local_stages_are_the_best_of_all_with_their_heads(method: str, depths: 
     ({"method": "local_chunked", "method_args": {"blocks": ["fc2"]}}, "stages: auto: method_args.blocks names the blocks"),
     ({"hardware": devices(memory=9e3)}, "stages: auto: no cut fits hardware given, 9 kB usable on each device: 4 stages"),
     ({"stages": {"count": 99, "by": "hardware"}}, "the model has 12 places where a stage may begin"),
+    ({"stages": {"count": 7, "by": "hardware"}}, "stages: 7: must be at most 6"),
     ({"precision": "float64"}, "precision: float64: hardware given states no rate for float64"),
     ({"replicas": 5}, "replicas: 5: stages: auto: hardware given has 4 devices"),
     ({"method": "zbv", "gradient_accumulation": 8, "hardware": "pod4"}, "stages: auto: devices in lock-step do not run zbv"),
@@ -174,6 +175,45 @@ def test_a_dry_run_predicts_its_own_cut(capsys: Any) -> None:
     assert "predicted" not in printed(capsys, *arguments, "hardware=null")
 
 
+WIDE: Dict[str, Any] = {"method": "gpipe", "stages": 4, "gradient_accumulation": 4}
+
+
+@pytest.mark.parametrize("keys, needs", [
+    ({"replicas": 8, "hardware": "pod16"}, "hardware: pod16: needs 32 of 16 devices (stages 4 x replicas 8)"),
+    ({"replicas": 5, "hardware": "pod16"}, "hardware: pod16: needs 20 of 16 devices"),
+    ({"replicas": 3, "hardware": "v100x8"}, "hardware: v100x8: needs 12 of 8 devices"),
+    ({"hardware": "a100"}, "hardware: a100: needs 4 of 1 devices"),
+    ({"hardware": {**devices(), "devices": 3}}, "hardware: given: needs 4 of 3 devices"),
+    ({"replicas": 2, "hardware": "pod4", "stages": {"count": 4, "by": "hardware"}}, "hardware: pod4: needs 8 of 4 devices"),
+    ({"hardware": {**devices(), "devices": 3}, "stages": {"count": 4, "by": "hardware"}}, "hardware: given: needs 4 of 3"),
+    ({"method": "interleaved_1f1b", "stages_per_device": 2, "replicas": 3, "hardware": devices()},
+     "hardware: given: needs 6 of 4 devices (stages 4, 2 on a device, x replicas 3)"),
+    ({"method": "local_greedy", "replicas": 2, "hardware": devices()}, "hardware: given: needs 8 of 4"),
+])  # fmt: skip
+def test_no_more_devices_are_predicted_than_the_hardware_has(keys: Dict[str, Any], needs: str) -> None:
+    """Story: 8 stages x 4 replicas were predicted on a POD16, as if it had 32 IPUs."""
+    (fault,) = list_faults(lambda: build(config(**{**WIDE, **keys})))
+    assert fault.startswith(needs) and "fewer stages or replicas" in fault
+
+
+def test_as_many_devices_as_the_hardware_has_are_predicted() -> None:
+    for keys in ({"replicas": 4, "hardware": "pod16"}, {"replicas": 2, "hardware": "v100x8"}, {"hardware": devices()}):
+        assert predict_config_cut(build(config(**{**WIDE, **keys}))).prediction.samples_per_second > 0
+    # replicas of local SGD take turns on the devices of one pipeline
+    turns = {"method": "local_sgd", "gradient_accumulation": 1, "method_args": {"replicas": 9}, "hardware": devices()}
+    assert predict_config_cut(build(config(**{**WIDE, **turns}))).prediction.candidate.devices == 4
+
+
+def test_a_plan_for_more_devices_than_described_is_written_with_them(tmp_path: Path, capsys: Any) -> None:
+    file = tmp_path / "planned.yaml"
+    asked = ["--hardware", "v100x8", "--devices", "16", "--precision", "float32", "--top", "1", "--write", str(file)]
+    plan.main(["configs/mlp_digits.yaml", *asked])
+    assert "describes 8" in capsys.readouterr().err
+    written = load_config(file)
+    assert read_hardware(written.hardware).devices == 16
+    assert build(written).config.hardware == written.hardware
+
+
 def test_stages_inside_modules_are_predicted_too() -> None:
     """A unit begins wherever one of the config's stages does."""
     keys = {
@@ -198,7 +238,7 @@ RESNET = {
 @pytest.mark.parametrize("keys", [
     {"micro_batch_size": 2, "stages": 1},
     {"micro_batch_size": 2, "stages": ["fc2", "fc4"]},
-    {"micro_batch_size": 2, "stages": ["fc1", "fc2", "fc3", "fc4"], "method": "pipedream"},
+    {"micro_batch_size": 2, "stages": ["fc1", "fc2", "fc3", "fc4"], "method": "pipedream", "hardware": devices(5)},
     {"micro_batch_size": 16, "stages": ["fc1", "fc3"]},
     {**RESNET, "stages": 1},
     {**RESNET, "stages": ["layer2.0"]},

@@ -49,6 +49,7 @@ def test_a_row_has_its_commit_and_rows_of_other_versions_are_not_mixed(tmp_path:
         sweep.main()
 
     monkeypatch.setitem(sys.modules, "tests.third_party_zoo", SimpleNamespace(MODELS=("a", "b")))
+    monkeypatch.setattr(sweep, "_read_versions", lambda: {"torch": "1"})
     monkeypatch.setattr(sweep, "_run_model", lambda name, limit: {method: ["equal", "equal"] for method in sweep.METHODS})
     for name in ("b", "a"):
         run(name)

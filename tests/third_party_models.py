@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from ipu_pipe.data.sources import TensorData
-from tests.third_party import timm, torchvision, transformers
+from tests.third_party import transformers
+from tests.vision_libraries import timm, torchvision
 
 CLASSES, WORDS, LENGTH = 5, 50, 8
 

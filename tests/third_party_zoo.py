@@ -14,7 +14,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from ipu_pipe.data import DataSource, from_loader
-from tests.third_party import timm, torchvision, transformers
+from tests.third_party import transformers
+from tests.vision_libraries import timm, torchvision
 
 CLASSES, WORDS, LENGTH, SAMPLES = 5, 48, 8, 16
 

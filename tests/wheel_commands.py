@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import tarfile
 import tempfile
 from pathlib import Path
 
@@ -24,8 +25,19 @@ def run(*words, code=0, said=""):
     return done.stdout
 
 
+def check_source_package():
+    """See that the source package, beside the wheel, holds no tests, as it does not hold what they need."""
+    (file,) = (Path(sys.prefix) / "dist").glob("*.tar.gz")
+    with tarfile.open(str(file)) as package:
+        folders = {name.split("/")[1] for name in package.getnames() if "/" in name}
+    assert {"setup.py", "README.md", "LICENSE", "ipu_pipe", "models", "configs"} <= folders, folders
+    assert "tests" not in folders, folders
+    print("passed: the source package", flush=True)
+
+
 def main():
     """Run all of them in an empty folder."""
+    check_source_package()
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         version = run(COMMAND, "--version")

@@ -74,9 +74,14 @@ def main() -> None:
 
 def _read_versions() -> Dict[str, str]:
     """Return the versions of the libraries."""
-    from importlib.metadata import version
+    from importlib.metadata import distributions
 
-    return {name: version(name) for name in ("torch", "torchvision", "timm", "transformers")}
+    from tests.vision_libraries import ASIDE
+
+    versions = {}
+    for name in ("torch", "torchvision", "timm", "transformers"):
+        versions[name] = next(iter(distributions(name=name, path=[*sys.path, str(ASIDE)]))).version
+    return versions
 
 
 def _find_commit() -> Optional[str]:

@@ -28,13 +28,14 @@ from ipu_pipe.trace.events import Counters, Events
 class StepResult:
     """The result of one update: mean training loss of its microbatches, accuracy (None if undefined), number of samples.
 
+    The loss is None if the microbatches have no weight.
     `blocks`: (loss, accuracy) of each block that has a loss of its own, the whole model last; empty if there is one loss.
     """
 
-    loss: float
+    loss: Optional[float]
     accuracy: Optional[float]
     samples: int
-    blocks: Tuple[Tuple[float, Optional[float]], ...] = ()
+    blocks: Tuple[Tuple[Optional[float], Optional[float]], ...] = ()
 
 
 class CheckpointState(NamedTuple):

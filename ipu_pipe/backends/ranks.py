@@ -70,7 +70,7 @@ def report_once() -> Iterator[None]:
     """Let only the first process that fails inside the context print its fault or bad input."""
     try:
         yield
-    except Exception as error:
+    except BaseException as error:
         fault = error if isinstance(error, (BadInput, RunFault)) else find_user_fault(error)
         if fault is not None and are_joined():
             fault.is_reported = not _claim_report()

@@ -22,6 +22,7 @@ from ipu_pipe.schedule.table import Schedule
 from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.text import list_some
 from ipu_pipe.update.apply import UpdateRules
+from ipu_pipe.update.clipping import explain_stage_scope
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,9 @@ class Work:
     the parameters of the stages in this process. `clip`: (norm, scope) or None. `microbatch`: the first microbatch to run,
     greater than 0 after a resume. `replays`: the source of replays if it is not the version table. `block_updates`: the number of
     updates of single stages that make one update of the run. `refuse_nonfinite(update, losses)`: raises `Divergence` if a loss
-    is not finite and the config does not allow it; by default nothing is checked. `after_update(update, stages)`: called when
-    these stages have made an update, replicas with their average.
+    is not finite and the config does not allow it; by default nothing is checked. `weighs`: the microbatches of an update have
+    weights (`Weight`); otherwise all count the same. `after_update(update, stages)`: called when these stages have made an
+    update, replicas with their average.
     """
 
     loss: Loss
@@ -43,7 +45,8 @@ class Work:
     microbatch: int = 0
     replays: Optional[Replays] = None
     block_updates: int = 1
-    refuse_nonfinite: Callable[[int, Iterable[float]], None] = lambda update, losses: None
+    refuse_nonfinite: Callable[[int, Iterable[Optional[float]]], None] = lambda update, losses: None
+    weighs: bool = False
     after_update: Callable[[int, Sequence[int]], None] = lambda update, stages: None
 
     @classmethod
@@ -61,7 +64,8 @@ class Work:
             assert job.updates_per_epoch is not None
             replays = RandomizedReplays(job.table, history, job.updates_per_epoch, config.seed)
         count = len(job.partition) if history is not None else 1
-        work = cls(job.loss, job.table, job.rules, clip, first, replays, count, partial(refuse_nonfinite, job))
+        weighs = job.loss_weight is not None
+        work = cls(job.loss, job.table, job.rules, clip, first, replays, count, partial(refuse_nonfinite, job), weighs)
         if job.is_open:
             # a loss is checked when its update leaves the pipeline, at the same step on all processes
             return replace(work, refuse_nonfinite=lambda update, losses: None, after_update=job.after_update)
@@ -93,6 +97,23 @@ class Work:
         """The first update to run."""
         return self.microbatch // self.schedule.accumulate
 
+    def compute_weights(self, weights: Sequence[float], replicas: int) -> List[Weight]:
+        """Return the weights of an update's microbatches with their shares in its mean loss.
+
+        `weights`: of microbatch 0 of each of `replicas`, of microbatch 1 of each, and so on.
+        """
+        # each microbatch is a replica's own update
+        if self.method.rounds is not None:
+            return [Weight(weight, float(weight > 0)) for weight in weights]
+        total = 0.0
+        for weight in weights:
+            total += weight
+        return [Weight(weight, weight * replicas / total if weight else 0.0) for weight in weights]
+
+    def scale_loss(self, loss: torch.Tensor, weight: Optional[Weight]) -> torch.Tensor:
+        """Return the part of a microbatch's loss in the loss of its update on one replica."""
+        return loss / self.accumulate if weight is None else loss * weight.share
+
     def find_first_replay(self, replicas: int) -> int:
         """Return the number of the first replay to run; `replicas` of them take turns."""
         return self.microbatch * (1 if self.method.rounds is not None else replicas) * self.block_updates
@@ -109,9 +130,12 @@ class Work:
         return stage_update if history.order == "schedule" else update // self.block_updates
 
 
-def refuse_nonfinite(job: Job, k: int, losses: Iterable[float]) -> None:
-    """Raise `Divergence`, with what theory says, if a loss of update k is not a finite number, unless the config allows it."""
-    wrong = [loss for loss in losses if not math.isfinite(loss)]
+def refuse_nonfinite(job: Job, k: int, losses: Iterable[Optional[float]]) -> None:
+    """Raise `Divergence`, with what theory says, if a loss of update k is not a finite number, unless the config allows it.
+
+    An update whose microbatches have no weight has no loss (None).
+    """
+    wrong = [loss for loss in losses if loss is not None and not math.isfinite(loss)]
     if wrong and not job.config.allow_nonfinite:
         scaling = ", or another backend.ipu.loss_scaling in half precision" if job.config.backend.name == "poptorch" else ""
         raise Divergence(
@@ -129,10 +153,11 @@ def list_exactness_faults(job: Job) -> List[str]:
         reasons.append(
             f"clip.scope: delayed_global: with {method.name} the global norm itself is known: use scope: global"
         )
-    if scope == "global" and method.reads_old(stages):
+    if job.config.clip is not None and scope == "global" and method.reads_old(stages):
+        remedy = explain_stage_scope(job.config.clip.norm, stages)
         reasons.append(
             f"clip.scope: global: with {method.name} a stage updates before the others' gradients exist, so the global norm "
-            "is not known: use scope: stage, scope: delayed_global, or a synchronous method"
+            f"is not known: use {remedy}, scope: delayed_global, or a synchronous method"
         )
     has_replicas = job.config.replicas > 1
     if (method.reads_old(stages) or has_replicas) and not get_first_tensor(job.example[0]).is_meta and job.effects.weights:
@@ -171,38 +196,57 @@ def list_exactness_faults(job: Job) -> List[str]:
 # ---- training loss and accuracy of an update: every backend sums in the same order and type
 #
 #     loss        (l_0 + l_1 + ... + l_n-1) / n    in float64, from left to right, over the losses of n microbatches
+#                 (l_0 w_0 + ... + l_n-1 w_n-1) / (w_0 + ... + w_n-1) with weights; None if all are 0
 #     accuracy    right labels / counted labels    integers until the one division
 #
 # The order is microbatch 0 of each replica, microbatch 1 of each replica, and so on. Partial sums in another type or order
 # would differ in the last digits between backends and between vector kernels.
 
-# loss, right labels, counted labels
+# loss, right labels, counted labels; and the weight, if microbatches have weights
 COLUMNS = 3
 
 
+class Weight(NamedTuple):
+    """The weight of a microbatch and its share w R / W, by which its loss is multiplied; W: the sum over the update.
+
+    Gradients are averaged over R replicas afterwards.
+    """
+
+    value: float
+    share: float
+
+
 class MicrobatchResult(NamedTuple):
-    """The loss of a microbatch and its (right, counted) labels, None if accuracy is undefined. Both may be on a GPU."""
+    """The loss of a microbatch and its (right, counted) labels, None if accuracy is undefined. Both may be on a GPU.
+
+    `weight`: its weight in the mean loss, None if all count the same.
+    """
 
     loss: torch.Tensor  # ()
     label_counts: Optional[torch.Tensor]  # (2,)
+    weight: Optional[Weight] = None
 
 
 def tabulate(results: Sequence[MicrobatchResult]) -> torch.Tensor:
     """Return a row (loss, right labels, counted labels) for each of n microbatches, (n, 3) in float64 on the host.
 
-    The labels are NaN if accuracy is undefined. The host waits here for a GPU that has not computed the results yet.
+    With weights a row has the weight too, (n, 4). The labels are NaN if accuracy is undefined. The host waits here for a GPU that
+    has not computed the results yet.
     """
     table = torch.full((len(results), COLUMNS), float("nan"), dtype=torch.float64)
-    table[:, 0] = torch.stack([result.loss.detach().reshape(()) for result in results])
+    losses = [result.loss.detach().reshape(()) for result in results]
+    # zero losses of outputs in half precision lie among those in full precision
+    table[:, 0] = torch.stack(losses if results[0].weight is None else [loss.double() for loss in losses])
     label_counts = {i: result.label_counts for i, result in enumerate(results) if result.label_counts is not None}
     if label_counts:
         table[list(label_counts), 1:] = torch.stack(list(label_counts.values())).to(table)
-    return table
+    weights = [result.weight.value for result in results if result.weight is not None]
+    return torch.cat([table, torch.tensor(weights, dtype=table.dtype)[:, None]], dim=1) if weights else table
 
 
-def average(table: torch.Tensor) -> Tuple[float, Optional[float]]:
+def average(table: torch.Tensor) -> Tuple[Optional[float], Optional[float]]:
     """Return the mean loss and the share of right labels of a table of `tabulate`."""
-    rows: List[Tuple[float, float, float]] = table.tolist()
+    rows: List[Tuple[float, float, float]] = table[:, :COLUMNS].tolist()
     total = right = counted = 0.0
     # not sum(): from Python 3.12 on it compensates for rounding
     for loss, _, _ in rows:
@@ -210,4 +254,16 @@ def average(table: torch.Tensor) -> Tuple[float, Optional[float]]:
     counts = [row[1:] for row in rows if not math.isnan(row[2])]
     for right_of_row, counted_of_row in counts:
         right, counted = right + right_of_row, counted + counted_of_row
-    return total / len(rows), right / max(counted, 1.0) if counts else None
+    accuracy = right / max(counted, 1.0) if counts else None
+    if table.shape[1] > COLUMNS:
+        return _average_by_weight(table), accuracy
+    return total / len(rows), accuracy
+
+
+def _average_by_weight(table: torch.Tensor) -> Optional[float]:
+    """Return the weighted mean of the losses; None without weight."""
+    total = weight_sum = 0.0
+    for loss, weight in table[:, [0, COLUMNS]].tolist():
+        total += loss * weight
+        weight_sum += weight
+    return total / weight_sum if weight_sum else None

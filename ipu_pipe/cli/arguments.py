@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import sys
 import traceback
 from pathlib import Path
-from typing import Any, Callable, Dict, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
 
 from ipu_pipe.config.values import MOST_COUNT
-from ipu_pipe.errors import BadInput, Parser, find_user_fault
+from ipu_pipe.errors import BadInput, Parser, RunFault, find_user_fault
 from ipu_pipe.shipped import find_config
-from ipu_pipe.text import escape_lines, show
+from ipu_pipe.text import escape_lines, find_nearest, show
 
 Option = Tuple[Tuple[str, ...], str, Dict[str, Any]]
 Epilog = Union[str, Callable[[], str]]
@@ -24,8 +25,11 @@ def option(*names: str, group: str = "", **keys: Any) -> Option:
     return names, group, keys
 
 
-SET = option("--set", action="extend", nargs="+", default=[], metavar="KEY=VALUE", help="other values of keys, as YAML")
-CONFIG = (option("config", metavar="CONFIG", nargs="?", help="a YAML file, such as those in configs/"), SET)
+SET = option("--set", action="extend", nargs="+", default=[], metavar="KEY=VALUE",
+             help="change keys of the config, such as optimizer.lr=0.1 (values are YAML)")  # fmt: skip
+CONFIG = (
+    option("config", metavar="CONFIG", nargs="?", help="a YAML file, or the name of one in configs/, such as mlp_digits"), SET,
+)  # fmt: skip
 JSON = option("--json", action="store_true", help="print JSON")
 QUIET = option("--quiet", action="store_true", help="print faults alone, and JSON where it is asked for")
 RUNS = Path("runs/experiments")
@@ -56,7 +60,12 @@ class Command:
 
     def __call__(self, arguments: Optional[Sequence[str]] = None) -> None:
         """Run the command on a command line, sys.argv by default."""
-        args = self.make_parser().parse_args(arguments)
+        parser = self.make_parser()
+        words = list(sys.argv[1:] if arguments is None else arguments)
+        # first: argparse would name the option that an unknown one was to be
+        _refuse_unknown(parser, _find_unknown_options(parser, words))
+        args, rest = parser.parse_known_args(words)
+        _refuse_unknown(parser, [*_find_settings(parser, args), *rest])
         is_quiet = getattr(args, "quiet", False)
         args.print_progress = (lambda text: None) if is_quiet else print_progress
         args.print_result = (lambda text: None) if is_quiet or getattr(args, "json", False) else print_result
@@ -64,9 +73,18 @@ class Command:
             args.config = _take_config(args)
         try:
             self._function(args)
-        except Exception as error:
+        except SystemExit as error:
+            # commands that need no torch never exit so
+            from ipu_pipe.job.user_code import is_own_exit
+
+            if is_own_exit(error):
+                raise
+            # its exit code might mean success
+            raise RunFault(f"code that the config names called exit({show(error.code)})") from error
+        except BaseException as error:
             fault = find_user_fault(error)
-            if getattr(args, "traceback", False) and not getattr(fault or error, "is_reported", None):
+            wants_traceback = getattr(args, "traceback", False) and not isinstance(error, KeyboardInterrupt)
+            if wants_traceback and not getattr(fault or error, "is_reported", None):
                 sys.stderr.write(fault.traceback if fault is not None else traceback.format_exc())
             raise
 
@@ -74,6 +92,63 @@ class Command:
 def command(description: Optional[str], epilog: Epilog, *options: Option) -> Callable[[Function], Command]:
     """Return a decorator that makes a command of a function of parsed arguments."""
     return functools.partial(Command, description, epilog, options)
+
+
+def _find_unknown_options(parser: Parser, words: Sequence[str]) -> List[str]:
+    """Return the first word that begins no option of the parser, and its values; nothing if there is none."""
+    for number, word in enumerate(words):
+        if word == "--":
+            break
+        name = word.partition("=")[0]
+        if name.startswith("--") and not any(known.startswith(name) for known in parser.list_options()):
+            values = itertools.takewhile(lambda value: not value.startswith("--"), words[number + 1 :])
+            return [word, *values]
+    return []
+
+
+def _find_settings(parser: Parser, args: argparse.Namespace) -> List[str]:
+    """Return the positional arguments that are KEY=VALUE in place of a file's name."""
+    if "--set" not in parser.list_options():
+        return []
+    positional = [getattr(args, name) for name in ("config", "what") if name in args]
+    values = [value for one in positional for value in (one if isinstance(one, list) else [one])]
+    return [value for value in values if value and "=" in value and not Path(value).exists()]
+
+
+def _refuse_unknown(parser: Parser, words: Sequence[str]) -> None:
+    """Raise `BadInput` if there are `words` that a command does not take, with the spelling that it takes."""
+    if not words:
+        return
+    hint = _suggest_argument(parser, words)
+    hint = f"; did you mean {hint}?" if hint else ""
+    parser.error(f"unrecognized arguments: {' '.join(map(show, words))}{hint}")
+
+
+def _suggest_argument(parser: Parser, words: Sequence[str]) -> str:
+    """Return what may be meant by an unknown word and the values after it: an argument, an option, or --set KEY=VALUE."""
+    name, equals, value = words[0].partition("=")
+    value = value if equals else " ".join(words[1:2]) or "VALUE"
+    options = {option[2:]: option for option in parser.list_options() if option.startswith("--")}
+    bare = name.lstrip("-")
+    if not name.startswith("-") and not equals:
+        return ""
+    if name.startswith("-") and bare in parser.list_positional():
+        return f"{parser.list_positional()[bare]} without {name}"
+    key = ""
+    if "set" in options:
+        # imported here because it imports pydantic, which only commands with a config need
+        from ipu_pipe.config.faults import find_key
+        from ipu_pipe.config.schema import Config
+
+        key = find_key(bare, Config)
+    near = "" if key or not name.startswith("-") else find_nearest(bare, options)
+    if near:
+        return f"{options[near]} {value}" if value != "VALUE" else options[near]
+    if "set" in options:
+        key = key or find_nearest(bare, Config.model_fields)
+    if key.startswith("--") or not key:
+        return key
+    return " or ".join(f"--set {one}={value}" for one in key.split(" or "))
 
 
 def _take_config(args: argparse.Namespace) -> str:

@@ -28,7 +28,7 @@ examples:
            help="updates of each run (default: the config's; 0: predict without running)"),
     option("--rounds", type=int_in(1, 1000), default=1, metavar="N",
            help="runs of each method, for median and range (default 1)"),
-    option("--out", type=parse_folder, metavar="DIR", help="the folder to write into"),
+    option("--out", type=parse_folder, metavar="DIR", help="the folder to write into (required)"),
     option("--overwrite", action="store_true", help="replace runs that DIR holds"),
     *COMMON,
 )  # fmt: skip

@@ -98,8 +98,10 @@ AXES = "changes to an asynchronous method (method_args in a config)"
     option("--split-backward", metavar="true|false", type=_parse_bool, group=DEVICES,
            help="whether an asynchronous method splits its backwards"),
     option("--activation-limit", metavar="X", type=_parse_time, group=DEVICES, help="memory of a device in units of 1F1B's"),
-    option("--file", metavar="NAME.csv", group=DEVICES, help="rows: the rows, in PyTorch's format"),
-    option("--schedule", choices=SCHEDULES, group=AXES, help="one pass a slot, or both in each step"),
+    option("--file", metavar="NAME.csv", group=DEVICES, help="method rows: a CSV file in PyTorch's format"),
+    option("--schedule", choices=SCHEDULES, group=AXES,
+           help="1f1b: one pass a slot; 1f1b_capped: at most S-s microbatches in flight on stage s; dataflow: a forward and a "
+           "backward in each step"),
     option("--turn", choices=(0, 1), type=int, group=AXES, help="dataflow: steps from the last forward to its backward"),
     option("--stash", metavar="true|false", type=_parse_bool, group=AXES, help="backwards read their forward's weights"),
 )  # fmt: skip

@@ -10,8 +10,8 @@ from typing import Any, Dict
 
 from ipu_pipe.cli.arguments import COMMON, JSON, RUNS, SET, command, int_in, option, parse_folder, parse_positive
 from ipu_pipe.errors import BadInput
-from ipu_pipe.shipped import find_config
-from ipu_pipe.text import find_nearest, show
+from ipu_pipe.shipped import find_config, list_configs
+from ipu_pipe.text import show, suggest
 
 OUT = Path("runs/stability")
 # figure -> the experiment of tools/reproduce.py that draws it
@@ -78,8 +78,7 @@ def _make_figures(args: argparse.Namespace) -> None:
     known = [*FIGURES, *EXPERIMENTS]
     unknown = [name for name in args.what if name not in known and name != "all"]
     if unknown:
-        close = find_nearest(unknown[0], known)
-        allowed = f"is not a file, nor one of {', '.join(known)}, all" + (f"; did you mean {close}?" if close else "")
+        allowed = f"is not a file, nor one of {', '.join(known)}, all{suggest(unknown[0], [*known, *list_configs()])}"
         raise BadInput(f"CONFIG|FIGURE: {show(unknown[0])}: {allowed}")
     if args.set:
         raise BadInput("--set: changes keys of a config, and figures have none: name a YAML file")

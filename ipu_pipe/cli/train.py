@@ -40,7 +40,8 @@ Exit codes: 0 done, 2 bad input, 1 fault while running, 130 Ctrl-C.
     option("--evaluate", type=Path, metavar="PATH", help="evaluate a run, a checkpoint or a state dict; print JSON"),
     option("--against", metavar="METHOD", help="then train by METHOD in DIR/METHOD, at equal samples and at equal time"),
     option("--accumulate", type=parse_counts, default=(), metavar="K,...",
-           help="microbatches an update at equal time (default, for a METHOD that flushes: 1, 2, 4 and 8 times the config's)"),
+           help="with --against: microbatches per update of METHOD at equal time (default, for one that flushes: 1, 2, 4 and 8 "
+           "times the config's)"),
     *COMMON,
 )  # fmt: skip
 def main(args: argparse.Namespace) -> None:
@@ -55,7 +56,10 @@ def main(args: argparse.Namespace) -> None:
     })  # fmt: skip
     # import after parsing, because --help must not wait for torch
     from ipu_pipe.config.load import load_config
+    from ipu_pipe.schedule.methods import check_methods
 
+    if args.against is not None:
+        check_methods([args.against], "--against")
     config = load_config(args.config, args.set)
     other = load_config(args.config, [*args.set, f"method={args.against}", "method_args={}"]) if args.against else None
 

@@ -26,6 +26,7 @@ class Role(Enum):
 
 ROLES: Dict[str, Role] = {
     **dict.fromkeys(("model", "data", "loss", "given", "init_from", "seed", "precision"), Role.DECIDES),
+    "loss_weight": Role.DECIDES,
     **dict.fromkeys(("method", "method_args", "optimizer", "lr_schedule", "clip"), Role.DECIDES),
     **dict.fromkeys(("micro_batch_size", "gradient_accumulation", "replicas"), Role.DECIDES),
     **dict.fromkeys(("recompute", "allow_nonfinite", "stages_per_device", "ema"), Role.FIXED),

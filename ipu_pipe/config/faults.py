@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import inspect
 import re
-from typing import Any, List, Mapping, Sequence, Type, get_origin
+from typing import Any, List, Mapping, Sequence, Type, get_args, get_origin
 
 from pydantic import BaseModel
+from typing_extensions import Literal
 
-from ipu_pipe.text import find_alias, find_nearest, show
+from ipu_pipe.text import find_nearest, show
 
 MOST_FAULTS = 50
 # keys that only a run writes, never a user
@@ -68,7 +69,7 @@ def format_faults(
         elif kind == "extra_forbidden":
             message = f"unknown key{_suggest_key(parts, schema, forms)}"
         elif kind == "literal_error":
-            near = find_alias(value, re.findall("'(.*?)'", message))
+            near = _find_value(parts, value, re.findall("'(.*?)'", message), schema, forms)
             message = message.replace("'", "") + (f"; did you mean {near}?" if near else "")
         elif kind in BOUNDS:
             name, sign = BOUNDS[kind]
@@ -103,8 +104,25 @@ def _suggest_section(parts: List[str], value: Any, schema: Schema) -> str:
     return f", such as {{{meant[0]}: {show(value)}}}" if meant else ""
 
 
-def _suggest_key(parts: List[str], schema: Schema, forms: Mapping[str, Schema]) -> str:
-    """Return the known key that is nearest to an unknown one, or all that are known in its section."""
+def _find_value(
+    parts: List[str], value: Any, names: Sequence[str], schema: Schema, forms: Mapping[str, Schema]
+) -> str:
+    """Return which of a key's `names` may be meant, or the key beside it with this value (backend.device=cuda); "" if none."""
+    section = _find_section_of(parts, schema, forms)
+    near = find_nearest(value, names, cutoff=1.0)
+    if near or section is None:
+        return near or find_nearest(value, names)
+    for key, field in section.model_fields.items():
+        alternatives = (field.annotation, *get_args(field.annotation))
+        values = [name for one in alternatives if get_origin(one) is Literal for name in get_args(one)]
+        near = find_nearest(value, values, cutoff=1.0)
+        if near:
+            return f"{'.'.join([*parts[:-1], key])}={near}"
+    return find_nearest(value, names)
+
+
+def _find_section_of(parts: List[str], schema: Schema, forms: Mapping[str, Schema]) -> Any:
+    """Return the section that contains a key, None if its type does not say which."""
     section: Any = schema
     # in a list or mapping of sections, an index or a key follows
     is_index = False
@@ -116,17 +134,37 @@ def _suggest_key(parts: List[str], schema: Schema, forms: Mapping[str, Schema]) 
         section = forms.get(name) or (_find_section(field.annotation) if field else None)
         is_index = field is not None and get_origin(field.annotation) in (list, tuple, dict)
         if section is None:
-            return ""
-    fields, key = section.model_fields, parts[-1]
-    # the key belongs to another form of `stages`
-    if key in fields:
+            return None
+    return section
+
+
+def _suggest_key(parts: List[str], schema: Schema, forms: Mapping[str, Schema]) -> str:
+    """Return the known key that is nearest to an unknown one, or all that are known in its section."""
+    section = _find_section_of(parts, schema, forms)
+    # the key may belong to another form of `stages`
+    if section is None or parts[-1] in section.model_fields:
         return ""
-    alias = KEYS_ALSO_CALLED.get(key.lower().replace("-", "_"), "") if len(parts) == 1 else ""
+    near = find_key(parts[-1], section) if len(parts) == 1 else _find_key_in_section(parts[-1], section)
+    near = near or find_nearest(parts[-1], section.model_fields, cutoff=0.5)
+    return f", nearest is {near}" if near else f", allowed are {', '.join(section.model_fields)}"
+
+
+def find_key(word: str, schema: Schema) -> str:
+    """Return the key of a config that a word says without a misspelling: "lr" says optimizer.lr; "" if none.
+
+    Several keys are separated by "or".
+    """
+    fields, key = schema.model_fields, word.lower().replace("-", "_")
+    alias = KEYS_ALSO_CALLED.get(key, "")
     if alias.startswith("--") or alias.partition(".")[0] in fields:
-        return f", nearest is {alias}"
+        return alias
+    return word if word.partition(".")[0] in fields else _find_key_in_section(key, schema)
+
+
+def _find_key_in_section(key: str, schema: Schema) -> str:
+    fields = schema.model_fields
     sections = [name for name in fields if name not in WRITTEN and key in _list_keys(fields[name].annotation)]
-    near = " or ".join(f"{name}.{key}" for name in sections) or find_nearest(key, fields, cutoff=0.5)
-    return f", nearest is {near}" if near else f", allowed are {', '.join(fields)}"
+    return " or ".join(f"{name}.{key}" for name in sections)
 
 
 def _list_keys(annotation: Any) -> List[str]:

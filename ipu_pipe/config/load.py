@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import os
 import re
-import stat
+import warnings
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Set, Tuple, Union
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Set, Tuple, Type, Union
 
 import yaml
 from pydantic import ValidationError
 
-from ipu_pipe.config.faults import find_origin, format_faults
+from ipu_pipe.config.faults import find_origin, format_faults, show_value
 from ipu_pipe.config.schema import Config, import_outer
-from ipu_pipe.config.sections import GIVEN, StageCount
+from ipu_pipe.config.sections import GIVEN, LrSchedule, OptimizerConfig, StageCount
+from ipu_pipe.config.values import Section
 from ipu_pipe.errors import BadInput
+from ipu_pipe.files import read_file
 from ipu_pipe.schedule import methods
 from ipu_pipe.schedule.methods import Method
-from ipu_pipe.text import show
+from ipu_pipe.shipped import list_configs
+from ipu_pipe.text import find_nearest, show
 
 # ---- YAML files: read keys within bounds and record the source of each value; write YAML that reads the same
 #
@@ -137,6 +139,15 @@ def dump_yaml(value: Any) -> str:
 def read_yaml(path: Path, origins: Optional[Origins] = None) -> Dict[str, Any]:
     """Return the keys of a file merged over the keys of the file that its `extends` names, and fill in `origins`."""
     origins = {} if origins is None else origins
+    merged: Dict[str, Any] = {}
+    for file, raw in _read_layers(path):
+        note_origin(raw, "", str(file), origins)
+        merged = merge_keys(merged, raw)
+    return merged
+
+
+def _read_layers(path: Path) -> List[Tuple[Path, Dict[str, Any]]]:
+    """Return the files that a file extends, the first extended first, and then the file itself, each with its keys."""
     # (file, keys) of `path` and of the files that it extends, in order
     layers: List[Tuple[Path, Dict[str, Any]]] = []
     source, target = str(path), path
@@ -154,11 +165,7 @@ def read_yaml(path: Path, origins: Optional[Origins] = None) -> Dict[str, Any]:
         target = target.parent / name
     else:
         raise BadInput(f"{source}: more than {MOST_FILES} files extend one another, or in a circle")
-    merged: Dict[str, Any] = {}
-    for file, raw in reversed(layers):
-        note_origin(raw, "", str(file), origins)
-        merged = merge_keys(merged, raw)
-    return merged
+    return layers[::-1]
 
 
 def _read_text(path: Path, source: str) -> str:
@@ -167,22 +174,31 @@ def _read_text(path: Path, source: str) -> str:
     Refuse a pipe or a device without reading it, because that might block or never end.
     """
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-        with open(handle, "rb") as file:
-            is_file = stat.S_ISREG(os.fstat(handle).st_mode)
-            content = file.read(MOST_BYTES + 1) if is_file else b""
+        content = read_file(path, MOST_BYTES)
     except FileNotFoundError:
-        raise BadInput(f"{source}: no such config file") from None
-    # a NUL in the name is a ValueError
-    except (OSError, ValueError) as error:
-        raise BadInput(f"{source}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    if not is_file or len(content) > MOST_BYTES:
-        raise BadInput(f"{source}: must be a file of at most {MOST_BYTES // 1024} KiB")
+        raise BadInput(f"{source}: no such config file{_suggest_file(path)}") from None
+    except OSError as error:
+        raise BadInput(f"{source}: cannot be read: {error.strerror or error}") from None
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line, byte = content.count(b"\n", 0, error.start) + 1, f"0x{content[error.start]:02x}"
         raise BadInput(f"{path}: line {line}: byte {byte} is not UTF-8: save the file as UTF-8") from None
+
+
+def _suggest_file(path: Path) -> str:
+    """Return the end of a fault that names the nearest file beside a missing one, or the nearest example config."""
+    try:
+        beside = {file.stem: str(file) for file in path.parent.glob("*.y*ml")}
+    # such as a name that is too long
+    except (OSError, ValueError):
+        beside = {}
+    near = find_nearest(path.stem, beside)
+    if near:
+        return f"; did you mean {beside[near]}?"
+    examples = {Path(name).name: name for name in list_configs()}
+    near = find_nearest(path.stem, examples)
+    return f"; did you mean {examples[near]}?" if near else ""
 
 
 def note_origin(value: Any, key: str, origin: str, origins: Origins) -> None:
@@ -236,9 +252,53 @@ NULLABLE = ("stages", "steps", "clip", "hardware", "init_from", "checkpoint")
 def load_config(path: Union[str, Path], overrides: Sequence[str] = ()) -> Config:
     """Return the config in the YAML file `path`, changed by KEY=VALUE `overrides`. Raise `BadInput` with every fault found."""
     origins: Origins = {}
-    raw = read_yaml(Path(path), origins)
+    layers = _read_layers(Path(path))
+    raw: Dict[str, Any] = {}
+    for file, keys in layers:
+        note_origin(keys, "", str(file), origins)
+        raw = merge_keys(raw, keys)
     faults = [fault for text in overrides for fault in _collect_faults(apply_override, raw, text, origins)]
+    _leave_out_inherited(raw, origins, [str(file) for file, _ in layers])
     return _validate(raw, origins, str(path), faults)
+
+
+def _leave_out_inherited(raw: Dict[str, Any], origins: Origins, files: Sequence[str]) -> None:
+    """Leave out settings of an optimizer or of a schedule of rates that a later file or option has replaced by another one.
+
+    `files`: extended files first; options come after all of them. A setting that comes with the new name, or after it, stays,
+    and is a fault if it does not fit. Warn of those that are left out.
+    """
+
+    def find_layer(key: str) -> int:
+        origin = find_origin(key, origins, files[0])
+        return files.index(origin) if origin in files else len(files)
+
+    for section, schema in (("optimizer", OptimizerConfig), ("lr_schedule", LrSchedule)):
+        settings = raw.get(section)
+        left_out = []
+        while isinstance(settings, dict) and f"{section}.name" in origins:
+            misfit = _find_misfit(schema, settings)
+            key = f"{section}.{misfit}"
+            if misfit not in settings or find_layer(key) >= find_layer(f"{section}.name"):
+                break
+            left_out.append(f"{origins[key]}: {key}: {show_value(settings[misfit])}")
+            # an alias may give other keys the same mapping
+            settings = {name: value for name, value in settings.items() if name != misfit}
+        if left_out and isinstance(settings, dict):
+            raw[section] = settings
+            warnings.warn(
+                f"{'; '.join(left_out)}: left out, because {section}.name is {show(settings.get('name'))}", stacklevel=2
+            )
+
+
+def _find_misfit(schema: Type[Section], settings: Mapping[str, Any]) -> str:
+    """Return the first setting that does not fit the others of its section; "" if none."""
+    try:
+        schema.model_validate(settings)
+    except ValidationError as error:
+        detail = error.errors()[0]
+        return str(detail["ctx"]["key"]) if detail["type"] == "setting" else ""
+    return ""
 
 
 def load_recorded(path: Path) -> Config:

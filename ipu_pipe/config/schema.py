@@ -14,6 +14,7 @@ from typing_extensions import Literal
 from ipu_pipe.config import sections
 from ipu_pipe.config.values import MOST_STAGES, Case, Count, Seconds, Section, Seed, Threads, Updates
 from ipu_pipe.schedule.methods import METHODS, Reads
+from ipu_pipe.text import suggest
 
 # Sections and checks of folders above this one, as "module:name", imported when a config needs them. A backend has its section
 # and its checks in its own folder; a new backend needs only a line here.
@@ -77,7 +78,9 @@ class Config(Section):
     `method_args`: changes of the method, and rules against staleness. `stages`: where the model is cut, see
     docs/configuration.md; null: where its own boundaries are. `stages_per_device`: virtual stages on each device, of
     schedules that have them; null: the method's own number. `loss`: cross_entropy, "module:callable" of (output, target), or
-    model: the model's own, see docs/data.md. `backend`: where the run computes. `micro_batch_size`: samples of a microbatch,
+    model: the model's own, see docs/data.md. `loss_weight`: the weight of a microbatch in the mean loss of an update: tokens,
+    the number of its labels that the loss does not ignore, or "module:callable" of the labels, see docs/configuration.md;
+    null: all weigh the same. `backend`: where the run computes. `micro_batch_size`: samples of a microbatch,
     which passes through the stages together; a loader's own if not set. `gradient_accumulation`: microbatches per update.
     `replicas`: copies of the pipeline, each with its share of the samples. `reduction`: how processes average the replicas'
     gradients: exact, in a fixed order, or fast, by the backend's own all-reduce beside the backward, see docs/processes.md.
@@ -100,6 +103,7 @@ class Config(Section):
     stages: Any = None
     stages_per_device: Optional[Count] = None
     loss: str = "cross_entropy"
+    loss_weight: Optional[str] = None
     backend: BackendConfig = BackendConfig()
     micro_batch_size: Count = 8
     gradient_accumulation: Count = 1
@@ -166,9 +170,10 @@ class Config(Section):
         if isinstance(value, Mapping) and ("count" in value or "finest" in value):
             section: Type[Section] = sections.StageFinest if "finest" in value else sections.StageCount
             return section.model_validate(value).model_dump()
-        raise ValueError(
+        allowed = (
             "must be null (the model's own), auto, finest, a whole number >= 1, a list of module names, {count, by} or {finest}"
         )
+        raise ValueError(allowed + (suggest(value, ("auto", "finest")) if isinstance(value, str) else ""))
 
     def list_cases(self) -> Iterator[Case]:
         why = f"is of backend.name poptorch: must be float32, float64, bfloat16 or bfloat16_mixed with {self.backend.name}"

@@ -32,15 +32,31 @@ from ipu_pipe.config.values import (
     to_number,
     to_numbers,
 )  # fmt: skip
+from ipu_pipe.text import find_nearest, show
 
 GIVEN = "(given in Python)"
 OPTIMIZERS, SCHEDULERS = "torch.optim.", "torch.optim.lr_scheduler."
 # the name of the loss that a model computes itself
 OWN = "model"
+# the weight of a microbatch that counts its labels
+TOKENS = "tokens"
 # the default number of traced microbatches of a stage
 TRACED = 512
 STAGES = "stages"
 BY_STAGE = "must be a list of values, one per stage, or {from: a, to: b}, numbers by a stage's delay, and over: stages if wanted"
+
+
+# classes that are known without torch, whose import a config does not wait for
+OPTIMIZER_CLASSES = ("Adadelta", "Adagrad", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop")
+SCHEDULER_CLASSES = (
+    "LambdaLR", "MultiplicativeLR", "ExponentialLR", "PolynomialLR", "CosineAnnealingWarmRestarts", "CyclicLR", "OneCycleLR",
+)  # fmt: skip
+
+
+def suggest_class(name: Any, known: Sequence[str], within: str, classes: Sequence[str]) -> str:
+    """Return the end of a fault that names the nearest known name, or class in the module `within`; "" if there is none."""
+    near = find_nearest(show(name).rpartition(".")[2], [*known, *classes])
+    return f"; did you mean {within if near in classes else ''}{near}?" if near else ""
 
 
 def is_entry(value: Any, within: str) -> bool:
@@ -123,9 +139,11 @@ class OptimizerSettings(Section):
     @field_validator("name", mode="before")
     @classmethod
     def _validate_name(cls, value: Any) -> Any:
-        if isinstance(value, str) and (value in ("sgd", "adam", "adamw", GIVEN, GROUPS) or is_entry(value, OPTIMIZERS)):
+        known = ("sgd", "adam", "adamw")
+        if isinstance(value, str) and (value in (*known, GIVEN, GROUPS) or is_entry(value, OPTIMIZERS)):
             return value
-        raise ValueError("must be sgd, adam or adamw, a class such as torch.optim.RMSprop, or module:name")
+        hint = suggest_class(value, known, OPTIMIZERS, OPTIMIZER_CLASSES)
+        raise ValueError(f"must be sgd, adam or adamw, a class such as torch.optim.RMSprop, or module:name{hint}")
 
     @field_validator("by_stage")
     @classmethod
@@ -256,12 +274,11 @@ class LrSchedule(Section):
     @field_validator("name", mode="before")
     @classmethod
     def _validate_name(cls, value: Any) -> Any:
-        known = ("constant", "step", "cosine", "linear", "plateau", GIVEN)
-        if isinstance(value, str) and (value in known or is_entry(value, SCHEDULERS)):
+        known = ("constant", "step", "cosine", "linear", "plateau")
+        if isinstance(value, str) and (value in (*known, GIVEN) or is_entry(value, SCHEDULERS)):
             return value
-        raise ValueError(
-            f"must be one of constant, step, cosine, linear, plateau, a class such as {SCHEDULERS}OneCycleLR, or module:name"
-        )
+        allowed = f"must be one of {', '.join(known)}, a class such as {SCHEDULERS}OneCycleLR, or module:name"
+        raise ValueError(allowed + suggest_class(value, known, SCHEDULERS, SCHEDULER_CLASSES))
 
     @property
     def is_played(self) -> bool:
@@ -440,6 +457,7 @@ class Given(Section):
     output: Optional[Description] = None
     data: Optional[Description] = None
     loss: Optional[Description] = None
+    loss_weight: Optional[Description] = None
     optimizer: Optional[Description] = None
     lr_scheduler: Optional[Description] = None
     metrics: Optional[List[Description]] = None

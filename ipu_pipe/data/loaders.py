@@ -42,6 +42,8 @@ class LoaderData:
         self.validation = None if validation is None else LoaderData(validation, validation, seed, labels)
         self.labels, self.data_files = labels, list(files)
         self._epoch, self._next_index = -1, 0
+        # samples of the first batch of a pass
+        self._first_count: Optional[int] = None
         # the pass over the loader, and the batches taken from it
         self._pass_number, self._batches_of_pass = 0, 0
         self._iterator: Iterator[Any] = iter(())
@@ -93,15 +95,27 @@ class LoaderData:
         """
         batch = self._read_batch(epoch, index, batch_size)
         count = _count_samples(batch)
+        if index == 0:
+            self._first_count = count
         if count is not None and count != batch_size:
-            raise BadInput(
-                f"data: the loader gives batches of {count}, micro_batch_size is {batch_size}: they must agree"
-            )
+            raise BadInput(self._describe_size(index, count, batch_size))
         return batch
+
+    def _describe_size(self, index: int, count: int, batch_size: int) -> str:
+        """Return the fault of batch `index`, whose `count` of samples is not that of a microbatch."""
+        length = self._get_length()
+        if index == 0 or self._first_count != batch_size:
+            return f"data: the loader gives batches of {count}, micro_batch_size is {batch_size}: they must agree"
+        place = f"{index + 1}" if length is None else f"{index + 1} of {length}"
+        sizes = f"data: the loader's batch {place} has {count} samples, its first {batch_size}"
+        if length is not None and index == length - 1 and count < batch_size:
+            return f"{sizes}: the last one is incomplete: make the loader with drop_last=True, or leave that batch out"
+        return f"{sizes}: all must have as many, since each is a microbatch: see its batch_size or batch sampler"
 
     def read_batch_size(self) -> Optional[int]:
         """Return the samples of the first batch, None if it has no tensor."""
-        return _count_samples(self._read_batch(0, 0, 1))
+        self._first_count = _count_samples(self._read_batch(0, 0, 1))
+        return self._first_count
 
     def _read_batch(self, epoch: int, index: int, batch_size: int) -> Any:
         """Read on to batch `index` of pass `epoch`, from the pass's beginning if that batch is over; return it."""

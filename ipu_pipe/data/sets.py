@@ -31,7 +31,7 @@ import torch
 from ipu_pipe.data.sources import DataSource, Pair, SyntheticData, TensorData, require_int, split_off_test, take_subset
 from ipu_pipe.data.text import TextData, TranslationData
 from ipu_pipe.errors import BadInput
-from ipu_pipe.files import hash_file
+from ipu_pipe.files import hash_file, parse_path
 from ipu_pipe.model.randomness import derive_seed
 from ipu_pipe.text import find_nearest, show
 
@@ -287,6 +287,7 @@ def load_data(name: str, root: Union[str, Path, None] = None, seed: int = 0, **o
             f"data.name: {show(name)}: must be one of {', '.join(SETS)} or an import string module:name"
             + (f", nearest is {near}" if near else "")
         )
+    root = None if root is None else parse_path(root, "data.root")
     allowed = _OPTIONS.get(name, ["augment", "subset", "test_subset", "random_labels"])
     faults = []
     validation = options.pop("validation", None)

@@ -28,7 +28,7 @@ from ipu_pipe.errors import BadInput
 from ipu_pipe.hardware.precision import PRECISIONS
 from ipu_pipe.schedule.clock import Transfer
 from ipu_pipe.shipped import find_configs
-from ipu_pipe.text import escape, find_nearest, show
+from ipu_pipe.text import escape, show, suggest
 
 NOT_STATED = "not stated"
 # Times are sums of quotients of these figures. Smaller figures would make them infinite.
@@ -149,7 +149,8 @@ class Machine(Section):
 
 
 class Hardware(Section):
-    """`devices`, numbered from 0, in groups of neighbours by `links`, the smallest group first. `lockstep`: the stages of a
+    """`devices`, numbered from 0, in groups of neighbours by `links`, the smallest group first. `fixed`: there are no more of
+    them to join, as in a rack that is sold whole. `lockstep`: the stages of a
     pipeline begin each cycle together, when the slowest has finished the previous one (PopTorch's pipelines). `measured_on`:
     null for figures of other origin."""
 
@@ -157,6 +158,7 @@ class Hardware(Section):
     about: Text = ""
     measured_on: Optional[Machine] = None
     devices: Count
+    fixed: StrictBool = False
     lockstep: StrictBool = False
     device: Device
     links: Tuple[LinkLevel, ...] = ()
@@ -177,14 +179,25 @@ class Hardware(Section):
     @property
     def most_devices(self) -> Optional[int]:
         """Return how many devices the links can join; None: any number."""
+        if self.fixed:
+            return self.devices
         return self.links[-1].holds if self.links else 1
 
     def with_devices(self, devices: int) -> "Hardware":
         """Return a copy with another number of devices. Raise `BadInput` if no level of links connects them."""
         if not 1 <= devices <= (self.most_devices or devices):
-            limit = "" if self.most_devices is None else f" to {self.most_devices}, all that its links join"
-            raise BadInput(f"--devices: {show(devices)}: hardware {self.name}: must be an integer from 1{limit}")
+            most = self.most_devices
+            limit = "" if most is None else f" to {most}, all that there are or its links join"
+            needs = "" if most is None or devices <= most else f"needs {show(devices)} of {most}: "
+            raise BadInput(f"--devices: {show(devices)}: hardware {self.name}: {needs}must be an integer from 1{limit}")
         return self.model_copy(update={"devices": devices})
+
+    def explain_shortage(self, devices: int, how: str) -> Optional[str]:
+        """Return the fault of a config that needs more `devices` than there are, which `how` counts; None if they are enough."""
+        if devices <= self.devices:
+            return None
+        remedy = "take fewer stages or replicas, a description with more devices, or null for no prediction"
+        return f"hardware: {self.name}: needs {devices} of {self.devices} devices ({how}): {remedy}"
 
     def find_rate(self, precision: str) -> float:
         """Return the FLOPs per second of training in `precision` on a device. Raise `BadInput` if the description has none."""
@@ -268,9 +281,8 @@ def _find_file(name: str, key: str) -> Path:
         return HARDWARE_FOLDER / f"{name}.yaml"
     path = Path(name)
     if path.suffix not in (".yaml", ".yml"):
-        nearest = find_nearest(name, list_hardware())
-        hint = f"; did you mean {nearest}?" if nearest else ""
-        raise BadInput(f"{key}: {show(name)}: must be one of {', '.join(list_hardware())} or a YAML file{hint}")
+        known = list_hardware()
+        raise BadInput(f"{key}: {show(name)}: must be one of {', '.join(known)} or a YAML file{suggest(name, known)}")
     return path
 
 

@@ -22,7 +22,7 @@ import numpy as np
 from ipu_pipe.hardware.description import Device
 from ipu_pipe.hardware.precision import PRECISIONS
 from ipu_pipe.hardware.unit_costs import Unit, count_state_bytes
-from ipu_pipe.schedule.methods import Method, Pipeline
+from ipu_pipe.schedule.methods import Method, Timeline
 from ipu_pipe.schedule.table import Schedule
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import KeptMicrobatches, VersionTable, count_kept_by_segments, count_weight_copies
@@ -90,9 +90,9 @@ def make_lockstep_schedule(method: Method, stages: int, microbatches: int, accum
     cycles, 2(P-1-s) + 1 microbatches in flight on stage s, as PopART stores them. Others keep their own timeline.
     Source: PopART, branch sdk-release-3.4 (willow/src/transforms/pipeline.cpp). Not run on hardware.
     """
-    if not method.flushes or method.pipeline is Pipeline.SEQUENTIAL:
+    if not method.flushes or method.pipeline is Timeline.SEQUENTIAL:
         return make_schedule(method, stages, microbatches, accumulate)
-    in_cycles = replace(method, pipeline=Pipeline.DATAFLOW, turn=0)
+    in_cycles = replace(method, pipeline=Timeline.DATAFLOW, turn=0)
     return make_schedule(in_cycles, stages, microbatches, accumulate, range(0, microbatches, accumulate))
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ipu_pipe.hardware.memory import count_kept_microbatches
-from ipu_pipe.schedule.methods import Method, Pipeline
+from ipu_pipe.schedule.methods import Method, Timeline
 
 Sizes = Union[Sequence[float], NDArray[Any]]
 
@@ -93,7 +93,7 @@ def compute_paper_figures(
         "recompute_ratio_counted": None,
         "recompute_ratio_order": None,
     }
-    if method.pipeline is Pipeline.DATAFLOW and P > 1:
+    if method.pipeline is Timeline.DATAFLOW and P > 1:
         inputs, activations = count_kept_microbatches(in_flight, False, method.segments or 0, method.turn)
         stored = inputs + activations
         figures.update(

@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib.util
 import itertools
 import math
+from importlib import metadata
 from typing import Any, Dict, Iterator, List, Mapping, Optional
 
 import torch
@@ -30,10 +32,28 @@ from ipu_pipe.errors import BadInput, RunFault, raise_faults
 from ipu_pipe.job.record import Job
 from ipu_pipe.launcher import read_launch
 from ipu_pipe.model.batch import count_samples, map_tensors
+from ipu_pipe.model.modes import describe_modes, is_evaluating
 from ipu_pipe.model.randomness import RandomStates, derive_seed, restore_random_states
+from ipu_pipe.model.restoring import restore_modes
 from ipu_pipe.run.build import build
 from ipu_pipe.text import show
 from ipu_pipe.update.optimizer import export_state, import_state
+
+
+def _describe_torchvision() -> str:
+    """Return cause and remedy if an installed torchvision cannot be imported, which transformers then does not say; else ''."""
+    if importlib.util.find_spec("torchvision") is None:
+        return ""
+    try:
+        importlib.import_module("torchvision")
+    except Exception as error:
+        version = metadata.version("torchvision")
+        return (
+            f"torchvision {version} does not fit torch {torch.__version__} ({error}): pip uninstall torchvision,"
+            " or install both from one index by one command"
+        )
+    return ""
+
 
 try:
     from accelerate.state import AcceleratorState, PartialState
@@ -41,9 +61,16 @@ try:
     from transformers import Trainer, TrainerCallback
     from transformers.optimization import GreedyLR
     from transformers.trainer_utils import has_length
-except ImportError as error:
-    raise ImportError(f"ipu_pipe.integrations.transformers: needs pip install 'ipu_pipe[transformers]': {error}") from error
+    from transformers.utils import logging
+except (ImportError, RuntimeError) as error:
+    reason = _describe_torchvision()
+    # transformers' own error is several tracebacks long and does not name torchvision
+    cause = None if reason else error
+    reason = reason or f"needs pip install 'ipu_pipe[transformers]': {error}"
+    raise ImportError(f"ipu_pipe.integrations.transformers: {reason}") from cause
 
+# below transformers' own logger, so that TrainingArguments.log_level applies
+logger = logging.get_logger("transformers.PipelineTrainer")
 KEYS = (
     "method", "method_args", "stages", "stages_per_device", "recompute", "backend", "precision", "clip", "hardware",
     "allow_nonfinite",
@@ -84,6 +111,8 @@ class LossModel(nn.Module):
     def __init__(self, trainer: PipelineTrainer, model: nn.Module) -> None:
         super().__init__()
         self.model, self._trainer = model, trainer
+        # the user's model is the one whose own mode counts
+        self.training = not is_evaluating(model)
 
     def forward(
         self, inputs: Mapping[str, Any], loss_scale: torch.Tensor, num_items_in_batch: Optional[torch.Tensor] = None
@@ -352,6 +381,12 @@ class PipelineTrainer(Trainer):
                 done=done,
             )
         job = self._job
+        self._modes = {module: module.training for module in self._model.modules()}
+        if is_main():
+            # a model from `from_pretrained` comes in evaluation mode, and Trainer says nothing of it
+            log = logger.info if job.came_evaluating else logger.warning
+            for line in describe_modes(self._model, job.came_evaluating):
+                log(line)
         job.may_stop = job.may_stop_drained = True
         if resume_from_checkpoint is not None:
             import_state(job.optimizer, names, *loaded)
@@ -410,8 +445,11 @@ class PipelineTrainer(Trainer):
         for update in range(self.state.global_step - epoch * num_update_steps_per_epoch, num_update_steps_per_epoch):
             k = self.state.global_step
             self.control = self.callback_handler.on_step_begin(self.args, self.state, self.control)
-            self._model.train()
+            # evaluations and callbacks leave other modes, which Trainer ends by model.train()
+            for module, mode in self._modes.items():
+                module.training = mode
             for result in engine.step(k, read=True):
+                assert result.loss is not None
                 self._add_loss(result.loss)
             self.control = self.callback_handler.on_optimizer_step(self.args, self.state, self.control)
             rate = self._get_learning_rate()
@@ -482,7 +520,8 @@ class PipelineTrainer(Trainer):
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate or predict as Trainer does, on the whole model."""
-        with self._hold_whole_model():
+        training = [] if self._engine is None else [self._model]
+        with self._hold_whole_model(), restore_modes(*training):
             return super().evaluation_loop(*args, **kwargs)
 
     def save_model(self, *args: Any, **kwargs: Any) -> None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+import contextlib
+from typing import Any, Dict, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
+from torch import nn
 
+from ipu_pipe.errors import BadInput
 from ipu_pipe.job.metrics import DEFAULT, Metric, MetricSums
 from ipu_pipe.job.record import Setup
 from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.model.batch import call_model, count_samples, take_samples
 from ipu_pipe.model.loss import (
     Loss,
+    call_loss,
     count_right,
     get_block_loss,
     get_labels,
@@ -21,6 +25,7 @@ from ipu_pipe.model.loss import (
 )
 from ipu_pipe.model.precision import get_uncast_loss
 from ipu_pipe.model.restoring import restore_modes
+from ipu_pipe.text import describe_kind
 
 # samples of one forward; the size does not matter for BatchNorm, which uses running statistics here
 TEST_BATCH = 128
@@ -63,7 +68,10 @@ def load_test_batches(
     if shards > 1 and read_shard is not None and not subset:
         yield from map(setup.prepare_batch, read_shard(TEST_BATCH, shard, shards))
         return
-    for number, batch in enumerate(data.test_batches(TEST_BATCH)):
+    batches = data.test_batches(TEST_BATCH)
+    if not isinstance(batches, Iterable):
+        raise BadInput(f"data: test_batches: returned {describe_kind(batches)}: must return an iterable of batches")
+    for number, batch in enumerate(batches):
         x, y = setup.prepare_batch(batch)
         if subset:
             x, y = take_samples(x, subset - samples), take_samples(y, subset - samples)
@@ -101,7 +109,7 @@ class Tally:
     def _sum_loss(self, output: Any, y: Any, samples: int) -> torch.Tensor:
         """Return the loss times its weight, and the weight  # (2,)"""
         answers = count_right(take_scores(self._loss, output), y) if self._counts_labels else None
-        loss = self._loss(output, y).detach().double().reshape(())
+        loss = call_loss(self._loss, output, y).detach().double().reshape(())
         weight = torch.full_like(loss, samples) if answers is None else answers[1].double()
         # do not read the numbers here, because that would make a GPU wait
         return torch.stack([torch.where(weight > 0, loss * weight, torch.zeros_like(loss)), weight])
@@ -122,17 +130,33 @@ def evaluate_sums(metrics: Sequence[Metric], sums: torch.Tensor) -> EvaluationRe
     return EvaluationResult(loss / weight if weight else None, values)
 
 
+@contextlib.contextmanager
+def enter_evaluation(model: nn.Module) -> Iterator[None]:
+    """Put a model, which may be divided into blocks, into evaluation mode inside the context, without gradients."""
+    blocks = get_blocks(model)
+    # a model in blocks does not contain the user's own, nor its pieces
+    models = [model] if blocks is None else [model, blocks.model, *blocks.pieces]
+    with torch.no_grad(), restore_modes(*models):
+        for one in models:
+            one.eval()
+        yield
+
+
+def compute_outputs(model: nn.Module, x: Any) -> List[Any]:
+    """Return the output of every block that has a loss of its own, then that of the model."""
+    blocks = get_blocks(model)
+    return [call_model(model, x)] if blocks is None else blocks.compute_outputs(x)
+
+
 def evaluate(setup: Setup, split: str = "test") -> List[EvaluationResult]:
     """Evaluate on the test or validation set, or its configured subset.
 
     Return the result of every block that has a loss of its own, then that of the model's output.
     """
-    model, blocks = setup.model, get_blocks(setup.model)
     tallies: List[Tally] = []
-    with torch.no_grad(), restore_modes(model):
-        model.eval()
+    with enter_evaluation(setup.model):
         for x, y in load_test_batches(setup, split):
-            outputs = blocks.compute_outputs(x) if blocks is not None else [call_model(model, x)]
+            outputs = compute_outputs(setup.model, x)
             tallies = tallies or [Tally.of(setup) for _ in outputs]
             for tally, output in zip(tallies, outputs):
                 tally.add(output, y, count_samples(x))

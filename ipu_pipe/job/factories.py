@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import pkgutil
 import sys
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
@@ -15,18 +16,28 @@ from typing import Any, Callable, Dict, Iterable, List, Mapping, NamedTuple, Opt
 from torch import nn
 
 from ipu_pipe.config.schema import Config
-from ipu_pipe.config.sections import GIVEN, OWN, Entry, OptimizerSettings
+from ipu_pipe.config.sections import GIVEN, OWN, TOKENS, Entry, OptimizerSettings
 from ipu_pipe.data import DataSource, load_data
 from ipu_pipe.errors import BadInput, raise_faults, summarize
 from ipu_pipe.job.overrides import Overrides
 from ipu_pipe.local.heads import AugLocal, Heads
 from ipu_pipe.local.structures import make_blocks
 from ipu_pipe.model.cutting import Piece
-from ipu_pipe.model.loss import Loss, LossOfOutput, OwnLoss, Take, TakePart, list_requested_fields
+from ipu_pipe.model.loss import (
+    Loss,
+    LossOfOutput,
+    LossWeight,
+    OwnLoss,
+    Take,
+    TakePart,
+    get_plain_loss,
+    list_requested_fields,
+    make_token_count,
+)
 from ipu_pipe.model.stages import Partition, partition
 from ipu_pipe.schedule.methods import Method
 from ipu_pipe.shipped import MODELS
-from ipu_pipe.text import find_nearest, show
+from ipu_pipe.text import find_nearest, show, suggest
 from ipu_pipe.update.optimizer import (
     Groups,
     OptimizerFactory,
@@ -59,6 +70,15 @@ def make_data(config: Config) -> DataSource:
     return source
 
 
+def _describe_losses(name: str) -> str:
+    """Return what a loss without a colon must be, and the nearest loss of PyTorch."""
+    known = ("cross_entropy", OWN)
+    functions = [loss for loss in dir(nn.functional) if loss.endswith("_loss") or loss.startswith("binary_cross_entropy")]
+    near = find_nearest(name.rpartition(".")[2], [*known, *functions])
+    hint = f"; did you mean {'torch.nn.functional:' if near in functions else ''}{near}?" if near else ""
+    return f"must be {' or '.join(known)} (the model's own), or an import string module:name{hint}"
+
+
 def make_loss(config: Config, objects: Overrides) -> Loss:
     """Make the loss of a run, over the part of the model's output that `model.output` names.
 
@@ -72,10 +92,26 @@ def make_loss(config: Config, objects: Overrides) -> Loss:
     if chosen is None and config.loss == "cross_entropy":
         chosen = nn.functional.cross_entropy
     elif chosen is None:
+        if ":" not in config.loss:
+            raise BadInput(f"loss: {show(config.loss)}: {_describe_losses(config.loss)}")
         chosen = resolve_entry(config.loss, "loss")
         chosen = call_entry(chosen, {}, "loss") if inspect.isclass(chosen) and issubclass(chosen, nn.Module) else chosen
     asks = list_requested_fields(chosen)
     return chosen if take is None and not asks else LossOfOutput(chosen, take, asks)
+
+
+def make_loss_weight(config: Config, objects: Overrides, loss: Loss) -> Optional[LossWeight]:
+    """Make the weight of microbatches in the mean loss of an update; None if all weigh the same."""
+    if callable(objects.loss_weight):
+        return objects.loss_weight
+    if config.loss_weight is None:
+        return None
+    if config.loss_weight == TOKENS:
+        return make_token_count(get_plain_loss(loss))
+    if ":" not in config.loss_weight:
+        why = "must be tokens, or an import string module:name of a function of the labels"
+        raise BadInput(f"loss_weight: {show(config.loss_weight)}: {why}")
+    return resolve_entry(config.loss_weight, "loss_weight")
 
 
 def make_take(config: Config, of_heads: bool = False) -> Optional[Take]:
@@ -195,7 +231,8 @@ def resolve_entry(entry: str, key: str) -> Callable[..., Any]:
     except Exception as error:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing and (module_name == missing or module_name.startswith(missing + ".")):
-            raise BadInput(f"{place}: no module {missing} in the current folder or installed") from None
+            hint = suggest(missing, _list_modules_beside(missing))
+            raise BadInput(f"{place}: no module {missing} in the current folder or installed{hint}") from None
         raise BadInput(f"{place}: importing {module_name} fails: {type(error).__name__}: {error}") from error
     for name in attribute.split("."):
         if not hasattr(value, name):
@@ -206,6 +243,18 @@ def resolve_entry(entry: str, key: str) -> Callable[..., Any]:
         raise BadInput(f"{place}: is a {type(value).__name__}, must be callable")
     function: Callable[..., Any] = value
     return function
+
+
+def _list_modules_beside(name: str) -> List[str]:
+    """Return the modules of the package in which a missing module would be."""
+    package_name = name.rpartition(".")[0]
+    if not package_name:
+        return []
+    try:
+        package = _import_module(package_name)
+    except ImportError:
+        return []
+    return [f"{package_name}.{module.name}" for module in pkgutil.iter_modules(getattr(package, "__path__", []))]
 
 
 def _import_module(name: str) -> Any:
@@ -243,6 +292,18 @@ def check_arguments(function: Callable[..., Any], args: Mapping[str, Any], key: 
         if parameter.default is parameter.empty and name not in args
     ]
     raise_faults(faults)
+
+
+def explain_wrong_call(function: Any, *names: str) -> str:
+    """Return why `function` cannot be called with these positional arguments; "" if it can, or nobody knows before the call."""
+    try:
+        inspect.signature(function).bind(*names)
+    except TypeError as error:
+        return f"{error}: must take ({', '.join(names)})"
+    # some built-in callables have no signature
+    except ValueError:
+        pass
+    return ""
 
 
 def call_entry(function: Callable[..., Any], args: Mapping[str, Any], key: str) -> Any:

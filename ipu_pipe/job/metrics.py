@@ -151,7 +151,12 @@ def _make_own_metric(name: str, metric: Any) -> Metric:
         return Metric(name, 2, lambda: _ObjectSums(metric), lambda sums: sums[0] / sums[1] if sums[1] else None)
 
     def sum_batch(output: Any, y: Any, samples: int) -> torch.Tensor:
-        value = torch.as_tensor(metric(output, y), dtype=torch.float64).detach()
+        returned = metric(output, y)
+        try:
+            value = torch.as_tensor(returned, dtype=torch.float64).detach()
+        except (TypeError, ValueError, RuntimeError) as error:
+            kind = describe_kind(returned)
+            raise BadInput(f"metrics: {name}: returned {kind}: must return one number per batch") from error
         if value.numel() != 1:
             shape = tuple(value.shape)
             raise BadInput(f"metrics: {name}: returned a tensor of shape {shape}: must return one number per batch")

@@ -21,7 +21,7 @@ from ipu_pipe.config.sections import (
 )
 from ipu_pipe.data import DataSource
 from ipu_pipe.errors import raise_faults
-from ipu_pipe.model.loss import Loss
+from ipu_pipe.model.loss import Loss, LossWeight
 from ipu_pipe.update.optimizer import OptimizersByGroup, list_parts
 from ipu_pipe.update.rates import SchedulerFactory
 
@@ -42,6 +42,7 @@ class Overrides(NamedTuple):
     lr_scheduler: Optional[SchedulerFactory] = None
     metrics: Union[None, Sequence[Any], Mapping[str, Any]] = None
     callbacks: Optional[Sequence[Any]] = None
+    loss_weight: Union[LossWeight, str, None] = None
 
     def refuse_missing(self, config: Config) -> None:
         """Raise `BadInput` for each object that Python must pass and does not: `config` requires it, or its run had it."""
@@ -79,6 +80,10 @@ class Overrides(NamedTuple):
             changes["loss"] = self.loss
         elif self.loss is not None:
             descriptions["loss"], changes["loss"] = describe(self.loss), GIVEN
+        if isinstance(self.loss_weight, str):
+            changes["loss_weight"] = self.loss_weight
+        elif self.loss_weight is not None:
+            descriptions["loss_weight"], changes["loss_weight"] = describe(self.loss_weight), GIVEN
         if self.optimizer is not None:
             descriptions["optimizer"] = None
             changes["optimizer"] = OptimizerConfig(name=GIVEN, lr=None, no_decay=config.optimizer.no_decay)

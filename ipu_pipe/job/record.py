@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -14,12 +15,13 @@ from ipu_pipe.config.schema import Config
 from ipu_pipe.config.sections import GIVEN, Given
 from ipu_pipe.data import DataSource
 from ipu_pipe.data.sources import split_batch
+from ipu_pipe.errors import RunFault
 from ipu_pipe.hardware.precision import MASTERS, MIXED
 from ipu_pipe.job.metrics import Metric
 from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.model.batch import map_tensors, require_tensors
 from ipu_pipe.model.cutting import Piece
-from ipu_pipe.model.loss import LabelRange, Labels, Loss, OwnLoss
+from ipu_pipe.model.loss import LabelRange, Labels, Loss, LossWeight, OwnLoss, get_labels
 from ipu_pipe.model.observation import ForwardEffects, Observation
 from ipu_pipe.model.precision import ModelPrecision
 from ipu_pipe.model.stages import Footprint, Partition
@@ -29,6 +31,7 @@ from ipu_pipe.schedule.methods import METHODS, Method
 from ipu_pipe.schedule.table import Schedule
 from ipu_pipe.schedule.timelines import amortize_utilization, make_schedule
 from ipu_pipe.schedule.versions import VersionTable
+from ipu_pipe.text import show
 from ipu_pipe.trace.events import SCHEMA
 from ipu_pipe.update.apply import UpdateRules
 from ipu_pipe.update.rates import Plateau
@@ -37,6 +40,10 @@ from ipu_pipe.update.rates import Plateau
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 DTYPES.update({MIXED: torch.float32, MASTERS: torch.bfloat16})
 DTYPES.update(dict.fromkeys(("16.16", "16.32", "32.32"), torch.float32))
+
+
+# the weights of an update are added up, and each is multiplied by the number of replicas
+MOST_WEIGHT = 1e30
 
 
 class InitialWeights(NamedTuple):
@@ -56,6 +63,8 @@ class Setup:
     `precision`: the dtypes of weights, inputs and updates. `requested_fields`: keys of the batch that the loss takes besides
     labels. `device_kind`: `ipu`, or the type of the training device. `pins_memory`: batches are pinned, so that copying them to a
     GPU does not wait. `initial_weights`: those of `init_from`. `label_range`: the range of allowed labels, if the loss has one.
+    `came_evaluating`: whether the model came in evaluation mode.
+    `loss_weight`: the weight of a microbatch in the mean loss of an update; None if all weigh the same.
     """
 
     config: Config
@@ -70,6 +79,8 @@ class Setup:
     pins_memory: bool
     initial_weights: Optional[InitialWeights]
     label_range: Optional[LabelRange]
+    came_evaluating: bool
+    loss_weight: Optional[LossWeight]
 
     @property
     def data_name(self) -> str:
@@ -97,6 +108,19 @@ class Setup:
     def prepare_batch(self, batch: Any) -> Tuple[Any, Any]:
         """Return a batch of the data as inputs and labels on the run's device."""
         return self.move_to_device(*self.split_batch(batch))
+
+    def weigh(self, batch: Any, place: str) -> float:
+        """Return the weight of a batch of the data in the mean loss of its update. Raise `RunFault` if it cannot be one.
+
+        `place`: the update and the microbatch, for the fault.
+        """
+        assert self.loss_weight is not None
+        value = self.loss_weight(get_labels(self.split_batch(batch)[1]))
+        with contextlib.suppress(TypeError, ValueError, RuntimeError):
+            # a sum of numbers beyond float32's would not be a number
+            if not isinstance(value, bool) and 0 <= float(value) < MOST_WEIGHT:
+                return float(value)
+        raise RunFault(f"loss_weight: {place}: {show(value)}: must be a finite number >= 0")
 
     def move_to_device(self, x: Any, y: Any) -> Tuple[Any, Any]:
         """Return a microbatch on the run's device, inputs in its precision. Raise `BadInput` if it is not made of tensors."""
@@ -211,6 +235,11 @@ class Job(Setup):
         accumulate = self.config.gradient_accumulation
         epoch, index = (0, m) if self.updates_per_epoch is None else divmod(m, self.updates_per_epoch * accumulate)
         return self.data.train_batch(epoch, index * self.replica_count + replica, self.config.micro_batch_size)
+
+    def weigh_microbatch(self, batch: Any, k: int, m: int, replica: int) -> float:
+        """Return the weight of microbatch m of a replica, a batch of the data, in the mean loss of update k."""
+        owner = f" of replica {replica}" if self.replica_count > 1 else ""
+        return self.weigh(batch, f"update {k}, microbatch {m}{owner}")
 
     def count_epochs(self, done: int) -> Optional[float]:
         """Return `done` updates in epochs; None if the data has no length."""

@@ -27,15 +27,28 @@ _OURS = (
     os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
     os.path.dirname(str(torch.__file__)) + os.sep,
 )
-_INSTALLED = tuple({sysconfig.get_paths()[key] + os.sep for key in ("stdlib", "platstdlib", "purelib", "platlib")})
+_STANDARD, _PACKAGES = (
+    tuple({sysconfig.get_paths()[key] + os.sep for key in keys})
+    for keys in (("stdlib", "platstdlib"), ("purelib", "platlib"))
+)
+_INSTALLED = (*_STANDARD, *_PACKAGES)
 
 
 def find_user_frame(error: BaseException) -> Optional[traceback.FrameSummary]:
     """Return the innermost frame of a traceback that is in neither this library nor torch, preferably in no installed library."""
-    frames = traceback.extract_tb(error.__traceback__)
-    foreign = [frame for frame in frames if not frame.filename.startswith((*_OURS, "<frozen"))]
+    foreign = [frame for frame in _list_frames(error) if not frame.filename.startswith(_OURS)]
     users = [frame for frame in foreign if not frame.filename.startswith(_INSTALLED)]
     return users[-1] if users else foreign[-1] if foreign else None
+
+
+def _list_frames(error: BaseException) -> List[traceback.FrameSummary]:
+    """Return the frames of a traceback without those of Python's own library, which its caller is to blame for."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return [frame for frame in frames if not _is_standard(frame.filename)] or list(frames)
+
+
+def _is_standard(file: str) -> bool:
+    return file.startswith("<frozen") or (file.startswith(_STANDARD) and not file.startswith(_PACKAGES))
 
 
 @contextlib.contextmanager
@@ -43,23 +56,34 @@ def attribute_faults(where: Callable[[], str]) -> Iterator[None]:
     """Attach a `UserFault`, whose line begins with `where`, to an exception of the user's code (see `raise_attributed`)."""
     try:
         yield
-    except (SystemExit, Exception) as error:
+    except KeyboardInterrupt:
+        raise
+    # also what is no Exception, such as asyncio.CancelledError
+    except BaseException as error:
         raise_attributed(error, where())
 
 
 def raise_attributed(error: BaseException, where: str) -> NoReturn:
     """Raise an exception of the user's code, with a `UserFault` at the end of its chain of causes.
 
-    An `exit()` becomes a `RunFault`, because the run would end with exit code 0 and without a summary.
+    An `exit()` becomes a `RunFault`, because the run would end with exit code 0 and without a summary. The line names the user's
+    file; one that names a file of ours is a bug in ipu_pipe, unless the user's object returned what it must not.
     """
     if isinstance(error, SystemExit):
+        if is_own_exit(error):
+            raise error
         raise RunFault(f"{where}: {describe_exit(error)}") from error
     if not isinstance(error, (BadInput, RunFault)) and find_user_fault(error) is None:
-        frame = find_user_frame(error) or traceback.extract_tb(error.__traceback__)[-1]
+        frame = find_user_frame(error) or _list_frames(error)[-1]
         line = f"{where}: {summarize(error)[:400]} ({frame.filename}:{frame.lineno}, in {frame.name})"
         fault = UserFault(line, "".join(traceback.format_exception(type(error), error, error.__traceback__)))
         list(walk_causes(error))[-1].__cause__ = fault
     raise error
+
+
+def is_own_exit(error: SystemExit) -> bool:
+    """Return whether this library itself ended the process, as after a signal, and not the user's code."""
+    return traceback.extract_tb(error.__traceback__)[-1].filename.startswith(_OURS[0])
 
 
 def describe_exit(error: SystemExit) -> str:

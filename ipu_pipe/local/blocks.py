@@ -18,21 +18,23 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map
 
-from ipu_pipe.errors import BadInput, summarize
+from ipu_pipe.errors import BadInput, raise_faults, summarize
 from ipu_pipe.local.heads import AugLocal, Heads, MakeHead, make_head
 from ipu_pipe.model.batch import call_model, get_first_tensor, join_arguments
 from ipu_pipe.model.cutting import Piece, cut_model
 from ipu_pipe.model.loss import BlockOutputs, Loss, Take, describe_output
+from ipu_pipe.model.loss_verification import LossStage, LossTrial, get_user_loss, list_loss_faults
+from ipu_pipe.model.modes import enter_training
 from ipu_pipe.model.observation import Observation, observe_effects, observe_training
 from ipu_pipe.model.precision import cast_forward, is_cast
-from ipu_pipe.model.randomness import derive_seed, draw_from
-from ipu_pipe.model.restoring import restore_all, restore_buffers
+from ipu_pipe.model.randomness import KeyedRandomness, derive_seed, draw_from
+from ipu_pipe.model.restoring import restore_all, restore_buffers, restore_function, restore_modes
 from ipu_pipe.model.stages import Footprint, Partition, make_footprint
 from ipu_pipe.model.verification import verify_pieces
 
@@ -98,7 +100,10 @@ class Blocks:
                     built.to(device, torch.float32 if is_cast(model) else activation.dtype)
                     if is_cast(model):
                         cast_forward(built, device.type)
-                    shape = tuple(built.eval()(activation).shape)
+                    enter_training(built)
+                    with restore_modes(built):
+                        shape = tuple(built.eval()(activation).shape)
+                        overwrites = _overwrites_input(built, activation)
                 except BadInput:
                     raise
                 # the user's function may raise anything
@@ -108,9 +113,9 @@ class Blocks:
                     raise BadInput(
                         f"method_args.head: before {begin}: returns {shape}, must return {tuple(output.shape)}"
                     )
-                if _overwrites_input(built, activation):
+                if overwrites:
                     built.register_forward_pre_hook(lambda _, inputs: (inputs[0].clone(),))
-                heads[str(index)] = built.train()
+                heads[str(index)] = built
         return heads
 
     def _run_pieces(self, x: Any) -> Tuple[Any, List[Any]]:
@@ -288,7 +293,8 @@ def observe_blocks(model: nn.Module, loss: Loss, example: Tuple[Any, Any]) -> Ob
     blocks = get_blocks(model)
     assert blocks is not None
     overlap, blocks.overlap = blocks.overlap, 0
-    observation = observe_training(model, *example, lambda x, y: loss(call_model(model, x), y))
+    with restore_function(get_user_loss(loss)):
+        observation = observe_training(model, *example, lambda x, y: loss(call_model(model, x), y))
     blocks.overlap = overlap
     if overlap:
         observation.effects = observe_effects(model, example[0])
@@ -308,3 +314,41 @@ def measure_footprint(model: nn.Module, part: Partition, observation: Observatio
         saved = tuple(size + (saved[s - 1] if s else 0) for s, size in enumerate(saved))
     sent = tuple(sum(t.bytes for t in crossing.tensors) for crossing in blocks.crossings)
     return replace(plain, saved_bytes=saved, boundary_bytes=sent)
+
+
+def verify_losses(
+    model: nn.Module, pieces: Sequence[Piece], loss: Loss, example: Tuple[Any, Any], draws: Mapping[str, int]
+) -> None:
+    """Raise `BadInput` if a loss reads more of a cut model than its stage holds, the last one or each block that has a loss.
+
+    `pieces`: the stages of a model without blocks; `draws`: the modules that draw random numbers (`ForwardEffects`).
+    """
+    blocks = get_blocks(model)
+    if blocks is not None:
+        pieces = blocks.pieces
+    if len(pieces) < 2:
+        return
+    stages: List[LossStage] = []
+    for piece in pieces:
+        head = None if blocks is None else blocks.get_head(piece.stage)
+        if head is not None:
+            stages.append(LossStage(piece.stage, [piece, head], partial(_run_with_head, piece, head)))
+        elif piece is pieces[-1]:
+            stages.append(LossStage(piece.stage, [piece], piece))
+    place = "on processes the last stage computes it alone"
+    remedy = (
+        "put the term into the model's output, or into a layer's backward by an autograd function, or use backend:"
+        " {name: emulator}"
+    )
+    if blocks is not None:
+        place = "block {stage} computes it alone"
+        remedy += " with a method that has no blocks"
+    randomness = KeyedRandomness(model, draws, 0, get_first_tensor(example[0]).device)
+    try:
+        raise_faults(list_loss_faults(LossTrial(model, pieces, loss, example, randomness), stages, place, remedy))
+    finally:
+        randomness.remove()
+
+
+def _run_with_head(piece: Piece, head: nn.Module, value: Any) -> Any:
+    return head(get_activation(piece(value)))

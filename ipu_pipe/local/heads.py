@@ -110,7 +110,7 @@ class AugLocal:
             modules.append(module.to(x.device, x.dtype).eval())
             with torch.no_grad():
                 x = module(x)
-        return nn.Sequential(*modules, make_head(model, x, output))
+        return nn.Sequential(*modules, make_head(model, x, output)).train()
 
 
 def _has_batch_norm(model: nn.Module) -> bool:

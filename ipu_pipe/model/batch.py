@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from ipu_pipe.errors import BadInput
+from ipu_pipe.text import describe_kind
 
 
 def map_tensors(change: Callable[[torch.Tensor], Any], nest: Any) -> Any:
@@ -73,8 +74,14 @@ def flatten_tensors(value: Any) -> List[torch.Tensor]:
 
 
 def get_first_tensor(nest: Any) -> torch.Tensor:
-    """Return the first tensor of a nest, on whose device all tensors are."""
-    return nest if isinstance(nest, torch.Tensor) else list_tensors(nest)[0]
+    """Return the first tensor of a nest, on whose device all tensors are. Raise `BadInput` if it has none."""
+    if isinstance(nest, torch.Tensor):
+        return nest
+    tensors = list_tensors(nest)
+    if not tensors:
+        allowed = "must be a tensor, or tensors in mappings, tuples and lists"
+        raise BadInput(f"data: {describe_kind(nest)} without a tensor: {allowed}")
+    return tensors[0]
 
 
 def count_samples(nest: Any) -> int:

@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ipu_pipe.errors import BadInput
 from ipu_pipe.model.batch import clone_tensors, flatten_tensors, list_leaves, map_tensors, sort_keys, walk_leaves
+from ipu_pipe.model.modes import set_mode
 from ipu_pipe.model.observation import find_running_ancestor
 from ipu_pipe.model.precision import enter_model_autocast, is_cast
 from ipu_pipe.model.recording import (
@@ -391,7 +392,7 @@ def _record(model: nn.Module, begins: Sequence[str], x: Any, training: bool, hom
     def record(pretends_tracing: bool) -> StagedRecording:
         batch = map_tensors(lambda t: t.detach().clone(), sort_keys(x))
         with restore_all(model), torch.set_grad_enabled(training or torch.is_grad_enabled()):
-            model.train(training)
+            set_mode(model, training)
             return split_recording(record_forward(model, begins, batch, pretends_tracing), len(begins) + 1, homes)
 
     try:

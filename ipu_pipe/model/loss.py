@@ -14,14 +14,19 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Tuple, Union
 
 import torch
 from torch import nn
 
 from ipu_pipe.errors import BadInput
+from ipu_pipe.model.batch import describe_tensors, list_tensors
+from ipu_pipe.text import describe_kind
 
 Loss = Callable[[Any, Any], torch.Tensor]
+# labels of a microbatch -> its weight in the mean loss of its update
+LossWeight = Callable[[Any], Any]
 Take = Callable[[Any], Any]
 # fields of an output, as Hugging Face names them
 LOSS, SCORES = "loss", "logits"
@@ -107,7 +112,43 @@ def get_block_loss(loss: Loss) -> Loss:
 def compute_losses(loss: Loss, output: Any, y: Any) -> List[torch.Tensor]:
     """Return one loss for each block that has its own, the model's own last."""
     block_loss = get_block_loss(loss)
-    return [block_loss(one, y) for one in (output if isinstance(output, BlockOutputs) else [output])]
+    return [call_loss(block_loss, one, y) for one in (output if isinstance(output, BlockOutputs) else [output])]
+
+
+def call_loss(loss: Loss, output: Any, y: Any) -> torch.Tensor:
+    """Return the loss of one output. Raise `BadInput` if the user's function returns something else than for the first batch."""
+    value: Any = loss(output, y)
+    if not isinstance(value, torch.Tensor):
+        raise BadInput(f"loss: returned {describe_kind(value)}: must return one number, a tensor")
+    return value
+
+
+class _Zero(torch.autograd.Function):
+    """Return 0, whose gradients are zeros, whatever the values are."""
+
+    @staticmethod
+    def forward(ctx: Any, *values: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*values)
+        return values[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return tuple(torch.zeros_like(value) for value in ctx.saved_tensors)
+
+
+def compute_zero_losses(loss: Loss, output: Any) -> List[torch.Tensor]:
+    """Return a loss of 0 for each block that has its own, without calling the loss, which may be NaN.
+
+    The gradients are exactly 0, of the same parameters that a loss of the whole output trains.
+    """
+    zeros = []
+    for block_output in output if isinstance(output, BlockOutputs) else [output]:
+        values = [value for value in list_tensors(block_output) if value.requires_grad]
+        if isinstance(loss, OwnLoss):
+            # the model has computed its loss, so the gradients begin at the rest of its output
+            values = [value for value in values if value.numel() > 1] or values
+        zeros.append(_Zero.apply(*values) if values else torch.zeros(()))  # type: ignore[no-untyped-call]
+    return zeros
 
 
 def take_scores(loss: Loss, output: Any) -> Any:
@@ -189,6 +230,35 @@ def count_right(output: Any, y: Any, among: int = 1) -> Optional[torch.Tensor]:
         best = output.detach().topk(min(among, output.shape[1]), dim=1).indices
         right = (best == y.unsqueeze(1)).any(dim=1)
     return torch.stack([right.sum(), (y != IGNORED).sum()])
+
+
+class CountTokens:
+    """Count the labels that a loss does not ignore: the weight `tokens` of a microbatch."""
+
+    def __init__(self, ignored: int) -> None:
+        self.ignored = ignored
+
+    def __call__(self, labels: Any) -> int:
+        """Return the number of labels. Raise `BadInput` unless they are one tensor of integers."""
+        if isinstance(labels, torch.Tensor) and not (labels.is_floating_point() or labels.is_complex()):
+            return int((labels != self.ignored).sum())
+        described = f"of {labels.dtype}" if isinstance(labels, torch.Tensor) else describe_tensors(labels) or "missing"
+        raise BadInput(
+            f"loss_weight: tokens: the labels are {described}: must be one tensor of class numbers; use a function of the "
+            "labels (module:name)"
+        )
+
+
+def make_token_count(loss: Any) -> CountTokens:
+    """Return the count of the labels that `loss` does not ignore: its `ignore_index`, -100 if it has none.
+
+    Raise `BadInput` for a sum over the labels, which weighs microbatches already.
+    """
+    settings = loss.keywords if isinstance(loss, partial) else getattr(loss, "__dict__", {})
+    if settings.get("reduction", "mean") == "sum":
+        raise BadInput("loss_weight: tokens: the loss is a sum over the labels: must be their mean (reduction: mean)")
+    ignored = settings.get("ignore_index")
+    return CountTokens(ignored if isinstance(ignored, int) else IGNORED)
 
 
 def is_cross_entropy(loss: Any) -> bool:

@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_flatten
 from ipu_pipe.model.batch import call_model, clone_tensors, count_bytes, get_first_tensor, list_tensors
 from ipu_pipe.model.flops import BACKWARD, FlopCounterMode, count_by_formula, get_formulas, separate_attention
 from ipu_pipe.model.meta import move_to_meta
+from ipu_pipe.model.modes import set_mode
 from ipu_pipe.model.randomness import list_generators
 from ipu_pipe.model.restoring import restore_all
 from ipu_pipe.model.watching import OperationWatch
@@ -140,7 +141,7 @@ def observe_training(model: nn.Module, x: Any, y: Any, run: Callable[[Any, Any],
 def observe_effects(model: nn.Module, x: Any) -> ForwardEffects:
     """Run one training forward of `x` and return its effects; the model is left as it was."""
     with restore_all(model), _watch_effects(model, get_first_tensor(x).device) as read_effects:
-        model.train()
+        set_mode(model, training=True)
         call_model(model, clone_tensors(x))
         return read_effects()
 
@@ -395,7 +396,7 @@ def _observe(model: nn.Module, example: Any, training: bool, counted: bool) -> O
 
     x = clone_tensors(example)
     with restore_all(model), move_to_meta(model) if get_first_tensor(x).is_meta else contextlib.nullcontext():
-        model.train(training)
+        set_mode(model, training)
         for module in model.modules():
             if isinstance(module, nn.modules.batchnorm._NormBase):
                 module.training = False

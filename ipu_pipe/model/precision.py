@@ -64,7 +64,7 @@ class ModelPrecision:
             (module, name, buffer.dtype)
             for module in modules
             for name, buffer in module._buffers.items()
-            if buffer is not None and buffer.is_floating_point()
+            if buffer is not None and (buffer.is_floating_point() or buffer.is_complex())
         ]
         self.masters: Optional[Masters] = None
         self.inputs = self.labels = dtype
@@ -74,7 +74,7 @@ class ModelPrecision:
                 self.labels = torch.float32
                 self.masters = Masters(model, device)
             else:
-                model.to(device, dtype)
+                _convert(model, device, dtype)
             if row == "bfloat16_mixed" and device.type != "meta":
                 self._autocast = device.type
                 cast_forward(model, device.type)
@@ -126,6 +126,20 @@ class ModelPrecision:
 
 
 LOW = torch.bfloat16
+
+
+def _convert(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    """Move a model to a device and a dtype. Complex buffers stay complex, which `nn.Module.to` would make real."""
+    complex_dtype = torch.complex128 if dtype is torch.float64 else torch.complex64
+    buffers = [(module, name, b) for module in model.modules() for name, b in module._buffers.items()]
+    complex_buffers = [(module, name, b) for module, name, b in buffers if b is not None and b.is_complex()]
+    for module, name, _ in complex_buffers:
+        module._buffers[name] = None
+    try:
+        model.to(device, dtype)
+    finally:
+        for module, name, buffer in complex_buffers:
+            module._buffers[name] = buffer.to(device, complex_dtype)
 
 
 class Masters:

@@ -1,13 +1,16 @@
 """Restore a model's state: contexts that undo at their end what a forward or a backward changed, and `load_state`.
 
 Modes, buffers, attributes and weights each have a context; `restore_all` restores all of them, gradients and random states too.
+`restore_function` restores what a user's function (a loss) keeps between calls.
 The library uses them for every trial run: shape inference, cost measurement, the verification of pieces, warm-ups.
 """
 
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Dict, Iterator, List, Mapping, Tuple
+import functools
+import types
+from typing import Any, Dict, Iterator, List, Mapping, Sequence, Tuple
 
 import torch
 from torch import nn
@@ -15,13 +18,20 @@ from torch import nn
 
 @contextlib.contextmanager
 def restore_modes(*models: nn.Module) -> Iterator[None]:
-    """Restore the training mode of each module of `models` at the end of the context."""
+    """Restore the training mode of each module of `models` at the end of the context.
+
+    `requires_grad` of the parameters too, because a user's `train()` may freeze some.
+    """
     modes = [(module, module.training) for model in models for module in model.modules()]
+    trainability = [(p, p.requires_grad) for model in models for p in model.parameters()]
     try:
         yield
     finally:
         for module, mode in modes:
             module.training = mode
+        for parameter, is_trained in trainability:
+            if parameter.requires_grad != is_trained:
+                parameter.requires_grad_(is_trained)
 
 
 @contextlib.contextmanager
@@ -47,24 +57,30 @@ def restore_buffers(model: nn.Module) -> Iterator[None]:
 def restore_attributes(model: nn.Module) -> Iterator[None]:
     """Restore the attributes of modules and the contents of their containers (tables of parameters and buffers, caches), where a
     forward may keep tensors or counters."""
-    contents_by_module = [(module, _copy_attributes(module)) for module in model.modules()]
+    with _restore_objects(list(model.modules())):
+        yield
+
+
+@contextlib.contextmanager
+def _restore_objects(objects: Sequence[Any], others: Sequence[Any] = ()) -> Iterator[None]:
+    """Restore the attributes of objects, and the contents of the containers among these attributes and among `others`."""
+    tables = [vars(one) for one in objects]
+    values = [*tables, *(value for table in tables for value in table.values()), *others]
+    names = ("dict", "list", "set", "OrderedDict")
+    contents = [(value, value.copy()) for value in values if type(value).__name__ in names]
     try:
         yield
     finally:
-        for module, (attributes, contents) in contents_by_module:
-            vars(module).clear()
-            vars(module).update(attributes)
-            for container, content in contents:
+        for container, content in contents:
+            # another thread may be reading one that no forward has changed
+            if _list_ids(container) != _list_ids(content):
                 container.clear()
                 container.update(content) if isinstance(container, (dict, set)) else container.extend(content)
 
 
-def _copy_attributes(module: nn.Module) -> Tuple[Dict[str, Any], List[Tuple[Any, Any]]]:
-    attributes = dict(vars(module))
-    containers = [
-        value for value in attributes.values() if type(value).__name__ in ("dict", "list", "set", "OrderedDict")
-    ]
-    return attributes, [(container, container.copy()) for container in containers]
+def _list_ids(container: Any) -> List[int]:
+    values = [part for item in container.items() for part in item] if isinstance(container, dict) else container
+    return [id(value) for value in values]
 
 
 def load_state(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -93,8 +109,10 @@ def restore_all(model: nn.Module) -> Iterator[None]:
     parameters = list(model.parameters())
     gradients = [p.grad for p in parameters]
     cuda = [t.device for t in parameters[:1] if t.is_cuda]
-    # attributes hold the modes too
-    with torch.random.fork_rng(devices=cuda), restore_attributes(model), restore_buffers(model), restore_weights(model):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=cuda))
+        for restore in (restore_modes, restore_attributes, restore_buffers, restore_weights):
+            stack.enter_context(restore(model))
         try:
             for p in parameters:
                 p.grad = None
@@ -102,3 +120,76 @@ def restore_all(model: nn.Module) -> Iterator[None]:
         finally:
             for p, gradient in zip(parameters, gradients):
                 p.grad = gradient
+
+
+# larger tensors that a function reads are data, not its state
+MOST_NUMBERS = 1 << 20
+
+
+@contextlib.contextmanager
+def restore_function(function: Any) -> Iterator[None]:
+    """Restore what a user's function keeps between calls, such as counters and running statistics.
+
+    It may keep them in its object, module or defaults, and in variables outside of it (of an enclosing function, or global).
+    """
+    variables: List[Tuple[Any, str, Any]] = []
+    values = _list_kept(function, variables)
+    modules = [value for value in values if isinstance(value, nn.Module)]
+    objects = [value for value in values if hasattr(value, "__dict__") and not isinstance(value, torch.Tensor)]
+    generators = [(value, value.get_state()) for value in values if isinstance(value, torch.Generator)]
+    tensors = [value for value in values if isinstance(value, torch.Tensor) and value.numel() <= MOST_NUMBERS]
+    copies = [t.detach().clone() for t in tensors]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_restore_objects(objects, values))
+        for module in modules:
+            stack.enter_context(restore_attributes(module))
+            stack.enter_context(restore_buffers(module))
+        try:
+            yield
+        finally:
+            for owner, name, value in variables:
+                if isinstance(owner, dict):
+                    owner[name] = value
+                else:
+                    setattr(owner, name, value)
+            for t, copied in zip(tensors, copies):
+                t.data.copy_(copied)
+            for generator, state in generators:
+                generator.set_state(state)
+
+
+def _list_kept(function: Any, variables: List[Tuple[Any, str, Any]]) -> List[Any]:
+    """List the functions, objects, containers and tensors in which a function may keep values; add its outer variables, each as
+    (cell or dictionary of globals, name, value), to `variables`."""
+    kept: Dict[int, Any] = {}
+    waiting = [function]
+    while waiting:
+        value = waiting.pop()
+        if id(value) in kept or isinstance(value, (type, types.ModuleType, types.BuiltinFunctionType, str, int, float)):
+            continue
+        kept[id(value)] = value
+        if isinstance(value, functools.partial):
+            waiting += [value.func, *value.args, *value.keywords.values()]
+        elif isinstance(value, types.MethodType):
+            waiting += [value.__self__, value.__func__]
+        elif isinstance(value, types.FunctionType):
+            outer = list(_walk_outer_variables(value))
+            variables += outer
+            waiting += [content for _, _, content in outer]
+            waiting += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        elif isinstance(value, (dict, list, tuple, set)):
+            waiting += value.values() if isinstance(value, dict) else value
+    return [value for value in kept.values() if not isinstance(value, (types.MethodType, functools.partial))]
+
+
+def _walk_outer_variables(function: types.FunctionType) -> Iterator[Tuple[Any, str, Any]]:
+    """Yield (cell or dictionary of globals, name, value) of a function's outer variables, but not functions of other modules."""
+    for cell in function.__closure__ or ():
+        # a variable that is assigned later has an empty cell
+        with contextlib.suppress(ValueError):
+            yield cell, "cell_contents", cell.cell_contents
+    for name in function.__code__.co_names:
+        if name in function.__globals__:
+            value = function.__globals__[name]
+            if getattr(value, "__globals__", function.__globals__) is function.__globals__:
+                yield function.__globals__, name, value

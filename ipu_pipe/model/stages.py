@@ -88,14 +88,22 @@ def partition(
     else:
         count, by, finest = _read_choice(stages)
         groups = group_weights(model, observation.calls)
-        if finest or count > len(groups):
+        if finest:
             part = spread_weights(model, observation, groups, count or len(groups))
+        elif count > len(groups):
+            raise BadInput(explain_too_many(count, len(groups)))
         else:
             costs = compute_costs(model, observation.calls, groups, by, example)
             part = balance_stages(model, observation, groups, count, costs, between_top, one_stage is None)
     if one_stage is not None:
         require_one_stage(part, model, one_stage)
     return part
+
+
+def explain_too_many(count: int, most: int) -> str:
+    """Return the fault of a `count` of stages, of which some would have no weights; `most`: the greatest possible count."""
+    spread = f"{{finest: {count}}} is a finer delay for each weight, with stages that have none"
+    return f"stages: {count}: must be at most {most}, the layers with weights at which a stage can begin: {spread}"
 
 
 def _read_choice(stages: Any) -> Tuple[int, str, bool]:
@@ -360,14 +368,16 @@ def balance_stages(
     top = [point for point in cut_points if point.divided == 0]
     starts: Optional[List[int]] = None
     chosen, units = top, _sum_between(costs, top)
+    owners = [call.name for call, _ in groups]
+    weights_of_calls = [owners.count(call.name) for call in calls]
     if count <= len(top):
-        starts = WeightedCuts(units, [1] * len(top), [0] * len(top)).find_best(count)
+        weights = [int(total) for total in _sum_between(weights_of_calls, top)]
+        starts = WeightedCuts(units, weights, [0] * len(top)).find_best(count)
     if starts is None or not between_top:
         while len(cut_points) > max(MOST_CUT_POINTS, len(top)):
             deepest = max(point.divided for point in cut_points)
             cut_points = [point for point in cut_points if point.divided < deepest]
-        owners = [call.name for call, _ in groups]
-        weights = [int(total) for total in _sum_between([owners.count(call.name) for call in calls], cut_points)]
+        weights = [int(total) for total in _sum_between(weights_of_calls, cut_points)]
         cuts = WeightedCuts(_sum_between(costs, cut_points), weights, [point.divided for point in cut_points])
         if starts is None or find_greatest(units, starts) > TOP_SLACK * cuts.find_least(count):
             chosen, starts = cut_points, cuts.find_best(count)

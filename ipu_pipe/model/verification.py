@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map
 from ipu_pipe.errors import BadInput, summarize
 from ipu_pipe.model.batch import call_model, clone_tensors, flatten_tensors
 from ipu_pipe.model.cutting import Piece, get_memory_order, invert_order
+from ipu_pipe.model.modes import set_mode
 from ipu_pipe.model.observation import ForwardEffects, has_equal_values, observe_effects
 from ipu_pipe.model.precision import is_cast
 from ipu_pipe.model.randomness import KeyedRandomness, derive_seed
@@ -44,7 +45,7 @@ def verify_pieces(model: nn.Module, pieces: Sequence[Piece], x: Any) -> Training
         return TrainingEffects(ForwardEffects())
     with torch.no_grad():
         pieces[0].cut.prepare(x, training=False)
-    x = tree_map(_change_values, x)
+    x = tree_map(change_values, x)
     effects = TrainingEffects(observe_effects(model, x))
     for training in (True, False):
         run = partial(_run, model, pieces, x, effects.forward, training)
@@ -89,7 +90,7 @@ def _find_cut_random_modules(pieces: Sequence[Piece], effects: ForwardEffects) -
     return [name or "the model itself" for name in effects.draws if not any(f"{name}.".startswith(n) for n in uncut)]
 
 
-def _change_values(t: Any) -> Any:
+def change_values(t: Any) -> Any:
     """Return an input with other values that are valid for the model too."""
     if not isinstance(t, torch.Tensor) or not t.dim():
         return t
@@ -149,7 +150,7 @@ def _run(
         rerun.append(name)
 
     with restore_all(model), restore_modes(*pieces), torch.set_grad_enabled(training):
-        model.train(training)
+        set_mode(model, training)
         for piece in pieces:
             piece.training = training
         randomness = KeyedRandomness(model, effects.draws, 0, flatten_tensors(x)[0].device)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+import warnings
 from dataclasses import dataclass
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
 
@@ -35,7 +36,9 @@ from ipu_pipe.job.stability import explain_divergence
 from ipu_pipe.job.user_code import attribute_faults
 from ipu_pipe.local.blocks import HEADS, get_blocks
 from ipu_pipe.model.batch import count_samples, map_tensors
+from ipu_pipe.model.modes import describe_modes, find_changed_mode
 from ipu_pipe.model.randomness import restore_random_states
+from ipu_pipe.model.restoring import restore_modes
 from ipu_pipe.model.stages import Partition
 from ipu_pipe.pipeline.batches import GivenBatches, Microbatch, divide_batch, interleave_replicas
 from ipu_pipe.pipeline.optimizer import OptimizerHandle, OptimizerView
@@ -57,14 +60,16 @@ FORMAT = 1
 class Update:
     """An update that has left the pipeline.
 
-    `index`: its number, from 0. `loss`, `accuracy`: means over its microbatches and replicas; accuracy is None where labels have
-    none. `blocks`: (loss, accuracy) of each block with a loss of its own, the whole model last; empty if there is one loss.
+    index:    its number, from 0.
+    loss:     the mean over its microbatches and replicas; None if all have the weight 0.
+    accuracy: the same mean; None where labels have no accuracy.
+    blocks:   (loss, accuracy) of each block with a loss of its own, the whole model last; empty if there is one loss.
     """
 
     index: int
-    loss: float
+    loss: Optional[float]
     accuracy: Optional[float] = None
-    blocks: Tuple[Tuple[float, Optional[float]], ...] = ()
+    blocks: Tuple[Tuple[Optional[float], Optional[float]], ...] = ()
 
 
 class Pipeline:
@@ -78,9 +83,12 @@ class Pipeline:
         print(pipe.evaluate(test_loader, ["accuracy"]))
         torch.save(pipe.state_dict(), "checkpoint.pt")
 
-    model:      trained in place, in its own dtype, by the modes that its modules have. Its stages begin where `begin_stage` marks
+    model:      trained in place, in its own dtype, by the modes that its modules have (in training mode if it comes in evaluation
+                mode as a whole). Its stages begin where `begin_stage` marks
                 them, or as `stages` says: a count, names of modules, "finest", or a mapping as in a config.
     loss:       `loss(output, y) -> ()`, the mean over a microbatch; None: the model returns its own loss.
+    loss_weight: the weight of a microbatch in its update's mean loss: "tokens" (labels that are not ignored), or a function of
+                the labels; by default all count the same.
     optimizer:  over the model's parameters, in any groups; parameters in no group are not changed. It stays the handle for
                 learning rates and other settings, which are copied at each `step` for that batch's update, on every stage. The
                 pipeline steps it: `optimizer.step()` raises. Its `state` is filled as usual.
@@ -112,6 +120,7 @@ class Pipeline:
         optimizer: torch.optim.Optimizer,
         method: str = "gpipe",
         *,
+        loss_weight: Union[Callable[[Any], float], str, None] = None,
         stages: Any = None,
         stages_per_device: Optional[int] = None,
         microbatches: Optional[int] = None,
@@ -154,6 +163,7 @@ class Pipeline:
             "backend": {"name": backend, **(backend_args or {})},
             "allow_nonfinite": allow_nonfinite,
             "loss": "model" if loss is None else None,
+            "loss_weight": loss_weight if isinstance(loss_weight, str) else None,
             "clip": None if clip is None else {"norm": clip[0], "scope": clip[1]},
             "evaluate": {"every": 0},
             "checkpoint": None,
@@ -171,6 +181,7 @@ class Pipeline:
         if self._method.history is not None and self._method.history.order == "schedule":
             raise BadInput('method_args.order: schedule: takes batches in another order than a loop gives them: use "random"')
         self._warmup, self._example = warmup, example
+        self._loss_weight = loss_weight
         self._stage_count = stage_count
         self._handle = OptimizerHandle(optimizer)
         self._view = OptimizerView(optimizer)
@@ -183,6 +194,8 @@ class Pipeline:
         self._callbacks: List[Callable[[int, int, List[nn.Parameter]], None]] = []
         self._is_broken = self._is_closed = False
         self._loaded: Optional[Mapping[str, Any]] = None
+        # the modules' modes in training, from the first step on
+        self._modes: Dict[nn.Module, bool] = {}
 
     # ---- the loop
 
@@ -201,6 +214,9 @@ class Pipeline:
         if not torch.is_grad_enabled():
             raise RuntimeError("step: called under no_grad: training needs gradients")
         _refuse_autocast("step")
+        changed = find_changed_mode(self.model, self._modes) if self._modes else None
+        if changed:
+            raise RuntimeError(f"step: {changed}: its mode (train, eval) is another one than in earlier steps: set it back")
         batch = self._divide(x, y, microbatches)
         with self._break_on_error("step"):
             job, engine = self._build(batch[0])
@@ -320,7 +336,7 @@ class Pipeline:
         """
         job, engine = self._pause("whole_model", None)
         with self._break_on_error("whole_model"):
-            with engine.hold_whole_model(), job.precision.put_masters_in_place():
+            with engine.hold_whole_model(), job.precision.put_masters_in_place(), restore_modes(self.model):
                 yield self.model
 
     # ---- state
@@ -461,7 +477,13 @@ class Pipeline:
         if x is None or (y is None and self._loss is not None):
             raise BadInput("step: this rank gets no inputs or labels: give an example=(x, y), a microbatch, to the pipeline")
         self._data = GivenBatches(Microbatch(x, y), passes_whole=self._loss is None)
-        objects = Overrides(model=self.model, data=self._data, loss=self._loss, optimizer=self._handle.copy_for)
+        objects = Overrides(
+            model=self.model,
+            data=self._data,
+            loss=self._loss,
+            optimizer=self._handle.copy_for,
+            loss_weight=self._loss_weight,
+        )
         config = self._config.model_copy(update={"micro_batch_size": count_samples(x)})
         open_run = OpenRun(
             warmup=self._warmup,
@@ -478,6 +500,9 @@ class Pipeline:
             except BaseException:
                 setup.precision.give_back()
                 raise
+        for line in describe_modes(self.model, self._job.came_evaluating):
+            warnings.warn(line, stacklevel=3)
+        self._modes = {module: module.training for module in self.model.modules()}
         if self._loaded is not None:
             self._load(self._job, self._engine)
         return self._job, self._engine
@@ -593,7 +618,7 @@ class Pipeline:
 
     def _refuse_nonfinite(self, job: Job, k: int, result: StepResult) -> None:
         losses = [loss for loss, _ in result.blocks] or [result.loss]
-        wrong = [loss for loss in losses if not math.isfinite(loss)]
+        wrong = [loss for loss in losses if loss is not None and not math.isfinite(loss)]
         if wrong and not self._config.allow_nonfinite:
             reason = f"update {k} of method {job.method.name}: the training loss is {wrong[0]}"
             advice = "a smaller learning rate or a warm-up of it may help (allow_nonfinite=True continues)"

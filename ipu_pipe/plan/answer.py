@@ -10,6 +10,7 @@ from ipu_pipe.config.load import configure, parse_yaml
 from ipu_pipe.config.schema import Config
 from ipu_pipe.config.sections import MethodArgs
 from ipu_pipe.errors import BadInput
+from ipu_pipe.hardware.description import read_hardware
 from ipu_pipe.job.record import Job
 from ipu_pipe.plan.candidates import Candidate
 from ipu_pipe.plan.config_cut import predict_config_cut
@@ -186,6 +187,9 @@ def make_planned_config(config: Config, problem: Problem, prediction: Prediction
         "precision": problem.precision,
         "hardware": hardware,
     }
+    if isinstance(hardware, str) and candidate.devices > read_hardware(hardware).devices:
+        # the name alone would have fewer devices
+        changes["hardware"] = problem.hardware.model_dump(mode="json", exclude_none=True)
     # the plan is of whole backwards
     method_args = config.method_args.model_copy(update=dict.fromkeys(("split_backward", "activation_limit")))
     local = METHODS[candidate.method].structure is not None

@@ -20,8 +20,8 @@ from typing import Callable, Iterator, List, NamedTuple, Optional, Sequence, Tup
 from ipu_pipe.errors import raise_faults
 from ipu_pipe.hardware.description import Hardware, count_sharing, make_transfer
 from ipu_pipe.schedule.clock import Transfer
-from ipu_pipe.schedule.methods import METHODS, Method, Pipeline, Reads
-from ipu_pipe.text import show
+from ipu_pipe.schedule.methods import METHODS, Method, Reads, Timeline
+from ipu_pipe.text import show, suggest
 
 # without zb_auto, which searches for each order and would take a third of a plan's time; `--methods` may name it
 BY_DEVICE = ("interleaved_1f1b", "zb_h1", "zb_h2", "interleaved_zb", "zbv", "v_half", "v_min", "dualpipe_v")
@@ -37,18 +37,18 @@ MOST_STAGES = 32
 
 
 @lru_cache(maxsize=None)
-def get_method(name: str, stages_per_device: int, schedule: Optional[Pipeline] = None) -> Method:
+def get_method(name: str, stages_per_device: int, schedule: Optional[Timeline] = None) -> Method:
     """Return a method's row with `stages_per_device`; `schedule`: instead of the method's own."""
     row = METHODS[name] if schedule is None else replace(METHODS[name], pipeline=schedule)
     return replace(row, order=replace(row.order, stages_per_device=stages_per_device)) if row.order is not None else row
 
 
-def list_schedules(row: Method) -> Tuple[Optional[Pipeline], ...]:
+def list_schedules(row: Method) -> Tuple[Optional[Timeline], ...]:
     """Return the schedules with which a method is planned, None for its own; the first of equally fast ones is taken.
 
     1F1B with a cap on every stage holds fewer activations than 1F1B with a cap on the first, mostly in the same time.
     """
-    return (Pipeline.ONE_F_ONE_B_CAPPED, None) if row.pipeline is Pipeline.ONE_F_ONE_B else (None,)
+    return (Timeline.ONE_F_ONE_B_CAPPED, None) if row.pipeline is Timeline.ONE_F_ONE_B else (None,)
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Candidate:
     gradient_accumulation: int
     recompute: bool
     stages_per_device: int = 1
-    schedule: Optional[Pipeline] = None
+    schedule: Optional[Timeline] = None
 
     @property
     def method_row(self) -> Method:
@@ -139,7 +139,7 @@ def _list_accumulations(row: Method, depth: int, most: int) -> List[int]:
         if most < 2 * depth:
             return []
         return [most - most % depth if most > depth and not row.order.is_v and not row.order.fixed else most]
-    if row.pipeline is Pipeline.FILL_DRAIN:
+    if row.pipeline is Timeline.FILL_DRAIN:
         return [most >> k for k in range(most.bit_length())]
     return [most]
 
@@ -159,7 +159,11 @@ def choose_methods(
     pipelines = [name for name, row in METHODS.items() if row.is_pipeline and name not in UNPLANNED]
     planned = [*pipelines, *LOCAL]
     if asked is not None:
-        faults = [f"--methods: {show(name)}: must be of {', '.join(planned)}" for name in asked if name not in planned]
+        faults = [
+            f"--methods: {show(name)}: must be of {', '.join(planned)}{suggest(name, planned)}"
+            for name in asked
+            if name not in planned
+        ]
         faults += [
             f"--methods: {name}: devices in lock-step, such as IPUs, do not run it: must be of {', '.join(IN_LOCKSTEP)}"
             for name in asked

@@ -12,7 +12,7 @@ import numpy as np
 from torch import nn
 
 from ipu_pipe.config.schema import Config, import_outer
-from ipu_pipe.errors import BadInput
+from ipu_pipe.errors import BadInput, raise_faults
 from ipu_pipe.hardware.description import Hardware, read_hardware
 from ipu_pipe.hardware.model_units import FEW, count_units
 from ipu_pipe.hardware.precision import PRECISIONS
@@ -23,11 +23,13 @@ from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.model.balance import IntArray, StagePrices, find_best_cut
 from ipu_pipe.model.batch import count_bytes, count_samples, take_samples
 from ipu_pipe.model.loss import Loss, get_block_loss
+from ipu_pipe.model.observation import group_weights, observe_execution
+from ipu_pipe.model.stages import explain_too_many
 from ipu_pipe.plan.blocks import BlockUnits, count_blocks
 from ipu_pipe.plan.candidates import Candidate, list_schedules
 from ipu_pipe.plan.planner import Bottleneck, find_bottleneck, find_least_memory, search
 from ipu_pipe.plan.prediction import Prediction, Problem, predict_fastest
-from ipu_pipe.schedule.methods import METHODS, Method, Pipeline
+from ipu_pipe.schedule.methods import METHODS, Method, Timeline
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.text import format_bytes
 from ipu_pipe.update.optimizer import count_moments
@@ -60,7 +62,7 @@ def make_candidate(config: Config, depth: int) -> Candidate:
     default = 1 if row.order is None else row.order.stages_per_device
     return Candidate(
         config.method, depth, config.replicas, config.micro_batch_size, config.gradient_accumulation, config.recompute,
-        config.stages_per_device or default, None if schedule in (None, row.pipeline.value) else Pipeline(schedule),
+        config.stages_per_device or default, None if schedule in (None, row.pipeline.value) else Timeline(schedule),
     )  # fmt: skip
 
 
@@ -94,6 +96,9 @@ def choose_stages(
         count = method.structure.blocks
     x, y = example
     units = count_units(model, take_samples(x, FEW), (), loss, take_samples(y, FEW)).units
+    if count is not None and count <= len(units):
+        most = len(group_weights(model, observe_execution(model, take_samples(x, FEW)).calls))
+        raise_faults([explain_too_many(count, most)] if count > most else [])
     blocks = _count_blocks(config, method, model, x, units)
     starts: Optional[Sequence[int]]
     if config.hardware is None:
@@ -110,7 +115,7 @@ def choose_stages(
 def _explain_unplanned(method: Method, hardware: Any) -> Optional[str]:
     """Return why the planner cannot cut or predict a method's stages on `hardware` (as in a config), None if it can."""
     structure, row = method.structure, METHODS[method.name]
-    if method.order is not None and (not method.flushes or method.pipeline is Pipeline.ROWS):
+    if method.order is not None and (not method.flushes or method.pipeline is Timeline.ROWS):
         return f"{method.name} is not planned by device"
     if method.order is not None and hardware is not None and read_hardware(hardware, "hardware").lockstep:
         return f"devices in lock-step do not run {method.name}"
@@ -166,6 +171,9 @@ def _cut_by_times(
         raise BadInput(f"replicas: {width}: stages: {stages_text}: hardware {hardware.name} has {hardware.devices} devices")
     problem = replace(make_problem(config, units, _count_sample_bytes(x), hardware), blocks=blocks)
     stages_per_device = 1 if method.order is None else method.order.stages_per_device
+    if count is not None and count <= len(units):
+        shortage = _explain_shortage(config, hardware, count, stages_per_device)
+        raise_faults([shortage] if shortage is not None else [])
     depths: Sequence[int] = range(1, min(hardware.devices // width, len(units) // stages_per_device) + 1)
     runnable = [depth for depth in depths if count is None and _can_run(config, method, depth * stages_per_device)]
     if count is not None:
@@ -207,18 +215,50 @@ class ConfigCut(NamedTuple):
     bottleneck: Bottleneck
 
 
+def _explain_shortage(config: Config, hardware: Hardware, stages: int, stages_per_device: int) -> Optional[str]:
+    """Return the fault of a config whose stages and replicas need more devices than the hardware has; None if they fit."""
+    on_device = f", {stages_per_device} on a device," if stages_per_device > 1 else ""
+    how = f"stages {stages}{on_device} x replicas {config.replicas}"
+    return hardware.explain_shortage(stages // stages_per_device * config.replicas, how)
+
+
+def _explain_unpredicted(job: Job) -> Optional[str]:
+    """Return why the stages of a job cannot be predicted on any hardware; None if they can."""
+    unplanned = _explain_unplanned(job.method, job.config.hardware)
+    if unplanned is not None:
+        return f"method: {unplanned}"
+    if job.partition.spread:
+        return "stages: single weights are spread over them: the planner predicts stages of whole modules"
+    ipu = job.config.backend.ipu
+    devices = set(job.placement) if ipu is None or ipu.ipus is None else set(ipu.ipus)
+    if len(devices) < len(job.partition) // _count_stages_per_device(job.method):
+        return "stages: neighbours share a device: the planner predicts a device for each"
+    return None
+
+
+def _count_stages_per_device(method: Method) -> int:
+    return 1 if method.order is None else method.order.stages_per_device
+
+
+def list_shortages(job: Job) -> List[str]:
+    """Return the fault of a job, whose config names hardware, that would be predicted on more devices than this has; [] without a
+    prediction."""
+    assert job.config.hardware is not None
+    if _explain_unpredicted(job) is not None:
+        return []
+    hardware = read_hardware(job.config.hardware, "hardware")
+    shortage = _explain_shortage(job.config, hardware, len(job.partition), _count_stages_per_device(job.method))
+    return [] if shortage is None else [shortage]
+
+
 def predict_config_cut(job: Job) -> ConfigCut:
     """Predict the stages of a job whose config names hardware. Raise `BadInput` if that is not possible."""
     config, (x, y) = job.config, job.example
     assert config.hardware is not None
-    order = job.method.order
-    hardware, depth = read_hardware(config.hardware, "hardware"), len(job.partition) // (order.stages_per_device if order else 1)
-    unplanned = _explain_unplanned(job.method, config.hardware)
-    if unplanned is not None:
-        raise BadInput(f"method: {unplanned}")
-    if job.partition.spread:
-        raise BadInput("stages: single weights are spread over them: the planner predicts stages of whole modules")
-    hardware = hardware.with_devices(max(hardware.devices, depth * config.replicas))
+    unpredicted = _explain_unpredicted(job)
+    raise_faults([unpredicted] if unpredicted is not None else list_shortages(job))
+    hardware = read_hardware(config.hardware, "hardware")
+    depth = len(job.partition) // _count_stages_per_device(job.method)
     begins = job.partition.begin_names()
     local_blocks = get_blocks(job.model)
     model = job.model if local_blocks is None else local_blocks.model

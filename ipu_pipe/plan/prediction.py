@@ -28,7 +28,7 @@ from ipu_pipe.plan.candidates import (
     scale_transfer,
 )
 from ipu_pipe.schedule.clock import Costs, Transfer
-from ipu_pipe.schedule.methods import METHODS, Pipeline
+from ipu_pipe.schedule.methods import METHODS, Timeline
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ _count_kept = lru_cache(maxsize=None)(count_kept)
 def _count_kept_by(problem: Problem, candidate: Candidate) -> KeptCounts:
     """Return the versions and microbatches that the stages keep."""
     # more than 2 P microbatches per update change nothing, unless the pipeline holds a whole batch
-    holds_batch = candidate.method_row.pipeline is Pipeline.FILL_DRAIN and not problem.lockstep
+    holds_batch = candidate.method_row.pipeline is Timeline.FILL_DRAIN and not problem.lockstep
     count = candidate.gradient_accumulation if holds_batch else min(candidate.gradient_accumulation, 2 * candidate.depth)
     return _count_kept(candidate.method_row, candidate.stages, count, candidate.recompute, problem.lockstep)
 

@@ -1,9 +1,10 @@
-"""The progress of a run, which checkpoints store besides tensors."""
+"""The progress of a run, which checkpoints store besides tensors; and whether its training loss fell."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Any, Dict, Optional
+from typing import Any, Dict, List, Optional
 
 from ipu_pipe.job.evaluation import EvaluationResult
 from ipu_pipe.job.metrics import prefers_greater
@@ -28,10 +29,12 @@ class Position:
     initial: EvaluationResult = EvaluationResult()
     plateau: Optional[Dict[str, Any]] = None
 
-    def add_update(self, loss: float, begins_epoch: bool) -> None:
-        """Count one more update with its mean training loss."""
+    def add_update(self, loss: Optional[float], begins_epoch: bool) -> None:
+        """Count one more update with its mean training loss, if it has one."""
         if begins_epoch:
             self.epoch_loss, self.epoch_updates = 0.0, 0
+        if loss is None:
+            return
         self.epoch_loss += loss
         self.epoch_updates += 1
 
@@ -50,3 +53,71 @@ class Position:
     def best(self) -> Optional[Dict[str, Any]]:
         """The step with the best figure, for the summary."""
         return None if self.best_step is None else {"step": self.best_step, self.best_name: self.best_value}
+
+
+# ---- the training loss over a run
+
+TENTHS = 10
+# fewer updates tell nothing
+LEAST_UPDATES = 20
+STANDARD_ERRORS = 3.0
+
+
+class LossTrend:
+    """The losses of a run of `updates` planned updates from its beginning, summed up by tenths.
+
+        tenths of the run   | 0 | 1 | 2 | ... | 9 |     w updates each
+        means               m_0 m_1 m_2       m_9       s: the deviation of losses within a tenth
+
+    The loss fell if the least of the later means is below m_0 by more than 3 s sqrt(2 / w), three
+    standard errors of their difference, or below the first update's loss by more than
+    3 s sqrt(1 + 1 / w): a run may learn within its first tenth.
+    """
+
+    def __init__(self, updates: int) -> None:
+        self._size = max(1, updates // TENTHS)
+        self._first: Optional[float] = None
+        self._update_count = 0
+        # by tenth: the number of finite losses, and the sums of their distances from the first loss
+        # and of the squares of these
+        self._counts: List[int] = []
+        self._sums: List[float] = []
+        self._squares: List[float] = []
+
+    def add(self, loss: Optional[float]) -> None:
+        """Add the loss of the next update. Losses that are missing or not finite are not part of a mean."""
+        if self._update_count % self._size == 0:
+            self._counts.append(0)
+            self._sums.append(0.0)
+            self._squares.append(0.0)
+        self._update_count += 1
+        if loss is None or not math.isfinite(loss):
+            return
+        if self._first is None:
+            self._first = loss
+        distance = loss - self._first
+        self._counts[-1] += 1
+        self._sums[-1] += distance
+        self._squares[-1] += distance * distance
+
+    def describe(self) -> Optional[str]:
+        """Return a sentence if the loss did not fall, None if it fell or the updates are too few."""
+        tenths = [i for i, count in enumerate(self._counts) if count == self._size]
+        knows_start = self._first is not None and tenths[:1] == [0]
+        if not knows_start or self._update_count < LEAST_UPDATES or len(tenths) < 3:
+            return None
+        assert self._first is not None
+        means = [self._sums[i] / self._size for i in tenths]
+        spread = sum(self._squares[i] - self._size * mean * mean for i, mean in zip(tenths, means))
+        deviation = math.sqrt(max(spread, 0.0) / (len(tenths) * max(self._size - 1, 1)))
+        least = min(means[1:])
+        fell_by_tenth = means[0] - least > STANDARD_ERRORS * deviation * math.sqrt(2 / self._size)
+        # distances count from the first loss
+        fell_from_first = -least > STANDARD_ERRORS * deviation * math.sqrt(1 + 1 / self._size)
+        if fell_by_tenth or fell_from_first:
+            return None
+        start, lowest = self._first + means[0], self._first + least
+        return (
+            f"the training loss did not fall below its start: {start:.4f} in the first tenth of the "
+            f"updates, at best {lowest:.4f} in a later one, within {STANDARD_ERRORS:g} standard errors"
+        )

@@ -7,8 +7,10 @@ import datetime
 import hashlib
 import os
 import platform
+import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional
 
@@ -23,6 +25,11 @@ from ipu_pipe.launcher import read_launch
 from ipu_pipe.model.batch import list_tensors
 
 GIT_SECONDS = 5.0
+# the settings of a repository that decide whether a file differs, and run nothing
+_GIT_SETTINGS = (
+    ("core", "filemode"), ("core", "symlinks"), ("core", "ignorecase"), ("core", "autocrlf"), ("core", "eol"),
+    ("extensions", "objectformat"),
+)  # fmt: skip
 
 
 def describe_start(data: Optional[Mapping[str, Any]]) -> Dict[str, Any]:
@@ -51,20 +58,63 @@ def get_timestamp() -> str:
 
 
 def find_commit(folder: Path) -> Optional[Dict[str, Any]]:
-    """Return the commit of the repository that holds `folder`, and whether tracked files have changed since; None outside of a
-    repository, or without git."""
-
-    def ask_git(*command: str) -> str:
-        how: Dict[str, Any] = {"capture_output": True, "timeout": GIT_SECONDS, "check": True, "text": True}
-        asked = subprocess.run(["git", "-C", str(folder), *command], stdin=subprocess.DEVNULL, **how)
-        return str(asked.stdout)
-
+    """Return the commit of the repository that holds `folder`, and whether tracked files have changed since, None if git cannot
+    tell; None outside of a repository, or without git. No program that the repository names is run."""
+    questions = ("--show-toplevel", "HEAD", "--git-path", "objects", "--git-path", "index")
     try:
-        repository, commit = ask_git("rev-parse", "--show-toplevel", "HEAD").splitlines()
-        dirty = bool(ask_git("status", "--porcelain", "--untracked-files=no").strip())
+        repository, commit, objects, index = _ask_git(folder, "rev-parse", *questions).splitlines()
     except (OSError, ValueError, subprocess.SubprocessError):
         return None
+    try:
+        dirty: Optional[bool] = _has_changes(Path(repository), commit, folder / objects, folder / index)
+    except (OSError, ValueError, subprocess.SubprocessError):
+        dirty = None
     return {"repository": repository, "commit": commit, "dirty": dirty}
+
+
+def _has_changes(repository: Path, commit: str, objects: Path, index: Path) -> bool:
+    """Return whether tracked files differ from the commit.
+
+    In the repository itself `git status` would run programs that its config names: core.fsmonitor, hooks, filters, transports
+    of missing objects. A list of them would never be complete, so git gets the files, objects and index of the repository, and
+    a config of ours. Files inside submodules are not compared: each submodule has a config, too.
+    """
+    listed = _ask_git(repository, "config", "--list", "-z").split("\0")
+    settings = dict(entry.partition("\n")[::2] for entry in listed)
+    config = ["[core]", "repositoryformatversion = 1"]
+    for section, name in _GIT_SETTINGS:
+        value = settings.get(f"{section}.{name}", "")
+        # any other text could bring in lines of its own
+        if re.fullmatch(r"\w+", value, re.ASCII):
+            config += [f"[{section}]", f"{name} = {value}"]
+    with tempfile.TemporaryDirectory() as git_folder:
+        (Path(git_folder) / "refs").mkdir()
+        (Path(git_folder) / "HEAD").write_text(f"{commit}\n", encoding="ascii")
+        (Path(git_folder) / "config").write_text("\n".join(config) + "\n", encoding="ascii")
+        environment = {
+            "GIT_DIR": git_folder,
+            "GIT_WORK_TREE": str(repository),
+            "GIT_OBJECT_DIRECTORY": os.path.abspath(objects),
+            "GIT_INDEX_FILE": os.path.abspath(index),
+        }
+        # the first option leaves the index as it is, the second overrides the user's own config
+        status = ["--no-optional-locks", "-c", "core.fsmonitor=false", "status", "--porcelain"]
+        status += ["--untracked-files=no", "--ignore-submodules=dirty", "--no-renames"]
+        return bool(_ask_git(repository, *status, environment=environment).strip())
+
+
+def _ask_git(folder: Path, *command: str, environment: Mapping[str, str] = {}) -> str:
+    """Return what a git command prints, run in `folder`. Raise `OSError`, `ValueError` or `SubprocessError`."""
+    finished = subprocess.run(
+        ["git", "-C", str(folder), *command],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=GIT_SECONDS,
+        check=True,
+        text=True,
+        env={**os.environ, **environment},
+    )
+    return finished.stdout
 
 
 def describe_machine() -> Dict[str, Any]:
@@ -72,7 +122,8 @@ def describe_machine() -> Dict[str, Any]:
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     try:
         memory: Optional[int] = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError):
+    # Windows does not have it
+    except (AttributeError, ValueError, OSError):
         memory = None
     return {
         "name": platform.node(), "system": platform.platform(), "cpu": _find_cpu(), "cores": os.cpu_count(),

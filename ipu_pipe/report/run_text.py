@@ -9,6 +9,7 @@ from ipu_pipe.config.schema import Config
 from ipu_pipe.hardware.precision import MASTERS, MIXED
 from ipu_pipe.job.record import InitialWeights, Job
 from ipu_pipe.model.flops import HOW
+from ipu_pipe.model.modes import describe_modes
 from ipu_pipe.model.stages import describe_stages
 from ipu_pipe.plan.answer import format_config_cut
 from ipu_pipe.report.analysis.text import format_table
@@ -29,7 +30,7 @@ def format_opening(job: Job, done: int = 0) -> str:
     config = job.config
     parameters = sum(p.numel() for p in job.model.parameters())
     lines = [job.note] if job.note else []
-    lines += _describe_unused_keys(job)
+    lines += [*_describe_unused_keys(job), *describe_modes(job.model, job.came_evaluating)]
     lines += [_format_init_from(job.initial_weights)] if job.initial_weights is not None else []
     others = job.precision.list_other_dtypes()
     if others:
@@ -163,9 +164,11 @@ def get_model_name(config: Config) -> str:
     return config.model.entry if model is None else model.name
 
 
-def format_closing(report: Mapping[str, Any], folder: Path, predicted: Optional[Tuple[str, float]] = None) -> str:
+def format_closing(
+    report: Mapping[str, Any], folder: Path, predicted: Optional[Tuple[str, float]] = None, trend: Optional[str] = None
+) -> str:
     """Format the readable summary at the end of a run; its last line is that of the throughput. `predicted`: a hardware's name,
-    and the samples per second predicted on it."""
+    and the samples per second predicted on it; `trend`: that the training loss did not fall, if it did not."""
     first, last = report["initial"], report["final"]
     lags = [stage["forward_delay"] for stage in report["stages"]]
     copies = [stage["weight_copies"] for stage in report["stages"]]
@@ -185,6 +188,8 @@ def format_closing(report: Mapping[str, Any], folder: Path, predicted: Optional[
         lines.append(f"    {folder / 'checkpoints'}    weights")
     if report["stopped"] is not None:
         lines.insert(2, f"  ended after {report['steps']} of {report['planned_steps']} updates: {report['stopped']}")
+    if trend is not None:
+        lines.append(f"  finding: {trend}; stability {folder / 'config.yaml'} tells which learning rates the delays allow")
     measured = report["throughput_samples_per_second"]
     if predicted is not None and measured is not None:
         name, rate = predicted

@@ -191,7 +191,12 @@ def write_measured_trace(job: Job, path: Path, measured: Report) -> None:
     events = events._replace(start=events.start - begin, end=events.end - begin)
     events = events.select(np.argsort(events.start, kind="stable"))
     counters = Counters.from_rows([]) if counters is None else counters._replace(time=counters.time - begin)
-    write_chrome(path, events, counters, {**make_trace_metadata(job), "modelled": False})
+    metadata = {**make_trace_metadata(job), "modelled": False}
+    if measured.utilization is not None:
+        # the devices have a schedule of their own
+        metadata["planned_utilization"] = measured.utilization
+        metadata["planned_bubble_fraction"] = 1 - measured.utilization
+    write_chrome(path, events, counters, metadata)
 
 
 def write_modelled_trace(job: Job, folder: Path, costs: StageCosts) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import numbers
 import re
 from pathlib import Path
 from typing import Any, Callable, Dict, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
@@ -10,6 +11,7 @@ from typing import Any, Callable, Dict, Mapping, NamedTuple, Optional, Sequence,
 import torch
 from torch import nn
 
+from ipu_pipe.backends.processes.agreement import compare_models, compare_values
 from ipu_pipe.backends.ranks import run_on_main
 from ipu_pipe.backends.table import get_backend
 from ipu_pipe.config.schema import Config
@@ -22,9 +24,11 @@ from ipu_pipe.hardware.precision import resolve_precision
 from ipu_pipe.job.factories import (
     Placed,
     apply_settings_by_stage,
+    explain_wrong_call,
     make_data,
     make_factory,
     make_loss,
+    make_loss_weight,
     make_model,
     make_scheduler,
 )
@@ -34,10 +38,11 @@ from ipu_pipe.job.overrides import Overrides, describe, describe_given, describe
 from ipu_pipe.job.record import DTYPES, InitialWeights, Job, Setup, list_drains
 from ipu_pipe.job.user_code import attribute_faults
 from ipu_pipe.launcher import read_launch
-from ipu_pipe.local.blocks import get_blocks, measure_footprint, observe_blocks
+from ipu_pipe.local.blocks import get_blocks, measure_footprint, observe_blocks, verify_losses
 from ipu_pipe.model.batch import clone_tensors
 from ipu_pipe.model.loss import Loss, OwnLoss, SumOfLosses, get_plain_loss
 from ipu_pipe.model.meta import build_on_meta
+from ipu_pipe.model.modes import enter_training
 from ipu_pipe.model.precision import ModelPrecision, get_uncast_loss
 from ipu_pipe.model.randomness import RandomStates, derive_seed
 from ipu_pipe.model.stages import make_footprint
@@ -69,13 +74,15 @@ def set_up(
     data: Optional[DataSource] = None,
     loss: Union[Loss, str, None] = None,
     *,
+    done: int = 0,
     by_shape: bool = False,
     **others: Any,
 ) -> Setup:
     """Make the model, loss, data and metrics that `config` describes, ready to run.
 
-    `model`, `data`, `loss` and `others` (fields of `Overrides`) replace the config's entries. `by_shape`: model and microbatches
-    are on the meta device (see `ipu_pipe.run.planning`).
+    `model`, `data`, `loss` and `others` (fields of `Overrides`) replace the config's entries. `done`: the updates of the
+    checkpoint from which the run resumes. `by_shape`: model and microbatches are on the meta device (see
+    `ipu_pipe.run.planning`).
     """
     objects = Overrides(model, data, loss, **others)
     objects.refuse_missing(config)
@@ -93,6 +100,7 @@ def set_up(
         with build_on_meta() if by_shape else contextlib.nullcontext():
             model = make_model(config)
     data = make_data(config) if data is None else data
+    _check_data(data)
     validation = getattr(data, "validation", None)
     if validation is not None and not callable(getattr(validation, "test_batches", None)):
         why = "must be a DataSource, whose test set is the validation set"
@@ -101,20 +109,35 @@ def set_up(
     loss_of_output = make_loss(config, objects)
     plain_loss = get_plain_loss(loss_of_output)
     check_modules(model, plain_loss, device)
+    # ranks that disagree would send tensors that the receiver does not expect
+    compare_models(model)
     initial_weights = _load_initial_weights(model, config) if config.init_from else None
+    compare_values(model, plain_loss, replaces_weights=done > 0)
     # it may have class weights
     if isinstance(plain_loss, nn.Module):
         plain_loss.to(device)
     metrics = make_metrics(config.metrics if objects.metrics is None else objects.metrics)
     backend, method = get_backend(config), resolve_method(config.method, config.method_settings())
     precision_row = resolve_precision(config.precision, method)
+    came_evaluating = enter_training(model)
     # convert the model last, so that an earlier failure leaves the caller's model as it was
-    precision = ModelPrecision(model.train(), precision_row, DTYPES[precision_row], device, objects.model is not None)
+    precision = ModelPrecision(model, precision_row, DTYPES[precision_row], device, objects.model is not None)
     return Setup(
         config, model, precision.convert_loss(loss_of_output), data, device, precision, metrics,
         getattr(loss_of_output, "asks", ()), backend.trains_on or config.backend.device, backend.emulates, initial_weights,
-        label_range=None,
+        label_range=None, came_evaluating=came_evaluating, loss_weight=make_loss_weight(config, objects, loss_of_output),
     )  # fmt: skip
+
+
+def _check_data(data: DataSource) -> None:
+    """Raise `BadInput` if a method of the data source cannot be called as a run calls it, or counts no microbatches."""
+    arguments = {
+        "train_batch": ("epoch", "index", "batch_size"),
+        "test_batches": ("batch_size",),
+        "train_batches_per_epoch": ("batch_size",),
+    }
+    reasons = {name: explain_wrong_call(getattr(data, name), *names) for name, names in arguments.items()}
+    raise_faults([f"data: {type(data).__name__}.{name}: {why}" for name, why in reasons.items() if why])
 
 
 def choose_batch_size(config: Config, data: DataSource) -> int:
@@ -157,12 +180,12 @@ def build(
 ) -> Job:
     """Build the job that `config` describes; `model`, `data`, `loss` and `others` replace the config's entries as in `set_up`.
 
-    `done`: the updates of the checkpoint from which the run resumes; `by_shape`: as in `set_up`. Raise `BadInput` if anything
-    does not fit. Exceptions of the user's own code pass unchanged.
+    `done`, `by_shape`: as in `set_up`. Raise `BadInput` if anything does not fit. Exceptions of the user's own code pass
+    unchanged.
     """
     objects = Overrides(model, data, loss, **others)
     with attribute_faults(lambda: "before training"):
-        setup = set_up(objects.describe_in(config), by_shape=by_shape, **objects._asdict())
+        setup = set_up(objects.describe_in(config), done=done, by_shape=by_shape, **objects._asdict())
     trainable = [p for p in setup.model.parameters() if p.requires_grad]
     try:
         with attribute_faults(lambda: "before training"):
@@ -201,7 +224,10 @@ def assemble(setup: Setup, objects: Overrides, done: int = 0, open_run: Optional
     per_epoch, updates = count_updates(config.replicas if rounds is None else rounds.replicas or 1)
 
     # a training pass of the first microbatch, and the stages
-    inputs, labels = setup.split_batch(data.train_batch(0, 0, config.micro_batch_size))
+    first_batch = data.train_batch(0, 0, config.micro_batch_size)
+    inputs, labels = setup.split_batch(first_batch)
+    if setup.loss_weight is not None and setup.device.type != "meta":
+        setup.weigh(first_batch, "update 0, microbatch 0")
     # clone, because a model that works in place must not change the data
     example = clone_tensors(setup.move_to_device(inputs, labels))
     observation = check_model(setup, example, labels)
@@ -224,6 +250,7 @@ def assemble(setup: Setup, objects: Overrides, done: int = 0, open_run: Optional
         loss = SumOfLosses(loss)
         observation = observe_blocks(model, loss, example)
         footprint = measure_footprint(model, partition, observation)
+    verify_losses(model, placed.pieces, loss, example, observation.effects.draws)
     # one replica per stage by default
     if rounds is not None and rounds.replicas is None:
         config = config.with_method_args(replicas=len(partition))
@@ -365,6 +392,9 @@ def _count_updates(config: Config, data: DataSource, replicas: int) -> Tuple[Opt
     too many updates or stops to be planned.
     """
     microbatches, evaluation = data.train_batches_per_epoch(config.micro_batch_size), config.evaluate
+    if microbatches is not None and not isinstance(microbatches, numbers.Integral):
+        why = "must be the microbatches of an epoch, or None"
+        raise BadInput(f"data: train_batches_per_epoch: returned {describe_kind(microbatches)}: {why}")
     milestones, total = config.lr_schedule.milestones, config.lr_schedule.total_steps
     per_epoch = None if microbatches is None else microbatches // (config.gradient_accumulation * replicas)
     if per_epoch is None:

@@ -15,11 +15,17 @@ from ipu_pipe.config.faults import format_faults
 from ipu_pipe.config.schema import Config
 from ipu_pipe.config.sections import EarlyStoppingConfig, Entry
 from ipu_pipe.errors import BadInput, RunFault, raise_faults
-from ipu_pipe.job.factories import call_entry, check_arguments, collect_results, resolve_listed
+from ipu_pipe.job.factories import (
+    call_entry,
+    check_arguments,
+    collect_results,
+    explain_wrong_call,
+    resolve_listed,
+)
 from ipu_pipe.job.metrics import prefers_greater
 from ipu_pipe.job.record import Job
 from ipu_pipe.job.user_code import raise_attributed
-from ipu_pipe.text import describe_kind, list_some
+from ipu_pipe.text import describe_kind, list_some, show, suggest
 
 
 @dataclass(frozen=True)
@@ -37,7 +43,8 @@ class Moment:
     """The state of a run that callbacks get.
 
     step: the number of updates done; epoch: the same in epochs (None for data without a length)
-    losses: the mean training losses of the newest update, one for each block that has its own, the model's last; may be empty
+    losses: the mean training losses of the newest update, one for each block that has its own, the model's last; may be empty;
+        None if the update's microbatches have no weight (`loss_weight`)
     rate: the learning rate of the newest update
     metrics: the newest evaluation by the names of `metrics.jsonl` (test_loss, test_accuracy, ...); empty before the first
     model: the whole model with the newest weights, None if its stages are in several processes or on other devices
@@ -50,7 +57,7 @@ class Moment:
 
     step: int
     epoch: Optional[float]
-    losses: Tuple[float, ...]
+    losses: Tuple[Optional[float], ...]
     rate: float
     samples_per_second: Optional[float]
     metrics: Mapping[str, Optional[float]]
@@ -162,7 +169,7 @@ class Callbacks:
             name, state = type(callback).__qualname__, _call(callback, "state")
             try:
                 json.dumps(state, allow_nan=False)
-            except (TypeError, ValueError) as error:
+            except (TypeError, ValueError, RecursionError) as error:
                 raise RunFault(f"callback {name}.state: cannot be put into a checkpoint as JSON: {error}") from error
             states.append({"name": name, "state": state})
         return states
@@ -180,7 +187,9 @@ class Callbacks:
 def _call(callback: Callback, method: str, *args: Any, where: str = "") -> Any:
     try:
         return getattr(callback, method)(*args)
-    except (SystemExit, Exception) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         raise_attributed(error, f"callback {type(callback).__qualname__}.{method}{where}")
 
 
@@ -207,6 +216,7 @@ def make_callbacks(config: Config, given: Optional[Sequence[Any]], empty: bool =
             faults.append(f"{place}: {describe_kind(callback)}: must be an object of a class derived from ipu_pipe.Callback")
             continue
         unknown = [name for name in dir(type(callback) if empty else callback) if name.startswith("on_") and name not in HOOKS]
+        faults += [f"{place}: {type(callback).__qualname__}.{why}" for why in _list_wrong_methods(callback)]
         if unknown:
             method = f"{type(callback).__qualname__}.{list_some(unknown)}"
             faults.append(f"{place}: {method}: unknown method: a run calls only {hooks}")
@@ -225,6 +235,13 @@ def make_callbacks(config: Config, given: Optional[Sequence[Any]], empty: bool =
     return callbacks
 
 
+def _list_wrong_methods(callback: Callback) -> List[str]:
+    """List the methods of a callback that cannot be called as a run calls them."""
+    arguments = {**dict.fromkeys(HOOKS, ("now",)), "state": (), "load": ("state",)}
+    reasons = {name: explain_wrong_call(getattr(callback, name), *names) for name, names in arguments.items()}
+    return [f"{name}: {why}" for name, why in reasons.items() if why]
+
+
 def refuse_callbacks(job: Job, callbacks: Sequence[Callback]) -> None:
     """Raise `BadInput` with one line for each callback that cannot work in the job, and for a wrong `evaluate.best`."""
     metric_keys = [("evaluate.best", job.config.evaluate.best)]
@@ -233,7 +250,7 @@ def refuse_callbacks(job: Job, callbacks: Sequence[Callback]) -> None:
     metric_keys += [("early_stopping.metric", one.metric) for one in callbacks if isinstance(one, EarlyStopping)]
     known = ["loss", *(metric.name for metric in job.metrics)]
     faults = [
-        f"{key}: {metric}: no evaluation computes it: must be one of {', '.join(known)}"
+        f"{key}: {metric}: no evaluation computes it: must be one of {', '.join(known)}{suggest(metric, known)}"
         for key, metric in metric_keys
         if metric not in known
     ]
@@ -300,6 +317,9 @@ class EarlyStopping(Callback):
         return {"metric": self.metric, "best": self.best, "best_step": self.best_step, "waited": self.waited}
 
     def load(self, state: Dict[str, Any]) -> None:
-        """Continue from a saved state, if its metric is the same."""
+        """Continue from a saved state, if its metric is the same. Raise `BadInput` if it is none of `state`."""
+        numbers = {"best": (float, int, type(None)), "best_step": (int, type(None)), "waited": (int,)}
+        if not isinstance(state, Mapping) or not all(isinstance(state.get(key), kinds) for key, kinds in numbers.items()):
+            raise BadInput(f"checkpoint: the state of early stopping: {show(state)}: must have {', '.join(numbers)}")
         if state.get("metric") == self.metric:
             self.best, self.best_step, self.waited = state["best"], state["best_step"], int(state["waited"])

@@ -27,13 +27,16 @@ from torch import nn
 
 from ipu_pipe.backends.ranks import read_torch_version
 from ipu_pipe.errors import BadInput, RunFault, guard_writing, raise_faults, summarize
-from ipu_pipe.files import hash_file
+from ipu_pipe.files import hash_file, open_file, read_file
 from ipu_pipe.local.blocks import HEADS
 from ipu_pipe.model.restoring import load_state
-from ipu_pipe.text import list_some
+from ipu_pipe.run.manifest import list_manifest_faults
+from ipu_pipe.text import list_some, show
 
 MODEL, OPTIMIZER, MANIFEST = "model.safetensors", "optimizer.safetensors", "manifest.json"
 FILES = (MODEL, OPTIMIZER)
+# of schema 2
+_STATE = "state.json"
 _FILE = re.compile(r"(model|optimizer)(-\d{5}-of-\d{5})?\.safetensors")
 # schema 2 had the position and the optimizer's plain values in state.json; schema 1 had no manifest
 SCHEMA = 3
@@ -89,7 +92,7 @@ def guard_step(folder: Path, step: int) -> Iterator[None]:
     """Raise `RunFault` if writing a checkpoint fails."""
     try:
         yield
-    except (OSError, TypeError, ValueError) as error:
+    except (OSError, TypeError, ValueError, RecursionError) as error:
         why = f"cannot write the checkpoint: {error}; earlier checkpoints are whole"
         raise RunFault(f"{folder / f'step-{step}'}: {why}") from error
 
@@ -115,6 +118,8 @@ def save_tensors(file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     """Write a safetensors file to the disk. Raise `OSError`."""
     contiguous, storages = {}, set()
     for key, value in tensors.items():
+        # older versions of the format have no complex numbers, so these are stored as pairs  # (..., 2)
+        value = torch.view_as_real(value.detach().resolve_conj()) if value.is_complex() else value
         value = value.detach().cpu().contiguous()
         storage = value.untyped_storage().data_ptr()
         # the format refuses two names of one storage (tied weights)
@@ -148,7 +153,12 @@ def _insert_hash(text: str) -> str:
 
 
 def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
+    """Write a file, or the list of a folder's files, to the disk."""
+    is_folder = path.is_dir()
+    # Windows opens no folder, and flushes no file that is open for reading alone
+    if is_folder and os.name == "nt":
+        return
+    handle = os.open(path, os.O_RDONLY if is_folder else os.O_RDWR)
     try:
         os.fsync(handle)
     finally:
@@ -222,25 +232,30 @@ def read_manifest(path: Path, resumes: bool = True) -> Dict[str, Any]:
     """
     file = path / MANIFEST
     try:
-        # opening a pipe would block
-        if not os.path.isfile(file):
-            raise ValueError("the file is missing")
-        text = file.read_text(encoding="utf-8")
+        text = _read_json_text(file)
         manifest: Dict[str, Any] = dict(json.loads(text))
         written = str(manifest.pop("sha256"))
         if len(written) != len(_NO_HASH) or _insert_hash(text.replace(written, _NO_HASH, 1)) != text:
             raise ValueError("its SHA-256 differs from the recorded one")
-        if resumes and manifest.get("schema") not in (2, SCHEMA):
+        is_known = manifest.get("schema") in (2, SCHEMA)
+        if resumes and not is_known:
             raise BadInput(
                 f"{file}: schema: {manifest.get('schema')}: this version resumes 2 and {SCHEMA}: use the ipu_pipe that wrote it, "
                 f"or begin a new run from the weights (init_from: {path / MODEL})"
             )
+        # the weights of another version's checkpoint need its files alone
+        checked = manifest if is_known else {"files": manifest.get("files", {})}
+        raise_first_faults(file, list_manifest_faults(checked))
         for name, record in manifest.get("files", {}).items():
             file = path / name
             # schema 2 has a mapping here
             sha256 = record["sha256"] if isinstance(record, dict) else record
             if not os.path.isfile(file) or hash_file(file, "sha256") != sha256:
                 raise ValueError("is missing, or its SHA-256 differs from the recorded one")
+        if manifest.get("schema") == 2:
+            file = path / _STATE
+            manifest = {**dict(json.loads(_read_json_text(file))), **manifest}
+            raise_first_faults(file, list_manifest_faults(manifest))
     except BadInput:
         raise
     except OSError as error:
@@ -249,13 +264,18 @@ def read_manifest(path: Path, resumes: bool = True) -> Dict[str, Any]:
         match = _STEP.match(path.name)
         earlier = [step for step in list_steps(path.parent) if match and step < int(match.group(1))]
         remedy = f"use an earlier one: --resume-from {max(earlier)}" if earlier else "there is no earlier one"
-        if not (path / MANIFEST).is_file() and (path / "state.json").is_file():
+        if not (path / MANIFEST).is_file() and (path / _STATE).is_file():
             # a checkpoint of an early version of ipu_pipe
             remedy = f"begin a new run from its weights (init_from: {path / MODEL})"
         raise BadInput(f"{file}: corrupt checkpoint: {error}; {remedy}") from None
-    if manifest.get("schema") == 2:
-        manifest = {**json.loads((path / "state.json").read_text(encoding="utf-8")), **manifest}
     return manifest
+
+
+def _read_json_text(file: Path) -> str:
+    """Return the text of a JSON file of a checkpoint. Raise ValueError or `OSError`."""
+    if not os.path.isfile(file):
+        raise ValueError("the file is missing")
+    return read_file(file).decode("utf-8")
 
 
 def read_weights(path: Path) -> Dict[str, torch.Tensor]:
@@ -276,9 +296,12 @@ def read_tensors(path: Path) -> Dict[str, torch.Tensor]:
 
     Raise `BadInput` if the file has other contents, or if this version of torch might run its code.
     """
-    # not pathlib, which raises if the folder cannot be read
-    if not os.path.isfile(path):
-        raise BadInput(f"{path}: no such file")
+    try:
+        open_file(path).close()
+    except FileNotFoundError:
+        raise BadInput(f"{path}: no such file") from None
+    except OSError as error:
+        raise BadInput(f"{path}: cannot be read as a state dict: {error.strerror or error}") from None
     if path.suffix != ".safetensors" and read_torch_version() < SAFE_TORCH:
         raise BadInput(
             f"{path}: this torch ({torch.__version__}) could run code in such a file, torch 2.6 and later do not: must be a "
@@ -291,10 +314,25 @@ def read_tensors(path: Path) -> Dict[str, torch.Tensor]:
     # the readers of the formats raise many types of errors
     except Exception as error:
         raise BadInput(f"{path}: cannot be read as a state dict: {summarize(error)[:120]}") from None
-    if isinstance(loaded, dict) and loaded and all(isinstance(value, torch.Tensor) for value in loaded.values()):
-        return loaded
-    keys = f", but {list_some(list(loaded))}" if isinstance(loaded, dict) else ""
-    raise BadInput(f"{path}: is not a plain state dict (names to tensors){keys}")
+    if not isinstance(loaded, dict) or not loaded or not all(isinstance(v, torch.Tensor) for v in loaded.values()):
+        keys = f", but {list_some(list(loaded))}" if isinstance(loaded, dict) else ""
+        raise BadInput(f"{path}: is not a plain state dict (names to tensors){keys}")
+    kinds = {name: _find_odd_kind(value) for name, value in loaded.items()}
+    faults = [f"{show(name)}: is {kind}: must be a dense tensor" for name, kind in kinds.items() if kind]
+    faults += [f"{show(name)}: is a key of type {type(name).__name__}: must be text" for name in loaded if type(name) is not str]
+    raise_first_faults(path, faults)
+    return loaded
+
+
+def _find_odd_kind(tensor: torch.Tensor) -> str:
+    """Return what a tensor is if its values cannot be copied into a parameter, else ""."""
+    if tensor.is_nested:
+        return "nested"
+    if tensor.is_quantized:
+        return "quantized"
+    if tensor.is_meta:
+        return "without values (on the meta device)"
+    return "" if tensor.layout == torch.strided else str(tensor.layout).rpartition(".")[2]
 
 
 # ---- loading weights into a model
@@ -317,6 +355,8 @@ def load_weights(
     names.
     """
     state = model.state_dict()
+    pairs = {name for name, value in tensors.items() if name in state and state[name].is_complex() and not value.is_complex()}
+    tensors = {name: _join_pairs(value) if name in pairs else value for name, value in tensors.items()}
     heads = {name: value for name, value in state.items() if name.startswith(HEADS)}
     # a model without heads can load a checkpoint with heads, because they are for training only
     if not heads or not heads_too:
@@ -336,12 +376,21 @@ def load_weights(
     for name in state:
         if name in tensors and state[name].shape != tensors[name].shape:
             left_out[name] = f"shape {tuple(tensors[name].shape)}, the model has {tuple(state[name].shape)}"
+        # a copy would leave out the imaginary part
+        elif name in tensors and tensors[name].is_complex() and not state[name].is_complex():
+            left_out[name] = "is complex, the model's is real"
     fitting = {name: value for name, value in tensors.items() if name not in left_out}
     if strict or not fitting:
         missing = [f"{name}: missing, the model needs it" for name in state if name not in tensors]
         raise_first_faults(source, missing + [f"{name}: {why}" for name, why in left_out.items()])
     load_state(model, {**state, **fitting})
     return Loaded(left_out, [name for name in state if name not in fitting])
+
+
+def _join_pairs(value: torch.Tensor) -> torch.Tensor:
+    """Return the complex numbers whose parts are in the last dimension; other tensors unchanged."""
+    is_paired = value.is_floating_point() and value.dim() > 0 and value.shape[-1] == 2
+    return torch.view_as_complex(value.contiguous()) if is_paired else value
 
 
 def raise_first_faults(source: object, faults: List[str]) -> None:

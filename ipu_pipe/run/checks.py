@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any, Dict, List, Sequence, Tuple
+from typing import Any, Dict, List, Mapping, Sequence, Tuple
 
 import torch
 from torch import nn
@@ -30,13 +30,16 @@ from ipu_pipe.model.loss import (
     take_scores,
     takes_whole_output,
 )
+from ipu_pipe.model.loss_verification import get_user_loss
 from ipu_pipe.model.observation import Observation, observe_training
 from ipu_pipe.model.precision import get_uncast_loss
 from ipu_pipe.model.randomness import find_unkeyed_draws
-from ipu_pipe.model.restoring import restore_all
-from ipu_pipe.text import list_some, show
+from ipu_pipe.model.restoring import restore_all, restore_function
+from ipu_pipe.plan.config_cut import list_shortages
+from ipu_pipe.text import describe_kind, list_some, show
 from ipu_pipe.update import optimizer as update
 from ipu_pipe.update import rules
+from ipu_pipe.update.clipping import explain_stage_scope
 
 
 def find_faults(job: Job, optimizer_faults: Sequence[str]) -> List[str]:
@@ -45,7 +48,9 @@ def find_faults(job: Job, optimizer_faults: Sequence[str]) -> List[str]:
     kinds = [update.get_kind(job.full_optimizer, group) for group in groups]
     rule_faults = [f for kind, group in zip(kinds, groups) for f in rules.list_conflicts(args, job.method, kind, group)]
     conflicts = {**_find_conflicts(job), **(_find_block_conflicts(job) if job.method.structure is not None else {})}
-    faults = [*get_backend(job.config).list_faults(job), *(fault for fault, applies in conflicts.items() if applies)]
+    faults = [*get_backend(job.config).list_faults(job)]
+    faults += list_shortages(job) if job.config.hardware is not None else []
+    faults += [fault for fault, applies in conflicts.items() if applies]
     # prefer the line that names the file of the key
     faults += [next((line for line in optimizer_faults if line.endswith(fault)), fault) for fault in rule_faults]
     return list(dict.fromkeys(faults))
@@ -55,6 +60,7 @@ def _find_conflicts(job: Job) -> Dict[str, Any]:
     """Return the conflicts of settings with each other or with the model: fault -> whether it applies."""
     config, method, args = job.config, job.method, job.config.method_settings()
     replicas, accumulation, scope = config.replicas, config.gradient_accumulation, config.clip and config.clip.scope
+    by_stage = explain_stage_scope(config.clip.norm, len(job.partition)) if config.clip else ""
     alone = f"{method.name} updates single stages" if method.history is not None else ""
     if method.rounds is not None:
         alone = f"{method.name} has replicas that step by themselves (method_args.replicas)"
@@ -83,8 +89,12 @@ def _find_conflicts(job: Job) -> Dict[str, Any]:
             config.model.compile and config.backend.name != "distributed",
         f"replicas: {replicas}: {alone}: must be 1": alone and replicas > 1,
         f"gradient_accumulation: {accumulation}: {alone}: must be 1": alone and accumulation > 1,
-        f"clip.scope: {scope}: {alone}: must be stage": alone and scope not in (None, "stage"),
-        "clip.scope: delayed_global: cannot be combined with method_args.warmup, whose norms are not delayed: use stage":
+        "method_args.delay_compensation: not with loss_weight, since it goes by the gradient of a microbatch's own loss, and "
+        "earlier stages do not know its weight: must be null":
+            job.loss_weight and job.rules.compensates and job.schedule.accumulate * replicas > 1,
+        f"clip.scope: {scope}: {alone}: use {by_stage}": alone and scope not in (None, "stage"),
+        "clip.scope: delayed_global: cannot be combined with method_args.warmup, whose norms are not delayed: "
+        f"use {by_stage}":
             scope == "delayed_global" and "warmup" in args,
         f"model: {list_some(job.effects.buffers)}: buffers that training changes and reads: with replicas, or layers that two "
         "blocks hold, each copy would need its own: leave them out": has_copies and job.effects.buffers,
@@ -108,9 +118,10 @@ def _find_conflicts(job: Job) -> Dict[str, Any]:
 def _find_block_conflicts(job: Job) -> Dict[str, Any]:
     """Return the settings that local methods do not support: fault -> whether it applies."""
     config, clip, structure = job.config, job.config.clip, job.method.structure
+    by_stage = explain_stage_scope(clip.norm, len(job.partition)) if clip else ""
     gathers, overlaps = bool(config.method_args.block_accumulation), structure is not None and structure.overlap
     return {
-        f"clip.scope: {clip and clip.scope}: a block knows only its own gradients: must be stage":
+        f"clip.scope: {clip and clip.scope}: a block knows only its own gradients: use {by_stage}":
             clip and clip.scope != "stage",
         f"replicas: {config.replicas}: not with method_args.block_accumulation: use gradient_accumulation":
             gathers and config.replicas > 1,
@@ -147,14 +158,16 @@ def check_modules(model: nn.Module, loss: Any, device: torch.device) -> None:
             raise BadInput(f"{place}: {why}")
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
             sparse.append(name)
-    named = [*model.named_parameters(), *model.named_buffers()]
+    state = model.state_dict()
+    if not isinstance(state, Mapping):
+        raise BadInput(f"model: state_dict: returned {describe_kind(state)}: must return names to tensors")
     trained = set(model.parameters())
     of_loss = loss.named_parameters() if isinstance(loss, nn.Module) else ()
     untrained = [name for name, p in of_loss if p.requires_grad and p not in trained]
     names_by_fault = {
-        "complex: parameters and buffers must be real": [name for name, t in named if t.dtype.is_complex],
+        "complex: parameters must be real": [name for name, p in model.named_parameters() if p.dtype.is_complex],
         "is not a dense tensor: checkpoints support only dense tensors": [
-            name for name, t in model.state_dict().items() if not isinstance(t, torch.Tensor) or t.layout != torch.strided
+            name for name, t in state.items() if not isinstance(t, torch.Tensor) or t.layout != torch.strided
         ],
         "gradients must be dense: sparse=False gives the same numbers": sparse,
         "on a GPU cuDNN draws a recurrent layer's dropout from a private state, which no seed reaches: use dropout=0 with "
@@ -192,7 +205,8 @@ def check_model(setup: Setup, example: Tuple[Any, Any], labels: Any) -> Observat
         return value
 
     try:
-        seen = observe_training(model, x, y, run)
+        with restore_function(get_user_loss(loss)):
+            seen = observe_training(model, x, y, run)
     except BadInput:
         raise
     # the user's model may raise anything
@@ -205,6 +219,11 @@ def check_model(setup: Setup, example: Tuple[Any, Any], labels: Any) -> Observat
         )
     if not isinstance(value, torch.Tensor) or value.numel() != 1:
         raise BadInput("loss: must return one number, the mean over the microbatch")
+    buffers = dict(model.named_buffers())
+    changed = [name for name in seen.effects.buffers if buffers[name].is_complex()]
+    if changed:
+        why = "complex, and training changes it: keep its real and its imaginary part in a buffer each"
+        raise BadInput(f"model: {list_some(changed)}: {why}")
     if not value.requires_grad:
         raise BadInput("loss: depends on no parameter of the model that needs a gradient: nothing to train")
     _try_metrics(setup)

@@ -10,7 +10,7 @@ from typing import Optional, Union
 from torch import nn
 
 from ipu_pipe.errors import BadInput, guard_writing
-from ipu_pipe.files import atomic_file
+from ipu_pipe.files import atomic_file, parse_path
 from ipu_pipe.job.user_code import attribute_faults
 from ipu_pipe.local.blocks import HEADS
 from ipu_pipe.run import checkpoint
@@ -37,7 +37,8 @@ def export(
     Auxiliary heads of local losses are left out. Raise `BadInput` if the export is not possible, `RunFault` if the file cannot
     be written.
     """
-    run, to = Path(run), Path(to)
+    run = parse_path(run, "export: run")
+    to = parse_path(to, "--to")
     path = find_checkpoint(run, step)
     if os.path.exists(to) and (not os.path.isdir(to) or any(to.iterdir())):
         raise BadInput(f"--to: {to}: exists already: must be a new file that ends in .safetensors, or a new folder")

@@ -18,7 +18,7 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Set, TextIO, U
 
 from ipu_pipe.config.load import read_yaml
 from ipu_pipe.errors import BadInput, RunFault, guard_writing
-from ipu_pipe.files import replace_nonfinite, write_text
+from ipu_pipe.files import parse_path, read_file, replace_nonfinite, write_text
 from ipu_pipe.launcher import read_launch
 from ipu_pipe.report.summary import SCHEMA
 from ipu_pipe.run import checkpoint
@@ -138,7 +138,7 @@ def parse_folder(out: Union[str, Path]) -> Path:
     """Return the folder that `out` names. Raise `BadInput` for an empty text, which would be the current folder."""
     if not isinstance(out, (str, os.PathLike)) or not str(out).strip():
         raise BadInput(f"--out: {out!r}: must name a folder")
-    return Path(out)
+    return parse_path(out, "--out")
 
 
 def check_folder(path: Path, resume: bool = False, overwrite: bool = False) -> List[str]:
@@ -222,8 +222,8 @@ def is_restarted(path: Path) -> bool:
 def _read_json(file: Path) -> Any:
     """Return the content of a JSON file, None if it is missing or unreadable; a pipe, which would block, is not read."""
     try:
-        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
-    except (OSError, ValueError):
+        return json.loads(read_file(file))
+    except (OSError, ValueError, RecursionError):
         return None
 
 
@@ -273,9 +273,10 @@ class RunFolder:
             raise RunFault(f"{path}: is not a file")
         with guard_writing(path):
             past = []
-            for line in path.read_text(errors="replace").splitlines() if last_step and path.exists() else ():
+            text = read_file(path).decode(errors="replace") if last_step and path.exists() else ""
+            for line in text.splitlines():
                 # the run may have been killed within a line
-                with contextlib.suppress(ValueError, KeyError, TypeError):
+                with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
                     record = json.loads(line)
                     if record["step"] < last_step + (not (retested and "test_loss" in record)):
                         past.append(line + "\n")

@@ -12,17 +12,18 @@ from ipu_pipe.backends.interface import Report
 from ipu_pipe.backends.ranks import are_joined, is_main, run_on_main
 from ipu_pipe.backends.table import get_backend, make_engine
 from ipu_pipe.config.compare import dump_config
-from ipu_pipe.errors import RunFault
+from ipu_pipe.errors import RunFault, find_user_fault
 from ipu_pipe.files import atomic_file, write_json, write_text
 from ipu_pipe.job.evaluation import EvaluationResult, collect_by_block
 from ipu_pipe.job.metrics import ACCURACY
 from ipu_pipe.job.record import Job
-from ipu_pipe.job.user_code import describe_exit, save_traceback
+from ipu_pipe.job.user_code import find_user_frame, raise_attributed, save_traceback
 from ipu_pipe.local.blocks import get_blocks
+from ipu_pipe.model.modes import find_changed_mode
 from ipu_pipe.model.timing import StageSeconds
 from ipu_pipe.plan.config_cut import predict_rate
 from ipu_pipe.report.memory import build_memory_record
-from ipu_pipe.report.position import Position
+from ipu_pipe.report.position import LossTrend, Position
 from ipu_pipe.report.provenance import describe_start, get_timestamp
 from ipu_pipe.report.run_text import format_closing, format_opening
 from ipu_pipe.report.run_trace import choose_stage_costs, write_measured_trace, write_modelled_trace
@@ -61,6 +62,8 @@ class TrainingLoop:
         self.unwritten_line: Dict[str, Any] = {}
         # by block, of the last evaluation on the test set
         self.test_results: List[EvaluationResult] = []
+        # None of a resumed run, whose start is not known
+        self.loss_trend: Optional[LossTrend] = None
         self.callbacks = Callbacks(callbacks if is_main() else ())
         # all processes must know what rank 0's callbacks do: whether they may stop the run, whether after any update, ...
         main = self.callbacks
@@ -79,6 +82,8 @@ class TrainingLoop:
         if self.resume:
             self.position = restore(job, self.out, self.progress.say, self.callbacks)
         position = self.position
+        if not position.update:
+            self.loss_trend = LossTrend(job.updates)
         self._write_start()
         self.progress.say(format_opening(job, position.update))
         self.engine = engine = make_engine(job, position.update)
@@ -111,8 +116,9 @@ class TrainingLoop:
             with contextlib.suppress(Exception):
                 engine.abort()
             # user code may exit with status 0, which would mean that the run is finished
-            if isinstance(error, SystemExit) and not error.code:
-                raise RunFault(f"after update {position.update}: {describe_exit(error)}") from error
+            is_users = find_user_fault(error) is None and find_user_frame(error) is not None
+            if isinstance(error, SystemExit) or (is_users and not isinstance(error, KeyboardInterrupt)):
+                raise_attributed(error, f"after update {position.update}")
             raise
         else:
             if job.rules.decay is not None:
@@ -173,7 +179,8 @@ class TrainingLoop:
             write_json(out / name, value)
         # an emulator does the work of all devices in one process, so its rate is not comparable with a prediction
         predicted = None if get_backend(job.config).emulates else predict_rate(job)
-        self.progress.say(format_closing(report, out, predicted))
+        trend = None if self.loss_trend is None else self.loss_trend.describe()
+        self.progress.say(format_closing(report, out, predicted, trend))
         return report
 
     def _write_averages(self) -> None:
@@ -262,6 +269,8 @@ class TrainingLoop:
         # the training loss is averaged over an epoch, or over 100 updates of data without a length
         for update_index, result in enumerate(results, position.update - len(results)):
             position.add_update(result.loss, begins_epoch=update_index % (job.updates_per_epoch or 100) == 0)
+            if self.loss_trend is not None:
+                self.loss_trend.add(result.loss)
             self.bar.advance(result.loss, result.accuracy if shows_accuracy else None, rate)
         epoch, losses = job.count_epochs(position.update), tuple(loss for loss, _ in result.blocks) or (result.loss,)
         self.unwritten_line = {
@@ -295,7 +304,15 @@ class TrainingLoop:
         with self.engine.hold_whole_model() if gathers else contextlib.nullcontext():
             if self.callbacks.callbacks:
                 self.moment = replace(self.moment, model=self.engine.newest_model)
+                modes = {module: module.training for module in self.job.model.modules()}
                 self.callbacks.call(method, self.moment)
+                changed = find_changed_mode(self.job.model, modes)
+                # after the last update the modes no longer matter
+                if changed and method != "on_end":
+                    raise RunFault(
+                        f"callbacks: {method} after update {self.moment.step}: changed the mode (train, eval) of {changed}: give"
+                        " each module its own mode back"
+                    )
 
     def _needs_results(self, done: int) -> bool:
         """Return whether the losses must be read after `done` updates, for a line, an evaluation, a checkpoint or a callback.

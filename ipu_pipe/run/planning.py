@@ -36,6 +36,7 @@ from ipu_pipe.plan.prediction import Problem
 from ipu_pipe.run.build import build, choose_batch_size, set_up
 from ipu_pipe.run.callbacks import make_callbacks, refuse_callbacks
 from ipu_pipe.schedule.methods import METHODS
+from ipu_pipe.text import suggest
 
 # elements of a model and a microbatch up to which real tensors cost little
 SMALL = 300_000
@@ -149,11 +150,13 @@ def make_planning_problem(
         raise BadInput("--hardware: missing, and the config names none: must be a name of configs/hardware/ or a file")
     described = read_hardware(wanted_hardware, key)
     if devices is not None:
+        if described.devices < devices <= (described.most_devices or devices):
+            say(f"--devices: {devices}: hardware {described.name} describes {described.devices}: its links join the others")
         described = described.with_devices(devices)
     chosen = choose_methods(config.method, methods, described.lockstep, say)
     precision = precision or config.precision
     if precision not in PRECISIONS:
-        raise BadInput(f"--precision: {precision}: must be one of {', '.join(PRECISIONS)}")
+        raise BadInput(f"--precision: {precision}: must be one of {', '.join(PRECISIONS)}{suggest(precision, PRECISIONS)}")
     usable = None if memory is None else memory * described.device.usable_share.value
     machine = described.measured_on
     is_this = machine is not None and (machine.name, machine.device) == (platform.node(), config.backend.device)

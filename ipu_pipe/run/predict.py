@@ -15,7 +15,9 @@ from ipu_pipe.config.sections import GIVEN
 from ipu_pipe.data import DataSource
 from ipu_pipe.data.sources import LABELS, split_batch
 from ipu_pipe.errors import BadInput
+from ipu_pipe.files import parse_path
 from ipu_pipe.job.factories import make_model
+from ipu_pipe.job.user_code import attribute_faults
 from ipu_pipe.model.batch import call_model, list_tensors, map_tensors, require_tensors
 from ipu_pipe.model.restoring import restore_modes
 from ipu_pipe.run import checkpoint
@@ -38,7 +40,7 @@ def predict(
     if batch_size < 1:
         raise BadInput(f"predict: batch_size: {batch_size}: must be a whole number >= 1")
     if isinstance(model, (str, os.PathLike)):
-        model = load_model(Path(model), into)
+        model = load_model(parse_path(model, "predict: model"), into)
     elif not isinstance(model, nn.Module):
         raise BadInput(
             f"predict: model: {describe_kind(model)}: must be a torch.nn.Module, or the folder of a run or checkpoint"
@@ -77,7 +79,8 @@ def load_model(path: Path, into: Optional[nn.Module]) -> nn.Module:
         config = load_recorded(run / "config.yaml") if run is not None else None
         if config is None or config.model.entry == GIVEN:
             raise BadInput(f"predict: {path}: no config there names the model: pass a model of the same class, into=...")
-        into = make_model(config)
+        with attribute_faults(lambda: "before the weights are loaded"):
+            into = make_model(config)
     checkpoint.load_weights(into, checkpoint.read_weights(weights), str(weights))
     return into
 

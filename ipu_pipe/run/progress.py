@@ -34,13 +34,13 @@ class Bar:
         # the line of an epoch's end waits for the evaluation that may follow
         self._ends_epoch = False
 
-    def advance(self, loss: float, accuracy: Optional[float], rate: float) -> None:
-        """Add an update: its mean loss, accuracy (a fraction or None) and samples a second."""
+    def advance(self, loss: Optional[float], accuracy: Optional[float], rate: float) -> None:
+        """Add an update: its mean loss and accuracy (a fraction), each None if undefined, and samples a second."""
         self.end_epoch()
         self._done += 1
-        keep = 0.95 if self._averages else 0.0
         for name, value in (("loss", loss), ("accuracy", accuracy), ("rate", rate)):
             if value is not None:
+                keep = 0.95 if name in self._averages else 0.0
                 self._averages[name] = keep * self._averages.get(name, 0.0) + (1 - keep) * value
         self._ends_epoch = self._per_epoch is not None and self._done % self._per_epoch == 0
         self._update(False)

@@ -20,6 +20,7 @@ from ipu_pipe.run import checkpoint
 from ipu_pipe.run.callbacks import Callbacks
 from ipu_pipe.run.checkpoint import Checkpoint
 from ipu_pipe.run.folder import read_starts
+from ipu_pipe.run.manifest import NEEDED
 from ipu_pipe.update.optimizer import import_state
 
 
@@ -79,6 +80,8 @@ def check_run(job: Job, out: Path, saved: Checkpoint) -> None:
     It does if the keys that decide the numbers, the length, the tensors or the data differ.
     """
     path = out / "checkpoints" / f"step-{job.done}"
+    missing = [f"{key}: missing" for key in NEEDED if saved.manifest.get(key) is None]
+    checkpoint.raise_first_faults(path / checkpoint.MANIFEST, missing)
     checkpoint.raise_first_faults(path, _compare_keys(job, saved.manifest, path) or _compare_tensors(job, saved, path))
     faults = compare_data(job, read_data_record(out), job.data_fingerprints or {})
     why = "the data of a run cannot change: restore them, or begin another run (--overwrite, or another --out)"
@@ -95,6 +98,8 @@ def _compare_keys(job: Job, manifest: Mapping[str, Any], path: Path) -> List[str
     step, updates = manifest["step"], manifest["updates"]
     if path.name != f"step-{step}":
         faults.append(f"step: the checkpoint is of step {step}: rename the folder")
+    if manifest["position"]["update"] != step:
+        faults.append(f"position.update: {manifest['position']['update']}: must be the step, {step}")
     lengths = f"steps: saved in a run of {updates}, this one has {job.updates}"
     growing = list_length_dependent(job.config)
     if updates > job.updates:

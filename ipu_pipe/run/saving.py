@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from pathlib import Path
 from typing import Any, Dict, Mapping, Optional, Sequence
@@ -38,7 +39,8 @@ class Saver:
     ) -> None:  # fmt: skip
         """Write the checkpoint of `step`; with `background` begin to write a copy of it. The previous one must be finished.
 
-        `state` is None if another process writes the checkpoint. `best_steps`: the steps of checkpoints to keep.
+        `state` is None if another process writes the checkpoint. `best_steps`: the steps of checkpoints to keep. Raise `RunFault`
+        if JSON cannot hold `entries` or the plain values of `state`.
         """
         assert not self._is_saving
         self._is_saving, self._best_steps = True, best_steps
@@ -47,7 +49,10 @@ class Saver:
         if not background:
             self._write(step, state, entries)
             return
-        state = state._replace(model=_copy(state.model), optimizer=_copy(state.optimizer))
+        # callbacks and optimizers may hand over lists and dicts that they go on changing
+        with checkpoint.guard_step(self._folder, step):
+            entries, plain = json.loads(json.dumps([dict(entries), state.plain]))
+        state = CheckpointState(_copy(state.model), _copy(state.optimizer), plain)
         self._thread = threading.Thread(target=self._write, args=(step, state, entries), name="ipu_pipe saving", daemon=True)
         self._thread.start()
 

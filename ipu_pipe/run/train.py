@@ -15,12 +15,13 @@ from ipu_pipe.config.load import load_recorded
 from ipu_pipe.config.schema import Config
 from ipu_pipe.data import DataSource
 from ipu_pipe.errors import BadInput, raise_faults
+from ipu_pipe.files import parse_path
 from ipu_pipe.job.evaluation import evaluate
 from ipu_pipe.job.overrides import Overrides
 from ipu_pipe.job.record import Job
 from ipu_pipe.job.user_code import attribute_faults
 from ipu_pipe.launcher import read_launch
-from ipu_pipe.model.loss import Loss
+from ipu_pipe.model.loss import Loss, LossWeight
 from ipu_pipe.model.randomness import restore_random_states
 from ipu_pipe.model.restoring import restore_modes
 from ipu_pipe.report.provenance import fingerprint_data
@@ -43,6 +44,7 @@ def train(
     model: Optional[nn.Module] = None,
     data: Optional[DataSource] = None,
     loss: Union[Loss, str, None] = None,
+    loss_weight: Union[LossWeight, str, None] = None,
     output: Union[int, str, Callable[[Any], Any], None] = None,
     optimizer: Any = None,
     optimizer_args: Optional[Mapping[str, Any]] = None,
@@ -58,9 +60,10 @@ def train(
     """Train by `config` and write the run into the folder `out`. Return the summary (as in `summary.json`).
 
     `model`, `data`, `loss`, `optimizer`, `lr_scheduler`, `metrics` and `callbacks` replace the config's entries (docs/loop.md
-    describes each). `loss` may also be a name as in the config. `output` selects the part of the model's output that the loss
-    takes, if the output is an object, a mapping or a tuple: a name or an index as in `model.output`, or a function of the
-    output. `resume` continues from the newest checkpoint, with the same numbers as without the interruption; `resume_from`
+    describes each). `loss` may also be a name as in the config. `loss_weight` is the weight of a microbatch in the mean loss of
+    its update: a function of the labels, or tokens. `output` selects the part of the model's output that the loss takes, if the
+    output is an object, a mapping or a tuple: a name or an index as in `model.output`, or a function of the output.
+    `resume` continues from the newest checkpoint, with the same numbers as without the interruption; `resume_from`
     continues from the checkpoint of that step and deletes later ones. If a launcher restarts its processes (`torchrun
     --max-restarts`), their run continues as with `resume`.
 
@@ -71,7 +74,7 @@ def train(
     trained in place in the config's precision. At the end its modules have their modes and, unless `keep_dtype`, their dtypes
     again. On processes every rank has the whole model at the end; after a fault each rank has its own stage, and NaN elsewhere.
     """
-    objects = Overrides(model, data, loss, output, optimizer, lr_scheduler, metrics, callbacks)
+    objects = Overrides(model, data, loss, output, optimizer, lr_scheduler, metrics, callbacks, loss_weight)
     if not isinstance(config, Config):
         raise BadInput(f"config: {describe_kind(config)}: must be the result of ipu_pipe.configure or ipu_pipe.load_config")
     kinds = {name: (value, *_KINDS[name]) for name, value in objects._asdict().items() if value is not None and name in _KINDS}
@@ -105,7 +108,7 @@ def train(
         try:
             refuse_callbacks(job, run_callbacks)
             # only the main process reads the data here, so its random states must not change
-            with restore_random_states():
+            with restore_random_states(), attribute_faults(lambda: "before training"):
                 job.data_fingerprints = run_on_main(lambda: fingerprint_data(job, read_data_record(out) if start.resumes else {}))
             return TrainingLoop(job, out, start.resumes, overwrite, quiet, run_callbacks).run_all()
         finally:
@@ -139,7 +142,8 @@ def check(config: Config, out: Path, *, resume: bool = False, overwrite: bool = 
     if start.ended is None:
         job = _build(start, Overrides())
         refuse_callbacks(job, run_callbacks)
-        job.data_fingerprints = run_on_main(lambda: fingerprint_data(job, read_data_record(out) if start.resumes else {}))
+        with attribute_faults(lambda: "before training"):
+            job.data_fingerprints = run_on_main(lambda: fingerprint_data(job, read_data_record(out) if start.resumes else {}))
         if start.done:
             saved = checkpoint.load(out / "checkpoints" / f"step-{start.done}")
             run_on_main(lambda: check_run(job, out, saved))
@@ -204,8 +208,9 @@ def _find_start(
 
 def evaluate_checkpoint(config: Config, path: Union[str, Path]) -> Dict[str, Any]:
     """Return test loss and metrics of the weights in a checkpoint folder or a plain state dict."""
-    path = Path(path)
-    setup = set_up(config.model_copy(update={"init_from": None}))
+    path = parse_path(path, "--evaluate")
+    with attribute_faults(lambda: "before evaluation"):
+        setup = set_up(config.model_copy(update={"init_from": None}))
     with setup.precision.put_masters_in_place(loads=True):
         checkpoint.load_weights(setup.model, checkpoint.read_weights(path), str(path))
     with attribute_faults(lambda: "evaluation"):
@@ -223,6 +228,10 @@ _KINDS: Dict[str, Tuple[Callable[[Any], bool], str]] = {
     "loss": (
         lambda value: isinstance(value, str) or (callable(value) and not isinstance(value, type)),
         "a function of outputs and labels, or the name of one",
+    ),
+    "loss_weight": (
+        lambda value: isinstance(value, str) or (callable(value) and not isinstance(value, type)),
+        "a function of the labels, or tokens",
     ),
     "output": (lambda value: isinstance(value, (str, int)) or callable(value), "a field's name, an index, or a function of it"),
     "lr_scheduler": (callable, "a function of an optimizer that makes a torch.optim.lr_scheduler"),

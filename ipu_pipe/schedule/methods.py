@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any, Dict, List, Mapping, Optional, Tuple, Union
+from typing import Any, Dict, Iterable, List, Mapping, Optional, Tuple, Union
 
 from ipu_pipe.errors import BadInput, raise_faults
 from ipu_pipe.schedule.delays import Delay, History
-from ipu_pipe.text import find_nearest, show
+from ipu_pipe.text import show, suggest
 
 
-class Pipeline(Enum):
+class Timeline(Enum):
     """The pipelines: the order of a stage's passes. Each stage does one pass per slot, except in DATAFLOW and the LOCAL ones."""
 
     SEQUENTIAL = "sequential"  # one microbatch at a time through all stages and back
@@ -162,7 +162,7 @@ class Method:
     """
 
     name: str
-    pipeline: Pipeline
+    pipeline: Timeline
     turn: int
     forward_reads: Reads
     backward_reads: Reads
@@ -214,7 +214,7 @@ class Method:
         }[self.default_accumulate]
 
 
-def _make_ordered_method(name: str, pipeline: Pipeline, source: str, **order: Any) -> Method:
+def _make_ordered_method(name: str, pipeline: Timeline, source: str, **order: Any) -> Method:
     """Return a row of the table for a method that drains after every batch and is given by its devices' orders."""
     return Method(
         name, pipeline, 0, Reads.NEWEST, Reads.NEWEST, True, DefaultAccumulate.MICROBATCHES, source, one_version=True,
@@ -229,72 +229,72 @@ _GPT_WEIGHT_SHARE = 0.366
 
 _ROWS = (
     Method(
-        "naive", Pipeline.SEQUENTIAL, 0, Reads.NEWEST, Reads.NEWEST, True, DefaultAccumulate.ONE,
+        "naive", Timeline.SEQUENTIAL, 0, Reads.NEWEST, Reads.NEWEST, True, DefaultAccumulate.ONE,
         "inter-layer model parallelism, the baseline of Narayanan et al. 2021 (PipeDream-2BW), Figure 1", one_version=True,
     ),
     Method(
-        "gpipe", Pipeline.FILL_DRAIN, 0, Reads.NEWEST, Reads.NEWEST, True, DefaultAccumulate.MICROBATCHES,
+        "gpipe", Timeline.FILL_DRAIN, 0, Reads.NEWEST, Reads.NEWEST, True, DefaultAccumulate.MICROBATCHES,
         "Huang et al. 2019", one_version=True,
     ),
     Method(
-        "pipedream_flush", Pipeline.ONE_F_ONE_B_FLUSH, 0, Reads.NEWEST, Reads.NEWEST, True,
+        "pipedream_flush", Timeline.ONE_F_ONE_B_FLUSH, 0, Reads.NEWEST, Reads.NEWEST, True,
         DefaultAccumulate.MICROBATCHES, "Narayanan et al. 2021 (PipeDream-2BW), section 3.2", one_version=True,
     ),
     Method(
-        "pipedream", Pipeline.ONE_F_ONE_B, 0, Reads.NEWEST, Reads.STASHED, False, DefaultAccumulate.ONE,
+        "pipedream", Timeline.ONE_F_ONE_B, 0, Reads.NEWEST, Reads.STASHED, False, DefaultAccumulate.ONE,
         "Narayanan et al. 2019; timeline of the randomized PipeDream paper, appendix E",
     ),
     Method(
-        "pipedream_2bw", Pipeline.ONE_F_ONE_B_CAPPED, 0, Reads.DOUBLE_BUFFERED, Reads.STASHED, False,
+        "pipedream_2bw", Timeline.ONE_F_ONE_B_CAPPED, 0, Reads.DOUBLE_BUFFERED, Reads.STASHED, False,
         DefaultAccumulate.STAGES, "Narayanan et al. 2021, section 3.1", one_version=True,
     ),
     Method(
-        "pipemare", Pipeline.DATAFLOW, 1, Reads.NEWEST, Reads.NEWEST, False, DefaultAccumulate.ONE,
+        "pipemare", Timeline.DATAFLOW, 1, Reads.NEWEST, Reads.NEWEST, False, DefaultAccumulate.ONE,
         "Yang et al. 2021",
     ),
     Method(
-        "pipelined_backprop", Pipeline.DATAFLOW, 0, Reads.NEWEST, Reads.NEWEST, False, DefaultAccumulate.ONE,
+        "pipelined_backprop", Timeline.DATAFLOW, 0, Reads.NEWEST, Reads.NEWEST, False, DefaultAccumulate.ONE,
         "Kosson et al. 2021",
     ),
     Method(
-        "spectrain", Pipeline.DATAFLOW, 0, Reads.NEWEST, Reads.NEWEST, False, DefaultAccumulate.ONE,
+        "spectrain", Timeline.DATAFLOW, 0, Reads.NEWEST, Reads.NEWEST, False, DefaultAccumulate.ONE,
         "Chen et al. 2018 (SpecTrain), as compared by Kosson et al. 2021", predicts=True,
     ),
     Method(
-        "local_greedy", Pipeline.LOCAL, 0, Reads.NEWEST, Reads.NEWEST, False, DefaultAccumulate.ONE,
+        "local_greedy", Timeline.LOCAL, 0, Reads.NEWEST, Reads.NEWEST, False, DefaultAccumulate.ONE,
         "Belilovsky et al. 2019; Laskin et al. 2020, Figure 2(b)", structure=Structure(),
     ),
     Method(
-        "local_chunked", Pipeline.LOCAL, 0, Reads.NEWEST, Reads.NEWEST, False, DefaultAccumulate.ONE,
+        "local_chunked", Timeline.LOCAL, 0, Reads.NEWEST, Reads.NEWEST, False, DefaultAccumulate.ONE,
         "Laskin et al. 2020, Figure 2(d)", structure=Structure(blocks=2),
     ),
     Method(
-        "local_overlapping", Pipeline.LOCAL_SHARED, 0, Reads.NEWEST, Reads.NEWEST, False, DefaultAccumulate.ONE,
+        "local_overlapping", Timeline.LOCAL_SHARED, 0, Reads.NEWEST, Reads.NEWEST, False, DefaultAccumulate.ONE,
         "Xiong et al. 2020; Laskin et al. 2020, Figure 2(c)", structure=Structure(overlap=1),
     ),
     Method(
-        "last_layers", Pipeline.LOCAL, 0, Reads.NEWEST, Reads.NEWEST, False, DefaultAccumulate.ONE,
+        "last_layers", Timeline.LOCAL, 0, Reads.NEWEST, Reads.NEWEST, False, DefaultAccumulate.ONE,
         "the baseline of Laskin et al. 2020, section 4", structure=Structure(layers=1),
     ),
     Method(
-        "local_sgd", Pipeline.LOCAL_SGD, 0, Reads.OWN, Reads.STASHED, False, DefaultAccumulate.STAGES,
+        "local_sgd", Timeline.LOCAL_SGD, 0, Reads.OWN, Reads.STASHED, False, DefaultAccumulate.STAGES,
         "LocalSGD in a pipeline: the randomized PipeDream paper, Algorithm 2 and appendix E.2", rounds=Rounds(),
     ),
     Method(
-        "randomized_pipedream", Pipeline.ONE_F_ONE_B, 0, Reads.NEWEST, Reads.STASHED, False, DefaultAccumulate.ONE,
+        "randomized_pipedream", Timeline.ONE_F_ONE_B, 0, Reads.NEWEST, Reads.STASHED, False, DefaultAccumulate.ONE,
         "the randomized PipeDream paper, Algorithm 1", history=History(),
     ),
-    _make_ordered_method("interleaved_1f1b", Pipeline.INTERLEAVED_1F1B, "Narayanan et al. 2021 (Megatron-LM), section 2.2"),
-    _make_ordered_method("looped_bfs", Pipeline.LOOPED_BFS, "Lamy-Poirier 2023, breadth-first pipeline parallelism"),
-    _make_ordered_method("zb_h1", Pipeline.INTERLEAVED_ZB, "Qi et al. 2023 (Zero Bubble), section 2.1", fixed=True),
-    _make_ordered_method("zb_h2", Pipeline.ZB_H2, "Qi et al. 2023, section 2.2", fixed=True),
-    _make_ordered_method("interleaved_zb", Pipeline.INTERLEAVED_ZB, "ZB-H1 with several stages on a device, as in PyTorch"),
-    _make_ordered_method("zb_auto", Pipeline.ZB_AUTO, "Qi et al. 2023, section 3", fixed=True, weight_share=_GPT_WEIGHT_SHARE),
-    _make_ordered_method("zbv", Pipeline.ZBV, "Qi et al. 2023, section 6", **_V),
-    _make_ordered_method("v_half", Pipeline.V_HALF, "Qi et al. 2024 (Controllable Memory)", **_V),
-    _make_ordered_method("v_min", Pipeline.V_MIN, "Qi et al. 2024 (Controllable Memory)", **_V),
-    _make_ordered_method("dualpipe_v", Pipeline.DUALPIPE_V, "DeepSeek-AI 2024; DualPipeV, 2025", **_V),
-    _make_ordered_method("rows", Pipeline.ROWS, "a file of rows in PyTorch's format"),
+    _make_ordered_method("interleaved_1f1b", Timeline.INTERLEAVED_1F1B, "Narayanan et al. 2021 (Megatron-LM), section 2.2"),
+    _make_ordered_method("looped_bfs", Timeline.LOOPED_BFS, "Lamy-Poirier 2023, breadth-first pipeline parallelism"),
+    _make_ordered_method("zb_h1", Timeline.INTERLEAVED_ZB, "Qi et al. 2023 (Zero Bubble), section 2.1", fixed=True),
+    _make_ordered_method("zb_h2", Timeline.ZB_H2, "Qi et al. 2023, section 2.2", fixed=True),
+    _make_ordered_method("interleaved_zb", Timeline.INTERLEAVED_ZB, "ZB-H1 with several stages on a device, as in PyTorch"),
+    _make_ordered_method("zb_auto", Timeline.ZB_AUTO, "Qi et al. 2023, section 3", fixed=True, weight_share=_GPT_WEIGHT_SHARE),
+    _make_ordered_method("zbv", Timeline.ZBV, "Qi et al. 2023, section 6", **_V),
+    _make_ordered_method("v_half", Timeline.V_HALF, "Qi et al. 2024 (Controllable Memory)", **_V),
+    _make_ordered_method("v_min", Timeline.V_MIN, "Qi et al. 2024 (Controllable Memory)", **_V),
+    _make_ordered_method("dualpipe_v", Timeline.DUALPIPE_V, "DeepSeek-AI 2024; DualPipeV, 2025", **_V),
+    _make_ordered_method("rows", Timeline.ROWS, "a file of rows in PyTorch's format"),
 )  # fmt: skip
 
 METHODS: Dict[str, Method] = {row.name: row for row in _ROWS}
@@ -313,8 +313,15 @@ METHOD_OF_KEY = {
 ASYNCHRONOUS_WITH_ORDER = ("pipedream", "pipelined_backprop")
 # keys of the settings of an order
 ORDER_KEYS = ("stages_per_device", "split_backward", "activation_limit", "durations", "link")
-SCHEDULES = tuple(row.value for row in (Pipeline.ONE_F_ONE_B, Pipeline.ONE_F_ONE_B_CAPPED, Pipeline.DATAFLOW))
+SCHEDULES = tuple(row.value for row in (Timeline.ONE_F_ONE_B, Timeline.ONE_F_ONE_B_CAPPED, Timeline.DATAFLOW))
 AXIS_KEYS = ("schedule", "turn", "stash", "hogwild", "constant_delay", "recompute")
+
+
+def check_methods(names: Iterable[str], key: str) -> None:
+    """Raise `BadInput` with a line for each name at `key` that is not a method's, and the nearest method."""
+    unknown = [name for name in names if name not in METHODS]
+    allowed = f"must be one of {', '.join(METHODS)}"
+    raise_faults([f"{key}: {show(name)}: {allowed}{suggest(name, METHODS)}" for name in unknown])
 
 
 def resolve_method(name: str, args: Mapping[str, Any] = {}) -> Method:
@@ -325,10 +332,7 @@ def resolve_method(name: str, args: Mapping[str, Any] = {}) -> Method:
     belong to update rules and are ignored. The config has checked the types of the values. Raise `BadInput` for an unknown name,
     and for arguments that do not belong to the method.
     """
-    if name not in METHODS:
-        nearest = find_nearest(name, METHODS)
-        hint = f"; did you mean {nearest}?" if nearest else ""
-        raise BadInput(f"method: {show(name)}: must be one of {', '.join(METHODS)}{hint}")
+    check_methods([name], "method")
     method = METHODS[name]
     settings = {key: args[key] for key in (*AXIS_KEYS, *METHOD_OF_KEY, *ORDER_KEYS) if args.get(key) is not None}
     raise_faults(_find_misfits(method, settings))
@@ -353,6 +357,11 @@ def resolve_method(name: str, args: Mapping[str, Any] = {}) -> Method:
     return _change_axes(method, settings)
 
 
+def find_method(method: Union[str, Method]) -> Method:
+    """Return the row of a method, which may be its name. Raise `BadInput` for an unknown name."""
+    return method if isinstance(method, Method) else resolve_method(method)
+
+
 def _set_order(method: Method, settings: Mapping[str, Any]) -> Method:
     """Let an asynchronous method run 1F1B on several stages of a device, with whole or split backwards."""
     splits = bool(settings.get("split_backward"))
@@ -361,14 +370,14 @@ def _set_order(method: Method, settings: Mapping[str, Any]) -> Method:
     )
     if order.stages_per_device == 1 and not splits:
         return method
-    return replace(method, pipeline=Pipeline.CONTINUOUS_1F1B, turn=0, order=order)
+    return replace(method, pipeline=Timeline.CONTINUOUS_1F1B, turn=0, order=order)
 
 
 def _change_axes(method: Method, settings: Mapping[str, Any]) -> Method:
     """Return the method with another pipeline, turn, delay, version read by backwards, or recomputation."""
     if "schedule" in settings:
-        pipeline = Pipeline(settings["schedule"])
-        method = replace(method, pipeline=pipeline, turn=method.turn if pipeline is Pipeline.DATAFLOW else 0)
+        pipeline = Timeline(settings["schedule"])
+        method = replace(method, pipeline=pipeline, turn=method.turn if pipeline is Timeline.DATAFLOW else 0)
     if "turn" in settings:
         method = replace(method, turn=settings["turn"])
     # the paper takes the gradient at the delayed weights, so both passes read the same version
@@ -383,7 +392,7 @@ def _change_axes(method: Method, settings: Mapping[str, Any]) -> Method:
         method = replace(method, backward_reads=Reads.STASHED if settings["stash"] else Reads.NEWEST)
     if "recompute" in settings:
         method = replace(method, segments=settings["recompute"].get("segments") or 0)
-        if method.backward_reads is not Reads.NEWEST or method.pipeline is not Pipeline.DATAFLOW:
+        if method.backward_reads is not Reads.NEWEST or method.pipeline is not Timeline.DATAFLOW:
             raise BadInput(
                 f"method_args: recompute: {show(settings['recompute'])}: belongs to methods whose passes both read the"
                 " newest weights on the dataflow schedule (pipemare, pipelined_backprop); elsewhere set recompute: true"
@@ -420,9 +429,9 @@ def _find_misfits(method: Method, settings: Mapping[str, Any]) -> List[str]:
         if fixed is not None and not (method.predicts and key in ("schedule", "turn")):
             reasons[key] = fixed
     delay_key = "hogwild" if "hogwild" in settings else "constant_delay" if "constant_delay" in settings else None
-    pipeline = Pipeline(settings.get("schedule", method.pipeline))
+    pipeline = Timeline(settings.get("schedule", method.pipeline))
     if not reasons:
-        if "turn" in settings and pipeline is not Pipeline.DATAFLOW:
+        if "turn" in settings and pipeline is not Timeline.DATAFLOW:
             reasons["turn"] = "only the dataflow schedule has a turn; set schedule: dataflow"
         if delay_key == "hogwild" and "constant_delay" in settings:
             reasons["hogwild"] = "cannot be combined with constant_delay, which fixes the delays"

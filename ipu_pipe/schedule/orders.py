@@ -19,7 +19,7 @@ from typing import Counter as CounterOf
 
 from ipu_pipe.errors import BadInput, raise_faults
 from ipu_pipe.schedule.actions import Action, Kind, get_pass_needs
-from ipu_pipe.schedule.methods import Method, Order, Pipeline
+from ipu_pipe.schedule.methods import Method, Order, Timeline
 from ipu_pipe.schedule.planned_orders import Pass, plan_straight, plan_v
 from ipu_pipe.schedule.rows import DeviceRows, play_slots, read_csv
 
@@ -35,7 +35,7 @@ def make_device_rows(method: Method, stages: int, microbatches: int) -> DeviceRo
     """
     order = method.order
     assert order is not None
-    if method.pipeline is Pipeline.ROWS:
+    if method.pipeline is Timeline.ROWS:
         return _read_file(order.file, stages, microbatches)
     generated = microbatches
     # generate whole rounds and leave out the last microbatches
@@ -297,15 +297,15 @@ def dualpipe_v(order: Order, P: int, M: int) -> Rows:
     return rows
 
 
-ORDERS: Dict[Pipeline, Callable[[Order, int, int], Rows]] = {
-    Pipeline.CONTINUOUS_1F1B: continuous_1f1b,
-    Pipeline.INTERLEAVED_1F1B: interleaved_1f1b,
-    Pipeline.LOOPED_BFS: looped_bfs,
-    Pipeline.INTERLEAVED_ZB: interleaved_zb,
-    Pipeline.ZB_H2: zb_h2,
-    Pipeline.ZB_AUTO: plan_straight,
-    Pipeline.ZBV: plan_v,
-    Pipeline.V_HALF: v_half,
-    Pipeline.V_MIN: v_min,
-    Pipeline.DUALPIPE_V: dualpipe_v,
+ORDERS: Dict[Timeline, Callable[[Order, int, int], Rows]] = {
+    Timeline.CONTINUOUS_1F1B: continuous_1f1b,
+    Timeline.INTERLEAVED_1F1B: interleaved_1f1b,
+    Timeline.LOOPED_BFS: looped_bfs,
+    Timeline.INTERLEAVED_ZB: interleaved_zb,
+    Timeline.ZB_H2: zb_h2,
+    Timeline.ZB_AUTO: plan_straight,
+    Timeline.ZBV: plan_v,
+    Timeline.V_HALF: v_half,
+    Timeline.V_MIN: v_min,
+    Timeline.DUALPIPE_V: dualpipe_v,
 }

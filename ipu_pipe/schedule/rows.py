@@ -9,12 +9,14 @@ from __future__ import annotations
 import csv
 import io
 import re
+import warnings
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import (
     Callable,
     Collection,
+    Container,
     Dict,
     Iterator,
     List,
@@ -26,11 +28,13 @@ from typing import (
     Tuple,
     Union,
 )
+from typing import Counter as CounterOf
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ipu_pipe.errors import BadInput, raise_faults
+from ipu_pipe.files import read_file
 from ipu_pipe.schedule.actions import PASSES, SPLIT_PASSES, Action, Kind, list_needs
 from ipu_pipe.schedule.runs import CODE, RUN, Stretch, compress_slots
 from ipu_pipe.schedule.table import Schedule, SlotHolds, list_stages
@@ -125,33 +129,45 @@ def _halve(action: Action) -> Tuple[Action, ...]:
     return tuple(replace(action, kind=kind) for kind in SPLIT_PASSES[1:])
 
 
-_CSV_CELL = re.compile(r"(\d+)([FBIW])(\d+)", re.ASCII)
-_OVERLAPPED = re.compile(r"\((\d+F\d+);(\d+[BI]\d+)\)OVERLAP_F_B", re.ASCII)
+# A cell of a pass: stage, pass, microbatch.
+_CSV_CELL = re.compile(r"(\d+)([FBIW])(\d+)", re.ASCII | re.IGNORECASE)
+_OVERLAPPED = re.compile(r"\(\s*(\d+F\d+)\s*;\s*(\d+[BI]\d+)\s*\)OVERLAP_F_B", re.ASCII | re.IGNORECASE)
+# PyTorch's lowered schedules also say when stages communicate; here that follows from the passes.
+_COMMUNICATION = re.compile(
+    r"\d+((?:SEND|RECV)_[FB]|UNSHARD|RESHARD|REDUCE_GRAD)\d*", re.ASCII | re.IGNORECASE
+)
 
 
 def read_csv(name: str) -> DeviceRows:
     """Read rows in PyTorch's format: a line per device of cells such as 0F3 (stage, pass, microbatch); empty cells are idle.
 
-    An overlapped pair is a forward and then a backward. Raise `BadInput`, with row and cell, unless the rows are complete.
+    An overlapped pair is a forward and then a backward. A backward beside a weight gradient of the same microbatch is the input
+    gradient, as older versions of PyTorch write it. Communication is skipped, with a warning. Raise `BadInput`, with row and
+    cell, unless the rows are complete.
     """
-    lines = _read_lines(name)
     rows: List[List[Action]] = []
     device_of: Dict[int, int] = {}
     cell_of: Dict[Action, str] = {}
+    communication: CounterOf[str] = Counter()
     faults = []
-    for device, line in enumerate(lines):
+    for device, line in enumerate(_read_lines(name)):
         rows.append([])
+        has_passes = False
         for column, cell in enumerate(line):
             where = f"{name}: row {device + 1}, cell {column + 1}: {show(cell)}"
-            pair = _OVERLAPPED.fullmatch(cell.strip())
-            for word in pair.groups() if pair else (cell.strip(),) if cell.strip() else ():
+            communicates = _COMMUNICATION.fullmatch(cell)
+            if communicates is not None:
+                communication[communicates.group(1).upper()] += 1
+                continue
+            for word in _split_cell(cell):
+                has_passes = True
                 match = _CSV_CELL.fullmatch(word)
                 if match is None:
                     faults.append(
                         f"{where}: must be a stage, F, B, I or W, and a microbatch, such as 0F3, or a pair (1F4;0B2)OVERLAP_F_B"
                     )
                     continue
-                action = Action(Kind(match.group(2)), int(match.group(3)), int(match.group(1)))
+                action = Action(Kind(match.group(2).upper()), int(match.group(3)), int(match.group(1)))
                 if device_of.setdefault(action.stage, device) != device:
                     faults.append(
                         f"{where}: stage {action.stage} is on the device of row {device_of[action.stage] + 1}"
@@ -160,7 +176,7 @@ def read_csv(name: str) -> DeviceRows:
                     faults.append(f"{where}: is done already in {cell_of[action]}")
                 cell_of.setdefault(action, f"row {device + 1}, cell {column + 1}")
                 rows[-1].append(action)
-        if not any(cell.strip() for cell in line):
+        if not has_passes:
             faults.append(f"{name}: row {device + 1}: has no action: every device needs a stage")
     stages = 1 + max(device_of, default=-1)
     faults += [
@@ -168,24 +184,59 @@ def read_csv(name: str) -> DeviceRows:
     ]
     if faults or not rows:
         raise BadInput(faults or f"{name}: has no rows")
+    if communication:
+        _warn_of_communication(name, communication)
+    rows = [[_read_older(action, cell_of) for action in row] for row in rows]
     return DeviceRows(rows, tuple(device_of[stage] for stage in range(stages)), name, cell_of)
 
 
+def _split_cell(cell: str) -> Sequence[str]:
+    """Return the passes of a cell: none, one, or the two of an overlapped pair."""
+    pair = _OVERLAPPED.fullmatch(cell)
+    if pair is not None:
+        return pair.groups()
+    return (cell,) if cell else ()
+
+
+def _read_older(action: Action, actions: Container[Action]) -> Action:
+    """Return the input gradient that a B of an older version of PyTorch means, or another action unchanged.
+
+    These versions wrote B and W for the halves; a whole backward, today's B, has no W.
+    """
+    halves = {kind: replace(action, kind=kind) for kind in SPLIT_PASSES[1:]}
+    is_older = halves[Kind.WEIGHT_GRADIENT] in actions and halves[Kind.INPUT_GRADIENT] not in actions
+    return halves[Kind.INPUT_GRADIENT] if action.kind is Kind.BACKWARD and is_older else action
+
+
+def _warn_of_communication(name: str, communication: Mapping[str, int]) -> None:
+    """Warn that cells are skipped. A file is read several times in a run, and Python shows the same warning once."""
+    counts = ", ".join(f"{count} {kind}" for kind, count in sorted(communication.items()))
+    warnings.warn(f"{name}: skipped cells of communication, which follows from the passes: {counts}", stacklevel=2)
+
+
+# the most bytes of a CSV file: a million actions
+MOST_CSV_BYTES = 16 << 20
+
+
 def _read_lines(name: str) -> List[List[str]]:
-    """Return the cells of each line of a CSV file."""
+    """Return the cells of each line of a CSV file, without spaces; a cell of None is idle, as PyTorch prints it."""
     try:
-        return list(csv.reader(Path(name).read_text(encoding="utf-8").splitlines()))
+        text = read_file(Path(name), MOST_CSV_BYTES).decode("utf-8")
+        lines = list(csv.reader(text.splitlines()))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise BadInput(f"{name}: {getattr(error, 'strerror', None) or error}") from None
+    # Windows begins files with a byte order mark, and Python ends lines twice there; an empty line is not a device.
+    stripped = [[cell.strip("\ufeff \t") for cell in line] for line in lines]
+    return [["" if cell == "None" else cell for cell in line] for line in stripped if line not in ([], [""])]
 
 
 def find_split_or_overlapped(name: str) -> Optional[str]:
     """Return file, row and cell of the first split backward or overlapped pair in a file, None if it has neither."""
     for row, line in enumerate(_read_lines(name)):
         for column, cell in enumerate(line):
-            match = _CSV_CELL.fullmatch(cell.strip())
-            if _OVERLAPPED.fullmatch(cell.strip()) or (match is not None and match.group(2) in "IW"):
-                return f"{name}: row {row + 1}, cell {column + 1}: {cell.strip()}"
+            match = _CSV_CELL.fullmatch(cell)
+            if _OVERLAPPED.fullmatch(cell) or (match is not None and match.group(2).upper() in "IW"):
+                return f"{name}: row {row + 1}, cell {column + 1}: {cell}"
     return None
 
 

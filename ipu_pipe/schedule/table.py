@@ -49,14 +49,14 @@ def list_stages(placement: Sequence[int], device: int) -> List[int]:
     return [stage for stage, other in enumerate(placement) if other == device]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Schedule:
     """A schedule of P `stages` and M `microbatches` with an update every N = `accumulate` microbatches.
 
     Updates are not listed: U(k) follows the pass that completes batch k, in the same slot; an incomplete last batch has none.
     `stretches`, from an empty pipeline to an empty one, follow one another without a gap. `local`: no backward needs a backward
-    of another stage. `placement`: the device of each stage; empty: stage s is on device s. Raise `BadInput`, naming the action,
-    unless the schedule can run; the proof works on the compact form.
+    of another stage. `placement`: the device of each stage; empty: stage s is on device s. `name`: that of its method. Raise
+    `BadInput`, naming the action, unless the schedule can run; the proof works on the compact form.
     """
 
     stages: int
@@ -66,6 +66,12 @@ class Schedule:
     stretches: Tuple[Stretch, ...]
     local: bool = False
     placement: Tuple[int, ...] = ()
+    name: str = "rows"
+
+    def __repr__(self) -> str:
+        """Return the sizes: the dataclass's own text would be the arrays of all runs."""
+        sizes = f"{self.stages} stages, {self.microbatches} microbatches, accumulate {self.accumulate}"
+        return f"Schedule({self.name}, {sizes}, {self.slot_count} slots)"
 
     def __post_init__(self) -> None:
         if self.placement and len(self.placement) != self.stages:

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import groupby
-from typing import Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 import numpy as np
 
 from ipu_pipe.errors import BadInput, raise_faults
 from ipu_pipe.schedule.actions import PASSES
-from ipu_pipe.schedule.methods import Method, Pipeline, check_sizes
+from ipu_pipe.schedule.methods import Method, Timeline, check_sizes, find_method
 from ipu_pipe.schedule.orders import get_period, make_device_rows
 from ipu_pipe.schedule.rows import lay_out
 from ipu_pipe.schedule.runs import RunArray, Stretch, make_runs
@@ -34,14 +34,21 @@ OPEN = 1 << 40
 
 
 def make_schedule(
-    method: Method, stages: int, microbatches: int, accumulate: int, drains: Sequence[int] = (), synchronous: int = 0
+    method: Union[str, Method],
+    stages: int,
+    microbatches: int,
+    accumulate: int,
+    drains: Sequence[int] = (),
+    synchronous: int = 0,
 ) -> Schedule:
     """Make the schedule of `method` for P `stages`, M `microbatches` and N = `accumulate` microbatches per update.
 
-    `drains`: microbatches, multiples of N, before which the pipeline drains and refills (evaluation, checkpoints); a method that
-    flushes is empty there anyway. `synchronous`: the number of microbatches at the start, a multiple of N, that run as in GPipe
-    (PipeMare's warm-up, W). Raise `BadInput` for impossible sizes (see `check_sizes`).
+    `method`: its name, or the row that `resolve_method` returns, with other settings. `drains`: microbatches, multiples of N,
+    before which the pipeline drains and refills (evaluation, checkpoints); a method that flushes is empty there anyway.
+    `synchronous`: the number of microbatches at the start, a multiple of N, that run as in GPipe (PipeMare's warm-up, W).
+    Raise `BadInput` for an unknown name and for impossible sizes (see `check_sizes`).
     """
+    method = find_method(method)
     check_sizes(method, stages, microbatches, accumulate)
     if method.order is not None:
         sizes = _split_at_drains(drains, microbatches, accumulate)
@@ -58,9 +65,9 @@ def make_schedule(
     if warm % accumulate and warm < microbatches:
         raise BadInput(f"synchronous: {warm}: must be a multiple of accumulate ({accumulate})")
     stretches: List[Stretch] = []
-    for pipeline, count in ((Pipeline.FILL_DRAIN, warm), (method.pipeline, microbatches - warm)):
+    for pipeline, count in ((Timeline.FILL_DRAIN, warm), (method.pipeline, microbatches - warm)):
         definition = PIPELINES[pipeline]
-        if pipeline is Pipeline.LOCAL_SGD:
+        if pipeline is Timeline.LOCAL_SGD:
             assert method.rounds is not None
             interval = method.rounds.interval(stages)
             if accumulate < stages and interval > MOST_STEPS_OF_ROUND:
@@ -78,7 +85,7 @@ def make_schedule(
         for size, repeats in sizes:
             if size and repeats:
                 repeated = 0
-                if pipeline is Pipeline.LOCAL_SHARED and accumulate > 1:
+                if pipeline is Timeline.LOCAL_SHARED and accumulate > 1:
                     # each batch is a run: lay out enough of them to fill the pipeline, and repeat one in the middle
                     laid_out = (2 * stages + 4) * accumulate + size % accumulate
                     repeated = max(size - laid_out, 0)
@@ -88,7 +95,8 @@ def make_schedule(
                 stretch = Stretch(first_slot, first, repeats, slots, size - repeated, runs)
                 stretches.append(stretch.lengthen(repeated, accumulate) if repeated else stretch)
     definition = PIPELINES[method.pipeline]
-    return Schedule(stages, microbatches, accumulate, definition.slot_holds, tuple(stretches), definition.local)
+    holds, local = definition.slot_holds, definition.local
+    return Schedule(stages, microbatches, accumulate, holds, tuple(stretches), local, name=method.name)
 
 
 def open_schedule(
@@ -115,7 +123,7 @@ def _make_ordered(
             stretch, placement = _lay_out_order(method, stages, size)
             first_slot, first = (stretches[-1].end_slot, stretches[-1].end_microbatch) if stretches else (0, 0)
             stretches.append(replace(stretch, first_slot=first_slot, first_microbatch=first, repeats=repeats))
-    return Schedule(stages, microbatches, accumulate, SlotHolds.ONE, tuple(stretches), placement=placement)
+    return Schedule(stages, microbatches, accumulate, SlotHolds.ONE, tuple(stretches), placement=placement, name=method.name)
 
 
 def _lay_out_order(method: Method, stages: int, size: int) -> Tuple[Stretch, Tuple[int, ...]]:
@@ -159,7 +167,7 @@ def compute_utilization(method: Method, stages: int, accumulate: int) -> float:
         batches = 1 if method.rounds is None else method.rounds.steps
         return make_schedule(method, stages, batches * accumulate, accumulate).busy_share()
     # pipelines that never drain repeat every one or two slots, or with each batch, from slot 3P on
-    period = accumulate + (stages > 1) if method.pipeline is Pipeline.LOCAL_SHARED else 2
+    period = accumulate + (stages > 1) if method.pipeline is Timeline.LOCAL_SHARED else 2
     start, microbatches = 3 * stages, 4 * stages + 2 + period
     if method.order is not None:
         start, period = 9 * stages * method.order.stages_per_device, stages * (3 if method.order.splits else 2)
@@ -320,16 +328,16 @@ class PipelineDefinition(NamedTuple):
     by_accumulate: bool = False
 
 
-PIPELINES: Dict[Pipeline, PipelineDefinition] = {
-    Pipeline.SEQUENTIAL: PipelineDefinition(_fill_drain, lambda accumulate: 1),
-    Pipeline.FILL_DRAIN: PipelineDefinition(_fill_drain, lambda accumulate: accumulate),
-    Pipeline.ONE_F_ONE_B_FLUSH: PipelineDefinition(_capped_1f1b, lambda accumulate: accumulate),
-    Pipeline.ONE_F_ONE_B: PipelineDefinition(_pipedream_1f1b),
-    Pipeline.ONE_F_ONE_B_CAPPED: PipelineDefinition(_capped_1f1b),
-    Pipeline.LOCAL_SGD: PipelineDefinition(_local_sgd, by_accumulate=True),
-    Pipeline.DATAFLOW: PipelineDefinition(_dataflow, slot_holds=SlotHolds.BOTH),
-    Pipeline.LOCAL: PipelineDefinition(_local, slot_holds=SlotHolds.BOTH, local=True),
-    Pipeline.LOCAL_SHARED: PipelineDefinition(
+PIPELINES: Dict[Timeline, PipelineDefinition] = {
+    Timeline.SEQUENTIAL: PipelineDefinition(_fill_drain, lambda accumulate: 1),
+    Timeline.FILL_DRAIN: PipelineDefinition(_fill_drain, lambda accumulate: accumulate),
+    Timeline.ONE_F_ONE_B_FLUSH: PipelineDefinition(_capped_1f1b, lambda accumulate: accumulate),
+    Timeline.ONE_F_ONE_B: PipelineDefinition(_pipedream_1f1b),
+    Timeline.ONE_F_ONE_B_CAPPED: PipelineDefinition(_capped_1f1b),
+    Timeline.LOCAL_SGD: PipelineDefinition(_local_sgd, by_accumulate=True),
+    Timeline.DATAFLOW: PipelineDefinition(_dataflow, slot_holds=SlotHolds.BOTH),
+    Timeline.LOCAL: PipelineDefinition(_local, slot_holds=SlotHolds.BOTH, local=True),
+    Timeline.LOCAL_SHARED: PipelineDefinition(
         _local_shared, slot_holds=SlotHolds.BOTH, local=True, by_accumulate=True
     ),
 }

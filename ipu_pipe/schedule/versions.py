@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cached_property
-from typing import Dict, Iterator, NamedTuple, Optional, Sequence, Tuple
+from typing import Dict, Iterator, NamedTuple, Optional, Sequence, Tuple, Union
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from ipu_pipe.errors import BadInput
 from ipu_pipe.schedule.actions import PASSES, Action, Kind
 from ipu_pipe.schedule.delays import DelaySampler, find_mean_delays
-from ipu_pipe.schedule.methods import Method, Reads, check_sizes
+from ipu_pipe.schedule.methods import Method, Reads, check_sizes, find_method
 from ipu_pipe.schedule.runs import ALL_STAGES, IntArray
 from ipu_pipe.schedule.table import Schedule
 from ipu_pipe.schedule.timelines import make_schedule
@@ -104,8 +104,9 @@ class VersionTable:
     later microbatch: such a schedule cannot be replayed microbatch by microbatch.
     """
 
-    def __init__(self, schedule: Schedule, method: Method, seed: int = 0) -> None:
-        """`seed`: the seed of drawn delays."""
+    def __init__(self, schedule: Schedule, method: Union[str, Method], seed: int = 0) -> None:
+        """`method`: its name or row. `seed`: the seed of drawn delays."""
+        method = find_method(method)
         if schedule.stages == 1 and method.delay is None:
             # a single stage is plain training
             method = replace(method, forward_reads=Reads.NEWEST)

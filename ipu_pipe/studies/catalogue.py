@@ -19,6 +19,7 @@ from ipu_pipe.studies.predicted_local import MEMORY_TABLE, SPEEDUP_TABLE
 from ipu_pipe.studies.predicted_pipemare import COLUMNS_TABLE
 from ipu_pipe.studies.training_grids import load_experiment
 from ipu_pipe.studies.vector_grids import VECTOR_GRIDS
+from ipu_pipe.text import suggest
 
 
 def find_experiments(names: Sequence[str]) -> List[Experiment]:
@@ -31,6 +32,7 @@ def find_experiments(names: Sequence[str]) -> List[Experiment]:
     for name in names or [*files, *records]:
         path = files.get(name, Path(name))
         if name not in records and not path.is_file():
-            raise BadInput(f"EXPERIMENT: {name}: must be one of {', '.join([*files, *records])}, all, or a file")
+            known = [*files, *records]
+            raise BadInput(f"EXPERIMENT: {name}: must be one of {', '.join(known)}, all, or a file{suggest(name, known)}")
         experiments.append(records[name] if name in records else load_experiment(path))
     return experiments

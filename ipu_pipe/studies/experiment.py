@@ -21,6 +21,7 @@ from ipu_pipe.errors import RunFault, find_user_fault, guard_writing, raise_faul
 from ipu_pipe.files import write_json, write_text
 from ipu_pipe.launcher import end_with
 from ipu_pipe.studies.verdicts import COLUMNS, Verdict, make_results
+from ipu_pipe.text import suggest
 
 Key = TypeVar("Key")
 # the result of a run, which must be picklable
@@ -114,7 +115,9 @@ class Experiment:
             if getattr(request, option) and not allowed
         ]
         unknown = [label for label in request.rows if label not in self.labels]
-        faults += [f"--rows: {label}: must be one of {', '.join(self.labels)}" for label in unknown if self.labels]
+        if self.labels:
+            allowed = f"must be one of {', '.join(self.labels)}"
+            faults += [f"--rows: {label}: {allowed}{suggest(label, self.labels)}" for label in unknown]
         raise_faults(faults)
 
     def describe(self) -> Dict[str, Any]:

@@ -34,6 +34,7 @@ from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.model.batch import call_model, clone_tensors, get_first_tensor
 from ipu_pipe.model.loss import Loss, compute_losses
+from ipu_pipe.model.modes import set_mode
 from ipu_pipe.model.observation import observe_effects
 from ipu_pipe.model.randomness import KeyedRandomness
 from ipu_pipe.model.restoring import restore_all, restore_buffers, restore_modes
@@ -271,8 +272,8 @@ def compute_block_angles(
     with restore_all(model), restore_modes(blocks.model):
         keyed = KeyedRandomness(model, draws, seed, get_first_tensor(x).device)
         try:
-            model.train()
-            blocks.model.train()
+            set_mode(model, training=True)
+            set_mode(blocks.model, training=True)
             local = compute_gradients(model, blocks.average_duplicates)
             true = compute_gradients(blocks.model, lambda: None)
         finally:
@@ -331,7 +332,7 @@ def measure_fit(config: Config, out: Path, options: MeasureOptions, overwrite: b
         if done % options.every == 0 or done == job.updates:
             accuracies = [one.accuracy for one in window if one.accuracy is not None]
             accuracy = statistics.mean(accuracies) if accuracies else None
-            curve.append([done, statistics.mean(one.loss for one in window), accuracy])
+            curve.append([done, statistics.mean(one.loss for one in window if one.loss is not None), accuracy])
             window.clear()
 
     train_emulated(job, gather)

@@ -32,7 +32,7 @@ from ipu_pipe.run.planning import build_for_planning
 from ipu_pipe.run.train import train
 from ipu_pipe.schedule import timelines
 from ipu_pipe.schedule.clock import Costs, clock
-from ipu_pipe.schedule.methods import METHODS, resolve_method
+from ipu_pipe.schedule.methods import check_methods, resolve_method
 
 ERROR = "error: "
 MIB = 2**20
@@ -54,8 +54,8 @@ def compare_methods(
     Each makes `steps` updates of the config's own batch (None: the config's number, 0: plan only). The methods take turns in each
     of `rounds`, so that a change on the machine meets all of them; further rounds go into `out/METHOD/round-R`. Raise `BadInput`.
     """
-    faults = {f"--methods: {name}: must be one of {', '.join(METHODS)}": name not in METHODS for name in methods}
-    faults[f"--methods: {','.join(methods)}: a method is named twice"] = len(set(methods)) != len(methods)
+    check_methods(methods, "--methods")
+    faults = {f"--methods: {','.join(methods)}: a method is named twice": len(set(methods)) != len(methods)}
     where = f"backend.name: {config.backend.name}: methods are compared on emulator or distributed"
     raise_faults({**faults, where: get_backend(config).trains_on is not None})
     if is_distributed():

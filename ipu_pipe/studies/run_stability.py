@@ -23,6 +23,7 @@ from ipu_pipe.job.record import Job
 from ipu_pipe.job.stability import derive_recurrence, list_inapplicable
 from ipu_pipe.model.batch import call_model, clone_tensors, map_tensors
 from ipu_pipe.model.loss import Loss
+from ipu_pipe.model.modes import set_mode
 from ipu_pipe.model.observation import observe_effects
 from ipu_pipe.model.restoring import restore_all
 from ipu_pipe.report.analysis.text import format_table
@@ -106,9 +107,9 @@ def measure_curvature(
 
 
 def _fix_random_modules(model: nn.Module, x: Any) -> None:
-    """Set the modules that draw random numbers to evaluation, all others to training."""
+    """Set the modules that draw random numbers to evaluation, all others to their training modes."""
     names = observe_effects(model, x).draws
-    model.train()
+    set_mode(model, training=True)
     for name in names:
         model.get_submodule(name).training = False
 

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ipu_pipe.errors import BadInput
+from ipu_pipe.files import open_file
 from ipu_pipe.text import show
 from ipu_pipe.trace import events as ev
 from ipu_pipe.trace.events import Counter, Counters, Events, Trace
@@ -88,11 +89,8 @@ def _find_files(path: Path) -> List[Path]:
 
 def _is_native(path: Path) -> bool:
     """Return whether a file is in our own format, False for JSON. Raise `BadInput` if it is neither."""
-    # reading a pipe or a device might never end
-    if path.exists() and not path.is_file():
-        raise BadInput(f"{path}: is not a file: must be a run's folder or a trace file")
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             begin = file.read(len(MAGIC))
     except OSError as error:
         raise BadInput(f"{path}: cannot be read: {error.strerror or error}") from None
@@ -131,7 +129,7 @@ def _read_json_files(files: Sequence[Path]) -> Trace:
 
 def _parse(path: Path) -> Tuple["_Records", Dict[str, Any]]:
     """Return the records of a Chrome trace, and the file's other keys."""
-    with path.open("rb") as raw:
+    with open_file(path) as raw:
         is_gzipped = raw.read(2) == GZIP
         raw.seek(0)
         text = (gzip.open(raw) if is_gzipped else raw).read(MOST_TEXT + 1)

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ipu_pipe.errors import BadInput, guard_writing
+from ipu_pipe.files import open_file
 from ipu_pipe.trace.events import (
     EVENT_TYPES,
     FARTHEST_NS,
@@ -137,7 +138,7 @@ def _unpack(payload: bytes, rows: int, types: Sequence[Any]) -> List[Any]:
 def _read_blocks(path: Path, notes: List[str], most_bytes: int) -> Iterator[Tuple[bytes, int, bytes]]:
     """Yield the tag, the number of rows and the unpacked bytes of each block. Raise ValueError for more than `most_bytes`."""
     try:
-        file = path.open("rb")
+        file = open_file(path)
     except OSError as error:
         raise BadInput(f"{path}: cannot be read: {error.strerror or error}") from None
     with file:

@@ -14,6 +14,13 @@ import torch
 
 from ipu_pipe.schedule.table import Kind, Schedule
 
+
+def explain_stage_scope(norm: float, stages: int) -> str:
+    """Return the remedy for a global `norm` that is not known: clipping by stage, with the norm that bounds all stages alike."""
+    by_stage = norm / math.sqrt(stages)
+    return f"scope: stage with norm: {by_stage:.4g} (norm / sqrt(stages): together {stages} stages stay within {norm:g})"
+
+
 # added to a norm, as in torch's own clipping
 MARGIN = 1e-6
 

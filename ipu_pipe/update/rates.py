@@ -150,8 +150,12 @@ def simulate_scheduler(
                 if k and k % every == 0:
                     dummy.step()
                     scheduler.step()
+                if dummy.param_groups is not groups or len(groups) != members or not all("lr" in group for group in groups):
+                    raise BadInput(f"{KEY}: {type(scheduler).__name__}: changes the optimizer's parameter groups")
                 rates.append([float(group["lr"]) for group in groups])
-                changed = [key for group, start in zip(groups, settings) for key in start if group[key] != start[key]]
+                changed = [
+                    key for group, start in zip(groups, settings) for key in start if group.get(key) != start[key]
+                ]
                 if changed:
                     raise BadInput(
                         f"{KEY}: {type(scheduler).__name__}: changes {' and '.join(dict.fromkeys(changed))}: a schedule here"

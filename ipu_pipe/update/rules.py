@@ -22,7 +22,7 @@ from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Seq
 
 import torch
 
-from ipu_pipe.schedule.methods import Method, Pipeline, Reads
+from ipu_pipe.schedule.methods import Method, Reads, Timeline
 from ipu_pipe.stability import recurrences
 
 # one tensor for each parameter of a stage
@@ -389,7 +389,7 @@ def compute_spectrain_horizon(setting: Setting, is_forward: bool) -> float:
     A backward of stage s predicts the weights s updates ahead (dataflow) or s/2 (1F1B), in updates of N microbatches; its forward
     is the stage's lag D earlier still.
     """
-    steps = setting.stage / (1 if setting.method.pipeline is Pipeline.DATAFLOW else 2)
+    steps = setting.stage / (1 if setting.method.pipeline is Timeline.DATAFLOW else 2)
     ahead = float(math.ceil(steps / setting.accumulate))
     return setting.lag + ahead if is_forward else ahead
 

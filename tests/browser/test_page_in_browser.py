@@ -294,6 +294,30 @@ def test_names_are_only_ever_text(opened: Callable[..., Page]) -> None:
     assert HOSTILE in page.text("#stages") and HOSTILE in page.text("#answer")
 
 
+def test_a_script_that_was_let_in_does_not_run(browser: Any, tmp_path: Path) -> None:
+    """As if names were not escaped: the page draws itself, and nothing that is not ours runs or is applied."""
+    write_page(tmp_path / "page.html", *example())
+    text = (tmp_path / "page.html").read_text(encoding="utf-8")
+    inserted = (
+        HOSTILE, '<p id="attribute" onclick="window.hostile = true" style="position: fixed">x</p>',
+        '<a id="link" href="javascript:window.hostile = true">x</a>', "<style>h1 { display: none }</style>",
+        '<base href="http://localhost:9/">',
+    )  # fmt: skip
+    (tmp_path / "page.html").write_text(text.replace("<header>", "".join(inserted) + "<header>", 1), encoding="utf-8")
+    page = Page(browser, tmp_path / "page.html")
+    page.settled()
+    assert page.colours() >= 5 and page.one("h1").is_displayed()
+    page.script("for (const id of ['attribute', 'link']) document.getElementById(id).click()")
+    # a frame later the clicks have had their effect, had they any
+    page.settled()
+    assert page.script("return window.hostile === undefined")
+    assert page.script("return getComputedStyle(document.getElementById('attribute')).position") == "static"
+    assert page.script("return document.baseURI").startswith("file:")
+    messages = [entry["message"] for entry in browser.get_log("browser")]
+    assert messages and all("Content Security Policy" in message for message in messages)
+    page.quiet()
+
+
 def test_what_the_analysis_does_not_know_is_said_to_be_not_known(opened: Callable[..., Page]) -> None:
     trace, analysis = example()
     for analysis_given in (

@@ -19,8 +19,21 @@ from typing import Callable, Dict, Iterator, List, NamedTuple, NoReturn, Optiona
 
 import yaml
 
+import ipu_pipe
 from ipu_pipe.errors import run_command
-from tests.hostile import checkpoints, command_lines, commands, configs, data_files, folders, traces
+from tests.hostile import (
+    checkpoints,
+    command_lines,
+    commands,
+    configs,
+    data_files,
+    folders,
+    manifests,
+    named_files,
+    traces,
+    user_code,
+    weights,
+)
 from tests.hostile.cases import BASE, Bases, Case, Make
 
 KINDS: Dict[str, Make] = {
@@ -32,12 +45,17 @@ KINDS: Dict[str, Make] = {
     "traces": traces.make,
     "plans": commands.make_plan,
     "commands": commands.make,
+    "weights": weights.make,
+    "manifests": manifests.make,
+    "named_files": named_files.make,
+    "user_code": user_code.make,
 }
 # in which turn the kinds come: most cases where most can be said
 TURN = (
     *("configs", "command_lines", "checkpoints", "traces", "commands"),
     *("configs", "plans", "folders", "traces", "commands"),
     *("configs", "command_lines", "checkpoints", "data_files", "plans"),
+    *("weights", "manifests", "named_files", "user_code", "user_code"),
 )
 TOOLS = (
     *("train", "schedule", "analyze", "plan", "stability", "collect", "reproduce", "measure_hardware"),
@@ -47,6 +65,8 @@ SECONDS = 30  # of a case
 MORE_MEMORY = 3 * 2**30  # address space of a case beyond what the imports take, in bytes
 MOST_WRITTEN = 2**28  # of a file
 LONGEST = 2100  # characters of a fault's line
+# a fault of ours that was reported as the user's: their own lines are never in our files
+OURS = re.compile(re.escape(os.path.dirname(ipu_pipe.__file__)) + r"/[\w/]+\.py:\d+")
 
 
 class Result(NamedTuple):
@@ -165,6 +185,8 @@ def _be(case: Case, folder: Path, out: Path) -> NoReturn:
 def _main_of(tool: str) -> Callable[[], None]:
     if tool == "predict":
         return commands.predict
+    if tool == "call":
+        return named_files.call
     module = f"ipu_pipe.cli.{tool}" if tool in TOOLS else f"tools.{tool}"
     main: Callable[[], None] = importlib.import_module(module).main
     return main
@@ -214,6 +236,8 @@ def judged(case: Case, code: Optional[int], said: str, wrong: str) -> str:
         return f"no line: exit code {code}, standard error {wrong[-200:]!r}"
     if any(len(line) > LONGEST or not line.isprintable() for line in lines):
         return "no line: too long, or not printable"
+    if any(OURS.search(line) for line in lines):
+        return f"our line: {next(filter(OURS.search, lines))}"
     if any(not line.isprintable() for line in (said + wrong).replace("\t", " ").split("\n")):
         return "not printable: on standard output or error"
     if code == 0 and case.differs is not None:
@@ -252,7 +276,7 @@ def run_cases(wanted: Sequence[Tuple[str, int]], seed: int, scratch: Path, worke
 
 def table(results: Sequence[Result]) -> str:
     """How the cases ended, a row a kind."""
-    bads = ("traceback", "hang", "exit code", "no line", "differs", "warning", "not printable")
+    bads = ("traceback", "hang", "exit code", "no line", "our line", "differs", "warning", "not printable")
     columns: List[Tuple[str, Callable[[Result], bool]]] = [("cases", lambda r: True)]
     columns += [(f"exit {code}", lambda r, code=code: r.code == code) for code in (0, 1, 2)]  # type: ignore[misc]
     columns += [(bad, lambda r, bad=bad: r.bad.startswith(bad)) for bad in bads]  # type: ignore[misc]

@@ -96,7 +96,7 @@ def compute_factor(k: int) -> float:
     return 1.0 / (1 + k / 10)
 
 
-def train_with_config(case: Case, folder: Path, dropout: float = 0.0) -> Tuple[nn.Module, List[float]]:
+def train_with_config(case: Case, folder: Path, dropout: float = 0.0, **objects: Any) -> Tuple[nn.Module, List[float]]:
     """Train by `ipu_pipe.train` on the emulator, with a drain after each epoch. Return the model and the updates' losses."""
     model, losses = make_model(dropout), []
     args = dict(case.args)
@@ -133,6 +133,7 @@ def train_with_config(case: Case, folder: Path, dropout: float = 0.0) -> Tuple[n
         optimizer=make_sgd,
         lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, compute_factor),
         callbacks=[Record()],
+        **objects,
         quiet=True,
         overwrite=True,
     )

@@ -14,15 +14,13 @@ from ipu_pipe.backends.emulator.replay import Emulator
 from ipu_pipe.backends.interface import Backend, CheckpointState, Engine, Report, StepResult
 from ipu_pipe.backends.work import Work, list_exactness_faults
 from ipu_pipe.errors import summarize
-from ipu_pipe.job.evaluation import EvaluationResult, evaluate
+from ipu_pipe.job.evaluation import EvaluationResult, compute_outputs, enter_evaluation, evaluate
 from ipu_pipe.job.factories import place_whole
 from ipu_pipe.job.record import Job
 from ipu_pipe.job.user_code import attribute_faults
-from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.model.batch import call_model, clone_tensors, count_bytes, count_samples
 from ipu_pipe.model.flops import BACKWARD
 from ipu_pipe.model.loss import compute_losses
-from ipu_pipe.model.restoring import restore_modes
 from ipu_pipe.model.timing import REPEATS, PassSeconds, StageSeconds, time_passes
 from ipu_pipe.update.optimizer import count_state_bytes, export_state, list_parts
 
@@ -59,9 +57,7 @@ def _time_passes(job: Job) -> PassSeconds:
     def run_forward() -> List[torch.Tensor]:
         return compute_losses(job.loss, call_model(job.model, clone_tensors(x)), clone_tensors(y))
 
-    with restore_modes(job.model):
-        job.model.train()
-        return time_passes(job.model, run_forward, job.partition.begins, flops, enough=ENOUGH)
+    return time_passes(job.model, run_forward, job.partition.begins, flops, enough=ENOUGH)
 
 
 def _time_updates(job: Job) -> List[float]:
@@ -130,18 +126,30 @@ class EmulatorEngine(Engine):
             self._emulator = self._make_emulator(Work.from_job(self.job, update))
 
     def predict(self, x: Any) -> Any:
-        model, blocks = self.job.model, get_blocks(self.job.model)
-        with torch.no_grad(), restore_modes(model), self.job.rules.hold_averages():
-            model.eval()
-            return call_model(model, x) if blocks is None else blocks.compute_outputs(x)[-1]
+        with enter_evaluation(self.job.model), self.job.rules.hold_averages():
+            return compute_outputs(self.job.model, x)[-1]
 
     def step(self, k: int, read: bool = True) -> List[StepResult]:
         with attribute_faults(lambda: self._emulator.activity):
             if not does_reading_synchronize(self.job.device):
-                return self._combine([self._emulator.step(self._microbatches()) for _ in range(self._block_updates)])
+                return self._combine([self._emulator.step(*self._read_batch()) for _ in range(self._block_updates)])
             for _ in range(self._block_updates):
-                self._emulator.advance(self._microbatches())
+                self._emulator.advance(*self._read_batch())
             return self._combine(self._emulator.read()) if read else []
+
+    def _read_batch(self) -> Tuple[Any, ...]:
+        """Return the arguments of the emulator's step: the microbatches up to the next update, and any weights."""
+        job = self.job
+        if job.loss_weight is None:
+            return (self._microbatches(),)
+        # the sum of the weights must be known before the first backward
+        batches, weights = [], []
+        for replay in self._emulator.list_replays():
+            batch = job.read_microbatch(replay.microbatch, replay.replica)
+            update = self._emulator.update // self._block_updates
+            batches.append(batch)
+            weights.append(job.weigh_microbatch(batch, update, replay.microbatch, replay.replica))
+        return map(job.prepare_batch, batches), weights
 
     def _microbatches(self) -> Iterator[Tuple[Any, Any]]:
         """Yield lazily, in replay order, the microbatches up to and including the next replay with an update."""
@@ -156,6 +164,7 @@ class EmulatorEngine(Engine):
 
         Randomized methods update one stage per replay. P such updates use the gradients of P stages, as many as other methods
         compute from one microbatch. So they count as one step with the samples of one microbatch and the mean loss and accuracy.
+        Updates without weight have no loss.
         """
         count = self._block_updates
         if count == 1:
@@ -165,7 +174,9 @@ class EmulatorEngine(Engine):
             step_results = results[first : first + count]
             accuracies = [result.accuracy for result in step_results if result.accuracy is not None]
             accuracy = sum(accuracies) / count if len(accuracies) == count else None
-            steps.append(StepResult(sum(result.loss for result in step_results) / count, accuracy, step_results[0].samples))
+            losses = [result.loss for result in step_results if result.loss is not None]
+            loss = sum(losses) / len(losses) if losses else None
+            steps.append(StepResult(loss, accuracy, step_results[0].samples))
         return steps
 
     def decide_end(self, done: int, stop_requested: bool) -> int:

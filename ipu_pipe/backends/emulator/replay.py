@@ -17,8 +17,9 @@ because a stage of the pipeline runs its forwards in that order too.
 
 from __future__ import annotations
 
+import itertools
 from contextlib import nullcontext
-from typing import Any, Callable, ContextManager, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Callable, ContextManager, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 from torch import nn
@@ -28,12 +29,12 @@ from ipu_pipe.backends.interface import StepResult
 from ipu_pipe.backends.replays import Replay, ReplayPlan
 from ipu_pipe.backends.replicas import GradientReplicas, IndependentReplicas
 from ipu_pipe.backends.weights import make_weight_store
-from ipu_pipe.backends.work import MicrobatchResult, Work, average, tabulate
+from ipu_pipe.backends.work import MicrobatchResult, Weight, Work, average, tabulate
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.user_code import StageWatch
 from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.model.batch import call_model, count_samples, get_first_tensor
-from ipu_pipe.model.loss import BlockOutputs, compute_losses, count_right, take_scores
+from ipu_pipe.model.loss import BlockOutputs, compute_losses, compute_zero_losses, count_right, take_scores
 from ipu_pipe.model.observation import observe_effects
 from ipu_pipe.model.randomness import KeyedRandomness
 from ipu_pipe.model.restoring import restore_buffers
@@ -95,19 +96,20 @@ class Emulator:
 
     # ---- steps
 
-    def step(self, microbatches: Iterable[Microbatch]) -> StepResult:
+    def step(self, microbatches: Iterable[Microbatch], weights: Optional[Sequence[float]] = None) -> StepResult:
         """Carry out the replays up to the next update, each on its microbatch (x, y), and the update.
 
-        With replicas the microbatches are the first of each replica, then the second of each, and so on.
+        With replicas the microbatches are the first of each replica, then the second of each, and so on. `weights`: their weights
+        in the mean loss; None if all count the same.
         """
-        replay = self._run_batch(microbatches)
+        replay = self._run_batch(microbatches, weights)
         result = self.read()[-1]
         self._update(replay)
         return result
 
-    def advance(self, microbatches: Iterable[Microbatch]) -> None:
+    def advance(self, microbatches: Iterable[Microbatch], weights: Optional[Sequence[float]] = None) -> None:
         """Do a step without reading its result, for which the host would wait for a GPU; `read` returns the result later."""
-        self._update(self._run_batch(microbatches))
+        self._update(self._run_batch(microbatches, weights))
 
     def read(self) -> List[StepResult]:
         """Return the results of the updates since the last call. Raise `RunFault` if a loss is not finite."""
@@ -127,13 +129,23 @@ class Emulator:
             self._microbatch = self._replay.microbatch
         return self._replay
 
-    def _run_batch(self, microbatches: Iterable[Microbatch]) -> Replay:
+    def list_replays(self) -> List[Replay]:
+        """Return the replays up to the next update."""
+        replays = [self.replay]
+        while not len(replays[-1].updates):
+            replays.append(self._plan.replay(self._number + len(replays)))
+        return replays
+
+    def _run_batch(self, microbatches: Iterable[Microbatch], weights: Optional[Sequence[float]]) -> Replay:
         """Run the replays of an update and return the last one, which names the stages to update."""
+        weight_of: Iterator[Optional[Weight]] = itertools.repeat(None)
+        if weights is not None:
+            weight_of = iter(self.work.compute_weights(weights, self._replica_count))
         by_microbatch: List[List[MicrobatchResult]] = []
         samples = 0
         for x, y in microbatches:
             replay = self.replay
-            by_microbatch.append(self._run(replay, x, y))
+            by_microbatch.append(self._run(replay, x, y, next(weight_of)))
             samples += count_samples(x)
             # a fault from here on is one of loading the next microbatch
             self._phase = "data"
@@ -142,7 +154,7 @@ class Emulator:
         self._unread.append((self.update // self.work.block_updates, samples, by_block))
         return replay
 
-    def _run(self, replay: Replay, x: Any, y: Any) -> List[MicrobatchResult]:
+    def _run(self, replay: Replay, x: Any, y: Any, weight: Optional[Weight]) -> List[MicrobatchResult]:
         """Carry out the passes of a replay; return the result of the model, or one for each block that has a loss of its own."""
         if self._gradient_replicas:
             self._gradient_replicas.enter(replay.replica)
@@ -150,13 +162,13 @@ class Emulator:
             self._independent.enter(replay.replica)
         if self._stage_buffers:
             self._stage_buffers.stage = int(replay.updates[0])
-        (output, losses), losses_for_backward = self._forward(replay, x, y)
+        (output, losses), losses_for_backward = self._forward(replay, x, y, weight)
         self.weights.load(replay.backward)
         self._phase = "backward"
         rules, stages = self.work.rules, range(self._last_stage + 1)
         with rules.compensate(self.update, stages, self.weights.compute_age), self._random.backward(self._draw_key(replay)):
             # the draws are keyed here too because a checkpoint runs forwards again
-            torch.autograd.backward([loss / self.work.accumulate for loss in losses_for_backward])
+            torch.autograd.backward([self.work.scale_loss(loss, weight) for loss in losses_for_backward])
         if self._row_order:
             self._row_order.gather(replay.replica, replay.microbatch)
         if self._gradient_replicas:
@@ -169,7 +181,7 @@ class Emulator:
         self.weights.release(self._plan.find_oldest(self._number))
         outputs = output if isinstance(output, BlockOutputs) else [output]
         return [
-            MicrobatchResult(loss.detach(), count_right(take_scores(self.work.loss, block_output), y))
+            MicrobatchResult(loss.detach(), count_right(take_scores(self.work.loss, block_output), y), weight)
             for loss, block_output in zip(losses, outputs)
         ]
 
@@ -177,7 +189,9 @@ class Emulator:
         """Return the number of the microbatch among all replicas' microbatches, which keys its random draws."""
         return replay.microbatch * self._replica_count + replay.replica
 
-    def _forward(self, replay: Replay, x: Any, y: Any) -> Tuple[Forward, List[torch.Tensor]]:
+    def _forward(
+        self, replay: Replay, x: Any, y: Any, weight: Optional[Weight]
+    ) -> Tuple[Forward, List[torch.Tensor]]:
         """Return the forward's result, and the losses to start the backward from (with recomputation the second forward's)."""
 
         def forward() -> Forward:
@@ -185,6 +199,8 @@ class Emulator:
             with self._random.forward(self._draw_key(replay)):
                 output = call_model(self.model, x)
             self._watch.stage = self._last_stage
+            if weight is not None and not weight.share:
+                return output, compute_zero_losses(self.work.loss, output)
             return output, compute_losses(self.work.loss, output, y)
 
         self.weights.load(replay.forward)

@@ -8,6 +8,7 @@ import importlib.util
 import json
 import os
 import sys
+import warnings
 from typing import Any, Dict, List, Mapping, Optional
 
 import numpy as np
@@ -26,6 +27,7 @@ from ipu_pipe.backends.ipu.placement import (
     round_up_ipus,
 )
 from ipu_pipe.backends.ipu.unsupported import check_model
+from ipu_pipe.backends.ipu.wrapping import copy_body
 from ipu_pipe.backends.ranks import is_distributed
 from ipu_pipe.config.schema import Config
 from ipu_pipe.errors import BadInput, summarize
@@ -34,7 +36,10 @@ from ipu_pipe.job.factories import place_whole
 from ipu_pipe.job.record import Job
 from ipu_pipe.launcher import announce_rank, read_launch
 from ipu_pipe.model.loss import OwnLoss, takes_whole_output
+from ipu_pipe.model.loss_verification import LossStage, LossTrial, list_loss_faults, takes_output_alone
+from ipu_pipe.model.randomness import KeyedRandomness
 from ipu_pipe.schedule.runs import IntArray
+from ipu_pipe.text import list_some
 
 # seconds that a process may wait for another one that compiles
 COMPILATION = 3600.0
@@ -70,6 +75,8 @@ def start(config: Config, asked: Mapping[str, object]) -> None:
     try:
         with contextlib.redirect_stderr(stderr_with_file):
             import poptorch  # noqa: F401
+        # PopTorch's wrapped model passes state_dict's arguments by position
+        warnings.filterwarnings("ignore", message="Positional args are being deprecated")
     except (ImportError, AssertionError, OSError) as error:
         raise BadInput(
             f"backend.name: poptorch: PopTorch is there but cannot be imported: {summarize(error)}: source the SDK's enable "
@@ -113,12 +120,36 @@ def list_faults(job: Job) -> List[str]:
         faults.append(f"{key}: IPUs take a model that gives a tensor: {others}")
     elif job.updates_per_epoch is None:
         faults.append(f"data: the training data has no length, which IPUs need: {others}")
+    if job.loss_weight is not None and config.gradient_accumulation * config.replicas > 1:
+        why = "PopTorch averages an update's microbatches and replicas itself, and all count the same"
+        faults.append(f"loss_weight: {config.loss_weight}: {why}: must be null, or {others}")
+    complex_buffers = [name for name, buffer in job.model.named_buffers() if buffer.is_complex()]
+    if complex_buffers:
+        faults.append(f"model: {list_some(complex_buffers)}: complex: IPUs have no complex numbers: {others}")
     if any(group["lr"] != job.base_rate for group in job.optimizer.param_groups):
         faults.append("optimizer: parameter groups with different learning rates: not with backend.name poptorch: must have one")
     if faults:
         return faults
     local = read_poprun_share(config).replicas if importlib.util.find_spec("poptorch") is not None else None
-    return check_model(config, job.method, observe_model(job), local if local != config.replicas else None)
+    faults = check_model(config, job.method, observe_model(job), local if local != config.replicas else None)
+    return faults + _list_loss_faults(job)
+
+
+def _list_loss_faults(job: Job) -> List[str]:
+    """Return the reasons why the loss cannot be computed with the copies of the model that PopTorch compiles."""
+    if takes_output_alone(job.loss):
+        return []
+    # the copies need the hooks of the keyed draws
+    randomness = KeyedRandomness(job.model, job.effects.draws, 0, job.device)
+    try:
+        body = copy_body(job.model)
+        stages = [LossStage(0, [body], lambda x, i=i: list(body.run_blocks(x))[i][0]) for i in range(body.losses)]  # type: ignore[misc]
+        trial = LossTrial(job.model, (), job.loss, job.example, randomness)
+        place = "PopTorch compiles a copy of the model, in which it cannot read them"
+        remedy = "put the term into the model's output, or use backend: {name: emulator}"
+        return list(dict.fromkeys(list_loss_faults(trial, stages, place, remedy)))
+    finally:
+        randomness.remove()
 
 
 def note(job: Job) -> str:

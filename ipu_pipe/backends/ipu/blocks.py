@@ -11,6 +11,7 @@ own pipeline cannot do this. The price is that activations leave the IPU-Links. 
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import deque
 from typing import Any, Deque, Dict, Iterator, List, Optional, Tuple
 
@@ -195,12 +196,14 @@ class BlockEngine(Engine):
 
     def evaluate(self, split: str = "test") -> List[EvaluationResult]:
         """Evaluate the test set through all blocks, on the same IPUs."""
+        start = time.perf_counter_ns()
         with describe_block_errors(self.rank, "evaluation"):
             sums_here = self._sum_evaluation(split)
             sums = torch.zeros(self.depth, len(sums_here), dtype=torch.float64)
             sums[self.rank] = sums_here
             self.messages.flush()
             dist.all_reduce(sums)
+            self._timeline.add("evaluate", self._done, start, time.perf_counter_ns())
             return [evaluate_sums(self.job.metrics, row) for row in sums]
 
     def _sum_evaluation(self, split: str) -> torch.Tensor:
@@ -227,8 +230,10 @@ class BlockEngine(Engine):
         return (snapshot.model, *export_state(snapshot.optimizer, names))
 
     def collect_state(self) -> Optional[CheckpointState]:
+        start = time.perf_counter_ns()
         with describe_block_errors(self.rank, "checkpoint"):
             gathered = self._gather(self._read_state())
+        self._timeline.add("checkpoint", self._done, start, time.perf_counter_ns())
         if gathered is None:
             return None
         model, tensors, plain = ({key: v for part in parts for key, v in part.items()} for parts in zip(*gathered))

@@ -1,6 +1,7 @@
 """The facts of a job's model that decide whether PopTorch can train it, from one observed training forward.
 
-Sources: PopTorch, branch sdk-release-3.4 (dispatchers/JitDispatch.cpp: integer buffers; RequiresGrad.cpp: no_grad), and torch
+Sources: PopTorch, branch sdk-release-3.4 (dispatchers/JitDispatch.cpp: integer buffers; RequiresGrad.cpp: no_grad), PopART
+(op/batchnorm.cpp: the gradient reads the batch's statistics, which a BatchNorm in evaluation mode does not compute), and torch
 2.0.1's type checks of convolutions. Not run on hardware.
 """
 
@@ -16,7 +17,8 @@ from torch.nn.modules.conv import _ConvNd
 
 from ipu_pipe.job.record import Job
 from ipu_pipe.model.batch import list_tensors
-from ipu_pipe.model.restoring import restore_buffers
+from ipu_pipe.model.loss_verification import get_user_loss
+from ipu_pipe.model.restoring import restore_attributes, restore_buffers, restore_function
 from ipu_pipe.model.watching import FunctionWatch
 from ipu_pipe.update.optimizer import list_kinds
 
@@ -34,7 +36,8 @@ class ModelFacts(NamedTuple):
     forward begins them. `empty`: stages at which no module begins. `written`: floating-point buffers that training writes;
     `counters`: integer buffers that it writes. `optimizer`: kind (`list_kinds`) and parameter groups. `functions`: classes of
     torch.autograd.Function in the gradient's path. `ungraded`: operations inside torch.no_grad() through which a gradient would
-    flow without it. `biased_convolutions`: names of modules. `input_type`: dtype of the model's input.
+    flow without it. `fixed_norms`: normalizations that use their running statistics (evaluation mode) in the gradient's path.
+    `biased_convolutions`: names of modules. `input_type`: dtype of the model's input.
     """
 
     stages: int
@@ -48,6 +51,7 @@ class ModelFacts(NamedTuple):
     counters: Sequence[str] = ()
     functions: Sequence[str] = ()
     ungraded: Sequence[str] = ()
+    fixed_norms: Sequence[str] = ()
     biased_convolutions: Sequence[str] = ()
     input_type: torch.dtype = torch.float32
 
@@ -60,6 +64,7 @@ def observe_model(job: Job) -> ModelFacts:
     users: Dict[str, Set[int]] = {}
     # `running` holds the names of the running modules, the innermost last
     ungraded, running, order = set(), ["the loss"], [0]
+    fixed_norms: List[str] = []
 
     def record_call(func: Any, args: Any, kwargs: Any) -> Any:
         name, inputs = getattr(func, "__name__", str(func)), list_tensors((args, kwargs))
@@ -78,11 +83,23 @@ def observe_model(job: Job) -> ModelFacts:
         if name in part.begins:
             order.append(part.begins[name])
 
+    def end_module(name: str, module: nn.Module, output: Any) -> None:
+        running.pop()
+        uses_running_statistics = isinstance(module, _NormBase) and not module.training and module.running_mean is not None
+        if uses_running_statistics and output.requires_grad and name not in fixed_norms:
+            fixed_norms.append(name)
+
     before = {name: (t, t.clone()) for name, t in model.named_buffers()}
-    with contextlib.ExitStack() as hooks, torch.enable_grad(), torch.random.fork_rng(devices=[]), restore_buffers(model):
+    with contextlib.ExitStack() as hooks, torch.enable_grad(), torch.random.fork_rng(devices=[]):
+        hooks.enter_context(restore_buffers(model))
+        # a tensor with a graph, which a module has kept as an attribute, could not be copied with the model
+        hooks.enter_context(restore_attributes(model))
+        hooks.enter_context(restore_function(get_user_loss(job.loss)))
         for name, module in model.named_modules():
             hooks.enter_context(module.register_forward_pre_hook(lambda *_, name=name: begin_module(name)))  # type: ignore[misc]
-            hooks.enter_context(module.register_forward_hook(lambda *_: running.pop() and None))
+            hooks.enter_context(
+                module.register_forward_hook(lambda m, _, output, name=name: end_module(name, m, output))  # type: ignore[misc]
+            )
         with FunctionWatch(record_call):
             loss = job.loss(model(x.clone()), y)
         now = dict(model.named_buffers())
@@ -102,6 +119,7 @@ def observe_model(job: Job) -> ModelFacts:
         functions=functions,
         # the forward of an autograd.Function runs without a gradient, so its operations would be reported too
         ungraded=[] if functions else sorted(ungraded),
+        fixed_norms=fixed_norms,
         biased_convolutions=[name for name, m in model.named_modules() if isinstance(m, _ConvNd) and m.bias is not None],
         input_type=x.dtype,
     )

@@ -20,17 +20,17 @@ from typing import Any, Callable, List, NamedTuple, Optional, Tuple
 from ipu_pipe.backends.ipu.config import IpuConfig
 from ipu_pipe.config.schema import Config
 from ipu_pipe.errors import BadInput
-from ipu_pipe.schedule.methods import Method, Pipeline, Reads, Structure
+from ipu_pipe.schedule.methods import Method, Reads, Structure, Timeline
 
 # PopTorch's classes; a sharded model runs one stage at a time
 SHARDED, PIPELINED = "ShardedExecution", "PipelinedExecution"
 
 # pipeline -> (PopTorch's class, whether it flushes before every update, whether its blocks have losses of their own)
 EXECUTIONS = {
-    Pipeline.SEQUENTIAL: (SHARDED, True, False),
-    Pipeline.FILL_DRAIN: (PIPELINED, True, False),
-    Pipeline.ONE_F_ONE_B_FLUSH: (PIPELINED, True, False),
-    Pipeline.LOCAL: (PIPELINED, False, True),
+    Timeline.SEQUENTIAL: (SHARDED, True, False),
+    Timeline.FILL_DRAIN: (PIPELINED, True, False),
+    Timeline.ONE_F_ONE_B_FLUSH: (PIPELINED, True, False),
+    Timeline.LOCAL: (PIPELINED, False, True),
 }
 
 

@@ -17,6 +17,7 @@ from ipu_pipe.backends.ipu.placement import (
     place_stages,
     round_up_ipus,
 )
+from ipu_pipe.backends.ipu.popart_options import list_popart_cases
 from ipu_pipe.config.schema import Config
 from ipu_pipe.config.values import Case
 from ipu_pipe.schedule.methods import Method
@@ -115,6 +116,7 @@ def _list_option_cases(config: Config, method: Method) -> Iterator[Case]:
     for key in ("ipu_ids", "log_cycle_count"):
         why = "cannot be combined with offline_target, which has no device: leave it out"
         yield Case(offline and getattr(ipu, key), f"ipu.{key}", why)
+    yield from list_popart_cases(ipu.popart_options)
     yield Case(ipu.log_cycle_count and ipu.use_ipu_model, "ipu.log_cycle_count", "must be false: hardware alone counts cycles")
 
 
@@ -252,6 +254,8 @@ def _list_model_cases(config: Config, facts: ModelFacts, is_one_of_several: bool
     for names, why in (
         (facts.functions, "PopTorch never calls its backward (a torch.autograd.Function): use plain operations"),
         (facts.ungraded, "torch.no_grad() has no effect inside a forward on an IPU: use .detach() on what is read"),
+        (facts.fixed_norms, "PopART has no gradient of a normalization in evaluation mode: use GroupNorm, or freeze by "
+         "requires_grad_(False) its weights and all weights before it"),
         (facts.counters, "training writes an integer buffer, a constant on an IPU: keep it in float32"),
     ):
         yield Case(names, "model", why, list_some(names, 3))

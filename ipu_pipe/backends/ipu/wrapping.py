@@ -73,6 +73,14 @@ class LocalBlocks(nn.Module):
             value = activations
 
 
+def copy_body(model: nn.Module) -> Any:
+    """Return a copy of a whole model, or of all blocks of a model with blocks."""
+    blocks = get_blocks(model)
+    if blocks is None:
+        return WholeModel(model)
+    return LocalBlocks(copy.deepcopy(blocks.model), copy.deepcopy(blocks.heads), blocks.pieces)
+
+
 def copy_piece(piece: Piece) -> nn.Module:
     """Return a module with copies of one piece's modules and weights under the model's names, and nothing else."""
     root, memo = nn.Module(), {}  # type: ignore[var-annotated]
@@ -163,10 +171,8 @@ def wrap(
     import poptorch
 
     blocks = get_blocks(model)
-    if blocks is None:
-        body: Any = WholeModel(model)
-    elif block is None:
-        body = LocalBlocks(copy.deepcopy(blocks.model), copy.deepcopy(blocks.heads), blocks.pieces)
+    if blocks is None or block is None:
+        body = copy_body(model)
     else:
         heads = {name: copy.deepcopy(head) for name, head in blocks.heads.items() if name == str(block)}
         body = LocalBlocks(copy_piece(blocks.pieces[block]), nn.ModuleDict(heads), [blocks.pieces[block]], block)
@@ -179,4 +185,4 @@ def wrap(
     for name, stage in part.begins.items() if block is None else ():
         poptorch.BeginBlock(body.model.get_submodule(name), name_stage(stage))
     passes_activations = blocks is not None and block is not None and block < len(blocks.pieces) - 1
-    return Wrapped(body, loss, precision.startswith("16"), OVERLAP.get(ipu.overlapped_io), passes_activations).train()
+    return Wrapped(body, loss, precision.startswith("16"), OVERLAP.get(ipu.overlapped_io), passes_activations)

@@ -144,7 +144,7 @@ def free(tensors: Iterable[torch.Tensor]) -> List[torch.Tensor]:
     """Free the memory of tensors and return them: they keep their shapes, their values become NaN."""
     freed = list(tensors)
     for tensor in freed:
-        value = float("nan") if tensor.is_floating_point() else 0
+        value = float("nan") if tensor.is_floating_point() or tensor.is_complex() else 0
         tensor.data = torch.full((), value, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
     return freed
 

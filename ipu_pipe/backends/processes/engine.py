@@ -26,7 +26,7 @@ from ipu_pipe.backends.processes.nccl import make_channels
 from ipu_pipe.backends.processes.stage import Stage, StageModel
 from ipu_pipe.backends.processes.ties import Ties, find_ties
 from ipu_pipe.backends.processes.update import ReplicaGroup, ResultCollection
-from ipu_pipe.backends.work import Work, list_exactness_faults
+from ipu_pipe.backends.work import Weight, Work, list_exactness_faults
 from ipu_pipe.data.sources import compute_checksum
 from ipu_pipe.errors import RunFault
 from ipu_pipe.job.evaluation import EvaluationResult
@@ -37,7 +37,7 @@ from ipu_pipe.model.batch import check_same_shapes
 from ipu_pipe.model.cutting import Piece, list_crossings
 from ipu_pipe.model.randomness import KeyedRandomness
 from ipu_pipe.schedule.actions import SPLIT_PASSES
-from ipu_pipe.schedule.methods import Pipeline
+from ipu_pipe.schedule.methods import Timeline
 from ipu_pipe.text import list_some
 from ipu_pipe.update.rules import select_rules
 
@@ -70,11 +70,16 @@ class ProcessEngine(Engine):
             replicas = [ReplicaGroup(groups[device], nccl_group, is_fast) for device in layout.placement]
         # a file of rows may receive a message after any number of later ones
         in_flight = job.schedule.microbatches
-        if job.method.pipeline is not Pipeline.ROWS:
+        if job.method.pipeline is not Timeline.ROWS:
             # with local losses no gradient comes back, so only the limit on sends tells that a message has arrived
             is_local = job.method.structure is not None
             in_flight = 8 * (layout.stages + 1) if is_local else int(job.schedule.max_in_flight().max())
         self._mail = Mail(layout, job.device, self._recorder, config.backend.deadline, None, channels, in_flight)
+        if job.loss_weight is not None:
+            group = groups[layout.placement[models[0].stage]] if groups else None
+            self._weights = UpdateWeights(work, self._microbatches, self._mail, group)
+            for model in models:
+                model.weigh_update = self._weights.read
         self._announcements: Optional[BatchAnnouncements] = None
         if job.may_stop:
             batch, updates = job.schedule.accumulate, job.updates
@@ -148,6 +153,8 @@ class ProcessEngine(Engine):
             with contextlib.nullcontext() if is_loaded else old.export_replicas():
                 self._interpreter = Interpreter(work, stages, self._mail, self._recorder, self._replicas, ends_empty=True)
             self._microbatches.restart(work.microbatch)
+            if self.job.loss_weight is not None:
+                self._weights.restart()
 
     def predict(self, x: Any) -> Any:
         with name_faults(*self._fault_context):
@@ -340,11 +347,8 @@ class Microbatches:
     def read(self, checksums: Dict[int, int], m: int) -> Tuple[Any, Any]:
         """Return inputs and labels of microbatch m, and add its checksum to `checksums`."""
         job = self._job
-        # a file of rows may ask for a later microbatch first
-        while self._next <= m:
-            self._batches[self._next] = self._read(self._next)
-            self._next += 1
-        left, batch, checksum = self._batches.pop(m) if m in self._batches else self._read(m)
+        self._hold(m)
+        left, batch, checksum = self._batches.pop(m)
         if left > 1:
             self._batches[m] = left - 1, batch, checksum
         checksums[m] = checksum
@@ -352,17 +356,68 @@ class Microbatches:
         check_same_shapes(x, job.example[0], m)
         return x, y
 
+    def weigh(self, m: int) -> float:
+        """Return the weight of microbatch m, which no stage has taken."""
+        self._hold(m)
+        return self._job.weigh_microbatch(self._batches[m][1], m // self._job.schedule.accumulate, *self._locate(m))
+
+    def _hold(self, m: int) -> None:
+        """Read on to microbatch m."""
+        # a file of rows may ask for a later microbatch first
+        while self._next <= m:
+            self._batches[self._next] = self._read(self._next)
+            self._next += 1
+        if m not in self._batches:
+            self._batches[m] = self._read(m)
+
     def _read(self, m: int) -> Tuple[int, Any, int]:
-        job, turns = self._job, self._turns
-        batch = job.read_microbatch(m, self._replica) if turns is None else job.read_microbatch(m // turns, m % turns)
+        batch = self._job.read_microbatch(*self._locate(m))
         # a rank of an open run may lack inputs or labels, and knows which
-        compute: Callable[[Any], int] = getattr(job.data, "compute_checksum", compute_checksum)
+        compute: Callable[[Any], int] = getattr(self._job.data, "compute_checksum", compute_checksum)
         return self._user_count, batch, compute(batch)
 
     def restart(self, first: int) -> None:
         """Go on with the microbatch `first`."""
         self._next = first
         self._batches.clear()
+
+    def _locate(self, m: int) -> Tuple[int, int]:
+        """Return the number of microbatch m in its replica's data, and the replica."""
+        return (m, self._replica) if self._turns is None else divmod(m, self._turns)
+
+
+class UpdateWeights:
+    """The weights of each update's microbatches in its mean loss, for the stages of a rank that have a loss.
+
+    The labels of the whole update are read before the first of its backwards. `group`: the ranks of these stages in all replicas,
+    whose sum counts; None if there is one replica. They all call `read` at the same place in their rows.
+    """
+
+    def __init__(self, work: Work, microbatches: Microbatches, mail: Mail, group: Any) -> None:
+        self._work, self._microbatches, self._mail, self._group = work, microbatches, mail, group
+        # the newest update that was read, and its weights by microbatch
+        self._newest: Tuple[int, Dict[int, Weight]] = (-1, {})
+
+    def restart(self) -> None:
+        """Forget the newest update, whose number may come again."""
+        self._newest = -1, {}
+
+    def read(self, k: int) -> Dict[int, Weight]:
+        """Return the weights of update k's microbatches, by microbatch."""
+        if k == self._newest[0]:
+            return self._newest[1]
+        count, rank = self._work.schedule.accumulate, 0
+        numbers = range(k * count, (k + 1) * count)
+        own = torch.tensor([self._microbatches.weigh(m) for m in numbers], dtype=torch.float64)
+        by_replica = [own]
+        if self._group is not None:
+            by_replica = self._mail.all_gather(own, self._group)
+            rank = torch.distributed.get_rank(self._group)
+        # the emulator's order: microbatch 0 of each replica, microbatch 1 of each replica, ...
+        in_order = torch.stack(by_replica, dim=1).flatten().tolist()
+        weights = self._work.compute_weights(in_order, len(by_replica))[rank :: len(by_replica)]
+        self._newest = k, dict(zip(numbers, weights))
+        return self._newest[1]
 
 
 def _list_stages_with_loss(job: Job) -> List[int]:
@@ -385,7 +440,9 @@ def name_faults(
         yield
     except LostRank as error:
         raise RunFault(f"rank {rank}, stage {stage()}, action {action()}: {error}") from error
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         raise_attributed(error, f"rank {rank}, stage {stage()}, {doing()}")
 
 

@@ -29,13 +29,14 @@ from ipu_pipe.backends.processes.ties import TiedWeights, Ties
 from ipu_pipe.backends.processes.trace import TraceRecorder
 from ipu_pipe.backends.replays import Replay, ReplayPlan
 from ipu_pipe.backends.weights import WeightStore, make_weight_store
-from ipu_pipe.backends.work import MicrobatchResult, Work
+from ipu_pipe.backends.work import MicrobatchResult, Weight, Work
 from ipu_pipe.local.blocks import get_activation
 from ipu_pipe.model.batch import list_tensors
 from ipu_pipe.model.cutting import Crossing, Piece
-from ipu_pipe.model.loss import compute_losses, count_right, take_scores
+from ipu_pipe.model.loss import compute_losses, compute_zero_losses, count_right, take_scores
+from ipu_pipe.model.loss_verification import get_user_loss
 from ipu_pipe.model.randomness import KeyedRandomness
-from ipu_pipe.model.restoring import restore_all, restore_buffers
+from ipu_pipe.model.restoring import restore_all, restore_buffers, restore_function
 from ipu_pipe.schedule.actions import Kind, get_pass_needs
 from ipu_pipe.schedule.methods import Reads
 from ipu_pipe.schedule.versions import find_segment_ends, find_segment_heads
@@ -51,7 +52,8 @@ class StageModel:
     `crossings`: the tensors that cross each cut. `read_microbatch(m)`: returns microbatch m as (x, y), for the first stage and
     stages with a loss. `checksums`: CRC-32 of each microbatch that was read, until it is compared with other ranks'. `random`:
     the modules' keyed draws, None if no module draws. `local`: the block of a stage with a loss of its own. `ties`: the weights
-    that other stages use too.
+    that other stages use too. `weigh_update(k)`: returns the weights of the microbatches of update k, by microbatch; None if all
+    count the same.
     """
 
     layout: RankLayout
@@ -64,6 +66,7 @@ class StageModel:
     local: Optional[LocalBlock] = None
     ties: Ties = Ties()
     checksums: Dict[int, int] = field(default_factory=dict)
+    weigh_update: Optional[Callable[[int], Dict[int, Weight]]] = None
 
     def __post_init__(self) -> None:
         s, local = self.stage, self.local
@@ -103,7 +106,7 @@ class StageModel:
 
 
 def _draw(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    if not dtype.is_floating_point:
+    if not (dtype.is_floating_point or dtype.is_complex):
         return torch.zeros(*shape, dtype=dtype, device=device)
     return torch.randn(*shape, dtype=dtype, device=device)
 
@@ -140,6 +143,8 @@ class Stage:
         self.results: Dict[int, MicrobatchResult] = {}
         self.version, self.newest_forward = work.update, work.microbatch - 1
         self._in_flight: Dict[int, _InFlight] = {}
+        # microbatch -> its weight until its backward
+        self._weights: Dict[int, Weight] = {}
         # microbatch -> the weight gradients that I leaves to W
         self._deferred_weight_gradients: Dict[int, WeightGradients] = {}
         # False: I computes the weight gradients too, and W only adds them
@@ -181,6 +186,8 @@ class Stage:
         """Carry out F(m); its event begins when its inputs have arrived."""
         model, recorder, s = self.model, self._recorder, self.model.stage
         start = recorder.mark()
+        if model.weigh_update is not None and model.has_loss and m not in self._weights:
+            self._weights.update(model.weigh_update(m // self._work.schedule.accumulate))
         x, labels = model.load_data(m)
         if x is not None or labels is not None:
             recorder.add("wait", m, start, carries="data")
@@ -200,7 +207,7 @@ class Stage:
         self._in_flight[m] = _InFlight(replay, inputs, labels, outputs, result.loss if result else None)
         self.newest_forward = max(m, self.newest_forward)
         if result is not None:
-            self.results[m] = MicrobatchResult(result.loss.detach(), result.label_counts)
+            self.results[m] = result._replace(loss=result.loss.detach())
         recorder.add(Kind.FORWARD.word, m, start, version=version)
         if model.leaving is not None:
             self._mail.send(Message(FORWARD, m, s, s + 1), outputs)
@@ -228,8 +235,12 @@ class Stage:
             outputs = model.leaving.to_messages(piece_input if model.local is not None and model.local.overlaps else output)
         if not model.has_loss:
             return outputs, None
-        loss = compute_losses(self._work.loss, scored_output, labels)[0]
-        return outputs, MicrobatchResult(loss, count_right(take_scores(self._work.loss, scored_output), labels))
+        weight = self._weights.get(m)
+        if weight is not None and not weight.share:
+            loss = compute_zero_losses(self._work.loss, scored_output)[0]
+        else:
+            loss = compute_losses(self._work.loss, scored_output, labels)[0]
+        return outputs, MicrobatchResult(loss, count_right(take_scores(self._work.loss, scored_output), labels), weight)
 
     def recompute(self, m: int) -> None:
         """Carry out R(m): run the forward again with the weights that are in memory now."""
@@ -267,7 +278,7 @@ class Stage:
             self.tied.load(version)
         roots: List[Tuple[torch.Tensor, Optional[torch.Tensor]]] = []
         if in_flight.loss is not None:
-            roots = [(in_flight.loss / self._work.accumulate, None)]
+            roots = [(self._work.scale_loss(in_flight.loss, self._weights.pop(m, None)), None)]
         elif not is_local:
             crossing = model.crossings[s]
             outputs = [t for t, shape in zip(in_flight.outputs, crossing.tensors) if shape.differentiable]
@@ -336,6 +347,7 @@ class Stage:
         with ExitStack() as stack:
             for module in model.modules:
                 stack.enter_context(restore_all(module))
+            stack.enter_context(restore_function(get_user_loss(self._work.loss)))
             if model.entering is not None:
                 messages = [_draw(spec.message_shape, spec.dtype, model.device) for spec in model.entering.tensors]
                 inputs = model.entering.require_gradients(messages)

@@ -391,7 +391,8 @@ class ResultCollection:
         self._here = layout.stages_of_rank[0] if layout.stages_of_rank[0] in self._collectors else None
         # the microbatches of an update on one replica, and its samples on all replicas
         self._microbatches, self._samples = job.schedule.accumulate, job.global_batch_size
-        self._shapes = (TensorSpec((self._microbatches, COLUMNS + 1), torch.float64, False),)
+        columns = COLUMNS + (job.loss_weight is not None)
+        self._shapes = (TensorSpec((self._microbatches, columns + 1), torch.float64, False),)
         # update -> checksums of the first stage; (update, stage) -> table of a stage of this rank
         self._checksums: Dict[int, torch.Tensor] = {}
         self._own_tables: Dict[Tuple[int, int], torch.Tensor] = {}
@@ -438,7 +439,7 @@ class ResultCollection:
             if checksums is not None:
                 self._compare_batches(k, stage, checksums, results[:, -1])
             tables.append(results[:, :-1])
-        table = torch.stack(tables)  # (blocks, microbatches, 3)
+        table = torch.stack(tables)  # (blocks, microbatches, columns)
         if self._group is not None:
             start = self._recorder.mark()
             replicas = self._mail.all_gather(table, self._group)

@@ -8,11 +8,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import List, Tuple, Union
 
+from ipu_pipe.files import parse_path
 from ipu_pipe.report.analysis.bottleneck import find_best_move, find_bottleneck
 from ipu_pipe.report.analysis.devices import find_span, measure_devices, measure_links, measure_memory
-from ipu_pipe.report.analysis.metadata import validate_metadata
+from ipu_pipe.report.analysis.metadata import RunMetadata, validate_metadata
 from ipu_pipe.report.analysis.stages import measure_stages, measure_staleness, sum_busy_by_device
-from ipu_pipe.report.analysis.text import Analysis
+from ipu_pipe.report.analysis.text import ALL_IPUS, WHY_NOT_BY_IPU, Analysis
 from ipu_pipe.trace.events import Trace
 from ipu_pipe.trace.reading import read_trace
 
@@ -29,6 +30,13 @@ def analyze(trace: Trace, source: str) -> Analysis:
     links = measure_links(events)
     training_ns = sum(end - begin - device["outside_ns"] for device in devices)
     utilization = sum(device["busy_ns"] for device in devices) / training_ns if training_ns else None
+    has_one_device = run.has_one_device(events)
+    if has_one_device:
+        # a call of all IPUs holds their waits for one another, and the copies under their compute
+        utilization = None
+        overlap.update(hidden_ns=None, share=None)
+        for device in devices:
+            device.update(covers=ALL_IPUS, utilization=None)
     loads = sum_busy_by_device(stages)
     analysis: Analysis = {
         "source": source,
@@ -53,13 +61,13 @@ def analyze(trace: Trace, source: str) -> Analysis:
         "notes": [*trace.notes],
     }
     analysis["bottleneck"] = find_bottleneck(analysis, loads, find_best_move(run, stages, links), run)
-    analysis["notes"] += _list_notes(analysis, run.why_no_method)
+    analysis["notes"] += _list_notes(analysis, run)
     return analysis
 
 
 def read_and_analyze(run: Union[str, Path]) -> Tuple[Trace, Analysis]:
     """Return a run's trace and its figures; `run`: the run's folder, or a trace that `tools/analyze.py` reads."""
-    trace = read_trace(Path(run))
+    trace = read_trace(parse_path(run, "analyze: run"))
     return trace, analyze(trace, str(run))
 
 
@@ -71,10 +79,14 @@ def analyze_run(run: Union[str, Path]) -> Analysis:
     return read_and_analyze(run)[1]
 
 
-def _list_notes(analysis: Analysis, why_no_method: str) -> List[str]:
+def _list_notes(analysis: Analysis, run: RunMetadata) -> List[str]:
     least = min((link["latency_ns"]["min"] for link in analysis["links"] if link["latency_ns"]), default=0)
+    has_one_device = any("covers" in device for device in analysis["devices"])
+    replicas = run.replicas or 1
     notes = (
-        (why_no_method, why_no_method),
+        (has_one_device, WHY_NOT_BY_IPU),
+        (run.modelled and replicas > 1, f"the clock plays one of {replicas} replicas, which all do the same"),
+        (run.why_no_method, run.why_no_method),
         (least < 0, f"the clocks of ranks disagree: a message arrived {-least} ns before it was sent"),
         (not analysis["links"], "no message has a source and a target: no links"),
         (not analysis["memory"], "no counters of memory"),

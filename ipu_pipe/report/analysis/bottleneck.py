@@ -30,7 +30,7 @@ from ipu_pipe.report.analysis.devices import HOST
 from ipu_pipe.report.analysis.metadata import RunMetadata
 from ipu_pipe.report.analysis.text import Analysis, Row, describe_origin, format_share, format_time
 from ipu_pipe.schedule.clock import Costs, Transfer, clock
-from ipu_pipe.schedule.methods import Pipeline
+from ipu_pipe.schedule.methods import Timeline
 from ipu_pipe.schedule.timelines import make_schedule
 
 STAGE, LINK, COMMUNICATION, OUTSIDE = "stage", "link", "communication", "outside"
@@ -52,7 +52,8 @@ class Cause(NamedTuple):
 
 
 def find_bottleneck(analysis: Analysis, loads: Dict[int, float], move: Row, run: RunMetadata) -> Optional[Row]:
-    """Return the row of the analysis, None if no device computes. `why` and `do` are sentences without a full stop.
+    """Return the row of the analysis, None if no device computes, or if one device stands for all: its time does not tell which
+    of them holds the run up. `why` and `do` are sentences without a full stop.
 
     `analysis`: all but the bottleneck. `loads`: nanoseconds for a microbatch by device, empty where they are not known.
     `move`: of `find_best_move`.
@@ -65,7 +66,10 @@ def find_bottleneck(analysis: Analysis, loads: Dict[int, float], move: Row, run:
         return None
     stages = [stage for stage in analysis["stages"] if slowest in stage["devices"]]
     stage = max(stages, key=lambda stage: stage["busy_ns"])["index"] if stages else None
-    cause = _find_time_outside(analysis, slowest) or _find_slow_link(analysis, loads, slowest) or _find_communication(analysis)
+    cause = _find_time_outside(analysis, slowest)
+    if cause is None and analysis["devices"][0].get("covers"):
+        return None
+    cause = cause or _find_slow_link(analysis, loads, slowest) or _find_communication(analysis)
     if cause is None:
         unit = "for a microbatch" if loads else "in all"
         on_device = f" with stage {stage}" if stage is not None else ""
@@ -296,7 +300,7 @@ def _knows_order(run: RunMetadata) -> bool:
     method, devices = run.known_method, run.device_of_stage or []
     if method is None or method.order is None:
         return len(set(devices)) == len(devices)
-    return method.flushes and method.pipeline is not Pipeline.ROWS and list(method.order.place(len(devices))) == devices
+    return method.flushes and method.pipeline is not Timeline.ROWS and list(method.order.place(len(devices))) == devices
 
 
 def _make_player(

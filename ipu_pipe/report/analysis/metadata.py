@@ -11,8 +11,11 @@ from ipu_pipe.config.sections import MethodArgs
 from ipu_pipe.errors import BadInput
 from ipu_pipe.schedule.methods import Method, resolve_method
 from ipu_pipe.text import show
+from ipu_pipe.trace.events import Events
 
 MOST_DEVICES = 1 << 16
+# the backend whose host sees calls of all IPUs together
+POPTORCH = "poptorch"
 
 Count = Annotated[int, Field(ge=1, lt=1 << 31)]
 Flops = Annotated[float, Field(ge=0, lt=1e30)]
@@ -59,9 +62,19 @@ class RunMetadata(BaseModel):
 
     @property
     def devices(self) -> List[int]:
-        """All devices of the run, those of the first replica first."""
+        """The devices that the trace covers, with or without events; those of the first replica first.
+
+        A modelled trace plays one replica. The host of IPUs records each device that it sees: none is added.
+        """
+        if self.backend == POPTORCH:
+            return []
         of_replica = sorted(set(self.device_of_stage or ()))
-        return [device + replica * len(of_replica) for replica in range(self.replicas or 1) for device in of_replica]
+        replicas = 1 if self.modelled else self.replicas or 1
+        return [device + replica * len(of_replica) for replica in range(replicas) for device in of_replica]
+
+    def has_one_device(self, events: Events) -> bool:
+        """Tell whether the trace's one device is all IPUs together: PopTorch's host sees no stage inside a call."""
+        return self.backend == POPTORCH and not (events.stage >= 0).any()
 
     def sum_flops(self) -> Dict[int, float]:
         """Return each stage's FLOPs of a microbatch, forward and backward."""

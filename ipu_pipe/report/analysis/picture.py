@@ -9,7 +9,8 @@ import numpy as np
 
 from ipu_pipe.files import atomic_file
 from ipu_pipe.report.analysis.devices import find_span
-from ipu_pipe.report.analysis.text import describe_origin, format_percent, format_time
+from ipu_pipe.report.analysis.text import describe_busy, describe_origin, format_time, name_device
+from ipu_pipe.report.page import COLOURS
 from ipu_pipe.report.plots import check_plots
 from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.text import escape_lines
@@ -20,19 +21,13 @@ MOST_EVENTS, MOST_EVENTS_PER_DEVICE = 3000, 150
 MOST_DEVICES = 64
 # up to this number of events passes show the number of their microbatch
 MOST_NUMBERED = 160
+MOST_IN_LEGEND_ROW = 8
 # (bottom, height) within a row
 _FULL, _THIN = (-0.4, 0.8), (0.25, 0.15)
-# groups of events that are drawn alike: (name, kinds, colour, place)
-LAYERS: Tuple[Tuple[str, Tuple[str, ...], str, Tuple[float, float]], ...] = (
-    ("evaluation, checkpoint, pause", OUTSIDE, "#c8c8c8", _FULL),
-    ("wait", (WAIT,), "#f7d4cf", _FULL),
-    ("forward", (Kind.FORWARD.word, UNSPECIFIED), "#4c8ed9", _FULL),
-    ("recompute", (Kind.RECOMPUTE.word,), "#9dc3ee", _FULL),
-    ("backward", (Kind.BACKWARD.word,), "#3f9b62", _FULL),
-    ("input gradient", (Kind.INPUT_GRADIENT.word,), "#1f7a6d", _FULL),
-    ("weight gradient", (Kind.WEIGHT_GRADIENT.word,), "#8bbf5a", _FULL),
-    ("update", (Kind.UPDATE.word,), "#e0a030", _FULL),
-    ("communication", COMMUNICATION, "#7d4fa8", _THIN),
+# the events of later kinds are drawn over those of earlier ones: (kind, place)
+LAYERS: Tuple[Tuple[str, Tuple[float, float]], ...] = (
+    *((kind, _FULL) for kind in (*OUTSIDE, WAIT, *COMPUTE)),
+    *((kind, _THIN) for kind in COMMUNICATION),
 )
 _NUMBERED = tuple(kind for kind in COMPUTE if kind not in (UNSPECIFIED, Kind.UPDATE.word))
 Window = Tuple[int, int]
@@ -79,12 +74,10 @@ def _format_title(analysis: Dict[str, Any], window: Window) -> str:
     is_whole = window == (0, analysis["span_ns"])
     part = "all of" if is_whole else f"{format_time(window[0])} to {format_time(window[1])} of"
     stages = f" on {len(analysis['stages'])} stages" if analysis["stages"] else ""
-    planned = analysis["planned_bubble_fraction"]
-    bound = "" if planned is None else f", schedule's own {format_percent(planned)} (planned)"
     name, method = Path(analysis["source"]).name or analysis["source"], analysis["method"] or "a trace"
     title = (
         f"{name}: {method}{stages}, {part} {format_time(analysis['span_ns'])} ({describe_origin(analysis)})\n"
-        f"devices busy {format_percent(analysis['utilization'])}, bubble {format_percent(analysis['bubble_fraction'])}{bound}"
+        f"{describe_busy(analysis)}"
     )
     return escape_lines(title).replace("$", r"\$")
 
@@ -96,30 +89,38 @@ def _draw_devices(axes: Any, events: Events, devices: Sequence[Dict[str, Any]], 
     labelled = set()
     for device, places in group_indices(events.device):
         of_device = events.select(places)
-        for name, kinds, colour, (bottom, height) in LAYERS if device in rows else ():
-            bars = of_device.select(of_device.is_kind(*kinds))
+        for kind, (bottom, height) in LAYERS if device in rows else ():
+            bars = of_device.select(of_device.is_kind(kind))
             if len(bars.start):
                 ranges = list(zip((bars.start / scale).tolist(), ((bars.end - bars.start) / scale).tolist()))
-                style = {"hatch": "////", "edgecolor": "#e0a59c"} if name == "wait" else {"edgecolor": "white"}
-                label, place = None if name in labelled else name, (rows[device] + bottom, height)
-                axes.broken_barh(ranges, place, facecolor=colour, linewidth=0.3, label=label, **style)
-                labelled.add(name)
+                style = {"facecolor": COLOURS[kind][0], "edgecolor": "white"}
+                if kind == WAIT:
+                    style.update(hatch="////", edgecolor=COLOURS["wait line"][0])
+                label = None if kind in labelled else kind
+                axes.broken_barh(ranges, (rows[device] + bottom, height), linewidth=0.3, label=label, **style)
+                labelled.add(kind)
     if len(events.start) <= MOST_NUMBERED:
-        text_style: Dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 7, "color": "white", "clip_on": True}
+        text_style: Dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 7, "clip_on": True}
         for event in events.select(events.is_kind(*_NUMBERED)).rows():
             is_wide = event.end_ns - event.start_ns > (window[1] - window[0]) / 90
             if is_wide and event.device in rows and event.microbatch >= 0:
                 number = f"{event.microbatch}" + f"@{event.stage}" * (event.device in shared)
-                axes.text((event.start_ns + event.end_ns) / 2 / scale, rows[event.device], number, **text_style)
+                ink = _choose_ink(COLOURS[event.kind][0])
+                axes.text((event.start_ns + event.end_ns) / 2 / scale, rows[event.device], number, color=ink, **text_style)
     axes.set_xlim(window[0] / scale, max(window[1] / scale, 1e-9))
     axes.set_ylim(len(devices) - 0.45, -0.55)
     step = -(-len(devices) // 24)
-    names = [f"device {d['index']} (stage {', '.join(map(str, d['stages']))})" for d in devices[::step]]
+    names = [_label_device(device) for device in devices[::step]]
     axes.set_yticks(range(0, len(devices), step), names, fontsize=8)
     axes.set_xlabel(f"{unit} from the trace's begin", fontsize=8)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=len(LAYERS), fontsize=8, frameon=False)
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=MOST_IN_LEGEND_ROW, fontsize=8, frameon=False)
+
+
+def _label_device(device: Dict[str, Any]) -> str:
+    stages = f" (stage {', '.join(map(str, device['stages']))})" if device["stages"] else ""
+    return f"device {name_device(device)}{stages}"
 
 
 def _draw_memory(axes: Any, memory: Sequence[Dict[str, Any]], window: Window, span: int) -> None:
@@ -142,3 +143,10 @@ def _draw_memory(axes: Any, memory: Sequence[Dict[str, Any]], window: Window, sp
 def _choose_unit(span: int) -> Tuple[float, str]:
     units = ((9, "s"), (6, "ms"), (3, "us"))
     return next(((10.0**power, unit) for power, unit in units if span >= 10**power), (1.0, "ns"))
+
+
+def _choose_ink(colour: str) -> str:
+    """Return black or white, whichever reads better on a colour #rrggbb, as the page does (`inkOn` in timeline.js)."""
+    shares = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+    red, green, blue = (share / 12.92 if share <= 0.04 else ((share + 0.055) / 1.055) ** 2.4 for share in shares)
+    return "#111111" if 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.18 else "#ffffff"

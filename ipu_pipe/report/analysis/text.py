@@ -24,6 +24,13 @@ STAGE_HEAD = (
 LINK_HEAD = ("link", "carries", "messages", "sent", "a microbatch", "least latency", "median")
 STRAGGLER_HEAD = ("stragglers of stage", "kind", "count", "lost", "median", "longest")
 
+# what a device of a trace covers, where it is not one device
+ALL_IPUS = "all IPUs"
+WHY_NOT_BY_IPU = (
+    "device 0 is all IPUs of a replica together, as the host sees them: a call does not tell what each IPU computes and waits "
+    "for, so no bubble and no slowest stage are known; backend.ipu.profile.directory has PopVision record each IPU"
+)
+
 # ---- numbers
 
 
@@ -83,17 +90,42 @@ def format_table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int =
     return lines + ([f"... and {len(rows) - most} more"] if len(rows) > most else [])
 
 
+def count_devices(analysis: Analysis) -> str:
+    """Return the number of devices of an analysis as text, or what its one device covers."""
+    count, covered = len(analysis["devices"]), analysis["devices"][0].get("covers")
+    return f"{covered} as one device" if covered else f"{count} device{'s' * (count != 1)}"
+
+
+def describe_busy(analysis: Analysis) -> str:
+    """Return the busy share of the devices and the bubble beside the planned one; what is not known is left out."""
+    planned, busy = analysis["planned_bubble_fraction"], analysis["utilization"]
+    known = []
+    if busy is not None:
+        origin, bubble = describe_origin(analysis), analysis["bubble_fraction"]
+        known.append(f"devices are busy {format_percent(busy)} of their time, bubble {format_percent(bubble)} ({origin})")
+    if planned is not None:
+        known.append(f"the schedule alone leaves {format_percent(planned)} (planned)")
+    return "; ".join(known)
+
+
+def name_device(device: Row) -> str:
+    """Return a device's number, with what it covers if it is more than one device."""
+    return f"{device['index']} ({device['covers']})" if "covers" in device else str(device["index"])
+
+
 def _format_head(analysis: Analysis) -> List[str]:
     stages = f"{len(analysis['stages'])} stages, " if analysis["stages"] else ""
     line = (
-        f"{analysis['source']}: {analysis['method'] or 'unknown method'}, {stages}{len(analysis['devices'])} devices, "
+        f"{analysis['source']}: {analysis['method'] or 'unknown method'}, {stages}{count_devices(analysis)}, "
         f"{format_time(analysis['span_ns'])}, {describe_origin(analysis)}"
     )
     return [line] + ([f"modelled: {analysis['why_modelled']}"] if analysis["why_modelled"] else [])
 
 
 def _format_answer(analysis: Analysis) -> List[str]:
-    worst = analysis["bottleneck"]
+    worst, busy = analysis["bottleneck"], describe_busy(analysis)
+    if worst is None and any(device["busy_ns"] for device in analysis["devices"]):
+        return ["What holds it up: not known (see the note below)", *([busy[0].upper() + busy[1:]] if busy else [])]
     if worst is None:
         return ["no device computes anything"]
     device = f"device {worst['device']}"
@@ -104,16 +136,11 @@ def _format_answer(analysis: Analysis) -> List[str]:
         "outside": "what is outside of training",
     }[worst["what"]]
     why = "\n       ".join(worst["why"].split("; "))
-    planned, overlap = analysis["planned_bubble_fraction"], analysis["overlap"]
-    bound = "" if planned is None else f"; the schedule alone leaves {format_percent(planned)} (planned)"
-    lines = [
-        f"What holds it up: {place}",
-        f"  why: {why}",
-        f"  do:  {worst['do']}",
-        f"Devices are busy {format_percent(analysis['utilization'])} of their time, "
-        f"bubble {format_percent(analysis['bubble_fraction'])} ({describe_origin(analysis)}){bound}",
-    ]
-    if overlap["communication_ns"]:
+    lines = [f"What holds it up: {place}", f"  why: {why}", f"  do:  {worst['do']}"]
+    if busy:
+        lines.append(busy[0].upper() + busy[1:])
+    overlap = analysis["overlap"]
+    if overlap["share"] is not None:
         lines.append(f"Of the communication, {format_percent(overlap['share'])} is hidden under compute")
     return lines
 
@@ -127,7 +154,7 @@ def _format_devices(analysis: Analysis) -> List[str]:
         kinds = ", ".join(f"{kind} {format_share(ns, span)}" for kind, ns in d["idle_in"].items() if ns)
         stages = ", ".join(f"{stage} {format_share(ns, span)}" for stage, ns in d["busy_ns_by_stage"].items())
         shares = [format_share(d[part], span) for part in PARTS]
-        rows.append([str(d["index"]), *[stages or "-"] * shared, *shares, most or "-", kinds or "-"])
+        rows.append([name_device(d), *[stages or "-"] * shared, *shares, most or "-", kinds or "-"])
     return format_table([DEVICE_HEAD[0], *["busy in stage"] * shared, *DEVICE_HEAD[1:]], rows)
 
 
@@ -183,7 +210,7 @@ def _format_stragglers(analysis: Analysis) -> List[str]:
 # ---- two analyses
 
 # A record in a list is identified by these of its keys.
-IDENTIFYING = ("index", "stage", "device", "src", "dst", "carries", "kind")
+IDENTIFYING = ("index", "covers", "stage", "device", "src", "dst", "carries", "kind")
 NOT_COMPARED = ("over_time", "microbatches", "longest", "move")
 
 

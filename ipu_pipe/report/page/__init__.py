@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import zlib
 from pathlib import Path
-from typing import Any, Dict, List
+from typing import Any, Dict, List, Tuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +24,26 @@ from ipu_pipe.trace.events import (
     group_indices,
 )
 
+# the colours of events on a light and on a dark ground, for the page and for the picture; after Okabe and Ito 2008, whose
+# colours also those tell apart who are colour-blind
+COLOURS: Dict[str, Tuple[str, str]] = {
+    "forward": ("#0072b2", "#3f9bdc"),
+    "compute": ("#0072b2", "#3f9bdc"),
+    "recompute": ("#56b4e9", "#8fd0f7"),
+    "backward": ("#e69f00", "#f0b43c"),
+    "input gradient": ("#d55e00", "#ef7d33"),
+    "weight gradient": ("#d9c41f", "#f0e442"),
+    "update": ("#a8447f", "#d98abb"),
+    "send": ("#009e73", "#27b98f"),
+    "recv": ("#4fc1a3", "#7fdcc3"),
+    "average": ("#00674b", "#129c77"),
+    "collective": ("#00674b", "#129c77"),
+    "wait": ("#c9cdd2", "#454c54"),
+    "wait line": ("#8b939c", "#7d8791"),
+    "evaluate": ("#8a6d9e", "#b79fc9"),
+    "checkpoint": ("#5d4b6b", "#8f7aa0"),
+    "pause": ("#e6e8ea", "#2a2f35"),
+}
 # of a longer trace only the middle is embedded
 MOST_EVENTS = 1_000_000
 OVERVIEW_BINS = 2048
@@ -114,5 +135,17 @@ def write_page(path: Path, trace: Trace, analysis: Dict[str, Any]) -> None:
     text = (here / "page.html").read_text(encoding="utf-8")
     for part in _PARTS:
         text = text.replace(f"/* {part} */", (here / part).read_text(encoding="utf-8"), 1)
+    for number, ground in enumerate(("light", "dark")):
+        colours = [f"--{kind.replace(' ', '-')}: {pair[number]};" for kind, pair in COLOURS.items()]
+        text = text.replace(f"/* colours on {ground} */", " ".join(colours), 1)
+    # the browser runs and applies only what has these hashes, so nothing that a fault of ours would let into the page
+    for tag in ("script", "style"):
+        text = text.replace(f"/* hash of {tag} */", _hash_element(text, tag), 1)
     before, after = text.split("/* data */")
     write_text(path, before + data + after)
+
+
+def _hash_element(page: str, tag: str) -> str:
+    """Return the hash of the one inline element of this tag, as a content security policy has it."""
+    content = page.partition(f"<{tag}>")[2].partition(f"</{tag}>")[0]
+    return "sha256-" + base64.b64encode(hashlib.sha256(content.encode("utf-8")).digest()).decode()

@@ -43,7 +43,7 @@ function make(tag, attributes, ...children) {
 const byId = id => document.getElementById(id);
 const known = value => value !== null && value !== undefined && !Number.isNaN(value);
 const colour = name => getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
-const slug = kind => ({compute: "forward", collective: "average"})[kind] || kind.replaceAll(" ", "-");
+const slug = kind => kind.replaceAll(" ", "-");
 const sum = values => values.reduce((a, b) => a + b, 0);
 const greatest = values => values.reduce((a, b) => Math.max(a, b), 0);
 

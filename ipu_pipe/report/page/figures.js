@@ -18,6 +18,9 @@ const stageName = (analysis, index) => {
   return `stage ${index}` + (names.length ? ` (from ${names[0]})` : "");
 };
 
+// A device's name, with what it covers where that is more than one device.
+const deviceName = device => `device ${device.index}` + (device.covers ? ` (${device.covers})` : "");
+
 // A table; `text`: which columns hold words, to the left.
 function table(caption, heads, rows, {text = [0], wide = true} = {}) {
   const left = place => text.includes(place) ? "text" : null;
@@ -78,7 +81,7 @@ function devices(analysis, measured) {
         style: {width: 100 * device[key] / span + "%", "background-color": `var(--${ink})`},
       })));
     const parts = Object.entries(device.busy_ns_by_stage || {}).map(([stage, ns]) => `${stage} (${duration(ns)})`);
-    return [`device ${device.index}`, (parts.length > 1 ? parts : list(device.stages)).join(", "), make("td", {class: "stack"}, bar), ...PARTS.map(([key]) => duration(device[key])), percent(device.utilization)];
+    return [deviceName(device), (parts.length > 1 ? parts : list(device.stages)).join(", "), make("td", {class: "stack"}, bar), ...PARTS.map(([key]) => duration(device[key])), percent(device.utilization)];
   });
   section("devices", "What each device did", measured, partKey([...PARTS.slice(0, 3), ["", "ramp-up and ramp-down", "ramp"], PARTS[5]].map(([, name, ink]) => [name, ink])),
     rows.length ? make("div", {class: "scroll"}, table(`Parts of the span of ${duration(analysis.span_ns)}`,

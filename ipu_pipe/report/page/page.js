@@ -5,8 +5,9 @@ async function start() {
   const analysis = {...data.analysis, metadata}, measured = analysis.modelled ? "modelled" : "measured";
   const title = `Trace of ${metadata.run || analysis.source || metadata.method || "a run"}`;
   document.title = byId("title").textContent = title;
+  const [covered] = list(analysis.devices).map(device => device.covers).filter(Boolean);
   const facts = [known(analysis.method) ? `method ${analysis.method}` : null, known(analysis.backend) ? `backend ${analysis.backend}` : null,
-    `${trace.devices.length} devices`, `${trace.count.toLocaleString("en-US")} events`, `times ${measured}`];
+    covered ? `${covered} as one device` : `${trace.devices.length} devices`, `${trace.count.toLocaleString("en-US")} events`, `times ${measured}`];
   byId("subtitle").textContent = facts.filter(Boolean).join(" \u00b7 ") + (analysis.why_modelled ? ` (${analysis.why_modelled})` : "");
   answer(analysis, measured);
   byId("timeline-h").append(" ", badge(measured));

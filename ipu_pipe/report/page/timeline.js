@@ -6,6 +6,7 @@ class Timeline {
   constructor(trace, analysis) {
     Object.assign(this, {trace, canvas: byId("canvas"), view: byId("view"), tip: byId("tip"), hidden: new Set()});
     this.measured = analysis.modelled ? "modelled" : "measured";
+    this.covers = Object.fromEntries(list(analysis.devices).map(device => [device.index, device.covers]));
     this.from = 0;
     this.to = greatest([trace.span_ns, 1]);
     this.found = null; // the microbatch searched for
@@ -126,7 +127,7 @@ class Timeline {
     pen.fillStyle = colour("card");
     pen.fillRect(0, top - 3, LEFT, this.rowHeight);
     pen.fillStyle = colour(this.lit === number ? "accent" : "ink");
-    if (this.heights[0] >= 10) pen.fillText(`device ${row.device}`, 8, top + this.heights[0] / 2);
+    if (this.heights[0] >= 10) pen.fillText(this.covers[row.device] || `device ${row.device}`, 8, top + this.heights[0] / 2);
   }
 
   top(number) { return AXIS + number * this.rowHeight; }

@@ -76,8 +76,8 @@ def _model_class(base: Any, parent: Any) -> Any:
             return object.__getattribute__(self, name)
 
         def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
-            """Plain tensors, which load where there is no PopTorch."""
-            state = super().state_dict(*args, destination=destination, prefix=prefix, keep_vars=keep_vars)
+            """Plain tensors, which load where there is no PopTorch. The arguments go on by position, of which torch warns."""
+            state = super().state_dict(*(args or (destination, prefix, keep_vars)))
             out = collections.OrderedDict()
             for name, value in state.items():
                 out[name] = value.detach() if isinstance(value, torch.Tensor) else value

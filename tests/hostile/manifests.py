@@ -1,0 +1,106 @@
+"""Manifests whose values are changed and whose seal is made anew, as a forger would; and the state.json of schema 2."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import shutil
+from pathlib import Path
+from typing import Any, Callable, Dict, List
+
+from tests.hostile.cases import NESTED, Bases, Case, damage, value
+from tests.hostile.checkpoints import _places
+
+ZEROS = "0" * 64
+OUTSIDE = ["../model.safetensors", "/etc/passwd", "/dev/zero", "a\0b", "..", "", ".", "model.safetensors/x", "a" * 300]
+# values as deep as what has a type there, and of another type
+ODD: List[Any] = [*NESTED, None, True, 0, -1, 1.5, 1e308, "", "text", "3"]
+
+
+def write_sealed(path: Path, manifest: Dict[str, Any]) -> None:
+    """Write a manifest with the SHA-256 of its own text."""
+    text = json.dumps({**manifest, "sha256": ZEROS}, indent=1) + "\n"
+    path.write_text(text.replace(ZEROS, hashlib.sha256(text.encode()).hexdigest(), 1))
+
+
+def _change_files(manifest: Dict[str, Any], rng: random.Random) -> str:
+    how = rng.choice(["odd", "outside", "hash"])
+    if how == "odd":
+        manifest["files"] = rng.choice(ODD)
+    elif how == "outside":
+        manifest["files"][rng.choice(OUTSIDE)] = rng.choice(list(manifest["files"].values()))
+    else:
+        manifest["files"][rng.choice(list(manifest["files"]))] = rng.choice(ODD)
+    return f"files: {how}"
+
+
+def _change_section(manifest: Dict[str, Any], rng: random.Random) -> str:
+    key = rng.choice(["optimizer", "position", "callbacks", "keys", "updates", "step", "schema", "files"])
+    manifest[key] = rng.choice([rng.choice(ODD), value(rng)])
+    return key
+
+
+def _change_inside(manifest: Dict[str, Any], rng: random.Random) -> str:
+    place = rng.choice(_places(manifest))
+    section: Any = manifest
+    for key in place[:-1]:
+        section = section[key]
+    section[place[-1]] = rng.choice([rng.choice(ODD), value(rng)])
+    return ".".join(map(str, place))
+
+
+def _change_initial(manifest: Dict[str, Any], rng: random.Random) -> str:
+    name = rng.choice(["initial", "initial.1", "plateau", "best_step", "more", "best_value"])
+    if name == "initial.1":
+        manifest["position"]["initial"][1] = rng.choice(ODD)
+    else:
+        manifest["position"][name] = rng.choice(ODD)
+    return f"position.{name}"
+
+
+def _move_to_schema_2(manifest: Dict[str, Any], rng: random.Random, folder: Path) -> str:
+    """Write the checkpoint as schema 2 had it, with a damaged state.json beside it."""
+    state = {key: manifest.pop(key) for key in ("position", "optimizer", "callbacks")}
+    manifest["schema"] = 2
+    content = json.dumps(state).encode()
+    how = rng.choice(["whole", "damaged", "bytes", "odd", "gone"])
+    if how == "damaged":
+        content = damage(content, rng)
+    elif how == "bytes":
+        content = b"\xff\xfe" + content
+    elif how == "odd":
+        content = json.dumps(rng.choice([*ODD, {**state, "position": rng.choice(ODD)}])).encode()
+    if how != "gone":
+        (folder / "state.json").write_bytes(content)
+    is_listed = rng.random() < 0.7
+    if is_listed:
+        manifest["files"]["state.json"] = hashlib.sha256(content).hexdigest()
+    return f"schema 2, state.json {how}"
+
+
+CHANGES: List[Callable[[Dict[str, Any], random.Random], str]] = [
+    _change_files, _change_section, _change_section, _change_inside, _change_inside, _change_initial,
+]  # fmt: skip
+
+
+def make(rng: random.Random, folder: Path, bases: Bases) -> Case:
+    """A run with a forged checkpoint that is resumed, evaluated, exported or used for predictions."""
+    shutil.copytree(bases.run, folder / "run")
+    newest = folder / "run" / "checkpoints" / "step-4"
+    manifest = json.loads((newest / "manifest.json").read_text())
+    if rng.random() < 0.25:
+        what = _move_to_schema_2(manifest, rng, newest)
+    else:
+        what = rng.choice(CHANGES)(manifest, rng)
+    write_sealed(newest / "manifest.json", manifest)
+    argv = rng.choice([
+        ("train", ["run/config.yaml", "--out", "run", "--resume"]),
+        ("train", ["run/config.yaml", "--out", "run", "--resume"]),
+        ("train", ["run/config.yaml", "--out", "run", "--resume", "--dry-run"]),
+        ("train", ["run/config.yaml", "--evaluate", "run"]),
+        ("export", ["run", "--to", "w.safetensors"]),
+        ("export", ["run", "--to", "w.safetensors", "--step", "best"]),
+        ("predict", ["run"]),
+    ])  # fmt: skip
+    return Case(*argv, what)

@@ -1,0 +1,161 @@
+"""Every file that a config or an option names, with a pipe, a device, a folder or something too large in its place; and paths
+that no system has, handed over by Python."""
+
+from __future__ import annotations
+
+import copy
+import os
+import random
+import shutil
+from pathlib import Path
+from typing import Any, Dict, List, Tuple
+
+import yaml
+
+from tests.hostile.cases import BASE, Bases, Case
+
+ROWS = ["--stages", "4", "--microbatches", "4"]
+# command lines that read FILE, and the suffix that they expect
+READERS: List[Tuple[str, List[str], str]] = [
+    ("schedule", ["rows", *ROWS, "--file", "FILE"], ".csv"),
+    ("schedule", ["gpipe", *ROWS, "--file", "FILE"], ".csv"),
+    ("train", ["FILE", "--dry-run"], ".yaml"),
+    ("train", ["config.yaml", "--dry-run", "--set", "method=rows", "method_args.file=FILE"], ".csv"),
+    ("train", ["config.yaml", "--dry-run", "--set", "hardware=FILE"], ".yaml"),
+    ("train", ["config.yaml", "--dry-run", "--set", "extends=FILE"], ".yaml"),
+    ("train", ["config.yaml", "--dry-run", "--set", "init_from=FILE"], ".safetensors"),
+    ("train", ["config.yaml", "--dry-run", "--set", "init_from=FILE"], ".pt"),
+    ("train", ["config.yaml", "--evaluate", "FILE"], ".safetensors"),
+    ("train", ["config.yaml", "--evaluate", "FILE"], ".pt"),
+    ("plan", ["config.yaml", "--hardware", "FILE"], ".yaml"),
+    ("collect", ["config.yaml", "--steps", "0", "--out", "out", "--set", "hardware=FILE"], ".yaml"),
+    ("stability", ["FILE", "--samples", "8", "--iterations", "9"], ".yaml"),
+    ("reproduce", ["FILE", "--rows", "nothing"], ".yaml"),
+    ("analyze", ["FILE"], ".json"),
+    ("analyze", ["FILE", "--json"], ".trace"),
+    ("analyze", ["run", "--against", "FILE"], ".json.gz"),
+    ("export", ["FILE", "--to", "new.safetensors"], ""),
+    ("predict", ["FILE"], ""),
+]
+# files of sets of data, by the set
+DATA = {
+    "cifar10": "cifar-10-batches-bin/data_batch_1.bin", "mnist": "mnist/train-images-idx3-ubyte",
+    "shakespeare": "shakespeare/shakespeare.txt", "translation": "translation/english.txt",
+    "verses": "translation/english.txt",
+}  # fmt: skip
+# files of a run, read when it is resumed or analyzed
+OF_RUN = [
+    "config.yaml", "record.json", "metrics.jsonl", "summary.json", "memory.json", "trace.json.gz",
+    "checkpoints/step-4/manifest.json", "checkpoints/step-4/model.safetensors",
+    "checkpoints/step-4/optimizer.safetensors",
+]  # fmt: skip
+
+
+def put_something(path: Path, rng: random.Random) -> str:
+    """Put something that is not a small regular file in a place."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_file():
+        path.unlink()
+    how = rng.choice(["pipe", "pipe", "zeros", "zeros", "null", "folder", "loop", "socket", "sparse", "closed"])
+    if how == "pipe":
+        os.mkfifo(path)
+    elif how in ("zeros", "null"):
+        path.symlink_to("/dev/zero" if how == "zeros" else "/dev/null")
+    elif how == "folder":
+        path.mkdir()
+    elif how == "loop":
+        path.symlink_to(path.name)
+    elif how == "socket":
+        import socket
+
+        here = os.getcwd()
+        os.chdir(path.parent)  # a socket's path is short
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(path.name)
+        os.chdir(here)
+    elif how == "sparse":
+        path.touch()
+        os.truncate(path, 2**42)
+    else:
+        path.touch(mode=0)
+    return f"{path.name}: {how}"
+
+
+def make(rng: random.Random, folder: Path, bases: Bases) -> Case:
+    """A command that reads something which is not a file."""
+    config: Dict[str, Any] = copy.deepcopy(BASE)
+    how = rng.random()
+    if how < 0.6:
+        tool, argv, suffix = rng.choice(READERS)
+        what = put_something(folder / f"odd{suffix}", rng)
+        argv = [word.replace("FILE", f"odd{suffix}") for word in argv]
+        if "run" in argv:
+            shutil.copytree(bases.end, folder / "run")
+    elif how < 0.75:
+        name = rng.choice(sorted(DATA))
+        config["data"] = {"name": name, "root": "data"}
+        what = put_something(folder / "data" / DATA[name], rng)
+        tool, argv = "train", ["config.yaml", "--dry-run"]
+    elif how < 0.9:
+        shutil.copytree(bases.run, folder / "run")
+        what = put_something(folder / "run" / rng.choice(OF_RUN), rng)
+        tool, argv = rng.choice([
+            ("train", ["config.yaml", "--out", "run", "--resume"]),
+            ("train", ["config.yaml", "--out", "run", "--overwrite", "--set", "steps=2"]),
+            ("analyze", ["run"]), ("export", ["run", "--to", "w.safetensors"]), ("predict", ["run"]),
+        ])  # fmt: skip
+    else:
+        shutil.copytree(bases.end, folder / "run")
+        number = rng.randrange(1000)
+        tool, argv, what = "call", [str(number)], f"a path with a NUL, call {number}"
+    (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
+    return Case(tool, argv, what)
+
+
+def call() -> None:
+    """Call a function or a command of the library from Python with a path that no system has."""
+    import sys
+
+    import torch
+
+    import ipu_pipe
+    from ipu_pipe.cli import analyze, collect, export, fetch_data, plan, schedule, stability, train
+    from ipu_pipe.run.train import evaluate_checkpoint
+
+    config = ipu_pipe.load_config("config.yaml")
+    odd = ["a\0b", "\0", "run\0", "a/\0/b", "\ud800"]
+    calls = [
+        lambda path: ipu_pipe.train(config, path),
+        lambda path: ipu_pipe.train(config, Path(path)),
+        lambda path: ipu_pipe.train(config, path, resume=True),
+        lambda path: ipu_pipe.load_config(path),
+        lambda path: ipu_pipe.predict(path, torch.zeros(4, 64)),
+        lambda path: ipu_pipe.export(path, "new.safetensors"),
+        lambda path: ipu_pipe.export("run", path),
+        lambda path: ipu_pipe.export("run", path + ".safetensors"),
+        lambda path: evaluate_checkpoint(config, path),
+        lambda path: ipu_pipe.analyze_run(path),
+        lambda path: ipu_pipe.load_data("mnist", root=path),
+        lambda path: ipu_pipe.load_data("image_folder", root=path),
+        lambda path: ipu_pipe.plan_config(config, path),
+        lambda path: evaluate_checkpoint(config, path + ".safetensors"),
+        lambda path: ipu_pipe.load_config("config.yaml", [f"method_args.file={path}"]),
+        lambda path: train.main([path]),
+        lambda path: train.main(["config.yaml", "--out", path]),
+        lambda path: train.main(["config.yaml", "--evaluate", path]),
+        lambda path: train.main(["config.yaml", "--dry-run", "--set", "init_from=" + path]),
+        lambda path: analyze.main([path]),
+        lambda path: analyze.main(["run", "--html", path]),
+        lambda path: analyze.main(["run", "--png", path]),
+        lambda path: analyze.main(["run", "--against", path]),
+        lambda path: export.main([path, "--to", "new"]),
+        lambda path: export.main(["run", "--to", path]),
+        lambda path: plan.main(["config.yaml", "--hardware", path]),
+        lambda path: plan.main(["config.yaml", "--hardware", "v100x8", "--write", path]),
+        lambda path: collect.main(["config.yaml", "--out", path, "--steps", "0"]),
+        lambda path: schedule.main(["rows", "--stages", "2", "--microbatches", "4", "--file", path]),
+        lambda path: stability.main([path]),
+        lambda path: fetch_data.main(["mnist", "--root", path]),
+    ]
+    number = int(sys.argv[1])
+    calls[number % len(calls)](odd[number // len(calls) % len(odd)])

@@ -1,0 +1,46 @@
+"""Code of the user's own that raises, returns or does what it should not: in a callback, model, data, loss, optimizer, ..."""
+
+from __future__ import annotations
+
+import copy
+import random
+from pathlib import Path
+
+import yaml
+
+from ipu_pipe.run.callbacks import HOOKS
+from tests.hostile.cases import BASE, Bases, Case
+from tests.hostile.faulty import HOW, RAISING
+
+PLACES = [
+    "constructor", "forward", "state_dict", "load_state_dict", "train_batch", "test_batches", "train_batches_per_epoch",
+    "loss", "metric", "optimizer", "step", "scheduler", "scheduler step", "rate", "empties", "empties later", "renames",
+]  # fmt: skip
+FAULTY = "tests.hostile.faulty"
+# methods of every module: they may raise, and none returns anything else than PyTorch's own
+OF_MODULES = ("state_dict", "load_state_dict")
+
+
+def make(rng: random.Random, folder: Path, bases: Bases) -> Case:
+    """A run whose objects misbehave in one place."""
+    config = copy.deepcopy(BASE)
+    how, after = rng.choice([*HOW, "signature", "signature", "signature"]), rng.choice([0, 0, 1, 2, 5, 9, 30])
+    config.update(method="pipedream", stages=2, gradient_accumulation=2, steps=4)
+    if rng.random() < 0.4:
+        where = rng.choice([*HOOKS, "state", "load"])
+        entry = {"entry": f"{FAULTY}:make_callback", "args": {"where": where, "how": how, "after": after % 3}}
+        config["callbacks"] = [entry]
+    else:
+        where = rng.choice(PLACES)
+        how = rng.choice(RAISING) if where in OF_MODULES else how
+        args = {"where": where, "how": how, "after": after}
+        config["model"] = {"entry": f"{FAULTY}:Model", "args": args}
+        config.update(data={"name": f"{FAULTY}:make_data"}, loss=f"{FAULTY}:loss", metrics=[f"{FAULTY}:metric"])
+        config["optimizer"] = {"name": f"{FAULTY}:Optimizer", "lr": 0.1}
+        config["lr_schedule"] = {"name": f"{FAULTY}:make_scheduler"}
+    config["checkpoint"]["background"] = rng.random() < 0.5
+    (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
+    argv = ["config.yaml", "--out", "run"]
+    if rng.random() < 0.2:
+        argv = ["config.yaml", "--dry-run"]
+    return Case("train", argv, f"{where}: {how} after {after}")

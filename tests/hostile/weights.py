@@ -1,0 +1,79 @@
+"""State dicts that torch.save or safetensors writes, but that are not names and plain tensors; evaluated or begun with."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any, Callable, Dict, List
+
+import torch
+import yaml
+
+from tests.hostile.cases import BASE, TEXTS, Bases, Case
+from tests.hostile.checkpoints import LAST
+
+KEYS: List[Any] = [3, -1, 0, True, None, 1.5, (1, 2), (), b"weight", ("a", "b"), *TEXTS]
+ODD: List[Callable[[torch.Tensor], Any]] = [
+    lambda t: t.to_sparse(),
+    lambda t: t.reshape(-1, t.shape[-1]).to_sparse_csr() if t.dim() > 1 else t.to_sparse(),
+    lambda t: torch.quantize_per_tensor(t.float(), 0.1, 0, torch.qint8),
+    lambda t: torch.quantize_per_channel(t.float(), torch.ones(len(t)), torch.zeros(len(t)), 0, torch.qint8),
+    lambda t: torch.nested.nested_tensor([t, t[:1]]),
+    lambda t: t.to("meta"),
+    lambda t: t.to(torch.complex64),
+    lambda t: t.bool(),
+    lambda t: t.long(),
+    lambda t: t.double(),
+    lambda t: t.to(torch.float8_e4m3fn),
+    lambda t: torch.nn.Parameter(t),
+    lambda t: torch.nn.Buffer(t) if hasattr(torch.nn, "Buffer") else t,
+    lambda t: t[..., None],
+    lambda t: t[:0],
+    lambda t: torch.zeros(1).expand(t.shape),
+    lambda t: t.conj() if t.is_complex() else torch.view_as_complex(t.new_zeros(2)).conj(),
+    lambda t: torch._neg_view(t),
+    lambda t: t * float("nan"),
+    lambda t: {"inner": t},
+    lambda t: [t],
+    lambda t: (t, t),
+    lambda t: None,
+    lambda t: 3,
+    lambda t: "text",
+    lambda t: t.tolist(),
+    lambda t: t.numpy().tobytes(),
+]
+
+
+def change_weights(weights: Dict[Any, Any], rng: random.Random) -> str:
+    """Change, add, or rename some of the tensors of a state dict."""
+    said = []
+    for _ in range(rng.choice([1, 1, 1, 2])):
+        name, how = rng.choice(list(weights)), rng.random()
+        if how < 0.3:
+            key = rng.choice(KEYS)
+            weights[key] = weights.pop(name) if rng.random() < 0.5 else torch.zeros(2)
+            said.append(f"a key {key!r:.40}")
+        elif isinstance(weights[name], torch.Tensor):
+            number = rng.randrange(len(ODD))
+            weights[name] = ODD[number](weights[name])
+            said.append(f"{name}: odd value {number}")
+    return ", ".join(said)
+
+
+def make(rng: random.Random, folder: Path, bases: Bases) -> Case:
+    """A file of odd weights, as a checkpoint's weights, to be evaluated, or to begin with."""
+    from safetensors.torch import load_file
+
+    weights: Dict[Any, Any] = dict(load_file(bases.end / LAST / "model.safetensors"))
+    what = change_weights(weights, rng)
+    outer: Any = rng.choice([weights] * 6 + [OrderedDict(weights), {"model": weights}, [weights], list(weights.items())])
+    torch.save(outer, folder / "w.pt")
+    config = copy.deepcopy(BASE)
+    argv = ["config.yaml", "--evaluate", "w.pt"]
+    if rng.random() < 0.5:
+        config["init_from"] = rng.choice(["w.pt", {"path": "w.pt", "strict": False}])
+        argv = ["config.yaml", "--dry-run"] if rng.random() < 0.5 else ["config.yaml", "--out", "r", "--set", "steps=2"]
+    (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
+    return Case("train", argv, what)

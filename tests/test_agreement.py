@@ -1,0 +1,136 @@
+"""Ranks whose models differ are refused before a tensor is sent, by the first difference; they never train a mixture."""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+from typing import Any, Callable, Dict, Optional
+
+import pytest
+import torch
+from torch import nn
+
+import ipu_pipe
+from ipu_pipe.config.schema import BackendConfig
+from tests import forked
+from tests.support.processes import run_in_group
+from tests.support.runs import DIGITS, assert_same, list_faults, needs_processes
+
+pytestmark = needs_processes
+SGD = functools.partial(torch.optim.SGD, lr=0.1)
+
+
+class Net(nn.Module):
+    """Three layers; the name of the second and the width between the first two are the caller's."""
+
+    def __init__(self, name: str = "b", width: int = 6) -> None:
+        super().__init__()
+        self.a = nn.Linear(6, width)
+        self.add_module(name, nn.Linear(width, 6))
+        self.c = nn.Linear(6, 3)
+        self.register_buffer("scale", torch.ones(()), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        a, b, c = self.children()
+        return c(torch.tanh(b(torch.tanh(a(x) * self.scale))))
+
+
+def draw_batches() -> Any:
+    generator = torch.Generator().manual_seed(1)
+    return [(torch.randn(4, 6, generator=generator), torch.randint(0, 3, (4,), generator=generator)) for _ in range(4)]
+
+
+def make_arguments(model: nn.Module, **keys: Any) -> Dict[str, Any]:
+    settings: Dict[str, Any] = {
+        "method": "gpipe", "steps": 2, "gradient_accumulation": 2, "stages": ["c"], "log": {"tensorboard": False},
+    }  # fmt: skip
+    batches = draw_batches()
+    config = ipu_pipe.configure(**{**settings, **keys})
+    config = config.model_copy(update={"backend": BackendConfig(name="distributed", deadline=30)})
+    return {
+        "config": config, "model": model, "data": ipu_pipe.from_loader(batches, batches[:1]), "optimizer": SGD, "quiet": True,
+    }  # fmt: skip
+
+
+def change_values(model: nn.Module) -> None:
+    with torch.no_grad():
+        model.c.bias[0] += 1e-6  # type: ignore[index, operator]
+
+
+def freeze(model: nn.Module) -> None:
+    model.a.weight.requires_grad_(False)  # type: ignore[union-attr, operator]
+
+
+# difference -> (changes a rank's model, or makes another one; the begin of the line; what each rank has)
+DIFFERENCES: Dict[str, Any] = {
+    "shape": (lambda model: Net(width=5), "model: a.weight: shape: ", ("(6, 6)", "(5, 6)")),
+    "dtype": (lambda model: model.double(), "model: a.weight: dtype: ", ("torch.float32", "torch.float64")),
+    "requires_grad": (freeze, "model: a.weight: requires_grad: ", ("True", "False")),
+    "name": (lambda model: Net("d"), "model: b.weight: shape: ", ("(6, 6)", "nothing")),
+    "mode": (lambda model: model.a.eval() and None, "model: a: training: ", ("True", "False")),
+    "weight": (change_values, "model: c.bias: values", ()),
+    "buffer": (lambda model: model.scale.mul_(2) and None, "model: scale: values", ()),
+}
+
+
+def make_differing(rank: int, change: Callable[[nn.Module], Optional[nn.Module]]) -> nn.Module:
+    """Return the model of a rank, of which the last is another one."""
+    torch.manual_seed(0)
+    model = Net()
+    if rank == torch.distributed.get_world_size() - 1:
+        model = change(model) or model  # type: ignore[assignment]
+    return model
+
+
+def check_refusals(rank: int, folder: Path, keys: Dict[str, Any]) -> None:
+    last = torch.distributed.get_world_size() - 1
+    for name, (change, begin, values) in DIFFERENCES.items():
+        model = make_differing(rank, change)
+        (fault,) = list_faults(ipu_pipe.train, out=folder / name, **make_arguments(model, **keys))
+        assert fault.startswith(begin) and f"rank {last} has " in fault, fault
+        assert all(value in fault for value in values), fault
+    loss = nn.CrossEntropyLoss(torch.ones(3) * (rank + 1))
+    (fault,) = list_faults(ipu_pipe.train, out=folder / "loss", loss=loss, **make_arguments(Net(), **keys))
+    assert fault.startswith("loss: weight: values")
+
+
+@pytest.mark.parametrize("ranks, keys", [(2, {}), (4, {"replicas": 2})], ids=["stages", "replicas"])
+def test_ranks_with_other_models_are_refused_by_the_first_difference(
+    ranks: int, keys: Dict[str, Any], tmp_path: Path
+) -> None:
+    """Other shapes ended in gloo's abort ("rank 1 is lost"); other values were mixed: each stage had its rank's."""
+    run_in_group(ranks, check_refusals, tmp_path, keys)
+
+
+def train_again(rank: int, folder: Path) -> None:
+    """Train twice with one model, and resume with values that the checkpoint replaces."""
+    torch.manual_seed(0)
+    model = Net()
+    for name in ("first", "second"):
+        ipu_pipe.train(out=folder / name, **make_arguments(model))
+    torch.manual_seed(rank)
+    resumed = Net()
+    ipu_pipe.train(out=folder / "second", resume=True, **make_arguments(resumed, steps=4))
+    ipu_pipe.train(out=folder / "second", resume=True, **make_arguments(model, steps=6))
+    torch.save(model.state_dict(), folder / f"{rank}.pt")
+
+
+def test_a_trained_model_and_values_that_a_checkpoint_replaces_agree(tmp_path: Path) -> None:
+    run_in_group(2, train_again, tmp_path)
+    assert_same(*(torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1)))
+
+
+def make_entry() -> nn.Module:
+    """Return a model of digits with another width on rank 1."""
+    width = 9 if os.environ["RANK"] == "1" else 8
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, width), nn.ReLU(), nn.Linear(width, 10))
+
+
+def test_the_command_ends_with_2_and_one_line(tmp_path: Path) -> None:
+    sets = ["model.entry=tests.test_agreement:make_entry", "model.args={}", "backend.name=distributed", "stages=2", "steps=2"]
+    arguments = [DIGITS, "--out", str(tmp_path / "run"), *(item for pair in sets for item in ("--set", pair))]
+    code, _, error = forked.run_ranks(2, "train", arguments)
+    lines = [line for line in error.splitlines() if line.startswith("error: ")]
+    assert code == 2 and len(lines) == 1 and lines[0].startswith("error: model: 1.weight: shape: rank 0 has "), error
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,300 @@
+"""The doors through which a file could run code: a git repository around a run, and the modules that a config names."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Callable, Dict, List, Set
+
+import pytest
+import torch
+
+import ipu_pipe
+from ipu_pipe.report.provenance import find_commit
+from tests.command_line import run_here
+from tests.support.runs import ROOT
+
+GIT = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-c", "protocol.file.allow=always"]
+
+
+def git(folder: Path, *command: str) -> str:
+    finished = subprocess.run([*GIT, *command], cwd=folder, check=True, capture_output=True, text=True)
+    return finished.stdout.strip()
+
+
+def make_repository(folder: Path) -> None:
+    """Make a repository with one commit of two files."""
+    folder.mkdir()
+    git(folder, "init", "-q", "-b", "work")
+    (folder / "a").write_text("1\n")
+    (folder / "b").write_text("2\n")
+    git(folder, "add", ".")
+    git(folder, "commit", "-qm", "first")
+
+
+# Each of these puts the program `hostile` behind one door of the repository `folder`.
+
+
+def set_fsmonitor(folder: Path, hostile: Path) -> None:
+    git(folder, "config", "core.fsmonitor", str(hostile))
+
+
+def set_included_fsmonitor(folder: Path, hostile: Path) -> None:
+    included = folder / ".git" / "more"
+    git(folder, "config", "--file", str(included), "core.fsmonitor", str(hostile))
+    git(folder, "config", "include.path", "more")
+
+
+def set_fsmonitor_of_worktree(folder: Path, hostile: Path) -> None:
+    git(folder, "config", "extensions.worktreeConfig", "true")
+    git(folder, "config", "--worktree", "core.fsmonitor", str(hostile))
+
+
+def set_hook(folder: Path, hostile: Path) -> None:
+    hooks = folder / ".git" / "hooks"
+    hooks.mkdir(exist_ok=True)
+    shutil.copy(hostile, hooks / "post-index-change")
+
+
+def set_folder_of_hooks(folder: Path, hostile: Path) -> None:
+    (folder / "tools").mkdir()
+    shutil.copy(hostile, folder / "tools" / "post-index-change")
+    git(folder, "config", "core.hooksPath", "tools")
+
+
+def set_filter(kind: str, name: str) -> Callable[[Path, Path], None]:
+    def set_one(folder: Path, hostile: Path) -> None:
+        (folder / ".git" / "info").mkdir(exist_ok=True)
+        (folder / ".git" / "info" / "attributes").write_text(f"* filter={name}\n")
+        git(folder, "config", f"filter.{name}.{kind}", str(hostile))
+
+    return set_one
+
+
+def set_filter_by_attributes(folder: Path, hostile: Path) -> None:
+    (folder / ".gitattributes").write_text("* filter=x\n")
+    git(folder, "config", "filter.x.clean", str(hostile))
+
+
+def set_transport(folder: Path, hostile: Path) -> None:
+    """Fetch a missing object by a program, as partial clones do."""
+    git(folder, "config", "core.repositoryFormatVersion", "1")
+    git(folder, "config", "extensions.partialClone", "origin")
+    git(folder, "config", "remote.origin.url", f"ext::{hostile}")
+    git(folder, "config", "remote.origin.promisor", "true")
+    git(folder, "config", "protocol.ext.allow", "always")
+    tree = git(folder, "rev-parse", "HEAD^{tree}")
+    (folder / ".git" / "objects" / tree[:2] / tree[2:]).unlink()
+    # the index keeps the tree's name, with which no tree would be read
+    (folder / "a").write_text("3\n")
+    git(folder, "update-index", "a")
+
+
+def set_submodule(folder: Path, hostile: Path) -> None:
+    make_repository(folder.with_name("inner"))
+    git(folder, "submodule", "--quiet", "add", str(folder.with_name("inner")), "inner")
+    git(folder, "commit", "-qm", "second")
+    set_fsmonitor(folder / "inner", hostile)
+
+
+DOORS: Dict[str, Callable[[Path, Path], None]] = {
+    "fsmonitor": set_fsmonitor,
+    "included": set_included_fsmonitor,
+    "of a worktree": set_fsmonitor_of_worktree,
+    "hook": set_hook,
+    "folder of hooks": set_folder_of_hooks,
+    "clean": set_filter("clean", "x"),
+    "process": set_filter("process", "x"),
+    # cannot be overridden by git -c
+    "odd name": set_filter("clean", "a=b"),
+    "attributes": set_filter_by_attributes,
+    "transport": set_transport,
+    "submodule": set_submodule,
+}
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_the_record_runs_no_program_of_the_repository(door: str, tmp_path: Path) -> None:
+    """A run in a folder with a hostile .git/config ran the program of its core.fsmonitor, since it asked git for its status."""
+    folder, ran = tmp_path / "repository", tmp_path / "ran"
+    make_repository(folder)
+    hostile = tmp_path / "hostile"
+    hostile.write_text(f"#!/bin/sh\n: > {shlex.quote(str(ran))}\nexit 1\n")
+    hostile.chmod(0o755)
+    DOORS[door](folder, hostile)
+    commit = git(folder, "rev-parse", "HEAD")
+    ran.unlink() if ran.exists() else None
+
+    def change_times() -> None:
+        # git compares the content of files of other times, by filters
+        for path in (folder / "a", folder / "b"):
+            os.utime(path, (1_000_000_000, 1_000_000_000))
+
+    change_times()
+    record = find_commit(folder)
+    assert not ran.exists()
+    assert record is not None and record["commit"] == commit
+    assert record["dirty"] is (None if door == "transport" else False)
+    # the door is one: git itself runs the program
+    change_times()
+    subprocess.run(["git", "status", "--porcelain"], cwd=folder, capture_output=True, check=False)
+    assert ran.exists()
+
+
+@pytest.mark.parametrize("settings", [
+    {"core.autocrlf": "true"}, {"core.fileMode": "false"}, {"core.eol": "crlf"}, {"core.splitIndex": "false"}, {},
+])  # fmt: skip
+def test_the_settings_of_a_repository_decide_what_has_changed(settings: Dict[str, str], tmp_path: Path) -> None:
+    """The answer is that of git in the repository itself, for every setting on which it depends."""
+    make_repository(tmp_path / "r")
+    for key, value in settings.items():
+        git(tmp_path / "r", "config", key, value)
+
+    def compare() -> List[bool]:
+        said = find_commit(tmp_path / "r")
+        assert said is not None
+        return [said["dirty"], bool(git(tmp_path / "r", "status", "--porcelain", "--untracked-files=no"))]
+
+    seen = [compare()]
+    (tmp_path / "r" / ".gitattributes").write_text("a text\n")
+    (tmp_path / "r" / "a").write_bytes(b"1\r\n")
+    seen.append(compare())
+    git(tmp_path / "r", "checkout", "a")
+    (tmp_path / "r" / "a").chmod(0o755)
+    seen.append(compare())
+    (tmp_path / "r" / "b").write_text("other\n")
+    seen.append(compare())
+    assert all(answer == answer_of_git for answer, answer_of_git in seen)
+    assert [answer for answer, _ in seen][::3] == [False, True]
+
+
+def test_a_setting_cannot_bring_in_another(tmp_path: Path) -> None:
+    """The value of a copied setting is text of the repository's: it may hold the end of its line."""
+    folder, ran = tmp_path / "r", tmp_path / "ran"
+    make_repository(folder)
+    (tmp_path / "hostile").write_text(f"#!/bin/sh\n: > {shlex.quote(str(ran))}\n")
+    (tmp_path / "hostile").chmod(0o755)
+    (folder / ".gitattributes").write_text("* filter=x\n")
+    git(folder, "config", "core.eol", f'lf\n[filter "x"]\nclean = {tmp_path / "hostile"}')
+    (folder / "a").write_text("3\n")
+    assert find_commit(folder) == {"repository": str(folder), "commit": git(folder, "rev-parse", "HEAD"), "dirty": True}
+    assert not ran.exists()
+
+
+# ---- what a config names is imported
+
+# The modules of a config's keys: each leaves a file when it is imported, and has what its key wants as `make`.
+MODULES = {
+    "model.entry": "from models.mlp import mlp as make",
+    "model.output": "def make(output): return output",
+    "data.name": "from ipu_pipe.data import load_data\ndef make(**settings): return load_data('digits')",
+    "loss": "from torch.nn.functional import cross_entropy as make",
+    "loss_weight": "def make(y): return float(len(y))",
+    "metrics": "def make(output, y): return 0.5",
+    "callbacks": "import ipu_pipe\nclass make(ipu_pipe.Callback): pass",
+    "optimizer.name": "from torch.optim import SGD as make",
+    "lr_schedule.name": "from torch.optim.lr_scheduler import ConstantLR as make",
+    "method_args.head": "from torch import nn\ndef make(x, output): return nn.Linear(x.shape[1], output.shape[1])",
+}
+CONFIG = """
+model: {entry: "model_entry:make", args: {inputs: 64, width: 16, layers: 4, classes: 10}, output: OUTPUT}
+data: {name: "data_name:make"}
+loss: "loss:make"
+loss_weight: "loss_weight:make"
+metrics: ["metrics:make"]
+callbacks: ["callbacks:make"]
+optimizer: {name: "optimizer_name:make", lr: 0.1}
+lr_schedule: {name: "lr_schedule_name:make"}
+method: METHOD
+method_args: {head: HEAD}
+stages: 2
+micro_batch_size: 16
+gradient_accumulation: 2
+steps: 2
+evaluate: null
+"""
+# row of the table in docs/configuration.md, "A config is code" -> a command line
+COMMANDS = {
+    "`train CONFIG`": "train c.yaml --out again --overwrite --quiet",
+    "`train CONFIG --dry-run`": "train c.yaml --dry-run",
+    "`collect CONFIG`": "collect c.yaml --methods METHOD --steps 0 --out compared --overwrite",
+    "`train CONFIG --evaluate PATH`": "train c.yaml --evaluate run",
+    "`stability CONFIG`": "stability c.yaml --curvature 1",
+    "`plan CONFIG`": "plan c.yaml --hardware v100x8",
+    "`export RUN --to FOLDER`": "export run --to folder",
+    "`export RUN --to FILE.safetensors`": "export run --to METHOD.safetensors",
+    "`analyze RUN`": "analyze run",
+}
+
+
+def read_documented_imports() -> Dict[str, Set[str]]:
+    """Return the keys whose modules each command imports, by the documentation."""
+    text = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    section = text.partition("## A config is code\n")[2].partition("\n## ")[0]
+    rows = [line.split("|")[1:3] for line in section.splitlines() if line.startswith("| `")]
+    return {command.strip(): set(re.findall(r"`([a-z_.]+)`", keys)) for command, keys in rows}
+
+
+# a method with heads takes no function for the output, so that no config has all keys
+VARIANTS = (
+    {"METHOD": "gpipe", "OUTPUT": '"model_output:make"', "HEAD": "null"},
+    {"METHOD": "local_greedy", "OUTPUT": "null", "HEAD": '"method_args_head:make"'},
+)
+
+
+def test_commands_import_what_the_documentation_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run's folder holds a config, and `--dry-run` builds the model: these are doors, too."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    modules = {key: key.replace(".", "_") for key in MODULES}
+    for key, text in MODULES.items():
+        (tmp_path / f"{modules[key]}.py").write_text(f"open('imported_{key}', 'w').close()\n{text}\n")
+    importlib.invalidate_caches()
+
+    def list_imported() -> Set[str]:
+        """Return the keys whose modules were imported since the last call."""
+        for name in modules.values():
+            sys.modules.pop(name, None)
+        files = list(tmp_path.glob("imported_*"))
+        for file in files:
+            file.unlink()
+        return {file.name.partition("_")[2] for file in files}
+
+    imported: Dict[str, Set[str]] = {"`predict(RUN, ...)`": set(), **{row: set() for row in COMMANDS}}
+    for values in VARIANTS:
+        config_text = CONFIG
+        for name, value in values.items():
+            config_text = config_text.replace(name, value)
+        (tmp_path / "c.yaml").write_text(config_text)
+        config = ipu_pipe.load_config("c.yaml")
+        assert list_imported() == set()
+        ipu_pipe.train(config, "run", quiet=True, overwrite=True)
+        list_imported()
+        ipu_pipe.predict("run", torch.zeros(2, 64))
+        imported["`predict(RUN, ...)`"] |= list_imported()
+        for row, line in COMMANDS.items():
+            command, *arguments = line.replace("METHOD", values["METHOD"]).split()
+            module: Any = importlib.import_module(f"ipu_pipe.cli.{command}")
+            done = run_here(module, *arguments, monkeypatch=monkeypatch, capsys=capsys)
+            # this model has no save_pretrained, and for local methods there is no delay to examine
+            is_refused = command == "stability" if values["METHOD"] == "local_greedy" else False
+            assert done.returncode == (2 if is_refused or row == "`export RUN --to FOLDER`" else 0), done
+            imported[row] |= list_imported()
+    assert imported == read_documented_imports()
+
+
+def test_readme_names_the_commands_that_import() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    importing, _, harmless = readme.partition("A config names code to import")[2].partition("\n\n")[0].partition(". ")
+    for row, keys in read_documented_imports().items():
+        command = re.split(r"\W", row.strip("`"))[0]
+        assert f"`{command}" in (importing if keys else harmless), row
+    assert "--dry-run" in importing

@@ -1,0 +1,291 @@
+"""Misspelled names, and the words of other libraries: each fault names the right word. The prose around it is free."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import warnings
+from pathlib import Path
+from typing import Any, Dict, List, Sequence
+
+import pytest
+import torch
+
+from ipu_pipe import cli
+from ipu_pipe.cli import COMMANDS
+from ipu_pipe.config.load import configure, load_config
+from ipu_pipe.config.sections import OPTIMIZER_CLASSES, SCHEDULER_CLASSES
+from ipu_pipe.data import load_data
+from ipu_pipe.data.fetch import fetch
+from ipu_pipe.errors import BadInput, run_command
+from ipu_pipe.hardware.description import list_hardware
+from ipu_pipe.job.factories import make_loss
+from ipu_pipe.job.overrides import Overrides
+from ipu_pipe.schedule.methods import METHODS
+from ipu_pipe.shipped import find_config, list_configs
+from ipu_pipe.text import ALSO_CALLED
+from tests.command_line import run_here
+from tests.support.runs import list_faults
+
+DIGITS = "configs/mlp_digits.yaml"
+
+
+def read_suggestion(line: str) -> List[str]:
+    """Return the names that a fault suggests."""
+    found = re.search(r"(?:did you mean|nearest (?:is|are)) (.*?)(?:\?| \(|, allowed|$)", line)
+    return [] if found is None else re.split(r" or |, ", found.group(1))
+
+
+# ---- values of keys
+
+TORCH_OPTIMIZER, TORCH_SCHEDULER = "torch.optim.", "torch.optim.lr_scheduler."
+# key -> what a user writes -> the names suggested, in order; none: nothing is near
+VALUES: Dict[str, Dict[str, Sequence[str]]] = {
+    "method": {
+        "1f1b": ["pipedream_flush", "pipedream"], "1F1B": ["pipedream_flush", "pipedream"], "GPipe": ["gpipe"],
+        "ZBV": ["zbv"], "zb": ["zb_h1"], "zero_bubble": ["zb_h1"], "zero-bubble": ["zb_h1"], "zbh1": ["zb_h1"],
+        "interleaved": ["interleaved_1f1b"], "dualpipe": ["dualpipe_v"], "pipedream-2bw": ["pipedream_2bw"],
+        "2bw": ["pipedream_2bw"], "2BW": ["pipedream_2bw"], "pipdream": ["pipedream"], "PipeMare": ["pipemare"],
+        "ScheduleZBVZeroBubble": ["zbv"], "ScheduleInterleavedZeroBubble": ["interleaved_zb"], "afab": ["gpipe"],
+        "xxxxxx": [],
+    },
+    "backend.name": {
+        "cuda": ["backend.device=cuda"], "gpu": ["backend.device=cuda"], "cuda:0": ["backend.device=cuda"],
+        "cpu": ["backend.device=cpu"], "CPU": ["backend.device=cpu"],
+        "nccl": ["distributed"], "gloo": ["distributed"], "ipu": ["poptorch"], "Emulator": ["emulator"],
+        "emulater": ["emulator"], "tpu": [], "mps": [],
+    },
+    "backend.device": {"gpu": ["cuda"], "CUDA": ["cuda"], "cuda:1": ["cuda"], "ipu": ["backend.name=poptorch"], "tpu": []},
+    "precision": {
+        "fp16": ["bfloat16_mixed"], "half": ["bfloat16_mixed"], "16": ["bfloat16_mixed"], "bf16": ["bfloat16"],
+        "BF16": ["bfloat16"], "bf16-mixed": ["bfloat16_mixed"], "fp32": ["float32"], "float": ["float32"],
+        "float23": ["float32"], "double": ["float64"],
+    },
+    "optimizer.name": {
+        "SGD": ["sgd"], "AdamW": ["adamw"], "admw": ["adamw"], "RMSprop": [f"{TORCH_OPTIMIZER}RMSprop"],
+        "adagrad": [f"{TORCH_OPTIMIZER}Adagrad"], "optim.Adam": ["adam"], "xxxxxx": [],
+    },
+    "lr_schedule.name": {
+        "cosin": ["cosine"], "Cosine": ["cosine"], "CosineAnnealingLR": ["cosine"], "ReduceLROnPlateau": ["plateau"],
+        "MultiStepLR": ["step"], "OneCycle": [f"{TORCH_SCHEDULER}OneCycleLR"],
+        "exponential": [f"{TORCH_SCHEDULER}ExponentialLR"],
+    },
+    "hardware": {"POD16": ["pod16"], "pod17": ["pod16"], "h100": ["h100x8"], "ipu": ["gc200"]},
+    "stages": {"finst": ["finest"], "Auto": ["auto"]},
+    "reduction": {"exat": ["exact"]},
+    "clip": {"{norm: 1, scope: globl}": ["global"]},
+    "checkpoint.format": {"shard": ["sharded"]},
+    "method_args.schedule": {"1F1B": ["1f1b"], "dflow": ["dataflow"]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in VALUES.items() for value in values])
+def test_a_value_names_the_nearest_or_the_right_key(key: str, value: str) -> None:
+    (fault,) = list_faults(load_config, DIGITS, [f"{key}={value}"])
+    assert fault.startswith(f"--set {key}={value}: {key}")
+    assert read_suggestion(fault) == list(VALUES[key][value])
+
+
+def test_keywords_of_python_are_checked_alike() -> None:
+    (fault,) = list_faults(lambda: configure(backend={"name": "cuda"}))
+    assert fault.startswith("configure: backend.name: cuda: ") and read_suggestion(fault) == ["backend.device=cuda"]
+    (fault,) = list_faults(lambda: configure(metod="gpipe"))
+    assert read_suggestion(fault) == ["method"]
+
+
+@pytest.mark.parametrize(("written", "meant"), [
+    ("crossentropy", "cross_entropy"), ("CrossEntropyLoss", "cross_entropy"), ("ce", "cross_entropy"),
+    ("torch.nn.CrossEntropyLoss", "cross_entropy"), ("mse", "torch.nn.functional:mse_loss"),
+    ("MSELoss", "torch.nn.functional:mse_loss"), ("Model", "model"),
+])  # fmt: skip
+def test_a_loss_names_the_nearest(written: str, meant: str) -> None:
+    (fault,) = list_faults(make_loss, configure(loss=written), Overrides())
+    assert fault.startswith(f"loss: {written}: ") and read_suggestion(fault) == [meant]
+    if ":" in meant:
+        make_loss(configure(loss=meant), Overrides())
+
+
+@pytest.mark.parametrize(("written", "meant"), [
+    ("CIFAR10", "cifar10"), ("cifar-10", "cifar10"), ("MNIST", "mnist"), ("Fashion-MNIST", "fashion_mnist"),
+])  # fmt: skip
+def test_a_data_set_names_the_nearest(written: str, meant: str, tmp_path: Path) -> None:
+    for faults in (list_faults(load_data, written), list_faults(fetch, written, tmp_path)):
+        assert len(faults) == 1 and read_suggestion(faults[0]) == [meant]
+
+
+def test_words_of_other_libraries_are_written_as_they_are_sought() -> None:
+    """A key in capitals or with a hyphen would never be found, and a name that no table has would never be suggested."""
+    assert all(word == word.lower().replace("-", "_") for word in ALSO_CALLED)
+    for name in OPTIMIZER_CLASSES:
+        assert hasattr(torch.optim, name)
+    for name in SCHEDULER_CLASSES:
+        assert hasattr(torch.optim.lr_scheduler, name)
+    for word in ("1f1b", "2bw", "afab", "vpp", "bfs", "zb", "dualpipe", "diloco"):
+        assert set(ALSO_CALLED[word].split()) <= set(METHODS)
+    assert {"gc200", "gc2"} <= set(list_hardware())
+
+
+# ---- command lines
+
+
+def run_line(line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    command, *arguments = line.split()
+    module = importlib.import_module(f"ipu_pipe.cli.{command}")
+    return run_here(module, *arguments, monkeypatch=monkeypatch, capsys=capsys)
+
+
+# command line -> the beginning of its fault, and the names suggested
+LINES = {
+    "train mlp_digit": ("mlp_digit: ", ["mlp_digits"]),
+    "train configs/mlp_digit.yaml": ("configs/mlp_digit.yaml: ", ["configs/mlp_digits.yaml"]),
+    "train Resnet20-cifar10": ("Resnet20-cifar10: ", ["resnet20_cifar10"]),
+    f"train {DIGITS} epochs=2": ("", ["--set epochs=2"]),
+    f"train epochs=2 {DIGITS}": ("", ["--set epochs=2"]),
+    f"train {DIGITS} lr=2": ("", ["--set optimizer.lr=2"]),
+    f"train {DIGITS} --epochs 2": ("", ["--set epochs=2"]),
+    f"train {DIGITS} --epoch 2": ("", ["--set epochs=2"]),
+    f"train {DIGITS} --lr 0.1": ("", ["--set optimizer.lr=0.1"]),
+    f"train {DIGITS} --optimizer.lr=0.1": ("", ["--set optimizer.lr=0.1"]),
+    f"train {DIGITS} --method gpipe": ("", ["--set method=gpipe"]),
+    f"train {DIGITS} --batch-size=4": ("", ["--set micro_batch_size=4"]),
+    f"train {DIGITS} --dryrun": ("", ["--dry-run"]),
+    f"train {DIGITS} --ouput x": ("", ["--out x"]),
+    f"train {DIGITS} --output-dir x": ("", ["--out DIR"]),
+    f"train --config {DIGITS}": ("", ["CONFIG without --config"]),
+    f"train {DIGITS} --zzzzzz": ("", []),
+    f"train {DIGITS} --against 1f1b": ("--against: 1f1b: ", ["pipedream_flush", "pipedream"]),
+    f"collect {DIGITS} --out x --methods gpipe,1F1B": ("--methods: 1F1B: ", ["pipedream_flush", "pipedream"]),
+    f"plan {DIGITS} --hardware POD16": ("--hardware: POD16: ", ["pod16"]),
+    f"plan {DIGITS} --hardware pod16 --methods GPipe": ("--methods: GPipe: ", ["gpipe"]),
+    f"plan {DIGITS} --hardware pod16 --precision fp16": ("--precision: fp16: ", ["float16", "bfloat16_mixed"]),
+    f"stability {DIGITS} optimizer.lr=1": ("", ["--set optimizer.lr=1"]),
+    "stability mlp_digit": ("CONFIG|FIGURE: mlp_digit: ", ["mlp_digits"]),
+    "schedule GPipe --stages 2 --microbatches 2": ("method: GPipe: ", ["gpipe"]),
+    "schedule gpipe --stages 2 --micro-batches 2": ("", ["--microbatches 2"]),
+    "schedule gpipe --stages 2 --microbatches 2 --format jsn": ("--format: ", ["json"]),
+    "schedule --method gpipe --stages 2 --microbatches 2": ("", ["METHOD without --method"]),
+    "reproduce pb-resnet20": ("EXPERIMENT: pb-resnet20: ", ["pb_resnet20"]),
+    "completion zhs": ("SHELL: ", ["zsh"]),
+}
+
+
+@pytest.mark.parametrize("line", list(LINES))
+def test_a_command_line_names_the_right_spelling(
+    line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = run_line(line, monkeypatch, capsys)
+    place, meant = LINES[line]
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert done.stderr.startswith(f"error: {place}") and read_suggestion(done.stderr.strip()) == meant
+
+
+@pytest.mark.parametrize("written, meant", [
+    ("trian", "train"), ("Train", "train"), ("analyse", "analyze"), ("fetch_dat", "fetch-data"), ("schedul", "schedule"),
+])  # fmt: skip
+def test_a_command_names_the_nearest(
+    written: str, meant: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["ipu-pipe", written, "x"])
+    with pytest.raises(SystemExit) as left:
+        cli.run()
+    printed = capsys.readouterr()
+    assert (left.value.code, printed.out) == (2, "") and meant.replace("-", "_") in COMMANDS
+    assert read_suggestion(printed.err.strip()) == [meant]
+
+
+def test_every_example_is_found_by_its_listed_name() -> None:
+    assert "mlp_digits" in list_configs() and not any("hardware" in name for name in list_configs())
+    assert all(find_config(name).is_file() for name in list_configs())
+
+
+def test_a_missing_extended_file_names_the_nearest_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "basis.yaml").write_text("seed: 1\n")
+    (tmp_path / "run.yaml").write_text("extends: bases.yaml\n")
+    (fault,) = list_faults(load_config, tmp_path / "run.yaml")
+    assert fault.startswith(f"{tmp_path / 'run.yaml'}: extends: bases.yaml: ")
+    assert read_suggestion(fault) == [str(tmp_path / "basis.yaml")]
+
+
+# ---- settings of an optimizer that is replaced
+
+BASE = """\
+model: {entry: models.mlp:mlp}
+data: {name: digits}
+optimizer: {name: sgd, lr: 0.1, momentum: 0.9, nesterov: true, weight_decay: 0.01}
+lr_schedule: {name: step, milestones: [1], gamma: 0.5, warmup_steps: 3}
+"""
+
+
+def write_base(folder: Path, text: str = BASE) -> str:
+    (folder / "base.yaml").write_text(text)
+    return str(folder / "base.yaml")
+
+
+@pytest.mark.parametrize("override", ["optimizer.name=adamw", "optimizer={name: adamw}", "optimizer.name=torch.optim.RMSprop"])
+def test_inherited_settings_of_another_optimizer_are_left_out_with_one_warning(override: str, tmp_path: Path) -> None:
+    """The momentum of a shipped file was a fault of the user who chose adamw."""
+    path = write_base(tmp_path)
+    with pytest.warns(UserWarning) as warned:
+        config = load_config(path, [override])
+    assert config.optimizer.settings() == {"lr": 0.1, "weight_decay": 0.01}
+    assert len(warned) == 1
+    assert all(f"{path}: optimizer.{key}: " in str(warned[0].message) for key in ("momentum", "nesterov"))
+
+
+def test_an_extending_file_and_a_schedule_of_rates_leave_out_alike(tmp_path: Path) -> None:
+    write_base(tmp_path)
+    (tmp_path / "run.yaml").write_text("extends: base.yaml\noptimizer: {name: adam, eps: 1.0e-6}\n")
+    with pytest.warns(UserWarning) as warned:
+        config = load_config(tmp_path / "run.yaml", ["lr_schedule.name=cosine"])
+    assert config.optimizer.settings() == {"lr": 0.1, "weight_decay": 0.01, "eps": 1e-6}
+    assert (config.lr_schedule.milestones, config.lr_schedule.warmup_steps, config.lr_schedule.gamma) == ([], 3, 0.5)
+    assert len(warned) == 2 and "lr_schedule.milestones: " in str(warned[1].message)
+
+
+@pytest.mark.parametrize("overrides, key", [
+    (["optimizer.name=adamw", "optimizer.momentum=0.9"], "momentum"),
+    (["optimizer.momentum=0.9", "optimizer.name=adamw"], "momentum"),
+    (["optimizer={name: adamw, nesterov: true}"], "nesterov"),
+    (["optimizer.betas=[0.9, 0.9]"], "betas"),
+    (["optimizer={lr: 0.2, betas: [0.9, 0.9]}"], "betas"),
+])  # fmt: skip
+def test_settings_beside_the_new_name_are_still_faults(overrides: List[str], key: str, tmp_path: Path) -> None:
+    path = write_base(tmp_path, BASE.replace("nesterov: true, ", ""))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        (fault,) = list_faults(load_config, path, overrides)
+    assert fault.startswith("--set ") and f": optimizer.{key}: " in fault
+
+
+@pytest.mark.parametrize("name", ["name: sgd, ", ""])
+def test_a_file_whose_own_settings_do_not_fit_is_a_fault(name: str, tmp_path: Path) -> None:
+    text = BASE.replace("momentum: 0.9", "betas: [0.9, 0.9]").replace("nesterov: true, ", "").replace("name: sgd, ", name)
+    path = write_base(tmp_path, text)
+    for overrides in ([], ["optimizer.lr=0.2"], ["optimizer={lr: 0.2}"]):
+        (fault,) = list_faults(load_config, path, overrides)
+        assert fault.startswith(f"{path}: optimizer.betas: ")
+
+
+def test_a_warning_of_a_command_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_base(tmp_path)
+
+    def load_twice() -> None:
+        for _ in range(2):
+            load_config(path, ["optimizer.name=adam"])
+
+    monkeypatch.setattr("warnings.showwarning", warnings.showwarning)
+    with warnings.catch_warnings(), pytest.raises(SystemExit) as left:
+        warnings.simplefilter("always")
+        run_command(load_twice)
+    printed = capsys.readouterr()
+    assert (left.value.code, printed.out) == (0, "")
+    lines = [line for line in printed.err.splitlines() if "optimizer.momentum" in line]
+    assert len(lines) == 1 and lines[0].startswith("warning: ")
+
+
+def test_faults_are_one_line_each(tmp_path: Path) -> None:
+    with pytest.raises(BadInput) as error:
+        load_config(write_base(tmp_path), ["optimizer.name=a\nb", "method=\x1b[1f1b"])
+    assert all(fault.isprintable() for fault in error.value.faults)

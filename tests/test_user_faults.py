@@ -1,0 +1,360 @@
+"""Faults of the user's own code and files: one line that names them, and no file of ours; nothing that is not a file is read."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+from pathlib import Path
+from typing import Any, Callable, Dict, List
+
+import pytest
+import torch
+
+import ipu_pipe
+from ipu_pipe.backends.ranks import read_torch_version
+from ipu_pipe.cli import analyze, collect, export, fetch_data, plan, schedule, train
+from ipu_pipe.errors import BadInput, run_command, summarize
+from ipu_pipe.files import open_file, parse_path, read_file
+from ipu_pipe.model.batch import get_first_tensor
+from ipu_pipe.run import checkpoint
+from ipu_pipe.run.callbacks import EarlyStopping
+from ipu_pipe.run.manifest import list_manifest_faults
+from ipu_pipe.run.train import evaluate_checkpoint
+from tests.hostile.faulty import Unprintable
+from tests.support.runs import DIGITS, list_faults
+from tests.test_train import config, run_tool, sets  # noqa: F401
+
+if sys.platform != "linux":
+    pytest.skip("pipes and devices of Linux", allow_module_level=True)
+
+FAULTY = "tests.hostile.faulty"
+PACKAGE = os.path.dirname(ipu_pipe.__file__)
+
+
+def name_objects(where: str, how: str, after: int = 0) -> List[str]:
+    """Return the config's keys that name objects of which one misbehaves."""
+    return [
+        f"model={{entry: '{FAULTY}:Model', args: {{where: {where}, how: {how}, after: {after}}}}}",
+        f"data={{name: '{FAULTY}:make_data'}}", f"loss={FAULTY}:loss", f"metrics=['{FAULTY}:metric']",
+        f"optimizer={{name: '{FAULTY}:Optimizer', lr: 0.1, momentum: null}}",
+        f"lr_schedule={{name: '{FAULTY}:make_scheduler'}}", "stages=2",
+    ]  # fmt: skip
+
+
+def name_callback(where: str, how: str) -> List[str]:
+    """Return the config's key that names a callback which misbehaves in one method."""
+    return [f"callbacks=[{{entry: '{FAULTY}:make_callback', args: {{where: {where}, how: {how}}}}}]"]
+
+
+# ---- code
+
+# what misbehaves -> exit code, and a part of the line
+OBJECTS = {
+    # once a traceback
+    ("forward", "cancelled", 2): (1, "CancelledError"),
+    ("forward", "base", 2): (1, "BaseException: base"),
+    ("forward", "generator exit", 2): (1, "GeneratorExit"),
+    ("forward", "unprintable", 2): (1, "Unprintable: (its text cannot be made: ValueError)"),
+    ("train_batch", "assertion", 1): (1, "AssertionError"),
+    ("state_dict", "exit 3", 2): (1, "error: after update"),
+    ("constructor", "exit", 0): (1, "called exit()"),
+    # once our own file was named
+    ("empties later", "none", 0): (2, "lr_schedule: LambdaLR: changes the optimizer's parameter groups"),
+    ("empties", "none", 0): (2, "lr_schedule: LambdaLR: changes the optimizer's parameter groups"),
+    ("renames", "none", 0): (2, "lr_schedule: LambdaLR: changes the optimizer's parameter groups"),
+    ("test_batches", "signature", 0): (2, "data: TensorData.test_batches: too many positional arguments: must take (batch_size)"),
+    ("train_batch", "signature", 0): (2, "data: TensorData.train_batch: too many positional arguments: must take (epoch, "),
+    ("test_batches", "none", 0): (2, "data: test_batches: returned None"),
+    ("train_batches_per_epoch", "text", 0): (2, "data: train_batches_per_epoch: returned a str"),
+    ("loss", "tuple", 2): (2, "loss: returned a tuple"),
+    ("loss", "object", 2): (2, "loss: returned an object"),
+    ("metric", "object", 2): (2, "metrics: metric: returned an object"),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def reset() -> None:
+    """Forget what earlier tests chose."""
+    import tests.hostile.faulty as faulty
+
+    faulty._loss = faulty._metric = None
+
+
+def assert_one_line(complaint: str, part: str) -> None:
+    lines = [line for line in complaint.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1 and part in lines[0], complaint
+    assert PACKAGE not in lines[0] and "Traceback" not in complaint
+
+
+@pytest.mark.parametrize("case", OBJECTS, ids=lambda case: f"{case[0]}: {case[1]}")
+def test_an_object_that_misbehaves_is_one_line(case: Any, tmp_path: Path, run_tool: Any) -> None:  # noqa: F811
+    code, part = OBJECTS[case]
+    keys = sets(*name_objects(*case), "steps=3", "checkpoint.every=1", "evaluate.every=1", "gradient_accumulation=2")
+    ended, _, complaint = run_tool(DIGITS, *keys, "--out", str(tmp_path / "run"))
+    assert ended == code, complaint
+    assert_one_line(complaint, part)
+
+
+CALLBACKS = {
+    ("on_step", "cancelled"): (1, "Faulty.on_step after update 1: CancelledError"),
+    ("on_step", "not text"): (1, "NotText: (its text cannot be made: TypeError)"),
+    ("on_step", "unprintable"): (1, "Unprintable: (its text cannot be made: ValueError)"),
+    ("on_step", "exit 3"): (1, "called exit(3)"),
+    ("state", "deep"): (1, "Faulty.state: cannot be put into a checkpoint as JSON"),
+    ("on_step", "signature"): (2, "Faulty.on_step: too many positional arguments: must take (now)"),
+    ("on_end", "signature"): (2, "Faulty.on_end: too many positional arguments: must take (now)"),
+    ("load", "signature"): (2, "Faulty.load: too many positional arguments: must take (state)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CALLBACKS, ids=lambda case: f"{case[0]}: {case[1]}")
+def test_a_callback_that_misbehaves_is_one_line(case: Any, tmp_path: Path, run_tool: Any) -> None:  # noqa: F811
+    code, part = CALLBACKS[case]
+    keys = sets(*name_callback(*case), "steps=3", "checkpoint.every=1")
+    ended, _, complaint = run_tool(DIGITS, *keys, "--out", str(tmp_path / "run"))
+    assert ended == code, complaint
+    assert_one_line(complaint, part)
+
+
+def test_the_users_own_exception_passes_unchanged_through_python(tmp_path: Path) -> None:
+    class Cancels(ipu_pipe.Callback):
+        def on_step(self, now: ipu_pipe.Moment) -> None:
+            raise asyncio.CancelledError
+
+    with pytest.raises(asyncio.CancelledError):
+        ipu_pipe.train(config("steps=2"), tmp_path / "run", callbacks=[Cancels()], quiet=True)
+    assert (tmp_path / "run" / "traceback.txt").is_file()
+
+
+def _print(line: str) -> None:
+    print(line)
+
+
+def _refuse(line: str) -> None:
+    raise BadInput(line)
+
+
+@pytest.mark.parametrize(
+    ("name", "main", "code", "line"),
+    [
+        ("stdout", _print, 1, "standard output: closed by the run's own code: nothing can be printed there"),
+        ("stderr", _refuse, 2, "x: is wrong"),
+    ],
+)
+def test_a_stream_that_the_users_code_closed_is_named(name: str, main: Any, code: int, line: str, capfd: Any) -> None:
+    """Stories: exit code 1 without a line after sys.stdout.close(), and without any after sys.stderr.close()."""
+
+    def close() -> None:
+        getattr(sys, name).close()
+        main("x: is wrong")
+
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(SystemExit) as ended:
+        patched.setattr(sys, name, open({"stdout": 1, "stderr": 2}[name], "w", closefd=False))
+        run_command(close)
+    assert ended.value.code == code and capfd.readouterr().err == f"error: {line}\n"
+
+
+def test_a_nest_without_a_tensor_and_an_exception_without_text() -> None:
+    """Stories: IndexError from a Python call with odd inputs; summarize failed on the exception that it should describe."""
+    assert list_faults(get_first_tensor, {"a": [1, None]})[0].startswith("data: a dict without a tensor")
+    assert summarize(Unprintable()) == "Unprintable: (its text cannot be made: ValueError)"
+
+
+def test_early_stopping_refuses_a_state_of_another_kind() -> None:
+    stopping = EarlyStopping()
+    for state in (3, None, {}, {**stopping.state(), "waited": "x"}):
+        assert list_faults(stopping.load, state)[0].startswith("checkpoint: the state of early stopping")
+    stopping.load(stopping.state())
+
+
+# ---- files
+
+
+def put_pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def put_zeros(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def put_large(path: Path) -> None:
+    path.touch()
+    os.truncate(path, 2**42)
+
+
+def put_folder(path: Path) -> None:
+    path.mkdir()
+
+
+def put_socket(path: Path) -> None:
+    here = os.getcwd()
+    os.chdir(path.parent)
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(path.name)
+    os.chdir(here)
+
+
+PUT: Dict[str, Callable[[Path], None]] = {
+    "pipe": put_pipe, "zeros": put_zeros, "large": put_large, "folder": put_folder, "socket": put_socket,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", PUT)
+def test_only_regular_files_of_a_bounded_size_are_opened(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    PUT[kind](path)
+    for read in (open_file, read_file):
+        with pytest.raises(OSError):
+            read(path)
+    (tmp_path / "y").write_bytes(b"12345")
+    assert read_file(tmp_path / "y", 5) == b"12345"
+    with pytest.raises(OSError, match="5 bytes"):
+        read_file(tmp_path / "y", 4)
+
+
+# commands that read FILE
+READERS = {
+    "rows": (".csv", lambda file: schedule.main(["rows", "--stages", "4", "--microbatches", "4", "--file", file])),
+    "method_args.file": (
+        ".csv", lambda file: train.main([DIGITS, "--dry-run", "--set", "method=rows", f"method_args.file={file}"])
+    ),
+    "config": (".yaml", lambda file: train.main([file, "--dry-run"])),
+    "hardware": (".yaml", lambda file: plan.main([DIGITS, "--hardware", file])),
+    "init_from": (".safetensors", lambda file: train.main([DIGITS, "--dry-run", "--set", f"init_from={file}"])),
+    "init_from.pt": (".pt", lambda file: train.main([DIGITS, "--dry-run", "--set", f"init_from={file}"])),
+    "evaluate": (".safetensors", lambda file: train.main([DIGITS, "--evaluate", file])),
+    "trace": (".json", lambda file: analyze.main([file])),
+    "store": (".trace", lambda file: analyze.main([file])),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["pipe", "zeros", "large"])
+@pytest.mark.parametrize("reader", READERS)
+def test_a_named_file_that_is_none_is_refused(reader: str, kind: str, tmp_path: Path) -> None:
+    """Story: rows in a pipe were waited for, and /dev/zero read until no memory was left."""
+    suffix, read = READERS[reader]
+    path = tmp_path / f"odd{suffix}"
+    PUT[kind](path)
+    assert str(path) in list_faults(read, str(path))[0]
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "model.safetensors", "optimizer.safetensors"])
+@pytest.mark.parametrize("kind", ["pipe", "zeros", "large"])
+def test_a_file_of_a_checkpoint_that_is_none_is_refused(kind: str, name: str, tmp_path: Path) -> None:
+    """Story: a file of 4 TiB of nothing was hashed."""
+    path = checkpoint.save(tmp_path, 1, {"w": torch.zeros(1)}, {}, {})
+    (path / name).unlink()
+    PUT[kind](path / name)
+    assert list_faults(checkpoint.load, path)[0].startswith(f"{path / name}: ")
+
+
+NUL = "a\0b"
+PYTHON: Dict[str, Callable[[], Any]] = {
+    "train": lambda: ipu_pipe.train(config(), NUL),
+    "train, a path": lambda: ipu_pipe.train(config(), Path(NUL)),
+    "load_config": lambda: ipu_pipe.load_config(NUL),
+    "predict": lambda: ipu_pipe.predict(NUL, torch.zeros(4, 64)),
+    "export": lambda: ipu_pipe.export(NUL, "new.safetensors"),
+    "export to": lambda: ipu_pipe.export("run", f"{NUL}.safetensors"),
+    "analyze_run": lambda: ipu_pipe.analyze_run(NUL),
+    "load_data": lambda: ipu_pipe.load_data("mnist", root=NUL),
+    "image_folder": lambda: ipu_pipe.load_data("image_folder", root=NUL),
+    "evaluate": lambda: evaluate_checkpoint(config(), NUL),
+    "rows": lambda: config(f"method_args.file={NUL}"),
+    "--out": lambda: train.main([DIGITS, "--out", NUL]),
+    "CONFIG": lambda: train.main([NUL]),
+    "--evaluate": lambda: train.main([DIGITS, "--evaluate", NUL]),
+    "--html": lambda: analyze.main(["run", "--html", NUL]),
+    "--to": lambda: export.main(["run", "--to", NUL]),
+    "--write": lambda: plan.main([DIGITS, "--hardware", "v100x8", "--write", NUL]),
+    "--file": lambda: schedule.main(["rows", "--stages", "2", "--microbatches", "4", "--file", NUL]),
+    "--root": lambda: fetch_data.main(["mnist", "--root", NUL]),
+    "collect": lambda: collect.main([DIGITS, "--out", NUL]),
+}
+
+
+@pytest.mark.parametrize("call", PYTHON)
+def test_a_path_with_a_nul_is_refused_in_a_line(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Story: ValueError, embedded null byte, from Python."""
+    monkeypatch.chdir(tmp_path)
+    assert list_faults(PYTHON[call])
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("text", [NUL, "\ud800"])
+def test_a_path_is_text_that_a_system_can_have(text: str) -> None:
+    assert list_faults(parse_path, text, "--out")[0].startswith("--out: ")
+    assert parse_path(os.fsdecode(b"a\xff"), "--out") == Path(os.fsdecode(b"a\xff"))
+
+
+# ---- state dicts and manifests
+
+STATE_DICTS: Dict[str, Callable[[], Any]] = {
+    "3: is a key of type int": lambda: {3: torch.zeros(1)},
+    "(1, 2): is a key of type tuple": lambda: {(1, 2): torch.zeros(1)},
+    "None: is a key of type NoneType": lambda: {None: torch.zeros(1)},
+    "w: is sparse_coo": lambda: {"w": torch.eye(2).to_sparse()},
+    "w: is sparse_csr": lambda: {"w": torch.eye(2).to_sparse_csr()},
+    "w: is quantized": lambda: {"w": torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)},
+    "w: is nested": lambda: {"w": torch.nested.nested_tensor([torch.zeros(1), torch.zeros(2)])},
+    "w: is without values": lambda: {"w": torch.zeros(2, device="meta")},
+    "is not a plain state dict": lambda: {"w": torch.zeros(1), "epoch": 3},
+}
+
+
+@pytest.mark.skipif(read_torch_version() < checkpoint.SAFE_TORCH, reason="such a torch reads safetensors alone")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("fault", STATE_DICTS)
+def test_odd_state_dicts_are_refused_by_name(fault: str, tmp_path: Path) -> None:
+    """Story: keys that are numbers gave an AttributeError at our line, sparse and quantized tensors a RuntimeError of PyTorch."""
+    torch.save(STATE_DICTS[fault](), tmp_path / "w.pt")
+    assert fault in list_faults(checkpoint.read_tensors, tmp_path / "w.pt")[0]
+
+
+def test_a_complex_weight_is_not_loaded_into_a_real_one() -> None:
+    """Story: its imaginary part was left out, with a warning."""
+    tensors = {"weight": torch.zeros(2, 3, dtype=torch.complex64), "bias": torch.zeros(2)}
+    fault = "f: weight: is complex, the model's is real"
+    assert list_faults(checkpoint.load_weights, torch.nn.Linear(3, 2), tensors, "f") == [fault]
+
+
+POSITION = {"update": 4, "initial": [0.5, {"accuracy": None}], "best_value": None, "best_step": None}
+PLATEAU = {"rate": 0.1, "best": None, "num_bad_epochs": 0, "cooldown_counter": 0, "last_epoch": 2}
+WHOLE: Dict[str, Any] = {
+    "schema": 3, "step": 4, "updates": 6, "keys": {"a.b": [1, None]}, "position": POSITION, "optimizer": {"w/hist": [1]},
+    "callbacks": [{"name": "C", "state": None}], "files": {"model.safetensors": "0" * 64}, "of a later version": 1,
+}  # fmt: skip
+FORGED = [
+    ({"files": [1]}, "files: "), ({"files": None}, "files: "), ({"files": {"../model.safetensors": "0" * 64}}, "files: ../model"),
+    ({"files": {"/dev/zero": "0" * 64}}, "files: /dev/zero"), ({"files": {"..": "0"}}, "files: .."),
+    ({"files": {"model.safetensors": 3}}, "files.model.safetensors"),
+    ({"optimizer": "x"}, "optimizer: x"), ({"optimizer": []}, "optimizer: "), ({"keys": 3}, "keys: 3"),
+    ({"callbacks": ["x"]}, "callbacks.0: x"), ({"callbacks": [{"name": "C"}]}, "callbacks.0.state"), ({"step": 4.5}, "step: 4.5"),
+    ({"updates": "6"}, "updates: 6"), ({"updates": True}, "updates: True"), ({"position": [4]}, "position: "),
+    ({"position": {**POSITION, "initial": [1, 2]}}, "position.initial.1: 2"),
+    ({"position": {**POSITION, "initial": [1]}}, "position.initial"),
+    ({"position": {**POSITION, "initial": 3}}, "position.initial: 3"),
+    ({"position": {**POSITION, "best_value": {}}}, "position.best_value"),
+    ({"position": {**POSITION, "more": 1}}, "position.more"),
+    ({"position": {**POSITION, "plateau": {"rate": 0.1}}}, "position.plateau.num_bad_epochs"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "place"), FORGED)
+def test_a_forged_manifest_is_refused_by_key(changes: Dict[str, Any], place: str) -> None:
+    assert list_manifest_faults(WHOLE) == []
+    assert list_manifest_faults({**WHOLE, **changes})[0].startswith(place)
+
+
+def test_what_a_manifest_may_have() -> None:
+    """Callbacks and plateau may be missing, position may be of an earlier version, and a file's record a mapping (schema 2)."""
+    for changes in (
+        {"callbacks": None},
+        {"position": {**POSITION, "plateau": PLATEAU}},
+        {"position": {**POSITION, "best_loss": 0.5, "epoch_loss": float("nan"), "seconds": 3}},
+        {"files": {"model.safetensors": {"bytes": 3, "sha256": "0" * 64}}},
+    ):
+        assert list_manifest_faults({**WHOLE, **changes}) == []

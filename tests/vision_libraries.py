@@ -1,0 +1,53 @@
+"""Import `torchvision` and `timm` through here, for tests of their models.
+
+Beside PyTorch's CPU build, torchvision from a package index fails to import, and `make install` sets it
+aside (tools/check_torchvision.py). Its models need only its Python code, so tests train them with that code
+and with empty definitions of the two operators that it looks for when it is imported. Users have no such
+definitions: tests that do what users do run in a process that does not import this module.
+
+    python -m tests.vision_libraries SCRIPT [ARGUMENT ...]     # run a script with these libraries
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import runpy
+import sys
+from pathlib import Path
+
+import torch
+
+ASIDE = Path(sys.prefix) / "torchvision_aside"  # as in tools/check_torchvision.py
+_LIBRARY = torch.library.Library("torchvision", "FRAGMENT")  # lives as long as its definitions
+
+
+def _define_operators() -> bool:
+    """Define the two operators if torchvision's own library cannot be loaded; return whether that is so."""
+    signature = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+    spec = importlib.util.find_spec("torchvision")
+    if spec is None or spec.submodule_search_locations is None:
+        return False
+    try:
+        torch.ops.load_library(f"{spec.submodule_search_locations[0]}/_C.so")
+    except OSError:
+        for name in ("nms", "qnms"):
+            if not hasattr(torch.ops.torchvision, name):  # this module may be imported anew
+                _LIBRARY.define(name + signature)
+        return True
+    return False
+
+
+# The path is not left as it is then: processes of other tests would inherit it, without the definitions.
+sys.path.append(str(ASIDE))
+try:
+    LACKS_OPERATORS = _define_operators()
+    import timm
+    import torchvision
+finally:
+    sys.path.remove(str(ASIDE))
+
+__all__ = ["LACKS_OPERATORS", "timm", "torchvision"]
+
+if __name__ == "__main__":
+    del sys.argv[0]
+    runpy.run_path(sys.argv[0], run_name="__main__")
