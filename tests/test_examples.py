@@ -15,6 +15,9 @@ import pytest
 import ipu_pipe
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+# tests/test_example_loops.py
+LOOPS = sorted(EXAMPLES.glob("*_loop.py"))
+RUNS = [script for script in sorted(EXAMPLES.glob("*.py")) if script not in LOOPS]
 
 
 def run_script(words: List[str], folder: Path) -> str:
@@ -26,7 +29,7 @@ def run_script(words: List[str], folder: Path) -> str:
     return str(done.stdout)
 
 
-@pytest.mark.parametrize("script", sorted(EXAMPLES.glob("*.py")), ids=lambda script: script.stem)
+@pytest.mark.parametrize("script", RUNS, ids=lambda script: script.stem)
 def test_an_example_runs(script: Path, tmp_path: Path) -> None:
     """Run each as users do. Those of torchvision and timm run with the tests' torchvision where none can be imported."""
     text, prefix = script.read_text(encoding="utf-8"), []

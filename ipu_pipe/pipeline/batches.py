@@ -79,10 +79,9 @@ class GivenBatches:
         return iter(self._test_batches)
 
     def compute_checksum(self, batch: Any) -> int:
-        """Return a checksum of a microbatch's labels, 0 if this process has none of its own."""
-        if self._passes_whole or batch[1] is self._example.y:
-            return 0
-        return compute_checksum(batch[1])
+        """Return a checksum of a microbatch's labels, of all of it if it has them inside; 0 if this process has none of its own."""
+        labels, stand_in = (batch, self._example.x) if self._passes_whole else (batch[1], self._example.y)
+        return 0 if labels is stand_in else compute_checksum(labels)
 
 
 def interleave_replicas(microbatches: Sequence[Microbatch], replicas: int) -> List[Microbatch]:

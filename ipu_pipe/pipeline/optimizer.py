@@ -60,10 +60,45 @@ class SharedState(MutableMapping):  # type: ignore[type-arg]
         return len(self._optimizer.state) + len(self._added)
 
 
+class OptimizerView(torch.optim.Optimizer):
+    """The caller's optimizer for a framework that steps it: the same groups, settings and state, but `step` changes nothing."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        # not the base class's: groups, state and hooks are those of the caller's
+        self.optimizer = optimizer
+
+    def __getattr__(self, name: str) -> Any:
+        # the groups, the state and the defaults, also when the caller has loaded others
+        return getattr(self.__dict__["optimizer"], name)
+
+    def step(self, closure: Any = None) -> Any:
+        """Return the closure's result. The pipeline has made the step, or makes it when the batch's backwards are done."""
+        return None if closure is None else closure()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Do nothing: the pipeline clears gradients."""
+
+    def state_dict(self) -> Dict[str, Any]:
+        """Return the state of the caller's optimizer."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
+        """Load the state of the caller's optimizer."""
+        self.optimizer.load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: Dict[str, Any]) -> None:
+        """Add a group to the caller's optimizer, which the pipeline refuses."""
+        self.optimizer.add_param_group(param_group)
+
+
 class OptimizerHandle:
     """The caller's optimizer: `copy_for(groups)` makes the one that steps, `record(k)` copies the settings for update k."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        wrapped = getattr(optimizer, "optimizer", None)
+        if isinstance(wrapped, torch.optim.Optimizer):
+            why = f"wraps {describe_kind(wrapped)}: give that one, and let the wrapper's framework not prepare it"
+            raise BadInput(f"optimizer: {describe_kind(optimizer)}: {why}")
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise BadInput(f"optimizer: {describe_kind(optimizer)}: must be a torch.optim.Optimizer over the model's parameters")
         if isinstance(optimizer, torch.optim.LBFGS):
@@ -71,7 +106,7 @@ class OptimizerHandle:
         self.optimizer = optimizer
         self._member_of = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
         self._settings: Dict[int, List[Dict[str, Any]]] = {}
-        self._is_stepping = False
+        self._is_stepping = self._is_counted = False
         # registered on the caller's handle alone: the optimizer that steps has the caller's other hooks
         self._hook = optimizer.register_step_pre_hook(self._refuse_step)
 
@@ -130,7 +165,10 @@ class OptimizerHandle:
             )
 
     def count_as_stepped(self) -> None:
-        """Let the caller's learning-rate schedulers see a step of the caller's optimizer, which changes nothing."""
+        """Let the caller's learning-rate schedulers see a step of the caller's optimizer, which changes nothing, once."""
+        if self._is_counted:
+            return
+        self._is_counted = True
         parameters = [group["params"] for group in self.optimizer.param_groups]
         self._is_stepping = True
         try:

@@ -43,7 +43,7 @@ from ipu_pipe.model.restoring import restore_modes
 from ipu_pipe.model.stages import Partition
 from ipu_pipe.pipeline.batches import GivenBatches, Microbatch, divide_batch, interleave_replicas
 from ipu_pipe.pipeline.cuts import Cuts
-from ipu_pipe.pipeline.optimizer import OptimizerHandle
+from ipu_pipe.pipeline.optimizer import OptimizerHandle, OptimizerView
 from ipu_pipe.pipeline.trace import PipelineTrace, make_trace_section, write_trace
 from ipu_pipe.report.memory import build_memory_record
 from ipu_pipe.run.build import OpenRun, assemble, set_up
@@ -107,7 +107,8 @@ class Pipeline:
     backend:    "emulator" (one process), "distributed" (one process per device, from torchrun or a process group of the
                 caller's), with `backend_args`: `device`, `threads`, `deadline` and so on, as in a config.
     trace:      the updates whose events `trace()` writes, a range; True: about the first 512 microbatches.
-    example:    a microbatch (x, y) for a process that is given no inputs or labels; else the first step's first one serves.
+    example:    a microbatch (x, y) for a process that is given no inputs or labels, and to evaluate or predict before the first
+                step; else the first step's first one serves.
 
     On processes all ranks make the object with equal arguments and call the same methods in the same order. A rank needs x if
     `takes_inputs` and y if `takes_labels`, and may pass None for the other. Collectives of the caller between calls are allowed.
@@ -188,6 +189,7 @@ class Pipeline:
         self._loss_weight = loss_weight
         self._stage_count = stage_count
         self._handle = OptimizerHandle(optimizer)
+        self._view = OptimizerView(optimizer)
         self._job: Optional[Job] = None
         self._engine: Optional[Engine] = None
         self._given = self._left = 0
@@ -216,15 +218,17 @@ class Pipeline:
         an update that leaves is not finite, and the exceptions of the model and the loss.
         """
         self._require_usable("step")
-        _require_plain_context()
+        if not torch.is_grad_enabled():
+            raise RuntimeError("step: called under no_grad: training needs gradients")
+        _refuse_autocast("step")
         changed = find_changed_mode(self.model, self._modes) if self._modes else None
         if changed:
             raise RuntimeError(f"step: {changed}: its mode (train, eval) is another one than in earlier steps: set it back")
         batch = self._divide(x, y, microbatches)
         with self._break_on_error("step"):
             job, engine = self._build(batch[0])
-            if not self._given:
-                self._handle.count_as_stepped()
+            self._require_parts(batch)
+            self._handle.count_as_stepped()
             k = self._given
             self._handle.record(k)
             self._data.give(self._number(batch, k))
@@ -262,6 +266,11 @@ class Pipeline:
     def finished(self) -> int:
         """The updates that have left the pipeline."""
         return self._left
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer for a framework that steps it, or counts its steps: its `step` changes nothing."""
+        return self._view
 
     # ---- the place of this process
 
@@ -567,18 +576,30 @@ class Pipeline:
     def _divide(self, x: Any, y: Any, microbatches: Optional[Sequence[Tuple[Any, Any]]]) -> List[Microbatch]:
         """Return the microbatches of a step. Raise `ValueError` if they are not as many as the update has."""
         count = self._microbatches_per_step
-        if microbatches is None and x is None and y is None and not (self.takes_inputs or self.takes_labels):
-            return [Microbatch(None, None)] * count
-        for name, part, is_needed in (("x", x, self.takes_inputs), ("y", y, self.takes_labels and self._loss is not None)):
-            if microbatches is None and part is None and is_needed and self._job is not None:
-                raise ValueError(f"step: {name} is None: this process needs it (pipe.takes_inputs, pipe.takes_labels)")
         if microbatches is None:
-            return divide_batch(x, y, count)
-        if x is not None or y is not None:
+            is_empty = x is None and y is None
+            batch = [Microbatch(None, None)] * count if is_empty else divide_batch(x, y, count)
+        elif x is not None or y is not None:
             raise ValueError("step: give x and y, or microbatches, not both")
-        if len(microbatches) != count:
+        elif len(microbatches) != count:
             raise ValueError(f"step: {len(microbatches)} microbatches: must be {count}")
-        return [Microbatch(*pair) for pair in microbatches]
+        else:
+            batch = [Microbatch(*pair) for pair in microbatches]
+        # several processes know their stages from the first step on
+        if self._job is not None or not are_joined():
+            self._require_parts(batch)
+        return batch
+
+    def _require_parts(self, batch: List[Microbatch]) -> None:
+        """Raise `ValueError` if a microbatch lacks what this process needs of it; no example may stand in for that."""
+        has_own_loss = self._loss is None
+        needed = {
+            "x": self.takes_inputs or (has_own_loss and self.takes_labels),
+            "y": self.takes_labels and not has_own_loss,
+        }
+        for name, is_needed in needed.items():
+            if is_needed and any(getattr(microbatch, name) is None for microbatch in batch):
+                raise ValueError(f"step: {name} is None: this process needs it (pipe.takes_inputs, pipe.takes_labels)")
 
     @property
     def _microbatches_per_step(self) -> int:
@@ -639,7 +660,9 @@ class Pipeline:
         undrainable = self._find_undrainable()
         if undrainable is not None:
             raise ValueError(f"{call}: {undrainable}")
-        with self._break_on_error(call):
+        _refuse_autocast(call)
+        # a loop evaluates and saves under no_grad or inference_mode, but on processes a drain has backwards to run
+        with self._break_on_error(call), torch.inference_mode(False), torch.enable_grad():
             self._drains.append(self._given)
             # the open row finishes what it has begun; a new stretch begins afterwards
             self._open(job)
@@ -682,6 +705,10 @@ class Pipeline:
     def _pause(self, call: str, batches: Any) -> Tuple[Job, Engine]:
         """Drain for a call between two steps, and return what it works with."""
         self._require_usable(call)
+        if self._example is not None:
+            # a loop may evaluate before its first step
+            with self._break_on_error(call):
+                self._build(Microbatch(*self._example))
         self._drain(call)
         job = self._require_built(call)
         assert self._engine is not None
@@ -697,7 +724,7 @@ class Pipeline:
 
     def _require_built(self, call: str) -> Job:
         if self._job is None:
-            raise RunFault(f"{call}: the stages are known from the first step on: make a step first")
+            raise RunFault(f"{call}: the stages are known from the first step on: make a step first, or give the pipeline an example")
         return self._job
 
     def _require_job(self) -> Job:
@@ -768,15 +795,13 @@ def _select_model_state(state: Mapping[str, Any]) -> Dict[str, torch.Tensor]:
     return {name: value for name, value in state["model"].items() if not name.startswith(HEADS)}
 
 
-def _require_plain_context() -> None:
-    """Raise `RuntimeError` where passes would not be recorded, or would run in another precision than the pipeline's."""
-    if not torch.is_grad_enabled():
-        raise RuntimeError("step: called under no_grad: training needs gradients")
+def _refuse_autocast(call: str) -> None:
+    """Raise `RuntimeError` where passes would run in another precision than the pipeline's."""
     # a device is an argument from torch 2.4 on; processes of earlier versions have no CUDA to cast for
     takes_device = read_torch_version() >= (2, 4)
     is_cast = any(map(torch.is_autocast_enabled, ("cpu", "cuda"))) if takes_device else torch.is_autocast_cpu_enabled()
     if is_cast:
-        raise RuntimeError('step: called under autocast: use Pipeline(..., precision="bfloat16_mixed") instead')
+        raise RuntimeError(f'{call}: called under autocast: use Pipeline(..., precision="bfloat16_mixed") instead')
 
 
 @contextlib.contextmanager

@@ -1,0 +1,85 @@
+"""Loops of one's own over `Pipeline`, in examples/: they run as a user runs them, and are short."""
+
+from __future__ import annotations
+
+import difflib
+import runpy
+import sys
+from pathlib import Path
+from typing import Any, Dict, List
+
+import pytest
+import torch
+
+from tests.support.runs import assert_same
+from tests.test_examples import EXAMPLES, LOOPS, run_script
+
+TWO_RANKS = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+
+
+@pytest.mark.parametrize("name", ["plain_loop", "own_loop"])
+def test_a_loop_runs(name: str, tmp_path: Path) -> None:
+    printed = run_script([str(EXAMPLES / f"{name}.py")], tmp_path)
+    # 0.1 by chance
+    assert printed.startswith("test accuracy ") and float(printed.split()[-1]) > 0.8
+
+
+def test_accelerate_has_the_same_losses_and_rates_on_two_ranks(tmp_path: Path) -> None:
+    """Accelerate's own scheduler steps once for each process, so on two ranks its rates would fall twice as fast."""
+    pytest.importorskip("accelerate")
+    script = [str(EXAMPLES / "accelerate_loop.py"), "2"]
+    one = run_script(script, tmp_path)
+    two = run_script([*TWO_RANKS, *script], tmp_path)
+    assert one == two
+    lines = one.splitlines()
+    assert [line.split()[-1] for line in lines[:-1]] == ["0.010000", "0.000000"]
+    assert lines[-1].startswith("test accuracy ")
+
+
+def test_a_loop_of_lightning_runs(tmp_path: Path) -> None:
+    pytest.importorskip("lightning")
+    printed = run_script([str(EXAMPLES / "lightning_loop.py"), "60"], tmp_path)
+    assert "after 60 updates: test accuracy 0." in printed
+
+
+def read_loop(name: str) -> List[str]:
+    """Return the lines of an example after its docstring."""
+    return (EXAMPLES / f"{name}.py").read_text(encoding="utf-8").splitlines()[1:]
+
+
+def test_loops_are_short_and_three_lines_make_a_pipeline() -> None:
+    differences = list(difflib.ndiff(read_loop("plain_loop"), read_loop("own_loop")))
+    added = [line[2:] for line in differences if line.startswith("+ ") and line[2:] and not line[2:].startswith("import ")]
+    assert [line.split("(")[0].strip() for line in added] == ["pipe = ipu_pipe.Pipeline", "pipe.step", "pipe.close"]
+    assert len(LOOPS) == 4
+    assert [script.name for script in LOOPS if len(script.read_text(encoding="utf-8").splitlines()) > 60] == []
+
+
+def train_in_place(folder: Path, name: str, changes: Dict[str, str]) -> Dict[str, Any]:
+    """Run a loop with some of its text changed, for two epochs. Return its weights."""
+    text = "\n".join(read_loop(name))
+    for old, new in changes.items():
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    script = folder / f"{name}.py"
+    script.write_text(text.replace("range(epochs)", "range(2)"), encoding="utf-8")
+    return dict(runpy.run_path(str(script))["model"].state_dict())
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_with_gpipe_the_weights_are_the_plain_loops(
+    microbatches: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit; with several microbatches those of a loop that accumulates their gradients in the same order."""
+    monkeypatch.setattr(sys, "argv", ["loop"])
+    chunks = f"for part, labels_of_part in zip(x.chunk({microbatches}), y.chunk({microbatches})):"
+    accumulation = {
+        "        loss = cross_entropy(model(x), y)\n": f"        {chunks}\n",
+        "        loss.backward()": f"            (cross_entropy(model(part), labels_of_part) / {microbatches}).backward()",
+    }
+    plain = train_in_place(tmp_path, "plain_loop", accumulation)
+    method = {'method="pipemare"': 'method="gpipe"', "microbatches=4": f"microbatches={microbatches}"}
+    assert_same(plain, train_in_place(tmp_path, "own_loop", method))
+    # with other weights than those of a method that does not flush
+    asynchronous = train_in_place(tmp_path, "own_loop", {})
+    assert any(not torch.equal(value, asynchronous[name]) for name, value in plain.items())

@@ -1,0 +1,161 @@
+"""The example's LightningModule over a pipeline: Lightning's limits, logs, checkpoints and resumes are those of an own loop."""
+
+from __future__ import annotations
+
+import copy
+import runpy
+import sys
+import warnings
+from pathlib import Path
+from typing import Any, Dict, List
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
+
+import ipu_pipe
+from ipu_pipe.errors import BadInput
+from tests.support.runs import assert_same
+
+lightning = pytest.importorskip("lightning")
+ModelCheckpoint = pytest.importorskip("lightning.pytorch.callbacks").ModelCheckpoint
+
+EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "lightning_loop.py"
+EPOCH = 5  # batches
+generator = torch.Generator().manual_seed(1)
+SAMPLES = TensorDataset(torch.randn(8 * EPOCH, 64, generator=generator), torch.arange(8 * EPOCH) % 10)
+
+
+@pytest.fixture(scope="module")
+def module_class(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return the example's module, which logs its losses to a list too; its script has trained for one update."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("example"))
+        patch.setattr(sys, "argv", [str(EXAMPLE), "1"])
+        Digits = runpy.run_path(str(EXAMPLE))["Digits"]
+
+    class Recorded(Digits):  # type: ignore[misc, valid-type]
+        def __init__(self) -> None:
+            torch.manual_seed(0)
+            super().__init__()
+            self.losses: List[float] = []
+
+        def log(self, name: str, value: Any, **keys: Any) -> None:
+            super().log(name, value, **keys)
+            if name == "loss":
+                self.losses.append(value)
+
+    return Recorded
+
+
+def fit(module: Any, folder: Path, steps: int, callbacks: Any = (), validate: bool = False, trainer: Any = None, **keys: Any) -> Any:
+    """Train for a number of steps without shuffling. Return the trainer."""
+    fitting = lightning.Trainer(
+        default_root_dir=folder,
+        max_steps=steps,
+        accelerator="cpu",
+        logger=False,
+        num_sanity_val_steps=0,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=list(callbacks),
+        enable_checkpointing=bool(callbacks),
+        **(trainer or {}),
+    )
+    loader = DataLoader(SAMPLES, batch_size=8)
+    with warnings.catch_warnings():
+        # of few workers and the like
+        warnings.simplefilter("ignore")
+        fitting.fit(module, loader, loader if validate else None, **keys)
+    return fitting
+
+
+def run_own_loop(module: Any, steps: int, drains: int, **keys: Any) -> Any:
+    """Train the module's net by a loop without Lightning, with a drain after each `drains` steps. Return states and losses."""
+    optimizer = torch.optim.SGD(module.net.parameters(), lr=0.02, momentum=0.9)
+    pipe = ipu_pipe.Pipeline(module.net, cross_entropy, optimizer, stages=3, **keys)
+    states: Dict[int, Any] = {}
+    losses: List[float] = []
+    batches = list(DataLoader(SAMPLES, batch_size=8))
+    for k in range(steps):
+        losses += [update.loss for update in pipe.step(*batches[k % EPOCH])]
+        if (k + 1) % drains == 0:
+            losses += [update.loss for update in pipe.drain()]
+            states[k + 1] = copy.deepcopy(module.net.state_dict()), copy.deepcopy(optimizer.state_dict()["state"])
+    losses += [update.loss for update in pipe.close()]
+    return states, losses
+
+
+def keep_all(folder: Path, **keys: Any) -> Any:
+    return ModelCheckpoint(folder, filename="{step}", save_top_k=-1, **keys)
+
+
+def read(path: Path) -> Any:
+    return torch.load(path, weights_only=True)
+
+
+def use_method(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
+    """Let the example's pipelines have other arguments."""
+    make = ipu_pipe.Pipeline
+    monkeypatch.setattr(ipu_pipe, "Pipeline", lambda *arguments, **keys: make(*arguments, **{**keys, **changes}))
+
+
+@pytest.mark.parametrize("method", ["pipedream", "local_sgd"])
+def test_steps_and_checkpoints_are_those_of_an_own_loop(
+    method: str, module_class: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files in the middle of an epoch, with updates in flight.
+
+    A drain changes the weights of LocalSGD, which averages its replicas early, in place: Lightning has taken them before.
+    """
+    args = {"local_steps": 3, "replicas": 2} if method == "local_sgd" else None
+    expected = module_class()
+    states, losses = run_own_loop(expected, 13, 4, method=method, method_args=args)
+    use_method(monkeypatch, method=method, method_args=args)
+    module = module_class()
+    trainer = fit(module, tmp_path, 13, [keep_all(tmp_path, every_n_train_steps=4)])
+    assert trainer.global_step == module.pipe.updates == module.pipe.finished == 13
+    # the last drain's are not logged
+    assert module.losses == losses[: len(module.losses)] and len(module.losses) >= 11
+    assert_same(expected.net.state_dict(), module.net.state_dict())
+    assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == ["step=12.ckpt", "step=4.ckpt", "step=8.ckpt"]
+    for step, (weights, momenta) in states.items():
+        saved = read(tmp_path / f"step={step}.ckpt")
+        assert saved["global_step"] == saved["pipeline"]["updates"] == step
+        assert_same({f"net.{name}": value for name, value in weights.items()}, saved["state_dict"])
+        for number, momentum in momenta.items():
+            assert torch.equal(momentum["momentum_buffer"], saved["optimizer_states"][0]["state"][number]["momentum_buffer"])
+
+
+@pytest.mark.parametrize("method", ["pipedream", "pipemare", "local_greedy"])
+def test_a_resumed_fit_gives_the_bits_of_one_that_goes_on(
+    method: str, module_class: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From a file that was written during validation, which Lightning runs in inference mode."""
+    use_method(monkeypatch, method=method)
+    straight = module_class()
+    best = keep_all(tmp_path, monitor="accuracy", mode="max")
+    keys = {"validate": True, "trainer": {"check_val_every_n_epoch": 2}}
+    fit(straight, tmp_path, 4 * EPOCH, [best], **keys)
+    files = sorted(tmp_path.glob("*.ckpt"))
+    assert [file.name for file in files] == ["step=10.ckpt", "step=20.ckpt"]
+    resumed = module_class()
+    resumed.net[0].weight.data.zero_()
+    trainer = fit(resumed, tmp_path, 4 * EPOCH, ckpt_path=str(files[0]), **keys)
+    assert trainer.global_step == resumed.pipe.updates == 4 * EPOCH
+    assert_same(straight.state_dict(), resumed.state_dict())
+    assert_same(read(files[1])["state_dict"], resumed.state_dict())
+
+
+def test_what_does_not_go_together_is_refused(module_class: Any, tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="^step: called under autocast"):
+        fit(module_class(), tmp_path, 2, trainer={"precision": "bf16-mixed"})
+    module = module_class()
+    fit(module, tmp_path, 2)
+    # Lightning's own wrapper
+    with pytest.raises(BadInput, match="^optimizer: a LightningOptimizerView: wraps an OptimizerView"):
+        ipu_pipe.Pipeline(module.net, cross_entropy, module.optimizers())
+    # the view, for another pipeline
+    with pytest.raises(BadInput, match="^optimizer: an OptimizerView: wraps a SGD"):
+        ipu_pipe.Pipeline(module.net, cross_entropy, module.pipe.optimizer)

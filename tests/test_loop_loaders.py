@@ -1,0 +1,251 @@
+"""Loaders, optimizers and models that other libraries prepare, in a loop of one's own on processes: refused by name, or right."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import Any, Callable, Dict, List
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
+
+import ipu_pipe
+from ipu_pipe.errors import BadInput, RunFault, end_process
+from tests.support.loops import Case, Loop, make_batch, make_model, make_sgd
+from tests.support.processes import run_in_group
+from tests.support.runs import assert_same, needs_processes
+
+SHARED = "do not shard the loader by rank"
+BATCH = 4
+
+
+def make_samples() -> TensorDataset:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(64, 6, generator=generator, dtype=torch.float64)
+    return TensorDataset(x, torch.randint(0, 5, (64,), generator=generator))
+
+
+def make_pipeline(model: nn.Module, optimizer: Any, **keys: Any) -> ipu_pipe.Pipeline:
+    """Return a pipeline of two stages on processes."""
+    where: Dict[str, Any] = {"backend": "distributed", "backend_args": {"deadline": 20}}
+    return ipu_pipe.Pipeline(model, cross_entropy, optimizer, "pipedream", **{"stages": ["5"], **where, **keys})
+
+
+# ---- the ranks of one pipeline read the same batches
+
+
+def shuffle_alone(rank: int) -> Any:
+    return DataLoader(make_samples(), BATCH, shuffle=True, generator=torch.Generator().manual_seed(rank))
+
+
+def shard_by_default(rank: int) -> Any:
+    return DataLoader(make_samples(), BATCH, sampler=DistributedSampler(make_samples()))
+
+
+def prepare_by_accelerate(rank: int) -> Any:
+    accelerate = pytest.importorskip("accelerate")
+    os.environ.update(LOCAL_RANK=str(rank), MASTER_ADDR="localhost", MASTER_PORT="1")
+    accelerator = accelerate.Accelerator(cpu=True)
+    assert accelerator.num_processes == 2
+    return accelerator.prepare(DataLoader(make_samples(), BATCH, shuffle=True))
+
+
+class Pairs(Dataset):  # type: ignore[type-arg]
+    """Samples as a model takes them that computes its own loss."""
+
+    def __len__(self) -> int:
+        return len(make_samples())
+
+    def __getitem__(self, i: int) -> Dict[str, torch.Tensor]:
+        x, y = make_samples()[i]
+        return {"x": x, "y": y}
+
+
+class OwnLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = make_model()
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> Dict[str, torch.Tensor]:
+        return {"loss": cross_entropy(self.layers(x), y)}
+
+
+def shard_mappings(rank: int) -> Any:
+    return DataLoader(Pairs(), BATCH, sampler=DistributedSampler(Pairs()))  # type: ignore[arg-type]
+
+
+def read_other_batches(rank: int, folder: Path, make_loader: Callable[[int], Any]) -> None:
+    loader = make_loader(rank)
+    if make_loader is shard_mappings:
+        model: nn.Module = OwnLoss()
+        where: Dict[str, Any] = {"backend": "distributed", "backend_args": {"deadline": 20}}
+        pipe = ipu_pipe.Pipeline(model, None, make_sgd(model.parameters()), "pipedream", stages=["layers.5"], **where)
+    else:
+        model = make_model()
+        pipe = make_pipeline(model, make_sgd(model.parameters()))
+    with pytest.raises(RunFault) as fault:
+        for batch in loader:
+            pipe.step(*([batch] if isinstance(batch, dict) else batch))
+    assert rank == 1 or SHARED in str(fault.value)
+    (folder / f"{rank}.ended").touch()
+    end_process(0)
+
+
+@needs_processes
+@pytest.mark.parametrize("make_loader", [shuffle_alone, shard_by_default, prepare_by_accelerate, shard_mappings])
+def test_ranks_that_read_other_batches_are_refused(make_loader: Any, tmp_path: Path) -> None:
+    if make_loader is prepare_by_accelerate:
+        pytest.importorskip("accelerate")
+    run_in_group(2, read_other_batches, tmp_path, make_loader)
+    assert all((tmp_path / f"{rank}.ended").exists() for rank in range(2))
+
+
+def leave_out_labels(rank: int, folder: Path) -> None:
+    """The rank of the loss passes no labels, which the example must not stand in for."""
+    x, y = make_batch(Case("pipedream"), 0)
+    model = make_model()
+    pipe = make_pipeline(model, make_sgd(model.parameters()), example=(x, y))
+    with pytest.raises(ValueError if rank else RunFault) as fault:
+        for _ in range(5):
+            pipe.step(microbatches=[(x, None)])
+    assert rank == 0 or str(fault.value).startswith("step: y is None")
+    (folder / f"{rank}.ended").touch()
+    end_process(0)
+
+
+@needs_processes
+def test_no_example_stands_in_for_labels_that_are_left_out(tmp_path: Path) -> None:
+    run_in_group(2, leave_out_labels, tmp_path)
+    assert all((tmp_path / f"{rank}.ended").exists() for rank in range(2))
+
+
+def test_a_step_without_a_batch_changes_nothing() -> None:
+    loop = Loop(Case("pipedream"))
+    x, y = make_batch(loop.case, 0)
+    for arguments, name in (((), "x"), ((x,), "y"), ((None, y), "x")):
+        with pytest.raises(ValueError, match=f"^step: {name} is None"):
+            loop.pipe.step(*arguments)
+    loop.run(0, 3)
+    with pytest.raises(ValueError, match="^step: y is None"):
+        loop.pipe.step(microbatches=[(x, None)])
+    loop.run(3, 5)
+    loop.close()
+
+
+def sample_by_replica(rank: int, folder: Path) -> None:
+    model = make_model()
+    pipe = make_pipeline(model, make_sgd(model.parameters()), replicas=2)
+    sampler = DistributedSampler(make_samples(), num_replicas=pipe.replicas, rank=pipe.replica)
+    with pipe:
+        for x, y in DataLoader(make_samples(), BATCH, sampler=sampler):
+            pipe.step(x, y)
+    expected = torch.load(folder / "expected.pt")
+    # running statistics are each replica's own
+    trained = {name: value for name, value in model.named_parameters()}
+    assert_same({name: expected[name] for name in trained}, trained)
+
+
+@needs_processes
+def test_a_sampler_by_replica_gives_the_emulators_weights(tmp_path: Path) -> None:
+    """Four ranks: two replicas of two stages."""
+    model = make_model()
+    pipe = make_pipeline(model, make_sgd(model.parameters()), replicas=2, backend="emulator", backend_args={})
+    samplers = [DistributedSampler(make_samples(), num_replicas=2, rank=replica) for replica in range(2)]
+    loaders = [DataLoader(make_samples(), BATCH, sampler=sampler) for sampler in samplers]
+    with pipe:
+        for batches in zip(*loaders):
+            pipe.step(*map(torch.cat, zip(*batches)))
+    torch.save(model.state_dict(), tmp_path / "expected.pt")
+    run_in_group(4, sample_by_replica, tmp_path)
+
+
+# ---- what others wrap
+
+
+def test_a_prepared_optimizer_is_refused_by_name() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model = make_model()
+    prepared = accelerate.Accelerator(cpu=True).prepare(make_sgd(model.parameters()))
+    with pytest.raises(BadInput, match="^optimizer: an AcceleratedOptimizer: wraps a SGD: give that one"):
+        ipu_pipe.Pipeline(model, cross_entropy, prepared)
+
+
+def wrap_in_ddp(rank: int, folder: Path) -> None:
+    model = nn.parallel.DistributedDataParallel(make_model())
+    pipe = make_pipeline(model, make_sgd(model.parameters()), stages=["module.5"])
+    with pytest.raises(BadInput, match="^model: is wrapped by DistributedDataParallel: give the model itself"):
+        pipe.step(*make_batch(Case("pipedream"), 0))
+
+
+@needs_processes
+def test_a_model_that_others_divide_is_refused_by_name(tmp_path: Path) -> None:
+    run_in_group(2, wrap_in_ddp, tmp_path)
+
+
+# ---- the contexts in which loops evaluate and save
+
+
+def evaluate_without_gradients(rank: int, folder: Path) -> None:
+    """Nothing in flight is lost, and the weights are those of a loop that drains outside of such a context."""
+    losses: List[Any] = []
+    for context in (contextlib.nullcontext, torch.no_grad, torch.inference_mode):
+        loop = Loop(Case("pipedream", 2, stages=["5"]), backend="distributed", backend_args={"deadline": 20})
+        loop.run(0, 5, drains=False)
+        assert loop.pipe.in_flight
+        with context():  # type: ignore[operator]
+            loop.pipe.evaluate([make_batch(loop.case, 50)])
+        loop.run(5, 7, drains=False)
+        with context():  # type: ignore[operator]
+            loop.pipe.state_dict()
+        loop.run(7, 10, drains=False)
+        loop.close()
+        losses.append(loop.losses)
+    assert losses[0] == losses[1] == losses[2] and len(losses[0]) == 10
+
+
+@needs_processes
+def test_a_drain_under_no_grad_runs_the_backwards(tmp_path: Path) -> None:
+    run_in_group(2, evaluate_without_gradients, tmp_path)
+
+
+def test_a_drain_under_autocast_is_refused() -> None:
+    """Before anything runs: its forwards would be cast. An empty pipeline may be evaluated so."""
+    loop = Loop(Case("pipedream", 2))
+    loop.run(0, 3, drains=False)
+    batch = make_batch(loop.case, 50)
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(RuntimeError, match="^evaluate: called under autocast"):
+        loop.pipe.evaluate([batch])
+    loop.pipe.drain()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loop.pipe.evaluate([batch])
+    loop.close()
+
+
+def test_a_loop_may_evaluate_before_its_first_step() -> None:
+    case = Case("pipedream", 2)
+    x, y = make_batch(case, 0)
+    model = make_model()
+    with pytest.raises(RunFault, match="example"):
+        make_pipeline(model, make_sgd(model.parameters()), backend="emulator", backend_args={}).evaluate([(x, y)])
+    model = make_model()
+    keys: Dict[str, Any] = {"backend": "emulator", "backend_args": {}, "example": (x[:4], y[:4])}
+    pipe = make_pipeline(model, make_sgd(model.parameters()), **keys)
+    before = pipe.evaluate([(x, y)], ["accuracy"])
+    assert torch.equal(pipe.predict(x), make_model().eval()(x))
+    expected = cross_entropy(make_model().eval()(x), y)
+    assert before["loss"] == pytest.approx(expected.item())
+    # and its steps are those of a loop that did not
+    losses = []
+    for evaluates in (False, True):
+        loop = Loop(case, example=(x[:4], y[:4]))
+        if evaluates:
+            loop.pipe.evaluate([(x, y)])
+        loop.run(0, 5)
+        loop.close()
+        losses.append(loop.losses)
+    assert losses[0] == losses[1]
