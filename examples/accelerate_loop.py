@@ -1,4 +1,4 @@
-"""A loop with Accelerate over a pipeline: torchrun --nproc_per_node 2 examples/accelerate_loop.py [EPOCHS], or python for one process
+"""A loop with Accelerate over a pipeline: torchrun --nproc_per_node 2 examples/accelerate_loop.py [EPOCHS], or plain python
 
 Accelerate has the device, the seeds, the trackers and what only rank 0 does. It prepares nothing: the ranks are the stages of one
 pipeline, which read the same batches and step one scheduler each.

@@ -25,7 +25,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * len(loader))
 pipe = ipu_pipe.Pipeline(model, cross_entropy, optimizer, method="pipemare", stages=4, microbatches=4)
 
-for epoch in range(epochs):
+for _ in range(epochs):
     for x, y in loader:
         pipe.step(x, y)
         scheduler.step()

@@ -22,7 +22,7 @@ model = nn.Sequential(*hidden, nn.Linear(128, 10))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * len(loader))
 
-for epoch in range(epochs):
+for _ in range(epochs):
     for x, y in loader:
         optimizer.zero_grad()
         loss = cross_entropy(model(x), y)

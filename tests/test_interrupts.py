@@ -170,10 +170,15 @@ def _run(source: str) -> Tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
+# run by make before ipu_pipe can be imported
+PARTS_OF_INSTALL = ("check_torchvision.py",)
+
+
 def test_every_command_line_ends_quietly_from_its_first_line_on() -> None:
     """All tools hand Ctrl-C over before their own imports: those of commands in `cli.run`, the others by themselves."""
     late: List[str] = []
-    for file in [ROOT / "ipu_pipe" / "cli" / "__init__.py", *sorted((ROOT / "tools").glob("*.py"))]:
+    tools = [file for file in sorted((ROOT / "tools").glob("*.py")) if file.name not in PARTS_OF_INSTALL]
+    for file in [ROOT / "ipu_pipe" / "cli" / "__init__.py", *tools]:
         text = file.read_text()
         if file.parent.name == "tools" and "cli.run(" in text:
             imports = re.findall("^(?:import|from) (.*)", text, re.MULTILINE)

@@ -74,7 +74,7 @@ WRONG: Dict[str, Dict[str, Any]] = {  # story: most of these ended in an Attribu
     # story: told only by the first evaluation, into a folder that was there by then
     r"metrics: mse: outputs \(32, 4\) and labels \(32,\): must be tensors of one shape": {"metrics": ["mse"]},
     r"metrics: raising: fails on a tensor of shape \(32, 4\) and labels .*: Zero": {"metrics": [raising]},
-    "metrics: f: fails on ": {"metrics": {"f": lambda output, y: None}},
+    "metrics: f: returned None: must return one number": {"metrics": {"f": lambda output, y: None}},
     "callbacks: a Misnamed: must be a list": {"callbacks": Misnamed()},
     "callbacks: Misnamed.on_epoch_end: ": {"callbacks": [Misnamed()]},
     "overwrite: True: cannot be combined with resume": {"overwrite": True, "resume": True},

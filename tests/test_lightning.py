@@ -49,7 +49,9 @@ def module_class(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return Recorded
 
 
-def fit(module: Any, folder: Path, steps: int, callbacks: Any = (), validate: bool = False, trainer: Any = None, **keys: Any) -> Any:
+def fit(
+    module: Any, folder: Path, steps: int, callbacks: Any = (), validate: bool = False, trainer: Any = None, **keys: Any
+) -> Any:
     """Train for a number of steps without shuffling. Return the trainer."""
     fitting = lightning.Trainer(
         default_root_dir=folder,

@@ -9,7 +9,6 @@ from typing import Any, Callable, Dict, List
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
@@ -146,7 +145,7 @@ def sample_by_replica(rank: int, folder: Path) -> None:
             pipe.step(x, y)
     expected = torch.load(folder / "expected.pt")
     # running statistics are each replica's own
-    trained = {name: value for name, value in model.named_parameters()}
+    trained = dict(model.named_parameters())
     assert_same({name: expected[name] for name in trained}, trained)
 
 

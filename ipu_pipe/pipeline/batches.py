@@ -79,7 +79,7 @@ class GivenBatches:
         return iter(self._test_batches)
 
     def compute_checksum(self, batch: Any) -> int:
-        """Return a checksum of a microbatch's labels, of all of it if it has them inside; 0 if this process has none of its own."""
+        """Return a checksum of a microbatch's labels, of all of it if they are inside, 0 if this process has none of its own."""
         labels, stand_in = (batch, self._example.x) if self._passes_whole else (batch[1], self._example.y)
         return 0 if labels is stand_in else compute_checksum(labels)
 

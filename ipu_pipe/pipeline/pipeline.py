@@ -724,7 +724,8 @@ class Pipeline:
 
     def _require_built(self, call: str) -> Job:
         if self._job is None:
-            raise RunFault(f"{call}: the stages are known from the first step on: make a step first, or give the pipeline an example")
+            remedy = "make a step first, or give the pipeline an example"
+            raise RunFault(f"{call}: the stages are known from the first step on: {remedy}")
         return self._job
 
     def _require_job(self) -> Job:
