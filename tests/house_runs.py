@@ -93,6 +93,8 @@ def count_update(folder: str, *settings: str) -> OneUpdate:
     torch.set_num_threads(1)
     config = ipu_pipe.load_config(ROOT / "configs" / "mlp_digits.yaml", [*SETTINGS, *settings])
     counted = OneUpdate()
+    # ranks must have the same model
+    torch.manual_seed(0)
     ipu_pipe.train(config, folder, model=CountsForwards(OrderedDict(mlp().named_children())), callbacks=[counted], quiet=True)
     return counted
 

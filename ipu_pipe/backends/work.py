@@ -34,7 +34,7 @@ class Work:
     greater than 0 after a resume. `replays`: the source of replays if it is not the version table. `block_updates`: the number of
     updates of single stages that make one update of the run. `refuse_nonfinite(update, losses)`: raises `Divergence` if a loss
     is not finite and the config does not allow it; by default nothing is checked. `weighs`: the microbatches of an update have
-    weights (`Weight`); otherwise all count the same. `after_update(update, stages)`: called when these stages have made an
+    weights (`LossShare`); otherwise all count the same. `after_update(update, stages)`: called when these stages have made an
     update, replicas with their average.
     """
 
@@ -97,20 +97,20 @@ class Work:
         """The first update to run."""
         return self.microbatch // self.schedule.accumulate
 
-    def compute_weights(self, weights: Sequence[float], replicas: int) -> List[Weight]:
+    def compute_weights(self, weights: Sequence[float], replicas: int) -> List[LossShare]:
         """Return the weights of an update's microbatches with their shares in its mean loss.
 
         `weights`: of microbatch 0 of each of `replicas`, of microbatch 1 of each, and so on.
         """
         # each microbatch is a replica's own update
         if self.method.rounds is not None:
-            return [Weight(weight, float(weight > 0)) for weight in weights]
+            return [LossShare(weight, float(weight > 0)) for weight in weights]
         total = 0.0
         for weight in weights:
             total += weight
-        return [Weight(weight, weight * replicas / total if weight else 0.0) for weight in weights]
+        return [LossShare(weight, weight * replicas / total if weight else 0.0) for weight in weights]
 
-    def scale_loss(self, loss: torch.Tensor, weight: Optional[Weight]) -> torch.Tensor:
+    def scale_loss(self, loss: torch.Tensor, weight: Optional[LossShare]) -> torch.Tensor:
         """Return the part of a microbatch's loss in the loss of its update on one replica."""
         return loss / self.accumulate if weight is None else loss * weight.share
 
@@ -206,7 +206,7 @@ def list_exactness_faults(job: Job) -> List[str]:
 COLUMNS = 3
 
 
-class Weight(NamedTuple):
+class LossShare(NamedTuple):
     """The weight of a microbatch and its share w R / W, by which its loss is multiplied; W: the sum over the update.
 
     Gradients are averaged over R replicas afterwards.
@@ -224,7 +224,7 @@ class MicrobatchResult(NamedTuple):
 
     loss: torch.Tensor  # ()
     label_counts: Optional[torch.Tensor]  # (2,)
-    weight: Optional[Weight] = None
+    weight: Optional[LossShare] = None
 
 
 def tabulate(results: Sequence[MicrobatchResult]) -> torch.Tensor:

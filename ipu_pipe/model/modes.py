@@ -30,9 +30,9 @@ def enter_training(model: nn.Module) -> bool:
     model itself came in it.
     """
     came_evaluating = is_evaluating(model)
-    kept = [] if came_evaluating else [module for module in model.modules() if not module.training]
+    evaluating = [] if came_evaluating else [module for module in model.modules() if not module.training]
     model.train()
-    for module in kept:
+    for module in evaluating:
         module.training = False
     return came_evaluating
 

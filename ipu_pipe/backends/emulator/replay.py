@@ -29,7 +29,7 @@ from ipu_pipe.backends.interface import StepResult
 from ipu_pipe.backends.replays import Replay, ReplayPlan
 from ipu_pipe.backends.replicas import GradientReplicas, IndependentReplicas
 from ipu_pipe.backends.weights import make_weight_store
-from ipu_pipe.backends.work import MicrobatchResult, Weight, Work, average, tabulate
+from ipu_pipe.backends.work import LossShare, MicrobatchResult, Work, average, tabulate
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.user_code import StageWatch
 from ipu_pipe.local.blocks import get_blocks
@@ -138,7 +138,7 @@ class Emulator:
 
     def _run_batch(self, microbatches: Iterable[Microbatch], weights: Optional[Sequence[float]]) -> Replay:
         """Run the replays of an update and return the last one, which names the stages to update."""
-        weight_of: Iterator[Optional[Weight]] = itertools.repeat(None)
+        weight_of: Iterator[Optional[LossShare]] = itertools.repeat(None)
         if weights is not None:
             weight_of = iter(self.work.compute_weights(weights, self._replica_count))
         by_microbatch: List[List[MicrobatchResult]] = []
@@ -154,7 +154,7 @@ class Emulator:
         self._unread.append((self.update // self.work.block_updates, samples, by_block))
         return replay
 
-    def _run(self, replay: Replay, x: Any, y: Any, weight: Optional[Weight]) -> List[MicrobatchResult]:
+    def _run(self, replay: Replay, x: Any, y: Any, weight: Optional[LossShare]) -> List[MicrobatchResult]:
         """Carry out the passes of a replay; return the result of the model, or one for each block that has a loss of its own."""
         if self._gradient_replicas:
             self._gradient_replicas.enter(replay.replica)
@@ -190,7 +190,7 @@ class Emulator:
         return replay.microbatch * self._replica_count + replay.replica
 
     def _forward(
-        self, replay: Replay, x: Any, y: Any, weight: Optional[Weight]
+        self, replay: Replay, x: Any, y: Any, weight: Optional[LossShare]
     ) -> Tuple[Forward, List[torch.Tensor]]:
         """Return the forward's result, and the losses to start the backward from (with recomputation the second forward's)."""
 

@@ -26,7 +26,7 @@ from ipu_pipe.backends.processes.nccl import make_channels
 from ipu_pipe.backends.processes.stage import Stage, StageModel
 from ipu_pipe.backends.processes.ties import Ties, find_ties
 from ipu_pipe.backends.processes.update import ReplicaGroup, ResultCollection
-from ipu_pipe.backends.work import Weight, Work, list_exactness_faults
+from ipu_pipe.backends.work import LossShare, Work, list_exactness_faults
 from ipu_pipe.data.sources import compute_checksum
 from ipu_pipe.errors import RunFault
 from ipu_pipe.job.evaluation import EvaluationResult
@@ -407,22 +407,22 @@ class UpdateWeights:
     def __init__(self, work: Work, microbatches: Microbatches, mail: Mail, group: Any) -> None:
         self._work, self._microbatches, self._mail, self._group = work, microbatches, mail, group
         # the newest update that was read, and its weights by microbatch
-        self._newest: Tuple[int, Dict[int, Weight]] = (-1, {})
+        self._newest: Tuple[int, Dict[int, LossShare]] = (-1, {})
 
     def restart(self) -> None:
         """Forget the newest update, whose number may come again."""
         self._newest = -1, {}
 
-    def read(self, k: int) -> Dict[int, Weight]:
+    def read(self, k: int) -> Dict[int, LossShare]:
         """Return the weights of update k's microbatches, by microbatch."""
         if k == self._newest[0]:
             return self._newest[1]
         count, rank = self._work.schedule.accumulate, 0
         numbers = range(k * count, (k + 1) * count)
-        own = torch.tensor([self._microbatches.weigh(m) for m in numbers], dtype=torch.float64)
-        by_replica = [own]
+        weights_here = torch.tensor([self._microbatches.weigh(m) for m in numbers], dtype=torch.float64)
+        by_replica = [weights_here]
         if self._group is not None:
-            by_replica = self._mail.all_gather(own, self._group)
+            by_replica = self._mail.all_gather(weights_here, self._group)
             rank = torch.distributed.get_rank(self._group)
         # the emulator's order: microbatch 0 of each replica, microbatch 1 of each replica, ...
         in_order = torch.stack(by_replica, dim=1).flatten().tolist()

@@ -29,7 +29,7 @@ from ipu_pipe.backends.processes.lost_ranks import answer_within, detect_lost_ra
 from ipu_pipe.backends.processes.mail import BACKWARD, FORWARD, RECOMPUTE, REPLICAS, SHARED, Link
 from ipu_pipe.backends.processes.stage import Stage
 from ipu_pipe.backends.processes.update import keep_version_counters
-from ipu_pipe.backends.work import Weight, Work
+from ipu_pipe.backends.work import LossShare, Work
 from ipu_pipe.job.record import Job
 from ipu_pipe.launcher import read_launch
 from ipu_pipe.model.restoring import restore_all
@@ -125,7 +125,7 @@ def load_kernels(work: Work, stage: Stage, parameters: Sequence[nn.Parameter]) -
             zeros = torch.zeros(shape.message_shape, dtype=shape.dtype, device=model.device)
             inputs.append(zeros.requires_grad_(shape.differentiable and model.local is None))
         outputs, result = stage.run(m, inputs, labels)
-        weight = Weight(1.0, 1.0) if work.weighs else None
+        weight = LossShare(1.0, 1.0) if work.weighs else None
         ends = [t for t in (outputs if result is None else [work.scale_loss(result.loss, weight)]) if t.requires_grad]
         if ends:
             torch.autograd.backward(ends, [torch.ones_like(t) for t in ends])

@@ -29,7 +29,7 @@ from ipu_pipe.backends.processes.ties import TiedWeights, Ties
 from ipu_pipe.backends.processes.trace import TraceRecorder
 from ipu_pipe.backends.replays import Replay, ReplayPlan
 from ipu_pipe.backends.weights import WeightStore, make_weight_store
-from ipu_pipe.backends.work import MicrobatchResult, Weight, Work
+from ipu_pipe.backends.work import LossShare, MicrobatchResult, Work
 from ipu_pipe.local.blocks import get_activation
 from ipu_pipe.model.batch import list_tensors
 from ipu_pipe.model.cutting import Crossing, Piece
@@ -66,7 +66,7 @@ class StageModel:
     local: Optional[LocalBlock] = None
     ties: Ties = Ties()
     checksums: Dict[int, int] = field(default_factory=dict)
-    weigh_update: Optional[Callable[[int], Dict[int, Weight]]] = None
+    weigh_update: Optional[Callable[[int], Dict[int, LossShare]]] = None
 
     def __post_init__(self) -> None:
         s, local = self.stage, self.local
@@ -144,7 +144,7 @@ class Stage:
         self.version, self.newest_forward = work.update, work.microbatch - 1
         self._in_flight: Dict[int, _InFlight] = {}
         # microbatch -> its weight until its backward
-        self._weights: Dict[int, Weight] = {}
+        self._weights: Dict[int, LossShare] = {}
         # microbatch -> the weight gradients that I leaves to W
         self._deferred_weight_gradients: Dict[int, WeightGradients] = {}
         # False: I computes the weight gradients too, and W only adds them
