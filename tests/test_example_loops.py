@@ -1,8 +1,10 @@
-"""Loops of one's own over `Pipeline`, in examples/: they run as a user runs them, and are short."""
+"""Loops of one's own over `Pipeline`, in examples/ and docs/own_loop.md: they run as a user runs them."""
 
 from __future__ import annotations
 
 import difflib
+import json
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -11,8 +13,10 @@ from typing import Any, Dict, List
 import pytest
 import torch
 
+import ipu_pipe
 from tests.support.runs import assert_same
 from tests.test_examples import EXAMPLES, LOOPS, run_script
+from tests.test_tutorials import blocks, commands
 
 TWO_RANKS = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 
@@ -83,3 +87,44 @@ def test_with_gpipe_the_weights_are_the_plain_loops(
     # with other weights than those of a method that does not flush
     asynchronous = train_in_place(tmp_path, "own_loop", {})
     assert any(not torch.equal(value, asynchronous[name]) for name, value in plain.items())
+
+
+# ---- docs/own_loop.md
+
+PAGE = EXAMPLES.parent / "docs" / "own_loop.md"
+
+
+def test_the_blocks_of_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """One after another, as in a session; those with a title are files, which torchrun runs."""
+    monkeypatch.chdir(tmp_path)
+    names: Dict[str, Any] = {}
+    languages = []
+    for block in blocks(PAGE):
+        languages.append(block.language)
+        if block.file:
+            Path(block.file).write_text(block.text, encoding="utf-8")
+        elif block.language == "python":
+            exec(compile(block.text, str(PAGE), "exec"), names)
+        else:
+            (words,) = commands(block.text)
+            assert words[:3] == ["torchrun", "--nproc_per_node", "2"]
+            assert run_script([*TWO_RANKS, *words[3:]], tmp_path).startswith("loss ")
+    assert languages == ["python", "python", "python", "bash"]
+    assert names["outputs"].shape == (10, 10)
+    # two epochs, with a rate that falls after 40 updates
+    assert names["pipe"].finished == 92 and names["optimizer"].param_groups[0]["lr"] == pytest.approx(0.0002)
+    assert "45 " not in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_updates_leave_when_the_page_says() -> None:
+    rows = re.findall(r"^\| `(\w+)`.* \| (\d) \| (\[.*\]) \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(rows) == 7
+    for method, count, cell in rows:
+        model = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(4)])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        microbatches = None if method == "local_sgd" else int(count)
+        keys: Dict[str, Any] = {"stages": 4, "microbatches": microbatches}
+        pipe = ipu_pipe.Pipeline(model, torch.nn.functional.mse_loss, optimizer, method, **keys)
+        expected = json.loads(f"[{cell.replace('] [', '], [')}]")
+        assert [[update.index for update in pipe.step(torch.ones(8, 4), torch.ones(8, 4))] for _ in expected] == expected
+        pipe.close()
