@@ -10,6 +10,7 @@ Rank 0 (or the launcher) keeps a store at MASTER_ADDR:MASTER_PORT.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
@@ -81,7 +82,17 @@ def join(config: Config, options: Mapping[str, object]) -> None:
         )
     except (RuntimeError, TimeoutError) as error:
         raise RunFault(f"rank {where.rank}: another rank is lost, or did not answer within the deadline") from error
+    # a loop of the caller's own ends as any script does: taking down the interpreter around the group's threads would abort
+    # about every third run
+    atexit.register(_end_group)
     Termination.watch()
+
+
+def _end_group() -> None:
+    """End the process group when the interpreter ends; after an error, wait no longer than a live group takes for that."""
+    if dist.is_initialized():
+        with contextlib.suppress(RuntimeError, TimeoutError):
+            answer_within(ANSWER, dist.destroy_process_group)
 
 
 def make_group(ranks: Sequence[int], deadline: float, **how: Any) -> Any:
