@@ -49,6 +49,8 @@ def shard_by_default(rank: int) -> Any:
 def prepare_by_accelerate(rank: int) -> Any:
     accelerate = pytest.importorskip("accelerate")
     os.environ.update(LOCAL_RANK=str(rank), MASTER_ADDR="localhost", MASTER_PORT="1")
+    # a fork has the state of the process that it comes from, where an earlier test may have made an accelerator
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = accelerate.Accelerator(cpu=True)
     assert accelerator.num_processes == 2
     return accelerator.prepare(DataLoader(make_samples(), BATCH, shuffle=True))

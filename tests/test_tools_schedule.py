@@ -133,7 +133,6 @@ def test_bad_input_is_told_in_one_line_a_fault(run: Run, arguments: List[str], e
     (["gpipe", "--stages", 4, "--microbatches", 2**31], "--microbatches: 2147483648: "),
     (["gpipe", "--stages", 4, "--microbatches", 10**6, "--format", "json"], "--microbatches: 1000000: "),
     (["gpipe", "--stages", 4, "--microbatches", 8, "--slots", f"0:{10**20}"], "--slots: "),
-    (["local_overlapping", "--stages", 4, "--microbatches", 20002, "--accumulate", 2], "steps: 10001 "),
     (["pipedream", "--stages", 4, "--microbatches", 8, "--work", "1,1"], "--work: 1,1: "),
 ])  # fmt: skip
 def test_numbers_with_which_it_would_not_end_are_refused(run: Run, arguments: List[object], key: str) -> None:
