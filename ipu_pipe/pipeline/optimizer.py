@@ -146,15 +146,19 @@ class OptimizerHandle:
 
     def get_settings(self, k: int, group: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the settings of one of the inner optimizer's groups for update k."""
-        # randomized methods may update one stage more often than batches were given
-        newest = max(self._settings)
-        return self._settings[min(k, newest)][group["member"]]
+        # randomized methods count a stage's own updates, which may be more or fewer than the batches that were given
+        oldest, newest = min(self._settings), max(self._settings)
+        return self._settings[min(max(k, oldest), newest)][group["member"]]
 
     def forget_before(self, k: int) -> None:
         """Drop the settings of updates before k, except the newest."""
         newest = max(self._settings, default=0)
         for old in [old for old in self._settings if old < min(k, newest)]:
             del self._settings[old]
+
+    def forget(self) -> None:
+        """Drop the settings of all updates, whose numbers may come again."""
+        self._settings.clear()
 
     # ---- the caller's `step`
 

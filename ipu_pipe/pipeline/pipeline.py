@@ -565,6 +565,8 @@ class Pipeline:
         # copies, because an optimizer changes its state in place
         tensors = {name: value.clone() for name, value in state["optimizer"].items()}
         import_state(job.optimizer, names, tensors, copy.deepcopy(state["plain"]))
+        job.rules.forget_compensated()
+        self._handle.forget()
         self._given = self._left = int(state["updates"])
         self._drains = [int(k) for k in state["drains"]]
         self._data.forget()

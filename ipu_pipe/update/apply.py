@@ -249,6 +249,10 @@ class UpdateRules:
             self._compensated[p, name] = torch.zeros_like(p) if entry is None else entry
         return self._compensated[p, name]
 
+    def forget_compensated(self) -> None:
+        """Forget the entries that microbatches change: the optimizer has another state now."""
+        self._compensated.clear()
+
     # ---- updates
 
     def collect(self) -> None:
