@@ -71,6 +71,9 @@ class ModelPrecision:
             for name, buffer in module._buffers.items()
             if buffer is not None and (buffer.is_floating_point() or buffer.is_complex())
         ]
+        # and their values, which a conversion to fewer bits loses, until the run is built
+        self._given_values = [(p, p.data) for p in parameters]
+        self._given_buffer_values = [(module, name, module._buffers[name]) for module, name, _ in self._given_buffers]
         self.masters: Optional[Masters] = None
         self.inputs = self.labels = dtype
         self._autocast: Optional[str] = None
@@ -115,8 +118,15 @@ class ModelPrecision:
         kinds = {kind for _, kind in self._given_types} - {self._dtype}
         return sorted(map(_name_dtype, kinds)) if self.row != "bfloat16_masters" else []
 
+    def forget_given_values(self) -> None:
+        """Forget the values that the caller's model came with: from now on it is trained."""
+        self._given_values, self._given_buffer_values = [], []
+
     def give_back(self, keep: bool = False) -> None:
-        """Restore the model's dtypes and forward, with the trained weights; `keep`: leave the dtypes of training."""
+        """Restore the model's dtypes and forward, with the trained weights, or those that it came with if the run was not built.
+
+        `keep`: leave the dtypes of training.
+        """
         uncast_forward(self._model)
         if not keep and self.masters is not None:
             self.masters.take_over()
@@ -128,6 +138,10 @@ class ModelPrecision:
             buffer = module._buffers.get(name)
             if buffer is not None:
                 module._buffers[name] = buffer.to(dtype)
+        for parameter, value in self._given_values:
+            parameter.data = value
+        for module, name, buffer in self._given_buffer_values:
+            module._buffers[name] = buffer
 
 
 LOW = torch.bfloat16

@@ -6,6 +6,7 @@ from typing import Any, Dict, Iterable, Iterator, List, NamedTuple, Sequence
 
 from ipu_pipe.data.sources import compute_checksum
 from ipu_pipe.model.batch import clone_tensors, list_tensors, map_tensors
+from ipu_pipe.text import describe_kind
 
 
 class Microbatch(NamedTuple):
@@ -21,7 +22,10 @@ def divide_batch(x: Any, y: Any, count: int) -> List[Microbatch]:
     `x`, `y`: tensors, or tensors in mappings, tuples and lists, with the samples as their first dimension; or None.
     Raise `ValueError` if the samples do not divide, or differ between tensors.
     """
-    sizes = {len(tensor) for tensor in [*list_tensors(x), *list_tensors(y)] if tensor.dim()}
+    tensors = [*list_tensors(x), *list_tensors(y)]
+    if not tensors:
+        raise ValueError("step: x and y hold no tensors: must be tensors, or mappings, tuples and lists of them")
+    sizes = {len(tensor) for tensor in tensors if tensor.dim()}
     if len(sizes) > 1:
         raise ValueError(f"step: tensors of {' and '.join(map(str, sorted(sizes)))} samples: must have equally many")
     samples = sizes.pop() if sizes else 0
@@ -36,6 +40,17 @@ def divide_batch(x: Any, y: Any, count: int) -> List[Microbatch]:
         return map_tensors(lambda tensor: tensor[i * size : (i + 1) * size] if tensor.dim() else tensor, nest)
 
     return [Microbatch(take(x, i), take(y, i)) for i in range(count)]
+
+
+def take_pairs(pairs: Iterable[Any], count: int) -> List[Microbatch]:
+    """Return `count` microbatches of pairs (x, y). Raise `ValueError` if they are not as many, or one is not a pair."""
+    batch = list(pairs)
+    if len(batch) != count:
+        raise ValueError(f"step: {len(batch)} microbatches: must be {count}")
+    wrong = [i for i, pair in enumerate(batch) if not isinstance(pair, (tuple, list)) or len(pair) != 2]
+    if wrong:
+        raise ValueError(f"step: microbatch {wrong[0]}: {describe_kind(batch[wrong[0]])}: must be a pair (x, y)")
+    return [Microbatch(*pair) for pair in batch]
 
 
 class GivenBatches:

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import collections
 import copy
+import weakref
 from collections.abc import MutableMapping
-from typing import Any, Dict, Iterator, List, Mapping, Optional
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional
 
 import torch
 from torch import nn
@@ -92,9 +93,15 @@ class OptimizerView(torch.optim.Optimizer):
 
 
 class OptimizerHandle:
-    """The caller's optimizer: `copy_for(groups)` makes the one that steps, `record(k)` copies the settings for update k."""
+    """The caller's optimizer: `copy_for(groups)` makes the one that steps, `record(k)` copies the settings for update k.
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    Raise `BadInput` for an optimizer that cannot step so, has parameters that are not the model's, or is in another handle.
+    """
+
+    # optimizer -> its handle, until the handle is released
+    _in_use: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[OptimizerHandle]] = weakref.WeakKeyDictionary()
+
+    def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
         wrapped = getattr(optimizer, "optimizer", None)
         if isinstance(wrapped, torch.optim.Optimizer):
             why = f"wraps {describe_kind(wrapped)}: give that one, and let the wrapper's framework not prepare it"
@@ -103,10 +110,22 @@ class OptimizerHandle:
             raise BadInput(f"optimizer: {describe_kind(optimizer)}: must be a torch.optim.Optimizer over the model's parameters")
         if isinstance(optimizer, torch.optim.LBFGS):
             raise BadInput("optimizer: LBFGS: evaluates the loss several times in a step, which a pipeline cannot: use another")
+        trained = {id(p) for p in model.parameters()}
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        strange = sum(id(p) not in trained for p in parameters)
+        if strange:
+            why = "make it from those of the model that the pipeline gets"
+            raise BadInput(f"optimizer: {strange} of its {len(parameters)} parameters are not the model's: {why}")
+        earlier = self._in_use.get(optimizer)
+        if earlier is not None and earlier() is not None:
+            raise BadInput("optimizer: another Pipeline steps it: close() that one first, or make a new optimizer")
+        self._in_use[optimizer] = weakref.ref(self)
         self.optimizer = optimizer
         self._member_of = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
         self._settings: Dict[int, List[Dict[str, Any]]] = {}
-        self._is_stepping = self._is_counted = False
+        self._is_stepping = False
+        # the optimizer's `step` that has been called so that schedulers have seen it
+        self._counted_step: Optional[Callable[..., Any]] = None
         # registered on the caller's handle alone: the optimizer that steps has the caller's other hooks
         self._hook = optimizer.register_step_pre_hook(self._refuse_step)
 
@@ -137,12 +156,14 @@ class OptimizerHandle:
 
     # ---- settings
 
-    def record(self, k: int) -> None:
-        """Copy the settings of all groups as those of update k. Raise `RuntimeError` if the caller has added a group."""
-        groups = self.optimizer.param_groups
-        if sum(len(group["params"]) for group in groups) != len(self._member_of):
+    def require_parameters(self) -> None:
+        """Raise `RuntimeError` if the caller has added a group, or changed the parameters of one."""
+        if [id(p) for group in self.optimizer.param_groups for p in group["params"]] != list(self._member_of):
             raise RuntimeError("step: the optimizer has other parameters than when the pipeline was made: make a new pipeline")
-        self._settings[k] = [self._copy_settings(group) for group in groups]
+
+    def record(self, k: int) -> None:
+        """Copy the settings of all groups as those of update k."""
+        self._settings[k] = [self._copy_settings(group) for group in self.optimizer.param_groups]
 
     def get_settings(self, k: int, group: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the settings of one of the inner optimizer's groups for update k."""
@@ -169,10 +190,14 @@ class OptimizerHandle:
             )
 
     def count_as_stepped(self) -> None:
-        """Let the caller's learning-rate schedulers see a step of the caller's optimizer, which changes nothing, once."""
-        if self._is_counted:
+        """Let the caller's learning-rate schedulers see a step of the caller's optimizer, which changes nothing, once.
+
+        The first scheduler puts a function in the place of `step`, and warns if it was not called.
+        """
+        step = vars(self.optimizer).get("step")
+        if step is self._counted_step:
             return
-        self._is_counted = True
+        self._counted_step = step
         parameters = [group["params"] for group in self.optimizer.param_groups]
         self._is_stepping = True
         try:
@@ -185,5 +210,6 @@ class OptimizerHandle:
             self._is_stepping = False
 
     def release(self) -> None:
-        """Let the caller step the optimizer again."""
+        """Let the caller, or another pipeline, step the optimizer again."""
         self._hook.remove()
+        self._in_use.pop(self.optimizer, None)

@@ -17,6 +17,7 @@ import copy
 import math
 import tempfile
 import warnings
+import weakref
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
@@ -41,7 +42,7 @@ from ipu_pipe.model.modes import describe_modes, find_changed_mode
 from ipu_pipe.model.randomness import restore_random_states
 from ipu_pipe.model.restoring import restore_modes
 from ipu_pipe.model.stages import Partition
-from ipu_pipe.pipeline.batches import GivenBatches, Microbatch, divide_batch, interleave_replicas
+from ipu_pipe.pipeline.batches import GivenBatches, Microbatch, divide_batch, interleave_replicas, take_pairs
 from ipu_pipe.pipeline.cuts import Cuts
 from ipu_pipe.pipeline.optimizer import OptimizerHandle, OptimizerView
 from ipu_pipe.pipeline.trace import PipelineTrace, make_trace_section, write_trace
@@ -188,7 +189,9 @@ class Pipeline:
         self._warmup, self._example = warmup, example
         self._loss_weight = loss_weight
         self._stage_count = stage_count
-        self._handle = OptimizerHandle(optimizer)
+        self._handle = OptimizerHandle(optimizer, model)
+        # a pipeline that was never built may be dropped without `close`
+        weakref.finalize(self, self._handle.release).atexit = False
         self._view = OptimizerView(optimizer)
         self._job: Optional[Job] = None
         self._engine: Optional[Engine] = None
@@ -207,7 +210,7 @@ class Pipeline:
     # ---- the loop
 
     def step(
-        self, x: Any = None, y: Any = None, *, microbatches: Optional[Sequence[Tuple[Any, Any]]] = None
+        self, x: Any = None, y: Any = None, *, microbatches: Optional[Iterable[Tuple[Any, Any]]] = None
     ) -> List[Update]:
         """Give one update's batch to the pipeline. Return the updates that left it in this call, in order, maybe none.
 
@@ -224,6 +227,7 @@ class Pipeline:
         changed = find_changed_mode(self.model, self._modes) if self._modes else None
         if changed:
             raise RuntimeError(f"step: {changed}: its mode (train, eval) is another one than in earlier steps: set it back")
+        self._handle.require_parameters()
         batch = self._divide(x, y, microbatches)
         with self._break_on_error("step"):
             job, engine = self._build(batch[0])
@@ -461,14 +465,14 @@ class Pipeline:
     def close(self) -> List[Update]:
         """Drain, and leave the model as an ordinary one with the newest weights on every rank. Return the last updates.
 
-        After an error, or where the method cannot drain, end without waiting for other ranks. Calling it again changes nothing.
+        Within a round of an outer optimizer or of accumulating blocks (`can_drain`) the batches in flight are finished and the
+        round is not, with a warning. After an error end without waiting for other ranks. Calling it again changes nothing.
         """
         if self._is_closed:
             return []
         updates: List[Update] = []
         if not self._is_broken:
-            if self.can_drain:
-                updates = self.drain()
+            updates = self.drain() if self.can_drain else self._end_within_round()
             self._is_closed = True
             if self._engine is not None:
                 with self._break_on_error("close"):
@@ -528,21 +532,24 @@ class Pipeline:
             settings=self._handle.get_settings,
             after_update=self._call_back,
         )
-        with _name_arguments(), attribute_faults(lambda: "before training"), restore_random_states():
-            setup = set_up(objects.describe_in(config), **objects._asdict())
-            try:
+        with _name_arguments(), attribute_faults(lambda: "before training"), contextlib.ExitStack() as undo:
+            # arguments that do not fit leave the model and the optimizer as they were
+            undo.callback(self._handle.release)
+            undo.enter_context(restore_modes(self.model))
+            with restore_random_states():
+                setup = set_up(objects.describe_in(config), **objects._asdict())
+                undo.callback(setup.precision.give_back)
                 self._job = assemble(setup, objects, open_run=open_run)
                 if self._job.traced_updates:
                     self._events_folder = tempfile.TemporaryDirectory(prefix="ipu_pipe-")
                     self._job.folder = Path(self._events_folder.name)
                 self._engine = make_engine(self._job, 0)
-            except BaseException:
-                setup.precision.give_back()
-                raise
+            undo.pop_all()
         for line in describe_modes(self.model, self._job.came_evaluating):
             warnings.warn(line, stacklevel=3)
         self._modes = {module: module.training for module in self.model.modules()}
         self._cuts = Cuts(self._job)
+        self._stage_count = len(self._job.partition)
         if self._loaded is not None:
             self._load(self._job, self._engine)
         return self._job, self._engine
@@ -575,7 +582,7 @@ class Pipeline:
 
     # ---- inside: batches
 
-    def _divide(self, x: Any, y: Any, microbatches: Optional[Sequence[Tuple[Any, Any]]]) -> List[Microbatch]:
+    def _divide(self, x: Any, y: Any, microbatches: Optional[Iterable[Tuple[Any, Any]]]) -> List[Microbatch]:
         """Return the microbatches of a step. Raise `ValueError` if they are not as many as the update has."""
         count = self._microbatches_per_step
         if microbatches is None:
@@ -583,10 +590,8 @@ class Pipeline:
             batch = [Microbatch(None, None)] * count if is_empty else divide_batch(x, y, count)
         elif x is not None or y is not None:
             raise ValueError("step: give x and y, or microbatches, not both")
-        elif len(microbatches) != count:
-            raise ValueError(f"step: {len(microbatches)} microbatches: must be {count}")
         else:
-            batch = [Microbatch(*pair) for pair in microbatches]
+            batch = take_pairs(microbatches, count)
         # several processes know their stages from the first step on
         if self._job is not None or not are_joined():
             self._require_parts(batch)
@@ -672,6 +677,14 @@ class Pipeline:
             self._pending = self._take(job, engine, self._given)
             engine.reopen(self._given)
 
+    def _end_within_round(self) -> List[Update]:
+        """Run the pipeline empty within a round, which does not end. Return the updates."""
+        assert self._job is not None and self._engine is not None
+        warnings.warn(f"close: {self._find_undrainable()}: closes without that step", stacklevel=4)
+        with self._break_on_error("close"):
+            self._engine.finish(self._given)
+            return self._take(self._job, self._engine, self._given)
+
     def _open(self, job: Job) -> None:
         """Give the job the schedule with the drains so far and an open end, and its versions."""
         accumulate = job.schedule.accumulate
@@ -692,13 +705,16 @@ class Pipeline:
     def _find_undrainable(self) -> Optional[str]:
         """Return why the method cannot drain now, and when it can; None if it can."""
         method, args = self._method, self._config.method_settings()
+        if not self._given:
+            return None
         every, what = 1, ""
         if method.rounds is not None and method.rounds.outer is not None:
             every = method.rounds.interval(self._require_stage_count())
             what = "replicas synchronize by an outer optimizer"
         for count in args.get("block_accumulation", ()):
-            if self._given % count:
-                every, what = count, "a block accumulates the gradients of several updates"
+            # the least common multiple, after which no block has gathered gradients
+            every = every * count // math.gcd(every, count)
+            what = "a block accumulates the gradients of several updates"
         if self._given % every == 0:
             return None
         following = -(-self._given // every) * every

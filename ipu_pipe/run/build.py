@@ -45,6 +45,7 @@ from ipu_pipe.model.meta import build_on_meta
 from ipu_pipe.model.modes import enter_training
 from ipu_pipe.model.precision import ModelPrecision, get_uncast_loss
 from ipu_pipe.model.randomness import RandomStates, derive_seed
+from ipu_pipe.model.restoring import restore_modes
 from ipu_pipe.model.stages import make_footprint
 from ipu_pipe.plan.config_cut import choose_stages
 from ipu_pipe.run.checkpoint import find_newest, load_weights, read_weights
@@ -184,18 +185,15 @@ def build(
     unchanged.
     """
     objects = Overrides(model, data, loss, **others)
-    with attribute_faults(lambda: "before training"):
+    with attribute_faults(lambda: "before training"), contextlib.ExitStack() as undo:
+        if model is not None:
+            undo.enter_context(restore_modes(model))
         setup = set_up(objects.describe_in(config), done=done, by_shape=by_shape, **objects._asdict())
-    trainable = [p for p in setup.model.parameters() if p.requires_grad]
-    try:
-        with attribute_faults(lambda: "before training"):
-            return assemble(setup, objects, done)
-    except BaseException:
-        # a method may have frozen some parameters
-        for parameter in trainable:
-            parameter.requires_grad_(True)
-        setup.precision.give_back()
-        raise
+        undo.callback(setup.precision.give_back)
+        job = assemble(setup, objects, done)
+        # only a run that is refused leaves the model as it was
+        undo.pop_all()
+    return job
 
 
 class OpenRun(NamedTuple):
@@ -326,6 +324,7 @@ def assemble(setup: Setup, objects: Overrides, done: int = 0, open_run: Optional
         job.is_open, job.after_update = True, open_run.after_update
     raise_faults(find_faults(job, () if objects.optimizer is not None else config.optimizer_faults()))
     job.note = job.note or backend.describe(job)
+    setup.precision.forget_given_values()
     return job
 
 
