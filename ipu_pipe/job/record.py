@@ -1,4 +1,4 @@
-"""The job: the validated model, data, stages, schedule and version table of a run. ipu_pipe/run/build.py builds it."""
+"""The job: the validated model, data, stages, schedule and version table of a run. ipu_pipe/pipeline/build.py builds it."""
 
 from __future__ import annotations
 

@@ -42,16 +42,16 @@ from ipu_pipe.model.randomness import restore_random_states
 from ipu_pipe.model.restoring import restore_modes
 from ipu_pipe.model.stages import Partition
 from ipu_pipe.pipeline.batches import GivenBatches, Microbatch, divide_batch, interleave_replicas
+from ipu_pipe.pipeline.build import OpenRun, assemble, set_up
 from ipu_pipe.pipeline.cuts import Cuts
 from ipu_pipe.pipeline.optimizer import OptimizerHandle, OptimizerView
 from ipu_pipe.pipeline.trace import PipelineTrace, make_trace_section, write_trace
 from ipu_pipe.report.memory import build_memory_record
-from ipu_pipe.run.build import OpenRun, assemble, set_up
-from ipu_pipe.run.checkpoint import load_weights
 from ipu_pipe.schedule.methods import DefaultAccumulate, resolve_method
 from ipu_pipe.schedule.table import Schedule
 from ipu_pipe.schedule.timelines import make_schedule, open_schedule
 from ipu_pipe.schedule.versions import VersionTable
+from ipu_pipe.store.checkpoint import load_weights
 from ipu_pipe.update.optimizer import import_state
 
 PRECISIONS = {torch.float64: "float64", torch.bfloat16: "bfloat16"}

@@ -28,12 +28,12 @@ from ipu_pipe.report.provenance import describe_start, get_timestamp
 from ipu_pipe.report.run_text import format_closing, format_opening
 from ipu_pipe.report.run_trace import choose_stage_costs, write_measured_trace, write_modelled_trace
 from ipu_pipe.report.summary import summarize
-from ipu_pipe.run import checkpoint
 from ipu_pipe.run.callbacks import Callback, Callbacks, Moment
-from ipu_pipe.run.folder import RunFolder, read_starts
 from ipu_pipe.run.progress import Bar, Log, Progress, log_nothing, open_log
 from ipu_pipe.run.resume import make_manifest, restore
-from ipu_pipe.run.saving import Saver
+from ipu_pipe.store import checkpoint
+from ipu_pipe.store.folder import RunFolder, read_starts
+from ipu_pipe.store.saving import Saver
 from ipu_pipe.update.apply import AVERAGE
 
 

@@ -46,12 +46,12 @@ from ipu_pipe.model.modes import enter_training
 from ipu_pipe.model.precision import ModelPrecision, get_uncast_loss
 from ipu_pipe.model.randomness import RandomStates, derive_seed
 from ipu_pipe.model.stages import make_footprint
+from ipu_pipe.pipeline.checks import check_model, check_modules, find_faults
 from ipu_pipe.plan.config_cut import choose_stages
-from ipu_pipe.run.checkpoint import find_newest, load_weights, read_weights
-from ipu_pipe.run.checks import check_model, check_modules, find_faults
 from ipu_pipe.schedule.methods import METHODS, resolve_method
 from ipu_pipe.schedule.timelines import OPEN, make_schedule, open_schedule
 from ipu_pipe.schedule.versions import VersionTable, find_segment_ends
+from ipu_pipe.store.checkpoint import find_newest, load_weights, read_weights
 from ipu_pipe.text import describe_kind
 from ipu_pipe.update.apply import GroupSettings, UpdateRules
 from ipu_pipe.update.optimizer import (
