@@ -15,7 +15,7 @@ import ipu_pipe
 from ipu_pipe.backends.ipu.backend import list_faults
 from ipu_pipe.backends.table import make_engine
 from ipu_pipe.model.loss import list_requested_fields
-from ipu_pipe.run.build import build
+from ipu_pipe.pipeline.build import build
 from tests.support.processes import check_two_processes
 from tests.support.runs import needs_processes
 from tests.test_batches import NAMED_PAIRS, PARTS, Two, refusal, settings, train_alike

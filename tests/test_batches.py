@@ -24,8 +24,8 @@ from ipu_pipe.data.sources import split_batch
 from ipu_pipe.errors import RunFault, end_process
 from ipu_pipe.model.batch import check_same_shapes, clone_tensors, list_tensors, map_tensors, take_samples, walk_leaves
 from ipu_pipe.model.loss import OwnLoss, TakePart, describe_output, list_fields
+from ipu_pipe.pipeline.build import build
 from ipu_pipe.report.run_text import describe_left_out
-from ipu_pipe.run.build import build
 from ipu_pipe.run.planning import make_planning_problem
 from tests.support.models import Composed
 from tests.support.processes import check_two_processes, run_in_group, train_on_processes

@@ -19,7 +19,7 @@ from ipu_pipe.config.load import configure
 from ipu_pipe.data import TensorData
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.record import Job
-from ipu_pipe.run.build import build
+from ipu_pipe.pipeline.build import build
 from ipu_pipe.stability.advice import StageDynamics, compute_margins, describe_margins
 from ipu_pipe.stability.recurrences import make_delayed_sgd, make_pipemare
 from ipu_pipe.studies.run_stability import analyze_job, measure_curvature

@@ -114,7 +114,7 @@ def _run_rank(rank: int, port: int, folder: str, model: str, turns: int, updates
     from ipu_pipe.backends.table import launch, make_engine
     from ipu_pipe.config.load import configure
     from ipu_pipe.data import TensorData
-    from ipu_pipe.run.build import build
+    from ipu_pipe.pipeline.build import build
     from ipu_pipe.trace.store import read_store
 
     torch.set_num_threads(1)

@@ -10,28 +10,38 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
-from typing import Any, Dict, Iterator, List, Mapping, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Sequence, Tuple
 
 import torch
 from torch import nn
 
 
-@contextlib.contextmanager
-def restore_modes(*models: nn.Module) -> Iterator[None]:
-    """Restore the training mode of each module of `models` at the end of the context.
+def record_modes(*models: nn.Module) -> Callable[[], None]:
+    """Return a function that restores the present training mode of each module of `models`.
 
     `requires_grad` of the parameters too, because a user's `train()` may freeze some.
     """
     modes = [(module, module.training) for model in models for module in model.modules()]
     trainability = [(p, p.requires_grad) for model in models for p in model.parameters()]
-    try:
-        yield
-    finally:
+
+    def restore() -> None:
         for module, mode in modes:
             module.training = mode
         for parameter, is_trained in trainability:
             if parameter.requires_grad != is_trained:
                 parameter.requires_grad_(is_trained)
+
+    return restore
+
+
+@contextlib.contextmanager
+def restore_modes(*models: nn.Module) -> Iterator[None]:
+    """Restore at the end of the context what `record_modes` does."""
+    restore = record_modes(*models)
+    try:
+        yield
+    finally:
+        restore()
 
 
 @contextlib.contextmanager

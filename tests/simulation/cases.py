@@ -20,7 +20,7 @@ from ipu_pipe.data.sources import TensorData
 from ipu_pipe.job.evaluation import EvaluationResult
 from ipu_pipe.job.record import Job
 from ipu_pipe.model.stages import begin_stage
-from ipu_pipe.run.build import build
+from ipu_pipe.pipeline.build import build
 from ipu_pipe.schedule.methods import METHODS
 
 WIDTH, CLASSES = 4, 3

@@ -45,14 +45,14 @@ from ipu_pipe.model.meta import build_on_meta
 from ipu_pipe.model.modes import enter_training
 from ipu_pipe.model.precision import ModelPrecision, get_uncast_loss
 from ipu_pipe.model.randomness import RandomStates, derive_seed
-from ipu_pipe.model.restoring import restore_modes
+from ipu_pipe.model.restoring import record_modes
 from ipu_pipe.model.stages import make_footprint
+from ipu_pipe.pipeline.checks import check_model, check_modules, find_faults
 from ipu_pipe.plan.config_cut import choose_stages
-from ipu_pipe.run.checkpoint import find_newest, load_weights, read_weights
-from ipu_pipe.run.checks import check_model, check_modules, find_faults
 from ipu_pipe.schedule.methods import METHODS, resolve_method
 from ipu_pipe.schedule.timelines import OPEN, make_schedule, open_schedule
 from ipu_pipe.schedule.versions import VersionTable, find_segment_ends
+from ipu_pipe.store.checkpoint import find_newest, load_weights, read_weights
 from ipu_pipe.text import describe_kind
 from ipu_pipe.update.apply import GroupSettings, UpdateRules
 from ipu_pipe.update.optimizer import (
@@ -187,7 +187,7 @@ def build(
     objects = Overrides(model, data, loss, **others)
     with attribute_faults(lambda: "before training"), contextlib.ExitStack() as undo:
         if model is not None:
-            undo.enter_context(restore_modes(model))
+            undo.callback(record_modes(model))
         setup = set_up(objects.describe_in(config), done=done, by_shape=by_shape, **objects._asdict())
         undo.callback(setup.precision.give_back)
         job = assemble(setup, objects, done)
