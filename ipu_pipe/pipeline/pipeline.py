@@ -47,6 +47,7 @@ from ipu_pipe.pipeline.build import OpenRun, assemble, set_up
 from ipu_pipe.pipeline.flow import Flow
 from ipu_pipe.pipeline.optimizer import OptimizerHandle, OptimizerView
 from ipu_pipe.pipeline.trace import PipelineTrace, make_trace_section, write_trace
+from ipu_pipe.pipeline.wording import name_arguments
 from ipu_pipe.report.memory import build_memory_record
 from ipu_pipe.schedule.methods import DefaultAccumulate, resolve_method
 from ipu_pipe.schedule.table import Schedule
@@ -176,7 +177,7 @@ class Pipeline:
             "metrics": [],
             "log": {"trace": make_trace_section(trace), "tensorboard": False},
         }
-        with _name_arguments():
+        with name_arguments():
             if microbatches is None:
                 # checks the method's name before its default is looked up
                 configure(**keys)
@@ -527,7 +528,7 @@ class Pipeline:
             settings=self._handle.get_settings,
             after_update=self._call_back,
         )
-        with _name_arguments(), attribute_faults(lambda: "before training"), contextlib.ExitStack() as undo:
+        with name_arguments(), attribute_faults(lambda: "before training"), contextlib.ExitStack() as undo:
             # arguments that do not fit leave the model and the optimizer as they were
             undo.callback(self._handle.release)
             undo.callback(record_modes(self.model))
@@ -800,18 +801,6 @@ def _refuse_autocast(call: str) -> None:
     is_cast = any(map(torch.is_autocast_enabled, ("cpu", "cuda"))) if takes_device else torch.is_autocast_cpu_enabled()
     if is_cast:
         raise RuntimeError(f'{call}: called under autocast: use Pipeline(..., precision="bfloat16_mixed") instead')
-
-
-@contextlib.contextmanager
-def _name_arguments() -> Iterator[None]:
-    """Name the arguments of `Pipeline` in faults, instead of the keys of a config."""
-    try:
-        yield
-    except BadInput as error:
-        faults = [fault.replace("configure: ", "", 1) if fault.startswith("configure: ") else fault for fault in error.faults]
-        error.faults = [fault.replace("gradient_accumulation", "microbatches") for fault in faults]
-        error.args = ("; ".join(error.faults),)
-        raise
 
 
 def _get_rank() -> int:

@@ -96,11 +96,15 @@ class Schedule:
             fault = fault or _find_collision(stretch, both, self.placement)
             if fault:
                 raise BadInput(f"schedule: {fault}")
-        if not self.in_order:
-            slots = self.slots(Kind.UPDATE, 0, self.update_count)
+        for stretch in () if self.in_order else self.stretches:
+            first = stretch.first_microbatch // self.accumulate
+            # two repeats: nothing of one is in the next
+            last = min(stretch.end_microbatch, stretch.first_microbatch + 2 * stretch.microbatches) // self.accumulate
+            slots = self.slots(Kind.UPDATE, first, last)
             late = slots[:, 1:] <= slots[:, :-1]
             if late.any():
-                stage, k = _locate_first(late)
+                stage, index = _locate_first(late)
+                k = first + index
                 raise BadInput(f"schedule: U{k} on stage {stage} would come after U{k + 1}: batches must be completed in order")
 
     # ---- sizes
@@ -204,9 +208,18 @@ class Schedule:
         if self.in_order:
             ended = self.count_before(self.passes[-1], slot, stages)
             return ended if self.accumulate == 1 else ended // self.accumulate
-        updates = self.slots(Kind.UPDATE, 0, self.update_count, stages)
-        slot_rows = np.broadcast_to(slot, (updates.shape[0], slot.shape[-1]))
-        return np.stack([np.searchsorted(row, slots) for row, slots in zip(updates, slot_rows)]).astype(np.int64)
+        height = len(range(*stages.indices(self.stages)))
+        slot_rows = np.broadcast_to(slot, (height, slot.shape[-1]))
+        counts = np.zeros(slot_rows.shape, np.int64)
+        for stretch in self.stretches:
+            # of one repeat, which completes its batches; there may be more repeats than fit into memory
+            updates, first = stretch.microbatches // self.accumulate, stretch.first_microbatch // self.accumulate
+            completed = self.slots(Kind.UPDATE, first, first + updates, stages) - stretch.first_slot
+            elapsed = np.clip(slot_rows - stretch.first_slot, 0, stretch.end_slot - stretch.first_slot)
+            repeats, offsets = np.divmod(elapsed, stretch.slots)
+            for stage in range(height):
+                counts[stage] += repeats[stage] * updates + np.searchsorted(completed[stage], offsets[stage])
+        return counts
 
     # ---- slots as grids
 
