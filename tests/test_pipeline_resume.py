@@ -28,6 +28,11 @@ ROWS = """\
 0F0,0F1,0F2,0F3,,0B0,0B1,0B2,0B3
 ,1F0,1B0,1F1,1B1,1F2,1B2,1F3,1B3
 """
+# backwards in another order than the microbatches'
+BACKWARDS = """\
+0F0,0F1,0F2,0F3,,0B3,0B0,0B1,0B2
+,1F0,1F1,1F2,1F3,1B3,1B0,1B1,1B2
+"""
 
 
 class Variant(NamedTuple):
@@ -72,7 +77,8 @@ VARIANTS: Dict[str, Variant] = {
         "local_sgd", local_steps=4, outer={"name": "sgd", "fragments": 2, "delay": 1, "mix": 0.5, "momentum": 0.9}
     ),
     "randomized_nag": change("randomized_pipedream", nag=0.5),
-    "rows": Variant("rows", stages=["4"]),
+    "rows": Variant("rows", {"rows": ROWS}, stages=["4"]),
+    "rows_backwards": Variant("rows", {"rows": BACKWARDS}, stages=["4"]),
 }  # fmt: skip
 
 
@@ -93,9 +99,9 @@ class Training:
         keys = dict(variant.keys)
         if "precision" not in keys:
             self.model.double()
-        if variant.method == "rows":
+        if "rows" in keys:
             file = folder / "rows.csv"
-            file.write_text(ROWS, encoding="utf-8")
+            file.write_text(keys.pop("rows"), encoding="utf-8")
             keys.update(method_args={"file": str(file)}, microbatches=4)
         make = torch.optim.Adam if variant.makes == "adam" else torch.optim.SGD
         settings: Dict[str, Any] = {} if variant.makes == "adam" else {"momentum": 0.9}

@@ -154,7 +154,8 @@ def list_exactness_faults(job: Job) -> List[str]:
         reasons.append(
             f"clip.scope: delayed_global: with {method.name} the global norm itself is known: use scope: global"
         )
-    if job.config.clip is not None and scope == "global" and method.reads_old(stages):
+    # methods that update single stages have a line of their own
+    if job.config.clip is not None and scope == "global" and method.reads_old(stages) and method.history is None:
         remedy = explain_stage_scope(job.config.clip.norm, stages)
         reasons.append(
             f"clip.scope: global: with {method.name} a stage updates before the others' gradients exist, so the global norm "
