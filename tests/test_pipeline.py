@@ -310,12 +310,31 @@ def test_on_update_sees_each_stage_after_its_step() -> None:
     model = loop.close()
     assert seen == {k: [0, 1, 2, 3] for k in range(4)}
     assert not any(torch.equal(averages[id(p)], p) for p in model.parameters())
-    rounds = Loop(CASES["local_sgd_rounds"])
-    counts: List[int] = []
-    rounds.pipe.on_update(lambda update, stage, parameters: counts.append(update))
-    rounds.run(0, 3)
-    rounds.close()
-    assert counts == [k for k in range(3) for _ in range(4)]
+
+
+def test_on_update_sees_replicas_of_their_own_before_and_after_their_average() -> None:
+    """Rounds of 3 steps of 4 replicas; the last one ends early."""
+    loop = Loop(CASES["local_sgd_rounds"])
+    weights: Dict[Any, List[torch.Tensor]] = {}
+
+    def note(update: Any, stage: int, parameters: List[nn.Parameter]) -> None:
+        flat = torch.cat([p.detach().flatten() for p in parameters])
+        weights.setdefault((int(update), update.averaged, stage), []).append(flat)
+
+    loop.pipe.on_update(note)
+    loop.run(0, 5, drains=False)
+    model = loop.close()
+    counts = {(k, averaged): 4 if not averaged else 1 for k in range(5) for averaged in (False, True)}
+    expected = {(k, averaged): n for (k, averaged), n in counts.items() if not averaged or k in (2, 4)}
+    assert {key: len(found) for key, found in weights.items()} == {
+        (k, averaged, stage): n for (k, averaged), n in expected.items() for stage in range(4)
+    }
+    for k in (2, 4):
+        for stage in range(4):
+            mean = torch.stack(weights[k, False, stage]).mean(0)
+            assert torch.allclose(weights[k, True, stage][0], mean, rtol=1e-12)
+    last = [p.detach().flatten() for p in [*model[8].parameters(), *model[10].parameters()]]
+    assert torch.equal(weights[4, True, 3][0], torch.cat(last))
 
 
 # ---- what is refused, at the call, with nothing half done

@@ -152,6 +152,46 @@ def test_states_go_from_backend_to_backend(tmp_path: Path) -> None:
         assert_same(stored["end"], loop.close().state_dict())
 
 
+# ---- functions that are called after updates
+
+CALLED = ["gpipe", "pipedream", "local_greedy", "local_sgd_rounds", "diloco"]
+
+
+def record_updates(name: str, **keys: Any) -> Dict[int, List[Any]]:
+    """Return by stage what a function of `on_update` is called with."""
+    loop = Loop(ON_PROCESSES[name], share=take_share, **keys)
+    calls: Dict[int, List[Any]] = {}
+
+    def note(update: Any, stage: int, parameters: List[nn.Parameter]) -> None:
+        weights = [p.detach().clone() for p in parameters]
+        calls.setdefault(stage, []).append((int(update), update.averaged, weights))
+
+    loop.pipe.on_update(note)
+    loop.run()
+    loop.close()
+    return calls
+
+
+def compare_calls(rank: int, folder: Path) -> None:
+    for name in CALLED:
+        expected = torch.load(folder / f"{name}.pt")
+        calls = record_updates(name, backend="distributed", backend_args={"deadline": 60})
+        # two stages on each rank, or one
+        assert sorted(calls) == [s for s in sorted(expected) if s * 2 // len(expected) == rank]
+        for stage, calls_of_stage in calls.items():
+            assert [call[:2] for call in calls_of_stage] == [call[:2] for call in expected[stage]]
+            for (*_, weights), (*_, weights_of_emulator) in zip(calls_of_stage, expected[stage]):
+                assert all(map(torch.equal, weights, weights_of_emulator))
+
+
+def test_functions_are_called_after_updates_as_on_the_emulator(tmp_path: Path) -> None:
+    for name in CALLED:
+        calls = record_updates(name)
+        assert any(averaged for _, averaged, _ in calls[0]) == (METHODS[ON_PROCESSES[name].method].rounds is not None)
+        torch.save(calls, tmp_path / f"{name}.pt")
+    run_in_group(2, compare_calls, tmp_path)
+
+
 # ---- errors: one line each, on every rank
 
 

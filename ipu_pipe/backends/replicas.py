@@ -127,10 +127,10 @@ class IndependentReplicas:
 
     def __init__(
         self, model: nn.Module, parameters: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer, count: int,
-        outer: Optional[Outer] = None, fragments: Sequence[int] = (),
+        outer: Optional[Outer] = None, fragments: Sequence[int] = (), stages: Sequence[int] = (),
     ) -> None:  # fmt: skip
         """`parameters`: the trained parameters; `model`: the module with the buffers; `fragments`: one number per parameter."""
-        self.count, self._current = count, 0
+        self.count, self._current, self._stages = count, 0, stages
         self._parameters, self._buffer_keys = list(parameters), _list_buffers(model)
         self._optimizer_state = optimizer.state
         entries = [self._take_entries(p) for p in self._parameters]
@@ -153,7 +153,7 @@ class IndependentReplicas:
         parameters = [(stage, p) for stage in stages if stage in updated for p in updated[stage].parameters]
         groups = outer.count_fragments(count) if outer is not None else 1
         fragments = [stage * groups // count for stage, _ in parameters]
-        return cls(model, [p for _, p in parameters], work.rules.optimizer, work.schedule.accumulate, outer, fragments)
+        return cls(model, [p for _, p in parameters], work.rules.optimizer, work.schedule.accumulate, outer, fragments, stages)
 
     # ---- checkpoints of replicas that differ
 
@@ -217,7 +217,11 @@ class IndependentReplicas:
         self._buffers[self._current] = _get_buffers(self._buffer_keys)
 
     def end_replica_step(self, work: Work, step: int) -> None:
-        """Give the model's weights to the outer optimizer if `step` is `delay` steps before the end of its round."""
+        """Give the model's weights to the outer optimizer if `step` is `delay` steps before the end of its round.
+
+        The replica in the model has just done the step, as `after_update` is told.
+        """
+        work.after_update(step, self._stages, False)
         if self._outer is not None and work.schedule.get_drain_interval(step)[1] - self._outer.settings.delay == step + 1:
             weights = [p.data for p in self._parameters]
             self._outer.compute_deltas(self._current, self._outer.list_fragment(work, step), weights)
@@ -225,7 +229,7 @@ class IndependentReplicas:
     def end_step(self, work: Work, step: int) -> None:
         """Average the replicas, in their order, or apply the outer optimizer, at the last step of a round; else do nothing.
 
-        All replicas have done the step. The first one is in the model afterwards.
+        All replicas have done the step. The first one is in the model afterwards, as `after_update` is told.
         """
         if work.schedule.get_drain_interval(step)[1] != step + 1:
             return
@@ -242,6 +246,7 @@ class IndependentReplicas:
             for buffers in zip(*self._buffers):
                 _average(buffers)
         self.enter(0)
+        work.after_update(step, self._stages, True)
 
     def list_other_states(self) -> List[Mapping[Any, Mapping[str, Any]]]:
         """List by parameter the optimizer state of replicas that are not in the model, and the weights and state of `outer`."""

@@ -34,8 +34,8 @@ class Work:
     greater than 0 after a resume. `replays`: the source of replays if it is not the version table. `block_updates`: the number of
     updates of single stages that make one update of the run. `refuse_nonfinite(update, losses)`: raises `Divergence` if a loss
     is not finite and the config does not allow it; by default nothing is checked. `weighs`: the microbatches of an update have
-    weights (`LossShare`); otherwise all count the same. `after_update(update, stages)`: called when these stages have made an
-    update, replicas with their average.
+    weights (`LossShare`); otherwise all count the same. `after_update(update, stages, averaged)`: called when these stages have
+    made an update. Of replicas with weights of their own each calls it, and `averaged` once more after their average.
     """
 
     loss: Loss
@@ -47,7 +47,7 @@ class Work:
     block_updates: int = 1
     refuse_nonfinite: Callable[[int, Iterable[Optional[float]]], None] = lambda update, losses: None
     weighs: bool = False
-    after_update: Callable[[int, Sequence[int]], None] = lambda update, stages: None
+    after_update: Callable[[int, Sequence[int], bool], None] = lambda update, stages, averaged: None
 
     @classmethod
     def from_job(cls, job: Job, first_update: int) -> Work:

@@ -156,7 +156,7 @@ class Job(Setup):
     run, for files of every process. `data_fingerprints`: for record.json. On processes, `pieces`: the model cut into its stages.
     `placement`: the device of each stage. `open_table`: the versions of the schedule that runs, whose end is open and which has
     the drains so far; None while the planned `table` runs. `is_open`: a loop of the caller's own gives the batches, so the run's
-    end is not known. `after_update(update, stages)`: called there when these stages have made an update.
+    end is not known. `after_update`: as of `Work`, called there.
     """
 
     partition: Partition
@@ -185,7 +185,7 @@ class Job(Setup):
     placement: Tuple[int, ...] = ()
     open_table: Optional[VersionTable] = None
     is_open: bool = False
-    after_update: Callable[[int, Sequence[int]], None] = lambda update, stages: None
+    after_update: Callable[[int, Sequence[int], bool], None] = lambda update, stages, averaged: None
 
     def list_trained(self, stage: int) -> Dict[str, nn.Parameter]:
         """Return the tensors of a stage that an optimizer updates, by the names of the weights."""

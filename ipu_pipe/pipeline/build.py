@@ -207,7 +207,7 @@ class OpenRun(NamedTuple):
     members: int
     choose_member: ChooseMember
     settings: GroupSettings
-    after_update: Callable[[int, Sequence[int]], None]
+    after_update: Callable[[int, Sequence[int], bool], None]
 
 
 def assemble(setup: Setup, objects: Overrides, done: int = 0, open_run: Optional[OpenRun] = None) -> Job:

@@ -77,6 +77,15 @@ class Update:
     blocks: Tuple[Tuple[Optional[float], Optional[float]], ...] = ()
 
 
+class UpdateNumber(int):
+    """The number of an update, from 0, for a function of `Pipeline.on_update`.
+
+    averaged: whether replicas with weights of their own (LocalSGD) have been averaged; False after the step of one of them.
+    """
+
+    averaged = False
+
+
 class Pipeline:
     """Train `model` in place under a pipeline or local-parallel method, one batch a `step`.
 
@@ -198,7 +207,7 @@ class Pipeline:
         self._flow: Optional[Flow] = None
         # updates that left in a drain that `evaluate` and the like have made
         self._pending: List[Update] = []
-        self._callbacks: List[Callable[[int, int, List[nn.Parameter]], None]] = []
+        self._callbacks: List[Callable[[UpdateNumber, int, List[nn.Parameter]], None]] = []
         self._is_broken = self._is_closed = False
         self._loaded: Optional[Mapping[str, Any]] = None
         # the modules' modes in training, from the first step on
@@ -403,10 +412,11 @@ class Pipeline:
 
     # ---- what others see
 
-    def on_update(self, call: Callable[[int, int, List[nn.Parameter]], None]) -> None:
+    def on_update(self, call: Callable[[UpdateNumber, int, List[nn.Parameter]], None]) -> None:
         """Call `call(update, stage, parameters)` in the stage's process after each of its updates, with its trained parameters.
 
-        The parameters have the new weights, and are read only. Replicas of LocalSGD count together, after their average.
+        update: its number, from 0. The parameters have the new weights, and are read only. Replicas of LocalSGD call it after
+        the step of each, with its weights, and once more after their average, where `update.averaged` is True.
         """
         self._callbacks.append(call)
 
@@ -743,14 +753,16 @@ class Pipeline:
                 raise RunFault(f"{error}; {why}") from error.__cause__
             raise
 
-    def _call_back(self, update: int, stages: Sequence[int]) -> None:
+    def _call_back(self, update: int, stages: Sequence[int], averaged: bool) -> None:
         if not self._callbacks:
             return
+        number = UpdateNumber(update)
+        number.averaged = averaged
         by_stage = self._require_job().rules.stages
         for stage in stages:
             parameters = by_stage[stage].parameters if stage in by_stage else []
             for call in self._callbacks:
-                call(update, stage, parameters)
+                call(number, stage, parameters)
 
 
 def _count_stages(model: nn.Module, stages: Any) -> Optional[int]:

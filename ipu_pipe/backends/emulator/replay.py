@@ -217,7 +217,6 @@ class Emulator:
         self._phase, done = "update", self._number - 1
         if self._independent:
             self._independent.end_step(self.work, self.update)
-            self.work.after_update(self.update, range(self._last_stage + 1))
             self.update, self._phase = self.update + 1, "data"
             return
         stages = None if len(replay.updates) == self._last_stage + 1 else replay.updates.tolist()
@@ -233,7 +232,7 @@ class Emulator:
         # gradients accumulate until any stage is updated, then all are cleared
         if stages is not None:
             self.work.rules.optimizer.zero_grad(set_to_none=True)
-        self.work.after_update(self.update // self.work.block_updates, replay.updates.tolist())
+        self.work.after_update(self.update // self.work.block_updates, replay.updates.tolist(), False)
         self.update += 1
         self.weights.release(self._plan.find_oldest(self._number))
         self._phase = "data"
