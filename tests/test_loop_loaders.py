@@ -106,6 +106,39 @@ def test_ranks_that_read_other_batches_are_refused(make_loader: Any, tmp_path: P
     assert all((tmp_path / f"{rank}.ended").exists() for rank in range(2))
 
 
+def begin_with_other_sizes(rank: int, folder: Path) -> None:
+    """Gloo would end the process at a message of another size than expected."""
+    x, y = make_batch(Case("pipedream", 2), 0)
+    model = make_model()
+    size = 8 - 4 * rank
+    with pytest.raises(BadInput, match=f"^step: inputs of a microbatch: rank 0 has .*{SHARED}"):
+        make_pipeline(model, make_sgd(model.parameters()), microbatches=2).step(x[:size], y[:size])
+
+
+def give_a_short_batch(rank: int, folder: Path) -> None:
+    """All ranks refuse it, and go on."""
+    models = []
+    for sizes in ([8, 8, 8, 8], [8, 8, 4, 8, 8]):
+        loop = Loop(Case("pipedream", 2, stages=["5"]), backend="distributed", backend_args={"deadline": 20})
+        k = 0
+        for size in sizes:
+            x, y = make_batch(loop.case, k)
+            if size == 8:
+                loop.pipe.step(x, y)
+                k += 1
+                continue
+            with pytest.raises(ValueError, match="^step: microbatch 0 has 2 samples, those of the first step 4"):
+                loop.pipe.step(x[:4], y[:4])
+        models.append(loop.close().state_dict())
+    assert_same(*models)
+
+
+@needs_processes
+@pytest.mark.parametrize("work", [begin_with_other_sizes, give_a_short_batch])
+def test_microbatches_of_other_sizes_are_refused(work: Any, tmp_path: Path) -> None:
+    run_in_group(2, work, tmp_path)
+
+
 def leave_out_labels(rank: int, folder: Path) -> None:
     """The rank of the loss passes no labels, which the example must not stand in for."""
     x, y = make_batch(Case("pipedream"), 0)

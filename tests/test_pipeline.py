@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import warnings
 from pathlib import Path
@@ -48,6 +49,7 @@ CASES: Dict[str, Case] = {
     "diloco": Case("local_sgd", 1, {"local_steps": 3, "outer": {"name": "sgd", "lr": 0.7, "momentum": 0.9, "nesterov": True}}),
     "delay_compensation": Case("pipedream", 2, {"delay_compensation": {}}),
     "recompute": Case("gpipe", 2, others={"recompute": True}),
+    "randomized_nag": Case("randomized_pipedream", 1, {"nag": 0.5}),
 }
 for _name, _method in METHODS.items():
     _default = 4 if _method.flushes or _method.default_accumulate is DefaultAccumulate.STAGES else 1
@@ -271,6 +273,43 @@ def test_other_optimizers_and_loaded_states() -> None:
         make_pipeline(case, model, torch.optim.LBFGS(model.parameters()))
 
 
+def test_a_scheduler_may_be_made_in_the_middle() -> None:
+    loop = Loop(CASES["pipedream"])
+    del loop.scheduler
+    optimizer = make_sgd(loop.model.parameters())
+    hooks: List[int] = []
+    optimizer.register_step_post_hook(lambda *arguments: hooks.append(1))
+    with make_pipeline(Case("gpipe", 2), loop.model, optimizer) as pipe, warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        pipe.step(*make_batch(Case("gpipe", 2), 0))
+        # a hook of the caller's own sees the updates alone
+        assert len(hooks) == 1
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        pipe.step(*make_batch(Case("gpipe", 2), 1))
+        scheduler.step()
+
+
+def test_an_optimizer_belongs_to_one_pipeline_and_its_model() -> None:
+    case = CASES["pipedream"]
+    model = make_model()
+    optimizer = make_sgd(model.parameters())
+    first = make_pipeline(case, model, optimizer)
+    first.step(*make_batch(case, 0))
+    with pytest.raises(BadInput, match="^optimizer: another Pipeline steps it"):
+        make_pipeline(case, model, optimizer)
+    first.close()
+    # one that was refused, or that was never used, does not hold it
+    with pytest.raises(BadInput, match="^model: it fails"):
+        make_pipeline(case, model, optimizer).step(torch.zeros(4, 3, dtype=torch.float64), torch.zeros(4, dtype=torch.long))
+    make_pipeline(case, model, optimizer)
+    last = make_pipeline(case, model, optimizer)
+    last.step(*make_batch(case, 0))
+    last.close()
+    for parameters in (make_model().parameters(), [*make_model().parameters(), *model.parameters()]):
+        with pytest.raises(BadInput, match="^optimizer: 12 of its (12|24) parameters are not the model's"):
+            make_pipeline(case, model, make_sgd(parameters))
+
+
 # ---- evaluation, prediction, the whole model
 
 
@@ -402,18 +441,118 @@ def test_a_loss_that_is_not_finite_is_reported_when_it_leaves() -> None:
         loop.pipe.step(*make_batch(loop.case, 4))
 
 
-def test_rounds_of_an_outer_optimizer_drain_between_rounds_only() -> None:
-    loop = Loop(CASES["diloco"])
-    loop.run(0, 4, drains=False)
-    assert not loop.pipe.can_drain
-    for call in (loop.pipe.drain, loop.pipe.state_dict):
-        with pytest.raises(ValueError, match="next time is after 6"):
-            call()
-    loop.run(4, 6, drains=False)
-    assert loop.pipe.can_drain
-    loop.pipe.drain()
-    loop.run(6, 7, drains=False)
-    loop.close()
+ROUNDS = {
+    "diloco": (CASES["diloco"], 3),
+    "blocks": (Case("local_greedy", 1, {"block_accumulation": [1, 2, 1, 3]}), 6),
+    "streams": (Case("local_sgd", 1, {"local_steps": 4, "outer": {"name": "sgd", "fragments": 2, "delay": 1}}), 2),
+}
+
+
+@pytest.mark.parametrize("name", sorted(ROUNDS))
+def test_rounds_drain_at_their_end_only(name: str) -> None:
+    """Within a round calls that drain are refused and change nothing; closing leaves out the end of the round, and says so."""
+    case, length = ROUNDS[name]
+    plain, loop = Loop(case), Loop(case)
+    plain.run(0, 8, drains=False)
+    batch = make_batch(Case("gpipe", 3), 50)
+    for k in range(8):
+        loop.run(k, k + 1, drains=False)
+        assert loop.pipe.can_drain == ((k + 1) % length == 0)
+        if loop.pipe.can_drain:
+            continue
+        following = -(-(k + 1) // length) * length
+        calls = (
+            loop.pipe.drain,
+            loop.pipe.state_dict,
+            lambda: loop.pipe.evaluate([batch]),
+            lambda: loop.pipe.predict(batch[0]),
+            lambda: loop.pipe.whole_model().__enter__(),
+            lambda: loop.pipe.load_state_dict({**STATE, "method": case.method}),
+        )
+        for call in calls:
+            with pytest.raises(ValueError, match=f"next time is after {following}"):
+                call()
+    models = []
+    for each in (plain, loop):
+        says: Any = contextlib.nullcontext()
+        if not each.pipe.can_drain:
+            says = pytest.warns(UserWarning, match="^close: .*without that step")
+        with says:
+            models.append(each.close().state_dict())
+        assert each.pipe.in_flight == 0 and len(each.losses) == 8
+    assert_same(*models)
+
+
+# keys of a state
+STATE = {"format": 1, "model": {}, "optimizer": {}, "plain": {}, "updates": 0, "drains": []}
+
+
+def refuse_under_no_grad(pipe: ipu_pipe.Pipeline, x: Any, y: Any) -> None:
+    with torch.no_grad():
+        pipe.step(x, y)
+
+
+def refuse_under_autocast(pipe: ipu_pipe.Pipeline, x: Any, y: Any) -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        pipe.step(x, y)
+
+
+def refuse_another_mode(pipe: ipu_pipe.Pipeline, x: Any, y: Any) -> None:
+    pipe.model[3].eval()
+    try:
+        pipe.step(x, y)
+    finally:
+        pipe.model[3].train()
+
+
+def refuse_other_parameters(pipe: ipu_pipe.Pipeline, x: Any, y: Any) -> None:
+    parameters = pipe.optimizer.param_groups[0]["params"]
+    own = parameters[0]
+    parameters[0] = nn.Parameter(own.detach().clone())
+    try:
+        pipe.step(x, y)
+    finally:
+        parameters[0] = own
+
+
+CALLS: List[Any] = [
+    lambda pipe, x, y: pipe.step(),
+    lambda pipe, x, y: pipe.step(x),
+    lambda pipe, x, y: pipe.step(x, y[:-1]),
+    lambda pipe, x, y: pipe.step(x[:7], y[:7]),
+    lambda pipe, x, y: pipe.step(x.tolist(), y.tolist()),
+    lambda pipe, x, y: pipe.step(x, y, microbatches=[(x, y)] * 2),
+    lambda pipe, x, y: pipe.step(microbatches=iter([(x, y)] * 3)),
+    lambda pipe, x, y: pipe.step(microbatches=[(x, y), (x, None)]),
+    lambda pipe, x, y: pipe.step(microbatches=[(x, y), x]),
+    lambda pipe, x, y: pipe.load_state_dict({}),
+    lambda pipe, x, y: pipe.load_state_dict({**STATE, "method": "naive"}),
+    refuse_under_no_grad,
+    refuse_under_autocast,
+    refuse_another_mode,
+    refuse_other_parameters,
+]
+
+
+@pytest.mark.parametrize("name", ["pipedream_n2", "pipemare_recompute", "gpipe_clip_global", "local_overlapping_n3"])
+def test_calls_that_are_refused_change_nothing(name: str) -> None:
+    """Neither weights nor counters: the loop goes on to the bits of one that has not made them."""
+    case = CASES[name]._replace(microbatches=2)
+    plain, loop = Loop(case), Loop(case)
+    plain.run(0, 6, drains=False)
+    for k in range(6):
+        counts = loop.pipe.updates, loop.pipe.in_flight, loop.pipe.finished
+        for call in CALLS:
+            # a mode is compared with that of the first step
+            if k == 0 and call is refuse_another_mode:
+                continue
+            with pytest.raises((ValueError, RuntimeError), match="^(step|load_state_dict): [^\n]*$"):
+                call(loop.pipe, *make_batch(case, k))
+        assert counts == (loop.pipe.updates, loop.pipe.in_flight, loop.pipe.finished)
+        loop.run(k, k + 1, drains=False)
+    assert plain.left == loop.left
+    assert_same(plain.close().state_dict(), loop.close().state_dict())
+    assert plain.losses == loop.losses
 
 
 @pytest.mark.parametrize(

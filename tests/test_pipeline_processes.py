@@ -152,6 +152,36 @@ def test_states_go_from_backend_to_backend(tmp_path: Path) -> None:
         assert_same(stored["end"], loop.close().state_dict())
 
 
+# ---- the end within a round
+
+WITHIN_ROUNDS = {"diloco": CASES["diloco"], "blocks": Case("local_greedy", 1, {"block_accumulation": [1, 3]}, stages=["5"])}
+
+
+def close_within_round(name: str, steps: int, **keys: Any) -> Loop:
+    loop = Loop(WITHIN_ROUNDS[name], share=take_share, **keys)
+    loop.run(0, steps, drains=False)
+    with pytest.warns(UserWarning, match="^close: .*without that step"):
+        loop.close()
+    return loop
+
+
+def compare_ends(rank: int, folder: Path) -> None:
+    for name in WITHIN_ROUNDS:
+        for steps in (1, 5):
+            expected = torch.load(folder / f"{name}-{steps}.pt")
+            loop = close_within_round(name, steps, backend="distributed", backend_args={"deadline": 20})
+            assert_same(expected["state"], loop.model.state_dict())
+            assert loop.losses == expected["losses"] and len(loop.losses) == steps
+
+
+def test_a_pipeline_that_closes_within_a_round_finishes_its_batches(tmp_path: Path) -> None:
+    for name in WITHIN_ROUNDS:
+        for steps in (1, 5):
+            loop = close_within_round(name, steps)
+            torch.save({"state": loop.model.state_dict(), "losses": loop.losses}, tmp_path / f"{name}-{steps}.pt")
+    run_in_group(2, compare_ends, tmp_path)
+
+
 # ---- functions that are called after updates
 
 CALLED = ["gpipe", "pipedream", "local_greedy", "local_sgd_rounds", "diloco"]

@@ -1,4 +1,4 @@
-"""What cannot be trained is refused by a config and by `Pipeline` alike, each in its own words, and nothing has changed then.
+"""Configs and `Pipeline` refuse alike, each in its own words, and nothing has changed then.
 
 Not here, since `Pipeline` has no such argument: PopTorch, plateau schedules, `ema`, `hardware`, `model.compile`, sharded checkpoints.
 """
@@ -27,8 +27,8 @@ PLAIN_SGD = functools.partial(torch.optim.SGD, lr=0.1)
 NESTEROV = functools.partial(SGD, nesterov=True)
 # words of a config that the arguments of `Pipeline` do not have
 OF_A_CONFIG = re.compile(
-    r"gradient_accumulation|micro_batch_size|clip\.|backend\.|backend_args\.name|evaluate|checkpoint\.|lr_schedule|model\.output|loss: model"
-    r"|configure|hardware: a|method_args\.warmup|module:name|null|: (true|false)\b|optimizer\.lr|\bscope: |\{name:"
+    r"gradient_accumulation|micro_batch_size|clip\.|backend\.|backend_args\.name|evaluate|checkpoint\."
+    r"|lr_schedule|model\.output|loss: model|configure|hardware: a|method_args\.warmup|module:name|null|: (true|false)\b|optimizer\.lr|\bscope: |\{name:"
 )
 
 
@@ -402,7 +402,7 @@ def test_both_doors_refuse_in_their_own_words(name: str, tmp_path: Path) -> None
 
 
 def refuse_on_processes(rank: int, folder: Path) -> None:
-    for name, case in ON_PROCESSES.items():
+    for case in ON_PROCESSES.values():
         faults = ask_config(case, folder, backend="distributed")
         by_pipeline = ask_pipeline(case, folder, backend="distributed")
         check(case, faults, by_pipeline)

@@ -1,4 +1,4 @@
-"""A state that was saved goes on to the same bits: every method of the table, every scope of clipping, every step that may drain."""
+"""A saved state goes on to the same bits: every method of the table, every scope of clipping, every step that may drain."""
 
 from __future__ import annotations
 

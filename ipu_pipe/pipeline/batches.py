@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Dict, Iterable, Iterator, List, NamedTuple, Sequence
 
 from ipu_pipe.data.sources import compute_checksum
-from ipu_pipe.model.batch import clone_tensors, list_tensors, map_tensors
+from ipu_pipe.model.batch import clone_tensors, count_samples, list_tensors, map_tensors
 from ipu_pipe.text import describe_kind
 
 
@@ -51,6 +51,17 @@ def take_pairs(pairs: Iterable[Any], count: int) -> List[Microbatch]:
     if wrong:
         raise ValueError(f"step: microbatch {wrong[0]}: {describe_kind(batch[wrong[0]])}: must be a pair (x, y)")
     return [Microbatch(*pair) for pair in batch]
+
+
+def require_samples(batch: Sequence[Microbatch], samples: int) -> None:
+    """Raise `ValueError` if a microbatch has another number of samples than those of the first step."""
+    for i, microbatch in enumerate(batch):
+        part = microbatch.y if microbatch.x is None else microbatch.x
+        if part is not None and count_samples(part) != samples:
+            raise ValueError(
+                f"step: microbatch {i} has {count_samples(part)} samples, those of the first step {samples}: processes take one"
+                " size (DataLoader(..., drop_last=True) leaves out a smaller last batch)"
+            )
 
 
 class GivenBatches:

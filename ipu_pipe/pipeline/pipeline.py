@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from ipu_pipe.backends.interface import Engine, StepResult
+from ipu_pipe.backends.processes.agreement import compare_inputs
 from ipu_pipe.backends.processes.lost_ranks import LostRank
 from ipu_pipe.backends.ranks import are_joined, read_torch_version
 from ipu_pipe.backends.table import launch
@@ -42,7 +43,14 @@ from ipu_pipe.model.modes import describe_modes, find_changed_mode
 from ipu_pipe.model.randomness import restore_random_states
 from ipu_pipe.model.restoring import record_modes, restore_modes
 from ipu_pipe.model.stages import Partition
-from ipu_pipe.pipeline.batches import GivenBatches, Microbatch, divide_batch, interleave_replicas, take_pairs
+from ipu_pipe.pipeline.batches import (
+    GivenBatches,
+    Microbatch,
+    divide_batch,
+    interleave_replicas,
+    require_samples,
+    take_pairs,
+)
 from ipu_pipe.pipeline.build import OpenRun, assemble, set_up
 from ipu_pipe.pipeline.flow import Flow
 from ipu_pipe.pipeline.optimizer import OptimizerHandle, OptimizerView
@@ -543,6 +551,7 @@ class Pipeline:
             undo.callback(self._handle.release)
             undo.callback(record_modes(self.model))
             with restore_random_states():
+                compare_inputs(x)
                 setup = set_up(objects.describe_in(config), **objects._asdict())
                 undo.callback(setup.precision.give_back)
                 self._job = assemble(setup, objects, open_run=open_run)
@@ -597,6 +606,8 @@ class Pipeline:
         # several processes know their stages from the first step on
         if self._job is not None or not are_joined():
             self._require_parts(batch)
+        if self._job is not None and are_joined():
+            require_samples(batch, self._job.config.micro_batch_size)
         return batch
 
     def _require_parts(self, batch: List[Microbatch]) -> None:

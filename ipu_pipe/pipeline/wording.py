@@ -29,7 +29,7 @@ ARGUMENTS: Tuple[Tuple[str, str], ...] = (
     (r"^loss: model: ", "loss: None: "),
     (r"\bloss: model\b", "loss=None"),
     (r"\bor an import string module:name of a function of the labels", "or a function of the labels"),
-    (r"\bneeds to know the devices: hardware: a name or file, or processes", 'chooses by the devices: needs backend="distributed"'),
+    (r"\bneeds to know the devices: hardware: a name or file, or processes", 'needs backend="distributed"'),
     (r"\bneeds to know the devices: hardware: a name or file", "chooses by a hardware description, which a config has"),
     (r"\bmust be null\b", "must be None"),
     (r": true\b", ": True"),

@@ -18,8 +18,13 @@ from ipu_pipe.backends.processes.launch import compare_requests
 from ipu_pipe.backends.ranks import are_joined, report_lost_rank
 from ipu_pipe.data.sources import compute_checksum
 from ipu_pipe.errors import BadInput
+from ipu_pipe.model.batch import describe_tensors
 
 REMEDY = "give all ranks the same model: make it from one seed (torch.manual_seed), or load the same weights"
+READ_ALIKE = (
+    "ranks of one pipeline must read the same batches: do not shard the loader by rank, and seed its shuffle alike "
+    "(with replicas: DistributedSampler(num_replicas=pipe.replicas, rank=pipe.replica))"
+)
 
 
 def compare_models(model: nn.Module) -> None:
@@ -55,6 +60,12 @@ def compare_values(model: nn.Module, loss: Any, replaces_weights: bool) -> None:
     _raise_first_difference({f"{name}: values (CRC-32)": f"{compute_checksum(t):08x}" for name, t in values.items()})
 
 
+def compare_inputs(x: Any) -> None:
+    """Raise `BadInput` on all ranks if a rank's first microbatch has inputs of other shapes than rank 0's."""
+    if _are_several():
+        _raise_first_difference({"step: inputs of a microbatch": describe_tensors(x)}, READ_ALIKE)
+
+
 def _are_several() -> bool:
     return are_joined() and dist.get_world_size() > 1
 
@@ -64,7 +75,7 @@ def _list_tensors(module: nn.Module) -> Dict[str, torch.Tensor]:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
-def _raise_first_difference(description: Dict[str, str]) -> None:
+def _raise_first_difference(description: Dict[str, str], remedy: str = REMEDY) -> None:
     """Compare the ranks' descriptions: a hash of each, and all of them only if the hashes differ."""
     digests = _gather(hashlib.sha256(json.dumps(description).encode()).hexdigest())
     if len(set(digests)) == 1:
@@ -75,7 +86,7 @@ def _raise_first_difference(description: Dict[str, str]) -> None:
         # optimizers number parameters in their order
         if faults or list(first) != list(other):
             fault = faults[0] if faults else f"model: rank {rank} has its parameters in another order than rank 0"
-            raise BadInput(f"{fault}: {REMEDY}")
+            raise BadInput(f"{fault}: {remedy}")
 
 
 def _gather(value: Any) -> List[Any]:

@@ -22,6 +22,7 @@ from typing import (
 import torch
 
 from ipu_pipe.backends.interface import StepResult
+from ipu_pipe.backends.processes.agreement import READ_ALIKE
 from ipu_pipe.backends.processes.layout import RankLayout
 from ipu_pipe.backends.processes.mail import NORM, RESULT, SHARED, WEIGHTS, Mail, Message, Shapes
 from ipu_pipe.backends.processes.stage import Stage
@@ -49,11 +50,6 @@ BUCKET_BYTES = 4 << 20
 DRAW_ALIKE = (
     "the inputs of one would be trained with the labels of the other; seed every generator that the data hold "
     "(numpy.random.default_rng(SEED)), or draw from the global ones, which are seeded alike on all ranks"
-)
-
-READ_ALIKE = (
-    "ranks of one pipeline must read the same batches: do not shard the loader by rank, and seed its shuffle alike "
-    "(with replicas: DistributedSampler(num_replicas=pipe.replicas, rank=pipe.replica))"
 )
 
 
