@@ -297,6 +297,9 @@ class Stage:
             self._mail.send(Message(BACKWARD, m, s, s - 1), input_gradients)
         if self._is_tied:
             self.tied.send_gradients(m)
+        update, rest = divmod(m + 1, self._work.schedule.accumulate)
+        if model.local is not None and not rest:
+            model.local.send_gradients(update - 1, s, self._mail)
 
     def _run_backward(
         self, m: int, kind: Kind, in_flight: _InFlight, roots: List[torch.Tensor], gradients: List[Optional[torch.Tensor]]
