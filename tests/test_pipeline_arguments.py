@@ -14,6 +14,7 @@ from torch import nn
 
 import ipu_pipe
 from ipu_pipe.errors import BadInput, Divergence, RunFault, end_process
+from ipu_pipe.pipeline.arguments import require_current_gpu
 from ipu_pipe.pipeline.pipeline import Update
 from tests.support.loops import STAGES, Case, Loop, make_batch, make_model, make_sgd
 from tests.support.processes import run_in_group
@@ -90,6 +91,15 @@ def test_the_device_is_the_models_own_or_the_one_that_is_given() -> None:
         pipe.close()
     assert make_arguments()._config.backend.deadline == 300
     assert make_arguments(backend_args={"deadline": 7})._config.backend.deadline == 7
+
+
+def test_a_gpu_that_is_not_the_current_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    for right in (None, "cpu", "cuda", "cuda:0"):
+        require_current_gpu(make_model(), right)
+    with pytest.raises(BadInput, match="^device: cuda:1: the current one is cuda:0: call torch.cuda.set_device.1."):
+        require_current_gpu(make_model(), torch.device("cuda:1"))
 
 
 def call_late(rank: int, folder: Path) -> None:

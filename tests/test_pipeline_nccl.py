@@ -23,7 +23,7 @@ NAMES = ("gpipe", "pipedream", "pipedream_2bw", "pipemare_t1_t2", "local_greedy"
 
 
 def make_doubles(doubles: List[NcclDouble]) -> Any:
-    """Return a function that makes groups of gloo in the place of nccl's, and adds their double, which is in force, to `doubles`."""
+    """Return a function that makes groups of gloo in the place of nccl's, and adds their double to `doubles`."""
 
     def make(job: Job, layout: RankLayout, tied: Sequence[Link]) -> Optional[Dict[Link, Any]]:
         channels: Dict[Link, Any] = {}

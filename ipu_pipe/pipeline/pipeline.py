@@ -103,36 +103,49 @@ class Pipeline:
         print(pipe.evaluate(test_loader, ["accuracy"]))
         torch.save(pipe.state_dict(), "checkpoint.pt")
 
+    What is trained
+
     model:      trained in place, in its own dtype, by the modes that its modules have (in training mode if it comes in evaluation
-                mode as a whole). Its stages begin where `begin_stage` marks
-                them, or as `stages` says: a count, names of modules, "finest", or a mapping as in a config.
+                mode as a whole).
     loss:       `loss(output, y) -> ()`, the mean over a microbatch; None: the model returns its own loss.
     loss_weight: the weight of a microbatch in its update's mean loss: "tokens" (labels that are not ignored), or a function of
                 the labels; by default all count the same.
     optimizer:  over the model's parameters, in any groups; parameters in no group are not changed. It stays the handle for
                 learning rates and other settings, which are copied at each `step` for that batch's update, on every stage. The
                 pipeline steps it: `optimizer.step()` raises. Its `state` is filled as usual.
-    stages_per_device: the stages of each device, for methods with virtual stages; by default the method's own number.
+    heads:      settings in which the auxiliary heads of a local method differ from the optimizer's first group, such as
+                {"lr": 0.1}; these stay as they are when a scheduler changes the group.
+    clip:       (norm, scope), with scope "stage", "global" (methods that flush) or "delayed_global".
+    precision:  "float32", "float64", "bfloat16" or "bfloat16_mixed"; by default the model's own dtype.
+    seed:       of dropout and of the methods that draw.
+    allow_nonfinite: go on after a loss that is not finite; otherwise `step` raises `Divergence`.
+
+    How: the method
+
     method:     a name of `ipu_pipe.METHODS`; `method_args`: its rules and changes, as in a config.
+    stages:     where the model is cut: a count, names of modules, "finest", or a mapping as in a config; by default where
+                `begin_stage` marks it.
     microbatches: the microbatches N of an update; by default the number of stages for methods that flush and PipeDream-2BW,
                 else 1.
     warmup:     updates at the start that run as in GPipe (PipeMare, W).
-    clip:       (norm, scope), with scope "stage", "global" (methods that flush) or "delayed_global".
-    precision:  "float32", "float64", "bfloat16" or "bfloat16_mixed"; by default the model's own dtype.
     recompute:  whether backwards recompute the activations of their stage from its input.
     replicas:   R copies of the pipeline, which average gradients. On processes each rank passes its own replica's batch, as under
                 DistributedDataParallel (`DistributedSampler(num_replicas=pipe.replicas, rank=pipe.replica)`); the emulator takes
                 the R batches in one, one after another.
-    reduction:  how processes average the gradients of replicas: "exact", the emulator's bits, or "fast", beside the backward.
-    heads:      settings in which the auxiliary heads of a local method differ from the optimizer's first group, such as
-                {"lr": 0.1}. They stay as they are when a scheduler changes the group.
-    allow_nonfinite: go on after a loss that is not finite; otherwise `step` raises `Divergence`.
+
+    Where: the devices
+
     backend:    "emulator" (one process), or "distributed" (one process per device, from torchrun or a process group of the
                 caller's). `backend_args`: further keys of a config's backend, such as `threads`.
     device:     "cpu" or "cuda"; by default where the model is. With "cuda" it is the current GPU, to which the model is moved.
+    stages_per_device: for methods with virtual stages; by default the method's own number.
+    reduction:  how processes average the gradients of replicas: "exact", the emulator's bits, or "fast", beside the backward.
     process_group: of torch.distributed, with all ranks in order, which is the default. Stages are placed on the ranks.
-    deadline:   the seconds that a rank waits for another, on processes. A rank that comes later to a call, because its own code
-                between two calls takes longer, ends the pipeline with a line that names the call it has not made.
+    deadline:   the seconds that a rank waits for another. A rank whose own code between two calls takes longer ends the pipeline
+                on all ranks, with a line that names the call which it has not made.
+
+    What is seen
+
     trace:      the updates whose events `trace()` writes, a range; True: about the first 512 microbatches.
     example:    a microbatch (x, y) for a process that is given no inputs or labels, and to evaluate or predict before the first
                 step; else the first step's first one serves.
@@ -428,7 +441,8 @@ class Pipeline:
         wanted = ("format", "method", "model", "optimizer", "plain", "updates", "drains")
         missing = [key for key in wanted if not isinstance(state, Mapping) or key not in state]
         if missing:
-            raise BadInput(f"load_state_dict: lacks {', '.join(missing)}: must be a result of Pipeline.state_dict on rank 0, or sharded")
+            source = "Pipeline.state_dict on rank 0, or with sharded=True"
+            raise BadInput(f"load_state_dict: lacks {', '.join(missing)}: must be a result of {source}")
         if state["format"] != FORMAT:
             raise BadInput(f"load_state_dict: format {state['format']}: this version reads {FORMAT}")
         if state["method"] != self._config.method:

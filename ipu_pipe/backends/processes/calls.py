@@ -27,17 +27,18 @@ ORDER = "all ranks must call the same methods, in the same order"
 
 
 class Place(NamedTuple):
-    """The place of a rank in its calls: their `count`, the name of the last one, and whether it is inside or has failed."""
+    """The place of a rank in its calls: the `number` of the last one, its name, and whether it is inside or has failed."""
 
-    count: int = 0
+    number: int = 0
     call: str = ""
     is_inside: bool = False
     has_failed: bool = False
 
 
 class CallRecord:
-    """The calls of one object on this rank. All ranks make their objects in the same order, by whose numbers they find each other.
+    """The calls of one object on this rank.
 
+    All ranks make their objects in the same order, by whose numbers they find each other.
     `is_shared`: there are other ranks.
     """
 
@@ -54,7 +55,7 @@ class CallRecord:
     @contextlib.contextmanager
     def enter(self, call: str) -> Iterator[None]:
         """Record that the code inside the context is the next call, `call`."""
-        entered = self._place = Place(self._place.count + 1, call, True)
+        entered = self._place = Place(self._place.number + 1, call, True)
         try:
             yield
         except BaseException as error:
@@ -81,7 +82,7 @@ class CallRecord:
                 reasons += [] if place is None else [f"rank {rank} has left {place.call} with an error"]
             elif place.is_inside and place.call != call:
                 reasons.append(f"rank {rank} is in {place.call}")
-            elif not place.is_inside and place.count < here.count:
+            elif not place.is_inside and place.number < here.number:
                 reasons.append(f"rank {rank} has not called {call} (a longer deadline= waits longer)")
         return "; ".join([*reasons, f"this rank waits in {call}: {ORDER}"])
 

@@ -92,7 +92,10 @@ class StageModel:
         return list({id(t): t for t in tensors}.values())
 
     def load_data(self, m: int, is_trial: bool = False) -> Tuple[Any, Any]:
-        """Return inputs and labels of microbatch m, or of the example in a trial; None for the one that the stage does not need."""
+        """Return inputs and labels of microbatch m, None for the one that the stage does not need.
+
+        `is_trial`: return the example's, if there is one.
+        """
         if self.entering is not None and not self.has_loss:
             return None, None
         x, y = clone_tensors(self.example) if is_trial and self.example is not None else self.read_microbatch(m)
