@@ -49,7 +49,7 @@ from ipu_pipe.pipeline.arguments import (
     require_current_gpu,
 )
 from ipu_pipe.pipeline.batches import GivenBatches, Microbatch, divide_batch, interleave_replicas
-from ipu_pipe.pipeline.build import OpenRun, assemble, set_up
+from ipu_pipe.pipeline.build import OpenRun, assemble, resolve, set_up
 from ipu_pipe.pipeline.flow import Flow
 from ipu_pipe.pipeline.optimizer import OptimizerHandle, OptimizerView
 from ipu_pipe.pipeline.trace import PipelineTrace, make_trace_section, write_trace
@@ -590,7 +590,8 @@ class Pipeline:
         with _name_arguments(), attribute_faults(lambda: "before training"), restore_random_states():
             setup = set_up(objects.describe_in(config), **objects._asdict())
             try:
-                self._job = assemble(setup, objects, open_run=open_run)
+                resolved = resolve(setup, objects, open_run=open_run)
+                self._job = assemble(resolved, objects, open_run=open_run)
                 if self._job.traced_updates:
                     self._events_folder = tempfile.TemporaryDirectory(prefix="ipu_pipe-")
                     self._job.folder = Path(self._events_folder.name)
