@@ -69,7 +69,7 @@ def train(prepared: Prepared, network: Network) -> List[Outcome]:
 
     def work(rank: int) -> Result:
         job = jobs[rank]
-        flow = Flow(job)
+        flow = Flow(job, is_planned=True)
         try:
             result = drive(flow, job, case)
         except BaseException:
