@@ -87,13 +87,16 @@ class Engine:
     """The interface of one process's part of a run.
 
     `checkpoint_group`: the process group of all ranks if each rank writes its part of a checkpoint, else None.
-    `updates_per_call`: the updates that a device makes in one call; their results all arrive with the first. `newest_model`: the
-    model if it holds the newest weights now, None if they are on other devices. `names`: trained parameter -> unsplit name.
+    `updates_per_call`: the updates that a device makes in one call; their results all arrive with the first.
+    `has_results_at_once`: the results of a call's updates are there when `give` returns, whatever the schedule says.
+    `newest_model`: the model if it holds the newest weights now, None if they are on other devices. `names`: trained parameter
+    -> unsplit name.
     """
 
     is_main = True
     checkpoint_group: Any = None
     updates_per_call = 1
+    has_results_at_once = False
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -114,7 +117,10 @@ class Engine:
     # ---- open runs (`Job.is_open`), whose batches a loop of the caller's own gives one by one
 
     def give(self, k: int, cut: float) -> None:
-        """Run the actions of slots before `cut`; the batches of the updates up to k are at hand."""
+        """Run the actions of slots before `cut`; the batches of the updates up to k are at hand.
+
+        If a call has several updates, those of its first update k make all of them, and all their batches are at hand.
+        """
         raise NotImplementedError
 
     def take(self, k: int) -> StepResult:

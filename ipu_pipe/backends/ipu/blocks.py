@@ -11,6 +11,7 @@ own pipeline cannot do this. The price is that activations leave the IPU-Links. 
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections import deque
 from typing import Any, Deque, Dict, Iterator, List, Optional, Tuple
@@ -91,6 +92,9 @@ class BlockEngine(Engine):
     Rank 0 runs ahead up to the next evaluation or checkpoint, so that no block is idle.
     """
 
+    # `take` waits for the later blocks
+    has_results_at_once = True
+
     def __init__(self, job: Job, first_update: int) -> None:
         super().__init__(job)
         self.rank, self.depth = dist.get_rank(), len(job.partition)
@@ -145,6 +149,11 @@ class BlockEngine(Engine):
     # ---- training
 
     def step(self, k: int, read: bool = True) -> List[StepResult]:
+        self.give(k, math.inf)
+        return [self.take(k)]
+
+    def give(self, k: int, cut: float) -> None:
+        """Train this block up to update k. Rank 0 runs ahead up to the next evaluation or checkpoint."""
         with describe_block_errors(self.rank, f"update {k}"):
             until = k + 1
             if self.is_main:
@@ -152,7 +161,10 @@ class BlockEngine(Engine):
             while self._done < until:
                 self._train(range(self._done, self._done + self.updates_per_call))
                 self._done += self.updates_per_call
-            return [self._collect_result(k)]
+
+    def take(self, k: int) -> StepResult:
+        with describe_block_errors(self.rank, f"update {k}"):
+            return self._collect_result(k)
 
     def _train(self, updates: range) -> None:
         """Update this block once for `updates` in one call; send its activations to the next block, and its results to rank 0."""

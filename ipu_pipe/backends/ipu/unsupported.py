@@ -81,6 +81,25 @@ def check_config(config: Config, method: Method) -> List[str]:
     return faults
 
 
+def check_open_run(config: Config, instances: int) -> List[str]:
+    """Return why a loop of the caller's own, which gives the batches itself, cannot drive the IPUs of a config.
+
+    `instances`: the processes of this run.
+    """
+    ipu = config.ipu
+    cases = [
+        Case(ipu.local == "decoupled", "ipu.local", "a loop of your own drives all IPUs from one process: must be fused"),
+        Case(
+            instances > 1 and ipu.local == "fused",
+            "backend.name",
+            "a loop of your own drives the IPUs of one process: start it without poprun's --num-instances",
+        ),
+        Case(ipu.data_loading.mode == "async", "ipu.data_loading.mode", "a loop of your own loads the data: must be sync"),
+        Case(ipu.compile_only, "ipu.compile_only", "a loop of your own runs its steps: must be false"),
+    ]
+    return describe_cases(config, cases)
+
+
 def _list_option_cases(config: Config, method: Method) -> Iterator[Case]:
     """Yield the cases of options that do not fit together."""
     ipu, clip, period = config.ipu, config.clip, config.ipu.output_return_period
@@ -240,13 +259,15 @@ def _list_stage_cases(config: Config, method: Method, facts: ModelFacts, is_one_
 def _list_model_cases(config: Config, facts: ModelFacts, is_one_of_several: bool) -> Iterator[Case]:
     """Yield the cases of options that do not fit the model's buffers or the number of updates, and of unsupported operations."""
     iterations, every = config.ipu.device_iterations, config.evaluate.interval(facts.updates_per_epoch)
+    # a caller's loop gives whole calls
+    updates = facts.updates or 0
     writes = facts.written and config.replicas > 1 and config.ipu.broadcast_buffers
     why = f"training writes {list_some(facts.written, 3)} on each replica: must be false (the first's count), or GroupNorm"
     yield Case(writes, "ipu.broadcast_buffers", why)
-    why = f"the updates of a call: must divide the run's {facts.updates} (steps, epochs)"
-    yield Case(facts.updates % iterations, "ipu.device_iterations", why)
+    why = f"the updates of a call: must divide the run's {updates} (steps, epochs)"
+    yield Case(updates % iterations, "ipu.device_iterations", why)
     why = f"must divide the {every} updates between evaluations (evaluate.every)"
-    yield Case(every < facts.updates and every % iterations, "ipu.device_iterations", why)
+    yield Case(every < updates and every % iterations, "ipu.device_iterations", why)
     # weights are sharded over a process's own replicas
     if is_one_of_several:
         yield from _list_location_cases(config)
