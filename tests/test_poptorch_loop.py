@@ -201,11 +201,12 @@ def test_it_evaluates_and_predicts_on_the_ipus(poptorch: Any) -> None:
         assert ours == pytest.approx(theirs, rel=1e-5)
         outputs = [loop.pipe.predict(x[:11]) for loop in loops]
         assert outputs[0].shape == (11, 4) and torch.allclose(*outputs, atol=1e-5)
-        with loops[0].pipe.whole_model() as ours_whole, loops[1].pipe.whole_model() as theirs_whole:
-            assert_close(ours_whole.state_dict(), theirs_whole.state_dict(), 1e-6)
         for loop in loops:
             loop.run(first, first + 2)
             assert loop.pipe.drain() == []
+        # an evaluation would have brought the weights, too
+        with loops[0].pipe.whole_model() as ours_whole, loops[1].pipe.whole_model() as theirs_whole:
+            assert_close(ours_whole.state_dict(), theirs_whole.state_dict(), 1e-6)
     assert_close(loops[0].close(), loops[1].close(), 1e-6)
 
 
@@ -377,17 +378,19 @@ def test_an_optimizer_that_has_stepped_is_refused(poptorch: Any) -> None:
 def test_a_loss_that_is_no_number_ends_the_loop(poptorch: Any) -> None:
     loop = Loop(CASES["calls of 2"])
     x, y = (torch.cat(parts) for parts in zip(make_batch(loop.case, 0), make_batch(loop.case, 1)))
-    with pytest.raises(Divergence, match="^update 0 of method gpipe: the training loss is nan"):
+    with pytest.raises(Divergence, match="^update 0 of method gpipe: .* is nan.*allow_nonfinite=True"):
         loop.pipe.step(x * math.nan, y)
     loop.pipe.close()
     assert poptorch._device.held == {}
 
 
-def test_a_device_error_ends_the_loop_since_its_batches_are_not_kept(poptorch: Any) -> None:
+@pytest.mark.parametrize("is_saved", [False, True])
+def test_a_device_error_ends_the_loop_since_its_batches_are_not_kept(poptorch: Any, is_saved: bool) -> None:
     """Repeating the updates since the last state would have read the example in place of batches that are gone."""
     loop = Loop(Case())
     loop.run(0, 2)
-    loop.pipe.state_dict()
+    if is_saved:
+        loop.pipe.state_dict()
     poptorch.recorded.fail("execute", 1)
     line = r"after update 2: device error \(IPU_RESET\): .*batches are not kept.*state_dict"
     with pytest.raises(RunFault, match=line):

@@ -224,7 +224,6 @@ class PoptorchEngine(Engine):
         optimizer = import_state(self.job.optimizer, self.ipu, LOADED)
         self._last_snapshot = Snapshot(update, model, optimizer)
         self._updates_done = update
-        self.newest_model = self.job.model
         self._drop()
         self._start()
 
