@@ -11,9 +11,9 @@ import yaml
 from ipu_pipe.cli import train as train_command
 from ipu_pipe.config.load import configure, load_config
 from ipu_pipe.errors import BadInput, Divergence
-from ipu_pipe.run.folder import read_starts
 from ipu_pipe.schedule.methods import METHODS
 from ipu_pipe.schedule.timelines import make_schedule
+from ipu_pipe.store.folder import read_starts
 from ipu_pipe.studies import equal_time
 from ipu_pipe.studies.equal_time import (
     ComparedRun,

@@ -33,8 +33,8 @@ from ipu_pipe.data import DataSource
 from ipu_pipe.errors import BadInput, RunFault, UserFault, find_user_fault
 from ipu_pipe.launcher import Launch, read_launch
 from ipu_pipe.model.stages import begin_stage
-from ipu_pipe.run.folder import RunFolder, read_summary
 from ipu_pipe.run.train import train
+from ipu_pipe.store.folder import RunFolder, read_summary
 from ipu_pipe.studies.experiment import Findings, Outcome, Request, call_with_picklable_faults, run_all
 from ipu_pipe.studies.method_comparison import write_comparison
 from tests import forked

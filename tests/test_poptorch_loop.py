@@ -15,10 +15,12 @@ import torch
 from torch import nn
 
 import ipu_pipe
-from ipu_pipe.backends.ipu.unsupported import check_open_run
+from ipu_pipe.backends.ipu.model_facts import ModelFacts
+from ipu_pipe.backends.ipu.unsupported import check_model
 from ipu_pipe.backends.table import make_engine
 from ipu_pipe.errors import BadInput, Divergence, RunFault
-from ipu_pipe.run.build import build
+from ipu_pipe.pipeline.build import build
+from ipu_pipe.schedule.methods import resolve_method
 from tests.support.ipu_runs import Source, make_config, make_model, run
 from tests.support.runs import assert_close, assert_same, read_column, read_weights
 
@@ -350,9 +352,11 @@ def test_what_poptorch_cannot_do_is_refused_as_by_train(poptorch: Any, keys: Dic
 
 
 def test_several_instances_of_poprun_are_refused(poptorch: Any) -> None:
-    settings = make_config(on="poptorch")
-    assert check_open_run(settings, 1) == []
-    (fault,) = check_open_run(settings, 2)
+    settings = make_config(on="poptorch", replicas=2, stages=4)
+    method = resolve_method("gpipe", {})
+    facts = ModelFacts(4, {}, [1, 2, 3], [], [], ("sgd", [{}]), None, None)
+    assert check_model(settings, method, facts) == []
+    (fault,) = check_model(settings, method, facts, local_replicas=1)
     assert fault.startswith("backend.name: poptorch: a loop of your own drives the IPUs of one process")
 
 

@@ -39,8 +39,8 @@ from ipu_pipe.config.schema import Config
 from ipu_pipe.config.values import Positive, Section, Seed
 from ipu_pipe.errors import BadInput, raise_faults
 from ipu_pipe.files import write_json
+from ipu_pipe.pipeline.build import build
 from ipu_pipe.report.plots import describe_sizes
-from ipu_pipe.run.build import build
 from ipu_pipe.studies.experiment import Experiment, Findings, Key, Request, run_all
 from ipu_pipe.studies.measures import MEASURES, Measure, MeasureOptions, Result, Runs
 from ipu_pipe.studies.verdicts import Claim, Verdict, judge

@@ -26,9 +26,9 @@ from ipu_pipe.backends.ipu.placement import (
     read_poprun_share,
     round_up_ipus,
 )
-from ipu_pipe.backends.ipu.unsupported import check_model, check_open_run
+from ipu_pipe.backends.ipu.unsupported import check_model
 from ipu_pipe.backends.ipu.wrapping import copy_body
-from ipu_pipe.backends.ranks import are_joined, is_distributed
+from ipu_pipe.backends.ranks import is_distributed
 from ipu_pipe.config.schema import Config
 from ipu_pipe.errors import BadInput, summarize
 from ipu_pipe.hardware.memory import make_lockstep_schedule
@@ -129,8 +129,6 @@ def list_faults(job: Job) -> List[str]:
     # a planned run has one rate, of which stages take shares; a caller's loop sets that of each group
     if not job.is_open and any(group["lr"] != job.base_rate for group in job.optimizer.param_groups):
         faults.append("optimizer: parameter groups with different learning rates: not with backend.name poptorch: must have one")
-    if job.is_open:
-        faults += check_open_run(config, dist.get_world_size() if are_joined() else 1)
     if faults:
         return faults
     local = read_poprun_share(config).replicas if importlib.util.find_spec("poptorch") is not None else None

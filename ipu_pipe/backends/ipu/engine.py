@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import math
 import sys
 import time
 from typing import Any, Callable, Dict, Iterator, List, Optional, TypeVar
@@ -41,7 +40,7 @@ from ipu_pipe.backends.ipu.optimizer import (
     count_state_bytes,
     export_state,
     import_state,
-    refuse_changed_settings,
+    require_compiled_settings,
 )
 from ipu_pipe.backends.ipu.options import make_options
 from ipu_pipe.backends.ipu.placement import is_pipelined, place_stages, read_poprun_share, round_up_ipus
@@ -64,7 +63,7 @@ class PoptorchEngine(Engine):
     """The executors of this process's replicas, their data loader, and the snapshot from which new ones start."""
 
     # PopTorch flushes its pipeline at each update
-    has_results_at_once = True
+    makes_updates_at_once = is_empty_after_calls = True
 
     def __init__(self, job: Job, first_update: int) -> None:
         import poptorch
@@ -193,16 +192,12 @@ class PoptorchEngine(Engine):
 
     # ---- the interface of an engine
 
-    def step(self, k: int, read: bool = True) -> List[StepResult]:
-        self.give(k, math.inf)
-        return [self.take(k)]
-
     def give(self, k: int, cut: float) -> None:
         """Make the updates of the call that begins with update k; do nothing at the call's other updates."""
         if k % self.updates_per_call:
             return
         assert k == self._updates_done, f"update {self._updates_done} is next, not {k}"
-        refuse_changed_settings(self.job.optimizer, self.job.rules, k)
+        require_compiled_settings(self.job.optimizer, self.job.rules, k)
         with self._channel.tracepoint(f"update {k}"):
             results = self._run_with_retry(lambda executors: self._call(executors, k))
         self._results.update(enumerate(results, k))
@@ -277,10 +272,6 @@ class PoptorchEngine(Engine):
             by_block = tuple((loss, n / max(total, 1) if accuracy_outputs else None) for loss, (n, total) in zip(row, counts))
             results.append(StepResult(*by_block[-1], job.global_batch_size, by_block if blocks > 1 else ()))
         return results
-
-    def decide_end(self, done: int, stop_requested: bool) -> int:
-        # a run cannot end inside a call
-        return self.job.updates if self._results else super().decide_end(done, stop_requested)
 
     def evaluate(self, split: str = "test") -> List[EvaluationResult]:
         assert not self._results, "an evaluation inside a call"

@@ -75,7 +75,7 @@ def set_rates(optimizer: Any, rules: UpdateRules, k: int) -> bool:
     return before != [group["lr"] for group in optimizer.param_groups]
 
 
-def refuse_changed_settings(optimizer: torch.optim.Optimizer, rules: UpdateRules, k: int) -> None:
+def require_compiled_settings(optimizer: torch.optim.Optimizer, rules: UpdateRules, k: int) -> None:
     """Raise `BadInput` if a setting of update k besides the learning rate differs from that with which the graph is compiled.
 
     `optimizer`: the job's, with the settings of the time when it was built.

@@ -81,25 +81,6 @@ def check_config(config: Config, method: Method) -> List[str]:
     return faults
 
 
-def check_open_run(config: Config, instances: int) -> List[str]:
-    """Return why a loop of the caller's own, which gives the batches itself, cannot drive the IPUs of a config.
-
-    `instances`: the processes of this run.
-    """
-    ipu = config.ipu
-    cases = [
-        Case(ipu.local == "decoupled", "ipu.local", "a loop of your own drives all IPUs from one process: must be fused"),
-        Case(
-            instances > 1 and ipu.local == "fused",
-            "backend.name",
-            "a loop of your own drives the IPUs of one process: start it without poprun's --num-instances",
-        ),
-        Case(ipu.data_loading.mode == "async", "ipu.data_loading.mode", "a loop of your own loads the data: must be sync"),
-        Case(ipu.compile_only, "ipu.compile_only", "a loop of your own runs its steps: must be false"),
-    ]
-    return describe_cases(config, cases)
-
-
 def _list_option_cases(config: Config, method: Method) -> Iterator[Case]:
     """Yield the cases of options that do not fit together."""
     ipu, clip, period = config.ipu, config.clip, config.ipu.output_return_period
@@ -223,8 +204,22 @@ def check_model(config: Config, method: Method, facts: ModelFacts, local_replica
         if faults:
             return faults
         cases = _list_stage_cases(config, method, facts, local_replicas is not None)
-    model_cases = _list_model_cases(config, facts, local_replicas is not None)
+    model_cases = [*_list_model_cases(config, facts, local_replicas is not None)]
+    if facts.updates is None:
+        model_cases += _list_loop_cases(config, local_replicas is not None)
     return describe_cases(config, [*cases, *model_cases, *_list_optimizer_cases(*facts.optimizer, config)])
+
+
+def _list_loop_cases(config: Config, is_one_of_several: bool) -> Iterator[Case]:
+    """Yield the cases of options with which a loop of the caller's own, which gives the batches itself, cannot drive IPUs."""
+    ipu = config.ipu
+    why = "a loop of your own drives all IPUs from one process: must be fused"
+    yield Case(ipu.local == "decoupled", "ipu.local", why)
+    why = "a loop of your own drives the IPUs of one process: start it without poprun's --num-instances"
+    yield Case(is_one_of_several, "backend.name", why)
+    why = "a loop of your own loads the data: must be sync"
+    yield Case(ipu.data_loading.mode == "async", "ipu.data_loading.mode", why)
+    yield Case(ipu.compile_only, "ipu.compile_only", "a loop of your own runs its steps: must be false")
 
 
 def _list_decoupled_cases(config: Config, facts: ModelFacts) -> Iterator[Case]:
