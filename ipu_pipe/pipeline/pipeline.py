@@ -24,7 +24,7 @@ from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optio
 import torch
 from torch import nn
 
-from ipu_pipe.backends.interface import Engine, StepResult
+from ipu_pipe.backends.interface import POPTORCH_PREFIX, Engine, StepResult
 from ipu_pipe.backends.processes.calls import CallRecord
 from ipu_pipe.backends.processes.lost_ranks import LostRank
 from ipu_pipe.backends.ranks import are_joined, read_torch_version
@@ -135,8 +135,9 @@ class Pipeline:
 
     Where: the devices
 
-    backend:    "emulator" (one process), or "distributed" (one process per device, from torchrun or a process group of the
-                caller's). `backend_args`: further keys of a config's backend, such as `threads`.
+    backend:    "emulator" (one process), "distributed" (one process per device, from torchrun or a process group of the
+                caller's), or "poptorch" (Graphcore IPUs, where a step makes `updates_per_call` updates; not run on hardware).
+                `backend_args`: further keys of a config's backend, such as `threads` and `ipu`.
     device:     "cpu" or "cuda"; by default where the model is. With "cuda" it is the current GPU, to which the model is moved.
     stages_per_device: for methods with virtual stages; by default the method's own number.
     reduction:  how processes average the gradients of replicas: "exact", the emulator's bits, or "fast", beside the backward.
@@ -190,8 +191,6 @@ class Pipeline:
             raise BadInput(f"model: {type(model).__name__}: must be a torch.nn.Module")
         if loss is not None and not callable(loss):
             raise BadInput(f"loss: {type(loss).__name__}: must be a function of outputs and labels, or None for the model's own")
-        if backend == "poptorch":
-            raise BadInput("backend: poptorch: a loop of your own cannot drive IPUs yet: use ipu_pipe.train")
         self.model, self._loss = model, loss
         stage_count = _count_stages(model, stages)
         args = {key: value for key, value in (method_args or {}).items() if value is not None}
@@ -259,7 +258,8 @@ class Pipeline:
         """Give one update's batch to the pipeline. Return the updates that left it in this call, in order, maybe none.
 
         x, y: tensors, or tensors in mappings, tuples and lists, of N x B samples, which are divided into N microbatches in order;
-        or `microbatches`, N pairs (x, y). B is that of the first step on processes.
+        or `microbatches`, N pairs (x, y). B is that of the first step on processes and IPUs. On IPUs a step takes the batches of
+        `updates_per_call` updates in one, one after another, and makes them all with the settings of now.
 
         Raise `ValueError` if the batch does not divide, `RuntimeError` under `no_grad` or autocast, `Divergence` if the loss of
         an update that leaves is not finite, and the exceptions of the model and the loss.
@@ -276,9 +276,13 @@ class Pipeline:
             job, flow = self._build(batch[0])
             self._require_parts(batch)
             self._handle.count_as_stepped()
-            self._handle.record(flow.given)
-            self._data.give(self._number(batch, flow.given))
-            flow.give()
+            size = len(batch) // self.updates_per_call
+            for i in range(self.updates_per_call):
+                k = flow.given + i
+                self._handle.record(k)
+                self._data.give(self._number(batch[i * size : (i + 1) * size], k))
+            for _ in range(self.updates_per_call):
+                flow.give()
             return self._report(job, flow.take())
 
     def drain(self) -> List[Update]:
@@ -296,6 +300,11 @@ class Pipeline:
     def can_drain(self) -> bool:
         """Whether the pipeline may drain now: not within a round of an outer optimizer or of accumulating blocks."""
         return self._find_undrainable() is None
+
+    @property
+    def updates_per_call(self) -> int:
+        """The updates that a step makes: `device_iterations` on IPUs, else 1."""
+        return self._config.updates_per_call
 
     @property
     def updates(self) -> int:
@@ -445,6 +454,9 @@ class Pipeline:
             raise BadInput(f"load_state_dict: lacks {', '.join(missing)}: must be a result of {source}")
         if state["format"] != FORMAT:
             raise BadInput(f"load_state_dict: format {state['format']}: this version reads {FORMAT}")
+        is_poptorchs = any(f"/{POPTORCH_PREFIX}:" in key for key in state["optimizer"])
+        if is_poptorchs and not self._is_compiled:
+            raise BadInput('load_state_dict: the optimizer state is PopTorch\'s: only backend="poptorch" can load it')
         if state["method"] != self._config.method:
             raise BadInput(f"load_state_dict: state of method {state['method']}: this pipeline has {self._config.method}")
         self._drain("load_state_dict")
@@ -465,7 +477,11 @@ class Pipeline:
         """Call `call(update, stage, parameters)` in the stage's process after each of its updates, with its trained parameters.
 
         The parameters have the new weights, and are read only. Replicas of LocalSGD count together, after their average.
+        PopTorch refuses it.
         """
+        if self._is_compiled:
+            why = "PopTorch keeps the weights on the IPUs: use whole_model() between steps, or another backend"
+            raise BadInput(f"on_update: {why}")
         self._callbacks.append(call)
 
     @property
@@ -656,7 +672,17 @@ class Pipeline:
         # several processes know their stages from the first step on
         if self._job is not None or not are_joined():
             self._require_parts(batch)
+        if self._is_compiled:
+            self._require_size(batch)
         return batch
+
+    def _require_size(self, batch: List[Microbatch]) -> None:
+        """Raise `ValueError` if a microbatch has another number of samples than the program is compiled for."""
+        sizes = [count_samples(microbatch.x) for microbatch in batch]
+        compiled = sizes[0] if self._job is None else self._job.config.micro_batch_size
+        wrong = [size for size in sizes if size != compiled]
+        if wrong:
+            raise ValueError(f"step: a microbatch of {wrong[0]} samples: must have {compiled}, for which PopTorch compiles")
 
     def _require_parts(self, batch: List[Microbatch]) -> None:
         """Raise `ValueError` if a microbatch lacks what this process needs of it; no example may stand in for that."""
@@ -677,7 +703,12 @@ class Pipeline:
         if method.history is not None:
             return self._require_stage_count()
         here = 1 if config.backend.name == "distributed" else config.replicas
-        return config.gradient_accumulation * here
+        return config.gradient_accumulation * here * self.updates_per_call
+
+    @property
+    def _is_compiled(self) -> bool:
+        """Whether updates are made by a program that PopTorch has compiled."""
+        return self._config.backend.name == "poptorch"
 
     def _require_stage_count(self) -> int:
         """Return the number of stages. Raise `BadInput` if it is needed before the model is divided."""
