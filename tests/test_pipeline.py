@@ -571,7 +571,10 @@ def test_calls_that_are_refused_change_nothing(name: str) -> None:
         ({"method": "gpipe", "precision": "float16"}, "precision: float16"),
         ({"method": "spectrain", "optimizer": torch.optim.Adam}, "method: adam"),
         ({"method": "randomized_pipedream", "microbatches": 3}, "microbatches: 3"),
-        ({"method": "gpipe", "backend": "poptorch"}, "backend: poptorch"),
+        (
+            {"method": "gpipe", "microbatches": 8, "precision": "float32", "backend": "poptorch"},
+            "backend.name: poptorch: PopTorch is not installed",
+        ),
         ({"method": "gpipe", "backend": "tpu"}, "backend.name: tpu"),
     ],
 )

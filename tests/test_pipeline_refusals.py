@@ -1,6 +1,6 @@
 """Configs and `Pipeline` refuse alike, each in its own words, and nothing has changed then.
 
-Not here, since `Pipeline` has no such argument: PopTorch, plateau schedules, `ema`, `hardware`, `model.compile`, sharded checkpoints.
+Not here: PopTorch, and what `Pipeline` has no argument for (plateau schedules, `ema`, `hardware`, `model.compile`).
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ PLAIN_SGD = functools.partial(torch.optim.SGD, lr=0.1)
 NESTEROV = functools.partial(SGD, nesterov=True)
 # words of a config that the arguments of `Pipeline` do not have
 OF_A_CONFIG = re.compile(
-    r"gradient_accumulation|micro_batch_size|clip\.|backend\.|backend_args\.name|evaluate|checkpoint\."
-    r"|lr_schedule|model\.output|loss: model|configure|hardware: a|method_args\.warmup|module:name|null|: (true|false)\b|optimizer\.lr|\bscope: |\{name:"
+    r"gradient_accumulation|micro_batch_size|clip\.|backend\.|backend_args\.name|evaluate|checkpoint\.|lr_schedule"
+    r"|model\.output|loss: model|configure|hardware: a|method_args\.warmup|module:name|null|: (true|false)\b|optimizer\.lr"
+    r"|\bscope: |\{name:"
 )
 
 

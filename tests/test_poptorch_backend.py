@@ -380,8 +380,8 @@ def test_velocities_of_the_other_variant_are_refused(poptorch: Any, tmp_path: Pa
 def test_no_state_is_loaded_of_which_a_name_is_missing(poptorch: Any, tmp_path: Path) -> None:
     interrupted(tmp_path, make_config(on="poptorch", optimizer=ADAM), 4)
 
-    def import_less(optimizer: Any, ipu: Any) -> Any:
-        state = import_state(optimizer, ipu)
+    def import_less(*args: Any) -> Any:
+        state = import_state(*args)
         return state._replace(tensors={k: v for k, v in state.tensors.items() if k != "Accl2___body.model.3.bias"})
 
     with pytest.MonkeyPatch.context() as patch:
@@ -390,11 +390,11 @@ def test_no_state_is_loaded_of_which_a_name_is_missing(poptorch: Any, tmp_path: 
             run(make_config(on="poptorch", optimizer=ADAM), tmp_path, "mlp", resume=True)
     interrupted(tmp_path / "sgd", make_config(on="poptorch"), 4)
 
-    def import_unscaled(optimizer: Any, ipu: Any) -> Any:  # an earlier version's checkpoint, which does not say its scale
+    def import_unscaled(optimizer: Any, *args: Any) -> Any:  # an earlier version's checkpoint, which does not say its scale
         for state in optimizer.state.values():
             for entry in [entry for entry in state if "velocity_scaling" in entry]:
                 del state[entry]
-        return import_state(optimizer, ipu)
+        return import_state(optimizer, *args)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ipu_engine, "import_state", import_unscaled)

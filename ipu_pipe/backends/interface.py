@@ -87,14 +87,16 @@ class Engine:
 
     `checkpoint_group`: the process group of all ranks if each rank writes its part of a checkpoint, else None.
     `updates_per_call`: the updates that a device makes in one call; their results all arrive with the first.
-    `makes_updates_at_once`: `give` makes its update whole, whatever the cut. `newest_model`: the model if it holds the newest
-    weights now, None if they are on other devices. `names`: trained parameter -> unsplit name.
+    `makes_updates_at_once`: `give` makes its update whole, whatever the cut. `is_empty_after_calls`: so does a device's call,
+    which leaves the pipeline empty whatever the schedule. `newest_model`: the model if it holds the newest weights now, None if
+    they are on other devices. `names`: trained parameter -> unsplit name.
     """
 
     is_main = True
     checkpoint_group: Any = None
     updates_per_call = 1
     makes_updates_at_once = False
+    is_empty_after_calls = False
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -105,7 +107,10 @@ class Engine:
             job.rules.observe = self._note_gradients
 
     def give(self, k: int, cut: float) -> None:
-        """Run the actions of slots before `cut`; the batches of the updates up to k are at hand."""
+        """Run the actions of slots before `cut`; the batches of the updates up to k are at hand.
+
+        If a call has several updates, those of its first update k make all of them, and all their batches are at hand.
+        """
         raise NotImplementedError
 
     def take(self, k: int) -> StepResult:
@@ -148,8 +153,11 @@ class Engine:
         """
         return self._gradients
 
-    def hold_whole_model(self) -> ContextManager[None]:
-        """Hold the whole model with the newest weights in every process inside the context; the pipeline must be empty."""
+    def hold_whole_model(self, everywhere: bool = True) -> ContextManager[None]:
+        """Hold the whole model with the newest weights inside the context, in every process or in the main one only.
+
+        Every process enters it; the pipeline must be empty.
+        """
         return contextlib.nullcontext()
 
     def evaluate(self, split: str = "test") -> List[EvaluationResult]:
@@ -163,9 +171,14 @@ class Engine:
         """Return the state for a checkpoint on the main process, None on others."""
         raise NotImplementedError
 
-    def collect_part(self) -> CheckpointState:
-        """Return this process's part of the state for a checkpoint; called on every process if `checkpoint_group` is set."""
-        raise NotImplementedError
+    def collect_part(self, every_replica: bool = False) -> CheckpointState:
+        """Return this process's part of the state for a checkpoint; called on every process.
+
+        `every_replica`: otherwise only the first replica's processes have a part. Where one process has all, that is its part.
+        """
+        state = self.collect_state()
+        assert state is not None
+        return state
 
     def report(self) -> Optional[Report]:
         """Return the measurements at the end of the run, on the main process; None on others."""

@@ -23,17 +23,17 @@ class Flow:
     """Give the batches of a job to an engine, and take the results of the updates that leave.
 
     `given`: the number of batches given, of which the first ones were given before this start; `left`: the updates whose
-    results were taken; `drains`: the updates after which the pipeline ran empty. `takes_early`: an engine that makes an update
-    as soon as its batch is given returns its result then, not when it would leave the pipeline.
+    results were taken; `drains`: the updates after which the pipeline ran empty. `is_planned`: of a run of `train`, which takes
+    the result of an update as soon as an engine has made it, not when it would leave the pipeline.
     """
 
-    def __init__(self, job: Job, given: int = 0, takes_early: bool = False) -> None:
+    def __init__(self, job: Job, given: int = 0, is_planned: bool = False) -> None:
         self._job = job
         self.given = self.left = given
         self.drains = [given] if given else []
         self._open()
         self.engine = make_engine(job, given)
-        self._takes_early = takes_early and self.engine.makes_updates_at_once
+        self._is_planned = is_planned
 
     def give(self) -> None:
         """Give the next batch, and run the actions of slots before the one after it enters."""
@@ -43,7 +43,17 @@ class Flow:
 
     def take(self) -> Iterator[Tuple[int, StepResult]]:
         """Yield the number and the result of each update that has left the pipeline since the last call."""
-        yield from self._take_before(self.given if self._takes_early else self._cuts.count_left(self.given))
+        takes_at_once = self._is_planned and self.engine.makes_updates_at_once
+        yield from self._take_before(self.given if takes_at_once else self._count_left(self.given))
+
+    def _count_left(self, batches: int) -> int:
+        """Return the updates that have left the pipeline when this many batches were given."""
+        if self.engine.is_empty_after_calls:
+            return batches
+        if self._is_planned and self._job.method.structure is not None:
+            # the first of blocks with losses of their own is as many updates ahead of the last as there are blocks
+            return max(batches - len(self._job.partition), 0)
+        return self._cuts.count_left(batches)
 
     def _take_before(self, end: int) -> Iterator[Tuple[int, StepResult]]:
         for k in range(self.left, end):
@@ -89,7 +99,7 @@ class Flow:
         if self._job.method.rounds is not None and table is not None:
             return table.schedule.get_drain_interval(k)[1]
         batches = k + 1
-        while self._cuts.count_left(batches) <= k:
+        while self._count_left(batches) <= k:
             batches += 1
         # a run cannot end inside a device's call
         per_call = self.engine.updates_per_call

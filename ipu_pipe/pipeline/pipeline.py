@@ -25,8 +25,9 @@ from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optio
 import torch
 from torch import nn
 
-from ipu_pipe.backends.interface import Engine, StepResult
+from ipu_pipe.backends.interface import POPTORCH_PREFIX, Engine, StepResult
 from ipu_pipe.backends.processes.agreement import compare_inputs
+from ipu_pipe.backends.processes.calls import CallRecord
 from ipu_pipe.backends.processes.lost_ranks import LostRank
 from ipu_pipe.backends.ranks import are_joined, read_torch_version
 from ipu_pipe.backends.table import launch
@@ -43,6 +44,12 @@ from ipu_pipe.model.modes import describe_modes, find_changed_mode
 from ipu_pipe.model.randomness import restore_random_states
 from ipu_pipe.model.restoring import record_modes, restore_modes
 from ipu_pipe.model.stages import Partition
+from ipu_pipe.pipeline.arguments import (
+    DEADLINE,
+    check_process_group,
+    make_backend_section,
+    require_current_gpu,
+)
 from ipu_pipe.pipeline.batches import (
     GivenBatches,
     Microbatch,
@@ -51,7 +58,7 @@ from ipu_pipe.pipeline.batches import (
     require_samples,
     take_pairs,
 )
-from ipu_pipe.pipeline.build import OpenRun, assemble, set_up
+from ipu_pipe.pipeline.build import OpenRun, assemble, resolve, set_up
 from ipu_pipe.pipeline.flow import Flow
 from ipu_pipe.pipeline.optimizer import OptimizerHandle, OptimizerView
 from ipu_pipe.pipeline.trace import PipelineTrace, make_trace_section, write_trace
@@ -84,6 +91,16 @@ class Update:
     accuracy: Optional[float] = None
     blocks: Tuple[Tuple[Optional[float], Optional[float]], ...] = ()
 
+    def __repr__(self) -> str:
+        """Return the fields that have a value, in short."""
+        fields = [str(self.index), f"loss={_format_number(self.loss)}"]
+        if self.accuracy is not None:
+            fields.append(f"accuracy={_format_number(self.accuracy)}")
+        if self.blocks:
+            losses = ", ".join(_format_number(loss) for loss, _ in self.blocks)
+            fields.append(f"losses of blocks=({losses})")
+        return f"Update({', '.join(fields)})"
+
 
 class UpdateNumber(int):
     """The number of an update, from 0, for a function of `Pipeline.on_update`.
@@ -105,26 +122,50 @@ class Pipeline:
         print(pipe.evaluate(test_loader, ["accuracy"]))
         torch.save(pipe.state_dict(), "checkpoint.pt")
 
+    What is trained
+
     model:      trained in place, in its own dtype, by the modes that its modules have (in training mode if it comes in evaluation
-                mode as a whole). Its stages begin where `begin_stage` marks
-                them, or as `stages` says: a count, names of modules, "finest", or a mapping as in a config.
+                mode as a whole).
     loss:       `loss(output, y) -> ()`, the mean over a microbatch; None: the model returns its own loss.
     loss_weight: the weight of a microbatch in its update's mean loss: "tokens" (labels that are not ignored), or a function of
                 the labels; by default all count the same.
     optimizer:  over the model's parameters, in any groups; parameters in no group are not changed. It stays the handle for
                 learning rates and other settings, which are copied at each `step` for that batch's update, on every stage. The
                 pipeline steps it: `optimizer.step()` raises. Its `state` is filled as usual.
+    heads:      settings in which the auxiliary heads of a local method differ from the optimizer's first group, such as
+                {"lr": 0.1}; these stay as they are when a scheduler changes the group.
+    clip:       (norm, scope), with scope "stage", "global" (methods that flush) or "delayed_global".
+    precision:  "float32", "float64", "bfloat16" or "bfloat16_mixed"; by default the model's own dtype.
+    seed:       of dropout and of the methods that draw.
+    allow_nonfinite: go on after a loss that is not finite; otherwise `step` raises `Divergence`.
+
+    How: the method
+
     method:     a name of `ipu_pipe.METHODS`; `method_args`: its rules and changes, as in a config.
+    stages:     where the model is cut: a count, names of modules, "finest", or a mapping as in a config; by default where
+                `begin_stage` marks it.
     microbatches: the microbatches N of an update; by default the number of stages for methods that flush and PipeDream-2BW,
                 else 1.
     warmup:     updates at the start that run as in GPipe (PipeMare, W).
-    clip:       (norm, scope), with scope "stage", "global" (methods that flush) or "delayed_global".
-    precision:  "float32", "float64", "bfloat16" or "bfloat16_mixed"; by default the model's own dtype.
+    recompute:  whether backwards recompute the activations of their stage from its input.
     replicas:   R copies of the pipeline, which average gradients. On processes each rank passes its own replica's batch, as under
                 DistributedDataParallel (`DistributedSampler(num_replicas=pipe.replicas, rank=pipe.replica)`); the emulator takes
                 the R batches in one, one after another.
+
+    Where: the devices
+
     backend:    "emulator" (one process), "distributed" (one process per device, from torchrun or a process group of the
-                caller's), with `backend_args`: `device`, `threads`, `deadline` and so on, as in a config.
+                caller's), or "poptorch" (Graphcore IPUs, where a step makes `updates_per_call` updates; not run on hardware).
+                `backend_args`: further keys of a config's backend, such as `threads` and `ipu`.
+    device:     "cpu" or "cuda"; by default where the model is. With "cuda" it is the current GPU, to which the model is moved.
+    stages_per_device: for methods with virtual stages; by default the method's own number.
+    reduction:  how processes average the gradients of replicas: "exact", the emulator's bits, or "fast", beside the backward.
+    process_group: of torch.distributed, with all ranks in order, which is the default. Stages are placed on the ranks.
+    deadline:   the seconds that a rank waits for another. A rank whose own code between two calls takes longer ends the pipeline
+                on all ranks, with a line that names the call which it has not made.
+
+    What is seen
+
     trace:      the updates whose events `trace()` writes, a range; True: about the first 512 microbatches.
     example:    a microbatch (x, y) for a process that is given no inputs or labels, and to evaluate or predict before the first
                 step; else the first step's first one serves.
@@ -155,7 +196,11 @@ class Pipeline:
         replicas: int = 1,
         reduction: str = "exact",
         seed: int = 0,
+        heads: Optional[Mapping[str, Any]] = None,
         backend: str = "emulator",
+        device: Union[str, torch.device, None] = None,
+        process_group: Any = None,
+        deadline: float = DEADLINE,
         backend_args: Optional[Mapping[str, Any]] = None,
         allow_nonfinite: bool = False,
         trace: Union[range, bool, None] = None,
@@ -165,8 +210,6 @@ class Pipeline:
             raise BadInput(f"model: {type(model).__name__}: must be a torch.nn.Module")
         if loss is not None and not callable(loss):
             raise BadInput(f"loss: {type(loss).__name__}: must be a function of outputs and labels, or None for the model's own")
-        if backend == "poptorch":
-            raise BadInput("backend: poptorch: a loop of your own cannot drive IPUs yet: use ipu_pipe.train")
         self.model, self._loss = model, loss
         stage_count = _count_stages(model, stages)
         args = {key: value for key, value in (method_args or {}).items() if value is not None}
@@ -184,7 +227,7 @@ class Pipeline:
             "replicas": replicas,
             "reduction": reduction,
             "seed": seed,
-            "backend": {"name": backend, **(backend_args or {})},
+            "backend": make_backend_section(model, backend, device, deadline, backend_args),
             "allow_nonfinite": allow_nonfinite,
             "loss": "model" if loss is None else None,
             "loss_weight": loss_weight if isinstance(loss_weight, str) else None,
@@ -201,13 +244,17 @@ class Pipeline:
                 microbatches = _choose_microbatches(method, args, stage_count)
             self._config = configure(gradient_accumulation=microbatches, **keys)
             self._method = resolve_method(self._config.method, self._config.method_settings())
-            launch(self._config, {"warmup": warmup})
+            if heads is not None and self._method.structure is None:
+                raise BadInput(f"heads: {heads}: method {method} adds no auxiliary heads: leave it out")
+            launch(self._config, {"warmup": warmup, "heads": heads})
+            check_process_group(process_group, backend)
+            require_current_gpu(model, device)
         if self._method.history is not None and self._method.history.order == "schedule":
             raise BadInput('method_args.order: schedule: takes batches in another order than a loop gives them: use "random"')
         self._warmup, self._example = warmup, example
         self._loss_weight = loss_weight
         self._stage_count = stage_count
-        self._handle = OptimizerHandle(optimizer, model)
+        self._handle = OptimizerHandle(optimizer, model, heads)
         # a pipeline that was never built may be dropped without `close`
         weakref.finalize(self, self._handle.release).atexit = False
         self._view = OptimizerView(optimizer)
@@ -222,6 +269,7 @@ class Pipeline:
         self._modes: Dict[nn.Module, bool] = {}
         # of the events that this process records, until they are written
         self._events_folder: Optional[tempfile.TemporaryDirectory[str]] = None
+        self._calls = CallRecord(is_shared=backend == "distributed")
 
     # ---- the loop
 
@@ -231,7 +279,8 @@ class Pipeline:
         """Give one update's batch to the pipeline. Return the updates that left it in this call, in order, maybe none.
 
         x, y: tensors, or tensors in mappings, tuples and lists, of N x B samples, which are divided into N microbatches in order;
-        or `microbatches`, N pairs (x, y). B is that of the first step on processes.
+        or `microbatches`, N pairs (x, y). B is that of the first step on processes and IPUs. On IPUs a step takes the batches of
+        `updates_per_call` updates in one, one after another, and makes them all with the settings of now.
 
         Raise `ValueError` if the batch does not divide, `RuntimeError` under `no_grad` or autocast, `Divergence` if the loss of
         an update that leaves is not finite, and the exceptions of the model and the loss.
@@ -249,9 +298,13 @@ class Pipeline:
             job, flow = self._build(batch[0])
             self._require_parts(batch)
             self._handle.count_as_stepped()
-            self._handle.record(flow.given)
-            self._data.give(self._number(batch, flow.given))
-            flow.give()
+            size = len(batch) // self.updates_per_call
+            for i in range(self.updates_per_call):
+                k = flow.given + i
+                self._handle.record(k)
+                self._data.give(self._number(batch[i * size : (i + 1) * size], k))
+            for _ in range(self.updates_per_call):
+                flow.give()
             return self._report(job, flow.take())
 
     def drain(self) -> List[Update]:
@@ -269,6 +322,11 @@ class Pipeline:
     def can_drain(self) -> bool:
         """Whether the pipeline may drain now: not within a round of an outer optimizer or of accumulating blocks."""
         return self._find_undrainable() is None
+
+    @property
+    def updates_per_call(self) -> int:
+        """The updates that a step makes: `device_iterations` on IPUs, else 1."""
+        return self._config.updates_per_call
 
     @property
     def updates(self) -> int:
@@ -354,24 +412,31 @@ class Pipeline:
             return engine.predict(inputs)
 
     @contextlib.contextmanager
-    def whole_model(self) -> Iterator[nn.Module]:
-        """Drain, and hold the whole model with the newest weights in every process inside the context; all ranks enter it.
+    def whole_model(self, *, everywhere: bool = False) -> Iterator[Optional[nn.Module]]:
+        """Drain, and give rank 0 the whole model with the newest weights inside the context; all ranks enter it.
 
-        Running statistics (BatchNorm) of a rank's own stages are those of its replica.
+            with pipe.whole_model() as model:
+                if model is not None:
+                    torch.save(model.state_dict(), "weights.pt")
+
+        Other ranks get None, and the model with `everywhere=True`, with the running statistics (BatchNorm) of their replica in
+        their own stages. The modules' modes are restored.
         """
         job, engine = self._pause("whole_model", None)
         with self._break_on_error("whole_model"):
-            with engine.hold_whole_model(), job.precision.put_masters_in_place(), restore_modes(self.model):
-                yield self.model
+            with engine.hold_whole_model(everywhere), job.precision.put_masters_in_place(), restore_modes(self.model):
+                yield self.model if everywhere or engine.is_main else None
 
     # ---- state
 
-    def state_dict(self, *, drain: bool = True) -> Dict[str, Any]:
+    def state_dict(self, *, drain: bool = True, sharded: bool = False) -> Dict[str, Any]:
         """Drain, and return what `load_state_dict` needs to continue bit for bit; all ranks call it, rank 0 gets the state.
 
+        sharded: each rank gets the part of its own stages instead, which its rank can load with the same ranks and stages.
+
         It has the weights and buffers, the optimizer's state by parameter name (heads, outer optimizers and replicas' weights
-        too), and the position. Schedulers, loaders and torch's generators are the caller's. Other ranks get {}. Raise
-        `RunFault` with `drain=False` if an update is in flight.
+        too), and the position. Schedulers, loaders and torch's generators are the caller's. Other ranks get {} of a whole state.
+        Raise `RunFault` with `drain=False` if an update is in flight.
         """
         self._require_usable("state_dict")
         if not drain and self.in_flight:
@@ -381,11 +446,13 @@ class Pipeline:
         if flow is None:
             raise RunFault("state_dict: no step was made yet: save the states of the model and the optimizer themselves")
         with self._break_on_error("state_dict"):
-            state = flow.engine.collect_state()
+            state = flow.engine.collect_part(every_replica=True) if sharded else flow.engine.collect_state()
         if state is None:
             return {}
         clone = torch.Tensor.clone
+        layout = {"layout": self._describe_layout(self._require_job())} if sharded and are_joined() else {}
         return {
+            **layout,
             "format": FORMAT,
             "method": self._config.method,
             "model": {name: clone(value) for name, value in state.model.items()},
@@ -398,19 +465,27 @@ class Pipeline:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where `state_dict` was taken, on any backend and number of ranks; every rank passes the whole state.
 
+        Instead every rank may pass its own part (`state_dict(sharded=True)`), with the same ranks and stages.
         Updates in flight are finished first, and their results dropped.
         """
         self._require_usable("load_state_dict")
         wanted = ("format", "method", "model", "optimizer", "plain", "updates", "drains")
         missing = [key for key in wanted if not isinstance(state, Mapping) or key not in state]
         if missing:
-            raise BadInput(f"load_state_dict: lacks {', '.join(missing)}: must be a result of Pipeline.state_dict on rank 0")
+            source = "Pipeline.state_dict on rank 0, or with sharded=True"
+            raise BadInput(f"load_state_dict: lacks {', '.join(missing)}: must be a result of {source}")
         if state["format"] != FORMAT:
             raise BadInput(f"load_state_dict: format {state['format']}: this version reads {FORMAT}")
+        is_poptorchs = any(f"/{POPTORCH_PREFIX}:" in key for key in state["optimizer"])
+        if is_poptorchs and not self._is_compiled:
+            raise BadInput('load_state_dict: the optimizer state is PopTorch\'s: only backend="poptorch" can load it')
         if state["method"] != self._config.method:
             raise BadInput(f"load_state_dict: state of method {state['method']}: this pipeline has {self._config.method}")
         self._drain("load_state_dict")
         self._loaded, self._pending = state, []
+        if self._flow is None and "layout" in state:
+            # the stages of this rank, which a part must fit, are known with the first step
+            return
         if self._flow is None:
             # weights first, so that everything is built from them; the rest when there is an engine
             load_weights(self.model, _select_model_state(state), "load_state_dict")
@@ -424,8 +499,12 @@ class Pipeline:
         """Call `call(update, stage, parameters)` in the stage's process after each of its updates, with its trained parameters.
 
         update: its number, from 0. The parameters have the new weights, and are read only. Replicas of LocalSGD call it after
-        the step of each, with its weights, and once more after their average, where `update.averaged` is True.
+        the step of each, with its weights, and once more after their average, where `update.averaged` is True. PopTorch refuses
+        it.
         """
+        if self._is_compiled:
+            why = "PopTorch keeps the weights on the IPUs: use whole_model() between steps, or another backend"
+            raise BadInput(f"on_update: {why}")
         self._callbacks.append(call)
 
     @property
@@ -502,6 +581,7 @@ class Pipeline:
 
     def _end(self) -> None:
         self._is_closed = True
+        self._calls.close()
         if self._is_broken and self._flow is not None:
             # the error that ended the loop is the one to report
             with contextlib.suppress(Exception):
@@ -554,7 +634,8 @@ class Pipeline:
                 compare_inputs(x)
                 setup = set_up(objects.describe_in(config), **objects._asdict())
                 undo.callback(setup.precision.give_back)
-                self._job = assemble(setup, objects, open_run=open_run)
+                resolved = resolve(setup, objects, open_run=open_run)
+                self._job = assemble(resolved, objects, open_run=open_run)
                 if self._job.traced_updates:
                     self._events_folder = tempfile.TemporaryDirectory(prefix="ipu_pipe-")
                     self._job.folder = Path(self._events_folder.name)
@@ -569,17 +650,29 @@ class Pipeline:
         return self._job, self._flow
 
     def _choose_member(self, name: str, parameter: nn.Parameter) -> Optional[int]:
-        """Return the caller's group of a parameter; parameters that the method adds are in the first group."""
-        return 0 if name.startswith(HEADS) else self._handle.find_member(parameter)
+        """Return the caller's group of a parameter, or the one of auxiliary heads, which the method adds."""
+        return self._handle.heads_member if name.startswith(HEADS) else self._handle.find_member(parameter)
+
+    def _describe_layout(self, job: Job) -> Dict[str, Any]:
+        """Return the place of this rank and of all stages, by which its part of a state is known."""
+        stages = list(job.partition.begin_names())
+        return {"rank": _get_rank(), "ranks": _get_world(), "stages": stages, "placement": list(job.placement)}
 
     def _load(self, job: Job, flow: Flow) -> None:
         """Put the state that was loaded into the model, the optimizer and the position."""
         state, self._loaded = self._loaded, None
         assert state is not None
+        is_part = "layout" in state
+        layout = self._describe_layout(job) if are_joined() else None
+        if is_part and state["layout"] != layout:
+            why = "a part fits its own rank with the same ranks and stages: load that, or a whole state"
+            raise BadInput(f"load_state_dict: layout {state['layout']}: this rank has {layout}: {why}")
 
         def load() -> None:
             with job.precision.put_masters_in_place(loads=True):
-                load_weights(job.model, state["model"], "load_state_dict")
+                # what other ranks have is of no use here
+                rest = job.model.state_dict() if is_part else {}
+                load_weights(job.model, {**rest, **state["model"]}, "load_state_dict")
 
         flow.engine.load_weights(load)
         names = {parameter: name for name, parameter in job.get_trained().items()}
@@ -608,7 +701,17 @@ class Pipeline:
             self._require_parts(batch)
         if self._job is not None and are_joined():
             require_samples(batch, self._job.config.micro_batch_size)
+        if self._is_compiled:
+            self._require_size(batch)
         return batch
+
+    def _require_size(self, batch: List[Microbatch]) -> None:
+        """Raise `ValueError` if a microbatch has another number of samples than the program is compiled for."""
+        sizes = [count_samples(microbatch.x) for microbatch in batch]
+        compiled = sizes[0] if self._job is None else self._job.config.micro_batch_size
+        wrong = [size for size in sizes if size != compiled]
+        if wrong:
+            raise ValueError(f"step: a microbatch of {wrong[0]} samples: must have {compiled}, for which PopTorch compiles")
 
     def _require_parts(self, batch: List[Microbatch]) -> None:
         """Raise `ValueError` if a microbatch lacks what this process needs of it; no example may stand in for that."""
@@ -629,7 +732,12 @@ class Pipeline:
         if method.history is not None:
             return self._require_stage_count()
         here = 1 if config.backend.name == "distributed" else config.replicas
-        return config.gradient_accumulation * here
+        return config.gradient_accumulation * here * self.updates_per_call
+
+    @property
+    def _is_compiled(self) -> bool:
+        """Whether updates are made by a program that PopTorch has compiled."""
+        return self._config.backend.name == "poptorch"
 
     def _require_stage_count(self) -> int:
         """Return the number of stages. Raise `BadInput` if it is needed before the model is divided."""
@@ -753,15 +861,14 @@ class Pipeline:
 
     @contextlib.contextmanager
     def _break_on_error(self, call: str) -> Iterator[None]:
-        """Break the object if an exception leaves the context. Say in which call a lost rank was waited for."""
+        """Break the object if an exception leaves the context. Name the call that a lost rank has not made."""
         try:
-            yield
+            with self._calls.enter(f"step {self.updates}" if call == "step" else call):
+                yield
         except BaseException as error:
             self._is_broken = True
             if isinstance(error, RunFault) and isinstance(error.__cause__, LostRank):
-                number = f" {self.updates - 1}" if call == "step" else ""
-                why = f"this rank waits in {call}{number}, which all ranks must call, in the same order"
-                raise RunFault(f"{error}; {why}") from error.__cause__
+                raise RunFault(f"{error}; {self._calls.explain(error.__cause__.ranks)}") from error.__cause__
             raise
 
     def _call_back(self, update: int, stages: Sequence[int], averaged: bool) -> None:
@@ -774,6 +881,10 @@ class Pipeline:
             parameters = by_stage[stage].parameters if stage in by_stage else []
             for call in self._callbacks:
                 call(number, stage, parameters)
+
+
+def _format_number(value: Optional[float]) -> str:
+    return "None" if value is None else f"{value:.6g}"
 
 
 def _count_stages(model: nn.Module, stages: Any) -> Optional[int]:

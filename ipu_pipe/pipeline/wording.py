@@ -15,6 +15,7 @@ ARGUMENTS: Tuple[Tuple[str, str], ...] = (
     (r"\bbackend\.name[:=] ?(\w+)", r'backend="\1"'),
     (r"\bbackend\.name\b", "backend"),
     (r"backend: \{name: (\w+)\}", r'backend="\1"'),
+    (r"\bbackend\.(device|deadline)\b", r"\1"),
     (r"\bbackend\.(\w+)", r"backend_args.\1"),
     (r"\bgradient_accumulation\b", "microbatches"),
     (r"\bmethod_args(\.|: )warmup\b", "warmup"),

@@ -85,7 +85,7 @@ class TrainingLoop:
             self.loss_trend = LossTrend(job.updates)
         self._write_start()
         self.progress.say(format_opening(job, position.update))
-        self.flow = Flow(job, position.update, takes_early=True)
+        self.flow = Flow(job, position.update, is_planned=True)
         self.engine = engine = self.flow.engine
         keep = job.config.checkpoint.keep if job.config.checkpoint is not None and self.run is not None else None
         self.saver = Saver(self.out / "checkpoints", engine.checkpoint_group, keep)

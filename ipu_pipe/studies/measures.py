@@ -191,7 +191,7 @@ def build_emulated(config: Config) -> Job:
 
 def train_emulated(job: Job, after: Callable[[int, StepResult], None]) -> None:
     """Make all updates. Call `after` following each one, with the number of finished updates and the result."""
-    flow = Flow(job, takes_early=True)
+    flow = Flow(job, is_planned=True)
     try:
         while flow.given < job.updates:
             flow.give()

@@ -265,6 +265,12 @@ class UpdateRules:
         base = float(self._rate(k))
         return np.array([self._stage_rate(stage, k, base) for stage in range(self._stage_count)])
 
+    def get_settings(self, k: int, group: Mapping[str, Any]) -> Dict[str, Any]:
+        """Return the settings of a parameter group for update k, with the learning rate `lr` that the rules make of it."""
+        settings = dict(self._settings(k, group))
+        settings["lr"] = float(self._stage_rate(group["stage"], k, float(settings["lr"])))
+        return settings
+
     def _stage_rate(self, stage: int, k: int, rate: float) -> float:
         """Return the learning rate of one stage; `rate`: the schedule's."""
         for rule, settings in self._rules if k >= self.switch else ():

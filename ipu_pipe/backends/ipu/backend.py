@@ -118,7 +118,7 @@ def list_faults(job: Job) -> List[str]:
     elif not takes_whole_output(job.loss):
         key = "loss: model" if isinstance(job.loss, OwnLoss) else "model.output"
         faults.append(f"{key}: IPUs take a model that gives a tensor: {others}")
-    elif job.updates_per_epoch is None:
+    elif job.updates_per_epoch is None and not job.is_open:
         faults.append(f"data: the training data has no length, which IPUs need: {others}")
     if job.loss_weight is not None and config.gradient_accumulation * config.replicas > 1:
         why = "PopTorch averages an update's microbatches and replicas itself, and all count the same"
@@ -126,7 +126,8 @@ def list_faults(job: Job) -> List[str]:
     complex_buffers = [name for name, buffer in job.model.named_buffers() if buffer.is_complex()]
     if complex_buffers:
         faults.append(f"model: {list_some(complex_buffers)}: complex: IPUs have no complex numbers: {others}")
-    if any(group["lr"] != job.base_rate for group in job.optimizer.param_groups):
+    # a planned run has one rate, of which stages take shares; a caller's loop sets that of each group
+    if not job.is_open and any(group["lr"] != job.base_rate for group in job.optimizer.param_groups):
         faults.append("optimizer: parameter groups with different learning rates: not with backend.name poptorch: must have one")
     if faults:
         return faults

@@ -15,6 +15,7 @@ import time
 from collections import deque
 from typing import Any, Deque, Dict, Iterator, List, Optional, Tuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -86,9 +87,9 @@ class Messages:
 
 
 class BlockEngine(Engine):
-    """Train this process's block, which is updated once per `updates_per_call` updates of the run.
+    """Train this process's block, which is updated once per several updates (`block_accumulation`) of the run.
 
-    Rank 0 runs ahead up to the next evaluation or checkpoint, so that no block is idle.
+    A call of `give` has as many updates as all blocks make whole steps of.
     """
 
     def __init__(self, job: Job, first_update: int) -> None:
@@ -104,14 +105,22 @@ class BlockEngine(Engine):
         if several:
             raise BadInput(f"stages: several tensors cross to block {several[0] + 1}: must be one, or backend.ipu.local fused")
         block_accumulation = job.config.method_settings().get("block_accumulation") or [1] * self.depth
-        self.updates_per_call, self._ahead = block_accumulation[self.rank], self.depth + max(block_accumulation)
+        self._block_updates = block_accumulation[self.rank]
+        # evaluations, checkpoints and the end come after multiples of it
+        self.updates_per_call = int(np.lcm.reduce(block_accumulation))
         self._first = self._done = first_update
         # update -> (loss, right labels, counted labels) of this block
         self._results: Dict[int, torch.Tensor] = {}
         self._timeline = CallTimes(job.traced_updates, self.rank, self.rank)
         # type of the activations
         self._type = torch.float16 if job.config.precision.startswith("16") else torch.float32
-        self.messages = Messages(SENDS_IN_FLIGHT * (1 + self.updates_per_call))
+        self.messages = Messages(SENDS_IN_FLIGHT * (1 + self._block_updates))
+        # rank 0 is at most so many results late, so that no block ever waits until it receives one
+        self._late_results = self.depth + self.updates_per_call
+        self._result_messages = Messages(self._late_results + self.updates_per_call)
+        # on rank 0, the results that were received and not taken
+        self._received_before = first_update
+        self._received: Dict[int, StepResult] = {}
         # an input microbatch of this block
         self.example = job.example[0]
         if self.rank:
@@ -129,7 +138,7 @@ class BlockEngine(Engine):
             config = config.model_copy(update={"backend": config.backend.model_copy(update={"ipu": ipu})})
         ipu_id = ids[self.rank] if ids else self.rank if local is None else local
         seed = derive_seed(config.seed, "ipu", self._first, self.rank) % 2**32
-        accumulation = config.gradient_accumulation * self.updates_per_call
+        accumulation = config.gradient_accumulation * self._block_updates
         with torch.random.fork_rng(devices=[]):
             return make_options(config, self.job.method, Placement((0,)), training, seed, None, ipu_id, accumulation)
 
@@ -144,15 +153,35 @@ class BlockEngine(Engine):
 
     # ---- training
 
-    def step(self, k: int, read: bool = True) -> List[StepResult]:
+    def give(self, k: int, cut: float) -> None:
+        """Train this block for the updates of the call that begins with update k; do nothing at the call's other updates."""
+        if k % self.updates_per_call:
+            return
         with describe_block_errors(self.rank, f"update {k}"):
-            until = k + 1
-            if self.is_main:
-                until = min(k + 1 + self._ahead, self.job.schedule.get_drain_interval(k)[1])
-            while self._done < until:
-                self._train(range(self._done, self._done + self.updates_per_call))
-                self._done += self.updates_per_call
-            return [self._collect_result(k)]
+            for first in range(k, k + self.updates_per_call, self._block_updates):
+                self._train(range(first, first + self._block_updates))
+            self._done = k + self.updates_per_call
+            self._receive_results(self._done - self._late_results)
+
+    def take(self, k: int) -> StepResult:
+        if not self.is_main:
+            return StepResult(float("nan"), None, self.job.global_batch_size)
+        with describe_block_errors(self.rank, f"update {k}"):
+            self._receive_results(k + 1)
+        return self._received.pop(k)
+
+    def _receive_results(self, end: int) -> None:
+        """Receive on rank 0 the results of the updates before `end` from all blocks."""
+        while self.is_main and self._received_before < end:
+            k = self._received_before
+            self._received[k] = self._collect_result(k)
+            self._received_before = k + 1
+
+    def finish(self, batches: int) -> None:
+        """Do nothing: the blocks have trained all batches that were given."""
+
+    def reopen(self, update: int, is_loaded: bool = False) -> None:
+        """Do nothing: the next call goes on with the weights on the devices."""
 
     def _train(self, updates: range) -> None:
         """Update this block once for `updates` in one call; send its activations to the next block, and its results to rank 0."""
@@ -163,7 +192,7 @@ class BlockEngine(Engine):
         _, losses, *more_outputs = self.executors.call(updates, updates[-1], convert_input(x, job.config.precision), y)
         if not self._is_last:
             sent = self.messages.sent
-            for k, part in zip(updates, more_outputs.pop().chunk(self.updates_per_call)):
+            for k, part in zip(updates, more_outputs.pop().chunk(self._block_updates)):
                 sent[0], sent[1] = sent[0] + part.numel() * part.element_size(), sent[1] + 1
                 self._send(part, k + 1)
         means = losses.double().reshape(len(updates), -1).mean(dim=1)
@@ -176,12 +205,10 @@ class BlockEngine(Engine):
             if self.is_main:
                 self._results[k] = row
             else:
-                self.messages.post(row, 0, RESULT_TAG + k)
+                self._result_messages.post(row, 0, RESULT_TAG + k)
 
     def _collect_result(self, k: int) -> StepResult:
-        """Return the result of update k; rank 0 receives the other blocks' results."""
-        if not self.is_main:
-            return StepResult(float("nan"), None, self.job.global_batch_size)
+        """Return the result of update k from those of all blocks, which rank 0 receives."""
         rows = [self._results.pop(k)]
         for source in range(1, self.depth):
             rows.append(torch.empty(3, dtype=torch.float64))

@@ -8,18 +8,18 @@ and updates, which is both gpipe and pipedream_flush. The executors are the two 
 user's model, into which weights are copied back at evaluations, at checkpoints and at the end.
 
 After a device error that PopTorch calls recoverable, the engine makes new executors from the state of the last checkpoint and
-repeats the updates since then.
+repeats the updates since then. In a loop of the caller's own such an error ends the run, since its batches are not kept.
 
 Tested against tests/poptorch_double; not run on hardware.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import sys
 import time
-from collections import deque
-from typing import Any, Callable, Deque, List, Optional, TypeVar
+from typing import Any, Callable, Dict, Iterator, List, Optional, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,7 +34,14 @@ from ipu_pipe.backends.ipu.executors import (
     forget_frames,
 )
 from ipu_pipe.backends.ipu.feed import Calls, Feed, fill_up, split_into_calls, trim_output
-from ipu_pipe.backends.ipu.optimizer import count_state_bytes, export_state, import_state
+from ipu_pipe.backends.ipu.optimizer import (
+    LOADED,
+    RESUMED,
+    count_state_bytes,
+    export_state,
+    import_state,
+    require_compiled_settings,
+)
 from ipu_pipe.backends.ipu.options import make_options
 from ipu_pipe.backends.ipu.placement import is_pipelined, place_stages, read_poprun_share, round_up_ipus
 from ipu_pipe.backends.ipu.profile import CallTimes, read_profiles
@@ -55,7 +62,8 @@ Result = TypeVar("Result")
 class PoptorchEngine(Engine):
     """The executors of this process's replicas, their data loader, and the snapshot from which new ones start."""
 
-    makes_updates_at_once = True
+    # PopTorch flushes its pipeline at each update
+    makes_updates_at_once = is_empty_after_calls = True
 
     def __init__(self, job: Job, first_update: int) -> None:
         import poptorch
@@ -63,9 +71,7 @@ class PoptorchEngine(Engine):
         super().__init__(job)
         self.ipu = job.config.ipu
         self.updates_per_call = job.config.updates_per_call
-        if first_update % self.updates_per_call:
-            why = f"must divide the {first_update} updates that are done"
-            raise BadInput(f"backend.ipu.device_iterations: {self.updates_per_call}: {why}")
+        self._require_call(first_update)
         self._share = read_poprun_share(job.config)
         self.is_main = self._share.first == 0
         # number of other poprun instances; if there are any, a device error ends the run: they cannot restart together
@@ -74,12 +80,13 @@ class PoptorchEngine(Engine):
         blocks = get_blocks(job.model)
         self._loss_count = 1 if blocks is None else len(blocks.heads) + 1
         start = {name: value.detach().clone() for name, value in job.model.state_dict().items()}
-        self._last_snapshot = Snapshot(first_update, start, import_state(job.optimizer, self.ipu))
+        place = "optimizer: its state" if job.is_open else RESUMED
+        self._last_snapshot = Snapshot(first_update, start, import_state(job.optimizer, self.ipu, place))
         self._updates_done = first_update
-        self._may_retry = True
+        self._may_retry = not job.is_open
         if self._other_instances:
             self.newest_model = None
-        self._results: Deque[StepResult] = deque()
+        self._results: Dict[int, StepResult] = {}
         self._timeline = CallTimes(job.traced_updates)
         # PopVision's system trace is written if the SDK's libpvti is installed and PVTI_OPTIONS is set
         self._channel = poptorch.profiling.Channel("ipu_pipe")
@@ -171,34 +178,74 @@ class PoptorchEngine(Engine):
         """Return the fault for a device error after which this run cannot retry."""
         forget_frames(error)
         times = " for the second time since the last checkpoint"
-        remedy = "do what it asks for (vipu reset partition, gc-reset)"
+        remedy, then = "do what it asks for (vipu reset partition, gc-reset)", "go on with --resume"
         if self._other_instances:
             times, remedy = "", "the other instances cannot retry: do what it asks for"
+        if self.job.is_open:
+            times, then = "", "load the last state_dict into a new pipeline"
+            remedy = f"a loop's batches are not kept, so no update can be repeated: {remedy}"
         return RunFault(
             f"poptorch: after update {self._updates_done}: device error ({error.recovery_action}){times}: "
             f"{describe_error(error)}: "
-            f"{remedy}, then go on with --resume"
+            f"{remedy}, then {then}"
         )
 
     # ---- the interface of an engine
 
     def give(self, k: int, cut: float) -> None:
-        # the call at its first update has made the others of a call
-        if k < self._updates_done:
+        """Make the updates of the call that begins with update k; do nothing at the call's other updates."""
+        if k % self.updates_per_call:
             return
+        assert k == self._updates_done, f"update {self._updates_done} is next, not {k}"
+        require_compiled_settings(self.job.optimizer, self.job.rules, k)
         with self._channel.tracepoint(f"update {k}"):
-            self._results.extend(self._run_with_retry(lambda executors: self._call(executors, k)))
+            results = self._run_with_retry(lambda executors: self._call(executors, k))
+        self._results.update(enumerate(results, k))
         self._updates_done += self.updates_per_call
         self.newest_model = None
 
     def take(self, k: int) -> StepResult:
-        return self._results.popleft()
+        return self._results.pop(k)
 
     def finish(self, batches: int) -> None:
-        """Do nothing: PopTorch's pipeline is empty after each call."""
+        """Do nothing: PopTorch has flushed its pipeline."""
 
     def reopen(self, update: int, is_loaded: bool = False) -> None:
-        """Do nothing: the next call goes on with the weights on the device."""
+        # without a loaded state the executors go on: PopTorch's pipeline is empty after each update
+        if not is_loaded:
+            return
+        self._require_call(update)
+        model = {name: value.detach().clone() for name, value in self.job.model.state_dict().items()}
+        optimizer = import_state(self.job.optimizer, self.ipu, LOADED)
+        self._last_snapshot = Snapshot(update, model, optimizer)
+        self._updates_done = update
+        self._drop()
+        self._start()
+
+    def predict(self, x: Any) -> Any:
+        return self._run_with_retry(lambda executors: self._compute_outputs(executors, x))
+
+    def _compute_outputs(self, executors: Executors, x: torch.Tensor) -> torch.Tensor:
+        """Return the model's output for inputs of any number of samples, computed by the inference model."""
+        executors.begin_evaluation()
+        outputs = []
+        for part in x.split(executors.rows):
+            output = executors.infer(fill_up(part, executors.rows))[-1]
+            outputs.append(trim_output(output, len(part)))
+        executors.end_evaluation()
+        return torch.cat(outputs)
+
+    @contextlib.contextmanager
+    def hold_whole_model(self, everywhere: bool = True) -> Iterator[None]:
+        if self.newest_model is None:
+            self._load_newest_weights()
+        yield
+
+    def _require_call(self, update: int) -> None:
+        """Raise `BadInput` if no call begins with this update."""
+        if update % self.updates_per_call:
+            why = f"must divide the {update} updates that are done"
+            raise BadInput(f"backend.ipu.device_iterations: {self.updates_per_call}: {why}")
 
     def _call(self, executors: Executors, k: int) -> List[StepResult]:
         """Make the updates k to k + D - 1 in one call; return mean losses and accuracies over the outputs of the output mode."""
@@ -219,7 +266,9 @@ class PoptorchEngine(Engine):
         results = []
         for i in range(iterations):
             row, counts = means[min(i, row_count - 1)].tolist(), counts_of_right[min(i, row_count - 1)].tolist()
-            refuse_nonfinite(job, k + i, row)
+            # a caller's loop refuses it when the update leaves
+            if not job.is_open:
+                refuse_nonfinite(job, k + i, row)
             by_block = tuple((loss, n / max(total, 1) if accuracy_outputs else None) for loss, (n, total) in zip(row, counts))
             results.append(StepResult(*by_block[-1], job.global_batch_size, by_block if blocks > 1 else ()))
         return results
@@ -229,8 +278,7 @@ class PoptorchEngine(Engine):
         start = time.perf_counter_ns()
         with self._channel.tracepoint("evaluate"):
             results = self._run_with_retry(lambda executors: self._evaluate_batches(executors, split))
-            done = self._updates_done
-            self._load_into_model(self._run_with_retry(lambda executors: executors.snapshot(done, with_optimizer=False)))
+            self._load_newest_weights()
         self._timeline.add("evaluate", self._updates_done, start, time.perf_counter_ns())
         return results
 
@@ -263,12 +311,18 @@ class PoptorchEngine(Engine):
         with self._channel.tracepoint("checkpoint"):
             self._last_snapshot = self._run_with_retry(lambda executors: executors.snapshot(self._updates_done))
         self._load_into_model(self._last_snapshot)
-        self._may_retry = True
+        self._may_retry = not self.job.is_open
         self._timeline.add("checkpoint", self._updates_done, start, time.perf_counter_ns())
         return CheckpointState(self._last_snapshot.model, *self._export()) if self.is_main else None
 
     def _export(self) -> Any:
         return export_state(self._last_snapshot.optimizer, list(self.names.values()))
+
+    def _load_newest_weights(self) -> None:
+        """Copy the weights that the IPUs have now into the user's model."""
+        done = self._updates_done
+        snapshot = self._run_with_retry(lambda executors: executors.snapshot(done, with_optimizer=False))
+        self._load_into_model(snapshot)
 
     def _load_into_model(self, snapshot: Snapshot) -> None:
         """Copy a snapshot's weights into the user's model."""

@@ -11,6 +11,8 @@ import torch
 
 from ipu_pipe.backends.ipu.feed import convert_input, fill_up
 from ipu_pipe.backends.ipu.optimizer import (
+    LOADED,
+    RESUMED,
     IpuState,
     read_state,
     set_rates,
@@ -106,7 +108,9 @@ class Executors:
         names = {p: name for name, p in job.model.named_parameters()}
         norm = clip.norm if clip else None
         self.optimizer: Any = translate_optimizer(job.optimizer, names, trained, ipu, first_update, norm)
-        set_rates(self.optimizer, job.rules.rates(first_update))
+        # an open run's are known when its first batch is given; until then the groups have those of the build
+        if not job.is_open:
+            set_rates(self.optimizer, job.rules, first_update)
         self.training_options = make_options(True)
         self.training: Any = poptorch.trainingModel(wrapped, self.training_options, self.optimizer)
         self.inference: Any = None
@@ -126,12 +130,13 @@ class Executors:
                 self.compile(x, y)
                 # only the compiled model tells the names of its optimizer state
                 if not self._starts_anew:
-                    write_state(self.training, self.optimizer, self._saved)
+                    place = LOADED if self.job.is_open else RESUMED
+                    write_state(self.training, self.optimizer, self._saved, place)
                 self._saved = None
             if not self.training.isAttachedToDevice():
                 self.training.attachToDevice()
             scaling = self.job.config.ipu.get_loss_scaling(rates_of)
-            update_optimizer(self.training, self.optimizer, self.job.rules.rates(rates_of), scaling)
+            update_optimizer(self.training, self.optimizer, self.job.rules, rates_of, scaling)
             start_ns = time.perf_counter_ns()
             outputs: Sequence[torch.Tensor] = self.training(x, y)
         end_ns = time.perf_counter_ns()

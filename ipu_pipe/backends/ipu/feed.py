@@ -74,8 +74,8 @@ class Calls(Dataset):  # type: ignore[type-arg]
     def _read_update(self, k: int) -> List[Tuple[torch.Tensor, torch.Tensor]]:
         """Return inputs and labels of update k, as one pair if the source can read microbatches together."""
         config = self._config
-        assert self._per_epoch is not None, "data without a length is refused before"
-        epoch, within = divmod(k, self._per_epoch)
+        # a caller's loop gives its microbatches by one number, without epochs
+        epoch, within = (0, k) if self._per_epoch is None else divmod(k, self._per_epoch)
         microbatches = range(within * config.gradient_accumulation, (within + 1) * config.gradient_accumulation)
         indices = [m * config.replicas + replica for m in microbatches for replica in self._replicas]
         read_together = getattr(self._data, "train_batches", None)

@@ -8,7 +8,7 @@ Sources: PopTorch, branch sdk-release-3.4 (dispatchers/JitDispatch.cpp: integer 
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Dict, Iterator, List, Mapping, NamedTuple, Sequence, Set, Tuple
+from typing import Any, Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple
 
 import torch
 from torch import nn
@@ -37,7 +37,8 @@ class ModelFacts(NamedTuple):
     `counters`: integer buffers that it writes. `optimizer`: kind (`list_kinds`) and parameter groups. `functions`: classes of
     torch.autograd.Function in the gradient's path. `ungraded`: operations inside torch.no_grad() through which a gradient would
     flow without it. `fixed_norms`: normalizations that use their running statistics (evaluation mode) in the gradient's path.
-    `biased_convolutions`: names of modules. `input_type`: dtype of the model's input.
+    `biased_convolutions`: names of modules. `input_type`: dtype of the model's input. `updates`, `updates_per_epoch`: None of an
+    open run, whose batches a caller's loop gives.
     """
 
     stages: int
@@ -46,8 +47,8 @@ class ModelFacts(NamedTuple):
     empty: Sequence[int]
     written: Sequence[str]
     optimizer: Tuple[str, Sequence[Mapping[str, Any]]]
-    updates: int
-    updates_per_epoch: int
+    updates: Optional[int]
+    updates_per_epoch: Optional[int]
     counters: Sequence[str] = ()
     functions: Sequence[str] = ()
     ungraded: Sequence[str] = ()
@@ -105,7 +106,6 @@ def observe_model(job: Job) -> ModelFacts:
         now = dict(model.named_buffers())
         written = [name for name, (t, old) in before.items() if now[name] is not t or not torch.equal(t, old)]
     functions = sorted(set(_find_functions(loss)))
-    assert job.updates_per_epoch is not None, "data without a length is refused before"
     return ModelFacts(
         stages=len(part),
         shared={name: sorted(stages) for name, stages in users.items() if len(stages) > 1},
@@ -113,7 +113,7 @@ def observe_model(job: Job) -> ModelFacts:
         empty=sorted(set(range(1, len(part))) - set(part.begins.values())),
         written=[name for name in written if before[name][0].is_floating_point()],
         optimizer=(list_kinds(job.optimizer)[0], job.optimizer.param_groups),
-        updates=job.updates,
+        updates=None if job.is_open else job.updates,
         updates_per_epoch=job.updates_per_epoch,
         counters=[name for name in written if not before[name][0].is_floating_point() and not _is_counted(model, name)],
         functions=functions,

@@ -13,6 +13,7 @@ from ipu_pipe.backends.ipu.unsupported import ACCUMULATORS
 from ipu_pipe.errors import BadInput
 from ipu_pipe.model.stages import Partition
 from ipu_pipe.text import list_some
+from ipu_pipe.update.apply import UpdateRules
 from ipu_pipe.update.optimizer import list_kinds
 
 # optimizer -> the settings of a group that PopTorch gets, with the type that it expects
@@ -41,7 +42,9 @@ def translate_optimizer(
         chosen = [trained[names[p]] for p in group["params"] if p in names and names[p] in trained]
         if chosen:
             settings = {key: convert(group[key]) for key, convert in SETTINGS[kind].items()}
-            groups.append({"params": chosen, "stage": group["stage"], **settings})
+            # by these `set_rates` finds the group's learning rate
+            place = {key: group[key] for key in ("stage", "member")}
+            groups.append({"params": chosen, **place, **settings})
     if not groups:
         raise BadInput("model: it has no parameter that needs a gradient here: nothing to train")
     settings = {key: groups[0][key] for key in SETTINGS[kind]}
@@ -64,20 +67,32 @@ def translate_optimizer(
     return translated
 
 
-def set_rates(optimizer: Any, rates: Any) -> bool:
-    """Set the learning rate of every group to its stage's entry of `rates` (P,); return whether any rate changed."""
+def set_rates(optimizer: Any, rules: UpdateRules, k: int) -> bool:
+    """Set the learning rate of every group to that of update k; return whether any rate changed."""
     before = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
-        group["lr"] = float(rates[group["stage"]])
+        group["lr"] = rules.get_settings(k, group)["lr"]
     return before != [group["lr"] for group in optimizer.param_groups]
 
 
-def update_optimizer(executor: Any, optimizer: Any, rates: Any, loss_scaling: float) -> None:
-    """Set the learning rates and the loss scaling of the next call if they change.
+def require_compiled_settings(optimizer: torch.optim.Optimizer, rules: UpdateRules, k: int) -> None:
+    """Raise `BadInput` if a setting of update k besides the learning rate differs from that with which the graph is compiled.
+
+    `optimizer`: the job's, with the settings of the time when it was built.
+    """
+    for group in optimizer.param_groups:
+        for key, value in rules.get_settings(k, group).items():
+            if key != "lr" and value != group[key]:
+                why = f"PopTorch compiled it as a constant, {group[key]}: only the learning rate may change"
+                raise BadInput(f"optimizer.{key}: {value}: {why}")
+
+
+def update_optimizer(executor: Any, optimizer: Any, rules: UpdateRules, k: int, loss_scaling: float) -> None:
+    """Set the learning rates of update k and the loss scaling for the next call if they change.
 
     The executor must be attached: PopTorch asserts that detached state is not changed on both sides.
     """
-    changed = set_rates(optimizer, rates)
+    changed = set_rates(optimizer, rules, k)
     if loss_scaling != optimizer.loss_scaling:
         saved = read_state(optimizer)
         optimizer.loss_scaling = loss_scaling
@@ -93,8 +108,19 @@ def update_optimizer(executor: Any, optimizer: Any, rates: Any, loss_scaling: fl
 STATE, SCALE = "ipu_state", "velocity_scaling"
 # PopART's prefixes of SGD's velocity, without and with use_combined_accum
 SEPARATE, COMBINED = "Accl1___", "Accl___"
-_ANEW = "start anew from its weights (init_from: .../model.safetensors)"
-_GO_ON = f"resume with the backend.ipu keys that it was written with, or {_ANEW}"
+# where a state comes from, in faults
+RESUMED, LOADED = "--resume: the checkpoint's optimizer state", "load_state_dict: the optimizer state"
+
+
+def _describe_new_start(place: str) -> str:
+    """Return the remedy for a state that cannot be loaded; `place`: where it comes from."""
+    if place == RESUMED:
+        return "start anew from its weights (init_from: .../model.safetensors)"
+    return "start anew from its weights, with a new optimizer"
+
+
+def _describe_going_on(place: str) -> str:
+    return f"go on with the backend.ipu keys that it was written with, or {_describe_new_start(place)}"
 
 
 class IpuState(NamedTuple):
@@ -116,10 +142,11 @@ def read_state(optimizer: Any) -> Optional[IpuState]:
     return IpuState({key: value.detach().cpu().clone() for key, value in tensors.items()}, scale) if tensors else None
 
 
-def write_state(executor: Any, optimizer: Any, saved: Optional[IpuState]) -> None:
+def write_state(executor: Any, optimizer: Any, saved: Optional[IpuState], place: str = RESUMED) -> None:
     """Give the optimizer with the state `saved` to a compiled and attached executor, with velocities in its own scale.
 
-    Raise `BadInput` if a name is missing or a shape differs, of which PopTorch would only warn.
+    Raise `BadInput` if a name is missing or a shape differs, of which PopTorch would only warn. `place`: where the state comes
+    from, for the fault.
     """
     present = read_state(optimizer)
     if present is not None:
@@ -129,7 +156,7 @@ def write_state(executor: Any, optimizer: Any, saved: Optional[IpuState]) -> Non
         missing = [n for n, value in needed.items() if n not in saved.tensors or saved.tensors[n].shape != value.shape]
         if missing:
             some = list_some(missing, 2)
-            raise BadInput(f"--resume: the checkpoint's optimizer state has no {some} of the shape that this run keeps: {_GO_ON}")
+            raise BadInput(f"{place} has no {some} of the shape that this run keeps: {_describe_going_on(place)}")
         state = {}
         for name, value in present.tensors.items():
             tensor = saved.tensors.get(name, value)
@@ -156,8 +183,10 @@ def export_state(saved: Optional[IpuState], names: Sequence[str]) -> Tuple[Dict[
     return {make_key(STATE, key): value for key, value in saved.tensors.items()}, {make_key(SCALE, ""): saved.scale}
 
 
-def import_state(optimizer: torch.optim.Optimizer, ipu: IpuConfig) -> Optional[IpuState]:
+def import_state(optimizer: torch.optim.Optimizer, ipu: IpuConfig, place: str = RESUMED) -> Optional[IpuState]:
     """Remove the state that a checkpoint put into the job's optimizer and return it; None if there is none.
+
+    `place`: where the state comes from, for faults.
 
     Raise `BadInput` for the state of torch's own optimizers, which PopTorch cannot load, and for velocities that this run's SGD
     would misread.
@@ -168,8 +197,8 @@ def import_state(optimizer: torch.optim.Optimizer, ipu: IpuConfig) -> Optional[I
             prefix, section, key = (*str(entry).split(":", 2), "", "")[:3]
             if prefix != POPTORCH_PREFIX and value is not None:
                 raise BadInput(
-                    "--resume: the checkpoint's optimizer state is torch.optim's, of which PopTorch can load none: go on "
-                    f"with the backend that wrote it, or {_ANEW}"
+                    f"{place} is torch.optim's, of which PopTorch can load none: go on with the backend that wrote it, or"
+                    f" {_describe_new_start(place)}"
                 )
             if section == STATE:
                 tensors[key.replace("|", "/")] = value
@@ -183,9 +212,10 @@ def import_state(optimizer: torch.optim.Optimizer, ipu: IpuConfig) -> Optional[I
         why = ""
         if any(name.startswith(SEPARATE if ipu.use_combined_accum else COMBINED) for name in tensors):
             key = "use_combined_accum"
-            why = f"the checkpoint's velocities are of the other variant, which PopTorch would drop: {_GO_ON}"
+            why = f"the checkpoint's velocities are of the other variant, which PopTorch would drop: {_describe_going_on(place)}"
         elif scale is None and ipu.loss_scaling != 1.0:
-            key, why = "loss_scaling", f"the checkpoint does not say the loss scaling of its velocities: {_ANEW}"
+            key = "loss_scaling"
+            why = f"the checkpoint does not say the loss scaling of its velocities: {_describe_new_start(place)}"
         if why:
             raise BadInput(f"backend.ipu.{key}: {str(getattr(ipu, key)).lower()}: {why}")
     return IpuState(tensors, scale)

@@ -204,8 +204,22 @@ def check_model(config: Config, method: Method, facts: ModelFacts, local_replica
         if faults:
             return faults
         cases = _list_stage_cases(config, method, facts, local_replicas is not None)
-    model_cases = _list_model_cases(config, facts, local_replicas is not None)
+    model_cases = [*_list_model_cases(config, facts, local_replicas is not None)]
+    if facts.updates is None:
+        model_cases += _list_loop_cases(config, local_replicas is not None)
     return describe_cases(config, [*cases, *model_cases, *_list_optimizer_cases(*facts.optimizer, config)])
+
+
+def _list_loop_cases(config: Config, is_one_of_several: bool) -> Iterator[Case]:
+    """Yield the cases of options with which a loop of the caller's own, which gives the batches itself, cannot drive IPUs."""
+    ipu = config.ipu
+    why = "a loop of your own drives all IPUs from one process: must be fused"
+    yield Case(ipu.local == "decoupled", "ipu.local", why)
+    why = "a loop of your own drives the IPUs of one process: start it without poprun's --num-instances"
+    yield Case(is_one_of_several, "backend.name", why)
+    why = "a loop of your own loads the data: must be sync"
+    yield Case(ipu.data_loading.mode == "async", "ipu.data_loading.mode", why)
+    yield Case(ipu.compile_only, "ipu.compile_only", "a loop of your own runs its steps: must be false")
 
 
 def _list_decoupled_cases(config: Config, facts: ModelFacts) -> Iterator[Case]:
@@ -240,13 +254,15 @@ def _list_stage_cases(config: Config, method: Method, facts: ModelFacts, is_one_
 def _list_model_cases(config: Config, facts: ModelFacts, is_one_of_several: bool) -> Iterator[Case]:
     """Yield the cases of options that do not fit the model's buffers or the number of updates, and of unsupported operations."""
     iterations, every = config.ipu.device_iterations, config.evaluate.interval(facts.updates_per_epoch)
+    # a caller's loop gives whole calls
+    updates = facts.updates or 0
     writes = facts.written and config.replicas > 1 and config.ipu.broadcast_buffers
     why = f"training writes {list_some(facts.written, 3)} on each replica: must be false (the first's count), or GroupNorm"
     yield Case(writes, "ipu.broadcast_buffers", why)
-    why = f"the updates of a call: must divide the run's {facts.updates} (steps, epochs)"
-    yield Case(facts.updates % iterations, "ipu.device_iterations", why)
+    why = f"the updates of a call: must divide the run's {updates} (steps, epochs)"
+    yield Case(updates % iterations, "ipu.device_iterations", why)
     why = f"must divide the {every} updates between evaluations (evaluate.every)"
-    yield Case(every < facts.updates and every % iterations, "ipu.device_iterations", why)
+    yield Case(every < updates and every % iterations, "ipu.device_iterations", why)
     # weights are sharded over a process's own replicas
     if is_one_of_several:
         yield from _list_location_cases(config)

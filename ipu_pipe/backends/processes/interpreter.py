@@ -55,8 +55,8 @@ def list_actions(work: Work, kind: Kind, stage: int, together: Sequence[int]) ->
     """Yield a stage's actions of one kind in the order of their slots, some batches at a time.
 
     Input gradients include the whole backwards of a schedule that mixes whole and split ones: they need and send the same
-    messages. `together`: the stages that are updated together with this one, in the slot of the last of them. If there are
-    several, the method flushes, so no pass lies between these slots.
+    messages. `together`: the stages whose gradients the update needs too, in the slot of the last of them. If there are
+    several, no pass of this stage lies between these slots.
     """
     schedule, here = work.schedule, slice(stage, stage + 1)
     is_half = kind in (Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
@@ -158,6 +158,10 @@ class Interpreter:
         """Yield a stage's actions of one kind, and announce the messages that they need."""
         s, update = stage.model.stage, self._updates[stage.model.stage]
         together = [member.model.stage for member in update.stages]
+        structure = self._work.method.structure
+        if structure is not None and structure.overlap and s + 1 < self.layout.stages:
+            # the update needs the next stage's gradient of the shared layer, so it comes in the slot of that
+            together.append(s + 1)
         list_needs = partial(update.list_needs, stage) if kind is Kind.UPDATE else partial(stage.list_needs, kind)
         for actions in list_actions(self._work, kind, s, together):
             self.mail.expect(need for action in actions for need in list_needs(action.number))

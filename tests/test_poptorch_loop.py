@@ -1,0 +1,434 @@
+"""A loop of one's own over `Pipeline` on the double of PopTorch gives the weights of `train` there, and the emulator's.
+
+Nothing here ran on an IPU.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from pathlib import Path
+from typing import Any, Dict, List, NamedTuple, Tuple
+
+import pytest
+import torch
+from torch import nn
+
+import ipu_pipe
+from ipu_pipe.backends.ipu.model_facts import ModelFacts
+from ipu_pipe.backends.ipu.unsupported import check_model
+from ipu_pipe.backends.table import make_engine
+from ipu_pipe.errors import BadInput, Divergence, RunFault
+from ipu_pipe.pipeline.build import build
+from ipu_pipe.schedule.methods import resolve_method
+from tests.support.ipu_runs import Source, make_config, make_model, run
+from tests.support.runs import assert_close, assert_same, read_column, read_weights
+
+pytest_plugins = ["poptorch_double"]  # the fixture `poptorch`
+
+UPDATES = 6
+SAMPLES = 2  # of a microbatch
+SGD: Dict[str, Any] = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}
+
+
+class Case(NamedTuple):
+    """A training of `UPDATES` updates; `ipu`: the section `backend.ipu`; `others`: arguments that a config has too."""
+
+    method: str = "gpipe"
+    name: str = "mlp"
+    microbatches: int = 16
+    replicas: int = 1
+    per_call: int = 1
+    ipu: Dict[str, Any] = {}
+    others: Dict[str, Any] = {}
+    optimizer: Any = torch.optim.SGD
+    settings: Dict[str, Any] = SGD
+    clip: Any = None
+
+
+RESIDUAL_STAGES = ["1", "2", "4"]
+TWO_REPLICAS = {"broadcast_buffers": False, "auto_round_num_ipus": True}
+CASES: Dict[str, Case] = {
+    "gpipe": Case(others={"stages": RESIDUAL_STAGES}, name="residual"),
+    "pipedream_flush": Case("pipedream_flush", optimizer=torch.optim.AdamW, settings={"lr": 0.01, "weight_decay": 0.1}),
+    "sharded": Case("naive", microbatches=2),
+    "clipped": Case(clip=(0.1, "global")),
+    "replicas": Case(replicas=2, ipu=TWO_REPLICAS),
+    "calls of 2": Case(per_call=2),
+    "calls of 3, replicas": Case(replicas=2, per_call=3, ipu=TWO_REPLICAS),
+    "local losses": Case("local_greedy"),
+    "local losses, calls of 2": Case("local_greedy", per_call=2),
+    "rates by block": Case("local_greedy", others={"method_args": {"block_rates": [1, 0.5, 2, 1]}}),
+    "last layers": Case("last_layers"),
+    "loss scaling": Case(ipu={"loss_scaling": [[0, 2.0], [2, 64.0]]}),
+}
+
+
+def compute_factor(k: int) -> float:
+    """Return the share of the learning rate in update k."""
+    return 1.0 / (1 + k / 4)
+
+
+def make_batch(case: Case, k: int) -> Tuple[torch.Tensor, torch.Tensor]:
+    """Return the batch of update k: of each replica the microbatches that `train` reads, one replica after another."""
+    source, count = Source(), case.replicas
+    first = k * case.microbatches
+    numbers = [(first + i) * count + r for r in range(count) for i in range(case.microbatches)]
+    parts = [source.train_batch(0, number, SAMPLES) for number in numbers]
+    return torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])
+
+
+class Loop:
+    """A loop of one's own over a case, on PopTorch's double or the emulator; a call of the double has several updates."""
+
+    def __init__(self, case: Case, backend: str = "poptorch", **keys: Any) -> None:
+        self.case, self.is_on_ipus = case, backend == "poptorch"
+        self.model = make_model(case.name)
+        self.optimizer = case.optimizer(self.model.parameters(), **case.settings)
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, compute_factor)
+        arguments: Dict[str, Any] = {"clip": case.clip, "replicas": case.replicas, **case.others, **keys}
+        if self.is_on_ipus:
+            arguments["backend_args"] = {"ipu": {"device_iterations": case.per_call, **case.ipu}}
+        self.pipe = ipu_pipe.Pipeline(
+            self.model,
+            nn.functional.cross_entropy,
+            self.optimizer,
+            case.method,
+            microbatches=case.microbatches,
+            backend=backend,
+            **arguments,
+        )
+        self.losses: List[Any] = []
+
+    def run(self, first: int = 0, last: int = UPDATES) -> None:
+        """Make these updates; the updates of a call have the learning rate of its first."""
+        given = self.pipe.updates_per_call
+        for begin in range(first, last, self.case.per_call):
+            batches = [make_batch(self.case, k) for k in range(begin, begin + self.case.per_call)]
+            for number in range(0, len(batches), given):
+                together = batches[number : number + given]
+                x, y = (torch.cat(parts) for parts in zip(*together))
+                updates = self.pipe.step(x, y)
+                if self.is_on_ipus:
+                    assert [update.index for update in updates] == list(range(begin, begin + given))
+                self.losses += [update.loss for update in updates]
+            for _ in batches:
+                self.scheduler.step()
+
+    def close(self) -> Dict[str, torch.Tensor]:
+        self.losses += [update.loss for update in self.pipe.close()]
+        return dict(self.model.state_dict())
+
+
+def train_on_double(case: Case, folder: Path) -> Dict[str, torch.Tensor]:
+    """Train the case by `train`, and return the weights."""
+    clip = None if case.clip is None else {"norm": case.clip[0], "scope": case.clip[1]}
+    settings = make_config(
+        case.method,
+        "poptorch",
+        {"device_iterations": case.per_call, **case.ipu},
+        gradient_accumulation=case.microbatches,
+        replicas=case.replicas,
+        checkpoint={"every": UPDATES},
+        clip=clip,
+        **case.others,
+    )
+    run(
+        settings,
+        folder,
+        case.name,
+        optimizer=lambda groups: case.optimizer(groups, **case.settings),
+        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, compute_factor),
+    )
+    return read_weights(folder)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_loop_gives_the_weights_of_train_and_of_the_emulator(poptorch: Any, tmp_path: Path, name: str) -> None:
+    case = CASES[name]
+    expected = train_on_double(case, tmp_path)
+    loop, emulated = Loop(case), Loop(case, "emulator")
+    assert loop.pipe.updates_per_call == case.per_call and emulated.pipe.updates_per_call == 1
+    for each in (loop, emulated):
+        each.run()
+    assert loop.pipe.finished == loop.pipe.updates == UPDATES and loop.pipe.in_flight == 0
+    weights = loop.close()
+    # a checkpoint has the auxiliary heads too
+    assert_same(weights, {key: value for key, value in expected.items() if key in weights})
+    assert_close(weights, emulated.close(), 1e-6)
+    assert loop.losses == read_column(tmp_path, "train_loss")
+    assert loop.losses == pytest.approx(emulated.losses, rel=1e-6)
+    assert poptorch._device.held == {}
+    # else the comparison would show nothing
+    start = make_model(case.name).state_dict()
+    assert any(not torch.equal(start[key], value) for key, value in weights.items())
+
+
+def test_groups_have_rates_of_their_own(poptorch: Any) -> None:
+    def make(parameters: Any, **settings: Any) -> torch.optim.Optimizer:
+        first, *others = parameters
+        return torch.optim.SGD([{"params": [first], "lr": 0.2}, {"params": others}], **settings)
+
+    case = Case(optimizer=make)
+    loops = [Loop(case), Loop(case, "emulator")]
+    for loop in loops:
+        loop.run(0, 3)
+        loop.optimizer.param_groups[0]["lr"] = 0.001
+        loop.run(3, 4)
+    assert_close(loops[0].close(), loops[1].close(), 1e-6)
+
+
+def test_a_rate_that_stays_is_not_sent_again(poptorch: Any) -> None:
+    loop = Loop(CASES["gpipe"])
+    for k in range(3):
+        loop.pipe.step(*make_batch(loop.case, k))
+    assert "PoplarExecutor.setOptimizer" not in poptorch.recorded.names()
+    loop.scheduler.step()
+    loop.scheduler.step()
+    loop.pipe.step(*make_batch(loop.case, 3))
+    assert poptorch.recorded.names().count("PoplarExecutor.setOptimizer") == 1
+    loop.pipe.abort()
+
+
+# ---- between steps
+
+
+def test_it_evaluates_and_predicts_on_the_ipus(poptorch: Any) -> None:
+    """As the emulator, before the first step and between steps, on any number of samples; and training goes on."""
+    case = CASES["calls of 2"]
+    x, y = make_batch(case, 7)
+    loops = [Loop(case, backend, example=(x[:SAMPLES], y[:SAMPLES])) for backend in ("poptorch", "emulator")]
+    for first in (0, 2, 4):
+        ours, theirs = (loop.pipe.evaluate([(x, y), (x[:5], y[:5])], ["accuracy"]) for loop in loops)
+        assert ours == pytest.approx(theirs, rel=1e-5)
+        outputs = [loop.pipe.predict(x[:11]) for loop in loops]
+        assert outputs[0].shape == (11, 4) and torch.allclose(*outputs, atol=1e-5)
+        for loop in loops:
+            loop.run(first, first + 2)
+            assert loop.pipe.drain() == []
+        # an evaluation would have brought the weights, too
+        with loops[0].pipe.whole_model() as ours_whole, loops[1].pipe.whole_model() as theirs_whole:
+            assert_close(ours_whole.state_dict(), theirs_whole.state_dict(), 1e-6)
+    assert_close(loops[0].close(), loops[1].close(), 1e-6)
+
+
+def test_memory_schedule_and_trace_are_those_of_the_ipus(poptorch: Any, tmp_path: Path) -> None:
+    loop = Loop(CASES["calls of 2"], trace=range(4))
+    loop.run()
+    memory = loop.pipe.memory()
+    assert len(memory["stages"]) == 4 and memory["stages"][0]["weight_copies"] == 1
+    assert loop.pipe.schedule.stages == 4
+    trace = loop.pipe.trace(tmp_path)
+    assert trace is not None and (tmp_path / "trace.html").exists()
+    loop.pipe.close()
+
+
+@pytest.mark.parametrize("name", ["gpipe", "pipedream_flush", "calls of 2", "local losses"])
+def test_a_saved_state_goes_on_to_the_same_bits(poptorch: Any, name: str) -> None:
+    """From a new object before its first step, and from one that has made some."""
+    case = CASES[name]
+    straight = Loop(case)
+    straight.run(0, 4)
+    state, rate = copy.deepcopy(straight.pipe.state_dict()), straight.scheduler.state_dict()
+    straight.run(4, UPDATES)
+    expected = straight.close()
+    for steps_before in (0, 2):
+        resumed = Loop(case)
+        resumed.run(0, steps_before)
+        resumed.pipe.load_state_dict(state)
+        resumed.scheduler.load_state_dict(rate)
+        resumed.optimizer.param_groups[0]["lr"] = resumed.scheduler.get_last_lr()[0]
+        resumed.run(4, UPDATES)
+        assert resumed.pipe.updates == UPDATES
+        assert_same(expected, resumed.close())
+
+
+def test_weights_change_the_backend_and_optimizer_state_does_not(poptorch: Any) -> None:
+    plain = Case(settings={"lr": 0.05})
+    ended = []
+    for first, second in (("emulator", "poptorch"), ("poptorch", "emulator")):
+        loop, other = Loop(plain, first), Loop(plain, second)
+        loop.run(0, 4)
+        other.pipe.load_state_dict(loop.pipe.state_dict())
+        loop.close()
+        for k in range(4, UPDATES):
+            other.pipe.step(*make_batch(plain, k))
+        ended.append(other.close())
+    assert_close(*ended, 1e-6)
+    states = {}
+    for backend in ("poptorch", "emulator"):
+        loop = Loop(Case(), backend)
+        loop.run(0, 2)
+        states[backend] = loop.pipe.state_dict()
+        loop.close()
+    with pytest.raises(BadInput, match="^load_state_dict: the optimizer state is PopTorch's"):
+        Loop(Case(), "emulator").pipe.load_state_dict(states["poptorch"])
+    loop = Loop(Case())
+    loop.pipe.load_state_dict(states["emulator"])
+    with pytest.raises(BadInput, match="^load_state_dict: the optimizer state is torch.optim's"):
+        loop.run(2, 3)
+    assert poptorch._device.held == {}
+
+
+def test_a_state_inside_a_call_is_refused(poptorch: Any) -> None:
+    one, two = Loop(CASES["gpipe"]), Loop(Case(name="residual", per_call=2, others=CASES["gpipe"].others))
+    one.run(0, 3)
+    two.pipe.load_state_dict(one.pipe.state_dict())
+    with pytest.raises(BadInput, match="device_iterations: 2: must divide the 3 updates"):
+        two.run(3, 5)
+
+
+# ---- faults
+
+
+def test_a_batch_that_does_not_fit_changes_nothing(poptorch: Any) -> None:
+    case = CASES["calls of 2"]
+    straight = Loop(case)
+    straight.run()
+    expected = straight.close()
+    loop = Loop(case)
+    x, y = make_batch(case, 0)
+    pairs = [(x[i : i + 1], y[i : i + 1]) for i in range(32)]
+    for call, line in (
+        (lambda: loop.pipe.step(x[:31], y[:31]), "31 samples does not divide into 32 microbatches"),
+        (lambda: loop.pipe.step(microbatches=pairs[:16]), "16 microbatches: must be 32"),
+        (lambda: loop.pipe.step(microbatches=[*pairs[:31], (x[:2], y[:2])]), "a microbatch of 2 samples: must have 1"),
+        (lambda: loop.pipe.step(x), "y is None"),
+    ):
+        with pytest.raises(ValueError, match=line):
+            call()
+    loop.run(0, 2)
+    with pytest.raises(ValueError, match="a microbatch of 1 samples: must have 2"):
+        loop.pipe.step(x, y)
+    loop.run(2, UPDATES)
+    assert_same(loop.close(), expected)
+
+
+def test_the_caller_neither_steps_nor_watches_updates(poptorch: Any) -> None:
+    loop = Loop(Case())
+    with pytest.raises(BadInput, match="^on_update: PopTorch keeps the weights on the IPUs"):
+        loop.pipe.on_update(lambda update, stage, parameters: None)
+    loop.run(0, 1)
+    with pytest.raises(RuntimeError, match="^optimizer.step"):
+        loop.optimizer.step()
+    loop.optimizer.param_groups[0]["momentum"] = 0.5
+    with pytest.raises(BadInput, match="^optimizer.momentum: 0.5: .*0.9: only the learning rate may change"):
+        loop.run(1, 2)
+    with pytest.raises(RunFault, match="an earlier call has failed"):
+        loop.run(1, 2)
+    loop.pipe.close()
+    assert poptorch._device.held == {}
+
+
+REFUSED: List[Tuple[Dict[str, Any], str]] = [
+    ({"method": "pipedream"}, "method: pipedream: a PopTorch pipeline is flushed"),
+    ({"method": "local_sgd", "microbatches": 1}, "method: local_sgd"),
+    ({"precision": "bfloat16"}, "precision: bfloat16"),
+    ({"microbatches": 4}, "microbatches: 4: a PopTorch pipeline of 4 stages needs at least"),
+    ({"clip": (1.0, "stage")}, "clip.scope: stage"),
+    ({"optimizer": torch.optim.Adagrad}, "optimizer: Adagrad"),
+    ({"loss_weight": len}, "loss_weight: "),
+    ({"ipu": {"local": "decoupled"}, "method": "local_greedy"}, "backend.ipu.local: decoupled"),
+    ({"ipu": {"data_loading": {"mode": "async"}}}, "backend.ipu.data_loading.mode: async: a loop of your own"),
+    ({"ipu": {"compile_only": True}}, "backend.ipu.compile_only: true: a loop of your own"),
+]
+
+
+@pytest.mark.parametrize(("keys", "line"), REFUSED)
+def test_what_poptorch_cannot_do_is_refused_as_by_train(poptorch: Any, keys: Dict[str, Any], line: str) -> None:
+    arguments = {"method": "gpipe", "microbatches": 16, **keys}
+    ipu, model = arguments.pop("ipu", {}), make_model("mlp")
+    optimizer = arguments.pop("optimizer", torch.optim.SGD)(model.parameters(), lr=0.1)
+    x, y = make_batch(Case(microbatches=arguments["microbatches"]), 0)
+    with pytest.raises(BadInput) as refused:
+        pipe = ipu_pipe.Pipeline(
+            model, nn.functional.cross_entropy, optimizer, backend="poptorch", backend_args={"ipu": ipu}, **arguments
+        )
+        pipe.step(x, y)
+    # another task names the section of a config by its argument
+    faults = [fault.replace("backend_args.", "backend.") for fault in refused.value.faults]
+    assert any(fault.startswith(line) for fault in faults), faults
+    assert "PoplarExecutor.compile" not in poptorch.recorded.names()
+
+
+def test_several_instances_of_poprun_are_refused(poptorch: Any) -> None:
+    settings = make_config(on="poptorch", replicas=2, stages=4)
+    method = resolve_method("gpipe", {})
+    facts = ModelFacts(4, {}, [1, 2, 3], [], [], ("sgd", [{}]), None, None)
+    assert check_model(settings, method, facts) == []
+    (fault,) = check_model(settings, method, facts, local_replicas=1)
+    assert fault.startswith("backend.name: poptorch: a loop of your own drives the IPUs of one process")
+
+
+def test_a_state_of_another_optimizer_is_refused(poptorch: Any) -> None:
+    loop = Loop(Case())
+    loop.run(0, 1)
+    state = loop.pipe.state_dict()
+    loop.close()
+    other = Loop(Case(optimizer=torch.optim.Adam, settings={"lr": 0.01}))
+    other.pipe.load_state_dict(state)
+    with pytest.raises(BadInput, match="^load_state_dict: the optimizer state has no "):
+        other.run(1, 2)
+
+
+def test_an_optimizer_that_has_stepped_is_refused(poptorch: Any) -> None:
+    loop = Loop(Case())
+    parameter = loop.model[0][0].weight
+    loop.optimizer.state[parameter]["momentum_buffer"] = torch.ones_like(parameter)
+    with pytest.raises(BadInput, match="^optimizer: its state is torch.optim's"):
+        loop.run(0, 1)
+
+
+def test_a_loss_that_is_no_number_ends_the_loop(poptorch: Any) -> None:
+    loop = Loop(CASES["calls of 2"])
+    x, y = (torch.cat(parts) for parts in zip(make_batch(loop.case, 0), make_batch(loop.case, 1)))
+    with pytest.raises(Divergence, match="^update 0 of method gpipe: .* is nan.*allow_nonfinite=True"):
+        loop.pipe.step(x * math.nan, y)
+    loop.pipe.close()
+    assert poptorch._device.held == {}
+
+
+@pytest.mark.parametrize("is_saved", [False, True])
+def test_a_device_error_ends_the_loop_since_its_batches_are_not_kept(poptorch: Any, is_saved: bool) -> None:
+    """Repeating the updates since the last state would have read the example in place of batches that are gone."""
+    loop = Loop(Case())
+    loop.run(0, 2)
+    if is_saved:
+        loop.pipe.state_dict()
+    poptorch.recorded.fail("execute", 1)
+    line = r"after update 2: device error \(IPU_RESET\): .*batches are not kept.*state_dict"
+    with pytest.raises(RunFault, match=line):
+        loop.run(2, 3)
+    loop.pipe.close()
+    assert poptorch._device.held == {}
+
+
+def test_an_exception_in_the_loop_releases_the_ipus(poptorch: Any) -> None:
+    loop = Loop(Case())
+    with pytest.raises(KeyboardInterrupt), loop.pipe:
+        loop.run(0, 1)
+        raise KeyboardInterrupt
+    assert poptorch._device.held == {}
+    assert not any(len(module._forward_pre_hooks) for module in loop.model.modules())
+
+
+# ---- a planned run, whose data its engine reads ahead by number
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_an_engine_of_a_planned_run_gives_a_call_and_takes_its_updates(poptorch: Any, tmp_path: Path, mode: str) -> None:
+    settings = make_config(on="poptorch", ipu={"device_iterations": 2, "data_loading": {"mode": mode}})
+    run(settings, tmp_path, "mlp")
+    engine = make_engine(build(settings, make_model("mlp"), Source()), 0)
+    calls_before = poptorch.recorded.names().count("PoplarExecutor.__call__")
+    losses, calls = [], []
+    for k in range(UPDATES):
+        engine.give(k, math.inf)
+        losses.append(engine.take(k).loss)
+        calls.append(poptorch.recorded.names().count("PoplarExecutor.__call__") - calls_before)
+    assert calls == [1, 1, 2, 2, 3, 3]
+    assert losses == read_column(tmp_path, "train_loss")
+    engine.close()
+    assert_same(dict(engine.job.model.state_dict()), read_weights(tmp_path))
+
+
