@@ -563,7 +563,7 @@ def test_calls_that_are_refused_change_nothing(name: str) -> None:
         ({"method": "pipedream_2bw", "microbatches": 2}, "microbatches: 2"),
         ({"method": "gpipe", "stages": "finest"}, "microbatches: None"),
         ({"method": "gpipe", "method_args": {"t2": {}}}, "method_args"),
-        ({"method": "pipedream", "clip": (1.0, "global")}, "clip.scope: global"),
+        ({"method": "pipedream", "clip": (1.0, "global")}, "clip: global"),
         ({"method": "pipemare", "method_args": {"t1": {}}}, "method_args.t1.anneal_updates"),
         ({"method": "pipemare", "method_args": {"warmup": {"epochs": 1}}}, "method_args.warmup"),
         ({"method": "gpipe", "replicas": 0}, "replicas: 0"),
@@ -573,9 +573,9 @@ def test_calls_that_are_refused_change_nothing(name: str) -> None:
         ({"method": "randomized_pipedream", "microbatches": 3}, "microbatches: 3"),
         (
             {"method": "gpipe", "microbatches": 8, "precision": "float32", "backend": "poptorch"},
-            "backend.name: poptorch: PopTorch is not installed",
+            "backend: poptorch: PopTorch is not installed",
         ),
-        ({"method": "gpipe", "backend": "tpu"}, "backend.name: tpu"),
+        ({"method": "gpipe", "backend": "tpu"}, "backend: tpu"),
     ],
 )
 def test_arguments_that_do_not_fit(arguments: Dict[str, Any], line: str) -> None:

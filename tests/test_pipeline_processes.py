@@ -21,7 +21,7 @@ from tests.test_pipeline import CASES
 
 pytestmark = needs_processes
 # their delays are not the pipeline's own
-EMULATED = ("pipemare_hogwild", "randomized_pipedream")
+EMULATED = ("pipemare_hogwild", "randomized_pipedream", "randomized_nag")
 
 
 def place(name: str, case: Case) -> Case:
@@ -289,5 +289,5 @@ def test_ranks_with_other_arguments_are_refused(tmp_path: Path) -> None:
 
 def test_processes_need_a_launcher() -> None:
     model = make_model()
-    with pytest.raises(BadInput, match="^backend.name: distributed"):
+    with pytest.raises(BadInput, match="^backend: distributed"):
         ipu_pipe.Pipeline(model, nn.functional.cross_entropy, make_sgd(model.parameters()), stages=STAGES, backend="distributed")

@@ -12,6 +12,7 @@ from ipu_pipe.errors import BadInput
 ARGUMENTS: Tuple[Tuple[str, str], ...] = (
     (r"^configure: ", ""),
     (r"^backend\.name: ", "backend: "),
+    (r" with backend\.ipu=null and precision=(\w+)", r' with precision="\1"'),
     (r"\bbackend\.name[:=] ?(\w+)", r'backend="\1"'),
     (r"\bbackend\.name\b", "backend"),
     (r"backend: \{name: (\w+)\}", r'backend="\1"'),
@@ -33,6 +34,8 @@ ARGUMENTS: Tuple[Tuple[str, str], ...] = (
     (r"\bneeds to know the devices: hardware: a name or file, or processes", 'needs backend="distributed"'),
     (r"\bneeds to know the devices: hardware: a name or file", "chooses by a hardware description, which a config has"),
     (r"\bmust be null\b", "must be None"),
+    (r"\bmust be true\b", "must be True"),
+    (r"\bmust be false\b", "must be False"),
     (r": true\b", ": True"),
     (r": false\b", ": False"),
 )  # fmt: skip
