@@ -151,9 +151,17 @@ UNCLIPPED: Dict[str, Tuple[str, Dict[str, Any]]] = {
     "adapters": ("lora", {}),
     "smoothing": ("bert", {"label_smoothing_factor": 0.1}),
     "smoothed labels": ("gpt2", {"label_smoothing_factor": 0.1}),
-    # 1/41 in float32, times 41, is not 1
-    "many": ("gpt2", {"gradient_accumulation_steps": 41, "per_device_train_batch_size": 1, "train_dataset": 41}),
-}
+    # 1/61 in float32, times 61, is not 1; Adam would round the difference away
+    "many": (
+        "gpt2",
+        {
+            "gradient_accumulation_steps": 61, "per_device_train_batch_size": 1, "train_dataset": 61, "optim": "sgd",
+            "learning_rate": 1.0, "warmup_steps": 0,
+        },
+    ),
+    # the mean of each batch is divided by 5, and by 1 in the last update
+    "means": ("bert", {"gradient_accumulation_steps": 5, "optim": "sgd"}),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", UNCLIPPED)
@@ -176,8 +184,9 @@ def test_gpipe_without_clipping_is_trainer_to_the_last_bit(name: str, tmp_path: 
             where = {"pipeline": {"stages": [f"base_model.model.{STAGE['gpt2']}"]}}
         trainers.append(make_trainer(tmp_path, model_kind, method, model=model, **(where if method else {}), **how))
     theirs, ours = trainers
-    theirs.train()
-    ours.train()
+    for trainer in trainers:
+        trainer.model_accepts_loss_kwargs = name != "means"
+        trainer.train()
     assert is_same_model(ours.model, theirs.model)
     assert len(read_log(ours)) == len(read_log(theirs))
     for line, other in zip(read_log(ours), read_log(theirs)):
@@ -306,10 +315,24 @@ def test_a_subclass_knows_the_group_that_another_has_joined(tmp_path: Path, monk
     assert not integration.PipelineTrainer._has_joined
 
 
+@pytest.mark.parametrize("method", ["local_sgd", "randomized_pipedream"])
+def test_a_method_whose_replicas_or_stages_take_their_own_microbatches(method: str, tmp_path: Path) -> None:
+    """Story: with one microbatch an update, as was needed, an epoch of Trainer's was two of the run."""
+    how: Dict[str, Any] = {"method": method, "max_grad_norm": 0.0, "train_dataset": draw_samples("gpt2", 24)}
+    trainer = make_trainer(tmp_path, gradient_accumulation_steps=2, **how)
+    assert trainer.train().global_step == 12
+    losses = [line["loss"] for line in read_log(trainer) if "loss" in line]
+    assert losses[-1] < losses[0] < 4
+    with pytest.raises(BadInput, match="^gradient_accumulation_steps: 4: "):
+        make_trainer(tmp_path, gradient_accumulation_steps=4, **how).train()
+
+
 # ---- processes
 
 
 METHODS = ("pipedream_flush", "pipedream")
+# of equally large batches, which processes need; the last update has 3 of 4
+EVEN = 22
 
 
 def run_methods(folder: Path, where: str) -> None:
@@ -317,9 +340,14 @@ def run_methods(folder: Path, where: str) -> None:
     trainers: List[Tuple[str, Any]] = []
     for method in METHODS:
         pipeline = {"clip": {"scope": "delayed_global"}} if method == "pipedream" else {}
-        trainer = make_trainer(folder / f"{method}-{where[:4]}", method=method, pipeline=pipeline)
+        samples = draw_samples("gpt2", EVEN)
+        trainer = make_trainer(folder / f"{method}-{where[:4]}", method=method, pipeline=pipeline, train_dataset=samples)
         trainer.train()
         trainers.append((method, trainer))
+    # with a short batch, until a callback ends it
+    trainer = make_trainer(folder / f"short-{where[:4]}", method="gpipe", callbacks=[Recorder(5)])
+    trainer.train()
+    trainers.append(("short", trainer))
     for name, trainer in trainers:
         torch.save((trainer.model.state_dict(), read_log(trainer)), folder / f"{name}.{where}")
 
@@ -348,8 +376,34 @@ def test_processes_train_as_the_emulator(method: str, trained: Path) -> None:
         assert all(torch.equal(value, other_weights[name]) for name, value in weights.items())
 
 
+def test_processes_fill_up_a_short_batch_and_stop_together(trained: Path, tmp_path: Path) -> None:
+    theirs = make_trainer(tmp_path, callbacks=[Recorder(5)])
+    theirs.train()
+    for rank in range(2):
+        weights, log = torch.load(trained / f"short.rank{rank}")
+        assert len(log) == len(read_log(theirs))
+        for line, other in zip(log, read_log(theirs)):
+            assert line == pytest.approx(other, rel=1e-6, abs=1e-6)
+        for name, value in theirs.model.state_dict().items():
+            torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_losses_leave_a_pipeline_later_and_none_is_lost(trained: Path) -> None:
+    """A line of the log has the mean over the updates that left since the last one; before an evaluation all have left."""
+    logs = []
+    for method in METHODS:
+        _, log = torch.load(trained / f"{method}.emulator")
+        logs.append({line["step"]: line["loss"] for line in log if "loss" in line})
+    flushed, pipelined = logs
+    assert list(flushed) == [1, 2, 3, 4, 5, 6]
+    assert list(pipelined) == [2, 3, 5, 6]
+    # update 0 reads the same weights in both
+    assert pipelined[2] == flushed[1]
+
+
 def test_a_run_of_processes_goes_on_in_the_emulator(trained: Path, tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, method="pipedream", pipeline={"clip": {"scope": "delayed_global"}})
+    pipeline = {"clip": {"scope": "delayed_global"}}
+    trainer = make_trainer(tmp_path, method="pipedream", pipeline=pipeline, train_dataset=draw_samples("gpt2", EVEN))
     trainer.train(resume_from_checkpoint=str(trained / "pipedream-rank" / "checkpoint-3"))
     weights, log = torch.load(trained / "pipedream.emulator")
     assert is_same_model(trainer.model, weights) and read_log(trainer) == log

@@ -96,8 +96,8 @@ COUNTS_ALL = ("ctc_loss_reduction", "semantic_loss_ignore_index", "output_router
 class LossModel(nn.Module):
     """A model and the loss that its Trainer computes, as the one module that a pipeline trains.
 
-    `loss_share`: N (0 for a microbatch that counts 0), and the number by which Trainer divides the loss, for each sample  # (B, 2)
-    `num_items_in_batch`: the labels of the update, for each sample  # (B,)
+    For each sample: `loss_share`: N, or 0 for a microbatch that counts 0, and the number by which Trainer divides  # (B, 2)
+    `num_items_in_batch`: the labels of the update  # (B,)
     """
 
     def __init__(self, trainer: PipelineTrainer, model: nn.Module) -> None:
@@ -175,7 +175,10 @@ class PipelineTrainer(Trainer):
 
     # whether this class joined the process group, which all trainers of a process share
     _has_joined = False
+    callback_handler: Any
     control: Any
+    optimizer: Any
+    state: Any
 
     def __init__(self, *args: Any, pipeline: Mapping[str, Any], **kwargs: Any) -> None:
         self._pipe: Optional[Pipeline] = None
@@ -349,11 +352,14 @@ class PipelineTrainer(Trainer):
         method_args = dict(self._settings.get("method_args") or {})
         warmup = config.method_settings().get("warmup", {"epochs": 0})["epochs"]
         method_args.pop("warmup", None)
-        return Pipeline(
+        method = resolve_method(config.method, config.method_settings())
+        # of a replica or stage that takes its own
+        takes_one = method.rounds is not None or method.history is not None
+        pipe = Pipeline(
             model,
             None,
             self._optimizer,
-            microbatches=count,
+            microbatches=1 if takes_one else count,
             method_args=method_args,
             warmup=round(warmup * -(-batches_per_epoch // count)),
             clip=None if config.clip is None else (config.clip.norm, config.clip.scope),
@@ -362,6 +368,10 @@ class PipelineTrainer(Trainer):
             backend_args={key: value for key, value in self._settings["backend"].items() if key != "name"},
             **{"allow_nonfinite": True, **settings},
         )
+        if pipe.microbatches != count:
+            why = f"{config.method} takes {pipe.microbatches} microbatches in an update: must be as many"
+            raise BadInput(f"gradient_accumulation_steps: {count}: {why}")
+        return pipe
 
     def _take_loaded_state(self, model: nn.Module) -> Dict[str, Any]:
         """Move the state that Trainer has loaded into a state of the pipeline, which was empty when it was saved."""

@@ -106,6 +106,7 @@ class Pipeline:
                 the R batches in one, one after another.
     backend:    "emulator" (one process), "distributed" (one process per device, from torchrun or a process group of the
                 caller's), with `backend_args`: `device`, `threads`, `deadline` and so on, as in a config.
+    hardware:   the devices for which `stages` are planned ("auto", or a mapping by "hardware"), as in a config.
     trace:      the updates whose events `trace()` writes, a range; True: about the first 512 microbatches.
     example:    a microbatch (x, y) for a process that is given no inputs or labels, and to evaluate or predict before the first
                 step; else the first step's first one serves.
@@ -138,6 +139,7 @@ class Pipeline:
         seed: int = 0,
         backend: str = "emulator",
         backend_args: Optional[Mapping[str, Any]] = None,
+        hardware: Any = None,
         allow_nonfinite: bool = False,
         trace: Union[range, bool, None] = None,
         example: Optional[Tuple[Any, Any]] = None,
@@ -166,6 +168,7 @@ class Pipeline:
             "reduction": reduction,
             "seed": seed,
             "backend": {"name": backend, **(backend_args or {})},
+            "hardware": hardware,
             "allow_nonfinite": allow_nonfinite,
             "loss": "model" if loss is None else None,
             "loss_weight": loss_weight if isinstance(loss_weight, str) else None,
@@ -266,6 +269,11 @@ class Pipeline:
     def finished(self) -> int:
         """The updates that have left the pipeline."""
         return self._left
+
+    @property
+    def microbatches(self) -> int:
+        """The microbatches of a step in this process: N of an update, or one for each replica or stage that takes its own."""
+        return self._microbatches_per_step
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
