@@ -418,14 +418,23 @@ def mask_at_random(samples: List[Any]) -> Dict[str, torch.Tensor]:
     return batch
 
 
-def test_a_resumed_run_draws_the_same_batches(tmp_path: Path) -> None:
-    how = {"method": "gpipe", "data_collator": mask_at_random, "save_strategy": "steps", "save_steps": 5}
-    whole = make_trainer(tmp_path / "whole", **how)
+def make_dropping_model() -> Any:
+    model: Any = make_model("gpt2")
+    model.transformer.drop.p = 0.5
+    return model
+
+
+@pytest.mark.parametrize("method", ["gpipe", "pipedream"])
+def test_a_resumed_run_draws_the_same_batches_and_masks(method: str, tmp_path: Path) -> None:
+    how: Dict[str, Any] = {"method": method, "data_collator": mask_at_random, "save_strategy": "steps", "save_steps": 5}
+    how["max_grad_norm"] = 0.0
+    whole = make_trainer(tmp_path / "whole", model=make_dropping_model(), **how)
     whole.train()
-    resumed = make_trainer(tmp_path / "resumed", **how)
+    resumed = make_trainer(tmp_path / "resumed", model=make_dropping_model(), **how)
     torch.rand(3)
     resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-5"))
     assert is_same_model(resumed.model, whole.model)
+    assert read_log(resumed) == read_log(whole)
 
 
 def note(event: str) -> Any:

@@ -238,7 +238,7 @@ class PipelineTrainer(Trainer):
         for callback in self.callback_handler.callbacks:
             for event in ("on_substep_end", "on_pre_optimizer_step"):
                 if getattr(type(callback), event) is not getattr(TrainerCallback, event):
-                    faults.append(f"callbacks: {type(callback).__name__}.{event}: is never called: {PASSES}")
+                    faults.append(f"callbacks: {type(callback).__name__}.{event}: sees no gradients: {PASSES}")
         return faults
 
     def _configure(self) -> Config:
