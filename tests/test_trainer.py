@@ -315,6 +315,27 @@ def test_a_subclass_knows_the_group_that_another_has_joined(tmp_path: Path, monk
     assert not integration.PipelineTrainer._has_joined
 
 
+def test_the_best_model_of_an_early_stop_is_trainers(tmp_path: Path) -> None:
+    how: Dict[str, Any] = {"max_grad_norm": 0.0, "num_train_epochs": 6, "learning_rate": 0.05, "save_total_limit": 1}
+    how.update(load_best_model_at_end=True, metric_for_best_model="right")
+    trainers = []
+    for method in ("", "gpipe"):
+        stop = transformers.EarlyStoppingCallback(2)
+        trainers.append(make_trainer(tmp_path / (method or "theirs"), "bert", method, callbacks=[stop], **how))
+    theirs, ours = trainers
+    assert ours.train().global_step == theirs.train().global_step < 18
+    assert ours.state.best_metric == theirs.state.best_metric
+    assert is_same_model(ours.model, theirs.model)
+
+
+def test_a_second_run_goes_on_with_the_optimizer_as_trainers_does(tmp_path: Path) -> None:
+    theirs, ours = (make_trainer(tmp_path, method=method, max_grad_norm=0.0, save_strategy="no") for method in ("", "gpipe"))
+    for trainer in (theirs, ours):
+        trainer.train()
+        trainer.train()
+    assert is_same_model(ours.model, theirs.model)
+
+
 @pytest.mark.parametrize("method", ["local_sgd", "randomized_pipedream"])
 def test_a_method_whose_replicas_or_stages_take_their_own_microbatches(method: str, tmp_path: Path) -> None:
     """Story: with one microbatch an update, as was needed, an epoch of Trainer's was two of the run."""
