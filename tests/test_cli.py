@@ -51,7 +51,7 @@ def test_experiments_run_from_a_clone(arguments: List[str]) -> None:
 
 
 @pytest.mark.parametrize("name, arguments", [
-    ("schedule", ASKED), ("stability", ["configs/mlp_digits.yaml", "--curvature", "1", "--json"]),
+    ("schedule", ASKED), ("stability", ["mlp_digits", "--curvature", "1", "--json"]),
 ])  # fmt: skip
 def test_a_command_is_the_same_by_both_ways(name: str, arguments: List[str]) -> None:
     code, said, error = ran("-m", "ipu_pipe", name, *arguments)
