@@ -30,6 +30,7 @@ from ipu_pipe.update.apply import UpdateRules
 from ipu_pipe.update.optimizer import make_groups, replace_parameters, select_stage
 from tests.nccl_double import NcclDouble
 from tests.staged_models import MODELS, TIED, Skipping, batches, checkpointed, redrawing, twice, whole
+from tests.support.flows import run_batches
 
 Case = Tuple[str, str, Dict[str, Any], int, str, int]  # name, method, args, microbatches an update, model, switch
 BATCHES = 9
@@ -141,7 +142,7 @@ def run_case(case: Case, rank: int, placement: Sequence[int]) -> Dict[str, torch
         for k in range(updates_of(case)):
             if k * accumulate in drains_of(case):  # here is an evaluation, with kernels of its own
                 assert not double.pending(), "receives are posted while the pipeline is empty"
-            losses.append(engine.step(k))
+            losses += [tables for _, tables in run_batches(engine, schedule, k, k + 1)]
         engine.close()
     state: Dict[str, torch.Tensor] = {}
     for s, stage in stages_here.items():

@@ -125,7 +125,7 @@ def _run(kill: Optional[Kill], arguments: List[str], told: str, variables: Dict[
 def _die_at(moment: int) -> None:
     """Let this process be killed at its moment number `moment`."""
     from ipu_pipe.backends.processes.memory import MemoryCounters
-    from ipu_pipe.run.folder import RunFolder
+    from ipu_pipe.store.folder import RunFolder
 
     left = moment
 

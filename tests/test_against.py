@@ -20,9 +20,9 @@ from ipu_pipe.compare.equal_time import (
 )
 from ipu_pipe.config.load import configure, load_config
 from ipu_pipe.errors import BadInput, Divergence
-from ipu_pipe.run.folder import read_starts
 from ipu_pipe.schedule.methods import METHODS
 from ipu_pipe.schedule.timelines import make_schedule
+from ipu_pipe.store.folder import read_starts
 from tests.command_line import run_here
 from tests.support.runs import DIGITS, read_json, read_summary
 

@@ -13,9 +13,9 @@ from torch.nn import functional as F
 
 import ipu_pipe
 from ipu_pipe.backends.ipu.backend import list_faults
-from ipu_pipe.backends.table import make_engine
 from ipu_pipe.model.loss import list_requested_fields
-from ipu_pipe.run.build import build
+from ipu_pipe.pipeline.build import build
+from tests.support.flows import train_updates
 from tests.support.processes import check_two_processes
 from tests.support.runs import needs_processes
 from tests.test_batches import NAMED_PAIRS, PARTS, Two, refusal, settings, train_alike
@@ -79,9 +79,9 @@ def test_blocks_and_mixed_precision_give_it_too() -> None:
     model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 4))
     pairs = [(a, y) for a, _, y in PARTS]
     for keys in ({"method": "local_greedy", "stages": ["1"]}, {"precision": "bfloat16_mixed"}):
-        engine = make_engine(build(settings(**keys), model, ipu_pipe.from_loader(pairs), smooth), 0)
-        assert engine.step(0)[0].loss > 0
-        engine.close()
+        flow, (result,) = train_updates(build(settings(**keys), model, ipu_pipe.from_loader(pairs), smooth), 1)
+        assert result.loss > 0
+        flow.engine.close()
 
 
 def test_what_cannot_be_taken_is_told() -> None:

@@ -24,9 +24,10 @@ from ipu_pipe.data.sources import split_batch
 from ipu_pipe.errors import RunFault, end_process
 from ipu_pipe.model.batch import check_same_shapes, clone_tensors, list_tensors, map_tensors, take_samples, walk_leaves
 from ipu_pipe.model.loss import OwnLoss, TakePart, describe_output, list_fields
+from ipu_pipe.pipeline.build import build
 from ipu_pipe.report.run_text import describe_left_out
-from ipu_pipe.run.build import build
 from ipu_pipe.run.planning import make_planning_problem
+from tests.support.flows import train_updates
 from tests.support.models import Composed
 from tests.support.processes import check_two_processes, run_in_group, train_on_processes
 from tests.support.runs import assert_same, list_faults, needs_processes, read_column
@@ -57,11 +58,9 @@ def train_alike(
         for batch in (clone_tensors(batches[m % len(batches)]) for m in (2 * k, 2 * k + 1)):
             (value(plain, batch) / 2).backward()
         optimizer.step()
-    engine = make_engine(build(settings(), model, ipu_pipe.from_loader(batches, batches[:1]), **others), 0)
-    for k in range(3):
-        engine.step(k)
-    assert engine.evaluate()[0].loss is not None
-    engine.close()
+    flow, _ = train_updates(build(settings(), model, ipu_pipe.from_loader(batches, batches[:1]), **others), 3)
+    assert flow.engine.evaluate()[0].loss is not None
+    flow.engine.close()
     assert_same(dict(model.named_parameters()), dict(plain.named_parameters()))
 
 
@@ -127,9 +126,10 @@ def test_images_by_name_train_as_in_plain_pytorch() -> None:
 def test_methods_that_read_old_weights_take_mappings(method: str, args: Dict[str, Any]) -> None:
     """Their checks shuffle the inputs and look what is saved."""
     keys = {"method": method, "gradient_accumulation": 1, "method_args": args}
-    engine = make_engine(build(settings(**keys), hugging("bert"), ipu_pipe.from_loader(sentences()), "model"), 0)
-    assert all(engine.step(k)[0].loss > 0 for k in range(3))
-    engine.close()
+    job = build(settings(**keys), hugging("bert"), ipu_pipe.from_loader(sentences()), "model")
+    flow, results = train_updates(job, 3)
+    assert all(result.loss > 0 for result in results)
+    flow.engine.close()
 
 
 # ---- batches of every form

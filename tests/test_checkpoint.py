@@ -16,7 +16,7 @@ from torch import nn
 from ipu_pipe.backends.ranks import read_torch_version
 from ipu_pipe.errors import BadInput, RunFault
 from ipu_pipe.model.stages import begin_stage, partition
-from ipu_pipe.run import checkpoint
+from ipu_pipe.store import checkpoint
 from ipu_pipe.update.optimizer import export_state, import_state, make_groups
 from tests.support.runs import assert_same, list_faults
 

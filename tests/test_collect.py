@@ -13,7 +13,7 @@ from ipu_pipe.compare import method_comparison
 from ipu_pipe.compare.method_comparison import compare_methods, make_comparison_table, run_turn, switch_method
 from ipu_pipe.config.load import load_config
 from ipu_pipe.errors import RunFault
-from ipu_pipe.run.build import build
+from ipu_pipe.pipeline.build import build
 from tests import forked
 from tests.support.runs import ROOT, read_json, read_summary
 

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import ipu_pipe
 from ipu_pipe.backends.ipu.backend import list_faults as list_ipu_faults
 from ipu_pipe.config.load import configure
-from ipu_pipe.run.build import build
+from ipu_pipe.pipeline.build import build
 from ipu_pipe.run.train import train
 from tests.support.models import Composed
 from tests.support.processes import check_two_processes

@@ -19,7 +19,7 @@ from ipu_pipe.config.schema import Config
 from ipu_pipe.errors import BadInput
 from ipu_pipe.hardware.description import read_hardware
 from ipu_pipe.job.factories import call_entry, check_arguments, resolve_entry
-from ipu_pipe.run.build import build
+from ipu_pipe.pipeline.build import build
 from tests.support.runs import ROOT, list_faults
 
 SMALLEST = "model: {entry: 'models.mlp:mlp'}\ndata: {name: digits}\n"

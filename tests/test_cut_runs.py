@@ -13,7 +13,7 @@ from torch import nn
 from ipu_pipe.config.load import configure, load_config
 from ipu_pipe.errors import BadInput
 from ipu_pipe.model.stages import begin_stage
-from ipu_pipe.run.build import build
+from ipu_pipe.pipeline.build import build
 from ipu_pipe.run.train import train
 from tests import forked
 from tests.staged_models import Shrinking

@@ -13,8 +13,8 @@ from torch import nn
 
 import ipu_pipe
 from ipu_pipe.cli import export
-from ipu_pipe.run import checkpoint
 from ipu_pipe.run.train import train
+from ipu_pipe.store import checkpoint
 from tests.command_line import run_here
 from tests.support.runs import assert_same, list_faults
 from tests.test_train import config

@@ -34,8 +34,8 @@ from ipu_pipe.data import DataSource
 from ipu_pipe.errors import BadInput, RunFault, UserFault, find_user_fault
 from ipu_pipe.launcher import Launch, read_launch
 from ipu_pipe.model.stages import begin_stage
-from ipu_pipe.run.folder import RunFolder, read_summary
 from ipu_pipe.run.train import train
+from ipu_pipe.store.folder import RunFolder, read_summary
 from tests import forked
 from tests.command_line import run_here
 from tests.support.runs import DIGITS, ROOT, list_faults, needs_processes

@@ -19,9 +19,10 @@ from ipu_pipe.backends.emulator.replay import Emulator
 from ipu_pipe.compare.method_comparison import compare_methods
 from ipu_pipe.config.load import load_config
 from ipu_pipe.errors import BadInput
-from ipu_pipe.run import folder, loop
-from ipu_pipe.run.folder import RunFolder, check_folder, lock_folder
+from ipu_pipe.run import loop
 from ipu_pipe.run.train import reserve_folder, train
+from ipu_pipe.store import folder
+from ipu_pipe.store.folder import RunFolder, check_folder, lock_folder
 from tests.support.runs import DIGITS, ROOT, read_metrics
 from tests.test_train import command
 
@@ -46,7 +47,7 @@ def files(folder: Path) -> Dict[str, bytes]:
 @contextlib.contextmanager
 def holder(folder: Path, body: str = "print('held', flush=True); input()") -> Iterator["subprocess.Popen[str]"]:
     """Another process with the folder's lock."""
-    code = f"from pathlib import Path\nfrom ipu_pipe.run.folder import lock_folder\nimport os\n" \
+    code = f"from pathlib import Path\nfrom ipu_pipe.store.folder import lock_folder\nimport os\n" \
            f"lock = lock_folder(Path({str(folder)!r}))\nlock.__enter__()\n{body}"  # fmt: skip
     process = subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT

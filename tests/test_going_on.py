@@ -18,9 +18,9 @@ from ipu_pipe.backends.ranks import read_torch_version
 from ipu_pipe.config.load import load_config
 from ipu_pipe.config.sections import InitFrom
 from ipu_pipe.errors import BadInput, end_process
-from ipu_pipe.run import checkpoint
-from ipu_pipe.run.build import set_up
+from ipu_pipe.pipeline.build import set_up
 from ipu_pipe.run.train import evaluate_checkpoint, train
+from ipu_pipe.store import checkpoint
 from tests import forked
 from tests.support.models import Versioned
 from tests.support.runs import (

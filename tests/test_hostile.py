@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from ipu_pipe.run import checkpoint  # noqa: E402
+from ipu_pipe.store import checkpoint  # noqa: E402
 from tests.hostile import configs  # noqa: E402
 from tests.hostile.cases import Bases, Case, damage  # noqa: E402
 from tests.hostile.checkpoints import LAST, differs_from  # noqa: E402

@@ -24,7 +24,7 @@ from ipu_pipe.backends.table import make_engine
 from ipu_pipe.config.compare import dump_config
 from ipu_pipe.config.load import configure, load_config
 from ipu_pipe.errors import BadInput
-from ipu_pipe.run.build import build
+from ipu_pipe.pipeline.build import build
 from ipu_pipe.schedule.methods import METHODS, DefaultAccumulate, Method, Reads, Timeline, resolve_method
 from tests.support.ipu_runs import PODS
 from tests.support.runs import ROOT, list_faults, read_json

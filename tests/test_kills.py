@@ -12,8 +12,8 @@ import pytest
 from ipu_pipe.cli.train import _choose_folder
 from ipu_pipe.config.load import load_config
 from ipu_pipe.errors import BadInput
-from ipu_pipe.run.folder import read_starts
 from ipu_pipe.run.train import train
+from ipu_pipe.store.folder import read_starts
 from tests import kills
 from tests.support.runs import needs_processes, read_numbers
 

@@ -17,7 +17,7 @@ from ipu_pipe.config.load import load_config
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.factories import make_data, make_model
 from ipu_pipe.report.provenance import find_commit
-from ipu_pipe.run.checkpoint import load_weights, read_weights
+from ipu_pipe.store.checkpoint import load_weights, read_weights
 from tests.support.runs import DIGITS, list_faults, read_json
 from tests.test_callbacks import SHORT, go
 

@@ -26,7 +26,7 @@ from ipu_pipe.model.loss import Labels, LossOfOutput, TakePart
 from ipu_pipe.model.loss_verification import takes_output_alone
 from ipu_pipe.model.observation import observe_effects
 from ipu_pipe.model.restoring import restore_function
-from ipu_pipe.run.build import build
+from ipu_pipe.pipeline.build import build
 from tests.support.models import Composed
 from tests.support.processes import check_two_processes, run_in_group
 from tests.support.runs import list_faults, needs_processes

@@ -18,10 +18,10 @@ from ipu_pipe.backends.emulator import engine
 from ipu_pipe.backends.interface import DeviceTimes, Report
 from ipu_pipe.config.load import load_config
 from ipu_pipe.model.timing import StageSeconds
+from ipu_pipe.pipeline.build import build
 from ipu_pipe.report.position import Position
 from ipu_pipe.report.run_trace import build_modelled_events, choose_stage_costs, compute_modelled_rates
 from ipu_pipe.report.summary import compute_busy_shares
-from ipu_pipe.run.build import build
 from ipu_pipe.run.train import train
 from ipu_pipe.schedule.clock import Costs, clock
 from ipu_pipe.schedule.methods import METHODS, resolve_method

@@ -19,8 +19,8 @@ from ipu_pipe.config.load import load_config
 from ipu_pipe.data.text import TextData
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.factories import make_factory
+from ipu_pipe.pipeline.build import build
 from ipu_pipe.report.memory import build_memory_table
-from ipu_pipe.run.build import build
 from ipu_pipe.schedule.methods import resolve_method
 from ipu_pipe.update.optimizer import (
     Member,

@@ -25,10 +25,10 @@ from ipu_pipe.cli import train as tool
 from ipu_pipe.config.load import load_config
 from ipu_pipe.data.sources import TensorData
 from ipu_pipe.errors import BadInput, Divergence, RunFault
+from ipu_pipe.pipeline.build import build
 from ipu_pipe.report.analysis.analyze import analyze_run
 from ipu_pipe.report.analysis.text import PARTS, compute_differences, format_analysis
 from ipu_pipe.run import loop
-from ipu_pipe.run.build import build
 from ipu_pipe.run.callbacks import Callback
 from ipu_pipe.run.train import check, train
 from tests import forked

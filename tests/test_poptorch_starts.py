@@ -26,7 +26,7 @@ from ipu_pipe.backends.table import make_engine
 from ipu_pipe.config.load import load_config
 from ipu_pipe.data.images import ImageFolder
 from ipu_pipe.errors import BadInput, RunFault
-from ipu_pipe.run.build import build
+from ipu_pipe.pipeline.build import build
 from models.transformer import transformer_lm, transformer_translation
 from tests.support import ipu_runs
 from tests.support.data import write_pictures

@@ -12,13 +12,13 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ipu_pipe.backends.emulator import engine as engines
-from ipu_pipe.backends.emulator.engine import EmulatorEngine
 from ipu_pipe.backends.emulator.replay import Emulator
 from ipu_pipe.config.load import load_config
 from ipu_pipe.errors import RunFault
 from ipu_pipe.job.evaluation import Tally, evaluate_sums
 from ipu_pipe.job.metrics import DEFAULT
-from ipu_pipe.run.build import build
+from ipu_pipe.pipeline.build import build
+from ipu_pipe.pipeline.flow import Flow
 from ipu_pipe.run.train import train
 from tests.support.runs import DIGITS, read_numbers
 
@@ -72,12 +72,14 @@ def test_a_loss_that_is_not_finite_is_told_of_its_own_update(tmp_path: Path, mon
 
 def test_updates_read_nothing_until_they_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines, "does_reading_synchronize", lambda device: True)
-    engine = EmulatorEngine(build(load_config(DIGITS, [*SHORT, "clip={norm: 1.0, scope: stage}"])), 0)
-    engine.step(0, read=True)
+    flow = Flow(build(load_config(DIGITS, [*SHORT, "clip={norm: 1.0, scope: stage}"])), is_planned=True)
+    flow.give()
+    assert len(list(flow.take())) == 1
     with Reads() as reads:
-        assert [engine.step(k, read=False) for k in (1, 2, 3)] == [[], [], []]
+        for _ in range(4):
+            flow.give()
     assert reads.count == 0
-    assert len(engine.step(4, read=True)) == 4
+    assert [k for k, _ in flow.take()] == [1, 2, 3, 4]
 
 
 def test_an_evaluation_reads_nothing_until_its_end() -> None:

@@ -19,10 +19,10 @@ from ipu_pipe.config.load import load_config
 from ipu_pipe.config.schema import Config
 from ipu_pipe.config.sections import InitFrom
 from ipu_pipe.errors import BadInput, RunFault
-from ipu_pipe.run import checkpoint
-from ipu_pipe.run.build import build
+from ipu_pipe.pipeline.build import build
 from ipu_pipe.run.resume import check_run
 from ipu_pipe.run.train import evaluate_checkpoint, train
+from ipu_pipe.store import checkpoint
 from tests.interrupted import interrupted_at
 from tests.support.models import Composed
 from tests.support.runs import DIGITS, assert_same_weights, list_faults, read_metrics, read_numbers

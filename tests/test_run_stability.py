@@ -13,16 +13,16 @@ import torch
 from torch import nn
 
 from ipu_pipe import begin_stage
-from ipu_pipe.backends.table import make_engine
 from ipu_pipe.config.load import configure
 from ipu_pipe.data import TensorData
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.record import Job
-from ipu_pipe.run.build import build
+from ipu_pipe.pipeline.build import build
 from ipu_pipe.run.stability import analyze_job, measure_curvature
 from ipu_pipe.stability.advice import StageDynamics, compute_margins, describe_margins
 from ipu_pipe.stability.recurrences import make_delayed_sgd, make_pipemare
 from tests import forked
+from tests.support.flows import train_updates
 from tests.support.models import Composed
 from tests.support.runs import ROOT, list_faults
 from tools.experiments import stability as command
@@ -171,9 +171,9 @@ def test_the_emulator_diverges_where_theory_says(name: str) -> None:
     assert analysis["whole"]["margin"] == pytest.approx(limit / 0.1)
     for factor in (0.9, 1.1):
         again = dict(keys, optimizer={**keys.get("optimizer", {"name": "sgd", "momentum": 0.8}), "lr": factor * limit})
-        engine = make_engine(job(0.1, **again), 0)
-        losses = [engine.step(k)[0].loss for k in range(90 if name in ("2BW", "gpipe") else 180)]
-        engine.close()
+        flow, results = train_updates(job(0.1, **again), 90 if name in ("2BW", "gpipe") else 180)
+        losses = [result.loss for result in results]
+        flow.engine.close()
         third = len(losses) // 3
         assert (max(losses[-third:]) > max(losses[third:-third])) == (factor > 1)
 

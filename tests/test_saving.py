@@ -16,9 +16,9 @@ import torch.distributed as dist
 import ipu_pipe
 from ipu_pipe.backends.interface import CheckpointState
 from ipu_pipe.errors import RunFault, end_process
-from ipu_pipe.run import checkpoint
 from ipu_pipe.run.predict import predict
 from ipu_pipe.run.train import train
+from ipu_pipe.store import checkpoint
 from tests import forked
 from tests.support.runs import list_faults, needs_processes
 from tests.test_processes import emulate, run
@@ -87,7 +87,7 @@ def test_only_processes_that_write_are_numbered(tmp_path: Path) -> None:
     """A first process without weights made 00002 and 00003 of 2."""
     from torch.distributed.checkpoint import SavePlan
 
-    from ipu_pipe.run.shards import ShardWriter
+    from ipu_pipe.store.shards import ShardWriter
 
     full: Any = object()
     plans = ShardWriter(tmp_path, 1, {}, {}).prepare_global_plan([SavePlan([]), SavePlan([full]), SavePlan([full])])
@@ -107,7 +107,7 @@ def test_a_shard_that_fails_leaves_no_checkpoint(tmp_path: Path) -> None:
 
 
 def _fail(rank: int, path: str) -> None:
-    from ipu_pipe.run.shards import save_shard
+    from ipu_pipe.store.shards import save_shard
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{path}/store", rank=rank, world_size=2)
@@ -298,8 +298,8 @@ def test_a_slow_writer_saves_the_state_of_the_checkpoints_step(tmp_path: Path, m
 @needs_processes
 @pytest.mark.parametrize("format", ["single", "sharded"])
 def test_what_a_saver_was_given_may_change_at_once(format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ipu_pipe.run import shards
-    from ipu_pipe.run.saving import Saver
+    from ipu_pipe.store import shards
+    from ipu_pipe.store.saving import Saver
 
     may_write = threading.Event()
     written: List[Any] = []

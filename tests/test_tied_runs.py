@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from ipu_pipe.config.load import configure, load_config
-from ipu_pipe.run.build import build
-from ipu_pipe.run.checkpoint import delete_steps
+from ipu_pipe.pipeline.build import build
 from ipu_pipe.run.train import train
 from ipu_pipe.schedule.methods import METHODS
+from ipu_pipe.store.checkpoint import delete_steps
 from tests import forked
 from tests.support.runs import (
     assert_same_state,

@@ -28,6 +28,7 @@ from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.update.apply import UpdateRules
 from ipu_pipe.update.optimizer import make_groups, select_stage
 from tests import forked
+from tests.support.flows import run_batches
 from tests.support.runs import list_faults
 
 pytestmark = pytest.mark.skipif(
@@ -230,7 +231,7 @@ def train_on_rank(rank: int, schedule: Schedule, method: Any) -> Gradients:
     crossings = list_crossings(cut)
     models = [StageModel(layout, s, cut[s], crossings, lambda m: side.data[m], cpu) for s in layout.stages_of_rank]
     engine = Interpreter(side.work, {m.stage: Stage(side.work, m, mail, recorder) for m in models}, mail, recorder)
-    engine.step(0)
+    assert [k for k, _ in run_batches(engine, side.work.schedule, 0, 1)] == [0]
     engine.close()
     return side.get_gradients()
 

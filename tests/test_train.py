@@ -21,10 +21,10 @@ from ipu_pipe.config.load import load_config
 from ipu_pipe.errors import BadInput, RunFault
 from ipu_pipe.job.evaluation import evaluate
 from ipu_pipe.model.timing import PassSeconds
-from ipu_pipe.run import checkpoint
-from ipu_pipe.run.build import build, set_up
-from ipu_pipe.run.folder import RunFolder, check_folder
+from ipu_pipe.pipeline.build import build, set_up
 from ipu_pipe.run.train import evaluate_checkpoint, train
+from ipu_pipe.store import checkpoint
+from ipu_pipe.store.folder import RunFolder, check_folder
 from tests.command_line import run_here
 from tests.interrupted import interrupted_at
 from tests.support.models import Composed

@@ -11,9 +11,9 @@ import pytest
 
 from ipu_pipe.config.load import load_config
 from ipu_pipe.errors import BadInput
+from ipu_pipe.pipeline.build import build
 from ipu_pipe.report.memory import build_memory_table
 from ipu_pipe.report.run_text import format_plan
-from ipu_pipe.run.build import build
 from ipu_pipe.run.train import train
 from ipu_pipe.update.apply import FORWARD, PLAIN
 from tests.interrupted import interrupted_at

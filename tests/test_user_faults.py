@@ -18,10 +18,10 @@ from ipu_pipe.cli import analyze, collect, export, fetch_data, plan, schedule, t
 from ipu_pipe.errors import BadInput, run_command, summarize
 from ipu_pipe.files import open_file, parse_path, read_file
 from ipu_pipe.model.batch import get_first_tensor
-from ipu_pipe.run import checkpoint
 from ipu_pipe.run.callbacks import EarlyStopping
-from ipu_pipe.run.manifest import list_manifest_faults
 from ipu_pipe.run.train import evaluate_checkpoint
+from ipu_pipe.store import checkpoint
+from ipu_pipe.store.manifest import list_manifest_faults
 from tests.hostile.faulty import Unprintable
 from tests.support.runs import DIGITS, list_faults
 from tests.test_train import config, run_tool, sets  # noqa: F401

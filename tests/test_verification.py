@@ -14,7 +14,7 @@ from ipu_pipe.errors import BadInput
 from ipu_pipe.model.cutting import Crossing, TensorSpec, cut_model
 from ipu_pipe.model.precision import cast_forward
 from ipu_pipe.model.verification import TrainingEffects, verify_pieces
-from ipu_pipe.run.build import build
+from ipu_pipe.pipeline.build import build
 from tests.staged_models import Odd, Skipping, residual, whole
 from tests.support.models import Composed
 from tests.test_train import config

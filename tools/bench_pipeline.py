@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any, Callable, Dict, List, NamedTuple, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Sequence, Tuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -302,9 +302,10 @@ def _make_engine_step(case: Case) -> Callable[[], Any]:
     """Return a step of the engine that `train` has, for the same training."""
     import torch
 
-    from ipu_pipe.backends.table import launch, make_engine
+    from ipu_pipe.backends.table import launch
     from ipu_pipe.config.load import configure
-    from ipu_pipe.run.build import build
+    from ipu_pipe.pipeline.build import build
+    from ipu_pipe.pipeline.flow import Flow
 
     # the model's seed makes the data alike on both ranks
     model = _make_model(case)
@@ -340,8 +341,13 @@ def _make_engine_step(case: Case) -> Callable[[], Any]:
         torch.nn.functional.cross_entropy,
         optimizer=functools.partial(torch.optim.SGD, lr=RATE, momentum=0.9),
     )
-    engine, numbers = make_engine(job, 0), itertools.count()
-    return lambda: engine.step(next(numbers))
+    flow = Flow(job)
+
+    def step() -> None:
+        flow.give()
+        list(flow.take())
+
+    return step
 
 
 # ---- in the processes
@@ -363,7 +369,7 @@ def _time_rank(rank: int, case: Case, folder: str) -> None:
         if name in THEIRS:
             turns[THEIRS[name]] = _make_torch_turn(rank, case, name, data)
         engines[name] = _make_engine(rank, case, name, data, dist.new_group(range(RANKS)))
-        turns[name] = functools.partial(_run_our_turn, engines[name], updates)
+        turns[name] = functools.partial(_run_our_turn, engines[name][0], enumerate(engines[name][1]), updates)
     times: Dict[str, List[float]] = {name: [] for name in turns}
     for number in range(case.rounds + DEFAULT_WARM_UP):
         for name, turn in turns.items():
@@ -374,7 +380,7 @@ def _time_rank(rank: int, case: Case, folder: str) -> None:
                 times[name].append(time.perf_counter() - begun)
     spans, costs = {}, {}
     for name in case.methods:
-        events = engines[name].recorder.read_events()
+        events = engines[name][0].recorder.read_events()
         spans[name] = _measure_turns(events, case, updates)
         costs[name] = _measure_costs(events.select(events.microbatch >= 2 * updates))
     (Path(folder) / f"{rank}.json").write_text(json.dumps({"times": times, "costs": costs, "spans": spans}))
@@ -467,6 +473,7 @@ def _make_engine(rank: int, case: Case, name: str, data: List[Any], group: Any) 
     from ipu_pipe.backends.work import Work
     from ipu_pipe.model.cutting import cut_model, list_crossings
     from ipu_pipe.model.stages import partition
+    from ipu_pipe.schedule.actions import Kind
     from ipu_pipe.schedule.timelines import make_schedule
     from ipu_pipe.schedule.versions import VersionTable
     from ipu_pipe.update.apply import UpdateRules
@@ -486,13 +493,16 @@ def _make_engine(rank: int, case: Case, name: str, data: List[Any], group: Any) 
     recorder = TraceRecorder(rank, layout.stages_of_rank[0], range(count))
     mail = Mail(layout, cpu, recorder, 300.0, group)
     models = [StageModel(layout, s, cut[s], crossings, lambda m: data[m % len(data)], cpu) for s in layout.stages_of_rank]
-    return Interpreter(work, {m.stage: Stage(work, m, mail, recorder) for m in models}, mail, recorder)
+    interpreter = Interpreter(work, {m.stage: Stage(work, m, mail, recorder) for m in models}, mail, recorder)
+    # a batch ends where the next one enters
+    entries = table.schedule.slots(Kind.FORWARD, 0, count, slice(0, 1))[0, :: case.accumulate]
+    return interpreter, [*entries[1:].tolist(), float("inf")]
 
 
-def _run_our_turn(engine: Any, updates: int) -> None:
-    """Carry out the next updates."""
-    for _ in range(updates):
-        engine.step(engine.update)
+def _run_our_turn(engine: Any, batches: Iterator[Tuple[int, float]], updates: int) -> None:
+    """Give the batches of the next updates; `batches`: (number, slot at which it ends)."""
+    for batch, cut in itertools.islice(batches, updates):
+        list(engine.advance(cut, batch + 1))
 
 
 def _make_torch_turn(rank: int, case: Case, name: str, data: List[Any]) -> Callable[[], None]:

@@ -111,10 +111,11 @@ def _run_rank(rank: int, port: int, folder: str, model: str, turns: int, updates
     import torch
     import torch.distributed as dist
 
-    from ipu_pipe.backends.table import launch, make_engine
+    from ipu_pipe.backends.table import launch
     from ipu_pipe.config.load import configure
     from ipu_pipe.data import TensorData
-    from ipu_pipe.run.build import build
+    from ipu_pipe.pipeline.build import build
+    from ipu_pipe.pipeline.flow import Flow
     from ipu_pipe.trace.store import read_store
 
     torch.set_num_threads(1)
@@ -131,7 +132,8 @@ def _run_rank(rank: int, port: int, folder: str, model: str, turns: int, updates
     x, y = torch.randn(64, *shape), torch.randint(10, (64,))
     job = build(config, data=TensorData((x, y), (x, y), seed=0))
     job.folder = Path(folder)
-    engine: Any = make_engine(job, 0)
+    flow = Flow(job)
+    engine: Any = flow.engine
     times: Dict[str, List[float]] = {
         f"{how} {clock}": [] for how in ("traced", "untraced") for clock in ("wall", "cpu")
     }
@@ -142,8 +144,9 @@ def _run_rank(rank: int, port: int, folder: str, model: str, turns: int, updates
         recorder.begin_update(engine._interpreter.update)
         dist.barrier()
         begun, worked = time.perf_counter(), time.thread_time()
-        for k in range(turn * updates, (turn + 1) * updates):
-            engine.step(k)
+        for _ in range(updates):
+            flow.give()
+            list(flow.take())
         recorder.flush()
         if turn >= 2:  # the first turns fill pipelines and caches
             times[f"{how} wall"].append(time.perf_counter() - begun)

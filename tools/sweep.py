@@ -253,7 +253,7 @@ def _train_plainly(name: str, method: str, stages: Any) -> Dict[str, Any]:
     from torch.func import functional_call
 
     from ipu_pipe.model.randomness import KeyedRandomness
-    from ipu_pipe.run.build import build
+    from ipu_pipe.pipeline.build import build
     from tests.third_party_zoo import take_scores
 
     model, arguments = _prepare(name)

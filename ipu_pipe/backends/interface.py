@@ -12,7 +12,6 @@ from typing import Any, Callable, ContextManager, Dict, List, Mapping, NamedTupl
 import torch
 from torch import nn
 
-from ipu_pipe.backends.ranks import run_on_main
 from ipu_pipe.config.schema import Config
 from ipu_pipe.job.evaluation import EvaluationResult
 from ipu_pipe.job.factories import Placed
@@ -87,13 +86,15 @@ class Engine:
     """The interface of one process's part of a run.
 
     `checkpoint_group`: the process group of all ranks if each rank writes its part of a checkpoint, else None.
-    `updates_per_call`: the updates that a device makes in one call; their results all arrive with the first. `newest_model`: the
-    model if it holds the newest weights now, None if they are on other devices. `names`: trained parameter -> unsplit name.
+    `updates_per_call`: the updates that a device makes in one call; their results all arrive with the first.
+    `makes_updates_at_once`: `give` makes its update whole, whatever the cut. `newest_model`: the model if it holds the newest
+    weights now, None if they are on other devices. `names`: trained parameter -> unsplit name.
     """
 
     is_main = True
     checkpoint_group: Any = None
     updates_per_call = 1
+    makes_updates_at_once = False
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -103,22 +104,15 @@ class Engine:
         if job.watches_gradients:
             job.rules.observe = self._note_gradients
 
-    def step(self, k: int, read: bool = True) -> List[StepResult]:
-        """Carry out update k and return the results since the last call.
-
-        Without `read` an engine may return none, if reading them would make the host wait for a GPU. Processes other than the
-        main one may return none.
-        """
-        raise NotImplementedError
-
-    # ---- open runs (`Job.is_open`), whose batches a loop of the caller's own gives one by one
-
     def give(self, k: int, cut: float) -> None:
         """Run the actions of slots before `cut`; the batches of the updates up to k are at hand."""
         raise NotImplementedError
 
     def take(self, k: int) -> StepResult:
-        """Return the result of update k, which has left the pipeline, on every process."""
+        """Return the result of update k, which has left the pipeline, on the processes that collect results.
+
+        Others get a loss that is not a number. The host waits for a GPU that has not computed it yet.
+        """
         raise NotImplementedError
 
     def finish(self, batches: int) -> None:
@@ -146,22 +140,13 @@ class Engine:
         self._gradients = {name: p.grad.detach().cpu().clone() for name, p in trained if p.grad is not None}
 
     def collect_gradients(self, k: int) -> Dict[str, torch.Tensor]:
-        """Return on the main process the gradients of update k, which `step` has done, on the CPU by unsplit names.
+        """Return on the main process the gradients of update k, whose result was taken, on the CPU by unsplit names.
 
         They are the gradients when the optimizer's step begins: before clipping and before rules that change an update
         (gradient shrinking), but after delay compensation, which changes the gradients of each microbatch. The job must have
         `watches_gradients`.
         """
         return self._gradients
-
-    def decide_end(self, done: int, stop_requested: bool) -> int:
-        """Return the number of updates of the run, of which `done` are done: fewer than planned if the main process asks to stop.
-
-        Every process calls this after each update. All end after the same update, where the pipeline is empty.
-        """
-        if self.job.schedule.get_drain_interval(done - 1)[1] > done:
-            return self.job.updates
-        return done if run_on_main(lambda: stop_requested) else self.job.updates
 
     def hold_whole_model(self) -> ContextManager[None]:
         """Hold the whole model with the newest weights in every process inside the context; the pipeline must be empty."""

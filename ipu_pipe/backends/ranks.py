@@ -45,7 +45,8 @@ def run_on_main(work: Callable[[], Result]) -> Result:
             outcome = [(work(), [])]
         except BadInput as error:
             outcome = [(None, error.faults)]
-    with report_lost_rank([0]):
+    # rank 0 waits for the others
+    with report_lost_rank([0] if dist.get_rank() else None):
         dist.broadcast_object_list(outcome, src=0)
     result, faults = outcome[0]
     raise_faults(faults)

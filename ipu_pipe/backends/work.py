@@ -55,17 +55,18 @@ class Work:
         config = job.config
         clip = (config.clip.norm, config.clip.scope) if config.clip else None
         first = first_update * (config.gradient_accumulation if job.method.rounds is None else job.replica_count)
+        table = job.table if job.open_table is None else job.open_table
         replays: Optional[Replays] = None
         history = job.method.history
         if history is not None and job.is_open:
-            replays = StreamedReplays(job.table, history, 1, config.seed)
+            replays = StreamedReplays(table, history, 1, config.seed)
         elif history is not None:
             # `build` has checked that these methods have an epoch
             assert job.updates_per_epoch is not None
-            replays = RandomizedReplays(job.table, history, job.updates_per_epoch, config.seed)
+            replays = RandomizedReplays(table, history, job.updates_per_epoch, config.seed)
         count = len(job.partition) if history is not None else 1
         weighs = job.loss_weight is not None
-        work = cls(job.loss, job.table, job.rules, clip, first, replays, count, partial(refuse_nonfinite, job), weighs)
+        work = cls(job.loss, table, job.rules, clip, first, replays, count, partial(refuse_nonfinite, job), weighs)
         if job.is_open:
             # a loss is checked when its update leaves the pipeline, at the same step on all processes
             return replace(work, refuse_nonfinite=lambda update, losses: None, after_update=job.after_update)

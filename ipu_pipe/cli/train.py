@@ -102,7 +102,7 @@ def _train(args: argparse.Namespace, config: Config, other: Optional[Config]) ->
 
 def _choose_folder(name: str) -> Path:
     """Return a dated folder under `runs` for a run of the config `name`, or the one that the launcher's earlier attempt began."""
-    from ipu_pipe.run.folder import is_restarted
+    from ipu_pipe.store.folder import is_restarted
 
     dated = Path("runs") / f"{datetime.datetime.now():%Y-%m-%d_%H-%M-%S}_{name}"
     return max(filter(is_restarted, Path("runs").glob(f"*_{glob.escape(name)}")), default=dated)

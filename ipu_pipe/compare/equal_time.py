@@ -24,11 +24,11 @@ from ipu_pipe.errors import BadInput, Divergence
 from ipu_pipe.files import write_json
 from ipu_pipe.report.plots import open_figure
 from ipu_pipe.report.run_text import format_busy, format_number, format_throughput
-from ipu_pipe.run.folder import check_folder, is_restarted
 from ipu_pipe.run.progress import Progress
 from ipu_pipe.run.train import check, reserve_folder, train
 from ipu_pipe.schedule.methods import resolve_method
 from ipu_pipe.schedule.timelines import compute_utilization
+from ipu_pipe.store.folder import check_folder, is_restarted
 
 # default multiples of the config's microbatches per update
 TIMES = (1, 2, 4, 8)

@@ -27,12 +27,12 @@ from ipu_pipe.model.flops import BACKWARD, HOW
 from ipu_pipe.report.analysis.text import format_table
 from ipu_pipe.report.memory import plan_memory
 from ipu_pipe.report.summary import plan_links, plan_shared_links
-from ipu_pipe.run.folder import check_folder, read_summary
 from ipu_pipe.run.planning import build_for_planning
 from ipu_pipe.run.train import train
 from ipu_pipe.schedule import timelines
 from ipu_pipe.schedule.clock import Costs, clock
 from ipu_pipe.schedule.methods import check_methods, resolve_method
+from ipu_pipe.store.folder import check_folder, read_summary
 
 ERROR = "error: "
 MIB = 2**20

@@ -35,7 +35,7 @@ from ipu_pipe.model.batch import count_samples, map_tensors
 from ipu_pipe.model.modes import describe_modes, is_evaluating
 from ipu_pipe.model.randomness import RandomStates, derive_seed, restore_random_states
 from ipu_pipe.model.restoring import restore_modes
-from ipu_pipe.run.build import build
+from ipu_pipe.pipeline.build import build
 from ipu_pipe.text import show
 from ipu_pipe.update.optimizer import export_state, import_state
 

@@ -1,4 +1,4 @@
-"""The job: the validated model, data, stages, schedule and version table of a run. ipu_pipe/run/build.py builds it."""
+"""The job: the validated model, data, stages, schedule and version table of a run. ipu_pipe/pipeline/build.py builds it."""
 
 from __future__ import annotations
 
@@ -18,14 +18,12 @@ from ipu_pipe.data.sources import split_batch
 from ipu_pipe.errors import RunFault
 from ipu_pipe.hardware.precision import MASTERS, MIXED
 from ipu_pipe.job.metrics import Metric
-from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.model.batch import map_tensors, require_tensors
 from ipu_pipe.model.cutting import Piece
 from ipu_pipe.model.loss import LabelRange, Labels, Loss, LossWeight, OwnLoss, get_labels
 from ipu_pipe.model.observation import ForwardEffects, Observation
 from ipu_pipe.model.precision import ModelPrecision
 from ipu_pipe.model.stages import Footprint, Partition
-from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.clock import compute_busy_share
 from ipu_pipe.schedule.methods import METHODS, Method
 from ipu_pipe.schedule.table import Schedule
@@ -154,11 +152,11 @@ class Job(Setup):
     data without a length. `example`: the first microbatch; `observation`: of a training pass of it. `note`: a message about the
     stages. `done`: updates before this start, where the pipeline is empty. `used`: the optimizer and the loss, described.
 
-    `may_stop`: callbacks may stop the run after any update; `may_stop_drained`: they may stop it wherever the pipeline is empty.
     `wants_model`, `watches_gradients`: callbacks read the whole model, or each update's gradients. `folder`: the folder of the
     run, for files of every process. `data_fingerprints`: for record.json. On processes, `pieces`: the model cut into its stages.
-    `placement`: the device of each stage. `is_open`: the run's end is not known; its batches are given one by one.
-    `after_update(update, stages)`: called in an open run when these stages have made an update.
+    `placement`: the device of each stage. `open_table`: the versions of the schedule that runs, whose end is open and which has
+    the drains so far; None while the planned `table` runs. `is_open`: a loop of the caller's own gives the batches, so the run's
+    end is not known. `after_update(update, stages)`: called there when these stages have made an update.
     """
 
     partition: Partition
@@ -179,14 +177,13 @@ class Job(Setup):
     done: int = 0
     used: Given = Given()
     plateau: Optional[Plateau] = None
-    may_stop: bool = False
-    may_stop_drained: bool = False
     wants_model: bool = False
     watches_gradients: bool = False
     folder: Optional[Path] = None
     data_fingerprints: Optional[Dict[str, Any]] = None
     pieces: Sequence[Piece] = ()
     placement: Tuple[int, ...] = ()
+    open_table: Optional[VersionTable] = None
     is_open: bool = False
     after_update: Callable[[int, Sequence[int]], None] = lambda update, stages: None
 
@@ -244,27 +241,6 @@ class Job(Setup):
     def count_epochs(self, done: int) -> Optional[float]:
         """Return `done` updates in epochs; None if the data has no length."""
         return None if self.updates_per_epoch is None else done / self.updates_per_epoch
-
-    def count_updates_ahead(self) -> int:
-        """Return the updates that the first stage may be ahead of the last: with local losses it waits for no gradient."""
-        return len(self.partition) if get_blocks(self.model) is not None else 0
-
-    def count_batches_begun(self, k: int) -> int:
-        """Return the number of batches that have started when the loss of update k is known.
-
-        A run that is asked to end after update k does all of them, because microbatches in the pipeline are finished.
-        """
-        if self.method.history is not None:
-            return k + 1
-        # the round must end, so that replicas are averaged
-        if self.method.rounds is not None:
-            return self.schedule.get_drain_interval(k)[1]
-        # the last update that the first stage has done then
-        last = min(k + self.count_updates_ahead(), self.schedule.get_drain_interval(k)[1] - 1)
-        first_stage, batch = slice(0, 1), self.schedule.accumulate
-        slot = self.schedule.slots(Kind.UPDATE, last, last + 1, first_stage)[0]
-        begun = int(self.schedule.count_before(Kind.FORWARD, slot + 1, first_stage)[0, 0])
-        return max(-(-begun // batch), last + 1)
 
     def list_phases(self) -> List[Tuple[str, int, Schedule]]:
         """Return (method, updates, schedule) of the run's phases: warm-up by GPipe (the schedule of a batch), the method."""

@@ -12,10 +12,12 @@ NARROWEST, WIDEST = 8, 512
 
 
 class Cuts:
-    """Read the cuts of a job's present schedule, in windows that widen: a slot alone costs as much as hundreds at once."""
+    """Read the cuts of a job's open schedule, in windows that widen: a slot alone costs as much as hundreds at once."""
 
     def __init__(self, job: Job) -> None:
-        self._job, self._schedule = job, job.schedule
+        self._has_pipeline = job.method.history is None
+        if job.open_table is not None:
+            self._schedule = job.open_table.schedule
         # with local losses no gradient comes back, and the last stage's loss takes as many slots to arrive
         self._margin = len(job.partition) - 1 if job.method.structure is not None else 0
         # of the batches from `_first` on
@@ -24,14 +26,16 @@ class Cuts:
         self._left: List[int] = []
 
     def find(self, batch: int) -> int:
-        """Return the slot of stage 0's first forward of a batch."""
+        """Return the slot of stage 0's first forward of a batch, 0 if the method has no pipeline."""
+        if not self._has_pipeline:
+            return 0
+        # the window may move, so the index comes first
         index = self._look_up(batch)
         return self._slots[index]
 
     def count_left(self, batches: int) -> int:
         """Return the updates that all stages have made before the next batch after `batches` enters."""
-        # randomized methods have no pipeline, so nothing is in flight
-        if self._job.method.history is not None:
+        if not self._has_pipeline:
             return batches
         index = self._look_up(batches)
         return self._left[index]
@@ -42,7 +46,8 @@ class Cuts:
             width = min(max(2 * len(self._slots), NARROWEST), WIDEST)
             accumulate = self._schedule.accumulate
             first, last = batch * accumulate, (batch + width) * accumulate
-            slots = self._schedule.slots(Kind.FORWARD, first, last, slice(0, 1))[0, ::accumulate]
+            # rows from a file may begin with any microbatch of a batch
+            slots = self._schedule.slots(Kind.FORWARD, first, last, slice(0, 1)).reshape(width, accumulate).min(axis=1)
             counts = self._schedule.count_before(Kind.UPDATE, slots - self._margin).min(axis=0)
             self._first, self._slots, self._left = batch, slots.tolist(), counts.tolist()
         return batch - self._first

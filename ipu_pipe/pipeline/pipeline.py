@@ -27,7 +27,7 @@ from torch import nn
 from ipu_pipe.backends.interface import Engine, StepResult
 from ipu_pipe.backends.processes.lost_ranks import LostRank
 from ipu_pipe.backends.ranks import are_joined, read_torch_version
-from ipu_pipe.backends.table import launch, make_engine
+from ipu_pipe.backends.table import launch
 from ipu_pipe.config.load import configure
 from ipu_pipe.errors import BadInput, Divergence, RunFault
 from ipu_pipe.job.metrics import make_metrics
@@ -42,16 +42,16 @@ from ipu_pipe.model.randomness import restore_random_states
 from ipu_pipe.model.restoring import restore_modes
 from ipu_pipe.model.stages import Partition
 from ipu_pipe.pipeline.batches import GivenBatches, Microbatch, divide_batch, interleave_replicas
-from ipu_pipe.pipeline.cuts import Cuts
+from ipu_pipe.pipeline.build import OpenRun, assemble, resolve, set_up
+from ipu_pipe.pipeline.flow import Flow
 from ipu_pipe.pipeline.optimizer import OptimizerHandle, OptimizerView
 from ipu_pipe.pipeline.trace import PipelineTrace, make_trace_section, write_trace
 from ipu_pipe.report.memory import build_memory_record
-from ipu_pipe.run.build import OpenRun, assemble, set_up
-from ipu_pipe.run.checkpoint import load_weights
 from ipu_pipe.schedule.methods import DefaultAccumulate, resolve_method
 from ipu_pipe.schedule.table import Schedule
-from ipu_pipe.schedule.timelines import make_schedule, open_schedule
+from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
+from ipu_pipe.store.checkpoint import load_weights
 from ipu_pipe.update.optimizer import import_state
 
 PRECISIONS = {torch.float64: "float64", torch.bfloat16: "bfloat16"}
@@ -191,9 +191,7 @@ class Pipeline:
         self._handle = OptimizerHandle(optimizer)
         self._view = OptimizerView(optimizer)
         self._job: Optional[Job] = None
-        self._engine: Optional[Engine] = None
-        self._given = self._left = 0
-        self._drains: List[int] = []
+        self._flow: Optional[Flow] = None
         # updates that left in a drain that `evaluate` and the like have made
         self._pending: List[Update] = []
         self._callbacks: List[Callable[[int, int, List[nn.Parameter]], None]] = []
@@ -226,15 +224,13 @@ class Pipeline:
             raise RuntimeError(f"step: {changed}: its mode (train, eval) is another one than in earlier steps: set it back")
         batch = self._divide(x, y, microbatches)
         with self._break_on_error("step"):
-            job, engine = self._build(batch[0])
+            job, flow = self._build(batch[0])
             self._require_parts(batch)
             self._handle.count_as_stepped()
-            k = self._given
-            self._handle.record(k)
-            self._data.give(self._number(batch, k))
-            self._given = k + 1
-            engine.give(k, self._cuts.find(k + 1))
-            return self._take(job, engine, self._cuts.count_left(k + 1))
+            self._handle.record(flow.given)
+            self._data.give(self._number(batch, flow.given))
+            flow.give()
+            return self._report(job, flow.take())
 
     def drain(self) -> List[Update]:
         """Run the pipeline empty. Return the updates that left it and were not returned yet; the next step fills it again.
@@ -255,17 +251,17 @@ class Pipeline:
     @property
     def updates(self) -> int:
         """The number of updates whose batches were given."""
-        return self._given
+        return self._flow.given if self._flow is not None else 0
 
     @property
     def in_flight(self) -> int:
         """The updates whose batches were given and that have not left the pipeline."""
-        return self._given - self._left
+        return self.updates - self.finished
 
     @property
     def finished(self) -> int:
         """The updates that have left the pipeline."""
-        return self._left
+        return self._flow.left if self._flow is not None else 0
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -359,10 +355,11 @@ class Pipeline:
         if not drain and self.in_flight:
             raise RunFault(f"state_dict: {self.in_flight} updates are in flight: call drain() first")
         self._drain("state_dict")
-        if self._engine is None:
+        flow = self._flow
+        if flow is None:
             raise RunFault("state_dict: no step was made yet: save the states of the model and the optimizer themselves")
         with self._break_on_error("state_dict"):
-            state = self._engine.collect_state()
+            state = flow.engine.collect_state()
         if state is None:
             return {}
         clone = torch.Tensor.clone
@@ -372,8 +369,8 @@ class Pipeline:
             "model": {name: clone(value) for name, value in state.model.items()},
             "optimizer": {name: clone(value) for name, value in state.optimizer.items()},
             "plain": copy.deepcopy(state.plain),
-            "updates": self._given,
-            "drains": list(self._drains),
+            "updates": flow.given,
+            "drains": list(flow.drains),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -392,12 +389,12 @@ class Pipeline:
             raise BadInput(f"load_state_dict: state of method {state['method']}: this pipeline has {self._config.method}")
         self._drain("load_state_dict")
         self._loaded, self._pending = state, []
-        if self._engine is None:
+        if self._flow is None:
             # weights first, so that everything is built from them; the rest when there is an engine
             load_weights(self.model, _select_model_state(state), "load_state_dict")
             return
         with self._break_on_error("load_state_dict"):
-            self._load(self._require_job(), self._engine)
+            self._load(self._require_job(), self._flow)
 
     # ---- what others see
 
@@ -431,12 +428,11 @@ class Pipeline:
         traced = job.traced_updates
         if not traced:
             raise BadInput("trace: no update was recorded: make the pipeline with trace=True, or a range of updates")
-        if traced.start >= self._given:
-            raise BadInput(f"trace: update {traced.start} is the first that is recorded: {self._given} were given so far")
+        if traced.start >= self.updates:
+            raise BadInput(f"trace: update {traced.start} is the first that is recorded: {self.updates} were given so far")
         folder = Path(tempfile.mkdtemp(prefix="ipu_pipe-") if path is None else path)
-        assert self._engine is not None
         with self._break_on_error("trace"):
-            return write_trace(replace(job, folder=folder), self._engine, folder)
+            return write_trace(replace(job, folder=folder), self._require_flow().engine, folder)
 
     def memory(self) -> Dict[str, Any]:
         """Return the planned bytes of each stage and device, and measured peaks; all ranks call it, others than 0 get {}.
@@ -446,9 +442,8 @@ class Pipeline:
         """
         self._require_usable("memory")
         job = self._plan_job("memory")
-        assert self._engine is not None
         with self._break_on_error("memory"):
-            measured = self._engine.report()
+            measured = self._require_flow().engine.report()
         return {} if measured is None else build_memory_record(job, measured)
 
     @property
@@ -470,9 +465,9 @@ class Pipeline:
             if self.can_drain:
                 updates = self.drain()
             self._is_closed = True
-            if self._engine is not None:
+            if self._flow is not None:
                 with self._break_on_error("close"):
-                    self._engine.close()
+                    self._flow.engine.close()
         self._end()
         return updates
 
@@ -484,10 +479,10 @@ class Pipeline:
 
     def _end(self) -> None:
         self._is_closed = True
-        if self._is_broken and self._engine is not None:
+        if self._is_broken and self._flow is not None:
             # the error that ended the loop is the one to report
             with contextlib.suppress(Exception):
-                self._engine.abort()
+                self._flow.engine.abort()
         if self._job is not None:
             self._job.precision.give_back(keep=True)
         self._handle.release()
@@ -503,10 +498,10 @@ class Pipeline:
 
     # ---- inside: building
 
-    def _build(self, first: Microbatch) -> Tuple[Job, Engine]:
-        """Build the job and the engine from the first microbatch, once."""
-        if self._job is not None and self._engine is not None:
-            return self._job, self._engine
+    def _build(self, first: Microbatch) -> Tuple[Job, Flow]:
+        """Build the job and its flow from the first microbatch, once."""
+        if self._job is not None and self._flow is not None:
+            return self._job, self._flow
         example = first if self._example is None else Microbatch(*self._example)
         x = example.x if first.x is None else first.x
         y = example.y if first.y is None else first.y
@@ -531,27 +526,27 @@ class Pipeline:
         with _name_arguments(), attribute_faults(lambda: "before training"), restore_random_states():
             setup = set_up(objects.describe_in(config), **objects._asdict())
             try:
-                self._job = assemble(setup, objects, open_run=open_run)
+                resolved = resolve(setup, objects, open_run=open_run)
+                self._job = assemble(resolved, objects, open_run=open_run)
                 if self._job.traced_updates:
                     self._events_folder = tempfile.TemporaryDirectory(prefix="ipu_pipe-")
                     self._job.folder = Path(self._events_folder.name)
-                self._engine = make_engine(self._job, 0)
+                self._flow = Flow(self._job)
             except BaseException:
                 setup.precision.give_back()
                 raise
         for line in describe_modes(self.model, self._job.came_evaluating):
             warnings.warn(line, stacklevel=3)
         self._modes = {module: module.training for module in self.model.modules()}
-        self._cuts = Cuts(self._job)
         if self._loaded is not None:
-            self._load(self._job, self._engine)
-        return self._job, self._engine
+            self._load(self._job, self._flow)
+        return self._job, self._flow
 
     def _choose_member(self, name: str, parameter: nn.Parameter) -> Optional[int]:
         """Return the caller's group of a parameter; parameters that the method adds are in the first group."""
         return 0 if name.startswith(HEADS) else self._handle.find_member(parameter)
 
-    def _load(self, job: Job, engine: Engine) -> None:
+    def _load(self, job: Job, flow: Flow) -> None:
         """Put the state that was loaded into the model, the optimizer and the position."""
         state, self._loaded = self._loaded, None
         assert state is not None
@@ -560,16 +555,13 @@ class Pipeline:
             with job.precision.put_masters_in_place(loads=True):
                 load_weights(job.model, state["model"], "load_state_dict")
 
-        engine.load_weights(load)
+        flow.engine.load_weights(load)
         names = {parameter: name for name, parameter in job.get_trained().items()}
         # copies, because an optimizer changes its state in place
         tensors = {name: value.clone() for name, value in state["optimizer"].items()}
         import_state(job.optimizer, names, tensors, copy.deepcopy(state["plain"]))
-        self._given = self._left = int(state["updates"])
-        self._drains = [int(k) for k in state["drains"]]
         self._data.forget()
-        self._open(job)
-        engine.reopen(self._given, is_loaded=True)
+        flow.restart(int(state["updates"]), [int(k) for k in state["drains"]])
 
     # ---- inside: batches
 
@@ -631,15 +623,13 @@ class Pipeline:
 
     # ---- inside: results
 
-    def _take(self, job: Job, engine: Engine, left: int) -> List[Update]:
-        """Return the pending updates and those up to `left`. Raise `Divergence` if a loss is not finite."""
+    def _report(self, job: Job, results: Iterable[Tuple[int, StepResult]]) -> List[Update]:
+        """Return the pending updates and those that leave now. Raise `Divergence` if a loss is not finite."""
         updates, self._pending = self._pending, []
-        for k in range(self._left, left):
-            result = engine.take(k)
-            self._left = k + 1
+        for k, result in results:
             self._refuse_nonfinite(job, k, result)
             updates.append(Update(k, result.loss, result.accuracy, result.blocks))
-        self._handle.forget_before(self._left)
+        self._handle.forget_before(self.finished)
         return updates
 
     def _refuse_nonfinite(self, job: Job, k: int, result: StepResult) -> None:
@@ -654,8 +644,8 @@ class Pipeline:
 
     def _drain(self, call: str) -> None:
         """Run the pipeline empty, and keep its updates as pending."""
-        job, engine = self._job, self._engine
-        if job is None or engine is None or self._drains[-1:] == [self._given] or not self._given:
+        job, flow = self._job, self._flow
+        if job is None or flow is None or flow.is_empty:
             return
         undrainable = self._find_undrainable()
         if undrainable is not None:
@@ -663,26 +653,14 @@ class Pipeline:
         _refuse_autocast(call)
         # a loop evaluates and saves under no_grad or inference_mode, but on processes a drain has backwards to run
         with self._break_on_error(call), torch.inference_mode(False), torch.enable_grad():
-            self._drains.append(self._given)
-            # the open row finishes what it has begun; a new stretch begins afterwards
-            self._open(job)
-            engine.finish(self._given)
-            self._pending = self._take(job, engine, self._given)
-            engine.reopen(self._given)
-
-    def _open(self, job: Job) -> None:
-        """Give the job the schedule with the drains so far and an open end, and its versions."""
-        accumulate = job.schedule.accumulate
-        job.schedule = open_schedule(job.method, len(job.partition), accumulate, self._drains, self._warmup)
-        job.table = VersionTable(job.schedule, job.method, self._config.seed)
-        self._cuts = Cuts(job)
+            self._pending = self._report(job, flow.drain())
 
     def _plan_job(self, call: str, exactly: bool = False) -> Job:
         """Return the job with a schedule that ends after the batches given so far; unless `exactly`, where it is steady."""
         job = self._require_built(call)
         N, P = job.schedule.accumulate, len(job.partition)
-        updates = self._given if exactly else max(self._given, -(-3 * P // N) + 1)
-        drains = [k * N for k in self._drains]
+        updates = self.updates if exactly else max(self.updates, -(-3 * P // N) + 1)
+        drains = [k * N for k in self._require_flow().drains]
         schedule = make_schedule(job.method, P, updates * N, N, drains, self._warmup * N)
         table = VersionTable(schedule, job.method, self._config.seed)
         return replace(job, schedule=schedule, table=table, updates=updates)
@@ -695,12 +673,12 @@ class Pipeline:
             every = method.rounds.interval(self._require_stage_count())
             what = "replicas synchronize by an outer optimizer"
         for count in args.get("block_accumulation", ()):
-            if self._given % count:
+            if self.updates % count:
                 every, what = count, "a block accumulates the gradients of several updates"
-        if self._given % every == 0:
+        if self.updates % every == 0:
             return None
-        following = -(-self._given // every) * every
-        return f"{what}: after {self._given} updates the pipeline cannot drain, the next time is after {following}"
+        following = -(-self.updates // every) * every
+        return f"{what}: after {self.updates} updates the pipeline cannot drain, the next time is after {following}"
 
     def _pause(self, call: str, batches: Any) -> Tuple[Job, Engine]:
         """Drain for a call between two steps, and return what it works with."""
@@ -711,8 +689,7 @@ class Pipeline:
                 self._build(Microbatch(*self._example))
         self._drain(call)
         job = self._require_built(call)
-        assert self._engine is not None
-        return job, self._engine
+        return job, self._require_flow().engine
 
     # ---- inside: errors
 
@@ -732,6 +709,10 @@ class Pipeline:
         assert self._job is not None
         return self._job
 
+    def _require_flow(self) -> Flow:
+        assert self._flow is not None
+        return self._flow
+
     @contextlib.contextmanager
     def _break_on_error(self, call: str) -> Iterator[None]:
         """Break the object if an exception leaves the context. Say in which call a lost rank was waited for."""
@@ -740,7 +721,7 @@ class Pipeline:
         except BaseException as error:
             self._is_broken = True
             if isinstance(error, RunFault) and isinstance(error.__cause__, LostRank):
-                number = f" {self._given - 1}" if call == "step" else ""
+                number = f" {self.updates - 1}" if call == "step" else ""
                 why = f"this rank waits in {call}{number}, which all ranks must call, in the same order"
                 raise RunFault(f"{error}; {why}") from error.__cause__
             raise

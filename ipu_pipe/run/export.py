@@ -13,9 +13,9 @@ from ipu_pipe.errors import BadInput, guard_writing
 from ipu_pipe.files import atomic_file, parse_path
 from ipu_pipe.job.user_code import attribute_faults
 from ipu_pipe.local.blocks import HEADS
-from ipu_pipe.run import checkpoint
 from ipu_pipe.run.predict import load_model
 from ipu_pipe.run.resume import choose_step
+from ipu_pipe.store import checkpoint
 from ipu_pipe.text import describe_kind
 from ipu_pipe.update.apply import AVERAGE
 

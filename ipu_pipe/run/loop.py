@@ -6,11 +6,11 @@ import contextlib
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Sequence
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
-from ipu_pipe.backends.interface import Report
+from ipu_pipe.backends.interface import Report, StepResult
 from ipu_pipe.backends.ranks import are_joined, is_main, run_on_main
-from ipu_pipe.backends.table import get_backend, make_engine
+from ipu_pipe.backends.table import get_backend
 from ipu_pipe.config.compare import dump_config
 from ipu_pipe.errors import RunFault, find_user_fault
 from ipu_pipe.files import atomic_file, write_json, write_text
@@ -21,6 +21,7 @@ from ipu_pipe.job.user_code import find_user_frame, raise_attributed, save_trace
 from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.model.modes import find_changed_mode
 from ipu_pipe.model.timing import StageSeconds
+from ipu_pipe.pipeline.flow import Flow
 from ipu_pipe.plan.config_cut import predict_rate
 from ipu_pipe.report.memory import build_memory_record
 from ipu_pipe.report.position import LossTrend, Position
@@ -28,12 +29,12 @@ from ipu_pipe.report.provenance import describe_start, get_timestamp
 from ipu_pipe.report.run_text import format_closing, format_opening
 from ipu_pipe.report.run_trace import choose_stage_costs, write_measured_trace, write_modelled_trace
 from ipu_pipe.report.summary import summarize
-from ipu_pipe.run import checkpoint
 from ipu_pipe.run.callbacks import Callback, Callbacks, Moment
-from ipu_pipe.run.folder import RunFolder, read_starts
 from ipu_pipe.run.progress import Bar, Log, Progress, log_nothing, open_log
 from ipu_pipe.run.resume import make_manifest, restore
-from ipu_pipe.run.saving import Saver
+from ipu_pipe.store import checkpoint
+from ipu_pipe.store.folder import RunFolder, read_starts
+from ipu_pipe.store.saving import Saver
 from ipu_pipe.update.apply import AVERAGE
 
 
@@ -58,6 +59,8 @@ class TrainingLoop:
         # training time since a loss was last read, and the time of an update in the newest call
         self.unread_seconds = 0.0
         self.update_seconds = 0.0
+        # planned, or sooner if a callback asks for it
+        self.end = job.updates
         # the newest update's line of metrics.jsonl, if it is not written yet
         self.unwritten_line: Dict[str, Any] = {}
         # by block, of the last evaluation on the test set
@@ -70,10 +73,6 @@ class TrainingLoop:
         self.may_stop, self.watches_updates, job.watches_gradients, job.wants_model = run_on_main(
             lambda: (bool(main.callbacks), main.watches_updates, main.watches_gradients, main.wants_model)
         )
-        # local SGD stops only where replicas have averaged
-        job.may_stop = self.watches_updates and job.method.rounds is None
-        job.may_stop_drained = self.may_stop
-        self.end = job.updates
         self.moment = Moment(0, 0.0, (), job.rate(0), None, {}, None, None, config=job.config.to_dict(), folder=out)
 
     def run_all(self) -> Dict[str, Any]:
@@ -86,7 +85,8 @@ class TrainingLoop:
             self.loss_trend = LossTrend(job.updates)
         self._write_start()
         self.progress.say(format_opening(job, position.update))
-        self.engine = engine = make_engine(job, position.update)
+        self.flow = Flow(job, position.update, is_planned=True)
+        self.engine = engine = self.flow.engine
         keep = job.config.checkpoint.keep if job.config.checkpoint is not None and self.run is not None else None
         self.saver = Saver(self.out / "checkpoints", engine.checkpoint_group, keep)
         try:
@@ -217,24 +217,40 @@ class TrainingLoop:
 
     def _train(self) -> None:
         """Carry out all remaining updates."""
-        job, position = self.job, self.position
-        with self.progress.show_bar(job.updates, position.update, job.updates_per_epoch) as self.bar:
-            while position.update < self.end:
-                self._step()
+        job, flow = self.job, self.flow
+        with self.progress.show_bar(job.updates, flow.given, job.updates_per_epoch) as self.bar:
+            while flow.given < self.end:
+                evaluates, saves = job.plan_pauses(flow.given + 1)
+                self._step(drains=evaluates or saves)
                 self._finish_saving(waits=False)
-                done = position.update
-                evaluates, saves = job.plan_pauses(done)
                 self._pause(evaluates, saves)
-                if self.may_stop and (evaluates or saves or self.watches_updates) and done < self.end:
-                    self.end = self.engine.decide_end(done, self.callbacks.stop_reason is not None)
+                if self.may_stop and (evaluates or saves or self.watches_updates):
+                    self._decide_end()
             # after an early stop evaluate and save as at a planned end
             if self.end < job.updates:
+                start = time.perf_counter()
+                results = flow.drain()
+                self.unread_seconds += time.perf_counter() - start
+                self._record(results)
                 self.moment = replace(self.moment, stopped=self.callbacks.stop_reason)
                 if self.unwritten_line:
                     self._log(self.unwritten_line)
                 evaluated, saved = job.plan_pauses(self.end)
                 self._pause(not evaluated, not saved)
         self.bar = None
+
+    def _decide_end(self) -> None:
+        """End the run sooner if a callback has asked for it; every process calls this after the same update.
+
+        The batches that have entered are finished: those given when the update's loss is known, on every backend.
+        """
+
+        def find_end() -> int:
+            if self.callbacks.stop_reason is None:
+                return self.end
+            return self.flow.given if self.flow.is_empty else self.flow.find_end(self.moment.step - 1)
+
+        self.end = min(self.end, run_on_main(find_end))
 
     def _pause(self, evaluates: bool, saves: bool) -> None:
         """Evaluate or save a checkpoint, or both, and call the callbacks."""
@@ -244,52 +260,70 @@ class TrainingLoop:
         if saves:
             self._save()
 
-    def _step(self) -> None:
-        """Carry out one update; log its results, and the results of earlier updates that were not read yet."""
-        job, position, engine = self.job, self.position, self.engine
-        k = position.update
+    def _step(self, drains: bool) -> None:
+        """Give the next batch, and record the updates that leave the pipeline, which runs empty if it `drains`."""
+        flow, position = self.flow, self.position
+        k, per_call = flow.given, self.engine.updates_per_call
         start = time.perf_counter()
-        results = engine.step(k, self._needs_results(k + 1))
+        flow.give()
+        results = list(flow.take()) if drains or self._needs_results(flow.given) else []
+        if drains:
+            results += flow.drain()
         # the first update of a call waits for all of them, so they share its time
-        if k % engine.updates_per_call == 0:
-            self.update_seconds = (time.perf_counter() - start) / engine.updates_per_call
-        position.update += 1
+        if k % per_call == 0:
+            self.update_seconds = (time.perf_counter() - start) / per_call
         # the first call of a process warms up, so its time does not count
-        if self.progress.steps >= engine.updates_per_call:
+        if self.progress.steps >= per_call:
             position.seconds += self.update_seconds
             position.timed_updates += 1
         self.progress.steps += 1
         self.unread_seconds += self.update_seconds
+        self._record(results)
+
+    def _record(self, results: Sequence[Tuple[int, StepResult]]) -> None:
+        """Record the results of updates in order: count them, write their lines and call the callbacks."""
         if not results:
             return
-        rate = sum(result.samples for result in results) / self.unread_seconds
+        job, position = self.job, self.position
+        samples_per_second = sum(result.samples for _, result in results) / self.unread_seconds
         self.unread_seconds = 0.0
         shows_accuracy = any(metric.name == ACCURACY for metric in job.metrics)
         assert self.bar is not None
-        # the training loss is averaged over an epoch, or over 100 updates of data without a length
-        for update_index, result in enumerate(results, position.update - len(results)):
-            position.add_update(result.loss, begins_epoch=update_index % (job.updates_per_epoch or 100) == 0)
+        for k, result in results:
+            position.update = k + 1
+            # the training loss is averaged over an epoch, or over 100 updates of data without a length
+            position.add_update(result.loss, begins_epoch=k % (job.updates_per_epoch or 100) == 0)
             if self.loss_trend is not None:
                 self.loss_trend.add(result.loss)
-            self.bar.advance(result.loss, result.accuracy if shows_accuracy else None, rate)
-        epoch, losses = job.count_epochs(position.update), tuple(loss for loss, _ in result.blocks) or (result.loss,)
-        self.unwritten_line = {
-            "step": position.update, "epoch": epoch, "train_loss": result.loss, "lr": job.rate(k), "samples_per_second": rate,
-            **({"block_train_loss": list(losses)} if result.blocks else {}),
-        }  # fmt: skip
-        self.moment = replace(
-            self.moment, step=position.update, epoch=epoch, losses=losses, rate=job.rate(k), samples_per_second=rate
-        )
-        if position.update % job.config.log.every == 0 or position.update == job.updates:
-            self._log(self.unwritten_line)
-            self.unwritten_line = {}
-        if job.watches_gradients:
-            before = self.moment
-            self.moment = replace(before, gradients=engine.collect_gradients(k))
-            self._call_back("on_gradients")
-            self.moment = before
-        if self.watches_updates:
-            self._call_back("on_step")
+            self.bar.advance(result.loss, result.accuracy if shows_accuracy else None, samples_per_second)
+            losses = tuple(loss for loss, _ in result.blocks) or (result.loss,)
+            self.moment = replace(
+                self.moment,
+                step=k + 1,
+                epoch=job.count_epochs(k + 1),
+                losses=losses,
+                rate=job.rate(k),
+                samples_per_second=samples_per_second,
+            )
+            self.unwritten_line = {
+                "step": k + 1,
+                "epoch": self.moment.epoch,
+                "train_loss": result.loss,
+                "lr": self.moment.rate,
+                "samples_per_second": samples_per_second,
+            }
+            if result.blocks:
+                self.unwritten_line["block_train_loss"] = list(losses)
+            if (k + 1) % job.config.log.every == 0 or k + 1 == job.updates:
+                self._log(self.unwritten_line)
+                self.unwritten_line = {}
+            if job.watches_gradients:
+                before = self.moment
+                self.moment = replace(before, gradients=self.engine.collect_gradients(k))
+                self._call_back("on_gradients")
+                self.moment = before
+            if self.watches_updates:
+                self._call_back("on_step")
 
     def _log(self, line: Dict[str, Any]) -> None:
         """Write a line of metrics.jsonl and call the callbacks."""

@@ -27,13 +27,13 @@ from ipu_pipe.job.overrides import Overrides
 from ipu_pipe.job.record import Job
 from ipu_pipe.model.batch import count_bytes, count_numbers, count_samples, map_tensors, take_samples
 from ipu_pipe.model.meta import build_on_meta, compute_on_meta
+from ipu_pipe.pipeline.build import build, choose_batch_size, set_up
 from ipu_pipe.plan.answer import convert_to_json
 from ipu_pipe.plan.blocks import BlockUnits, count_blocks
 from ipu_pipe.plan.candidates import choose_methods
 from ipu_pipe.plan.config_cut import make_problem
 from ipu_pipe.plan.planner import SHOWN, make_plan
 from ipu_pipe.plan.prediction import Problem
-from ipu_pipe.run.build import build, choose_batch_size, set_up
 from ipu_pipe.run.callbacks import make_callbacks, refuse_callbacks
 from ipu_pipe.schedule.methods import METHODS
 from ipu_pipe.text import suggest
@@ -43,7 +43,7 @@ SMALL = 300_000
 
 
 def build_for_planning(config: Config) -> Job:
-    """Build the job that `config` describes for its figures only. Raise `BadInput` as `run.build.build` does."""
+    """Build the job that `config` describes for its figures only. Raise `BadInput` as `pipeline.build.build` does."""
     called = make_callbacks(config, None, empty=True)
     job = _build_by_shape(config) or build(config)
     refuse_callbacks(job, called)

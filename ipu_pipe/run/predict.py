@@ -20,7 +20,7 @@ from ipu_pipe.job.factories import make_model
 from ipu_pipe.job.user_code import attribute_faults
 from ipu_pipe.model.batch import call_model, list_tensors, map_tensors, require_tensors
 from ipu_pipe.model.restoring import restore_modes
-from ipu_pipe.run import checkpoint
+from ipu_pipe.store import checkpoint
 from ipu_pipe.text import describe_kind
 
 

@@ -13,7 +13,7 @@ from rich.progress import Progress as RichProgress
 
 from ipu_pipe.errors import guard_writing
 from ipu_pipe.job.evaluation import EvaluationResult
-from ipu_pipe.run.folder import RunFolder
+from ipu_pipe.store.folder import RunFolder
 from ipu_pipe.text import escape_lines
 
 # seconds between lines without a terminal, and before a line at an epoch's end or after an evaluation

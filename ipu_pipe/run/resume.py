@@ -16,11 +16,11 @@ from ipu_pipe.job.record import Job
 from ipu_pipe.model.randomness import restore_random_states
 from ipu_pipe.report.position import Position
 from ipu_pipe.report.provenance import compare_data
-from ipu_pipe.run import checkpoint
 from ipu_pipe.run.callbacks import Callbacks
-from ipu_pipe.run.checkpoint import Checkpoint
-from ipu_pipe.run.folder import read_starts
-from ipu_pipe.run.manifest import NEEDED
+from ipu_pipe.store import checkpoint
+from ipu_pipe.store.checkpoint import Checkpoint
+from ipu_pipe.store.folder import read_starts
+from ipu_pipe.store.manifest import NEEDED
 from ipu_pipe.update.optimizer import import_state
 
 

@@ -26,8 +26,8 @@ from ipu_pipe.model.loss import Loss
 from ipu_pipe.model.modes import set_mode
 from ipu_pipe.model.observation import observe_effects
 from ipu_pipe.model.restoring import restore_all
+from ipu_pipe.pipeline.build import build
 from ipu_pipe.report.analysis.text import format_table
-from ipu_pipe.run.build import build
 from ipu_pipe.stability.advice import (
     StabilityMargin,
     StageDynamics,

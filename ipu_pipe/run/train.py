@@ -24,14 +24,14 @@ from ipu_pipe.launcher import read_launch
 from ipu_pipe.model.loss import Loss, LossWeight
 from ipu_pipe.model.randomness import restore_random_states
 from ipu_pipe.model.restoring import restore_modes
+from ipu_pipe.pipeline.build import build, set_up
 from ipu_pipe.report.provenance import fingerprint_data
-from ipu_pipe.run import checkpoint
-from ipu_pipe.run.build import build, set_up
 from ipu_pipe.run.callbacks import Callback, make_callbacks, refuse_callbacks
-from ipu_pipe.run.folder import check_folder, is_restarted, lock_folder, parse_folder, read_summary
 from ipu_pipe.run.loop import TrainingLoop
 from ipu_pipe.run.progress import Progress
 from ipu_pipe.run.resume import check_run, choose_step, read_data_record
+from ipu_pipe.store import checkpoint
+from ipu_pipe.store.folder import check_folder, is_restarted, lock_folder, parse_folder, read_summary
 from ipu_pipe.text import describe_kind
 from ipu_pipe.update.optimizer import make_factory_of
 from ipu_pipe.update.rates import SchedulerFactory

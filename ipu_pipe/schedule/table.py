@@ -97,11 +97,21 @@ class Schedule:
             if fault:
                 raise BadInput(f"schedule: {fault}")
         if not self.in_order:
-            slots = self.slots(Kind.UPDATE, 0, self.update_count)
+            self._refuse_late_updates()
+
+    def _refuse_late_updates(self) -> None:
+        """Raise `BadInput` if a stage would complete a batch after the next one."""
+        for stretch in self.stretches:
+            # a batch may lie in several repetitions, which begin at the same place of a batch again after this many
+            repeats = min(stretch.repeats, self.accumulate + 1)
+            first = stretch.first_microbatch // self.accumulate
+            last = (stretch.first_microbatch + repeats * stretch.microbatches) // self.accumulate
+            slots = self.slots(Kind.UPDATE, first, last)
             late = slots[:, 1:] <= slots[:, :-1]
             if late.any():
                 stage, k = _locate_first(late)
-                raise BadInput(f"schedule: U{k} on stage {stage} would come after U{k + 1}: batches must be completed in order")
+                names = f"U{first + k} on stage {stage} would come after U{first + k + 1}"
+                raise BadInput(f"schedule: {names}: batches must be completed in order")
 
     # ---- sizes
 
@@ -201,12 +211,15 @@ class Schedule:
         """Count the `kind` on each stage (P, n) before the slots `slot`, (n,) or a row per stage (P, n)."""
         if kind is not Kind.UPDATE:
             return count_before(self.stretches, kind, slot, stages, len(range(*stages.indices(self.stages))))
-        if self.in_order:
-            ended = self.count_before(self.passes[-1], slot, stages)
-            return ended if self.accumulate == 1 else ended // self.accumulate
-        updates = self.slots(Kind.UPDATE, 0, self.update_count, stages)
+        ended = self.count_before(self.passes[-1], slot, stages) // self.accumulate
+        if self.in_order or not ended.size or not self.update_count:
+            return ended
+        # of the stretch that is running at the first slot: all updates of earlier stretches are made
+        first = self.get_drain_interval(min(int(ended.min()), self.update_count - 1))[0]
+        updates = self.slots(Kind.UPDATE, first, min(int(ended.max()) + 1, self.update_count), stages)
         slot_rows = np.broadcast_to(slot, (updates.shape[0], slot.shape[-1]))
-        return np.stack([np.searchsorted(row, slots) for row, slots in zip(updates, slot_rows)]).astype(np.int64)
+        counts = np.stack([np.searchsorted(row, slots) for row, slots in zip(updates, slot_rows)])
+        return first + counts.astype(np.int64)
 
     # ---- slots as grids
 

@@ -12,15 +12,16 @@ from typing import Any, Dict, List, NamedTuple, Optional
 import torch
 from torch import nn
 
-from ipu_pipe.backends.emulator import engine as emulator
-from ipu_pipe.backends.interface import CheckpointState, Engine, Report
+from ipu_pipe.backends.interface import CheckpointState, Report
+from ipu_pipe.backends.ranks import run_on_main
 from ipu_pipe.config.load import configure
 from ipu_pipe.config.schema import Config
 from ipu_pipe.data.sources import TensorData
 from ipu_pipe.job.evaluation import EvaluationResult
 from ipu_pipe.job.record import Job
 from ipu_pipe.model.stages import begin_stage
-from ipu_pipe.run.build import build
+from ipu_pipe.pipeline.build import build
+from ipu_pipe.pipeline.flow import Flow
 from ipu_pipe.schedule.methods import METHODS
 
 WIDTH, CLASSES = 4, 3
@@ -190,34 +191,39 @@ def make_config(case: Case, backend: str) -> Config:
 
 def build_job(case: Case, backend: str = "distributed") -> Job:
     """Return the job of a rank, or of the emulator."""
-    job = build(make_config(case, backend), make_model(case.model, case.layers), make_data())
-    job.may_stop = case.stop_after is not None and job.method.rounds is None
-    job.may_stop_drained = case.stop_after is not None
-    return job
+    return build(make_config(case, backend), make_model(case.model, case.layers), make_data())
 
 
-def drive(engine: Engine, case: Case) -> Result:
+def drive(flow: Flow, job: Job, case: Case) -> Result:
     """Train as `run.loop` does, and return what came of it."""
-    job, result = engine.job, Result([], [], [])
-    done, end = 0, job.updates
+    engine = flow.engine
+    result = Result([], [], [])
+    end = job.updates
     if job.config.evaluate.steps:
         result.evaluations.append(engine.evaluate())
-    while done < end:
-        result.losses.extend(step.loss for step in engine.step(done, True))
-        done += 1
-        planned = False
-        if done < job.updates and job.plan_pauses(done)[0]:
+    while flow.given < end:
+        evaluates, saves = job.plan_pauses(flow.given + 1)
+        flow.give()
+        updates = [*flow.take(), *(flow.drain() if evaluates or saves or flow.given == end else ())]
+        result.losses.extend(step.loss for _, step in updates)
+        if flow.given < job.updates and evaluates:
             result.evaluations.append(engine.evaluate())
-            planned = True
-        if done < job.updates and job.plan_pauses(done)[1]:
+        if flow.given < job.updates and saves:
             result.states.append(_copy(engine.collect_state()))
-            planned = True
-        if case.stop_after is not None and (planned or job.may_stop) and done < end:
-            end = engine.decide_end(done, engine.is_main and done >= case.stop_after)
+        if case.stop_after is not None and flow.given < end:
+            end = min(end, run_on_main(lambda: find_end(flow, case)))
+    result.losses.extend(step.loss for _, step in flow.drain())
     if job.config.evaluate.steps:
         result.evaluations.append(engine.evaluate())
     result.states.append(_copy(engine.collect_state()))
     return result
+
+
+def find_end(flow: Flow, case: Case) -> int:
+    """Return the end of a run that is asked to stop when `stop_after` updates are known, on the main rank."""
+    if flow.left < (case.stop_after or 0):
+        return flow.given + 10**6
+    return flow.given if flow.is_empty else flow.find_end(flow.left - 1)
 
 
 def _copy(state: Optional[CheckpointState]) -> Optional[CheckpointState]:
@@ -228,7 +234,7 @@ def _copy(state: Optional[CheckpointState]) -> Optional[CheckpointState]:
 def emulate(case: Case) -> Result:
     """Return what the emulator makes of a case."""
     job = build_job(case, "emulator")
-    engine = emulator.BACKEND.make_engine(job, 0)
-    result = drive(engine, case)
-    engine.close()
+    flow = Flow(job, is_planned=True)
+    result = drive(flow, job, case)
+    flow.engine.close()
     return result

@@ -22,6 +22,7 @@ from ipu_pipe.backends.processes.lost_ranks import WARM_UP
 from ipu_pipe.backends.processes.nccl import make_channels
 from ipu_pipe.errors import BadInput, RunFault
 from ipu_pipe.job.record import Job
+from ipu_pipe.pipeline.flow import Flow
 from tests.simulation.cases import DEADLINE, Case, Result, build_job, draw_case, drive, emulate
 from tests.simulation.network import Loss, Network, Outcome, format_error
 
@@ -68,14 +69,14 @@ def train(prepared: Prepared, network: Network) -> List[Outcome]:
 
     def work(rank: int) -> Result:
         job = jobs[rank]
-        engine = processes.make(job, 0)
+        flow = Flow(job, is_planned=True)
         try:
-            result = drive(engine, case)
+            result = drive(flow, job, case)
         except BaseException:
-            engine.abort()
+            flow.engine.abort()
             raise
-        engine.close()
-        result = result._replace(report=engine.report())
+        flow.engine.close()
+        result = result._replace(report=flow.engine.report())
         launch.leave()
         return result
 

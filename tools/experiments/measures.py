@@ -24,7 +24,7 @@ from torch import nn
 from typing_extensions import Literal
 
 from ipu_pipe.backends.interface import StepResult
-from ipu_pipe.backends.table import get_backend, make_engine
+from ipu_pipe.backends.table import get_backend
 from ipu_pipe.config.schema import Config
 from ipu_pipe.config.values import Count, Section
 from ipu_pipe.data import TensorData
@@ -38,11 +38,12 @@ from ipu_pipe.model.modes import set_mode
 from ipu_pipe.model.observation import observe_effects
 from ipu_pipe.model.randomness import KeyedRandomness
 from ipu_pipe.model.restoring import restore_all, restore_buffers, restore_modes
+from ipu_pipe.pipeline.build import build
+from ipu_pipe.pipeline.flow import Flow
 from ipu_pipe.report.plots import open_figure
-from ipu_pipe.run import checkpoint
-from ipu_pipe.run.build import build
 from ipu_pipe.run.train import train
 from ipu_pipe.schedule.methods import METHODS
+from ipu_pipe.store import checkpoint
 from tools.experiments.plots import describe_seeds, plot_mean_with_range
 from tools.experiments.verdicts import Claim, Verdict, judge
 
@@ -191,12 +192,14 @@ def build_emulated(config: Config) -> Job:
 
 def train_emulated(job: Job, after: Callable[[int, StepResult], None]) -> None:
     """Make all updates. Call `after` following each one, with the number of finished updates and the result."""
-    engine = make_engine(job, 0)
+    flow = Flow(job, is_planned=True)
     try:
-        for k in range(job.updates):
-            after(k + 1, engine.step(k)[0])
+        while flow.given < job.updates:
+            flow.give()
+            for k, result in flow.take():
+                after(k + 1, result)
     finally:
-        engine.close()
+        flow.engine.close()
 
 
 def measure_angles(config: Config, out: Path, options: MeasureOptions, overwrite: bool) -> Result:

@@ -39,7 +39,7 @@ from ipu_pipe.config.schema import Config
 from ipu_pipe.config.values import Positive, Section, Seed
 from ipu_pipe.errors import BadInput, raise_faults
 from ipu_pipe.files import write_json
-from ipu_pipe.run.build import build
+from ipu_pipe.pipeline.build import build
 from tools.experiments.experiment import Experiment, Findings, Key, Request, run_all
 from tools.experiments.measures import MEASURES, Measure, MeasureOptions, Result, Runs
 from tools.experiments.plots import describe_sizes

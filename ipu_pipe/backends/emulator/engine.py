@@ -93,15 +93,17 @@ def _time_step(optimizer: torch.optim.Optimizer, device: str) -> float:
 
 
 class EmulatorEngine(Engine):
-    """Run the exact emulator as an engine."""
+    """Run the exact emulator as an engine: the results are the same whenever an update is made, so it is made at once."""
+
+    makes_updates_at_once = True
 
     def __init__(self, job: Job, first_update: int) -> None:
         super().__init__(job)
         work = Work.from_job(job, first_update)
         self._block_updates = work.block_updates
-        self._end = job.updates
-        # results of an open run's updates that have not left the pipeline
+        # results that were not taken, and the first update whose result was not read
         self._results: Dict[int, StepResult] = {}
+        self._unread_update = first_update
         self._emulator = self._make_emulator(work)
 
     def _make_emulator(self, work: Work) -> Emulator:
@@ -109,11 +111,23 @@ class EmulatorEngine(Engine):
         return Emulator(work, job.model, job.partition, job.example, job.config.seed, job.replica_count, job.effects.draws)
 
     def give(self, k: int, cut: float) -> None:
-        """Make update k at once: the result is the same, and `take` returns it when it would leave the pipeline."""
-        self._results[k] = self.step(k)[-1]
+        with attribute_faults(lambda: self._emulator.activity):
+            if not does_reading_synchronize(self.job.device):
+                self._keep([self._emulator.step(*self._read_batch()) for _ in range(self._block_updates)])
+                return
+            for _ in range(self._block_updates):
+                self._emulator.advance(*self._read_batch())
 
     def take(self, k: int) -> StepResult:
+        if k not in self._results:
+            self._keep(self._emulator.read())
         return self._results.pop(k)
+
+    def _keep(self, results: Sequence[StepResult]) -> None:
+        """Keep results until they are taken."""
+        for result in self._combine(results):
+            self._results[self._unread_update] = result
+            self._unread_update += 1
 
     def finish(self, batches: int) -> None:
         self._emulator.end_round(Work.from_job(self.job, batches))
@@ -124,18 +138,12 @@ class EmulatorEngine(Engine):
         # replicas with weights of their own go on through the optimizer's state, as through a checkpoint
         with contextlib.nullcontext() if is_loaded else old.export_replicas():
             self._emulator = self._make_emulator(Work.from_job(self.job, update))
+        self._emulator.weights.peak_bytes = old.weights.peak_bytes
+        self._unread_update = update
 
     def predict(self, x: Any) -> Any:
         with enter_evaluation(self.job.model), self.job.rules.hold_averages():
             return compute_outputs(self.job.model, x)[-1]
-
-    def step(self, k: int, read: bool = True) -> List[StepResult]:
-        with attribute_faults(lambda: self._emulator.activity):
-            if not does_reading_synchronize(self.job.device):
-                return self._combine([self._emulator.step(*self._read_batch()) for _ in range(self._block_updates)])
-            for _ in range(self._block_updates):
-                self._emulator.advance(*self._read_batch())
-            return self._combine(self._emulator.read()) if read else []
 
     def _read_batch(self) -> Tuple[Any, ...]:
         """Return the arguments of the emulator's step: the microbatches up to the next update, and any weights."""
@@ -178,11 +186,6 @@ class EmulatorEngine(Engine):
             loss = sum(losses) / len(losses) if losses else None
             steps.append(StepResult(loss, accuracy, step_results[0].samples))
         return steps
-
-    def decide_end(self, done: int, stop_requested: bool) -> int:
-        if stop_requested:
-            self._end = min(self._end, self.job.count_batches_begun(done - 1))
-        return self._end
 
     def evaluate(self, split: str = "test") -> List[EvaluationResult]:
         with attribute_faults(lambda: f"evaluation before update {self._emulator.update}"):

@@ -55,6 +55,8 @@ Result = TypeVar("Result")
 class PoptorchEngine(Engine):
     """The executors of this process's replicas, their data loader, and the snapshot from which new ones start."""
 
+    makes_updates_at_once = True
+
     def __init__(self, job: Job, first_update: int) -> None:
         import poptorch
 
@@ -180,14 +182,23 @@ class PoptorchEngine(Engine):
 
     # ---- the interface of an engine
 
-    def step(self, k: int, read: bool = True) -> List[StepResult]:
-        if not self._results:
-            assert k == self._updates_done, f"update {self._updates_done} is next, not {k}"
-            with self._channel.tracepoint(f"update {k}"):
-                self._results.extend(self._run_with_retry(lambda executors: self._call(executors, k)))
-            self._updates_done += self.updates_per_call
-            self.newest_model = None
-        return [self._results.popleft()]
+    def give(self, k: int, cut: float) -> None:
+        # the call at its first update has made the others of a call
+        if k < self._updates_done:
+            return
+        with self._channel.tracepoint(f"update {k}"):
+            self._results.extend(self._run_with_retry(lambda executors: self._call(executors, k)))
+        self._updates_done += self.updates_per_call
+        self.newest_model = None
+
+    def take(self, k: int) -> StepResult:
+        return self._results.popleft()
+
+    def finish(self, batches: int) -> None:
+        """Do nothing: PopTorch's pipeline is empty after each call."""
+
+    def reopen(self, update: int, is_loaded: bool = False) -> None:
+        """Do nothing: the next call goes on with the weights on the device."""
 
     def _call(self, executors: Executors, k: int) -> List[StepResult]:
         """Make the updates k to k + D - 1 in one call; return mean losses and accuracies over the outputs of the output mode."""
@@ -212,10 +223,6 @@ class PoptorchEngine(Engine):
             by_block = tuple((loss, n / max(total, 1) if accuracy_outputs else None) for loss, (n, total) in zip(row, counts))
             results.append(StepResult(*by_block[-1], job.global_batch_size, by_block if blocks > 1 else ()))
         return results
-
-    def decide_end(self, done: int, stop_requested: bool) -> int:
-        # a run cannot end inside a call
-        return self.job.updates if self._results else super().decide_end(done, stop_requested)
 
     def evaluate(self, split: str = "test") -> List[EvaluationResult]:
         assert not self._results, "an evaluation inside a call"

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from ipu_pipe.backends.interface import Backend, CheckpointState, Engine, Report, StepResult
 from ipu_pipe.backends.processes import collect, trace
-from ipu_pipe.backends.processes.interpreter import BatchAnnouncements, Interpreter
+from ipu_pipe.backends.processes.interpreter import Interpreter
 from ipu_pipe.backends.processes.launch import join, make_group
 from ipu_pipe.backends.processes.layout import RankLayout, place
 from ipu_pipe.backends.processes.local import LocalBlock
@@ -51,8 +51,6 @@ class ProcessEngine(Engine):
         self._layout = layout = RankLayout(dist.get_rank(), job.placement, config.replicas)
         self.is_main = layout.rank == 0
         self._first_update, self._clocks_compared_at, self._steps = first_update, first_update, 0
-        # the update before which the pipeline is empty next, and the updates that the first stage may be ahead of the last
-        self._next_drain, self._ahead = 0, job.count_updates_ahead()
         # device -> the group of its ranks in all replicas
         groups: List[Any] = []
         if layout.replicas > 1:
@@ -80,19 +78,11 @@ class ProcessEngine(Engine):
             self._weights = UpdateWeights(work, self._microbatches, self._mail, group)
             for model in models:
                 model.weigh_update = self._weights.read
-        self._announcements: Optional[BatchAnnouncements] = None
-        if job.may_stop:
-            batch, updates = job.schedule.accumulate, job.updates
-            self._announcements = BatchAnnouncements(
-                self._mail, layout.rank, batch, updates, first_update, channels is None
-            )
         self._models, self._replicas = models, replicas
         stages = {model.stage: Stage(work, model, self._mail, self._recorder) for model in models}
         if job.schedule.passes == SPLIT_PASSES:
             self._split_backwards(stages)
-        self._interpreter = Interpreter(
-            work, stages, self._mail, self._recorder, replicas, self._announcements, job.may_stop_drained, channels
-        )
+        self._interpreter = Interpreter(work, stages, self._mail, self._recorder, replicas, channels)
         self.newest_model = None
         # for a model that the caller uses after training
         self._holders = collect.find_holders(job.model, self._cut) if job.precision.is_given or job.wants_model else {}
@@ -116,20 +106,25 @@ class ProcessEngine(Engine):
         interpreter, recorder = self._interpreter, self._recorder
         return self._layout.rank, lambda: recorder.stage, lambda: interpreter.doing, lambda: interpreter.activity
 
-    # ---- open runs
+    # ---- updates
 
     def give(self, k: int, cut: float) -> None:
         with name_faults(*self._fault_context):
-            self._recorder.begin_step(self._steps > 0)
-            self._steps += 1
             self._results.expect(k, k + 1)
+            if self._gradient_collection is not None:
+                self._gradient_collection.expect(k)
             self._advance(cut, k + 1)
-            self._recorder.end_step()
+            self._steps += 1
 
     def _advance(self, cut: float, batches: int) -> None:
+        # the first step of a process warms up
+        self._recorder.begin_step(self._steps > 0)
         for k, tables in self._interpreter.advance(cut, batches):
             for s, stage in self._interpreter.stages.items():
                 self._results.send(k, s, tables.get(s), stage.model.checksums)
+            if self._gradient_collection is not None:
+                self._gradient_collection.send(k)
+        self._recorder.end_step()
 
     def take(self, k: int) -> StepResult:
         with name_faults(*self._fault_context):
@@ -148,10 +143,11 @@ class ProcessEngine(Engine):
             work = Work.from_job(self.job, update)
             stages = {model.stage: Stage(work, model, self._mail, self._recorder) for model in self._models}
             for s, stage in stages.items():
-                stage.splits = old.stages[s].splits
+                stage.continue_from(old.stages[s])
             # replicas with weights of their own go on through the optimizer's state; the mail has used its channels
             with contextlib.nullcontext() if is_loaded else old.export_replicas():
-                self._interpreter = Interpreter(work, stages, self._mail, self._recorder, self._replicas, ends_empty=True)
+                self._interpreter = Interpreter(work, stages, self._mail, self._recorder, self._replicas)
+            self._interpreter.memory.continue_from(old.memory)
             self._microbatches.restart(work.microbatch)
             if self.job.loss_weight is not None:
                 self._weights.restart()
@@ -181,48 +177,10 @@ class ProcessEngine(Engine):
                 stacklevel=2,
             )
 
-    def step(self, k: int, read: bool = True) -> List[StepResult]:
-        interpreter, announcements, is_first = self._interpreter, self._announcements, 0 in self._layout.stages_of_rank
-        with name_faults(*self._fault_context):
-            # the first stage runs ahead until it has sent everything that update k of the last stage needs
-            last = k + 1
-            if is_first:
-                if k >= self._next_drain:
-                    self._next_drain = self.job.schedule.get_drain_interval(k)[1]
-                last = min(k + self._ahead + 1, self._next_drain)
-            # the first step of a process warms up
-            self._recorder.begin_step(self._steps > 0)
-            self._steps += 1
-            if is_first and announcements is None:
-                self._results.expect(k, last)
-            if self._gradient_collection is not None:
-                self._gradient_collection.expect(k)
-            while interpreter.update < last and (announcements is None or announcements.decide_start(interpreter.update)):
-                update = interpreter.update
-                if is_first and announcements is not None:
-                    self._results.expect(update, update + 1)
-                tables = interpreter.step(update)
-                for s, stage in interpreter.stages.items():
-                    self._results.send(update, s, tables.get(s), stage.model.checksums)
-                if self._gradient_collection is not None:
-                    self._gradient_collection.send(update)
-            result = self._results.collect(k)
-            self._recorder.end_step()
-            return [result]
-
     def collect_gradients(self, k: int) -> Dict[str, torch.Tensor]:
         assert self._gradient_collection is not None
         with name_faults(*self._fault_context):
             return self._gradient_collection.collect(k)
-
-    def decide_end(self, done: int, stop_requested: bool) -> int:
-        if self._announcements is None:
-            return super().decide_end(done, stop_requested)
-        with name_faults(*self._fault_context):
-            if stop_requested and self.is_main:
-                self._announcements.request_stop()
-            self._announcements.decide_start(done)
-        return self._announcements.end
 
     def evaluate(self, split: str = "test") -> List[EvaluationResult]:
         with self._record_pause("evaluate", "evaluation"):

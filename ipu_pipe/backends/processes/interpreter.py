@@ -19,22 +19,20 @@ from __future__ import annotations
 import heapq
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from ipu_pipe.backends.processes import nccl
 from ipu_pipe.backends.processes.lost_ranks import Termination
-from ipu_pipe.backends.processes.mail import CONTINUE, Link, Mail, Message
+from ipu_pipe.backends.processes.mail import Link, Mail
 from ipu_pipe.backends.processes.memory import MemoryCounters
 from ipu_pipe.backends.processes.stage import Stage
 from ipu_pipe.backends.processes.trace import TraceRecorder
 from ipu_pipe.backends.processes.update import ReplicaGroup, StageUpdate
 from ipu_pipe.backends.replicas import IndependentReplicas
 from ipu_pipe.backends.work import Work, average, tabulate
-from ipu_pipe.model.cutting import TensorSpec
 from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.versions import recompute_slots
 
@@ -57,8 +55,8 @@ def list_actions(work: Work, kind: Kind, stage: int, together: Sequence[int]) ->
     """Yield a stage's actions of one kind in the order of their slots, some batches at a time.
 
     Input gradients include the whole backwards of a schedule that mixes whole and split ones: they need and send the same
-    messages. `together`: the stages that are updated together with this one, in the slot of the last of them. If there are
-    several, the method flushes, so no pass lies between these slots.
+    messages. `together`: the stages whose gradients the update needs too, in the slot of the last of them. If there are
+    several, no pass of this stage lies between these slots.
     """
     schedule, here = work.schedule, slice(stage, stage + 1)
     is_half = kind in (Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
@@ -96,87 +94,21 @@ def list_action_kinds(work: Work) -> List[Kind]:
     return [kind for kind in ORDER if kind in kinds]
 
 
-class BatchAnnouncements:
-    """Early stopping across ranks: rank 0 announces to every rank, batch by batch, whether another batch starts.
-
-    rank 0   U2 | stop requested | F8 would begin batch 4           batch 3, which is in flight, is completed
-                    announces "no batch 4" to all
-    rank 1   ... F7  (no batch 4)  B6 U3 ...                         its row without the actions of batch 4
-
-    Rank 0 announces a batch before its own first forward of it. Another rank waits for the announcement before its first forward,
-    which could not start sooner anyway, because the microbatch takes as long to arrive. Every rank ends at the same update, with
-    no message in flight. `batch`: the microbatches of a batch; `updates`: the planned updates of the run; `first`: the first
-    batch to run; `may_post`: the mail may post receives.
-    """
-
-    SHAPES = (TensorSpec((1,), torch.int64, False),)
-
-    def __init__(self, mail: Mail, rank: int, batch: int, updates: int, first: int, may_post: bool = True) -> None:
-        self._mail, self._rank, self._batch, self.end = mail, rank, batch, updates
-        self.started_batches, self._expected = first, first
-        self._is_stop_requested = False
-        self.may_post = may_post
-        mail.post(first * batch, first)
-
-    def request_stop(self) -> None:
-        """Let no more batches start, on rank 0."""
-        self._is_stop_requested = True
-
-    def decide_start(self, b: int) -> bool:
-        """Return whether the run has batch b; for the next batch, decide (rank 0) or wait for the announcement (other ranks)."""
-        if self.started_batches <= b < self.end:
-            if self._announce(b) if self._rank == 0 else self._receive(b):
-                self.started_batches = b + 1
-                if self.may_post:
-                    self._mail.post(self.started_batches * self._batch, self.started_batches)
-            else:
-                self.end = b
-        return b < self.started_batches
-
-    def filter(self, actions: Iterable[RowAction]) -> Iterator[RowAction]:
-        """Yield the actions of a row, without the actions of batches that do not start."""
-        for action in actions:
-            if ORDER[action.order] is Kind.UPDATE or self.decide_start(action.number // self._batch):
-                yield action
-
-    def _announce(self, b: int) -> bool:
-        starts = torch.tensor([0 if self._is_stop_requested else 1])
-        for rank in range(1, dist.get_world_size()):
-            self._mail.send(Message(CONTINUE, b, 0, rank), [starts])
-        return not self._is_stop_requested
-
-    def _receive(self, b: int) -> bool:
-        self._expect(b)
-        starts = bool(self._mail.receive(Message(CONTINUE, b, 0, self._rank))[0].item())
-        # after a "no" no further message follows
-        if starts and b + 1 < self.end:
-            self._expect(b + 1)
-        return starts
-
-    def _expect(self, b: int) -> None:
-        if self._expected <= b:
-            self._mail.expect([(Message(CONTINUE, b, 0, self._rank), self.SHAPES)])
-            self._expected = b + 1
-
-
 class Interpreter:
-    """Carry out a rank's row: `step(k)` runs it up to and including update k of each of its stages.
+    """Carry out a rank's row: `advance(cut, batches)` runs it up to a slot, with the batches that are at hand.
 
     `stages`: stage number -> stage, for the stages of the rank. `replicas`: the replica group of each stage, empty if there is
-    one replica. `announcements`: None if the run cannot stop early. `ends_empty`: the run may stop where the
-    pipeline is empty; then no receive may be posted beyond that point, because it would take a message of the next run.
-    `channels`: the mail's channels, which must be used once before anything is posted. Attributes: `update` is the next update,
-    which not all stages have done; `doing` is the current action or activity.
+    one replica. `channels`: the mail's channels, which must be used once before anything is posted. No receive is posted for a
+    batch that was not given: it would take a message of the next stretch. Attributes: `update` is the next update, which not all
+    stages have done; `doing` is the current action or activity.
     """
 
     def __init__(
         self, work: Work, stages: Mapping[int, Stage], mail: Mail, recorder: TraceRecorder,
         replicas: Sequence[ReplicaGroup] = (),
-        announcements: Optional[BatchAnnouncements] = None, ends_empty: bool = False,
         channels: Optional[Mapping[Link, Any]] = None,
     ) -> None:  # fmt: skip
         self.stages, self.mail, self.recorder, self._work = stages, mail, recorder, work
-        self._announcements = announcements
         self.layout = next(iter(stages.values())).model.layout
         created = {s: IndependentReplicas.create(work, stage.model.piece, [s]) for s, stage in stages.items()}
         self.independent = {s: replicas_of_stage for s, replicas_of_stage in created.items() if replicas_of_stage is not None}
@@ -189,13 +121,11 @@ class Interpreter:
             update = StageUpdate(work, members, mail, recorder, replica_group, independent)
             self._updates.update(dict.fromkeys(group, update))
         self.memory = MemoryCounters(work, stages, mail, recorder, list(self.independent.values()))
-        self._unused_channels, self._posts_by_stretch = channels, channels is not None or ends_empty
+        self._unused_channels = channels
         # true after the first step
         self._is_warm = False
         # the action at which an open row has stopped
         self._next_action: Optional[RowAction] = None
-        # receives may be posted up to this update
-        self._posted_until = -1
         # update -> stage -> table of the microbatches' results
         self._tables: Dict[int, Dict[int, torch.Tensor]] = {}
         self._carry_out: Dict[Kind, Callable[[Stage, int], None]] = {
@@ -209,8 +139,7 @@ class Interpreter:
             for kind in (Kind.BACKWARD, Kind.WEIGHT_GRADIENT):
                 self._carry_out[kind] = partial(self._run_and_average, self._carry_out[kind])
         kinds = [self._read_kind(stage, kind) for stage in stages.values() for kind in list_action_kinds(work)]
-        row: Iterable[RowAction] = heapq.merge(*kinds)
-        self._row = iter(row if announcements is None else announcements.filter(row))
+        self._row = heapq.merge(*kinds)
         self.doing = "start"
         self.update = work.update
         recorder.begin_update(self.update)
@@ -229,21 +158,14 @@ class Interpreter:
         """Yield a stage's actions of one kind, and announce the messages that they need."""
         s, update = stage.model.stage, self._updates[stage.model.stage]
         together = [member.model.stage for member in update.stages]
+        structure = self._work.method.structure
+        if structure is not None and structure.overlap and s + 1 < self.layout.stages:
+            # the update needs the next stage's gradient of the shared layer, so it comes in the slot of that
+            together.append(s + 1)
         list_needs = partial(update.list_needs, stage) if kind is Kind.UPDATE else partial(stage.list_needs, kind)
         for actions in list_actions(self._work, kind, s, together):
             self.mail.expect(need for action in actions for need in list_needs(action.number))
             yield from actions
-
-    def step(self, k: int) -> Dict[int, torch.Tensor]:
-        """Carry out the row up to update k. Return the table of the microbatches' results (`work.tabulate`) of each stage with a
-        loss."""
-        assert k == self.update, f"update {self.update} is next, not {k}"
-        if self._posts_by_stretch and k >= self._posted_until:
-            self._post(k)
-        for action in self._row:
-            if self._run_action(action):
-                return self._tables.pop(k, {})
-        raise AssertionError(f"the schedule ends before update {k}")
 
     def advance(self, cut: float, batches: int) -> Iterator[Tuple[int, Dict[int, torch.Tensor]]]:
         """Carry out the actions of slots before `cut` that belong to this many batches.
@@ -340,15 +262,6 @@ class Interpreter:
         self._work.refuse_nonfinite(k, [average(table)[0]])
 
     # ---- where the pipeline is empty
-
-    def _post(self, k: int) -> None:
-        """Allow receives to be posted until the pipeline is empty next; the first time, use all channels and kernels once."""
-        if self._unused_channels is not None:
-            self._use_channels()
-        end = self._posted_until = self._work.schedule.get_drain_interval(k)[1]
-        if self._announcements is not None:
-            self._announcements.may_post, end = True, self._announcements.started_batches
-        self.mail.post(end * self._work.schedule.accumulate, end)
 
     def _use_channels(self) -> None:
         """Use all channels and kernels once, before any receive is posted (`nccl`)."""

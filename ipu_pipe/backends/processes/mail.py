@@ -34,19 +34,17 @@ RESULT = "L"
 TIED = "T"
 # the value of such a weight after an update
 WEIGHTS = "V"
-# whether another batch starts
-CONTINUE = "C"
 # the activations of an evaluation
 TEST = "E"
 # the gradients of an update, for rank 0's callbacks
 OBSERVED = "O"
-KINDS = (FORWARD, RECOMPUTE, BACKWARD, NORM, SHARED, RESULT, TIED, WEIGHTS, CONTINUE, TEST, OBSERVED)
+KINDS = (FORWARD, RECOMPUTE, BACKWARD, NORM, SHARED, RESULT, TIED, WEIGHTS, TEST, OBSERVED)
 CARRIES = {
     FORWARD: "activations", RECOMPUTE: "recomputed activations", BACKWARD: "gradients",
     SHARED: "shared gradients", NORM: "norms", RESULT: "losses", TIED: "tied gradients", WEIGHTS: "weights",
 }  # fmt: skip
 # sent from the host's memory on every device
-ON_HOST = (NORM, RESULT, CONTINUE, TEST, OBSERVED)
+ON_HOST = (NORM, RESULT, TEST, OBSERVED)
 # the sender stores these tensors anyway, for its own backward
 KEPT_BY_SENDER = (FORWARD, RECOMPUTE)
 # kinds of messages whose number is an update's, and those whose number is a microbatch's
@@ -68,7 +66,7 @@ Shapes = Tuple[TensorSpec, ...]
 class Message(NamedTuple):
     """The identity of a message: its `kind`, the number of the microbatch or update that needs it, its source and target stage.
 
-    Both stages belong to one replica. A CONTINUE has ranks instead of stages.
+    Both stages belong to one replica.
     """
 
     kind: str
@@ -111,10 +109,8 @@ class Mail:
         in_flight: int = 24,
     ) -> None:
         self._rank, self._device, self._recorder = layout.rank, device, recorder
-        ranks = [layout.find_rank(stage) for stage in range(layout.stages)]
-        self._tag_base = max(layout.stages, layout.devices * layout.replicas)
-        # kind -> the rank of each stage (of each rank for CONTINUE)
-        self._ranks: Dict[str, Sequence[int]] = {**dict.fromkeys(KINDS, ranks), CONTINUE: range(self._tag_base)}
+        # the rank of each stage
+        self._ranks = [layout.find_rank(stage) for stage in range(layout.stages)]
         self._by_channel = frozenset(KINDS).difference(ON_HOST) if channels is not None else frozenset()
         self._deadline, self._group, self._channels, self._in_flight = deadline, group, channels, in_flight
         self._through_host = device.type != "cpu" and channels is None
@@ -155,7 +151,7 @@ class Mail:
         # a dictionary, because a set's order would differ from rank to rank
         links: Dict[Link, None] = {}
         for message, shapes in messages:
-            if self._ranks[message.kind][message.source] != self._rank:
+            if self._ranks[message.source] != self._rank:
                 links[message.link] = None
                 self._expected.setdefault(message.link, deque()).append((message, shapes))
         for link in links:
@@ -169,10 +165,10 @@ class Mail:
     def _post(self, link: Link) -> None:
         queue, kind = self._expected[link], link[2]
         max_posted = 1 if kind == WEIGHTS else MAX_POSTED
-        post_before = UNLIMITED if kind in (RESULT, CONTINUE, TEST, OBSERVED) else self._post_before[kind in BY_UPDATE]
+        post_before = UNLIMITED if kind in (RESULT, TEST, OBSERVED) else self._post_before[kind in BY_UPDATE]
         while queue and self._posted_count.get(link, 0) < max_posted and queue[0][0].number < post_before:
             message, shapes = queue.popleft()
-            source = self._ranks[kind][message.source]
+            source = self._ranks[message.source]
             device = "cpu" if self._through_host or kind in ON_HOST else self._device
             received, size = [], 0
             for number, shape in enumerate(shapes):
@@ -187,7 +183,7 @@ class Mail:
 
     def receive(self, message: Message) -> List[torch.Tensor]:
         """Wait for an expected message and return its tensors."""
-        kind, recorder, source = message.kind, self._recorder, self._ranks[message.kind][message.source]
+        kind, recorder, source = message.kind, self._recorder, self._ranks[message.source]
         if source == self._rank:
             return self._local_messages.pop(message)
         carries = CARRIES.get(kind)
@@ -209,7 +205,7 @@ class Mail:
 
     def send(self, message: Message, tensors: Sequence[torch.Tensor]) -> None:
         """Send tensors; if too many sends are in flight on the link, wait for the oldest."""
-        kind, m, target = message.kind, message.number, self._ranks[message.kind][message.target]
+        kind, m, target = message.kind, message.number, self._ranks[message.target]
         if target == self._rank:
             self._local_messages[message] = [tensor.detach().contiguous() for tensor in tensors]
             return
@@ -251,7 +247,7 @@ class Mail:
             left = self._lent.pop(key) - lent
             if left:
                 self._lent[key] = left
-        self._wait(work, [self._ranks[message.kind][message.target]], message.kind in self._by_channel)
+        self._wait(work, [self._ranks[message.target]], message.kind in self._by_channel)
         return message
 
     def flush(self) -> None:
@@ -293,7 +289,7 @@ class Mail:
         """Return the group and the tag of a message's tensor `number`, the same on both sides."""
         if message.kind not in self._by_channel:
             tag = message.number * len(KINDS) + KINDS.index(message.kind)
-            tag = (tag * self._tag_base + message.source) * self._tag_base + message.target
+            tag = (tag * len(self._ranks) + message.source) * len(self._ranks) + message.target
             return self._group, (8 * tag + number % 8) % (1 << 30)
         assert self._channels is not None
         return self._channels[message.link], 0

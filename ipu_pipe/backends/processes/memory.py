@@ -100,6 +100,12 @@ class MemoryCounters:
         self._recorded: Tuple[int, ...] = (-1,) * len(MEMORY)
         self._peaks = [0] * len(MEMORY)
 
+    def continue_from(self, previous: MemoryCounters) -> None:
+        """Go on with the peaks of an interpreter that this one's replaces, in which the pipeline has filled before."""
+        self._peaks = previous._peaks
+        self._total_peak = previous._total_peak
+        self._end_of_fill = previous._end_of_fill
+
     def sample(self, update: int, gradients_changed: bool = True, has_stepped: bool = False) -> None:
         """Measure now. `gradients_changed`: they may differ from the last call; `has_stepped`: the optimizer has stepped."""
         recorder = self._recorder

@@ -395,6 +395,13 @@ class Stage:
         if self._is_tied:
             self.tied.release(min(versions, default=self.version))
 
+    def continue_from(self, previous: Stage) -> None:
+        """Go on with what a stage of an earlier stretch of the run, now empty, has found out."""
+        self.splits = previous.splits
+        self.activations = previous.activations
+        self.weights.peak_bytes = previous.weights.peak_bytes
+        self.tied.peak_bytes = previous.tied.peak_bytes
+
     @property
     def peak_version_bytes(self) -> int:
         """The peak bytes of weight versions besides the weights in the parameters."""

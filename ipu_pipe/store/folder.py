@@ -21,7 +21,7 @@ from ipu_pipe.errors import BadInput, RunFault, guard_writing
 from ipu_pipe.files import parse_path, read_file, replace_nonfinite, write_text
 from ipu_pipe.launcher import read_launch
 from ipu_pipe.report.summary import SCHEMA
-from ipu_pipe.run import checkpoint
+from ipu_pipe.store import checkpoint
 from ipu_pipe.text import show
 
 try:

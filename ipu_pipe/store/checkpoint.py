@@ -30,7 +30,7 @@ from ipu_pipe.errors import BadInput, RunFault, guard_writing, raise_faults, sum
 from ipu_pipe.files import hash_file, open_file, read_file
 from ipu_pipe.local.blocks import HEADS
 from ipu_pipe.model.restoring import load_state
-from ipu_pipe.run.manifest import list_manifest_faults
+from ipu_pipe.store.manifest import list_manifest_faults
 from ipu_pipe.text import list_some, show
 
 MODEL, OPTIMIZER, MANIFEST = "model.safetensors", "optimizer.safetensors", "manifest.json"

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from ipu_pipe.backends.interface import CheckpointState
 from ipu_pipe.backends.ranks import report_lost_rank
 from ipu_pipe.errors import RunFault
-from ipu_pipe.run.checkpoint import begin_step, delete_on_error, finish_step, guard_step, write_tensors
+from ipu_pipe.store.checkpoint import begin_step, delete_on_error, finish_step, guard_step, write_tensors
 
 KINDS = ("model", "optimizer")
 

@@ -14,7 +14,7 @@ from typing import Any, Dict, Mapping, Optional, Sequence
 import torch
 
 from ipu_pipe.backends.interface import CheckpointState
-from ipu_pipe.run import checkpoint
+from ipu_pipe.store import checkpoint
 
 
 class Saver:
@@ -62,7 +62,7 @@ class Saver:
                 self._written = checkpoint.save(self._folder, step, state.model, state.optimizer, entries)
             else:
                 # PopTorch's torch cannot import this module
-                from ipu_pipe.run.shards import save_shard
+                from ipu_pipe.store.shards import save_shard
 
                 self._written = save_shard(self._folder, step, state, entries, self._group)
         # in the main thread this may be Ctrl-C

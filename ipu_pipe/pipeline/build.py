@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import numbers
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Callable, Dict, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
 
@@ -43,15 +44,16 @@ from ipu_pipe.model.batch import clone_tensors
 from ipu_pipe.model.loss import Loss, OwnLoss, SumOfLosses, get_plain_loss
 from ipu_pipe.model.meta import build_on_meta
 from ipu_pipe.model.modes import enter_training
+from ipu_pipe.model.observation import Observation
 from ipu_pipe.model.precision import ModelPrecision, get_uncast_loss
 from ipu_pipe.model.randomness import RandomStates, derive_seed
-from ipu_pipe.model.stages import make_footprint
+from ipu_pipe.model.stages import Footprint, make_footprint
+from ipu_pipe.pipeline.checks import check_model, check_modules, find_faults
 from ipu_pipe.plan.config_cut import choose_stages
-from ipu_pipe.run.checkpoint import find_newest, load_weights, read_weights
-from ipu_pipe.run.checks import check_model, check_modules, find_faults
-from ipu_pipe.schedule.methods import METHODS, resolve_method
+from ipu_pipe.schedule.methods import METHODS, Method, resolve_method
 from ipu_pipe.schedule.timelines import OPEN, make_schedule, open_schedule
 from ipu_pipe.schedule.versions import VersionTable, find_segment_ends
+from ipu_pipe.store.checkpoint import find_newest, load_weights, read_weights
 from ipu_pipe.text import describe_kind
 from ipu_pipe.update.apply import GroupSettings, UpdateRules
 from ipu_pipe.update.optimizer import (
@@ -189,7 +191,7 @@ def build(
     trainable = [p for p in setup.model.parameters() if p.requires_grad]
     try:
         with attribute_faults(lambda: "before training"):
-            return assemble(setup, objects, done)
+            return assemble(resolve(setup, objects, done), objects, done)
     except BaseException:
         # a method may have frozen some parameters
         for parameter in trainable:
@@ -212,19 +214,86 @@ class OpenRun(NamedTuple):
     after_update: Callable[[int, Sequence[int]], None]
 
 
-def assemble(setup: Setup, objects: Overrides, done: int = 0, open_run: Optional[OpenRun] = None) -> Job:
-    """Build the job from a model, loss and data that are ready. `open_run`: None for a run that is planned ahead."""
-    config, model, loss, data = setup.config, setup.model, setup.loss, setup.data
-    backend, method = get_backend(config), resolve_method(config.method, config.method_settings())
-    rounds = method.rounds
+class Resolved(NamedTuple):
+    """A run whose config is complete: `setup` has the model in its stages, and the config with what was left open.
 
-    def count_updates(replicas: int) -> Tuple[Optional[int], int]:
-        return (None, OPEN) if open_run is not None else _count_updates(config, data, replicas)
+    `placed`: the stages, and which of them are here. `example`: the first microbatch; `observation`: of a training pass of it.
+    `per_epoch`, `updates`: the updates of an epoch (None if the data has no length) and of the run. `switch`: the updates of the
+    synchronous warm-up. `table`: the schedule and the weight versions that its passes read. `optimizer`: of the stages that this
+    process trains; `full_optimizer`: of all.
+    """
 
-    per_epoch, updates = count_updates(config.replicas if rounds is None else rounds.replicas or 1)
+    setup: Setup
+    method: Method
+    placed: Placed
+    example: Tuple[Any, Any]
+    observation: Observation
+    footprint: Footprint
+    per_epoch: Optional[int]
+    updates: int
+    switch: int
+    table: VersionTable
+    optimizer: torch.optim.Optimizer
+    full_optimizer: torch.optim.Optimizer
 
-    # a training pass of the first microbatch, and the stages
-    first_batch = data.train_batch(0, 0, config.micro_batch_size)
+
+def resolve(setup: Setup, objects: Overrides, done: int = 0, open_run: Optional[OpenRun] = None) -> Resolved:
+    """Divide the model into its stages, and complete the config: no config is replaced after this.
+
+    `open_run`: None for a run that is planned ahead.
+    """
+    per_epoch, updates = (None, OPEN) if open_run is not None else _count_updates(setup)
+    setup, placed, example, observation, footprint = _divide(setup)
+    stage_count, method = len(placed.partition), _resolve_method(setup.config)
+    # one replica per stage by default
+    if method.rounds is not None and method.rounds.replicas is None:
+        setup = replace(setup, config=setup.config.with_method_args(replicas=stage_count))
+        method = _resolve_method(setup.config)
+        if open_run is None:
+            per_epoch, updates = _count_updates(setup)
+    config = setup.config
+    if method.segments is not None:
+        # raises if there are more segments than stages
+        find_segment_ends(stage_count, method.segments)
+    warmup = config.method_args.warmup
+    switch = round(warmup.epochs * per_epoch) if warmup is not None and per_epoch else 0
+    if open_run is not None:
+        switch = open_run.warmup
+    # replicas with weights of their own take turns in one schedule
+    accumulate = config.gradient_accumulation if method.rounds is None else method.rounds.replicas or 1
+    try:
+        if open_run is not None:
+            schedule = open_schedule(method, stage_count, accumulate, (), switch)
+        else:
+            drains = [k * accumulate for k in list_drains(config, updates, per_epoch, done)]
+            microbatches = updates * accumulate
+            schedule = make_schedule(method, stage_count, microbatches, accumulate, drains, switch * accumulate)
+    # schedules call the config's gradient_accumulation `accumulate`
+    except BadInput as error:
+        raise BadInput([re.sub("^accumulate:", "gradient_accumulation:", fault) for fault in error.faults]) from None
+    table = VersionTable(schedule, method, config.seed)
+    optimizer, full_optimizer = _make_optimizers(setup, objects, placed, table, open_run)
+    if objects.optimizer is not None:
+        described = describe_given(config, {"optimizer": describe_optimizer(full_optimizer)})
+        setup = replace(setup, config=described)
+    return Resolved(
+        setup, method, placed, example, observation, footprint, per_epoch, updates, switch, table, optimizer, full_optimizer
+    )
+
+
+def _resolve_method(config: Config) -> Method:
+    return resolve_method(config.method, config.method_settings())
+
+
+def _divide(setup: Setup) -> Tuple[Setup, Placed, Tuple[Any, Any], Observation, Footprint]:
+    """Divide the model into its stages, after a training pass of the first microbatch.
+
+    Return the setup with that model, its loss and the config of the stages; the stages; the microbatch and the observation of
+    the pass; and the stages' costs.
+    """
+    config, loss = setup.config, setup.loss
+    method = _resolve_method(config)
+    first_batch = setup.data.train_batch(0, 0, config.micro_batch_size)
     inputs, labels = setup.split_batch(first_batch)
     if setup.loss_weight is not None and setup.device.type != "meta":
         setup.weigh(first_batch, "update 0, microbatch 0")
@@ -234,9 +303,9 @@ def assemble(setup: Setup, objects: Overrides, done: int = 0, open_run: Optional
     if config.leaves_stages_to_planner:
         processes = read_launch().world // config.replicas if config.backend.name == "distributed" else None
         # only on the main process, because each process would measure its own machine
-        begins = run_on_main(lambda: choose_stages(config, method, model, loss, example, processes))
+        begins = run_on_main(lambda: choose_stages(config, method, setup.model, loss, example, processes))
         config = config.model_copy(update={"stages": begins or 1})
-    placed = backend.place(config, method, model, example[0])
+    placed = get_backend(config).place(config, method, setup.model, example[0])
     model, partition = placed.model, placed.partition
     if method.structure is None:
         footprint = make_footprint(model, partition, observation)
@@ -252,80 +321,66 @@ def assemble(setup: Setup, objects: Overrides, done: int = 0, open_run: Optional
         footprint = measure_footprint(model, partition, observation)
     if placed.pieces or method.structure is not None:
         verify_losses(model, placed.pieces, loss, example, observation.effects.draws)
-    # one replica per stage by default
-    if rounds is not None and rounds.replicas is None:
-        config = config.with_method_args(replicas=len(partition))
-        method = resolve_method(config.method, config.method_settings())
-        per_epoch, updates = count_updates(len(partition))
     if isinstance(config.stages, dict) and config.stages.get("by") == "time" and partition.begins and not partition.spread:
         config = config.model_copy(update={"stages": list(partition.begins)})
+    return replace(setup, config=config, model=model, loss=loss), placed, example, observation, footprint
 
-    # the schedule, and the weight versions that its passes read
-    args = config.method_settings()
-    # replicas with weights of their own take turns in one schedule
-    accumulate = config.gradient_accumulation if method.rounds is None else method.rounds.replicas or 1
-    switch = round(args["warmup"]["epochs"] * per_epoch) if "warmup" in args and per_epoch else 0
-    if open_run is not None:
-        switch = open_run.warmup
-    try:
-        if open_run is not None:
-            schedule = open_schedule(method, len(partition), accumulate, (), switch)
-        else:
-            drains = [k * accumulate for k in list_drains(config, updates, per_epoch, done)]
-            schedule = make_schedule(method, len(partition), updates * accumulate, accumulate, drains, switch * accumulate)
-    # schedules call the config's gradient_accumulation `accumulate`
-    except BadInput as error:
-        raise BadInput([re.sub("^accumulate:", "gradient_accumulation:", fault) for fault in error.faults]) from None
-    table = VersionTable(schedule, method, config.seed)
-    if method.segments is not None:
-        # raises if there are more segments than stages
-        find_segment_ends(len(partition), method.segments)
 
-    # the optimizers, learning rates and update rules
+def _make_optimizers(
+    setup: Setup, objects: Overrides, placed: Placed, table: VersionTable, open_run: Optional[OpenRun]
+) -> Tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
+    """Make the optimizer of the stages of this process, and that of all stages, which may be the same."""
+    config = setup.config
     members, choose_member = [Member(one.match, one.ndim) for one in config.optimizer.groups] or [Member()], None
     if open_run is not None:
         members, choose_member = [Member()] * open_run.members, open_run.choose_member
-    groups = make_groups(model, partition, config.optimizer.no_decay, members, choose_member)
+    groups = make_groups(setup.model, placed.partition, config.optimizer.no_decay, members, choose_member)
     groups = replace_parameters(groups, setup.precision.get_trained)
     apply_settings_by_stage(config, groups, table.rule_lag().tolist())
     local_groups = _select_local_groups(groups, placed)
     factory = make_factory(config) if objects.optimizer is None else make_factory_of(objects.optimizer)
     optimizer = call_factory(factory, local_groups)
-    full_optimizer = optimizer if local_groups is groups else factory(groups)
-    if objects.optimizer is not None:
-        config = describe_given(config, {"optimizer": describe_optimizer(full_optimizer)})
+    return optimizer, optimizer if local_groups is groups else factory(groups)
+
+
+def assemble(resolved: Resolved, objects: Overrides, done: int = 0, open_run: Optional[OpenRun] = None) -> Job:
+    """Build the job from what is resolved, with learning rates and update rules. Raise `BadInput` if they conflict."""
+    setup, method, full_optimizer, per_epoch = resolved.setup, resolved.method, resolved.full_optimizer, resolved.per_epoch
+    config, updates, schedule = setup.config, resolved.updates, resolved.table.schedule
+    args = config.method_settings()
+    is_open_ended = "t1" in args and args["t1"]["anneal_updates"] is None
     if open_run is None:
         rates = _make_rates(config, objects, full_optimizer, updates, per_epoch)
     else:
         first_group, settings = full_optimizer.param_groups[0], open_run.settings
         rates = _Rates(0.0, lambda k: float(settings(k, first_group)["lr"]), None, settings)
-        if "t1" in args and args["t1"]["anneal_updates"] is None:
+        if is_open_ended:
             raise BadInput("method_args.t1.anneal_updates: null: the run's end is not known: must be a number of updates")
     # the learning-rate schedule gives T1's K by default
-    if "t1" in args and args["t1"]["anneal_updates"] is None:
+    if is_open_ended:
         lr_schedule = config.lr_schedule
         first = round(min(lr_schedule.milestones) * per_epoch) if lr_schedule.milestones and per_epoch else None
         anneal = choose_anneal_updates(first, lr_schedule.warmup_steps, lr_schedule.total_steps or updates)
         args = {**args, "t1": {"anneal_updates": anneal}}
     rules = UpdateRules(
-        args, method, table.rule_lag(), config.gradient_accumulation, optimizer, rates.rate, switch, setup.precision.masters,
-        rates.base, None if config.ema is None else config.ema.decay, rates.settings,
+        args, method, resolved.table.rule_lag(), config.gradient_accumulation, resolved.optimizer, rates.rate,
+        resolved.switch, setup.precision.masters, rates.base, None if config.ema is None else config.ema.decay, rates.settings,
     )  # fmt: skip
-
     uncast_loss = get_uncast_loss(get_plain_loss(setup.loss))
     loss_used = Description(name=OWN) if isinstance(uncast_loss, OwnLoss) else describe(uncast_loss)
+    placed = resolved.placed
     job = Job(
-        **{**vars(setup), "config": config, "model": model, "loss": loss}, partition=partition, method=method,
-        schedule=schedule, table=table, full_optimizer=full_optimizer, optimizer=optimizer, rules=rules, base_rate=rates.base,
-        rate=rates.rate, plateau=rates.plateau, updates_per_epoch=per_epoch, updates=updates, example=example,
-        footprint=footprint, observation=observation, note=placed.note, done=done,
+        **vars(setup), partition=placed.partition, method=method, schedule=schedule, table=resolved.table,
+        full_optimizer=full_optimizer, optimizer=resolved.optimizer, rules=rules, base_rate=rates.base, rate=rates.rate,
+        plateau=rates.plateau, updates_per_epoch=per_epoch, updates=updates, example=resolved.example,
+        footprint=resolved.footprint, observation=resolved.observation, note=placed.note, done=done,
         used=Given(optimizer=describe_optimizer(full_optimizer), loss=loss_used), pieces=placed.pieces,
         placement=tuple(placed.placement) or schedule.device_of_stage,
     )  # fmt: skip
     if open_run is not None:
         job.is_open, job.after_update = True, open_run.after_update
     raise_faults(find_faults(job, () if objects.optimizer is not None else config.optimizer_faults()))
-    job.note = job.note or backend.describe(job)
+    job.note = job.note or get_backend(config).describe(job)
     return job
 
 
@@ -385,14 +440,15 @@ def _make_rates(
     return _Rates(base, lambda k: played[min(k, updates - 1)][0], None, get_settings if differ else None)
 
 
-def _count_updates(config: Config, data: DataSource, replicas: int) -> Tuple[Optional[int], int]:
-    """Return (updates of an epoch or None, updates of the run). A batch has `gradient_accumulation` microbatches for each of
-    `replicas`.
+def _count_updates(setup: Setup) -> Tuple[Optional[int], int]:
+    """Return (updates of an epoch or None, updates of the run); a batch has `gradient_accumulation` microbatches a replica.
 
     Raise `BadInput` if an epoch does not fill a batch, if settings count in epochs but the data have no length, or if the run has
     too many updates or stops to be planned.
     """
-    microbatches, evaluation = data.train_batches_per_epoch(config.micro_batch_size), config.evaluate
+    config, rounds = setup.config, _resolve_method(setup.config).rounds
+    replicas = config.replicas if rounds is None else rounds.replicas or 1
+    microbatches, evaluation = setup.data.train_batches_per_epoch(config.micro_batch_size), config.evaluate
     if microbatches is not None and not isinstance(microbatches, numbers.Integral):
         why = "must be the microbatches of an epoch, or None"
         raise BadInput(f"data: train_batches_per_epoch: returned {describe_kind(microbatches)}: {why}")

@@ -1,0 +1,41 @@
+"""Train a job, or run the row of an interpreter, batch by batch."""
+
+from __future__ import annotations
+
+import math
+from typing import Dict, Iterator, List, Tuple
+
+import torch
+
+from ipu_pipe.backends.interface import StepResult
+from ipu_pipe.backends.processes.interpreter import Interpreter
+from ipu_pipe.job.record import Job
+from ipu_pipe.pipeline.flow import Flow
+from ipu_pipe.schedule.actions import Kind
+from ipu_pipe.schedule.table import Schedule
+
+
+def train_updates(job: Job, updates: int) -> Tuple[Flow, List[StepResult]]:
+    """Make updates on the emulator. Return the flow, whose engine the caller closes, and their results."""
+    flow = Flow(job, is_planned=True)
+    results: List[StepResult] = []
+    for _ in range(updates):
+        flow.give()
+        results += [result for _, result in flow.take()]
+    return flow, results
+
+
+def run_batches(
+    interpreter: Interpreter, schedule: Schedule, first: int, last: int
+) -> Iterator[Tuple[int, Dict[int, torch.Tensor]]]:
+    """Run a row from batch to batch of [first, last); yield the updates that are made, with their tables.
+
+    A batch ends where the next one enters stage 0. The schedule is closed: its last batch ends with it.
+    """
+    for batch in range(first, last):
+        cut: float = math.inf
+        if batch + 1 < schedule.update_count:
+            begin = (batch + 1) * schedule.accumulate
+            forwards = schedule.slots(Kind.FORWARD, begin, begin + schedule.accumulate, slice(0, 1))
+            cut = int(forwards.min())
+        yield from interpreter.advance(cut, batch + 1)
