@@ -54,4 +54,11 @@ def name_commands(text: str, program: Optional[str] = None) -> str:
     program = program or get_program()
     if program is None:
         return text
-    return TOOL.sub(lambda match: f"{program} {match.group(1).replace('_', '-')}", text)
+
+    def name_command(match: re.Match[str]) -> str:
+        name = match.group(1)
+        # other tools run from a clone alone, by their own names
+        is_command = (PACKAGE / "cli" / f"{name}.py").is_file()
+        return f"{program} {name.replace('_', '-')}" if is_command else match.group()
+
+    return TOOL.sub(name_command, text)

@@ -9,13 +9,8 @@ import pytest
 import yaml
 
 from ipu_pipe.cli import train as train_command
-from ipu_pipe.config.load import configure, load_config
-from ipu_pipe.errors import BadInput, Divergence
-from ipu_pipe.schedule.methods import METHODS
-from ipu_pipe.schedule.timelines import make_schedule
-from ipu_pipe.store.folder import read_starts
-from ipu_pipe.studies import equal_time
-from ipu_pipe.studies.equal_time import (
+from ipu_pipe.compare import equal_time
+from ipu_pipe.compare.equal_time import (
     ComparedRun,
     choose_accumulations,
     count_slots,
@@ -23,6 +18,11 @@ from ipu_pipe.studies.equal_time import (
     fit_into_time,
     train_against,
 )
+from ipu_pipe.config.load import configure, load_config
+from ipu_pipe.errors import BadInput, Divergence
+from ipu_pipe.schedule.methods import METHODS
+from ipu_pipe.schedule.timelines import make_schedule
+from ipu_pipe.store.folder import read_starts
 from tests.command_line import run_here
 from tests.support.runs import DIGITS, read_json, read_summary
 

@@ -16,15 +16,17 @@ import torch
 from ipu_pipe.backends.emulator.replay import Emulator
 from ipu_pipe.backends.replays import RandomizedReplays, order_updates
 from ipu_pipe.backends.work import Work
-from ipu_pipe.cli import reproduce
 from ipu_pipe.model.stages import partition
 from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.methods import Method, resolve_method
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
-from ipu_pipe.studies import vector_grids, vector_runs
-from ipu_pipe.studies.history_delays import fit_exponent
-from ipu_pipe.studies.vector_runs import (
+from ipu_pipe.update.apply import UpdateRules
+from ipu_pipe.update.optimizer import make_groups
+from tests.support import vectors
+from tools.experiments import reproduce, vector_grids, vector_runs
+from tools.experiments.history_delays import fit_exponent
+from tools.experiments.vector_runs import (
     Logistic,
     Quadratic,
     make_logistic_regression,
@@ -35,10 +37,7 @@ from ipu_pipe.studies.vector_runs import (
     run_pipedream,
     run_randomized,
 )
-from ipu_pipe.studies.verdicts import judge
-from ipu_pipe.update.apply import UpdateRules
-from ipu_pipe.update.optimizer import make_groups
-from tests.support import vectors
+from tools.experiments.verdicts import judge
 
 P, D, M = 4, 24, 30
 RATES = np.array([0.01, 0.05])

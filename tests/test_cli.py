@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 from pathlib import Path
-from typing import Tuple
+from typing import List, Tuple
 
 import pytest
 
@@ -22,15 +23,39 @@ def ran(*arguments: str, cwd: Path = ROOT) -> Tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
+# tools/stability.py also draws the papers' figures
+MORE_IN_A_CLONE = {"stability"}
+
+
 def test_every_command_has_its_tool_and_its_module() -> None:
     modules = {file.stem for file in (ROOT / "ipu_pipe" / "cli").glob("*.py")} - {"__init__", "arguments"}
     tools = {file.stem for file in (ROOT / "tools").glob("*.py") if f'cli.run("{file.stem}")' in file.read_text()}
-    assert set(COMMANDS) == modules == tools
+    assert set(COMMANDS) == modules == tools | MORE_IN_A_CLONE
 
 
-def test_a_command_is_the_same_by_both_ways() -> None:
-    code, said, error = ran("-m", "ipu_pipe", "schedule", *ASKED)
-    assert (code, error) == (0, "") and (code, said, error) == ran("tools/schedule.py", *ASKED)
+def test_the_tool_with_more_takes_all_options_of_its_command() -> None:
+    for name in MORE_IN_A_CLONE:
+        command, tool = (
+            importlib.import_module(f"{place}.{name}").main.make_parser() for place in ("ipu_pipe.cli", "tools.experiments")
+        )
+        assert set(command.list_options()) <= set(tool.list_options()) and command.prog == tool.prog
+
+
+@pytest.mark.parametrize("arguments", [[], ["pb_vgg11"], ["--help"]])
+def test_experiments_run_from_a_clone(arguments: List[str]) -> None:
+    code, printed, error = ran("-m", "ipu_pipe", "reproduce", *arguments)
+    assert (code, printed, error.count("\n")) == (2, "", 1)
+    assert error.startswith("error: COMMAND: reproduce: ") and "from a clone" in error
+    # by its own name, which the wheel's commands do not replace
+    assert "python tools/reproduce.py" in error
+
+
+@pytest.mark.parametrize("name, arguments", [
+    ("schedule", ASKED), ("stability", ["mlp_digits", "--curvature", "1", "--json"]),
+])  # fmt: skip
+def test_a_command_is_the_same_by_both_ways(name: str, arguments: List[str]) -> None:
+    code, said, error = ran("-m", "ipu_pipe", name, *arguments)
+    assert (code, error) == (0, "") and (code, said, error) == ran(f"tools/{name}.py", *arguments)
 
 
 @pytest.mark.parametrize("arguments, told", [([], "required: COMMAND"), (["trian", "--help"], "'trian'")])

@@ -9,11 +9,11 @@ from typing import Any, Dict, List
 import pytest
 import torch
 
+from ipu_pipe.compare import method_comparison
+from ipu_pipe.compare.method_comparison import compare_methods, make_comparison_table, run_turn, switch_method
 from ipu_pipe.config.load import load_config
 from ipu_pipe.errors import RunFault
 from ipu_pipe.pipeline.build import build
-from ipu_pipe.studies import method_comparison
-from ipu_pipe.studies.method_comparison import compare_methods, make_comparison_table, run_turn, switch_method
 from tests import forked
 from tests.support.runs import ROOT, read_json, read_summary
 

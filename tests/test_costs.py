@@ -6,15 +6,15 @@ import pytest
 import torch
 
 from ipu_pipe.errors import BadInput
-from ipu_pipe.local import costs
 from ipu_pipe.local.blocks import Blocks, get_blocks
-from ipu_pipe.local.costs import BACKPROPAGATION, Flops
-from ipu_pipe.local.costs import compute_per_example as per_example
 from ipu_pipe.local.structures import make_blocks
 from ipu_pipe.schedule.methods import Structure
 from models.mlp import mlp
 from models.resnet import resnet18
 from models.transformer import transformer_lm
+from tools.experiments import costs
+from tools.experiments.costs import BACKPROPAGATION, Flops
+from tools.experiments.costs import compute_per_example as per_example
 
 
 def perceptron(inputs: int, width: int, layers: int) -> Blocks:

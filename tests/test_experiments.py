@@ -12,11 +12,14 @@ from typing import Any, Dict, List
 import pytest
 import yaml
 
-from ipu_pipe.cli import reproduce
 from ipu_pipe.errors import BadInput, Divergence
-from ipu_pipe.studies.experiment import Request
-from ipu_pipe.studies.measures import compute_normalized_time
-from ipu_pipe.studies.training_grids import (
+from tests.command_line import run_here
+from tests.interrupted import interrupted_at
+from tests.support.runs import ROOT, list_faults, read_metrics
+from tools.experiments import reproduce
+from tools.experiments.experiment import Request
+from tools.experiments.measures import compute_normalized_time
+from tools.experiments.training_grids import (
     TrainingGrid,
     compare,
     load_experiment,
@@ -25,9 +28,6 @@ from ipu_pipe.studies.training_grids import (
     refuse_rows,
     run_one,
 )
-from tests.command_line import run_here
-from tests.interrupted import interrupted_at
-from tests.support.runs import ROOT, list_faults, read_metrics
 
 OPTIONS: Dict[str, Any] = {}
 TEXT = """
@@ -132,7 +132,7 @@ def test_each_row_is_tuned_on_its_own_and_compared_at_equal_time(
         asked.extend(arguments.values())
         return {key: work(*values) for key, values in arguments.items()}
 
-    monkeypatch.setattr("ipu_pipe.studies.training_grids.run_all", run_here)
+    monkeypatch.setattr("tools.experiments.training_grids.run_all", run_here)
     results = load_experiment(file).run(Request(tmp_path)).results
     # "longer" is tuned by the runs of "groups", which are the same
     assert [(config["steps"], config["seed"], config["optimizer"]["lr"]) for config, *_ in asked] == [
@@ -148,7 +148,7 @@ def test_each_row_is_tuned_on_its_own_and_compared_at_equal_time(
     old = json.loads(measured.read_text())
     del old["asked"]["config"]["recompute"], old["asked"]["measure"]["window"]
     measured.write_text(json.dumps(old))
-    monkeypatch.setattr("ipu_pipe.studies.measures.train_run", lambda *args: pytest.fail("run again"))
+    monkeypatch.setattr("tools.experiments.measures.train_run", lambda *args: pytest.fail("run again"))
     load_experiment(file).run(Request(tmp_path))
 
 

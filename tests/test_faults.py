@@ -28,6 +28,7 @@ from ipu_pipe.backends.processes.launch import compare_requests, make_request, w
 from ipu_pipe.backends.processes.layout import RankLayout
 from ipu_pipe.backends.processes.lost_ranks import LostRank
 from ipu_pipe.cli import train as tool
+from ipu_pipe.compare.method_comparison import write_comparison
 from ipu_pipe.config.load import configure, load_config
 from ipu_pipe.data import DataSource
 from ipu_pipe.errors import BadInput, RunFault, UserFault, find_user_fault
@@ -35,11 +36,10 @@ from ipu_pipe.launcher import Launch, read_launch
 from ipu_pipe.model.stages import begin_stage
 from ipu_pipe.run.train import train
 from ipu_pipe.store.folder import RunFolder, read_summary
-from ipu_pipe.studies.experiment import Findings, Outcome, Request, call_with_picklable_faults, run_all
-from ipu_pipe.studies.method_comparison import write_comparison
 from tests import forked
 from tests.command_line import run_here
 from tests.support.runs import DIGITS, ROOT, list_faults, needs_processes
+from tools.experiments.experiment import Findings, Outcome, Request, call_with_picklable_faults, run_all
 
 
 def start_threads(work: Callable[..., None], *arguments: Any) -> List[threading.Thread]:
@@ -522,7 +522,7 @@ def test_workers_end_with_the_process_that_started_them() -> None:
     script = """
 import multiprocessing, os, threading, time
 from pathlib import Path
-from ipu_pipe.studies.experiment import Request, run_all
+from tools.experiments.experiment import Request, run_all
 if __name__ == "__main__":
     def tell():
         while not multiprocessing.active_children():

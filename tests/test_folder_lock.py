@@ -16,13 +16,13 @@ from typing import Any, Dict, Iterator, List
 import pytest
 
 from ipu_pipe.backends.emulator.replay import Emulator
+from ipu_pipe.compare.method_comparison import compare_methods
 from ipu_pipe.config.load import load_config
 from ipu_pipe.errors import BadInput
 from ipu_pipe.run import loop
 from ipu_pipe.run.train import reserve_folder, train
 from ipu_pipe.store import folder
 from ipu_pipe.store.folder import RunFolder, check_folder, lock_folder
-from ipu_pipe.studies.method_comparison import compare_methods
 from tests.support.runs import DIGITS, ROOT, read_metrics
 from tests.test_train import command
 

@@ -5,8 +5,11 @@ Imports are read from the source, including those inside functions and those for
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
+from pathlib import Path
+from typing import Dict, Set
 
 from tests.house import (
     PACKAGE,
@@ -25,7 +28,7 @@ BASE = ("errors", "files", "interrupts", "launcher", "shipped", "text")
 # A folder imports only from those before it.
 FOLDERS = (
     "schedule", "stability", "trace", "model", "local", "update", "config", "hardware", "data", "job", "plan", "backends",
-    "report", "store", "pipeline", "run", "integrations", "studies", "cli",
+    "report", "store", "pipeline", "run", "integrations", "compare", "cli",
 )  # fmt: skip
 FRONT = ("__init__", "__main__")  # what users import and start: above all
 WITHOUT_TORCH = ("schedule", "stability", "trace", *BASE)
@@ -66,6 +69,27 @@ def test_a_circle_is_detected():
 def test_the_library_does_not_know_what_is_built_on_it():
     wrong = [(a, b) for a, names in build_import_graph().items() for b in names if b.partition(".")[0] in OUTSIDE]
     assert not wrong
+
+
+def list_named_modules(path: Path, modules: Dict[str, Path]) -> Set[str]:
+    """Return the modules that strings of a file name by their ends, such as "analysis.picture" or "backends.table:launch"."""
+    strings = [node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)]
+    names = [text.partition(":")[0] for text in strings if isinstance(text, str)]
+    return {module for module in modules for name in names if "." in name and f".{module}".endswith(f".{name}")}
+
+
+def test_every_module_is_used_by_a_command_or_a_public_name():
+    """What only experiments use belongs to tools/experiments."""
+    modules, graph = read_modules(), build_import_graph()
+    entries = [name for name in modules if name.split(".")[1:2] in ([], ["__main__"], ["cli"], ["integrations"])]
+    used: Set[str] = set()
+    while entries:
+        name = entries.pop()
+        if name not in used:
+            used.add(name)
+            entries += keep_library_modules(graph[name]) | list_named_modules(modules[name], modules)
+    unused = [name for name, path in modules.items() if name not in used and path.name != "__init__.py"]
+    assert not unused
 
 
 def test_schedules_and_the_base_are_read_without_torch():

@@ -23,7 +23,6 @@ from ipu_pipe.backends.work import Work
 from ipu_pipe.config.load import load_config
 from ipu_pipe.errors import BadInput
 from ipu_pipe.local.blocks import BlockedModel, get_blocks
-from ipu_pipe.local.costs import Flops, compute_per_example, compute_sequential, make_auglocal_law
 from ipu_pipe.local.heads import AugLocal, TokenHead, make_head
 from ipu_pipe.local.structures import make_blocks
 from ipu_pipe.model.loss import SumOfLosses
@@ -40,6 +39,7 @@ from models.transformer import transformer_lm, transformer_translation
 from models.vgg import vgg11
 from tests.staged_models import batches, whole
 from tests.support.runs import DIGITS, ROOT, assert_same, find_checkpoint, list_faults, needs_processes, read_column
+from tools.experiments.costs import Flops, compute_per_example, compute_sequential, make_auglocal_law
 
 UPDATES = 4
 OPTIMIZERS = {

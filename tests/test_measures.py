@@ -21,12 +21,12 @@ from ipu_pipe.model.loss import SumOfLosses
 from ipu_pipe.pipeline.build import build
 from ipu_pipe.run.train import train
 from ipu_pipe.schedule.methods import Structure
-from ipu_pipe.studies import measures
-from ipu_pipe.studies.experiment import Request
-from ipu_pipe.studies.measures import MeasureOptions, compute_angle, compute_block_angles, observe_draws
-from ipu_pipe.studies.training_grids import load_experiment
 from tests.staged_models import whole
 from tests.support.runs import ROOT, list_faults
+from tools.experiments import measures
+from tools.experiments.experiment import Request
+from tools.experiments.measures import MeasureOptions, compute_angle, compute_block_angles, observe_draws
+from tools.experiments.training_grids import load_experiment
 
 cross_entropy = nn.functional.cross_entropy
 LOSS = SumOfLosses(cross_entropy)

@@ -130,7 +130,8 @@ def test_words_of_other_libraries_are_written_as_they_are_sought() -> None:
 
 def run_line(line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
     command, *arguments = line.split()
-    module = importlib.import_module(f"ipu_pipe.cli.{command}")
+    place = "ipu_pipe.cli" if command in COMMANDS else "tools.experiments"
+    module = importlib.import_module(f"{place}.{command}")
     return run_here(module, *arguments, monkeypatch=monkeypatch, capsys=capsys)
 
 
@@ -159,7 +160,7 @@ LINES = {
     f"plan {DIGITS} --hardware pod16 --methods GPipe": ("--methods: GPipe: ", ["gpipe"]),
     f"plan {DIGITS} --hardware pod16 --precision fp16": ("--precision: fp16: ", ["float16", "bfloat16_mixed"]),
     f"stability {DIGITS} optimizer.lr=1": ("", ["--set optimizer.lr=1"]),
-    "stability mlp_digit": ("CONFIG|FIGURE: mlp_digit: ", ["mlp_digits"]),
+    "stability mlp_digit": ("mlp_digit: ", ["mlp_digits"]),
     "schedule GPipe --stages 2 --microbatches 2": ("method: GPipe: ", ["gpipe"]),
     "schedule gpipe --stages 2 --micro-batches 2": ("", ["--microbatches 2"]),
     "schedule gpipe --stages 2 --microbatches 2 --format jsn": ("--format: ", ["json"]),

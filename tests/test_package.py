@@ -67,6 +67,12 @@ def test_commands_are_named_as_they_are_called(called: str, said: str, monkeypat
     assert shipped.name_commands("run: python tools/fetch_data.py x; tools/train.py") == said
 
 
+def test_what_runs_from_a_clone_alone_keeps_its_name() -> None:
+    """Story: the wheel's help named `ipu-pipe bench`, a command that does not exist."""
+    line = "python tools/bench.py, tools/reproduce.py NAME"
+    assert shipped.name_commands(line, "ipu-pipe") == line
+
+
 def _without_models(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """As where the library is installed and the user's folder has no models."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "models"]:

@@ -12,9 +12,9 @@ from typing import FrozenSet, List, Tuple
 import pytest
 import yaml
 
-from ipu_pipe.studies.catalogue import find_experiments
-from ipu_pipe.studies.theory_figures import FIGURES
-from ipu_pipe.studies.verdicts import CONTRADICTED, NOT_RUN, SHOWN, UNDECIDED
+from tools.experiments.catalogue import find_experiments
+from tools.experiments.theory_figures import FIGURES
+from tools.experiments.verdicts import CONTRADICTED, NOT_RUN, SHOWN, UNDECIDED
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results"

@@ -8,10 +8,9 @@ from typing import Any, List, Optional
 
 import pytest
 
-from ipu_pipe.local import costs
-from ipu_pipe.studies import training_grids
 from tests.command_line import run_here
 from tools import pareto
+from tools.experiments import costs, training_grids
 
 KINDS = ("backpropagation", "greedy", "3 chunks")
 

@@ -638,3 +638,16 @@ def test_microbatches_have_weights(method: str, tmp_path: Path) -> None:
     unweighted = Loop(case)
     unweighted.run()
     assert not torch.equal(unweighted.close()[0].weight, expected[0].weight)
+
+
+def test_stages_are_planned_for_a_hardware():
+    """Story: a fault said to name the devices, for which there was no argument."""
+    layers = [nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)]
+    model = nn.Sequential(*layers)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    stages = {"count": 2, "by": "hardware"}
+    how = {"stages": stages, "microbatches": 2, "hardware": "m2000"}
+    with ipu_pipe.Pipeline(model, nn.functional.cross_entropy, optimizer, **how) as pipe:
+        assert pipe.microbatches == 2
+        pipe.step(torch.randn(4, 8), torch.zeros(4, dtype=torch.long))
+        assert len(pipe.partition) == 2

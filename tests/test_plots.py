@@ -10,7 +10,8 @@ import pytest
 pytest.importorskip("matplotlib")
 
 from ipu_pipe import configure  # noqa: E402
-from ipu_pipe.report.plots import describe_seeds, describe_sizes, open_figure, plot_mean_with_range  # noqa: E402
+from ipu_pipe.report.plots import open_figure  # noqa: E402
+from tools.experiments.plots import describe_seeds, describe_sizes, plot_mean_with_range  # noqa: E402
 
 
 def test_a_figure_has_its_title_above_and_its_note_below(tmp_path: Path) -> None:

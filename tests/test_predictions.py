@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from ipu_pipe.cli import plan, reproduce
+from ipu_pipe.cli import plan
 from ipu_pipe.errors import BadInput
 from ipu_pipe.hardware.description import read_hardware
 from ipu_pipe.hardware.model_units import count_units
@@ -25,12 +25,12 @@ from ipu_pipe.plan.prediction import Costing, Problem, UnitSums, predict_cut
 from ipu_pipe.plan.tensor_parallel import predict_tensor_parallel
 from ipu_pipe.schedule.clock import HOST
 from ipu_pipe.schedule.methods import METHODS
-from ipu_pipe.studies import catalogue, predicted_2bw, predicted_local, predicted_pipemare
-from ipu_pipe.studies.experiment import PredictedRows, make_prediction
-from ipu_pipe.studies.verdicts import CONTRADICTED, SHOWN, judge_exactly
 from tests.command_line import run_here
 from tests.support.models import Composed
 from tests.support.runs import ROOT
+from tools.experiments import catalogue, predicted_2bw, predicted_local, predicted_pipemare, reproduce
+from tools.experiments.experiment import PredictedRows, make_prediction
+from tools.experiments.verdicts import CONTRADICTED, SHOWN, judge_exactly
 
 RATE = {"peak_flops": 1.0, "achievable_share": 1}
 counts = pytest.mark.skipif(FlopCounterMode is None, reason="this PyTorch counts no FLOPs")

@@ -13,20 +13,20 @@ import torch
 from torch import nn
 
 from ipu_pipe import begin_stage
-from ipu_pipe.cli import stability as command
 from ipu_pipe.config.load import configure
 from ipu_pipe.data import TensorData
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.record import Job
 from ipu_pipe.pipeline.build import build
+from ipu_pipe.run.stability import analyze_job, measure_curvature
 from ipu_pipe.stability.advice import StageDynamics, compute_margins, describe_margins
 from ipu_pipe.stability.recurrences import make_delayed_sgd, make_pipemare
-from ipu_pipe.studies.run_stability import analyze_job, measure_curvature
-from ipu_pipe.studies.theory_figures import compute_largest_curvature, load_regression, train_delayed
 from tests import forked
 from tests.support.flows import train_updates
 from tests.support.models import Composed
 from tests.support.runs import ROOT, list_faults
+from tools.experiments import stability as command
+from tools.experiments.theory_figures import compute_largest_curvature, load_regression, train_delayed
 
 # ---- curvature
 

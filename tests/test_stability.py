@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from ipu_pipe.schedule.delays import compute_greatest_delay
-from ipu_pipe.stability.bounds import bound_local_sgd, bound_rpd, bound_rpd_pl
 from ipu_pipe.stability.recurrences import (
     DelayedRead,
     Recurrence,
@@ -33,6 +32,7 @@ from ipu_pipe.stability.roots import (
     find_steps_within,
     find_widest_ranges,
 )
+from tools.experiments.bounds import bound_local_sgd, bound_rpd, bound_rpd_pl
 
 DELAYS = [0, 1, 2, 3, 4, 7, 10, 16, 29, 40, 100]
 MOMENTA = [0.0, 0.1, 0.5, 0.9, 0.99, 0.999]

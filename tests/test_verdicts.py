@@ -7,7 +7,7 @@ from typing import Dict, List, Optional
 
 import pytest
 
-from ipu_pipe.studies.verdicts import (
+from tools.experiments.verdicts import (
     CONTRADICTED,
     NOT_RUN,
     SHOWN,

@@ -43,7 +43,7 @@ def main():
         version = run(COMMAND, "--version")
         assert version == run(sys.executable, "-m", "ipu_pipe", "--version"), version
         commands = (
-            "train", "schedule", "plan", "collect", "analyze", "reproduce", "stability", "fetch-data", "measure-hardware",
+            "train", "schedule", "plan", "collect", "analyze", "stability", "fetch-data", "measure-hardware",
             "completion", "export",
         )  # fmt: skip
         for command in commands:
@@ -74,7 +74,8 @@ def main():
         run(sys.executable, "-m", "ipu_pipe", "train", "resnet50_ipu4", "--dry-run", said="FLOPs")
         planned = run(COMMAND, "plan", "resnet50_ipu4", "--hardware", "v100x8", "--precision", "float32", "--json")
         assert json.loads(planned)["plans"], planned
-        run(COMMAND, "reproduce", said="pb_vgg11")
+        run(COMMAND, "reproduce", code=2, said="from a clone of the repository: python tools/reproduce.py")
+        run(COMMAND, "stability", "mlp_digits", "--curvature", "1", said="largest stable")
         run(COMMAND, "collect", "mlp_digits", "--methods", "gpipe,pipedream", "--steps", "2", "--out", "runs/compared")
         for name in ("models", "configs", "tools", "tests"):
             run(sys.executable, "-c", f"import importlib.util as u; assert u.find_spec('{name}') is None")

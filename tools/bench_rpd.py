@@ -25,12 +25,12 @@ if __name__ == "__main__":
 import numpy as np  # noqa: E402
 
 from ipu_pipe.errors import Parser, run_command  # noqa: E402
-from ipu_pipe.studies.vector_runs import (  # noqa: E402
+from tests.support.vectors import PLAIN  # noqa: E402
+from tools.experiments.vector_runs import (  # noqa: E402
     make_random_quadratic,
     make_randomized_source,
     run_randomized,
 )
-from tests.support.vectors import PLAIN  # noqa: E402
 
 STAGES, MICROBATCHES, BOUND = 8, 400, 420
 OTHER_BOUNDS = (8, 30, 60, 180)

@@ -97,8 +97,8 @@ def main() -> None:
         raise BadInput(
             f"--examples: {args.examples}: must be at least two of the greatest --batches, {max(args.batches)}"
         )
-    from ipu_pipe.studies.experiment import Request
-    from ipu_pipe.studies.training_grids import run_grid
+    from tools.experiments.experiment import Request
+    from tools.experiments.training_grids import run_grid
 
     grid = _make_grid(args)
     print_progress(f"{len(grid.rows)} runs of {args.examples} examples, {args.jobs} at a time, into {args.runs}")
@@ -124,7 +124,7 @@ def _name_run(kind: str, batch: int, rate: float) -> str:
 
 
 def _make_grid(args: Any) -> Any:
-    from ipu_pipe.studies.training_grids import TrainingGrid
+    from tools.experiments.training_grids import TrainingGrid
 
     base: Dict[str, Any] = {
         "optimizer": {"name": "adam"}, "evaluate": {"every": 0}, "backend": {"threads": 1}, "allow_nonfinite": True,
@@ -161,12 +161,12 @@ def _list_stages(args: Any) -> List[str]:
 def _count_costs(args: Any) -> Any:
     import torch
 
-    from ipu_pipe.local import costs
     from ipu_pipe.local.blocks import get_blocks
     from ipu_pipe.local.structures import make_blocks
     from ipu_pipe.schedule.methods import Structure
     from models.mlp import mlp
     from models.transformer import transformer_lm
+    from tools.experiments import costs
 
     if args.model == "transformer":
         model, x = transformer_lm(84, args.width, 4, BLOCKS, CONTEXT), torch.zeros(2, CONTEXT, dtype=torch.int64)
@@ -186,7 +186,7 @@ def _read_losses(folder: Path) -> List[Tuple[int, float]]:
 
 
 def _collect_results(args: Any) -> Dict[str, Any]:
-    from ipu_pipe.local import costs
+    from tools.experiments import costs
 
     counted = _count_costs(args)
     runs = {

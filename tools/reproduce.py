@@ -5,7 +5,13 @@ import sys
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from ipu_pipe import cli  # noqa: E402
+from ipu_pipe import interrupts  # noqa: E402
 
 if __name__ == "__main__":
-    cli.run("reproduce")
+    interrupts.install_end_at_interrupt()  # before the imports that take time
+
+from ipu_pipe.errors import run_command  # noqa: E402
+from tools.experiments.reproduce import main  # noqa: E402
+
+if __name__ == "__main__":
+    run_command(main)

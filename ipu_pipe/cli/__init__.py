@@ -20,7 +20,6 @@ COMMANDS = {
     "plan": "rank configurations for given hardware by predicted throughput",
     "collect": "compare methods on the same work",
     "analyze": "analyze a trace: who waits for whom, and what holds a run up",
-    "reproduce": "run the papers' experiments",
     "export": "write the weights of a run for use elsewhere",
     "stability": "find the learning rates that a run's delays allow",
     "fetch_data": "get a data set",
@@ -33,14 +32,20 @@ def run(command: Optional[str] = None) -> NoReturn:
     """Run a command, by default the one that the first argument names, and leave with its exit code."""
     # call it before the slow imports
     interrupts.install_end_at_interrupt()
-    from ipu_pipe.errors import Parser, run_command
+    from ipu_pipe.errors import BadInput, Parser, run_command
 
     def run_first_argument() -> None:
+        if sys.argv[1:2] == ["reproduce"]:
+            raise BadInput("COMMAND: reproduce: runs from a clone of the repository: python tools/reproduce.py")
         summaries = {name.replace("_", "-"): summary for name, summary in COMMANDS.items()}
         parser = Parser(
             prog=get_program() or COMMAND,
             description="Train, plan and analyze pipelined models.",
-            epilog="\n".join(["commands, each with --help:", *(f"  {name:18}{summary}" for name, summary in summaries.items())]),
+            epilog="\n".join([
+                "commands, each with --help:",
+                *(f"  {name:18}{summary}" for name, summary in summaries.items()),
+                "from a clone: python tools/reproduce.py runs the papers' experiments",
+            ]),  # fmt: skip
         )
         parser.add_argument("--version", action="version", version=f"ipu_pipe {__version__}")
         parser.add_argument("command", metavar="COMMAND", type=lambda name: name.replace("_", "-"), choices=summaries)

@@ -32,7 +32,6 @@ CONFIG = (
 )  # fmt: skip
 JSON = option("--json", action="store_true", help="print JSON")
 QUIET = option("--quiet", action="store_true", help="print faults alone, and JSON where it is asked for")
-RUNS = Path("runs/experiments")
 COMMON = (QUIET, option("--traceback", action="store_true", help="print a fault's whole traceback, not its line alone"))
 
 
@@ -70,7 +69,8 @@ class Command:
         args.print_progress = (lambda text: None) if is_quiet else print_progress
         args.print_result = (lambda text: None) if is_quiet or getattr(args, "json", False) else print_result
         if "config" in args:
-            args.config = _take_config(args)
+            args.config_name = _take_config_name(args)
+            args.config = str(find_config(args.config_name))
         try:
             self._function(args)
         except SystemExit as error:
@@ -151,8 +151,8 @@ def _suggest_argument(parser: Parser, words: Sequence[str]) -> str:
     return " or ".join(f"--set {one}={value}" for one in key.split(" or "))
 
 
-def _take_config(args: argparse.Namespace) -> str:
-    """Return the path of the config that CONFIG names: a file, or an example that comes with the library.
+def _take_config_name(args: argparse.Namespace) -> str:
+    """Return CONFIG as the user wrote it: a file, or the name of an example that comes with the library.
 
     CONFIG may also follow the last --set (--set a=1 CONFIG). Raise `BadInput` if it is missing.
     """
@@ -160,7 +160,7 @@ def _take_config(args: argparse.Namespace) -> str:
         args.config = args.set.pop()
     if args.config is None:
         raise BadInput("CONFIG: missing: must be a YAML file, such as configs/mlp_digits.yaml")
-    return str(find_config(args.config))
+    return str(args.config)
 
 
 def parse_folder(text: str) -> Path:

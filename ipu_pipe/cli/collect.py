@@ -37,8 +37,8 @@ def main(args: argparse.Namespace) -> None:
     raise_faults({"--out: missing: must be the folder to write into": args.out is None})
     from ipu_pipe.backends.ranks import is_main, report_once
     from ipu_pipe.backends.table import leave
+    from ipu_pipe.compare.method_comparison import compare_methods, make_comparison_table, write_comparison
     from ipu_pipe.config.load import load_config
-    from ipu_pipe.studies.method_comparison import compare_methods, make_comparison_table, write_comparison
 
     config = load_config(args.config, args.set)
     methods = args.methods or list(dict.fromkeys([config.method, "local_chunked"]))

@@ -45,8 +45,7 @@ def make_script(shell: str) -> str:
     from ipu_pipe.data.fetch import PACKAGES
 
     choices: Dict[str, List[str]] = {"method": [*METHODS], "methods": [*METHODS], "name": [*PACKAGES]}
-    for argument, folder in (("hardware", "hardware"), ("experiment", "experiments")):
-        choices[argument] = sorted(path.stem for path in (find_configs() / folder).glob("*.yaml"))
+    choices["hardware"] = sorted(path.stem for path in (find_configs() / "hardware").glob("*.yaml"))
     root = Parser(prog=COMMAND)
     root.add_argument("--version", action="store_true", help="print the version")
     subparsers = root.add_subparsers()

@@ -95,7 +95,7 @@ def _train(args: argparse.Namespace, config: Config, other: Optional[Config]) ->
     if other is None:
         train(config, out, resume=args.resume, resume_from=args.resume_from, overwrite=args.overwrite, quiet=args.quiet)
         return None
-    from ipu_pipe.studies.equal_time import train_against
+    from ipu_pipe.compare.equal_time import train_against
 
     return train_against(config, other, out, args.accumulate, args.resume, args.overwrite, args.quiet)
 

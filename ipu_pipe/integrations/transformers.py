@@ -1,41 +1,35 @@
 """Hugging Face's Trainer over a pipeline: `PipelineTrainer(model, args, ..., pipeline={"method": ..., "stages": ...})`.
 
-Trainer keeps its arguments, data, loss, callbacks, evaluation and files. Only the inside of an epoch is replaced: updates are
-made by an engine of ipu_pipe, on the emulator or, under torchrun, on processes.
+Trainer's own loop runs. `training_step` gathers the microbatches of an update and gives them to an `ipu_pipe.Pipeline`, which
+steps the optimizer; Trainer steps a view of it, which changes nothing, and its scheduler.
 
     Trainer     batch 0  batch 1 ... batch r-1 | clip, step           r <= N = gradient_accumulation_steps, < in the last update
-    here        microbatches 0 ... N-1 of an update                   microbatches r ... N-1 are scaled by 0
+    here        microbatches 0 ... N-1 of an update                   microbatches r ... N-1 count 0
 
 A microbatch's loss is Trainer's own `compute_loss` and thus a share of the update's loss. `LossModel` multiplies it by N
-(by N / r where Trainer divides it by r), and the engine averages over N, so that the result is Trainer's sum.
+(by N / r where Trainer divides it by r), and the pipeline averages over N, so that the result is Trainer's sum.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import importlib.util
-import itertools
-import math
 from importlib import metadata
-from typing import Any, Dict, Iterator, List, Mapping, Optional
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence
 
 import torch
 from torch import nn
 
-from ipu_pipe.backends.interface import Engine
 from ipu_pipe.backends.ranks import are_joined, is_distributed, is_main, run_on_main
-from ipu_pipe.backends.table import launch, make_engine
+from ipu_pipe.backends.table import launch
 from ipu_pipe.config.load import configure
 from ipu_pipe.config.schema import Config
-from ipu_pipe.errors import BadInput, RunFault, raise_faults
-from ipu_pipe.job.record import Job
-from ipu_pipe.launcher import read_launch
+from ipu_pipe.errors import BadInput, raise_faults
 from ipu_pipe.model.batch import count_samples, map_tensors
-from ipu_pipe.model.modes import describe_modes, is_evaluating
+from ipu_pipe.model.modes import enter_training
 from ipu_pipe.model.randomness import RandomStates, derive_seed, restore_random_states
-from ipu_pipe.model.restoring import restore_modes
-from ipu_pipe.pipeline.build import build
+from ipu_pipe.pipeline.pipeline import FORMAT, Pipeline, Update
+from ipu_pipe.schedule.methods import resolve_method
 from ipu_pipe.text import show
 from ipu_pipe.update.optimizer import export_state, import_state
 
@@ -56,12 +50,11 @@ def _describe_torchvision() -> str:
 
 
 try:
-    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.state import PartialState
     from accelerate.utils import DistributedType
     from transformers import Trainer, TrainerCallback
-    from transformers.optimization import GreedyLR
+    from transformers.trainer_callback import CallbackHandler
     from transformers.trainer_utils import has_length
-    from transformers.utils import logging
 except (ImportError, RuntimeError) as error:
     reason = _describe_torchvision()
     # transformers' own error is several tracebacks long and does not name torchvision
@@ -69,8 +62,6 @@ except (ImportError, RuntimeError) as error:
     reason = reason or f"needs pip install 'ipu_pipe[transformers]': {error}"
     raise ImportError(f"ipu_pipe.integrations.transformers: {reason}") from cause
 
-# below transformers' own logger, so that TrainingArguments.log_level applies
-logger = logging.get_logger("transformers.PipelineTrainer")
 KEYS = (
     "method", "method_args", "stages", "stages_per_device", "recompute", "backend", "precision", "clip", "hardware",
     "allow_nonfinite",
@@ -105,105 +96,73 @@ COUNTS_ALL = ("ctc_loss_reduction", "semantic_loss_ignore_index", "output_router
 class LossModel(nn.Module):
     """A model and the loss that its Trainer computes, as the one module that a pipeline trains.
 
-    `loss_scale`, `num_items_in_batch`: one number of the microbatch, repeated for each sample  # (B,)
+    For each sample: `loss_share`: N, or 0 for a microbatch that counts 0, and the number by which Trainer divides  # (B, 2)
+    `num_items_in_batch`: the labels of the update  # (B,)
     """
 
     def __init__(self, trainer: PipelineTrainer, model: nn.Module) -> None:
         super().__init__()
         self.model, self._trainer = model, trainer
-        # the user's model is the one whose own mode counts
-        self.training = not is_evaluating(model)
 
     def forward(
-        self, inputs: Mapping[str, Any], loss_scale: torch.Tensor, num_items_in_batch: Optional[torch.Tensor] = None
+        self, inputs: Mapping[str, Any], loss_share: torch.Tensor, num_items_in_batch: Optional[torch.Tensor] = None
     ) -> torch.Tensor:
         items = None if num_items_in_batch is None else num_items_in_batch[0]
         loss: torch.Tensor = self._trainer.compute_loss(self.model, dict(inputs), num_items_in_batch=items)
-        return loss * loss_scale[0]
+        # in float64, so that the gradient of Trainer's loss is rounded to Trainer's own for every N
+        return loss.double() * loss_share[0, 0] / loss_share[0, 1]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Do nothing, because Trainer calls this while gradients of microbatches in flight add up; the pipeline clears them."""
 
 
-class UpdateBatches:
-    """Trainer's training loader as a data source, read an update at a time.
+class SeededBatches(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
+    """Trainer's training loader, whose draws (of a collator, of a sampler) are seeded by (seed, epoch).
 
-    The draws of a collator are seeded by (seed, epoch), so that all ranks and resumed runs read the same batches.
+    So all ranks and resumed runs read the same batches.
     """
 
-    def __init__(self, trainer: PipelineTrainer, loader: Any, updates_per_epoch: int) -> None:
-        self._trainer, self._loader, self._per_epoch = trainer, loader, updates_per_epoch
-        self._count, self._size = trainer.args.gradient_accumulation_steps, trainer.args.train_batch_size
-        self._epoch, self._update = -1, -1
-        self._iterator: Iterator[Any] = iter(())
-        self._drawn = RandomStates.read()
-        self._batches: List[Any] = []
+    def __init__(self, loader: Any, seed: int) -> None:
+        self._loader, self._seed = loader, seed
+        self.epoch = 0
 
-    def train_batches_per_epoch(self, batch_size: int) -> int:
-        """Return the number of microbatches of an epoch, including those that are scaled by 0."""
-        return self._per_epoch * self._count
+    def __len__(self) -> int:
+        return len(self._loader)
 
-    def train_batch(self, epoch: int, index: int, batch_size: int) -> Any:
-        """Return microbatch `index` of `epoch` as arguments of `LossModel`."""
-        update, within = divmod(index, self._count)
-        if (epoch, update) != (self._epoch, self._update):
+    def __iter__(self) -> Iterator[Any]:
+        drawn = RandomStates.from_seed(derive_seed(self._seed, "loader", self.epoch))
+        if hasattr(self._loader, "set_epoch"):
+            self._loader.set_epoch(self.epoch)
+        iterator: Optional[Iterator[Any]] = None
+        end = object()
+        while True:
             with restore_random_states():
-                self._read(epoch, update)
-        return self._batches[within]
-
-    def test_batches(self, batch_size: int) -> Iterator[Any]:
-        """Yield nothing: Trainer evaluates."""
-        return iter(())
-
-    def _read(self, epoch: int, update: int) -> None:
-        """Read the batches of an update. Start a new pass of the loader unless the update is the next one of this pass."""
-        if epoch != self._epoch or update != self._update + 1:
-            RandomStates.from_seed(derive_seed(self._trainer.args.seed, "loader", epoch)).write()
-            if hasattr(self._loader, "set_epoch"):
-                self._loader.set_epoch(epoch)
-            # A resumed run reads and skips the finished batches, so that collators make the same draws.
-            self._iterator = itertools.islice(self._loader, update * self._count, None)
-        else:
-            self._drawn.write()
-        batches, items = self._trainer.get_batch_samples(self._iterator, self._count, self._trainer.args.device)
-        self._drawn, self._epoch, self._update = RandomStates.read(), epoch, update
-        if not batches:
-            raise RunFault(f"train_dataset: epoch {epoch}: it ended after {update} updates, its length says more")
-        self._trainer.current_gradient_accumulation_steps = len(batches)
-        is_share = self._trainer.gives_shares(items)
-        filled = [self._fill(batch) for batch in batches]
-        scales = [float(self._count) if is_share else self._count / len(batches)] * len(batches)
-        missing = self._count - len(batches)
-        self._batches = [
-            self._describe(batch, scale, items) for batch, scale in zip(filled + filled[-1:] * missing, scales + [0.0] * missing)
-        ]
-        for batch in batches:
-            self._trainer.count_inputs(batch)
-
-    def _describe(self, batch: Mapping[str, Any], scale: float, items: Any) -> Dict[str, Any]:
-        samples = count_samples(batch)
-        inputs: Dict[str, Any] = {"inputs": batch, "loss_scale": torch.full((samples,), scale)}
-        if items is not None:
-            inputs["num_items_in_batch"] = torch.as_tensor(items).cpu().expand(samples).clone()
-        return inputs
-
-    def _fill(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Fill up the last batch of an epoch with samples whose labels are ignored, where labels can be."""
-        missing = self._size - count_samples(batch)
-        if missing <= 0 or not self._trainer.can_ignore(batch):
-            return dict(batch)
-        repeated = map_tensors(lambda t: torch.cat([t, t[-1:].expand(missing, *t.shape[1:])]), batch)
-        for name in set(LABELS) & set(repeated):
-            repeated[name][-missing:] = IGNORED_LABEL
-        return repeated  # type: ignore[no-any-return]
+                drawn.write()
+                # making it may draw too
+                iterator = iter(self._loader) if iterator is None else iterator
+                batch = next(iterator, end)
+                drawn = RandomStates.read()
+            if batch is end:
+                return
+            yield batch
 
 
-class _Recorded(torch.optim.lr_scheduler.LRScheduler):
-    """Repeats the learning rates of another scheduler, by update."""
+# events after which Trainer reads no flag of the control, or that the first process alone sees
+UNREAD = ("on_substep_end", "on_pre_optimizer_step", "on_optimizer_step", "on_prediction_step", "on_push_begin")
 
-    def __init__(self, optimizer: torch.optim.Optimizer, rates: List[float]) -> None:
-        self._rates = rates
-        super().__init__(optimizer)
 
-    def get_lr(self) -> List[Any]:
-        return [self._rates[self.last_epoch]]
+class SharedCallbacks(CallbackHandler):  # type: ignore[misc]
+    """Callbacks of the first process, whose control flags all processes follow in training."""
+
+    is_training = False
+
+    def call_event(self, event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        """Call the event in the first process. Return its control in all processes."""
+        if is_main():
+            control = super().call_event(event, args, state, control, **kwargs)
+        if not self.is_training or event in UNREAD:
+            return control
+        return run_on_main(lambda: control)
 
 
 class PipelineTrainer(Trainer):
@@ -216,42 +175,51 @@ class PipelineTrainer(Trainer):
 
     # whether this class joined the process group, which all trainers of a process share
     _has_joined = False
+    callback_handler: Any
     control: Any
-    lr_scheduler: Any
-    _created_lr_scheduler: bool
+    optimizer: Any
+    state: Any
 
     def __init__(self, *args: Any, pipeline: Mapping[str, Any], **kwargs: Any) -> None:
-        self._engine: Optional[Engine] = None
-        self._job: Optional[Job] = None
-        self._is_whole = self._stops = False
+        self._pipe: Optional[Pipeline] = None
+        self._is_whole = False
+        # the batches of the update that Trainer's loop has begun
+        self._gathered: List[Mapping[str, Any]] = []
+        # updates whose losses the next line of the log averages
+        self._reported = 0
         unknown = [key for key in pipeline if key not in KEYS]
         why = f"TrainingArguments say it, or nothing does: must be one of {', '.join(KEYS)}"
         raise_faults([f"pipeline.{key}: {show(pipeline[key])}: {why}" for key in unknown])
         if not hasattr(Trainer, "_run_epoch"):
             raise BadInput("transformers: PipelineTrainer needs version 5: pip install 'ipu_pipe[transformers]'")
-        self._settings = dict(pipeline)
-        if is_distributed():
-            self._leave_data_parallelism()
         super().__init__(*args, **kwargs)
+        handler = self.callback_handler
+        self.callback_handler = SharedCallbacks(
+            handler.callbacks, handler.model, handler.processing_class, handler.optimizer, handler.lr_scheduler
+        )
         device = "cuda" if self.args.device.type == "cuda" else "cpu"
         backend = {"name": "distributed" if is_distributed() else "emulator", "device": device}
-        self._settings["backend"] = {**backend, **self._settings.get("backend", {})}
+        self._settings = {**pipeline, "backend": {**backend, **pipeline.get("backend", {})}}
         raise_faults(self._list_faults())
-        config = self._configure(1, None)
-        if config.backend.name == "poptorch":
+        self._config = self._configure()
+        if self._config.backend.name == "poptorch":
             raise BadInput("pipeline.backend.name: poptorch: PipelineTrainer has emulator and distributed")
-        launch(config, {"output_dir": self.args.output_dir})
+        launch(self._config, {"output_dir": self.args.output_dir})
         PipelineTrainer._has_joined = is_distributed()
 
-    def _leave_data_parallelism(self) -> None:
-        """Let transformers take the ranks for one device: each reads all batches, and the first one writes."""
-        # TrainingArguments joins the ranks for one replica per rank
-        if are_joined() and not self._has_joined:
-            torch.distributed.destroy_process_group()
-        AcceleratorState._reset_state()
-        launched = read_launch()
-        state = {"num_processes": 1, "process_index": launched.rank, "local_process_index": launched.local_rank or 0}
-        PartialState._shared_state.update(state, distributed_type=DistributedType.NO, backend=None)
+    def create_accelerator_and_postprocess(self) -> None:
+        """Make the accelerator as Trainer does; on processes, for one device: ranks are stages, not replicas.
+
+        Each rank reads all batches, and the first one writes.
+        """
+        if is_distributed():
+            # TrainingArguments joins the ranks for one replica per rank
+            if are_joined() and not self._has_joined:
+                torch.distributed.destroy_process_group()
+            state = PartialState()
+            state.num_processes = 1
+            state.distributed_type = DistributedType.NO
+        super().create_accelerator_and_postprocess()
 
     def _list_faults(self) -> List[str]:
         """List the arguments that a pipeline does not support, a line each."""
@@ -263,15 +231,28 @@ class PipelineTrainer(Trainer):
         if args.n_gpu > 1:
             faults.append(f"n_gpu: {args.n_gpu}: one process trains on one: use torchrun, or CUDA_VISIBLE_DEVICES=0")
         if self.train_dataset is not None and not has_length(self.train_dataset):
-            faults.append("train_dataset: has no length: a pipeline's updates are planned by epochs")
+            faults.append("train_dataset: has no length: the batches of a pipeline are seeded and counted by epochs")
         for name in ("training_step", "_prepare_inputs", "compute_loss_context_manager", "autocast_smart_context_manager"):
-            if getattr(type(self), name) is not getattr(Trainer, name):
+            if getattr(type(self), name) is not getattr(PipelineTrainer, name):
                 faults.append(f"{type(self).__name__}.{name}: no pipeline calls it: override compute_loss")
         for callback in self.callback_handler.callbacks:
             for event in ("on_substep_end", "on_pre_optimizer_step"):
                 if getattr(type(callback), event) is not getattr(TrainerCallback, event):
-                    faults.append(f"callbacks: {type(callback).__name__}.{event}: is never called: {PASSES}")
+                    faults.append(f"callbacks: {type(callback).__name__}.{event}: sees no gradients: {PASSES}")
         return faults
+
+    def _configure(self) -> Config:
+        """Return the config of the settings in `pipeline`, which names their faults."""
+        settings = {**self._settings, "clip": self._read_clip(), "seed": self.args.seed}
+        try:
+            return configure(gradient_accumulation=self.args.gradient_accumulation_steps, **settings)
+        except BadInput as error:
+            raise BadInput([fault.replace("configure: ", "pipeline.", 1) for fault in error.faults]) from None
+
+    def _read_clip(self) -> Optional[Dict[str, Any]]:
+        """Return the section `clip` of a config, whose norm is `max_grad_norm` unless `pipeline` has one."""
+        clip = {"norm": self.args.max_grad_norm} if self.args.max_grad_norm > 0 else {}
+        return {**clip, **(self._settings.get("clip") or {})} or None
 
     # ---- the weights of batches in an update's loss
 
@@ -294,10 +275,31 @@ class PipelineTrainer(Trainer):
         others = {name for name in batch if "label" in name} - set(LABELS)
         return is_known and not others and isinstance(labels, torch.Tensor) and not labels.is_floating_point()
 
-    def count_inputs(self, batch: Mapping[str, Any]) -> None:
-        """Count a batch's tokens and operations for Trainer's state."""
-        self.current_flos += float(self.floating_point_ops(batch))
-        self._track_num_input_tokens(batch)
+    def _make_microbatches(self, batches: Sequence[Mapping[str, Any]], items: Any) -> List[Dict[str, Any]]:
+        """Return the N microbatches of an update as arguments of `LossModel`; those that Trainer does not have count 0."""
+        count = self.args.gradient_accumulation_steps
+        divisor = 1 if self.gives_shares(items) else len(batches)
+        microbatches = []
+        for i in range(count):
+            batch = self._fill(batches[min(i, len(batches) - 1)])
+            samples = count_samples(batch)
+            share = torch.tensor([count if i < len(batches) else 0, divisor])
+            inputs = {"inputs": batch, "loss_share": share.repeat(samples, 1)}
+            if items is not None:
+                inputs["num_items_in_batch"] = torch.as_tensor(items).cpu().repeat(samples)
+            microbatches.append(inputs)
+        return microbatches
+
+    def _fill(self, batch: Mapping[str, Any]) -> Dict[str, Any]:
+        """Fill up the last batch of an epoch with samples whose labels are ignored, on processes and where labels can be."""
+        missing = self.args.train_batch_size - count_samples(batch)
+        # the emulator takes batches of any size, as Trainer does
+        if self._config.backend.name == "emulator" or missing <= 0 or not self.can_ignore(batch):
+            return dict(batch)
+        repeated = map_tensors(lambda t: torch.cat([t, t[-1:].expand(missing, *t.shape[1:])]), batch)
+        for name in set(LABELS) & set(repeated):
+            repeated[name][-missing:] = IGNORED_LABEL
+        return repeated  # type: ignore[no-any-return]
 
     # ---- training
 
@@ -307,211 +309,177 @@ class PipelineTrainer(Trainer):
             raise BadInput("hyperparameter_search: every process would draw other values: search in one process")
         return super().hyperparameter_search(*args, **kwargs)
 
-    def _configure(self, updates: int, per_epoch: Optional[int]) -> Config:
-        """Return the config of the run, with `updates` updates."""
-        args, state = self.args, self.state
-        intervals = {"steps": (state.eval_steps, state.save_steps), "epoch": (per_epoch, per_epoch)}
-        evaluates = intervals.get(args.eval_strategy.value, (None, None))[0]
-        saves = intervals.get(args.save_strategy.value, (None, None))[1]
-        clip = {"norm": args.max_grad_norm} if args.max_grad_norm > 0 else {}
-        clip.update(self._settings.get("clip") or {})
-        settings = {
-            "micro_batch_size": args.train_batch_size, "gradient_accumulation": args.gradient_accumulation_steps,
-            "steps": updates, "seed": args.seed, "loss": "model", "metrics": [], "allow_nonfinite": True,
-            "evaluate": {"every": 0, "steps": evaluates}, "checkpoint": {"every": saves},
-            "log": {"trace": None, "tensorboard": False}, **self._settings, "clip": clip or None,
-        }  # fmt: skip
-        if isinstance(settings.get("stages"), list):
-            settings["stages"] = [f"model.{name}" for name in settings["stages"]]
-        try:
-            return configure(**settings)
-        except BadInput as error:
-            raise BadInput([fault.replace("configure: ", "pipeline.", 1) for fault in error.faults]) from None
-
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Train and remove the pipeline afterwards. Return the first process's result on all processes."""
-        self._stops = False
+        self.callback_handler.is_training = is_distributed()
+        self._reported = 0
         try:
             output = super()._inner_training_loop(*args, **kwargs)
-        except BaseException:
-            if self._engine is not None:
-                # report the error that ended the run, not one that follows from it
-                with contextlib.suppress(Exception):
-                    self._engine.abort()
-            raise
         finally:
-            self._engine = None
-            if self._job is not None:
-                self._job.precision.give_back()
-                self._job = None
-            if self.optimizer is not None:
-                # the pipeline's own optimizer holds the state
-                self.optimizer.state.clear()
+            self.callback_handler.is_training = False
+            if self._pipe is not None:
+                # an error has ended the run: report it, not one that follows from it
+                self._pipe.abort()
+                self._release()
         self.state, output = run_on_main(lambda: (self.state, output))
         return output
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Optional[str]) -> Any:
-        """Build the pipeline, and load its checkpoint. Return model and data as Trainer asks."""
-        if self._created_lr_scheduler:
-            self.lr_scheduler, self._created_lr_scheduler = None, False
+        """Make the pipeline, and load its checkpoint. Return model and data as Trainer asks."""
         self.create_optimizer()
-        self.create_scheduler(num_training_steps=max_steps)
-        if isinstance(self.lr_scheduler, (torch.optim.lr_scheduler.ReduceLROnPlateau, GreedyLR)):
-            why = "follows what evaluations measure: a pipeline's rates are functions of the update alone"
-            raise BadInput(f"lr_scheduler_type: {type(self.lr_scheduler).__name__}: {why}")
-        if hasattr(self.optimizer, "train"):
-            raise BadInput(f"optim: {type(self.optimizer).__name__}: keeps other weights for evaluation: unsupported")
-        count, done = self.args.gradient_accumulation_steps, self.state.global_step
-        per_epoch = -(-len(train_dataloader) // count)
-        self._names = names = {p: f"model.{name}" for name, p in self.model.named_parameters()}
-        # like Trainer, continue with the rates and settings of the checkpoint
+        self._optimizer = self.optimizer
+        if hasattr(self._optimizer, "train"):
+            raise BadInput(f"optim: {type(self._optimizer).__name__}: keeps other weights for evaluation: unsupported")
+        # decided once: evaluations and callbacks leave other modes, which Trainer ends by model.train()
+        enter_training(self.model)
+        model = LossModel(self, self.model)
+        self._modes = {module: module.training for module in model.modules()}
+        self._names = {p: f"model.{name}" for name, p in self.model.named_parameters()}
+        self._pipe = self._make_pipeline(model, len(train_dataloader))
+        self.optimizer = self._pipe.optimizer
+        super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         if resume_from_checkpoint is not None:
-            self._load_optimizer_and_scheduler(resume_from_checkpoint)
-        loaded = export_state(self.optimizer, names)
-        self.optimizer.state.clear()
-        rates = self._record_rates(done, max_steps)
-        with restore_random_states(), self._initial_rates():
-            self._model = LossModel(self, self.model)
-            self._job = build(
-                self._configure(max_steps, per_epoch),
-                self._model,
-                UpdateBatches(self, train_dataloader, per_epoch),
-                optimizer=self.optimizer,
-                lr_scheduler=lambda optimizer: _Recorded(optimizer, rates),
-                done=done,
-            )
-        job = self._job
-        self._modes = {module: module.training for module in self._model.modules()}
-        if is_main():
-            # a model from `from_pretrained` comes in evaluation mode, and Trainer says nothing of it
-            log = logger.info if job.came_evaluating else logger.warning
-            for line in describe_modes(self._model, job.came_evaluating):
-                log(line)
-        job.may_stop = job.may_stop_drained = True
-        if resume_from_checkpoint is not None:
-            import_state(job.optimizer, names, *loaded)
-        self._engine = make_engine(job, done)
-        if not is_main():
-            self.callback_handler.callbacks.clear()
-        self.callback_handler.model, self.callback_handler.optimizer = self.model, self.optimizer
-        self.callback_handler.lr_scheduler, self.callback_handler.train_dataloader = self.lr_scheduler, train_dataloader
-        return self.model, train_dataloader
+            self._pipe.load_state_dict(self._take_loaded_state(model))
+        self._batches = SeededBatches(train_dataloader, self.args.seed)
+        return model, torch.utils.data.DataLoader(self._batches, batch_size=None, collate_fn=_pass_on)
 
-    @contextlib.contextmanager
-    def _initial_rates(self) -> Iterator[None]:
-        """Give the groups the rates that their scheduler scales: it may have set them to 0, for a warm-up."""
-        groups = self.optimizer.param_groups
-        now = [group["lr"] for group in groups]
-        for group in groups:
-            group["lr"] = group.get("initial_lr", group["lr"])
-        try:
-            yield
-        finally:
-            for group, rate in zip(groups, now):
-                group["lr"] = rate
-
-    def _record_rates(self, done: int, updates: int) -> List[float]:
-        """Return the first group's learning rate of each update from `done` on. The scheduler is not changed.
-
-        Earlier updates get the rate of update `done`. Raise `BadInput` if the rates of groups do not stay in proportion.
-        """
-        groups, state = self.optimizer.param_groups, copy.deepcopy(self.lr_scheduler.state_dict())
-        first, rates = [group["lr"] for group in groups], []
-        with self._initial_rates():
-            base = groups[0]["lr"]
-            shares = [group["lr"] / base if base else 1.0 for group in groups]
-        # the pipeline steps itself, and torch would warn about an optimizer that does not step
-        self.optimizer._opt_called = True
-        for k in range(done, updates):
-            rates.append(float(groups[0]["lr"]))
-            for number, (group, share) in enumerate(zip(groups, shares)):
-                if not math.isclose(group["lr"], rates[-1] * share, rel_tol=1e-6, abs_tol=1e-12):
-                    why = f"group {number}: update {k} has {group['lr']:g}, in proportion to group 0 it is {rates[-1] * share:g}"
-                    raise BadInput(f"lr_scheduler: {type(self.lr_scheduler).__name__}: {why}: a pipeline has one schedule")
-            self.lr_scheduler.step()
-        self.lr_scheduler.load_state_dict(state)
-        for group, rate in zip(groups, first):
-            group["lr"] = rate
-        return [rates[0] if rates else float(first[0])] * done + rates
-
-    def _run_epoch(
-        self, model: nn.Module, epoch: int, train_dataloader: Any, steps_in_epoch: int, num_update_steps_per_epoch: int,
-        trial: Any, ignore_keys_for_eval: Any, start_time: float, **resumed: Any,
-    ) -> None:  # fmt: skip
-        """Make the remaining updates of an epoch."""
-        engine, job, count = self._engine, self._job, self.args.gradient_accumulation_steps
-        assert engine is not None and job is not None
-        rate = None
-        for update in range(self.state.global_step - epoch * num_update_steps_per_epoch, num_update_steps_per_epoch):
-            k = self.state.global_step
-            self.control = self.callback_handler.on_step_begin(self.args, self.state, self.control)
-            # evaluations and callbacks leave other modes, which Trainer ends by model.train()
-            for module, mode in self._modes.items():
-                module.training = mode
-            for result in engine.step(k, read=True):
-                assert result.loss is not None
-                self._add_loss(result.loss)
-            self.control = self.callback_handler.on_optimizer_step(self.args, self.state, self.control)
-            rate = self._get_learning_rate()
-            self.lr_scheduler.step()
-            self.state.global_step = k + 1
-            self.state.epoch = epoch + min((update + 1) * count, steps_in_epoch) / steps_in_epoch
-            self.control = self.callback_handler.on_step_end(self.args, self.state, self.control)
-            self._follow_main()
-            if self.control.should_epoch_stop:
-                raise RunFault(f"update {k}: a callback set should_epoch_stop: a pipeline has begun with the next batches")
-            self._stops = self._stops or self.control.should_training_stop
-            end = engine.decide_end(k + 1, self._stops)
-            self.control.should_training_stop = k + 1 >= end
-            self._maybe_log_save_evaluate(
-                self._tr_loss, None, model, trial, epoch, ignore_keys_for_eval, start_time, learning_rate=rate
-            )
-            if self.control.should_training_stop:
-                break
-        self.control = self.callback_handler.on_epoch_end(self.args, self.state, self.control)
-        self._follow_main()
-        self._maybe_log_save_evaluate(
-            self._tr_loss, None, model, trial, epoch, ignore_keys_for_eval, start_time, learning_rate=rate
+    def _make_pipeline(self, model: nn.Module, batches_per_epoch: int) -> Pipeline:
+        """Make the pipeline of the settings in `pipeline`."""
+        config, count = self._config, self.args.gradient_accumulation_steps
+        settings = {key: value for key, value in self._settings.items() if key not in ("clip", "backend", "method_args")}
+        if isinstance(settings.get("stages"), list):
+            settings["stages"] = [f"model.{name}" for name in settings["stages"]]
+        method_args = dict(self._settings.get("method_args") or {})
+        warmup = config.method_settings().get("warmup", {"epochs": 0})["epochs"]
+        method_args.pop("warmup", None)
+        method = resolve_method(config.method, config.method_settings())
+        # of a replica or stage that takes its own
+        takes_one = method.rounds is not None or method.history is not None
+        pipe = Pipeline(
+            model,
+            None,
+            self._optimizer,
+            microbatches=1 if takes_one else count,
+            method_args=method_args,
+            warmup=round(warmup * -(-batches_per_epoch // count)),
+            clip=None if config.clip is None else (config.clip.norm, config.clip.scope),
+            seed=self.args.seed,
+            backend=config.backend.name,
+            backend_args={key: value for key, value in self._settings["backend"].items() if key != "name"},
+            **{"allow_nonfinite": True, **settings},
         )
+        if pipe.microbatches != count:
+            why = f"{config.method} takes {pipe.microbatches} microbatches in an update: must be as many"
+            raise BadInput(f"gradient_accumulation_steps: {count}: {why}")
+        return pipe
 
-    @property
-    def _is_drained(self) -> bool:
-        """Whether the pipeline is empty after the newest update."""
+    def _take_loaded_state(self, model: nn.Module) -> Dict[str, Any]:
+        """Move the state that Trainer has loaded into a state of the pipeline, which was empty when it was saved."""
         done = self.state.global_step
-        return self._job is None or not done or self._job.schedule.get_drain_interval(done - 1)[1] == done
+        tensors, plain = export_state(self._optimizer, self._names)
+        # a process keeps the state of its own stages alone
+        self._optimizer.state.clear()
+        return {
+            "format": FORMAT,
+            "method": self._config.method,
+            "model": model.state_dict(),
+            "optimizer": tensors,
+            "plain": plain,
+            "updates": done,
+            "drains": [done],
+        }
 
-    def _follow_main(self) -> None:
-        """Copy the control flags of the first process's callbacks if no process is ahead of another."""
-        if self._is_drained:
-            self.control = run_on_main(lambda: self.control)
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        """Run an epoch as Trainer does."""
+        self._batches.epoch = kwargs["epoch"]
+        # a callback may have ended the last epoch within an update
+        self._gathered = []
+        super()._run_epoch(*args, **kwargs)
 
-    def _add_loss(self, loss: float) -> None:
-        """Add an update's loss to the sum that the next line of the log averages."""
-        value = torch.tensor(loss, dtype=self._tr_loss.dtype, device=self._tr_loss.device)
-        if self.args.logging_nan_inf_filter and not torch.isfinite(value):
-            value = self._tr_loss / (1 + self.state.global_step - self._globalstep_last_logged)
-        self._tr_loss += value
+    def training_step(self, model: nn.Module, inputs: Mapping[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
+        """Gather the batches of an update, and give them to the pipeline. Return the losses of the updates that left it."""
+        self._gathered.append(inputs)
+        if len(self._gathered) < self.current_gradient_accumulation_steps:
+            return torch.zeros_like(self._tr_loss)
+        batches, self._gathered = self._gathered, []
+        for module, mode in self._modes.items():
+            module.training = mode
+        assert self._pipe is not None
+        microbatches = self._make_microbatches(batches, num_items_in_batch)
+        return self._sum_losses(self._pipe.step(microbatches=[(inputs, None) for inputs in microbatches]))
+
+    def _clip_grad_norm(self, model: nn.Module) -> None:
+        """Do nothing: the pipeline clips."""
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> None:
+        """Return None: the stages' gradients exist at different times."""
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        assert self._engine is not None
-        self._engine.close()
-        self._engine = None
+        assert self._pipe is not None
+        self._add_losses(self._pipe.close())
+        self._release()
         return super()._finalize_training(*args, **kwargs)
+
+    def _release(self) -> None:
+        """Forget the pipeline, and take back the optimizer itself."""
+        self._pipe = None
+        self.optimizer = self._optimizer
+
+    # ---- losses, which leave the pipeline later than Trainer counts updates
+
+    def _sum_losses(self, updates: Sequence[Update]) -> torch.Tensor:
+        """Return the sum of the losses of updates, and count them."""
+        self._reported += len(updates)
+        losses = [update.loss for update in updates if update.loss is not None]
+        return torch.tensor(sum(losses), dtype=self._tr_loss.dtype, device=self._tr_loss.device)
+
+    def _add_losses(self, updates: Sequence[Update]) -> None:
+        """Add the losses of updates that left in a drain to the next line of the log, as Trainer adds those of a step."""
+        loss = self._sum_losses(updates)
+        if self.args.logging_nan_inf_filter and not torch.isfinite(loss):
+            loss = self._tr_loss / (1 + self.state.global_step - self._globalstep_last_logged)
+        self._tr_loss += loss
+
+    def _is_drained_next(self) -> bool:
+        """Return whether the pipeline drains before the next update: for an evaluation or a checkpoint, or at the end."""
+        args, state, control = self.args, self.state, self.control
+        if control.should_evaluate or control.should_save:
+            return True
+        if control.should_training_stop or state.global_step >= state.max_steps:
+            return True
+        # at the end of an epoch Trainer logs first, and evaluates and saves later
+        evaluates = args.eval_strategy == "epoch" and args.eval_delay <= state.epoch
+        return state.epoch == int(state.epoch) and (evaluates or args.save_strategy == "epoch")
+
+    def _maybe_log_save_evaluate(self, tr_loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        """Log, save and evaluate as Trainer does; a line of the log has the mean loss of the updates that left since the last."""
+        assert self._pipe is not None
+        if self._is_drained_next() and self._pipe.can_drain:
+            # so that this line has all losses
+            self._add_losses(self._pipe.drain())
+        steps = self.state.global_step - self._globalstep_last_logged
+        surplus = 0.0
+        if self.control.should_log and steps:
+            # nothing has left a pipeline that fills
+            self.control.should_log = self._reported > 0
+            # Trainer divides by its steps
+            scale = steps / max(self._reported, 1)
+            surplus = tr_loss.item() * (scale - 1)
+            tr_loss *= scale
+            self._reported = 0
+        super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)
+        self._total_loss_scalar -= surplus
 
     # ---- the whole model, in an epoch and between
 
     @contextlib.contextmanager
     def _hold_whole_model(self) -> Iterator[None]:
-        """Hold the whole model with its newest weights in every process."""
-        if self._engine is None or self._is_whole:
+        """Drain, and hold the whole model with its newest weights in every process."""
+        if self._pipe is None or self._is_whole or not self._pipe.updates:
             yield
             return
-        if not self._is_drained:
-            raise RunFault(
-                f"update {self.state.global_step - 1}: a callback wants an evaluation or a checkpoint where the pipeline of"
-                f" {self._settings.get('method')} is not empty: it is after each eval_steps and save_steps"
-            )
-        with self._engine.hold_whole_model():
+        self._add_losses(self._pipe.drain())
+        with self._pipe.whole_model():
             self._is_whole = True
             try:
                 yield
@@ -520,8 +488,7 @@ class PipelineTrainer(Trainer):
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate or predict as Trainer does, on the whole model."""
-        training = [] if self._engine is None else [self._model]
-        with self._hold_whole_model(), restore_modes(*training):
+        with self._hold_whole_model():
             return super().evaluation_loop(*args, **kwargs)
 
     def save_model(self, *args: Any, **kwargs: Any) -> None:
@@ -531,11 +498,19 @@ class PipelineTrainer(Trainer):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Write a checkpoint that Trainer, too, can resume from."""
-        assert self._engine is not None
+        assert self._pipe is not None
         with self._hold_whole_model():
-            state = self._engine.collect_state()
-            if is_main() and state is not None:
-                import_state(self.optimizer, self._names, state.optimizer, state.plain)
+            state = self._pipe.state_dict()
+            if is_main():
+                # of the stages of this process
+                own = dict(self._optimizer.state)
+                import_state(self._optimizer, self._names, state["optimizer"], state["plain"])
                 super()._save_checkpoint(model, trial)
-                self.optimizer.state.clear()
+                self._optimizer.state.clear()
+                self._optimizer.state.update(own)
         self.state.best_model_checkpoint = run_on_main(lambda: self.state.best_model_checkpoint)
+
+
+def _pass_on(batch: Any) -> Any:
+    """Return a batch that is ready."""
+    return batch

@@ -163,6 +163,7 @@ class Pipeline:
     process_group: of torch.distributed, with all ranks in order, which is the default. Stages are placed on the ranks.
     deadline:   the seconds that a rank waits for another. A rank whose own code between two calls takes longer ends the pipeline
                 on all ranks, with a line that names the call which it has not made.
+    hardware:   the devices for which `stages` are planned ("auto", or a mapping by "hardware"), as in a config.
 
     What is seen
 
@@ -202,6 +203,7 @@ class Pipeline:
         process_group: Any = None,
         deadline: float = DEADLINE,
         backend_args: Optional[Mapping[str, Any]] = None,
+        hardware: Any = None,
         allow_nonfinite: bool = False,
         trace: Union[range, bool, None] = None,
         example: Optional[Tuple[Any, Any]] = None,
@@ -228,6 +230,7 @@ class Pipeline:
             "reduction": reduction,
             "seed": seed,
             "backend": make_backend_section(model, backend, device, deadline, backend_args),
+            "hardware": hardware,
             "allow_nonfinite": allow_nonfinite,
             "loss": "model" if loss is None else None,
             "loss_weight": loss_weight if isinstance(loss_weight, str) else None,
@@ -342,6 +345,11 @@ class Pipeline:
     def finished(self) -> int:
         """The updates that have left the pipeline."""
         return self._flow.left if self._flow is not None else 0
+
+    @property
+    def microbatches(self) -> int:
+        """The microbatches of a step in this process: N of an update, or one for each replica or stage that takes its own."""
+        return self._microbatches_per_step
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:

@@ -19,7 +19,6 @@ from typing import Callable, Dict, Iterator, List, NamedTuple, NoReturn, Optiona
 
 import yaml
 
-import ipu_pipe
 from ipu_pipe.errors import run_command
 from tests.hostile import (
     checkpoints,
@@ -58,15 +57,16 @@ TURN = (
     *("weights", "manifests", "named_files", "user_code", "user_code"),
 )
 TOOLS = (
-    *("train", "schedule", "analyze", "plan", "stability", "collect", "reproduce", "measure_hardware"),
+    *("train", "schedule", "analyze", "plan", "collect", "measure_hardware"),
     *("fetch_data", "completion", "export"),
 )
+ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 30  # of a case
 MORE_MEMORY = 3 * 2**30  # address space of a case beyond what the imports take, in bytes
 MOST_WRITTEN = 2**28  # of a file
 LONGEST = 2100  # characters of a fault's line
 # a fault of ours that was reported as the user's: their own lines are never in our files
-OURS = re.compile(re.escape(os.path.dirname(ipu_pipe.__file__)) + r"/[\w/]+\.py:\d+")
+OURS = re.compile(re.escape(str(ROOT)) + r"/(?:ipu_pipe|tools/experiments)/[\w/]+\.py:\d+")
 
 
 class Result(NamedTuple):
@@ -92,9 +92,10 @@ def prepare() -> None:
     for name in ("sklearn.datasets", "PIL.Image", "torch.utils.tensorboard", *commands):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
-    for name in ("report.summary", "run.train", "backends.table", "studies.training_grids"):
+    for name in ("report.summary", "run.train", "run.stability", "backends.table"):
         importlib.import_module(f"ipu_pipe.{name}")
-    importlib.import_module("models.mlp")
+    for name in ("models.mlp", "tools.reproduce", "tools.stability", "tools.experiments.catalogue"):
+        importlib.import_module(name)
 
 
 def make_bases(scratch: Path) -> Bases:

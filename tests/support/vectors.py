@@ -1,4 +1,4 @@
-"""The objectives of ipu_pipe.studies.vector_runs as ordinary modules, and randomized PipeDream as one would first write it."""
+"""The objectives of tools.experiments.vector_runs as ordinary modules, and randomized PipeDream as one would first write it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from ipu_pipe import begin_stage
 from ipu_pipe.backends.replays import RandomizedReplays
-from ipu_pipe.studies.vector_runs import Floats, Quadratic
+from tools.experiments.vector_runs import Floats, Quadratic
 
 
 class VectorBlock(nn.Module):

@@ -1,7 +1,7 @@
 """Find the experiments of tools/reproduce.py by name.
 
-To add one that trains configurations by seeds, write a file in configs/experiments/ (`ipu_pipe.studies.training_grids`). To add
-one that compares learning rates on a known objective, write a record in `ipu_pipe.studies.vector_grids`. To add a table of
+To add one that trains configurations by seeds, write a file in configs/experiments/ (`tools.experiments.training_grids`). To add
+one that compares learning rates on a known objective, write a record in `tools.experiments.vector_grids`. To add a table of
 predictions, write a record and add it here.
 """
 
@@ -12,14 +12,14 @@ from typing import Dict, List, Sequence
 
 from ipu_pipe.errors import BadInput
 from ipu_pipe.shipped import find_configs
-from ipu_pipe.studies.experiment import Experiment
-from ipu_pipe.studies.history_delays import DELAYS
-from ipu_pipe.studies.predicted_2bw import TABLE_2BW
-from ipu_pipe.studies.predicted_local import MEMORY_TABLE, SPEEDUP_TABLE
-from ipu_pipe.studies.predicted_pipemare import COLUMNS_TABLE
-from ipu_pipe.studies.training_grids import load_experiment
-from ipu_pipe.studies.vector_grids import VECTOR_GRIDS
 from ipu_pipe.text import suggest
+from tools.experiments.experiment import Experiment
+from tools.experiments.history_delays import DELAYS
+from tools.experiments.predicted_2bw import TABLE_2BW
+from tools.experiments.predicted_local import MEMORY_TABLE, SPEEDUP_TABLE
+from tools.experiments.predicted_pipemare import COLUMNS_TABLE
+from tools.experiments.training_grids import load_experiment
+from tools.experiments.vector_grids import VECTOR_GRIDS
 
 
 def find_experiments(names: Sequence[str]) -> List[Experiment]:

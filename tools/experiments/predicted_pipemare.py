@@ -23,8 +23,8 @@ from ipu_pipe.model.stages import describe_stages, partition
 from ipu_pipe.report.plots import open_figure
 from ipu_pipe.schedule.methods import resolve_method
 from ipu_pipe.schedule.timelines import amortize_utilization, compute_utilization, make_schedule
-from ipu_pipe.studies.experiment import PredictedRows, make_prediction
-from ipu_pipe.studies.verdicts import Verdict, judge_printed
+from tools.experiments.experiment import PredictedRows, make_prediction
+from tools.experiments.verdicts import Verdict, judge_printed
 
 SOURCE = "Yang et al. 2021 (PipeMare)"
 MIB, GIB, FP32 = 2**20, 2**30, 4

@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from pathlib import Path
 
-from ipu_pipe.cli.arguments import JSON, QUIET, RUNS, command, int_in, option, parse_folder, parse_positive
+from ipu_pipe.cli.arguments import JSON, QUIET, command, int_in, option, parse_folder, parse_positive
 from ipu_pipe.errors import BadInput
 
+RUNS = Path("runs/experiments")
 EPILOG = """\
 examples:
   python tools/reproduce.py                          list the experiments
@@ -17,7 +19,7 @@ examples:
   python tools/reproduce.py all --at-most 0.5        run those of at most half an hour of one core
   python tools/reproduce.py pb_resnet20 --full       at the paper's size, for a GPU
 
-An experiment is a file in configs/experiments/ (or any other, by its path) or a record in ipu_pipe/studies. An
+An experiment is a file in configs/experiments/ (or any other, by its path) or a record in tools/experiments. An
 interrupted experiment continues where it was. Those whose names begin with plan_ run nothing: they compare the
 planner's predictions with the numbers printed in the papers.
 Exit codes: 0 done (also where results differ from the paper: the table says so), 2 bad input, 1 fault, 130 Ctrl-C.
@@ -42,8 +44,8 @@ def main(args: argparse.Namespace) -> None:
     if args.seeds and len(set(args.seeds)) < len(args.seeds):
         raise BadInput(f"--seeds: {' '.join(map(str, args.seeds))}: must be different")
     # imported here because it imports torch
-    from ipu_pipe.studies.catalogue import find_experiments
-    from ipu_pipe.studies.experiment import Request
+    from tools.experiments.catalogue import find_experiments
+    from tools.experiments.experiment import Request
 
     if not args.experiment:
         all_experiments = find_experiments([])

@@ -9,8 +9,8 @@
     tune              {rates, keys, seed}: the learning rates of every row are multiplied by each of `rates` in a run with `keys`
                       and `seed`, such as a validation split of the data; the best final value chooses the row's
     hours             about how long all runs take one core, from measured updates; without it, not known to be short
-    measure           {name, ...}: what is measured of each run (ipu_pipe.studies.measures; test_accuracy by default)
-    expect            what the paper says of the rows (ipu_pipe.studies.verdicts), a list: {better, than, by}: row `better` is
+    measure           {name, ...}: what is measured of each run (tools.experiments.measures; test_accuracy by default)
+    expect            what the paper says of the rows (tools.experiments.verdicts), a list: {better, than, by}: row `better` is
                       better than row `than` by more than `by`; {equal, to, margin}: they differ by less than `margin`; with
                       `at: time` not when both end, but at the planned time at which the first row of all ends
 
@@ -40,10 +40,10 @@ from ipu_pipe.config.values import Positive, Section, Seed
 from ipu_pipe.errors import BadInput, raise_faults
 from ipu_pipe.files import write_json
 from ipu_pipe.pipeline.build import build
-from ipu_pipe.report.plots import describe_sizes
-from ipu_pipe.studies.experiment import Experiment, Findings, Key, Request, run_all
-from ipu_pipe.studies.measures import MEASURES, Measure, MeasureOptions, Result, Runs
-from ipu_pipe.studies.verdicts import Claim, Verdict, judge
+from tools.experiments.experiment import Experiment, Findings, Key, Request, run_all
+from tools.experiments.measures import MEASURES, Measure, MeasureOptions, Result, Runs
+from tools.experiments.plots import describe_sizes
+from tools.experiments.verdicts import Claim, Verdict, judge
 
 Keys = Dict[str, Any]
 

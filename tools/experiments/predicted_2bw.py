@@ -26,8 +26,8 @@ from ipu_pipe.plan.candidates import Candidate, list_candidates, list_layouts
 from ipu_pipe.plan.planner import search
 from ipu_pipe.plan.prediction import Costing, Prediction, Problem, UnitSums, predict_fastest
 from ipu_pipe.plan.tensor_parallel import predict_tensor_parallel
-from ipu_pipe.studies.experiment import PredictedRows, make_prediction
-from ipu_pipe.studies.verdicts import Verdict, judge_exactly, judge_gap, judge_printed
+from tools.experiments.experiment import PredictedRows, make_prediction
+from tools.experiments.verdicts import Verdict, judge_exactly, judge_gap, judge_printed
 
 SOURCE = "Narayanan et al. 2021 (PipeDream-2BW)"
 VOCABULARY, SEQUENCE, BLOCKS = 50304, 512, 48

@@ -20,8 +20,8 @@ from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Seq
 from ipu_pipe.errors import RunFault, find_user_fault, guard_writing, raise_faults
 from ipu_pipe.files import write_json, write_text
 from ipu_pipe.launcher import end_with
-from ipu_pipe.studies.verdicts import COLUMNS, Verdict, make_results
 from ipu_pipe.text import suggest
+from tools.experiments.verdicts import COLUMNS, Verdict, make_results
 
 Key = TypeVar("Key")
 # the result of a run, which must be picklable

@@ -40,11 +40,12 @@ from ipu_pipe.model.randomness import KeyedRandomness
 from ipu_pipe.model.restoring import restore_all, restore_buffers, restore_modes
 from ipu_pipe.pipeline.build import build
 from ipu_pipe.pipeline.flow import Flow
-from ipu_pipe.report.plots import describe_seeds, open_figure, plot_mean_with_range
+from ipu_pipe.report.plots import open_figure
 from ipu_pipe.run.train import train
 from ipu_pipe.schedule.methods import METHODS
 from ipu_pipe.store import checkpoint
-from ipu_pipe.studies.verdicts import Claim, Verdict, judge
+from tools.experiments.plots import describe_seeds, plot_mean_with_range
+from tools.experiments.verdicts import Claim, Verdict, judge
 
 # the result of a run as plain data: see `make_result`
 Result = Dict[str, Any]

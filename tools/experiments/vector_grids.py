@@ -17,12 +17,13 @@ from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Seq
 
 import numpy as np
 
-from ipu_pipe.report.plots import describe_seeds, open_figure, plot_mean_with_range
+from ipu_pipe.report.plots import open_figure
 from ipu_pipe.schedule.delays import compute_greatest_delay
-from ipu_pipe.studies import vector_runs
-from ipu_pipe.studies.experiment import Experiment, Findings, Request, run_all
-from ipu_pipe.studies.vector_runs import Floats, Objective
-from ipu_pipe.studies.verdicts import Claim, judge
+from tools.experiments import vector_runs
+from tools.experiments.experiment import Experiment, Findings, Request, run_all
+from tools.experiments.plots import describe_seeds, plot_mean_with_range
+from tools.experiments.vector_runs import Floats, Objective
+from tools.experiments.verdicts import Claim, judge
 
 MEASURED = "f - f*"
 

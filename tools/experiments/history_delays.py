@@ -15,8 +15,8 @@ from ipu_pipe.schedule.global_history import count_history_delays
 from ipu_pipe.schedule.methods import resolve_method
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
-from ipu_pipe.studies.experiment import Experiment, Findings, Request
-from ipu_pipe.studies.verdicts import judge_exactly
+from tools.experiments.experiment import Experiment, Findings, Request
+from tools.experiments.verdicts import judge_exactly
 
 STAGES = range(2, 41)
 

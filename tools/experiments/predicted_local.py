@@ -23,8 +23,8 @@ from ipu_pipe.model.flops import HOW
 from ipu_pipe.plan.blocks import BlockUnits, count_blocks
 from ipu_pipe.plan.candidates import Candidate, list_layouts
 from ipu_pipe.plan.prediction import Costing, Prediction, Problem, UnitSums, predict_cut
-from ipu_pipe.studies.experiment import PredictedRows, make_prediction
-from ipu_pipe.studies.verdicts import judge_exactly, judge_gap, judge_printed
+from tools.experiments.experiment import PredictedRows, make_prediction
+from tools.experiments.verdicts import judge_exactly, judge_gap, judge_printed
 
 SOURCE = "Laskin et al. 2020 (local updates)"
 IMAGE = (3, 224, 224)
