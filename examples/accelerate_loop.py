@@ -29,8 +29,8 @@ model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReL
 optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * len(train_loader))
 backend = "distributed" if accelerator.num_processes > 1 else "emulator"
-device = {"device": accelerator.device.type}
-pipe = ipu_pipe.Pipeline(model, cross_entropy, optimizer, "pipedream", stages=["2"], backend=backend, backend_args=device)
+device = accelerator.device
+pipe = ipu_pipe.Pipeline(model, cross_entropy, optimizer, "pipedream", stages=["2"], backend=backend, device=device)
 
 with pipe:
     for epoch in range(epochs):

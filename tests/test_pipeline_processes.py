@@ -107,7 +107,7 @@ def resume_and_measure(rank: int, folder: Path) -> None:
         measured = loop.pipe.evaluate(batches, right)
         assert measured == pytest.approx(expected["measured"], rel=1e-12)
         assert torch.allclose(loop.pipe.predict(x), expected["predicted"], rtol=1e-12)
-        with loop.pipe.whole_model() as model:
+        with loop.pipe.whole_model(everywhere=True) as model:
             weights = {key: value.clone() for key, value in model.state_dict().items()}
         # running statistics are each replica's own until the end
         if loop.pipe.replica == 0:

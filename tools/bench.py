@@ -127,7 +127,7 @@ def measure(name: str, label: str, stages: Union[str, int], rounds: int, updates
         stages=stages,
         microbatches=accumulate,
         method_args={key: value for rule in added for key, value in RULES[rule].items()},
-        backend_args={"device": device},
+        device=device,
     )
 
     def step() -> None:

@@ -153,8 +153,11 @@ class Engine:
         """
         return self._gradients
 
-    def hold_whole_model(self) -> ContextManager[None]:
-        """Hold the whole model with the newest weights in every process inside the context; the pipeline must be empty."""
+    def hold_whole_model(self, everywhere: bool = True) -> ContextManager[None]:
+        """Hold the whole model with the newest weights inside the context, in every process or in the main one only.
+
+        Every process enters it; the pipeline must be empty.
+        """
         return contextlib.nullcontext()
 
     def evaluate(self, split: str = "test") -> List[EvaluationResult]:
@@ -168,9 +171,14 @@ class Engine:
         """Return the state for a checkpoint on the main process, None on others."""
         raise NotImplementedError
 
-    def collect_part(self) -> CheckpointState:
-        """Return this process's part of the state for a checkpoint; called on every process if `checkpoint_group` is set."""
-        raise NotImplementedError
+    def collect_part(self, every_replica: bool = False) -> CheckpointState:
+        """Return this process's part of the state for a checkpoint; called on every process.
+
+        `every_replica`: otherwise only the first replica's processes have a part. Where one process has all, that is its part.
+        """
+        state = self.collect_state()
+        assert state is not None
+        return state
 
     def report(self) -> Optional[Report]:
         """Return the measurements at the end of the run, on the main process; None on others."""

@@ -5,6 +5,7 @@
     flow          the batches on their way: which were given, which have left, where the pipeline ran empty
     cuts          where each batch ends in the schedule
     pipeline      `Pipeline` and `Update`
+    arguments     the arguments that a config words otherwise
     batches       divide a batch into microbatches; hand them to the backend
     optimizer     the caller's optimizer: its groups, settings and state, shared with the one that steps
     trace         the page of what the devices did

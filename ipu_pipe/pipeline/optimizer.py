@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from ipu_pipe.errors import BadInput
+from ipu_pipe.pipeline.arguments import check_heads
 from ipu_pipe.text import describe_kind
 from ipu_pipe.update.optimizer import Groups
 
@@ -92,9 +93,12 @@ class OptimizerView(torch.optim.Optimizer):
 
 
 class OptimizerHandle:
-    """The caller's optimizer: `copy_for(groups)` makes the one that steps, `record(k)` copies the settings for update k."""
+    """The caller's optimizer: `copy_for(groups)` makes the one that steps, `record(k)` copies the settings for update k.
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    `heads`: the settings in which the group of auxiliary heads differs from the first group; None: they are in the first group.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, heads: Optional[Mapping[str, Any]] = None) -> None:
         wrapped = getattr(optimizer, "optimizer", None)
         if isinstance(wrapped, torch.optim.Optimizer):
             why = f"wraps {describe_kind(wrapped)}: give that one, and let the wrapper's framework not prepare it"
@@ -103,7 +107,9 @@ class OptimizerHandle:
             raise BadInput(f"optimizer: {describe_kind(optimizer)}: must be a torch.optim.Optimizer over the model's parameters")
         if isinstance(optimizer, torch.optim.LBFGS):
             raise BadInput("optimizer: LBFGS: evaluates the loss several times in a step, which a pipeline cannot: use another")
-        self.optimizer = optimizer
+        if heads is not None:
+            check_heads(heads, optimizer)
+        self.optimizer, self._heads = optimizer, heads
         self._member_of = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
         self._settings: Dict[int, List[Dict[str, Any]]] = {}
         self._is_stepping = self._is_counted = False
@@ -112,8 +118,13 @@ class OptimizerHandle:
 
     @property
     def group_count(self) -> int:
-        """The number of the caller's parameter groups."""
-        return len(self.optimizer.param_groups)
+        """The number of parameter groups: the caller's, and one for heads that have settings of their own."""
+        return len(self.optimizer.param_groups) + int(self._heads is not None)
+
+    @property
+    def heads_member(self) -> int:
+        """The number of the group of auxiliary heads."""
+        return 0 if self._heads is None else len(self.optimizer.param_groups)
 
     def find_member(self, parameter: nn.Parameter) -> Optional[int]:
         """Return the number of the caller's group of a parameter, None if it is in none."""
@@ -126,10 +137,17 @@ class OptimizerHandle:
         inner.__dict__.update(optimizer.__dict__)
         # a scheduler has put a wrapper there, which calls the caller's optimizer
         inner.__dict__.pop("step", None)
-        members = [self._copy_settings(group) for group in optimizer.param_groups]
+        members = self._copy_all_settings()
         inner.param_groups = [{**members[group["member"]], **group} for group in groups]
         inner.state = SharedState(optimizer)  # type: ignore[assignment]
         return inner
+
+    def _copy_all_settings(self) -> List[Dict[str, Any]]:
+        """Return the present settings of each group."""
+        settings = [self._copy_settings(group) for group in self.optimizer.param_groups]
+        if self._heads is not None:
+            settings.append({**self._copy_settings(self.optimizer.param_groups[0]), **self._heads})
+        return settings
 
     @staticmethod
     def _copy_settings(group: Mapping[str, Any]) -> Dict[str, Any]:
@@ -142,7 +160,7 @@ class OptimizerHandle:
         groups = self.optimizer.param_groups
         if sum(len(group["params"]) for group in groups) != len(self._member_of):
             raise RuntimeError("step: the optimizer has other parameters than when the pipeline was made: make a new pipeline")
-        self._settings[k] = [self._copy_settings(group) for group in groups]
+        self._settings[k] = self._copy_all_settings()
 
     def get_settings(self, k: int, group: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the settings of one of the inner optimizer's groups for update k."""

@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from ipu_pipe.backends.interface import POPTORCH_PREFIX, Engine, StepResult
+from ipu_pipe.backends.processes.calls import CallRecord
 from ipu_pipe.backends.processes.lost_ranks import LostRank
 from ipu_pipe.backends.ranks import are_joined, read_torch_version
 from ipu_pipe.backends.table import launch
@@ -41,6 +42,12 @@ from ipu_pipe.model.modes import describe_modes, find_changed_mode
 from ipu_pipe.model.randomness import restore_random_states
 from ipu_pipe.model.restoring import restore_modes
 from ipu_pipe.model.stages import Partition
+from ipu_pipe.pipeline.arguments import (
+    DEADLINE,
+    check_process_group,
+    make_backend_section,
+    require_current_gpu,
+)
 from ipu_pipe.pipeline.batches import GivenBatches, Microbatch, divide_batch, interleave_replicas
 from ipu_pipe.pipeline.build import OpenRun, assemble, resolve, set_up
 from ipu_pipe.pipeline.flow import Flow
@@ -74,6 +81,16 @@ class Update:
     accuracy: Optional[float] = None
     blocks: Tuple[Tuple[Optional[float], Optional[float]], ...] = ()
 
+    def __repr__(self) -> str:
+        """Return the fields that have a value, in short."""
+        fields = [str(self.index), f"loss={_format_number(self.loss)}"]
+        if self.accuracy is not None:
+            fields.append(f"accuracy={_format_number(self.accuracy)}")
+        if self.blocks:
+            losses = ", ".join(_format_number(loss) for loss, _ in self.blocks)
+            fields.append(f"losses of blocks=({losses})")
+        return f"Update({', '.join(fields)})"
+
 
 class Pipeline:
     """Train `model` in place under a pipeline or local-parallel method, one batch a `step`.
@@ -86,27 +103,50 @@ class Pipeline:
         print(pipe.evaluate(test_loader, ["accuracy"]))
         torch.save(pipe.state_dict(), "checkpoint.pt")
 
+    What is trained
+
     model:      trained in place, in its own dtype, by the modes that its modules have (in training mode if it comes in evaluation
-                mode as a whole). Its stages begin where `begin_stage` marks
-                them, or as `stages` says: a count, names of modules, "finest", or a mapping as in a config.
+                mode as a whole).
     loss:       `loss(output, y) -> ()`, the mean over a microbatch; None: the model returns its own loss.
     loss_weight: the weight of a microbatch in its update's mean loss: "tokens" (labels that are not ignored), or a function of
                 the labels; by default all count the same.
     optimizer:  over the model's parameters, in any groups; parameters in no group are not changed. It stays the handle for
                 learning rates and other settings, which are copied at each `step` for that batch's update, on every stage. The
                 pipeline steps it: `optimizer.step()` raises. Its `state` is filled as usual.
+    heads:      settings in which the auxiliary heads of a local method differ from the optimizer's first group, such as
+                {"lr": 0.1}; these stay as they are when a scheduler changes the group.
+    clip:       (norm, scope), with scope "stage", "global" (methods that flush) or "delayed_global".
+    precision:  "float32", "float64", "bfloat16" or "bfloat16_mixed"; by default the model's own dtype.
+    seed:       of dropout and of the methods that draw.
+    allow_nonfinite: go on after a loss that is not finite; otherwise `step` raises `Divergence`.
+
+    How: the method
+
     method:     a name of `ipu_pipe.METHODS`; `method_args`: its rules and changes, as in a config.
+    stages:     where the model is cut: a count, names of modules, "finest", or a mapping as in a config; by default where
+                `begin_stage` marks it.
     microbatches: the microbatches N of an update; by default the number of stages for methods that flush and PipeDream-2BW,
                 else 1.
     warmup:     updates at the start that run as in GPipe (PipeMare, W).
-    clip:       (norm, scope), with scope "stage", "global" (methods that flush) or "delayed_global".
-    precision:  "float32", "float64", "bfloat16" or "bfloat16_mixed"; by default the model's own dtype.
+    recompute:  whether backwards recompute the activations of their stage from its input.
     replicas:   R copies of the pipeline, which average gradients. On processes each rank passes its own replica's batch, as under
                 DistributedDataParallel (`DistributedSampler(num_replicas=pipe.replicas, rank=pipe.replica)`); the emulator takes
                 the R batches in one, one after another.
+
+    Where: the devices
+
     backend:    "emulator" (one process), "distributed" (one process per device, from torchrun or a process group of the
-                caller's), or "poptorch" (Graphcore IPUs, where a step makes `updates_per_call` updates; not run on hardware),
-                with `backend_args`: `device`, `threads`, `deadline`, `ipu` and so on, as in a config.
+                caller's), or "poptorch" (Graphcore IPUs, where a step makes `updates_per_call` updates; not run on hardware).
+                `backend_args`: further keys of a config's backend, such as `threads` and `ipu`.
+    device:     "cpu" or "cuda"; by default where the model is. With "cuda" it is the current GPU, to which the model is moved.
+    stages_per_device: for methods with virtual stages; by default the method's own number.
+    reduction:  how processes average the gradients of replicas: "exact", the emulator's bits, or "fast", beside the backward.
+    process_group: of torch.distributed, with all ranks in order, which is the default. Stages are placed on the ranks.
+    deadline:   the seconds that a rank waits for another. A rank whose own code between two calls takes longer ends the pipeline
+                on all ranks, with a line that names the call which it has not made.
+
+    What is seen
+
     trace:      the updates whose events `trace()` writes, a range; True: about the first 512 microbatches.
     example:    a microbatch (x, y) for a process that is given no inputs or labels, and to evaluate or predict before the first
                 step; else the first step's first one serves.
@@ -137,7 +177,11 @@ class Pipeline:
         replicas: int = 1,
         reduction: str = "exact",
         seed: int = 0,
+        heads: Optional[Mapping[str, Any]] = None,
         backend: str = "emulator",
+        device: Union[str, torch.device, None] = None,
+        process_group: Any = None,
+        deadline: float = DEADLINE,
         backend_args: Optional[Mapping[str, Any]] = None,
         allow_nonfinite: bool = False,
         trace: Union[range, bool, None] = None,
@@ -164,7 +208,7 @@ class Pipeline:
             "replicas": replicas,
             "reduction": reduction,
             "seed": seed,
-            "backend": {"name": backend, **(backend_args or {})},
+            "backend": make_backend_section(model, backend, device, deadline, backend_args),
             "allow_nonfinite": allow_nonfinite,
             "loss": "model" if loss is None else None,
             "loss_weight": loss_weight if isinstance(loss_weight, str) else None,
@@ -181,13 +225,17 @@ class Pipeline:
                 microbatches = _choose_microbatches(method, args, stage_count)
             self._config = configure(gradient_accumulation=microbatches, **keys)
             self._method = resolve_method(self._config.method, self._config.method_settings())
-            launch(self._config, {"warmup": warmup})
+            if heads is not None and self._method.structure is None:
+                raise BadInput(f"heads: {heads}: method {method} adds no auxiliary heads: leave it out")
+            launch(self._config, {"warmup": warmup, "heads": heads})
+            check_process_group(process_group, backend)
+            require_current_gpu(model, device)
         if self._method.history is not None and self._method.history.order == "schedule":
             raise BadInput('method_args.order: schedule: takes batches in another order than a loop gives them: use "random"')
         self._warmup, self._example = warmup, example
         self._loss_weight = loss_weight
         self._stage_count = stage_count
-        self._handle = OptimizerHandle(optimizer)
+        self._handle = OptimizerHandle(optimizer, heads)
         self._view = OptimizerView(optimizer)
         self._job: Optional[Job] = None
         self._flow: Optional[Flow] = None
@@ -200,6 +248,7 @@ class Pipeline:
         self._modes: Dict[nn.Module, bool] = {}
         # of the events that this process records, until they are written
         self._events_folder: Optional[tempfile.TemporaryDirectory[str]] = None
+        self._calls = CallRecord(is_shared=backend == "distributed")
 
     # ---- the loop
 
@@ -341,24 +390,31 @@ class Pipeline:
             return engine.predict(inputs)
 
     @contextlib.contextmanager
-    def whole_model(self) -> Iterator[nn.Module]:
-        """Drain, and hold the whole model with the newest weights in every process inside the context; all ranks enter it.
+    def whole_model(self, *, everywhere: bool = False) -> Iterator[Optional[nn.Module]]:
+        """Drain, and give rank 0 the whole model with the newest weights inside the context; all ranks enter it.
 
-        Running statistics (BatchNorm) of a rank's own stages are those of its replica.
+            with pipe.whole_model() as model:
+                if model is not None:
+                    torch.save(model.state_dict(), "weights.pt")
+
+        Other ranks get None, and the model with `everywhere=True`, with the running statistics (BatchNorm) of their replica in
+        their own stages. The modules' modes are restored.
         """
         job, engine = self._pause("whole_model", None)
         with self._break_on_error("whole_model"):
-            with engine.hold_whole_model(), job.precision.put_masters_in_place(), restore_modes(self.model):
-                yield self.model
+            with engine.hold_whole_model(everywhere), job.precision.put_masters_in_place(), restore_modes(self.model):
+                yield self.model if everywhere or engine.is_main else None
 
     # ---- state
 
-    def state_dict(self, *, drain: bool = True) -> Dict[str, Any]:
+    def state_dict(self, *, drain: bool = True, sharded: bool = False) -> Dict[str, Any]:
         """Drain, and return what `load_state_dict` needs to continue bit for bit; all ranks call it, rank 0 gets the state.
 
+        sharded: each rank gets the part of its own stages instead, which its rank can load with the same ranks and stages.
+
         It has the weights and buffers, the optimizer's state by parameter name (heads, outer optimizers and replicas' weights
-        too), and the position. Schedulers, loaders and torch's generators are the caller's. Other ranks get {}. Raise
-        `RunFault` with `drain=False` if an update is in flight.
+        too), and the position. Schedulers, loaders and torch's generators are the caller's. Other ranks get {} of a whole state.
+        Raise `RunFault` with `drain=False` if an update is in flight.
         """
         self._require_usable("state_dict")
         if not drain and self.in_flight:
@@ -368,11 +424,13 @@ class Pipeline:
         if flow is None:
             raise RunFault("state_dict: no step was made yet: save the states of the model and the optimizer themselves")
         with self._break_on_error("state_dict"):
-            state = flow.engine.collect_state()
+            state = flow.engine.collect_part(every_replica=True) if sharded else flow.engine.collect_state()
         if state is None:
             return {}
         clone = torch.Tensor.clone
+        layout = {"layout": self._describe_layout(self._require_job())} if sharded and are_joined() else {}
         return {
+            **layout,
             "format": FORMAT,
             "method": self._config.method,
             "model": {name: clone(value) for name, value in state.model.items()},
@@ -385,13 +443,15 @@ class Pipeline:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where `state_dict` was taken, on any backend and number of ranks; every rank passes the whole state.
 
+        Instead every rank may pass its own part (`state_dict(sharded=True)`), with the same ranks and stages.
         Updates in flight are finished first, and their results dropped.
         """
         self._require_usable("load_state_dict")
         wanted = ("format", "method", "model", "optimizer", "plain", "updates", "drains")
         missing = [key for key in wanted if not isinstance(state, Mapping) or key not in state]
         if missing:
-            raise BadInput(f"load_state_dict: lacks {', '.join(missing)}: must be a result of Pipeline.state_dict on rank 0")
+            source = "Pipeline.state_dict on rank 0, or with sharded=True"
+            raise BadInput(f"load_state_dict: lacks {', '.join(missing)}: must be a result of {source}")
         if state["format"] != FORMAT:
             raise BadInput(f"load_state_dict: format {state['format']}: this version reads {FORMAT}")
         is_poptorchs = any(f"/{POPTORCH_PREFIX}:" in key for key in state["optimizer"])
@@ -401,6 +461,9 @@ class Pipeline:
             raise BadInput(f"load_state_dict: state of method {state['method']}: this pipeline has {self._config.method}")
         self._drain("load_state_dict")
         self._loaded, self._pending = state, []
+        if self._flow is None and "layout" in state:
+            # the stages of this rank, which a part must fit, are known with the first step
+            return
         if self._flow is None:
             # weights first, so that everything is built from them; the rest when there is an engine
             load_weights(self.model, _select_model_state(state), "load_state_dict")
@@ -495,6 +558,7 @@ class Pipeline:
 
     def _end(self) -> None:
         self._is_closed = True
+        self._calls.close()
         if self._is_broken and self._flow is not None:
             # the error that ended the loop is the one to report
             with contextlib.suppress(Exception):
@@ -559,17 +623,29 @@ class Pipeline:
         return self._job, self._flow
 
     def _choose_member(self, name: str, parameter: nn.Parameter) -> Optional[int]:
-        """Return the caller's group of a parameter; parameters that the method adds are in the first group."""
-        return 0 if name.startswith(HEADS) else self._handle.find_member(parameter)
+        """Return the caller's group of a parameter, or the one of auxiliary heads, which the method adds."""
+        return self._handle.heads_member if name.startswith(HEADS) else self._handle.find_member(parameter)
+
+    def _describe_layout(self, job: Job) -> Dict[str, Any]:
+        """Return the place of this rank and of all stages, by which its part of a state is known."""
+        stages = list(job.partition.begin_names())
+        return {"rank": _get_rank(), "ranks": _get_world(), "stages": stages, "placement": list(job.placement)}
 
     def _load(self, job: Job, flow: Flow) -> None:
         """Put the state that was loaded into the model, the optimizer and the position."""
         state, self._loaded = self._loaded, None
         assert state is not None
+        is_part = "layout" in state
+        layout = self._describe_layout(job) if are_joined() else None
+        if is_part and state["layout"] != layout:
+            why = "a part fits its own rank with the same ranks and stages: load that, or a whole state"
+            raise BadInput(f"load_state_dict: layout {state['layout']}: this rank has {layout}: {why}")
 
         def load() -> None:
             with job.precision.put_masters_in_place(loads=True):
-                load_weights(job.model, state["model"], "load_state_dict")
+                # what other ranks have is of no use here
+                rest = job.model.state_dict() if is_part else {}
+                load_weights(job.model, {**rest, **state["model"]}, "load_state_dict")
 
         flow.engine.load_weights(load)
         names = {parameter: name for name, parameter in job.get_trained().items()}
@@ -746,15 +822,14 @@ class Pipeline:
 
     @contextlib.contextmanager
     def _break_on_error(self, call: str) -> Iterator[None]:
-        """Break the object if an exception leaves the context. Say in which call a lost rank was waited for."""
+        """Break the object if an exception leaves the context. Name the call that a lost rank has not made."""
         try:
-            yield
+            with self._calls.enter(f"step {self.updates}" if call == "step" else call):
+                yield
         except BaseException as error:
             self._is_broken = True
             if isinstance(error, RunFault) and isinstance(error.__cause__, LostRank):
-                number = f" {self.updates - 1}" if call == "step" else ""
-                why = f"this rank waits in {call}{number}, which all ranks must call, in the same order"
-                raise RunFault(f"{error}; {why}") from error.__cause__
+                raise RunFault(f"{error}; {self._calls.explain(error.__cause__.ranks)}") from error.__cause__
             raise
 
     def _call_back(self, update: int, stages: Sequence[int]) -> None:
@@ -765,6 +840,10 @@ class Pipeline:
             parameters = by_stage[stage].parameters if stage in by_stage else []
             for call in self._callbacks:
                 call(update, stage, parameters)
+
+
+def _format_number(value: Optional[float]) -> str:
+    return "None" if value is None else f"{value:.6g}"
 
 
 def _count_stages(model: nn.Module, stages: Any) -> Optional[int]:
@@ -823,10 +902,17 @@ def _name_arguments() -> Iterator[None]:
     try:
         yield
     except BadInput as error:
-        faults = [fault.replace("configure: ", "", 1) if fault.startswith("configure: ") else fault for fault in error.faults]
-        error.faults = [fault.replace("gradient_accumulation", "microbatches") for fault in faults]
+        error.faults = [_reword(fault) for fault in error.faults]
         error.args = ("; ".join(error.faults),)
         raise
+
+
+def _reword(fault: str) -> str:
+    """Return a fault of a config's key with the argument's name instead."""
+    for prefix, argument in (("configure: ", ""), ("backend.device:", "device:"), ("backend.deadline:", "deadline:")):
+        if fault.startswith(prefix):
+            fault = argument + fault[len(prefix) :]
+    return fault.replace("gradient_accumulation", "microbatches")
 
 
 def _get_rank() -> int:

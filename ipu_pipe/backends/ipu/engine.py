@@ -236,7 +236,7 @@ class PoptorchEngine(Engine):
         return torch.cat(outputs)
 
     @contextlib.contextmanager
-    def hold_whole_model(self) -> Iterator[None]:
+    def hold_whole_model(self, everywhere: bool = True) -> Iterator[None]:
         if self.newest_model is None:
             self._load_newest_weights()
         yield

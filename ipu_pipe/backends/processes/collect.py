@@ -122,6 +122,21 @@ def broadcast_weights(
                 tensor.data = values[0][name].to(tensor.device)
 
 
+def gather_weights(
+    mail: Mail, model: nn.Module, holders: Dict[str, int], layout: RankLayout, freed: Sequence[torch.Tensor]
+) -> None:
+    """Copy the tensors of the first replica's stages into rank 0's model; arguments as of `broadcast_weights`."""
+    stages_here = layout.stages_of_rank if layout.replica == 0 else []
+    names_here = [name for name, stage in holders.items() if stage in stages_here]
+    tensors = {name: operator.attrgetter(name)(model).detach().cpu() for name in names_here if layout.rank}
+    freed_ids = {id(tensor) for tensor in freed}
+    for part in gather(mail, tensors) or []:
+        for name, value in part.items():
+            tensor = operator.attrgetter(name)(model)
+            if id(tensor) in freed_ids:
+                tensor.data = value.to(tensor.device)
+
+
 # ---- memory of the other ranks' stages
 
 

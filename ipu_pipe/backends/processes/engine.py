@@ -72,7 +72,9 @@ class ProcessEngine(Engine):
             # with local losses no gradient comes back, so only the limit on sends tells that a message has arrived
             is_local = job.method.structure is not None
             in_flight = 8 * (layout.stages + 1) if is_local else int(job.schedule.max_in_flight().max())
-        self._mail = Mail(layout, job.device, self._recorder, config.backend.deadline, None, channels, in_flight)
+        # a group of its own, so that no message that a broken pipeline has left reaches the next one, nor one of the caller's own
+        self._group = make_group(range(dist.get_world_size()), config.backend.deadline) if job.is_open else None
+        self._mail = Mail(layout, job.device, self._recorder, config.backend.deadline, self._group, channels, in_flight)
         if job.loss_weight is not None:
             group = groups[layout.placement[models[0].stage]] if groups else None
             self._weights = UpdateWeights(work, self._microbatches, self._mail, group)
@@ -189,11 +191,14 @@ class ProcessEngine(Engine):
                 return self._evaluation.evaluate(split)
 
     @contextlib.contextmanager
-    def hold_whole_model(self) -> Iterator[None]:
+    def hold_whole_model(self, everywhere: bool = True) -> Iterator[None]:
         with self._record_pause("gather", "whole model"):
             self._interpreter.load_newest()
-            collect.broadcast_weights(self._mail, self.job.model, self._holders, self._layout.placement, self._freed)
-        self.newest_model = self.job.model
+            if everywhere:
+                collect.broadcast_weights(self._mail, self.job.model, self._holders, self._layout.placement, self._freed)
+            else:
+                collect.gather_weights(self._mail, self.job.model, self._holders, self._layout, self._freed)
+        self.newest_model = self.job.model if everywhere or self.is_main else None
         try:
             yield
         finally:
@@ -205,13 +210,13 @@ class ProcessEngine(Engine):
             ranks = collect.gather(self._mail, self._export())
         return None if ranks is None else collect.merge_ranks(self.job, ranks[: self._layout.devices])
 
-    def collect_part(self) -> CheckpointState:
+    def collect_part(self, every_replica: bool = False) -> CheckpointState:
         with self._record_pause("checkpoint", "checkpoint"):
             part = self._export()
         # only the first replica writes
-        if self._layout.replica:
+        if self._layout.replica and not every_replica:
             return CheckpointState({}, {}, {})
-        rest = collect.export_rest(self.job, self._cut) if self.is_main else {}
+        rest = collect.export_rest(self.job, self._cut) if self.is_main or every_replica else {}
         return part._replace(model={**part.model, **rest})
 
     def _export(self) -> CheckpointState:
@@ -265,6 +270,9 @@ class ProcessEngine(Engine):
                 with self.job.precision.put_masters_in_place(loads=True):
                     collect.broadcast_weights(self._mail, self.job.model, self._holders, self._layout.placement)
                 self.newest_model = self.job.model
+                # all ranks have taken part in that, so that no message is on its way
+                if self._group is not None:
+                    dist.destroy_process_group(self._group)
         self.abort()
 
     def abort(self) -> None:
@@ -295,7 +303,9 @@ def cut_stages(job: Job, layout: RankLayout, microbatches: Microbatches) -> Tupl
             local = LocalBlock.create(cut, s, blocks.overlap > 0, blocks.get_head(s))
         checksums: Dict[int, int] = {}
         read = functools.partial(microbatches.read, checksums)
-        models.append(StageModel(layout, s, cut[s], across, read, job.device, keyed, local, ties, checksums))
+        model = StageModel(layout, s, cut[s], across, read, job.device, keyed, local, ties, checksums)
+        model.example = job.example
+        models.append(model)
     return models, cut
 
 

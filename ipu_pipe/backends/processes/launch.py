@@ -60,6 +60,10 @@ def join(config: Config, options: Mapping[str, object]) -> None:
         raise BadInput(f"backend.name: distributed: needs torch 2.4 or later, this is {torch.__version__}")
     request = make_request(config, options)
     if dist.is_initialized():
+        carried = dist.get_backend_config()
+        if "cpu:" not in carried:
+            remedy = "dist.init_process_group('cpu:gloo,cuda:nccl')"
+            raise BadInput(f"backend.name: distributed: the process group ({carried}) has no backend for the CPU: use {remedy}")
         _compare_with_all(request)
         return
     missing = [key for key, value in (("MASTER_ADDR", where.address), ("MASTER_PORT", where.port)) if value is None]

@@ -57,11 +57,17 @@ class LocalBlock:
         for neighbor, weights in self.shared:
             yield neighbor, tuple(TensorSpec(tuple(p.shape), p.dtype, False) for p in weights)
 
-    def average_gradients(self, k: int, stage: int, mail: Mail) -> None:
-        """Replace the gradients of the shared layers of `stage` by the mean over the stages that hold them."""
+    def send_gradients(self, k: int, stage: int, mail: Mail) -> None:
+        """Send the gradients of the shared layers of `stage` to its neighbors, after the last backward of update k.
+
+        The update may come in a later slot, and the neighbors' updates need them before.
+        """
         for neighbor, weights in self.shared:
             gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in weights]
             mail.send(Message(SHARED, k, stage, neighbor), gradients)
+
+    def average_gradients(self, k: int, stage: int, mail: Mail) -> None:
+        """Replace the gradients of the shared layers of `stage` by the mean over the stages that hold them."""
         for neighbor, weights in self.shared:
             for p, theirs in zip(weights, mail.receive(Message(SHARED, k, neighbor, stage))):
                 # without this check a parameter that no block uses would get a gradient of zero

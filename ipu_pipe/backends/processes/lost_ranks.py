@@ -52,6 +52,7 @@ class LostRank(Exception):
     """The error of a wait: one of `ranks` has ended, or made no progress within `seconds`."""
 
     def __init__(self, ranks: Sequence[int], seconds: float) -> None:
+        self.ranks = list(ranks)
         who = f"rank {ranks[0]}" if len(ranks) == 1 else f"one of ranks {list_some(list(ranks), 8)}"
         super().__init__(f"{who} is lost, or made no progress within {seconds:g} s")
 

@@ -119,7 +119,7 @@ def load_kernels(work: Work, stage: Stage, parameters: Sequence[nn.Parameter]) -
     """
     model, rules, m = stage.model, work.rules, stage.newest_forward + 1
     with _restore_state(model.modules, rules):
-        x, labels = model.load_data(m)
+        x, labels = model.load_data(m, is_trial=True)
         inputs = [x] if x is not None else []
         for shape in model.entering.tensors if model.entering is not None else ():
             zeros = torch.zeros(shape.message_shape, dtype=shape.dtype, device=model.device)

@@ -31,7 +31,7 @@ from ipu_pipe.backends.replays import Replay, ReplayPlan
 from ipu_pipe.backends.weights import WeightStore, make_weight_store
 from ipu_pipe.backends.work import LossShare, MicrobatchResult, Work
 from ipu_pipe.local.blocks import get_activation
-from ipu_pipe.model.batch import list_tensors
+from ipu_pipe.model.batch import clone_tensors, list_tensors
 from ipu_pipe.model.cutting import Crossing, Piece
 from ipu_pipe.model.loss import compute_losses, compute_zero_losses, count_right, take_scores
 from ipu_pipe.model.precision import get_user_loss
@@ -53,7 +53,8 @@ class StageModel:
     stages with a loss. `checksums`: CRC-32 of each microbatch that was read, until it is compared with other ranks'. `random`:
     the modules' keyed draws, None if no module draws. `local`: the block of a stage with a loss of its own. `ties`: the weights
     that other stages use too. `weigh_update(k)`: returns the weights of the microbatches of update k, by microbatch; None if all
-    count the same.
+    count the same. `example`: a microbatch to load kernels with (`nccl`), because a loop gives each of its own once; None: the
+    next one.
     """
 
     layout: RankLayout
@@ -67,6 +68,7 @@ class StageModel:
     ties: Ties = Ties()
     checksums: Dict[int, int] = field(default_factory=dict)
     weigh_update: Optional[Callable[[int], Dict[int, LossShare]]] = None
+    example: Optional[Tuple[Any, Any]] = None
 
     def __post_init__(self) -> None:
         s, local = self.stage, self.local
@@ -89,11 +91,14 @@ class StageModel:
             tensors += [*self.head.parameters(), *self.head.buffers()]
         return list({id(t): t for t in tensors}.values())
 
-    def load_data(self, m: int) -> Tuple[Any, Any]:
-        """Return inputs and labels of microbatch m; None for the one that the stage does not need."""
+    def load_data(self, m: int, is_trial: bool = False) -> Tuple[Any, Any]:
+        """Return inputs and labels of microbatch m, None for the one that the stage does not need.
+
+        `is_trial`: return the example's, if there is one.
+        """
         if self.entering is not None and not self.has_loss:
             return None, None
-        x, y = self.read_microbatch(m)
+        x, y = clone_tensors(self.example) if is_trial and self.example is not None else self.read_microbatch(m)
         return x if self.entering is None else None, y if self.has_loss else None
 
     def key_draws(self, m: int, piece: Optional[Piece]) -> ContextManager[None]:
@@ -297,6 +302,9 @@ class Stage:
             self._mail.send(Message(BACKWARD, m, s, s - 1), input_gradients)
         if self._is_tied:
             self.tied.send_gradients(m)
+        update, rest = divmod(m + 1, self._work.schedule.accumulate)
+        if model.local is not None and not rest:
+            model.local.send_gradients(update - 1, s, self._mail)
 
     def _run_backward(
         self, m: int, kind: Kind, in_flight: _InFlight, roots: List[torch.Tensor], gradients: List[Optional[torch.Tensor]]

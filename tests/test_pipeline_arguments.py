@@ -1,0 +1,506 @@
+"""Arguments and behaviours of `Pipeline` one by one: what each does on the emulator, and that two ranks do the same."""
+
+from __future__ import annotations
+
+import copy
+import time
+from pathlib import Path
+from typing import Any, Dict, List, Tuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import ipu_pipe
+from ipu_pipe.errors import BadInput, Divergence, RunFault, end_process
+from ipu_pipe.pipeline.arguments import require_current_gpu
+from ipu_pipe.pipeline.pipeline import Update
+from tests.support.loops import STAGES, Case, Loop, make_batch, make_model, make_sgd
+from tests.support.processes import run_in_group
+from tests.support.runs import assert_same, needs_processes
+
+ON_TWO: Dict[str, Any] = {"backend": "distributed", "deadline": 60}
+PIPEDREAM = Case("pipedream", 2, stages=["5"])
+GREEDY = Case("local_greedy", 2, stages=["5"])
+REPLICAS = Case("pipedream_flush", 4, replicas=2)
+
+
+def make_arguments(**keys: Any) -> ipu_pipe.Pipeline:
+    model = keys.pop("model", None) or make_model()
+    optimizer = keys.pop("optimizer", None) or make_sgd(model.parameters())
+    return ipu_pipe.Pipeline(model, nn.functional.cross_entropy, optimizer, **{"stages": STAGES, **keys})
+
+
+def take_share(pipe: ipu_pipe.Pipeline, x: torch.Tensor, y: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
+    return x.chunk(pipe.replicas)[pipe.replica], y.chunk(pipe.replicas)[pipe.replica]
+
+
+def end_rank(folder: Path, rank: int) -> None:
+    """Note that a rank has come to its end, and end it at once, as a script that raises does."""
+    (folder / f"{rank}.ended").touch()
+    end_process(0)
+
+
+def run_to_the_end(work: Any, folder: Path) -> None:
+    run_in_group(2, work, folder)
+    assert all((folder / f"{rank}.ended").exists() for rank in range(2))
+
+
+# ---- one line for each argument that does not fit
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ({"device": "tpu"}, "device: tpu: "),
+        ({"device": torch.device("meta")}, "device: meta: "),
+        ({"device": "cuda", "backend_args": {"device": "cpu"}}, "device: cuda: backend_args has cpu"),
+        ({"deadline": -1.0}, "deadline: -1"),
+        ({"deadline": 20, "backend_args": {"deadline": 30}}, "deadline: 20: backend_args has 30"),
+        ({"heads": {"lr": 0.1}}, "heads: {'lr': 0.1}: method gpipe adds no auxiliary heads"),
+        ({"method": "local_greedy", "heads": {"betas": 1}}, "heads: betas: must be a setting of SGD: lr, momentum"),
+        ({"method": "local_greedy", "heads": {"lr": -0.1}}, "heads: Invalid learning rate"),
+        ({"method": "local_greedy", "heads": 0.1}, "heads: 0.1: must be a mapping"),
+        ({"process_group": "gloo"}, "process_group: backend emulator has no processes"),
+    ],
+)
+def test_arguments_that_do_not_fit(arguments: Dict[str, Any], line: str) -> None:
+    model = make_model()
+    optimizer = make_sgd(model.parameters())
+    with pytest.raises(BadInput) as refused:
+        make_arguments(model=model, optimizer=optimizer, **arguments)
+    assert refused.value.faults[0].startswith(line), refused.value.faults
+    # the optimizer is the caller's again
+    optimizer.step()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_device_that_is_not_there() -> None:
+    with pytest.raises(BadInput, match="^device: cuda: this machine has no usable CUDA device"):
+        make_arguments(device="cuda").step(*make_batch(Case("gpipe", 4), 0))
+
+
+# ---- device and deadline
+
+
+def test_the_device_is_the_models_own_or_the_one_that_is_given() -> None:
+    for arguments in ({}, {"device": "cpu"}, {"device": torch.device("cpu")}, {"backend_args": {"device": "cpu"}}):
+        pipe = make_arguments(deadline=20, **arguments)
+        assert (pipe._config.backend.device, pipe._config.backend.deadline) == ("cpu", 20)
+        pipe.close()
+    assert make_arguments()._config.backend.deadline == 300
+    assert make_arguments(backend_args={"deadline": 7})._config.backend.deadline == 7
+
+
+def test_a_gpu_that_is_not_the_current_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    for right in (None, "cpu", "cuda", "cuda:0"):
+        require_current_gpu(make_model(), right)
+    with pytest.raises(BadInput, match="^device: cuda:1: the current one is cuda:0: call torch.cuda.set_device.1."):
+        require_current_gpu(make_model(), torch.device("cuda:1"))
+
+
+def call_late(rank: int, folder: Path) -> None:
+    loop = Loop(PIPEDREAM, backend="distributed", deadline=2)
+    loop.run(0, 3, drains=False)
+    if rank == 0:
+        # longer than the other rank waits for step 3
+        time.sleep(12)
+    else:
+        with pytest.raises(RunFault, match="rank 0 has not called step 3 .*this rank waits in step 3"):
+            loop.pipe.step(*make_batch(loop.case, 3))
+    loop.pipe.abort()
+    end_rank(folder, rank)
+
+
+def call_another_method(rank: int, folder: Path) -> None:
+    loop = Loop(PIPEDREAM, backend="distributed", deadline=2)
+    loop.run(0, 3, drains=False)
+    batch = make_batch(loop.case, 3)
+    with pytest.raises(RunFault, match="rank 1 is in evaluate" if rank == 0 else "rank 0 is in state_dict"):
+        loop.pipe.state_dict() if rank == 0 else loop.pipe.evaluate([batch])
+    loop.pipe.abort()
+    end_rank(folder, rank)
+
+
+def fail_in_a_call(rank: int, folder: Path) -> None:
+    loop = Loop(PIPEDREAM, backend="distributed", deadline=20)
+    loop.run(0, 3, drains=False)
+    x, y = make_batch(loop.case, 3)
+    with pytest.raises(IndexError if rank else RunFault) as fault:
+        for _ in range(4):
+            loop.pipe.step(x, y + 9 * rank)
+    assert rank == 1 or "rank 1 has left step 3 with an error" in str(fault.value)
+    loop.pipe.abort()
+    end_rank(folder, rank)
+
+
+@needs_processes
+@pytest.mark.parametrize("work", [call_late, call_another_method, fail_in_a_call])
+def test_a_lost_rank_is_named_with_the_call_that_it_has_not_made(work: Any, tmp_path: Path) -> None:
+    run_to_the_end(work, tmp_path)
+
+
+def be_late_within_the_deadline(rank: int, folder: Path) -> None:
+    loop = Loop(PIPEDREAM, backend="distributed", deadline=20)
+    for k in range(5):
+        # long enough for the place to be published, and taken back
+        time.sleep(1.5 if rank == k % 2 else 0)
+        loop.run(k, k + 1, drains=False)
+    assert loop.close() is loop.model
+
+
+@needs_processes
+def test_a_rank_may_come_late_to_a_call(tmp_path: Path) -> None:
+    run_in_group(2, be_late_within_the_deadline, tmp_path)
+
+
+# ---- the process group
+
+
+def give_groups(rank: int, folder: Path) -> None:
+    everyone = dist.new_group([0, 1])
+    alone = [dist.new_group([r]) for r in range(2)]
+    loop = Loop(PIPEDREAM, process_group=everyone, **ON_TWO)
+    loop.run(0, 3)
+    loop.close()
+    for r, group in enumerate(alone):
+        text = f"ranks {r} of 2: " if r == rank else "a group without this rank: "
+        with pytest.raises(BadInput, match=f"^process_group: {text}"):
+            Loop(PIPEDREAM, process_group=group, **ON_TWO)
+    with pytest.raises(BadInput, match="^process_group: a str: "):
+        Loop(PIPEDREAM, process_group="gloo", **ON_TWO)
+
+
+@needs_processes
+def test_a_process_group_has_all_ranks(tmp_path: Path) -> None:
+    run_in_group(2, give_groups, tmp_path)
+
+
+def have_no_cpu_backend(rank: int, folder: Path) -> None:
+    dist.get_backend_config = lambda group=None: "cuda:nccl"
+    with pytest.raises(BadInput, match="the process group .cuda:nccl. has no backend for the CPU"):
+        Loop(PIPEDREAM, **ON_TWO)
+
+
+@needs_processes
+def test_a_group_without_a_backend_for_the_cpu_is_refused(tmp_path: Path) -> None:
+    run_in_group(2, have_no_cpu_backend, tmp_path)
+
+
+# ---- settings of the auxiliary heads
+
+
+def select_heads(state: Dict[str, Any]) -> Dict[str, torch.Tensor]:
+    return {name: value for name, value in state["model"].items() if name.startswith("_heads") or "head" in name}
+
+
+def train_heads(**keys: Any) -> Tuple[Dict[str, Any], Dict[str, Any]]:
+    """Return the states of a loop with local heads after one and four updates."""
+    loop = Loop(GREEDY, **keys)
+    loop.run(0, 1)
+    first = loop.pipe.state_dict()
+    loop.run(1, 4)
+    last = loop.pipe.state_dict()
+    loop.close()
+    return first, last
+
+
+def test_heads_have_settings_of_their_own() -> None:
+    same, default = train_heads(heads={"lr": 0.05}), train_heads()
+    # the first update has the first group's rate in both
+    assert_same(same[0]["model"], default[0]["model"])
+    # later the scheduler changes the group's, and not the heads'
+    assert not torch.equal(_get_head(same[1]), _get_head(default[1]))
+    still = train_heads(heads={"lr": 0.0, "weight_decay": 0.0})
+    assert torch.equal(_get_head(still[0]), _get_head(still[1]))
+    assert not torch.equal(_get_head(default[0]), _get_head(default[1]))
+    # settings that are left out are the group's
+    assert set(default[1]["optimizer"]) == set(still[1]["optimizer"])
+
+
+def _get_head(state: Dict[str, Any]) -> torch.Tensor:
+    heads = select_heads(state)
+    assert heads, list(state["model"])
+    return torch.cat([value.flatten() for value in heads.values()])
+
+
+def compare_heads(rank: int, folder: Path) -> None:
+    last = train_heads(heads={"lr": 0.2, "momentum": 0.5}, **ON_TWO)[1]
+    if rank == 0:
+        assert_same(torch.load(folder / "emulator.pt")["model"], last["model"])
+
+
+@needs_processes
+def test_heads_have_the_same_settings_on_processes(tmp_path: Path) -> None:
+    torch.save(train_heads(heads={"lr": 0.2, "momentum": 0.5})[1], tmp_path / "emulator.pt")
+    run_in_group(2, compare_heads, tmp_path)
+
+
+# ---- a state in parts
+
+
+SHARDED = {
+    "pipedream": PIPEDREAM,
+    "local_greedy": GREEDY,
+    "replicas": REPLICAS,
+    "zbv": Case("zbv", 4, stages=STAGES),
+    "delayed": Case("pipedream", 2, stages=["5"], clip=(0.1, "delayed_global")),
+    "local_sgd": Case("local_sgd", args={"replicas": 3, "local_steps": 2}, stages=["5"]),
+}
+
+
+def resume_from_parts(rank: int, folder: Path) -> None:
+    for name, case in SHARDED.items():
+        loop = Loop(case, share=take_share, **ON_TWO)
+        loop.run(0, 4)
+        whole, part = loop.pipe.state_dict(), loop.pipe.state_dict(sharded=True)
+        assert bool(whole) == (rank == 0) and part["layout"]["rank"] == rank
+        if rank == 0 and name == "pipedream":
+            assert set(part["model"]) < set(whole["model"]) and set(part["optimizer"]) < set(whole["optimizer"])
+        torch.save(part, folder / f"{name}-{rank}.pt")
+        settings = [copy.deepcopy(handle.state_dict()) for handle in (loop.optimizer, loop.scheduler)]
+        loop.run(4, 8)
+        expected = copy.deepcopy(loop.close().state_dict())
+        part = torch.load(folder / f"{name}-{rank}.pt", weights_only=True)
+        for used in (False, True):
+            again = Loop(case, share=take_share, **ON_TWO)
+            if used:
+                again.run(0, 2)
+            again.pipe.load_state_dict(part)
+            again.scheduler.load_state_dict(settings[1])
+            for group, stored in zip(again.optimizer.param_groups, settings[0]["param_groups"]):
+                group["lr"] = stored["lr"]
+            again.run(4, 8)
+            assert_same(expected, again.close().state_dict())
+
+
+@needs_processes
+def test_each_rank_goes_on_from_its_own_part(tmp_path: Path) -> None:
+    run_in_group(2, resume_from_parts, tmp_path)
+
+
+def load_a_wrong_part(rank: int, folder: Path) -> None:
+    loop = Loop(PIPEDREAM, **ON_TWO)
+    loop.run(0, 2)
+    part = loop.pipe.state_dict(sharded=True)
+    parts: List[Any] = [None, None]
+    dist.all_gather_object(parts, part)
+    with pytest.raises(BadInput, match="^load_state_dict: layout .* a part fits its own rank"):
+        loop.pipe.load_state_dict(parts[1 - rank])
+    loop.close()
+    other = Loop(PIPEDREAM._replace(stages=["8"]), **ON_TWO)
+    other.pipe.load_state_dict(part)
+    with pytest.raises(BadInput, match="^load_state_dict: layout "):
+        other.run(2, 3)
+    other.pipe.abort()
+
+
+@needs_processes
+def test_a_part_of_another_rank_or_layout_is_refused(tmp_path: Path) -> None:
+    run_in_group(2, load_a_wrong_part, tmp_path)
+
+
+def test_one_process_has_all_of_a_sharded_state() -> None:
+    loop = Loop(PIPEDREAM)
+    loop.run(0, 3)
+    whole, part = loop.pipe.state_dict(), loop.pipe.state_dict(sharded=True)
+    assert whole.keys() == part.keys()
+    for key in ("model", "optimizer"):
+        assert_same(whole[key], part[key])
+    again = Loop(PIPEDREAM)
+    again.pipe.load_state_dict({**part, "layout": {"rank": 0}})
+    with pytest.raises(BadInput, match="^load_state_dict: layout "):
+        again.run(3, 4)
+
+
+# ---- the whole model
+
+
+def hold_whole_model(rank: int, folder: Path) -> None:
+    for name in ("pipedream", "local_greedy", "replicas"):
+        loop = Loop(SHARDED[name], share=take_share, **ON_TWO)
+        loop.run(0, 4)
+        with loop.pipe.whole_model() as model:
+            assert (model is None) == (rank == 1)
+            weights = {} if model is None else copy.deepcopy(model.state_dict())
+            if model is not None:
+                model.eval()
+        assert all(module.training for module in loop.model.modules())
+        with loop.pipe.whole_model(everywhere=True) as model:
+            everywhere = copy.deepcopy(model.state_dict())
+        loop.run(4, 6)
+        loop.close()
+        expected = torch.load(folder / f"{name}.pt")
+        if rank == 0:
+            assert_same(expected, weights)
+        for key, value in everywhere.items():
+            # running statistics are each replica's own
+            if rank == 0 or "running" not in key:
+                assert torch.equal(value, expected[key]), (name, key)
+
+
+@needs_processes
+def test_rank_0_has_the_whole_model_or_every_rank(tmp_path: Path) -> None:
+    for name in ("pipedream", "local_greedy", "replicas"):
+        loop = Loop(SHARDED[name])
+        loop.run(0, 4)
+        with loop.pipe.whole_model() as model:
+            assert model is loop.model
+            torch.save(model.state_dict(), tmp_path / f"{name}.pt")
+        loop.close()
+    run_in_group(2, hold_whole_model, tmp_path)
+
+
+# ---- evaluation and prediction
+
+
+class MeanMargin:
+    """The mean difference of the greatest two outputs, as an object of torchmetrics counts."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.total, self.count = torch.zeros((), dtype=torch.float64), 0
+
+    def update(self, output: torch.Tensor, y: torch.Tensor) -> None:
+        top = output.topk(2).values
+        self.total += (top[:, 0] - top[:, 1]).sum()
+        self.count += len(y)
+
+    def compute(self) -> torch.Tensor:
+        return self.total / self.count
+
+
+def compute_share_right(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return (output.argmax(1) == y).double().mean()
+
+
+METRICS = {"right": compute_share_right, "margin": MeanMargin()}
+
+
+def measure(loop: Loop) -> Dict[str, Any]:
+    """Return what evaluations and predictions give after four updates; some modules are in evaluation mode."""
+    loop.run(0, 4, drains=False)
+    x, y = make_batch(Case("gpipe", 3), 50)
+    # the last batch is smaller: a mean over batches would differ
+    batches = [(x[:5], y[:5]), (x[5:10], y[5:10]), (x[10:], y[10:])]
+    modes = [module.training for module in loop.model.modules()]
+    measured = {
+        "named": loop.pipe.evaluate(batches, METRICS),
+        "listed": loop.pipe.evaluate(iter(batches), ["accuracy", "top2", MeanMargin()]),
+        "loss": loop.pipe.evaluate(batches),
+        "whole": loop.pipe.evaluate([(x, y)], METRICS),
+        "output": loop.pipe.predict(x),
+    }
+    assert modes == [module.training for module in loop.model.modules()]
+    loop.close()
+    return measured
+
+
+def compare_measures(rank: int, folder: Path) -> None:
+    for name in ("pipedream", "local_greedy", "replicas"):
+        expected = torch.load(folder / f"{name}.pt")
+        measured = measure(Loop(SHARDED[name], share=take_share, **ON_TWO))
+        assert torch.allclose(measured.pop("output"), expected.pop("output"), rtol=1e-12)
+        for key, values in expected.items():
+            assert list(measured[key]) == list(values)
+            assert measured[key] == pytest.approx(values, rel=1e-12), (name, key)
+
+
+@needs_processes
+def test_every_rank_measures_what_the_emulator_does(tmp_path: Path) -> None:
+    for name in ("pipedream", "local_greedy", "replicas"):
+        measured = measure(Loop(SHARDED[name]))
+        assert measured["named"] == pytest.approx(measured["whole"], rel=1e-12)
+        assert measured["loss"] == {"loss": measured["named"]["loss"]}
+        assert measured["listed"]["accuracy"] == pytest.approx(measured["named"]["right"])
+        assert measured["listed"]["MeanMargin"] == measured["named"]["margin"]
+        torch.save(measured, tmp_path / f"{name}.pt")
+    run_in_group(2, compare_measures, tmp_path)
+
+
+# ---- reduction, allow_nonfinite, stages_per_device
+
+
+def reduce_fast(rank: int, folder: Path) -> None:
+    loop = Loop(REPLICAS, share=take_share, reduction="fast", **ON_TWO)
+    loop.run()
+    assert loop.pipe._config.reduction == "fast"
+    averages = [update.averages for update in loop.pipe._require_flow().engine._interpreter._updates.values()]
+    assert all(averages)
+    state, expected = loop.close().state_dict(), torch.load(folder / "exact.pt")
+    for key, value in expected.items():
+        assert torch.allclose(value, state[key], rtol=1e-9, atol=1e-12), key
+
+
+@needs_processes
+def test_replicas_reduce_fast(tmp_path: Path) -> None:
+    loop = Loop(REPLICAS)
+    loop.run()
+    torch.save(loop.close().state_dict(), tmp_path / "exact.pt")
+    run_in_group(2, reduce_fast, tmp_path)
+
+
+def run_into_nan(loop: Loop, steps: int = 6) -> List[str]:
+    """Return what each step gave: the updates that left, or the fault; batch 1 gives a loss that is not finite."""
+    given: List[str] = []
+    for k in range(steps):
+        x, y = make_batch(loop.case, k)
+        try:
+            given.append(str(loop.pipe.step(x * float("nan") if k == 1 else x, y)))
+        except Divergence as error:
+            given.append(str(error).split(":")[0])
+            break
+    return given
+
+
+def diverge(rank: int, folder: Path) -> None:
+    expected = torch.load(folder / "emulator.pt")
+    for allowed in (False, True):
+        loop = Loop(PIPEDREAM, allow_nonfinite=allowed, **ON_TWO)
+        assert run_into_nan(loop) == expected[allowed]
+        loop.pipe.abort()
+
+
+@needs_processes
+def test_a_loss_that_is_not_finite_is_allowed_or_ends_all_ranks(tmp_path: Path) -> None:
+    expected = {}
+    for allowed in (False, True):
+        loop = Loop(PIPEDREAM, allow_nonfinite=allowed)
+        expected[allowed] = run_into_nan(loop)
+        loop.pipe.abort()
+    assert expected[False][-1].startswith("update 1 ") and "loss=nan" in str(expected[True])
+    torch.save(expected, tmp_path / "emulator.pt")
+    run_in_group(2, diverge, tmp_path)
+
+
+def interleave(rank: int, folder: Path) -> None:
+    loop = Loop(Case("interleaved_1f1b", 4, stages=STAGES), stages_per_device=2, **ON_TWO)
+    loop.run()
+    assert list(loop.pipe._require_job().placement) == [0, 1, 0, 1]
+    assert_same(torch.load(folder / "emulator.pt"), loop.close().state_dict())
+    wrong = Loop(Case("interleaved_1f1b", 4, stages=STAGES), stages_per_device=3, **ON_TWO)
+    with pytest.raises(BadInput, match="stages_per_device 2"):
+        wrong.run(0, 1)
+    wrong.pipe.abort()
+
+
+@needs_processes
+def test_devices_have_several_stages(tmp_path: Path) -> None:
+    loop = Loop(Case("interleaved_1f1b", 4, stages=STAGES), stages_per_device=2)
+    loop.run()
+    torch.save(loop.close().state_dict(), tmp_path / "emulator.pt")
+    run_in_group(2, interleave, tmp_path)
+
+
+# ---- how an update shows itself
+
+
+def test_an_update_shows_its_values_in_short() -> None:
+    assert repr(Update(3, 1.0 / 3)) == "Update(3, loss=0.333333)"
+    assert repr(Update(0, None, 0.5)) == "Update(0, loss=None, accuracy=0.5)"
+    assert repr(Update(0, 1.5, None, ((2.0, None), (1.5, None)))) == "Update(0, loss=1.5, losses of blocks=(2, 1.5))"
