@@ -809,7 +809,7 @@ def test_the_analysis_of_blocks_on_ipus_of_their_own(blocks: int, tmp_path: Path
 
 
 def test_blocks_do_not_wait_for_results_that_are_read_late(tmp_path: Path) -> None:
-    """Rank 0 reads losses for a line of metrics alone: the sends of the other blocks' results would wait for it, and it for them."""
+    """Rank 0 reads losses for a line of metrics alone: sends of the others' results would wait for it, and it for activations."""
     keys = ["steps=40", "log.tensorboard=false", "gradient_accumulation=2", "micro_batch_size=4", "log.every=40"]
     keys += ["method=local_greedy", "stages=4", "method_args.block_accumulation=[1,2,4,1]"]
     decoupled = ["backend.name=poptorch", "backend.ipu.local=decoupled"]
