@@ -6,11 +6,12 @@ import contextlib
 import copy
 import warnings
 from pathlib import Path
-from typing import Any, Dict, List
+from typing import Any, Dict, List, Tuple
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import ipu_pipe
 from ipu_pipe.errors import BadInput, Divergence, RunFault
@@ -170,6 +171,39 @@ def test_a_state_goes_through_a_file(tmp_path: Path) -> None:
 
 
 # ---- the caller's optimizer
+
+
+def test_a_state_has_the_settings_of_the_optimizers_groups() -> None:
+    """As torch's own load_state_dict has: a scheduler that computes a rate from the last one goes on rightly."""
+
+    def make(optimizer_class: Any = torch.optim.SGD, **keys: Any) -> Tuple[ipu_pipe.Pipeline, Any, Any]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+        optimizer = optimizer_class(model.parameters(), lr=0.1)
+        pipe = ipu_pipe.Pipeline(model, F.cross_entropy, optimizer, "gpipe", stages=["1"], microbatches=1, **keys)
+        return pipe, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
+
+    x, y = torch.randn(4, 4), torch.tensor([0, 1, 2, 0])
+    pipe, optimizer, scheduler = make()
+    for _ in range(5):
+        pipe.step(x, y)
+        scheduler.step()
+    state, saved = pipe.state_dict(), scheduler.state_dict()
+    again, other, going_on = make()
+    again.load_state_dict(state)
+    going_on.load_state_dict(saved)
+    # also before the first step
+    assert (again.updates, again.finished, other.param_groups[0]["lr"]) == (5, 5, optimizer.param_groups[0]["lr"])
+    for each, plan in ((pipe, scheduler), (again, going_on)):
+        each.step(x, y)
+        plan.step()
+    assert other.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"] != 0.1
+    assert again.updates == 6
+    assert_same(pipe.model.state_dict(), again.model.state_dict())
+    with pytest.raises(BadInput, match="^load_state_dict: state of SGD: this pipeline's optimizer is Adam"):
+        make(torch.optim.Adam)[0].load_state_dict(state)
+    with pytest.raises(BadInput, match="^clip: 1.0: must be a pair"):
+        make(clip=1.0)
 
 
 def test_the_optimizer_stays_the_callers_handle() -> None:

@@ -37,6 +37,15 @@ def make_backend_section(
     return section
 
 
+def make_clip_section(clip: Any) -> Optional[Dict[str, Any]]:
+    """Return the config's section of clipping. Raise `BadInput` unless `clip` is a pair, or None for no clipping."""
+    if clip is None:
+        return None
+    if not isinstance(clip, (tuple, list)) or len(clip) != 2:
+        raise BadInput(f'clip: {show(clip)}: must be a pair (norm, scope), such as (1.0, "stage")')
+    return {"norm": clip[0], "scope": clip[1]}
+
+
 def _is_device(device: Union[str, torch.device]) -> bool:
     try:
         torch.device(device)

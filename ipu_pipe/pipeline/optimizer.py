@@ -174,6 +174,25 @@ class OptimizerHandle:
 
     # ---- settings
 
+    def export_settings(self) -> Dict[str, Any]:
+        """Return the kind of the caller's optimizer and the settings of its groups, as its own `state_dict` has them."""
+        groups = copy.deepcopy(self.optimizer.state_dict()["param_groups"])
+        return {"kind": type(self.optimizer).__name__, "groups": groups}
+
+    def check_settings(self, saved: Mapping[str, Any]) -> None:
+        """Raise `BadInput` if settings of `export_settings` are another optimizer's."""
+        kind, groups = type(self.optimizer).__name__, self.optimizer.param_groups
+        if saved["kind"] != kind:
+            raise BadInput(f"load_state_dict: state of {saved['kind']}: this pipeline's optimizer is {kind}")
+        if len(saved["groups"]) != len(groups):
+            count = len(saved["groups"])
+            raise BadInput(f"load_state_dict: {count} parameter groups: this pipeline's optimizer has {len(groups)}")
+
+    def import_settings(self, saved: Mapping[str, Any]) -> None:
+        """Give the caller's groups the settings that were saved, as the optimizer's own `load_state_dict` does."""
+        for group, settings in zip(self.optimizer.param_groups, saved["groups"]):
+            group.update({key: copy.copy(value) for key, value in settings.items() if key != "params"})
+
     def require_parameters(self) -> None:
         """Raise `RuntimeError` if the caller has added a group, or changed the parameters of one."""
         if [id(p) for group in self.optimizer.param_groups for p in group["params"]] != list(self._member_of):

@@ -48,6 +48,7 @@ from ipu_pipe.pipeline.arguments import (
     DEADLINE,
     check_process_group,
     make_backend_section,
+    make_clip_section,
     require_current_gpu,
 )
 from ipu_pipe.pipeline.batches import (
@@ -134,16 +135,18 @@ class Pipeline:
                 pipeline steps it: `optimizer.step()` raises. Its `state` is filled as usual.
     heads:      settings in which the auxiliary heads of a local method differ from the optimizer's first group, such as
                 {"lr": 0.1}; these stay as they are when a scheduler changes the group.
-    clip:       (norm, scope), with scope "stage", "global" (methods that flush) or "delayed_global".
+    clip:       (norm, scope), such as (1.0, "stage"); scope "stage", "global" (methods that flush) or "delayed_global".
     precision:  "float32", "float64", "bfloat16" or "bfloat16_mixed"; by default the model's own dtype.
     seed:       of dropout and of the methods that draw.
     allow_nonfinite: go on after a loss that is not finite; otherwise `step` raises `Divergence`.
 
     How: the method
 
-    method:     a name of `ipu_pipe.METHODS`; `method_args`: its rules and changes, as in a config.
-    stages:     where the model is cut: a count, names of modules, "finest", or a mapping as in a config; by default where
-                `begin_stage` marks it.
+    method:     such as "gpipe", "pipedream_2bw", "pipemare" or "local_greedy"; `list(ipu_pipe.METHODS)` has all names.
+    method_args: its rules and changes, as in a config: {"t1": {"anneal_updates": 1000}, "t2": {"decay": 0.5}} are PipeMare's
+                rates by delay and its correction, {"stash": True} keeps weight versions, and so on.
+    stages:     where the model is cut: a count, "finest", the names of the modules at which the second and later stages begin
+                (["1", "2", "3"] for four), or a mapping as in a config; by default where `ipu_pipe.begin_stage` marks it.
     microbatches: the microbatches N of an update; by default the number of stages for methods that flush and PipeDream-2BW,
                 else 1.
     warmup:     updates at the start that run as in GPipe (PipeMare, W).
@@ -154,8 +157,9 @@ class Pipeline:
 
     Where: the devices
 
-    backend:    "emulator" (one process), "distributed" (one process per device, from torchrun or a process group of the
-                caller's), or "poptorch" (Graphcore IPUs, where a step makes `updates_per_call` updates; not run on hardware).
+    backend:    "emulator" (one process); "distributed" (one process per device: the pipeline joins torchrun's processes, or takes
+                a process group of the caller's; fewer processes than stages hold neighbouring ones, but local methods need one
+                for each); "poptorch" (Graphcore IPUs, where a step makes `updates_per_call` updates; not run on hardware).
                 `backend_args`: further keys of a config's backend, such as `threads` and `ipu`.
     device:     "cpu" or "cuda"; by default where the model is. With "cuda" it is the current GPU, to which the model is moved.
     stages_per_device: for methods with virtual stages; by default the method's own number.
@@ -234,7 +238,7 @@ class Pipeline:
             "allow_nonfinite": allow_nonfinite,
             "loss": "model" if loss is None else None,
             "loss_weight": loss_weight if isinstance(loss_weight, str) else None,
-            "clip": None if clip is None else {"norm": clip[0], "scope": clip[1]},
+            "clip": make_clip_section(clip),
             "evaluate": {"every": 0},
             "checkpoint": None,
             "metrics": [],
@@ -333,7 +337,9 @@ class Pipeline:
 
     @property
     def updates(self) -> int:
-        """The number of updates whose batches were given."""
+        """The number of updates whose batches were given; those of a state that was loaded count."""
+        if self._loaded is not None:
+            return int(self._loaded["updates"])
         return self._flow.given if self._flow is not None else 0
 
     @property
@@ -344,6 +350,8 @@ class Pipeline:
     @property
     def finished(self) -> int:
         """The updates that have left the pipeline."""
+        if self._loaded is not None:
+            return int(self._loaded["updates"])
         return self._flow.left if self._flow is not None else 0
 
     @property
@@ -400,9 +408,9 @@ class Pipeline:
     def evaluate(self, batches: Iterable[Any], metrics: Any = None) -> Dict[str, Optional[float]]:
         """Drain, and return the mean loss and the metrics over `batches`, pairs (x, y) of any size.
 
-        metrics: a list of names, functions `f(output, y)` and objects with `update` and `compute` (as in torchmetrics), or a
-        mapping from names to them; None: the loss alone. All ranks pass the same batches and get the same values. A batch counts
-        by its samples. The modules' modes are restored.
+        metrics: a list of names ("accuracy", and others of a config), functions `f(output, y)` and objects with `update` and
+        `compute` (as in torchmetrics), or a mapping from names to them; None: the loss alone. All ranks pass the same batches
+        and get the same values. A batch counts by its samples. The modules' modes are restored.
         """
         job, engine = self._pause("evaluate", batches)
         metric_list = [] if metrics is None else metrics
@@ -443,7 +451,8 @@ class Pipeline:
         sharded: each rank gets the part of its own stages instead, which its rank can load with the same ranks and stages.
 
         It has the weights and buffers, the optimizer's state by parameter name (heads, outer optimizers and replicas' weights
-        too), and the position. Schedulers, loaders and torch's generators are the caller's. Other ranks get {} of a whole state.
+        too) and its groups' settings, and the position. Schedulers, loaders and torch's generators are the caller's. Other ranks
+        get {} of a whole state. The drain changes what follows: a run equals its resumed copy if it took a state there too.
         Raise `RunFault` with `drain=False` if an update is in flight.
         """
         self._require_usable("state_dict")
@@ -466,6 +475,7 @@ class Pipeline:
             "model": {name: clone(value) for name, value in state.model.items()},
             "optimizer": {name: clone(value) for name, value in state.optimizer.items()},
             "plain": copy.deepcopy(state.plain),
+            "settings": self._handle.export_settings(),
             "updates": flow.given,
             "drains": list(flow.drains),
         }
@@ -473,8 +483,9 @@ class Pipeline:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where `state_dict` was taken, on any backend and number of ranks; every rank passes the whole state.
 
-        Instead every rank may pass its own part (`state_dict(sharded=True)`), with the same ranks and stages.
-        Updates in flight are finished first, and their results dropped.
+        Instead every rank may pass its own part (`state_dict(sharded=True)`), with the same ranks and stages. The optimizer's
+        groups get the settings that they had, as in its own `load_state_dict`: load a scheduler's state too. Updates in flight
+        are finished first, and their results dropped. Before the first step `evaluate` needs the pipeline's `example`.
         """
         self._require_usable("load_state_dict")
         wanted = ("format", "method", "model", "optimizer", "plain", "updates", "drains")
@@ -489,8 +500,14 @@ class Pipeline:
             raise BadInput('load_state_dict: the optimizer state is PopTorch\'s: only backend="poptorch" can load it')
         if state["method"] != self._config.method:
             raise BadInput(f"load_state_dict: state of method {state['method']}: this pipeline has {self._config.method}")
+        # states of earlier versions have no settings
+        settings = state.get("settings")
+        if settings is not None:
+            self._handle.check_settings(settings)
         self._drain("load_state_dict")
         self._loaded, self._pending = state, []
+        if settings is not None:
+            self._handle.import_settings(settings)
         if self._flow is None and "layout" in state:
             # the stages of this rank, which a part must fit, are known with the first step
             return

@@ -11,6 +11,7 @@ from ipu_pipe.errors import BadInput
 # (pattern, replacement), applied one after another
 ARGUMENTS: Tuple[Tuple[str, str], ...] = (
     (r"^configure: ", ""),
+    (r" tools/train\.py CONFIG --set backend\.name=distributed", " your script"),
     (r"^backend\.name: ", "backend: "),
     (r" with backend\.ipu=null and precision=(\w+)", r' with precision="\1"'),
     (r"\bbackend\.name[:=] ?(\w+)", r'backend="\1"'),
