@@ -808,6 +808,19 @@ def test_the_analysis_of_blocks_on_ipus_of_their_own(blocks: int, tmp_path: Path
         assert device["outside_ns"] > 0
 
 
+def test_blocks_do_not_wait_for_results_that_are_read_late(tmp_path: Path) -> None:
+    """Rank 0 reads losses for a line of metrics alone: sends of the others' results would wait for it, and it for activations."""
+    keys = ["steps=40", "log.tensorboard=false", "gradient_accumulation=2", "micro_batch_size=4", "log.every=40"]
+    keys += ["method=local_greedy", "stages=4", "method_args.block_accumulation=[1,2,4,1]"]
+    decoupled = ["backend.name=poptorch", "backend.ipu.local=decoupled"]
+    arguments = [DIGITS, "--set", *keys, *decoupled, "--out", str(tmp_path / "blocks")]
+    code, _, error = forked.run_ranks(4, "train", arguments, PYTHONPATH=DOUBLE)
+    assert code == 0, error
+    train(load_config(DIGITS, keys), tmp_path / "emulator", quiet=True)
+    assert_close(read_weights(tmp_path / "blocks"), read_weights(tmp_path / "emulator"), 1e-6)
+    assert_close_losses(tmp_path / "blocks", tmp_path / "emulator", 1e-6)
+
+
 def test_blocks_on_ipus_of_their_own_give_the_emulators_weights(tmp_path: Path) -> None:
     """Decoupled, by a launcher's variables: one block gathers two updates' gradients; then with a device error in one process."""
     keys = [*SHORT[:-1], "method=local_greedy", "stages=2", "method_args.block_accumulation=[1,2]", "optimizer.momentum=0.9"]

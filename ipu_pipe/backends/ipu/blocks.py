@@ -219,6 +219,11 @@ class BlockEngine(Engine):
         )
         return StepResult(*blocks[-1], self.job.global_batch_size, blocks if len(blocks) > 1 else ())
 
+    def _finish_sends(self) -> None:
+        """Wait until all messages are sent; rank 0 has taken all results."""
+        self.messages.flush()
+        self._result_messages.flush()
+
     # ---- evaluation
 
     def evaluate(self, split: str = "test") -> List[EvaluationResult]:
@@ -228,7 +233,7 @@ class BlockEngine(Engine):
             sums_here = self._sum_evaluation(split)
             sums = torch.zeros(self.depth, len(sums_here), dtype=torch.float64)
             sums[self.rank] = sums_here
-            self.messages.flush()
+            self._finish_sends()
             dist.all_reduce(sums)
             self._timeline.add("evaluate", self._done, start, time.perf_counter_ns())
             return [evaluate_sums(self.job.metrics, row) for row in sums]
@@ -251,7 +256,7 @@ class BlockEngine(Engine):
 
     def _read_state(self) -> Tuple[Dict[str, torch.Tensor], Dict[str, torch.Tensor], Dict[str, Any]]:
         """Return this block's weights, and the tensors and the plain values of its optimizer state."""
-        self.messages.flush()
+        self._finish_sends()
         snapshot = self.executors.snapshot(0)
         names = [name for name in self.executors.wrapped.list_names() if name is not None]
         return (snapshot.model, *export_state(snapshot.optimizer, names))
