@@ -333,8 +333,9 @@ def test_an_optimizer_belongs_to_one_pipeline_and_its_model() -> None:
         make_pipeline(case, model, optimizer)
     first.close()
     # one that was refused, or that was never used, does not hold it
+    refused = make_pipeline(case, model, optimizer)
     with pytest.raises(BadInput, match="^model: it fails"):
-        make_pipeline(case, model, optimizer).step(torch.zeros(4, 3, dtype=torch.float64), torch.zeros(4, dtype=torch.long))
+        refused.step(torch.zeros(4, 3, dtype=torch.float64), torch.zeros(4, dtype=torch.long))
     make_pipeline(case, model, optimizer)
     last = make_pipeline(case, model, optimizer)
     last.step(*make_batch(case, 0))

@@ -280,6 +280,9 @@ REFUSED: Dict[str, Refused] = {
     ),
     "trained loss": Refused({}, "loss: TrainedLoss", "loss: TrainedLoss", loss=TrainedLoss()),
     "failing loss": Refused({}, "loss: it fails", "loss: it fails", loss=fail),
+    # a model that was converted to fewer bits has its own again
+    "failing loss in bfloat16": Refused({"method": "pipedream", "precision": "bfloat16"}, "loss: it", "loss: it", loss=fail),
+    "failing loss in mixed": Refused({"precision": "bfloat16_mixed"}, "loss: it", "loss: it", loss=fail),
     "failing model": Refused({}, "model: it fails", "model: it fails", batch="narrow"),
     "fields": Refused({"stages": 1}, "model: returns", "model: returns", Fields),
     "vector": Refused(

@@ -560,5 +560,5 @@ def test_what_only_training_shows_is_refused_by_name(tmp_path: Path, monkeypatch
     with pytest.raises(BadInput, match="^hyperparameter_search: "):
         result.hyperparameter_search()
     monkeypatch.undo()
-    with pytest.raises(BadInput, match="^clip.scope: global: "):
+    with pytest.raises(BadInput, match="^clip: global: "):
         make_trainer(tmp_path, method="pipedream").train()
