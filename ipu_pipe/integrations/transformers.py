@@ -503,11 +503,11 @@ class PipelineTrainer(Trainer):
             state = self._pipe.state_dict()
             if is_main():
                 # of the stages of this process
-                own = dict(self._optimizer.state)
+                state_here = dict(self._optimizer.state)
                 import_state(self._optimizer, self._names, state["optimizer"], state["plain"])
                 super()._save_checkpoint(model, trial)
                 self._optimizer.state.clear()
-                self._optimizer.state.update(own)
+                self._optimizer.state.update(state_here)
         self.state.best_model_checkpoint = run_on_main(lambda: self.state.best_model_checkpoint)
 
 
