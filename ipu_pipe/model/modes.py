@@ -59,6 +59,9 @@ def describe_modes(model: nn.Module, came_evaluating: bool) -> List[str]:
 
 def find_changed_mode(model: nn.Module, before: Mapping[nn.Module, bool]) -> str:
     """Return the name of the first module whose mode differs from that `before`, '' if there is none."""
+    # walking through the names costs ten times as much, and every step asks
+    if all(module.training == mode for module, mode in before.items()):
+        return ""
     for name, module in model.named_modules():
         if module.training != before.get(module, module.training):
             return name or type(model).__name__
