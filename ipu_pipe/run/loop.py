@@ -36,6 +36,7 @@ from ipu_pipe.store import checkpoint
 from ipu_pipe.store.folder import RunFolder, read_starts
 from ipu_pipe.store.saving import Saver
 from ipu_pipe.update.apply import AVERAGE
+from ipu_pipe.update.rates import export_plateau
 
 
 class TrainingLoop:
@@ -372,8 +373,10 @@ class TrainingLoop:
             best = f"{split}_{job.config.evaluate.best}"
             position.add_evaluation(best, record.get(best))
             if job.plateau is not None and position.update:
-                job.plateau.step(record.get(f"{split}_{job.config.lr_schedule.metric or 'loss'}"))
-                position.plateau = job.plateau.state()
+                value = record.get(f"{split}_{job.config.lr_schedule.metric or 'loss'}")
+                if value is not None:
+                    job.plateau.step(value)
+                position.plateau = export_plateau(job.plateau)
         # keep the last validation beside the test at the end
         validated = self.moment.metrics if split == "test" and position.update else {}
         self.moment = replace(self.moment, step=position.update, epoch=epoch, metrics={**validated, **record})
