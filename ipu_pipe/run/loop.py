@@ -71,7 +71,7 @@ class TrainingLoop:
         self.callbacks = Callbacks(callbacks if is_main() else ())
         # all processes must know what rank 0's callbacks do: whether they may stop the run, whether after any update, ...
         main = self.callbacks
-        self.may_stop, self.watches_updates, job.watches_gradients, job.wants_model = run_on_main(
+        self.has_callbacks, self.watches_updates, job.watches_gradients, job.wants_model = run_on_main(
             lambda: (bool(main.callbacks), main.watches_updates, main.watches_gradients, main.wants_model)
         )
         self.moment = Moment(0, 0.0, (), job.rate(0), None, {}, None, None, config=job.config.to_dict(), folder=out)
@@ -225,8 +225,8 @@ class TrainingLoop:
                 self._step(drains=evaluates or saves)
                 self._finish_saving(waits=False)
                 self._pause(evaluates, saves)
-                if self.may_stop and (evaluates or saves or self.watches_updates):
-                    self._decide_end()
+                if self.has_callbacks and (evaluates or saves or self.watches_updates):
+                    self._agree_on_end()
             # after an early stop evaluate and save as at a planned end
             if self.end < job.updates:
                 start = time.perf_counter()
@@ -240,7 +240,7 @@ class TrainingLoop:
                 self._pause(not evaluated, not saved)
         self.bar = None
 
-    def _decide_end(self) -> None:
+    def _agree_on_end(self) -> None:
         """End the run sooner if a callback has asked for it; every process calls this after the same update.
 
         The batches that have entered are finished: those given when the update's loss is known, on every backend.
