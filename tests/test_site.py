@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from ipu_pipe.config.load import configure
 from ipu_pipe.errors import BadInput
+from tools import draw_prices
 from tools import write_keys as keys
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -98,6 +99,21 @@ def test_keys_that_the_documentation_names_are_keys() -> None:
                 except BadInput as error:
                     wrong += [f"{page.name}: {fault}" for fault in error.faults if "unknown key" in fault]
     assert wrong == []
+
+
+def test_the_committed_picture_is_that_of_the_stored_results() -> None:
+    assert draw_prices.PICTURE.read_text(encoding="utf-8") == draw_prices.draw_picture(), "run: python tools/draw_prices.py"
+
+
+def test_the_code_tour_names_files_that_exist() -> None:
+    """README's reading order is that of the tour, and both are of this tree."""
+    tour = (DOCS / "code_tour.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"[\w/]+/\w+\.py", tour))
+    assert [name for name in sorted(named) if not any((top / name).is_file() for top in (ROOT, ROOT / "ipu_pipe"))] == []
+    in_order = re.findall(r"^\d\. \*\*`([\w/]+\.py)`", tour, re.MULTILINE)
+    (listed,) = re.findall(r"read in this order: (.*?)\.\s", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    assert re.findall(r"[\w/]+\.py", listed) == in_order and len(in_order) == 5
+    assert len(tour.split()) <= 500
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
