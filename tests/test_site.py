@@ -22,7 +22,7 @@ PAGES = [*sorted(DOCS.rglob("*.md")), *(ROOT / name for name in ("README.md", "C
 
 
 def test_every_key_of_a_config_is_explained() -> None:
-    """In the docstring of its section, as `key`: meaning, or in what it says of the whole. PopTorch's own are in docs/ipu.md."""
+    """In the docstring of its section, as `key`: meaning, or in what it says of the whole. PopTorch's own are in docs/reference/ipu.md."""
     silent = []
     for section, places in keys.sections().items():
         whole, _ = keys.explained(section)

@@ -201,7 +201,7 @@ def _find_example(place: str, default: str) -> str:
 
 def _link_pages(text: str) -> str:
     """Return the text with the names of documentation pages as links."""
-    return re.sub(r"docs/(\w+)\.md", r"[\1](\1.md)", text)
+    return re.sub(r"docs/((?:\w+/)?(\w+)\.md)", r"[\2](\1)", text)
 
 
 def _format_default(field: Any) -> str:
