@@ -22,13 +22,13 @@ PAGES = [*sorted(DOCS.rglob("*.md")), *(ROOT / name for name in ("README.md", "C
 
 
 def test_every_key_of_a_config_is_explained() -> None:
-    """In the docstring of its section, as `key`: meaning, or in what it says of the whole. PopTorch's own are in docs/reference/ipu.md."""
+    """Each section's docstring has `key`: meaning, or names it. PopTorch's own are in docs/reference/ipu.md."""
     silent = []
-    for section, places in keys.sections().items():
-        whole, _ = keys.explained(section)
+    for section, places in keys.collect_sections().items():
+        whole, _ = keys.split_docstring(section)
         silent += [
             f"{section.__name__}: `{key.key}`: has no meaning in the docstring"
-            for key in keys.keys(section, places[0])
+            for key in keys.list_keys(section, places[0])
             if not key.meaning and f"`{key.key}`" not in whole and not places[0].startswith("backend.ipu")
         ]
     assert silent == []
@@ -37,8 +37,8 @@ def test_every_key_of_a_config_is_explained() -> None:
 def test_no_docstring_explains_a_key_that_is_gone() -> None:
     gone = {
         f"{section.__name__}: {key}"
-        for section in keys.sections()
-        for key in keys.explained(section)[1]
+        for section in keys.collect_sections()
+        for key in keys.split_docstring(section)[1]
         if key not in section.model_fields
     }
     assert gone == set()
@@ -60,8 +60,8 @@ def test_the_committed_page_of_keys_is_that_of_the_schema() -> None:
 
 def test_an_example_of_a_key_is_a_value_that_it_takes() -> None:
     examples: Dict[str, List[str]] = {}
-    for section, places in keys.sections().items():
-        for key in keys.keys(section, places[0]):
+    for section, places in keys.collect_sections().items():
+        for key in keys.list_keys(section, places[0]):
             if key.example:
                 value = json.loads(key.example)
                 examples[f"{places[0]}.{key.key}"] = list_faults_of_key(section, key.key, value)
@@ -80,7 +80,7 @@ def list_faults_of_key(section: Type[BaseModel], name: str, value: Any) -> List[
 
 def test_keys_that_the_documentation_names_are_keys() -> None:
     """`stages.by`, and `checkpoint: {every: 3}`, the values aside."""
-    sections = [(section, place) for section, places in keys.sections().items() for place in places]
+    sections = [(section, place) for section, places in keys.collect_sections().items() for place in places]
     known = {f"{place}.{name}".lstrip(".") for section, place in sections for name in section.model_fields}
     # arguments are called so, and files
     open_ended = ("model.", "data.", "given.", "metrics.", "init_from.json", "ema.safetensors", "optimizer.safetensors")

@@ -68,7 +68,7 @@ class Key(NamedTuple):
     example: str
 
 
-def sections() -> Dict[Type[BaseModel], List[str]]:
+def collect_sections() -> Dict[Type[BaseModel], List[str]]:
     """Return each section's places in a config (`optimizer`, ...), with the config itself, at place '', first."""
     places_by_section: Dict[Type[BaseModel], List[str]] = {}
     todo: List[Tuple[str, Type[BaseModel]]] = [("", Config)]
@@ -81,9 +81,9 @@ def sections() -> Dict[Type[BaseModel], List[str]]:
     return places_by_section
 
 
-def keys(section: Type[BaseModel], place: str) -> List[Key]:
+def list_keys(section: Type[BaseModel], place: str) -> List[Key]:
     """List the rows of a section, which is at `place` in a config."""
-    _, meanings = explained(section)
+    _, meanings = split_docstring(section)
     rows = []
     for name, field in section.model_fields.items():
         if name in WRITTEN:
@@ -97,7 +97,7 @@ def keys(section: Type[BaseModel], place: str) -> List[Key]:
 
 def _describe_value(section: Type[BaseModel], name: str) -> str:
     """Describe the values that a key may have: those that an error message allows, else those of its type."""
-    type_text = kind(section.model_fields[name].annotation)
+    type_text = describe_type(section.model_fields[name].annotation)
     allowed = _describe_allowed(section, name)
     if type_text == SECTION or not allowed:
         return type_text
@@ -105,30 +105,30 @@ def _describe_value(section: Type[BaseModel], name: str) -> str:
     return allowed + or_null
 
 
-def explained(section: Type[BaseModel]) -> Tuple[str, Dict[str, str]]:
+def split_docstring(section: Type[BaseModel]) -> Tuple[str, Dict[str, str]]:
     """Split a section's docstring into its description of the section and its meanings by key."""
-    parts = ENTRY.split(" ".join(inspect.getdoc(section).split()))
+    parts = ENTRY.split(" ".join((inspect.getdoc(section) or "").split()))
     meanings = {}
     for names, meaning in zip(parts[1::2], parts[2::2]):
         meanings.update({name: meaning.strip().rstrip(".;") for name in re.findall(r"`(\w+)`", names)})
     return parts[0].strip().rstrip(";"), meanings
 
 
-def kind(annotation: Any) -> str:
+def describe_type(annotation: Any) -> str:
     """Describe a field's type in words."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if inspect.isclass(annotation) and issubclass(annotation, BaseModel):
         return SECTION
     if str(origin) in ("typing.Annotated", "<class 'typing.Annotated'>"):
-        return kind(arguments[0])
+        return describe_type(arguments[0])
     if origin is typing.Union:
-        kinds = [kind(argument) for argument in arguments if argument is not type(None)]
+        kinds = [describe_type(argument) for argument in arguments if argument is not type(None)]
         null = type(None) in arguments and kinds != [SECTION]
         return ", ".join(dict.fromkeys(kinds)) + (" or null" if null else "")
     if origin is typing.Literal or "Literal" in str(origin):
         return ", ".join(f"`{value}`" for value in arguments)
     if origin in (list, tuple):
-        return f"list of {kind(arguments[0])}"
+        return f"list of {describe_type(arguments[0])}"
     return WORDS.get(origin or annotation, "see there")
 
 
@@ -141,15 +141,15 @@ def format_page() -> str:
         "schema by `python tools/write_keys.py`; do not edit it.",
         "",
     ]
-    for section, places in sections().items():
+    for section, places in collect_sections().items():
         lines += format_section(section, places)
     return "\n".join(lines).rstrip("\n") + "\n"
 
 
 def format_section(section: Type[BaseModel], places: List[str]) -> List[str]:
     """Return the lines of a section: its places as headings, its description, and a table of its keys."""
-    description, meanings = explained(section)
-    rows = keys(section, places[0])
+    description, meanings = split_docstring(section)
+    rows = list_keys(section, places[0])
     # a column without any entry is left out
     columns = [name for name in Key._fields if any(getattr(row, name) for row in rows)]
     lines = [f"## {place or 'A config'}" for place in places]
@@ -225,7 +225,7 @@ def _describe_allowed(section: Type[BaseModel], name: str) -> str:
             detail for detail in error.errors() if detail["loc"][0] == name and detail["type"] not in TYPE_ERRORS
         ]
         messages = [line for detail in details for line in format_faults([detail], {}, "", Config, {})]
-    if section is Config and kind(section.model_fields[name].annotation) == "text":
+    if section is Config and describe_type(section.model_fields[name].annotation) == "text":
         try:
             configure(**{name: "?"})
         except BadInput as error:
