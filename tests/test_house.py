@@ -27,8 +27,8 @@ from tests.house import (
 BASE = ("errors", "files", "interrupts", "launcher", "shipped", "text")
 # A folder imports only from those before it.
 FOLDERS = (
-    "schedule", "stability", "trace", "model", "local", "update", "config", "hardware", "data", "job", "plan", "backends",
-    "report", "store", "pipeline", "run", "integrations", "compare", "cli",
+    "schedule", "stability", "trace", "model", "cut", "local", "update", "config", "hardware", "data", "job", "plan", "replay",
+    "backends", "report", "store", "pipeline", "run", "integrations", "compare", "cli",
 )  # fmt: skip
 FRONT = ("__init__", "__main__")  # what users import and start: above all
 WITHOUT_TORCH = ("schedule", "stability", "trace", *BASE)

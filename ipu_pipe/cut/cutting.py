@@ -1,6 +1,6 @@
 """Cut a model into pieces that run one after another, for stages on separate devices and for blocks with losses of their own.
 
-A stage may begin wherever a named module first runs, also inside other modules. One recorded forward (ipu_pipe.model.recording)
+A stage may begin wherever a named module first runs, also inside other modules. One recorded forward (ipu_pipe.cut.recording)
 tells which operations belong to which stage:
 
     encoder.layers.0  encoder.layers.1 | encoder.layers.2.mlp  add  encoder.layers.3 | encoder.ln  heads
@@ -28,12 +28,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from ipu_pipe.errors import BadInput
-from ipu_pipe.model.batch import clone_tensors, flatten_tensors, list_leaves, map_tensors, sort_keys, walk_leaves
-from ipu_pipe.model.modes import set_mode
-from ipu_pipe.model.observation import find_running_ancestor
-from ipu_pipe.model.precision import enter_model_autocast, is_cast
-from ipu_pipe.model.recording import (
+from ipu_pipe.cut.recording import (
     AutogradState,
     Key,
     ReadsValues,
@@ -44,6 +39,11 @@ from ipu_pipe.model.recording import (
     Weight,
     record_forward,
 )
+from ipu_pipe.errors import BadInput
+from ipu_pipe.model.batch import clone_tensors, flatten_tensors, list_leaves, map_tensors, sort_keys, walk_leaves
+from ipu_pipe.model.modes import set_mode
+from ipu_pipe.model.observation import find_running_ancestor
+from ipu_pipe.model.precision import enter_model_autocast, is_cast
 from ipu_pipe.model.restoring import restore_all
 
 # ---- the tensors that cross a cut, and the messages that carry them
