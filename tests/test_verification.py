@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ipu_pipe.cut.cutting import Crossing, TensorSpec, cut_model
+from ipu_pipe.cut.crossing import Crossing, TensorSpec
+from ipu_pipe.cut.cutting import cut_model
 from ipu_pipe.cut.verification import TrainingEffects, verify_pieces
 from ipu_pipe.errors import BadInput
 from ipu_pipe.model.precision import cast_forward

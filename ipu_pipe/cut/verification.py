@@ -14,7 +14,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from ipu_pipe.cut.cutting import Piece, get_memory_order, invert_order
+from ipu_pipe.cut.crossing import get_memory_order, invert_order
+from ipu_pipe.cut.cutting import Piece
 from ipu_pipe.errors import BadInput, summarize
 from ipu_pipe.model.batch import call_model, clone_tensors, flatten_tensors
 from ipu_pipe.model.modes import set_mode

@@ -19,7 +19,8 @@ from ipu_pipe.backends.processes.lost_ranks import KEEPER, Termination, answer_w
 from ipu_pipe.backends.processes.mail import OBSERVED, TEST, Mail, Message
 from ipu_pipe.backends.processes.stage import StageModel
 from ipu_pipe.backends.processes.update import DRAW_ALIKE
-from ipu_pipe.cut.cutting import Crossing, Piece, TensorSpec
+from ipu_pipe.cut.crossing import Crossing, TensorSpec
+from ipu_pipe.cut.cutting import Piece
 from ipu_pipe.data.sources import compute_checksum
 from ipu_pipe.errors import RunFault
 from ipu_pipe.job.evaluation import EvaluationResult, Tally, evaluate_sums, load_test_batches

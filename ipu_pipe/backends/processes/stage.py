@@ -27,7 +27,8 @@ from ipu_pipe.backends.processes.memory import ActivationBytes
 from ipu_pipe.backends.processes.split import WeightGradients, is_split_exact, run_input_backward, run_whole_backward
 from ipu_pipe.backends.processes.ties import TiedWeights, Ties
 from ipu_pipe.backends.processes.trace import TraceRecorder
-from ipu_pipe.cut.cutting import Crossing, Piece
+from ipu_pipe.cut.crossing import Crossing
+from ipu_pipe.cut.cutting import Piece
 from ipu_pipe.local.blocks import get_activation
 from ipu_pipe.model.batch import clone_tensors, list_tensors
 from ipu_pipe.model.loss import compute_losses, compute_zero_losses, count_right, take_scores

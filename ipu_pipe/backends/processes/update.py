@@ -27,7 +27,7 @@ from ipu_pipe.backends.processes.layout import RankLayout
 from ipu_pipe.backends.processes.mail import NORM, RESULT, SHARED, WEIGHTS, Mail, Message, Shapes
 from ipu_pipe.backends.processes.stage import Stage
 from ipu_pipe.backends.processes.trace import TraceRecorder
-from ipu_pipe.cut.cutting import TensorSpec
+from ipu_pipe.cut.crossing import TensorSpec
 from ipu_pipe.errors import RunFault
 from ipu_pipe.job.record import Job
 from ipu_pipe.model.batch import count_bytes
