@@ -32,7 +32,6 @@ from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.text import show
 from ipu_pipe.trace.events import SCHEMA
 from ipu_pipe.update.apply import UpdateRules
-from ipu_pipe.update.rates import Plateau
 
 # precision -> dtype of a model's weights; for IPUs the dtype on the host
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
@@ -176,7 +175,7 @@ class Job(Setup):
     note: str = ""
     done: int = 0
     used: Given = Given()
-    plateau: Optional[Plateau] = None
+    plateau: Optional[torch.optim.lr_scheduler.ReduceLROnPlateau] = None
     wants_model: bool = False
     watches_gradients: bool = False
     folder: Optional[Path] = None
