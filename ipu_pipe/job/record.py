@@ -13,13 +13,13 @@ from torch import nn
 
 from ipu_pipe.config.schema import Config
 from ipu_pipe.config.sections import GIVEN, Given
+from ipu_pipe.cut.cutting import Piece
 from ipu_pipe.data import DataSource
 from ipu_pipe.data.sources import split_batch
 from ipu_pipe.errors import RunFault
 from ipu_pipe.hardware.precision import MASTERS, MIXED
 from ipu_pipe.job.metrics import Metric
 from ipu_pipe.model.batch import map_tensors, require_tensors
-from ipu_pipe.model.cutting import Piece
 from ipu_pipe.model.loss import LabelRange, Labels, Loss, LossWeight, OwnLoss, get_labels
 from ipu_pipe.model.observation import ForwardEffects, Observation
 from ipu_pipe.model.precision import ModelPrecision
