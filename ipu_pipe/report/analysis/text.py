@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
-from ipu_pipe.text import escape_lines, format_bytes
+from ipu_pipe.text import escape_lines, format_bytes, list_some
 
 # the most rows of a table
 MOST_ROWS = 16
@@ -245,19 +245,34 @@ def compute_differences(analysis: Analysis, other: Analysis) -> List[Row]:
     ]  # fmt: skip
 
 
-def format_comparison(analysis: Analysis, other: Analysis) -> str:
-    """Format the differences of two analyses as a table."""
-    rows = []
-    for row in compute_differences(analysis, other):
-        known = row["difference"] is not None and row["other"]
-        share = f"{row['difference'] / abs(row['other']):+.1%}" if known else "-"
-        rows.append((row["name"], *(_format_value(row[key]) for key in ("this", "other", "difference")), share))
-    lines = [f"{name} {f['source']} ({describe_origin(f)})" for name, f in (("this: ", analysis), ("other:", other))]
-    lines += ["", *format_table(("", "this", "other", "this - other", "of other"), rows, left=1, most=len(rows))]
+def format_comparison(analysis: Analysis, other: Analysis, settings: Optional[Sequence[str]] = None) -> str:
+    """Format the main figures of two analyses side by side: span, bubble, and each stage's time per microbatch.
+
+    `settings`: the config keys that differ, with both values, or None if they are not known.
+    """
+    lines = [
+        f"{name} {figures['source']}: {figures['method'] or 'unknown method'}, {count_devices(figures)}, {describe_origin(figures)}"
+        for name, figures in (("this: ", analysis), ("other:", other))
+    ]
+    if settings is None:
+        lines.append("different settings: not known (give the folders of two runs)")
+    else:
+        lines.append(f"different settings (this | other): {list_some(settings, MOST_ROWS) or 'none'}")
+    rows = [_compare_times("span", analysis["span_ns"], other["span_ns"])]
+    bubble = analysis["bubble_fraction"]
+    other_bubble = other["bubble_fraction"]
+    is_known = bubble is not None and other_bubble is not None
+    points = f"{100 * (bubble - other_bubble):+.1f} points" if is_known else "-"
+    rows.append(["bubble", format_percent(bubble), format_percent(other_bubble), points])
+    times = {stage["index"]: stage["busy_ns_per_microbatch"] for stage in analysis["stages"]}
+    other_times = {stage["index"]: stage["busy_ns_per_microbatch"] for stage in other["stages"]}
+    for stage in sorted({*times, *other_times}):
+        rows.append(_compare_times(f"stage {stage}, a microbatch", times.get(stage), other_times.get(stage)))
+    lines += format_table(("", "this", "other", "this - other"), rows, left=1)
     return escape_lines("\n".join(lines))
 
 
-def _format_value(value: Any) -> str:
-    if value is None:
-        return "-"
-    return f"{value:,}" if isinstance(value, int) else f"{value:.6g}"
+def _compare_times(name: str, time: Optional[float], other: Optional[float]) -> List[str]:
+    """Return a row of two times and their difference in percent of the second."""
+    difference = f"{(time - other) / other:+.1%}" if time is not None and other else "-"
+    return [name, format_time(time), format_time(other), difference]
