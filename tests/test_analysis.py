@@ -109,12 +109,12 @@ def test_even_stages_are_told_as_the_schedules_own_bubble() -> None:
     assert result["planned_bubble_fraction"] == pytest.approx(1 / 3)
     assert result["bubble_fraction"] == pytest.approx(1 / 3, abs=0.01)
     assert result["imbalance"] == result["bottleneck"]["gain"] == result["bottleneck"]["gain_if_balanced"] == 0.0
-    assert "more microbatches an update" in result["bottleneck"]["do"]
+    assert "more microbatches per update" in result["bottleneck"]["do"]
 
 
 def test_why_there_is_no_gain() -> None:
     trace = modelled("gpipe", [0, 1, 2], 3, 2)
-    for key, said in {"units": "units", "method": "does not say its method"}.items():
+    for key, said in {"units": "units", "method": "does not name its method"}.items():
         metadata = {other: value for other, value in trace.metadata.items() if other != key}
         result = analyze(trace._replace(metadata=metadata), "x")["bottleneck"]
         assert result["gain"] is None and result["move"] is None and said in result["why_no_gain"]

@@ -1,4 +1,4 @@
-"""Analyze a trace: busy devices, who waits for whom, the bottleneck of a run and changes that would help."""
+"""Analyze a trace: busy devices, who waits for whom, the bottleneck of a run, and changes that would help."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RUN is a run's folder, a *.trace, a Chrome trace of ipu_pipe (trace.json.gz), a 
 them (a file a rank), or PopVision's profile.pop. docs/traces.md says what each number means.
 
 examples:
-  python tools/analyze.py runs/digits                         what holds the run up, and why
+  python tools/analyze.py runs/digits                         the bottleneck, and what would help
   python tools/analyze.py runs/digits --html digits.html      a page with a timeline to zoom into
   python tools/analyze.py runs/digits --png timeline.png      its timeline as a picture
   python tools/analyze.py runs/digits --against runs/gpipe    span, bubble and stages of two runs, and the settings that differ

@@ -91,7 +91,7 @@ def guard_step(folder: Path, step: int) -> Iterator[None]:
     try:
         yield
     except (OSError, TypeError, ValueError, RecursionError) as error:
-        why = f"cannot write the checkpoint: {error}; earlier checkpoints are whole"
+        why = f"cannot write the checkpoint: {error}; earlier checkpoints are intact"
         raise RunFault(f"{folder / f'step-{step}'}: {why}") from error
 
 

@@ -18,10 +18,10 @@ DEVICE_HEAD = (
 )  # fmt: skip
 HALVES = {"input gradient": "input_gradient_ns", "weight gradient": "weight_gradient_ns"}
 STAGE_HEAD = (
-    "stage", "forward", "backward", *HALVES, "update", "a microbatch", "of the slowest", "GFLOP/s", "forward's lag",
-    "backward's lag", "until applied",
+    "stage", "forward", "backward", *HALVES, "update", "per microbatch", "of slowest", "GFLOP/s", "forward lag",
+    "backward lag", "until update",
 )  # fmt: skip
-LINK_HEAD = ("link", "carries", "messages", "sent", "a microbatch", "least latency", "median")
+LINK_HEAD = ("link", "carries", "messages", "sent", "per microbatch", "min latency", "median")
 STRAGGLER_HEAD = ("stragglers of stage", "kind", "count", "lost", "median", "longest")
 
 # what a device of a trace covers, where it is not one device
@@ -102,9 +102,9 @@ def describe_busy(analysis: Analysis) -> str:
     known = []
     if busy is not None:
         origin, bubble = describe_origin(analysis), analysis["bubble_fraction"]
-        known.append(f"devices are busy {format_percent(busy)} of their time, bubble {format_percent(bubble)} ({origin})")
+        known.append(f"devices are busy {format_percent(busy)} of the time, bubble {format_percent(bubble)} ({origin})")
     if planned is not None:
-        known.append(f"the schedule alone leaves {format_percent(planned)} (planned)")
+        known.append(f"the schedule alone has {format_percent(planned)} (planned)")
     return "; ".join(known)
 
 
@@ -125,7 +125,7 @@ def _format_head(analysis: Analysis) -> List[str]:
 def _format_answer(analysis: Analysis) -> List[str]:
     worst, busy = analysis["bottleneck"], describe_busy(analysis)
     if worst is None and any(device["busy_ns"] for device in analysis["devices"]):
-        return ["What holds it up: not known (see the note below)", *([busy[0].upper() + busy[1:]] if busy else [])]
+        return ["Bottleneck: not known (see the note below)", *([busy[0].upper() + busy[1:]] if busy else [])]
     if worst is None:
         return ["no device computes anything"]
     device = f"device {worst['device']}"
@@ -133,15 +133,15 @@ def _format_answer(analysis: Analysis) -> List[str]:
         "stage": f"stage {worst['stage']} on {device}" if worst["stage"] is not None else device,
         "link": f"the link from {device}",
         "communication": "communication",
-        "outside": "what is outside of training",
+        "outside": "time outside of training",
     }[worst["what"]]
     why = "\n       ".join(worst["why"].split("; "))
-    lines = [f"What holds it up: {place}", f"  why: {why}", f"  do:  {worst['do']}"]
+    lines = [f"Bottleneck: {place}", f"  why: {why}", f"  do:  {worst['do']}"]
     if busy:
         lines.append(busy[0].upper() + busy[1:])
     overlap = analysis["overlap"]
     if overlap["share"] is not None:
-        lines.append(f"Of the communication, {format_percent(overlap['share'])} is hidden under compute")
+        lines.append(f"Of the communication, {format_percent(overlap['share'])} overlaps with compute")
     return lines
 
 
@@ -251,7 +251,8 @@ def format_comparison(analysis: Analysis, other: Analysis, settings: Optional[Se
     `settings`: the config keys that differ, with both values, or None if they are not known.
     """
     lines = [
-        f"{name} {figures['source']}: {figures['method'] or 'unknown method'}, {count_devices(figures)}, {describe_origin(figures)}"
+        f"{name} {figures['source']}: {figures['method'] or 'unknown method'}, {count_devices(figures)}, "
+        f"{describe_origin(figures)}"
         for name, figures in (("this: ", analysis), ("other:", other))
     ]
     if settings is None:
@@ -267,7 +268,7 @@ def format_comparison(analysis: Analysis, other: Analysis, settings: Optional[Se
     times = {stage["index"]: stage["busy_ns_per_microbatch"] for stage in analysis["stages"]}
     other_times = {stage["index"]: stage["busy_ns_per_microbatch"] for stage in other["stages"]}
     for stage in sorted({*times, *other_times}):
-        rows.append(_compare_times(f"stage {stage}, a microbatch", times.get(stage), other_times.get(stage)))
+        rows.append(_compare_times(f"stage {stage}, per microbatch", times.get(stage), other_times.get(stage)))
     lines += format_table(("", "this", "other", "this - other"), rows, left=1)
     return escape_lines("\n".join(lines))
 
