@@ -103,7 +103,8 @@ def main(args: argparse.Namespace) -> None:
         )
         if not flushing.plans:
             raise BadInput(
-                f"--write: every configuration that fits reads stale weights, which {config.method} does not: choose one by --methods"
+                f"--write: every configuration that fits reads stale weights, which {config.method}"
+                " does not: choose one by --methods"
             )
         args.print_progress(
             f"wrote the best configuration that flushes, as {config.method} does; {best.candidate.method} reads stale weights"
