@@ -110,7 +110,7 @@ def summarize(error: BaseException) -> str:
         lines = str(error).strip().splitlines()
     # an exception of the user's own may fail here too
     except Exception as second:
-        lines = [f"(its text cannot be made: {type(second).__name__})"]
+        lines = [f"(its message cannot be formatted: {type(second).__name__})"]
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
@@ -134,7 +134,7 @@ class Parser(argparse.ArgumentParser):
         """Parse a command line, as argparse does. Refuse text that no system hands over, and which no path holds."""
         for word in sys.argv[1:] if args is None else args:
             if "\0" in word or any("\ud800" <= c < "\udc80" for c in word):
-                raise BadInput(f"{word}: holds a character that no command line can")
+                raise BadInput(f"{word}: contains a character that a command line cannot have")
         return super().parse_known_args(args, namespace)
 
     def format_help(self) -> str:

@@ -108,7 +108,7 @@ def end_with(parent: int, line: str = "") -> None:
 
 def end_with_launcher() -> None:
     """End this process when the launcher that started it is gone."""
-    end_with(os.getppid(), "error: the launcher of this process is gone: it ends")
+    end_with(os.getppid(), "error: the launcher of this process has exited, so this process exits")
 
 
 def _watch(parent: int, line: str) -> None:

@@ -408,7 +408,7 @@ def test_loaders_that_give_no_batch_are_refused() -> None:
     assert "gives no batch of 4 samples" in refusal(Two(), DataLoader(Stream(3), batch_size=4))
     assert "batches of 3, micro_batch_size is 4" in refusal(Two(), ((a[:3], y[:3]) for _ in range(3)))
     for name in ("test", "validation"):
-        with pytest.raises(BadInput, match=f"{name} loader is a generator, which gives its batches once"):
+        with pytest.raises(BadInput, match=f"{name} loader is a generator, which can be iterated over only once"):
             ipu_pipe.from_loader([], **{name: (batch for batch in PARTS)})
 
 
@@ -422,7 +422,7 @@ def test_samples_left_out_are_told() -> None:
     # the second does not say how many samples there are: its full microbatches do
     for batches, words in ((loader, "7 of 23 "), (PAIRS[:3], "4 of 12 ")):
         (line,) = describe_left_out(build(settings(**keys), Two(), ipu_pipe.from_loader(batches)))
-        assert line.startswith(f"data: {words}") and line.endswith("they fill no batch of 8")
+        assert line.startswith(f"data: {words}") and line.endswith(" batch of 8")
     assert describe_left_out(build(settings(), Two(), streamed())) == []
     for name, options, count in (("digits", {}, 1437), ("synthetic", {"subset": 30}, 30)):
         data = ipu_pipe.load_data(name, **options)

@@ -73,7 +73,7 @@ def test_methods_do_the_same_work_and_leave_their_traces(tmp_path: Path) -> None
     assert "shared_layer_links" in results["communication"]["local_overlapping"]
     assert printed.count("local_greedy") == 3
     code, _, error = collect(DIGITS, "--methods", names, "--steps", "3", "--out", str(out))
-    assert code == 2 and "holds another run" in error
+    assert code == 2 and "contains another run" in error
     code, _, error = collect(DIGITS, "--methods", "gpipe", "--steps", "2", "--out", str(out), "--overwrite")
     assert code == 0, error
 

@@ -639,7 +639,7 @@ def test_image_folder_refusals(folder: Path, tmp_path: Path, monkeypatch: pytest
     one_line(list_faults(load_data, "image_folder", folder), str(folder / "val"), "not there")
     for name in ("red", "green", "blue"):
         (folder / "val" / name).mkdir(parents=True)
-    one_line(list_faults(load_data, "image_folder", folder), str(folder / "val"), "holds no images", ".jpg")
+    one_line(list_faults(load_data, "image_folder", folder), str(folder / "val"), "contains no images", ".jpg")
 
 
 @pytest.mark.parametrize("cut", [False, True])

@@ -115,7 +115,7 @@ def test_a_callers_model_keeps_its_dtype(tmp_path: Path) -> None:
     model, config = small(), digits("precision=bfloat16")
     before = {name: value.clone() for name, value in model.state_dict().items()}
     job = build(config, model=model)
-    assert "the model given in float32 is trained in bfloat16, and cast back at the end" in format_opening(job)
+    assert "the model has float32; it is trained in bfloat16 and cast back at the end" in format_opening(job)
     job.precision.give_back()
     train(config, tmp_path / "run", model=model, quiet=True)
     after = model.state_dict()

@@ -235,7 +235,7 @@ def test_weights_with_a_new_head_are_taken_but_for_it(ended: Path, tmp_path: Pat
     assert set(record["left_out"]) == set(record["new"]) and len(record["new"]) == 2
     assert [text.split(", the")[0] for text in record["left_out"].values()] == ["shape (10, 8)", "shape (10,)"]
     (line,) = [line for line in printed.splitlines() if line.startswith("init_from: ")]
-    assert f"{record['taken']} parameters and buffers are from there" in line and all(n in line for n in record["new"])
+    assert f"{record['taken']} parameters and buffers loaded" in line and all(n in line for n in record["new"])
     fresh = set_up(config(*BASE, keys[0])).model.state_dict()
     old = {name: value for name, value in read_weights(ended, 8).items() if name not in record["new"]}
     assert_same(set_up(config(*BASE, *keys)).model.state_dict(), {**fresh, **old})

@@ -52,7 +52,7 @@ def test_a_restart_goes_on_with_its_own_run_alone(tmp_path: Path, monkeypatch: p
     train(config, tmp_path, quiet=True)
     for attempt in (0, 1):
         restart(monkeypatch, attempt, "two")
-        with pytest.raises(BadInput, match="holds another run"):
+        with pytest.raises(BadInput, match="contains another run"):
             train(config, tmp_path)
     restart(monkeypatch, 1, "one")
     (tmp_path / "summary.json").unlink()  # killed before it was written

@@ -367,7 +367,7 @@ def test_tokens_are_the_labels_that_the_loss_does_not_ignore() -> None:
 def test_a_rule_that_goes_by_a_microbatchs_own_gradient_is_refused(tmp_path: Path) -> None:
     how: Dict[str, Any] = {"method_args": {"delay_compensation": {"scale": 0.5}}}
     faults = list_faults(ipu_pipe.train, out=tmp_path, quiet=True, **describe_run("pipedream", **how))
-    assert len(faults) == 1 and faults[0].startswith("method_args.delay_compensation: not with loss_weight")
+    assert len(faults) == 1 and faults[0].startswith("method_args.delay_compensation: cannot be combined with loss_weight")
     ipu_pipe.train(out=tmp_path, quiet=True, **describe_run("pipedream", gradient_accumulation=1, **how))
 
 

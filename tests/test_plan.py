@@ -202,7 +202,7 @@ def test_least_memory_is_where_it_begins_to_fit() -> None:
     assert least_memory is not None
     advice = make_plan(task, PIPELINES, 4, 16)
     assert not advice.plans and advice.smallest_change is not None
-    assert "usable memory a device" in advice.smallest_change
+    assert "usable memory per device" in advice.smallest_change
     enough, short = (problem(memory=least_memory[0] + more) for more in (0, -1))
     assert search(enough, asked, 1).best and not search(short, asked, 1).best
 
@@ -343,10 +343,10 @@ def test_a_config_is_written_for_what_was_planned_or_not_at_all(capsys: Any, tmp
 
 
 def test_the_configs_hardware_is_the_default(capsys: Any) -> None:
-    """And so is its method; of one that is not planned it says so."""
+    """And so is its method; of one that cannot be planned it says so."""
     command.main(["configs/mlp_digits.yaml", "--set", "hardware=v100x8", "method=local_overlapping", "--top", "1"])
     said = capsys.readouterr()
-    assert "8 devices of v100x8" in said.out and "method: local_overlapping: is not planned" in said.err
+    assert "8 devices of v100x8" in said.out and "method: local_overlapping: cannot be planned" in said.err
 
 
 @pytest.mark.parametrize("name, asked", [("v100x8", []), ("pod4", []), ("v100x8", ["--methods", "local_chunked"])])

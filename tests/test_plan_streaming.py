@@ -86,7 +86,7 @@ def test_the_key_is_read_and_written(tmp_path: Path, capsys: Any) -> None:
     code = 0.2 * hardware.device.memory_bytes.value
     asked = [str(file), "--hardware", "pod4", "--devices", "1", "--json", "--write", str(planned)]
     command.main([*asked, "--memory", str(code + 2e6)])
-    assert json.loads(capsys.readouterr().out)["smallest_change"] == f"{KEY}, as planned here"
+    assert json.loads(capsys.readouterr().out)["smallest_change"] == f"{KEY}, as in this plan"
     assert load_config(planned).ipu.tensor_locations.optimizer.on_chip is False
     assert make_problem(load_config(planned), UNITS, 8.0, hardware).streamed
     command.main([*asked, "--overwrite"])

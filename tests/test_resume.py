@@ -72,13 +72,11 @@ def job(trained: Path) -> Any:
 
 
 def write_schema_2(path: Path) -> None:
-    """Rewrite a checkpoint as the version before schema 3 wrote it."""
+    """Rewrite a checkpoint's manifest as the version before schema 3 wrote it, with a mapping for each file."""
     manifest = checkpoint.load(path).manifest
-    state = {key: manifest[key] for key in ("position", "optimizer", "callbacks")}
-    (path / "state.json").write_text(json.dumps({**state, "schema": 2, "step": manifest["step"]}, indent=1))
     files = {
         name: {"bytes": (path / name).stat().st_size, "sha256": hashlib.sha256((path / name).read_bytes()).hexdigest()}
-        for name in (*checkpoint.FILES, "state.json")
+        for name in checkpoint.FILES
     }
     body = {
         "sha256": "0" * 64, "schema": 2, "step": manifest["step"], "updates": manifest["updates"], "stages": [2, 2, 2],
@@ -312,13 +310,17 @@ def test_a_run_whose_trace_was_counted_in_microbatches_goes_on(trained: Path, cu
     assert_same_weights(cut, trained)
 
 
-def test_a_checkpoint_of_schema_2_is_resumed(trained: Path, cut: Path) -> None:
+def test_a_checkpoint_of_schema_2_gives_its_weights_alone(cut: Path, tmp_path: Path) -> None:
     folder = cut / "checkpoints" / "step-8"
+    weights = checkpoint.load(folder).model
     write_schema_2(folder)
-    resumed(cut)
-    assert_same_weights(cut, trained)
-    (folder / "state.json").write_text((folder / "state.json").read_text().replace('"update": 8', '"update": 0'))
-    assert list_faults(checkpoint.load, folder)[0].startswith(f"{folder / 'state.json'}: corrupt checkpoint")
+    (line,) = refused(cut)
+    file = folder / "model.safetensors"
+    assert line.startswith(f"{folder / 'manifest.json'}: schema: 2: ") and f"init_from: {file}" in line
+    for path in (folder, file):
+        loaded = checkpoint.read_weights(path)
+        assert all(torch.equal(loaded[name], weights[name]) for name in weights)
+    train(config(*keys(f"init_from={file}", "steps=1")), tmp_path / "new", quiet=True)
 
 
 def test_a_checkpoint_without_a_manifest_is_refused_with_a_way_to_go_on(cut: Path, tmp_path: Path) -> None:

@@ -207,7 +207,7 @@ def replace_runs(part: Stretch, runs: np.ndarray) -> Stretch:
     ("gpipe", 0, 1, {"first_slot": -1}, "B0 on stage 0 is in slot 6, but needs B0 on stage 1, which is in slot 6"),
     ("gpipe", 2, 1, {"first_slot": -1}, "stage 2 has two actions in slot 4"),
     ("pipelined_backprop", 2, 1, {"first_slot": -1}, "B0 on stage 2 is in slot 1, but needs F0 on stage 2"),
-    ("pipedream", 0, 0, {"count": -1}, "F2 on stage 0 is missing or double"),
+    ("pipedream", 0, 0, {"count": -1}, "F2 on stage 0 is missing or appears twice"),
     ("gpipe", 0, 1, {"first_slot": 1}, "B0 on stage 0"),
     ("pipedream", 2, 1, {"slot_step": -1}, "B5 on stage 2 is in slot 8, but needs F5 on stage 2, which is in slot"),
 ])  # fmt: skip

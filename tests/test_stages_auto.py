@@ -164,10 +164,10 @@ def test_a_dry_run_predicts_its_own_cut(capsys: Any) -> None:
     arguments = ["configs/mlp_digits.yaml", "--dry-run", "--set"]
     said = printed(capsys, *arguments, "hardware=v100x8")
     lines = said.splitlines()
-    table = lines[lines.index("predicted on v100x8, nothing here is measured") + 1 :]
-    assert "memory  of the usable" in table[0]
+    table = lines[lines.index("predicted on v100x8, not measured") + 1 :]
+    assert "memory   share of usable" in table[0]
     prediction = predict_config_cut(build(load_config("configs/mlp_digits.yaml", ["hardware=v100x8"]))).prediction
-    assert f"predicted {prediction.samples_per_second:.4g} samples/s" in said and "predicted to be held back by" in said
+    assert f"predicted {prediction.samples_per_second:.4g} samples/s" in said and "predicted bottleneck: " in said
     assert [line.split()[0] for line in table[1 : len(prediction.starts) + 1]] == [str(s) for s in range(len(prediction.starts))]
     merged = "method_args={schedule: dataflow}"
     for more in ("method=local_overlapping", "precision=bfloat16", "stages={finest: 40}", merged):

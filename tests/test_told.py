@@ -103,7 +103,7 @@ def test_a_model_compiled_in_place_is_refused() -> None:
 
 
 def test_steps_beside_epochs_say_which_counts(run_tool: Any) -> None:  # noqa: F811
-    line = "steps: 5 counts, epochs: 3 does not"
+    line = "steps: 5 is used, epochs: 3 is ignored"
     code, printed, _ = run_tool(DIGITS, *sets("steps=5", "epochs=3"), "--dry-run")
     assert code == 0 and printed.splitlines()[0] == line
     agreeing = build(config("steps=null", "epochs=2"))
@@ -148,8 +148,8 @@ def test_a_run_that_diverges_says_stage_rule_and_remedy(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("keys, told", [
-    (["method=gpipe"], "no rule against staleness helps; clip: {norm: ...} may help"),
-    (["method=gpipe", "clip={norm: 1e18}"], "no rule against staleness helps"),
+    (["method=gpipe"], "rules against staleness cannot help; clip: {norm: ...} may help"),
+    (["method=gpipe", "clip={norm: 1e18}"], "rules against staleness cannot help"),
     (["method=local_greedy"], "; no stage reads stale weights in this run, so"),
     (["method=pipemare", "method_args={warmup: {epochs: 1}}"], "; no stage reads stale weights in this run, so"),
     (["method=pipedream", "optimizer={name: adam, momentum: null}"], "1 update stale): method_args: {t1: {}} lowers"),

@@ -92,7 +92,7 @@ def test_csv(run: Run) -> None:
     done = run("gpipe", "--stages", 2, "--microbatches", 2, "--format", "csv")
     assert (done.returncode, done.stdout, done.stderr) == (0, "0F0,0F1,,,0B0,0B1\n,1F0,1F1,1B0,1B1,\n", "")
     several = run("gpipe", "--stages", 1, "--microbatches", 2, "--accumulate", 1, "--format", "csv")
-    assert several.stdout == "0F0,0B0,0F1,0B1\n" and several.stderr.startswith("note: the rows hold several batches")
+    assert several.stdout == "0F0,0B0,0F1,0B1\n" and several.stderr.startswith("note: the rows contain several batches")
 
 
 def test_method_arguments_reach_the_schedule(run: Run) -> None:

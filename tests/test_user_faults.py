@@ -337,6 +337,7 @@ FORGED = [
     ({"files": [1]}, "files: "), ({"files": None}, "files: "), ({"files": {"../model.safetensors": "0" * 64}}, "files: ../model"),
     ({"files": {"/dev/zero": "0" * 64}}, "files: /dev/zero"), ({"files": {"..": "0"}}, "files: .."),
     ({"files": {"model.safetensors": 3}}, "files.model.safetensors"),
+    ({"files": {"model.safetensors": {"bytes": 3, "sha256": "0" * 64}}}, "files.model.safetensors"),
     ({"optimizer": "x"}, "optimizer: x"), ({"optimizer": []}, "optimizer: "), ({"keys": 3}, "keys: 3"),
     ({"callbacks": ["x"]}, "callbacks.0: x"), ({"callbacks": [{"name": "C"}]}, "callbacks.0.state"), ({"step": 4.5}, "step: 4.5"),
     ({"updates": "6"}, "updates: 6"), ({"updates": True}, "updates: True"), ({"position": [4]}, "position: "),
@@ -356,11 +357,10 @@ def test_a_forged_manifest_is_refused_by_key(changes: Dict[str, Any], place: str
 
 
 def test_what_a_manifest_may_have() -> None:
-    """Callbacks and plateau may be missing, position may be of an earlier version, and a file's record a mapping (schema 2)."""
+    """Callbacks and plateau may be missing, and position may be of an earlier version."""
     for changes in (
         {"callbacks": None},
         {"position": {**POSITION, "plateau": PLATEAU}},
         {"position": {**POSITION, "best_loss": 0.5, "epoch_loss": float("nan"), "seconds": 3}},
-        {"files": {"model.safetensors": {"bytes": 3, "sha256": "0" * 64}}},
     ):
         assert list_manifest_faults({**WHOLE, **changes}) == []

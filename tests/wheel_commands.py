@@ -56,7 +56,7 @@ def main():
             COMMAND, "train", "configs/mlp_digits.yaml", "--set", "steps=4", "--out", "runs/digits", said="throughput: "
         )
         assert json.loads(Path("runs/digits/summary.json").read_text())["steps"] == 4
-        run(COMMAND, "analyze", "runs/digits", said="What holds it up: ")
+        run(COMMAND, "analyze", "runs/digits", said="Bottleneck: ")
         run(COMMAND, "export", "runs/digits", "--to", "digits.safetensors", said="step-4")
         again = ("train", "mlp_digits", "--set", "steps=4", "--out", "runs/digits")
         run(COMMAND, *again, code=2, said="--overwrite")

@@ -27,7 +27,7 @@ COMMANDS = {
     "schedule": "print a method's schedule, its delays and versions",
     "plan": "rank configurations for given hardware by predicted throughput",
     "collect": "compare methods on the same work",
-    "analyze": "analyze a trace: who waits for whom, and what holds a run up",
+    "analyze": "analyze a trace: who waits for whom, and the bottleneck",
     "export": "write the weights of a run for use elsewhere",
     "stability": "find the learning rates that a run's delays allow",
     "fetch_data": "get a data set",

@@ -1,4 +1,4 @@
-"""Analyze a trace: busy devices, who waits for whom, the bottleneck of a run and changes that would help."""
+"""Analyze a trace: busy devices, who waits for whom, the bottleneck of a run, and changes that would help."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import importlib
 import importlib.util
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, List, Optional
 
 from ipu_pipe.cli.arguments import COMMON, JSON, command, option
 from ipu_pipe.errors import BadInput, raise_faults
@@ -17,17 +17,17 @@ RUN is a run's folder, a *.trace, a Chrome trace of ipu_pipe (trace.json.gz), a 
 them (a file a rank), or PopVision's profile.pop. docs/traces.md says what each number means.
 
 examples:
-  python tools/analyze.py runs/digits                         what holds the run up, and why
+  python tools/analyze.py runs/digits                         the bottleneck, and what would help
   python tools/analyze.py runs/digits --html digits.html      a page with a timeline to zoom into
   python tools/analyze.py runs/digits --png timeline.png      its timeline as a picture
-  python tools/analyze.py runs/digits --against runs/gpipe    two runs side by side
+  python tools/analyze.py runs/digits --against runs/gpipe    span, bubble and stages of two runs, and the settings that differ
 """
 
 
 @command(
     __doc__, EPILOG,
     option("run", metavar="RUN", type=Path, help="a run's folder, or a trace file"),
-    option("--against", metavar="RUN2", type=Path, help="another run, to compare with the first"),
+    option("--against", metavar="RUN2", type=Path, help="compare with another run in about ten lines; --json has all figures"),
     JSON,
     option("--html", metavar="FILE", type=Path, help="write a self-contained page with a timeline to zoom into"),
     option("--png", metavar="FILE", type=Path, help="write the timeline as a picture"),
@@ -63,9 +63,23 @@ def main(args: argparse.Namespace) -> None:
             analysis["against"] = {"other": other, "differences": compute_differences(analysis, other)}
         print(json.dumps(analysis, indent=1))
         return
-    args.print_result(format_analysis(analysis))
-    if other is not None:
-        args.print_result("\n" + format_comparison(analysis, other))
+    if other is None:
+        args.print_result(format_analysis(analysis))
+    else:
+        args.print_result(format_comparison(analysis, other, _list_different_settings(args.run, args.against)))
+
+
+def _list_different_settings(run: Path, other: Path) -> Optional[List[str]]:
+    """List the keys that differ between the configs of two runs, with both values; None without two configs."""
+    from ipu_pipe.config.compare import flatten, list_changes
+    from ipu_pipe.config.faults import show_value
+    from ipu_pipe.config.load import read_yaml
+
+    files = [folder / "config.yaml" for folder in (run, other)]
+    if not all(file.is_file() for file in files):
+        return None
+    configs = [flatten(read_yaml(file)) for file in files]
+    return [f"{key}: {show_value(value)} | {show_value(other_value)}" for key, value, other_value in list_changes(*configs)]
 
 
 def _read_profile(file: Path) -> Any:

@@ -31,8 +31,8 @@ CONFIG = (
     option("config", metavar="CONFIG", nargs="?", help="a YAML file, or the name of one in configs/, such as mlp_digits"), SET,
 )  # fmt: skip
 JSON = option("--json", action="store_true", help="print JSON")
-QUIET = option("--quiet", action="store_true", help="print faults alone, and JSON where it is asked for")
-COMMON = (QUIET, option("--traceback", action="store_true", help="print a fault's whole traceback, not its line alone"))
+QUIET = option("--quiet", action="store_true", help="print only errors, and JSON if requested")
+COMMON = (QUIET, option("--traceback", action="store_true", help="print the whole traceback of an error instead of one line"))
 
 
 class Command:

@@ -9,7 +9,7 @@ from ipu_pipe.config.values import MOST_UPDATES
 from ipu_pipe.errors import raise_faults
 
 EPILOG = """
-DIR gets throughput.json, memory.json, communication.json and a run folder, with its trace, for each method.
+DIR receives throughput.json, memory.json, communication.json and, for each method, a run folder with its trace.
 
 examples:
   python tools/collect.py configs/resnet34_ipu4.yaml --out runs/ipu4             Laskin et al. 2020, Table 2
@@ -29,7 +29,7 @@ examples:
     option("--rounds", type=int_in(1, 1000), default=1, metavar="N",
            help="runs of each method, for median and range (default 1)"),
     option("--out", type=parse_folder, metavar="DIR", help="the folder to write into (required)"),
-    option("--overwrite", action="store_true", help="replace runs that DIR holds"),
+    option("--overwrite", action="store_true", help="replace the runs in DIR"),
     *COMMON,
 )  # fmt: skip
 def main(args: argparse.Namespace) -> None:

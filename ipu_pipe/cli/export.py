@@ -27,7 +27,7 @@ def parse_step(text: str) -> Union[int, str]:
     __doc__, EPILOG,
     option("run", type=parse_folder, metavar="RUN", help="the folder of a run, or of a checkpoint"),
     option("--to", type=Path, required=True, metavar="PATH", help="a file that ends in .safetensors, or a new folder"),
-    option("--step", type=parse_step, metavar="STEP", help="of which checkpoint, or best (default: the newest)"),
+    option("--step", type=parse_step, metavar="STEP", help="the step of the checkpoint, or best (default: the newest)"),
     *COMMON,
 )  # fmt: skip
 def main(args: argparse.Namespace) -> None:

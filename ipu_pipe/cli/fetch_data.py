@@ -19,7 +19,7 @@ def list_sets() -> str:
 @command(
     __doc__, list_sets,
     option("name", metavar="NAME", help="one of the sets below"),
-    option("--root", type=Path, metavar="DIR", help="folder in which the set's own folder is made"),
+    option("--root", type=Path, metavar="DIR", help="folder in which the folder of the set is created"),
     QUIET,
 )  # fmt: skip
 def main(args: argparse.Namespace) -> None:

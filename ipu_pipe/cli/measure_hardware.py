@@ -19,7 +19,7 @@ from ipu_pipe.files import write_text
            help="threads of each device's process (default 1)"),
     option("--device", choices=("cpu", "cuda"), default="cpu",
            help="device: cpu (each device is a process) or cuda (not tested on a GPU)"),
-    option("--seconds", type=float, default=0.3, metavar="S", help="least time for each measurement (default 0.3)"),
+    option("--seconds", type=float, default=0.3, metavar="S", help="minimum time of each measurement (default 0.3)"),
     QUIET,
 )  # fmt: skip
 def main(args: argparse.Namespace) -> None:

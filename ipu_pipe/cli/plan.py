@@ -1,4 +1,4 @@
-"""Plan which configuration to run, and why: splits of a model over devices, ranked by predicted samples a second."""
+"""Plan which configuration to run, and why: splits of a model over devices, ranked by predicted samples per second."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _parse_size(text: str) -> float:
            help="time the model's parts on this machine instead of counting FLOPs (default if the hardware is this machine)"),
     option("--count", dest="measure", action="store_false", default=None, help="count FLOPs even on this machine's hardware"),
     option("--tensor-parallel", type=int_in(2, MOST_STAGES), metavar="T",
-           help="also predict Megatron's tensor parallelism over T devices, to compare with: nothing here runs it"),
+           help="also predict Megatron's tensor parallelism over T devices, for comparison (ipu_pipe does not run it)"),
     option("--top", type=int_in(1), default=10, metavar="K", help="configurations to print (default 10)"),
     JSON,
     option("--write", type=Path, metavar="FILE", help="write the best configuration as a config for tools/train.py"),
@@ -63,7 +63,7 @@ def _parse_size(text: str) -> float:
 def main(args: argparse.Namespace) -> None:
     """Run the command."""
     if args.write is not None and args.write.is_file() and not args.overwrite:
-        raise BadInput(f"--write: {args.write}: exists already: take another name, or --overwrite")
+        raise BadInput(f"--write: {args.write}: exists already: use another name, or --overwrite")
     from ipu_pipe.config.load import load_config
     from ipu_pipe.files import write_text
     from ipu_pipe.plan import answer
@@ -89,7 +89,7 @@ def main(args: argparse.Namespace) -> None:
         print(json.dumps({**answer.convert_to_json(plan), **compared}, indent=1))
     else:
         compared_lines = "" if ways is None else f"\n\n{describe_tensor_parallel(tensor)}"
-        args.print_result(f"{answer.format_answer(plan)}{compared_lines}\n\nthe model: {how}")
+        args.print_result(f"{answer.format_answer(plan)}{compared_lines}\n\nmodel: {how}")
     if not plan.plans:
         why = plan.smallest_change or "the batch is too small"
         raise BadInput(f"no configuration fits {problem.hardware.name}: {why}")
@@ -103,10 +103,11 @@ def main(args: argparse.Namespace) -> None:
         )
         if not flushing.plans:
             raise BadInput(
-                f"--write: only methods that read old weights fit, as {config.method} does not: take --methods"
+                f"--write: every configuration that fits reads stale weights, which {config.method}"
+                " does not: choose one by --methods"
             )
         args.print_progress(
-            f"written is the best that flushes, as {config.method} does: {best.candidate.method} reads old weights"
+            f"wrote the best configuration that flushes, as {config.method} does; {best.candidate.method} reads stale weights"
             f" (--methods {best.candidate.method} writes it)"
         )
         plan, best = flushing, flushing.plans[0][0]

@@ -84,25 +84,27 @@ AXES = "changes to an asynchronous method (method_args in a config)"
     option("--microbatches", metavar="M", type=int, required=True, help="microbatches in the whole run"),
     option("--accumulate", metavar="N", type=int,
            help="microbatches per update (default: M for gpipe, pipedream_flush and those listed from interleaved_1f1b on, S for "
-           "pipedream_2bw and local_sgd, 1 for the others); a last batch that is not full runs without an update"),
+           "pipedream_2bw and local_sgd, 1 for the others); an incomplete last batch makes no update"),
     option("--format", choices=("text", "csv", "json"), default="text",
            help="text: as papers draw it (default); csv: for PyTorch's loader, flush methods only; json: for programs"),
     option("--slots", metavar="A:B", type=_parse_slots, help="text: print the slots from A up to, not including, B"),
-    option("--drains", metavar="m", type=int, nargs="+", default=[], help="microbatches (multiples of N) before which it drains"),
-    option("--stages-per-device", metavar="V", type=int, group=DEVICES, help="stages on each of S / V devices"),
+    option("--drains", metavar="m", type=int, nargs="+", default=[],
+           help="drain the pipeline before these microbatches (multiples of N)"),
+    option("--stages-per-device", metavar="V", type=int, group=DEVICES, help="stages per device (there are S / V devices)"),
     option("--durations", metavar="F,I,W", type=_parse_durations, group=DEVICES,
-           help="times of a device's microbatch: forward, input gradient, weight gradient (default: 1,1,1)"),
+           help="durations of a device's passes of a microbatch: forward, input gradient, weight gradient (default: 1,1,1)"),
     option("--link", metavar="C", type=_parse_time, group=DEVICES, help="time of a message between devices (default: 0)"),
     option("--work", metavar="W0,W1,...", type=_parse_times, group=DEVICES,
-           help="work of each stage in any unit, where they are unequal; the durations are then those of the mean device"),
+           help="relative work of each stage, if unequal; --durations are then those of a device with the mean work"),
     option("--split-backward", metavar="true|false", type=_parse_bool, group=DEVICES,
            help="whether an asynchronous method splits its backwards"),
-    option("--activation-limit", metavar="X", type=_parse_time, group=DEVICES, help="memory of a device in units of 1F1B's"),
+    option("--activation-limit", metavar="X", type=_parse_time, group=DEVICES,
+           help="limit of a device's activation memory, in units of that of 1F1B"),
     option("--file", metavar="NAME.csv", group=DEVICES, help="method rows: a CSV file in PyTorch's format"),
     option("--schedule", choices=SCHEDULES, group=AXES,
-           help="1f1b: one pass a slot; 1f1b_capped: at most S-s microbatches in flight on stage s; dataflow: a forward and a "
+           help="1f1b: one pass per slot; 1f1b_capped: at most S-s microbatches in flight on stage s; dataflow: a forward and a "
            "backward in each step"),
-    option("--turn", choices=(0, 1), type=int, group=AXES, help="dataflow: steps from the last forward to its backward"),
+    option("--turn", choices=(0, 1), type=int, group=AXES, help="dataflow: steps between the last stage's forward and backward"),
     option("--stash", metavar="true|false", type=_parse_bool, group=AXES, help="backwards read their forward's weights"),
 )  # fmt: skip
 def main(args: argparse.Namespace) -> None:
@@ -119,7 +121,7 @@ def main(args: argparse.Namespace) -> None:
             " (its order and delays: schedule are those of pipedream)"
         )
     if args.stages > MOST_STAGES:
-        raise BadInput(f"--stages: {show(args.stages)}: at most {MOST_STAGES}: every stage is checked")
+        raise BadInput(f"--stages: {show(args.stages)}: must be at most {MOST_STAGES}, since every stage is checked")
     is_timed = method.order is not None or any(
         value is not None for value in (args.durations, args.link, args.stages_per_device, args.work)
     )
@@ -134,12 +136,12 @@ def main(args: argparse.Namespace) -> None:
     if args.work and (len(args.work) != args.stages or not sum(args.work)):
         raise BadInput(f"--work: {','.join(f'{part:g}' for part in args.work)}: must be the work of {args.stages} stages")
     if args.slots is not None and args.format != "text":
-        raise BadInput(f"--slots: only --format text prints a part of the slots; {args.format} spells out all")
+        raise BadInput(f"--slots: only --format text prints a part of the slots; {args.format} writes all of them")
     if args.format == "csv":
         rows = format_csv(schedule)
         if schedule.microbatches > schedule.accumulate:
             print(
-                "note: the rows hold several batches; PyTorch's loader knows no updates between them", file=sys.stderr
+                "note: the rows contain several batches; PyTorch's loader has no updates between them", file=sys.stderr
             )
         sys.stdout.writelines(rows)
     elif args.format == "json":
@@ -169,7 +171,7 @@ def _write_text(schedule: Schedule, method: Method, slots: Tuple[int, int], out:
     out.write(_format_stages(schedule, table))
     greatest, mean = summarize_history_delays(table)
     delay = (
-        "none, no pass reads old weights" if greatest is None else f"at most {greatest}, mean {mean:.10g} block updates"
+        "none (no pass reads stale weights)" if greatest is None else f"at most {greatest}, mean {mean:.10g} block updates"
     )
     out.write(
         f"\nslots: {schedule.slot_count}\n"

@@ -36,7 +36,7 @@ def main(args: argparse.Namespace) -> None:
 def examine_config(name: str, args: argparse.Namespace) -> None:
     """Print the limits of each stage of the run that the config `name` describes, by the options of `args`."""
     if args.by_stage and args.curvature is not None:
-        why = "either each stage's is measured, or one is given for all"
+        why = "--by-stage measures one value per stage, --curvature gives one for all"
         raise BadInput(f"--by-stage: cannot be combined with --curvature: {why}")
     from ipu_pipe.config.load import load_config
     from ipu_pipe.run.stability import analyze_config, format_stability

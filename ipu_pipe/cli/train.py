@@ -24,7 +24,7 @@ examples:
   python tools/train.py configs/mlp_digits.yaml --out runs/digits --resume-from 100
   python tools/train.py configs/mlp_digits.yaml --evaluate runs/digits/checkpoints/step-100
 
-Data sets are searched in data.root, in the folder $IPU_PIPE_DATA and in the cache that tools/fetch_data.py fills.
+Data sets are looked up in data.root, in the folder $IPU_PIPE_DATA and in the cache that tools/fetch_data.py fills.
 Exit codes: 0 done, 2 bad input, 1 fault while running, 130 Ctrl-C.
 """
 
@@ -35,12 +35,12 @@ Exit codes: 0 done, 2 bad input, 1 fault while running, 130 Ctrl-C.
     option("--out", type=parse_folder, metavar="DIR", help="folder of the run (default: a dated folder under runs/)"),
     option("--resume", action="store_true", help="continue from the newest checkpoint in DIR"),
     option("--resume-from", type=int_in(0), metavar="STEP", help="continue from the checkpoint of this step, delete later ones"),
-    option("--overwrite", action="store_true", help="delete the run that DIR holds"),
+    option("--overwrite", action="store_true", help="delete the run in DIR and start again"),
     option("--dry-run", action="store_true", help="print stages, schedule, delays and memory; train nothing, write nothing"),
     option("--evaluate", type=Path, metavar="PATH", help="evaluate a run, a checkpoint or a state dict; print JSON"),
-    option("--against", metavar="METHOD", help="then train by METHOD in DIR/METHOD, at equal samples and at equal time"),
+    option("--against", metavar="METHOD", help="also train by METHOD, in DIR/METHOD, with as many samples and in as much time"),
     option("--accumulate", type=parse_counts, default=(), metavar="K,...",
-           help="with --against: microbatches per update of METHOD at equal time (default, for one that flushes: 1, 2, 4 and 8 "
+           help="with --against: microbatches per update of METHOD at equal time (default, if it flushes: 1, 2, 4 and 8 "
            "times the config's)"),
     *COMMON,
 )  # fmt: skip

@@ -66,8 +66,8 @@ def train_against(
     for compared in (config, other):
         if resolve_method(compared.method, compared.method_settings()).order is not None:
             raise BadInput(
-                f"--against: {compared.method}: has several stages on a device or split backwards, whose slots are not those of"
-                " others: must be methods of one stage a device (compare it by tools/collect.py)"
+                f"--against: {compared.method}: has several stages on a device or split backwards, whose slots are not"
+                " comparable: must be a method with one stage per device (compare it by tools/collect.py)"
             )
     say = Progress(quiet or not is_main()).say
     same_samples_folder = name_folder(out, other.method)
@@ -79,7 +79,7 @@ def train_against(
     run_on_main(lambda: [check_folder(folder, **starts[folder]) for folder in folders.values()])
     with reserve_folder(same_samples_folder, **starts[same_samples_folder]):
         summary = train(config, out, resume=resume, overwrite=overwrite, quiet=quiet)
-    say(f"\nas many samples by {other.method}:")
+    say(f"\n{other.method} with as many samples:")
     other = keep_recorded_choices(load_recorded(out / "config.yaml"), other)
     other_summary = train(other, same_samples_folder, quiet=quiet, **starts[same_samples_folder])
     run, same_samples = read_run(config, summary, out), read_run(other, other_summary, same_samples_folder)
@@ -88,7 +88,7 @@ def train_against(
         for count, folder in folders.items():
             fitted = fit_into_time(other, count, summary)
             if fitted is not None:
-                say(f"\nas much time by {other.method}, {count} microbatches per update:")
+                say(f"\n{other.method} in as much time, with {count} microbatches per update:")
                 same_time.append(_train_for_same_time(fitted, folder, starts[folder], quiet, run.slots))
     record = make_record(config, summary["model"]["stages"], run, same_samples, same_time)
 
@@ -224,7 +224,7 @@ def describe(
         return f"{key.replace('_', ' ')} {show(run)} by {run.method}, {show(other)} by {other.method}{words}: {difference}"
 
     best = find_best(same_time, key)
-    at_equal_time = f"the same time: no run of {same_samples.method} ended within it"
+    at_equal_time = f"the same time: no run of {same_samples.method} ended in time"
     if best is not None:
         at_equal_time = f"the same time, {run.slots:,.0f} slots (planned): {compare(best, ' at its best')}"
     elif not same_time and not takes_longer(same_samples, run):
@@ -241,8 +241,8 @@ def describe(
             f"  {one.method} with {one.accumulate} microbatches per update: {one.steps} updates, {one.samples:,} samples{rate}: "
             f"{one.diverged or show(one)}"
         )
-    lines.append(f"busy by {run.method}: {format_busy(summary)}")
-    lines.append(f"busy by {same_samples.method}: {format_busy(other_summary)}")
+    lines.append(f"{run.method} busy: {format_busy(summary)}")
+    lines.append(f"{same_samples.method} busy: {format_busy(other_summary)}")
     return "\n".join([*lines, format_throughput(summary)])
 
 

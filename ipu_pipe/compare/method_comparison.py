@@ -55,7 +55,7 @@ def compare_methods(
     of `rounds`, so that a change on the machine meets all of them; further rounds go into `out/METHOD/round-R`. Raise `BadInput`.
     """
     check_methods(methods, "--methods")
-    faults = {f"--methods: {','.join(methods)}: a method is named twice": len(set(methods)) != len(methods)}
+    faults = {f"--methods: {','.join(methods)}: names a method twice": len(set(methods)) != len(methods)}
     where = f"backend.name: {config.backend.name}: methods are compared on emulator or distributed"
     raise_faults({**faults, where: get_backend(config).trains_on is not None})
     if is_distributed():
@@ -281,10 +281,10 @@ def make_comparison_table(comparison: Mapping[str, Mapping[str, Any]]) -> str:
         "",
         *_describe_traffic(comparison["communication"]),
         "",
-        "samples/s: the median over the rounds; on the emulator of this machine, which does the work of all devices in turn.",
-        "busy: the share of time in passes and updates: measured where devices have clocks; modelled by the clock with the",
-        "measured passes of each stage; planned: of the schedule's unit slots. crosses: per microbatch, over all links.",
-        f"speedup, against the first method: modelled is the schedule with the FLOPs of each stage as times ({HOW}).",
+        "samples/s: median over the rounds; the emulator does the work of all devices in turn on this machine.",
+        "busy: share of time in passes and updates: measured on processes; modelled: the simulated schedule with the",
+        "measured passes of each stage; planned: the schedule's unit slots. crosses: per microbatch, over all links.",
+        f"speedup: relative to the first method; modelled: the simulated schedule with times from each stage's FLOPs ({HOW}).",
     ])  # fmt: skip
 
 
@@ -311,7 +311,7 @@ def _make_row(comparison: Mapping[str, Mapping[str, Any]], name: str) -> List[st
 def _describe_traffic(methods: Mapping[str, Any]) -> List[str]:
     """Return the lines of a table of the bytes that each device receives and sends for a microbatch."""
     count = max(len(traffic["devices"]) for traffic in methods.values())
-    rows = [["a microbatch, MiB", "", *(f"device {d}" for d in range(count))]]
+    rows = [["MiB per microbatch", "", *(f"device {d}" for d in range(count))]]
     for name, traffic in methods.items():
         for key in ("received", "transmitted"):
             rows.append([name, key, *(f"{device[f'{key}_bytes'] / MIB:.4f}" for device in traffic["devices"])])

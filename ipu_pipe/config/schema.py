@@ -176,7 +176,7 @@ class Config(Section):
         raise ValueError(allowed + (suggest(value, ("auto", "finest")) if isinstance(value, str) else ""))
 
     def list_cases(self) -> Iterator[Case]:
-        why = f"is of backend.name poptorch: must be float32, float64, bfloat16 or bfloat16_mixed with {self.backend.name}"
+        why = f"belongs to backend.name poptorch: must be float32, float64, bfloat16 or bfloat16_mixed with {self.backend.name}"
         yield Case(self.backend.name != "poptorch" and self.precision in ("16.16", "16.32", "32.32"), "precision", why)
         is_missing = self.optimizer.name == sections.GIVEN and (self.given is None or self.given.optimizer is None)
         yield Case(is_missing, "optimizer.name", "without given.optimizer: must be sgd, adam or adamw")

@@ -237,7 +237,7 @@ class OptimizerConfig(OptimizerSettings):
             yield Case(group.name in (GIVEN, GROUPS), f"groups.{number}.name", why, group.name)
         for key in ("name", "lr", "momentum", "nesterov", "weight_decay", "betas", "eps", "args", "by_stage"):
             is_set = getattr(self, key) != (GROUPS if key == "name" else None)
-            yield Case(is_set, key, "not beside groups, each of which has its own; null leaves it out")
+            yield Case(is_set, key, "cannot be combined with groups, each of which has its own; null leaves it out")
 
     @property
     def members(self) -> Sequence[OptimizerSettings]:

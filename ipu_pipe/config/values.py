@@ -60,7 +60,7 @@ def to_numbers(value: Any, most: float, allowed: str) -> Any:
 def check_path(value: Any) -> Any:
     """Validate text that can be a path: no file's name holds a NUL or half a character."""
     if isinstance(value, str) and any(c == "\0" or "\ud800" <= c <= "\udfff" for c in value):
-        raise ValueError("holds a character that no file name can")
+        raise ValueError("contains a character that a file name cannot have")
     return value
 
 

@@ -68,7 +68,7 @@ def fetch(name: str, root: Optional[Path] = None, say: Say = print) -> Path:
     folder = base / FOLDERS[name]
     if folder.is_dir():
         verify_files(name, folder, root)
-        say(f"{name}: is there, in {folder}")
+        say(f"{name}: is already in {folder}")
         return folder
     try:
         base.mkdir(parents=True, exist_ok=True)
@@ -152,7 +152,7 @@ def _find_npm(work: Path) -> List[str]:
     # PREFIX/lib/node_modules/npm/bin/npm-cli.js goes with PREFIX/bin/node
     node = scripts[0].parents[4] / "bin" / "node" if scripts else None
     if node is None or not os.access(node, os.X_OK):
-        raise RunFault(f"npm is not installed, and the package {_NODE} does not hold one: install npm")
+        raise RunFault(f"npm is not installed, and the package {_NODE} does not contain one: install npm")
     return [str(node), str(scripts[0])]
 
 

@@ -121,7 +121,7 @@ class ImageFolder(SampledData):
     def _open(self, path: Path) -> Any:
         # pathlib raises if the folder cannot be read
         if not os.path.isfile(path):
-            raise BadInput(f"data: {path}: is no file: must be an image")
+            raise BadInput(f"data: {path}: is not a file: must be an image")
         try:
             with self._pillow.open(path) as image:
                 # the size is in the file's header; nothing is decoded yet
@@ -197,5 +197,5 @@ def _list_images(folder: Path, classes: List[str]) -> List[Tuple[Path, int]]:
         if path.suffix.lower() in SUFFIXES
     ]  # fmt: skip
     if not files:
-        raise BadInput(f"data.root: {folder}: holds no images ({', '.join(SUFFIXES)})")
+        raise BadInput(f"data.root: {folder}: contains no images ({', '.join(SUFFIXES)})")
     return files

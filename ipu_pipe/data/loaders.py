@@ -34,7 +34,8 @@ class LoaderData:
             if name != "train" and isinstance(loader, Iterator):
                 kind = type(loader).__name__
                 raise BadInput(
-                    f"data: the {name} loader is a {kind}, which gives its batches once: must give them at each evaluation"
+                    f"data: the {name} loader is a {kind}, which can be iterated over only once: must give its batches "
+                    "at each evaluation"
                 )
         if not (labels is None or isinstance(labels, str)):
             raise BadInput(f"data: labels: {describe_kind(labels)}: must be their name in batches that are mappings")
@@ -173,7 +174,7 @@ class LoaderData:
             raise BadInput(f"data: the training loader ended after {self._next_index} batches, its length says more")
         if not self._batches_of_pass:
             again = (
-                f"ended after {self._next_index} batches (can it be iterated over twice?), begun anew it "
+                f"ended after {self._next_index} batches (can it be iterated over twice?), started again it "
                 if self._pass_number
                 else ""
             )

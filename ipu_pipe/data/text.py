@@ -123,8 +123,8 @@ class TranslationData(TensorData):
         self.left_out = len(read) - len(pairs)
         if len(pairs) <= TEST_PAIRS:
             raise BadInput(
-                f"data.length: {show(length)}: {len(pairs)} pairs are no longer, must be more than"
-                f" {TEST_PAIRS}: take a greater length"
+                f"data.length: {show(length)}: {len(pairs)} pairs have at most this length: must be more than"
+                f" {TEST_PAIRS}: use a larger length"
             )
         positions = torch.arange(len(pairs))
         (chosen, _), _ = split_off_test(positions, positions, TEST_PAIRS)

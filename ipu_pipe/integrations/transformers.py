@@ -75,7 +75,10 @@ REFUSED: Dict[str, Any] = {
     "tf32": (None, "is the pipeline's: use pipeline={'backend': {'tf32': True}}"),
     "torch_compile": (False, "stages are cut from the model's own modules"),
     "auto_find_batch_size": (False, "a run is planned with one batch size"),
-    "neftune_noise_alpha": (None, "its noise is of no seeded module, so stages and recomputation would draw others"),
+    "neftune_noise_alpha": (
+        None,
+        "its noise is not drawn by a seeded module, so stages and recomputation would draw other values",
+    ),
     "torch_empty_cache_steps": (None, PASSES),
     "enable_jit_checkpoint": (False, "checkpoints are written where the pipeline is empty: use save_steps"),
     "ignore_data_skip": (False, "the data of an update depend on its number: leave it out"),
@@ -188,7 +191,7 @@ class PipelineTrainer(Trainer):
         # updates whose losses the next line of the log averages
         self._reported = 0
         unknown = [key for key in pipeline if key not in KEYS]
-        why = f"TrainingArguments say it, or nothing does: must be one of {', '.join(KEYS)}"
+        why = f"is set by TrainingArguments or unsupported: must be one of {', '.join(KEYS)}"
         raise_faults([f"pipeline.{key}: {show(pipeline[key])}: {why}" for key in unknown])
         if not hasattr(Trainer, "_run_epoch"):
             raise BadInput("transformers: PipelineTrainer needs version 5: pip install 'ipu_pipe[transformers]'")
@@ -329,7 +332,7 @@ class PipelineTrainer(Trainer):
         self.create_optimizer()
         self._optimizer = self.optimizer
         if hasattr(self._optimizer, "train"):
-            raise BadInput(f"optim: {type(self._optimizer).__name__}: keeps other weights for evaluation: unsupported")
+            raise BadInput(f"optim: {type(self._optimizer).__name__}: uses other weights for evaluation: unsupported")
         # decided once: evaluations and callbacks leave other modes, which Trainer ends by model.train()
         enter_training(self.model)
         model = LossModel(self, self.model)

@@ -55,7 +55,7 @@ def make_model(config: Config) -> nn.Module:
     """Make the config's model, on the CPU in float32."""
     model = call_entry(resolve_entry(config.model.entry, "model.entry"), config.model.args, "model.args")
     if not isinstance(model, nn.Module):
-        raise BadInput(f"model.entry: {config.model.entry}: gave a {type(model).__name__}, must give a torch.nn.Module")
+        raise BadInput(f"model.entry: {config.model.entry}: returned a {type(model).__name__}, must return a torch.nn.Module")
     return model
 
 
@@ -66,7 +66,7 @@ def make_data(config: Config) -> DataSource:
         return load_data(name, seed=config.seed, **options)
     source = call_entry(resolve_entry(name, "data.name"), options, "data")
     if not isinstance(source, DataSource):
-        raise BadInput(f"data.name: {name}: gave a {type(source).__name__}, must give an ipu_pipe.data.DataSource")
+        raise BadInput(f"data.name: {name}: returned a {type(source).__name__}, must return an ipu_pipe.data.DataSource")
     return source
 
 

@@ -92,11 +92,11 @@ def explain_divergence(job: Job, update: int) -> str:
         # PopTorch clips with some optimizers alone
         can_clip = job.config.clip is None and job.method.structure is None and job.config.backend.name != "poptorch"
         clip = "; clip: {norm: ...} may help" if can_clip else ""
-        return f"; no stage reads stale weights in this run, so no rule against staleness helps{clip}"
+        return f"; no stage reads stale weights in this run, so rules against staleness cannot help{clip}"
     text = f"; stage {worst} tolerates the smallest learning rate (its weights are {forward} update{'s' * (forward > 1)} stale)"
     # the theory does not cover Adam, for example
     if list_inapplicable(job):
-        return text + ("" if "t1" in used_rules else ": method_args: {t1: {}} lowers its rate in the beginning")
+        return text + ("" if "t1" in used_rules else ": method_args: {t1: {}} lowers its rate at the start")
     recurrence = derive_recurrence(job, worst, forward, backward)
     without_delay = find_largest_stable_step(derive_loop_gain(recurrence._replace(reads=(DelayedRead(1.0, 0),))))
     (margin,) = compute_margins([StageDynamics(worst, recurrence, float(rates[worst]), 1.0)])

@@ -88,7 +88,8 @@ def _find_conflicts(job: Job) -> Dict[str, Any]:
             config.model.compile and config.backend.name != "distributed",
         f"replicas: {replicas}: {alone}: must be 1": alone and replicas > 1,
         f"gradient_accumulation: {accumulation}: {alone}: must be 1": alone and accumulation > 1,
-        "method_args.delay_compensation: not with loss_weight, since it goes by the gradient of a microbatch's own loss, and "
+        "method_args.delay_compensation: cannot be combined with loss_weight: it uses the gradient of a "
+        "microbatch's own loss, and "
         "earlier stages do not know its weight: must be null":
             job.loss_weight and job.rules.compensates and job.schedule.accumulate * replicas > 1,
         f"clip.scope: {scope}: {alone}: use {by_stage}": alone and scope not in (None, "stage"),

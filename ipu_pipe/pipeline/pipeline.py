@@ -556,7 +556,7 @@ class Pipeline:
         if not traced:
             raise BadInput("trace: no update was recorded: make the pipeline with trace=True, or a range of updates")
         if traced.start >= self.updates:
-            raise BadInput(f"trace: update {traced.start} is the first that is recorded: {self.updates} were given so far")
+            raise BadInput(f"trace: update {traced.start} is the first that is recorded: {self.updates} were made so far")
         folder = Path(tempfile.mkdtemp(prefix="ipu_pipe-") if path is None else path)
         with self._break_on_error("trace"):
             return write_trace(replace(job, folder=folder), self._require_flow().engine, folder)

@@ -78,7 +78,7 @@ def format_answer(answer: Answer) -> str:
     if answer.plans:
         lines += [*_format_table(answer), "", *_format_best(problem, *answer.plans[0]), ""]
     else:
-        lines += [f"nothing fits; the smallest change that would: {answer.smallest_change}", ""]
+        lines += [f"no configuration fits; the smallest change that makes one fit: {answer.smallest_change}", ""]
     lines += [f"{count} other configurations: {reason}" for reason, count in answer.refused.items()]
     unconfirmed = [
         line for line, (_, figure) in zip(hardware.format_figures(), hardware.list_figures()) if not figure.confirmed
@@ -86,7 +86,7 @@ def format_answer(answer: Answer) -> str:
     if unconfirmed:
         lines += [
             "",
-            "figures of the hardware that no primary source confirms:",
+            "hardware figures that no primary source confirms:",
             *(f"  {line}" for line in unconfirmed),
         ]
     return "\n".join(lines)
@@ -95,7 +95,7 @@ def format_answer(answer: Answer) -> str:
 def _format_table(answer: Answer) -> List[str]:
     lines = [
         "    samples/s  method                  depth x width  microbatch x accumulation  recompute"
-        "  busy  fullest device  of it activations  held back by"
+        "  busy  fullest device   its activations  bottleneck"
     ]
     for rank, (prediction, bottleneck) in enumerate(answer.plans, 1):
         candidate, fullest = prediction.candidate, max(prediction.memory, key=lambda memory: memory.total)
@@ -114,9 +114,9 @@ def _format_table(answer: Answer) -> List[str]:
 def _format_best(problem: Problem, prediction: Prediction, bottleneck: Bottleneck) -> List[str]:
     work, total = prediction.work, sum(prediction.work)
     lines = [
-        "the best one's stages",
-        "stage  begins with                      share of the work     memory  of it activations"
-        + ("  (of its device)" if prediction.candidate.stages_per_device > 1 else ""),
+        "stages of the best configuration",
+        "stage  begins with                      share of the work     memory     activations"
+        + ("  (memory of its device)" if prediction.candidate.stages_per_device > 1 else ""),
     ]
     for s, start in enumerate(prediction.starts):
         memory = prediction.memory[prediction.candidate.placement[s]]
@@ -125,10 +125,10 @@ def _format_best(problem: Problem, prediction: Prediction, bottleneck: Bottlenec
             f"{s:5d}  {name:30s} {work[s] / total:18.1%} {format_bytes(memory.total):>10s} "
             f"{format_bytes(memory.activations):>15s}"
         )
-    lines += ["", f"held back by {bottleneck}"]
+    lines += ["", f"bottleneck: {bottleneck}"]
     devices = prediction.candidate.devices
     if prediction.candidate.width > 1 and prediction.candidate.depth > 1 and devices <= MOST_LISTED_DEVICES:
-        lines += ["", "devices of each replica's stages, neighbours numbered next to one another:"]
+        lines += ["", "devices of each replica, in the order of its stages (neighbours have adjacent numbers):"]
         lines += [f"  replica {r}: {' '.join(map(str, row))}" for r, row in enumerate(prediction.layout.list_devices())]
     return lines
 
@@ -137,26 +137,26 @@ def format_config_cut(job: Job) -> List[str]:
     """Return lines for `--dry-run`: predicted figures of the job's stages on the config's hardware; none without hardware."""
     if job.config.hardware is None:
         return []
-    name = job.config.hardware if isinstance(job.config.hardware, str) else "the hardware given"
+    name = job.config.hardware if isinstance(job.config.hardware, str) else "the given hardware"
     try:
         problem, prediction, bottleneck = predict_config_cut(job)
     except BadInput as error:
         return [*(f"not predicted on {name}: {fault}" for fault in error.faults), ""]
     limit, costs = problem.memory_bytes, prediction.costs
     lines = [
-        f"predicted on {problem.hardware.name}, nothing here is measured",
-        "stage  forward (ms)  backward (ms)     memory  of the usable",
+        f"predicted on {problem.hardware.name}, not measured",
+        "stage  forward (ms)  backward (ms)     memory   share of usable",
     ]
     for s, device in enumerate(prediction.candidate.placement):
         memory = prediction.memory[device]
-        share = f"{memory.total / limit:14.1%}{'  does not fit' if memory.total > limit else ''}"
+        share = f"{memory.total / limit:17.1%}{'  does not fit' if memory.total > limit else ''}"
         lines.append(
             f"{s:5d} {1e3 * costs.forward[s]:13.4g} {1e3 * costs.backward[s]:14.4g} {format_bytes(memory.total):>10s} {share}"
         )
     lines += [
         f"predicted {prediction.samples_per_second:.4g} samples/s, devices busy {prediction.utilization:.0%} of the time, "
         f"{format_bytes(int(limit))} usable on each",
-        f"predicted to be held back by {bottleneck}",
+        f"predicted bottleneck: {bottleneck}",
         "",
     ]
     return lines

@@ -165,7 +165,7 @@ def choose_methods(
             if name not in planned
         ]
         faults += [
-            f"--methods: {name}: devices in lock-step, such as IPUs, do not run it: must be of {', '.join(IN_LOCKSTEP)}"
+            f"--methods: {name}: devices in lock-step, such as IPUs, cannot run it: must be of {', '.join(IN_LOCKSTEP)}"
             for name in asked
             if lockstep and name in planned and METHODS[name].order is not None
         ]
@@ -173,7 +173,8 @@ def choose_methods(
         return list(asked)
     row = METHODS.get(configured)
     if (row is None or row.structure is not None) and configured not in LOCAL:
-        say(f"method: {configured}: is not planned: {'others' if row is None else 'pipelines of one loss'} are, in its place")
+        planned_instead = "other methods" if row is None else "pipelines of one loss"
+        say(f"method: {configured}: cannot be planned: planning {planned_instead} instead")
     first = [configured] if configured in (LOCAL if lockstep else planned) else []
     return list(dict.fromkeys([*first, *(IN_LOCKSTEP if lockstep else USUAL)]))
 

@@ -39,7 +39,7 @@ class Bottleneck(NamedTuple):
     """A bottleneck of a configuration.
 
     `kind`: memory, link, bubble, imbalance or compute; `share`: its share of the time; `what`: its description; `lifts`: the
-    changes that would lift it.
+    changes that would reduce it.
     """
 
     kind: str
@@ -56,7 +56,7 @@ def find_bottleneck(problem: Problem, prediction: Prediction) -> Bottleneck:
     greatest = max(_list_bottlenecks(problem, prediction), key=lambda bottleneck: bottleneck.share)
     if greatest.share < SMALL:
         greatest = Bottleneck("compute", prediction.utilization, f"devices are busy {prediction.utilization:.0%} of the time",
-                           "only faster or more devices would do more")  # fmt: skip
+                           "only faster devices or more of them would raise the throughput")  # fmt: skip
     if not problem.streamed:
         return greatest
     share = _sum_streaming_seconds(problem, prediction) / prediction.seconds
@@ -86,23 +86,23 @@ def _list_bottlenecks(problem: Problem, prediction: Prediction) -> List[Bottlene
             "imbalance",
             count * (greatest - mean) / seconds,
             f"{kind} {slowest} (from {name}) computes {greatest / mean - 1:.0%} more than the mean",
-            "boundaries inside its modules, or a depth that divides the model better, would lift it",
+            "boundaries inside its modules, or another number of stages, would balance the load",
         ),
         # a model on one device has no pipeline to fill or drain; besides passes it only updates its weights
         Bottleneck(
             "compute",
             idle,
             f"{idle:.0%} of the time goes to updating the weights",
-            "more microbatches an update would lift it",
+            "more microbatches per update would reduce this",
         )
         if candidate.depth == 1
         else Bottleneck(
             "bubble",
             idle,
-            f"{idle:.0%} of the time goes to filling, draining and updating",
-            "more microbatches an update (a greater batch), fewer stages or a method that does not flush would lift it"
+            f"{idle:.0%} of the time goes to filling and draining the pipeline and to updates",
+            "more microbatches per update (a larger batch), fewer stages or a method that does not flush would reduce this"
             if candidate.method_row.flushes
-            else "more microbatches an update would lift it",
+            else "more microbatches per update would reduce this",
         ),
     ]
     if prediction.link_busy:
@@ -113,14 +113,14 @@ def _list_bottlenecks(problem: Problem, prediction: Prediction) -> List[Bottlene
         waited, busy = (seconds - compute_seconds) / seconds, min(prediction.link_busy[link] / seconds, 1.0)
         # most of the waiting time is latency
         is_latency = busy < waited / 2
-        words = f"{waited:.0%} of the time is waited for messages, "
+        words = f"{waited:.0%} of the time is spent waiting for messages, "
         if is_latency:
-            words += f"most of that for their latency; {link} itself is busy {busy:.2%} of the time, with {what}"
+            words += f"mostly because of their latency; {link} is busy only {busy:.2%} of the time, with {what}"
         else:
-            words += f"{link} is busy {busy:.0%} of it, with {what}"
-        faster = "links of less latency" if is_latency else "a faster link"
-        fewer = "or a greater micro_batch_size, of which there are fewer" if is_latency else "or a cut where less crosses"
-        lifts = f"{faster}, {'or more microbatches an update' if reduces else fewer}, would lift it"
+            words += f"and {link} is busy {busy:.0%} of the time, with {what}"
+        faster = "links with lower latency" if is_latency else "a faster link"
+        fewer = "or a larger micro_batch_size (fewer messages)" if is_latency else "or boundaries that fewer bytes cross"
+        lifts = f"{faster}, {'or more microbatches per update' if reduces else fewer}, would reduce this"
         bottlenecks.append(Bottleneck("link", waited, words, lifts))
     if candidate.recompute and not _fits_without_recomputing(problem, prediction):
         fullest = max(range(candidate.depth), key=lambda s: prediction.memory[s].total)
@@ -129,9 +129,10 @@ def _list_bottlenecks(problem: Problem, prediction: Prediction) -> List[Bottlene
             Bottleneck(
                 "memory",
                 recompute_share,
-                f"{kind} {fullest} holds {format_bytes(prediction.memory[fullest].total)} of"
-                f" {format_bytes(int(problem.memory_bytes))}; recomputing, which fits, takes {recompute_share:.0%} of the time",
-                "more memory a device or more stages would lift it",
+                f"{kind} {fullest} uses {format_bytes(prediction.memory[fullest].total)} of"
+                f" {format_bytes(int(problem.memory_bytes))}; it fits only with recomputation, "
+                f"which takes {recompute_share:.0%} of the time",
+                "more memory per device or more stages would make recomputation unnecessary",
             )
         )
     return bottlenecks
@@ -154,9 +155,9 @@ def _fits_without_recomputing(problem: Problem, prediction: Prediction) -> bool:
 # The candidate with the greatest bound takes the next step. So the first candidate that has taken all steps is the best one, the
 # next one is the second best, and so on.
 
-NO_ROOM = "the fullest stage needs more memory than a device has, however the model is cut"
-ALIKE = "other microbatches, accumulations and schedules of those shown, no faster or with no room"
-SLOWER = "no faster than those shown, by the least time that they can take"
+NO_ROOM = "a stage needs more memory than a device has, however the model is cut"
+ALIKE = "the same methods and stages with another microbatch, accumulation or schedule, not faster or out of memory"
+SLOWER = "slower than those shown, by a lower bound of their time"
 # slack so that a bound equal to the time does not reorder ties
 ROUNDING = 1e-9
 
@@ -310,7 +311,7 @@ def make_plan(
     candidates = tuple(list_candidates(methods, devices, len(problem.units), greatest_batch))
     result, change = search(problem, candidates, count), None
     if not result.best and _may_stream(problem):
-        problem, change = replace(problem, streamed=True), f"{STREAMED}, as planned here"
+        problem, change = replace(problem, streamed=True), f"{STREAMED}, as in this plan"
         result = search(problem, candidates, count)
     plans = tuple((prediction, find_bottleneck(problem, prediction)) for prediction in result.best)
     if not plans:
@@ -333,7 +334,7 @@ def _find_smallest_change(
         return None
     size, candidate = least
     memory = (
-        f"{format_bytes(int(size))} of usable memory a device in place of {format_bytes(int(problem.memory_bytes))} "
+        f"{format_bytes(int(size))} of usable memory per device instead of {format_bytes(int(problem.memory_bytes))} "
         f"({_describe(candidate)})"
     )
     if problem.streamed:
@@ -342,7 +343,7 @@ def _find_smallest_change(
         needed = find_least_memory(problem, list_candidates(methods, number, len(problem.units), greatest_batch, (True,)))
         if needed is not None and needed[0] <= problem.memory_bytes:
             if number / devices < size / problem.memory_bytes:
-                return f"{number} devices in place of {devices} ({_describe(needed[1])})"
+                return f"{number} devices instead of {devices} ({_describe(needed[1])})"
             return f"{memory}, or {number} devices"
     return memory
 

@@ -35,13 +35,13 @@ def format_opening(job: Job, done: int = 0) -> str:
     others = job.precision.list_other_dtypes()
     if others:
         lines.append(
-            f"precision: the model given in {' and '.join(others)} is trained in {config.precision}, and cast back at the end"
+            f"precision: the model has {' and '.join(others)}; it is trained in {config.precision} and cast back at the end"
         )
     # mixed precision has two forms
     if config.precision == MIXED:
         lines.append(
-            f"precision {MIXED}: weights in bfloat16, updates of float32 masters beside them: a backward of {job.method.name} "
-            "reads other weights than its forward, of which autocast would keep copies"
+            f"precision {MIXED}: weights in bfloat16 with float32 master copies: a backward of {job.method.name} "
+            "reads other weights than its forward, but autocast would cache copies of the forward's"
             if job.precision.row == MASTERS
             else f"precision {MIXED}: forward and loss under autocast, weights and updates in float32"
         )
@@ -52,7 +52,7 @@ def format_opening(job: Job, done: int = 0) -> str:
         f"global batch size {job.global_batch_size} = micro_batch_size {config.micro_batch_size} x "
         f"gradient_accumulation {config.gradient_accumulation} x replicas {job.replica_count}; "
         f"{job.updates - done} updates, "
-        + (f"{job.updates_per_epoch} an epoch" if job.updates_per_epoch is not None else "of data without a length"),
+        + (f"{job.updates_per_epoch} per epoch" if job.updates_per_epoch is not None else "data without a length"),
     ]
     return "\n".join(lines)
 
@@ -62,7 +62,7 @@ def _describe_unused_keys(job: Job) -> List[str]:
     config, method, lines = job.config, job.method, []
     if config.steps is not None and "epochs" in config.model_fields_set:
         if job.updates_per_epoch is None or config.epochs * job.updates_per_epoch != config.steps:
-            lines.append(f"steps: {config.steps} counts, epochs: {config.epochs} does not")
+            lines.append(f"steps: {config.steps} is used, epochs: {config.epochs} is ignored")
     of_stages = method.structure is None and method.history is None and method.rounds is None and method.delay is None
     if len(job.partition) == 1 and of_stages:
         lines.append(f"stages: one stage: there is nothing to pipeline, {method.name} is plain training")
@@ -72,8 +72,8 @@ def _describe_unused_keys(job: Job) -> List[str]:
 def _format_init_from(weights: InitialWeights) -> str:
     left_out = [f"{name} ({why})" for name, why in weights.left_out.items()]
     return (
-        f"init_from: {weights.path}: {weights.taken} parameters and buffers are from there; "
-        f"left out: {list_some(left_out) or 'none'}; new in the model: {list_some(weights.new) or 'none'}"
+        f"init_from: {weights.path}: {weights.taken} parameters and buffers loaded; "
+        f"not loaded: {list_some(left_out) or 'none'}; new in the model: {list_some(weights.new) or 'none'}"
     )
 
 
@@ -86,12 +86,12 @@ def describe_left_out(job: Job) -> List[str]:
     left_out = samples - job.updates_per_epoch * batch
     if left_out <= 0:
         return []
-    return [f"data: {left_out:,} of {samples:,} training samples are left out of each epoch: they fill no batch of {batch}"]
+    return [f"data: {left_out:,} of {samples:,} training samples are left out of each epoch: they do not fill a batch of {batch}"]
 
 
 STAGE_HEAD = (
     "stage", "begins with", "parameters", "lag", "copies", "in flight", "memory (MiB)", "forward", "backward", "share",
-    "sends on (bytes)",
+    "sends (bytes)",
 )  # fmt: skip
 
 
@@ -124,18 +124,18 @@ def format_plan(job: Job) -> str:
         "",
         *lines,
         "",
-        "lag: how many updates old the weights are that a forward reads when its gradient is used, greatest in the steady state",
-        "memory: weight versions, gradients, optimizer state and activations in flight, as planned from one microbatch",
-        f"in all: {weights:.1f} MiB weights, {state:.1f} optimizer, {activations:.1f} activations",
+        "lag: updates between the weights that a forward reads and the update by its gradient (maximum in the steady state)",
+        "memory: weight versions, gradients, optimizer state and activations in flight, planned from one microbatch",
+        f"total: {weights:.1f} MiB weights, {state:.1f} MiB optimizer state, {activations:.1f} MiB activations",
         *_format_memory_figures(job),
-        f"forward, backward: GFLOPs of a sample ({HOW}), in all {sum(forward):.4g} and "
+        f"forward, backward: GFLOPs per sample ({HOW}), in total {sum(forward):.4g} and "
         + (f"{sum(backward):.4g}" if backward else "-")
-        + (f"; the greatest stage has {max(both) * len(both) / whole:.2f} times the mean" if whole else ""),
-        "sends on: of a microbatch, one way: the gradients of these come back",
+        + (f"; the largest stage has {max(both) * len(both) / whole:.2f} times the mean" if whole else ""),
+        "sends: activations per microbatch to the next stage, which sends back their gradients",
         "",
         *format_config_cut(job),
-        f"schedule: {job.schedule.slot_count:,} slots, stages busy in {job.compute_planned_utilization():.1%} of them as planned "
-        "(fill and drain included)",
+        f"schedule: {job.schedule.slot_count:,} slots, stages busy in {job.compute_planned_utilization():.1%} of them "
+        "(planned, fill and drain included)",
         "",
         *_draw_schedule_begin(job),
     ]
@@ -147,15 +147,15 @@ def _format_memory_figures(job: Job) -> List[str]:
     if figures is None:
         return []
     return [
-        f"weights, gradients and optimizer: {figures['weight_optimizer_copies']:.2f} copies of the weights, "
-        f"{figures['weight_optimizer_ratio']:.2f} of what the synchronous method holds"
+        f"weights, gradients and optimizer state: {figures['weight_optimizer_copies']:.2f} times the weights, "
+        f"{figures['weight_optimizer_ratio']:.2f} times that of the synchronous method"
     ]
 
 
 def _draw_schedule_begin(job: Job) -> List[str]:
     if len(job.partition) > 40:
         return [f"the schedule has {len(job.partition)} rows: tools/schedule.py prints it"]
-    return ["its beginning:", format_text(job.schedule, last_slot=max(24, 2 * len(job.partition) + 6))]
+    return ["first slots:", format_text(job.schedule, last_slot=max(24, 2 * len(job.partition) + 6))]
 
 
 def get_model_name(config: Config) -> str:
@@ -178,10 +178,10 @@ def format_closing(
         f"{report['batch']['global_batch_size']} samples",
         f"  {', '.join(_format_tests(first, last))}, training loss {format_number(last['train_loss'], 4)}",
         f"  busy: {format_busy(report)}",
-        f"  greatest lag {_format_range(lags)} updates; weight copies {_format_range(copies)} a stage",
+        f"  greatest lag {_format_range(lags)} updates; weight copies {_format_range(copies)} per stage",
         "  where to look:",
-        f"    {folder / 'summary.json'}   all numbers",
-        f"    {folder / 'trace.json.gz'}  what each device did when: open it in ui.perfetto.dev",
+        f"    {folder / 'summary.json'}   all figures",
+        f"    {folder / 'trace.json.gz'}  timeline of each device: open it in ui.perfetto.dev",
         f"    {folder / 'metrics.jsonl'}  losses and rates by update; tensorboard --logdir {folder}",
     ]
     if (folder / "checkpoints").is_dir():
@@ -189,7 +189,9 @@ def format_closing(
     if report["stopped"] is not None:
         lines.insert(2, f"  ended after {report['steps']} of {report['planned_steps']} updates: {report['stopped']}")
     if trend is not None:
-        lines.append(f"  finding: {trend}; stability {folder / 'config.yaml'} tells which learning rates the delays allow")
+        lines.append(
+            f"  finding: {trend}; stability {folder / 'config.yaml'} prints which learning rates are stable under these delays"
+        )
     measured = report["throughput_samples_per_second"]
     if predicted is not None and measured is not None:
         name, rate = predicted

@@ -224,10 +224,10 @@ def write_modelled_trace(job: Job, folder: Path, costs: StageCosts) -> None:
 
 def choose_stage_costs(job: Job, seconds: Optional[StageSeconds], position: Position) -> StageCosts:
     """Return the measured costs of the stages; without them the time of a microbatch, divided in proportion to FLOPs."""
-    why = "the emulator runs all stages in one process, where no device has a clock: times are the schedule's by the clock, with"
+    why = "the emulator runs all stages in one process, so no device can be timed: times are of the simulated schedule, with"
     if seconds is not None and seconds.forward and any(seconds.forward + seconds.backward):
         costs = Costs(seconds.forward, seconds.backward, seconds.update)
-        return StageCosts(costs, f"{why} each stage's passes measured here ({seconds.how})", True)
+        return StageCosts(costs, f"{why} each stage's passes measured on this machine ({seconds.how})", True)
     reason = f", since {seconds.how}" if seconds is not None and not seconds.forward else ""
     forward = list(job.footprint.forward_flops)
     backward = list(job.footprint.backward_flops or [BACKWARD * flops for flops in forward])
@@ -237,7 +237,7 @@ def choose_stage_costs(job: Job, seconds: Optional[StageSeconds], position: Posi
     seconds_of_update = position.seconds / position.timed_updates if position.timed_updates else 1.0
     scale = seconds_of_update / (job.schedule.accumulate * job.config.replicas) / total
     costs = Costs([scale * f for f in forward], [scale * b for b in backward], [0.0] * len(job.partition))
-    return StageCosts(costs, f"{why} each stage's FLOPs as its share of what a microbatch took{reason}", False)
+    return StageCosts(costs, f"{why} the time of a microbatch divided by the stages' FLOPs{reason}", False)
 
 
 def compute_modelled_rates(job: Job, costs: Costs) -> ModelledRates:

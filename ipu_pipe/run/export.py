@@ -67,7 +67,7 @@ def find_checkpoint(run: Path, step: Union[None, int, str]) -> Path:
     """Return the folder of a run's checkpoint: of `step`, of the best evaluation, or the newest if None. Raise `BadInput`."""
     path = checkpoint.find_newest(run)
     if not (path / checkpoint.MANIFEST).is_file():
-        raise BadInput(f"{run}: holds no checkpoint: must be the folder of a run, or of a checkpoint")
+        raise BadInput(f"{run}: contains no checkpoint: must be the folder of a run, or of a checkpoint")
     if step is None:
         return path
     if step == BEST:

@@ -306,7 +306,7 @@ def _describe_curvature(
         "residual": first.residual,
         "seed": seed,
         "samples": samples,
-        "weights": job.config.init_from.path if job.config.init_from else "as the run begins",
+        "weights": job.config.init_from.path if job.config.init_from else "initial",
         "discrepancy": first.discrepancy,
     }
 
@@ -338,8 +338,8 @@ def format_stability(stability: Dict[str, Any]) -> str:
         how += words.format(**curvature)
     lines = [f"{stability['method']}: curvature {curvature['value']:.4g} ({how})"]
     if curvature.get("discrepancy") is not None:
-        lines.append(f"discrepancy (the backward's part of it): {curvature['discrepancy']:.3g} of the curvature")
-    head = ["stage", "delay", "share", "rate", "largest stable", "margin", "raised most by"]
+        lines.append(f"discrepancy (PipeMare's Delta): {curvature['discrepancy']:.3g} of the curvature")
+    head = ["stage", "delay", "share", "rate", "largest stable", "margin", "best remedy"]
     rows = []
     for stage in stability["stages"]:
         best = stage["raised_by"][0] if stage["raised_by"] else None

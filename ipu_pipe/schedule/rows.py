@@ -173,7 +173,7 @@ def read_csv(name: str) -> DeviceRows:
                         f"{where}: stage {action.stage} is on the device of row {device_of[action.stage] + 1}"
                     )
                 elif action in cell_of:
-                    faults.append(f"{where}: is done already in {cell_of[action]}")
+                    faults.append(f"{where}: already appears in {cell_of[action]}")
                 cell_of.setdefault(action, f"row {device + 1}, cell {column + 1}")
                 rows[-1].append(action)
         if not has_passes:

@@ -343,7 +343,7 @@ def _find_missing(stretch: Stretch, stages: int) -> Optional[str]:
         wrong = starts != np.concatenate([table.first, np.full((stages, 1), stretch.microbatches)], axis=1)
         if wrong.any():
             stage, k = _locate_first(wrong)
-            return f"{Action(kind, stretch.first_microbatch + int(starts[stage, k]), stage)} is missing or double"
+            return f"{Action(kind, stretch.first_microbatch + int(starts[stage, k]), stage)} is missing or appears twice"
         outside = (table.count > 0) & ((table.low < 0) | (table.high >= stretch.slots))
         if outside.any():
             stage, k = _locate_first(outside)

@@ -178,6 +178,6 @@ def describe_margins(margins: Sequence[StabilityMargin]) -> List[str]:
             f"no stage exceeds its largest stable learning rate; the closest is {subject}, at 1/{worst.margin:.3g} of it"
         ]
     return lines + [
-        f"with {r.change} its largest stable rate would be {r.largest_rate:.3g}, {r.margin:.3g} times the rate it would use"
+        f"with {r.change} its largest stable rate would be {r.largest_rate:.3g}, {r.margin:.3g} times its rate"
         for r in worst.remedies[:3]
     ]

@@ -35,10 +35,8 @@ from ipu_pipe.text import list_some, show
 
 MODEL, OPTIMIZER, MANIFEST = "model.safetensors", "optimizer.safetensors", "manifest.json"
 FILES = (MODEL, OPTIMIZER)
-# of schema 2
-_STATE = "state.json"
 _FILE = re.compile(r"(model|optimizer)(-\d{5}-of-\d{5})?\.safetensors")
-# schema 2 had the position and the optimizer's plain values in state.json; schema 1 had no manifest
+# schemas 1 and 2 had a state.json, without a manifest and beside one
 SCHEMA = 3
 # the faults of a checkpoint that are printed; the others are counted
 MOST_FAULTS = 5
@@ -93,7 +91,7 @@ def guard_step(folder: Path, step: int) -> Iterator[None]:
     try:
         yield
     except (OSError, TypeError, ValueError, RecursionError) as error:
-        why = f"cannot write the checkpoint: {error}; earlier checkpoints are whole"
+        why = f"cannot write the checkpoint: {error}; earlier checkpoints are intact"
         raise RunFault(f"{folder / f'step-{step}'}: {why}") from error
 
 
@@ -237,25 +235,20 @@ def read_manifest(path: Path, resumes: bool = True) -> Dict[str, Any]:
         written = str(manifest.pop("sha256"))
         if len(written) != len(_NO_HASH) or _insert_hash(text.replace(written, _NO_HASH, 1)) != text:
             raise ValueError("its SHA-256 differs from the recorded one")
-        is_known = manifest.get("schema") in (2, SCHEMA)
+        is_known = manifest.get("schema") == SCHEMA
         if resumes and not is_known:
             raise BadInput(
-                f"{file}: schema: {manifest.get('schema')}: this version resumes 2 and {SCHEMA}: use the ipu_pipe that wrote it, "
+                f"{file}: schema: {manifest.get('schema')}: this version resumes {SCHEMA}: use the ipu_pipe that wrote it, "
                 f"or begin a new run from the weights (init_from: {path / MODEL})"
             )
-        # the weights of another version's checkpoint need its files alone
-        checked = manifest if is_known else {"files": manifest.get("files", {})}
-        raise_first_faults(file, list_manifest_faults(checked))
-        for name, record in manifest.get("files", {}).items():
+        if not is_known:
+            # Only the weights of another version's checkpoint are read: its record of a file may have another form than a hash.
+            manifest = {"files": dict.fromkeys(dict(manifest.get("files", {})), "")}
+        raise_first_faults(file, list_manifest_faults(manifest))
+        for name, sha256 in manifest.get("files", {}).items():
             file = path / name
-            # schema 2 has a mapping here
-            sha256 = record["sha256"] if isinstance(record, dict) else record
-            if not os.path.isfile(file) or hash_file(file, "sha256") != sha256:
+            if not os.path.isfile(file) or (is_known and hash_file(file, "sha256") != sha256):
                 raise ValueError("is missing, or its SHA-256 differs from the recorded one")
-        if manifest.get("schema") == 2:
-            file = path / _STATE
-            manifest = {**dict(json.loads(_read_json_text(file))), **manifest}
-            raise_first_faults(file, list_manifest_faults(manifest))
     except BadInput:
         raise
     except OSError as error:
@@ -264,8 +257,8 @@ def read_manifest(path: Path, resumes: bool = True) -> Dict[str, Any]:
         match = _STEP.match(path.name)
         earlier = [step for step in list_steps(path.parent) if match and step < int(match.group(1))]
         remedy = f"use an earlier one: --resume-from {max(earlier)}" if earlier else "there is no earlier one"
-        if not (path / MANIFEST).is_file() and (path / _STATE).is_file():
-            # a checkpoint of an early version of ipu_pipe
+        if not (path / MANIFEST).is_file() and (path / "state.json").is_file():
+            # Early versions of ipu_pipe wrote this file and no manifest.
             remedy = f"begin a new run from its weights (init_from: {path / MODEL})"
         raise BadInput(f"{file}: corrupt checkpoint: {error}; {remedy}") from None
     return manifest

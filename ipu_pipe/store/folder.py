@@ -162,7 +162,7 @@ def check_folder(path: Path, resume: bool = False, overwrite: bool = False) -> L
                 kind = "not a folder" if name in FOLDERS else "a folder"
                 raise BadInput(f"--out: {path}: {name} is {kind}, so it is not a run's")
         if outputs and not (resume or overwrite):
-            raise BadInput(f"--out: {path}: holds another run ({outputs[0]}): give --resume, --overwrite or another folder")
+            raise BadInput(f"--out: {path}: contains another run ({outputs[0]}): give --resume, --overwrite or another folder")
         foreign = _find_foreign(path, outputs) if overwrite else None
         if foreign is not None:
             why = "the folder is not a run's: give another folder, or empty it"
@@ -255,7 +255,7 @@ class RunFolder:
         # newest first, so that a run that is killed here can resume from the others
         checkpoint.delete_steps(self.checkpoints, later[::-1])
         if later:
-            say(f"deleted, to be made again: step-{', step-'.join(map(str, later))}")
+            say(f"deleted, will be written again: step-{', step-'.join(map(str, later))}")
 
     def forget(self, name: str) -> None:
         """Delete an output, if it is there. Raise `RunFault` if the disk refuses."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any, Dict, List, Mapping, Optional, Tuple, Union
+from typing import Any, Dict, List, Mapping, Optional, Tuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from typing_extensions import Annotated
@@ -43,12 +43,6 @@ class _CallbackRecord(_Record):
     state: Any
 
 
-class _FileRecord(_Record):
-    """A file in a manifest of schema 2; schema 3 has its hash alone."""
-
-    sha256: str
-
-
 class _Manifest(_Record):
     """The keys of a manifest. Their types are checked here; a resumed run needs those of `NEEDED`."""
 
@@ -58,7 +52,7 @@ class _Manifest(_Record):
     position: Optional[_PositionRecord] = None
     optimizer: Dict[str, Any] = {}
     callbacks: Optional[List[_CallbackRecord]] = None
-    files: Dict[str, Union[str, _FileRecord]] = {}
+    files: Dict[str, str] = {}
 
 
 # without these a run cannot be resumed

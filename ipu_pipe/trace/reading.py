@@ -52,7 +52,7 @@ def read_trace(path: Path) -> Trace:
     else:
         trace = _read_json_files(files)
     if not len(trace.events.start):
-        raise BadInput(f"{path}: holds no events: there is nothing to analyze")
+        raise BadInput(f"{path}: contains no events: there is nothing to analyze")
     return trace
 
 
@@ -247,7 +247,7 @@ DIRECTIONS = (
 )
 RANK_IN_NAME = re.compile(r"rank[-_.]?(\d{1,6})", re.IGNORECASE)
 NOTE = (
-    "PyTorch's profiler: a rank is taken as a device and a stage; it does not say microbatches, versions and waits "
+    "PyTorch's profiler: a rank is taken as a device and a stage; it does not record microbatches, versions and waits "
     "(a wait for a message is within its communication)"
 )
 
@@ -273,7 +273,7 @@ def merge_profiler_files(files: Sequence[Tuple[Path, Dict[str, Any], Events]]) -
     if len(ranks) < len(files):
         ranks = [*range(len(files))]
         if len(files) > 1:
-            notes.append("the files do not say their ranks: they are numbered in the order of their names")
+            notes.append("the files do not name their ranks, so they are numbered in the order of their names")
     repeated = min((rank for rank in ranks if ranks.count(rank) > 1), default=None)
     if repeated is not None:
         same = [str(path) for (path, _, _), rank in zip(files, ranks) if rank == repeated]
@@ -292,7 +292,7 @@ def merge_profiler_files(files: Sequence[Tuple[Path, Dict[str, Any], Events]]) -
         columns.update(start=events.start + base - bases[0], end=events.end + base - bases[0])
         parts.append(Events.from_columns(len(events.start), **columns))
         if not len(events.start):
-            notes.append(f"{path}: holds no kernel and no operation")
+            notes.append(f"{path}: contains no kernel and no operation")
     trace = Trace(
         ev.concatenate_events(parts),
         Counters.from_rows([]),
@@ -300,7 +300,7 @@ def merge_profiler_files(files: Sequence[Tuple[Path, Dict[str, Any], Events]]) -
         tuple(notes),
     )
     if not len(trace.events.start):
-        raise BadInput(f"{first_path}: holds neither events of ipu_pipe nor kernels or operations of PyTorch's profiler")
+        raise BadInput(f"{first_path}: contains neither events of ipu_pipe nor kernels or operations of PyTorch's profiler")
     ev.check_trace(first_path.parent, *trace[:3])
     return trace
 

@@ -1,4 +1,4 @@
-"""Manifests whose values are changed and whose seal is made anew, as a forger would; and the state.json of schema 2."""
+"""Manifests whose values are changed and whose seal is made anew, as a forger would."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 from typing import Any, Callable, Dict, List
 
-from tests.hostile.cases import NESTED, Bases, Case, damage, value
+from tests.hostile.cases import NESTED, Bases, Case, value
 from tests.hostile.checkpoints import _places
 
 ZEROS = "0" * 64
@@ -59,26 +59,6 @@ def _change_initial(manifest: Dict[str, Any], rng: random.Random) -> str:
     return f"position.{name}"
 
 
-def _move_to_schema_2(manifest: Dict[str, Any], rng: random.Random, folder: Path) -> str:
-    """Write the checkpoint as schema 2 had it, with a damaged state.json beside it."""
-    state = {key: manifest.pop(key) for key in ("position", "optimizer", "callbacks")}
-    manifest["schema"] = 2
-    content = json.dumps(state).encode()
-    how = rng.choice(["whole", "damaged", "bytes", "odd", "gone"])
-    if how == "damaged":
-        content = damage(content, rng)
-    elif how == "bytes":
-        content = b"\xff\xfe" + content
-    elif how == "odd":
-        content = json.dumps(rng.choice([*ODD, {**state, "position": rng.choice(ODD)}])).encode()
-    if how != "gone":
-        (folder / "state.json").write_bytes(content)
-    is_listed = rng.random() < 0.7
-    if is_listed:
-        manifest["files"]["state.json"] = hashlib.sha256(content).hexdigest()
-    return f"schema 2, state.json {how}"
-
-
 CHANGES: List[Callable[[Dict[str, Any], random.Random], str]] = [
     _change_files, _change_section, _change_section, _change_inside, _change_inside, _change_initial,
 ]  # fmt: skip
@@ -89,10 +69,7 @@ def make(rng: random.Random, folder: Path, bases: Bases) -> Case:
     shutil.copytree(bases.run, folder / "run")
     newest = folder / "run" / "checkpoints" / "step-4"
     manifest = json.loads((newest / "manifest.json").read_text())
-    if rng.random() < 0.25:
-        what = _move_to_schema_2(manifest, rng, newest)
-    else:
-        what = rng.choice(CHANGES)(manifest, rng)
+    what = rng.choice(CHANGES)(manifest, rng)
     write_sealed(newest / "manifest.json", manifest)
     argv = rng.choice([
         ("train", ["run/config.yaml", "--out", "run", "--resume"]),

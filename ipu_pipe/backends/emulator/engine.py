@@ -45,7 +45,7 @@ def time_stages(job: Job) -> StageSeconds:
     # a backward includes its recomputation
     if job.method.segments is not None:
         backward = [f + b for f, b in zip(passes.forward, backward)]
-    note = f"medians of {passes.repeats} passes of {count_samples(job.example[0])} samples when the training was done"
+    note = f"medians of {passes.repeats} passes of {count_samples(job.example[0])} samples after training"
     return StageSeconds(tuple(passes.forward), tuple(backward), tuple(update), note)
 
 

@@ -79,7 +79,7 @@ def start(config: Config, asked: Mapping[str, object]) -> None:
         warnings.filterwarnings("ignore", message="Positional args are being deprecated")
     except (ImportError, AssertionError, OSError) as error:
         raise BadInput(
-            f"backend.name: poptorch: PopTorch is there but cannot be imported: {summarize(error)}: source the SDK's enable "
+            f"backend.name: poptorch: PopTorch is installed but cannot be imported: {summarize(error)}: source the SDK's enable "
             "scripts, and use its Python 3.8 and torch 2.0.1"
         ) from error
     group_arguments: Dict[str, Any] = {}
@@ -112,12 +112,12 @@ def list_faults(job: Job) -> List[str]:
     faults = []
     if job.requested_fields:
         asks = ", ".join(job.requested_fields)
-        faults.append(f"loss: takes {asks} of the batch: on IPUs a loss takes outputs and labels alone: {others}")
+        faults.append(f"loss: takes {asks} of the batch: on IPUs a loss takes only outputs and labels: {others}")
     elif not all(isinstance(part, torch.Tensor) for part in job.example):
         faults.append(f"data: IPUs take batches (x, y) of two tensors: {others}")
     elif not takes_whole_output(job.loss):
         key = "loss: model" if isinstance(job.loss, OwnLoss) else "model.output"
-        faults.append(f"{key}: IPUs take a model that gives a tensor: {others}")
+        faults.append(f"{key}: IPUs take a model that returns a tensor: {others}")
     elif job.updates_per_epoch is None and not job.is_open:
         faults.append(f"data: the training data has no length, which IPUs need: {others}")
     if job.loss_weight is not None and config.gradient_accumulation * config.replicas > 1:

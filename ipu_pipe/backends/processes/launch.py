@@ -285,7 +285,7 @@ def _open_store(where: Launch, limit: float) -> Any:
             raise RunFault(f"{_format_address(where)}: cannot be joined: {error.strerror or error}") from error
         raise RunFault(
             f"MASTER_PORT: {where.port}: cannot be used on this machine: {error.strerror or error}: another run, or a second"
-            " process with RANK 0, may have it"
+            " process with RANK 0, may use it"
         ) from error
     except (RuntimeError, ValueError) as error:
         raise RunFault(f"{_format_address(where)}: cannot be joined: {' '.join(str(error).split())[:200]}") from error

@@ -85,10 +85,10 @@ def _list_notes(analysis: Analysis, run: RunMetadata) -> List[str]:
     replicas = run.replicas or 1
     notes = (
         (has_one_device, WHY_NOT_BY_IPU),
-        (run.modelled and replicas > 1, f"the clock plays one of {replicas} replicas, which all do the same"),
+        (run.modelled and replicas > 1, f"the simulation shows one of {replicas} replicas, which all do the same"),
         (run.why_no_method, run.why_no_method),
         (least < 0, f"the clocks of ranks disagree: a message arrived {-least} ns before it was sent"),
         (not analysis["links"], "no message has a source and a target: no links"),
-        (not analysis["memory"], "no counters of memory"),
+        (not analysis["memory"], "no memory counters"),
     )
     return [note for applies, note in notes if applies]

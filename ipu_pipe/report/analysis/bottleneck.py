@@ -71,10 +71,11 @@ def find_bottleneck(analysis: Analysis, loads: Dict[int, float], move: Row, run:
         return None
     cause = cause or _find_slow_link(analysis, loads, slowest) or _find_communication(analysis)
     if cause is None:
-        unit = "for a microbatch" if loads else "in all"
+        unit = "per microbatch" if loads else "in all"
         on_device = f" with stage {stage}" if stage is not None else ""
         others = ", ".join(str(other["index"]) for other in stages if other["index"] != stage)
-        computes = f"device {slowest}{on_device}{others and f' (and {others})'} computes {format_time(by_device[slowest])} {unit}"
+        place = f"device {slowest}{on_device}{others and f' (and {others})'}"
+        computes = f"{place} computes for {format_time(by_device[slowest])} {unit}"
         why = "; ".join([computes + _compare(slowest, by_device), *_explain(analysis, slowest)])
         cause = Cause(slowest, STAGE, why, _advise(analysis, by_device, move, run))
     return {"stage": stage, **cause._asdict(), **move}
@@ -98,10 +99,10 @@ def _find_slow_link(analysis: Analysis, loads: Dict[int, float], slowest: int) -
         return None
     why = (
         f"messages from device {link['src']} to {link['dst']} ({link['carries']}) take "
-        f"{format_time(link['busy_ns_per_microbatch'])} for a microbatch, and device {slowest}, which computes longest, "
-        f"takes {format_time(loads[slowest])}"
+        f"{format_time(link['busy_ns_per_microbatch'])} per microbatch, and device {slowest}, the slowest, "
+        f"computes for {format_time(loads[slowest])}"
     )
-    do = "begin the stage where less crosses, send smaller numbers (precision), or use a faster link"
+    do = "choose a boundary that fewer bytes cross, send a smaller dtype (precision), or use a faster link"
     return Cause(link["src"], LINK, why, do)
 
 
@@ -113,10 +114,11 @@ def _find_communication(analysis: Analysis) -> Optional[Cause]:
     talking = max(devices, key=lambda device: device["communication_ns"])
     training_ns = analysis["span_ns"] - talking["outside_ns"]
     why = (
-        f"messages under which nothing is computed take {format_share(talking['communication_ns'], training_ns)} of the "
+        f"communication without overlapping compute takes {format_share(talking['communication_ns'], training_ns)} of the "
         f"time of device {talking['index']}, and compute {format_share(talking['busy_ns'], training_ns)}"
     )
-    return Cause(talking["index"], COMMUNICATION, why, "see what the messages wait for; then send less, or larger messages")
+    do = "find what the messages wait for; then send fewer bytes, or fewer and larger messages"
+    return Cause(talking["index"], COMMUNICATION, why, do)
 
 
 def _compare(slowest: int, loads: Dict[int, float]) -> str:
@@ -127,7 +129,7 @@ def _compare(slowest: int, loads: Dict[int, float]) -> str:
         return ""
     if loads[slowest] <= (1 + EVEN) * mean:
         return f", about as long as the others ({format_time(mean)})"
-    return f", {loads[slowest] / mean:.3g} times what the others do on average ({format_time(mean)})"
+    return f", {loads[slowest] / mean:.3g} times the mean of the others ({format_time(mean)})"
 
 
 def _explain(analysis: Analysis, slowest: int) -> Iterator[str]:
@@ -143,8 +145,8 @@ def _explain(analysis: Analysis, slowest: int) -> Iterator[str]:
     worst = max(analysis["stragglers"], key=lambda group: group["lost_ns"], default=None)
     if worst is not None and worst["lost_ns"] > NOTABLE * span:
         yield (
-            f"{worst['count']} of stage {worst['stage']}'s passes ({worst['kind']}) take far longer than its others, in all "
-            f"{format_share(worst['lost_ns'], span)} of the span, one {format_time(worst['longest'][0]['duration_ns'])}"
+            f"{worst['count']} of stage {worst['stage']}'s passes ({worst['kind']}) are much longer than its others, together "
+            f"{format_share(worst['lost_ns'], span)} of the span, the longest {format_time(worst['longest'][0]['duration_ns'])}"
         )
     silent = max(devices, key=lambda device: device["idle_in"][HOST])
     if 4 * silent["idle_in"][HOST] > span:
@@ -160,22 +162,23 @@ def _advise(analysis: Analysis, loads: Dict[int, float], move: Row, run: RunMeta
         return (
             f"{'begin' if low > 0 else 'try to begin'} {moves}: {gain:.0%} more throughput, between {low:+.0%} and {high:+.0%} "
             f"(predicted: each stage's {describe_origin(analysis)} time is divided among its layers in proportion to their "
-            f"FLOPs; those of a stage may differ from that as much as stages do, {move['time_per_flop_ratio']:.2g} times; "
-            "train for some updates with the new boundary to confirm it)"
+            f"FLOPs; the range assumes that time per FLOP varies within a stage as much as between stages, "
+            f"by a factor of {move['time_per_flop_ratio']:.2g}; "
+            "train a few updates with the new boundary to confirm it)"
         )
     if len(analysis["devices"]) == 1:
-        return "one device: more stages, or a smaller model"
+        return "there is one device: use more devices, or a smaller model"
     if max(loads.values()) > (1 + EVEN) * sum(loads.values()) / len(loads):
         if gain is not None:
-            return "no other boundary helps by much: where a single unit is too large, offer a finer place to begin a stage"
-        hope = f"{even:.0%} more throughput at most, predicted" if even else "faster"
+            return "no other boundary helps by much: if a single unit is too large, let a stage begin inside it"
+        hope = f"{even:.0%} more throughput at most, predicted" if even else "the run would be faster"
         return (
-            f"move work away from it: if all stages took equally long, {hope} "
-            f"(which boundary is not known: {move['why_no_gain']})"
+            f"move work to other stages: with equal stages {hope} "
+            f"(which boundary to move is not known: {move['why_no_gain']})"
         )
     if planned is not None and planned > 0.1 and run.known_method is not None and run.known_method.flushes:
-        return "more microbatches an update, or a method that does not drain the pipeline"
-    return "stages are even: faster devices, or more of them"
+        return "use more microbatches per update, or a method that does not drain the pipeline"
+    return "stages are balanced: use faster devices, or more of them"
 
 
 # ---- the gain of moving stage boundaries: cut the units again by measured times, and play both cuts by the clock
@@ -252,8 +255,8 @@ def find_best_move(run: RunMetadata, stages: Sequence[Row], links: Sequence[Row]
     units = run.units or []
     stage_of_unit = np.array([unit.stage for unit in units], np.int64)
     if (np.diff(stage_of_unit) < 0).any() or set(stage_of_unit.tolist()) != set(range(len(stages))):
-        why = "units are not in the order of its stages" if units else "model's units are not in it"
-        return {**answer, "why_no_gain": f"the trace cannot tell, since its {why}"}
+        why = "units are not in the order of the stages" if units else "metadata does not list the units of the model"
+        return {**answer, "why_no_gain": f"the trace's {why}"}
     flops = np.array([[unit.forward_flops, unit.backward_flops] for unit in units], np.float64).T
     measured = Measured(np.stack([forward, backward]), flops, stage_of_unit)
     forwards, backwards = measured.estimate_unit_times()
@@ -283,14 +286,14 @@ def _find_missing(run: RunMetadata, stages: Sequence[Row]) -> Optional[str]:
     without_times = any(not stage["forward_ns"] or stage["backward_ns"] is None for stage in stages)
     reasons = (
         (run.known_method is None, run.why_no_method),
-        (not run.accumulate, "the trace does not say how many microbatches an update has"),
-        (not has_all, "the trace does not hold all stages"),
-        (bool(devices) and len(devices) != count, "the trace does not say the device of each stage"),
+        (not run.accumulate, "the trace does not record how many microbatches an update has"),
+        (not has_all, "the trace does not contain all stages"),
+        (bool(devices) and len(devices) != count, "the trace does not record the device of each stage"),
         (not _knows_order(run), "several stages share a device, and the order of its passes is not known"),
-        (without_times, "the trace does not hold forwards and backwards of all stages"),
+        (without_times, "the trace does not contain forwards and backwards of all stages"),
         (count == 1, "there is one stage"),
-        (count * (run.accumulate or 0) > most, f"updates of more than {most} passes are not played"),
-        (count > MOST_STAGES, f"more than {MOST_STAGES} stages are not played"),
+        (count * (run.accumulate or 0) > most, f"updates of more than {most} passes are not simulated"),
+        (count > MOST_STAGES, f"more than {MOST_STAGES} stages are not simulated"),
     )
     return next((why for applies, why in reasons if applies), None)
 

@@ -106,7 +106,7 @@ def validate_metadata(source: str, metadata: Mapping[str, Any]) -> RunMetadata:
 
 def _resolve(run: RunMetadata) -> Tuple[Optional[Method], str]:
     if run.method is None:
-        return None, "the trace does not say its method"
+        return None, "the trace does not name its method"
     args = run.method_args or {}
     try:
         known = MethodArgs.model_validate(args).model_dump(exclude_none=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
-from ipu_pipe.text import escape_lines, format_bytes
+from ipu_pipe.text import escape_lines, format_bytes, list_some
 
 # the most rows of a table
 MOST_ROWS = 16
@@ -18,10 +18,10 @@ DEVICE_HEAD = (
 )  # fmt: skip
 HALVES = {"input gradient": "input_gradient_ns", "weight gradient": "weight_gradient_ns"}
 STAGE_HEAD = (
-    "stage", "forward", "backward", *HALVES, "update", "a microbatch", "of the slowest", "GFLOP/s", "forward's lag",
-    "backward's lag", "until applied",
+    "stage", "forward", "backward", *HALVES, "update", "per microbatch", "of slowest", "GFLOP/s", "forward lag",
+    "backward lag", "until update",
 )  # fmt: skip
-LINK_HEAD = ("link", "carries", "messages", "sent", "a microbatch", "least latency", "median")
+LINK_HEAD = ("link", "carries", "messages", "sent", "per microbatch", "min latency", "median")
 STRAGGLER_HEAD = ("stragglers of stage", "kind", "count", "lost", "median", "longest")
 
 # what a device of a trace covers, where it is not one device
@@ -102,9 +102,9 @@ def describe_busy(analysis: Analysis) -> str:
     known = []
     if busy is not None:
         origin, bubble = describe_origin(analysis), analysis["bubble_fraction"]
-        known.append(f"devices are busy {format_percent(busy)} of their time, bubble {format_percent(bubble)} ({origin})")
+        known.append(f"devices are busy {format_percent(busy)} of the time, bubble {format_percent(bubble)} ({origin})")
     if planned is not None:
-        known.append(f"the schedule alone leaves {format_percent(planned)} (planned)")
+        known.append(f"the schedule alone has {format_percent(planned)} (planned)")
     return "; ".join(known)
 
 
@@ -125,7 +125,7 @@ def _format_head(analysis: Analysis) -> List[str]:
 def _format_answer(analysis: Analysis) -> List[str]:
     worst, busy = analysis["bottleneck"], describe_busy(analysis)
     if worst is None and any(device["busy_ns"] for device in analysis["devices"]):
-        return ["What holds it up: not known (see the note below)", *([busy[0].upper() + busy[1:]] if busy else [])]
+        return ["Bottleneck: not known (see the note below)", *([busy[0].upper() + busy[1:]] if busy else [])]
     if worst is None:
         return ["no device computes anything"]
     device = f"device {worst['device']}"
@@ -133,15 +133,15 @@ def _format_answer(analysis: Analysis) -> List[str]:
         "stage": f"stage {worst['stage']} on {device}" if worst["stage"] is not None else device,
         "link": f"the link from {device}",
         "communication": "communication",
-        "outside": "what is outside of training",
+        "outside": "time outside of training",
     }[worst["what"]]
     why = "\n       ".join(worst["why"].split("; "))
-    lines = [f"What holds it up: {place}", f"  why: {why}", f"  do:  {worst['do']}"]
+    lines = [f"Bottleneck: {place}", f"  why: {why}", f"  do:  {worst['do']}"]
     if busy:
         lines.append(busy[0].upper() + busy[1:])
     overlap = analysis["overlap"]
     if overlap["share"] is not None:
-        lines.append(f"Of the communication, {format_percent(overlap['share'])} is hidden under compute")
+        lines.append(f"Of the communication, {format_percent(overlap['share'])} overlaps with compute")
     return lines
 
 
@@ -245,19 +245,35 @@ def compute_differences(analysis: Analysis, other: Analysis) -> List[Row]:
     ]  # fmt: skip
 
 
-def format_comparison(analysis: Analysis, other: Analysis) -> str:
-    """Format the differences of two analyses as a table."""
-    rows = []
-    for row in compute_differences(analysis, other):
-        known = row["difference"] is not None and row["other"]
-        share = f"{row['difference'] / abs(row['other']):+.1%}" if known else "-"
-        rows.append((row["name"], *(_format_value(row[key]) for key in ("this", "other", "difference")), share))
-    lines = [f"{name} {f['source']} ({describe_origin(f)})" for name, f in (("this: ", analysis), ("other:", other))]
-    lines += ["", *format_table(("", "this", "other", "this - other", "of other"), rows, left=1, most=len(rows))]
+def format_comparison(analysis: Analysis, other: Analysis, settings: Optional[Sequence[str]] = None) -> str:
+    """Format the main figures of two analyses side by side: span, bubble, and each stage's time per microbatch.
+
+    `settings`: the config keys that differ, with both values, or None if they are not known.
+    """
+    lines = [
+        f"{name} {figures['source']}: {figures['method'] or 'unknown method'}, {count_devices(figures)}, "
+        f"{describe_origin(figures)}"
+        for name, figures in (("this: ", analysis), ("other:", other))
+    ]
+    if settings is None:
+        lines.append("different settings: not known (give the folders of two runs)")
+    else:
+        lines.append(f"different settings (this | other): {list_some(settings, MOST_ROWS) or 'none'}")
+    rows = [_compare_times("span", analysis["span_ns"], other["span_ns"])]
+    bubble = analysis["bubble_fraction"]
+    other_bubble = other["bubble_fraction"]
+    is_known = bubble is not None and other_bubble is not None
+    points = f"{100 * (bubble - other_bubble):+.1f} points" if is_known else "-"
+    rows.append(["bubble", format_percent(bubble), format_percent(other_bubble), points])
+    times = {stage["index"]: stage["busy_ns_per_microbatch"] for stage in analysis["stages"]}
+    other_times = {stage["index"]: stage["busy_ns_per_microbatch"] for stage in other["stages"]}
+    for stage in sorted({*times, *other_times}):
+        rows.append(_compare_times(f"stage {stage}, per microbatch", times.get(stage), other_times.get(stage)))
+    lines += format_table(("", "this", "other", "this - other"), rows, left=1)
     return escape_lines("\n".join(lines))
 
 
-def _format_value(value: Any) -> str:
-    if value is None:
-        return "-"
-    return f"{value:,}" if isinstance(value, int) else f"{value:.6g}"
+def _compare_times(name: str, time: Optional[float], other: Optional[float]) -> List[str]:
+    """Return a row of two times and their difference in percent of the second."""
+    difference = f"{(time - other) / other:+.1%}" if time is not None and other else "-"
+    return [name, format_time(time), format_time(other), difference]
