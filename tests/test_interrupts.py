@@ -90,6 +90,7 @@ def interrupted(seed: int, out: Path) -> Ended:
         process.wait()
 
 
+@pytest.mark.slow
 def test_ctrl_c_at_any_moment_ends_a_run(tmp_path: Path, load: None, capsys: pytest.CaptureFixture[str]) -> None:
     """Story: with TensorBoard on, one in five hung for up to two minutes in the writer's queue, on a busy machine."""
     with ThreadPoolExecutor(JOBS) as pool:

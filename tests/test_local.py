@@ -440,6 +440,7 @@ def test_clipping_by_block_and_replicas_train(tmp_path: Path) -> None:
 # ---- processes
 
 
+@pytest.mark.slow
 @needs_processes
 def test_processes_give_the_emulators_weights_and_half_the_traffic() -> None:
     cases = "pipedream local_greedy local_chunked local_overlapping last_layers"

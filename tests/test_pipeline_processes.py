@@ -17,6 +17,7 @@ from ipu_pipe.schedule.methods import METHODS
 from tests.support.loops import EPOCH, STAGES, UPDATES, Case, Loop, make_batch, make_model, make_pipeline, make_sgd
 from tests.support.processes import run_in_group
 from tests.support.runs import assert_same, needs_processes
+from tests.support.slow import mark_slow
 from tests.test_pipeline import CASES
 
 pytestmark = needs_processes
@@ -73,7 +74,7 @@ def write_expected(folder: Path, names: List[str]) -> None:
         torch.save({"state": state, "losses": loop.losses, "left": loop.left}, folder / f"{name}.pt")
 
 
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", mark_slow(range(4), lambda part: part == 0))
 def test_every_method_gives_the_emulators_bits(part: int, tmp_path: Path) -> None:
     names = sorted(ON_PROCESSES)[part::4]
     write_expected(tmp_path, names)
@@ -270,7 +271,7 @@ def call_differently(rank: int, folder: Path) -> None:
     end_rank(folder, rank)
 
 
-@pytest.mark.parametrize("work", [shuffle_alone, fail_on_one_rank, call_differently])
+@pytest.mark.parametrize("work", mark_slow([shuffle_alone, fail_on_one_rank, call_differently], lambda work: work is not call_differently))
 def test_an_error_ends_every_rank(work: Any, tmp_path: Path) -> None:
     run_in_group(2, work, tmp_path)
     assert all((tmp_path / f"{rank}.ended").exists() for rank in range(2))

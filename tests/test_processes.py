@@ -255,6 +255,7 @@ def test_a_killed_rank_ends_the_job_and_is_named_and_a_restarted_run_goes_on(tmp
         assert set(FILES) | {"manifest.json"} == {file.name for file in step.iterdir()}
 
 
+@pytest.mark.slow
 @by_proc
 def test_a_rank_without_progress_ends_the_job_at_the_deadline(tmp_path: Path) -> None:
     """Story: rank 0 named rank 1, which waited for rank 2 itself."""
@@ -284,6 +285,7 @@ def _ended(pids: List[int], seconds: float) -> bool:
     return not any(map(_is_on, pids))
 
 
+@pytest.mark.slow
 @by_proc
 def test_ranks_end_with_their_launcher_and_the_run_goes_on(tmp_path: Path) -> None:
     """Story: the ranks of a killed launcher went on, and a resumed run wrote into the same folder beside them."""
@@ -310,6 +312,7 @@ def test_ranks_end_with_their_launcher_and_the_run_goes_on(tmp_path: Path) -> No
     assert f"resuming after update {newest}" in printed, error
 
 
+@pytest.mark.slow
 @by_proc
 def test_a_folder_in_use_is_told_once_and_ctrl_c_to_the_launcher_ends_all(tmp_path: Path) -> None:
     out = tmp_path / "run"
@@ -326,6 +329,7 @@ def test_a_folder_in_use_is_told_once_and_ctrl_c_to_the_launcher_ends_all(tmp_pa
     assert not [line for line in error.splitlines() if "tools/train.py" in line and "File" in line], error
 
 
+@pytest.mark.slow
 def test_two_nodes_run_unchanged(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("localhost", 0))
