@@ -107,7 +107,7 @@ def test_what_callbacks_see(tmp_path: Path) -> None:
     assert watches.seen[-1] == ("end", 4, report["stopped"])
 
 
-def test_what_a_callback_raises_is_told_with_its_name(tmp_path: Path) -> None:
+def test_what_a_callback_raises_is_reported_with_its_name(tmp_path: Path) -> None:
     with pytest.raises(KeyError) as raised:
         go(tmp_path / "run", "steps=4", f"callbacks=['{NEW}:Fails']")
     line = str(find_user_fault(raised.value))

@@ -457,7 +457,7 @@ def test_loader_drops_the_last_short_batch() -> None:
     ([3, 4, 4, 4], ["batch 2 of 4 has 4 samples, its first 3"]),
     ([4, 4, 4, 6], ["batch 4 of 4 has 6 samples, its first 4"]),
 ])  # fmt: skip
-def test_batches_of_several_sizes_are_told_with_their_place(sizes: List[int], words: List[str]) -> None:
+def test_batches_of_several_sizes_are_reported_with_their_place(sizes: List[int], words: List[str]) -> None:
     """Story: micro_batch_size, which nobody had set, was blamed for a loader's smaller last batch."""
     data = from_loader([(torch.zeros(size, 1), torch.zeros(size)) for size in sizes])
     first = data.read_batch_size()

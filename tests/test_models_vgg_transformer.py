@@ -331,7 +331,7 @@ def test_no_weight_is_derived_and_saved(name: str) -> None:
     assert observe_training(model, x, y, lambda x, y: F.cross_entropy(model(x), y)).derived == []
 
 
-@pytest.mark.parametrize("make, args, said", [
+@pytest.mark.parametrize("make, args, message", [
     (vgg.vgg11, {"classes": 0}, "classes: 0: must be at least 1"),
     (vgg.vgg13, {"width": 0}, "width: 0: must be at least 1"),
     (vgg.vgg16, {"norm": "batch"}, "norm: batch: must be none or group"),
@@ -350,16 +350,16 @@ def test_no_weight_is_derived_and_saved(name: str) -> None:
     (transformer.transformer_translation, {"width": 9, "heads": 3},
      "transformer_translation: width: 9: must be even, half sines and half cosines"),
 ])  # fmt: skip
-def test_impossible_arguments_are_refused(make: Callable[..., nn.Module], args: Dict[str, Any], said: str) -> None:
-    assert list_faults(make, **args) == [said]
+def test_impossible_arguments_are_refused(make: Callable[..., nn.Module], args: Dict[str, Any], message: str) -> None:
+    assert list_faults(make, **args) == [message]
 
 
-@pytest.mark.parametrize("make, shape, said", [
+@pytest.mark.parametrize("make, shape, message", [
     (lambda: transformer.transformer_lm(**LM), (2, 9), "x: (2, 9): must be tokens (B, T), T at most the context, 8"),
     (lambda: transformer.transformer_lm(**LM), (2, 2, 4),
      "x: (2, 2, 4): must be tokens (B, T), T at most the context, 8"),
     (lambda: transformer.transformer_translation(**TRANSLATION), (2, 8),
      "x: (2, 8): must be (B, 2, T), source and shifted target tokens"),
 ])  # fmt: skip
-def test_inputs_of_another_shape_are_refused(make: Callable[[], nn.Module], shape: Any, said: str) -> None:
-    assert list_faults(make(), torch.ones(shape, dtype=torch.int64)) == [said]
+def test_inputs_of_another_shape_are_refused(make: Callable[[], nn.Module], shape: Any, message: str) -> None:
+    assert list_faults(make(), torch.ones(shape, dtype=torch.int64)) == [message]

@@ -55,16 +55,16 @@ def test_examples_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert shipped.find_config("configs/mlp_digits.yaml") == Path("configs/mlp_digits.yaml")
 
 
-@pytest.mark.parametrize("called, said", [
+@pytest.mark.parametrize("called, expected", [
     ("tools/train.py", "run: python tools/fetch_data.py x; tools/train.py"),
     ("/usr/bin/ipu-pipe", "run: ipu-pipe fetch-data x; ipu-pipe train"),
     ("C:/bin/ipu-pipe.exe", "run: ipu-pipe fetch-data x; ipu-pipe train"),
     ("/a/ipu_pipe/__main__.py", "run: python -m ipu_pipe fetch-data x; python -m ipu_pipe train"),
     ("/a/pytest/__main__.py", "run: python tools/fetch_data.py x; tools/train.py"),
 ])  # fmt: skip
-def test_commands_are_named_as_they_are_called(called: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_are_named_as_they_are_called(called: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", [called])
-    assert shipped.name_commands("run: python tools/fetch_data.py x; tools/train.py") == said
+    assert shipped.name_commands("run: python tools/fetch_data.py x; tools/train.py") == expected
 
 
 def test_what_runs_from_a_clone_alone_keeps_its_name() -> None:

@@ -271,7 +271,10 @@ def call_differently(rank: int, folder: Path) -> None:
     end_rank(folder, rank)
 
 
-@pytest.mark.parametrize("work", mark_slow([shuffle_alone, fail_on_one_rank, call_differently], lambda work: work is not call_differently))
+ERRORS = [shuffle_alone, fail_on_one_rank, call_differently]
+
+
+@pytest.mark.parametrize("work", mark_slow(ERRORS, lambda work: work is not call_differently))
 def test_an_error_ends_every_rank(work: Any, tmp_path: Path) -> None:
     run_in_group(2, work, tmp_path)
     assert all((tmp_path / f"{rank}.ended").exists() for rank in range(2))

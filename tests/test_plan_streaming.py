@@ -51,7 +51,7 @@ def test_state_leaves_the_device_and_costs_its_traffic_at_each_update() -> None:
     assert result[1].seconds - result[0].seconds == pytest.approx(2 * state / 100.0)
 
 
-def test_it_is_planned_where_nothing_else_fits_and_said_so() -> None:
+def test_it_is_planned_where_nothing_else_fits_and_printed() -> None:
     """Not where something fits, nor on devices without such memory, nor beyond what that holds."""
 
     def plan(given: Problem) -> Any:

@@ -314,7 +314,7 @@ def test_ranks_end_with_their_launcher_and_the_run_goes_on(tmp_path: Path) -> No
 
 @pytest.mark.slow
 @by_proc
-def test_a_folder_in_use_is_told_once_and_ctrl_c_to_the_launcher_ends_all(tmp_path: Path) -> None:
+def test_a_folder_in_use_is_reported_once_and_ctrl_c_to_the_launcher_ends_all(tmp_path: Path) -> None:
     out = tmp_path / "run"
     with lock_folder(out):
         code, _, error = run(2, out, "stages=2")
@@ -433,7 +433,7 @@ def test_what_is_forgotten_is_zero_while_shapes_are_looked_at() -> None:
     assert bool(layer.weight.isnan().all()) and bool(layer.bias.isnan().all())
 
 
-@pytest.mark.parametrize("how, told", [
+@pytest.mark.parametrize("how, message", [
     (["method=pipemare", "method_args.constant_delay={updates: 2}"], "delays that are not the pipeline's own"),
     (["method=gpipe", "clip={norm: 1.0, scope: delayed_global}"], "use scope: global"),
     (["method=pipedream", "stages=1"], "at most 1 device"),
@@ -441,10 +441,10 @@ def test_what_is_forgotten_is_zero_while_shapes_are_looked_at() -> None:
     (["method=dualpipe_v", "stages=4", "gradient_accumulation=3"], "error: gradient_accumulation: 3: "),
     (["method=interleaved_1f1b", "stages=8", "stages_per_device=4"], "error: stages: 8: "),  # they divide modules
 ])  # fmt: skip
-def test_what_makes_no_sense_on_processes_is_refused(how: List[str], told: str, tmp_path: Path) -> None:
+def test_what_makes_no_sense_on_processes_is_refused(how: List[str], message: str, tmp_path: Path) -> None:
     code, _, error = run(2, tmp_path / "run", "stages=2", *how)
     lines = [line for line in error.splitlines() if line.startswith("error: ")]
-    assert code != 0 and len(lines) == 1 and told in lines[0]
+    assert code != 0 and len(lines) == 1 and message in lines[0]
 
 
 def test_one_process_under_a_launcher_may_be_the_emulator_and_evaluates_once(tmp_path: Path) -> None:
@@ -455,12 +455,12 @@ def test_one_process_under_a_launcher_may_be_the_emulator_and_evaluates_once(tmp
     assert code == 0 and json.loads(printed)["weights"] == weights, error
 
 
-def test_bad_input_is_told_once(tmp_path: Path) -> None:
+def test_bad_input_is_reported_once(tmp_path: Path) -> None:
     code, _, error = run_by_torchrun(2, tmp_path / "run", "method=pipedream_2bw", "gradient_accumulation=1", "stages=2")
     assert code != 0 and error.count("error: ") == 1 and "two weight versions" in error
 
 
-def test_without_a_launcher_it_is_told_how(tmp_path: Path) -> None:
+def test_without_a_launcher_the_error_says_how_to_start(tmp_path: Path) -> None:
     arguments = [DIGITS, "--out", str(tmp_path / "run"), "--set", "backend.name=distributed"]
     done = subprocess.run([sys.executable, "tools/train.py", *arguments], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2 and "torchrun --nproc_per_node" in done.stderr and len(done.stderr.splitlines()) == 1

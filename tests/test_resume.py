@@ -112,7 +112,7 @@ def damaged(data: bytes, count: int, seed: int) -> Any:
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "model.safetensors", "optimizer.safetensors"])
-def test_every_flipped_bit_and_every_cut_is_told(name: str, cut: Path) -> None:
+def test_every_flipped_bit_and_every_cut_is_detected(name: str, cut: Path) -> None:
     """Story: a flipped bit in the position resumed from update 0 with exit code 0."""
     folder = cut / "checkpoints" / "step-8"
     file, whole = folder / name, (folder / name).read_bytes()

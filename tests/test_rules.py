@@ -473,7 +473,7 @@ def test_hogwild_without_mean_takes_the_pipelines_lags() -> None:
 # ---- refusals
 
 
-@pytest.mark.parametrize("method, args, kind, options, said", [
+@pytest.mark.parametrize("method, args, kind, options, message", [
     (PB, {"spike_compensation": SC}, "adamw", {}, "velocity of SGD"),
     (PB, {"weight_prediction": WP}, "adam", {}, "use form: difference"),
     (PB, {"weight_prediction": WP}, "sgd", {}, "must be above 0"),
@@ -498,12 +498,12 @@ def test_hogwild_without_mean_takes_the_pipelines_lags() -> None:
     ("gpipe", {"t1": {"anneal_updates": 3}}, "sgd", {}, "no gradient is stale"),
     ("gpipe", {"warmup": {"epochs": 1}}, "sgd", {}, "no gradient is stale"),
 ])  # fmt: skip
-def test_rules_are_refused_with_the_reason(method: str, args: Any, kind: str, options: Any, said: str) -> None:
+def test_rules_are_refused_with_the_reason(method: str, args: Any, kind: str, options: Any, message: str) -> None:
     faults = list_conflicts(args, resolve_method(method, args), kind, options)
-    assert any(said in fault for fault in faults), faults
+    assert any(message in fault for fault in faults), faults
 
 
-@pytest.mark.parametrize("method, args, said", [
+@pytest.mark.parametrize("method, args, message", [
     ("pipemare", {"hogwild": {"max": 3}, "constant_delay": {"updates": 2}}, "cannot be combined"),
     ("pipemare", {"recompute": {"segments": 2}, "stash": True}, "recompute: true"),
     ("pipemare", {"recompute": {"segments": 2}, "schedule": "1f1b"}, "dataflow"),
@@ -511,8 +511,8 @@ def test_rules_are_refused_with_the_reason(method: str, args: Any, kind: str, op
     ("pipedream_2bw", {"constant_delay": {"updates": 3}}, "two weight versions"),
     ("spectrain", {"stash": True}, "predicts"),
 ])  # fmt: skip
-def test_axes_are_refused_with_the_reason(method: str, args: Any, said: str) -> None:
-    with pytest.raises(BadInput, match=said):
+def test_axes_are_refused_with_the_reason(method: str, args: Any, message: str) -> None:
+    with pytest.raises(BadInput, match=message):
         resolve_method(method, args)
 
 

@@ -200,17 +200,17 @@ def test_what_processes_cannot_share_is_refused(tmp_path: Path, monkeypatch: Any
         (fault,) = list_faults(layout._place_stages, chosen, METHODS[method], trained, x, 2, 0)
         return str(fault)
 
-    said = refused("pipemare", model("lm"), tokens().train_batch(0, 0, 2)[0])
-    assert "embedding.tokens.weight on stage 0 and head.weight on stage 3 are one shared weight" in said
-    assert "with pipemare stages may read different versions" in said
-    said = refused("gpipe", Normed(), torch.randn(2, 12))
-    assert said.startswith("model: 1.running_mean") and "stages 0 and 1" in said
-    said = refused("gpipe", Renormed(), tokens().train_batch(0, 0, 2)[0])
-    assert said.startswith("model: 0.weight: the forward changes this weight (max_norm of an embedding?)")
+    complaint = refused("pipemare", model("lm"), tokens().train_batch(0, 0, 2)[0])
+    assert "embedding.tokens.weight on stage 0 and head.weight on stage 3 are one shared weight" in complaint
+    assert "with pipemare stages may read different versions" in complaint
+    complaint = refused("gpipe", Normed(), torch.randn(2, 12))
+    assert complaint.startswith("model: 1.running_mean") and "stages 0 and 1" in complaint
+    complaint = refused("gpipe", Renormed(), tokens().train_batch(0, 0, 2)[0])
+    assert complaint.startswith("model: 0.weight: the forward changes this weight (max_norm of an embedding?)")
     apart = Renormed()
     apart[2].weight = nn.Parameter(apart[0].weight.data)
-    said = refused("gpipe", apart, tokens().train_batch(0, 0, 2)[0])
-    assert said.startswith("model: 0.weight on stage 0 and 2.weight on stage 1 are two parameters in one memory")
+    complaint = refused("gpipe", apart, tokens().train_batch(0, 0, 2)[0])
+    assert complaint.startswith("model: 0.weight on stage 0 and 2.weight on stage 1 are two parameters in one memory")
     how = config("pipedream_2bw", optimizer=SGD, method_args={"weight_prediction": {"scale": 1}})
     job = build(how, model=model("lm"), data=tokens())  # the emulator can
     (fault,) = engine.list_faults(job)

@@ -57,11 +57,11 @@ def answered(capsys: pytest.CaptureFixture[str], *arguments: Any) -> str:
 
 
 def test_the_answer_comes_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said = answered(capsys, run_folder(tmp_path / "run")).splitlines()
-    assert said[0].endswith("run: pipedream, 2 stages, 2 devices, 240 ms, measured")
-    assert said[2] == "What holds it up: stage 1 on device 1"
-    assert "10 times what the others do" in said[3] and "device 0 waits for it 90.0% of the time" in said[4]
-    assert "begin stage 1 at layer4 instead of layer2" in said[6] and "predicted" in said[6]
+    printed = answered(capsys, run_folder(tmp_path / "run")).splitlines()
+    assert printed[0].endswith("run: pipedream, 2 stages, 2 devices, 240 ms, measured")
+    assert printed[2] == "What holds it up: stage 1 on device 1"
+    assert "10 times what the others do" in printed[3] and "device 0 waits for it 90.0% of the time" in printed[4]
+    assert "begin stage 1 at layer4 instead of layer2" in printed[6] and "predicted" in printed[6]
 
 
 def test_the_contract_of_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -84,8 +84,8 @@ def test_the_contract_of_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 def test_two_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one, two = run_folder(tmp_path / "one"), run_folder(tmp_path / "two", slow=10)
-    said = answered(capsys, one, "--against", two)
-    line = next(line for line in said.splitlines() if line.startswith("span_ns"))
+    printed = answered(capsys, one, "--against", two)
+    line = next(line for line in printed.splitlines() if line.startswith("span_ns"))
     assert line.split() == ["span_ns", "240,000,000", "120,000,000", "120,000,000", "+100.0%"]
     content = json.loads(answered(capsys, one, "--against", two, "--json"))
     assert content["span_ns"] == 240_000_000 and content["against"]["other"]["span_ns"] == 120_000_000
@@ -127,14 +127,14 @@ BAD: List[Any] = [
 ]
 
 
-@pytest.mark.parametrize("arguments, said", BAD, ids=[" ".join(arguments) for arguments, _ in BAD])
-def test_bad_input(arguments: List[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("arguments, message", BAD, ids=[" ".join(arguments) for arguments, _ in BAD])
+def test_bad_input(arguments: List[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     run_folder(tmp_path / "run")
     (tmp_path / "words").write_text("hello")
     (tmp_path / "profile.pop").write_bytes(b"\0")
     faults = list_faults(analyze.main, arguments)
-    assert len(faults) == 1 and said in faults[0]
+    assert len(faults) == 1 and message in faults[0]
 
 
 def test_exit_codes(tmp_path: Path) -> None:

@@ -191,10 +191,10 @@ def test_a_counter_that_is_not_a_number_is_null(tmp_path: Path) -> None:
 
 def test_modelled_times_say_so(tmp_path: Path) -> None:
     events, counters = modelled()
-    for said in (True, False):
-        trace.write_chrome(tmp_path / "t", events, counters, {"modelled": said})
-        assert written(tmp_path / "t")["otherData"] == {"modelled": said}
-        assert all(r["args"].get("modelled", False) is said for r in records(tmp_path / "t", "X"))
+    for is_modelled in (True, False):
+        trace.write_chrome(tmp_path / "t", events, counters, {"modelled": is_modelled})
+        assert written(tmp_path / "t")["otherData"] == {"modelled": is_modelled}
+        assert all(r["args"].get("modelled", False) is is_modelled for r in records(tmp_path / "t", "X"))
 
 
 def test_events_in_the_file(tmp_path: Path) -> None:

@@ -214,7 +214,7 @@ def test_searching_hovering_and_choosing_kinds(opened: Callable[..., Page]) -> N
     page.until(lambda: page.text("#status") == "no events of microbatch 9999")
 
 
-def test_halves_of_backwards_and_stages_of_a_device_are_told_apart(opened: Callable[..., Page]) -> None:
+def test_halves_of_backwards_and_stages_of_a_device_are_distinguished(opened: Callable[..., Page]) -> None:
     page = opened(*split_example())
     kinds = [button.get_attribute("data-kind") for button in page.driver.find_elements("css selector", "#legend button")]
     assert {"backward", "input gradient", "weight gradient"} < set(kinds)
@@ -318,7 +318,7 @@ def test_a_script_that_was_let_in_does_not_run(browser: Any, tmp_path: Path) -> 
     page.quiet()
 
 
-def test_what_the_analysis_does_not_know_is_said_to_be_not_known(opened: Callable[..., Page]) -> None:
+def test_what_the_analysis_does_not_know_is_called_not_known(opened: Callable[..., Page]) -> None:
     trace, analysis = example()
     for analysis_given in (
         {},
