@@ -237,6 +237,7 @@ def _children(parent: int) -> List[int]:
 by_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds the processes in /proc")
 
 
+@pytest.mark.slow
 @by_proc
 def test_a_killed_rank_ends_the_job_and_is_named_and_a_restarted_run_goes_on(tmp_path: Path) -> None:
     how = ["steps=30000", "checkpoint.every=20", "stages=2", "evaluate.every=0"]
