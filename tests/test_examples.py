@@ -13,6 +13,7 @@ from typing import Any, Dict, List
 import pytest
 
 import ipu_pipe
+from tests.support.slow import mark_slow
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 # tests/test_example_loops.py
@@ -29,7 +30,11 @@ def run_script(words: List[str], folder: Path) -> str:
     return str(done.stdout)
 
 
-@pytest.mark.parametrize("script", RUNS, ids=lambda script: script.stem)
+# on one process and on two, which `make test` runs
+QUICK = {"fine_tuning", "two_processes"}
+
+
+@pytest.mark.parametrize("script", mark_slow(RUNS, lambda script: script.stem in QUICK), ids=lambda script: script.stem)
 def test_an_example_runs(script: Path, tmp_path: Path) -> None:
     """Run each as users do. Those of torchvision and timm run with the tests' torchvision where none can be imported."""
     text, prefix = script.read_text(encoding="utf-8"), []
@@ -85,6 +90,7 @@ def test_every_notebook_is_run_here() -> None:
     assert {file.name for file in EXAMPLES.glob("*.ipynb")} == {"first_steps.ipynb", "own_loop.ipynb"}
 
 
+@pytest.mark.slow
 def test_the_notebook_of_a_loop_of_ones_own_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cells = run_notebook(EXAMPLES / "own_loop.ipynb", tmp_path, monkeypatch)
     assert len(list_shown(cells, "image/png")) == 2

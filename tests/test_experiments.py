@@ -62,6 +62,7 @@ def read_grid(file: Path) -> TrainingGrid:
     return TrainingGrid.model_validate(yaml.safe_load(file.read_text()))
 
 
+@pytest.mark.slow
 def test_rows_and_seeds_are_run_once_and_compared(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     experiment = load_experiment(file)
@@ -189,6 +190,7 @@ def test_what_the_paper_expects_gets_a_verdict(file: Path) -> None:
     assert {verdict["verdict"] for verdict in results["verdicts"]} == {"not run"} and results["agrees"] is False
 
 
+@pytest.mark.slow
 def test_a_row_begins_with_the_weights_at_the_end_of_another(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -281,6 +283,7 @@ def test_the_command_lists_and_refuses(run: Any) -> None:
         assert done.returncode == 2 and f"error: {place}: " in done.stderr
 
 
+@pytest.mark.slow
 def test_the_command_prints_json(file: Path, tmp_path: Path, run: Any) -> None:
     done = run(file, "--seeds", "1", "--rows", "sync", "--json", "--runs", tmp_path / "r")
     results = json.loads(done.stdout)

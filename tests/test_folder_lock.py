@@ -115,6 +115,7 @@ main()
     assert not (out / ".lock").exists()
 
 
+@pytest.mark.slow
 def test_a_comparison_holds_both_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     out, step, seen = tmp_path / "run", Emulator.step, []
 

@@ -172,6 +172,7 @@ def test_the_metadata_tell_the_run_and_its_units(slept: Path) -> None:
     assert units["two"]["crossing_bytes"] == 4 * BATCH * WIDTH
 
 
+@pytest.mark.slow
 @needs_processes
 def test_a_killed_run_leaves_its_trace_and_one_that_goes_on_takes_it_up(tmp_path: Path) -> None:
     keys = {

@@ -53,6 +53,7 @@ from tests.support.runs import (
     read_trace_file,
     read_weights,
 )
+from tests.support.slow import mark_slow
 
 pytest_plugins = ["poptorch_double"]  # the fixture `poptorch`
 DOUBLE = str(ROOT / "tests" / "poptorch_double" / "path")
@@ -349,10 +350,10 @@ CHANGES = [[0, 2.0], [2, 64.0], [5, 0.5]]
 
 @pytest.mark.parametrize("ipu, optimizer", [
     ({}, SGD),
-    ({}, PLAIN),
-    ({}, ADAM),
-    ({"device_iterations": 2}, SGD),
-    ({"use_combined_accum": True}, SGD),
+    pytest.param({}, PLAIN, marks=pytest.mark.slow),
+    pytest.param({}, ADAM, marks=pytest.mark.slow),
+    pytest.param({"device_iterations": 2}, SGD, marks=pytest.mark.slow),
+    pytest.param({"use_combined_accum": True}, SGD, marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_a_loss_scaling_that_changes_in_a_run_changes_no_weight(
     poptorch: Any, tmp_path: Path, ipu: Any, optimizer: Any
@@ -673,6 +674,7 @@ def test_poprun_sets_replicas_and_nothing_it_forbids_is_called(poptorch: Any, tm
         check(make_config("local_greedy", "poptorch", {"local": "decoupled"}), tmp_path / "none")
 
 
+@pytest.mark.slow
 def test_instances_evaluate_shares_of_the_test_set(tmp_path: Path) -> None:
     """Two instances of poprun, one of which has a batch more; both make as many calls, since their replicas wait for one
     another."""
@@ -793,7 +795,7 @@ def test_the_analysis_of_other_executions_of_all_ipus(
         assert figure["difference"] is None or not figure["name"].startswith("devices[")
 
 
-@pytest.mark.parametrize("blocks", [2, 4])
+@pytest.mark.parametrize("blocks", mark_slow([2, 4], lambda blocks: blocks == 2))
 def test_the_analysis_of_blocks_on_ipus_of_their_own(blocks: int, tmp_path: Path) -> None:
     """Each is a device with its stage; checkpoints and evaluations are not the bubble's."""
     keys = [*SHORT[:-1], "checkpoint.every=2", "method=local_greedy", f"stages={blocks}"]
@@ -808,6 +810,7 @@ def test_the_analysis_of_blocks_on_ipus_of_their_own(blocks: int, tmp_path: Path
         assert device["outside_ns"] > 0
 
 
+@pytest.mark.slow
 def test_blocks_do_not_wait_for_results_that_are_read_late(tmp_path: Path) -> None:
     """Rank 0 reads losses for a line of metrics alone: sends of the others' results would wait for it, and it for activations."""
     keys = ["steps=40", "log.tensorboard=false", "gradient_accumulation=2", "micro_batch_size=4", "log.every=40"]

@@ -174,6 +174,7 @@ def test_processes_with_replicas_give_the_emulators_run_and_what_was_planned(tmp
     assert carried.count("tied gradients") == 2 * 16 and carried.count("weights") == 2 * 4
 
 
+@pytest.mark.slow
 @needs_processes
 @third_party
 def test_a_checkpoint_of_processes_goes_on_on_the_emulator(tmp_path: Path) -> None:
