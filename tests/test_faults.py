@@ -39,6 +39,7 @@ from ipu_pipe.store.folder import RunFolder, read_summary
 from tests import forked
 from tests.command_line import run_here
 from tests.support.runs import DIGITS, ROOT, list_faults, needs_processes
+from tests.support.slow import mark_slow
 from tools.experiments.experiment import Findings, Outcome, Request, call_with_picklable_faults, run_all
 
 
@@ -435,7 +436,7 @@ def join_with_a_stopped_rank(rank: int, port: int, victim: int, at: str, faults:
 
 @needs_processes
 @pytest.mark.parametrize("at", ["connecting", "grouping"])
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", mark_slow([0, 1], lambda victim: victim == 0))
 def test_a_rank_that_is_stopped_while_joining_ends_the_others(
     at: str, victim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

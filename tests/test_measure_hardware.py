@@ -38,6 +38,7 @@ def test_what_two_processes_found_makes_a_description() -> None:
     assert [key for key, figure in hardware.list_figures() if not figure.confirmed] == ["device.usable_share"]
 
 
+@pytest.mark.slow
 def test_the_command_writes_a_description_that_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "mine.yaml"
     main(["--out", str(out), "--seconds", "0.001"])

@@ -248,6 +248,7 @@ rows: {greedy: {}, last: {method: last_layers, method_args: {layers: 2}}}
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("measure, pictures", [
     ("{name: angles, every: 2, samples: 16}", ["angles.png"]),
     ("{name: fit}", ["accuracy.png", "training.png"]),
@@ -262,6 +263,7 @@ def test_each_measure_writes_its_results(measure: str, pictures: List[str], tmp_
     assert all(row["final"] is not None and row["step"] == 4 for row in outcome.results["rows"])
 
 
+@pytest.mark.slow
 def test_a_window_of_microbatches_counts_those_of_every_replica(tmp_path: Path) -> None:
     """LocalSGD's windows were of its updates, longer than the run, and its rows were called diverged."""
     file = tmp_path / "one.yaml"
@@ -277,7 +279,7 @@ def test_a_window_of_microbatches_counts_those_of_every_replica(tmp_path: Path) 
     ("{name: angle}", "measure.name: angle: "),
     ("{name: fit, every: 0}", "measure.every: 0: "),
     ("{name: filters, tensor: fc1.weight}", "measure.tensor: fc1.weight: "),
-    ("{name: angles, samples: 101}", "measure.samples: 101: "),
+    pytest.param("{name: angles, samples: 101}", "measure.samples: 101: ", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_bad_measures_are_refused(measure: str, fault: str, tmp_path: Path) -> None:
     file = tmp_path / "one.yaml"

@@ -426,6 +426,7 @@ def test_a_comparison_that_is_not_possible_is_reported_first(tmp_path: Path, run
     assert code == 2 and "pipedream_2bw" in complaint and not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_comparison_without_a_test_set_is_unknown(tmp_path: Path, run_tool: Any) -> None:
     pairs = sets("data={name: 'tests.test_train:without_tests'}")
     code, printed, complaint = run_tool(DIGITS, *pairs, "--out", str(tmp_path / "out"), "--against", "gpipe")
